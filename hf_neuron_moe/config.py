@@ -1,0 +1,87 @@
+"""Options of :func:`hf_neuron_moe.patch_model`, checked when they are made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from hf_neuron_moe.errors import ConfigError, nearest, refuse
+
+PRECISIONS = ("bf16", "mxfp8", "fp32")
+BACKENDS = ("auto", "torch", "neuron", "triton")
+WEIGHT_HOMES = ("auto", "stock", "kernel")
+BLOCK_SIZES = (128, 256, 512, 1024, 2048, 4096)
+"""Tokens per block that ``blockwise_mm_bwd`` accepts (2048 and 4096 since release 2.33)."""
+
+
+@dataclass(frozen=True)
+class NeuronMoEConfig:
+    """What a patched block computes and where its weights live.
+
+    Attributes:
+        precision: ``"bf16"``: operands of every matmul are bfloat16, accumulation is fp32. ``"mxfp8"``: both operands
+            of every matmul are quantised to MXFP8 (e4m3, Neuron block-scale rule) along that matmul's contraction axis.
+            ``"fp32"``: exact; for tests and for CPUs. The blocks compute in this precision whatever the dtype of the
+            model's parameters is; the rest of the model is not touched.
+        backend: ``"torch"`` computes the kernels' contract with PyTorch on any device. ``"auto"`` chooses by device.
+            ``"neuron"`` and ``"triton"`` are refused with the reason where they cannot run.
+        weights: ``"stock"`` leaves the parameters in Hugging Face's layout and reads them through views;
+            ``"kernel"`` moves them into the kernels' layout (dense ``[2I, H]``, experts ``[E, H, 2I]`` and
+            ``[E, I, H]``). ``"auto"`` is ``"stock"`` on the torch backend. ``state_dict`` has the stock keys and
+            layouts in either case, and the numbers are the same.
+        block_size: tokens per block of the blockwise MoE kernels. It decides which tokens share an MX scale in the
+            weight gradients of ``"mxfp8"``; it does not change ``"bf16"`` and ``"fp32"`` results.
+    """
+
+    precision: str = "bf16"
+    backend: str = "auto"
+    weights: str = "auto"
+    block_size: int = 512
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("precision", PRECISIONS), ("backend", BACKENDS), ("weights", WEIGHT_HOMES)):
+            value = getattr(self, name)
+            if value not in allowed:
+                hint = nearest(value, list(allowed)) if isinstance(value, str) else ""
+                raise refuse(
+                    ConfigError,
+                    where="NeuronMoEConfig",
+                    argument=name,
+                    expected=f"one of {', '.join(allowed)}",
+                    got=repr(value),
+                    remedy=f"Choose one of these.{hint}",
+                )
+        if self.block_size not in BLOCK_SIZES or isinstance(self.block_size, bool):
+            raise refuse(
+                ConfigError,
+                where="NeuronMoEConfig",
+                argument="block_size",
+                expected=f"one of {BLOCK_SIZES}",
+                got=repr(self.block_size),
+                remedy="512 suits most models; smaller blocks pad less when experts get few tokens.",
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the options as plain Python values; :meth:`from_dict` is the inverse."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, options: Mapping[str, Any]) -> NeuronMoEConfig:
+        """Build a config from a mapping, refusing unknown option names.
+
+        Raises:
+            ConfigError: a key is not an option, or a value is not allowed.
+        """
+        known = [f.name for f in fields(cls)]
+        for key in options:
+            if key not in known:
+                raise refuse(
+                    ConfigError,
+                    where="NeuronMoEConfig.from_dict",
+                    argument="option name",
+                    expected=f"one of {', '.join(known)}",
+                    got=repr(key),
+                    remedy=f"Remove or rename it.{nearest(str(key), known)}",
+                )
+        return cls(**options)
