@@ -1,0 +1,40 @@
+"""Fine-tune Hugging Face SwiGLU and mixture-of-experts models with the Neuron kernels' numbers and layouts.
+
+    >>> from hf_neuron_moe import NeuronMoEConfig, patch_model, unpatch_model
+    >>> report = patch_model(model, NeuronMoEConfig(precision="mxfp8"))
+
+Importing the package imports neither torch nor transformers and changes nothing; the names below are loaded when they
+are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hf_neuron_moe.config import NeuronMoEConfig
+    from hf_neuron_moe.patching import PatchReport, patch_model, unpatch_model
+
+__version__ = "0.1.0"
+
+__all__ = ["NeuronMoEConfig", "PatchReport", "__version__", "patch_model", "unpatch_model"]
+
+_HOME = {
+    "NeuronMoEConfig": "hf_neuron_moe.config",
+    "PatchReport": "hf_neuron_moe.patching",
+    "patch_model": "hf_neuron_moe.patching",
+    "unpatch_model": "hf_neuron_moe.patching",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
