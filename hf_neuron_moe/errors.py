@@ -7,6 +7,8 @@ a message in one order.
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 
 class NeuronMoEError(Exception):
     """Base class of everything this package raises on purpose."""
@@ -52,15 +54,18 @@ class NeuronMoEWarning(UserWarning):
     """Something works, but not in the way a reader of the configuration would assume."""
 
 
+ErrorT = TypeVar("ErrorT", bound=NeuronMoEError)
+
+
 def refuse(
-    kind: type[NeuronMoEError],
+    kind: type[ErrorT],
     *,
     where: str,
     argument: str,
     expected: str,
     got: object,
     remedy: str,
-) -> NeuronMoEError:
+) -> ErrorT:
     """Build an exception with the message's parts in their fixed order.
 
     Args:
