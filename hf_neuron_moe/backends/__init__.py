@@ -1,0 +1,84 @@
+"""Ways to compute the kernels' contract. ``neuron`` and ``triton`` are looked for only when asked for by name."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from typing import TYPE_CHECKING
+
+from hf_neuron_moe.errors import BackendUnavailableError, ConfigError, nearest, refuse
+
+if TYPE_CHECKING:
+    import torch
+
+    from hf_neuron_moe.backends.base import Backend
+
+_REQUIREMENTS = {
+    "neuron": ("torch_neuronx", "nki", "nkilib"),
+    "triton": ("triton",),
+}
+_IMPLEMENTED = ("torch",)
+
+
+def resolve_backend(name: str, device: torch.device) -> str:
+    """Turn a configured backend name into the one that will run on `device`.
+
+    Args:
+        name: ``"auto"``, ``"torch"``, ``"neuron"`` or ``"triton"``.
+        device: where the model's parameters are.
+
+    Returns:
+        The backend's name; ``"torch"`` for ``"auto"`` on every device this release has no own kernels for.
+
+    Raises:
+        ConfigError: unknown name.
+        BackendUnavailableError: the named backend cannot run here; the message says what is missing.
+    """
+    if name in ("auto", *_IMPLEMENTED):
+        if device.type == "neuron":
+            raise refuse(
+                BackendUnavailableError,
+                where="resolve_backend",
+                argument="device",
+                expected="one the torch backend computes on (cpu, cuda, mps, xpu, meta)",
+                got="'neuron'",
+                remedy="The NKI kernel backend is not part of this release; keep the model on another device.",
+            )
+        return "torch"
+    if name not in _REQUIREMENTS:
+        known = ["auto", *_IMPLEMENTED, *_REQUIREMENTS]
+        raise refuse(
+            ConfigError,
+            where="resolve_backend",
+            argument="backend",
+            expected=f"one of {', '.join(known)}",
+            got=repr(name),
+            remedy=f"Choose one of these.{nearest(name, known)}",
+        )
+    missing = [module for module in _REQUIREMENTS[name] if importlib.util.find_spec(module) is None]
+    reason = f"missing packages: {', '.join(missing)}" if missing else "no kernels for it in this release"
+    raise refuse(
+        BackendUnavailableError,
+        where="resolve_backend",
+        argument="backend",
+        expected="one that can run in this environment",
+        got=f"{name!r} ({reason})",
+        remedy="Use backend='torch': it computes the same contract on any device.",
+    )
+
+
+@functools.cache
+def get_backend(name: str) -> Backend:
+    """Return the backend object for a name that :func:`resolve_backend` returned."""
+    if name not in _IMPLEMENTED:
+        raise refuse(
+            BackendUnavailableError,
+            where="get_backend",
+            argument="name",
+            expected=f"one of {', '.join(_IMPLEMENTED)}",
+            got=repr(name),
+            remedy="Pass the result of resolve_backend.",
+        )
+    from hf_neuron_moe.backends.torch.backend import TorchBackend
+
+    return TorchBackend()

@@ -1,0 +1,96 @@
+"""How a precision is computed on a device: which dtype the matmuls see, where values are rounded."""
+
+from __future__ import annotations
+
+import functools
+import time
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+FEW_ROWS = 8
+"""Rows per expert up to which a bf16 matrix-vector product beats casting the weights, without bf16 instructions."""
+
+
+@dataclass(frozen=True)
+class Compute:
+    """One precision on one device.
+
+    Attributes:
+        operand: dtype of the matmuls' operands and results in memory. bf16 values are exact in fp32, so fp32 matmuls of
+            bf16 (or MXFP8) values compute the same products; only the order of the fp32 sums differs.
+        rounded: dtype that values between matmuls are rounded to (bf16), or fp32 for no rounding.
+        mx: whether both operands of every matmul are rounded to MXFP8 along its contraction axis first.
+        row_chunk: rows processed at a time; bounds the temporaries and keeps them in cache.
+    """
+
+    operand: torch.dtype
+    rounded: torch.dtype
+    mx: bool
+    row_chunk: int
+
+
+def choose_compute(precision: str, device: torch.device, *, rows_per_expert: float, weight_dtype: torch.dtype) -> Compute:
+    """Pick the way to compute `precision` ("bf16", "mxfp8" or "fp32") on `device`.
+
+    bf16 matmuls run natively where they are fast (measured once per process on CPUs) and where there are so few rows
+    that casting the weights would cost more than the product itself.
+    """
+    if precision == "fp32":
+        return Compute(torch.float32, torch.float32, mx=False, row_chunk=512)
+    if precision == "mxfp8":
+        return Compute(torch.float32, torch.bfloat16, mx=True, row_chunk=512)
+    if bf16_matmul_is_fast(device):
+        return Compute(torch.bfloat16, torch.bfloat16, mx=False, row_chunk=4096)
+    if rows_per_expert <= FEW_ROWS and weight_dtype == torch.bfloat16:
+        return Compute(torch.bfloat16, torch.bfloat16, mx=False, row_chunk=512)
+    return Compute(torch.float32, torch.bfloat16, mx=False, row_chunk=512)
+
+
+def bf16_matmul_is_fast(device: torch.device) -> bool:
+    """Whether a bf16 matmul on `device` is at least as fast as the same one in fp32."""
+    return True if device.type != "cpu" else _cpu_bf16_matmul_is_fast()
+
+
+@functools.cache
+def _cpu_bf16_matmul_is_fast() -> bool:
+    """Time one small matmul in either dtype, best of five; takes a few milliseconds, once per process.
+
+    Measured instead of read from CPU flags, because what matters is what the installed matmul library does with them.
+    """
+
+    def best_time(dtype: torch.dtype) -> float:
+        left, right = torch.ones(64, 512, dtype=dtype), torch.ones(512, 512, dtype=dtype)
+        times = []
+        for _ in range(5):
+            start = time.perf_counter()
+            torch.mm(left, right.t())
+            torch.mm(left, right)
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    with torch.no_grad():
+        return best_time(torch.bfloat16) <= best_time(torch.float32)
+
+
+@dataclass
+class Scratch:
+    """Named buffers that the experts of one call share.
+
+    Fresh large temporaries cost as much as the arithmetic around the matmuls (page faults), so each name is allocated
+    once at the largest size asked for and viewed afterwards.
+    """
+
+    device: torch.device
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+
+    def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return an uninitialized contiguous tensor of `shape`; one name always has one dtype."""
+        size = 1
+        for extent in shape:
+            size *= extent
+        buffer = self.buffers.get(name)
+        if buffer is None or buffer.numel() < size:
+            buffer = self.buffers[name] = torch.empty(size, dtype=dtype, device=self.device)
+        return buffer[:size].view(shape)

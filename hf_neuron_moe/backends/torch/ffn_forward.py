@@ -1,0 +1,175 @@
+"""Forward of one gated feed-forward network ``y = (silu(x Wg^T) * x Wu^T) Wd^T`` over tiles.
+
+Legend: R rows, H hidden, I intermediate; a trailing pair names the axes (``gate_IH`` is ``[I, H]``).
+
+Where values are rounded (to bf16 unless the precision is fp32), after fp32 accumulation of every matmul:
+
+* bf16: gate and up pre-activations are rounded, the activation reads the rounded ones (so a backward from the
+  checkpoints sees what the forward saw); ``silu(gate) * up [* scale]`` is rounded once.
+* mxfp8: the activation reads the fp32 accumulators, ``silu(gate) * up [* scale]`` is rounded once; both operands of
+  every matmul are quantized along its contraction axis (nki-library 2.30 ``mlp_fwd_mxfp8``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hf_neuron_moe.backends.torch.tiling import Loader, Span, column_spans, matmul_into, padded, row_spans
+
+
+@dataclass(frozen=True)
+class FFNWeights:
+    """Views of the three projections in ``nn.Linear`` orientation; any strides, any float dtype."""
+
+    gate_IH: Tensor
+    up_IH: Tensor
+    down_HI: Tensor
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """Activations kept for the backward, each ``[R, I]`` or None; `up` may hold only its first columns.
+
+    ``gate`` and ``up`` are pre-activations, ``gate_act = silu(gate)``, ``intermediate = gate_act * up``.
+    """
+
+    gate: Tensor | None = None
+    up: Tensor | None = None
+    gate_act: Tensor | None = None
+    intermediate: Tensor | None = None
+
+    def rows(self, start: int, end: int) -> Checkpoints:
+        """Return views of the rows ``start..end``."""
+        parts = (self.gate, self.up, self.gate_act, self.intermediate)
+        return Checkpoints(*(None if part is None else part[start:end] for part in parts))
+
+
+@dataclass(frozen=True)
+class RowSource:
+    """Rows of a ``[T, H]`` tensor, optionally gathered through an index ``[R]``."""
+
+    values: Tensor
+    index: Tensor | None = None
+
+    def rows(self, start: int, end: int) -> RowSource:
+        """Return the source of the rows ``start..end``."""
+        if self.index is None:
+            return RowSource(self.values[start:end])
+        return RowSource(self.values, self.index[start:end])
+
+    def take(self, span: Span) -> Tensor:
+        if self.index is None:
+            return self.values[span.start : span.stop]
+        return self.values.index_select(0, self.index[span.start : span.stop])
+
+    def __len__(self) -> int:
+        return len(self.values) if self.index is None else len(self.index)
+
+
+def up_split(span: Span, saved: Checkpoints, recompute_up: bool) -> int:
+    """Columns of this span whose `up` is kept; the rest is multiplied separately in forward and backward.
+
+    Using the same cut in both directions makes the recomputed values bit-identical to the forward's.
+    """
+    if saved.up is None or not recompute_up:
+        return span.length
+    return min(max(saved.up.shape[1] - span.start, 0), span.length)
+
+
+def ffn_forward(
+    x: RowSource,
+    weights: FFNWeights,
+    loader: Loader,
+    out_RH: Tensor,
+    *,
+    save: Checkpoints,
+    scale_R1: Tensor | None = None,
+    block_size: int | None = None,
+) -> None:
+    """Write ``(silu(x Wg^T) * x Wu^T * scale) Wd^T`` into `out_RH` (fp32) and the checkpoints into `save`.
+
+    Args:
+        x: the R input rows.
+        weights: the projections.
+        loader: carries the :class:`Compute` and the scratch buffers.
+        out_RH: fp32 result, overwritten.
+        save: buffers to fill; those that are None are not kept.
+        scale_R1: fp32 ``[R, 1]`` factor on the intermediate (the expert's affinity), or None.
+        block_size: rows per MoE block, or None for a dense MLP.
+    """
+    compute = loader.compute
+    hidden, inner = weights.down_HI.shape
+    padded_hidden = padded(hidden) if compute.mx else hidden
+    for number, columns in enumerate(column_spans(inner, compute)):
+        part = slice(columns.start, columns.stop)
+        shape = (columns.size, padded_hidden)
+        gate_IH = loader.load("gate", weights.gate_IH[part], shape, mx_axes=(1,))
+        up_IH = loader.load("up", weights.up_IH[part], shape, mx_axes=(1,))
+        down_HI = loader.load("down", weights.down_HI[:, part], (padded_hidden, columns.size), mx_axes=(1,))
+        kept = up_split(columns, save, recompute_up=True)
+        for rows in row_spans(len(x), compute, block_size):
+            x_RH = loader.load("x", x.take(rows), (rows.size, padded_hidden), mx_axes=(1,))[: rows.length]
+            gate_RI = loader.scratch.get("gate_out", (rows.length, columns.length), compute.operand)
+            up_RI = loader.scratch.get("up_out", (rows.length, columns.length), compute.operand)
+            matmul_into(gate_RI, x_RH, gate_IH[: columns.length].t(), accumulate=False)
+            if kept:
+                matmul_into(up_RI[:, :kept], x_RH, up_IH[:kept].t(), accumulate=False)
+            if kept < columns.length:
+                matmul_into(up_RI[:, kept:], x_RH, up_IH[kept : columns.length].t(), accumulate=False)
+            scale = None if scale_R1 is None else scale_R1[rows.start : rows.stop]
+            inter_RI = _activate(gate_RI, up_RI, loader, save, rows, columns, kept, scale)
+            out = out_RH[rows.start : rows.stop]
+            matmul_into(out, inter_RI, down_HI[:hidden, : inter_RI.shape[1]].t(), accumulate=number > 0)
+
+
+def _activate(
+    gate_RI: Tensor,
+    up_RI: Tensor,
+    loader: Loader,
+    save: Checkpoints,
+    rows: Span,
+    columns: Span,
+    kept: int,
+    scale_R1: Tensor | None,
+) -> Tensor:
+    """Keep the checkpoints and return the rounded intermediate as the down projection's operand."""
+    compute = loader.compute
+    row_part, column_part = slice(rows.start, rows.stop), slice(columns.start, columns.stop)
+    gate_kept = None if save.gate is None else save.gate[row_part, column_part].copy_(gate_RI)
+    up_kept = None if save.up is None else save.up[row_part, columns.start : columns.start + kept].copy_(up_RI[:, :kept])
+    gate32, up32 = _in_fp32(loader, "gate_fp32", gate_RI), _in_fp32(loader, "up_fp32", up_RI)
+    if not compute.mx and compute.operand != compute.rounded:
+        _round_like(loader, gate32, gate_kept)
+        _round_like(loader, up32[:, :kept], up_kept)
+        _round_like(loader, up32[:, kept:], None)
+    act = F.silu(gate32, inplace=True)
+    if save.gate_act is not None:
+        save.gate_act[row_part, column_part].copy_(act)
+    inter = act.mul_(up32)
+    if save.intermediate is not None:
+        save.intermediate[row_part, column_part].copy_(inter)
+    if scale_R1 is not None:
+        inter.mul_(scale_R1)
+    if compute.operand == torch.float32 and not compute.mx:
+        return loader.round_(inter)
+    buffer = loader.scratch.get("inter", (rows.length, columns.size), compute.operand)
+    loader.fill(buffer, inter)
+    return loader.quantize(buffer, axis=1) if compute.mx else buffer
+
+
+def _round_like(loader: Loader, values: Tensor, kept: Tensor | None) -> None:
+    """Round fp32 `values` in place; a checkpoint that already holds the rounded ones saves a pass."""
+    if kept is None:
+        loader.round_(values)
+    else:
+        values.copy_(kept)
+
+
+def _in_fp32(loader: Loader, name: str, values: Tensor) -> Tensor:
+    if values.dtype == torch.float32:
+        return values
+    return loader.scratch.get(name, tuple(values.shape), torch.float32).copy_(values)

@@ -1,0 +1,164 @@
+"""How one feed-forward network is cut into tiles, and how tiles are brought into matmul operands.
+
+Legend: R rows (tokens of one expert, or all tokens of a dense MLP), H hidden, I intermediate size.
+
+Tiles along I bound the converted weights (never a whole layer in fp32 unless MX groups force it), tiles along R bound
+the activations. In MX mode the cuts follow the contraction tiles of the format (512, then 256, then 128), because rows
+are the contraction axis of the weight gradients and I is that of the down projection and of the input gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_neuron_moe.backends.torch.compute import Compute, Scratch, choose_compute
+from hf_neuron_moe.backends.torch.fake_quant import fake_quantize_
+from hf_neuron_moe.formats.swizzle import tile_segments
+
+MX_ALIGNMENT = 128
+"""H, I and the token count of the MXFP8 kernels are multiples of this; zero padding up to it is exact."""
+_COLUMN_TILE = 2048
+
+
+def padded(size: int) -> int:
+    """Round `size` up to what the MXFP8 kernels need."""
+    return -(-size // MX_ALIGNMENT) * MX_ALIGNMENT
+
+
+@dataclass(frozen=True)
+class Span:
+    """Positions ``start..stop`` of an axis, held in a tile of `size` >= ``stop - start`` whose rest is zero."""
+
+    start: int
+    stop: int
+    size: int
+
+    @property
+    def length(self) -> int:
+        return self.stop - self.start
+
+
+def row_spans(rows: int, compute: Compute, block_size: int | None) -> list[Span]:
+    """Cut `rows` into spans that are processed together.
+
+    Args:
+        rows: number of rows R.
+        compute: decides between plain chunks and MX contraction tiles.
+        block_size: rows per block of the blockwise MoE kernels; None for a dense MLP, whose weight gradients contract
+            over all (padded) rows at once.
+    """
+    if not compute.mx:
+        return [
+            Span(start, min(start + compute.row_chunk, rows), min(compute.row_chunk, rows - start))
+            for start in range(0, rows, compute.row_chunk)
+        ]
+    block = block_size if block_size is not None else padded(rows)
+    tiles = [(first + start, size) for first in range(0, rows, block) for start, size in _contraction_tiles(block)]
+    return [Span(start, min(start + size, rows), size) for start, size in tiles if start < rows]
+
+
+def _contraction_tiles(length: int) -> list[tuple[int, int]]:
+    """Return ``(start, size)`` of every MX tile of a contraction axis of `length`."""
+    return [
+        (segment.start + number * segment.tile, segment.tile)
+        for segment in tile_segments(length)
+        for number in range(segment.count)
+    ]
+
+
+def column_spans(columns: int, compute: Compute) -> list[Span]:
+    """Cut the intermediate axis into spans; one single span where MX groups reach over the border of gate and up."""
+    if not compute.mx:
+        return [
+            Span(start, min(start + _COLUMN_TILE, columns), min(_COLUMN_TILE, columns - start))
+            for start in range(0, columns, _COLUMN_TILE)
+        ]
+    total = padded(columns)
+    step = _COLUMN_TILE if total % 512 == 0 else total
+    return [Span(start, min(start + step, columns), min(step, total - start)) for start in range(0, total, step)]
+
+
+@dataclass
+class Loader:
+    """Brings slices of tensors into operand dtype: cast, rounded, zero padded and MX quantized as asked."""
+
+    compute: Compute
+    scratch: Scratch
+    lone_384: bool = False
+    """Treat a contraction axis of exactly 384 as one tile, as ``mlp_fwd_mxfp8`` does with raw operands."""
+
+    def load(self, name: str, source: Tensor, shape: tuple[int, int], *, mx_axes: tuple[int, ...] = ()) -> Tensor:
+        """Return `source` [r, c] as an operand; in MX mode a zero padded ``shape`` buffer quantized along `mx_axes`.
+
+        Without anything to do the source itself is returned, so the caller must not write into the result.
+        """
+        compute = self.compute
+        if not compute.mx:
+            if source.dtype == compute.operand:
+                return source
+            shape, mx_axes = (source.shape[0], source.shape[1]), ()
+        buffer = self.scratch.get(name, shape, compute.operand)
+        self.fill(buffer, source)
+        for axis in mx_axes:
+            self.quantize(buffer, axis)
+        return buffer
+
+    def fill(self, buffer: Tensor, source: Tensor) -> None:
+        """Copy `source` into the corner of `buffer`, rounded to the compute dtype, and zero the rest."""
+        rows, columns = source.shape
+        if rows < buffer.shape[0]:
+            buffer[rows:].zero_()
+        if columns < buffer.shape[1]:
+            buffer[:rows, columns:].zero_()
+        corner = buffer[:rows, :columns]
+        rounded = self.compute.rounded
+        if rounded not in (source.dtype, self.compute.operand):
+            staged = self.scratch.get("rounding", (rows, columns), rounded)
+            corner.copy_(staged.copy_(source))
+        else:
+            corner.copy_(source)
+
+    def quantize(self, buffer: Tensor, axis: int) -> Tensor:
+        """Round `buffer` to MXFP8 along `axis` in place (MX mode only)."""
+        exponents = self.scratch.get("exponents", (buffer.numel(),), torch.int32)
+        scheme = "wrapX_single" if self.lone_384 and buffer.shape[axis] == 384 else "wrapX"
+        return fake_quantize_(buffer, axis, exponents, scheme=scheme)
+
+    def round_(self, values: Tensor) -> Tensor:
+        """Round fp32 `values` to the compute dtype in place."""
+        if values.dtype != self.compute.rounded:
+            staged = self.scratch.get("rounding", tuple(values.shape), self.compute.rounded)
+            values.copy_(staged.copy_(values))
+        return values
+
+
+def make_loader(
+    precision: str, device: torch.device, rows: float, weight_dtype: torch.dtype, *, lone_384: bool = False
+) -> Loader:
+    """Return a loader with fresh scratch for one call.
+
+    Args:
+        precision: ``"bf16"``, ``"mxfp8"`` or ``"fp32"``.
+        device: where the operands are.
+        rows: average number of rows that share one weight; few rows are multiplied without casting the weights.
+        weight_dtype: dtype of the parameters.
+        lone_384: see :class:`Loader`.
+    """
+    compute = choose_compute(precision, device, rows_per_expert=rows, weight_dtype=weight_dtype)
+    return Loader(compute, Scratch(device), lone_384)
+
+
+def matmul_into(out: Tensor, left: Tensor, right: Tensor, *, accumulate: bool) -> None:
+    """``out (+)= left @ right``; `out` is fp32 or the operands' dtype, and may be a slice with unit column stride."""
+    if out.dtype == left.dtype:
+        if accumulate:
+            out.addmm_(left, right)
+        else:
+            torch.mm(left, right, out=out)
+    elif accumulate:
+        out.add_(torch.mm(left, right))
+    else:
+        out.copy_(torch.mm(left, right))

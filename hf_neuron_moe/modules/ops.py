@@ -1,0 +1,293 @@
+"""The two blocks as ``torch.library`` operators: functional, shape-only fakes, backward as an operator of its own.
+
+Legend: S or T tokens, H hidden, I intermediate, E experts, K experts per token, R = T * K pairs in expert order.
+
+Saved for backward are the block's input (in the compute dtype), the routing, the gate pre-activations and the up
+pre-activations (the torch backend keeps seven eighths of their columns and multiplies the rest again); everything
+else is recomputed elementwise. Weights are saved as references. No gradient is computed that nobody asked for.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_neuron_moe.backends import get_backend
+
+_COMPUTE_DTYPE = {"bf16": torch.bfloat16, "mxfp8": torch.bfloat16, "fp32": torch.float32}
+
+
+def swiglu_mlp(
+    x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, *, precision: str, backend: str
+) -> Tensor:
+    """``(silu(x Wg^T) * x Wu^T) Wd^T`` in `precision`, differentiable.
+
+    Args:
+        x_SH: ``[S, H]``, any float dtype; read in bf16 (fp32 for ``"fp32"``).
+        gate_IH: ``[I, H]``.
+        up_IH: ``[I, H]``.
+        down_HI: ``[H, I]``.
+        precision: ``"bf16"``, ``"mxfp8"`` or ``"fp32"``.
+        backend: what :func:`hf_neuron_moe.backends.resolve_backend` returned.
+
+    Returns:
+        ``[S, H]`` in the dtype of `x_SH`.
+    """
+    inputs = (x_SH.to(_COMPUTE_DTYPE[precision]), gate_IH, up_IH, down_HI)
+    if _plain_inference(inputs):
+        with _exact_dtypes(x_SH):
+            y_SH, _, _ = get_backend(backend).mlp_forward(*inputs, precision, keep=False)
+    else:
+        keep = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
+        y_SH, _, _ = mlp_fwd(*inputs, precision, backend, keep)
+    return y_SH.to(x_SH.dtype)
+
+
+def experts(
+    x_TH: Tensor,
+    top_k_index_TK: Tensor,
+    top_k_weights_TK: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    *,
+    transposed: bool,
+    precision: str,
+    block_size: int,
+    backend: str,
+) -> Tensor:
+    """``sum_k weight_k * expert_k(x)`` with gated SiLU experts in `precision`, differentiable.
+
+    Args:
+        x_TH: ``[T, H]``, any float dtype; read in bf16 (fp32 for ``"fp32"``).
+        top_k_index_TK: integer expert ids ``[T, K]``; ids >= E are dropped.
+        top_k_weights_TK: ``[T, K]``, any float dtype; read in fp32.
+        gate_up: ``[E, 2I, H]`` (gate rows first), or ``[E, H, 2I]`` if `transposed`.
+        down: ``[E, H, I]``, or ``[E, I, H]`` if `transposed`.
+        transposed: which of the two layouts the weights have; never guessed from shapes.
+        precision: ``"bf16"``, ``"mxfp8"`` or ``"fp32"``.
+        block_size: tokens per block of the blockwise kernels; matters for mxfp8 weight gradients only.
+        backend: what :func:`hf_neuron_moe.backends.resolve_backend` returned.
+
+    Returns:
+        ``[T, H]`` in the dtype of `x_TH`.
+    """
+    inputs = (x_TH.to(_COMPUTE_DTYPE[precision]), top_k_index_TK, top_k_weights_TK, gate_up, down)
+    if _plain_inference(inputs):
+        with _exact_dtypes(x_TH):
+            y_TH, _, _ = get_backend(backend).experts_forward(*inputs, transposed, precision, block_size, keep=False)
+    else:
+        keep = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
+        y_TH, _, _ = moe_fwd(*inputs, transposed, precision, block_size, backend, keep)
+    return y_TH.to(x_TH.dtype)
+
+
+def _plain_inference(inputs: tuple[Tensor, ...]) -> bool:
+    """Whether the operator's dispatch can be skipped: nothing to record, nothing to trace, ordinary tensors.
+
+    At one token the dispatch through ``torch.library`` is a noticeable share of the whole block.
+    """
+    if torch.compiler.is_compiling() or any(type(t) not in (Tensor, torch.nn.Parameter) for t in inputs):
+        return False
+    return not (torch.is_grad_enabled() and any(t.requires_grad for t in inputs)) and not any(
+        t.device.type == "meta" for t in inputs
+    )
+
+
+def _exact_dtypes(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Keep an enclosing autocast from changing the dtypes of the backend's own matmuls."""
+    device_type = tensor.device.type
+    if torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()
+
+
+@torch.library.custom_op("hf_neuron_moe::mlp_fwd", mutates_args=())
+def mlp_fwd(
+    x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, precision: str, backend: str, keep: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Forward of the dense MLP; returns ``(y, gate_pre, up_pre)``, the latter two empty unless `keep`."""
+    with _exact_dtypes(x_SH):
+        return get_backend(backend).mlp_forward(x_SH, gate_IH, up_IH, down_HI, precision, keep)
+
+
+@torch.library.custom_op("hf_neuron_moe::mlp_bwd", mutates_args=())
+def mlp_bwd(
+    dout_SH: Tensor,
+    x_SH: Tensor,
+    gate_IH: Tensor,
+    up_IH: Tensor,
+    down_HI: Tensor,
+    gate_pre_SI: Tensor,
+    up_pre_SI: Tensor,
+    precision: str,
+    backend: str,
+    wants_input: bool,
+    wants_weights: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x, gate, up and down; empty where not wanted."""
+    with _exact_dtypes(x_SH):
+        return get_backend(backend).mlp_backward(
+            dout_SH, x_SH, gate_IH, up_IH, down_HI, gate_pre_SI, up_pre_SI, precision, wants_input, wants_weights
+        )
+
+
+@mlp_fwd.register_fake
+def _(x_SH, gate_IH, up_IH, down_HI, precision, backend, keep):  # type: ignore[no-untyped-def]
+    rows, columns = x_SH.shape[0], gate_IH.shape[0]
+    return x_SH.new_empty(x_SH.shape), *_fake_checkpoints(x_SH, rows, columns, backend, keep)
+
+
+@mlp_bwd.register_fake
+def _(dout, x_SH, gate_IH, up_IH, down_HI, gate_pre, up_pre, precision, backend, wants_input, wants_weights):  # type: ignore[no-untyped-def]
+    weights = (gate_IH, up_IH, down_HI)
+    return (_like(x_SH, wants_input, x_SH), *(_like(w, wants_weights, x_SH) for w in weights))
+
+
+def _mlp_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x_SH, gate_IH, up_IH, down_HI, ctx.precision, ctx.backend, _ = inputs
+    ctx.mark_non_differentiable(output[1], output[2])
+    ctx.save_for_backward(x_SH, gate_IH, up_IH, down_HI, output[1], output[2])
+
+
+def _mlp_backward(ctx: Any, dout_SH: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    needs = ctx.needs_input_grad
+    wants_weights = any(needs[1:4])
+    grads = mlp_bwd(
+        dout_SH.contiguous(), *ctx.saved_tensors, ctx.precision, ctx.backend, needs[0], wants_weights
+    )
+    return *(grad if need else None for grad, need in zip(grads, needs, strict=False)), None, None, None
+
+
+mlp_fwd.register_autograd(_mlp_backward, setup_context=_mlp_setup)
+
+
+@torch.library.custom_op("hf_neuron_moe::moe_fwd", mutates_args=())
+def moe_fwd(
+    x_TH: Tensor,
+    index_TK: Tensor,
+    weight_TK: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    transposed: bool,
+    precision: str,
+    block_size: int,
+    backend: str,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Forward of the experts; returns ``(y, gate_pre, up_pre)``, the latter two empty unless `keep`."""
+    with _exact_dtypes(x_TH):
+        return get_backend(backend).experts_forward(
+            x_TH, index_TK, weight_TK, gate_up, down, transposed, precision, block_size, keep
+        )
+
+
+@torch.library.custom_op("hf_neuron_moe::moe_bwd", mutates_args=())
+def moe_bwd(
+    dout_TH: Tensor,
+    x_TH: Tensor,
+    index_TK: Tensor,
+    weight_TK: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_pre_RI: Tensor,
+    up_pre_RI: Tensor,
+    transposed: bool,
+    precision: str,
+    block_size: int,
+    backend: str,
+    wants_input: bool,
+    wants_routing: bool,
+    wants_weights: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x, the routing weights, gate_up and down; empty where not wanted."""
+    with _exact_dtypes(x_TH):
+        return get_backend(backend).experts_backward(
+            dout_TH,
+            x_TH,
+            index_TK,
+            weight_TK,
+            gate_up,
+            down,
+            gate_pre_RI,
+            up_pre_RI,
+            transposed,
+            precision,
+            block_size,
+            wants_input,
+            wants_routing,
+            wants_weights,
+        )
+
+
+@moe_fwd.register_fake
+def _(x_TH, index_TK, weight_TK, gate_up, down, transposed, precision, block_size, backend, keep):  # type: ignore[no-untyped-def]
+    columns = down.shape[1] if transposed else down.shape[2]
+    return x_TH.new_empty(x_TH.shape), *_fake_checkpoints(x_TH, index_TK.numel(), columns, backend, keep)
+
+
+@moe_bwd.register_fake
+def _(  # type: ignore[no-untyped-def]
+    dout,
+    x_TH,
+    index_TK,
+    weight_TK,
+    gate_up,
+    down,
+    gate_pre,
+    up_pre,
+    transposed,
+    precision,
+    block_size,
+    backend,
+    wants_input,
+    wants_routing,
+    wants_weights,
+):
+    return (
+        _like(x_TH, wants_input, x_TH),
+        _like(weight_TK, wants_routing, x_TH),
+        _like(gate_up, wants_weights, x_TH),
+        _like(down, wants_weights, x_TH),
+    )
+
+
+def _moe_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, ctx.transposed, ctx.precision, ctx.block_size, ctx.backend, _ = inputs
+    ctx.mark_non_differentiable(output[1], output[2])
+    ctx.save_for_backward(*tensors, output[1], output[2])
+
+
+def _moe_backward(ctx: Any, dout_TH: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    needs = ctx.needs_input_grad
+    wants_weights = needs[3] or needs[4]
+    d_x, d_weight, d_gate_up, d_down = moe_bwd(
+        dout_TH.contiguous(),
+        *ctx.saved_tensors,
+        ctx.transposed,
+        ctx.precision,
+        ctx.block_size,
+        ctx.backend,
+        needs[0],
+        needs[2],
+        wants_weights,
+    )
+    grads = (d_x, None, d_weight, d_gate_up, d_down)
+    return *(grad if need else None for grad, need in zip(grads, needs, strict=False)), *(None,) * 5
+
+
+moe_fwd.register_autograd(_moe_backward, setup_context=_moe_setup)
+
+
+def _like(tensor: Tensor, wanted: bool, anchor: Tensor) -> Tensor:
+    """Fake of a gradient: contiguous, of `tensor`'s shape and dtype; or empty, in the dtype the backend gives."""
+    return tensor.new_empty(tensor.shape) if wanted else anchor.new_empty(0)
+
+
+def _fake_checkpoints(x: Tensor, rows: Any, columns: Any, backend: str, keep: bool) -> tuple[Tensor, Tensor]:
+    if not keep:
+        return x.new_empty(0), x.new_empty(0)
+    kept = get_backend(backend).kept_up_columns(columns)
+    return x.new_empty((rows, columns)), x.new_empty((rows, kept))
