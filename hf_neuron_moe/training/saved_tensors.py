@@ -1,0 +1,216 @@
+"""Count the bytes that named modules keep alive between forward and backward.
+
+The count is taken where autograd takes it: :class:`torch.autograd.graph.saved_tensors_hooks` sees every tensor that an
+operator saves for its backward, stock or custom alike. Forward hooks switch the counting on when a named module is
+entered and off when it is left, so nothing the rest of the model saves is counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_neuron_moe.errors import ConfigError, DeviceError, ShapeError, refuse
+
+_WHERE = "measure_saved_bytes"
+
+
+@dataclass
+class ModuleSavedBytes:
+    """What one module saved, summed over its calls.
+
+    Attributes:
+        calls: number of forward calls counted.
+        tokens: rows of the module's first tensor input (its elements over its last dimension), summed over the calls.
+        activation_bytes: bytes of storages the module itself brought into being and keeps for backward.
+        input_bytes: bytes of storages of the module's own inputs that it keeps for backward. Counted apart because the
+            operator that produced the input often keeps the same storage, which then costs nothing extra.
+    """
+
+    calls: int = 0
+    tokens: int = 0
+    activation_bytes: int = 0
+    input_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        """Activation and input bytes together."""
+        return self.activation_bytes + self.input_bytes
+
+    @property
+    def bytes_per_token(self) -> float:
+        """:attr:`total_bytes` per token; 0 for a module that was not called."""
+        return self.total_bytes / self.tokens if self.tokens else 0.0
+
+
+@dataclass
+class SavedBytes:
+    """Result of :func:`measure_saved_bytes`: one entry per named module, and the sums."""
+
+    modules: dict[str, ModuleSavedBytes] = field(default_factory=dict)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all modules; a storage that two modules save counts in both."""
+        return sum(entry.total_bytes for entry in self.modules.values())
+
+    @property
+    def activation_bytes(self) -> int:
+        """Bytes of all modules without their own inputs."""
+        return sum(entry.activation_bytes for entry in self.modules.values())
+
+    @property
+    def input_bytes(self) -> int:
+        """Bytes of the modules' own inputs that they keep."""
+        return sum(entry.input_bytes for entry in self.modules.values())
+
+    @property
+    def bytes_per_token(self) -> float:
+        """What one token costs on its way through all named modules: the sum of their bytes per token."""
+        return sum(entry.bytes_per_token for entry in self.modules.values())
+
+
+class _Call:
+    """One forward call of one module: its pack hook and what that has seen."""
+
+    def __init__(self, module: nn.Module, inputs: list[Tensor]) -> None:
+        self.tokens = inputs[0].numel() // inputs[0].shape[-1]
+        self.owned = {_storage_key(t) for t in [*module.parameters(), *module.buffers()]}
+        self.inputs = {_storage_key(t) for t in inputs}
+        self.seen: dict[tuple[str, int], int] = {}
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        key = _storage_key(tensor)
+        if key not in self.owned:
+            # The whole storage stays alive even when only a view of it is saved.
+            self.seen[key] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    def add_to(self, entry: ModuleSavedBytes) -> None:
+        entry.calls += 1
+        entry.tokens += self.tokens
+        for key, nbytes in self.seen.items():
+            if key in self.inputs:
+                entry.input_bytes += nbytes
+            else:
+                entry.activation_bytes += nbytes
+
+
+def _storage_key(tensor: Tensor) -> tuple[str, int]:
+    return str(tensor.device), tensor.untyped_storage().data_ptr()
+
+
+def _unpack(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _tensor_inputs(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Return the call's tensor arguments, refusing calls whose storages or rows cannot be counted."""
+    inputs = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    if not inputs or inputs[0].ndim == 0 or inputs[0].numel() == 0:
+        raise refuse(
+            ShapeError,
+            where=_WHERE,
+            argument=f"first tensor input of {name!r}",
+            expected="a tensor [..., features] with at least one row",
+            got=f"shape {tuple(inputs[0].shape)}" if inputs else "no tensor input",
+            remedy="Measure a module that is called with its hidden states.",
+        )
+    if inputs[0].device.type == "meta":
+        raise refuse(
+            DeviceError,
+            where=_WHERE,
+            argument=f"first tensor input of {name!r}",
+            expected="on a device with memory",
+            got="a meta tensor",
+            remedy="Materialize the model first; meta storages have no identity to count.",
+        )
+    return inputs
+
+
+class _Meter:
+    """Hooks of one named module."""
+
+    def __init__(self, name: str, entry: ModuleSavedBytes) -> None:
+        self.name = name
+        self.entry = entry
+        self.running: list[_Call] = []
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        call = _Call(module, _tensor_inputs(self.name, args, kwargs))
+        call.hooks.__enter__()
+        self.running.append(call)
+
+    def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if not self.running:  # `enter` refused the call, nothing was opened
+            return
+        call = self.running.pop()
+        call.hooks.__exit__()
+        call.add_to(self.entry)
+
+
+def _check_modules(modules: Mapping[str, nn.Module]) -> None:
+    """Refuse an empty mapping and modules that contain one another (their counts would overlap)."""
+    if not modules:
+        raise refuse(
+            ConfigError,
+            where=_WHERE,
+            argument="modules",
+            expected="a mapping with at least one module",
+            got="an empty one",
+            remedy="Pass for example {name: model.get_submodule(name) for name in names}.",
+        )
+    identities = {id(module): name for name, module in modules.items()}
+    for name, module in modules.items():
+        inner = [identities[id(m)] for m in module.modules() if id(m) in identities and identities[id(m)] != name]
+        if inner:
+            raise refuse(
+                ConfigError,
+                where=_WHERE,
+                argument="modules",
+                expected="modules of which none contains or equals another",
+                got=f"{name!r} and {inner[0]!r}",
+                remedy="Measure them in two runs.",
+            )
+
+
+@contextmanager
+def measure_saved_bytes(modules: Mapping[str, nn.Module]) -> Iterator[SavedBytes]:
+    """Count what the named modules save for backward during the forward passes inside the ``with`` block.
+
+    Storages are counted once per call and in full, also where only a view of them is saved. Parameters and buffers of
+    the module are left out, as are their views; a cast or quantised copy of a parameter that is kept for backward is
+    counted. Under ``torch.no_grad`` nothing is saved and the counts are 0.
+
+    Not seen: tensors that an operator keeps outside autograd's saved tensors (as plain attributes of its context).
+    Measure without gradient checkpointing around the modules: innermost hooks win, so the counts would be those of the
+    module without checkpointing.
+
+    Args:
+        modules: the modules to count in, by the name the result uses. None may contain another.
+
+    Yields:
+        The counts; they grow with every forward call of a named module and stay readable after the block.
+
+    Raises:
+        ConfigError: `modules` is empty, or one module contains another.
+        ShapeError: a named module is called without a tensor of at least one row.
+        DeviceError: a named module is called on the meta device.
+    """
+    _check_modules(modules)
+    result = SavedBytes()
+    with ExitStack() as stack:
+        for name, module in modules.items():
+            meter = _Meter(name, result.modules.setdefault(name, ModuleSavedBytes()))
+            # Innermost position on both sides, so that other hooks of the module are outside the count.
+            before = module.register_forward_pre_hook(meter.enter, with_kwargs=True)
+            after = module.register_forward_hook(meter.leave, prepend=True, always_call=True)
+            stack.callback(before.remove)
+            stack.callback(after.remove)
+        yield result

@@ -1,0 +1,8 @@
+"""Make the scripts importable: they are programs with importable parts, not a package."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
