@@ -1,0 +1,67 @@
+"""Number formats and tensor layouts: pure tensor-to-tensor functions, no modules, no configuration, no files.
+
+``mx`` quantises, ``swizzle`` and ``scales`` arrange the result as the kernels read it, ``moe_mx`` does the same for
+expert weights, ``layouts`` moves weights between Hugging Face's and the kernels' axes, ``group_fp8`` stores
+activations. The facts they are built on are in ``constants``.
+"""
+
+from __future__ import annotations
+
+from hf_neuron_moe.formats.constants import (
+    E2M1,
+    E4M3FN,
+    E5M2,
+    ELEMENT_FORMATS,
+    ElementFormat,
+    ScaleRule,
+    SwizzleScheme,
+)
+from hf_neuron_moe.formats.e8m0 import e8m0_to_float32
+from hf_neuron_moe.formats.group_fp8 import group_dequantize_fp8, group_quantize_fp8, group_scales
+from hf_neuron_moe.formats.mx import MXTensor, dequantize_mx, fake_quantize_mx, quantize_mx, quantize_mx_swizzled
+from hf_neuron_moe.formats.scales import (
+    ScaleLayout,
+    detect_scale_layout,
+    oversized_to_packed,
+    packed_to_oversized,
+    scale_row_count,
+    scale_rows,
+    to_compact,
+    to_oversized,
+    to_packed,
+)
+from hf_neuron_moe.formats.swizzle import k_map, pack_x4, swizzle, tile_segments, unpack_x4, unswizzle
+
+__all__ = [
+    "E2M1",
+    "E4M3FN",
+    "E5M2",
+    "ELEMENT_FORMATS",
+    "ElementFormat",
+    "MXTensor",
+    "ScaleLayout",
+    "ScaleRule",
+    "SwizzleScheme",
+    "dequantize_mx",
+    "detect_scale_layout",
+    "e8m0_to_float32",
+    "fake_quantize_mx",
+    "group_dequantize_fp8",
+    "group_quantize_fp8",
+    "group_scales",
+    "k_map",
+    "oversized_to_packed",
+    "pack_x4",
+    "packed_to_oversized",
+    "quantize_mx",
+    "quantize_mx_swizzled",
+    "scale_row_count",
+    "scale_rows",
+    "swizzle",
+    "tile_segments",
+    "to_compact",
+    "to_oversized",
+    "to_packed",
+    "unpack_x4",
+    "unswizzle",
+]

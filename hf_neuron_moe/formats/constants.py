@@ -1,0 +1,183 @@
+"""Facts of the number formats, each with its source. Everything else in this room computes from these names.
+
+Sources:
+    OCP MX v1.0: "OCP Microscaling Formats (MX) Specification", version 1.0.
+    OCP FP8: "OCP 8-bit Floating Point Specification (OFP8)", revision 1.0.
+    NKI: public documentation of ``nki.isa.quantize_mx`` and ``nki.isa.nc_matmul_mx`` (Neuron SDK 2.32).
+    nki-library 2.31: ``mlp_fwd_mxfp8`` / ``mlp_bwd_mxfp8`` and their test helpers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TypeVar
+
+import torch
+
+from hf_neuron_moe.errors import ConfigError, NeuronMoEError, nearest, refuse
+
+MX_BLOCK = 32
+"""Elements that share one scale byte (OCP MX v1.0, section 5.1)."""
+
+PATCH_ROWS = 8
+"""Rows of the swizzled tensor in one block (NKI: 8 partitions share a scale)."""
+
+LANES = 4
+"""Columns of the swizzled tensor in one block; also the elements of one x4 word (NKI: ``*_x4`` dtypes)."""
+
+TILE_SIZES = (512, 256, 128)
+"""K tile sizes of the wrapX swizzle, largest first (nki-library 2.31 swizzle helper)."""
+
+E8M0_BIAS = 127
+"""A scale byte b means 2**(b - 127) (OCP MX v1.0, section 5.4.1)."""
+
+E8M0_NAN = 255
+"""The only E8M0 byte that is not a power of two (OCP MX v1.0, section 5.4.1)."""
+
+PACKED_SLAB_ROWS = 128
+"""Rows of one slab of the packed scale layout: all partitions of the array (nki-library 2.31)."""
+
+PACKED_SLAB_K = 2048
+"""Contraction elements served by one packed slab: four 512-wide K tiles (nki-library 2.31)."""
+
+FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""Dtypes that can be quantised. NKI takes bf16 and fp16; fp32 is for tests and offline conversion."""
+
+
+@dataclass(frozen=True)
+class ElementFormat:
+    """One MX element format.
+
+    Attributes:
+        name: name used in the arguments of this package.
+        exponent_bits: width of the exponent field.
+        mantissa_bits: width of the stored mantissa.
+        bias: exponent bias.
+        emax: exponent of the largest binade (OCP MX v1.0, table 1).
+        max: largest finite magnitude.
+        min_subnormal: smallest magnitude above zero.
+        code_bits: bits of one code. Codes of narrower formats occupy the low bits of one byte before packing.
+        dtype: torch dtype with the same bytes, or None where torch has no unpacked one.
+        carrier: torch dtype of one x4 word. The bits are those of the unsigned word NKI uses; torch's signed type of
+            the same width has full operator support.
+    """
+
+    name: str
+    exponent_bits: int
+    mantissa_bits: int
+    bias: int
+    emax: int
+    max: float
+    min_subnormal: float
+    code_bits: int
+    dtype: torch.dtype | None
+    carrier: torch.dtype
+
+
+E4M3FN = ElementFormat("e4m3fn", 4, 3, 7, 8, 448.0, 2.0**-9, 8, torch.float8_e4m3fn, torch.int32)
+"""OCP FP8 E4M3: 0x7E is 448, 0x7F and 0xFF are NaN, no infinity. Not the variant that ends at 240."""
+
+E5M2 = ElementFormat("e5m2", 5, 2, 15, 15, 57344.0, 2.0**-16, 8, torch.float8_e5m2, torch.int32)
+"""OCP FP8 E5M2: 0x7B is 57344, 0x7C infinity, 0x7D to 0x7F NaN. Quantising never emits infinity: it saturates."""
+
+E2M1 = ElementFormat("e2m1", 2, 1, 1, 2, 6.0, 0.5, 4, None, torch.int16)
+"""OCP MX FP4 E2M1: 0, .5, 1, 1.5, 2, 3, 4, 6 and their negatives; neither infinity nor NaN."""
+
+ELEMENT_FORMATS = {fmt.name: fmt for fmt in (E4M3FN, E5M2, E2M1)}
+
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Magnitude of E2M1 codes 0 to 7; bit 3 is the sign (OCP MX v1.0, section 5.3.3)."""
+
+
+class ScaleRule(StrEnum):
+    """How a block's scale byte follows from its largest magnitude ``amax``.
+
+    Below, ``m`` is amax's biased fp32 exponent field and ``Emax`` the element format's. Every result is clamped to
+    byte 0 from below, and the data are divided by the clamped scale.
+
+    * ``NEURON``: ``m - (Emax - 1)`` (NKI ``quantize_mx``). Never saturates for finite input: e4m3 codes end at 256 of
+      448. Where amax is a power of two it is one binade coarser than needed, and subnormals start one binade earlier.
+      A block with Inf or NaN keeps a finite scale: Inf becomes the largest finite code, NaN stays NaN, finite
+      neighbours are mostly flushed to zero. (E2M1 cannot hold NaN: there the byte becomes 255.)
+    * ``FLOOR``: ``m - Emax`` (OCP MX v1.0, section 6.3). Saturates the top of every binade: in e4m3 an amax in
+      (1.75, 2) * 2**n is clipped to 1.75 * 2**n, which costs about 10 % more RMS error on Gaussian data than NEURON.
+    * ``CEIL``: FLOOR, one more unless amax is a power of two. Never saturates; equals NEURON except at powers of two,
+      where it is one binade finer.
+    * ``RCEIL``: the smallest scale with ``amax / scale <= max``. Never saturates and wastes least range.
+    * ``EVEN``: FLOOR of amax after rounding it to the element's mantissa width, half up. Saturates only what would
+      have rounded down to the largest code anyway plus half a step: in e4m3 amax in (1.75, 1.9375) * 2**n is clipped.
+
+    Under the four rules other than NEURON, Inf or NaN anywhere in a block gives byte 255: the whole block is NaN.
+    """
+
+    NEURON = "neuron"
+    FLOOR = "floor"
+    CEIL = "ceil"
+    RCEIL = "rceil"
+    EVEN = "even"
+
+
+class SwizzleScheme(StrEnum):
+    """Which K values share a block and an x4 word.
+
+    * ``WRAPX``: tiles of 512, then the remainder as 256 + 128 tiles, or as one tile if it is not a multiple of 128
+      (nki-library 2.31; the only scheme of its MLP kernels).
+    * ``WRAPX_SINGLE``: as WRAPX, but the whole remainder is one tile. It differs only for a remainder of 384. The
+      forward kernel groups raw (unswizzled) operands this way when K is exactly 384.
+    * ``ONE_TILE``: all of K is one tile, so the lanes lie K/4 apart (the hidden axis of ``moe_cte``'s MX weights,
+      nki-library 2.29).
+    * ``CONSECUTIVE``: blocks of 32 consecutive K values, words of 4 consecutive ones (OCP row-major grouping).
+    """
+
+    WRAPX = "wrapX"
+    WRAPX_SINGLE = "wrapX_single"
+    ONE_TILE = "one_tile"
+    CONSECUTIVE = "1x32"
+
+
+Choice = TypeVar("Choice", bound=StrEnum)
+
+
+def choose(kind: type[Choice], value: str | Choice, *, argument: str, where: str) -> Choice:
+    """Resolve the name of an option.
+
+    Args:
+        kind: the option's enumeration.
+        value: a member or its value, e.g. ``"neuron"``.
+        argument: argument named in the error.
+        where: function named in the error.
+
+    Raises:
+        ConfigError: unknown name.
+    """
+    known = [member.value for member in kind]
+    if value in known:
+        return kind(value)
+    raise unknown_name(value, known, argument=argument, where=where)
+
+
+def element_format(fmt: str | ElementFormat, *, where: str) -> ElementFormat:
+    """Resolve a format name: ``"e4m3fn"``, ``"e5m2"``, ``"e2m1"`` or an :class:`ElementFormat`.
+
+    Raises:
+        ConfigError: unknown name.
+    """
+    if isinstance(fmt, ElementFormat):
+        return fmt
+    if isinstance(fmt, str) and fmt in ELEMENT_FORMATS:
+        return ELEMENT_FORMATS[fmt]
+    raise unknown_name(fmt, list(ELEMENT_FORMATS), argument="fmt", where=where)
+
+
+def unknown_name(value: object, known: list[str], *, argument: str, where: str) -> NeuronMoEError:
+    """Build the refusal of a value that is none of the known names, with the nearest of them."""
+    hint = nearest(value, known) if isinstance(value, str) else ""
+    return refuse(
+        ConfigError,
+        where=where,
+        argument=argument,
+        expected=f"one of {', '.join(known)}",
+        got=repr(value),
+        remedy=f"Choose one of these.{hint}",
+    )

@@ -1,0 +1,129 @@
+"""Per-group FP8: groups of consecutive elements of a row share one bf16 scale that is not a power of two.
+
+The storage format of saved activations in COAT ("Compressing Optimizer States and Activation for Memory-Efficient FP8
+Training", ICLR 2025): ``value = code * scale``, groups of 16 by default.
+
+Letters: M rows, N columns, G = N/group_size groups of a row.
+
+Choices made here: the scale is rounded to bf16 *before* the division, so that code * scale is the nearest value the
+stored pair can express; rounding is to nearest, ties to even, and saturates at the largest finite code. A group with
+NaN has a NaN scale, and one with Inf has an infinite scale: both dequantise to NaN throughout.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hf_neuron_moe.errors import ConfigError, refuse
+from hf_neuron_moe.formats.checks import check_dtype, check_equal_shape, check_float, check_multiple, check_tensor
+from hf_neuron_moe.formats.constants import E4M3FN, E5M2, ElementFormat, unknown_name
+
+SCALE_EPSILON = 1e-10
+"""Added to a group's largest magnitude so that an all-zero group has a usable scale (COAT: SCALE_MIN_THRES)."""
+
+DEFAULT_GROUP_SIZE = 16
+"""COAT's group size for activations."""
+
+FP8_FORMATS = {"e4m3": E4M3FN, "e5m2": E5M2}
+
+
+def fp8_format(fp8: str, *, where: str) -> ElementFormat:
+    """Resolve ``"e4m3"`` or ``"e5m2"``, in either case (COAT writes E4M3); ConfigError for anything else."""
+    if isinstance(fp8, str) and fp8.lower() in FP8_FORMATS:
+        return FP8_FORMATS[fp8.lower()]
+    raise unknown_name(fp8, list(FP8_FORMATS), argument="fp8", where=where)
+
+
+def group_scales(x_MN: Tensor, group_size: int = DEFAULT_GROUP_SIZE, fp8: str = "e4m3") -> Tensor:
+    """Return every group's scale, ``bf16((max|x| + 1e-10) / fp8_max)``, computed in fp32.
+
+    Args:
+        x_MN: ``[..., N]`` bf16, fp16 or fp32.
+        group_size: consecutive elements of the last axis that share a scale; divides N.
+        fp8: ``"e4m3"`` (max 448) or ``"e5m2"`` (max 57344).
+
+    Returns:
+        bf16 ``[..., N/group_size]``.
+
+    Raises:
+        DTypeError: `x_MN` is not bf16, fp16 or fp32.
+        ShapeError: N is not a positive multiple of `group_size`.
+        ConfigError: `group_size` is not positive, or unknown `fp8`.
+    """
+    fmt = fp8_format(fp8, where="group_scales")
+    grouped = _grouped(x_MN, group_size, where="group_scales")
+    amax = grouped.abs().amax(dim=-1).to(torch.float32)
+    return ((amax + SCALE_EPSILON) / fmt.max).to(torch.bfloat16)
+
+
+def group_quantize_fp8(x_MN: Tensor, group_size: int = DEFAULT_GROUP_SIZE, fp8: str = "e4m3") -> tuple[Tensor, Tensor]:
+    """Quantise to FP8 with one bf16 scale per group.
+
+    Args:
+        x_MN: ``[..., N]`` bf16, fp16 or fp32; not modified, and no gradient flows.
+        group_size: consecutive elements of the last axis that share a scale; divides N.
+        fp8: ``"e4m3"`` or ``"e5m2"``.
+
+    Returns:
+        Codes as float8_e4m3fn or float8_e5m2 ``[..., N]``, and scales as bf16 ``[..., N/group_size]``.
+
+    Raises:
+        DTypeError: `x_MN` is not bf16, fp16 or fp32.
+        ShapeError: N is not a positive multiple of `group_size`.
+        ConfigError: `group_size` is not positive, or unknown `fp8`.
+    """
+    fmt = fp8_format(fp8, where="group_quantize_fp8")
+    assert fmt.dtype is not None
+    scales = group_scales(x_MN, group_size, fp8)
+    grouped = _grouped(x_MN, group_size, where="group_quantize_fp8")
+    scaled = grouped.to(torch.float32) / scales.to(torch.float32).unsqueeze(-1)
+    codes = scaled.clamp_(-fmt.max, fmt.max).to(fmt.dtype)
+    return codes.view(x_MN.shape), scales
+
+
+def group_dequantize_fp8(codes_MN: Tensor, scales_MG: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return ``code * scale``, computed in fp32 and rounded once to `dtype`.
+
+    Args:
+        codes_MN: float8_e4m3fn or float8_e5m2 ``[..., N]``.
+        scales_MG: bf16 or fp32 ``[..., G]``, G a divisor of N.
+        dtype: dtype of the result.
+
+    Returns:
+        ``[..., N]`` of dtype `dtype`. The fp32 product of an FP8 code and a bf16 scale is exact.
+
+    Raises:
+        DTypeError: codes or scales of another dtype.
+        ShapeError: shapes that do not belong together.
+    """
+    where = "group_dequantize_fp8"
+    check_dtype(codes_MN, (torch.float8_e4m3fn, torch.float8_e5m2), where=where, argument="codes")
+    check_dtype(scales_MG, (torch.bfloat16, torch.float32), where=where, argument="scales")
+    groups = scales_MG.shape[-1] if scales_MG.ndim else 0
+    remedy = "The scales' last axis has one entry per group."
+    check_multiple(groups, 1, where=where, argument="scales.shape[-1]", remedy=remedy)
+    check_multiple(codes_MN.shape[-1], groups, where=where, argument="codes.shape[-1]", remedy=remedy)
+    expected = (*codes_MN.shape[:-1], groups)
+    check_equal_shape(scales_MG, expected, where=where, argument="scales", because="one row of scales per row of codes")
+    values = codes_MN.detach().to(torch.float32).unflatten(-1, (groups, -1))
+    return values.mul_(scales_MG.detach().to(torch.float32).unsqueeze(-1)).view(codes_MN.shape).to(dtype)
+
+
+def _grouped(x_MN: Tensor, group_size: int, *, where: str) -> Tensor:
+    """View ``[..., N]`` as ``[..., N/group_size, group_size]``, checked and detached."""
+    check_tensor(x_MN, where=where, argument="x")
+    check_float(x_MN, where=where, argument="x")
+    if group_size <= 0:
+        raise refuse(
+            ConfigError,
+            where=where,
+            argument="group_size",
+            expected="a positive number of elements",
+            got=repr(group_size),
+            remedy="COAT uses 16.",
+        )
+    columns = x_MN.shape[-1] if x_MN.ndim else 0
+    remedy = "Pad the last axis, or choose a group size that divides it."
+    check_multiple(columns, group_size, where=where, argument="x.shape[-1]", remedy=remedy)
+    return x_MN.detach().unflatten(-1, (-1, group_size))

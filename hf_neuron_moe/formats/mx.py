@@ -1,0 +1,272 @@
+"""MX quantisation: blocks of 32 values, one power-of-two scale byte each, 8-bit or 4-bit elements.
+
+Letters: F free axis of the operand, K contraction axis, P = K/4 swizzled rows, B = K/32 blocks along K,
+R tiles, J = 4 lanes, s = tile/4. In a tile seen as ``[4, s]``, a block is ``[4, 8]`` (NKI ``quantize_mx``).
+
+Blocks are quantised in the natural layout and the codes are swizzled afterwards: no value leaves its block either way,
+and moving bytes costs a quarter of moving fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_neuron_moe.errors import ShapeError, refuse
+from hf_neuron_moe.formats.checks import (
+    check_contraction,
+    check_dtype,
+    check_equal_shape,
+    check_float,
+    check_shape,
+    codes_as_bytes,
+)
+from hf_neuron_moe.formats.constants import (
+    LANES,
+    MX_BLOCK,
+    PATCH_ROWS,
+    ElementFormat,
+    ScaleRule,
+    SwizzleScheme,
+    choose,
+    element_format,
+)
+from hf_neuron_moe.formats.e8m0 import MAGNITUDE_MASK, divide_by_scale_, multiply_by_scale_, scale_bytes
+from hf_neuron_moe.formats.elements import decode, encode_
+from hf_neuron_moe.formats.swizzle import block_segments, check_swizzled, swizzle, unswizzle
+
+CPU_CHUNK = 1 << 18
+"""Elements worked on at a time on CPUs: the fp32 copy and its temporaries stay in a core's cache."""
+
+DEVICE_CHUNK = 1 << 26
+"""Elements worked on at a time elsewhere: bounds the temporaries to a few hundred MiB."""
+
+
+@dataclass(frozen=True)
+class MXTensor:
+    """A quantised matmul operand in the kernels' layout.
+
+    Attributes:
+        codes: uint8 ``[K/4, 4F]``, swizzled; one code per byte. ``codes.view(fmt.dtype)`` is the fp8 tensor and
+            :func:`~hf_neuron_moe.formats.swizzle.pack_x4` gives the x4 words.
+        scales: uint8 ``[K/32, F]``, compact: entry ``[i, f]`` belongs to ``codes[8i:8i+8, 4f:4f+4]``.
+        fmt: element format of the codes.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    fmt: ElementFormat
+
+
+def quantize_mx(
+    weight_FK: Tensor,
+    *,
+    fmt: str | ElementFormat = "e4m3fn",
+    rule: str | ScaleRule = "neuron",
+    scheme: str | SwizzleScheme = "wrapX",
+) -> MXTensor:
+    """Quantise an operand along its last axis and swizzle it.
+
+    ``scale = 2**(byte - 127)`` with the byte of `rule`, clamped to 0 from below; ``code = RNE(clip(x / scale))``. With
+    the default rule zero blocks get byte 0, Inf becomes the largest finite code, NaN stays NaN (NKI ``quantize_mx``;
+    :class:`ScaleRule` states every rule's behaviour).
+
+    Args:
+        weight_FK: ``[F, K]`` bf16, fp16 or fp32, K a multiple of 32; any strides, any device. Never modified, and no
+            gradient flows.
+        fmt: ``"e4m3fn"``, ``"e5m2"`` or ``"e2m1"``.
+        rule: scale rule.
+        scheme: which K values share a block, see :class:`SwizzleScheme`.
+
+    Returns:
+        Codes ``[K/4, 4F]`` and compact scales ``[K/32, F]``.
+
+    Raises:
+        DTypeError: `weight_FK` is not a bf16, fp16 or fp32 tensor.
+        ShapeError: it is not 2-D, or K is not a positive multiple of 32.
+        ConfigError: unknown format, rule or scheme.
+    """
+    where = "quantize_mx"
+    fmt = element_format(fmt, where=where)
+    rule = choose(ScaleRule, rule, argument="rule", where=where)
+    scheme = choose(SwizzleScheme, scheme, argument="scheme", where=where)
+    check_float(weight_FK, where=where, argument="weight_FK")
+    check_shape(weight_FK, ("F", "K"), where=where, argument="weight_FK")
+    check_contraction(weight_FK.shape[1], where=where, argument="weight_FK.shape[1] (K)")
+    codes_FK, scales_FB = _quantize_natural(weight_FK.detach(), fmt, rule, scheme)
+    return MXTensor(swizzle(codes_FK, scheme), scales_FB.t().contiguous(), fmt)
+
+
+def quantize_mx_swizzled(
+    swizzled_P4F: Tensor, *, fmt: str | ElementFormat = "e4m3fn", rule: str | ScaleRule = "neuron"
+) -> MXTensor:
+    """Quantise an operand that is already swizzled, whatever the scheme; the blocks are its 8x4 patches.
+
+    Args:
+        swizzled_P4F: ``[K/4, 4F]`` bf16, fp16 or fp32.
+        fmt: element format.
+        rule: scale rule.
+
+    Returns:
+        Codes ``[K/4, 4F]`` and compact scales ``[K/32, F]``; equal to ``quantize_mx`` of the unswizzled operand.
+
+    Raises:
+        DTypeError: `swizzled_P4F` is not a bf16, fp16 or fp32 tensor.
+        ShapeError: it is not 2-D, its rows are not a multiple of 8 or its columns not a multiple of 4.
+        ConfigError: unknown format or rule.
+    """
+    check_float(swizzled_P4F, where="quantize_mx_swizzled", argument="swizzled_P4F")
+    check_swizzled(swizzled_P4F, where="quantize_mx_swizzled", argument="swizzled_P4F")
+    # A patch is exactly what the 1x32 scheme makes of 32 consecutive values.
+    consecutive = SwizzleScheme.CONSECUTIVE
+    return quantize_mx(unswizzle(swizzled_P4F, consecutive), fmt=fmt, rule=rule, scheme=consecutive)
+
+
+def dequantize_mx(codes_P4F: Tensor, scales_BF: Tensor, *, fmt: str | ElementFormat = "e4m3fn") -> Tensor:
+    """Return ``code * 2**(byte - 127)`` in the swizzled layout.
+
+    Args:
+        codes_P4F: ``[K/4, 4F]`` uint8 codes, or the fp8 dtype of `fmt`.
+        scales_BF: compact ``[K/32, F]`` uint8 or float8_e8m0fnu.
+        fmt: element format of the codes.
+
+    Returns:
+        fp32 ``[K/4, 4F]``, exact. Byte 255 and NaN codes give NaN, a product above fp32's range infinity.
+
+    Raises:
+        DTypeError: codes or scales of another dtype.
+        ShapeError: shapes that do not belong together.
+        ConfigError: unknown format.
+    """
+    where = "dequantize_mx"
+    fmt = element_format(fmt, where=where)
+    codes_P4F = codes_as_bytes(codes_P4F, fmt, where=where)
+    check_dtype(scales_BF, (torch.uint8, torch.float8_e8m0fnu), where=where, argument="scales")
+    P, F = check_swizzled(codes_P4F, where=where, argument="codes")
+    B = P // PATCH_ROWS
+    because = f"compact scales of codes {list(codes_P4F.shape)}"
+    check_equal_shape(scales_BF, (B, F), where=where, argument="scales", because=because)
+    scales_BF = scales_BF.detach().view(torch.uint8)
+    out_P4F = torch.empty(P, LANES * F, dtype=torch.float32, device=codes_P4F.device)
+    step = _rows_per_chunk(codes_P4F.device, PATCH_ROWS * LANES * F)
+    for b in range(0, B, step):
+        byte = scales_BF[b : b + step].repeat_interleave(LANES, dim=1).unsqueeze(1)
+        rows = slice(b * PATCH_ROWS, (b + step) * PATCH_ROWS)
+        values = decode(codes_P4F[rows], fmt).view(-1, PATCH_ROWS, LANES * F)
+        out_P4F[rows].view(values.shape).copy_(multiply_by_scale_(values, byte))
+    return out_P4F
+
+
+def fake_quantize_mx(
+    x: Tensor,
+    axis: int = -1,
+    *,
+    fmt: str | ElementFormat = "e4m3fn",
+    rule: str | ScaleRule = "neuron",
+    scheme: str | SwizzleScheme = "wrapX",
+) -> Tensor:
+    """Quantise and dequantise in place of layout: the values a kernel's matmul sees, where the caller left them.
+
+    Args:
+        x: bf16, fp16 or fp32, one or more dimensions.
+        axis: the contraction axis of the matmul that will use the result; its size is a multiple of 32.
+        fmt: element format.
+        rule: scale rule.
+        scheme: which values along `axis` share a block.
+
+    Returns:
+        fp32 of the shape of `x`. Not differentiable.
+
+    Raises:
+        DTypeError: `x` is not a bf16, fp16 or fp32 tensor.
+        ShapeError: `axis` does not exist, or its size is not a positive multiple of 32.
+        ConfigError: unknown format, rule or scheme.
+    """
+    where = "fake_quantize_mx"
+    fmt = element_format(fmt, where=where)
+    rule = choose(ScaleRule, rule, argument="rule", where=where)
+    scheme = choose(SwizzleScheme, scheme, argument="scheme", where=where)
+    check_float(x, where=where, argument="x")
+    if not -x.ndim <= axis < x.ndim:
+        raise refuse(
+            ShapeError,
+            where=where,
+            argument="axis",
+            expected=f"an axis of a tensor of shape {list(x.shape)}",
+            got=str(axis),
+            remedy="Pass the contraction axis of the matmul.",
+        )
+    moved = x.detach().movedim(axis, -1)
+    K = moved.shape[-1]
+    check_contraction(K, where=where, argument=f"x.shape[{axis}]")
+    x_FK = moved.reshape(moved.numel() // K, K)
+    codes_FK, scales_FB = _quantize_natural(x_FK, fmt, rule, scheme)
+    out_FK = torch.empty(x_FK.shape, dtype=torch.float32, device=x.device)
+
+    def dequantize_tiles(tile_RJs: Tensor, byte_Rb: Tensor, out_RJs: Tensor) -> None:
+        out_RJs.copy_(multiply_by_scale_(decode(tile_RJs, fmt), _per_element(byte_Rb)))
+
+    _for_each_chunk(codes_FK, scales_FB, out_FK, scheme, dequantize_tiles)
+    return out_FK.view(moved.shape).movedim(-1, axis)
+
+
+def _quantize_natural(
+    x_FK: Tensor, fmt: ElementFormat, rule: ScaleRule, scheme: SwizzleScheme
+) -> tuple[Tensor, Tensor]:
+    """Quantise ``[F, K]`` in place of layout: uint8 codes ``[F, K]`` and scale bytes ``[F, K/32]``."""
+    F, K = x_FK.shape
+    codes_FK = torch.empty(F, K, dtype=torch.uint8, device=x_FK.device)
+    scales_FB = torch.empty(F, K // MX_BLOCK, dtype=torch.uint8, device=x_FK.device)
+
+    def quantize_tiles(tile_RJs: Tensor, byte_Rb: Tensor, codes_RJs: Tensor) -> None:
+        tile_RJs = tile_RJs.to(torch.float32, copy=True)
+        byte = scale_bytes(_block_amax_bits(tile_RJs), fmt, rule)
+        byte_Rb.copy_(byte)
+        codes_RJs.copy_(encode_(divide_by_scale_(tile_RJs, _per_element(byte)), fmt))
+
+    _for_each_chunk(x_FK, scales_FB, codes_FK, scheme, quantize_tiles)
+    return codes_FK, scales_FB
+
+
+def _for_each_chunk(
+    source_FK: Tensor,
+    scales_FB: Tensor,
+    target_FK: Tensor,
+    scheme: SwizzleScheme,
+    work: Callable[[Tensor, Tensor, Tensor], None],
+) -> None:
+    """Call `work` with matching views: source ``[..., 4, s]``, scales ``[..., s/8]``, target ``[..., 4, s]``."""
+    F, K = source_FK.shape
+    for segment in block_segments(K, scheme):
+        columns = slice(segment.start, segment.stop)
+        blocks = slice(segment.start // MX_BLOCK, segment.stop // MX_BLOCK)
+        tiles = (segment.tiles, LANES, segment.tile // LANES)
+        step = _rows_per_chunk(source_FK.device, segment.tile * segment.tiles)
+        for f in range(0, F, step):
+            work(
+                source_FK[f : f + step, columns].unflatten(1, tiles),
+                scales_FB[f : f + step, blocks].unflatten(1, (segment.tiles, segment.tile // MX_BLOCK)),
+                target_FK[f : f + step, columns].unflatten(1, tiles),
+            )
+
+
+def _block_amax_bits(tile_RJs: Tensor) -> Tensor:
+    """Bits of the largest magnitude of every ``[4, 8]`` block of fp32 tiles ``[..., 4, s]``: int32 ``[..., s/8]``.
+
+    Non-negative floats order as their bits do, with Inf above the finite values and NaN above Inf.
+    """
+    magnitude = tile_RJs.view(torch.int32) & MAGNITUDE_MASK
+    return magnitude.amax(dim=-2).unflatten(-1, (-1, PATCH_ROWS)).amax(dim=-1)
+
+
+def _per_element(byte_Rb: Tensor) -> Tensor:
+    """Spread scale bytes ``[..., s/8]`` over tiles: ``[..., 1, s]``."""
+    return byte_Rb.repeat_interleave(PATCH_ROWS, dim=-1).unsqueeze(-2)
+
+
+def _rows_per_chunk(device: torch.device, elements_per_row: int) -> int:
+    chunk = CPU_CHUNK if device.type == "cpu" else DEVICE_CHUNK
+    return max(1, chunk // elements_per_row)

@@ -1,0 +1,189 @@
+"""The three layouts of MX scale bytes and the rule that tells two of them apart.
+
+Letters: B = K/32 blocks along K, F free axis. Block row i covers swizzled rows 8i to 8i+7 (nki-library 2.31).
+
+========= ======================== ==========================================================================
+layout    rows                     row that holds block row i
+========= ======================== ==========================================================================
+compact   K/32                     i
+oversized K/4                      ``32*(i//4) + i%4``
+packed    ``128*ceil(K/2048)``     ``128*(t//4) + 32*(r//4) + 4*(t%4) + r%4`` with ``t = i//16``, ``r = i%16``
+========= ======================== ==========================================================================
+
+The hardware reads a quadrant of 32 partitions' scales from its first four partitions: oversized places them so, and
+packed uses partitions 4, 8 and 12 onward of a quadrant for the next three K tiles of 512. Rows that hold no block are
+0 when written here and undefined when a kernel wrote them: never compare them. Kernels take oversized or packed.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import torch
+from torch import Tensor
+
+from hf_neuron_moe.errors import ShapeError, refuse
+from hf_neuron_moe.formats.checks import check_contraction, check_dtype, check_multiple
+from hf_neuron_moe.formats.constants import MX_BLOCK, PACKED_SLAB_K, PACKED_SLAB_ROWS, choose
+
+QUADRANT_ROWS = 32
+QUADRANT_SCALES = 4
+TILE_BLOCKS = 512 // MX_BLOCK
+SLAB_TILES = PACKED_SLAB_K // 512
+SCALE_DTYPES = (torch.uint8, torch.float8_e8m0fnu)
+
+
+class ScaleLayout(StrEnum):
+    """Where the scale of a block lies; see the table at the top of this file."""
+
+    COMPACT = "compact"
+    OVERSIZED = "oversized"
+    PACKED = "packed"
+
+
+def scale_row_count(K: int, layout: str | ScaleLayout) -> int:
+    """Return the number of rows of a scale tensor.
+
+    Raises:
+        ShapeError: K is not a positive multiple of 32.
+        ConfigError: unknown layout.
+    """
+    where = "scale_row_count"
+    check_contraction(K, where=where)
+    match choose(ScaleLayout, layout, argument="layout", where=where):
+        case ScaleLayout.COMPACT:
+            return K // MX_BLOCK
+        case ScaleLayout.OVERSIZED:
+            return K // 4
+        case ScaleLayout.PACKED:
+            return PACKED_SLAB_ROWS * -(-K // PACKED_SLAB_K)
+
+
+def scale_rows(K: int, layout: str | ScaleLayout, device: torch.device | str | None = None) -> Tensor:
+    """Return which row holds each block row: int64 ``[K/32]``, strictly one row per block.
+
+    Raises:
+        ShapeError: K is not a positive multiple of 32.
+        ConfigError: unknown layout.
+    """
+    where = "scale_rows"
+    check_contraction(K, where=where)
+    block = torch.arange(K // MX_BLOCK, device=device)
+    match choose(ScaleLayout, layout, argument="layout", where=where):
+        case ScaleLayout.COMPACT:
+            return block
+        case ScaleLayout.OVERSIZED:
+            return QUADRANT_ROWS * (block // QUADRANT_SCALES) + block % QUADRANT_SCALES
+        case ScaleLayout.PACKED:
+            tile, row = block // TILE_BLOCKS, block % TILE_BLOCKS
+            slab = PACKED_SLAB_ROWS * (tile // SLAB_TILES)
+            quadrant = QUADRANT_ROWS * (row // QUADRANT_SCALES)
+            return slab + quadrant + QUADRANT_SCALES * (tile % SLAB_TILES) + row % QUADRANT_SCALES
+
+
+def detect_scale_layout(rows: int, K: int) -> ScaleLayout:
+    """Tell oversized from packed by the number of rows, as the kernels do.
+
+    Packed iff ``rows == 128*ceil(K/2048)`` and ``rows != K/4``. For K = 512 both have 128 rows and the same content;
+    the answer is then oversized.
+
+    Args:
+        rows: rows of the scale tensor.
+        K: contraction size of the operand.
+
+    Raises:
+        ShapeError: rows fit neither layout (compact scales do not either: no kernel takes them), or illegal K.
+    """
+    if rows == scale_row_count(K, ScaleLayout.OVERSIZED):
+        return ScaleLayout.OVERSIZED
+    if rows == scale_row_count(K, ScaleLayout.PACKED):
+        return ScaleLayout.PACKED
+    oversized, packed = (scale_row_count(K, name) for name in ("oversized", "packed"))
+    hint = " These are compact scales; expand them with to_oversized or to_packed." if rows == K // MX_BLOCK else ""
+    raise refuse(
+        ShapeError,
+        where="detect_scale_layout",
+        argument="rows of the scales",
+        expected=f"{oversized} (oversized) or {packed} (packed) for K={K}",
+        got=str(rows),
+        remedy=f"Check K and that the scales belong to this operand.{hint}",
+    )
+
+
+def to_oversized(compact_BF: Tensor) -> Tensor:
+    """Expand compact scales ``[..., K/32, F]`` to oversized ``[..., K/4, F]``; unused rows are 0.
+
+    Args:
+        compact_BF: uint8 or float8_e8m0fnu.
+
+    Returns:
+        uint8 (the bytes of float8_e8m0fnu are the same).
+
+    Raises:
+        DTypeError: another dtype.
+        ShapeError: fewer than two dimensions, or no rows.
+    """
+    return _expand(compact_BF, ScaleLayout.OVERSIZED, where="to_oversized")
+
+
+def to_packed(compact_BF: Tensor) -> Tensor:
+    """Pack compact scales ``[..., K/32, F]`` to ``[..., 128*ceil(K/2048), F]``; otherwise as :func:`to_oversized`."""
+    return _expand(compact_BF, ScaleLayout.PACKED, where="to_packed")
+
+
+def to_compact(scales: Tensor, K: int) -> Tensor:
+    """Collect compact scales from oversized or packed ones; the layout is detected from the row count.
+
+    Args:
+        scales: uint8 or float8_e8m0fnu, ``[..., K/4, F]`` or ``[..., 128*ceil(K/2048), F]``.
+        K: contraction size of the operand; the scales alone do not determine it.
+
+    Returns:
+        uint8 ``[..., K/32, F]``; rows that hold no block are dropped.
+
+    Raises:
+        DTypeError: another dtype.
+        ShapeError: fewer than two dimensions, illegal K, or a row count that fits neither layout.
+    """
+    scales = _as_bytes(scales, where="to_compact")
+    layout = detect_scale_layout(scales.shape[-2], K)
+    return scales.index_select(-2, scale_rows(K, layout, scales.device))
+
+
+def oversized_to_packed(oversized: Tensor) -> Tensor:
+    """Convert oversized scales ``[..., K/4, F]`` to packed ones; errors as :func:`to_compact`."""
+    rows = _as_bytes(oversized, where="oversized_to_packed").shape[-2]
+    return to_packed(to_compact(oversized, 4 * rows))
+
+
+def packed_to_oversized(packed: Tensor, K: int) -> Tensor:
+    """Convert packed scales of an operand with contraction size K to oversized ones; errors as :func:`to_compact`."""
+    rows = _as_bytes(packed, where="packed_to_oversized").shape[-2]
+    expected = scale_row_count(K, ScaleLayout.PACKED)
+    if rows != expected:
+        raise refuse(
+            ShapeError,
+            where="packed_to_oversized",
+            argument="rows of the scales",
+            expected=f"{expected} (packed, K={K})",
+            got=str(rows),
+            remedy="Check K, and whether the scales are packed at all.",
+        )
+    compact = packed.detach().view(torch.uint8).index_select(-2, scale_rows(K, ScaleLayout.PACKED, packed.device))
+    return to_oversized(compact)
+
+
+def _expand(compact_BF: Tensor, layout: ScaleLayout, *, where: str) -> Tensor:
+    compact_BF = _as_bytes(compact_BF, where=where)
+    *batch, B, F = compact_BF.shape
+    K = B * MX_BLOCK
+    out = compact_BF.new_zeros(*batch, scale_row_count(K, layout), F)
+    return out.index_copy_(-2, scale_rows(K, layout, compact_BF.device), compact_BF)
+
+
+def _as_bytes(scales: Tensor, *, where: str) -> Tensor:
+    check_dtype(scales, SCALE_DTYPES, where=where, argument="scales")
+    remedy = "Pass scales of shape [rows, F], with leading axes for experts if any."
+    check_multiple(max(scales.ndim - 1, 0), 1, where=where, argument="scales.ndim - 1", remedy=remedy)
+    check_multiple(scales.shape[-2], 1, where=where, argument="rows of the scales", remedy=remedy)
+    return scales.detach().view(torch.uint8)

@@ -1,0 +1,243 @@
+"""The swizzled layout of matmul operands, and the x4 words of the hardware.
+
+Letters: F free axis of the operand, K contraction axis, P = K/4 swizzled rows, T tile size, s = T/4 its stride,
+n tiles of one size in a row. ``4F`` is one axis: quad f occupies columns 4f to 4f+3.
+
+The map, for a tile that starts at k0 (nki-library 2.31, scheme wrapX)::
+
+    Z[k0/4 + p, 4*f + j] = W[f, k0 + j*s + p]        p in [0, s), j in [0, 4)
+
+so the four values of one x4 word lie s apart in K, and eight consecutive rows of one quad form one MX block.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_neuron_moe.errors import ShapeError, refuse
+from hf_neuron_moe.formats.checks import check_contraction, check_dtype, check_multiple, check_shape, codes_as_bytes
+from hf_neuron_moe.formats.constants import (
+    LANES,
+    MX_BLOCK,
+    TILE_SIZES,
+    ElementFormat,
+    SwizzleScheme,
+    choose,
+    element_format,
+)
+
+
+class Segment(NamedTuple):
+    """A run of equal tiles along K: `tiles` tiles of `tile` elements from element `start` on."""
+
+    start: int
+    tile: int
+    tiles: int
+
+    @property
+    def stop(self) -> int:
+        """First element after the run."""
+        return self.start + self.tile * self.tiles
+
+
+def tile_segments(K: int, scheme: str | SwizzleScheme = "wrapX") -> list[Segment]:
+    """Split a contraction axis into runs of equal swizzle tiles.
+
+    wrapX: as many tiles of 512 as fit; a remainder that is a multiple of 128 as one 256 tile if it fits and one 128
+    tile if it fits; any other remainder as one tile (only operands prepared on the host can have one).
+
+    Args:
+        K: contraction size, a multiple of 32.
+        scheme: see :class:`SwizzleScheme`. ``"1x32"`` is the map with tiles of 4.
+
+    Returns:
+        At most three segments, in order, covering [0, K).
+
+    Raises:
+        ShapeError: K is not a positive multiple of 32.
+        ConfigError: unknown scheme.
+    """
+    scheme = choose(SwizzleScheme, scheme, argument="scheme", where="tile_segments")
+    check_contraction(K, where="tile_segments")
+    if scheme is SwizzleScheme.CONSECUTIVE:
+        return [Segment(0, LANES, K // LANES)]
+    if scheme is SwizzleScheme.ONE_TILE:
+        return [Segment(0, K, 1)]
+    largest, *smaller = TILE_SIZES
+    rest = K % largest
+    if rest % smaller[-1] or scheme is SwizzleScheme.WRAPX_SINGLE:
+        sizes = [rest]
+    else:
+        # The sizes are powers of two, so a remainder's binary digits name its tiles: 384 = 256 + 128.
+        sizes = [tile for tile in smaller if rest & tile]
+    segments = [Segment(0, largest, K // largest)] if largest <= K else []
+    for size in sizes:
+        if size:
+            segments.append(Segment(segments[-1].stop if segments else 0, size, 1))
+    return segments
+
+
+def block_segments(K: int, scheme: str | SwizzleScheme = "wrapX") -> list[Segment]:
+    """Split a contraction axis into runs in which MX blocks are easy to address.
+
+    Every tile, seen as ``[4, s]``, consists of s/8 whole blocks of shape ``[4, 8]``, in the order of their rows in
+    the compact scale tensor. That is :func:`tile_segments`, except that ``"1x32"`` yields runs of 32 elements.
+    Arguments and errors are those of :func:`tile_segments`.
+    """
+    if choose(SwizzleScheme, scheme, argument="scheme", where="block_segments") is SwizzleScheme.CONSECUTIVE:
+        check_contraction(K, where="block_segments")
+        return [Segment(0, MX_BLOCK, K // MX_BLOCK)]
+    return tile_segments(K, scheme)
+
+
+def k_map(K: int, scheme: str | SwizzleScheme = "wrapX", device: torch.device | str | None = None) -> Tensor:
+    """Return which K index lies at each swizzled row and lane.
+
+    Args:
+        K: contraction size, a multiple of 32.
+        scheme: see :class:`SwizzleScheme`.
+        device: device of the result.
+
+    Returns:
+        int64 ``[K/4, 4]``, a permutation of 0 to K-1: ``Z[p, 4f + j] = W[f, k_map[p, j]]``.
+
+    Raises:
+        ShapeError: K is not a positive multiple of 32.
+        ConfigError: unknown scheme.
+    """
+    return swizzle(torch.arange(K, device=device).unsqueeze(0), scheme)
+
+
+def swizzle(weight_FK: Tensor, scheme: str | SwizzleScheme = "wrapX") -> Tensor:
+    """Rearrange an operand ``[F, K]`` (a ``torch.nn.Linear`` weight, an activation) into the kernels' ``[K/4, 4F]``.
+
+    Args:
+        weight_FK: any dtype, any strides.
+        scheme: see :class:`SwizzleScheme`.
+
+    Returns:
+        ``[K/4, 4F]``, contiguous, same dtype. No value is changed and nothing is padded.
+
+    Raises:
+        ShapeError: not 2-D, or K not a positive multiple of 32.
+        ConfigError: unknown scheme.
+    """
+    check_shape(weight_FK, ("F", "K"), where="swizzle", argument="weight_FK")
+    weight_FK = weight_FK.detach()
+    F, K = weight_FK.shape
+    segments = tile_segments(K, scheme)
+    out_P4F = weight_FK.new_empty(K // LANES, LANES * F)
+    for start, tile, tiles in segments:
+        stop = start + tile * tiles
+        source_FnJs = weight_FK[:, start:stop].unflatten(1, (tiles, LANES, tile // LANES))
+        rows = out_P4F[start // LANES : stop // LANES]
+        rows.view(tiles, tile // LANES, F, LANES).copy_(source_FnJs.permute(1, 3, 0, 2))
+    return out_P4F
+
+
+def unswizzle(swizzled_P4F: Tensor, scheme: str | SwizzleScheme = "wrapX") -> Tensor:
+    """Invert :func:`swizzle`.
+
+    Args:
+        swizzled_P4F: ``[K/4, 4F]``, any dtype.
+        scheme: the scheme it was swizzled with. The data do not tell.
+
+    Returns:
+        ``[F, K]``, contiguous, same dtype.
+
+    Raises:
+        ShapeError: not 2-D, rows not a multiple of 8, or columns not a multiple of 4.
+        ConfigError: unknown scheme.
+    """
+    P, F = check_swizzled(swizzled_P4F, where="unswizzle", argument="swizzled_P4F")
+    swizzled_P4F = swizzled_P4F.detach()
+    out_FK = swizzled_P4F.new_empty(F, P * LANES)
+    for start, tile, tiles in tile_segments(P * LANES, scheme):
+        stop = start + tile * tiles
+        rows = swizzled_P4F[start // LANES : stop // LANES]
+        source_nsFJ = rows.unflatten(1, (F, LANES)).unflatten(0, (tiles, tile // LANES))
+        out_FK[:, start:stop].unflatten(1, (tiles, LANES, tile // LANES)).copy_(source_nsFJ.permute(2, 0, 3, 1))
+    return out_FK
+
+
+def check_swizzled(tensor_P4F: Tensor, *, where: str, argument: str) -> tuple[int, int]:
+    """Check the shape of a swizzled operand and return (P, F).
+
+    Raises:
+        ShapeError: not 2-D, rows not a multiple of 8, or columns not a multiple of 4.
+    """
+    check_shape(tensor_P4F, ("K/4", "4F"), where=where, argument=argument)
+    P, columns = tensor_P4F.shape
+    remedy = "Swizzle the operand first; zero-pad K to a multiple of 32 before that."
+    check_multiple(P, MX_BLOCK // LANES, where=where, argument=f"{argument}.shape[0] (K/4)", remedy=remedy)
+    check_multiple(columns, LANES, where=where, argument=f"{argument}.shape[1] (4F)", remedy=remedy)
+    return P, columns // LANES
+
+
+def pack_x4(codes: Tensor, fmt: str | ElementFormat = "e4m3fn") -> Tensor:
+    """Pack four neighbouring codes into one hardware word, code 0 in the lowest bits.
+
+    fp8: codes 0x11, 0x22, 0x33, 0x44 become 0x44332211. fp4: nibbles 1, 2, 3, 4 become 0x4321.
+
+    Args:
+        codes: ``[..., 4F]`` uint8 codes (fp4: 0 to 15), or the fp8 dtype of `fmt`.
+        fmt: element format.
+
+    Returns:
+        ``[..., F]`` int32 for fp8, int16 for fp4, holding the bits of NKI's unsigned words. For fp8 it is a view of
+        `codes` where those are contiguous.
+
+    Raises:
+        DTypeError: codes of another dtype.
+        ShapeError: no dimension, the last not a multiple of 4, or an fp4 code above 15.
+        ConfigError: unknown format.
+    """
+    fmt = element_format(fmt, where="pack_x4")
+    codes = codes_as_bytes(codes, fmt, where="pack_x4")
+    columns = codes.shape[-1] if codes.ndim else 0
+    remedy = "Pack whole quads: the last axis is 4F."
+    check_multiple(columns, LANES, where="pack_x4", argument="codes.shape[-1]", remedy=remedy)
+    if fmt.code_bits == 8:
+        return codes.contiguous().view(fmt.carrier)
+    if bool((codes >> fmt.code_bits).any()):
+        raise refuse(
+            ShapeError,
+            where="pack_x4",
+            argument="codes",
+            expected=f"{fmt.name} codes from 0 to {2**fmt.code_bits - 1}, one per byte",
+            got=f"a code of {int(codes.max())}",
+            remedy="Pass unpacked codes.",
+        )
+    lanes = codes.to(torch.int32).unflatten(-1, (-1, LANES)).unbind(-1)
+    return (lanes[0] | lanes[1] << 4 | lanes[2] << 8 | lanes[3] << 12).to(fmt.carrier)
+
+
+def unpack_x4(words: Tensor, fmt: str | ElementFormat = "e4m3fn") -> Tensor:
+    """Invert :func:`pack_x4`.
+
+    Args:
+        words: ``[..., F]`` int32 or uint32 for fp8, int16 or uint16 for fp4.
+        fmt: element format.
+
+    Returns:
+        ``[..., 4F]`` uint8 codes; for fp8 a view of `words` where those are contiguous.
+
+    Raises:
+        DTypeError: words of another dtype.
+        ShapeError: no dimension.
+        ConfigError: unknown format.
+    """
+    fmt = element_format(fmt, where="unpack_x4")
+    unsigned = torch.uint32 if fmt.carrier is torch.int32 else torch.uint16
+    check_dtype(words, (fmt.carrier, unsigned), where="unpack_x4", argument="words")
+    remedy = "Pass a tensor with at least one axis."
+    check_multiple(words.ndim, 1, where="unpack_x4", argument="words.ndim", remedy=remedy)
+    words = words.detach().contiguous()
+    if fmt.code_bits == 8:
+        return words.view(torch.uint8)
+    shifts = torch.arange(0, 16, fmt.code_bits, device=words.device, dtype=torch.int32)
+    nibbles = words.view(torch.int16).to(torch.int32).unsqueeze(-1) >> shifts & 0xF
+    return nibbles.to(torch.uint8).flatten(-2)
