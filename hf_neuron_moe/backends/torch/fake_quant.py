@@ -46,7 +46,7 @@ def fake_quantize_(values: Tensor, axis: int, scratch: Tensor | None = None, *, 
     if scratch is None:
         scratch = torch.empty(values.numel(), dtype=torch.int32, device=values.device)
     for segment in tile_segments(values.shape[axis], scheme):
-        part = values.narrow(axis, segment.start, segment.tile * segment.count)
+        part = values.narrow(axis, segment.start, segment.tile * segment.tiles)
         _round_tiles(part, axis, segment.tile, scratch[: part.numel()].view(part.shape), scheme)
     return values
 

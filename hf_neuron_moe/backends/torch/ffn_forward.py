@@ -126,6 +126,31 @@ def ffn_forward(
             matmul_into(out, inter_RI, down_HI[:hidden, : inter_RI.shape[1]].t(), accumulate=number > 0)
 
 
+def project_gate_up(x: RowSource, weights: FFNWeights, loader: Loader) -> tuple[Tensor, Tensor]:
+    """Return gate and up pre-activations ``[R, I]``, rounded once from the fp32 sums (bf16, or fp32 for fp32).
+
+    Args:
+        x: the R input rows.
+        weights: the projections; down is not used.
+        loader: carries the compute choice and the scratch buffers.
+    """
+    compute = loader.compute
+    inner, hidden = weights.gate_IH.shape
+    padded_hidden = padded(hidden) if compute.mx else hidden
+    gate_RI, up_RI = (
+        torch.empty((len(x), inner), dtype=compute.rounded, device=x.values.device) for _ in range(2)
+    )
+    for weight_IH, out_RI in ((weights.gate_IH, gate_RI), (weights.up_IH, up_RI)):
+        for columns in column_spans(inner, compute):
+            part = slice(columns.start, columns.stop)
+            operand_IH = loader.load("gate", weight_IH[part], (columns.size, padded_hidden), mx_axes=(1,))
+            for rows in row_spans(len(x), compute, None):
+                x_RH = loader.load("x", x.take(rows), (rows.size, padded_hidden), mx_axes=(1,))[: rows.length]
+                product = torch.mm(x_RH, operand_IH[: columns.length].t())
+                out_RI[rows.start : rows.stop, part].copy_(product)
+    return gate_RI, up_RI
+
+
 def _activate(
     gate_RI: Tensor,
     up_RI: Tensor,

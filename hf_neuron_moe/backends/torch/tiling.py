@@ -65,7 +65,7 @@ def _contraction_tiles(length: int) -> list[tuple[int, int]]:
     return [
         (segment.start + number * segment.tile, segment.tile)
         for segment in tile_segments(length)
-        for number in range(segment.count)
+        for number in range(segment.tiles)
     ]
 
 

@@ -1,0 +1,92 @@
+"""Checks of kernel arguments, in one vocabulary. Every refusal names the kernel, the argument and the rule."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hf_neuron_moe.errors import DeviceError, DTypeError, ShapeError, refuse
+
+
+def check_dtype(tensor: Tensor, allowed: tuple[torch.dtype, ...], *, where: str, argument: str) -> None:
+    """Refuse a tensor whose dtype is not in `allowed`, and anything that is not a tensor.
+
+    Raises:
+        DTypeError: otherwise.
+    """
+    names = " or ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
+    if not isinstance(tensor, Tensor) or tensor.dtype not in allowed:
+        got = str(tensor.dtype) if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise refuse(
+            DTypeError,
+            where=where,
+            argument=argument,
+            expected=f"a tensor of dtype {names}",
+            got=got,
+            remedy=f"Convert it, for example with .to({allowed[0]}).",
+        )
+
+
+def check_shape(tensor: Tensor, shape: tuple[int | None, ...], names: str, *, where: str, argument: str) -> None:
+    """Refuse a tensor that does not have `shape`; None stands for any extent.
+
+    Args:
+        tensor: the argument.
+        shape: required extents.
+        names: the shape in words, for the message, for example ``"[S, H]"``.
+        where: kernel name.
+        argument: argument name.
+
+    Raises:
+        ShapeError: otherwise.
+    """
+    fits = tensor.dim() == len(shape) and all(
+        want is None or want == have for want, have in zip(shape, tensor.shape, strict=True)
+    )
+    if not fits:
+        wanted = [("?" if extent is None else extent) for extent in shape]
+        raise refuse(
+            ShapeError,
+            where=where,
+            argument=argument,
+            expected=f"of shape {names} = {wanted}".replace("'", ""),
+            got=str(list(tensor.shape)),
+            remedy="Check which axis is which; layouts are never guessed from sizes.",
+        )
+
+
+def check_multiple(size: int, of: int, name: str, rule: str, *, where: str, argument: str) -> None:
+    """Refuse an extent that is zero or no multiple of `of`.
+
+    Raises:
+        ShapeError: otherwise; `rule` says why the kernel needs it.
+    """
+    if size <= 0 or size % of:
+        raise refuse(
+            ShapeError,
+            where=where,
+            argument=f"{name} of {argument}",
+            expected=f"a positive multiple of {of} ({rule})",
+            got=str(size),
+            remedy="Zero-pad to the next multiple (padding with zeros is exact); patched modules do so themselves.",
+        )
+
+
+def check_same_device(tensors: dict[str, Tensor | None], *, where: str) -> None:
+    """Refuse operands that live on different devices.
+
+    Raises:
+        DeviceError: otherwise.
+    """
+    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    first = next(iter(given))
+    for name, tensor in given.items():
+        if tensor.device != given[first].device:
+            raise refuse(
+                DeviceError,
+                where=where,
+                argument=name,
+                expected=f"on {given[first].device} like {first}",
+                got=str(tensor.device),
+                remedy="Move all operands to one device.",
+            )
