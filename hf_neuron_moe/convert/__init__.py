@@ -1,0 +1,22 @@
+"""Checkpoint conversion: Hugging Face safetensors folders to the kernels' weight layouts, and back."""
+
+from __future__ import annotations
+
+from hf_neuron_moe.convert.export import ExportReport, export_checkpoint
+from hf_neuron_moe.convert.manifest import LAYOUTS, MANIFEST_FILE, PRECISIONS, ConvertOptions, Manifest, read_manifest
+from hf_neuron_moe.convert.plan import ConversionPlan, plan_conversion
+from hf_neuron_moe.convert.write import convert_checkpoint
+
+__all__ = [
+    "LAYOUTS",
+    "MANIFEST_FILE",
+    "PRECISIONS",
+    "ConversionPlan",
+    "ConvertOptions",
+    "ExportReport",
+    "Manifest",
+    "convert_checkpoint",
+    "export_checkpoint",
+    "plan_conversion",
+    "read_manifest",
+]

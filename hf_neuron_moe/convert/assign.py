@@ -1,0 +1,169 @@
+"""Which parameter of the model each on-disk tensor belongs to, as transformers itself would load it.
+
+transformers keeps, per family, a list of renamings and converters from on-disk to in-memory names; using it means that
+a family needs no code here. Only the model's shapes are needed, so it is built on the meta device from ``config.json``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+from hf_neuron_moe.convert.source import SourceCheckpoint, SourceTensor
+from hf_neuron_moe.errors import ConversionError, nearest, refuse
+
+
+@dataclass
+class Assignment:
+    """The on-disk tensors that make up one in-memory tensor.
+
+    Attributes:
+        target: name in the model's ``state_dict``.
+        converter: transformers' converter, or None where one on-disk tensor is the parameter itself.
+        sources: on-disk tensors by the converter's source pattern (``""`` without a converter), in natural order.
+    """
+
+    target: str
+    converter: WeightConverter | None
+    sources: dict[str, list[SourceTensor]] = field(default_factory=dict)
+
+
+def build_meta_model(directory: Path) -> PreTrainedModel:
+    """Build the checkpoint's model without memory for its weights.
+
+    Raises:
+        ConversionError: ``config.json`` is missing or unusable, describes an unknown model, or is already quantised.
+    """
+    path = directory / "config.json"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _bad_config(path, f"{type(error).__name__}: {error}") from error
+    if "quantization_config" in content:
+        raise refuse(
+            ConversionError,
+            where="convert",
+            argument=f"{path}: quantization_config",
+            expected="absent (weights in bf16, fp16 or fp32)",
+            got="an already quantised checkpoint",
+            remedy="Convert the original: quantising twice loses accuracy.",
+        )
+    name = (content.get("architectures") or [""])[0]
+    architecture = getattr(transformers, str(name), None)
+    with torch.device("meta"):
+        if isinstance(architecture, type) and issubclass(architecture, PreTrainedModel):
+            return architecture._from_config(config)
+        try:
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        except ValueError as error:
+            raise _bad_config(path, error) from error
+
+
+def assign_sources(model: PreTrainedModel, source: SourceCheckpoint) -> tuple[dict[str, Assignment], list[str]]:
+    """Assign every on-disk tensor to a parameter or buffer of the model.
+
+    Returns:
+        Assignments by in-memory name, and the on-disk names that transformers knows and ignores.
+
+    Raises:
+        ConversionError: a tensor belongs nowhere, two claim one place, or a parameter has none.
+    """
+    transforms = get_model_conversion_mapping(model)
+    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    state = model.state_dict()
+    assignments: dict[str, Assignment] = {}
+    ignored: list[str] = []
+    filled: set[str] = set()
+    for name in sorted(source.tensors, key=natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
+        converter = by_pattern[pattern] if pattern is not None else None
+        targets = _all_targets(target, converter)
+        if not targets & state.keys():
+            if _matches(name, model._keys_to_ignore_on_load_unexpected):
+                ignored.append(name)
+                continue
+            raise _unplaced(name, target, list(state))
+        assignment = assignments.setdefault(target, Assignment(target, converter))
+        assignment.sources.setdefault(pattern or "", []).append(source.tensors[name])
+        filled |= targets
+        if assignment.converter is not converter or (converter is None and len(assignment.sources[""]) > 1):
+            first = next(iter(assignment.sources.values()))[0].name
+            raise _conflict(target, first, name)
+    tied = model.all_tied_weights_keys
+    for name in state.keys() - filled:
+        is_tied = name in tied or name in tied.values()
+        if not is_tied and not _matches(name, model._keys_to_ignore_on_load_missing):
+            raise _missing(name)
+    return assignments, ignored
+
+
+def natural_key(name: str) -> list[tuple[int, int | str]]:
+    """Sort key in which ``experts.2`` comes before ``experts.10``."""
+    return [(0, int(part)) if part.isdigit() else (1, part) for part in name.split(".")]
+
+
+def _all_targets(target: str, converter: WeightConverter | None) -> set[str]:
+    """In-memory names one group produces; a converter may split its input over several."""
+    if converter is None:
+        return {target}
+    first = converter.target_patterns[0]
+    return {target.replace(first, pattern) for pattern in converter.target_patterns}
+
+
+def _matches(name: str, patterns: object) -> bool:
+    return isinstance(patterns, (list, tuple, set)) and any(re.search(pattern, name) for pattern in patterns)
+
+
+def _bad_config(path: Path, got: object) -> ConversionError:
+    return refuse(
+        ConversionError,
+        where="convert",
+        argument=str(path),
+        expected="the configuration of a model that this transformers version knows",
+        got=got,
+        remedy="Custom code from a checkpoint is never run; check the file and the transformers version.",
+    )
+
+
+def _unplaced(name: str, target: str, known: list[str]) -> ConversionError:
+    return refuse(
+        ConversionError,
+        where="convert",
+        argument=f"tensor {name}",
+        expected="part of the model that config.json describes",
+        got=f"no parameter {target!r} there",
+        remedy=f"Check that config.json belongs to these weights.{nearest(target, known)}",
+    )
+
+
+def _conflict(target: str, first: str, second: str) -> ConversionError:
+    return refuse(
+        ConversionError,
+        where="convert",
+        argument=f"parameter {target}",
+        expected="stored once",
+        got=f"both {first} and {second}",
+        remedy="Remove the tensor that does not belong to the checkpoint.",
+    )
+
+
+def _missing(name: str) -> ConversionError:
+    return refuse(
+        ConversionError,
+        where="convert",
+        argument=f"parameter {name}",
+        expected="stored in the checkpoint",
+        got="no tensor for it",
+        remedy="Check that config.json belongs to these weights and that no shard is missing.",
+    )

@@ -1,0 +1,145 @@
+"""The way back: from a converted checkpoint to the original tensor names, shapes and dtypes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from hf_neuron_moe.convert.commit import check_destination, committed_folder, write_file
+from hf_neuron_moe.convert.manifest import MANIFEST_FILE, Manifest, Piece, WrittenTensor, read_manifest
+from hf_neuron_moe.convert.read import TensorReader, open_tensors
+from hf_neuron_moe.convert.relayout import SOURCE, restore
+from hf_neuron_moe.convert.shard import Entry, ShardWriter
+from hf_neuron_moe.convert.source import INDEX_FILE, SINGLE_FILE, is_plain_name, nbytes_of, read_header
+from hf_neuron_moe.convert.write import WEIGHT_SUFFIXES
+from hf_neuron_moe.errors import ConversionError, refuse
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What came back.
+
+    Attributes:
+        tensors: number of tensors written.
+        inexact: source tensors whose values are not the original's bits: they went through quantisation or rounding.
+    """
+
+    tensors: int
+    inexact: tuple[str, ...]
+
+
+def export_checkpoint(converted: Path, destination: Path, *, allow_inexact: bool = False) -> ExportReport:
+    """Rebuild the checkpoint that a conversion was made of.
+
+    Tensors that were bf16 come back with the same bits from bf16 layouts. From MXFP8 only the dequantised values can
+    come back, and from bf16 layouts of fp32 or fp16 sources only the rounded ones.
+
+    Args:
+        converted: folder that :func:`hf_neuron_moe.convert.convert_checkpoint` wrote.
+        destination: folder to make.
+        allow_inexact: also export what cannot come back bit for bit.
+
+    Raises:
+        ConversionError: the conversion is damaged, is not exact and `allow_inexact` is off, or `destination` is
+            unusable; it is then what it was before.
+    """
+    check_destination(destination, converted, force=False)
+    manifest = read_manifest(converted)
+    stored = _check_files(converted, manifest)
+    inexact = _inexact(manifest, stored)
+    if inexact and not allow_inexact:
+        raise refuse(
+            ConversionError,
+            where="export",
+            argument=str(converted),
+            expected="a conversion whose source can come back bit for bit",
+            got=f"{len(inexact)} tensors that were rounded or quantised, such as {inexact[0]}",
+            remedy="Keep the original checkpoint; --allow-inexact exports the rounded or dequantised values.",
+        )
+    by_file: dict[str, list[tuple[str, Piece]]] = {}
+    for weight, pieces in manifest.weights.items():
+        for piece in pieces:
+            by_file.setdefault(piece.file, []).append((weight, piece))
+    with committed_folder(destination) as folder, open_tensors(converted) as reader:
+        for file, parts in sorted(by_file.items()):
+            entries = (Entry(piece.source, piece.dtype, piece.shape) for _, piece in parts)
+            with ShardWriter(folder / file, entries, manifest.source_metadata.get(file, {})) as writer:
+                for weight, piece in parts:
+                    writer.write(piece.source, _restore(piece, stored[weight], reader))
+        _write_side_files(converted, folder, manifest)
+    return ExportReport(sum(len(parts) for parts in by_file.values()), inexact)
+
+
+def _restore(piece: Piece, tensors: list[WrittenTensor], reader: TensorReader) -> torch.Tensor:
+    if tensors[0].layout == SOURCE:
+        return reader.read(tensors[0].file, tensors[0].name)
+
+    def read(index: int, expert: int | None) -> torch.Tensor:
+        return reader.read(tensors[index].file, tensors[index].name, expert)
+
+    return restore(piece, tuple(tensor.layout for tensor in tensors), read)
+
+
+def _check_files(converted: Path, manifest: Manifest) -> dict[str, list[WrittenTensor]]:
+    """Compare shards with the manifest and group its tensors by weight.
+
+    Raises:
+        ConversionError: a shard is damaged or is not what the manifest says, or a source file's name leaves the folder.
+    """
+    stored: dict[str, list[WrittenTensor]] = {}
+    expected: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
+    for tensor in manifest.tensors:
+        stored.setdefault(tensor.weight, []).append(tensor)
+        expected.setdefault(tensor.file, {})[tensor.name] = (tensor.dtype, tensor.shape)
+    names = {piece.file for pieces in manifest.weights.values() for piece in pieces} | expected.keys()
+    bad = sorted(str(name) for name in names if not is_plain_name(name))
+    if bad:
+        raise _disagrees(MANIFEST_FILE, f"file names {bad}")
+    if stored.keys() != manifest.weights.keys():
+        raise _disagrees(MANIFEST_FILE, "weights without tensors, or tensors without weight")
+    for file, tensors in expected.items():
+        path = converted / file
+        if not path.is_file():
+            raise _disagrees(file, "no such file")
+        found = {name: (tensor.dtype, tensor.shape) for name, tensor in read_header(path)[0].items()}
+        if found != tensors:
+            wrong = sorted(name for name in found.keys() | tensors.keys() if found.get(name) != tensors.get(name))
+            raise _disagrees(file, f"something else for {wrong[0]}")
+    return stored
+
+
+def _disagrees(file: str, got: str) -> ConversionError:
+    return refuse(
+        ConversionError,
+        where="export",
+        argument=file,
+        expected="what the manifest describes",
+        got=got,
+        remedy="The converted checkpoint is damaged: convert the original again.",
+    )
+
+
+def _inexact(manifest: Manifest, stored: dict[str, list[WrittenTensor]]) -> tuple[str, ...]:
+    return tuple(
+        piece.source
+        for weight, pieces in manifest.weights.items()
+        for piece in pieces
+        if stored[weight][0].layout != SOURCE and (len(stored[weight]) > 1 or piece.dtype != "BF16")
+    )
+
+
+def _write_side_files(converted: Path, folder: Path, manifest: Manifest) -> None:
+    for path in sorted(converted.iterdir()):
+        if path.is_file() and path.name != MANIFEST_FILE and not path.name.endswith(WEIGHT_SUFFIXES):
+            write_file(folder / path.name, path.read_bytes())
+    pieces = [piece for group in manifest.weights.values() for piece in group]
+    if {piece.file for piece in pieces} == {SINGLE_FILE}:
+        return
+    index = {
+        "metadata": {"total_size": sum(nbytes_of(piece.dtype, piece.shape) for piece in pieces)},
+        "weight_map": {piece.source: piece.file for piece in pieces},
+    }
+    write_file(folder / INDEX_FILE, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())

@@ -1,0 +1,248 @@
+"""What a conversion will write, decided from ``config.json`` and the safetensors headers before anything is written."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from transformers import PreTrainedModel
+from transformers.core_model_loading import Concatenate, MergeModulelist
+
+from hf_neuron_moe.convert.assign import Assignment, assign_sources, build_meta_model, natural_key
+from hf_neuron_moe.convert.manifest import ConvertOptions, Piece, WrittenTensor
+from hf_neuron_moe.convert.relayout import SOURCE, TORCH_DTYPES, FusedWeight, stored_forms
+from hf_neuron_moe.convert.source import SourceCheckpoint, SourceTensor, nbytes_of, read_source
+from hf_neuron_moe.errors import ConversionError, refuse
+from hf_neuron_moe.patching.discovery import MLP, Candidate, discover
+
+
+@dataclass(frozen=True)
+class ConversionPlan:
+    """Everything a conversion will do.
+
+    Attributes:
+        source: the checkpoint to read.
+        options: what to make of it.
+        weights: weights to convert, by name.
+        copied: tensors copied unchanged, by name.
+        tensors: every tensor to write, with its shard; no checksums yet.
+        skipped: modules that stay in source layout although they look like MLPs or experts, with the reason.
+    """
+
+    source: SourceCheckpoint
+    options: ConvertOptions
+    weights: dict[str, FusedWeight]
+    copied: dict[str, SourceTensor]
+    tensors: tuple[WrittenTensor, ...]
+    skipped: dict[str, str]
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes of tensor data that will be written."""
+        return sum(nbytes_of(tensor.dtype, tensor.shape) for tensor in self.tensors)
+
+
+def plan_conversion(directory: Path, options: ConvertOptions) -> ConversionPlan:
+    """Plan the conversion of a local checkpoint folder.
+
+    Args:
+        directory: holds ``config.json`` and safetensors files.
+        options: target precision and layout.
+
+    Raises:
+        ConversionError: the checkpoint is damaged, does not fit its configuration, or has nothing to convert.
+    """
+    source = read_source(directory)
+    model = build_meta_model(directory)
+    assignments, ignored = assign_sources(model, source)
+    candidates = discover(model)
+    skipped = {candidate.name: candidate.reason for candidate in candidates if candidate.reason is not None}
+    weights = {
+        weight.name: weight
+        for candidate in candidates
+        if candidate.reason is None
+        for weight in _weights_of(candidate, assignments, model)
+    }
+    if not weights:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in skipped.items())
+        raise refuse(
+            ConversionError,
+            where="convert",
+            argument=str(directory),
+            expected="a model with SwiGLU MLPs or experts that the kernels can compute",
+            got=f"none ({reasons})" if reasons else "none",
+            remedy="`hf-neuron-moe plan` lists every candidate with its reason.",
+        )
+    used = {piece.source for weight in weights.values() for piece in weight.pieces}
+    copied = {name: tensor for name, tensor in source.tensors.items() if name not in used}
+    _check_coverage(source, assignments, ignored, used, copied)
+    return ConversionPlan(source, options, weights, copied, _lay_out(weights, copied, options), skipped)
+
+
+def _weights_of(candidate: Candidate, assignments: dict[str, Assignment], model: PreTrainedModel) -> list[FusedWeight]:
+    """The fused gate_up and down weights of one module that the kernels can compute."""
+    prefix = f"{candidate.name}." if candidate.name else ""
+    if candidate.kind == MLP:
+        assert candidate.roles is not None
+        inputs = [f"{prefix}{name}.weight" for name in candidate.roles.inputs]
+        down = [f"{prefix}{candidate.roles.down}.weight"]
+        members, suffix, transposed = {"gate_up_proj": inputs, "down_proj": down}, ".weight", False
+    else:
+        members = {name: [prefix + name] for name in ("gate_up_proj", "down_proj")}
+        suffix, transposed = "", bool(candidate.module.is_transposed)
+    weights = []
+    for role, names in members.items():
+        pieces: list[Piece] = []
+        start = 0
+        for name in names:
+            shape = tuple(model.get_parameter(name).shape)
+            pieces += _pieces(_assignment(name, assignments), shape, start, transposed)
+            start += shape[-1 if transposed else -2]
+        contraction = shape[-2 if transposed else -1]
+        weight = FusedWeight(prefix + role + suffix, (*shape[:-2], start, contraction), tuple(pieces))
+        _check_dtypes(weight)
+        weights.append(weight)
+    return weights
+
+
+def _assignment(parameter: str, assignments: dict[str, Assignment]) -> Assignment:
+    if parameter in assignments:
+        return assignments[parameter]
+    raise refuse(
+        ConversionError,
+        where="convert",
+        argument=f"parameter {parameter}",
+        expected="stored in the checkpoint under a name of its own",
+        got="no tensor for it, because another parameter shares its memory",
+        remedy="Save the model again with transformers, which stores a shared module once under its first name.",
+    )
+
+
+def _check_dtypes(weight: FusedWeight) -> None:
+    dtypes = sorted({piece.dtype for piece in weight.pieces})
+    if len(dtypes) > 1 or dtypes[0] not in TORCH_DTYPES:
+        raise refuse(
+            ConversionError,
+            where="convert",
+            argument=f"dtype of {weight.name}",
+            expected=f"one of {', '.join(TORCH_DTYPES)} for all its tensors",
+            got=", ".join(dtypes),
+            remedy="Convert the original, unquantised checkpoint.",
+        )
+
+
+def _pieces(assignment: Assignment, shape: tuple[int, ...], start: int, transposed: bool) -> list[Piece]:
+    """Pieces of one in-memory parameter; `start` is its first row in the fused weight."""
+    if assignment.converter is None:
+        (tensor,) = assignment.sources[""]
+        _check_shape(tensor, shape)
+        return [Piece(tensor.name, tensor.file, tensor.dtype, tensor.shape, None, start, transposed)]
+    kinds = [(type(operation), getattr(operation, "dim", None)) for operation in assignment.converter.operations]
+    if kinds not in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)]) or len(shape) != 3 or transposed:
+        raise refuse(
+            ConversionError,
+            where="convert",
+            argument=f"on-disk form of {assignment.target}",
+            expected="the parameter itself, or one matrix per expert and projection",
+            got=" then ".join(kind.__name__ for kind, _ in kinds),
+            remedy="Load the model and save it with save_original_format=False; that form can be converted.",
+        )
+    E, F, K = shape
+    rows = F // len(assignment.converter.source_patterns)
+    pieces = []
+    for pattern in assignment.converter.source_patterns:
+        tensors = assignment.sources.get(pattern, [])
+        experts = [_expert_index(tensor.name, pattern, assignment.target) for tensor in tensors]
+        if experts != list(range(E)):
+            raise refuse(
+                ConversionError,
+                where="convert",
+                argument=f"experts of {assignment.target} ({pattern})",
+                expected=f"one tensor for each of experts 0 to {E - 1}",
+                got=experts,
+                remedy="Check that config.json belongs to these weights and that no shard is missing.",
+            )
+        for expert, tensor in zip(experts, tensors):
+            _check_shape(tensor, (rows, K))
+            pieces.append(Piece(tensor.name, tensor.file, tensor.dtype, tensor.shape, expert, start))
+        start += rows
+    return pieces
+
+
+def _expert_index(name: str, pattern: str, target: str) -> int:
+    """The number that stands for ``*`` in transformers' source pattern."""
+    before, _, after = pattern.partition("*")
+    found = re.search(rf"(\d+){re.escape(after)}$", name)
+    if found is None or not before:
+        raise refuse(
+            ConversionError,
+            where="convert",
+            argument=f"tensor {name}",
+            expected=f"a name of the form {pattern}",
+            got="one without an expert number",
+            remedy=f"It would become part of {target}; check where the checkpoint comes from.",
+        )
+    return int(found.group(1))
+
+
+def _check_shape(tensor: SourceTensor, shape: tuple[int, ...]) -> None:
+    if tensor.shape != shape:
+        raise refuse(
+            ConversionError,
+            where="convert",
+            argument=f"{tensor.file}: {tensor.name}",
+            expected=f"of shape {list(shape)}, as config.json says",
+            got=list(tensor.shape),
+            remedy="Check that config.json belongs to these weights.",
+        )
+
+
+def _check_coverage(
+    source: SourceCheckpoint,
+    assignments: dict[str, Assignment],
+    ignored: list[str],
+    used: set[str],
+    copied: dict[str, SourceTensor],
+) -> None:
+    """Every source tensor is used once or copied: a guard on this file's own arithmetic."""
+    assigned = [tensor.name for entry in assignments.values() for group in entry.sources.values() for tensor in group]
+    assert sorted([*assigned, *ignored]) == sorted(source.tensors), "a source tensor was lost or used twice"
+    assert not used & copied.keys()
+    assert used | copied.keys() == source.tensors.keys()
+
+
+def _lay_out(
+    weights: dict[str, FusedWeight], copied: dict[str, SourceTensor], options: ConvertOptions
+) -> tuple[WrittenTensor, ...]:
+    """Name the tensors to write and deal them out to shards, in natural order of their names."""
+    groups: dict[str, list[WrittenTensor]] = {}
+    for name, weight in weights.items():
+        forms = stored_forms(weight, options)
+        groups[name] = [WrittenTensor(name + f.suffix, "", f.dtype, f.shape, f.layout, name) for f in forms]
+    for name, tensor in copied.items():
+        groups.setdefault(name, []).append(WrittenTensor(name, "", tensor.dtype, tensor.shape, SOURCE, name))
+    names = [tensor.name for group in groups.values() for tensor in group]
+    for name in sorted(name for name in set(names) if names.count(name) > 1):
+        raise refuse(
+            ConversionError,
+            where="convert",
+            argument=f"tensor {name}",
+            expected="written once",
+            got="a source tensor and a converted weight of this name",
+            remedy="Rename or remove the source tensor.",
+        )
+    shards: list[list[WrittenTensor]] = [[]]
+    size = 0
+    for name in sorted(groups, key=natural_key):
+        group_bytes = sum(nbytes_of(tensor.dtype, tensor.shape) for tensor in groups[name])
+        if shards[-1] and size + group_bytes > options.max_shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1] += groups[name]
+        size += group_bytes
+    return tuple(
+        replace(tensor, file=f"neuron-{index:05d}-of-{len(shards):05d}.safetensors")
+        for index, shard in enumerate(shards, start=1)
+        for tensor in shard
+    )

@@ -1,0 +1,254 @@
+"""The source checkpoint: which tensors a folder of safetensors files holds, from the files' headers alone.
+
+Nothing here trusts a file: names must stay inside the folder, every header must account for every byte of its file, and
+index and headers must agree. Header format: https://huggingface.co/docs/safetensors (8 bytes of little-endian length,
+JSON, data).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hf_neuron_moe.errors import ConversionError, refuse
+
+ITEM_BYTES = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "F8_E8M0": 1,
+    "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
+    "I32": 4, "U32": 4, "F32": 4,
+    "F64": 8, "I64": 8, "U64": 8,
+}  # fmt: skip
+"""Bytes per element of the safetensors dtypes whose elements fill whole bytes, in the library's own order of dtypes."""
+
+MAX_HEADER_BYTES = 100_000_000
+"""The safetensors library's own limit on the header length."""
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+
+def nbytes_of(dtype: str, shape: tuple[int, ...]) -> int:
+    """Bytes of a tensor of a safetensors dtype."""
+    return math.prod(shape) * ITEM_BYTES[dtype]
+
+
+def is_plain_name(file: object) -> bool:
+    """Whether `file` names a safetensors file on every system: no folder, no drive, no way up."""
+    return isinstance(file, str) and file.endswith(".safetensors") and not set(file) & set("/\\:\0")
+
+
+@dataclass(frozen=True)
+class SourceTensor:
+    """One tensor of the source, as its file's header describes it."""
+
+    name: str
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the data in bytes."""
+        return nbytes_of(self.dtype, self.shape)
+
+
+@dataclass(frozen=True)
+class SourceCheckpoint:
+    """A folder of safetensors files: its tensors by name, in the files' own order."""
+
+    directory: Path
+    files: tuple[str, ...]
+    tensors: Mapping[str, SourceTensor]
+    metadata: Mapping[str, Mapping[str, str]]
+    """``__metadata__`` of each file."""
+
+
+def damaged(subject: str, expected: str, got: object) -> ConversionError:
+    """The refusal for a source whose bytes contradict themselves."""
+    return refuse(
+        ConversionError,
+        where="convert",
+        argument=subject,
+        expected=expected,
+        got=got,
+        remedy="The file is damaged or incomplete: download or save it again.",
+    )
+
+
+def read_header(path: Path) -> tuple[dict[str, SourceTensor], dict[str, str]]:
+    """Read and check one safetensors header.
+
+    Returns:
+        Tensors by name in the order of their data, and the file's metadata.
+
+    Raises:
+        ConversionError: the header is cut off, not JSON, repeats a name, or does not account for every byte of data.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        if len(prefix) < 8:
+            raise damaged(path.name, "a safetensors file of at least 8 bytes", f"{size} bytes")
+        length = struct.unpack("<Q", prefix)[0]
+        limit = min(MAX_HEADER_BYTES, size - 8)
+        if length > limit:
+            raise damaged(f"{path.name}: header length", f"at most {limit}", length)
+        raw = file.read(length)
+    try:
+        header = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique_pairs)
+    except (ValueError, RecursionError) as error:
+        raise damaged(f"{path.name}: header", "JSON in UTF-8 without repeated names", error) from error
+    if not isinstance(header, dict):
+        raise damaged(f"{path.name}: header", "a JSON object", type(header).__name__)
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise damaged(f"{path.name}: __metadata__", "a map of strings", metadata)
+    return _check_entries(path.name, header, size - 8 - length), metadata
+
+
+def _check_entries(file: str, header: dict[str, Any], data_bytes: int) -> dict[str, SourceTensor]:
+    spans: list[tuple[int, int, SourceTensor]] = []
+    for name, entry in header.items():
+        subject = f"{file}: {name}"
+        if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+            raise damaged(subject, "an entry with dtype, shape and data_offsets", entry)
+        dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+        if dtype not in ITEM_BYTES:
+            raise damaged(f"{subject}: dtype", f"one of {', '.join(ITEM_BYTES)}", repr(dtype))
+        if not _naturals(shape) or not _naturals(offsets) or len(offsets) != 2:
+            raise damaged(subject, "a shape and two offsets of natural numbers", entry)
+        tensor = SourceTensor(name, file, dtype, tuple(shape))
+        if offsets[1] - offsets[0] != tensor.nbytes:
+            raise damaged(f"{subject}: data_offsets", f"{tensor.nbytes} bytes apart", offsets)
+        spans.append((offsets[0], offsets[1], tensor))
+    spans.sort(key=lambda span: span[:2])
+    position = 0
+    for start, end, tensor in spans:
+        if start != position:
+            raise damaged(f"{file}: {tensor.name}: data_offsets", f"a start at {position}", start)
+        position = end
+    if position != data_bytes:
+        raise damaged(f"{file}: data", f"{position} bytes long as the header says", f"{data_bytes} bytes")
+    return {tensor.name: tensor for _, _, tensor in spans}
+
+
+def read_source(directory: Path) -> SourceCheckpoint:
+    """Describe the checkpoint in `directory` without reading a weight.
+
+    Raises:
+        ConversionError: there are no safetensors files, a name leaves the folder, a file is damaged, or index and files
+            disagree about which tensor is where.
+    """
+    single, index = directory / SINGLE_FILE, directory / INDEX_FILE
+    if not directory.is_dir() or not (single.exists() or index.exists()):
+        raise _no_safetensors(directory)
+    if single.exists() and index.exists():
+        raise refuse(
+            ConversionError,
+            where="convert",
+            argument=str(directory),
+            expected=f"a folder with either {SINGLE_FILE} or {INDEX_FILE}",
+            got="both",
+            remedy="Remove the one that does not belong to the checkpoint.",
+        )
+    named = _read_index(index) if index.exists() else None
+    files = sorted(set(named.values())) if named is not None else [SINGLE_FILE]
+    tensors: dict[str, SourceTensor] = {}
+    metadata: dict[str, Mapping[str, str]] = {}
+    for file in files:
+        found, metadata[file] = read_header(inside(directory, file))
+        for name, tensor in found.items():
+            if name in tensors:
+                raise damaged(f"tensor {name}", "in one file", f"in {tensors[name].file} and in {file}")
+            if named is not None and named.get(name) != file:
+                place = f"in {file}, where the index does not name it"
+                raise damaged(f"tensor {name}", f"where {INDEX_FILE} says", place)
+            tensors[name] = tensor
+    for name, file in (named or {}).items():
+        if name not in tensors:
+            raise damaged(f"tensor {name}", f"in {file} as {INDEX_FILE} says", "a file without it")
+    return SourceCheckpoint(directory, tuple(files), tensors, metadata)
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique_pairs)
+    except (ValueError, RecursionError) as error:
+        raise damaged(path.name, "JSON in UTF-8 without repeated names", error) from error
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise damaged(f"{path.name}: weight_map", "a map from tensor names to files", weight_map)
+    for name, file in weight_map.items():
+        if not is_plain_name(file):
+            raise refuse(
+                ConversionError,
+                where="convert",
+                argument=f"{path.name}: file of {name}",
+                expected="the plain name of a .safetensors file in the same folder",
+                got=repr(file),
+                remedy="An index that points elsewhere is not followed; repair it.",
+            )
+    return dict(weight_map)
+
+
+def inside(directory: Path, file: str) -> Path:
+    """The path of `file`, refused when a link leads out of the checkpoint."""
+    path = directory / file
+    if not path.is_file():
+        raise damaged(file, "a file of the checkpoint", "no such file")
+    home, target = directory.resolve(), path.resolve()
+    # huggingface_hub keeps snapshots/<commit>/file as links to blobs/<hash> of the same repository.
+    blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else None
+    if target.parent not in (home, blobs):
+        raise refuse(
+            ConversionError,
+            where="convert",
+            argument=file,
+            expected="a file inside the checkpoint folder",
+            got=f"a link to {target}",
+            remedy="Copy the file into the folder if it belongs there.",
+        )
+    return path
+
+
+def _no_safetensors(directory: Path) -> ConversionError:
+    pickles = sorted(path.name for path in directory.glob("*.bin")) if directory.is_dir() else []
+    got, remedy = "no such folder", "Give the folder that holds config.json and the weights."
+    if directory.is_dir():
+        got = "a folder without them"
+    if pickles:
+        got = f"pickled weights ({pickles[0]})"
+        remedy = (
+            "Opening a pickle runs whatever code it holds, so it is not read here. If you trust it, make safetensors "
+            "of it: python -c \"from transformers import AutoModelForCausalLM as A; A.from_pretrained('SRC', "
+            "dtype='auto').save_pretrained('NEW')\"."
+        )
+    return refuse(
+        ConversionError,
+        where="convert",
+        argument=str(directory),
+        expected=f"a folder with {SINGLE_FILE} or {INDEX_FILE}",
+        got=got,
+        remedy=remedy,
+    )
+
+
+class _RepeatedNameError(ValueError):
+    """A JSON object has one key twice; Python's parser would keep the last and say nothing."""
+
+
+def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise _RepeatedNameError(f"{next(name for name in names if names.count(name) > 1)!r} appears twice")
+    return result
+
+
+def _naturals(values: object) -> bool:
+    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
