@@ -1,0 +1,1 @@
+"""Modules that compute SwiGLU blocks with the kernels' numbers, whichever layout their weights live in."""

@@ -1,0 +1,149 @@
+"""What every replacement module shares: it takes over the original's state, and gives it back.
+
+The original stays alive, unregistered, while the replacement sits in its place. Both share the same child modules,
+parameters and hook dictionaries, so handles held by the user (``RemovableHandle``) keep working on either.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_neuron_moe.config import NeuronMoEConfig
+from hf_neuron_moe.modules.state_dict import WeightRule
+
+_OWN_COPY = ("_parameters", "_buffers", "_modules")
+_SHARED = (
+    "_non_persistent_buffers_set",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+_SCALARS = ("training", "_is_full_backward_hook")
+MODULE_INTERNALS = frozenset((*_OWN_COPY, *_SHARED, *_SCALARS))
+
+HOOK_DICTS = tuple(name for name in _SHARED if name.endswith("_hooks"))
+"""Attributes of ``nn.Module`` that hold hooks, except the flags that accompany them."""
+
+
+class NeuronBlock(nn.Module):
+    """Base of the replacement modules.
+
+    Args:
+        original: the module to stand in for; it is read, not changed.
+        name: its name in the model, for messages.
+        config: the resolved configuration (``backend`` and ``weights`` are not ``"auto"``).
+    """
+
+    neuron_rules: tuple[WeightRule, ...] = ()
+
+    def __init__(self, original: nn.Module, name: str, config: NeuronMoEConfig) -> None:
+        super().__init__()
+        for key, value in original.__dict__.items():
+            if key in _OWN_COPY:
+                self.__dict__[key] = value.copy()
+            elif key in _SHARED or key in _SCALARS or key not in MODULE_INTERNALS:
+                self.__dict__[key] = value
+        self.neuron_name = name
+        self.neuron_config = config
+
+    def extra_repr(self) -> str:
+        """Show what the block computes and where its weights live."""
+        config = self.neuron_config
+        return f"precision={config.precision}, weights={config.weights}, backend={config.backend}"
+
+
+def give_back(replacement: NeuronBlock, original: nn.Module) -> None:
+    """Put the replacement's present state into `original`, the module it stood in for.
+
+    Children and parameters present in both come back as they are now; attributes that the original had follow the
+    replacement's present values. Weights in kernel layout are handled by :func:`restore_layout`.
+    """
+    for kind in _OWN_COPY:
+        mine, theirs = replacement.__dict__[kind], original.__dict__[kind]
+        theirs.update({key: mine[key] for key in theirs if key in mine and not _is_kernel_only(replacement, kind, key)})
+    for key in original.__dict__:
+        kept_out = key == "is_transposed" and bool(replacement.neuron_rules)
+        if key in replacement.__dict__ and key not in _OWN_COPY and not kept_out:
+            original.__dict__[key] = replacement.__dict__[key]
+
+
+def _is_kernel_only(replacement: NeuronBlock, kind: str, key: str) -> bool:
+    changed = {rule.kernel for rule in replacement.neuron_rules if not rule.keeps_layout}
+    return kind == "_parameters" and key in changed
+
+
+def stock_slot(module: nn.Module, stock_name: str) -> tuple[nn.Module, str]:
+    """Return the submodule of `module` and the parameter name in it for a stock state_dict name."""
+    path, _, leaf = stock_name.rpartition(".")
+    return module.get_submodule(path), leaf
+
+
+def make_kernel_parameter(original: nn.Module, rule: WeightRule) -> nn.Parameter:
+    """Return the kernel-layout parameter for `rule`; `original` is read, not changed.
+
+    Where the layout is the stock one, that is the original ``nn.Parameter`` itself.
+    """
+    sources = [_slot_parameter(*stock_slot(original, name)) for name in rule.stock]
+    if rule.keeps_layout:
+        return sources[0]
+    param = nn.Parameter(rule.to_kernel([p.detach() for p in sources]), requires_grad=sources[0].requires_grad)
+    if any(p.grad is not None for p in sources):
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in sources]
+        param.grad = rule.to_kernel(grads)
+    return param
+
+
+def release_layout(replacement: NeuronBlock, original: nn.Module) -> None:
+    """Free the original's weights that now live in the replacement in another layout."""
+    for rule in replacement.neuron_rules:
+        if rule.keeps_layout:
+            continue
+        for name in rule.stock:
+            param = _slot_parameter(*stock_slot(original, name))
+            param.data = param.data.new_empty(0)
+            param.grad = None
+
+
+def restore_layout(replacement: NeuronBlock, original: nn.Module) -> None:
+    """Put the replacement's weights back into the original's parameter objects, in stock layout, bit for bit."""
+    for rule in replacement.neuron_rules:
+        kernel = replacement.get_parameter(rule.kernel)
+        if rule.keeps_layout:
+            slot, leaf = stock_slot(original, rule.stock[0])
+            slot._parameters[leaf] = kernel
+            continue
+        grads: tuple[Any, ...] = rule.to_stock(kernel.grad) if kernel.grad is not None else (None,) * len(rule.stock)
+        for name, value, grad in zip(rule.stock, rule.to_stock(kernel.detach()), grads):
+            slot, leaf = stock_slot(original, name)
+            _refill(slot, leaf, value.clone(memory_format=torch.contiguous_format), grad, kernel.requires_grad)
+
+
+def _refill(slot: nn.Module, leaf: str, value: torch.Tensor, grad: torch.Tensor | None, requires_grad: bool) -> None:
+    param = _slot_parameter(slot, leaf)
+    param.grad = None
+    if torch._has_compatible_shallow_copy_type(param.data, value):
+        param.data = value
+    else:  # another device type since patching (for example meta): a parameter cannot change its kind of storage
+        param = nn.Parameter(value)
+        slot._parameters[leaf] = param
+    param.requires_grad_(requires_grad)
+    if grad is not None:
+        param.grad = grad.clone(memory_format=torch.contiguous_format)
+
+
+def _slot_parameter(slot: nn.Module, leaf: str) -> nn.Parameter:
+    param = slot._parameters[leaf]
+    if param is None:
+        raise AttributeError(f"{type(slot).__name__}.{leaf} is None")
+    return param

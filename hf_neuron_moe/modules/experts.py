@@ -1,0 +1,166 @@
+"""Routed experts behind transformers' experts call ``(hidden_states, top_k_index, top_k_weights)``.
+
+T tokens, K experts per token, E experts on this rank, H hidden size, I intermediate size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_neuron_moe.backends import resolve_backend
+from hf_neuron_moe.config import NeuronMoEConfig
+from hf_neuron_moe.errors import ConfigError, UnsupportedModelError, refuse
+from hf_neuron_moe.modules import ops
+from hf_neuron_moe.modules.block import NeuronBlock, make_kernel_parameter
+from hf_neuron_moe.modules.state_dict import KernelLayoutMixin, WeightRule
+
+
+def expert_rules(is_transposed: bool) -> tuple[WeightRule, ...]:
+    """Return the kernel home's parameters ``gate_up_proj [E, H, 2I]`` and ``down_proj [E, I, H]``.
+
+    Args:
+        is_transposed: the stock parameters are in that order already.
+    """
+    return tuple(WeightRule(name, (name,), transposed=not is_transposed) for name in ("gate_up_proj", "down_proj"))
+
+
+class NeuronExperts(NeuronBlock):
+    """SwiGLU experts computed by the operator, their weights in the original 3-D parameters.
+
+    Args:
+        original: the experts module to stand in for; its parameters are shared, not copied.
+        name: its name in the model, for messages.
+        config: the resolved configuration.
+    """
+
+    is_transposed: bool
+    gate_up_proj: nn.Parameter
+    down_proj: nn.Parameter
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Return the weighted sum of each token's experts.
+
+        Args:
+            hidden_states: ``[T, H]``.
+            top_k_index: ``[T, K]`` integer expert ids; ids of E and above belong to another rank and add nothing.
+            top_k_weights: ``[T, K]`` routing weights.
+
+        Returns:
+            ``[T, H]`` in the dtype of `hidden_states`.
+        """
+        config = self.neuron_config
+        return ops.experts(
+            hidden_states,
+            top_k_index,
+            top_k_weights,
+            self.gate_up_proj,
+            self.down_proj,
+            transposed=self.is_transposed,
+            precision=config.precision,
+            block_size=config.block_size,
+            backend=config.backend,
+        )
+
+
+class KernelLayoutExperts(KernelLayoutMixin, NeuronExperts):
+    """SwiGLU experts that own ``gate_up_proj [E, H, 2I]`` and ``down_proj [E, I, H]``, with a stock state_dict."""
+
+    def __init__(self, original: nn.Module, name: str, config: NeuronMoEConfig) -> None:
+        super().__init__(original, name, config)
+        rules = expert_rules(self.is_transposed)
+        self.neuron_rules = rules
+        self.neuron_stock_order = tuple(key for key in original._parameters if key in {rule.kernel for rule in rules})
+        for rule in rules:
+            self.register_parameter(rule.kernel, make_kernel_parameter(original, rule))
+        # The flag describes the parameters as they are now; peft's target_parameters reads it.
+        self.is_transposed = True
+
+
+def register_experts_implementation(
+    config: NeuronMoEConfig | Mapping[str, Any] | None = None, name: str = "neuron_moe"
+) -> Callable[..., Tensor]:
+    """Register the experts operator in transformers, for models that are not to be patched.
+
+    Afterwards ``model.set_experts_implementation(name)`` or ``from_pretrained(..., experts_implementation=name)``
+    selects it. Parameters, checkpoints and parallel plans stay transformers' own. The registration is process-wide and
+    happens only through this call.
+
+    Args:
+        config: precision, backend and block size; ``weights`` must be ``"auto"`` or ``"stock"``.
+        name: implementation name; an existing implementation of another origin is not replaced.
+
+    Returns:
+        The registered function.
+
+    Raises:
+        ConfigError: `name` belongs to another implementation, or `config` asks for the kernel home.
+    """
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    where = "register_experts_implementation"
+    options = NeuronMoEConfig() if config is None else config
+    if not isinstance(options, NeuronMoEConfig):
+        options = NeuronMoEConfig.from_dict(options)
+    if options.weights == "kernel":
+        raise refuse(
+            ConfigError,
+            where=where,
+            argument="config.weights",
+            expected="'auto' or 'stock', since the parameters stay the model's own",
+            got="'kernel'",
+            remedy="Use patch_model for weights in kernel layout.",
+        )
+    existing = ALL_EXPERTS_FUNCTIONS.get(name)
+    if name == "eager" or (existing is not None and not isinstance(existing, _RegisteredExperts)):
+        raise refuse(
+            ConfigError,
+            where=where,
+            argument="name",
+            expected="a name that no other experts implementation has",
+            got=repr(name),
+            remedy="Choose another name, for example 'neuron_moe'.",
+        )
+    function = _RegisteredExperts(options)
+    ALL_EXPERTS_FUNCTIONS.register(name, function)
+    return function
+
+
+class _RegisteredExperts:
+    """The function transformers calls as ``fn(module, hidden_states, top_k_index, top_k_weights)``."""
+
+    def __init__(self, config: NeuronMoEConfig) -> None:
+        self.config = config
+
+    def __call__(self, module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            _check_supported(module)
+        return ops.experts(
+            hidden_states,
+            top_k_index,
+            top_k_weights,
+            module.gate_up_proj,
+            module.down_proj,
+            transposed=module.is_transposed,
+            precision=self.config.precision,
+            block_size=self.config.block_size,
+            backend=resolve_backend(self.config.backend, hidden_states.device),
+        )
+
+
+def _check_supported(module: nn.Module) -> None:
+    from hf_neuron_moe.modules.experts_check import why_not_swiglu_experts
+
+    reason = why_not_swiglu_experts(module)
+    if reason is not None:
+        raise refuse(
+            UnsupportedModelError,
+            where="experts implementation of hf_neuron_moe",
+            argument=type(module).__name__,
+            expected="a plain SwiGLU experts module",
+            got=f"one that the kernels cannot compute: {reason}",
+            remedy="Use model.set_experts_implementation('grouped_mm') for this model.",
+        )

@@ -1,0 +1,24 @@
+"""Padding of the model's sizes to what the kernels accept, and what it costs.
+
+Zero padding is exact: a padded column of H meets a zero in the weight, a padded row of I produces silu(0) * 0 = 0.
+
+H hidden size, I intermediate size.
+"""
+
+from __future__ import annotations
+
+LANES = 128
+"""H and I are multiples of this in the kernels: the tensor engine's partitions (nki-library ``mlp_bwd_mxfp8``)."""
+
+
+def padded_size(size: int) -> int:
+    """Return the smallest multiple of 128 that is at least `size`."""
+    return -(-size // LANES) * LANES
+
+
+def overhead_percent(hidden: int, intermediate: int) -> float:
+    """Return the extra multiply-adds that padding costs, in percent of the block's own.
+
+    Every matmul of a SwiGLU block has an H and an I axis, so its cost grows with the product of the two.
+    """
+    return 100.0 * (padded_size(hidden) * padded_size(intermediate) / (hidden * intermediate) - 1.0)

@@ -1,0 +1,111 @@
+"""Weights in kernel layout behind a stock ``state_dict``.
+
+A module of the ``"kernel"`` home owns parameters in the kernels' layout. Everything that goes through ``state_dict``
+and ``load_state_dict`` still has the original names and layouts: checkpoints stay readable without this package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class WeightRule:
+    """How one kernel-layout parameter is made of stock tensors.
+
+    Attributes:
+        kernel: parameter name in the module of the kernel home.
+        stock: state_dict names (relative to the module) of equally shaped stock tensors, stacked along dim 0.
+        transposed: the kernel layout exchanges the last two dimensions.
+    """
+
+    kernel: str
+    stock: tuple[str, ...]
+    transposed: bool = False
+
+    @property
+    def keeps_layout(self) -> bool:
+        """Whether the parameter is the stock tensor as it is, so that the same ``nn.Parameter`` serves both homes."""
+        return len(self.stock) == 1 and not self.transposed
+
+    def to_kernel(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return the contiguous kernel-layout tensor for `tensors` in the order of :attr:`stock`."""
+        whole = tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim=0)
+        return (whole.transpose(-1, -2) if self.transposed else whole).contiguous()
+
+    def to_stock(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """Return views of the kernel-layout `tensor` in stock layout, in the order of :attr:`stock`."""
+        whole = tensor.transpose(-1, -2) if self.transposed else tensor
+        return tuple(whole.chunk(len(self.stock), dim=0))
+
+
+class KernelLayoutMixin(nn.Module):
+    """Gives a module with parameters in kernel layout a ``state_dict`` of stock names and layouts, both ways."""
+
+    neuron_rules: tuple[WeightRule, ...]
+    neuron_stock_order: tuple[str, ...]
+
+    def _stock_tensors(self, keep_vars: bool) -> dict[str, Tensor]:
+        stock: dict[str, Tensor] = {}
+        for rule in self.neuron_rules:
+            param = self.get_parameter(rule.kernel)
+            stock.update(zip(rule.stock, rule.to_stock(param if keep_vars else param.detach())))
+        return stock
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        own: dict[str, Any] = {}
+        super()._save_to_state_dict(own, "", keep_vars)
+        stock = self._stock_tensors(keep_vars)
+        kernel_names = {rule.kernel for rule in self.neuron_rules}
+        extra = {name: value for name, value in own.items() if name not in kernel_names}
+        destination.update({prefix + name: stock[name] for name in self.neuron_stock_order})
+        destination.update({prefix + name: value for name, value in extra.items()})
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        # Called by torch once per module; children load themselves afterwards.
+        stock_keys = {prefix + name for name in self.neuron_stock_order}
+        kernel_keys = {prefix + rule.kernel for rule in self.neuron_rules}
+        own = {k: v for k, v in state_dict.items() if k.startswith(prefix) and k not in stock_keys | kernel_keys}
+        if strict:
+            unexpected_keys.extend(key for key in kernel_keys - stock_keys if key in state_dict)
+        current = self._stock_tensors(keep_vars=False)
+        for rule in self.neuron_rules:
+            given = {name: state_dict[prefix + name] for name in rule.stock if prefix + name in state_dict}
+            if strict:
+                missing_keys.extend(prefix + name for name in rule.stock if name not in given)
+            errors = [
+                f"size mismatch for {prefix}{name}: copying a param with shape {tuple(value.shape)} from checkpoint, "
+                f"the shape in current model is {tuple(current[name].shape)}."
+                for name, value in given.items()
+                if value.shape != current[name].shape
+            ]
+            error_msgs.extend(errors)
+            if not given or errors:
+                continue
+            # A checkpoint with one half of a fused weight replaces that half, as it would in the stock module.
+            parts = [given.get(name, current[name]) for name in rule.stock]
+            if any(part.is_meta for part in parts) != all(part.is_meta for part in parts):
+                absent = [prefix + name for name in rule.stock if name not in given]
+                error_msgs.append(
+                    f"{prefix}{rule.kernel} is on the meta device and {absent} are not in the checkpoint."
+                )
+                continue
+            placed = [part.to(parts[0].device, parts[0].dtype) for part in parts]
+            own[prefix + rule.kernel] = rule.to_kernel(placed)
+        kernel_missing: list[str] = []
+        super()._load_from_state_dict(own, prefix, local_metadata, strict, kernel_missing, unexpected_keys, error_msgs)
+        missing_keys.extend(key for key in kernel_missing if key not in kernel_keys)

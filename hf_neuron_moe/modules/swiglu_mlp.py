@@ -1,0 +1,167 @@
+"""Dense SwiGLU MLP: ``down(silu(gate(x)) * up(x))``.
+
+S tokens (all leading dimensions flattened), H hidden size, I intermediate size.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hf_neuron_moe.config import NeuronMoEConfig
+from hf_neuron_moe.errors import NeuronMoEWarning
+from hf_neuron_moe.modules import ops
+from hf_neuron_moe.modules.block import HOOK_DICTS, NeuronBlock, make_kernel_parameter
+from hf_neuron_moe.modules.state_dict import KernelLayoutMixin, WeightRule
+
+
+@dataclass(frozen=True)
+class DenseRoles:
+    """Which attribute of a dense MLP plays which part.
+
+    Attributes:
+        inputs: names of the linear layers before the product: ``(gate, up)`` or the single fused one ``(gate_up,)``
+            whose first I rows are the gate.
+        down: name of the linear layer after the product.
+        activation: name of the activation's attribute; None where forward calls the function itself.
+    """
+
+    inputs: tuple[str, ...]
+    down: str
+    activation: str | None
+
+    @property
+    def linears(self) -> tuple[str, ...]:
+        """Names of all linear layers."""
+        return (*self.inputs, self.down)
+
+    @property
+    def rules(self) -> tuple[WeightRule, ...]:
+        """The kernel home's parameters ``gate_up_proj [2I, H]`` and ``down_proj [H, I]``."""
+        return (
+            WeightRule("gate_up_proj", tuple(f"{name}.weight" for name in self.inputs)),
+            WeightRule("down_proj", (f"{self.down}.weight",)),
+        )
+
+
+def has_call_hooks(module: nn.Module) -> bool:
+    """Return whether hooks run when `module` is called or differentiated."""
+    return any(getattr(module, hooks) for hooks in HOOK_DICTS if "forward" in hooks or "backward" in hooks)
+
+
+def why_not_plain_linear(module: Any) -> str | None:
+    """Return why `module` may compute something else than ``x @ weight.T``, or None for a plain linear layer."""
+    if type(module) is not nn.Linear:
+        return f"a {type(module).__name__}, not a plain torch.nn.Linear"
+    if module.bias is not None:
+        return "a linear layer with a bias"
+    if "forward" in module.__dict__:
+        return "a linear layer whose forward is overridden on the instance"
+    if has_call_hooks(module):
+        return "a linear layer with hooks"
+    weight: object = module.weight
+    if type(weight) is not nn.Parameter:
+        return f"a linear layer whose weight is a {type(weight).__name__}"
+    return None
+
+
+class NeuronSwiGLUMLP(NeuronBlock):
+    """A dense SwiGLU MLP computed by the operator, its weights in the original linear layers.
+
+    The linear layers are the original's own, under their names. If one of them is wrapped later (an adapter) or gets
+    a hook, the block computes through the layers instead and warns once, so that nothing is ignored silently.
+
+    Args:
+        original: the module to stand in for; its linear layers are shared, not copied.
+        name: its name in the model, for messages.
+        config: the resolved configuration.
+        roles: which of its attributes plays which part.
+    """
+
+    def __init__(self, original: nn.Module, name: str, config: NeuronMoEConfig, roles: DenseRoles) -> None:
+        super().__init__(original, name, config)
+        self.neuron_roles = roles
+        self.neuron_warned = False
+
+    def _why_not_fused(self) -> str | None:
+        for name in self.neuron_roles.linears:
+            reason = why_not_plain_linear(self.get_submodule(name))
+            if reason is not None:
+                return f"{name} is {reason}"
+        if self.neuron_roles.activation is not None:
+            activation = getattr(self, self.neuron_roles.activation)
+            if isinstance(activation, nn.Module) and has_call_hooks(activation):
+                return f"{self.neuron_roles.activation} has hooks"
+        return None
+
+    def _weights(self) -> tuple[Tensor, Tensor, Tensor]:
+        roles = self.neuron_roles
+        weights = [self.get_parameter(f"{name}.weight") for name in roles.linears]
+        if len(roles.inputs) == 2:
+            return weights[0], weights[1], weights[2]
+        return (*_halves(weights[0]), weights[1])
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Apply the block to ``hidden_states`` ``[..., H]``; the result has its shape and dtype."""
+        reason = self._why_not_fused()
+        if reason is not None:
+            return self._through_layers(hidden_states, reason)
+        gate_IH, up_IH, down_HI = self._weights()
+        out_SH = ops.swiglu_mlp(
+            hidden_states.reshape(-1, hidden_states.shape[-1]),
+            gate_IH,
+            up_IH,
+            down_HI,
+            precision=self.neuron_config.precision,
+            backend=self.neuron_config.backend,
+        )
+        return out_SH.reshape(hidden_states.shape)
+
+    def _through_layers(self, hidden_states: Tensor, reason: str) -> Tensor:
+        if not self.neuron_warned:
+            self.neuron_warned = True
+            warnings.warn(
+                f"{self.neuron_name}: {reason}, so this block calls its layers one by one and computes at the stock "
+                f"precision instead of {self.neuron_config.precision!r}. To keep the patched precision, put adapters "
+                "on other modules, or merge this one.",
+                NeuronMoEWarning,
+                stacklevel=3,
+            )
+        roles = self.neuron_roles
+        projected = [self.get_submodule(name)(hidden_states) for name in roles.inputs]
+        gate, up = projected if len(projected) == 2 else projected[0].chunk(2, dim=-1)
+        activation = F.silu if roles.activation is None else getattr(self, roles.activation)
+        return self.get_submodule(roles.down)(activation(gate) * up)
+
+
+class KernelLayoutSwiGLUMLP(KernelLayoutMixin, NeuronSwiGLUMLP):
+    """A dense SwiGLU MLP that owns ``gate_up_proj [2I, H]`` and ``down_proj [H, I]``, with a stock state_dict."""
+
+    gate_up_proj: nn.Parameter
+    down_proj: nn.Parameter
+
+    def __init__(self, original: nn.Module, name: str, config: NeuronMoEConfig, roles: DenseRoles) -> None:
+        super().__init__(original, name, config, roles)
+        self.neuron_rules = roles.rules
+        self.neuron_stock_order = tuple(f"{name}.weight" for name in original._modules if name in roles.linears)
+        made = {rule.kernel: make_kernel_parameter(original, rule) for rule in roles.rules}
+        for child in roles.linears:
+            del self._modules[child]
+        for key, param in made.items():
+            self.register_parameter(key, param)
+
+    def _why_not_fused(self) -> str | None:
+        return None
+
+    def _weights(self) -> tuple[Tensor, Tensor, Tensor]:
+        return (*_halves(self.gate_up_proj), self.down_proj)
+
+
+def _halves(gate_up_2IH: Tensor) -> tuple[Tensor, Tensor]:
+    # unbind of a view: its backward writes both gradients into one tensor, where two slices would add two full ones.
+    gate_IH, up_IH = gate_up_2IH.view(2, gate_up_2IH.shape[0] // 2, gate_up_2IH.shape[1]).unbind(0)
+    return gate_IH, up_IH

@@ -1,0 +1,280 @@
+"""``patch_model`` and ``unpatch_model``: discover, plan, apply, report, undo."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_neuron_moe.backends import resolve_backend
+from hf_neuron_moe.config import NeuronMoEConfig
+from hf_neuron_moe.errors import ConfigError, NothingToPatchError, UnsupportedModelError, nearest, refuse
+from hf_neuron_moe.modules.block import stock_slot
+from hf_neuron_moe.patching.apply import PatchState, PlanItem, apply_plan, holders, states, undo_patch
+from hf_neuron_moe.patching.discovery import Candidate, discover
+from hf_neuron_moe.patching.guards import check_model
+from hf_neuron_moe.patching.report import PATCHED, REFUSED, SKIPPED, PatchEntry, PatchReport
+
+_WHERE = "patch_model"
+
+
+def patch_model(
+    model: nn.Module,
+    config: NeuronMoEConfig | Mapping[str, Any] | None = None,
+    *,
+    include: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
+    strict: bool = True,
+) -> PatchReport:
+    """Replace the SwiGLU MLPs and experts of `model` by blocks with the Neuron kernels' numbers, in place.
+
+    The rest of the model is not touched. Parameters, hooks, train/eval mode, tied and frozen weights survive;
+    ``state_dict``, ``save_pretrained`` and ``Trainer`` see the original names and layouts. Patch before the optimizer
+    is created if the weights move to the kernel layout. Calling it again with the same arguments changes nothing.
+
+    Args:
+        model: a model with whole, unquantized weights. A model inside peft's wrapper is fine.
+        config: a :class:`NeuronMoEConfig`, a mapping of its options, or None for the defaults.
+        include: glob or globs over module names; only these are patched.
+        exclude: glob or globs over module names that are left alone.
+        strict: if any block that is not excluded cannot be patched, refuse instead of leaving it stock.
+
+    Returns:
+        The report: every candidate as patched, skipped or refused with the reason.
+
+    Raises:
+        ConfigError: an option or glob is unknown or of the wrong type.
+        UnsupportedModelError: the model as a whole cannot be patched, `strict` meets a refused block, or the model is
+            already patched with other arguments.
+        NothingToPatchError: no block can be patched.
+        BackendUnavailableError: the backend cannot run here.
+    """
+    request = (_as_config(config), _globs("include", include), _globs("exclude", exclude))
+    if not isinstance(strict, bool):
+        raise _bad_option("strict", "a bool", strict)
+    check_model(model)
+    for _, state in states(model):
+        return _repeated(state, request)
+    resolved, include_globs, exclude_globs = request
+    candidates = discover(model)
+    names = [name for candidate in candidates for name in (candidate.name, *candidate.aliases)]
+    _check_globs("include", include_globs, names)
+    _check_globs("exclude", exclude_globs, names)
+    uses = Counter(id(param) for module in model.modules() for param in module._parameters.values())
+    plan: list[PlanItem] = []
+    entries: list[PatchEntry] = []
+    for candidate in candidates:
+        skipped = _skip_reason(candidate, include_globs, exclude_globs)
+        item = None if skipped or candidate.reason else _plan_item(candidate, resolved)
+        reason = skipped or candidate.reason or _why_not_home(candidate, item, uses)
+        if item is not None and reason is None:
+            plan.append(item)
+        entries.append(_entry(candidate, SKIPPED if skipped else REFUSED, reason, item))
+    report = PatchReport(resolved, tuple(entries))
+    _check_outcome(model, report, strict)
+    apply_plan(model, plan, PatchState(report, request))
+    return report
+
+
+def unpatch_model(model: nn.Module) -> PatchReport:
+    """Put the original modules back, with the weights' present values, in place.
+
+    Module objects, parameter objects, hooks and layouts are the original ones; after an untouched patch they are bit
+    for bit what they were.
+
+    Args:
+        model: a patched model, or an adapter's wrapper around one.
+
+    Returns:
+        The report of the patch that was undone.
+
+    Raises:
+        UnsupportedModelError: the model is not patched, or an adapter holds on to a block in kernel layout.
+    """
+    found = list(states(model)) if isinstance(model, nn.Module) else []
+    if not found:
+        raise refuse(
+            UnsupportedModelError,
+            where="unpatch_model",
+            argument="model",
+            expected="a model that patch_model has patched",
+            got=f"an unpatched {type(model).__name__}",
+            remedy="Nothing needs to be undone.",
+        )
+    for holder, state in found:
+        for swap in state.swaps:
+            wrapped = [attr for _, attr in holders(holder, swap.replacement) if attr == "base_layer"]
+            if wrapped and swap.replacement.neuron_config.weights == "kernel":
+                raise refuse(
+                    UnsupportedModelError,
+                    where="unpatch_model",
+                    argument=swap.name,
+                    expected="free of adapters while its weights are in kernel layout",
+                    got="a block that an adapter is attached to",
+                    remedy="Call merge_and_unload() or unload() on the peft model first.",
+                )
+    for holder, state in found:
+        undo_patch(holder, state)
+    return found[0][1].report
+
+
+def _as_config(config: Any) -> NeuronMoEConfig:
+    if config is None:
+        return NeuronMoEConfig()
+    if isinstance(config, NeuronMoEConfig):
+        return config
+    if isinstance(config, Mapping):
+        return NeuronMoEConfig.from_dict(config)
+    raise _bad_option("config", "a NeuronMoEConfig, a mapping of its options or None", config)
+
+
+def _globs(argument: str, value: Any) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    globs = (value,) if isinstance(value, str) else value
+    if not isinstance(globs, Sequence | set | frozenset) or not all(isinstance(glob, str) for glob in globs):
+        raise _bad_option(argument, "a glob over module names or a list of them", value)
+    if not globs:
+        raise _bad_option(argument, "None or at least one glob", value)
+    return tuple(sorted(set(globs)))
+
+
+def _bad_option(argument: str, expected: str, value: object) -> ConfigError:
+    error = refuse(
+        ConfigError,
+        where=_WHERE,
+        argument=argument,
+        expected=expected,
+        got=f"{value!r} ({type(value).__name__})",
+        remedy="See help(hf_neuron_moe.patch_model).",
+    )
+    assert isinstance(error, ConfigError)
+    return error
+
+
+def _check_globs(argument: str, globs: tuple[str, ...], names: list[str]) -> None:
+    for glob in globs:
+        if not fnmatch.filter(names, glob):
+            known = f" Blocks are named like {names[0]!r}." if names else " The model has no such blocks."
+            raise refuse(
+                ConfigError,
+                where=_WHERE,
+                argument=argument,
+                expected="globs that match the name of an MLP or experts block",
+                got=repr(glob),
+                remedy=f"Correct or remove it.{nearest(glob, names) or known}",
+            )
+
+
+def _skip_reason(candidate: Candidate, include: tuple[str, ...], exclude: tuple[str, ...]) -> str | None:
+    names = (candidate.name, *candidate.aliases)
+    for glob in exclude:
+        if fnmatch.filter(names, glob):
+            return f"excluded by {glob!r}"
+    if include and not any(fnmatch.filter(names, glob) for glob in include):
+        return f"not matched by include={', '.join(map(repr, include))}"
+    return None
+
+
+def _plan_item(candidate: Candidate, config: NeuronMoEConfig) -> PlanItem:
+    device = next(iter(candidate.module.parameters())).device
+    # A meta module has no device yet; the CPU is where transformers materializes it by default.
+    backend = resolve_backend(config.backend, torch.device("cpu") if device.type == "meta" else device)
+    home = config.weights
+    if home == "auto":
+        home = "stock" if backend == "torch" else "kernel"
+    return PlanItem(candidate, replace(config, backend=backend, weights=home))
+
+
+def _why_not_home(candidate: Candidate, item: PlanItem | None, uses: Counter[int]) -> str | None:
+    """Why the candidate cannot be replaced in this model, or cannot have its weights in the wanted layout."""
+    if candidate.name == "":
+        return "it is the model itself; pass the module that contains it"
+    if item is None or item.config.weights == "stock":
+        return None
+    hooked = [child for child in candidate.module.modules() if _has_state_hooks(child)]
+    if hooked:
+        return (
+            f"{type(hooked[0]).__name__} has state_dict hooks, which would meet the kernel layout; use weights='stock'"
+        )
+    for rule in candidate.rules:
+        params = [getattr(*stock_slot(candidate.module, name)) for name in rule.stock]
+        if len({param.requires_grad for param in params}) > 1:
+            return f"{' and '.join(rule.stock)} become one parameter, but only one is frozen; use weights='stock'"
+        if rule.keeps_layout:
+            continue
+        if any(uses[id(param)] > 1 for param in params):
+            return f"{rule.stock[0]} is tied to another module's parameter; use weights='stock'"
+        if any(param._backward_hooks or param._post_accumulate_grad_hooks for param in params):
+            return f"{rule.stock[0]} has tensor hooks, which another layout cannot keep; use weights='stock'"
+    return None
+
+
+def _has_state_hooks(module: nn.Module) -> bool:
+    kinds = ("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+    return any(getattr(module, kind) for kind in kinds)
+
+
+def _entry(candidate: Candidate, otherwise: str, reason: str | None, item: PlanItem | None) -> PatchEntry:
+    E, H, I = candidate.sizes  # noqa: E741
+    patched = reason is None and item is not None
+    return PatchEntry(
+        name=candidate.name,
+        aliases=candidate.aliases,
+        kind=candidate.kind,
+        class_name=type(candidate.module).__name__,
+        status=PATCHED if patched else otherwise,
+        reason=reason or "",
+        experts=E,
+        hidden_size=H,
+        intermediate_size=I,
+        weights=item.config.weights if item is not None and patched else None,
+        backend=item.config.backend if item is not None and patched else None,
+    )
+
+
+def _check_outcome(model: nn.Module, report: PatchReport, strict: bool) -> None:
+    refused = [f"{entry.name or 'the model'} ({entry.class_name}): {entry.reason}" for entry in report.refused]
+    listed = "\n  " + "\n  ".join(refused) if refused else ""
+    if not report.patched:
+        raise refuse(
+            NothingToPatchError,
+            where=_WHERE,
+            argument="model",
+            expected="a model with SwiGLU MLPs or experts that the kernels can compute",
+            got=f"a {type(model).__name__} with {len(report.entries)} such blocks, {len(report.skipped)} of them "
+            f"skipped and {len(refused)} refused{':' + listed if refused else ''}",
+            remedy="Check include/exclude." if report.skipped else "This model cannot be patched.",
+        )
+    if strict and refused:
+        raise refuse(
+            UnsupportedModelError,
+            where=_WHERE,
+            argument="model",
+            expected="a model whose MLP and experts blocks can all be patched (strict=True)",
+            got=f"{len(refused)} that cannot:{listed}\n",
+            remedy="Name them in exclude=..., or pass strict=False to leave them stock.",
+        )
+
+
+def _repeated(state: PatchState, request: tuple[NeuronMoEConfig, tuple[str, ...], tuple[str, ...]]) -> PatchReport:
+    if state.request == request:
+        return state.report
+    differing = [
+        f"{name}={theirs!r} instead of {ours!r}"
+        for name, ours, theirs in zip(("config", "include", "exclude"), state.request, request)
+        if ours != theirs
+    ]
+    raise refuse(
+        UnsupportedModelError,
+        where=_WHERE,
+        argument="model",
+        expected="unpatched, or patched with the same arguments",
+        got=f"a patched model and {'; '.join(differing)}",
+        remedy="Call unpatch_model(model) first.",
+    )

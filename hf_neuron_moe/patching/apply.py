@@ -1,0 +1,121 @@
+"""Puts replacement modules in place and takes them out again, all or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from hf_neuron_moe.config import NeuronMoEConfig
+from hf_neuron_moe.modules.block import NeuronBlock, give_back, release_layout, restore_layout
+from hf_neuron_moe.modules.experts import KernelLayoutExperts, NeuronExperts
+from hf_neuron_moe.modules.swiglu_mlp import KernelLayoutSwiGLUMLP, NeuronSwiGLUMLP
+from hf_neuron_moe.patching import checkpoint_names
+from hf_neuron_moe.patching.discovery import Candidate
+from hf_neuron_moe.patching.report import PatchReport
+
+STATE = "_hf_neuron_moe_state"
+"""Attribute of the patched model that holds its :class:`PatchState`; it is neither a submodule nor a parameter."""
+
+
+@dataclass
+class Swap:
+    """An original module and what stands in its place."""
+
+    name: str
+    original: nn.Module
+    replacement: NeuronBlock
+
+
+@dataclass
+class PatchState:
+    """What is needed to answer a second call and to undo the first.
+
+    Attributes:
+        report: result of the call that patched the model.
+        request: the arguments of that call: config, include, exclude.
+        swaps: replaced modules.
+        resumable: models on which patching installed the checkpoint name conversion, and unpatching removes it.
+    """
+
+    report: PatchReport
+    request: tuple[NeuronMoEConfig, tuple[str, ...], tuple[str, ...]]
+    swaps: list[Swap] = field(default_factory=list)
+    resumable: list[nn.Module] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class PlanItem:
+    """A candidate to be patched and its resolved configuration."""
+
+    candidate: Candidate
+    config: NeuronMoEConfig
+
+
+def apply_plan(model: nn.Module, plan: Sequence[PlanItem], state: PatchState) -> None:
+    """Replace every module of `plan` and attach `state`; on any exception the model is as it was before."""
+    with ExitStack() as undo:
+        for item in plan:
+            swap = build(item)
+            undo.callback(take_out, model, swap)
+            put_in(model, swap)
+            release_layout(swap.replacement, swap.original)
+            state.swaps.append(swap)
+        state.resumable.extend(checkpoint_names.unhooked_models(model))
+        undo.callback(checkpoint_names.remove, state.resumable)
+        checkpoint_names.install(state.resumable)
+        undo.callback(model.__dict__.pop, STATE, None)
+        object.__setattr__(model, STATE, state)
+        undo.pop_all()
+
+
+def build(item: PlanItem) -> Swap:
+    """Make the replacement for one candidate; the model and the original are not changed."""
+    candidate, config = item.candidate, item.config
+    kernel = config.weights == "kernel"
+    replacement: NeuronBlock
+    if candidate.roles is not None:
+        dense = KernelLayoutSwiGLUMLP if kernel else NeuronSwiGLUMLP
+        replacement = dense(candidate.module, candidate.name, config, candidate.roles)
+    else:
+        experts = KernelLayoutExperts if kernel else NeuronExperts
+        replacement = experts(candidate.module, candidate.name, config)
+    return Swap(candidate.name, candidate.module, replacement)
+
+
+def put_in(model: nn.Module, swap: Swap) -> None:
+    """Register the replacement wherever the original is registered."""
+    for parent, attr in holders(model, swap.original):
+        parent._modules[attr] = swap.replacement
+
+
+def take_out(model: nn.Module, swap: Swap) -> None:
+    """Register the original, with the replacement's present state, wherever the replacement is registered."""
+    restore_layout(swap.replacement, swap.original)
+    give_back(swap.replacement, swap.original)
+    for parent, attr in holders(model, swap.replacement):
+        parent._modules[attr] = swap.original
+
+
+def holders(model: nn.Module, module: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Return every ``(parent, attribute)`` of `model` under which `module` is registered."""
+    return [(parent, attr) for parent in model.modules() for attr, child in parent._modules.items() if child is module]
+
+
+def states(model: nn.Module) -> Iterator[tuple[nn.Module, PatchState]]:
+    """Yield the patched models within `model` (itself, or the model inside an adapter's wrapper) and their states."""
+    for module in model.modules():
+        state = module.__dict__.get(STATE)
+        if state is not None:
+            yield module, state
+
+
+def undo_patch(model: nn.Module, state: PatchState) -> None:
+    """Take every replacement out of `model`. If it is interrupted, calling it again finishes the work."""
+    checkpoint_names.remove(state.resumable)
+    while state.swaps:
+        take_out(model, state.swaps[-1])
+        state.swaps.pop()
+    del model.__dict__[STATE]

@@ -1,0 +1,193 @@
+"""Finds the modules that could be patched and decides about each, without changing anything.
+
+A dense MLP is patched if its source is the SwiGLU formula, its parts are plain bias-free linear layers of matching
+shapes with a SiLU activation, and a small numeric probe agrees. An experts module is patched if transformers' flags
+say so and the probe agrees. Everything else that looks like such a block is refused with the reason.
+
+E experts, H hidden size, I intermediate size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_neuron_moe.modules.block import NeuronBlock
+from hf_neuron_moe.modules.experts import expert_rules
+from hf_neuron_moe.modules.experts_check import (
+    describe_activation,
+    is_decorated_experts,
+    is_silu,
+    why_not_swiglu_experts,
+)
+from hf_neuron_moe.modules.state_dict import WeightRule
+from hf_neuron_moe.modules.swiglu_mlp import DenseRoles, has_call_hooks, why_not_plain_linear
+from hf_neuron_moe.patching.formula import NotSwiGLU, dense_roles
+from hf_neuron_moe.patching.probe import probe_dense, probe_experts
+
+MLP, EXPERTS = "mlp", "experts"
+
+_DENSE_NAMES = (
+    ("gate_proj", "up_proj", "down_proj"),
+    ("gate_up_proj", "down_proj"),
+    ("w1", "w3", "w2"),
+)
+"""Child or parameter names that make a module a candidate."""
+_DENSE_SUFFIXES = ("MLP", "Mlp", "FeedForward", "FFN", "GLU")
+_EXPERTS_SUFFIX = "Experts"
+_WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+_EXCEPTIONS: dict[str, str] = {
+    "ParamWrapper": "it is peft's wrapper around a parameter, not a block; the wrapped module is listed by itself",
+}
+"""Class names that look like candidates by their attributes and are none, with the reason. They are not listed."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A module that looks like an MLP or experts block.
+
+    Attributes:
+        name: first name in the model.
+        aliases: further names of the same object (a module shared by several layers).
+        kind: ``"mlp"`` or ``"experts"``.
+        module: the module itself.
+        reason: why the kernels cannot compute it; None where they can.
+        roles: which attribute plays which part, for a dense MLP that can be patched.
+        sizes: ``(E, H, I)``; E is None for a dense MLP.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    kind: str
+    module: nn.Module
+    reason: str | None = None
+    roles: DenseRoles | None = None
+    sizes: tuple[int | None, int | None, int | None] = (None, None, None)
+
+    @property
+    def rules(self) -> tuple[WeightRule, ...]:
+        """The kernel home's parameters."""
+        return self.roles.rules if self.roles is not None else expert_rules(bool(self.module.is_transposed))
+
+
+def discover(model: nn.Module) -> list[Candidate]:
+    """Return every candidate of `model` in model order, each judged."""
+    names: dict[int, list[str]] = {}
+    found: dict[int, tuple[str, nn.Module]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        kind = _kind(module)
+        if kind is not None:
+            names.setdefault(id(module), []).append(name)
+            found[id(module)] = (kind, module)
+    return [_judge(names[key], kind, module) for key, (kind, module) in found.items()]
+
+
+def _kind(module: nn.Module) -> str | None:
+    class_name = type(module).__name__
+    if class_name in _EXCEPTIONS or isinstance(module, NeuronBlock | nn.ModuleList | nn.ModuleDict):
+        return None
+    if is_decorated_experts(module):
+        return EXPERTS
+    direct_parameters = [param for param in module._parameters.values() if param is not None]
+    if class_name.endswith(_EXPERTS_SUFFIX) and any(param.dim() == 3 for param in direct_parameters):
+        return EXPERTS
+    owned = {**module._parameters, **module._modules}
+    if any(all(owned.get(part) is not None for part in parts) for parts in _DENSE_NAMES):
+        return EXPERTS if any(param.dim() == 3 for param in direct_parameters) else MLP
+    if class_name.endswith(_DENSE_SUFFIXES) and _matrices(module) >= 2:
+        return MLP
+    return None
+
+
+def _matrices(module: nn.Module) -> int:
+    """Number of 2-D weights that `module` itself or its direct children hold."""
+    children = [child._parameters.get("weight") for child in module.children()]
+    return sum(param is not None and param.dim() == 2 for param in (*children, *module._parameters.values()))
+
+
+def _judge(names: list[str], kind: str, module: nn.Module) -> Candidate:
+    base = Candidate(name=names[0], aliases=tuple(names[1:]), kind=kind, module=module)
+    if kind == EXPERTS:
+        sizes = _expert_sizes(module)
+        reason = _why_not_instance(module) or why_not_swiglu_experts(module)
+        reason = reason or _why_not_dtypes(module) or probe_experts(module)
+        return replace(base, reason=reason, sizes=sizes)
+    try:
+        roles = dense_roles(type(module).forward)
+    except NotSwiGLU as answer:
+        # What a reader looks for first: a missing gate or a wrapped layer explains more than the source does.
+        return replace(base, reason=_why_not_instance(module) or str(answer))
+    reason = _why_not_instance(module) or _why_not_roles(module, roles)
+    if reason is not None:
+        return replace(base, reason=reason)
+    reason = _why_not_shapes(module, roles) or _why_not_dtypes(module) or probe_dense(module, roles)
+    return replace(base, reason=reason, roles=roles, sizes=_dense_sizes(module, roles))
+
+
+def _why_not_instance(module: nn.Module) -> str | None:
+    if hasattr(module, "_hf_hook") or hasattr(module, "_old_forward"):
+        return "accelerate dispatches it through a hook (_hf_hook); patch the model before dispatching it"
+    if "forward" in module.__dict__:
+        return "its forward is overridden on the instance"
+    if type(module).__call__ is not nn.Module.__call__:
+        return f"its class {type(module).__name__} overrides __call__"
+    if hasattr(module, "parametrizations"):
+        return "it has parametrizations"
+    return None
+
+
+def _why_not_roles(module: nn.Module, roles: DenseRoles) -> str | None:
+    for name in roles.linears:
+        child: Any = getattr(module, name, None)
+        if not isinstance(child, nn.Module):
+            return f"{name} is no module"
+        reason = why_not_plain_linear(child)
+        if reason is not None:
+            return f"{name} is {reason}"
+    if roles.activation is None:
+        return None
+    activation = getattr(module, roles.activation, None)
+    if not is_silu(activation):
+        return f"its activation is {describe_activation(activation)}, the kernels have SiLU"
+    if isinstance(activation, nn.Module) and has_call_hooks(activation):
+        return f"{roles.activation} has hooks, which the operator would not call"
+    return None
+
+
+def _dense_sizes(module: nn.Module, roles: DenseRoles) -> tuple[None, int, int]:
+    H, I = module.get_parameter(f"{roles.down}.weight").shape  # noqa: E741
+    return None, H, I
+
+
+def _why_not_shapes(module: nn.Module, roles: DenseRoles) -> str | None:
+    _, H, I = _dense_sizes(module, roles)  # noqa: E741
+    rows = I if len(roles.inputs) == 2 else 2 * I
+    for name in roles.inputs:
+        shape = tuple(module.get_parameter(f"{name}.weight").shape)
+        if shape != (rows, H):
+            return f"{name}.weight has shape {shape}, with {roles.down}.weight {(H, I)} it would be {(rows, H)}"
+    return None
+
+
+def _expert_sizes(module: nn.Module) -> tuple[int | None, int | None, int | None]:
+    down = module._parameters.get("down_proj")
+    if down is None or down.dim() != 3:
+        return None, None, None
+    E, first, second = down.shape
+    return (E, second, first) if getattr(module, "is_transposed", False) else (E, first, second)
+
+
+def _why_not_dtypes(module: nn.Module) -> str | None:
+    dtypes = {param.dtype for param in module.parameters()}
+    if len(dtypes) > 1:
+        return f"its weights have different dtypes ({', '.join(sorted(map(str, dtypes)))})"
+    if not dtypes <= set(_WEIGHT_DTYPES):
+        return f"its weights are {dtypes.pop()}; the kernels take {', '.join(map(str, _WEIGHT_DTYPES))}"
+    devices = {param.device for param in module.parameters()}
+    if len(devices) > 1:
+        return f"its weights are on different devices ({', '.join(sorted(map(str, devices)))})"
+    return None

@@ -1,0 +1,115 @@
+"""A small numeric comparison of an original module's own forward with the operator.
+
+The original's class runs on a tiny stand-in that has the instance's attributes but small fp32 weights on the CPU.
+So the comparison costs milliseconds for any model size, works for modules on the meta device, and leaves the module
+and the global random number generators alone.
+
+T tokens, E experts, H hidden size, I intermediate size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_neuron_moe.modules import ops
+from hf_neuron_moe.modules.block import HOOK_DICTS
+from hf_neuron_moe.modules.swiglu_mlp import DenseRoles
+
+T, E, H, I = 6, 3, 8, 12  # noqa: E741
+TOLERANCE = 1e-4
+"""Largest deviation relative to the largest output. fp32 rounding is near 1e-6; GELU for SiLU deviates by 6-15 %."""
+
+_SIZES = {
+    "num_experts": E,
+    "num_local_experts": E,
+    "n_routed_experts": E,
+    "hidden_dim": H,
+    "hidden_size": H,
+    "intermediate_dim": I,
+    "intermediate_size": I,
+    "moe_intermediate_size": I,
+    "expert_dim": I,
+}
+"""Attributes by which experts classes remember their sizes; the stand-in gets the probe's."""
+
+
+def probe_dense(module: nn.Module, roles: DenseRoles) -> str | None:
+    """Return why `module`'s forward disagrees with the operator, or None."""
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    gate_IH, up_IH, down_HI = (_draw(generator, *shape) for shape in ((I, H), (I, H), (H, I)))
+    inputs = [gate_IH, up_IH] if len(roles.inputs) == 2 else [torch.cat([gate_IH, up_IH])]
+    children = {name: _linear(weight) for name, weight in zip(roles.linears, [*inputs, down_HI])}
+    shell = _stand_in(module, children=children, parameters={})
+    x_TH = _draw(generator, T, H)
+    return _compare(
+        lambda: type(module).forward(shell, x_TH),
+        lambda: ops.swiglu_mlp(x_TH, gate_IH, up_IH, down_HI, precision="fp32", backend="torch"),
+    )
+
+
+def probe_experts(module: Any) -> str | None:
+    """Return why the experts `module`'s eager forward disagrees with the operator, or None."""
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    gate_up, down = _draw(generator, E, 2 * I, H), _draw(generator, E, H, I)
+    transposed = bool(module.is_transposed)
+    if transposed:
+        gate_up, down = (weight.transpose(1, 2).contiguous() for weight in (gate_up, down))
+    shell = _stand_in(module, children={}, parameters={"gate_up_proj": gate_up, "down_proj": down})
+    shell.__dict__.update({key: size for key, size in _SIZES.items() if key in shell.__dict__})
+    shell.__dict__["_is_expert_parallel"] = False
+    x_TH, weights_TK = _draw(generator, T, H), torch.rand(T, 2, generator=generator, device="cpu")
+    index_TK = torch.tensor([[0, 1], [1, 2], [2, 0], [0, 2], [1, 0], [0, 1]], device="cpu")
+    eager = type(module).forward.__wrapped__  # what the decorator wrapped
+    return _compare(
+        lambda: eager(shell, x_TH, index_TK, weights_TK),
+        lambda: ops.experts(
+            x_TH,
+            index_TK,
+            weights_TK,
+            gate_up,
+            down,
+            transposed=transposed,
+            precision="fp32",
+            block_size=128,
+            backend="torch",
+        ),
+    )
+
+
+def _draw(generator: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)
+
+
+def _linear(weight: Tensor) -> nn.Linear:
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    return layer
+
+
+def _stand_in(module: nn.Module, children: Mapping[str, nn.Module], parameters: dict[str, Tensor]) -> nn.Module:
+    shell = object.__new__(type(module))
+    shell.__dict__.update(module.__dict__)
+    shell.__dict__.update({hooks: type(module.__dict__[hooks])() for hooks in HOOK_DICTS})
+    shell.__dict__["_modules"] = {**module._modules, **children}
+    small = {key: nn.Parameter(value, requires_grad=False) for key, value in parameters.items()}
+    shell.__dict__["_parameters"] = {**module._parameters, **small}
+    return shell
+
+
+def _compare(stock: Callable[[], Tensor], operator: Callable[[], Tensor]) -> str | None:
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        try:
+            expected = stock()
+        except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError, AssertionError) as error:
+            return f"its forward does not run on a small example: {type(error).__name__}: {error}"
+        actual = operator()
+    if expected.shape != actual.shape:
+        return f"on a small example its result has shape {tuple(expected.shape)}, the operator's {tuple(actual.shape)}"
+    deviation = ((expected - actual).abs().max() / expected.abs().max()).item()
+    if not deviation <= TOLERANCE:
+        return f"on a small example its result differs from silu(gate) * up by {deviation:.1%} of the largest value"
+    return None

@@ -1,0 +1,146 @@
+"""What patching did, module by module."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hf_neuron_moe.config import NeuronMoEConfig
+from hf_neuron_moe.modules.padding import overhead_percent, padded_size
+
+PATCHED, SKIPPED, REFUSED = "patched", "skipped", "refused"
+
+
+@dataclass(frozen=True)
+class PatchEntry:
+    """One candidate module.
+
+    Attributes:
+        name: module name in the model; further names of the same module follow in `aliases`.
+        kind: ``"mlp"`` or ``"experts"``.
+        class_name: the original's class.
+        status: ``"patched"``, ``"skipped"`` (by the caller's choice) or ``"refused"``.
+        reason: why it is not patched; empty for patched modules.
+        aliases: other names under which the same module object is registered.
+        experts: E, None for a dense MLP or where unknown.
+        hidden_size: H, None where unknown.
+        intermediate_size: I, None where unknown.
+        weights: home of the weights, ``"stock"`` or ``"kernel"``; None where not patched.
+        backend: backend that computes the block; None where not patched.
+    """
+
+    name: str
+    kind: str
+    class_name: str
+    status: str
+    reason: str = ""
+    aliases: tuple[str, ...] = ()
+    experts: int | None = None
+    hidden_size: int | None = None
+    intermediate_size: int | None = None
+    weights: str | None = None
+    backend: str | None = None
+
+    @property
+    def padded_sizes(self) -> tuple[int, int] | None:
+        """H and I as the kernels get them, multiples of 128; None where unknown."""
+        if self.hidden_size is None or self.intermediate_size is None:
+            return None
+        return padded_size(self.hidden_size), padded_size(self.intermediate_size)
+
+    @property
+    def padding_overhead_percent(self) -> float | None:
+        """Extra multiply-adds of the kernels due to padding, in percent; None where unknown."""
+        if self.hidden_size is None or self.intermediate_size is None:
+            return None
+        return overhead_percent(self.hidden_size, self.intermediate_size)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the entry as plain values, padding included."""
+        values = asdict(self) | {"aliases": list(self.aliases)}
+        padded = self.padded_sizes
+        values["padded_sizes"] = None if padded is None else list(padded)
+        values["padding_overhead_percent"] = self.padding_overhead_percent
+        return values
+
+
+@dataclass(frozen=True)
+class PatchReport:
+    """Result of :func:`hf_neuron_moe.patch_model`.
+
+    Attributes:
+        config: the configuration as asked for.
+        entries: every candidate module, in model order.
+    """
+
+    config: NeuronMoEConfig
+    entries: tuple[PatchEntry, ...]
+
+    def _with_status(self, status: str) -> tuple[PatchEntry, ...]:
+        return tuple(entry for entry in self.entries if entry.status == status)
+
+    @property
+    def patched(self) -> tuple[PatchEntry, ...]:
+        """Entries of the modules that were replaced."""
+        return self._with_status(PATCHED)
+
+    @property
+    def skipped(self) -> tuple[PatchEntry, ...]:
+        """Entries left alone because the caller asked for it."""
+        return self._with_status(SKIPPED)
+
+    @property
+    def refused(self) -> tuple[PatchEntry, ...]:
+        """Entries that the kernels cannot compute, with the reason."""
+        return self._with_status(REFUSED)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain values that ``json.dumps`` accepts."""
+        return {"config": self.config.to_dict(), "entries": [entry.to_dict() for entry in self.entries]}
+
+    def __str__(self) -> str:
+        lines = [
+            f"{len(self.patched)} patched, {len(self.skipped)} skipped, {len(self.refused)} refused "
+            f"(precision {self.config.precision}, block size {self.config.block_size})"
+        ]
+        return "\n".join(lines + _table([_HEADER, *(_row(entry) for entry in self.entries)]))
+
+
+_HEADER = (
+    "module",
+    "kind",
+    "class",
+    "status",
+    "E",
+    "H",
+    "I",
+    "padded H x I",
+    "overhead",
+    "weights",
+    "backend",
+    "reason",
+)
+
+
+def _row(entry: PatchEntry) -> tuple[str, ...]:
+    padded, overhead = entry.padded_sizes, entry.padding_overhead_percent
+    shown = (
+        " = ".join((entry.name, *entry.aliases)),
+        entry.kind,
+        entry.class_name,
+        entry.status,
+        entry.experts,
+        entry.hidden_size,
+        entry.intermediate_size,
+        None if padded is None else f"{padded[0]} x {padded[1]}",
+        None if overhead is None else f"{overhead:.1f} %",
+        entry.weights,
+        entry.backend,
+        entry.reason,
+    )
+    return tuple("-" if value is None else str(value) for value in shown)
+
+
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
