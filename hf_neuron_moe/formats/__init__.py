@@ -18,6 +18,17 @@ from hf_neuron_moe.formats.constants import (
 )
 from hf_neuron_moe.formats.e8m0 import e8m0_to_float32
 from hf_neuron_moe.formats.group_fp8 import group_dequantize_fp8, group_quantize_fp8, group_scales
+from hf_neuron_moe.formats.moe_mx import (
+    MoEWeightMX,
+    dequantize_moe_down,
+    dequantize_moe_gate_up,
+    moe_bias_from_lanes,
+    moe_bias_to_lanes,
+    pack_moe_scales,
+    padded_intermediate,
+    quantize_moe_down,
+    quantize_moe_gate_up,
+)
 from hf_neuron_moe.formats.mx import MXTensor, dequantize_mx, fake_quantize_mx, quantize_mx, quantize_mx_swizzled
 from hf_neuron_moe.formats.scales import (
     ScaleLayout,
@@ -39,9 +50,12 @@ __all__ = [
     "ELEMENT_FORMATS",
     "ElementFormat",
     "MXTensor",
+    "MoEWeightMX",
     "ScaleLayout",
     "ScaleRule",
     "SwizzleScheme",
+    "dequantize_moe_down",
+    "dequantize_moe_gate_up",
     "dequantize_mx",
     "detect_scale_layout",
     "e8m0_to_float32",
@@ -50,9 +64,15 @@ __all__ = [
     "group_quantize_fp8",
     "group_scales",
     "k_map",
+    "moe_bias_from_lanes",
+    "moe_bias_to_lanes",
     "oversized_to_packed",
+    "pack_moe_scales",
     "pack_x4",
     "packed_to_oversized",
+    "padded_intermediate",
+    "quantize_moe_down",
+    "quantize_moe_gate_up",
     "quantize_mx",
     "quantize_mx_swizzled",
     "scale_row_count",

@@ -108,6 +108,7 @@ def k_map(K: int, scheme: str | SwizzleScheme = "wrapX", device: torch.device | 
         ShapeError: K is not a positive multiple of 32.
         ConfigError: unknown scheme.
     """
+    check_contraction(K, where="k_map")
     return swizzle(torch.arange(K, device=device).unsqueeze(0), scheme)
 
 

@@ -1,0 +1,245 @@
+"""MX expert weights of the blockwise MoE kernels (``moe_cte``'s MX implementations, nki-library 2.29).
+
+Letters: E experts, H hidden (a multiple of 512), I intermediate, Q partitions, q = 8 of them per scale row,
+t tiles, J = 4 lanes of one x4 word.
+
+=================== ========================== ==============================================
+tensor              shape                      axis inside the words
+=================== ========================== ==============================================
+gate_up words       [E, 128, 2, H/512, I]      H: ``h = lane*(H/4) + tile*128 + partition``
+gate_up scales      [E, 16, 2, H/512, I]
+down words          [E, pI, ceil(I/512), H]    I: ``i = tile*512 + lane*pI + partition``
+down scales         [E, pI/8, ceil(I/512), H]
+gate_up bias        [E, pI, 2, ceil(I/512), 4] I, as in the down words
+=================== ========================== ==============================================
+
+pI is 128 if I >= 512 and I/4 below. An I above 512 that is no multiple of it is zero-padded to one; a group of 32
+values is 8 partitions x 4 lanes, so checkpoints with scales per 32 consecutive values have to be requantised.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from hf_neuron_moe.formats.checks import check_equal_shape, check_float, check_multiple, check_shape, check_tensor
+from hf_neuron_moe.formats.constants import (
+    LANES,
+    MX_BLOCK,
+    PATCH_ROWS,
+    TILE_SIZES,
+    ElementFormat,
+    ScaleRule,
+    SwizzleScheme,
+    element_format,
+)
+from hf_neuron_moe.formats.mx import dequantize_mx, quantize_mx
+from hf_neuron_moe.formats.swizzle import pack_x4, unpack_x4, unswizzle
+
+TILE = TILE_SIZES[0]
+PARTITIONS = TILE // LANES
+HIDDEN_SCHEME = SwizzleScheme.ONE_TILE
+"""Scheme with which :func:`fake_quantize_mx` groups a hidden axis as these weights do."""
+
+INTERMEDIATE_SCHEME = SwizzleScheme.WRAPX_SINGLE
+"""The same for an intermediate axis of :func:`padded_intermediate` elements."""
+
+_HIDDEN_REMEDY = "The MX implementations of moe_cte need H in multiples of 512; zero-pad the hidden axis."
+_INTERMEDIATE_REMEDY = "Zero-pad the intermediate axis of gate, up and down; padding does not change the output."
+
+
+@dataclass(frozen=True)
+class MoEWeightMX:
+    """One quantised expert projection in the kernels' layout.
+
+    Attributes:
+        words: x4 words, int32 (fp8) or int16 (fp4); shapes in the table at the top of this file.
+        scales: uint8.
+        fmt: element format.
+    """
+
+    words: Tensor
+    scales: Tensor
+    fmt: ElementFormat
+
+
+def padded_intermediate(size: int) -> int:
+    """Return the intermediate size the kernels work on: I below 512, else the next multiple of 512.
+
+    Raises:
+        ShapeError: I is not a positive multiple of 32.
+    """
+    check_multiple(size, MX_BLOCK, where="padded_intermediate", argument="I", remedy=_INTERMEDIATE_REMEDY)
+    return size if size < TILE else -(-size // TILE) * TILE
+
+
+def quantize_moe_gate_up(
+    gate_up_EH2I: Tensor, *, fmt: str | ElementFormat = "e4m3fn", rule: str | ScaleRule = "floor"
+) -> MoEWeightMX:
+    """Quantise gate and up projections along H.
+
+    Args:
+        gate_up_EH2I: kernel layout ``[E, H, 2, I]``, bf16, fp16 or fp32, any strides.
+        fmt: ``"e4m3fn"``, ``"e5m2"`` or ``"e2m1"``.
+        rule: scale rule. These kernels take any scales; FLOOR is what their own tests produce.
+
+    Raises:
+        DTypeError: not bf16, fp16 or fp32.
+        ShapeError: not 4-D with a third axis of 2, or H not a multiple of 512.
+        ConfigError: unknown format or rule.
+    """
+    where = "quantize_moe_gate_up"
+    fmt = element_format(fmt, where=where)
+    check_float(gate_up_EH2I, where=where, argument="gate_up")
+    check_shape(gate_up_EH2I, ("E", "H", "2", "I"), where=where, argument="gate_up")
+    E, H, _, inter = gate_up_EH2I.shape
+    check_equal_shape(gate_up_EH2I, (E, H, 2, inter), where=where, argument="gate_up", because="gate and up")
+    check_multiple(H, TILE, where=where, argument="H", remedy=_HIDDEN_REMEDY)
+    rows_FH = gate_up_EH2I.permute(0, 2, 3, 1).reshape(E * 2 * inter, H)
+    quantized = quantize_mx(rows_FH, fmt=fmt, rule=rule, scheme=HIDDEN_SCHEME)
+    words_tQE2I = pack_x4(quantized.codes, fmt).view(H // TILE, PARTITIONS, E, 2, inter)
+    scales_tqE2I = quantized.scales.view(H // TILE, PARTITIONS // PATCH_ROWS, E, 2, inter)
+    order = (2, 1, 3, 0, 4)
+    return MoEWeightMX(words_tQE2I.permute(order).contiguous(), scales_tqE2I.permute(order).contiguous(), fmt)
+
+
+def dequantize_moe_gate_up(weight: MoEWeightMX) -> Tensor:
+    """Return gate and up projections as fp32 ``[E, H, 2, I]``.
+
+    Raises:
+        DTypeError: words or scales of another dtype.
+        ShapeError: shapes that are not the documented ones.
+    """
+    where = "dequantize_moe_gate_up"
+    check_shape(weight.words, ("E", "128", "2", "H/512", "I"), where=where, argument="words")
+    E, _, _, tiles, inter = weight.words.shape
+    expected = (E, PARTITIONS, 2, tiles, inter)
+    check_equal_shape(weight.words, expected, where=where, argument="words", because="one word per partition")
+    expected = (E, PARTITIONS // PATCH_ROWS, 2, tiles, inter)
+    check_equal_shape(weight.scales, expected, where=where, argument="scales", because="one row per 8 partitions")
+    order = (3, 1, 0, 2, 4)
+    F = E * 2 * inter
+    words_PF = weight.words.permute(order).reshape(tiles * PARTITIONS, F)
+    scales_BF = weight.scales.permute(order).reshape(-1, F)
+    values = dequantize_mx(unpack_x4(words_PF, weight.fmt), scales_BF, fmt=weight.fmt)
+    return unswizzle(values, HIDDEN_SCHEME).view(E, 2, inter, tiles * TILE).permute(0, 3, 1, 2)
+
+
+def quantize_moe_down(
+    down_EIH: Tensor, *, fmt: str | ElementFormat = "e4m3fn", rule: str | ScaleRule = "floor"
+) -> MoEWeightMX:
+    """Quantise down projections along I.
+
+    Args:
+        down_EIH: kernel layout ``[E, I, H]``, bf16, fp16 or fp32, I a multiple of 32; any strides.
+        fmt: element format.
+        rule: scale rule, see :func:`quantize_moe_gate_up`.
+
+    Raises:
+        DTypeError: not bf16, fp16 or fp32.
+        ShapeError: not 3-D, or I not a multiple of 32.
+        ConfigError: unknown format or rule.
+    """
+    where = "quantize_moe_down"
+    fmt = element_format(fmt, where=where)
+    check_float(down_EIH, where=where, argument="down")
+    check_shape(down_EIH, ("E", "I", "H"), where=where, argument="down")
+    E, inter, H = down_EIH.shape
+    padded = padded_intermediate(inter)
+    rows_FI = pad(down_EIH.detach().transpose(1, 2).reshape(E * H, inter), (0, padded - inter))
+    quantized = quantize_mx(rows_FI, fmt=fmt, rule=rule, scheme=INTERMEDIATE_SCHEME)
+    tiles = -(-padded // TILE)
+    words_tQEH = pack_x4(quantized.codes, fmt).view(tiles, -1, E, H)
+    scales_tqEH = quantized.scales.view(tiles, -1, E, H)
+    order = (2, 1, 0, 3)
+    return MoEWeightMX(words_tQEH.permute(order).contiguous(), scales_tqEH.permute(order).contiguous(), fmt)
+
+
+def dequantize_moe_down(weight: MoEWeightMX) -> Tensor:
+    """Return down projections as fp32 ``[E, padded I, H]``.
+
+    Raises:
+        DTypeError: words or scales of another dtype.
+        ShapeError: shapes that are not the documented ones.
+    """
+    where = "dequantize_moe_down"
+    check_shape(weight.words, ("E", "pI", "ceil(I/512)", "H"), where=where, argument="words")
+    E, partitions, tiles, H = weight.words.shape
+    check_multiple(partitions, PATCH_ROWS, where=where, argument="words.shape[1] (pI)", remedy=_INTERMEDIATE_REMEDY)
+    # Several tiles only exist when I >= 512, and then every one of them fills all partitions.
+    expected = (E, partitions if tiles == 1 and partitions < PARTITIONS else PARTITIONS, tiles, H)
+    check_equal_shape(weight.words, expected, where=where, argument="words", because="pI of the intermediate size")
+    expected = (E, partitions // PATCH_ROWS, tiles, H)
+    check_equal_shape(weight.scales, expected, where=where, argument="scales", because="one row per 8 partitions")
+    order = (2, 1, 0, 3)
+    F = E * H
+    words_PF = weight.words.permute(order).reshape(tiles * partitions, F)
+    scales_BF = weight.scales.permute(order).reshape(-1, F)
+    values = dequantize_mx(unpack_x4(words_PF, weight.fmt), scales_BF, fmt=weight.fmt)
+    return unswizzle(values, INTERMEDIATE_SCHEME).view(E, H, -1).transpose(1, 2)
+
+
+def moe_bias_to_lanes(bias_E2I: Tensor) -> Tensor:
+    """Arrange the gate/up bias ``[E, 2, I]`` as ``[E, pI, 2, ceil(I/512), 4]``: a copy, zero where I is padded.
+
+    Raises:
+        ShapeError: not 3-D with a second axis of 2, or I not a multiple of 32.
+    """
+    where = "moe_bias_to_lanes"
+    check_shape(bias_E2I, ("E", "2", "I"), where=where, argument="bias")
+    E, _, inter = bias_E2I.shape
+    check_equal_shape(bias_E2I, (E, 2, inter), where=where, argument="bias", because="gate and up")
+    padded = padded_intermediate(inter)
+    tiles = -(-padded // TILE)
+    lanes_E2tJQ = pad(bias_E2I, (0, padded - inter)).view(E, 2, tiles, LANES, -1)
+    return lanes_E2tJQ.permute(0, 4, 1, 2, 3).contiguous()
+
+
+def moe_bias_from_lanes(bias_EQ2tJ: Tensor) -> Tensor:
+    """Invert :func:`moe_bias_to_lanes`: ``[E, 2, padded I]``.
+
+    Raises:
+        ShapeError: not 5-D with a third axis of 2 and a last axis of 4.
+    """
+    where = "moe_bias_from_lanes"
+    check_shape(bias_EQ2tJ, ("E", "pI", "2", "ceil(I/512)", "4"), where=where, argument="bias")
+    E, partitions, _, tiles, _ = bias_EQ2tJ.shape
+    expected = (E, partitions, 2, tiles, LANES)
+    check_equal_shape(bias_EQ2tJ, expected, where=where, argument="bias", because="gate and up, four lanes")
+    return bias_EQ2tJ.permute(0, 2, 3, 4, 1).reshape(E, 2, -1)
+
+
+def pack_moe_scales(scales_EqXtF: Tensor) -> Tensor:
+    """Pack MoE scales of four tiles into each 128-partition buffer (``use_packed_scales``, nki-library 2.31).
+
+    Tile t goes to buffer t//4, slot t%4; its rows 4n to 4n+3 to partitions ``32n + 4*slot`` onward. Other partitions
+    are 0. The number of slots is inferred, not documented.
+
+    Args:
+        scales_EqXtF: ``[E, 16, ..., tiles, F]``: gate_up ``[E, 16, 2, H/512, I]`` or down ``[E, 16, I/512, H]``.
+
+    Returns:
+        uint8: gate_up ``[E, 128, ceil(tiles/4), 2, I]``, down ``[E, 128, ceil(tiles/4), H]``.
+
+    Raises:
+        ShapeError: not 4-D or 5-D, or not 16 scale rows.
+    """
+    where = "pack_moe_scales"
+    check_tensor(scales_EqXtF, where=where, argument="scales")
+    names = ("E", "16", "2", "tiles", "I") if scales_EqXtF.ndim == 5 else ("E", "16", "tiles", "H")
+    check_shape(scales_EqXtF, names, where=where, argument="scales")
+    shape = (scales_EqXtF.shape[0], PARTITIONS // PATCH_ROWS, *scales_EqXtF.shape[2:])
+    check_equal_shape(scales_EqXtF, shape, where=where, argument="scales", because="tiles of 512")
+    tiles_EqtXF = scales_EqXtF.detach().view(torch.uint8).movedim(-2, 2)
+    E, rows, tiles, *rest = tiles_EqtXF.shape
+    buffers = -(-tiles // LANES)
+    padded = tiles_EqtXF.new_zeros(E, rows, buffers * LANES, *rest)
+    padded[:, :, :tiles] = tiles_EqtXF
+    # [E, quadrant, row, buffer, slot, ...] -> partition 32*quadrant + 4*slot + row; the upper half of each stays 0.
+    split = padded.view(E, 4, 4, buffers, LANES, *rest)
+    out = split.new_zeros(E, 4, 8, 4, buffers, *rest)
+    out[:, :, :4] = split.movedim(4, 2)
+    return out.view(E, PARTITIONS, buffers, *rest)

@@ -1,0 +1,124 @@
+"""MX expert weights: index maps written as loops against the vectorised layouts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_neuron_moe.errors import ShapeError
+from hf_neuron_moe.formats import (
+    MoEWeightMX,
+    dequantize_moe_down,
+    dequantize_moe_gate_up,
+    fake_quantize_mx,
+    moe_bias_from_lanes,
+    moe_bias_to_lanes,
+    pack_moe_scales,
+    padded_intermediate,
+    quantize_moe_down,
+    quantize_moe_gate_up,
+    unpack_x4,
+)
+
+FORMATS = ["e4m3fn", "e5m2", "e2m1"]
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize(("H", "inter"), [(512, 32), (1024, 96)])
+def test_gate_up_index_map(H: int, inter: int, fmt: str) -> None:
+    gate_up_EH2I = torch.randn(2, H, 2, inter)
+    weight = quantize_moe_gate_up(gate_up_EH2I, fmt=fmt)
+    assert weight.words.shape == (2, 128, 2, H // 512, inter)
+    assert weight.words.dtype == (torch.int16 if fmt == "e2m1" else torch.int32)
+    assert weight.scales.shape == (2, 16, 2, H // 512, inter)
+    lanes = unpack_x4(weight.words, fmt).view(*weight.words.shape, 4)
+    # The scheme's oracle is the definition h = lane*(H/4) + tile*128 + p, one group of 8 p x 4 lanes at a time.
+    for e, k, tile, i, row in ((0, 0, 0, 0, 0), (1, 1, H // 512 - 1, inter - 1, 15), (1, 0, 0, 7, 3)):
+        h = [[lane * (H // 4) + tile * 128 + 8 * row + p for lane in range(4)] for p in range(8)]
+        group = gate_up_EH2I[e, h, k, i]
+        alone = quantize_moe_gate_up(_only(gate_up_EH2I.shape, (e, h, k, i), group), fmt=fmt)
+        assert torch.equal(alone.scales[e, row, k, tile, i], weight.scales[e, row, k, tile, i])
+        here = lanes[e, 8 * row : 8 * row + 8, k, tile, i]
+        elsewhere = unpack_x4(alone.words, fmt).view(*weight.words.shape, 4)
+        assert torch.equal(elsewhere[e, 8 * row : 8 * row + 8, k, tile, i], here)
+        assert int((elsewhere != 0).sum()) == int((here != 0).sum())  # the group lies there and nowhere else
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("inter", [32, 64, 384, 512, 544, 1024])
+def test_down_index_map(inter: int, fmt: str) -> None:
+    down_EIH = torch.randn(2, inter, 8)
+    weight = quantize_moe_down(down_EIH, fmt=fmt)
+    partitions, tiles = (128 if inter >= 512 else inter // 4), -(-inter // 512)
+    assert weight.words.shape == (2, partitions, tiles, 8)
+    assert weight.scales.shape == (2, partitions // 8, tiles, 8)
+    values = dequantize_moe_down(weight)
+    lanes = unpack_x4(weight.words, fmt).view(*weight.words.shape, 4)
+    ones = torch.zeros_like(down_EIH)
+    for e, p, tile, h, lane in ((0, 0, 0, 0, 0), (1, partitions - 1, tiles - 1, 7, 0), (1, 9 % partitions, 0, 3, 2)):
+        i = tile * 512 + lane * partitions + p
+        if i >= inter:
+            assert int(lanes[e, p, tile, h, lane]) == 0  # padding
+            continue
+        ones[e, i, h] = 1.0
+        placed = unpack_x4(quantize_moe_down(ones, fmt=fmt).words, fmt).view(lanes.shape)
+        assert (placed != 0).nonzero().tolist() == [[e, p, tile, h, lane]]
+        ones[e, i, h] = 0.0
+    assert torch.equal(values[:, inter:], torch.zeros(2, padded_intermediate(inter) - inter, 8))
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("rule", ["neuron", "floor"])
+def test_values_equal_fake_quantization_with_the_named_schemes(fmt: str, rule: str) -> None:
+    gate_up_EH2I = torch.randn(3, 1024, 2, 5)
+    got = dequantize_moe_gate_up(quantize_moe_gate_up(gate_up_EH2I, fmt=fmt, rule=rule))
+    assert torch.equal(got, fake_quantize_mx(gate_up_EH2I, 1, fmt=fmt, rule=rule, scheme="one_tile"))
+    down_EIH = torch.randn(3, 384, 6)
+    got = dequantize_moe_down(quantize_moe_down(down_EIH, fmt=fmt, rule=rule))
+    assert torch.equal(got, fake_quantize_mx(down_EIH, 1, fmt=fmt, rule=rule, scheme="wrapX_single"))
+
+
+@pytest.mark.parametrize("inter", [32, 96, 512, 576])
+def test_bias_lanes_follow_the_down_words(inter: int) -> None:
+    bias_E2I = torch.randn(2, 2, inter)
+    lanes = moe_bias_to_lanes(bias_E2I)
+    partitions = 128 if inter >= 512 else inter // 4
+    for e, p, k, tile, lane in torch.ones(lanes.shape).nonzero()[:: max(1, lanes.numel() // 97)].tolist():
+        i = tile * 512 + lane * partitions + p
+        assert lanes[e, p, k, tile, lane] == (bias_E2I[e, k, i] if i < inter else 0)
+    assert torch.equal(moe_bias_from_lanes(lanes)[..., :inter], bias_E2I)
+
+
+@pytest.mark.parametrize("tiles", [1, 4, 5])
+def test_packed_moe_scales(tiles: int) -> None:
+    scales = torch.randint(1, 255, (2, 16, 2, tiles, 3), dtype=torch.uint8)
+    packed = pack_moe_scales(scales)
+    assert packed.shape == (2, 128, -(-tiles // 4), 2, 3)
+    for tile in range(tiles):
+        for row in range(16):
+            partition = 32 * (row // 4) + 4 * (tile % 4) + row % 4
+            assert torch.equal(packed[:, partition, tile // 4], scales[:, row, :, tile])
+    assert int((packed != 0).sum()) == scales.numel()
+    down = pack_moe_scales(scales[:, :, 0])
+    assert torch.equal(down, packed[:, :, :, 0])
+
+
+def test_refusals() -> None:
+    with pytest.raises(ShapeError, match="multiple of 512"):
+        quantize_moe_gate_up(torch.zeros(1, 256, 2, 32))
+    with pytest.raises(ShapeError, match="multiple of 32"):
+        quantize_moe_down(torch.zeros(1, 48, 32))
+    with pytest.raises(ShapeError, match="gate and up"):
+        quantize_moe_gate_up(torch.zeros(1, 512, 3, 32))
+    weight = quantize_moe_down(torch.ones(1, 64, 8))
+    with pytest.raises(ShapeError, match="one row per 8 partitions"):
+        dequantize_moe_down(MoEWeightMX(weight.words, weight.scales[:, :1], weight.fmt))
+    with pytest.raises(ShapeError, match="tiles of 512"):
+        pack_moe_scales(weight.scales)
+
+
+def _only(shape: torch.Size, index: tuple[object, ...], values: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros(shape)
+    e, h, k, i = index
+    out[e, torch.tensor(h), k, i] = values
+    return out

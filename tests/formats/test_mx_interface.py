@@ -1,0 +1,109 @@
+"""How the MX functions treat axes, strides, autograd and bad arguments."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_neuron_moe.errors import ConfigError, DTypeError, ShapeError
+from hf_neuron_moe.formats import E4M3FN, dequantize_mx, fake_quantize_mx, mx, quantize_mx, unswizzle
+
+
+@pytest.mark.parametrize("fmt", ["e4m3fn", "e5m2", "e2m1"])
+@pytest.mark.parametrize("scheme", ["wrapX", "wrapX_single", "one_tile", "1x32"])
+def test_fake_quantize_equals_quantize_then_dequantize(scheme: str, fmt: str) -> None:
+    x = torch.randn(5, 1408).to(torch.bfloat16)
+    quantized = quantize_mx(x, fmt=fmt, scheme=scheme)
+    values = unswizzle(dequantize_mx(quantized.codes, quantized.scales, fmt=fmt), scheme)
+    assert torch.equal(fake_quantize_mx(x, fmt=fmt, scheme=scheme), values)
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2, -1, -2])
+def test_any_axis(axis: int) -> None:
+    x = torch.randn(64, 96, 160)
+    expected = fake_quantize_mx(x.movedim(axis, -1).contiguous()).movedim(-1, axis)
+    got = fake_quantize_mx(x, axis)
+    assert got.shape == x.shape
+    assert torch.equal(got, expected)
+
+
+def test_vectors_and_empty_operands() -> None:
+    x = torch.randn(64)
+    assert torch.equal(fake_quantize_mx(x), fake_quantize_mx(x.unsqueeze(0))[0])
+    assert fake_quantize_mx(torch.zeros(0, 64)).shape == (0, 64)  # an expert without tokens
+
+
+def test_chunking_does_not_change_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(37, 1408)
+    whole, values = quantize_mx(x), fake_quantize_mx(x)
+    monkeypatch.setattr(mx, "CPU_CHUNK", 3 * 1024)
+    chunked = quantize_mx(x)
+    assert torch.equal(chunked.codes, whole.codes)
+    assert torch.equal(chunked.scales, whole.scales)
+    assert torch.equal(fake_quantize_mx(x), values)
+    assert torch.equal(
+        dequantize_mx(chunked.codes, chunked.scales).view(torch.int32),
+        dequantize_mx(whole.codes, whole.scales).view(torch.int32),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_input_is_not_modified_and_no_gradient_flows(dtype: torch.dtype) -> None:
+    x = torch.randn(3, 128, dtype=dtype, requires_grad=True)
+    before = x.detach().clone()
+    assert not fake_quantize_mx(x).requires_grad
+    quantize_mx(x)
+    assert torch.equal(x.detach(), before)
+
+
+def test_quantized_values_of_bf16_are_exact_in_bf16() -> None:
+    """Elements have at most 4 significant bits, so the emulation may keep them in bf16 without loss."""
+    values = fake_quantize_mx(torch.randn(64, 512).to(torch.bfloat16))
+    assert torch.equal(values.to(torch.bfloat16).float(), values)
+
+
+def test_format_objects_are_accepted() -> None:
+    assert quantize_mx(torch.ones(1, 32), fmt=E4M3FN).fmt is E4M3FN
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "message"),
+    [
+        (
+            (torch.zeros(2, 48),),
+            {},
+            ShapeError,
+            r"\(K\) must be a positive multiple of 32, got 48",
+        ),
+        ((torch.zeros(2, 0),), {}, ShapeError, "non-empty"),
+        ((torch.zeros(2, 2, 32),), {}, ShapeError, r"\[F, K\]"),
+        ((torch.zeros(2, 32, dtype=torch.float64),), {}, DTypeError, "bfloat16, float16, float32, got float64"),
+        ((torch.zeros(2, 32, dtype=torch.int32),), {}, DTypeError, "int32"),
+        (([[0.0] * 32],), {}, DTypeError, "torch.Tensor"),
+        ((torch.zeros(2, 32),), {"fmt": "e4m3"}, ConfigError, "Did you mean 'e4m3fn'"),
+        ((torch.zeros(2, 32),), {"fmt": None}, ConfigError, "fmt"),
+        ((torch.zeros(2, 32),), {"rule": "round"}, ConfigError, "neuron, floor, ceil, rceil, even"),
+        ((torch.zeros(2, 32),), {"scheme": "wrap"}, ConfigError, "Did you mean 'wrapX'"),
+    ],
+)
+def test_quantize_refuses(
+    arguments: tuple[object, ...], options: dict[str, object], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        quantize_mx(*arguments, **options)
+
+
+def test_dequantize_and_fake_quantize_refuse() -> None:
+    quantized = quantize_mx(torch.ones(3, 64))
+    with pytest.raises(ShapeError, match=r"of shape \[2, 3\]"):
+        dequantize_mx(quantized.codes, quantized.scales[:, :2])
+    with pytest.raises(DTypeError, match="float8_e5m2"):
+        dequantize_mx(quantized.codes.view(torch.float8_e5m2), quantized.scales)
+    with pytest.raises(DTypeError, match="scales"):
+        dequantize_mx(quantized.codes, quantized.scales.float())
+    with pytest.raises(ShapeError, match="axis"):
+        fake_quantize_mx(torch.zeros(2, 32), 2)
+    with pytest.raises(ShapeError, match="axis"):
+        fake_quantize_mx(torch.zeros(()))
+    with pytest.raises(ShapeError, match="multiple of 32"):
+        fake_quantize_mx(torch.zeros(32, 48))
