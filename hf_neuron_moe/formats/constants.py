@@ -105,8 +105,8 @@ class ScaleRule(StrEnum):
     * ``CEIL``: FLOOR, one more unless amax is a power of two. Never saturates; equals NEURON except at powers of two,
       where it is one binade finer.
     * ``RCEIL``: the smallest scale with ``amax / scale <= max``. Never saturates and wastes least range.
-    * ``EVEN``: FLOOR of amax after rounding it to the element's mantissa width, half up. Saturates only what would
-      have rounded down to the largest code anyway plus half a step: in e4m3 amax in (1.75, 1.9375) * 2**n is clipped.
+    * ``EVEN``: FLOOR of amax after rounding it to the element's mantissa width, half up. Saturates less of a binade
+      than FLOOR: in e4m3 an amax in (1.75, 1.9375) * 2**n is clipped to 1.75 * 2**n.
 
     Under the four rules other than NEURON, Inf or NaN anywhere in a block gives byte 255: the whole block is NaN.
     """

@@ -103,7 +103,7 @@ def flushed_denormals(active: bool) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("flush", [False, True], ids=["ieee", "flush-denormals"])
-@pytest.mark.parametrize("anchor", [0.0, 1.0, 2.0**-120, 2.0**-133])
+@pytest.mark.parametrize("anchor", [0.0, 1.0, 2.0**-110, 2.0**-115, 2.0**-133])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_all_bf16_values(fmt: str, rule: str, anchor: float, flush: bool) -> None:
@@ -158,6 +158,20 @@ def test_every_code_with_every_scale_byte(fmt: str, flush: bool) -> None:
     number = ~np.isnan(expected)
     assert np.array_equal(~np.isnan(got), number)
     assert np.array_equal(got[number].view(np.int32), expected[number].view(np.int32))
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_denormal_values_do_not_depend_on_the_other_blocks(fmt: str) -> None:
+    """A tensor without tiny scales takes a shorter path; the border between the two paths must not show."""
+    count = 2 ** ELEMENT_FORMATS[fmt].code_bits
+    codes = torch.arange(count, dtype=torch.uint8).view(-1, 1).expand(count, 4).contiguous()
+    with flushed_denormals(True):
+        for byte in range(64):
+            scales = torch.full((count // 8, 2), byte, dtype=torch.uint8)
+            alone = dequantize_mx(codes, scales[:, :1], fmt=fmt)
+            scales[:, 1] = 0
+            beside = dequantize_mx(codes.repeat(1, 2), scales, fmt=fmt)[:, :4]
+            assert torch.equal(alone.contiguous().view(torch.int32), beside.contiguous().view(torch.int32)), byte
 
 
 def test_every_scale_byte_equals_torch_e8m0() -> None:
