@@ -131,7 +131,7 @@ def _bad_config(path: Path, got: object) -> ConversionError:
         where="convert",
         argument=str(path),
         expected="the configuration of a model that this transformers version knows",
-        got=got,
+        got=str(got).split("\n")[0],
         remedy="Custom code from a checkpoint is never run; check the file and the transformers version.",
     )
 

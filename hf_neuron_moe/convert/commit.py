@@ -79,9 +79,9 @@ def committed_folder(destination: Path) -> Iterator[Path]:
             ConversionError,
             where="convert",
             argument=str(destination),
-            expected="writable",
+            expected="written without an error of the operating system",
             got=f"{type(error).__name__}: {error}",
-            remedy="Nothing was left behind. Check free space and permissions.",
+            remedy="Nothing was left behind. Check free space, permissions and the source's disk.",
         ) from error
 
 

@@ -1,0 +1,1 @@
+"""The command line: ``hf-neuron-moe plan | convert | export``."""

@@ -1,0 +1,191 @@
+"""An output folder appears complete or not at all, whatever the operating system refuses."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from hf_neuron_moe.convert import MANIFEST_FILE, ConvertOptions, commit, convert_checkpoint, export_checkpoint, shard
+from hf_neuron_moe.errors import ConversionError
+
+OPTIONS = ConvertOptions("bf16", "kernel", max_shard_bytes=40_000)
+
+
+class FailingCalls:
+    """Counts calls of wrapped functions and makes one of them fail."""
+
+    def __init__(self, fail_at: int | None, code: int = errno.ENOSPC) -> None:
+        self.count = 0
+        self.fail_at = fail_at
+        self.code = code
+
+    def wrap(self, function):
+        """Return `function` with the failure in front of it."""
+
+        def call(*arguments, **keywords):
+            self.count += 1
+            if self.count == self.fail_at:
+                raise OSError(self.code, os.strerror(self.code))
+            return function(*arguments, **keywords)
+
+        return call
+
+
+def install(monkeypatch: pytest.MonkeyPatch, calls: FailingCalls) -> None:
+    """Let every fsync, rename, tensor write and file open of a conversion count and fail."""
+    for name in ("fsync", "rename"):
+        monkeypatch.setattr(commit.os, name, calls.wrap(getattr(os, name)))
+    monkeypatch.setattr(shard.ShardWriter, "write", calls.wrap(shard.ShardWriter.write))
+    monkeypatch.setattr(shard.ShardWriter, "__init__", calls.wrap(shard.ShardWriter.__init__))
+
+
+def count_calls(source: Path, destination: Path, force: bool) -> int:
+    """Number of calls that can fail in one conversion."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        calls = FailingCalls(None)
+        install(monkeypatch, calls)
+        convert_checkpoint(source, destination, OPTIONS, force=force)
+    return calls.count
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EACCES])
+def test_failure_at_every_call_leaves_no_destination(code, checkpoint, snapshot, tmp_path):
+    source = checkpoint("llama")
+    before = snapshot(source)
+    total = count_calls(source, tmp_path / "counted", force=False)
+    assert total > 30
+    beside = {path.name for path in tmp_path.iterdir()}
+    for number in range(1, total + 1):
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            install(monkeypatch, FailingCalls(number, code))
+            with pytest.raises(ConversionError, match=os.strerror(code)):
+                convert_checkpoint(source, tmp_path / "dst", OPTIONS)
+        left = {path.name for path in tmp_path.iterdir()} - beside
+        # Only the sync of the parent folder comes after the rename: then the conversion is there and complete.
+        assert left == (set() if number < total else {"dst"}), f"call {number} of {total}"
+    assert (tmp_path / "dst" / MANIFEST_FILE).is_file()
+    assert snapshot(source) == before
+
+
+def test_failure_at_every_call_keeps_the_conversion_that_was_to_be_replaced(checkpoint, snapshot, tmp_path):
+    source = checkpoint("llama")
+    convert_checkpoint(source, tmp_path / "dst", ConvertOptions("mxfp8", "fused"))
+    earlier = snapshot(tmp_path / "dst")
+    convert_checkpoint(source, tmp_path / "counted", OPTIONS)
+    newer = snapshot(tmp_path / "counted")
+    total = count_calls(source, tmp_path / "counted", force=True)
+    beside = {path.name for path in tmp_path.iterdir()}
+    kept = 0
+    for number in range(1, total + 1):
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            install(monkeypatch, FailingCalls(number))
+            with pytest.raises(ConversionError):
+                convert_checkpoint(source, tmp_path / "dst", OPTIONS, force=True)
+        now = snapshot(tmp_path / "dst")
+        assert now in (earlier, newer), f"call {number} of {total} left a mixture"
+        kept += now == earlier
+        assert {path.name for path in tmp_path.iterdir()} - beside <= {"dst.replaced"}
+    assert kept == total - 1, "everything before the last sync keeps the earlier conversion"
+
+
+def test_interrupt_cleans_up(checkpoint, tmp_path, monkeypatch):
+    source = checkpoint("llama")
+
+    def interrupt(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert_checkpoint(source, tmp_path / "dst", OPTIONS, progress=interrupt)
+    assert {path.name for path in tmp_path.iterdir()} == {source.name}
+
+
+def test_manifest_is_written_last(checkpoint, tmp_path, monkeypatch):
+    written: list[str] = []
+    original = commit.sync
+
+    def record(file) -> None:
+        written.append(Path(file.name).name)
+        original(file)
+
+    monkeypatch.setattr(commit, "sync", record)
+    monkeypatch.setattr(shard, "sync", record)
+    convert_checkpoint(checkpoint("llama"), tmp_path / "dst", OPTIONS)
+    assert written[-1] == MANIFEST_FILE
+    assert sorted(written) == sorted(path.name for path in (tmp_path / "dst").iterdir())
+
+
+def test_existing_destination_needs_force_and_must_be_ours(checkpoint, snapshot, tmp_path):
+    source = checkpoint("llama")
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "thesis.txt").write_text("years of work")
+    for force in (False, True):
+        with pytest.raises(ConversionError, match="theirs"):
+            convert_checkpoint(source, theirs, OPTIONS, force=force)
+    assert snapshot(theirs) == {"thesis.txt": b"years of work"}
+    convert_checkpoint(source, tmp_path / "dst", OPTIONS)
+    with pytest.raises(ConversionError, match="--force"):
+        convert_checkpoint(source, tmp_path / "dst", OPTIONS)
+    convert_checkpoint(source, tmp_path / "dst", ConvertOptions("bf16", "fused"), force=True)
+    assert {path.name for path in tmp_path.iterdir()} == {source.name, "theirs", "dst"}
+    assert len(list((tmp_path / "dst").glob("neuron-*.safetensors"))) == 1
+
+
+def test_leftover_of_a_killed_run_is_cleared_but_nothing_else(checkpoint, tmp_path):
+    source = checkpoint("llama")
+    partial = commit.partial_of(tmp_path / "dst")
+    partial.mkdir()
+    (partial / "notes.txt").write_text("not ours")
+    with pytest.raises(ConversionError, match="not an unfinished conversion"):
+        convert_checkpoint(source, tmp_path / "dst", OPTIONS)
+    assert (partial / "notes.txt").read_text() == "not ours"
+    (partial / commit.MARKER_FILE).touch()
+    convert_checkpoint(source, tmp_path / "dst", OPTIONS)
+    assert not partial.exists()
+    assert not (tmp_path / "dst" / "notes.txt").exists()
+
+
+@pytest.mark.parametrize("place", ["same", "inside", "around"])
+def test_destination_may_not_overlap_the_source(place, checkpoint, snapshot):
+    source = checkpoint("llama")
+    before = snapshot(source)
+    destination = {"same": source, "inside": source / "dst", "around": source.parent}[place]
+    with pytest.raises(ConversionError, match="outside the source"):
+        convert_checkpoint(source, destination, OPTIONS, force=True)
+    assert snapshot(source) == before
+
+
+def test_missing_parent(checkpoint, tmp_path):
+    with pytest.raises(ConversionError, match="existing folder"):
+        convert_checkpoint(checkpoint("llama"), tmp_path / "no" / "dst", OPTIONS)
+    assert not (tmp_path / "no").exists()
+
+
+def test_export_refuses_a_conversion_that_was_tampered_with(checkpoint, tmp_path):
+    source = checkpoint("llama")
+    convert_checkpoint(source, tmp_path / "dst", OPTIONS)
+    manifest = tmp_path / "dst" / MANIFEST_FILE
+    text = manifest.read_text()
+    for old, new, message in [
+        ('"model.safetensors"', '"../up.safetensors"', "file names"),
+        ('"format_version": 1', '"format_version": 2', "format version 2"),
+        ('"tensors"', '"tensor"', "KeyError"),
+        ('"layout": "kernel"', '"layout": "colonel"', "layout"),
+        ("{", "[", "JSONDecodeError"),
+    ]:
+        assert old in text
+        manifest.write_text(text.replace(old, new))
+        with pytest.raises(ConversionError, match=message):
+            export_checkpoint(tmp_path / "dst", tmp_path / "back")
+    manifest.write_text(text)
+    shard_file = sorted((tmp_path / "dst").glob("neuron-*.safetensors"))[0]
+    shard_file.write_bytes(shard_file.read_bytes()[:-2])
+    with pytest.raises(ConversionError, match=shard_file.name):
+        export_checkpoint(tmp_path / "dst", tmp_path / "back")
+    shard_file.unlink()
+    with pytest.raises(ConversionError, match=shard_file.name):
+        export_checkpoint(tmp_path / "dst", tmp_path / "back")
+    assert {path.name for path in tmp_path.iterdir()} == {source.name, "dst"}

@@ -1,0 +1,215 @@
+"""Conversions hold what they claim, and the way back gives the original bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from hf_neuron_moe.convert import (
+    LAYOUTS,
+    MANIFEST_FILE,
+    ConvertOptions,
+    convert_checkpoint,
+    export_checkpoint,
+    plan_conversion,
+    read_manifest,
+)
+from hf_neuron_moe.errors import ConfigError, ConversionError
+from hf_neuron_moe.formats.mx import fake_quantize_mx, quantize_mx
+from hf_neuron_moe.formats.scales import to_packed
+
+FAMILIES = ("llama", "llama_tied", "phi3", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe")
+
+
+def load(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a folder's safetensors files."""
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def in_memory(folder: Path) -> dict[str, torch.Tensor]:
+    """The parameters as stock transformers loads them."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype="auto").state_dict()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bf16_comes_back_as_the_same_files(family, layout, checkpoint, snapshot, tmp_path):
+    source = checkpoint(family)
+    before = snapshot(source)
+    manifest = convert_checkpoint(source, tmp_path / "dst", ConvertOptions("bf16", layout))
+    report = export_checkpoint(tmp_path / "dst", tmp_path / "back")
+    assert report.inexact == ()
+    assert len(manifest.weights) > 4
+    assert any(tensor.layout == f"bf16_{layout}" for tensor in manifest.tensors)
+    assert snapshot(source) == before
+    assert snapshot(tmp_path / "back") == before
+
+
+def test_sharded_source_and_many_output_shards(checkpoint, snapshot, tmp_path):
+    source = checkpoint("mixtral", shard="100KB")
+    assert len(list(source.glob("*.safetensors"))) > 3
+    manifest = convert_checkpoint(source, tmp_path / "dst", ConvertOptions("bf16", "kernel", max_shard_bytes=60_000))
+    assert len({tensor.file for tensor in manifest.tensors}) > 3
+    export_checkpoint(tmp_path / "dst", tmp_path / "back")
+    before, after = snapshot(source), snapshot(tmp_path / "back")
+    index = "model.safetensors.index.json"
+    assert json.loads(before.pop(index))["weight_map"] == json.loads(after.pop(index))["weight_map"]
+    assert after == before
+
+
+def test_experts_already_fused_on_disk(checkpoint, snapshot, tmp_path):
+    source = checkpoint("mixtral", original_format=False)
+    assert "model.layers.0.mlp.experts.gate_up_proj" in load(source)
+    convert_checkpoint(source, tmp_path / "dst", ConvertOptions("bf16", "kernel"))
+    export_checkpoint(tmp_path / "dst", tmp_path / "back")
+    assert snapshot(tmp_path / "back") == snapshot(source)
+    per_expert = convert_checkpoint(checkpoint("mixtral"), tmp_path / "dst2", ConvertOptions("bf16", "kernel"))
+    fused = {tensor.name: tensor.sha256 for tensor in read_manifest(tmp_path / "dst").tensors}
+    experts = {tensor.name: tensor.sha256 for tensor in per_expert.tensors if "experts" in tensor.name}
+    assert experts.items() <= fused.items()
+    assert len(experts) == 4
+
+
+def test_layouts_are_what_their_names_say(checkpoint, tmp_path):
+    source = checkpoint("qwen2_moe")
+    stock = in_memory(source)
+    for layout in LAYOUTS:
+        convert_checkpoint(source, tmp_path / layout, ConvertOptions("bf16", layout))
+    fused, kernel = load(tmp_path / "fused"), load(tmp_path / "kernel")
+    experts, shared = "model.layers.1.mlp.experts.", "model.layers.1.mlp.shared_expert."
+    for name in ("gate_up_proj", "down_proj"):
+        assert torch.equal(fused[experts + name], stock[experts + name])
+        assert torch.equal(kernel[experts + name], stock[experts + name].transpose(1, 2))
+    gate_up = torch.cat([stock[shared + "gate_proj.weight"], stock[shared + "up_proj.weight"]])
+    for converted in (fused, kernel):
+        assert torch.equal(converted[shared + "gate_up_proj.weight"], gate_up)
+        assert torch.equal(converted["model.embed_tokens.weight"], stock["model.embed_tokens.weight"])
+        assert torch.equal(converted["model.layers.1.mlp.gate.weight"], stock["model.layers.1.mlp.gate.weight"])
+    assert fused.keys() == kernel.keys()
+    assert not any("experts.0." in name or "gate_proj" in name for name in fused)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_mxfp8_holds_the_codes_and_scales_of_each_matrix(family, layout, checkpoint, tmp_path):
+    source = checkpoint(family)
+    stock = in_memory(source)
+    manifest = convert_checkpoint(source, tmp_path / "dst", ConvertOptions("mxfp8", layout))
+    converted = load(tmp_path / "dst")
+    if family == "llama":
+        name = "model.layers.0.mlp.gate_up_proj.weight"
+        prefix = "model.layers.0.mlp."
+        matrices = [torch.cat([stock[prefix + "gate_proj.weight"], stock[prefix + "up_proj.weight"]])]
+        codes, scales = converted[name][None], converted[name + "_scale"][None]
+    else:
+        name = "model.layers.0.mlp.experts.gate_up_proj"
+        matrices = list(stock[name])
+        codes, scales = converted[name], converted[name + "_scale"]
+    assert codes.dtype == torch.float8_e4m3fn
+    for matrix_FK, code, scale in zip(matrices, codes, scales, strict=True):
+        mx = quantize_mx(matrix_FK)
+        if layout == "kernel":
+            assert torch.equal(code.view(torch.uint8), mx.codes)
+            assert torch.equal(scale, to_packed(mx.scales))
+        else:
+            assert torch.equal(scale, mx.scales)
+            block_exponents = code.float().abs().amax()
+            assert 128 <= block_exponents <= 256, "Neuron's rule puts the largest element into [128, 256]"
+    assert {tensor.layout for tensor in manifest.tensors if tensor.weight == name} == (
+        {"mxfp8_swizzled_codes", "mxfp8_packed_scales"}
+        if layout == "kernel"
+        else {"mxfp8_fused_codes", "mxfp8_compact_scales"}
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_mxfp8_comes_back_as_the_dequantised_values_and_only_when_asked(layout, checkpoint, tmp_path):
+    source = checkpoint("mixtral")
+    convert_checkpoint(source, tmp_path / "dst", ConvertOptions("mxfp8", layout))
+    with pytest.raises(ConversionError, match="--allow-inexact"):
+        export_checkpoint(tmp_path / "dst", tmp_path / "back")
+    assert not (tmp_path / "back").exists()
+    report = export_checkpoint(tmp_path / "dst", tmp_path / "back", allow_inexact=True)
+    original, back = load(source), load(tmp_path / "back")
+    assert original.keys() == back.keys()
+    assert set(report.inexact) == {name for name in original if ".experts." in name}
+    for name, tensor in original.items():
+        expected = fake_quantize_mx(tensor).to(tensor.dtype) if name in report.inexact else tensor
+        assert torch.equal(back[name], expected), name
+
+
+def test_fp32_source_in_bf16_is_rounded_and_says_so(checkpoint, tmp_path):
+    source = checkpoint("llama", torch.float32)
+    convert_checkpoint(source, tmp_path / "dst", ConvertOptions("bf16", "kernel"))
+    with pytest.raises(ConversionError, match="rounded or quantised"):
+        export_checkpoint(tmp_path / "dst", tmp_path / "back")
+    report = export_checkpoint(tmp_path / "dst", tmp_path / "back", allow_inexact=True)
+    original, back = load(source), load(tmp_path / "back")
+    for name, tensor in original.items():
+        expected = tensor.bfloat16().float() if name in report.inexact else tensor
+        assert torch.equal(back[name], expected), name
+    assert len(report.inexact) == 6
+
+
+def test_manifest_and_headers_describe_every_tensor(checkpoint, tmp_path):
+    source = checkpoint("mixtral")
+    options = ConvertOptions("mxfp8", "kernel")
+    written = convert_checkpoint(source, tmp_path / "dst", options)
+    manifest = read_manifest(tmp_path / "dst")
+    assert manifest == written
+    assert manifest.options == options
+    tensors = load(tmp_path / "dst")
+    assert {tensor.name for tensor in manifest.tensors} == tensors.keys()
+    for tensor in manifest.tensors:
+        data = tensors[tensor.name]
+        assert tensor.shape == tuple(data.shape)
+        assert tensor.sha256 == hashlib.sha256(data.view(torch.uint8).numpy().tobytes()).hexdigest()
+        with safe_open(tmp_path / "dst" / tensor.file, framework="pt") as file:
+            assert json.loads(file.metadata()["hf_neuron_moe.layouts"])[tensor.name] == tensor.layout
+    assert sorted(piece.source for pieces in manifest.weights.values() for piece in pieces) == sorted(load(source))
+    assert manifest.source_files == {"model.safetensors": (source / "model.safetensors").stat().st_size}
+
+
+def test_the_same_source_gives_the_same_bytes(checkpoint, snapshot, tmp_path):
+    source = checkpoint("mixtral")
+    for name in ("one", "two"):
+        convert_checkpoint(source, tmp_path / name, ConvertOptions("mxfp8", "kernel"))
+    assert snapshot(tmp_path / "one") == snapshot(tmp_path / "two")
+    assert str(tmp_path).encode() not in (tmp_path / "one" / MANIFEST_FILE).read_bytes()
+
+
+def test_a_tensor_does_not_depend_on_the_shard_size(checkpoint, tmp_path):
+    source = checkpoint("mixtral")
+    sums = []
+    for size in (30_000, 5_000_000_000):
+        manifest = convert_checkpoint(source, tmp_path / str(size), ConvertOptions("mxfp8", "kernel", size))
+        sums.append({tensor.name: tensor.sha256 for tensor in manifest.tensors})
+    assert sums[0] == sums[1]
+
+
+def test_stock_transformers_stops_instead_of_misreading_a_conversion(checkpoint, tmp_path):
+    convert_checkpoint(checkpoint("mixtral"), tmp_path / "dst", ConvertOptions("bf16", "kernel"))
+    with pytest.raises(OSError, match="no file named"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "dst")
+
+
+def test_progress_ends_at_the_planned_size(checkpoint, tmp_path):
+    source = checkpoint("llama")
+    steps: list[tuple[int, int]] = []
+    convert_checkpoint(source, tmp_path / "dst", progress=lambda done, total: steps.append((done, total)))
+    plan = plan_conversion(source, ConvertOptions())
+    assert steps[-1] == (plan.output_bytes, plan.output_bytes)
+    assert [done for done, _ in steps] == sorted({done for done, _ in steps})
+
+
+@pytest.mark.parametrize("option", [{"precision": "mxfp9"}, {"layout": "kernels"}, {"max_shard_bytes": 0}])
+def test_options_are_checked(option):
+    with pytest.raises(ConfigError, match=next(iter(option))):
+        ConvertOptions(**option)
