@@ -12,11 +12,11 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from hf_neuron_moe._version import __version__
+
 if TYPE_CHECKING:
     from hf_neuron_moe.config import NeuronMoEConfig
     from hf_neuron_moe.patching import PatchReport, patch_model, unpatch_model
-
-__version__ = "0.1.0"
 
 __all__ = ["NeuronMoEConfig", "PatchReport", "__version__", "patch_model", "unpatch_model"]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
+from hf_neuron_moe._version import __version__
 from hf_neuron_moe.convert.commit import check_destination, committed_folder, write_file
 from hf_neuron_moe.convert.manifest import MANIFEST_FILE, ConvertOptions, Manifest, Piece, WrittenTensor
 from hf_neuron_moe.convert.plan import ConversionPlan, plan_conversion
@@ -100,7 +100,7 @@ def _manifest(plan: ConversionPlan, tensors: list[WrittenTensor]) -> Manifest:
     weights = {name: weight.pieces for name, weight in plan.weights.items()}
     weights |= {t.name: (Piece(t.name, t.file, t.dtype, t.shape),) for t in plan.copied.values()}
     return Manifest(
-        tool_version=_tool_version(),
+        tool_version=__version__,
         options=plan.options,
         source_files={file: (source.directory / file).stat().st_size for file in source.files},
         source_metadata={file: dict(metadata) for file, metadata in source.metadata.items()},
@@ -122,13 +122,3 @@ def _side_files(source: Path) -> list[Path]:
         for path in source.iterdir()
         if path.is_file() and not path.name.endswith(WEIGHT_SUFFIXES) and path.name != MANIFEST_FILE
     )
-
-
-def _tool_version() -> str:
-    try:
-        return version("hf-neuron-moe")
-    except PackageNotFoundError:
-        # Run from a source tree that is not installed.
-        import hf_neuron_moe
-
-        return hf_neuron_moe.__version__
