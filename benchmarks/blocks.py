@@ -1,0 +1,321 @@
+"""Speed and saved bytes of the patched blocks against stock transformers and against bare fp32 matmuls.
+
+    python benchmarks/blocks.py --json out.json            # everything; tens of minutes where stock bf16 is slow
+    python benchmarks/blocks.py --cases a c --only train   # a part of it
+    python benchmarks/blocks.py --isa avx2                  # as on a CPU without bf16 instructions
+
+Every ratio divides medians measured in one run, contestants taking turns, so that a change of the machine's clock or
+load hits all of them. ``gemm`` is the time of the block's nine matrix products alone, in fp32, into buffers allocated
+before. Stock is timed in both its implementations that work on a CPU, ``eager`` and ``grouped_mm``; ratios use the
+faster one. A contestant slower than ``--slow`` seconds runs only twice.
+
+Legend: H hidden, I intermediate, E experts, K experts per token, T tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from transformers import LlamaConfig, MixtralConfig
+from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+from hf_neuron_moe import NeuronMoEConfig, patch_model
+from hf_neuron_moe.backends.torch.compute import bf16_matmul_is_fast
+from hf_neuron_moe.training.saved_tensors import measure_saved_bytes
+
+
+@dataclass(frozen=True)
+class Case:
+    """One block shape; a dense MLP has no experts."""
+
+    name: str
+    H: int
+    I: int  # noqa: E741
+    T: int
+    E: int = 0
+    K: int = 0
+
+    @property
+    def title(self) -> str:
+        experts = f" E={self.E} k={self.K}" if self.E else " dense"
+        return f"({self.name}) H={self.H} I={self.I}{experts} T={self.T}"
+
+
+CASES = {
+    case.name: case
+    for case in (
+        Case("a", 512, 1792, 2048, 8, 2),
+        Case("b", 1024, 3584, 1024, 8, 2),
+        Case("c", 512, 256, 2048, 64, 8),
+        Case("d", 1024, 4096, 2048),
+    )
+}
+DECODE_TOKENS = (1, 8, 32)
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "mxfp8": torch.bfloat16}
+
+
+class Block(nn.Module):
+    """A model of one block, so that it can be patched by name like a real one."""
+
+    def __init__(self, case: Case, dtype: torch.dtype, implementation: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.case = case
+        self.mlp: nn.Module
+        if case.E:
+            config = MixtralConfig(
+                hidden_size=case.H,
+                intermediate_size=case.I,
+                num_local_experts=case.E,
+                num_experts_per_tok=case.K,
+                experts_implementation=implementation,
+            )
+            self.mlp = MixtralExperts(config)
+        else:
+            self.mlp = LlamaMLP(LlamaConfig(hidden_size=case.H, intermediate_size=case.I))
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.02)
+        self.to(dtype)
+
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        out: Tensor = self.mlp(x, index, weights) if self.case.E else self.mlp(x)
+        return out
+
+
+def make_inputs(case: Case, tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Return hidden states, a routing drawn uniformly without replacement, and normalized fp32 weights."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(tokens, case.H, generator=generator).to(dtype)
+    if not case.E:
+        return x, torch.empty(0), torch.empty(0)
+    index = torch.rand(tokens, case.E, generator=generator).topk(case.K, dim=-1).indices
+    weights = torch.rand(tokens, case.K, generator=generator).softmax(-1)
+    return x, index, weights
+
+
+def train_step(block: Block, inputs: tuple[Tensor, Tensor, Tensor]) -> Callable[[], None]:
+    """Forward and backward with gradients for inputs, routing weights and parameters."""
+    x, index, weights = inputs
+    x = x.clone().requires_grad_()
+    if weights.numel():
+        weights = weights.clone().requires_grad_()
+    dout = torch.randn_like(x)
+
+    def step() -> None:
+        for parameter in block.parameters():
+            parameter.grad = None
+        x.grad = None
+        block(x, index, weights).backward(dout)
+
+    return step
+
+
+def decode_step(block: Block, inputs: tuple[Tensor, Tensor, Tensor]) -> Callable[[], None]:
+    def step() -> None:
+        with torch.inference_mode():
+            block(*inputs)
+
+    return step
+
+
+def gemm_limit(case: Case) -> Callable[[], None]:
+    """The block's nine products in fp32 per expert, operands and results allocated beforehand."""
+    experts = case.E or 1
+    index = make_inputs(case, case.T, torch.float32)[1]
+    rows = torch.bincount(index.reshape(-1), minlength=experts).tolist() if case.E else [case.T]
+    most = max(rows)
+    gate_up, down = torch.randn(experts, 2 * case.I, case.H), torch.randn(experts, case.H, case.I)
+    d_gate_up, d_down = torch.empty_like(gate_up), torch.empty_like(down)
+    x, inner, both = torch.randn(most, case.H), torch.randn(most, case.I), torch.randn(most, 2 * case.I)
+    out_H, out_I, out_2I = torch.empty_like(x), torch.empty_like(inner), torch.empty_like(both)
+
+    def step() -> None:
+        for expert, count in enumerate(rows):
+            torch.mm(x[:count], gate_up[expert].t(), out=out_2I[:count])
+            torch.mm(inner[:count], down[expert].t(), out=out_H[:count])
+            torch.mm(x[:count], down[expert], out=out_I[:count])
+            torch.mm(both[:count], gate_up[expert], out=out_H[:count])
+            torch.mm(both[:count].t(), x[:count], out=d_gate_up[expert])
+            torch.mm(x[:count].t(), inner[:count], out=d_down[expert])
+
+    return step
+
+
+def time_in_turns(
+    contestants: dict[str, Callable[[], None]], repeats: int, slow: float
+) -> dict[str, dict[str, float]]:
+    """Run all contestants in turns; return median, quartiles and count of each, in seconds."""
+    times: dict[str, list[float]] = {name: [] for name in contestants}
+    for turn in range(repeats + 1):
+        for name, step in contestants.items():
+            if turn > 1 and min(times[name]) > slow:
+                continue
+            start = time.perf_counter()
+            step()
+            times[name].append(time.perf_counter() - start)
+    result = {}
+    for name, values in times.items():
+        kept = values[1:]
+        low, _, high = statistics.quantiles(kept, n=4) if len(kept) > 1 else (kept[0],) * 3
+        result[name] = {"median_s": statistics.median(kept), "q1_s": low, "q3_s": high, "runs": float(len(kept))}
+    return result
+
+
+def stock_implementations(case: Case) -> list[str]:
+    return ["grouped_mm", "eager"] if case.E else ["eager"]
+
+
+def patched_block(case: Case, precision: str) -> Block:
+    block = Block(case, DTYPES[precision], "eager")
+    patch_model(block, NeuronMoEConfig(precision=precision))
+    return block
+
+
+def bench_training(case: Case, repeats: int, slow: float) -> dict[str, Any]:
+    """Forward plus backward of one shape in all precisions."""
+    result: dict[str, Any] = {"case": asdict(case)}
+    for dtype in ("bf16", "fp32"):
+        inputs = make_inputs(case, case.T, DTYPES[dtype])
+        contestants = {"gemm": gemm_limit(case)}
+        for precision in ("bf16", "mxfp8") if dtype == "bf16" else ("fp32",):
+            contestants[precision] = train_step(patched_block(case, precision), inputs)
+        stock = stock_implementations(case)
+        for name in stock:
+            contestants[f"stock_{name}"] = train_step(Block(case, DTYPES[dtype], name), inputs)
+        times = time_in_turns(contestants, repeats, slow)
+        best = min((f"stock_{name}" for name in stock), key=lambda name: times[name]["median_s"])
+        medians = {name: entry["median_s"] for name, entry in times.items()}
+        ours, theirs = saved_bytes(case, dtype, stock)
+        result[dtype] = {
+            "times": times,
+            "best_stock": best,
+            "speedup_over_best_stock": medians[best] / medians[dtype],
+            "time_over_gemm": medians[dtype] / medians["gemm"],
+            "saved_bytes_per_token": {"patched": ours, "stock": theirs},
+            "saved_over_stock": ours / theirs,
+        }
+        if dtype == "bf16":
+            result[dtype]["mxfp8_over_bf16"] = medians["mxfp8"] / medians["bf16"]
+    return result
+
+
+def saved_bytes(case: Case, precision: str, stock: list[str]) -> tuple[float, float]:
+    """Bytes per token kept for backward (the block's input included): patched, and the leanest stock one."""
+
+    def measure(block: Block) -> float:
+        x, index, weights = make_inputs(case, 256, DTYPES[precision])
+        with measure_saved_bytes({"mlp": block.mlp}) as saved:
+            block(x.requires_grad_(), index, weights.requires_grad_() if weights.numel() else weights)
+        return saved.bytes_per_token
+
+    theirs = min(measure(Block(case, DTYPES[precision], name)) for name in stock)
+    return measure(patched_block(case, precision)), theirs
+
+
+def bench_decode(case: Case, repeats: int) -> dict[str, Any]:
+    """Forward without gradients at a few tokens."""
+    result: dict[str, Any] = {}
+    for precision in ("bf16", "fp32"):
+        dtype = DTYPES[precision]
+        for tokens in DECODE_TOKENS:
+            inputs = make_inputs(case, tokens, dtype)
+            contestants = {precision: decode_step(patched_block(case, precision), inputs)}
+            for name in stock_implementations(case):
+                contestants[f"stock_{name}"] = decode_step(Block(case, dtype, name), inputs)
+            times = time_in_turns(contestants, repeats * 20, 1.0)
+            best = min((n for n in times if n.startswith("stock")), key=lambda n: times[n]["median_s"])
+            result[f"{precision}_T{tokens}"] = {
+                "times": times,
+                "best_stock": best,
+                "time_over_best_stock": times[precision]["median_s"] / times[best]["median_s"],
+            }
+    return result
+
+
+def machine() -> dict[str, Any]:
+    return {
+        "date": datetime.date.today().isoformat(),
+        "processor": platform.processor() or platform.machine(),
+        "isa": torch.backends.cpu.get_cpu_capability(),
+        "native_bf16_matmul": bf16_matmul_is_fast(torch.device("cpu")),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def show(report: dict[str, Any], console: Console) -> None:
+    """Print the report as tables."""
+    console.print(report["machine"])
+    table = Table("shape", "dtype", "ours ms", "stock ms", "stock/ours", "ours/gemm", "saved KiB/token", "of stock", "mxfp8/bf16")
+    for entry in report["train"].values():
+        for dtype in ("bf16", "fp32"):
+            row, times = entry[dtype], entry[dtype]["times"]
+            table.add_row(
+                Case(**entry["case"]).title,
+                dtype,
+                f"{times[dtype]['median_s'] * 1e3:.0f}",
+                f"{times[row['best_stock']]['median_s'] * 1e3:.0f} ({row['best_stock'][6:]})",
+                f"{row['speedup_over_best_stock']:.2f}",
+                f"{row['time_over_gemm']:.2f}",
+                f"{row['saved_bytes_per_token']['patched'] / 1024:.1f}",
+                f"{row['saved_over_stock']:.3f}",
+                f"{row['mxfp8_over_bf16']:.2f}" if "mxfp8_over_bf16" in row else "",
+            )
+    console.print(table)
+    table = Table("shape", *(f"{p} T={t}" for p in ("bf16", "fp32") for t in DECODE_TOKENS), title="decode: ours/stock")
+    for name, entry in report["decode"].items():
+        table.add_row(CASES[name].title, *(f"{row['time_over_best_stock']:.2f}" for row in entry.values()))
+    console.print(table)
+
+
+def restart_with_isa(isa: str) -> None:
+    """Run again with the matmul libraries held to `isa`; they read it once, when they are loaded."""
+    wanted = {"ONEDNN_MAX_CPU_ISA": isa.upper(), "ATEN_CPU_CAPABILITY": isa, "MKL_ENABLE_INSTRUCTIONS": isa.upper()}
+    if any(os.environ.get(key) != value for key, value in wanted.items()):
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **wanted})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the report to this file")
+    parser.add_argument("--cases", nargs="+", choices=sorted(CASES), default=sorted(CASES))
+    parser.add_argument("--only", choices=("train", "decode"), help="run one half of the benchmark")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--slow", type=float, default=3.0, help="seconds above which a contestant runs only twice")
+    parser.add_argument("--isa", choices=("avx2",), help="hold the matmul libraries to an instruction set")
+    arguments = parser.parse_args()
+    if arguments.isa:
+        restart_with_isa(arguments.isa)
+    console = Console(width=150)
+    report: dict[str, Any] = {"machine": machine(), "train": {}, "decode": {}}
+    for name in arguments.cases:
+        console.print(f"{CASES[name].title} ...")
+        if arguments.only != "decode":
+            report["train"][name] = bench_training(CASES[name], arguments.repeats, arguments.slow)
+        if arguments.only != "train":
+            report["decode"][name] = bench_decode(CASES[name], arguments.repeats)
+    show(report, console)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+        console.print(f"report: {arguments.json}")
+
+
+if __name__ == "__main__":
+    main()
