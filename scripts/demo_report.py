@@ -24,8 +24,8 @@ LEGEND = (
 )
 RELOAD_HEADINGS = ("checkpoint of", "precision fp32", "as trained")
 RELOAD_LEGEND = (
-    "Checkpoints: saved, then reloaded in stock transformers in a process without this package; largest difference of a "
-    "logit to the trained model computing at precision fp32, and to the trained model as it was trained."
+    "Checkpoints: saved, then reloaded in stock transformers in a process without this package; largest difference of "
+    "a logit to the trained model computing at precision fp32, and to the trained model as it was trained."
 )
 
 
