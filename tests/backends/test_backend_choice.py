@@ -1,0 +1,60 @@
+"""Which backend runs is decided once, visibly, and refused with the reason."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_neuron_moe.backends import get_backend, resolve_backend
+from hf_neuron_moe.backends.torch.compute import bf16_matmul_is_fast, choose_compute
+from hf_neuron_moe.errors import BackendUnavailableError, ConfigError
+
+CPU = torch.device("cpu")
+
+
+def test_auto_and_torch_resolve_to_torch() -> None:
+    assert resolve_backend("auto", CPU) == resolve_backend("torch", torch.device("meta")) == "torch"
+    assert get_backend("torch").name == "torch"
+
+
+@pytest.mark.parametrize("name", ["neuron", "triton"])
+def test_unavailable_backends_say_why(name: str) -> None:
+    with pytest.raises(BackendUnavailableError, match=f"'{name}'.*Use backend='torch'"):
+        resolve_backend(name, CPU)
+
+
+def test_a_misspelt_backend_names_the_near_miss() -> None:
+    with pytest.raises(ConfigError, match="Did you mean 'torch'"):
+        resolve_backend("toch", CPU)
+
+
+def test_unknown_backend_object() -> None:
+    with pytest.raises(BackendUnavailableError, match="resolve_backend"):
+        get_backend("auto")
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_bf16_runs_natively_only_where_it_pays(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_neuron_moe.backends.torch.compute._cpu_bf16_matmul_is_fast", lambda: native)
+    many = choose_compute("bf16", CPU, rows_per_expert=500, weight_dtype=torch.bfloat16)
+    few = choose_compute("bf16", CPU, rows_per_expert=1, weight_dtype=torch.bfloat16)
+    cast = choose_compute("bf16", CPU, rows_per_expert=1, weight_dtype=torch.float32)
+    assert many.operand == (torch.bfloat16 if native else torch.float32)
+    assert few.operand == torch.bfloat16
+    assert cast.operand == many.operand
+    assert {c.rounded for c in (many, few, cast)} == {torch.bfloat16}
+
+
+def test_mxfp8_and_fp32_multiply_in_fp32() -> None:
+    for precision in ("mxfp8", "fp32"):
+        compute = choose_compute(precision, CPU, rows_per_expert=1, weight_dtype=torch.bfloat16)
+        assert compute.operand == torch.float32 and compute.mx is (precision == "mxfp8")
+
+
+def test_without_onednn_bf16_kernels_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hf_neuron_moe.backends.torch import compute
+
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    compute._cpu_bf16_matmul_is_fast.cache_clear()
+    assert bf16_matmul_is_fast(CPU) is False
+    compute._cpu_bf16_matmul_is_fast.cache_clear()
