@@ -157,9 +157,7 @@ def gemm_limit(case: Case) -> Callable[[], None]:
     return step
 
 
-def time_in_turns(
-    contestants: dict[str, Callable[[], None]], repeats: int, slow: float
-) -> dict[str, dict[str, float]]:
+def time_in_turns(contestants: dict[str, Callable[[], None]], repeats: int, slow: float) -> dict[str, dict[str, float]]:
     """Run all contestants in turns; return median, quartiles and count of each, in seconds."""
     times: dict[str, list[float]] = {name: [] for name in contestants}
     for turn in range(repeats + 1):
@@ -263,7 +261,9 @@ def machine() -> dict[str, Any]:
 def show(report: dict[str, Any], console: Console) -> None:
     """Print the report as tables."""
     console.print(report["machine"])
-    table = Table("shape", "dtype", "ours ms", "stock ms", "stock/ours", "ours/gemm", "saved KiB/token", "of stock", "mxfp8/bf16")
+    table = Table(
+        "shape", "dtype", "ours ms", "stock ms", "stock/ours", "ours/gemm", "saved KiB/token", "of stock", "mxfp8/bf16"
+    )
     for entry in report["train"].values():
         for dtype in ("bf16", "fp32"):
             row, times = entry[dtype], entry[dtype]["times"]

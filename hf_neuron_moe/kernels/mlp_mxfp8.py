@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.backends.torch.ffn_backward import FFNGrads, ffn_backward
+from hf_neuron_moe.backends.torch.ffn_backward import FFNBackward, FFNGrads
 from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints, FFNWeights, RowSource, ffn_forward, project_gate_up
 from hf_neuron_moe.backends.torch.tiling import make_loader
 from hf_neuron_moe.errors import ConfigError, refuse
@@ -184,7 +184,7 @@ def mlp_backward_mxfp8(
             up = up_again if up is None else up
         saved = Checkpoints(gate_pre, up, gate_act, intermediate)
         source, target = RowSource(hidden_states), RowSource(output_grad)
-        ffn_backward(target, source, weights, loader, grads, saved=saved, fused_phase2=not old)
+        FFNBackward(target, source, weights, loader, grads, saved, fused_phase2=not old).run()
     return MLPBackward(d_x.to(torch.bfloat16), d_gate_up, d_down)
 
 
@@ -196,7 +196,9 @@ def _check_weights(
     tokens, hidden_size = x.shape
     check_multiple(hidden_size, 128, "H", "the contraction axis of gate and up", where=where, argument=x_name)
     check_shape(gate_up_weights, (None, hidden_size), "[2I, H]", where=where, argument="gate_up_weights")
-    check_multiple(gate_up_weights.shape[0], 2, "2I", "gate rows, then up rows", where=where, argument="gate_up_weights")
+    check_multiple(
+        gate_up_weights.shape[0], 2, "2I", "gate rows, then up rows", where=where, argument="gate_up_weights"
+    )
     inner = gate_up_weights.shape[0] // 2
     check_multiple(inner, 128, "I", "the contraction axis of down", where=where, argument="gate_up_weights")
     name = "down_weights" if where == "mlp_forward_mxfp8" else "down_proj_weight"

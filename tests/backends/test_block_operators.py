@@ -127,7 +127,12 @@ def test_the_two_layouts_give_the_same_bits(precision: str) -> None:
 def test_padding_is_exact() -> None:
     """mxfp8 at H=192, I=320, 50 tokens equals the same block zero padded by hand to 256, 384 and 128."""
     x, gate, up, down = (t.detach() for t in mlp_tensors(50, 192, 320))
-    padded = [F.pad(x, (0, 64, 0, 78)), F.pad(gate, (0, 64, 0, 64)), F.pad(up, (0, 64, 0, 64)), F.pad(down, (0, 64, 0, 64))]
+    padded = [
+        F.pad(x, (0, 64, 0, 78)),
+        F.pad(gate, (0, 64, 0, 64)),
+        F.pad(up, (0, 64, 0, 64)),
+        F.pad(down, (0, 64, 0, 64)),
+    ]
     small = [t.requires_grad_() for t in (x, gate, up, down)]
     large = [t.requires_grad_() for t in padded]
     outs = run_mlp(small, "mxfp8"), run_mlp(large, "mxfp8")
@@ -162,7 +167,9 @@ def test_few_and_many_tokens_agree(precision: str) -> None:
     x, index, weights, gate_up, down = expert_tensors(16 * FEW_ROWS, 64, 96, 3, 2, False)
     tensors = tuple(t.detach().bfloat16() if t.is_floating_point() else t for t in (x, index, weights, gate_up, down))
     many = run_experts(tensors, precision)
-    one_by_one = torch.cat([run_experts((*(t[i : i + 1] for t in tensors[:3]), *tensors[3:]), precision) for i in range(20)])
+    one_by_one = torch.cat(
+        [run_experts((*(t[i : i + 1] for t in tensors[:3]), *tensors[3:]), precision) for i in range(20)]
+    )
     assert relative_error(one_by_one, many[:20]) < 5e-3
 
 

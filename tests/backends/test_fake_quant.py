@@ -28,7 +28,9 @@ def equal_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 def test_equals_the_exact_path(tiles: int, other: int, axis: int, spread: float, shift: float, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     shape = (128 * tiles, other) if axis == 0 else (other, 128 * tiles)
-    values = torch.randn(shape, generator=generator) * torch.exp2(torch.randn(shape, generator=generator) * spread + shift)
+    values = torch.randn(shape, generator=generator) * torch.exp2(
+        torch.randn(shape, generator=generator) * spread + shift
+    )
     values[torch.rand(shape, generator=generator) < 0.1] = 0.0
     values = values.bfloat16().float()
     assert equal_bits(fake_quantize_(values.clone(), axis), fake_quantize_mx(values, axis=axis))

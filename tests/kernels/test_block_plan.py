@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from hf_neuron_moe.kernels.routing import build_block_plan, count_blocks, expert_mask, masked_affinities
 
 
-def plan_by_hand(choices: list[list[int]], experts: int, block: int, blocks: int, sink: int) -> tuple[list[int], list[int]]:
+def plan_by_hand(
+    choices: list[list[int]], experts: int, block: int, blocks: int, sink: int
+) -> tuple[list[int], list[int]]:
     ids, owners = [], []
     for expert in range(experts):
         tokens = [token for token, chosen in enumerate(choices) if expert in chosen]

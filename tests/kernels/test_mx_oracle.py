@@ -19,7 +19,7 @@ from hf_neuron_moe.kernels.moe import blockwise_mm_bwd, moe_cte
 from hf_neuron_moe.kernels.routing import build_block_plan, expert_mask, masked_affinities
 
 sys.path.insert(0, str(Path(__file__).parent))
-import mx_oracle  # noqa: E402
+import mx_oracle
 
 
 def assert_close(actual: Tensor, expected: Tensor) -> None:
@@ -33,7 +33,8 @@ def rows_of(*shape: int, scale: float = 1.0) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "hidden", "inner"), [(128, 128, 128), (384, 384, 256), (640, 256, 384), (1152, 128, 640), (128, 640, 1536)]
+    ("tokens", "hidden", "inner"),
+    [(128, 128, 128), (384, 384, 256), (640, 256, 384), (1152, 128, 640), (128, 640, 1536)],
 )
 def test_dense(tokens: int, hidden: int, inner: int) -> None:
     torch.manual_seed(tokens + inner)
@@ -84,7 +85,10 @@ def test_experts(block: int) -> None:
     for number, expert in enumerate(plan.block_to_expert.tolist()):
         ids = plan.token_position_to_id[number * block : (number + 1) * block].long()
         scale = table[ids, expert]
-        weights_gu, weight_d = gate_up[expert].permute(1, 2, 0).reshape(2 * inner, hidden).double(), down[expert].T.double()
+        weights_gu, weight_d = (
+            gate_up[expert].permute(1, 2, 0).reshape(2 * inner, hidden).double(),
+            down[expert].T.double(),
+        )
         block_out = mx_oracle.forward(x[ids].double(), weights_gu, weight_d, scale)
         output.index_add_(0, ids, block_out["output"])
         gate, up = forward.gate_up_activations_T[number].transpose(1, 2).double()

@@ -5,6 +5,8 @@ Legend: S or T tokens, H hidden, I intermediate, E experts, K experts per token,
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -15,7 +17,7 @@ from hf_neuron_moe.backends.torch.experts import (
     run_experts_backward,
     run_experts_forward,
 )
-from hf_neuron_moe.backends.torch.ffn_backward import FFNGrads, ffn_backward
+from hf_neuron_moe.backends.torch.ffn_backward import FFNBackward, FFNGrads
 from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints, FFNWeights, RowSource, ffn_forward
 from hf_neuron_moe.backends.torch.routing import SortedPairs, sort_pairs
 from hf_neuron_moe.backends.torch.tiling import make_loader
@@ -43,7 +45,7 @@ class TorchBackend:
         save = self._checkpoints(x_SH, tokens, gate_IH.shape[0], keep)
         out = torch.zeros(x_SH.shape, dtype=torch.float32, device=x_SH.device)
         if tokens:
-            loader = make_loader(precision, x_SH.device, tokens, down_HI.dtype)
+            loader = make_loader(precision, x_SH.device, tokens, down_HI.dtype, lone_384=True)
             ffn_forward(RowSource(x_SH), FFNWeights(gate_IH, up_IH, down_HI), loader, out, save=save)
         return _results(out.to(x_SH.dtype), x_SH, save)
 
@@ -60,21 +62,27 @@ class TorchBackend:
         wants_input: bool,
         wants_weights: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        tokens, empty = x_SH.shape[0], x_SH.new_empty(0)
+        tokens = x_SH.shape[0]
         weights = (gate_IH, up_IH, down_HI)
         grads = [torch.zeros(w.shape, dtype=w.dtype, device=w.device) for w in weights] if wants_weights else []
+        d_gate, d_up, d_down = grads or (None, None, None)
         dx = torch.zeros(x_SH.shape, dtype=torch.float32, device=x_SH.device) if wants_input else None
         if tokens:
-            target = FFNGrads(
-                *(grads or (None, None, None)),
-                x_RH=dx,
-                rounded=torch.bfloat16 if precision == "mxfp8" else torch.float32,
-            )
+            rounded = torch.bfloat16 if precision == "mxfp8" else torch.float32
+            target = FFNGrads(d_gate, d_up, d_down, dx, rounded=rounded)
             loader = make_loader(precision, x_SH.device, tokens, down_HI.dtype)
             saved = Checkpoints(gate_pre_SI, up_pre_SI)
-            ffn_backward(RowSource(dout_SH), RowSource(x_SH), FFNWeights(*weights), loader, target, saved=saved)
-        d_gate, d_up, d_down = grads or (empty, empty.clone(), empty.clone())
-        return (empty.clone() if dx is None else dx.to(x_SH.dtype)), d_gate, d_up, d_down
+            FFNBackward(
+                RowSource(dout_SH),
+                RowSource(x_SH),
+                FFNWeights(*weights),
+                loader,
+                target,
+                saved,
+                recompute_loader=replace(loader, lone_384=True),
+            ).run()
+        dx_out = None if dx is None else dx.to(x_SH.dtype)
+        return _or_empty(dx_out, x_SH), _or_empty(d_gate, x_SH), _or_empty(d_up, x_SH), _or_empty(d_down, x_SH)
 
     def experts_forward(
         self,
@@ -96,7 +104,14 @@ class TorchBackend:
         loader = make_loader(precision, x_TH.device, rows_per_run(pairs.runs), gate_up.dtype)
         stack = ExpertStack(gate_up, down, transposed)
         run_experts_forward(
-            RowSource(x_TH, pairs.token_R), pairs.runs, stack, loader, rows_RH, save=save, scale_R=scale, block_size=block_size
+            RowSource(x_TH, pairs.token_R),
+            pairs.runs,
+            stack,
+            loader,
+            rows_RH,
+            save=save,
+            scale_R=scale,
+            block_size=block_size,
         )
         return _results(pairs.combine(rows_RH).to(x_TH.dtype), x_TH, save)
 
@@ -142,12 +157,11 @@ class TorchBackend:
             scale_R=scale,
             block_size=block_size,
         )
-        empty = x_TH.new_empty(0)
         return (
-            empty if dx_RH is None else pairs.combine(dx_RH).to(x_TH.dtype),
-            empty.clone() if d_scale is None else d_scale[pairs.slot_TK].to(weight_TK.dtype),
-            empty.clone() if d_gate_up is None else d_gate_up,
-            empty.clone() if d_down is None else d_down,
+            _or_empty(None if dx_RH is None else pairs.combine(dx_RH).to(x_TH.dtype), x_TH),
+            _or_empty(None if d_scale is None else d_scale[pairs.slot_TK].to(weight_TK.dtype), x_TH),
+            _or_empty(d_gate_up, x_TH),
+            _or_empty(d_down, x_TH),
         )
 
     def _checkpoints(self, x: Tensor, rows: int, intermediate: int, keep: bool) -> Checkpoints:
@@ -155,6 +169,11 @@ class TorchBackend:
             return Checkpoints()
         kept = self.kept_up_columns(intermediate)
         return Checkpoints(x.new_empty((rows, intermediate)), x.new_empty((rows, kept)))
+
+
+def _or_empty(result: Tensor | None, anchor: Tensor) -> Tensor:
+    """An operator cannot return None: what was not wanted is an empty tensor of its own."""
+    return anchor.new_empty(0) if result is None else result
 
 
 def _intermediate(down: Tensor, transposed: bool) -> int:

@@ -31,7 +31,9 @@ class Compute:
     row_chunk: int
 
 
-def choose_compute(precision: str, device: torch.device, *, rows_per_expert: float, weight_dtype: torch.dtype) -> Compute:
+def choose_compute(
+    precision: str, device: torch.device, *, rows_per_expert: float, weight_dtype: torch.dtype
+) -> Compute:
     """Pick the way to compute `precision` ("bf16", "mxfp8" or "fp32") on `device`.
 
     bf16 matmuls run natively where they are fast (see :func:`bf16_matmul_is_fast`) and where there are so few rows

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.backends.torch.ffn_backward import FFNGrads, ffn_backward
+from hf_neuron_moe.backends.torch.ffn_backward import FFNBackward, FFNGrads
 from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints, FFNWeights, RowSource, ffn_forward
 from hf_neuron_moe.backends.torch.tiling import Loader
 
@@ -89,10 +89,10 @@ def run_experts_backward(
     scale_R: Tensor | None,
     block_size: int,
 ) -> None:
-    """Fill `grads`; arguments as in :func:`ffn_backward`."""
+    """Fill `grads`; arguments as in :class:`FFNBackward`."""
     for expert, start, end in runs:
         weights = None if grads.weights is None else grads.weights.expert(expert)
-        ffn_backward(
+        FFNBackward(
             dout.rows(start, end),
             x.rows(start, end),
             stack.expert(expert),
@@ -108,7 +108,7 @@ def run_experts_backward(
             saved=saved.rows(start, end),
             scale_R1=None if scale_R is None else scale_R[start:end, None],
             block_size=block_size,
-        )
+        ).run()
     if grads.weights is not None:
         busy = {expert for expert, _, _ in runs}
         for expert in set(range(grads.weights.gate_up.shape[0])) - busy:

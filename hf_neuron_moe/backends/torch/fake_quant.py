@@ -1,11 +1,11 @@
-"""MXFP8 rounding in place: what ``dequantize(quantize(x))`` of :mod:`hf_neuron_moe.formats.mx` gives, several times faster.
+"""MXFP8 rounding in place: the values of :func:`hf_neuron_moe.formats.mx.fake_quantize_mx`, several times faster.
 
 The matmuls of the torch backend multiply dequantized values, so the codes and scale bytes never have to exist. A value
-``v`` of a block whose scale is ``2^s`` lands on the e4m3 grid of step ``2^(max(e, s - 6) - 3)``, ``e`` being the exponent
-of ``v``: three mantissa bits for normal codes, a fixed step for subnormal ones. Adding and subtracting ``1.5 * 2^20``
-times ``2^max(e, s - 6)`` rounds an fp32 value to exactly that step, to nearest even, because one unit in the last
-place of the sum is the step. With the Neuron scale rule (``s = emax - 7``, ``emax`` the block's largest exponent) no
-finite value saturates.
+``v`` of a block whose scale is ``2^s`` lands on the e4m3 grid of step ``2^(max(e, s - 6) - 3)``, ``e`` being the
+exponent of ``v``: three mantissa bits for normal codes, a fixed step for subnormal ones. Adding and subtracting
+``1.5 * 2^20`` times ``2^max(e, s - 6)`` rounds an fp32 value to exactly that step, to nearest even, because one unit in
+the last place of the sum is the step. With the Neuron scale rule (``s = emax - 7``, ``emax`` the block's largest
+exponent) no finite value saturates.
 
 Blocks are 8 neighboring positions times 4 lanes along the contraction axis, the lanes a quarter of a tile apart
 (tiles of 512, then 256, then 128), in the natural layout of the tensor.

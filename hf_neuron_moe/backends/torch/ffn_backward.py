@@ -18,10 +18,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints, FFNWeights, RowSource, up_split
+from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints, FFNWeights, RowSource, kept_columns
 from hf_neuron_moe.backends.torch.tiling import Loader, Span, column_spans, matmul_into, padded, row_spans
 
 
@@ -29,8 +28,9 @@ from hf_neuron_moe.backends.torch.tiling import Loader, Span, column_spans, matm
 class FFNGrads:
     """Where results go; None means not wanted and not computed.
 
-    ``gate_IH``, ``up_IH``, ``down_HI``: weight gradients, views with any strides. ``x_RH``: fp32. ``scale_R``: fp32.
-    ``rounded``: dtype the fp32 weight-gradient sums are rounded to before they are stored.
+    ``gate_IH``, ``up_IH``, ``down_HI``: weight gradients, views with any strides, all three or none.
+    ``x_RH``: fp32. ``scale_R``: fp32. ``rounded``: dtype the fp32 weight-gradient sums are rounded to before they are
+    stored.
     """
 
     gate_IH: Tensor | None
@@ -40,40 +40,12 @@ class FFNGrads:
     scale_R: Tensor | None = None
     rounded: torch.dtype = torch.float32
 
-    @property
-    def wants_weights(self) -> bool:
-        return self.gate_IH is not None
 
+@dataclass(frozen=True)
+class FFNBackward:
+    """The backward of :func:`~hf_neuron_moe.backends.torch.ffn_forward.ffn_forward`; :meth:`run` fills `grads`.
 
-@dataclass
-class _Tile:
-    """One span of the intermediate axis with its operands: weights in, fp32 weight-gradient sums out."""
-
-    hidden: int
-    columns: Span
-    kept: int
-    down_HI: Tensor
-    gate_up_2IH: Tensor | None
-    up_tail_IH: Tensor | None
-    gate_up_sum_2IH: Tensor | None
-    down_sum_HI: Tensor | None
-
-
-def ffn_backward(
-    dout: RowSource,
-    x: RowSource,
-    weights: FFNWeights,
-    loader: Loader,
-    grads: FFNGrads,
-    *,
-    saved: Checkpoints,
-    scale_R1: Tensor | None = None,
-    block_size: int | None = None,
-    fused_phase2: bool = True,
-) -> None:
-    """Write the gradients of :func:`~hf_neuron_moe.backends.torch.ffn_forward.ffn_forward` into `grads`.
-
-    Args:
+    Attributes:
         dout: the R rows of dL/dY.
         x: the R input rows of the forward.
         weights: the projections.
@@ -83,195 +55,165 @@ def ffn_backward(
         scale_R1: the factor the forward applied to the intermediate.
         block_size: rows per MoE block, or None for a dense MLP.
         fused_phase2: quantize ``[d_gate, d_up]`` along one axis of 2I (True) or each along I (mxfp8 only).
+        recompute_loader: multiplies the columns of up that were not kept; forms MX groups as the forward did, where
+            that differs from `loader`.
     """
-    compute = loader.compute
-    spans = row_spans(len(x), compute, block_size)
-    if grads.scale_R is not None:
-        grads.scale_R.zero_()
-    for number, columns in enumerate(column_spans(weights.down_HI.shape[1], compute)):
-        tile = _load_tile(weights, loader, grads, columns, saved, fused_phase2)
-        for index, rows in enumerate(spans):
-            _backward_rows(dout, x, loader, grads, tile, rows, saved, scale_R1, fused_phase2, index > 0, number > 0)
-        if grads.wants_weights:
-            _store_weight_grads(grads, tile)
+
+    dout: RowSource
+    x: RowSource
+    weights: FFNWeights
+    loader: Loader
+    grads: FFNGrads
+    saved: Checkpoints
+    scale_R1: Tensor | None = None
+    block_size: int | None = None
+    fused_phase2: bool = True
+    recompute_loader: Loader | None = None
+
+    def run(self) -> None:
+        """Write all gradients that are wanted."""
+        compute = self.loader.compute
+        spans = row_spans(len(self.x), compute, self.block_size)
+        if self.grads.scale_R is not None:
+            self.grads.scale_R.zero_()
+        for number, columns in enumerate(column_spans(self.weights.down_HI.shape[1], compute)):
+            tile = _Tile(self, columns, first=number == 0)
+            for index, rows in enumerate(spans):
+                tile.backward(rows, first=index == 0)
+            tile.store_weight_grads()
 
 
-def _load_tile(
-    weights: FFNWeights, loader: Loader, grads: FFNGrads, columns: Span, saved: Checkpoints, fused_phase2: bool
-) -> _Tile:
-    compute, scratch = loader.compute, loader.scratch
-    hidden = weights.down_HI.shape[0]
-    padded_hidden = padded(hidden) if compute.mx else hidden
-    part, size, length = slice(columns.start, columns.stop), columns.size, columns.length
-    kept = up_split(columns, saved, recompute_up=True)
-    gate_up = None
-    if grads.x_RH is not None:
-        gate_up = scratch.get("gate_up", (2 * size, padded_hidden), compute.operand)
-        loader.fill(gate_up[:size], weights.gate_IH[part])
-        loader.fill(gate_up[size:], weights.up_IH[part])
-        if compute.mx:
-            for half in (gate_up,) if fused_phase2 else (gate_up[:size], gate_up[size:]):
-                loader.quantize(half, axis=0)
-    tail = None
-    if kept < length:
-        source = weights.up_IH[columns.start + kept : columns.stop]
-        tail = loader.load("up_tail", source, (padded(length - kept), padded_hidden), mx_axes=(1,))
-    return _Tile(
-        hidden=hidden,
-        columns=columns,
-        kept=kept,
-        down_HI=loader.load("down", weights.down_HI[:, part], (padded_hidden, size), mx_axes=(0,)),
-        gate_up_2IH=gate_up,
-        up_tail_IH=tail,
-        gate_up_sum_2IH=scratch.get("gate_up_sum", (2 * size, hidden), torch.float32) if grads.wants_weights else None,
-        down_sum_HI=scratch.get("down_sum", (hidden, length), torch.float32) if grads.wants_weights else None,
-    )
+class _Tile:
+    """One span of the intermediate axis: its weights as operands, its weight-gradient sums in fp32."""
 
+    def __init__(self, task: FFNBackward, columns: Span, *, first: bool) -> None:
+        loader, weights, scratch = task.loader, task.weights, task.loader.scratch
+        self.task, self.columns, self.first = task, columns, first
+        self.mx = loader.compute.mx
+        self.hidden = weights.down_HI.shape[0]
+        self.padded_hidden = padded(self.hidden) if self.mx else self.hidden
+        part, shape = slice(columns.start, columns.stop), (columns.size, self.padded_hidden)
+        self.kept = kept_columns(columns, task.saved)
+        self.recompute = task.recompute_loader or loader
+        self.down_HI = loader.load("down", weights.down_HI[:, part], shape[::-1], mx_axes=(0,))
+        if task.grads.x_RH is not None:
+            self.gate_IH, self.up_IH = self._input_grad_operands(part, shape)
+        if self.kept < columns.length:
+            tail = weights.up_IH[columns.start + self.kept : columns.stop]
+            tail_shape = (padded(len(tail)), self.padded_hidden)
+            self.up_tail_IH = self.recompute.load("up_tail", tail, tail_shape, mx_axes=(1,))[: len(tail)]
+        if task.grads.gate_IH is not None:
+            self.gate_up_sum = scratch.get("gate_up_sum", (2 * columns.size, self.hidden), torch.float32)
+            self.down_sum = scratch.get("down_sum", (self.hidden, columns.length), torch.float32)
 
-def _backward_rows(
-    dout: RowSource,
-    x: RowSource,
-    loader: Loader,
-    grads: FFNGrads,
-    tile: _Tile,
-    rows: Span,
-    saved: Checkpoints,
-    scale_R1: Tensor | None,
-    fused_phase2: bool,
-    not_first_rows: bool,
-    not_first_columns: bool,
-) -> None:
-    compute, scratch, columns = loader.compute, loader.scratch, tile.columns
-    hidden, shape_RH = tile.hidden, (rows.size, tile.down_HI.shape[0])
-    dout_rows, x_rows = dout.take(rows), x.take(rows)
-    dout_RH = loader.load("dout", dout_rows, shape_RH, mx_axes=(1,))[: rows.length]
-    d_int = scratch.get("d_int", (rows.length, columns.length), compute.operand)
-    matmul_into(d_int, dout_RH, tile.down_HI[: dout_RH.shape[1], : columns.length], accumulate=False)
-    gate, up = _pre_activations(loader, tile, rows, saved, x_rows, shape_RH)
-    scale = None if scale_R1 is None else scale_R1[rows.start : rows.stop]
-    d_scale = None if grads.scale_R is None else grads.scale_R[rows.start : rows.stop]
-    d_gate_up = scratch.get("d_gate_up", (rows.size, 2 * columns.size), compute.operand)
-    inter = scratch.get("inter", (rows.size, columns.size), compute.operand)
-    stage = _elementwise_mx if compute.mx else _elementwise
-    stage(loader, d_int, gate, up, scale, d_scale, saved, rows, columns, d_gate_up, inter)
-    if tile.gate_up_sum_2IH is not None and tile.down_sum_HI is not None:
-        x_op = loader.load("x", x_rows, shape_RH, mx_axes=(0,))[: rows.length, :hidden]
-        dout_op = loader.load("dout", dout_rows, shape_RH, mx_axes=(0,))[: rows.length, :hidden]
-        d_left = d_gate_up
-        if compute.mx:
-            d_left = loader.quantize(scratch.get("d_gate_up_T", tuple(d_gate_up.shape), torch.float32).copy_(d_gate_up), 0)
-            loader.quantize(inter, axis=0)
-        matmul_into(tile.gate_up_sum_2IH, d_left[: rows.length].t(), x_op, accumulate=not_first_rows)
-        matmul_into(
-            tile.down_sum_HI, dout_op.t(), inter[: rows.length, : columns.length], accumulate=not_first_rows
-        )
-    if grads.x_RH is not None and tile.gate_up_2IH is not None:
-        if compute.mx:
-            size = columns.size
-            for half in (d_gate_up,) if fused_phase2 else (d_gate_up[:, :size], d_gate_up[:, size:]):
-                loader.quantize(half, axis=1)
-        out = grads.x_RH[rows.start : rows.stop]
-        matmul_into(out, d_gate_up[: rows.length], tile.gate_up_2IH[:, :hidden], accumulate=not_first_columns)
+    def _input_grad_operands(self, part: slice, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """Gate and up as right operands of dX; in MX mode halves of one buffer that is quantized along 2I."""
+        loader, weights, size = self.task.loader, self.task.weights, shape[0]
+        if not self.mx:
+            return loader.load("gate", weights.gate_IH[part], shape), loader.load("up", weights.up_IH[part], shape)
+        both = loader.scratch.get("gate_up", (2 * size, shape[1]), loader.compute.operand)
+        loader.fill(both[:size], weights.gate_IH[part])
+        loader.fill(both[size:], weights.up_IH[part])
+        for quantized in (both,) if self.task.fused_phase2 else (both[:size], both[size:]):
+            loader.quantize(quantized, axis=0)
+        return both[:size], both[size:]
 
+    def backward(self, rows: Span, *, first: bool) -> None:
+        """Add the rows' part to the sums and to dX; `first` rows overwrite the sums instead."""
+        task, loader, size = self.task, self.task.loader, self.columns.size
+        dout, x, shape_RH = task.dout.take(rows), task.x.take(rows), (rows.size, self.padded_hidden)
+        dout_RH = loader.load("dout", dout, shape_RH, mx_axes=(1,))[: rows.length]
+        d_int = loader.scratch.get("d_int", (rows.length, self.columns.length), loader.compute.operand)
+        matmul_into(d_int, dout_RH, self.down_HI[:, : self.columns.length], accumulate=False)
+        gate, up = self._pre_activations(rows, x, shape_RH)
+        d_gate_up, inter = self._elementwise(rows, d_int, gate, up)
+        if task.grads.gate_IH is not None:
+            x_op = loader.load("x", x, shape_RH, mx_axes=(0,))[: rows.length, : self.hidden]
+            dout_op = loader.load("dout", dout, shape_RH, mx_axes=(0,))[: rows.length, : self.hidden]
+            left = d_gate_up
+            if self.mx:
+                left = loader.scratch.get("d_gate_up_rows", tuple(d_gate_up.shape), torch.float32).copy_(d_gate_up)
+                loader.quantize(left, axis=0)
+                loader.quantize(inter, axis=0)
+            matmul_into(self.gate_up_sum, left[: rows.length].t(), x_op, accumulate=not first)
+            inter = inter[: rows.length, : self.columns.length]
+            matmul_into(self.down_sum, dout_op.t(), inter, accumulate=not first)
+        if task.grads.x_RH is not None:
+            if self.mx:
+                for part in (d_gate_up,) if task.fused_phase2 else (d_gate_up[:, :size], d_gate_up[:, size:]):
+                    loader.quantize(part, axis=1)
+            out, left = task.grads.x_RH[rows.start : rows.stop], d_gate_up[: rows.length]
+            matmul_into(out, left[:, :size], self.gate_IH[:, : self.hidden], accumulate=not self.first)
+            matmul_into(out, left[:, size:], self.up_IH[:, : self.hidden], accumulate=True)
 
-def _pre_activations(
-    loader: Loader, tile: _Tile, rows: Span, saved: Checkpoints, x_rows: Tensor, shape_RH: tuple[int, int]
-) -> tuple[Tensor, Tensor]:
-    """Return gate and up of this tile in fp32, recomputing the columns of up that were not kept."""
-    columns, scratch = tile.columns, loader.scratch
-    row_part = slice(rows.start, rows.stop)
-    assert saved.gate is not None and saved.up is not None
-    gate = scratch.get("gate_fp32", (rows.length, columns.length), torch.float32)
-    gate.copy_(saved.gate[row_part, columns.start : columns.stop])
-    up = scratch.get("up_fp32", (rows.length, columns.length), torch.float32)
-    if tile.kept:
-        up[:, : tile.kept].copy_(saved.up[row_part, columns.start : columns.start + tile.kept])
-    if tile.up_tail_IH is not None:
-        missing = columns.length - tile.kept
-        x_RH = loader.load("x", x_rows, shape_RH, mx_axes=(1,))[: rows.length]
-        tail = scratch.get("up_tail_out", (rows.length, missing), loader.compute.operand)
-        matmul_into(tail, x_RH, tile.up_tail_IH[:missing].t(), accumulate=False)
-        if tail.dtype == torch.float32:
-            loader.round_(tail)
-        up[:, tile.kept :].copy_(tail)
-    return gate, up
+    def _pre_activations(self, rows: Span, x: Tensor, shape_RH: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """Return gate and up of these rows in fp32, multiplying the columns of up again that were not kept."""
+        saved, columns, scratch, kept = self.task.saved, self.columns, self.task.loader.scratch, self.kept
+        row_part = slice(rows.start, rows.stop)
+        assert saved.gate is not None and saved.up is not None
+        gate = scratch.get("gate_fp32", (rows.length, columns.length), torch.float32)
+        gate.copy_(saved.gate[row_part, columns.start : columns.stop])
+        up = scratch.get("up_fp32", (rows.length, columns.length), torch.float32)
+        up[:, :kept].copy_(saved.up[row_part, columns.start : columns.start + kept])
+        if kept < columns.length:
+            x_RH = self.recompute.load("x", x, shape_RH, mx_axes=(1,))[: rows.length]
+            tail = scratch.get("up_tail_out", (rows.length, columns.length - kept), self.recompute.compute.operand)
+            matmul_into(tail, x_RH, self.up_tail_IH.t(), accumulate=False)
+            if tail.dtype == torch.float32:
+                self.recompute.round_(tail)
+            up[:, kept:].copy_(tail)
+        return gate, up
 
+    def _elementwise(self, rows: Span, d_int: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+        """Return ``[d_gate, d_up]`` and the scaled intermediate as operands; add to the scale's gradient."""
+        task, loader, columns = self.task, self.task.loader, self.columns
+        scratch, shape, rounds = loader.scratch, tuple(gate.shape), loader.compute.mx
+        part = (slice(rows.start, rows.stop), slice(columns.start, columns.stop))
+        if d_int.dtype != torch.float32:
+            d_int = scratch.get("d_int_fp32", shape, torch.float32).copy_(d_int)
+        act, product = (scratch.get(name, shape, torch.float32) for name in ("act", "product"))
+        if task.saved.gate_act is not None:
+            act.copy_(task.saved.gate_act[part])
+        else:
+            torch.ops.aten.silu.out(gate, out=act)
+            if rounds:
+                loader.round_(act)
+        if task.saved.intermediate is not None:
+            product.copy_(task.saved.intermediate[part])
+        else:
+            torch.mul(act, up, out=product)
+            if rounds:
+                loader.round_(product)
+        if task.grads.scale_R is not None:
+            task.grads.scale_R[part[0]].add_(torch.linalg.vecdot(d_int, product))
+        if task.scale_R1 is not None:
+            product.mul_(task.scale_R1[part[0]])
+            d_int.mul_(task.scale_R1[part[0]])
+        inter = scratch.get("inter", (rows.size, columns.size), loader.compute.operand)
+        d_gate_up = scratch.get("d_gate_up", (rows.size, 2 * columns.size), loader.compute.operand)
+        loader.fill(inter, product)
+        loader.fill(d_gate_up[:, columns.size :], act.mul_(d_int))
+        loader.fill(d_gate_up[:, : columns.size], self._d_gate(d_int, gate, up, out=act))
+        return d_gate_up, inter
 
-def _elementwise(
-    loader: Loader,
-    d_int: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    scale: Tensor | None,
-    d_scale: Tensor | None,
-    saved: Checkpoints,
-    rows: Span,
-    columns: Span,
-    d_gate_up: Tensor,
-    inter: Tensor,
-) -> None:
-    """fp32 and bf16: fill the operands ``inter`` and ``d_gate_up``, adding this tile's part of `d_scale`."""
-    scratch, shape = loader.scratch, tuple(gate.shape)
-    d_int32 = d_int if d_int.dtype == torch.float32 else scratch.get("d_int_fp32", shape, torch.float32).copy_(d_int)
-    act = torch.ops.aten.silu.out(gate, out=scratch.get("act", shape, torch.float32))
-    product = torch.mul(act, up, out=scratch.get("product", shape, torch.float32))
-    if d_scale is not None:
-        d_scale.add_(torch.linalg.vecdot(d_int32, product))
-    if scale is not None:
-        product.mul_(scale)
-        d_int32.mul_(scale)
-    loader.fill(inter, product)
-    d_up = act.mul_(d_int32)
-    d_gate = torch.ops.aten.silu_backward.grad_input(d_int32.mul_(up), gate, grad_input=product)
-    loader.fill(d_gate_up[:, : columns.size], d_gate)
-    loader.fill(d_gate_up[:, columns.size :], d_up)
+    def _d_gate(self, d_int: Tensor, gate: Tensor, up: Tensor, *, out: Tensor) -> Tensor:
+        """``d_int * up * silu'(gate)``, with the rounding points of ``mlp_bwd_mxfp8`` in MX mode."""
+        silu_backward = torch.ops.aten.silu_backward.grad_input
+        if not self.mx:
+            result: Tensor = silu_backward(d_int.mul_(up), gate, grad_input=out)
+            return result
+        one = torch.ones((), dtype=torch.float32, device=gate.device).expand(gate.shape)
+        slope = self.task.loader.round_(silu_backward(one, gate, grad_input=out))
+        return self.task.loader.round_(slope.mul_(up)).mul_(d_int)
 
-
-def _elementwise_mx(
-    loader: Loader,
-    d_int: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    scale: Tensor | None,
-    d_scale: Tensor | None,
-    saved: Checkpoints,
-    rows: Span,
-    columns: Span,
-    d_gate_up: Tensor,
-    inter: Tensor,
-) -> None:
-    """mxfp8: the same with the rounding points of ``mlp_bwd_mxfp8``; operands are not quantized yet."""
-    scratch, shape = loader.scratch, tuple(gate.shape)
-    part = (slice(rows.start, rows.stop), slice(columns.start, columns.stop))
-    act = scratch.get("act", shape, torch.float32)
-    if saved.gate_act is not None:
-        act.copy_(saved.gate_act[part])
-    else:
-        loader.round_(torch.ops.aten.silu.out(gate, out=act))
-    product = scratch.get("product", shape, torch.float32)
-    if saved.intermediate is not None:
-        product.copy_(saved.intermediate[part])
-    else:
-        loader.round_(torch.mul(act, up, out=product))
-    if d_scale is not None:
-        d_scale.add_(torch.linalg.vecdot(d_int, product))
-    if scale is not None:
-        product.mul_(scale)
-        d_int.mul_(scale)
-    loader.fill(inter, product)
-    loader.fill(d_gate_up[:, columns.size :], act.mul_(d_int))
-    one = torch.ones((), dtype=torch.float32, device=gate.device).expand(shape)
-    slope = loader.round_(torch.ops.aten.silu_backward.grad_input(one, gate, grad_input=act))
-    d_gate = loader.round_(slope.mul_(up)).mul_(d_int)
-    loader.fill(d_gate_up[:, : columns.size], d_gate)
-
-
-def _store_weight_grads(grads: FFNGrads, tile: _Tile) -> None:
-    """Round the finished fp32 sums and copy them to where the caller wants them."""
-    columns, sums, down = tile.columns, tile.gate_up_sum_2IH, tile.down_sum_HI
-    assert sums is not None and down is not None
-    assert grads.gate_IH is not None and grads.up_IH is not None and grads.down_HI is not None
-    part = slice(columns.start, columns.stop)
-    grads.gate_IH[part].copy_(sums[: columns.length].to(grads.rounded))
-    grads.up_IH[part].copy_(sums[columns.size : columns.size + columns.length].to(grads.rounded))
-    grads.down_HI[:, part].copy_(down.to(grads.rounded))
+    def store_weight_grads(self) -> None:
+        """Round the finished fp32 sums and copy them to where the caller wants them."""
+        grads, columns = self.task.grads, self.columns
+        if grads.gate_IH is None or grads.up_IH is None or grads.down_HI is None:
+            return
+        part = slice(columns.start, columns.stop)
+        gate_sum = self.gate_up_sum[: columns.length]
+        up_sum = self.gate_up_sum[columns.size : columns.size + columns.length]
+        for target, total in ((grads.gate_IH[part], gate_sum), (grads.up_IH[part], up_sum)):
+            target.copy_(total.to(grads.rounded))
+        grads.down_HI[:, part].copy_(self.down_sum.to(grads.rounded))

@@ -70,14 +70,14 @@ class RowSource:
         return len(self.values) if self.index is None else len(self.index)
 
 
-def up_split(span: Span, saved: Checkpoints, recompute_up: bool) -> int:
+def kept_columns(span: Span, checkpoints: Checkpoints) -> int:
     """Columns of this span whose `up` is kept; the rest is multiplied separately in forward and backward.
 
     Using the same cut in both directions makes the recomputed values bit-identical to the forward's.
     """
-    if saved.up is None or not recompute_up:
+    if checkpoints.up is None:
         return span.length
-    return min(max(saved.up.shape[1] - span.start, 0), span.length)
+    return min(max(checkpoints.up.shape[1] - span.start, 0), span.length)
 
 
 def ffn_forward(
@@ -110,7 +110,7 @@ def ffn_forward(
         gate_IH = loader.load("gate", weights.gate_IH[part], shape, mx_axes=(1,))
         up_IH = loader.load("up", weights.up_IH[part], shape, mx_axes=(1,))
         down_HI = loader.load("down", weights.down_HI[:, part], (padded_hidden, columns.size), mx_axes=(1,))
-        kept = up_split(columns, save, recompute_up=True)
+        kept = kept_columns(columns, save)
         for rows in row_spans(len(x), compute, block_size):
             x_RH = loader.load("x", x.take(rows), (rows.size, padded_hidden), mx_axes=(1,))[: rows.length]
             gate_RI = loader.scratch.get("gate_out", (rows.length, columns.length), compute.operand)
@@ -137,9 +137,7 @@ def project_gate_up(x: RowSource, weights: FFNWeights, loader: Loader) -> tuple[
     compute = loader.compute
     inner, hidden = weights.gate_IH.shape
     padded_hidden = padded(hidden) if compute.mx else hidden
-    gate_RI, up_RI = (
-        torch.empty((len(x), inner), dtype=compute.rounded, device=x.values.device) for _ in range(2)
-    )
+    gate_RI, up_RI = (torch.empty((len(x), inner), dtype=compute.rounded, device=x.values.device) for _ in range(2))
     for weight_IH, out_RI in ((weights.gate_IH, gate_RI), (weights.up_IH, up_RI)):
         for columns in column_spans(inner, compute):
             part = slice(columns.start, columns.stop)
@@ -165,7 +163,9 @@ def _activate(
     compute = loader.compute
     row_part, column_part = slice(rows.start, rows.stop), slice(columns.start, columns.stop)
     gate_kept = None if save.gate is None else save.gate[row_part, column_part].copy_(gate_RI)
-    up_kept = None if save.up is None else save.up[row_part, columns.start : columns.start + kept].copy_(up_RI[:, :kept])
+    up_kept = (
+        None if save.up is None else save.up[row_part, columns.start : columns.start + kept].copy_(up_RI[:, :kept])
+    )
     gate32, up32 = _in_fp32(loader, "gate_fp32", gate_RI), _in_fp32(loader, "up_fp32", up_RI)
     if not compute.mx and compute.operand != compute.rounded:
         _round_like(loader, gate32, gate_kept)
