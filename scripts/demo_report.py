@@ -17,9 +17,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-HEADINGS = ("run", "training loss", "evaluation loss", "tokens/s", "saved B/token", "of stock", "modules P/S/R")
+HEADINGS = ("run", "train loss", "eval loss", "tok/s", "saved B/token", "of stock", "modules P/S/R")
 LEGEND = (
-    "Losses: mean cross entropy (nats) at the start -> at the end; evaluation on speeches of years never trained on. "
+    "Losses: mean cross entropy (nats) at the start->at the end; eval is on speeches of years never trained on. "
     "Saved: bytes per token that the patched blocks keep for backward. Modules: patched/skipped/refused."
 )
 RELOAD_HEADINGS = ("checkpoint of", "precision fp32", "as trained")
@@ -94,8 +94,8 @@ def rows(part: Part) -> list[tuple[str, ...]]:
         table.append(
             (
                 result.name,
-                f"{result.train_loss_start:.3f} -> {result.train_loss_end:.3f}",
-                f"{result.eval_loss_before:.3f} -> {result.eval_loss_after:.3f}",
+                f"{result.train_loss_start:.3f}->{result.train_loss_end:.3f}",
+                f"{result.eval_loss_before:.3f}->{result.eval_loss_after:.3f}",
                 f"{result.tokens_per_second:,.0f}",
                 f"{result.saved_bytes_per_token:,.0f}",
                 f"{result.saved_bytes_per_token / stock_bytes:.2f}x",
@@ -124,9 +124,12 @@ def print_tables(console: Console, outcome: Outcome) -> None:
 
 
 def _terminal_table(headings: tuple[str, ...], body: list[tuple[str, ...]]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for index, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if index == 0 else "right")
+        widest = max(
+            (len(row[index]) for row in body), default=0
+        )  # numbers stay whole on 80 columns, headings may wrap
+        table.add_column(heading, justify="left" if index == 0 else "right", min_width=widest)
     for row in body:
         table.add_row(*row)
     return table
