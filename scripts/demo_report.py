@@ -17,10 +17,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-HEADINGS = ("run", "train loss", "eval loss", "tok/s", "saved B/token", "of stock", "modules P/S/R")
+HEADINGS = ("run", "train loss", "eval loss", "tok/s", "saved B/tok", "of stock", "P/S/R")
 LEGEND = (
     "Losses: mean cross entropy (nats) at the start->at the end; eval is on speeches of years never trained on. "
-    "Saved: bytes per token that the patched blocks keep for backward. Modules: patched/skipped/refused."
+    "Saved: bytes per token that the patched blocks keep for backward. P/S/R: modules patched/skipped/refused."
 )
 RELOAD_HEADINGS = ("checkpoint of", "precision fp32", "as trained")
 RELOAD_LEGEND = (
@@ -126,10 +126,7 @@ def print_tables(console: Console, outcome: Outcome) -> None:
 def _terminal_table(headings: tuple[str, ...], body: list[tuple[str, ...]]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for index, heading in enumerate(headings):
-        widest = max(
-            (len(row[index]) for row in body), default=0
-        )  # numbers stay whole on 80 columns, headings may wrap
-        table.add_column(heading, justify="left" if index == 0 else "right", min_width=widest)
+        table.add_column(heading, justify="left" if index == 0 else "right", no_wrap=True)
     for row in body:
         table.add_row(*row)
     return table
