@@ -16,12 +16,23 @@ from hf_neuron_moe._version import __version__
 
 if TYPE_CHECKING:
     from hf_neuron_moe.config import NeuronMoEConfig
+    from hf_neuron_moe.errors import NeuronMoEError, NeuronMoEWarning
     from hf_neuron_moe.patching import PatchReport, patch_model, unpatch_model
 
-__all__ = ["NeuronMoEConfig", "PatchReport", "__version__", "patch_model", "unpatch_model"]
+__all__ = [
+    "NeuronMoEConfig",
+    "NeuronMoEError",
+    "NeuronMoEWarning",
+    "PatchReport",
+    "__version__",
+    "patch_model",
+    "unpatch_model",
+]
 
 _HOME = {
     "NeuronMoEConfig": "hf_neuron_moe.config",
+    "NeuronMoEError": "hf_neuron_moe.errors",
+    "NeuronMoEWarning": "hf_neuron_moe.errors",
     "PatchReport": "hf_neuron_moe.patching",
     "patch_model": "hf_neuron_moe.patching",
     "unpatch_model": "hf_neuron_moe.patching",

@@ -72,6 +72,9 @@ def give_back(replacement: NeuronBlock, original: nn.Module) -> None:
     for kind in _OWN_COPY:
         mine, theirs = replacement.__dict__[kind], original.__dict__[kind]
         theirs.update({key: mine[key] for key in theirs if key in mine and not _is_kernel_only(replacement, kind, key)})
+    if replacement.training != original.training:  # layers that the kernel home has no use for did not follow along
+        for slot, _ in (stock_slot(original, name) for rule in replacement.neuron_rules for name in rule.stock):
+            slot.training = replacement.training
     for key in original.__dict__:
         kept_out = key == "is_transposed" and bool(replacement.neuron_rules)
         if key in replacement.__dict__ and key not in _OWN_COPY and not kept_out:

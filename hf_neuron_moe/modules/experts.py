@@ -16,6 +16,7 @@ from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.errors import ConfigError, UnsupportedModelError, refuse
 from hf_neuron_moe.modules import ops
 from hf_neuron_moe.modules.block import NeuronBlock, make_kernel_parameter
+from hf_neuron_moe.modules.experts_check import why_not_swiglu_experts
 from hf_neuron_moe.modules.state_dict import KernelLayoutMixin, WeightRule
 
 
@@ -136,8 +137,7 @@ class _RegisteredExperts:
         self.config = config
 
     def __call__(self, module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        if not torch.compiler.is_compiling():
-            _check_supported(module)
+        _check_supported(module)
         return ops.experts(
             hidden_states,
             top_k_index,
@@ -151,9 +151,8 @@ class _RegisteredExperts:
         )
 
 
-def _check_supported(module: nn.Module) -> None:
-    from hf_neuron_moe.modules.experts_check import why_not_swiglu_experts
-
+@torch.compiler.assume_constant_result  # decided once per compiled module: the flags are set when it is made
+def _check_supported(module: nn.Module) -> bool:
     reason = why_not_swiglu_experts(module)
     if reason is not None:
         raise refuse(
@@ -164,3 +163,4 @@ def _check_supported(module: nn.Module) -> None:
             got=f"one that the kernels cannot compute: {reason}",
             remedy="Use model.set_experts_implementation('grouped_mm') for this model.",
         )
+    return True

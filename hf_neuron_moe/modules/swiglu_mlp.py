@@ -57,15 +57,15 @@ def why_not_plain_linear(module: Any) -> str | None:
     """Return why `module` may compute something else than ``x @ weight.T``, or None for a plain linear layer."""
     if type(module) is not nn.Linear:
         return f"a {type(module).__name__}, not a plain torch.nn.Linear"
-    if module.bias is not None:
+    if module._parameters.get("bias") is not None:
         return "a linear layer with a bias"
     if "forward" in module.__dict__:
         return "a linear layer whose forward is overridden on the instance"
     if has_call_hooks(module):
         return "a linear layer with hooks"
-    weight: object = module.weight
-    if type(weight) is not nn.Parameter:
-        return f"a linear layer whose weight is a {type(weight).__name__}"
+    weight: Any = module.weight
+    if type(weight) is not nn.Parameter or type(weight.data) is not Tensor:
+        return f"a linear layer whose weight is a {type(weight).__name__} of {type(weight.data).__name__}"
     return None
 
 

@@ -22,6 +22,9 @@ from hf_neuron_moe.patching.report import PATCHED, REFUSED, SKIPPED, PatchEntry,
 
 _WHERE = "patch_model"
 
+_Request = tuple[NeuronMoEConfig, tuple[str, ...], tuple[str, ...]]
+"""Config, include and exclude as asked for."""
+
 
 def patch_model(
     model: nn.Module,
@@ -60,22 +63,13 @@ def patch_model(
     check_model(model)
     for _, state in states(model):
         return _repeated(state, request)
-    resolved, include_globs, exclude_globs = request
+    config_asked, include_globs, exclude_globs = request
     candidates = discover(model)
     names = [name for candidate in candidates for name in (candidate.name, *candidate.aliases)]
     _check_globs("include", include_globs, names)
     _check_globs("exclude", exclude_globs, names)
-    uses = Counter(id(param) for module in model.modules() for param in module._parameters.values())
-    plan: list[PlanItem] = []
-    entries: list[PatchEntry] = []
-    for candidate in candidates:
-        skipped = _skip_reason(candidate, include_globs, exclude_globs)
-        item = None if skipped or candidate.reason else _plan_item(candidate, resolved)
-        reason = skipped or candidate.reason or _why_not_home(candidate, item, uses)
-        if item is not None and reason is None:
-            plan.append(item)
-        entries.append(_entry(candidate, SKIPPED if skipped else REFUSED, reason, item))
-    report = PatchReport(resolved, tuple(entries))
+    plan, entries = _plan(model, candidates, request)
+    report = PatchReport(config_asked, entries)
     _check_outcome(model, report, strict)
     apply_plan(model, plan, PatchState(report, request))
     return report
@@ -121,6 +115,24 @@ def unpatch_model(model: nn.Module) -> PatchReport:
     for holder, state in found:
         undo_patch(holder, state)
     return found[0][1].report
+
+
+def _plan(
+    model: nn.Module, candidates: list[Candidate], request: _Request
+) -> tuple[list[PlanItem], tuple[PatchEntry, ...]]:
+    """Decide about every candidate; nothing is changed."""
+    config, include, exclude = request
+    uses = Counter(id(param) for module in model.modules() for param in module._parameters.values())
+    plan: list[PlanItem] = []
+    entries: list[PatchEntry] = []
+    for candidate in candidates:
+        skipped = _skip_reason(candidate, include, exclude)
+        item = None if skipped or candidate.reason else _plan_item(candidate, config)
+        reason = skipped or candidate.reason or _why_not_home(model, candidate, item, uses)
+        if item is not None and reason is None:
+            plan.append(item)
+        entries.append(_entry(candidate, SKIPPED if skipped else REFUSED, reason, item))
+    return plan, tuple(entries)
 
 
 def _as_config(config: Any) -> NeuronMoEConfig:
@@ -191,12 +203,14 @@ def _plan_item(candidate: Candidate, config: NeuronMoEConfig) -> PlanItem:
     return PlanItem(candidate, replace(config, backend=backend, weights=home))
 
 
-def _why_not_home(candidate: Candidate, item: PlanItem | None, uses: Counter[int]) -> str | None:
+def _why_not_home(model: nn.Module, candidate: Candidate, item: PlanItem | None, uses: Counter[int]) -> str | None:
     """Why the candidate cannot be replaced in this model, or cannot have its weights in the wanted layout."""
     if candidate.name == "":
         return "it is the model itself; pass the module that contains it"
     if item is None or item.config.weights == "stock":
         return None
+    if any(attr == "base_layer" for _, attr in holders(model, candidate.module)):
+        return "an adapter made for the stock layout is attached to it; patch before attaching, or use weights='stock'"
     hooked = [child for child in candidate.module.modules() if _has_state_hooks(child)]
     if hooked:
         return (
@@ -262,7 +276,7 @@ def _check_outcome(model: nn.Module, report: PatchReport, strict: bool) -> None:
         )
 
 
-def _repeated(state: PatchState, request: tuple[NeuronMoEConfig, tuple[str, ...], tuple[str, ...]]) -> PatchReport:
+def _repeated(state: PatchState, request: _Request) -> PatchReport:
     if state.request == request:
         return state.report
     differing = [

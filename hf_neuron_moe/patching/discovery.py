@@ -40,11 +40,6 @@ _DENSE_SUFFIXES = ("MLP", "Mlp", "FeedForward", "FFN", "GLU")
 _EXPERTS_SUFFIX = "Experts"
 _WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-_EXCEPTIONS: dict[str, str] = {
-    "ParamWrapper": "it is peft's wrapper around a parameter, not a block; the wrapped module is listed by itself",
-}
-"""Class names that look like candidates by their attributes and are none, with the reason. They are not listed."""
-
 
 @dataclass(frozen=True)
 class Candidate:
@@ -88,7 +83,7 @@ def discover(model: nn.Module) -> list[Candidate]:
 
 def _kind(module: nn.Module) -> str | None:
     class_name = type(module).__name__
-    if class_name in _EXCEPTIONS or isinstance(module, NeuronBlock | nn.ModuleList | nn.ModuleDict):
+    if isinstance(module, NeuronBlock | nn.ModuleList | nn.ModuleDict):
         return None
     if is_decorated_experts(module):
         return EXPERTS

@@ -131,7 +131,7 @@ class _Reader:
                 return self.values[name]
             case ast.BinOp(left=left, op=ast.Mult(), right=right):
                 return Product(self.evaluate(left), self.evaluate(right))
-            case ast.Subscript(value=value, slice=ast.Constant(value=0 | 1 as index)):
+            case ast.Subscript(value=value, slice=ast.Constant(value=int() as index)) if index in (0, 1):
                 halves = self.evaluate(value)
                 if isinstance(halves, Halves):
                     return Half(halves.whole, index)

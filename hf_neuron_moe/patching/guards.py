@@ -32,7 +32,7 @@ def check_model(model: Any) -> None:
     for name, module in model.named_modules():
         for wrapper, remedy in _WRAPPERS.items():
             if any(base.__name__ == wrapper for base in type(module).__mro__):
-                raise _refusal("a plain, unwrapped model", f"a {wrapper}{_at(name)}", remedy)
+                raise _refusal("a plain, unwrapped model", f"{wrapper}{_at(name)}", remedy)
     for expected, find, remedy in _RULES:
         found = find(model)
         if found is not None:

@@ -1,0 +1,124 @@
+"""A patched model in fp32 is the stock model: outputs, input gradients, every parameter's gradient, both homes."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_neuron_moe import patch_model
+from tests.tiny_models import FAMILIES, HOMES, tiny_model, tokens
+
+
+def assert_close(actual: Tensor, expected: Tensor, what: str) -> None:
+    """Equal up to fp32 rounding.
+
+    rtol 1e-5 is the promise for single elements. The products are summed in another order than in the stock modules,
+    and an element near zero is the difference of large terms, so its error scales with the tensor's largest value:
+    a few units of 2**-24 each, 2e-6 together over the two layers and up to 48 terms of these models.
+    """
+    torch.testing.assert_close(
+        actual, expected, rtol=1e-5, atol=2e-6 * expected.abs().max().item(), msg=lambda m: f"{what}: {m}"
+    )
+
+
+def run(model: nn.Module) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Return logits, the gradient at the embeddings, and gradients under state_dict names."""
+    embedded = model.get_input_embeddings()(tokens()).detach().requires_grad_()
+    logits = model(inputs_embeds=embedded).logits
+    logits.square().mean().backward()
+    # state_dict(keep_vars=True) would give views; gradients in stock layout come from a state dict of gradients.
+    with torch.no_grad():
+        saved = {name: param.detach().clone() for name, param in model.named_parameters()}
+        for param in model.parameters():
+            param.copy_(torch.zeros_like(param) if param.grad is None else param.grad)
+        gradients = {name: value.clone() for name, value in model.state_dict().items()}
+        for name, param in model.named_parameters():
+            param.copy_(saved[name])
+    return logits.detach(), embedded.grad, gradients
+
+
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_forward_and_all_gradients_equal_stock(family: str, home: str) -> None:
+    stock = tiny_model(family)
+    patched = copy.deepcopy(stock)
+    report = patch_model(patched, {"precision": "fp32", "weights": home})
+    assert {entry.weights for entry in report.patched} == {home}
+    logits, input_gradient, gradients = run(patched)
+    stock_logits, stock_input_gradient, stock_gradients = run(stock)
+    assert_close(logits, stock_logits, "logits")
+    assert_close(input_gradient, stock_input_gradient, "input gradient")
+    assert gradients.keys() == stock_gradients.keys()
+    for name, gradient in stock_gradients.items():
+        assert gradient.abs().max() > 0 or "embed_tokens" in name, name
+        assert_close(gradients[name], gradient, name)
+
+
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_both_homes_give_the_same_numbers(family: str, home: str) -> None:
+    stock = tiny_model(family)
+    results = []
+    for weights in ("stock", home):
+        model = copy.deepcopy(stock)
+        patch_model(model, {"precision": "bf16", "weights": weights})
+        results.append(run(model))
+    assert torch.equal(results[0][0], results[1][0])
+    assert all(torch.equal(results[0][2][name], results[1][2][name]) for name in results[0][2])
+
+
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("family", ["llama", "phi3", "mixtral"])
+def test_frozen_weights_get_no_gradient_and_pass_it_on(family: str, home: str) -> None:
+    model = tiny_model(family)
+    for name, param in model.named_parameters():
+        param.requires_grad_("mlp" not in name)
+    patch_model(model, {"precision": "fp32", "weights": home})
+    embedded = model.get_input_embeddings()(tokens()).detach().requires_grad_()
+    model(inputs_embeds=embedded).logits.sum().backward()
+    blocks = [param for name, param in model.named_parameters() if "mlp" in name]
+    assert blocks
+    assert all(not param.requires_grad and param.grad is None for param in blocks)
+    assert embedded.grad.abs().max() > 0
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_ids_of_other_ranks_add_nothing(home: str) -> None:
+    model = tiny_model("mixtral")
+    stock = copy.deepcopy(model.model.layers[0].mlp.experts)
+    for layer in model.model.layers:
+        layer.mlp.experts._is_expert_parallel = True
+    patch_model(model, {"precision": "fp32", "weights": home})
+    experts = model.model.layers[0].mlp.experts
+    hidden_TH = torch.randn(6, 32)
+    index_TK = torch.tensor([[0, 1], [4, 2], [4, 4], [3, 4], [1, 0], [2, 3]])
+    weights_TK = torch.rand(6, 2)
+    expected = stock(hidden_TH, index_TK.clamp(max=3), weights_TK * (index_TK < 4))
+    assert_close(experts(hidden_TH, index_TK, weights_TK), expected, "experts")
+    assert torch.equal(experts(hidden_TH, index_TK, weights_TK)[2], torch.zeros(32))
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_transposed_experts_keep_their_parameters(home: str) -> None:
+    from transformers import AriaTextConfig
+    from transformers.models.aria.modeling_aria import AriaExperts
+
+    config = AriaTextConfig(
+        hidden_size=16, intermediate_size=24, moe_num_experts=3, num_attention_heads=2, num_key_value_heads=2
+    )
+    config._experts_implementation = "eager"
+    block = nn.ModuleDict({"experts": AriaExperts(config)})
+    for param in block.parameters():
+        nn.init.normal_(param, std=0.2)
+    experts = block["experts"]
+    assert experts.is_transposed
+    before = [id(param) for param in block.parameters()]
+    hidden_TH, weights_TK = torch.randn(5, 16), torch.rand(5, 2)
+    index_TK = torch.tensor([[0, 1], [1, 2], [2, 0], [0, 1], [1, 2]])
+    expected = experts(hidden_TH, index_TK, weights_TK)
+    patch_model(block, {"precision": "fp32", "weights": home})
+    assert [id(param) for param in block.parameters()] == before
+    assert_close(block["experts"](hidden_TH, index_TK, weights_TK), expected, "experts")

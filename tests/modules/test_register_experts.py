@@ -1,0 +1,90 @@
+"""The experts operator as a transformers experts implementation, for models that are not patched."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GptOssConfig
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from hf_neuron_moe import NeuronMoEConfig
+from hf_neuron_moe.errors import ConfigError, UnsupportedModelError
+from hf_neuron_moe.modules.experts import register_experts_implementation
+from tests.tiny_models import tiny_model, tokens
+
+NAME = "neuron_moe_under_test"
+
+
+@pytest.fixture(autouse=True)
+def _leave_no_registration() -> Iterator[None]:
+    """The registry is process-wide; take the name out again."""
+    yield
+    for mapping in (type(ALL_EXPERTS_FUNCTIONS)._global_mapping, ALL_EXPERTS_FUNCTIONS._local_mapping):
+        mapping.pop(NAME, None)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_registered_implementation_equals_stock(family: str, tmp_path: Path) -> None:
+    stock = tiny_model(family)
+    model = copy.deepcopy(stock)
+    register_experts_implementation({"precision": "fp32"}, NAME)
+    model.set_experts_implementation(NAME)
+    results = []
+    for each in (model, stock):
+        logits = each(tokens()).logits
+        logits.square().mean().backward()
+        results.append((logits.detach(), [param.grad for param in each.parameters()]))
+    torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-5, atol=1e-6)
+    for mine, theirs in zip(results[0][1], results[1][1], strict=True):
+        # The summation order differs; see tests/modules/test_equals_stock.py.
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=2e-6 * theirs.abs().max().item())
+    model.save_pretrained(tmp_path)
+    assert NAME not in (tmp_path / "config.json").read_text()
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation=NAME)
+    assert torch.equal(again.eval()(tokens()).logits, model.eval()(tokens()).logits)
+
+
+def test_the_precision_is_that_of_the_registration() -> None:
+    model = tiny_model("mixtral").eval()
+    register_experts_implementation({"precision": "fp32"}, NAME)
+    model.set_experts_implementation(NAME)
+    exact = model(tokens()).logits
+    register_experts_implementation(NeuronMoEConfig(precision="bf16"), NAME)
+    assert not torch.equal(model(tokens()).logits, exact)
+
+
+def test_unsupported_experts_are_refused_at_the_call() -> None:
+    config = GptOssConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        vocab_size=64,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    register_experts_implementation(name=NAME)
+    model.set_experts_implementation(NAME)
+    with pytest.raises(UnsupportedModelError, match=r"GptOssExperts .*bias"):
+        model(tokens())
+
+
+@pytest.mark.parametrize("name", ["eager", "grouped_mm", "batched_mm"])
+def test_names_of_others_are_not_taken(name: str) -> None:
+    before = ALL_EXPERTS_FUNCTIONS.get(name)
+    with pytest.raises(ConfigError, match=f"no other experts implementation has, got '{name}'"):
+        register_experts_implementation(name=name)
+    assert ALL_EXPERTS_FUNCTIONS.get(name) is before
+
+
+def test_the_kernel_home_needs_patching() -> None:
+    with pytest.raises(ConfigError, match="patch_model"):
+        register_experts_implementation({"weights": "kernel"}, NAME)
+    assert NAME not in ALL_EXPERTS_FUNCTIONS

@@ -1,0 +1,152 @@
+"""peft before and after patching, and the layers of a patched MLP being wrapped later."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.nn.utils import parametrize
+
+from hf_neuron_moe import patch_model, unpatch_model
+from hf_neuron_moe.errors import NeuronMoEWarning, NothingToPatchError, UnsupportedModelError
+from tests.tiny_models import HOMES, assert_same_snapshot, snapshot, tiny_model, tokens
+
+
+def lora(model: nn.Module, **options: object) -> nn.Module:
+    """Wrap `model`; the adapters get the same values in every copy, and ones that matter (peft starts at zero)."""
+    wrapped = get_peft_model(model, LoraConfig(r=4, lora_dropout=0.0, **options))
+    with torch.no_grad():
+        generator = torch.Generator().manual_seed(5)
+        for name, param in sorted(wrapped.named_parameters()):
+            if "lora_" in name:
+                param.copy_(torch.randn(param.shape, generator=generator) * 0.1)
+    return wrapped
+
+
+def gradients(model: nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Logits and the gradients of whatever is trained."""
+    logits = model(tokens()).logits
+    logits.square().mean().backward()
+    return logits.detach(), {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+
+
+def assert_same_training(actual: nn.Module, expected: nn.Module) -> None:
+    """Equal logits and gradients up to fp32 summation order; see tests/modules/test_equals_stock.py."""
+    (logits, mine), (stock_logits, theirs) = gradients(actual), gradients(expected)
+    torch.testing.assert_close(logits, stock_logits, rtol=1e-5, atol=2e-6 * stock_logits.abs().max().item())
+    assert mine.keys() == theirs.keys()
+    for name, value in theirs.items():
+        torch.testing.assert_close(mine[name], value, rtol=1e-5, atol=2e-6 * value.abs().max().item())
+
+
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_adapters_on_attention_only(family: str, when: str, home: str) -> None:
+    stock = tiny_model(family)
+    model = copy.deepcopy(stock)
+    target = ["q_proj", "v_proj"]
+    config = {"precision": "fp32", "weights": home}
+    if when == "before":
+        patch_model(model, config)
+        wrapped = lora(model, target_modules=target)
+    else:
+        wrapped = lora(model, target_modules=target)
+        report = patch_model(wrapped, config)
+        assert report.patched[0].name.startswith("base_model.model.model.layers.0.mlp")
+    assert_same_training(wrapped, lora(stock, target_modules=target))
+
+
+@pytest.mark.parametrize("target", [["gate_proj"], ["up_proj", "down_proj"], ["gate_proj", "up_proj", "down_proj"]])
+def test_adapters_put_on_a_patched_mlp_are_honoured_and_announced_once(target: list[str]) -> None:
+    stock = tiny_model("llama")
+    model = copy.deepcopy(stock)
+    patch_model(model, {"precision": "fp32"})
+    wrapped = lora(model, target_modules=target)
+    with pytest.warns(
+        NeuronMoEWarning, match=rf"model.layers.\d.mlp: {target[0]} is a Linear.*stock\s+precision"
+    ) as seen:
+        assert_same_training(wrapped, lora(stock, target_modules=target))
+    assert len([warning for warning in seen if warning.category is NeuronMoEWarning]) == 2, "one per block"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", NeuronMoEWarning)
+        wrapped(tokens())
+        merged = wrapped.merge_and_unload()
+        merged(tokens())
+    assert all(type(layer.mlp.gate_proj) is nn.Linear for layer in merged.model.layers)
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_hooks_and_parametrizations_put_on_later_are_honoured(family: str) -> None:
+    model = tiny_model(family)
+    patch_model(model, {"precision": "fp32"})
+    mlp = model.model.layers[0].mlp
+    x = torch.randn(3, 32)
+    plain = mlp(x)
+    handle = mlp.down_proj.register_forward_hook(lambda module, args, out: out * 2)
+    with pytest.warns(NeuronMoEWarning, match="model.layers.0.mlp: down_proj is a linear layer with hooks"):
+        doubled = mlp(x)
+    torch.testing.assert_close(doubled, 2 * plain, rtol=1e-5, atol=1e-5)
+    handle.remove()
+    assert torch.equal(mlp(x), plain)
+
+    class Twice(nn.Module):
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
+            """Double the weight."""
+            return weight * 2
+
+    parametrize.register_parametrization(mlp.down_proj, "weight", Twice())
+    torch.testing.assert_close(mlp(x), 2 * plain, rtol=1e-5, atol=1e-5)
+
+
+def test_patching_a_model_whose_mlp_has_adapters_is_refused() -> None:
+    wrapped = lora(tiny_model("llama"), target_modules=["gate_proj"])
+    before = snapshot(wrapped)
+    with pytest.raises(NothingToPatchError, match=r"gate_proj is a Linear, not a plain torch.nn.Linear"):
+        patch_model(wrapped)
+    assert_same_snapshot(snapshot(wrapped), before)
+
+
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_adapters_on_expert_parameters(when: str, home: str) -> None:
+    stock = tiny_model("mixtral")
+    model = copy.deepcopy(stock)
+    target = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+    config = {"precision": "fp32", "weights": home}
+    if when == "before":
+        patch_model(model, config)
+        wrapped = lora(model, **target)
+    else:
+        wrapped = lora(model, **target)
+        if home == "kernel":
+            with pytest.raises(NothingToPatchError, match="adapter"):
+                patch_model(wrapped, config)
+            return
+        patch_model(wrapped, config)
+    reference = lora(stock, **target)
+    assert_same_training(wrapped, reference)
+    if home == "kernel":
+        with pytest.raises(UnsupportedModelError, match="merge_and_unload"):
+            unpatch_model(wrapped)
+        merged = wrapped.merge_and_unload()
+        expected = merged(tokens()).logits
+        unpatch_model(merged)
+        torch.testing.assert_close(merged(tokens()).logits, expected, rtol=1e-5, atol=1e-5)
+        return
+    unpatch_model(wrapped)
+    assert torch.equal(wrapped(tokens()).logits, reference(tokens()).logits)
+
+
+def test_adapters_on_the_fused_weight_of_the_kernel_home() -> None:
+    model = tiny_model("llama")
+    patch_model(model, {"precision": "fp32", "weights": "kernel"})
+    wrapped = lora(model, target_modules=["q_proj"], target_parameters=["mlp.gate_up_proj", "mlp.down_proj"])
+    names = [name for name, param in wrapped.named_parameters() if param.requires_grad and "mlp" in name]
+    assert len(names) == 2 * 2 * 2, "two layers, two weights, two factors"
+    _, trained = gradients(wrapped)
+    assert all(value is not None and value.abs().max() > 0 for value in trained.values())

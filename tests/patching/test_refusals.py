@@ -1,0 +1,310 @@
+"""What cannot be computed or patched is refused with the reason, and nothing is half-patched."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrize
+from transformers import (
+    AutoModelForCausalLM,
+    FalconH1Config,
+    GemmaConfig,
+    GPT2Config,
+    GptOssConfig,
+    LlamaConfig,
+    NemotronHConfig,
+    SeedOssConfig,
+)
+from transformers.activations import ACT2FN
+from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1MLP
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
+from transformers.models.seed_oss.modeling_seed_oss import SeedOssMLP
+
+from hf_neuron_moe import patch_model
+from hf_neuron_moe.errors import BackendUnavailableError, NothingToPatchError, UnsupportedModelError
+from tests.tiny_models import assert_same_snapshot, snapshot, tiny_config, tiny_model
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+}
+
+
+def refused_reason(model: nn.Module, **options: Any) -> str:
+    """Patch in vain; return the message. The model must be untouched."""
+    before = snapshot(model)
+    with pytest.raises((NothingToPatchError, UnsupportedModelError)) as caught:
+        patch_model(model, **options)
+    assert_same_snapshot(snapshot(model), before)
+    return str(caught.value)
+
+
+def boxed(module: nn.Module) -> nn.Module:
+    """A model that holds `module`; a model is never its own block."""
+    return nn.ModuleDict({"block": module})
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (
+            lambda: AutoModelForCausalLM.from_config(GptOssConfig(**SIZES, num_local_experts=2, head_dim=8)),
+            "experts .GptOssExperts.: its projections have a bias",
+        ),
+        (
+            lambda: AutoModelForCausalLM.from_config(GemmaConfig(**SIZES, head_dim=8)),
+            "mlp .GemmaMLP.: its activation is GELUTanh, the kernels have SiLU",
+        ),
+        (lambda: boxed(NemotronHExperts(NemotronHConfig())), "NemotronHExperts.: it has no gate projection"),
+        (
+            lambda: AutoModelForCausalLM.from_config(LlamaConfig(**SIZES, mlp_bias=True)),
+            "LlamaMLP.: gate_proj is a linear layer with a bias",
+        ),
+        (
+            lambda: boxed(FalconH1MLP(FalconH1Config(hidden_size=32, intermediate_size=48))),
+            "FalconH1MLP.: its forward computes `self.gate_multiplier`",
+        ),
+        (
+            lambda: boxed(SeedOssMLP(SeedOssConfig(**SIZES))),
+            "SeedOssMLP.: its forward computes `nn.functional.dropout",
+        ),
+        (
+            lambda: AutoModelForCausalLM.from_config(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64)),
+            "GPT2MLP.: its forward computes|GPT2MLP.: its forward is not",
+        ),
+    ],
+    ids=["gpt_oss", "gemma", "nemotron_h", "llama with bias", "falcon_h1", "seed_oss", "gpt2"],
+)
+def test_families_the_kernels_do_not_compute(make: Any, reason: str) -> None:
+    with torch.device("meta"):  # nemotron_h's default experts are large; the answer does not depend on the device
+        model = make()
+    message = refused_reason(model)
+    assert_matches(reason, message)
+
+
+def assert_matches(pattern: str, text: str) -> None:
+    """Search `pattern` in `text`, showing both where it is absent."""
+    assert re.search(pattern, text), f"{pattern!r} not in {text!r}"
+
+
+class Gated(nn.Module):
+    """A SwiGLU block under other names, with both products' orders exchanged."""
+
+    def __init__(self, act: Any = None) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(8, 12, bias=False)
+        self.w3 = nn.Linear(8, 12, bias=False)
+        self.w2 = nn.Linear(12, 8, bias=False)
+        self.act = nn.SiLU() if act is None else act
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Up first, then the activated gate."""
+        gate, up = self.w1(x), self.w3(x)
+        return self.w2(up * self.act(gate))
+
+
+class GatedMLP(Gated):
+    """The same with a form that is read."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Up first, then the activated gate."""
+        gate = self.w1(x)
+        up = self.w3(x)
+        return self.w2(up * self.act(gate))
+
+
+def test_names_and_order_do_not_matter() -> None:
+    model = boxed(GatedMLP())
+    x = torch.randn(3, 8)
+    expected = model["block"](x)
+    report = patch_model(model, {"precision": "fp32"})
+    assert report.patched[0].class_name == "GatedMLP"
+    torch.testing.assert_close(model["block"](x), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("act", [F.silu, ACT2FN["silu"], ACT2FN["swish"], nn.SiLU()])
+def test_silu_is_recognized_in_every_form(act: Any) -> None:
+    assert len(patch_model(boxed(GatedMLP(act))).patched) == 1
+
+
+def test_a_silu_that_is_not_one_is_refused_by_name() -> None:
+    assert_matches("activation is ReLU", refused_reason(boxed(GatedMLP(nn.ReLU()))))
+    assert_matches("activation is gelu", refused_reason(boxed(GatedMLP(F.gelu))))
+
+
+def test_unreadable_source_is_refused() -> None:
+    scope: dict[str, Any] = {}
+    exec("def forward(self, x):\n    return self.w2(self.act(self.w1(x)) * self.w3(x))\n", scope)
+    kind = type("GatedMLP", (Gated,), {"forward": scope["forward"]})
+    assert_matches("source of its forward is not available", refused_reason(boxed(kind())))
+
+
+def test_the_probe_catches_what_the_source_cannot_show() -> None:
+    class Louder(nn.SiLU):
+        pass
+
+    model = boxed(GatedMLP(Louder()))
+    assert_matches("activation is Louder", refused_reason(model))
+
+    class ShiftedMLP(GatedMLP):
+        def __getattr__(self, name: str) -> Any:
+            found = super().__getattr__(name)
+            return (lambda x: found(x) + 1) if name == "w3" else found
+
+    kind = type("ShiftedMLP", (ShiftedMLP,), {"forward": GatedMLP.forward})
+    assert_matches("differs from silu|no module|not a plain", refused_reason(boxed(kind())))
+
+
+def with_hook(module: nn.Module) -> None:
+    module.gate_proj.register_forward_hook(lambda layer, args, out: out)
+
+
+def with_parametrization(module: nn.Module) -> None:
+    parametrize.register_parametrization(module.up_proj, "weight", nn.Identity())
+
+
+def with_instance_forward(module: nn.Module) -> None:
+    module.forward = type(module).forward.__get__(module)
+
+
+def with_accelerate_hook(module: nn.Module) -> None:
+    from accelerate.hooks import ModelHook, add_hook_to_module
+
+    add_hook_to_module(module, ModelHook())
+
+
+def with_mixed_dtypes(module: nn.Module) -> None:
+    module.down_proj.to(torch.bfloat16)
+
+
+def with_float64(module: nn.Module) -> None:
+    module.to(torch.float64)
+
+
+def with_activation_hook(module: nn.Module) -> None:
+    module.act_fn.register_forward_hook(lambda layer, args, out: out)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (with_hook, "gate_proj is a linear layer with hooks"),
+        (with_parametrization, "up_proj is a ParametrizedLinear, not a plain torch.nn.Linear"),
+        (with_instance_forward, "its forward is overridden on the instance"),
+        (with_accelerate_hook, "accelerate dispatches it through a hook"),
+        (with_mixed_dtypes, "its weights have different dtypes"),
+        (with_float64, "its weights are torch.float64"),
+        (with_activation_hook, "act_fn has hooks"),
+    ],
+)
+def test_modified_modules_are_refused_with_the_reason(change: Any, reason: str) -> None:
+    model = tiny_model("llama")
+    change(model.model.layers[1].mlp)
+    message = refused_reason(model)
+    assert_matches(f"model.layers.1.mlp .LlamaMLP.: .*{reason}", message)
+    assert_matches("exclude=.*strict=False", message)
+    report = patch_model(model, strict=False)
+    assert [entry.status for entry in report.entries] == ["patched", "refused"]
+    assert reason in report.refused[0].reason
+
+
+def test_experts_with_another_forward_or_gate_are_refused() -> None:
+    class OwnForward(MixtralExperts):
+        def forward(self, *args: Any) -> torch.Tensor:
+            return super().forward(*args) * 2
+
+    class OwnGate(MixtralExperts):
+        def _apply_gate(self, gate_up_out: torch.Tensor) -> torch.Tensor:
+            gate, up = gate_up_out.chunk(2, dim=-1)
+            return self.act_fn(gate).clamp(max=7) * up
+
+    config = tiny_config("mixtral")
+    assert_matches("not the one that use_experts_implementation", refused_reason(boxed(OwnForward(config))))
+    assert_matches("OwnGate defines its own _apply_gate", refused_reason(boxed(OwnGate(config))))
+
+
+@pytest.mark.parametrize(
+    ("hooked", "reason"),
+    [
+        (lambda mlp: mlp.gate_proj.weight.register_hook(lambda grad: grad), "gate_proj.weight has tensor hooks"),
+        (lambda mlp: mlp.gate_proj.weight.requires_grad_(False), "only one is frozen"),
+        (lambda mlp: mlp.register_state_dict_post_hook(lambda *args: None), "has state_dict hooks"),
+    ],
+)
+def test_what_the_kernel_layout_cannot_keep_is_refused_there_only(hooked: Any, reason: str) -> None:
+    model = tiny_model("llama")
+    for layer in model.model.layers:
+        hooked(layer.mlp)
+    assert_matches(reason, refused_reason(model, config={"weights": "kernel"}))
+    assert len(patch_model(model, {"weights": "stock"}).patched) == 2
+
+
+def quantized(model: nn.Module) -> nn.Module:
+    model.is_quantized = True
+    return model
+
+
+def fp8(model: nn.Module) -> nn.Module:
+    weight = model.model.layers[0].mlp.down_proj.weight
+    model.model.layers[0].mlp.down_proj.weight = nn.Parameter(weight.to(torch.float8_e4m3fn), requires_grad=False)
+    return model
+
+
+def zero3(model: nn.Module) -> nn.Module:
+    model.lm_head.weight.ds_id = 0
+    return model
+
+
+def offloaded(model: nn.Module) -> nn.Module:
+    model.hf_device_map = {"model": 0, "lm_head": "disk"}
+    return model
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (quantized, "got a quantized model"),
+        (fp8, "down_proj.weight' of dtype torch.float8_e4m3fn"),
+        (zero3, "'lm_head.weight' carries a ds_id"),
+        (offloaded, "offloaded by accelerate .*disk"),
+        (lambda model: torch.compile(model), "got OptimizedModule.*patch_model.model._orig_mod"),
+        (nn.DataParallel, "got DataParallel"),
+        (lambda model: "name/of-a-model", "a torch.nn.Module, got str"),
+    ],
+)
+def test_models_refused_as_a_whole(change: Any, message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        patch_model(change(tiny_model("llama")))
+
+
+def test_sharded_models_are_refused(tmp_path: Any) -> None:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = tiny_model("llama")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'rendezvous'}", rank=0, world_size=1)
+    try:
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        with pytest.raises(UnsupportedModelError, match=r"sharded by fully_shard.*shard it afterwards"):
+            patch_model(model)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_backend_that_cannot_run_changes_nothing() -> None:
+    model = tiny_model("llama")
+    before = snapshot(model)
+    with pytest.raises(BackendUnavailableError):
+        patch_model(model, {"backend": "neuron"})
+    assert_same_snapshot(snapshot(model), before)

@@ -1,0 +1,108 @@
+"""Tiny models of the families that are patched, in one place: names, configurations, and what each must report."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    OlmoeConfig,
+    Phi3Config,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+VOCAB = 64
+_BASE: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_ROUTED: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2}
+_FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
+    "llama": (LlamaConfig, {}),
+    "mistral": (MistralConfig, {}),
+    "qwen2": (Qwen2Config, {}),
+    "qwen3": (Qwen3Config, {"head_dim": 8}),
+    "phi3": (Phi3Config, {}),
+    "mixtral": (MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2_moe": (Qwen2MoeConfig, {**_ROUTED, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40}),
+    "qwen3_moe": (Qwen3MoeConfig, {**_ROUTED, "moe_intermediate_size": 24, "head_dim": 8}),
+    "olmoe": (OlmoeConfig, _ROUTED),
+}
+DENSE = ("llama", "mistral", "qwen2", "qwen3", "phi3")
+MOE = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
+FAMILIES = (*DENSE, *MOE)
+HOMES = ("stock", "kernel")
+
+
+def tiny_config(family: str, **changes: Any) -> PretrainedConfig:
+    """Return the configuration of a tiny model."""
+    kind, own = _FAMILIES[family]
+    return kind(**{**_BASE, **own, **changes})
+
+
+def tiny_model(family: str, **changes: Any) -> nn.Module:
+    """Return a tiny causal language model with weights large enough for the blocks to matter."""
+    torch.manual_seed(7)
+    model = AutoModelForCausalLM.from_config(tiny_config(family, **changes))
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if "mlp" in name:
+                param.normal_(std=0.2)
+    return model.train()
+
+
+def tokens(batch: int = 2, length: int = 9, seed: int = 3) -> Tensor:
+    """Return random token ids ``[batch, length]``."""
+    return torch.randint(3, VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def snapshot(model: nn.Module) -> dict[str, Any]:
+    """Everything patching may touch: module identities and types, attributes, hooks, parameter identities and bytes."""
+    shot: dict[str, Any] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        shot[f"module {name}"] = (id(module), type(module))
+        shot[f"children {name}"] = [(key, id(child)) for key, child in module._modules.items()]
+        shot[f"attributes {name}"] = list(module.__dict__)
+        shot[f"training {name}"] = module.training
+        for key, value in module.__dict__.items():
+            if key.endswith("_hooks"):
+                shot[f"hooks {name} {key}"] = list(value.items())
+        for key, param in module._parameters.items():
+            if param is not None:
+                values = None if param.is_meta else param.detach().clone()
+                gradient = None if param.grad is None else param.grad.clone()
+                facts = (id(param), param.requires_grad, param.dtype, param.device, tuple(param.shape))
+                shot[f"parameter {name}.{key}"] = (facts, values, gradient)
+    return shot
+
+
+def assert_same_snapshot(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Compare two snapshots exactly; tensors bit for bit."""
+    assert actual.keys() == expected.keys()
+    for key, before in expected.items():
+        after = actual[key]
+        if not key.startswith("parameter "):
+            assert after == before, key
+            continue
+        assert after[0] == before[0], key
+        for mine, theirs in zip(after[1:], before[1:], strict=True):
+            assert (mine is None) == (theirs is None), key
+            # Bytes, not values: memory that nobody initialized may hold NaN.
+            assert mine is None or torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8)), key

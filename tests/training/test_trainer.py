@@ -1,0 +1,136 @@
+"""The stock Trainer on patched models: resume, checkpointing, accumulation, autocast."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+from hf_neuron_moe import patch_model
+from hf_neuron_moe.training import enable_moe_resume
+from tests.tiny_models import HOMES, tiny_model, tokens
+
+
+class Rows(Dataset[dict[str, Tensor]]):
+    """A few fixed sequences."""
+
+    def __init__(self, count: int = 16) -> None:
+        self.ids = tokens(count, 12, seed=11)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input_ids": self.ids[index], "labels": self.ids[index]}
+
+
+def train(model: nn.Module, folder: Path, resume: str | None = None, **options: Any) -> list[float]:
+    """Train a few steps; return the loss of every step, as logged (all digits)."""
+    settings: dict[str, Any] = {
+        "max_steps": 4,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "use_cpu": True,
+        "seed": 5,
+        "disable_tqdm": True,
+        "gradient_checkpointing": False,
+    }
+    arguments = TrainingArguments(output_dir=str(folder), **{**settings, **options})
+    trainer = Trainer(model=model, args=arguments, train_dataset=Rows())
+    trainer.train(resume_from_checkpoint=resume)
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def prepared(family: str, home: str | None) -> nn.Module:
+    """A tiny model, patched; or, for home None, a stock one that only reads its checkpoints."""
+    model = tiny_model(family)
+    if home is None:
+        enable_moe_resume(model)
+    else:
+        patch_model(model, {"precision": "fp32", "weights": home})
+    return model
+
+
+@pytest.mark.parametrize("home", [*HOMES, None])
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_a_resumed_run_equals_the_uninterrupted_one(family: str, home: str | None, tmp_path: Path) -> None:
+    whole = prepared(family, home)
+    losses = train(whole, tmp_path, save_strategy="steps", save_steps=2)
+    assert len(set(losses)) == 4
+    resumed = prepared(family, home)
+    with torch.no_grad():
+        for param in resumed.parameters():
+            param.fill_(0.5)  # whatever is not restored would show
+    again = train(resumed, tmp_path / "again", resume=str(tmp_path / "checkpoint-2"))
+    assert again == losses
+    for name, value in whole.state_dict().items():
+        assert torch.equal(resumed.state_dict()[name], value), name
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_a_checkpoint_of_the_patched_model_opens_in_stock_transformers(home: str, tmp_path: Path) -> None:
+    model = prepared("mixtral", home)
+    train(model, tmp_path, max_steps=2, save_strategy="steps", save_steps=2)
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-2")
+    for name, value in stock.state_dict().items():
+        assert torch.equal(value, model.state_dict()[name]), name
+    torch.testing.assert_close(
+        stock.eval()(tokens()).logits, model.eval()(tokens()).logits, rtol=1e-5, atol=1e-5
+    )  # fp32 rounding: the experts' sums run in another order
+
+
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_gradient_checkpointing_changes_nothing(family: str, home: str, tmp_path: Path) -> None:
+    plain = train(prepared(family, home), tmp_path / "plain", max_steps=2)
+    for reentrant in (False, True):
+        losses = train(
+            prepared(family, home),
+            tmp_path / str(reentrant),
+            max_steps=2,
+            gradient_checkpointing=True,
+            gradient_checkpointing_kwargs={"use_reentrant": reentrant},
+        )
+        assert losses == plain
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_patched_training_follows_stock(family: str, tmp_path: Path) -> None:
+    stock = train(tiny_model(family), tmp_path / "stock")
+    for home in HOMES:
+        losses = train(prepared(family, home), tmp_path / home)
+        # Rounding differences of 1e-7 grow over AdamW steps of size 1e-2; they stay far below one step's change.
+        assert losses == pytest.approx(stock, rel=1e-4)
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_gradient_accumulation_equals_stock(home: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "max_steps": 2,
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 4,
+    }
+    stock = train(tiny_model("mixtral"), tmp_path / "stock", **options)
+    # fp32 rounding, as above.
+    assert train(prepared("mixtral", home), tmp_path / home, **options) == pytest.approx(stock, rel=1e-4)
+
+
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
+def test_bf16_autocast_trains(family: str, precision: str, home: str, tmp_path: Path) -> None:
+    model = tiny_model(family)
+    patch_model(model, {"precision": precision, "weights": home})
+    before = {name: value.clone() for name, value in model.state_dict().items() if "mlp" in name}
+    losses = train(model, tmp_path, bf16=True, max_steps=6)
+    assert losses[-1] < losses[0]
+    assert all(not torch.equal(model.state_dict()[name], value) for name, value in before.items())
+    assert {param.dtype for param in model.parameters()} == {torch.float32}
