@@ -17,10 +17,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-HEADINGS = ("run", "train loss", "eval loss", "tok/s", "saved B/tok", "of stock", "P/S/R")
+HEADINGS = ("run", "train loss", "eval loss", "tok/s", "saved B/tok", "ratio", "P/S/R")
 LEGEND = (
     "Losses: mean cross entropy (nats) at the start->at the end; eval is on speeches of years never trained on. "
-    "Saved: bytes per token that the patched blocks keep for backward. P/S/R: modules patched/skipped/refused."
+    "Saved: bytes per token that the patched blocks keep for backward; ratio: to stock. P/S/R: modules patched/skipped/refused."
 )
 RELOAD_HEADINGS = ("checkpoint of", "precision fp32", "as trained")
 RELOAD_LEGEND = (
