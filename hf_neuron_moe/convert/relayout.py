@@ -8,12 +8,14 @@ down), P = K/4 rows of a swizzled operand, B = K/32 blocks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from hf_neuron_moe.convert.manifest import ConvertOptions, Piece
+from hf_neuron_moe.convert.source import nbytes_of
 from hf_neuron_moe.errors import ConversionError, refuse
 from hf_neuron_moe.formats.constants import MX_BLOCK
 from hf_neuron_moe.formats.mx import dequantize_mx, quantize_mx
@@ -30,6 +32,9 @@ MX_KERNEL_SCALES = "mxfp8_packed_scales"
 
 TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 """Dtypes a weight to convert may have on disk."""
+
+SCRATCH_ALIGNMENT = 64
+"""Bytes; a cache line, and a multiple of every dtype."""
 
 SCALE_SUFFIX = "_scale"
 """Appended to a weight's name for its block scales."""
@@ -98,23 +103,55 @@ def stored_forms(weight: FusedWeight, options: ConvertOptions) -> tuple[StoredFo
     )
 
 
-def store(weight: FusedWeight, forms: tuple[StoredForm, ...], read: ReadPiece) -> list[torch.Tensor]:
+class Scratch:
+    """One buffer that every weight is put together in.
+
+    Weights are tens to hundreds of megabytes. Allocating each anew lets the C library's allocator keep freed ones, and
+    memory then grows with the checkpoint.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._buffer = torch.empty(nbytes, dtype=torch.uint8)
+        self._used = 0
+
+    def clear(self) -> None:
+        """Give everything that was taken back: tensors taken before share memory with those taken after."""
+        self._used = 0
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return an uninitialised contiguous tensor in the buffer."""
+        start, nbytes = self._used, math.prod(shape) * dtype.itemsize
+        self._used += nbytes + -nbytes % SCRATCH_ALIGNMENT
+        assert self._used <= self._buffer.numel(), "scratch_bytes is too small"
+        return self._buffer[start : start + nbytes].view(dtype).view(shape)
+
+
+def scratch_bytes(weight: FusedWeight, forms: tuple[StoredForm, ...]) -> int:
+    """Scratch memory that :func:`store` needs for a weight."""
+    sizes = [nbytes_of(form.dtype, form.shape) for form in forms]
+    if len(forms) > 1:
+        sizes.append(nbytes_of(weight.pieces[0].dtype, weight.shape[-2:]))
+    return sum(size + -size % SCRATCH_ALIGNMENT for size in sizes)
+
+
+def store(weight: FusedWeight, forms: tuple[StoredForm, ...], read: ReadPiece, scratch: Scratch) -> list[torch.Tensor]:
     """Read a weight's pieces and return its tensors, one per stored form (MX codes as uint8).
 
-    Holds the result and one piece (bf16) or one expert's matrix (MX) at a time.
+    The result lies in `scratch` and is valid until the next call. Beyond it, one expert's matrix is held for MX.
     """
+    scratch.clear()
     if len(forms) == 1:
-        stored = torch.empty(forms[0].shape, dtype=torch.bfloat16)
+        stored = scratch.take(forms[0].shape, torch.bfloat16)
         fused = _fused_view(stored, forms[0].layout, has_experts=stored.ndim == 3)
         for piece in weight.pieces:
             place = fused if piece.expert is None else fused[piece.expert]
             place[..., piece.rows, :].copy_(_rows_first(read(piece, None), piece))
         return [stored]
     E, F, K = (1, *weight.shape)[-3:]
-    codes = torch.empty(E, *forms[0].shape[-2:], dtype=torch.uint8)
-    scales = torch.empty(E, *forms[1].shape[-2:], dtype=torch.uint8)
+    codes = scratch.take((E, *forms[0].shape[-2:]), torch.uint8)
+    scales = scratch.take((E, *forms[1].shape[-2:]), torch.uint8)
+    matrix_FK = scratch.take((F, K), TORCH_DTYPES[weight.pieces[0].dtype])
     for expert in range(E):
-        matrix_FK = torch.empty(F, K, dtype=TORCH_DTYPES[weight.pieces[0].dtype])
         for piece in weight.pieces:
             if piece.expert in (None, expert):
                 matrix_FK[piece.rows] = _rows_first(read(piece, expert if piece.holds_experts else None), piece)

@@ -14,7 +14,7 @@ from hf_neuron_moe.convert.commit import check_destination, committed_folder, wr
 from hf_neuron_moe.convert.manifest import MANIFEST_FILE, ConvertOptions, Manifest, Piece, WrittenTensor
 from hf_neuron_moe.convert.plan import ConversionPlan, plan_conversion
 from hf_neuron_moe.convert.read import TensorReader, open_tensors
-from hf_neuron_moe.convert.relayout import SOURCE, store, stored_forms
+from hf_neuron_moe.convert.relayout import SOURCE, Scratch, scratch_bytes, store, stored_forms
 from hf_neuron_moe.convert.shard import Entry, ShardWriter
 from hf_neuron_moe.convert.source import inside, nbytes_of
 
@@ -68,6 +68,7 @@ def convert_checkpoint(
 def _write_shards(plan: ConversionPlan, folder: Path, progress: Progress) -> list[WrittenTensor]:
     done: list[WrittenTensor] = []
     total, written = plan.output_bytes, 0
+    scratch = Scratch(max(scratch_bytes(w, stored_forms(w, plan.options)) for w in plan.weights.values()))
     with open_tensors(plan.source.directory) as reader:
         for file in dict.fromkeys(tensor.file for tensor in plan.tensors):
             shard = [tensor for tensor in plan.tensors if tensor.file == file]
@@ -76,14 +77,16 @@ def _write_shards(plan: ConversionPlan, folder: Path, progress: Progress) -> lis
             with ShardWriter(folder / file, (Entry(t.name, t.dtype, t.shape) for t in shard), metadata) as writer:
                 for weight in dict.fromkeys(tensor.weight for tensor in shard):
                     group = [tensor for tensor in shard if tensor.weight == weight]
-                    for tensor, data in zip(group, _data_of(weight, group, plan, reader)):
+                    for tensor, data in zip(group, _data_of(weight, group, plan, reader, scratch)):
                         done.append(replace(tensor, sha256=writer.write(tensor.name, data)))
                         written += nbytes_of(tensor.dtype, tensor.shape)
                         progress(written, total)
     return done
 
 
-def _data_of(name: str, group: list[WrittenTensor], plan: ConversionPlan, reader: TensorReader) -> list[torch.Tensor]:
+def _data_of(
+    name: str, group: list[WrittenTensor], plan: ConversionPlan, reader: TensorReader, scratch: Scratch
+) -> list[torch.Tensor]:
     """The tensors that store one weight, or the copied tensor itself."""
     if group[0].layout == SOURCE:
         return [reader.read(plan.copied[name].file, name)]
@@ -92,7 +95,7 @@ def _data_of(name: str, group: list[WrittenTensor], plan: ConversionPlan, reader
         return reader.read(piece.file, piece.source, expert)
 
     weight = plan.weights[name]
-    return store(weight, stored_forms(weight, plan.options), read)
+    return store(weight, stored_forms(weight, plan.options), read, scratch)
 
 
 def _manifest(plan: ConversionPlan, tensors: list[WrittenTensor]) -> Manifest:
