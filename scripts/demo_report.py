@@ -20,7 +20,8 @@ from rich.table import Table
 HEADINGS = ("run", "train loss", "eval loss", "tok/s", "saved B/tok", "ratio", "P/S/R")
 LEGEND = (
     "Losses: mean cross entropy (nats) at the start->at the end; eval is on speeches of years never trained on. "
-    "Saved: bytes per token that the patched blocks keep for backward; ratio: to stock. P/S/R: modules patched/skipped/refused."
+    "Saved: bytes per token that the patched blocks keep for backward; ratio: to stock. "
+    "P/S/R: modules patched/skipped/refused."
 )
 RELOAD_HEADINGS = ("checkpoint of", "precision fp32", "as trained")
 RELOAD_LEGEND = (
