@@ -82,8 +82,13 @@ def _offloaded(model: nn.Module) -> str | None:
     return None
 
 
+_NOT_QUANTIZED = (
+    "Load it without quantization_config, or call model.dequantize() where its method has that. A GGUF file is "
+    "dequantized while loading, but stays marked as quantized: load its state_dict() into a model made by from_config."
+)
+
 _RULES: tuple[tuple[str, Callable[[nn.Module], str | None], str], ...] = (
-    ("a model with floating-point weights", _quantized, "Load it without quantization, or call model.dequantize()."),
+    ("a model without quantization", _quantized, _NOT_QUANTIZED),
     ("a model whose weights are whole", _sharded, "Patch the model first and shard it afterwards."),
     ("a model whose weights are in memory", _offloaded, "Load it without disk or CPU offload."),
 )
