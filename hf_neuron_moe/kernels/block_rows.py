@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from hf_neuron_moe.errors import ShapeError, refuse
@@ -37,12 +36,6 @@ class BlockRows:
     def affinity(self, expert_affinities_masked: Tensor, experts: int) -> Tensor:
         """Return each pair's routing weight, fp32 ``[R]``."""
         return expert_affinities_masked.reshape(-1, experts)[self.token_R, self.expert_R].float()
-
-    def combine(self, rows_RH: Tensor, tokens: int) -> Tensor:
-        """Sum the rows of each token into fp32 ``[T', H]``."""
-        order = torch.argsort(self.token_R, stable=True)
-        offsets = F.pad(torch.bincount(self.token_R, minlength=tokens).cumsum(0)[:-1], (1, 0))
-        return F.embedding_bag(order, rows_RH, offsets, mode="sum")
 
     def to_blocks(self, values_RC: Tensor) -> Tensor:
         """Scatter rows ``[R, C]`` to ``[N, B, C]``; slots without a token are zero."""

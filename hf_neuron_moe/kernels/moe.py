@@ -20,6 +20,7 @@ from torch import Tensor
 from hf_neuron_moe.backends.torch.experts import (
     ExpertGrads,
     ExpertStack,
+    add_rows,
     rows_per_run,
     run_experts_backward,
     run_experts_forward,
@@ -110,24 +111,28 @@ def moe_cte(
     save = Checkpoints()
     if checkpoint_activation:
         save = Checkpoints(*(hidden_states.new_empty((pairs, inner)) for _ in range(2)))
-    out_RH = torch.empty((pairs, hidden_states.shape[1]), dtype=torch.float32, device=device)
+    total = torch.zeros(hidden_states.shape, dtype=torch.float32, device=device)
+    add, on_hidden = add_rows(total, rows.token_R), not expert_affinity_multiply_on_I
+    down_RH = None
+    if checkpoint_activation and on_hidden:
+        down_RH = down_proj_weight.new_empty((pairs, hidden_states.shape[1]))
+
+    def emit(start: int, end: int, rows_RH: Tensor) -> None:
+        if down_RH is not None:
+            down_RH[start:end].copy_(rows_RH)
+        add(start, end, rows_RH.mul_(scale[start:end, None]) if on_hidden else rows_RH)
+
     loader = make_loader(precision, device, rows_per_run(rows.runs), gate_up_proj_weight.dtype)
-    on_inner = scale if expert_affinity_multiply_on_I else None
     with torch.no_grad():
         run_experts_forward(
-            RowSource(hidden_states, rows.token_R), rows.runs, stack, loader, out_RH,
-            save=save, scale_R=on_inner, block_size=block_size,
+            RowSource(hidden_states, rows.token_R), rows.runs, stack, loader, emit,
+            save=save, scale_R=None if on_hidden else scale, block_size=block_size,
         )  # fmt: skip
-        down = None
-        if checkpoint_activation and not expert_affinity_multiply_on_I:
-            down = rows.to_blocks(out_RH.to(down_proj_weight.dtype))
-        if not expert_affinity_multiply_on_I:
-            out_RH.mul_(scale[:, None])
-        output = rows.combine(out_RH, len(hidden_states)).to(hidden_states.dtype)
+        down = None if down_RH is None else rows.to_blocks(down_RH)
         gate_up = None
         if save.gate is not None and save.up is not None:
             gate_up = torch.stack([rows.to_blocks(save.gate), rows.to_blocks(save.up)], 1).transpose(2, 3).contiguous()
-    return MoEForward(output, gate_up, down)
+    return MoEForward(total.to(hidden_states.dtype), gate_up, down)
 
 
 def blockwise_mm_bwd(
@@ -197,7 +202,7 @@ def blockwise_mm_bwd(
             dout = RowSource(dout_RH.mul_(scale[:, None]).to(output_hidden_states_grad.dtype))
         d_gate_up = torch.empty((experts, hidden, 2 * inner), dtype=gate_up_proj_weight.dtype, device=d_scale.device)
         d_down = torch.empty_like(down_proj_weight)
-        dx_RH = torch.empty((len(rows.token_R), hidden), dtype=torch.float32, device=d_scale.device)
+        dx = torch.zeros(shape, dtype=torch.float32, device=d_scale.device)
         run_experts_backward(
             dout,
             RowSource(hidden_states, rows.token_R),
@@ -206,7 +211,7 @@ def blockwise_mm_bwd(
             make_loader(precision, d_scale.device, rows_per_run(rows.runs), gate_up_proj_weight.dtype),
             ExpertGrads(
                 ExpertStack(d_gate_up, d_down, transposed=True),
-                dx_RH,
+                add_rows(dx, rows.token_R),
                 None if on_hidden else d_scale,
                 rounded=torch.bfloat16 if precision == "mxfp8" else torch.float32,
             ),
@@ -216,8 +221,9 @@ def blockwise_mm_bwd(
         )
         d_affinity = torch.zeros_like(expert_affinities_masked).reshape(-1)
         d_affinity[rows.token_R * experts + rows.expert_R] = d_scale.to(d_affinity.dtype)
-        dx = rows.combine(dx_RH, len(hidden_states)).to(hidden_states.dtype)
-    return MoEBackward(dx, d_affinity[:, None], d_gate_up.view(experts, hidden, 2, inner), d_down)
+    return MoEBackward(
+        dx.to(hidden_states.dtype), d_affinity[:, None], d_gate_up.view(experts, hidden, 2, inner), d_down
+    )
 
 
 def _check_affinity_option(option: str, down_checkpoint: Tensor | None, precision: str, where: str) -> bool:

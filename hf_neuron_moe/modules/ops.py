@@ -155,9 +155,7 @@ def _mlp_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) ->
 def _mlp_backward(ctx: Any, dout_SH: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     needs = ctx.needs_input_grad
     wants_weights = any(needs[1:4])
-    grads = mlp_bwd(
-        dout_SH.contiguous(), *ctx.saved_tensors, ctx.precision, ctx.backend, needs[0], wants_weights
-    )
+    grads = mlp_bwd(dout_SH.contiguous(), *ctx.saved_tensors, ctx.precision, ctx.backend, needs[0], wants_weights)
     return *(grad if need else None for grad, need in zip(grads, needs, strict=False)), None, None, None
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from hf_neuron_moe.backends.torch.experts import (
     ExpertGrads,
     ExpertStack,
+    add_rows,
     rows_per_run,
     run_experts_backward,
     run_experts_forward,
@@ -99,8 +100,7 @@ class TorchBackend:
         pairs = sort_pairs(index_TK, gate_up.shape[0])
         scale = _sorted_scale(pairs, weight_TK)
         save = self._checkpoints(x_TH, index_TK.numel(), _intermediate(down, transposed), keep)
-        rows_RH = torch.empty((index_TK.numel(), x_TH.shape[1]), dtype=torch.float32, device=x_TH.device)
-        rows_RH[pairs.offsets[-1] :].zero_()
+        out_TH = torch.zeros(x_TH.shape, dtype=torch.float32, device=x_TH.device)
         loader = make_loader(precision, x_TH.device, rows_per_run(pairs.runs), gate_up.dtype)
         stack = ExpertStack(gate_up, down, transposed)
         run_experts_forward(
@@ -108,12 +108,12 @@ class TorchBackend:
             pairs.runs,
             stack,
             loader,
-            rows_RH,
+            add_rows(out_TH, pairs.token_R),
             save=save,
             scale_R=scale,
             block_size=block_size,
         )
-        return _results(pairs.combine(rows_RH).to(x_TH.dtype), x_TH, save)
+        return _results(out_TH.to(x_TH.dtype), x_TH, save)
 
     def experts_backward(
         self,
@@ -136,10 +136,7 @@ class TorchBackend:
         scale, device = _sorted_scale(pairs, weight_TK), x_TH.device
         d_gate_up = torch.empty(gate_up.shape, dtype=gate_up.dtype, device=device) if wants_weights else None
         d_down = torch.empty(down.shape, dtype=down.dtype, device=device) if wants_weights else None
-        dx_RH = None
-        if wants_input:
-            dx_RH = torch.empty((index_TK.numel(), x_TH.shape[1]), dtype=torch.float32, device=device)
-            dx_RH[pairs.offsets[-1] :].zero_()
+        dx_TH = torch.zeros(x_TH.shape, dtype=torch.float32, device=device) if wants_input else None
         d_scale = torch.zeros(index_TK.numel(), dtype=torch.float32, device=device) if wants_routing else None
         run_experts_backward(
             RowSource(dout_TH, pairs.token_R),
@@ -149,7 +146,7 @@ class TorchBackend:
             make_loader(precision, device, rows_per_run(pairs.runs), gate_up.dtype),
             ExpertGrads(
                 None if d_gate_up is None or d_down is None else ExpertStack(d_gate_up, d_down, transposed),
-                dx_RH,
+                None if dx_TH is None else add_rows(dx_TH, pairs.token_R),
                 d_scale,
                 rounded=torch.bfloat16 if precision == "mxfp8" else torch.float32,
             ),
@@ -158,8 +155,13 @@ class TorchBackend:
             block_size=block_size,
         )
         return (
-            _or_empty(None if dx_RH is None else pairs.combine(dx_RH).to(x_TH.dtype), x_TH),
-            _or_empty(None if d_scale is None else d_scale[pairs.slot_TK].to(weight_TK.dtype), x_TH),
+            _or_empty(None if dx_TH is None else dx_TH.to(x_TH.dtype), x_TH),
+            _or_empty(
+                None
+                if d_scale is None
+                else d_scale.index_select(0, pairs.slot_TK.reshape(-1)).view(weight_TK.shape).to(weight_TK.dtype),
+                x_TH,
+            ),
             _or_empty(d_gate_up, x_TH),
             _or_empty(d_down, x_TH),
         )
@@ -181,9 +183,7 @@ def _intermediate(down: Tensor, transposed: bool) -> int:
 
 
 def _sorted_scale(pairs: SortedPairs, weight_TK: Tensor) -> Tensor:
-    scale = torch.empty(weight_TK.numel(), dtype=torch.float32, device=weight_TK.device)
-    scale[pairs.slot_TK.reshape(-1)] = weight_TK.reshape(-1).float()
-    return scale
+    return weight_TK.reshape(-1).index_select(0, pairs.order_R).float()
 
 
 def _results(out: Tensor, x: Tensor, save: Checkpoints) -> tuple[Tensor, Tensor, Tensor]:

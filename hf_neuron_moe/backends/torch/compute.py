@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import time
 from dataclasses import dataclass, field
 
@@ -40,14 +41,14 @@ def choose_compute(
     that casting the weights would cost more than the product itself.
     """
     if precision == "fp32":
-        return Compute(torch.float32, torch.float32, mx=False, row_chunk=512)
+        return Compute(torch.float32, torch.float32, mx=False, row_chunk=1024)
     if precision == "mxfp8":
         return Compute(torch.float32, torch.bfloat16, mx=True, row_chunk=512)
     if bf16_matmul_is_fast(device):
         return Compute(torch.bfloat16, torch.bfloat16, mx=False, row_chunk=4096)
     if rows_per_expert <= FEW_ROWS and weight_dtype == torch.bfloat16:
         return Compute(torch.bfloat16, torch.bfloat16, mx=False, row_chunk=512)
-    return Compute(torch.float32, torch.bfloat16, mx=False, row_chunk=512)
+    return Compute(torch.float32, torch.bfloat16, mx=False, row_chunk=1024)
 
 
 def bf16_matmul_is_fast(device: torch.device) -> bool:
@@ -82,7 +83,7 @@ def _cpu_bf16_matmul_is_fast() -> bool:
 
 @dataclass
 class Scratch:
-    """Named buffers that the experts of one call share.
+    """Named buffers that the tiles and experts of one call share, and on CPUs the calls of one thread.
 
     Fresh large temporaries cost as much as the arithmetic around the matmuls (page faults), so each name is allocated
     once at the largest size asked for and viewed afterwards.
@@ -92,11 +93,37 @@ class Scratch:
     buffers: dict[str, Tensor] = field(default_factory=dict)
 
     def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return an uninitialized contiguous tensor of `shape`; one name always has one dtype."""
+        """Return an uninitialized contiguous tensor of `shape`, valid until `name` and `dtype` are asked for again."""
         size = 1
         for extent in shape:
             size *= extent
-        buffer = self.buffers.get(name)
+        key = f"{name}:{dtype}"
+        buffer = self.buffers.get(key)
         if buffer is None or buffer.numel() < size:
-            buffer = self.buffers[name] = torch.empty(size, dtype=dtype, device=self.device)
+            self.buffers.pop(key, None)
+            # An inference tensor could not be written to by a later call outside of inference mode.
+            with torch.inference_mode(False):
+                buffer = self.buffers[key] = torch.empty(size, dtype=dtype, device=self.device)
         return buffer[:size].view(shape)
+
+
+_per_thread = threading.local()
+
+
+def call_scratch(device: torch.device) -> Scratch:
+    """Return the scratch for one call on `device`.
+
+    On CPUs it is the calling thread's own and stays allocated (:func:`release_scratch` frees it); elsewhere torch's
+    caching allocators make fresh buffers cheap.
+    """
+    if device.type != "cpu":
+        return Scratch(device)
+    scratch: Scratch | None = getattr(_per_thread, "scratch", None)
+    if scratch is None:
+        scratch = _per_thread.scratch = Scratch(device)
+    return scratch
+
+
+def release_scratch() -> None:
+    """Free the calling thread's scratch buffers: a few tiles of the largest block it has computed."""
+    _per_thread.__dict__.pop("scratch", None)

@@ -5,7 +5,7 @@ Legend: R rows in expert order, H hidden, I intermediate, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,9 @@ from hf_neuron_moe.backends.torch.tiling import Loader
 
 Runs = Sequence[tuple[int, int, int]]
 """``(expert, first row, end row)``, ascending and without gaps."""
+
+Emit = Callable[[int, int, Tensor], None]
+"""Takes ``(first row, end row, values)``: fp32 ``[end - first, H]``, valid only during the call."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +42,25 @@ class ExpertStack:
 class ExpertGrads:
     """Where results go; None means not wanted. ``weights`` is overwritten whole, idle experts with zeros.
 
-    ``x_RH`` and ``scale_R`` are fp32 in row order; ``rounded`` as in :class:`FFNGrads`.
+    ``x`` receives each run's rows of dX; ``scale_R`` is fp32 in row order; ``rounded`` as in :class:`FFNGrads`.
     """
 
     weights: ExpertStack | None
-    x_RH: Tensor | None
+    x: Emit | None
     scale_R: Tensor | None
     rounded: torch.dtype = torch.float32
+
+
+def add_rows(total_TH: Tensor, token_R: Tensor) -> Emit:
+    """Return an :data:`Emit` that adds each run's rows to their tokens' rows of `total_TH`.
+
+    A token occurs at most once per run and runs come in order, so the sums are deterministic on every device.
+    """
+
+    def emit(start: int, end: int, rows_RH: Tensor) -> None:
+        total_TH.index_add_(0, token_R[start:end], rows_RH)
+
+    return emit
 
 
 def rows_per_run(runs: Runs) -> float:
@@ -58,23 +73,25 @@ def run_experts_forward(
     runs: Runs,
     stack: ExpertStack,
     loader: Loader,
-    out_RH: Tensor,
+    emit: Emit,
     *,
     save: Checkpoints,
     scale_R: Tensor | None,
     block_size: int,
 ) -> None:
-    """Fill the rows of `out_RH` (fp32) and `save` that belong to `runs`; arguments as in :func:`ffn_forward`."""
+    """Compute every run and hand its output rows to `emit`; other arguments as in :func:`ffn_forward`."""
     for expert, start, end in runs:
+        out_RH = loader.scratch.get("expert_out", (end - start, x.values.shape[1]), torch.float32)
         ffn_forward(
             x.rows(start, end),
             stack.expert(expert),
             loader,
-            out_RH[start:end],
+            out_RH,
             save=save.rows(start, end),
             scale_R1=None if scale_R is None else scale_R[start:end, None],
             block_size=block_size,
         )
+        emit(start, end, out_RH)
 
 
 def run_experts_backward(
@@ -91,6 +108,9 @@ def run_experts_backward(
 ) -> None:
     """Fill `grads`; arguments as in :class:`FFNBackward`."""
     for expert, start, end in runs:
+        dx_RH = None
+        if grads.x is not None:
+            dx_RH = loader.scratch.get("expert_out", (end - start, x.values.shape[1]), torch.float32)
         weights = None if grads.weights is None else grads.weights.expert(expert)
         FFNBackward(
             dout.rows(start, end),
@@ -101,7 +121,7 @@ def run_experts_backward(
                 gate_IH=None if weights is None else weights.gate_IH,
                 up_IH=None if weights is None else weights.up_IH,
                 down_HI=None if weights is None else weights.down_HI,
-                x_RH=None if grads.x_RH is None else grads.x_RH[start:end],
+                x_RH=dx_RH,
                 scale_R=None if grads.scale_R is None else grads.scale_R[start:end],
                 rounded=grads.rounded,
             ),
@@ -109,6 +129,8 @@ def run_experts_backward(
             scale_R1=None if scale_R is None else scale_R[start:end, None],
             block_size=block_size,
         ).run()
+        if grads.x is not None and dx_RH is not None:
+            grads.x(start, end, dx_RH)
     if grads.weights is not None:
         busy = {expert for expert, _, _ in runs}
         for expert in set(range(grads.weights.gate_up.shape[0])) - busy:

@@ -16,6 +16,7 @@ Source of the rule: NKI ``quantize_mx`` (SDK 2.32 documentation) and the wrapX s
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hf_neuron_moe.formats.mx import fake_quantize_mx
@@ -47,29 +48,52 @@ def fake_quantize_(values: Tensor, axis: int, scratch: Tensor | None = None, *, 
         scratch = torch.empty(values.numel(), dtype=torch.int32, device=values.device)
     for segment in tile_segments(values.shape[axis], scheme):
         part = values.narrow(axis, segment.start, segment.tile * segment.tiles)
-        _round_tiles(part, axis, segment.tile, scratch[: part.numel()].view(part.shape), scheme)
+        fake_quantize_tile_(part, axis, segment.tile // 4, scratch)
     return values
 
 
-def _round_tiles(values: Tensor, axis: int, tile: int, exponents: Tensor, scheme: str) -> None:
+def fake_quantize_tile_(values: Tensor, axis: int, lane: int, scratch: Tensor) -> Tensor:
+    """Round equal contraction tiles in place, whatever their size.
+
+    Args:
+        values: fp32 ``[R, C]``. Along axis 1 any number of tiles of 4 lanes; along axis 0 likewise, or less than one
+            tile: its first lanes, the missing ones standing for zeros.
+        axis: 0 or 1.
+        lane: distance of the lanes of a block, a quarter of the tile; a multiple of 8.
+        scratch: int32 buffer of at least ``values.numel()`` elements.
+
+    Returns:
+        `values`.
+    """
+    exponents = scratch[: values.numel()].view(values.shape)
     torch.bitwise_and(values.view(torch.int32), _EXPONENT_BITS, out=exponents)
-    lane = tile // 4
+    rows, columns = values.shape
     if axis == 0:
-        tiled = exponents.view(-1, 4, lane // 8, 8, values.shape[1])
-        block_max = tiled.amax(dim=(1, 3), keepdim=True)
+        lanes = min(4, rows // lane)
+        tiled = exponents.view(-1, lanes, lane // 8, 8, columns)
+        # Two reductions in turn; torch takes many times longer for both dimensions at once.
+        block_max = tiled.amax(dim=1, keepdim=True).amax(dim=3, keepdim=True)
     else:
-        rows = values.shape[0]
-        tiled = exponents.view(rows, -1, 4, lane)
+        lanes = 4
+        tiled = exponents.view(rows, -1, lanes, lane)
         block_max = tiled.amax(dim=2).view(rows, -1, lane // 8, 8).amax(dim=-1, keepdim=True)
     if _needs_exact_path(block_max):
-        values.copy_(fake_quantize_mx(values, axis=axis, scheme=scheme))
-        return
+        return values.copy_(_exact(values, axis, lane, lanes))
     floor = block_max.sub_(_SUBNORMAL_FIELDS * _FIELD)
     if axis == 1:
-        floor = floor.expand(-1, -1, -1, 8).reshape(values.shape[0], -1, 1, lane)
+        floor = floor.expand(-1, -1, -1, 8).reshape(rows, -1, 1, lane)
     torch.maximum(tiled, floor, out=tiled)
     steps = exponents.view(torch.float32)
-    values.add_(steps, alpha=_ROUNDING_CONSTANT).sub_(steps, alpha=_ROUNDING_CONSTANT)
+    return values.add_(steps, alpha=_ROUNDING_CONSTANT).sub_(steps, alpha=_ROUNDING_CONSTANT)
+
+
+def _exact(values: Tensor, axis: int, lane: int, lanes: int) -> Tensor:
+    """Return the byte-exact rounding: blocks gathered to 32 consecutive values, missing lanes filled with zeros."""
+    moved = values.movedim(axis, -1)
+    blocks = moved.reshape(len(moved), -1, lanes, lane // 8, 8).transpose(2, 3)
+    whole = F.pad(blocks, (0, 0, 0, 4 - lanes)).reshape(len(moved), -1)
+    rounded = fake_quantize_mx(whole, scheme="1x32").view(*blocks.shape[:3], 4, 8)[..., :lanes, :]
+    return rounded.transpose(2, 3).reshape(moved.shape).movedim(-1, axis)
 
 
 def _needs_exact_path(block_max: Tensor) -> bool:

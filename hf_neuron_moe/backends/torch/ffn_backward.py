@@ -95,13 +95,13 @@ class _Tile:
         part, shape = slice(columns.start, columns.stop), (columns.size, self.padded_hidden)
         self.kept = kept_columns(columns, task.saved)
         self.recompute = task.recompute_loader or loader
-        self.down_HI = loader.load("down", weights.down_HI[:, part], shape[::-1], mx_axes=(0,))
+        self.down_HI = loader.load("down", weights.down_HI[:, part], shape[::-1], mx_axis=0)
         if task.grads.x_RH is not None:
             self.gate_IH, self.up_IH = self._input_grad_operands(part, shape)
         if self.kept < columns.length:
             tail = weights.up_IH[columns.start + self.kept : columns.stop]
             tail_shape = (padded(len(tail)), self.padded_hidden)
-            self.up_tail_IH = self.recompute.load("up_tail", tail, tail_shape, mx_axes=(1,))[: len(tail)]
+            self.up_tail_IH = self.recompute.load("up_tail", tail, tail_shape, mx_axis=1)[: len(tail)]
         if task.grads.gate_IH is not None:
             self.gate_up_sum = scratch.get("gate_up_sum", (2 * columns.size, self.hidden), torch.float32)
             self.down_sum = scratch.get("down_sum", (self.hidden, columns.length), torch.float32)
@@ -122,19 +122,19 @@ class _Tile:
         """Add the rows' part to the sums and to dX; `first` rows overwrite the sums instead."""
         task, loader, size = self.task, self.task.loader, self.columns.size
         dout, x, shape_RH = task.dout.take(rows), task.x.take(rows), (rows.size, self.padded_hidden)
-        dout_RH = loader.load("dout", dout, shape_RH, mx_axes=(1,))[: rows.length]
+        dout_RH = loader.load("dout", dout, shape_RH, mx_axis=1)[: rows.length]
         d_int = loader.scratch.get("d_int", (rows.length, self.columns.length), loader.compute.operand)
         matmul_into(d_int, dout_RH, self.down_HI[:, : self.columns.length], accumulate=False)
         gate, up = self._pre_activations(rows, x, shape_RH)
         d_gate_up, inter = self._elementwise(rows, d_int, gate, up)
         if task.grads.gate_IH is not None:
-            x_op = loader.load("x", x, shape_RH, mx_axes=(0,))[: rows.length, : self.hidden]
-            dout_op = loader.load("dout", dout, shape_RH, mx_axes=(0,))[: rows.length, : self.hidden]
+            x_op = loader.load("x", x, shape_RH, lane=rows.lane)[: rows.length, : self.hidden]
+            dout_op = loader.load("dout", dout, shape_RH, lane=rows.lane)[: rows.length, : self.hidden]
             left = d_gate_up
             if self.mx:
                 left = loader.scratch.get("d_gate_up_rows", tuple(d_gate_up.shape), torch.float32).copy_(d_gate_up)
-                loader.quantize(left, axis=0)
-                loader.quantize(inter, axis=0)
+                loader.quantize_rows(left, rows.lane)
+                loader.quantize_rows(inter, rows.lane)
             matmul_into(self.gate_up_sum, left[: rows.length].t(), x_op, accumulate=not first)
             inter = inter[: rows.length, : self.columns.length]
             matmul_into(self.down_sum, dout_op.t(), inter, accumulate=not first)
@@ -156,7 +156,7 @@ class _Tile:
         up = scratch.get("up_fp32", (rows.length, columns.length), torch.float32)
         up[:, :kept].copy_(saved.up[row_part, columns.start : columns.start + kept])
         if kept < columns.length:
-            x_RH = self.recompute.load("x", x, shape_RH, mx_axes=(1,))[: rows.length]
+            x_RH = self.recompute.load("x", x, shape_RH, mx_axis=1)[: rows.length]
             tail = scratch.get("up_tail_out", (rows.length, columns.length - kept), self.recompute.compute.operand)
             matmul_into(tail, x_RH, self.up_tail_IH.t(), accumulate=False)
             if tail.dtype == torch.float32:

@@ -107,12 +107,12 @@ def ffn_forward(
     for number, columns in enumerate(column_spans(inner, compute)):
         part = slice(columns.start, columns.stop)
         shape = (columns.size, padded_hidden)
-        gate_IH = loader.load("gate", weights.gate_IH[part], shape, mx_axes=(1,))
-        up_IH = loader.load("up", weights.up_IH[part], shape, mx_axes=(1,))
-        down_HI = loader.load("down", weights.down_HI[:, part], (padded_hidden, columns.size), mx_axes=(1,))
+        gate_IH = loader.load("gate", weights.gate_IH[part], shape, mx_axis=1)
+        up_IH = loader.load("up", weights.up_IH[part], shape, mx_axis=1)
+        down_HI = loader.load("down", weights.down_HI[:, part], (padded_hidden, columns.size), mx_axis=1)
         kept = kept_columns(columns, save)
         for rows in row_spans(len(x), compute, block_size):
-            x_RH = loader.load("x", x.take(rows), (rows.size, padded_hidden), mx_axes=(1,))[: rows.length]
+            x_RH = loader.load("x", x.take(rows), (rows.size, padded_hidden), mx_axis=1)[: rows.length]
             gate_RI = loader.scratch.get("gate_out", (rows.length, columns.length), compute.operand)
             up_RI = loader.scratch.get("up_out", (rows.length, columns.length), compute.operand)
             matmul_into(gate_RI, x_RH, gate_IH[: columns.length].t(), accumulate=False)
@@ -141,9 +141,9 @@ def project_gate_up(x: RowSource, weights: FFNWeights, loader: Loader) -> tuple[
     for weight_IH, out_RI in ((weights.gate_IH, gate_RI), (weights.up_IH, up_RI)):
         for columns in column_spans(inner, compute):
             part = slice(columns.start, columns.stop)
-            operand_IH = loader.load("gate", weight_IH[part], (columns.size, padded_hidden), mx_axes=(1,))
+            operand_IH = loader.load("gate", weight_IH[part], (columns.size, padded_hidden), mx_axis=1)
             for rows in row_spans(len(x), compute, None):
-                x_RH = loader.load("x", x.take(rows), (rows.size, padded_hidden), mx_axes=(1,))[: rows.length]
+                x_RH = loader.load("x", x.take(rows), (rows.size, padded_hidden), mx_axis=1)[: rows.length]
                 product = torch.mm(x_RH, operand_IH[: columns.length].t())
                 out_RI[rows.start : rows.stop, part].copy_(product)
     return gate_RI, up_RI

@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -17,11 +16,13 @@ class SortedPairs:
     """The pairs in expert order.
 
     Attributes:
+        order_R: position of each sorted pair in the flattened ``[T, K]``.
         token_R: token of each sorted pair.
         slot_TK: position of each pair in sorted order; the inverse of the sort.
         offsets: E + 1 row offsets on the host; pairs beyond the last one belong to other ranks.
     """
 
+    order_R: Tensor
     token_R: Tensor
     slot_TK: Tensor
     offsets: list[int]
@@ -31,10 +32,6 @@ class SortedPairs:
         """``(expert, first row, end row)`` of every expert that has rows."""
         bounds = zip(self.offsets, self.offsets[1:], strict=False)
         return [(expert, start, end) for expert, (start, end) in enumerate(bounds) if end > start]
-
-    def combine(self, rows_RH: Tensor, scale_TK: Tensor | None = None) -> Tensor:
-        """Sum each token's K rows (times `scale_TK`) into ``[T, H]``, in the order of its experts' slots."""
-        return F.embedding_bag(self.slot_TK, rows_RH, mode="sum", per_sample_weights=scale_TK)
 
 
 def sort_pairs(index_TK: Tensor, experts: int) -> SortedPairs:
@@ -50,7 +47,6 @@ def sort_pairs(index_TK: Tensor, experts: int) -> SortedPairs:
     offsets = [0]
     for count in counts:
         offsets.append(offsets[-1] + count)
-    slot = torch.empty_like(order)
-    slot[order] = torch.arange(order.numel(), device=order.device)
+    slot = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
     token = torch.div(order, index_TK.shape[1], rounding_mode="floor")
-    return SortedPairs(token, slot.view(index_TK.shape), offsets)
+    return SortedPairs(order, token, slot.view(index_TK.shape), offsets)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.backends.torch.compute import Compute, Scratch, choose_compute
-from hf_neuron_moe.backends.torch.fake_quant import fake_quantize_
+from hf_neuron_moe.backends.torch.compute import Compute, Scratch, call_scratch, choose_compute
+from hf_neuron_moe.backends.torch.fake_quant import fake_quantize_, fake_quantize_tile_
 from hf_neuron_moe.formats.swizzle import tile_segments
 
 MX_ALIGNMENT = 128
@@ -30,11 +30,16 @@ def padded(size: int) -> int:
 
 @dataclass(frozen=True)
 class Span:
-    """Positions ``start..stop`` of an axis, held in a tile of `size` >= ``stop - start`` whose rest is zero."""
+    """Positions ``start..stop`` of an axis, held in a tile of `size` >= ``stop - start`` whose rest is zero.
+
+    ``lane``: distance of the four lanes of an MX block where the span is a part of one contraction tile, else 0. A
+    tile that is not full is held only up to its last lane with real positions; the others are zero and change nothing.
+    """
 
     start: int
     stop: int
     size: int
+    lane: int = 0
 
     @property
     def length(self) -> int:
@@ -51,13 +56,16 @@ def row_spans(rows: int, compute: Compute, block_size: int | None) -> list[Span]
             over all (padded) rows at once.
     """
     if not compute.mx:
-        return [
-            Span(start, min(start + compute.row_chunk, rows), min(compute.row_chunk, rows - start))
-            for start in range(0, rows, compute.row_chunk)
-        ]
+        step = -(-rows // -(-rows // compute.row_chunk))
+        return [Span(start, min(start + step, rows), min(step, rows - start)) for start in range(0, rows, step)]
     block = block_size if block_size is not None else padded(rows)
     tiles = [(first + start, size) for first in range(0, rows, block) for start, size in _contraction_tiles(block)]
-    return [Span(start, min(start + size, rows), size) for start, size in tiles if start < rows]
+    spans = []
+    for start, size in tiles:
+        length, lane = min(size, rows - start), size // 4
+        if length > 0:
+            spans.append(Span(start, start + length, -(-length // lane) * lane, lane))
+    return spans
 
 
 def _contraction_tiles(length: int) -> list[tuple[int, int]]:
@@ -90,21 +98,24 @@ class Loader:
     lone_384: bool = False
     """Treat a contraction axis of exactly 384 as one tile, as ``mlp_fwd_mxfp8`` does with raw operands."""
 
-    def load(self, name: str, source: Tensor, shape: tuple[int, int], *, mx_axes: tuple[int, ...] = ()) -> Tensor:
-        """Return `source` [r, c] as an operand; in MX mode a zero padded ``shape`` buffer quantized along `mx_axes`.
+    def load(
+        self, name: str, source: Tensor, shape: tuple[int, int], *, mx_axis: int | None = None, lane: int = 0
+    ) -> Tensor:
+        """Return `source` [r, c] as an operand; in MX mode a zero padded ``shape`` buffer quantized along `mx_axis`.
 
-        Without anything to do the source itself is returned, so the caller must not write into the result.
+        With `lane` the rows are one contraction tile (:meth:`quantize_rows`). Without anything to do the source itself
+        is returned, so the caller must not write into the result.
         """
         compute = self.compute
         if not compute.mx:
             if source.dtype == compute.operand:
                 return source
-            shape, mx_axes = (source.shape[0], source.shape[1]), ()
+            shape, mx_axis, lane = (source.shape[0], source.shape[1]), None, 0
         buffer = self.scratch.get(name, shape, compute.operand)
         self.fill(buffer, source)
-        for axis in mx_axes:
-            self.quantize(buffer, axis)
-        return buffer
+        if lane:
+            return self.quantize_rows(buffer, lane)
+        return buffer if mx_axis is None else self.quantize(buffer, mx_axis)
 
     def fill(self, buffer: Tensor, source: Tensor) -> None:
         """Copy `source` into the corner of `buffer`, rounded to the compute dtype, and zero the rest."""
@@ -127,6 +138,11 @@ class Loader:
         scheme = "wrapX_single" if self.lone_384 and buffer.shape[axis] == 384 else "wrapX"
         return fake_quantize_(buffer, axis, exponents, scheme=scheme)
 
+    def quantize_rows(self, buffer: Tensor, lane: int) -> Tensor:
+        """Round `buffer`, whose rows are (the first lanes of) one contraction tile, to MXFP8 along its rows."""
+        exponents = self.scratch.get("exponents", (buffer.numel(),), torch.int32)
+        return fake_quantize_tile_(buffer, 0, lane, exponents)
+
     def round_(self, values: Tensor) -> Tensor:
         """Round fp32 `values` to the compute dtype in place."""
         if values.dtype != self.compute.rounded:
@@ -138,7 +154,7 @@ class Loader:
 def make_loader(
     precision: str, device: torch.device, rows: float, weight_dtype: torch.dtype, *, lone_384: bool = False
 ) -> Loader:
-    """Return a loader with fresh scratch for one call.
+    """Return a loader for one call.
 
     Args:
         precision: ``"bf16"``, ``"mxfp8"`` or ``"fp32"``.
@@ -148,7 +164,7 @@ def make_loader(
         lone_384: see :class:`Loader`.
     """
     compute = choose_compute(precision, device, rows_per_expert=rows, weight_dtype=weight_dtype)
-    return Loader(compute, Scratch(device), lone_384)
+    return Loader(compute, call_scratch(device), lone_384)
 
 
 def matmul_into(out: Tensor, left: Tensor, right: Tensor, *, accumulate: bool) -> None:
