@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hf_neuron_moe.config import NeuronMoEConfig
-from hf_neuron_moe.modules.padding import overhead_percent, padded_size
+from hf_neuron_moe.formats.padding import overhead_percent, padded_size
 
 PATCHED, SKIPPED, REFUSED = "patched", "skipped", "refused"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hf_neuron_moe.modules.padding import overhead_percent, padded_size
+from hf_neuron_moe.formats.padding import overhead_percent, padded_size
 
 
 @pytest.mark.parametrize(("size", "padded"), [(1, 128), (128, 128), (129, 256), (576, 640), (1536, 1536)])

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints, FFNWeights, RowSource, kept_columns
-from hf_neuron_moe.backends.torch.tiling import Loader, Span, column_spans, matmul_into, padded, row_spans
+from hf_neuron_moe.backends.torch.tiling import Loader, Span, column_spans, matmul_into, row_spans
+from hf_neuron_moe.formats.padding import padded_size
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class _Tile:
         self.task, self.columns, self.first = task, columns, first
         self.mx = loader.compute.mx
         self.hidden = weights.down_HI.shape[0]
-        self.padded_hidden = padded(self.hidden) if self.mx else self.hidden
+        self.padded_hidden = padded_size(self.hidden) if self.mx else self.hidden
         part, shape = slice(columns.start, columns.stop), (columns.size, self.padded_hidden)
         self.kept = kept_columns(columns, task.saved)
         self.recompute = task.recompute_loader or loader
@@ -100,7 +101,7 @@ class _Tile:
             self.gate_IH, self.up_IH = self._input_grad_operands(part, shape)
         if self.kept < columns.length:
             tail = weights.up_IH[columns.start + self.kept : columns.stop]
-            tail_shape = (padded(len(tail)), self.padded_hidden)
+            tail_shape = (padded_size(len(tail)), self.padded_hidden)
             self.up_tail_IH = self.recompute.load("up_tail", tail, tail_shape, mx_axis=1)[: len(tail)]
         if task.grads.gate_IH is not None:
             self.gate_up_sum = scratch.get("gate_up_sum", (2 * columns.size, self.hidden), torch.float32)

@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_neuron_moe.backends.torch.tiling import Loader, Span, column_spans, matmul_into, padded, row_spans
+from hf_neuron_moe.backends.torch.tiling import Loader, Span, column_spans, matmul_into, row_spans
+from hf_neuron_moe.formats.padding import padded_size
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def ffn_forward(
     """
     compute = loader.compute
     hidden, inner = weights.down_HI.shape
-    padded_hidden = padded(hidden) if compute.mx else hidden
+    padded_hidden = padded_size(hidden) if compute.mx else hidden
     for number, columns in enumerate(column_spans(inner, compute)):
         part = slice(columns.start, columns.stop)
         shape = (columns.size, padded_hidden)
@@ -136,7 +137,7 @@ def project_gate_up(x: RowSource, weights: FFNWeights, loader: Loader) -> tuple[
     """
     compute = loader.compute
     inner, hidden = weights.gate_IH.shape
-    padded_hidden = padded(hidden) if compute.mx else hidden
+    padded_hidden = padded_size(hidden) if compute.mx else hidden
     gate_RI, up_RI = (torch.empty((len(x), inner), dtype=compute.rounded, device=x.values.device) for _ in range(2))
     for weight_IH, out_RI in ((weights.gate_IH, gate_RI), (weights.up_IH, up_RI)):
         for columns in column_spans(inner, compute):

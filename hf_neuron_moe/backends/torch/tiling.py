@@ -16,16 +16,10 @@ from torch import Tensor
 
 from hf_neuron_moe.backends.torch.compute import Compute, Scratch, call_scratch, choose_compute
 from hf_neuron_moe.backends.torch.fake_quant import fake_quantize_, fake_quantize_tile_
+from hf_neuron_moe.formats.padding import padded_size
 from hf_neuron_moe.formats.swizzle import tile_segments
 
-MX_ALIGNMENT = 128
-"""H, I and the token count of the MXFP8 kernels are multiples of this; zero padding up to it is exact."""
 _COLUMN_TILE = 2048
-
-
-def padded(size: int) -> int:
-    """Round `size` up to what the MXFP8 kernels need."""
-    return -(-size // MX_ALIGNMENT) * MX_ALIGNMENT
 
 
 @dataclass(frozen=True)
@@ -58,7 +52,7 @@ def row_spans(rows: int, compute: Compute, block_size: int | None) -> list[Span]
     if not compute.mx:
         step = -(-rows // -(-rows // compute.row_chunk))
         return [Span(start, min(start + step, rows), min(step, rows - start)) for start in range(0, rows, step)]
-    block = block_size if block_size is not None else padded(rows)
+    block = block_size if block_size is not None else padded_size(rows)
     tiles = [(first + start, size) for first in range(0, rows, block) for start, size in _contraction_tiles(block)]
     spans = []
     for start, size in tiles:
@@ -84,7 +78,7 @@ def column_spans(columns: int, compute: Compute) -> list[Span]:
             Span(start, min(start + _COLUMN_TILE, columns), min(_COLUMN_TILE, columns - start))
             for start in range(0, columns, _COLUMN_TILE)
         ]
-    total = padded(columns)
+    total = padded_size(columns)
     step = _COLUMN_TILE if total % 512 == 0 else total
     return [Span(start, min(start + step, columns), min(step, total - start)) for start in range(0, total, step)]
 
