@@ -9,6 +9,7 @@ result.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import shutil
 import subprocess
@@ -43,7 +44,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--sequence-length", type=int, default=128, help="tokens per training example")
     parser.add_argument("--learning-rate", type=float, default=5e-5, help="of the dense runs")
     parser.add_argument("--moe-learning-rate", type=float, default=2e-4, help="of the mixture-of-experts runs")
-    parser.add_argument("--moe-layers", type=int, default=20, help="layers of the model that the Mixtral is made of")
+    parser.add_argument("--moe-layers", type=int, default=16, help="layers of the model that the Mixtral is made of")
     parser.add_argument("--experts", type=int, default=4, choices=(4, 8))
     parser.add_argument("--eval-windows", type=int, default=4, help=f"windows of {CONTEXT} tokens, before and after")
     parser.add_argument("--perplexity-windows", type=int, default=24, help=f"windows of {CONTEXT} tokens")
@@ -109,11 +110,14 @@ def run_part(
         if precision is not None:
             kept[precision] = save_and_keep_logits(model, options.scratch / precision, ids_BS)
         del model
+        gc.collect()  # patched and stock modules refer to each other in circles
     console.print(f">> {part.title}: open the saved checkpoints in stock transformers, in a process of its own")
     stock = stock_logits([options.scratch / precision for precision in kept], ids_BS, options.scratch)
     for result, precision in zip(part.runs[1:], kept, strict=True):
         for way, logits_BSV in kept[precision].items():
-            result.logit_difference[way] = (logits_BSV - stock[precision]).abs().max().item()
+            difference_BSV = logits_BSV - stock[precision]
+            result.logit_difference[way] = difference_BSV.abs().max().item()
+            result.logit_difference[f"{way}_rms"] = difference_BSV.square().mean().sqrt().item()
         difference = result.logit_difference["fp32"]
         console.print(f"   {result.name}: largest logit difference {difference:.1e} (must be < {LOGIT_TOLERANCE:g})")
         if not difference < LOGIT_TOLERANCE:

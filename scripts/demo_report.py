@@ -23,10 +23,11 @@ LEGEND = (
     "Saved: bytes per token that the patched blocks keep for backward; ratio: to stock. "
     "P/S/R: modules patched/skipped/refused."
 )
-RELOAD_HEADINGS = ("checkpoint of", "precision fp32", "as trained")
+RELOAD_HEADINGS = ("checkpoint of", "precision fp32", "as trained", "as trained, rms")
 RELOAD_LEGEND = (
-    "Checkpoints: saved, then reloaded in stock transformers in a process without this package; largest difference of "
-    "a logit to the trained model computing at precision fp32, and to the trained model as it was trained."
+    "Checkpoints: saved, then reloaded in stock transformers in a process without this package. Precision fp32: "
+    "largest difference of a logit to the trained model computing at that precision; as trained: largest and root mean square "
+    "difference to the model as it was trained."
 )
 
 
@@ -108,10 +109,9 @@ def rows(part: Part) -> list[tuple[str, ...]]:
 
 def reload_rows(part: Part) -> list[tuple[str, ...]]:
     """Return one row per saved checkpoint: largest logit differences to the same checkpoint in stock transformers."""
+    reloaded = [(result.name, result.logit_difference) for result in part.runs if result.logit_difference]
     return [
-        (result.name, f"{result.logit_difference['fp32']:.1e}", f"{result.logit_difference['patched']:.2g}")
-        for result in part.runs
-        if result.logit_difference
+        (name, f"{gap['fp32']:.1e}", f"{gap['patched']:.2g}", f"{gap['patched_rms']:.2g}") for name, gap in reloaded
     ]
 
 
@@ -151,7 +151,7 @@ def markdown(outcome: Outcome, where: dict[str, str]) -> str:
         lines += ["", f"## {part.title}", "", f"{part.model}; {part.blocks}; {part.padding}.", ""]
         lines += _markdown_table(HEADINGS, rows(part))
         lines += ["", *_markdown_table(RELOAD_HEADINGS, reload_rows(part))]
-    lines += ["", LEGEND, "", f"{RELOAD_LEGEND} The former must stay below {outcome.logit_tolerance:g}."]
+    lines += ["", LEGEND, "", f"{RELOAD_LEGEND} The first must stay below {outcome.logit_tolerance:g}."]
     lines += ["", "How to read this: docs/demo.md.", ""]
     return "\n".join(lines)
 

@@ -152,6 +152,9 @@ def train(model: PreTrainedModel, data: TokenWindows, options: TrainOptions, rec
     trainer = Trainer(model=model, args=arguments, train_dataset=data, callbacks=[recorder])
     trainer.remove_callback(PrinterCallback)
     trainer.train()
+    # Trainer and optimizer refer to each other in circles; their memory is twice the model's.
+    del trainer
+    gc.collect()
 
 
 def run(
@@ -181,7 +184,6 @@ def run(
     train(model, data, options, StepRecorder(result, console))
     result.eval_loss_after = mean_loss(model, eval_windows_NL, console, "evaluation after training, windows")
     console.print(f"   evaluation loss after training  {result.eval_loss_after:.3f}")
-    gc.collect()
     return result, model
 
 
