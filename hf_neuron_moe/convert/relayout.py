@@ -130,7 +130,7 @@ def scratch_bytes(weight: FusedWeight, forms: tuple[StoredForm, ...]) -> int:
     """Scratch memory that :func:`store` needs for a weight."""
     sizes = [nbytes_of(form.dtype, form.shape) for form in forms]
     if len(forms) > 1:
-        sizes.append(nbytes_of(weight.pieces[0].dtype, weight.shape[-2:]))
+        sizes.append(nbytes_of("BF16", weight.shape[-2:]))
     return sum(size + -size % SCRATCH_ALIGNMENT for size in sizes)
 
 
@@ -150,7 +150,8 @@ def store(weight: FusedWeight, forms: tuple[StoredForm, ...], read: ReadPiece, s
     E, F, K = (1, *weight.shape)[-3:]
     codes = scratch.take((E, *forms[0].shape[-2:]), torch.uint8)
     scales = scratch.take((E, *forms[1].shape[-2:]), torch.uint8)
-    matrix_FK = scratch.take((F, K), TORCH_DTYPES[weight.pieces[0].dtype])
+    # Through bf16 whatever the source is: the kernels, and patched blocks, quantize bf16 weights.
+    matrix_FK = scratch.take((F, K), torch.bfloat16)
     for expert in range(E):
         for piece in weight.pieces:
             if piece.expert in (None, expert):

@@ -213,3 +213,22 @@ def test_progress_ends_at_the_planned_size(checkpoint, tmp_path):
 def test_options_are_checked(option):
     with pytest.raises(ConfigError, match=next(iter(option))):
         ConvertOptions(**option)
+
+
+def test_fp32_sources_are_quantized_from_their_bf16_rounding(checkpoint, tmp_path):
+    """The kernels and the patched blocks read bf16 weights, so a converted checkpoint must hold those numbers."""
+    source = checkpoint("llama")
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 2**-10)
+    codes = []
+    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        folder, converted = tmp_path / name, tmp_path / f"{name}-mx"
+        model.to(dtype).save_pretrained(folder)
+        convert_checkpoint(folder, converted, ConvertOptions("mxfp8", "kernel"))
+        (shard,) = converted.glob("*.safetensors")
+        tensors = load_file(shard)
+        codes.append({name: value.view(torch.uint8) for name, value in tensors.items() if "mlp" in name})
+    assert codes[0].keys() == codes[1].keys() and len(codes[0]) >= 4
+    assert all(torch.equal(codes[0][name], codes[1][name]) for name in codes[0])
