@@ -26,8 +26,8 @@ LEGEND = (
 RELOAD_HEADINGS = ("checkpoint of", "precision fp32", "as trained", "as trained, rms")
 RELOAD_LEGEND = (
     "Checkpoints: saved, then reloaded in stock transformers in a process without this package. Precision fp32: "
-    "largest difference of a logit to the trained model computing at that precision; as trained: largest and root mean square "
-    "difference to the model as it was trained."
+    "largest difference of a logit to the trained model computing at that precision; as trained: largest and root "
+    "mean square difference to the model as it was trained."
 )
 
 
