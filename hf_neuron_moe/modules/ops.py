@@ -16,8 +16,11 @@ import torch
 from torch import Tensor
 
 from hf_neuron_moe.backends import get_backend
+from hf_neuron_moe.errors import ConfigError, nearest, refuse
+from hf_neuron_moe.kernels.checks import check_dtype, check_multiple, check_same_device, check_shape
 
 _COMPUTE_DTYPE = {"bf16": torch.bfloat16, "mxfp8": torch.bfloat16, "fp32": torch.float32}
+_FLOATS = (torch.bfloat16, torch.float32, torch.float16)
 
 
 def swiglu_mlp(
@@ -35,7 +38,11 @@ def swiglu_mlp(
 
     Returns:
         ``[S, H]`` in the dtype of `x_SH`.
+
+    Raises:
+        ConfigError, DTypeError, ShapeError, DeviceError: an argument does not fit the others.
     """
+    _check_mlp(x_SH, gate_IH, up_IH, down_HI, precision)
     inputs = (x_SH.to(_COMPUTE_DTYPE[precision]), gate_IH, up_IH, down_HI)
     if _plain_inference(inputs):
         with _exact_dtypes(x_SH):
@@ -73,7 +80,11 @@ def experts(
 
     Returns:
         ``[T, H]`` in the dtype of `x_TH`.
+
+    Raises:
+        ConfigError, DTypeError, ShapeError, DeviceError: an argument does not fit the others.
     """
+    _check_experts(x_TH, top_k_index_TK, top_k_weights_TK, gate_up, down, transposed, precision)
     inputs = (x_TH.to(_COMPUTE_DTYPE[precision]), top_k_index_TK, top_k_weights_TK, gate_up, down)
     if _plain_inference(inputs):
         with _exact_dtypes(x_TH):
@@ -82,6 +93,64 @@ def experts(
         keep = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
         y_TH, _, _ = moe_fwd(*inputs, transposed, precision, block_size, backend, keep)
     return y_TH.to(x_TH.dtype)
+
+
+def _check_precision(precision: str, where: str) -> None:
+    if precision not in _COMPUTE_DTYPE:
+        known = list(_COMPUTE_DTYPE)
+        raise refuse(
+            ConfigError,
+            where=where,
+            argument="precision",
+            expected=f"one of {', '.join(known)}",
+            got=repr(precision),
+            remedy=f"Choose one of these.{nearest(str(precision), known)}",
+        )
+
+
+def _check_mlp(x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, precision: str) -> None:
+    where = "swiglu_mlp"
+    _check_precision(precision, where)
+    tensors: dict[str, Tensor | None] = {"x_SH": x_SH, "gate_IH": gate_IH, "up_IH": up_IH, "down_HI": down_HI}
+    for name, tensor in tensors.items():
+        check_dtype(tensor, _FLOATS, where=where, argument=name)  # type: ignore[arg-type]
+    check_shape(x_SH, (None, None), "[S, H]", where=where, argument="x_SH")
+    check_shape(gate_IH, (None, x_SH.shape[1]), "[I, H]", where=where, argument="gate_IH")
+    inner, hidden = gate_IH.shape
+    check_shape(up_IH, (inner, hidden), "[I, H]", where=where, argument="up_IH")
+    check_shape(down_HI, (hidden, inner), "[H, I]", where=where, argument="down_HI")
+    check_same_device(tensors, where=where)
+
+
+def _check_experts(
+    x_TH: Tensor,
+    index_TK: Tensor,
+    weights_TK: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    transposed: bool,
+    precision: str,
+) -> None:
+    where = "experts"
+    _check_precision(precision, where)
+    floats = {"x_TH": x_TH, "top_k_weights_TK": weights_TK, "gate_up": gate_up, "down": down}
+    for name, tensor in floats.items():
+        check_dtype(tensor, _FLOATS, where=where, argument=name)
+    check_dtype(index_TK, (torch.int64, torch.int32), where=where, argument="top_k_index_TK")
+    check_shape(x_TH, (None, None), "[T, H]", where=where, argument="x_TH")
+    tokens, hidden = x_TH.shape
+    check_shape(index_TK, (tokens, None), "[T, K]", where=where, argument="top_k_index_TK")
+    check_shape(weights_TK, tuple(index_TK.shape), "[T, K]", where=where, argument="top_k_weights_TK")
+    names = ("[E, H, 2I]", "[E, I, H]") if transposed else ("[E, 2I, H]", "[E, H, I]")
+    check_shape(
+        gate_up, (None, hidden, None) if transposed else (None, None, hidden), names[0], where=where, argument="gate_up"
+    )
+    both = gate_up.shape[2 if transposed else 1]
+    inner = both // 2
+    shape = (gate_up.shape[0], inner, hidden) if transposed else (gate_up.shape[0], hidden, inner)
+    check_shape(down, shape, names[1], where=where, argument="down")
+    check_multiple(both, 2, "2I", "gate, then up", where=where, argument="gate_up")
+    check_same_device({**floats, "top_k_index_TK": index_TK}, where=where)
 
 
 def _plain_inference(inputs: tuple[Tensor, ...]) -> bool:

@@ -1,0 +1,228 @@
+"""Every rule of the kernel functions broken once: the error names the kernel, the argument and the rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from hf_neuron_moe.errors import ConfigError, DeviceError, DTypeError, NeuronMoEError, ShapeError
+from hf_neuron_moe.kernels.mlp_mxfp8 import mlp_backward_mxfp8, mlp_forward_mxfp8
+from hf_neuron_moe.kernels.moe import blockwise_mm_bwd, moe_cte
+from hf_neuron_moe.kernels.routing import build_block_plan, expert_mask, masked_affinities
+from hf_neuron_moe.modules import ops
+
+S, H, I, T, E, B = 128, 128, 256, 20, 3, 128  # noqa: E741
+Arguments = dict[str, Any]
+Case = tuple[type[NeuronMoEError], str, Arguments]
+
+
+def bf16(*shape: int, device: str = "cpu") -> torch.Tensor:
+    return torch.ones(shape, dtype=torch.bfloat16, device=device)
+
+
+def forward_arguments() -> Arguments:
+    return {"hidden": bf16(S, H), "gate_up_weights": bf16(2 * I, H), "down_weights": bf16(H, I)}
+
+
+def backward_arguments() -> Arguments:
+    return {
+        "output_grad": bf16(S, H),
+        "hidden_states": bf16(S, H),
+        "gate_up_weights": bf16(2 * I, H),
+        "down_proj_weight": bf16(H, I),
+    }
+
+
+def moe_arguments() -> Arguments:
+    index = torch.arange(2 * T).view(T, 2) % E
+    plan = build_block_plan(expert_mask(index, E), B, top_k=2)
+    return {
+        "hidden_states": bf16(T + 1, H),
+        "expert_affinities_masked": masked_affinities(index, torch.full((T, 2), 0.5), E),
+        "gate_up_proj_weight": bf16(E, H, 2, I),
+        "down_proj_weight": bf16(E, I, H),
+        "token_position_to_id": plan.token_position_to_id,
+        "block_to_expert": plan.block_to_expert,
+        "block_size": B,
+    }
+
+
+def moe_backward_arguments() -> Arguments:
+    arguments = moe_arguments()
+    blocks = len(arguments["block_to_expert"])
+    return arguments | {
+        "gate_up_proj_act_checkpoint_T": bf16(blocks, 2, I, B),
+        "down_proj_act_checkpoint": bf16(blocks, B, H),
+        "output_hidden_states_grad": bf16(T + 1, H),
+    }
+
+
+def mlp_operator_arguments() -> Arguments:
+    return {
+        "x_SH": bf16(S, H),
+        "gate_IH": bf16(I, H),
+        "up_IH": bf16(I, H),
+        "down_HI": bf16(H, I),
+        "precision": "bf16",
+        "backend": "torch",
+    }
+
+
+def experts_operator_arguments() -> Arguments:
+    return {
+        "x_TH": bf16(T, H),
+        "top_k_index_TK": torch.zeros(T, 2, dtype=torch.int64),
+        "top_k_weights_TK": torch.ones(T, 2),
+        "gate_up": bf16(E, 2 * I, H),
+        "down": bf16(E, H, I),
+        "transposed": False,
+        "precision": "bf16",
+        "block_size": B,
+        "backend": "torch",
+    }
+
+
+FORWARD: list[Case] = [
+    (DTypeError, "hidden must be a tensor of dtype bfloat16, got torch.float32", {"hidden": torch.ones(S, H)}),
+    (DTypeError, "down_weights.*got list", {"down_weights": [1.0]}),
+    (ShapeError, r"hidden must be of shape \[S, H\]", {"hidden": bf16(1, S, H)}),
+    (ShapeError, "H of hidden must be a positive multiple of 128.*got 64", {"hidden": bf16(S, 64)}),
+    (ShapeError, "S of hidden must be a positive multiple of 8", {"hidden": bf16(12, H)}),
+    (ShapeError, r"gate_up_weights must be of shape \[2I, H\]", {"gate_up_weights": bf16(2 * I, 2 * H)}),
+    (ShapeError, "2I of gate_up_weights must be a positive multiple of 2", {"gate_up_weights": bf16(257, H)}),
+    (ShapeError, "I of gate_up_weights must be a positive multiple of 128", {"gate_up_weights": bf16(200, H)}),
+    (ShapeError, r"down_weights must be of shape \[H, I\]", {"down_weights": bf16(I, H)}),
+    (DeviceError, "down_weights must be on cpu like hidden, got meta", {"down_weights": bf16(H, I, device="meta")}),
+    (ConfigError, "dtype must be torch.bfloat16 or torch.float32", {"dtype": torch.float16}),
+]
+BACKWARD: list[Case] = [
+    (DTypeError, "output_grad must be a tensor of dtype bfloat16", {"output_grad": torch.ones(S, H)}),
+    (ShapeError, r"output_grad must be of shape \[S, H\]", {"output_grad": bf16(S, 2 * H)}),
+    (
+        ShapeError,
+        "S of hidden_states must be a positive multiple of 128",
+        {"hidden_states": bf16(64, H), "output_grad": bf16(64, H)},
+    ),
+    (ShapeError, r"gate_pre must be of shape \[S, I\]", {"gate_pre": bf16(S, H)}),
+    (DTypeError, "intermediate must be a tensor of dtype bfloat16", {"intermediate": torch.ones(S, I)}),
+    (ShapeError, r"down_proj_weight must be of shape \[H, I\]", {"down_proj_weight": bf16(I, H)}),
+    (ConfigError, "release must be one of 2.31, 2.30, got '2.29'", {"release": "2.29"}),
+    (DeviceError, "up must be on cpu", {"up": bf16(S, I, device="meta")}),
+]
+MOE: list[Case] = [
+    (ConfigError, "precision must be one of bf16, fp32, mxfp8", {"precision": "fp8"}),
+    (
+        DTypeError,
+        "hidden_states must be a tensor of dtype bfloat16 or float32",
+        {"hidden_states": torch.ones(2).half()},
+    ),
+    (DTypeError, "block_to_expert must be a tensor of dtype int32 or int64", {"block_to_expert": torch.ones(3)}),
+    (ShapeError, r"gate_up_proj_weight must be of shape \[E, H, 2, I\]", {"gate_up_proj_weight": bf16(E, H, 2 * I)}),
+    (ShapeError, r"down_proj_weight must be of shape \[E, I, H\]", {"down_proj_weight": bf16(E, H, I)}),
+    (ShapeError, r"expert_affinities_masked must be of shape", {"expert_affinities_masked": torch.ones(T * E, 1)}),
+    (ShapeError, "token_position_to_id must be of size N", {"block_size": B // 2}),
+    (ShapeError, "block_to_expert must be made of ids 0..2", {"block_to_expert": torch.tensor([0, 1, 3])}),
+    (ShapeError, "block_to_expert must be ascending", {"block_to_expert": torch.tensor([1, 0, 2])}),
+    (DeviceError, "down_proj_weight must be on cpu", {"down_proj_weight": bf16(E, I, H, device="meta")}),
+]
+MOE_FORWARD: list[Case] = [
+    *MOE,
+    (ConfigError, "expert_affinity_multiply_on_I must be True", {"precision": "mxfp8"}),
+]
+MOE_BACKWARD: list[Case] = [
+    *MOE,
+    (ConfigError, "affinity_option must be one of AFFINITY_ON_I with", {"precision": "mxfp8"}),
+    (ConfigError, "affinity_option must be one of AFFINITY_ON_H, AFFINITY_ON_I", {"affinity_option": "ON_H"}),
+    (ConfigError, "down_proj_act_checkpoint must be given with AFFINITY_ON_H", {"down_proj_act_checkpoint": None}),
+    (ShapeError, r"down_proj_act_checkpoint must be of shape \[N, B, H\]", {"down_proj_act_checkpoint": bf16(1, B, H)}),
+    (ShapeError, r"gate_up_proj_act_checkpoint_T must be of", {"gate_up_proj_act_checkpoint_T": bf16(1, 2, B, I)}),
+    (ShapeError, r"output_hidden_states_grad must be of shape", {"output_hidden_states_grad": bf16(T, H)}),
+]
+MLP_OPERATOR: list[Case] = [
+    (ConfigError, "precision must be one of .* Did you mean 'mxfp8'", {"precision": "mxpf8"}),
+    (DTypeError, "x_SH must be a tensor of dtype", {"x_SH": torch.ones(S, H, dtype=torch.int32)}),
+    (ShapeError, r"gate_IH must be of shape \[I, H\]", {"x_SH": bf16(S, H + 1)}),
+    (ShapeError, r"up_IH must be of shape \[I, H\]", {"up_IH": bf16(I + 1, H)}),
+    (ShapeError, r"down_HI must be of shape \[H, I\]", {"down_HI": bf16(I, H)}),
+    (DeviceError, "up_IH must be on cpu", {"up_IH": bf16(I, H, device="meta")}),
+]
+EXPERTS_OPERATOR: list[Case] = [
+    (DTypeError, "top_k_index_TK must be a tensor of dtype int64", {"top_k_index_TK": torch.ones(T, 2)}),
+    (ShapeError, r"top_k_weights_TK must be of shape \[T, K\]", {"top_k_weights_TK": torch.ones(T, 3)}),
+    (ShapeError, r"gate_up must be of shape \[E, H, 2I\]", {"transposed": True}),
+    (ShapeError, r"down must be of shape \[E, H, I\]", {"down": bf16(E, I, H)}),
+    (ShapeError, "2I of gate_up must be a positive multiple of 2", {"gate_up": bf16(E, 2 * I + 1, H)}),
+    (DeviceError, "down must be on cpu", {"down": bf16(E, H, I, device="meta")}),
+]
+SUITES: list[tuple[Callable[..., Any], Callable[[], Arguments], list[Case]]] = [
+    (mlp_forward_mxfp8, forward_arguments, FORWARD),
+    (mlp_backward_mxfp8, backward_arguments, BACKWARD),
+    (moe_cte, moe_arguments, MOE_FORWARD),
+    (blockwise_mm_bwd, moe_backward_arguments, MOE_BACKWARD),
+    (ops.swiglu_mlp, mlp_operator_arguments, MLP_OPERATOR),
+    (ops.experts, experts_operator_arguments, EXPERTS_OPERATOR),
+]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "arguments", "kind", "message", "change"),
+    [(kernel, arguments, *case) for kernel, arguments, cases in SUITES for case in cases],
+)
+def test_refused(
+    kernel: Callable[..., Any],
+    arguments: Callable[[], Arguments],
+    kind: type[NeuronMoEError],
+    message: str,
+    change: Arguments,
+) -> None:
+    with pytest.raises(kind, match=message) as caught:
+        kernel(**(arguments() | change))
+    assert str(caught.value).startswith(f"{kernel.__name__}: ")
+
+
+@pytest.mark.parametrize(("kernel", "arguments", "cases"), SUITES)
+def test_the_unchanged_arguments_are_accepted(
+    kernel: Callable[..., Any], arguments: Callable[[], Arguments], cases: list[Case]
+) -> None:
+    assert kernel(**arguments()) is not None
+
+
+@pytest.mark.parametrize(
+    ("message", "change"),
+    [
+        ("H of hidden_states must be a positive multiple of 128", {"hidden_states": bf16(T + 1, 64)}),
+        ("block_size of the plan must be a positive multiple of 128", {"block_size": 64}),
+    ],
+)
+def test_mxfp8_needs_whole_tiles(message: str, change: Arguments) -> None:
+    arguments = moe_arguments() | {"precision": "mxfp8", "expert_affinity_multiply_on_I": True} | change
+    if "hidden_states" in change:
+        arguments["gate_up_proj_weight"], arguments["down_proj_weight"] = bf16(E, 64, 2, I), bf16(E, I, 64)
+    with pytest.raises(ShapeError, match=message):
+        moe_cte(**arguments)
+
+
+def test_a_plan_with_gaps_is_refused() -> None:
+    arguments = moe_arguments()
+    arguments["token_position_to_id"][0] = T
+    with pytest.raises(ShapeError, match="filled without gaps per expert"):
+        moe_cte(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "change"),
+    [
+        (DTypeError, "expert_mask must be a bool or integer tensor", {"expert_mask": torch.ones(3, 2)}),
+        (ShapeError, "expert_mask must be of shape", {"expert_mask": torch.ones(3, dtype=torch.bool)}),
+        (ShapeError, "block_size must be positive", {"block_size": 0}),
+        (ShapeError, "top_k must be positive", {"top_k": -1}),
+        (ShapeError, "T must be positive and below 16777216", {"expert_mask": torch.ones(0, 2, dtype=torch.bool)}),
+    ],
+)
+def test_block_plan_refusals(kind: type[NeuronMoEError], message: str, change: Arguments) -> None:
+    arguments: Arguments = {"expert_mask": torch.ones(3, 2, dtype=torch.bool), "block_size": 8, "top_k": 2}
+    with pytest.raises(kind, match=message):
+        build_block_plan(**(arguments | change))
