@@ -21,6 +21,7 @@ from hf_neuron_moe.kernels.checks import check_dtype, check_multiple, check_same
 
 _COMPUTE_DTYPE = {"bf16": torch.bfloat16, "mxfp8": torch.bfloat16, "fp32": torch.float32}
 _FLOATS = (torch.bfloat16, torch.float32, torch.float16)
+_FLOAT_SET = frozenset(_FLOATS)
 
 
 def swiglu_mlp(
@@ -109,6 +110,16 @@ def _check_precision(precision: str, where: str) -> None:
 
 
 def _check_mlp(x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, precision: str) -> None:
+    rows, hidden = x_SH.shape if isinstance(x_SH, Tensor) and x_SH.dim() == 2 else (None, None)
+    if (
+        rows is not None
+        and precision in _COMPUTE_DTYPE
+        and gate_IH.shape == up_IH.shape == down_HI.shape[::-1]
+        and gate_IH.shape[1:] == (hidden,)
+        and {x_SH.dtype, gate_IH.dtype, up_IH.dtype, down_HI.dtype} <= _FLOAT_SET
+        and x_SH.device == gate_IH.device == up_IH.device == down_HI.device
+    ):
+        return  # the usual case in a few microseconds; what follows finds out what is wrong
     where = "swiglu_mlp"
     _check_precision(precision, where)
     tensors: dict[str, Tensor | None] = {"x_SH": x_SH, "gate_IH": gate_IH, "up_IH": up_IH, "down_HI": down_HI}
@@ -131,6 +142,18 @@ def _check_experts(
     transposed: bool,
     precision: str,
 ) -> None:
+    if (
+        precision in _COMPUTE_DTYPE
+        and all(isinstance(tensor, Tensor) for tensor in (x_TH, index_TK, weights_TK, gate_up, down))
+        and x_TH.dim() == index_TK.dim() == 2
+        and gate_up.dim() == 3
+        and index_TK.shape == weights_TK.shape
+        and index_TK.dtype in (torch.int64, torch.int32)
+        and {x_TH.dtype, weights_TK.dtype, gate_up.dtype, down.dtype} <= _FLOAT_SET
+        and x_TH.device == index_TK.device == weights_TK.device == gate_up.device == down.device
+        and (*index_TK.shape[:1], *gate_up.shape) == _expected_sizes(x_TH, down, transposed)
+    ):
+        return
     where = "experts"
     _check_precision(precision, where)
     floats = {"x_TH": x_TH, "top_k_weights_TK": weights_TK, "gate_up": gate_up, "down": down}
@@ -151,6 +174,15 @@ def _check_experts(
     check_shape(down, shape, names[1], where=where, argument="down")
     check_multiple(both, 2, "2I", "gate, then up", where=where, argument="gate_up")
     check_same_device({**floats, "top_k_index_TK": index_TK}, where=where)
+
+
+def _expected_sizes(x_TH: Tensor, down: Tensor, transposed: bool) -> tuple[int, ...]:
+    """Return T and the shape of gate_up that `x_TH` and `down` ask for; empty if those two do not fit each other."""
+    tokens, hidden = x_TH.shape
+    if down.dim() != 3 or down.shape[2 if transposed else 1] != hidden:
+        return ()
+    inner = down.shape[1 if transposed else 2]
+    return (tokens, len(down), hidden, 2 * inner) if transposed else (tokens, len(down), 2 * inner, hidden)
 
 
 def _plain_inference(inputs: tuple[Tensor, ...]) -> bool:

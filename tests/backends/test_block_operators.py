@@ -7,10 +7,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from hf_neuron_moe.backends.torch import routing
 from hf_neuron_moe.backends.torch.compute import FEW_ROWS
+from hf_neuron_moe.errors import ShapeError
 from hf_neuron_moe.modules import ops
 
 BOUND = {
@@ -183,6 +187,32 @@ def test_no_tokens(precision: str) -> None:
     assert tensors[3].grad is not None and not tensors[3].grad.any()
 
 
+@pytest.mark.parametrize("tokens", [4, 400])
+def test_negative_expert_ids_are_refused(tokens: int) -> None:
+    x, index, weights, gate_up, down = expert_tensors(tokens, 32, 48, 4, 2, False)
+    index[-1, 0] = -1
+    with pytest.raises(ShapeError, match="top_k_index must be made of expert ids of 0 and above, got the id -1"):
+        run_experts((x, index, weights, gate_up, down), "bf16")
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), experts=st.integers(1, 6), top_k=st.integers(1, 3), tokens=st.integers(1, 40))
+def test_pairs_sort_the_same_by_hand_and_by_torch(data: st.DataObject, experts: int, top_k: int, tokens: int) -> None:
+    ids = data.draw(st.lists(st.integers(0, experts + 1), min_size=tokens * top_k, max_size=tokens * top_k))
+    index = torch.tensor(ids).view(tokens, top_k)
+    by_hand = routing._sort_by_hand(index, experts)
+    repeated = routing.sort_pairs(index.repeat(routing._BY_HAND, 1), experts)
+    assert by_hand.offsets == [offset // routing._BY_HAND for offset in repeated.offsets]
+    assert by_hand.order_R[by_hand.slot_TK.reshape(-1)].tolist() == list(range(tokens * top_k))
+    assert torch.equal(by_hand.token_R, by_hand.order_R // top_k)
+    kept = by_hand.offsets[-1]
+    sorted_ids = index.reshape(-1)[by_hand.order_R]
+    assert bool((sorted_ids[:kept].diff() >= 0).all()) and bool((sorted_ids[kept:] >= experts).all())
+    if tokens * top_k > routing._BY_HAND:
+        by_torch = routing.sort_pairs(index, experts)
+        assert torch.equal(by_torch.order_R[:kept], by_hand.order_R[:kept]) and by_torch.offsets == by_hand.offsets
+
+
 def test_frozen_weights_cost_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     from hf_neuron_moe.backends.torch.backend import TorchBackend
 
@@ -209,11 +239,13 @@ def test_autocast_does_not_change_the_numbers(precision: str) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "mxfp8"])
-def test_inference_equals_training_forward(precision: str) -> None:
-    tensors = expert_tensors(64, 64, 600, 4, 2, False)
+@pytest.mark.parametrize(("tokens", "bound"), [(300, 0.0), (20, 5e-3)])
+def test_inference_equals_training_forward(precision: str, tokens: int, bound: float) -> None:
+    """Bit for bit in the tiled path; a few rows are multiplied in another order, which moves some bf16 roundings."""
+    tensors = expert_tensors(tokens, 64, 600, 4, 2, False)
     with torch.no_grad():
         inference = run_experts(tensors, precision)
-    assert torch.equal(inference, run_experts(tensors, precision))
+    assert relative_error(inference, run_experts(tensors, precision)) <= bound
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "mxfp8"])

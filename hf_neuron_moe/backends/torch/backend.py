@@ -10,6 +10,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from hf_neuron_moe.backends.torch import few_rows
+from hf_neuron_moe.backends.torch.compute import choose_compute
 from hf_neuron_moe.backends.torch.experts import (
     ExpertGrads,
     ExpertStack,
@@ -43,6 +45,10 @@ class TorchBackend:
         self, x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, precision: str, keep: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         tokens = x_SH.shape[0]
+        if not keep and tokens:
+            compute = choose_compute(precision, x_SH.device, rows_per_expert=tokens, weight_dtype=down_HI.dtype)
+            if few_rows.suits(compute, tokens, down_HI.dtype):
+                return few_rows.mlp(x_SH, FFNWeights(gate_IH, up_IH, down_HI)), x_SH.new_empty(0), x_SH.new_empty(0)
         save = self._checkpoints(x_SH, tokens, gate_IH.shape[0], keep)
         out = torch.zeros(x_SH.shape, dtype=torch.float32, device=x_SH.device)
         if tokens:
@@ -97,6 +103,14 @@ class TorchBackend:
         block_size: int,
         keep: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        stack = ExpertStack(gate_up, down, transposed)
+        if not keep and index_TK.numel():
+            # An estimate that needs no look at the routing: pairs spread evenly over as many experts as possible.
+            rows = index_TK.numel() / min(index_TK.numel(), gate_up.shape[0])
+            compute = choose_compute(precision, x_TH.device, rows_per_expert=rows, weight_dtype=gate_up.dtype)
+            if few_rows.suits(compute, index_TK.numel(), gate_up.dtype):
+                out = few_rows.experts(x_TH, index_TK, weight_TK, stack)
+                return out, x_TH.new_empty(0), x_TH.new_empty(0)
         pairs = sort_pairs(index_TK, gate_up.shape[0])
         scale = _sorted_scale(pairs, weight_TK)
         save = self._checkpoints(x_TH, index_TK.numel(), _intermediate(down, transposed), keep)

@@ -5,10 +5,13 @@ Legend: T tokens, K experts per token, R = T * K pairs, E experts.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from hf_neuron_moe.errors import ShapeError, refuse
 
 
 @dataclass(frozen=True)
@@ -34,14 +37,54 @@ class SortedPairs:
         return [(expert, start, end) for expert, (start, end) in enumerate(bounds) if end > start]
 
 
+_BY_HAND = 64
+"""Up to this many pairs sorting a Python list takes less time than dispatching torch's operators."""
+
+
+def _negative_id(value: int) -> ShapeError:
+    return refuse(
+        ShapeError,
+        where="experts",
+        argument="top_k_index",
+        expected="made of expert ids of 0 and above",
+        got=f"the id {value}",
+        remedy="Mark pairs that belong to no expert of this rank with an id of at least the number of experts.",
+    )
+
+
+def _sort_by_hand(index_TK: Tensor, experts: int) -> SortedPairs:
+    flat: list[int] = index_TK.reshape(-1).tolist()
+    if flat and min(flat) < 0:
+        raise _negative_id(min(flat))
+    order = sorted(range(len(flat)), key=flat.__getitem__)
+    offsets, slot, top_k = [0] * (experts + 1), [0] * len(flat), index_TK.shape[1]
+    for position, pair in enumerate(order):
+        slot[pair] = position
+        if flat[pair] < experts:
+            offsets[flat[pair] + 1] += 1
+    for expert in range(experts):
+        offsets[expert + 1] += offsets[expert]
+    tokens = [pair // top_k for pair in order]
+    as_tensor = functools.partial(torch.tensor, dtype=torch.int64)
+    return SortedPairs(as_tensor(order), as_tensor(tokens), as_tensor(slot).view(index_TK.shape), offsets)
+
+
 def sort_pairs(index_TK: Tensor, experts: int) -> SortedPairs:
     """Sort the pairs of a top-k routing by expert; tokens stay in ascending order within an expert.
 
     Args:
         index_TK: integer expert ids; ids >= `experts` are sentinels of expert parallelism and sort behind the rest.
         experts: E.
+
+    Raises:
+        ShapeError: an id is negative.
     """
+    if index_TK.numel() <= _BY_HAND and index_TK.device.type == "cpu":
+        return _sort_by_hand(index_TK, experts)
     flat = index_TK.reshape(-1).clamp(max=experts)
+    lowest = int(flat.min())
+    if lowest < 0:
+        raise _negative_id(lowest)
     order = torch.argsort(flat, stable=True)
     counts = torch.bincount(flat, minlength=experts + 1)[:experts].tolist()
     offsets = [0]

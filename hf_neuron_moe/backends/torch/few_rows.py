@@ -1,0 +1,63 @@
+"""Inference with so few rows per weight that reading the weights is all that counts: generation.
+
+Legend: R token-expert pairs in expert order, H hidden, I intermediate.
+
+No tiles, no casts, no scratch: each expert costs two products straight from the parameters, and everything between
+them is done once for all rows. Rounding points are those of the tiled path. Used where nothing is kept for a backward
+and the parameters already have the matmuls' dtype.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hf_neuron_moe.backends.torch.compute import Compute
+from hf_neuron_moe.backends.torch.experts import ExpertStack
+from hf_neuron_moe.backends.torch.ffn_forward import FFNWeights
+from hf_neuron_moe.backends.torch.routing import sort_pairs
+
+MOST_ROWS = 512
+"""Beyond this many rows in all the tiled path is as fast, and its temporaries are bounded."""
+
+
+def suits(compute: Compute, rows: int, weight_dtype: torch.dtype) -> bool:
+    """Whether `rows` rows of weights in `weight_dtype` are better computed here than in tiles."""
+    return not compute.mx and rows <= MOST_ROWS and weight_dtype == compute.operand == compute.rounded
+
+
+def mlp(x_SH: Tensor, weights: FFNWeights) -> Tensor:
+    """Return the dense MLP's output in the dtype of `x_SH`, which is that of the weights."""
+    gate_SI, up_SI = F.linear(x_SH, weights.gate_IH), F.linear(x_SH, weights.up_IH)
+    return F.linear(_gated(gate_SI, up_SI, None), weights.down_HI)
+
+
+def experts(x_TH: Tensor, index_TK: Tensor, weight_TK: Tensor, stack: ExpertStack) -> Tensor:
+    """Return the experts' weighted sum in the dtype of `x_TH`, which is that of the weights."""
+    number, hidden = len(stack.gate_up), x_TH.shape[1]
+    pairs = sort_pairs(index_TK, number)
+    x_RH = x_TH.index_select(0, pairs.token_R)
+    scale_R = weight_TK.reshape(-1).index_select(0, pairs.order_R)
+    inner = stack.gate_up.shape[2 if stack.transposed else 1] // 2
+    gate_up_R2I = x_RH.new_empty((len(x_RH), 2 * inner))
+    gate_up, down = stack.gate_up, stack.down
+    if not stack.transposed:
+        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+    for expert, start, end in pairs.runs:
+        torch.mm(x_RH[start:end], gate_up[expert], out=gate_up_R2I[start:end])
+    inter_RI = _gated(gate_up_R2I[:, :inner], gate_up_R2I[:, inner:], scale_R)
+    out_RH = x_RH.new_empty((len(x_RH), hidden))
+    for expert, start, end in pairs.runs:
+        torch.mm(inter_RI[start:end], down[expert], out=out_RH[start:end])
+    out_RH[pairs.offsets[-1] :].zero_()
+    out_TKH = out_RH.index_select(0, pairs.slot_TK.reshape(-1)).view(*index_TK.shape, hidden)
+    return out_TKH.sum(1, dtype=torch.float32).to(x_TH.dtype)
+
+
+def _gated(gate_RI: Tensor, up_RI: Tensor, scale_R: Tensor | None) -> Tensor:
+    """``silu(gate) * up [* scale]`` in fp32, rounded once."""
+    inter = F.silu(gate_RI.float()).mul_(up_RI)
+    if scale_R is not None:
+        inter.mul_(scale_R[:, None])
+    return inter.to(gate_RI.dtype)
