@@ -37,7 +37,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from hf_neuron_moe import NeuronMoEConfig, patch_model
 from hf_neuron_moe.backends.torch.compute import bf16_matmul_is_fast
-from hf_neuron_moe.training.saved_tensors import measure_saved_bytes
+from hf_neuron_moe.training import measure_saved_bytes
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, Trainer
 from transformers.trainer_callback import PrinterCallback
 
 from hf_neuron_moe import NeuronMoEConfig, patch_model, unpatch_model
-from hf_neuron_moe.training.saved_tensors import measure_saved_bytes
+from hf_neuron_moe.training import measure_saved_bytes
 
 STOCK = "stock fp32"
 EDGE_STEPS = 4  # steps averaged for the training loss at the start and at the end: one step of 256 tokens is noisy
