@@ -52,7 +52,7 @@ class NeuronMoEConfig:
                     got=repr(value),
                     remedy=f"Choose one of these.{hint}",
                 )
-        if self.block_size not in BLOCK_SIZES or isinstance(self.block_size, bool):
+        if type(self.block_size) is not int or self.block_size not in BLOCK_SIZES:
             raise refuse(
                 ConfigError,
                 where="NeuronMoEConfig",

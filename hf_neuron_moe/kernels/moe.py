@@ -27,7 +27,7 @@ from hf_neuron_moe.backends.torch.experts import (
 )
 from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints, RowSource
 from hf_neuron_moe.backends.torch.tiling import make_loader
-from hf_neuron_moe.errors import ConfigError, refuse
+from hf_neuron_moe.errors import ConfigError, ShapeError, refuse
 from hf_neuron_moe.kernels.block_rows import BlockRows, block_rows
 from hf_neuron_moe.kernels.checks import check_dtype, check_multiple, check_same_device, check_shape
 
@@ -182,12 +182,18 @@ def blockwise_mm_bwd(
     )  # fmt: skip
     on_hidden = _check_affinity_option(affinity_option, down_proj_act_checkpoint, precision, where)
     experts, hidden, _, inner = gate_up_proj_weight.shape
-    shape = tuple(hidden_states.shape)
-    check_dtype(output_hidden_states_grad, _FLOATS, where=where, argument="output_hidden_states_grad")
-    check_shape(output_hidden_states_grad, shape, "[T', H]", where=where, argument="output_hidden_states_grad")
-    checkpoint_shape = (rows.blocks, 2, inner, block_size)
-    name = "gate_up_proj_act_checkpoint_T"
-    check_shape(gate_up_proj_act_checkpoint_T, checkpoint_shape, "[N, 2, I, B]", where=where, argument=name)
+    expected: dict[str, tuple[Tensor | None, tuple[int, ...], str]] = {
+        "output_hidden_states_grad": (output_hidden_states_grad, tuple(hidden_states.shape), "[T', H]"),
+        "gate_up_proj_act_checkpoint_T": (
+            gate_up_proj_act_checkpoint_T,
+            (rows.blocks, 2, inner, block_size),
+            "[N, 2, I, B]",
+        ),
+    }
+    if on_hidden:
+        shape = (rows.blocks, block_size, hidden)
+        expected["down_proj_act_checkpoint"] = (down_proj_act_checkpoint, shape, "[N, B, H]")
+    _check_backward_operands(expected, hidden_states, where)
     gate, up = (rows.from_blocks(gate_up_proj_act_checkpoint_T[:, half].transpose(1, 2)) for half in range(2))
     scale = rows.affinity(expert_affinities_masked, experts)
     dout = RowSource(output_hidden_states_grad, rows.token_R)
@@ -195,14 +201,11 @@ def blockwise_mm_bwd(
     with torch.no_grad():
         if on_hidden and down_proj_act_checkpoint is not None:
             dout_RH = output_hidden_states_grad[rows.token_R].float()
-            down_shape = (rows.blocks, block_size, hidden)
-            name = "down_proj_act_checkpoint"
-            check_shape(down_proj_act_checkpoint, down_shape, "[N, B, H]", where=where, argument=name)
             d_scale = torch.linalg.vecdot(dout_RH, rows.from_blocks(down_proj_act_checkpoint).float())
             dout = RowSource(dout_RH.mul_(scale[:, None]).to(output_hidden_states_grad.dtype))
         d_gate_up = torch.empty((experts, hidden, 2 * inner), dtype=gate_up_proj_weight.dtype, device=d_scale.device)
         d_down = torch.empty_like(down_proj_weight)
-        dx = torch.zeros(shape, dtype=torch.float32, device=d_scale.device)
+        dx = torch.zeros(hidden_states.shape, dtype=torch.float32, device=d_scale.device)
         run_experts_backward(
             dout,
             RowSource(hidden_states, rows.token_R),
@@ -224,6 +227,17 @@ def blockwise_mm_bwd(
     return MoEBackward(
         dx.to(hidden_states.dtype), d_affinity[:, None], d_gate_up.view(experts, hidden, 2, inner), d_down
     )
+
+
+def _check_backward_operands(
+    expected: dict[str, tuple[Tensor | None, tuple[int, ...], str]], hidden_states: Tensor, where: str
+) -> None:
+    """Check operands given as ``(tensor, shape, shape in words)`` by name; they live with the hidden states."""
+    for name, (tensor, shape, words) in expected.items():
+        check_dtype(tensor, _FLOATS, where=where, argument=name)  # type: ignore[arg-type]
+        check_shape(tensor, shape, words, where=where, argument=name)  # type: ignore[arg-type]
+    operands = {name: tensor for name, (tensor, _, _) in expected.items()}
+    check_same_device({"hidden_states": hidden_states, **operands}, where=where)
 
 
 def _check_affinity_option(option: str, down_checkpoint: Tensor | None, precision: str, where: str) -> bool:
@@ -272,6 +286,15 @@ def _check(
             got=repr(precision),
             remedy="Choose one of these.",
         )
+    if type(block_size) is not int or block_size <= 0:
+        raise refuse(
+            ShapeError,
+            where=where,
+            argument="block_size",
+            expected="a positive int",
+            got=repr(block_size),
+            remedy="Pass the block size the plan was made with.",
+        )
     floats = (torch.bfloat16,) if precision == "mxfp8" else _FLOATS
     tensors: dict[str, Tensor | None] = {
         "hidden_states": hidden_states,
@@ -280,6 +303,7 @@ def _check(
     }
     for name, tensor in tensors.items():
         check_dtype(tensor, floats, where=where, argument=name)  # type: ignore[arg-type]
+    check_dtype(down_proj_weight, (gate_up_proj_weight.dtype,), where=where, argument="down_proj_weight")
     check_dtype(expert_affinities_masked, _FLOATS, where=where, argument="expert_affinities_masked")
     plan = {"token_position_to_id": token_position_to_id, "block_to_expert": block_to_expert}
     for name, ids in plan.items():

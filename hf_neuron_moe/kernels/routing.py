@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hf_neuron_moe.errors import DTypeError, ShapeError, refuse
-from hf_neuron_moe.kernels.checks import check_shape
+from hf_neuron_moe.kernels.checks import check_dtype, check_shape
 
 _MAX_TOKEN_ID = 1 << 24
 """Ids pass through fp32 on the chip and are exact only below this."""
@@ -40,7 +40,13 @@ class BlockPlan(NamedTuple):
 
 
 def count_blocks(tokens: int, top_k: int, experts: int, block_size: int, *, blocks_multiple: int = 1) -> int:
-    """Return the worst-case number of blocks N for any routing of `tokens` to min(K, E) experts each."""
+    """Return the worst-case number of blocks N for any routing of `tokens` to min(K, E) experts each.
+
+    Raises:
+        ShapeError: a size is not a positive integer.
+    """
+    sizes = {"T": tokens, "top_k": top_k, "E": experts, "block_size": block_size, "blocks_multiple": blocks_multiple}
+    _check_sizes(sizes, "count_blocks")
     pairs = tokens * min(top_k, experts)
     blocks = -(-(pairs - (experts - 1)) // block_size) + experts - 1
     return -(-blocks // blocks_multiple) * blocks_multiple
@@ -78,22 +84,17 @@ def build_block_plan(
         )
     check_shape(expert_mask, (None, None), "[T, E]", where=where, argument="expert_mask")
     tokens, experts = expert_mask.shape
-    for name, value in (
-        ("T", tokens),
-        ("E", experts),
-        ("block_size", block_size),
-        ("top_k", top_k),
-        ("blocks_multiple", blocks_multiple),
-    ):
-        if value <= 0 or (name == "T" and value >= _MAX_TOKEN_ID):
-            raise refuse(
-                ShapeError,
-                where=where,
-                argument=name,
-                expected=f"positive{f' and below {_MAX_TOKEN_ID}' if name == 'T' else ''}",
-                got=str(value),
-                remedy="Ids are exact below 2**24; split longer inputs." if value > 0 else "Pass a positive size.",
-            )
+    sizes = {"T": tokens, "E": experts, "block_size": block_size, "top_k": top_k, "blocks_multiple": blocks_multiple}
+    _check_sizes(sizes, where)
+    if expert_mask.device.type == "cpu" and int(expert_mask.bool().sum(1).max()) > top_k:
+        raise refuse(
+            ShapeError,
+            where=where,
+            argument="expert_mask",
+            expected=f"made of rows with at most top_k = {top_k} experts",
+            got=f"a row with {int(expert_mask.bool().sum(1).max())}",
+            remedy="Pass the top_k of the routing: it decides how many blocks there are.",
+        )
     blocks = count_blocks(tokens, top_k, experts, block_size, blocks_multiple=blocks_multiple)
     device, sink = expert_mask.device, -1 if skip_token else tokens
     chosen = expert_mask.bool()
@@ -111,8 +112,40 @@ def build_block_plan(
     return BlockPlan(slots[1:], block_to_expert, conditions, block_size)
 
 
+def _check_sizes(sizes: dict[str, int], where: str) -> None:
+    for name, value in sizes.items():
+        if type(value) is not int or value <= 0 or (name == "T" and value >= _MAX_TOKEN_ID):
+            raise refuse(
+                ShapeError,
+                where=where,
+                argument=name,
+                expected=f"positive{f' and below {_MAX_TOKEN_ID}' if name == 'T' else ''}, an int",
+                got=repr(value),
+                remedy="Ids are exact below 2**24; split longer inputs." if name == "T" else "Pass a positive size.",
+            )
+
+
+def _check_routing(top_k_index: Tensor, where: str) -> None:
+    check_dtype(top_k_index, (torch.int64, torch.int32), where=where, argument="top_k_index")
+    check_shape(top_k_index, (None, None), "[T, K]", where=where, argument="top_k_index")
+    if top_k_index.device.type == "cpu" and top_k_index.numel() and int(top_k_index.min()) < 0:
+        raise refuse(
+            ShapeError,
+            where=where,
+            argument="top_k_index",
+            expected="made of expert ids of 0 and above",
+            got=f"the id {int(top_k_index.min())}",
+            remedy="Mark pairs without an expert with an id of at least the number of experts.",
+        )
+
+
 def expert_mask(top_k_index: Tensor, experts: int) -> Tensor:
-    """Return the bool mask ``[T, E]`` of a top-k routing ``[T, K]``; ids >= E select nothing."""
+    """Return the bool mask ``[T, E]`` of a top-k routing ``[T, K]``; ids >= E select nothing.
+
+    Raises:
+        DTypeError, ShapeError: the routing is not a 2-D tensor of integers of 0 and above.
+    """
+    _check_routing(top_k_index, "expert_mask")
     mask = torch.zeros((top_k_index.shape[0], experts + 1), dtype=torch.bool, device=top_k_index.device)
     return mask.scatter_(1, top_k_index.clamp(max=experts).long(), True)[:, :experts]
 
@@ -121,7 +154,13 @@ def masked_affinities(top_k_index: Tensor, top_k_weights: Tensor, experts: int, 
     """Return ``expert_affinities_masked``: dense ``[T', E]`` flattened token-major to ``[T' * E, 1]``.
 
     T' is T + 1 with a zero sink row, or T with `skip_token`. Entries of experts that were not chosen are zero.
+
+    Raises:
+        DTypeError, ShapeError: the routing is not a 2-D tensor of ids of 0 and above, or the weights do not fit it.
     """
+    _check_routing(top_k_index, "masked_affinities")
+    shape = tuple(top_k_index.shape)
+    check_shape(top_k_weights, shape, "[T, K]", where="masked_affinities", argument="top_k_weights")
     tokens = top_k_index.shape[0]
     rows = tokens if skip_token else tokens + 1
     dense = torch.zeros((rows, experts + 1), dtype=top_k_weights.dtype, device=top_k_weights.device)

@@ -86,6 +86,10 @@ def experts(
         ConfigError, DTypeError, ShapeError, DeviceError: an argument does not fit the others.
     """
     _check_experts(x_TH, top_k_index_TK, top_k_weights_TK, gate_up, down, transposed, precision)
+    if precision == "mxfp8":
+        check_multiple(
+            block_size, 128, "block_size", "MX groups need whole tiles", where="experts", argument="the plan"
+        )
     inputs = (x_TH.to(_COMPUTE_DTYPE[precision]), top_k_index_TK, top_k_weights_TK, gate_up, down)
     if _plain_inference(inputs):
         with _exact_dtypes(x_TH):
@@ -110,12 +114,12 @@ def _check_precision(precision: str, where: str) -> None:
 
 
 def _check_mlp(x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, precision: str) -> None:
-    rows, hidden = x_SH.shape if isinstance(x_SH, Tensor) and x_SH.dim() == 2 else (None, None)
     if (
-        rows is not None
-        and precision in _COMPUTE_DTYPE
+        precision in _COMPUTE_DTYPE
+        and all(isinstance(tensor, Tensor) for tensor in (x_SH, gate_IH, up_IH, down_HI))
+        and x_SH.dim() == gate_IH.dim() == 2
         and gate_IH.shape == up_IH.shape == down_HI.shape[::-1]
-        and gate_IH.shape[1:] == (hidden,)
+        and gate_IH.shape[1] == x_SH.shape[1]
         and {x_SH.dtype, gate_IH.dtype, up_IH.dtype, down_HI.dtype} <= _FLOAT_SET
         and x_SH.device == gate_IH.device == up_IH.device == down_HI.device
     ):

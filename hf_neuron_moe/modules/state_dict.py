@@ -61,6 +61,11 @@ class KernelLayoutMixin(nn.Module):
         own: dict[str, Any] = {}
         super()._save_to_state_dict(own, "", keep_vars)
         stock = self._stock_tensors(keep_vars)
+        if not keep_vars:
+            # Views of one storage would be taken for tied weights, and dropped, by accelerate and safetensors.
+            changed = {name for rule in self.neuron_rules if not rule.keeps_layout for name in rule.stock}
+            contiguous = torch.contiguous_format
+            stock = {k: v.clone(memory_format=contiguous) if k in changed else v for k, v in stock.items()}
         kernel_names = {rule.kernel for rule in self.neuron_rules}
         extra = {name: value for name, value in own.items() if name not in kernel_names}
         destination.update({prefix + name: stock[name] for name in self.neuron_stock_order})

@@ -44,6 +44,13 @@ def test_special_values_take_the_exact_path(axis: int, special: float) -> None:
     assert equal_bits(fake_quantize_(values.clone(), axis), fake_quantize_mx(values, axis=axis))
 
 
+def test_blocks_of_nothing_but_denormals() -> None:
+    values = torch.full((2, 128), 3.4e-41)
+    values[1, 5] = 0.0
+    assert equal_bits(fake_quantize_(values.clone(), 1), fake_quantize_mx(values, axis=1))
+    assert not torch.equal(fake_quantize_mx(values, axis=1), values), "denormals are rounded, not passed through"
+
+
 def test_a_block_of_nothing_but_tiny_values() -> None:
     values = torch.full((1, 128), 2.0**-125)
     assert equal_bits(fake_quantize_(values.clone(), 1), fake_quantize_mx(values, axis=1))

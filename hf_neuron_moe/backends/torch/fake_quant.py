@@ -22,7 +22,7 @@ from torch import Tensor
 from hf_neuron_moe.formats.mx import fake_quantize_mx
 from hf_neuron_moe.formats.swizzle import tile_segments
 
-_EXPONENT_BITS = 0x7F800000
+_MAGNITUDE_BITS, _EXPONENT_BITS = 0x7FFFFFFF, 0x7F800000
 _FIELD = 1 << 23
 _ROUNDING_CONSTANT = 1.5 * 2.0**20
 _SUBNORMAL_FIELDS = 13
@@ -66,7 +66,7 @@ def fake_quantize_tile_(values: Tensor, axis: int, lane: int, scratch: Tensor) -
         `values`.
     """
     exponents = scratch[: values.numel()].view(values.shape)
-    torch.bitwise_and(values.view(torch.int32), _EXPONENT_BITS, out=exponents)
+    torch.bitwise_and(values.view(torch.int32), _MAGNITUDE_BITS, out=exponents)
     rows, columns = values.shape
     if axis == 0:
         lanes = min(4, rows // lane)
@@ -79,7 +79,8 @@ def fake_quantize_tile_(values: Tensor, axis: int, lane: int, scratch: Tensor) -
         block_max = tiled.amax(dim=2).view(rows, -1, lane // 8, 8).amax(dim=-1, keepdim=True)
     if _needs_exact_path(block_max):
         return values.copy_(_exact(values, axis, lane, lanes))
-    floor = block_max.sub_(_SUBNORMAL_FIELDS * _FIELD)
+    exponents.bitwise_and_(_EXPONENT_BITS)
+    floor = block_max.bitwise_and_(_EXPONENT_BITS).sub_(_SUBNORMAL_FIELDS * _FIELD)
     if axis == 1:
         floor = floor.expand(-1, -1, -1, 8).reshape(rows, -1, 1, lane)
     torch.maximum(tiled, floor, out=tiled)
@@ -97,5 +98,6 @@ def _exact(values: Tensor, axis: int, lane: int, lanes: int) -> Tensor:
 
 
 def _needs_exact_path(block_max: Tensor) -> bool:
+    """Whether a block other than an all-zero one is outside the range in which the constant rounds exactly."""
     low, high = torch.aminmax(block_max.masked_fill(block_max == 0, _EXACT_BELOW_FIELD * _FIELD))
     return bool((low < _EXACT_BELOW_FIELD * _FIELD) | (high >= _EXACT_FROM_FIELD * _FIELD))

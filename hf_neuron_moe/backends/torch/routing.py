@@ -82,7 +82,7 @@ def sort_pairs(index_TK: Tensor, experts: int) -> SortedPairs:
     if index_TK.numel() <= _BY_HAND and index_TK.device.type == "cpu":
         return _sort_by_hand(index_TK, experts)
     flat = index_TK.reshape(-1).clamp(max=experts)
-    lowest = int(flat.min())
+    lowest = int(flat.min()) if flat.numel() else 0
     if lowest < 0:
         raise _negative_id(lowest)
     order = torch.argsort(flat, stable=True)

@@ -1,0 +1,35 @@
+"""Options are checked when they are made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hf_neuron_moe import NeuronMoEConfig
+from hf_neuron_moe.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"precision": "fp16"}, "precision must be one of bf16, mxfp8, fp32, got 'fp16'"),
+        ({"precision": "mxfp"}, "Did you mean 'mxfp8'"),
+        ({"precision": None}, "got None"),
+        ({"backend": "cuda"}, "backend must be one of auto, torch, neuron, triton"),
+        ({"weights": "kernels"}, "Did you mean 'kernel'"),
+        ({"block_size": 100}, "block_size must be one of"),
+        ({"block_size": 512.0}, "got 512.0"),
+        ({"block_size": True}, "got True"),
+    ],
+)
+def test_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        NeuronMoEConfig(**options)
+
+
+def test_round_trip_and_unknown_names() -> None:
+    config = NeuronMoEConfig(precision="mxfp8", block_size=256)
+    assert NeuronMoEConfig.from_dict(config.to_dict()) == config
+    with pytest.raises(ConfigError, match="got 'precison'.*Did you mean 'precision'"):
+        NeuronMoEConfig.from_dict({"precison": "bf16"})
