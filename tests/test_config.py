@@ -31,5 +31,5 @@ def test_refused(options: dict[str, Any], message: str) -> None:
 def test_round_trip_and_unknown_names() -> None:
     config = NeuronMoEConfig(precision="mxfp8", block_size=256)
     assert NeuronMoEConfig.from_dict(config.to_dict()) == config
-    with pytest.raises(ConfigError, match="got 'precison'.*Did you mean 'precision'"):
+    with pytest.raises(ConfigError, match=r"got 'precison'.*Did you mean 'precision'"):
         NeuronMoEConfig.from_dict({"precison": "bf16"})

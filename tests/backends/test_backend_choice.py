@@ -58,3 +58,16 @@ def test_without_onednn_bf16_kernels_nothing_is_measured(monkeypatch: pytest.Mon
     compute._cpu_bf16_matmul_is_fast.cache_clear()
     assert bf16_matmul_is_fast(CPU) is False
     compute._cpu_bf16_matmul_is_fast.cache_clear()
+
+
+def test_scratch_is_reused_by_the_next_call_and_can_be_released() -> None:
+    from hf_neuron_moe.backends.torch.compute import call_scratch, release_scratch
+
+    release_scratch()
+    with torch.inference_mode():
+        first = call_scratch(CPU).get("x", (4, 8), torch.float32)
+    again = call_scratch(CPU).get("x", (2, 8), torch.float32)
+    assert first.data_ptr() == again.data_ptr() and not again.is_inference()
+    assert call_scratch(CPU).get("x", (2, 8), torch.bfloat16).data_ptr() != first.data_ptr()
+    release_scratch()
+    assert not call_scratch(CPU).buffers
