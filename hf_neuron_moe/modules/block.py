@@ -6,12 +6,14 @@ parameters and hook dictionaries, so handles held by the user (``RemovableHandle
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
 from torch import nn
 
 from hf_neuron_moe.config import NeuronMoEConfig
+from hf_neuron_moe.errors import NeuronMoEWarning
 from hf_neuron_moe.modules.state_dict import WeightRule
 
 _OWN_COPY = ("_parameters", "_buffers", "_modules")
@@ -35,6 +37,21 @@ MODULE_INTERNALS = frozenset((*_OWN_COPY, *_SHARED, *_SCALARS))
 HOOK_DICTS = tuple(name for name in _SHARED if name.endswith("_hooks"))
 """Attributes of ``nn.Module`` that hold hooks, except the flags that accompany them."""
 
+_CALL_HOOKS = {
+    "_forward_pre_hooks": "forward pre-hook",
+    "_forward_hooks": "forward hook",
+    "_backward_pre_hooks": "backward pre-hook",
+    "_backward_hooks": "backward hook",
+}
+"""Those that run when a module is called or differentiated, by the name a message gives them."""
+
+
+def has_call_hooks(module: nn.Module) -> bool:
+    """Return whether hooks run when `module` is called or differentiated."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
 
 class NeuronBlock(nn.Module):
     """Base of the replacement modules.
@@ -56,6 +73,27 @@ class NeuronBlock(nn.Module):
                 self.__dict__[key] = value
         self.neuron_name = name
         self.neuron_config = config
+        self.neuron_warned = False
+
+    def _check_hooks(self, activation: str | None) -> None:
+        """Warn once if the child `activation`, which the operator computes itself, got a hook after patching."""
+        child = None if activation is None else self._modules.get(activation)
+        if child is not None and has_call_hooks(child) and not self.neuron_warned:
+            self._warn_ignored_hooks(f"{self.neuron_name}.{activation}", child)
+
+    def _warn_ignored_hooks(self, name: str, child: nn.Module) -> None:
+        self.neuron_warned = True
+        hooks = [
+            f"{meaning} {getattr(hook, '__qualname__', type(hook).__name__)}"
+            for kind, meaning in _CALL_HOOKS.items()
+            for hook in getattr(child, kind).values()
+        ]
+        warnings.warn(
+            f"{name} has a hook that is not called: {', '.join(hooks)}. The patched block computes the activation "
+            "inside its operator. Remove the hook, or unpatch the model and name this block in exclude=... .",
+            NeuronMoEWarning,
+            stacklevel=4,
+        )
 
     def extra_repr(self) -> str:
         """Show what the block computes and where its weights live."""

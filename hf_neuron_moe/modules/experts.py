@@ -53,6 +53,7 @@ class NeuronExperts(NeuronBlock):
         Returns:
             ``[T, H]`` in the dtype of `hidden_states`.
         """
+        self._check_hooks("act_fn")
         config = self.neuron_config
         return ops.experts(
             hidden_states,

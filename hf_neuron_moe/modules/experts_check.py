@@ -13,6 +13,8 @@ from typing import Any
 from torch import nn
 from torch.nn import functional as F
 
+from hf_neuron_moe.modules.block import has_call_hooks
+
 EXPERT_FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm")
 
 _FLAG_RULES: tuple[tuple[str, bool, str], ...] = (
@@ -73,7 +75,7 @@ def why_not_swiglu_experts(module: Any) -> str | None:
     activation = getattr(module, "act_fn", None)
     if not is_silu(activation):
         return f"its activation is {describe_activation(activation)}, the kernels have SiLU"
-    if isinstance(activation, nn.Module) and activation._forward_hooks:
+    if isinstance(activation, nn.Module) and has_call_hooks(activation):
         return "its act_fn has hooks, which the operator would not call"
     return _why_not_shapes(module)
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.errors import NeuronMoEWarning
 from hf_neuron_moe.modules import ops
-from hf_neuron_moe.modules.block import HOOK_DICTS, NeuronBlock, make_kernel_parameter
+from hf_neuron_moe.modules.block import NeuronBlock, has_call_hooks, make_kernel_parameter
 from hf_neuron_moe.modules.state_dict import KernelLayoutMixin, WeightRule
 
 
@@ -48,11 +48,6 @@ class DenseRoles:
         )
 
 
-def has_call_hooks(module: nn.Module) -> bool:
-    """Return whether hooks run when `module` is called or differentiated."""
-    return any(getattr(module, hooks) for hooks in HOOK_DICTS if "forward" in hooks or "backward" in hooks)
-
-
 def why_not_plain_linear(module: Any) -> str | None:
     """Return why `module` may compute something else than ``x @ weight.T``, or None for a plain linear layer."""
     if type(module) is not nn.Linear:
@@ -77,8 +72,7 @@ def _is_plain_linear(module: nn.Module | None) -> bool:
         and type(module._parameters["weight"]) is nn.Parameter
         and type(module._parameters["weight"].data) is Tensor
         and "forward" not in module.__dict__
-        and not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
-        and not module._backward_pre_hooks
+        and not has_call_hooks(module)
     )
 
 
@@ -98,7 +92,6 @@ class NeuronSwiGLUMLP(NeuronBlock):
     def __init__(self, original: nn.Module, name: str, config: NeuronMoEConfig, roles: DenseRoles) -> None:
         super().__init__(original, name, config)
         self.neuron_roles = roles
-        self.neuron_warned = False
 
     def _why_not_fused(self) -> str | None:
         for name in self.neuron_roles.linears:
@@ -170,6 +163,7 @@ class KernelLayoutSwiGLUMLP(KernelLayoutMixin, NeuronSwiGLUMLP):
             self.register_parameter(key, param)
 
     def _why_not_fused(self) -> str | None:
+        self._check_hooks(self.neuron_roles.activation)  # without linear layers there is nothing to fall back to
         return None
 
     def _weights(self) -> tuple[Tensor, Tensor, Tensor]:

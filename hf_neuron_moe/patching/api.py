@@ -18,6 +18,13 @@ from hf_neuron_moe.modules.block import stock_slot
 from hf_neuron_moe.patching.apply import PatchState, PlanItem, apply_plan, holders, states, undo_patch
 from hf_neuron_moe.patching.discovery import Candidate, discover
 from hf_neuron_moe.patching.guards import check_model
+from hf_neuron_moe.patching.present import (
+    check_not_patched_elsewhere,
+    check_patched_here,
+    displaced,
+    inner_model,
+    original_name,
+)
 from hf_neuron_moe.patching.report import PATCHED, REFUSED, SKIPPED, PatchEntry, PatchReport
 
 _WHERE = "patch_model"
@@ -53,7 +60,7 @@ def patch_model(
     Raises:
         ConfigError: an option or glob is unknown or of the wrong type.
         UnsupportedModelError: the model as a whole cannot be patched, `strict` meets a refused block, or the model is
-            already patched with other arguments.
+            already patched with other arguments, in part, through another object, or had patched blocks exchanged.
         NothingToPatchError: no block can be patched.
         BackendUnavailableError: the backend cannot run here.
     """
@@ -61,17 +68,20 @@ def patch_model(
     if not isinstance(strict, bool):
         raise _bad_option("strict", "a bool", strict)
     check_model(model)
-    for _, state in states(model):
-        return _repeated(state, request)
+    home, prefix = inner_model(model)
+    for holder, state in states(home):
+        if holder is home:
+            return _repeated(home, state, request, strict)
+    check_not_patched_elsewhere(model, home)
     config_asked, include_globs, exclude_globs = request
-    candidates = discover(model)
+    candidates = discover(home, prefix)
     names = [name for candidate in candidates for name in (candidate.name, *candidate.aliases)]
     _check_globs("include", include_globs, names)
     _check_globs("exclude", exclude_globs, names)
-    plan, entries = _plan(model, candidates, request)
+    plan, entries = _plan(home, candidates, request)
     report = PatchReport(config_asked, entries)
     _check_outcome(model, report, strict)
-    apply_plan(model, plan, PatchState(report, request))
+    apply_plan(home, plan, PatchState(report, request, prefix))
     return report
 
 
@@ -88,18 +98,12 @@ def unpatch_model(model: nn.Module) -> PatchReport:
         The report of the patch that was undone.
 
     Raises:
-        UnsupportedModelError: the model is not patched, or an adapter holds on to a block in kernel layout.
+        UnsupportedModelError: the model is not patched, was patched through an outer or another object, or an adapter
+            holds on to a block in kernel layout.
     """
     found = list(states(model)) if isinstance(model, nn.Module) else []
     if not found:
-        raise refuse(
-            UnsupportedModelError,
-            where="unpatch_model",
-            argument="model",
-            expected="a model that patch_model has patched",
-            got=f"an unpatched {type(model).__name__}",
-            remedy="Nothing needs to be undone.",
-        )
+        check_patched_here(model)
     for holder, state in found:
         for swap in state.swaps:
             wrapped = [attr for _, attr in holders(holder, swap.replacement) if attr == "base_layer"]
@@ -205,7 +209,7 @@ def _plan_item(candidate: Candidate, config: NeuronMoEConfig) -> PlanItem:
 
 def _why_not_home(model: nn.Module, candidate: Candidate, item: PlanItem | None, uses: Counter[int]) -> str | None:
     """Why the candidate cannot be replaced in this model, or cannot have its weights in the wanted layout."""
-    if candidate.name == "":
+    if candidate.module is model:
         return "it is the model itself; pass the module that contains it"
     if item is None or item.config.weights == "stock":
         return None
@@ -276,19 +280,37 @@ def _check_outcome(model: nn.Module, report: PatchReport, strict: bool) -> None:
         )
 
 
-def _repeated(state: PatchState, request: _Request) -> PatchReport:
-    if state.request == request:
-        return state.report
-    differing = [
-        f"{name}={theirs!r} instead of {ours!r}"
-        for name, ours, theirs in zip(("config", "include", "exclude"), state.request, request)
-        if ours != theirs
+def _repeated(home: nn.Module, state: PatchState, request: _Request, strict: bool) -> PatchReport:
+    """Answer a second call: the first one's report, if it is still the truth about the model."""
+    if state.request != request:
+        differing = [
+            f"{name}={theirs!r} instead of {ours!r}"
+            for name, ours, theirs in zip(("config", "include", "exclude"), state.request, request)
+            if ours != theirs
+        ]
+        raise _changed("unpatched, or patched with the same arguments", f"a patched model and {'; '.join(differing)}")
+    lost = displaced(home, state)
+    if lost:
+        raise _changed("as patch_model left it", f"a model whose patched blocks were exchanged: {', '.join(lost)}")
+    candidates = [
+        replace(found, name=original_name(found.name), aliases=tuple(map(original_name, found.aliases)))
+        for found in discover(home, state.prefix)
     ]
-    raise refuse(
+    known = {name for entry in state.report.entries for name in (entry.name, *entry.aliases)}
+    _, entries = _plan(home, candidates, request)
+    added = [e.name for e in entries if e.status == PATCHED or (e.status == REFUSED and e.name not in known)]
+    if added:
+        raise _changed("as patch_model left it", f"a patched model with further blocks: {', '.join(added)}")
+    _check_outcome(home, state.report, strict)
+    return state.report
+
+
+def _changed(expected: str, got: str) -> UnsupportedModelError:
+    return refuse(
         UnsupportedModelError,
         where=_WHERE,
         argument="model",
-        expected="unpatched, or patched with the same arguments",
-        got=f"a patched model and {'; '.join(differing)}",
-        remedy="Call unpatch_model(model) first.",
+        expected=expected,
+        got=got,
+        remedy="Call unpatch_model(model) first; nothing was changed.",
     )

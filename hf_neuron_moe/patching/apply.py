@@ -27,6 +27,8 @@ class Swap:
     name: str
     original: nn.Module
     replacement: NeuronBlock
+    places: int = 0
+    """Number of slots in which the replacement was registered."""
 
 
 @dataclass
@@ -37,11 +39,13 @@ class PatchState:
         report: result of the call that patched the model.
         request: the arguments of that call: config, include, exclude.
         swaps: replaced modules.
+        prefix: what came before the names within the patched model (``"base_model.model"`` for an adapter's wrapper).
         resumable: models on which patching installed the checkpoint name conversion, and unpatching removes it.
     """
 
     report: PatchReport
     request: tuple[NeuronMoEConfig, tuple[str, ...], tuple[str, ...]]
+    prefix: str = ""
     swaps: list[Swap] = field(default_factory=list)
     resumable: list[nn.Module] = field(default_factory=list)
 
@@ -87,8 +91,10 @@ def build(item: PlanItem) -> Swap:
 
 def put_in(model: nn.Module, swap: Swap) -> None:
     """Register the replacement wherever the original is registered."""
-    for parent, attr in holders(model, swap.original):
+    slots = holders(model, swap.original)
+    for parent, attr in slots:
         parent._modules[attr] = swap.replacement
+    swap.places = len(slots)
 
 
 def take_out(model: nn.Module, swap: Swap) -> None:
@@ -105,7 +111,7 @@ def holders(model: nn.Module, module: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 def states(model: nn.Module) -> Iterator[tuple[nn.Module, PatchState]]:
-    """Yield the patched models within `model` (itself, or the model inside an adapter's wrapper) and their states."""
+    """Yield the patched models within `model` (itself, one inside a wrapper, parts of it) and their states."""
     for module in model.modules():
         state = module.__dict__.get(STATE)
         if state is not None:

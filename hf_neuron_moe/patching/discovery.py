@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_neuron_moe.modules.block import NeuronBlock
+from hf_neuron_moe.modules.block import NeuronBlock, has_call_hooks
 from hf_neuron_moe.modules.experts import expert_rules
 from hf_neuron_moe.modules.experts_check import (
     describe_activation,
@@ -24,7 +24,7 @@ from hf_neuron_moe.modules.experts_check import (
     why_not_swiglu_experts,
 )
 from hf_neuron_moe.modules.state_dict import WeightRule
-from hf_neuron_moe.modules.swiglu_mlp import DenseRoles, has_call_hooks, why_not_plain_linear
+from hf_neuron_moe.modules.swiglu_mlp import DenseRoles, why_not_plain_linear
 from hf_neuron_moe.patching.formula import NotSwiGLU, dense_roles
 from hf_neuron_moe.patching.probe import probe_dense, probe_experts
 
@@ -69,11 +69,11 @@ class Candidate:
         return self.roles.rules if self.roles is not None else expert_rules(bool(self.module.is_transposed))
 
 
-def discover(model: nn.Module) -> list[Candidate]:
-    """Return every candidate of `model` in model order, each judged."""
+def discover(model: nn.Module, prefix: str = "") -> list[Candidate]:
+    """Return every candidate of `model` in model order, each judged; `prefix` comes before the names."""
     names: dict[int, list[str]] = {}
     found: dict[int, tuple[str, nn.Module]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
+    for name, module in model.named_modules(prefix=prefix, remove_duplicate=False):
         kind = _kind(module)
         if kind is not None:
             names.setdefault(id(module), []).append(name)
@@ -128,6 +128,8 @@ def _why_not_instance(module: nn.Module) -> str | None:
         return "accelerate dispatches it through a hook (_hf_hook); patch the model before dispatching it"
     if "forward" in module.__dict__:
         return "its forward is overridden on the instance"
+    if getattr(module, "_compiled_call_impl", None) is not None:
+        return "it is compiled (module.compile()) and would go on computing the stock code; compile it after patching"
     if type(module).__call__ is not nn.Module.__call__:
         return f"its class {type(module).__name__} overrides __call__"
     if hasattr(module, "parametrizations"):

@@ -93,8 +93,13 @@ def _linear(weight: Tensor) -> nn.Linear:
 def _stand_in(module: nn.Module, children: Mapping[str, nn.Module], parameters: dict[str, Tensor]) -> nn.Module:
     shell = object.__new__(type(module))
     shell.__dict__.update(module.__dict__)
+    # Neither the user's hooks nor a compiled call may run in the probe, also not those of an activation.
     shell.__dict__.update({hooks: type(module.__dict__[hooks])() for hooks in HOOK_DICTS})
-    shell.__dict__["_modules"] = {**module._modules, **children}
+    shell.__dict__.pop("_compiled_call_impl", None)
+    shell.__dict__["_modules"] = {
+        name: children.get(name, child and _stand_in(child, children={}, parameters={}))
+        for name, child in module._modules.items()
+    }
     small = {key: nn.Parameter(value, requires_grad=False) for key, value in parameters.items()}
     shell.__dict__["_parameters"] = {**module._parameters, **small}
     return shell
