@@ -141,36 +141,14 @@ def mlp_backward_mxfp8(
         DTypeError, ShapeError, DeviceError, ConfigError: an argument breaks a rule above.
     """
     where = "mlp_backward_mxfp8"
-    if release not in RELEASES:
-        raise refuse(
-            ConfigError,
-            where=where,
-            argument="release",
-            expected=f"one of {', '.join(RELEASES)}",
-            got=repr(release),
-            remedy="Later releases compute as 2.31 does.",
-        )
-    operands: dict[str, Tensor | None] = {
+    operands = {
         "output_grad": output_grad,
         "hidden_states": hidden_states,
         "gate_up_weights": gate_up_weights,
         "down_proj_weight": down_proj_weight,
     }
     checkpoints = {"gate_pre": gate_pre, "gate_act": gate_act, "up": up, "intermediate": intermediate}
-    for name, tensor in operands.items():
-        check_dtype(tensor, _RAW, where=where, argument=name)  # type: ignore[arg-type]
-    tokens, hidden_size, inner = _check_weights(
-        hidden_states, "hidden_states", gate_up_weights, down_proj_weight, where
-    )
-    check_shape(output_grad, (tokens, hidden_size), "[S, H]", where=where, argument="output_grad")
-    rule = "tokens are the contraction axis of the weight gradients"
-    check_multiple(tokens, 128, "S", rule, where=where, argument="hidden_states")
-    for name, checkpoint in checkpoints.items():
-        if checkpoint is not None:
-            check_dtype(checkpoint, _RAW, where=where, argument=name)
-            check_shape(checkpoint, (tokens, inner), "[S, I]", where=where, argument=name)
-    check_same_device({**operands, **checkpoints}, where=where)
-
+    tokens, hidden_size, inner = _check_backward(operands, checkpoints, release, where)
     weights = _split(gate_up_weights, down_proj_weight)
     old = release == "2.30"
     loader = make_loader("mxfp8", hidden_states.device, tokens, torch.bfloat16, lone_384=old)
@@ -186,6 +164,34 @@ def mlp_backward_mxfp8(
         source, target = RowSource(hidden_states), RowSource(output_grad)
         FFNBackward(target, source, weights, loader, grads, saved, fused_phase2=not old).run()
     return MLPBackward(d_x.to(torch.bfloat16), d_gate_up, d_down)
+
+
+def _check_backward(
+    operands: dict[str, Tensor], checkpoints: dict[str, Tensor | None], release: str, where: str
+) -> tuple[int, int, int]:
+    """Check the backward's arguments, by name; return S, H and I."""
+    if release not in RELEASES:
+        raise refuse(
+            ConfigError,
+            where=where,
+            argument="release",
+            expected=f"one of {', '.join(RELEASES)}",
+            got=repr(release),
+            remedy="Later releases compute as 2.31 does.",
+        )
+    for name, tensor in operands.items():
+        check_dtype(tensor, _RAW, where=where, argument=name)
+    weights = (operands["gate_up_weights"], operands["down_proj_weight"])
+    tokens, hidden_size, inner = _check_weights(operands["hidden_states"], "hidden_states", *weights, where)
+    check_shape(operands["output_grad"], (tokens, hidden_size), "[S, H]", where=where, argument="output_grad")
+    rule = "tokens are the contraction axis of the weight gradients"
+    check_multiple(tokens, 128, "S", rule, where=where, argument="hidden_states")
+    for name, checkpoint in checkpoints.items():
+        if checkpoint is not None:
+            check_dtype(checkpoint, _RAW, where=where, argument=name)
+            check_shape(checkpoint, (tokens, inner), "[S, I]", where=where, argument=name)
+    check_same_device({**operands, **checkpoints}, where=where)
+    return tokens, hidden_size, inner
 
 
 def _check_weights(

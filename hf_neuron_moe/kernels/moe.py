@@ -96,15 +96,7 @@ def moe_cte(
         hidden_states, expert_affinities_masked, gate_up_proj_weight, down_proj_weight,
         token_position_to_id, block_to_expert, block_size, skip_token, precision, where,
     )  # fmt: skip
-    if precision == "mxfp8" and not expert_affinity_multiply_on_I:
-        raise refuse(
-            ConfigError,
-            where=where,
-            argument="expert_affinity_multiply_on_I",
-            expected="True with precision='mxfp8'",
-            got="False",
-            remedy="The MXFP8 training kernels only have the affinity on I.",
-        )
+    _check_affinity_place(expert_affinity_multiply_on_I, precision, where)
     experts, inner = gate_up_proj_weight.shape[0], gate_up_proj_weight.shape[3]
     scale = rows.affinity(expert_affinities_masked, experts)
     pairs, device = len(rows.token_R), hidden_states.device
@@ -129,10 +121,26 @@ def moe_cte(
             save=save, scale_R=None if on_hidden else scale, block_size=block_size,
         )  # fmt: skip
         down = None if down_RH is None else rows.to_blocks(down_RH)
-        gate_up = None
-        if save.gate is not None and save.up is not None:
-            gate_up = torch.stack([rows.to_blocks(save.gate), rows.to_blocks(save.up)], 1).transpose(2, 3).contiguous()
-    return MoEForward(total.to(hidden_states.dtype), gate_up, down)
+    return MoEForward(total.to(hidden_states.dtype), _blocked_gate_up(rows, save), down)
+
+
+def _blocked_gate_up(rows: BlockRows, save: Checkpoints) -> Tensor | None:
+    """Return the kept pre-activations as ``[N, 2, I, B]``."""
+    if save.gate is None or save.up is None:
+        return None
+    return torch.stack([rows.to_blocks(save.gate), rows.to_blocks(save.up)], 1).transpose(2, 3).contiguous()
+
+
+def _check_affinity_place(multiply_on_I: bool, precision: str, where: str) -> None:
+    if precision == "mxfp8" and not multiply_on_I:
+        raise refuse(
+            ConfigError,
+            where=where,
+            argument="expert_affinity_multiply_on_I",
+            expected="True with precision='mxfp8'",
+            got="False",
+            remedy="The MXFP8 training kernels only have the affinity on I.",
+        )
 
 
 def blockwise_mm_bwd(
@@ -182,18 +190,14 @@ def blockwise_mm_bwd(
     )  # fmt: skip
     on_hidden = _check_affinity_option(affinity_option, down_proj_act_checkpoint, precision, where)
     experts, hidden, _, inner = gate_up_proj_weight.shape
-    expected: dict[str, tuple[Tensor | None, tuple[int, ...], str]] = {
-        "output_hidden_states_grad": (output_hidden_states_grad, tuple(hidden_states.shape), "[T', H]"),
-        "gate_up_proj_act_checkpoint_T": (
-            gate_up_proj_act_checkpoint_T,
-            (rows.blocks, 2, inner, block_size),
-            "[N, 2, I, B]",
-        ),
-    }
-    if on_hidden:
-        shape = (rows.blocks, block_size, hidden)
-        expected["down_proj_act_checkpoint"] = (down_proj_act_checkpoint, shape, "[N, B, H]")
-    _check_backward_operands(expected, hidden_states, where)
+    _check_backward_operands(
+        output_hidden_states_grad,
+        gate_up_proj_act_checkpoint_T,
+        down_proj_act_checkpoint if on_hidden else None,
+        hidden_states,
+        (rows.blocks, 2, inner, block_size),
+        where,
+    )
     gate, up = (rows.from_blocks(gate_up_proj_act_checkpoint_T[:, half].transpose(1, 2)) for half in range(2))
     scale = rows.affinity(expert_affinities_masked, experts)
     dout = RowSource(output_hidden_states_grad, rows.token_R)
@@ -230,13 +234,26 @@ def blockwise_mm_bwd(
 
 
 def _check_backward_operands(
-    expected: dict[str, tuple[Tensor | None, tuple[int, ...], str]], hidden_states: Tensor, where: str
+    grad: Tensor,
+    gate_up_checkpoint: Tensor,
+    down_checkpoint: Tensor | None,
+    hidden_states: Tensor,
+    checkpoint_shape: tuple[int, int, int, int],
+    where: str,
 ) -> None:
-    """Check operands given as ``(tensor, shape, shape in words)`` by name; they live with the hidden states."""
-    for name, (tensor, shape, words) in expected.items():
+    """Check the backward's own operands against the hidden states and the plan's ``(N, 2, I, B)``."""
+    blocks, _, _, block_size = checkpoint_shape
+    hidden = hidden_states.shape[1]
+    expected: list[tuple[str, Tensor | None, tuple[int, ...], str]] = [
+        ("output_hidden_states_grad", grad, tuple(hidden_states.shape), "[T', H]"),
+        ("gate_up_proj_act_checkpoint_T", gate_up_checkpoint, checkpoint_shape, "[N, 2, I, B]"),
+    ]
+    if down_checkpoint is not None:
+        expected.append(("down_proj_act_checkpoint", down_checkpoint, (blocks, block_size, hidden), "[N, B, H]"))
+    for name, tensor, shape, words in expected:
         check_dtype(tensor, _FLOATS, where=where, argument=name)  # type: ignore[arg-type]
         check_shape(tensor, shape, words, where=where, argument=name)  # type: ignore[arg-type]
-    operands = {name: tensor for name, (tensor, _, _) in expected.items()}
+    operands = {name: tensor for name, tensor, _, _ in expected}
     check_same_device({"hidden_states": hidden_states, **operands}, where=where)
 
 
