@@ -311,9 +311,10 @@ def main() -> None:
             report["train"][name] = bench_training(CASES[name], arguments.repeats, arguments.slow)
         if arguments.only != "train":
             report["decode"][name] = bench_decode(CASES[name], arguments.repeats)
+        if arguments.json:  # after every shape: the slow stock contestants make this a long run
+            arguments.json.write_text(json.dumps(report, indent=1) + "\n")
     show(report, console)
     if arguments.json:
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
         console.print(f"report: {arguments.json}")
 
 
