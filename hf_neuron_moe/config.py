@@ -39,6 +39,11 @@ class NeuronMoEConfig:
     weights: str = "auto"
     block_size: int = 512
 
+    def __new__(cls, *args: Any, **options: Any) -> NeuronMoEConfig:
+        """Refuse misspelt option names with the package's own error, before the generated ``__init__`` sees them."""
+        _check_names(options, "NeuronMoEConfig")
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         for name, allowed in (("precision", PRECISIONS), ("backend", BACKENDS), ("weights", WEIGHT_HOMES)):
             value = getattr(self, name)
@@ -73,15 +78,19 @@ class NeuronMoEConfig:
         Raises:
             ConfigError: a key is not an option, or a value is not allowed.
         """
-        known = [f.name for f in fields(cls)]
-        for key in options:
-            if key not in known:
-                raise refuse(
-                    ConfigError,
-                    where="NeuronMoEConfig.from_dict",
-                    argument="option name",
-                    expected=f"one of {', '.join(known)}",
-                    got=repr(key),
-                    remedy=f"Remove or rename it.{nearest(str(key), known)}",
-                )
+        _check_names(options, "NeuronMoEConfig.from_dict")
         return cls(**options)
+
+
+def _check_names(options: Mapping[str, Any], where: str) -> None:
+    known = [f.name for f in fields(NeuronMoEConfig)]
+    for key in options:
+        if key not in known:
+            raise refuse(
+                ConfigError,
+                where=where,
+                argument="option name",
+                expected=f"one of {', '.join(known)}",
+                got=repr(key),
+                remedy=f"Remove or rename it.{nearest(str(key), known)}",
+            )

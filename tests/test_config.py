@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import pickle
 from typing import Any
 
 import pytest
@@ -33,3 +36,14 @@ def test_round_trip_and_unknown_names() -> None:
     assert NeuronMoEConfig.from_dict(config.to_dict()) == config
     with pytest.raises(ConfigError, match=r"got 'precison'.*Did you mean 'precision'"):
         NeuronMoEConfig.from_dict({"precison": "bf16"})
+
+
+def test_a_misspelt_keyword_names_the_near_miss() -> None:
+    with pytest.raises(ConfigError, match=r"got 'precison'.*Did you mean 'precision'"):
+        NeuronMoEConfig(precison="mxfp8")  # type: ignore[call-arg]
+
+
+def test_copies_and_pickles() -> None:
+    config = NeuronMoEConfig("mxfp8", block_size=128)
+    assert copy.deepcopy(config) == pickle.loads(pickle.dumps(config)) == config
+    assert dataclasses.replace(config, precision="fp32").precision == "fp32"

@@ -1,9 +1,8 @@
-"""Ways to compute the kernels' contract. ``neuron`` and ``triton`` are looked for only when asked for by name."""
+"""Ways to compute the kernels' contract; ``neuron`` and ``triton`` are names this release refuses with the reason."""
 
 from __future__ import annotations
 
 import functools
-import importlib.util
 from typing import TYPE_CHECKING
 
 from hf_neuron_moe.errors import BackendUnavailableError, ConfigError, nearest, refuse
@@ -13,10 +12,7 @@ if TYPE_CHECKING:
 
     from hf_neuron_moe.backends.base import Backend
 
-_REQUIREMENTS = {
-    "neuron": ("torch_neuronx", "nki", "nkilib"),
-    "triton": ("triton",),
-}
+_PLANNED = ("neuron", "triton")
 _IMPLEMENTED = ("torch",)
 
 
@@ -32,7 +28,7 @@ def resolve_backend(name: str, device: torch.device) -> str:
 
     Raises:
         ConfigError: unknown name.
-        BackendUnavailableError: the named backend cannot run here; the message says what is missing.
+        BackendUnavailableError: the named backend cannot run here.
     """
     if name in ("auto", *_IMPLEMENTED):
         if device.type == "neuron":
@@ -45,8 +41,8 @@ def resolve_backend(name: str, device: torch.device) -> str:
                 remedy="The NKI kernel backend is not part of this release; keep the model on another device.",
             )
         return "torch"
-    if name not in _REQUIREMENTS:
-        known = ["auto", *_IMPLEMENTED, *_REQUIREMENTS]
+    if name not in _PLANNED:
+        known = ["auto", *_IMPLEMENTED, *_PLANNED]
         raise refuse(
             ConfigError,
             where="resolve_backend",
@@ -55,14 +51,12 @@ def resolve_backend(name: str, device: torch.device) -> str:
             got=repr(name),
             remedy=f"Choose one of these.{nearest(name, known)}",
         )
-    missing = [module for module in _REQUIREMENTS[name] if importlib.util.find_spec(module) is None]
-    reason = f"missing packages: {', '.join(missing)}" if missing else "no kernels for it in this release"
     raise refuse(
         BackendUnavailableError,
         where="resolve_backend",
         argument="backend",
-        expected="one that can run in this environment",
-        got=f"{name!r} ({reason})",
+        expected="one that this release implements: auto or torch",
+        got=repr(name),
         remedy="Use backend='torch': it computes the same contract on any device.",
     )
 
