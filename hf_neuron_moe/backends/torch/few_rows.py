@@ -57,7 +57,7 @@ def experts(x_TH: Tensor, index_TK: Tensor, weight_TK: Tensor, stack: ExpertStac
 
 def _gated(gate_RI: Tensor, up_RI: Tensor, scale_R: Tensor | None) -> Tensor:
     """``silu(gate) * up [* scale]`` in fp32, rounded once."""
-    inter = F.silu(gate_RI.float()).mul_(up_RI)
-    if scale_R is not None:
-        inter.mul_(scale_R[:, None])
-    return inter.to(gate_RI.dtype)
+    act = F.silu(gate_RI.float())
+    if scale_R is None:
+        return torch.mul(act, up_RI, out=torch.empty_like(gate_RI))
+    return act.mul_(up_RI).mul_(scale_R[:, None]).to(gate_RI.dtype)
