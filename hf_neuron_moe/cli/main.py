@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
@@ -15,7 +16,7 @@ from typing import Annotated
 
 import typer
 
-from hf_neuron_moe.errors import NeuronMoEError
+from hf_neuron_moe.errors import NeuronMoEError, NeuronMoEWarning
 
 REFUSED = 1
 """Exit code of a refusal."""
@@ -71,7 +72,7 @@ def plan(
     from hf_neuron_moe.patching import patch_model
 
     _quiet_transformers()
-    report = patch_model(build_meta_model(model_dir), {"precision": precision.value}, strict=False)
+    report = patch_model(build_meta_model(model_dir, "plan"), {"precision": precision.value}, strict=False)
     typer.echo(json.dumps(report.to_dict(), indent=1) if as_json else str(report))
 
 
@@ -88,11 +89,12 @@ def convert(
     as_json: Json = False,
 ) -> None:
     """Convert a checkpoint's MLP and expert weights to another layout."""
-    from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
+    from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint, rounding_note
 
     _quiet_transformers()
     options = ConvertOptions(precision.value, layout.value, max_shard_size)
-    with _progress("converting") as progress:
+    with _progress("converting") as progress, warnings.catch_warnings():
+        warnings.simplefilter("ignore", NeuronMoEWarning)  # said below, where it is seen in --json too
         manifest = convert_checkpoint(source, destination, options, force=force, progress=progress)
     copied = sum(tensor.layout == "source" for tensor in manifest.tensors)
     facts = {
@@ -100,9 +102,12 @@ def convert(
         "converted_weights": len(manifest.weights) - copied,
         "copied_tensors": copied,
         "files": len({tensor.file for tensor in manifest.tensors}),
+        "rounded_values": sum((manifest.rounded or {}).values()),
     }
     text = "{converted_weights} weights converted, {copied_tensors} tensors copied, {files} files in {destination}"
     typer.echo(json.dumps(facts) if as_json else text.format(**facts))
+    if not as_json and precision is Precision.bf16 and facts["rounded_values"]:
+        typer.echo(f"note: {rounding_note(manifest)}")
 
 
 @app.command()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hf_neuron_moe.convert.export import ExportReport, export_checkpoint
 from hf_neuron_moe.convert.manifest import LAYOUTS, MANIFEST_FILE, PRECISIONS, ConvertOptions, Manifest, read_manifest
 from hf_neuron_moe.convert.plan import ConversionPlan, plan_conversion
-from hf_neuron_moe.convert.write import convert_checkpoint
+from hf_neuron_moe.convert.write import convert_checkpoint, rounding_note
 
 __all__ = [
     "LAYOUTS",
@@ -19,4 +19,5 @@ __all__ = [
     "export_checkpoint",
     "plan_conversion",
     "read_manifest",
+    "rounding_note",
 ]

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
+from hf_neuron_moe.convert.folder import CONFIG_FILE, check_checkpoint
 from hf_neuron_moe.convert.source import SourceCheckpoint, SourceTensor
 from hf_neuron_moe.errors import ConversionError, nearest, refuse
 
@@ -36,26 +37,32 @@ class Assignment:
     sources: dict[str, list[SourceTensor]] = field(default_factory=dict)
 
 
-def build_meta_model(directory: Path) -> PreTrainedModel:
+def build_meta_model(directory: Path, where: str = "convert") -> PreTrainedModel:
     """Build the checkpoint's model without memory for its weights.
 
+    Args:
+        directory: folder with ``config.json``.
+        where: command that refuses.
+
     Raises:
-        ConversionError: ``config.json`` is missing or unusable, describes an unknown model, or is already quantised.
+        ConversionError: there is no such folder, it is a conversion, or its ``config.json`` is missing or unusable,
+            describes an unknown model, or is already quantised.
     """
-    path = directory / "config.json"
+    check_checkpoint(directory, where)
+    path = directory / CONFIG_FILE
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise _bad_config(path, f"{type(error).__name__}: {error}") from error
+        raise _bad_config(where, path, f"{type(error).__name__}: {error}") from error
     if "quantization_config" in content:
         raise refuse(
             ConversionError,
-            where="convert",
+            where=where,
             argument=f"{path}: quantization_config",
             expected="absent (weights in bf16, fp16 or fp32)",
             got="an already quantised checkpoint",
-            remedy="Convert the original: quantising twice loses accuracy.",
+            remedy="Take the original checkpoint: quantising twice loses accuracy.",
         )
     name = (content.get("architectures") or [""])[0]
     architecture = getattr(transformers, str(name), None)
@@ -65,7 +72,7 @@ def build_meta_model(directory: Path) -> PreTrainedModel:
         try:
             return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         except ValueError as error:
-            raise _bad_config(path, error) from error
+            raise _bad_config(where, path, error) from error
 
 
 def assign_sources(model: PreTrainedModel, source: SourceCheckpoint) -> tuple[dict[str, Assignment], list[str]]:
@@ -125,10 +132,10 @@ def _matches(name: str, patterns: object) -> bool:
     return isinstance(patterns, (list, tuple, set)) and any(re.search(pattern, name) for pattern in patterns)
 
 
-def _bad_config(path: Path, got: object) -> ConversionError:
+def _bad_config(where: str, path: Path, got: object) -> ConversionError:
     return refuse(
         ConversionError,
-        where="convert",
+        where=where,
         argument=str(path),
         expected="the configuration of a model that this transformers version knows",
         got=str(got).split("\n")[0],

@@ -20,7 +20,7 @@ MARKER_FILE = ".hf-neuron-moe-partial"
 """Lies in every unfinished folder, so that only folders of ours are ever cleared away."""
 
 
-def check_destination(destination: Path, source: Path, *, force: bool) -> None:
+def check_destination(destination: Path, source: Path, *, force: bool, where: str = "convert") -> None:
     """Refuse a destination that cannot be written, before any work is done.
 
     Raises:
@@ -38,7 +38,9 @@ def check_destination(destination: Path, source: Path, *, force: bool) -> None:
         remedy = "Make the parent folder first."
     elif (destination.exists() or destination.is_symlink()) and not force:
         expected, got = "a name that is not taken", "an existing one"
-        remedy = "Choose another, or use --force to replace an earlier conversion."
+        remedy = "Choose another" + (
+            ", or use --force to replace an earlier conversion." if where == "convert" else ", or remove it first."
+        )
     elif destination.exists() and not (destination / MANIFEST_FILE).is_file():
         expected, got = "new, or an earlier conversion", f"something without {MANIFEST_FILE}"
         remedy = "--force replaces conversions only; remove it yourself if it is not needed."
@@ -46,13 +48,11 @@ def check_destination(destination: Path, source: Path, *, force: bool) -> None:
         expected, got = f"a name with {partial.name} free", "a folder of that name that is not an unfinished conversion"
         remedy = "Move it away, or choose another destination."
     if expected:
-        raise refuse(
-            ConversionError, where="convert", argument=str(destination), expected=expected, got=got, remedy=remedy
-        )
+        raise refuse(ConversionError, where=where, argument=str(destination), expected=expected, got=got, remedy=remedy)
 
 
 @contextmanager
-def committed_folder(destination: Path) -> Iterator[Path]:
+def committed_folder(destination: Path, where: str = "convert") -> Iterator[Path]:
     """Give a folder to fill, which becomes `destination` when the block ends without an exception.
 
     The caller has run :func:`check_destination`. Files written inside must have been synced.
@@ -77,7 +77,7 @@ def committed_folder(destination: Path) -> Iterator[Path]:
     except OSError as error:
         raise refuse(
             ConversionError,
-            where="convert",
+            where=where,
             argument=str(destination),
             expected="written without an error of the operating system",
             got=f"{type(error).__name__}: {error}",

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from hf_neuron_moe.convert.commit import check_destination, committed_folder, write_file
+from hf_neuron_moe.convert.folder import check_conversion
 from hf_neuron_moe.convert.manifest import MANIFEST_FILE, Manifest, Piece, WrittenTensor, read_manifest
 from hf_neuron_moe.convert.read import TensorReader, open_tensors
 from hf_neuron_moe.convert.relayout import SOURCE, restore
@@ -35,7 +36,7 @@ def export_checkpoint(converted: Path, destination: Path, *, allow_inexact: bool
     """Rebuild the checkpoint that a conversion was made of.
 
     Tensors that were bf16 come back with the same bits from bf16 layouts. From MXFP8 only the dequantised values can
-    come back, and from bf16 layouts of fp32 or fp16 sources only the rounded ones.
+    come back, and from bf16 layouts of fp32 or fp16 sources the rounded ones where bf16 did not hold them.
 
     Args:
         converted: folder that :func:`hf_neuron_moe.convert.convert_checkpoint` wrote.
@@ -46,7 +47,8 @@ def export_checkpoint(converted: Path, destination: Path, *, allow_inexact: bool
         ConversionError: the conversion is damaged, is not exact and `allow_inexact` is off, or `destination` is
             unusable; it is then what it was before.
     """
-    check_destination(destination, converted, force=False)
+    check_conversion(converted, "export")
+    check_destination(destination, converted, force=False, where="export")
     manifest = read_manifest(converted)
     stored = _check_files(converted, manifest)
     inexact = _inexact(manifest, stored)
@@ -63,7 +65,7 @@ def export_checkpoint(converted: Path, destination: Path, *, allow_inexact: bool
     for weight, pieces in manifest.weights.items():
         for piece in pieces:
             by_file.setdefault(piece.file, []).append((weight, piece))
-    with committed_folder(destination) as folder, open_tensors(converted) as reader:
+    with committed_folder(destination, "export") as folder, open_tensors(converted) as reader:
         for file, parts in sorted(by_file.items()):
             entries = (Entry(piece.source, piece.dtype, piece.shape) for _, piece in parts)
             with ShardWriter(folder / file, entries, manifest.source_metadata.get(file, {})) as writer:
@@ -104,7 +106,7 @@ def _check_files(converted: Path, manifest: Manifest) -> dict[str, list[WrittenT
         path = converted / file
         if not path.is_file():
             raise _disagrees(file, "no such file")
-        found = {name: (tensor.dtype, tensor.shape) for name, tensor in read_header(path)[0].items()}
+        found = {name: (tensor.dtype, tensor.shape) for name, tensor in read_header(path, "export")[0].items()}
         if found != tensors:
             wrong = sorted(name for name in found.keys() | tensors.keys() if found.get(name) != tensors.get(name))
             raise _disagrees(file, f"something else for {wrong[0]}")
@@ -123,11 +125,14 @@ def _disagrees(file: str, got: str) -> ConversionError:
 
 
 def _inexact(manifest: Manifest, stored: dict[str, list[WrittenTensor]]) -> tuple[str, ...]:
+    def was_rounded(piece: Piece) -> bool:
+        return piece.dtype != "BF16" if manifest.rounded is None else piece.source in manifest.rounded
+
     return tuple(
         piece.source
         for weight, pieces in manifest.weights.items()
         for piece in pieces
-        if stored[weight][0].layout != SOURCE and (len(stored[weight]) > 1 or piece.dtype != "BF16")
+        if stored[weight][0].layout != SOURCE and (len(stored[weight]) > 1 or was_rounded(piece))
     )
 
 

@@ -124,6 +124,8 @@ class Manifest:
         source_metadata: safetensors ``__metadata__`` of each source file.
         weights: pieces of every weight by its name; a copied tensor is one piece.
         tensors: every tensor written.
+        rounded: by source tensor, the number of its values that bf16 does not hold bit for bit; tensors without such
+            values are left out. None in a manifest of a version that did not count.
     """
 
     tool_version: str
@@ -132,6 +134,7 @@ class Manifest:
     source_metadata: dict[str, dict[str, str]]
     weights: dict[str, tuple[Piece, ...]]
     tensors: tuple[WrittenTensor, ...] = field(default=())
+    rounded: dict[str, int] | None = None
 
     def to_json(self) -> str:
         """Serialise, with sorted keys."""
@@ -159,7 +162,7 @@ def read_manifest(directory: Path) -> Manifest:
         got, cause = f"{type(error).__name__}: {error}", error
     raise refuse(
         ConversionError,
-        where="convert",
+        where="export",
         argument=str(path),
         expected=f"a manifest of format version {FORMAT_VERSION}",
         got=got,

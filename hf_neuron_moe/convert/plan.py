@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import Concatenate, MergeModulelist
 
 from hf_neuron_moe.convert.assign import Assignment, assign_sources, build_meta_model, natural_key
+from hf_neuron_moe.convert.folder import check_checkpoint
 from hf_neuron_moe.convert.manifest import ConvertOptions, Piece, WrittenTensor
 from hf_neuron_moe.convert.relayout import SOURCE, TORCH_DTYPES, FusedWeight, stored_forms
 from hf_neuron_moe.convert.source import SourceCheckpoint, SourceTensor, nbytes_of, read_source
@@ -53,6 +54,7 @@ def plan_conversion(directory: Path, options: ConvertOptions) -> ConversionPlan:
     Raises:
         ConversionError: the checkpoint is damaged, does not fit its configuration, or has nothing to convert.
     """
+    check_checkpoint(directory, "convert")
     source = read_source(directory)
     model = build_meta_model(directory)
     assignments, ignored = assign_sources(model, source)

@@ -9,7 +9,8 @@ down), P = K/4 rows of a swizzled operand, B = K/32 blocks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +33,12 @@ MX_KERNEL_SCALES = "mxfp8_packed_scales"
 
 TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 """Dtypes a weight to convert may have on disk."""
+
+_BITS = {torch.float16: torch.int16, torch.float32: torch.int32}
+"""Source dtypes that bf16 may not hold, and the integers their bits are compared as."""
+
+CHUNK_ELEMENTS = 1 << 20
+"""Elements compared at a time."""
 
 SCRATCH_ALIGNMENT = 64
 """Bytes; a cache line, and a multiple of every dtype."""
@@ -134,10 +141,17 @@ def scratch_bytes(weight: FusedWeight, forms: tuple[StoredForm, ...]) -> int:
     return sum(size + -size % SCRATCH_ALIGNMENT for size in sizes)
 
 
-def store(weight: FusedWeight, forms: tuple[StoredForm, ...], read: ReadPiece, scratch: Scratch) -> list[torch.Tensor]:
+def store(
+    weight: FusedWeight,
+    forms: tuple[StoredForm, ...],
+    read: ReadPiece,
+    scratch: Scratch,
+    rounded: Counter[str],
+) -> list[torch.Tensor]:
     """Read a weight's pieces and return its tensors, one per stored form (MX codes as uint8).
 
     The result lies in `scratch` and is valid until the next call. Beyond it, one expert's matrix is held for MX.
+    `rounded` is raised, per source tensor, by the number of values that bf16 does not hold bit for bit.
     """
     scratch.clear()
     if len(forms) == 1:
@@ -145,7 +159,7 @@ def store(weight: FusedWeight, forms: tuple[StoredForm, ...], read: ReadPiece, s
         fused = _fused_view(stored, forms[0].layout, has_experts=stored.ndim == 3)
         for piece in weight.pieces:
             place = fused if piece.expert is None else fused[piece.expert]
-            place[..., piece.rows, :].copy_(_rows_first(read(piece, None), piece))
+            rounded[piece.source] += _fill(place[..., piece.rows, :], _rows_first(read(piece, None), piece))
         return [stored]
     E, F, K = (1, *weight.shape)[-3:]
     codes = scratch.take((E, *forms[0].shape[-2:]), torch.uint8)
@@ -155,7 +169,8 @@ def store(weight: FusedWeight, forms: tuple[StoredForm, ...], read: ReadPiece, s
     for expert in range(E):
         for piece in weight.pieces:
             if piece.expert in (None, expert):
-                matrix_FK[piece.rows] = _rows_first(read(piece, expert if piece.holds_experts else None), piece)
+                part = _rows_first(read(piece, expert if piece.holds_experts else None), piece)
+                rounded[piece.source] += _fill(matrix_FK[piece.rows], part)
         codes[expert], scales[expert] = _quantize(matrix_FK, swizzled=forms[0].layout == MX_KERNEL_CODES)
     return [codes.view(forms[0].shape), scales.view(forms[1].shape)]
 
@@ -183,6 +198,25 @@ def restore(piece: Piece, layouts: tuple[str, ...], read: ReadStored) -> torch.T
         matrix_FK = _dequantize(read(0, expert), read(1, expert), K, swizzled=layouts[0] == MX_KERNEL_CODES)
         matrices.append(_rows_first(matrix_FK[piece.rows], piece).to(dtype))
     return torch.stack(matrices) if piece.holds_experts else matrices[0].contiguous()
+
+
+def _fill(place: torch.Tensor, values: torch.Tensor) -> int:
+    """Copy `values` into bf16 memory; return how many of them do not come back from there bit for bit."""
+    place.copy_(values)
+    if values.dtype not in _BITS:
+        return 0
+    bits = _BITS[values.dtype]
+    changed = 0
+    for stored, given in zip(_row_chunks(place), _row_chunks(values)):
+        changed += int(torch.count_nonzero(stored.to(given.dtype).view(bits) != given.view(bits)))
+    return changed
+
+
+def _row_chunks(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
+    """The rows of a matrix, or of a stack of them, in chunks that keep temporaries small."""
+    rows = max(1, CHUNK_ELEMENTS // max(1, tensor.shape[-1]))
+    for matrix in tensor if tensor.ndim == 3 else (tensor,):
+        yield from matrix.split(rows)
 
 
 def _quantize(matrix_FK: torch.Tensor, *, swizzled: bool) -> tuple[torch.Tensor, torch.Tensor]:

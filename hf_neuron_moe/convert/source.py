@@ -68,11 +68,11 @@ class SourceCheckpoint:
     """``__metadata__`` of each file."""
 
 
-def damaged(subject: str, expected: str, got: object) -> ConversionError:
-    """The refusal for a source whose bytes contradict themselves."""
+def damaged(subject: str, expected: str, got: object, where: str = "convert") -> ConversionError:
+    """The refusal for files whose bytes contradict themselves."""
     return refuse(
         ConversionError,
-        where="convert",
+        where=where,
         argument=subject,
         expected=expected,
         got=got,
@@ -80,8 +80,12 @@ def damaged(subject: str, expected: str, got: object) -> ConversionError:
     )
 
 
-def read_header(path: Path) -> tuple[dict[str, SourceTensor], dict[str, str]]:
+def read_header(path: Path, where: str = "convert") -> tuple[dict[str, SourceTensor], dict[str, str]]:
     """Read and check one safetensors header.
+
+    Args:
+        path: the file.
+        where: command that refuses.
 
     Returns:
         Tensors by name in the order of their data, and the file's metadata.
@@ -93,47 +97,47 @@ def read_header(path: Path) -> tuple[dict[str, SourceTensor], dict[str, str]]:
     with path.open("rb") as file:
         prefix = file.read(8)
         if len(prefix) < 8:
-            raise damaged(path.name, "a safetensors file of at least 8 bytes", f"{size} bytes")
+            raise damaged(path.name, "a safetensors file of at least 8 bytes", f"{size} bytes", where)
         length = struct.unpack("<Q", prefix)[0]
         limit = min(MAX_HEADER_BYTES, size - 8)
         if length > limit:
-            raise damaged(f"{path.name}: header length", f"at most {limit}", length)
+            raise damaged(f"{path.name}: header length", f"at most {limit}", length, where)
         raw = file.read(length)
     try:
         header = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique_pairs)
     except (ValueError, RecursionError) as error:
-        raise damaged(f"{path.name}: header", "JSON in UTF-8 without repeated names", error) from error
+        raise damaged(f"{path.name}: header", "JSON in UTF-8 without repeated names", error, where) from error
     if not isinstance(header, dict):
-        raise damaged(f"{path.name}: header", "a JSON object", type(header).__name__)
+        raise damaged(f"{path.name}: header", "a JSON object", type(header).__name__, where)
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise damaged(f"{path.name}: __metadata__", "a map of strings", metadata)
-    return _check_entries(path.name, header, size - 8 - length), metadata
+        raise damaged(f"{path.name}: __metadata__", "a map of strings", metadata, where)
+    return _check_entries(path.name, header, size - 8 - length, where), metadata
 
 
-def _check_entries(file: str, header: dict[str, Any], data_bytes: int) -> dict[str, SourceTensor]:
+def _check_entries(file: str, header: dict[str, Any], data_bytes: int, where: str) -> dict[str, SourceTensor]:
     spans: list[tuple[int, int, SourceTensor]] = []
     for name, entry in header.items():
         subject = f"{file}: {name}"
         if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-            raise damaged(subject, "an entry with dtype, shape and data_offsets", entry)
+            raise damaged(subject, "an entry with dtype, shape and data_offsets", entry, where)
         dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
         if dtype not in ITEM_BYTES:
-            raise damaged(f"{subject}: dtype", f"one of {', '.join(ITEM_BYTES)}", repr(dtype))
+            raise damaged(f"{subject}: dtype", f"one of {', '.join(ITEM_BYTES)}", repr(dtype), where)
         if not _naturals(shape) or not _naturals(offsets) or len(offsets) != 2:
-            raise damaged(subject, "a shape and two offsets of natural numbers", entry)
+            raise damaged(subject, "a shape and two offsets of natural numbers", entry, where)
         tensor = SourceTensor(name, file, dtype, tuple(shape))
         if offsets[1] - offsets[0] != tensor.nbytes:
-            raise damaged(f"{subject}: data_offsets", f"{tensor.nbytes} bytes apart", offsets)
+            raise damaged(f"{subject}: data_offsets", f"{tensor.nbytes} bytes apart", offsets, where)
         spans.append((offsets[0], offsets[1], tensor))
     spans.sort(key=lambda span: span[:2])
     position = 0
     for start, end, tensor in spans:
         if start != position:
-            raise damaged(f"{file}: {tensor.name}: data_offsets", f"a start at {position}", start)
+            raise damaged(f"{file}: {tensor.name}: data_offsets", f"a start at {position}", start, where)
         position = end
     if position != data_bytes:
-        raise damaged(f"{file}: data", f"{position} bytes long as the header says", f"{data_bytes} bytes")
+        raise damaged(f"{file}: data", f"{position} bytes long as the header says", f"{data_bytes} bytes", where)
     return {tensor.name: tensor for _, _, tensor in spans}
 
 
@@ -145,7 +149,7 @@ def read_source(directory: Path) -> SourceCheckpoint:
             disagree about which tensor is where.
     """
     single, index = directory / SINGLE_FILE, directory / INDEX_FILE
-    if not directory.is_dir() or not (single.exists() or index.exists()):
+    if not (single.exists() or index.exists()):
         raise _no_safetensors(directory)
     if single.exists() and index.exists():
         raise refuse(
@@ -217,10 +221,8 @@ def inside(directory: Path, file: str) -> Path:
 
 
 def _no_safetensors(directory: Path) -> ConversionError:
-    pickles = sorted(path.name for path in directory.glob("*.bin")) if directory.is_dir() else []
-    got, remedy = "no such folder", "Give the folder that holds config.json and the weights."
-    if directory.is_dir():
-        got = "a folder without them"
+    pickles = sorted(path.name for path in directory.glob("*.bin"))
+    got, remedy = "a folder without them", "Give the folder that holds config.json and the weights."
     if pickles:
         got = f"pickled weights ({pickles[0]})"
         remedy = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -113,3 +114,61 @@ def test_plan_needs_only_the_configuration(model_dir, run, tmp_path):
     as_json = json.loads(run("plan", tmp_path, "--precision", "mxfp8", "--json").out)
     assert as_json["config"]["precision"] == "mxfp8"
     assert [entry["name"] for entry in as_json["entries"]] == ["model.layers.0.mlp"]
+
+
+@pytest.mark.parametrize("command", ["plan", "convert", "export"])
+def test_what_is_no_folder_is_named_for_what_it_is(command, model_dir, run, tmp_path):
+    rest = [] if command == "plan" else [tmp_path / "dst"]
+    cases = {
+        tmp_path / "nowhere": "got no such folder. Check the spelling",
+        Path("some-org/some-model"): "got no such folder. Hub ids are not looked up.*hf download some-org/some-model",
+        model_dir / "config.json": f"got a file. Give the folder it lies in: {re.escape(str(model_dir))}",
+    }
+    for given, told in cases.items():
+        result = run(command, given, *rest)
+        assert (result.code, result.out) == (1, "")
+        assert re.match(rf"{command}: {re.escape(str(given))} must be .*{told}", result.err), result.err
+        assert result.err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_of_the_wrong_kind_is_sent_to_the_right_command(model_dir, run, tmp_path):
+    assert run("convert", model_dir, tmp_path / "dst", "--precision", "mxfp8").code == 0
+    (tmp_path / "empty").mkdir()
+    for command, rest in (("plan", []), ("convert", [tmp_path / "new"])):
+        told = run(command, tmp_path / "dst", *rest)
+        assert told.code == 1
+        assert re.match(
+            rf"{command}: .*wrote \(precision mxfp8, layout kernel\)\. .*`hf-neuron-moe export .*dst NEW`", told.err
+        ), told.err
+        assert run(command, tmp_path / "empty", *rest).err.startswith(f"{command}: ")
+    stock = run("export", model_dir, tmp_path / "new")
+    assert (stock.code, stock.err.count("nothing to export")) == (1, 1)
+    assert run("export", tmp_path / "empty", tmp_path / "new").err.startswith("export: ")
+    taken = run("export", tmp_path / "dst", tmp_path / "empty")
+    assert taken.code == 1
+    assert taken.err.startswith("export: ") and "--force" not in taken.err
+    assert not (tmp_path / "new").exists()
+
+
+def test_damage_is_reported_under_the_command_that_met_it(model_dir, run, tmp_path):
+    assert run("convert", model_dir, tmp_path / "dst").code == 0
+    (shard,) = (tmp_path / "dst").glob("*.safetensors")
+    shard.write_bytes(shard.read_bytes()[:-3])
+    told = run("export", tmp_path / "dst", tmp_path / "back")
+    assert told.code == 1
+    assert told.err.startswith(f"export: {shard.name}")
+
+
+def test_rounding_is_told_and_counted(model_dir, run, tmp_path):
+    LlamaForCausalLM.from_pretrained(model_dir, dtype=torch.float32).save_pretrained(tmp_path / "exact")
+    assert "rounded" not in run("convert", tmp_path / "exact", tmp_path / "one", "--precision", "bf16").out
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "exact", dtype=torch.float32)
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight[0, :2] = 1 + 2**-12
+    model.save_pretrained(tmp_path / "wide")
+    told = run("convert", tmp_path / "wide", tmp_path / "two", "--precision", "bf16")
+    assert told.code == 0, told.err
+    assert "note: 2 of 6,144 F32 values in 1 tensors (first: model.layers.0.mlp.down_proj.weight)" in told.out
+    as_json = run("convert", tmp_path / "wide", tmp_path / "three", "--precision", "bf16", "--json")
+    assert json.loads(as_json.out)["rounded_values"] == 2

@@ -195,7 +195,7 @@ SINGLE = [
     (quantised_config, "quantization_config"),
     (other_sizes, "experts 0 to 12"),
     (pickle_only, "save_pretrained"),
-    (empty_folder, "model.safetensors"),
+    (empty_folder, "a folder with config.json, got a folder without it"),
     (link_outside, "a link to"),
     (single_and_index, "both"),
 ]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from hf_neuron_moe.convert import (
@@ -21,7 +21,7 @@ from hf_neuron_moe.convert import (
     plan_conversion,
     read_manifest,
 )
-from hf_neuron_moe.errors import ConfigError, ConversionError
+from hf_neuron_moe.errors import ConfigError, ConversionError, NeuronMoEWarning
 from hf_neuron_moe.formats.mx import fake_quantize_mx, quantize_mx
 from hf_neuron_moe.formats.scales import to_packed
 
@@ -147,7 +147,8 @@ def test_mxfp8_comes_back_as_the_dequantised_values_and_only_when_asked(layout, 
 
 def test_fp32_source_in_bf16_is_rounded_and_says_so(checkpoint, tmp_path):
     source = checkpoint("llama", torch.float32)
-    convert_checkpoint(source, tmp_path / "dst", ConvertOptions("bf16", "kernel"))
+    with pytest.warns(NeuronMoEWarning, match="F32 values in 6 tensors .*do not fit bf16 and were rounded"):
+        manifest = convert_checkpoint(source, tmp_path / "dst", ConvertOptions("bf16", "kernel"))
     with pytest.raises(ConversionError, match="rounded or quantised"):
         export_checkpoint(tmp_path / "dst", tmp_path / "back")
     report = export_checkpoint(tmp_path / "dst", tmp_path / "back", allow_inexact=True)
@@ -156,6 +157,48 @@ def test_fp32_source_in_bf16_is_rounded_and_says_so(checkpoint, tmp_path):
         expected = tensor.bfloat16().float() if name in report.inexact else tensor
         assert torch.equal(back[name], expected), name
     assert len(report.inexact) == 6
+    lost = {name: int((original[name] != back[name]).sum()) for name in report.inexact}
+    assert manifest.rounded == read_manifest(tmp_path / "dst").rounded == lost
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_wider_sources_come_back_exactly_where_bf16_holds_their_values(layout, dtype, checkpoint, snapshot, tmp_path):
+    source = checkpoint("mixtral", dtype)
+    for path in source.glob("*.safetensors"):
+        tensors = load_file(path)
+        # Powers of two: every one of these dtypes holds them.
+        tensors = {name: torch.full_like(value, 0.25).copysign(value) for name, value in tensors.items()}
+        save_file(tensors, path, {"format": "pt"})
+    manifest = convert_checkpoint(source, tmp_path / "dst", ConvertOptions("bf16", layout))
+    assert manifest.rounded == {}
+    assert export_checkpoint(tmp_path / "dst", tmp_path / "back").inexact == ()
+    assert snapshot(tmp_path / "back") == snapshot(source)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_rounded_values_are_counted_per_source_tensor(fused, checkpoint, tmp_path):
+    source = checkpoint("mixtral", torch.float32, original_format=not fused)
+    name = "model.layers.1.mlp.experts.down_proj" if fused else "model.layers.1.block_sparse_moe.experts.3.w2.weight"
+    path = source / "model.safetensors"
+    tensors = {key: value.bfloat16().float() for key, value in load_file(path).items()}
+    tensors[name].view(-1)[:3] = torch.tensor([1 + 2**-9, 3.4e38, -1 - 2**-20])  # 3.4e38 rounds to infinity
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.warns(NeuronMoEWarning, match="3 of .* in 1 tensors"):
+        assert convert_checkpoint(source, tmp_path / "dst", ConvertOptions("bf16", "kernel")).rounded == {name: 3}
+    # MXFP8 quantises everything; that it also passes through bf16 is counted and not worth a warning.
+    assert convert_checkpoint(source, tmp_path / "mx", ConvertOptions("mxfp8", "kernel")).rounded == {name: 3}
+
+
+def test_a_manifest_without_counts_takes_every_wider_tensor_for_rounded(checkpoint, tmp_path):
+    with pytest.warns(NeuronMoEWarning):
+        convert_checkpoint(checkpoint("llama", torch.float32), tmp_path / "dst", ConvertOptions("bf16", "kernel"))
+    path = tmp_path / "dst" / MANIFEST_FILE
+    content = json.loads(path.read_text())
+    content.pop("rounded")
+    path.write_text(json.dumps(content))
+    with pytest.raises(ConversionError, match="6 tensors that were rounded"):
+        export_checkpoint(tmp_path / "dst", tmp_path / "back")
 
 
 def test_manifest_and_headers_describe_every_tensor(checkpoint, tmp_path):

@@ -1,0 +1,101 @@
+"""The folder a command was given: is it one, and is it the kind of folder that command works on?"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from hf_neuron_moe.convert.manifest import MANIFEST_FILE
+from hf_neuron_moe.errors import ConversionError, refuse
+
+CONFIG_FILE = "config.json"
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def check_checkpoint(directory: Path, where: str) -> None:
+    """Refuse what is not the folder of a Hugging Face checkpoint.
+
+    Args:
+        directory: what the user named.
+        where: command or function that refuses.
+
+    Raises:
+        ConversionError: there is no such folder, it is a file, a conversion, or has no ``config.json``.
+    """
+    _check_folder(directory, where, f"a local folder with {CONFIG_FILE}")
+    if (directory / MANIFEST_FILE).is_file():
+        raise refuse(
+            ConversionError,
+            where=where,
+            argument=str(directory),
+            expected="a Hugging Face checkpoint",
+            got=f"a folder that `hf-neuron-moe convert` wrote{_options_of(directory)}",
+            remedy=f"Use the checkpoint it was made of, or rebuild that: `hf-neuron-moe export {directory} NEW`.",
+        )
+    if not (directory / CONFIG_FILE).is_file():
+        raise refuse(
+            ConversionError,
+            where=where,
+            argument=str(directory),
+            expected=f"a folder with {CONFIG_FILE}",
+            got="a folder without it",
+            remedy="Give the folder that save_pretrained wrote or that was downloaded from the Hub.",
+        )
+
+
+def check_conversion(directory: Path, where: str) -> None:
+    """Refuse what is not a folder that ``convert`` wrote.
+
+    Args:
+        directory: what the user named.
+        where: command or function that refuses.
+
+    Raises:
+        ConversionError: there is no such folder, it is a file, or it is no conversion.
+    """
+    expected = f"a folder with {MANIFEST_FILE}, which `hf-neuron-moe convert` writes"
+    _check_folder(directory, where, expected)
+    if not (directory / MANIFEST_FILE).is_file():
+        stock = (directory / CONFIG_FILE).is_file()
+        raise refuse(
+            ConversionError,
+            where=where,
+            argument=str(directory),
+            expected=expected,
+            got="an ordinary checkpoint" if stock else "a folder without it",
+            remedy="It is in Hugging Face's layout already; there is nothing to export."
+            if stock
+            else "Give the destination of an earlier `hf-neuron-moe convert`.",
+        )
+
+
+def _check_folder(directory: Path, where: str, expected: str) -> None:
+    if directory.is_dir():
+        return
+    got, remedy = "no such folder", "Check the spelling."
+    if directory.is_file():
+        got, remedy = "a file", f"Give the folder it lies in: {directory.parent}."
+        if directory.suffix == ".gguf":
+            remedy = (
+                "Make a checkpoint of it first: load it in transformers with from_pretrained(FOLDER, gguf_file=NAME) "
+                "and call save_pretrained."
+            )
+    elif directory.is_symlink():
+        got, remedy = "a link to something that is not there", "Repair the link."
+    elif _HUB_ID.fullmatch(directory.as_posix()):
+        remedy = (
+            "Hub ids are not looked up. If this is one, download it first, for example with "
+            f"`hf download {directory.as_posix()} --local-dir FOLDER`, and give that folder."
+        )
+    raise refuse(ConversionError, where=where, argument=str(directory), expected=expected, got=got, remedy=remedy)
+
+
+def _options_of(directory: Path) -> str:
+    """The conversion's options in brackets, as far as its manifest can be read."""
+    try:
+        options = json.loads((directory / MANIFEST_FILE).read_text(encoding="utf-8"))["options"]
+        return f" (precision {options['precision']}, layout {options['layout']})"
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
