@@ -13,7 +13,8 @@ from torch import Tensor
 
 from hf_neuron_moe.backends.torch.ffn_backward import FFNBackward, FFNGrads
 from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints, FFNWeights, RowSource, ffn_forward
-from hf_neuron_moe.backends.torch.tiling import Loader
+from hf_neuron_moe.backends.torch.gating import Gating
+from hf_neuron_moe.backends.torch.tiling import Loader, Span
 
 Runs = Sequence[tuple[int, int, int]]
 """``(expert, first row, end row)``, ascending and without gaps."""
@@ -42,13 +43,43 @@ class ExpertStack:
 class ExpertGrads:
     """Where results go; None means not wanted. ``weights`` is overwritten whole, idle experts with zeros.
 
-    ``x`` receives each run's rows of dX; ``scale_R`` is fp32 in row order; ``rounded`` as in :class:`FFNGrads`.
+    ``x`` receives each run's rows of dX; ``scale_R`` is fp32 in row order; ``rounded`` as in :class:`FFNGrads`. With
+    ``add`` the weight gradients are added and idle experts left alone. ``bias_E2I`` is fp32, its idle rows are kept.
     """
 
     weights: ExpertStack | None
     x: Emit | None
     scale_R: Tensor | None
     rounded: torch.dtype = torch.float32
+    add: bool = False
+    bias_E2I: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class ScaledRows(RowSource):
+    """Rows times a factor each, rounded to `rounded`: what enters a matmul where the affinity sits on the output.
+
+    ``scale_R`` is fp32, one factor per row.
+    """
+
+    scale_R: Tensor | None = None
+    rounded: torch.dtype = torch.float32
+
+    def rows(self, start: int, end: int) -> ScaledRows:
+        """Return the source of the rows ``start..end``."""
+        part = super().rows(start, end)
+        scale_R = None if self.scale_R is None else self.scale_R[start:end]
+        return ScaledRows(part.values, part.index, scale_R, self.rounded)
+
+    def take(self, span: Span) -> Tensor:
+        """Return the rows of `span`."""
+        rows_RH = super().take(span)
+        if self.scale_R is None:
+            return rows_RH
+        scale_R1 = self.scale_R[span.start : span.stop, None]
+        if self.rounded == rows_RH.dtype and self.index is not None:
+            return rows_RH.mul_(scale_R1)  # a gather made fresh rows
+        return (rows_RH * scale_R1).to(self.rounded)
 
 
 def add_rows(total_TH: Tensor, token_R: Tensor) -> Emit:
@@ -105,6 +136,7 @@ def run_experts_backward(
     saved: Checkpoints,
     scale_R: Tensor | None,
     block_size: int,
+    gating: Gating | None = None,
 ) -> None:
     """Fill `grads`; arguments as in :class:`FFNBackward`."""
     for expert, start, end in runs:
@@ -124,14 +156,17 @@ def run_experts_backward(
                 x_RH=dx_RH,
                 scale_R=None if grads.scale_R is None else grads.scale_R[start:end],
                 rounded=grads.rounded,
+                add=grads.add,
+                bias_2I=None if grads.bias_E2I is None else grads.bias_E2I[expert],
             ),
             saved=saved.rows(start, end),
             scale_R1=None if scale_R is None else scale_R[start:end, None],
             block_size=block_size,
+            gating=gating,
         ).run()
         if grads.x is not None and dx_RH is not None:
             grads.x(start, end, dx_RH)
-    if grads.weights is not None:
+    if grads.weights is not None and not grads.add:
         busy = {expert for expert, _, _ in runs}
         for expert in set(range(grads.weights.gate_up.shape[0])) - busy:
             grads.weights.gate_up[expert].zero_()

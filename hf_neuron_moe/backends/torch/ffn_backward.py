@@ -11,6 +11,8 @@ bf16 rounds ``h * a``, ``d_gate`` and ``d_up`` once before they enter a matmul (
 AFFINITY_ON_I). mxfp8 rounds as ``mlp_bwd_mxfp8`` does: ``silu'(g)``, ``silu'(g) * u``, ``d_gate``, ``d_up``, a
 recomputed ``silu(g)`` and a recomputed ``h``, each to bf16; operands are quantized along each matmul's own contraction
 axis: H for ``d_int``, 2I (gate and up as one axis, releases 2.31 and later) or I (2.30) for dX, rows for weights.
+
+Other activations and clamp masks come with a :class:`Gating`; a mask multiplies d_gate or d_up.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import torch
 from torch import Tensor
 
 from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints, FFNWeights, RowSource, kept_columns
+from hf_neuron_moe.backends.torch.gating import Gating, mask_
 from hf_neuron_moe.backends.torch.tiling import Loader, Span, column_spans, matmul_into, row_spans
 from hf_neuron_moe.formats.padding import padded_size
 
@@ -31,7 +34,8 @@ class FFNGrads:
 
     ``gate_IH``, ``up_IH``, ``down_HI``: weight gradients, views with any strides, all three or none.
     ``x_RH``: fp32. ``scale_R``: fp32. ``rounded``: dtype the fp32 weight-gradient sums are rounded to before they are
-    stored.
+    stored. ``add``: add to the weight gradients instead of overwriting them. ``bias_2I``: fp32 row sums of d_gate, then
+    of d_up.
     """
 
     gate_IH: Tensor | None
@@ -40,6 +44,8 @@ class FFNGrads:
     x_RH: Tensor | None
     scale_R: Tensor | None = None
     rounded: torch.dtype = torch.float32
+    add: bool = False
+    bias_2I: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -52,12 +58,14 @@ class FFNBackward:
         weights: the projections.
         loader: carries the compute choice and the scratch buffers.
         grads: outputs.
-        saved: gate pre-activations and (all or the first columns of) up pre-activations; optionally the others.
+        saved: gate pre-activations and (all or the first columns of) up pre-activations; for mxfp8 optionally the
+            others.
         scale_R1: the factor the forward applied to the intermediate.
         block_size: rows per MoE block, or None for a dense MLP.
         fused_phase2: quantize ``[d_gate, d_up]`` along one axis of 2I (True) or each along I (mxfp8 only).
         recompute_loader: multiplies the columns of up that were not kept; forms MX groups as the forward did, where
             that differs from `loader`.
+        gating: activation and clamp masks; None is SiLU without clamps. mxfp8 takes the SiLU of a Gating only.
     """
 
     dout: RowSource
@@ -70,6 +78,7 @@ class FFNBackward:
     block_size: int | None = None
     fused_phase2: bool = True
     recompute_loader: Loader | None = None
+    gating: Gating | None = None
 
     def run(self) -> None:
         """Write all gradients that are wanted."""
@@ -84,6 +93,9 @@ class FFNBackward:
             tile.store_weight_grads()
 
 
+_SILU = Gating()
+
+
 class _Tile:
     """One span of the intermediate axis: its weights as operands, its weight-gradient sums in fp32."""
 
@@ -91,6 +103,7 @@ class _Tile:
         loader, weights, scratch = task.loader, task.weights, task.loader.scratch
         self.task, self.columns, self.first = task, columns, first
         self.mx = loader.compute.mx
+        self.gating = task.gating or _SILU
         self.hidden = weights.down_HI.shape[0]
         self.padded_hidden = padded_size(self.hidden) if self.mx else self.hidden
         part, shape = slice(columns.start, columns.stop), (columns.size, self.padded_hidden)
@@ -128,15 +141,18 @@ class _Tile:
         matmul_into(d_int, dout_RH, self.down_HI[:, : self.columns.length], accumulate=False)
         gate, up = self._pre_activations(rows, x, shape_RH)
         d_gate_up, inter = self._elementwise(rows, d_int, gate, up)
+        if task.grads.bias_2I is not None:
+            self._add_bias_grads(d_gate_up[: rows.length], task.grads.bias_2I, first=first)
         if task.grads.gate_IH is not None:
             x_op = loader.load("x", x, shape_RH, lane=rows.lane)[: rows.length, : self.hidden]
-            dout_op = loader.load("dout", dout, shape_RH, lane=rows.lane)[: rows.length, : self.hidden]
-            left = d_gate_up
+            dout_op, left = dout_RH, d_gate_up
             if self.mx:
+                dout_op = loader.load("dout", dout, shape_RH, lane=rows.lane)[: rows.length, : self.hidden]
                 left = loader.scratch.get("d_gate_up_rows", tuple(d_gate_up.shape), torch.float32).copy_(d_gate_up)
                 loader.quantize_rows(left, rows.lane)
                 loader.quantize_rows(inter, rows.lane)
-            matmul_into(self.gate_up_sum, left[: rows.length].t(), x_op, accumulate=not first)
+            begin = size if self.gating.skip_gate else 0
+            matmul_into(self.gate_up_sum[begin:], left[: rows.length, begin:].t(), x_op, accumulate=not first)
             inter = inter[: rows.length, : self.columns.length]
             matmul_into(self.down_sum, dout_op.t(), inter, accumulate=not first)
         if task.grads.x_RH is not None:
@@ -144,18 +160,33 @@ class _Tile:
                 for part in (d_gate_up,) if task.fused_phase2 else (d_gate_up[:, :size], d_gate_up[:, size:]):
                     loader.quantize(part, axis=1)
             out, left = task.grads.x_RH[rows.start : rows.stop], d_gate_up[: rows.length]
-            matmul_into(out, left[:, :size], self.gate_IH[:, : self.hidden], accumulate=not self.first)
-            matmul_into(out, left[:, size:], self.up_IH[:, : self.hidden], accumulate=True)
+            if not self.gating.skip_gate:
+                matmul_into(out, left[:, :size], self.gate_IH[:, : self.hidden], accumulate=not self.first)
+            overwrite = self.first and self.gating.skip_gate
+            matmul_into(out, left[:, size:], self.up_IH[:, : self.hidden], accumulate=not overwrite)
+
+    def _add_bias_grads(self, d_gate_up: Tensor, bias_2I: Tensor, *, first: bool) -> None:
+        """Add the row sums of d_gate and d_up to their places in `bias_2I`; `first` rows overwrite it."""
+        columns, size, inner = self.columns, self.columns.size, bias_2I.shape[0] // 2
+        for start, part in ((0, d_gate_up[:, : columns.length]), (inner, d_gate_up[:, size : size + columns.length])):
+            target = bias_2I[start + columns.start : start + columns.stop]
+            sums = part.sum(0, dtype=torch.float32)
+            target.copy_(sums) if first else target.add_(sums)
 
     def _pre_activations(self, rows: Span, x: Tensor, shape_RH: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Return gate and up of these rows in fp32, multiplying the columns of up again that were not kept."""
         saved, columns, scratch, kept = self.task.saved, self.columns, self.task.loader.scratch, self.kept
         row_part = slice(rows.start, rows.stop)
         assert saved.gate is not None and saved.up is not None
-        gate = scratch.get("gate_fp32", (rows.length, columns.length), torch.float32)
-        gate.copy_(saved.gate[row_part, columns.start : columns.stop])
-        up = scratch.get("up_fp32", (rows.length, columns.length), torch.float32)
-        up[:, :kept].copy_(saved.up[row_part, columns.start : columns.start + kept])
+        shape = (rows.length, columns.length)
+        gate = saved.gate[row_part, columns.start : columns.stop]
+        if gate.dtype != torch.float32:
+            gate = scratch.get("gate_fp32", shape, torch.float32).copy_(gate)
+        kept_up = saved.up[row_part, columns.start : columns.start + kept]
+        if kept_up.dtype == torch.float32 and kept == columns.length:
+            return gate, kept_up
+        up = scratch.get("up_fp32", shape, torch.float32)
+        up[:, :kept].copy_(kept_up)
         if kept < columns.length:
             x_RH = self.recompute.load("x", x, shape_RH, mx_axis=1)[: rows.length]
             tail = scratch.get("up_tail_out", (rows.length, columns.length - kept), self.recompute.compute.operand)
@@ -168,43 +199,51 @@ class _Tile:
     def _elementwise(self, rows: Span, d_int: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
         """Return ``[d_gate, d_up]`` and the scaled intermediate as operands; add to the scale's gradient."""
         task, loader, columns = self.task, self.task.loader, self.columns
-        scratch, shape, rounds = loader.scratch, tuple(gate.shape), loader.compute.mx
-        part = (slice(rows.start, rows.stop), slice(columns.start, columns.stop))
+        scratch, shape = loader.scratch, tuple(gate.shape)
+        row_part = slice(rows.start, rows.stop)
         if d_int.dtype != torch.float32:
             d_int = scratch.get("d_int_fp32", shape, torch.float32).copy_(d_int)
         act, product = (scratch.get(name, shape, torch.float32) for name in ("act", "product"))
-        if task.saved.gate_act is not None:
-            act.copy_(task.saved.gate_act[part])
-        else:
-            torch.ops.aten.silu.out(gate, out=act)
-            if rounds:
-                loader.round_(act)
-        if task.saved.intermediate is not None:
-            product.copy_(task.saved.intermediate[part])
-        else:
-            torch.mul(act, up, out=product)
-            if rounds:
-                loader.round_(product)
+        self._intermediate((row_part, slice(columns.start, columns.stop)), gate, up, act, product)
         if task.grads.scale_R is not None:
-            task.grads.scale_R[part[0]].add_(torch.linalg.vecdot(d_int, product))
+            task.grads.scale_R[row_part].add_(torch.linalg.vecdot(d_int, product))
         if task.scale_R1 is not None:
-            product.mul_(task.scale_R1[part[0]])
-            d_int.mul_(task.scale_R1[part[0]])
+            product.mul_(task.scale_R1[row_part])
+            d_int.mul_(task.scale_R1[row_part])
         inter = scratch.get("inter", (rows.size, columns.size), loader.compute.operand)
         d_gate_up = scratch.get("d_gate_up", (rows.size, 2 * columns.size), loader.compute.operand)
         loader.fill(inter, product)
-        loader.fill(d_gate_up[:, columns.size :], act.mul_(d_int))
-        loader.fill(d_gate_up[:, : columns.size], self._d_gate(d_int, gate, up, out=act))
+        d_up, d_gate = d_gate_up[:, columns.size :], d_gate_up[:, : columns.size]
+        if self.gating.skip_gate:
+            loader.fill(d_up, self.gating.slope(up, d_int, out=act))
+            d_gate.zero_()
+        else:
+            loader.fill(d_up, mask_(act.mul_(d_int), up, self.gating.up_limits))
+            d_gate32 = self._d_gate(d_int, gate, up, out=act)
+            loader.fill(d_gate, mask_(d_gate32, gate, self.gating.gate_limits))
         return d_gate_up, inter
 
-    def _d_gate(self, d_int: Tensor, gate: Tensor, up: Tensor, *, out: Tensor) -> Tensor:
-        """``d_int * up * silu'(gate)``, with the rounding points of ``mlp_bwd_mxfp8`` in MX mode."""
-        silu_backward = torch.ops.aten.silu_backward.grad_input
+    def _intermediate(self, part: tuple[slice, slice], gate: Tensor, up: Tensor, act: Tensor, product: Tensor) -> None:
+        """Fill `act` and `product` (fp32) from what was kept, or compute them as the precision rounds them."""
+        saved, round_ = self.task.saved, self.task.loader.round_
         if not self.mx:
-            result: Tensor = silu_backward(d_int.mul_(up), gate, grad_input=out)
-            return result
+            self.gating.product(gate, up, out=product, act=act)
+            return
+        if saved.gate_act is not None:
+            act.copy_(saved.gate_act[part])
+        else:
+            round_(torch.ops.aten.silu.out(gate, out=act))
+        if saved.intermediate is not None:
+            product.copy_(saved.intermediate[part])
+        else:
+            round_(torch.mul(act, up, out=product))
+
+    def _d_gate(self, d_int: Tensor, gate: Tensor, up: Tensor, *, out: Tensor) -> Tensor:
+        """``d_int * up * act'(gate)``, with the rounding points of ``mlp_bwd_mxfp8`` in MX mode."""
+        if not self.mx:
+            return self.gating.slope(gate, d_int.mul_(up), out=out)
         one = torch.ones((), dtype=torch.float32, device=gate.device).expand(gate.shape)
-        slope = self.task.loader.round_(silu_backward(one, gate, grad_input=out))
+        slope = self.task.loader.round_(torch.ops.aten.silu_backward.grad_input(one, gate, grad_input=out))
         return self.task.loader.round_(slope.mul_(up)).mul_(d_int)
 
     def store_weight_grads(self) -> None:
@@ -215,6 +254,15 @@ class _Tile:
         part = slice(columns.start, columns.stop)
         gate_sum = self.gate_up_sum[: columns.length]
         up_sum = self.gate_up_sum[columns.size : columns.size + columns.length]
+        if self.gating.skip_gate:
+            gate_sum.zero_()
         for target, total in ((grads.gate_IH[part], gate_sum), (grads.up_IH[part], up_sum)):
-            target.copy_(total.to(grads.rounded))
-        grads.down_HI[:, part].copy_(self.down_sum.to(grads.rounded))
+            _store(target, total.to(grads.rounded), add=grads.add)
+        _store(grads.down_HI[:, part], self.down_sum.to(grads.rounded), add=grads.add)
+
+
+def _store(target: Tensor, values: Tensor, *, add: bool) -> None:
+    if add:
+        target.add_(values)
+    else:
+        target.copy_(values)

@@ -1,0 +1,64 @@
+"""What a gated network may have instead of ``silu(gate) * up``: the activation, clamp masks, no gate at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+InPlace = Callable[[Tensor], Tensor]
+"""Overwrites an fp32 tensor with a function of it and returns it."""
+
+Limits = tuple[float | None, float | None]
+"""Upper and lower clamp limit of the forward; None is absent."""
+
+
+@dataclass(frozen=True)
+class Gating:
+    """How gate and up become the intermediate; the default is SiLU without limits.
+
+    Attributes:
+        act_: the activation; None is SiLU.
+        act_grad_: its derivative; None is that of SiLU.
+        gate_limits: the forward's limits on the gate pre-activation.
+        up_limits: its limits on the up pre-activation.
+        skip_gate: the intermediate is ``act(up)``; the gate is unused, its gradients are zero and up is not masked
+            (nki-library 2.33 ``skip_gate_proj``).
+    """
+
+    act_: InPlace | None = None
+    act_grad_: InPlace | None = None
+    gate_limits: Limits = (None, None)
+    up_limits: Limits = (None, None)
+    skip_gate: bool = False
+
+    def product(self, gate: Tensor, up: Tensor, out: Tensor, act: Tensor) -> Tensor:
+        """Write the intermediate into `out` and the activation into `act`; return `out`."""
+        if self.act_ is None:
+            torch.ops.aten.silu.out(up if self.skip_gate else gate, out=act)
+        else:
+            self.act_(act.copy_(up if self.skip_gate else gate))
+        return out.copy_(act) if self.skip_gate else torch.mul(act, up, out=out)
+
+    def slope(self, values: Tensor, factor: Tensor, out: Tensor) -> Tensor:
+        """Write ``factor * act'(values)`` into `out`."""
+        if self.act_grad_ is None:
+            result: Tensor = torch.ops.aten.silu_backward.grad_input(factor, values, grad_input=out)
+            return result
+        return self.act_grad_(out.copy_(values)).mul_(factor)
+
+
+def mask_(gradient: Tensor, value: Tensor, limits: Limits) -> Tensor:
+    """Multiply `gradient` by 1 where ``lower < value < upper`` and by 0 elsewhere, in place.
+
+    Strict on the kept, already clamped values: what was clamped lies on the limit. As a product, 0 * NaN stays NaN
+    (nki-library ``ClampLimits``).
+    """
+    upper, lower = limits
+    if upper is not None:
+        gradient.mul_(value < upper)
+    if lower is not None:
+        gradient.mul_(value > lower)
+    return gradient
