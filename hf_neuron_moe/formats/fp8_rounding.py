@@ -1,0 +1,49 @@
+"""fp32 values to FP8: nearest, or stochastic.
+
+Stochastic rounding goes up with a probability equal to the distance travelled since the grid point below, so that the
+expectation of the result is the value itself. It is done on fp32 bits: a random number below one FP8 step is added to
+the magnitude, then everything below the step is cut off. Values on the grid therefore never move.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hf_neuron_moe.formats.constants import ElementFormat
+from hf_neuron_moe.formats.e8m0 import MAGNITUDE_MASK, MANTISSA_BITS
+
+
+def round_to_fp8_(
+    scaled: Tensor, fmt: ElementFormat, *, stochastic: bool = False, generator: torch.Generator | None = None
+) -> Tensor:
+    """Round fp32 values to FP8; magnitudes beyond the largest finite code saturate and NaN stays NaN.
+
+    Args:
+        scaled: fp32, any shape, overwritten.
+        fmt: E4M3FN or E5M2.
+        stochastic: round up or down at random, unbiased, instead of to nearest with ties to even.
+        generator: source of the random numbers, on the device of `scaled`; torch's default one if None.
+
+    Returns:
+        ``fmt.dtype`` of the same shape.
+    """
+    assert fmt.dtype is not None
+    clipped = scaled.clamp_(-fmt.max, fmt.max)
+    if stochastic:
+        clipped = _to_grid_stochastic(clipped, fmt, generator)
+    return clipped.to(fmt.dtype)
+
+
+def _to_grid_stochastic(values: Tensor, fmt: ElementFormat, generator: torch.Generator | None) -> Tensor:
+    """Move finite values within the format's range to one of their two neighbours on its grid; NaN stays NaN."""
+    step_bits = MANTISSA_BITS - fmt.mantissa_bits
+    smallest_normal = 2.0 ** (1 - fmt.bias)
+    noise = torch.randint(0, 1 << step_bits, values.shape, generator=generator, dtype=torch.int32, device=values.device)
+    magnitude = values.abs()
+    # The grid below the smallest normal is that of the binade above it, shifted down: shift there and back.
+    shift = torch.where(magnitude < smallest_normal, smallest_normal, 0.0)
+    bits = (magnitude + shift).view(torch.int32) & MAGNITUDE_MASK
+    bits = bits.add_(noise).bitwise_and_(-(1 << step_bits))
+    rounded = torch.copysign(bits.view(torch.float32) - shift, values)
+    return torch.where(values.isnan(), values, rounded)

@@ -1,0 +1,95 @@
+"""COAT's second stage: one scale per tensor, the FP8 codes and their transpose.
+
+Legend: M rows, N columns, QB group size.
+
+Source: NVlabs/COAT ``coat/activation/real_quantization/_division_transpose.py``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hf_neuron_moe.errors import ShapeError, refuse
+from hf_neuron_moe.formats.group_fp8 import SCALE_EPSILON
+from hf_neuron_moe.kernels.checks import check_dtype
+from hf_neuron_moe.kernels.fp8_common import (
+    SCALE_DTYPES,
+    VALUE_DTYPES,
+    as_rows,
+    check_group_size,
+    check_matrix,
+    fp8_type,
+    quantize_with_scale,
+)
+
+_WHERE = "fp8_division_transpose"
+
+
+def fp8_division_transpose(
+    x: Tensor,
+    QB: int,
+    fp8type: str | torch.dtype,
+    s_y: Tensor | None = None,
+    stochastic: bool = False,
+    only_transposed: bool = False,
+    *,
+    generator: torch.Generator | None = None,
+) -> tuple[Tensor, Tensor, Tensor] | tuple[Tensor, Tensor]:
+    """Quantise a whole tensor with one scale and return the codes both ways round.
+
+    ``code = fp8(x / s_y)`` with the division in fp32. Magnitudes beyond the format's range saturate.
+
+    Args:
+        x: bf16, fp16 or fp32 ``[M, N]`` or ``[b, s, N]``.
+        QB: group size of the operator that produced `x`; it must divide N and has no effect on values.
+        fp8type: ``"E4M3"``, ``"E5M2"``, or the torch dtype.
+        s_y: scale of one element; ``(max|x| + 1e-10) / fp8_max`` in the dtype of `x` if None.
+        stochastic: unbiased stochastic rounding instead of nearest. Upstream's uses one fixed seed, always; here
+            every call draws new random numbers.
+        only_transposed: leave out the codes in the layout of `x`.
+        generator: source of the random numbers; unused unless `stochastic`.
+
+    Returns:
+        ``(codes, s_y, codes_transposed)``: FP8 of the shape of `x`, the 0-d scale, FP8 ``[N, M]`` (2-D for 3-D input
+        too); or ``(codes_transposed, s_y)``.
+
+    Raises:
+        DTypeError: `x` or `s_y` of another dtype.
+        ShapeError: `x` is not 2-D or 3-D, N is no multiple of `QB`, or `s_y` has more than one element.
+        ConfigError: unknown `fp8type`, or `QB` is not a positive integer.
+    """
+    fmt = fp8_type(fp8type, where=_WHERE)
+    check_matrix(x, VALUE_DTYPES, where=_WHERE, argument="x")
+    check_group_size(QB, x.shape[-1], where=_WHERE)
+    rows = as_rows(x)
+    if s_y is None:
+        scale = _amax(rows).add(SCALE_EPSILON).div(fmt.max)
+    else:
+        scale = _checked_scale(s_y)
+    codes, transposed = quantize_with_scale(
+        rows, scale, fmt, stochastic=stochastic, generator=generator, only_transposed=only_transposed
+    )
+    if codes is None:
+        return transposed, scale
+    return codes.view(x.shape), scale, transposed
+
+
+def _amax(rows_MN: Tensor) -> Tensor:
+    """Return the largest magnitude without a temporary of the tensor's size."""
+    low, high = torch.aminmax(rows_MN)
+    return torch.maximum(low.neg(), high)
+
+
+def _checked_scale(s_y: Tensor) -> Tensor:
+    check_dtype(s_y, SCALE_DTYPES, where=_WHERE, argument="s_y")
+    if s_y.numel() != 1:
+        raise refuse(
+            ShapeError,
+            where=_WHERE,
+            argument="s_y",
+            expected="one scale for the whole tensor",
+            got=str(list(s_y.shape)),
+            remedy="Reduce group scales with .max() first.",
+        )
+    return s_y.detach().reshape(())
