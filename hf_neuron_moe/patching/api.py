@@ -13,10 +13,11 @@ from torch import nn
 
 from hf_neuron_moe.backends import resolve_backend
 from hf_neuron_moe.config import NeuronMoEConfig
-from hf_neuron_moe.errors import ConfigError, NothingToPatchError, UnsupportedModelError, nearest, refuse
+from hf_neuron_moe.errors import ConfigError, NothingToPatchError, UnsupportedModelError, refuse
 from hf_neuron_moe.modules.block import stock_slot
 from hf_neuron_moe.patching.apply import PatchState, PlanItem, apply_plan, holders, states, undo_patch
 from hf_neuron_moe.patching.discovery import Candidate, discover
+from hf_neuron_moe.patching.globs import check_globs
 from hf_neuron_moe.patching.guards import check_model
 from hf_neuron_moe.patching.present import (
     check_not_patched_elsewhere,
@@ -25,7 +26,7 @@ from hf_neuron_moe.patching.present import (
     inner_model,
     original_name,
 )
-from hf_neuron_moe.patching.report import PATCHED, REFUSED, SKIPPED, PatchEntry, PatchReport
+from hf_neuron_moe.patching.report import PATCHED, REFUSED, SKIPPED, PatchEntry, PatchReport, merged
 
 _WHERE = "patch_model"
 
@@ -52,7 +53,9 @@ def patch_model(
         config: a :class:`NeuronMoEConfig`, a mapping of its options, or None for the defaults.
         include: glob or globs over module names; only these are patched.
         exclude: glob or globs over module names that are left alone.
-        strict: if any block that is not excluded cannot be patched, refuse instead of leaving it stock.
+        strict: if any block that is not excluded cannot be patched, refuse instead of leaving it stock. With False,
+            such blocks stay stock and the report says why; a model none of whose blocks can be patched is refused in
+            either case.
 
     Returns:
         The report: every candidate as patched, skipped or refused with the reason.
@@ -75,9 +78,9 @@ def patch_model(
     check_not_patched_elsewhere(model, home)
     config_asked, include_globs, exclude_globs = request
     candidates = discover(home, prefix)
-    names = [name for candidate in candidates for name in (candidate.name, *candidate.aliases)]
-    _check_globs("include", include_globs, names)
-    _check_globs("exclude", exclude_globs, names)
+    blocks = [(candidate.name, *candidate.aliases) for candidate in candidates]
+    check_globs(_WHERE, "include", include_globs, blocks)
+    check_globs(_WHERE, "exclude", exclude_globs, blocks)
     plan, entries = _plan(home, candidates, request)
     report = PatchReport(config_asked, entries)
     _check_outcome(model, report, strict)
@@ -89,17 +92,19 @@ def unpatch_model(model: nn.Module) -> PatchReport:
     """Put the original modules back, with the weights' present values, in place.
 
     Module objects, parameter objects, hooks and layouts are the original ones; after an untouched patch they are bit
-    for bit what they were.
+    for bit what they were. A second call is refused, since nothing is patched any more; it changes nothing.
 
     Args:
-        model: a patched model, or an adapter's wrapper around one.
+        model: a patched model, an adapter's wrapper around one, or a module that holds several.
 
     Returns:
-        The report of the patch that was undone.
+        The report of the patch that was undone: the one that ``patch_model`` returned. Where `model` holds several
+        separately patched models, one report with the entries of all, named as `model` names them; its ``parts`` hold
+        the single reports.
 
     Raises:
-        UnsupportedModelError: the model is not patched, was patched through an outer or another object, or an adapter
-            holds on to a block in kernel layout.
+        UnsupportedModelError: the model is not patched (any more), was patched through an outer or another object, or
+            an adapter holds on to a block in kernel layout.
     """
     found = list(states(model)) if isinstance(model, nn.Module) else []
     if not found:
@@ -116,9 +121,23 @@ def unpatch_model(model: nn.Module) -> PatchReport:
                     got="a block that an adapter is attached to",
                     remedy="Call merge_and_unload() or unload() on the peft model first.",
                 )
+    report = _report_of(model, found)
     for holder, state in found:
         undo_patch(holder, state)
-    return found[0][1].report
+    return report
+
+
+def _report_of(model: nn.Module, found: list[tuple[nn.Module, PatchState]]) -> PatchReport:
+    """The one report, or all of them under the names that `model` has for their parts."""
+    if len(found) == 1:
+        return found[0][1].report
+    names = {id(module): name for name, module in model.named_modules()}
+    parts = {}
+    for holder, state in found:
+        # The entries' own names begin with the way from an adapter's wrapper to the patched model inside.
+        part = names[id(holder)].removesuffix(state.prefix).removesuffix(".")
+        parts[part] = state.report
+    return merged(parts)
 
 
 def _plan(
@@ -171,20 +190,6 @@ def _bad_option(argument: str, expected: str, value: object) -> ConfigError:
     )
     assert isinstance(error, ConfigError)
     return error
-
-
-def _check_globs(argument: str, globs: tuple[str, ...], names: list[str]) -> None:
-    for glob in globs:
-        if not fnmatch.filter(names, glob):
-            known = f" Blocks are named like {names[0]!r}." if names else " The model has no such blocks."
-            raise refuse(
-                ConfigError,
-                where=_WHERE,
-                argument=argument,
-                expected="globs that match the name of an MLP or experts block",
-                got=repr(glob),
-                remedy=f"Correct or remove it.{nearest(glob, names) or known}",
-            )
 
 
 def _skip_reason(candidate: Candidate, include: tuple[str, ...], exclude: tuple[str, ...]) -> str | None:
@@ -267,7 +272,7 @@ def _check_outcome(model: nn.Module, report: PatchReport, strict: bool) -> None:
             expected="a model with SwiGLU MLPs or experts that the kernels can compute",
             got=f"a {type(model).__name__} with {len(report.entries)} such blocks, {len(report.skipped)} of them "
             f"skipped and {len(refused)} refused{':' + listed if refused else ''}",
-            remedy="Check include/exclude." if report.skipped else "This model cannot be patched.",
+            remedy=_what_to_do(report),
         )
     if strict and refused:
         raise refuse(
@@ -278,6 +283,21 @@ def _check_outcome(model: nn.Module, report: PatchReport, strict: bool) -> None:
             got=f"{len(refused)} that cannot:{listed}\n",
             remedy="Name them in exclude=..., or pass strict=False to leave them stock.",
         )
+
+
+def _what_to_do(report: PatchReport) -> str:
+    """The remedy where nothing is left to patch."""
+    if report.skipped:
+        return f"include and exclude leave nothing: make them match blocks such as {report.skipped[0].name!r}."
+    if report.refused:
+        return (
+            "Remove what the reasons name, where it is yours (hooks, mixed dtypes, adapters, the weights option), and "
+            "patch again; otherwise train this model as it is. strict=False would leave every block stock."
+        )
+    return (
+        "Pass the model that holds such blocks, before it is compiled or wrapped; a model without any is trained as "
+        "it is."
+    )
 
 
 def _repeated(home: nn.Module, state: PatchState, request: _Request, strict: bool) -> PatchReport:

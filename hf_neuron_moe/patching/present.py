@@ -66,7 +66,7 @@ def check_patched_here(model: object) -> None:
         where="unpatch_model",
         argument="model",
         expected="a model that patch_model has patched",
-        got=f"an unpatched {type(model).__name__}",
+        got=f"an unpatched {type(model).__name__}: nothing in it is patched (any more)",
         remedy="Nothing needs to be undone.",
     )
 

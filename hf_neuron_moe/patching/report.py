@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from hf_neuron_moe.config import NeuronMoEConfig
@@ -69,12 +70,15 @@ class PatchReport:
     """Result of :func:`hf_neuron_moe.patch_model`.
 
     Attributes:
-        config: the configuration as asked for.
+        config: the configuration as asked for; the first part's where there are parts.
         entries: every candidate module, in model order.
+        parts: only in what ``unpatch_model`` returns for a module that held several separately patched models: the
+            name of each in that module and its own report.
     """
 
     config: NeuronMoEConfig
     entries: tuple[PatchEntry, ...]
+    parts: tuple[tuple[str, PatchReport], ...] = ()
 
     def _with_status(self, status: str) -> tuple[PatchEntry, ...]:
         return tuple(entry for entry in self.entries if entry.status == status)
@@ -96,14 +100,43 @@ class PatchReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain values that ``json.dumps`` accepts."""
-        return {"config": self.config.to_dict(), "entries": [entry.to_dict() for entry in self.entries]}
+        values = {"config": self.config.to_dict(), "entries": [entry.to_dict() for entry in self.entries]}
+        if self.parts:
+            values["parts"] = {name: part.to_dict() for name, part in self.parts}
+        return values
 
     def __str__(self) -> str:
+        if self.parts:
+            return "\n\n".join(f"{name or 'the model itself'}: {part}" for name, part in self.parts)
         lines = [
             f"{len(self.patched)} patched, {len(self.skipped)} skipped, {len(self.refused)} refused "
             f"(precision {self.config.precision}, block size {self.config.block_size})"
         ]
-        return "\n".join(lines + _table([_HEADER, *(_row(entry) for entry in self.entries)]))
+        lines += _table([_HEADER, *(_row(entry) for entry in self.entries)])
+        if self.refused:
+            lines.append("Refused blocks stay stock. Remove the reason, or name them in exclude=... to skip them.")
+        return "\n".join(lines)
+
+
+def merged(parts: Mapping[str, PatchReport]) -> PatchReport:
+    """Return one report over separately patched parts of a module.
+
+    Args:
+        parts: reports by the name of their part in that module.
+
+    Returns:
+        A report whose entries have the names that the module has for them.
+    """
+
+    def within(part: str, name: str) -> str:
+        return ".".join(filter(None, (part, name)))
+
+    entries = tuple(
+        replace(entry, name=within(part, entry.name), aliases=tuple(within(part, alias) for alias in entry.aliases))
+        for part, report in parts.items()
+        for entry in report.entries
+    )
+    return PatchReport(next(iter(parts.values())).config, entries, tuple(parts.items()))
 
 
 _HEADER = (

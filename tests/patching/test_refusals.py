@@ -216,6 +216,20 @@ def test_modified_modules_are_refused_with_the_reason(change: Any, reason: str) 
     report = patch_model(model, strict=False)
     assert [entry.status for entry in report.entries] == ["patched", "refused"]
     assert reason in report.refused[0].reason
+    assert_matches("Refused blocks stay stock.*exclude=", str(report))
+
+
+def test_what_to_do_where_nothing_can_be_patched() -> None:
+    model = tiny_model("llama")
+    for layer in model.model.layers:
+        with_hook(layer.mlp)
+    for strict in (True, False):
+        message = refused_reason(model, strict=strict)
+        assert_matches("layers.1.mlp .LlamaMLP.: gate_proj is a linear layer with hooks", message)
+        assert_matches(r"Remove what the reasons name.*strict=False would leave every block stock", message)
+    excluded = refused_reason(tiny_model("llama"), exclude="*")
+    assert_matches("leave nothing: make them match blocks such as 'model.layers.0.mlp'", excluded)
+    assert_matches("Pass the model that holds such blocks", refused_reason(nn.Sequential(nn.Linear(2, 2))))
 
 
 def test_experts_with_another_forward_or_gate_are_refused() -> None:

@@ -131,3 +131,30 @@ def test_a_block_compiled_before_patching_is_refused() -> None:
     compiled.compile(backend="eager")
     patched, x = compiled._compiled_call_impl, torch.randn(3, 32)
     torch.testing.assert_close(patched(x), compiled.forward(x), rtol=0, atol=0)
+
+
+def test_a_second_unpatch_says_that_nothing_is_patched() -> None:
+    model = tiny_model("llama")
+    patch_model(model)
+    unpatch_model(model)
+    refused(lambda: unpatch_model(model), model, r"nothing in it is patched \(any more\)\. Nothing needs to be undone")
+
+
+def test_unpatching_a_container_reports_every_model_in_it() -> None:
+    both = nn.ModuleDict({"a": tiny_model("llama"), "b": wrapped_by_peft(tiny_model("mixtral")), "c": nn.Identity()})
+    first = patch_model(both["a"], {"precision": "fp32"})
+    second = patch_model(both["b"], {"weights": "kernel"}, exclude="*.layers.1.*")
+    report = unpatch_model(both)
+    assert blocks(both) == 0
+    assert report.parts == (("a", first), ("b", second))
+    assert [(entry.name, entry.status) for entry in report.entries] == [
+        ("a.model.layers.0.mlp", "patched"),
+        ("a.model.layers.1.mlp", "patched"),
+        ("b.base_model.model.model.layers.0.mlp.experts", "patched"),
+        ("b.base_model.model.model.layers.1.mlp.experts", "skipped"),
+    ]
+    assert all(isinstance(both.get_submodule(entry.name), nn.Module) for entry in report.entries)
+    text = str(report)
+    assert "a: 2 patched" in text and "b: 1 patched, 1 skipped" in text and "precision fp32" in text
+    assert [part["config"]["precision"] for part in report.to_dict()["parts"].values()] == ["fp32", "bf16"]
+    assert "parts" not in first.to_dict()

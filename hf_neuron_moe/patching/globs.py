@@ -1,0 +1,87 @@
+"""The ``include`` and ``exclude`` globs: each must match a block; a misspelt one is answered with one that does."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Iterator, Sequence
+
+from hf_neuron_moe.errors import ConfigError, refuse
+
+
+def check_globs(where: str, argument: str, globs: Sequence[str], blocks: Sequence[Sequence[str]]) -> None:
+    """Refuse globs that match no block.
+
+    Args:
+        where: public function that refuses.
+        argument: ``"include"`` or ``"exclude"``.
+        globs: globs over module names, as :mod:`fnmatch` reads them: ``*`` matches dots too.
+        blocks: the names of each block; a block that is registered twice has two.
+
+    Raises:
+        ConfigError: a glob matches nothing; the message names one that is near it and matches.
+    """
+    for glob in globs:
+        if not _matched(glob, blocks):
+            raise refuse(
+                ConfigError,
+                where=where,
+                argument=argument,
+                expected="globs that match the name of an MLP or experts block",
+                got=repr(glob),
+                remedy=_hint(glob, blocks),
+            )
+
+
+def _hint(glob: str, blocks: Sequence[Sequence[str]]) -> str:
+    if not blocks:
+        return "Remove it: the model has no such blocks."
+    near = suggest(glob, blocks)
+    if near is None:
+        return f"Correct or remove it. Blocks are named like {blocks[0][0]!r}."
+    return f"Did you mean {near!r}, which matches {_matched(near, blocks)} of {len(blocks)} blocks?"
+
+
+def suggest(glob: str, blocks: Sequence[Sequence[str]]) -> str | None:
+    """Return a glob near `glob` that matches a block, or None."""
+    names = [name for block in blocks for name in block]
+    for candidate in (*_extended(glob), *_extended(_respelt(glob, names))):
+        if _matched(candidate, blocks):
+            return candidate
+    near = difflib.get_close_matches(glob, sorted(_pool(names)), n=1, cutoff=0.5)
+    return near[0] if near else None
+
+
+def _matched(glob: str, blocks: Sequence[Sequence[str]]) -> int:
+    return sum(bool(fnmatch.filter(block, glob)) for block in blocks)
+
+
+def _extended(glob: str) -> Iterator[str]:
+    """`glob`, and what it becomes when it was meant for a part of the name."""
+    yield glob
+    yield f"{glob}.*"
+    yield f"*.{glob}"
+    yield f"*.{glob}.*"
+
+
+def _respelt(glob: str, names: Sequence[str]) -> str:
+    """Replace every level of `glob` that no name has by the nearest that one has."""
+    levels = sorted({level for name in names for level in name.split(".")})
+    return ".".join(level if fnmatch.filter(levels, level) else _nearest(level, levels) for level in glob.split("."))
+
+
+def _nearest(level: str, levels: list[str]) -> str:
+    if level.isdigit():  # a layer that the model does not have; no other number is what was meant
+        return level
+    near = difflib.get_close_matches(level, levels, n=1, cutoff=0.6)
+    return near[0] if near else level
+
+
+def _pool(names: Sequence[str]) -> set[str]:
+    """Names with numbers left open, and their parents' contents: globs that match by construction."""
+    pool = set(names)
+    for name in names:
+        levels = name.split(".")
+        for path in (levels, ["*" if level.isdigit() else level for level in levels]):
+            pool |= {".".join(path)} | {".".join([*path[:depth], "*"]) for depth in range(1, len(path))}
+    return pool
