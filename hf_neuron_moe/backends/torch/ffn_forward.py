@@ -8,11 +8,14 @@ Where values are rounded (to bf16 unless the precision is fp32), after fp32 accu
   checkpoints sees what the forward saw); ``silu(gate) * up [* scale]`` is rounded once.
 * mxfp8: the activation reads the fp32 accumulators, ``silu(gate) * up [* scale]`` is rounded once; both operands of
   every matmul are quantized along its contraction axis (nki-library 2.30 ``mlp_fwd_mxfp8``).
+
+Biases, clamps, other activations and their roundings come with an :class:`Epilogue`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -71,6 +74,23 @@ class RowSource:
         return len(self.values) if self.index is None else len(self.index)
 
 
+class Epilogue(Protocol):
+    """What becomes of the fp32 sums of one tile, where that is not ``silu(gate) * up``; rounding is its business.
+
+    With one, the loader's matmul operands are fp32 and not MX-quantized.
+    """
+
+    @property
+    def needs_gate(self) -> bool:
+        """Whether the gate has to be multiplied at all."""
+
+    def pre_activations_(self, gate_RI: Tensor, up_RI: Tensor, rows: Span, columns: Span) -> None:
+        """Turn the sums into the pre-activations in place; these are what the checkpoints keep."""
+
+    def intermediate(self, gate_RI: Tensor, up_RI: Tensor, rows: Span, columns: Span) -> Tensor:
+        """Return the down projection's operand, fp32 ``[R, I]``; both arguments may be overwritten."""
+
+
 def kept_columns(span: Span, checkpoints: Checkpoints) -> int:
     """Columns of this span whose `up` is kept; the rest is multiplied separately in forward and backward.
 
@@ -90,6 +110,7 @@ def ffn_forward(
     save: Checkpoints,
     scale_R1: Tensor | None = None,
     block_size: int | None = None,
+    epilogue: Epilogue | None = None,
 ) -> None:
     """Write ``(silu(x Wg^T) * x Wu^T * scale) Wd^T`` into `out_RH` (fp32) and the checkpoints into `save`.
 
@@ -101,28 +122,36 @@ def ffn_forward(
         save: buffers to fill; those that are None are not kept.
         scale_R1: fp32 ``[R, 1]`` factor on the intermediate (the expert's affinity), or None.
         block_size: rows per MoE block, or None for a dense MLP.
+        epilogue: replaces ``silu(gate) * up * scale`` and its roundings; `scale_R1` is then not used.
     """
     compute = loader.compute
     hidden, inner = weights.down_HI.shape
     padded_hidden = padded_size(hidden) if compute.mx else hidden
+    needs_gate = epilogue is None or epilogue.needs_gate
     for number, columns in enumerate(column_spans(inner, compute)):
         part = slice(columns.start, columns.stop)
         shape = (columns.size, padded_hidden)
-        gate_IH = loader.load("gate", weights.gate_IH[part], shape, mx_axis=1)
         up_IH = loader.load("up", weights.up_IH[part], shape, mx_axis=1)
+        gate_IH = loader.load("gate", weights.gate_IH[part], shape, mx_axis=1) if needs_gate else up_IH
         down_HI = loader.load("down", weights.down_HI[:, part], (padded_hidden, columns.size), mx_axis=1)
         kept = kept_columns(columns, save)
         for rows in row_spans(len(x), compute, block_size):
             x_RH = loader.load("x", x.take(rows), (rows.size, padded_hidden), mx_axis=1)[: rows.length]
             gate_RI = loader.scratch.get("gate_out", (rows.length, columns.length), compute.operand)
             up_RI = loader.scratch.get("up_out", (rows.length, columns.length), compute.operand)
-            matmul_into(gate_RI, x_RH, gate_IH[: columns.length].t(), accumulate=False)
+            if needs_gate:
+                matmul_into(gate_RI, x_RH, gate_IH[: columns.length].t(), accumulate=False)
             if kept:
                 matmul_into(up_RI[:, :kept], x_RH, up_IH[:kept].t(), accumulate=False)
             if kept < columns.length:
                 matmul_into(up_RI[:, kept:], x_RH, up_IH[kept : columns.length].t(), accumulate=False)
-            scale = None if scale_R1 is None else scale_R1[rows.start : rows.stop]
-            inter_RI = _activate(gate_RI, up_RI, loader, save, rows, columns, kept, scale)
+            if epilogue is None:
+                scale = None if scale_R1 is None else scale_R1[rows.start : rows.stop]
+                inter_RI = _activate(gate_RI, up_RI, loader, save, rows, columns, kept, scale)
+            else:
+                epilogue.pre_activations_(gate_RI, up_RI, rows, columns)
+                _keep(save, gate_RI, up_RI, rows, columns, kept)
+                inter_RI = epilogue.intermediate(gate_RI, up_RI, rows, columns)
             out = out_RH[rows.start : rows.stop]
             matmul_into(out, inter_RI, down_HI[:hidden, : inter_RI.shape[1]].t(), accumulate=number > 0)
 
@@ -163,10 +192,7 @@ def _activate(
     """Keep the checkpoints and return the rounded intermediate as the down projection's operand."""
     compute = loader.compute
     row_part, column_part = slice(rows.start, rows.stop), slice(columns.start, columns.stop)
-    gate_kept = None if save.gate is None else save.gate[row_part, column_part].copy_(gate_RI)
-    up_kept = (
-        None if save.up is None else save.up[row_part, columns.start : columns.start + kept].copy_(up_RI[:, :kept])
-    )
+    gate_kept, up_kept = _keep(save, gate_RI, up_RI, rows, columns, kept)
     gate32, up32 = _in_fp32(loader, "gate_fp32", gate_RI), _in_fp32(loader, "up_fp32", up_RI)
     if not compute.mx and compute.operand != compute.rounded:
         _round_like(loader, gate32, gate_kept)
@@ -185,6 +211,16 @@ def _activate(
     buffer = loader.scratch.get("inter", (rows.length, columns.size), compute.operand)
     loader.fill(buffer, inter)
     return loader.quantize(buffer, axis=1) if compute.mx else buffer
+
+
+def _keep(
+    save: Checkpoints, gate_RI: Tensor, up_RI: Tensor, rows: Span, columns: Span, kept: int
+) -> tuple[Tensor | None, Tensor | None]:
+    """Copy this tile's pre-activations into the checkpoints that are wanted; return those parts of them."""
+    part = slice(rows.start, rows.stop)
+    gate = None if save.gate is None else save.gate[part, columns.start : columns.stop].copy_(gate_RI)
+    up = None if save.up is None else save.up[part, columns.start : columns.start + kept].copy_(up_RI[:, :kept])
+    return gate, up
 
 
 def _round_like(loader: Loader, values: Tensor, kept: Tensor | None) -> None:
