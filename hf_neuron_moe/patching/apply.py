@@ -12,7 +12,7 @@ from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.modules.block import NeuronBlock, give_back, release_layout, restore_layout
 from hf_neuron_moe.modules.experts import KernelLayoutExperts, NeuronExperts
 from hf_neuron_moe.modules.swiglu_mlp import KernelLayoutSwiGLUMLP, NeuronSwiGLUMLP
-from hf_neuron_moe.patching import checkpoint_names
+from hf_neuron_moe.patching import checkpoint_names, optimizer_layout
 from hf_neuron_moe.patching.discovery import Candidate
 from hf_neuron_moe.patching.report import PatchReport
 
@@ -70,6 +70,8 @@ def apply_plan(model: nn.Module, plan: Sequence[PlanItem], state: PatchState) ->
         state.resumable.extend(checkpoint_names.unhooked_models(model))
         undo.callback(checkpoint_names.remove, state.resumable)
         checkpoint_names.install(state.resumable)
+        undo.callback(optimizer_layout.unwatch, model)
+        optimizer_layout.watch(model)
         undo.callback(model.__dict__.pop, STATE, None)
         object.__setattr__(model, STATE, state)
         undo.pop_all()
@@ -121,6 +123,7 @@ def states(model: nn.Module) -> Iterator[tuple[nn.Module, PatchState]]:
 def undo_patch(model: nn.Module, state: PatchState) -> None:
     """Take every replacement out of `model`. If it is interrupted, calling it again finishes the work."""
     checkpoint_names.remove(state.resumable)
+    optimizer_layout.unwatch(model)
     while state.swaps:
         take_out(model, state.swaps[-1])
         state.swaps.pop()

@@ -9,7 +9,7 @@ import pytest
 
 from hf_neuron_moe import patch_model, unpatch_model
 from hf_neuron_moe.modules import block, experts, swiglu_mlp
-from hf_neuron_moe.patching import api, apply, checkpoint_names, discovery
+from hf_neuron_moe.patching import api, apply, checkpoint_names, discovery, optimizer_layout
 from tests.tiny_models import HOMES, assert_same_snapshot, snapshot, tiny_model, tokens
 
 
@@ -29,6 +29,7 @@ STEPS: dict[str, tuple[Any, str]] = {
     "release": (apply, "release_layout"),
     "release one weight": (block, "stock_slot"),
     "resume hook": (checkpoint_names, "install"),
+    "optimizer hook": (optimizer_layout, "watch"),
 }
 
 

@@ -1,0 +1,109 @@
+"""Notices an optimizer state that was saved for another layout of the weights than the model has now.
+
+An optimizer stores its state in its parameters' shapes and finds it again by position alone, so a run that is resumed
+with another home of the weights would pair moments with the wrong elements. Only the optimizer's own checkpoint can
+tell, and torch lets nobody see an optimizer before it exists; so while a model is patched, a hook in front of every
+optimizer step writes into each parameter group which of its parameters are in kernel layout. The entry travels with
+``optimizer.state_dict()``, is restored by ``load_state_dict``, and is compared at the next step. Checkpoints of stock
+runs have no entry.
+
+Dense blocks own fewer parameters in kernel layout than in stock layout; torch itself refuses those states when they are
+loaded ("a parameter group that doesn't match the size of optimizer's group").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from hf_neuron_moe.errors import UnsupportedModelError, refuse
+from hf_neuron_moe.modules.block import NeuronBlock
+
+GROUP_KEY = "neuron_kernel_layout"
+"""Entry of a parameter group: positions of its parameters that are in kernel layout."""
+
+_watched: WeakSet[nn.Module] = WeakSet()
+_handles: list[RemovableHandle] = []
+
+
+def watch(model: nn.Module) -> None:
+    """Check the optimizers of a patched `model` from now on."""
+    _watched.add(model)
+    if not _handles:
+        _handles.append(register_optimizer_step_pre_hook(check_before_step))
+
+
+def unwatch(model: nn.Module) -> None:
+    """Undo :func:`watch`; the hook goes with the last model."""
+    _watched.discard(model)
+    if not _watched:
+        while _handles:
+            _handles.pop().remove()
+
+
+def check_before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Compare what the groups say about their state with the parameters as they are, and bring it up to date.
+
+    Raises:
+        UnsupportedModelError: a parameter's state was saved in another layout; no parameter has been changed.
+    """
+    if torch.compiler.is_compiling():
+        return
+    kernel = {id(param): name for name, param in _kernel_parameters()}
+    for group in optimizer.param_groups:
+        now = [index for index, param in enumerate(group["params"]) if id(param) in kernel]
+        before = group.get(GROUP_KEY)
+        if now == (before or []):
+            continue
+        for index in sorted(set(now) ^ set(before or [])):
+            param = group["params"][index] if index < len(group["params"]) else None
+            if param is not None and _is_of_other_layout(param, optimizer.state.get(param), marked=before is not None):
+                raise _other_layout(kernel.get(id(param)) or _name_of(param), id(param) in kernel)
+        group.pop(GROUP_KEY, None)
+        if now:
+            group[GROUP_KEY] = now
+
+
+def _kernel_parameters() -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters of the watched models that exist in kernel layout only, with their names."""
+    for model in _watched:
+        for name, module in model.named_modules():
+            for rule in module.neuron_rules if isinstance(module, NeuronBlock) else ():
+                param = module._parameters.get(rule.kernel)
+                if param is not None and not rule.keeps_layout:
+                    yield f"{name}.{rule.kernel}", param
+
+
+def _is_of_other_layout(param: Tensor, state: Any, *, marked: bool) -> bool:
+    """Whether `state`, whose group says another layout or says nothing, holds values per element in another one."""
+    tensors = [value for value in (state or {}).values() if isinstance(value, Tensor) and value.numel() > 1]
+    if not tensors:  # nothing to mix up: a fresh optimizer, or one without moments
+        return False
+    # A group that says nothing may come from a release that wrote nothing; shapes tell where they are not square.
+    fits = all(value.shape == param.shape for value in tensors) and param.shape[-1] != param.shape[-2]
+    return marked or not fits
+
+
+def _name_of(param: Tensor) -> str:
+    names = (name for model in _watched for name, other in model.named_parameters() if other is param)
+    return next(names, "a parameter that is not in a patched model")
+
+
+def _other_layout(name: str, is_kernel: bool) -> UnsupportedModelError:
+    now, then = ("kernel", "stock") if is_kernel else ("stock", "kernel")
+    return refuse(
+        UnsupportedModelError,
+        where="optimizer.step",
+        argument=f"optimizer state of {name}",
+        expected=f"in the layout of its parameter, which is the {now} one",
+        got=f"a loaded state in {then} layout, whose moments belong to other elements",
+        remedy=f"Patch with weights={then!r}, as in the run that saved it, or resume with a new optimizer (without the "
+        "checkpoint's optimizer.pt and scheduler.pt). This step changed no parameter.",
+    )
