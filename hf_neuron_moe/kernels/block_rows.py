@@ -1,6 +1,6 @@
-"""From the blockwise kernels' arguments to runs of sorted rows, and back to their checkpoint layouts.
+"""The real slots of a block plan as rows in expert order, ready for the tiled experts.
 
-Legend: T' rows of the token tensors, N blocks of B slots, R real (token, expert) pairs in slot order, I intermediate.
+Letters: N blocks of B slots, E experts, R real (token, expert) pairs, C columns.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ class BlockRows:
         runs: ``(expert, first row, end row)`` of every expert with rows.
         blocks: N.
         block_size: B.
+        first_slots: of every run, its first slot where its rows fill consecutive slots from the start of a block on
+            (as in every plan of ``build_block_plan``), else -1.
     """
 
     slot_R: Tensor
@@ -32,6 +34,7 @@ class BlockRows:
     runs: list[tuple[int, int, int]]
     blocks: int
     block_size: int
+    first_slots: list[int]
 
     def affinity(self, expert_affinities_masked: Tensor, experts: int) -> Tensor:
         """Return each pair's routing weight, fp32 ``[R]``."""
@@ -49,48 +52,76 @@ class BlockRows:
 
 
 def block_rows(
-    token_position_to_id: Tensor, block_to_expert: Tensor, block_size: int, tokens: int, experts: int, *, where: str
+    token_position_to_id: Tensor,
+    block_to_expert: Tensor,
+    block_size: int,
+    tokens: int,
+    experts: int,
+    *,
+    where: str,
+    without_gaps: bool = False,
 ) -> BlockRows:
     """Collect the real slots of a plan.
 
     Args:
-        token_position_to_id: int ``[N * B]``; ids outside ``0..tokens-1`` mark unused slots.
-        block_to_expert: int ``[N]`` or ``[N, 1]``, ascending.
+        token_position_to_id: int ``[N * B]``; ids -1 and `tokens` mark unused slots.
+        block_to_expert: int ``[N]`` or ``[N, 1]``; the id E is allowed for blocks without tokens.
         block_size: B.
         tokens: number of real tokens T.
         experts: E.
         where: kernel name for errors.
+        without_gaps: refuse unused slots before used ones of the same expert (MX groups are formed by slot, so such
+            gaps would change the numbers).
 
     Raises:
-        ShapeError: the sizes do not fit each other, an expert id is out of range, experts do not ascend, or real slots
-            follow unused ones within an expert (MX groups are formed by slot, so that would change the numbers).
+        ShapeError: the sizes do not fit each other, an id is out of range, a token occurs twice for one expert, or
+            there is a gap.
     """
-    block_to_expert = block_to_expert.reshape(-1)
+    block_to_expert = block_to_expert.reshape(-1).long()
     blocks = block_to_expert.numel()
+    name = "token_position_to_id"
+    fits = token_position_to_id.numel() == blocks * block_size
     _require(
-        token_position_to_id.numel() == blocks * block_size,
-        where,
-        "token_position_to_id",
-        f"of size N * block_size = {blocks * block_size}",
-        str(list(token_position_to_id.shape)),
+        fits, where, name, f"of size N * block_size = {blocks * block_size}", str(list(token_position_to_id.shape))
     )
     ids = token_position_to_id.reshape(-1).long()
     slot_R = ((ids >= 0) & (ids < tokens)).nonzero().reshape(-1)
-    expert_R = block_to_expert.long()[slot_R // block_size]
-    in_range = bool(((block_to_expert >= 0) & (block_to_expert < experts)).all())
-    _require(in_range, where, "block_to_expert", f"made of ids 0..{experts - 1}", str(block_to_expert.tolist()))
-    ascending = bool((block_to_expert.diff() >= 0).all())
-    _require(ascending, where, "block_to_expert", "ascending", str(block_to_expert.tolist()))
-    counts = torch.bincount(expert_R, minlength=experts).tolist()
-    runs, start = [], 0
-    for expert, count in enumerate(counts):
-        if count:
-            runs.append((expert, start, start + count))
-            first, last = int(slot_R[start]), int(slot_R[start + count - 1])
-            dense = last - first == count - 1 and first % block_size == 0
-            _require(dense, where, "token_position_to_id", "filled without gaps per expert", f"gaps at expert {expert}")
-            start += count
-    return BlockRows(slot_R, ids[slot_R], expert_R, runs, blocks, block_size)
+    expert_R = block_to_expert[torch.div(slot_R, block_size, rounding_mode="floor")]
+    _check_ids(ids, block_to_expert, expert_R, tokens, experts, where)
+    if bool((expert_R.diff() < 0).any()):
+        expert_R, order = expert_R.sort(stable=True)
+        slot_R = slot_R[order]
+    token_R = ids[slot_R]
+    pairs = torch.bincount(token_R * experts + expert_R, minlength=1)
+    _require(int(pairs.max()) <= 1, where, name, "made of tokens that occur once per expert", "a repeated pair")
+    runs, first_slots = _runs(slot_R, expert_R, block_size, experts)
+    if without_gaps and -1 in first_slots:
+        expert = runs[first_slots.index(-1)][0]
+        _require(False, where, name, "filled without gaps per expert", f"gaps at expert {expert}")
+    return BlockRows(slot_R, token_R, expert_R, runs, blocks, block_size, first_slots)
+
+
+def _runs(
+    slot_R: Tensor, expert_R: Tensor, block_size: int, experts: int
+) -> tuple[list[tuple[int, int, int]], list[int]]:
+    """Return the experts' runs of rows and their first slots; one copy to the host."""
+    count_E = torch.bincount(expert_R, minlength=experts)
+    end_E = count_E.cumsum(0)
+    padded = torch.nn.functional.pad(slot_R, (0, 1))  # so that an idle last expert reads something
+    first_E, last_E = padded[end_E - count_E], padded[(end_E - 1).clamp(min=0)]
+    dense_E = (last_E - first_E == count_E - 1) & (first_E % block_size == 0)
+    table = torch.stack([count_E, end_E, torch.where(dense_E, first_E, -1)], 1).tolist()
+    busy = [(expert, *row) for expert, row in enumerate(table) if row[0]]
+    return [(expert, end - count, end) for expert, count, end, _ in busy], [first for *_, first in busy]
+
+
+def _check_ids(ids: Tensor, block_to_expert: Tensor, expert_R: Tensor, tokens: int, experts: int, where: str) -> None:
+    in_range = bool(((ids >= -1) & (ids <= tokens)).all())
+    _require(in_range, where, "token_position_to_id", f"made of ids -1..{tokens}", "an id outside of that")
+    allowed = bool(((block_to_expert >= 0) & (block_to_expert <= experts)).all())
+    used = allowed and bool((expert_R < experts).all())
+    rule = f"made of ids 0..{experts - 1} (and {experts} for blocks without tokens)"
+    _require(used, where, "block_to_expert", rule, str(block_to_expert.tolist()))
 
 
 def _require(condition: bool, where: str, argument: str, expected: str, got: str) -> None:
