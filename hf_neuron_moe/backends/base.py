@@ -29,6 +29,15 @@ class Backend(Protocol):
         """Return ``y [S, H]`` and, if `keep`, gate ``[S, I]`` and up ``[S, kept]`` pre-activations (else empty)."""
         ...
 
+    def mlp_few_rows(
+        self, x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, precision: str
+    ) -> Tensor | None:
+        """Return ``y [S, H]`` for inference if the backend has a shorter way for so few rows, else None.
+
+        Called for every token generated, before any argument is checked or converted: anything unusual is None.
+        """
+        ...
+
     def mlp_backward(
         self,
         dout_SH: Tensor,

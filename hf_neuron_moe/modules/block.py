@@ -37,7 +37,7 @@ MODULE_INTERNALS = frozenset((*_OWN_COPY, *_SHARED, *_SCALARS))
 HOOK_DICTS = tuple(name for name in _SHARED if name.endswith("_hooks"))
 """Attributes of ``nn.Module`` that hold hooks, except the flags that accompany them."""
 
-_CALL_HOOKS = {
+CALL_HOOKS = {
     "_forward_pre_hooks": "forward pre-hook",
     "_forward_hooks": "forward hook",
     "_backward_pre_hooks": "backward pre-hook",
@@ -48,9 +48,7 @@ _CALL_HOOKS = {
 
 def has_call_hooks(module: nn.Module) -> bool:
     """Return whether hooks run when `module` is called or differentiated."""
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
+    return any(getattr(module, kind) for kind in CALL_HOOKS)
 
 
 class NeuronBlock(nn.Module):
@@ -85,7 +83,7 @@ class NeuronBlock(nn.Module):
         self.neuron_warned = True
         hooks = [
             f"{meaning} {getattr(hook, '__qualname__', type(hook).__name__)}"
-            for kind, meaning in _CALL_HOOKS.items()
+            for kind, meaning in CALL_HOOKS.items()
             for hook in getattr(child, kind).values()
         ]
         warnings.warn(

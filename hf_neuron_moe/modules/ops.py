@@ -22,6 +22,7 @@ from hf_neuron_moe.kernels.checks import check_dtype, check_multiple, check_same
 _COMPUTE_DTYPE = {"bf16": torch.bfloat16, "mxfp8": torch.bfloat16, "fp32": torch.float32}
 _FLOATS = (torch.bfloat16, torch.float32, torch.float16)
 _FLOAT_SET = frozenset(_FLOATS)
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
 def swiglu_mlp(
@@ -43,6 +44,10 @@ def swiglu_mlp(
     Raises:
         ConfigError, DTypeError, ShapeError, DeviceError: an argument does not fit the others.
     """
+    if _plain_inference((x_SH, gate_IH, up_IH, down_HI)) and not torch.is_autocast_enabled(x_SH.device.type):
+        y = get_backend(backend).mlp_few_rows(x_SH, gate_IH, up_IH, down_HI, precision)
+        if y is not None:
+            return y
     _check_mlp(x_SH, gate_IH, up_IH, down_HI, precision)
     inputs = (x_SH.to(_COMPUTE_DTYPE[precision]), gate_IH, up_IH, down_HI)
     if _plain_inference(inputs):
@@ -194,11 +199,13 @@ def _plain_inference(inputs: tuple[Tensor, ...]) -> bool:
 
     At one token the dispatch through ``torch.library`` is a noticeable share of the whole block.
     """
-    if torch.compiler.is_compiling() or any(type(t) not in (Tensor, torch.nn.Parameter) for t in inputs):
+    if torch.compiler.is_compiling():
         return False
-    return not (torch.is_grad_enabled() and any(t.requires_grad for t in inputs)) and not any(
-        t.device.type == "meta" for t in inputs
-    )
+    recording = torch.is_grad_enabled()
+    for tensor in inputs:
+        if type(tensor) not in _PLAIN_TYPES or tensor.is_meta or (recording and tensor.requires_grad):
+            return False
+    return True
 
 
 def _exact_dtypes(tensor: Tensor) -> AbstractContextManager[Any]:

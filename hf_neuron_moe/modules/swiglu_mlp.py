@@ -6,6 +6,7 @@ S tokens (all leading dimensions flattened), H hidden size, I intermediate size.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.nn import functional as F
 from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.errors import NeuronMoEWarning
 from hf_neuron_moe.modules import ops
-from hf_neuron_moe.modules.block import NeuronBlock, has_call_hooks, make_kernel_parameter
+from hf_neuron_moe.modules.block import CALL_HOOKS, NeuronBlock, has_call_hooks, make_kernel_parameter
 from hf_neuron_moe.modules.state_dict import KernelLayoutMixin, WeightRule
 
 
@@ -64,16 +65,34 @@ def why_not_plain_linear(module: Any) -> str | None:
     return None
 
 
-def _is_plain_linear(module: nn.Module | None) -> bool:
-    """The usual case of :func:`why_not_plain_linear` in about a microsecond: this runs for every token generated."""
-    return (
-        type(module) is nn.Linear
-        and module._parameters["bias"] is None
-        and type(module._parameters["weight"]) is nn.Parameter
-        and type(module._parameters["weight"].data) is Tensor
-        and "forward" not in module.__dict__
-        and not has_call_hooks(module)
-    )
+class _Watch:
+    """Recognizes, in a microsecond or two per call, that nothing has happened to linear layers found plain before.
+
+    Generation asks for every token and block whether a layer was wrapped, replaced or hooked since. The dictionaries
+    that would show it are looked up once; a layer keeps its hook dictionaries for life.
+    """
+
+    def __init__(self, parent: nn.Module, linears: Sequence[str], activation: nn.Module | None) -> None:
+        layers = [(name, parent._modules[name]) for name in linears]
+        self.layers = [(name, layer, layer.__dict__, layer._parameters) for name, layer in layers if layer is not None]
+        watched = [layer for _, layer in layers if layer is not None] + ([] if activation is None else [activation])
+        self.hooks = [getattr(module, kind) for module in watched for kind in CALL_HOOKS]
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """Copy and pickle as None: a copied block has layers of its own to look at."""
+        return type(None), ()
+
+    def unchanged(self, children: Mapping[str, nn.Module | None]) -> bool:
+        """Return whether the watched layers are still `children`, unhooked, without bias, their weights parameters.
+
+        A parameter made from a tensor subclass has that subclass's type, so the parameter's type settles its data's.
+        """
+        for name, layer, state, parameters in self.layers:
+            if children[name] is not layer or type(layer) is not nn.Linear or "forward" in state:
+                return False
+            if type(parameters.get("weight")) is not nn.Parameter or parameters.get("bias") is not None:
+                return False
+        return not any(self.hooks)
 
 
 class NeuronSwiGLUMLP(NeuronBlock):
@@ -92,18 +111,20 @@ class NeuronSwiGLUMLP(NeuronBlock):
     def __init__(self, original: nn.Module, name: str, config: NeuronMoEConfig, roles: DenseRoles) -> None:
         super().__init__(original, name, config)
         self.neuron_roles = roles
+        self.neuron_watch: _Watch | None = None
 
     def _why_not_fused(self) -> str | None:
-        for name in self.neuron_roles.linears:
-            if _is_plain_linear(self._modules[name]):
-                continue
+        if self.neuron_watch is not None and self.neuron_watch.unchanged(self._modules):
+            return None
+        roles, self.neuron_watch = self.neuron_roles, None
+        for name in roles.linears:
             reason = why_not_plain_linear(self.get_submodule(name))
             if reason is not None:
                 return f"{name} is {reason}"
-        if self.neuron_roles.activation is not None:
-            activation = getattr(self, self.neuron_roles.activation)
-            if isinstance(activation, nn.Module) and has_call_hooks(activation):
-                return f"{self.neuron_roles.activation} has hooks"
+        activation = None if roles.activation is None else self._modules.get(roles.activation)
+        if activation is not None and has_call_hooks(activation):
+            return f"{roles.activation} has hooks"
+        self.neuron_watch = _Watch(self, roles.linears, activation)
         return None
 
     def _weights(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -119,15 +140,10 @@ class NeuronSwiGLUMLP(NeuronBlock):
         if reason is not None:
             return self._through_layers(hidden_states, reason)
         gate_IH, up_IH, down_HI = self._weights()
-        out_SH = ops.swiglu_mlp(
-            hidden_states.reshape(-1, hidden_states.shape[-1]),
-            gate_IH,
-            up_IH,
-            down_HI,
-            precision=self.neuron_config.precision,
-            backend=self.neuron_config.backend,
-        )
-        return out_SH.reshape(hidden_states.shape)
+        config, flat = self.neuron_config, hidden_states.dim() == 2
+        x_SH = hidden_states if flat else hidden_states.reshape(-1, hidden_states.shape[-1])
+        out_SH = ops.swiglu_mlp(x_SH, gate_IH, up_IH, down_HI, precision=config.precision, backend=config.backend)
+        return out_SH if flat else out_SH.reshape(hidden_states.shape)
 
     def _through_layers(self, hidden_states: Tensor, reason: str) -> Tensor:
         if not self.neuron_warned:

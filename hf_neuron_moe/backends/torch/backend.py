@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from hf_neuron_moe.backends.torch import few_rows
-from hf_neuron_moe.backends.torch.compute import choose_compute
 from hf_neuron_moe.backends.torch.experts import (
     ExpertGrads,
     ExpertStack,
@@ -44,17 +43,27 @@ class TorchBackend:
     def mlp_forward(
         self, x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, precision: str, keep: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
+        if not keep:
+            out = self.mlp_few_rows(x_SH, gate_IH, up_IH, down_HI, precision)
+            if out is not None:
+                return out, x_SH.new_empty(0), x_SH.new_empty(0)
         tokens = x_SH.shape[0]
-        if not keep and tokens:
-            compute = choose_compute(precision, x_SH.device, rows_per_expert=tokens, weight_dtype=down_HI.dtype)
-            if few_rows.suits(compute, tokens, down_HI.dtype):
-                return few_rows.mlp(x_SH, FFNWeights(gate_IH, up_IH, down_HI)), x_SH.new_empty(0), x_SH.new_empty(0)
         save = self._checkpoints(x_SH, tokens, gate_IH.shape[0], keep)
         out = torch.zeros(x_SH.shape, dtype=torch.float32, device=x_SH.device)
         if tokens:
             loader = make_loader(precision, x_SH.device, tokens, down_HI.dtype, lone_384=True)
             ffn_forward(RowSource(x_SH), FFNWeights(gate_IH, up_IH, down_HI), loader, out, save=save)
         return _results(out.to(x_SH.dtype), x_SH, save)
+
+    def mlp_few_rows(
+        self, x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, precision: str
+    ) -> Tensor | None:
+        rows, dtype = x_SH.shape[0], x_SH.dtype
+        if not (gate_IH.dtype is up_IH.dtype is down_HI.dtype is dtype) or gate_IH.shape != up_IH.shape:
+            return None
+        if not few_rows.suit(precision, dtype, x_SH.device, rows, rows):
+            return None
+        return few_rows.mlp(x_SH, gate_IH, up_IH, down_HI)
 
     def mlp_backward(
         self,
@@ -107,8 +116,7 @@ class TorchBackend:
         if not keep and index_TK.numel():
             # An estimate that needs no look at the routing: pairs spread evenly over as many experts as possible.
             rows = index_TK.numel() / min(index_TK.numel(), gate_up.shape[0])
-            compute = choose_compute(precision, x_TH.device, rows_per_expert=rows, weight_dtype=gate_up.dtype)
-            if few_rows.suits(compute, index_TK.numel(), gate_up.dtype):
+            if few_rows.suit(precision, gate_up.dtype, x_TH.device, index_TK.numel(), rows):
                 out = few_rows.experts(x_TH, index_TK, weight_TK, stack)
                 return out, x_TH.new_empty(0), x_TH.new_empty(0)
         pairs = sort_pairs(index_TK, gate_up.shape[0])

@@ -32,6 +32,13 @@ class Compute:
     row_chunk: int
 
 
+_FP32 = Compute(torch.float32, torch.float32, mx=False, row_chunk=1024)
+_MXFP8 = Compute(torch.float32, torch.bfloat16, mx=True, row_chunk=512)
+_BF16_NATIVE = Compute(torch.bfloat16, torch.bfloat16, mx=False, row_chunk=4096)
+_BF16_FEW_ROWS = Compute(torch.bfloat16, torch.bfloat16, mx=False, row_chunk=512)
+_BF16_IN_FP32 = Compute(torch.float32, torch.bfloat16, mx=False, row_chunk=1024)
+
+
 def choose_compute(
     precision: str, device: torch.device, *, rows_per_expert: float, weight_dtype: torch.dtype
 ) -> Compute:
@@ -41,14 +48,12 @@ def choose_compute(
     that casting the weights would cost more than the product itself.
     """
     if precision == "fp32":
-        return Compute(torch.float32, torch.float32, mx=False, row_chunk=1024)
+        return _FP32
     if precision == "mxfp8":
-        return Compute(torch.float32, torch.bfloat16, mx=True, row_chunk=512)
-    if bf16_matmul_is_fast(device):
-        return Compute(torch.bfloat16, torch.bfloat16, mx=False, row_chunk=4096)
+        return _MXFP8
     if rows_per_expert <= FEW_ROWS and weight_dtype == torch.bfloat16:
-        return Compute(torch.bfloat16, torch.bfloat16, mx=False, row_chunk=512)
-    return Compute(torch.float32, torch.bfloat16, mx=False, row_chunk=1024)
+        return _BF16_FEW_ROWS
+    return _BF16_NATIVE if bf16_matmul_is_fast(device) else _BF16_IN_FP32
 
 
 def bf16_matmul_is_fast(device: torch.device) -> bool:

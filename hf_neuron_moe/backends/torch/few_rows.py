@@ -13,24 +13,37 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_neuron_moe.backends.torch.compute import Compute
+from hf_neuron_moe.backends.torch.compute import FEW_ROWS, bf16_matmul_is_fast
 from hf_neuron_moe.backends.torch.experts import ExpertStack
-from hf_neuron_moe.backends.torch.ffn_forward import FFNWeights
 from hf_neuron_moe.backends.torch.routing import sort_pairs
 
 MOST_ROWS = 512
 """Beyond this many rows in all the tiled path is as fast, and its temporaries are bounded."""
 
 
-def suits(compute: Compute, rows: int, weight_dtype: torch.dtype) -> bool:
-    """Whether `rows` rows of weights in `weight_dtype` are better computed here than in tiles."""
-    return not compute.mx and rows <= MOST_ROWS and weight_dtype == compute.operand == compute.rounded
+def suit(precision: str, dtype: torch.dtype, device: torch.device, rows: int, rows_per_expert: float) -> bool:
+    """Whether this many rows are better computed here than in tiles.
+
+    Args:
+        precision: ``"bf16"``, ``"mxfp8"`` or ``"fp32"``.
+        dtype: of the weights and the activations.
+        device: where they are.
+        rows: rows in all; none at all are left to the tiled path.
+        rows_per_expert: rows that share one weight.
+    """
+    if not 0 < rows <= MOST_ROWS:
+        return False
+    if precision == "fp32":
+        return dtype is torch.float32
+    if precision != "bf16" or dtype is not torch.bfloat16:
+        return False
+    return rows_per_expert <= FEW_ROWS or bf16_matmul_is_fast(device)
 
 
-def mlp(x_SH: Tensor, weights: FFNWeights) -> Tensor:
+def mlp(x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor) -> Tensor:
     """Return the dense MLP's output in the dtype of `x_SH`, which is that of the weights."""
-    gate_SI, up_SI = F.linear(x_SH, weights.gate_IH), F.linear(x_SH, weights.up_IH)
-    return F.linear(_gated(gate_SI, up_SI, None), weights.down_HI)
+    gate_SI, up_SI = F.linear(x_SH, gate_IH), F.linear(x_SH, up_IH)
+    return F.linear(_gated(gate_SI, up_SI, None), down_HI)
 
 
 def experts(x_TH: Tensor, index_TK: Tensor, weight_TK: Tensor, stack: ExpertStack) -> Tensor:
@@ -56,8 +69,11 @@ def experts(x_TH: Tensor, index_TK: Tensor, weight_TK: Tensor, stack: ExpertStac
 
 
 def _gated(gate_RI: Tensor, up_RI: Tensor, scale_R: Tensor | None) -> Tensor:
-    """``silu(gate) * up [* scale]`` in fp32, rounded once."""
-    act = F.silu(gate_RI.float())
+    """``silu(gate) * up [* scale]`` in fp32, rounded once; may overwrite `gate_RI`."""
+    if gate_RI.dtype is torch.float32:
+        act = F.silu(gate_RI, inplace=True)
+        return act.mul_(up_RI) if scale_R is None else act.mul_(up_RI).mul_(scale_R[:, None])
+    act = F.silu(gate_RI.float(), inplace=True)
     if scale_R is None:
-        return torch.mul(act, up_RI, out=torch.empty_like(gate_RI))
+        return torch.mul(act, up_RI, out=gate_RI)
     return act.mul_(up_RI).mul_(scale_R[:, None]).to(gate_RI.dtype)
