@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import math
 import os
 import platform
 import statistics
@@ -67,6 +68,8 @@ CASES = {
     )
 }
 DECODE_TOKENS = (1, 8, 32)
+PROGRESS_S = 3.0
+LONG_STEP_S = 2.0
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "mxfp8": torch.bfloat16}
 
 
@@ -157,13 +160,41 @@ def gemm_limit(case: Case) -> Callable[[], None]:
     return step
 
 
-def time_in_turns(contestants: dict[str, Callable[[], None]], repeats: int, slow: float) -> dict[str, dict[str, float]]:
-    """Run all contestants in turns; return median, quartiles and count of each, in seconds."""
+class Progress:
+    """Says what is being timed, before it starts; a step in well under a second gets a line every few seconds only."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.said = -math.inf
+
+    def __call__(self, text: str, expected_s: float) -> None:
+        """Print `text` if the step is long or unknown, or if the last line is old."""
+        now = time.perf_counter()
+        if expected_s > LONG_STEP_S or now - self.said > PROGRESS_S:
+            self.console.print(f"   {text}")
+            self.said = now
+
+
+def time_in_turns(
+    contestants: dict[str, Callable[[], None]],
+    repeats: int,
+    slow: float,
+    label: str,
+    progress: Progress,
+    guess_s: float = math.inf,
+) -> dict[str, dict[str, float]]:
+    """Run all contestants in turns; return median, quartiles and count of each, in seconds.
+
+    `guess_s` is how long the first runs may take: what may be long is announced.
+    """
     times: dict[str, list[float]] = {name: [] for name in contestants}
     for turn in range(repeats + 1):
         for name, step in contestants.items():
             if turn > 1 and min(times[name]) > slow:
                 continue
+            past_s = min(times[name], default=guess_s)
+            done = f"run {turn} of {repeats}" if turn else "warm-up"
+            progress(f"{label}: {name}, {done}" + (f", about {past_s:.1f} s" if turn else ""), past_s)
             start = time.perf_counter()
             step()
             times[name].append(time.perf_counter() - start)
@@ -185,7 +216,7 @@ def patched_block(case: Case, precision: str) -> Block:
     return block
 
 
-def bench_training(case: Case, repeats: int, slow: float) -> dict[str, Any]:
+def bench_training(case: Case, repeats: int, slow: float, progress: Progress) -> dict[str, Any]:
     """Forward plus backward of one shape in all precisions."""
     result: dict[str, Any] = {"case": asdict(case)}
     for dtype in ("bf16", "fp32"):
@@ -196,7 +227,8 @@ def bench_training(case: Case, repeats: int, slow: float) -> dict[str, Any]:
         stock = stock_implementations(case)
         for name in stock:
             contestants[f"stock_{name}"] = train_step(Block(case, DTYPES[dtype], name), inputs)
-        times = time_in_turns(contestants, repeats, slow)
+        times = time_in_turns(contestants, repeats, slow, f"training, {dtype}", progress)
+        progress(f"training, {dtype}: counting saved bytes", 0.0)
         best = min((f"stock_{name}" for name in stock), key=lambda name: times[name]["median_s"])
         medians = {name: entry["median_s"] for name, entry in times.items()}
         ours, theirs = saved_bytes(case, dtype, stock)
@@ -226,7 +258,7 @@ def saved_bytes(case: Case, precision: str, stock: list[str]) -> tuple[float, fl
     return measure(patched_block(case, precision)), theirs
 
 
-def bench_decode(case: Case, repeats: int) -> dict[str, Any]:
+def bench_decode(case: Case, repeats: int, progress: Progress) -> dict[str, Any]:
     """Forward without gradients at a few tokens."""
     result: dict[str, Any] = {}
     for precision in ("bf16", "fp32"):
@@ -236,7 +268,9 @@ def bench_decode(case: Case, repeats: int) -> dict[str, Any]:
             contestants = {precision: decode_step(patched_block(case, precision), inputs)}
             for name in stock_implementations(case):
                 contestants[f"stock_{name}"] = decode_step(Block(case, dtype, name), inputs)
-            times = time_in_turns(contestants, repeats * 20, 1.0)
+            times = time_in_turns(
+                contestants, repeats * 20, 1.0, f"decode, {precision}, {tokens} tokens", progress, 0.0
+            )
             best = min((n for n in times if n.startswith("stock")), key=lambda n: times[n]["median_s"])
             result[f"{precision}_T{tokens}"] = {
                 "times": times,
@@ -259,12 +293,19 @@ def machine() -> dict[str, Any]:
 
 
 def show(report: dict[str, Any], console: Console) -> None:
-    """Print the report as tables."""
+    """Print the report as tables, for the halves that were run."""
     console.print(report["machine"])
+    if report["train"]:
+        console.print(training_table(report["train"]))
+    if report["decode"]:
+        console.print(decode_table(report["decode"]))
+
+
+def training_table(entries: dict[str, Any]) -> Table:
     table = Table(
         "shape", "dtype", "ours ms", "stock ms", "stock/ours", "ours/gemm", "saved KiB/token", "of stock", "mxfp8/bf16"
     )
-    for entry in report["train"].values():
+    for entry in entries.values():
         for dtype in ("bf16", "fp32"):
             row, times = entry[dtype], entry[dtype]["times"]
             table.add_row(
@@ -278,11 +319,14 @@ def show(report: dict[str, Any], console: Console) -> None:
                 f"{row['saved_over_stock']:.3f}",
                 f"{row['mxfp8_over_bf16']:.2f}" if "mxfp8_over_bf16" in row else "",
             )
-    console.print(table)
+    return table
+
+
+def decode_table(entries: dict[str, Any]) -> Table:
     table = Table("shape", *(f"{p} T={t}" for p in ("bf16", "fp32") for t in DECODE_TOKENS), title="decode: ours/stock")
-    for name, entry in report["decode"].items():
+    for name, entry in entries.items():
         table.add_row(CASES[name].title, *(f"{row['time_over_best_stock']:.2f}" for row in entry.values()))
-    console.print(table)
+    return table
 
 
 def restart_with_isa(isa: str) -> None:
@@ -304,13 +348,14 @@ def main() -> None:
     if arguments.isa:
         restart_with_isa(arguments.isa)
     console = Console(width=150)
+    progress = Progress(console)
     report: dict[str, Any] = {"machine": machine(), "train": {}, "decode": {}}
     for name in arguments.cases:
         console.print(f"{CASES[name].title} ...")
         if arguments.only != "decode":
-            report["train"][name] = bench_training(CASES[name], arguments.repeats, arguments.slow)
+            report["train"][name] = bench_training(CASES[name], arguments.repeats, arguments.slow, progress)
         if arguments.only != "train":
-            report["decode"][name] = bench_decode(CASES[name], arguments.repeats)
+            report["decode"][name] = bench_decode(CASES[name], arguments.repeats, progress)
         if arguments.json:  # after every shape: the slow stock contestants make this a long run
             arguments.json.write_text(json.dumps(report, indent=1) + "\n")
     show(report, console)

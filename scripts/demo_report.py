@@ -21,13 +21,14 @@ HEADINGS = ("run", "train loss", "eval loss", "tok/s", "saved B/tok", "ratio", "
 LEGEND = (
     "Losses: mean cross entropy (nats) at the start->at the end; eval is on speeches of years never trained on. "
     "Saved: bytes per token that the patched blocks keep for backward; ratio: to stock. "
-    "P/S/R: modules patched/skipped/refused."
+    "P/S/R: modules patched/skipped/refused. Stock computes in fp32."
 )
 RELOAD_HEADINGS = ("checkpoint of", "precision fp32", "as trained", "as trained, rms")
 RELOAD_LEGEND = (
     "Checkpoints: saved, then reloaded in stock transformers in a process without this package. Precision fp32: "
     "largest difference of a logit to the trained model computing at that precision; as trained: largest and root "
-    "mean square difference to the model as it was trained."
+    'mean square difference to the model as it was trained. The stock model computes in fp32, so "as trained" shows '
+    'the arithmetic of bf16 or MXFP8 in the blocks; a difference of the weights would show in "precision fp32".'
 )
 
 
