@@ -172,10 +172,9 @@ class MoECTESpec:
     def __post_init__(self) -> None:
         kind = as_member(self.implementation, MoECTEImplementation, where="MoECTESpec", argument="implementation")
         object.__setattr__(self, "implementation", kind)
-        if self.shard_on_block is None:
-            object.__setattr__(self, "shard_on_block", ShardOnBlockConfig())
-        if self.shard_on_I is None:
-            object.__setattr__(self, "shard_on_I", ShardOnIConfig())
+        for name, default in (("shard_on_block", ShardOnBlockConfig), ("shard_on_I", ShardOnIConfig)):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, default())
 
 
 @dataclass(frozen=True)

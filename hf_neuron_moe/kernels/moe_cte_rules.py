@@ -1,0 +1,244 @@
+"""What each of the seven implementations of ``moe_cte`` takes, and the refusals that follow.
+
+Legend: T real tokens, H hidden, I intermediate, N blocks of B slots.
+
+Two kinds of rules. *Always*: combinations that have no defined result, or whose result upstream does not return.
+*Device limits*: what the kernels need or get wrong although the mathematics is defined; they hold for what a device
+can run (bf16 hidden states) and can be switched with ``device_limits``.
+
+Source: nki-library 2.29 ``moe_cte`` kernels; SquaredReLU, non-overlapping shards and STATIC_MX as of 2.31 and 2.33.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass
+
+from hf_neuron_moe.errors import ConfigError, ShapeError, refuse
+from hf_neuron_moe.kernels.checks import check_multiple
+from hf_neuron_moe.kernels.moe_types import (
+    ActFnType,
+    BlockShardStrategy,
+    ExpertAffinityScaleMode,
+    MoECTEImplementation,
+    MoECTESpec,
+    QuantizationType,
+    SkipMode,
+)
+
+_Impl = MoECTEImplementation
+_Mode = ExpertAffinityScaleMode
+_PRE = (_Mode.PRE_SCALE, _Mode.PRE_SCALE_DELAYED)
+_BF16_ACTIVATIONS = frozenset({ActFnType.SiLU, ActFnType.Swish, ActFnType.SquaredReLU})
+_MX_ACTIVATIONS = frozenset(ActFnType) - {ActFnType.SquaredReLU}
+_PRE_SCALE_TOKENS = 512
+"""Tokens of one PSUM tile; shard_on_i reads the affinities of the first tile for all of them."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Device limits of one implementation.
+
+    Attributes:
+        block: B is a multiple of this.
+        inner: I is a multiple of this.
+        modes: affinity scaling modes.
+        on_inner: whether multiply-on-I exists.
+        fp8: whether FP8 scales are used.
+        skip_weight: whether weights can be reused between blocks.
+        max_hidden: largest H; the smallest is 512.
+    """
+
+    block: int
+    inner: int
+    modes: Set[ExpertAffinityScaleMode]
+    on_inner: bool = False
+    fp8: bool = False
+    skip_weight: bool = False
+    max_hidden: int | None = 8192
+
+
+_POST_PRE_NO = frozenset({_Mode.POST_SCALE, _Mode.PRE_SCALE, _Mode.NO_SCALE})
+_POST = frozenset({_Mode.POST_SCALE})
+RULES = {
+    _Impl.shard_on_block: Rules(128, 16, _POST_PRE_NO, skip_weight=True),
+    _Impl.shard_on_i: Rules(256, 16, frozenset(_Mode), on_inner=True, fp8=True),
+    _Impl.shard_on_i_hybrid: Rules(256, 16, _POST_PRE_NO, fp8=True),
+    _Impl.shard_on_i_dropping: Rules(1024, 16, _POST, on_inner=True),
+    _Impl.shard_on_block_mx: Rules(128, 32, _POST, skip_weight=True),
+    _Impl.shard_on_i_mx: Rules(256, 1024, _POST, max_hidden=None),
+    _Impl.shard_on_i_mx_hybrid: Rules(256, 1024, _POST, max_hidden=None),
+}
+MX = frozenset({_Impl.shard_on_block_mx, _Impl.shard_on_i_mx, _Impl.shard_on_i_mx_hybrid})
+HYBRID = frozenset({_Impl.shard_on_i_hybrid, _Impl.shard_on_i_mx_hybrid})
+BLOCK = frozenset({_Impl.shard_on_block, _Impl.shard_on_block_mx})
+CHECKPOINTS = frozenset({_Impl.shard_on_i, _Impl.shard_on_i_dropping})
+CONDITION_TAILS = {
+    _Impl.shard_on_block_mx: (2,),
+    _Impl.shard_on_i_hybrid: (1, 2),
+    _Impl.shard_on_i_mx_hybrid: (1, 2),
+}
+"""Zeros after the N block flags of ``conditions``; a second one is harmless to the I-sharded loops."""
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The options the rules speak of, resolved."""
+
+    spec: MoECTESpec
+    activation: ActFnType
+    mode: ExpertAffinityScaleMode
+    skip: SkipMode
+    accumulating: bool
+    fp8_scales: bool
+    skip_gate: bool
+
+    @property
+    def on_inner(self) -> bool:
+        """Whether the intermediate is multiplied by the affinity."""
+        return self.spec.shard_on_I.expert_affinity_multiply_on_I
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """T, H, I, B, N of a call."""
+
+    tokens: int
+    hidden: int
+    inner: int
+    block: int
+    blocks: int
+
+
+def check_always(choices: Choices, sizes: Sizes, where: str) -> None:
+    """Refuse what has no defined result.
+
+    Raises:
+        ConfigError: an option that the implementation does not have.
+    """
+    spec, kind = choices.spec, choices.spec.implementation
+    name = kind.name
+    if kind in MX:
+        post = choices.mode is _Mode.POST_SCALE
+        _need(post, where, "expert_affinities_scaling_mode", f"POST_SCALE with {name}", choices.mode.name, _ON_OUTPUT)
+        _need(
+            not choices.on_inner, where, "spec.shard_on_I.expert_affinity_multiply_on_I", f"False with {name}", True,
+            _ON_OUTPUT,
+        )  # fmt: skip
+        _check_static_mx(choices, where)
+        _need(not choices.skip_gate, where, "skip_gate_proj", f"False with {name}", True, "MX kernels have a gate.")
+    if kind not in CHECKPOINTS:
+        wanted = spec.shard_on_I.checkpoint_activation
+        remedy = "Only shard_on_i and shard_on_i_dropping return activations."
+        _need(not wanted, where, "spec.shard_on_I.checkpoint_activation", f"False with {name}", wanted, remedy)
+    if kind is _Impl.shard_on_block_mx:
+        remedy = "The kernel asserts it; accumulating is right for any plan."
+        _need(choices.accumulating, where, "is_tensor_update_accumulating", f"True with {name}", False, remedy)
+    _check_scheduling(choices, sizes, where)
+
+
+def check_device_limits(choices: Choices, sizes: Sizes, where: str) -> None:
+    """Refuse what the kernel of this implementation cannot run, or computes wrongly.
+
+    Raises:
+        ShapeError: T, H, I or B breaks a limit.
+        ConfigError: an option does.
+    """
+    kind = choices.spec.implementation
+    rules, name = RULES[kind], kind.name
+    check_multiple(sizes.block, rules.block, "block_size", f"{name}'s row tiles", where=where, argument="the plan")
+    check_multiple(sizes.hidden, 512, "H", f"{name}'s tiles along H", where=where, argument="hidden_states")
+    if rules.max_hidden is not None and sizes.hidden > rules.max_hidden:
+        raise _size(where, "H of hidden_states", f"512 to {rules.max_hidden} ({name})", sizes.hidden)
+    inner_step = 512 if kind is _Impl.shard_on_block_mx and sizes.inner >= 512 else rules.inner
+    rule = f"{name}'s tiles along I"
+    check_multiple(sizes.inner, inner_step, "I", rule, where=where, argument="gate_up_proj_weight")
+    if kind is _Impl.shard_on_block:
+        rule = "its last reduction covers whole tiles of rows"
+        check_multiple(sizes.tokens, 128, "T", rule, where=where, argument="hidden_states")
+    allowed = _MX_ACTIVATIONS if kind in MX else _BF16_ACTIVATIONS
+    _need(
+        choices.activation in allowed, where, "activation_function",
+        f"one of {', '.join(sorted(a.name for a in allowed))} with {name}", choices.activation.name,
+        "The kernel leaves its buffer unwritten for others; in fp32 they are computed.",
+    )  # fmt: skip
+    _check_affinity_limits(choices, rules, sizes, where)
+    fits = not choices.skip_gate or kind is _Impl.shard_on_i
+    _need(fits, where, "skip_gate_proj", f"False with {name}", True, "Only shard_on_i has it (2.33).")
+    _need(
+        rules.fp8 or not choices.fp8_scales or kind in MX, where, "gate_up_proj_scale", f"None with {name}", "a scale",
+        "This kernel accepts FP8 scales and ignores them; use shard_on_i or shard_on_i_hybrid.",
+    )  # fmt: skip
+    _need(
+        rules.skip_weight or not choices.skip.skip_weight, where, "skip_dma.skip_weight", f"False with {name}", True,
+        "Only the block-sharded kernels reuse weights; it has no effect on values.",
+    )  # fmt: skip
+
+
+def _check_static_mx(choices: Choices, where: str) -> None:
+    """Only shard_on_block_mx has the options of 2.31 for how MX weights are stored."""
+    block, kind = choices.spec.shard_on_block, choices.spec.implementation
+    for name, given in (
+        ("use_packed_scales", block.use_packed_scales),
+        ("quantization_type", block.quantization_type is QuantizationType.STATIC_MX),
+    ):
+        fits = kind is _Impl.shard_on_block_mx or not given
+        rule = f"left at its default with {kind.name}"
+        _need(fits, where, f"spec.shard_on_block.{name}", rule, getattr(block, name), "Use shard_on_block_mx.")
+
+
+def _check_affinity_limits(choices: Choices, rules: Rules, sizes: Sizes, where: str) -> None:
+    name = choices.spec.implementation.name
+    _need(
+        choices.mode in rules.modes or choices.on_inner, where, "expert_affinities_scaling_mode",
+        f"one of {', '.join(sorted(mode.name for mode in rules.modes))} with {name}", choices.mode.name,
+        "The kernel has no other.",
+    )  # fmt: skip
+    _need(
+        rules.on_inner or not choices.on_inner, where, "spec.shard_on_I.expert_affinity_multiply_on_I",
+        f"False with {name}", True, _ON_OUTPUT,
+    )  # fmt: skip
+    reads_one_tile = choices.spec.implementation in (_Impl.shard_on_i, _Impl.shard_on_i_hybrid)
+    if reads_one_tile and choices.mode in _PRE and not choices.on_inner and sizes.block > _PRE_SCALE_TOKENS:
+        expected = f"at most {_PRE_SCALE_TOKENS} with PRE_SCALE and {name}"
+        raise _size(where, "block_size", f"{expected} (it reuses the first 512 affinities)", sizes.block)
+
+
+def _check_scheduling(choices: Choices, sizes: Sizes, where: str) -> None:
+    """Check the options that divide the work; none changes a value."""
+    spec, kind, block = choices.spec, choices.spec.implementation, choices.spec.shard_on_block
+    if kind in HYBRID and spec.shard_on_I.num_static_block is not None:
+        static = spec.shard_on_I.num_static_block
+        fits = type(static) is int and 0 <= static <= sizes.blocks
+        _need(fits, where, "spec.shard_on_I.num_static_block", f"0 to N = {sizes.blocks}", static, "None is N - E.")
+    if kind not in BLOCK:
+        return
+    for name in ("n_block_per_iter", "top_k", "ep_degree"):
+        value = getattr(block, name)
+        _need(type(value) is int and value > 0, where, f"spec.shard_on_block.{name}", "a positive int", value, "Use 1.")
+    halves = block.block_sharding_strategy is BlockShardStrategy.HI_LO
+    remedy = "Kernels before 2.31 assert PING_PONG; since then HI_LO needs non_overlapping_shards=True."
+    fits = not halves or block.non_overlapping_shards
+    _need(fits, where, "spec.shard_on_block.block_sharding_strategy", "PING_PONG", "HI_LO", remedy)
+    if kind is _Impl.shard_on_block_mx:
+        static, dynamic, blocks = block.n_static_blocks, block.n_dynamic_blocks, sizes.blocks
+        fits = static == -1 or (0 < static < blocks and static + dynamic == blocks)
+        rule = f"-1, or between 0 and N = {blocks} with n_static_blocks + n_dynamic_blocks = N"
+        _need(fits, where, "spec.shard_on_block.n_static_blocks", rule, f"{static} + {dynamic}", "-1 is automatic.")
+        allowed = (QuantizationType.NONE, QuantizationType.MX, QuantizationType.STATIC_MX)
+        fits = block.quantization_type in allowed
+        rule, got = "MX or STATIC_MX", block.quantization_type
+        _need(fits, where, "spec.shard_on_block.quantization_type", rule, got, "Weights here are MX words.")
+
+
+_ON_OUTPUT = "Its kernel multiplies the output by the affinity and ignores or asserts every other place."
+
+
+def _need(condition: bool, where: str, argument: str, expected: str, got: object, remedy: str) -> None:
+    if not condition:
+        raise refuse(ConfigError, where=where, argument=argument, expected=expected, got=got, remedy=remedy)
+
+
+def _size(where: str, argument: str, expected: str, got: int) -> ShapeError:
+    remedy = "This is a limit of the device kernel; device_limits=False computes the mathematics."
+    return refuse(ShapeError, where=where, argument=argument, expected=expected, got=str(got), remedy=remedy)
