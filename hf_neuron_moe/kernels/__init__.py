@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         fp8_silu_forward,
     )
     from hf_neuron_moe.kernels.mlp_mxfp8 import MLPBackward, MLPForward, mlp_backward_mxfp8, mlp_forward_mxfp8
+    from hf_neuron_moe.kernels.moe_cte import MoEForward, moe_cte
     from hf_neuron_moe.kernels.moe_types import (
         ActFnType,
         AffinityOption,
@@ -47,13 +48,7 @@ if TYPE_CHECKING:
         SkipMode,
     )
     from hf_neuron_moe.kernels.router_topk import router_topk
-    from hf_neuron_moe.kernels.routing import (
-        BlockPlan,
-        build_block_plan,
-        count_blocks,
-        expert_mask,
-        masked_affinities,
-    )
+    from hf_neuron_moe.kernels.routing import BlockPlan, build_block_plan, count_blocks, expert_mask, masked_affinities
 
 __all__ = [
     "ActFnType",
@@ -74,6 +69,7 @@ __all__ = [
     "MoEBiasBackward",
     "MoECTEImplementation",
     "MoECTESpec",
+    "MoEForward",
     "QuantizationConfig",
     "QuantizationType",
     "RouterActFnType",
@@ -94,6 +90,7 @@ __all__ = [
     "masked_affinities",
     "mlp_backward_mxfp8",
     "mlp_forward_mxfp8",
+    "moe_cte",
     "router_topk",
 ]
 
@@ -107,6 +104,7 @@ _NAMES = {
         "fp8_silu_forward",
     ),
     "mlp_mxfp8": ("MLPBackward", "MLPForward", "mlp_backward_mxfp8", "mlp_forward_mxfp8"),
+    "moe_cte": ("MoEForward", "moe_cte"),
     "moe_types": (
         "ActFnType",
         "AffinityOption",
