@@ -94,12 +94,17 @@ def test_backward(vectors: dict[str, Tensor], kept: str, phase2: str, release: s
 
 
 def test_releases_differ_only_where_groups_straddle_gate_and_up() -> None:
-    """I = 512 groups alike in both releases, I = 640 does not."""
+    """I = 512 groups alike in both releases, I = 640 does not; that shows where magnitudes differ within a group."""
     torch.manual_seed(0)
     for inner, alike in ((512, True), (640, False)):
         x, dout = (torch.randn(128, 128).bfloat16() for _ in range(2))
-        gate_up, down = (torch.randn(2 * inner, 128) / 16).bfloat16(), (torch.randn(128, inner) / 16).bfloat16()
+        gate_up = (torch.randn(2 * inner, 128) / 16).bfloat16()
+        down = (torch.randn(128, inner) * torch.exp2(torch.randint(-12, 1, (inner,)))).bfloat16()
+        gate_up *= torch.exp2(torch.randint(-12, 1, (2 * inner, 1))).bfloat16()
         new, old = (mlp_backward_mxfp8(dout, x, gate_up, down, release=release) for release in ("2.31", "2.30"))
-        assert torch.equal(new.hidden_states_grad, old.hidden_states_grad) is alike
+        relative = (new.hidden_states_grad.double() - old.hidden_states_grad.double()).norm()
+        relative /= new.hidden_states_grad.double().norm()
+        # Alike up to the order of the fp32 sums, which flips a few bf16 roundings.
+        assert relative < 1e-5 if alike else relative > 1e-4
         assert torch.equal(new.gate_up_weight_grad, old.gate_up_weight_grad)
         assert torch.equal(new.down_proj_weight_grad, old.down_proj_weight_grad)

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from hf_neuron_moe.errors import ConfigError, DeviceError, DTypeError, NeuronMoEError, ShapeError
-from hf_neuron_moe.kernels.mlp_mxfp8 import mlp_backward_mxfp8, mlp_forward_mxfp8
 from hf_neuron_moe.kernels.moe import blockwise_mm_bwd, moe_cte
 from hf_neuron_moe.kernels.routing import build_block_plan, count_blocks, expert_mask, masked_affinities
 from hf_neuron_moe.modules import ops
@@ -21,19 +20,6 @@ Case = tuple[type[NeuronMoEError], str, Arguments]
 
 def bf16(*shape: int, device: str = "cpu") -> torch.Tensor:
     return torch.ones(shape, dtype=torch.bfloat16, device=device)
-
-
-def forward_arguments() -> Arguments:
-    return {"hidden": bf16(S, H), "gate_up_weights": bf16(2 * I, H), "down_weights": bf16(H, I)}
-
-
-def backward_arguments() -> Arguments:
-    return {
-        "output_grad": bf16(S, H),
-        "hidden_states": bf16(S, H),
-        "gate_up_weights": bf16(2 * I, H),
-        "down_proj_weight": bf16(H, I),
-    }
 
 
 def moe_arguments() -> Arguments:
@@ -85,33 +71,6 @@ def experts_operator_arguments() -> Arguments:
     }
 
 
-FORWARD: list[Case] = [
-    (DTypeError, "hidden must be a tensor of dtype bfloat16, got torch.float32", {"hidden": torch.ones(S, H)}),
-    (DTypeError, "down_weights.*got list", {"down_weights": [1.0]}),
-    (ShapeError, r"hidden must be of shape \[S, H\]", {"hidden": bf16(1, S, H)}),
-    (ShapeError, "H of hidden must be a positive multiple of 128.*got 64", {"hidden": bf16(S, 64)}),
-    (ShapeError, "S of hidden must be a positive multiple of 8", {"hidden": bf16(12, H)}),
-    (ShapeError, r"gate_up_weights must be of shape \[2I, H\]", {"gate_up_weights": bf16(2 * I, 2 * H)}),
-    (ShapeError, "2I of gate_up_weights must be a positive multiple of 2", {"gate_up_weights": bf16(257, H)}),
-    (ShapeError, "I of gate_up_weights must be a positive multiple of 128", {"gate_up_weights": bf16(200, H)}),
-    (ShapeError, r"down_weights must be of shape \[H, I\]", {"down_weights": bf16(I, H)}),
-    (DeviceError, "down_weights must be on cpu like hidden, got meta", {"down_weights": bf16(H, I, device="meta")}),
-    (ConfigError, "dtype must be torch.bfloat16 or torch.float32", {"dtype": torch.float16}),
-]
-BACKWARD: list[Case] = [
-    (DTypeError, "output_grad must be a tensor of dtype bfloat16", {"output_grad": torch.ones(S, H)}),
-    (ShapeError, r"output_grad must be of shape \[S, H\]", {"output_grad": bf16(S, 2 * H)}),
-    (
-        ShapeError,
-        "S of hidden_states must be a positive multiple of 128",
-        {"hidden_states": bf16(64, H), "output_grad": bf16(64, H)},
-    ),
-    (ShapeError, r"gate_pre must be of shape \[S, I\]", {"gate_pre": bf16(S, H)}),
-    (DTypeError, "intermediate must be a tensor of dtype bfloat16", {"intermediate": torch.ones(S, I)}),
-    (ShapeError, r"down_proj_weight must be of shape \[H, I\]", {"down_proj_weight": bf16(I, H)}),
-    (ConfigError, "release must be one of 2.31, 2.30, got '2.29'", {"release": "2.29"}),
-    (DeviceError, "up must be on cpu", {"up": bf16(S, I, device="meta")}),
-]
 MOE: list[Case] = [
     (ConfigError, "precision must be one of bf16, fp32, mxfp8", {"precision": "fp8"}),
     (
@@ -165,8 +124,6 @@ EXPERTS_OPERATOR: list[Case] = [
     (DeviceError, "down must be on cpu", {"down": bf16(E, H, I, device="meta")}),
 ]
 SUITES: list[tuple[Callable[..., Any], Callable[[], Arguments], list[Case]]] = [
-    (mlp_forward_mxfp8, forward_arguments, FORWARD),
-    (mlp_backward_mxfp8, backward_arguments, BACKWARD),
     (moe_cte, moe_arguments, MOE_FORWARD),
     (blockwise_mm_bwd, moe_backward_arguments, MOE_BACKWARD),
     (ops.swiglu_mlp, mlp_operator_arguments, MLP_OPERATOR),

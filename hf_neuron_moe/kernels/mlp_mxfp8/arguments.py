@@ -1,0 +1,220 @@
+"""Checks that the MXFP8 MLP entry points share: operands by their argument names, launch options by their rules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from hf_neuron_moe.errors import ConfigError, ShapeError, refuse
+from hf_neuron_moe.formats.scales import ScaleLayout, scale_row_count
+from hf_neuron_moe.kernels.checks import check_dtype, check_multiple, check_shape
+from hf_neuron_moe.kernels.mlp_mxfp8.matmul_config import check_positive_int
+from hf_neuron_moe.kernels.mx_operand import RAW_DTYPES, TensorDescriptor, check_layout, check_scales
+
+FP8_X4_DTYPES = (torch.float8_e4m3fn, "float8_e4m3fn_x4", "float8_e4m3fn")
+"""What ``fp8_x4_dtype`` may say. Upstream ignores the argument; any other type would promise another arithmetic."""
+
+
+def describe(
+    data: Tensor,
+    scales: Tensor | None = None,
+    is_swizzled: bool = False,
+    *,
+    where: str,
+    argument: str,
+    scales_argument: str = "",
+    use_scale_packing: bool = True,
+    raw_shape: str,
+    raw_dtypes: tuple[torch.dtype, ...] = RAW_DTYPES,
+) -> TensorDescriptor:
+    """Check one operand of a kernel under its argument's name and describe it.
+
+    Args:
+        data: the operand in any mode.
+        scales: makes it pre-quantized.
+        is_swizzled: makes it pre-swizzled.
+        where: kernel.
+        argument: name of `data`.
+        scales_argument: name of `scales`.
+        use_scale_packing: the layout the kernel is told the scales have.
+        raw_shape: the raw layout in words, e.g. ``"[S, H]"``.
+        raw_dtypes: dtypes of the raw mode.
+
+    Raises:
+        DTypeError, ShapeError, ConfigError: see :func:`~hf_neuron_moe.kernels.mx_operand.check_layout` and
+            :func:`check_packing`.
+    """
+    quantized = scales is not None
+    if not quantized and not is_swizzled:
+        check_dtype(data, raw_dtypes, where=where, argument=argument)
+        check_shape(data, (None, None), raw_shape, where=where, argument=argument)
+    check_layout(data, scales, swizzled=is_swizzled or quantized, quantized=quantized, where=where, argument=argument)
+    td = TensorDescriptor(data, None, is_swizzled, is_quantized=quantized)
+    if scales is None:
+        return td
+    K, F = td.logical_shape
+    check_scales(scales, K, F, where=where, argument=scales_argument)
+    td = TensorDescriptor(data, scales)
+    check_packing(td, use_scale_packing, where=where, argument=scales_argument)
+    return td
+
+
+def check_packing(td: TensorDescriptor, use_scale_packing: bool, *, where: str, argument: str) -> None:
+    """Refuse scales in the other layout than the kernel is told (upstream computes garbage); K = 512 fits both.
+
+    Raises:
+        ConfigError: otherwise.
+    """
+    if td.scales is None:
+        return
+    K = td.logical_shape[0]
+    oversized, packed = (scale_row_count(K, layout) for layout in (ScaleLayout.OVERSIZED, ScaleLayout.PACKED))
+    if oversized != packed and td.scales_are_packed != use_scale_packing:
+        raise refuse(
+            ConfigError,
+            where=where,
+            argument=argument,
+            expected=f"in the layout that use_scale_packing={use_scale_packing} announces: "
+            f"{packed if use_scale_packing else oversized} rows for K={K}",
+            got=f"{td.scales.shape[0]} rows",
+            remedy="Convert the scales (formats.oversized_to_packed, packed_to_oversized) or flip the flag.",
+        )
+
+
+def check_logical(td: TensorDescriptor, K: int, F: int, names: str, *, where: str, argument: str) -> None:
+    """Refuse an operand whose logical ``[F, K]`` is not what the other operands imply.
+
+    Args:
+        td: the operand.
+        K: required contraction size.
+        F: required free size.
+        names: the raw shape in words.
+        where: kernel.
+        argument: argument.
+
+    Raises:
+        ShapeError: otherwise.
+    """
+    if td.logical_shape != (K, F):
+        layout = "" if td.is_raw else f" (here as [K/4, {'F' if td.is_x4 else '4F'}])"
+        raise refuse(
+            ShapeError,
+            where=where,
+            argument=argument,
+            expected=f"of shape {names} = [{F}, {K}]{layout}",
+            got=f"{list(td.physical_shape)}, which is [{td.logical_shape[1]}, {td.logical_shape[0]}]",
+            remedy="Both operands of a product have one contraction axis; check which axis is which.",
+        )
+
+
+def check_no_mix_at_384(operands: Mapping[str, TensorDescriptor], K: int, *, where: str) -> None:
+    """Refuse raw and host-prepared operands of one product with K of exactly 384.
+
+    The kernel groups a raw operand with K = 384 as one tile, host-prepared data are 256 + 128: the products would pair
+    other elements (nki-library 2.30 forward and backward).
+
+    Raises:
+        ConfigError: otherwise; names the host-prepared operand.
+    """
+    prepared = [name for name, td in operands.items() if not td.is_raw]
+    raw = [name for name, td in operands.items() if td.is_raw]
+    if K == 384 and prepared and raw:
+        raise refuse(
+            ConfigError,
+            where=where,
+            argument=prepared[0],
+            expected=f"raw like {raw[0]}, because their contraction axis is exactly 384",
+            got="swizzled or quantized data, which groups 384 as 256 + 128 and not as one tile",
+            remedy="Pass both raw, or pad the axis to 512 with zeros.",
+        )
+
+
+def check_raw_axis(td: TensorDescriptor, size: int, name: str, *, where: str, argument: str) -> None:
+    """Refuse a raw operand whose contraction axis is no multiple of 128 (ShapeError)."""
+    if td.is_raw:
+        rule = "needed by the transposing loader while this operand is neither swizzled nor quantized"
+        check_multiple(size, 128, name, rule, where=where, argument=argument)
+
+
+def check_even(sizes: Mapping[str, tuple[int, str]], run_with_lnc2: bool, *, where: str) -> None:
+    """Refuse odd sizes that two cores cannot share.
+
+    Args:
+        sizes: argument name to the size and its letter.
+        run_with_lnc2: whether two cores share the work.
+        where: kernel.
+
+    Raises:
+        ShapeError: an odd size under LNC2.
+    """
+    if run_with_lnc2:
+        for argument, (size, letter) in sizes.items():
+            check_multiple(size, 2, letter, "run_with_lnc2 halves it", where=where, argument=argument)
+
+
+def check_launch(tiles: Mapping[str, int], flags: Mapping[str, bool], fp8_x4_dtype: object, *, where: str) -> None:
+    """Check options that have no effect on values.
+
+    Args:
+        tiles: tile counts by argument name.
+        flags: switches by argument name.
+        fp8_x4_dtype: see :data:`FP8_X4_DTYPES`.
+        where: kernel.
+
+    Raises:
+        ConfigError: a count that is not a positive integer, a switch that is no bool, another fp8 type.
+    """
+    for name, count in tiles.items():
+        check_positive_int(count, where=where, argument=name)
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise refuse(
+                ConfigError, where=where, argument=name, expected="True or False", got=repr(flag), remedy="Pass a bool."
+            )
+    if fp8_x4_dtype not in FP8_X4_DTYPES:
+        raise refuse(
+            ConfigError,
+            where=where,
+            argument="fp8_x4_dtype",
+            expected="float8_e4m3fn_x4 (upstream ignores this argument: every operand is e4m3)",
+            got=repr(fp8_x4_dtype),
+            remedy="Leave the default; the kernel has no e5m2 path.",
+        )
+
+
+def check_buffer(
+    buffer: Tensor | None,
+    shape: tuple[int, int],
+    names: str,
+    dtypes: tuple[torch.dtype, ...],
+    *,
+    where: str,
+    argument: str,
+) -> Tensor:
+    """Return an output buffer; refuse None, another dtype (DTypeError) or another shape (ShapeError)."""
+    checked: Tensor = buffer  # type: ignore[assignment]  # the next line refuses None
+    check_dtype(checked, dtypes, where=where, argument=argument)
+    check_shape(checked, shape, names, where=where, argument=argument)
+    return checked
+
+
+def core_rows(size: int, base: int, run_with_lnc2: bool, *, where: str, argument: str = "s_base_offset") -> slice:
+    """Return the rows of one core: from `base`, half of `size` under LNC2, else all of it.
+
+    Raises:
+        ShapeError, ConfigError: an odd size under LNC2; a range that does not fit.
+    """
+    check_even({"S": (size, "rows")}, run_with_lnc2, where=where)
+    length = size // 2 if run_with_lnc2 else size
+    if isinstance(base, bool) or not isinstance(base, int) or not 0 <= base <= size - length:
+        raise refuse(
+            ConfigError,
+            where=where,
+            argument=argument,
+            expected=f"an int of at least 0 and at most {size - length}",
+            got=repr(base),
+            remedy="It is the first row of a core's share: 0 for the first core, half the rows for the second.",
+        )
+    return slice(base, base + length)

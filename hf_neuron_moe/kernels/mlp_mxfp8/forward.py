@@ -1,0 +1,222 @@
+"""The MXFP8 MLP forward of nki-library (``experimental.mlp_mxfp8``, releases 2.30 to 2.33).
+
+Legend: S tokens, H hidden, I intermediate. ``Q_K`` quantizes to MXFP8 e4m3 along K; every product accumulates in fp32.
+
+    gate = Q_H(X) Q_H(Wg)^T    up = Q_H(X) Q_H(Wu)^T    intermediate = bf16(silu(gate) * up)
+    Y = Q_I(intermediate) Q_I(Wd)^T
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hf_neuron_moe.backends.torch.compute import call_scratch
+from hf_neuron_moe.errors import ConfigError, refuse
+from hf_neuron_moe.kernels.checks import check_multiple, check_same_device
+from hf_neuron_moe.kernels.mlp_mxfp8.arguments import (
+    check_logical,
+    check_no_mix_at_384,
+    check_raw_axis,
+    describe,
+)
+from hf_neuron_moe.kernels.mlp_mxfp8.results import MLPForward
+from hf_neuron_moe.kernels.mlp_mxfp8.tiles import gate_up_tiles, product_tiles
+from hf_neuron_moe.kernels.mx_operand import MXOperand, TensorDescriptor
+
+STORED = (torch.bfloat16, torch.float32)
+"""Dtypes of results: the device's, and fp32 to see the accumulators."""
+
+NAMES = ("hidden", "gate_up_weights", "down_weights")
+
+
+def mlp_forward_mxfp8(
+    hidden: Tensor,
+    gate_up_weights: Tensor,
+    down_weights: Tensor,
+    *,
+    save_gate_pre: bool = False,
+    save_gate_act: bool = False,
+    save_up: bool = False,
+    save_hidden: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+    use_scale_packing: bool = True,
+    hidden_scales: Tensor | None = None,
+    gate_up_scales: Tensor | None = None,
+    down_scales: Tensor | None = None,
+    hidden_is_swizzled: bool = False,
+    gate_up_is_swizzled: bool = False,
+    down_is_swizzled: bool = False,
+) -> MLPForward:
+    """Compute what ``mlp_forward_mxfp8_nki`` computes; every buffer is returned, no argument is written to.
+
+    Each operand comes raw, pre-swizzled (``*_is_swizzled``) or pre-quantized (``*_scales``), independently:
+
+    =============== ============= ==================== ===================================================
+    operand         raw           pre-swizzled bf16    pre-quantized x4 (or float8_e4m3fn with 4F columns)
+    =============== ============= ==================== ===================================================
+    hidden          ``[S, H]``    ``[H/4, 4S]``        ``[H/4, S]``
+    gate_up_weights ``[2I, H]``   ``[H/4, 8I]``        ``[H/4, 2I]``
+    down_weights    ``[H, I]``    ``[I/4, 4H]``        ``[I/4, H]``
+    =============== ============= ==================== ===================================================
+
+    Args:
+        hidden: activations; S a multiple of 8. Raw tensors are bf16 or fp16.
+        gate_up_weights: gate rows first, then up rows; I a multiple of 128, H too unless both its users are prepared.
+        down_weights: the down projection.
+        save_gate_pre: return the gate pre-activations, rounded once from the fp32 accumulator.
+        save_gate_act: return ``silu(gate)``, rounded once from the fp32 gate.
+        save_up: return the up pre-activations.
+        save_hidden: return the intermediate ``silu(gate) * up``.
+        dtype: of the output and the checkpoints: bf16, or fp32 to see the accumulators (the matmul of the intermediate
+            reads bf16 either way, as the device's loader takes nothing else).
+        use_scale_packing: layout of the given scales: packed ``[128*ceil(K/2048), F]`` or oversized ``[K/4, F]``.
+        hidden_scales: uint8 or float8_e8m0fnu scales of hidden.
+        gate_up_scales: of gate_up_weights.
+        down_scales: of down_weights.
+        hidden_is_swizzled: hidden is pre-swizzled; implied by scales.
+        gate_up_is_swizzled: gate_up_weights is.
+        down_is_swizzled: down_weights is.
+
+    Returns:
+        The output and the checkpoints asked for.
+
+    Raises:
+        DTypeError, ShapeError, DeviceError, ConfigError: an operand breaks a rule above; scales in the other layout
+            than announced; raw and prepared operands mixed on a contraction axis of exactly 384, where upstream
+            silently multiplies unrelated elements.
+    """
+    where = "mlp_forward_mxfp8"
+    tds = describe_forward(
+        where, use_scale_packing,
+        hidden=(hidden, hidden_scales, hidden_is_swizzled),
+        gate_up=(gate_up_weights, gate_up_scales, gate_up_is_swizzled),
+        down=(down_weights, down_scales, down_is_swizzled),
+    )  # fmt: skip
+    tokens, hidden_size, inner = check_forward(*tds, dtype, where)
+
+    def buffer(wanted: bool, kind: torch.dtype = dtype, columns: int = inner) -> Tensor | None:
+        return torch.empty((tokens, columns), dtype=kind, device=hidden.device) if wanted else None
+
+    output, intermediate = buffer(True, dtype, hidden_size), buffer(True, torch.bfloat16)
+    assert output is not None and intermediate is not None
+    product = buffer(save_hidden) if dtype != torch.bfloat16 else None
+    saved = ForwardBuffers(buffer(save_gate_pre), buffer(save_gate_act), buffer(save_up), product)
+    with torch.no_grad():
+        run_forward(ForwardOperands.of(*tds, where), intermediate, output, saved, slice(0, tokens))
+    kept = (intermediate if product is None else product) if save_hidden else None
+    return MLPForward(output, saved.gate_pre, saved.gate_act, saved.up, kept)
+
+
+@dataclass(frozen=True)
+class ForwardBuffers:
+    """Buffers ``[S, I]`` that receive fp32 values, each cast once; None is not kept."""
+
+    gate_pre: Tensor | None = None
+    gate_act: Tensor | None = None
+    up: Tensor | None = None
+    product: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class ForwardOperands:
+    """The three operands as the engine loads them."""
+
+    hidden: MXOperand
+    gate_up: MXOperand
+    down: MXOperand
+
+    @staticmethod
+    def of(
+        hidden: TensorDescriptor,
+        gate_up: TensorDescriptor,
+        down: TensorDescriptor,
+        where: str,
+        names: tuple[str, str, str] = NAMES,
+    ) -> ForwardOperands:
+        operands = zip((hidden, gate_up, down), names, strict=True)
+        return ForwardOperands(*(MXOperand(td, where=where, argument=name, lone_384=True) for td, name in operands))
+
+
+def run_forward(
+    operands: ForwardOperands, intermediate: Tensor, output: Tensor, saved: ForwardBuffers, rows: slice
+) -> None:
+    """Fill the rows of all buffers: gate, up and the activation first, then one down product over all of them."""
+    scratch = call_scratch(output.device)
+    for part, columns, gate, up in gate_up_tiles(operands.hidden, operands.gate_up, scratch, rows=rows):
+        assert gate is not None and up is not None
+        for buffer, values in ((saved.gate_pre, gate), (saved.up, up)):
+            if buffer is not None:
+                buffer[part, columns].copy_(values)
+        act = F.silu(gate, inplace=True)
+        if saved.gate_act is not None:
+            saved.gate_act[part, columns].copy_(act)
+        product = act.mul_(up)
+        if saved.product is not None:
+            saved.product[part, columns].copy_(product)
+        intermediate[part, columns].copy_(product)
+    inter_td = TensorDescriptor(intermediate)
+    inter = MXOperand(inter_td, where="mlp_forward_mxfp8", argument="intermediate", lone_384=True)
+    for tile in product_tiles([(inter, operands.down)], scratch, rows=rows):
+        output[tile.rows, tile.columns].copy_(tile.values)
+
+
+def describe_forward(
+    where: str, use_scale_packing: bool, **operands: tuple[Tensor, Tensor | None, bool]
+) -> tuple[TensorDescriptor, TensorDescriptor, TensorDescriptor]:
+    """Check and describe ``hidden``, ``gate_up`` and ``down``: each data, scales, is_swizzled."""
+    raw = {
+        "hidden": ("hidden", "[S, H]"),
+        "gate_up": ("gate_up_weights", "[2I, H]"),
+        "down": ("down_weights", "[H, I]"),
+    }
+    hidden, gate_up, down = (
+        describe(
+            *operands[name], where=where, argument=argument, scales_argument=f"{name}_scales",
+            use_scale_packing=use_scale_packing, raw_shape=raw_shape,
+        )
+        for name, (argument, raw_shape) in raw.items()
+    )  # fmt: skip
+    return hidden, gate_up, down
+
+
+def check_forward(
+    hidden: TensorDescriptor,
+    gate_up: TensorDescriptor,
+    down: TensorDescriptor,
+    dtype: torch.dtype,
+    where: str,
+    names: tuple[str, str, str] = NAMES,
+) -> tuple[int, int, int]:
+    """Check the operands against each other; return S, H and I. Errors as :func:`mlp_forward_mxfp8`."""
+    if dtype not in STORED:
+        raise refuse(
+            ConfigError,
+            where=where,
+            argument="dtype",
+            expected="torch.bfloat16 or torch.float32",
+            got=str(dtype),
+            remedy="The kernel stores bf16; fp32 shows the accumulators.",
+        )
+    hidden_size, tokens = hidden.logical_shape
+    for td, name in ((hidden, names[0]), (gate_up, names[1])):
+        check_raw_axis(td, td.logical_shape[0], "H", where=where, argument=name)
+    check_logical(gate_up, hidden_size, gate_up.logical_shape[1], "[2I, H]", where=where, argument=names[1])
+    both = gate_up.logical_shape[1]
+    check_multiple(both, 2, "2I", "gate rows, then up rows", where=where, argument=names[1])
+    inner = both // 2
+    rule = "the contraction axis of down, whose left operand the kernel always quantizes itself"
+    check_multiple(inner, 128, "I", rule, where=where, argument=names[1])
+    check_logical(down, inner, hidden_size, "[H, I]", where=where, argument=names[2])
+    check_multiple(tokens, 8, "S", "the loader reads groups of 8 rows", where=where, argument=names[0])
+    check_no_mix_at_384({names[0]: hidden, names[1]: gate_up}, hidden_size, where=where)
+    if not down.is_raw:
+        raw = TensorDescriptor()
+        check_no_mix_at_384({names[2]: down, "the intermediate, which is always raw": raw}, inner, where=where)
+    data = {name: td.data for name, td in zip(names, (hidden, gate_up, down), strict=True)}
+    scales = {f"scales of {name}": td.scales for name, td in zip(names, (hidden, gate_up, down), strict=True)}
+    check_same_device({**data, **scales}, where=where)
+    return tokens, hidden_size, inner

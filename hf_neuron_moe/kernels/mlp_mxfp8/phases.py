@@ -1,0 +1,367 @@
+"""The four phases of the MXFP8 MLP backward (nki-library 2.31 ``mlp_bwd_mxfp8``) on descriptors.
+
+Legend: S tokens, H hidden, I intermediate; G = dL/dY ``[S, H]``. ``Q_K`` quantizes to MXFP8 e4m3 along K.
+
+    1  d_int = Q_H(G) Q_H(Wd^T)^T  (fp32, never rounded by itself), then per element, each result rounded to bf16:
+       silu'(gate_pre);  silu' * up;  d_gate = d_int * (silu' * up);  d_up = d_int * gate_act
+    2  dX = Q_2I([d_gate, d_up]) Q_2I([Wg^T, Wu^T])^T      (2.30: two products along I into one fp32 accumulator)
+    3  [dWg; dWu] = Q_S([d_gate, d_up]^T) Q_S(X^T)^T
+    4  dWd = Q_S(G^T) Q_S(intermediate^T)^T
+
+Each function fills its output descriptors' tensors and returns nothing, as upstream's do. With ``run_with_lnc2`` it
+does the share of one core; the whole backward calls it once for everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hf_neuron_moe.backends.torch.compute import Scratch, call_scratch
+from hf_neuron_moe.errors import ConfigError, refuse
+from hf_neuron_moe.kernels.launch_record import note_launch
+from hf_neuron_moe.kernels.mlp_mxfp8.arguments import (
+    check_buffer,
+    check_launch,
+    check_logical,
+    check_no_mix_at_384,
+    check_packing,
+    core_rows,
+)
+from hf_neuron_moe.kernels.mlp_mxfp8.matmul_config import MatmulMxfp8KernelConfig
+from hf_neuron_moe.kernels.mlp_mxfp8.tiles import Tile, product_tiles, row_tiles
+from hf_neuron_moe.kernels.moe_types import ClampLimits
+from hf_neuron_moe.kernels.mx_operand import MXOperand, TensorDescriptor
+
+BF16 = (torch.bfloat16,)
+_STORED = (torch.bfloat16, torch.float32)
+_ELEMENTWISE_ROWS = 64
+"""Rows of one elementwise step: its fp32 buffers stay in a core's second-level cache."""
+
+Pair = tuple[tuple[str, TensorDescriptor], tuple[str, TensorDescriptor]]
+
+
+def get_program_sharding_info(run_with_lnc2: bool, core: int = 0) -> tuple[int, int]:
+    """Return ``(number of programs, id of this one)``: ``(2, core)`` under LNC2, otherwise ``(1, 0)``.
+
+    Args:
+        run_with_lnc2: whether two cores run the kernel.
+        core: which of the two to stand for; the device asks its runtime, a host has no id of its own.
+
+    Raises:
+        ConfigError: a core other than 0 or 1.
+    """
+    if core not in (0, 1):
+        raise refuse(
+            ConfigError,
+            where="get_program_sharding_info",
+            argument="core",
+            expected="0 or 1",
+            got=repr(core),
+            remedy="LNC2 pairs two cores.",
+        )
+    return (2, core) if run_with_lnc2 else (1, 0)
+
+
+def compute_phase1_down_proj_mm_grad_mxfp8(
+    output_grad_td: TensorDescriptor,
+    gate_pre_td: TensorDescriptor,
+    gate_act_td: TensorDescriptor,
+    up_td: TensorDescriptor,
+    d_gate_up_td: TensorDescriptor,
+    scratch_td: TensorDescriptor | None,
+    down_weight_td: TensorDescriptor,
+    s_base: int,
+    dtype: torch.dtype,
+    fp8_x4_dtype: object = torch.float8_e4m3fn,
+    config: MatmulMxfp8KernelConfig | None = None,
+    spill_reload: bool = True,
+    use_scale_packing: bool = True,
+    run_with_lnc2: bool = True,
+    clamp_limits: ClampLimits | None = None,
+    *,
+    lone_384: bool = False,
+) -> None:
+    """Fill the rows from s_base on of d_gate_up ``[S, 2I]`` and the same columns of its transpose ``[2I, S]``.
+
+    * output_grad_td: F = S, K = H. down_weight_td: F = I, K = H (the transpose of the parameter). Any mode.
+    * gate_pre_td, gate_act_td, up_td: bf16 ``[S, I]``. d_gate_up_td: bf16, gate columns first.
+    * scratch_td: bf16 ``[2I, S]``, or None where the caller transposes d_gate_up itself.
+    * dtype: bf16, the dtype of the rounding points. lone_384: group raw K = 384 as release 2.30 does.
+    * clamp_limits: multiplies d_gate (d_up) by 0 where gate_pre (up) is not strictly inside the non-linear (linear)
+      limits; NaN stays NaN. A value that the recompute saturated is ``bf16(limit)``, which may lie inside.
+
+    Raises DTypeError, ShapeError or ConfigError for operands, buffers or rows that do not fit.
+    """
+    where = "compute_phase1_down_proj_mm_grad_mxfp8"
+    _check_launch(where, dtype, fp8_x4_dtype, config, spill_reload, use_scale_packing, run_with_lnc2)
+    grad, down = _operands(
+        where, use_scale_packing, ("output_grad_td", output_grad_td), ("down_weight_td", down_weight_td), lone_384
+    )
+    tokens, inner = grad.F, down.F
+    square = (tokens, inner)
+    gate_pre, gate_act, up = (
+        check_buffer(td.data, square, "[S, I]", BF16, where=where, argument=name)
+        for name, td in (("gate_pre_td", gate_pre_td), ("gate_act_td", gate_act_td), ("up_td", up_td))
+    )
+    d_gate_up = _output(d_gate_up_td, (tokens, 2 * inner), "[S, 2I]", BF16, where, "d_gate_up_td")
+    rows = core_rows(tokens, s_base, run_with_lnc2, where=where, argument="s_base")
+    scratch = call_scratch(d_gate_up.device)
+    with torch.no_grad():
+        step = _Elementwise(gate_pre, gate_act, up, d_gate_up, clamp_limits or ClampLimits(), scratch)
+        for tile in product_tiles([(grad, down)], scratch, rows=rows, k_major=(False, True)):
+            step.run(tile)
+        if scratch_td is not None:
+            target = _output(scratch_td, (2 * inner, tokens), "[2I, S]", BF16, where, "scratch_td")
+            target[:, rows].copy_(d_gate_up[rows].t())
+
+
+def compute_phase2_hidden_states_grad_mxfp8(
+    hidden_states_grad_td: TensorDescriptor,
+    gate_up_weight_td: TensorDescriptor,
+    d_gate_up_td: TensorDescriptor,
+    s_base: int,
+    dtype: torch.dtype,
+    fp8_x4_dtype: object = torch.float8_e4m3fn,
+    config: MatmulMxfp8KernelConfig | None = None,
+    spill_reload: bool = True,
+    use_scale_packing: bool = True,
+    run_with_lnc2: bool = True,
+) -> None:
+    """Fill the rows from s_base on of dX ``[S, H]``, one product with K = 2I (release 2.31 and later).
+
+    * gate_up_weight_td: F = H, K = 2I (gate, then up: the fused weight's transpose). d_gate_up_td: raw, F = S, K = 2I.
+    * hidden_states_grad_td: bf16 or fp32.
+
+    Raises DTypeError, ShapeError or ConfigError for operands, buffers or rows that do not fit.
+    """
+    where = "compute_phase2_hidden_states_grad_mxfp8"
+    _check_launch(where, dtype, fp8_x4_dtype, config, spill_reload, use_scale_packing, run_with_lnc2)
+    pair = (("d_gate_up_td", d_gate_up_td), ("gate_up_weight_td", gate_up_weight_td))
+    operands = _operands(where, use_scale_packing, *pair, False)
+    _phase2(hidden_states_grad_td, [operands], s_base, run_with_lnc2, where)
+
+
+def compute_phase2_hidden_states_grad_mxfp8_2_30(
+    hidden_states_grad_td: TensorDescriptor,
+    gate_weight_td: TensorDescriptor,
+    up_weight_td: TensorDescriptor,
+    d_gate_td: TensorDescriptor,
+    d_up_td: TensorDescriptor,
+    s_base: int,
+    dtype: torch.dtype,
+    fp8_x4_dtype: object = torch.float8_e4m3fn,
+    config: MatmulMxfp8KernelConfig | None = None,
+    spill_reload: bool = True,
+    use_scale_packing: bool = True,
+    run_with_lnc2: bool = True,
+) -> None:
+    """Fill the rows from s_base on of dX ``[S, H]`` as release 2.30 does: K = I twice, gate first, one accumulator.
+
+    The values differ from :func:`compute_phase2_hidden_states_grad_mxfp8` unless I is a multiple of 512, where no
+    MX group reaches over the border of gate and up.
+
+    * gate_weight_td, up_weight_td: F = H, K = I (transposes of the parameters). d_gate_td, d_up_td: raw, F = S, K = I.
+
+    Raises DTypeError, ShapeError or ConfigError for operands, buffers or rows that do not fit.
+    """
+    where = "compute_phase2_hidden_states_grad_mxfp8_2_30"
+    _check_launch(where, dtype, fp8_x4_dtype, config, spill_reload, use_scale_packing, run_with_lnc2)
+    gate_pair = (("d_gate_td", d_gate_td), ("gate_weight_td", gate_weight_td))
+    up_pair = (("d_up_td", d_up_td), ("up_weight_td", up_weight_td))
+    pairs = [_operands(where, use_scale_packing, *pair, True) for pair in (gate_pair, up_pair)]
+    (K, F), (tokens_K, tokens) = gate_weight_td.logical_shape, d_gate_td.logical_shape
+    check_logical(up_weight_td, K, F, "[H, I]", where=where, argument="up_weight_td")
+    check_logical(d_up_td, tokens_K, tokens, "[S, I]", where=where, argument="d_up_td")
+    _phase2(hidden_states_grad_td, pairs, s_base, run_with_lnc2, where)
+
+
+def _phase2(
+    grad_td: TensorDescriptor, pairs: Sequence[tuple[MXOperand, MXOperand]], s_base: int, lnc2: bool, where: str
+) -> None:
+    left, right = pairs[0]
+    out = _output(grad_td, (left.F, right.F), "[S, H]", _STORED, where, "hidden_states_grad_td")
+    rows = core_rows(left.F, s_base, lnc2, where=where, argument="s_base")
+    _store_product(out, pairs, rows, (False, True))
+
+
+def compute_phase3_gate_up_weight_grad_mxfp8(
+    weight_grad_td: TensorDescriptor,
+    hidden_states_T_td: TensorDescriptor,
+    grad_T_td: TensorDescriptor,
+    dtype: torch.dtype,
+    fp8_x4_dtype: object = torch.float8_e4m3fn,
+    config: MatmulMxfp8KernelConfig | None = None,
+    spill_reload: bool = True,
+    use_scale_packing: bool = True,
+    run_with_lnc2: bool = True,
+    *,
+    core: int | None = None,
+    lone_384: bool = False,
+) -> None:
+    """Fill ``[dWg; dWu]`` ``[2I, H]``, contracted over S.
+
+    * hidden_states_T_td: F = H, K = S. grad_T_td: raw, F = 2I, K = S. weight_grad_td: bf16 or fp32.
+    * core: under LNC2 core 0 makes the gate rows and core 1 the up rows; None (a host) makes both.
+    * lone_384: group raw K = 384 as release 2.30 does.
+
+    Raises DTypeError, ShapeError or ConfigError for operands or buffers that do not fit.
+    """
+    where = "compute_phase3_gate_up_weight_grad_mxfp8"
+    _check_launch(where, dtype, fp8_x4_dtype, config, spill_reload, use_scale_packing, run_with_lnc2)
+    pair = (("grad_T_td", grad_T_td), ("hidden_states_T_td", hidden_states_T_td))
+    operands = _operands(where, use_scale_packing, *pair, lone_384)
+    both, hidden_size = operands[0].F, operands[1].F
+    out = _output(weight_grad_td, (both, hidden_size), "[2I, H]", _STORED, where, "weight_grad_td")
+    if core is None:
+        rows = slice(0, both)
+    else:
+        programs, number = get_program_sharding_info(run_with_lnc2, core)
+        rows = core_rows(both, number * both // programs, run_with_lnc2, where=where, argument="core")
+    _store_product(out, [operands], rows, (True, True))
+
+
+def compute_phase4_down_weight_grad_mxfp8(
+    down_weight_grad_td: TensorDescriptor,
+    output_grad_T_td: TensorDescriptor,
+    intermediate_T_td: TensorDescriptor,
+    h_base: int,
+    dtype: torch.dtype,
+    fp8_x4_dtype: object = torch.float8_e4m3fn,
+    config: MatmulMxfp8KernelConfig | None = None,
+    spill_reload: bool = True,
+    use_scale_packing: bool = True,
+    run_with_lnc2: bool = True,
+    *,
+    lone_384: bool = False,
+) -> None:
+    """Fill the rows from h_base on of dWd ``[H, I]`` (half of H under LNC2), contracted over S.
+
+    * output_grad_T_td: F = H, K = S. intermediate_T_td: F = I, K = S. down_weight_grad_td: bf16 or fp32.
+    * lone_384: group raw K = 384 as release 2.30 does.
+
+    Raises DTypeError, ShapeError or ConfigError for operands, buffers or rows that do not fit.
+    """
+    where = "compute_phase4_down_weight_grad_mxfp8"
+    _check_launch(where, dtype, fp8_x4_dtype, config, spill_reload, use_scale_packing, run_with_lnc2)
+    pair = (("output_grad_T_td", output_grad_T_td), ("intermediate_T_td", intermediate_T_td))
+    operands = _operands(where, use_scale_packing, *pair, lone_384)
+    shape = (operands[0].F, operands[1].F)
+    out = _output(down_weight_grad_td, shape, "[H, I]", _STORED, where, "down_weight_grad_td")
+    rows = core_rows(shape[0], h_base, run_with_lnc2, where=where, argument="h_base")
+    _store_product(out, [operands], rows, (True, True))
+
+
+class _Elementwise:
+    """Phase 1 after its product: from a tile of d_int to d_gate and d_up."""
+
+    def __init__(
+        self,
+        gate_pre: Tensor,
+        gate_act: Tensor,
+        up: Tensor,
+        d_gate_up: Tensor,
+        limits: ClampLimits,
+        scratch: Scratch,
+    ) -> None:
+        self.gate_pre, self.gate_act, self.up, self.scratch = gate_pre, gate_act, up, scratch
+        inner = up.shape[1]
+        self.d_gate, self.d_up = d_gate_up[:, :inner], d_gate_up[:, inner:]
+        self.gate_limits = (limits.non_linear_clamp_upper_limit, limits.non_linear_clamp_lower_limit)
+        self.up_limits = (limits.linear_clamp_upper_limit, limits.linear_clamp_lower_limit)
+
+    def run(self, tile: Tile) -> None:
+        """Overwrite this tile of d_gate and d_up."""
+        for rows in row_tiles(tile.rows, _ELEMENTWISE_ROWS):
+            part = (rows, tile.columns)
+            offset = rows.start - tile.rows.start
+            self._rows(tile.values[offset : offset + rows.stop - rows.start], part)
+
+    def _rows(self, d_int: Tensor, part: tuple[slice, slice]) -> None:
+        shape = tuple(d_int.shape)
+        factor = self.scratch.get("mx_factor", shape, torch.float32)
+        one = torch.ones((), dtype=torch.float32, device=d_int.device).expand(shape)
+        gate = self.scratch.get("mx_gate_fp32", shape, torch.float32).copy_(self.gate_pre[part])
+        torch.ops.aten.silu_backward.grad_input(one, gate, grad_input=factor)
+        slope = self.scratch.get("mx_slope", shape, torch.bfloat16).copy_(factor)
+        # bf16 times bf16 is exact in fp32: these products are rounded once.
+        d_act = slope.mul_(self.up[part])
+        self.d_up[part].copy_(factor.copy_(self.gate_act[part]).mul_(d_int))
+        self.d_gate[part].copy_(factor.copy_(d_act).mul_(d_int))
+        _mask(self.d_gate[part], self.gate_pre[part], *self.gate_limits)
+        _mask(self.d_up[part], self.up[part], *self.up_limits)
+
+
+def _mask(grad: Tensor, values: Tensor, upper: float | None, lower: float | None) -> None:
+    """Multiply by 1 strictly inside the limits and by 0 elsewhere; limits are compared in fp32, not rounded to bf16."""
+    if upper is None and lower is None:
+        return
+    values32 = values.float()
+    inside = torch.ones_like(values32, dtype=torch.bool)
+    if upper is not None:
+        inside &= values32 < upper
+    if lower is not None:
+        inside &= values32 > lower
+    grad.mul_(inside)
+
+
+def _store_product(
+    out: Tensor, pairs: Sequence[tuple[MXOperand, MXOperand]], rows: slice, k_major: tuple[bool, bool]
+) -> None:
+    with torch.no_grad():
+        for tile in product_tiles(pairs, call_scratch(out.device), rows=rows, k_major=k_major):
+            out[tile.rows, tile.columns].copy_(tile.values)
+
+
+def _operands(
+    where: str,
+    use_scale_packing: bool,
+    left: tuple[str, TensorDescriptor],
+    right: tuple[str, TensorDescriptor],
+    lone_384: bool,
+) -> tuple[MXOperand, MXOperand]:
+    """Return both operands of one product, checked against each other."""
+    for name, td in (left, right):
+        check_packing(td, use_scale_packing, where=where, argument=name)
+    operands = tuple(MXOperand(td, where=where, argument=name, lone_384=lone_384) for name, td in (left, right))
+    K = operands[0].K
+    check_logical(right[1], K, operands[1].F, "[F, K]", where=where, argument=right[0])
+    if lone_384:
+        check_no_mix_at_384(dict((left, right)), K, where=where)
+    return operands[0], operands[1]
+
+
+def _output(
+    td: TensorDescriptor,
+    shape: tuple[int, int],
+    names: str,
+    dtypes: tuple[torch.dtype, ...],
+    where: str,
+    argument: str,
+) -> Tensor:
+    return check_buffer(td.data, shape, names, dtypes, where=where, argument=argument)
+
+
+def _check_launch(
+    where: str,
+    dtype: torch.dtype,
+    fp8_x4_dtype: object,
+    config: MatmulMxfp8KernelConfig | None,
+    spill_reload: bool,
+    use_scale_packing: bool,
+    run_with_lnc2: bool,
+) -> None:
+    flags = {"spill_reload": spill_reload, "use_scale_packing": use_scale_packing, "run_with_lnc2": run_with_lnc2}
+    check_launch({}, flags, fp8_x4_dtype, where=where)
+    if dtype != torch.bfloat16:
+        raise refuse(
+            ConfigError,
+            where=where,
+            argument="dtype",
+            expected="torch.bfloat16, which every rounding point of the backward has",
+            got=str(dtype),
+            remedy="Pass fp32 output tensors to see unrounded sums.",
+        )
+    note_launch(where, config=config, fp8_x4_dtype=fp8_x4_dtype, **flags)
