@@ -50,6 +50,7 @@ from hf_neuron_moe.kernels.moe_cte_arguments import check_arguments
 from hf_neuron_moe.kernels.moe_cte_operands import Arguments
 from hf_neuron_moe.kernels.moe_cte_run import run
 from hf_neuron_moe.kernels.moe_types import (
+    NO_SKIP,
     ActFnType,
     ExpertAffinityScaleMode,
     MoECTESpec,
@@ -98,7 +99,7 @@ def moe_cte(
     gate_up_activations_T: Tensor | None = None,
     down_activations: Tensor | None = None,
     activation_function: ActFnType = ActFnType.SiLU,
-    skip_dma: SkipMode | None = None,
+    skip_dma: SkipMode = NO_SKIP,
     compute_dtype: torch.dtype = torch.bfloat16,
     is_tensor_update_accumulating: bool = True,
     expert_affinities_scaling_mode: ExpertAffinityScaleMode = ExpertAffinityScaleMode.POST_SCALE,

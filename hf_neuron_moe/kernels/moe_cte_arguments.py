@@ -237,6 +237,15 @@ def _choices(given: Arguments, fp8_scales: bool) -> Choices:
             got=repr(given.spec),
             remedy="For example MoECTESpec(MoECTEImplementation.shard_on_i).",
         )
+    if not isinstance(given.skip_dma, SkipMode):
+        raise refuse(
+            ConfigError,
+            where=where,
+            argument="skip_dma",
+            expected="a SkipMode",
+            got=repr(given.skip_dma),
+            remedy="For example SkipMode(skip_token=True).",
+        )
     mode = as_member(
         given.expert_affinities_scaling_mode,
         ExpertAffinityScaleMode,
@@ -247,7 +256,7 @@ def _choices(given: Arguments, fp8_scales: bool) -> Choices:
         spec=given.spec,
         activation=as_member(given.activation_function, ActFnType, where=where, argument="activation_function"),
         mode=mode,
-        skip=given.skip_dma or SkipMode(),
+        skip=given.skip_dma,
         accumulating=given.is_tensor_update_accumulating,
         fp8_scales=fp8_scales,
         skip_gate=given.skip_gate_proj,

@@ -23,6 +23,7 @@ from hf_neuron_moe.kernels.moe_cte_rules import CONDITION_TAILS, HYBRID, Choices
 from hf_neuron_moe.kernels.moe_cte_scales import SCALE_BLOCK, Scales, require_pair
 from hf_neuron_moe.kernels.moe_mx import MXExperts, read_mx_weights
 from hf_neuron_moe.kernels.moe_types import (
+    NO_SKIP,
     ActFnType,
     ExpertAffinityScaleMode,
     MoECTEImplementation,
@@ -60,7 +61,7 @@ class Arguments:
     gate_up_activations_T: Tensor | None = None
     down_activations: Tensor | None = None
     activation_function: ActFnType | str = ActFnType.SiLU
-    skip_dma: SkipMode | None = None
+    skip_dma: SkipMode = NO_SKIP
     compute_dtype: torch.dtype = torch.bfloat16
     is_tensor_update_accumulating: bool = True
     expert_affinities_scaling_mode: ExpertAffinityScaleMode | str = ExpertAffinityScaleMode.POST_SCALE

@@ -35,13 +35,13 @@ Result = tuple[Tensor, Tensor | None, Tensor | None]
 def run(problem: Problem) -> Result:
     """Compute a checked call."""
     rows, device = problem.rows, problem.hidden.device
-    pairs = len(rows.token_R)
-    save, down_RH = Checkpoints(), None
+    kept: list[Tensor] = []
     if problem.keep:
-        kept = {"dtype": problem.kept_dtype, "device": device}
-        save = Checkpoints(*(torch.empty((pairs, problem.inner), **kept) for _ in range(2)))  # type: ignore[call-overload]
-        if problem.place is not Place.INTERMEDIATE:
-            down_RH = torch.empty((pairs, problem.hidden.shape[1]), **kept)  # type: ignore[call-overload]
+        widths = [problem.inner, problem.inner, problem.hidden.shape[1]]
+        widths = widths[: 2 if problem.place is Place.INTERMEDIATE else 3]
+        shapes = [(len(rows.token_R), width) for width in widths]
+        kept = [torch.empty(shape, dtype=problem.kept_dtype, device=device) for shape in shapes]
+    save, down_RH = Checkpoints(*kept[:2]), kept[2] if len(kept) == 3 else None
     loader = _loader(problem)
     total_TH = torch.zeros(problem.hidden.shape, dtype=torch.float32, device=device)
     hidden = _quantized_hidden(problem, loader)
@@ -59,7 +59,7 @@ def run(problem: Problem) -> Result:
         )
         _finish(problem, out_RH, None if down_RH is None else down_RH[start:end], expert, start, end)
         total_TH.index_add_(0, rows.token_R[start:end], out_RH)
-    return total_TH.to(problem.output_dtype), *_kept_blocks(problem, save, down_RH)
+    return total_TH.to(problem.output_dtype), *_kept_blocks(problem, kept)
 
 
 def _is_plain(problem: Problem) -> bool:
@@ -162,18 +162,18 @@ def _finish(problem: Problem, out_RH: Tensor, down_RH: Tensor | None, expert: in
         out_RH.mul_(affinity_R1)
 
 
-def _kept_blocks(problem: Problem, save: Checkpoints, down_RH: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Return the kept activations by block: gate/up ``[N, 2, I, B]`` and down ``[N, B, H]``."""
-    if save.gate is None or save.up is None:
+def _kept_blocks(problem: Problem, kept: list[Tensor]) -> tuple[Tensor | None, Tensor | None]:
+    """Return the kept rows (gate, up and perhaps down) by block: gate/up ``[N, 2, I, B]`` and down ``[N, B, H]``."""
+    if not kept:
         return None, None
     idle_E2I, idle_EH = _idle_slots(problem)
     rows, blocks = problem.rows, problem.block_to_expert
     halves = [
         _to_blocks(rows, values_RI, None if idle_E2I is None else idle_E2I[:, half], blocks)
-        for half, values_RI in enumerate((save.gate, save.up))
+        for half, values_RI in enumerate(kept[:2])
     ]
     gate_up = torch.stack(halves, 1).transpose(2, 3).contiguous()
-    return gate_up, None if down_RH is None else _to_blocks(rows, down_RH, idle_EH, blocks)
+    return gate_up, _to_blocks(rows, kept[2], idle_EH, blocks) if len(kept) == 3 else None
 
 
 def _to_blocks(rows: BlockRows, values_RC: Tensor, idle_EC: Tensor | None, block_to_expert: Tensor) -> Tensor:

@@ -118,6 +118,10 @@ class SkipMode:
     skip_weight: bool = False
 
 
+NO_SKIP = SkipMode()
+"""The documented default of ``skip_dma``."""
+
+
 @dataclass(frozen=True)
 class QuantizationConfig:
     """Dequantization scales of the two projections; the direct arguments of 2.30 and later win over it."""
