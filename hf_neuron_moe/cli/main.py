@@ -1,6 +1,6 @@
 """Commands. Each imports what it needs when it runs, so that ``--help`` loads no torch.
 
-Exit codes: 0 done, 1 refused with a reason (one line on stderr), 2 wrong usage.
+Exit codes: 0 done, 1 refused with the reason on stderr, 2 wrong usage.
 """
 
 from __future__ import annotations

@@ -272,7 +272,7 @@ def _check_outcome(model: nn.Module, report: PatchReport, strict: bool) -> None:
             expected="a model with SwiGLU MLPs or experts that the kernels can compute",
             got=f"a {type(model).__name__} with {len(report.entries)} such blocks, {len(report.skipped)} of them "
             f"skipped and {len(refused)} refused{':' + listed if refused else ''}",
-            remedy=_what_to_do(report),
+            remedy=("\n" if refused else "") + _what_to_do(report),
         )
     if strict and refused:
         raise refuse(
@@ -280,8 +280,8 @@ def _check_outcome(model: nn.Module, report: PatchReport, strict: bool) -> None:
             where=_WHERE,
             argument="model",
             expected="a model whose MLP and experts blocks can all be patched (strict=True)",
-            got=f"{len(refused)} that cannot:{listed}\n",
-            remedy="Name them in exclude=..., or pass strict=False to leave them stock.",
+            got=f"{len(refused)} that cannot:{listed}",
+            remedy="\nName them in exclude=..., or pass strict=False to leave them stock.",
         )
 
 

@@ -84,7 +84,8 @@ def _kernel_parameters() -> Iterator[tuple[str, nn.Parameter]]:
 def _is_of_other_layout(param: Tensor, state: Any, *, marked: bool) -> bool:
     """Whether `state`, whose group says another layout or says nothing, holds values per element in another one."""
     tensors = [value for value in (state or {}).values() if isinstance(value, Tensor) and value.numel() > 1]
-    if not tensors:  # nothing to mix up: a fresh optimizer, or one without moments
+    # Nothing to mix up: a fresh optimizer, one without moments, or one that makes them (Adagrad) before its first step.
+    if not tensors or not int(state.get("step", 1)):
         return False
     # A group that says nothing may come from a release that wrote nothing; shapes tell where they are not square.
     fits = all(value.shape == param.shape for value in tensors) and param.shape[-1] != param.shape[-2]

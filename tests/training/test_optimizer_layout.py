@@ -112,6 +112,14 @@ def test_optimizers_without_moments_may_change_their_home() -> None:
     assert GROUP_KEY not in again.param_groups[0]
 
 
+def test_moments_that_exist_before_the_first_step_are_nobodys() -> None:
+    model = patched("kernel", hidden_size=32, intermediate_size=16)  # square gate_up: the shape tells nothing
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=1e-3)
+    assert optimizer.state[model.model.layers[0].mlp.experts.gate_up_proj]["sum"].numel() == 4 * 32 * 32
+    step(model, optimizer)
+    assert optimizer.param_groups[0][GROUP_KEY]
+
+
 def test_states_without_a_mark_are_judged_by_their_shapes() -> None:
     model = patched("kernel")  # H = 32, I = 48: no matrix is square
     optimizer = torch.optim.AdamW(model.parameters())
