@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hf_neuron_moe.kernels.block_conditions import block_conditions
     from hf_neuron_moe.kernels.blockwise_mm_bwd import MoEBackward, MoEBiasBackward, blockwise_mm_bwd
     from hf_neuron_moe.kernels.blockwise_mxfp8 import MoEForwardMXFP8, blockwise_mm_bwd_mxfp8, blockwise_mm_fwd_mxfp8
     from hf_neuron_moe.kernels.fp8_mul import (
@@ -25,11 +26,11 @@ if TYPE_CHECKING:
     )
     from hf_neuron_moe.kernels.launch_record import KernelLaunch, record_launches
     from hf_neuron_moe.kernels.mlp_mxfp8 import (
-        MLPBackward,
-        MLPForward,
         MatmulMxfp8KernelConfig,
+        MLPBackward,
         MlpBwdConfig,
         MlpBwdMatmulConfig,
+        MLPForward,
         MlpFwdConfig,
         compute_fused_gate_up_down_mxfp8,
         compute_phase1_down_proj_mm_grad_mxfp8,
@@ -89,13 +90,24 @@ if TYPE_CHECKING:
     )
     from hf_neuron_moe.kernels.mx_operand import MXOperand, TensorDescriptor
     from hf_neuron_moe.kernels.router_topk import router_topk
-    from hf_neuron_moe.kernels.routing import BlockPlan, build_block_plan, count_blocks, expert_mask, masked_affinities
+    from hf_neuron_moe.kernels.routing import (
+        BlockPlan,
+        BlockSizeChoice,
+        build_block_plan,
+        build_dropping_plan,
+        choose_block_size,
+        count_blocks,
+        dropping_capacity,
+        expert_mask,
+        masked_affinities,
+    )
 
 __all__ = [
     "ActFnType",
     "AffinityOption",
     "BlockPlan",
     "BlockShardStrategy",
+    "BlockSizeChoice",
     "ClampLimits",
     "DownProjOutputGradBlocking",
     "DownWeightGradBlocking",
@@ -127,6 +139,7 @@ __all__ = [
     "ShardOption229",
     "SkipMode",
     "TensorDescriptor",
+    "block_conditions",
     "blockwise_mm_baseline_shard_hidden",
     "blockwise_mm_baseline_shard_intermediate",
     "blockwise_mm_baseline_shard_intermediate_hybrid",
@@ -137,8 +150,10 @@ __all__ = [
     "blockwise_mm_shard_intermediate_mx",
     "blockwise_mm_shard_intermediate_mx_hybrid",
     "build_block_plan",
+    "build_dropping_plan",
     "bwmm_shard_on_block",
     "bwmm_shard_on_block_mx",
+    "choose_block_size",
     "compute_fused_gate_up_down_mxfp8",
     "compute_phase1_down_proj_mm_grad_mxfp8",
     "compute_phase2_hidden_states_grad_mxfp8",
@@ -146,6 +161,7 @@ __all__ = [
     "compute_phase3_gate_up_weight_grad_mxfp8",
     "compute_phase4_down_weight_grad_mxfp8",
     "count_blocks",
+    "dropping_capacity",
     "expert_mask",
     "fp8_division_transpose",
     "fp8_mul_backward",
@@ -172,6 +188,7 @@ __all__ = [
 ]
 
 _NAMES = {
+    "block_conditions": ("block_conditions",),
     "blockwise_mm_bwd": ("MoEBackward", "MoEBiasBackward", "blockwise_mm_bwd"),
     "blockwise_mxfp8": ("MoEForwardMXFP8", "blockwise_mm_bwd_mxfp8", "blockwise_mm_fwd_mxfp8"),
     "fp8_mul": (
@@ -247,7 +264,17 @@ _NAMES = {
     ),
     "mx_operand": ("MXOperand", "TensorDescriptor"),
     "router_topk": ("router_topk",),
-    "routing": ("BlockPlan", "build_block_plan", "count_blocks", "expert_mask", "masked_affinities"),
+    "routing": (
+        "BlockPlan",
+        "BlockSizeChoice",
+        "build_block_plan",
+        "build_dropping_plan",
+        "choose_block_size",
+        "count_blocks",
+        "dropping_capacity",
+        "expert_mask",
+        "masked_affinities",
+    ),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 

@@ -1,0 +1,180 @@
+"""Write docs/kernels.md: every argument of every kernel function, and what becomes of it.
+
+    python scripts/make_kernel_docs.py            # writes docs/kernels.md
+    python scripts/make_kernel_docs.py --check    # fails if it would change
+
+Arguments and defaults come from the signatures, the words from docs/kernels.toml. An argument without an entry is an
+error, and so is an entry that no signature has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import enum
+import inspect
+import sys
+import tomllib
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_neuron_moe import kernels
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+STATUSES = {
+    "yes": "supported",
+    "partly": "supported in part",
+    "no effect": "accepted, no effect on values",
+    "refused": "refused",
+}
+
+
+class DocumentationError(Exception):
+    """The declarative file and the signatures disagree."""
+
+
+def load(path: Path = DOCS / "kernels.toml") -> dict[str, Any]:
+    """Read the declarative file."""
+    return tomllib.loads(path.read_text(encoding="utf-8"))
+
+
+def render(declared: dict[str, Any], package: Any = kernels) -> str:
+    """Return the whole page.
+
+    Raises:
+        DocumentationError: a function or an argument is missing, or something declared does not exist.
+    """
+    functions, types = public_names(package)
+    described = [function["name"] for system in declared["system"] for function in system["function"]]
+    disagree("functions", described, functions)
+    disagree("types", list(declared["types"]), types)
+    blocks = [declared["intro"].strip(), status_list()]
+    for number, system in enumerate(declared["system"], start=1):
+        blocks += [f"## {number}. {system['title']}", system["intro"].strip()]
+        unused = set(system.get("arguments", {}))
+        for function in system["function"]:
+            blocks += function_blocks(function, system.get("arguments", {}), getattr(package, function["name"]), unused)
+        if unused:
+            raise DocumentationError(f"{system['title']}: no function has the arguments {sorted(unused)}")
+    blocks += ["## Types", declared["types_intro"].strip()]
+    blocks.append(table(["type", "members or fields", ""], type_rows(declared["types"], package)))
+    return "\n\n".join(blocks) + "\n"
+
+
+def public_names(package: Any) -> tuple[list[str], list[str]]:
+    """Split the package's public names into functions and types."""
+    values = {name: getattr(package, name) for name in package.__all__}
+    return [name for name in values if not inspect.isclass(values[name])], [
+        name for name in values if inspect.isclass(values[name])
+    ]
+
+
+def disagree(kind: str, described: list[str], existing: list[str]) -> None:
+    """Raise if the two lists of names are not the same."""
+    missing, unknown = sorted(set(existing) - set(described)), sorted(set(described) - set(existing))
+    if missing or unknown or len(described) != len(set(described)):
+        raise DocumentationError(f"{kind}: not described {missing}, described but not public {unknown}, or twice")
+
+
+def function_blocks(function: dict[str, Any], shared: dict[str, str], value: Any, unused: set[str]) -> list[str]:
+    """Return heading, text and argument table of one function; takes the shared entries it uses out of `unused`."""
+    name, own = function["name"], dict(function.get("arguments", {}))
+    rows = []
+    parameters = inspect.signature(value).parameters.values()
+    for parameter in parameters:
+        key = matching(parameter.name, own) or matching(parameter.name, shared)
+        if key is None:
+            raise DocumentationError(f"{name}: argument {parameter.name} is not described")
+        entry = own.get(key) or shared[key]
+        if key not in own:
+            unused.discard(key)
+        keyword = " (keyword)" if parameter.kind is inspect.Parameter.KEYWORD_ONLY else ""
+        status, _, note = entry.partition(":")
+        if status not in STATUSES or not note.strip():
+            raise DocumentationError(f"{name}: {parameter.name} is {entry!r}, not 'status: note'")
+        rows.append([f"`{parameter.name}`{keyword}", shown(parameter.default), STATUSES[status], note.strip()])
+    extra = [key for key in own if not any(fnmatchcase(parameter.name, key) for parameter in parameters)]
+    if extra:
+        raise DocumentationError(f"{name}: no such argument {extra}")
+    return [f"### `{name}`", function["text"].strip(), table(["argument", "default", "support", "note"], rows)]
+
+
+def matching(argument: str, entries: dict[str, str]) -> str | None:
+    """Return the key of an argument: its own name, or the first pattern that fits."""
+    if argument in entries:
+        return argument
+    return next((key for key in entries if fnmatchcase(argument, key)), None)
+
+
+def shown(default: Any) -> str:
+    """Spell a default as it would be written in a call."""
+    if default is inspect.Parameter.empty:
+        return "required"
+    if isinstance(default, enum.Enum):
+        return f"`{type(default).__name__}.{default.name}`"
+    if isinstance(default, torch.dtype):
+        return f"`{default}`"
+    return f"`{default!r}`"
+
+
+def type_rows(declared: dict[str, str], package: Any) -> Iterator[list[str]]:
+    """One row per public type, with what it consists of."""
+    for name in sorted(declared):
+        yield [f"`{name}`", ", ".join(parts(getattr(package, name))), declared[name]]
+
+
+def parts(kind: type) -> list[str]:
+    """Members of an enum, fields of a record with their defaults, fields of a named tuple."""
+    if issubclass(kind, enum.Enum):
+        return [f"`{member.name}`={member.value}" for member in kind]
+    if dataclasses.is_dataclass(kind):
+        return [f"`{field.name}`{'' if field.default is dataclasses.MISSING else '=' + plain(field.default)}"
+                for field in dataclasses.fields(kind) if field.init]  # fmt: skip
+    return [f"`{field}`" for field in getattr(kind, "_fields", ())]
+
+
+def plain(default: Any) -> str:
+    """Spell a field's default without further markup."""
+    return shown(default).strip("`")
+
+
+def status_list() -> str:
+    """Explain the words of the support column."""
+    meanings = {
+        "yes": "does what its documentation says",
+        "partly": "the note says which values are refused or act differently",
+        "no effect": "checked where upstream documents a rule; it schedules work on the device",
+        "refused": "any value but the default raises",
+    }
+    return "\n".join(f"* **{STATUSES[status]}**: {text}." for status, text in meanings.items())
+
+
+def table(head: list[str], rows: Any) -> str:
+    """Format a Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(
+        "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in line) + " |" for line in lines
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if docs/kernels.md is out of date")
+    check = parser.parse_args().check
+    page, target = render(load()), DOCS / "kernels.md"
+    if check:
+        current = target.read_text(encoding="utf-8") if target.exists() else ""
+        if current != page:
+            print("docs/kernels.md is out of date: run python scripts/make_kernel_docs.py")
+        return int(current != page)
+    target.write_text(page, encoding="utf-8")
+    print(f"wrote {target}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""docs/kernels.md says what the signatures say, and the generator notices when it would not."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+from make_kernel_docs import DocumentationError, load, render
+
+from hf_neuron_moe import kernels
+
+
+@pytest.fixture(scope="module")
+def declared() -> dict[str, Any]:
+    return load()
+
+
+def test_the_page_is_up_to_date(declared: dict[str, Any], repo_root: Path) -> None:
+    page = (repo_root / "docs" / "kernels.md").read_text(encoding="utf-8")
+    assert page == render(declared), "run python scripts/make_kernel_docs.py"
+
+
+def test_every_argument_of_every_function_has_a_row(repo_root: Path) -> None:
+    """Read the page itself, without the generator's code."""
+    page = (repo_root / "docs" / "kernels.md").read_text(encoding="utf-8")
+    sections = {part.split("`", 1)[0]: part for part in page.split("\n### `")[1:]}
+    functions = [name for name in kernels.__all__ if not inspect.isclass(getattr(kernels, name))]
+    assert sorted(sections) == sorted(functions)
+    for name in functions:
+        rows = [line.split("`")[1] for line in sections[name].split("\n## ")[0].splitlines() if line.startswith("| `")]
+        assert rows == list(inspect.signature(getattr(kernels, name)).parameters), name
+
+
+def test_the_five_systems_and_the_router_are_there(declared: dict[str, Any]) -> None:
+    first = [system["function"][0]["name"] for system in declared["system"]]
+    assert first == [
+        "mlp_forward_mxfp8", "mlp_backward_mxfp8", "moe_cte", "blockwise_mm_bwd", "fp8_mul_backward", "router_topk",
+    ]  # fmt: skip
+
+
+def changed(declared: dict[str, Any], function: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """A copy of the declarations, and the arguments of one function in it."""
+    other = copy.deepcopy(declared)
+    for system in other["system"]:
+        for entry in system["function"]:
+            if entry["name"] == function:
+                return other, entry.setdefault("arguments", {})
+    raise AssertionError(function)
+
+
+def test_a_missing_argument_is_noticed(declared: dict[str, Any]) -> None:
+    other, arguments = changed(declared, "router_topk")
+    del arguments["norm_topk_prob"]
+    with pytest.raises(DocumentationError, match="router_topk: argument norm_topk_prob is not described"):
+        render(other)
+
+
+def test_an_argument_that_does_not_exist_is_noticed(declared: dict[str, Any]) -> None:
+    other, arguments = changed(declared, "router_topk")
+    arguments["top_p"] = "yes: no such thing"
+    with pytest.raises(DocumentationError, match="router_topk: no such argument"):
+        render(other)
+    other = copy.deepcopy(declared)
+    other["system"][0].setdefault("arguments", {})["nothing"] = "yes: no such thing"
+    with pytest.raises(DocumentationError, match="no function has the arguments"):
+        render(other)
+
+
+def test_a_status_must_be_one_of_the_known(declared: dict[str, Any]) -> None:
+    other, arguments = changed(declared, "router_topk")
+    arguments["k"] = "maybe: who knows"
+    with pytest.raises(DocumentationError, match="'maybe: who knows'"):
+        render(other)
+
+
+def test_a_new_function_and_a_new_type_are_noticed(declared: dict[str, Any]) -> None:
+    values = {name: getattr(kernels, name) for name in kernels.__all__}
+    more = types.SimpleNamespace(**values, new=len, __all__=[*kernels.__all__, "new"])
+    with pytest.raises(DocumentationError, match=r"functions: not described \['new'\]"):
+        render(declared, more)
+    more = types.SimpleNamespace(**values, New=int, __all__=[*kernels.__all__, "New"])
+    with pytest.raises(DocumentationError, match=r"types: not described \['New'\]"):
+        render(declared, more)
