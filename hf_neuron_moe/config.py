@@ -11,6 +11,7 @@ from hf_neuron_moe.errors import ConfigError, nearest, refuse
 PRECISIONS = ("bf16", "mxfp8", "fp32")
 BACKENDS = ("auto", "torch", "neuron", "triton")
 WEIGHT_HOMES = ("auto", "stock", "kernel")
+ACTIVATIONS = ("minimal", "fp8", "recompute")
 BLOCK_SIZES = (128, 256, 512, 1024, 2048, 4096)
 """Tokens per block that ``blockwise_mm_bwd`` accepts (2048 and 4096 since release 2.33)."""
 
@@ -32,12 +33,17 @@ class NeuronMoEConfig:
             layouts in either case, and the numbers are the same.
         block_size: tokens per block of the blockwise MoE kernels. It decides which tokens share an MX scale in the
             weight gradients of ``"mxfp8"``; it does not change ``"bf16"`` and ``"fp32"`` results.
+        activations: what a block keeps for its backward. ``"minimal"``: its input and the gate and up
+            pre-activations, without loss. ``"fp8"``: the same in FP8 (e4m3, groups of 64 with one bf16 scale), about
+            half the bytes; the backward is that of COAT, ``fp8_mul_backward``, and the gradients differ by what FP8
+            loses. ``"recompute"``: the input only; gate and up are multiplied again.
     """
 
     precision: str = "bf16"
     backend: str = "auto"
     weights: str = "auto"
     block_size: int = 512
+    activations: str = "minimal"
 
     def __new__(cls, *args: Any, **options: Any) -> NeuronMoEConfig:
         """Refuse misspelt option names with the package's own error, before the generated ``__init__`` sees them."""
@@ -45,7 +51,13 @@ class NeuronMoEConfig:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        for name, allowed in (("precision", PRECISIONS), ("backend", BACKENDS), ("weights", WEIGHT_HOMES)):
+        choices = {
+            "precision": PRECISIONS,
+            "backend": BACKENDS,
+            "weights": WEIGHT_HOMES,
+            "activations": ACTIVATIONS,
+        }
+        for name, allowed in choices.items():
             value = getattr(self, name)
             if value not in allowed:
                 hint = nearest(value, list(allowed)) if isinstance(value, str) else ""

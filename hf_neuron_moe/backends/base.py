@@ -9,24 +9,39 @@ from typing import Protocol
 
 from torch import Tensor
 
+NOTHING = ""
+"""Policy of a forward whose backward will not come."""
+
+Saved = tuple[Tensor, Tensor, Tensor, Tensor]
+"""What a forward kept for its backward: four tensors whose meaning is the policy's; unused ones are empty."""
+
 
 class Backend(Protocol):
     """Forward and backward of the two blocks; all functional, results are returned and never written into arguments.
 
     ``precision`` is ``"bf16"``, ``"mxfp8"`` or ``"fp32"``. Activations arrive and leave in bf16 (fp32 for ``"fp32"``);
     weights have any float dtype and are read in the precision asked for; weight gradients have the weights' dtype.
+
+    ``keep`` is the activation policy, or :data:`NOTHING`. A forward returns its result and :data:`Saved`:
+
+    * ``"minimal"``: gate ``[R, I]`` and the first columns of up ``[R, kept]``, pre-activations in the compute dtype;
+    * ``"recompute"``: nothing; the backward multiplies gate and up again;
+    * ``"fp8"``: codes ``[2, R, I]`` and scales ``[2, R, G]`` of gate and up, codes ``[S, H]`` and scales of the input,
+      which then need not be kept itself: the backward ignores its ``x``.
+
+    R is S for the dense MLP and the token-expert pairs in expert order for experts.
     """
 
     name: str
 
-    def kept_up_columns(self, intermediate: int) -> int:
-        """How many of the I columns of the up pre-activations the forward keeps; the backward recomputes the rest."""
+    def fake_saved(self, x: Tensor, rows: int, intermediate: int, keep: str) -> Saved:
+        """Return uninitialized tensors of the shapes and dtypes that a forward keeps, made with ``x.new_empty``."""
         ...
 
     def mlp_forward(
-        self, x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, precision: str, keep: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return ``y [S, H]`` and, if `keep`, gate ``[S, I]`` and up ``[S, kept]`` pre-activations (else empty)."""
+        self, x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, precision: str, keep: str
+    ) -> tuple[Tensor, Saved]:
+        """Return ``y [S, H]`` and what is kept."""
         ...
 
     def mlp_few_rows(
@@ -45,9 +60,9 @@ class Backend(Protocol):
         gate_IH: Tensor,
         up_IH: Tensor,
         down_HI: Tensor,
-        gate_pre_SI: Tensor,
-        up_pre_SI: Tensor,
+        saved: Saved,
         precision: str,
+        keep: str,
         wants_input: bool,
         wants_weights: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -64,9 +79,9 @@ class Backend(Protocol):
         transposed: bool,
         precision: str,
         block_size: int,
-        keep: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return ``y [T, H]`` and, if `keep`, gate ``[R, I]`` and up ``[R, kept]`` pre-activations (else empty).
+        keep: str,
+    ) -> tuple[Tensor, Saved]:
+        """Return ``y [T, H]`` and what is kept.
 
         `gate_up` and `down` are ``[E, 2I, H]`` and ``[E, H, I]``, or ``[E, H, 2I]`` and ``[E, I, H]`` if `transposed`.
         Pairs whose expert id is E or larger belong to other ranks and contribute nothing.
@@ -81,11 +96,11 @@ class Backend(Protocol):
         weight_TK: Tensor,
         gate_up: Tensor,
         down: Tensor,
-        gate_pre_RI: Tensor,
-        up_pre_RI: Tensor,
+        saved: Saved,
         transposed: bool,
         precision: str,
         block_size: int,
+        keep: str,
         wants_input: bool,
         wants_routing: bool,
         wants_weights: bool,

@@ -65,6 +65,7 @@ class NeuronExperts(NeuronBlock):
             precision=config.precision,
             block_size=config.block_size,
             backend=config.backend,
+            activations=config.activations,
         )
 
 
@@ -149,6 +150,7 @@ class _RegisteredExperts:
             precision=self.config.precision,
             block_size=self.config.block_size,
             backend=resolve_backend(self.config.backend, hidden_states.device),
+            activations=self.config.activations,
         )
 
 

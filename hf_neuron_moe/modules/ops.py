@@ -2,9 +2,9 @@
 
 Legend: S or T tokens, H hidden, I intermediate, E experts, K experts per token, R = T * K pairs in expert order.
 
-Saved for backward are the block's input (in the compute dtype), the routing, the gate pre-activations and the up
-pre-activations (the torch backend keeps seven eighths of their columns and multiplies the rest again); everything
-else is recomputed elementwise. Weights are saved as references. No gradient is computed that nobody asked for.
+Saved for backward are the block's input (in the compute dtype), the routing, and what the activation policy keeps
+(``keep``; see :class:`hf_neuron_moe.backends.base.Backend`); everything else is recomputed. Weights are saved as
+references. No gradient is computed that nobody asked for.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from hf_neuron_moe.backends import get_backend
+from hf_neuron_moe.backends.base import NOTHING
+from hf_neuron_moe.config import ACTIVATIONS
 from hf_neuron_moe.errors import ConfigError, nearest, refuse
 from hf_neuron_moe.kernels.checks import check_dtype, check_multiple, check_same_device, check_shape
 
@@ -26,7 +28,14 @@ _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
 def swiglu_mlp(
-    x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, *, precision: str, backend: str
+    x_SH: Tensor,
+    gate_IH: Tensor,
+    up_IH: Tensor,
+    down_HI: Tensor,
+    *,
+    precision: str,
+    backend: str,
+    activations: str = "minimal",
 ) -> Tensor:
     """``(silu(x Wg^T) * x Wu^T) Wd^T`` in `precision`, differentiable.
 
@@ -37,6 +46,7 @@ def swiglu_mlp(
         down_HI: ``[H, I]``.
         precision: ``"bf16"``, ``"mxfp8"`` or ``"fp32"``.
         backend: what :func:`hf_neuron_moe.backends.resolve_backend` returned.
+        activations: what is kept for the backward, as in :class:`hf_neuron_moe.NeuronMoEConfig`.
 
     Returns:
         ``[S, H]`` in the dtype of `x_SH`.
@@ -52,10 +62,9 @@ def swiglu_mlp(
     inputs = (x_SH.to(_COMPUTE_DTYPE[precision]), gate_IH, up_IH, down_HI)
     if _plain_inference(inputs):
         with _exact_dtypes(x_SH):
-            y_SH, _, _ = get_backend(backend).mlp_forward(*inputs, precision, keep=False)
+            y_SH, _ = get_backend(backend).mlp_forward(*inputs, precision, NOTHING)
     else:
-        keep = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
-        y_SH, _, _ = mlp_fwd(*inputs, precision, backend, keep)
+        y_SH = mlp_fwd(*inputs, precision, backend, _policy(inputs, activations))[0]
     return y_SH.to(x_SH.dtype)
 
 
@@ -70,6 +79,7 @@ def experts(
     precision: str,
     block_size: int,
     backend: str,
+    activations: str = "minimal",
 ) -> Tensor:
     """``sum_k weight_k * expert_k(x)`` with gated SiLU experts in `precision`, differentiable.
 
@@ -83,6 +93,7 @@ def experts(
         precision: ``"bf16"``, ``"mxfp8"`` or ``"fp32"``.
         block_size: tokens per block of the blockwise kernels; matters for mxfp8 weight gradients only.
         backend: what :func:`hf_neuron_moe.backends.resolve_backend` returned.
+        activations: what is kept for the backward, as in :class:`hf_neuron_moe.NeuronMoEConfig`.
 
     Returns:
         ``[T, H]`` in the dtype of `x_TH`.
@@ -98,10 +109,10 @@ def experts(
     inputs = (x_TH.to(_COMPUTE_DTYPE[precision]), top_k_index_TK, top_k_weights_TK, gate_up, down)
     if _plain_inference(inputs):
         with _exact_dtypes(x_TH):
-            y_TH, _, _ = get_backend(backend).experts_forward(*inputs, transposed, precision, block_size, keep=False)
+            y_TH, _ = get_backend(backend).experts_forward(*inputs, transposed, precision, block_size, NOTHING)
     else:
-        keep = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
-        y_TH, _, _ = moe_fwd(*inputs, transposed, precision, block_size, backend, keep)
+        keep = _policy(inputs, activations)
+        y_TH = moe_fwd(*inputs, transposed, precision, block_size, backend, keep)[0]
     return y_TH.to(x_TH.dtype)
 
 
@@ -194,6 +205,20 @@ def _expected_sizes(x_TH: Tensor, down: Tensor, transposed: bool) -> tuple[int, 
     return (tokens, len(down), hidden, 2 * inner) if transposed else (tokens, len(down), 2 * inner, hidden)
 
 
+def _policy(inputs: tuple[Tensor, ...], activations: str) -> str:
+    """The activation policy where a backward may come, else :data:`NOTHING`."""
+    if activations not in ACTIVATIONS:
+        raise refuse(
+            ConfigError,
+            where="ops",
+            argument="activations",
+            expected=f"one of {', '.join(ACTIVATIONS)}",
+            got=repr(activations),
+            remedy=f"Choose one of these.{nearest(str(activations), list(ACTIVATIONS))}",
+        )
+    return activations if torch.is_grad_enabled() and any(t.requires_grad for t in inputs) else NOTHING
+
+
 def _plain_inference(inputs: tuple[Tensor, ...]) -> bool:
     """Whether the operator's dispatch can be skipped: nothing to record, nothing to trace, ordinary tensors.
 
@@ -216,13 +241,18 @@ def _exact_dtypes(tensor: Tensor) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
+_Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+_Grads = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
 @torch.library.custom_op("hf_neuron_moe::mlp_fwd", mutates_args=())
 def mlp_fwd(
-    x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, precision: str, backend: str, keep: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Forward of the dense MLP; returns ``(y, gate_pre, up_pre)``, the latter two empty unless `keep`."""
+    x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, precision: str, backend: str, keep: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Forward of the dense MLP; returns y and the four tensors that the policy keeps."""
     with _exact_dtypes(x_SH):
-        return get_backend(backend).mlp_forward(x_SH, gate_IH, up_IH, down_HI, precision, keep)
+        y_SH, saved = get_backend(backend).mlp_forward(x_SH, gate_IH, up_IH, down_HI, precision, keep)
+    return y_SH, *saved
 
 
 @torch.library.custom_op("hf_neuron_moe::mlp_bwd", mutates_args=())
@@ -232,42 +262,50 @@ def mlp_bwd(
     gate_IH: Tensor,
     up_IH: Tensor,
     down_HI: Tensor,
-    gate_pre_SI: Tensor,
-    up_pre_SI: Tensor,
+    saved_a: Tensor,
+    saved_b: Tensor,
+    saved_c: Tensor,
+    saved_d: Tensor,
     precision: str,
     backend: str,
+    keep: str,
     wants_input: bool,
     wants_weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, gate, up and down; empty where not wanted."""
-    with _exact_dtypes(x_SH):
+    saved = (saved_a, saved_b, saved_c, saved_d)
+    with _exact_dtypes(dout_SH):
         return get_backend(backend).mlp_backward(
-            dout_SH, x_SH, gate_IH, up_IH, down_HI, gate_pre_SI, up_pre_SI, precision, wants_input, wants_weights
+            dout_SH, x_SH, gate_IH, up_IH, down_HI, saved, precision, keep, wants_input, wants_weights
         )
 
 
 @mlp_fwd.register_fake
-def _(x_SH, gate_IH, up_IH, down_HI, precision, backend, keep):  # type: ignore[no-untyped-def]
-    rows, columns = x_SH.shape[0], gate_IH.shape[0]
-    return x_SH.new_empty(x_SH.shape), *_fake_checkpoints(x_SH, rows, columns, backend, keep)
+def _(
+    x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, precision: str, backend: str, keep: str
+) -> _Outputs:
+    saved = get_backend(backend).fake_saved(x_SH, x_SH.shape[0], gate_IH.shape[0], keep)
+    return x_SH.new_empty(x_SH.shape), *saved
 
 
 @mlp_bwd.register_fake
-def _(dout, x_SH, gate_IH, up_IH, down_HI, gate_pre, up_pre, precision, backend, wants_input, wants_weights):  # type: ignore[no-untyped-def]
-    weights = (gate_IH, up_IH, down_HI)
-    return (_like(x_SH, wants_input, x_SH), *(_like(w, wants_weights, x_SH) for w in weights))
+def _(dout: Tensor, x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, *rest: Any) -> _Grads:
+    *_, wants_input, wants_weights = rest
+    d_gate, d_up, d_down = (_like(w, wants_weights, dout) for w in (gate_IH, up_IH, down_HI))
+    return _like(dout, wants_input, dout), d_gate, d_up, d_down
 
 
 def _mlp_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x_SH, gate_IH, up_IH, down_HI, ctx.precision, ctx.backend, _ = inputs
-    ctx.mark_non_differentiable(output[1], output[2])
-    ctx.save_for_backward(x_SH, gate_IH, up_IH, down_HI, output[1], output[2])
+    x_SH, *weights, ctx.precision, ctx.backend, ctx.keep = inputs
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(_kept_input(x_SH, ctx.keep), *weights, *output[1:])
 
 
 def _mlp_backward(ctx: Any, dout_SH: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     needs = ctx.needs_input_grad
     wants_weights = any(needs[1:4])
-    grads = mlp_bwd(dout_SH.contiguous(), *ctx.saved_tensors, ctx.precision, ctx.backend, needs[0], wants_weights)
+    options = (ctx.precision, ctx.backend, ctx.keep)
+    grads = mlp_bwd(dout_SH.contiguous(), *ctx.saved_tensors, *options, needs[0], wants_weights)
     return *(grad if need else None for grad, need in zip(grads, needs, strict=False)), None, None, None
 
 
@@ -285,13 +323,13 @@ def moe_fwd(
     precision: str,
     block_size: int,
     backend: str,
-    keep: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Forward of the experts; returns ``(y, gate_pre, up_pre)``, the latter two empty unless `keep`."""
+    keep: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Forward of the experts; returns y and the four tensors that the policy keeps."""
+    operands = (x_TH, index_TK, weight_TK, gate_up, down)
     with _exact_dtypes(x_TH):
-        return get_backend(backend).experts_forward(
-            x_TH, index_TK, weight_TK, gate_up, down, transposed, precision, block_size, keep
-        )
+        y_TH, saved = get_backend(backend).experts_forward(*operands, transposed, precision, block_size, keep)
+    return y_TH, *saved
 
 
 @torch.library.custom_op("hf_neuron_moe::moe_bwd", mutates_args=())
@@ -302,88 +340,67 @@ def moe_bwd(
     weight_TK: Tensor,
     gate_up: Tensor,
     down: Tensor,
-    gate_pre_RI: Tensor,
-    up_pre_RI: Tensor,
+    saved_a: Tensor,
+    saved_b: Tensor,
+    saved_c: Tensor,
+    saved_d: Tensor,
     transposed: bool,
     precision: str,
     block_size: int,
     backend: str,
+    keep: str,
     wants_input: bool,
     wants_routing: bool,
     wants_weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, the routing weights, gate_up and down; empty where not wanted."""
-    with _exact_dtypes(x_TH):
-        return get_backend(backend).experts_backward(
-            dout_TH,
-            x_TH,
-            index_TK,
-            weight_TK,
-            gate_up,
-            down,
-            gate_pre_RI,
-            up_pre_RI,
-            transposed,
-            precision,
-            block_size,
-            wants_input,
-            wants_routing,
-            wants_weights,
-        )
+    operands = (dout_TH, x_TH, index_TK, weight_TK, gate_up, down, (saved_a, saved_b, saved_c, saved_d))
+    wants = (wants_input, wants_routing, wants_weights)
+    with _exact_dtypes(dout_TH):
+        return get_backend(backend).experts_backward(*operands, transposed, precision, block_size, keep, *wants)
 
 
 @moe_fwd.register_fake
-def _(x_TH, index_TK, weight_TK, gate_up, down, transposed, precision, block_size, backend, keep):  # type: ignore[no-untyped-def]
+def _(
+    x_TH: Tensor,
+    index_TK: Tensor,
+    weight_TK: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    transposed: bool,
+    precision: str,
+    block_size: int,
+    backend: str,
+    keep: str,
+) -> _Outputs:
     columns = down.shape[1] if transposed else down.shape[2]
-    return x_TH.new_empty(x_TH.shape), *_fake_checkpoints(x_TH, index_TK.numel(), columns, backend, keep)
+    return x_TH.new_empty(x_TH.shape), *get_backend(backend).fake_saved(x_TH, index_TK.numel(), columns, keep)
 
 
 @moe_bwd.register_fake
-def _(  # type: ignore[no-untyped-def]
-    dout,
-    x_TH,
-    index_TK,
-    weight_TK,
-    gate_up,
-    down,
-    gate_pre,
-    up_pre,
-    transposed,
-    precision,
-    block_size,
-    backend,
-    wants_input,
-    wants_routing,
-    wants_weights,
-):
+def _(
+    dout: Tensor, x_TH: Tensor, index_TK: Tensor, weight_TK: Tensor, gate_up: Tensor, down: Tensor, *rest: Any
+) -> _Grads:
+    *_, wants_input, wants_routing, wants_weights = rest
     return (
-        _like(x_TH, wants_input, x_TH),
-        _like(weight_TK, wants_routing, x_TH),
-        _like(gate_up, wants_weights, x_TH),
-        _like(down, wants_weights, x_TH),
+        _like(dout, wants_input, dout),
+        _like(weight_TK, wants_routing, dout),
+        _like(gate_up, wants_weights, dout),
+        _like(down, wants_weights, dout),
     )
 
 
 def _moe_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, ctx.transposed, ctx.precision, ctx.block_size, ctx.backend, _ = inputs
-    ctx.mark_non_differentiable(output[1], output[2])
-    ctx.save_for_backward(*tensors, output[1], output[2])
+    x_TH, *tensors, transposed, precision, block_size, backend, ctx.keep = inputs
+    ctx.options = (transposed, precision, block_size, backend)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(_kept_input(x_TH, ctx.keep), *tensors, *output[1:])
 
 
 def _moe_backward(ctx: Any, dout_TH: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     needs = ctx.needs_input_grad
-    wants_weights = needs[3] or needs[4]
-    d_x, d_weight, d_gate_up, d_down = moe_bwd(
-        dout_TH.contiguous(),
-        *ctx.saved_tensors,
-        ctx.transposed,
-        ctx.precision,
-        ctx.block_size,
-        ctx.backend,
-        needs[0],
-        needs[2],
-        wants_weights,
-    )
+    wants = (needs[0], needs[2], needs[3] or needs[4])
+    d_x, d_weight, d_gate_up, d_down = moe_bwd(dout_TH.contiguous(), *ctx.saved_tensors, *ctx.options, ctx.keep, *wants)
     grads = (d_x, None, d_weight, d_gate_up, d_down)
     return *(grad if need else None for grad, need in zip(grads, needs, strict=False)), *(None,) * 5
 
@@ -391,13 +408,11 @@ def _moe_backward(ctx: Any, dout_TH: Tensor, *_: Any) -> tuple[Tensor | None, ..
 moe_fwd.register_autograd(_moe_backward, setup_context=_moe_setup)
 
 
+def _kept_input(x: Tensor, keep: str) -> Tensor:
+    """The block's input as autograd saves it: not at all where the policy keeps it in another form."""
+    return x.new_empty(0) if keep == "fp8" else x
+
+
 def _like(tensor: Tensor, wanted: bool, anchor: Tensor) -> Tensor:
     """Fake of a gradient: contiguous, of `tensor`'s shape and dtype; or empty, in the dtype the backend gives."""
     return tensor.new_empty(tensor.shape) if wanted else anchor.new_empty(0)
-
-
-def _fake_checkpoints(x: Tensor, rows: Any, columns: Any, backend: str, keep: bool) -> tuple[Tensor, Tensor]:
-    if not keep:
-        return x.new_empty(0), x.new_empty(0)
-    kept = get_backend(backend).kept_up_columns(columns)
-    return x.new_empty((rows, columns)), x.new_empty((rows, kept))

@@ -142,7 +142,15 @@ class NeuronSwiGLUMLP(NeuronBlock):
         gate_IH, up_IH, down_HI = self._weights()
         config, flat = self.neuron_config, hidden_states.dim() == 2
         x_SH = hidden_states if flat else hidden_states.reshape(-1, hidden_states.shape[-1])
-        out_SH = ops.swiglu_mlp(x_SH, gate_IH, up_IH, down_HI, precision=config.precision, backend=config.backend)
+        out_SH = ops.swiglu_mlp(
+            x_SH,
+            gate_IH,
+            up_IH,
+            down_HI,
+            precision=config.precision,
+            backend=config.backend,
+            activations=config.activations,
+        )
         return out_SH if flat else out_SH.reshape(hidden_states.shape)
 
     def _through_layers(self, hidden_states: Tensor, reason: str) -> Tensor:

@@ -12,8 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from hf_neuron_moe.backends.base import NOTHING
+from hf_neuron_moe.backends.torch import backend as torch_backend
 from hf_neuron_moe.backends.torch import routing
 from hf_neuron_moe.backends.torch.compute import FEW_ROWS
+from hf_neuron_moe.config import ACTIVATIONS
 from hf_neuron_moe.errors import ShapeError
 from hf_neuron_moe.modules import ops
 
@@ -251,12 +254,11 @@ def test_inference_equals_training_forward(precision: str, tokens: int, bound: f
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "mxfp8"])
 def test_the_recomputed_part_of_up_is_the_same_bits(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients with one eighth of up recomputed equal those with all of it kept."""
-    from hf_neuron_moe.backends.torch.backend import TorchBackend
 
     def grads(recompute: bool) -> tuple[Tensor, ...]:
         with monkeypatch.context() as patch:
             if not recompute:
-                patch.setattr(TorchBackend, "kept_up_columns", lambda self, inner: inner)
+                patch.setattr(torch_backend, "_kept_up_columns", lambda inner: inner)
             tensors = mlp_tensors(200, 64, 1024)
             return torch.autograd.grad(run_mlp(tensors, precision).square().sum(), tensors)
 
@@ -286,14 +288,14 @@ def test_compiles_without_a_graph_break() -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "mxfp8"])
-@pytest.mark.parametrize("keep", [False, True])
-def test_opcheck_forward(precision: str, keep: bool) -> None:
+@pytest.mark.parametrize("keep", [NOTHING, *ACTIVATIONS])
+def test_opcheck_forward(precision: str, keep: str) -> None:
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     tensors = [t.detach() for t in mlp_tensors(12, 32, 48)]
-    needs = [t.requires_grad_(keep) for t in (tensors[0].to(dtype), *tensors[1:])]
+    needs = [t.requires_grad_(bool(keep)) for t in (tensors[0].to(dtype), *tensors[1:])]
     torch.library.opcheck(ops.mlp_fwd, (*needs, precision, "torch", keep))
     x, index, weights, gate_up, down = (t.detach() for t in expert_tensors(12, 32, 48, 4, 2, False, idle=0))
-    floats = [t.requires_grad_(keep) for t in (x.to(dtype), weights, gate_up, down)]
+    floats = [t.requires_grad_(bool(keep)) for t in (x.to(dtype), weights, gate_up, down)]
     operands = (floats[0], index, *floats[1:])
     torch.library.opcheck(ops.moe_fwd, (*operands, False, precision, 128, "torch", keep))
 
@@ -303,10 +305,11 @@ def test_opcheck_backward(wanted: tuple[bool, bool, bool]) -> None:
     x, gate, up, down = (t.detach() for t in mlp_tensors(12, 32, 48))
     dout = torch.randn(12, 32)
     checks = ("test_schema", "test_faketensor")
-    pre = (torch.randn(12, 48), torch.randn(12, 48))
-    mlp_args = (dout, x, gate, up, down, *pre, "fp32", "torch", wanted[0], wanted[2])
+    empty = (torch.empty(0), torch.empty(0))
+    pre = (torch.randn(12, 48), torch.randn(12, 48), *empty)
+    mlp_args = (dout, x, gate, up, down, *pre, "fp32", "torch", "minimal", wanted[0], wanted[2])
     torch.library.opcheck(ops.mlp_bwd, mlp_args, test_utils=checks)
     x, index, weights, gate_up, down = (t.detach() for t in expert_tensors(12, 32, 48, 4, 2, True))
-    pre = (torch.randn(24, 48), torch.randn(24, 48))
-    moe_args = (dout, x, index, weights, gate_up, down, *pre, True, "fp32", 128, "torch", *wanted)
+    pre = (torch.randn(24, 48), torch.randn(24, 48), *empty)
+    moe_args = (dout, x, index, weights, gate_up, down, *pre, True, "fp32", 128, "torch", "minimal", *wanted)
     torch.library.opcheck(ops.moe_bwd, moe_args, test_utils=checks)

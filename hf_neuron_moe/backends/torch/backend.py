@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from hf_neuron_moe.backends.base import Saved
 from hf_neuron_moe.backends.torch import few_rows
 from hf_neuron_moe.backends.torch.experts import (
     ExpertGrads,
@@ -21,6 +22,8 @@ from hf_neuron_moe.backends.torch.experts import (
 )
 from hf_neuron_moe.backends.torch.ffn_backward import FFNBackward, FFNGrads
 from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints, FFNWeights, RowSource, ffn_forward
+from hf_neuron_moe.backends.torch.gating import Gating
+from hf_neuron_moe.backends.torch.kept import FP8Gating, FP8Rows, fp8_storage
 from hf_neuron_moe.backends.torch.routing import SortedPairs, sort_pairs
 from hf_neuron_moe.backends.torch.tiling import make_loader
 
@@ -30,30 +33,29 @@ class TorchBackend:
 
     name = "torch"
 
-    def kept_up_columns(self, intermediate: int) -> int:
-        """Keep seven eighths of the up columns.
-
-        One eighth recomputed costs 1/72 of a step's multiplications and brings the kept bytes of a Mixtral-shaped
-        block below 0.45 of what the stock experts keep.
-        """
-        if intermediate < 512:
-            return intermediate
-        return intermediate - -(-intermediate // 512) * 64
+    def fake_saved(self, x: Tensor, rows: int, intermediate: int, keep: str) -> Saved:
+        if keep == "minimal":
+            gate, up = x.new_empty((rows, intermediate)), x.new_empty((rows, _kept_up_columns(intermediate)))
+            return gate, up, x.new_empty(0), x.new_empty(0)
+        if keep == "fp8":
+            return *fp8_storage(x, (2, rows), intermediate), *fp8_storage(x, (x.shape[0],), x.shape[1])
+        return _nothing(x)
 
     def mlp_forward(
-        self, x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, precision: str, keep: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, precision: str, keep: str
+    ) -> tuple[Tensor, Saved]:
         if not keep:
             out = self.mlp_few_rows(x_SH, gate_IH, up_IH, down_HI, precision)
             if out is not None:
-                return out, x_SH.new_empty(0), x_SH.new_empty(0)
+                return out, _nothing(x_SH)
         tokens = x_SH.shape[0]
-        save = self._checkpoints(x_SH, tokens, gate_IH.shape[0], keep)
+        saved = self.fake_saved(x_SH, tokens, gate_IH.shape[0], keep)
         out = torch.zeros(x_SH.shape, dtype=torch.float32, device=x_SH.device)
         if tokens:
             loader = make_loader(precision, x_SH.device, tokens, down_HI.dtype, lone_384=True)
+            save = _checkpoints(saved, keep)
             ffn_forward(RowSource(x_SH), FFNWeights(gate_IH, up_IH, down_HI), loader, out, save=save)
-        return _results(out.to(x_SH.dtype), x_SH, save)
+        return out.to(x_SH.dtype), _with_input(saved, x_SH, keep)
 
     def mlp_few_rows(
         self, x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, precision: str
@@ -72,12 +74,13 @@ class TorchBackend:
         gate_IH: Tensor,
         up_IH: Tensor,
         down_HI: Tensor,
-        gate_pre_SI: Tensor,
-        up_pre_SI: Tensor,
+        saved: Saved,
         precision: str,
+        keep: str,
         wants_input: bool,
         wants_weights: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        x_SH = _input(saved, x_SH, keep, dout_SH.dtype)
         tokens = x_SH.shape[0]
         weights = (gate_IH, up_IH, down_HI)
         grads = [torch.zeros(w.shape, dtype=w.dtype, device=w.device) for w in weights] if wants_weights else []
@@ -87,15 +90,15 @@ class TorchBackend:
             rounded = torch.bfloat16 if precision == "mxfp8" else torch.float32
             target = FFNGrads(d_gate, d_up, d_down, dx, rounded=rounded)
             loader = make_loader(precision, x_SH.device, tokens, down_HI.dtype)
-            saved = Checkpoints(gate_pre_SI, up_pre_SI)
             FFNBackward(
                 RowSource(dout_SH),
                 RowSource(x_SH),
                 FFNWeights(*weights),
                 loader,
                 target,
-                saved,
+                _checkpoints(saved, keep),
                 recompute_loader=replace(loader, lone_384=True),
+                gating=_gating(keep),
             ).run()
         dx_out = None if dx is None else dx.to(x_SH.dtype)
         return _or_empty(dx_out, x_SH), _or_empty(d_gate, x_SH), _or_empty(d_up, x_SH), _or_empty(d_down, x_SH)
@@ -110,32 +113,30 @@ class TorchBackend:
         transposed: bool,
         precision: str,
         block_size: int,
-        keep: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        keep: str,
+    ) -> tuple[Tensor, Saved]:
         stack = ExpertStack(gate_up, down, transposed)
         if not keep and index_TK.numel():
             # An estimate that needs no look at the routing: pairs spread evenly over as many experts as possible.
             rows = index_TK.numel() / min(index_TK.numel(), gate_up.shape[0])
             if few_rows.suit(precision, gate_up.dtype, x_TH.device, index_TK.numel(), rows):
-                out = few_rows.experts(x_TH, index_TK, weight_TK, stack)
-                return out, x_TH.new_empty(0), x_TH.new_empty(0)
+                return few_rows.experts(x_TH, index_TK, weight_TK, stack), _nothing(x_TH)
         pairs = sort_pairs(index_TK, gate_up.shape[0])
         scale = _sorted_scale(pairs, weight_TK)
-        save = self._checkpoints(x_TH, index_TK.numel(), _intermediate(down, transposed), keep)
+        saved = self.fake_saved(x_TH, index_TK.numel(), _intermediate(down, transposed), keep)
         out_TH = torch.zeros(x_TH.shape, dtype=torch.float32, device=x_TH.device)
         loader = make_loader(precision, x_TH.device, rows_per_run(pairs.runs), gate_up.dtype)
-        stack = ExpertStack(gate_up, down, transposed)
         run_experts_forward(
             RowSource(x_TH, pairs.token_R),
             pairs.runs,
             stack,
             loader,
             add_rows(out_TH, pairs.token_R),
-            save=save,
+            save=_checkpoints(saved, keep),
             scale_R=scale,
             block_size=block_size,
         )
-        return _results(out_TH.to(x_TH.dtype), x_TH, save)
+        return out_TH.to(x_TH.dtype), _with_input(saved, x_TH, keep)
 
     def experts_backward(
         self,
@@ -145,17 +146,18 @@ class TorchBackend:
         weight_TK: Tensor,
         gate_up: Tensor,
         down: Tensor,
-        gate_pre_RI: Tensor,
-        up_pre_RI: Tensor,
+        saved: Saved,
         transposed: bool,
         precision: str,
         block_size: int,
+        keep: str,
         wants_input: bool,
         wants_routing: bool,
         wants_weights: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         pairs = sort_pairs(index_TK, gate_up.shape[0])
-        scale, device = _sorted_scale(pairs, weight_TK), x_TH.device
+        scale, device = _sorted_scale(pairs, weight_TK), dout_TH.device
+        x_TH = _input(saved, x_TH, keep, dout_TH.dtype)
         d_gate_up = torch.empty(gate_up.shape, dtype=gate_up.dtype, device=device) if wants_weights else None
         d_down = torch.empty(down.shape, dtype=down.dtype, device=device) if wants_weights else None
         dx_TH = torch.zeros(x_TH.shape, dtype=torch.float32, device=device) if wants_input else None
@@ -172,9 +174,10 @@ class TorchBackend:
                 d_scale,
                 rounded=torch.bfloat16 if precision == "mxfp8" else torch.float32,
             ),
-            saved=Checkpoints(gate_pre_RI, up_pre_RI),
+            saved=_checkpoints(saved, keep),
             scale_R=scale,
             block_size=block_size,
+            gating=_gating(keep),
         )
         return (
             _or_empty(None if dx_TH is None else dx_TH.to(x_TH.dtype), x_TH),
@@ -188,11 +191,46 @@ class TorchBackend:
             _or_empty(d_down, x_TH),
         )
 
-    def _checkpoints(self, x: Tensor, rows: int, intermediate: int, keep: bool) -> Checkpoints:
-        if not keep:
-            return Checkpoints()
-        kept = self.kept_up_columns(intermediate)
-        return Checkpoints(x.new_empty((rows, intermediate)), x.new_empty((rows, kept)))
+
+def _kept_up_columns(intermediate: int) -> int:
+    """Keep seven eighths of the up columns.
+
+    One eighth recomputed costs 1/72 of a step's multiplications and brings the kept bytes of a Mixtral-shaped block
+    below 0.45 of what the stock experts keep.
+    """
+    return intermediate if intermediate < 512 else intermediate - -(-intermediate // 512) * 64
+
+
+def _nothing(x: Tensor) -> Saved:
+    return x.new_empty(0), x.new_empty(0), x.new_empty(0), x.new_empty(0)
+
+
+def _checkpoints(saved: Saved, keep: str) -> Checkpoints:
+    """The kept gate and up as the tiles read and write them."""
+    if keep == "minimal":
+        return Checkpoints(saved[0], saved[1])
+    if keep == "fp8":
+        codes, scales = saved[0], saved[1]
+        return Checkpoints(FP8Rows(codes[0], scales[0]), FP8Rows(codes[1], scales[1]))
+    return Checkpoints()
+
+
+def _with_input(saved: Saved, x: Tensor, keep: str) -> Saved:
+    """Keep the block's input in FP8 where the policy says so."""
+    if keep == "fp8":
+        FP8Rows(saved[2], saved[3]).put(slice(None), slice(0, x.shape[1]), x)
+    return saved
+
+
+def _input(saved: Saved, x: Tensor, keep: str, dtype: torch.dtype) -> Tensor:
+    """The block's input as the backward sees it."""
+    if keep != "fp8":
+        return x
+    return FP8Rows(saved[2], saved[3]).take(slice(None), slice(0, saved[2].shape[1])).to(dtype)
+
+
+def _gating(keep: str) -> Gating | None:
+    return FP8Gating() if keep == "fp8" else None
 
 
 def _or_empty(result: Tensor | None, anchor: Tensor) -> Tensor:
@@ -206,9 +244,3 @@ def _intermediate(down: Tensor, transposed: bool) -> int:
 
 def _sorted_scale(pairs: SortedPairs, weight_TK: Tensor) -> Tensor:
     return weight_TK.reshape(-1).index_select(0, pairs.order_R).float()
-
-
-def _results(out: Tensor, x: Tensor, save: Checkpoints) -> tuple[Tensor, Tensor, Tensor]:
-    if save.gate is None or save.up is None:
-        return out, x.new_empty(0), x.new_empty(0)
-    return out, save.gate, save.up

@@ -17,13 +17,20 @@ Other activations and clamp masks come with a :class:`Gating`; a mask multiplies
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints, FFNWeights, RowSource, kept_columns
+from hf_neuron_moe.backends.torch.ffn_forward import (
+    Checkpoints,
+    FFNWeights,
+    RowSource,
+    kept_columns,
+    project_gate_up,
+)
 from hf_neuron_moe.backends.torch.gating import Gating, mask_
+from hf_neuron_moe.backends.torch.kept import take_tile
 from hf_neuron_moe.backends.torch.tiling import Loader, Span, column_spans, matmul_into, row_spans
 from hf_neuron_moe.formats.padding import padded_size
 
@@ -59,7 +66,7 @@ class FFNBackward:
         loader: carries the compute choice and the scratch buffers.
         grads: outputs.
         saved: gate pre-activations and (all or the first columns of) up pre-activations; for mxfp8 optionally the
-            others.
+            others. Without gate and up both are multiplied again.
         scale_R1: the factor the forward applied to the intermediate.
         block_size: rows per MoE block, or None for a dense MLP.
         fused_phase2: quantize ``[d_gate, d_up]`` along one axis of 2I (True) or each along I (mxfp8 only).
@@ -82,6 +89,10 @@ class FFNBackward:
 
     def run(self) -> None:
         """Write all gradients that are wanted."""
+        if self.saved.gate is None:
+            again = project_gate_up(self.x, self.weights, self.recompute_loader or self.loader)
+            replace(self, saved=replace(self.saved, gate=again[0], up=again[1])).run()
+            return
         compute = self.loader.compute
         spans = row_spans(len(self.x), compute, self.block_size)
         if self.grads.scale_R is not None:
@@ -116,7 +127,8 @@ class _Tile:
             tail = weights.up_IH[columns.start + self.kept : columns.stop]
             tail_shape = (padded_size(len(tail)), self.padded_hidden)
             self.up_tail_IH = self.recompute.load("up_tail", tail, tail_shape, mx_axis=1)[: len(tail)]
-        if task.grads.gate_IH is not None:
+        self.direct = _takes_sums(task.grads, loader)
+        if task.grads.gate_IH is not None and not self.direct:
             self.gate_up_sum = scratch.get("gate_up_sum", (2 * columns.size, self.hidden), torch.float32)
             self.down_sum = scratch.get("down_sum", (self.hidden, columns.length), torch.float32)
 
@@ -151,10 +163,10 @@ class _Tile:
                 left = loader.scratch.get("d_gate_up_rows", tuple(d_gate_up.shape), torch.float32).copy_(d_gate_up)
                 loader.quantize_rows(left, rows.lane)
                 loader.quantize_rows(inter, rows.lane)
-            begin = size if self.gating.skip_gate else 0
-            matmul_into(self.gate_up_sum[begin:], left[: rows.length, begin:].t(), x_op, accumulate=not first)
+            for target, begin, end in self._gate_up_sums():
+                matmul_into(target, left[: rows.length, begin:end].t(), x_op, accumulate=not first)
             inter = inter[: rows.length, : self.columns.length]
-            matmul_into(self.down_sum, dout_op.t(), inter, accumulate=not first)
+            matmul_into(self._down_sum(), dout_op.t(), inter, accumulate=not first)
         if task.grads.x_RH is not None:
             if self.mx:
                 for part in (d_gate_up,) if task.fused_phase2 else (d_gate_up[:, :size], d_gate_up[:, size:]):
@@ -164,6 +176,23 @@ class _Tile:
                 matmul_into(out, left[:, :size], self.gate_IH[:, : self.hidden], accumulate=not self.first)
             overwrite = self.first and self.gating.skip_gate
             matmul_into(out, left[:, size:], self.up_IH[:, : self.hidden], accumulate=not overwrite)
+
+    def _gate_up_sums(self) -> list[tuple[Tensor, int, int]]:
+        """Where the sums of ``[d_gate, d_up]``'s columns ``begin..end`` belong."""
+        size, grads = self.columns.size, self.task.grads
+        begin = size if self.gating.skip_gate else 0
+        if not self.direct:
+            return [(self.gate_up_sum[begin:], begin, 2 * size)]
+        assert grads.gate_IH is not None and grads.up_IH is not None
+        part = slice(self.columns.start, self.columns.stop)
+        up = (grads.up_IH[part], size, size + self.columns.length)
+        return [up] if begin else [(grads.gate_IH[part], 0, self.columns.length), up]
+
+    def _down_sum(self) -> Tensor:
+        if not self.direct:
+            return self.down_sum
+        assert self.task.grads.down_HI is not None
+        return self.task.grads.down_HI[:, self.columns.start : self.columns.stop]
 
     def _add_bias_grads(self, d_gate_up: Tensor, bias_2I: Tensor, *, first: bool) -> None:
         """Add the row sums of d_gate and d_up to their places in `bias_2I`; `first` rows overwrite it."""
@@ -179,10 +208,10 @@ class _Tile:
         row_part = slice(rows.start, rows.stop)
         assert saved.gate is not None and saved.up is not None
         shape = (rows.length, columns.length)
-        gate = saved.gate[row_part, columns.start : columns.stop]
+        gate = take_tile(saved.gate, row_part, slice(columns.start, columns.stop))
         if gate.dtype != torch.float32:
             gate = scratch.get("gate_fp32", shape, torch.float32).copy_(gate)
-        kept_up = saved.up[row_part, columns.start : columns.start + kept]
+        kept_up = take_tile(saved.up, row_part, slice(columns.start, columns.start + kept))
         if kept_up.dtype == torch.float32 and kept == columns.length:
             return gate, kept_up
         up = scratch.get("up_fp32", shape, torch.float32)
@@ -226,7 +255,7 @@ class _Tile:
     def _intermediate(self, part: tuple[slice, slice], gate: Tensor, up: Tensor, act: Tensor, product: Tensor) -> None:
         """Fill `act` and `product` (fp32) from what was kept, or compute them as the precision rounds them."""
         saved, round_ = self.task.saved, self.task.loader.round_
-        if not self.mx:
+        if not self.mx or self.gating.rounds_itself:
             self.gating.product(gate, up, out=product, act=act)
             return
         if saved.gate_act is not None:
@@ -240,7 +269,7 @@ class _Tile:
 
     def _d_gate(self, d_int: Tensor, gate: Tensor, up: Tensor, *, out: Tensor) -> Tensor:
         """``d_int * up * act'(gate)``, with the rounding points of ``mlp_bwd_mxfp8`` in MX mode."""
-        if not self.mx:
+        if not self.mx or self.gating.rounds_itself:
             return self.gating.slope(gate, d_int.mul_(up), out=out)
         one = torch.ones((), dtype=torch.float32, device=gate.device).expand(gate.shape)
         slope = self.task.loader.round_(torch.ops.aten.silu_backward.grad_input(one, gate, grad_input=out))
@@ -252,6 +281,10 @@ class _Tile:
         if grads.gate_IH is None or grads.up_IH is None or grads.down_HI is None:
             return
         part = slice(columns.start, columns.stop)
+        if self.direct:
+            if self.gating.skip_gate:
+                grads.gate_IH[part].zero_()
+            return
         gate_sum = self.gate_up_sum[: columns.length]
         up_sum = self.gate_up_sum[columns.size : columns.size + columns.length]
         if self.gating.skip_gate:
@@ -259,6 +292,14 @@ class _Tile:
         for target, total in ((grads.gate_IH[part], gate_sum), (grads.up_IH[part], up_sum)):
             _store(target, total.to(grads.rounded), add=grads.add)
         _store(grads.down_HI[:, part], self.down_sum.to(grads.rounded), add=grads.add)
+
+
+def _takes_sums(grads: FFNGrads, loader: Loader) -> bool:
+    """Whether the weight gradients' own memory can take the sums: fp32, rows contiguous, nothing to add to or round."""
+    targets = (grads.gate_IH, grads.up_IH, grads.down_HI)
+    if loader.compute.operand != torch.float32 or loader.compute.mx or grads.add or grads.rounded != torch.float32:
+        return False
+    return all(target is not None and target.dtype == torch.float32 and target.stride(1) == 1 for target in targets)
 
 
 def _store(target: Tensor, values: Tensor, *, add: bool) -> None:

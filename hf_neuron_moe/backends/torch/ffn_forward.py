@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hf_neuron_moe.backends.torch.kept import FP8Rows, Kept, put_tile
 from hf_neuron_moe.backends.torch.tiling import Loader, Span, column_spans, matmul_into, row_spans
 from hf_neuron_moe.formats.padding import padded_size
 
@@ -41,15 +42,17 @@ class Checkpoints:
     ``gate`` and ``up`` are pre-activations, ``gate_act = silu(gate)``, ``intermediate = gate_act * up``.
     """
 
-    gate: Tensor | None = None
-    up: Tensor | None = None
+    gate: Kept | None = None
+    up: Kept | None = None
     gate_act: Tensor | None = None
     intermediate: Tensor | None = None
 
     def rows(self, start: int, end: int) -> Checkpoints:
         """Return views of the rows ``start..end``."""
-        parts = (self.gate, self.up, self.gate_act, self.intermediate)
-        return Checkpoints(*(None if part is None else part[start:end] for part in parts))
+        gate, up = (part.rows(start, end) if isinstance(part, FP8Rows) else part for part in (self.gate, self.up))
+        gate, up = (part[start:end] if isinstance(part, Tensor) else part for part in (gate, up))
+        others = (self.gate_act, self.intermediate)
+        return Checkpoints(gate, up, *(None if part is None else part[start:end] for part in others))
 
 
 @dataclass(frozen=True)
@@ -218,8 +221,11 @@ def _keep(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Copy this tile's pre-activations into the checkpoints that are wanted; return those parts of them."""
     part = slice(rows.start, rows.stop)
-    gate = None if save.gate is None else save.gate[part, columns.start : columns.stop].copy_(gate_RI)
-    up = None if save.up is None else save.up[part, columns.start : columns.start + kept].copy_(up_RI[:, :kept])
+    gate = up = None
+    if save.gate is not None:
+        gate = put_tile(save.gate, part, slice(columns.start, columns.stop), gate_RI)
+    if save.up is not None:
+        up = put_tile(save.up, part, slice(columns.start, columns.start + kept), up_RI[:, :kept])
     return gate, up
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -27,6 +28,9 @@ class Gating:
         skip_gate: the intermediate is ``act(up)``; the gate is unused, its gradients are zero and up is not masked
             (nki-library 2.33 ``skip_gate_proj``).
     """
+
+    rounds_itself: ClassVar[bool] = False
+    """Whether :meth:`product` and :meth:`slope` have rounding points of their own, which then replace mxfp8's."""
 
     act_: InPlace | None = None
     act_grad_: InPlace | None = None

@@ -1,0 +1,117 @@
+"""Activations kept for the backward: in the compute dtype, or in FP8 with one bf16 scale per group.
+
+Legend: R rows, I intermediate, H hidden, G groups of a row.
+
+The FP8 form is COAT's ("Compressing Optimizer States and Activation for Memory-Efficient FP8 Training", ICLR 2025):
+e4m3 codes, ``value = code * scale``. Groups have 64 elements, where COAT has 16, so that the scales cost 3 % instead of
+12 %; the last group of a row may be shorter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hf_neuron_moe.backends.torch.gating import Gating
+from hf_neuron_moe.formats.constants import E4M3FN
+from hf_neuron_moe.formats.fp8_rounding import round_to_fp8_
+from hf_neuron_moe.formats.group_fp8 import SCALE_EPSILON, group_dequantize_fp8, group_quantize_fp8
+
+GROUP = 64
+"""Elements that share a scale."""
+
+
+@dataclass(frozen=True)
+class FP8Rows:
+    """A ``[R, I]`` activation in FP8: e4m3 codes as uint8 ``[R, I]`` and scales bf16 ``[R, G]``.
+
+    Bytes, because few of torch's own operations know the FP8 dtypes.
+    """
+
+    codes: Tensor
+    scales: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the activation."""
+        return self.codes.shape
+
+    def rows(self, start: int, end: int) -> FP8Rows:
+        """Return views of the rows ``start..end``."""
+        return FP8Rows(self.codes[start:end], self.scales[start:end])
+
+    def put(self, rows: slice, columns: slice, values: Tensor) -> Tensor:
+        """Keep a tile that starts at a whole group; return its values rounded to bf16, which is what is quantized."""
+        rounded = values.to(torch.bfloat16)
+        codes, scales = group_quantize_fp8(F.pad(rounded, (0, -rounded.shape[1] % GROUP)), GROUP)
+        self.codes[rows, columns] = codes.view(torch.uint8)[:, : rounded.shape[1]]
+        self.scales[rows, _groups(columns)] = scales
+        return rounded
+
+    def take(self, rows: slice, columns: slice) -> Tensor:
+        """Return a tile that starts at a whole group, fp32."""
+        codes, scales = self.codes[rows, columns], self.scales[rows, _groups(columns)]
+        padded = F.pad(codes, (0, -codes.shape[1] % GROUP)).contiguous().view(torch.float8_e4m3fn)
+        return group_dequantize_fp8(padded, scales)[:, : codes.shape[1]]
+
+
+Kept = Tensor | FP8Rows
+"""A kept activation ``[R, I]``."""
+
+
+def fp8_storage(anchor: Tensor, leading: tuple[int, ...], columns: int) -> tuple[Tensor, Tensor]:
+    """Return uninitialized codes ``[*leading, columns]`` and scales ``[*leading, G]`` where `anchor` is."""
+    groups = -(-columns // GROUP)
+    codes = anchor.new_empty((*leading, columns), dtype=torch.uint8)
+    return codes, anchor.new_empty((*leading, groups), dtype=torch.bfloat16)
+
+
+def put_tile(kept: Kept, rows: slice, columns: slice, values: Tensor) -> Tensor:
+    """Keep a tile; return the tile as it was rounded."""
+    return kept.put(rows, columns, values) if isinstance(kept, FP8Rows) else kept[rows, columns].copy_(values)
+
+
+def take_tile(kept: Kept, rows: slice, columns: slice) -> Tensor:
+    """Return a kept tile in the dtype it was kept in; fp32 if that was FP8."""
+    return kept.take(rows, columns) if isinstance(kept, FP8Rows) else kept[rows, columns]
+
+
+class FP8Gating(Gating):
+    """The SwiGLU product's backward as COAT computes it from FP8 activations.
+
+    With ``v1`` the SiLU of the kept gate, itself quantized in groups, ``v2`` the kept up and g the product's gradient:
+    ``y1 = bf16(g * v2)`` towards the activation, ``y2 = bf16(g * v1)`` towards up, ``bf16(y1 * silu'(gate))`` towards
+    the gate: ``fp8_silu_forward``, ``fp8_mul_backward`` and ``fp8_silu_backward`` in one pass over a tile.
+    """
+
+    rounds_itself = True
+
+    def product(self, gate: Tensor, up: Tensor, out: Tensor, act: Tensor) -> Tensor:
+        """Write ``v1`` into `act` and ``v1 * v2`` into `out`; return `out`."""
+        _round_groups_(torch.ops.aten.silu.out(gate, out=act))
+        return torch.mul(act, up, out=out)
+
+    def slope(self, values: Tensor, factor: Tensor, out: Tensor) -> Tensor:
+        """Write ``bf16(factor) * silu'(values)`` into `out`."""
+        factor.copy_(factor.to(torch.bfloat16))
+        result: Tensor = torch.ops.aten.silu_backward.grad_input(factor, values, grad_input=out)
+        return result
+
+
+def _round_groups_(values_RI: Tensor) -> None:
+    """Round fp32 `values_RI` to group FP8 in place as ``fp8_silu_forward`` does: divided by the unrounded scale."""
+    columns = values_RI.shape[1]
+    groups_RGQ = F.pad(values_RI, (0, -columns % GROUP)).unflatten(1, (-1, GROUP))
+    scale_RG1 = (
+        groups_RGQ.abs().amax(-1, keepdim=True).add_(SCALE_EPSILON).div_(torch.full_like(values_RI[:1, :1], E4M3FN.max))
+    )
+    codes = round_to_fp8_(groups_RGQ / scale_RG1, E4M3FN)
+    rounded = codes.to(torch.float32).mul_(scale_RG1.to(torch.bfloat16).to(torch.float32))
+    values_RI.copy_(rounded.flatten(1)[:, :columns])
+
+
+def _groups(columns: slice) -> slice:
+    return slice(columns.start // GROUP, -(-columns.stop // GROUP))
