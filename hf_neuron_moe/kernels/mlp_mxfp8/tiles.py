@@ -19,9 +19,13 @@ ROWS = 512
 """Rows of a tile; the elementwise work between two products touches this many rows of a few buffers."""
 
 COLUMNS = 2048
-"""Columns of a tile, at least; more where K is short, so that the left operand is brought in fewer times."""
+"""Columns of a tile; more where K is short, so that left operands are brought in fewer times, less where it is long."""
 
 _RIGHT_ELEMENTS = 1 << 22
+"""Elements of a right operand's tile up to which it is widened, 16 MiB of fp32."""
+
+_MOST_RIGHT_ELEMENTS = 1 << 24
+"""Elements above which it is narrowed, 64 MiB."""
 
 
 class Tile(NamedTuple):
@@ -34,7 +38,8 @@ class Tile(NamedTuple):
 
 def column_step(K: int) -> int:
     """Columns per tile for a contraction size."""
-    return max(COLUMNS, _RIGHT_ELEMENTS // K // ROWS * ROWS)
+    wanted, most = max(COLUMNS, _RIGHT_ELEMENTS // K), _MOST_RIGHT_ELEMENTS // K
+    return max(ROWS, min(wanted, most) // ROWS * ROWS)
 
 
 def product_tiles(
@@ -99,7 +104,7 @@ def gate_up_tiles(
     """
     inner = gate_up.F // 2
     wanted = [(name, offset) for name, offset, want in (("gate", 0, gate), ("up", inner, up)) if want]
-    step = max(COLUMNS, column_step(gate_up.K) // 2)
+    step = max(ROWS, column_step(gate_up.K) // 2 // ROWS * ROWS)
     for column in range(0, inner, step):
         stop = min(column + step, inner)
         weights = {
