@@ -1,10 +1,9 @@
 """The blockwise MoE forward, expert by expert over tiles.
 
 Legend: T' rows of the token tensors, R real (token, expert) pairs in expert order, H hidden, I intermediate, E experts,
-N blocks of B slots, C columns.
+N blocks of B slots.
 
-Only real rows are computed. What a slot without a token holds in the kept activations is one row per expert (the
-activations of a zero input) and filled in at the end.
+Only real rows are computed.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from hf_neuron_moe.backends.torch.compute import Compute, call_scratch
 from hf_neuron_moe.backends.torch.experts import rows_per_run
 from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints, Epilogue, RowSource, ffn_forward
 from hf_neuron_moe.backends.torch.tiling import Loader, make_loader
-from hf_neuron_moe.kernels.activations import act_
-from hf_neuron_moe.kernels.block_rows import BlockRows
+from hf_neuron_moe.kernels.activations import act
 from hf_neuron_moe.kernels.moe_cte_arguments import Place, Problem
 from hf_neuron_moe.kernels.moe_cte_epilogue import ExpertEpilogue, clamp_
+from hf_neuron_moe.kernels.moe_cte_kept import KeptBlocks
 from hf_neuron_moe.kernels.moe_mx import ActivationQuantizer, quantize_static_
 from hf_neuron_moe.kernels.moe_types import ActFnType
 
@@ -34,32 +33,32 @@ Result = tuple[Tensor, Tensor | None, Tensor | None]
 
 def run(problem: Problem) -> Result:
     """Compute a checked call."""
-    rows, device = problem.rows, problem.hidden.device
-    kept: list[Tensor] = []
-    if problem.keep:
-        widths = [problem.inner, problem.inner, problem.hidden.shape[1]]
-        widths = widths[: 2 if problem.place is Place.INTERMEDIATE else 3]
-        shapes = [(len(rows.token_R), width) for width in widths]
-        kept = [torch.empty(shape, dtype=problem.kept_dtype, device=device) for shape in shapes]
-    save, down_RH = Checkpoints(*kept[:2]), kept[2] if len(kept) == 3 else None
-    loader = _loader(problem)
-    total_TH = torch.zeros(problem.hidden.shape, dtype=torch.float32, device=device)
+    rows, width = problem.rows, problem.hidden.shape[1]
+    loader, kept = _loader(problem), _kept_blocks(problem)
+    total_TH = torch.zeros(problem.hidden.shape, dtype=torch.float32, device=problem.hidden.device)
     hidden = _quantized_hidden(problem, loader)
     on_inner_R1 = problem.affinity_R[:, None] if problem.place is Place.INTERMEDIATE else None
-    for expert, start, end in rows.runs:
-        out_RH = loader.scratch.get("expert_out", (end - start, problem.hidden.shape[1]), torch.float32)
+    for number, (expert, start, end) in enumerate(rows.runs):
+        out_RH = loader.scratch.get("expert_out", (end - start, width), torch.float32)
+        halves = [
+            loader.scratch.get(name, (end - start, problem.inner), problem.kept_dtype)
+            for name in ("kept_gate", "kept_up")
+            if kept is not None
+        ]
         ffn_forward(
             _run_input(problem, hidden, expert, start, end),
             problem.weights(expert),
             loader,
             out_RH,
-            save=save.rows(start, end),
+            save=Checkpoints(*halves),
             scale_R1=None if on_inner_R1 is None else on_inner_R1[start:end],
             epilogue=_epilogue(problem, loader, expert, start, end),
         )
-        _finish(problem, out_RH, None if down_RH is None else down_RH[start:end], expert, start, end)
+        if kept is not None:
+            kept.put_gate_up(number, *halves)
+        _finish(problem, out_RH, kept, number)
         total_TH.index_add_(0, rows.token_R[start:end], out_RH)
-    return total_TH.to(problem.output_dtype), *_kept_blocks(problem, kept)
+    return total_TH.to(problem.output_dtype), *((None, None) if kept is None else kept.finish())
 
 
 def _is_plain(problem: Problem) -> bool:
@@ -141,75 +140,66 @@ def _intermediate_quantizer(problem: Problem, loader: Loader, expert: int) -> Ca
     return None
 
 
-def _finish(problem: Problem, out_RH: Tensor, down_RH: Tensor | None, expert: int, start: int, end: int) -> None:
-    """Scale the down sums, keep them, add the bias and multiply by the affinity, in place."""
+def _finish(problem: Problem, out_RH: Tensor, kept: KeptBlocks | None, number: int) -> None:
+    """Scale one run's down sums, keep them, add the bias and multiply by the affinity, in place."""
+    expert, start, end = problem.rows.runs[number]
     scales, affinity_R1 = problem.scales, problem.affinity_R[start:end, None]
     if scales.down_EX is not None:
         out_RH.mul_(scales.down_EX[expert])
     if scales.down_in_T is not None:
         out_RH.mul_(scales.down_in_T[problem.rows.token_R[start:end]])
-    if down_RH is not None and not problem.golden:
-        down_RH.copy_(out_RH)
+    if kept is not None and not problem.golden:
+        kept.put_down(number, out_RH)
     if problem.down_bias_EH is not None:
         bias_H = problem.down_bias_EH[expert]
         if problem.place is Place.INTERMEDIATE:
             out_RH.addcmul_(affinity_R1, bias_H)
         else:
             out_RH.add_(bias_H)
-    if down_RH is not None and problem.golden:
-        down_RH.copy_(out_RH)
+    if kept is not None and problem.golden:
+        kept.put_down(number, out_RH)
     if problem.place is Place.OUTPUT:
         out_RH.mul_(affinity_R1)
 
 
-def _kept_blocks(problem: Problem, kept: list[Tensor]) -> tuple[Tensor | None, Tensor | None]:
-    """Return the kept rows (gate, up and perhaps down) by block: gate/up ``[N, 2, I, B]`` and down ``[N, B, H]``."""
-    if not kept:
-        return None, None
-    idle_E2I, idle_EH = _idle_slots(problem)
-    rows, blocks = problem.rows, problem.block_to_expert
-    halves = [
-        _to_blocks(rows, values_RI, None if idle_E2I is None else idle_E2I[:, half], blocks)
-        for half, values_RI in enumerate(kept[:2])
-    ]
-    gate_up = torch.stack(halves, 1).transpose(2, 3).contiguous()
-    return gate_up, _to_blocks(rows, kept[2], idle_EH, blocks) if len(kept) == 3 else None
+def _kept_blocks(problem: Problem) -> KeptBlocks | None:
+    """Return buffers for the activations, where they are kept; there is no down activation with the affinity on I."""
+    if not problem.keep:
+        return None
+    rows, dtype, device = problem.rows, problem.kept_dtype, problem.hidden.device
+    gate_up = torch.empty((rows.blocks, 2, problem.inner, rows.block_size), dtype=dtype, device=device)
+    down = None
+    if problem.place is not Place.INTERMEDIATE:
+        down = torch.empty((rows.blocks, rows.block_size, problem.hidden.shape[1]), dtype=dtype, device=device)
+    return KeptBlocks(rows, problem.block_to_expert, gate_up, down, *_idle_slots(problem))
 
 
-def _to_blocks(rows: BlockRows, values_RC: Tensor, idle_EC: Tensor | None, block_to_expert: Tensor) -> Tensor:
-    """Scatter rows to ``[N, B, C]``; slots without a token hold their expert's row of `idle_EC`, or zero."""
-    if idle_EC is None:
-        return rows.to_blocks(values_RC)
-    idle_NC = idle_EC.to(values_RC.dtype)[block_to_expert]
-    out = idle_NC[:, None].expand(-1, rows.block_size, -1).reshape(rows.blocks * rows.block_size, -1)
-    out[rows.slot_R] = values_RC
-    return out.view(rows.blocks, rows.block_size, -1)
-
-
-def _idle_slots(problem: Problem) -> tuple[Tensor | None, Tensor | None]:
-    """Return each expert's activations of a zero row with affinity zero: ``[E, 2, I]`` and ``[E, H]``; None is zero."""
-    limited = any(limit is not None for limit in problem.limits)
-    if problem.bias_E2I is None and not limited:
-        return None, None
+def _idle_slots(problem: Problem) -> tuple[Tensor, Tensor]:
+    """Return each expert's activations of a zero row with affinity zero: ``[E, 2, I]`` and ``[E, H]``."""
     shape = (problem.experts, 2, problem.inner)
     idle_E2I = problem.affinity_R.new_zeros(shape) if problem.bias_E2I is None else problem.bias_E2I.clone()
     for half in range(2):
         clamp_(idle_E2I[:, half], *problem.limits.half(half))
     idle_E2I = idle_E2I.to(problem.rounded).float()
-    if problem.place is Place.INTERMEDIATE:
-        return idle_E2I, None
     idle_EH = problem.affinity_R.new_zeros((problem.experts, problem.hidden.shape[1]))
-    if problem.place is not Place.PRE_ACTIVATIONS:
-        gate_EI, up_EI = idle_E2I[:, 0].clone(), idle_E2I[:, 1]
-        kind = problem.choices.activation
-        product_EI = act_(up_EI.clone(), kind) if problem.choices.skip_gate else act_(gate_EI, kind).mul_(up_EI)
-        product_EI = product_EI.to(problem.rounded).float()
-        for expert in problem.block_to_expert.unique().tolist():
-            idle_EH[expert] = problem.weights(expert).down_HI.float() @ product_EI[expert]
-        if problem.scales.down_EX is not None:
-            idle_EH.mul_(problem.scales.down_EX)
-        if problem.scales.down_in_T is not None:
-            idle_EH.mul_(problem.scales.down_in_T[-1] if problem.sink else 0.0)
+    limited = any(limit is not None for limit in problem.limits)
+    nonzero = problem.bias_E2I is not None or limited
+    if nonzero and problem.place not in (Place.INTERMEDIATE, Place.PRE_ACTIVATIONS):
+        _project_idle_(problem, idle_E2I, idle_EH)
     if problem.golden and problem.down_bias_EH is not None:
         idle_EH.add_(problem.down_bias_EH)
     return idle_E2I, idle_EH
+
+
+def _project_idle_(problem: Problem, idle_E2I: Tensor, idle_EH: Tensor) -> None:
+    """Write the down projection of the zero row's intermediate into `idle_EH`."""
+    kind, up_EI = problem.choices.activation, idle_E2I[:, 1]
+    product_EI = act(up_EI, kind) if problem.choices.skip_gate else act(idle_E2I[:, 0], kind) * up_EI
+    product_EI = product_EI.to(problem.rounded).float()
+    for expert in problem.block_to_expert.unique().tolist():
+        idle_EH[expert] = problem.weights(expert).down_HI.float() @ product_EI[expert]
+    if problem.scales.down_EX is not None:
+        idle_EH.mul_(problem.scales.down_EX)
+    if problem.scales.down_in_T is not None:
+        # A slot without a token reads the sink row's scale, or nothing where there is none.
+        idle_EH.mul_(problem.scales.down_in_T[-1] if problem.sink else 0.0)
