@@ -1,0 +1,194 @@
+"""One MX operand in every layout: the descriptor's derived fields, the values a matmul sees, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+from torch import Tensor
+
+from hf_neuron_moe.backends.torch.compute import Scratch
+from hf_neuron_moe.errors import ConfigError, DTypeError, NeuronMoEError, ShapeError
+from hf_neuron_moe.formats import MXTensor, fake_quantize_mx, pack_x4, quantize_mx, swizzle, to_oversized, to_packed
+from hf_neuron_moe.kernels.mx_operand import MXOperand, TensorDescriptor
+
+
+def values_of(F: int, K: int) -> Tensor:
+    """bf16 values whose magnitudes differ widely, with zeros, so that the grouping along K shows."""
+    values = torch.randn(F, K) * torch.exp2(torch.randint(-14, 3, (F, K)))
+    return values.masked_fill(torch.rand(F, K) < 0.1, 0.0).bfloat16()
+
+
+def describe(raw: Tensor, mode: str, quantized: MXTensor | None = None, **fields: Any) -> TensorDescriptor:
+    quantized = quantize_mx(raw) if quantized is None else quantized
+    match mode:
+        case "raw":
+            return TensorDescriptor(raw, **fields)
+        case "swizzled":
+            return TensorDescriptor(swizzle(raw), is_swizzled=True, **fields)
+        case "x4":
+            return TensorDescriptor(pack_x4(quantized.codes), to_packed(quantized.scales), **fields)
+        case "uint32":
+            words = pack_x4(quantized.codes).view(torch.uint32)
+            return TensorDescriptor(words, to_oversized(quantized.scales), **fields)
+        case _:
+            codes = quantized.codes.view(torch.float8_e4m3fn)
+            return TensorDescriptor(codes, to_oversized(quantized.scales).view(torch.float8_e8m0fnu), **fields)
+
+
+@pytest.mark.parametrize(
+    ("mode", "physical", "x4", "packed"),
+    [
+        ("raw", (16, 1152), False, False),
+        ("swizzled", (288, 64), False, False),
+        ("x4", (288, 16), True, True),
+        ("uint32", (288, 16), True, False),
+        ("fp8", (288, 64), False, False),
+    ],
+)
+def test_derived_fields(mode: str, physical: tuple[int, int], x4: bool, packed: bool) -> None:
+    td = describe(values_of(16, 1152), mode)
+    assert td.physical_shape == td.sharded_physical_shape == physical
+    assert td.logical_shape == td.sharded_logical_shape == (1152, 16), "(K, F)"
+    assert td.is_x4 is x4 and td.scales_are_packed is packed
+    assert td.is_quantized is (mode not in ("raw", "swizzled"))
+    assert td.is_swizzled is (mode != "raw") and td.is_f_by_k is (mode == "raw")
+    assert td.is_unswizzled_bf16 is td.is_raw is (mode == "raw")
+    half = describe(values_of(16, 1152), mode, is_col_parallel_sharded=True)
+    assert half.sharded_logical_shape == (1152, 8) and half.logical_shape == (1152, 16)
+    rows, columns = physical
+    assert half.sharded_physical_shape == ((rows // 2, columns) if mode == "raw" else (rows, columns // 2))
+
+
+def test_scales_of_512_count_as_not_packed() -> None:
+    quantized = quantize_mx(values_of(8, 512))
+    assert torch.equal(to_packed(quantized.scales), to_oversized(quantized.scales))
+    assert TensorDescriptor(pack_x4(quantized.codes), to_packed(quantized.scales)).scales_are_packed is False
+
+
+def test_defaults_of_an_empty_descriptor() -> None:
+    td = TensorDescriptor()
+    assert td.data is td.scales is None
+    assert td.is_f_by_k is True and td.is_swizzled is td.is_quantized is td.is_x4 is td.scales_are_packed is False
+    assert td.quant_scheme == "wrapX" and td.logical_shape == (0, 0)
+    assert TensorDescriptor(is_swizzled=True).is_f_by_k is False
+    assert TensorDescriptor(is_quantized=True).is_swizzled is True
+
+
+@given(
+    K=st.sampled_from([128, 256, 384, 512, 640, 896, 1152, 2176]),
+    F=st.sampled_from([8, 24, 64]),
+    mode=st.sampled_from(["raw", "swizzled", "x4", "uint32", "fp8"]),
+    k_major=st.booleans(),
+    data=st.data(),
+)
+def test_every_mode_gives_the_quantized_values(K: int, F: int, mode: str, k_major: bool, data: st.DataObject) -> None:
+    torch.manual_seed(K + F)
+    raw = values_of(F, K)
+    operand = MXOperand(describe(raw, mode), where="kernel", argument="operand")
+    wanted = fake_quantize_mx(raw)
+    assert torch.equal(operand.dequantized(), wanted)
+    start = data.draw(st.integers(0, F - 1))
+    stop = data.draw(st.integers(start + 1, F))
+    part = operand.load(start, stop, k_major=k_major, scratch=Scratch(raw.device), name="part")
+    assert torch.equal(part, wanted[start:stop])
+    assert part.stride(0 if k_major else 1) == 1
+
+
+@pytest.mark.parametrize("mode", ["swizzled", "x4", "fp8"])
+@pytest.mark.parametrize("K", [32, 96, 544, 608])
+def test_prepared_operands_of_any_whole_blocks(mode: str, K: int) -> None:
+    raw = values_of(6, K)
+    operand = MXOperand(describe(raw, mode), where="kernel", argument="operand")
+    assert torch.equal(operand.dequantized(), fake_quantize_mx(raw))
+
+
+def test_unused_scale_rows_do_not_matter() -> None:
+    """Kernels leave garbage there."""
+    raw = values_of(16, 640)
+    quantized = quantize_mx(raw)
+    for expand in (to_packed, to_oversized):
+        clean, ones = expand(quantized.scales), expand(torch.ones_like(quantized.scales))
+        dirty = torch.where(ones == 0, 255, clean).to(torch.uint8)
+        assert not torch.equal(dirty, clean)
+        operand = MXOperand(TensorDescriptor(pack_x4(quantized.codes), dirty), where="kernel", argument="operand")
+        assert torch.equal(operand.dequantized(), fake_quantize_mx(raw))
+
+
+def test_grouping_options_of_raw_operands() -> None:
+    raw = values_of(8, 384)
+    single, default = fake_quantize_mx(raw, scheme="wrapX_single"), fake_quantize_mx(raw)
+    assert not torch.equal(single, default)
+
+    def values(td: TensorDescriptor, lone_384: bool = False) -> Tensor:
+        return MXOperand(td, where="kernel", argument="operand", lone_384=lone_384).dequantized()
+
+    assert torch.equal(values(TensorDescriptor(raw)), default)
+    assert torch.equal(values(TensorDescriptor(raw), lone_384=True), single)
+    assert torch.equal(values(TensorDescriptor(raw, fast_dma_transpose=True)), single)
+    assert torch.equal(values(TensorDescriptor(swizzle(raw), is_swizzled=True), lone_384=True), default)
+    assert torch.equal(values(TensorDescriptor(raw, quant_scheme="1x32")), fake_quantize_mx(raw, scheme="1x32"))
+    consecutive = quantize_mx(raw, scheme="1x32")
+    td = TensorDescriptor(pack_x4(consecutive.codes), to_packed(consecutive.scales), quant_scheme="1x32")
+    assert torch.equal(values(td), fake_quantize_mx(raw, scheme="1x32"))
+
+
+def test_k_major_raw_data_need_512_columns() -> None:
+    raw = values_of(512, 128)
+    td = TensorDescriptor(raw.t().contiguous(), is_f_by_k=False)
+    assert td.logical_shape == (128, 512) and td.is_raw
+    assert torch.equal(MXOperand(td, where="kernel", argument="x").dequantized(), fake_quantize_mx(raw))
+    with pytest.raises(ShapeError, match="kernel: F of x must be a positive multiple of 512"):
+        MXOperand(TensorDescriptor(raw[:256].t(), is_f_by_k=False), where="kernel", argument="x")
+
+
+CODES = quantize_mx(torch.ones(8, 128))
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "fields"),
+    [
+        (DTypeError, "data must be of dtype int32 or uint32", {"data": CODES.codes, "scales": to_packed(CODES.scales)}),
+        (DTypeError, "data must be a tensor of dtype bfloat16", {"data": torch.ones(32, 32), "is_swizzled": True}),
+        (DTypeError, "data must be a tensor of dtype", {"data": [[1.0]]}),
+        (ShapeError, "data must be a non-empty matrix", {"data": torch.ones(8).bfloat16()}),
+        (ShapeError, "K/4 of data must be", {"data": torch.ones(12, 32).bfloat16(), "is_swizzled": True}),
+        (ShapeError, "scales must be of shape", {"data": pack_x4(CODES.codes), "scales": CODES.scales}),
+        (
+            ShapeError,
+            r"scales must be of shape \[32, 8\]",
+            {"data": pack_x4(CODES.codes), "scales": to_packed(CODES.scales)[:, :4]},
+        ),
+        (ConfigError, "is_f_by_k must be False for swizzled", {"is_swizzled": True, "is_f_by_k": True}),
+        (ConfigError, "skip_dma must be None", {"skip_dma": True}),
+        (ConfigError, "scalar_offset must be None", {"scalar_offset": torch.zeros(1)}),
+        (ConfigError, "effective_f_dim must be None", {"effective_f_dim": 8}),
+    ],
+)
+def test_descriptor_refuses(kind: type[NeuronMoEError], message: str, fields: dict[str, Any]) -> None:
+    with pytest.raises(kind, match=f"TensorDescriptor: {message}"):
+        TensorDescriptor(**fields)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "td"),
+    [
+        (ConfigError, "x must be described with its data", TensorDescriptor()),
+        (ConfigError, "x must be described.*scales", TensorDescriptor(pack_x4(CODES.codes), is_quantized=True)),
+        (DTypeError, "x must be a tensor of dtype bfloat16 or float16", TensorDescriptor(torch.ones(8, 128))),
+        (ShapeError, "K of x must be a positive multiple of 128", TensorDescriptor(torch.ones(8, 96).bfloat16())),
+        (ShapeError, "F of x must be a positive multiple of 8", TensorDescriptor(torch.ones(12, 128).bfloat16())),
+        (
+            ShapeError,
+            "F of x must be a positive multiple of 2",
+            TensorDescriptor(torch.ones(8, 12).bfloat16(), is_swizzled=True),
+        ),
+        (ConfigError, "quant_scheme must be one of", TensorDescriptor(values_of(8, 128), quant_scheme="wrapZ")),
+    ],
+)
+def test_operand_refuses(kind: type[NeuronMoEError], message: str, td: TensorDescriptor) -> None:
+    with pytest.raises(kind, match=message):
+        MXOperand(td, where="kernel", argument="x")
