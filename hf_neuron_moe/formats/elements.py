@@ -7,7 +7,13 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.formats.constants import E2M1_VALUES, ElementFormat
+from hf_neuron_moe.formats.constants import E2M1_VALUES, E4M3FN, ElementFormat
+
+# IEEE 754 binary16.
+HALF_MANTISSA_BITS = 10
+HALF_BIAS = 15
+_HALF_FIELDS = {"e4m3fn": ~0x4000, "e5m2": -1}
+"""Bits of an fp16 number that a format's code can set; E5M2 has all of fp16's exponent."""
 
 
 def encode_(scaled: Tensor, fmt: ElementFormat) -> Tensor:
@@ -44,12 +50,36 @@ def decode(codes: Tensor, fmt: ElementFormat) -> Tensor:
         fmt: element format.
 
     Returns:
-        fp32 of the same shape, exact; NaN and infinity codes as the format defines them.
+        fp32 of the same shape, contiguous, exact; NaN and infinity codes as the format defines them.
     """
+    if codes.device.type == "cpu":
+        return _decode_through_half(codes, fmt)
+    # One gather from a small table: nothing here looks at values, which would stall an accelerator.
     index = codes & 0xF if fmt.dtype is None else codes
-    table = decode_table(fmt, codes.device)
-    # One gather from a small table: several times faster than torch's own e4m3 to fp32 conversion on CPUs.
-    return table.index_select(0, index.flatten().to(torch.int32)).view(codes.shape)
+    return decode_table(fmt, codes.device).index_select(0, index.flatten().to(torch.int32)).view(codes.shape)
+
+
+def _decode_through_half(codes: Tensor, fmt: ElementFormat) -> Tensor:
+    """Decode by moving the code's fields into those of an fp16 number, which processors convert ten times faster.
+
+    Every format's exponent and mantissa fit into fp16's, denormals included; what differs is the bias.
+    """
+    shift = HALF_MANTISSA_BITS - fmt.mantissa_bits
+    signed = codes.view(torch.int8).to(torch.int16, memory_format=torch.contiguous_format)
+    if fmt.dtype is None:
+        half = (signed & 0x7).mul_(1 << shift).add_((signed & 0x8).mul_(-0x1000))
+    else:
+        # The sign-extended byte, moved up, repeats the sign where fp16 has further exponent bits.
+        half = signed.mul_(1 << shift).bitwise_and_(_HALF_FIELDS[fmt.name])
+    values = half.view(torch.float16).to(torch.float32)
+    if fmt.bias != HALF_BIAS:
+        values.mul_(2.0 ** (HALF_BIAS - fmt.bias))
+    if fmt is E4M3FN and values.numel():
+        # Codes 0x7F and 0xFF are NaN, and would be 480.
+        low, high = torch.aminmax(values)
+        if max(-float(low), float(high)) > fmt.max:
+            values.masked_fill_(values.abs() > fmt.max, float("nan"))
+    return values
 
 
 @lru_cache(maxsize=16)

@@ -12,12 +12,16 @@ NaN has a NaN scale, and one with Inf has an infinite scale: both dequantise to 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from hf_neuron_moe.errors import ConfigError, refuse
 from hf_neuron_moe.formats.checks import check_dtype, check_equal_shape, check_float, check_multiple, check_tensor
 from hf_neuron_moe.formats.constants import E4M3FN, E5M2, ElementFormat, unknown_name
+from hf_neuron_moe.formats.elements import decode
+from hf_neuron_moe.formats.fp8_rounding import round_to_fp8_
 
 SCALE_EPSILON = 1e-10
 """Added to a group's largest magnitude so that an all-zero group has a usable scale (COAT: SCALE_MIN_THRES)."""
@@ -26,6 +30,13 @@ DEFAULT_GROUP_SIZE = 16
 """COAT's group size for activations."""
 
 FP8_FORMATS = {"e4m3": E4M3FN, "e5m2": E5M2}
+FP8_DTYPES = {torch.float8_e4m3fn: E4M3FN, torch.float8_e5m2: E5M2}
+
+CPU_CHUNK = 1 << 17
+"""Elements worked on at a time on CPUs."""
+
+DEVICE_CHUNK = 1 << 25
+"""Elements worked on at a time elsewhere."""
 
 
 def fp8_format(fp8: str, *, where: str) -> ElementFormat:
@@ -33,6 +44,25 @@ def fp8_format(fp8: str, *, where: str) -> ElementFormat:
     if isinstance(fp8, str) and fp8.lower() in FP8_FORMATS:
         return FP8_FORMATS[fp8.lower()]
     raise unknown_name(fp8, list(FP8_FORMATS), argument="fp8", where=where)
+
+
+def row_chunks(rows_MN: Tensor) -> Iterator[slice]:
+    """Yield slices of the first axis that hold a bounded number of elements.
+
+    An fp32 copy of a chunk and what is computed from it stay in a core's cache (CPUs), or below a few hundred MiB.
+    """
+    rows, columns = rows_MN.shape
+    chunk = CPU_CHUNK if rows_MN.device.type == "cpu" else DEVICE_CHUNK
+    step = max(1, chunk // columns)
+    for start in range(0, rows, step):
+        yield slice(start, min(start + step, rows))
+
+
+def scale_of_groups(values_MGQ: Tensor, fmt: ElementFormat) -> Tensor:
+    """Return the fp32 scale ``(max|v| + 1e-10) / fp8_max`` of every group of fp32 values ``[M, G, Q]``: ``[M, G]``."""
+    # A tensor divisor: CUDA multiplies by the reciprocal of a plain number, and 1/448 is not exact.
+    fp8_max = torch.full((), fmt.max, device=values_MGQ.device)
+    return values_MGQ.abs().amax(dim=-1).add_(SCALE_EPSILON).div_(fp8_max)
 
 
 def group_scales(x_MN: Tensor, group_size: int = DEFAULT_GROUP_SIZE, fp8: str = "e4m3") -> Tensor:
@@ -51,19 +81,31 @@ def group_scales(x_MN: Tensor, group_size: int = DEFAULT_GROUP_SIZE, fp8: str = 
         ShapeError: N is not a positive multiple of `group_size`.
         ConfigError: `group_size` is not positive, or unknown `fp8`.
     """
-    fmt = fp8_format(fp8, where="group_scales")
-    grouped = _grouped(x_MN, group_size, where="group_scales")
-    amax = grouped.abs().amax(dim=-1).to(torch.float32)
-    return ((amax + SCALE_EPSILON) / fmt.max).to(torch.bfloat16)
+    where = "group_scales"
+    fmt = fp8_format(fp8, where=where)
+    rows_MN = _rows(x_MN, group_size, where=where)
+    scales_MG = torch.empty(rows_MN.shape[0], rows_MN.shape[1] // group_size, dtype=torch.bfloat16, device=x_MN.device)
+    for rows in row_chunks(rows_MN):
+        scales_MG[rows] = scale_of_groups(rows_MN[rows].to(torch.float32).unflatten(-1, (-1, group_size)), fmt)
+    return scales_MG.view(*x_MN.shape[:-1], -1)
 
 
-def group_quantize_fp8(x_MN: Tensor, group_size: int = DEFAULT_GROUP_SIZE, fp8: str = "e4m3") -> tuple[Tensor, Tensor]:
+def group_quantize_fp8(
+    x_MN: Tensor,
+    group_size: int = DEFAULT_GROUP_SIZE,
+    fp8: str = "e4m3",
+    *,
+    stochastic: bool = False,
+    generator: torch.Generator | None = None,
+) -> tuple[Tensor, Tensor]:
     """Quantise to FP8 with one bf16 scale per group.
 
     Args:
         x_MN: ``[..., N]`` bf16, fp16 or fp32; not modified, and no gradient flows.
         group_size: consecutive elements of the last axis that share a scale; divides N.
         fp8: ``"e4m3"`` or ``"e5m2"``.
+        stochastic: unbiased stochastic rounding instead of nearest.
+        generator: source of the random numbers; unused unless `stochastic`.
 
     Returns:
         Codes as float8_e4m3fn or float8_e5m2 ``[..., N]``, and scales as bf16 ``[..., N/group_size]``.
@@ -73,13 +115,18 @@ def group_quantize_fp8(x_MN: Tensor, group_size: int = DEFAULT_GROUP_SIZE, fp8: 
         ShapeError: N is not a positive multiple of `group_size`.
         ConfigError: `group_size` is not positive, or unknown `fp8`.
     """
-    fmt = fp8_format(fp8, where="group_quantize_fp8")
-    assert fmt.dtype is not None
-    scales = group_scales(x_MN, group_size, fp8)
-    grouped = _grouped(x_MN, group_size, where="group_quantize_fp8")
-    scaled = grouped.to(torch.float32) / scales.to(torch.float32).unsqueeze(-1)
-    codes = scaled.clamp_(-fmt.max, fmt.max).to(fmt.dtype)
-    return codes.view(x_MN.shape), scales
+    where = "group_quantize_fp8"
+    fmt = fp8_format(fp8, where=where)
+    rows_MN = _rows(x_MN, group_size, where=where)
+    M, N = rows_MN.shape
+    codes_MN = torch.empty(M, N, dtype=fmt.dtype, device=x_MN.device)
+    scales_MG = torch.empty(M, N // group_size, dtype=torch.bfloat16, device=x_MN.device)
+    for rows in row_chunks(rows_MN):
+        values = rows_MN[rows].to(torch.float32, copy=True).unflatten(-1, (-1, group_size))
+        scales_MG[rows] = scale_of_groups(values, fmt)
+        scaled = values.div_(scales_MG[rows].to(torch.float32).unsqueeze(-1))
+        codes_MN[rows] = round_to_fp8_(scaled, fmt, stochastic=stochastic, generator=generator).flatten(1)
+    return codes_MN.view(x_MN.shape), scales_MG.view(*x_MN.shape[:-1], -1)
 
 
 def group_dequantize_fp8(codes_MN: Tensor, scales_MG: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -106,12 +153,24 @@ def group_dequantize_fp8(codes_MN: Tensor, scales_MG: Tensor, dtype: torch.dtype
     check_multiple(codes_MN.shape[-1], groups, where=where, argument="codes.shape[-1]", remedy=remedy)
     expected = (*codes_MN.shape[:-1], groups)
     check_equal_shape(scales_MG, expected, where=where, argument="scales", because="one row of scales per row of codes")
-    values = codes_MN.detach().to(torch.float32).unflatten(-1, (groups, -1))
-    return values.mul_(scales_MG.detach().to(torch.float32).unsqueeze(-1)).view(codes_MN.shape).to(dtype)
+    if codes_MN.numel() == 0:
+        return torch.empty(codes_MN.shape, dtype=dtype, device=codes_MN.device)
+    codes = codes_MN.detach().view(torch.uint8).reshape(-1, codes_MN.shape[-1])
+    scales = scales_MG.detach().reshape(-1, groups)
+    values_MN = torch.empty(codes.shape, dtype=dtype, device=codes.device)
+    for rows in row_chunks(codes):
+        values_MN[rows] = dequantize_groups(codes[rows], scales[rows], FP8_DTYPES[codes_MN.dtype]).flatten(1)
+    return values_MN.view(codes_MN.shape)
 
 
-def _grouped(x_MN: Tensor, group_size: int, *, where: str) -> Tensor:
-    """View ``[..., N]`` as ``[..., N/group_size, group_size]``, checked and detached."""
+def dequantize_groups(codes_MN: Tensor, scales_MG: Tensor, fmt: ElementFormat) -> Tensor:
+    """Return ``code * scale`` of uint8 codes as fp32 ``[M, G, Q]``, all at once."""
+    values = decode(codes_MN, fmt).unflatten(-1, (scales_MG.shape[-1], -1))
+    return values.mul_(scales_MG.to(torch.float32).unsqueeze(-1))
+
+
+def _rows(x_MN: Tensor, group_size: int, *, where: str) -> Tensor:
+    """View ``[..., N]`` as ``[M, N]``, checked and detached."""
     check_tensor(x_MN, where=where, argument="x")
     check_float(x_MN, where=where, argument="x")
     if group_size <= 0:
@@ -126,4 +185,4 @@ def _grouped(x_MN: Tensor, group_size: int, *, where: str) -> Tensor:
     columns = x_MN.shape[-1] if x_MN.ndim else 0
     remedy = "Pad the last axis, or choose a group size that divides it."
     check_multiple(columns, group_size, where=where, argument="x.shape[-1]", remedy=remedy)
-    return x_MN.detach().unflatten(-1, (-1, group_size))
+    return x_MN.detach().reshape(-1, columns)

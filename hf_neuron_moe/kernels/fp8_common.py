@@ -9,25 +9,19 @@ Activation for Memory-Efficient FP8 Training").
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
 from hf_neuron_moe.errors import ConfigError, ShapeError, nearest, refuse
 from hf_neuron_moe.formats.constants import E4M3FN, E5M2, ElementFormat
-from hf_neuron_moe.formats.elements import decode
 from hf_neuron_moe.formats.fp8_rounding import round_to_fp8_
-from hf_neuron_moe.formats.group_fp8 import SCALE_EPSILON
+from hf_neuron_moe.formats.group_fp8 import FP8_DTYPES, dequantize_groups, row_chunks
 from hf_neuron_moe.kernels.checks import check_dtype
 
-FP8_DTYPES = {torch.float8_e4m3fn: E4M3FN, torch.float8_e5m2: E5M2}
 SCALE_DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 VALUE_DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 
 _FP8_NAMES = {"E4M3": E4M3FN, "E5M2": E5M2}
-_CPU_CHUNK = 1 << 17
-_DEVICE_CHUNK = 1 << 25
 
 
 def fp8_type(fp8type: str | torch.dtype, *, where: str) -> ElementFormat:
@@ -119,26 +113,9 @@ def as_rows(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1, tensor.shape[-1])
 
 
-def row_chunks(reference_MN: Tensor) -> Iterator[slice]:
-    """Yield row slices of a bounded number of elements: fp32 copies and their temporaries stay small."""
-    rows, columns = reference_MN.shape
-    chunk = _CPU_CHUNK if reference_MN.device.type == "cpu" else _DEVICE_CHUNK
-    step = max(1, chunk // columns)
-    for start in range(0, rows, step):
-        yield slice(start, min(start + step, rows))
-
-
 def dequantize_rows(codes_MN: Tensor, scales_MG: Tensor) -> Tensor:
     """Return ``code * scale`` of some rows as fp32 ``[M, G, QB]``; exact for bf16 scales."""
-    values = decode(codes_MN.contiguous().view(torch.uint8), FP8_DTYPES[codes_MN.dtype])
-    return values.unflatten(-1, (scales_MG.shape[-1], -1)).mul_(scales_MG.to(torch.float32).unsqueeze(-1))
-
-
-def group_maximum(values_MGQ: Tensor, fmt: ElementFormat) -> Tensor:
-    """Return the fp32 scale ``(max|v| + 1e-10) / fp8_max`` of every group, ``[M, G]``."""
-    # A tensor divisor: CUDA multiplies by the reciprocal of a plain number, and 1/448 is not exact.
-    fp8_max = torch.full((), fmt.max, device=values_MGQ.device)
-    return values_MGQ.abs().amax(dim=-1).add_(SCALE_EPSILON).div_(fp8_max)
+    return dequantize_groups(codes_MN.view(torch.uint8), scales_MG, FP8_DTYPES[codes_MN.dtype])
 
 
 def quantize_with_scale(

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from hf_neuron_moe.errors import ConfigError, DTypeError, refuse
+from hf_neuron_moe.formats.group_fp8 import FP8_DTYPES, row_chunks, scale_of_groups
 from hf_neuron_moe.kernels.checks import check_same_device
 from hf_neuron_moe.kernels.fp8_common import (
-    FP8_DTYPES,
     VALUE_DTYPES,
     as_rows,
     check_grouped,
@@ -27,9 +27,7 @@ from hf_neuron_moe.kernels.fp8_common import (
     check_rounding,
     dequantize_rows,
     fp8_type,
-    group_maximum,
     quantize_with_scale,
-    row_chunks,
 )
 from hf_neuron_moe.kernels.fp8_division import fp8_division_transpose
 from hf_neuron_moe.kernels.fp8_silu import fp8_silu_backward, fp8_silu_forward
@@ -96,7 +94,7 @@ def fp8_mul_forward(
     for rows in row_chunks(rows1):
         values = dequantize_rows(rows1[rows], scales1[rows]).mul_(dequantize_rows(rows2[rows], scales2[rows]))
         product[rows] = values.flatten(1).to(torch.bfloat16)
-        scales[rows] = group_maximum(values, fmt).to(scales.dtype)
+        scales[rows] = scale_of_groups(values, fmt).to(scales.dtype)
     scale = scales.max()
     codes, transposed = quantize_with_scale(product, scale, fmt)
     assert codes is not None
@@ -160,7 +158,7 @@ def fp8_mul_backward(
         y1[rows] = dequantize_rows(rows2[rows], scales2[rows]).mul_(g_MGQ).flatten(1).to(torch.bfloat16)
         towards_x2 = dequantize_rows(rows1[rows], scales1[rows]).mul_(g_MGQ)
         y2[rows] = towards_x2.flatten(1).to(torch.bfloat16)
-        s_y2[rows] = group_maximum(towards_x2, fmt).to(torch.bfloat16)
+        s_y2[rows] = scale_of_groups(towards_x2, fmt).to(torch.bfloat16)
     y1 = y1.view(g.shape)
     if not output_quantized_transpose:
         return y1, (y2.view(g.shape), s_y2.view(s_x1.shape))

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from hf_neuron_moe.formats.fp8_rounding import round_to_fp8_
+from hf_neuron_moe.formats.group_fp8 import FP8_DTYPES, row_chunks, scale_of_groups
 from hf_neuron_moe.kernels.checks import check_same_device
 from hf_neuron_moe.kernels.fp8_common import (
-    FP8_DTYPES,
     VALUE_DTYPES,
     as_rows,
     check_grouped,
@@ -23,9 +23,7 @@ from hf_neuron_moe.kernels.fp8_common import (
     check_rounding,
     dequantize_rows,
     fp8_type,
-    group_maximum,
     quantize_with_scale,
-    row_chunks,
 )
 
 
@@ -58,7 +56,7 @@ def fp8_silu_forward(x: Tensor, s_x: Tensor, QB: int) -> tuple[Tensor, Tensor]:
     for rows in row_chunks(codes):
         values = dequantize_rows(codes[rows], scales[rows])
         values = _sigmoid(values).mul_(values)
-        scale = group_maximum(values, fmt)
+        scale = scale_of_groups(values, fmt)
         out[rows] = round_to_fp8_(values.div_(scale.unsqueeze(-1)), fmt).flatten(1)
         s_out[rows] = scale.to(s_out.dtype)
     return out.view(x.shape), s_out.view(s_x.shape)
@@ -115,7 +113,7 @@ def fp8_silu_backward(
         slope = values.mul_(sigmoid).mul_(1 - sigmoid).add_(sigmoid)
         values = slope.mul_(gradient[rows].to(torch.float32).unflatten(-1, (-1, QB)))
         y[rows] = values.flatten(1).to(torch.bfloat16)
-        s_y[rows] = group_maximum(values, fmt).to(torch.bfloat16)
+        s_y[rows] = scale_of_groups(values, fmt).to(torch.bfloat16)
     if not output_quantized_transpose:
         return y.view(x.shape), s_y.view(s_x.shape)
     scale = s_y.max()

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_neuron_moe.errors import ConfigError, DTypeError, ShapeError
-from hf_neuron_moe.formats import group_dequantize_fp8, group_quantize_fp8, group_scales
+from hf_neuron_moe.formats import group_dequantize_fp8, group_fp8, group_quantize_fp8, group_scales
 
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 LARGEST = {"e4m3": 448.0, "e5m2": 57344.0}
@@ -96,6 +96,35 @@ def test_leading_axes_and_case_of_the_name() -> None:
     assert torch.equal(scales.view(6, 4), flat_scales)
     assert torch.equal(group_scales(x, 16, "e5m2"), scales)
     assert group_dequantize_fp8(codes, scales, torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(3, 37, 64).to(torch.bfloat16)
+    codes, scales = group_quantize_fp8(x)
+    values = group_dequantize_fp8(codes, scales)
+    monkeypatch.setattr(group_fp8, "CPU_CHUNK", 5 * 64)
+    again, same_scales = group_quantize_fp8(x)
+    assert torch.equal(again.view(torch.uint8), codes.view(torch.uint8))
+    assert torch.equal(same_scales, scales)
+    assert torch.equal(group_scales(x), scales)
+    assert torch.equal(group_dequantize_fp8(codes, scales), values)
+
+
+def test_stochastic_rounding_is_unbiased() -> None:
+    x = torch.randn(1, 256)
+    _, scales = group_quantize_fp8(x)
+    generator = torch.Generator().manual_seed(5)
+    codes, same_scales = group_quantize_fp8(x.expand(4000, 256), stochastic=True, generator=generator)
+    assert torch.equal(same_scales, scales.expand(4000, 16))
+    mean = group_dequantize_fp8(codes, same_scales).double().mean(0)
+    # One draw is less than a step away (2**-3 of the value, or the smallest code); a mean of n draws has sigma below
+    # step / (2 sqrt(n)), so this is ten sigma.
+    step = (x.double().abs() * 2**-3).clamp(min=float(scales.max()) * 2**-9)
+    assert float(((mean - x.double()[0]) / step[0]).abs().max()) < 5 / 4000**0.5
+    first, second = (
+        group_quantize_fp8(x, stochastic=True, generator=torch.Generator().manual_seed(1))[0] for _ in range(2)
+    )
+    assert torch.equal(first.view(torch.uint8), second.view(torch.uint8))
 
 
 def test_no_gradient_and_no_modification() -> None:

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_neuron_moe.errors import ConfigError, DTypeError, ShapeError
-from hf_neuron_moe.formats import group_dequantize_fp8, group_quantize_fp8
-from hf_neuron_moe.kernels import fp8_common
+from hf_neuron_moe.formats import group_dequantize_fp8, group_fp8, group_quantize_fp8
 from hf_neuron_moe.kernels.fp8_mul import (
     fp8_division_transpose,
     fp8_mul_backward,
@@ -120,7 +119,7 @@ def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments: tuple[Any, ...] = (*operands(37, 64, 16, 1), 16, "E4M3")
     whole = fp8_mul_backward(*arguments, output_quantized_transpose=True)
     silu = fp8_silu_forward(*arguments[:2], 16)
-    monkeypatch.setattr(fp8_common, "_CPU_CHUNK", 5 * 64)
+    monkeypatch.setattr(group_fp8, "CPU_CHUNK", 5 * 64)
     parts = fp8_mul_backward(*arguments, output_quantized_transpose=True)
     assert torch.equal(whole[0], parts[0])
     assert all(torch.equal(bits(a), bits(b)) for a, b in zip(whole[1], parts[1]))
