@@ -28,6 +28,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+# A script's folder is searched first, and kernels.py here is not the package of that name that transformers looks for.
+if str(Path(__file__).resolve().parent) in sys.path:
+    sys.path.remove(str(Path(__file__).resolve().parent))
+
 import torch
 from rich.console import Console
 from rich.table import Table
