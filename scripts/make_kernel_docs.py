@@ -32,6 +32,9 @@ STATUSES = {
     "refused": "refused",
 }
 
+ARGUMENT_HEAD = ["argument", "default", "support", "note"]
+OVERVIEW_HEAD = ["system", "function", "supported", "in part", "no effect on values", "refused"]
+
 
 class DocumentationError(Exception):
     """The declarative file and the signatures disagree."""
@@ -52,17 +55,20 @@ def render(declared: dict[str, Any], package: Any = kernels) -> str:
     described = [function["name"] for system in declared["system"] for function in system["function"]]
     disagree("functions", described, functions)
     disagree("types", list(declared["types"]), types)
-    blocks = [declared["intro"].strip(), status_list()]
+    blocks, overview = [], []
     for number, system in enumerate(declared["system"], start=1):
         blocks += [f"## {number}. {system['title']}", system["intro"].strip()]
         unused = set(system.get("arguments", {}))
         for function in system["function"]:
-            blocks += function_blocks(function, system.get("arguments", {}), getattr(package, function["name"]), unused)
+            rows = argument_rows(function, system.get("arguments", {}), getattr(package, function["name"]), unused)
+            blocks += [f"### `{function['name']}`", function["text"].strip(), table(ARGUMENT_HEAD, rows)]
+            overview.append(summary(number, function["name"], rows))
         if unused:
             raise DocumentationError(f"{system['title']}: no function has the arguments {sorted(unused)}")
     blocks += ["## Types", declared["types_intro"].strip()]
     blocks.append(table(["type", "members or fields", ""], type_rows(declared["types"], package)))
-    return "\n\n".join(blocks) + "\n"
+    head = [declared["intro"].strip(), status_list(), "## Overview", declared["overview_intro"].strip()]
+    return "\n\n".join([*head, table(OVERVIEW_HEAD, overview), *blocks]) + "\n"
 
 
 def public_names(package: Any) -> tuple[list[str], list[str]]:
@@ -80,8 +86,8 @@ def disagree(kind: str, described: list[str], existing: list[str]) -> None:
         raise DocumentationError(f"{kind}: not described {missing}, described but not public {unknown}, or twice")
 
 
-def function_blocks(function: dict[str, Any], shared: dict[str, str], value: Any, unused: set[str]) -> list[str]:
-    """Return heading, text and argument table of one function; takes the shared entries it uses out of `unused`."""
+def argument_rows(function: dict[str, Any], shared: dict[str, str], value: Any, unused: set[str]) -> list[list[str]]:
+    """Return the argument table's rows of one function; takes the shared entries it uses out of `unused`."""
     name, own = function["name"], dict(function.get("arguments", {}))
     rows = []
     parameters = inspect.signature(value).parameters.values()
@@ -100,7 +106,17 @@ def function_blocks(function: dict[str, Any], shared: dict[str, str], value: Any
     extra = [key for key in own if not any(fnmatchcase(parameter.name, key) for parameter in parameters)]
     if extra:
         raise DocumentationError(f"{name}: no such argument {extra}")
-    return [f"### `{name}`", function["text"].strip(), table(["argument", "default", "support", "note"], rows)]
+    return rows
+
+
+def summary(system: int, name: str, rows: list[list[str]]) -> list[str]:
+    """One line of the overview: how many arguments are plainly supported, and which are not."""
+
+    def names(status: str) -> str:
+        return ", ".join(row[0].removesuffix(" (keyword)") for row in rows if row[2] == STATUSES[status])
+
+    supported = sum(row[2] == STATUSES["yes"] for row in rows)
+    return [f"{system}", f"[`{name}`](#{name})", str(supported), names("partly"), names("no effect"), names("refused")]
 
 
 def matching(argument: str, entries: dict[str, str]) -> str | None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_neuron_moe.errors import ConfigError, DTypeError, ShapeError
 from hf_neuron_moe.formats import group_dequantize_fp8, group_fp8, group_quantize_fp8
@@ -124,6 +125,35 @@ def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(whole[0], parts[0])
     assert all(torch.equal(bits(a), bits(b)) for a, b in zip(whole[1], parts[1]))
     assert all(torch.equal(bits(a), bits(b)) for a, b in zip(silu, fp8_silu_forward(*arguments[:2], 16)))
+
+
+class LargestFloat32(TorchDispatchMode):
+    """Elements of the largest fp32 tensor that any operation returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.float32:
+                self.elements = max(self.elements, tensor.numel())
+        return out
+
+
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_no_fp32_temporary_of_the_whole_tensor(stochastic: bool) -> None:
+    q1, s1, q2, s2, g = operands(640, 1024, 16, 0)
+    with LargestFloat32() as largest:
+        fp8_mul_backward(q1, s1, q2, s2, g, 16, "E5M2", stochastic, True)
+        fp8_mul_forward(q1, s1, q2, s2, 16)
+        fp8_silu_forward(q1, s1, 16)
+        fp8_silu_backward(q1, s1, g, 16, "E5M2", stochastic, True)
+        fp8_division_transpose(g, 16, "E4M3", stochastic=stochastic)
+        group_quantize_fp8(g, stochastic=stochastic)
+        group_dequantize_fp8(q1, s1, torch.bfloat16)
+    assert 0 < largest.elements <= group_fp8.CPU_CHUNK < g.numel()
 
 
 def test_strided_operands_and_nothing_is_modified() -> None:
