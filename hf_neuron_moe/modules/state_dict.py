@@ -6,9 +6,10 @@ and ``load_state_dict`` still has the original names and layouts: checkpoints st
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -44,11 +45,26 @@ class WeightRule:
         return tuple(whole.chunk(len(self.stock), dim=0))
 
 
+def kernel_layout_parameters() -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield every parameter alive that exists in kernel layout only, with its name in the model it was made for."""
+    for module in list(_instances):
+        for rule in module.__dict__.get("neuron_rules", ()):
+            param = module._parameters.get(rule.kernel)
+            if param is not None and not rule.keeps_layout:
+                yield f"{module.neuron_name}.{rule.kernel}", param
+
+
 class KernelLayoutMixin(nn.Module):
     """Gives a module with parameters in kernel layout a ``state_dict`` of stock names and layouts, both ways."""
 
     neuron_rules: tuple[WeightRule, ...]
     neuron_stock_order: tuple[str, ...]
+
+    def __new__(cls, *args: Any, **options: Any) -> KernelLayoutMixin:
+        """Make an instance known to :func:`kernel_layout_parameters`; copying and unpickling come by here too."""
+        module = super().__new__(cls)
+        _instances.add(module)
+        return module
 
     def _stock_tensors(self, keep_vars: bool) -> dict[str, Tensor]:
         stock: dict[str, Tensor] = {}
@@ -114,3 +130,6 @@ class KernelLayoutMixin(nn.Module):
         kernel_missing: list[str] = []
         super()._load_from_state_dict(own, prefix, local_metadata, strict, kernel_missing, unexpected_keys, error_msgs)
         missing_keys.extend(key for key in kernel_missing if key not in kernel_keys)
+
+
+_instances: WeakSet[KernelLayoutMixin] = WeakSet()

@@ -13,7 +13,6 @@ loaded ("a parameter group that doesn't match the size of optimizer's group").
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 from weakref import WeakSet
 
@@ -24,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from hf_neuron_moe.errors import UnsupportedModelError, refuse
-from hf_neuron_moe.modules.block import NeuronBlock
+from hf_neuron_moe.modules.state_dict import kernel_layout_parameters
 
 GROUP_KEY = "neuron_kernel_layout"
 """Entry of a parameter group: positions of its parameters that are in kernel layout."""
@@ -56,7 +55,7 @@ def check_before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """
     if torch.compiler.is_compiling():
         return
-    kernel = {id(param): name for name, param in _kernel_parameters()}
+    kernel = {id(param): name for name, param in kernel_layout_parameters()}
     for group in optimizer.param_groups:
         now = [index for index, param in enumerate(group["params"]) if id(param) in kernel]
         before = group.get(GROUP_KEY)
@@ -69,16 +68,6 @@ def check_before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         group.pop(GROUP_KEY, None)
         if now:
             group[GROUP_KEY] = now
-
-
-def _kernel_parameters() -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters of the watched models that exist in kernel layout only, with their names."""
-    for model in _watched:
-        for name, module in model.named_modules():
-            for rule in module.neuron_rules if isinstance(module, NeuronBlock) else ():
-                param = module._parameters.get(rule.kernel)
-                if param is not None and not rule.keeps_layout:
-                    yield f"{name}.{rule.kernel}", param
 
 
 def _is_of_other_layout(param: Tensor, state: Any, *, marked: bool) -> bool:

@@ -157,3 +157,17 @@ def test_the_hook_comes_with_the_first_patch_and_goes_with_the_last() -> None:
     assert ours() == 1
     unpatch_model(second)
     assert ours() == others
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_resumes_from_its_originals_state(duplicate: Any) -> None:
+    model = patched("kernel")
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, optimizer)
+    other = duplicate(model)
+    resumed = torch.optim.AdamW(other.parameters())
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for pair in ((model, optimizer), (other, resumed)):
+        step(*pair)
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
