@@ -44,12 +44,12 @@ def check_shape(tensor: Tensor, shape: tuple[int | None, ...], names: str, *, wh
         want is None or want == have for want, have in zip(shape, tensor.shape, strict=True)
     )
     if not fits:
-        wanted = [("?" if extent is None else extent) for extent in shape]
+        wanted = ", ".join("?" if extent is None else str(extent) for extent in shape)
         raise refuse(
             ShapeError,
             where=where,
             argument=argument,
-            expected=f"of shape {names} = {wanted}".replace("'", ""),
+            expected=f"of shape {names} = [{wanted}]",
             got=str(list(tensor.shape)),
             remedy="Check which axis is which; layouts are never guessed from sizes.",
         )

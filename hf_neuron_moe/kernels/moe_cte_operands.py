@@ -272,7 +272,8 @@ def check_plan(plan: BlockRows, block_to_expert: Tensor, experts: int, choices: 
 def check_conditions(conditions: Tensor | None, plan: BlockRows, spec: MoECTESpec, experts: int, where: str) -> None:
     """Check ``conditions``: their length, and that every block with tokens is computed.
 
-    The hybrid kernels compute ``num_static_block`` blocks (default N - E), then go on up to the sum of the conditions.
+    shard_on_block's generator makes one flag per pair of blocks, which no kernel reads: only its length is checked. The
+    hybrid kernels compute ``num_static_block`` blocks (default N - E), then go on up to the sum of the conditions.
     """
     kind, blocks = spec.implementation, plan.blocks
 
@@ -284,13 +285,13 @@ def check_conditions(conditions: Tensor | None, plan: BlockRows, spec: MoECTESpe
     check(conditions is not None or kind not in HYBRID, f"given with {kind.name}", None)
     if conditions is None:
         return
+    check_dtype(conditions, (torch.int32, torch.int64, torch.bool, torch.uint8), where=where, argument="conditions")
     flags = conditions.reshape(-1)
     lengths = [blocks + tail for tail in CONDITION_TAILS.get(kind, (1, 2))]
-    if kind is MoECTEImplementation.shard_on_block:
-        lengths.append(-(-blocks // 2) + 1)
-    check(len(flags) in lengths, f"of length {' or '.join(map(str, lengths))} (N = {blocks})", len(flags))
-    if len(flags) < blocks:
+    per_pair = -(-blocks // 2) + 1
+    if kind is MoECTEImplementation.shard_on_block and len(flags) == per_pair and per_pair not in lengths:
         return
+    check(len(flags) in lengths, f"of length {' or '.join(map(str, lengths))} (N = {blocks})", len(flags))
     check(not bool(flags[blocks:].any()), "zero after the N flags of the blocks", flags.tolist())
     used = torch.zeros(blocks, dtype=torch.bool, device=flags.device)
     used[torch.div(plan.slot_R, plan.block_size, rounding_mode="floor")] = True

@@ -1,0 +1,435 @@
+"""Every documented constraint of ``moe_cte`` broken once: the error names the function, the argument and the rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from hf_neuron_moe.errors import ConfigError, DeviceError, DTypeError, NeuronMoEError, ShapeError
+from hf_neuron_moe.kernels import moe_cte_direct as direct
+from hf_neuron_moe.kernels import moe_cte_direct_mx as direct_mx
+from hf_neuron_moe.kernels.moe_cte import moe_cte
+from hf_neuron_moe.kernels.moe_types import (
+    ActFnType,
+    BlockShardStrategy,
+    ExpertAffinityScaleMode,
+    MoECTEImplementation,
+    MoECTESpec,
+    QuantizationConfig,
+    QuantizationType,
+    ShardOnBlockConfig,
+    ShardOnIConfig,
+    SkipMode,
+)
+from hf_neuron_moe.kernels.routing import build_block_plan, expert_mask, masked_affinities
+
+Arguments = dict[str, Any]
+T, H, I, E, B = 128, 512, 16, 2, 256  # noqa: E741
+Mode = ExpertAffinityScaleMode
+
+
+def bf16(*shape: int, device: str = "cpu") -> torch.Tensor:
+    return torch.ones(shape, dtype=torch.bfloat16, device=device)
+
+
+def fp8(*shape: int, value: float = 240.0) -> torch.Tensor:
+    return torch.full(shape, value).to(torch.float8_e4m3fn)
+
+
+def spec(kind: str = "shard_on_i", **options: Any) -> MoECTESpec:
+    on_i = {name: options.pop(name) for name in list(options) if name in ShardOnIConfig.__dataclass_fields__}
+    return MoECTESpec(MoECTEImplementation[kind], ShardOnBlockConfig(**options), ShardOnIConfig(**on_i))
+
+
+def arguments(block: int = B, hidden: int = H, inner: int = I, tokens: int = T, top_k: int = 1) -> Arguments:
+    """A legal bf16 call of shard_on_i (and of shard_on_block)."""
+    index = torch.arange(tokens * top_k).view(tokens, top_k) % E
+    plan = build_block_plan(expert_mask(index, E), block, top_k=top_k)
+    return {
+        "hidden_states": bf16(tokens + 1, hidden),
+        "expert_affinities_masked": masked_affinities(index, torch.full((tokens, top_k), 0.5), E),
+        "gate_up_proj_weight": bf16(E, hidden, 2, inner),
+        "down_proj_weight": bf16(E, inner, hidden),
+        "token_position_to_id": plan.token_position_to_id,
+        "block_to_expert": plan.block_to_expert,
+        "block_size": block,
+        "spec": spec(),
+        "activation_function": ActFnType.SiLU,
+    }
+
+
+def mx_arguments(kind: str = "shard_on_block_mx", block: int = B, inner: int = 64, **options: Any) -> Arguments:
+    """A legal bf16 call of an MX implementation."""
+    partitions, tiles = min(128, inner // 4), -(-inner // 512)
+    words = {
+        "gate_up_proj_weight": torch.zeros(E, 128, 2, 1, inner, dtype=torch.int32),
+        "gate_up_proj_scale": torch.full((E, 16, 2, 1, inner), 127, dtype=torch.uint8),
+        "down_proj_weight": torch.zeros(E, partitions, tiles, H, dtype=torch.int32),
+        "down_proj_scale": torch.full((E, partitions // 8, tiles, H), 127, dtype=torch.uint8),
+    }
+    return arguments(block) | words | {"spec": spec(kind, **options)}
+
+
+def fp8_scales() -> Arguments:
+    return {"gate_up_proj_scale": torch.ones(E, 1, 2 * I), "down_proj_scale": torch.ones(E, 1, H)}
+
+
+def static_mx() -> Arguments:
+    return mx_arguments(quantization_type=QuantizationType.STATIC_MX) | {
+        "gate_up_proj_scale": torch.ones(E, 2, 1),
+        "down_proj_scale": torch.ones(E, 1),
+        "gate_up_in_scale": torch.ones(E, 2, 1),
+        "down_in_scale": torch.ones(E, 1),
+    }
+
+
+def conditions(length: int, ones: int) -> torch.Tensor:
+    return (torch.arange(length) < ones).int()
+
+
+BIASES = {"gate_and_up_proj_bias": bf16(E, 2, I), "down_proj_bias": bf16(E, H)}
+Case = tuple[type[NeuronMoEError], str, Arguments]
+
+TENSORS: list[Case] = [
+    (DTypeError, "hidden_states must be a tensor of dtype bfloat16 or float32, got torch.float16",
+     arguments() | {"hidden_states": torch.ones(2, H).half()}),
+    (ShapeError, r"hidden_states must be of shape \[T', H\]", arguments() | {"hidden_states": bf16(1, T + 1, H)}),
+    (DTypeError, "expert_affinities_masked must be a tensor of dtype bfloat16 or float32",
+     arguments() | {"expert_affinities_masked": torch.ones((T + 1) * E, 1, dtype=torch.int32)}),
+    (ShapeError, r"expert_affinities_masked must be of shape \[T' \* E, 1\]",
+     arguments() | {"expert_affinities_masked": torch.ones(T * E, 1)}),
+    (DTypeError, "gate_up_proj_weight must be a tensor of dtype bfloat16 or float32 or float8_e4m3fn",
+     arguments() | {"gate_up_proj_weight": bf16(E, H, 2, I).to(torch.float8_e5m2)}),
+    (ShapeError, r"gate_up_proj_weight must be of shape \[E, H, 2, I\]",
+     arguments() | {"gate_up_proj_weight": bf16(E, H, 2 * I)}),
+    (DTypeError, "down_proj_weight must be a tensor of dtype bfloat16, got torch.float32",
+     arguments() | {"down_proj_weight": torch.ones(E, I, H)}),
+    (ShapeError, r"down_proj_weight must be of shape \[E, I, H\]", arguments() | {"down_proj_weight": bf16(E, H, I)}),
+    (DTypeError, "token_position_to_id must be a tensor of dtype int32 or int64",
+     arguments() | {"token_position_to_id": torch.ones(2 * B)}),
+    (ShapeError, "token_position_to_id must be of size N", arguments() | {"block_size": 512}),
+    (DTypeError, "block_to_expert must be a tensor of dtype int32", arguments() | {"block_to_expert": torch.ones(2)}),
+    (ShapeError, r"block_to_expert must be made of ids 0\.\.1",
+     arguments() | {"block_to_expert": torch.tensor([0, 3], dtype=torch.int32)}),
+    (ShapeError, "block_size must be a positive int, got 256.0", arguments() | {"block_size": 256.0}),
+    (ShapeError, "block_size must be a positive int, got 0", arguments() | {"block_size": 0}),
+    (DeviceError, "down_proj_weight must be on cpu", arguments() | {"down_proj_weight": bf16(E, I, H, device="meta")}),
+]  # fmt: skip
+PAIRS: list[Case] = [
+    (ConfigError, "down_proj_bias must be given together with gate_and_up_proj_bias",
+     arguments() | {"gate_and_up_proj_bias": bf16(E, 2, I)}),
+    (ConfigError, "gate_and_up_proj_bias must be given together with down_proj_bias",
+     arguments() | {"down_proj_bias": bf16(E, H)}),
+    (ShapeError, r"gate_and_up_proj_bias must be of shape \[E, 2, I\]",
+     arguments() | BIASES | {"gate_and_up_proj_bias": bf16(E, 2 * I)}),
+    (ShapeError, r"down_proj_bias must be of shape \[E, H\]", arguments() | BIASES | {"down_proj_bias": bf16(E, I)}),
+    (DTypeError, "down_proj_bias must be a tensor of dtype",
+     arguments() | BIASES | {"down_proj_bias": torch.ones(E, H).half()}),
+    (ConfigError, "down_proj_scale must be given together with gate_up_proj_scale",
+     arguments() | {"gate_up_proj_scale": torch.ones(E, 1, 2 * I)}),
+    (ConfigError, "gate_up_proj_scale must be given together with down_proj_scale",
+     arguments() | {"quantization_config": QuantizationConfig(None, torch.ones(E, 1, H))}),
+    (ConfigError, "down_in_scale must be given together with gate_up_in_scale",
+     arguments() | fp8_scales() | {"gate_up_in_scale": torch.ones(T + 1, 1)}),
+    (ConfigError, "gate_up_in_scale must be given together with gate_up_proj_scale and down_proj_scale",
+     arguments() | {"gate_up_in_scale": torch.ones(T + 1, 1), "down_in_scale": torch.ones(T + 1, 1)}),
+    (ConfigError, "gate_up_proj_scale must be given with float8 weights",
+     arguments() | {"gate_up_proj_weight": fp8(E, H, 2, I), "down_proj_weight": fp8(E, I, H)}),
+]  # fmt: skip
+SCALES: list[Case] = [
+    (ShapeError, r"gate_up_proj_scale must be of shape \[E,1,2I\]",
+     arguments() | fp8_scales() | {"gate_up_proj_scale": torch.ones(E, 2 * I)}),
+    (ShapeError, r"down_proj_scale must be of shape \[E,1,H\].*got \[2, 128, 4\]",
+     arguments() | fp8_scales() | {"down_proj_scale": torch.ones(E, 128, H // 128)}),
+    (DTypeError, "down_proj_scale must be a tensor of dtype float32",
+     arguments() | fp8_scales() | {"down_proj_scale": torch.ones(E, 1, H).half()}),
+    (ShapeError, r"gate_up_in_scale must be of shape \[T', 1\] or \[E, 2, 1\]",
+     arguments() | fp8_scales() | {"gate_up_in_scale": torch.ones(T, 1), "down_in_scale": torch.ones(T + 1, 1)}),
+    (ShapeError, r"down_in_scale must be of shape \[T', 1\] or \[E, 1\], as gate_up_in_scale",
+     arguments() | fp8_scales() | {"gate_up_in_scale": torch.ones(E, 2, 1), "down_in_scale": torch.ones(T + 1, 1)}),
+    (ShapeError, "I of gate_up_proj_scale must be a positive multiple of 256",
+     arguments() | {"gate_up_proj_scale": torch.ones(E, 2, 2, 1, 128), "down_proj_scale": torch.ones(E, 1, 2, 128)}),
+    (ShapeError, r"down_proj_scale must be of shape \[E, I/256, H/256, 128\]",
+     arguments(inner=256)
+     | {"gate_up_proj_scale": torch.ones(E, 2, 2, 1, 128), "down_proj_scale": torch.ones(E, 2, 1, 128)}),
+    (ShapeError, "gate_up_proj_scale must be 128 copies of each block's scale",
+     arguments(inner=256)
+     | {"gate_up_proj_scale": torch.rand(E, 2, 2, 1, 128), "down_proj_scale": torch.ones(E, 1, 2, 128)}),
+    (DTypeError, "gate_up_proj_weight must be made of magnitudes up to 240",
+     arguments() | fp8_scales()
+     | {"gate_up_proj_weight": fp8(E, H, 2, I, value=256), "down_proj_weight": fp8(E, I, H)}),
+]  # fmt: skip
+OPTIONS: list[Case] = [
+    (ConfigError, "spec must be a MoECTESpec", arguments() | {"spec": "shard_on_i"}),
+    (ConfigError, "activation_function must be a member of ActFnType .*Did you mean 'SiLU'",
+     arguments() | {"activation_function": "SiLu"}),
+    (ConfigError, "expert_affinities_scaling_mode must be a member of ExpertAffinityScaleMode",
+     arguments() | {"expert_affinities_scaling_mode": 1}),
+    (ConfigError, "skip_dma must be a SkipMode", arguments() | {"skip_dma": True}),
+    (ConfigError, "compute_dtype must be torch.bfloat16 or torch.float32",
+     arguments() | {"compute_dtype": torch.float16}),
+    (ConfigError, "accumulation_dtype must be None, torch.bfloat16 or torch.float32",
+     arguments() | {"accumulation_dtype": torch.float16}),
+    (ConfigError, "convention must be one of device, golden, got 'kernel'", arguments() | {"convention": "kernel"}),
+    (ConfigError, "mx_scale_rule must be one of neuron", arguments() | {"mx_scale_rule": "nki"}),
+    (ConfigError, "gate_up_activations_T must be None", arguments() | {"gate_up_activations_T": bf16(1)}),
+    (ConfigError, "down_activations must be None", arguments() | {"down_activations": bf16(1)}),
+    (ConfigError, "gate_clamp_upper_limit must be None with skip_gate_proj",
+     arguments() | {"skip_gate_proj": True, "gate_clamp_upper_limit": 7.0}),
+    (ConfigError, "is_tensor_update_accumulating must be True where a token goes to several experts",
+     arguments(top_k=2) | {"is_tensor_update_accumulating": False}),
+    (ShapeError, r"block_to_expert must be 0\.\.E-1 with shard_on_i_dropping",
+     arguments() | {"spec": spec("shard_on_i_dropping"), "device_limits": False,
+                    "block_to_expert": torch.tensor([0, 0], dtype=torch.int32)}),
+    *(
+        (ConfigError, f"spec.shard_on_I.checkpoint_activation must be False with {kind}",
+         arguments() | {"spec": spec(kind, checkpoint_activation=True)})
+        for kind in ("shard_on_block", "shard_on_i_hybrid")
+    ),
+]  # fmt: skip
+CONDITIONS: list[Case] = [
+    (ShapeError, "conditions must be given with shard_on_i_hybrid", arguments() | {"spec": spec("shard_on_i_hybrid")}),
+    (ShapeError, "conditions must be given with shard_on_i_mx_hybrid",
+     mx_arguments("shard_on_i_mx_hybrid") | {"device_limits": False}),
+    (ShapeError, r"conditions must be of length 3 or 4 \(N = 2\), got 2",
+     arguments() | {"spec": spec("shard_on_i_hybrid"), "conditions": conditions(2, 2)}),
+    (ShapeError, r"conditions must be of length 4 \(N = 2\), got 3",
+     mx_arguments() | {"conditions": conditions(3, 2)}),
+    (ShapeError, "conditions must be zero after the N flags",
+     arguments() | {"spec": spec("shard_on_i_hybrid"), "conditions": conditions(3, 3)}),
+    (ShapeError, "conditions must be nonzero for every block with tokens",
+     arguments() | {"spec": spec("shard_on_i_hybrid"), "conditions": conditions(3, 1)}),
+    (ConfigError, r"spec.shard_on_I.num_static_block must be 0 to N = 2, got 3",
+     arguments() | {"spec": spec("shard_on_i_hybrid", num_static_block=3), "conditions": conditions(3, 2)}),
+]  # fmt: skip
+SCHEDULING: list[Case] = [
+    *(
+        (ConfigError, f"spec.shard_on_block.{name} must be a positive int, got 0",
+         arguments() | {"spec": spec("shard_on_block", **{name: 0})})
+        for name in ("n_block_per_iter", "top_k", "ep_degree")
+    ),
+    (ConfigError, "spec.shard_on_block.block_sharding_strategy must be PING_PONG",
+     arguments() | {"spec": spec("shard_on_block", block_sharding_strategy=BlockShardStrategy.HI_LO)}),
+    (ConfigError, r"spec.shard_on_block.n_static_blocks must be -1, or between 0 and N = 2",
+     mx_arguments(n_static_blocks=1, n_dynamic_blocks=55)),
+    (ConfigError, "is_tensor_update_accumulating must be True with shard_on_block_mx",
+     mx_arguments() | {"is_tensor_update_accumulating": False}),
+    (ConfigError, "spec.shard_on_block.quantization_type must be MX or STATIC_MX",
+     mx_arguments(quantization_type=QuantizationType.ROW)),
+]  # fmt: skip
+MX: list[Case] = [
+    *(
+        (ConfigError, f"expert_affinities_scaling_mode must be POST_SCALE with {kind}, got {mode.name}",
+         mx_arguments(kind) | {"expert_affinities_scaling_mode": mode})
+        for kind in ("shard_on_block_mx", "shard_on_i_mx")
+        for mode in (Mode.NO_SCALE, Mode.PRE_SCALE, Mode.PRE_SCALE_DELAYED)
+    ),
+    (ConfigError, "spec.shard_on_I.expert_affinity_multiply_on_I must be False with shard_on_block_mx",
+     mx_arguments(expert_affinity_multiply_on_I=True)),
+    (ConfigError, "skip_gate_proj must be False with shard_on_block_mx", mx_arguments() | {"skip_gate_proj": True}),
+    (ConfigError, "checkpoint_activation must be False with shard_on_block_mx",
+     mx_arguments(checkpoint_activation=True)),
+    (ConfigError, "gate_up_proj_scale must be given with shard_on_block_mx",
+     mx_arguments() | {"gate_up_proj_scale": None, "down_proj_scale": None}),
+    (DTypeError, "gate_up_proj_scale must be a tensor of dtype uint8",
+     mx_arguments() | {"gate_up_proj_scale": torch.ones(E, 2, 1)}),
+    (ShapeError, r"gate_up_proj_scale must be of shape \[E, 16, 2, H/512, I\]",
+     mx_arguments() | {"gate_up_proj_scale": torch.ones(E, 128, 1, 2, 64, dtype=torch.uint8)}),
+    (ShapeError, r"down_proj_scale must be of shape \[E, pI/8, ceil\(I/512\), H\]",
+     mx_arguments() | {"down_proj_scale": torch.ones(E, 16, 1, H, dtype=torch.uint8)}),
+    (DTypeError, "gate_up_proj_weight must be a tensor of dtype int32 or uint32",
+     mx_arguments() | {"gate_up_proj_weight": bf16(E, H, 2, 64)}),
+    (ShapeError, r"gate_up_proj_weight must be of shape \[E, 128, 2, H/512, I\]",
+     mx_arguments() | {"gate_up_proj_weight": torch.zeros(E, 128, 2, 2, 64, dtype=torch.int32)}),
+    (ShapeError, r"down_proj_weight must be of shape \[E, pI, ceil\(I/512\), H\]",
+     mx_arguments() | {"down_proj_weight": torch.zeros(E, 128, 1, H, dtype=torch.int32)}),
+    (DTypeError, "down_proj_weight must be a tensor of dtype int32 or uint32",
+     mx_arguments() | {"down_proj_weight": torch.zeros(E, 16, 1, H, dtype=torch.int16)}),
+    (ConfigError, "weight_dtype must be None, torch.float8_e4m3fn or torch.float8_e5m2 with 32-bit words",
+     mx_arguments(weight_dtype=torch.bfloat16)),
+    (ConfigError, "weight_dtype must be None with 16-bit words",
+     mx_arguments(weight_dtype=torch.float8_e5m2)
+     | {"gate_up_proj_weight": torch.zeros(E, 128, 2, 1, 64, dtype=torch.int16)}),
+    (ShapeError, r"gate_and_up_proj_bias must be of shape \[E, pI, 2, ceil\(I/512\), 4\]",
+     mx_arguments() | BIASES | {"gate_and_up_proj_bias": bf16(E, 2, 64)}),
+    (ShapeError, "H of hidden_states must be a positive multiple of 512",
+     mx_arguments() | {"hidden_states": bf16(T + 1, 256)}),
+    (ConfigError, "gate_up_in_scale must be None with MX weights",
+     mx_arguments() | {"gate_up_in_scale": torch.ones(E, 2, 1)}),
+    (ConfigError, "spec.shard_on_block.use_packed_scales must be left at its default with shard_on_i_mx",
+     mx_arguments("shard_on_i_mx", quantization_type=QuantizationType.MX) | {
+         "spec": spec("shard_on_i_mx", use_packed_scales=True),
+         "gate_up_proj_scale": torch.ones(E, 128, 1, 2, 64, dtype=torch.uint8),
+         "down_proj_scale": torch.ones(E, 128, 1, H, dtype=torch.uint8)}),
+    (ConfigError, "gate_up_in_scale must be given with quantization_type=STATIC_MX",
+     static_mx() | {"gate_up_in_scale": None, "down_in_scale": None}),
+    (ShapeError, r"gate_up_in_scale must be of shape \[E, 2, 1\]",
+     static_mx() | {"gate_up_in_scale": torch.ones(T + 1, 1)}),
+    (ShapeError, "gate_up_in_scale must be equal for gate and up",
+     static_mx() | {"gate_up_in_scale": torch.tensor([1.0, 2.0]).view(1, 2, 1).expand(E, 2, 1)}),
+    (ShapeError, r"gate_up_proj_scale must be of shape \[E,1,2I\].*\[E,2,1\]",
+     static_mx() | {"gate_up_proj_scale": torch.ones(E, 2)}),
+]  # fmt: skip
+LIMITS: list[Case] = [
+    *(
+        (ShapeError, f"block_size of the plan must be a positive multiple of {step} .{kind}",
+         arguments(block) | {"spec": spec(kind), "conditions": conditions(3, 2)})
+        for kind, block, step in (
+            ("shard_on_block", 64, 128), ("shard_on_i", 128, 256), ("shard_on_i_hybrid", 128, 256),
+            ("shard_on_i_dropping", 512, 1024),
+        )
+    ),
+    *(
+        (ShapeError, f"block_size of the plan must be a positive multiple of {step} .{kind}",
+         mx_arguments(kind, block) | {"conditions": conditions(blocks + 2, 2)})
+        for kind, block, step, blocks in (
+            ("shard_on_block_mx", 64, 128, 3), ("shard_on_i_mx", 128, 256, 2), ("shard_on_i_mx_hybrid", 128, 256, 2),
+        )
+    ),
+    (ShapeError, "H of hidden_states must be a positive multiple of 512", arguments(hidden=256)),
+    (ShapeError, "H of hidden_states must be 512 to 8192", arguments(hidden=8704)),
+    (ShapeError, "I of gate_up_proj_weight must be a positive multiple of 16", arguments(inner=24)),
+    (ShapeError, "I of gate_up_proj_weight must be a positive multiple of 32 .an MX group", mx_arguments(inner=48)),
+    (ShapeError, "I of gate_up_proj_weight must be a positive multiple of 512 .shard_on_block_mx",
+     mx_arguments(inner=544)),
+    (ShapeError, "I of gate_up_proj_weight must be a positive multiple of 1024 .shard_on_i_mx",
+     mx_arguments("shard_on_i_mx", inner=512)),
+    (ShapeError, "T of hidden_states must be a positive multiple of 128",
+     arguments(tokens=100) | {"spec": spec("shard_on_block")}),
+    *(
+        (ConfigError, f"activation_function must be one of .* with shard_on_i, got {name}",
+         arguments() | {"activation_function": ActFnType[name]})
+        for name in ("GELU", "GELU_Tanh_Approx")
+    ),
+    (ConfigError, "activation_function must be one of .* with shard_on_block_mx, got SquaredReLU",
+     mx_arguments() | {"activation_function": ActFnType.SquaredReLU}),
+    (ConfigError, "expert_affinities_scaling_mode must be one of .* with shard_on_block, got PRE_SCALE_DELAYED",
+     arguments() | {"spec": spec("shard_on_block"), "expert_affinities_scaling_mode": Mode.PRE_SCALE_DELAYED}),
+    (ConfigError, "expert_affinities_scaling_mode must be one of .* with shard_on_i_hybrid, got PRE_SCALE_DELAYED",
+     arguments() | {"spec": spec("shard_on_i_hybrid"), "conditions": conditions(3, 2),
+                    "expert_affinities_scaling_mode": Mode.PRE_SCALE_DELAYED}),
+    (ConfigError, "expert_affinities_scaling_mode must be one of POST_SCALE with shard_on_i_dropping",
+     arguments(1024) | {"spec": spec("shard_on_i_dropping"), "expert_affinities_scaling_mode": Mode.PRE_SCALE}),
+    *(
+        (ConfigError, f"expert_affinity_multiply_on_I must be False with {kind}",
+         arguments() | {"spec": spec(kind, expert_affinity_multiply_on_I=True), "conditions": conditions(3, 2)})
+        for kind in ("shard_on_block", "shard_on_i_hybrid")
+    ),
+    (ShapeError, "block_size must be at most 512 with PRE_SCALE and shard_on_i",
+     arguments(1024) | {"expert_affinities_scaling_mode": Mode.PRE_SCALE}),
+    *(
+        (ConfigError, f"gate_up_proj_scale must be None with {kind}",
+         arguments(block) | fp8_scales() | {"spec": spec(kind)})
+        for kind, block in (("shard_on_block", 256), ("shard_on_i_dropping", 1024))
+    ),
+    *(
+        (ConfigError, f"skip_dma.skip_weight must be False with {kind}",
+         arguments(block)
+         | {"spec": spec(kind), "skip_dma": SkipMode(skip_weight=True), "conditions": conditions(3, 2)})
+        for kind, block in (("shard_on_i", 256), ("shard_on_i_hybrid", 256), ("shard_on_i_dropping", 1024))
+    ),
+    (ConfigError, "skip_gate_proj must be False with shard_on_block",
+     arguments() | {"spec": spec("shard_on_block"), "skip_gate_proj": True}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "given"), [*TENSORS, *PAIRS, *SCALES, *OPTIONS, *CONDITIONS, *SCHEDULING, *MX, *LIMITS]
+)
+def test_refused(kind: type[NeuronMoEError], message: str, given: Arguments) -> None:
+    with pytest.raises(kind, match=message) as caught:
+        moe_cte(**given)
+    assert str(caught.value).startswith("moe_cte: ")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        arguments(),
+        arguments() | BIASES,
+        arguments() | fp8_scales(),
+        arguments(inner=256)
+        | {"gate_up_proj_scale": torch.ones(E, 2, 2, 1, 128), "down_proj_scale": torch.ones(E, 1, 2, 128)},
+        arguments() | {"spec": spec("shard_on_block"), "skip_dma": SkipMode(skip_weight=True)},
+        arguments() | {"spec": spec("shard_on_i_hybrid", num_static_block=0), "conditions": conditions(3, 2)},
+        arguments(1024) | {"spec": spec("shard_on_i_dropping")},
+        arguments() | {"conditions": conditions(3, 2)},
+        arguments() | {"spec": spec("shard_on_block"), "conditions": conditions(2, 1)},
+        arguments() | {"is_tensor_update_accumulating": False},
+        mx_arguments(),
+        mx_arguments() | {"conditions": conditions(4, 2)},
+        mx_arguments("shard_on_i_mx", inner=1024),
+        mx_arguments("shard_on_i_mx_hybrid", inner=1024) | {"conditions": conditions(4, 2)},
+        static_mx(),
+        arguments()
+        | {
+            "spec": spec(
+                "shard_on_block", block_sharding_strategy=BlockShardStrategy.HI_LO, non_overlapping_shards=True
+            )
+        },
+    ],
+)
+def test_the_unbroken_calls_are_accepted(given: Arguments) -> None:
+    assert moe_cte(**given).output.shape == given["hidden_states"].shape
+
+
+@pytest.mark.parametrize(("kind", "message", "given"), LIMITS)
+def test_device_limits_can_be_lifted_where_the_mathematics_is_defined(
+    kind: type[NeuronMoEError], message: str, given: Arguments
+) -> None:
+    if "an MX group" in message:
+        with pytest.raises(kind, match=message):
+            moe_cte(**given, device_limits=False)
+        return
+    assert moe_cte(**given, device_limits=False).output.isfinite().all()
+
+
+@pytest.mark.parametrize("given", [arguments(128), arguments() | {"activation_function": ActFnType.GELU}])
+def test_fp32_and_the_golden_convention_know_no_device_limits(given: Arguments) -> None:
+    names = ("hidden_states", "gate_up_proj_weight", "down_proj_weight")
+    in_fp32 = given | {name: given[name].float() for name in names}
+    assert moe_cte(**in_fp32).output.dtype == torch.float32
+    assert moe_cte(**given, convention="golden").output.dtype == torch.bfloat16
+    with pytest.raises(NeuronMoEError):
+        moe_cte(**in_fp32, device_limits=True)
+
+
+@pytest.mark.parametrize(
+    ("call", "given", "message"),
+    [
+        (direct.bwmm_shard_on_block, arguments(64), "block_size of the plan"),
+        (direct.blockwise_mm_baseline_shard_intermediate, arguments(1024), "at most 512 with PRE_SCALE"),
+        (
+            direct.blockwise_mm_baseline_shard_intermediate,
+            arguments() | fp8_scales() | {"is_block_quant": True},
+            "is_block_quant must be False",
+        ),
+        (
+            direct.blockwise_mm_baseline_shard_intermediate,
+            arguments() | {"gate_up_proj_scale": torch.ones(E, 2, 1), "is_per_tensor": False},
+            "is_per_tensor must be True",
+        ),
+        (direct.blockwise_mm_shard_intermediate_dropping, arguments(256), "multiple of 1024"),
+        (
+            direct.blockwise_mm_baseline_shard_hidden,
+            arguments() | {"down_activations": bf16(1, B, H)},
+            "down_activations must be of shape",
+        ),
+        (direct_mx.blockwise_mm_shard_intermediate_mx, mx_arguments(), "must be POST_SCALE with shard_on_i_mx"),
+        (
+            direct_mx.blockwise_mm_shard_intermediate_mx,
+            mx_arguments() | {"use_block128_scales": True},
+            "use_block128_scales must be False",
+        ),
+        (direct_mx.bwmm_shard_on_block_mx, mx_arguments() | {"block_size": None}, "block_size must be a positive int"),
+    ],
+)
+def test_direct_kernels_refuse_under_their_own_name(call: Callable[..., Any], given: Arguments, message: str) -> None:
+    given = {name: value for name, value in given.items() if name != "spec"}
+    if call is direct.blockwise_mm_baseline_shard_hidden:
+        given.pop("activation_function")
+    with pytest.raises(NeuronMoEError, match=f"{call.__name__}: .*{message}"):
+        call(**given)
