@@ -15,7 +15,6 @@ from collections.abc import Set
 from dataclasses import dataclass
 
 from hf_neuron_moe.errors import ConfigError, ShapeError, refuse
-from hf_neuron_moe.kernels.checks import check_multiple
 from hf_neuron_moe.kernels.moe_types import (
     ActFnType,
     BlockShardStrategy,
@@ -146,16 +145,14 @@ def check_device_limits(choices: Choices, sizes: Sizes, where: str) -> None:
     """
     kind = choices.spec.implementation
     rules, name = RULES[kind], kind.name
-    check_multiple(sizes.block, rules.block, "block_size", f"{name}'s row tiles", where=where, argument="the plan")
-    check_multiple(sizes.hidden, 512, "H", f"{name}'s tiles along H", where=where, argument="hidden_states")
+    _multiple(sizes.block, rules.block, "block_size of the plan", f"{name}'s row tiles", where)
+    _multiple(sizes.hidden, 512, "H of hidden_states", f"{name}'s tiles along H", where)
     if rules.max_hidden is not None and sizes.hidden > rules.max_hidden:
         raise _size(where, "H of hidden_states", f"512 to {rules.max_hidden} ({name})", sizes.hidden)
     inner_step = 512 if kind is _Impl.shard_on_block_mx and sizes.inner >= 512 else rules.inner
-    rule = f"{name}'s tiles along I"
-    check_multiple(sizes.inner, inner_step, "I", rule, where=where, argument="gate_up_proj_weight")
+    _multiple(sizes.inner, inner_step, "I of gate_up_proj_weight", f"{name}'s tiles along I", where)
     if kind is _Impl.shard_on_block:
-        rule = "its last reduction covers whole tiles of rows"
-        check_multiple(sizes.tokens, 128, "T", rule, where=where, argument="hidden_states")
+        _multiple(sizes.tokens, 128, "T of hidden_states", "its last reduction covers whole tiles of rows", where)
     allowed = _MX_ACTIVATIONS if kind in MX else _BF16_ACTIVATIONS
     _need(
         choices.activation in allowed, where, "activation_function",
@@ -237,6 +234,11 @@ _ON_OUTPUT = "Its kernel multiplies the output by the affinity and ignores or as
 def _need(condition: bool, where: str, argument: str, expected: str, got: object, remedy: str) -> None:
     if not condition:
         raise refuse(ConfigError, where=where, argument=argument, expected=expected, got=got, remedy=remedy)
+
+
+def _multiple(size: int, of: int, argument: str, rule: str, where: str) -> None:
+    if size <= 0 or size % of:
+        raise _size(where, argument, f"a positive multiple of {of} ({rule})", size)
 
 
 def _size(where: str, argument: str, expected: str, got: int) -> ShapeError:

@@ -127,29 +127,35 @@ def read_mx_weights(
     shape = (experts, partitions, down_tiles, hidden)
     check_shape(down, shape, "[E, pI, ceil(I/512), H]", where=where, argument="down_proj_weight")
     if gate_up_scale is not None and down_scale is not None:
-        gate_up_scale = _check_scale(
-            gate_up_scale,
-            [
-                ((experts, PARTITIONS, -(-tiles // LANES), 2, inner), "[E, 128, ceil(H/2048), 2, I]")
-                if packed
-                else ((experts, 16, 2, tiles, inner), "[E, 16, 2, H/512, I]"),
-                ((experts, _BLOCK128_ROWS, 2, tiles, -(-inner // 128)), "[E, 4, 2, H/512, ceil(I/128)]"),
-            ],
-            "gate_up_proj_scale",
-            where,
-        )
-        down_scale = _check_scale(
-            down_scale,
-            [
-                ((experts, PARTITIONS, -(-down_tiles // LANES), hidden), "[E, 128, ceil(I/2048), H]")
-                if packed
-                else ((experts, partitions // 8, down_tiles, hidden), "[E, pI/8, ceil(I/512), H]"),
-                ((experts, _BLOCK128_ROWS, down_tiles, -(-hidden // 128)), "[E, 4, ceil(I/512), ceil(H/128)]"),
-            ],
-            "down_proj_scale",
-            where,
-        )
+        extents = (experts, hidden, inner, partitions)
+        gate_up_scale = _check_scale(gate_up_scale, _gate_up_layouts(extents, packed), "gate_up_proj_scale", where)
+        down_scale = _check_scale(down_scale, _down_layouts(extents, packed), "down_proj_scale", where)
     return MXExperts(gate_up.view(fmt.carrier), down.view(fmt.carrier), gate_up_scale, down_scale, fmt)
+
+
+_Layouts = list[tuple[tuple[int, ...], str]]
+
+
+def _gate_up_layouts(extents: tuple[int, int, int, int], packed: bool) -> _Layouts:
+    """Return the shapes that gate/up scales may have, with their names: by group (or packed), by block of 128."""
+    experts, hidden, inner, _ = extents
+    tiles = hidden // TILE
+    by_group: _Layouts = [((experts, 16, 2, tiles, inner), "[E, 16, 2, H/512, I]")]
+    if packed:
+        by_group = [((experts, PARTITIONS, -(-tiles // LANES), 2, inner), "[E, 128, ceil(H/2048), 2, I]")]
+    blocks = (experts, _BLOCK128_ROWS, 2, tiles, -(-inner // 128))
+    return [*by_group, (blocks, "[E, 4, 2, H/512, ceil(I/128)]")]
+
+
+def _down_layouts(extents: tuple[int, int, int, int], packed: bool) -> _Layouts:
+    """The same for the down scales."""
+    experts, hidden, inner, partitions = extents
+    tiles = -(-inner // TILE)
+    by_group: _Layouts = [((experts, partitions // 8, tiles, hidden), "[E, pI/8, ceil(I/512), H]")]
+    if packed:
+        by_group = [((experts, PARTITIONS, -(-tiles // LANES), hidden), "[E, 128, ceil(I/2048), H]")]
+    blocks = (experts, _BLOCK128_ROWS, tiles, -(-hidden // 128))
+    return [*by_group, (blocks, "[E, 4, ceil(I/512), ceil(H/128)]")]
 
 
 def _format(words: Tensor, weight_dtype: torch.dtype | None, where: str) -> ElementFormat:
@@ -168,7 +174,7 @@ def _format(words: Tensor, weight_dtype: torch.dtype | None, where: str) -> Elem
     )
 
 
-def _check_scale(scale: Tensor, layouts: list[tuple[tuple[int, ...], str]], argument: str, where: str) -> Tensor:
+def _check_scale(scale: Tensor, layouts: _Layouts, argument: str, where: str) -> Tensor:
     if not isinstance(scale, Tensor) or scale.dtype not in (torch.uint8, torch.float8_e8m0fnu):
         got = str(scale.dtype) if isinstance(scale, Tensor) else type(scale).__name__
         raise refuse(

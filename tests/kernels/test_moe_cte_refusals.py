@@ -13,84 +13,30 @@ from hf_neuron_moe.kernels import moe_cte_direct as direct
 from hf_neuron_moe.kernels import moe_cte_direct_mx as direct_mx
 from hf_neuron_moe.kernels.moe_cte import moe_cte
 from hf_neuron_moe.kernels.moe_types import (
-    ActFnType,
     BlockShardStrategy,
-    ExpertAffinityScaleMode,
-    MoECTEImplementation,
-    MoECTESpec,
     QuantizationConfig,
     QuantizationType,
-    ShardOnBlockConfig,
-    ShardOnIConfig,
     SkipMode,
 )
-from hf_neuron_moe.kernels.routing import build_block_plan, expert_mask, masked_affinities
+from tests.kernels.moe_cte_calls import (
+    BIASES,
+    Arguments,
+    B,
+    E,
+    H,
+    I,
+    Mode,
+    T,
+    arguments,
+    bf16,
+    conditions,
+    fp8,
+    fp8_scales,
+    mx_arguments,
+    spec,
+    static_mx,
+)
 
-Arguments = dict[str, Any]
-T, H, I, E, B = 128, 512, 16, 2, 256  # noqa: E741
-Mode = ExpertAffinityScaleMode
-
-
-def bf16(*shape: int, device: str = "cpu") -> torch.Tensor:
-    return torch.ones(shape, dtype=torch.bfloat16, device=device)
-
-
-def fp8(*shape: int, value: float = 240.0) -> torch.Tensor:
-    return torch.full(shape, value).to(torch.float8_e4m3fn)
-
-
-def spec(kind: str = "shard_on_i", **options: Any) -> MoECTESpec:
-    on_i = {name: options.pop(name) for name in list(options) if name in ShardOnIConfig.__dataclass_fields__}
-    return MoECTESpec(MoECTEImplementation[kind], ShardOnBlockConfig(**options), ShardOnIConfig(**on_i))
-
-
-def arguments(block: int = B, hidden: int = H, inner: int = I, tokens: int = T, top_k: int = 1) -> Arguments:
-    """A legal bf16 call of shard_on_i (and of shard_on_block)."""
-    index = torch.arange(tokens * top_k).view(tokens, top_k) % E
-    plan = build_block_plan(expert_mask(index, E), block, top_k=top_k)
-    return {
-        "hidden_states": bf16(tokens + 1, hidden),
-        "expert_affinities_masked": masked_affinities(index, torch.full((tokens, top_k), 0.5), E),
-        "gate_up_proj_weight": bf16(E, hidden, 2, inner),
-        "down_proj_weight": bf16(E, inner, hidden),
-        "token_position_to_id": plan.token_position_to_id,
-        "block_to_expert": plan.block_to_expert,
-        "block_size": block,
-        "spec": spec(),
-        "activation_function": ActFnType.SiLU,
-    }
-
-
-def mx_arguments(kind: str = "shard_on_block_mx", block: int = B, inner: int = 64, **options: Any) -> Arguments:
-    """A legal bf16 call of an MX implementation."""
-    partitions, tiles = min(128, inner // 4), -(-inner // 512)
-    words = {
-        "gate_up_proj_weight": torch.zeros(E, 128, 2, 1, inner, dtype=torch.int32),
-        "gate_up_proj_scale": torch.full((E, 16, 2, 1, inner), 127, dtype=torch.uint8),
-        "down_proj_weight": torch.zeros(E, partitions, tiles, H, dtype=torch.int32),
-        "down_proj_scale": torch.full((E, partitions // 8, tiles, H), 127, dtype=torch.uint8),
-    }
-    return arguments(block) | words | {"spec": spec(kind, **options)}
-
-
-def fp8_scales() -> Arguments:
-    return {"gate_up_proj_scale": torch.ones(E, 1, 2 * I), "down_proj_scale": torch.ones(E, 1, H)}
-
-
-def static_mx() -> Arguments:
-    return mx_arguments(quantization_type=QuantizationType.STATIC_MX) | {
-        "gate_up_proj_scale": torch.ones(E, 2, 1),
-        "down_proj_scale": torch.ones(E, 1),
-        "gate_up_in_scale": torch.ones(E, 2, 1),
-        "down_in_scale": torch.ones(E, 1),
-    }
-
-
-def conditions(length: int, ones: int) -> torch.Tensor:
-    return (torch.arange(length) < ones).int()
-
-
-BIASES = {"gate_and_up_proj_bias": bf16(E, 2, I), "down_proj_bias": bf16(E, H)}
 Case = tuple[type[NeuronMoEError], str, Arguments]
 
 TENSORS: list[Case] = [
@@ -273,71 +219,10 @@ MX: list[Case] = [
     (ShapeError, r"gate_up_proj_scale must be of shape \[E,1,2I\].*\[E,2,1\]",
      static_mx() | {"gate_up_proj_scale": torch.ones(E, 2)}),
 ]  # fmt: skip
-LIMITS: list[Case] = [
-    *(
-        (ShapeError, f"block_size of the plan must be a positive multiple of {step} .{kind}",
-         arguments(block) | {"spec": spec(kind), "conditions": conditions(3, 2)})
-        for kind, block, step in (
-            ("shard_on_block", 64, 128), ("shard_on_i", 128, 256), ("shard_on_i_hybrid", 128, 256),
-            ("shard_on_i_dropping", 512, 1024),
-        )
-    ),
-    *(
-        (ShapeError, f"block_size of the plan must be a positive multiple of {step} .{kind}",
-         mx_arguments(kind, block) | {"conditions": conditions(blocks + 2, 2)})
-        for kind, block, step, blocks in (
-            ("shard_on_block_mx", 64, 128, 3), ("shard_on_i_mx", 128, 256, 2), ("shard_on_i_mx_hybrid", 128, 256, 2),
-        )
-    ),
-    (ShapeError, "H of hidden_states must be a positive multiple of 512", arguments(hidden=256)),
-    (ShapeError, "H of hidden_states must be 512 to 8192", arguments(hidden=8704)),
-    (ShapeError, "I of gate_up_proj_weight must be a positive multiple of 16", arguments(inner=24)),
-    (ShapeError, "I of gate_up_proj_weight must be a positive multiple of 32 .an MX group", mx_arguments(inner=48)),
-    (ShapeError, "I of gate_up_proj_weight must be a positive multiple of 512 .shard_on_block_mx",
-     mx_arguments(inner=544)),
-    (ShapeError, "I of gate_up_proj_weight must be a positive multiple of 1024 .shard_on_i_mx",
-     mx_arguments("shard_on_i_mx", inner=512)),
-    (ShapeError, "T of hidden_states must be a positive multiple of 128",
-     arguments(tokens=100) | {"spec": spec("shard_on_block")}),
-    *(
-        (ConfigError, f"activation_function must be one of .* with shard_on_i, got {name}",
-         arguments() | {"activation_function": ActFnType[name]})
-        for name in ("GELU", "GELU_Tanh_Approx")
-    ),
-    (ConfigError, "activation_function must be one of .* with shard_on_block_mx, got SquaredReLU",
-     mx_arguments() | {"activation_function": ActFnType.SquaredReLU}),
-    (ConfigError, "expert_affinities_scaling_mode must be one of .* with shard_on_block, got PRE_SCALE_DELAYED",
-     arguments() | {"spec": spec("shard_on_block"), "expert_affinities_scaling_mode": Mode.PRE_SCALE_DELAYED}),
-    (ConfigError, "expert_affinities_scaling_mode must be one of .* with shard_on_i_hybrid, got PRE_SCALE_DELAYED",
-     arguments() | {"spec": spec("shard_on_i_hybrid"), "conditions": conditions(3, 2),
-                    "expert_affinities_scaling_mode": Mode.PRE_SCALE_DELAYED}),
-    (ConfigError, "expert_affinities_scaling_mode must be one of POST_SCALE with shard_on_i_dropping",
-     arguments(1024) | {"spec": spec("shard_on_i_dropping"), "expert_affinities_scaling_mode": Mode.PRE_SCALE}),
-    *(
-        (ConfigError, f"expert_affinity_multiply_on_I must be False with {kind}",
-         arguments() | {"spec": spec(kind, expert_affinity_multiply_on_I=True), "conditions": conditions(3, 2)})
-        for kind in ("shard_on_block", "shard_on_i_hybrid")
-    ),
-    (ShapeError, "block_size must be at most 512 with PRE_SCALE and shard_on_i",
-     arguments(1024) | {"expert_affinities_scaling_mode": Mode.PRE_SCALE}),
-    *(
-        (ConfigError, f"gate_up_proj_scale must be None with {kind}",
-         arguments(block) | fp8_scales() | {"spec": spec(kind)})
-        for kind, block in (("shard_on_block", 256), ("shard_on_i_dropping", 1024))
-    ),
-    *(
-        (ConfigError, f"skip_dma.skip_weight must be False with {kind}",
-         arguments(block)
-         | {"spec": spec(kind), "skip_dma": SkipMode(skip_weight=True), "conditions": conditions(3, 2)})
-        for kind, block in (("shard_on_i", 256), ("shard_on_i_hybrid", 256), ("shard_on_i_dropping", 1024))
-    ),
-    (ConfigError, "skip_gate_proj must be False with shard_on_block",
-     arguments() | {"spec": spec("shard_on_block"), "skip_gate_proj": True}),
-]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("kind", "message", "given"), [*TENSORS, *PAIRS, *SCALES, *OPTIONS, *CONDITIONS, *SCHEDULING, *MX, *LIMITS]
+    ("kind", "message", "given"), [*TENSORS, *PAIRS, *SCALES, *OPTIONS, *CONDITIONS, *SCHEDULING, *MX]
 )
 def test_refused(kind: type[NeuronMoEError], message: str, given: Arguments) -> None:
     with pytest.raises(kind, match=message) as caught:
@@ -374,27 +259,6 @@ def test_refused(kind: type[NeuronMoEError], message: str, given: Arguments) -> 
 )
 def test_the_unbroken_calls_are_accepted(given: Arguments) -> None:
     assert moe_cte(**given).output.shape == given["hidden_states"].shape
-
-
-@pytest.mark.parametrize(("kind", "message", "given"), LIMITS)
-def test_device_limits_can_be_lifted_where_the_mathematics_is_defined(
-    kind: type[NeuronMoEError], message: str, given: Arguments
-) -> None:
-    if "an MX group" in message:
-        with pytest.raises(kind, match=message):
-            moe_cte(**given, device_limits=False)
-        return
-    assert moe_cte(**given, device_limits=False).output.isfinite().all()
-
-
-@pytest.mark.parametrize("given", [arguments(128), arguments() | {"activation_function": ActFnType.GELU}])
-def test_fp32_and_the_golden_convention_know_no_device_limits(given: Arguments) -> None:
-    names = ("hidden_states", "gate_up_proj_weight", "down_proj_weight")
-    in_fp32 = given | {name: given[name].float() for name in names}
-    assert moe_cte(**in_fp32).output.dtype == torch.float32
-    assert moe_cte(**given, convention="golden").output.dtype == torch.bfloat16
-    with pytest.raises(NeuronMoEError):
-        moe_cte(**in_fp32, device_limits=True)
 
 
 @pytest.mark.parametrize(
