@@ -93,6 +93,11 @@ def run(name: str, *, convention: str) -> tuple[MoEForward, dict[str, Tensor], d
     return moe_cte(**given, spec=spec, convention=convention), vectors, call
 
 
+def test_every_vector_of_the_manifest_is_replayed() -> None:
+    recorded = {name for name in CALLS if name.startswith(("fwd_", "mx_")) and not name.endswith("_weights")}
+    assert recorded == {*FORWARD, *MX}
+
+
 @pytest.mark.parametrize("name", FORWARD)
 def test_golden_convention_equals_the_numpy_reference(name: str) -> None:
     result, vectors, call = run(name, convention="golden")
