@@ -197,7 +197,7 @@ _Rule = tuple[type[ConfigError] | type[ShapeError], str, str, str]
 
 def _broken_rule(operands: Operands, options: Options, release: str) -> _Rule | None:
     """Return the first documented rule of `release` that the call breaks."""
-    return _broken_option(options, release) or _broken_size(operands, options, release)
+    return _broken_size(operands, options, release) or _broken_option(options, release)
 
 
 def _broken_option(options: Options, release: str) -> _Rule | None:

@@ -1,0 +1,199 @@
+"""Every rule of ``blockwise_mm_bwd`` broken once: the error names the argument and the rule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_neuron_moe.errors import ConfigError, DeviceError, DTypeError, NeuronMoEError, NeuronMoEWarning, ShapeError
+from hf_neuron_moe.kernels.blockwise_mm_bwd import blockwise_mm_bwd
+from hf_neuron_moe.kernels.moe_types import ClampLimits, ShardOption229
+from hf_neuron_moe.kernels.routing import build_block_plan, expert_mask, masked_affinities
+
+T, H, I, E, B = 20, 128, 64, 3, 128  # noqa: E741
+Arguments = dict[str, Any]
+Case = tuple[type[NeuronMoEError], str, Arguments]
+
+
+def bf16(*shape: int) -> Tensor:
+    return torch.ones(shape, dtype=torch.bfloat16)
+
+
+def arguments_of(hidden: int = H, inner: int = I, block: int = B, dtype: torch.dtype = torch.bfloat16) -> Arguments:
+    index = torch.arange(2 * T).view(T, 2) % E
+    plan = build_block_plan(expert_mask(index, E), block, top_k=2)
+    blocks = len(plan.block_to_expert)
+    shapes = {
+        "hidden_states": (T + 1, hidden),
+        "gate_up_proj_weight": (E, hidden, 2, inner),
+        "down_proj_weight": (E, inner, hidden),
+        "gate_up_proj_act_checkpoint_T": (blocks, 2, inner, block),
+        "down_proj_act_checkpoint": (blocks, block, hidden),
+        "output_hidden_states_grad": (T + 1, hidden),
+    }
+    return {name: torch.ones(shape, dtype=dtype) for name, shape in shapes.items()} | {
+        "expert_affinities_masked": masked_affinities(index, torch.full((T, 2), 0.5), E),
+        "token_position_to_id": plan.token_position_to_id,
+        "block_to_expert": plan.block_to_expert,
+        "block_size": block,
+    }
+
+
+def buffers(**changes: Tensor) -> Arguments:
+    good = {
+        "hidden_states_grad_out": bf16(T + 1, H),
+        "expert_affinities_masked_grad_out": torch.ones((T + 1) * E, 1),
+        "gate_up_proj_weight_grad_out": bf16(E, H, 2, I),
+        "down_proj_weight_grad_out": bf16(E, I, H),
+    }
+    return good | changes | {"skip_grad_initialization": True, "shard_option": "SHARD_ON_FREE"}
+
+
+OPERANDS: list[Case] = [
+    (ConfigError, "down_proj_act_checkpoint must be given with AFFINITY_ON_H", {"down_proj_act_checkpoint": None}),
+    (ShapeError, r"down_proj_bias must be of shape \[E, H\]", {"down_proj_bias": bf16(H)}),
+    (DTypeError, "down_proj_bias must be a tensor of dtype", {"down_proj_bias": [0.0]}),
+    (DTypeError, "output_hidden_states_grad must be a tensor.*NoneType", {"output_hidden_states_grad": None}),
+    (ShapeError, "token_position_to_id must be of size N", {"token_position_to_id": torch.zeros(3, dtype=torch.int32)}),
+    (ShapeError, "token_position_to_id must be made of ids -1..20", {"ids": T + 1}),
+    (ShapeError, "token_position_to_id must be made of tokens that occur once per expert", {"ids": 6}),
+    (ShapeError, "block_to_expert must be made of ids 0..2", {"block_to_expert": torch.tensor([0, 1, 3])}),
+    (ShapeError, "block_to_expert must be made of ids 0..2", {"block_to_expert": torch.tensor([0, 1, -1])}),
+]
+OPTIONS: list[Case] = [
+    (ConfigError, "shard_option must be a member of ShardOption .*'SHARD'", {"shard_option": "SHARD"}),
+    (ConfigError, "affinity_option must be a member of AffinityOption", {"affinity_option": 1}),
+    (ConfigError, "kernel_type_option must be a member of KernelTypeOption", {"kernel_type_option": "DROP"}),
+    (ConfigError, "activation_type must be a member of ActFnType .*'ReLU'", {"activation_type": "ReLU"}),
+    (ConfigError, "clamp_limits must be a ClampLimits or None", {"clamp_limits": (7, -7, 7, -7)}),
+    (ConfigError, "skip_dma must be a SkipMode or None", {"skip_dma": True}),
+    (ConfigError, "compute_dtype must be torch.bfloat16 or torch.float32", {"compute_dtype": torch.float16}),
+    (ConfigError, "convention must be 'device' or 'golden'", {"convention": "numpy"}),
+    (ConfigError, "release must be None or one of 2.29, 2.31", {"release": "2.30"}),
+    (ShapeError, "block_size must be a positive int, got 128.0", {"block_size": 128.0}),
+    (ShapeError, "block_tile_size must be a positive int, got 0", {"block_tile_size": 0}),
+    (ShapeError, "block_tile_size must be a divisor of block_size = 128, got 48", {"block_tile_size": 48}),
+    (
+        ShapeError,
+        "block_to_expert must be 0..2 with kernel_type_option DROPPING",
+        {"kernel_type_option": "DROPPING", "block_to_expert": torch.tensor([0, 2, 1])},
+    ),
+    (ConfigError, "is_tensor_update_accumulating must be True", {"is_tensor_update_accumulating": False}),
+]
+BUFFERS: list[Case] = [
+    (ConfigError, "accumulation_dtype must be not lower .*hidden_states_grad_out is fp32",
+     buffers(hidden_states_grad_out=torch.ones(T + 1, H)) | {"accumulation_dtype": torch.bfloat16}),
+    (ConfigError, "accumulation_dtype must be None, torch.bfloat16", buffers() | {"accumulation_dtype": torch.float16}),
+    (ConfigError, "skip_grad_initialization must be False without down_proj_weight_grad_out",
+     {**buffers(), "down_proj_weight_grad_out": None}),
+    (ShapeError, r"down_proj_weight_grad_out must be of shape \[E, I, H\]",
+     buffers(down_proj_weight_grad_out=bf16(E, H, I))),
+    (ShapeError, "gate_up_proj_weight_grad_out must be contiguous",
+     buffers(gate_up_proj_weight_grad_out=bf16(E, 2, I, H).permute(0, 3, 1, 2))),
+    (DTypeError, "hidden_states_grad_out must be a tensor of dtype",
+     buffers(hidden_states_grad_out=torch.ones(T + 1, H).half())),
+    (DeviceError, "down_proj_weight_grad_out must be on cpu",
+     buffers(down_proj_weight_grad_out=bf16(E, I, H).to("meta"))),
+]  # fmt: skip
+LIMITS: list[Case] = [
+    (ConfigError, "shard_option must be SHARD_ON_FREE or SHARD_ON_BLOCK with AFFINITY_ON_H", {"release": "2.31"}),
+    (ConfigError, "shard_option must be one of SHARD_ON_FREE", {"shard_option": "AUTO", "release": "2.31"}),
+    (ConfigError, "shard_option must be one of SHARD_ON_FREE",
+     {"shard_option": ShardOption229.BASELINE_LNC1, "affinity_option": "AFFINITY_ON_I"}),
+    (ConfigError, "shard_option must be one of AUTO", {"shard_option": "SHARD_ON_BLOCK", "release": "2.29"}),
+    (ConfigError, "affinity_option must be AFFINITY_ON_H .AFFINITY_ON_I is ignored",
+     {"affinity_option": "AFFINITY_ON_I", "release": "2.29"}),
+    (ConfigError, "accumulation_dtype must be left out .it came with a later release",
+     {"accumulation_dtype": torch.float32, "release": "2.29"}),
+    (ConfigError, "skip_gate_proj must be left out", {"skip_gate_proj": True, "release": "2.29"}),
+    (ConfigError, "activation_type must be one of SiLU, Swish .device limit of nki-library 2.29",
+     {"activation_type": "SquaredReLU", "release": "2.29"}),
+    (ConfigError, "activation_type must be one of SiLU, Swish, SquaredReLU",
+     {"activation_type": "GELU", "shard_option": "SHARD_ON_FREE"}),
+    (ShapeError, "block_size must be one of .128, 256, 512, 1024, 2048, 4096",
+     {"small_block": 64, "shard_option": "SHARD_ON_FREE"}),
+    (ShapeError, "block_size must be one of .128, 256, 512, 1024. ", {"small_block": 2048, "release": "2.29"}),
+    (ShapeError, "H of hidden_states must be a multiple of 64 .32 per core", {"hidden": 96}),
+    (ShapeError, "I of gate_up_proj_weight must be a multiple of 64", {"inner": 96, "small_block": 256}),
+    (ShapeError, "I of gate_up_proj_weight must be a multiple of 64", {"inner": 96, "release": "2.29"}),
+    (ShapeError, "I of gate_up_proj_weight must be a multiple of 64",
+     {"inner": 33, "shard_option": "SHARD_ON_FREE"}),
+    (ConfigError, "clamp_limits must be made of bf16 numbers with bf16 checkpoints .*got 0.7",
+     {"clamp_limits": ClampLimits(0.7)}),
+]  # fmt: skip
+
+
+def change(change: Arguments) -> Arguments:
+    change = dict(change)
+    shape = {"hidden": change.pop("hidden", H), "inner": change.pop("inner", I), "block": change.pop("small_block", B)}
+    arguments = arguments_of(**shape)
+    if "ids" in change:
+        arguments["token_position_to_id"] = arguments["token_position_to_id"].clone()
+        arguments["token_position_to_id"][0] = change.pop("ids")
+    return arguments | change
+
+
+@pytest.mark.parametrize(("kind", "message", "spoiled"), [*OPERANDS, *OPTIONS, *BUFFERS, *LIMITS])
+def test_refused(kind: type[NeuronMoEError], message: str, spoiled: Arguments) -> None:
+    with pytest.raises(kind, match=f"^blockwise_mm_bwd: {message}"):
+        blockwise_mm_bwd(**change(spoiled))
+
+
+@pytest.mark.parametrize(("kind", "message", "spoiled"), [case for case in LIMITS if "release" not in case[2]])
+def test_limits_are_the_devices_and_not_the_mathematics(
+    kind: type[NeuronMoEError], message: str, spoiled: Arguments
+) -> None:
+    """Lifted by device_limits=False, absent in fp32, and there on request."""
+    arguments = change(spoiled)
+    assert blockwise_mm_bwd(**arguments, device_limits=False)[0].shape == arguments["hidden_states"].shape
+    arguments = {
+        name: value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
+        for name, value in arguments.items()
+    }
+    assert blockwise_mm_bwd(**arguments)[0].dtype == torch.float32
+    if "clamp_limits" not in spoiled:  # fp32 checkpoints hold any limit
+        with pytest.raises(kind, match=message):
+            blockwise_mm_bwd(**arguments, device_limits=True)
+
+
+@pytest.mark.parametrize(
+    "accepted",
+    [
+        {},
+        buffers(),
+        {"shard_option": "SHARD_ON_FREE", "release": "2.31"},
+        {"affinity_option": "AFFINITY_ON_I", "release": "2.31"},
+        {"shard_option": ShardOption229.SHARD_ON_HIDDEN, "release": "2.29"},
+        {"inner": 96, "affinity_option": "AFFINITY_ON_I"},
+        {"small_block": 4096, "shard_option": "SHARD_ON_BLOCK"},
+        {"activation_type": "SquaredReLU", "shard_option": "SHARD_ON_FREE"},
+        {"clamp_limits": ClampLimits(7.0, -7.0, 7.0, None), "activation_type": "Swish"},
+    ],
+)
+def test_documented_calls_are_accepted(accepted: Arguments) -> None:
+    assert len(blockwise_mm_bwd(**change(accepted))) == 4
+
+
+def test_a_missing_down_bias_is_said_where_it_matters() -> None:
+    arguments = arguments_of() | {"affinity_option": "AFFINITY_ON_I", "bias": True}
+    with pytest.warns(NeuronMoEWarning, match="affinity's gradient lacks the down bias"):
+        blockwise_mm_bwd(**arguments)
+    assert len(blockwise_mm_bwd(**arguments, upstream_affinity_grad=True)) == 6
+    assert len(blockwise_mm_bwd(**arguments, down_proj_bias=bf16(E, H))) == 6
+
+
+def test_repeated_calls_give_the_same_bits_and_keep_their_arguments() -> None:
+    torch.manual_seed(0)
+    arguments = {
+        name: torch.randn_like(value.float()).to(value.dtype)
+        if isinstance(value, Tensor) and value.is_floating_point()
+        else value
+        for name, value in arguments_of().items()
+    }
+    kept = {name: value.clone() for name, value in arguments.items() if isinstance(value, Tensor)}
+    first, second = (blockwise_mm_bwd(**arguments) for _ in range(2))
+    assert all(torch.equal(left, right) for left, right in zip(first, second, strict=True))
+    assert all(torch.equal(arguments[name], value) for name, value in kept.items())
