@@ -13,6 +13,8 @@ from hf_neuron_moe.kernels.mlp_mxfp8 import (
     MlpBwdConfig,
     MlpBwdMatmulConfig,
     MlpFwdConfig,
+    backward_2_30,
+    forward_device,
     get_backward_config_for_shape,
     get_forward_config_for_shape,
     mlp_backward_mxfp8,
@@ -63,6 +65,11 @@ WIDE = ((8, 4, 8), (8, 4, 8), (8, 2, 8), (8, 4, 8), (8, 4, 8))
 def test_backward_table(shape: tuple[int, int, int], phases: tuple[tuple[int, int, int], ...]) -> None:
     """I = 6144 has 12 K tiles in phase 2, of which 8 is no divisor; I = 1536 has 3, so 2 becomes 1."""
     assert get_backward_config_for_shape(*shape) == MlpBwdConfig(*phases)
+
+
+def test_documented_name_of_both_lookups() -> None:
+    assert forward_device.get_config_for_shape(2048, 1024, 1024) == MlpFwdConfig((8, 2, 1), (8, 2, 1))
+    assert backward_2_30.get_config_for_shape(2432, 1408, 1408) == MlpBwdConfig(*((2, 1, 1),) * 5)
 
 
 def test_defaults_and_lnc_1() -> None:

@@ -34,7 +34,11 @@ from hf_neuron_moe.kernels.mlp_mxfp8.phases import (
 )
 from hf_neuron_moe.kernels.mlp_mxfp8.recompute import KeptActivations, recompute_missing
 from hf_neuron_moe.kernels.mlp_mxfp8.results import MLPBackward
+from hf_neuron_moe.kernels.mlp_mxfp8.shape_config import get_backward_config_for_shape
 from hf_neuron_moe.kernels.mx_operand import TensorDescriptor
+
+get_config_for_shape = get_backward_config_for_shape
+"""Upstream's name for it in the backward's module."""
 
 _OPERANDS = {
     "output_hidden_states_grad": ("output_grad", "H", "S"),
@@ -72,43 +76,24 @@ def mlp_backward_mxfp8_nki_2_30(
     up: Tensor | None = None,
     hidden: Tensor | None = None,
     run_with_lnc2: bool = True,
-    phase1_tiles_m: int = 8,
-    phase1_tiles_n: int = 1,
-    phase1_tiles_k: int = 8,
-    phase2_tiles_m: int = 8,
-    phase2_tiles_n: int = 1,
-    phase2_tiles_k: int = 8,
-    phase3_tiles_m: int = 4,
-    phase3_tiles_n: int = 1,
-    phase3_tiles_k: int = 8,
-    phase4_tiles_m: int = 4,
-    phase4_tiles_n: int = 1,
-    phase4_tiles_k: int = 8,
-    recompute_tiles_m: int = 8,
-    recompute_tiles_n: int = 1,
-    recompute_tiles_k: int = 8,
+    phase1_tiles_m: int = 8, phase1_tiles_n: int = 1, phase1_tiles_k: int = 8,
+    phase2_tiles_m: int = 8, phase2_tiles_n: int = 1, phase2_tiles_k: int = 8,
+    phase3_tiles_m: int = 4, phase3_tiles_n: int = 1, phase3_tiles_k: int = 8,
+    phase4_tiles_m: int = 4, phase4_tiles_n: int = 1, phase4_tiles_k: int = 8,
+    recompute_tiles_m: int = 8, recompute_tiles_n: int = 1, recompute_tiles_k: int = 8,
     fp8_x4_dtype: object = torch.float8_e4m3fn,
     spill_reload: bool = True,
     use_scale_packing: bool = True,
-    output_grad_scales: Tensor | None = None,
-    output_grad_is_swizzled: bool = False,
-    down_weight_scales: Tensor | None = None,
-    down_weight_is_swizzled: bool = False,
-    gate_weight_scales: Tensor | None = None,
-    gate_weight_is_swizzled: bool = False,
-    up_weight_scales: Tensor | None = None,
-    up_weight_is_swizzled: bool = False,
-    hidden_states_T_scales: Tensor | None = None,
-    hidden_states_T_is_swizzled: bool = False,
-    hidden_states_scales: Tensor | None = None,
-    hidden_states_is_swizzled: bool = False,
-    gate_up_weights_scales: Tensor | None = None,
-    gate_up_weights_is_swizzled: bool = False,
-    output_grad_T_scales: Tensor | None = None,
-    output_grad_T_is_swizzled: bool = False,
-    hidden_T_scales: Tensor | None = None,
-    hidden_T_is_swizzled: bool = False,
-) -> MLPBackward:
+    output_grad_scales: Tensor | None = None, output_grad_is_swizzled: bool = False,
+    down_weight_scales: Tensor | None = None, down_weight_is_swizzled: bool = False,
+    gate_weight_scales: Tensor | None = None, gate_weight_is_swizzled: bool = False,
+    up_weight_scales: Tensor | None = None, up_weight_is_swizzled: bool = False,
+    hidden_states_T_scales: Tensor | None = None, hidden_states_T_is_swizzled: bool = False,
+    hidden_states_scales: Tensor | None = None, hidden_states_is_swizzled: bool = False,
+    gate_up_weights_scales: Tensor | None = None, gate_up_weights_is_swizzled: bool = False,
+    output_grad_T_scales: Tensor | None = None, output_grad_T_is_swizzled: bool = False,
+    hidden_T_scales: Tensor | None = None, hidden_T_is_swizzled: bool = False,
+) -> MLPBackward:  # fmt: skip
     """Run the backward as documented for nki-library 2.30 (there ``mlp_backward_mxfp8_nki``).
 
     * Raw operands bf16: output_hidden_states_grad, hidden_states ``[S, H]``; gate_proj_weight_T, up_proj_weight_T

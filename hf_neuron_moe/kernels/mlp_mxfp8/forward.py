@@ -71,8 +71,7 @@ def mlp_forward_mxfp8(
         save_gate_act: return ``silu(gate)``, rounded once from the fp32 gate.
         save_up: return the up pre-activations.
         save_hidden: return the intermediate ``silu(gate) * up``.
-        dtype: of the output and the checkpoints: bf16, or fp32 to see the accumulators (the matmul of the intermediate
-            reads bf16 either way, as the device's loader takes nothing else).
+        dtype: of the output and the checkpoints: bf16, or fp32 to see the accumulators (down reads bf16 either way).
         use_scale_packing: layout of the given scales: packed ``[128*ceil(K/2048), F]`` or oversized ``[K/4, F]``.
         hidden_scales: uint8 or float8_e8m0fnu scales of hidden.
         gate_up_scales: of gate_up_weights.
@@ -81,13 +80,9 @@ def mlp_forward_mxfp8(
         gate_up_is_swizzled: gate_up_weights is.
         down_is_swizzled: down_weights is.
 
-    Returns:
-        The output and the checkpoints asked for.
-
     Raises:
         DTypeError, ShapeError, DeviceError, ConfigError: an operand breaks a rule above; scales in the other layout
-            than announced; raw and prepared operands mixed on a contraction axis of exactly 384, where upstream
-            silently multiplies unrelated elements.
+            than announced; raw and prepared operands mixed on a contraction of exactly 384 (upstream: garbage).
     """
     where = "mlp_forward_mxfp8"
     tds = describe_forward(
@@ -98,16 +93,14 @@ def mlp_forward_mxfp8(
     )  # fmt: skip
     tokens, hidden_size, inner = check_forward(*tds, dtype, where)
 
-    def buffer(wanted: bool, kind: torch.dtype = dtype, columns: int = inner) -> Tensor | None:
-        return torch.empty((tokens, columns), dtype=kind, device=hidden.device) if wanted else None
-
-    output, intermediate = buffer(True, dtype, hidden_size), buffer(True, torch.bfloat16)
-    assert output is not None and intermediate is not None
-    product = buffer(save_hidden) if dtype != torch.bfloat16 else None
-    saved = ForwardBuffers(buffer(save_gate_pre), buffer(save_gate_act), buffer(save_up), product)
+    wanted = (save_gate_pre, save_gate_act, save_up, save_hidden and dtype != torch.bfloat16)
+    shape, device = (tokens, inner), hidden.device
+    saved = ForwardBuffers(*(torch.empty(shape, dtype=dtype, device=device) if want else None for want in wanted))
+    intermediate = torch.empty(shape, dtype=torch.bfloat16, device=device)
+    output = torch.empty((tokens, hidden_size), dtype=dtype, device=device)
     with torch.no_grad():
         run_forward(ForwardOperands.of(*tds, where), intermediate, output, saved, slice(0, tokens))
-    kept = (intermediate if product is None else product) if save_hidden else None
+    kept = (intermediate if saved.product is None else saved.product) if save_hidden else None
     return MLPForward(output, saved.gate_pre, saved.gate_act, saved.up, kept)
 
 

@@ -20,7 +20,11 @@ from hf_neuron_moe.kernels.mlp_mxfp8.forward import (
     describe_forward,
     run_forward,
 )
+from hf_neuron_moe.kernels.mlp_mxfp8.shape_config import get_forward_config_for_shape
 from hf_neuron_moe.kernels.mx_operand import TensorDescriptor
+
+get_config_for_shape = get_forward_config_for_shape
+"""Upstream's name for it in the forward's module."""
 
 _ROUNDED = (torch.bfloat16,)
 
