@@ -104,7 +104,8 @@ def test_values_and_gradients_equal_the_float64_oracle(
     pairs = [(logits, expected[0]), (affinities, expected[2]), *zip(got, want)]
     for value, exact in pairs:
         # fp32 against fp64: at most a few units in the last place of the largest entry.
-        assert float((value.double() - exact).abs().max()) <= 1e-6 * max(1.0, float(exact.abs().max()))
+        value, exact = value.detach().double(), exact.detach()
+        assert float((value - exact).abs().max()) <= 1e-6 * max(1.0, float(exact.abs().max()))
 
 
 def test_gradient_of_the_selected_affinities() -> None:
