@@ -109,6 +109,16 @@ def test_parameters_that_require_gradients_are_read_as_values() -> None:
         assert not any(grad.requires_grad for grad in grads)
 
 
+def test_fp32_results_are_the_bf16_ones_before_their_rounding() -> None:
+    raw = {"hidden": rows_of(16, 128), "gate_up_weights": rows_of(256, 128), "down_weights": rows_of(128, 128)}
+    saves = {"save_gate_pre": True, "save_gate_act": True, "save_up": True, "save_hidden": True}
+    wide = mlp_forward_mxfp8(**raw, **saves, dtype=torch.float32)
+    for value, rounded in zip(wide, mlp_forward_mxfp8(**raw, **saves), strict=True):
+        assert value is not None and rounded is not None and value.dtype == torch.float32
+        assert torch.equal(value.bfloat16(), rounded)
+        assert not torch.equal(value, rounded.float())
+
+
 @pytest.mark.parametrize("hidden", [96, 160, 384, 608])
 def test_prepared_operands_may_have_sizes_that_raw_ones_may_not(hidden: int) -> None:
     """H only has to be a multiple of 32 then; at 384 both are grouped 256 + 128, unlike two raw operands."""
