@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 # A script's folder is searched first, and transformers takes this file for the package "kernels" that it looks for.
-sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).resolve().parent]
+if str(Path(__file__).resolve().parent) in sys.path:
+    sys.path.remove(str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch

@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from hf_neuron_moe.backends.torch.compute import Scratch
 from hf_neuron_moe.backends.torch.ffn_forward import (
     Checkpoints,
     FFNWeights,
@@ -128,9 +129,9 @@ class _Tile:
             tail_shape = (padded_size(len(tail)), self.padded_hidden)
             self.up_tail_IH = self.recompute.load("up_tail", tail, tail_shape, mx_axis=1)[: len(tail)]
         self.direct = _takes_sums(task.grads, loader)
-        if task.grads.gate_IH is not None and not self.direct:
-            self.gate_up_sum = scratch.get("gate_up_sum", (2 * columns.size, self.hidden), torch.float32)
-            self.down_sum = scratch.get("down_sum", (self.hidden, columns.length), torch.float32)
+        if task.grads.gate_IH is not None and task.grads.down_HI is not None and not self.direct:
+            self.gate_up_sum = _sum_like(task.grads.gate_IH, scratch, "gate_up_sum", (2 * columns.size, self.hidden))
+            self.down_sum = _sum_like(task.grads.down_HI, scratch, "down_sum", (self.hidden, columns.length))
 
     def _input_grad_operands(self, part: slice, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Gate and up as right operands of dX; in MX mode halves of one buffer that is quantized along 2I."""
@@ -295,11 +296,18 @@ class _Tile:
 
 
 def _takes_sums(grads: FFNGrads, loader: Loader) -> bool:
-    """Whether the weight gradients' own memory can take the sums: fp32, rows contiguous, nothing to add to or round."""
+    """Whether the weight gradients' own memory can take the sums: fp32, dense, nothing to add to or round."""
     targets = (grads.gate_IH, grads.up_IH, grads.down_HI)
     if loader.compute.operand != torch.float32 or loader.compute.mx or grads.add or grads.rounded != torch.float32:
         return False
-    return all(target is not None and target.dtype == torch.float32 and target.stride(1) == 1 for target in targets)
+    return all(target is not None and target.dtype == torch.float32 and 1 in target.stride() for target in targets)
+
+
+def _sum_like(target: Tensor, scratch: Scratch, name: str, shape: tuple[int, int]) -> Tensor:
+    """Return an fp32 matrix whose memory runs as `target`'s does, so that the last copy is a straight one."""
+    if target.stride(0) == 1:
+        return scratch.get(name, shape[::-1], torch.float32).t()
+    return scratch.get(name, shape, torch.float32)
 
 
 def _store(target: Tensor, values: Tensor, *, add: bool) -> None:

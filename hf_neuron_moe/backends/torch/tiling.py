@@ -105,7 +105,11 @@ class Loader:
             if source.dtype == compute.operand:
                 return source
             shape, mx_axis, lane = (source.shape[0], source.shape[1]), None, 0
-        buffer = self.scratch.get(name, shape, compute.operand)
+        if not compute.mx and source.stride(0) == 1 and source.stride(1) != 1:
+            # A straight copy of weights in the kernels' layout; matmuls take either orientation.
+            buffer = self.scratch.get(name, shape[::-1], compute.operand).t()
+        else:
+            buffer = self.scratch.get(name, shape, compute.operand)
         self.fill(buffer, source)
         if lane:
             return self.quantize_rows(buffer, lane)
