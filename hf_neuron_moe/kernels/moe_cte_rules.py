@@ -124,8 +124,8 @@ def check_always(choices: Choices, sizes: Sizes, where: str) -> None:
             not choices.on_inner, where, "spec.shard_on_I.expert_affinity_multiply_on_I", f"False with {name}", True,
             _ON_OUTPUT,
         )  # fmt: skip
-        _check_static_mx(choices, where)
         _need(not choices.skip_gate, where, "skip_gate_proj", f"False with {name}", True, "MX kernels have a gate.")
+    _check_storage(choices, where)
     if kind not in CHECKPOINTS:
         wanted = spec.shard_on_I.checkpoint_activation
         remedy = "Only shard_on_i and shard_on_i_dropping return activations."
@@ -172,16 +172,17 @@ def check_device_limits(choices: Choices, sizes: Sizes, where: str) -> None:
     )  # fmt: skip
 
 
-def _check_static_mx(choices: Choices, where: str) -> None:
-    """Only shard_on_block_mx has the options of 2.31 for how MX weights are stored."""
+def _check_storage(choices: Choices, where: str) -> None:
+    """Refuse options for how MX weights are stored where nothing would read them."""
     block, kind = choices.spec.shard_on_block, choices.spec.implementation
-    for name, given in (
-        ("use_packed_scales", block.use_packed_scales),
-        ("quantization_type", block.quantization_type is QuantizationType.STATIC_MX),
+    for name, given, readers in (
+        ("use_packed_scales", block.use_packed_scales, (_Impl.shard_on_block_mx,)),
+        ("quantization_type", block.quantization_type is QuantizationType.STATIC_MX, (_Impl.shard_on_block_mx,)),
+        ("weight_dtype", block.weight_dtype is not None, MX),
     ):
-        fits = kind is _Impl.shard_on_block_mx or not given
-        rule = f"left at its default with {kind.name}"
-        _need(fits, where, f"spec.shard_on_block.{name}", rule, getattr(block, name), "Use shard_on_block_mx.")
+        fits, rule = kind in readers or not given, f"left at its default with {kind.name}"
+        remedy = "It describes MX weights; use shard_on_block_mx."
+        _need(fits, where, f"spec.shard_on_block.{name}", rule, getattr(block, name), remedy)
 
 
 def _check_affinity_limits(choices: Choices, rules: Rules, sizes: Sizes, where: str) -> None:

@@ -149,6 +149,11 @@ class ShardOnBlockConfig:
     ep_degree: int = 1
     quantization_type: QuantizationType = QuantizationType.MX
 
+    def __post_init__(self) -> None:
+        for name, kind in (("block_sharding_strategy", BlockShardStrategy), ("quantization_type", QuantizationType)):
+            member = as_member(getattr(self, name), kind, where="ShardOnBlockConfig", argument=name)
+            object.__setattr__(self, name, member)
+
 
 @dataclass(frozen=True)
 class ShardOnIConfig:

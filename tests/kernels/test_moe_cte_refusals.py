@@ -14,8 +14,11 @@ from hf_neuron_moe.kernels import moe_cte_direct_mx as direct_mx
 from hf_neuron_moe.kernels.moe_cte import moe_cte
 from hf_neuron_moe.kernels.moe_types import (
     BlockShardStrategy,
+    MoECTEImplementation,
+    MoECTESpec,
     QuantizationConfig,
     QuantizationType,
+    ShardOnBlockConfig,
     SkipMode,
 )
 from tests.kernels.moe_cte_calls import (
@@ -168,6 +171,13 @@ SCHEDULING: list[Case] = [
 ]  # fmt: skip
 MX: list[Case] = [
     *(
+        (ConfigError, f"spec.shard_on_block.{name} must be left at its default with shard_on_block, got",
+         arguments() | {"spec": spec("shard_on_block", **{name: value})})
+        for name, value in (
+            ("use_packed_scales", True), ("quantization_type", "STATIC_MX"), ("weight_dtype", torch.float8_e5m2),
+        )
+    ),
+    *(
         (ConfigError, f"expert_affinities_scaling_mode must be POST_SCALE with {kind}, got {mode.name}",
          mx_arguments(kind) | {"expert_affinities_scaling_mode": mode})
         for kind in ("shard_on_block_mx", "shard_on_i_mx")
@@ -297,3 +307,11 @@ def test_direct_kernels_refuse_under_their_own_name(call: Callable[..., Any], gi
         given.pop("activation_function")
     with pytest.raises(NeuronMoEError, match=f"{call.__name__}: .*{message}"):
         call(**given)
+
+
+def test_options_are_members_or_their_names() -> None:
+    assert MoECTESpec("shard_on_i_mx").implementation is MoECTEImplementation.shard_on_i_mx  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="MoECTESpec: implementation must be a member of MoECTEImplementation"):
+        MoECTESpec("shard_on_h")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="ShardOnBlockConfig: block_sharding_strategy must be a member of Block"):
+        ShardOnBlockConfig(block_sharding_strategy="HILO")  # type: ignore[arg-type]
