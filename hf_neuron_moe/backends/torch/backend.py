@@ -60,8 +60,11 @@ class TorchBackend:
     def mlp_few_rows(
         self, x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, precision: str
     ) -> Tensor | None:
-        rows, dtype = x_SH.shape[0], x_SH.dtype
-        if not (gate_IH.dtype is up_IH.dtype is down_HI.dtype is dtype) or gate_IH.shape != up_IH.shape:
+        dtype, shape = x_SH.dtype, gate_IH.shape
+        if not (gate_IH.dtype is up_IH.dtype is down_HI.dtype is dtype) or x_SH.dim() != 2 or len(shape) != 2:
+            return None
+        rows, hidden = x_SH.shape
+        if up_IH.shape != shape or shape[1] != hidden or down_HI.shape != (hidden, shape[0]):
             return None
         if not few_rows.suit(precision, dtype, x_SH.device, rows, rows):
             return None
