@@ -77,14 +77,15 @@ def padded_intermediate(size: int) -> int:
 
 
 def quantize_moe_gate_up(
-    gate_up_EH2I: Tensor, *, fmt: str | ElementFormat = "e4m3fn", rule: str | ScaleRule = "floor"
+    gate_up_EH2I: Tensor, *, fmt: str | ElementFormat = "e4m3fn", rule: str | ScaleRule | None = None
 ) -> MoEWeightMX:
     """Quantise gate and up projections along H.
 
     Args:
         gate_up_EH2I: kernel layout ``[E, H, 2, I]``, bf16, fp16 or fp32, any strides.
         fmt: ``"e4m3fn"``, ``"e5m2"`` or ``"e2m1"``.
-        rule: scale rule. These kernels take any scales; FLOOR is what their own tests produce.
+        rule: scale rule; these kernels take any scales. None is Neuron's own for FP8, and OCP's FLOOR for FP4, which no
+            Neuron instruction produces: with a scale twice as large FP4 would not use half of its few codes.
 
     Raises:
         DTypeError: not bf16, fp16 or fp32.
@@ -99,11 +100,15 @@ def quantize_moe_gate_up(
     check_equal_shape(gate_up_EH2I, (E, H, 2, inter), where=where, argument="gate_up", because="gate and up")
     check_multiple(H, TILE, where=where, argument="H", remedy=_HIDDEN_REMEDY)
     rows_FH = gate_up_EH2I.permute(0, 2, 3, 1).reshape(E * 2 * inter, H)
-    quantized = quantize_mx(rows_FH, fmt=fmt, rule=rule, scheme=HIDDEN_SCHEME)
+    quantized = quantize_mx(rows_FH, fmt=fmt, rule=rule or _usual_rule(fmt), scheme=HIDDEN_SCHEME)
     words_tQE2I = pack_x4(quantized.codes, fmt).view(H // TILE, PARTITIONS, E, 2, inter)
     scales_tqE2I = quantized.scales.view(H // TILE, PARTITIONS // PATCH_ROWS, E, 2, inter)
     order = (2, 1, 3, 0, 4)
     return MoEWeightMX(words_tQE2I.permute(order).contiguous(), scales_tqE2I.permute(order).contiguous(), fmt)
+
+
+def _usual_rule(fmt: ElementFormat) -> str:
+    return "neuron" if fmt.code_bits == 8 else "floor"
 
 
 def dequantize_moe_gate_up(weight: MoEWeightMX) -> Tensor:
@@ -129,7 +134,7 @@ def dequantize_moe_gate_up(weight: MoEWeightMX) -> Tensor:
 
 
 def quantize_moe_down(
-    down_EIH: Tensor, *, fmt: str | ElementFormat = "e4m3fn", rule: str | ScaleRule = "floor"
+    down_EIH: Tensor, *, fmt: str | ElementFormat = "e4m3fn", rule: str | ScaleRule | None = None
 ) -> MoEWeightMX:
     """Quantise down projections along I.
 
@@ -150,7 +155,7 @@ def quantize_moe_down(
     E, inter, H = down_EIH.shape
     padded = padded_intermediate(inter)
     rows_FI = pad(down_EIH.detach().transpose(1, 2).reshape(E * H, inter), (0, padded - inter))
-    quantized = quantize_mx(rows_FI, fmt=fmt, rule=rule, scheme=INTERMEDIATE_SCHEME)
+    quantized = quantize_mx(rows_FI, fmt=fmt, rule=rule or _usual_rule(fmt), scheme=INTERMEDIATE_SCHEME)
     tiles = -(-padded // TILE)
     words_tQEH = pack_x4(quantized.codes, fmt).view(tiles, -1, E, H)
     scales_tqEH = quantized.scales.view(tiles, -1, E, H)
