@@ -14,10 +14,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_neuron_moe.backends.torch import compute
 from hf_neuron_moe.kernels.blockwise_mm_bwd import blockwise_mm_bwd
 from hf_neuron_moe.kernels.moe_types import ActFnType, ClampLimits, SkipMode
-from hf_neuron_moe.kernels.routing import build_block_plan, build_dropping_plan
+from hf_neuron_moe.kernels.routing import build_block_plan, build_dropping_plan, expert_mask, masked_affinities
 
 sys.path.insert(0, str(Path(__file__).parent))
 import blockwise_oracle
@@ -221,3 +223,39 @@ def test_plain_stores_for_one_expert_per_token() -> None:
     buffers = buffers_like(plain, 1.0)
     added = blockwise_mm_bwd(**arguments, **buffers, is_tensor_update_accumulating=False, skip_grad_initialization=True)
     assert torch.equal(added[0][:T], plain[0][:T]) and (added[0][T] == 1).all()
+
+
+class LargestFp32(TorchDispatchMode):
+    """Records the largest fp32 tensor that an operation returns."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(value, Tensor) and value.dtype == torch.float32:
+                self.largest = max(self.largest, value.numel())
+        return result
+
+
+@pytest.mark.parametrize("native", [False, True], ids=["fp32_products", "bf16_products"])
+@pytest.mark.parametrize("option", ["AFFINITY_ON_H", "AFFINITY_ON_I"])
+def test_no_fp32_copy_of_the_whole_problem(option: str, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Temporaries are one expert's: nothing fp32 is as large as all experts' intermediates."""
+    monkeypatch.setattr(compute, "_cpu_bf16_matmul_is_fast", lambda: native)
+    tokens, hidden, inner, experts, top_k, block = 1024, 64, 64, 8, 4, 128
+    index = torch.rand(tokens, experts).topk(top_k).indices
+    plan = build_block_plan(expert_mask(index, experts), block, top_k=top_k)
+    blocks, table = len(plan.block_to_expert), masked_affinities(index, torch.rand(tokens, top_k), experts)
+    shapes = [(tokens + 1, hidden), (experts, hidden, 2, inner), (experts, inner, hidden)]
+    x, gate_up, down = (torch.randn(shape).bfloat16() for shape in shapes)
+    checkpoints = [torch.randn(blocks, 2, inner, block).bfloat16(), torch.randn(blocks, block, hidden).bfloat16()]
+    compute.release_scratch()
+    with LargestFp32() as recorded:
+        blockwise_mm_bwd(
+            x, table, gate_up, down, *checkpoints, plan.token_position_to_id, plan.block_to_expert, x, block,
+            affinity_option=option, bias=True, upstream_affinity_grad=True,
+        )  # fmt: skip
+    rows = int(torch.bincount(index.reshape(-1)).max())
+    assert recorded.largest <= max((tokens + 1) * hidden, (rows + block) * 2 * inner)
+    assert recorded.largest < tokens * top_k * inner
