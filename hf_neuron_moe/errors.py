@@ -50,6 +50,22 @@ class ConversionError(NeuronMoEError, RuntimeError):
     """A checkpoint cannot be converted; the destination is left exactly as it was."""
 
 
+class SourceDamageError(ConversionError):
+    """A checkpoint's files contradict themselves or each other: cut off, altered, missing, or leading elsewhere."""
+
+
+class DestinationError(ConversionError):
+    """A destination is taken, missing its parent, overlaps the source, or holds what is not ours."""
+
+
+class DiskError(ConversionError):
+    """The operating system refused a call: no space, no permission, a failing disk."""
+
+
+class VerificationError(ConversionError):
+    """A converted checkpoint is not what its manifest, its format or its source says."""
+
+
 class NeuronMoEWarning(UserWarning):
     """Something works, but not in the way a reader of the configuration would assume."""
 
