@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from hf_neuron_moe.convert.export import ExportReport, export_checkpoint
-from hf_neuron_moe.convert.manifest import LAYOUTS, MANIFEST_FILE, PRECISIONS, ConvertOptions, Manifest, read_manifest
+from hf_neuron_moe.convert.manifest import MANIFEST_FILE, Manifest, read_manifest
+from hf_neuron_moe.convert.options import LAYOUTS, PRECISIONS, PURPOSES, SCALE_LAYOUTS, SCALE_RULES, ConvertOptions
 from hf_neuron_moe.convert.plan import ConversionPlan, plan_conversion
 from hf_neuron_moe.convert.write import convert_checkpoint, rounding_note
 
@@ -11,6 +12,9 @@ __all__ = [
     "LAYOUTS",
     "MANIFEST_FILE",
     "PRECISIONS",
+    "PURPOSES",
+    "SCALE_LAYOUTS",
+    "SCALE_RULES",
     "ConversionPlan",
     "ConvertOptions",
     "ExportReport",

@@ -7,54 +7,17 @@ source and options give the same bytes.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hf_neuron_moe.errors import ConfigError, ConversionError, nearest, refuse
+from hf_neuron_moe.convert.options import ConvertOptions
+from hf_neuron_moe.errors import ConversionError, refuse
 
 MANIFEST_FILE = "neuron_moe_manifest.json"
-FORMAT_VERSION = 1
-PRECISIONS = ("bf16", "mxfp8")
-LAYOUTS = ("fused", "kernel")
-
-
-@dataclass(frozen=True)
-class ConvertOptions:
-    """What to make of the MLP and expert weights.
-
-    Attributes:
-        precision: ``"bf16"``, or ``"mxfp8"``: e4m3 codes and Neuron-rule block scales along each matmul's contraction
-            axis.
-        layout: ``"fused"`` keeps Hugging Face's axis order, ``"kernel"`` takes the kernels'.
-        max_shard_bytes: a shard is closed before it would grow beyond this; a larger tensor gets its own.
-    """
-
-    precision: str = "bf16"
-    layout: str = "kernel"
-    max_shard_bytes: int = 5_000_000_000
-
-    def __post_init__(self) -> None:
-        for name, allowed in (("precision", PRECISIONS), ("layout", LAYOUTS)):
-            value = getattr(self, name)
-            if value not in allowed:
-                raise refuse(
-                    ConfigError,
-                    where="convert",
-                    argument=name,
-                    expected=f"one of {', '.join(allowed)}",
-                    got=repr(value),
-                    remedy=f"Choose one of these.{nearest(str(value), list(allowed))}",
-                )
-        if self.max_shard_bytes <= 0:
-            raise refuse(
-                ConfigError,
-                where="convert",
-                argument="max_shard_bytes",
-                expected="a positive number of bytes",
-                got=self.max_shard_bytes,
-                remedy="Leave it out for 5 GB shards.",
-            )
+FORMAT_VERSION = 2
+READABLE_VERSIONS = (1, FORMAT_VERSION)
 
 
 @dataclass(frozen=True)
@@ -99,9 +62,14 @@ class WrittenTensor:
         file: its shard.
         dtype: safetensors dtype.
         shape: shape as stored.
-        layout: ``"source"`` (copied unchanged) or a layout name of :mod:`hf_neuron_moe.convert.relayout`.
-        weight: name of the fused weight it belongs to; a quantised weight has two tensors.
+        layout: ``"source"`` (copied unchanged) or a layout name of :mod:`hf_neuron_moe.convert.orientations`.
+        weight: name of the fused weight it belongs to; a quantised weight has two tensors per orientation and rank.
         sha256: checksum of its bytes.
+        scale_layout: where the block scales of a quantised weight lie: ``"compact"``, ``"oversized"`` or ``"packed"``;
+            the same for its codes and its scales, None where there are none.
+        orientation: ``"forward"``, or ``"backward"`` for the transposed matrix, quantised along its own last axis.
+        tp_rank: tensor-parallel rank whose part of the I axis it holds; None where nothing is split.
+        padding: zeros at the end of this tensor's H and I axes, by the axis' letter; axes without zeros are left out.
     """
 
     name: str
@@ -111,6 +79,15 @@ class WrittenTensor:
     layout: str
     weight: str
     sha256: str = ""
+    scale_layout: str | None = None
+    orientation: str = "forward"
+    tp_rank: int | None = None
+    padding: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def group(self) -> tuple[str, int | None]:
+        """What is made together from one pass over the source: tensors of a group lie in one shard."""
+        return self.weight, self.tp_rank
 
 
 @dataclass(frozen=True)
@@ -121,11 +98,15 @@ class Manifest:
         tool_version: version of this package that wrote the checkpoint.
         options: options of the conversion.
         source_files: bytes of each source file.
+        source_sha256: checksum of each source file.
         source_metadata: safetensors ``__metadata__`` of each source file.
         weights: pieces of every weight by its name; a copied tensor is one piece.
         tensors: every tensor written.
         rounded: by source tensor, the number of its values that bf16 does not hold bit for bit; tensors without such
             values are left out. None in a manifest of a version that did not count.
+        file_sha256: checksum of each shard written.
+        replaced_files: by name, the text in the source of each side file that was written differently; None for one
+            that the source does not have.
     """
 
     tool_version: str
@@ -135,6 +116,9 @@ class Manifest:
     weights: dict[str, tuple[Piece, ...]]
     tensors: tuple[WrittenTensor, ...] = field(default=())
     rounded: dict[str, int] | None = None
+    source_sha256: dict[str, str] = field(default_factory=dict)
+    file_sha256: dict[str, str] = field(default_factory=dict)
+    replaced_files: dict[str, str | None] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """Serialise, with sorted keys."""
@@ -142,19 +126,32 @@ class Manifest:
         return json.dumps(content, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
 
 
+def header_metadata(tensors: Iterable[WrittenTensor]) -> dict[str, str]:
+    """Describe a shard's tensors in its safetensors ``__metadata__``, whose values are text."""
+    facts = ("layout", "scale_layout", "orientation", "tp_rank", "padding", "weight")
+    content = {tensor.name: {fact: getattr(tensor, fact) for fact in facts} for tensor in tensors}
+    layouts = {name: entry["layout"] for name, entry in content.items()}
+    return {
+        "format": "pt",
+        "hf_neuron_moe.format_version": str(FORMAT_VERSION),
+        "hf_neuron_moe.layouts": json.dumps(layouts, sort_keys=True),
+        "hf_neuron_moe.tensors": json.dumps(content, sort_keys=True),
+    }
+
+
 def read_manifest(directory: Path) -> Manifest:
-    """Read the manifest of a converted checkpoint.
+    """Read the manifest of a converted checkpoint, also one of an earlier format version.
 
     Raises:
-        ConversionError: there is none, it is damaged, or another format version wrote it.
+        ConversionError: there is none, it is damaged, or a later format version wrote it.
     """
     path = directory / MANIFEST_FILE
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         version = content.pop("format_version")
-        if version != FORMAT_VERSION:
+        if version not in READABLE_VERSIONS:
             raise ValueError(f"format version {version}")
-        return _from_content(content)
+        return _from_content(_upgrade(content) if version == 1 else content)
     except FileNotFoundError as error:
         got: object = "a folder without it"
         cause: Exception = error
@@ -164,10 +161,19 @@ def read_manifest(directory: Path) -> Manifest:
         ConversionError,
         where="export",
         argument=str(path),
-        expected=f"a manifest of format version {FORMAT_VERSION}",
+        expected=f"a manifest of format version {' or '.join(map(str, READABLE_VERSIONS))}",
         got=got,
         remedy="Give the folder that `hf-neuron-moe convert` wrote.",
     ) from cause
+
+
+def _upgrade(content: dict[str, Any]) -> dict[str, Any]:
+    """Add what version 1 did not record: it wrote forward operands only, scales packed in kernel layout."""
+    quantized = content["options"]["precision"] != "bf16"
+    scales = "packed" if content["options"]["layout"] == "kernel" else "compact"
+    for entry in content["tensors"]:
+        entry["scale_layout"] = scales if quantized and entry["layout"] != "source" else None
+    return {**content, "options": {**content["options"], "purpose": "inference"}}
 
 
 def _from_content(content: dict[str, Any]) -> Manifest:

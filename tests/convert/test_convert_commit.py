@@ -171,7 +171,7 @@ def test_export_refuses_a_conversion_that_was_tampered_with(checkpoint, tmp_path
     text = manifest.read_text()
     for old, new, message in [
         ('"model.safetensors"', '"../up.safetensors"', "file names"),
-        ('"format_version": 1', '"format_version": 2', "format version 2"),
+        ('"format_version": 2', '"format_version": 3', "format version 3"),
         ('"tensors"', '"tensor"', "KeyError"),
         ('"layout": "kernel"', '"layout": "colonel"', "layout"),
         ("{", "[", "JSONDecodeError"),
