@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from hf_neuron_moe._version import __version__
 from hf_neuron_moe.convert.commit import check_destination, committed_folder, write_file
 from hf_neuron_moe.convert.folder import check_conversion
 from hf_neuron_moe.convert.manifest import MANIFEST_FILE, Manifest, Piece, WrittenTensor, read_manifest
@@ -15,8 +17,11 @@ from hf_neuron_moe.convert.read import TensorReader, open_tensors
 from hf_neuron_moe.convert.relayout import SOURCE, restore
 from hf_neuron_moe.convert.shard import Entry, ShardWriter
 from hf_neuron_moe.convert.source import INDEX_FILE, SINGLE_FILE, is_plain_name, nbytes_of, read_header
-from hf_neuron_moe.convert.write import WEIGHT_SUFFIXES
+from hf_neuron_moe.convert.write import WEIGHT_SUFFIXES, Progress, rounding_note
 from hf_neuron_moe.errors import ConversionError, refuse
+
+NOTE_FILE = "neuron_moe_export.json"
+"""Lies in exports whose values are not all the original's bits."""
 
 
 @dataclass(frozen=True)
@@ -26,22 +31,32 @@ class ExportReport:
     Attributes:
         tensors: number of tensors written.
         inexact: source tensors whose values are not the original's bits: they went through quantisation or rounding.
+        statement: sentences that say what of those cannot come back, and why; empty where everything did.
     """
 
     tensors: int
     inexact: tuple[str, ...]
+    statement: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """What ``--json`` prints."""
+        return {"tensors": self.tensors, "inexact_tensors": len(self.inexact), "statement": list(self.statement)}
 
 
-def export_checkpoint(converted: Path, destination: Path, *, allow_inexact: bool = False) -> ExportReport:
+def export_checkpoint(
+    converted: Path, destination: Path, *, allow_inexact: bool = False, progress: Progress | None = None
+) -> ExportReport:
     """Rebuild the checkpoint that a conversion was made of.
 
-    Tensors that were bf16 come back with the same bits from bf16 layouts. From MXFP8 only the dequantised values can
-    come back, and from bf16 layouts of fp32 or fp16 sources the rounded ones where bf16 did not hold them.
+    Tensors that were bf16 come back with the same bits from bf16 layouts. From MX only the dequantised values can come
+    back, and from bf16 layouts of fp32 or fp16 sources the rounded ones where bf16 did not hold them: such an export
+    says so in its report and in a file :data:`NOTE_FILE`, which an exact one does not have.
 
     Args:
         converted: folder that :func:`hf_neuron_moe.convert.convert_checkpoint` wrote.
         destination: folder to make.
         allow_inexact: also export what cannot come back bit for bit.
+        progress: called after each tensor with bytes written and bytes in all.
 
     Raises:
         ConversionError: the conversion is damaged, is not exact and `allow_inexact` is off, or `destination` is
@@ -61,6 +76,8 @@ def export_checkpoint(converted: Path, destination: Path, *, allow_inexact: bool
             got=f"{len(inexact)} tensors that were rounded or quantised, such as {inexact[0]}",
             remedy="Keep the original checkpoint; --allow-inexact exports the rounded or dequantised values.",
         )
+    statement = _statement(manifest, inexact)
+    count = _Counter(progress, sum(_nbytes(piece) for pieces in manifest.weights.values() for piece in pieces))
     by_file: dict[str, list[tuple[str, Piece]]] = {}
     for weight, pieces in manifest.weights.items():
         for piece in pieces:
@@ -71,8 +88,30 @@ def export_checkpoint(converted: Path, destination: Path, *, allow_inexact: bool
             with ShardWriter(folder / file, entries, manifest.source_metadata.get(file, {})) as writer:
                 for weight, piece in parts:
                     writer.write(piece.source, _restore(piece, stored[weight], reader))
+                    count.add(_nbytes(piece))
         _write_side_files(converted, folder, manifest)
-    return ExportReport(sum(len(parts) for parts in by_file.values()), inexact)
+        if inexact:
+            note = {"tool_version": __version__, "statement": statement, "inexact": inexact}
+            write_file(folder / NOTE_FILE, (json.dumps(note, indent=1) + "\n").encode())
+    return ExportReport(sum(len(parts) for parts in by_file.values()), inexact, statement)
+
+
+class _Counter:
+    """Adds bytes up for a progress function."""
+
+    def __init__(self, progress: Progress | None, total: int) -> None:
+        self._progress = progress
+        self._total = total
+        self._done = 0
+
+    def add(self, nbytes: int) -> None:
+        self._done += nbytes
+        if self._progress is not None:
+            self._progress(self._done, self._total)
+
+
+def _nbytes(piece: Piece) -> int:
+    return nbytes_of(piece.dtype, piece.shape)
 
 
 def _restore(piece: Piece, tensors: list[WrittenTensor], reader: TensorReader) -> torch.Tensor:
@@ -136,15 +175,38 @@ def _inexact(manifest: Manifest, stored: dict[str, list[WrittenTensor]]) -> tupl
     )
 
 
+def _statement(manifest: Manifest, inexact: tuple[str, ...]) -> tuple[str, ...]:
+    """Say in sentences what does not come back with the original's bits."""
+    if not inexact:
+        return ()
+    options, lost = manifest.options, []
+    if options.quantized:
+        kind = {"mxfp8": "MXFP8 (e4m3 codes)", "mxfp4": "MXFP4 (e2m1 codes)"}[options.precision]
+        lost.append(
+            f"{len(inexact)} tensors (first: {inexact[0]}) went through {kind} with one power-of-two scale per 32 "
+            f"values (scale rule {options.rule}). They come back as code times scale, rounded to their original dtype: "
+            "the values the kernels compute with. The original values are gone; keep the original checkpoint."
+        )
+    else:
+        lost.append(rounding_note(manifest) or f"{len(inexact)} tensors (first: {inexact[0]}) were rounded to bf16.")
+    return tuple(lost)
+
+
 def _write_side_files(converted: Path, folder: Path, manifest: Manifest) -> None:
     for path in sorted(converted.iterdir()):
-        if path.is_file() and path.name != MANIFEST_FILE and not path.name.endswith(WEIGHT_SUFFIXES):
-            write_file(folder / path.name, path.read_bytes())
+        name = path.name
+        if not path.is_file() or name == MANIFEST_FILE or name in manifest.replaced_files:
+            continue
+        if not name.endswith(WEIGHT_SUFFIXES):
+            write_file(folder / name, path.read_bytes())
+    for name, text in sorted(manifest.replaced_files.items()):
+        if text is not None:
+            write_file(folder / name, text.encode())
     pieces = [piece for group in manifest.weights.values() for piece in group]
     if {piece.file for piece in pieces} == {SINGLE_FILE}:
         return
     index = {
-        "metadata": {"total_size": sum(nbytes_of(piece.dtype, piece.shape) for piece in pieces)},
+        "metadata": {"total_size": sum(_nbytes(piece) for piece in pieces)},
         "weight_map": {piece.source: piece.file for piece in pieces},
     }
     write_file(folder / INDEX_FILE, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())

@@ -1,0 +1,111 @@
+"""Between the commands and the shell: every failure becomes one line or one JSON object, and an exit code."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType, TracebackType
+
+import typer
+
+from hf_neuron_moe.cli.exit_codes import INTERNAL, INTERRUPTED, TERMINATED, USAGE, ExitCode, exit_code_of
+
+_UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+"""click's UsageError. typer brings its own copy of click in newer versions, and this class is in either."""
+
+
+class Boundary:
+    """A context manager that reports what its block raises and ends the process with the kind's exit code."""
+
+    def __init__(self, *, as_json: bool, debug: bool) -> None:
+        self._as_json = as_json
+        self._debug = debug
+
+    def __enter__(self) -> Boundary:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None or isinstance(error, SystemExit):
+            return
+        if isinstance(error, _UsageError):
+            self._end_usage(error)
+        if self._debug:
+            return  # Python shows the traceback
+        code = exit_code_of(error)
+        message = " ".join(str(error).split()) or type(error).__name__
+        if code is INTERNAL:
+            message = f"internal error, please report it: {type(error).__name__}: {message}. --debug shows where."
+        elif code is INTERRUPTED:
+            message = "interrupted"
+        self.end(code, type(error).__name__, message)
+
+    def end(self, code: ExitCode, name: str, message: str) -> None:
+        """Print the one line or the one object, and exit.
+
+        Raises:
+            SystemExit: always.
+        """
+        if self._as_json:
+            facts = {"ok": False, "error": name, "kind": code.kind, "exit_code": code.code, "message": message}
+            typer.echo(json.dumps(facts))
+        else:
+            typer.echo(message, err=True)
+        sys.exit(code.code)
+
+    def _end_usage(self, error: Exception) -> None:
+        """Unknown options and the like: with the usage lines in text, with the nearest name in both."""
+        given, known = getattr(error, "option_name", None), getattr(error, "possibilities", None)
+        if given and known:
+            error.message = f"No such option: {given}. Did you mean {known[0]}?"  # type: ignore[attr-defined]
+            error.possibilities = None  # type: ignore[attr-defined]
+        if self._as_json:
+            self.end(USAGE, "UsageError", error.format_message())  # type: ignore[attr-defined]
+        error.show()  # type: ignore[attr-defined]
+        sys.exit(USAGE.code)
+
+
+def run(app: typer.Typer, arguments: list[str]) -> None:
+    """Run the application with the process's arguments.
+
+    ``--json`` and ``--debug`` may stand anywhere: whether a failure is told as JSON must be known before the arguments
+    are understood.
+
+    Raises:
+        SystemExit: the command failed or was interrupted.
+    """
+    debug = "--debug" in arguments
+    boundary = Boundary(as_json="--json" in arguments, debug=debug)
+    with boundary, _terminated() as signals:
+        code = app([argument for argument in arguments if argument != "--debug"], standalone_mode=False)
+        if signals:
+            boundary.end(TERMINATED, "Terminated", "terminated")
+        if code == INTERRUPTED.code:
+            # typer has turned the KeyboardInterrupt into this number.
+            boundary.end(INTERRUPTED, "KeyboardInterrupt", "interrupted")
+        if code:
+            sys.exit(code)
+
+
+@contextmanager
+def _terminated() -> Iterator[list[int]]:
+    """Let SIGTERM unwind the stack as Ctrl-C does, so that what a conversion holds is put in order."""
+    received: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield received
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,91 @@
+"""Options of several commands, with checks that name the nearest valid value. Loads no torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hf_neuron_moe.errors import nearest
+
+PRECISIONS = ("bf16", "mxfp8", "mxfp4")
+BLOCK_PRECISIONS = ("bf16", "mxfp8", "fp32")
+LAYOUTS = ("fused", "kernel")
+SCALES = ("packed", "oversized", "compact")
+SCALE_RULES = ("neuron", "floor", "ceil", "rceil", "even")
+PURPOSES = ("inference", "training", "lora")
+NONFINITE = ("error", "keep")
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+def one_of(known: tuple[str, ...]) -> Callable[[str | None], str | None]:
+    """Make an option's check: its value is one of `known`, or None where it was not given."""
+
+    def check(value: str | None) -> str | None:
+        if value is not None and value not in known:
+            choices = ", ".join(known)
+            raise typer.BadParameter(f"{value!r} is not one of {choices}.{nearest(value, list(known))}")
+        return value
+
+    return check
+
+
+def choice(known: tuple[str, ...], *names: str, text: str) -> Any:
+    """An option that takes one of `known`."""
+    return typer.Option(*names, help=text, metavar="|".join(known), callback=one_of(known))
+
+
+def size_in_bytes(text: str) -> int:
+    """Read ``5000000000``, ``5GB`` (powers of 1000) or ``5GiB`` (powers of 1024).
+
+    Raises:
+        typer.BadParameter: another form, or less than one byte.
+    """
+    found = _SIZE.fullmatch(text.strip())
+    nbytes = 0
+    if found:
+        number, prefix, binary = found.groups()
+        nbytes = int(float(number) * (1024 if binary else 1000) ** _POWERS[prefix.lower()])
+    if nbytes < 1:
+        raise typer.BadParameter(f"{text!r} is not a size such as 500MB, 5GB or 2GiB.")
+    return nbytes
+
+
+def part_of(text: str | None) -> tuple[int, int] | None:
+    """Read ``I/N``: part I of N, counted from 1.
+
+    Raises:
+        typer.BadParameter: another form, or I outside 1 to N.
+    """
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    index, count = map(int, found.groups()) if found else (0, 0)
+    if not 1 <= index <= count:
+        raise typer.BadParameter(f"{text!r} is not a part I/N with I from 1 to N, such as 1/4.")
+    return index, count
+
+
+def check_size(text: str) -> str:
+    """Check a size and leave it as it was given."""
+    size_in_bytes(text)
+    return text
+
+
+def check_part(text: str | None) -> str | None:
+    """Check a part and leave it as it was given."""
+    part_of(text)
+    return text
+
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text, on errors too.")]
+AnySource = Annotated[
+    str, typer.Argument(metavar="SRC", help="Folder with config.json and safetensors files, or a hub id org/name.")
+]
+Destination = Annotated[Path, typer.Argument(metavar="DST", help="Folder to make.")]
+Converted = Annotated[Path, typer.Argument(metavar="DST", help="Folder that convert wrote.")]
