@@ -121,6 +121,7 @@ class _Tile:
         part, shape = slice(columns.start, columns.stop), (columns.size, self.padded_hidden)
         self.kept = kept_columns(columns, task.saved)
         self.recompute = task.recompute_loader or loader
+        self.gate_up_2IH: Tensor | None = None
         self.down_HI = loader.load("down", weights.down_HI[:, part], shape[::-1], mx_axis=0)
         if task.grads.x_RH is not None:
             self.gate_IH, self.up_IH = self._input_grad_operands(part, shape)
@@ -130,14 +131,23 @@ class _Tile:
             self.up_tail_IH = self.recompute.load("up_tail", tail, tail_shape, mx_axis=1)[: len(tail)]
         self.direct = _takes_sums(task.grads, loader)
         if task.grads.gate_IH is not None and task.grads.down_HI is not None and not self.direct:
-            self.gate_up_sum = _sum_like(task.grads.gate_IH, scratch, "gate_up_sum", (2 * columns.size, self.hidden))
-            self.down_sum = _sum_like(task.grads.down_HI, scratch, "down_sum", (self.hidden, columns.length))
+            self.gate_up_sum = _scratch_like(
+                task.grads.gate_IH, scratch, "gate_up_sum", (2 * columns.size, self.hidden)
+            )
+            self.down_sum = _scratch_like(task.grads.down_HI, scratch, "down_sum", (self.hidden, columns.length))
 
     def _input_grad_operands(self, part: slice, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Gate and up as right operands of dX; in MX mode halves of one buffer that is quantized along 2I."""
+        """Gate and up as right operands of dX, where they are cast halves of one buffer (in MX quantized along 2I)."""
         loader, weights, size = self.task.loader, self.task.weights, shape[0]
+        if not self.mx and weights.gate_IH.dtype == loader.compute.operand:
+            return weights.gate_IH[part], weights.up_IH[part]
         if not self.mx:
-            return loader.load("gate", weights.gate_IH[part], shape), loader.load("up", weights.up_IH[part], shape)
+            self.gate_up_2IH = _scratch_like(
+                weights.gate_IH, loader.scratch, "gate_up", (2 * size, shape[1]), loader.compute.operand
+            )
+            loader.fill(self.gate_up_2IH[:size], weights.gate_IH[part])
+            loader.fill(self.gate_up_2IH[size:], weights.up_IH[part])
+            return self.gate_up_2IH[:size], self.gate_up_2IH[size:]
         both = loader.scratch.get("gate_up", (2 * size, shape[1]), loader.compute.operand)
         loader.fill(both[:size], weights.gate_IH[part])
         loader.fill(both[size:], weights.up_IH[part])
@@ -173,6 +183,9 @@ class _Tile:
                 for part in (d_gate_up,) if task.fused_phase2 else (d_gate_up[:, :size], d_gate_up[:, size:]):
                     loader.quantize(part, axis=1)
             out, left = task.grads.x_RH[rows.start : rows.stop], d_gate_up[: rows.length]
+            if self.gate_up_2IH is not None and not self.gating.skip_gate:
+                matmul_into(out, left, self.gate_up_2IH, accumulate=not self.first)
+                return
             if not self.gating.skip_gate:
                 matmul_into(out, left[:, :size], self.gate_IH[:, : self.hidden], accumulate=not self.first)
             overwrite = self.first and self.gating.skip_gate
@@ -303,11 +316,13 @@ def _takes_sums(grads: FFNGrads, loader: Loader) -> bool:
     return all(target is not None and target.dtype == torch.float32 and 1 in target.stride() for target in targets)
 
 
-def _sum_like(target: Tensor, scratch: Scratch, name: str, shape: tuple[int, int]) -> Tensor:
-    """Return an fp32 matrix whose memory runs as `target`'s does, so that the last copy is a straight one."""
+def _scratch_like(
+    target: Tensor, scratch: Scratch, name: str, shape: tuple[int, int], dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Return a matrix whose memory runs as `target`'s does, so that copies between them are straight."""
     if target.stride(0) == 1:
-        return scratch.get(name, shape[::-1], torch.float32).t()
-    return scratch.get(name, shape, torch.float32)
+        return scratch.get(name, shape[::-1], dtype).t()
+    return scratch.get(name, shape, dtype)
 
 
 def _store(target: Tensor, values: Tensor, *, add: bool) -> None:
