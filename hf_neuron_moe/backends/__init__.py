@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from hf_neuron_moe.backends.base import Backend
 
-_PLANNED = ("neuron", "triton")
+_PLANNED = {"neuron": "NKI kernel", "triton": "CUDA"}
 _IMPLEMENTED = ("torch",)
 
 
@@ -56,8 +56,9 @@ def resolve_backend(name: str, device: torch.device) -> str:
         where="resolve_backend",
         argument="backend",
         expected="one that this release implements: auto or torch",
-        got=repr(name),
-        remedy="Use backend='torch': it computes the same contract on any device.",
+        got=f"{name!r}, which is planned",
+        remedy=f"The {_PLANNED[name]} backend is not part of this release. Use backend='torch': it computes the same "
+        "contract on any device.",
     )
 
 

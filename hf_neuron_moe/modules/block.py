@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from hf_neuron_moe.config import NeuronMoEConfig
-from hf_neuron_moe.errors import NeuronMoEWarning
+from hf_neuron_moe.errors import NeuronMoEWarning, UnsupportedModelError, refuse
+from hf_neuron_moe.modules.activation import why_not_silu
 from hf_neuron_moe.modules.state_dict import WeightRule
 
 _OWN_COPY = ("_parameters", "_buffers", "_modules")
@@ -73,11 +74,39 @@ class NeuronBlock(nn.Module):
         self.neuron_config = config
         self.neuron_warned = False
 
-    def _check_hooks(self, activation: str | None) -> None:
-        """Warn once if the child `activation`, which the operator computes itself, got a hook after patching."""
-        child = None if activation is None else self._modules.get(activation)
-        if child is not None and has_call_hooks(child) and not self.neuron_warned:
-            self._warn_ignored_hooks(f"{self.neuron_name}.{activation}", child)
+    def _remember_activation(self, name: str | None) -> None:
+        """Note the activation that was found to be SiLU; not through setattr, which would register a second child."""
+        self.__dict__["neuron_silu"] = None if name is None else self._attribute(name)
+
+    def _attribute(self, name: str) -> Any:
+        return self._modules.get(name, self.__dict__.get(name))
+
+    def _is_known_silu(self, activation: Any) -> bool:
+        """Whether `activation` is the object seen at patching, as it was: a glance that costs no import."""
+        return activation is self.__dict__["neuron_silu"] and "forward" not in getattr(activation, "__dict__", ())
+
+    def _check_activation(self, name: str | None) -> None:
+        """Mind what happened since to the activation, which the operator computes itself.
+
+        A hook on it is warned of once.
+
+        Raises:
+            UnsupportedModelError: it is not SiLU any more.
+        """
+        if name is None:
+            return
+        now = self._attribute(name)
+        if not self._is_known_silu(now) and why_not_silu(now) is not None:
+            raise refuse(
+                UnsupportedModelError,
+                where=self.neuron_name,
+                argument=name,
+                expected="SiLU, as when the block was patched",
+                got=str(why_not_silu(now)),
+                remedy="The kernels have no other activation: unpatch the model before changing it.",
+            )
+        if isinstance(now, nn.Module) and has_call_hooks(now) and not self.neuron_warned:
+            self._warn_ignored_hooks(f"{self.neuron_name}.{name}", now)
 
     def _warn_ignored_hooks(self, name: str, child: nn.Module) -> None:
         self.neuron_warned = True

@@ -42,6 +42,10 @@ class NeuronExperts(NeuronBlock):
     gate_up_proj: nn.Parameter
     down_proj: nn.Parameter
 
+    def __init__(self, original: nn.Module, name: str, config: NeuronMoEConfig) -> None:
+        super().__init__(original, name, config)
+        self._remember_activation("act_fn")
+
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the weighted sum of each token's experts.
 
@@ -53,7 +57,7 @@ class NeuronExperts(NeuronBlock):
         Returns:
             ``[T, H]`` in the dtype of `hidden_states`.
         """
-        self._check_hooks("act_fn")
+        self._check_activation("act_fn")
         config = self.neuron_config
         return ops.experts(
             hidden_states,

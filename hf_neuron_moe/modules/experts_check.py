@@ -11,8 +11,8 @@ from types import CodeType
 from typing import Any
 
 from torch import nn
-from torch.nn import functional as F
 
+from hf_neuron_moe.modules.activation import describe_activation, is_silu
 from hf_neuron_moe.modules.block import has_call_hooks
 
 EXPERT_FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm")
@@ -24,20 +24,6 @@ _FLAG_RULES: tuple[tuple[str, bool, str], ...] = (
     ("has_post_expert_norm", False, "it normalizes each expert's output"),
 )
 """Flag, the value the kernels need, and what the other value means."""
-
-
-def is_silu(activation: Any) -> bool:
-    """Return whether `activation` is SiLU: ``nn.SiLU``, transformers' module of that name, or ``F.silu`` itself."""
-    from transformers.activations import ACT2CLS
-
-    entries = (ACT2CLS[name] for name in ("silu", "swish") if name in ACT2CLS)
-    classes = {entry[0] if isinstance(entry, tuple) else entry for entry in entries}
-    return activation is F.silu or type(activation) in {nn.SiLU, *classes}
-
-
-def describe_activation(activation: Any) -> str:
-    """Return a short name of an activation module or function."""
-    return getattr(activation, "__name__", type(activation).__name__)
 
 
 def is_decorated_experts(module: nn.Module) -> bool:

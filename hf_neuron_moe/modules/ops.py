@@ -61,7 +61,7 @@ def swiglu_mlp(
     _check_mlp(x_SH, gate_IH, up_IH, down_HI, precision)
     inputs = (x_SH.to(_COMPUTE_DTYPE[precision]), gate_IH, up_IH, down_HI)
     if _plain_inference(inputs):
-        with _exact_dtypes(x_SH):
+        with exact_dtypes(x_SH):
             y_SH, _ = get_backend(backend).mlp_forward(*inputs, precision, NOTHING)
     else:
         y_SH = mlp_fwd(*inputs, precision, backend, _policy(inputs, activations))[0]
@@ -108,7 +108,7 @@ def experts(
         )
     inputs = (x_TH.to(_COMPUTE_DTYPE[precision]), top_k_index_TK, top_k_weights_TK, gate_up, down)
     if _plain_inference(inputs):
-        with _exact_dtypes(x_TH):
+        with exact_dtypes(x_TH):
             y_TH, _ = get_backend(backend).experts_forward(*inputs, transposed, precision, block_size, NOTHING)
     else:
         keep = _policy(inputs, activations)
@@ -233,7 +233,7 @@ def _plain_inference(inputs: tuple[Tensor, ...]) -> bool:
     return True
 
 
-def _exact_dtypes(tensor: Tensor) -> AbstractContextManager[Any]:
+def exact_dtypes(tensor: Tensor) -> AbstractContextManager[Any]:
     """Keep an enclosing autocast from changing the dtypes of the backend's own matmuls."""
     device_type = tensor.device.type
     if torch.is_autocast_enabled(device_type):
@@ -250,7 +250,7 @@ def mlp_fwd(
     x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, precision: str, backend: str, keep: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Forward of the dense MLP; returns y and the four tensors that the policy keeps."""
-    with _exact_dtypes(x_SH):
+    with exact_dtypes(x_SH):
         y_SH, saved = get_backend(backend).mlp_forward(x_SH, gate_IH, up_IH, down_HI, precision, keep)
     return y_SH, *saved
 
@@ -274,7 +274,7 @@ def mlp_bwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, gate, up and down; empty where not wanted."""
     saved = (saved_a, saved_b, saved_c, saved_d)
-    with _exact_dtypes(dout_SH):
+    with exact_dtypes(dout_SH):
         return get_backend(backend).mlp_backward(
             dout_SH, x_SH, gate_IH, up_IH, down_HI, saved, precision, keep, wants_input, wants_weights
         )
@@ -327,7 +327,7 @@ def moe_fwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Forward of the experts; returns y and the four tensors that the policy keeps."""
     operands = (x_TH, index_TK, weight_TK, gate_up, down)
-    with _exact_dtypes(x_TH):
+    with exact_dtypes(x_TH):
         y_TH, saved = get_backend(backend).experts_forward(*operands, transposed, precision, block_size, keep)
     return y_TH, *saved
 
@@ -356,7 +356,7 @@ def moe_bwd(
     """Gradients of x, the routing weights, gate_up and down; empty where not wanted."""
     operands = (dout_TH, x_TH, index_TK, weight_TK, gate_up, down, (saved_a, saved_b, saved_c, saved_d))
     wants = (wants_input, wants_routing, wants_weights)
-    with _exact_dtypes(dout_TH):
+    with exact_dtypes(dout_TH):
         return get_backend(backend).experts_backward(*operands, transposed, precision, block_size, keep, *wants)
 
 

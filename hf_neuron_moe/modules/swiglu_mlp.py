@@ -6,7 +6,7 @@ S tokens (all leading dimensions flattened), H hidden size, I intermediate size.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.errors import NeuronMoEWarning
 from hf_neuron_moe.modules import ops
+from hf_neuron_moe.modules.activation import why_not_silu
 from hf_neuron_moe.modules.block import CALL_HOOKS, NeuronBlock, has_call_hooks, make_kernel_parameter
 from hf_neuron_moe.modules.state_dict import KernelLayoutMixin, WeightRule
 
@@ -52,14 +53,18 @@ class DenseRoles:
 def why_not_plain_linear(module: Any) -> str | None:
     """Return why `module` may compute something else than ``x @ weight.T``, or None for a plain linear layer."""
     if type(module) is not nn.Linear:
-        return f"a {type(module).__name__}, not a plain torch.nn.Linear"
-    if module._parameters.get("bias") is not None:
+        return f"a {type(module).__module__}.{type(module).__qualname__}, not a plain torch.nn.Linear"
+    if getattr(module, "bias", None) is not None:
         return "a linear layer with a bias"
     if "forward" in module.__dict__:
         return "a linear layer whose forward is overridden on the instance"
     if has_call_hooks(module):
         return "a linear layer with hooks"
     weight: Any = module.weight
+    if type(weight) is Tensor and module.__dict__.get(
+        "_is_replica"
+    ):  # nn.DataParallel gives every device plain tensors
+        return None
     if type(weight) is not nn.Parameter or type(weight.data) is not Tensor:
         return f"a linear layer whose weight is a {type(weight).__name__} of {type(weight.data).__name__}"
     return None
@@ -72,10 +77,12 @@ class _Watch:
     that would show it are looked up once; a layer keeps its hook dictionaries for life.
     """
 
-    def __init__(self, parent: nn.Module, linears: Sequence[str], activation: nn.Module | None) -> None:
-        layers = [(name, parent._modules[name]) for name in linears]
+    def __init__(self, parent: nn.Module, roles: DenseRoles, activation: Any) -> None:
+        layers = [(name, parent._modules[name]) for name in roles.linears]
         self.layers = [(name, layer, layer.__dict__, layer._parameters) for name, layer in layers if layer is not None]
-        watched = [layer for _, layer in layers if layer is not None] + ([] if activation is None else [activation])
+        self.activation_name, self.activation = roles.activation, activation
+        watched = [layer for _, layer in layers if layer is not None]
+        watched += [activation] if isinstance(activation, nn.Module) else []
         self.hooks = [getattr(module, kind) for module in watched for kind in CALL_HOOKS]
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
@@ -85,12 +92,17 @@ class _Watch:
     def unchanged(self, children: Mapping[str, nn.Module | None]) -> bool:
         """Return whether the watched layers are still `children`, unhooked, without bias, their weights parameters.
 
-        A parameter made from a tensor subclass has that subclass's type, so the parameter's type settles its data's.
+        The activation must be the same object without a forward of its own. A parameter made from a tensor subclass
+        has that subclass's type, so the parameter's type settles its data's.
         """
         for name, layer, state, parameters in self.layers:
             if children[name] is not layer or type(layer) is not nn.Linear or "forward" in state:
                 return False
             if type(parameters.get("weight")) is not nn.Parameter or parameters.get("bias") is not None:
+                return False
+        if self.activation_name is not None and self.activation_name in children:
+            activation = children[self.activation_name]
+            if activation is not self.activation or "forward" in activation.__dict__:
                 return False
         return not any(self.hooks)
 
@@ -112,24 +124,34 @@ class NeuronSwiGLUMLP(NeuronBlock):
         super().__init__(original, name, config)
         self.neuron_roles = roles
         self.neuron_watch: _Watch | None = None
+        self._remember_activation(roles.activation)
 
     def _why_not_fused(self) -> str | None:
         if self.neuron_watch is not None and self.neuron_watch.unchanged(self._modules):
             return None
-        roles, self.neuron_watch = self.neuron_roles, None
+        roles = self.neuron_roles
+        self.neuron_watch = None
         for name in roles.linears:
             reason = why_not_plain_linear(self.get_submodule(name))
             if reason is not None:
                 return f"{name} is {reason}"
-        activation = None if roles.activation is None else self._modules.get(roles.activation)
-        if activation is not None and has_call_hooks(activation):
-            return f"{roles.activation} has hooks"
-        self.neuron_watch = _Watch(self, roles.linears, activation)
+        activation = None if roles.activation is None else self._attribute(roles.activation)
+        if roles.activation is not None:
+            changed = why_not_silu(activation)
+            if changed is not None:
+                return f"{roles.activation} is {changed}"
+            if isinstance(activation, nn.Module) and has_call_hooks(activation):
+                return f"{roles.activation} has hooks"
+        self.neuron_watch = _Watch(self, roles, activation)
         return None
 
     def _weights(self) -> tuple[Tensor, Tensor, Tensor]:
         roles, children = self.neuron_roles, self._modules
-        weights: list[Any] = [children[name]._parameters["weight"] for name in roles.linears]  # type: ignore[union-attr]
+        weights: list[Any]
+        if "_is_replica" in self.__dict__:
+            weights = [self.get_submodule(name).weight for name in roles.linears]
+        else:
+            weights = [children[name]._parameters["weight"] for name in roles.linears]  # type: ignore[union-attr]
         if len(roles.inputs) == 2:
             return weights[0], weights[1], weights[2]
         return (*_halves(weights[0]), weights[1])
@@ -159,7 +181,7 @@ class NeuronSwiGLUMLP(NeuronBlock):
             warnings.warn(
                 f"{self.neuron_name}: {reason}, so this block calls its layers one by one and computes at the stock "
                 f"precision instead of {self.neuron_config.precision!r}. To keep the patched precision, put adapters "
-                "on other modules, or merge this one.",
+                "on other modules (attention, say), or merge this one.",
                 NeuronMoEWarning,
                 stacklevel=3,
             )
@@ -187,7 +209,7 @@ class KernelLayoutSwiGLUMLP(KernelLayoutMixin, NeuronSwiGLUMLP):
             self.register_parameter(key, param)
 
     def _why_not_fused(self) -> str | None:
-        self._check_hooks(self.neuron_roles.activation)  # without linear layers there is nothing to fall back to
+        self._check_activation(self.neuron_roles.activation)  # without linear layers there is nothing to fall back to
         return None
 
     def _weights(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 
 from hf_neuron_moe.config import NeuronMoEConfig
@@ -60,7 +61,7 @@ class PlanItem:
 
 def apply_plan(model: nn.Module, plan: Sequence[PlanItem], state: PatchState) -> None:
     """Replace every module of `plan` and attach `state`; on any exception the model is as it was before."""
-    with ExitStack() as undo:
+    with ExitStack() as undo, torch.inference_mode(False):  # tensors made in inference mode could not be trained
         for item in plan:
             swap = build(item)
             undo.callback(take_out, model, swap)

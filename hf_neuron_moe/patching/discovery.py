@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_neuron_moe.modules.activation import describe_activation, is_silu
 from hf_neuron_moe.modules.block import NeuronBlock, has_call_hooks
 from hf_neuron_moe.modules.experts import expert_rules
 from hf_neuron_moe.modules.experts_check import (
-    describe_activation,
     is_decorated_experts,
-    is_silu,
     why_not_swiglu_experts,
 )
 from hf_neuron_moe.modules.state_dict import WeightRule

@@ -106,7 +106,8 @@ def _stand_in(module: nn.Module, children: Mapping[str, nn.Module], parameters: 
 
 
 def _compare(stock: Callable[[], Tensor], operator: Callable[[], Tensor]) -> str | None:
-    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+    # Whatever the caller is in the middle of (a default device, autocast, inference mode) must not touch the probe.
+    with torch.device("cpu"), torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
         try:
             expected = stock()
         except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError, AssertionError) as error:

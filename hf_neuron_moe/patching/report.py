@@ -110,7 +110,8 @@ class PatchReport:
             return "\n\n".join(f"{name or 'the model itself'}: {part}" for name, part in self.parts)
         lines = [
             f"{len(self.patched)} patched, {len(self.skipped)} skipped, {len(self.refused)} refused "
-            f"(precision {self.config.precision}, block size {self.config.block_size})"
+            f"(precision {self.config.precision}, activations {self.config.activations}, "
+            f"block size {self.config.block_size})"
         ]
         lines += _table([_HEADER, *(_row(entry) for entry in self.entries)])
         if self.refused:

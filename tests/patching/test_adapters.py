@@ -106,7 +106,9 @@ def test_hooks_and_parametrizations_put_on_later_are_honoured(family: str) -> No
 def test_patching_a_model_whose_mlp_has_adapters_is_refused() -> None:
     wrapped = lora(tiny_model("llama"), target_modules=["gate_proj"])
     before = snapshot(wrapped)
-    with pytest.raises(NothingToPatchError, match=r"gate_proj is a Linear, not a plain torch.nn.Linear"):
+    with pytest.raises(
+        NothingToPatchError, match=r"gate_proj is a peft.tuners.lora.layer.Linear, not a plain torch.nn.Linear"
+    ):
         patch_model(wrapped)
     assert_same_snapshot(snapshot(wrapped), before)
 

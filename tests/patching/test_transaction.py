@@ -72,6 +72,7 @@ def test_a_failure_anywhere_leaves_the_model_as_it_was(
                 break
         failures += 1
         assert_same_snapshot(snapshot(model), before)
+        assert model not in optimizer_layout._watched
     if home == "kernel" or not step.startswith(("kernel parameter", "release one")):
         assert failures > 0, "the step never ran"
     unpatch_model(model)

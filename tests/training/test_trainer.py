@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -87,19 +89,31 @@ def test_a_checkpoint_of_the_patched_model_opens_in_stock_transformers(home: str
     )  # fp32 rounding: the experts' sums run in another order
 
 
+def counted(calls: list[bool], forward: Callable[..., Any], *args: Any) -> Any:
+    calls.append(torch.is_grad_enabled())
+    return forward(*args)
+
+
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_gradient_checkpointing_changes_nothing(family: str, home: str, tmp_path: Path) -> None:
     plain = train(prepared(family, home), tmp_path / "plain", max_steps=2)
     for reentrant in (False, True):
+        model = prepared(family, home)
+        calls: list[bool] = []
+        layer = model.model.layers[0]
+        inner = layer.mlp.experts if family == "mixtral" else layer.mlp
+        inner.forward = functools.partial(counted, calls, inner.forward)
         losses = train(
-            prepared(family, home),
+            model,
             tmp_path / str(reentrant),
             max_steps=2,
             gradient_checkpointing=True,
             gradient_checkpointing_kwargs={"use_reentrant": reentrant},
         )
         assert losses == plain
+        assert len(calls) == 4  # two steps, each forward run again in its backward
+        assert calls == ([False, True] * 2 if reentrant else [True] * 4)
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
@@ -130,7 +144,11 @@ def test_bf16_autocast_trains(family: str, precision: str, home: str, tmp_path: 
     model = tiny_model(family)
     patch_model(model, {"precision": precision, "weights": home})
     before = {name: value.clone() for name, value in model.state_dict().items() if "mlp" in name}
+    seen: set[torch.dtype] = set()
+    attention = model.model.layers[0].self_attn.q_proj
+    attention.register_forward_hook(lambda module, inputs, output: seen.add(output.dtype))
     losses = train(model, tmp_path, bf16=True, max_steps=6)
+    assert seen == {torch.bfloat16}  # autocast was on
     assert losses[-1] < losses[0]
     assert all(not torch.equal(model.state_dict()[name], value) for name, value in before.items())
     assert {param.dtype for param in model.parameters()} == {torch.float32}

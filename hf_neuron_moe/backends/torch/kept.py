@@ -46,6 +46,8 @@ class FP8Rows:
     def put(self, rows: slice, columns: slice, values: Tensor) -> Tensor:
         """Keep a tile that starts at a whole group; return its values rounded to bf16, which is what is quantized."""
         rounded = values.to(torch.bfloat16)
+        if not rounded.numel():
+            return rounded
         codes, scales = group_quantize_fp8(F.pad(rounded, (0, -rounded.shape[1] % GROUP)), GROUP)
         self.codes[rows, columns] = codes.view(torch.uint8)[:, : rounded.shape[1]]
         self.scales[rows, _groups(columns)] = scales
@@ -54,6 +56,8 @@ class FP8Rows:
     def take(self, rows: slice, columns: slice) -> Tensor:
         """Return a tile that starts at a whole group, fp32."""
         codes, scales = self.codes[rows, columns], self.scales[rows, _groups(columns)]
+        if not codes.numel():
+            return codes.to(torch.float32)
         padded = F.pad(codes, (0, -codes.shape[1] % GROUP)).contiguous().view(torch.float8_e4m3fn)
         return group_dequantize_fp8(padded, scales)[:, : codes.shape[1]]
 
