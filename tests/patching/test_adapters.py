@@ -68,7 +68,8 @@ def test_adapters_put_on_a_patched_mlp_are_honoured_and_announced_once(target: l
     patch_model(model, {"precision": "fp32"})
     wrapped = lora(model, target_modules=target)
     with pytest.warns(
-        NeuronMoEWarning, match=rf"model.layers.\d.mlp: {target[0]} is a Linear.*stock\s+precision"
+        NeuronMoEWarning,
+        match=rf"model.layers.\d.mlp: {target[0]} is a peft.tuners.lora.layer.Linear.*stock\s+precision",
     ) as seen:
         assert_same_training(wrapped, lora(stock, target_modules=target))
     assert len([warning for warning in seen if warning.category is NeuronMoEWarning]) == 2, "one per block"

@@ -201,7 +201,7 @@ def with_activation_hook(module: nn.Module) -> None:
         (with_hook, "gate_proj is a linear layer with hooks"),
         (
             with_parametrization,
-            "up_proj is a torch.nn.utils.parametrize.ParametrizedLinear, not a plain torch.nn.Linear",
+            "up_proj is a torch.nn.utils.parametrize.ParametrizedLinear, not a plain",
         ),
         (with_instance_forward, "its forward is overridden on the instance"),
         (with_accelerate_hook, "accelerate dispatches it through a hook"),
