@@ -9,6 +9,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from hf_neuron_moe.backends.mx_weights import MXExpertStack
+
 NOTHING = ""
 """Policy of a forward whose backward will not come."""
 
@@ -106,4 +108,26 @@ class Backend(Protocol):
         wants_weights: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the gradients of x, the routing weights, gate_up and down; those not wanted are empty."""
+        ...
+
+    def frozen_forward(
+        self, x_TH: Tensor, index_TK: Tensor | None, weight_TK: Tensor | None, stack: MXExpertStack, keep: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return ``y [T, H]`` and gate and up pre-activations ``[R, I]`` (empty unless `keep`) of an MX network.
+
+        `index_TK` and `weight_TK` are None for a dense MLP; otherwise as in :meth:`experts_forward`.
+        """
+        ...
+
+    def frozen_backward(
+        self,
+        dout_TH: Tensor,
+        index_TK: Tensor | None,
+        weight_TK: Tensor | None,
+        stack: MXExpertStack,
+        saved: tuple[Tensor, Tensor],
+        wants_input: bool,
+        wants_routing: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the gradients of x and of the routing weights; those not wanted are empty. The weights have none."""
         ...

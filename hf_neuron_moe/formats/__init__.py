@@ -29,7 +29,14 @@ from hf_neuron_moe.formats.moe_mx import (
     quantize_moe_down,
     quantize_moe_gate_up,
 )
-from hf_neuron_moe.formats.mx import MXTensor, dequantize_mx, fake_quantize_mx, quantize_mx, quantize_mx_swizzled
+from hf_neuron_moe.formats.mx import (
+    MXTensor,
+    dequantize_mx,
+    dequantize_mx_natural,
+    fake_quantize_mx,
+    quantize_mx,
+    quantize_mx_swizzled,
+)
 from hf_neuron_moe.formats.scales import (
     ScaleLayout,
     detect_scale_layout,
@@ -57,6 +64,7 @@ __all__ = [
     "dequantize_moe_down",
     "dequantize_moe_gate_up",
     "dequantize_mx",
+    "dequantize_mx_natural",
     "detect_scale_layout",
     "e8m0_to_float32",
     "fake_quantize_mx",

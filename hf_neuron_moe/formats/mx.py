@@ -205,12 +205,60 @@ def fake_quantize_mx(
     x_FK = moved.reshape(moved.numel() // K, K)
     codes_FK, scales_FB = _quantize_natural(x_FK, fmt, rule, scheme)
     out_FK = torch.empty(x_FK.shape, dtype=torch.float32, device=x.device)
+    _dequantize_natural(codes_FK, scales_FB, out_FK, fmt, scheme)
+    return out_FK.view(moved.shape).movedim(-1, axis)
 
+
+def dequantize_mx_natural(
+    codes_FK: Tensor,
+    scales_BF: Tensor,
+    *,
+    fmt: str | ElementFormat = "e4m3fn",
+    scheme: str | SwizzleScheme = "wrapX",
+    out_FK: Tensor | None = None,
+) -> Tensor:
+    """Return ``code * 2**(byte - 127)`` of codes that were left, or put back, in the operand's own layout.
+
+    Args:
+        codes_FK: ``[F, K]`` uint8 codes, or the fp8 dtype of `fmt`; any strides. What
+            ``unswizzle(mx.codes, scheme)`` gives for an :class:`MXTensor`.
+        scales_BF: compact ``[K/32, F]`` uint8 or float8_e8m0fnu, in the order of the scheme's blocks.
+        fmt: element format of the codes.
+        scheme: which K values share a block. The data do not tell.
+        out_FK: fp32 to write into, any strides; a new tensor where absent.
+
+    Returns:
+        fp32 ``[F, K]``, exact; `out_FK` where given.
+
+    Raises:
+        DTypeError: codes or scales of another dtype.
+        ShapeError: shapes that do not belong together, or K not a positive multiple of 32.
+        ConfigError: unknown format or scheme.
+    """
+    where = "dequantize_mx_natural"
+    fmt = element_format(fmt, where=where)
+    scheme = choose(SwizzleScheme, scheme, argument="scheme", where=where)
+    codes_FK = codes_as_bytes(codes_FK, fmt, where=where)
+    check_dtype(scales_BF, (torch.uint8, torch.float8_e8m0fnu), where=where, argument="scales")
+    check_shape(codes_FK, ("F", "K"), where=where, argument="codes")
+    F, K = codes_FK.shape
+    check_contraction(K, where=where, argument="codes.shape[1] (K)")
+    because = f"compact scales of codes {list(codes_FK.shape)}"
+    check_equal_shape(scales_BF, (K // MX_BLOCK, F), where=where, argument="scales", because=because)
+    if out_FK is None:
+        out_FK = torch.empty(F, K, dtype=torch.float32, device=codes_FK.device)
+    scales_FB = scales_BF.detach().view(torch.uint8).t().contiguous()
+    _dequantize_natural(codes_FK, scales_FB, out_FK, fmt, scheme)
+    return out_FK
+
+
+def _dequantize_natural(
+    codes_FK: Tensor, scales_FB: Tensor, out_FK: Tensor, fmt: ElementFormat, scheme: SwizzleScheme
+) -> None:
     def dequantize_tiles(tile_RJs: Tensor, byte_Rb: Tensor, out_RJs: Tensor) -> None:
         out_RJs.copy_(multiply_by_scale_(decode(tile_RJs, fmt), _per_element(byte_Rb)))
 
     _for_each_chunk(codes_FK, scales_FB, out_FK, scheme, dequantize_tiles)
-    return out_FK.view(moved.shape).movedim(-1, axis)
 
 
 def _quantize_natural(

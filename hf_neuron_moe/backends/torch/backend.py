@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from hf_neuron_moe.backends.base import Saved
+from hf_neuron_moe.backends.mx_weights import MXExpertStack
 from hf_neuron_moe.backends.torch import few_rows
 from hf_neuron_moe.backends.torch.experts import (
+    Emit,
     ExpertGrads,
     ExpertStack,
     add_rows,
@@ -22,6 +24,7 @@ from hf_neuron_moe.backends.torch.experts import (
 )
 from hf_neuron_moe.backends.torch.ffn_backward import FFNBackward, FFNGrads
 from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints, FFNWeights, RowSource, ffn_forward
+from hf_neuron_moe.backends.torch.frozen import Runs, frozen_backward, frozen_forward
 from hf_neuron_moe.backends.torch.gating import Gating
 from hf_neuron_moe.backends.torch.kept import FP8Gating, FP8Rows, fp8_storage
 from hf_neuron_moe.backends.torch.routing import SortedPairs, sort_pairs
@@ -193,6 +196,70 @@ class TorchBackend:
             _or_empty(d_gate_up, x_TH),
             _or_empty(d_down, x_TH),
         )
+
+    def frozen_forward(
+        self, x_TH: Tensor, index_TK: Tensor | None, weight_TK: Tensor | None, stack: MXExpertStack, keep: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        pairs, runs, scale = _frozen_runs(x_TH, index_TK, weight_TK, stack)
+        token_R = None if pairs is None else pairs.token_R
+        shape = (x_TH.shape[0] if index_TK is None else index_TK.numel(), stack.inner) if keep else (0,)
+        gate, up = x_TH.new_empty(shape), x_TH.new_empty(shape)
+        out_TH = torch.zeros(x_TH.shape, dtype=torch.float32, device=x_TH.device)
+        save = Checkpoints(gate, up) if keep else Checkpoints()
+        frozen_forward(RowSource(x_TH, token_R), runs, stack, _emit(out_TH, token_R), save=save, scale_R=scale)
+        return out_TH.to(x_TH.dtype), gate, up
+
+    def frozen_backward(
+        self,
+        dout_TH: Tensor,
+        index_TK: Tensor | None,
+        weight_TK: Tensor | None,
+        stack: MXExpertStack,
+        saved: tuple[Tensor, Tensor],
+        wants_input: bool,
+        wants_routing: bool,
+    ) -> tuple[Tensor, Tensor]:
+        pairs, runs, scale = _frozen_runs(dout_TH, index_TK, weight_TK, stack)
+        token_R = None if pairs is None else pairs.token_R
+        rows = RowSource(dout_TH, token_R)
+        dx_TH = torch.zeros(dout_TH.shape, dtype=torch.float32, device=dout_TH.device) if wants_input else None
+        d_scale = None
+        if wants_routing and index_TK is not None:
+            d_scale = torch.zeros(index_TK.numel(), dtype=torch.float32, device=dout_TH.device)
+        frozen_backward(
+            rows,
+            runs,
+            stack,
+            saved=Checkpoints(*saved),
+            scale_R=scale,
+            d_x=None if dx_TH is None else _emit(dx_TH, token_R),
+            d_scale_R=d_scale,
+        )
+        d_weight = None
+        if d_scale is not None and pairs is not None and weight_TK is not None:
+            d_weight = d_scale.index_select(0, pairs.slot_TK.reshape(-1)).view(weight_TK.shape).to(weight_TK.dtype)
+        return _or_empty(None if dx_TH is None else dx_TH.to(dout_TH.dtype), dout_TH), _or_empty(d_weight, dout_TH)
+
+
+def _frozen_runs(
+    rows: Tensor, index_TK: Tensor | None, weight_TK: Tensor | None, stack: MXExpertStack
+) -> tuple[SortedPairs | None, Runs, Tensor | None]:
+    """The pairs, the runs of rows and the rows' factors; one run without an expert for a dense MLP."""
+    if index_TK is None or weight_TK is None:
+        return None, [(None, 0, len(rows))] if len(rows) else [], None
+    pairs = sort_pairs(index_TK, len(stack.gate_up_codes))
+    return pairs, pairs.runs, _sorted_scale(pairs, weight_TK)
+
+
+def _emit(total: Tensor, token_R: Tensor | None) -> Emit:
+    """Add each run's rows to their tokens' rows of `total`, or, for a dense MLP, put them there."""
+    if token_R is not None:
+        return add_rows(total, token_R)
+
+    def put(start: int, end: int, rows: Tensor) -> None:
+        total[start:end].copy_(rows)
+
+    return put
 
 
 def _kept_up_columns(intermediate: int) -> int:

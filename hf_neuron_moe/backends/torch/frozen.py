@@ -1,0 +1,179 @@
+"""A gated network whose weights are MX codes: forward with exactly these codes, backward exact for their values.
+
+Legend: R rows, H hidden, I intermediate, T tokens.
+
+Forward: rows are rounded to MXFP8 in the groups that the weights' codes were made in, the weights are taken as they
+are, and everything else is as in the mxfp8 path of
+:func:`~hf_neuron_moe.backends.torch.ffn_forward.ffn_forward`: fp32 sums, the activation reads them, the product is
+rounded to bf16 once and then to MXFP8.
+
+Backward: there is one orientation of the codes, so nothing could be quantised along the other axis without changing the
+weights. The gradient with respect to the input is that of the bf16 kernels with the codes' values as weights: rounding
+activations counts as the identity, and no weight gradient exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hf_neuron_moe.backends.mx_weights import MXExpertStack, MXProjections, column_tiles
+from hf_neuron_moe.backends.torch.compute import Compute, call_scratch
+from hf_neuron_moe.backends.torch.experts import Emit
+from hf_neuron_moe.backends.torch.fake_quant import fake_quantize_
+from hf_neuron_moe.backends.torch.ffn_backward import FFNBackward, FFNGrads
+from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints, FFNWeights, RowSource, ffn_forward
+from hf_neuron_moe.backends.torch.tiling import Loader, Span
+
+_FORWARD = Compute(torch.float32, torch.float32, mx=False, row_chunk=512)
+"""Operands arrive rounded and quantised, so the matmuls are plain fp32."""
+
+_BACKWARD = Compute(torch.float32, torch.bfloat16, mx=False, row_chunk=1024)
+
+Runs = Sequence[tuple[int | None, int, int]]
+"""``(expert, first row, end row)``; one run without an expert for a dense MLP."""
+
+
+@dataclass(frozen=True)
+class _QuantizedRows(RowSource):
+    """Rows rounded to MXFP8 along H when they are taken."""
+
+    loader: Loader | None = None
+    scheme: str = ""
+
+    def take(self, span: Span) -> Tensor:
+        """Return the rows of `span` in fp32."""
+        assert self.loader is not None
+        rows_RH = super().take(span)
+        scratch = self.loader.scratch
+        values = scratch.get("frozen_x", tuple(rows_RH.shape), torch.float32).copy_(rows_RH)
+        return fake_quantize_(values, 1, scratch.get("exponents", (values.numel(),), torch.int32), scheme=self.scheme)
+
+
+@dataclass(frozen=True)
+class _Epilogue:
+    """``silu(gate) * up [* scale]``, rounded to bf16 and quantised along I."""
+
+    loader: Loader
+    scheme: str
+    scale_R1: Tensor | None
+    needs_gate: bool = True
+
+    def pre_activations_(self, gate_RI: Tensor, up_RI: Tensor, rows: Span, columns: Span) -> None:
+        """Leave the sums as they are: the activation reads them before they are rounded."""
+
+    def intermediate(self, gate_RI: Tensor, up_RI: Tensor, rows: Span, columns: Span) -> Tensor:
+        """Return the down projection's operand."""
+        product = F.silu(gate_RI, inplace=True).mul_(up_RI)
+        if self.scale_R1 is not None:
+            product.mul_(self.scale_R1[rows.start : rows.stop])
+        scratch = self.loader.scratch
+        product.copy_(scratch.get("rounding", tuple(product.shape), torch.bfloat16).copy_(product))
+        exponents = scratch.get("exponents", (product.numel(),), torch.int32)
+        return fake_quantize_(product, 1, exponents, scheme=self.scheme)
+
+
+def frozen_forward(
+    x: RowSource, runs: Runs, stack: MXExpertStack, emit: Emit, *, save: Checkpoints, scale_R: Tensor | None
+) -> None:
+    """Compute every run and hand its fp32 output rows to `emit`.
+
+    Args:
+        x: input rows, bf16 (or fp32 holding such values).
+        runs: which rows belong to which expert.
+        stack: the weights.
+        emit: takes ``(first row, end row, values [R, H])``.
+        save: buffers ``[R, I]`` for the gate and up pre-activations, both or none.
+        scale_R: fp32 factor on every row's intermediate, or None.
+    """
+    loader = Loader(_FORWARD, call_scratch(x.values.device))
+    for expert, start, end in runs:
+        weights, shape = stack.expert(expert), (end - start, stack.hidden)
+        out_RH = loader.scratch.get("expert_out", shape, torch.float32)
+        scale_R1 = None if scale_R is None else scale_R[start:end, None]
+        rows = x.rows(start, end)
+        rows = _QuantizedRows(rows.values, rows.index, loader, weights.gate_up.layout.scheme)
+        epilogue = _Epilogue(loader, weights.down.layout.scheme, scale_R1)
+        for columns in column_tiles(stack.inner, weights.down.layout.scheme):
+            first = columns.start == 0
+            part_RH = out_RH if first else loader.scratch.get("frozen_out", shape, torch.float32)
+            tile, kept = _tile(weights, columns, loader), _part(save, start, end, columns)
+            ffn_forward(rows, tile, loader, part_RH, save=kept, epilogue=epilogue)
+            if not first:
+                out_RH.add_(part_RH)
+        emit(start, end, out_RH)
+
+
+def frozen_backward(
+    dout: RowSource,
+    runs: Runs,
+    stack: MXExpertStack,
+    *,
+    saved: Checkpoints,
+    scale_R: Tensor | None,
+    d_x: Emit | None,
+    d_scale_R: Tensor | None,
+) -> None:
+    """Compute the gradients of input rows and row factors; there are no others.
+
+    Args:
+        dout: rows of dL/dY.
+        runs: as in the forward.
+        stack: the weights.
+        saved: gate and up pre-activations.
+        scale_R: the forward's factors.
+        d_x: takes each run's fp32 rows of dX; None where not wanted.
+        d_scale_R: fp32 ``[R]`` to fill; None where not wanted.
+    """
+    loader = Loader(_BACKWARD, call_scratch(dout.values.device))
+    for expert, start, end in runs:
+        weights, shape = stack.expert(expert), (end - start, stack.hidden)
+        total_RH = None if d_x is None else loader.scratch.get("expert_out", shape, torch.float32)
+        if d_scale_R is not None:
+            d_scale_R[start:end].zero_()
+        for columns in column_tiles(stack.inner, weights.down.layout.scheme):
+            first = columns.start == 0
+            part_RH = total_RH if first or total_RH is None else loader.scratch.get("frozen_out", shape, torch.float32)
+            part_R = None if d_scale_R is None else loader.scratch.get("frozen_scale", (end - start,), torch.float32)
+            FFNBackward(
+                dout.rows(start, end),
+                dout.rows(start, end),  # of the forward's input only the number of rows is read
+                _tile(weights, columns, loader),
+                loader,
+                FFNGrads(None, None, None, part_RH, part_R),
+                _part(saved, start, end, columns),
+                scale_R1=None if scale_R is None else scale_R[start:end, None],
+            ).run()
+            if total_RH is not None and part_RH is not None and not first:
+                total_RH.add_(part_RH)
+            if d_scale_R is not None and part_R is not None:
+                d_scale_R[start:end].add_(part_R)
+        if d_x is not None and total_RH is not None:
+            d_x(start, end, total_RH)
+
+
+def _tile(weights: MXProjections, columns: slice, loader: Loader) -> FFNWeights:
+    """The values of one part of the intermediate axis, fp32."""
+    hidden, inner = weights.down.shape
+    size, every = columns.stop - columns.start, slice(0, hidden)
+
+    def buffer(name: str, *shape: int) -> Tensor:
+        return loader.scratch.get(name, shape, torch.float32)
+
+    up = slice(inner + columns.start, inner + columns.stop)
+    return FFNWeights(
+        weights.gate_up.values(columns, every, buffer("frozen_gate", size, hidden)),
+        weights.gate_up.values(up, every, buffer("frozen_up", size, hidden)),
+        weights.down.values(every, columns, buffer("frozen_down", hidden, size)),
+    )
+
+
+def _part(checkpoints: Checkpoints, start: int, end: int, columns: slice) -> Checkpoints:
+    gate, up = (
+        part[start:end, columns] if isinstance(part, Tensor) else None for part in (checkpoints.gate, checkpoints.up)
+    )
+    return Checkpoints(gate, up)
