@@ -121,7 +121,7 @@ def _restore(piece: Piece, tensors: list[WrittenTensor], reader: TensorReader) -
     def read(index: int, expert: int | None) -> torch.Tensor:
         return reader.read(tensors[index].file, tensors[index].name, expert)
 
-    return restore(piece, tuple(tensor.layout for tensor in tensors), read)
+    return restore(piece, tensors, read)
 
 
 def _check_files(converted: Path, manifest: Manifest) -> dict[str, list[WrittenTensor]]:

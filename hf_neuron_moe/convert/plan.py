@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,9 +13,12 @@ from transformers.core_model_loading import Concatenate, MergeModulelist
 
 from hf_neuron_moe.convert.assign import Assignment, assign_sources, build_meta_model, natural_key
 from hf_neuron_moe.convert.folder import check_checkpoint
-from hf_neuron_moe.convert.manifest import ConvertOptions, Piece, WrittenTensor
-from hf_neuron_moe.convert.relayout import SOURCE, TORCH_DTYPES, FusedWeight, stored_forms
+from hf_neuron_moe.convert.manifest import Piece, WrittenTensor
+from hf_neuron_moe.convert.options import ConvertOptions
+from hf_neuron_moe.convert.orientations import SOURCE, StoredForm, stored_forms
+from hf_neuron_moe.convert.relayout import TORCH_DTYPES
 from hf_neuron_moe.convert.source import SourceCheckpoint, SourceTensor, nbytes_of, read_source
+from hf_neuron_moe.convert.tensor_parallel import FusedWeight
 from hf_neuron_moe.errors import ConversionError, refuse
 from hf_neuron_moe.patching.discovery import MLP, Candidate, discover
 
@@ -42,6 +47,11 @@ class ConversionPlan:
     def output_bytes(self) -> int:
         """Bytes of tensor data that will be written."""
         return sum(nbytes_of(tensor.dtype, tensor.shape) for tensor in self.tensors)
+
+    def forms(self, group: Sequence[WrittenTensor]) -> tuple[StoredForm, ...]:
+        """How the tensors of one group (equal ``WrittenTensor.group``) are filled, in their order."""
+        weight, rank = group[0].group
+        return stored_forms(self.weights[weight], self.options, rank)
 
 
 def plan_conversion(directory: Path, options: ConvertOptions) -> ConversionPlan:
@@ -75,6 +85,15 @@ def plan_conversion(directory: Path, options: ConvertOptions) -> ConversionPlan:
             expected="a model with SwiGLU MLPs or experts that the kernels can compute",
             got=f"none ({reasons})" if reasons else "none",
             remedy="`hf-neuron-moe plan` lists every candidate with its reason.",
+        )
+    if options.precision == "mxfp4" and not any(weight.has_experts for weight in weights.values()):
+        raise refuse(
+            ConversionError,
+            where="convert",
+            argument="precision mxfp4",
+            expected="used for a model with experts: no kernel computes dense MLPs with FP4 weights",
+            got="a model without any",
+            remedy="Use --precision mxfp8 or bf16.",
         )
     used = {piece.source for weight in weights.values() for piece in weight.pieces}
     copied = {name: tensor for name, tensor in source.tensors.items() if name not in used}
@@ -217,15 +236,26 @@ def _check_coverage(
 def _lay_out(
     weights: dict[str, FusedWeight], copied: dict[str, SourceTensor], options: ConvertOptions
 ) -> tuple[WrittenTensor, ...]:
-    """Name the tensors to write and deal them out to shards, in natural order of their names."""
-    groups: dict[str, list[WrittenTensor]] = {}
+    """Name the tensors to write and deal them out to shards, in natural order of the weights' names.
+
+    With tensor parallelism each rank has shards of its own, behind those of the tensors that are not split.
+    """
+    shared: dict[str, list[WrittenTensor]] = {}
+    by_rank: dict[int, dict[str, list[WrittenTensor]]] = {}
     for name, weight in weights.items():
-        forms = stored_forms(weight, options)
-        groups[name] = [WrittenTensor(name + f.suffix, "", f.dtype, f.shape, f.layout, name) for f in forms]
+        if options.tp_degree == 1:
+            shared[name] = [form.written(name) for form in stored_forms(weight, options)]
+            continue
+        for rank in range(options.tp_degree):
+            tensors = [form.written(name) for form in stored_forms(weight, options, rank)]
+            by_rank.setdefault(rank, {})[name] = tensors
     for name, tensor in copied.items():
-        groups.setdefault(name, []).append(WrittenTensor(name, "", tensor.dtype, tensor.shape, SOURCE, name))
-    names = [tensor.name for group in groups.values() for tensor in group]
-    for name in sorted(name for name in set(names) if names.count(name) > 1):
+        shared.setdefault(name, []).append(WrittenTensor(name, "", tensor.dtype, tensor.shape, SOURCE, name))
+    files = _shards(shared, options.max_shard_bytes, "neuron")
+    for rank, groups in by_rank.items():
+        files += _shards(groups, options.max_shard_bytes, f"neuron-tp-{rank:02d}-of-{options.tp_degree:02d}")
+    names = Counter(tensor.name for tensor in files)
+    for name in sorted(name for name, count in names.items() if count > 1):
         raise refuse(
             ConversionError,
             where="convert",
@@ -234,17 +264,22 @@ def _lay_out(
             got="a source tensor and a converted weight of this name",
             remedy="Rename or remove the source tensor.",
         )
+    return tuple(files)
+
+
+def _shards(groups: dict[str, list[WrittenTensor]], max_bytes: int, stem: str) -> list[WrittenTensor]:
+    """Fill shards with whole groups; a group larger than `max_bytes` has a shard to itself."""
     shards: list[list[WrittenTensor]] = [[]]
     size = 0
     for name in sorted(groups, key=natural_key):
         group_bytes = sum(nbytes_of(tensor.dtype, tensor.shape) for tensor in groups[name])
-        if shards[-1] and size + group_bytes > options.max_shard_bytes:
+        if shards[-1] and size + group_bytes > max_bytes:
             shards.append([])
             size = 0
         shards[-1] += groups[name]
         size += group_bytes
-    return tuple(
-        replace(tensor, file=f"neuron-{index:05d}-of-{len(shards):05d}.safetensors")
+    return [
+        replace(tensor, file=f"{stem}-{index:05d}-of-{len(shards):05d}.safetensors")
         for index, shard in enumerate(shards, start=1)
         for tensor in shard
-    )
+    ]

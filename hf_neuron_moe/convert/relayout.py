@@ -1,38 +1,60 @@
-"""Target layouts of a fused weight: what is stored, how it is filled and how a source tensor is cut out of it again.
+"""Fills the tensors of a weight from its source tensors, and cuts a source tensor out of them again.
 
-A fused weight is what Hugging Face's fused modules hold: ``[F, K]`` for a dense MLP, ``[E, F, K]`` for experts.
+A fused weight is what Hugging Face's fused modules hold: ``[F, K]`` for a dense MLP, ``[E, F, K]`` for experts. The
+target layouts are those of :mod:`hf_neuron_moe.convert.orientations`.
 
-E experts, F rows (2I of gate and up, H of down), K contraction axis of the forward matmul (H of gate and up, I of
-down), P = K/4 rows of a swizzled operand, B = K/32 blocks.
+E experts, F rows and K columns of one rank's matrix (:mod:`hf_neuron_moe.convert.tensor_parallel`).
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
-from hf_neuron_moe.convert.manifest import ConvertOptions, Piece
+from hf_neuron_moe.convert.codecs import decode, encode
+from hf_neuron_moe.convert.manifest import Piece, WrittenTensor
+from hf_neuron_moe.convert.nonfinite import check_finite
+from hf_neuron_moe.convert.options import FORWARD
+from hf_neuron_moe.convert.orientations import (
+    BF16_FUSED,
+    BF16_KERNEL,
+    SCALES,
+    SOURCE,
+    StoredForm,
+    matrix_shape,
+    stored_forms,
+)
 from hf_neuron_moe.convert.source import nbytes_of
-from hf_neuron_moe.errors import ConversionError, refuse
-from hf_neuron_moe.formats.constants import MX_BLOCK
-from hf_neuron_moe.formats.mx import dequantize_mx, quantize_mx
-from hf_neuron_moe.formats.scales import ScaleLayout, scale_row_count, to_compact, to_packed
-from hf_neuron_moe.formats.swizzle import swizzle, unswizzle
+from hf_neuron_moe.convert.tensor_parallel import FusedWeight, Part, is_gate_up
 
-SOURCE = "source"
-BF16_FUSED = "bf16_fused"
-BF16_KERNEL = "bf16_kernel"
-MX_FUSED_CODES = "mxfp8_fused_codes"
-MX_FUSED_SCALES = "mxfp8_compact_scales"
-MX_KERNEL_CODES = "mxfp8_swizzled_codes"
-MX_KERNEL_SCALES = "mxfp8_packed_scales"
+__all__ = [
+    "SOURCE",
+    "TORCH_DTYPES",
+    "FusedWeight",
+    "ReadPiece",
+    "ReadStored",
+    "Scratch",
+    "StoredForm",
+    "restore",
+    "scratch_bytes",
+    "store",
+    "stored_forms",
+]
 
 TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 """Dtypes a weight to convert may have on disk."""
+
+_STORED_DTYPES = {
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.uint8,
+    "U8": torch.uint8,
+    "U16": torch.int16,
+    "U32": torch.int32,
+}
+"""Dtypes that the tensors of converted weights are filled as: codes as bytes, words as the formats' carriers."""
 
 _BITS = {torch.float16: torch.int16, torch.float32: torch.int32}
 """Source dtypes that bf16 may not hold, and the integers their bits are compared as."""
@@ -43,9 +65,6 @@ CHUNK_ELEMENTS = 1 << 20
 SCRATCH_ALIGNMENT = 64
 """Bytes; a cache line, and a multiple of every dtype."""
 
-SCALE_SUFFIX = "_scale"
-"""Appended to a weight's name for its block scales."""
-
 ReadPiece = Callable[[Piece, int | None], torch.Tensor]
 """Reads a piece; with an expert index, that expert's matrix of a piece that holds all experts."""
 
@@ -53,65 +72,8 @@ ReadStored = Callable[[int, int | None], torch.Tensor]
 """Reads the i-th tensor of a converted weight; with an expert index, that expert's part."""
 
 
-@dataclass(frozen=True)
-class FusedWeight:
-    """One weight to convert.
-
-    Attributes:
-        name: its name in the converted checkpoint.
-        shape: ``[F, K]`` or ``[E, F, K]``.
-        pieces: the source tensors that fill it; all of one dtype.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
-
-
-@dataclass(frozen=True)
-class StoredForm:
-    """Name suffix, safetensors dtype, shape and layout of one tensor that stores (part of) a weight."""
-
-    suffix: str
-    dtype: str
-    shape: tuple[int, ...]
-    layout: str
-
-
-def stored_forms(weight: FusedWeight, options: ConvertOptions) -> tuple[StoredForm, ...]:
-    """Describe the tensors that will hold `weight`.
-
-    Raises:
-        ConversionError: MX quantisation is asked for and K does not consist of whole blocks of 32.
-    """
-    *experts, F, K = weight.shape
-    kernel = options.layout == "kernel"
-    if options.precision == "bf16":
-        # Dense kernels take [F, K] as it is; the MoE kernels take [E, K, F] (gate_up [E, H, 2, I] with 2, I merged).
-        shape = (*experts, K, F) if kernel and experts else weight.shape
-        return (StoredForm("", "BF16", shape, BF16_KERNEL if kernel else BF16_FUSED),)
-    if K % MX_BLOCK:
-        raise refuse(
-            ConversionError,
-            where="convert",
-            argument=f"contraction size of {weight.name}",
-            expected=f"a multiple of {MX_BLOCK} for MXFP8",
-            got=K,
-            remedy="Use --precision bf16 for this model.",
-        )
-    if kernel:
-        return (
-            StoredForm("", "F8_E4M3", (*experts, K // 4, 4 * F), MX_KERNEL_CODES),
-            StoredForm(SCALE_SUFFIX, "U8", (*experts, scale_row_count(K, ScaleLayout.PACKED), F), MX_KERNEL_SCALES),
-        )
-    return (
-        StoredForm("", "F8_E4M3", weight.shape, MX_FUSED_CODES),
-        StoredForm(SCALE_SUFFIX, "U8", (*experts, K // MX_BLOCK, F), MX_FUSED_SCALES),
-    )
-
-
 class Scratch:
-    """One buffer that every weight is put together in.
+    """One buffer that every weight is put together in; each thread has its own.
 
     Weights are tens to hundreds of megabytes. Allocating each anew lets the C library's allocator keep freed ones, and
     memory then grows with the checkpoint.
@@ -134,10 +96,10 @@ class Scratch:
 
 
 def scratch_bytes(weight: FusedWeight, forms: tuple[StoredForm, ...]) -> int:
-    """Scratch memory that :func:`store` needs for a weight."""
+    """Scratch memory that :func:`store` needs for one rank's part of a weight."""
     sizes = [nbytes_of(form.dtype, form.shape) for form in forms]
-    if len(forms) > 1:
-        sizes.append(nbytes_of("BF16", weight.shape[-2:]))
+    if not _is_plain(forms[0].layout):
+        sizes.append(nbytes_of("BF16", forms[0].part.shape))
     return sum(size + -size % SCRATCH_ALIGNMENT for size in sizes)
 
 
@@ -147,60 +109,108 @@ def store(
     read: ReadPiece,
     scratch: Scratch,
     rounded: Counter[str],
+    *,
+    on_nonfinite: str = "keep",
 ) -> list[torch.Tensor]:
-    """Read a weight's pieces and return its tensors, one per stored form (MX codes as uint8).
+    """Read a weight's pieces and return its tensors, one per stored form: MX codes as uint8, words as the carriers.
 
-    The result lies in `scratch` and is valid until the next call. Beyond it, one expert's matrix is held for MX.
-    `rounded` is raised, per source tensor, by the number of values that bf16 does not hold bit for bit.
+    The result lies in `scratch` and is valid until the next call with it. Beyond it, one piece, or one expert's matrix
+    of a piece that holds all, and chunks of a few megabytes are held. May run in several threads, each with its own
+    `scratch` and `rounded`.
+
+    Args:
+        weight: the weight.
+        forms: what :func:`stored_forms` gave for it and one rank.
+        read: access to the source.
+        scratch: at least :func:`scratch_bytes`.
+        rounded: raised, per source tensor, by the number of values that bf16 does not hold bit for bit.
+        on_nonfinite: ``"error"`` refuses NaN and infinity in the source, ``"keep"`` converts them.
+
+    Raises:
+        SourceDamageError: a source tensor has NaN or infinity and `on_nonfinite` is ``"error"``.
     """
     scratch.clear()
-    if len(forms) == 1:
-        stored = scratch.take(forms[0].shape, torch.bfloat16)
-        fused = _fused_view(stored, forms[0].layout, has_experts=stored.ndim == 3)
+    first = forms[0]
+    fill = _Filler(read, rounded, check=on_nonfinite == "error", part=first.part)
+    if _is_plain(first.layout):
+        stored = scratch.take(first.shape, torch.bfloat16)
+        fused = _fused_view(stored, first.layout, has_experts=weight.has_experts)
+        if first.part.padding:
+            stored.zero_()
         for piece in weight.pieces:
-            place = fused if piece.expert is None else fused[piece.expert]
-            rounded[piece.source] += _fill(place[..., piece.rows, :], _rows_first(read(piece, None), piece))
+            for expert in range(piece.shape[0]) if piece.holds_experts else (piece.expert,):
+                fill(piece, expert, fused if expert is None else fused[expert])
         return [stored]
-    E, F, K = (1, *weight.shape)[-3:]
-    codes = scratch.take((E, *forms[0].shape[-2:]), torch.uint8)
-    scales = scratch.take((E, *forms[1].shape[-2:]), torch.uint8)
+    stored_all = [scratch.take(form.shape, _STORED_DTYPES[form.dtype]) for form in forms]
     # Through bf16 whatever the source is: the kernels, and patched blocks, quantize bf16 weights.
-    matrix_FK = scratch.take((F, K), torch.bfloat16)
-    for expert in range(E):
+    matrix_FK = scratch.take(first.part.shape, torch.bfloat16)
+    if first.part.padding:
+        matrix_FK.zero_()
+    for expert in range(weight.shape[0]) if weight.has_experts else (None,):
         for piece in weight.pieces:
             if piece.expert in (None, expert):
-                part = _rows_first(read(piece, expert if piece.holds_experts else None), piece)
-                rounded[piece.source] += _fill(matrix_FK[piece.rows], part)
-        codes[expert], scales[expert] = _quantize(matrix_FK, swizzled=forms[0].layout == MX_KERNEL_CODES)
-    return [codes.view(forms[0].shape), scales.view(forms[1].shape)]
+                fill(piece, expert, matrix_FK)
+        places = [tensor if expert is None else tensor[expert] for tensor in stored_all]
+        encode(matrix_FK, forms, places, gate_up=weight.is_gate_up)
+    return stored_all
 
 
-def restore(piece: Piece, layouts: tuple[str, ...], read: ReadStored) -> torch.Tensor:
+def restore(piece: Piece, tensors: Sequence[WrittenTensor], read: ReadStored) -> torch.Tensor:
     """Cut one source tensor out of a converted weight: the way back of :func:`store`.
+
+    Forward tensors of all ranks are put together and padding is left out.
 
     Args:
         piece: the source tensor to make.
-        layouts: layouts of the weight's tensors, values first.
-        read: access to the weight's tensors.
+        tensors: all tensors of its weight.
+        read: access to them by their place in `tensors`.
 
     Returns:
         The tensor in the piece's dtype and shape, contiguous: the same bits for bf16 sources and layouts, the
         dequantised values for MX.
     """
-    dtype = TORCH_DTYPES[piece.dtype]
-    if layouts[0] in (BF16_FUSED, BF16_KERNEL):
-        has_experts = piece.expert is not None or piece.holds_experts
-        fused = _fused_view(read(0, piece.expert), layouts[0], has_experts=has_experts)
-        return _rows_first(fused[..., piece.rows, :], piece).to(dtype).contiguous()
-    K = piece.shape[-2 if piece.transposed else -1]
-    matrices = []
-    for expert in range(piece.shape[0]) if piece.holds_experts else (piece.expert,):
-        matrix_FK = _dequantize(read(0, expert), read(1, expert), K, swizzled=layouts[0] == MX_KERNEL_CODES)
-        matrices.append(_rows_first(matrix_FK[piece.rows], piece).to(dtype))
-    return torch.stack(matrices) if piece.holds_experts else matrices[0].contiguous()
+    weight = tensors[0].weight
+    out = torch.empty(piece.shape, dtype=TORCH_DTYPES[piece.dtype])
+    has_experts = piece.expert is not None or piece.holds_experts
+    for part, indices in _parts(tensors, gate_up=is_gate_up(weight)):
+        layouts = [tensors[index].layout for index in indices]
+        for expert in range(piece.shape[0]) if piece.holds_experts else (piece.expert,):
+            target_FK = _rows_first(out[expert] if piece.holds_experts else out, piece)
+            stored = [read(index, expert) for index in indices]
+            for block in part.blocks(piece.rows):
+                count = block.rows.stop - block.rows.start
+                place = target_FK[block.rows, block.columns]
+                rows = slice(block.row, block.row + count)
+                if _is_plain(layouts[0]):
+                    matrix_FK = _fused_view(stored[0], layouts[0], has_experts=has_experts)
+                    place.copy_(matrix_FK[rows, : place.shape[1]])
+                    continue
+                for start, values_FK in decode(layouts, stored, part, rows):
+                    place[start : start + len(values_FK)].copy_(values_FK[:, : place.shape[1]])
+    return out
 
 
-def _fill(place: torch.Tensor, values: torch.Tensor) -> int:
+class _Filler:
+    """Copies pieces into the matrix of one part, counting what bf16 rounds."""
+
+    def __init__(self, read: ReadPiece, rounded: Counter[str], *, check: bool, part: Part) -> None:
+        self._read, self._rounded, self._check, self._part = read, rounded, check, part
+
+    def __call__(self, piece: Piece, expert: int | None, matrix_FK: torch.Tensor) -> None:
+        blocks = list(self._part.blocks(piece.rows))
+        if not blocks:
+            return
+        values_FK = _rows_first(self._read(piece, expert if piece.holds_experts else None), piece)
+        for block in blocks:
+            values = values_FK[block.rows, block.columns]
+            if self._check:
+                check_finite(values, file=piece.file, name=piece.source)
+            rows, columns = values.shape
+            place = matrix_FK[block.row : block.row + rows, block.column : block.column + columns]
+            self._rounded[piece.source] += _copy(place, values)
+
+
+def _copy(place: torch.Tensor, values: torch.Tensor) -> int:
     """Copy `values` into bf16 memory; return how many of them do not come back from there bit for bit."""
     place.copy_(values)
     if values.dtype not in _BITS:
@@ -212,23 +222,36 @@ def _fill(place: torch.Tensor, values: torch.Tensor) -> int:
     return changed
 
 
-def _row_chunks(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
-    """The rows of a matrix, or of a stack of them, in chunks that keep temporaries small."""
-    rows = max(1, CHUNK_ELEMENTS // max(1, tensor.shape[-1]))
-    for matrix in tensor if tensor.ndim == 3 else (tensor,):
-        yield from matrix.split(rows)
+def _row_chunks(matrix: torch.Tensor) -> Iterable[torch.Tensor]:
+    """The rows of a matrix in chunks that keep temporaries small."""
+    return matrix.split(max(1, CHUNK_ELEMENTS // max(1, matrix.shape[-1])))
 
 
-def _quantize(matrix_FK: torch.Tensor, *, swizzled: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    mx = quantize_mx(matrix_FK)
-    return (mx.codes, to_packed(mx.scales)) if swizzled else (unswizzle(mx.codes), mx.scales)
+def _parts(tensors: Sequence[WrittenTensor], *, gate_up: bool) -> Iterator[tuple[Part, list[int]]]:
+    """Each rank's part of the forward matrix, with the places of the tensors that hold it: values, then scales."""
+    indices: dict[int | None, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        if tensor.orientation == FORWARD:
+            place = indices.setdefault(tensor.tp_rank, [])
+            place.insert(len(place) if tensor.layout in SCALES else 0, index)
+    ranks = sorted(indices, key=lambda rank: rank or 0)
+    facts = []
+    for rank in ranks:
+        values = tensors[indices[rank][0]]
+        F, K = matrix_shape(values, gate_up=gate_up)
+        padded_hidden, width = (K, F // 2) if gate_up else (F, K)
+        facts.append((padded_hidden, width, width - values.padding.get("I", 0), values.padding.get("H", 0)))
+    inner = sum(real for _, _, real, _ in facts)
+    start = 0
+    for rank, (padded_hidden, width, real, zeros) in zip(ranks, facts):
+        part = Part(gate_up, padded_hidden - zeros, padded_hidden, inner, start, start + real, width, rank)
+        yield part, indices[rank]
+        start += real
 
 
-def _dequantize(codes: torch.Tensor, scales: torch.Tensor, K: int, *, swizzled: bool) -> torch.Tensor:
-    codes = codes.view(torch.uint8)
-    if swizzled:
-        return unswizzle(dequantize_mx(codes, to_compact(scales, K)))
-    return unswizzle(dequantize_mx(swizzle(codes), scales))
+def _is_plain(layout: str) -> bool:
+    """Whether values are stored as bf16 that a view can address."""
+    return layout in (BF16_FUSED, BF16_KERNEL)
 
 
 def _fused_view(stored: torch.Tensor, layout: str, *, has_experts: bool) -> torch.Tensor:

@@ -248,3 +248,20 @@ def pack_moe_scales(scales_EqXtF: Tensor) -> Tensor:
     out = split.new_zeros(E, 4, 8, 4, buffers, *rest)
     out[:, :, :4] = split.movedim(4, 2)
     return out.view(E, PARTITIONS, buffers, *rest)
+
+
+def unpack_moe_scales(packed_EPbXF: Tensor, tiles: int) -> Tensor:
+    """Invert :func:`pack_moe_scales`.
+
+    Args:
+        packed_EPbXF: uint8, gate_up ``[E, 128, ceil(tiles/4), 2, I]`` or down ``[E, 128, ceil(tiles/4), H]``.
+        tiles: number of 512-wide tiles.
+
+    Returns:
+        uint8 ``[E, 16, 2, tiles, I]`` or ``[E, 16, tiles, H]``.
+    """
+    experts, _, buffers, *rest = packed_EPbXF.shape
+    # Partition 32*quadrant + 4*slot + row; slots 4..7 are unused.
+    slots = packed_EPbXF.reshape(experts, 4, 8, 4, buffers, *rest)[:, :, :LANES]
+    rows = slots.movedim(2, 4).reshape(experts, 16, buffers * LANES, *rest)[:, :, :tiles]
+    return rows.movedim(2, -2)

@@ -33,6 +33,7 @@ from hf_neuron_moe.formats.moe_mx import (
     dequantize_moe_down,
     dequantize_moe_gate_up,
     padded_intermediate,
+    unpack_moe_scales,
 )
 from hf_neuron_moe.formats.mx import fake_quantize_mx
 from hf_neuron_moe.kernels.checks import check_dtype, check_multiple, check_shape
@@ -223,23 +224,6 @@ def _down_bytes(experts: MXExperts, one: slice) -> Tensor:
     if tuple(scale.shape[1:]) == (rows, tiles, hidden):
         return scale
     return scale.repeat_interleave(4, 1)[:, :rows].repeat_interleave(128, -1)[..., :hidden]
-
-
-def unpack_moe_scales(packed_EPbXF: Tensor, tiles: int) -> Tensor:
-    """Invert :func:`hf_neuron_moe.formats.moe_mx.pack_moe_scales`.
-
-    Args:
-        packed_EPbXF: uint8, gate_up ``[E, 128, ceil(tiles/4), 2, I]`` or down ``[E, 128, ceil(tiles/4), H]``.
-        tiles: number of 512-wide tiles.
-
-    Returns:
-        uint8 ``[E, 16, 2, tiles, I]`` or ``[E, 16, tiles, H]``.
-    """
-    experts, _, buffers, *rest = packed_EPbXF.shape
-    # Partition 32*quadrant + 4*slot + row; slots 4..7 are unused.
-    slots = packed_EPbXF.reshape(experts, 4, 8, 4, buffers, *rest)[:, :, :LANES]
-    rows = slots.movedim(2, 4).reshape(experts, 16, buffers * LANES, *rest)[:, :, :tiles]
-    return rows.movedim(2, -2)
 
 
 @dataclass(frozen=True)

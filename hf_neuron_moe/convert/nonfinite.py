@@ -1,0 +1,65 @@
+"""NaN and infinity in a source: found by their bits, reported by file, tensor and place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from hf_neuron_moe.errors import SourceDamageError, refuse
+
+ON_NONFINITE = ("error", "keep")
+
+CHUNK_ELEMENTS = 1 << 19
+"""Elements looked at together: what fits a core's cache."""
+
+_EXPONENTS = {
+    torch.bfloat16: (torch.int16, 0x7F80),
+    torch.float16: (torch.int16, 0x7C00),
+    torch.float32: (torch.int32, 0x7F800000),
+    torch.float64: (torch.int64, 0x7FF0000000000000),
+}
+"""Integers of the same width, and the bits of infinity: anything above it in magnitude is NaN."""
+
+
+def check_finite(values: torch.Tensor, *, file: str, name: str, where: str = "convert") -> None:
+    """Refuse values that are NaN or infinite.
+
+    Args:
+        values: any tensor; dtypes without infinity and NaN pass.
+        file: file they come from.
+        name: tensor they belong to.
+        where: command that refuses.
+
+    Raises:
+        SourceDamageError: there are such values.
+    """
+    if values.dtype not in _EXPONENTS or all(_is_finite(chunk) for chunk in _chunks(values)):
+        return
+    bad = sum(int(torch.count_nonzero(~chunk.isfinite())) for chunk in _chunks(values))
+    raise refuse(
+        SourceDamageError,
+        where=where,
+        argument=f"{file}: {name}",
+        expected="of finite values",
+        got=f"{bad:,} NaN or infinite ones",
+        remedy="Repair the checkpoint, or convert it as it is with --on-nonfinite keep.",
+    )
+
+
+def _is_finite(chunk: torch.Tensor) -> bool:
+    integers, infinity = _EXPONENTS[chunk.dtype]
+    # Shifting the sign out is one operation on integers; isfinite takes several and a mask as large as the values.
+    magnitude = chunk.view(integers) & torch.iinfo(integers).max
+    return int(magnitude.max()) < infinity
+
+
+def _chunks(values: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Non-empty pieces of a tensor without copying it where rows are contiguous."""
+    if values.numel() == 0:
+        return
+    if values.ndim < 2 or values.is_contiguous():
+        yield from values.reshape(-1).split(CHUNK_ELEMENTS)
+        return
+    rows = max(1, CHUNK_ELEMENTS // values[0].numel())
+    yield from values.split(rows)
