@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hf_neuron_moe.convert.export import ExportReport, export_checkpoint
+from hf_neuron_moe.convert.finalize import finalize_checkpoint
 from hf_neuron_moe.convert.manifest import MANIFEST_FILE, Manifest, read_manifest
 from hf_neuron_moe.convert.options import LAYOUTS, PRECISIONS, PURPOSES, SCALE_LAYOUTS, SCALE_RULES, ConvertOptions
 from hf_neuron_moe.convert.plan import ConversionPlan, plan_conversion
@@ -21,6 +22,7 @@ __all__ = [
     "Manifest",
     "convert_checkpoint",
     "export_checkpoint",
+    "finalize_checkpoint",
     "plan_conversion",
     "read_manifest",
     "rounding_note",

@@ -1,31 +1,41 @@
 """Output folders that appear complete or not at all.
 
-Everything is written into ``DST.partial`` beside DST, synced, and renamed at the end. A failure removes the partial
-folder and leaves DST as it was; so does an interrupt from the keyboard.
+Everything is written into ``DST.partial`` beside DST: the future folder, and what a resumed run needs to know. Only
+when the folder is complete and on the disk does it take the name DST, in one step, also where an earlier conversion has
+that name. Names inside the partial folder::
+
+    .hf-neuron-moe-partial   what is being made; while it is there the partial folder is ours
+    folder/                  what becomes DST
+    writing-*/               files being written by one process
+    done/, sources/          records of finished shards and of source files' checksums
+    old/                     an earlier conversion on its way out, where names cannot be swapped in one step
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
 
+from hf_neuron_moe.convert import disk
 from hf_neuron_moe.convert.manifest import MANIFEST_FILE
-from hf_neuron_moe.errors import ConversionError, refuse
+from hf_neuron_moe.errors import DestinationError, DiskError, refuse
 
 MARKER_FILE = ".hf-neuron-moe-partial"
-"""Lies in every unfinished folder, so that only folders of ours are ever cleared away."""
+"""Lies in every partial folder, so that only folders of ours are ever cleared away."""
+
+FOLDER = "folder"
+OLD = "old"
 
 
 def check_destination(destination: Path, source: Path, *, force: bool, where: str = "convert") -> None:
     """Refuse a destination that cannot be written, before any work is done.
 
     Raises:
-        ConversionError: it exists and `force` is off or it is no earlier conversion; its parent does not exist; it lies
-            in the source or the source in it; or something that is not ours has the partial folder's name.
+        DestinationError: it exists and `force` is off or it is no earlier conversion; its parent does not exist; it
+            lies in the source or the source in it; or something that is not ours has the partial folder's name.
     """
     expected, remedy = "", ""
     home, target = source.resolve(), destination.resolve()
@@ -44,11 +54,13 @@ def check_destination(destination: Path, source: Path, *, force: bool, where: st
     elif destination.exists() and not (destination / MANIFEST_FILE).is_file():
         expected, got = "new, or an earlier conversion", f"something without {MANIFEST_FILE}"
         remedy = "--force replaces conversions only; remove it yourself if it is not needed."
-    elif partial.exists() and not (partial / MARKER_FILE).is_file():
+    elif not is_free(partial):
         expected, got = f"a name with {partial.name} free", "a folder of that name that is not an unfinished conversion"
         remedy = "Move it away, or choose another destination."
     if expected:
-        raise refuse(ConversionError, where=where, argument=str(destination), expected=expected, got=got, remedy=remedy)
+        raise refuse(
+            DestinationError, where=where, argument=str(destination), expected=expected, got=got, remedy=remedy
+        )
 
 
 @contextmanager
@@ -58,31 +70,21 @@ def committed_folder(destination: Path, where: str = "convert") -> Iterator[Path
     The caller has run :func:`check_destination`. Files written inside must have been synced.
 
     Raises:
-        ConversionError: the operating system refused a write; nothing is left behind.
+        DiskError: the operating system refused a call; nothing is left behind.
+        DestinationError: another process is writing this destination.
     """
-    partial = partial_of(destination)
-    try:
-        if partial.exists():
-            shutil.rmtree(partial)
-        partial.mkdir()
+    home = partial_of(destination)
+    with disk_errors(destination, where), held(home, where, destination):
         try:
-            (partial / MARKER_FILE).touch()
-            yield partial
-            (partial / MARKER_FILE).unlink()
-            sync_folder(partial)
-            _take_name(partial, destination)
+            empty(home)
+            disk.create(home / MARKER_FILE).close()
+            disk.make_folder(home / FOLDER)
+            yield home / FOLDER
+            take_name(home, destination)
         except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
+            give_up(home, destination)
             raise
-    except OSError as error:
-        raise refuse(
-            ConversionError,
-            where=where,
-            argument=str(destination),
-            expected="written without an error of the operating system",
-            got=f"{type(error).__name__}: {error}",
-            remedy="Nothing was left behind. Check free space, permissions and the source's disk.",
-        ) from error
+        clear(home)
 
 
 def partial_of(destination: Path) -> Path:
@@ -90,40 +92,142 @@ def partial_of(destination: Path) -> Path:
     return destination.with_name(destination.name + ".partial")
 
 
-def write_file(path: Path, content: bytes) -> None:
-    """Write and sync a new file."""
-    with path.open("xb") as file:
-        file.write(content)
-        sync(file)
+def is_free(partial: Path) -> bool:
+    """Whether this name is unused, or is an unfinished conversion's: one killed at once has no marker, but no files."""
+    if not partial.is_dir():
+        return not (partial.exists() or partial.is_symlink())
+    names = [entry.name for entry in partial.iterdir()]
+    return MARKER_FILE in names or all(name.startswith(MARKER_FILE) for name in names)
 
 
-def sync(file: BinaryIO) -> None:
-    """Flush and fsync an open file."""
-    file.flush()
-    os.fsync(file.fileno())
+@contextmanager
+def held(home: Path, where: str, destination: Path, *, shared: bool = False) -> Iterator[None]:
+    """Make the partial folder if need be, and keep other processes out of it while the block runs.
 
+    A lock ends with its process, however that ends. File systems without locks do without.
 
-def sync_folder(path: Path) -> None:
-    """Fsync a folder, so that the names in it survive a crash."""
-    descriptor = os.open(path, os.O_RDONLY)
+    Args:
+        home: the partial folder.
+        where: command that refuses.
+        destination: what is being made.
+        shared: let others in that ask for the same.
+
+    Raises:
+        DestinationError: another process holds it.
+    """
+    with suppress(FileExistsError):
+        disk.make_folder(home)
+    descriptor = os.open(home, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        if not _lock(descriptor, shared=shared):
+            raise refuse(
+                DestinationError,
+                where=where,
+                argument=str(destination),
+                expected="written by one process, or by several with --part",
+                got=f"another process at work in {home.name}",
+                remedy="Wait until it is done.",
+            )
+        yield
     finally:
         os.close(descriptor)
 
 
-def _take_name(partial: Path, destination: Path) -> None:
-    """Rename to the final name, with an earlier conversion moved aside until the new one is in place."""
-    if not destination.exists():
-        os.rename(partial, destination)
-        sync_folder(destination.parent)
-        return
-    aside = destination.with_name(destination.name + ".replaced")
-    os.rename(destination, aside)
+def _lock(descriptor: int, *, shared: bool) -> bool:
     try:
-        os.rename(partial, destination)
+        import fcntl
+    except ImportError:  # not on Windows
+        return True
+    try:
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
     except OSError:
-        os.rename(aside, destination)
+        return True  # a network file system that knows no locks on folders
+    return True
+
+
+@contextmanager
+def disk_errors(destination: Path, where: str) -> Iterator[None]:
+    """Turn errors of the operating system into refusals that say what is left.
+
+    Raises:
+        DiskError: the block raised an OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        home = partial_of(destination)
+        left = "Nothing was left behind."
+        if home.exists():
+            left = f"What is finished lies in {home}; --resume goes on with it."
+            if not (home / FOLDER).exists() and destination.exists():
+                left = f"{destination} is complete; remove {home.name} beside it."
+        raise refuse(
+            DiskError,
+            where=where,
+            argument=str(destination),
+            expected="written without an error of the operating system",
+            got=f"{type(error).__name__}: {error}",
+            remedy=f"{left} Check free space, permissions and the source's disk.",
+        ) from error
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write and sync a new file; what cannot be written completely is removed."""
+    file = disk.create(path)
+    try:
+        with file:
+            disk.write_at(file, memoryview(content), 0)
+            sync(file)
+    except OSError:
+        with suppress(OSError):
+            disk.unlink(path)
         raise
-    sync_folder(destination.parent)
-    shutil.rmtree(aside)
+
+
+def sync(file: FileIO) -> None:
+    """Fsync an open file."""
+    disk.fsync(file)
+
+
+def take_name(home: Path, destination: Path) -> None:
+    """Let the finished folder take its final name; an earlier conversion keeps that name until this moment."""
+    folder, old = home / FOLDER, home / OLD
+    disk.fsync_folder(folder)
+    if not (destination.exists() or destination.is_symlink()):
+        disk.rename(folder, destination)
+    elif not disk.exchange(folder, destination):
+        disk.rename(destination, old)
+        try:
+            disk.rename(folder, destination)
+        except OSError:
+            disk.rename(old, destination)
+            raise
+    disk.fsync_folder(destination.parent)
+
+
+def put_back(home: Path, destination: Path) -> None:
+    """Undo half a replacement: a run was killed between the two renames of :func:`take_name`."""
+    if (home / OLD).is_dir() and not destination.exists():
+        disk.rename(home / OLD, destination)
+        disk.fsync_folder(destination.parent)
+
+
+def empty(home: Path) -> None:
+    """Remove what the partial folder holds, its marker last."""
+    for entry in sorted(home.iterdir(), key=lambda entry: (entry.name.startswith(MARKER_FILE), entry.name)):
+        disk.remove_tree(entry)
+
+
+def clear(home: Path) -> None:
+    """Remove the partial folder."""
+    empty(home)
+    disk.remove_folder(home)
+
+
+def give_up(home: Path, destination: Path) -> None:
+    """Remove the partial folder after a failure, as far as the system lets us."""
+    with suppress(OSError):
+        put_back(home, destination)
+        clear(home)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from hf_neuron_moe.convert import disk
 from hf_neuron_moe.convert.commit import sync
 from hf_neuron_moe.convert.source import ITEM_BYTES, nbytes_of
 
@@ -26,41 +27,77 @@ class Entry(NamedTuple):
     shape: tuple[int, ...]
 
 
+def shard_header(entries: Iterable[Entry], metadata: Mapping[str, str]) -> bytes:
+    """Everything of a safetensors file that comes before its data: the length, the JSON text, the padding.
+
+    Data are ordered by dtype, widest first, then by name, as the safetensors library orders them: it keeps every tensor
+    aligned, and the same tensors and metadata give the same bytes.
+    """
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    position = 0
+    for entry in in_file_order(entries):
+        end = position + nbytes_of(entry.dtype, entry.shape)
+        header[entry.name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [position, end]}
+        position = end
+    raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    raw += b" " * (-len(raw) % 8)
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def in_file_order(entries: Iterable[Entry]) -> list[Entry]:
+    """The order in which tensors lie in a file."""
+    return sorted(entries, key=lambda entry: (-_DTYPE_RANK[entry.dtype], entry.name))
+
+
 class ShardWriter:
     """A safetensors file being written; a context manager that leaves it complete and synced, or raises.
 
-    Data are ordered by dtype, widest first, then by name, as the safetensors library orders them: it keeps every tensor
-    aligned, and the same tensors and metadata give the same bytes. Tensors may be written in any order.
+    Tensors may be written in any order, and by several threads at once.
     """
 
     def __init__(self, path: Path, entries: Iterable[Entry], metadata: Mapping[str, str]) -> None:
-        self._left: dict[str, tuple[int, Entry]] = {}
-        header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
-        position = 0
-        for entry in sorted(entries, key=lambda entry: (-_DTYPE_RANK[entry.dtype], entry.name)):
-            end = position + nbytes_of(entry.dtype, entry.shape)
-            header[entry.name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [position, end]}
-            self._left[entry.name] = (position, entry)
-            position = end
-        raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        raw += b" " * (-len(raw) % 8)
-        self._data_start = 8 + len(raw)
-        self._file = path.open("xb")
-        self._file.write(struct.pack("<Q", len(raw)) + raw)
+        ordered = in_file_order(entries)
+        header = shard_header(ordered, metadata)
+        self._left: dict[str, tuple[int, int]] = {}
+        position = len(header)
+        for entry in ordered:
+            nbytes = nbytes_of(entry.dtype, entry.shape)
+            self._left[entry.name] = (position, nbytes)
+            position += nbytes
+        self._file = disk.create(path)
+        try:
+            disk.write_at(self._file, memoryview(header), 0)
+        except BaseException:
+            self._file.close()
+            raise
 
     def write(self, name: str, tensor: torch.Tensor) -> str:
         """Write one tensor's bytes and return their SHA-256.
 
         Args:
             name: an entry that was not written yet.
-            tensor: contiguous, with the entry's number of bytes.
+            tensor: with the entry's number of bytes.
         """
-        position, entry = self._left.pop(name)
-        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
-        assert data.nbytes == nbytes_of(entry.dtype, entry.shape), f"{name}: wrong size"
-        self._file.seek(self._data_start + position)
-        self._file.write(data)
-        return hashlib.sha256(data).hexdigest()
+        return self.write_parts(name, (tensor,))
+
+    def write_parts(self, name: str, parts: Iterable[torch.Tensor]) -> str:
+        """Write one tensor from consecutive parts of its data and return the SHA-256 of the whole.
+
+        Args:
+            name: an entry that was not written yet.
+            parts: tensors whose bytes, one after the other, are the tensor; each is used before the next is asked for.
+        """
+        start, nbytes = self._left.pop(name)
+        digest = hashlib.sha256()
+        position = start
+        for part in parts:
+            data = bytes_of(part)
+            assert position + data.nbytes <= start + nbytes, f"{name}: too long"
+            disk.write_at(self._file, data, position)
+            digest.update(data)
+            position += data.nbytes
+        assert position == start + nbytes, f"{name}: too short"
+        return digest.hexdigest()
 
     def __enter__(self) -> ShardWriter:
         return self
@@ -74,3 +111,8 @@ class ShardWriter:
                 sync(self._file)
         finally:
             self._file.close()
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor, or of a contiguous copy."""
+    return memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())

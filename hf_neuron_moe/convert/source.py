@@ -12,10 +12,12 @@ import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from hf_neuron_moe.errors import ConversionError, refuse
+from hf_neuron_moe.convert import disk
+from hf_neuron_moe.errors import ConversionError, SourceDamageError, refuse
 
 ITEM_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "F8_E8M0": 1,
@@ -50,6 +52,8 @@ class SourceTensor:
     file: str
     dtype: str
     shape: tuple[int, ...]
+    start: int = 0
+    """Where its data begin, in bytes from the beginning of the file."""
 
     @property
     def nbytes(self) -> int:
@@ -68,10 +72,10 @@ class SourceCheckpoint:
     """``__metadata__`` of each file."""
 
 
-def damaged(subject: str, expected: str, got: object, where: str = "convert") -> ConversionError:
+def damaged(subject: str, expected: str, got: object, where: str = "convert") -> SourceDamageError:
     """The refusal for files whose bytes contradict themselves."""
     return refuse(
-        ConversionError,
+        SourceDamageError,
         where=where,
         argument=subject,
         expected=expected,
@@ -94,15 +98,15 @@ def read_header(path: Path, where: str = "convert") -> tuple[dict[str, SourceTen
         ConversionError: the header is cut off, not JSON, repeats a name, or does not account for every byte of data.
     """
     size = path.stat().st_size
-    with path.open("rb") as file:
-        prefix = file.read(8)
+    with disk.open_to_read(path) as file:
+        prefix = _read_up_to(file, 0, 8)
         if len(prefix) < 8:
             raise damaged(path.name, "a safetensors file of at least 8 bytes", f"{size} bytes", where)
         length = struct.unpack("<Q", prefix)[0]
         limit = min(MAX_HEADER_BYTES, size - 8)
         if length > limit:
             raise damaged(f"{path.name}: header length", f"at most {limit}", length, where)
-        raw = file.read(length)
+        raw = _read_up_to(file, 8, length)
     try:
         header = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique_pairs)
     except (ValueError, RecursionError) as error:
@@ -112,10 +116,18 @@ def read_header(path: Path, where: str = "convert") -> tuple[dict[str, SourceTen
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise damaged(f"{path.name}: __metadata__", "a map of strings", metadata, where)
-    return _check_entries(path.name, header, size - 8 - length, where), metadata
+    return _check_entries(path.name, header, 8 + length, size - 8 - length, where), metadata
 
 
-def _check_entries(file: str, header: dict[str, Any], data_bytes: int, where: str) -> dict[str, SourceTensor]:
+def _read_up_to(file: FileIO, start: int, count: int) -> bytes:
+    """Bytes of a file from `start` on; fewer than `count` where it ends before."""
+    buffer = bytearray(count)
+    return bytes(buffer[: disk.read_at(file, memoryview(buffer), start)])
+
+
+def _check_entries(
+    file: str, header: dict[str, Any], data_start: int, data_bytes: int, where: str
+) -> dict[str, SourceTensor]:
     spans: list[tuple[int, int, SourceTensor]] = []
     for name, entry in header.items():
         subject = f"{file}: {name}"
@@ -126,7 +138,7 @@ def _check_entries(file: str, header: dict[str, Any], data_bytes: int, where: st
             raise damaged(f"{subject}: dtype", f"one of {', '.join(ITEM_BYTES)}", repr(dtype), where)
         if not _naturals(shape) or not _naturals(offsets) or len(offsets) != 2:
             raise damaged(subject, "a shape and two offsets of natural numbers", entry, where)
-        tensor = SourceTensor(name, file, dtype, tuple(shape))
+        tensor = SourceTensor(name, file, dtype, tuple(shape), data_start + offsets[0])
         if offsets[1] - offsets[0] != tensor.nbytes:
             raise damaged(f"{subject}: data_offsets", f"{tensor.nbytes} bytes apart", offsets, where)
         spans.append((offsets[0], offsets[1], tensor))
@@ -153,7 +165,7 @@ def read_source(directory: Path) -> SourceCheckpoint:
         raise _no_safetensors(directory)
     if single.exists() and index.exists():
         raise refuse(
-            ConversionError,
+            SourceDamageError,
             where="convert",
             argument=str(directory),
             expected=f"a folder with either {SINGLE_FILE} or {INDEX_FILE}",
@@ -190,7 +202,7 @@ def _read_index(path: Path) -> dict[str, str]:
     for name, file in weight_map.items():
         if not is_plain_name(file):
             raise refuse(
-                ConversionError,
+                SourceDamageError,
                 where="convert",
                 argument=f"{path.name}: file of {name}",
                 expected="the plain name of a .safetensors file in the same folder",
@@ -210,7 +222,7 @@ def inside(directory: Path, file: str) -> Path:
     blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else None
     if target.parent not in (home, blobs):
         raise refuse(
-            ConversionError,
+            SourceDamageError,
             where="convert",
             argument=file,
             expected="a file inside the checkpoint folder",

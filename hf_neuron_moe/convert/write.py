@@ -1,80 +1,196 @@
-"""Carries out a conversion: one weight in memory at a time, the output folder complete or absent."""
+"""Carries out a conversion: bounded memory, several threads, the output folder complete or absent."""
 
 from __future__ import annotations
 
 import json
 import math
+import shutil
 import warnings
-from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from hf_neuron_moe._version import __version__
-from hf_neuron_moe.convert.commit import check_destination, committed_folder, write_file
+from hf_neuron_moe.convert.commit import (
+    check_destination,
+    clear,
+    disk_errors,
+    held,
+    is_free,
+    partial_of,
+    take_name,
+    write_file,
+)
+from hf_neuron_moe.convert.execute import Made, Progress, bytes_of_all, hash_file, make_shards, shards_of
 from hf_neuron_moe.convert.folder import check_checkpoint
-from hf_neuron_moe.convert.manifest import MANIFEST_FILE, ConvertOptions, Manifest, Piece, WrittenTensor
+from hf_neuron_moe.convert.hub import resolve_source
+from hf_neuron_moe.convert.manifest import MANIFEST_FILE, Manifest, Piece, WrittenTensor, read_manifest
+from hf_neuron_moe.convert.nonfinite import ON_NONFINITE
+from hf_neuron_moe.convert.options import ConvertOptions
+from hf_neuron_moe.convert.parts import check_part, part_of_shards
 from hf_neuron_moe.convert.plan import ConversionPlan, plan_conversion
-from hf_neuron_moe.convert.read import TensorReader, open_tensors
-from hf_neuron_moe.convert.relayout import SOURCE, Scratch, scratch_bytes, store, stored_forms
-from hf_neuron_moe.convert.shard import Entry, ShardWriter
+from hf_neuron_moe.convert.resume import Job, opened
 from hf_neuron_moe.convert.source import inside, nbytes_of
-from hf_neuron_moe.errors import NeuronMoEWarning
+from hf_neuron_moe.errors import ConfigError, DiskError, NeuronMoEWarning, refuse
 
 INDEX_OUT = "neuron.safetensors.index.json"
 """Not transformers' names: a stock ``from_pretrained`` must stop here instead of misreading another layout."""
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".index.json")
 
-Progress = Callable[[int, int], None]
-"""Called with bytes written and bytes in all."""
-
 
 def convert_checkpoint(
-    source: Path,
+    source: Path | str,
     destination: Path,
     options: ConvertOptions | None = None,
     *,
     force: bool = False,
+    resume: bool = False,
+    part: tuple[int, int] | None = None,
+    workers: int = 1,
+    on_nonfinite: str = "error",
     progress: Progress | None = None,
-) -> Manifest:
-    """Convert a local checkpoint folder.
+) -> Manifest | None:
+    """Convert a checkpoint.
 
     Sources wider than bf16 lose bits where their values need them: the manifest counts those values per tensor
     (``manifest.rounded``), and a :class:`NeuronMoEWarning` tells when ``precision="bf16"`` rounded any.
 
+    A run that fails leaves nothing behind, unless `resume` or `part` is given: then finished shards stay in
+    ``DST.partial`` for the next run. So they do when the process is killed.
+
     Args:
-        source: folder with ``config.json`` and safetensors files; never written to.
+        source: folder with ``config.json`` and safetensors files, which is never written to, or a Hub id.
         destination: folder to make. Its files are shards ``neuron-*.safetensors``, an index, the source's
             configuration and tokenizer files, and the manifest.
-        options: target precision and layout.
+        options: what to write.
         force: replace an earlier conversion at `destination` once the new one is complete.
-        progress: called after each tensor.
+        resume: go on with an unfinished run of the same source and options; a new run where there is none.
+        part: (i, n) makes the i-th of n disjoint sets of shards only, i from 1 to n. Other processes, here or
+            elsewhere, make the others; :func:`hf_neuron_moe.convert.finalize_checkpoint` puts them together.
+        workers: threads. The bytes written do not depend on it.
+        on_nonfinite: ``"error"`` refuses NaN and infinite weights, ``"keep"`` converts them as they are.
+        progress: called with bytes written and bytes in all, on the calling thread.
 
     Returns:
-        The manifest that was written.
+        The manifest that was written; None for a part.
 
     Raises:
-        ConversionError: the source or the destination is unusable; `destination` is then what it was before.
+        SourceDamageError: the source's files contradict themselves, or hold weights that are not finite.
+        DestinationError: the destination is taken or cannot be used.
+        DiskError: the operating system refused a call.
+        ConversionError: the source is no checkpoint that can be converted.
         ConfigError: an option has a value outside its documented set.
+
+        In all these cases `destination` is what it was before.
     """
     options = options or ConvertOptions()
-    check_checkpoint(source, "convert")
-    check_destination(destination, source, force=force)
-    plan = plan_conversion(source, options)
-    with committed_folder(destination) as folder:
-        rounded: Counter[str] = Counter()
-        tensors = _write_shards(plan, folder, progress or (lambda done, total: None), rounded)
-        for path in _side_files(source):
-            write_file(folder / path.name, path.read_bytes())
-        write_file(folder / INDEX_OUT, _index(tensors).encode())
-        manifest = _manifest(plan, tensors, rounded)
-        write_file(folder / MANIFEST_FILE, manifest.to_json().encode())
-    if options.precision == "bf16" and rounded.total():
-        warnings.warn(f"convert: {rounding_note(manifest)}", NeuronMoEWarning, stacklevel=2)
+    _check_arguments(workers, on_nonfinite)
+    check_part(part)
+    with disk_errors(destination, "convert"):
+        folder = resolve_source(source)
+        check_checkpoint(folder, "convert")
+        if not resume:
+            check_destination(destination, folder, force=force)
+        plan = plan_conversion(folder, options)
+        if resume and part is None and (manifest := finished_manifest(plan, destination)) is not None:
+            return manifest
+        check_destination(destination, folder, force=force)
+        with opened(destination, plan, "convert", resume=resume, part=part is not None) as job:
+            shards = part_of_shards(shards_of(plan), part)
+            _check_space(job, shards)
+            made = make_shards(
+                plan, job, shards, workers=workers, progress=progress, whole=part is None, on_nonfinite=on_nonfinite
+            )
+            if part is not None:
+                job.leave()
+                return None
+            manifest = write_rest(plan, job, made)
+            take_name(job.home, destination)
+            clear(job.home)
+    warn_of_rounding(manifest)
     return manifest
+
+
+def _check_arguments(workers: int, on_nonfinite: str) -> None:
+    if workers < 1:
+        raise refuse(
+            ConfigError,
+            where="convert",
+            argument="workers",
+            expected="a positive number of threads",
+            got=workers,
+            remedy="Leave it out for one.",
+        )
+    if on_nonfinite not in ON_NONFINITE:
+        raise refuse(
+            ConfigError,
+            where="convert",
+            argument="on_nonfinite",
+            expected=f"one of {', '.join(ON_NONFINITE)}",
+            got=repr(on_nonfinite),
+            remedy="Choose one of these.",
+        )
+
+
+def _check_space(job: Job, shards: dict[str, list[WrittenTensor]]) -> None:
+    """Refuse before hours of work what the disk cannot hold."""
+    needed = bytes_of_all(tensors for file, tensors in shards.items() if job.shard_record(file) is None)
+    free = shutil.disk_usage(job.home).free
+    if needed > free:
+        raise refuse(
+            DiskError,
+            where="convert",
+            argument=str(job.home.parent),
+            expected=f"on a disk with {needed:,} free bytes",
+            got=f"one with {free:,}",
+            remedy="Free some space or choose another destination.",
+        )
+
+
+def finished_manifest(plan: ConversionPlan, destination: Path) -> Manifest | None:
+    """The manifest at `destination` where it is the very result of `plan`, of the source's very bytes; else None.
+
+    A run that was killed after its last step leaves such a destination, and a partial folder to clear away.
+    """
+    if not (destination / MANIFEST_FILE).is_file():
+        return None
+    manifest = read_manifest(destination)
+    planned = [replace(tensor, sha256="") for tensor in plan.tensors]
+    if manifest.options != plan.options or [replace(tensor, sha256="") for tensor in manifest.tensors] != planned:
+        return None
+    folder = plan.source.directory
+    sizes = {file: (folder / file).stat().st_size for file in plan.source.files}
+    if manifest.source_files != sizes or manifest.source_sha256 != {file: hash_file(folder / file) for file in sizes}:
+        return None
+    partial = partial_of(destination)
+    if partial.exists() and is_free(partial):
+        with held(partial, "convert", destination):
+            clear(partial)
+    return manifest
+
+
+def write_rest(plan: ConversionPlan, job: Job, made: Made) -> Manifest:
+    """Write everything but the shards into the future folder, the manifest last."""
+    tensors = [replace(tensor, sha256=made.tensors[tensor.name]) for tensor in plan.tensors]
+    manifest = _manifest(plan, tensors, made)
+    files = {path.name: path.read_bytes() for path in _side_files(plan.source.directory)}
+    files[INDEX_OUT] = _index(tensors).encode()
+    job.drop_strangers({*made.files, *files})
+    for name, content in files.items():
+        _publish(job, name, content)
+    _publish(job, MANIFEST_FILE, manifest.to_json().encode())
+    return manifest
+
+
+def _publish(job: Job, name: str, content: bytes) -> None:
+    write_file(job.temporary(name), content)
+    job.publish(name)
+
+
+def warn_of_rounding(manifest: Manifest) -> None:
+    """Warn when a bf16 conversion rounded values."""
+    if manifest.options.precision == "bf16" and manifest.rounded:
+        warnings.warn(f"convert: {rounding_note(manifest)}", NeuronMoEWarning, stacklevel=3)
 
 
 def rounding_note(manifest: Manifest) -> str:
@@ -91,45 +207,7 @@ def rounding_note(manifest: Manifest) -> str:
     )
 
 
-def _write_shards(plan: ConversionPlan, folder: Path, progress: Progress, rounded: Counter[str]) -> list[WrittenTensor]:
-    done: list[WrittenTensor] = []
-    total, written = plan.output_bytes, 0
-    scratch = Scratch(max(scratch_bytes(w, stored_forms(w, plan.options)) for w in plan.weights.values()))
-    with open_tensors(plan.source.directory) as reader:
-        for file in dict.fromkeys(tensor.file for tensor in plan.tensors):
-            shard = [tensor for tensor in plan.tensors if tensor.file == file]
-            layouts = {tensor.name: tensor.layout for tensor in shard}
-            metadata = {"format": "pt", "hf_neuron_moe.layouts": json.dumps(layouts, sort_keys=True)}
-            with ShardWriter(folder / file, (Entry(t.name, t.dtype, t.shape) for t in shard), metadata) as writer:
-                for weight in dict.fromkeys(tensor.weight for tensor in shard):
-                    group = [tensor for tensor in shard if tensor.weight == weight]
-                    for tensor, data in zip(group, _data_of(weight, group, plan, reader, scratch, rounded)):
-                        done.append(replace(tensor, sha256=writer.write(tensor.name, data)))
-                        written += nbytes_of(tensor.dtype, tensor.shape)
-                        progress(written, total)
-    return done
-
-
-def _data_of(
-    name: str,
-    group: list[WrittenTensor],
-    plan: ConversionPlan,
-    reader: TensorReader,
-    scratch: Scratch,
-    rounded: Counter[str],
-) -> list[torch.Tensor]:
-    """The tensors that store one weight, or the copied tensor itself."""
-    if group[0].layout == SOURCE:
-        return [reader.read(plan.copied[name].file, name)]
-
-    def read(piece: Piece, expert: int | None) -> torch.Tensor:
-        return reader.read(piece.file, piece.source, expert)
-
-    weight = plan.weights[name]
-    return store(weight, stored_forms(weight, plan.options), read, scratch, rounded)
-
-
-def _manifest(plan: ConversionPlan, tensors: list[WrittenTensor], rounded: Counter[str]) -> Manifest:
+def _manifest(plan: ConversionPlan, tensors: list[WrittenTensor], made: Made) -> Manifest:
     source = plan.source
     weights = {name: weight.pieces for name, weight in plan.weights.items()}
     weights |= {t.name: (Piece(t.name, t.file, t.dtype, t.shape),) for t in plan.copied.values()}
@@ -140,7 +218,9 @@ def _manifest(plan: ConversionPlan, tensors: list[WrittenTensor], rounded: Count
         source_metadata={file: dict(metadata) for file, metadata in source.metadata.items()},
         weights=weights,
         tensors=tuple(tensors),
-        rounded={name: count for name, count in rounded.items() if count},
+        rounded=dict(made.rounded),
+        source_sha256=made.sources,
+        file_sha256=made.files,
     )
 
 

@@ -1,0 +1,325 @@
+"""Makes the shards of a conversion: one shard at a time, its weights on as many threads as memory allows."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from io import FileIO
+from pathlib import Path
+
+import torch
+
+from hf_neuron_moe.convert import disk
+from hf_neuron_moe.convert.manifest import Piece, WrittenTensor, header_metadata
+from hf_neuron_moe.convert.nonfinite import check_finite
+from hf_neuron_moe.convert.plan import ConversionPlan
+from hf_neuron_moe.convert.read import CHUNK_BYTES, TORCH_DTYPES, TensorReader, open_tensors
+from hf_neuron_moe.convert.relayout import SOURCE, Scratch, scratch_bytes, store
+from hf_neuron_moe.convert.resume import Job, ShardRecord, version_of
+from hf_neuron_moe.convert.shard import Entry, ShardWriter, in_file_order, shard_header
+from hf_neuron_moe.convert.source import SourceTensor, damaged, nbytes_of
+from hf_neuron_moe.convert.workers import PerThread, Workers, working
+
+Progress = Callable[[int, int], None]
+"""Called with bytes written and bytes in all."""
+
+FREE_BYTES = 128 * 2**20
+"""Memory that several workers may use together beyond twice the largest weight."""
+
+
+@dataclass
+class Made:
+    """What making shards has told: checksums by name, and rounded values by source tensor."""
+
+    tensors: dict[str, str] = field(default_factory=dict)
+    files: dict[str, str] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+    rounded: Counter[str] = field(default_factory=Counter)
+
+
+def shards_of(plan: ConversionPlan) -> dict[str, list[WrittenTensor]]:
+    """The tensors of each shard, in the plan's order."""
+    shards: dict[str, list[WrittenTensor]] = {}
+    for tensor in plan.tensors:
+        shards.setdefault(tensor.file, []).append(tensor)
+    return shards
+
+
+def entries_of(tensors: Iterable[WrittenTensor]) -> list[Entry]:
+    """What a shard's header says of its tensors."""
+    return [Entry(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors]
+
+
+def make_shards(
+    plan: ConversionPlan,
+    job: Job,
+    shards: dict[str, list[WrittenTensor]],
+    *,
+    workers: int = 1,
+    progress: Progress | None = None,
+    whole: bool = True,
+    only_check: bool = False,
+    on_nonfinite: str = "error",
+) -> Made:
+    """Write those of `shards` that are not finished, and check those that are.
+
+    Args:
+        plan: the conversion.
+        job: its partial folder.
+        shards: tensors by shard.
+        workers: threads; fewer are used where their memory together would be too much.
+        progress: called after each weight, on the calling thread.
+        whole: `shards` are all of the plan's; checksums of the shards and of every source file are told too.
+        only_check: leave out what is not finished.
+        on_nonfinite: ``"error"`` refuses NaN and infinite weights, ``"keep"`` takes them.
+
+    Raises:
+        SourceDamageError: a source file is damaged, or changed while it was read.
+        OSError: the operating system refused a call.
+    """
+    with open_tensors(plan.source.directory) as reader, working(workers_for(plan, workers)) as pool:
+        report = progress or (lambda done, total: None)
+        run = _Run(plan, job, reader, pool, report, bytes_of_all(shards.values()), on_nonfinite)
+        finished = run.check_finished(shards)
+        for file, tensors in shards.items():
+            if file not in finished and not only_check:
+                run.make_shard(file, tensors, hash_file=whole)
+        if whole:
+            run.hash_rest()
+        return run.made
+
+
+def workers_for(plan: ConversionPlan, wanted: int) -> int:
+    """How many workers together hold at most twice the largest weight and :data:`FREE_BYTES`."""
+    largest = 2 * max(math.prod(weight.shape) for weight in plan.weights.values())
+    return max(1, min(wanted, (2 * largest + FREE_BYTES) // memory_per_worker(plan)))
+
+
+def memory_per_worker(plan: ConversionPlan) -> int:
+    """Bytes that one worker holds at most: the buffer its weights are made in, and one tensor being read."""
+    pieces = (piece for weight in plan.weights.values() for piece in weight.pieces)
+    return _scratch_bytes(plan) + max(nbytes_of(piece.dtype, piece.shape[-2:]) for piece in pieces) + CHUNK_BYTES
+
+
+def bytes_of_all(shards: Iterable[Sequence[WrittenTensor]]) -> int:
+    """Bytes of tensor data in shards."""
+    return sum(nbytes_of(tensor.dtype, tensor.shape) for tensors in shards for tensor in tensors)
+
+
+def hash_file(path: Path) -> str:
+    """SHA-256 of a file.
+
+    Raises:
+        OSError: the operating system could not read it.
+    """
+    digest = hashlib.sha256()
+    with disk.open_to_read(path) as file:
+        for part in _parts(file, 0, path.stat().st_size):
+            digest.update(part)
+    return digest.hexdigest()
+
+
+def check_shard(path: Path, tensors: Sequence[WrittenTensor], sha256: Mapping[str, str]) -> str | None:
+    """Compare a shard with what is known of it.
+
+    Args:
+        path: the shard.
+        tensors: what it must hold.
+        sha256: checksum of each tensor's bytes.
+
+    Returns:
+        SHA-256 of the file, or None where anything differs.
+
+    Raises:
+        OSError: the operating system could not read it.
+    """
+    entries = in_file_order(entries_of(tensors))
+    header = shard_header(entries, header_metadata(tensors))
+    if path.stat().st_size != len(header) + bytes_of_all([tensors]):
+        return None
+    digest = hashlib.sha256()
+    position = len(header)
+    with disk.open_to_read(path) as file:
+        if b"".join(bytes(part) for part in _parts(file, 0, len(header))) != header:
+            return None
+        digest.update(header)
+        for entry in entries:
+            own = hashlib.sha256()
+            nbytes = nbytes_of(entry.dtype, entry.shape)
+            for part in _parts(file, position, nbytes):
+                own.update(part)
+                digest.update(part)
+            if own.hexdigest() != sha256.get(entry.name):
+                return None
+            position += nbytes
+    return digest.hexdigest()
+
+
+def _parts(file: FileIO, start: int, nbytes: int) -> Iterator[memoryview]:
+    """A range of a file in parts; each is valid until the next one is asked for."""
+    buffer = memoryview(bytearray(min(CHUNK_BYTES, nbytes)))
+    for position in range(0, nbytes, CHUNK_BYTES):
+        part = buffer[: min(CHUNK_BYTES, nbytes - position)]
+        yield part[: disk.read_at(file, part, start + position)]
+
+
+def _scratch_bytes(plan: ConversionPlan) -> int:
+    groups = {tensor.group: [tensor] for tensor in plan.tensors if tensor.layout != SOURCE}
+    return max(scratch_bytes(plan.weights[name], plan.forms(group)) for (name, _), group in groups.items())
+
+
+class _Run:
+    """State of one call of :func:`make_shards`. Tasks for the workers return the bytes that they have written."""
+
+    def __init__(
+        self,
+        plan: ConversionPlan,
+        job: Job,
+        reader: TensorReader,
+        workers: Workers,
+        progress: Progress,
+        total: int,
+        on_nonfinite: str,
+    ) -> None:
+        self.made = Made()
+        self._on_nonfinite = on_nonfinite
+        self._plan = plan
+        self._job = job
+        self._reader = reader
+        self._workers = workers
+        self._progress = progress
+        self._total = total
+        self._done = 0
+        self._scratch: PerThread[Scratch] = PerThread(lambda: Scratch(_scratch_bytes(plan)))
+        self._unhashed: list[str] = []
+        self._lock = threading.Lock()
+
+    def check_finished(self, shards: dict[str, list[WrittenTensor]]) -> set[str]:
+        """Take over the shards that an earlier run finished, where their bytes are still right."""
+        records = {file: record for file in shards if (record := self._job.shard_record(file)) is not None}
+        records = {file: record for file, record in records.items() if self._same_sources(record)}
+        tasks = [
+            partial(check_shard, self._job.folder / file, shards[file], record.sha256)
+            for file, record in records.items()
+        ]
+        finished = set()
+        for file, sha256 in zip(records, self._workers.run(tasks)):
+            if sha256 is not None:
+                self._add_shard(records[file])
+                self.made.files[file] = sha256
+                self._advance(bytes_of_all([shards[file]]))
+                finished.add(file)
+        return finished
+
+    def make_shard(self, file: str, tensors: list[WrittenTensor], *, hash_file: bool) -> None:
+        """Write one shard, let it take its place and record it."""
+        groups: dict[tuple[str, int | None], list[WrittenTensor]] = {}
+        for tensor in tensors:
+            groups.setdefault(tensor.group, []).append(tensor)
+        versions = {name: self._version(name) for name in self._sources_of(tensors)}
+        record = ShardRecord({}, {}, versions)
+        # Source files are hashed as a whole just before they are read in pieces: the second time they are in memory.
+        tasks = [*self._hash_tasks(versions)]
+        with ShardWriter(self._job.temporary(file), entries_of(tensors), header_metadata(tensors)) as writer:
+            tasks += [partial(self._make_group, group, writer, record) for group in groups.values()]
+            for nbytes in self._workers.run(tasks):
+                self._advance(nbytes)
+        for name, version in versions.items():
+            if self._version(name) != version:
+                raise damaged(name, "left alone during the conversion", "a file that was changed meanwhile")
+        self._job.publish(file)
+        self._job.record_shard(file, record)
+        self._add_shard(record)
+        if hash_file:
+            self._unhashed.append(file)
+        if self._workers.count == 1:
+            self._finish(self._hash_tasks({}))
+
+    def hash_rest(self) -> None:
+        """Hash the files that were not hashed beside other work."""
+        self._finish(self._hash_tasks({file: self._version(file) for file in self._plan.source.files}))
+
+    def _finish(self, tasks: Sequence[Callable[[], int]]) -> None:
+        for nbytes in self._workers.run(tasks):
+            self._advance(nbytes)
+
+    def _hash_tasks(self, versions: Mapping[str, str]) -> list[Callable[[], int]]:
+        """Tasks that hash the shards not hashed yet, and those source files of `versions`."""
+        shards, self._unhashed = self._unhashed, []
+        tasks: list[Callable[[], int]] = [partial(self._hash_shard, file) for file in shards]
+        new = [(file, version) for file, version in versions.items() if file not in self.made.sources]
+        return tasks + [partial(self._hash_source, file, version) for file, version in new]
+
+    def _hash_shard(self, file: str) -> int:
+        self.made.files[file] = hash_file(self._job.folder / file)
+        return 0
+
+    def _hash_source(self, file: str, version: str) -> int:
+        sha256 = self._job.source_sha256(file, version)
+        if sha256 is None:
+            sha256 = hash_file(self._plan.source.directory / file)
+            self._job.record_source(file, version, sha256)
+        self.made.sources[file] = sha256
+        return 0
+
+    def _make_group(self, group: list[WrittenTensor], writer: ShardWriter, record: ShardRecord) -> int:
+        """Write the tensors that are made together from one weight, or one tensor that is copied."""
+        if group[0].layout == SOURCE:
+            source = self._plan.copied[group[0].name]
+            record.sha256[source.name] = writer.write_parts(source.name, self._copied_parts(source))
+            return source.nbytes
+
+        def read(piece: Piece, expert: int | None) -> torch.Tensor:
+            return self._reader.read(piece.file, piece.source, expert)
+
+        weight = self._plan.weights[group[0].weight]
+        rounded: Counter[str] = Counter()
+        forms = self._plan.forms(group)
+        made = store(weight, forms, read, self._scratch.get(), rounded, on_nonfinite=self._on_nonfinite)
+        for tensor, data in zip(group, made):
+            record.sha256[tensor.name] = writer.write(tensor.name, data)
+        with self._lock:
+            for name in +rounded:
+                record.rounded[name] = record.rounded.get(name, 0) + rounded[name]
+        return bytes_of_all([group])
+
+    def _copied_parts(self, source: SourceTensor) -> Iterator[torch.Tensor]:
+        for part in self._reader.chunks(source.file, source.name):
+            if self._on_nonfinite == "error":
+                check_finite(part.view(TORCH_DTYPES[source.dtype]), file=source.file, name=source.name)
+            yield part
+
+    def _sources_of(self, tensors: list[WrittenTensor]) -> list[str]:
+        files = {self._plan.copied[tensor.name].file for tensor in tensors if tensor.layout == SOURCE}
+        weights = {tensor.weight for tensor in tensors if tensor.layout != SOURCE}
+        return sorted(files | {piece.file for name in weights for piece in self._plan.weights[name].pieces})
+
+    def _version(self, file: str) -> str:
+        return version_of(self._plan.source.directory / file)
+
+    def _same_sources(self, record: ShardRecord) -> bool:
+        """Whether a shard was made of the source files as they are now: the same versions, or the same bytes."""
+        for file, version in record.sources.items():
+            if self._version(file) == version:
+                continue
+            sha256 = self._job.source_sha256(file, version)
+            if sha256 is None:
+                return False
+            self._hash_source(file, self._version(file))
+            if self.made.sources[file] != sha256:
+                return False
+        return True
+
+    def _add_shard(self, record: ShardRecord) -> None:
+        self.made.tensors |= record.sha256
+        self.made.rounded.update(record.rounded)
+
+    def _advance(self, nbytes: int) -> None:
+        if nbytes:
+            self._done += nbytes
+            self._progress(self._done, self._total)

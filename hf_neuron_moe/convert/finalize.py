@@ -1,0 +1,84 @@
+"""Puts the parts of a conversion together (see :mod:`hf_neuron_moe.convert.parts`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hf_neuron_moe.convert.commit import check_destination, clear, disk_errors, partial_of, take_name
+from hf_neuron_moe.convert.execute import Progress, make_shards, shards_of
+from hf_neuron_moe.convert.folder import check_checkpoint
+from hf_neuron_moe.convert.hub import resolve_source
+from hf_neuron_moe.convert.manifest import MANIFEST_FILE, Manifest, read_manifest
+from hf_neuron_moe.convert.options import ConvertOptions
+from hf_neuron_moe.convert.plan import plan_conversion
+from hf_neuron_moe.convert.resume import opened, options_of
+from hf_neuron_moe.convert.write import finished_manifest, warn_of_rounding, write_rest
+from hf_neuron_moe.errors import ConversionError, DestinationError, refuse
+
+
+def finalize_checkpoint(
+    source: Path | str,
+    destination: Path,
+    options: ConvertOptions | None = None,
+    *,
+    force: bool = False,
+    workers: int = 1,
+    progress: Progress | None = None,
+) -> Manifest:
+    """Check that all shards of a conversion are there and right, and let it become `destination`.
+
+    The result is byte for byte what one :func:`hf_neuron_moe.convert.convert_checkpoint` without parts writes. Parts
+    are kept when this fails; calling it again after it succeeded changes nothing.
+
+    Args:
+        source: what the parts were made of.
+        destination: what the parts were made for.
+        options: what the parts were made with; None takes it from them.
+        force: replace an earlier conversion.
+        workers: threads that read the shards back.
+        progress: called with bytes checked and bytes in all.
+
+    Raises:
+        ConversionError: a shard is missing, has other bytes than its part recorded, or was made of another source.
+        DestinationError: there are no parts, they belong to another conversion, or `destination` is taken.
+        DiskError: the operating system refused a call.
+    """
+    with disk_errors(destination, "finalize"):
+        folder = resolve_source(source, "finalize")
+        check_checkpoint(folder, "finalize")
+        found = options_of(destination)
+        if found is None and (destination / MANIFEST_FILE).is_file():
+            plan = plan_conversion(folder, read_manifest(destination).options)
+            if (manifest := finished_manifest(plan, destination)) is not None:
+                return manifest
+        if found is None:
+            raise refuse(
+                DestinationError,
+                where="finalize",
+                argument=str(destination),
+                expected="what parts of a conversion were made for",
+                got=f"no unfinished conversion {partial_of(destination)}",
+                remedy="Make the parts first, with `hf-neuron-moe convert --part I/N`.",
+            )
+        plan = plan_conversion(folder, options or found)
+        if (manifest := finished_manifest(plan, destination)) is not None:
+            return manifest
+        check_destination(destination, folder, force=force)
+        with opened(destination, plan, "finalize", resume=True, part=False) as job:
+            shards = shards_of(plan)
+            made = make_shards(plan, job, shards, workers=workers, progress=progress, only_check=True)
+            missing = [file for file in shards if file not in made.files]
+            if missing:
+                raise refuse(
+                    ConversionError,
+                    where="finalize",
+                    argument=str(destination),
+                    expected=f"complete, all {len(shards)} shards made of this source",
+                    got=f"{len(missing)} missing or damaged, such as {missing[0]}",
+                    remedy="Run the parts that make them again; what is finished is kept.",
+                )
+            manifest = write_rest(plan, job, made)
+            take_name(job.home, destination)
+            clear(job.home)
+    warn_of_rounding(manifest)
+    return manifest

@@ -1,0 +1,53 @@
+"""A source that is not a folder here but a model on the Hugging Face Hub, or in its local cache."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from hf_neuron_moe.errors import ConversionError, refuse
+
+_HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*?)(?:@(?P<revision>[\w./-]+))?")
+
+WANTED = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.md", "*.tiktoken")
+"""Weights, their index, configuration and tokenizer. Never pickles: they are not read here anyway."""
+
+
+def resolve_source(source: Path | str, where: str = "convert") -> Path:
+    """The local folder of a source: itself, or the snapshot of a Hub id ``org/name`` or ``org/name@revision``.
+
+    A folder of that name wins. Otherwise ``huggingface_hub.snapshot_download`` decides, with its own environment
+    variables for cache, token and offline mode; what is in the cache is not downloaded again.
+
+    Args:
+        source: a folder or a Hub id.
+        where: command that refuses.
+
+    Returns:
+        A folder; where `source` is neither a folder nor has the form of a Hub id, it comes back unchanged.
+
+    Raises:
+        ConversionError: it has the form of a Hub id, and there is no such model or it cannot be reached.
+    """
+    path = Path(source)
+    name = source if isinstance(source, str) else source.as_posix()
+    found = _HUB_ID.fullmatch(name)
+    if path.exists() or path.is_symlink() or found is None:
+        return path
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        snapshot = snapshot_download(found["repo"], revision=found["revision"], allow_patterns=list(WANTED))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise refuse(
+            ConversionError,
+            where=where,
+            argument=name,
+            expected="a local folder with config.json, or a model on the Hub or in its cache",
+            got=f"no such folder, and from the Hub {type(error).__name__} ({reason[:200]})",
+            remedy="Check the spelling, the network and, for gated models, `hf auth login`; or download it where you "
+            f"can: `hf download {found['repo']} --local-dir FOLDER`, and give that folder.",
+        ) from error
+    return Path(snapshot)

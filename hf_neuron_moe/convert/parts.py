@@ -1,0 +1,40 @@
+"""One conversion on several machines: each makes a part of the shards, and one of them puts the parts together.
+
+The parts share DST's parent folder, or their ``DST.partial`` folders are copied into one. Which machine makes which
+shard changes no byte.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from hf_neuron_moe.errors import ConfigError, refuse
+
+ValueT = TypeVar("ValueT")
+
+
+def check_part(part: tuple[int, int] | None) -> None:
+    """Refuse what is no part.
+
+    Raises:
+        ConfigError: not 1 <= i <= n.
+    """
+    if part is not None and not 1 <= part[0] <= part[1]:
+        raise refuse(
+            ConfigError,
+            where="convert",
+            argument="part",
+            expected="i of n with 1 <= i <= n",
+            got=f"{part[0]} of {part[1]}",
+            remedy="Number the parts from 1.",
+        )
+
+
+def part_of_shards(shards: dict[str, ValueT], part: tuple[int, int] | None) -> dict[str, ValueT]:
+    """The shards of one part: neighbors, since they mostly lie in the same source files. None takes all."""
+    if part is None:
+        return shards
+    index, count = part
+    files = list(shards)
+    mine = files[len(files) * (index - 1) // count : len(files) * index // count]
+    return {file: shards[file] for file in mine}

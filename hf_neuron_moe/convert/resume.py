@@ -1,0 +1,219 @@
+"""What an unfinished conversion remembers, so that another run can go on with it.
+
+The partial folder (:mod:`hf_neuron_moe.convert.commit`) says which conversion it belongs to. A finished shard has a
+record with the checksums of its tensors; the record is written after the shard has its name and is on the disk. A run
+that goes on reads such a shard once and compares: only bytes that are right are kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hf_neuron_moe._version import __version__
+from hf_neuron_moe.convert import disk
+from hf_neuron_moe.convert.commit import FOLDER, MARKER_FILE, empty, give_up, held, partial_of, put_back
+from hf_neuron_moe.convert.options import ConvertOptions
+from hf_neuron_moe.convert.plan import ConversionPlan
+from hf_neuron_moe.errors import DestinationError, refuse
+
+DONE = "done"
+SOURCES = "sources"
+WRITING = "writing-"
+RECORD_SUFFIX = ".json"
+
+
+@dataclass(frozen=True)
+class ShardRecord:
+    """What is known of a finished shard.
+
+    Attributes:
+        sha256: checksum of each tensor's bytes.
+        rounded: by source tensor, values that bf16 did not hold.
+        sources: version (:func:`version_of`) of each source file it was made of.
+    """
+
+    sha256: dict[str, str]
+    rounded: dict[str, int] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+
+
+def fingerprint(plan: ConversionPlan) -> str:
+    """Identify a conversion: two plans with one fingerprint write the same names, shapes and layouts."""
+    source = plan.source
+    content = {
+        "version": __version__,
+        "options": asdict(plan.options),
+        "files": {file: (source.directory / file).stat().st_size for file in source.files},
+        "source": {name: [t.file, t.dtype, t.shape, t.start] for name, t in source.tensors.items()},
+        "weights": {name: [asdict(piece) for piece in weight.pieces] for name, weight in plan.weights.items()},
+        "tensors": [asdict(tensor) for tensor in plan.tensors],
+    }
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def version_of(path: Path) -> str:
+    """Size and time of change of a file: another version of it has another."""
+    state = path.stat()
+    return f"{state.st_size}-{state.st_mtime_ns}"
+
+
+class Job:
+    """The partial folder of one conversion, held by this process."""
+
+    def __init__(self, destination: Path) -> None:
+        self.home = partial_of(destination)
+        self.folder = self.home / FOLDER
+        self._writing = self.home / (WRITING + secrets.token_hex(6))
+
+    def temporary(self, name: str) -> Path:
+        """Where to write a file that will be :meth:`publish`-ed; nothing lies there."""
+        with suppress(FileExistsError):
+            disk.make_folder(self._writing)
+        path = self._writing / name
+        if path.exists():
+            disk.unlink(path)
+        return path
+
+    def publish(self, name: str) -> None:
+        """Let a synced temporary file take its place in the future folder."""
+        disk.rename(self._writing / name, self.folder / name)
+        disk.fsync_folder(self.folder)
+
+    def record_shard(self, file: str, record: ShardRecord) -> None:
+        """Remember a published shard."""
+        self._write_record(self.home / DONE / (file + RECORD_SUFFIX), asdict(record))
+
+    def shard_record(self, file: str) -> ShardRecord | None:
+        """What is remembered of a shard, or None."""
+        content = _read_record(self.home / DONE / (file + RECORD_SUFFIX))
+        try:
+            return ShardRecord(**content) if content is not None and (self.folder / file).is_file() else None
+        except TypeError:
+            return None
+
+    def record_source(self, file: str, version: str, sha256: str) -> None:
+        """Remember the checksum of a version of a source file."""
+        self._write_record(self._source_path(file, version), {"sha256": sha256})
+
+    def source_sha256(self, file: str, version: str) -> str | None:
+        """The remembered checksum of a version of a source file, or None."""
+        content = _read_record(self._source_path(file, version))
+        return content.get("sha256") if content else None
+
+    def drop_strangers(self, expected: set[str]) -> None:
+        """Remove from the future folder what does not belong there."""
+        for entry in sorted(self.folder.iterdir()):
+            if entry.name not in expected:
+                disk.remove_tree(entry)
+
+    def leave(self) -> None:
+        """Remove this process's temporary files."""
+        if self._writing.exists():
+            disk.remove_tree(self._writing)
+
+    def _source_path(self, file: str, version: str) -> Path:
+        return self.home / SOURCES / f"{file}-{version}{RECORD_SUFFIX}"
+
+    def _write_record(self, path: Path, content: Mapping[str, Any]) -> None:
+        temporary = self.temporary(path.name)
+        with disk.create(temporary) as file:
+            disk.write_at(file, memoryview(json.dumps(content, sort_keys=True).encode()), 0)
+            disk.fsync(file)
+        disk.rename(temporary, path)
+        disk.fsync_folder(path.parent)
+
+    def start(self, content: Mapping[str, Any]) -> None:
+        """Write the marker, whatever was there, and make the folders."""
+        temporary = self.home / f"{MARKER_FILE}.{secrets.token_hex(6)}"
+        with disk.create(temporary) as file:
+            disk.write_at(file, memoryview(json.dumps(content, sort_keys=True).encode()), 0)
+            disk.fsync(file)
+        disk.rename(temporary, self.home / MARKER_FILE)
+        for path in (self.folder, self.home / DONE, self.home / SOURCES):
+            with suppress(FileExistsError):
+                disk.make_folder(path)
+        disk.fsync_folder(self.home)
+        disk.fsync_folder(self.home.parent)
+
+    def marker(self) -> dict[str, Any] | None:
+        """What the partial folder says it is, or None where it says nothing."""
+        return _read_record(self.home / MARKER_FILE)
+
+
+@contextmanager
+def opened(destination: Path, plan: ConversionPlan, where: str, *, resume: bool, part: bool) -> Iterator[Job]:
+    """Hold the partial folder of a conversion: a new one, or one of the same conversion that is to be continued.
+
+    When the block fails, a folder that may be continued stays without its temporary files, and any other goes.
+
+    Args:
+        destination: what is being made.
+        plan: the conversion.
+        where: command that refuses.
+        resume: continue what is there.
+        part: continue what is there, beside other processes that do the same.
+
+    Raises:
+        DestinationError: another conversion's partial folder is there, or another process works in it.
+        OSError: the operating system refused a call.
+    """
+    job = Job(destination)
+    with held(job.home, where, destination, shared=part):
+        try:
+            _begin(job, plan, destination, where, resume=resume, part=part)
+            yield job
+        except BaseException:
+            if resume or part:
+                with suppress(OSError):
+                    job.leave()
+            else:
+                give_up(job.home, destination)
+            raise
+
+
+def _begin(job: Job, plan: ConversionPlan, destination: Path, where: str, *, resume: bool, part: bool) -> None:
+    """Make the partial folder, or tidy one of the same conversion."""
+    content = {"fingerprint": fingerprint(plan), "options": asdict(plan.options)}
+    put_back(job.home, destination)
+    found = job.marker() if resume or part else None
+    if found is not None and found.get("fingerprint") != content["fingerprint"]:
+        raise refuse(
+            DestinationError,
+            where=where,
+            argument=str(destination),
+            expected="free, or an unfinished run of this very conversion",
+            got=f"an unfinished run of another source, version or options in {job.home.name}",
+            remedy="Repeat the options of that run, or leave --resume and --part out to start over.",
+        )
+    if found is None and not part:
+        empty(job.home)
+    elif not part:
+        for entry in sorted(job.home.iterdir()):
+            if entry.name.startswith((WRITING, MARKER_FILE + ".")):
+                disk.remove_tree(entry)
+    if found is None or not part:
+        job.start(content)
+
+
+def options_of(destination: Path) -> ConvertOptions | None:
+    """The options of the unfinished conversion at `destination`, or None where there is none."""
+    content = _read_record(partial_of(destination) / MARKER_FILE)
+    try:
+        return ConvertOptions(**content["options"]) if content else None
+    except (KeyError, TypeError):
+        return None
+
+
+def _read_record(path: Path) -> dict[str, Any] | None:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None

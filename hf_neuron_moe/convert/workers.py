@@ -1,0 +1,79 @@
+"""Several threads at work on one shard.
+
+torch, file reads and writes and SHA-256 all release Python's lock while they work. Every task writes to places of its
+own and results keep the tasks' order, so that the number of threads changes no byte.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Generic, TypeVar
+
+import torch
+
+ResultT = TypeVar("ResultT")
+
+
+class Workers:
+    """Runs tasks on a fixed number of threads; one worker is the calling thread itself."""
+
+    def __init__(self, count: int, pool: ThreadPoolExecutor | None) -> None:
+        self.count = count
+        self._pool = pool
+
+    def run(self, tasks: Sequence[Callable[[], ResultT]]) -> Iterator[ResultT]:
+        """Give the tasks' results in the tasks' order, each as soon as it and all before it are there.
+
+        The first failure ends the iteration: tasks not begun are dropped, and those at work are waited for, so that
+        nothing writes into a folder that is being put in order.
+        """
+        if self._pool is None:
+            for task in tasks:
+                yield task()
+            return
+        futures = [self._pool.submit(task) for task in tasks]
+        try:
+            for future in futures:
+                yield future.result()
+        finally:
+            for future in futures:
+                future.cancel()
+            for future in futures:
+                if not future.cancelled():
+                    future.exception()
+
+
+@contextmanager
+def working(count: int) -> Iterator[Workers]:
+    """Give `count` workers that share the processor's cores among them.
+
+    Threads of torch's own are divided among the workers: together more than cores, they would hinder each other.
+    """
+    if count == 1:
+        yield Workers(1, None)
+        return
+    before = torch.get_num_threads()
+    # For threads that begin after this call; it does not reach those of the caller's other thread pools.
+    torch.set_num_threads(max(1, before // count))
+    try:
+        with ThreadPoolExecutor(count, thread_name_prefix="hf-neuron-moe") as pool:
+            yield Workers(count, pool)
+    finally:
+        torch.set_num_threads(before)
+
+
+class PerThread(Generic[ResultT]):
+    """One value for every thread, made when that thread first asks."""
+
+    def __init__(self, make: Callable[[], ResultT]) -> None:
+        self._make = make
+        self._local = threading.local()
+
+    def get(self) -> ResultT:
+        """The calling thread's value."""
+        if not hasattr(self._local, "value"):
+            self._local.value = self._make()
+        return self._local.value
