@@ -16,6 +16,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from hf_neuron_moe.convert.folder import CONFIG_FILE, check_checkpoint
 from hf_neuron_moe.convert.source import SourceCheckpoint, SourceTensor
@@ -54,7 +55,7 @@ def build_meta_model(directory: Path, where: str = "convert") -> PreTrainedModel
         content = json.loads(path.read_text(encoding="utf-8"))
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise _bad_config(where, path, f"{type(error).__name__}: {error}") from error
+        raise _bad_config(where, path, f"{type(error).__name__}: {error}", _nearest_family(path)) from error
     if "quantization_config" in content:
         raise refuse(
             ConversionError,
@@ -132,14 +133,25 @@ def _matches(name: str, patterns: object) -> bool:
     return isinstance(patterns, (list, tuple, set)) and any(re.search(pattern, name) for pattern in patterns)
 
 
-def _bad_config(where: str, path: Path, got: object) -> ConversionError:
+def _nearest_family(path: Path) -> str:
+    """Name the known family closest to the one that ``config.json`` names, if it can be read that far."""
+    try:
+        family = json.loads(path.read_text(encoding="utf-8"))["model_type"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+    if not isinstance(family, str) or family in CONFIG_MAPPING_NAMES:
+        return ""
+    return nearest(family, list(CONFIG_MAPPING_NAMES))
+
+
+def _bad_config(where: str, path: Path, got: object, hint: str = "") -> ConversionError:
     return refuse(
         ConversionError,
         where=where,
         argument=str(path),
         expected="the configuration of a model that this transformers version knows",
         got=str(got).split("\n")[0],
-        remedy="Custom code from a checkpoint is never run; check the file and the transformers version.",
+        remedy="Custom code from a checkpoint is never run; check the file and the transformers version." + hint,
     )
 
 

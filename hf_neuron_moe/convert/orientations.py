@@ -154,10 +154,10 @@ def moe_precision(layout: str) -> str | None:
 
 
 def matrix_shape(tensor: WrittenTensor, *, gate_up: bool) -> tuple[int, int]:
-    """Rows and columns of the forward matrix that a tensor of values holds, zeros included.
+    """Rows and columns of the matrix that a tensor of values holds, in its own orientation, zeros included.
 
     Args:
-        tensor: a written tensor that holds values (not scales) in forward orientation.
+        tensor: a written tensor that holds values (not scales).
         gate_up: whether its weight is gate and up, or down.
     """
     if moe_precision(tensor.layout) is not None:

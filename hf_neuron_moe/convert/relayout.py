@@ -155,38 +155,42 @@ def store(
     return stored_all
 
 
-def restore(piece: Piece, tensors: Sequence[WrittenTensor], read: ReadStored) -> torch.Tensor:
+def restore(
+    piece: Piece, tensors: Sequence[WrittenTensor], read: ReadStored, *, orientation: str = FORWARD
+) -> torch.Tensor:
     """Cut one source tensor out of a converted weight: the way back of :func:`store`.
 
-    Forward tensors of all ranks are put together and padding is left out.
+    The tensors of all ranks are put together and padding is left out.
 
     Args:
         piece: the source tensor to make.
         tensors: all tensors of its weight.
         read: access to them by their place in `tensors`.
+        orientation: which tensors to take where a weight has both.
 
     Returns:
         The tensor in the piece's dtype and shape, contiguous: the same bits for bf16 sources and layouts, the
         dequantised values for MX.
     """
-    weight = tensors[0].weight
     out = torch.empty(piece.shape, dtype=TORCH_DTYPES[piece.dtype])
-    has_experts = piece.expert is not None or piece.holds_experts
-    for part, indices in _parts(tensors, gate_up=is_gate_up(weight)):
+    for part, indices in _parts(tensors, orientation):
         layouts = [tensors[index].layout for index in indices]
         for expert in range(piece.shape[0]) if piece.holds_experts else (piece.expert,):
             target_FK = _rows_first(out[expert] if piece.holds_experts else out, piece)
             stored = [read(index, expert) for index in indices]
+            if _is_plain(layouts[0]):
+                stored[0] = _fused_view(stored[0], layouts[0], has_experts=expert is not None)
             for block in part.blocks(piece.rows):
-                count = block.rows.stop - block.rows.start
-                place = target_FK[block.rows, block.columns]
-                rows = slice(block.row, block.row + count)
+                place_FK = target_FK[block.rows, block.columns]
+                rows = slice(block.row, block.row + len(place_FK))
                 if _is_plain(layouts[0]):
-                    matrix_FK = _fused_view(stored[0], layouts[0], has_experts=has_experts)
-                    place.copy_(matrix_FK[rows, : place.shape[1]])
-                    continue
-                for start, values_FK in decode(layouts, stored, part, rows):
-                    place[start : start + len(values_FK)].copy_(values_FK[:, : place.shape[1]])
+                    place_FK.copy_(stored[0][rows, : place_FK.shape[1]])
+                elif orientation == FORWARD:
+                    for start, values_FK in decode(layouts, stored, part, rows):
+                        place_FK[start : start + len(values_FK)].copy_(values_FK[:, : place_FK.shape[1]])
+                else:
+                    for start, values_KF in decode(layouts, stored, part, slice(0, place_FK.shape[1])):
+                        place_FK[:, start : start + len(values_KF)].copy_(values_KF[:, rows].t())
     return out
 
 
@@ -227,18 +231,20 @@ def _row_chunks(matrix: torch.Tensor) -> Iterable[torch.Tensor]:
     return matrix.split(max(1, CHUNK_ELEMENTS // max(1, matrix.shape[-1])))
 
 
-def _parts(tensors: Sequence[WrittenTensor], *, gate_up: bool) -> Iterator[tuple[Part, list[int]]]:
+def _parts(tensors: Sequence[WrittenTensor], orientation: str) -> Iterator[tuple[Part, list[int]]]:
     """Each rank's part of the forward matrix, with the places of the tensors that hold it: values, then scales."""
+    gate_up = is_gate_up(tensors[0].weight)
     indices: dict[int | None, list[int]] = {}
     for index, tensor in enumerate(tensors):
-        if tensor.orientation == FORWARD:
+        if tensor.orientation == orientation:
             place = indices.setdefault(tensor.tp_rank, [])
             place.insert(len(place) if tensor.layout in SCALES else 0, index)
     ranks = sorted(indices, key=lambda rank: rank or 0)
     facts = []
     for rank in ranks:
         values = tensors[indices[rank][0]]
-        F, K = matrix_shape(values, gate_up=gate_up)
+        shape = matrix_shape(values, gate_up=gate_up)
+        F, K = shape if orientation == FORWARD else shape[::-1]
         padded_hidden, width = (K, F // 2) if gate_up else (F, K)
         facts.append((padded_hidden, width, width - values.padding.get("I", 0), values.padding.get("H", 0)))
     inner = sum(real for _, _, real, _ in facts)
