@@ -47,19 +47,16 @@ class BlockedCheckpoints(Checkpoints):
         """Return the rows ``start..end``, which are one expert's run."""
         assert self.plan is not None
         number = next(index for index, run in enumerate(self.plan.runs) if run[1:] == (start, end))
-        return Checkpoints(*(self._half(half, number, start, end) for half in range(2)))
-
-    def _half(self, half: int, number: int, start: int, end: int) -> Tensor:
-        assert self.plan is not None and self.values is not None and self.scratch is not None
+        assert self.values is not None and self.scratch is not None
         first, size, inner = self.plan.first_slots[number], self.plan.block_size, self.values.shape[2]
         if first < 0:
             slot_R = self.plan.slot_R[start:end]
             block_R = torch.div(slot_R, size, rounding_mode="floor")
-            return self.values[block_R, half, :, slot_R % size].float()
+            return Checkpoints(*(self.values[block_R, half, :, slot_R % size].float() for half in range(2)))
         begin, blocks = first // size, -(-(end - start) // size)
-        out = self.scratch.get(f"checkpoint_{half}", (blocks * size, inner), torch.float32)
-        out.view(blocks, size, inner).copy_(self.values[begin : begin + blocks, half].transpose(1, 2))
-        return out[: end - start]
+        both = self.scratch.get("checkpoints", (2, blocks * size, inner), torch.float32)
+        both.view(2, blocks, size, inner).copy_(self.values[begin : begin + blocks].permute(1, 0, 3, 2))
+        return Checkpoints(both[0, : end - start], both[1, : end - start])
 
 
 @dataclass(frozen=True)
@@ -84,7 +81,7 @@ class OutputSide:
         """Add ``sum_H dO * (down checkpoint + down bias)`` to every pair's entry."""
         if self.down_checkpoint is None and self.down_bias is None:
             return
-        for expert, rows, grad_RH in self._chunks():
+        for expert, rows, grad_RH in self._chunks(by_expert=self.down_bias is not None):
             if self.down_checkpoint is not None:
                 flat = self.down_checkpoint.reshape(-1, grad_RH.shape[1])
                 down_RH = flat.index_select(0, self.plan.slot_R[rows])
@@ -95,13 +92,13 @@ class OutputSide:
     def bias_grad(self, experts: int) -> Tensor:
         """Return ``sum_rows dO * a`` per expert, fp32 ``[E, H]``."""
         total_EH = torch.zeros((experts, self.grad.shape[1]), dtype=torch.float32, device=self.grad.device)
-        for expert, rows, grad_RH in self._chunks():
+        for expert, rows, grad_RH in self._chunks(by_expert=True):
             total_EH[expert].addmv_(grad_RH.t(), self.scale_R[rows])
         return total_EH
 
-    def _chunks(self) -> Iterator[tuple[int, slice, Tensor]]:
-        """Yield expert, rows and the output gradient's rows in fp32."""
-        for expert, start, end in self.plan.runs:
+    def _chunks(self, *, by_expert: bool) -> Iterator[tuple[int, slice, Tensor]]:
+        """Yield expert (0 unless `by_expert`), rows and the output gradient's rows in fp32."""
+        for expert, start, end in self.plan.runs if by_expert else [(0, 0, len(self.plan.token_R))]:
             for first in range(start, end, _ROW_CHUNK):
                 rows = slice(first, min(first + _ROW_CHUNK, end))
                 yield expert, rows, self.grad.index_select(0, self.plan.token_R[rows]).float()

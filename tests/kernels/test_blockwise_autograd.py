@@ -257,5 +257,5 @@ def test_no_fp32_copy_of_the_whole_problem(option: str, native: bool, monkeypatc
             affinity_option=option, bias=True, upstream_affinity_grad=True,
         )  # fmt: skip
     rows = int(torch.bincount(index.reshape(-1)).max())
-    assert recorded.largest <= max((tokens + 1) * hidden, (rows + block) * 2 * inner)
+    assert recorded.largest <= max((tokens + 1) * hidden, (rows + block) * 3 * inner)
     assert recorded.largest < tokens * top_k * inner

@@ -241,29 +241,38 @@ class _Tile:
 
     def _elementwise(self, rows: Span, d_int: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
         """Return ``[d_gate, d_up]`` and the scaled intermediate as operands; add to the scale's gradient."""
-        task, loader, columns = self.task, self.task.loader, self.columns
+        task, loader, size = self.task, self.task.loader, self.columns.size
         scratch, shape = loader.scratch, tuple(gate.shape)
-        row_part = slice(rows.start, rows.stop)
         if d_int.dtype != torch.float32:
             d_int = scratch.get("d_int_fp32", shape, torch.float32).copy_(d_int)
-        act, product = (scratch.get(name, shape, torch.float32) for name in ("act", "product"))
-        self._intermediate((row_part, slice(columns.start, columns.stop)), gate, up, act, product)
+        act = scratch.get("act", shape, torch.float32)
+        # Side by side in one buffer, so that one pass rounds all three.
+        results = scratch.get("d_gate_up_inter", (shape[0], 3 * size), torch.float32)
+        d_gate, d_up, product = (results[:, number * size : number * size + shape[1]] for number in range(3))
+        row_part = slice(rows.start, rows.stop)
+        self._intermediate((row_part, slice(self.columns.start, self.columns.stop)), gate, up, act, product)
         if task.grads.scale_R is not None:
             task.grads.scale_R[row_part].add_(torch.linalg.vecdot(d_int, product))
         if task.scale_R1 is not None:
             product.mul_(task.scale_R1[row_part])
             d_int.mul_(task.scale_R1[row_part])
-        inter = scratch.get("inter", (rows.size, columns.size), loader.compute.operand)
-        d_gate_up = scratch.get("d_gate_up", (rows.size, 2 * columns.size), loader.compute.operand)
-        loader.fill(inter, product)
-        d_up, d_gate = d_gate_up[:, columns.size :], d_gate_up[:, : columns.size]
         if self.gating.skip_gate:
-            loader.fill(d_up, self.gating.slope(up, d_int, out=act))
+            self.gating.slope(up, d_int, out=d_up)
             d_gate.zero_()
         else:
-            loader.fill(d_up, mask_(act.mul_(d_int), up, self.gating.up_limits))
-            d_gate32 = self._d_gate(d_int, gate, up, out=act)
-            loader.fill(d_gate, mask_(d_gate32, gate, self.gating.gate_limits))
+            mask_(torch.mul(act, d_int, out=d_up), up, self.gating.up_limits)
+            mask_(self._d_gate(d_int, gate, up, out=d_gate), gate, self.gating.gate_limits)
+        if not self.mx:
+            operands = results if results.dtype == loader.compute.operand else None
+            if operands is None:
+                operands = scratch.get("d_gate_up_inter", tuple(results.shape), loader.compute.operand).copy_(results)
+            else:
+                loader.round_(operands)
+            return operands[:, : 2 * size], operands[:, 2 * size :]
+        d_gate_up = scratch.get("d_gate_up", (rows.size, 2 * size), loader.compute.operand)
+        inter = scratch.get("inter", (rows.size, size), loader.compute.operand)
+        for target, values in ((inter, product), (d_gate_up[:, size:], d_up), (d_gate_up[:, :size], d_gate)):
+            loader.fill(target, values)
         return d_gate_up, inter
 
     def _intermediate(self, part: tuple[slice, slice], gate: Tensor, up: Tensor, act: Tensor, product: Tensor) -> None:
