@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.errors import DeviceError, DTypeError, ShapeError, refuse
+from hf_neuron_moe.errors import ConfigError, DeviceError, DTypeError, ShapeError, refuse
 
 
 def check_dtype(tensor: Tensor, allowed: tuple[torch.dtype, ...], *, where: str, argument: str) -> None:
@@ -89,4 +91,26 @@ def check_same_device(tensors: dict[str, Tensor | None], *, where: str) -> None:
                 expected=f"on {given[first].device} like {first}",
                 got=str(tensor.device),
                 remedy="Move all operands to one device.",
+            )
+
+
+def check_flags(flags: Mapping[str, object], *, where: str) -> None:
+    """Refuse switches that are not bools: any other object would be taken by its truth value.
+
+    Args:
+        flags: switches by argument name.
+        where: kernel name.
+
+    Raises:
+        ConfigError: otherwise.
+    """
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise refuse(
+                ConfigError,
+                where=where,
+                argument=name,
+                expected="True or False",
+                got=repr(flag) if isinstance(flag, str | int | float | None) else type(flag).__name__,
+                remedy="Pass a bool.",
             )

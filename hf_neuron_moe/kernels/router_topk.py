@@ -2,23 +2,29 @@
 
 Legend: T tokens, H hidden, E experts, K experts per token.
 
-Source: nki-library 2.29 ``core.router_topk.router_topk`` and its torch reference. Products are summed in fp32, and
-everything after them is fp32. Results are returned and differentiable (plain autograd, towards `x`, `w` and `w_bias`).
+Source: nki-library 2.29 ``core.router_topk.router_topk`` and its torch reference. Products of bf16 and fp16 operands
+are summed in fp32, and everything after them is fp32. fp32 operands never reach the device: they are summed and
+activated in float64 (fp32 where a device has no float64) and every result is rounded to fp32 once, because an fp32
+logit of 32 already puts an error of 2e-6 into its affinity. Results are returned and differentiable (towards `x`, `w`
+and `w_bias`).
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_neuron_moe.errors import ConfigError, ShapeError, refuse
-from hf_neuron_moe.kernels.checks import check_dtype, check_same_device, check_shape
+from hf_neuron_moe.kernels.checks import check_dtype, check_flags, check_same_device, check_shape
 from hf_neuron_moe.kernels.moe_types import RouterActFnType, as_member
 from hf_neuron_moe.kernels.router_limits import check_device_limits
 
 _WHERE = "router_topk"
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _INTEGERS = (torch.int32, torch.int64, torch.uint32)
+_WITHOUT_FLOAT64 = ("mps",)
 
 
 def router_topk(
@@ -66,7 +72,7 @@ def router_topk(
             result that is returned (fp32 without one) and are never written.
         expert_affinities: ``[T, E]``, likewise.
         expert_index: ``[T, K]`` int32, int64 or uint32, likewise (int32 without one).
-        act_fn: ``RouterActFnType.SOFTMAX`` or ``SIGMOID``, or the name. Required.
+        act_fn: ``RouterActFnType.SOFTMAX`` or ``SIGMOID``, or the name in either case. Required.
         k: K, from 1 to E. Required.
         x_hbm_layout: layout of `x`; see there. Upstream has no default.
         x_sb_layout: 0, 1 or 2, the layout of an `x` on the chip. No effect on values.
@@ -92,11 +98,18 @@ def router_topk(
     Raises:
         DTypeError: a tensor of another dtype, or `w` not of the dtype of `x`.
         ShapeError: shapes that do not belong together, K > E, or a device limit.
-        ConfigError: a missing or unknown option, or a combination the device refuses.
+        ConfigError: a missing or unknown option, a switch that is no bool, or a combination the device refuses.
         DeviceError: operands on different devices.
     """
     act = _required_activation(act_fn)
     _check_layouts(x_hbm_layout, x_sb_layout)
+    flags = {
+        "router_pre_norm": router_pre_norm, "norm_topk_prob": norm_topk_prob, "use_column_tiling": use_column_tiling,
+        "use_indirect_dma_scatter": use_indirect_dma_scatter, "return_eager_affi": return_eager_affi,
+        "use_PE_broadcast_w_bias": use_PE_broadcast_w_bias, "shard_on_tokens": shard_on_tokens,
+        "skip_store_expert_index": skip_store_expert_index, "skip_store_router_logits": skip_store_router_logits,
+    }  # fmt: skip
+    check_flags(flags | ({} if device_limits is None else {"device_limits": device_limits}), where=_WHERE)
     if skip_store_router_logits:
         raise _refuse_skipping_logits()
     _check_operands(x, w, w_bias, x_hbm_layout)
@@ -114,8 +127,9 @@ def router_topk(
             where=_WHERE,
         )
     logits_TE = _logits(x, w, w_bias, transposed=x_hbm_layout == 0)
+    # The logits that are returned decide, so that experts whose fp32 logits are equal are in order of their numbers.
     # A stable sort, so that ties are broken as argsort of the negated logits does: lower expert first.
-    index_TK = torch.sort(logits_TE.detach(), dim=-1, descending=True, stable=True).indices[:, :K]
+    index_TK = torch.sort(logits_TE.detach().to(torch.float32), dim=-1, descending=True, stable=True).indices[:, :K]
     affinities_TE, selected_TK = _affinities(logits_TE, index_TK, act, router_pre_norm, norm_topk_prob)
     index = None if skip_store_expert_index else index_TK.to(_dtype_of(expert_index, torch.int32))
     affinity_dtype = _dtype_of(expert_affinities, torch.float32)
@@ -124,10 +138,34 @@ def router_topk(
 
 
 def _logits(x: Tensor, w: Tensor, w_bias: Tensor | None, *, transposed: bool) -> Tensor:
-    """Return fp32 ``[T, E]``; products of bf16 values are exact in fp32, so only the sums round."""
+    """Return ``[T, E]``, float64 for fp32 operands; products of bf16 values are exact in fp32, only sums round."""
     hidden_TH = x.t() if transposed else x
-    logits_TE = hidden_TH.to(torch.float32) @ w.to(torch.float32)
-    return logits_TE if w_bias is None else logits_TE + w_bias.to(torch.float32).reshape(1, -1)
+    wide = torch.float64 if x.dtype == torch.float32 and x.device.type not in _WITHOUT_FLOAT64 else torch.float32
+    logits_TE = hidden_TH.to(wide) @ w.to(wide)
+    return logits_TE if w_bias is None else logits_TE + w_bias.to(wide).reshape(1, -1)
+
+
+class _Sigmoid(torch.autograd.Function):
+    """Sigmoid whose slope is ``s(x) * s(-x)``: autograd's ``s * (1 - s)`` has no digits left where s is close to 1."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.sigmoid()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        slope: Tensor = _sigmoid(x) * _sigmoid(-x)
+        return grad * slope
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    values: Tensor = _Sigmoid.apply(x)  # type: ignore[no-untyped-call]  # torch's method has no hints
+    return values
 
 
 def _affinities(
@@ -136,7 +174,7 @@ def _affinities(
     """Return the affinities ``[T, E]`` and those of the selected experts ``[T, K]``."""
 
     def activate(values: Tensor) -> Tensor:
-        return values.softmax(dim=-1) if act is RouterActFnType.SOFTMAX else values.sigmoid()
+        return values.softmax(dim=-1) if act is RouterActFnType.SOFTMAX else _sigmoid(values)
 
     if not pre_norm:
         selected_TK = activate(logits_TE.gather(1, index_TK))
@@ -189,6 +227,7 @@ def _check_layouts(x_hbm_layout: int, x_sb_layout: int) -> None:
 
 
 def _required_activation(act_fn: RouterActFnType | str | None) -> RouterActFnType:
+    act_fn = act_fn.upper() if isinstance(act_fn, str) else act_fn
     return as_member(act_fn, RouterActFnType, where=_WHERE, argument="act_fn")
 
 

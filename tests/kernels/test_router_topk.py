@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -14,6 +15,9 @@ from safetensors.torch import load_file
 from hf_neuron_moe.errors import ConfigError, DTypeError, ShapeError
 from hf_neuron_moe.kernels.moe_types import RouterActFnType
 from hf_neuron_moe.kernels.router_topk import router_topk
+
+CANCELLED = 1e-13
+"""A few float64 roundings of terms of size 1: what is left of a gradient that is zero as a whole (softmax of one)."""
 
 ACTS = {"softmax": RouterActFnType.SOFTMAX, "sigmoid": RouterActFnType.SIGMOID}
 
@@ -68,6 +72,12 @@ def oracle(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, act: str
     return logits, torch.tensor(selected), torch.stack(rows)
 
 
+def assert_equal_in_fp32(value: torch.Tensor, exact: torch.Tensor) -> None:
+    """At most 1e-6 relative (Frobenius), the promise for fp32; fp32's own rounding is 6e-8."""
+    value, exact = value.detach().double(), exact.detach()
+    assert float((value - exact).norm()) <= 1e-6 * float(exact.norm()) + CANCELLED
+
+
 @given(
     act=st.sampled_from(["softmax", "sigmoid"]),
     pre=st.booleans(),
@@ -103,9 +113,54 @@ def test_values_and_gradients_equal_the_float64_oracle(
     want = torch.autograd.grad((expected[2], expected[0]), doubles, (upstream.double(), upstream_logits.double()))
     pairs = [(logits, expected[0]), (affinities, expected[2]), *zip(got, want)]
     for value, exact in pairs:
-        # fp32 against fp64: at most a few units in the last place of the largest entry.
-        value, exact = value.detach().double(), exact.detach()
-        assert float((value - exact).abs().max()) <= 1e-6 * max(1.0, float(exact.abs().max()))
+        assert_equal_in_fp32(value, exact)
+
+
+@pytest.mark.parametrize("k", [1, 4])
+@pytest.mark.parametrize(("pre", "norm"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("act", ["softmax", "sigmoid"])
+def test_saturated_activations_keep_their_gradients(act: str, pre: bool, norm: bool, k: int) -> None:
+    """Logits of up to about 40: sigmoid' is 1e-17 there, and an fp32 logit alone would be off by 2e-6."""
+    generator = torch.Generator().manual_seed(3)
+    x, w = torch.randn(64, 256, generator=generator), 0.6 * torch.randn(256, 32, generator=generator)
+    upstream = torch.randn(64, 32, generator=generator)
+    leaves = [tensor.requires_grad_() for tensor in (x, w)]
+    doubles = [tensor.detach().double().requires_grad_() for tensor in leaves]
+    logits, _, affinities = router_topk(x, w, act_fn=act, k=k, router_pre_norm=pre, norm_topk_prob=norm)
+    assert logits is not None and affinities is not None
+    assert float(logits.detach().abs().max()) > 32
+    got = torch.autograd.grad((affinities * upstream).sum(), leaves)
+
+    exact = doubles[0] @ doubles[1]
+    chosen = exact.detach().topk(k).indices
+    # Written so that autograd's float64 keeps its digits: exp(logsigmoid) has the slope s(x) * s(-x).
+    picked = exact if pre and not norm else exact.gather(1, chosen)
+    weights = exact.softmax(-1) if act == "softmax" and pre else picked.softmax(-1)
+    if act == "sigmoid":
+        weights = F.logsigmoid(picked).exp()
+    elif pre and norm:
+        weights = weights.gather(1, chosen)
+    if pre and norm:
+        weights = weights / weights.sum(-1, keepdim=True)
+    factor = upstream.double() if pre and not norm else upstream.double().gather(1, chosen)
+    want = torch.autograd.grad((weights * factor).sum(), doubles)
+    for value, expected in zip(got, want, strict=True):
+        # A lone selected expert's normalized (or softmaxed) weight is 1 whatever the logits are.
+        constant = k == 1 and (norm or (act == "softmax" and not pre))
+        assert_equal_in_fp32(value, torch.zeros_like(expected) if constant else expected)
+
+
+def test_sigmoid_can_be_differentiated_twice() -> None:
+    x, w = torch.randn(3, 4, requires_grad=True), torch.randn(4, 5)
+
+    def affinities(x: torch.Tensor) -> torch.Tensor:
+        result = router_topk(x, w, act_fn="SIGMOID", k=2)[2]
+        assert result is not None
+        return result
+
+    hessian = torch.autograd.functional.hessian(lambda x: affinities(x).sum(), x)
+    exact = torch.autograd.functional.hessian(lambda x: (x @ w.double()).sigmoid().sum(), x.detach().double())
+    assert_equal_in_fp32(hessian, exact)
 
 
 def test_gradient_of_the_selected_affinities() -> None:
@@ -203,7 +258,23 @@ def test_device_limits(sizes: dict[str, int], options: dict[str, Any], error: ty
     [
         ({"skip_store_router_logits": True}, ConfigError, "skip_store_router_logits must be False"),
         ({"act_fn": None}, ConfigError, "act_fn must be a member of RouterActFnType"),
-        ({"act_fn": "softmax"}, ConfigError, "act_fn"),
+        ({"act_fn": "softmx"}, ConfigError, "act_fn must be a member of RouterActFnType"),
+        *(
+            ({name: value}, ConfigError, f"router_topk: {name} must be True or False")
+            for value in (1, "yes")
+            for name in (
+                "router_pre_norm",
+                "norm_topk_prob",
+                "use_column_tiling",
+                "use_indirect_dma_scatter",
+                "return_eager_affi",
+                "use_PE_broadcast_w_bias",
+                "shard_on_tokens",
+                "skip_store_expert_index",
+                "skip_store_router_logits",
+                "device_limits",
+            )
+        ),
         ({"k": None}, ConfigError, "k must be the number of experts per token"),
         ({"k": 0}, ShapeError, "k must be from 1 to E = 16"),
         ({"k": 17}, ShapeError, "k must be from 1 to E = 16"),

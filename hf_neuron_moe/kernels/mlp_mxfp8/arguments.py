@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hf_neuron_moe.errors import ConfigError, ShapeError, refuse
 from hf_neuron_moe.formats.scales import ScaleLayout, scale_row_count
-from hf_neuron_moe.kernels.checks import check_dtype, check_multiple, check_shape
+from hf_neuron_moe.kernels.checks import check_dtype, check_flags, check_multiple, check_shape
 from hf_neuron_moe.kernels.mlp_mxfp8.matmul_config import check_positive_int
 from hf_neuron_moe.kernels.mx_operand import RAW_DTYPES, TensorDescriptor, check_layout, check_scales
 
@@ -168,11 +168,7 @@ def check_launch(tiles: Mapping[str, int], flags: Mapping[str, bool], fp8_x4_dty
     """
     for name, count in tiles.items():
         check_positive_int(count, where=where, argument=name)
-    for name, flag in flags.items():
-        if not isinstance(flag, bool):
-            raise refuse(
-                ConfigError, where=where, argument=name, expected="True or False", got=repr(flag), remedy="Pass a bool."
-            )
+    check_flags(flags, where=where)
     if fp8_x4_dtype not in FP8_X4_DTYPES:
         raise refuse(
             ConfigError,
