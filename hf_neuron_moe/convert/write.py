@@ -20,6 +20,7 @@ from hf_neuron_moe.convert.commit import (
     take_name,
     write_file,
 )
+from hf_neuron_moe.convert.config_json import rewritten_files
 from hf_neuron_moe.convert.execute import Made, Progress, bytes_of_all, hash_file, make_shards, shards_of
 from hf_neuron_moe.convert.folder import check_checkpoint
 from hf_neuron_moe.convert.hub import resolve_source
@@ -172,8 +173,9 @@ def finished_manifest(plan: ConversionPlan, destination: Path) -> Manifest | Non
 def write_rest(plan: ConversionPlan, job: Job, made: Made) -> Manifest:
     """Write everything but the shards into the future folder, the manifest last."""
     tensors = [replace(tensor, sha256=made.tensors[tensor.name]) for tensor in plan.tensors]
-    manifest = _manifest(plan, tensors, made)
-    files = {path.name: path.read_bytes() for path in _side_files(plan.source.directory)}
+    changed, replaced = rewritten_files(plan)
+    manifest = replace(_manifest(plan, tensors, made), replaced_files=replaced)
+    files = {path.name: path.read_bytes() for path in _side_files(plan.source.directory)} | changed
     files[INDEX_OUT] = _index(tensors).encode()
     job.drop_strangers({*made.files, *files})
     for name, content in files.items():
