@@ -3,8 +3,9 @@
     >>> from hf_neuron_moe import NeuronMoEConfig, patch_model, unpatch_model
     >>> report = patch_model(model, NeuronMoEConfig(precision="mxfp8"))
 
-Importing the package imports neither torch nor transformers and changes nothing; the names below are loaded when they
-are first used.
+Importing the package imports neither torch nor transformers; the names below are loaded when they are first used. It
+makes one thing known to transformers, now or when that is loaded: how to load a checkpoint that ``hf-neuron-moe
+convert`` wrote (:mod:`hf_neuron_moe.quantizers`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from hf_neuron_moe._version import __version__
+from hf_neuron_moe.quantizers.registration import install as _register_quantizer
 
 if TYPE_CHECKING:
     from hf_neuron_moe.config import NeuronMoEConfig
@@ -49,3 +51,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+_register_quantizer()

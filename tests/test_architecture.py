@@ -25,8 +25,9 @@ ALLOWED = {
     "patching": BASE | {"formats", "backends", "kernels", "modules"},
     "training": BASE | {"formats", "backends", "kernels", "modules", "patching"},
     "convert": BASE | {"formats", "patching"},
+    "quantizers": BASE | {"formats", "backends", "modules", "patching", "convert"},
     "cli": BASE | {"patching", "training", "convert"},
-    "__init__": BASE | {"patching"},
+    "__init__": BASE | {"patching", "quantizers"},
 }
 FILES = sorted(PACKAGE_DIR.rglob("*.py"))
 

@@ -1,33 +1,38 @@
 """Weights that exist as MX codes and scales only, and how a part of one becomes fp32 values: never requantised.
 
-Letters: F free axis, K contraction axis of the forward matmul, P = K/4, B = K/32 blocks, E experts.
+Letters: F free axis, K contraction axis of the forward matmul, E experts, H hidden, I intermediate, t tiles of 512.
 
-============ ========================== =====================================================
-arrangement  codes of one matrix        scales
-============ ========================== =====================================================
-natural      ``[F, K]``                 compact ``[K/32, F]``
-swizzled     ``[K/4, 4F]``              compact, oversized or packed ``[rows, F]``
-============ ========================== =====================================================
+============ ===================================== ==========================================================
+arrangement  codes of one matrix                   scales
+============ ===================================== ==========================================================
+natural      ``[F, K]``                            compact ``[K/32, F]``
+swizzled     ``[K/4, 4F]``                         compact, oversized or packed ``[rows, F]``
+words        :mod:`hf_neuron_moe.formats.moe_mx`:  compact (``[16, 2, t, I]``, ``[pI/8, t, H]``) or packed
+             gate_up ``[128, 2, t, I]``,           (``[128, ceil(t/4), 2, I]``, ``[128, ceil(t/4), H]``)
+             down ``[pI, t, H]``
+============ ===================================== ==========================================================
 
-Experts put their axis in front of both. Which K values share a scale is the scheme's matter; it, too, is recorded and
-never guessed from shapes.
+Experts put their axis in front. Scales are held compact whatever they were stored as (:func:`held_form`). Which K
+values share a scale is the scheme's matter; it, too, is recorded and never guessed from shapes.
 """
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, replace
 
 import torch
 from torch import Tensor
 
 from hf_neuron_moe.errors import ConfigError, refuse
-from hf_neuron_moe.formats.constants import LANES, MX_BLOCK, ElementFormat, SwizzleScheme, element_format
+from hf_neuron_moe.formats.constants import LANES, MX_BLOCK, SwizzleScheme, element_format
+from hf_neuron_moe.formats.moe_mx import HIDDEN_SCHEME, TILE, unpack_moe_scales
 from hf_neuron_moe.formats.mx import dequantize_mx_natural
-from hf_neuron_moe.formats.scales import ScaleLayout, scale_row_count, scale_rows
-from hf_neuron_moe.formats.swizzle import tile_segments, unswizzle
+from hf_neuron_moe.formats.scales import ScaleLayout, to_compact
+from hf_neuron_moe.formats.swizzle import tile_segments, unpack_x4, unswizzle
 
-NATURAL, SWIZZLED = "natural", "swizzled"
-ARRANGEMENTS = (NATURAL, SWIZZLED)
+NATURAL, SWIZZLED, WORDS = "natural", "swizzled", "words"
+ARRANGEMENTS = (NATURAL, SWIZZLED, WORDS)
 SCHEMES = (SwizzleScheme.WRAPX, SwizzleScheme.WRAPX_SINGLE, SwizzleScheme.ONE_TILE)
 """Schemes in which the kernels quantise activations, so that both operands of a matmul form the same blocks."""
 
@@ -40,8 +45,8 @@ class MXLayout:
     """How the codes and scales of one projection are stored.
 
     Attributes:
-        fmt: element format, ``"e4m3fn"``, ``"e5m2"`` or ``"e2m1"`` (one code per byte).
-        arrangement: ``"natural"`` or ``"swizzled"``.
+        fmt: element format, ``"e4m3fn"``, ``"e5m2"`` or ``"e2m1"``.
+        arrangement: ``"natural"``, ``"swizzled"`` (both one code per byte) or ``"words"``.
         scheme: which K values share a block, see :class:`~hf_neuron_moe.formats.constants.SwizzleScheme`.
         scales: ``"compact"``, ``"oversized"`` or ``"packed"``.
     """
@@ -79,10 +84,17 @@ class MXLayout:
         """Return the layout that :attr:`key` named."""
         return cls(*key.split(":"))
 
-    def shapes(self, F: int, K: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Return the shapes of one matrix's codes and scales."""
-        codes = (F, K) if self.arrangement == NATURAL else (K // LANES, LANES * F)
-        return codes, (scale_row_count(K, self.scales), F)
+    def matrix_shape(self, codes: Sequence[int]) -> tuple[int, int]:
+        """Return ``(F, K)`` of a matrix whose codes have the shape `codes`, an experts' axis in front or not."""
+        if self.arrangement == NATURAL:
+            return codes[-2], codes[-1]
+        if self.arrangement == SWIZZLED:
+            return codes[-1] // LANES, LANES * codes[-2]
+        if self.scheme == HIDDEN_SCHEME:
+            *_, partitions, halves, tiles, inner = codes
+            return halves * inner, LANES * partitions * tiles
+        *_, partitions, tiles, hidden = codes
+        return hidden, LANES * partitions * tiles
 
 
 @dataclass(frozen=True)
@@ -90,50 +102,78 @@ class MXMatrix:
     """One projection ``[F, K]`` as codes and scales.
 
     Attributes:
-        codes: uint8, as `layout` arranges them.
-        scales: uint8.
+        codes: uint8, or x4 words in their integer carrier, as `layout` arranges them.
+        scales: uint8, compact.
         layout: arrangement of both.
-        shape: ``(F, K)``.
     """
 
     codes: Tensor
     scales: Tensor
     layout: MXLayout
-    shape: tuple[int, int]
 
     @property
-    def fmt(self) -> ElementFormat:
-        """Element format of the codes."""
-        return element_format(self.layout.fmt, where="MXMatrix")
+    def shape(self) -> tuple[int, int]:
+        """``(F, K)``, the zeros included that the arrangement adds."""
+        return self.layout.matrix_shape(self.codes.shape)
 
     def values(self, rows: slice, columns: slice, out_FK: Tensor) -> Tensor:
         """Write the values of a part into fp32 `out_FK` and return it.
 
         Args:
-            rows: part of F.
+            rows: part of F; of a gate_up in words, of either the gate or up.
             columns: part of K that starts and ends at borders of contraction tiles (:func:`column_tiles`).
             out_FK: fp32, of the part's shape.
         """
-        first, last = columns.start // MX_BLOCK, columns.stop // MX_BLOCK
-        if self.layout.arrangement == NATURAL:
-            codes_FK = self.codes[rows, columns]
-        else:
-            part = self.codes[columns.start // LANES : columns.stop // LANES, LANES * rows.start : LANES * rows.stop]
-            codes_FK = unswizzle(part, self.layout.scheme)
-        if self.layout.scales == ScaleLayout.COMPACT:
-            scales_BF = self.scales[first:last, rows]
-        else:
-            held = scale_rows(self.shape[1], self.layout.scales, self.scales.device)
-            scales_BF = self.scales[:, rows].index_select(0, held[first:last])
-        return dequantize_mx_natural(codes_FK, scales_BF, fmt=self.fmt, scheme=self.layout.scheme, out_FK=out_FK)
+        fmt, scheme = element_format(self.layout.fmt, where="MXMatrix"), self.layout.scheme
+        codes_FK, scales_BF = {NATURAL: self._natural, SWIZZLED: self._swizzled, WORDS: self._words}[
+            self.layout.arrangement
+        ](rows, columns)
+        return dequantize_mx_natural(codes_FK, scales_BF, fmt=fmt, scheme=scheme, out_FK=out_FK)
+
+    def _natural(self, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
+        return self.codes[rows, columns], self._operand_scales(rows, columns)
+
+    def _swizzled(self, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
+        part = self.codes[columns.start // LANES : columns.stop // LANES, LANES * rows.start : LANES * rows.stop]
+        return unswizzle(part, self.layout.scheme), self._operand_scales(rows, columns)
+
+    def _operand_scales(self, rows: slice, columns: slice) -> Tensor:
+        return self.scales[columns.start // MX_BLOCK : columns.stop // MX_BLOCK, rows]
+
+    def _words(self, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
+        words, scales = self.codes, self.scales
+        tiles = words.shape[-2]
+        if words.ndim == 4:
+            half, inner = divmod(rows.start, words.shape[-1])
+            rows = slice(inner, inner + rows.stop - rows.start)
+            words, scales = words[:, half], scales[:, half]
+        whole = columns.stop - columns.start == self.shape[1]
+        part = slice(0, tiles) if whole else slice(columns.start // TILE, columns.stop // TILE)
+        words_PF, scales_BF = (tensor[:, part, rows].transpose(0, 1).flatten(0, 1) for tensor in (words, scales))
+        return unswizzle(unpack_x4(words_PF, self.layout.fmt), self.layout.scheme), scales_BF
 
 
 @dataclass(frozen=True)
 class MXProjections:
-    """Gate and up (the rows of one ``[2I, H]``, gate first) and down ``[H, I]`` of one network."""
+    """Gate and up (the rows of one ``[2I, H]``, gate first) and down ``[H, I]`` of one network.
+
+    Attributes:
+        gate_up: gate and up.
+        down: down; its K may be larger than I, with zeros at the end.
+    """
 
     gate_up: MXMatrix
     down: MXMatrix
+
+    @property
+    def hidden(self) -> int:
+        """H."""
+        return self.gate_up.shape[1]
+
+    @property
+    def inner(self) -> int:
+        """I."""
+        return self.gate_up.shape[0] // 2
 
 
 @dataclass(frozen=True)
@@ -141,10 +181,9 @@ class MXExpertStack:
     """The projections of E experts, or of a dense MLP, whose tensors have no experts' axis.
 
     Attributes:
-        gate_up_codes, gate_up_scales, down_codes, down_scales: uint8, `E` in front where there are experts.
+        gate_up_codes, gate_up_scales, down_codes, down_scales: as :class:`MXMatrix` has them, `E` in front where
+            there are experts.
         gate_up_layout, down_layout: how they are stored.
-        hidden: H.
-        inner: I.
     """
 
     gate_up_codes: Tensor
@@ -153,27 +192,56 @@ class MXExpertStack:
     down_scales: Tensor
     gate_up_layout: MXLayout
     down_layout: MXLayout
-    hidden: int
-    inner: int
+
+    @property
+    def hidden(self) -> int:
+        """H, padding included."""
+        return self.gate_up_layout.matrix_shape(self.gate_up_codes.shape)[1]
+
+    @property
+    def inner(self) -> int:
+        """I, padding included."""
+        return self.gate_up_layout.matrix_shape(self.gate_up_codes.shape)[0] // 2
 
     def expert(self, number: int | None) -> MXProjections:
         """Return one expert's projections; None for a dense MLP."""
         tensors = (self.gate_up_codes, self.gate_up_scales, self.down_codes, self.down_scales)
         gate_up, gate_up_scales, down, down_scales = (t if number is None else t[number] for t in tensors)
         return MXProjections(
-            MXMatrix(gate_up, gate_up_scales, self.gate_up_layout, (2 * self.inner, self.hidden)),
-            MXMatrix(down, down_scales, self.down_layout, (self.hidden, self.inner)),
+            MXMatrix(gate_up, gate_up_scales, self.gate_up_layout), MXMatrix(down, down_scales, self.down_layout)
         )
 
 
-def column_tiles(inner: int, scheme: str) -> list[slice]:
-    """Cut the intermediate axis where no block of the down projection is cut."""
-    segments = tile_segments(inner, scheme)
+def column_tiles(down: MXMatrix) -> list[slice]:
+    """Cut the contraction axis of a down projection where none of its blocks is cut."""
+    K = down.shape[1]
+    segments = tile_segments(K, down.layout.scheme)
     if segments[0].tile > COLUMN_TILE or COLUMN_TILE % segments[0].tile:
-        return [slice(0, inner)]
-    return [slice(start, min(start + COLUMN_TILE, inner)) for start in range(0, inner, COLUMN_TILE)]
+        return [slice(0, K)]
+    return [slice(start, min(start + COLUMN_TILE, K)) for start in range(0, K, COLUMN_TILE)]
 
 
-def as_bytes(tensor: Tensor) -> Tensor:
-    """View codes or scales of a one-byte dtype as uint8."""
-    return tensor if tensor.dtype == torch.uint8 else tensor.view(torch.uint8)
+def held_form(codes: Tensor, scales: Tensor, layout: MXLayout) -> tuple[Tensor, Tensor, MXLayout]:
+    """Return stored codes and scales as a module holds them: the same bits, without the holes of other scale layouts.
+
+    Codes are viewed as uint8, words as the signed integer of their width: floating-point codes would be cast by
+    ``module.to(dtype)``, and torch has few operators for unsigned words. Packed scales of a small K are mostly holes,
+    and oversized ones are eight times as many as there are blocks.
+
+    Args:
+        codes: as `layout` arranges them, in the file's dtype; experts' axis in front or not.
+        scales: the same.
+        layout: how they are stored.
+
+    Returns:
+        Codes, compact scales, and the layout that describes these.
+    """
+    signed = {torch.uint32: torch.int32, torch.uint16: torch.int16, torch.int32: torch.int32, torch.int16: torch.int16}
+    codes, scales = codes.view(signed.get(codes.dtype, torch.uint8)), scales.view(torch.uint8)
+    if layout.scales == ScaleLayout.COMPACT:
+        return codes, scales, layout
+    if layout.arrangement == WORDS:
+        compact = unpack_moe_scales(scales, codes.shape[-2]).contiguous()
+    else:
+        compact = to_compact(scales, layout.matrix_shape(codes.shape)[1])
+    return codes, compact, replace(layout, scales=ScaleLayout.COMPACT.value)

@@ -56,7 +56,6 @@ def frozen_network(
         stack.down_codes,
         stack.down_scales,
         "|".join((stack.gate_up_layout.key, stack.down_layout.key, backend)),
-        [stack.hidden, stack.inner],
         keep,
     )
     return y_TH.to(x_TH.dtype)
@@ -72,14 +71,13 @@ def frozen_fwd(
     down_codes: Tensor,
     down_scales: Tensor,
     names: str,
-    sizes: list[int],
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Forward; returns y, gate and up.
 
-    `names` are both layouts and the backend, joined by ``|``; `sizes` are H and I.
+    `names` are both layouts and the backend, joined by ``|``.
     """
-    stack = _stack((gate_up_codes, gate_up_scales, down_codes, down_scales), names, sizes)
+    stack = _stack((gate_up_codes, gate_up_scales, down_codes, down_scales), names)
     with exact_dtypes(x_TH):
         return get_backend(_backend_of(names)).frozen_forward(x_TH, index_TK, weight_TK, stack, keep)
 
@@ -96,12 +94,11 @@ def frozen_bwd(
     gate_RI: Tensor,
     up_RI: Tensor,
     names: str,
-    sizes: list[int],
     wants_input: bool,
     wants_routing: bool,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of x and of the routing weights; empty where not wanted."""
-    stack = _stack((gate_up_codes, gate_up_scales, down_codes, down_scales), names, sizes)
+    stack = _stack((gate_up_codes, gate_up_scales, down_codes, down_scales), names)
     wants = (wants_input, wants_routing)
     with exact_dtypes(dout_TH):
         return get_backend(_backend_of(names)).frozen_backward(
@@ -111,8 +108,9 @@ def frozen_bwd(
 
 @frozen_fwd.register_fake
 def _(x_TH: Tensor, index_TK: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    *_, sizes, keep = rest
-    shape = (x_TH.shape[0] if index_TK is None else index_TK.numel(), sizes[1]) if keep else (0,)
+    *tensors, names, keep = rest[1:]
+    rows = x_TH.shape[0] if index_TK is None else index_TK.numel()
+    shape = (rows, _stack(tuple(tensors), names).inner) if keep else (0,)
     return x_TH.new_empty(x_TH.shape), x_TH.new_empty(shape), x_TH.new_empty(shape)
 
 
@@ -126,7 +124,7 @@ def _(dout_TH: Tensor, index_TK: Tensor | None, weight_TK: Tensor | None, *rest:
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, index, weight, *tensors, ctx.names, ctx.sizes, _ = inputs
+    _, index, weight, *tensors, ctx.names, _ = inputs
     ctx.mark_non_differentiable(*output[1:])
     ctx.routed = index is not None
     routing = (index, weight) if ctx.routed else ()
@@ -137,16 +135,18 @@ def _backward(ctx: Any, dout_TH: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     saved, needs = list(ctx.saved_tensors), ctx.needs_input_grad
     routing = [saved.pop(0), saved.pop(0)] if ctx.routed else [None, None]
     wants = (needs[0], ctx.routed and needs[2])
-    d_x, d_weight = frozen_bwd(dout_TH.contiguous(), *routing, *saved, ctx.names, ctx.sizes, *wants)
-    return d_x if wants[0] else None, None, d_weight if wants[1] else None, *(None,) * 7
+    d_x, d_weight = frozen_bwd(dout_TH.contiguous(), *routing, *saved, ctx.names, *wants)
+    return d_x if wants[0] else None, None, d_weight if wants[1] else None, *(None,) * 6
 
 
 frozen_fwd.register_autograd(_backward, setup_context=_setup)
 
 
-def _stack(tensors: tuple[Tensor, Tensor, Tensor, Tensor], names: str, sizes: list[int]) -> MXExpertStack:
+def _stack(tensors: tuple[Tensor, ...], names: str) -> MXExpertStack:
     gate_up, down, _ = names.split("|")
-    return MXExpertStack(*tensors, MXLayout.from_key(gate_up), MXLayout.from_key(down), *sizes)
+    gate_up_codes, gate_up_scales, down_codes, down_scales = tensors
+    layouts = MXLayout.from_key(gate_up), MXLayout.from_key(down)
+    return MXExpertStack(gate_up_codes, gate_up_scales, down_codes, down_scales, *layouts)
 
 
 def _backend_of(names: str) -> str:

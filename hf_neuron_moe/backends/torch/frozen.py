@@ -56,10 +56,11 @@ class _QuantizedRows(RowSource):
 
 @dataclass(frozen=True)
 class _Epilogue:
-    """``silu(gate) * up [* scale]``, rounded to bf16 and quantised along I."""
+    """``silu(gate) * up [* scale]``, rounded to bf16 and quantised along I, which zeros extend to `width`."""
 
     loader: Loader
     scheme: str
+    width: int
     scale_R1: Tensor | None
     needs_gate: bool = True
 
@@ -71,10 +72,13 @@ class _Epilogue:
         product = F.silu(gate_RI, inplace=True).mul_(up_RI)
         if self.scale_R1 is not None:
             product.mul_(self.scale_R1[rows.start : rows.stop])
-        scratch = self.loader.scratch
-        product.copy_(scratch.get("rounding", tuple(product.shape), torch.bfloat16).copy_(product))
-        exponents = scratch.get("exponents", (product.numel(),), torch.int32)
-        return fake_quantize_(product, 1, exponents, scheme=self.scheme)
+        scratch, real = self.loader.scratch, columns.length
+        rounded = scratch.get("rounding", tuple(product.shape), torch.bfloat16).copy_(product)
+        whole = scratch.get("frozen_inter", (len(product), self.width), torch.float32)
+        whole[:, :real].copy_(rounded)
+        whole[:, real:].zero_()
+        exponents = scratch.get("exponents", (whole.numel(),), torch.int32)
+        return fake_quantize_(whole, 1, exponents, scheme=self.scheme)[:, :real]
 
 
 def frozen_forward(
@@ -97,10 +101,10 @@ def frozen_forward(
         scale_R1 = None if scale_R is None else scale_R[start:end, None]
         rows = x.rows(start, end)
         rows = _QuantizedRows(rows.values, rows.index, loader, weights.gate_up.layout.scheme)
-        epilogue = _Epilogue(loader, weights.down.layout.scheme, scale_R1)
-        for columns in column_tiles(stack.inner, weights.down.layout.scheme):
+        for columns in column_tiles(weights.down):
             first = columns.start == 0
             part_RH = out_RH if first else loader.scratch.get("frozen_out", shape, torch.float32)
+            epilogue = _Epilogue(loader, weights.down.layout.scheme, columns.stop - columns.start, scale_R1)
             tile, kept = _tile(weights, columns, loader), _part(save, start, end, columns)
             ffn_forward(rows, tile, loader, part_RH, save=kept, epilogue=epilogue)
             if not first:
@@ -135,7 +139,7 @@ def frozen_backward(
         total_RH = None if d_x is None else loader.scratch.get("expert_out", shape, torch.float32)
         if d_scale_R is not None:
             d_scale_R[start:end].zero_()
-        for columns in column_tiles(stack.inner, weights.down.layout.scheme):
+        for columns in column_tiles(weights.down):
             first = columns.start == 0
             part_RH = total_RH if first or total_RH is None else loader.scratch.get("frozen_out", shape, torch.float32)
             part_R = None if d_scale_R is None else loader.scratch.get("frozen_scale", (end - start,), torch.float32)
@@ -157,18 +161,19 @@ def frozen_backward(
 
 
 def _tile(weights: MXProjections, columns: slice, loader: Loader) -> FFNWeights:
-    """The values of one part of the intermediate axis, fp32."""
-    hidden, inner = weights.down.shape
-    size, every = columns.stop - columns.start, slice(0, hidden)
+    """The values of one part of the intermediate axis, fp32, without zeros that the arrangement added."""
+    hidden, inner = weights.hidden, weights.inner
+    width, size = columns.stop - columns.start, min(columns.stop, inner) - columns.start
 
     def buffer(name: str, *shape: int) -> Tensor:
         return loader.scratch.get(name, shape, torch.float32)
 
-    up = slice(inner + columns.start, inner + columns.stop)
+    every, gate = slice(0, hidden), slice(columns.start, columns.start + size)
+    up = slice(inner + gate.start, inner + gate.stop)
     return FFNWeights(
-        weights.gate_up.values(columns, every, buffer("frozen_gate", size, hidden)),
+        weights.gate_up.values(gate, every, buffer("frozen_gate", size, hidden)),
         weights.gate_up.values(up, every, buffer("frozen_up", size, hidden)),
-        weights.down.values(every, columns, buffer("frozen_down", hidden, size)),
+        weights.down.values(every, columns, buffer("frozen_down", hidden, width))[:, :size],
     )
 
 

@@ -1,0 +1,121 @@
+"""What blocks with frozen MX weights share: codes and scales as buffers, under the names the converted files have.
+
+A frozen block has no trainable weights and no float ones either: one byte per weight (half a byte in FP4) and one per
+32 weights. It computes with exactly these codes. Adapters go on other modules, or around the whole block.
+
+H hidden size, I intermediate size; both may be padded in the stored tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hf_neuron_moe.backends import resolve_backend
+from hf_neuron_moe.backends.mx_weights import MXExpertStack, MXLayout, held_form
+from hf_neuron_moe.config import NeuronMoEConfig
+from hf_neuron_moe.modules.block import NeuronBlock
+from hf_neuron_moe.modules.frozen_ops import frozen_network
+
+GATE_UP, DOWN = "gate_up_proj", "down_proj"
+SCALE_SUFFIX = "_scale"
+
+
+@dataclass(frozen=True)
+class FrozenTensor:
+    """What is known of a stored tensor before its values are loaded.
+
+    Attributes:
+        dtype: dtype in the file.
+        shape: shape in the file.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class FrozenBlock(NeuronBlock):
+    """Base of the frozen blocks.
+
+    Args:
+        original: the module to stand in for, usually on the meta device; its weights are not used.
+        name: its name in the model, for messages.
+        config: the resolved configuration; its precision is that of the activations.
+        layouts: how the codes of ``gate_up_proj`` and of ``down_proj`` are stored.
+        activation: name of the activation's attribute, None where forward calls the function itself.
+    """
+
+    weight_suffix = ""
+
+    def __init__(
+        self,
+        original: nn.Module,
+        name: str,
+        config: NeuronMoEConfig,
+        layouts: Mapping[str, MXLayout],
+        activation: str | None,
+    ) -> None:
+        super().__init__(original, name, config)
+        self.neuron_layouts = dict(layouts)
+        self.neuron_activation = activation
+        self._remember_activation(activation)
+
+    def _hold_all(self, tensors: Mapping[str, FrozenTensor]) -> None:
+        """Register the four tensors, still without values, by their names in the module."""
+        for key in self.tensor_names():
+            self._hold(key, torch.empty(tensors[key].shape, dtype=tensors[key].dtype, device="meta"))
+
+    @classmethod
+    def tensor_names(cls) -> tuple[str, str, str, str]:
+        """Names of gate_up codes, gate_up scales, down codes and down scales within the module."""
+        gate_up, down = GATE_UP + cls.weight_suffix, DOWN + cls.weight_suffix
+        return gate_up, gate_up + SCALE_SUFFIX, down, down + SCALE_SUFFIX
+
+    def _hold(self, key: str, tensor: Tensor) -> None:
+        """Register `tensor` as the buffer `key`, making submodules on the way."""
+        path, _, leaf = key.rpartition(".")
+        home: nn.Module = self
+        if path:
+            if path not in self._modules:
+                self.add_module(path, FrozenProjection())
+            home = self.get_submodule(path)
+        home.register_buffer(leaf, tensor)
+
+    def settle(self) -> None:
+        """Bring loaded tensors into the form in which they are held; the values stay what they are."""
+        names = self.tensor_names()
+        for role, codes, scales in zip((GATE_UP, DOWN), names[::2], names[1::2]):
+            held = held_form(self.get_buffer(codes), self.get_buffer(scales), self.neuron_layouts[role])
+            self._hold(codes, held[0])
+            self._hold(scales, held[1])
+            self.neuron_layouts[role] = held[2]
+
+    @property
+    def neuron_stack(self) -> MXExpertStack:
+        """The weights as the backend takes them."""
+        gate_up, gate_up_scales, down, down_scales = map(self.get_buffer, self.tensor_names())
+        layouts = self.neuron_layouts
+        return MXExpertStack(gate_up, gate_up_scales, down, down_scales, layouts[GATE_UP], layouts[DOWN])
+
+    def _compute(self, x_TH: Tensor, index_TK: Tensor | None, weight_TK: Tensor | None) -> Tensor:
+        self._check_activation(self.neuron_activation)
+        stack, hidden = self.neuron_stack, x_TH.shape[1]
+        if stack.hidden > hidden:  # zeros that the conversion added meet zeros here
+            x_TH = F.pad(x_TH, (0, stack.hidden - hidden))
+        backend = resolve_backend(self.neuron_config.backend, x_TH.device)
+        return frozen_network(x_TH, index_TK, weight_TK, stack, backend=backend)[:, :hidden]
+
+    def extra_repr(self) -> str:
+        """Show the element format and the sizes held."""
+        stack = self.neuron_stack
+        return (
+            f"frozen {stack.gate_up_layout.fmt}, {stack.gate_up_layout.arrangement}, H={stack.hidden}, I={stack.inner}"
+        )
+
+
+class FrozenProjection(nn.Module):
+    """Holds the codes and scales of one dense projection under the names ``weight`` and ``weight_scale``."""

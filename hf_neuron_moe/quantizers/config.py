@@ -1,0 +1,63 @@
+"""The ``quantization_config`` of a converted checkpoint's ``config.json``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from hf_neuron_moe.errors import ConfigError, nearest, refuse
+from hf_neuron_moe.quantizers.registration import QUANT_METHOD
+
+PRECISIONS = ("bf16", "mxfp8", "mxfp4")
+
+
+class NeuronMoEQuantizationConfig(QuantizationConfigMixin):
+    """What ``hf-neuron-moe convert`` made.
+
+    It tells a reader which conversion this is. How a single tensor is stored is recorded with the tensor, in its
+    shard's header, and loading goes by that.
+
+    Args:
+        precision: ``"bf16"``, ``"mxfp8"`` or ``"mxfp4"``.
+        layout: ``"fused"`` or ``"kernel"``.
+        tp_degree: number of tensor-parallel ranks the tensors are split among.
+        quant_method: ``"neuron_moe"``.
+        **options: the conversion's other options, kept as they are.
+
+    Raises:
+        ConfigError: unknown precision, or the method is another one.
+    """
+
+    def __init__(
+        self,
+        precision: str = "mxfp8",
+        layout: str = "kernel",
+        tp_degree: int = 1,
+        quant_method: str = QUANT_METHOD,
+        **options: Any,
+    ) -> None:
+        for name, value, allowed in (
+            ("precision", precision, PRECISIONS),
+            ("quant_method", quant_method, (QUANT_METHOD,)),
+        ):
+            if value not in allowed:
+                raise refuse(
+                    ConfigError,
+                    where="quantization_config",
+                    argument=name,
+                    expected=f"one of {', '.join(allowed)}",
+                    got=repr(value),
+                    remedy=f"Was it written by a later version of hf-neuron-moe?{nearest(str(value), list(allowed))}",
+                )
+        self.quant_method = quant_method  # type: ignore[assignment] # the base class knows transformers' own ones only
+        self.precision = precision
+        self.layout = layout
+        self.tp_degree = tp_degree
+        for name, value in options.items():
+            setattr(self, name, value)
+
+    @property
+    def dequantize(self) -> bool:
+        """Whether the loaded model is an ordinary, trainable one (transformers then forgets the configuration)."""
+        return self.precision == "bf16"

@@ -1,0 +1,134 @@
+"""Puts stand-ins for the converted weights into a model on the meta device, and finishes them once they are filled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from transformers import PreTrainedModel
+
+from hf_neuron_moe.config import NeuronMoEConfig
+from hf_neuron_moe.errors import ConversionError, refuse
+from hf_neuron_moe.modules.frozen_block import DOWN, GATE_UP, SCALE_SUFFIX, FrozenBlock
+from hf_neuron_moe.modules.frozen_experts import FrozenExperts
+from hf_neuron_moe.modules.frozen_mlp import FrozenSwiGLUMLP
+from hf_neuron_moe.patching.apply import holders
+from hf_neuron_moe.patching.discovery import Candidate, discover
+from hf_neuron_moe.quantizers.landing import Landing
+from hf_neuron_moe.quantizers.stored import BF16_LAYOUTS, FORWARD, WHERE, StoredTensor
+
+_FROZEN = NeuronMoEConfig(precision="mxfp8", backend="torch", weights="stock")
+
+
+@dataclass
+class Placement:
+    """Stand-ins in a model.
+
+    Attributes:
+        frozen: blocks that stay.
+        landings: those that make way for the original modules again.
+        names: in-memory names of all converted tensors.
+    """
+
+    frozen: list[FrozenBlock] = field(default_factory=list)
+    landings: list[Landing] = field(default_factory=list)
+    names: set[str] = field(default_factory=set)
+
+
+def place(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> Placement:
+    """Replace every module whose weights are stored converted.
+
+    Args:
+        model: as transformers makes it, on the meta device.
+        stored: the checkpoint's converted tensors by name.
+
+    Raises:
+        ConversionError: a converted tensor belongs to no module, or does not fit the model's sizes.
+    """
+    placement, placed = Placement(), set()
+    for candidate in discover(model):
+        tensors = _tensors_of(candidate, model, stored)
+        if not tensors:
+            continue
+        stand_in = _stand_in(candidate, tensors)
+        for parent, attribute in holders(model, candidate.module):
+            parent._modules[attribute] = stand_in
+        if isinstance(stand_in, Landing):
+            placement.landings.append(stand_in)
+        else:
+            placement.frozen.append(stand_in)
+        placed |= {tensor.name for tensor in tensors.values()}
+        placement.names |= {f"{candidate.name}.{name}" if candidate.name else name for name in stand_in.state_dict()}
+    lost = sorted(name for name, tensor in stored.items() if name not in placed and tensor.orientation == FORWARD)
+    if lost:
+        raise refuse(
+            ConversionError,
+            where=WHERE,
+            argument=f"tensor {lost[0]}",
+            expected="the weight of an MLP or experts module of this model",
+            got=f"no such module in {type(model).__name__}",
+            remedy="config.json and the shards do not belong together, or the transformers version builds this family "
+            "differently from the one that converted it: convert the original again.",
+        )
+    return placement
+
+
+def _tensors_of(
+    candidate: Candidate, model: PreTrainedModel, stored: Mapping[str, StoredTensor]
+) -> dict[str, StoredTensor]:
+    """The candidate's converted tensors by their names in the module; empty where it was left in source form."""
+    prefix = f"{candidate.name}." if candidate.name else ""
+    kind = FrozenSwiGLUMLP if candidate.roles is not None else FrozenExperts
+    base = f"{model.base_model_prefix}."
+    found: dict[str, StoredTensor] = {}
+    for name in kind.tensor_names():
+        full = prefix + name
+        # A headless model's names have no prefix where the file's have one, and the other way round.
+        for known in (full, base + full, full.removeprefix(base)):
+            if known in stored:
+                found[name] = stored[known]
+                break
+    return found
+
+
+def _stand_in(candidate: Candidate, tensors: Mapping[str, StoredTensor]) -> Landing | FrozenBlock:
+    kind = FrozenSwiGLUMLP if candidate.roles is not None else FrozenExperts
+    values = {role: tensors.get(role + kind.weight_suffix) for role in (GATE_UP, DOWN)}
+    scales = [tensors.get(role + kind.weight_suffix + SCALE_SUFFIX) for role in (GATE_UP, DOWN)]
+    whole = {role: tensor for role, tensor in values.items() if tensor is not None}
+    plain = all(tensor.layout in BF16_LAYOUTS for tensor in whole.values())
+    if candidate.reason is not None or len(whole) < 2 or any((scale is None) is not plain for scale in scales):
+        raise refuse(
+            ConversionError,
+            where=WHERE,
+            argument=f"converted weights of {candidate.name}",
+            expected="gate_up and down of a module that the kernels can compute, with scales if they are quantised",
+            got=f"{', '.join(sorted(tensors))}{f' ({candidate.reason})' if candidate.reason else ''}",
+            remedy="The checkpoint is damaged, or this version of transformers builds the module differently.",
+        )
+    if plain:
+        return Landing(candidate, whole)
+    layouts = {role: tensor.mx_layout(gate_up=role == GATE_UP) for role, tensor in whole.items()}
+    held = {name: tensor.tensor for name, tensor in tensors.items()}
+    frozen: FrozenBlock
+    if candidate.roles is not None:
+        frozen = FrozenSwiGLUMLP(candidate.module, candidate.name, _FROZEN, layouts, held, candidate.roles)
+    else:
+        frozen = FrozenExperts(candidate.module, candidate.name, _FROZEN, layouts, held)
+    _check_sizes(candidate, frozen, whole)
+    return frozen
+
+
+def _check_sizes(candidate: Candidate, frozen: FrozenBlock, tensors: Mapping[str, StoredTensor]) -> None:
+    stack, (_, hidden, inner) = frozen.neuron_stack, candidate.sizes
+    padding = tensors[GATE_UP].padding
+    actual = (stack.hidden - padding.get("H", 0), stack.inner - padding.get("I", 0))
+    if actual != (hidden, inner):
+        raise refuse(
+            ConversionError,
+            where=WHERE,
+            argument=f"converted weights of {candidate.name}",
+            expected=f"of hidden size {hidden} and intermediate size {inner}, as config.json says",
+            got=f"{actual[0]} and {actual[1]}",
+            remedy="config.json and the shards do not belong together.",
+        )

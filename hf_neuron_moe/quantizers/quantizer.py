@@ -1,0 +1,130 @@
+"""transformers' view of a converted checkpoint: which modules take its tensors, and what the loaded model can do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from transformers.quantizers.base import HfQuantizer
+
+from hf_neuron_moe.errors import UnsupportedModelError, refuse
+from hf_neuron_moe.quantizers.config import NeuronMoEQuantizationConfig
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+    from hf_neuron_moe.quantizers.placement import Placement
+
+_WHERE = "from_pretrained"
+
+
+class NeuronMoEQuantizer(HfQuantizer):
+    """Loads what ``hf-neuron-moe convert`` wrote.
+
+    bf16 layouts become a patched, trainable model with ordinary parameters; MX becomes a model whose MLPs and experts
+    are frozen blocks that compute with the stored codes.
+    """
+
+    requires_calibration = False
+    quantization_config: NeuronMoEQuantizationConfig
+
+    def __init__(self, quantization_config: NeuronMoEQuantizationConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self.placement: Placement | None = None
+
+    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse to quantise while loading, and parts of tensor-parallel ranks.
+
+        Raises:
+            UnsupportedModelError: as said.
+        """
+        if not self.pre_quantized:
+            raise refuse(
+                UnsupportedModelError,
+                where=_WHERE,
+                argument="quantization_config",
+                expected="left out for a checkpoint that is not converted",
+                got=type(self.quantization_config).__name__,
+                remedy="Load the model without it and call patch_model, or convert the checkpoint first: "
+                "`hf-neuron-moe convert SRC DST`.",
+            )
+        if self.quantization_config.tp_degree > 1:
+            raise refuse(
+                UnsupportedModelError,
+                where=_WHERE,
+                argument="tp_degree",
+                expected="1: transformers loads whole weights",
+                got=self.quantization_config.tp_degree,
+                remedy="Convert the original again without --tp-degree; the parts of ranks are for Neuron.",
+            )
+
+    def update_attn_implementation(self, config: Any) -> Any:
+        """Name the checkpoint's index to transformers, which asks here before it looks for files.
+
+        Its own name keeps transformers without this package, which only warns of a method it does not know, from
+        loading the tensors as if they were in its layouts.
+        """
+        from hf_neuron_moe.convert.write import INDEX_OUT
+
+        config.transformers_weights = INDEX_OUT
+        return config
+
+    def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
+        """Cast bf16 and wider tensors as transformers does; leave codes, words and scales alone."""
+        kind = param.get_dtype() if hasattr(param, "get_dtype") else str(param.dtype)
+        return dtype if kind in ("BF16", "F16", "F32", "F64") else None
+
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+        from hf_neuron_moe.quantizers.placement import place
+        from hf_neuron_moe.quantizers.stored import read_stored
+
+        stored = read_stored(kwargs.get("checkpoint_files") or [])
+        self.placement = place(model, stored)
+        backward = {name for name, tensor in stored.items() if tensor.orientation != "forward"}
+        if backward:  # read by the device's kernels only
+            ignored = set(model._keys_to_ignore_on_load_unexpected or ())
+            model._keys_to_ignore_on_load_unexpected = ignored | {r"_T(_scale)?$"}
+
+    def update_weight_conversions(self, weight_conversions: list[Any], model: PreTrainedModel) -> list[Any]:
+        """Leave out the converters that would take converted tensors for source ones of the same name."""
+        from transformers.core_model_loading import WeightConverter, rename_source_key
+
+        names = self.placement.names if self.placement is not None else set()
+
+        def takes(converter: WeightConverter) -> bool:
+            return any(rename_source_key(name, [], [converter])[1] is not None for name in names)
+
+        return [item for item in weight_conversions if not (isinstance(item, WeightConverter) and takes(item))]
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+        from hf_neuron_moe.quantizers.finish import finish
+
+        assert self.placement is not None
+        finish(model, self.placement, self.quantization_config)
+        return model
+
+    def is_serializable(self) -> bool:
+        """Refuse ``save_pretrained`` of frozen weights: they never change, and their folder exists.
+
+        Raises:
+            UnsupportedModelError: always; models loaded from bf16 layouts have no quantizer any more.
+        """
+        raise refuse(
+            UnsupportedModelError,
+            where="save_pretrained",
+            argument="model",
+            expected="one with weights of its own",
+            got="a frozen MX base",
+            remedy="Save its adapters (PeftModel.save_pretrained) and keep the folder it was loaded from; "
+            "`hf-neuron-moe export FOLDER NEW --allow-inexact` makes an ordinary checkpoint of its values.",
+        )
+
+    @property
+    def is_trainable(self) -> bool:
+        """Adapters on top of the frozen weights can be trained."""
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        """The frozen blocks are ``torch.library`` operators."""
+        return True

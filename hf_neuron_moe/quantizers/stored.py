@@ -1,0 +1,148 @@
+"""What the shards of a converted checkpoint say about their tensors: layouts are read, never guessed from shapes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from hf_neuron_moe.backends.mx_weights import NATURAL, SWIZZLED, WORDS, MXLayout
+from hf_neuron_moe.convert.orientations import (
+    BF16_FUSED,
+    BF16_KERNEL,
+    BF16_SWIZZLED,
+    MOE_WORDS,
+    MX_FUSED_CODES,
+    MX_KERNEL_CODES,
+    SOURCE,
+)
+from hf_neuron_moe.errors import ConversionError, refuse
+from hf_neuron_moe.formats.moe_mx import HIDDEN_SCHEME, INTERMEDIATE_SCHEME
+from hf_neuron_moe.modules.frozen_block import FrozenTensor
+
+LAYOUTS_KEY, TENSORS_KEY = "hf_neuron_moe.layouts", "hf_neuron_moe.tensors"
+BF16_LAYOUTS = (BF16_FUSED, BF16_KERNEL, BF16_SWIZZLED)
+FORWARD = "forward"
+WHERE = "from_pretrained"
+
+_DTYPES = {
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "U8": torch.uint8,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "I16": torch.int16,
+    "I32": torch.int32,
+}
+_FORMATS = {"mxfp8": "e4m3fn", "mxfp4": "e2m1"}
+_V1_SCALES = {MX_FUSED_CODES: "compact", MX_KERNEL_CODES: "packed"}
+"""Where the scales of version 1 lie, which did not record it."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One converted tensor of a shard.
+
+    Attributes:
+        name: its name there.
+        layout: a layout name of :mod:`hf_neuron_moe.convert.orientations`.
+        tensor: its dtype and shape.
+        scale_layout: where the scales lie, None for bf16.
+        orientation: ``"forward"`` or ``"backward"``.
+        tp_rank: rank whose part it is.
+        padding: zeros at the end of its H and I axes.
+    """
+
+    name: str
+    layout: str
+    tensor: FrozenTensor
+    scale_layout: str | None = None
+    orientation: str = FORWARD
+    tp_rank: int | None = None
+    padding: Mapping[str, int] = field(default_factory=dict)
+
+    def mx_layout(self, *, gate_up: bool) -> MXLayout:
+        """How the codes are stored; the tensor is one of codes.
+
+        Raises:
+            ConversionError: a layout this version does not know.
+        """
+        scales = self.scale_layout or _V1_SCALES.get(self.layout, "")
+        if self.layout == MX_FUSED_CODES:
+            return MXLayout(arrangement=NATURAL, scales=scales)
+        if self.layout == MX_KERNEL_CODES:
+            return MXLayout(arrangement=SWIZZLED, scales=scales)
+        precision = next((precision for precision, words in MOE_WORDS.items() if words == self.layout), None)
+        if precision is None:
+            raise refuse(
+                ConversionError,
+                where=WHERE,
+                argument=f"layout of {self.name}",
+                expected=f"one of {', '.join((*BF16_LAYOUTS, MX_FUSED_CODES, MX_KERNEL_CODES, *MOE_WORDS.values()))}",
+                got=repr(self.layout),
+                remedy="It was written by a later version of hf-neuron-moe; update the package.",
+            )
+        scheme = HIDDEN_SCHEME if gate_up else INTERMEDIATE_SCHEME
+        return MXLayout(_FORMATS[precision], WORDS, scheme.value, scales)
+
+
+def read_stored(files: Iterable[str]) -> dict[str, StoredTensor]:
+    """Describe the converted tensors of some shards, by name; copied tensors are left out.
+
+    Args:
+        files: paths of safetensors files.
+
+    Raises:
+        ConversionError: a file does not say how its tensors are stored, or holds a single rank's part.
+    """
+    stored: dict[str, StoredTensor] = {}
+    for path in files:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            facts = _facts(path, file.metadata() or {})
+            for name in file.keys():  # noqa: SIM118 -- not a mapping
+                fact = facts.get(name, {})
+                if fact.get("layout", SOURCE) != SOURCE:
+                    stored[name] = _stored(name, file.get_slice(name), fact)
+    return stored
+
+
+def _facts(path: str, metadata: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    if TENSORS_KEY in metadata:
+        facts: dict[str, dict[str, Any]] = json.loads(metadata[TENSORS_KEY])
+        return facts
+    if LAYOUTS_KEY in metadata:
+        return {name: {"layout": layout} for name, layout in json.loads(metadata[LAYOUTS_KEY]).items()}
+    raise refuse(
+        ConversionError,
+        where=WHERE,
+        argument=path,
+        expected="a shard that `hf-neuron-moe convert` wrote, with its layouts in the header",
+        got="one without them",
+        remedy="The folder's files do not belong together, or were saved by another tool: convert the original again.",
+    )
+
+
+def _stored(name: str, part: Any, fact: Mapping[str, Any]) -> StoredTensor:
+    dtype = _DTYPES.get(part.get_dtype())
+    if dtype is None or fact.get("tp_rank") is not None:
+        rank = fact.get("tp_rank")
+        raise refuse(
+            ConversionError,
+            where=WHERE,
+            argument=f"tensor {name}",
+            expected="a whole converted weight",
+            got=f"dtype {part.get_dtype()}" if dtype is None else f"the part of tensor-parallel rank {rank}",
+            remedy="Convert the original without --tp-degree to load it in transformers; ranks' parts are for Neuron.",
+        )
+    return StoredTensor(
+        name=name,
+        layout=fact["layout"],
+        tensor=FrozenTensor(dtype, tuple(part.get_shape())),
+        scale_layout=fact.get("scale_layout"),
+        orientation=fact.get("orientation") or FORWARD,
+        padding=fact.get("padding") or {},
+    )
