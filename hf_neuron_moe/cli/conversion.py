@@ -6,7 +6,6 @@ import json
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -89,13 +88,21 @@ def convert(
     if dry_run:
         from hf_neuron_moe.convert.estimate import estimate_conversion
 
-        estimate = estimate_conversion(Path(source), destination, options, workers=workers, part=part_of(part))
+        estimate = estimate_conversion(source, destination, options, workers=workers, part=part_of(part))
         typer.echo(json.dumps(estimate.to_dict()) if as_json else str(estimate))
         return
     with _told_later(), watching("converting") as (watch, progress):
-        how = {"resume": resume, "part": part_of(part), "workers": workers, "on_nonfinite": on_nonfinite}
-        how = {k: v for k, v in how.items() if v not in (False, None, 1, "error")}
-        manifest = convert_checkpoint(Path(source), destination, options, force=force, progress=progress, **how)
+        manifest = convert_checkpoint(
+            source,
+            destination,
+            options,
+            force=force,
+            resume=resume,
+            part=part_of(part),
+            workers=workers,
+            on_nonfinite=on_nonfinite,
+            progress=progress,
+        )
     if manifest is None:
         facts = {"ok": True, "destination": str(destination), "part": part, **_cost(watch)}
         text = f"part {part} of {destination} is done; when all are, run `hf-neuron-moe finalize`"
@@ -118,7 +125,7 @@ def finalize(
 
     quiet_transformers()
     with _told_later(), watching("finalizing") as (watch, progress):
-        manifest = finalize_checkpoint(Path(source), destination, force=force, progress=progress)
+        manifest = finalize_checkpoint(source, destination, force=force, progress=progress)
     _tell(manifest, destination, watch, as_json)
 
 

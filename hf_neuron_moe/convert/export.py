@@ -13,11 +13,12 @@ from hf_neuron_moe._version import __version__
 from hf_neuron_moe.convert.commit import check_destination, committed_folder, write_file
 from hf_neuron_moe.convert.folder import check_conversion
 from hf_neuron_moe.convert.manifest import MANIFEST_FILE, Manifest, Piece, WrittenTensor, read_manifest
+from hf_neuron_moe.convert.orientations import SCALES, SOURCE
 from hf_neuron_moe.convert.read import TensorReader, open_tensors
-from hf_neuron_moe.convert.relayout import SOURCE, restore
+from hf_neuron_moe.convert.relayout import restore
 from hf_neuron_moe.convert.shard import Entry, ShardWriter
 from hf_neuron_moe.convert.source import INDEX_FILE, SINGLE_FILE, is_plain_name, nbytes_of, read_header
-from hf_neuron_moe.convert.write import WEIGHT_SUFFIXES, Progress, rounding_note
+from hf_neuron_moe.convert.write import WEIGHT_SUFFIXES, Progress
 from hf_neuron_moe.errors import ConversionError, refuse
 
 NOTE_FILE = "neuron_moe_export.json"
@@ -76,7 +77,7 @@ def export_checkpoint(
             got=f"{len(inexact)} tensors that were rounded or quantised, such as {inexact[0]}",
             remedy="Keep the original checkpoint; --allow-inexact exports the rounded or dequantised values.",
         )
-    statement = _statement(manifest, inexact)
+    statement = _statement(manifest, stored, inexact)
     count = _Counter(progress, sum(_nbytes(piece) for pieces in manifest.weights.values() for piece in pieces))
     by_file: dict[str, list[tuple[str, Piece]]] = {}
     for weight, pieces in manifest.weights.items():
@@ -137,6 +138,7 @@ def _check_files(converted: Path, manifest: Manifest) -> dict[str, list[WrittenT
         expected.setdefault(tensor.file, {})[tensor.name] = (tensor.dtype, tensor.shape)
     names = {piece.file for pieces in manifest.weights.values() for piece in pieces} | expected.keys()
     bad = sorted(str(name) for name in names if not is_plain_name(name))
+    bad += sorted(name for name in manifest.replaced_files if not name or set(name) & set("/\\:\0") or name == "..")
     if bad:
         raise _disagrees(MANIFEST_FILE, f"file names {bad}")
     if stored.keys() != manifest.weights.keys():
@@ -171,25 +173,32 @@ def _inexact(manifest: Manifest, stored: dict[str, list[WrittenTensor]]) -> tupl
         piece.source
         for weight, pieces in manifest.weights.items()
         for piece in pieces
-        if stored[weight][0].layout != SOURCE and (len(stored[weight]) > 1 or was_rounded(piece))
+        if stored[weight][0].layout != SOURCE and (_is_quantized(stored[weight]) or was_rounded(piece))
     )
 
 
-def _statement(manifest: Manifest, inexact: tuple[str, ...]) -> tuple[str, ...]:
+def _is_quantized(tensors: list[WrittenTensor]) -> bool:
+    return any(tensor.layout in SCALES for tensor in tensors)
+
+
+def _statement(manifest: Manifest, stored: dict[str, list[WrittenTensor]], inexact: tuple[str, ...]) -> tuple[str, ...]:
     """Say in sentences what does not come back with the original's bits."""
-    if not inexact:
-        return ()
-    options, lost = manifest.options, []
-    if options.quantized:
-        kind = {"mxfp8": "MXFP8 (e4m3 codes)", "mxfp4": "MXFP4 (e2m1 codes)"}[options.precision]
-        lost.append(
-            f"{len(inexact)} tensors (first: {inexact[0]}) went through {kind} with one power-of-two scale per 32 "
-            f"values (scale rule {options.rule}). They come back as code times scale, rounded to their original dtype: "
-            "the values the kernels compute with. The original values are gone; keep the original checkpoint."
+    quantized = {
+        piece.source for weight, pieces in manifest.weights.items() if _is_quantized(stored[weight]) for piece in pieces
+    }
+    sentences = []
+    if lost := [name for name in inexact if name in quantized]:
+        kind = {"mxfp8": "MXFP8 (e4m3 codes)", "mxfp4": "MXFP4 (e2m1 codes)"}[manifest.options.precision]
+        sentences.append(
+            f"{len(lost)} tensors (first: {lost[0]}) went through {kind} with one power-of-two scale per 32 values "
+            f"(scale rule {manifest.options.rule}). They come back as code times scale, rounded to their original "
+            "dtype: the values the kernels compute with. The original values are gone; keep the original checkpoint."
         )
-    else:
-        lost.append(rounding_note(manifest) or f"{len(inexact)} tensors (first: {inexact[0]}) were rounded to bf16.")
-    return tuple(lost)
+    if lost := [name for name in inexact if name not in quantized]:
+        sentences.append(
+            f"{len(lost)} tensors (first: {lost[0]}) were rounded to bf16 and come back as the rounded values."
+        )
+    return tuple(sentences)
 
 
 def _write_side_files(converted: Path, folder: Path, manifest: Manifest) -> None:

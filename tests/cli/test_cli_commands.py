@@ -15,7 +15,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_neuron_moe.cli.main import main
-from hf_neuron_moe.errors import ConversionError
+from hf_neuron_moe.errors import DestinationError
 
 
 class Result(NamedTuple):
@@ -82,16 +82,18 @@ def test_convert_and_export_round_trip(model_dir, run, tmp_path):
     assert back.read_bytes() == original.read_bytes()
 
 
-def test_refusal_is_one_line_with_exit_code_1(model_dir, run, tmp_path):
+def test_refusal_is_one_line_with_the_exit_code_of_its_kind(model_dir, run, tmp_path):
     (tmp_path / "dst").mkdir()
     result = run("convert", model_dir, tmp_path / "dst")
-    assert (result.code, result.out) == (1, "")
+    assert (result.code, result.out) == (4, "")
     assert result.err.count("\n") == 1
     assert "--force" in result.err
     as_json = run("convert", model_dir, tmp_path / "dst", "--json")
-    assert as_json.code == 1
-    assert json.loads(as_json.out)["error"] == "ConversionError"
-    with pytest.raises(ConversionError):
+    assert (as_json.code, as_json.err) == (4, "")
+    told = json.loads(as_json.out)
+    assert (told["ok"], told["error"], told["kind"], told["exit_code"]) == (False, "DestinationError", "destination", 4)
+    assert told["message"] == result.err.strip()
+    with pytest.raises(DestinationError):
         run("--debug", "convert", model_dir, tmp_path / "dst")
     assert list((tmp_path / "dst").iterdir()) == []
 
@@ -119,9 +121,11 @@ def test_plan_needs_only_the_configuration(model_dir, run, tmp_path):
 @pytest.mark.parametrize("command", ["plan", "convert", "export"])
 def test_what_is_no_folder_is_named_for_what_it_is(command, model_dir, run, tmp_path):
     rest = [] if command == "plan" else [tmp_path / "dst"]
+    # Only convert asks the Hub (in tests: its empty local cache); the others want a folder.
+    at_hub = "and from the Hub" if command == "convert" else "Hub ids are not looked up"
     cases = {
         tmp_path / "nowhere": "got no such folder. Check the spelling",
-        Path("some-org/some-model"): "got no such folder. Hub ids are not looked up.*hf download some-org/some-model",
+        Path("some-org/some-model"): f"got no such folder.* {at_hub}.*hf download some-org/some-model",
         model_dir / "config.json": f"got a file. Give the folder it lies in: {re.escape(str(model_dir))}",
     }
     for given, told in cases.items():
@@ -146,7 +150,7 @@ def test_a_folder_of_the_wrong_kind_is_sent_to_the_right_command(model_dir, run,
     assert (stock.code, stock.err.count("nothing to export")) == (1, 1)
     assert run("export", tmp_path / "empty", tmp_path / "new").err.startswith("export: ")
     taken = run("export", tmp_path / "dst", tmp_path / "empty")
-    assert taken.code == 1
+    assert taken.code == 4
     assert taken.err.startswith("export: ") and "--force" not in taken.err
     assert not (tmp_path / "new").exists()
 
@@ -156,7 +160,7 @@ def test_damage_is_reported_under_the_command_that_met_it(model_dir, run, tmp_pa
     (shard,) = (tmp_path / "dst").glob("*.safetensors")
     shard.write_bytes(shard.read_bytes()[:-3])
     told = run("export", tmp_path / "dst", tmp_path / "back")
-    assert told.code == 1
+    assert told.code == 3
     assert told.err.startswith(f"export: {shard.name}")
 
 

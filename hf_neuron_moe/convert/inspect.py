@@ -1,0 +1,206 @@
+"""What a checkpoint holds: tensors by layout, their sizes, and how far they are from a source."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hf_neuron_moe.convert.comparison import Comparison, operands_of
+from hf_neuron_moe.convert.folder import check_checkpoint
+from hf_neuron_moe.convert.manifest import MANIFEST_FILE, Manifest, WrittenTensor, read_manifest
+from hf_neuron_moe.convert.orientations import SCALES, SOURCE
+from hf_neuron_moe.convert.probe import in_db, number
+from hf_neuron_moe.convert.read import open_tensors
+from hf_neuron_moe.convert.source import nbytes_of, read_header, read_source
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class TensorFacts:
+    """One tensor.
+
+    Attributes:
+        name: its name in the file.
+        file: the file.
+        dtype: safetensors dtype.
+        shape: shape as stored.
+        nbytes: bytes of data.
+        layout: how its values lie.
+        details: orientation, rank, scale layout and padding, where they say something.
+        sqnr: signal to noise in dB against the source: the least of its experts. Infinite where equal, None where not
+            compared.
+    """
+
+    name: str
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    layout: str
+    details: str = ""
+    sqnr: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """What ``--json`` prints."""
+        return {**asdict(self), "sqnr": None if self.sqnr is None else number(self.sqnr)}
+
+
+@dataclass(frozen=True)
+class InspectReport:
+    """A checkpoint's contents.
+
+    Attributes:
+        directory: the folder.
+        kind: ``"conversion"`` or ``"checkpoint"``.
+        options: the conversion's options; empty for a checkpoint.
+        tensors: every tensor.
+    """
+
+    directory: Path
+    kind: str
+    options: dict[str, Any]
+    tensors: tuple[TensorFacts, ...]
+
+    @property
+    def layouts(self) -> dict[str, dict[str, int]]:
+        """Tensors and bytes by layout."""
+        totals: dict[str, dict[str, int]] = {}
+        for tensor in self.tensors:
+            entry = totals.setdefault(tensor.layout, {"tensors": 0, "bytes": 0})
+            entry["tensors"] += 1
+            entry["bytes"] += tensor.nbytes
+        return totals
+
+    def to_dict(self) -> dict[str, Any]:
+        """What ``--json`` prints."""
+        return {
+            "ok": True,
+            "directory": str(self.directory),
+            "kind": self.kind,
+            "options": self.options,
+            "bytes": sum(tensor.nbytes for tensor in self.tensors),
+            "files": len({tensor.file for tensor in self.tensors}),
+            "layouts": self.layouts,
+            "tensors": [tensor.to_dict() for tensor in self.tensors],
+        }
+
+    def to_text(self, *, every: bool = False) -> str:
+        """A table: one line per kind of tensor (numbers in names replaced by ``*``), or per tensor."""
+        files = len({tensor.file for tensor in self.tensors})
+        nbytes = sum(tensor.nbytes for tensor in self.tensors)
+        lines = [f"{self.directory}: {self.kind}, {len(self.tensors)} tensors, {nbytes:,} bytes in {files} files"]
+        if self.options:
+            lines.append("options: " + ", ".join(f"{key} {value}" for key, value in self.options.items()))
+        lines += [
+            f"  {layout}: {entry['tensors']} tensors, {entry['bytes']:,} bytes"
+            for layout, entry in self.layouts.items()
+        ]
+        rows = [_row(tensor.name, [tensor]) for tensor in self.tensors] if every else self._kinds()
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)] if rows else []
+        for row in rows:
+            cells = [cell.ljust(width) for cell, width in zip(row, widths)]
+            lines.append("  ".join([*cells, row[-1]]).rstrip())
+        return "\n".join(lines)
+
+    def _kinds(self) -> list[tuple[str, ...]]:
+        kinds: dict[tuple[str, ...], list[TensorFacts]] = {}
+        for tensor in self.tensors:
+            pattern = re.sub(r"(?<=\.)\d+(?=\.)|(?<=\.tp)\d+$", "*", tensor.name)
+            kinds.setdefault((pattern, tensor.dtype, str(tensor.shape), tensor.layout), []).append(tensor)
+        return [_row(key[0], tensors) for key, tensors in kinds.items()]
+
+
+def inspect_checkpoint(
+    directory: Path, source: Path | None = None, *, progress: Progress | None = None
+) -> InspectReport:
+    """Describe a conversion or an ordinary checkpoint.
+
+    Args:
+        directory: the folder.
+        source: the checkpoint that a conversion was made of; every converted tensor is then compared with it.
+        progress: called with bytes compared and bytes in all.
+
+    Raises:
+        ConversionError: neither a conversion nor a checkpoint, or the files are damaged, or the source is not the one
+            it was made of.
+    """
+    if not (directory / MANIFEST_FILE).is_file():
+        return _inspect_source(directory)
+    manifest = read_manifest(directory)
+    for file in dict.fromkeys(tensor.file for tensor in manifest.tensors):
+        read_header(directory / file, "inspect")
+    tensors = {tensor.name: _facts(tensor) for tensor in manifest.tensors}
+    if source is not None:
+        check_checkpoint(source, "inspect")
+        for name, sqnr in _errors(directory, source, manifest, progress or (lambda done, total: None)).items():
+            tensors[name] = replace(tensors[name], sqnr=sqnr)
+    return InspectReport(directory, "conversion", asdict(manifest.options), tuple(tensors.values()))
+
+
+def _inspect_source(directory: Path) -> InspectReport:
+    check_checkpoint(directory, "inspect")
+    found = read_source(directory).tensors.values()
+    tensors = [TensorFacts(t.name, t.file, t.dtype, t.shape, t.nbytes, "Hugging Face") for t in found]
+    return InspectReport(directory, "checkpoint", {}, tuple(tensors))
+
+
+def _facts(tensor: WrittenTensor) -> TensorFacts:
+    details = [tensor.orientation] if tensor.layout != SOURCE else []
+    if tensor.tp_rank is not None:
+        details.append(f"rank {tensor.tp_rank}")
+    if tensor.scale_layout is not None:
+        details.append(f"{tensor.scale_layout} scales")
+    if tensor.padding:
+        details.append("padded " + ", ".join(f"{axis} by {count}" for axis, count in sorted(tensor.padding.items())))
+    nbytes = nbytes_of(tensor.dtype, tensor.shape)
+    return TensorFacts(tensor.name, tensor.file, tensor.dtype, tensor.shape, nbytes, tensor.layout, ", ".join(details))
+
+
+def _errors(directory: Path, source: Path, manifest: Manifest, progress: Progress) -> dict[str, float]:
+    """Signal to noise of every tensor that holds converted values, the least of its experts."""
+    weights = dict.fromkeys(t.weight for t in manifest.tensors if t.layout not in (SOURCE, *SCALES))
+    total = sum(nbytes_of(piece.dtype, piece.shape) for weight in weights for piece in manifest.weights[weight])
+    done = 0
+    errors: dict[str, float] = {}
+    with open_tensors(source, "inspect") as original, open_tensors(directory, "inspect") as stored:
+        comparison = Comparison(manifest, original, stored)
+        for weight in weights:
+            count = comparison.experts_of(weight)
+            for expert in [None] if count is None else range(count):
+                matrix_FK = comparison.original(weight, expert)
+                for operand in operands_of(manifest, weight):
+                    pair = comparison.pair(operand, matrix_FK, expert)
+                    errors[pair.name] = _worse(errors.get(pair.name, math.inf), pair.sqnr)
+                done += matrix_FK.numel() * matrix_FK.itemsize
+                progress(done, total)
+    return errors
+
+
+def _worse(first: float, second: float) -> float:
+    """The smaller of two, where NaN is smaller than every number."""
+    return math.nan if math.isnan(first) or math.isnan(second) else min(first, second)
+
+
+def _row(name: str, tensors: list[TensorFacts]) -> tuple[str, ...]:
+    first = tensors[0]
+    known = [tensor.sqnr for tensor in tensors if tensor.sqnr is not None]
+    worst = known[0] if known else None
+    for value in known[1:]:
+        assert worst is not None
+        worst = _worse(worst, value)
+    details = ", ".join({tensor.details: None for tensor in tensors if "rank" not in tensor.details}) or first.details
+    return (
+        name,
+        f"{len(tensors)}x",
+        first.dtype,
+        str(list(first.shape)),
+        first.layout,
+        f"{sum(tensor.nbytes for tensor in tensors):,} B",
+        "" if worst is None else f"SQNR {in_db(worst)}",
+        details,
+    )

@@ -1,0 +1,248 @@
+"""What ``verify`` can tell from the files themselves: checksums, agreement, coverage, finite values.
+
+Every function returns findings as pairs of a subject (a file or tensor) and a message, and says what it covered.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_neuron_moe.convert.manifest import MANIFEST_FILE, Manifest, Piece, WrittenTensor, header_metadata
+from hf_neuron_moe.convert.orientations import MOE_WORDS, SCALES, SOURCE
+from hf_neuron_moe.convert.read import TensorReader, open_tensors
+from hf_neuron_moe.convert.source import read_header
+from hf_neuron_moe.convert.write import INDEX_OUT
+from hf_neuron_moe.errors import ConversionError
+
+Found = list[tuple[str, str]]
+Step = Callable[[int], None]
+"""Called with the bytes just read."""
+
+CHUNK_BYTES = 1 << 23
+
+_FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
+
+
+def check_files(converted: Path, manifest: Manifest, step: Step) -> tuple[Found, str]:
+    """Compare every file's bytes with the manifest's checksums."""
+    found: Found = []
+    shards = sorted({tensor.file for tensor in manifest.tensors})
+    expected = manifest.file_sha256 or dict.fromkeys(shards, "")
+    for file in shards:
+        if file not in expected:
+            found.append((MANIFEST_FILE, f"no checksum of {file}"))
+    for file, checksum in sorted(expected.items()):
+        path = converted / file
+        if not _is_name(file):
+            found.append((MANIFEST_FILE, f"file name {file!r} leads out of the folder"))
+        elif path.is_symlink() or not path.is_file():
+            found.append((file, "missing"))
+        elif file in shards and (not checksum or checksum != sha256_of(path, step)):
+            found += _damage_of(path, [tensor for tensor in manifest.tensors if tensor.file == file], bool(checksum))
+        elif file not in shards and checksum != sha256_of(path, step):
+            found.append((file, "its bytes are not those that were written"))
+    known = {*expected, *shards}
+    for path in sorted(converted.glob("*.safetensors")):
+        if path.name not in known:
+            found.append((path.name, "not part of the conversion"))
+    return found, f"checksums of {len(expected)} files"
+
+
+def check_coverage(converted: Path, manifest: Manifest) -> tuple[Found, str]:
+    """Compare manifest, index and headers, and check that sources fill every weight once and without a gap."""
+    found: Found = []
+    names = [tensor.name for tensor in manifest.tensors]
+    found += [(name, "twice in the manifest") for name in sorted({name for name in names if names.count(name) > 1})]
+    stored = {tensor.weight for tensor in manifest.tensors}
+    found += [(weight, "no tensor stores it") for weight in sorted(manifest.weights.keys() - stored)]
+    found += [
+        (weight, "the manifest does not say what it was made of") for weight in sorted(stored - manifest.weights.keys())
+    ]
+    sources = [piece.source for pieces in manifest.weights.values() for piece in pieces]
+    found += [(name, "used twice") for name in sorted({name for name in sources if sources.count(name) > 1})]
+    layouts = {tensor.weight: tensor.layout for tensor in manifest.tensors}
+    for weight, pieces in manifest.weights.items():
+        if layouts.get(weight) not in (None, SOURCE):
+            found += [(weight, message) for message in _gaps(pieces)]
+    for file in sorted({tensor.file for tensor in manifest.tensors}):
+        found += _header_differences(converted / file, [tensor for tensor in manifest.tensors if tensor.file == file])
+    found += _index_differences(converted / INDEX_OUT, manifest)
+    return found, f"{len(sources)} source tensors in {len(manifest.weights)} weights, {len(names)} stored tensors"
+
+
+def check_finite(converted: Path, manifest: Manifest, files: set[str], step: Step) -> tuple[Found, str]:
+    """Look for NaN and infinity in every tensor of the readable files."""
+    found: Found = []
+    looked = 0
+    with open_tensors(converted, "verify") as reader:
+        for tensor in manifest.tensors:
+            if tensor.file not in files:
+                continue
+            looked += 1
+            count = _nonfinite(tensor, reader, step)
+            if count:
+                found.append((f"{tensor.file}: {tensor.name}", f"{count:,} NaN or infinite values"))
+    return found, f"{looked} tensors"
+
+
+def check_source(source: Path, manifest: Manifest, step: Step) -> tuple[Found, str]:
+    """Check that the source is the one the conversion was made of: sizes, checksums, tensors."""
+    found: Found = []
+    for file, size in sorted(manifest.source_files.items()):
+        path = source / file
+        if not _is_name(file) or not path.is_file():
+            found.append((f"source {file}", "missing"))
+        elif path.stat().st_size != size:
+            found.append((f"source {file}", f"{path.stat().st_size} bytes, converted were {size}"))
+        elif file in manifest.source_sha256 and sha256_of(path, step) != manifest.source_sha256[file]:
+            found.append((f"source {file}", "its bytes are not those that were converted"))
+    if found:
+        return found, f"{len(manifest.source_files)} files"
+    pieces = {p.source: (p.file, p.dtype, p.shape) for group in manifest.weights.values() for p in group}
+    try:
+        headers = [read_header(source / file, "verify")[0] for file in manifest.source_files]
+    except ConversionError as error:
+        return [("source", str(error))], f"{len(manifest.source_files)} files"
+    tensors = {t.name: (t.file, t.dtype, t.shape) for header in headers for t in header.values()}
+    for name in sorted(pieces.keys() ^ tensors.keys()):
+        found.append((name, "not converted" if name in tensors else "not in the source"))
+    found += [
+        (name, "another file, dtype or shape in the source")
+        for name in sorted(pieces.keys() & tensors.keys())
+        if pieces[name] != tensors[name]
+    ]
+    return found, f"{len(manifest.source_files)} files, {len(tensors)} tensors"
+
+
+def readable_files(converted: Path, manifest: Manifest) -> set[str]:
+    """Shards whose headers are whole and describe what the manifest says."""
+    return {
+        file
+        for file in {tensor.file for tensor in manifest.tensors}
+        if not _header_differences(converted / file, [tensor for tensor in manifest.tensors if tensor.file == file])
+    }
+
+
+def sha256_of(path: Path, step: Step) -> str:
+    """Checksum of a file, read in chunks."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            digest.update(chunk)
+            step(len(chunk))
+    return digest.hexdigest()
+
+
+def _is_name(file: str) -> bool:
+    return bool(file) and not set(file) & set("/\\:\0") and file not in (".", "..")
+
+
+def _damage_of(path: Path, tensors: list[WrittenTensor], checksum_differs: bool) -> Found:
+    """Say as closely as possible what is wrong with a shard: its header, or which tensors."""
+    found = _header_differences(path, tensors)
+    if not found:
+        with open_tensors(path.parent, "verify") as reader:
+            for tensor in tensors:
+                digest = hashlib.sha256()
+                for part in reader.chunks(tensor.file, tensor.name):
+                    digest.update(part.numpy().data)
+                if digest.hexdigest() != tensor.sha256:
+                    found.append((f"{path.name}: {tensor.name}", "its bytes are not those that were written"))
+    if checksum_differs and not found:
+        found = [(path.name, "its header's bytes are not those that were written")]
+    return found
+
+
+def _header_differences(path: Path, tensors: list[WrittenTensor]) -> Found:
+    if not path.is_file():
+        return [(path.name, "missing")]
+    try:
+        header, metadata = read_header(path, "verify")
+    except ConversionError as error:
+        return [(path.name, str(error))]
+    expected = {tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors}
+    actual = {name: (entry.dtype, entry.shape) for name, entry in header.items()}
+    found: Found = []
+    for name in sorted(expected.keys() | actual.keys()):
+        if name not in actual:
+            found.append((f"{path.name}: {name}", "not in the file"))
+        elif expected.get(name) != actual[name]:
+            found.append((f"{path.name}: {name}", "not what the manifest describes"))
+    wanted = header_metadata(tensors)
+    found += [
+        (path.name, f"metadata {key} differs from the manifest")
+        for key in sorted(wanted.keys() & metadata.keys())
+        if metadata[key] != wanted[key]
+    ]
+    return found
+
+
+def _index_differences(path: Path, manifest: Manifest) -> Found:
+    try:
+        content: Any = json.loads(path.read_text(encoding="utf-8"))
+        named = content["weight_map"]
+    except FileNotFoundError:
+        return [(path.name, "missing")]
+    except (ValueError, KeyError, TypeError) as error:
+        return [(path.name, f"damaged: {type(error).__name__}: {error}")]
+    expected = {tensor.name: tensor.file for tensor in manifest.tensors}
+    if named == expected:
+        return []
+    wrong = sorted(name for name in expected.keys() | named.keys() if expected.get(name) != named.get(name))
+    return [(path.name, f"another file for {wrong[0]} than in the manifest")]
+
+
+def _gaps(pieces: Iterable[Piece]) -> list[str]:
+    """Whether pieces fill a fused weight: every expert, every row, once."""
+    rows: dict[int | None, list[tuple[int, int]]] = {}
+    columns = set()
+    for piece in pieces:
+        rows.setdefault(piece.expert, []).append((piece.rows.start, piece.rows.stop))
+        columns.add(piece.shape[-2 if piece.transposed else -1])
+    messages = []
+    experts = sorted(expert for expert in rows if expert is not None)
+    if experts and (experts != list(range(len(experts))) or None in rows):
+        messages.append(f"made of experts {experts}")
+    if len(columns) > 1:
+        messages.append(f"made of matrices with {sorted(columns)} columns")
+    ends = set()
+    for expert, spans in rows.items():
+        end = 0
+        for start, stop in sorted(spans):
+            if start != end:
+                place = "" if expert is None else f" of expert {expert}"
+                messages.append(
+                    f"rows {min(start, end)} to {max(start, end)}{place} have {'no' if start > end else 'two'} sources"
+                )
+            end = stop
+        ends.add(end)
+    if len(ends) > 1:
+        messages.append(f"experts with {sorted(ends)} rows")
+    return messages
+
+
+def _nonfinite(tensor: WrittenTensor, reader: TensorReader, step: Step) -> int:
+    count = 0
+    for part in reader.chunks(tensor.file, tensor.name):
+        step(part.numel())
+        count += _count(part, tensor)
+    return count
+
+
+def _count(part: Tensor, tensor: WrittenTensor) -> int:
+    if tensor.layout in SCALES or tensor.dtype == "F8_E8M0":
+        return int((part == 255).sum())
+    if tensor.dtype in _FLOATS:
+        return int((~part.view(_FLOATS[tensor.dtype]).isfinite()).sum())
+    if tensor.dtype == "F8_E4M3" or tensor.layout == MOE_WORDS["mxfp8"]:
+        return int((part & 0x7F == 0x7F).sum())
+    if tensor.dtype == "F8_E5M2":
+        return int((part & 0x7F >= 0x7C).sum())
+    return 0
