@@ -21,7 +21,7 @@ from hf_neuron_moe.errors import ConfigError, refuse
 from hf_neuron_moe.formats.checks import check_dtype, check_equal_shape, check_float, check_multiple, check_tensor
 from hf_neuron_moe.formats.constants import E4M3FN, E5M2, ElementFormat, unknown_name
 from hf_neuron_moe.formats.elements import decode
-from hf_neuron_moe.formats.fp8_rounding import round_to_fp8_
+from hf_neuron_moe.formats.fp8_rounding import check_randomness, round_to_fp8_
 
 SCALE_EPSILON = 1e-10
 """Added to a group's largest magnitude so that an all-zero group has a usable scale (COAT: SCALE_MIN_THRES)."""
@@ -113,11 +113,13 @@ def group_quantize_fp8(
     Raises:
         DTypeError: `x_MN` is not bf16, fp16 or fp32.
         ShapeError: N is not a positive multiple of `group_size`.
-        ConfigError: `group_size` is not positive, or unknown `fp8`.
+        ConfigError: `group_size` is not positive, unknown `fp8`, `stochastic` is no bool, `generator` no generator.
+        DeviceError: `generator` belongs to another kind of device.
     """
     where = "group_quantize_fp8"
     fmt = fp8_format(fp8, where=where)
     rows_MN = _rows(x_MN, group_size, where=where)
+    check_randomness(stochastic, generator, x_MN.device, where=where)
     M, N = rows_MN.shape
     codes_MN = torch.empty(M, N, dtype=fmt.dtype, device=x_MN.device)
     scales_MG = torch.empty(M, N // group_size, dtype=torch.bfloat16, device=x_MN.device)
@@ -173,7 +175,7 @@ def _rows(x_MN: Tensor, group_size: int, *, where: str) -> Tensor:
     """View ``[..., N]`` as ``[M, N]``, checked and detached."""
     check_tensor(x_MN, where=where, argument="x")
     check_float(x_MN, where=where, argument="x")
-    if group_size <= 0:
+    if isinstance(group_size, bool) or not isinstance(group_size, int) or group_size <= 0:
         raise refuse(
             ConfigError,
             where=where,

@@ -12,13 +12,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.errors import ConfigError, ShapeError, nearest, refuse
+from hf_neuron_moe.errors import ConfigError, DTypeError, ShapeError, nearest, refuse
 from hf_neuron_moe.formats.constants import E4M3FN, E5M2, ElementFormat
-from hf_neuron_moe.formats.fp8_rounding import round_to_fp8_
+from hf_neuron_moe.formats.fp8_rounding import check_randomness, round_to_fp8_
 from hf_neuron_moe.formats.group_fp8 import FP8_DTYPES, dequantize_groups, row_chunks
-from hf_neuron_moe.kernels.checks import check_dtype
+from hf_neuron_moe.kernels.checks import check_dtype, check_flags
 
-SCALE_DTYPES = (torch.bfloat16, torch.float32, torch.float16)
+SCALE_DTYPES = (torch.bfloat16, torch.float32)
+"""Not fp16: a scale is ``amax / 448`` or ``amax / 57344`` and smaller than fp16's smallest number for common values."""
+
 VALUE_DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 
 _FP8_NAMES = {"E4M3": E4M3FN, "E5M2": E5M2}
@@ -85,14 +87,28 @@ def check_grouped(x: Tensor, s_x: Tensor, QB: int, *, where: str, names: tuple[s
     """Check an FP8 operand and its group scales.
 
     Raises:
-        DTypeError: codes that are not FP8, scales that are not bf16, fp16 or fp32.
+        DTypeError: codes that are not FP8, scales that are not bf16 or fp32.
         ShapeError: codes that are not 2-D or 3-D; scales that are not ``[..., N/QB]`` of the same rank.
         ConfigError: a group size that is not a positive integer.
     """
     check_matrix(x, tuple(FP8_DTYPES), where=where, argument=names[0])
-    check_dtype(s_x, SCALE_DTYPES, where=where, argument=names[1])
+    check_scale_dtype(s_x, where=where, argument=names[1])
     check_group_size(QB, x.shape[-1], where=where)
     check_like(s_x, (*x.shape[:-1], x.shape[-1] // QB), where=where, argument=names[1], of=f"scales of {names[0]}")
+
+
+def check_scale_dtype(scales: Tensor, *, where: str, argument: str) -> None:
+    """Refuse scales that are not bf16 or fp32 (DTypeError), fp16 ones with the reason."""
+    if isinstance(scales, Tensor) and scales.dtype == torch.float16:
+        raise refuse(
+            DTypeError,
+            where=where,
+            argument=argument,
+            expected="bf16 or fp32 (the scale 1e-10/448 of a zero group, and that of a small one, is 0 in fp16)",
+            got=str(scales.dtype),
+            remedy="Convert it with .to(torch.float32).",
+        )
+    check_dtype(scales, SCALE_DTYPES, where=where, argument=argument)
 
 
 def check_like(tensor: Tensor, shape: tuple[int, ...], *, where: str, argument: str, of: str) -> None:
@@ -142,8 +158,12 @@ def quantize_with_scale(
     return codes_MN, codes_NM
 
 
-def check_rounding(stochastic: bool, quantized: bool, *, where: str) -> None:
-    """Refuse stochastic rounding where nothing is rounded to FP8 (ConfigError)."""
+def check_rounding(
+    stochastic: bool, quantized: bool, generator: torch.Generator | None, device: torch.device, *, where: str
+) -> None:
+    """Refuse stochastic rounding where nothing is rounded to FP8, and options of another type (ConfigError)."""
+    check_randomness(stochastic, generator, device, where=where, argument="g")
+    check_flags({"output_quantized_transpose": quantized}, where=where)
     if stochastic and not quantized:
         raise refuse(
             ConfigError,

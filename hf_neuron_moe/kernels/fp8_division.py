@@ -7,18 +7,21 @@ Source: NVlabs/COAT ``coat/activation/real_quantization/_division_transpose.py``
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.errors import ShapeError, refuse
+from hf_neuron_moe.errors import ConfigError, ShapeError, refuse
+from hf_neuron_moe.formats.fp8_rounding import check_randomness
 from hf_neuron_moe.formats.group_fp8 import SCALE_EPSILON
-from hf_neuron_moe.kernels.checks import check_dtype
+from hf_neuron_moe.kernels.checks import check_flags
 from hf_neuron_moe.kernels.fp8_common import (
-    SCALE_DTYPES,
     VALUE_DTYPES,
     as_rows,
     check_group_size,
     check_matrix,
+    check_scale_dtype,
     fp8_type,
     quantize_with_scale,
 )
@@ -44,7 +47,8 @@ def fp8_division_transpose(
         x: bf16, fp16 or fp32 ``[M, N]`` or ``[b, s, N]``.
         QB: group size of the operator that produced `x`; it must divide N and has no effect on values.
         fp8type: ``"E4M3"``, ``"E5M2"``, or the torch dtype.
-        s_y: scale of one element; ``(max|x| + 1e-10) / fp8_max`` in the dtype of `x` if None.
+        s_y: scale of one element, bf16 or fp32, positive and finite (checked where it is in host memory);
+            ``(max|x| + 1e-10) / fp8_max`` if None, in the dtype of `x`, or fp32 for fp16, which would round it to 0.
         stochastic: unbiased stochastic rounding instead of nearest. Upstream's uses one fixed seed, always; here
             every call draws new random numbers.
         only_transposed: leave out the codes in the layout of `x`.
@@ -57,14 +61,20 @@ def fp8_division_transpose(
     Raises:
         DTypeError: `x` or `s_y` of another dtype.
         ShapeError: `x` is not 2-D or 3-D, N is no multiple of `QB`, or `s_y` has more than one element.
-        ConfigError: unknown `fp8type`, or `QB` is not a positive integer.
+        ConfigError: unknown `fp8type`, `QB` is not a positive integer, `s_y` is not positive and finite, a switch that
+            is no bool, or a `generator` that is none.
+        DeviceError: `generator` belongs to another kind of device.
     """
     fmt = fp8_type(fp8type, where=_WHERE)
     check_matrix(x, VALUE_DTYPES, where=_WHERE, argument="x")
     check_group_size(QB, x.shape[-1], where=_WHERE)
+    check_randomness(stochastic, generator, x.device, where=_WHERE)
+    check_flags({"only_transposed": only_transposed}, where=_WHERE)
     rows = as_rows(x)
     if s_y is None:
-        scale = _amax(rows).add(SCALE_EPSILON).div(fmt.max)
+        largest = _amax(rows)
+        largest = largest.float() if x.dtype == torch.float16 else largest
+        scale = largest.add(SCALE_EPSILON).div(fmt.max)
     else:
         scale = _checked_scale(s_y)
     codes, transposed = quantize_with_scale(
@@ -82,7 +92,7 @@ def _amax(rows_MN: Tensor) -> Tensor:
 
 
 def _checked_scale(s_y: Tensor) -> Tensor:
-    check_dtype(s_y, SCALE_DTYPES, where=_WHERE, argument="s_y")
+    check_scale_dtype(s_y, where=_WHERE, argument="s_y")
     if s_y.numel() != 1:
         raise refuse(
             ShapeError,
@@ -92,4 +102,15 @@ def _checked_scale(s_y: Tensor) -> Tensor:
             got=str(list(s_y.shape)),
             remedy="Reduce group scales with .max() first.",
         )
-    return s_y.detach().reshape(())
+    scale = s_y.detach().reshape(())
+    # Elsewhere, reading the value would wait for everything queued on the device.
+    if scale.device.type == "cpu" and not 0 < float(scale) < math.inf:
+        raise refuse(
+            ConfigError,
+            where=_WHERE,
+            argument="s_y",
+            expected="positive and finite",
+            got=str(float(scale)),
+            remedy="Pass (max|x| + 1e-10) / fp8_max, or None to have it computed.",
+        )
+    return scale

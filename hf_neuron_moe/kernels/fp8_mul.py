@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hf_neuron_moe.errors import ConfigError, DTypeError, refuse
 from hf_neuron_moe.formats.group_fp8 import FP8_DTYPES, row_chunks, scale_of_groups
-from hf_neuron_moe.kernels.checks import check_same_device
+from hf_neuron_moe.kernels.checks import check_flags, check_same_device
 from hf_neuron_moe.kernels.fp8_common import (
     VALUE_DTYPES,
     as_rows,
@@ -50,7 +50,7 @@ def fp8_mul_forward(
 
     Args:
         x1: FP8 codes ``[M, N]`` or ``[b, s, N]``.
-        s_x1: their scales ``[..., N/QB]``, bf16, fp16 or fp32.
+        s_x1: their scales ``[..., N/QB]``, bf16 or fp32.
         x2: FP8 codes of the shape and dtype of `x1`.
         s_x2: their scales.
         QB: group size, a divisor of N. (Upstream's tiles want a divisor of 16.)
@@ -64,10 +64,11 @@ def fp8_mul_forward(
     Raises:
         DTypeError: codes that are not FP8 or of two different FP8 dtypes, or scales of another dtype.
         ShapeError: shapes that do not belong together.
-        ConfigError: 3-D input without `transpose_output_2d`, or `QB` is not a positive integer.
+        ConfigError: 3-D input without `transpose_output_2d`, one that is no bool, or `QB` is not a positive integer.
         DeviceError: operands on different devices.
     """
     where = "fp8_mul_forward"
+    check_flags({"transpose_output_2d": transpose_output_2d}, where=where)
     _check_operands(x1, s_x1, x2, s_x2, QB, where=where)
     if x1.dtype != x2.dtype:
         raise refuse(
@@ -120,7 +121,7 @@ def fp8_mul_backward(
 
     Args:
         x1: FP8 codes of the first factor (``silu(gate)``), ``[M, N]`` or ``[b, s, N]``.
-        s_x1: their scales ``[..., N/QB]``, bf16, fp16 or fp32.
+        s_x1: their scales ``[..., N/QB]``, bf16 or fp32.
         x2: FP8 codes of the second factor (``up``), same shape.
         s_x2: their scales.
         g: gradient of the product, bf16 (documented), fp16 or fp32, same shape.
@@ -139,7 +140,8 @@ def fp8_mul_backward(
     Raises:
         DTypeError: operands of another dtype.
         ShapeError: shapes that do not belong together.
-        ConfigError: unknown `fp8type`, `QB` is not a positive integer, or `stochastic` without quantised output.
+        ConfigError: unknown `fp8type`, `QB` is not a positive integer, `stochastic` without quantised output, a switch
+            that is no bool, or a `generator` that is none.
         DeviceError: operands on different devices.
     """
     where = "fp8_mul_backward"
@@ -148,7 +150,7 @@ def fp8_mul_backward(
     check_matrix(g, VALUE_DTYPES, where=where, argument="g")
     check_like(g, tuple(x1.shape), where=where, argument="g", of="the shape of x1")
     check_same_device({"x1": x1, "g": g}, where=where)
-    check_rounding(stochastic, output_quantized_transpose, where=where)
+    check_rounding(stochastic, output_quantized_transpose, generator, g.device, where=where)
     rows1, rows2, scales1, scales2, gradient = (as_rows(tensor) for tensor in (x1, x2, s_x1, s_x2, g))
     y1 = torch.empty(rows1.shape, dtype=torch.bfloat16, device=x1.device)
     y2 = torch.empty_like(y1)

@@ -35,7 +35,7 @@ def fp8_silu_forward(x: Tensor, s_x: Tensor, QB: int) -> tuple[Tensor, Tensor]:
 
     Args:
         x: FP8 codes ``[M, N]`` or ``[b, s, N]``.
-        s_x: their scales ``[..., N/QB]``, bf16, fp16 or fp32.
+        s_x: their scales ``[..., N/QB]``, bf16 or fp32.
         QB: group size, a divisor of N. (Upstream's tiles want a divisor of 16.)
 
     Returns:
@@ -77,7 +77,7 @@ def fp8_silu_backward(
 
     Args:
         x: FP8 codes of the pre-activation (``gate``), ``[M, N]`` or ``[b, s, N]``.
-        s_x: their scales ``[..., N/QB]``, bf16, fp16 or fp32.
+        s_x: their scales ``[..., N/QB]``, bf16 or fp32.
         g: gradient of the activation, bf16 (documented), fp16 or fp32, same shape as `x`.
         QB: group size, a divisor of N. (Upstream's tiles want a divisor of 16.)
         fp8type: format of the quantised result: ``"E4M3"``, ``"E5M2"``, or the torch dtype.
@@ -93,7 +93,8 @@ def fp8_silu_backward(
     Raises:
         DTypeError: operands of another dtype.
         ShapeError: shapes that do not belong together.
-        ConfigError: unknown `fp8type`, `QB` is not a positive integer, or `stochastic` without quantised output.
+        ConfigError: unknown `fp8type`, `QB` is not a positive integer, `stochastic` without quantised output, a switch
+            that is no bool, or a `generator` that is none.
         DeviceError: operands on different devices.
     """
     where = "fp8_silu_backward"
@@ -102,7 +103,7 @@ def fp8_silu_backward(
     check_matrix(g, VALUE_DTYPES, where=where, argument="g")
     check_like(g, tuple(x.shape), where=where, argument="g", of="the shape of x")
     check_same_device({"x": x, "s_x": s_x, "g": g}, where=where)
-    check_rounding(stochastic, output_quantized_transpose, where=where)
+    check_rounding(stochastic, output_quantized_transpose, generator, g.device, where=where)
     codes, scales, gradient = (as_rows(tensor) for tensor in (x, s_x, g))
     y = torch.empty(codes.shape, dtype=torch.bfloat16, device=x.device)
     s_y = torch.empty(scales.shape, dtype=torch.bfloat16, device=x.device)

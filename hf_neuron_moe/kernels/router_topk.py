@@ -164,7 +164,7 @@ class _Sigmoid(torch.autograd.Function):
 
 
 def _sigmoid(x: Tensor) -> Tensor:
-    values: Tensor = _Sigmoid.apply(x)  # type: ignore[no-untyped-call]  # torch's method has no hints
+    values: Tensor = _Sigmoid.apply(x)
     return values
 
 

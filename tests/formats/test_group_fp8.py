@@ -142,6 +142,12 @@ def test_refusals() -> None:
         group_quantize_fp8(x, 24)
     with pytest.raises(ConfigError, match="group_size"):
         group_quantize_fp8(x, 0)
+    with pytest.raises(ConfigError, match="group_size must be a positive number of elements, got '16'"):
+        group_quantize_fp8(x, "16")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="group_quantize_fp8: stochastic must be True or False, got 1"):
+        group_quantize_fp8(x, stochastic=1)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"generator must be a torch.Generator or None, got int"):
+        group_quantize_fp8(x, stochastic=True, generator=7)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="Did you mean 'e4m3'"):
         group_quantize_fp8(x, fp8="e4m3fn")
     with pytest.raises(DTypeError, match="float64"):

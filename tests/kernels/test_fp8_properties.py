@@ -168,6 +168,21 @@ def test_strided_operands_and_nothing_is_modified() -> None:
     assert all(torch.equal(bits(a), bits(b)) for a, b in zip(before, (q1, s1, q2, s2, wide)))
 
 
+@pytest.mark.parametrize("fp8type", ["E4M3", "E5M2"])
+@pytest.mark.parametrize("value", [0.0, 1e-6, 6e-8, 1.0, 60000.0])
+def test_scales_of_fp16_values_do_not_underflow(value: float, fp8type: str) -> None:
+    """(amax + 1e-10) / 57344 is below fp16's smallest number for any amax below 0.0017: the scale is fp32."""
+    x = torch.full((2, 32), value, dtype=torch.float16)
+    codes, scale, transposed = fp8_division_transpose(x, 16, fp8type)
+    assert scale.dtype == torch.float32
+    assert torch.equal(scale, (x.float().max() + 1e-10) / torch.tensor(LARGEST[fp8type]))
+    expected = (x.float() / scale).to(DTYPES[fp8type])
+    assert torch.equal(bits(codes), bits(expected))
+    assert torch.equal(bits(transposed), bits(expected).t())
+    # 448 of 448 or 1e-6 / (1e-6 + 1e-10) of it: at most half a step of the format away.
+    assert float((codes.float() * scale - value).abs().max()) <= value / 16
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_division_without_a_scale(dtype: torch.dtype) -> None:
     x = torch.randn(2, 5, 32).to(dtype)
@@ -264,6 +279,10 @@ def test_stochastic_backward_is_unbiased_and_follows_its_generator() -> None:
         ({"g": torch.ones(4, 32)}, ShapeError, "g must be of shape"),
         ({"g": torch.ones(4, 64, dtype=torch.float64)}, DTypeError, "g must be"),
         ({"stochastic": True}, ConfigError, "stochastic must be False unless output_quantized_transpose"),
+        ({"stochastic": 1}, ConfigError, "fp8_mul_backward: stochastic must be True or False, got 1"),
+        ({"output_quantized_transpose": "yes"}, ConfigError, "output_quantized_transpose must be True or False"),
+        ({"generator": 3}, ConfigError, "fp8_mul_backward: generator must be a torch.Generator or None, got int"),
+        ({"s_x1": torch.ones(4, 4, dtype=torch.float16)}, DTypeError, "s_x1 must be bf16 or fp32 .*is 0 in fp16"),
     ],
 )
 def test_refusals_of_the_backward(change: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -289,5 +308,23 @@ def test_refusals_of_the_others() -> None:
         fp8_division_transpose(g.view(1, 1, 4, 64), 16, "E5M2")
     with pytest.raises(ShapeError, match="s_y must be one scale"):
         fp8_division_transpose(g, 16, "E5M2", s1)
+    for bad in (0.0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(ConfigError, match=f"s_y must be positive and finite, got {bad}"):
+            fp8_division_transpose(g, 16, "E5M2", torch.tensor([bad]))
+    half = s1.to(torch.float16)
+    for call in (
+        lambda: fp8_division_transpose(g, 16, "E5M2", half.max()),
+        lambda: fp8_mul_forward(q1, half, q2, half, 16),
+        lambda: fp8_silu_forward(q1, half, 16),
+        lambda: fp8_silu_backward(q1, half, g, 16, "E5M2"),
+    ):
+        with pytest.raises(DTypeError, match=r"must be bf16 or fp32 .*is 0 in fp16.*Convert it with"):
+            call()
+    with pytest.raises(ConfigError, match="fp8_mul_forward: transpose_output_2d must be True or False, got 1"):
+        fp8_mul_forward(q1, s1, q2, s2, 16, 1)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="fp8_division_transpose: only_transposed must be True or False"):
+        fp8_division_transpose(g, 16, "E5M2", only_transposed=None)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="fp8_silu_backward: stochastic must be True or False"):
+        fp8_silu_backward(q1, s1, g, 16, "E5M2", stochastic=torch.tensor(True))  # type: ignore[arg-type]
     with pytest.raises(ShapeError, match="QB must be a divisor"):
         fp8_division_transpose(g, 48, "E5M2")
