@@ -33,11 +33,52 @@ _ROW_CHUNK = 1024
 
 
 @dataclass(frozen=True)
-class BlockedCheckpoints(Checkpoints):
-    """Pre-activations in the kernels' layout ``[N, 2, I, B]``, brought into fp32 rows one expert at a time.
+class BlockedRows:
+    """Half of the pre-activations in the kernels' layout ``[N, 2, I, B]``, read as rows, tile by tile.
 
-    The result of :meth:`rows` is valid until the next call.
+    Attributes:
+        values: the checkpoint.
+        half: 0 gate, 1 up.
+        slot_R: the rows' slots.
+        first: the slot of the first row if the rows lie in consecutive slots, else -1.
+        scratch: holds the tile in fp32.
     """
+
+    values: Tensor
+    half: int
+    slot_R: Tensor
+    first: int
+    scratch: Scratch
+
+    @property
+    def shape(self) -> torch.Size:
+        """``[R, I]``."""
+        return torch.Size((len(self.slot_R), self.values.shape[2]))
+
+    def rows(self, start: int, end: int) -> BlockedRows:
+        """Return the rows ``start..end``."""
+        first = -1 if self.first < 0 else self.first + start
+        return BlockedRows(self.values, self.half, self.slot_R[start:end], first, self.scratch)
+
+    def take(self, rows: slice, columns: slice) -> Tensor:
+        """Return a tile in fp32, valid until the next call."""
+        size = self.values.shape[3]
+        if self.first < 0:
+            slot_R = self.slot_R[rows]
+            return self.values[
+                torch.div(slot_R, size, rounding_mode="floor"), self.half, columns, slot_R % size
+            ].float()
+        start, stop = self.first + rows.start, self.first + rows.stop
+        begin, end = start // size, -(-stop // size)
+        part = self.values[begin:end, self.half, columns].transpose(1, 2)
+        tile = self.scratch.get(f"checkpoint_{self.half}", ((end - begin) * size, part.shape[2]), torch.float32)
+        tile.view(part.shape).copy_(part)
+        return tile[start - begin * size : stop - begin * size]
+
+
+@dataclass(frozen=True)
+class BlockedCheckpoints(Checkpoints):
+    """Pre-activations in the kernels' layout ``[N, 2, I, B]``, handed out one expert at a time."""
 
     values: Tensor | None = None
     plan: BlockRows | None = None
@@ -45,18 +86,11 @@ class BlockedCheckpoints(Checkpoints):
 
     def rows(self, start: int, end: int) -> Checkpoints:
         """Return the rows ``start..end``, which are one expert's run."""
-        assert self.plan is not None
+        assert self.plan is not None and self.values is not None and self.scratch is not None
         number = next(index for index, run in enumerate(self.plan.runs) if run[1:] == (start, end))
-        assert self.values is not None and self.scratch is not None
-        first, size, inner = self.plan.first_slots[number], self.plan.block_size, self.values.shape[2]
-        if first < 0:
-            slot_R = self.plan.slot_R[start:end]
-            block_R = torch.div(slot_R, size, rounding_mode="floor")
-            return Checkpoints(*(self.values[block_R, half, :, slot_R % size].float() for half in range(2)))
-        begin, blocks = first // size, -(-(end - start) // size)
-        both = self.scratch.get("checkpoints", (2, blocks * size, inner), torch.float32)
-        both.view(2, blocks, size, inner).copy_(self.values[begin : begin + blocks].permute(1, 0, 3, 2))
-        return Checkpoints(both[0, : end - start], both[1, : end - start])
+        slot_R, first = self.plan.slot_R[start:end], self.plan.first_slots[number]
+        gate, up = (BlockedRows(self.values, half, slot_R, first, self.scratch) for half in range(2))
+        return Checkpoints(gate, up)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_neuron_moe.backends.torch.kept import FP8Rows, Kept, put_tile
+from hf_neuron_moe.backends.torch.kept import Kept, put_tile, take_rows
 from hf_neuron_moe.backends.torch.tiling import Loader, Span, column_spans, matmul_into, row_spans
 from hf_neuron_moe.formats.padding import padded_size
 
@@ -49,8 +49,7 @@ class Checkpoints:
 
     def rows(self, start: int, end: int) -> Checkpoints:
         """Return views of the rows ``start..end``."""
-        gate, up = (part.rows(start, end) if isinstance(part, FP8Rows) else part for part in (self.gate, self.up))
-        gate, up = (part[start:end] if isinstance(part, Tensor) else part for part in (gate, up))
+        gate, up = (None if part is None else take_rows(part, start, end) for part in (self.gate, self.up))
         others = (self.gate_act, self.intermediate)
         return Checkpoints(gate, up, *(None if part is None else part[start:end] for part in others))
 

@@ -10,6 +10,7 @@ e4m3 codes, ``value = code * scale``. Groups have 64 elements, where COAT has 16
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -62,7 +63,21 @@ class FP8Rows:
         return group_dequantize_fp8(padded, scales)[:, : codes.shape[1]]
 
 
-Kept = Tensor | FP8Rows
+class StoredRows(Protocol):
+    """A ``[R, I]`` activation in another form than a matrix, brought back tile by tile."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the activation."""
+
+    def rows(self, start: int, end: int) -> StoredRows:
+        """Return the rows ``start..end``."""
+
+    def take(self, rows: slice, columns: slice) -> Tensor:
+        """Return a tile in fp32, valid until the next call."""
+
+
+Kept = Tensor | StoredRows
 """A kept activation ``[R, I]``."""
 
 
@@ -75,12 +90,20 @@ def fp8_storage(anchor: Tensor, leading: tuple[int, ...], columns: int) -> tuple
 
 def put_tile(kept: Kept, rows: slice, columns: slice, values: Tensor) -> Tensor:
     """Keep a tile; return the tile as it was rounded."""
-    return kept.put(rows, columns, values) if isinstance(kept, FP8Rows) else kept[rows, columns].copy_(values)
+    if isinstance(kept, FP8Rows):
+        return kept.put(rows, columns, values)
+    assert isinstance(kept, Tensor), "only matrices and FP8 rows are written tile by tile"
+    return kept[rows, columns].copy_(values)
 
 
 def take_tile(kept: Kept, rows: slice, columns: slice) -> Tensor:
-    """Return a kept tile in the dtype it was kept in; fp32 if that was FP8."""
-    return kept.take(rows, columns) if isinstance(kept, FP8Rows) else kept[rows, columns]
+    """Return a kept tile in the dtype it was kept in; in fp32 from another form than a matrix."""
+    return kept[rows, columns] if isinstance(kept, Tensor) else kept.take(rows, columns)
+
+
+def take_rows(kept: Kept, start: int, end: int) -> Kept:
+    """Return the rows ``start..end``."""
+    return kept[start:end] if isinstance(kept, Tensor) else kept.rows(start, end)
 
 
 class FP8Gating(Gating):
