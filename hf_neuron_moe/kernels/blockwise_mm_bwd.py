@@ -25,14 +25,13 @@ Sources: nki-library 2.29 ``experimental.moe.bwd.blockwise_mm_backward``; 2.31 (
 from __future__ import annotations
 
 import functools
-import warnings
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hf_neuron_moe.backends.torch.gating import Gating
-from hf_neuron_moe.errors import ConfigError, NeuronMoEWarning, refuse
+from hf_neuron_moe.errors import ConfigError, refuse
 from hf_neuron_moe.kernels.activations import act_, act_grad_
 from hf_neuron_moe.kernels.block_rows import BlockRows, block_rows
 from hf_neuron_moe.kernels.blockwise_buffers import GradBuffers, check_buffers
@@ -141,7 +140,7 @@ def blockwise_mm_bwd(
         affinity_option: where the forward multiplied by the affinity.
         kernel_type_option: DROPPING needs one block per expert in order. Upstream does not implement it.
         clamp_limits: the forward's limits, as strict masks on the checkpoints: no bounds on gradients.
-        bias: return bias gradients too.
+        bias: the forward had biases: return their gradients too, and see `down_proj_bias`.
         activation_type: any ``ActFnType`` (upstream: SiLU and Swish, later SquaredReLU).
         block_tile_size: tiling on the device, a divisor of B; no effect on values.
         blocking_params: tuning on the device; no effect on values.
@@ -153,7 +152,8 @@ def blockwise_mm_bwd(
             fp32 in any case.
         skip_gate_proj: the forward was ``act(up)``; gate gradients are zero and up is not masked.
         down_proj_bias: ``[E, H]``, for the affinity's gradient: upstream leaves ``sum_H dO * down_proj_bias`` out
-            wherever the bias is not in the down checkpoint, and always with AFFINITY_ON_I.
+            wherever the bias is not in the down checkpoint, and always with AFFINITY_ON_I. Required with `bias`, unless
+            the checkpoint contains it (AFFINITY_ON_H by the golden convention) or `upstream_affinity_grad` is set.
         convention: ``"device"``: the down checkpoint is without the down bias, as kernels save it; ``"golden"``: with
             it, as upstream's references save it, so that AFFINITY_ON_H adds nothing.
         upstream_affinity_grad: leave the bias out of the affinity's gradient as upstream does.
@@ -279,14 +279,16 @@ def _affinity_bias(operands: Operands, options: Options, bias: bool, convention:
             remedy="It says whether the down checkpoint is without the down bias (device) or with it (golden).",
         )
     on_hidden = options.affinity is AffinityOption.AFFINITY_ON_H
-    if bias and operands.down_proj_bias is None and not on_hidden and not upstream:
-        warnings.warn(
-            f"{_WHERE}: with bias=True and AFFINITY_ON_I the affinity's gradient lacks the down bias. Pass "
-            "down_proj_bias, or upstream_affinity_grad=True if that is what you want.",
-            NeuronMoEWarning,
-            stacklevel=3,
-        )
     included = on_hidden and convention == "golden"
+    if bias and operands.down_proj_bias is None and not included and not upstream:
+        raise refuse(
+            ConfigError,
+            where=_WHERE,
+            argument="down_proj_bias",
+            expected=f"given with bias=True and {options.affinity.name} (the affinity's gradient needs it)",
+            got="None",
+            remedy="Pass down_proj_bias, or upstream_affinity_grad=True for upstream's gradient, which lacks the bias.",
+        )
     return None if upstream or included else operands.down_proj_bias
 
 

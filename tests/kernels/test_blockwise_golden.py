@@ -51,6 +51,7 @@ def call_of(name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
         "bias": call["bias"],
         "activation_type": ACTIVATIONS[call["activation"]],
         "skip_gate_proj": call.get("skip_gate_proj", False),
+        "upstream_affinity_grad": call["bias"],
     }
 
 
@@ -95,7 +96,7 @@ def test_recorded_true_affinity_gradient(name: str, option: str) -> None:
         results.append(blockwise_mm_bwd(**arguments))
     else:
         down_bias, checkpoint = vectors["down_proj_bias"], arguments["down_proj_act_checkpoint"]
-        arguments |= {"down_proj_bias": down_bias}
+        arguments |= {"down_proj_bias": down_bias, "upstream_affinity_grad": False}
         results.append(blockwise_mm_bwd(**arguments | {"convention": "golden"}))
         device = checkpoint - down_bias[arguments["block_to_expert"].long()][:, None]
         results.append(blockwise_mm_bwd(**arguments | {"down_proj_act_checkpoint": device}))
@@ -106,8 +107,8 @@ def test_recorded_true_affinity_gradient(name: str, option: str) -> None:
 @pytest.mark.parametrize("name", [name for name in NAMES if CALLS[name]["bias"]])
 def test_the_upstream_flag_leaves_the_bias_out(name: str) -> None:
     vectors, arguments = call_of(name)
-    plain = blockwise_mm_bwd(**arguments | {"upstream_affinity_grad": True})
-    flagged = blockwise_mm_bwd(**arguments, down_proj_bias=vectors["down_proj_bias"], upstream_affinity_grad=True)
+    with_bias = arguments | {"down_proj_bias": vectors["down_proj_bias"]}
+    plain, flagged = blockwise_mm_bwd(**arguments), blockwise_mm_bwd(**with_bias)
     assert all(torch.equal(left, right) for left, right in zip(plain, flagged, strict=True))
-    repaired = blockwise_mm_bwd(**arguments, down_proj_bias=vectors["down_proj_bias"])
+    repaired = blockwise_mm_bwd(**with_bias | {"upstream_affinity_grad": False})
     assert not torch.equal(plain[1], repaired[1])

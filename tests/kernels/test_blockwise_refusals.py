@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.errors import ConfigError, DeviceError, DTypeError, NeuronMoEError, NeuronMoEWarning, ShapeError
+from hf_neuron_moe.errors import ConfigError, DeviceError, DTypeError, NeuronMoEError, ShapeError
 from hf_neuron_moe.kernels.blockwise_mm_bwd import blockwise_mm_bwd
 from hf_neuron_moe.kernels.moe_types import ClampLimits, ShardOption229
 from hf_neuron_moe.kernels.routing import build_block_plan, expert_mask, masked_affinities
@@ -177,12 +177,22 @@ def test_documented_calls_are_accepted(accepted: Arguments) -> None:
     assert len(blockwise_mm_bwd(**change(accepted))) == 4
 
 
-def test_a_missing_down_bias_is_said_where_it_matters() -> None:
-    arguments = arguments_of() | {"affinity_option": "AFFINITY_ON_I", "bias": True}
-    with pytest.warns(NeuronMoEWarning, match="affinity's gradient lacks the down bias"):
+@pytest.mark.parametrize("option", ["AFFINITY_ON_H", "AFFINITY_ON_I"])
+def test_bias_needs_the_down_bias(option: str) -> None:
+    """Without it the affinity's gradient is silently upstream's, which is wrong; both ways out are named."""
+    arguments = arguments_of() | {"affinity_option": option, "bias": True}
+    message = f"down_proj_bias must be given with bias=True and {option}.*down_proj_bias, or upstream_affinity_grad=True"
+    with pytest.raises(ConfigError, match=message):
         blockwise_mm_bwd(**arguments)
     assert len(blockwise_mm_bwd(**arguments, upstream_affinity_grad=True)) == 6
     assert len(blockwise_mm_bwd(**arguments, down_proj_bias=bf16(E, H))) == 6
+
+
+def test_a_checkpoint_with_the_bias_in_it_needs_no_down_bias() -> None:
+    arguments = arguments_of() | {"bias": True, "convention": "golden"}
+    assert len(blockwise_mm_bwd(**arguments)) == 6
+    with pytest.raises(ConfigError, match="down_proj_bias must be given"):
+        blockwise_mm_bwd(**arguments | {"affinity_option": "AFFINITY_ON_I"})
 
 
 def test_repeated_calls_give_the_same_bits_and_keep_their_arguments() -> None:
