@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
-from hf_neuron_moe.convert.codecs import decode, encode
+from hf_neuron_moe.convert.codecs import copy_transposed, decode, encode
 from hf_neuron_moe.convert.manifest import Piece, WrittenTensor
 from hf_neuron_moe.convert.nonfinite import check_finite
 from hf_neuron_moe.convert.options import FORWARD
@@ -216,7 +216,10 @@ class _Filler:
 
 def _copy(place: torch.Tensor, values: torch.Tensor) -> int:
     """Copy `values` into bf16 memory; return how many of them do not come back from there bit for bit."""
-    place.copy_(values)
+    if place.stride(-1) != 1:
+        copy_transposed(place.t(), values)
+    else:
+        place.copy_(values)
     if values.dtype not in _BITS:
         return 0
     bits = _BITS[values.dtype]
