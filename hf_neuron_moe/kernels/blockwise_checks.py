@@ -178,6 +178,8 @@ def check_device_limits(operands: Operands, options: Options, release: str | Non
             got=repr(release),
             remedy="2.31 stands for the later ones too.",
         )
+    if operands.gate_up_proj_act_checkpoint_T.dtype == torch.bfloat16:
+        check_bf16_limits(options.clamp_limits, where=where)
     broken = [_broken_rule(operands, options, name) for name in (RELEASES if release is None else (release,))]
     if None in broken:
         return
@@ -192,6 +194,28 @@ def check_device_limits(operands: Operands, options: Options, release: str | Non
     )
 
 
+def check_bf16_limits(limits: ClampLimits, *, where: str) -> None:
+    """Refuse clamp limits that bf16 does not hold.
+
+    The masks compare bf16 checkpoints with the limits. A value clamped to 0.7 is kept as 0.69921875, which would count
+    as inside and get a gradient; so forward and backward have to use the rounded limit.
+
+    Raises:
+        ConfigError: naming the limit and its bf16 value.
+    """
+    for name, limit in vars(limits).items():
+        rounded = limit if limit is None else float(torch.tensor(limit, dtype=torch.bfloat16))
+        if rounded != limit:
+            raise refuse(
+                ConfigError,
+                where=where,
+                argument=f"clamp_limits.{name}",
+                expected="a bf16 number, because pre-activations are kept in bf16 and clamped ones must equal the limit",
+                got=repr(limit),
+                remedy=f"Use the bf16 value of the limit, {rounded}, in forward and backward.",
+            )
+
+
 _Rule = tuple[type[ConfigError] | type[ShapeError], str, str, str]
 
 
@@ -204,6 +228,8 @@ def _broken_option(options: Options, release: str) -> _Rule | None:
     shard, on_hidden = options.shard.name, options.affinity is AffinityOption.AFFINITY_ON_H
     old = release == "2.29"
     members = ShardOption229 if old else ShardOption
+    if options.kernel_type is KernelTypeOption.DROPPING:
+        return ConfigError, "kernel_type_option", "DROPLESS (no release's kernel has dropping)", "DROPPING"
     if shard not in members.__members__:
         return ConfigError, "shard_option", f"one of {', '.join(members.__members__)}", shard
     if old and not on_hidden:
@@ -230,9 +256,4 @@ def _broken_size(operands: Operands, options: Options, release: str) -> _Rule | 
     if inner % 2 or (inner % step and not small_block):
         rule = f"a multiple of {step} (32 per core), or even with block_size 128 from 2.31 on"
         return ShapeError, "I of gate_up_proj_weight", rule, str(inner)
-    if operands.gate_up_proj_act_checkpoint_T.dtype == torch.bfloat16:
-        for limit in vars(options.clamp_limits).values():
-            if limit is not None and float(torch.tensor(limit, dtype=torch.bfloat16)) != limit:
-                rule = "made of bf16 numbers with bf16 checkpoints (clamped values must equal the limit)"
-                return ConfigError, "clamp_limits", rule, str(limit)
     return None

@@ -138,7 +138,8 @@ def blockwise_mm_bwd(
             are assigned, as upstream assigns them; entries of pairs outside of the plan are kept.
         shard_option: no effect on values; see `device_limits`.
         affinity_option: where the forward multiplied by the affinity.
-        kernel_type_option: DROPPING needs one block per expert in order. Upstream does not implement it.
+        kernel_type_option: DROPPING needs one block per expert in order; no release implements it, so it is refused as
+            a device limit.
         clamp_limits: the forward's limits, as strict masks on the checkpoints: no bounds on gradients.
         bias: the forward had biases: return their gradients too, and see `down_proj_bias`.
         activation_type: any ``ActFnType`` (upstream: SiLU and Swish, later SquaredReLU).

@@ -79,7 +79,7 @@ OPTIONS: list[Case] = [
     (
         ShapeError,
         "block_to_expert must be 0..2 with kernel_type_option DROPPING",
-        {"kernel_type_option": "DROPPING", "block_to_expert": torch.tensor([0, 2, 1])},
+        {"kernel_type_option": "DROPPING", "block_to_expert": torch.tensor([0, 2, 1]), "device_limits": False},
     ),
     (ConfigError, "is_tensor_update_accumulating must be True", {"is_tensor_update_accumulating": False}),
 ]
@@ -121,8 +121,15 @@ LIMITS: list[Case] = [
     (ShapeError, "I of gate_up_proj_weight must be a multiple of 64", {"inner": 96, "release": "2.29"}),
     (ShapeError, "I of gate_up_proj_weight must be a multiple of 64",
      {"inner": 33, "shard_option": "SHARD_ON_FREE"}),
-    (ConfigError, "clamp_limits must be made of bf16 numbers with bf16 checkpoints .*got 0.7",
-     {"clamp_limits": ClampLimits(0.7)}),
+    (ConfigError, "clamp_limits.linear_clamp_upper_limit must be a bf16 number.*got 0.7. "
+     "Use the bf16 value of the limit, 0.69921875, in forward and backward", {"clamp_limits": ClampLimits(0.7)}),
+    (ConfigError, "kernel_type_option must be DROPLESS .no release's kernel has dropping",
+     {"kernel_type_option": "DROPPING", "dropping": True}),
+    *(
+        (ConfigError, "kernel_type_option must be DROPLESS",
+         {"kernel_type_option": "DROPPING", "dropping": True, "release": release, "shard_option": shard})
+        for release, shard in (("2.29", "AUTO"), ("2.31", "SHARD_ON_FREE"))
+    ),
 ]  # fmt: skip
 
 
@@ -130,6 +137,8 @@ def change(change: Arguments) -> Arguments:
     change = dict(change)
     shape = {"hidden": change.pop("hidden", H), "inner": change.pop("inner", I), "block": change.pop("small_block", B)}
     arguments = arguments_of(**shape)
+    if change.pop("dropping", False):
+        assert arguments["block_to_expert"].tolist() == list(range(E))  # which is a dropping plan too
     if "ids" in change:
         arguments["token_position_to_id"] = arguments["token_position_to_id"].clone()
         arguments["token_position_to_id"][0] = change.pop("ids")
