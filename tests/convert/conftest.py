@@ -48,6 +48,9 @@ def family_config(family: str) -> PretrainedConfig:
             return MixtralConfig(**SIZES, num_local_experts=12)
         case "qwen2_moe":
             return Qwen2MoeConfig(**SIZES, **MOE, shared_expert_intermediate_size=64)
+        case "qwen2_moe_96":
+            # Every intermediate size in three parts of 32.
+            return Qwen2MoeConfig(**SIZES, **{**MOE, "moe_intermediate_size": 96}, shared_expert_intermediate_size=96)
         case "qwen3_moe":
             return Qwen3MoeConfig(**SIZES, **MOE)
         case "olmoe":
