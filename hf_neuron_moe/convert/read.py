@@ -54,7 +54,7 @@ class TensorReader:
             shape = tensor.shape[1:]
             start += expert * math.prod(shape) * ITEM_BYTES[tensor.dtype]
         data = torch.empty(math.prod(shape) * ITEM_BYTES[tensor.dtype], dtype=torch.uint8)
-        self._fill(handle, tensor, memoryview(data.numpy()), start)
+        self._fill(handle, tensor, data.numpy().data, start)
         return data.view(TORCH_DTYPES[tensor.dtype]).view(shape)
 
     def chunks(self, file: str, name: str) -> Iterator[torch.Tensor]:
@@ -66,7 +66,7 @@ class TensorReader:
         buffer = torch.empty(min(CHUNK_BYTES, tensor.nbytes), dtype=torch.uint8)
         for position in range(0, tensor.nbytes, CHUNK_BYTES):
             part = buffer[: min(CHUNK_BYTES, tensor.nbytes - position)]
-            self._fill(handle, tensor, memoryview(part.numpy()), tensor.start + position)
+            self._fill(handle, tensor, part.numpy().data, tensor.start + position)
             yield part
 
     def _find(self, file: str, name: str) -> tuple[FileIO, SourceTensor]:

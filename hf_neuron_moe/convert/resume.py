@@ -136,6 +136,7 @@ class Job:
             disk.write_at(file, memoryview(json.dumps(content, sort_keys=True).encode()), 0)
             disk.fsync(file)
         disk.rename(temporary, self.home / MARKER_FILE)
+        disk.fsync_folder(self.home)  # before there is anything else in it that a power cut could leave without marker
         for path in (self.folder, self.home / DONE, self.home / SOURCES):
             with suppress(FileExistsError):
                 disk.make_folder(path)

@@ -115,4 +115,4 @@ class ShardWriter:
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous tensor, or of a contiguous copy."""
-    return memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
