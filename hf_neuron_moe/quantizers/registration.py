@@ -25,7 +25,12 @@ def install() -> None:
     """Register now if transformers' quantizers are loaded, else as soon as they are. Calling it again does nothing."""
     if REGISTRY_MODULE in sys.modules:
         register(importlib.import_module(REGISTRY_MODULE))  # waits for another thread that is still importing it
-    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+    else:
+        _wait()
+
+
+def _wait() -> None:
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
 
@@ -76,6 +81,6 @@ class _RegisteringLoader(Loader):
         try:
             self._loader.exec_module(module)
         except BaseException:
-            install()  # a later import that succeeds must still find the method
+            _wait()  # a later import that succeeds must still find the method
             raise
         register(module)

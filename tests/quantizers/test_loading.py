@@ -1,0 +1,162 @@
+"""A loaded conversion computes what the original model, patched, computes: bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModel
+
+from hf_neuron_moe import patch_model
+from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
+from hf_neuron_moe.convert.manifest import read_manifest
+from hf_neuron_moe.convert.read import open_tensors
+from hf_neuron_moe.formats import fake_quantize_mx, to_compact
+from hf_neuron_moe.modules.frozen_block import FrozenBlock
+from tests.quantizers.conftest import SIZES, UNEVEN, WORDS, Converted, Source, load, patched
+from tests.tiny_models import FAMILIES, tokens
+
+TARGETS: list[dict[str, Any]] = [
+    {"precision": "bf16", "layout": "fused"},
+    {"precision": "bf16", "layout": "kernel"},
+    {"precision": "mxfp8", "layout": "fused"},
+    {"precision": "mxfp8", "layout": "kernel"},
+]
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(tokens()).logits
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: "-".join(target.values()))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_computes_as_when_patched(
+    source: Source, converted: Converted, family: str, target: dict[str, Any]
+) -> None:
+    expected = logits(patched(source(family), target["precision"]))
+    assert torch.equal(logits(load(converted(family, **target))), expected)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
+@pytest.mark.parametrize("family", ["llama", "phi3", "mixtral", "qwen2_moe"])
+def test_padded_weights_of_uneven_sizes(source: Source, converted: Converted, family: str, precision: str) -> None:
+    expected = logits(patched(source(family, UNEVEN), precision))
+    assert torch.equal(logits(load(converted(family, UNEVEN, precision=precision, pad=True))), expected)
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("phi3", {"precision": "bf16", "swizzle": True}),
+        ("llama", {"precision": "mxfp8", "scales": "oversized"}),
+        ("mixtral", {"precision": "mxfp8", "purpose": "lora"}),
+    ],
+)
+def test_the_other_options_change_no_result(
+    source: Source, converted: Converted, family: str, options: dict[str, Any]
+) -> None:
+    expected = logits(patched(source(family), options["precision"]))
+    assert torch.equal(logits(load(converted(family, **options))), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, "auto", "bfloat16"])
+@pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
+def test_dtype_device_map_and_low_memory(
+    source: Source, converted: Converted, precision: str, dtype: torch.dtype | str
+) -> None:
+    options = {"dtype": dtype, "device_map": "cpu", "low_cpu_mem_usage": True}
+    model = load(converted("mixtral", precision=precision), **options)
+    assert model.lm_head.weight.dtype == (torch.bfloat16 if isinstance(dtype, str) else dtype)
+    assert torch.equal(logits(model), logits(patched(source("mixtral"), precision, dtype=dtype)))
+    assert not any(tensor.is_meta for tensor in model.state_dict().values())
+
+
+@pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_the_model_without_its_head(source: Source, converted: Converted, family: str, precision: str) -> None:
+    model = AutoModel.from_pretrained(converted(family, precision=precision))
+    expected = AutoModel.from_pretrained(source(family))
+    patch_model(expected, {"precision": precision})
+    with torch.no_grad():
+        assert torch.equal(model(tokens()).last_hidden_state, expected(tokens()).last_hidden_state)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
+def test_tied_embeddings_and_several_shards(source: Source, tmp_path: Any, precision: str) -> None:
+    original = source("llama", tie_word_embeddings=True)
+    convert_checkpoint(original, tmp_path / "dst", ConvertOptions(precision=precision, max_shard_bytes=20_000))
+    assert len(list((tmp_path / "dst").glob("*.safetensors"))) > 1
+    model = load(tmp_path / "dst")
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert torch.equal(logits(model), logits(patched(original, precision)))
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize("options", [{"layout": "fused"}, {"layout": "kernel"}, {"scales": "oversized"}], ids=str)
+def test_the_model_holds_the_file_s_codes_and_little_else(
+    converted: Converted, family: str, options: dict[str, Any]
+) -> None:
+    folder = converted(family, precision="mxfp8", **options)
+    model = load(folder)
+    weights = 0
+    with open_tensors(folder) as reader:
+        for tensor in read_manifest(folder).tensors:
+            if tensor.layout == "source" or tensor.orientation != "forward":
+                continue
+            held, stored = model.get_buffer(tensor.name), reader.read(tensor.file, tensor.name).view(torch.uint8)
+            if tensor.name.endswith("_scale") and tensor.scale_layout != "compact":
+                hidden, inner = SIZES["hidden_size"], SIZES["intermediate_size"]
+                stored = to_compact(stored, hidden if "gate_up" in tensor.name else inner)
+            assert torch.equal(held, stored)
+            weights += 0 if tensor.name.endswith("_scale") else held.numel()
+    blocks = [module for module in model.modules() if isinstance(module, FrozenBlock)]
+    state = [tensor for block in blocks for tensor in block.state_dict().values()]
+    # One byte per weight and one per 32 weights, nothing else.
+    assert sum(tensor.nbytes for tensor in state) == weights * 33 // 32
+    assert not [name for block in blocks for name, _ in block.named_parameters()]
+
+
+WORD_TARGETS: list[tuple[str, dict[str, Any]]] = [
+    ("mixtral", {"precision": "mxfp8", "purpose": "inference"}),
+    ("qwen2_moe", {"precision": "mxfp8", "purpose": "inference", "pad": True}),
+]
+
+
+@pytest.mark.parametrize(("family", "options"), WORD_TARGETS, ids=str)
+def test_moe_cte_words_are_read_back(converted: Converted, family: str, options: dict[str, Any]) -> None:
+    """Groups along H differ from the patched blocks' ones, so the comparison is with the values; see also the operator."""
+    model, plain = load(converted(family, WORDS, **options)), load(converted(family, WORDS, precision="bf16"))
+    blocks = {name: module for name, module in model.named_modules() if isinstance(module, FrozenBlock)}
+    experts = {name: block for name, block in blocks.items() if name.endswith("experts")}
+    assert experts
+    for name, block in experts.items():
+        stack, stock = block.neuron_stack, plain.state_dict()
+        gate_up, down = stock[f"{name}.gate_up_proj"], stock[f"{name}.down_proj"]
+        for expert in range(len(gate_up)):
+            weights, whole = stack.expert(expert), slice(0, stack.hidden)
+            inner = stack.inner
+            for half in range(2):
+                rows = slice(half * inner, (half + 1) * inner)
+                value = weights.gate_up.values(rows, whole, torch.empty(inner, stack.hidden))
+                expected = fake_quantize_mx(gate_up[expert, rows], scheme="one_tile")
+                assert torch.equal(value, expected)
+            value = weights.down.values(whole, slice(0, inner), torch.empty(stack.hidden, inner))
+            assert torch.equal(value, fake_quantize_mx(down[expert], scheme="wrapX_single"))
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])
+def test_mxfp4_experts_beside_bf16_blocks(source: Source, converted: Converted, family: str) -> None:
+    model = load(converted(family, WORDS, precision="mxfp4"))
+    block = model.model.layers[0].mlp
+    assert block.experts.neuron_stack.gate_up_layout.fmt == "e2m1"
+    codes = sum(block.experts.get_buffer(name).nbytes for name in ("gate_up_proj", "down_proj"))
+    assert codes * 2 == sum(p.numel() for p in load(source(family, WORDS)).model.layers[0].mlp.experts.parameters())
+    if family == "qwen2_moe":
+        shared = block.shared_expert
+        assert shared.neuron_config.precision == "bf16"
+        assert shared.gate_up_proj.requires_grad
+    # FP4 keeps one mantissa bit; the model's output is still the original's in the main.
+    exact = logits(load(source(family, WORDS))).float()
+    assert (logits(model).float() - exact).norm() < 0.5 * exact.norm()
