@@ -3,43 +3,42 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 Update = Callable[[int, int], None]
 """Called with bytes done and bytes in all."""
 
-SAMPLE_SECONDS = 0.1
-"""At most ten looks at the memory per second: reading /proc takes about 30 microseconds."""
-
-
-def anonymous_bytes() -> int:
-    """Memory of this process that no file backs, in bytes; 0 where the system does not tell.
-
-    Mapped checkpoint files are not counted: the system takes their pages back when it needs them.
-    """
-    try:
-        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon")), 0)
+SAMPLE_SECONDS = 0.02
+"""Between two looks at the memory, each of about 30 microseconds."""
 
 
 class Watch:
-    """Counts bytes and seconds, and keeps the largest memory it saw.
+    """Counts bytes and seconds, and looks at the memory from a thread of its own.
+
+    Steps are too far apart for that: when one is reported, what it needed is given back already.
 
     Attributes:
         done: bytes reported last.
-        peak: largest :func:`anonymous_bytes` seen.
+        peak: largest anonymous memory seen, in bytes.
     """
 
     def __init__(self) -> None:
         self.done = 0
-        self.peak = anonymous_bytes()
+        self.peak = 0
         self._start = time.monotonic()
-        self._sampled = self._start
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._sample, name="memory", daemon=True)
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop.set()
+        self._thread.join()
 
     @property
     def seconds(self) -> float:
@@ -49,10 +48,14 @@ class Watch:
     def update(self, done: int, total: int) -> None:
         """Take note of a step."""
         self.done = done
-        now = time.monotonic()
-        if now - self._sampled >= SAMPLE_SECONDS or done == total:
-            self._sampled = now
+
+    def _sample(self) -> None:
+        from hf_neuron_moe.convert.memory import anonymous_bytes
+
+        while True:
             self.peak = max(self.peak, anonymous_bytes())
+            if self._stop.wait(SAMPLE_SECONDS):
+                return
 
 
 @contextmanager
@@ -63,10 +66,16 @@ def watching(label: str, *, quiet: bool = False) -> Iterator[tuple[Watch, Update
         label: what is being done, such as "converting".
         quiet: draw nothing even on a terminal.
     """
-    watch = Watch()
-    if quiet or not sys.stderr.isatty():
-        yield watch, watch.update
-        return
+    with Watch() as watch:
+        if quiet or not sys.stderr.isatty():
+            yield watch, watch.update
+        else:
+            with _drawn(label, watch) as update:
+                yield watch, update
+
+
+@contextmanager
+def _drawn(label: str, watch: Watch) -> Iterator[Update]:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
@@ -85,7 +94,7 @@ def watching(label: str, *, quiet: bool = False) -> Iterator[tuple[Watch, Update
             watch.update(done, total)
             bar.update(task, completed=done, total=total, peak=in_words(watch.peak))
 
-        yield watch, update
+        yield update
 
 
 def in_words(nbytes: float) -> str:

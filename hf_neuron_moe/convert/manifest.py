@@ -104,7 +104,7 @@ class Manifest:
         tensors: every tensor written.
         rounded: by source tensor, the number of its values that bf16 does not hold bit for bit; tensors without such
             values are left out. None in a manifest of a version that did not count.
-        file_sha256: checksum of each shard written.
+        file_sha256: checksum of each file written but this one.
         replaced_files: by name, the text in the source of each side file that was written differently; None for one
             that the source does not have.
     """

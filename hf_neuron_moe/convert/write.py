@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import shutil
@@ -172,16 +173,23 @@ def finished_manifest(plan: ConversionPlan, destination: Path) -> Manifest | Non
 
 def write_rest(plan: ConversionPlan, job: Job, made: Made) -> Manifest:
     """Write everything but the shards into the future folder, the manifest last."""
-    tensors = [replace(tensor, sha256=made.tensors[tensor.name]) for tensor in plan.tensors]
-    changed, replaced = rewritten_files(plan)
-    manifest = replace(_manifest(plan, tensors, made), replaced_files=replaced)
-    files = {path.name: path.read_bytes() for path in _side_files(plan.source.directory)} | changed
-    files[INDEX_OUT] = _index(tensors).encode()
+    files, manifest = files_beside(plan, made)
     job.drop_strangers({*made.files, *files})
     for name, content in files.items():
         _publish(job, name, content)
     _publish(job, MANIFEST_FILE, manifest.to_json().encode())
     return manifest
+
+
+def files_beside(plan: ConversionPlan, made: Made) -> tuple[dict[str, bytes], Manifest]:
+    """Make the content of every file beside the shards, by name, and the manifest, which knows all their checksums."""
+    tensors = [replace(tensor, sha256=made.tensors[tensor.name]) for tensor in plan.tensors]
+    changed, replaced = rewritten_files(plan)
+    files = {path.name: path.read_bytes() for path in _side_files(plan.source.directory)} | changed
+    files[INDEX_OUT] = _index(tensors).encode()
+    checksums = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+    manifest = _manifest(plan, tensors, made)
+    return files, replace(manifest, replaced_files=replaced, file_sha256={**made.files, **checksums})
 
 
 def _publish(job: Job, name: str, content: bytes) -> None:

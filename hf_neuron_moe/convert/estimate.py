@@ -1,0 +1,251 @@
+"""What a conversion will write, hold and take, without writing it: ``convert --dry-run``.
+
+Bytes are counted with the functions that write them and are exact. Memory is what this process holds after planning and
+a measurement that has loaded everything a conversion uses, and the buffers the conversion will add. Time comes from
+measuring each kind of work on a few megabytes: reading, checksums, the weights' layouts, and the destination's disk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_neuron_moe.convert.commit import check_destination
+from hf_neuron_moe.convert.execute import Made, entries_of, memory_per_worker, shards_of, workers_for
+from hf_neuron_moe.convert.folder import check_checkpoint
+from hf_neuron_moe.convert.hub import resolve_source
+from hf_neuron_moe.convert.manifest import MANIFEST_FILE, Piece, header_metadata
+from hf_neuron_moe.convert.memory import anonymous_bytes
+from hf_neuron_moe.convert.options import ConvertOptions
+from hf_neuron_moe.convert.parts import check_part, part_of_shards
+from hf_neuron_moe.convert.plan import ConversionPlan, plan_conversion
+from hf_neuron_moe.convert.relayout import TORCH_DTYPES, Scratch, scratch_bytes, store, stored_forms
+from hf_neuron_moe.convert.shard import shard_header
+from hf_neuron_moe.convert.source import nbytes_of
+from hf_neuron_moe.convert.tensor_parallel import FusedWeight
+from hf_neuron_moe.convert.write import files_beside
+
+SAMPLE_BYTES = 1 << 24
+"""Bytes read, hashed and written in a measurement."""
+
+SAMPLE_INNER = 512
+"""Intermediate values of a weight that is measured: H stays, since rows and blocks lie along it."""
+
+NO_CHECKSUM = "0" * 64
+"""As long as every checksum, so that the manifest's length can be told before its content."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a conversion will cost.
+
+    Attributes:
+        files: bytes of every file that will be written.
+        output_bytes: their sum.
+        converted_weights: weights that change their layout.
+        copied_tensors: tensors that do not.
+        source_bytes: bytes of tensors to read.
+        workers: threads that will work: fewer than asked for where their memory together would be too much.
+        peak_memory_bytes: largest memory that no file backs.
+        compute_seconds: reading, checksums and layouts.
+        disk_seconds: carrying the output to the destination's disk, at the speed it has now.
+        exact: whether `files` are exact. The manifest counts the values that bf16 does not hold, and for sources wider
+            than bf16 that number is known only afterwards: it may then be some bytes longer.
+    """
+
+    files: dict[str, int]
+    output_bytes: int
+    converted_weights: int
+    copied_tensors: int
+    source_bytes: int
+    workers: int
+    peak_memory_bytes: int
+    compute_seconds: float
+    disk_seconds: float
+    exact: bool
+
+    @property
+    def seconds(self) -> float:
+        """How long it will take: the disk writes beside the other work, not after it."""
+        return max(self.compute_seconds, self.disk_seconds)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What ``--json`` prints."""
+        return {"ok": True, "dry_run": True, **asdict(self), "seconds": self.seconds}
+
+    def __str__(self) -> str:
+        tail = "" if self.exact else f" (and the count of rounded values in {MANIFEST_FILE})"
+        return "\n".join(
+            [
+                f"{self.converted_weights} weights to convert, {self.copied_tensors} tensors to copy, "
+                f"{self.source_bytes:,} bytes to read",
+                *(f"  {size:>15,}  {name}" for name, size in self.files.items()),
+                f"output: {self.output_bytes:,} bytes in {len(self.files)} files{tail}",
+                f"peak memory: about {self.peak_memory_bytes / 1e6:,.0f} MB with {self.workers} "
+                f"worker{'s' if self.workers > 1 else ''}",
+                f"time: about {self.seconds:,.1f} s (work {self.compute_seconds:,.1f} s, beside it the disk "
+                f"{self.disk_seconds:,.1f} s at its present speed)",
+                "nothing was written",
+            ]
+        )
+
+
+def estimate_conversion(
+    source: Path | str,
+    destination: Path,
+    options: ConvertOptions | None = None,
+    *,
+    force: bool = False,
+    workers: int = 1,
+    part: tuple[int, int] | None = None,
+) -> Estimate:
+    """Say what :func:`hf_neuron_moe.convert.convert_checkpoint` would write, without writing it.
+
+    Args:
+        source: as there; so are the other arguments.
+        destination: its disk is measured with a file that has no name and is gone afterwards.
+        options: what to write.
+        force: whether an earlier conversion at `destination` would be replaced.
+        workers: threads.
+        part: only this part's shards are counted.
+
+    Raises:
+        ConversionError: what the conversion would refuse before it writes.
+    """
+    start = time.perf_counter()
+    check_part(part)
+    folder = resolve_source(source)
+    check_checkpoint(folder, "convert")
+    check_destination(destination, folder, force=force)
+    plan = plan_conversion(folder, options or ConvertOptions())
+    planning = time.perf_counter() - start
+    shards = part_of_shards(shards_of(plan), part)
+    tensors = [tensor for group in shards.values() for tensor in group]
+    files = {
+        file: len(shard_header(entries_of(group), header_metadata(group)))
+        + sum(nbytes_of(tensor.dtype, tensor.shape) for tensor in group)
+        for file, group in shards.items()
+    }
+    if part is None:
+        files |= _files_beside(plan)
+    count = workers_for(plan, workers)
+    weights = {tensor.weight for tensor in tensors}
+    output_bytes = sum(files.values())
+    compute = planning + _compute_seconds(plan, weights, output_bytes, count)
+    return Estimate(
+        files=files,
+        output_bytes=output_bytes,
+        converted_weights=len(weights & plan.weights.keys()),
+        copied_tensors=len(weights - plan.weights.keys()),
+        source_bytes=sum(nbytes_of(piece.dtype, piece.shape) for piece in _pieces(plan, weights)),
+        workers=count,
+        peak_memory_bytes=anonymous_bytes() + count * memory_per_worker(plan),
+        compute_seconds=round(compute, 3),
+        disk_seconds=round(output_bytes * _write_cost(destination.parent), 3),
+        exact=all(piece.dtype == "BF16" for weight in plan.weights.values() for piece in weight.pieces),
+    )
+
+
+def _files_beside(plan: ConversionPlan) -> dict[str, int]:
+    made = Made(
+        tensors={tensor.name: NO_CHECKSUM for tensor in plan.tensors},
+        files=dict.fromkeys(shards_of(plan), NO_CHECKSUM),
+        sources=dict.fromkeys(plan.source.files, NO_CHECKSUM),
+    )
+    contents, manifest = files_beside(plan, made)
+    sizes = {name: len(content) for name, content in contents.items()}
+    return {**dict(sorted(sizes.items())), MANIFEST_FILE: len(manifest.to_json().encode())}
+
+
+def _pieces(plan: ConversionPlan, weights: set[str]) -> list[Piece]:
+    pieces = [piece for name in weights & plan.weights.keys() for piece in plan.weights[name].pieces]
+    copied = [plan.copied[name] for name in weights - plan.weights.keys()]
+    return pieces + [Piece(tensor.name, tensor.file, tensor.dtype, tensor.shape) for tensor in copied]
+
+
+def _compute_seconds(plan: ConversionPlan, weights: set[str], output_bytes: int, workers: int) -> float:
+    """Add up the measured costs of every kind of work."""
+    source_bytes = sum(nbytes_of(piece.dtype, piece.shape) for piece in _pieces(plan, weights))
+    reading, hashing = _read_cost(plan), _hash_cost()
+    # Sources are read to be hashed and read again to be converted; outputs are hashed by tensor and by file.
+    plain = source_bytes * (2 * reading + hashing) + output_bytes * (reading + 2 * hashing)
+    costs: dict[tuple[object, ...], float] = {}
+    relayout = 0.0
+    for name in weights & plan.weights.keys():
+        weight = plan.weights[name]
+        kind = (
+            weight.is_gate_up,
+            weight.has_experts,
+            weight.hidden,
+            weight.pieces[0].dtype,
+            weight.pieces[0].transposed,
+        )
+        if kind not in costs:
+            costs[kind] = _relayout_cost(weight, plan.options)
+        relayout += costs[kind] * math.prod(weight.shape)
+    parallel = min(workers, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    return plain / parallel + relayout
+
+
+def _relayout_cost(weight: FusedWeight, options: ConvertOptions) -> float:
+    """Seconds per value: the weight's own code on one expert and few intermediate values."""
+    inner = min(weight.intermediate, SAMPLE_INNER)
+    F, K = (2 * inner, weight.hidden) if weight.is_gate_up else (weight.hidden, inner)
+    first = weight.pieces[0]
+    shape = (K, F) if first.transposed else (F, K)
+    piece = Piece("sample", "sample", first.dtype, shape, 0 if weight.has_experts else None, 0, first.transposed)
+    sample = FusedWeight(weight.name, (1, F, K) if weight.has_experts else (F, K), (piece,))
+    forms = stored_forms(sample, replace(options, tp_degree=1))
+    values = torch.randn(shape).to(TORCH_DTYPES[first.dtype])
+    scratch = Scratch(scratch_bytes(sample, forms))
+    return _fastest(lambda: store(sample, forms, lambda *_: values, scratch, Counter(), on_nonfinite="error")) / (F * K)
+
+
+def _read_cost(plan: ConversionPlan) -> float:
+    """Seconds per byte of a source file, from its middle: the beginning has just been read for its header."""
+    sizes = {(plan.source.directory / file).stat().st_size: file for file in plan.source.files}
+    size = max(sizes)
+    begin = time.perf_counter()
+    with (plan.source.directory / sizes[size]).open("rb", buffering=0) as file:
+        file.seek(max(0, size // 2 - SAMPLE_BYTES // 2))
+        count = len(file.read(SAMPLE_BYTES))
+    return (time.perf_counter() - begin) / max(1, count)
+
+
+def _hash_cost() -> float:
+    data = bytes(SAMPLE_BYTES)
+    return _fastest(lambda: hashlib.sha256(data).digest()) / SAMPLE_BYTES
+
+
+def _write_cost(folder: Path) -> float:
+    """Seconds per byte written and synced beside the destination; nothing where that is not possible."""
+    data = bytes(SAMPLE_BYTES)
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            begin = time.perf_counter()
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+            return (time.perf_counter() - begin) / SAMPLE_BYTES
+    except OSError:
+        return 0.0
+
+
+def _fastest(work: Callable[[], object]) -> float:
+    """Seconds of the faster of two runs; the first also loads what the work needs."""
+    times = []
+    for _ in range(2):
+        begin = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - begin)
+    return min(times)
