@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 from hf_neuron_moe.convert.manifest import WrittenTensor
 from hf_neuron_moe.convert.options import FORWARD, ConvertOptions
-from hf_neuron_moe.convert.tensor_parallel import FusedWeight, Part, part_of
+from hf_neuron_moe.convert.tensor_parallel import FusedWeight, PadRule, Part, part_of
 from hf_neuron_moe.errors import ConversionError, refuse
 from hf_neuron_moe.formats.constants import MX_BLOCK, PACKED_SLAB_K, PACKED_SLAB_ROWS
 from hf_neuron_moe.formats.moe_mx import PARTITIONS, TILE, padded_intermediate
@@ -57,6 +57,10 @@ SCALES = frozenset(
     {MX_FUSED_SCALES, MX_KERNEL_SCALES, MX_OVERSIZED_SCALES, *MOE_SCALES.values(), *MOE_PACKED_SCALES.values()}
 )
 """Layouts of tensors that hold block scales."""
+
+_GROUPED_OTHERWISE = 384
+"""Contraction size that the forward kernel takes as one tile when it quantises an operand itself, while a prepared one
+has tiles of 256 and 128: the two cannot be multiplied (nki-library 2.30 ``mlp_fwd_mxfp8``)."""
 
 _WORD_DTYPES = {"mxfp8": "U32", "mxfp4": "U16"}
 _MOE_FORMATS = {layout: precision for precision, layout in MOE_WORDS.items()}
@@ -123,7 +127,7 @@ def stored_forms(weight: FusedWeight, options: ConvertOptions, rank: int | None 
     Raises:
         ConversionError: the weight's sizes do not fit the layout, or the kernels that take it have no such form.
     """
-    part = part_of(weight, rank, options.tp_degree, *_steps(weight, options))
+    part = part_of(weight, rank, options.tp_degree, _pad_rule(weight, options))
     experts = weight.shape[:-2]
     if not _is_quantized(weight, options):
         return (_bf16_form(weight, options, part),)
@@ -177,15 +181,42 @@ def _is_quantized(weight: FusedWeight, options: ConvertOptions) -> bool:
     return options.quantized and (weight.has_experts or options.precision != "mxfp4")
 
 
-def _steps(weight: FusedWeight, options: ConvertOptions) -> tuple[int, int, int]:
-    """Multiples that H and I are padded to, and the multiple of an I that is at least as large as it."""
+def _pad_rule(weight: FusedWeight, options: ConvertOptions) -> PadRule | None:
+    """The sizes that the kernels take which will read `weight`."""
     if not options.pad:
-        return 1, 1, 1
+        return None
     if reads_words(weight, options):
-        return TILE, MX_BLOCK, TILE  # moe_cte's MX implementations: I below 512 in 32s, else in 512s
+        return _pad_words
     if weight.has_experts and not options.quantized:
-        return TILE, 64, 64  # moe_cte: H % 512; blockwise_mm_bwd: I/2 % 32 on each of two cores
-    return PARTITIONS, PARTITIONS, PARTITIONS  # MLP kernels
+        return _pad_experts
+    stays_bf16 = options.quantized and not _is_quantized(weight, options)
+    return _pad_operand if options.swizzled and not stays_bf16 else _pad_lanes
+
+
+def _pad_words(axis: str, size: int) -> int:
+    """``moe_cte``'s MX implementations: H in 512s; I below 512 in 32s, else in 512s."""
+    small = _up(size, MX_BLOCK)
+    return small if axis == "I" and small < TILE else _up(size, TILE)
+
+
+def _pad_experts(axis: str, size: int) -> int:
+    """``moe_cte``: H in 512s; ``blockwise_mm_bwd``: I in 32s on each of two cores."""
+    return _up(size, TILE if axis == "H" else 2 * MX_BLOCK)
+
+
+def _pad_lanes(axis: str, size: int) -> int:
+    """MLP kernels: 128s."""
+    return _up(size, PARTITIONS)
+
+
+def _pad_operand(axis: str, size: int) -> int:
+    """MLP kernels with prepared weights: 128s, but not 384."""
+    lanes = _up(size, PARTITIONS)
+    return TILE if lanes == _GROUPED_OTHERWISE else lanes
+
+
+def _up(size: int, step: int) -> int:
+    return -(-size // step) * step
 
 
 def _bf16_form(weight: FusedWeight, options: ConvertOptions, part: Part) -> StoredForm:

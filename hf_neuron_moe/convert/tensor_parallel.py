@@ -9,12 +9,15 @@ H hidden, I intermediate of the model, F and K rows and columns of a matrix: gat
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from hf_neuron_moe.convert.manifest import Piece
 from hf_neuron_moe.errors import ConversionError, refuse
+
+PadRule = Callable[[str, int], int]
+"""Gives the size that an axis, ``"H"`` or ``"I"``, of some size is padded to."""
 
 
 @dataclass(frozen=True)
@@ -114,25 +117,21 @@ class Part:
                 yield Block(slice(first - piece_rows.start, last - piece_rows.start), slice(0, self.hidden), row)
 
 
-def part_of(
-    weight: FusedWeight, rank: int | None, ranks: int, hidden_step: int, intermediate_step: int, large_step: int
-) -> Part:
+def part_of(weight: FusedWeight, rank: int | None, ranks: int, padded: PadRule | None) -> Part:
     """Cut one rank's part out of a weight.
 
     Args:
         weight: the whole weight.
         rank: 0 to ranks-1, or None for one rank.
         ranks: tensor-parallel degree.
-        hidden_step: H is padded to a multiple of this; 1 pads nothing.
-        intermediate_step: the same for each rank's I.
-        large_step: the same for ranks whose I is then at least this large.
+        padded: gives the size that H and each rank's I are padded to; None pads nothing.
 
     Raises:
         ConversionError: I does not divide evenly and nothing is padded, or a rank would get nothing but zeros.
     """
-    inner = weight.intermediate
+    hidden, inner = weight.hidden, weight.intermediate
     share = -(-inner // ranks)
-    if (inner % ranks and intermediate_step == 1) or share * (ranks - 1) >= inner > 0:
+    if (inner % ranks and padded is None) or share * (ranks - 1) >= inner > 0:
         raise refuse(
             ConversionError,
             where="convert",
@@ -141,14 +140,7 @@ def part_of(
             got=inner,
             remedy="Choose a --tp-degree that divides it" + (", or pad it with --pad." if inner % ranks else "."),
         )
-    width = _up(share, intermediate_step)
-    if width >= large_step:
-        width = _up(share, large_step)
     start = share * (rank or 0)
-    hidden = weight.hidden
     stop = min(start + share, inner)
-    return Part(weight.is_gate_up, hidden, _up(hidden, hidden_step), inner, start, stop, width, rank)
-
-
-def _up(size: int, step: int) -> int:
-    return -(-size // step) * step
+    rows, width = (padded("H", hidden), padded("I", share)) if padded else (hidden, share)
+    return Part(weight.is_gate_up, hidden, rows, inner, start, stop, width, rank)

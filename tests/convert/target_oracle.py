@@ -115,6 +115,10 @@ def _part(weights: Weights, options: ConvertOptions, rank: int) -> tuple[Tensor,
         H, width = _up(H, 512), _up(width, 64)
     else:
         H, width = _up(H, 128), _up(width, 128)
+        prepared = options.swizzle if options.precision == "bf16" else options.layout == "kernel"
+        if prepared and options.precision != "mxfp4":
+            # The forward kernel groups activations with K = 384 as one tile, prepared weights as two.
+            H, width = (512 if size == 384 else size for size in (H, width))
     gate, up = (pad(half, (0, H - half.shape[-1], 0, width - half.shape[-2])) for half in (gate, up))
     return gate, up, pad(down, (0, width - down.shape[-1], 0, H - down.shape[-2]))
 
