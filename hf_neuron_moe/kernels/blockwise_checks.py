@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from hf_neuron_moe.errors import ConfigError, ShapeError, refuse
-from hf_neuron_moe.kernels.checks import check_dtype, check_same_device, check_shape
+from hf_neuron_moe.kernels.checks import check_dtype, check_same_device, check_shape, shown
 from hf_neuron_moe.kernels.moe_types import (
+    BLOCKINGS,
     ActFnType,
     AffinityOption,
     ClampLimits,
@@ -133,6 +134,27 @@ def check_block_size(block_size: int, block_tile_size: int | None, *, where: str
         )
 
 
+def check_blocking(value: object, *, where: str) -> None:
+    """Refuse `blocking_params` that hold anything but the blocking records, singly or in a tuple, list or dict.
+
+    Raises:
+        ConfigError: otherwise, or if a tile count is no positive int.
+    """
+    held = value if isinstance(value, list | tuple) else [value]
+    held = list(value.values()) if isinstance(value, dict) else held
+    counts = [count for item in held if isinstance(item, BLOCKINGS) for count in vars(item).values()]
+    known = all(item is None or isinstance(item, BLOCKINGS) for item in held)
+    if not known or any(type(count) is not int or count <= 0 for count in counts):
+        raise refuse(
+            ConfigError,
+            where=where,
+            argument="blocking_params",
+            expected=f"None or made of {', '.join(kind.__name__ for kind in BLOCKINGS)} with positive counts",
+            got=shown(value),
+            remedy="It only tiles the matmuls on the device; leave it None.",
+        )
+
+
 def shard_option(value: object, *, where: str) -> ShardOption | ShardOption229:
     """Return a shard option of either generation; a name that both have is the newer one's.
 
@@ -210,7 +232,7 @@ def check_bf16_limits(limits: ClampLimits, *, where: str) -> None:
                 ConfigError,
                 where=where,
                 argument=f"clamp_limits.{name}",
-                expected="a bf16 number, because pre-activations are kept in bf16 and clamped ones must equal the limit",
+                expected="a bf16 number (pre-activations are kept in bf16, and clamped ones must equal the limit)",
                 got=repr(limit),
                 remedy=f"Use the bf16 value of the limit, {rounded}, in forward and backward.",
             )

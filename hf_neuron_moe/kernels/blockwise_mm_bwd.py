@@ -39,12 +39,14 @@ from hf_neuron_moe.kernels.blockwise_checks import (
     Operands,
     Options,
     check_block_size,
+    check_blocking,
     check_device_limits,
     check_dropping_plan,
     check_operands,
     shard_option,
 )
 from hf_neuron_moe.kernels.blockwise_grads import BackwardCall, run_backward
+from hf_neuron_moe.kernels.checks import check_flags, check_record
 from hf_neuron_moe.kernels.moe_types import (
     ActFnType,
     AffinityOption,
@@ -144,7 +146,8 @@ def blockwise_mm_bwd(
         bias: the forward had biases: return their gradients too, and see `down_proj_bias`.
         activation_type: any ``ActFnType`` (upstream: SiLU and Swish, later SquaredReLU).
         block_tile_size: tiling on the device, a divisor of B; no effect on values.
-        blocking_params: tuning on the device; no effect on values.
+        blocking_params: the records ``*Blocking``, singly or in a tuple, list or dict: tuning on the device; no effect
+            on values.
         hidden_states_grad_out: buffer for the result, written and returned; likewise the next three.
         expert_affinities_masked_grad_out: ``[T' * E, 1]``.
         gate_up_proj_weight_grad_out: ``[E, H, 2, I]``.
@@ -168,6 +171,15 @@ def blockwise_mm_bwd(
     Raises:
         DTypeError, ShapeError, DeviceError, ConfigError: an argument breaks a rule above.
     """
+    flags: dict[str, object] = {
+        "is_tensor_update_accumulating": is_tensor_update_accumulating,
+        "skip_grad_initialization": skip_grad_initialization,
+        "bias": bias,
+        "skip_gate_proj": skip_gate_proj,
+        "upstream_affinity_grad": upstream_affinity_grad,
+    }
+    check_flags(flags if device_limits is None else flags | {"device_limits": device_limits}, where=_WHERE)
+    check_blocking(blocking_params, where=_WHERE)
     later = {
         "skip_grad_initialization": skip_grad_initialization,
         "blocking_params": blocking_params is not None,
@@ -213,16 +225,8 @@ def _options(
     later: tuple[str, ...],
 ) -> Options:
     check_block_size(block_size, block_tile_size, where=_WHERE)
-    for name, value, kind in (("skip_dma", skip_dma, SkipMode), ("clamp_limits", clamp_limits, ClampLimits)):
-        if value is not None and not isinstance(value, kind):
-            raise refuse(
-                ConfigError,
-                where=_WHERE,
-                argument=name,
-                expected=f"a {kind.__name__} or None",
-                got=repr(value),
-                remedy=f"Import {kind.__name__} from hf_neuron_moe.kernels.moe_types.",
-            )
+    check_record(skip_dma, SkipMode, where=_WHERE, argument="skip_dma")
+    check_record(clamp_limits, ClampLimits, where=_WHERE, argument="clamp_limits")
     return Options(
         block_size=block_size,
         shard=shard_option(shard, where=_WHERE),

@@ -31,10 +31,23 @@ from hf_neuron_moe.backends.torch.tiling import Loader, Span, make_loader
 from hf_neuron_moe.errors import ConfigError, ShapeError, refuse
 from hf_neuron_moe.kernels.block_rows import BlockRows, block_rows
 from hf_neuron_moe.kernels.blockwise_buffers import GradBuffers
-from hf_neuron_moe.kernels.blockwise_checks import INTEGERS, Operands, check_block_size, check_operands
+from hf_neuron_moe.kernels.blockwise_checks import (
+    INTEGERS,
+    Operands,
+    check_bf16_limits,
+    check_block_size,
+    check_operands,
+)
 from hf_neuron_moe.kernels.blockwise_grads import BackwardCall, run_backward
 from hf_neuron_moe.kernels.blockwise_mm_bwd import MoEBackward
-from hf_neuron_moe.kernels.checks import check_dtype, check_multiple, check_same_device, check_shape
+from hf_neuron_moe.kernels.checks import (
+    check_dtype,
+    check_flags,
+    check_multiple,
+    check_record,
+    check_same_device,
+    check_shape,
+)
 from hf_neuron_moe.kernels.moe_types import (
     ActFnType,
     AffinityOption,
@@ -76,6 +89,7 @@ def blockwise_mm_fwd_mxfp8(
     down_proj_scale: Tensor | None = None,
     gate_and_up_proj_bias: Tensor | None = None,
     down_proj_bias: Tensor | None = None,
+    device_limits: bool | None = None,
 ) -> MoEForwardMXFP8:
     """Forward of the experts in MXFP8, the affinity on the intermediate.
 
@@ -89,11 +103,16 @@ def blockwise_mm_fwd_mxfp8(
         block_size: B, one of 128 to 4096 in powers of two.
         skip_dma: ``SkipMode``; ``skip_weight`` has no effect on values.
         activation_function: SiLU.
-        clamp_limits: limits on gate and up before the activation.
+        clamp_limits: limits on gate and up before the activation; see `device_limits`.
         gate_up_proj_scale: refused: the layout of pre-quantized weights is not documented.
         down_proj_scale: refused likewise.
         gate_and_up_proj_bias: refused: the documented kernel has no biases.
         down_proj_bias: refused likewise.
+        device_limits: refuse clamp limits that bf16 does not hold, which the backward would miss; None is True here,
+            where hidden states are always bf16.
+
+    Returns:
+        Output, pre-activations and intermediate, see :class:`MoEForwardMXFP8`.
 
     Raises:
         DTypeError, ShapeError, DeviceError, ConfigError: an argument breaks a rule above.
@@ -108,6 +127,7 @@ def blockwise_mm_fwd_mxfp8(
     )
     _check_only(activation_function, ActFnType.SiLU, where, "activation_function")
     _check_block(block_size, where)
+    limits = _check_records(skip_dma, clamp_limits, device_limits, where)
     _check_forward(
         hidden_states,
         expert_affinities_masked,
@@ -122,12 +142,12 @@ def blockwise_mm_fwd_mxfp8(
         token_position_to_id, block_to_expert, block_size, tokens, experts, where=where, without_gaps=True
     )
     stack = ExpertStack(gate_up_proj_weight.flatten(1, 2), down_proj_weight, transposed=False)
-    return _forward(hidden_states, rows.affinity(expert_affinities_masked, experts), stack, rows, clamp_limits)
+    return _forward(hidden_states, rows.affinity(expert_affinities_masked, experts), stack, rows, limits)
 
 
 @torch.no_grad()
 def _forward(
-    hidden_states: Tensor, scale_R: Tensor, stack: ExpertStack, rows: BlockRows, limits: ClampLimits | None
+    hidden_states: Tensor, scale_R: Tensor, stack: ExpertStack, rows: BlockRows, limits: ClampLimits
 ) -> MoEForwardMXFP8:
     inner, device = stack.down.shape[2], hidden_states.device
     total_TH = torch.zeros(hidden_states.shape, dtype=torch.float32, device=device)
@@ -145,7 +165,7 @@ def _forward(
             out_RH,
             save=Checkpoints(gate_RI, up_RI),
             block_size=rows.block_size,
-            epilogue=_Epilogue(loader, scale_R[start:end, None], inter_RI, limits or ClampLimits()),
+            epilogue=_Epilogue(loader, scale_R[start:end, None], inter_RI, limits),
         )
         emit(start, end, out_RH)
         for target, values_RI in zip(
@@ -219,6 +239,7 @@ def blockwise_mm_bwd_mxfp8(
     activation_type: ActFnType | str = ActFnType.SiLU,
     gate_up_proj_scale: Tensor | None = None,
     down_proj_scale: Tensor | None = None,
+    device_limits: bool | None = None,
 ) -> MoEBackward:
     """Gradients of :func:`blockwise_mm_fwd_mxfp8` from its pre-activations.
 
@@ -235,11 +256,12 @@ def blockwise_mm_bwd_mxfp8(
         skip_dma: as in the forward.
         shard_option: SHARD_ON_FREE.
         affinity_option: AFFINITY_ON_I.
-        clamp_limits: the forward's limits, as strict masks.
+        clamp_limits: the forward's limits, as strict masks; see `device_limits`.
         bias: refused if True: the documented kernel has no biases.
         activation_type: SiLU.
         gate_up_proj_scale: refused: the layout of pre-quantized weights is not documented.
         down_proj_scale: refused likewise.
+        device_limits: as in the forward.
 
     Returns:
         ``[T', H]``, ``[T' * E, 1]``, ``[E, H, 2, I]`` and ``[E, I, H]`` in their operands' dtypes.
@@ -248,11 +270,17 @@ def blockwise_mm_bwd_mxfp8(
         DTypeError, ShapeError, DeviceError, ConfigError: an argument breaks a rule above.
     """
     where = "blockwise_mm_bwd_mxfp8"
-    _refuse_unknown(where, gate_up_proj_scale=gate_up_proj_scale, down_proj_scale=down_proj_scale, bias=bias or None)
+    _refuse_unknown(
+        where,
+        gate_up_proj_scale=gate_up_proj_scale,
+        down_proj_scale=down_proj_scale,
+        bias=None if bias is False else bias,
+    )
     _check_only(activation_type, ActFnType.SiLU, where, "activation_type")
     _check_only(shard_option, ShardOption.SHARD_ON_FREE, where, "shard_option")
     _check_only(affinity_option, AffinityOption.AFFINITY_ON_I, where, "affinity_option")
     _check_block(block_size, where)
+    limits = _check_records(skip_dma, clamp_limits, device_limits, where)
     operands = Operands(
         hidden_states, expert_affinities_masked, gate_up_proj_weight, down_proj_weight, gate_up_proj_act_checkpoint_T,
         None, token_position_to_id, block_to_expert, output_hidden_states_grad,
@@ -266,7 +294,6 @@ def blockwise_mm_bwd_mxfp8(
         token_position_to_id, block_to_expert, block_size, tokens, len(down_proj_weight),
         where=where, without_gaps=True,
     )  # fmt: skip
-    limits = clamp_limits or ClampLimits()
     gating = Gating(
         gate_limits=(limits.non_linear_clamp_upper_limit, limits.non_linear_clamp_lower_limit),
         up_limits=(limits.linear_clamp_upper_limit, limits.linear_clamp_lower_limit),
@@ -283,11 +310,24 @@ def _refuse_unknown(where: str, **arguments: object) -> None:
                 where=where,
                 argument=name,
                 expected="None" if name != "bias" else "False",
-                got=type(value).__name__,
+                got="a tensor" if isinstance(value, Tensor) else repr(value),
                 remedy="Upstream documents no biases for the MXFP8 training pair."
                 if "bias" in name
                 else "The layout of pre-quantized weights is not documented; pass bf16 weights.",
             )
+
+
+def _check_records(
+    skip_dma: SkipMode | None, limits: ClampLimits | None, device_limits: bool | None, where: str
+) -> ClampLimits:
+    """Check the two records and the switch; return the limits."""
+    check_record(skip_dma, SkipMode, where=where, argument="skip_dma")
+    check_record(limits, ClampLimits, where=where, argument="clamp_limits")
+    if device_limits is not None:
+        check_flags({"device_limits": device_limits}, where=where)
+    if limits is not None and device_limits is not False:
+        check_bf16_limits(limits, where=where)
+    return limits or ClampLimits()
 
 
 def _check_only(value: object, member: ActFnType | ShardOption | AffinityOption, where: str, argument: str) -> None:

@@ -18,14 +18,16 @@ def check_dtype(tensor: Tensor, allowed: tuple[torch.dtype, ...], *, where: str,
     """
     names = " or ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
     if not isinstance(tensor, Tensor) or tensor.dtype not in allowed:
-        got = str(tensor.dtype) if isinstance(tensor, Tensor) else type(tensor).__name__
+        remedy = "This argument is required." if tensor is None else "Pass a torch.Tensor."
+        if isinstance(tensor, Tensor):
+            remedy = f"Convert it, for example with .to({allowed[0]})."
         raise refuse(
             DTypeError,
             where=where,
             argument=argument,
             expected=f"a tensor of dtype {names}",
-            got=got,
-            remedy=f"Convert it, for example with .to({allowed[0]}).",
+            got=str(tensor.dtype) if isinstance(tensor, Tensor) else type(tensor).__name__,
+            remedy=remedy,
         )
 
 
@@ -111,6 +113,28 @@ def check_flags(flags: Mapping[str, object], *, where: str) -> None:
                 where=where,
                 argument=name,
                 expected="True or False",
-                got=repr(flag) if isinstance(flag, str | int | float | None) else type(flag).__name__,
+                got=shown(flag),
                 remedy="Pass a bool.",
             )
+
+
+def check_record(value: object, kind: type, *, where: str, argument: str, optional: bool = True) -> None:
+    """Refuse what is not an instance of `kind` (or None, if that is an option).
+
+    Raises:
+        ConfigError: otherwise. A dict or tuple is never taken for a record: its fields could be mixed up.
+    """
+    if not isinstance(value, kind) and not (optional and value is None):
+        raise refuse(
+            ConfigError,
+            where=where,
+            argument=argument,
+            expected=f"a {kind.__name__}{' or None' if optional else ''}",
+            got=shown(value),
+            remedy=f"Make one with {kind.__name__}(...), from hf_neuron_moe.kernels.",
+        )
+
+
+def shown(value: object) -> str:
+    """Spell a wrong argument for a message: the value if it is short, else its type."""
+    return repr(value) if value is None or isinstance(value, str | int | float) else f"a {type(value).__name__}"

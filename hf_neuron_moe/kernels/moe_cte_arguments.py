@@ -6,6 +6,7 @@ intermediate, E experts, N blocks of B slots, R real (token, expert) pairs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -17,7 +18,7 @@ from hf_neuron_moe.backends.torch.ffn_forward import FFNWeights
 from hf_neuron_moe.errors import ConfigError, ShapeError, refuse
 from hf_neuron_moe.formats.constants import ScaleRule, choose
 from hf_neuron_moe.kernels.block_rows import BlockRows, block_rows
-from hf_neuron_moe.kernels.checks import check_shape
+from hf_neuron_moe.kernels.checks import check_flags, check_record, check_shape, shown
 from hf_neuron_moe.kernels.moe_cte_epilogue import Limits
 from hf_neuron_moe.kernels.moe_cte_operands import (
     FLOATS,
@@ -50,6 +51,7 @@ from hf_neuron_moe.kernels.moe_types import (
 
 CONVENTIONS = ("device", "golden")
 GATE_LIMITS = ("gate_clamp_upper_limit", "gate_clamp_lower_limit")
+CLAMP_LIMITS = (*GATE_LIMITS, "up_clamp_upper_limit", "up_clamp_lower_limit")
 
 
 class Place(Enum):
@@ -205,13 +207,28 @@ def _problem(
         rounded=rounded,
         mx=mx,
         static_inputs=static,
-        mx_rule=choose(ScaleRule, given.mx_scale_rule, argument="mx_scale_rule", where=given.where),
+        mx_rule=_mx_rule(given, online=mx is not None and static is None),
         golden=golden,
         keep=kind is MoECTEImplementation.shard_on_i_dropping or choices.spec.shard_on_I.checkpoint_activation,
         kept_dtype=kept_dtype,
         output_dtype=given.accumulation_dtype or hidden.dtype,
         sink=not choices.skip.skip_token,
     )
+
+
+def _mx_rule(given: Arguments, *, online: bool) -> ScaleRule:
+    """Return the rule of the online quantization; refuse a choice where nothing is quantized by it."""
+    rule = choose(ScaleRule, given.mx_scale_rule, argument="mx_scale_rule", where=given.where)
+    if not online and rule is not ScaleRule.NEURON:
+        raise refuse(
+            ConfigError,
+            where=given.where,
+            argument="mx_scale_rule",
+            expected="left at its default without online MX quantization",
+            got=repr(given.mx_scale_rule),
+            remedy="Only the MX implementations quantize by it, and not with quantization_type=STATIC_MX.",
+        )
+    return rule
 
 
 def _place(choices: Choices, *, golden: bool) -> Place:
@@ -228,24 +245,13 @@ def _place(choices: Choices, *, golden: bool) -> Place:
 
 def _choices(given: Arguments, fp8_scales: bool) -> Choices:
     where = given.where
-    if not isinstance(given.spec, MoECTESpec):
-        raise refuse(
-            ConfigError,
-            where=where,
-            argument="spec",
-            expected="a MoECTESpec",
-            got=repr(given.spec),
-            remedy="For example MoECTESpec(MoECTEImplementation.shard_on_i).",
-        )
-    if not isinstance(given.skip_dma, SkipMode):
-        raise refuse(
-            ConfigError,
-            where=where,
-            argument="skip_dma",
-            expected="a SkipMode",
-            got=repr(given.skip_dma),
-            remedy="For example SkipMode(skip_token=True).",
-        )
+    check_record(given.spec, MoECTESpec, where=where, argument="spec", optional=False)
+    check_record(given.skip_dma, SkipMode, where=where, argument="skip_dma", optional=False)
+    flags: dict[str, object] = {
+        "is_tensor_update_accumulating": given.is_tensor_update_accumulating,
+        "skip_gate_proj": given.skip_gate_proj,
+    }
+    check_flags(flags if given.device_limits is None else flags | {"device_limits": given.device_limits}, where=where)
     mode = as_member(
         given.expert_affinities_scaling_mode,
         ExpertAffinityScaleMode,
@@ -265,6 +271,8 @@ def _choices(given: Arguments, fp8_scales: bool) -> Choices:
 
 def _check_numbers(given: Arguments) -> None:
     """Check dtypes, names and the arguments that upstream accepts without effect."""
+    for name in CLAMP_LIMITS:
+        _check_limit(getattr(given, name), name, given.where)
     limited = [name for name in GATE_LIMITS if given.skip_gate_proj and getattr(given, name) is not None]
     checks: list[tuple[bool, str, str, object, str]] = [
         (
@@ -302,4 +310,18 @@ def _check_numbers(given: Arguments) -> None:
             expected="a positive int",
             got=repr(given.block_size),
             remedy="Pass the block size the plan was made with.",
+        )
+
+
+def _check_limit(limit: object, name: str, where: str) -> None:
+    """Refuse a clamp limit that is no number; NaN would make every clamped value NaN."""
+    number = isinstance(limit, int | float) and not isinstance(limit, bool) and not math.isnan(limit)
+    if limit is not None and not number:
+        raise refuse(
+            ConfigError,
+            where=where,
+            argument=name,
+            expected="None or a number that is not NaN",
+            got=shown(limit),
+            remedy="None is no limit; a tensor's value is its .item().",
         )

@@ -249,7 +249,7 @@ def _check_kind(name: str, claimed: bool | None, scale: Tensor | None, rank: int
     """Refuse a flag that contradicts the scale's shape: ``[E, H/256, 2, I/256, 128]`` or ``[E, 2, 1]``."""
     if claimed is None:
         return
-    found = scale is not None and scale.dim() == rank and (rank == 5 or scale.shape[1] * scale.shape[2] == 2)
+    found = isinstance(scale, Tensor) and scale.dim() == rank and (rank == 5 or scale.shape[1] * scale.shape[2] == 2)
     if claimed is not found:
         raise refuse(
             ConfigError,

@@ -116,7 +116,7 @@ def blockwise_mm_shard_intermediate_mx(
     `use_block128_scales` must agree with the shape of `gate_up_proj_scale` (``[E, 4, 2, H/512, ceil(I/128)]``).
     """
     given, where = locals(), "blockwise_mm_shard_intermediate_mx"
-    rows = None if gate_up_proj_scale is None else gate_up_proj_scale.shape[1]
+    rows = gate_up_proj_scale.shape[1] if isinstance(gate_up_proj_scale, Tensor) else None
     if given.pop("use_block128_scales") is not (rows == 4):
         raise refuse(
             ConfigError,

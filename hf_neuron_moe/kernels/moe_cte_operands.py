@@ -18,7 +18,7 @@ from hf_neuron_moe.backends.torch.ffn_forward import FFNWeights
 from hf_neuron_moe.errors import ConfigError, DTypeError, ShapeError, refuse
 from hf_neuron_moe.formats.moe_mx import moe_bias_from_lanes
 from hf_neuron_moe.kernels.block_rows import BlockRows
-from hf_neuron_moe.kernels.checks import check_dtype, check_same_device, check_shape
+from hf_neuron_moe.kernels.checks import check_dtype, check_record, check_same_device, check_shape
 from hf_neuron_moe.kernels.moe_cte_rules import CONDITION_TAILS, HYBRID, Choices
 from hf_neuron_moe.kernels.moe_cte_scales import SCALE_BLOCK, Scales, require_pair
 from hf_neuron_moe.kernels.moe_mx import MXExperts, read_mx_weights
@@ -80,6 +80,7 @@ class Arguments:
 
 def weight_scales(given: Arguments) -> tuple[Tensor | None, Tensor | None]:
     """Return the weight scales; the direct arguments of 2.30 win over `quantization_config`."""
+    check_record(given.quantization_config, QuantizationConfig, where=given.where, argument="quantization_config")
     config = given.quantization_config or QuantizationConfig()
     gate_up = config.gate_up_proj_scale if given.gate_up_proj_scale is None else given.gate_up_proj_scale
     down = config.down_proj_scale if given.down_proj_scale is None else given.down_proj_scale
@@ -300,4 +301,14 @@ def check_conditions(conditions: Tensor | None, plan: BlockRows, spec: MoECTESpe
         static = spec.shard_on_I.num_static_block
         reached = max(blocks - experts if static is None else static, int((flags != 0).sum()))
         last = int(used.nonzero().max()) if bool(used.any()) else -1
-        check(last < reached, f"a count that reaches the last block with tokens, {last}", f"{reached} blocks")
+        if last >= reached:
+            raise refuse(
+                ShapeError,
+                where=where,
+                argument="conditions",
+                expected=f"a plan whose first {reached} blocks have all the tokens (max of the static blocks and the "
+                f"number of flags set, {reached}, is where {kind.name} stops)",
+                got=f"tokens up to the block with index {last}, the {last + 1}th",
+                remedy='Hybrids take no spare blocks in between: build the plan with spare_blocks="last", not "split", '
+                f"or set spec.shard_on_I.num_static_block to {last + 1} or more.",
+            )

@@ -22,6 +22,7 @@ from hf_neuron_moe.kernels.moe_types import (
     MoECTEImplementation,
     MoECTESpec,
     QuantizationType,
+    ShardOnBlockConfig,
     SkipMode,
 )
 
@@ -125,7 +126,7 @@ def check_always(choices: Choices, sizes: Sizes, where: str) -> None:
             _ON_OUTPUT,
         )  # fmt: skip
         _need(not choices.skip_gate, where, "skip_gate_proj", f"False with {name}", True, "MX kernels have a gate.")
-    _check_storage(choices, where)
+    _check_unread(choices, where)
     if kind not in CHECKPOINTS:
         wanted = spec.shard_on_I.checkpoint_activation
         remedy = "Only shard_on_i and shard_on_i_dropping return activations."
@@ -172,17 +173,34 @@ def check_device_limits(choices: Choices, sizes: Sizes, where: str) -> None:
     )  # fmt: skip
 
 
-def _check_storage(choices: Choices, where: str) -> None:
-    """Refuse options for how MX weights are stored where nothing would read them."""
-    block, kind = choices.spec.shard_on_block, choices.spec.implementation
-    for name, given, readers in (
-        ("use_packed_scales", block.use_packed_scales, (_Impl.shard_on_block_mx,)),
-        ("quantization_type", block.quantization_type is QuantizationType.STATIC_MX, (_Impl.shard_on_block_mx,)),
-        ("weight_dtype", block.weight_dtype is not None, MX),
-    ):
-        fits, rule = kind in readers or not given, f"left at its default with {kind.name}"
-        remedy = "It describes MX weights; use shard_on_block_mx."
-        _need(fits, where, f"spec.shard_on_block.{name}", rule, getattr(block, name), remedy)
+_BLOCK_MX = frozenset({_Impl.shard_on_block_mx})
+_READERS: dict[str, Set[MoECTEImplementation]] = {
+    "n_block_per_iter": BLOCK,
+    "block_sharding_strategy": frozenset({_Impl.shard_on_block}),
+    "n_static_blocks": _BLOCK_MX,
+    "n_dynamic_blocks": _BLOCK_MX,
+    "non_overlapping_shards": frozenset({_Impl.shard_on_block}),
+    "use_packed_scales": _BLOCK_MX,
+    "weight_dtype": MX,
+    "top_k": BLOCK,
+    "ep_degree": BLOCK,
+    "quantization_type": _BLOCK_MX,
+}
+"""Which implementations read an option of ``ShardOnBlockConfig``."""
+
+
+def _check_unread(choices: Choices, where: str) -> None:
+    """Refuse options that the implementation does not read; upstream ignores them silently."""
+    spec, kind = choices.spec, choices.spec.implementation
+    defaults, rule = ShardOnBlockConfig(), f"left at its default with {kind.name}"
+    for name, readers in _READERS.items():
+        given = getattr(spec.shard_on_block, name)
+        same = given == getattr(defaults, name) or given is QuantizationType.NONE
+        names = ", ".join(sorted(reader.name for reader in readers))
+        _need(kind in readers or same, where, f"spec.shard_on_block.{name}", rule, given, f"It is read by {names}.")
+    static = spec.shard_on_I.num_static_block
+    remedy = "Only the hybrids have a static loop before the dynamic one."
+    _need(kind in HYBRID or static is None, where, "spec.shard_on_I.num_static_block", rule, static, remedy)
 
 
 def _check_affinity_limits(choices: Choices, rules: Rules, sizes: Sizes, where: str) -> None:
@@ -207,13 +225,13 @@ def _check_scheduling(choices: Choices, sizes: Sizes, where: str) -> None:
     spec, kind, block = choices.spec, choices.spec.implementation, choices.spec.shard_on_block
     if kind in HYBRID and spec.shard_on_I.num_static_block is not None:
         static = spec.shard_on_I.num_static_block
-        fits = type(static) is int and 0 <= static <= sizes.blocks
+        fits = 0 <= static <= sizes.blocks
         _need(fits, where, "spec.shard_on_I.num_static_block", f"0 to N = {sizes.blocks}", static, "None is N - E.")
     if kind not in BLOCK:
         return
     for name in ("n_block_per_iter", "top_k", "ep_degree"):
         value = getattr(block, name)
-        _need(type(value) is int and value > 0, where, f"spec.shard_on_block.{name}", "a positive int", value, "Use 1.")
+        _need(value > 0, where, f"spec.shard_on_block.{name}", "a positive int", value, "Use 1.")
     halves = block.block_sharding_strategy is BlockShardStrategy.HI_LO
     remedy = "Kernels before 2.31 assert PING_PONG; since then HI_LO needs non_overlapping_shards=True."
     fits = not halves or block.non_overlapping_shards

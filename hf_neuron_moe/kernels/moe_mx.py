@@ -129,8 +129,10 @@ def read_mx_weights(
     check_shape(down, shape, "[E, pI, ceil(I/512), H]", where=where, argument="down_proj_weight")
     if gate_up_scale is not None and down_scale is not None:
         extents = (experts, hidden, inner, partitions)
-        gate_up_scale = _check_scale(gate_up_scale, _gate_up_layouts(extents, packed), "gate_up_proj_scale", where)
-        down_scale = _check_scale(down_scale, _down_layouts(extents, packed), "down_proj_scale", where)
+        gate_up_scale = _check_scale(
+            gate_up_scale, _gate_up_layouts(extents, packed), packed, "gate_up_proj_scale", where
+        )
+        down_scale = _check_scale(down_scale, _down_layouts(extents, packed), packed, "down_proj_scale", where)
     return MXExperts(gate_up.view(fmt.carrier), down.view(fmt.carrier), gate_up_scale, down_scale, fmt)
 
 
@@ -175,7 +177,7 @@ def _format(words: Tensor, weight_dtype: torch.dtype | None, where: str) -> Elem
     )
 
 
-def _check_scale(scale: Tensor, layouts: _Layouts, argument: str, where: str) -> Tensor:
+def _check_scale(scale: Tensor, layouts: _Layouts, packed: bool, argument: str, where: str) -> Tensor:
     if not isinstance(scale, Tensor) or scale.dtype not in (torch.uint8, torch.float8_e8m0fnu):
         got = str(scale.dtype) if isinstance(scale, Tensor) else type(scale).__name__
         raise refuse(
@@ -194,7 +196,8 @@ def _check_scale(scale: Tensor, layouts: _Layouts, argument: str, where: str) ->
             expected="of shape "
             + " or, per 128 x 128 block, ".join(f"{words} = {list(shape)}" for shape, words in layouts),
             got=str(list(scale.shape)),
-            remedy="Set use_packed_scales where four tiles share a buffer; layouts are never guessed from sizes.",
+            remedy="quantize_moe_gate_up and quantize_moe_down return scales of this shape"
+            + (", pack_moe_scales packs them." if packed else "; only shard_on_block_mx reads packed ones, if told."),
         )
     return scale.view(torch.uint8)
 

@@ -8,6 +8,7 @@ Legend: E experts, H hidden, I intermediate, N blocks of B tokens.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 from typing import TypeVar
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from hf_neuron_moe.errors import ConfigError, nearest, refuse
+from hf_neuron_moe.kernels.checks import check_flags, check_record, shown
 
 
 class ActFnType(Enum):
@@ -117,6 +119,9 @@ class SkipMode:
     skip_token: bool = False
     skip_weight: bool = False
 
+    def __post_init__(self) -> None:
+        check_flags({"skip_token": self.skip_token, "skip_weight": self.skip_weight}, where="SkipMode")
+
 
 NO_SKIP = SkipMode()
 """The documented default of ``skip_dma``."""
@@ -153,6 +158,11 @@ class ShardOnBlockConfig:
         for name, kind in (("block_sharding_strategy", BlockShardStrategy), ("quantization_type", QuantizationType)):
             member = as_member(getattr(self, name), kind, where="ShardOnBlockConfig", argument=name)
             object.__setattr__(self, name, member)
+        flags = ("non_overlapping_shards", "use_packed_scales")
+        check_flags({name: getattr(self, name) for name in flags}, where="ShardOnBlockConfig")
+        for name in ("n_block_per_iter", "n_static_blocks", "n_dynamic_blocks", "top_k", "ep_degree"):
+            _check_count(getattr(self, name), "ShardOnBlockConfig", name)
+        check_record(self.weight_dtype, torch.dtype, where="ShardOnBlockConfig", argument="weight_dtype")
 
 
 @dataclass(frozen=True)
@@ -169,6 +179,12 @@ class ShardOnIConfig:
     expert_affinity_multiply_on_I: bool = False
     num_static_block: int | None = None
 
+    def __post_init__(self) -> None:
+        flags = ("checkpoint_activation", "expert_affinity_multiply_on_I")
+        check_flags({name: getattr(self, name) for name in flags}, where="ShardOnIConfig")
+        if self.num_static_block is not None:
+            _check_count(self.num_static_block, "ShardOnIConfig", "num_static_block")
+
 
 @dataclass(frozen=True)
 class MoECTESpec:
@@ -182,18 +198,39 @@ class MoECTESpec:
         kind = as_member(self.implementation, MoECTEImplementation, where="MoECTESpec", argument="implementation")
         object.__setattr__(self, "implementation", kind)
         for name, default in (("shard_on_block", ShardOnBlockConfig), ("shard_on_I", ShardOnIConfig)):
+            check_record(getattr(self, name), default, where="MoECTESpec", argument=name)
             if getattr(self, name) is None:
                 object.__setattr__(self, name, default())
 
 
 @dataclass(frozen=True)
 class ClampLimits:
-    """Forward clamp limits as the backward takes them: linear is up, non-linear is gate. Not bounds on gradients."""
+    """Forward clamp limits as the backward takes them: linear is up, non-linear is gate. Not bounds on gradients.
+
+    Raises:
+        ConfigError: a limit that is no number, or an upper limit that is not above the lower one.
+    """
 
     linear_clamp_upper_limit: float | None = None
     linear_clamp_lower_limit: float | None = None
     non_linear_clamp_upper_limit: float | None = None
     non_linear_clamp_lower_limit: float | None = None
+
+    def __post_init__(self) -> None:
+        for branch in ("linear", "non_linear"):
+            upper, lower = (f"{branch}_clamp_{side}_limit" for side in ("upper", "lower"))
+            for name in (upper, lower):
+                value = getattr(self, name)
+                number = isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+                if value is not None and not number:
+                    raise self._bad(name, "None or a number", repr(value), "Pass the limit that the forward clamps to.")
+            above, below = getattr(self, upper), getattr(self, lower)
+            if above is not None and below is not None and above <= below:
+                raise self._bad(upper, f"greater than {lower} = {below}", str(above), "Swap them, or leave one out.")
+
+    @staticmethod
+    def _bad(argument: str, expected: str, got: str, remedy: str) -> ConfigError:
+        return refuse(ConfigError, where="ClampLimits", argument=argument, expected=expected, got=got, remedy=remedy)
 
 
 @dataclass(frozen=True)
@@ -239,7 +276,22 @@ class GateUpWeightGradBlocking:
     block_i: int = 4
 
 
+BLOCKINGS = (
+    DownProjOutputGradBlocking,
+    GateUpOutputGradBlocking,
+    DownWeightGradBlocking,
+    HiddenGradBlocking,
+    GateUpWeightGradBlocking,
+)
 EnumT = TypeVar("EnumT", bound=Enum)
+
+
+def _check_count(value: object, where: str, argument: str) -> None:
+    """Refuse anything but an int; ranges depend on the call and are checked there."""
+    if type(value) is not int:
+        raise refuse(
+            ConfigError, where=where, argument=argument, expected="an int", got=shown(value), remedy="Pass a count."
+        )
 
 
 def as_member(value: object, kind: type[EnumT], *, where: str, argument: str) -> EnumT:

@@ -141,6 +141,15 @@ REFUSED: list[tuple[type[NeuronMoEError], str, Arguments]] = [
     (DTypeError, "down_proj_weight must be a tensor of dtype bfloat16", {"down_proj_weight": torch.ones(E, I, H)}),
     (DTypeError, "gate_up_proj_weight must be a tensor", {"gate_up_proj_weight": torch.ones(1, dtype=torch.int32)}),
     (ShapeError, "filled without gaps per expert", {"gap": True}),
+    (
+        ConfigError,
+        "clamp_limits.non_linear_clamp_upper_limit must be a bf16 number.*got 0.7. "
+        "Use the bf16 value of the limit, 0.69921875, in forward and backward",
+        {"clamp_limits": ClampLimits(non_linear_clamp_upper_limit=0.7)},
+    ),
+    (ConfigError, "clamp_limits must be a ClampLimits or None, got a tuple", {"clamp_limits": (1.0, -1.0, 1.0, -1.0)}),
+    (ConfigError, "skip_dma must be a SkipMode or None, got True", {"skip_dma": True}),
+    (ConfigError, "device_limits must be True or False, got 'off'", {"device_limits": "off"}),
 ]
 FORWARD_ONLY: list[tuple[type[NeuronMoEError], str, Arguments]] = [
     (ConfigError, "gate_and_up_proj_bias must be None.*no biases", {"gate_and_up_proj_bias": torch.ones(1)}),
@@ -150,11 +159,16 @@ FORWARD_ONLY: list[tuple[type[NeuronMoEError], str, Arguments]] = [
     (ShapeError, "H of hidden_states must be a positive multiple of 128", {"narrow": True}),
 ]
 BACKWARD_ONLY: list[tuple[type[NeuronMoEError], str, Arguments]] = [
-    (ConfigError, "bias must be False", {"bias": True}),
+    (ConfigError, "bias must be False, got True", {"bias": True}),
+    (ConfigError, "bias must be False, got a tensor", {"bias": torch.ones(1)}),
     (ConfigError, "activation_type must be SiLU", {"activation_type": "GELU"}),
     (ConfigError, "shard_option must be SHARD_ON_FREE", {"shard_option": "SHARD_ON_HIDDEN"}),
     (ConfigError, "affinity_option must be AFFINITY_ON_I", {"affinity_option": "AFFINITY_ON_H"}),
-    (DTypeError, "gate_up_proj_act_checkpoint_T must be a tensor", {"gate_up_proj_act_checkpoint_T": None}),
+    (
+        DTypeError,
+        "gate_up_proj_act_checkpoint_T must be a tensor.*is required",
+        {"gate_up_proj_act_checkpoint_T": None},
+    ),
     (ShapeError, r"gate_up_proj_weight must be of shape \[E, H, 2, I\]", {"gate_up_proj_weight": rows_of(E, 2, I, H)}),
 ]
 
@@ -185,3 +199,22 @@ def test_backward_refusals(kind: type[NeuronMoEError], message: str, change: Arg
     arguments = backward_arguments(arguments, rows_of(blocks, 2, I, 128), dout)
     with pytest.raises(kind, match=f"blockwise_mm_bwd_mxfp8: .*{message}"):
         blockwise_mm_bwd_mxfp8(**spoil(arguments, dict(change)))
+
+
+def test_the_bf16_value_of_a_limit_masks_what_was_clamped() -> None:
+    """0.69921875 is bf16(0.7): saturated pre-activations equal it and get no gradient; next to 0.7 they are inside."""
+    arguments, dout = make(40, 128)
+
+    def gate_gradient(limit: float, device_limits: bool | None) -> Tensor:
+        given = {"clamp_limits": ClampLimits(non_linear_clamp_upper_limit=limit, non_linear_clamp_lower_limit=-limit)}
+        given |= {"device_limits": device_limits}
+        kept = blockwise_mm_fwd_mxfp8(**arguments, **given).gate_up_activations_T
+        saturated = kept[:, 0].abs() == 0.69921875
+        assert saturated.any()
+        # Gradients only where the gate saturates: whatever is left comes from values taken for inside.
+        only = torch.where(saturated, kept[:, 0], 0.69921875)
+        kept = torch.stack([only, kept[:, 1]], 1)
+        return blockwise_mm_bwd_mxfp8(**backward_arguments(arguments, kept, dout), **given)[2][:, :, 0]
+
+    assert not gate_gradient(0.69921875, None).any()
+    assert gate_gradient(0.7, False).any()

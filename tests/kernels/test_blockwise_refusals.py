@@ -10,7 +10,12 @@ from torch import Tensor
 
 from hf_neuron_moe.errors import ConfigError, DeviceError, DTypeError, NeuronMoEError, ShapeError
 from hf_neuron_moe.kernels.blockwise_mm_bwd import blockwise_mm_bwd
-from hf_neuron_moe.kernels.moe_types import ClampLimits, ShardOption229
+from hf_neuron_moe.kernels.moe_types import (
+    ClampLimits,
+    DownProjOutputGradBlocking,
+    HiddenGradBlocking,
+    ShardOption229,
+)
 from hf_neuron_moe.kernels.routing import build_block_plan, expert_mask, masked_affinities
 
 T, H, I, E, B = 20, 128, 64, 3, 128  # noqa: E741
@@ -56,7 +61,11 @@ OPERANDS: list[Case] = [
     (ConfigError, "down_proj_act_checkpoint must be given with AFFINITY_ON_H", {"down_proj_act_checkpoint": None}),
     (ShapeError, r"down_proj_bias must be of shape \[E, H\]", {"down_proj_bias": bf16(H)}),
     (DTypeError, "down_proj_bias must be a tensor of dtype", {"down_proj_bias": [0.0]}),
-    (DTypeError, "output_hidden_states_grad must be a tensor.*NoneType", {"output_hidden_states_grad": None}),
+    (
+        DTypeError,
+        "output_hidden_states_grad must be a tensor.*None.*is required",
+        {"output_hidden_states_grad": None},
+    ),
     (ShapeError, "token_position_to_id must be of size N", {"token_position_to_id": torch.zeros(3, dtype=torch.int32)}),
     (ShapeError, "token_position_to_id must be made of ids -1..20", {"ids": T + 1}),
     (ShapeError, "token_position_to_id must be made of tokens that occur once per expert", {"ids": 6}),
@@ -69,7 +78,20 @@ OPTIONS: list[Case] = [
     (ConfigError, "kernel_type_option must be a member of KernelTypeOption", {"kernel_type_option": "DROP"}),
     (ConfigError, "activation_type must be a member of ActFnType .*'ReLU'", {"activation_type": "ReLU"}),
     (ConfigError, "clamp_limits must be a ClampLimits or None", {"clamp_limits": (7, -7, 7, -7)}),
-    (ConfigError, "skip_dma must be a SkipMode or None", {"skip_dma": True}),
+    (ConfigError, "skip_dma must be a SkipMode or None, got True", {"skip_dma": True}),
+    (ConfigError, "bias must be True or False, got a Tensor", {"bias": bf16(E, H)}),
+    *(
+        (ConfigError, f"{name} must be True or False, got 'no'", {name: "no"})
+        for name in (
+            "is_tensor_update_accumulating",
+            "skip_grad_initialization",
+            "skip_gate_proj",
+            "upstream_affinity_grad",
+            "device_limits",
+        )
+    ),
+    (ConfigError, "blocking_params must be None or made of DownProj.*got 3. ", {"blocking_params": 3}),
+    (ConfigError, "blocking_params must be .*positive counts", {"blocking_params": (HiddenGradBlocking(block_h=0),)}),
     (ConfigError, "compute_dtype must be torch.bfloat16 or torch.float32", {"compute_dtype": torch.float16}),
     (ConfigError, "convention must be 'device' or 'golden'", {"convention": "numpy"}),
     (ConfigError, "release must be None or one of 2.29, 2.31", {"release": "2.30"}),
@@ -172,6 +194,9 @@ def test_limits_are_the_devices_and_not_the_mathematics(
     "accepted",
     [
         {},
+        {"blocking_params": HiddenGradBlocking(), "shard_option": "SHARD_ON_FREE"},
+        {"blocking_params": {"a": HiddenGradBlocking(), "b": None}, "shard_option": "SHARD_ON_FREE"},
+        {"blocking_params": [DownProjOutputGradBlocking(4)], "shard_option": "SHARD_ON_FREE"},
         buffers(),
         {"shard_option": "SHARD_ON_FREE", "release": "2.31"},
         {"affinity_option": "AFFINITY_ON_I", "release": "2.31"},
@@ -190,7 +215,9 @@ def test_documented_calls_are_accepted(accepted: Arguments) -> None:
 def test_bias_needs_the_down_bias(option: str) -> None:
     """Without it the affinity's gradient is silently upstream's, which is wrong; both ways out are named."""
     arguments = arguments_of() | {"affinity_option": option, "bias": True}
-    message = f"down_proj_bias must be given with bias=True and {option}.*down_proj_bias, or upstream_affinity_grad=True"
+    message = (
+        f"down_proj_bias must be given with bias=True and {option}.*down_proj_bias, or upstream_affinity_grad=True"
+    )
     with pytest.raises(ConfigError, match=message):
         blockwise_mm_bwd(**arguments)
     assert len(blockwise_mm_bwd(**arguments, upstream_affinity_grad=True)) == 6

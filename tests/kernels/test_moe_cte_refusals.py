@@ -112,7 +112,28 @@ SCALES: list[Case] = [
      | {"gate_up_proj_weight": fp8(E, H, 2, I, value=256), "down_proj_weight": fp8(E, I, H)}),
 ]  # fmt: skip
 OPTIONS: list[Case] = [
-    (ConfigError, "spec must be a MoECTESpec", arguments() | {"spec": "shard_on_i"}),
+    (ConfigError, "spec must be a MoECTESpec, got 'shard_on_i'", arguments() | {"spec": "shard_on_i"}),
+    *(
+        (ConfigError, f"{name} must be None or a number that is not NaN, got {got}", arguments() | {name: value})
+        for name, value, got in (
+            ("gate_clamp_upper_limit", "7", "'7'"),
+            ("gate_clamp_lower_limit", float("nan"), "nan"),
+            ("up_clamp_upper_limit", True, "True"),
+            ("up_clamp_lower_limit", torch.tensor(7.0), "a Tensor"),
+        )
+    ),
+    *(
+        (ConfigError, f"{name} must be True or False, got 'no'", arguments() | {name: "no"})
+        for name in ("is_tensor_update_accumulating", "skip_gate_proj", "device_limits")
+    ),
+    *(
+        (ConfigError, f"quantization_config must be a QuantizationConfig or None, got a {type(value).__name__}",
+         arguments() | {"quantization_config": value})
+        for value in ({}, {"gate_up_proj_scale": None}, (None, None))
+    ),
+    (ConfigError, "mx_scale_rule must be left at its default without online MX quantization, got 'floor'",
+     arguments() | {"mx_scale_rule": "floor"}),
+    (ConfigError, "mx_scale_rule must be left at its default without online", static_mx() | {"mx_scale_rule": "floor"}),
     (ConfigError, "activation_function must be a member of ActFnType .*Did you mean 'SiLU'",
      arguments() | {"activation_function": "SiLu"}),
     (ConfigError, "expert_affinities_scaling_mode must be a member of ExpertAffinityScaleMode",
@@ -151,9 +172,19 @@ CONDITIONS: list[Case] = [
      arguments() | {"spec": spec("shard_on_i_hybrid"), "conditions": conditions(3, 3)}),
     (ShapeError, "conditions must be nonzero for every block with tokens",
      arguments() | {"spec": spec("shard_on_i_hybrid"), "conditions": conditions(3, 1)}),
+    (ConfigError, r"spec.shard_on_I.num_static_block must be 0 to N = 2, got -1",
+     arguments() | {"spec": spec("shard_on_i_hybrid", num_static_block=-1), "conditions": conditions(3, 2)}),
+    *(
+        (ConfigError, f"spec.shard_on_I.num_static_block must be left at its default with {kind}, got {count}",
+         arguments() | {"spec": spec(kind, num_static_block=count)})
+        for kind in ("shard_on_i", "shard_on_i_dropping", "shard_on_block")
+        for count in (1, -1)
+    ),
     (ConfigError, r"spec.shard_on_I.num_static_block must be 0 to N = 2, got 3",
      arguments() | {"spec": spec("shard_on_i_hybrid", num_static_block=3), "conditions": conditions(3, 2)}),
 ]  # fmt: skip
+HALVES = {"block_sharding_strategy": "HI_LO", "non_overlapping_shards": True}
+STATIC = {"n_static_blocks": 1, "n_dynamic_blocks": 3}
 SCHEDULING: list[Case] = [
     *(
         (ConfigError, f"spec.shard_on_block.{name} must be a positive int, got 0",
@@ -164,6 +195,17 @@ SCHEDULING: list[Case] = [
      arguments() | {"spec": spec("shard_on_block", block_sharding_strategy=BlockShardStrategy.HI_LO)}),
     (ConfigError, r"spec.shard_on_block.n_static_blocks must be -1, or between 0 and N = 2",
      mx_arguments(n_static_blocks=1, n_dynamic_blocks=55)),
+    *(
+        (ConfigError, f"spec.shard_on_block.{name} must be left at its default with {kind}, got .* It is read by shard",
+         (mx_arguments(kind) if kind.endswith("mx") else arguments()) | {"spec": spec(kind, **{name: value})})
+        for kind, names in (
+            ("shard_on_i", {"n_block_per_iter": 0, "top_k": 2, "ep_degree": 2, **HALVES, **STATIC}),
+            ("shard_on_i_mx", {"n_block_per_iter": 2, "quantization_type": "ROW", **HALVES, **STATIC}),
+            ("shard_on_block_mx", HALVES),
+            ("shard_on_block", STATIC | {"quantization_type": "ROW"}),
+        )
+        for name, value in names.items()
+    ),
     (ConfigError, "is_tensor_update_accumulating must be True with shard_on_block_mx",
      mx_arguments() | {"is_tensor_update_accumulating": False}),
     (ConfigError, "spec.shard_on_block.quantization_type must be MX or STATIC_MX",

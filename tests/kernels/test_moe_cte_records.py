@@ -1,0 +1,69 @@
+"""Records of the blockwise MoE kernels with fields of wrong types, and refusals that explain a plan or a layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from hf_neuron_moe.errors import ConfigError, ShapeError
+from hf_neuron_moe.kernels.moe_cte import moe_cte
+from hf_neuron_moe.kernels.moe_types import MoECTESpec, ShardOnBlockConfig, ShardOnIConfig, SkipMode
+from hf_neuron_moe.kernels.routing import build_block_plan, expert_mask, masked_affinities
+from tests.kernels.moe_cte_calls import E, H, mx_arguments, spec
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: MoECTESpec("shard_on_i", shard_on_I=ShardOnBlockConfig()),
+         "MoECTESpec: shard_on_I must be a ShardOnIConfig or None, got a ShardOnBlockConfig"),
+        (lambda: MoECTESpec("shard_on_block", {"top_k": 1}), "MoECTESpec: shard_on_block must be a ShardOnBlockConfig"),
+        (lambda: ShardOnBlockConfig(use_packed_scales="no"), "use_packed_scales must be True or False, got 'no'"),
+        (lambda: ShardOnBlockConfig(non_overlapping_shards=1), "non_overlapping_shards must be True or False, got 1"),
+        (lambda: ShardOnBlockConfig(n_static_blocks="2"), "n_static_blocks must be an int, got '2'"),
+        (lambda: ShardOnBlockConfig(weight_dtype="e5m2"), "weight_dtype must be a dtype or None, got 'e5m2'"),
+        (lambda: ShardOnIConfig(checkpoint_activation="yes"), "checkpoint_activation must be True or False, got 'yes'"),
+        (lambda: ShardOnIConfig(expert_affinity_multiply_on_I=1), "multiply_on_I must be True or False, got 1"),
+        (lambda: ShardOnIConfig(num_static_block=1.0), "num_static_block must be an int, got 1.0"),
+        (lambda: SkipMode(skip_token="True"), "SkipMode: skip_token must be True or False, got 'True'"),
+    ],
+)  # fmt: skip
+def test_records_check_their_fields(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def test_hybrids_take_no_spare_blocks_in_between() -> None:
+    """The split plan's last expert comes behind a spare block, which a hybrid that counts flags never reaches."""
+    index = torch.tensor([[0]] * 20 + [[1]] * 20 + [[2]] * 20)
+    plans = {
+        how: build_block_plan(expert_mask(index, 3), 16, top_k=1, spare_blocks=how, n_block_per_iter=10)
+        for how in ("last", "split")
+    }
+    shapes = {"hidden_states": (61, 8), "gate_up_proj_weight": (3, 8, 2, 4), "down_proj_weight": (3, 4, 8)}
+    given = {name: torch.ones(shape) for name, shape in shapes.items()} | {
+        "expert_affinities_masked": masked_affinities(index, torch.ones(60, 1), 3),
+        "block_size": 16,
+    }
+
+    def run(how: str, static: int) -> Any:
+        plan = plans[how]._asdict()
+        return moe_cte(**given | plan, spec=spec("shard_on_i_hybrid", num_static_block=static))
+
+    assert run("last", 0).output.shape == (61, 8)
+    message = (
+        r"conditions must be a plan whose first 6 blocks have all the tokens .*"
+        r'got tokens up to the block with index 7, the 8th. .*spare_blocks="last", not "split".*num_static_block to 8'
+    )
+    with pytest.raises(ShapeError, match=message):
+        run("split", 0)
+    assert torch.equal(run("split", 8).output, run("last", 0).output)
+
+
+def test_scales_of_another_layout_are_answered_with_what_the_kernel_takes() -> None:
+    packed = {"down_proj_scale": torch.ones(E, 128, 1, H, dtype=torch.uint8)}
+    with pytest.raises(ShapeError, match="quantize_moe_down return scales of this shape; only shard_on_block_mx reads"):
+        moe_cte(**mx_arguments("shard_on_i_mx", inner=1024) | packed)
