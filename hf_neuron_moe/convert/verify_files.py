@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_neuron_moe.convert.config_json import QUANTIZATION_CONFIG, quantization_config
+from hf_neuron_moe.convert.folder import CONFIG_FILE
 from hf_neuron_moe.convert.manifest import MANIFEST_FILE, Manifest, Piece, WrittenTensor, header_metadata
 from hf_neuron_moe.convert.orientations import MOE_WORDS, SCALES, SOURCE
 from hf_neuron_moe.convert.read import TensorReader, open_tensors
@@ -74,6 +76,7 @@ def check_coverage(converted: Path, manifest: Manifest) -> tuple[Found, str]:
     for file in sorted({tensor.file for tensor in manifest.tensors}):
         found += _header_differences(converted / file, [tensor for tensor in manifest.tensors if tensor.file == file])
     found += _index_differences(converted / INDEX_OUT, manifest)
+    found += _config_differences(converted / CONFIG_FILE, manifest)
     return found, f"{len(sources)} source tensors in {len(manifest.weights)} weights, {len(names)} stored tensors"
 
 
@@ -197,6 +200,21 @@ def _index_differences(path: Path, manifest: Manifest) -> Found:
         return []
     wrong = sorted(name for name in expected.keys() | named.keys() if expected.get(name) != named.get(name))
     return [(path.name, f"another file for {wrong[0]} than in the manifest")]
+
+
+def _config_differences(path: Path, manifest: Manifest) -> Found:
+    """Whether config.json tells a loader the options of the manifest; version 1 did not write them there."""
+    if CONFIG_FILE not in manifest.replaced_files:
+        return []
+    try:
+        told = json.loads(path.read_text(encoding="utf-8"))[QUANTIZATION_CONFIG]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return [(path.name, f"no {QUANTIZATION_CONFIG} can be read: {type(error).__name__}: {error}")]
+    return (
+        []
+        if told == quantization_config(manifest.options)
+        else [(path.name, f"{QUANTIZATION_CONFIG} differs from the manifest's options")]
+    )
 
 
 def _gaps(pieces: Iterable[Piece]) -> list[str]:
