@@ -126,7 +126,7 @@ WORD_TARGETS: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("family", "options"), WORD_TARGETS, ids=str)
 def test_moe_cte_words_are_read_back(converted: Converted, family: str, options: dict[str, Any]) -> None:
-    """Groups along H differ from the patched blocks' ones, so the comparison is with the values; see also the operator."""
+    """Groups along H differ from the patched blocks' ones, so what is compared are the weights' values."""
     model, plain = load(converted(family, WORDS, **options)), load(converted(family, WORDS, precision="bf16"))
     blocks = {name: module for name, module in model.named_modules() if isinstance(module, FrozenBlock)}
     experts = {name: block for name, block in blocks.items() if name.endswith("experts")}

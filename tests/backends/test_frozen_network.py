@@ -1,0 +1,237 @@
+"""Networks of MX codes: every storage layout, forward without requantising, backward exact for the codes' values."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+
+from hf_neuron_moe.backends.mx_weights import MXExpertStack, MXLayout, held_form
+from hf_neuron_moe.errors import ConfigError, ShapeError
+from hf_neuron_moe.formats import (
+    dequantize_moe_down,
+    dequantize_moe_gate_up,
+    fake_quantize_mx,
+    pack_moe_scales,
+    padded_intermediate,
+    quantize_moe_down,
+    quantize_moe_gate_up,
+    quantize_mx,
+    to_oversized,
+    to_packed,
+    unswizzle,
+)
+from hf_neuron_moe.modules import ops
+from hf_neuron_moe.modules.frozen_ops import frozen_bwd, frozen_fwd, frozen_network
+
+SCALES = {"compact": lambda scales: scales, "oversized": to_oversized, "packed": to_packed}
+STORED = [("natural", "compact"), ("swizzled", "oversized"), ("swizzled", "packed"), ("swizzled", "compact")]
+
+
+def wide(*shape: int, seed: int = 0) -> Tensor:
+    """bf16 values over 2^14 of magnitude: which values share a scale matters."""
+    generator = torch.Generator().manual_seed(seed)
+    exponent = torch.randint(-14, 1, shape, generator=generator).float()
+    return (torch.randn(shape, generator=generator) * torch.exp2(exponent)).bfloat16()
+
+
+def store(weight: Tensor, arrangement: str, scales: str, rule: str = "neuron") -> tuple[Tensor, Tensor]:
+    """Quantise ``[F, K]`` or ``[E, F, K]`` and store it as asked."""
+    if weight.ndim == 3:
+        pairs = [store(matrix, arrangement, scales, rule) for matrix in weight]
+        return torch.stack([codes for codes, _ in pairs]), torch.stack([bytes_ for _, bytes_ in pairs])
+    mx = quantize_mx(weight, rule=rule)
+    codes = mx.codes if arrangement == "swizzled" else unswizzle(mx.codes)
+    return codes.view(torch.float8_e4m3fn), SCALES[scales](mx.scales)
+
+
+def stack_of(gate_up: Tensor, down: Tensor, arrangement: str, scales: str, rule: str = "neuron") -> MXExpertStack:
+    layout = MXLayout(arrangement=arrangement, scales=scales)
+    first, second = (held_form(*store(w, arrangement, scales, rule), layout) for w in (gate_up, down))
+    return MXExpertStack(first[0], first[1], second[0], second[1], first[2], second[2])
+
+
+def words_of(gate_up: Tensor, down: Tensor, fmt: str, packed: bool) -> tuple[MXExpertStack, Tensor, Tensor]:
+    """moe_cte's words of ``[E, 2I, H]`` and ``[E, H, I]``, and the values they hold."""
+    E, double, H = gate_up.shape
+    first = quantize_moe_gate_up(gate_up.view(E, 2, double // 2, H).permute(0, 3, 1, 2), fmt=fmt)
+    second = quantize_moe_down(down.transpose(1, 2), fmt=fmt)
+    values = dequantize_moe_gate_up(first).permute(0, 2, 3, 1).reshape(gate_up.shape)
+    down_values = dequantize_moe_down(second)[:, : down.shape[2]].transpose(1, 2)
+    held = []
+    for weight, scheme in ((first, "one_tile"), (second, "wrapX_single")):
+        layout = MXLayout(fmt, "words", scheme, "packed" if packed else "compact")
+        scales = pack_moe_scales(weight.scales) if packed else weight.scales
+        unsigned = torch.uint32 if weight.words.dtype == torch.int32 else torch.uint16
+        held.append(held_form(weight.words.view(unsigned), scales, layout))
+    (a, b, one), (c, d, two) = held
+    return MXExpertStack(a, b, c, d, one, two), values, down_values
+
+
+def through(x: Tensor, scheme: str, width: int | None = None) -> Tensor:
+    """fp32 values rounded to MXFP8 along the last axis (zeros up to `width`), the gradient passing unchanged."""
+    padded = F.pad(x.detach(), (0, (width or x.shape[-1]) - x.shape[-1]))
+    rounded = fake_quantize_mx(padded.bfloat16(), scheme=scheme)[..., : x.shape[-1]]
+    return x + (rounded.to(x.dtype) - x).detach()
+
+
+def oracle(
+    x: Tensor, gate_up: Tensor, down: Tensor, schemes: tuple[str, str], width: int, scale: Tensor | None = None
+) -> Tensor:
+    """One network on the codes' values in float64, activations rounded straight through."""
+    gate, up = (through(x, schemes[0]) @ gate_up.double().T).chunk(2, dim=-1)
+    product = F.silu(gate) * up
+    product = product if scale is None else product * scale[:, None]
+    return through(product, schemes[1], width) @ down.double().T
+
+
+def relative(actual: Tensor, expected: Tensor) -> float:
+    return ((actual.double() - expected).norm() / expected.norm()).item()
+
+
+# Against float64 there remain the roundings to bf16 of results, of pre-activations and of their gradients: each has a
+# relative error of at most 2^-9, and where the rounded product crosses a border of the MXFP8 grid, a step of 2^-4 of
+# one value among many.
+BOUND = 2**-6
+
+
+@pytest.mark.parametrize(("arrangement", "scales"), STORED)
+@pytest.mark.parametrize(("hidden", "inner"), [(128, 256), (256, 2688), (512, 128)])
+def test_dense_forward_is_the_patched_block_s_bit_for_bit(
+    hidden: int, inner: int, arrangement: str, scales: str
+) -> None:
+    gate_up, down, x = wide(2 * inner, hidden), wide(hidden, inner, seed=1), wide(37, hidden, seed=2)
+    y = frozen_network(x, None, None, stack_of(gate_up, down, arrangement, scales), backend="torch")
+    gate, up = gate_up.chunk(2)
+    assert torch.equal(y, ops.swiglu_mlp(x, gate, up, down, precision="mxfp8", backend="torch"))
+
+
+@pytest.mark.parametrize(("arrangement", "scales"), STORED)
+def test_experts_forward_is_the_patched_block_s_bit_for_bit(arrangement: str, scales: str) -> None:
+    gate_up, down, x = wide(4, 2 * 256, 128), wide(4, 128, 256, seed=1), wide(700, 128, seed=2)
+    generator = torch.Generator().manual_seed(3)
+    index = torch.randint(0, 6, (700, 2), generator=generator)  # 4 and 5 belong to other ranks
+    weights = torch.rand(700, 2, generator=generator)
+    y = frozen_network(x, index, weights, stack_of(gate_up, down, arrangement, scales), backend="torch")
+    expected = ops.experts(
+        x, index, weights, gate_up, down, transposed=False, precision="mxfp8", block_size=512, backend="torch"
+    )
+    assert torch.equal(y, expected)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    hidden=st.integers(1, 20).map(lambda n: 32 * n),
+    inner=st.integers(1, 20).map(lambda n: 32 * n),
+    tokens=st.integers(0, 9),
+    stored=st.sampled_from(STORED),
+    rule=st.sampled_from(["neuron", "rceil", "floor"]),
+)
+def test_dense_backward_is_exact_for_the_codes_values(
+    hidden: int, inner: int, tokens: int, stored: tuple[str, str], rule: str
+) -> None:
+    gate_up, down = wide(2 * inner, hidden), wide(hidden, inner, seed=1)
+    x = wide(tokens, hidden, seed=2).requires_grad_()
+    y = frozen_network(x, None, None, stack_of(gate_up, down, *stored, rule), backend="torch")
+    dout = wide(tokens, hidden, seed=3)
+    (dx,) = torch.autograd.grad(y, x, dout)
+    exact = x.detach().double().requires_grad_()
+    values = (fake_quantize_mx(weight, rule=rule) for weight in (gate_up, down))
+    expected = oracle(exact, *values, ("wrapX", "wrapX"), inner)
+    (d_expected,) = torch.autograd.grad(expected, exact, dout.double())
+    assert y.shape == dx.shape == (tokens, hidden)
+    if tokens:
+        assert relative(y, expected.detach()) < BOUND
+        assert relative(dx, d_expected) < BOUND
+
+
+@pytest.mark.parametrize("fmt", ["e4m3fn", "e2m1"])
+@pytest.mark.parametrize(
+    ("hidden", "inner", "packed"),
+    [(512, 96, False), (1024, 640, False), (1024, 640, True), (512, 2592, True)],
+)
+def test_moe_words_forward_and_backward(fmt: str, hidden: int, inner: int, packed: bool) -> None:
+    gate_up, down = wide(3, 2 * inner, hidden), wide(3, hidden, inner, seed=1)
+    stack, gate_up_values, down_values = words_of(gate_up, down, fmt, packed)
+    assert (stack.hidden, stack.inner) == (hidden, inner)
+    generator = torch.Generator().manual_seed(3)
+    x, index = wide(11, hidden, seed=2).requires_grad_(), torch.randint(0, 3, (11, 2), generator=generator)
+    weights = torch.rand(11, 2, generator=generator).requires_grad_()
+    y, dout = frozen_network(x, index, weights, stack, backend="torch"), wide(11, hidden, seed=4)
+    dx, dw = torch.autograd.grad(y, (x, weights), dout)
+    x64, w64 = x.detach().double().requires_grad_(), weights.detach().double().requires_grad_()
+    width = padded_intermediate(inner)
+    rows = []
+    for token in range(len(x64)):
+        parts = [
+            oracle(
+                x64[token : token + 1],
+                gate_up_values[expert],
+                down_values[expert],
+                ("one_tile", "wrapX_single"),
+                width,
+                w64[token, k : k + 1],
+            )
+            for k, expert in enumerate(index[token].tolist())
+        ]
+        rows.append(torch.cat(parts).sum(0))
+    expected = torch.stack(rows)
+    grads = torch.autograd.grad(expected, (x64, w64), dout.double())
+    assert relative(y, expected.detach()) < BOUND
+    assert relative(dx, grads[0]) < BOUND
+    assert relative(dw, grads[1]) < BOUND
+
+
+def test_the_codes_are_used_as_they_are() -> None:
+    """Values of a scale rule that Neuron's would change: requantising would show."""
+    gate_up, down, x = wide(256, 128), wide(128, 128, seed=1), wide(9, 128, seed=2)
+    kept = frozen_network(x, None, None, stack_of(gate_up, down, "natural", "compact", "floor"), backend="torch")
+    values = [fake_quantize_mx(weight, rule="floor").bfloat16() for weight in (gate_up, down)]
+    gate, up = values[0].chunk(2)
+    requantized = ops.swiglu_mlp(x, gate, up, values[1], precision="mxfp8", backend="torch")
+    assert not torch.equal(kept, requantized)
+    expected = oracle(x.double(), *values, ("wrapX", "wrapX"), 128)
+    assert relative(kept, expected) < BOUND
+
+
+def test_operators_obey_torch() -> None:
+    stack = stack_of(wide(3, 256, 128), wide(3, 128, 128, seed=1), "swizzled", "packed")
+    x, index = wide(5, 128, seed=2), torch.tensor([[0, 1], [2, 0], [1, 1], [2, 2], [0, 2]])
+    tensors = (stack.gate_up_codes, stack.gate_up_scales, stack.down_codes, stack.down_scales)
+    names = "|".join((stack.gate_up_layout.key, stack.down_layout.key, "torch"))
+    weights = torch.rand(5, 2)
+    routed = (x.requires_grad_(), index, weights.requires_grad_())
+    torch.library.opcheck(frozen_fwd, (*routed, *tensors, names, True))
+    dense = stack_of(wide(256, 128), wide(128, 128, seed=1), "natural", "compact")
+    dense_tensors = (dense.gate_up_codes, dense.gate_up_scales, dense.down_codes, dense.down_scales)
+    torch.library.opcheck(frozen_fwd, (x, None, None, *dense_tensors, names.replace("swizzled", "natural"), True))
+    saved = (wide(10, 128), wide(10, 128, seed=5))
+    torch.library.opcheck(frozen_bwd, (x.detach(), index, weights.detach(), *tensors, *saved, names, True, True))
+
+
+def test_nothing_is_kept_without_gradients_and_weights_are_not_copied() -> None:
+    stack = stack_of(wide(256, 128), wide(128, 128, seed=1), "natural", "compact")
+    x = wide(5, 128, seed=2)
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
+        frozen_network(x, None, None, stack, backend="torch")
+        assert not kept
+        frozen_network(x.requires_grad_(), None, None, stack, backend="torch")
+    own = {stack.gate_up_codes.data_ptr(), stack.gate_up_scales.data_ptr(), stack.down_codes.data_ptr()}
+    own.add(stack.down_scales.data_ptr())
+    fresh = [tensor for tensor in kept if tensor.data_ptr() not in own]
+    assert [tuple(tensor.shape) for tensor in fresh] == [(5, 128), (5, 128)]
+    assert all(tensor.dtype == torch.bfloat16 for tensor in fresh)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    stack = stack_of(wide(256, 128), wide(128, 128, seed=1), "natural", "compact")
+    with pytest.raises(ShapeError, match=r"x_TH must be .*128"):
+        frozen_network(wide(5, 64), None, None, stack, backend="torch")
+    with pytest.raises(ConfigError, match="scheme must be one of wrapX"):
+        MXLayout(scheme="1x32")
+    with pytest.raises(ConfigError, match="arrangement must be one of natural"):
+        MXLayout(arrangement="packed")
