@@ -28,6 +28,7 @@ from hf_neuron_moe.formats.moe_mx import (
     padded_intermediate,
     quantize_moe_down,
     quantize_moe_gate_up,
+    unpack_moe_scales,
 )
 from hf_neuron_moe.formats.mx import (
     MXTensor,
@@ -90,6 +91,7 @@ __all__ = [
     "to_compact",
     "to_oversized",
     "to_packed",
+    "unpack_moe_scales",
     "unpack_x4",
     "unswizzle",
 ]

@@ -41,6 +41,9 @@ from hf_neuron_moe.formats.swizzle import pack_x4, unpack_x4, unswizzle
 
 TILE = TILE_SIZES[0]
 PARTITIONS = TILE // LANES
+SCALE_ROWS = PARTITIONS // PATCH_ROWS
+"""Scale rows of a whole tile: one per 8 partitions."""
+
 HIDDEN_SCHEME = SwizzleScheme.ONE_TILE
 """Scheme with which :func:`fake_quantize_mx` groups a hidden axis as these weights do."""
 
@@ -221,28 +224,29 @@ def pack_moe_scales(scales_EqXtF: Tensor) -> Tensor:
     """Pack MoE scales of four tiles into each 128-partition buffer (``use_packed_scales``, nki-library 2.31).
 
     Tile t goes to buffer t//4, slot t%4; its rows 4n to 4n+3 to partitions ``32n + 4*slot`` onward. Other partitions
-    are 0. The number of slots is inferred, not documented.
+    are 0, among them those of rows that an I below 512 does not have. The number of slots is inferred, not documented.
 
     Args:
-        scales_EqXtF: ``[E, 16, ..., tiles, F]``: gate_up ``[E, 16, 2, H/512, I]`` or down ``[E, 16, I/512, H]``.
+        scales_EqXtF: ``[E, q, ..., tiles, F]``: gate_up ``[E, 16, 2, H/512, I]`` or down ``[E, pI/8, ceil(I/512), H]``.
 
     Returns:
         uint8: gate_up ``[E, 128, ceil(tiles/4), 2, I]``, down ``[E, 128, ceil(tiles/4), H]``.
 
     Raises:
-        ShapeError: not 4-D or 5-D, or not 16 scale rows.
+        ShapeError: not 4-D or 5-D, or not 16 scale rows (down: 1 to 16, and 16 if there are several tiles).
     """
     where = "pack_moe_scales"
     check_tensor(scales_EqXtF, where=where, argument="scales")
-    names = ("E", "16", "2", "tiles", "I") if scales_EqXtF.ndim == 5 else ("E", "16", "tiles", "H")
+    names = ("E", "16", "2", "tiles", "I") if scales_EqXtF.ndim == 5 else ("E", "pI/8", "tiles", "H")
     check_shape(scales_EqXtF, names, where=where, argument="scales")
-    shape = (scales_EqXtF.shape[0], PARTITIONS // PATCH_ROWS, *scales_EqXtF.shape[2:])
-    check_equal_shape(scales_EqXtF, shape, where=where, argument="scales", because="tiles of 512")
     tiles_EqtXF = scales_EqXtF.detach().view(torch.uint8).movedim(-2, 2)
     E, rows, tiles, *rest = tiles_EqtXF.shape
+    fewer = scales_EqXtF.ndim == 4 and tiles == 1 and rows < SCALE_ROWS
+    expected = (E, rows if fewer else SCALE_ROWS, *scales_EqXtF.shape[2:])
+    check_equal_shape(scales_EqXtF, expected, where=where, argument="scales", because="a row per 8 of 128 partitions")
     buffers = -(-tiles // LANES)
-    padded = tiles_EqtXF.new_zeros(E, rows, buffers * LANES, *rest)
-    padded[:, :, :tiles] = tiles_EqtXF
+    padded = tiles_EqtXF.new_zeros(E, SCALE_ROWS, buffers * LANES, *rest)
+    padded[:, :rows, :tiles] = tiles_EqtXF
     # [E, quadrant, row, buffer, slot, ...] -> partition 32*quadrant + 4*slot + row; the upper half of each stays 0.
     split = padded.view(E, 4, 4, buffers, LANES, *rest)
     out = split.new_zeros(E, 4, 8, 4, buffers, *rest)
@@ -250,18 +254,19 @@ def pack_moe_scales(scales_EqXtF: Tensor) -> Tensor:
     return out.view(E, PARTITIONS, buffers, *rest)
 
 
-def unpack_moe_scales(packed_EPbXF: Tensor, tiles: int) -> Tensor:
+def unpack_moe_scales(packed_EPbXF: Tensor, tiles: int, rows: int = SCALE_ROWS) -> Tensor:
     """Invert :func:`pack_moe_scales`.
 
     Args:
         packed_EPbXF: uint8, gate_up ``[E, 128, ceil(tiles/4), 2, I]`` or down ``[E, 128, ceil(tiles/4), H]``.
         tiles: number of 512-wide tiles.
+        rows: scale rows of a tile: 16, or pI/8 for a down projection with I below 512. A packed buffer does not say.
 
     Returns:
-        uint8 ``[E, 16, 2, tiles, I]`` or ``[E, 16, tiles, H]``.
+        uint8 ``[E, 16, 2, tiles, I]`` or ``[E, rows, tiles, H]``.
     """
     experts, _, buffers, *rest = packed_EPbXF.shape
     # Partition 32*quadrant + 4*slot + row; slots 4..7 are unused.
     slots = packed_EPbXF.reshape(experts, 4, 8, 4, buffers, *rest)[:, :, :LANES]
-    rows = slots.movedim(2, 4).reshape(experts, 16, buffers * LANES, *rest)[:, :, :tiles]
-    return rows.movedim(2, -2)
+    unpacked = slots.movedim(2, 4).reshape(experts, SCALE_ROWS, buffers * LANES, *rest)
+    return unpacked[:, :rows, :tiles].movedim(2, -2)

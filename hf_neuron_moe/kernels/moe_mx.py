@@ -223,7 +223,7 @@ def _down_bytes(experts: MXExperts, one: slice) -> Tensor:
         return experts.down.new_full((1, rows, tiles, hidden), _UNIT_SCALE, dtype=torch.uint8)
     scale = experts.down_scale[one]
     if scale.shape[1] == PARTITIONS:
-        return unpack_moe_scales(scale, tiles)
+        return unpack_moe_scales(scale, tiles, rows)
     if tuple(scale.shape[1:]) == (rows, tiles, hidden):
         return scale
     return scale.repeat_interleave(4, 1)[:, :rows].repeat_interleave(128, -1)[..., :hidden]

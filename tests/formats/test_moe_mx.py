@@ -17,6 +17,7 @@ from hf_neuron_moe.formats import (
     padded_intermediate,
     quantize_moe_down,
     quantize_moe_gate_up,
+    unpack_moe_scales,
     unpack_x4,
 )
 
@@ -103,6 +104,20 @@ def test_packed_moe_scales(tiles: int) -> None:
     assert torch.equal(down, packed[:, :, :, 0])
 
 
+@pytest.mark.parametrize("inter", [32, 64, 96, 256, 384, 480])
+def test_packed_scales_of_an_intermediate_below_512(inter: int) -> None:
+    """pI/8 rows instead of 16, for example 12 with gpt-oss' 384: the same partitions, the others zero."""
+    rows = inter // 32
+    scales = torch.randint(1, 255, (2, rows, 1, 5), dtype=torch.uint8)
+    packed = pack_moe_scales(scales)
+    assert packed.shape == (2, 128, 1, 5)
+    for row in range(rows):
+        assert torch.equal(packed[:, 32 * (row // 4) + row % 4], scales[:, row])
+    assert int((packed != 0).sum()) == scales.numel()
+    assert torch.equal(unpack_moe_scales(packed, 1, rows), scales)
+    assert pack_moe_scales(quantize_moe_down(torch.ones(1, inter, 8)).scales).shape == (1, 128, 1, 8)
+
+
 def test_refusals() -> None:
     with pytest.raises(ShapeError, match="multiple of 512"):
         quantize_moe_gate_up(torch.zeros(1, 256, 2, 32))
@@ -113,8 +128,9 @@ def test_refusals() -> None:
     weight = quantize_moe_down(torch.ones(1, 64, 8))
     with pytest.raises(ShapeError, match="one row per 8 partitions"):
         dequantize_moe_down(MoEWeightMX(weight.words, weight.scales[:, :1], weight.fmt))
-    with pytest.raises(ShapeError, match="tiles of 512"):
-        pack_moe_scales(weight.scales)
+    for shape in ((1, 2, 2, 1, 8), (1, 2, 2, 8), (1, 17, 1, 8)):
+        with pytest.raises(ShapeError, match="a row per 8 of 128 partitions"):
+            pack_moe_scales(torch.zeros(shape, dtype=torch.uint8))
 
 
 def _only(shape: torch.Size, index: tuple[object, ...], values: torch.Tensor) -> torch.Tensor:

@@ -164,8 +164,11 @@ def test_the_rules_differ_and_the_default_is_the_newer_one() -> None:
     assert not torch.equal(default, earlier)
 
 
-def test_packed_scales_are_a_layout_only() -> None:
-    case = MXCase(1024, 1024)
+@pytest.mark.parametrize(
+    ("hidden", "inner"), [(1024, 1024), (512, 64), (512, 384), (2560, 480), (512, 512), (512, 544)]
+)
+def test_packed_scales_are_a_layout_only(hidden: int, inner: int) -> None:
+    case = MXCase(hidden, inner)
     spec = MoECTESpec(MoECTEImplementation.shard_on_block_mx, ShardOnBlockConfig(use_packed_scales=True))
     packed = {
         "spec": spec,
