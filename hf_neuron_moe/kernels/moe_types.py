@@ -140,7 +140,12 @@ class ShardOnBlockConfig:
     """Options of ``shard_on_block`` and ``shard_on_block_mx``.
 
     The first four schedule work; `use_packed_scales`, `weight_dtype` and `quantization_type` say how MX weights are
-    stored (2.31 and later). `top_k` and `ep_degree` size static loops upstream and have no effect on values.
+    stored (2.31 and later). `top_k` and `ep_degree` size static loops upstream and have no effect on values. An option
+    that the implementation does not read must be left at its default.
+
+    `weight_dtype` is what the 32-bit words hold: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``. None means e4m3fn,
+    and e5m2 words read so give wrong numbers without an error: the words themselves cannot tell. 16-bit words are fp4
+    and take None.
     """
 
     n_block_per_iter: int = 1

@@ -147,7 +147,8 @@ def build_block_plan(
         skip_token: mark unused slots with -1 instead of the sink row T.
         spare_blocks: whose the blocks without tokens are: "last", the last expert's; "split", half of them (rounded
             down) the middle expert's (E - 1) // 2, following its own blocks; "unassigned", marked with the id E. The
-            last is what newer references skip, and 2.29 kernels take it with ``skip_weight`` only.
+            last is what newer references skip, and 2.29 kernels take it with ``skip_weight`` only. "split" is not for
+            the hybrids: they run as many blocks as `conditions` has flags set, and would stop before the last ones.
         tighten: as in :func:`count_blocks`.
 
     Returns:
@@ -339,6 +340,22 @@ def _local(top_k_index: Tensor, experts: int, first_expert: int) -> Tensor:
     return torch.where((local >= 0) & (local < experts), local, experts)
 
 
+def _check_distinct(local_TK: Tensor, experts: int, where: str) -> None:
+    if not _readable(local_TK):
+        return
+    ordered = local_TK.sort(1).values
+    twice = ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] < experts)).any(1)
+    if bool(twice.any()):
+        raise refuse(
+            ShapeError,
+            where=where,
+            argument="top_k_index",
+            expected="made of rows that name an expert once",
+            got=f"row {int(twice.nonzero()[0])} with one twice",
+            remedy="Add the weights of a repeated expert, and give the other place an id of E or above.",
+        )
+
+
 def expert_mask(top_k_index: Tensor, experts: int, *, first_expert: int = 0) -> Tensor:
     """Return the bool mask ``[T, E]`` of a top-k routing ``[T, K]``.
 
@@ -361,14 +378,19 @@ def masked_affinities(
     """Return ``expert_affinities_masked``: dense ``[T', E]`` flattened token-major to ``[T' * E, 1]``.
 
     T' is T + 1 with a zero sink row, or T with `skip_token`. Entries of experts that were not chosen are zero.
-    `first_expert` as in :func:`expert_mask`.
+    `first_expert` as in :func:`expert_mask`. A row names an expert of this rank once at most: the table has one entry
+    per pair, so one of two weights would be lost. That is checked where reading values costs nothing (on the CPU,
+    outside of a trace).
 
     Raises:
-        DTypeError, ShapeError: the routing is not a 2-D tensor of ids of 0 and above, or the weights do not fit it.
+        DTypeError, ShapeError: the routing is not a 2-D tensor of ids of 0 and above, or the weights do not fit it, or
+            a row names an expert twice.
     """
-    _check_routing(top_k_index, "masked_affinities")
+    where = "masked_affinities"
+    _check_routing(top_k_index, where)
     shape = tuple(top_k_index.shape)
-    check_shape(top_k_weights, shape, "[T, K]", where="masked_affinities", argument="top_k_weights")
+    check_shape(top_k_weights, shape, "[T, K]", where=where, argument="top_k_weights")
+    _check_distinct(_local(top_k_index, experts, first_expert), experts, where)
     tokens = top_k_index.shape[0]
     rows = tokens if skip_token else tokens + 1
     dense = torch.zeros((rows, experts + 1), dtype=top_k_weights.dtype, device=top_k_weights.device)

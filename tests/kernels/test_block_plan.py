@@ -218,3 +218,13 @@ def test_refusals(
     assert function(**good[function]) is not None
     with pytest.raises(kind, match=f"{function.__name__}: {message}"):
         function(**(good[function] | arguments))
+
+
+def test_affinities_of_an_expert_named_twice_are_refused() -> None:
+    """One entry per pair: the table could hold only one of the two weights."""
+    weights = torch.full((3, 2), 0.5)
+    with pytest.raises(ShapeError, match=r"masked_affinities: top_k_index must be .* once, got row 1 with one twice"):
+        masked_affinities(torch.tensor([[0, 1], [2, 2], [1, 0]]), weights, 4)
+    # Ids of other ranks select nothing, so they may repeat.
+    table = masked_affinities(torch.tensor([[0, 1], [6, 6], [7, 0]]), weights, 4)
+    assert table.view(4, 4)[1].tolist() == [0, 0, 0, 0]
