@@ -106,6 +106,7 @@ def _stand_in(candidate: Candidate, tensors: Mapping[str, StoredTensor]) -> Land
             got=f"{', '.join(sorted(tensors))}{f' ({candidate.reason})' if candidate.reason else ''}",
             remedy="The checkpoint is damaged, or this version of transformers builds the module differently.",
         )
+    _check_sizes(candidate, whole)
     if plain:
         return Landing(candidate, whole)
     layouts = {role: tensor.mx_layout(gate_up=role == GATE_UP) for role, tensor in whole.items()}
@@ -115,20 +116,24 @@ def _stand_in(candidate: Candidate, tensors: Mapping[str, StoredTensor]) -> Land
         frozen = FrozenSwiGLUMLP(candidate.module, candidate.name, _FROZEN, layouts, held, candidate.roles)
     else:
         frozen = FrozenExperts(candidate.module, candidate.name, _FROZEN, layouts, held)
-    _check_sizes(candidate, frozen, whole)
     return frozen
 
 
-def _check_sizes(candidate: Candidate, frozen: FrozenBlock, tensors: Mapping[str, StoredTensor]) -> None:
-    stack, (_, hidden, inner) = frozen.neuron_stack, candidate.sizes
-    padding = tensors[GATE_UP].padding
-    actual = (stack.hidden - padding.get("H", 0), stack.inner - padding.get("I", 0))
-    if actual != (hidden, inner):
-        raise refuse(
-            ConversionError,
-            where=WHERE,
-            argument=f"converted weights of {candidate.name}",
-            expected=f"of hidden size {hidden} and intermediate size {inner}, as config.json says",
-            got=f"{actual[0]} and {actual[1]}",
-            remedy="config.json and the shards do not belong together.",
-        )
+def _check_sizes(candidate: Candidate, tensors: Mapping[str, StoredTensor]) -> None:
+    experts, hidden, inner = candidate.sizes
+    for role, tensor in tensors.items():
+        stored = (None if experts is None else tensor.tensor.shape[0], *tensor.sizes(gate_up=role == GATE_UP))
+        if stored != candidate.sizes:
+            raise refuse(
+                ConversionError,
+                where=WHERE,
+                argument=f"tensor {tensor.name}",
+                expected=f"made of {_named(experts, hidden, inner)}, as config.json says",
+                got=_named(*stored),
+                remedy="config.json and the shards do not belong together.",
+            )
+
+
+def _named(experts: int | None, hidden: int | None, inner: int | None) -> str:
+    network = f"hidden size {hidden} and intermediate size {inner}"
+    return network if experts is None else f"{experts} experts of {network}"

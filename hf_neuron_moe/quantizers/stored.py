@@ -21,6 +21,7 @@ from hf_neuron_moe.convert.orientations import (
     SOURCE,
 )
 from hf_neuron_moe.errors import ConversionError, refuse
+from hf_neuron_moe.formats.constants import LANES
 from hf_neuron_moe.formats.moe_mx import HIDDEN_SCHEME, INTERMEDIATE_SCHEME
 from hf_neuron_moe.modules.frozen_block import FrozenTensor
 
@@ -64,6 +65,20 @@ class StoredTensor:
     orientation: str = FORWARD
     tp_rank: int | None = None
     padding: Mapping[str, int] = field(default_factory=dict)
+
+    def sizes(self, *, gate_up: bool) -> tuple[int, int]:
+        """Return the H and I of the network it belongs to, as it is stored; the tensor is one of values or codes."""
+        rows, columns = self._matrix_shape(gate_up)
+        hidden, inner = (columns, rows // 2) if gate_up else (rows, columns)
+        return hidden - self.padding.get("H", 0), inner - self.padding.get("I", 0)
+
+    def _matrix_shape(self, gate_up: bool) -> tuple[int, int]:
+        *experts, first, second = self.tensor.shape
+        if self.layout == BF16_SWIZZLED:
+            return second // LANES, LANES * first
+        if self.layout in BF16_LAYOUTS:
+            return (second, first) if self.layout == BF16_KERNEL and experts else (first, second)
+        return self.mx_layout(gate_up=gate_up).matrix_shape(self.tensor.shape)
 
     def mx_layout(self, *, gate_up: bool) -> MXLayout:
         """How the codes are stored; the tensor is one of codes.

@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn import functional as F
 
 from hf_neuron_moe.backends.mx_weights import MXExpertStack, MXLayout, held_form
 from hf_neuron_moe.errors import ConfigError, ShapeError
@@ -26,6 +25,7 @@ from hf_neuron_moe.formats import (
 )
 from hf_neuron_moe.modules import ops
 from hf_neuron_moe.modules.frozen_ops import frozen_bwd, frozen_fwd, frozen_network
+from tests.frozen_oracle import oracle
 
 SCALES = {"compact": lambda scales: scales, "oversized": to_oversized, "packed": to_packed}
 STORED = [("natural", "compact"), ("swizzled", "oversized"), ("swizzled", "packed"), ("swizzled", "compact")]
@@ -69,23 +69,6 @@ def words_of(gate_up: Tensor, down: Tensor, fmt: str, packed: bool) -> tuple[MXE
         held.append(held_form(weight.words.view(unsigned), scales, layout))
     (a, b, one), (c, d, two) = held
     return MXExpertStack(a, b, c, d, one, two), values, down_values
-
-
-def through(x: Tensor, scheme: str, width: int | None = None) -> Tensor:
-    """fp32 values rounded to MXFP8 along the last axis (zeros up to `width`), the gradient passing unchanged."""
-    padded = F.pad(x.detach(), (0, (width or x.shape[-1]) - x.shape[-1]))
-    rounded = fake_quantize_mx(padded.bfloat16(), scheme=scheme)[..., : x.shape[-1]]
-    return x + (rounded.to(x.dtype) - x).detach()
-
-
-def oracle(
-    x: Tensor, gate_up: Tensor, down: Tensor, schemes: tuple[str, str], width: int, scale: Tensor | None = None
-) -> Tensor:
-    """One network on the codes' values in float64, activations rounded straight through."""
-    gate, up = (through(x, schemes[0]) @ gate_up.double().T).chunk(2, dim=-1)
-    product = F.silu(gate) * up
-    product = product if scale is None else product * scale[:, None]
-    return through(product, schemes[1], width) @ down.double().T
 
 
 def relative(actual: Tensor, expected: Tensor) -> float:

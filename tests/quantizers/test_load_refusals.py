@@ -1,0 +1,126 @@
+"""What cannot be loaded is refused with the reason and what to do."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from hf_neuron_moe.errors import ConfigError, ConversionError, UnsupportedModelError
+from hf_neuron_moe.quantizers import NeuronMoEQuantizationConfig
+from tests.quantizers.conftest import Converted, Source, load
+
+
+@pytest.fixture
+def copied(converted: Converted, tmp_path: Path) -> Any:
+    """Return a function that gives a conversion that may be damaged."""
+
+    def make(family: str = "mixtral", **options: Any) -> Path:
+        shutil.copytree(converted(family, **options), tmp_path / "copy")
+        return tmp_path / "copy"
+
+    return make
+
+
+def rewrite(folder: Path, change: Any) -> None:
+    """Change the tensors and metadata of the only shard."""
+    (shard,) = folder.glob("*.safetensors")
+    with safe_open(shard, framework="pt") as file:
+        metadata = file.metadata()
+    tensors = load_file(shard)
+    change(tensors, metadata)
+    save_file(tensors, shard, metadata)
+
+
+def config_change(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    content = json.loads(path.read_text())
+    for name, value in changes.items():
+        target = content if name in content else content["quantization_config"]
+        target[name] = value
+    path.write_text(json.dumps(content))
+
+
+def test_parts_of_ranks(converted: Converted, copied: Any) -> None:
+    folder = copied(precision="mxfp8", tp_degree=2)
+    with pytest.raises(UnsupportedModelError, match=r"tp_degree must be 1.*without --tp-degree"):
+        load(folder)
+    config_change(folder, tp_degree=1)
+    with pytest.raises(ConversionError, match=r"the part of tensor-parallel rank [01]"):
+        load(folder)
+
+
+def test_shards_that_do_not_say_how_they_are_stored(copied: Any) -> None:
+    folder = copied(precision="mxfp8")
+    rewrite(folder, lambda tensors, metadata: metadata.clear())
+    with pytest.raises(
+        ConversionError, match=r"a shard that `hf-neuron-moe convert` wrote.*convert the original again"
+    ):
+        load(folder)
+
+
+def test_a_layout_of_the_future(copied: Any) -> None:
+    folder = copied(precision="mxfp8")
+
+    def change(tensors: Any, metadata: dict[str, str]) -> None:
+        for key in ("hf_neuron_moe.tensors", "hf_neuron_moe.layouts"):
+            metadata[key] = metadata[key].replace("mxfp8_swizzled_codes", "mxfp9_codes")
+
+    rewrite(folder, change)
+    with pytest.raises(ConversionError, match=r"got 'mxfp9_codes'\. It was written by a later version"):
+        load(folder)
+
+
+def test_scales_that_are_missing(copied: Any) -> None:
+    folder = copied(precision="mxfp8")
+    rewrite(folder, lambda tensors, metadata: tensors.pop("model.layers.1.mlp.experts.down_proj_scale"))
+    with pytest.raises(ConversionError, match=r"weights of model.layers.1.mlp.experts must be .* with scales"):
+        load(folder)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
+@pytest.mark.parametrize("layout", ["fused", "kernel"])
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("mixtral", {"intermediate_size": 512}, r"4 experts of hidden size 128 and intermediate size 512, as config"),
+        ("mixtral", {"num_local_experts": 8}, r"8 experts of .*, got 4 experts of hidden size 128 and intermediate"),
+        ("llama", {"intermediate_size": 128}, r"hidden size 128 and intermediate size 128, as .* size 256"),
+    ],
+)
+def test_a_configuration_of_other_sizes(
+    copied: Any, precision: str, layout: str, family: str, changes: dict[str, int], message: str
+) -> None:
+    folder = copied(family, precision=precision, layout=layout)
+    config_change(folder, **changes)
+    with pytest.raises(ConversionError, match=message):
+        load(folder)
+
+
+def test_a_configuration_with_fewer_layers(copied: Any) -> None:
+    folder = copied(precision="mxfp8")
+    config_change(folder, num_hidden_layers=1)
+    with pytest.raises(ConversionError, match=r"tensor model.layers.1.mlp.experts.down_proj.* no such module"):
+        load(folder)
+
+
+def test_quantising_while_loading(source: Source) -> None:
+    with pytest.raises(UnsupportedModelError, match="hf-neuron-moe convert SRC DST"):
+        load(source("llama"), quantization_config=NeuronMoEQuantizationConfig())
+
+
+def test_a_misspelt_precision_and_another_method() -> None:
+    with pytest.raises(ConfigError, match=r"precision must be one of bf16, mxfp8, mxfp4.*Did you mean 'mxfp8'"):
+        NeuronMoEQuantizationConfig(precision="mxfp88")
+    with pytest.raises(ConfigError, match="quant_method must be one of neuron_moe"):
+        NeuronMoEQuantizationConfig(quant_method="mxfp8")
+
+
+def test_the_configuration_keeps_what_it_was_given() -> None:
+    given = {"quant_method": "neuron_moe", "precision": "mxfp8", "layout": "kernel", "tp_degree": 1, "purpose": "lora"}
+    assert NeuronMoEQuantizationConfig.from_dict(given).to_dict() == given
