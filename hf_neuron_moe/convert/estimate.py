@@ -150,8 +150,8 @@ def estimate_conversion(
         source_bytes=sum(nbytes_of(piece.dtype, piece.shape) for piece in _pieces(plan, weights)),
         workers=count,
         peak_memory_bytes=anonymous_bytes() + count * memory_per_worker(plan),
-        compute_seconds=round(compute, 3),
-        disk_seconds=round(output_bytes * _write_cost(destination.parent), 3),
+        compute_seconds=compute,
+        disk_seconds=output_bytes * _write_cost(destination.parent),
         exact=all(piece.dtype == "BF16" for weight in plan.weights.values() for piece in weight.pieces),
     )
 
@@ -208,7 +208,12 @@ def _relayout_cost(weight: FusedWeight, options: ConvertOptions) -> float:
     forms = stored_forms(sample, replace(options, tp_degree=1))
     values = torch.randn(shape).to(TORCH_DTYPES[first.dtype])
     scratch = Scratch(scratch_bytes(sample, forms))
-    return _fastest(lambda: store(sample, forms, lambda *_: values, scratch, Counter(), on_nonfinite="error")) / (F * K)
+
+    def work() -> None:
+        for _ in store(sample, forms, lambda *_: values, scratch, Counter(), on_nonfinite="error"):
+            pass
+
+    return _fastest(work) / (F * K)
 
 
 def _read_cost(plan: ConversionPlan) -> float:

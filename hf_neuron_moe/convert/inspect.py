@@ -193,7 +193,8 @@ def _row(name: str, tensors: list[TensorFacts]) -> tuple[str, ...]:
     for value in known[1:]:
         assert worst is not None
         worst = _worse(worst, value)
-    details = ", ".join({tensor.details: None for tensor in tensors if "rank" not in tensor.details}) or first.details
+    # One line for several ranks cannot name one of them.
+    told = [part for part in first.details.split(", ") if len(tensors) == 1 or not part.startswith("rank ")]
     return (
         name,
         f"{len(tensors)}x",
@@ -202,5 +203,5 @@ def _row(name: str, tensors: list[TensorFacts]) -> tuple[str, ...]:
         first.layout,
         f"{sum(tensor.nbytes for tensor in tensors):,} B",
         "" if worst is None else f"SQNR {in_db(worst)}",
-        details,
+        ", ".join(told),
     )

@@ -1,0 +1,104 @@
+"""A dry run tells the exact bytes, nearly the memory, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
+
+from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint, plan_conversion
+from hf_neuron_moe.convert.estimate import estimate_conversion
+from hf_neuron_moe.convert.execute import shards_of
+from hf_neuron_moe.errors import ConversionError, DestinationError
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ConvertOptions("bf16", "fused"),
+        ConvertOptions("bf16", "kernel", 50_000, tp_degree=2),
+        ConvertOptions("mxfp8", "kernel", 80_000),
+        ConvertOptions("mxfp8", "kernel", purpose="inference", pad=True, tp_degree=2),
+        ConvertOptions("mxfp4", "kernel", pad=True),
+    ],
+)
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])
+def test_bytes_are_exact_file_by_file(family, options, checkpoint, tmp_path):
+    source = checkpoint(family)
+    estimate = estimate_conversion(source, tmp_path / "dst", options)
+    assert {path.name for path in tmp_path.iterdir()} == {source.name}
+    convert_checkpoint(source, tmp_path / "dst", options)
+    assert estimate.files == {path.name: path.stat().st_size for path in (tmp_path / "dst").iterdir()}
+    assert estimate.exact and estimate.output_bytes == sum(estimate.files.values())
+    assert estimate.compute_seconds > 0 and estimate.disk_seconds > 0
+    assert f"{estimate.output_bytes:,} bytes" in str(estimate)
+    assert json.loads(json.dumps(estimate.to_dict()))["output_bytes"] == estimate.output_bytes
+
+
+def test_wider_sources_leave_the_count_of_rounded_values_open(checkpoint, tmp_path):
+    estimate = estimate_conversion(checkpoint("llama", torch.float32), tmp_path / "dst")
+    assert not estimate.exact and "rounded values" in str(estimate)
+
+
+def test_parts_add_up_to_the_shards(checkpoint, tmp_path):
+    source, options = checkpoint("mixtral"), ConvertOptions("bf16", "kernel", 50_000)
+    whole = estimate_conversion(source, tmp_path / "dst", options).files
+    parts = [estimate_conversion(source, tmp_path / "dst", options, part=(index, 3)).files for index in (1, 2, 3)]
+    shards = shards_of(plan_conversion(source, options))
+    assert sum(len(part) for part in parts) == len(shards)
+    assert {name: size for part in parts for name, size in part.items()} == {name: whole[name] for name in shards}
+
+
+def test_what_a_conversion_refuses_is_refused(checkpoint, tmp_path):
+    source = checkpoint("llama")
+    (tmp_path / "dst").mkdir()
+    with pytest.raises(DestinationError, match="--force"):
+        estimate_conversion(source, tmp_path / "dst")
+    with pytest.raises(ConversionError, match="a model with experts"):
+        estimate_conversion(source, tmp_path / "new", ConvertOptions("mxfp4", "kernel"))
+
+
+MEASURE = """
+import json, sys
+from pathlib import Path
+from hf_neuron_moe.cli.progress import watching
+from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
+from hf_neuron_moe.convert.estimate import estimate_conversion
+
+source, destination, options, workers = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3]), int(sys.argv[4])
+options = ConvertOptions(**options)
+if sys.argv[5] == "estimate":
+    print(estimate_conversion(source, destination, options, workers=workers).peak_memory_bytes)
+else:
+    with watching("") as (watch, progress):
+        convert_checkpoint(source, destination, options, workers=workers, progress=progress)
+    print(watch.peak)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
+@pytest.mark.parametrize("model", ["mixtral", "llama"])
+def test_memory_is_right_within_ten_per_cent(model, repo_root, tmp_path):
+    common = {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 256}
+    config = (
+        MixtralConfig(hidden_size=1024, intermediate_size=1792, num_local_experts=8, **common)
+        if model == "mixtral"
+        else LlamaConfig(hidden_size=2048, intermediate_size=6144, **common)
+    )
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "source")
+    for number, (options, workers) in enumerate(
+        [({}, 1), ({"precision": "mxfp8"}, 1), ({"precision": "mxfp8", "purpose": "inference"}, 2)]
+    ):
+        told = {}
+        for what in ("estimate", "convert"):
+            folders = [str(tmp_path / "source"), str(tmp_path / f"dst{number}")]
+            command = [sys.executable, "-c", MEASURE, *folders, json.dumps(options), str(workers), what]
+            result = subprocess.run(command, capture_output=True, text=True, cwd=repo_root, check=True)
+            told[what] = int(result.stdout)
+        assert abs(told["estimate"] / told["convert"] - 1) <= 0.1, (options, workers, told)

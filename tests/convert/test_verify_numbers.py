@@ -1,0 +1,139 @@
+"""What verify and inspect compute with: places by formula, and floors that no data fall below."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint, read_manifest
+from hf_neuron_moe.convert.comparison import BF16_FLOOR_DB, MX_FLOORS_DB, blocks_of, sqnr_db
+from hf_neuron_moe.convert.inspect import inspect_checkpoint
+from hf_neuron_moe.convert.operands import k_positions, scale_row_of
+from hf_neuron_moe.convert.relayout import SOURCE
+from hf_neuron_moe.errors import NeuronMoEWarning
+from hf_neuron_moe.formats.mx import fake_quantize_mx
+from hf_neuron_moe.formats.scales import scale_rows
+from hf_neuron_moe.formats.swizzle import k_map
+
+FORMATS = {"mxfp8": "e4m3fn", "mxfp4": "e2m1"}
+
+
+@pytest.mark.parametrize("K", [*range(32, 1200, 32), 2048, 2176, 4096, 6400])
+def test_places_by_formula_are_those_that_the_formats_write(K):
+    row, lane = k_positions(K)
+    assert torch.equal(k_map(K)[row, lane], torch.arange(K))
+    blocks = torch.arange(K // 32)
+    for layout in ("compact", "oversized", "packed"):
+        assert torch.equal(scale_row_of(blocks, K, layout), scale_rows(K, layout))
+
+
+# Magnitudes around which rounding, clipping and flushing are worst, in powers of two and just beside them.
+HARD = st.sampled_from(
+    [0.0, 0.2499, 0.25, 0.2501, 1.0, 1.0625, 1.25, 1.75, 1.9375, 1.999, 2.0, 2.5, 3.5, 3.999, 4.0, 5.0]
+)
+BLOCK = st.lists(st.tuples(HARD, st.integers(-12, 3)), min_size=32, max_size=32)
+
+
+@pytest.mark.parametrize("precision", FORMATS)
+@given(values=BLOCK, exponent=st.integers(-60, 60))
+def test_no_block_falls_below_its_floor(precision, values, exponent):
+    block = torch.tensor([[math.ldexp(value, step + exponent) for value, step in values]]).bfloat16()
+    for rule, floor in MX_FLOORS_DB[precision].items():
+        held = fake_quantize_mx(block, fmt=FORMATS[precision], rule=rule)
+        assert sqnr_db(block, held) >= floor, (rule, block)
+
+
+@pytest.mark.parametrize(
+    ("precision", "rule", "first", "rest"),
+    [
+        ("mxfp8", "neuron", 1.0625, 1.0625),
+        ("mxfp8", "ceil", 1.0625, 1.0625),
+        ("mxfp8", "rceil", 1.0625, 1.0625),
+        ("mxfp8", "floor", 1.996, 0.0),
+        ("mxfp8", "even", 247 / 128, 0.0),
+        ("mxfp4", "neuron", 2.0, 0.25),
+        ("mxfp4", "ceil", 2.016, 0.25),
+        ("mxfp4", "rceil", 3.016, 0.25),
+        ("mxfp4", "floor", 4.0, 0.25),
+        ("mxfp4", "even", 3.5, 0.25),
+    ],
+)
+def test_floors_are_not_lower_than_the_worst_block_needs(precision, rule, first, rest):
+    block = torch.tensor([[first, *[rest] * 31]]).bfloat16()
+    worst = sqnr_db(block, fake_quantize_mx(block, fmt=FORMATS[precision], rule=rule))
+    floor = MX_FLOORS_DB[precision][rule]
+    assert floor <= worst < floor + 0.9
+
+
+def test_bf16_floor():
+    values = (
+        1 + torch.arange(2**12, dtype=torch.float32) / 2**12
+    )  # every place between two bf16 values and a sixteenth of it
+    errors = (values - values.bfloat16().float()).abs() / values
+    worst = -20 * math.log10(float(errors.max()))
+    assert BF16_FLOOR_DB <= worst < BF16_FLOOR_DB + 0.3
+
+
+def test_sqnr_of_special_cases():
+    one = torch.ones(4)
+    assert sqnr_db(one, one) == math.inf
+    assert sqnr_db(torch.zeros(4), torch.zeros(4)) == math.inf
+    assert sqnr_db(torch.zeros(4), one) == -math.inf
+    assert math.isnan(sqnr_db(one, torch.full((4,), math.nan)))
+    assert sqnr_db(one, one * 0.9) == pytest.approx(20.0, abs=1e-4)
+
+
+def test_blocks_pair_every_converted_weight(checkpoint, tmp_path):
+    manifest = convert_checkpoint(checkpoint("qwen2_moe"), tmp_path / "dst")
+    blocks = blocks_of(manifest)
+    assert [block.name for block in blocks][:2] == [
+        "model.layers.0.mlp.experts",
+        "model.layers.0.mlp.shared_expert",
+    ]
+    weights = {tensor.weight for tensor in manifest.tensors if tensor.layout != SOURCE}
+    assert {name for block in blocks for name in (block.gate_up, block.down)} == weights
+
+
+def test_inspect_tells_contents_and_errors(checkpoint, tmp_path):
+    source = checkpoint("mixtral")
+    convert_checkpoint(source, tmp_path / "dst", ConvertOptions("mxfp8", "kernel", 100_000, tp_degree=3))
+    report = inspect_checkpoint(tmp_path / "dst", source)
+    manifest = read_manifest(tmp_path / "dst")
+    assert [tensor.name for tensor in report.tensors] == [tensor.name for tensor in manifest.tensors]
+    told = report.to_dict()
+    assert told["bytes"] == sum(entry["bytes"] for entry in told["layouts"].values())
+    assert told["files"] == len({tensor.file for tensor in manifest.tensors}) > 3
+    compared = {tensor.name: tensor.sqnr for tensor in report.tensors if tensor.sqnr is not None}
+    assert compared.keys() == {t.name for t in manifest.tensors if t.layout == "mxfp8_swizzled_codes"}
+    assert all(29 < value < 34 for value in compared.values()), "Gaussian weights in e4m3 have about 31.5 dB"
+    text = report.to_text()
+    assert "model.layers.*.mlp.experts.down_proj_T.tp*" in text and "backward, packed scales" in text
+    assert text.count("\n") < len(report.tensors)
+    assert report.to_text(every=True).count("model.layers.1.mlp.experts.down_proj_T.tp2 ") == 1
+    assert all(tensor.sqnr is None for tensor in inspect_checkpoint(tmp_path / "dst").tensors)
+
+
+def test_inspect_gives_the_error_of_the_worst_expert(checkpoint, tmp_path):
+    source = checkpoint("mixtral", torch.float32)
+    with pytest.warns(NeuronMoEWarning):
+        convert_checkpoint(source, tmp_path / "bf16", ConvertOptions("bf16", "kernel"))
+    told = {t.name: t.sqnr for t in inspect_checkpoint(tmp_path / "bf16", source).tensors if t.layout != SOURCE}
+    from safetensors.torch import load_file
+
+    tensors = load_file(source / "model.safetensors")
+    prefix = "model.layers.0.block_sparse_moe.experts."
+    experts = [tensors[f"{prefix}{expert}.w2.weight"] for expert in range(12)]
+    worst = min(sqnr_db(matrix, matrix.bfloat16()) for matrix in experts)
+    assert told["model.layers.0.mlp.experts.down_proj"] == pytest.approx(worst, abs=1e-9)
+
+
+def test_inspect_of_an_ordinary_checkpoint(checkpoint):
+    source = checkpoint("llama", shard="30KB")
+    report = inspect_checkpoint(source)
+    assert (report.kind, report.options) == ("checkpoint", {})
+    assert len(report.tensors) == 21 and set(report.layouts) == {"Hugging Face"}
+    assert "model.layers.*.mlp.up_proj.weight" in report.to_text()
