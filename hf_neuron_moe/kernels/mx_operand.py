@@ -24,11 +24,11 @@ from torch import Tensor
 from hf_neuron_moe.backends.torch.compute import Scratch
 from hf_neuron_moe.backends.torch.fake_quant import fake_quantize_
 from hf_neuron_moe.errors import ConfigError, DTypeError, ShapeError, refuse
-from hf_neuron_moe.formats.constants import LANES, MX_BLOCK, SwizzleScheme, choose
+from hf_neuron_moe.formats.constants import LANES, MX_BLOCK, ScaleRule, SwizzleScheme, unknown_name
 from hf_neuron_moe.formats.mx import dequantize_mx, fake_quantize_mx
 from hf_neuron_moe.formats.scales import SCALE_DTYPES, ScaleLayout, detect_scale_layout, scale_row_count, to_compact
 from hf_neuron_moe.formats.swizzle import unswizzle
-from hf_neuron_moe.kernels.checks import check_dtype, check_multiple
+from hf_neuron_moe.kernels.checks import check_dtype, check_flags, check_multiple
 
 RAW_DTYPES = (torch.bfloat16, torch.float16)
 """What the raw loader takes (nki-library 2.30)."""
@@ -39,6 +39,11 @@ X4_DTYPES = (torch.int32, torch.uint32)
 _LOAD_ELEMENTS = 1 << 18
 """Elements brought into operand form at a time on a CPU: 1 MiB of fp32, half a core's second-level cache or less."""
 
+_FLAGS = (
+    "is_swizzled", "is_x4", "scales_are_packed", "is_col_parallel_sharded", "load_with_PE_swizzle",
+    "fast_dma_transpose",
+)  # fmt: skip
+_SCHEMES = (SwizzleScheme.WRAPX.value, SwizzleScheme.CONSECUTIVE.value)
 _INDIRECT = ("indirect_dma_vector_offset", "scalar_offset", "scalar_offset_scales", "effective_f_dim")
 
 
@@ -99,6 +104,7 @@ class TensorDescriptor:
 
     def __post_init__(self) -> None:
         where = "TensorDescriptor"
+        self._check_flags(where)
         self._refuse_indirect(where)
         derived: dict[str, object] = {"is_quantized": self.scales is not None or bool(self.is_quantized)}
         derived["is_swizzled"] = self.is_swizzled or bool(derived["is_quantized"])
@@ -117,6 +123,20 @@ class TensorDescriptor:
             object.__setattr__(self, name, value)
         if self.data is not None:
             self._derive_shapes(where)
+
+    def _check_flags(self, where: str) -> None:
+        given = [name for name in ("is_f_by_k", "is_quantized") if getattr(self, name) is not None]
+        check_flags({name: getattr(self, name) for name in (*_FLAGS, *given)}, where=where)
+        if self.quant_scheme not in _SCHEMES:
+            raise unknown_name(self.quant_scheme, list(_SCHEMES), argument="quant_scheme", where=where)
+        if self.scales is not None and self.is_quantized is False:
+            remedy = "Leave it None: it follows from the scales."
+            raise _contradiction(where, "is_quantized", "True where scales are given", "False", remedy)
+        if self.is_x4 and self.data is not None and self.data.dtype not in X4_DTYPES:
+            remedy = "Leave it False: it follows from the dtype. View fp8 codes as int32 to make words of them."
+            raise _contradiction(
+                where, "is_x4", "False unless data are int32 or uint32 words", f"True with {self.data.dtype}", remedy
+            )
 
     def _refuse_indirect(self, where: str) -> None:
         given = [name for name in (*_INDIRECT, "effective_f_dim_scales") if getattr(self, name) is not None]
@@ -143,6 +163,12 @@ class TensorDescriptor:
             K, F = (columns, rows) if self.is_f_by_k else (rows, columns)
         if self.scales is not None:
             layout = check_scales(self.scales, K, F, where=where, argument="scales")
+            packed = scale_row_count(K, ScaleLayout.PACKED)
+            if self.scales_are_packed and len(self.scales) != packed:
+                got = f"True with {len(self.scales)} rows"
+                remedy = "Leave it False: it follows from the rows. formats.oversized_to_packed converts."
+                expected = f"False unless the scales have the {packed} packed rows of K={K}"
+                raise _contradiction(where, "scales_are_packed", expected, got, remedy)
             object.__setattr__(self, "scales_are_packed", self.scales_are_packed or layout is ScaleLayout.PACKED)
         halves = 2 if self.is_col_parallel_sharded else 1
         by_row = not self.is_swizzled and self.is_f_by_k
@@ -156,6 +182,10 @@ class TensorDescriptor:
     def is_raw(self) -> bool:
         """Whether the kernel itself swizzles and quantizes this operand."""
         return self.is_unswizzled_bf16
+
+
+def _contradiction(where: str, argument: str, expected: str, got: str, remedy: str) -> ConfigError:
+    return refuse(ConfigError, where=where, argument=argument, expected=expected, got=got, remedy=remedy)
 
 
 def check_layout(
@@ -258,8 +288,10 @@ class MXOperand:
         where: kernel named in errors.
         argument: argument named in errors.
         lone_384: a raw operand with K of exactly 384 is one tile, as in ``mlp_fwd_mxfp8`` and the 2.30 backward.
+        rule: block scale rule of an operand that is quantized when loaded.
 
     Attributes:
+        rule: as given.
         K: contraction size.
         F: free size.
         scheme: how K is grouped.
@@ -269,11 +301,19 @@ class MXOperand:
             another dtype than bf16 or fp16, or sizes that are not whole tiles.
     """
 
-    def __init__(self, td: TensorDescriptor, *, where: str, argument: str, lone_384: bool = False) -> None:
+    def __init__(
+        self,
+        td: TensorDescriptor,
+        *,
+        where: str,
+        argument: str,
+        lone_384: bool = False,
+        rule: ScaleRule = ScaleRule.NEURON,
+    ) -> None:
         check_loadable(td, where=where, argument=argument)
-        self.td = td
+        self.td, self.rule = td, rule
         self.K, self.F = td.logical_shape
-        self.scheme = choose(SwizzleScheme, td.quant_scheme, argument="quant_scheme", where="TensorDescriptor")
+        self.scheme = SwizzleScheme(td.quant_scheme)
         one_tile = (lone_384 and self.K == 384) or td.fast_dma_transpose
         if td.is_raw and one_tile and self.scheme is SwizzleScheme.WRAPX:
             self.scheme = SwizzleScheme.WRAPX_SINGLE
@@ -308,8 +348,8 @@ class MXOperand:
         part.copy_(natural_FK.t() if k_major else natural_FK)
         if self._compact is None:
             axis = 0 if k_major else 1
-            if self.scheme is SwizzleScheme.CONSECUTIVE:
-                part.copy_(fake_quantize_mx(part, axis, scheme=self.scheme))
+            if self.scheme is SwizzleScheme.CONSECUTIVE or self.rule is not ScaleRule.NEURON:
+                part.copy_(fake_quantize_mx(part, axis, rule=self.rule, scheme=self.scheme))
             else:
                 exponents = scratch.get("exponents", (part.numel(),), torch.int32)
                 fake_quantize_(part, axis, exponents, scheme=self.scheme)

@@ -14,10 +14,10 @@ from hf_neuron_moe.formats.mx import fake_quantize_mx
 Limits = tuple[float | None, float | None]
 
 
-def q(values: Tensor, axis: int, lone: bool) -> Tensor:
+def q(values: Tensor, axis: int, lone: bool, rule: str = "neuron") -> Tensor:
     """MX values along `axis`; `lone` groups an axis of exactly 384 as one tile."""
     scheme = "wrapX_single" if lone and values.shape[axis] == 384 else "wrapX"
-    return fake_quantize_mx(values.float(), axis=axis, scheme=scheme).double()
+    return fake_quantize_mx(values.float(), axis=axis, scheme=scheme, rule=rule).double()
 
 
 def bf16(values: Tensor) -> Tensor:
@@ -37,18 +37,29 @@ def inside(values: Tensor, limits: Limits) -> Tensor:
     return keep & (values > lower if lower is not None else keep)
 
 
+def forward(
+    x: Tensor, gate_up: Tensor, down: Tensor, *, lone: bool = True, rule: str = "neuron", inter: Tensor | None = None
+) -> dict[str, Tensor]:
+    """The forward's five results before the rounding of their store; `inter` replaces the bf16 intermediate."""
+    gate, up = (q(x.double(), 1, lone, rule) @ q(gate_up.double(), 1, lone, rule).T).chunk(2, dim=1)
+    product = F.silu(gate) * up
+    output = q(bf16(product) if inter is None else inter.double(), 1, lone, rule) @ q(down.double(), 1, lone, rule).T
+    return {"output": output, "gate_pre": gate, "gate_act": F.silu(gate), "up": up, "hidden": product}
+
+
 def complete(
     kept: dict[str, Tensor],
     x: Tensor,
     gate_up: Tensor,
     *,
     lone: bool = False,
+    rule: str = "neuron",
     gate_limits: Limits = (None, None),
     up_limits: Limits = (None, None),
 ) -> dict[str, Tensor]:
     """Phase 0: all four checkpoints in float64 holding bf16 values."""
     found = {name: value.double() for name, value in kept.items()}
-    gate, up = (q(x.double(), 1, lone) @ q(gate_up.double(), 1, lone).T).chunk(2, dim=1)
+    gate, up = (q(x.double(), 1, lone, rule) @ q(gate_up.double(), 1, lone, rule).T).chunk(2, dim=1)
     found.setdefault("gate_pre", bf16(clamp(gate, gate_limits)))
     found.setdefault("up", bf16(clamp(up, up_limits)))
     found.setdefault("gate_act", bf16(F.silu(found["gate_pre"])))
@@ -64,21 +75,32 @@ def backward(
     found: dict[str, Tensor],
     *,
     release: str = "2.31",
+    lone: bool | None = None,
+    rule: str = "neuron",
     gate_limits: Limits = (None, None),
     up_limits: Limits = (None, None),
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Phases 1 to 4: dX ``[S, H]``, d(gate_up) ``[2I, H]``, d(down) ``[H, I]``, not yet rounded to bf16."""
-    lone, inner = release == "2.30", down.shape[1]
+    """Phases 1 to 4: dX ``[S, H]``, d(gate_up) ``[2I, H]``, d(down) ``[H, I]``, not yet rounded to bf16.
+
+    `lone` overrides the release's grouping of 384.
+    """
+    lone, inner = (release == "2.30" if lone is None else lone), down.shape[1]
     dout, x, gate_up, down = dout.double(), x.double(), gate_up.double(), down.double()
     gate = found["gate_pre"]
     sigmoid = torch.sigmoid(gate)
-    d_int = q(dout, 1, lone) @ q(down, 0, lone)
+    d_int = q(dout, 1, lone, rule) @ q(down, 0, lone, rule)
     d_act = bf16(bf16(sigmoid * (1 + gate * (1 - sigmoid))) * found["up"])
     d_gate = bf16(d_int * d_act) * inside(gate, gate_limits)
     d_up = bf16(d_int * found["gate_act"]) * inside(found["up"], up_limits)
     both = torch.cat([d_gate, d_up], dim=1)
     if release == "2.30":
-        d_x = q(d_gate, 1, lone) @ q(gate_up[:inner], 0, lone) + q(d_up, 1, lone) @ q(gate_up[inner:], 0, lone)
+        d_x = q(d_gate, 1, lone, rule) @ q(gate_up[:inner], 0, lone, rule) + q(d_up, 1, lone, rule) @ q(
+            gate_up[inner:], 0, lone, rule
+        )
     else:
-        d_x = q(both, 1, lone) @ q(gate_up, 0, lone)
-    return d_x, q(both, 0, lone).T @ q(x, 0, lone), q(dout, 0, lone).T @ q(found["intermediate"], 0, lone)
+        d_x = q(both, 1, lone, rule) @ q(gate_up, 0, lone, rule)
+    return (
+        d_x,
+        q(both, 0, lone, rule).T @ q(x, 0, lone, rule),
+        q(dout, 0, lone, rule).T @ q(found["intermediate"], 0, lone, rule),
+    )

@@ -1,8 +1,9 @@
 """The MXFP8 MLP backward's recompute, clamps, phases and scratch buffers against a readable float64 oracle.
 
 Tolerance where the oracle is float64: quantized operands are the same bits, so results agree to fp32 summation order
-before one bf16 rounding; 4e-3 is one bf16 rounding step (2^-8) of the largest value, and the Frobenius bound of 2e-3
-keeps flipped roundings rare.
+before one bf16 rounding, whose relative error is 1.7e-3 on average (hence the Frobenius bound of 2e-3). At most one
+element in 500 rounds the other way: the right arithmetic reaches one in 2,000, a wrong grouping of the operands one in
+250 or more where magnitudes are spread over 2^-12 to 2^2.
 """
 
 from __future__ import annotations
@@ -49,20 +50,29 @@ LIMITS = [(0.05, -0.05), (7.0, None), (None, -0.3), (0.7, -0.7)]
 BF16 = torch.bfloat16
 
 
+def flipped(actual: Tensor, expected: Tensor) -> float:
+    """Share of the elements that are not the rounded expectation."""
+    return float((actual != expected.to(BF16)).double().mean())
+
+
 def assert_close(actual: Tensor, expected: Tensor) -> None:
-    difference = actual.double() - expected
-    assert difference.norm() <= 2e-3 * expected.norm()
-    assert difference.abs().max() <= 4e-3 * expected.abs().max()
+    assert (actual.double() - expected).norm() <= 2e-3 * expected.norm()
+    assert flipped(actual, expected) <= 2e-3
 
 
-def problem(tokens: int, hidden: int, inner: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Operands, and the checkpoints that the forward saves."""
+def problem(tokens: int, hidden: int, inner: int, spread: int = 0) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Operands, and the checkpoints that the forward saves; `spread` multiplies elements by 2^-spread to 2^2."""
     torch.manual_seed(tokens + hidden + inner)
+
+    def values(rows: int, columns: int, scale: float = 1.0) -> Tensor:
+        factor = torch.exp2(torch.randint(-spread, 3, (rows, columns)).float()) if spread else 1.0
+        return (torch.randn(rows, columns) * scale * factor).to(BF16)
+
     operands = {
-        "output_grad": torch.randn(tokens, hidden).to(BF16),
-        "hidden_states": torch.randn(tokens, hidden).to(BF16),
-        "gate_up_weights": (torch.randn(2 * inner, hidden) * hidden**-0.5).to(BF16),
-        "down_proj_weight": (torch.randn(hidden, inner) * inner**-0.5).to(BF16),
+        "output_grad": values(tokens, hidden),
+        "hidden_states": values(tokens, hidden),
+        "gate_up_weights": values(2 * inner, hidden, hidden**-0.5),
+        "down_proj_weight": values(hidden, inner, inner**-0.5),
     }
     saved = mlp_forward_mxfp8(
         operands["hidden_states"], operands["gate_up_weights"], operands["down_proj_weight"],
@@ -105,7 +115,7 @@ def old_call(operands: dict[str, Tensor], intermediate: Tensor, **more: Any) -> 
 @pytest.mark.parametrize("kept", KEPT, ids=lambda kept: "+".join(kept) or "none")
 @pytest.mark.parametrize(("tokens", "hidden", "inner"), [(128, 256, 640), (384, 384, 384)])
 def test_all_checkpoint_combinations(kept: tuple[str, ...], tokens: int, hidden: int, inner: int) -> None:
-    operands, saved = problem(tokens, hidden, inner)
+    operands, saved = problem(tokens, hidden, inner, spread=12)
     chosen = {name: saved[name] for name in kept}
     x, gate_up = operands["hidden_states"], operands["gate_up_weights"]
     for release in ("2.31", "2.30"):
@@ -115,6 +125,13 @@ def test_all_checkpoint_combinations(kept: tuple[str, ...], tokens: int, hidden:
         for actual, wanted in zip(result, expected, strict=True):
             assert actual.dtype == BF16
             assert_close(actual, wanted)
+        other = "2.30" if release == "2.31" else "2.31"
+        wrong = mlp_oracle.backward(*operands.values(), found, release=other, lone=release == "2.30")
+        assert flipped(result.hidden_states_grad, wrong[0]) > 3.5e-3, "the test sees phase 2 of the other release"
+        if tokens == 384:
+            regrouped = mlp_oracle.backward(*operands.values(), found, release=release, lone=release != "2.30")
+            for actual, wanted in zip(result, regrouped, strict=True):
+                assert flipped(actual, wanted) > 3.5e-3, "the test sees the other grouping of 384"
 
 
 @pytest.mark.parametrize("kept", [NAMES, ("gate_pre", "up"), ()])
@@ -163,23 +180,25 @@ def test_a_saturated_value_is_compared_as_bf16_with_the_exact_limit(limit: float
 def test_masking_multiplies_so_that_nan_stays_nan() -> None:
     operands, saved = problem(128, 128, 128)
     operands["output_grad"][3] = float("nan")
-    result = mlp_backward_mxfp8(**operands, **saved, clamp_limits=ClampLimits(0.0, 0.0, 0.0, 0.0))
+    result = mlp_backward_mxfp8(**operands, **saved, clamp_limits=ClampLimits(1e-30, -1e-30, 1e-30, -1e-30))
     assert result.hidden_states_grad[3].isnan().all()
     assert (result.hidden_states_grad[4:] == 0).all()
 
 
-def test_recompute_clamps_the_fp32_sums_upper_limit_first() -> None:
+def test_recompute_clamps_the_fp32_sums() -> None:
     operands, _ = problem(128, 128, 128)
     gate, up = (torch.empty(128, 128, dtype=BF16) for _ in range(2))
     recompute_gate_up_projection(
         TensorDescriptor(operands["hidden_states"]), TensorDescriptor(operands["gate_up_weights"]),
         TensorDescriptor(gate), TensorDescriptor(up), 0, BF16,
-        run_with_lnc2=False, clamp_limits=ClampLimits(-0.3, 0.4, 0.25, None),
+        run_with_lnc2=False, clamp_limits=ClampLimits(0.4, 0.3, 0.25, None),
     )  # fmt: skip
-    assert (up == torch.tensor(0.4).to(BF16)).all(), "max(min(x, -0.3), 0.4)"
-    free = mlp_oracle.complete({}, operands["hidden_states"], operands["gate_up_weights"])["gate_pre"]
+    free = mlp_oracle.complete({}, operands["hidden_states"], operands["gate_up_weights"])
+    limits = [torch.tensor(value).to(BF16) for value in (0.3, 0.4)]
+    assert all((up == limit).any() for limit in limits) and (up >= limits[0]).all() and (up <= limits[1]).all()
+    assert_close(up, free["up"].clamp(0.3, 0.4))
     assert (gate == 0.25).any() and (gate <= 0.25).all()
-    assert_close(gate, free.clamp(max=0.25))
+    assert_close(gate, free["gate_pre"].clamp(max=0.25))
 
 
 def described(**tensors: Tensor) -> dict[str, TensorDescriptor]:

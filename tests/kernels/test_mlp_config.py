@@ -9,6 +9,7 @@ import torch
 
 from hf_neuron_moe.errors import ConfigError
 from hf_neuron_moe.kernels.mlp_mxfp8 import (
+    ClampLimits,
     MatmulMxfp8KernelConfig,
     MlpBwdConfig,
     MlpBwdMatmulConfig,
@@ -136,6 +137,11 @@ def test_the_backward_records_every_step() -> None:
         ({"block_loop_order": "mmk"}, "block_loop_order must be one of"),
         ({"float8_dtype": "float8_e5m2"}, "float8_dtype must be one of float8_e4m3fn"),
         ({"quant_scheme": "1x32"}, "quant_scheme must be one of wrapX"),
+        ({"tile_loop_order": 5}, "tile_loop_order must be one of"),
+        ({"spill_reload": 1}, "spill_reload must be True or False"),
+        ({"lnc_2_shard_rhs": "no"}, "lnc_2_shard_rhs must be True or False"),
+        ({"run_with_lnc2": None}, "run_with_lnc2 must be True or False"),
+        ({"output_dtype": "bf16"}, "output_dtype must be None or a torch.dtype"),
     ],
 )
 def test_matmul_config_refuses(change: dict[str, Any], message: str) -> None:
@@ -166,3 +172,32 @@ def test_recompute_configs_share_the_hidden_tiles() -> None:
     config = MlpBwdMatmulConfig(recompute_gate=gate, recompute_up=up)
     with pytest.raises(ConfigError, match=r"recompute_up\.tile_m must be that of recompute_gate, 128"):
         config.resolve_recompute_phases(256, 128, 256)
+
+
+def test_records_take_configurations_only() -> None:
+    with pytest.raises(ConfigError, match="phase3_wgrad must be None or a MatmulMxfp8KernelConfig, got dict"):
+        MlpBwdMatmulConfig(phase3_wgrad={})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="MlpBwdMatmulConfig: run_with_lnc2 must be True or False, got 2"):
+        MlpBwdMatmulConfig().resolve_backward_phases(256, 128, 256, 2)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="run_with_lnc2 must be True or False"):
+        MlpBwdMatmulConfig().resolve_recompute_phases(256, 128, 256, None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ((1.0, 1.0), "linear_clamp_upper_limit must be greater than linear_clamp_lower_limit = 1.0, got 1.0"),
+        ((None, None, -1, 2), "non_linear_clamp_upper_limit must be greater than non_linear_clamp_lower_limit = 2"),
+        ((float("nan"),), "linear_clamp_upper_limit must be None or a number, got nan"),
+        ((None, "7"), "linear_clamp_lower_limit must be None or a number, got '7'"),
+        ((None, None, True), "non_linear_clamp_upper_limit must be None or a number, got True"),
+        ((None, None, None, object()), "non_linear_clamp_lower_limit must be None or a number"),
+    ],
+)
+def test_clamp_limits_refuse(limits: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"ClampLimits: {message}"):
+        ClampLimits(*limits)
+
+
+def test_clamp_limits_take_any_numbers_in_order() -> None:
+    assert ClampLimits(7, -7.0, float("inf"), None).linear_clamp_upper_limit == 7

@@ -157,6 +157,25 @@ FORWARD: list[Case] = [
     (ConfigError, "gate_up_weights must be raw like hidden.*256 \\+ 128", with_384("gate_up_weights")),
     (ConfigError, "down_weights must be raw like the intermediate, which is always raw", with_384("down_weights")),
 ]
+RULE = (ConfigError, "mx_scale_rule must be one of neuron, floor, .*Did you mean 'floor'", {"mx_scale_rule": "flor"})
+FORWARD += [
+    RULE,
+    (ConfigError, "use_scale_packing must be True or False, got 1", {"use_scale_packing": 1}),
+    (ConfigError, "hidden_is_swizzled must be True or False, got 'no'", {"hidden_is_swizzled": "no"}),
+    (ConfigError, "down_is_swizzled must be True or False", {"down_is_swizzled": None}),
+]
+FUNCTIONAL_FORWARD: list[Case] = [
+    *FORWARD,
+    *[
+        (
+            ConfigError,
+            f"{name} must be True or False: this .* got a tensor. Pass True, or call mlp_forward_mxfp8_nki",
+            {name: bf16(S, I)},
+        )
+        for name in ("save_gate_pre", "save_gate_act", "save_up", "save_hidden")
+    ],
+    (ConfigError, "save_up must be True or False, got 1", {"save_up": 1}),
+]
 DEVICE_FORWARD: list[Case] = [
     *FORWARD,
     (ShapeError, "S of hidden must be a positive multiple of 2 .run_with_lnc2", {"hidden": bf16(15, H)}),
@@ -227,8 +246,36 @@ BACKWARD: list[Case] = [
     (ConfigError, "clamp_limits must be None or a ClampLimits, got tuple", {"clamp_limits": (1.0, -1.0)}),
     (ConfigError, "matmul_config must be None or a MlpBwdMatmulConfig, got dict", {"matmul_config": {}}),
 ]
+BACKWARD += [
+    RULE,
+    (ConfigError, "use_scale_packing must be True or False", {"use_scale_packing": "packed"}),
+    (ConfigError, "matmul_config must be None or a MlpBwdMatmulConfig, got object", {"matmul_config": object()}),
+    (
+        ConfigError,
+        r"matmul_config.phase2_hidden_grad must be a configuration for M, K, N = ",
+        {"matmul_config": MlpBwdMatmulConfig(phase2_hidden_grad=MatmulMxfp8KernelConfig(M=S, K=H, N=I + 1))},
+    ),
+    (
+        ConfigError,
+        r"matmul_config.recompute_up.tile_k must be that of matmul_config.recompute_gate, 256",
+        {
+            "matmul_config": MlpBwdMatmulConfig(
+                MatmulMxfp8KernelConfig(M=S, K=H, N=I, tile_k=256), MatmulMxfp8KernelConfig(M=S, K=H, N=I)
+            ),
+            "run_with_lnc2": False,
+        },
+    ),
+]
 FUNCTIONAL_BACKWARD: list[Case] = [
-    *BACKWARD,
+    *[
+        (kind, message, {name: value for name, value in change.items() if name != "run_with_lnc2"})
+        for kind, message, change in BACKWARD
+    ],
+    (
+        ConfigError,
+        'use_scale_packing must be True with release="2.30"',
+        {"release": "2.30", "use_scale_packing": False},
+    ),
     (ConfigError, "release must be one of 2.31, 2.30, got '2.29'", {"release": "2.29"}),
     (
         ConfigError,
@@ -254,6 +301,24 @@ DEVICE_BACKWARD: list[Case] = [
     (ConfigError, "use_scale_packing must be True or False", {"use_scale_packing": None}),
 ]
 OLD_BACKWARD: list[Case] = [
+    RULE,
+    *[
+        (ShapeError, rf"{name} must be of shape \[", {name: bf16(size + 128, other)})
+        for name, size, other in (
+            ("output_hidden_states_grad", S, H),
+            ("hidden_states", S, H),
+            ("gate_proj_weight_T", H, I),
+            ("up_proj_weight_T", H, I),
+            ("down_proj_weight_T", I, H),
+            ("gate_up_weights", 2 * I, H),
+            ("hidden_states_T", H, S),
+            ("output_grad_T", H, S),
+            ("hidden_T", I, S),
+        )
+    ],
+    (ShapeError, r"down_proj_weight_T must be of shape \[I, H\]", {"down_proj_weight_T": bf16(I, 2 * H)}),
+    (ConfigError, "gate_weight_is_swizzled must be True or False, got 1", {"gate_weight_is_swizzled": 1}),
+    (ConfigError, "run_with_lnc2 must be True or False", {"run_with_lnc2": 2}),
     (ShapeError, "S of output_hidden_states_grad must be a positive multiple of 2", old_arguments(S=127)),
     (ShapeError, "I of down_proj_weight_T must be a positive multiple of 2", old_arguments(I=127)),
     (ShapeError, "H of output_grad_T must be a positive multiple of 2", old_arguments(H=127)),
@@ -313,7 +378,7 @@ OLD_BACKWARD: list[Case] = [
     ],
 ]
 SUITES: list[tuple[Callable[..., Any], Callable[[], Arguments], list[Case]]] = [
-    (mlp_forward_mxfp8, forward_arguments, FORWARD),
+    (mlp_forward_mxfp8, forward_arguments, FUNCTIONAL_FORWARD),
     (mlp_forward_mxfp8_nki, device_forward_arguments, DEVICE_FORWARD),
     (mlp_backward_mxfp8, backward_arguments, FUNCTIONAL_BACKWARD),
     (mlp_backward_mxfp8_nki, backward_arguments, DEVICE_BACKWARD),

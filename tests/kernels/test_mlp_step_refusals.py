@@ -10,13 +10,17 @@ import torch
 
 from hf_neuron_moe.errors import ConfigError, DTypeError, NeuronMoEError, ShapeError
 from hf_neuron_moe.kernels.mlp_mxfp8 import (
+    MatmulMxfp8KernelConfig,
+    MlpBwdMatmulConfig,
     TensorDescriptor,
     compute_fused_gate_up_down_mxfp8,
     compute_phase1_down_proj_mm_grad_mxfp8,
     compute_phase2_hidden_states_grad_mxfp8,
+    compute_phase2_hidden_states_grad_mxfp8_2_30,
     compute_phase3_gate_up_weight_grad_mxfp8,
     compute_phase4_down_weight_grad_mxfp8,
     get_program_sharding_info,
+    mlp_backward_mxfp8_base_nki,
     recompute_gate_act,
     recompute_gate_up_projection,
 )
@@ -129,7 +133,132 @@ def test_steps_refuse(
     assert str(caught.value).startswith(f"{step.__name__}: ")
 
 
+LIMITS = {"clamp_limits": (1.0, -1.0)}
+
+
+def config(M: int, K: int, N: int, **more: Any) -> MatmulMxfp8KernelConfig:
+    return MatmulMxfp8KernelConfig(M=M, K=K, N=N, **more)
+
+
+def base_arguments() -> Arguments:
+    shapes = {
+        "output_grad": (S, H), "gate_pre": (S, I), "gate_act": (S, I), "up": (S, I), "gate_up_weight_T": (H, 2 * I),
+        "down_weight_T": (I, H), "d_gate_up": (S, 2 * I), "hidden_states_T": (H, S), "output_grad_T": (H, S),
+        "intermediate_T": (I, S), "scratch": (2 * I, S), "hidden_states_grad": (S, H), "weight_grad": (2 * I, H),
+        "down_weight_grad": (H, I),
+    }  # fmt: skip
+    return {f"{name}_td": td(*shape) for name, shape in shapes.items()}
+
+
+BASE = (mlp_backward_mxfp8_base_nki, base_arguments)
+OLD_PHASE2 = (compute_phase2_hidden_states_grad_mxfp8_2_30, lambda: {
+    "hidden_states_grad_td": td(S, H), "gate_weight_td": td(H, I), "up_weight_td": td(H, I), "d_gate_td": td(S, I),
+    "d_up_td": td(S, I), "s_base": 0, "dtype": torch.bfloat16,
+})  # fmt: skip
+CONFIGS = [
+    (PHASE1, (S // 2, H, I)),
+    (PHASE2, (S // 2, 2 * I, H)),
+    (OLD_PHASE2, (S // 2, I, H)),
+    (PHASE3, (I, S, H)),
+    (PHASE4, (H // 2, S, I)),
+]
+
+
+@pytest.mark.parametrize(("step", "size"), CONFIGS)
+def test_configs_are_for_the_step_and_core(step: Any, size: tuple[int, int, int]) -> None:
+    function, arguments = step
+    function(**arguments(), config=config(*size))
+    expected = rf"config must be a configuration for M, K, N = \({size[0]}, {size[1]}, {size[2]}\)"
+    for wrong in ((size[0] * 2, *size[1:]), (size[0], size[1] + 1, size[2])):
+        with pytest.raises(ConfigError, match=f"{function.__name__}: {expected}"):
+            function(**arguments(), config=config(*wrong))
+    with pytest.raises(ConfigError, match=f"{function.__name__}: config must be None or a MatmulMxfp8KernelConfig"):
+        function(**arguments(), config=object())
+    whole = config(size[0] * 2, *size[1:])
+    function(**arguments(), config=whole, run_with_lnc2=False)
+
+
+@pytest.mark.parametrize("name", ["tile_m", "tile_k", "TILES_IN_BLOCK_M", "TILES_IN_BLOCK_K"])
+def test_both_projections_share_the_hidden_tiles(name: str) -> None:
+    step, arguments = PROJECTION
+    alike = config(S // 2, H, I, **{name: 3})
+    step(**arguments(), gate_config=alike, up_config=alike)
+    with pytest.raises(ConfigError, match=f"up_config.{name} must be that of gate_config, 3"):
+        step(**arguments(), gate_config=alike, up_config=config(S // 2, H, I))
+    with pytest.raises(ConfigError, match=r"up_config must be a configuration for M, K, N = \(64, 128, 256\)"):
+        step(**arguments(), up_config=config(S, H, I))
+    with pytest.raises(ConfigError, match="gate_config must be None or a MatmulMxfp8KernelConfig, got dict"):
+        step(**arguments(), gate_config={})
+
+
+@pytest.mark.parametrize(
+    ("step", "message", "change"),
+    [
+        (PHASE1, "clamp_limits must be None or a ClampLimits, got tuple", LIMITS),
+        (PROJECTION, "clamp_limits must be None or a ClampLimits", LIMITS),
+        (BASE, "clamp_limits must be None or a ClampLimits", LIMITS),
+        (BASE, "matmul_config must be None or a MlpBwdMatmulConfig, got object", {"matmul_config": object()}),
+        (
+            BASE,
+            r"matmul_config.phase1_down_proj must be a configuration for M, K, N = \(64, 128, 256\)",
+            {"matmul_config": MlpBwdMatmulConfig(phase1_down_proj=config(S, H, I))},
+        ),
+        *((step, "run_with_lnc2 must be True or False, got 2", {"run_with_lnc2": 2})
+          for step in (BASE, FUSED, PHASE1, PHASE2, OLD_PHASE2, PHASE3, PHASE4, PROJECTION, GATE_ACT)),
+        *((step, "mx_scale_rule must be one of neuron", {"mx_scale_rule": "ocp"})
+          for step in (BASE, FUSED, PHASE1, PHASE2, OLD_PHASE2, PHASE3, PHASE4, PROJECTION)),
+        (PHASE4, "lone_384 must be True or False", {"lone_384": 384}),
+        *((step, f"{name}.quant_scheme must be wrapX",
+           {name: TensorDescriptor(torch.ones(shape, dtype=torch.bfloat16), quant_scheme="1x32")})
+          for step, name, shape in (
+            (FUSED, "hidden_td", (S, H)), (FUSED, "down_w_td", (H, I)), (PROJECTION, "gate_up_td", (2 * I, H)),
+            (PHASE1, "down_weight_td", (I, H)), (PHASE2, "d_gate_up_td", (S, 2 * I)), (PHASE3, "grad_T_td", (2 * I, S)),
+            (PHASE4, "intermediate_T_td", (I, S)))),
+    ],
+)  # fmt: skip
+def test_options_of_steps_are_checked(step: Any, message: str, change: Arguments) -> None:
+    function, arguments = step
+    function(**arguments())
+    with pytest.raises(ConfigError, match=f"^{function.__name__}: {message}"):
+        function(**(arguments() | change))
+
+
+def test_operands_are_descriptors() -> None:
+    step, arguments = PHASE3
+    with pytest.raises(DTypeError, match="grad_T_td must be a TensorDescriptor, got Tensor"):
+        step(**(arguments() | {"grad_T_td": torch.ones(2 * I, S).bfloat16()}))
+
+
+@pytest.mark.parametrize("K", [384, 896])
+def test_a_remainder_of_384_is_grouped_alike_on_both_sides(K: int) -> None:
+    """fast_dma_transpose groups it as one tile; the other operand would pair other elements."""
+
+    def fast(*shape: int) -> TensorDescriptor:
+        return TensorDescriptor(torch.ones(shape, dtype=torch.bfloat16), fast_dma_transpose=True)
+
+    grads = {"weight_grad_td": td(2 * I, H), "dtype": torch.bfloat16}
+    phase3 = compute_phase3_gate_up_weight_grad_mxfp8
+    phase3(hidden_states_T_td=fast(H, K), grad_T_td=fast(2 * I, K), **grads)
+    with pytest.raises(ConfigError, match=f"hidden_states_T_td.fast_dma_transpose must be alike for both .* K={K}"):
+        phase3(hidden_states_T_td=fast(H, K), grad_T_td=td(2 * I, K), **grads)
+    with pytest.raises(ConfigError, match=r"grad_T_td\.fast_dma_transpose must be alike"):
+        phase3(hidden_states_T_td=td(H, K), grad_T_td=fast(2 * I, K), **grads)
+    phase3(hidden_states_T_td=fast(H, 640), grad_T_td=td(2 * I, 640), **grads)
+
+    rest = {"down_w_td": td(K, I), "int_td": td(S, I), "output_td": td(S, K), "s_base_offset": 0}
+    fused = {**rest, "hidden_td": td(S, K), "gate_up_td": td(2 * I, K), "dtype": torch.bfloat16}
+    if K == 896:  # a raw contraction of 384 is one tile anyway
+        with pytest.raises(ConfigError, match=r"gate_up_td\.fast_dma_transpose must be alike"):
+            compute_fused_gate_up_down_mxfp8(**(fused | {"gate_up_td": fast(2 * I, K)}))
+        wide = {"gate_up_td": td(2 * K, H), "int_td": td(S, K), "down_w_td": fast(H, K), "output_td": td(S, H)}
+        with pytest.raises(ConfigError, match=r"down_w_td\.fast_dma_transpose must be alike"):
+            compute_fused_gate_up_down_mxfp8(**(fused | wide | {"hidden_td": td(S, H)}))
+    compute_fused_gate_up_down_mxfp8(**(fused | {"gate_up_td": fast(2 * I, K), "hidden_td": fast(S, K)}))
+
+
 def test_program_sharding_info() -> None:
+    with pytest.raises(ConfigError, match="run_with_lnc2 must be True or False, got 1"):
+        get_program_sharding_info(1)  # type: ignore[arg-type]
     assert get_program_sharding_info(False) == (1, 0)
     assert get_program_sharding_info(True) == (2, 0)
     assert get_program_sharding_info(True, 1) == (2, 1)

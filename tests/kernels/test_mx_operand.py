@@ -13,6 +13,7 @@ from torch import Tensor
 from hf_neuron_moe.backends.torch.compute import Scratch
 from hf_neuron_moe.errors import ConfigError, DTypeError, NeuronMoEError, ShapeError
 from hf_neuron_moe.formats import MXTensor, fake_quantize_mx, pack_x4, quantize_mx, swizzle, to_oversized, to_packed
+from hf_neuron_moe.formats.constants import ScaleRule
 from hf_neuron_moe.kernels.mx_operand import MXOperand, TensorDescriptor
 
 
@@ -136,6 +137,23 @@ def test_grouping_options_of_raw_operands() -> None:
     assert torch.equal(values(td), fake_quantize_mx(raw, scheme="1x32"))
 
 
+@pytest.mark.parametrize("rule", ["neuron", "floor"])
+@pytest.mark.parametrize("K", [128, 384, 896])
+def test_scale_rules_are_those_of_the_formats(rule: str, K: int) -> None:
+    raw = values_of(16, K)
+    for lone in (False, True):
+        scheme = "wrapX_single" if lone and K == 384 else "wrapX"
+        operand = MXOperand(TensorDescriptor(raw), where="", argument="", lone_384=lone, rule=ScaleRule(rule))
+        expected = fake_quantize_mx(raw, rule=rule, scheme=scheme)
+        assert torch.equal(operand.dequantized(), expected)
+        scratch = Scratch(raw.device)
+        assert torch.equal(operand.load(3, 11, k_major=True, scratch=scratch, name="x"), expected[3:11])
+    quantized = quantize_mx(raw)
+    td = TensorDescriptor(pack_x4(quantized.codes), to_packed(quantized.scales))
+    kept = MXOperand(td, where="", argument="", rule=ScaleRule(rule)).dequantized()
+    assert torch.equal(kept, fake_quantize_mx(raw)), "codes stay as they are"
+
+
 def test_k_major_raw_data_need_512_columns() -> None:
     raw = values_of(512, 128)
     td = TensorDescriptor(raw.t().contiguous(), is_f_by_k=False)
@@ -162,6 +180,26 @@ CODES = quantize_mx(torch.ones(8, 128))
             r"scales must be of shape \[32, 8\]",
             {"data": pack_x4(CODES.codes), "scales": to_packed(CODES.scales)[:, :4]},
         ),
+        (ConfigError, "quant_scheme must be one of wrapX, 1x32", {"quant_scheme": "wrapZ"}),
+        (ConfigError, "quant_scheme must be one of", {"quant_scheme": "wrapX_single"}),
+        (ConfigError, "is_swizzled must be True or False, got 1", {"is_swizzled": 1}),
+        (ConfigError, "is_quantized must be True or False", {"is_quantized": 0}),
+        (ConfigError, "is_x4 must be False unless data are int32", {"data": torch.ones(8, 128).half(), "is_x4": True}),
+        (
+            ConfigError,
+            "is_x4 must be False unless data are int32 or uint32 words, got True with torch.float8_e4m3fn",
+            {"data": CODES.codes.view(torch.float8_e4m3fn), "is_quantized": True, "is_x4": True},
+        ),
+        (
+            ConfigError,
+            "is_quantized must be True where scales are given",
+            {"data": pack_x4(CODES.codes), "scales": to_packed(CODES.scales), "is_quantized": False},
+        ),
+        (
+            ConfigError,
+            "scales_are_packed must be False unless the scales have the 128 packed rows of K=128, got True with 32",
+            {"data": pack_x4(CODES.codes), "scales": to_oversized(CODES.scales), "scales_are_packed": True},
+        ),
         (ConfigError, "is_f_by_k must be False for swizzled", {"is_swizzled": True, "is_f_by_k": True}),
         (ConfigError, "skip_dma must be None", {"skip_dma": True}),
         (ConfigError, "scalar_offset must be None", {"scalar_offset": torch.zeros(1)}),
@@ -186,7 +224,6 @@ def test_descriptor_refuses(kind: type[NeuronMoEError], message: str, fields: di
             "F of x must be a positive multiple of 2",
             TensorDescriptor(torch.ones(8, 12).bfloat16(), is_swizzled=True),
         ),
-        (ConfigError, "quant_scheme must be one of", TensorDescriptor(values_of(8, 128), quant_scheme="wrapZ")),
     ],
 )
 def test_operand_refuses(kind: type[NeuronMoEError], message: str, td: TensorDescriptor) -> None:

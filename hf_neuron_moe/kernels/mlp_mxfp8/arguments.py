@@ -7,11 +7,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.errors import ConfigError, ShapeError, refuse
+from hf_neuron_moe.errors import ConfigError, DTypeError, ShapeError, refuse
+from hf_neuron_moe.formats.constants import ScaleRule, SwizzleScheme, choose
 from hf_neuron_moe.formats.scales import ScaleLayout, scale_row_count
 from hf_neuron_moe.kernels.checks import check_dtype, check_flags, check_multiple, check_shape
-from hf_neuron_moe.kernels.mlp_mxfp8.matmul_config import check_positive_int
-from hf_neuron_moe.kernels.mx_operand import RAW_DTYPES, TensorDescriptor, check_layout, check_scales
+from hf_neuron_moe.kernels.mlp_mxfp8.matmul_config import TILE_K, MlpBwdMatmulConfig, check_positive_int
+from hf_neuron_moe.kernels.moe_types import ClampLimits
+from hf_neuron_moe.kernels.mx_operand import RAW_DTYPES, MXOperand, TensorDescriptor, check_layout, check_scales
 
 FP8_X4_DTYPES = (torch.float8_e4m3fn, "float8_e4m3fn_x4", "float8_e4m3fn")
 """What ``fp8_x4_dtype`` may say. Upstream ignores the argument; any other type would promise another arithmetic."""
@@ -43,10 +45,11 @@ def describe(
         raw_dtypes: dtypes of the raw mode.
 
     Raises:
-        DTypeError, ShapeError, ConfigError: see :func:`~hf_neuron_moe.kernels.mx_operand.check_layout` and
-            :func:`check_packing`.
+        DTypeError, ShapeError, ConfigError: a switch that is no bool; see
+            :func:`~hf_neuron_moe.kernels.mx_operand.check_layout` and :func:`check_packing`.
     """
     quantized = scales is not None
+    check_flags({f"{scales_argument.removesuffix('scales')}is_swizzled": is_swizzled}, where=where)
     if not quantized and not is_swizzled:
         check_dtype(data, raw_dtypes, where=where, argument=argument)
         check_shape(data, (None, None), raw_shape, where=where, argument=argument)
@@ -59,6 +62,70 @@ def describe(
     td = TensorDescriptor(data, scales)
     check_packing(td, use_scale_packing, where=where, argument=scales_argument)
     return td
+
+
+def check_descriptor(td: TensorDescriptor, *, where: str, argument: str) -> None:
+    """Refuse what is no TensorDescriptor (DTypeError) and the grouping 1x32, which no MLP kernel has (ConfigError)."""
+    if not isinstance(td, TensorDescriptor):
+        raise refuse(
+            DTypeError,
+            where=where,
+            argument=argument,
+            expected="a TensorDescriptor",
+            got=type(td).__name__,
+            remedy="Wrap the tensor: TensorDescriptor(tensor).",
+        )
+    if td.quant_scheme != SwizzleScheme.WRAPX.value:
+        raise refuse(
+            ConfigError,
+            where=where,
+            argument=f"{argument}.quant_scheme",
+            expected="wrapX, the one grouping of the MLP kernels",
+            got=repr(td.quant_scheme),
+            remedy="Quantize the tensor from its bf16 values in the wrapX scheme.",
+        )
+
+
+def check_grouping(operands: Mapping[str, MXOperand], *, where: str) -> None:
+    """Refuse operands of one product whose last 384 contraction elements are grouped differently.
+
+    ``fast_dma_transpose`` groups a remainder of 384 as one tile, every other loader as 256 + 128.
+
+    Raises:
+        ConfigError: otherwise; names the operand that has the flag.
+    """
+    schemes = {operand.scheme for operand in operands.values()}
+    K = next(iter(operands.values())).K
+    if K % TILE_K == 384 and len(schemes) > 1:
+        named = [name for name, operand in operands.items() if operand.td.fast_dma_transpose]
+        raise refuse(
+            ConfigError,
+            where=where,
+            argument=f"{named[0]}.fast_dma_transpose",
+            expected=f"alike for both operands of a product with K={K}, whose remainder of 384 it groups as one tile",
+            got="True for this one only",
+            remedy="Set it for both, or for none.",
+        )
+
+
+def check_options(clamp_limits: object, matmul_config: object, *, where: str) -> None:
+    """Refuse option records of another type (ConfigError)."""
+    records = (("clamp_limits", clamp_limits, ClampLimits), ("matmul_config", matmul_config, MlpBwdMatmulConfig))
+    for name, value, kind in records:
+        if value is not None and not isinstance(value, kind):
+            raise refuse(
+                ConfigError,
+                where=where,
+                argument=name,
+                expected=f"None or a {kind.__name__}",
+                got=type(value).__name__,
+                remedy=f"Build it with {kind.__name__}(...).",
+            )
+
+
+def scale_rule(mx_scale_rule: str, *, where: str) -> ScaleRule:
+    """Resolve the block scale rule's name (ConfigError for an unknown one)."""
+    return choose(ScaleRule, mx_scale_rule, argument="mx_scale_rule", where=where)
 
 
 def check_packing(td: TensorDescriptor, use_scale_packing: bool, *, where: str, argument: str) -> None:

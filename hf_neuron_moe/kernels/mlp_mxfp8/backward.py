@@ -11,13 +11,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.errors import ConfigError, DTypeError, refuse
+from hf_neuron_moe.errors import DTypeError, refuse
+from hf_neuron_moe.formats.constants import ScaleRule
 from hf_neuron_moe.kernels.checks import check_dtype, check_multiple, check_same_device, check_shape
 from hf_neuron_moe.kernels.launch_record import note_launch
-from hf_neuron_moe.kernels.mlp_mxfp8.arguments import check_even, check_launch, check_logical, describe
+from hf_neuron_moe.kernels.mlp_mxfp8.arguments import (
+    check_descriptor,
+    check_even,
+    check_launch,
+    check_logical,
+    check_options,
+    describe,
+    scale_rule,
+)
 from hf_neuron_moe.kernels.mlp_mxfp8.matmul_config import MlpBwdMatmulConfig
 from hf_neuron_moe.kernels.mlp_mxfp8.phases import (
     BF16,
+    StepOptions,
     compute_phase1_down_proj_mm_grad_mxfp8,
     compute_phase2_hidden_states_grad_mxfp8,
     compute_phase3_gate_up_weight_grad_mxfp8,
@@ -50,31 +60,41 @@ def mlp_backward_mxfp8_base_nki(
     spill_reload: bool = True,
     use_scale_packing: bool = True,
     clamp_limits: ClampLimits | None = None,
+    *,
+    mx_scale_rule: str = "neuron",
 ) -> None:
     """Run phases 1 to 4 on descriptors, for both cores together; the four output descriptors' tensors are filled.
 
     scratch_td ``[2I, S]`` receives d_gate_up transposed; None reads the transposed view of d_gate_up instead. The
     operands are those of the phase functions, and so are the errors.
     """
-    config = matmul_config or MlpBwdMatmulConfig()
-    bf16, common = torch.bfloat16, (fp8_x4_dtype,)
-    flags = {"spill_reload": spill_reload, "use_scale_packing": use_scale_packing, "run_with_lnc2": False}
+    where = "mlp_backward_mxfp8_base_nki"
+    launch = {"run_with_lnc2": run_with_lnc2, "spill_reload": spill_reload, "use_scale_packing": use_scale_packing}
+    check_launch({}, launch, fp8_x4_dtype, where=where)
+    check_options(clamp_limits, matmul_config, where=where)
+    rule = scale_rule(mx_scale_rule, where=where)
+    for name, td in (("output_grad_td", output_grad_td), ("down_weight_T_td", down_weight_T_td)):
+        check_descriptor(td, where=where, argument=name)
+    if matmul_config is not None:
+        (hidden_size, tokens), inner = output_grad_td.logical_shape, down_weight_T_td.logical_shape[1]
+        matmul_config.resolve_backward_phases(tokens, hidden_size, inner, run_with_lnc2, where=where)
+    # Both cores' work at once, for which configurations of one core are not made.
+    bf16, common = torch.bfloat16, (fp8_x4_dtype, None, spill_reload)
+    options = StepOptions(use_scale_packing=use_scale_packing, run_with_lnc2=False, mx_scale_rule=rule.value)
     compute_phase1_down_proj_mm_grad_mxfp8(
         output_grad_td, gate_pre_td, gate_act_td, up_td, d_gate_up_td, scratch_td, down_weight_T_td, 0, bf16, *common,
-        config.phase1_down_proj, **flags, clamp_limits=clamp_limits,
+        clamp_limits=clamp_limits, **options,
     )  # fmt: skip
     compute_phase2_hidden_states_grad_mxfp8(
-        hidden_states_grad_td, gate_up_weight_T_td, d_gate_up_td, 0, bf16, *common, config.phase2_hidden_grad, **flags
+        hidden_states_grad_td, gate_up_weight_T_td, d_gate_up_td, 0, bf16, *common, **options
     )
     assert d_gate_up_td.data is not None
     grad_T_td = TensorDescriptor(d_gate_up_td.data.t()) if scratch_td is None else scratch_td
-    compute_phase3_gate_up_weight_grad_mxfp8(
-        weight_grad_td, hidden_states_T_td, grad_T_td, bf16, *common, config.phase3_wgrad, **flags
-    )
+    compute_phase3_gate_up_weight_grad_mxfp8(weight_grad_td, hidden_states_T_td, grad_T_td, bf16, *common, **options)
     compute_phase4_down_weight_grad_mxfp8(
-        down_weight_grad_td, output_grad_T_td, intermediate_T_td, 0, bf16, *common, config.phase4_wgrad, **flags
+        down_weight_grad_td, output_grad_T_td, intermediate_T_td, 0, bf16, *common, **options
     )
-    note_launch("mlp_backward_mxfp8_base_nki", run_with_lnc2=run_with_lnc2, matmul_config=matmul_config)
+    note_launch(where, run_with_lnc2=run_with_lnc2, matmul_config=matmul_config)
 
 
 def mlp_backward_mxfp8_nki(
@@ -101,6 +121,8 @@ def mlp_backward_mxfp8_nki(
     spill_reload: bool = True,
     use_scale_packing: bool = True,
     clamp_limits: ClampLimits | None = None,
+    *,
+    mx_scale_rule: str = "neuron",
 ) -> MLPBackward:
     """Run the backward as documented for nki-library 2.31 to 2.33; return the three gradients. No argument is written.
 
@@ -112,6 +134,7 @@ def mlp_backward_mxfp8_nki(
       swizzled as one tensor with K = 2I; down_weight_T ``[H/4, I]``; output_grad_T and hidden_states_T ``[S/4, H]``.
     * gate_pre, gate_act, up, intermediate: bf16 ``[S, I]`` checkpoints; missing ones are recomputed (phase 0).
     * clamp_limits: limits of the forward: clamps recomputed pre-activations and masks d_gate and d_up.
+    * mx_scale_rule: ``"neuron"`` (nki 0.5 and later) or ``"floor"`` (earlier), for everything quantized here.
     * matmul_config, spill_reload, run_with_lnc2 (even sizes): checked and recorded. fp8_x4_dtype: e4m3.
 
     Raises DTypeError, ShapeError, DeviceError or ConfigError for what breaks a rule. Upstream ignores a ``*_T`` tensor
@@ -132,7 +155,8 @@ def mlp_backward_mxfp8_nki(
         where, output_grad, hidden_states, down_proj_weight, prepared, kept, use_scale_packing, run_with_lnc2
     )
     note_launch(where, matmul_config=matmul_config, fp8_x4_dtype=fp8_x4_dtype, **flags)
-    return task.run(clamp_limits, matmul_config, use_scale_packing, run_with_lnc2, where)
+    rule = scale_rule(mx_scale_rule, where=where)
+    return task.run(clamp_limits, matmul_config, use_scale_packing, run_with_lnc2, rule, where)
 
 
 @dataclass(frozen=True)
@@ -160,14 +184,15 @@ class BackwardTask:
         matmul_config: MlpBwdMatmulConfig | None,
         use_scale_packing: bool,
         run_with_lnc2: bool,
+        rule: ScaleRule,
         where: str,
     ) -> MLPBackward:
         """Recompute what is missing, run the four phases, return the gradients."""
         check_options(clamp_limits, matmul_config, where=where)
         tokens, hidden_size, inner = self.sizes
         if matmul_config is not None:
-            matmul_config.resolve_backward_phases(tokens, hidden_size, inner, run_with_lnc2)
-            matmul_config.resolve_recompute_phases(tokens, hidden_size, inner, run_with_lnc2)
+            matmul_config.resolve_backward_phases(tokens, hidden_size, inner, run_with_lnc2, where=where)
+            matmul_config.resolve_recompute_phases(tokens, hidden_size, inner, run_with_lnc2, where=where)
         assert self.output_grad.data is not None
         device = self.output_grad.data.device
 
@@ -176,7 +201,7 @@ class BackwardTask:
 
         found = recompute_missing(
             self.kept, KeptActivations(), self.hidden_states, self.gate_up,
-            use_scale_packing=use_scale_packing, clamp_limits=clamp_limits,
+            use_scale_packing=use_scale_packing, clamp_limits=clamp_limits, rule=rule,
         )  # fmt: skip
         gate_pre, gate_act, up = (TensorDescriptor(tensor) for tensor in (found.gate_pre, found.gate_act, found.up))
         d_x, d_gate_up_weight, d_down = (
@@ -189,6 +214,7 @@ class BackwardTask:
             self.hidden_states_T, self.output_grad_T, TensorDescriptor(found.intermediate.t()), None,
             d_x, d_gate_up_weight, d_down,
             run_with_lnc2, matmul_config, use_scale_packing=use_scale_packing, clamp_limits=clamp_limits,
+            mx_scale_rule=rule.value,
         )  # fmt: skip
         assert d_x.data is not None and d_gate_up_weight.data is not None and d_down.data is not None
         return MLPBackward(d_x.data, d_gate_up_weight.data, d_down.data)
@@ -302,18 +328,3 @@ def check_kept(kept: KeptActivations, shape: tuple[int, int], *, where: str, old
             argument = "hidden" if old_names and name == "intermediate" else name
             check_dtype(tensor, BF16, where=where, argument=argument)
             check_shape(tensor, shape, "[S, I]", where=where, argument=argument)
-
-
-def check_options(clamp_limits: object, matmul_config: object, *, where: str) -> None:
-    """Refuse option records of another type (ConfigError)."""
-    records = (("clamp_limits", clamp_limits, ClampLimits), ("matmul_config", matmul_config, MlpBwdMatmulConfig))
-    for name, value, kind in records:
-        if value is not None and not isinstance(value, kind):
-            raise refuse(
-                ConfigError,
-                where=where,
-                argument=name,
-                expected=f"None or a {kind.__name__}",
-                got=type(value).__name__,
-                remedy=f"Build it with {kind.__name__}(...).",
-            )

@@ -7,12 +7,14 @@ axis of exactly 384 is one tile.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from hf_neuron_moe.formats.constants import ScaleRule
 from hf_neuron_moe.kernels.checks import check_multiple, check_same_device
 from hf_neuron_moe.kernels.launch_record import note_launch
 from hf_neuron_moe.kernels.mlp_mxfp8.arguments import (
@@ -23,10 +25,12 @@ from hf_neuron_moe.kernels.mlp_mxfp8.arguments import (
     check_no_mix_at_384,
     check_raw_axis,
     describe,
+    scale_rule,
 )
 from hf_neuron_moe.kernels.mlp_mxfp8.backward import check_kept
 from hf_neuron_moe.kernels.mlp_mxfp8.phases import (
     BF16,
+    StepOptions,
     compute_phase1_down_proj_mm_grad_mxfp8,
     compute_phase2_hidden_states_grad_mxfp8_2_30,
     compute_phase3_gate_up_weight_grad_mxfp8,
@@ -93,6 +97,8 @@ def mlp_backward_mxfp8_nki_2_30(
     gate_up_weights_scales: Tensor | None = None, gate_up_weights_is_swizzled: bool = False,
     output_grad_T_scales: Tensor | None = None, output_grad_T_is_swizzled: bool = False,
     hidden_T_scales: Tensor | None = None, hidden_T_is_swizzled: bool = False,
+    *,
+    mx_scale_rule: str = "neuron",
 ) -> MLPBackward:  # fmt: skip
     """Run the backward as documented for nki-library 2.30 (there ``mlp_backward_mxfp8_nki``).
 
@@ -104,6 +110,7 @@ def mlp_backward_mxfp8_nki_2_30(
       transposed); gate_pre_scratch and up_scratch (both, if either is missing), gate_act_scratch and hidden_scratch
       (where missing) ``[S, I]``.
     * hidden_T is what phase 4 reads, always: neither the hidden checkpoint nor hidden_scratch affects a gradient.
+    * mx_scale_rule: ``"neuron"`` (nki 0.5 and later) or ``"floor"`` (earlier), for everything quantized here.
     * Tile counts are positive and recorded; run_with_lnc2 needs even sizes. fp8_x4_dtype: e4m3.
 
     Raises DTypeError, ShapeError, DeviceError or ConfigError: S and I must be multiples of 128, H too while an operand
@@ -124,13 +131,14 @@ class Scratch230:
     recomputed: KeptActivations = field(default_factory=KeptActivations)
 
 
-class _Flags(TypedDict):
-    use_scale_packing: bool
-    run_with_lnc2: bool
-
-
 def run_2_30(
-    tds: dict[str, TensorDescriptor], kept: KeptActivations, scratch: Scratch230, *, use_scale_packing: bool, where: str
+    tds: dict[str, TensorDescriptor],
+    kept: KeptActivations,
+    scratch: Scratch230,
+    *,
+    use_scale_packing: bool,
+    rule: ScaleRule,
+    where: str,
 ) -> MLPBackward:
     """Check the operands against each other, recompute what is missing, run the four phases.
 
@@ -139,6 +147,7 @@ def run_2_30(
         kept: the checkpoints.
         scratch: buffers to fill.
         use_scale_packing: layout of all scales.
+        rule: block scale rule.
         where: function named in errors.
     """
     tokens, hidden_size, inner = _check_operands(tds, kept, where)
@@ -150,11 +159,14 @@ def run_2_30(
 
     found = recompute_missing(
         kept, scratch.recomputed, tds["hidden_states"], tds["gate_up_weights"],
-        use_scale_packing=use_scale_packing, lone_384=True,
+        use_scale_packing=use_scale_packing, lone_384=True, rule=rule,
     )  # fmt: skip
     d_gate_up = empty(tokens, 2 * inner)
     transposed = d_gate_up.t() if scratch.transposed is None else scratch.transposed
-    bf16, flags = torch.bfloat16, _Flags(use_scale_packing=use_scale_packing, run_with_lnc2=False)
+    bf16, flags = (
+        torch.bfloat16,
+        StepOptions(use_scale_packing=use_scale_packing, run_with_lnc2=False, mx_scale_rule=rule.value),
+    )
     gate_pre_td, gate_act_td, up_td = (TensorDescriptor(t) for t in (found.gate_pre, found.gate_act, found.up))
     compute_phase1_down_proj_mm_grad_mxfp8(
         tds["output_hidden_states_grad"], gate_pre_td, gate_act_td, up_td, TensorDescriptor(d_gate_up),
@@ -186,6 +198,7 @@ def _from_call(call: dict[str, Any]) -> MLPBackward:
     tiles = {name: value for name, value in call.items() if "_tiles_" in name}
     flags = {name: call[name] for name in ("run_with_lnc2", "spill_reload", "use_scale_packing")}
     check_launch(tiles, flags, call["fp8_x4_dtype"], where=where)
+    rule = scale_rule(call["mx_scale_rule"], where=where)
     tds = {
         name: describe(
             call[name], call[f"{prefix}_scales"], call[f"{prefix}_is_swizzled"], where=where, argument=name,
@@ -195,8 +208,9 @@ def _from_call(call: dict[str, Any]) -> MLPBackward:
         for name, (prefix, contraction, free) in _OPERANDS.items()
     }  # fmt: skip
     kept = KeptActivations(call["gate_pre"], call["gate_act"], call["up"], call["hidden"])
-    hidden_size, tokens = tds["output_hidden_states_grad"].logical_shape
-    inner = tds["down_proj_weight_T"].logical_shape[1]
+    sizes = _sizes(tds)
+    tokens, hidden_size, inner = (sizes[axis] for axis in "SHI")
+    _check_shapes(tds, sizes, where)
     even = {
         "output_hidden_states_grad": (tokens, "S"), "down_proj_weight_T": (inner, "I"),
         "output_grad_T": (hidden_size, "H"),
@@ -214,14 +228,30 @@ def _from_call(call: dict[str, Any]) -> MLPBackward:
     )  # fmt: skip
     note_launch(where, fp8_x4_dtype=call["fp8_x4_dtype"], **tiles, **flags)
     with torch.no_grad():
-        return run_2_30(tds, kept, scratch, use_scale_packing=call["use_scale_packing"], where=where)
+        return run_2_30(tds, kept, scratch, use_scale_packing=call["use_scale_packing"], rule=rule, where=where)
+
+
+def _sizes(tds: dict[str, TensorDescriptor]) -> dict[str, int]:
+    """Return what most operands say about S, H, I and 2I, so that a wrong one does not accuse all others."""
+    votes: dict[str, Counter[int]] = {axis: Counter() for axis in "SHI"}
+    for name, (_, *axes) in _OPERANDS.items():
+        for axis, size in zip(axes, tds[name].logical_shape, strict=True):
+            votes[axis[-1]][size // 2 if axis == "2I" else size] += 1
+    sizes = {axis: counts.most_common(1)[0][0] for axis, counts in votes.items()}
+    return sizes | {"2I": 2 * sizes["I"]}
+
+
+def _check_shapes(tds: dict[str, TensorDescriptor], sizes: dict[str, int], where: str) -> None:
+    for name, (_, contraction, free) in _OPERANDS.items():
+        names = f"[{free}, {contraction}]"
+        check_logical(tds[name], sizes[contraction], sizes[free], names, where=where, argument=name)
 
 
 def _check_operands(tds: dict[str, TensorDescriptor], kept: KeptActivations, where: str) -> tuple[int, int, int]:
     """Check the nine operands against each other and the rules of the release; return S, H and I."""
-    hidden_size, tokens = tds["output_hidden_states_grad"].logical_shape
-    inner = tds["down_proj_weight_T"].logical_shape[1]
-    sizes = {"S": tokens, "H": hidden_size, "I": inner, "2I": 2 * inner}
+    sizes = _sizes(tds)
+    tokens, hidden_size, inner = (sizes[axis] for axis in "SHI")
+    _check_shapes(tds, sizes, where)
     needs_projection = kept.gate_pre is None or kept.up is None
     contracted_over_H = ["output_hidden_states_grad", "down_proj_weight_T"]
     contracted_over_H += ["hidden_states", "gate_up_weights"] if needs_projection else []
@@ -231,9 +261,6 @@ def _check_operands(tds: dict[str, TensorDescriptor], kept: KeptActivations, whe
     check_multiple(inner, 128, "I", rule, where=where, argument="down_proj_weight_T")
     rule = "the kernel always quantizes the transposes of d_gate and d_up along S itself"
     check_multiple(tokens, 128, "S", rule, where=where, argument="output_hidden_states_grad")
-    for name, (_, contraction, free) in _OPERANDS.items():
-        names = f"[{free}, {contraction}]"
-        check_logical(tds[name], sizes[contraction], sizes[free], names, where=where, argument=name)
     check_kept(kept, (tokens, inner), where=where, old_names=True)
     always_raw = TensorDescriptor()
     products = [

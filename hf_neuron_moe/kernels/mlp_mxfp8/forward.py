@@ -8,6 +8,7 @@ Legend: S tokens, H hidden, I intermediate. ``Q_K`` quantizes to MXFP8 e4m3 alon
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,12 +17,14 @@ from torch import Tensor
 
 from hf_neuron_moe.backends.torch.compute import call_scratch
 from hf_neuron_moe.errors import ConfigError, refuse
-from hf_neuron_moe.kernels.checks import check_multiple, check_same_device
+from hf_neuron_moe.formats.constants import ScaleRule
+from hf_neuron_moe.kernels.checks import check_flags, check_multiple, check_same_device
 from hf_neuron_moe.kernels.mlp_mxfp8.arguments import (
     check_logical,
     check_no_mix_at_384,
     check_raw_axis,
     describe,
+    scale_rule,
 )
 from hf_neuron_moe.kernels.mlp_mxfp8.results import MLPForward
 from hf_neuron_moe.kernels.mlp_mxfp8.tiles import gate_up_tiles, product_tiles
@@ -50,6 +53,7 @@ def mlp_forward_mxfp8(
     hidden_is_swizzled: bool = False,
     gate_up_is_swizzled: bool = False,
     down_is_swizzled: bool = False,
+    mx_scale_rule: str = "neuron",
 ) -> MLPForward:
     """Compute what ``mlp_forward_mxfp8_nki`` computes; every buffer is returned, no argument is written to.
 
@@ -79,12 +83,22 @@ def mlp_forward_mxfp8(
         hidden_is_swizzled: hidden is pre-swizzled; implied by scales.
         gate_up_is_swizzled: gate_up_weights is.
         down_is_swizzled: down_weights is.
+        mx_scale_rule: block scales of everything that is quantized here: ``"neuron"`` (nki 0.5 and later,
+            ``2^(emax - 7)``) or ``"floor"`` (earlier releases, ``2^(emax - 8)``). Pre-quantized operands stay as they
+            are. Other rules of :class:`~hf_neuron_moe.formats.constants.ScaleRule` work likewise.
 
     Raises:
-        DTypeError, ShapeError, DeviceError, ConfigError: an operand breaks a rule above; scales in the other layout
-            than announced; raw and prepared operands mixed on a contraction of exactly 384 (upstream: garbage).
+        DTypeError, ShapeError, DeviceError, ConfigError: an operand breaks a rule above; a switch is no bool (buffers
+            are ``mlp_forward_mxfp8_nki``'s); scales in the other layout than announced; raw and prepared operands
+            mixed on a contraction of exactly 384 (upstream: garbage).
     """
     where = "mlp_forward_mxfp8"
+    saves = {
+        "save_gate_pre": save_gate_pre, "save_gate_act": save_gate_act, "save_up": save_up, "save_hidden": save_hidden
+    }  # fmt: skip
+    _refuse_buffers(saves, where)
+    check_flags(saves | {"use_scale_packing": use_scale_packing}, where=where)
+    rule = scale_rule(mx_scale_rule, where=where)
     tds = describe_forward(
         where, use_scale_packing,
         hidden=(hidden, hidden_scales, hidden_is_swizzled),
@@ -99,9 +113,22 @@ def mlp_forward_mxfp8(
     intermediate = torch.empty(shape, dtype=torch.bfloat16, device=device)
     output = torch.empty((tokens, hidden_size), dtype=dtype, device=device)
     with torch.no_grad():
-        run_forward(ForwardOperands.of(*tds, where), intermediate, output, saved, slice(0, tokens))
+        run_forward(ForwardOperands.of(*tds, where, rule), intermediate, output, saved, slice(0, tokens))
     kept = (intermediate if saved.product is None else saved.product) if save_hidden else None
     return MLPForward(output, saved.gate_pre, saved.gate_act, saved.up, kept)
+
+
+def _refuse_buffers(saves: Mapping[str, object], where: str) -> None:
+    for name, value in saves.items():
+        if isinstance(value, Tensor):
+            raise refuse(
+                ConfigError,
+                where=where,
+                argument=name,
+                expected="True or False: this function returns what it saves",
+                got="a tensor",
+                remedy="Pass True, or call mlp_forward_mxfp8_nki, which fills its caller's buffers.",
+            )
 
 
 @dataclass(frozen=True)
@@ -128,10 +155,12 @@ class ForwardOperands:
         gate_up: TensorDescriptor,
         down: TensorDescriptor,
         where: str,
+        rule: ScaleRule,
         names: tuple[str, str, str] = NAMES,
     ) -> ForwardOperands:
-        operands = zip((hidden, gate_up, down), names, strict=True)
-        return ForwardOperands(*(MXOperand(td, where=where, argument=name, lone_384=True) for td, name in operands))
+        described = zip((hidden, gate_up, down), names, strict=True)
+        operands = [MXOperand(td, where=where, argument=name, lone_384=True, rule=rule) for td, name in described]
+        return ForwardOperands(*operands)
 
 
 def run_forward(
@@ -151,10 +180,14 @@ def run_forward(
         if saved.product is not None:
             saved.product[part, columns].copy_(product)
         intermediate[part, columns].copy_(product)
-    inter_td = TensorDescriptor(intermediate)
-    inter = MXOperand(inter_td, where="mlp_forward_mxfp8", argument="intermediate", lone_384=True)
+    inter = intermediate_operand(TensorDescriptor(intermediate), operands)
     for tile in product_tiles([(inter, operands.down)], scratch, rows=rows):
         output[tile.rows, tile.columns].copy_(tile.values)
+
+
+def intermediate_operand(td: TensorDescriptor, operands: ForwardOperands) -> MXOperand:
+    """Return the left operand of down, which the kernel always quantizes itself."""
+    return MXOperand(td, where="mlp_forward_mxfp8", argument="intermediate", lone_384=True, rule=operands.down.rule)
 
 
 def describe_forward(

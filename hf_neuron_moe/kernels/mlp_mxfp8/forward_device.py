@@ -11,13 +11,23 @@ from torch import Tensor
 
 from hf_neuron_moe.kernels.checks import check_same_device
 from hf_neuron_moe.kernels.launch_record import note_launch
-from hf_neuron_moe.kernels.mlp_mxfp8.arguments import check_buffer, check_even, check_launch, check_packing, core_rows
+from hf_neuron_moe.kernels.mlp_mxfp8.arguments import (
+    check_buffer,
+    check_descriptor,
+    check_even,
+    check_grouping,
+    check_launch,
+    check_packing,
+    core_rows,
+    scale_rule,
+)
 from hf_neuron_moe.kernels.mlp_mxfp8.forward import (
     STORED,
     ForwardBuffers,
     ForwardOperands,
     check_forward,
     describe_forward,
+    intermediate_operand,
     run_forward,
 )
 from hf_neuron_moe.kernels.mlp_mxfp8.shape_config import get_forward_config_for_shape
@@ -55,10 +65,13 @@ def mlp_forward_mxfp8_nki(
     hidden_is_swizzled: bool = False,
     gate_up_is_swizzled: bool = False,
     down_is_swizzled: bool = False,
+    *,
+    mx_scale_rule: str = "neuron",
 ) -> Tensor:
     """Run the forward as documented for nki-library 2.30 to 2.33; return the output ``[S, H]`` of `dtype`.
 
-    Operands, scales, `dtype` and errors: :func:`~hf_neuron_moe.kernels.mlp_mxfp8.forward.mlp_forward_mxfp8`.
+    Operands, scales, `dtype`, `mx_scale_rule` and errors:
+    :func:`~hf_neuron_moe.kernels.mlp_mxfp8.forward.mlp_forward_mxfp8`.
 
     * intermediate_hbm: bf16 ``[S, I]``, receives the intermediate; untouched where save_hidden (likewise) is given.
     * save_gate_pre, save_gate_act, save_up: ``[S, I]`` bf16 or fp32, receive the fp32 values, cast once.
@@ -74,6 +87,7 @@ def mlp_forward_mxfp8_nki(
     }  # fmt: skip
     flags = {"run_with_lnc2": run_with_lnc2, "spill_reload": spill_reload, "use_scale_packing": use_scale_packing}
     check_launch(tiles, flags, fp8_x4_dtype, where=where)
+    rule = scale_rule(mx_scale_rule, where=where)
     tds = describe_forward(
         where, use_scale_packing,
         hidden=(hidden, hidden_scales, hidden_is_swizzled),
@@ -93,7 +107,7 @@ def mlp_forward_mxfp8_nki(
     with torch.no_grad():
         intermediate = intermediate_hbm if save_hidden is None else save_hidden
         saved = ForwardBuffers(save_gate_pre, save_gate_act, save_up)
-        run_forward(ForwardOperands.of(*tds, where), intermediate, output, saved, slice(0, tokens))
+        run_forward(ForwardOperands.of(*tds, where, rule), intermediate, output, saved, slice(0, tokens))
     return output
 
 
@@ -117,13 +131,15 @@ def compute_fused_gate_up_down_mxfp8(
     spill_reload: bool = True,
     use_scale_packing: bool = True,
     run_with_lnc2: bool = True,
+    *,
+    mx_scale_rule: str = "neuron",
 ) -> None:
     """Run one core's share of the forward: rows from s_base_offset on, half of S under LNC2, otherwise all of S.
 
     * hidden_td (F = S, K = H), gate_up_td (F = 2I, K = H), down_w_td (F = H, K = I): operands in any mode.
     * int_td (bf16 ``[S, I]``) and output_td (``[S, H]`` of `dtype`, bf16 or fp32): this core's rows are overwritten.
     * save_gate_pre_td, save_gate_act_td, save_up_td: ``[S, I]`` bf16 or fp32, likewise; None is not kept.
-    * TILES_IN_BLOCK_* and spill_reload: positive counts and a bool, recorded, no effect on values.
+    * mx_scale_rule: block scale rule. TILES_IN_BLOCK_*, spill_reload: recorded, no effect on values.
 
     Errors as :func:`~hf_neuron_moe.kernels.mlp_mxfp8.forward.mlp_forward_mxfp8`, and ConfigError for rows out of range.
     """
@@ -138,9 +154,12 @@ def compute_fused_gate_up_down_mxfp8(
     names = ("hidden_td", "gate_up_td", "down_w_td")
     tds = (hidden_td, gate_up_td, down_w_td)
     for name, td in zip(names, tds, strict=True):
+        check_descriptor(td, where=where, argument=name)
         check_packing(td, use_scale_packing, where=where, argument=name)
-    operands = ForwardOperands.of(*tds, where, names)
+    operands = ForwardOperands.of(*tds, where, scale_rule(mx_scale_rule, where=where), names)
     tokens, hidden_size, inner = check_forward(*tds, dtype, where, names)
+    check_grouping({"hidden_td": operands.hidden, "gate_up_td": operands.gate_up}, where=where)
+    check_grouping({"down_w_td": operands.down, "int_td": intermediate_operand(int_td, operands)}, where=where)
     rows, square = core_rows(tokens, s_base_offset, run_with_lnc2, where=where), (tokens, inner)
     inter = check_buffer(int_td.data, square, "[S, I]", _ROUNDED, where=where, argument="int_td")
     output = check_buffer(output_td.data, (tokens, hidden_size), "[S, H]", (dtype,), where=where, argument="output_td")

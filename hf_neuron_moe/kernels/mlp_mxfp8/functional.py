@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 
 from hf_neuron_moe.errors import ConfigError, refuse
-from hf_neuron_moe.kernels.mlp_mxfp8.backward import check_options, describe_backward
+from hf_neuron_moe.formats.constants import ScaleRule
+from hf_neuron_moe.kernels.checks import check_flags
+from hf_neuron_moe.kernels.mlp_mxfp8.arguments import check_options, scale_rule
+from hf_neuron_moe.kernels.mlp_mxfp8.backward import describe_backward
 from hf_neuron_moe.kernels.mlp_mxfp8.backward_2_30 import Scratch230, run_2_30
 from hf_neuron_moe.kernels.mlp_mxfp8.matmul_config import MlpBwdMatmulConfig
 from hf_neuron_moe.kernels.mlp_mxfp8.recompute import KeptActivations, recompute_missing
@@ -43,6 +46,7 @@ def mlp_backward_mxfp8(
     use_scale_packing: bool = True,
     clamp_limits: ClampLimits | None = None,
     matmul_config: MlpBwdMatmulConfig | None = None,
+    mx_scale_rule: str = "neuron",
 ) -> MLPBackward:
     """Compute the gradients of ``mlp_forward_mxfp8`` with the arithmetic of nki-library's ``mlp_bwd_mxfp8``.
 
@@ -54,7 +58,9 @@ def mlp_backward_mxfp8(
       down_proj_weight: bf16 ``[H, I]``; the checkpoints: bf16 ``[S, I]``. S, H and I are multiples of 128.
     * release: ``"2.31"`` (and later) contracts dX over gate and up as one axis of 2I; ``"2.30"`` over each I, which
       groups other values unless I is a multiple of 512, and groups a contraction of exactly 384 as one tile.
-    * Release 2.31 only: pre-quantized operands with scales, clamp_limits and matmul_config, as in
+    * mx_scale_rule: block scales of everything quantized here, ``"neuron"`` (nki 0.5 and later, ``2^(emax - 7)``) or
+      ``"floor"`` (earlier releases, ``2^(emax - 8)``); pre-quantized operands stay as they are.
+    * Release 2.31 only: pre-quantized operands with scales, use_scale_packing, clamp_limits and matmul_config, as in
       :func:`~hf_neuron_moe.kernels.mlp_mxfp8.backward.mlp_backward_mxfp8_nki`. Release 2.30's pre-quantized and
       pre-swizzled forms: :func:`~hf_neuron_moe.kernels.mlp_mxfp8.backward_2_30.mlp_backward_mxfp8_nki_2_30`.
 
@@ -71,21 +77,25 @@ def mlp_backward_mxfp8(
     if release not in RELEASES:
         remedy = "Later releases compute as 2.31 does."
         raise _bad(where, "release", f"one of {', '.join(RELEASES)}", repr(release), remedy)
+    check_flags({"use_scale_packing": use_scale_packing}, where=where)
+    rule = scale_rule(mx_scale_rule, where=where)
     kept = KeptActivations(gate_pre, gate_act, up, intermediate)
     task = describe_backward(
         where, output_grad, hidden_states, down_proj_weight, prepared, kept, use_scale_packing, run_with_lnc2=False
     )
     if release == "2.31":
-        return task.run(clamp_limits, matmul_config, use_scale_packing, False, where)
+        return task.run(clamp_limits, matmul_config, use_scale_packing, False, rule, where)
     check_options(clamp_limits, matmul_config, where=where)
     newer: dict[str, object] = {"clamp_limits": clamp_limits, "matmul_config": matmul_config}
     newer |= {f"{name}_scales": scales for name, (_, scales) in prepared.items()}
+    remedy = "Use release 2.31, or mlp_backward_mxfp8_nki_2_30 for that release's quantized operands."
     for name, value in newer.items():
         if value is not None:
-            remedy = "Use release 2.31, or mlp_backward_mxfp8_nki_2_30 for that release's quantized operands."
             raise _bad(where, name, 'None with release="2.30"', type(value).__name__, remedy)
+    if not use_scale_packing:
+        raise _bad(where, "use_scale_packing", 'True with release="2.30", which takes no scales here', "False", remedy)
     assert down_proj_weight is not None
-    return _raw_2_30(output_grad, hidden_states, gate_up_weights, down_proj_weight, kept, where)
+    return _raw_2_30(output_grad, hidden_states, gate_up_weights, down_proj_weight, kept, rule, where)
 
 
 def _raw_2_30(
@@ -94,12 +104,15 @@ def _raw_2_30(
     gate_up_weights: Tensor,
     down_proj_weight: Tensor,
     kept: KeptActivations,
+    rule: ScaleRule,
     where: str,
 ) -> MLPBackward:
     """Release 2.30 from parameters: the transposes it takes are views, hidden_T is the intermediate's."""
     inner = gate_up_weights.shape[0] // 2
     hidden_td, gate_up_td = TensorDescriptor(hidden_states), TensorDescriptor(gate_up_weights)
-    found = recompute_missing(kept, KeptActivations(), hidden_td, gate_up_td, use_scale_packing=True, lone_384=True)
+    found = recompute_missing(
+        kept, KeptActivations(), hidden_td, gate_up_td, use_scale_packing=True, lone_384=True, rule=rule
+    )
     operands = {
         "output_hidden_states_grad": output_grad,
         "hidden_states": hidden_states,
@@ -113,7 +126,7 @@ def _raw_2_30(
     }
     tds = {name: TensorDescriptor(tensor) for name, tensor in operands.items()}
     with torch.no_grad():
-        return run_2_30(tds, KeptActivations(*found), Scratch230(), use_scale_packing=True, where=where)
+        return run_2_30(tds, KeptActivations(*found), Scratch230(), use_scale_packing=True, rule=rule, where=where)
 
 
 def _bad(where: str, argument: str, expected: str, got: str, remedy: str) -> ConfigError:

@@ -14,6 +14,7 @@ import torch
 
 from hf_neuron_moe.errors import ConfigError, NeuronMoEError, refuse
 from hf_neuron_moe.formats.constants import SwizzleScheme, unknown_name
+from hf_neuron_moe.kernels.checks import check_flags
 
 TILE_M = 128
 """Rows of a tile: the tensor engine's partitions."""
@@ -24,8 +25,19 @@ TILE_K = 512
 TILE_N = 512
 """Columns of a tile: one bank of fp32 accumulators."""
 
+_FLAGS = (
+    "enable_scale_packing", "run_with_lnc2", "spill_reload", "enable_psum_copy_in", "lhs_is_swizzled",
+    "rhs_is_swizzled", "load_with_PE_swizzle",
+)  # fmt: skip
+
 MAX_BLOCK = 2048
 """A block of an automatic configuration is at most this wide (nki-library 2.31)."""
+
+
+Sizes = tuple[int, int, int]
+"""M, K, N."""
+
+_WHERE = "MlpBwdMatmulConfig"
 
 
 @dataclass(frozen=True)
@@ -49,7 +61,7 @@ class MatmulMxfp8KernelConfig:
 
     Raises:
         ConfigError: a size or count that is not a positive integer, loads that do not divide blocks, another loop
-            order, fp8 type or scheme.
+            order, fp8 type or scheme, a switch that is no bool.
     """
 
     M: int
@@ -95,8 +107,14 @@ class MatmulMxfp8KernelConfig:
                         got=str(load),
                         remedy="A block is loaded in whole groups of tiles.",
                     )
+        self._check_options(where)
+
+    def _check_options(self, where: str) -> None:
+        names = _FLAGS if self.lnc_2_shard_rhs is None else (*_FLAGS, "lnc_2_shard_rhs")
+        check_flags({name: getattr(self, name) for name in names}, where=where)
         for name in ("block_loop_order", "tile_loop_order"):
-            if sorted(getattr(self, name)) != sorted("mnk"):
+            order = getattr(self, name)
+            if not isinstance(order, str) or sorted(order) != sorted("mnk"):
                 raise unknown_name(
                     getattr(self, name), ["mnk", "mkn", "nmk", "nkm", "kmn", "knm"], argument=name, where=where
                 )
@@ -104,6 +122,15 @@ class MatmulMxfp8KernelConfig:
             raise unknown_name(self.float8_dtype, ["float8_e4m3fn"], argument="float8_dtype", where=where)
         if self.quant_scheme != SwizzleScheme.WRAPX.value:
             raise unknown_name(self.quant_scheme, [SwizzleScheme.WRAPX.value], argument="quant_scheme", where=where)
+        if self.output_dtype is not None and not isinstance(self.output_dtype, torch.dtype):
+            raise refuse(
+                ConfigError,
+                where=where,
+                argument="output_dtype",
+                expected="None or a torch.dtype",
+                got=repr(self.output_dtype),
+                remedy="For example torch.bfloat16.",
+            )
 
     @property
     def tiles(self) -> tuple[int, int, int]:
@@ -120,7 +147,11 @@ class MatmulMxfp8KernelConfig:
 
 @dataclass(frozen=True)
 class MlpBwdMatmulConfig:
-    """One optional configuration per matmul of the backward; None chooses automatically (nki-library 2.31)."""
+    """One optional configuration per matmul of the backward; None chooses automatically (nki-library 2.31).
+
+    Raises:
+        ConfigError: one of another type.
+    """
 
     recompute_gate: MatmulMxfp8KernelConfig | None = None
     recompute_up: MatmulMxfp8KernelConfig | None = None
@@ -129,14 +160,25 @@ class MlpBwdMatmulConfig:
     phase3_wgrad: MatmulMxfp8KernelConfig | None = None
     phase4_wgrad: MatmulMxfp8KernelConfig | None = None
 
+    def __post_init__(self) -> None:
+        for name, config in vars(self).items():
+            check_config(config, None, where=_WHERE, argument=name)
+
     def resolve_backward_phases(
-        self, seq_len: int, hidden_size: int, intermediate_size: int, run_with_lnc2: bool = True
+        self,
+        seq_len: int,
+        hidden_size: int,
+        intermediate_size: int,
+        run_with_lnc2: bool = True,
+        *,
+        where: str = _WHERE,
     ) -> tuple[MatmulMxfp8KernelConfig, ...]:
         """Return the configurations of phases 1 to 4, each checked against the problem (per core under LNC2).
 
         Raises:
-            ConfigError: one whose M, K or N is not the phase's.
+            ConfigError: one whose M, K or N is not the phase's; `where` is the function it names.
         """
+        check_flags({"run_with_lnc2": run_with_lnc2}, where=where)
         cores, S, H, inner = 2 if run_with_lnc2 else 1, seq_len, hidden_size, intermediate_size
         sizes = {
             "phase1_down_proj": (S // cores, H, inner),
@@ -144,44 +186,78 @@ class MlpBwdMatmulConfig:
             "phase3_wgrad": (2 * inner // cores, S, H),
             "phase4_wgrad": (H // cores, S, inner),
         }
-        return tuple(self._resolve(name, size, run_with_lnc2) for name, size in sizes.items())
+        return tuple(self._resolve(name, size, run_with_lnc2, where) for name, size in sizes.items())
 
     def resolve_recompute_phases(
-        self, seq_len: int, hidden_size: int, intermediate_size: int, run_with_lnc2: bool = True
+        self,
+        seq_len: int,
+        hidden_size: int,
+        intermediate_size: int,
+        run_with_lnc2: bool = True,
+        *,
+        where: str = _WHERE,
     ) -> tuple[MatmulMxfp8KernelConfig, MatmulMxfp8KernelConfig]:
         """Return the configurations of the gate and the up projection.
 
         Raises:
-            ConfigError: sizes of another problem, or two that do not share the tiles of the hidden states.
+            ConfigError: sizes of another problem, or two that do not share the tiles of the hidden states; `where` is
+                the function it names.
         """
+        check_flags({"run_with_lnc2": run_with_lnc2}, where=where)
         size = (seq_len // (2 if run_with_lnc2 else 1), hidden_size, intermediate_size)
-        gate, up = (self._resolve(name, size, run_with_lnc2) for name in ("recompute_gate", "recompute_up"))
-        for name in ("tile_m", "tile_k", "TILES_IN_BLOCK_M", "TILES_IN_BLOCK_K"):
-            if getattr(gate, name) != getattr(up, name):
-                raise refuse(
-                    ConfigError,
-                    where="MlpBwdMatmulConfig",
-                    argument=f"recompute_up.{name}",
-                    expected=f"that of recompute_gate, {getattr(gate, name)} (both read the same hidden tiles)",
-                    got=str(getattr(up, name)),
-                    remedy="Configure both alike.",
-                )
+        gate, up = (self._resolve(name, size, run_with_lnc2, where) for name in ("recompute_gate", "recompute_up"))
+        names = tuple(_inside(name, where) for name in ("recompute_gate", "recompute_up"))
+        check_shared_hidden_tiles(gate, up, where=where, arguments=names)
         return gate, up
 
-    def _resolve(self, name: str, size: tuple[int, int, int], lnc2: bool) -> MatmulMxfp8KernelConfig:
+    def _resolve(self, name: str, size: Sizes, lnc2: bool, where: str) -> MatmulMxfp8KernelConfig:
         config: MatmulMxfp8KernelConfig | None = getattr(self, name)
-        if config is None:
-            return automatic_config(*size, run_with_lnc2=lnc2)
-        if size != (config.M, config.K, config.N):
+        check_config(config, size, where=where, argument=_inside(name, where))
+        return automatic_config(*size, run_with_lnc2=lnc2) if config is None else config
+
+
+def _inside(name: str, where: str) -> str:
+    return name if where == _WHERE else f"matmul_config.{name}"
+
+
+def check_config(config: object, size: Sizes | None, *, where: str, argument: str) -> None:
+    """Refuse (ConfigError) what is neither None nor a configuration for M, K, N = `size`; None for any size."""
+    if config is None:
+        return
+    if not isinstance(config, MatmulMxfp8KernelConfig):
+        raise refuse(
+            ConfigError,
+            where=where,
+            argument=argument,
+            expected="None or a MatmulMxfp8KernelConfig",
+            got=type(config).__name__,
+            remedy="Build it with MatmulMxfp8KernelConfig(M=..., K=..., N=...).",
+        )
+    if size is not None and size != (config.M, config.K, config.N):
+        raise refuse(
+            ConfigError,
+            where=where,
+            argument=argument,
+            expected=f"a configuration for M, K, N = {size}",
+            got=str((config.M, config.K, config.N)),
+            remedy="Make it for the sizes of one core: rows of the result are halved under LNC2.",
+        )
+
+
+def check_shared_hidden_tiles(
+    gate: MatmulMxfp8KernelConfig, up: MatmulMxfp8KernelConfig, *, where: str, arguments: tuple[str, ...]
+) -> None:
+    """Refuse (ConfigError) configurations of the two projections that cut the hidden states into different tiles."""
+    for name in ("tile_m", "tile_k", "TILES_IN_BLOCK_M", "TILES_IN_BLOCK_K"):
+        if getattr(gate, name) != getattr(up, name):
             raise refuse(
                 ConfigError,
-                where="MlpBwdMatmulConfig",
-                argument=name,
-                expected=f"a configuration for M, K, N = {size}",
-                got=str((config.M, config.K, config.N)),
-                remedy="Make it for the sizes of one core: rows of the result are halved under LNC2.",
+                where=where,
+                argument=f"{arguments[1]}.{name}",
+                expected=f"that of {arguments[0]}, {getattr(gate, name)} (both read the same hidden tiles)",
+                got=str(getattr(up, name)),
+                remedy="Configure both alike.",
             )
-        return config
 
 
 def automatic_config(M: int, K: int, N: int, *, run_with_lnc2: bool = True) -> MatmulMxfp8KernelConfig:

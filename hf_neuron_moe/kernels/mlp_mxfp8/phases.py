@@ -9,36 +9,52 @@ Legend: S tokens, H hidden, I intermediate; G = dL/dY ``[S, H]``. ``Q_K`` quanti
     4  dWd = Q_S(G^T) Q_S(intermediate^T)^T
 
 Each function fills its output descriptors' tensors and returns nothing, as upstream's do. With ``run_with_lnc2`` it
-does the share of one core; the whole backward calls it once for everything.
+does the share of one core; the whole backward calls it once for everything. `mx_scale_rule` is the block scale rule of
+what a phase quantizes itself (``"neuron"``, or ``"floor"`` of earlier releases), `config` is for the M, K, N of one
+core's product.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypedDict
 
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.backends.torch.compute import Scratch, call_scratch
+from hf_neuron_moe.backends.torch.compute import call_scratch
 from hf_neuron_moe.errors import ConfigError, refuse
+from hf_neuron_moe.kernels.checks import check_flags
 from hf_neuron_moe.kernels.launch_record import note_launch
 from hf_neuron_moe.kernels.mlp_mxfp8.arguments import (
     check_buffer,
+    check_descriptor,
+    check_grouping,
     check_launch,
     check_logical,
     check_no_mix_at_384,
+    check_options,
     check_packing,
     core_rows,
+    scale_rule,
 )
-from hf_neuron_moe.kernels.mlp_mxfp8.matmul_config import MatmulMxfp8KernelConfig
-from hf_neuron_moe.kernels.mlp_mxfp8.tiles import Tile, product_tiles, row_tiles
+from hf_neuron_moe.kernels.mlp_mxfp8.elementwise import Phase1Elementwise
+from hf_neuron_moe.kernels.mlp_mxfp8.matmul_config import MatmulMxfp8KernelConfig, check_config
+from hf_neuron_moe.kernels.mlp_mxfp8.tiles import product_tiles
 from hf_neuron_moe.kernels.moe_types import ClampLimits
 from hf_neuron_moe.kernels.mx_operand import MXOperand, TensorDescriptor
 
 BF16 = (torch.bfloat16,)
 _STORED = (torch.bfloat16, torch.float32)
-_ELEMENTWISE_ROWS = 64
-"""Rows of one elementwise step: its fp32 buffers stay in a core's second-level cache."""
+
+
+class StepOptions(TypedDict):
+    """What the whole backward passes to each of its steps."""
+
+    use_scale_packing: bool
+    run_with_lnc2: bool
+    mx_scale_rule: str
+
 
 Pair = tuple[tuple[str, TensorDescriptor], tuple[str, TensorDescriptor]]
 
@@ -53,7 +69,8 @@ def get_program_sharding_info(run_with_lnc2: bool, core: int = 0) -> tuple[int, 
     Raises:
         ConfigError: a core other than 0 or 1.
     """
-    if core not in (0, 1):
+    check_flags({"run_with_lnc2": run_with_lnc2}, where="get_program_sharding_info")
+    if isinstance(core, bool) or core not in (0, 1):
         raise refuse(
             ConfigError,
             where="get_program_sharding_info",
@@ -83,6 +100,7 @@ def compute_phase1_down_proj_mm_grad_mxfp8(
     clamp_limits: ClampLimits | None = None,
     *,
     lone_384: bool = False,
+    mx_scale_rule: str = "neuron",
 ) -> None:
     """Fill the rows from s_base on of d_gate_up ``[S, 2I]`` and the same columns of its transpose ``[2I, S]``.
 
@@ -98,8 +116,10 @@ def compute_phase1_down_proj_mm_grad_mxfp8(
     where = "compute_phase1_down_proj_mm_grad_mxfp8"
     _check_launch(where, dtype, fp8_x4_dtype, config, spill_reload, use_scale_packing, run_with_lnc2)
     grad, down = _operands(
-        where, use_scale_packing, ("output_grad_td", output_grad_td), ("down_weight_td", down_weight_td), lone_384
-    )
+        where, use_scale_packing, ("output_grad_td", output_grad_td), ("down_weight_td", down_weight_td), lone_384,
+        mx_scale_rule,
+    )  # fmt: skip
+    check_options(clamp_limits, None, where=where)
     tokens, inner = grad.F, down.F
     square = (tokens, inner)
     gate_pre, gate_act, up = (
@@ -108,9 +128,10 @@ def compute_phase1_down_proj_mm_grad_mxfp8(
     )
     d_gate_up = _output(d_gate_up_td, (tokens, 2 * inner), "[S, 2I]", BF16, where, "d_gate_up_td")
     rows = core_rows(tokens, s_base, run_with_lnc2, where=where, argument="s_base")
+    check_config(config, (rows.stop - rows.start, grad.K, inner), where=where, argument="config")
     scratch = call_scratch(d_gate_up.device)
     with torch.no_grad():
-        step = _Elementwise(gate_pre, gate_act, up, d_gate_up, clamp_limits or ClampLimits(), scratch)
+        step = Phase1Elementwise(gate_pre, gate_act, up, d_gate_up, clamp_limits or ClampLimits(), scratch)
         for tile in product_tiles([(grad, down)], scratch, rows=rows, k_major=(False, True)):
             step.run(tile)
         if scratch_td is not None:
@@ -129,6 +150,8 @@ def compute_phase2_hidden_states_grad_mxfp8(
     spill_reload: bool = True,
     use_scale_packing: bool = True,
     run_with_lnc2: bool = True,
+    *,
+    mx_scale_rule: str = "neuron",
 ) -> None:
     """Fill the rows from s_base on of dX ``[S, H]``, one product with K = 2I (release 2.31 and later).
 
@@ -140,8 +163,8 @@ def compute_phase2_hidden_states_grad_mxfp8(
     where = "compute_phase2_hidden_states_grad_mxfp8"
     _check_launch(where, dtype, fp8_x4_dtype, config, spill_reload, use_scale_packing, run_with_lnc2)
     pair = (("d_gate_up_td", d_gate_up_td), ("gate_up_weight_td", gate_up_weight_td))
-    operands = _operands(where, use_scale_packing, *pair, False)
-    _phase2(hidden_states_grad_td, [operands], s_base, run_with_lnc2, where)
+    operands = _operands(where, use_scale_packing, *pair, False, mx_scale_rule)
+    _phase2(hidden_states_grad_td, [operands], config, s_base, run_with_lnc2, where)
 
 
 def compute_phase2_hidden_states_grad_mxfp8_2_30(
@@ -157,6 +180,8 @@ def compute_phase2_hidden_states_grad_mxfp8_2_30(
     spill_reload: bool = True,
     use_scale_packing: bool = True,
     run_with_lnc2: bool = True,
+    *,
+    mx_scale_rule: str = "neuron",
 ) -> None:
     """Fill the rows from s_base on of dX ``[S, H]`` as release 2.30 does: K = I twice, gate first, one accumulator.
 
@@ -171,19 +196,25 @@ def compute_phase2_hidden_states_grad_mxfp8_2_30(
     _check_launch(where, dtype, fp8_x4_dtype, config, spill_reload, use_scale_packing, run_with_lnc2)
     gate_pair = (("d_gate_td", d_gate_td), ("gate_weight_td", gate_weight_td))
     up_pair = (("d_up_td", d_up_td), ("up_weight_td", up_weight_td))
-    pairs = [_operands(where, use_scale_packing, *pair, True) for pair in (gate_pair, up_pair)]
+    pairs = [_operands(where, use_scale_packing, *pair, True, mx_scale_rule) for pair in (gate_pair, up_pair)]
     (K, F), (tokens_K, tokens) = gate_weight_td.logical_shape, d_gate_td.logical_shape
     check_logical(up_weight_td, K, F, "[H, I]", where=where, argument="up_weight_td")
     check_logical(d_up_td, tokens_K, tokens, "[S, I]", where=where, argument="d_up_td")
-    _phase2(hidden_states_grad_td, pairs, s_base, run_with_lnc2, where)
+    _phase2(hidden_states_grad_td, pairs, config, s_base, run_with_lnc2, where)
 
 
 def _phase2(
-    grad_td: TensorDescriptor, pairs: Sequence[tuple[MXOperand, MXOperand]], s_base: int, lnc2: bool, where: str
+    grad_td: TensorDescriptor,
+    pairs: Sequence[tuple[MXOperand, MXOperand]],
+    config: MatmulMxfp8KernelConfig | None,
+    s_base: int,
+    lnc2: bool,
+    where: str,
 ) -> None:
     left, right = pairs[0]
     out = _output(grad_td, (left.F, right.F), "[S, H]", _STORED, where, "hidden_states_grad_td")
     rows = core_rows(left.F, s_base, lnc2, where=where, argument="s_base")
+    check_config(config, (rows.stop - rows.start, left.K, right.F), where=where, argument="config")
     _store_product(out, pairs, rows, (False, True))
 
 
@@ -200,6 +231,7 @@ def compute_phase3_gate_up_weight_grad_mxfp8(
     *,
     core: int | None = None,
     lone_384: bool = False,
+    mx_scale_rule: str = "neuron",
 ) -> None:
     """Fill ``[dWg; dWu]`` ``[2I, H]``, contracted over S.
 
@@ -212,7 +244,7 @@ def compute_phase3_gate_up_weight_grad_mxfp8(
     where = "compute_phase3_gate_up_weight_grad_mxfp8"
     _check_launch(where, dtype, fp8_x4_dtype, config, spill_reload, use_scale_packing, run_with_lnc2)
     pair = (("grad_T_td", grad_T_td), ("hidden_states_T_td", hidden_states_T_td))
-    operands = _operands(where, use_scale_packing, *pair, lone_384)
+    operands = _operands(where, use_scale_packing, *pair, lone_384, mx_scale_rule)
     both, hidden_size = operands[0].F, operands[1].F
     out = _output(weight_grad_td, (both, hidden_size), "[2I, H]", _STORED, where, "weight_grad_td")
     if core is None:
@@ -220,6 +252,8 @@ def compute_phase3_gate_up_weight_grad_mxfp8(
     else:
         programs, number = get_program_sharding_info(run_with_lnc2, core)
         rows = core_rows(both, number * both // programs, run_with_lnc2, where=where, argument="core")
+    size = (both // (2 if run_with_lnc2 else 1), operands[0].K, hidden_size)
+    check_config(config, size, where=where, argument="config")
     _store_product(out, [operands], rows, (True, True))
 
 
@@ -236,6 +270,7 @@ def compute_phase4_down_weight_grad_mxfp8(
     run_with_lnc2: bool = True,
     *,
     lone_384: bool = False,
+    mx_scale_rule: str = "neuron",
 ) -> None:
     """Fill the rows from h_base on of dWd ``[H, I]`` (half of H under LNC2), contracted over S.
 
@@ -247,64 +282,12 @@ def compute_phase4_down_weight_grad_mxfp8(
     where = "compute_phase4_down_weight_grad_mxfp8"
     _check_launch(where, dtype, fp8_x4_dtype, config, spill_reload, use_scale_packing, run_with_lnc2)
     pair = (("output_grad_T_td", output_grad_T_td), ("intermediate_T_td", intermediate_T_td))
-    operands = _operands(where, use_scale_packing, *pair, lone_384)
+    operands = _operands(where, use_scale_packing, *pair, lone_384, mx_scale_rule)
     shape = (operands[0].F, operands[1].F)
     out = _output(down_weight_grad_td, shape, "[H, I]", _STORED, where, "down_weight_grad_td")
     rows = core_rows(shape[0], h_base, run_with_lnc2, where=where, argument="h_base")
+    check_config(config, (rows.stop - rows.start, operands[0].K, shape[1]), where=where, argument="config")
     _store_product(out, [operands], rows, (True, True))
-
-
-class _Elementwise:
-    """Phase 1 after its product: from a tile of d_int to d_gate and d_up."""
-
-    def __init__(
-        self,
-        gate_pre: Tensor,
-        gate_act: Tensor,
-        up: Tensor,
-        d_gate_up: Tensor,
-        limits: ClampLimits,
-        scratch: Scratch,
-    ) -> None:
-        self.gate_pre, self.gate_act, self.up, self.scratch = gate_pre, gate_act, up, scratch
-        inner = up.shape[1]
-        self.d_gate, self.d_up = d_gate_up[:, :inner], d_gate_up[:, inner:]
-        self.gate_limits = (limits.non_linear_clamp_upper_limit, limits.non_linear_clamp_lower_limit)
-        self.up_limits = (limits.linear_clamp_upper_limit, limits.linear_clamp_lower_limit)
-
-    def run(self, tile: Tile) -> None:
-        """Overwrite this tile of d_gate and d_up."""
-        for rows in row_tiles(tile.rows, _ELEMENTWISE_ROWS):
-            part = (rows, tile.columns)
-            offset = rows.start - tile.rows.start
-            self._rows(tile.values[offset : offset + rows.stop - rows.start], part)
-
-    def _rows(self, d_int: Tensor, part: tuple[slice, slice]) -> None:
-        shape = tuple(d_int.shape)
-        factor = self.scratch.get("mx_factor", shape, torch.float32)
-        one = torch.ones((), dtype=torch.float32, device=d_int.device).expand(shape)
-        gate = self.scratch.get("mx_gate_fp32", shape, torch.float32).copy_(self.gate_pre[part])
-        torch.ops.aten.silu_backward.grad_input(one, gate, grad_input=factor)
-        slope = self.scratch.get("mx_slope", shape, torch.bfloat16).copy_(factor)
-        # bf16 times bf16 is exact in fp32: these products are rounded once.
-        d_act = slope.mul_(self.up[part])
-        self.d_up[part].copy_(factor.copy_(self.gate_act[part]).mul_(d_int))
-        self.d_gate[part].copy_(factor.copy_(d_act).mul_(d_int))
-        _mask(self.d_gate[part], self.gate_pre[part], *self.gate_limits)
-        _mask(self.d_up[part], self.up[part], *self.up_limits)
-
-
-def _mask(grad: Tensor, values: Tensor, upper: float | None, lower: float | None) -> None:
-    """Multiply by 1 strictly inside the limits and by 0 elsewhere; limits are compared in fp32, not rounded to bf16."""
-    if upper is None and lower is None:
-        return
-    values32 = values.float()
-    inside = torch.ones_like(values32, dtype=torch.bool)
-    if upper is not None:
-        inside &= values32 < upper
-    if lower is not None:
-        inside &= values32 > lower
-    grad.mul_(inside)
 
 
 def _store_product(
@@ -321,15 +304,22 @@ def _operands(
     left: tuple[str, TensorDescriptor],
     right: tuple[str, TensorDescriptor],
     lone_384: bool,
+    mx_scale_rule: str,
 ) -> tuple[MXOperand, MXOperand]:
     """Return both operands of one product, checked against each other."""
+    check_flags({"lone_384": lone_384}, where=where)
+    rule = scale_rule(mx_scale_rule, where=where)
     for name, td in (left, right):
+        check_descriptor(td, where=where, argument=name)
         check_packing(td, use_scale_packing, where=where, argument=name)
-    operands = tuple(MXOperand(td, where=where, argument=name, lone_384=lone_384) for name, td in (left, right))
+    operands = tuple(
+        MXOperand(td, where=where, argument=name, lone_384=lone_384, rule=rule) for name, td in (left, right)
+    )
     K = operands[0].K
     check_logical(right[1], K, operands[1].F, "[F, K]", where=where, argument=right[0])
     if lone_384:
         check_no_mix_at_384(dict((left, right)), K, where=where)
+    check_grouping({left[0]: operands[0], right[0]: operands[1]}, where=where)
     return operands[0], operands[1]
 
 

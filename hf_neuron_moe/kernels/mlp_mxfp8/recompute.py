@@ -15,16 +15,28 @@ from torch import Tensor
 
 from hf_neuron_moe.backends.torch.compute import call_scratch
 from hf_neuron_moe.errors import ConfigError, refuse
+from hf_neuron_moe.formats.constants import ScaleRule
+from hf_neuron_moe.kernels.checks import check_flags
 from hf_neuron_moe.kernels.launch_record import note_launch
 from hf_neuron_moe.kernels.mlp_mxfp8.arguments import (
     check_buffer,
+    check_descriptor,
+    check_grouping,
     check_launch,
     check_logical,
     check_no_mix_at_384,
+    check_options,
     check_packing,
     core_rows,
+    scale_rule,
 )
-from hf_neuron_moe.kernels.mlp_mxfp8.matmul_config import MatmulMxfp8KernelConfig
+from hf_neuron_moe.kernels.mlp_mxfp8.matmul_config import (
+    MatmulMxfp8KernelConfig,
+    Sizes,
+    automatic_config,
+    check_config,
+    check_shared_hidden_tiles,
+)
 from hf_neuron_moe.kernels.mlp_mxfp8.tiles import gate_up_tiles, row_tiles
 from hf_neuron_moe.kernels.moe_types import ClampLimits
 from hf_neuron_moe.kernels.mx_operand import MXOperand, TensorDescriptor
@@ -49,6 +61,7 @@ def recompute_gate_up_projection(
     clamp_limits: ClampLimits | None = None,
     *,
     lone_384: bool = False,
+    mx_scale_rule: str = "neuron",
 ) -> None:
     """Fill the rows from s_base_offset on of gate_pre and up ``[S, I]``: the forward's projections, rounded once.
 
@@ -56,7 +69,8 @@ def recompute_gate_up_projection(
     * gate_pre_td, up_td: bf16; None is not computed (upstream always stores both).
     * clamp_limits: the fp32 accumulators become ``max(min(x, upper), lower)`` before they are rounded; gate takes the
       non-linear limits and up the linear ones.
-    * lone_384: group raw K = 384 as release 2.30 does.
+    * gate_config, up_config: for M, K, N = S, H, I (half of S under LNC2), with the same tiles of the hidden states.
+    * lone_384: group raw K = 384 as release 2.30 does. mx_scale_rule: block scales of what is quantized here.
 
     Raises DTypeError, ShapeError or ConfigError for operands, buffers or rows that do not fit.
     """
@@ -64,19 +78,27 @@ def recompute_gate_up_projection(
     flags = {"spill_reload": spill_reload, "use_scale_packing": use_scale_packing, "run_with_lnc2": run_with_lnc2}
     check_launch({}, flags, fp8_x4_dtype, where=where)
     _check_dtype(dtype, where)
+    check_options(clamp_limits, None, where=where)
+    check_flags({"lone_384": lone_384}, where=where)
+    rule = scale_rule(mx_scale_rule, where=where)
     operands = {"hidden_td": hidden_td, "gate_up_td": gate_up_td}
     for name, td in operands.items():
+        check_descriptor(td, where=where, argument=name)
         check_packing(td, use_scale_packing, where=where, argument=name)
-    hidden, gate_up = (MXOperand(td, where=where, argument=name, lone_384=lone_384) for name, td in operands.items())
+    hidden, gate_up = (
+        MXOperand(td, where=where, argument=name, lone_384=lone_384, rule=rule) for name, td in operands.items()
+    )
     check_logical(gate_up_td, hidden.K, gate_up.F, "[2I, H]", where=where, argument="gate_up_td")
     if lone_384:
         check_no_mix_at_384(operands, hidden.K, where=where)
+    check_grouping({"hidden_td": hidden, "gate_up_td": gate_up}, where=where)
     shape = (hidden.F, gate_up.F // 2)
     gate_pre, up = (
         None if td is None else check_buffer(td.data, shape, "[S, I]", _BF16, where=where, argument=name)
         for name, td in (("gate_pre_td", gate_pre_td), ("up_td", up_td))
     )
     rows = core_rows(hidden.F, s_base_offset, run_with_lnc2, where=where)
+    _check_configs(gate_config, up_config, (rows.stop - rows.start, hidden.K, shape[1]), run_with_lnc2, where)
     note_launch(where, gate_config=gate_config, up_config=up_config, fp8_x4_dtype=fp8_x4_dtype, **flags)
     limits, scratch = clamp_limits or ClampLimits(), call_scratch(hidden_td.data.device)  # type: ignore[union-attr]
     with torch.no_grad():
@@ -178,6 +200,7 @@ def recompute_missing(
     use_scale_packing: bool,
     clamp_limits: ClampLimits | None = None,
     lone_384: bool = False,
+    rule: ScaleRule = ScaleRule.NEURON,
 ) -> Activations:
     """Return the four checkpoints, the missing ones recomputed in the order projections, gate_act, intermediate.
 
@@ -193,6 +216,7 @@ def recompute_missing(
         use_scale_packing: layout of their scales.
         clamp_limits: of the recomputed projections.
         lone_384: group raw K = 384 as release 2.30 does.
+        rule: block scale rule.
     """
     assert hidden_td.data is not None
     shape, device = (hidden_td.logical_shape[1], gate_up_td.logical_shape[1] // 2), hidden_td.data.device
@@ -212,6 +236,7 @@ def recompute_missing(
         recompute_gate_up_projection(
             hidden_td, gate_up_td, described.get("gate_pre"), described.get("up"), 0, torch.bfloat16,
             use_scale_packing=use_scale_packing, run_with_lnc2=False, clamp_limits=clamp_limits, lone_384=lone_384,
+            mx_scale_rule=rule,
         )  # fmt: skip
         found |= {name: tensor for name, tensor in made.items() if found[name] is None}
     gate_pre, up = found["gate_pre"], found["up"]
@@ -237,6 +262,7 @@ def _elementwise(
 ) -> tuple[tuple[Tensor, ...], Tensor, slice]:
     """Check an elementwise step's tensors and return them with the rows of this core."""
     _check_dtype(dtype, where)
+    check_flags({"run_with_lnc2": lnc2}, where=where)
     name, td = target
     shape = (td.logical_shape[1], td.logical_shape[0])
     out = check_buffer(td.data, shape, "[S, I]", _BF16, where=where, argument=name)
@@ -246,6 +272,15 @@ def _elementwise(
     )
     note_launch(where, run_with_lnc2=lnc2)
     return tensors, out, core_rows(shape[0], base, lnc2, where=where)
+
+
+def _check_configs(
+    gate: MatmulMxfp8KernelConfig | None, up: MatmulMxfp8KernelConfig | None, size: Sizes, lnc2: bool, where: str
+) -> None:
+    for name, config in (("gate_config", gate), ("up_config", up)):
+        check_config(config, size, where=where, argument=name)
+    automatic = automatic_config(*size, run_with_lnc2=lnc2)
+    check_shared_hidden_tiles(gate or automatic, up or automatic, where=where, arguments=("gate_config", "up_config"))
 
 
 def _steps(rows: slice, out: Tensor) -> list[slice]:
