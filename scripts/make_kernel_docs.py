@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from hf_neuron_moe import kernels
+from hf_neuron_moe.kernels.moe_cte_rules import BF16_ACTIVATIONS, MX, MX_ACTIVATIONS, RULES
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 STATUSES = {
@@ -32,6 +33,18 @@ STATUSES = {
     "refused": "refused",
 }
 
+LIMITS_HEAD = [
+    "implementation",
+    "B",
+    "H",
+    "I",
+    "affinity modes",
+    "multiply-on-I",
+    "FP8 scales",
+    "skip_weight",
+    "activations",
+]
+LIMITS_MARK = "{moe_cte_limits}"
 ARGUMENT_HEAD = ["argument", "default", "support", "note"]
 OVERVIEW_HEAD = ["system", "function", "supported", "in part", "no effect on values", "refused"]
 
@@ -57,11 +70,15 @@ def render(declared: dict[str, Any], package: Any = kernels) -> str:
     disagree("types", list(declared["types"]), types)
     blocks, overview = [], []
     for number, system in enumerate(declared["system"], start=1):
-        blocks += [f"## {number}. {system['title']}", system["intro"].strip()]
+        intro = system["intro"].strip().replace(LIMITS_MARK, table(LIMITS_HEAD, limit_rows()))
+        blocks += [f"## {number}. {system['title']}", intro]
         unused = set(system.get("arguments", {}))
         for function in system["function"]:
             rows = argument_rows(function, system.get("arguments", {}), getattr(package, function["name"]), unused)
-            blocks += [f"### `{function['name']}`", function["text"].strip(), table(ARGUMENT_HEAD, rows)]
+            if not function.get("returns", "").strip():
+                raise DocumentationError(f"{function['name']}: what it returns is not described")
+            returns = f"**Returns** {function['returns'].strip()}"
+            blocks += [f"### `{function['name']}`", function["text"].strip(), returns, table(ARGUMENT_HEAD, rows)]
             overview.append(summary(number, function["name"], rows))
         if unused:
             raise DocumentationError(f"{system['title']}: no function has the arguments {sorted(unused)}")
@@ -69,6 +86,24 @@ def render(declared: dict[str, Any], package: Any = kernels) -> str:
     blocks.append(table(["type", "members or fields", ""], type_rows(declared["types"], package)))
     head = [declared["intro"].strip(), status_list(), "## Overview", declared["overview_intro"].strip()]
     return "\n\n".join([*head, table(OVERVIEW_HEAD, overview), *blocks]) + "\n"
+
+
+def limit_rows() -> Iterator[list[str]]:
+    """One row per implementation of ``moe_cte``, from the rules that are enforced."""
+    for kind, rules in RULES.items():
+        hidden = "" if rules.max_hidden is None else f" up to {rules.max_hidden}"
+        inner = f"{rules.inner} n" + (", 512 n from 512 on" if kind.name == "shard_on_block_mx" else "")
+        switches = ["yes" if switch else "no" for switch in (rules.on_inner, rules.fp8, rules.skip_weight)]
+        if kind in MX:
+            switches[1] = "MX bytes"
+        names = [sorted(member.name for member in some) for some in (rules.modes, activations_of(kind))]
+        cells = [f"`{kind.name}`", f"{rules.block} n", f"512 n{hidden}", inner, ", ".join(names[0]), *switches]
+        yield [*cells, ", ".join(names[1])]
+
+
+def activations_of(kind: Any) -> Any:
+    """The activations that an implementation's kernel has."""
+    return MX_ACTIVATIONS if kind in MX else BF16_ACTIVATIONS
 
 
 def public_names(package: Any) -> tuple[list[str], list[str]]:

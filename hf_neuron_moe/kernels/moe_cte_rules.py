@@ -29,8 +29,8 @@ from hf_neuron_moe.kernels.moe_types import (
 _Impl = MoECTEImplementation
 _Mode = ExpertAffinityScaleMode
 _PRE = (_Mode.PRE_SCALE, _Mode.PRE_SCALE_DELAYED)
-_BF16_ACTIVATIONS = frozenset({ActFnType.SiLU, ActFnType.Swish, ActFnType.SquaredReLU})
-_MX_ACTIVATIONS = frozenset(ActFnType) - {ActFnType.SquaredReLU}
+BF16_ACTIVATIONS = frozenset({ActFnType.SiLU, ActFnType.Swish, ActFnType.SquaredReLU})
+MX_ACTIVATIONS = frozenset(ActFnType) - {ActFnType.SquaredReLU}
 _PRE_SCALE_TOKENS = 512
 """Tokens of one PSUM tile; shard_on_i reads the affinities of the first tile for all of them."""
 
@@ -154,7 +154,7 @@ def check_device_limits(choices: Choices, sizes: Sizes, where: str) -> None:
     _multiple(sizes.inner, inner_step, "I of gate_up_proj_weight", f"{name}'s tiles along I", where)
     if kind is _Impl.shard_on_block:
         _multiple(sizes.tokens, 128, "T of hidden_states", "its last reduction covers whole tiles of rows", where)
-    allowed = _MX_ACTIVATIONS if kind in MX else _BF16_ACTIVATIONS
+    allowed = MX_ACTIVATIONS if kind in MX else BF16_ACTIVATIONS
     _need(
         choices.activation in allowed, where, "activation_function",
         f"one of {', '.join(sorted(a.name for a in allowed))} with {name}", choices.activation.name,

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
 import types
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from make_kernel_docs import DocumentationError, load, render
 
 from hf_neuron_moe import kernels
+from hf_neuron_moe.kernels.moe_cte_rules import RULES
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +43,36 @@ def test_the_five_systems_and_the_router_are_there(declared: dict[str, Any]) -> 
     assert first == [
         "mlp_forward_mxfp8", "mlp_backward_mxfp8", "moe_cte", "blockwise_mm_bwd", "fp8_mul_backward", "router_topk",
     ]  # fmt: skip
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "kernels.md").read_text(encoding="utf-8")
+EXAMPLES = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("code", EXAMPLES, ids=range(len(EXAMPLES)))
+def test_the_examples_run(code: str) -> None:
+    """Each by itself, as a reader would paste it; their own assertions are the test."""
+    torch.manual_seed(0)
+    assert "assert " in code
+    exec(compile(code, "docs/kernels.md", "exec"), {})
+
+
+def test_every_system_has_an_example(declared: dict[str, Any]) -> None:
+    assert ["```python" in system["intro"] for system in declared["system"]] == [True] * 6
+
+
+def test_the_device_limits_are_the_enforced_ones(repo_root: Path) -> None:
+    page = (repo_root / "docs" / "kernels.md").read_text(encoding="utf-8")
+    rows = {line.split("`")[1]: line for line in page.splitlines() if re.match(r"\| `shard_on_\w+` \| \d+ n", line)}
+    assert set(rows) == {kind.name for kind in RULES}
+    assert all(f"| {rules.block} n | 512 n" in rows[kind.name] for kind, rules in RULES.items())
+
+
+def test_a_function_without_a_result_is_noticed(declared: dict[str, Any]) -> None:
+    other = copy.deepcopy(declared)
+    del other["system"][0]["function"][0]["returns"]
+    with pytest.raises(DocumentationError, match="mlp_forward_mxfp8: what it returns is not described"):
+        render(other)
 
 
 def changed(declared: dict[str, Any], function: str) -> tuple[dict[str, Any], dict[str, str]]:
