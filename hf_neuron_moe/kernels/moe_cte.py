@@ -27,9 +27,10 @@ Where upstream is silent or wrong:
   added once (each core adds it); multiply-on-I keeps the down bias as ``a * bias`` (2.29 drops it); shard_on_block with
   PRE_SCALE and skip_token, or without affinity and with a bias; shard_on_i without accumulation and with a bias, but
   no affinity on the output; MX without biases.
-* Refused always: one bias or scale without its partner, FP8 weights without scales, activation buffers (never written
-  upstream), activations where none are returned, any MX affinity mode but POST_SCALE (ignored or asserted upstream),
-  ``conditions`` that miss a block with tokens, non-accumulating updates of a token in several blocks.
+* Refused always: options that the implementation does not read, one bias or scale without its partner, FP8 weights
+  without scales, activation buffers (never written upstream), activations where none are returned, any MX affinity mode
+  but POST_SCALE (ignored or asserted upstream), ``conditions`` that miss a block with tokens, non-accumulating updates
+  of a token in several blocks.
 * Refused as device limits (see `device_limits`): the shapes of each kernel, GELU outside of MX (the kernel leaves its
   buffer unwritten), FP8 scales where they are ignored, PRE_SCALE in shard_on_i with B > 512, dropping with B not a
   multiple of 1024, shard_on_block with T not a multiple of 128, affinity modes and skip_weight that a kernel asserts
@@ -144,7 +145,8 @@ def moe_cte(
         is_tensor_update_accumulating: False only where every token is in at most one block; no effect on values.
         expert_affinities_scaling_mode: what the affinity multiplies. PRE_SCALE (and _DELAYED) multiplies the clamped
             pre-activations in shard_on_i and the input in shard_on_block; by the golden convention always the input.
-        gate_clamp_upper_limit: limits of the pre-activations.
+        gate_clamp_upper_limit: limits of the pre-activations, None or a number. A backward from bf16 checkpoints needs
+            limits that bf16 holds, see ``blockwise_mm_bwd``.
         gate_clamp_lower_limit: see above.
         up_clamp_upper_limit: see above.
         up_clamp_lower_limit: see above.
@@ -158,7 +160,8 @@ def moe_cte(
             above, and MX without rounding h to bf16 before its quantization.
         device_limits: enforce the kernels' limits; None enforces them for bf16 hidden states by the device convention.
         mx_scale_rule: block scales of the online MX quantization: ``"neuron"`` (nki 0.5 and later: 2^(emax - 7) for
-            e4m3) or ``"floor"`` (earlier releases and their references: 2^(emax - 8)).
+            e4m3) or ``"floor"`` (earlier releases and their references: 2^(emax - 8)). Refused where nothing is
+            quantized by it.
 
     Returns:
         The output, and the activations where the implementation returns them.
