@@ -1,7 +1,8 @@
 """The MXFP8 MLP kernels against recorded vectors of an independent model.
 
-Tolerance (the manifest's): at most one bf16 ulp for 99.9 % of elements and a relative Frobenius error of 2e-3, because
-only the order of the fp32 sums before one bf16 rounding is left open.
+Tolerance: the same bits but for 3 elements in 10,000, and a relative Frobenius error of 1e-4, because only the order of
+the fp32 sums before one bf16 rounding is left open (the manifest allows one ulp for 99.9 % and 2e-3). The right grouping
+of K flips up to 1.2 elements in 10,000, a wrong one 5 or more.
 """
 
 from __future__ import annotations
@@ -29,14 +30,18 @@ CHECKPOINTS = {
 }
 
 
+FLIPPED = 3e-4
+
+
+def flipped(actual: Tensor, expected: Tensor) -> float:
+    return (actual != expected).double().mean().item()
+
+
 def assert_close_in_bf16(actual: Tensor, expected: Tensor) -> None:
     assert actual.dtype == expected.dtype == torch.bfloat16
+    assert flipped(actual, expected) <= FLIPPED
     actual, expected = actual.double(), expected.double()
-    larger = torch.maximum(actual.abs(), expected.abs())
-    ulp = torch.exp2(torch.floor(torch.log2(larger.clamp(min=1e-300))) - 7)
-    within = ((actual - expected).abs() <= ulp).double().mean().item()
-    assert within >= 0.999
-    assert ((actual - expected).norm() / expected.norm()).item() <= 2e-3
+    assert ((actual - expected).norm() / expected.norm()).item() <= 1e-4
 
 
 @pytest.fixture(params=FILES)
@@ -91,6 +96,16 @@ def test_backward(vectors: dict[str, Tensor], kept: str, phase2: str, release: s
     )
     for name, value in result._asdict().items():
         assert_close_in_bf16(value, vectors[f"bwd_{kept}_{phase2}_{name}"])
+    other = mlp_backward_mxfp8(
+        vectors["output_grad"],
+        vectors["hidden_states"],
+        vectors["gate_up_weights"],
+        vectors["down_weights"],
+        release={"2.31": "2.30", "2.30": "2.31"}[release],
+        **{name: vectors[recorded[name]] for name in CHECKPOINTS[kept]},
+    )
+    recorded_grad = vectors[f"bwd_{kept}_{phase2}_hidden_states_grad"]
+    assert flipped(other.hidden_states_grad, recorded_grad) > FLIPPED, "the vectors see the other phase 2"
 
 
 def test_releases_differ_only_where_groups_straddle_gate_and_up() -> None:
