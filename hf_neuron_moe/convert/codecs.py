@@ -22,7 +22,7 @@ from hf_neuron_moe.convert.orientations import (
     moe_precision,
 )
 from hf_neuron_moe.convert.tensor_parallel import Part
-from hf_neuron_moe.formats.constants import E2M1, E4M3FN, LANES, MX_BLOCK, ElementFormat
+from hf_neuron_moe.formats.constants import E2M1, E4M3FN, LANES, MX_BLOCK, PATCH_ROWS, ElementFormat
 from hf_neuron_moe.formats.moe_mx import (
     TILE,
     MoEWeightMX,
@@ -104,7 +104,7 @@ def decode(
     if precision is not None:
         words, scales = stored
         if layouts[1] in MOE_PACKED_SCALES.values():
-            scales = unpack_moe_scales(scales[None], words.shape[-2])[0]
+            scales = unpack_moe_scales(scales[None], words.shape[-2], words.shape[0] // PATCH_ROWS)[0]
         yield 0, _dequantize_moe(words, scales, _FORMATS[precision], gate_up=part.gate_up)[rows]
         return
     values = stored[0] if layout == BF16_SWIZZLED else stored[0].view(torch.uint8)

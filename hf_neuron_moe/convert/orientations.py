@@ -282,8 +282,6 @@ def _moe_forms(weight: FusedWeight, options: ConvertOptions, part: Part) -> tupl
     precision, rule = options.precision, options.rule
     rows, layout = (E, partitions // 8, *pair, *tail), MOE_SCALES[precision]
     if scales == "packed":
-        if partitions != PARTITIONS:
-            raise _refuse_moe(weight, f"{TILE} or more (intermediate size of a rank) for packed scales", inner)
         buffers = -(-tiles * TILE // PACKED_SLAB_K)
         rows, layout = (E, PACKED_SLAB_ROWS, buffers, *pair, tail[-1]), MOE_PACKED_SCALES[precision]
     extra = 0 if part.gate_up else padded - inner

@@ -168,8 +168,6 @@ def _words(matrix: Tensor, role: str, options: ConvertOptions) -> tuple[dict[str
     else:
         mx = quantize_moe_down(matrix.transpose(1, 2), fmt=fmt, rule=options.rule)
         values = dequantize_moe_down(mx).transpose(1, 2)[..., :inner]
-    if options.scales == "packed" and mx.scales.shape[1] != 16:
-        raise ImpossibleError
     scales = pack_moe_scales(mx.scales) if options.scales == "packed" else mx.scales
     unsigned = torch.uint16 if fmt == FP4 else torch.uint32
     return {"": mx.words.view(unsigned), "_scale": scales}, values.to(matrix.dtype)

@@ -117,7 +117,6 @@ def test_every_purpose_and_layout_is_possible_in_mxfp8_and_bf16():
             {"precision": "mxfp8", "purpose": "inference", "pad": True, "scales": "oversized"},
             "packed or comp",
         ),
-        ("mixtral", {"precision": "mxfp4", "pad": True, "scales": "packed"}, "512 or more"),
         ("llama", {"precision": "mxfp8", "purpose": "inference", "scales": "compact"}, "MLP kernels take no compact"),
         ("llama", {"tp_degree": 5}, "divisible among 5 tensor-parallel ranks, got 96.*or pad it with --pad"),
         ("llama", {"tp_degree": 97, "pad": True}, "divisible among 97 tensor-parallel ranks"),
