@@ -1,8 +1,8 @@
 """The MXFP8 MLP kernels against recorded vectors of an independent model.
 
 Tolerance: the same bits but for 3 elements in 10,000, and a relative Frobenius error of 1e-4, because only the order of
-the fp32 sums before one bf16 rounding is left open (the manifest allows one ulp for 99.9 % and 2e-3). The right grouping
-of K flips up to 1.2 elements in 10,000, a wrong one 5 or more.
+the fp32 sums before one bf16 rounding is left open (the manifest allows one ulp for 99.9 % and 2e-3). The right
+grouping of K flips up to 1.2 elements in 10,000, a wrong one 5 or more.
 """
 
 from __future__ import annotations

@@ -207,6 +207,7 @@ def test_both_projections_share_the_hidden_tiles(name: str) -> None:
           for step in (BASE, FUSED, PHASE1, PHASE2, OLD_PHASE2, PHASE3, PHASE4, PROJECTION, GATE_ACT)),
         *((step, "mx_scale_rule must be one of neuron", {"mx_scale_rule": "ocp"})
           for step in (BASE, FUSED, PHASE1, PHASE2, OLD_PHASE2, PHASE3, PHASE4, PROJECTION)),
+        (PHASE3, "core must be 0 or 1, got 5", {"core": 5}),
         (PHASE4, "lone_384 must be True or False", {"lone_384": 384}),
         *((step, f"{name}.quant_scheme must be wrapX",
            {name: TensorDescriptor(torch.ones(shape, dtype=torch.bfloat16), quant_scheme="1x32")})

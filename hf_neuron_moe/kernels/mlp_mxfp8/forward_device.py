@@ -159,9 +159,10 @@ def compute_fused_gate_up_down_mxfp8(
     operands = ForwardOperands.of(*tds, where, scale_rule(mx_scale_rule, where=where), names)
     tokens, hidden_size, inner = check_forward(*tds, dtype, where, names)
     check_grouping({"hidden_td": operands.hidden, "gate_up_td": operands.gate_up}, where=where)
-    check_grouping({"down_w_td": operands.down, "int_td": intermediate_operand(int_td, operands)}, where=where)
     rows, square = core_rows(tokens, s_base_offset, run_with_lnc2, where=where), (tokens, inner)
     inter = check_buffer(int_td.data, square, "[S, I]", _ROUNDED, where=where, argument="int_td")
+    read_back = intermediate_operand(TensorDescriptor(inter), operands)
+    check_grouping({"down_w_td": operands.down, "int_td": read_back}, where=where)
     output = check_buffer(output_td.data, (tokens, hidden_size), "[S, H]", (dtype,), where=where, argument="output_td")
     saves = {"save_gate_pre_td": save_gate_pre_td, "save_gate_act_td": save_gate_act_td, "save_up_td": save_up_td}
     saved = [

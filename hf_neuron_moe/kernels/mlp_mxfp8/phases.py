@@ -69,11 +69,15 @@ def get_program_sharding_info(run_with_lnc2: bool, core: int = 0) -> tuple[int, 
     Raises:
         ConfigError: a core other than 0 or 1.
     """
-    check_flags({"run_with_lnc2": run_with_lnc2}, where="get_program_sharding_info")
+    return _sharding(run_with_lnc2, core, "get_program_sharding_info")
+
+
+def _sharding(run_with_lnc2: bool, core: int, where: str) -> tuple[int, int]:
+    check_flags({"run_with_lnc2": run_with_lnc2}, where=where)
     if isinstance(core, bool) or core not in (0, 1):
         raise refuse(
             ConfigError,
-            where="get_program_sharding_info",
+            where=where,
             argument="core",
             expected="0 or 1",
             got=repr(core),
@@ -250,7 +254,7 @@ def compute_phase3_gate_up_weight_grad_mxfp8(
     if core is None:
         rows = slice(0, both)
     else:
-        programs, number = get_program_sharding_info(run_with_lnc2, core)
+        programs, number = _sharding(run_with_lnc2, core, where)
         rows = core_rows(both, number * both // programs, run_with_lnc2, where=where, argument="core")
     size = (both // (2 if run_with_lnc2 else 1), operands[0].K, hidden_size)
     check_config(config, size, where=where, argument="config")
