@@ -59,7 +59,7 @@ class NeuronMoEQuantizer(HfQuantizer):
             )
 
     def update_attn_implementation(self, config: Any) -> Any:
-        """Name the checkpoint's index to transformers, which asks here before it looks for files.
+        """Name the checkpoint's index to transformers, which hands the configuration round before it looks for files.
 
         Its own name keeps transformers without this package, which only warns of a method it does not know, from
         loading the tensors as if they were in its layouts.
@@ -68,6 +68,10 @@ class NeuronMoEQuantizer(HfQuantizer):
 
         config.transformers_weights = INDEX_OUT
         return config
+
+    def update_tp_plan(self, config: Any) -> Any:
+        """Do the same where transformers (before 5.23) has no other hook that sees the configuration."""
+        return self.update_attn_implementation(config)
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
         """Cast bf16 and wider tensors as transformers does; leave codes, words and scales alone."""
@@ -85,7 +89,7 @@ class NeuronMoEQuantizer(HfQuantizer):
             ignored = set(model._keys_to_ignore_on_load_unexpected or ())
             model._keys_to_ignore_on_load_unexpected = ignored | {r"_T(_scale)?$"}
 
-    def update_weight_conversions(self, weight_conversions: list[Any], model: PreTrainedModel) -> list[Any]:
+    def update_weight_conversions(self, weight_conversions: list[Any], model: Any = None) -> list[Any]:
         """Leave out the converters that would take converted tensors for source ones of the same name."""
         from transformers.core_model_loading import WeightConverter, rename_source_key
 
