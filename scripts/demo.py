@@ -47,7 +47,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--moe-layers", type=int, default=16, help="layers of the model that the Mixtral is made of")
     parser.add_argument("--experts", type=int, default=4, choices=(4, 8))
     parser.add_argument("--eval-windows", type=int, default=3, help=f"windows of {CONTEXT} tokens, before and after")
-    parser.add_argument("--perplexity-windows", type=int, default=16, help=f"windows of {CONTEXT} tokens")
+    parser.add_argument("--perplexity-windows", type=int, default=24, help=f"windows of {CONTEXT} tokens")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep-checkpoints", action="store_true", help="keep the fine-tuned checkpoints (GBs)")
     arguments = parser.parse_args()
