@@ -308,7 +308,7 @@ def check_conditions(conditions: Tensor | None, plan: BlockRows, spec: MoECTESpe
                 argument="conditions",
                 expected=f"a plan whose first {reached} blocks have all the tokens (max of the static blocks and the "
                 f"number of flags set, {reached}, is where {kind.name} stops)",
-                got=f"tokens up to the block with index {last}, the {last + 1}th",
+                got=f"tokens in block {last}, counted from 0",
                 remedy='Hybrids take no spare blocks in between: build the plan with spare_blocks="last", not "split", '
                 f"or set spec.shard_on_I.num_static_block to {last + 1} or more.",
             )

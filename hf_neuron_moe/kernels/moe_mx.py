@@ -197,7 +197,11 @@ def _check_scale(scale: Tensor, layouts: _Layouts, packed: bool, argument: str, 
             + " or, per 128 x 128 block, ".join(f"{words} = {list(shape)}" for shape, words in layouts),
             got=str(list(scale.shape)),
             remedy="quantize_moe_gate_up and quantize_moe_down return scales of this shape"
-            + (", pack_moe_scales packs them." if packed else "; only shard_on_block_mx reads packed ones, if told."),
+            + (
+                ", pack_moe_scales packs them."
+                if packed
+                else "; shard_on_block_mx alone reads packed ones, with use_packed_scales."
+            ),
         )
     return scale.view(torch.uint8)
 

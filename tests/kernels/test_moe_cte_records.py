@@ -56,7 +56,7 @@ def test_hybrids_take_no_spare_blocks_in_between() -> None:
     assert run("last", 0).output.shape == (61, 8)
     message = (
         r"conditions must be a plan whose first 6 blocks have all the tokens .*"
-        r'got tokens up to the block with index 7, the 8th. .*spare_blocks="last", not "split".*num_static_block to 8'
+        r'got tokens in block 7, counted from 0. .*spare_blocks="last", not "split".*num_static_block to 8'
     )
     with pytest.raises(ShapeError, match=message):
         run("split", 0)
@@ -65,5 +65,5 @@ def test_hybrids_take_no_spare_blocks_in_between() -> None:
 
 def test_scales_of_another_layout_are_answered_with_what_the_kernel_takes() -> None:
     packed = {"down_proj_scale": torch.ones(E, 128, 1, H, dtype=torch.uint8)}
-    with pytest.raises(ShapeError, match="quantize_moe_down return scales of this shape; only shard_on_block_mx reads"):
+    with pytest.raises(ShapeError, match="scales of this shape; shard_on_block_mx alone reads packed"):
         moe_cte(**mx_arguments("shard_on_i_mx", inner=1024) | packed)
