@@ -16,7 +16,6 @@ from hf_neuron_moe.kernels.mlp_mxfp8 import (
     MlpBwdMatmulConfig,
     mlp_backward_mxfp8,
     mlp_backward_mxfp8_nki,
-    mlp_backward_mxfp8_nki_2_30,
     mlp_forward_mxfp8,
     mlp_forward_mxfp8_nki,
 )
@@ -59,32 +58,12 @@ def backward_arguments() -> Arguments:
     }
 
 
-def old_arguments(S: int = S, H: int = H, I: int = I) -> Arguments:  # noqa: E741
-    names = ("d_gate", "d_up", "gate_pre", "gate_act", "up", "hidden")
-    return {
-        "output_hidden_states_grad": bf16(S, H), "hidden_states": bf16(S, H), "gate_proj_weight_T": bf16(H, I),
-        "up_proj_weight_T": bf16(H, I), "down_proj_weight_T": bf16(I, H), "gate_up_weights": bf16(2 * I, H),
-        "hidden_states_T": bf16(H, S), "output_grad_T": bf16(H, S), "hidden_T": bf16(I, S),
-        "silu_up_mul_gate_grad_T_scratch": bf16(2 * I, S), **{f"{name}_scratch": bf16(S, I) for name in names},
-    }  # fmt: skip
-
-
 def with_384(prepared: str) -> Arguments:
     """Forward operands with H = I = 384 of which one is pre-quantized."""
     arguments = {"hidden": bf16(S, 384), "gate_up_weights": bf16(768, 384), "down_weights": bf16(384, 384)}
     F = len(arguments[prepared])
     scales = prepared.removesuffix("_weights") + "_scales"
     return arguments | {prepared: x4(F, 384), scales: packed(F, 384)}
-
-
-def old_384(name: str) -> Arguments:
-    """Operands of release 2.30 with S = H = I = 384 of which one is pre-swizzled."""
-    prefix = {
-        "output_hidden_states_grad": "output_grad", "down_proj_weight_T": "down_weight",
-        "gate_proj_weight_T": "gate_weight", "up_proj_weight_T": "up_weight",
-    }.get(name, name)  # fmt: skip
-    arguments = old_arguments(384, 384, 384)
-    return arguments | {name: swizzle(arguments[name]), f"{prefix}_is_swizzled": True}
 
 
 FORWARD: list[Case] = [
@@ -300,89 +279,11 @@ DEVICE_BACKWARD: list[Case] = [
     (ConfigError, "fp8_x4_dtype must be float8_e4m3fn_x4", {"fp8_x4_dtype": "float8_e5m2_x4"}),
     (ConfigError, "use_scale_packing must be True or False", {"use_scale_packing": None}),
 ]
-OLD_BACKWARD: list[Case] = [
-    RULE,
-    *[
-        (ShapeError, rf"{name} must be of shape \[", {name: bf16(size + 128, other)})
-        for name, size, other in (
-            ("output_hidden_states_grad", S, H),
-            ("hidden_states", S, H),
-            ("gate_proj_weight_T", H, I),
-            ("up_proj_weight_T", H, I),
-            ("down_proj_weight_T", I, H),
-            ("gate_up_weights", 2 * I, H),
-            ("hidden_states_T", H, S),
-            ("output_grad_T", H, S),
-            ("hidden_T", I, S),
-        )
-    ],
-    (ShapeError, r"down_proj_weight_T must be of shape \[I, H\]", {"down_proj_weight_T": bf16(I, 2 * H)}),
-    (ConfigError, "gate_weight_is_swizzled must be True or False, got 1", {"gate_weight_is_swizzled": 1}),
-    (ConfigError, "run_with_lnc2 must be True or False", {"run_with_lnc2": 2}),
-    (ShapeError, "S of output_hidden_states_grad must be a positive multiple of 2", old_arguments(S=127)),
-    (ShapeError, "I of down_proj_weight_T must be a positive multiple of 2", old_arguments(I=127)),
-    (ShapeError, "H of output_grad_T must be a positive multiple of 2", old_arguments(H=127)),
-    (ShapeError, "H of output_hidden_states_grad must be a positive multiple of 128", old_arguments(H=96)),
-    (
-        ShapeError,
-        "H of down_proj_weight_T must be a positive multiple of 128",
-        old_arguments(H=96) | {"output_hidden_states_grad": swizzle(bf16(S, 96)), "output_grad_is_swizzled": True},
-    ),
-    (ShapeError, "I of down_proj_weight_T must be a positive multiple of 128 .the kernel always", old_arguments(I=96)),
-    (ShapeError, "S of output_hidden_states_grad must be a positive multiple of 128 .the kernel", old_arguments(S=96)),
-    (ShapeError, r"gate_proj_weight_T must be of shape \[H, I\]", {"gate_proj_weight_T": bf16(I, H)}),
-    (ShapeError, r"hidden_T must be of shape \[I, S\]", {"hidden_T": bf16(S, I)}),
-    (ShapeError, r"hidden must be of shape \[S, I\]", {"hidden": bf16(S, H)}),
-    (DTypeError, "up must be a tensor of dtype bfloat16", {"up": torch.ones(S, I)}),
-    (
-        ShapeError,
-        r"silu_up_mul_gate_grad_T_scratch must be of shape \[2I, S\]",
-        {"silu_up_mul_gate_grad_T_scratch": bf16(S, 2 * I)},
-    ),
-    (
-        DTypeError,
-        "d_gate_scratch must be a tensor of dtype bfloat16, got torch.float32",
-        {"d_gate_scratch": torch.ones(S, I)},
-    ),
-    (ConfigError, "phase3_tiles_m must be a positive integer, got -1", {"phase3_tiles_m": -1}),
-    (ConfigError, "fp8_x4_dtype must be float8_e4m3fn_x4", {"fp8_x4_dtype": None}),
-    (
-        ConfigError,
-        "down_weight_scales must be in the layout that use_scale_packing=True",
-        {"down_proj_weight_T": x4(I, H), "down_weight_scales": oversized(I, H)},
-    ),
-    (
-        DTypeError,
-        "output_hidden_states_grad must be of dtype int32.*Bytes do not say",
-        {"output_hidden_states_grad": quantize_mx(bf16(S, H)).codes, "output_grad_scales": packed(S, H)},
-    ),
-    (
-        DTypeError,
-        "hidden_states must be a tensor of dtype bfloat16, got torch.float16",
-        {"hidden_states": bf16(S, H).half()},
-    ),
-    (DeviceError, "hidden_T must be on cpu", {"hidden_T": bf16(I, S, device="meta")}),
-    *[
-        (ConfigError, f"{name} must be raw like .*exactly 384", old_384(name))
-        for name in (
-            "output_hidden_states_grad",
-            "down_proj_weight_T",
-            "gate_proj_weight_T",
-            "up_proj_weight_T",
-            "hidden_states_T",
-            "hidden_states",
-            "gate_up_weights",
-            "output_grad_T",
-            "hidden_T",
-        )
-    ],
-]
 SUITES: list[tuple[Callable[..., Any], Callable[[], Arguments], list[Case]]] = [
     (mlp_forward_mxfp8, forward_arguments, FUNCTIONAL_FORWARD),
     (mlp_forward_mxfp8_nki, device_forward_arguments, DEVICE_FORWARD),
     (mlp_backward_mxfp8, backward_arguments, FUNCTIONAL_BACKWARD),
     (mlp_backward_mxfp8_nki, backward_arguments, DEVICE_BACKWARD),
-    (mlp_backward_mxfp8_nki_2_30, old_arguments, OLD_BACKWARD),
 ]
 
 

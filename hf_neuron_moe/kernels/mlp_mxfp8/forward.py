@@ -34,6 +34,7 @@ STORED = (torch.bfloat16, torch.float32)
 """Dtypes of results: the device's, and fp32 to see the accumulators."""
 
 NAMES = ("hidden", "gate_up_weights", "down_weights")
+_SAVES = ("save_gate_pre", "save_gate_act", "save_up", "save_hidden")
 
 
 def mlp_forward_mxfp8(
@@ -84,8 +85,7 @@ def mlp_forward_mxfp8(
         gate_up_is_swizzled: gate_up_weights is.
         down_is_swizzled: down_weights is.
         mx_scale_rule: block scales of everything that is quantized here: ``"neuron"`` (nki 0.5 and later,
-            ``2^(emax - 7)``) or ``"floor"`` (earlier releases, ``2^(emax - 8)``). Pre-quantized operands stay as they
-            are. Other rules of :class:`~hf_neuron_moe.formats.constants.ScaleRule` work likewise.
+            ``2^(emax - 7)``) or ``"floor"`` (earlier releases, ``2^(emax - 8)``).
 
     Raises:
         DTypeError, ShapeError, DeviceError, ConfigError: an operand breaks a rule above; a switch is no bool (buffers
@@ -93,32 +93,40 @@ def mlp_forward_mxfp8(
             mixed on a contraction of exactly 384 (upstream: garbage).
     """
     where = "mlp_forward_mxfp8"
-    saves = {
-        "save_gate_pre": save_gate_pre, "save_gate_act": save_gate_act, "save_up": save_up, "save_hidden": save_hidden
-    }  # fmt: skip
-    _refuse_buffers(saves, where)
-    check_flags(saves | {"use_scale_packing": use_scale_packing}, where=where)
-    rule = scale_rule(mx_scale_rule, where=where)
+    wanted = save_gate_pre, save_gate_act, save_up, save_hidden
+    _check_switches(dict(zip(_SAVES, wanted, strict=True)), where)
+    check_flags({"use_scale_packing": use_scale_packing}, where=where)
     tds = describe_forward(
         where, use_scale_packing,
         hidden=(hidden, hidden_scales, hidden_is_swizzled),
         gate_up=(gate_up_weights, gate_up_scales, gate_up_is_swizzled),
         down=(down_weights, down_scales, down_is_swizzled),
     )  # fmt: skip
-    tokens, hidden_size, inner = check_forward(*tds, dtype, where)
+    return _forward(tds, dtype, wanted, scale_rule(mx_scale_rule, where=where), where)
 
-    wanted = (save_gate_pre, save_gate_act, save_up, save_hidden and dtype != torch.bfloat16)
-    shape, device = (tokens, inner), hidden.device
-    saved = ForwardBuffers(*(torch.empty(shape, dtype=dtype, device=device) if want else None for want in wanted))
+
+def _forward(
+    tds: tuple[TensorDescriptor, TensorDescriptor, TensorDescriptor],
+    dtype: torch.dtype,
+    wanted: tuple[bool, bool, bool, bool],
+    rule: ScaleRule,
+    where: str,
+) -> MLPForward:
+    tokens, hidden_size, inner = check_forward(*tds, dtype, where)
+    *others, save_hidden = wanted
+    assert tds[0].data is not None
+    shape, device = (tokens, inner), tds[0].data.device
+    kept = (*others, save_hidden and dtype != torch.bfloat16)
+    saved = ForwardBuffers(*(torch.empty(shape, dtype=dtype, device=device) if want else None for want in kept))
     intermediate = torch.empty(shape, dtype=torch.bfloat16, device=device)
     output = torch.empty((tokens, hidden_size), dtype=dtype, device=device)
     with torch.no_grad():
         run_forward(ForwardOperands.of(*tds, where, rule), intermediate, output, saved, slice(0, tokens))
-    kept = (intermediate if saved.product is None else saved.product) if save_hidden else None
-    return MLPForward(output, saved.gate_pre, saved.gate_act, saved.up, kept)
+    product = (intermediate if saved.product is None else saved.product) if save_hidden else None
+    return MLPForward(output, saved.gate_pre, saved.gate_act, saved.up, product)
 
 
-def _refuse_buffers(saves: Mapping[str, object], where: str) -> None:
+def _check_switches(saves: Mapping[str, object], where: str) -> None:
     for name, value in saves.items():
         if isinstance(value, Tensor):
             raise refuse(
@@ -129,6 +137,7 @@ def _refuse_buffers(saves: Mapping[str, object], where: str) -> None:
                 got="a tensor",
                 remedy="Pass True, or call mlp_forward_mxfp8_nki, which fills its caller's buffers.",
             )
+    check_flags(saves, where=where)
 
 
 @dataclass(frozen=True)

@@ -58,8 +58,7 @@ def mlp_backward_mxfp8(
       down_proj_weight: bf16 ``[H, I]``; the checkpoints: bf16 ``[S, I]``. S, H and I are multiples of 128.
     * release: ``"2.31"`` (and later) contracts dX over gate and up as one axis of 2I; ``"2.30"`` over each I, which
       groups other values unless I is a multiple of 512, and groups a contraction of exactly 384 as one tile.
-    * mx_scale_rule: block scales of everything quantized here, ``"neuron"`` (nki 0.5 and later, ``2^(emax - 7)``) or
-      ``"floor"`` (earlier releases, ``2^(emax - 8)``); pre-quantized operands stay as they are.
+    * mx_scale_rule: block scales of what is quantized here, ``"neuron"`` (nki 0.5 and later) or ``"floor"`` (earlier).
     * Release 2.31 only: pre-quantized operands with scales, use_scale_packing, clamp_limits and matmul_config, as in
       :func:`~hf_neuron_moe.kernels.mlp_mxfp8.backward.mlp_backward_mxfp8_nki`. Release 2.30's pre-quantized and
       pre-swizzled forms: :func:`~hf_neuron_moe.kernels.mlp_mxfp8.backward_2_30.mlp_backward_mxfp8_nki_2_30`.

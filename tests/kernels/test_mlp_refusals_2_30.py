@@ -1,0 +1,138 @@
+"""Every documented constraint of release 2.30's MXFP8 MLP backward broken once: kernel, argument and rule are named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_neuron_moe.errors import ConfigError, DeviceError, DTypeError, NeuronMoEError, ShapeError
+from hf_neuron_moe.formats import pack_x4, quantize_mx, swizzle, to_oversized, to_packed
+from hf_neuron_moe.kernels.mlp_mxfp8 import mlp_backward_mxfp8_nki_2_30
+
+S, H, I = 128, 128, 256  # noqa: E741
+Arguments = dict[str, Any]
+Case = tuple[type[NeuronMoEError], str, Arguments]
+
+
+def bf16(*shape: int, device: str = "cpu") -> Tensor:
+    return torch.ones(shape, dtype=torch.bfloat16, device=device)
+
+
+def x4(F: int, K: int) -> Tensor:
+    return pack_x4(quantize_mx(bf16(F, K)).codes)
+
+
+def old_arguments(S: int = S, H: int = H, I: int = I) -> Arguments:  # noqa: E741
+    names = ("d_gate", "d_up", "gate_pre", "gate_act", "up", "hidden")
+    return {
+        "output_hidden_states_grad": bf16(S, H), "hidden_states": bf16(S, H), "gate_proj_weight_T": bf16(H, I),
+        "up_proj_weight_T": bf16(H, I), "down_proj_weight_T": bf16(I, H), "gate_up_weights": bf16(2 * I, H),
+        "hidden_states_T": bf16(H, S), "output_grad_T": bf16(H, S), "hidden_T": bf16(I, S),
+        "silu_up_mul_gate_grad_T_scratch": bf16(2 * I, S), **{f"{name}_scratch": bf16(S, I) for name in names},
+    }  # fmt: skip
+
+
+def old_384(name: str) -> Arguments:
+    """Operands of release 2.30 with S = H = I = 384 of which one is pre-swizzled."""
+    prefix = {
+        "output_hidden_states_grad": "output_grad", "down_proj_weight_T": "down_weight",
+        "gate_proj_weight_T": "gate_weight", "up_proj_weight_T": "up_weight",
+    }.get(name, name)  # fmt: skip
+    arguments = old_arguments(384, 384, 384)
+    return arguments | {name: swizzle(arguments[name]), f"{prefix}_is_swizzled": True}
+
+
+OLD_BACKWARD: list[Case] = [
+    (ConfigError, "mx_scale_rule must be one of neuron, floor", {"mx_scale_rule": "flor"}),
+    *[
+        (ShapeError, rf"{name} must be of shape \[", {name: bf16(size + 128, other)})
+        for name, size, other in (
+            ("output_hidden_states_grad", S, H),
+            ("hidden_states", S, H),
+            ("gate_proj_weight_T", H, I),
+            ("up_proj_weight_T", H, I),
+            ("down_proj_weight_T", I, H),
+            ("gate_up_weights", 2 * I, H),
+            ("hidden_states_T", H, S),
+            ("output_grad_T", H, S),
+            ("hidden_T", I, S),
+        )
+    ],
+    (ShapeError, r"down_proj_weight_T must be of shape \[I, H\]", {"down_proj_weight_T": bf16(I, 2 * H)}),
+    (ConfigError, "gate_weight_is_swizzled must be True or False, got 1", {"gate_weight_is_swizzled": 1}),
+    (ConfigError, "run_with_lnc2 must be True or False", {"run_with_lnc2": 2}),
+    (ShapeError, "S of output_hidden_states_grad must be a positive multiple of 2", old_arguments(S=127)),
+    (ShapeError, "I of down_proj_weight_T must be a positive multiple of 2", old_arguments(I=127)),
+    (ShapeError, "H of output_grad_T must be a positive multiple of 2", old_arguments(H=127)),
+    (ShapeError, "H of output_hidden_states_grad must be a positive multiple of 128", old_arguments(H=96)),
+    (
+        ShapeError,
+        "H of down_proj_weight_T must be a positive multiple of 128",
+        old_arguments(H=96) | {"output_hidden_states_grad": swizzle(bf16(S, 96)), "output_grad_is_swizzled": True},
+    ),
+    (ShapeError, "I of down_proj_weight_T must be a positive multiple of 128 .the kernel always", old_arguments(I=96)),
+    (ShapeError, "S of output_hidden_states_grad must be a positive multiple of 128 .the kernel", old_arguments(S=96)),
+    (ShapeError, r"gate_proj_weight_T must be of shape \[H, I\]", {"gate_proj_weight_T": bf16(I, H)}),
+    (ShapeError, r"hidden_T must be of shape \[I, S\]", {"hidden_T": bf16(S, I)}),
+    (ShapeError, r"hidden must be of shape \[S, I\]", {"hidden": bf16(S, H)}),
+    (DTypeError, "up must be a tensor of dtype bfloat16", {"up": torch.ones(S, I)}),
+    (
+        ShapeError,
+        r"silu_up_mul_gate_grad_T_scratch must be of shape \[2I, S\]",
+        {"silu_up_mul_gate_grad_T_scratch": bf16(S, 2 * I)},
+    ),
+    (
+        DTypeError,
+        "d_gate_scratch must be a tensor of dtype bfloat16, got torch.float32",
+        {"d_gate_scratch": torch.ones(S, I)},
+    ),
+    (ConfigError, "phase3_tiles_m must be a positive integer, got -1", {"phase3_tiles_m": -1}),
+    (ConfigError, "fp8_x4_dtype must be float8_e4m3fn_x4", {"fp8_x4_dtype": None}),
+    (
+        ConfigError,
+        "down_weight_scales must be in the layout that use_scale_packing=True",
+        {"down_proj_weight_T": x4(I, H), "down_weight_scales": to_oversized(quantize_mx(bf16(I, H)).scales)},
+    ),
+    (
+        DTypeError,
+        "output_hidden_states_grad must be of dtype int32.*Bytes do not say",
+        {
+            "output_hidden_states_grad": quantize_mx(bf16(S, H)).codes,
+            "output_grad_scales": to_packed(quantize_mx(bf16(S, H)).scales),
+        },
+    ),
+    (
+        DTypeError,
+        "hidden_states must be a tensor of dtype bfloat16, got torch.float16",
+        {"hidden_states": bf16(S, H).half()},
+    ),
+    (DeviceError, "hidden_T must be on cpu", {"hidden_T": bf16(I, S, device="meta")}),
+    *[
+        (ConfigError, f"{name} must be raw like .*exactly 384", old_384(name))
+        for name in (
+            "output_hidden_states_grad",
+            "down_proj_weight_T",
+            "gate_proj_weight_T",
+            "up_proj_weight_T",
+            "hidden_states_T",
+            "hidden_states",
+            "gate_up_weights",
+            "output_grad_T",
+            "hidden_T",
+        )
+    ],
+]
+
+
+@pytest.mark.parametrize(("kind", "message", "change"), OLD_BACKWARD)
+def test_refused(kind: type[NeuronMoEError], message: str, change: Arguments) -> None:
+    with pytest.raises(kind, match=message) as caught:
+        mlp_backward_mxfp8_nki_2_30(**(old_arguments() | change))
+    assert str(caught.value).startswith("mlp_backward_mxfp8_nki_2_30: ")
+
+
+def test_the_unchanged_arguments_are_accepted() -> None:
+    assert mlp_backward_mxfp8_nki_2_30(**old_arguments()) is not None
