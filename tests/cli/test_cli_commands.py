@@ -6,57 +6,19 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+import time
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
-from hf_neuron_moe.cli.main import main
 from hf_neuron_moe.errors import DestinationError
 
-
-class Result(NamedTuple):
-    """How a command ended and what it printed."""
-
-    code: int
-    out: str
-    err: str
+COMMANDS = ("plan", "convert", "finalize", "export", "verify", "inspect")
 
 
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
-    """Return a function that runs the command in this process; importing torch once more per call takes seconds."""
-
-    def call(*arguments: object) -> Result:
-        capsys.readouterr()
-        monkeypatch.setattr(sys, "argv", ["hf-neuron-moe", *map(str, arguments)])
-        code: object = 0
-        try:
-            main()
-        except SystemExit as end:
-            code = end.code or 0
-        assert isinstance(code, int)
-        return Result(code, *capsys.readouterr())
-
-    return call
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama checkpoint."""
-    torch.manual_seed(3)
-    config = LlamaConfig(
-        hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4, vocab_size=64
-    )
-    folder = tmp_path_factory.mktemp("model") / "llama"
-    LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
-    return folder
-
-
-@pytest.mark.parametrize("arguments", [["--help"], ["convert", "--help"], ["plan", "--help"], ["export", "--help"]])
+@pytest.mark.parametrize("arguments", [["--help"], *([command, "--help"] for command in COMMANDS)])
 def test_help_imports_no_torch(arguments, repo_root):
     code = (
         "import sys\n"
@@ -68,6 +30,17 @@ def test_help_imports_no_torch(arguments, repo_root):
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=repo_root, check=True)
     assert "Usage: hf-neuron-moe" in result.stdout
     assert result.stdout.splitlines()[-1] == "HEAVY []"
+
+
+def test_help_is_quick(repo_root):
+    code = "import sys; sys.argv = ['hf-neuron-moe', '--help']\nfrom hf_neuron_moe.cli.main import main; main()"
+    seconds = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=repo_root, check=True)
+        seconds.append(time.perf_counter() - begin)
+    # A tenth to a quarter of a second on an idle machine; 0.4 is what is promised, the rest is for busy ones.
+    assert min(seconds) < 0.8, seconds
 
 
 def test_convert_and_export_round_trip(model_dir, run, tmp_path):
@@ -118,9 +91,9 @@ def test_plan_needs_only_the_configuration(model_dir, run, tmp_path):
     assert [entry["name"] for entry in as_json["entries"]] == ["model.layers.0.mlp"]
 
 
-@pytest.mark.parametrize("command", ["plan", "convert", "export"])
+@pytest.mark.parametrize("command", ["plan", "convert", "export", "verify", "inspect"])
 def test_what_is_no_folder_is_named_for_what_it_is(command, model_dir, run, tmp_path):
-    rest = [] if command == "plan" else [tmp_path / "dst"]
+    rest = [tmp_path / "dst"] if command in ("convert", "export") else []
     # Only convert asks the Hub (in tests: its empty local cache); the others want a folder.
     at_hub = "and from the Hub" if command == "convert" else "Hub ids are not looked up"
     cases = {

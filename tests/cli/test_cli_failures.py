@@ -1,0 +1,245 @@
+"""Every kind of failure: its exit code, one line without a traceback, or one JSON object."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import hf_neuron_moe.convert
+from hf_neuron_moe.cli import exit_codes, options
+from hf_neuron_moe.cli.exit_codes import EXIT_CODES, exit_code_of
+from hf_neuron_moe.convert import (
+    LAYOUTS,
+    PRECISIONS,
+    PURPOSES,
+    SCALE_LAYOUTS,
+    SCALE_RULES,
+    ConvertOptions,
+    convert_checkpoint,
+    disk,
+    nonfinite,
+)
+from hf_neuron_moe.errors import ConversionError, ShapeError
+
+
+def kinds(model_dir: Path, tmp_path: Path) -> dict[str, list[object]]:
+    """A command line for every kind of failure, by the kind's word in JSON."""
+    convert_checkpoint(model_dir, tmp_path / "good")
+    shutil.copytree(tmp_path / "good", tmp_path / "bad")
+    (shard,) = (tmp_path / "bad").glob("*.safetensors")
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    shutil.copytree(model_dir, tmp_path / "cut")
+    shard = tmp_path / "cut" / "model.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-5])
+    shutil.copytree(model_dir, tmp_path / "pickled")
+    (tmp_path / "pickled" / "model.safetensors").rename(tmp_path / "pickled" / "pytorch_model.bin")
+    return {
+        "refused": ["convert", model_dir, tmp_path / "new", "--precision", "mxfp4"],
+        "usage": ["convert", model_dir, tmp_path / "new", "--precision", "bf16", "--scales", "packed"],
+        "source": ["convert", tmp_path / "cut", tmp_path / "new"],
+        "destination": ["convert", model_dir, tmp_path / "good"],
+        "verify": ["verify", tmp_path / "bad"],
+    }
+
+
+@pytest.mark.parametrize("kind", ["refused", "usage", "source", "destination"])
+def test_failures_are_one_line_or_one_object(kind, model_dir, run, tmp_path):
+    command = kinds(model_dir, tmp_path)[kind]
+    (expected,) = [code for code in EXIT_CODES if code.kind == kind]
+    text = run(*command)
+    assert (text.code, text.out, text.err.count("\n")) == (expected.code, "", 1), text
+    assert text.err.startswith("convert: ") and "Traceback" not in text.err
+    as_json = run(*command, "--json")
+    assert (as_json.code, as_json.err) == (expected.code, "")
+    told = json.loads(as_json.out)
+    assert told.keys() == {"ok", "error", "kind", "exit_code", "message"}
+    assert (told["ok"], told["kind"], told["exit_code"]) == (False, kind, expected.code)
+    assert told["message"] == text.err.strip()
+    assert not (tmp_path / "new").exists()
+
+
+def test_pickles_are_refused_with_the_command_that_helps(model_dir, run, tmp_path):
+    kinds(model_dir, tmp_path)
+    result = run("convert", tmp_path / "pickled", tmp_path / "new")
+    assert result.code in (1, 3) and "save_pretrained" in result.err and result.err.count("\n") == 1
+
+
+def test_a_failed_verification_prints_its_report(model_dir, run, tmp_path):
+    command = kinds(model_dir, tmp_path)["verify"]
+    text = run(*command)
+    assert (text.code, text.err) == (6, "")
+    assert "NOT OK" in text.out and re.search(r"^FAILED files: neuron-\S+: \S+", text.out, re.MULTILINE)
+    told = json.loads(run(*command, "--json").out)
+    assert told["ok"] is False and told["checks"]["files"]["state"] == "FAILED"
+    assert told["findings"][0]["check"] == "files"
+    good = run("verify", tmp_path / "good", "--source", model_dir, "--json")
+    assert good.code == 0
+    assert {check["state"] for check in json.loads(good.out)["checks"].values()} == {"ok"}
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EACCES])
+def test_what_the_system_refuses_is_exit_code_5(code, model_dir, run, tmp_path, monkeypatch):
+    def fail(*arguments: object) -> None:
+        raise OSError(code, os.strerror(code), "somewhere")
+
+    monkeypatch.setattr(disk, "fsync", fail)
+    result = run("convert", model_dir, tmp_path / "dst", "--json")
+    told = json.loads(result.out)
+    assert (result.code, told["kind"], told["error"]) == (5, "disk", "DiskError")
+    assert os.strerror(code) in told["message"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_interrupts_are_exit_code_130(model_dir, run, tmp_path, monkeypatch):
+    def stop(*arguments: object, **keywords: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(hf_neuron_moe.convert, "convert_checkpoint", stop)
+    text = run("convert", model_dir, tmp_path / "dst")
+    assert (text.code, text.out, text.err) == (130, "", "interrupted\n")
+    assert json.loads(run("convert", model_dir, tmp_path / "dst", "--json").out)["kind"] == "interrupted"
+
+
+def test_defects_are_told_without_a_traceback_unless_debugging(model_dir, run, tmp_path, monkeypatch):
+    def break_down(*arguments: object, **keywords: object) -> None:
+        raise ZeroDivisionError("nobody thought of this")
+
+    monkeypatch.setattr(hf_neuron_moe.convert, "convert_checkpoint", break_down)
+    text = run("convert", model_dir, tmp_path / "dst")
+    assert (text.code, text.err.count("\n")) == (70, 1)
+    assert "ZeroDivisionError: nobody thought of this" in text.err and "--debug" in text.err
+    for command in (["--debug", "convert"], ["convert", "--debug"]):
+        with pytest.raises(ZeroDivisionError):
+            run(*command, model_dir, tmp_path / "dst")
+
+
+CHILD = """
+import sys, time, types
+
+def stand_in(name, **content):
+    module = types.ModuleType(name)
+    vars(module).update(content)
+    sys.modules[name] = module
+
+def wait(source, destination, options, **keywords):
+    destination.with_name("begun").touch()
+    try:
+        time.sleep(60)
+    finally:
+        destination.with_name("tidied").touch()
+
+# Loading torch and transformers takes seconds, and the command does not need them to be stopped.
+logging = types.SimpleNamespace(set_verbosity_error=lambda: None)
+stand_in("transformers")
+stand_in("transformers.utils", logging=logging)
+stand_in("hf_neuron_moe.convert", ConvertOptions=dict, convert_checkpoint=wait, __path__=[sys.argv.pop()])
+from hf_neuron_moe.cli.main import main
+sys.argv = ["hf-neuron-moe", "convert", *sys.argv[1:], "--json"]
+main()
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_signals_unwind_and_end_with_their_code(number, code, model_dir, repo_root, tmp_path):
+    command = [sys.executable, "-c", CHILD, str(model_dir), str(tmp_path / "dst")]
+    command.append(str(repo_root / "hf_neuron_moe" / "convert"))
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=repo_root)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "begun").exists() and child.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    child.send_signal(number)
+    out, err = child.communicate(timeout=30)
+    assert child.returncode == code, err
+    assert json.loads(out)["exit_code"] == code
+    assert (tmp_path / "tidied").exists() and "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["convrt", "a", "b"], "convert"),
+        (["convert", "a", "b", "--precison", "bf16"], "--precision"),
+        (["convert", "a", "b", "--on-nonfinit", "keep"], "--on-nonfinite"),
+        (["verify", "a", "--sorce", "b"], "--source"),
+        (["convert", "a", "b", "--precision", "mxpf8"], "'mxfp8'"),
+        (["convert", "a", "b", "--layout", "kernal"], "'kernel'"),
+        (["convert", "a", "b", "--for", "inferense"], "'inference'"),
+        (["convert", "a", "b", "--scale-rule", "rciel"], "'rceil'"),
+        (["convert", "a", "b", "--scales", "paked"], "'packed'"),
+        (["plan", "a", "--precision", "fp23"], "'fp32'"),
+    ],
+)
+def test_misspelt_words_are_answered_with_the_nearest(arguments, hint, run):
+    text = run(*arguments)
+    assert (text.code, text.out) == (2, "")
+    assert re.search(rf"Did you mean {re.escape(hint)}\?|Did you mean '{re.escape(hint)}'\?", text.err), text.err
+    told = json.loads(run(*arguments, "--json").out)
+    assert (told["kind"], told["exit_code"]) == ("usage", 2)
+    assert "Did you mean" in told["message"]
+
+
+@pytest.mark.parametrize("command", ["plan", "convert"])
+def test_a_misspelt_family_is_answered_with_the_nearest(command, model_dir, run, tmp_path):
+    shutil.copytree(model_dir, tmp_path / "src")
+    config = tmp_path / "src" / "config.json"
+    content = json.loads(config.read_text())
+    config.write_text(json.dumps({**content, "model_type": "mixtrl"}))
+    result = run(command, tmp_path / "src", *([tmp_path / "dst"] if command == "convert" else []))
+    assert result.code == 1 and "Did you mean 'mixtral'?" in result.err, result.err
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--part", "0/4"), ("--part", "5/4"), ("--part", "one"), ("--max-shard-size", "5XB"), ("--max-shard-size", "0"),
+        ("--max-shard-size", "-1GB"), ("--workers", "0"), ("--tp-degree", "0"), ("--max-shard-size", "0.1B"),
+    ],
+)  # fmt: skip
+def test_values_that_make_no_sense_are_usage_errors(option, value, run):
+    result = run("convert", "a", "b", option, value)
+    assert result.code == 2 and option in result.err
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("5GB", 5 * 10**9), ("2GiB", 2**31), ("500mb", 5 * 10**8), ("1.5 kB", 1500), ("77", 77), ("3T", 3 * 10**12)],
+)
+def test_sizes(text, nbytes):
+    assert options.size_in_bytes(text) == nbytes
+
+
+def test_the_command_line_offers_what_the_library_takes():
+    assert options.PRECISIONS == PRECISIONS
+    assert options.LAYOUTS == LAYOUTS
+    assert options.SCALES == SCALE_LAYOUTS
+    assert options.SCALE_RULES == SCALE_RULES
+    assert options.PURPOSES == PURPOSES
+    assert options.NONFINITE == nonfinite.ON_NONFINITE
+    assert options.size_in_bytes("5GB") == ConvertOptions().max_shard_bytes
+
+
+def test_exit_codes_are_distinct_and_chosen_by_class():
+    assert len({code.code for code in EXIT_CODES}) == len(EXIT_CODES)
+    assert exit_code_of(ConversionError("x")) is exit_codes.REFUSED
+    assert exit_code_of(ShapeError("x")) is exit_codes.REFUSED
+    assert exit_code_of(PermissionError("x")) is exit_codes.DISK
+    assert exit_code_of(RuntimeError("x")) is exit_codes.INTERNAL
+
+
+def test_exit_codes_are_the_documented_ones(repo_root):
+    text = (repo_root / "docs" / "convert.md").read_text()
+    rows = re.findall(r"^\| (\d+) \| (\w+) \| (.+?) \|$", text, re.MULTILINE)
+    assert [(int(code), kind, meaning) for code, kind, meaning in rows] == [tuple(code) for code in EXIT_CODES]
