@@ -25,13 +25,14 @@ Sources: nki-library 2.29 ``experimental.moe.bwd.blockwise_mm_backward``; 2.31 (
 from __future__ import annotations
 
 import functools
+import warnings
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hf_neuron_moe.backends.torch.gating import Gating
-from hf_neuron_moe.errors import ConfigError, refuse
+from hf_neuron_moe.errors import ConfigError, NeuronMoEWarning, refuse
 from hf_neuron_moe.kernels.activations import act_, act_grad_
 from hf_neuron_moe.kernels.block_rows import BlockRows, block_rows
 from hf_neuron_moe.kernels.blockwise_buffers import GradBuffers, check_buffers
@@ -156,8 +157,9 @@ def blockwise_mm_bwd(
             fp32 in any case.
         skip_gate_proj: the forward was ``act(up)``; gate gradients are zero and up is not masked.
         down_proj_bias: ``[E, H]``, for the affinity's gradient: upstream leaves ``sum_H dO * down_proj_bias`` out
-            wherever the bias is not in the down checkpoint, and always with AFFINITY_ON_I. Required with `bias`, unless
-            the checkpoint contains it (AFFINITY_ON_H by the golden convention) or `upstream_affinity_grad` is set.
+            wherever the bias is not in the down checkpoint, and always with AFFINITY_ON_I. A call with
+            `bias` and without it gives upstream's gradient and warns (:class:`NeuronMoEWarning`), unless the checkpoint
+            contains it (AFFINITY_ON_H by the golden convention) or `upstream_affinity_grad` is set.
         convention: ``"device"``: the down checkpoint is without the down bias, as kernels save it; ``"golden"``: with
             it, as upstream's references save it, so that AFFINITY_ON_H adds nothing.
         upstream_affinity_grad: leave the bias out of the affinity's gradient as upstream does.
@@ -286,13 +288,13 @@ def _affinity_bias(operands: Operands, options: Options, bias: bool, convention:
     on_hidden = options.affinity is AffinityOption.AFFINITY_ON_H
     included = on_hidden and convention == "golden"
     if bias and operands.down_proj_bias is None and not included and not upstream:
-        raise refuse(
-            ConfigError,
-            where=_WHERE,
-            argument="down_proj_bias",
-            expected=f"given with bias=True and {options.affinity.name} (the affinity's gradient needs it)",
-            got="None",
-            remedy="Pass down_proj_bias, or upstream_affinity_grad=True for upstream's gradient, which lacks the bias.",
+        golden = ", convention='golden' if the checkpoint contains it," if on_hidden else ""
+        warnings.warn(
+            f"{_WHERE}: bias=True without down_proj_bias: the affinity's gradient is upstream's, which lacks the down "
+            f"bias. Pass down_proj_bias for the right one{golden} or upstream_affinity_grad=True to say that it is "
+            "meant.",
+            NeuronMoEWarning,
+            stacklevel=3,
         )
     return None if upstream or included else operands.down_proj_bias
 
