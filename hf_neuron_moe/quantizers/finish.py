@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.errors import ConversionError, UnsupportedModelError, refuse
 from hf_neuron_moe.modules.block import release_layout
+from hf_neuron_moe.modules.frozen_block import FrozenBlock
 from hf_neuron_moe.patching.api import patch_model
-from hf_neuron_moe.patching.apply import PlanItem, build, holders, put_in
+from hf_neuron_moe.patching.apply import PlanItem, build, holders, put_in, take_out
+from hf_neuron_moe.patching.discovery import Candidate
 from hf_neuron_moe.quantizers.config import NeuronMoEQuantizationConfig
+from hf_neuron_moe.quantizers.landing import give_weights
 from hf_neuron_moe.quantizers.placement import Placement
 from hf_neuron_moe.quantizers.stored import WHERE
 
@@ -27,7 +32,7 @@ def finish(model: PreTrainedModel, placement: Placement, options: NeuronMoEQuant
         UnsupportedModelError: bf16 weights were spread over several devices.
     """
     model.config.__dict__.pop("transformers_weights", None)
-    for stand_in in (*placement.frozen, *placement.landings):
+    for stand_in in (*(block for block, _ in placement.frozen), *placement.landings):
         missing = [name for name, tensor in stand_in.state_dict(keep_vars=True).items() if tensor.is_meta]
         if missing:
             raise refuse(
@@ -38,7 +43,7 @@ def finish(model: PreTrainedModel, placement: Placement, options: NeuronMoEQuant
                 got="no values",
                 remedy="Load it without disk offload; otherwise the checkpoint is damaged.",
             )
-    for block in placement.frozen:
+    for block, _ in placement.frozen:
         block.settle()
     if not placement.landings:
         return
@@ -54,10 +59,50 @@ def finish(model: PreTrainedModel, placement: Placement, options: NeuronMoEQuant
             swap = build(PlanItem(candidate, config))
             put_in(model, swap)
             release_layout(swap.replacement, swap.original)
+            placement.swaps.append(swap)
     if not placement.frozen:
         # What was matched while loading belongs to the converted names; saving starts from the model's own again.
         model.__dict__.pop("_weight_conversions", None)
         patch_model(model, NeuronMoEConfig(precision="bf16", weights=home), strict=False)
+
+
+def dequantize(model: PreTrainedModel, placement: Placement, dtype: torch.dtype) -> None:
+    """Turn a frozen base into an ordinary model that has the codes' values as weights.
+
+    Args:
+        model: a model that :func:`finish` has finished.
+        placement: its stand-ins.
+        dtype: dtype of the weights; bf16 and wider hold MX values exactly, as far as their exponents reach.
+    """
+    for block, candidate in placement.frozen:
+        original = give_weights(candidate, *_values(block, candidate, dtype), "stock").train(block.training)
+        for parent, attribute in holders(model, block):
+            parent._modules[attribute] = original
+    for swap in placement.swaps:
+        take_out(model, swap)
+    placement.frozen.clear()
+    placement.swaps.clear()
+    model.__dict__.pop("_weight_conversions", None)
+
+
+def _values(block: FrozenBlock, candidate: Candidate, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Fused gate_up and down of a block, without padding; an expert at a time in fp32."""
+    stack, (experts, hidden, inner) = block.neuron_stack, candidate.sizes
+    assert hidden is not None and inner is not None
+    device, leading = stack.gate_up_codes.device, () if experts is None else (experts,)
+    gate_up = torch.empty((*leading, 2 * inner, hidden), dtype=dtype, device=device)
+    down = torch.empty((*leading, hidden, inner), dtype=dtype, device=device)
+    for number in [None] if experts is None else range(experts):
+        weights = stack.expert(number)
+        parts = (gate_up, down) if number is None else (gate_up[number], down[number])
+        for half in range(2):
+            rows, whole = slice(half * stack.inner, half * stack.inner + inner), slice(0, stack.hidden)
+            values = weights.gate_up.values(rows, whole, torch.empty(inner, stack.hidden, device=device))
+            parts[0][half * inner : (half + 1) * inner].copy_(values[:, :hidden])
+        K = weights.down.shape[1]
+        values = weights.down.values(slice(0, hidden), slice(0, K), torch.empty(hidden, K, device=device))
+        parts[1].copy_(values[:, :inner])
+    return gate_up, down
 
 
 def _check_devices(model: PreTrainedModel) -> None:

@@ -49,30 +49,9 @@ class Landing(nn.Module):
         return self.get_parameter(f"{role}.weight" if dense else role)
 
     def hand_over(self, home: str) -> nn.Module:
-        """Give the original module the loaded weights and return it.
-
-        Args:
-            home: where the patched block will keep its weights, ``"stock"`` or ``"kernel"``. Only then are they copied
-                where the layouts differ.
-        """
-        candidate = self.candidate
-        original = candidate.module
+        """Give the original module the loaded weights and return it; `home` as in :func:`give_weights`."""
         gate_up, down = (self._forward_matrix(role) for role in (GATE_UP, DOWN))
-        if candidate.roles is not None:
-            inputs = gate_up.chunk(len(candidate.roles.inputs))
-            values = dict(zip((f"{name}.weight" for name in candidate.roles.linears), (*inputs, down)))
-            # Halves of one tensor would be taken for tied weights where they stay as they are.
-            copied = home == "stock" and len(inputs) == 2
-            values = {name: value.clone() if copied and value is not down else value for name, value in values.items()}
-        else:
-            values = {GATE_UP: gate_up, DOWN: down}
-            if original.is_transposed:
-                values = {name: value.transpose(-1, -2) for name, value in values.items()}
-        for name, value in values.items():
-            slot, leaf = stock_slot(original, name)
-            param = nn.Parameter(value.contiguous() if home == "stock" else value)
-            slot._parameters[leaf] = param
-        return original.train(self.training)
+        return give_weights(self.candidate, gate_up, down, home).train(self.training)
 
     def _forward_matrix(self, role: str) -> Tensor:
         """The weight as ``[F, K]`` or ``[E, F, K]``, without padding."""
@@ -89,3 +68,28 @@ class Landing(nn.Module):
         halves = value.unflatten(-2, (2, -1))
         inner, hidden = halves.shape[-2] - extra_inner, halves.shape[-1] - extra_hidden
         return halves[..., :inner, :hidden].flatten(-3, -2).contiguous()
+
+
+def give_weights(candidate: Candidate, gate_up: Tensor, down: Tensor, home: str) -> nn.Module:
+    """Make a module's own weights of fused ones and return the module.
+
+    Args:
+        candidate: the module, usually still on the meta device.
+        gate_up: ``[2I, H]`` or ``[E, 2I, H]``.
+        down: ``[H, I]`` or ``[E, H, I]``.
+        home: where the weights will be kept, ``"stock"`` or ``"kernel"``. For the kernel home nothing is copied.
+    """
+    if candidate.roles is not None:
+        inputs = gate_up.chunk(len(candidate.roles.inputs))
+        values = dict(zip((f"{name}.weight" for name in candidate.roles.linears), (*inputs, down)))
+        # Halves of one tensor would be taken for tied weights where they stay as they are.
+        copied = home == "stock" and len(inputs) == 2
+        values = {name: value.clone() if copied and value is not down else value for name, value in values.items()}
+    else:
+        values = {GATE_UP: gate_up, DOWN: down}
+        if candidate.module.is_transposed:
+            values = {name: value.transpose(-1, -2) for name, value in values.items()}
+    for name, value in values.items():
+        slot, leaf = stock_slot(candidate.module, name)
+        slot._parameters[leaf] = nn.Parameter(value.contiguous() if home == "stock" else value)
+    return candidate.module

@@ -12,7 +12,7 @@ from hf_neuron_moe.errors import ConversionError, refuse
 from hf_neuron_moe.modules.frozen_block import DOWN, GATE_UP, SCALE_SUFFIX, FrozenBlock
 from hf_neuron_moe.modules.frozen_experts import FrozenExperts
 from hf_neuron_moe.modules.frozen_mlp import FrozenSwiGLUMLP
-from hf_neuron_moe.patching.apply import holders
+from hf_neuron_moe.patching.apply import Swap, holders
 from hf_neuron_moe.patching.discovery import Candidate, discover
 from hf_neuron_moe.quantizers.landing import Landing
 from hf_neuron_moe.quantizers.stored import BF16_LAYOUTS, FORWARD, WHERE, StoredTensor
@@ -25,13 +25,15 @@ class Placement:
     """Stand-ins in a model.
 
     Attributes:
-        frozen: blocks that stay.
+        frozen: blocks that stay, with the modules they stand in for.
         landings: those that make way for the original modules again.
+        swaps: bf16 blocks that were patched because they lie beside frozen ones.
         names: in-memory names of all converted tensors.
     """
 
-    frozen: list[FrozenBlock] = field(default_factory=list)
+    frozen: list[tuple[FrozenBlock, Candidate]] = field(default_factory=list)
     landings: list[Landing] = field(default_factory=list)
+    swaps: list[Swap] = field(default_factory=list)
     names: set[str] = field(default_factory=set)
 
 
@@ -56,7 +58,7 @@ def place(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> Placeme
         if isinstance(stand_in, Landing):
             placement.landings.append(stand_in)
         else:
-            placement.frozen.append(stand_in)
+            placement.frozen.append((stand_in, candidate))
         placed |= {tensor.name for tensor in tensors.values()}
         placement.names |= {f"{candidate.name}.{name}" if candidate.name else name for name in stand_in.state_dict()}
     lost = sorted(name for name, tensor in stored.items() if name not in placed and tensor.orientation == FORWARD)

@@ -58,6 +58,24 @@ class NeuronMoEQuantizer(HfQuantizer):
                 remedy="Convert the original again without --tp-degree; the parts of ranks are for Neuron.",
             )
 
+    def update_device_map(self, device_map: Any) -> Any:
+        """Refuse places that the blocks cannot be in.
+
+        Raises:
+            UnsupportedModelError: the disk, or several devices for bf16 layouts, whose blocks are patched afterwards.
+        """
+        places = {str(place) for place in device_map.values()} if isinstance(device_map, dict) else set()
+        if "disk" in places or (self.quantization_config.dequantize and len(places) > 1):
+            raise refuse(
+                UnsupportedModelError,
+                where=_WHERE,
+                argument="device_map",
+                expected="one device, or several for an MX base, and no disk offload",
+                got=", ".join(sorted(places)),
+                remedy="Load it on one device, or shard the loaded model afterwards.",
+            )
+        return device_map
+
     def update_attn_implementation(self, config: Any) -> Any:
         """Name the checkpoint's index to transformers, which hands the configuration round before it looks for files.
 
@@ -107,6 +125,14 @@ class NeuronMoEQuantizer(HfQuantizer):
         finish(model, self.placement, self.quantization_config)
         return model
 
+    def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
+        """Give the model float weights, for ``model.dequantize()``; it is an ordinary one afterwards."""
+        from hf_neuron_moe.quantizers.finish import dequantize
+
+        assert self.placement is not None
+        dequantize(model, self.placement, model.dtype if dtype is None else dtype)
+        return model
+
     def is_serializable(self) -> bool:
         """Refuse ``save_pretrained`` of frozen weights: they never change, and their folder exists.
 
@@ -120,7 +146,8 @@ class NeuronMoEQuantizer(HfQuantizer):
             expected="one with weights of its own",
             got="a frozen MX base",
             remedy="Save its adapters (PeftModel.save_pretrained) and keep the folder it was loaded from; "
-            "`hf-neuron-moe export FOLDER NEW --allow-inexact` makes an ordinary checkpoint of its values.",
+            "`hf-neuron-moe export FOLDER NEW --allow-inexact`, or model.dequantize() before saving, makes an ordinary "
+            "checkpoint of its values.",
         )
 
     @property

@@ -9,15 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from hf_neuron_moe import patch_model
+from hf_neuron_moe.convert import export_checkpoint
 from hf_neuron_moe.errors import UnsupportedModelError
 from hf_neuron_moe.formats import fake_quantize_mx
 from hf_neuron_moe.modules.frozen_block import FrozenBlock
 from hf_neuron_moe.modules.frozen_experts import FrozenExperts
 from tests.frozen_oracle import oracle
-from tests.quantizers.conftest import Converted, Source, load, patched
+from tests.quantizers.conftest import SIZES, UNEVEN, WORDS, Converted, Source, load, patched
 from tests.tiny_models import tokens
 
 FAMILIES = ("llama", "mixtral", "qwen2_moe")
@@ -106,6 +108,39 @@ def test_state_dict_copies_and_casts_keep_every_bit(converted: Converted, family
         for name, block in blocks(model).items():
             for key, buffer in block.named_buffers():
                 assert torch.equal(buffer, state[f"{name}.{key}"])
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "options"),
+    [
+        ("llama", SIZES, {"precision": "mxfp8", "layout": "fused"}),
+        ("phi3", UNEVEN, {"precision": "mxfp8", "pad": True}),
+        ("mixtral", SIZES, {"precision": "mxfp8"}),
+        ("mixtral", UNEVEN, {"precision": "mxfp8", "pad": True, "purpose": "inference"}),
+        ("qwen2_moe", WORDS, {"precision": "mxfp4"}),
+    ],
+    ids=str,
+)
+def test_dequantizing_gives_what_export_gives(
+    converted: Converted, tmp_path: Path, family: str, sizes: dict[str, int], options: dict[str, Any]
+) -> None:
+    folder = converted(family, sizes, **options)
+    export_checkpoint(folder, tmp_path / "exported", allow_inexact=True)
+    model, expected = load(folder), load(tmp_path / "exported")
+    model.dequantize()
+    assert not getattr(model, "is_quantized", False)
+    assert not blocks(model)
+    names = [name for name, _ in model.named_parameters()]
+    assert names == [name for name, _ in expected.named_parameters()]
+    for (name, mine), theirs in zip(model.named_parameters(), expected.parameters(), strict=True):
+        assert torch.equal(mine, theirs), name
+        assert mine.requires_grad
+    assert torch.equal(logits(model), logits(expected))
+    model.save_pretrained(tmp_path / "saved")
+    saved, exported = (load_file(tmp_path / name / "model.safetensors") for name in ("saved", "exported"))
+    assert saved.keys() == exported.keys()
+    assert all(torch.equal(saved[name], exported[name]) for name in saved)
+    patch_model(model)
 
 
 def test_it_generates_what_the_patched_original_generates(source: Source, converted: Converted) -> None:

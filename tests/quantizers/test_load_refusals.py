@@ -109,6 +109,15 @@ def test_a_configuration_with_fewer_layers(copied: Any) -> None:
         load(folder)
 
 
+@pytest.mark.parametrize(
+    ("precision", "other"), [("bf16", "disk"), ("mxfp8", "disk"), ("bf16", "meta")], ids=["bf16", "mxfp8", "two"]
+)
+def test_places_that_blocks_cannot_be_in(converted: Converted, tmp_path: Path, precision: str, other: str) -> None:
+    places = {"": "cpu", "model.layers.1": other}
+    with pytest.raises(UnsupportedModelError, match=rf"device_map must be one device, .* got cpu, {other}"):
+        load(converted("mixtral", precision=precision), device_map=places, offload_folder=str(tmp_path))
+
+
 def test_quantising_while_loading(source: Source) -> None:
     with pytest.raises(UnsupportedModelError, match="hf-neuron-moe convert SRC DST"):
         load(source("llama"), quantization_config=NeuronMoEQuantizationConfig())
