@@ -8,6 +8,7 @@ from torch import nn
 
 from hf_neuron_moe.errors import UnsupportedModelError, refuse
 from hf_neuron_moe.modules.block import NeuronBlock
+from hf_neuron_moe.modules.frozen_block import FrozenBlock
 from hf_neuron_moe.patching.apply import PatchState, states
 
 
@@ -59,13 +60,23 @@ def check_patched_here(model: object) -> None:
     Raises:
         UnsupportedModelError: always.
     """
+    expected = "a model that patch_model has patched"
     if isinstance(model, nn.Module):
+        if any(isinstance(module, FrozenBlock) for module in model.modules()):
+            raise refuse(
+                UnsupportedModelError,
+                where="unpatch_model",
+                argument="model",
+                expected=expected,
+                got=f"a {type(model).__name__} that was loaded with frozen MX blocks",
+                remedy="They replaced nothing; model.dequantize() gives it ordinary weights.",
+            )
         _refuse_foreign_blocks("unpatch_model", model)
     raise refuse(
         UnsupportedModelError,
         where="unpatch_model",
         argument="model",
-        expected="a model that patch_model has patched",
+        expected=expected,
         got=f"an unpatched {type(model).__name__}: nothing in it is patched (any more)",
         remedy="Nothing needs to be undone.",
     )

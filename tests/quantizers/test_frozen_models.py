@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from hf_neuron_moe import patch_model
+from hf_neuron_moe import patch_model, unpatch_model
 from hf_neuron_moe.convert import export_checkpoint
 from hf_neuron_moe.errors import UnsupportedModelError
 from hf_neuron_moe.formats import fake_quantize_mx
@@ -170,6 +170,8 @@ def test_saving_patching_and_unknown_activations_are_refused(converted: Converte
     assert not (tmp_path / "saved").exists()
     with pytest.raises(UnsupportedModelError, match=r"got a quantized model \(neuron_moe\)"):
         patch_model(model)
+    with pytest.raises(UnsupportedModelError, match=r"loaded with frozen MX blocks.*model\.dequantize\(\)"):
+        unpatch_model(model)
     model.model.layers[0].mlp.experts.act_fn = nn.GELU()
     with pytest.raises(UnsupportedModelError, match="act_fn must be SiLU"):
         logits(model)
