@@ -88,7 +88,7 @@ def convert(
     if dry_run:
         from hf_neuron_moe.convert.estimate import estimate_conversion
 
-        estimate = estimate_conversion(source, destination, options, workers=workers, part=part_of(part))
+        estimate = estimate_conversion(source, destination, options, force=force, workers=workers, part=part_of(part))
         typer.echo(json.dumps(estimate.to_dict()) if as_json else str(estimate))
         return
     with _told_later(), watching("converting") as (watch, progress):

@@ -7,7 +7,6 @@ are several.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -116,6 +115,9 @@ class Comparison:
         self.manifest = manifest
         self._source = source
         self._converted = converted
+        self._tensors: dict[str, list[WrittenTensor]] = {}
+        for tensor in manifest.tensors:
+            self._tensors.setdefault(tensor.weight, []).append(tensor)
 
     def experts_of(self, weight: str) -> int | None:
         """Number of experts, None for a weight without them."""
@@ -135,7 +137,16 @@ class Comparison:
 
     def operands(self, weight: str) -> list[StoredOperand]:
         """What stores a weight, one entry per orientation and rank."""
-        return operands_of(self.manifest, weight)
+        has_experts = self.experts_of(weight) is not None
+        groups: dict[tuple[str, int | None], list[WrittenTensor]] = {}
+        for tensor in self._tensors[weight]:
+            groups.setdefault((tensor.orientation, tensor.tp_rank), []).append(tensor)
+        operands = []
+        for tensors in groups.values():
+            scales = [tensor for tensor in tensors if tensor.layout in SCALES]
+            (values,) = [tensor for tensor in tensors if tensor.layout not in SCALES]
+            operands.append(StoredOperand(values, scales[0] if scales else None, has_experts))
+        return operands
 
     def pair(self, operand: StoredOperand, original_FK: Tensor, expert: int | None) -> Pair:
         """Put the part of the original that an operand stands for beside what it holds."""
@@ -146,28 +157,10 @@ class Comparison:
         return Pair(operand.values.name, wanted, held, stray)
 
     def _ranks(self, weight: str) -> int:
-        ranks = {tensor.tp_rank for tensor in self.manifest.tensors if tensor.weight == weight}
-        return len(ranks)
+        return len({tensor.tp_rank for tensor in self._tensors[weight]})
 
     def _read(self, tensor: WrittenTensor, expert: int | None) -> Tensor:
         return self._converted.read(tensor.file, tensor.name, expert)
-
-
-def operands_of(manifest: Manifest, weight: str) -> list[StoredOperand]:
-    """What stores a converted weight, one entry per orientation and rank."""
-    return list(_operands(manifest, weight))
-
-
-def _operands(manifest: Manifest, weight: str) -> Iterator[StoredOperand]:
-    has_experts = manifest.weights[weight][0].holds_experts or manifest.weights[weight][0].expert is not None
-    groups: dict[tuple[str, int | None], list[WrittenTensor]] = {}
-    for tensor in manifest.tensors:
-        if tensor.weight == weight:
-            groups.setdefault((tensor.orientation, tensor.tp_rank), []).append(tensor)
-    for tensors in groups.values():
-        scales = [tensor for tensor in tensors if tensor.layout in SCALES]
-        values = [tensor for tensor in tensors if tensor not in scales]
-        yield StoredOperand(values[0], scales[0] if scales else None, has_experts)
 
 
 def _part_of(original_FK: Tensor, tensor: WrittenTensor, ranks: int) -> Tensor:

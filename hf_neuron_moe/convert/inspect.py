@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hf_neuron_moe.convert.comparison import Comparison, operands_of
+from hf_neuron_moe.convert.comparison import Comparison
 from hf_neuron_moe.convert.folder import check_checkpoint
 from hf_neuron_moe.convert.manifest import MANIFEST_FILE, Manifest, WrittenTensor, read_manifest
 from hf_neuron_moe.convert.orientations import SCALES, SOURCE
@@ -173,7 +173,7 @@ def _errors(directory: Path, source: Path, manifest: Manifest, progress: Progres
             count = comparison.experts_of(weight)
             for expert in [None] if count is None else range(count):
                 matrix_FK = comparison.original(weight, expert)
-                for operand in operands_of(manifest, weight):
+                for operand in comparison.operands(weight):
                     pair = comparison.pair(operand, matrix_FK, expert)
                     errors[pair.name] = _worse(errors.get(pair.name, math.inf), pair.sqnr)
                 done += matrix_FK.numel() * matrix_FK.itemsize

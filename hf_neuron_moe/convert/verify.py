@@ -11,7 +11,14 @@ from hf_neuron_moe.convert.folder import check_checkpoint, check_conversion
 from hf_neuron_moe.convert.manifest import MANIFEST_FILE, Manifest, read_manifest
 from hf_neuron_moe.convert.probe import LayerProbe, probe_layers
 from hf_neuron_moe.convert.read import open_tensors
-from hf_neuron_moe.convert.verify_files import check_coverage, check_files, check_finite, check_source, readable_files
+from hf_neuron_moe.convert.verify_files import (
+    bad_names,
+    check_coverage,
+    check_files,
+    check_finite,
+    check_source,
+    readable_files,
+)
 from hf_neuron_moe.errors import ConversionError
 
 Progress = Callable[[int, int], None]
@@ -146,6 +153,10 @@ def _check(
     converted = report.directory
     options = manifest.options
     report.done["manifest"] = f"precision {options.precision}, layout {options.layout}, {len(manifest.tensors)} tensors"
+    if found := bad_names(manifest):
+        report.add("manifest", found)
+        report.skipped |= dict.fromkeys(CHECKS[1:], "file names of the manifest are not followed")
+        return
     sizes = [path.stat().st_size for path in converted.iterdir() if path.is_file()]
     total = 2 * sum(sizes) + (sum(manifest.source_files.values()) if source is not None else 0)
     done = 0

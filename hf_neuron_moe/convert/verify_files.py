@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -35,19 +36,17 @@ _FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "
 def check_files(converted: Path, manifest: Manifest, step: Step) -> tuple[Found, str]:
     """Compare every file's bytes with the manifest's checksums."""
     found: Found = []
-    shards = sorted({tensor.file for tensor in manifest.tensors})
+    shards = by_file(manifest)
     expected = manifest.file_sha256 or dict.fromkeys(shards, "")
     for file in shards:
         if file not in expected:
             found.append((MANIFEST_FILE, f"no checksum of {file}"))
     for file, checksum in sorted(expected.items()):
         path = converted / file
-        if not _is_name(file):
-            found.append((MANIFEST_FILE, f"file name {file!r} leads out of the folder"))
-        elif path.is_symlink() or not path.is_file():
+        if path.is_symlink() or not path.is_file():
             found.append((file, "missing"))
         elif file in shards and (not checksum or checksum != sha256_of(path, step)):
-            found += _damage_of(path, [tensor for tensor in manifest.tensors if tensor.file == file], bool(checksum))
+            found += _damage_of(path, shards[file], bool(checksum))
         elif file not in shards and checksum != sha256_of(path, step):
             found.append((file, "its bytes are not those that were written"))
     known = {*expected, *shards}
@@ -61,20 +60,20 @@ def check_coverage(converted: Path, manifest: Manifest) -> tuple[Found, str]:
     """Compare manifest, index and headers, and check that sources fill every weight once and without a gap."""
     found: Found = []
     names = [tensor.name for tensor in manifest.tensors]
-    found += [(name, "twice in the manifest") for name in sorted({name for name in names if names.count(name) > 1})]
+    found += [(name, "twice in the manifest") for name in _repeated(names)]
     stored = {tensor.weight for tensor in manifest.tensors}
     found += [(weight, "no tensor stores it") for weight in sorted(manifest.weights.keys() - stored)]
     found += [
         (weight, "the manifest does not say what it was made of") for weight in sorted(stored - manifest.weights.keys())
     ]
     sources = [piece.source for pieces in manifest.weights.values() for piece in pieces]
-    found += [(name, "used twice") for name in sorted({name for name in sources if sources.count(name) > 1})]
+    found += [(name, "used twice") for name in _repeated(sources)]
     layouts = {tensor.weight: tensor.layout for tensor in manifest.tensors}
     for weight, pieces in manifest.weights.items():
         if layouts.get(weight) not in (None, SOURCE):
             found += [(weight, message) for message in _gaps(pieces)]
-    for file in sorted({tensor.file for tensor in manifest.tensors}):
-        found += _header_differences(converted / file, [tensor for tensor in manifest.tensors if tensor.file == file])
+    for file, tensors in by_file(manifest).items():
+        found += _header_differences(converted / file, tensors)
     found += _index_differences(converted / INDEX_OUT, manifest)
     found += _config_differences(converted / CONFIG_FILE, manifest)
     return found, f"{len(sources)} source tensors in {len(manifest.weights)} weights, {len(names)} stored tensors"
@@ -100,7 +99,7 @@ def check_source(source: Path, manifest: Manifest, step: Step) -> tuple[Found, s
     found: Found = []
     for file, size in sorted(manifest.source_files.items()):
         path = source / file
-        if not _is_name(file) or not path.is_file():
+        if not path.is_file():
             found.append((f"source {file}", "missing"))
         elif path.stat().st_size != size:
             found.append((f"source {file}", f"{path.stat().st_size} bytes, converted were {size}"))
@@ -126,11 +125,24 @@ def check_source(source: Path, manifest: Manifest, step: Step) -> tuple[Found, s
 
 def readable_files(converted: Path, manifest: Manifest) -> set[str]:
     """Shards whose headers are whole and describe what the manifest says."""
-    return {
-        file
-        for file in {tensor.file for tensor in manifest.tensors}
-        if not _header_differences(converted / file, [tensor for tensor in manifest.tensors if tensor.file == file])
-    }
+    return {file for file, tensors in by_file(manifest).items() if not _header_differences(converted / file, tensors)}
+
+
+def by_file(manifest: Manifest) -> dict[str, list[WrittenTensor]]:
+    """The manifest's tensors by shard, in the order of the shards' names."""
+    files: dict[str, list[WrittenTensor]] = {}
+    for tensor in sorted(manifest.tensors, key=lambda tensor: tensor.file):
+        files.setdefault(tensor.file, []).append(tensor)
+    return files
+
+
+def bad_names(manifest: Manifest) -> Found:
+    """File names that lead out of the folder: nothing else may be looked at then."""
+    names = {*by_file(manifest), *manifest.file_sha256, *manifest.source_files}
+    names |= {piece.file for pieces in manifest.weights.values() for piece in pieces}
+    return [
+        (MANIFEST_FILE, f"file name {name!r} leads out of the folder") for name in sorted(names) if not _is_name(name)
+    ]
 
 
 def sha256_of(path: Path, step: Step) -> str:
@@ -141,6 +153,10 @@ def sha256_of(path: Path, step: Step) -> str:
             digest.update(chunk)
             step(len(chunk))
     return digest.hexdigest()
+
+
+def _repeated(names: list[str]) -> list[str]:
+    return sorted(name for name, count in Counter(names).items() if count > 1)
 
 
 def _is_name(file: str) -> bool:

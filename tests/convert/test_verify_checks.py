@@ -303,3 +303,21 @@ def test_probes_are_chosen_by_the_seed(checkpoint, tmp_path):
     assert reports[0] == reports[1]
     assert len({(report["probes"][0]["layer"], report["probes"][0]["expert"]) for report in reports}) > 2
     assert all(len(report["probes"]) == 1 for report in reports)
+
+
+@pytest.mark.parametrize("place", ["shard", "source", "side file"])
+def test_names_that_lead_away_are_not_followed(place, checkpoint, tmp_path):
+    source = checkpoint("llama")
+    convert_checkpoint(source, tmp_path / "dst")
+    path = tmp_path / "dst" / MANIFEST_FILE
+    content = json.loads(path.read_text())
+    if place == "shard":
+        content["tensors"][0]["file"] = "../outside.safetensors"
+    elif place == "source":
+        content["source_files"]["../outside.safetensors"] = 5
+    else:
+        content["file_sha256"]["../outside"] = "0" * 64
+    path.write_text(json.dumps(content))
+    report = verify_checkpoint(tmp_path / "dst", source)
+    assert checks_of(report) == {"manifest"} and "'../outside" in report.findings[0].message
+    assert set(report.skipped) == {"files", "coverage", "finite", "source", "probe"}

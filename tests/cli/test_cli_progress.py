@@ -1,0 +1,88 @@
+"""The progress line of a terminal, the memory it shows, and its absence elsewhere."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hf_neuron_moe.cli.progress import in_words, watching
+
+
+class Terminal(io.StringIO):
+    """A standard error that somebody watches."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_sees_bytes_rate_time_left_and_memory(monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("TERM", "xterm")
+    with watching("converting") as (watch, progress):
+        for step in range(1, 5):
+            time.sleep(0.15)
+            progress(step * 10**6, 10**7)
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", terminal.getvalue())
+    assert re.search(r"converting .*4\.0/10\.0 MB .*\d MB/s .*0:00:\d\d.* peak \d+\.\d [MG]B", shown), shown
+    assert watch.done == 4 * 10**6 and watch.seconds >= 0.6
+
+
+def test_nothing_is_drawn_where_nobody_watches(capsys):
+    with watching("converting") as (watch, progress):
+        progress(5, 10)
+    assert capsys.readouterr() == ("", "")
+    assert watch.done == 5
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
+def test_the_peak_between_two_steps_is_seen():
+    with watching("converting", quiet=True) as (watch, _):
+        time.sleep(0.1)
+        before = watch.peak
+        block = bytearray(b"x" * 60_000_000)
+        time.sleep(0.1)
+        del block
+        time.sleep(0.1)
+    assert watch.peak >= before + 50_000_000
+
+
+def test_results_tell_bytes_time_and_memory(model_dir, run, tmp_path):
+    text = run("convert", model_dir, tmp_path / "one")
+    assert re.search(r"^\d+\.\d kB in \d+\.\d s \(.*B/s\), peak memory \d", text.out, re.MULTILINE), text.out
+    told = json.loads(run("convert", model_dir, tmp_path / "two", "--json").out)
+    assert told["ok"] is True and told["seconds"] > 0
+    assert told["bytes"] == json.loads(run("inspect", tmp_path / "two", "--json").out)["bytes"]
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "words"),
+    [(0, "0 B"), (999, "999 B"), (1500, "1.5 kB"), (2.5e6, "2.5 MB"), (7e9, "7.0 GB"), (3e12, "3.00 TB")],
+)
+def test_sizes_in_words(nbytes, words):
+    assert in_words(nbytes) == words
+
+
+def test_parts_dry_runs_and_resume_through_the_command_line(model_dir, run, tmp_path):
+    size = ["--max-shard-size", "20kB"]
+    dry = json.loads(run("convert", model_dir, tmp_path / "dst", *size, "--dry-run", "--json").out)
+    assert dry["dry_run"] is True and list(tmp_path.iterdir()) == []
+    assert run("convert", model_dir, tmp_path / "one", *size, "--workers", "2", "--resume").code == 0
+    for part in ("1/3", "3/3"):
+        told = json.loads(run("convert", model_dir, tmp_path / "dst", *size, "--part", part, "--json").out)
+        assert (told["ok"], told["part"]) == (True, part)
+    early = run("finalize", model_dir, tmp_path / "dst")
+    assert early.code != 0 and not (tmp_path / "dst").exists()
+    assert "finalize" in run("convert", model_dir, tmp_path / "dst", *size, "--part", "2/3").out
+    done = run("finalize", model_dir, tmp_path / "dst", "--json")
+    assert done.code == 0, done
+    written = {path.name: path.read_bytes() for path in (tmp_path / "dst").iterdir()}
+    assert written == {path.name: path.read_bytes() for path in (tmp_path / "one").iterdir()}
+    assert {name: len(content) for name, content in written.items()} == dry["files"]
