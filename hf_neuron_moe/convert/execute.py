@@ -102,8 +102,7 @@ def workers_for(plan: ConversionPlan, wanted: int) -> int:
 
 def memory_per_worker(plan: ConversionPlan) -> int:
     """Bytes that one worker holds at most: the buffer its weights are made in, and one tensor being read."""
-    pieces = (piece for weight in plan.weights.values() for piece in weight.pieces)
-    return _scratch_bytes(plan) + max(nbytes_of(piece.dtype, piece.shape[-2:]) for piece in pieces) + CHUNK_BYTES
+    return _scratch_bytes(plan) + _read_bytes(plan) + CHUNK_BYTES
 
 
 def bytes_of_all(shards: Iterable[Sequence[WrittenTensor]]) -> int:
@@ -173,6 +172,12 @@ def _scratch_bytes(plan: ConversionPlan) -> int:
     return max(scratch_bytes(plan.weights[name], plan.forms(group)) for (name, _), group in groups.items())
 
 
+def _read_bytes(plan: ConversionPlan) -> int:
+    """Bytes of the largest matrix that is read at a time."""
+    pieces = (piece for weight in plan.weights.values() for piece in weight.pieces)
+    return max(nbytes_of(piece.dtype, piece.shape[-2:]) for piece in pieces)
+
+
 class _Run:
     """State of one call of :func:`make_shards`. Tasks for the workers return the bytes that they have written."""
 
@@ -195,7 +200,9 @@ class _Run:
         self._progress = progress
         self._total = total
         self._done = 0
-        self._scratch: PerThread[Scratch] = PerThread(lambda: Scratch(_scratch_bytes(plan)))
+        self._memory = PerThread(
+            lambda: (Scratch(_scratch_bytes(plan)), torch.empty(_read_bytes(plan), dtype=torch.uint8))
+        )
         self._unhashed: list[str] = []
         self._lock = threading.Lock()
 
@@ -274,15 +281,19 @@ class _Run:
             record.sha256[source.name] = writer.write_parts(source.name, self._copied_parts(source))
             return source.nbytes
 
+        scratch, buffer = self._memory.get()
+
         def read(piece: Piece, expert: int | None) -> torch.Tensor:
-            return self._reader.read(piece.file, piece.source, expert)
+            return self._reader.read(piece.file, piece.source, expert, buffer)
 
         weight = self._plan.weights[group[0].weight]
         rounded: Counter[str] = Counter()
+        streams = [writer.begin(tensor.name) for tensor in group]
         forms = self._plan.forms(group)
-        made = store(weight, forms, read, self._scratch.get(), rounded, on_nonfinite=self._on_nonfinite)
-        for tensor, data in zip(group, made):
-            record.sha256[tensor.name] = writer.write(tensor.name, data)
+        for parts in store(weight, forms, read, scratch, rounded, on_nonfinite=self._on_nonfinite):
+            for stream, part in zip(streams, parts):
+                stream.append(part)
+        record.sha256.update((tensor.name, stream.end()) for tensor, stream in zip(group, streams))
         with self._lock:
             for name in +rounded:
                 record.rounded[name] = record.rounded.get(name, 0) + rounded[name]

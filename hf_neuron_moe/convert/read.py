@@ -18,8 +18,8 @@ import torch
 from hf_neuron_moe.convert import disk
 from hf_neuron_moe.convert.source import ITEM_BYTES, SourceTensor, damaged, read_header
 
-CHUNK_BYTES = 1 << 23
-"""Bytes read at a time where a tensor is only passed on."""
+CHUNK_BYTES = 1 << 20
+"""Bytes read at a time where they are only passed on: what fits a core's cache."""
 
 TORCH_DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8,
@@ -41,8 +41,14 @@ class TensorReader:
         self._files: dict[str, tuple[FileIO, dict[str, SourceTensor]]] = {}
         self._lock = threading.Lock()
 
-    def read(self, file: str, name: str, expert: int | None = None) -> torch.Tensor:
+    def read(self, file: str, name: str, expert: int | None = None, buffer: torch.Tensor | None = None) -> torch.Tensor:
         """Read a tensor; with an expert index, that entry of its first axis.
+
+        Args:
+            file: file of the folder.
+            name: tensor in it.
+            expert: index on the tensor's first axis.
+            buffer: bytes to read into, at least as many as are read: memory that was used before costs less than new.
 
         Raises:
             SourceDamageError: the file is damaged, has no such tensor, or became shorter.
@@ -53,7 +59,8 @@ class TensorReader:
         if expert is not None:
             shape = tensor.shape[1:]
             start += expert * math.prod(shape) * ITEM_BYTES[tensor.dtype]
-        data = torch.empty(math.prod(shape) * ITEM_BYTES[tensor.dtype], dtype=torch.uint8)
+        nbytes = math.prod(shape) * ITEM_BYTES[tensor.dtype]
+        data = torch.empty(nbytes, dtype=torch.uint8) if buffer is None else buffer[:nbytes]
         self._fill(handle, tensor, data.numpy().data, start)
         return data.view(TORCH_DTYPES[tensor.dtype]).view(shape)
 

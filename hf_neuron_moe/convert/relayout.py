@@ -97,7 +97,7 @@ class Scratch:
 
 def scratch_bytes(weight: FusedWeight, forms: tuple[StoredForm, ...]) -> int:
     """Scratch memory that :func:`store` needs for one rank's part of a weight."""
-    sizes = [nbytes_of(form.dtype, form.shape) for form in forms]
+    sizes = [nbytes_of(form.dtype, _shape_of_part(weight, form)) for form in forms]
     if not _is_plain(forms[0].layout):
         sizes.append(nbytes_of("BF16", forms[0].part.shape))
     return sum(size + -size % SCRATCH_ALIGNMENT for size in sizes)
@@ -111,12 +111,13 @@ def store(
     rounded: Counter[str],
     *,
     on_nonfinite: str = "keep",
-) -> list[torch.Tensor]:
-    """Read a weight's pieces and return its tensors, one per stored form: MX codes as uint8, words as the carriers.
+) -> Iterator[list[torch.Tensor]]:
+    """Read a weight's pieces and give its tensors, one per stored form: MX codes as uint8, words as the carriers.
 
-    The result lies in `scratch` and is valid until the next call with it. Beyond it, one piece, or one expert's matrix
-    of a piece that holds all, and chunks of a few megabytes are held. May run in several threads, each with its own
-    `scratch` and `rounded`.
+    Weights with experts come expert by expert: joined along a new first axis, the parts are the tensors. A dense weight
+    is one part. Parts lie in `scratch` and are valid until the next one is asked for. Beyond it, one piece, or one
+    expert's matrix of a piece that holds all, and chunks of a few megabytes are held; a piece is done with before the
+    next is read. May run in several threads, each with its own `scratch` and `rounded`.
 
     Args:
         weight: the weight.
@@ -131,28 +132,28 @@ def store(
     """
     scratch.clear()
     first = forms[0]
+    plain = _is_plain(first.layout)
     fill = _Filler(read, rounded, check=on_nonfinite == "error", part=first.part)
-    if _is_plain(first.layout):
-        stored = scratch.take(first.shape, torch.bfloat16)
-        fused = _fused_view(stored, first.layout, has_experts=weight.has_experts)
-        if first.part.padding:
-            stored.zero_()
-        for piece in weight.pieces:
-            for expert in range(piece.shape[0]) if piece.holds_experts else (piece.expert,):
-                fill(piece, expert, fused if expert is None else fused[expert])
-        return [stored]
-    stored_all = [scratch.take(form.shape, _STORED_DTYPES[form.dtype]) for form in forms]
+    stored = [scratch.take(_shape_of_part(weight, form), _STORED_DTYPES[form.dtype]) for form in forms]
     # Through bf16 whatever the source is: the kernels, and patched blocks, quantize bf16 weights.
-    matrix_FK = scratch.take(first.part.shape, torch.bfloat16)
+    if plain:
+        matrix_FK = _fused_view(stored[0], first.layout, has_experts=weight.has_experts)
+    else:
+        matrix_FK = scratch.take(first.part.shape, torch.bfloat16)
     if first.part.padding:
         matrix_FK.zero_()
     for expert in range(weight.shape[0]) if weight.has_experts else (None,):
         for piece in weight.pieces:
             if piece.expert in (None, expert):
                 fill(piece, expert, matrix_FK)
-        places = [tensor if expert is None else tensor[expert] for tensor in stored_all]
-        encode(matrix_FK, forms, places, gate_up=weight.is_gate_up)
-    return stored_all
+        if not plain:
+            encode(matrix_FK, forms, stored, gate_up=weight.is_gate_up)
+        yield stored
+
+
+def _shape_of_part(weight: FusedWeight, form: StoredForm) -> tuple[int, ...]:
+    """Shape of what :func:`store` gives at a time."""
+    return form.shape[1:] if weight.has_experts else form.shape
 
 
 def restore(

@@ -6,6 +6,7 @@ import hashlib
 import json
 import struct
 from collections.abc import Iterable, Mapping
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
@@ -49,6 +50,30 @@ def in_file_order(entries: Iterable[Entry]) -> list[Entry]:
     return sorted(entries, key=lambda entry: (-_DTYPE_RANK[entry.dtype], entry.name))
 
 
+class TensorStream:
+    """One tensor of a shard, written front to back."""
+
+    def __init__(self, file: FileIO, name: str, start: int, nbytes: int) -> None:
+        self._file = file
+        self._name = name
+        self._position = start
+        self._stop = start + nbytes
+        self._digest = hashlib.sha256()
+
+    def append(self, part: torch.Tensor) -> None:
+        """Write the next bytes; `part` may be changed afterwards."""
+        data = bytes_of(part)
+        assert self._position + data.nbytes <= self._stop, f"{self._name}: too long"
+        disk.write_at(self._file, data, self._position)
+        self._digest.update(data)
+        self._position += data.nbytes
+
+    def end(self) -> str:
+        """SHA-256 of what was written, which must be all."""
+        assert self._position == self._stop, f"{self._name}: too short"
+        return self._digest.hexdigest()
+
+
 class ShardWriter:
     """A safetensors file being written; a context manager that leaves it complete and synced, or raises.
 
@@ -87,17 +112,14 @@ class ShardWriter:
             name: an entry that was not written yet.
             parts: tensors whose bytes, one after the other, are the tensor; each is used before the next is asked for.
         """
-        start, nbytes = self._left.pop(name)
-        digest = hashlib.sha256()
-        position = start
+        stream = self.begin(name)
         for part in parts:
-            data = bytes_of(part)
-            assert position + data.nbytes <= start + nbytes, f"{name}: too long"
-            disk.write_at(self._file, data, position)
-            digest.update(data)
-            position += data.nbytes
-        assert position == start + nbytes, f"{name}: too short"
-        return digest.hexdigest()
+            stream.append(part)
+        return stream.end()
+
+    def begin(self, name: str) -> TensorStream:
+        """Start an entry that was not written yet; its bytes are appended to what this gives."""
+        return TensorStream(self._file, name, *self._left.pop(name))
 
     def __enter__(self) -> ShardWriter:
         return self
