@@ -1,0 +1,195 @@
+"""Ranks, padding and pieces of any shape: every value has one place, and comes back from it."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from hf_neuron_moe.convert import ConvertOptions
+from hf_neuron_moe.convert.manifest import Piece, WrittenTensor
+from hf_neuron_moe.convert.orientations import StoredForm, stored_forms
+from hf_neuron_moe.convert.relayout import Scratch, restore, scratch_bytes, store
+from hf_neuron_moe.convert.tensor_parallel import FusedWeight, Part, part_of
+from hf_neuron_moe.errors import ConversionError, SourceDamageError
+from hf_neuron_moe.formats import fake_quantize_mx
+
+SIZES = st.integers(1, 40)
+
+
+def weight_of(role: str, hidden: int, inner: int, cuts: list[int], experts: int = 0) -> FusedWeight:
+    """A weight whose rows come from one source tensor per cut (and expert); expert 0 means a dense one."""
+    rows, columns = (2 * inner, hidden) if role == "gate_up_proj" else (hidden, inner)
+    edges = sorted({0, rows, *(cut % rows for cut in cuts)})
+    pieces = tuple(
+        Piece(f"{expert}.{start}", "file", "BF16", (stop - start, columns), expert, start)
+        for expert in (range(experts) if experts else (None,))
+        for start, stop in itertools.pairwise(edges)
+    )
+    shape = (experts, rows, columns) if experts else (rows, columns)
+    return FusedWeight(f"mlp.{role}", shape, pieces)
+
+
+@given(
+    st.sampled_from(["gate_up_proj", "down_proj"]), SIZES, SIZES, st.lists(SIZES), st.integers(1, 5), st.integers(1, 9)
+)
+def test_every_value_has_one_place_on_one_rank_and_the_rest_is_zeros(role, hidden, inner, cuts, ranks, step):
+    weight = weight_of(role, hidden, inner, cuts)
+    padded = None if step == 1 else lambda axis, size: -(-size // step) * step
+    try:
+        parts = [part_of(weight, rank, ranks, padded) for rank in range(ranks)]
+    except ConversionError:
+        assert (inner % ranks and padded is None) or -(-inner // ranks) * (ranks - 1) >= inner
+        return
+    whole = torch.arange(1.0, weight.shape[0] * weight.shape[1] + 1).view(weight.shape)
+    placed = []
+    for part in parts:
+        matrix = torch.zeros(part.shape)
+        for piece in weight.pieces:
+            for block in part.blocks(piece.rows):
+                values = whole[piece.rows][block.rows, block.columns]
+                place = matrix[block.row : block.row + len(values), block.column : block.column + values.shape[1]]
+                assert not place.any(), "two values in one place"
+                place.copy_(values)
+        placed.append(matrix)
+        zeros = part.padding
+        assert matrix.count_nonzero() == (hidden * (part.stop - part.start)) * (2 if part.gate_up else 1)
+        assert (
+            zeros.get("H", 0) == part.padded_hidden - hidden
+            and part.width - zeros.get("I", 0) == part.stop - part.start
+        )
+    assert torch.equal(torch.cat([m[m != 0] for m in placed]).sort().values, whole.flatten())
+    joined = _join(placed, parts)
+    assert torch.equal(joined, whole)
+
+
+def _join(matrices: list[torch.Tensor], parts: list[Part]) -> torch.Tensor:
+    """Put ranks together as one reads it in a paper: gate rows of all ranks, then up rows; or columns of all ranks."""
+    if not parts[0].gate_up:
+        return torch.cat([m[: p.hidden, : p.stop - p.start] for m, p in zip(matrices, parts)], dim=1)
+    halves = [[m[h * p.width :][: p.stop - p.start, : p.hidden] for m, p in zip(matrices, parts)] for h in (0, 1)]
+    return torch.cat([torch.cat(half) for half in halves])
+
+
+def run(
+    weight: FusedWeight, options: ConvertOptions, source: dict[str, torch.Tensor], **how: str
+) -> tuple[list[WrittenTensor], dict[str, torch.Tensor], Counter[str]]:
+    """Store all ranks of a weight: descriptions, tensors by name, and counts of rounded values."""
+
+    def read(piece: Piece, expert: int | None, rows: slice | None = None) -> torch.Tensor:
+        tensor = source[piece.source] if expert is None else source[piece.source][expert]
+        return tensor if rows is None else tensor[rows]
+
+    written: list[WrittenTensor] = []
+    made: dict[str, torch.Tensor] = {}
+    rounded: Counter[str] = Counter()
+    for rank in range(options.tp_degree) if options.tp_degree > 1 else (None,):
+        forms: tuple[StoredForm, ...] = stored_forms(weight, options, rank)
+        parts: list[list[torch.Tensor]] = [[] for _ in forms]
+        scratch = Scratch(scratch_bytes(weight, forms))
+        for tensors in store(weight, forms, read, scratch, rounded, **how):
+            for place, tensor in zip(parts, tensors, strict=True):
+                place.append(tensor.clone())
+        for form, place in zip(forms, parts):
+            tensor = form.written(weight.name)
+            written.append(tensor)
+            made[tensor.name] = torch.stack(place) if weight.has_experts else place[0]
+            assert made[tensor.name].shape == form.shape
+    return written, made, rounded
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_what_is_stored_comes_back_whatever_the_pieces_and_options_are(data):
+    draw = data.draw
+    precision = draw(st.sampled_from(["bf16", "mxfp8", "mxfp4"]))
+    role, experts = draw(st.sampled_from(["gate_up_proj", "down_proj"])), draw(st.integers(0, 3))
+    multiple = 1 if precision == "bf16" else 32
+    options = ConvertOptions(
+        precision,
+        "kernel" if precision == "mxfp4" else draw(st.sampled_from(["fused", "kernel"])),
+        purpose=draw(st.sampled_from(["inference"] if precision == "mxfp4" else ["inference", "training"])),
+        tp_degree=draw(st.integers(1, 3)),
+    )
+    options = replace(options, pad=options.layout == "kernel" and draw(st.booleans()))
+    hidden, inner = draw(st.integers(1, 5)) * multiple, draw(st.integers(1, 5)) * multiple * options.tp_degree
+    weight = weight_of(role, hidden, inner, draw(st.lists(st.integers(0, 200), max_size=3)), experts)
+    fused = draw(st.booleans()) and experts
+    shape = weight.shape
+    if fused:
+        transposed = draw(st.booleans())
+        on_disk = (shape[0], *shape[:0:-1]) if transposed else shape
+        weight = replace(weight, pieces=(Piece("all", "file", "BF16", on_disk, None, 0, transposed),))
+    source = {piece.source: torch.randn(piece.shape).bfloat16() for piece in weight.pieces}
+    try:
+        written, made, rounded = run(weight, options, source)
+    except ConversionError:
+        words = options.quantized and options.layout == "kernel" and options.purpose == "inference"
+        assume(not (words and not options.pad))  # H is no multiple of 512
+        raise
+    assert not rounded.total()
+    for piece in weight.pieces:
+
+        def read(index: int, expert: int | None) -> torch.Tensor:
+            tensor = made[written[index].name]
+            return tensor if expert is None else tensor[expert]
+
+        back = restore(piece, written, read)
+        assert back.shape == piece.shape and back.dtype == torch.bfloat16
+        original = source[piece.source]
+        stays = precision == "bf16" or (precision == "mxfp4" and not experts)
+        if stays:
+            assert torch.equal(back, original)
+        else:
+            # e4m3 is within 2**-4 of the value and of the block's grid, e2m1 within a quarter or half the grid's step.
+            bound = {"mxfp8": 2**-3, "mxfp4": 0.5}[precision]
+            assert (back - original).norm() <= bound * original.norm()
+            assert not torch.equal(back, torch.zeros_like(back))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("role", ["gate_up_proj", "down_proj"])
+def test_transposed_sources_are_stored_like_others(role, transposed):
+    matrix = torch.randn(3, 64, 96).bfloat16()
+    on_disk = matrix.transpose(1, 2).contiguous() if transposed else matrix
+    weight = FusedWeight(
+        f"x.{role}", (3, 64, 96), (Piece("w", "f", "BF16", tuple(on_disk.shape), None, 0, transposed),)
+    )
+    for options in (
+        ConvertOptions("bf16", "fused"),
+        ConvertOptions("bf16", "kernel"),
+        ConvertOptions("mxfp8", "fused"),
+    ):
+        written, made, _ = run(weight, options, {"w": on_disk})
+        plain = FusedWeight(f"x.{role}", (3, 64, 96), (Piece("w", "f", "BF16", (3, 64, 96)),))
+        _, expected, _ = run(plain, options, {"w": matrix})
+        assert made.keys() == expected.keys()
+        assert all(torch.equal(made[name], expected[name]) for name in made)
+        back = restore(weight.pieces[0], written, lambda index, expert, w=written, m=made: m[w[index].name][expert])
+        wanted = fake_quantize_mx(on_disk, 1 if transposed else 2).bfloat16() if options.quantized else on_disk
+        assert torch.equal(back, wanted)
+
+
+def test_rounded_values_are_counted_once_over_all_ranks():
+    values = torch.full((32, 48), 1.0)
+    values[3, 5], values[7, 40], values[30, 20] = 1 + 2**-9, 1 + 2**-10, 3.4e38
+    weight = FusedWeight("x.down_proj", (32, 48), (Piece("w", "f", "F32", (32, 48)),))
+    for ranks in (1, 2, 3):
+        _, _, rounded = run(weight, ConvertOptions("bf16", "fused", tp_degree=ranks), {"w": values})
+        assert rounded == {"w": 3}
+
+
+def test_a_rank_sees_nonfinite_values_of_its_own_part_only():
+    values = torch.ones(32, 48)
+    values[3, 47] = float("nan")
+    weight = FusedWeight("x.down_proj", (32, 48), (Piece("w", "f", "F32", (32, 48)),))
+    options = ConvertOptions("bf16", "kernel", tp_degree=2)
+    with pytest.raises(SourceDamageError, match="f: w must be of finite values"):
+        run(weight, options, {"w": values}, on_nonfinite="error")
+    _, made, _ = run(weight, options, {"w": values}, on_nonfinite="keep")
+    assert made["x.down_proj.tp0"].isfinite().all() and made["x.down_proj.tp1"].isnan().sum() == 1
