@@ -15,7 +15,8 @@ from torch import nn
 from hf_neuron_moe.modules.activation import describe_activation, is_silu
 from hf_neuron_moe.modules.block import has_call_hooks
 
-EXPERT_FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm")
+EXPERT_FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
+"""Set by every transformers version since 5.17; later ones add ``has_post_expert_norm``."""
 
 _FLAG_RULES: tuple[tuple[str, bool, str], ...] = (
     ("has_gate", True, "it has no gate projection"),
@@ -28,7 +29,7 @@ _FLAG_RULES: tuple[tuple[str, bool, str], ...] = (
 
 def is_decorated_experts(module: nn.Module) -> bool:
     """Return whether `module` carries the flags that ``use_experts_implementation`` sets."""
-    return all(flag in module.__dict__ for flag in (*EXPERT_FLAGS, "_is_expert_parallel"))
+    return all(flag in module.__dict__ for flag in EXPERT_FLAGS)
 
 
 @cache
@@ -54,8 +55,9 @@ def why_not_swiglu_experts(module: Any) -> str | None:
     if forward.__code__ is not _dispatching_forward() or "forward" in module.__dict__:
         return "its forward is not the one that use_experts_implementation installs"
     for flag, needed, meaning in _FLAG_RULES:
-        if bool(getattr(module, flag)) is not needed:
-            return f"{meaning} ({flag}={getattr(module, flag)})"
+        value = getattr(module, flag, needed)  # a version without the flag has no experts it would describe
+        if bool(value) is not needed:
+            return f"{meaning} ({flag}={value})"
     if "_apply_gate" in module.__dict__ or type(module)._apply_gate is not _default_apply_gate:
         return f"its gate is not silu(gate) * up: {type(module).__name__} defines its own _apply_gate"
     activation = getattr(module, "act_fn", None)

@@ -115,6 +115,8 @@ def test_transposed_experts_keep_their_parameters(home: str) -> None:
     for param in block.parameters():
         nn.init.normal_(param, std=0.2)
     experts = block["experts"]
+    if not hasattr(experts, "is_transposed"):
+        pytest.skip("this transformers does not mark Aria's experts with use_experts_implementation")
     assert experts.is_transposed
     before = [id(param) for param in block.parameters()]
     hidden_TH, weights_TK = torch.randn(5, 16), torch.rand(5, 2)
