@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 _WHERE = "from_pretrained"
 
+_BACKWARD_OPERANDS = r"(gate_up|down)_proj(\.weight)?_T(_scale)?$"
+"""Transposed operands of a conversion for training: the device's own backward reads them, this one does not."""
+
 
 class NeuronMoEQuantizer(HfQuantizer):
     """Loads what ``hf-neuron-moe convert`` wrote.
@@ -98,14 +101,13 @@ class NeuronMoEQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         from hf_neuron_moe.quantizers.placement import place
-        from hf_neuron_moe.quantizers.stored import read_stored
+        from hf_neuron_moe.quantizers.stored import FORWARD, read_stored
 
         stored = read_stored(kwargs.get("checkpoint_files") or [])
         self.placement = place(model, stored)
-        backward = {name for name, tensor in stored.items() if tensor.orientation != "forward"}
-        if backward:  # read by the device's kernels only
+        if any(tensor.orientation != FORWARD for tensor in stored.values()):
             ignored = set(model._keys_to_ignore_on_load_unexpected or ())
-            model._keys_to_ignore_on_load_unexpected = ignored | {r"_T(_scale)?$"}
+            model._keys_to_ignore_on_load_unexpected = ignored | {_BACKWARD_OPERANDS}
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any = None) -> list[Any]:
         """Leave out the converters that would take converted tensors for source ones of the same name."""

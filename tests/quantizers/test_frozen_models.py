@@ -180,3 +180,14 @@ def test_saving_patching_and_unknown_activations_are_refused(converted: Converte
 def test_what_a_block_says_of_itself(converted: Converted) -> None:
     text = repr(load(converted("llama", precision="mxfp8", layout="kernel")))
     assert "frozen e4m3fn, swizzled, H=128, I=256" in text
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_a_frozen_model_is_one_graph(converted: Converted, family: str) -> None:
+    model = load(converted(family, precision="mxfp8"))
+    expected = logits(model)
+    torch._dynamo.reset()
+    try:
+        assert torch.equal(logits(torch.compile(model, backend="eager", fullgraph=True)), expected)
+    finally:
+        torch._dynamo.reset()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModel
+from transformers import AutoModel, AutoModelForCausalLM
 
 from hf_neuron_moe import patch_model
 from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
@@ -59,6 +59,18 @@ def test_the_other_options_change_no_result(
 ) -> None:
     expected = logits(patched(source(family), options["precision"]))
     assert torch.equal(logits(load(converted(family, **options))), expected)
+
+
+@pytest.mark.parametrize("options", [*TARGETS, {"precision": "mxfp8", "purpose": "lora"}], ids=str)
+@pytest.mark.parametrize("headless", [False, True])
+def test_nothing_is_reported_missing_or_left_over(
+    converted: Converted, options: dict[str, Any], headless: bool
+) -> None:
+    kind = AutoModel if headless else AutoModelForCausalLM
+    for family in ("llama", "qwen2_moe"):
+        _, report = kind.from_pretrained(converted(family, **options), output_loading_info=True)
+        assert report.pop("unexpected_keys") == ({"lm_head.weight"} if headless else set())
+        assert not any(report.values()), report
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, "auto", "bfloat16"])
