@@ -210,7 +210,9 @@ def _relayout_cost(weight: FusedWeight, options: ConvertOptions) -> float:
     scratch = Scratch(scratch_bytes(sample, forms))
 
     def work() -> None:
-        for _ in store(sample, forms, lambda *_: values, scratch, Counter(), on_nonfinite="error"):
+        for _ in store(
+            sample, forms, lambda piece, expert, rows: values[rows], scratch, Counter(), on_nonfinite="error"
+        ):
             pass
 
     return _fastest(work) / (F * K)

@@ -19,7 +19,7 @@ from hf_neuron_moe.convert.manifest import Piece, WrittenTensor, header_metadata
 from hf_neuron_moe.convert.nonfinite import check_finite
 from hf_neuron_moe.convert.plan import ConversionPlan
 from hf_neuron_moe.convert.read import CHUNK_BYTES, TORCH_DTYPES, TensorReader, open_tensors
-from hf_neuron_moe.convert.relayout import SOURCE, Scratch, scratch_bytes, store
+from hf_neuron_moe.convert.relayout import SOURCE, Scratch, read_bytes, scratch_bytes, store
 from hf_neuron_moe.convert.resume import Job, ShardRecord, version_of
 from hf_neuron_moe.convert.shard import Entry, ShardWriter, in_file_order, shard_header
 from hf_neuron_moe.convert.source import SourceTensor, damaged, nbytes_of
@@ -173,9 +173,8 @@ def _scratch_bytes(plan: ConversionPlan) -> int:
 
 
 def _read_bytes(plan: ConversionPlan) -> int:
-    """Bytes of the largest matrix that is read at a time."""
-    pieces = (piece for weight in plan.weights.values() for piece in weight.pieces)
-    return max(nbytes_of(piece.dtype, piece.shape[-2:]) for piece in pieces)
+    """Bytes that are read at a time, at most."""
+    return max(read_bytes(piece) for weight in plan.weights.values() for piece in weight.pieces)
 
 
 class _Run:
@@ -283,8 +282,8 @@ class _Run:
 
         scratch, buffer = self._memory.get()
 
-        def read(piece: Piece, expert: int | None) -> torch.Tensor:
-            return self._reader.read(piece.file, piece.source, expert, buffer)
+        def read(piece: Piece, expert: int | None, rows: slice) -> torch.Tensor:
+            return self._reader.read(piece.file, piece.source, expert, buffer, rows)
 
         weight = self._plan.weights[group[0].weight]
         rounded: Counter[str] = Counter()

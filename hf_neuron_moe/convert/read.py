@@ -41,14 +41,22 @@ class TensorReader:
         self._files: dict[str, tuple[FileIO, dict[str, SourceTensor]]] = {}
         self._lock = threading.Lock()
 
-    def read(self, file: str, name: str, expert: int | None = None, buffer: torch.Tensor | None = None) -> torch.Tensor:
-        """Read a tensor; with an expert index, that entry of its first axis.
+    def read(
+        self,
+        file: str,
+        name: str,
+        expert: int | None = None,
+        buffer: torch.Tensor | None = None,
+        rows: slice | None = None,
+    ) -> torch.Tensor:
+        """Read a tensor; with an expert index, that entry of its first axis; with rows, these of its then first axis.
 
         Args:
             file: file of the folder.
             name: tensor in it.
             expert: index on the tensor's first axis.
             buffer: bytes to read into, at least as many as are read: memory that was used before costs less than new.
+            rows: a range without step.
 
         Raises:
             SourceDamageError: the file is damaged, has no such tensor, or became shorter.
@@ -59,6 +67,9 @@ class TensorReader:
         if expert is not None:
             shape = tensor.shape[1:]
             start += expert * math.prod(shape) * ITEM_BYTES[tensor.dtype]
+        if rows is not None:
+            start += rows.start * math.prod(shape[1:]) * ITEM_BYTES[tensor.dtype]
+            shape = (rows.stop - rows.start, *shape[1:])
         nbytes = math.prod(shape) * ITEM_BYTES[tensor.dtype]
         data = torch.empty(nbytes, dtype=torch.uint8) if buffer is None else buffer[:nbytes]
         self._fill(handle, tensor, data.numpy().data, start)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
-from hf_neuron_moe.convert.codecs import copy_transposed, decode, encode
+from hf_neuron_moe.convert.codecs import TRANSPOSED_ROWS, copy_transposed, decode, encode
 from hf_neuron_moe.convert.manifest import Piece, WrittenTensor
 from hf_neuron_moe.convert.nonfinite import check_finite
 from hf_neuron_moe.convert.options import FORWARD
@@ -38,6 +38,7 @@ __all__ = [
     "ReadStored",
     "Scratch",
     "StoredForm",
+    "read_bytes",
     "restore",
     "scratch_bytes",
     "store",
@@ -65,8 +66,12 @@ CHUNK_ELEMENTS = 1 << 20
 SCRATCH_ALIGNMENT = 64
 """Bytes; a cache line, and a multiple of every dtype."""
 
-ReadPiece = Callable[[Piece, int | None], torch.Tensor]
-"""Reads a piece; with an expert index, that expert's matrix of a piece that holds all experts."""
+READ_BYTES = 1 << 22
+"""Bytes of a source tensor read at a time: what is read is copied on while it is in the cache."""
+
+ReadPiece = Callable[[Piece, int | None, slice], torch.Tensor]
+"""Reads rows of a piece's matrix, as the source has it; with an expert index, of that expert's matrix of a piece that
+holds all experts."""
 
 ReadStored = Callable[[int, int | None], torch.Tensor]
 """Reads the i-th tensor of a converted weight; with an expert index, that expert's part."""
@@ -103,6 +108,12 @@ def scratch_bytes(weight: FusedWeight, forms: tuple[StoredForm, ...]) -> int:
     return sum(size + -size % SCRATCH_ALIGNMENT for size in sizes)
 
 
+def read_bytes(piece: Piece) -> int:
+    """Memory that :func:`store` needs to read a piece."""
+    rows, columns = piece.shape[-2:]
+    return nbytes_of(piece.dtype, (min(rows, _rows_per_read(piece)), columns))
+
+
 def store(
     weight: FusedWeight,
     forms: tuple[StoredForm, ...],
@@ -115,9 +126,9 @@ def store(
     """Read a weight's pieces and give its tensors, one per stored form: MX codes as uint8, words as the carriers.
 
     Weights with experts come expert by expert: joined along a new first axis, the parts are the tensors. A dense weight
-    is one part. Parts lie in `scratch` and are valid until the next one is asked for. Beyond it, one piece, or one
-    expert's matrix of a piece that holds all, and chunks of a few megabytes are held; a piece is done with before the
-    next is read. May run in several threads, each with its own `scratch` and `rounded`.
+    is one part. Parts lie in `scratch` and are valid until the next one is asked for. Beyond it, :func:`read_bytes` and
+    chunks of a few megabytes are held; what was read is done with before more is. May run in several threads, each with
+    its own `scratch` and `rounded`.
 
     Args:
         weight: the weight.
@@ -202,25 +213,35 @@ class _Filler:
         self._read, self._rounded, self._check, self._part = read, rounded, check, part
 
     def __call__(self, piece: Piece, expert: int | None, matrix_FK: torch.Tensor) -> None:
-        blocks = list(self._part.blocks(piece.rows))
-        if not blocks:
-            return
-        values_FK = _rows_first(self._read(piece, expert if piece.holds_experts else None), piece)
-        for block in blocks:
-            values = values_FK[block.rows, block.columns]
-            if self._check:
-                check_finite(values, file=piece.file, name=piece.source)
-            rows, columns = values.shape
-            place = matrix_FK[block.row : block.row + rows, block.column : block.column + columns]
-            self._rounded[piece.source] += _copy(place, values)
+        for block in self._part.blocks(piece.rows):
+            # Rows of the source are rows of the block, or its columns where the source is transposed.
+            wanted, others = (block.columns, block.rows) if piece.transposed else (block.rows, block.columns)
+            step = _rows_per_read(piece)
+            for start in range(wanted.start, wanted.stop, step):
+                rows = slice(start, min(start + step, wanted.stop))
+                read = self._read(piece, expert if piece.holds_experts else None, rows)[:, others]
+                if self._check:
+                    check_finite(read, file=piece.file, name=piece.source)
+                values, done = _rows_first(read, piece), start - wanted.start
+                row, column = (block.row, done) if piece.transposed else (block.row + done, 0)
+                place = matrix_FK[row : row + values.shape[0], column : column + values.shape[1]]
+                self._rounded[piece.source] += _copy(place, values)
+
+
+def _rows_per_read(piece: Piece) -> int:
+    """Rows of a piece's matrix to read at a time: whole pieces of those that are transposed together."""
+    rows = max(1, READ_BYTES // nbytes_of(piece.dtype, piece.shape[-1:]))
+    return rows - rows % TRANSPOSED_ROWS if rows > TRANSPOSED_ROWS else rows
 
 
 def _copy(place: torch.Tensor, values: torch.Tensor) -> int:
     """Copy `values` into bf16 memory; return how many of them do not come back from there bit for bit."""
-    if place.stride(-1) != 1:
-        copy_transposed(place.t(), values)
-    else:
+    if (place.stride(-1) == 1) == (values.stride(-1) == 1):
         place.copy_(values)
+    elif place.stride(-1) == 1:
+        copy_transposed(place, values.t())
+    else:
+        copy_transposed(place.t(), values)
     if values.dtype not in _BITS:
         return 0
     bits = _BITS[values.dtype]

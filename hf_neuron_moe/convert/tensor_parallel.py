@@ -61,12 +61,11 @@ def is_gate_up(name: str) -> bool:
 
 
 class Block(NamedTuple):
-    """Where values of a source piece go: rows and columns in the piece, and the place of the first in the matrix."""
+    """Where values of a source piece go: rows and columns in the piece, and the first's row in the matrix, column 0."""
 
     rows: slice
     columns: slice
     row: int
-    column: int = 0
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -239,8 +241,13 @@ def test_a_tensor_does_not_depend_on_the_shard_size(checkpoint, tmp_path):
 
 def test_stock_transformers_stops_instead_of_misreading_a_conversion(checkpoint, tmp_path):
     convert_checkpoint(checkpoint("mixtral"), tmp_path / "dst", ConvertOptions("bf16", "kernel"))
-    with pytest.raises(OSError, match="no file named"):
-        AutoModelForCausalLM.from_pretrained(tmp_path / "dst")
+    # In a process of its own: this one has imported the package, which can read it.
+    code = "import sys; from transformers import AutoModelForCausalLM as A; A.from_pretrained(sys.argv[1])"
+    result = subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "dst"], capture_output=True, text=True, cwd=tmp_path, check=False
+    )
+    assert result.returncode != 0
+    assert "no file named" in result.stderr
 
 
 def test_progress_ends_at_the_planned_size(checkpoint, tmp_path):

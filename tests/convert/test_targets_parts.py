@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from hf_neuron_moe.convert import ConvertOptions
 from hf_neuron_moe.convert.manifest import Piece, WrittenTensor
 from hf_neuron_moe.convert.orientations import StoredForm, stored_forms
-from hf_neuron_moe.convert.relayout import Scratch, restore, scratch_bytes, store
+from hf_neuron_moe.convert.relayout import Scratch, read_bytes, restore, scratch_bytes, store
 from hf_neuron_moe.convert.tensor_parallel import FusedWeight, Part, part_of
 from hf_neuron_moe.errors import ConversionError, SourceDamageError
-from hf_neuron_moe.formats import fake_quantize_mx
+from hf_neuron_moe.formats import fake_quantize_mx, quantize_mx, unswizzle
 
 SIZES = st.integers(1, 40)
 
@@ -53,7 +53,7 @@ def test_every_value_has_one_place_on_one_rank_and_the_rest_is_zeros(role, hidde
         for piece in weight.pieces:
             for block in part.blocks(piece.rows):
                 values = whole[piece.rows][block.rows, block.columns]
-                place = matrix[block.row : block.row + len(values), block.column : block.column + values.shape[1]]
+                place = matrix[block.row : block.row + len(values), : values.shape[1]]
                 assert not place.any(), "two values in one place"
                 place.copy_(values)
         placed.append(matrix)
@@ -81,9 +81,11 @@ def run(
 ) -> tuple[list[WrittenTensor], dict[str, torch.Tensor], Counter[str]]:
     """Store all ranks of a weight: descriptions, tensors by name, and counts of rounded values."""
 
-    def read(piece: Piece, expert: int | None, rows: slice | None = None) -> torch.Tensor:
+    def read(piece: Piece, expert: int | None, rows: slice) -> torch.Tensor:
         tensor = source[piece.source] if expert is None else source[piece.source][expert]
-        return tensor if rows is None else tensor[rows]
+        assert len(tensor[rows]) == rows.stop - rows.start > 0
+        assert tensor[rows].nbytes <= read_bytes(piece)
+        return tensor[rows].clone()
 
     written: list[WrittenTensor] = []
     made: dict[str, torch.Tensor] = {}
@@ -152,9 +154,12 @@ def test_what_is_stored_comes_back_whatever_the_pieces_and_options_are(data):
             assert not torch.equal(back, torch.zeros_like(back))
 
 
+@pytest.mark.parametrize("read_at_a_time", [None, 1, 1000])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("role", ["gate_up_proj", "down_proj"])
-def test_transposed_sources_are_stored_like_others(role, transposed):
+def test_transposed_sources_are_stored_like_others(role, transposed, read_at_a_time, monkeypatch):
+    if read_at_a_time:
+        monkeypatch.setattr("hf_neuron_moe.convert.relayout.READ_BYTES", read_at_a_time)
     matrix = torch.randn(3, 64, 96).bfloat16()
     on_disk = matrix.transpose(1, 2).contiguous() if transposed else matrix
     weight = FusedWeight(
@@ -166,10 +171,13 @@ def test_transposed_sources_are_stored_like_others(role, transposed):
         ConvertOptions("mxfp8", "fused"),
     ):
         written, made, _ = run(weight, options, {"w": on_disk})
-        plain = FusedWeight(f"x.{role}", (3, 64, 96), (Piece("w", "f", "BF16", (3, 64, 96)),))
-        _, expected, _ = run(plain, options, {"w": matrix})
-        assert made.keys() == expected.keys()
-        assert all(torch.equal(made[name], expected[name]) for name in made)
+        if options.quantized:
+            mx = [quantize_mx(expert) for expert in matrix]
+            values = torch.stack([unswizzle(expert.codes) for expert in mx])
+            assert torch.equal(made[f"x.{role}_scale"], torch.stack([expert.scales for expert in mx]))
+        else:
+            values = matrix.transpose(1, 2) if options.layout == "kernel" else matrix
+        assert torch.equal(made[f"x.{role}"], values)
         back = restore(weight.pieces[0], written, lambda index, expert, w=written, m=made: m[w[index].name][expert])
         wanted = fake_quantize_mx(on_disk, 1 if transposed else 2).bfloat16() if options.quantized else on_disk
         assert torch.equal(back, wanted)
@@ -193,3 +201,20 @@ def test_a_rank_sees_nonfinite_values_of_its_own_part_only():
         run(weight, options, {"w": values}, on_nonfinite="error")
     _, made, _ = run(weight, options, {"w": values}, on_nonfinite="keep")
     assert made["x.down_proj.tp0"].isfinite().all() and made["x.down_proj.tp1"].isnan().sum() == 1
+
+
+def test_ranks_read_their_rows_of_the_source_and_no_others():
+    """With eight ranks, gate and up are read once in all, not eight times."""
+    seen: Counter[tuple[str, int]] = Counter()
+    weight = weight_of("gate_up_proj", 32, 64, [64], experts=2)
+    source = {piece.source: torch.randn(piece.shape).bfloat16() for piece in weight.pieces}
+
+    def read(piece: Piece, expert: int | None, rows: slice) -> torch.Tensor:
+        seen.update((piece.source, row) for row in range(rows.start, rows.stop))
+        return source[piece.source][rows]
+
+    for rank in range(8):
+        forms = stored_forms(weight, ConvertOptions("bf16", tp_degree=8), rank)
+        for _ in store(weight, forms, read, Scratch(scratch_bytes(weight, forms)), Counter()):
+            pass
+    assert set(seen.values()) == {1} and len(seen) == 2 * 2 * 64
