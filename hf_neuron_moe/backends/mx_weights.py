@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from hf_neuron_moe.errors import ConfigError, refuse
-from hf_neuron_moe.formats.constants import LANES, MX_BLOCK, SwizzleScheme, element_format
+from hf_neuron_moe.formats.constants import LANES, MX_BLOCK, PATCH_ROWS, SwizzleScheme, element_format
 from hf_neuron_moe.formats.moe_mx import HIDDEN_SCHEME, TILE, unpack_moe_scales
 from hf_neuron_moe.formats.mx import dequantize_mx_natural
 from hf_neuron_moe.formats.scales import ScaleLayout, to_compact
@@ -241,7 +241,7 @@ def held_form(codes: Tensor, scales: Tensor, layout: MXLayout) -> tuple[Tensor, 
     if layout.scales == ScaleLayout.COMPACT:
         return codes, scales, layout
     if layout.arrangement == WORDS:
-        compact = unpack_moe_scales(scales, codes.shape[-2]).contiguous()
+        compact = unpack_moe_scales(scales, codes.shape[-2], codes.shape[1] // PATCH_ROWS).contiguous()
     else:
         compact = to_compact(scales, layout.matrix_shape(codes.shape)[1])
     return codes, compact, replace(layout, scales=ScaleLayout.COMPACT.value)

@@ -134,7 +134,7 @@ def test_dense_backward_is_exact_for_the_codes_values(
 @pytest.mark.parametrize("fmt", ["e4m3fn", "e2m1"])
 @pytest.mark.parametrize(
     ("hidden", "inner", "packed"),
-    [(512, 96, False), (1024, 640, False), (1024, 640, True), (512, 2592, True)],
+    [(512, 96, False), (512, 96, True), (1024, 640, False), (1024, 640, True), (512, 2592, True)],
 )
 def test_moe_words_forward_and_backward(fmt: str, hidden: int, inner: int, packed: bool) -> None:
     gate_up, down = wide(3, 2 * inner, hidden), wide(3, hidden, inner, seed=1)

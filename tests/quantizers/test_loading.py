@@ -132,6 +132,7 @@ def test_the_model_holds_the_file_s_codes_and_little_else(
 
 WORD_TARGETS: list[tuple[str, dict[str, Any]]] = [
     ("mixtral", {"precision": "mxfp8", "purpose": "inference"}),
+    ("mixtral", {"precision": "mxfp8", "purpose": "inference", "scales": "packed"}),
     ("qwen2_moe", {"precision": "mxfp8", "purpose": "inference", "pad": True}),
 ]
 
