@@ -218,3 +218,13 @@ def test_what_does_not_fit_is_refused() -> None:
         MXLayout(scheme="1x32")
     with pytest.raises(ConfigError, match="arrangement must be one of natural"):
         MXLayout(arrangement="packed")
+
+
+def test_a_hidden_size_of_384_follows_the_codes_groups() -> None:
+    """The forward kernel groups raw operands of 384 as one tile; prepared ones, such as these, are 256 + 128."""
+    gate_up, down, x = wide(256, 384), wide(384, 128, seed=1), wide(33, 384, seed=2)
+    y = frozen_network(x, None, None, stack_of(gate_up, down, "swizzled", "packed"), backend="torch")
+    gate, up = gate_up.chunk(2)
+    assert not torch.equal(y, ops.swiglu_mlp(x, gate, up, down, precision="mxfp8", backend="torch"))
+    values = [fake_quantize_mx(weight) for weight in (gate_up, down)]
+    assert relative(y, oracle(x.double(), *values, ("wrapX", "wrapX"), 128)) < BOUND
