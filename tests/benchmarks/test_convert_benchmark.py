@@ -1,0 +1,25 @@
+"""The conversion benchmark runs on a small checkpoint and reports what its docstring says."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.slow
+def test_every_contestant_runs(repo_root, tmp_path):
+    command = [sys.executable, "benchmarks/convert.py", str(tmp_path), "--gigabytes", "0.2", "0.4"]
+    command += ["--repeats", "1", "--workers", "2", "--json", str(tmp_path / "out.json")]
+    told = subprocess.run(command, capture_output=True, text=True, cwd=repo_root, check=True).stdout
+    content = json.loads((tmp_path / "out.json").read_text())
+    assert {"0.2", "0.4"} == content["results"].keys()
+    for name in ("bf16-kernel", "mxfp8-swizzled", "mxfp8-moe-words"):
+        entry = content["results"]["0.4"][name]
+        assert entry["speed_of_cp"] > 0 and entry["speed_of_transformers"] > 0
+        # Memory follows the largest weight, which is the same in both.
+        assert entry["added_mb"] < 2 * content["largest_weight_mb"] + 200
+        assert name in told and name in content["slopes"]
+    assert not (tmp_path / "target").exists()
