@@ -24,9 +24,10 @@ from hf_neuron_moe.convert.commit import check_destination
 from hf_neuron_moe.convert.execute import Made, entries_of, memory_per_worker, shards_of, workers_for
 from hf_neuron_moe.convert.folder import check_checkpoint
 from hf_neuron_moe.convert.hub import resolve_source
-from hf_neuron_moe.convert.manifest import MANIFEST_FILE, Piece, header_metadata
+from hf_neuron_moe.convert.manifest import MANIFEST_FILE, Piece, WrittenTensor, header_metadata
 from hf_neuron_moe.convert.memory import anonymous_bytes
 from hf_neuron_moe.convert.options import ConvertOptions
+from hf_neuron_moe.convert.orientations import SOURCE
 from hf_neuron_moe.convert.parts import check_part, part_of_shards
 from hf_neuron_moe.convert.plan import ConversionPlan, plan_conversion
 from hf_neuron_moe.convert.relayout import TORCH_DTYPES, Scratch, scratch_bytes, store, stored_forms
@@ -149,11 +150,26 @@ def estimate_conversion(
         copied_tensors=len(weights - plan.weights.keys()),
         source_bytes=sum(nbytes_of(piece.dtype, piece.shape) for piece in _pieces(plan, weights)),
         workers=count,
-        peak_memory_bytes=anonymous_bytes() + count * memory_per_worker(plan),
+        peak_memory_bytes=anonymous_bytes() + _held_bytes(plan, tensors, count),
         compute_seconds=compute,
         disk_seconds=output_bytes * _write_cost(destination.parent),
         exact=all(piece.dtype == "BF16" for weight in plan.weights.values() for piece in weight.pieces),
     )
+
+
+def _held_bytes(plan: ConversionPlan, tensors: list[WrittenTensor], workers: int) -> int:
+    """Memory of the workers' buffers: of a buffer only what the largest of its matrices fills is ever in memory."""
+    sizes = []
+    for name, rank in dict.fromkeys(tensor.group for tensor in tensors if tensor.layout != SOURCE):
+        weight = plan.weights[name]
+        needed = scratch_bytes(weight, stored_forms(weight, plan.options, rank))
+        sizes += [needed] * (weight.shape[0] if weight.has_experts else 1)
+    largest = max(
+        scratch_bytes(weight, stored_forms(weight, plan.options, 0 if plan.options.tp_degree > 1 else None))
+        for weight in plan.weights.values()
+    )
+    beside = memory_per_worker(plan) - largest
+    return sum(sorted(sizes, reverse=True)[:workers]) + workers * beside
 
 
 def _files_beside(plan: ConversionPlan) -> dict[str, int]:
