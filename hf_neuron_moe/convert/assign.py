@@ -10,17 +10,33 @@ import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from hf_neuron_moe.convert.folder import CONFIG_FILE, check_checkpoint
-from hf_neuron_moe.convert.source import SourceCheckpoint, SourceTensor
+from hf_neuron_moe.convert.source import SourceCheckpoint, SourceTensor, damaged, inside
 from hf_neuron_moe.errors import ConversionError, nearest, refuse
+
+_REFUSALS = (
+    StrictDataclassError,
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What transformers and torch raise for a configuration with values they cannot make a model of: where there is no
+check, it is whatever the first line of model code that meets the value raises."""
 
 
 @dataclass
@@ -46,15 +62,21 @@ def build_meta_model(directory: Path, where: str = "convert") -> PreTrainedModel
         where: command that refuses.
 
     Raises:
-        ConversionError: there is no such folder, it is a conversion, or its ``config.json`` is missing or unusable,
-            describes an unknown model, or is already quantised.
+        SourceDamageError: ``config.json`` is no JSON object in UTF-8, or a link that leaves the folder.
+        ConversionError: there is no such folder, it is a conversion, or its ``config.json`` is missing, describes an
+            unknown model or one that cannot be, or is already quantised.
     """
     check_checkpoint(directory, where)
     path = directory / CONFIG_FILE
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(inside(directory, CONFIG_FILE, where).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise damaged(str(path), "JSON in UTF-8", f"{type(error).__name__}: {error}", where) from error
+    if not isinstance(content, dict):
+        raise damaged(str(path), "a JSON object", type(content).__name__, where)
+    try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except _REFUSALS as error:
         raise _bad_config(where, path, f"{type(error).__name__}: {error}", _nearest_family(path)) from error
     if "quantization_config" in content:
         raise refuse(
@@ -65,15 +87,20 @@ def build_meta_model(directory: Path, where: str = "convert") -> PreTrainedModel
             got="an already quantised checkpoint",
             remedy="Take the original checkpoint: quantising twice loses accuracy.",
         )
+    try:
+        with torch.device("meta"):
+            return _model_of(config, content)
+    except _REFUSALS as error:
+        raise _bad_config(where, path, f"{type(error).__name__}: {error}") from error
+
+
+def _model_of(config: PreTrainedConfig, content: dict[str, Any]) -> PreTrainedModel:
+    """Build the class that the checkpoint names, or the one for causal language modelling."""
     name = (content.get("architectures") or [""])[0]
     architecture = getattr(transformers, str(name), None)
-    with torch.device("meta"):
-        if isinstance(architecture, type) and issubclass(architecture, PreTrainedModel):
-            return architecture._from_config(config)
-        try:
-            return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-        except ValueError as error:
-            raise _bad_config(where, path, error) from error
+    if isinstance(architecture, type) and issubclass(architecture, PreTrainedModel):
+        return architecture._from_config(config)
+    return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 
 
 def assign_sources(model: PreTrainedModel, source: SourceCheckpoint) -> tuple[dict[str, Assignment], list[str]]:
@@ -150,7 +177,7 @@ def _bad_config(where: str, path: Path, got: object, hint: str = "") -> Conversi
         where=where,
         argument=str(path),
         expected="the configuration of a model that this transformers version knows",
-        got=str(got).split("\n")[0],
+        got=" ".join(str(got).split()),
         remedy="Custom code from a checkpoint is never run; check the file and the transformers version." + hint,
     )
 

@@ -49,7 +49,7 @@ def finalize_checkpoint(
         found = options_of(destination)
         if found is None and (destination / MANIFEST_FILE).is_file():
             plan = plan_conversion(folder, read_manifest(destination).options)
-            if (manifest := finished_manifest(plan, destination)) is not None:
+            if (manifest := finished_manifest(plan, destination, "finalize")) is not None:
                 return manifest
         if found is None:
             raise refuse(
@@ -61,7 +61,7 @@ def finalize_checkpoint(
                 remedy="Make the parts first, with `hf-neuron-moe convert --part I/N`.",
             )
         plan = plan_conversion(folder, options or found)
-        if (manifest := finished_manifest(plan, destination)) is not None:
+        if (manifest := finished_manifest(plan, destination, "finalize", force=force)) is not None:
             return manifest
         check_destination(destination, folder, force=force)
         with opened(destination, plan, "finalize", resume=True, part=False) as job:

@@ -172,7 +172,7 @@ def read_source(directory: Path) -> SourceCheckpoint:
             got="both",
             remedy="Remove the one that does not belong to the checkpoint.",
         )
-    named = _read_index(index) if index.exists() else None
+    named = _read_index(inside(directory, INDEX_FILE)) if index.exists() else None
     files = sorted(set(named.values())) if named is not None else [SINGLE_FILE]
     tensors: dict[str, SourceTensor] = {}
     metadata: dict[str, Mapping[str, str]] = {}
@@ -212,18 +212,18 @@ def _read_index(path: Path) -> dict[str, str]:
     return dict(weight_map)
 
 
-def inside(directory: Path, file: str) -> Path:
+def inside(directory: Path, file: str, where: str = "convert") -> Path:
     """The path of `file`, refused when a link leads out of the checkpoint."""
     path = directory / file
     if not path.is_file():
-        raise damaged(file, "a file of the checkpoint", "no such file")
+        raise damaged(file, "a file of the checkpoint", "no such file", where)
     home, target = directory.resolve(), path.resolve()
     # huggingface_hub keeps snapshots/<commit>/file as links to blobs/<hash> of the same repository.
     blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else None
     if target.parent not in (home, blobs):
         raise refuse(
             SourceDamageError,
-            where="convert",
+            where=where,
             argument=file,
             expected="a file inside the checkpoint folder",
             got=f"a link to {target}",

@@ -32,7 +32,7 @@ from hf_neuron_moe.convert.parts import check_part, part_of_shards
 from hf_neuron_moe.convert.plan import ConversionPlan, plan_conversion
 from hf_neuron_moe.convert.resume import Job, opened
 from hf_neuron_moe.convert.source import inside, nbytes_of
-from hf_neuron_moe.errors import ConfigError, DiskError, NeuronMoEWarning, refuse
+from hf_neuron_moe.errors import ConfigError, ConversionError, DestinationError, DiskError, NeuronMoEWarning, refuse
 
 INDEX_OUT = "neuron.safetensors.index.json"
 """Not transformers' names: a stock ``from_pretrained`` must stop here instead of misreading another layout."""
@@ -66,7 +66,8 @@ def convert_checkpoint(
             configuration and tokenizer files, and the manifest.
         options: what to write.
         force: replace an earlier conversion at `destination` once the new one is complete.
-        resume: go on with an unfinished run of the same source and options; a new run where there is none.
+        resume: go on with an unfinished run of the same source and options; a new run where there is none. A finished
+            one is read and compared with its checksums.
         part: (i, n) makes the i-th of n disjoint sets of shards only, i from 1 to n. Other processes, here or
             elsewhere, make the others; :func:`hf_neuron_moe.convert.finalize_checkpoint` puts them together.
         workers: threads. The bytes written do not depend on it.
@@ -94,7 +95,7 @@ def convert_checkpoint(
         if not resume:
             check_destination(destination, folder, force=force)
         plan = plan_conversion(folder, options)
-        if resume and part is None and (manifest := finished_manifest(plan, destination)) is not None:
+        if resume and part is None and (manifest := finished_manifest(plan, destination, force=force)) is not None:
             return manifest
         check_destination(destination, folder, force=force)
         with opened(destination, plan, "convert", resume=resume, part=part is not None) as job:
@@ -149,14 +150,31 @@ def _check_space(job: Job, shards: dict[str, list[WrittenTensor]]) -> None:
         )
 
 
-def finished_manifest(plan: ConversionPlan, destination: Path) -> Manifest | None:
+def finished_manifest(
+    plan: ConversionPlan, destination: Path, where: str = "convert", *, force: bool = False
+) -> Manifest | None:
     """The manifest at `destination` where it is the very result of `plan`, of the source's very bytes; else None.
 
     A run that was killed after its last step leaves such a destination, and a partial folder to clear away.
+
+    Args:
+        plan: the conversion.
+        destination: where its result may be.
+        where: command that refuses.
+        force: whether a damaged result may be replaced; it then counts as none.
+
+    Raises:
+        DestinationError: it was the result of `plan`, but a file is missing or has other bytes by now.
+        ConversionError: its manifest is damaged.
     """
     if not (destination / MANIFEST_FILE).is_file():
         return None
-    manifest = read_manifest(destination)
+    try:
+        manifest = read_manifest(destination)
+    except ConversionError:
+        if force:
+            return None
+        raise
     planned = [replace(tensor, sha256="") for tensor in plan.tensors]
     if manifest.options != plan.options or [replace(tensor, sha256="") for tensor in manifest.tensors] != planned:
         return None
@@ -164,11 +182,32 @@ def finished_manifest(plan: ConversionPlan, destination: Path) -> Manifest | Non
     sizes = {file: (folder / file).stat().st_size for file in plan.source.files}
     if manifest.source_files != sizes or manifest.source_sha256 != {file: hash_file(folder / file) for file in sizes}:
         return None
+    if damage := _damaged_files(destination, manifest):
+        if force:
+            return None
+        raise refuse(
+            DestinationError,
+            where=where,
+            argument=str(destination),
+            expected="as it was when its conversion finished",
+            got=f"{len(damage)} missing or altered files, such as {damage[0]}",
+            remedy="`hf-neuron-moe verify` tells more; convert again with --force to replace it.",
+        )
     partial = partial_of(destination)
     if partial.exists() and is_free(partial):
         with held(partial, "convert", destination):
             clear(partial)
     return manifest
+
+
+def _damaged_files(directory: Path, manifest: Manifest) -> list[str]:
+    """Files of a finished conversion that are missing or do not have the bytes that were written."""
+    files = {**dict.fromkeys((tensor.file for tensor in manifest.tensors), ""), **manifest.file_sha256}
+    return sorted(
+        name
+        for name, sha256 in files.items()
+        if not (directory / name).is_file() or hash_file(directory / name) != sha256
+    )
 
 
 def write_rest(plan: ConversionPlan, job: Job, made: Made) -> Manifest:

@@ -72,6 +72,12 @@ def lead_outside(folder: Path) -> None:
     shard.symlink_to(folder.parent / "outside.safetensors")
 
 
+def lead_index_outside(folder: Path) -> None:
+    """Replace the index with a link to one outside."""
+    (folder / INDEX).rename(folder.parent / INDEX)
+    (folder / INDEX).symlink_to(folder.parent / INDEX)
+
+
 def lead_config_outside(folder: Path) -> None:
     """Replace a tokenizer file with a link to a file outside."""
     (folder.parent / "secret.json").write_text("{}")
@@ -116,6 +122,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
         INDEX,
     ),
     "link outside": (lead_outside, "{shard} .*a link to"),
+    "index outside": (lead_index_outside, f"{INDEX} .*a link to"),
     "side file outside": (lead_config_outside, "extra.json .*a link to"),
     "NaN": (lambda folder: spoil(folder, float("nan")), r"model-.*\.experts\.3\.w2.*NaN or infinite"),
     "infinity": (lambda folder: spoil(folder, float("-inf")), r"model-.*\.experts\.3\.w2.*NaN or infinite"),

@@ -1,0 +1,59 @@
+"""``--resume`` and ``finalize`` where the conversion is finished: is it, still?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hf_neuron_moe.convert import MANIFEST_FILE, ConvertOptions, convert_checkpoint, finalize_checkpoint
+from hf_neuron_moe.errors import ConversionError, DestinationError
+
+OPTIONS = ConvertOptions("mxfp8", "kernel", 60_000)
+
+
+def flip(path: Path) -> None:
+    """Change one bit in the middle of a file."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "neuron-00001-of": Path.unlink,
+    "neuron-00002-of": flip,
+    "neuron-00003-of": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "tokenizer.json": Path.unlink,
+    "config.json": flip,
+}
+
+
+@pytest.mark.parametrize("start", DAMAGES)
+def test_a_damaged_result_is_named_and_can_be_replaced(start, checkpoint, snapshot, tmp_path):
+    source, target = checkpoint("llama"), tmp_path / "dst"
+    convert_checkpoint(source, target, OPTIONS)
+    right = snapshot(target)
+    (name,) = [name for name in right if name.startswith(start)]
+    DAMAGES[start](target / name)
+    wrong = snapshot(target)
+    told = rf"1 missing or altered files, such as {name}\. .*--force"
+    with pytest.raises(DestinationError, match=f"convert: .*{told}"):
+        convert_checkpoint(source, target, OPTIONS, resume=True)
+    with pytest.raises(DestinationError, match=f"finalize: .*{told}"):
+        finalize_checkpoint(source, target)
+    assert snapshot(target) == wrong
+    convert_checkpoint(source, target, OPTIONS, resume=True, force=True)
+    assert snapshot(target) == right
+    assert {path.name for path in tmp_path.iterdir()} == {source.name, "dst"}
+
+
+def test_a_damaged_manifest_is_named_and_can_be_replaced(checkpoint, snapshot, tmp_path):
+    source, target = checkpoint("llama"), tmp_path / "dst"
+    convert_checkpoint(source, target, OPTIONS)
+    right = snapshot(target)
+    (target / MANIFEST_FILE).write_bytes(right[MANIFEST_FILE][:-9])
+    with pytest.raises(ConversionError, match=MANIFEST_FILE):
+        convert_checkpoint(source, target, OPTIONS, resume=True)
+    convert_checkpoint(source, target, OPTIONS, resume=True, force=True)
+    assert snapshot(target) == right
