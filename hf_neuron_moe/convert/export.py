@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,9 @@ from hf_neuron_moe.convert.read import TensorReader, open_tensors
 from hf_neuron_moe.convert.relayout import restore
 from hf_neuron_moe.convert.shard import Entry, ShardWriter
 from hf_neuron_moe.convert.source import INDEX_FILE, SINGLE_FILE, is_plain_name, nbytes_of, read_header
+from hf_neuron_moe.convert.verify_files import altered_tensors, by_file, sha256_of
 from hf_neuron_moe.convert.write import WEIGHT_SUFFIXES, Progress
-from hf_neuron_moe.errors import ConversionError, refuse
+from hf_neuron_moe.errors import ConversionError, SourceDamageError, refuse
 
 NOTE_FILE = "neuron_moe_export.json"
 """Lies in exports whose values are not all the original's bits."""
@@ -53,6 +56,8 @@ def export_checkpoint(
     back, and from bf16 layouts of fp32 or fp16 sources the rounded ones where bf16 did not hold them: such an export
     says so in its report and in a file :data:`NOTE_FILE`, which an exact one does not have.
 
+    Every file is compared with the checksum that the manifest has for it before anything of it is used.
+
     Args:
         converted: folder that :func:`hf_neuron_moe.convert.convert_checkpoint` wrote.
         destination: folder to make.
@@ -60,7 +65,9 @@ def export_checkpoint(
         progress: called after each tensor with bytes written and bytes in all.
 
     Raises:
-        ConversionError: the conversion is damaged, is not exact and `allow_inexact` is off, or `destination` is
+        SourceDamageError: a file of the conversion is missing or has other bytes than were written; `destination` is
+            what it was before.
+        ConversionError: the conversion is not exact and `allow_inexact` is off, or `destination` is
             unusable; it is then what it was before.
     """
     check_conversion(converted, "export")
@@ -79,22 +86,24 @@ def export_checkpoint(
         )
     statement = _statement(manifest, stored, inexact)
     count = _Counter(progress, sum(_nbytes(piece) for pieces in manifest.weights.values() for piece in pieces))
-    by_file: dict[str, list[tuple[str, Piece]]] = {}
+    outputs: dict[str, list[tuple[str, Piece]]] = {}
     for weight, pieces in manifest.weights.items():
         for piece in pieces:
-            by_file.setdefault(piece.file, []).append((weight, piece))
+            outputs.setdefault(piece.file, []).append((weight, piece))
+    bytes_checked = _Checksums(converted, manifest)
     with committed_folder(destination, "export") as folder, open_tensors(converted) as reader:
-        for file, parts in sorted(by_file.items()):
+        for file, parts in sorted(outputs.items()):
             entries = (Entry(piece.source, piece.dtype, piece.shape) for _, piece in parts)
             with ShardWriter(folder / file, entries, manifest.source_metadata.get(file, {})) as writer:
                 for weight, piece in parts:
+                    bytes_checked.compare(tensor.file for tensor in stored[weight])
                     writer.write(piece.source, _restore(piece, stored[weight], reader))
                     count.add(_nbytes(piece))
         _write_side_files(converted, folder, manifest)
         if inexact:
             note = {"tool_version": __version__, "statement": statement, "inexact": inexact}
             write_file(folder / NOTE_FILE, (json.dumps(note, indent=1) + "\n").encode())
-    return ExportReport(sum(len(parts) for parts in by_file.values()), inexact, statement)
+    return ExportReport(sum(len(parts) for parts in outputs.values()), inexact, statement)
 
 
 class _Counter:
@@ -109,6 +118,36 @@ class _Counter:
         self._done += nbytes
         if self._progress is not None:
             self._progress(self._done, self._total)
+
+
+class _Checksums:
+    """Compares shards with the manifest's checksums, each right before it is used, while the cache has it."""
+
+    def __init__(self, converted: Path, manifest: Manifest) -> None:
+        self._converted = converted
+        self._expected = manifest.file_sha256
+        self._left = by_file(manifest)
+
+    def compare(self, files: Iterable[str]) -> None:
+        """Check those of the shards that were not checked before.
+
+        Raises:
+            SourceDamageError: a shard's bytes are not those that were written; the message names the tensor.
+        """
+        for file in files:
+            tensors = self._left.pop(file, None)
+            if tensors is None:
+                continue
+            path, expected = self._converted / file, self._expected.get(file)
+            if expected is not None and sha256_of(path, lambda nbytes: None) == expected:
+                continue
+            # Manifests of format version 1 have no checksums of files, only of tensors.
+            altered = altered_tensors(path, tensors, "export")
+            if altered:
+                more = f" and {len(altered) - 1} other tensors" if len(altered) > 1 else ""
+                raise _disagrees(file, f"other bytes of {altered[0]}{more}")
+            if expected is not None:
+                raise _disagrees(file, "other bytes in its header")
 
 
 def _nbytes(piece: Piece) -> int:
@@ -138,7 +177,8 @@ def _check_files(converted: Path, manifest: Manifest) -> dict[str, list[WrittenT
         expected.setdefault(tensor.file, {})[tensor.name] = (tensor.dtype, tensor.shape)
     names = {piece.file for pieces in manifest.weights.values() for piece in pieces} | expected.keys()
     bad = sorted(str(name) for name in names if not is_plain_name(name))
-    bad += sorted(name for name in manifest.replaced_files if not name or set(name) & set("/\\:\0") or name == "..")
+    beside = manifest.replaced_files.keys() | manifest.file_sha256.keys()
+    bad += sorted(name for name in beside if not name or set(name) & set("/\\:\0") or name == "..")
     if bad:
         raise _disagrees(MANIFEST_FILE, f"file names {bad}")
     if stored.keys() != manifest.weights.keys():
@@ -154,14 +194,14 @@ def _check_files(converted: Path, manifest: Manifest) -> dict[str, list[WrittenT
     return stored
 
 
-def _disagrees(file: str, got: str) -> ConversionError:
+def _disagrees(file: str, got: str) -> SourceDamageError:
     return refuse(
-        ConversionError,
+        SourceDamageError,
         where="export",
         argument=file,
         expected="what the manifest describes",
         got=got,
-        remedy="The converted checkpoint is damaged: convert the original again.",
+        remedy="The conversion is damaged: `hf-neuron-moe verify` lists every difference; convert the original again.",
     )
 
 
@@ -202,12 +242,16 @@ def _statement(manifest: Manifest, stored: dict[str, list[WrittenTensor]], inexa
 
 
 def _write_side_files(converted: Path, folder: Path, manifest: Manifest) -> None:
-    for path in sorted(converted.iterdir()):
-        name = path.name
-        if not path.is_file() or name == MANIFEST_FILE or name in manifest.replaced_files:
+    names = {path.name for path in converted.iterdir() if path.is_file()} | manifest.file_sha256.keys()
+    for name in sorted(names - {MANIFEST_FILE} - manifest.replaced_files.keys()):
+        if name.endswith(WEIGHT_SUFFIXES):
             continue
-        if not name.endswith(WEIGHT_SUFFIXES):
-            write_file(folder / name, path.read_bytes())
+        if not (converted / name).is_file():
+            raise _disagrees(name, "no such file")
+        content = (converted / name).read_bytes()
+        if manifest.file_sha256.get(name) not in (None, hashlib.sha256(content).hexdigest()):
+            raise _disagrees(name, "other bytes")
+        write_file(folder / name, content)
     for name, text in sorted(manifest.replaced_files.items()):
         if text is not None:
             write_file(folder / name, text.encode())

@@ -155,6 +155,23 @@ def sha256_of(path: Path, step: Step) -> str:
     return digest.hexdigest()
 
 
+def altered_tensors(path: Path, tensors: list[WrittenTensor], where: str) -> list[str]:
+    """Names of a shard's tensors whose bytes have another checksum than the manifest's.
+
+    Raises:
+        SourceDamageError: the shard cannot be read, or has no such tensor.
+    """
+    names = []
+    with open_tensors(path.parent, where) as reader:
+        for tensor in tensors:
+            digest = hashlib.sha256()
+            for part in reader.chunks(tensor.file, tensor.name):
+                digest.update(part.numpy().data)
+            if digest.hexdigest() != tensor.sha256:
+                names.append(tensor.name)
+    return names
+
+
 def _repeated(names: list[str]) -> list[str]:
     return sorted(name for name, count in Counter(names).items() if count > 1)
 
@@ -167,13 +184,8 @@ def _damage_of(path: Path, tensors: list[WrittenTensor], checksum_differs: bool)
     """Say as closely as possible what is wrong with a shard: its header, or which tensors."""
     found = _header_differences(path, tensors)
     if not found:
-        with open_tensors(path.parent, "verify") as reader:
-            for tensor in tensors:
-                digest = hashlib.sha256()
-                for part in reader.chunks(tensor.file, tensor.name):
-                    digest.update(part.numpy().data)
-                if digest.hexdigest() != tensor.sha256:
-                    found.append((f"{path.name}: {tensor.name}", "its bytes are not those that were written"))
+        altered = altered_tensors(path, tensors, "verify")
+        found = [(f"{path.name}: {name}", "its bytes are not those that were written") for name in altered]
     if checksum_differs and not found:
         found = [(path.name, "its header's bytes are not those that were written")]
     return found

@@ -1,0 +1,79 @@
+"""Export gives nothing back from a conversion whose bytes are not those that were written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint, export_checkpoint, read_manifest
+from hf_neuron_moe.convert.manifest import MANIFEST_FILE
+from hf_neuron_moe.convert.source import read_header
+from hf_neuron_moe.errors import SourceDamageError
+
+
+def flip(path: Path, position: int) -> None:
+    """Change one bit."""
+    content = bytearray(path.read_bytes())
+    content[position] ^= 4
+    path.write_bytes(content)
+
+
+@pytest.fixture
+def converted(checkpoint, tmp_path) -> Path:
+    """A conversion of several shards."""
+    convert_checkpoint(checkpoint("mixtral"), tmp_path / "dst", ConvertOptions("bf16", "kernel", 60_000))
+    return tmp_path / "dst"
+
+
+def refused(converted: Path, match: str) -> None:
+    """Exporting is refused with this message and leaves nothing."""
+    before = sorted(converted.parent.iterdir())
+    with pytest.raises(SourceDamageError, match=match):
+        export_checkpoint(converted, converted.with_name("back"), allow_inexact=True)
+    assert sorted(converted.parent.iterdir()) == before
+
+
+@pytest.mark.parametrize("layout", ["source", "bf16_kernel"])
+def test_a_flipped_bit_is_refused_with_file_and_tensor(layout, converted):
+    tensor = [tensor for tensor in read_manifest(converted).tensors if tensor.layout == layout][-1]
+    path = converted / tensor.file
+    flip(path, read_header(path)[0][tensor.name].start + 9)
+    refused(converted, rf"^export: {tensor.file} must be what the manifest describes, got other bytes of {tensor.name}")
+
+
+def test_a_changed_header_is_refused(converted):
+    path = max(converted.glob("neuron-*.safetensors"))
+    content = path.read_bytes()
+    # Another number of the same length in the metadata: still a well-formed header.
+    path.write_bytes(content.replace(b'format_version":"2"', b'format_version":"3"', 1))
+    assert path.read_bytes() != content
+    refused(converted, f"^export: {path.name} must be .* other bytes in its header")
+
+
+def test_an_edited_or_missing_side_file_is_refused(converted):
+    path = converted / "generation_config.json"
+    content = path.read_bytes()
+    path.write_bytes(content + b" ")
+    refused(converted, "^export: generation_config.json must be .* other bytes")
+    path.unlink()
+    refused(converted, "^export: generation_config.json must be .* no such file")
+    path.write_bytes(content)
+    export_checkpoint(converted, converted.with_name("back"))
+    assert (converted.with_name("back") / path.name).read_bytes() == content
+
+
+def test_without_checksums_of_files_those_of_tensors_count(converted):
+    path = converted / MANIFEST_FILE
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps({**content, "file_sha256": {}}))
+    export_checkpoint(converted, converted.with_name("back"))
+    flip(converted / content["tensors"][0]["file"], -1)
+    (converted.parent / "back").rename(converted.parent / "good")
+    refused(converted, "^export: neuron-\\S+ must be .* other bytes of ")
+
+
+def test_a_missing_shard_is_damage(converted):
+    max(converted.glob("neuron-*.safetensors")).unlink()
+    refused(converted, "^export: neuron-\\S+ must be .* no such file")
