@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
@@ -13,9 +15,25 @@ from types import FrameType, TracebackType
 import typer
 
 from hf_neuron_moe.cli.exit_codes import INTERNAL, INTERRUPTED, TERMINATED, USAGE, ExitCode, exit_code_of
+from hf_neuron_moe.errors import ConfigError
 
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 """click's UsageError. typer brings its own copy of click in newer versions, and this class is in either."""
+
+_ARGUMENT = re.compile(r"^(\w+): (\w+) must ")
+_OPTIONS = {
+    "precision": "--precision",
+    "layout": "--layout",
+    "swizzle": "--swizzle",
+    "scales": "--scales",
+    "scale_rule": "--scale-rule",
+    "purpose": "--for",
+    "tp_degree": "--tp-degree",
+    "pad": "--pad",
+    "max_shard_bytes": "--max-shard-size",
+    "source": "--source",
+}
+"""What a user of the command typed for the library's arguments, which its refusals begin with."""
 
 
 class Boundary:
@@ -36,11 +54,14 @@ class Boundary:
         if isinstance(error, _UsageError):
             self._end_usage(error)
         if self._debug:
-            return  # Python shows the traceback
+            traceback.print_exception(error)
         code = exit_code_of(error)
         message = " ".join(str(error).split()) or type(error).__name__
-        if code is INTERNAL:
-            message = f"internal error, please report it: {type(error).__name__}: {message}. --debug shows where."
+        if isinstance(error, ConfigError):
+            message = _ARGUMENT.sub(lambda found: f"{found[1]}: {_OPTIONS.get(found[2], found[2])} must ", message)
+        elif code is INTERNAL:
+            hint = "" if self._debug else ". --debug shows where."
+            message = f"internal error, please report it: {type(error).__name__}: {message}{hint}"
         elif code is INTERRUPTED:
             message = "interrupted"
         self.end(code, type(error).__name__, message)

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from hf_neuron_moe._version import __version__
 from hf_neuron_moe.cli.boundary import run
 from hf_neuron_moe.cli.checking import export, inspect, verify
 from hf_neuron_moe.cli.conversion import convert, finalize, quiet_transformers
@@ -27,8 +28,19 @@ app = typer.Typer(
 )
 
 
+def _tell_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"hf-neuron-moe {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def settings(debug: Annotated[bool, typer.Option("--debug", help="Show a traceback on errors.")] = False) -> None:
+def settings(
+    debug: Annotated[bool, typer.Option("--debug", help="Show a traceback on errors.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_tell_version, help="Show the version.")
+    ] = False,
+) -> None:
     """Neuron's numbers and weight layouts for Hugging Face models."""
 
 
@@ -44,7 +56,7 @@ def plan(
 
     quiet_transformers()
     report = patch_model(build_meta_model(model_dir, "plan"), {"precision": precision}, strict=False)
-    typer.echo(json.dumps(report.to_dict(), indent=1) if as_json else str(report))
+    typer.echo(json.dumps({"ok": True, **report.to_dict()}, indent=1) if as_json else str(report))
 
 
 for _command in (convert, finalize, export, verify, inspect):

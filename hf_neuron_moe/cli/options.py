@@ -19,6 +19,9 @@ SCALE_RULES = ("neuron", "floor", "ceil", "rceil", "even")
 PURPOSES = ("inference", "training", "lora")
 NONFINITE = ("error", "keep")
 
+LEAST_BARE_BYTES = 1_000_000
+"""Below this, a size is taken only with its unit."""
+
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
@@ -72,8 +75,13 @@ def part_of(text: str | None) -> tuple[int, int] | None:
 
 
 def check_size(text: str) -> str:
-    """Check a size and leave it as it was given."""
-    size_in_bytes(text)
+    """Check a size and leave it as it was given.
+
+    Raises:
+        typer.BadParameter: it is no size, or a small number without a unit: "5" is more likely meant to be 5 GB.
+    """
+    if size_in_bytes(text) < LEAST_BARE_BYTES and not text.strip()[-1].isalpha():
+        raise typer.BadParameter(f"{text!r} has no unit and would be bytes: write 500MB, 5GB, or {text.strip()}B.")
     return text
 
 

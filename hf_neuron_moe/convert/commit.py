@@ -34,8 +34,8 @@ def check_destination(destination: Path, source: Path, *, force: bool, where: st
     """Refuse a destination that cannot be written, before any work is done.
 
     Raises:
-        DestinationError: it exists and `force` is off or it is no earlier conversion; its parent does not exist; it
-            lies in the source or the source in it; or something that is not ours has the partial folder's name.
+        DestinationError: it exists and `force` is off, or it is a link or no earlier conversion; its parent does not
+            exist; it lies in the source or the source in it; or something not ours has the partial folder's name.
     """
     expected, remedy = "", ""
     home, target = source.resolve(), destination.resolve()
@@ -48,9 +48,12 @@ def check_destination(destination: Path, source: Path, *, force: bool, where: st
         remedy = "Make the parent folder first."
     elif (destination.exists() or destination.is_symlink()) and not force:
         expected, got = "a name that is not taken", "an existing one"
-        remedy = "Choose another" + (
-            ", or use --force to replace an earlier conversion." if where == "convert" else ", or remove it first."
-        )
+        remedy = "Choose another, or remove it first."
+        if where in ("convert", "finalize"):
+            remedy = "Choose another, or use --force to replace an earlier conversion."
+    elif destination.is_symlink():
+        expected, got = "a folder's own name", f"a link to {target}"
+        remedy = "Give the folder itself; replacing it here would leave that one as it is and lose the link."
     elif destination.exists() and not (destination / MANIFEST_FILE).is_file():
         expected, got = "new, or an earlier conversion", f"something without {MANIFEST_FILE}"
         remedy = "--force replaces conversions only; remove it yourself if it is not needed."

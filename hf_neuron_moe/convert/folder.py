@@ -65,7 +65,7 @@ def check_conversion(directory: Path, where: str) -> None:
             argument=str(directory),
             expected=expected,
             got="an ordinary checkpoint" if stock else "a folder without it",
-            remedy="It is in Hugging Face's layout already; there is nothing to export."
+            remedy=f"It is in Hugging Face's layout already; there is nothing to {where}."
             if stock
             else "Give the destination of an earlier `hf-neuron-moe convert`.",
         )

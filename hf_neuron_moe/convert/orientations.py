@@ -269,9 +269,10 @@ def _moe_forms(weight: FusedWeight, options: ConvertOptions, part: Part) -> tupl
     E, H, inner = weight.shape[0], part.padded_hidden, part.width
     scales = options.scales or "compact"
     if H % TILE:
-        raise _refuse_moe(weight, f"a multiple of {TILE} (hidden size)", H)
+        raise _refuse_moe(weight, f"a multiple of {TILE} (hidden size)", H, _remedy_for_size(options))
     if inner % MX_BLOCK:
-        raise _refuse_moe(weight, f"a multiple of {MX_BLOCK} (intermediate size of a rank)", inner)
+        expected = f"a multiple of {MX_BLOCK} (intermediate size of a rank)"
+        raise _refuse_moe(weight, expected, inner, _remedy_for_size(options))
     if scales == "oversized":
         raise _refuse_moe(weight, "packed or compact (scales)", scales, "Leave --scales out.")
     padded = padded_intermediate(inner)
@@ -304,12 +305,13 @@ def _check_blocks(weight: FusedWeight, options: ConvertOptions, K: int) -> None:
         )
 
 
-def _refuse_moe(
-    weight: FusedWeight,
-    expected: str,
-    got: object,
-    remedy: str = "Use --pad, or --for training, whose operands need multiples of 32 only.",
-) -> ConversionError:
+def _remedy_for_size(options: ConvertOptions) -> str:
+    if options.precision == "mxfp4":  # no kernel trains with it
+        return "Use --pad."
+    return "Use --pad, or --for training, whose operands need multiples of 32 only."
+
+
+def _refuse_moe(weight: FusedWeight, expected: str, got: object, remedy: str) -> ConversionError:
     return refuse(
         ConversionError,
         where="convert",

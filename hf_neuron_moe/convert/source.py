@@ -95,8 +95,11 @@ def read_header(path: Path, where: str = "convert") -> tuple[dict[str, SourceTen
         Tensors by name in the order of their data, and the file's metadata.
 
     Raises:
-        ConversionError: the header is cut off, not JSON, repeats a name, or does not account for every byte of data.
+        SourceDamageError: there is no such file, or the header is cut off, not JSON, repeats a name, or does not
+            account for every byte of data.
     """
+    if not path.exists():
+        raise damaged(path.name, "a file of the checkpoint", "no such file", where)
     size = path.stat().st_size
     with disk.open_to_read(path) as file:
         prefix = _read_up_to(file, 0, 8)
@@ -153,8 +156,12 @@ def _check_entries(
     return {tensor.name: tensor for _, _, tensor in spans}
 
 
-def read_source(directory: Path) -> SourceCheckpoint:
+def read_source(directory: Path, where: str = "convert") -> SourceCheckpoint:
     """Describe the checkpoint in `directory` without reading a weight.
+
+    Args:
+        directory: the folder.
+        where: command that refuses.
 
     Raises:
         ConversionError: there are no safetensors files, a name leaves the folder, a file is damaged, or index and files
@@ -162,48 +169,48 @@ def read_source(directory: Path) -> SourceCheckpoint:
     """
     single, index = directory / SINGLE_FILE, directory / INDEX_FILE
     if not (single.exists() or index.exists()):
-        raise _no_safetensors(directory)
+        raise _no_safetensors(directory, where)
     if single.exists() and index.exists():
         raise refuse(
             SourceDamageError,
-            where="convert",
+            where=where,
             argument=str(directory),
             expected=f"a folder with either {SINGLE_FILE} or {INDEX_FILE}",
             got="both",
             remedy="Remove the one that does not belong to the checkpoint.",
         )
-    named = _read_index(inside(directory, INDEX_FILE)) if index.exists() else None
+    named = _read_index(inside(directory, INDEX_FILE, where), where) if index.exists() else None
     files = sorted(set(named.values())) if named is not None else [SINGLE_FILE]
     tensors: dict[str, SourceTensor] = {}
     metadata: dict[str, Mapping[str, str]] = {}
     for file in files:
-        found, metadata[file] = read_header(inside(directory, file))
+        found, metadata[file] = read_header(inside(directory, file, where), where)
         for name, tensor in found.items():
             if name in tensors:
-                raise damaged(f"tensor {name}", "in one file", f"in {tensors[name].file} and in {file}")
+                raise damaged(f"tensor {name}", "in one file", f"in {tensors[name].file} and in {file}", where)
             if named is not None and named.get(name) != file:
                 place = f"in {file}, where the index does not name it"
-                raise damaged(f"tensor {name}", f"where {INDEX_FILE} says", place)
+                raise damaged(f"tensor {name}", f"where {INDEX_FILE} says", place, where)
             tensors[name] = tensor
     for name, file in (named or {}).items():
         if name not in tensors:
-            raise damaged(f"tensor {name}", f"in {file} as {INDEX_FILE} says", "a file without it")
+            raise damaged(f"tensor {name}", f"in {file} as {INDEX_FILE} says", "a file without it", where)
     return SourceCheckpoint(directory, tuple(files), tensors, metadata)
 
 
-def _read_index(path: Path) -> dict[str, str]:
+def _read_index(path: Path, where: str) -> dict[str, str]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique_pairs)
     except (ValueError, RecursionError) as error:
-        raise damaged(path.name, "JSON in UTF-8 without repeated names", error) from error
+        raise damaged(path.name, "JSON in UTF-8 without repeated names", error, where) from error
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
-        raise damaged(f"{path.name}: weight_map", "a map from tensor names to files", weight_map)
+        raise damaged(f"{path.name}: weight_map", "a map from tensor names to files", weight_map, where)
     for name, file in weight_map.items():
         if not is_plain_name(file):
             raise refuse(
                 SourceDamageError,
-                where="convert",
+                where=where,
                 argument=f"{path.name}: file of {name}",
                 expected="the plain name of a .safetensors file in the same folder",
                 got=repr(file),
@@ -232,7 +239,18 @@ def inside(directory: Path, file: str, where: str = "convert") -> Path:
     return path
 
 
-def _no_safetensors(directory: Path) -> ConversionError:
+def _no_safetensors(directory: Path, where: str) -> ConversionError:
+    """Refuse a folder without weights that could be read, and name those that it has."""
+    if shards := sorted(path.name for path in directory.glob("*.safetensors")):
+        more = f" and {len(shards) - 1} more" if len(shards) > 1 else ""
+        return refuse(
+            SourceDamageError,
+            where=where,
+            argument=str(directory),
+            expected=f"a folder with {SINGLE_FILE} or {INDEX_FILE}",
+            got=f"{shards[0]}{more} without either",
+            remedy=f"{INDEX_FILE} says which tensors belong to the checkpoint: download or save it again.",
+        )
     pickles = sorted(path.name for path in directory.glob("*.bin"))
     got, remedy = "a folder without them", "Give the folder that holds config.json and the weights."
     if pickles:
@@ -244,7 +262,7 @@ def _no_safetensors(directory: Path) -> ConversionError:
         )
     return refuse(
         ConversionError,
-        where="convert",
+        where=where,
         argument=str(directory),
         expected=f"a folder with {SINGLE_FILE} or {INDEX_FILE}",
         got=got,
