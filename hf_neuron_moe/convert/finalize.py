@@ -48,7 +48,7 @@ def finalize_checkpoint(
         check_checkpoint(folder, "finalize")
         found = options_of(destination)
         if found is None and (destination / MANIFEST_FILE).is_file():
-            plan = plan_conversion(folder, read_manifest(destination).options)
+            plan = plan_conversion(folder, read_manifest(destination, "finalize").options)
             if (manifest := finished_manifest(plan, destination, "finalize")) is not None:
                 return manifest
         if found is None:

@@ -1,23 +1,25 @@
 """What a converted checkpoint says about itself: options, and for every tensor where it lies and what it was made of.
 
 The manifest is written last, so a folder that has one is complete. It holds no time and no path, so that the same
-source and options give the same bytes.
+source and options give the same bytes, and a checksum of its own content: it is what all other files are judged by.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hf_neuron_moe.convert.options import ConvertOptions
-from hf_neuron_moe.errors import ConversionError, refuse
+from hf_neuron_moe.errors import ConversionError, SourceDamageError, refuse
 
 MANIFEST_FILE = "neuron_moe_manifest.json"
 FORMAT_VERSION = 2
 READABLE_VERSIONS = (1, FORMAT_VERSION)
+CHECKSUM = "sha256"
 
 
 @dataclass(frozen=True)
@@ -121,9 +123,16 @@ class Manifest:
     replaced_files: dict[str, str | None] = field(default_factory=dict)
 
     def to_json(self) -> str:
-        """Serialise, with sorted keys."""
-        content = {"format_version": FORMAT_VERSION, **asdict(self)}
+        """Serialise, with sorted keys and the checksum of the content (:func:`sealed`) as ``"sha256"``."""
+        content = sealed({"format_version": FORMAT_VERSION, **asdict(self)})
         return json.dumps(content, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+
+
+def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Add the checksum to a manifest's content, or renew it: of the rest's JSON, keys sorted, no spaces, in ASCII."""
+    rest = {name: value for name, value in content.items() if name != CHECKSUM}
+    text = json.dumps(rest, sort_keys=True, separators=(",", ":"))
+    return {**rest, CHECKSUM: hashlib.sha256(text.encode()).hexdigest()}
 
 
 def header_metadata(tensors: Iterable[WrittenTensor]) -> dict[str, str]:
@@ -139,32 +148,50 @@ def header_metadata(tensors: Iterable[WrittenTensor]) -> dict[str, str]:
     }
 
 
-def read_manifest(directory: Path) -> Manifest:
+def read_manifest(directory: Path, where: str = "export") -> Manifest:
     """Read the manifest of a converted checkpoint, also one of an earlier format version.
 
+    Args:
+        directory: the converted checkpoint.
+        where: command that refuses.
+
     Raises:
-        ConversionError: there is none, it is damaged, or a later format version wrote it.
+        SourceDamageError: it was altered or is damaged.
+        ConversionError: there is none, or a later format version wrote it.
     """
     path = directory / MANIFEST_FILE
+    kind: type[ConversionError] = ConversionError
+    remedy = "Give the folder that `hf-neuron-moe convert` wrote."
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        version = content.pop("format_version")
+        version = content["format_version"]
         if version not in READABLE_VERSIONS:
-            raise ValueError(f"format version {version}")
+            raise _UnknownVersionError(f"format version {version}")
+        if version != 1 and content.pop(CHECKSUM, None) != sealed(content)[CHECKSUM]:  # version 1 had none
+            raise ValueError("its content is not what was written: it does not have the checksum that it states")
+        del content["format_version"]
         return _from_content(_upgrade(content) if version == 1 else content)
     except FileNotFoundError as error:
         got: object = "a folder without it"
         cause: Exception = error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        got, cause = f"{type(error).__name__}: {error}", error
+    except _UnknownVersionError as error:
+        got, cause = error, error
+        remedy = "Use the version of this package that wrote it, or convert the original again."
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        got, cause, kind = f"{type(error).__name__}: {error}", error, SourceDamageError
+        remedy = "The conversion is damaged: convert the original again."
     raise refuse(
-        ConversionError,
-        where="export",
+        kind,
+        where=where,
         argument=str(path),
         expected=f"a manifest of format version {' or '.join(map(str, READABLE_VERSIONS))}",
         got=got,
-        remedy="Give the folder that `hf-neuron-moe convert` wrote.",
+        remedy=remedy,
     ) from cause
+
+
+class _UnknownVersionError(Exception):
+    """A manifest of a later format."""
 
 
 def _upgrade(content: dict[str, Any]) -> dict[str, Any]:

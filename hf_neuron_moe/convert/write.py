@@ -170,7 +170,7 @@ def finished_manifest(
     if not (destination / MANIFEST_FILE).is_file():
         return None
     try:
-        manifest = read_manifest(destination)
+        manifest = read_manifest(destination, where)
     except ConversionError:
         if force:
             return None

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 from pathlib import Path
 
 import pytest
 
 from hf_neuron_moe.convert import MANIFEST_FILE, ConvertOptions, commit, convert_checkpoint, export_checkpoint, shard
+from hf_neuron_moe.convert.manifest import sealed
 from hf_neuron_moe.errors import ConversionError
 
 OPTIONS = ConvertOptions("bf16", "kernel", max_shard_bytes=40_000)
@@ -177,9 +179,13 @@ def test_export_refuses_a_conversion_that_was_tampered_with(checkpoint, tmp_path
         ("{", "[", "JSONDecodeError"),
     ]:
         assert old in text
-        manifest.write_text(text.replace(old, new))
-        with pytest.raises(ConversionError, match=message):
-            export_checkpoint(tmp_path / "dst", tmp_path / "back")
+        changed = text.replace(old, new)
+        # As somebody would write it who knows the format, and as chance would.
+        knowing = json.dumps(sealed(json.loads(changed))) if new != "[" else changed
+        for content, told in ((knowing, message), (changed, f"{message}|not what was written")):
+            manifest.write_text(content)
+            with pytest.raises(ConversionError, match=told):
+                export_checkpoint(tmp_path / "dst", tmp_path / "back")
     manifest.write_text(text)
     shard_file = sorted((tmp_path / "dst").glob("neuron-*.safetensors"))[0]
     shard_file.write_bytes(shard_file.read_bytes()[:-2])

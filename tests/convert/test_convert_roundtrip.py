@@ -23,6 +23,7 @@ from hf_neuron_moe.convert import (
     plan_conversion,
     read_manifest,
 )
+from hf_neuron_moe.convert.manifest import sealed
 from hf_neuron_moe.errors import ConfigError, ConversionError, NeuronMoEWarning
 from hf_neuron_moe.formats.mx import fake_quantize_mx, quantize_mx
 from hf_neuron_moe.formats.scales import to_packed
@@ -198,7 +199,7 @@ def test_a_manifest_without_counts_takes_every_wider_tensor_for_rounded(checkpoi
     path = tmp_path / "dst" / MANIFEST_FILE
     content = json.loads(path.read_text())
     content.pop("rounded")
-    path.write_text(json.dumps(content))
+    path.write_text(json.dumps(sealed(content)))
     with pytest.raises(ConversionError, match="6 tensors that were rounded"):
         export_checkpoint(tmp_path / "dst", tmp_path / "back")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint, export_checkpoint, read_manifest
-from hf_neuron_moe.convert.manifest import MANIFEST_FILE
+from hf_neuron_moe.convert.manifest import MANIFEST_FILE, sealed
 from hf_neuron_moe.convert.source import read_header
 from hf_neuron_moe.errors import SourceDamageError
 
@@ -67,7 +67,7 @@ def test_an_edited_or_missing_side_file_is_refused(converted):
 def test_without_checksums_of_files_those_of_tensors_count(converted):
     path = converted / MANIFEST_FILE
     content = json.loads(path.read_text())
-    path.write_text(json.dumps({**content, "file_sha256": {}}))
+    path.write_text(json.dumps(sealed({**content, "file_sha256": {}})))
     export_checkpoint(converted, converted.with_name("back"))
     flip(converted / content["tensors"][0]["file"], -1)
     (converted.parent / "back").rename(converted.parent / "good")

@@ -164,7 +164,7 @@ def test_a_conversion_of_format_version_1_is_exported(checkpoint, snapshot, tmp_
     # What version 1 wrote: configuration as in the source, no card, and fewer facts.
     for name, text in content.pop("replaced_files").items():
         (dst / name).unlink() if text is None else (dst / name).write_text(text)
-    for name in ("source_sha256", "file_sha256"):
+    for name in ("source_sha256", "file_sha256", "sha256"):
         content.pop(name)
     content["options"] = {name: content["options"][name] for name in ("precision", "layout", "max_shard_bytes")}
     for tensor in content["tensors"]:

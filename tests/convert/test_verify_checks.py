@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hf_neuron_moe.convert import MANIFEST_FILE, ConvertOptions, convert_checkpoint, read_manifest
+from hf_neuron_moe.convert.manifest import sealed
 from hf_neuron_moe.convert.source import read_header
 from hf_neuron_moe.convert.verify import VerifyReport, verify_checkpoint
 from hf_neuron_moe.errors import ConversionError
@@ -52,7 +53,7 @@ def patch_bytes(folder: Path, name: str, change: Callable[[torch.Tensor], torch.
     path.write_bytes(content)
     entry["sha256"] = hashlib.sha256(content[span]).hexdigest()
     manifest["file_sha256"][entry["file"]] = hashlib.sha256(content).hexdigest()
-    manifest_path.write_text(json.dumps(manifest))
+    manifest_path.write_text(json.dumps(sealed(manifest)))
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -180,6 +181,7 @@ def test_damaged_tensors_are_named(checkpoint, tmp_path):
         ("config", "coverage", "quantization_config"),
         ("tokenizer", "files", "not those that were written"),
         ("manifest", "manifest", "format version"),
+        ("altered manifest", "manifest", "not what was written"),
         ("gap", "coverage", "have no source"),
         ("lost source", "coverage", "does not say what it was made of"),
         ("header metadata", "coverage", "metadata hf_neuron_moe.layouts differs"),
@@ -213,12 +215,16 @@ def test_damage_is_told_by_its_kind(damage, check, told, checkpoint, tmp_path):
             (folder / "tokenizer.json").write_text("{}")
         case "manifest":
             manifest_path.write_text(json.dumps({**manifest, "format_version": 99}))
+        case "altered manifest":
+            text = manifest_path.read_text()
+            assert "experts.0.w1.weight" in text
+            manifest_path.write_text(text.replace("experts.0.w1.weight", "experts.0.w1.weighp"))
         case "gap":
             manifest["weights"][weight].pop(3)
-            manifest_path.write_text(json.dumps(manifest))
+            manifest_path.write_text(json.dumps(sealed(manifest)))
         case "lost source":
             manifest["weights"].pop(weight)
-            manifest_path.write_text(json.dumps(manifest))
+            manifest_path.write_text(json.dumps(sealed(manifest)))
         case "header metadata":
             (entry,) = [tensor for tensor in manifest["tensors"] if tensor["name"] == weight]
             path = folder / entry["file"]
@@ -227,7 +233,7 @@ def test_damage_is_told_by_its_kind(damage, check, told, checkpoint, tmp_path):
             assert content.count(old) >= 2
             path.write_bytes(content.replace(old, new, 1))
             manifest["file_sha256"][entry["file"]] = hashlib.sha256(path.read_bytes()).hexdigest()
-            manifest_path.write_text(json.dumps(manifest))
+            manifest_path.write_text(json.dumps(sealed(manifest)))
     report = verify_checkpoint(folder)
     assert not report.ok
     assert any(finding.check == check and told in finding.message for finding in report.findings), str(report)
@@ -270,7 +276,7 @@ def test_version_1_is_checked_by_its_tensors(checkpoint, tmp_path):
     convert_checkpoint(checkpoint("llama"), tmp_path / "dst", ConvertOptions("mxfp8", "fused", purpose="inference"))
     path = tmp_path / "dst" / MANIFEST_FILE
     content = json.loads(path.read_text())
-    for name in ("source_sha256", "file_sha256", "replaced_files"):
+    for name in ("source_sha256", "file_sha256", "replaced_files", "sha256"):
         content.pop(name)
     for tensor in content["tensors"]:
         for name in ("scale_layout", "orientation", "tp_rank", "padding"):
@@ -317,7 +323,7 @@ def test_names_that_lead_away_are_not_followed(place, checkpoint, tmp_path):
         content["source_files"]["../outside.safetensors"] = 5
     else:
         content["file_sha256"]["../outside"] = "0" * 64
-    path.write_text(json.dumps(content))
+    path.write_text(json.dumps(sealed(content)))
     report = verify_checkpoint(tmp_path / "dst", source)
     assert checks_of(report) == {"manifest"} and "'../outside" in report.findings[0].message
     assert set(report.skipped) == {"files", "coverage", "finite", "source", "probe"}
