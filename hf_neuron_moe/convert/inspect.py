@@ -16,6 +16,7 @@ from hf_neuron_moe.convert.orientations import SCALES, SOURCE
 from hf_neuron_moe.convert.probe import in_db, number
 from hf_neuron_moe.convert.read import open_tensors
 from hf_neuron_moe.convert.source import nbytes_of, read_header, read_source
+from hf_neuron_moe.errors import ConfigError, SourceDamageError, refuse
 
 Progress = Callable[[int, int], None]
 
@@ -126,27 +127,53 @@ def inspect_checkpoint(
         progress: called with bytes compared and bytes in all.
 
     Raises:
-        ConversionError: neither a conversion nor a checkpoint, or the files are damaged, or the source is not the one
-            it was made of.
+        SourceDamageError: files are missing or damaged, or the source's are not those that were converted.
+        ConversionError: neither a conversion nor a checkpoint.
+        ConfigError: `source` is given for an ordinary checkpoint.
     """
     if not (directory / MANIFEST_FILE).is_file():
+        check_checkpoint(directory, "inspect")
+        if source is not None:
+            raise refuse(
+                ConfigError,
+                where="inspect",
+                argument="source",
+                expected="left out for an ordinary checkpoint, which was made of nothing",
+                got=f"{source} with {directory}, which has no {MANIFEST_FILE}",
+                remedy="Give a folder that `hf-neuron-moe convert` wrote, or leave the option out.",
+            )
         return _inspect_source(directory)
-    manifest = read_manifest(directory)
+    manifest = read_manifest(directory, "inspect")
     for file in dict.fromkeys(tensor.file for tensor in manifest.tensors):
         read_header(directory / file, "inspect")
     tensors = {tensor.name: _facts(tensor) for tensor in manifest.tensors}
     if source is not None:
         check_checkpoint(source, "inspect")
+        _check_source(source, manifest)
         for name, sqnr in _errors(directory, source, manifest, progress or (lambda done, total: None)).items():
             tensors[name] = replace(tensors[name], sqnr=sqnr)
     return InspectReport(directory, "conversion", asdict(manifest.options), tuple(tensors.values()))
 
 
 def _inspect_source(directory: Path) -> InspectReport:
-    check_checkpoint(directory, "inspect")
-    found = read_source(directory).tensors.values()
+    found = read_source(directory, "inspect").tensors.values()
     tensors = [TensorFacts(t.name, t.file, t.dtype, t.shape, t.nbytes, "Hugging Face") for t in found]
     return InspectReport(directory, "checkpoint", {}, tuple(tensors))
+
+
+def _check_source(source: Path, manifest: Manifest) -> None:
+    for file, size in manifest.source_files.items():
+        path = source / file
+        found = f"one of {path.stat().st_size} bytes" if path.is_file() else "no such file"
+        if found != f"one of {size} bytes":
+            raise refuse(
+                SourceDamageError,
+                where="inspect",
+                argument=f"{file} of {source}",
+                expected=f"the file of {size} bytes that was converted",
+                got=found,
+                remedy="Give the checkpoint that this conversion was made of; if this is it, download it again.",
+            )
 
 
 def _facts(tensor: WrittenTensor) -> TensorFacts:

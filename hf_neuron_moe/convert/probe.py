@@ -89,7 +89,8 @@ def probe_layers(
         manifest: of the conversion.
         source: reads the source's tensors.
         converted: reads the conversion's tensors.
-        count: number of layers, chosen by `seed`; 0 for all. Of a layer with experts one is chosen.
+        count: number of layers, chosen by `seed`, and one expert of each that has any; 0 for every expert of every
+            layer.
         seed: chooses layers, experts and inputs.
     """
     chooser = random.Random(seed)
@@ -99,8 +100,12 @@ def probe_layers(
     results = []
     for block in chosen:
         experts = comparison.experts_of(block.gate_up)
-        expert = None if experts is None else chooser.randrange(experts)
-        results.append(_probe(block, expert, comparison, chooser.randrange(2**31)))
+        if experts is None:
+            looked_at: Iterable[int | None] = (None,)
+        else:
+            looked_at = (chooser.randrange(experts),) if count else range(experts)
+        for expert in looked_at:
+            results.append(_probe(block, expert, comparison, chooser.randrange(2**31)))
     return results
 
 

@@ -118,7 +118,7 @@ def verify_checkpoint(
     Args:
         converted: folder that ``convert`` wrote.
         source: the checkpoint it was made of.
-        probes: layers to compare; 0 for all.
+        probes: layers to compare, of experts one in each; 0 for every expert of every layer.
         seed: chooses layers, experts and inputs.
         on_nonfinite: ``"error"`` makes NaN and infinite values findings, ``"keep"`` notes.
         progress: called with bytes done and bytes in all.
@@ -132,7 +132,7 @@ def verify_checkpoint(
         check_checkpoint(source, "verify")
     report = VerifyReport(converted)
     try:
-        manifest = read_manifest(converted)
+        manifest = read_manifest(converted, "verify")
     except ConversionError as error:
         report.add("manifest", [(MANIFEST_FILE, str(error))])
         report.skipped = dict.fromkeys(CHECKS[1:], "no manifest")
@@ -192,4 +192,7 @@ def _probe(report: VerifyReport, manifest: Manifest, source: Path, probes: int, 
     with open_tensors(source) as original, open_tensors(report.directory) as stored:
         report.probes = probe_layers(manifest, original, stored, probes, seed)
     report.add("probe", [(probe.layer, fault) for probe in report.probes for fault in probe.faults])
-    report.done["probe"] = f"{len(report.probes)} layers compared with the source (seed {seed})"
+    layers = len({probe.layer for probe in report.probes})
+    count = sum(probe.expert is not None for probe in report.probes)
+    experts = f", all their {count} experts" if count and not probes else ""
+    report.done["probe"] = f"{layers} layers compared with the source{experts} (seed {seed})"

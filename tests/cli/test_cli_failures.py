@@ -120,8 +120,18 @@ def test_defects_are_told_without_a_traceback_unless_debugging(model_dir, run, t
     assert (text.code, text.err.count("\n")) == (70, 1)
     assert "ZeroDivisionError: nobody thought of this" in text.err and "--debug" in text.err
     for command in (["--debug", "convert"], ["convert", "--debug"]):
-        with pytest.raises(ZeroDivisionError):
-            run(*command, model_dir, tmp_path / "dst")
+        debug = run(*command, model_dir, tmp_path / "dst")
+        assert (debug.code, debug.out) == (70, "")
+        assert debug.err.startswith("Traceback") and "in break_down" in debug.err
+        assert debug.err.splitlines()[-1].startswith("internal error, please report it: ZeroDivisionError: nobody")
+
+
+@pytest.mark.parametrize("kind", ["refused", "usage", "source", "destination", "verify"])
+def test_debugging_changes_no_exit_code(kind, model_dir, run, tmp_path):
+    command = kinds(model_dir, tmp_path)[kind]
+    without, debug = run(*command, "--json"), run(*command, "--json", "--debug")
+    assert (debug.code, debug.out) == (without.code, without.out)
+    assert debug.err.startswith("Traceback") == (kind != "verify")
 
 
 CHILD = """
@@ -191,6 +201,62 @@ def test_misspelt_words_are_answered_with_the_nearest(arguments, hint, run):
     assert "Did you mean" in told["message"]
 
 
+def test_refusals_name_options_as_they_are_typed(model_dir, run, tmp_path):
+    for option, value in (("--for", "lora"), ("--layout", "fused")):
+        result = run("convert", model_dir, tmp_path / "dst", "--precision", "mxfp4", option, value)
+        assert result.code == 2 and result.err.startswith(f"convert: {option} must be "), result.err
+    result = run("convert", model_dir, tmp_path / "dst", "--scale-rule", "ceil")
+    assert result.code == 2 and result.err.startswith("convert: --scale-rule must be left out"), result.err
+
+
+def test_damaged_metadata_is_damage_of_the_source(model_dir, run, tmp_path):
+    good = tmp_path / "good"
+    convert_checkpoint(model_dir, good)
+    shutil.copytree(model_dir, tmp_path / "cut")
+    (tmp_path / "cut" / "config.json").write_text('{"model_type": "llama",')
+    shutil.copytree(model_dir, tmp_path / "bare")
+    (tmp_path / "bare" / "model.safetensors").rename(tmp_path / "bare" / "model-00001-of-00002.safetensors")
+    manifest = good / "neuron_moe_manifest.json"
+    manifest.write_text(manifest.read_text()[:900])
+    for command, words in (
+        (["convert", tmp_path / "cut", tmp_path / "new"], ["config.json", "JSON"]),
+        (["convert", tmp_path / "bare", tmp_path / "new"], ["model-00001-of-00002.safetensors", "index.json"]),
+        (["inspect", tmp_path / "bare"], ["model-00001-of-00002.safetensors", "index.json"]),
+        (["export", good, tmp_path / "new"], ["neuron_moe_manifest.json", "damaged"]),
+        (["inspect", good], ["neuron_moe_manifest.json", "damaged"]),
+    ):
+        result = run(*command)
+        assert result.code == 3 and result.err.startswith(f"{command[0]}: "), result.err
+        assert all(word in result.err for word in words), result.err
+    report = run("verify", good)
+    assert report.code == 6 and "verify: " in report.out and "export: " not in report.out
+
+
+def test_inspecting_what_is_not_all_there(model_dir, run, tmp_path):
+    convert_checkpoint(model_dir, tmp_path / "dst")
+    shutil.copytree(model_dir, tmp_path / "other")
+    (tmp_path / "other" / "model.safetensors").rename(tmp_path / "other" / "weights.safetensors")
+    result = run("inspect", tmp_path / "dst", "--source", tmp_path / "other")
+    assert result.code == 3 and result.err.startswith("inspect: model.safetensors of "), result.err
+    assert "no such file. Give the checkpoint" in result.err
+    (shard,) = (tmp_path / "dst").glob("*.safetensors")
+    shard.unlink()
+    result = run("inspect", tmp_path / "dst")
+    assert (
+        result.code == 3 and result.err.startswith(f"inspect: {shard.name} must be ") and "no such file" in result.err
+    )
+    result = run("inspect", model_dir, "--source", model_dir)
+    assert result.code == 2 and result.err.startswith("inspect: --source must be left out"), result.err
+
+
+def test_a_link_is_not_replaced(model_dir, run, tmp_path):
+    convert_checkpoint(model_dir, tmp_path / "dst")
+    (tmp_path / "link").symlink_to(tmp_path / "dst")
+    result = run("convert", model_dir, tmp_path / "link", "--force")
+    assert result.code == 4 and "a link to" in result.err
+    assert (tmp_path / "link").is_symlink() and sorted(path.name for path in tmp_path.iterdir()) == ["dst", "link"]
+
+
 @pytest.mark.parametrize("command", ["plan", "convert"])
 def test_a_misspelt_family_is_answered_with_the_nearest(command, model_dir, run, tmp_path):
     shutil.copytree(model_dir, tmp_path / "src")
@@ -206,6 +272,7 @@ def test_a_misspelt_family_is_answered_with_the_nearest(command, model_dir, run,
     [
         ("--part", "0/4"), ("--part", "5/4"), ("--part", "one"), ("--max-shard-size", "5XB"), ("--max-shard-size", "0"),
         ("--max-shard-size", "-1GB"), ("--workers", "0"), ("--tp-degree", "0"), ("--max-shard-size", "0.1B"),
+        ("--max-shard-size", "5"), ("--max-shard-size", "999999"),
     ],
 )  # fmt: skip
 def test_values_that_make_no_sense_are_usage_errors(option, value, run):
