@@ -259,7 +259,7 @@ def _write_side_files(converted: Path, folder: Path, manifest: Manifest) -> None
     if {piece.file for piece in pieces} == {SINGLE_FILE}:
         return
     index = {
-        "metadata": {"total_size": sum(_nbytes(piece) for piece in pieces)},
+        "metadata": {"total_size": sum(_nbytes(piece) for piece in pieces)} | (manifest.source_index or {}),
         "weight_map": {piece.source: piece.file for piece in pieces},
     }
     write_file(folder / INDEX_FILE, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())

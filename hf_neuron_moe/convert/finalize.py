@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from hf_neuron_moe.convert.commit import check_destination, clear, disk_errors, partial_of, take_name
@@ -10,8 +11,9 @@ from hf_neuron_moe.convert.folder import check_checkpoint
 from hf_neuron_moe.convert.hub import resolve_source
 from hf_neuron_moe.convert.manifest import MANIFEST_FILE, Manifest, read_manifest
 from hf_neuron_moe.convert.options import ConvertOptions
+from hf_neuron_moe.convert.parts import parts_to_repeat
 from hf_neuron_moe.convert.plan import plan_conversion
-from hf_neuron_moe.convert.resume import opened, options_of
+from hf_neuron_moe.convert.resume import opened, options_of, parts_of
 from hf_neuron_moe.convert.write import finished_manifest, warn_of_rounding, write_rest
 from hf_neuron_moe.errors import ConversionError, DestinationError, refuse
 
@@ -63,7 +65,7 @@ def finalize_checkpoint(
         plan = plan_conversion(folder, options or found)
         if (manifest := finished_manifest(plan, destination, "finalize", force=force)) is not None:
             return manifest
-        check_destination(destination, folder, force=force)
+        check_destination(destination, folder, force=force, where="finalize")
         with opened(destination, plan, "finalize", resume=True, part=False) as job:
             shards = shards_of(plan)
             made = make_shards(plan, job, shards, workers=workers, progress=progress, only_check=True)
@@ -75,10 +77,18 @@ def finalize_checkpoint(
                     argument=str(destination),
                     expected=f"complete, all {len(shards)} shards made of this source",
                     got=f"{len(missing)} missing or damaged, such as {missing[0]}",
-                    remedy="Run the parts that make them again; what is finished is kept.",
+                    remedy=f"{_what_to_run(shards, missing, parts_of(job))}; what is finished is kept.",
                 )
             manifest = write_rest(plan, job, made)
             take_name(job.home, destination)
             clear(job.home)
     warn_of_rounding(manifest)
     return manifest
+
+
+def _what_to_run(shards: Iterable[str], missing: list[str], count: int | None) -> str:
+    if count is None:
+        return "Run the same `hf-neuron-moe convert` with --resume"
+    parts = [f"{index}/{count}" for index in parts_to_repeat(shards, missing, count)]
+    several = f" and {len(parts) - 8} more" if len(parts) > 8 else ""
+    return f"Run `hf-neuron-moe convert` again with --part {', '.join(parts[:8])}{several}"

@@ -107,6 +107,7 @@ class Manifest:
         rounded: by source tensor, the number of its values that bf16 does not hold bit for bit; tensors without such
             values are left out. None in a manifest of a version that did not count.
         file_sha256: checksum of each file written but this one.
+        source_index: ``metadata`` of the source's index; None where it has no index, or one without.
         replaced_files: by name, the text in the source of each side file that was written differently; None for one
             that the source does not have.
     """
@@ -121,6 +122,7 @@ class Manifest:
     source_sha256: dict[str, str] = field(default_factory=dict)
     file_sha256: dict[str, str] = field(default_factory=dict)
     replaced_files: dict[str, str | None] = field(default_factory=dict)
+    source_index: dict[str, Any] | None = None
 
     def to_json(self) -> str:
         """Serialise, with sorted keys and the checksum of the content (:func:`sealed`) as ``"sha256"``."""

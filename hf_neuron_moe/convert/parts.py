@@ -6,6 +6,7 @@ shard changes no byte.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TypeVar
 
 from hf_neuron_moe.errors import ConfigError, refuse
@@ -38,3 +39,9 @@ def part_of_shards(shards: dict[str, ValueT], part: tuple[int, int] | None) -> d
     files = list(shards)
     mine = files[len(files) * (index - 1) // count : len(files) * index // count]
     return {file: shards[file] for file in mine}
+
+
+def parts_to_repeat(shards: Iterable[str], missing: Iterable[str], count: int) -> list[int]:
+    """Which of `count` parts make the missing shards."""
+    files, wanted = dict.fromkeys(shards, ""), set(missing)
+    return [index for index in range(1, count + 1) if wanted & part_of_shards(files, (index, count)).keys()]

@@ -27,6 +27,7 @@ DONE = "done"
 SOURCES = "sources"
 WRITING = "writing-"
 RECORD_SUFFIX = ".json"
+PARTS = "parts"
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,9 @@ class Job:
 
 
 @contextmanager
-def opened(destination: Path, plan: ConversionPlan, where: str, *, resume: bool, part: bool) -> Iterator[Job]:
+def opened(
+    destination: Path, plan: ConversionPlan, where: str, *, resume: bool, part: bool, parts: int | None = None
+) -> Iterator[Job]:
     """Hold the partial folder of a conversion: a new one, or one of the same conversion that is to be continued.
 
     When the block fails, a folder that may be continued stays without its temporary files, and any other goes.
@@ -160,6 +163,7 @@ def opened(destination: Path, plan: ConversionPlan, where: str, *, resume: bool,
         where: command that refuses.
         resume: continue what is there.
         part: continue what is there, beside other processes that do the same.
+        parts: number of parts, which a new partial folder remembers.
 
     Raises:
         DestinationError: another conversion's partial folder is there, or another process works in it.
@@ -168,7 +172,7 @@ def opened(destination: Path, plan: ConversionPlan, where: str, *, resume: bool,
     job = Job(destination)
     with held(job.home, where, destination, shared=part):
         try:
-            _begin(job, plan, destination, where, resume=resume, part=part)
+            _begin(job, plan, destination, where, resume=resume, part=part, parts=parts)
             yield job
         except BaseException:
             if resume or part:
@@ -179,9 +183,11 @@ def opened(destination: Path, plan: ConversionPlan, where: str, *, resume: bool,
             raise
 
 
-def _begin(job: Job, plan: ConversionPlan, destination: Path, where: str, *, resume: bool, part: bool) -> None:
+def _begin(
+    job: Job, plan: ConversionPlan, destination: Path, where: str, *, resume: bool, part: bool, parts: int | None
+) -> None:
     """Make the partial folder, or tidy one of the same conversion."""
-    content = {"fingerprint": fingerprint(plan), "options": asdict(plan.options)}
+    content = {"fingerprint": fingerprint(plan), "options": asdict(plan.options), PARTS: parts}
     put_back(job.home, destination)
     found = job.marker() if resume or part else None
     if found is not None and found.get("fingerprint") != content["fingerprint"]:
@@ -193,6 +199,8 @@ def _begin(job: Job, plan: ConversionPlan, destination: Path, where: str, *, res
             got=f"an unfinished run of another source, version or options in {job.home.name}",
             remedy="Repeat the options of that run, or leave --resume and --part out to start over.",
         )
+    if found is not None:
+        content[PARTS] = found.get(PARTS)
     if found is None and not part:
         empty(job.home)
     elif not part:
@@ -210,6 +218,12 @@ def options_of(destination: Path) -> ConvertOptions | None:
         return ConvertOptions(**content["options"]) if content else None
     except (KeyError, TypeError):
         return None
+
+
+def parts_of(job: Job) -> int | None:
+    """Into how many parts an unfinished conversion was divided; None where it was not, or nothing says so."""
+    count = (job.marker() or {}).get(PARTS)
+    return count if type(count) is int and count > 0 else None
 
 
 def _read_record(path: Path) -> dict[str, Any] | None:

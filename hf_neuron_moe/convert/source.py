@@ -70,6 +70,8 @@ class SourceCheckpoint:
     tensors: Mapping[str, SourceTensor]
     metadata: Mapping[str, Mapping[str, str]]
     """``__metadata__`` of each file."""
+    index_metadata: Mapping[str, Any] | None = None
+    """``metadata`` of the index, such as the number of parameters; None where there is none."""
 
 
 def damaged(subject: str, expected: str, got: object, where: str = "convert") -> SourceDamageError:
@@ -179,7 +181,9 @@ def read_source(directory: Path, where: str = "convert") -> SourceCheckpoint:
             got="both",
             remedy="Remove the one that does not belong to the checkpoint.",
         )
-    named = _read_index(inside(directory, INDEX_FILE, where), where) if index.exists() else None
+    named, index_metadata = None, None
+    if index.exists():
+        named, index_metadata = _read_index(inside(directory, INDEX_FILE, where), where)
     files = sorted(set(named.values())) if named is not None else [SINGLE_FILE]
     tensors: dict[str, SourceTensor] = {}
     metadata: dict[str, Mapping[str, str]] = {}
@@ -195,10 +199,11 @@ def read_source(directory: Path, where: str = "convert") -> SourceCheckpoint:
     for name, file in (named or {}).items():
         if name not in tensors:
             raise damaged(f"tensor {name}", f"in {file} as {INDEX_FILE} says", "a file without it", where)
-    return SourceCheckpoint(directory, tuple(files), tensors, metadata)
+    return SourceCheckpoint(directory, tuple(files), tensors, metadata, index_metadata)
 
 
-def _read_index(path: Path, where: str) -> dict[str, str]:
+def _read_index(path: Path, where: str) -> tuple[dict[str, str], dict[str, Any] | None]:
+    """File by tensor name, and the index's metadata."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique_pairs)
     except (ValueError, RecursionError) as error:
@@ -216,7 +221,8 @@ def _read_index(path: Path, where: str) -> dict[str, str]:
                 got=repr(file),
                 remedy="An index that points elsewhere is not followed; repair it.",
             )
-    return dict(weight_map)
+    metadata = content.get("metadata")
+    return dict(weight_map), metadata if isinstance(metadata, dict) else None
 
 
 def inside(directory: Path, file: str, where: str = "convert") -> Path:

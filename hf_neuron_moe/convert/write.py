@@ -98,7 +98,8 @@ def convert_checkpoint(
         if resume and part is None and (manifest := finished_manifest(plan, destination, force=force)) is not None:
             return manifest
         check_destination(destination, folder, force=force)
-        with opened(destination, plan, "convert", resume=resume, part=part is not None) as job:
+        parts = part[1] if part is not None else None
+        with opened(destination, plan, "convert", resume=resume, part=part is not None, parts=parts) as job:
             shards = part_of_shards(shards_of(plan), part)
             _check_space(job, shards)
             made = make_shards(
@@ -270,6 +271,7 @@ def _manifest(plan: ConversionPlan, tensors: list[WrittenTensor], made: Made) ->
         rounded=dict(made.rounded),
         source_sha256=made.sources,
         file_sha256=made.files,
+        source_index=None if source.index_metadata is None else dict(source.index_metadata),
     )
 
 

@@ -105,3 +105,20 @@ def test_what_cannot_come_back_is_said(checkpoint, tmp_path):
     note = json.loads((tmp_path / "back" / NOTE_FILE).read_text())
     assert (note["statement"], note["inexact"]) == (list(report.statement), list(report.inexact))
     assert report.to_dict() == {"tensors": report.tensors, "inexact_tensors": 24, "statement": [sentence]}
+
+
+def test_what_the_index_says_comes_back(checkpoint, snapshot, tmp_path):
+    source = checkpoint("mixtral", shard="100KB")
+    index = source / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["metadata"] |= {"total_parameters": 12345, "note": {"of": ["the", None, "maker"]}}
+    index.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+    convert_checkpoint(source, tmp_path / "dst", BF16["kernel"])
+    export_checkpoint(tmp_path / "dst", tmp_path / "back")
+    assert snapshot(tmp_path / "back") == snapshot(source)
+    del content["metadata"]
+    index.write_text(json.dumps(content))
+    convert_checkpoint(source, tmp_path / "bare", BF16["kernel"])
+    export_checkpoint(tmp_path / "bare", tmp_path / "sized")
+    metadata = json.loads((tmp_path / "sized" / index.name).read_text())["metadata"]
+    assert metadata == {"total_size": sum(tensor.nbytes for tensor in load(source).values())}

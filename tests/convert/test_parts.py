@@ -96,8 +96,11 @@ def test_finalize_refuses_what_is_missing_or_damaged_and_keeps_the_rest(checkpoi
     with pytest.raises(DestinationError, match="--part I/N"):
         finalize_checkpoint(source, target)
     convert_checkpoint(source, target, SMALL, part=(1, 2))
-    with pytest.raises(ConversionError, match="missing or damaged"):
-        finalize_checkpoint(source, target)
+    for _ in range(2):
+        with pytest.raises(
+            ConversionError, match=r"missing or damaged.* again with --part 2/2; what is finished is kept"
+        ):
+            finalize_checkpoint(source, target)
     convert_checkpoint(source, target, SMALL, part=(2, 2))
     folder = commit.partial_of(target) / commit.FOLDER
     shard = sorted(folder.glob("*.safetensors"))[1]
@@ -109,6 +112,23 @@ def test_finalize_refuses_what_is_missing_or_damaged_and_keeps_the_rest(checkpoi
     shard.write_bytes(good)
     finalize_checkpoint(source, target)
     assert (target / MANIFEST_FILE).is_file()
+
+
+def test_finalize_names_the_parts_to_run_again(checkpoint, tmp_path):
+    source, target = checkpoint("mixtral"), tmp_path / "dst"
+    for index in (1, 2, 4):
+        convert_checkpoint(source, target, SMALL, part=(index, 5))
+    with pytest.raises(ConversionError, match="Run `hf-neuron-moe convert` again with --part 3/5, 5/5; what"):
+        finalize_checkpoint(source, target)
+    for index in (5, 3):
+        convert_checkpoint(source, target, SMALL, part=(index, 5))
+    folder = commit.partial_of(target) / commit.FOLDER
+    shard = min(folder.glob("*.safetensors"))
+    shard.unlink()
+    with pytest.raises(ConversionError, match="again with --part 1/5; what"):
+        finalize_checkpoint(source, target)
+    convert_checkpoint(source, target, SMALL, part=(1, 5))
+    finalize_checkpoint(source, target)
 
 
 def test_parts_of_different_conversions_do_not_mix(checkpoint, tmp_path):
