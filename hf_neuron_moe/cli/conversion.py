@@ -145,7 +145,7 @@ def _told_later() -> Iterator[None]:
 
 
 def _tell(manifest: Manifest, destination: object, watch: Watch, as_json: bool) -> None:
-    from hf_neuron_moe.convert import rounding_note
+    from hf_neuron_moe.convert import nonfinite_note, rounding_note
 
     copied = sum(tensor.layout == "source" for tensor in manifest.tensors)
     facts = {
@@ -155,6 +155,7 @@ def _tell(manifest: Manifest, destination: object, watch: Watch, as_json: bool) 
         "copied_tensors": copied,
         "files": len({tensor.file for tensor in manifest.tensors}),
         "rounded_values": sum((manifest.rounded or {}).values()),
+        "nonfinite_values": sum((manifest.nonfinite or {}).values()),
         **_cost(watch),
     }
     text = "{converted_weights} weights converted, {copied_tensors} tensors copied, {files} files in {destination}"
@@ -164,6 +165,8 @@ def _tell(manifest: Manifest, destination: object, watch: Watch, as_json: bool) 
     typer.echo(text.format(**facts))
     if manifest.options.precision == "bf16" and facts["rounded_values"]:
         typer.echo(f"note: {rounding_note(manifest)}")
+    if facts["nonfinite_values"]:
+        typer.echo(f"note: {nonfinite_note(manifest)}")
     rate = watch.done / max(watch.seconds, 1e-9)
     typer.echo(
         f"{in_words(watch.done)} in {watch.seconds:.1f} s ({in_words(rate)}/s), peak memory {in_words(watch.peak)}"

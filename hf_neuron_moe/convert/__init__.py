@@ -7,7 +7,7 @@ from hf_neuron_moe.convert.finalize import finalize_checkpoint
 from hf_neuron_moe.convert.manifest import MANIFEST_FILE, Manifest, read_manifest
 from hf_neuron_moe.convert.options import LAYOUTS, PRECISIONS, PURPOSES, SCALE_LAYOUTS, SCALE_RULES, ConvertOptions
 from hf_neuron_moe.convert.plan import ConversionPlan, plan_conversion
-from hf_neuron_moe.convert.write import convert_checkpoint, rounding_note
+from hf_neuron_moe.convert.write import convert_checkpoint, nonfinite_note, rounding_note
 
 __all__ = [
     "LAYOUTS",
@@ -23,6 +23,7 @@ __all__ = [
     "convert_checkpoint",
     "export_checkpoint",
     "finalize_checkpoint",
+    "nonfinite_note",
     "plan_conversion",
     "read_manifest",
     "rounding_note",

@@ -16,7 +16,7 @@ import torch
 
 from hf_neuron_moe.convert import disk
 from hf_neuron_moe.convert.manifest import Piece, WrittenTensor, header_metadata
-from hf_neuron_moe.convert.nonfinite import check_finite
+from hf_neuron_moe.convert.nonfinite import check_finite, count_nonfinite
 from hf_neuron_moe.convert.plan import ConversionPlan
 from hf_neuron_moe.convert.read import CHUNK_BYTES, TORCH_DTYPES, TensorReader, open_tensors
 from hf_neuron_moe.convert.relayout import SOURCE, Scratch, read_bytes, scratch_bytes, store
@@ -34,12 +34,13 @@ FREE_BYTES = 128 * 2**20
 
 @dataclass
 class Made:
-    """What making shards has told: checksums by name, and rounded values by source tensor."""
+    """What making shards has told: checksums by name; rounded, and NaN and infinite values by source tensor."""
 
     tensors: dict[str, str] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
     rounded: Counter[str] = field(default_factory=Counter)
+    nonfinite: Counter[str] = field(default_factory=Counter)
 
 
 def shards_of(plan: ConversionPlan) -> dict[str, list[WrittenTensor]]:
@@ -208,6 +209,8 @@ class _Run:
     def check_finished(self, shards: dict[str, list[WrittenTensor]]) -> set[str]:
         """Take over the shards that an earlier run finished, where their bytes are still right."""
         records = {file: record for file in shards if (record := self._job.shard_record(file)) is not None}
+        if self._on_nonfinite == "error":  # those made with "keep" have to be refused, which making them does
+            records = {file: record for file, record in records.items() if not record.nonfinite}
         records = {file: record for file, record in records.items() if self._same_sources(record)}
         tasks = [
             partial(check_shard, self._job.folder / file, shards[file], record.sha256)
@@ -277,7 +280,9 @@ class _Run:
         """Write the tensors that are made together from one weight, or one tensor that is copied."""
         if group[0].layout == SOURCE:
             source = self._plan.copied[group[0].name]
-            record.sha256[source.name] = writer.write_parts(source.name, self._copied_parts(source))
+            kept: Counter[str] = Counter()
+            record.sha256[source.name] = writer.write_parts(source.name, self._copied_parts(source, kept))
+            record.nonfinite.update(+kept)
             return source.nbytes
 
         scratch, buffer = self._memory.get()
@@ -287,21 +292,26 @@ class _Run:
 
         weight = self._plan.weights[group[0].weight]
         rounded: Counter[str] = Counter()
+        nonfinite: Counter[str] = Counter()
         streams = [writer.begin(tensor.name) for tensor in group]
         forms = self._plan.forms(group)
-        for parts in store(weight, forms, read, scratch, rounded, on_nonfinite=self._on_nonfinite):
+        for parts in store(weight, forms, read, scratch, rounded, on_nonfinite=self._on_nonfinite, nonfinite=nonfinite):
             for stream, part in zip(streams, parts):
                 stream.append(part)
         record.sha256.update((tensor.name, stream.end()) for tensor, stream in zip(group, streams))
         with self._lock:
-            for name in +rounded:
-                record.rounded[name] = record.rounded.get(name, 0) + rounded[name]
+            for counts, more in ((record.rounded, rounded), (record.nonfinite, nonfinite)):
+                for name in +more:
+                    counts[name] = counts.get(name, 0) + more[name]
         return bytes_of_all([group])
 
-    def _copied_parts(self, source: SourceTensor) -> Iterator[torch.Tensor]:
+    def _copied_parts(self, source: SourceTensor, nonfinite: Counter[str]) -> Iterator[torch.Tensor]:
         for part in self._reader.chunks(source.file, source.name):
+            values = part.view(TORCH_DTYPES[source.dtype])
             if self._on_nonfinite == "error":
-                check_finite(part.view(TORCH_DTYPES[source.dtype]), file=source.file, name=source.name)
+                check_finite(values, file=source.file, name=source.name)
+            else:
+                nonfinite[source.name] += count_nonfinite(values)
             yield part
 
     def _sources_of(self, tensors: list[WrittenTensor]) -> list[str]:
@@ -328,6 +338,7 @@ class _Run:
     def _add_shard(self, record: ShardRecord) -> None:
         self.made.tensors |= record.sha256
         self.made.rounded.update(record.rounded)
+        self.made.nonfinite.update(record.nonfinite)
 
     def _advance(self, nbytes: int) -> None:
         if nbytes:

@@ -68,7 +68,9 @@ def finalize_checkpoint(
         check_destination(destination, folder, force=force, where="finalize")
         with opened(destination, plan, "finalize", resume=True, part=False) as job:
             shards = shards_of(plan)
-            made = make_shards(plan, job, shards, workers=workers, progress=progress, only_check=True)
+            made = make_shards(
+                plan, job, shards, workers=workers, progress=progress, only_check=True, on_nonfinite="keep"
+            )
             missing = [file for file in shards if file not in made.files]
             if missing:
                 raise refuse(

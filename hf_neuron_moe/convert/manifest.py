@@ -106,6 +106,8 @@ class Manifest:
         tensors: every tensor written.
         rounded: by source tensor, the number of its values that bf16 does not hold bit for bit; tensors without such
             values are left out. None in a manifest of a version that did not count.
+        nonfinite: by source tensor, the number of its NaN and infinite values, which were kept because that was asked
+            for; tensors without are left out. None in a manifest of a version that did not count.
         file_sha256: checksum of each file written but this one.
         source_index: ``metadata`` of the source's index; None where it has no index, or one without.
         replaced_files: by name, the text in the source of each side file that was written differently; None for one
@@ -119,6 +121,7 @@ class Manifest:
     weights: dict[str, tuple[Piece, ...]]
     tensors: tuple[WrittenTensor, ...] = field(default=())
     rounded: dict[str, int] | None = None
+    nonfinite: dict[str, int] | None = None
     source_sha256: dict[str, str] = field(default_factory=dict)
     file_sha256: dict[str, str] = field(default_factory=dict)
     replaced_files: dict[str, str | None] = field(default_factory=dict)

@@ -34,9 +34,9 @@ def check_finite(values: torch.Tensor, *, file: str, name: str, where: str = "co
     Raises:
         SourceDamageError: there are such values.
     """
-    if values.dtype not in _EXPONENTS or all(_is_finite(chunk) for chunk in _chunks(values)):
+    bad = count_nonfinite(values)
+    if not bad:
         return
-    bad = sum(int(torch.count_nonzero(~chunk.isfinite())) for chunk in _chunks(values))
     raise refuse(
         SourceDamageError,
         where=where,
@@ -45,6 +45,13 @@ def check_finite(values: torch.Tensor, *, file: str, name: str, where: str = "co
         got=f"{bad:,} NaN or infinite ones",
         remedy="Repair the checkpoint, or convert it as it is with --on-nonfinite keep.",
     )
+
+
+def count_nonfinite(values: torch.Tensor) -> int:
+    """Count NaN and infinite values; dtypes without infinity and NaN have none."""
+    if values.dtype not in _EXPONENTS:
+        return 0
+    return sum(int(torch.count_nonzero(~chunk.isfinite())) for chunk in _chunks(values) if not _is_finite(chunk))
 
 
 def _is_finite(chunk: torch.Tensor) -> bool:

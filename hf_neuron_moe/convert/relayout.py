@@ -16,7 +16,7 @@ import torch
 
 from hf_neuron_moe.convert.codecs import TRANSPOSED_ROWS, copy_transposed, decode, encode
 from hf_neuron_moe.convert.manifest import Piece, WrittenTensor
-from hf_neuron_moe.convert.nonfinite import check_finite
+from hf_neuron_moe.convert.nonfinite import check_finite, count_nonfinite
 from hf_neuron_moe.convert.options import FORWARD
 from hf_neuron_moe.convert.orientations import (
     BF16_FUSED,
@@ -122,6 +122,7 @@ def store(
     rounded: Counter[str],
     *,
     on_nonfinite: str = "keep",
+    nonfinite: Counter[str] | None = None,
 ) -> Iterator[list[torch.Tensor]]:
     """Read a weight's pieces and give its tensors, one per stored form: MX codes as uint8, words as the carriers.
 
@@ -137,6 +138,7 @@ def store(
         scratch: at least :func:`scratch_bytes`.
         rounded: raised, per source tensor, by the number of values that bf16 does not hold bit for bit.
         on_nonfinite: ``"error"`` refuses NaN and infinity in the source, ``"keep"`` converts them.
+        nonfinite: raised, per source tensor, by the number of NaN and infinite values that were kept.
 
     Raises:
         SourceDamageError: a source tensor has NaN or infinity and `on_nonfinite` is ``"error"``.
@@ -144,7 +146,7 @@ def store(
     scratch.clear()
     first = forms[0]
     plain = _is_plain(first.layout)
-    fill = _Filler(read, rounded, check=on_nonfinite == "error", part=first.part)
+    fill = _Filler(read, rounded, Counter() if nonfinite is None else nonfinite, on_nonfinite, first.part)
     stored = [scratch.take(_shape_of_part(weight, form), _STORED_DTYPES[form.dtype]) for form in forms]
     # Through bf16 whatever the source is: the kernels, and patched blocks, quantize bf16 weights.
     if plain:
@@ -207,10 +209,13 @@ def restore(
 
 
 class _Filler:
-    """Copies pieces into the matrix of one part, counting what bf16 rounds."""
+    """Copies pieces into the matrix of one part, counting what bf16 rounds and what is not finite."""
 
-    def __init__(self, read: ReadPiece, rounded: Counter[str], *, check: bool, part: Part) -> None:
-        self._read, self._rounded, self._check, self._part = read, rounded, check, part
+    def __init__(
+        self, read: ReadPiece, rounded: Counter[str], nonfinite: Counter[str], on_nonfinite: str, part: Part
+    ) -> None:
+        self._read, self._part = read, part
+        self._rounded, self._nonfinite, self._on_nonfinite = rounded, nonfinite, on_nonfinite
 
     def __call__(self, piece: Piece, expert: int | None, matrix_FK: torch.Tensor) -> None:
         for block in self._part.blocks(piece.rows):
@@ -220,8 +225,10 @@ class _Filler:
             for start in range(wanted.start, wanted.stop, step):
                 rows = slice(start, min(start + step, wanted.stop))
                 read = self._read(piece, expert if piece.holds_experts else None, rows)[:, others]
-                if self._check:
+                if self._on_nonfinite == "error":
                     check_finite(read, file=piece.file, name=piece.source)
+                else:
+                    self._nonfinite[piece.source] += count_nonfinite(read)
                 values, done = _rows_first(read, piece), start - wanted.start
                 row, column = (block.row, done) if piece.transposed else (block.row + done, 0)
                 place = matrix_FK[row : row + values.shape[0], column : column + values.shape[1]]

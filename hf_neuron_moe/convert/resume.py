@@ -37,12 +37,14 @@ class ShardRecord:
     Attributes:
         sha256: checksum of each tensor's bytes.
         rounded: by source tensor, values that bf16 did not hold.
+        nonfinite: by source tensor, NaN and infinite values that were kept.
         sources: version (:func:`version_of`) of each source file it was made of.
     """
 
     sha256: dict[str, str]
     rounded: dict[str, int] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
+    nonfinite: dict[str, int] = field(default_factory=dict)
 
 
 def fingerprint(plan: ConversionPlan) -> str:

@@ -18,7 +18,7 @@ from torch import Tensor
 from hf_neuron_moe.convert.config_json import QUANTIZATION_CONFIG, quantization_config
 from hf_neuron_moe.convert.folder import CONFIG_FILE
 from hf_neuron_moe.convert.manifest import MANIFEST_FILE, Manifest, Piece, WrittenTensor, header_metadata
-from hf_neuron_moe.convert.orientations import MOE_WORDS, SCALES, SOURCE
+from hf_neuron_moe.convert.orientations import FORWARD, MOE_WORDS, SCALES, SOURCE
 from hf_neuron_moe.convert.read import TensorReader, open_tensors
 from hf_neuron_moe.convert.source import read_header
 from hf_neuron_moe.convert.write import INDEX_OUT
@@ -80,9 +80,13 @@ def check_coverage(converted: Path, manifest: Manifest) -> tuple[Found, str]:
 
 
 def check_finite(converted: Path, manifest: Manifest, files: set[str], step: Step) -> tuple[Found, str]:
-    """Look for NaN and infinity in every tensor of the readable files."""
+    """Look for NaN and infinity in every tensor of the readable files, and in what the manifest says was kept.
+
+    MX has no infinity: only the manifest knows of one in the source.
+    """
     found: Found = []
     looked = 0
+    seen: Counter[str] = Counter()
     with open_tensors(converted, "verify") as reader:
         for tensor in manifest.tensors:
             if tensor.file not in files:
@@ -91,6 +95,13 @@ def check_finite(converted: Path, manifest: Manifest, files: set[str], step: Ste
             count = _nonfinite(tensor, reader, step)
             if count:
                 found.append((f"{tensor.file}: {tensor.name}", f"{count:,} NaN or infinite values"))
+            if tensor.orientation == FORWARD:
+                seen[tensor.weight] += count
+    kept = manifest.nonfinite or {}
+    for weight, pieces in manifest.weights.items():
+        count = sum(kept.get(piece.source, 0) for piece in pieces)
+        if count > seen[weight]:
+            found.append((weight, f"made of {count:,} NaN or infinite values, kept on request; {seen[weight]:,} show"))
     return found, f"{looked} tensors"
 
 

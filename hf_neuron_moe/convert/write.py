@@ -257,6 +257,22 @@ def rounding_note(manifest: Manifest) -> str:
     )
 
 
+def nonfinite_note(manifest: Manifest) -> str:
+    """Say in one sentence how many NaN and infinite values a conversion kept; empty where it kept none."""
+    kept = manifest.nonfinite or {}
+    if not kept:
+        return ""
+    effect = "they are in the weights as they were."
+    if manifest.options.quantized:
+        effect = (
+            "in MX such a value spoils its whole block, whose other values become zero or NaN, and an infinity may "
+            "turn into the largest finite code under the largest scale."
+        )
+    return (
+        f"{sum(kept.values()):,} NaN or infinite values in {len(kept)} tensors (first: {min(kept)}) were kept: {effect}"
+    )
+
+
 def _manifest(plan: ConversionPlan, tensors: list[WrittenTensor], made: Made) -> Manifest:
     source = plan.source
     weights = {name: weight.pieces for name, weight in plan.weights.items()}
@@ -269,6 +285,7 @@ def _manifest(plan: ConversionPlan, tensors: list[WrittenTensor], made: Made) ->
         weights=weights,
         tensors=tuple(tensors),
         rounded=dict(made.rounded),
+        nonfinite=dict(made.nonfinite),
         source_sha256=made.sources,
         file_sha256=made.files,
         source_index=None if source.index_metadata is None else dict(source.index_metadata),

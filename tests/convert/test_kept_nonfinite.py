@@ -1,0 +1,101 @@
+"""NaN and infinity that a conversion kept on request: counted by source tensor, told, and found again by ``verify``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from hf_neuron_moe.cli.main import main
+from hf_neuron_moe.convert import (
+    ConvertOptions,
+    convert_checkpoint,
+    finalize_checkpoint,
+    nonfinite_note,
+    read_manifest,
+)
+from hf_neuron_moe.convert.verify import verify_checkpoint
+from hf_neuron_moe.errors import SourceDamageError
+
+EXPERT = "model.layers.1.block_sparse_moe.experts.3.w2.weight"
+GATE = "model.layers.0.block_sparse_moe.experts.11.w1.weight"
+NORM = "model.norm.weight"
+COUNTS = {EXPERT: 2, GATE: 1, NORM: 3}
+TARGETS = [
+    ConvertOptions("bf16", "kernel"),
+    ConvertOptions("bf16", "fused", tp_degree=2),
+    ConvertOptions("mxfp8", "kernel"),
+    ConvertOptions("mxfp8", "fused", tp_degree=3),
+    ConvertOptions("mxfp4", "kernel", pad=True),
+]
+
+
+def spoil(source: Path) -> None:
+    """Put infinities and a NaN into two experts' weights and a norm."""
+    path = source / "model.safetensors"
+    tensors = load_file(path)
+    tensors[EXPERT][5, 7], tensors[EXPERT][63, 95] = float("inf"), float("-inf")
+    tensors[GATE][0, 40] = float("nan")
+    tensors[NORM][:3] = float("inf")
+    save_file(tensors, path, {"format": "pt"})
+
+
+@pytest.mark.parametrize("options", TARGETS, ids=lambda o: f"{o.precision}-{o.layout}-{o.tp_degree}")
+def test_kept_values_are_counted_once_and_found_by_verify(options, checkpoint, tmp_path):
+    source = checkpoint("mixtral")
+    spoil(source)
+    manifest = convert_checkpoint(source, tmp_path / "dst", options, on_nonfinite="keep", workers=2)
+    assert manifest is not None and manifest.nonfinite == COUNTS
+    assert read_manifest(tmp_path / "dst") == manifest
+    assert f"6 NaN or infinite values in 3 tensors (first: {GATE})" in nonfinite_note(manifest)
+    assert ("in MX" in nonfinite_note(manifest)) == options.quantized
+    told = " ".join(f.subject for f in verify_checkpoint(tmp_path / "dst").findings if f.check == "finite")
+    weights = ("layers.1.mlp.experts.down_proj", "layers.0.mlp.experts.gate_up_proj", NORM)
+    assert all(weight in told for weight in weights), told
+    kept = verify_checkpoint(tmp_path / "dst", on_nonfinite="keep")
+    assert kept.ok and all(weight in " ".join(kept.notes) for weight in weights)
+
+
+def test_an_infinity_that_mxfp8_cannot_show_is_known_from_the_manifest(checkpoint, tmp_path):
+    source = checkpoint("mixtral")
+    spoil(source)
+    convert_checkpoint(source, tmp_path / "dst", ConvertOptions("mxfp8", "kernel"), on_nonfinite="keep")
+    messages = {f.subject: f.message for f in verify_checkpoint(tmp_path / "dst").findings}
+    told = messages["model.layers.1.mlp.experts.down_proj"]
+    assert told == "made of 2 NaN or infinite values, kept on request; 0 show"
+
+
+def test_parts_count_as_one_run_does(checkpoint, snapshot, tmp_path):
+    source, options = checkpoint("mixtral"), ConvertOptions("mxfp8", "kernel", 60_000)
+    spoil(source)
+    convert_checkpoint(source, tmp_path / "one", options, on_nonfinite="keep")
+    for part in (1, 2):
+        convert_checkpoint(source, tmp_path / "dst", options, on_nonfinite="keep", part=(part, 2))
+    finalize_checkpoint(source, tmp_path / "dst")
+    assert snapshot(tmp_path / "dst") == snapshot(tmp_path / "one")
+
+
+def test_what_an_unfinished_run_kept_is_refused_by_one_that_does_not_keep(checkpoint, tmp_path):
+    source, options = checkpoint("mixtral"), ConvertOptions("mxfp8", "kernel", 60_000)
+    spoil(source)
+    for part in (1, 2):
+        convert_checkpoint(source, tmp_path / "dst", options, on_nonfinite="keep", part=(part, 2))
+    with pytest.raises(SourceDamageError, match="NaN or infinite ones"):
+        convert_checkpoint(source, tmp_path / "dst", options, resume=True)
+    assert not (tmp_path / "dst").exists()
+
+
+def test_the_command_tells(checkpoint, tmp_path, monkeypatch, capsys):
+    source = checkpoint("mixtral")
+    spoil(source)
+    command = ["convert", str(source), "--precision", "mxfp8", "--on-nonfinite", "keep"]
+    capsys.readouterr()
+    monkeypatch.setattr(sys, "argv", ["hf-neuron-moe", *command, str(tmp_path / "one")])
+    main()
+    assert "note: 6 NaN or infinite values in 3 tensors" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["hf-neuron-moe", *command, str(tmp_path / "two"), "--json"])
+    main()
+    assert json.loads(capsys.readouterr().out)["nonfinite_values"] == 6
