@@ -189,7 +189,7 @@ def _check(
 
 
 def _probe(report: VerifyReport, manifest: Manifest, source: Path, probes: int, seed: int) -> None:
-    with open_tensors(source) as original, open_tensors(report.directory) as stored:
+    with open_tensors(source, "verify") as original, open_tensors(report.directory, "verify") as stored:
         report.probes = probe_layers(manifest, original, stored, probes, seed)
     report.add("probe", [(probe.layer, fault) for probe in report.probes for fault in probe.faults])
     layers = len({probe.layer for probe in report.probes})

@@ -112,6 +112,8 @@ def test_every_purpose_and_layout_is_possible_in_mxfp8_and_bf16():
             {"precision": "mxfp8", "purpose": "inference"},
             r"a multiple of 512 \(hidden size\), got 64.*--pad",
         ),
+        # Advice has to be possible: nothing trains with FP4.
+        ("mixtral", {"precision": "mxfp4"}, r"a multiple of 512 \(hidden size\), got 64\. Use --pad\.$"),
         (
             "mixtral",
             {"precision": "mxfp8", "purpose": "inference", "pad": True, "scales": "oversized"},
