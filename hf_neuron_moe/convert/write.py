@@ -165,17 +165,17 @@ def finished_manifest(
         force: whether a damaged result may be replaced; it then counts as none.
 
     Raises:
-        DestinationError: it was the result of `plan`, but a file is missing or has other bytes by now.
-        ConversionError: its manifest is damaged.
+        DestinationError: it was the result of `plan`, but a file is missing or has other bytes by now; or its manifest
+            is damaged.
     """
     if not (destination / MANIFEST_FILE).is_file():
         return None
     try:
         manifest = read_manifest(destination, where)
-    except ConversionError:
+    except ConversionError as error:
         if force:
             return None
-        raise
+        raise _damaged_result(destination, where, str(error)) from error
     planned = [replace(tensor, sha256="") for tensor in plan.tensors]
     if manifest.options != plan.options or [replace(tensor, sha256="") for tensor in manifest.tensors] != planned:
         return None
@@ -186,19 +186,23 @@ def finished_manifest(
     if damage := _damaged_files(destination, manifest):
         if force:
             return None
-        raise refuse(
-            DestinationError,
-            where=where,
-            argument=str(destination),
-            expected="as it was when its conversion finished",
-            got=f"{len(damage)} missing or altered files, such as {damage[0]}",
-            remedy="`hf-neuron-moe verify` tells more; convert again with --force to replace it.",
-        )
+        raise _damaged_result(destination, where, f"{len(damage)} missing or altered files, such as {damage[0]}")
     partial = partial_of(destination)
     if partial.exists() and is_free(partial):
         with held(partial, "convert", destination):
             clear(partial)
     return manifest
+
+
+def _damaged_result(destination: Path, where: str, got: str) -> DestinationError:
+    return refuse(
+        DestinationError,
+        where=where,
+        argument=str(destination),
+        expected="as it was when its conversion finished",
+        got=got.removesuffix("."),
+        remedy="`hf-neuron-moe verify` tells more; convert again with --force to replace it.",
+    )
 
 
 def _damaged_files(directory: Path, manifest: Manifest) -> list[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hf_neuron_moe.convert import MANIFEST_FILE, ConvertOptions, convert_checkpoint, finalize_checkpoint
-from hf_neuron_moe.errors import ConversionError, DestinationError
+from hf_neuron_moe.errors import DestinationError, SourceDamageError
 
 OPTIONS = ConvertOptions("mxfp8", "kernel", 60_000)
 
@@ -53,7 +53,9 @@ def test_a_damaged_manifest_is_named_and_can_be_replaced(checkpoint, snapshot, t
     convert_checkpoint(source, target, OPTIONS)
     right = snapshot(target)
     (target / MANIFEST_FILE).write_bytes(right[MANIFEST_FILE][:-9])
-    with pytest.raises(ConversionError, match=MANIFEST_FILE):
+    with pytest.raises(DestinationError, match=f"{MANIFEST_FILE}.*--force"):
         convert_checkpoint(source, target, OPTIONS, resume=True)
+    with pytest.raises(SourceDamageError, match=f"finalize: .*{MANIFEST_FILE}"):
+        finalize_checkpoint(source, target)
     convert_checkpoint(source, target, OPTIONS, resume=True, force=True)
     assert snapshot(target) == right
