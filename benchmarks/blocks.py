@@ -23,7 +23,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -220,10 +220,12 @@ def patched_block(case: Case, precision: str) -> Block:
     return block
 
 
-def bench_training(case: Case, repeats: int, slow: float, progress: Progress) -> dict[str, Any]:
-    """Forward plus backward of one shape in all precisions."""
+def bench_training(
+    case: Case, repeats: int, slow: float, progress: Progress, dtypes: Sequence[str] = ("bf16", "fp32")
+) -> dict[str, Any]:
+    """Forward plus backward of one shape; mxfp8 is measured beside bf16."""
     result: dict[str, Any] = {"case": asdict(case)}
-    for dtype in ("bf16", "fp32"):
+    for dtype in dtypes:
         inputs = make_inputs(case, case.T, DTYPES[dtype])
         contestants = {"gemm": gemm_limit(case)}
         for precision in ("bf16", "mxfp8") if dtype == "bf16" else ("fp32",):
@@ -310,7 +312,7 @@ def training_table(entries: dict[str, Any]) -> Table:
         "shape", "dtype", "ours ms", "stock ms", "stock/ours", "ours/gemm", "saved KiB/token", "of stock", "mxfp8/bf16"
     )
     for entry in entries.values():
-        for dtype in ("bf16", "fp32"):
+        for dtype in [key for key in entry if key != "case"]:
             row, times = entry[dtype], entry[dtype]["times"]
             table.add_row(
                 Case(**entry["case"]).title,
@@ -345,6 +347,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the report to this file")
     parser.add_argument("--cases", nargs="+", choices=sorted(CASES), default=sorted(CASES))
     parser.add_argument("--only", choices=("train", "decode"), help="run one half of the benchmark")
+    parser.add_argument("--dtypes", nargs="+", choices=("bf16", "fp32"), default=("bf16", "fp32"), help="of training")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--slow", type=float, default=3.0, help="seconds above which a contestant runs only twice")
     parser.add_argument("--isa", choices=("avx2",), help="hold the matmul libraries to an instruction set")
@@ -357,7 +360,9 @@ def main() -> None:
     for name in arguments.cases:
         console.print(f"{CASES[name].title} ...")
         if arguments.only != "decode":
-            report["train"][name] = bench_training(CASES[name], arguments.repeats, arguments.slow, progress)
+            report["train"][name] = bench_training(
+                CASES[name], arguments.repeats, arguments.slow, progress, arguments.dtypes
+            )
         if arguments.only != "train":
             report["decode"][name] = bench_decode(CASES[name], arguments.repeats, progress)
         if arguments.json:  # after every shape: the slow stock contestants make this a long run
