@@ -165,7 +165,15 @@ main()
 def test_signals_unwind_and_end_with_their_code(number, code, model_dir, repo_root, tmp_path):
     command = [sys.executable, "-c", CHILD, str(model_dir), str(tmp_path / "dst")]
     command.append(str(repo_root / "hf_neuron_moe" / "convert"))
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=repo_root)
+    child = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=repo_root,
+        # A test run in the background of a shell ignores SIGINT, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     deadline = time.monotonic() + 60
     while not (tmp_path / "begun").exists() and child.poll() is None:
         assert time.monotonic() < deadline
