@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from hf_neuron_moe.convert.folder import CONFIG_FILE, check_checkpoint
 from hf_neuron_moe.convert.source import SourceCheckpoint, SourceTensor, damaged, inside
 from hf_neuron_moe.errors import ConversionError, nearest, refuse
+
+_BUILDING = threading.Lock()
+"""transformers sets the default dtype of the whole process while it builds a model, and restores what it found."""
 
 _REFUSALS = (
     StrictDataclassError,
@@ -88,7 +92,7 @@ def build_meta_model(directory: Path, where: str = "convert") -> PreTrainedModel
             remedy="Take the original checkpoint: quantising twice loses accuracy.",
         )
     try:
-        with torch.device("meta"):
+        with _BUILDING, torch.device("meta"):
             return _model_of(config, content)
     except _REFUSALS as error:
         raise _bad_config(where, path, f"{type(error).__name__}: {error}") from error

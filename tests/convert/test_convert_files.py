@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from hf_neuron_moe.convert.assign import build_meta_model
 from hf_neuron_moe.convert.shard import Entry, ShardWriter
 from hf_neuron_moe.convert.source import read_header
 
@@ -57,3 +59,13 @@ def test_files_are_the_bytes_that_the_library_writes(described, metadata):
     assert back.keys() == content.keys()
     for name, tensor in content.items():
         assert torch.equal(back[name].float(), tensor.float()), name
+
+
+def test_models_built_by_several_threads_leave_the_default_dtype(checkpoint):
+    """transformers sets torch's default dtype of the whole process while it builds a model."""
+    source = checkpoint("llama")
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(build_meta_model, [source] * 24))
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)  # whatever happened, other tests are not concerned
+    assert dtype == torch.float32
