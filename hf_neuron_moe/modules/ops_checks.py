@@ -1,0 +1,108 @@
+"""Argument checks of the operators' public functions.
+
+Legend: S or T tokens, H hidden, I intermediate, E experts, K experts per token.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hf_neuron_moe.errors import ConfigError, nearest, refuse
+from hf_neuron_moe.kernels.checks import check_dtype, check_multiple, check_same_device, check_shape
+
+COMPUTE_DTYPE = {"bf16": torch.bfloat16, "mxfp8": torch.bfloat16, "fp32": torch.float32}
+_FLOATS = (torch.bfloat16, torch.float32, torch.float16)
+_FLOAT_SET = frozenset(_FLOATS)
+
+
+def check_precision(precision: str, where: str) -> None:
+    """Refuse an unknown precision (ConfigError)."""
+    if precision not in COMPUTE_DTYPE:
+        known = list(COMPUTE_DTYPE)
+        raise refuse(
+            ConfigError,
+            where=where,
+            argument="precision",
+            expected=f"one of {', '.join(known)}",
+            got=repr(precision),
+            remedy=f"Choose one of these.{nearest(str(precision), known)}",
+        )
+
+
+def check_mlp(x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, precision: str) -> None:
+    """Check the arguments of :func:`~hf_neuron_moe.modules.ops.swiglu_mlp` against each other."""
+    if (
+        precision in COMPUTE_DTYPE
+        and all(isinstance(tensor, Tensor) for tensor in (x_SH, gate_IH, up_IH, down_HI))
+        and x_SH.dim() == gate_IH.dim() == 2
+        and gate_IH.shape == up_IH.shape == down_HI.shape[::-1]
+        and gate_IH.shape[1] == x_SH.shape[1]
+        and {x_SH.dtype, gate_IH.dtype, up_IH.dtype, down_HI.dtype} <= _FLOAT_SET
+        and x_SH.device == gate_IH.device == up_IH.device == down_HI.device
+    ):
+        return  # the usual case in a few microseconds; what follows finds out what is wrong
+    where = "swiglu_mlp"
+    check_precision(precision, where)
+    tensors: dict[str, Tensor | None] = {"x_SH": x_SH, "gate_IH": gate_IH, "up_IH": up_IH, "down_HI": down_HI}
+    for name, tensor in tensors.items():
+        check_dtype(tensor, _FLOATS, where=where, argument=name)  # type: ignore[arg-type]
+    check_shape(x_SH, (None, None), "[S, H]", where=where, argument="x_SH")
+    check_shape(gate_IH, (None, x_SH.shape[1]), "[I, H]", where=where, argument="gate_IH")
+    inner, hidden = gate_IH.shape
+    check_shape(up_IH, (inner, hidden), "[I, H]", where=where, argument="up_IH")
+    check_shape(down_HI, (hidden, inner), "[H, I]", where=where, argument="down_HI")
+    check_same_device(tensors, where=where)
+
+
+def check_experts(
+    x_TH: Tensor,
+    index_TK: Tensor,
+    weights_TK: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    transposed: bool,
+    precision: str,
+) -> None:
+    """Check the arguments of :func:`~hf_neuron_moe.modules.ops.experts` against each other."""
+    if (
+        precision in COMPUTE_DTYPE
+        and all(isinstance(tensor, Tensor) for tensor in (x_TH, index_TK, weights_TK, gate_up, down))
+        and x_TH.dim() == index_TK.dim() == 2
+        and gate_up.dim() == 3
+        and index_TK.shape == weights_TK.shape
+        and index_TK.dtype in (torch.int64, torch.int32)
+        and {x_TH.dtype, weights_TK.dtype, gate_up.dtype, down.dtype} <= _FLOAT_SET
+        and x_TH.device == index_TK.device == weights_TK.device == gate_up.device == down.device
+        and (*index_TK.shape[:1], *gate_up.shape) == _expected_sizes(x_TH, down, transposed)
+    ):
+        return
+    where = "experts"
+    check_precision(precision, where)
+    floats = {"x_TH": x_TH, "top_k_weights_TK": weights_TK, "gate_up": gate_up, "down": down}
+    for name, tensor in floats.items():
+        check_dtype(tensor, _FLOATS, where=where, argument=name)
+    check_dtype(index_TK, (torch.int64, torch.int32), where=where, argument="top_k_index_TK")
+    check_shape(x_TH, (None, None), "[T, H]", where=where, argument="x_TH")
+    tokens, hidden = x_TH.shape
+    check_shape(index_TK, (tokens, None), "[T, K]", where=where, argument="top_k_index_TK")
+    check_shape(weights_TK, tuple(index_TK.shape), "[T, K]", where=where, argument="top_k_weights_TK")
+    names = ("[E, H, 2I]", "[E, I, H]") if transposed else ("[E, 2I, H]", "[E, H, I]")
+    check_shape(
+        gate_up, (None, hidden, None) if transposed else (None, None, hidden), names[0], where=where, argument="gate_up"
+    )
+    both = gate_up.shape[2 if transposed else 1]
+    inner = both // 2
+    shape = (gate_up.shape[0], inner, hidden) if transposed else (gate_up.shape[0], hidden, inner)
+    check_shape(down, shape, names[1], where=where, argument="down")
+    check_multiple(both, 2, "2I", "gate, then up", where=where, argument="gate_up")
+    check_same_device({**floats, "top_k_index_TK": index_TK}, where=where)
+
+
+def _expected_sizes(x_TH: Tensor, down: Tensor, transposed: bool) -> tuple[int, ...]:
+    """Return T and the shape of gate_up that `x_TH` and `down` ask for; empty if those two do not fit each other."""
+    tokens, hidden = x_TH.shape
+    if down.dim() != 3 or down.shape[2 if transposed else 1] != hidden:
+        return ()
+    inner = down.shape[1 if transposed else 2]
+    return (tokens, len(down), hidden, 2 * inner) if transposed else (tokens, len(down), 2 * inner, hidden)
