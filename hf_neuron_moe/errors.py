@@ -46,6 +46,18 @@ class UnsupportedModelError(PatchError):
     """The model as a whole is in a state that cannot be patched (quantised, sharded, already patched differently)."""
 
 
+class RoutingReplayError(NeuronMoEError, RuntimeError):
+    """A recomputation makes other routing decisions than the run it repeats."""
+
+
+class IncompleteCheckpointError(NeuronMoEError, ValueError):
+    """A training checkpoint was not written to its end, or none was."""
+
+
+class NonFiniteWeightsError(NeuronMoEError, FloatingPointError):
+    """Weights that are to be saved hold NaN or infinity."""
+
+
 class ConversionError(NeuronMoEError, RuntimeError):
     """A checkpoint cannot be converted; the destination is left exactly as it was."""
 

@@ -13,7 +13,7 @@ from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.modules.block import NeuronBlock, give_back, release_layout, restore_layout
 from hf_neuron_moe.modules.experts import KernelLayoutExperts, NeuronExperts
 from hf_neuron_moe.modules.swiglu_mlp import KernelLayoutSwiGLUMLP, NeuronSwiGLUMLP
-from hf_neuron_moe.patching import checkpoint_names, optimizer_layout
+from hf_neuron_moe.patching import checkpoint_names, optimizer_layout, replay
 from hf_neuron_moe.patching.discovery import Candidate
 from hf_neuron_moe.patching.report import PatchReport
 
@@ -42,6 +42,7 @@ class PatchState:
         swaps: replaced modules.
         prefix: what came before the names within the patched model (``"base_model.model"`` for an adapter's wrapper).
         resumable: models on which patching installed the checkpoint name conversion, and unpatching removes it.
+        replaying: models on which patching installed routing replay, and unpatching removes it.
     """
 
     report: PatchReport
@@ -49,6 +50,7 @@ class PatchState:
     prefix: str = ""
     swaps: list[Swap] = field(default_factory=list)
     resumable: list[nn.Module] = field(default_factory=list)
+    replaying: list[nn.Module] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,10 @@ def apply_plan(model: nn.Module, plan: Sequence[PlanItem], state: PatchState) ->
         state.resumable.extend(checkpoint_names.unhooked_models(model))
         undo.callback(checkpoint_names.remove, state.resumable)
         checkpoint_names.install(state.resumable)
+        if any(entry.kind == "experts" for entry in state.report.entries):
+            state.replaying.extend(replay.unreplaying_models(model))
+            undo.callback(replay.remove, state.replaying)
+            replay.install(state.replaying)
         undo.callback(optimizer_layout.unwatch, model)
         optimizer_layout.watch(model)
         undo.callback(model.__dict__.pop, STATE, None)
@@ -89,6 +95,7 @@ def build(item: PlanItem) -> Swap:
     else:
         experts = KernelLayoutExperts if kernel else NeuronExperts
         replacement = experts(candidate.module, candidate.name, config)
+        replacement.neuron_top_k = candidate.top_k
     return Swap(candidate.name, candidate.module, replacement)
 
 
@@ -124,6 +131,7 @@ def states(model: nn.Module) -> Iterator[tuple[nn.Module, PatchState]]:
 def undo_patch(model: nn.Module, state: PatchState) -> None:
     """Take every replacement out of `model`. If it is interrupted, calling it again finishes the work."""
     checkpoint_names.remove(state.resumable)
+    replay.remove(state.replaying)
     optimizer_layout.unwatch(model)
     while state.swaps:
         take_out(model, state.swaps[-1])
