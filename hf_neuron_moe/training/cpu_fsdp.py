@@ -1,0 +1,68 @@
+"""FSDP2 over CPU processes, which accelerate does not switch on.
+
+``accelerate.state.AcceleratorState`` (1.15) looks at its FSDP settings for GPU-like process groups only. On CPUs it
+drops them without a word, and a run that asked for FSDP becomes DDP. Everything behind that switch works on CPUs:
+``fully_shard`` over gloo, state dicts, gradient clipping, checkpoints.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+from hf_neuron_moe.errors import ConfigError, refuse
+
+
+class CpuFSDP2Mixin:
+    """Makes a Trainer that runs in several CPU processes honour FSDP2, as asked for by accelerate or ``fsdp=True``.
+
+    Put it before the Trainer class: ``class MyTrainer(CpuFSDP2Mixin, Trainer)``. On other devices, in one process and
+    without FSDP it changes nothing. Start the processes with ``accelerate launch --use_fsdp`` (not ``--cpu``, which
+    starts a single one) and set ``use_cpu=True`` in the training arguments.
+    """
+
+    args: Any
+
+    def _build_accelerator_args(self, **options: Any) -> dict[str, Any]:
+        """Set the process-wide state up front; the Trainer's Accelerator then finds it as it does on GPUs.
+
+        Raises:
+            ConfigError: FSDP of version 1.
+        """
+        arguments: dict[str, Any] = super()._build_accelerator_args(**options)  # type: ignore[misc]
+        asked = self.args.fsdp_plugin_args is not None or os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
+        if asked and PartialState().distributed_type == DistributedType.MULTI_CPU:
+            shard_on_cpu(arguments)
+        return arguments
+
+
+def shard_on_cpu(arguments: dict[str, Any]) -> None:
+    """Switch accelerate's process-wide state from several CPU processes to FSDP2 over them.
+
+    Args:
+        arguments: those of the ``Accelerator`` to be made afterwards. An ``fsdp_plugin`` among them is used, otherwise
+            one from the environment that ``accelerate launch`` sets up.
+
+    Raises:
+        ConfigError: the plugin is of version 1, which refuses CPUs.
+    """
+    plugin = arguments.get("fsdp_plugin") or FullyShardedDataParallelPlugin()
+    if plugin.fsdp_version != 2:
+        raise refuse(
+            ConfigError,
+            where="CpuFSDP2Mixin",
+            argument="fsdp_version",
+            expected="2 on CPUs",
+            got=plugin.fsdp_version,
+            remedy="Set fsdp_version: 2 in accelerate's configuration.",
+        )
+    state = Accelerator(**arguments).state
+    if arguments.get("mixed_precision") not in (None, "no"):
+        plugin.set_mixed_precision(arguments["mixed_precision"])
+    state.fsdp_plugin = plugin
+    state.distributed_type = DistributedType.FSDP
+    PartialState._shared_state["distributed_type"] = DistributedType.FSDP

@@ -1,0 +1,140 @@
+#!/usr/bin/env python3
+"""Fine-tune a causal language model on text, patched with the Neuron kernels' numbers; see --help and configs/."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+from finetune_model import load_model, load_tokenizer, patch, save_merged, with_adapters
+from finetune_options import Options, parse
+from finetune_text import blocks
+from peft import PeftModel
+from transformers import default_data_collator, set_seed
+
+from hf_neuron_moe import NeuronMoETrainer
+from hf_neuron_moe.errors import ConfigError, NeuronMoEError, refuse
+from hf_neuron_moe.training.cpu_fsdp import CpuFSDP2Mixin
+
+FINAL = "final"
+MERGED = "merged"
+
+
+class FinetuneTrainer(CpuFSDP2Mixin, NeuronMoETrainer):
+    """The package's Trainer, which also shards over CPU processes when asked to."""
+
+
+def make_trainer(options: Options) -> FinetuneTrainer:
+    """Load text and model, patch, attach adapters, and return the Trainer over them.
+
+    Raises:
+        NeuronMoEError: an option does not fit the text, the model or another option.
+    """
+    training = options.training
+    set_seed(training.seed)  # adapters are initialized before the Trainer seeds
+    tokenizer = load_tokenizer(options.model)
+    with training.main_process_first(desc="text"):
+        train, held_out = blocks(options.data, tokenizer)
+    check_evaluation(options, held_out)
+    model = load_model(options.model)
+    report = patch(model, training, options.lora)
+    say(training, str(report) if report else "nothing patched: neuron_patch is off or the base is frozen MX")
+    whole = with_adapters(model, options.lora)
+    if isinstance(whole, PeftModel) and training.gradient_checkpointing:
+        whole.enable_input_require_grads()  # reentrant checkpoints pass no gradient on where no input asks for one
+    trained = sum(param.numel() for param in whole.parameters() if param.requires_grad)
+    say(training, f"{trained:,} trainable parameters; {len(train)} training blocks of {options.data.block_length}")
+    trainer = FinetuneTrainer(
+        model=whole,
+        args=training,
+        train_dataset=train,
+        eval_dataset=held_out,
+        processing_class=tokenizer,
+        data_collator=default_data_collator,
+    )
+    state = trainer.accelerator.state
+    say(training, f"{state.num_processes} process(es), {state.distributed_type.value}, on {state.device}")
+    return trainer
+
+
+def check_evaluation(options: Options, held_out: Dataset | None) -> None:
+    """Refuse evaluation during training that has no text, before the model is loaded."""
+    if options.training.eval_strategy != "no" and held_out is None:
+        raise refuse(
+            ConfigError,
+            where="finetune",
+            argument="eval_strategy",
+            expected="used with eval_files, eval_split or eval_share",
+            got="none of them",
+            remedy="Name evaluation text, or set eval_strategy: 'no'.",
+        )
+
+
+def checkpoint_to_resume(options: Options) -> str | bool | None:
+    """Return what ``Trainer.train`` resumes from: ``"auto"`` is the newest checkpoint, if there is one."""
+    wish = options.training.resume_from_checkpoint
+    if wish in (True, "true", "True"):
+        return True
+    if wish == "auto":
+        return any(Path(options.training.output_dir).glob("checkpoint-*")) or None
+    return wish or None
+
+
+def finetune(options: Options) -> dict[str, Any]:
+    """Train, evaluate and save; return the metrics.
+
+    Written to ``output_dir``: ``final`` (the model, or the adapter), ``merged`` if asked for, ``trainer_state.json``
+    with the loss of every logging step, ``*_results.json``, and what the Trainer itself writes.
+    """
+    trainer = make_trainer(options)
+    if options.lora.lora_merge and trainer.is_fsdp_enabled:
+        raise refuse(
+            ConfigError,
+            where="finetune",
+            argument="lora_merge",
+            expected="off under FSDP",
+            got="on",
+            remedy="Load the saved adapter in one process and call merge_and_unload() there.",
+        )
+    out = Path(options.training.output_dir)
+    metrics = trainer.train(resume_from_checkpoint=checkpoint_to_resume(options)).metrics
+    trainer.save_metrics("train", metrics)
+    if trainer.eval_dataset is not None:
+        measured = trainer.evaluate()
+        measured["eval_perplexity"] = math.exp(min(measured["eval_loss"], 700.0))
+        trainer.save_metrics("eval", measured)
+        metrics |= measured
+    trainer.save_state()
+    trainer.save_model(str(out / FINAL))
+    if options.lora.lora_merge and trainer.is_world_process_zero():
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        save_merged(model, trainer.processing_class, out / MERGED)
+    shown = ", ".join(f"{key} {value:.4g}" for key, value in metrics.items() if isinstance(value, float))
+    say(options.training, f"{shown}\nsaved to {out / FINAL}")
+    return metrics
+
+
+def say(training: Any, text: str) -> None:
+    """Print once per run, not once per process."""
+    if training.process_index == 0:
+        print(text, flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit code, 2 for what the package refuses."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        finetune(parse(sys.argv[1:] if argv is None else argv))
+    except NeuronMoEError as error:
+        print(f"finetune.py: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+"""The model of ``finetune.py``: load, patch, attach adapters, save."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from finetune_options import LoraOptions, ModelOptions
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_neuron_moe import NeuronMoETrainingArguments, PatchReport, patch_model
+from hf_neuron_moe.errors import ConfigError, refuse
+from hf_neuron_moe.modules.frozen_block import FrozenBlock
+
+
+def load_tokenizer(options: ModelOptions) -> PreTrainedTokenizerBase:
+    """Return the tokenizer."""
+    if options.tokenizer:
+        return AutoTokenizer.from_pretrained(options.tokenizer)
+    return AutoTokenizer.from_pretrained(options.model, revision=options.revision)
+
+
+def load_model(options: ModelOptions) -> PreTrainedModel:
+    """Return the model as ``from_pretrained`` loads it; converted checkpoints come with their patched or MX blocks."""
+    extra: dict[str, Any] = {}
+    if options.attn_implementation:
+        extra["attn_implementation"] = options.attn_implementation
+    return AutoModelForCausalLM.from_pretrained(options.model, revision=options.revision, dtype=options.dtype, **extra)
+
+
+def has_frozen_base(model: nn.Module) -> bool:
+    """Whether blocks of `model` hold MX codes instead of trainable weights."""
+    return any(isinstance(module, FrozenBlock) for module in model.modules())
+
+
+def patch(model: PreTrainedModel, training: NeuronMoETrainingArguments, lora: LoraOptions) -> PatchReport | None:
+    """Patch `model` as `training` says, before adapters or an optimizer exist.
+
+    Returns:
+        The report; None where there is nothing to do: ``neuron_patch`` is false, or the base is frozen in MX, whose
+        blocks compute with the kernels' numbers already. The Trainer is then told so, too.
+
+    Raises:
+        ConfigError: a frozen base without adapters, or with adapters that are to be merged into it.
+        PatchError: as :func:`hf_neuron_moe.patch_model`.
+    """
+    if has_frozen_base(model):
+        if not lora.lora_rank or lora.lora_merge:
+            raise refuse(
+                ConfigError,
+                where="finetune",
+                argument="lora_merge" if lora.lora_rank else "lora_rank",
+                expected="off" if lora.lora_rank else "positive",
+                got="a checkpoint whose blocks are frozen MX codes",
+                remedy="Train adapters on it and keep them apart, or `hf-neuron-moe export` it first.",
+            )
+        training.neuron_patch = False
+        return None
+    if not training.neuron_patch:
+        return None
+    return patch_model(
+        model,
+        training.neuron_config(),
+        include=training.neuron_include,
+        exclude=training.neuron_exclude,
+        strict=training.neuron_strict,
+    )
+
+
+def with_adapters(model: PreTrainedModel, options: LoraOptions) -> PreTrainedModel | PeftModel:
+    """Return `model` wrapped by peft with LoRA as `options` say, or as it is for rank 0.
+
+    Raises:
+        ConfigError: a target is not there.
+    """
+    if not options.lora_rank:
+        return model
+    targets: Any = options.lora_targets
+    config = LoraConfig(
+        r=options.lora_rank,
+        lora_alpha=options.lora_alpha,
+        lora_dropout=options.lora_dropout,
+        target_modules="all-linear" if targets == ["all-linear"] else targets,
+        target_parameters=options.lora_parameters or None,
+        task_type="CAUSAL_LM",
+    )
+    try:
+        return get_peft_model(model, config)
+    except ValueError as error:
+        raise refuse(
+            ConfigError,
+            where="finetune",
+            argument="lora_targets, lora_parameters",
+            expected="names of the model's linear layers and parameters",
+            got=f"what peft refuses: {error}",
+            remedy="Blocks in kernel layout and frozen MX blocks have no layers inside: name others.",
+        ) from error
+
+
+def save_merged(model: PeftModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Merge the adapters into the weights and write the whole model, in stock layout, to `folder`."""
+    merged = model.merge_and_unload()
+    merged.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
