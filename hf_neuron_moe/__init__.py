@@ -17,11 +17,14 @@ from hf_neuron_moe._version import __version__
 from hf_neuron_moe.quantizers.registration import install as _register_quantizer
 
 if TYPE_CHECKING:
+    from hf_neuron_moe.activation_policy import ActivationBudget, ActivationPolicy
     from hf_neuron_moe.config import NeuronMoEConfig
     from hf_neuron_moe.errors import NeuronMoEError, NeuronMoEWarning
     from hf_neuron_moe.patching import PatchReport, patch_model, unpatch_model
 
 __all__ = [
+    "ActivationBudget",
+    "ActivationPolicy",
     "NeuronMoEConfig",
     "NeuronMoEError",
     "NeuronMoEWarning",
@@ -32,6 +35,8 @@ __all__ = [
 ]
 
 _HOME = {
+    "ActivationBudget": "hf_neuron_moe.activation_policy",
+    "ActivationPolicy": "hf_neuron_moe.activation_policy",
     "NeuronMoEConfig": "hf_neuron_moe.config",
     "NeuronMoEError": "hf_neuron_moe.errors",
     "NeuronMoEWarning": "hf_neuron_moe.errors",

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
+from hf_neuron_moe.activation_policy import PRESETS, Activations, as_activations, check_for_precision, to_plain
 from hf_neuron_moe.errors import ConfigError, nearest, refuse
 
 PRECISIONS = ("bf16", "mxfp8", "fp32")
 BACKENDS = ("auto", "torch", "neuron", "triton")
 WEIGHT_HOMES = ("auto", "stock", "kernel")
-ACTIVATIONS = ("minimal", "fp8", "recompute")
+ACTIVATIONS = PRESETS
 BLOCK_SIZES = (128, 256, 512, 1024, 2048, 4096)
 """Tokens per block that ``blockwise_mm_bwd`` accepts (2048 and 4096 since release 2.33)."""
 
@@ -33,17 +34,21 @@ class NeuronMoEConfig:
             layouts in either case, and the numbers are the same.
         block_size: tokens per block of the blockwise MoE kernels. It decides which tokens share an MX scale in the
             weight gradients of ``"mxfp8"``; it does not change ``"bf16"`` and ``"fp32"`` results.
-        activations: what a block keeps for its backward. ``"minimal"``: its input and the gate and up
-            pre-activations, without loss. ``"fp8"``: the same in FP8 (e4m3, groups of 64 with one bf16 scale), about
-            half the bytes; the backward is that of COAT, ``fp8_mul_backward``, and the gradients differ by what FP8
-            loses. ``"recompute"``: the input only; gate and up are multiplied again.
+        activations: what a block keeps for its backward. ``"full"``: its input and every checkpoint that the kernels of
+            this precision have (gate_pre and up; for ``"mxfp8"`` also gate_act and intermediate). ``"minimal"``: its
+            input, gate_pre and seven eighths of the columns of up. ``"recompute"``: the input only. These three give
+            the same gradients, bit for bit. ``"fp8"``: input, gate_pre and up in FP8 (e4m3, groups of 64 with one bf16
+            scale); the backward is that of COAT, ``fp8_mul_backward``, and the gradients differ by what FP8 loses.
+            Also an :class:`~hf_neuron_moe.activation_policy.ActivationPolicy` (which checkpoints, with exceptions by
+            glob), a budget (:class:`~hf_neuron_moe.activation_policy.ActivationBudget`, or ``"48KiB/token"``,
+            ``"2GiB/8192tokens"``) that ``patch_model`` solves per module, or the mapping of either.
     """
 
     precision: str = "bf16"
     backend: str = "auto"
     weights: str = "auto"
     block_size: int = 512
-    activations: str = "minimal"
+    activations: Activations = "minimal"
 
     def __new__(cls, *args: Any, **options: Any) -> NeuronMoEConfig:
         """Refuse misspelt option names with the package's own error, before the generated ``__init__`` sees them."""
@@ -55,7 +60,6 @@ class NeuronMoEConfig:
             "precision": PRECISIONS,
             "backend": BACKENDS,
             "weights": WEIGHT_HOMES,
-            "activations": ACTIVATIONS,
         }
         for name, allowed in choices.items():
             value = getattr(self, name)
@@ -69,6 +73,8 @@ class NeuronMoEConfig:
                     got=repr(value),
                     remedy=f"Choose one of these.{hint}",
                 )
+        object.__setattr__(self, "activations", as_activations(self.activations))
+        check_for_precision(self.activations, self.precision)
         if type(self.block_size) is not int or self.block_size not in BLOCK_SIZES:
             raise refuse(
                 ConfigError,
@@ -80,8 +86,9 @@ class NeuronMoEConfig:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the options as plain Python values; :meth:`from_dict` is the inverse."""
-        return asdict(self)
+        """Return the options as plain values that ``json.dumps`` accepts; :meth:`from_dict` is the inverse."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return values | {"activations": to_plain(self.activations)}
 
     @classmethod
     def from_dict(cls, options: Mapping[str, Any]) -> NeuronMoEConfig:

@@ -13,11 +13,12 @@ PACKAGE = "hf_neuron_moe"
 PACKAGE_DIR = Path(__file__).resolve().parent.parent / PACKAGE
 
 # A room may import the rooms of its row, itself, and nothing else of the package.
-BASE = {"errors", "config", "_version"}
+BASE = {"errors", "activation_policy", "config", "_version"}
 ALLOWED = {
     "errors": set[str](),
     "_version": set[str](),
-    "config": {"errors"},
+    "activation_policy": {"errors"},
+    "config": {"errors", "activation_policy"},
     "formats": {"errors"},
     "backends": BASE | {"formats"},
     "kernels": BASE | {"formats", "backends"},

@@ -7,14 +7,17 @@ parameters and hook dictionaries, so handles held by the user (``RemovableHandle
 from __future__ import annotations
 
 import warnings
+from abc import abstractmethod
 from typing import Any
 
 import torch
 from torch import nn
 
+from hf_neuron_moe.activation_policy import canonical_keep
 from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.errors import NeuronMoEWarning, UnsupportedModelError, refuse
 from hf_neuron_moe.modules.activation import why_not_silu
+from hf_neuron_moe.modules.saved_bytes import BlockShape, saved_bytes
 from hf_neuron_moe.modules.state_dict import WeightRule
 
 _OWN_COPY = ("_parameters", "_buffers", "_modules")
@@ -58,10 +61,13 @@ class NeuronBlock(nn.Module):
     Args:
         original: the module to stand in for; it is read, not changed.
         name: its name in the model, for messages.
-        config: the resolved configuration (``backend`` and ``weights`` are not ``"auto"``).
+        config: the resolved configuration (``backend`` and ``weights`` are not ``"auto"``, ``activations`` is this
+            block's own policy).
     """
 
     neuron_rules: tuple[WeightRule, ...] = ()
+    neuron_top_k: int | None = None
+    """Experts per token as the model states it, 0 where it does not; None for a dense MLP."""
 
     def __init__(self, original: nn.Module, name: str, config: NeuronMoEConfig) -> None:
         super().__init__()
@@ -72,7 +78,26 @@ class NeuronBlock(nn.Module):
                 self.__dict__[key] = value
         self.neuron_name = name
         self.neuron_config = config
+        self.neuron_keep = canonical_keep(config.activations, self.neuron_shape_precision)
         self.neuron_warned = False
+
+    @property
+    def neuron_shape_precision(self) -> str:
+        """Precision of the kernels whose checkpoints the block keeps."""
+        return self.neuron_config.precision
+
+    @property
+    @abstractmethod
+    def neuron_shape(self) -> BlockShape:
+        """What the block's kept bytes depend on."""
+
+    @property
+    def saved_bytes_per_token(self) -> float:
+        """Bytes that the block's operator keeps for backward, per token of its input, by its shapes and policy.
+
+        The input and the routing are included. NaN where the model does not say how many experts a token has.
+        """
+        return saved_bytes(self.neuron_shape, self.neuron_keep)
 
     def _remember_activation(self, name: str | None) -> None:
         """Note the activation that was found to be SiLU; not through setattr, which would register a second child."""

@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_neuron_moe.activation_policy import canonical_keep
 from hf_neuron_moe.backends import resolve_backend
 from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.errors import ConfigError, UnsupportedModelError, refuse
 from hf_neuron_moe.modules import ops
 from hf_neuron_moe.modules.block import NeuronBlock, make_kernel_parameter
 from hf_neuron_moe.modules.experts_check import why_not_swiglu_experts
+from hf_neuron_moe.modules.saved_bytes import BlockShape
 from hf_neuron_moe.modules.state_dict import KernelLayoutMixin, WeightRule
 
 
@@ -46,6 +48,15 @@ class NeuronExperts(NeuronBlock):
         super().__init__(original, name, config)
         self._remember_activation("act_fn")
 
+    @property
+    def neuron_shape(self) -> BlockShape:
+        """What the block's kept bytes depend on."""
+        _, first, second = self.down_proj.shape
+        hidden, inner = (second, first) if self.is_transposed else (first, second)
+        return BlockShape(
+            self.neuron_config.precision, hidden, inner, self.neuron_top_k or 0, self.neuron_config.backend
+        )
+
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the weighted sum of each token's experts.
 
@@ -69,7 +80,7 @@ class NeuronExperts(NeuronBlock):
             precision=config.precision,
             block_size=config.block_size,
             backend=config.backend,
-            activations=config.activations,
+            activations=self.neuron_keep,
         )
 
 
@@ -97,14 +108,16 @@ def register_experts_implementation(
     happens only through this call.
 
     Args:
-        config: precision, backend and block size; ``weights`` must be ``"auto"`` or ``"stock"``.
+        config: precision, backend, block size and activations (a preset, or a policy without exceptions);
+            ``weights`` must be ``"auto"`` or ``"stock"``.
         name: implementation name; an existing implementation of another origin is not replaced.
 
     Returns:
         The registered function.
 
     Raises:
-        ConfigError: `name` belongs to another implementation, or `config` asks for the kernel home.
+        ConfigError: `name` belongs to another implementation, or `config` asks for the kernel home or for a policy that
+            only `patch_model` can resolve.
     """
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -141,6 +154,7 @@ class _RegisteredExperts:
 
     def __init__(self, config: NeuronMoEConfig) -> None:
         self.config = config
+        self.keep = canonical_keep(config.activations, config.precision)
 
     def __call__(self, module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         _check_supported(module)
@@ -154,7 +168,7 @@ class _RegisteredExperts:
             precision=self.config.precision,
             block_size=self.config.block_size,
             backend=resolve_backend(self.config.backend, hidden_states.device),
-            activations=self.config.activations,
+            activations=self.keep,
         )
 
 

@@ -20,6 +20,7 @@ from hf_neuron_moe.backends.mx_weights import MXExpertStack, MXLayout, held_form
 from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.modules.block import NeuronBlock
 from hf_neuron_moe.modules.frozen_ops import frozen_network
+from hf_neuron_moe.modules.saved_bytes import BlockShape
 
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
 SCALE_SUFFIX = "_scale"
@@ -63,6 +64,17 @@ class FrozenBlock(NeuronBlock):
         self.neuron_layouts = dict(layouts)
         self.neuron_activation = activation
         self._remember_activation(activation)
+
+    @property
+    def neuron_shape_precision(self) -> str:
+        """The backward is that of the bf16 kernels, with the codes' values as weights."""
+        return "bf16"
+
+    @property
+    def neuron_shape(self) -> BlockShape:
+        """What the block's kept bytes depend on."""
+        stack, backend = self.neuron_stack, self.neuron_config.backend
+        return BlockShape("bf16", stack.hidden, stack.inner, self.neuron_top_k, backend, frozen=True)
 
     def _hold_all(self, tensors: Mapping[str, FrozenTensor]) -> None:
         """Register the four tensors, still without values, by their names in the module."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 from hf_neuron_moe.config import NeuronMoEConfig
@@ -18,6 +19,7 @@ from hf_neuron_moe.errors import NeuronMoEWarning
 from hf_neuron_moe.modules import ops
 from hf_neuron_moe.modules.activation import why_not_silu
 from hf_neuron_moe.modules.block import CALL_HOOKS, NeuronBlock, has_call_hooks, make_kernel_parameter
+from hf_neuron_moe.modules.saved_bytes import BlockShape
 from hf_neuron_moe.modules.state_dict import KernelLayoutMixin, WeightRule
 
 
@@ -64,6 +66,8 @@ def why_not_plain_linear(module: Any) -> str | None:
     if type(weight) is Tensor and module.__dict__.get(
         "_is_replica"
     ):  # nn.DataParallel gives every device plain tensors
+        return None
+    if type(weight) is FakeTensor:  # a stand-in without values, in a forward that is run for its shapes
         return None
     if type(weight) is not nn.Parameter or type(weight.data) is not Tensor:
         return f"a linear layer whose weight is a {type(weight).__name__} of {type(weight.data).__name__}"
@@ -126,6 +130,12 @@ class NeuronSwiGLUMLP(NeuronBlock):
         self.neuron_watch: _Watch | None = None
         self._remember_activation(roles.activation)
 
+    @property
+    def neuron_shape(self) -> BlockShape:
+        """What the block's kept bytes depend on."""
+        hidden, inner = self._weights()[2].shape
+        return BlockShape(self.neuron_config.precision, hidden, inner, None, self.neuron_config.backend)
+
     def _why_not_fused(self) -> str | None:
         if self.neuron_watch is not None and self.neuron_watch.unchanged(self._modules):
             return None
@@ -171,7 +181,7 @@ class NeuronSwiGLUMLP(NeuronBlock):
             down_HI,
             precision=config.precision,
             backend=config.backend,
-            activations=config.activations,
+            activations=self.neuron_keep,
         )
         return out_SH if flat else out_SH.reshape(hidden_states.shape)
 

@@ -19,6 +19,7 @@ from hf_neuron_moe.patching.apply import PatchState, PlanItem, apply_plan, holde
 from hf_neuron_moe.patching.discovery import Candidate, discover
 from hf_neuron_moe.patching.globs import check_globs
 from hf_neuron_moe.patching.guards import check_model
+from hf_neuron_moe.patching.policies import with_policies
 from hf_neuron_moe.patching.present import (
     check_not_patched_elsewhere,
     check_patched_here,
@@ -82,6 +83,7 @@ def patch_model(
     check_globs(_WHERE, "include", include_globs, blocks)
     check_globs(_WHERE, "exclude", exclude_globs, blocks)
     plan, entries = _plan(home, candidates, request)
+    plan, entries = with_policies(plan, entries, config_asked, blocks)
     report = PatchReport(config_asked, entries)
     _check_outcome(model, report, strict)
     apply_plan(home, plan, PatchState(report, request, prefix))
@@ -209,7 +211,8 @@ def _plan_item(candidate: Candidate, config: NeuronMoEConfig) -> PlanItem:
     home = config.weights
     if home == "auto":
         home = "stock" if backend == "torch" else "kernel"
-    return PlanItem(candidate, replace(config, backend=backend, weights=home))
+    # Which policy the block gets is decided when all blocks are known; until then it has the default.
+    return PlanItem(candidate, replace(config, backend=backend, weights=home, activations="minimal"))
 
 
 def _why_not_home(model: nn.Module, candidate: Candidate, item: PlanItem | None, uses: Counter[int]) -> str | None:

@@ -37,6 +37,8 @@ _DENSE_NAMES = (
 """Child or parameter names that make a module a candidate."""
 _DENSE_SUFFIXES = ("MLP", "Mlp", "FeedForward", "FFN", "GLU")
 _EXPERTS_SUFFIX = "Experts"
+_TOP_K = ("top_k", "num_experts_per_tok", "moe_topk", "top_k_experts", "num_selected_experts")
+"""Attributes by which routers, their blocks and configurations state the number of experts per token."""
 _WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -52,6 +54,7 @@ class Candidate:
         reason: why the kernels cannot compute it; None where they can.
         roles: which attribute plays which part, for a dense MLP that can be patched.
         sizes: ``(E, H, I)``; E is None for a dense MLP.
+        top_k: experts per token; None for a dense MLP, 0 where the model does not say.
     """
 
     name: str
@@ -61,6 +64,7 @@ class Candidate:
     reason: str | None = None
     roles: DenseRoles | None = None
     sizes: tuple[int | None, int | None, int | None] = (None, None, None)
+    top_k: int | None = None
 
     @property
     def rules(self) -> tuple[WeightRule, ...]:
@@ -77,7 +81,32 @@ def discover(model: nn.Module, prefix: str = "") -> list[Candidate]:
         if kind is not None:
             names.setdefault(id(module), []).append(name)
             found[id(module)] = (kind, module)
-    return [_judge(names[key], kind, module) for key, (kind, module) in found.items()]
+    top_ks = _top_ks(model, {key for key, (kind, _) in found.items() if kind == EXPERTS})
+    judged = {key: _judge(names[key], kind, module) for key, (kind, module) in found.items()}
+    return [replace(candidate, top_k=top_ks.get(key)) for key, candidate in judged.items()]
+
+
+def _top_ks(model: nn.Module, experts: set[int]) -> dict[int, int]:
+    """Experts per token of each experts module: what its parent or the router beside it says, or the configuration."""
+    found: dict[int, int] = {}
+    for parent in model.modules() if experts else ():
+        children = [child for child in parent._modules.values() if child is not None]
+        for child in children:
+            if id(child) in experts:
+                said = [top_k for module in (parent, *children) if (top_k := _stated_top_k(module)) is not None]
+                found[id(child)] = said[0] if said else _configured_top_k(model)
+    return found
+
+
+def _stated_top_k(holder: Any) -> int | None:
+    values = (getattr(holder, name, None) for name in _TOP_K)
+    return next((value for value in values if type(value) is int and value > 0), None)
+
+
+def _configured_top_k(model: nn.Module) -> int:
+    config = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return _stated_top_k(text) or 0
 
 
 def _kind(module: nn.Module) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -28,6 +29,9 @@ class PatchEntry:
         intermediate_size: I, None where unknown.
         weights: home of the weights, ``"stock"`` or ``"kernel"``; None where not patched.
         backend: backend that computes the block; None where not patched.
+        activations: the block's own activation policy by its name; None where not patched.
+        saved_bytes_per_token: what its operator keeps for backward, per token of its input, input and routing
+            included; None where not patched, or where the model does not say how many experts a token has.
     """
 
     name: str
@@ -41,6 +45,8 @@ class PatchEntry:
     intermediate_size: int | None = None
     weights: str | None = None
     backend: str | None = None
+    activations: str | None = None
+    saved_bytes_per_token: float | None = None
 
     @property
     def padded_sizes(self) -> tuple[int, int] | None:
@@ -98,9 +104,18 @@ class PatchReport:
         """Entries that the kernels cannot compute, with the reason."""
         return self._with_status(REFUSED)
 
+    @property
+    def saved_bytes_per_token(self) -> float:
+        """What all patched blocks together keep for backward, per token; those of unknown size are left out."""
+        return sum(entry.saved_bytes_per_token or 0.0 for entry in self.patched)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain values that ``json.dumps`` accepts."""
-        values = {"config": self.config.to_dict(), "entries": [entry.to_dict() for entry in self.entries]}
+        values: dict[str, Any] = {
+            "config": self.config.to_dict(),
+            "entries": [entry.to_dict() for entry in self.entries],
+            "saved_bytes_per_token": self.saved_bytes_per_token,
+        }
         if self.parts:
             values["parts"] = {name: part.to_dict() for name, part in self.parts}
         return values
@@ -114,6 +129,7 @@ class PatchReport:
             f"block size {self.config.block_size})"
         ]
         lines += _table([_HEADER, *(_row(entry) for entry in self.entries)])
+        lines += _saved_lines(self)
         if self.refused:
             lines.append("Refused blocks stay stock. Remove the reason, or name them in exclude=... to skip them.")
         return "\n".join(lines)
@@ -152,12 +168,15 @@ _HEADER = (
     "overhead",
     "weights",
     "backend",
+    "activations",
+    "KiB/token",
     "reason",
 )
 
 
 def _row(entry: PatchEntry) -> tuple[str, ...]:
     padded, overhead = entry.padded_sizes, entry.padding_overhead_percent
+    saved = entry.saved_bytes_per_token
     shown = (
         " = ".join((entry.name, *entry.aliases)),
         entry.kind,
@@ -170,9 +189,25 @@ def _row(entry: PatchEntry) -> tuple[str, ...]:
         None if overhead is None else f"{overhead:.1f} %",
         entry.weights,
         entry.backend,
+        entry.activations,
+        None if saved is None else f"{saved / 1024:.2f}",
         entry.reason,
     )
     return tuple("-" if value is None else str(value) for value in shown)
+
+
+def _saved_lines(report: PatchReport) -> list[str]:
+    """What is kept for backward, by groups of equal blocks."""
+    groups = Counter(
+        (entry.kind, entry.activations, entry.saved_bytes_per_token)
+        for entry in report.patched
+        if entry.saved_bytes_per_token is not None
+    )
+    parts = [f"{count} {kind} x {saved / 1024:.2f} ({policy})" for (kind, policy, saved), count in groups.items()]
+    if not parts:
+        return []
+    total = report.saved_bytes_per_token / 1024
+    return [f"Saved for backward: {total:.2f} KiB per token = {' + '.join(parts)}"]
 
 
 def _table(rows: list[tuple[str, ...]]) -> list[str]:

@@ -118,6 +118,7 @@ def _stand_in(candidate: Candidate, tensors: Mapping[str, StoredTensor]) -> Land
         frozen = FrozenSwiGLUMLP(candidate.module, candidate.name, _FROZEN, layouts, held, candidate.roles)
     else:
         frozen = FrozenExperts(candidate.module, candidate.name, _FROZEN, layouts, held)
+        frozen.neuron_top_k = candidate.top_k
     return frozen
 
 

@@ -1,0 +1,338 @@
+"""What a block keeps from forward to backward: presets, explicit policies, byte budgets. Imports no torch.
+
+The four tensors that can be kept are the checkpoints of nki-library's ``mlp_fwd_mxfp8``, each ``[rows, I]``:
+
+    gate_pre = x Wg^T      up = x Wu^T      gate_act = silu(gate_pre)      intermediate = gate_act * up
+
+The bf16 kernels keep ``gate_pre`` and ``up`` only. What is not kept is computed again in the backward, bit for bit.
+
+Operators and backends take a policy as one short canonical string, which :func:`parse_keep` reads and
+:func:`canonical_keep` writes: ``"minimal"``, ``"fp8"``, ``"recompute"``, or names joined by ``+`` (``"gate_pre+up"``).
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from hf_neuron_moe.errors import ConfigError, nearest, refuse
+
+CHECKPOINTS = ("gate_pre", "gate_act", "up", "intermediate")
+BF16_CHECKPOINTS = ("gate_pre", "up")
+"""What the kernels of the precisions other than mxfp8 keep."""
+
+PRESETS = ("full", "minimal", "fp8", "recompute")
+STORAGES = ("compute", "fp8")
+
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_BUDGET = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)\s*/\s*([0-9]*)\s*tokens?\s*(\+\s*fp8)?\s*")
+
+
+@dataclass(frozen=True)
+class Keep:
+    """A canonical keep string, read.
+
+    Attributes:
+        names: which checkpoints are kept.
+        fp8: whether gate_pre, up and the input are kept in FP8 groups instead of the compute dtype.
+        whole_up: whether all columns of up are kept; without, the first :func:`kept_up_columns`.
+    """
+
+    names: frozenset[str] = frozenset()
+    fp8: bool = False
+    whole_up: bool = True
+
+    @property
+    def keeps_input(self) -> bool:
+        """Whether the backward reads the block's input as it came, and not from its FP8 form."""
+        return not self.fp8
+
+
+@functools.cache
+def parse_keep(keep: str) -> Keep:
+    """Read a canonical keep string; the empty one keeps nothing."""
+    if keep == "minimal":
+        return Keep(frozenset(BF16_CHECKPOINTS), whole_up=False)
+    if keep == "fp8":
+        return Keep(frozenset(BF16_CHECKPOINTS), fp8=True)
+    return Keep(frozenset(keep.split("+")) if keep not in ("", "recompute") else frozenset())
+
+
+def kept_up_columns(intermediate: int) -> int:
+    """Columns of up that ``"minimal"`` keeps: seven eighths of them, all of less than 512.
+
+    One eighth recomputed costs 1/72 of a step's multiplications and brings the kept bytes of a Mixtral-shaped block
+    below 0.45 of what the stock experts keep.
+    """
+    return intermediate if intermediate < 512 else intermediate - -(-intermediate // 512) * 64
+
+
+@dataclass(frozen=True)
+class ActivationPolicy:
+    """Which checkpoints a block keeps, and how.
+
+    Attributes:
+        keep: names out of ``gate_pre``, ``gate_act``, ``up`` and ``intermediate``, or the name of a preset. What is
+            missing is computed again. The block's input and the routing are always kept.
+        storage: ``"compute"``: the dtype that the values have in the kernels (bf16; fp32 for ``precision="fp32"``);
+            ``"fp8"``: e4m3 in groups of 64 with one bf16 scale, gate_pre and up together, the input as well.
+        modules: exceptions: glob over module names -> preset name or policy. Globs are those of ``include`` and
+            ``exclude``; one that matches no block, and a block that two of them match, are refused. Held as sorted
+            pairs, so that a policy can be hashed.
+    """
+
+    keep: Any = ("gate_pre", "up")
+    storage: str = "compute"
+    modules: Any = ()
+
+    def __new__(cls, *args: Any, **options: Any) -> ActivationPolicy:
+        """Refuse misspelt option names with the package's own error."""
+        _check_names(cls, options)
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "keep", _checked_keep(self.keep))
+        if self.storage not in STORAGES:
+            raise _refuse("storage", f"one of {', '.join(STORAGES)}", self.storage, nearest_of=STORAGES)
+        if self.storage == "fp8" and self.keep != BF16_CHECKPOINTS:
+            raise _refuse(
+                "storage",
+                "'compute' unless exactly gate_pre and up are kept: they are what COAT's backward reads in FP8",
+                f"'fp8' with keep={self.keep!r}",
+                remedy="Use keep=('gate_pre', 'up') with storage='fp8', which is the preset 'fp8'.",
+            )
+        object.__setattr__(self, "modules", _checked_modules(self.modules))
+
+    @property
+    def name(self) -> str:
+        """The policy without its exceptions as one short string: a preset's name, or names joined by ``+``."""
+        if isinstance(self.keep, str):
+            return self.keep
+        if self.storage == "fp8":
+            return "fp8"
+        return "+".join(self.keep) or "recompute"
+
+    def __str__(self) -> str:
+        exceptions = "".join(f", {glob}: {_name(policy)}" for glob, policy in self.modules)
+        return self.name + exceptions
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values that ``json.dumps`` accepts; :func:`as_activations` is the inverse."""
+        keep = self.keep if isinstance(self.keep, str) else list(self.keep)
+        modules = {glob: to_plain(policy) for glob, policy in self.modules}
+        return {"keep": keep, "storage": self.storage, "modules": modules}
+
+
+@dataclass(frozen=True)
+class ActivationBudget:
+    """How many bytes all patched blocks together may keep; ``patch_model`` solves it module by module.
+
+    The plan recomputes the fewest floating-point operations that the budget allows, and never exceeds it. It is
+    lossless unless `allow_fp8`.
+
+    Attributes:
+        bytes_per_token: bytes per token of input, all patched blocks together.
+        total_bytes: instead of it, bytes for `tokens` tokens.
+        tokens: tokens of one forward pass (batch size times length), with `total_bytes`.
+        allow_fp8: whether the plan may use the preset ``"fp8"``, which loses something.
+    """
+
+    bytes_per_token: float | None = None
+    total_bytes: float | None = None
+    tokens: int | None = None
+    allow_fp8: bool = False
+
+    def __new__(cls, *args: Any, **options: Any) -> ActivationBudget:
+        """Refuse misspelt option names with the package's own error."""
+        _check_names(cls, options)
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("bytes_per_token", "total_bytes", "tokens") if getattr(self, name) is not None]
+        for name in given:
+            value = getattr(self, name)
+            kinds = (int,) if name == "tokens" else (int, float)
+            if type(value) not in kinds or not 0 < value < float("inf"):
+                raise _refuse(name, f"a positive {'int' if name == 'tokens' else 'number'}", value)
+        if not isinstance(self.allow_fp8, bool):
+            raise _refuse("allow_fp8", "a bool", self.allow_fp8)
+        if given not in (["bytes_per_token"], ["total_bytes", "tokens"]):
+            raise _refuse(
+                "budget", "either bytes_per_token, or total_bytes and tokens", f"{', '.join(given) or 'neither'}"
+            )
+
+    @property
+    def limit(self) -> float:
+        """Bytes per token."""
+        if self.bytes_per_token is not None:
+            return self.bytes_per_token
+        assert self.total_bytes is not None and self.tokens is not None
+        return self.total_bytes / self.tokens
+
+    @property
+    def name(self) -> str:
+        """The budget as a string that :func:`as_activations` reads."""
+        return f"{self.limit / 1024:g}KiB/token{'+fp8' if self.allow_fp8 else ''}"
+
+    def __str__(self) -> str:
+        return f"budget of {self.name}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values that ``json.dumps`` accepts; :func:`as_activations` is the inverse."""
+        return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) is not None}
+
+
+Activations = str | ActivationPolicy | ActivationBudget
+"""A preset's name, an explicit policy, or a budget."""
+
+BlockActivations = str | ActivationPolicy
+"""What one block has: a preset's name, or a policy without exceptions."""
+
+
+def as_activations(value: Any) -> Activations:
+    """Read every form that ``NeuronMoEConfig(activations=...)`` takes.
+
+    Args:
+        value: a preset's name; names of checkpoints joined by ``+``; a budget such as ``"48KiB/token"``,
+            ``"2GiB/8192tokens"`` or ``"24KiB/token+fp8"`` (which allows FP8); a policy, a budget, or the mapping that
+            their ``to_dict`` returns.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    if isinstance(value, ActivationPolicy | ActivationBudget):
+        return value
+    if isinstance(value, Mapping):
+        known = {f.name for f in fields(ActivationBudget)}
+        options = {str(key): item for key, item in value.items()}
+        return ActivationBudget(**options) if known & set(options) else ActivationPolicy(**options)
+    if not isinstance(value, str):
+        raise _refuse("activations", _FORMS, value, nearest_of=PRESETS)
+    if value in PRESETS:
+        return value
+    budget = _BUDGET.fullmatch(value)
+    if budget is not None and budget[2].upper() in _UNITS:
+        size = float(budget[1]) * _UNITS[budget[2].upper()]
+        if budget[3]:
+            return ActivationBudget(total_bytes=size, tokens=int(budget[3]), allow_fp8=bool(budget[4]))
+        return ActivationBudget(bytes_per_token=size, allow_fp8=bool(budget[4]))
+    if value and set(value.split("+")) <= set(CHECKPOINTS):
+        return ActivationPolicy(keep=tuple(value.split("+")))
+    raise _refuse("activations", _FORMS, value, nearest_of=(*PRESETS, *CHECKPOINTS, "48KiB/token", "2GiB/8192tokens"))
+
+
+_FORMS = (
+    f"one of {', '.join(PRESETS)}, names of checkpoints ({', '.join(CHECKPOINTS)}) joined by '+', a budget such as "
+    "'48KiB/token' or '2GiB/8192tokens', an ActivationPolicy or an ActivationBudget"
+)
+
+
+def to_plain(activations: Activations) -> str | dict[str, Any]:
+    """Return the plain form that :func:`as_activations` reads back as an equal object."""
+    return activations if isinstance(activations, str) else activations.to_dict()
+
+
+def check_for_precision(activations: Activations, precision: str) -> None:
+    """Refuse checkpoints that the precision's kernels do not have (ConfigError)."""
+    if not isinstance(activations, ActivationPolicy):
+        return
+    for policy in (activations, *(policy for _, policy in activations.modules)):
+        absent = [] if isinstance(policy, str) else _absent(policy, precision)
+        if absent:
+            raise _refuse(
+                "activations",
+                f"made of checkpoints that the {precision} kernels have ({', '.join(BF16_CHECKPOINTS)})",
+                f"{' and '.join(absent)}, which only the mxfp8 kernels write",
+                remedy="They cost an elementwise pass over gate_pre and up in the backward: leave them out.",
+            )
+
+
+@functools.cache
+def canonical_keep(activations: Activations, precision: str) -> str:
+    """Return the string that operators and backends take.
+
+    Args:
+        activations: one block's policy, without exceptions.
+        precision: ``"bf16"``, ``"mxfp8"`` or ``"fp32"``; it decides what ``"full"`` means.
+
+    Raises:
+        ConfigError: it is no such policy, or the precision's kernels lack a checkpoint.
+    """
+    policy = as_activations(activations)
+    if isinstance(policy, ActivationBudget) or (isinstance(policy, ActivationPolicy) and policy.modules):
+        raise _refuse("activations", "one block's policy", str(policy), remedy="patch_model resolves the others.")
+    check_for_precision(policy, precision)
+    name = _name(policy)
+    return "+".join(_kernel_checkpoints(precision)) if name == "full" else name
+
+
+def keep_strings(precision: str) -> frozenset[str]:
+    """Return every canonical keep string of a precision."""
+    known = _kernel_checkpoints(precision)
+    subsets = (some for size in range(1, len(known) + 1) for some in itertools.combinations(known, size))
+    return frozenset({"minimal", "fp8", "recompute", *("+".join(some) for some in subsets)})
+
+
+def _kernel_checkpoints(precision: str) -> tuple[str, ...]:
+    return CHECKPOINTS if precision == "mxfp8" else BF16_CHECKPOINTS
+
+
+def _absent(policy: ActivationPolicy, precision: str) -> list[str]:
+    names = () if isinstance(policy.keep, str) else policy.keep
+    return [name for name in names if name not in _kernel_checkpoints(precision)]
+
+
+def _name(policy: BlockActivations) -> str:
+    return policy if isinstance(policy, str) else policy.name
+
+
+def _checked_keep(keep: Any) -> str | tuple[str, ...]:
+    if isinstance(keep, str) and keep in PRESETS:
+        return keep
+    if isinstance(keep, str) or not isinstance(keep, list | tuple | set | frozenset):
+        expected = f"a preset ({', '.join(PRESETS)}) or a list of checkpoints ({', '.join(CHECKPOINTS)})"
+        raise _refuse("keep", expected, keep, nearest_of=PRESETS)
+    for name in keep:
+        if name not in CHECKPOINTS:
+            raise _refuse("keep", f"made of {', '.join(CHECKPOINTS)}", name, nearest_of=CHECKPOINTS)
+    return tuple(name for name in CHECKPOINTS if name in keep)
+
+
+def _checked_modules(modules: Any) -> tuple[tuple[str, BlockActivations], ...]:
+    pairs = modules.items() if isinstance(modules, Mapping) else modules
+    if isinstance(modules, str) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+        raise _refuse("modules", "a mapping from globs over module names to presets or policies", modules)
+    checked: list[tuple[str, BlockActivations]] = []
+    for glob, value in pairs:
+        if not isinstance(glob, str):
+            raise _refuse("modules", "a mapping whose keys are globs over module names", glob)
+        policy = as_activations(value)
+        if isinstance(policy, ActivationBudget) or (isinstance(policy, ActivationPolicy) and policy.modules):
+            raise _refuse(f"modules[{glob!r}]", "a preset or a policy without exceptions of its own", value)
+        checked.append((glob, policy))
+    return tuple(sorted(checked, key=lambda pair: pair[0]))
+
+
+def _check_names(kind: type, options: Mapping[str, Any]) -> None:
+    known = [f.name for f in fields(kind)]
+    for key in options:
+        if key not in known:
+            raise _refuse("option name", f"one of {', '.join(known)}", key, nearest_of=known, where=kind.__name__)
+
+
+def _refuse(
+    argument: str,
+    expected: str,
+    got: object,
+    *,
+    remedy: str = "See help(hf_neuron_moe.NeuronMoEConfig).",
+    nearest_of: Any = (),
+    where: str = "activations",
+) -> ConfigError:
+    shown = got if isinstance(got, str) and (" " in got or not nearest_of) else repr(got)
+    hint = nearest(got, list(nearest_of)) if isinstance(got, str) else ""
+    return refuse(ConfigError, where=where, argument=argument, expected=expected, got=shown, remedy=remedy + hint)

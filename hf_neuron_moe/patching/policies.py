@@ -1,0 +1,167 @@
+"""Which activation policy each planned block gets, from presets, globs and budgets."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from hf_neuron_moe.activation_policy import (
+    CHECKPOINTS,
+    ActivationBudget,
+    ActivationPolicy,
+    Activations,
+    BlockActivations,
+    canonical_keep,
+    keep_strings,
+)
+from hf_neuron_moe.config import NeuronMoEConfig
+from hf_neuron_moe.errors import ConfigError, refuse
+from hf_neuron_moe.modules.saved_bytes import BlockShape, recomputed_flops, saved_bytes
+from hf_neuron_moe.patching.apply import PlanItem
+from hf_neuron_moe.patching.budget import Option, cheapest_plan
+from hf_neuron_moe.patching.globs import check_globs
+from hf_neuron_moe.patching.report import PatchEntry
+
+
+@dataclass(frozen=True)
+class PlannedBlock:
+    """A block that is to get a policy.
+
+    Attributes:
+        names: its names in the model.
+        shape: its sizes.
+    """
+
+    names: tuple[str, ...]
+    shape: BlockShape
+
+
+def with_policies(
+    plan: Sequence[PlanItem], entries: Sequence[PatchEntry], config: NeuronMoEConfig, known: Sequence[Sequence[str]]
+) -> tuple[list[PlanItem], tuple[PatchEntry, ...]]:
+    """Give every planned block its own policy, and say so in its entry.
+
+    Args:
+        plan: the blocks to be patched.
+        entries: the report's entries.
+        config: the configuration as asked for.
+        known: the names of every block of the model.
+
+    Raises:
+        ConfigError: see :func:`resolve`.
+    """
+    blocks = [PlannedBlock((item.candidate.name, *item.candidate.aliases), _shape(item)) for item in plan]
+    own = resolve(config.activations, blocks, known, "patch_model")
+    resolved = [
+        replace(item, config=replace(item.config, activations=policy)) for item, policy in zip(plan, own, strict=True)
+    ]
+    facts = {
+        block.names[0]: (policy, saved_bytes(block.shape, canonical_keep(policy, block.shape.precision)))
+        for block, policy in zip(blocks, own, strict=True)
+    }
+    noted = []
+    for entry in entries:
+        if entry.name in facts:
+            policy, saved = facts[entry.name]
+            entry = replace(entry, activations=str(policy), saved_bytes_per_token=None if math.isnan(saved) else saved)
+        noted.append(entry)
+    return resolved, tuple(noted)
+
+
+def _shape(item: PlanItem) -> BlockShape:
+    experts, hidden, inner = item.candidate.sizes
+    assert hidden is not None and inner is not None, "a block of unknown sizes is refused"
+    top_k = None if experts is None else item.candidate.top_k or 0
+    return BlockShape(item.config.precision, hidden, inner, top_k, item.config.backend)
+
+
+def resolve(
+    activations: Activations, blocks: Sequence[PlannedBlock], known: Sequence[Sequence[str]], where: str
+) -> list[BlockActivations]:
+    """Return each block's own policy: a preset's name, or a policy without exceptions.
+
+    Args:
+        activations: what was asked for.
+        blocks: the blocks to be patched.
+        known: the names of every block of the model, for globs.
+        where: public function that refuses.
+
+    Raises:
+        ConfigError: a glob matches nothing, two match one block, or a budget is below what recomputation keeps.
+    """
+    if isinstance(activations, ActivationBudget):
+        return _solve(activations, blocks, where)
+    if isinstance(activations, str) or not activations.modules:
+        return [activations] * len(blocks)
+    exceptions = dict(activations.modules)
+    check_globs(where, "activations.modules", list(exceptions), known)
+    rest = _plain(ActivationPolicy(keep=activations.keep, storage=activations.storage))
+    return [_exception(exceptions, block.names, where) or rest for block in blocks]
+
+
+def _exception(exceptions: Mapping[str, BlockActivations], names: Sequence[str], where: str) -> BlockActivations | None:
+    matching = [glob for glob in exceptions if fnmatch.filter(names, glob)]
+    if len(matching) > 1:
+        raise refuse(
+            ConfigError,
+            where=where,
+            argument="activations.modules",
+            expected="made of globs of which at most one matches a block",
+            got=f"{' and '.join(map(repr, matching))}, which both match {names[0]!r}",
+            remedy="Make one of them narrower.",
+        )
+    return _plain(exceptions[matching[0]]) if matching else None
+
+
+def _plain(policy: BlockActivations) -> BlockActivations:
+    """A preset by its name, however it was written."""
+    return policy.keep if isinstance(policy, ActivationPolicy) and isinstance(policy.keep, str) else policy
+
+
+def _solve(budget: ActivationBudget, blocks: Sequence[PlannedBlock], where: str) -> list[BlockActivations]:
+    for block in blocks:
+        if block.shape.top_k == 0:
+            raise refuse(
+                ConfigError,
+                where=where,
+                argument="activations",
+                expected="a preset or a policy for a model that does not say how many experts a token has",
+                got=f"{budget}, to be divided among blocks such as {block.names[0]!r}",
+                remedy="Name the checkpoints instead, for example activations='minimal'.",
+            )
+    options = [_options(block.shape, budget.allow_fp8) for block in blocks]
+    plan = cheapest_plan(options, budget.limit)
+    if plan is None:
+        floor = sum(min(option.saved for option in choices) for choices in options)
+        least = "fp8 or recompute" if budget.allow_fp8 else "recompute"
+        raise refuse(
+            ConfigError,
+            where=where,
+            argument="activations",
+            expected=f"a budget of at least {floor:.0f} bytes per token ({floor / 1024:.2f}KiB/token), what the "
+            f"{len(blocks)} blocks keep when each has the least it can ({least})",
+            got=f"{budget.limit:.0f} bytes per token",
+            remedy="Raise the budget, patch fewer blocks (include, exclude), or add gradient checkpointing with "
+            "activations='recompute'.",
+        )
+    return [as_block(option.keep, block.shape.precision) for option, block in zip(plan, blocks, strict=True)]
+
+
+def _options(shape: BlockShape, allow_fp8: bool) -> list[Option]:
+    """Every policy the block could have, presets first, so that they win over equal ones."""
+    full = canonical_keep("full", shape.precision)
+    keeps = sorted(keep_strings(shape.precision) - ({"fp8"} if not allow_fp8 else set()))
+    presets = (full, "minimal", "recompute", "fp8")
+    keeps.sort(key=lambda keep: presets.index(keep) if keep in presets else len(presets))
+    return [Option(keep, saved_bytes(shape, keep), recomputed_flops(shape, keep)) for keep in keeps]
+
+
+def as_block(keep: str, precision: str) -> BlockActivations:
+    """A canonical keep string as a block's policy."""
+    if keep in ("minimal", "recompute", "fp8"):
+        return keep
+    if keep == canonical_keep("full", precision):
+        return "full"
+    return ActivationPolicy(keep=[name for name in CHECKPOINTS if name in keep.split("+")])
