@@ -1,0 +1,140 @@
+"""One run of the parity study: a model, a variant, a seed; its losses go into one JSON file, which is not run again."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from study_models import Study, Subject, batches
+from transformers import PreTrainedModel
+
+from hf_neuron_moe import __version__, patch_model
+
+STOCK = "stock fp32"
+VARIANTS: dict[str, dict[str, str] | None] = {
+    STOCK: None,
+    "bf16": {"precision": "bf16"},
+    "mxfp8": {"precision": "mxfp8"},
+    "mxfp8, fp8 saved": {"precision": "mxfp8", "activations": "fp8"},
+    "mxfp8, recompute": {"precision": "mxfp8", "activations": "recompute"},
+}
+FP32_VARIANTS: dict[str, dict[str, str] | None] = {
+    "fp32, minimal": {"precision": "fp32"},
+    "fp32, full": {"precision": "fp32", "activations": "full"},
+    "fp32, recompute": {"precision": "fp32", "activations": "recompute"},
+}
+"""Lossless policies in exact arithmetic: their curves must be one."""
+FP32_STEPS = 64
+WARMUP = 0.05
+CLIP_NORM = 1.0
+Tell = Callable[[int, float, float], None]
+"""Called with the step, its loss, and the seconds since the run began."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run is; its file name and its settings follow from it."""
+
+    model: str
+    variant: str
+    seed: int
+    steps: int
+
+    @property
+    def file_name(self) -> str:
+        """Name of the file with the run's result."""
+        variant = self.variant.replace(", ", "-").replace(" ", "-")
+        return f"{self.model}.{variant}.{self.seed}.json"
+
+
+def planned(subjects: dict[str, Subject], seeds: int) -> list[Run]:
+    """Return all runs of the study, seed by seed, so that an early end leaves whole comparisons."""
+    runs = []
+    for seed in range(seeds):
+        for name, subject in subjects.items():
+            runs += [Run(name, variant, seed, subject.steps) for variant in VARIANTS]
+            if seed == 0:
+                runs += [Run(name, variant, seed, min(FP32_STEPS, subject.steps)) for variant in FP32_VARIANTS]
+    return runs
+
+
+def settings(run: Run, subject: Subject) -> dict[str, Any]:
+    """Everything that decides a run's losses, beside the code."""
+    options = (VARIANTS | FP32_VARIANTS)[run.variant]
+    return {**asdict(run), "subject": asdict(subject), "options": options, "version": __version__}
+
+
+def stored(folder: Path, run: Run, subject: Subject) -> dict[str, Any] | None:
+    """Return the result of a run that was done before with the same settings, or None."""
+    path = folder / run.file_name
+    if not path.is_file():
+        return None
+    result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return result if result["settings"] == settings(run, subject) else None
+
+
+def do(run: Run, study: Study, folder: Path, tell: Tell) -> dict[str, Any]:
+    """Train, and write the losses to the run's file, which appears only when it is complete."""
+    subject = study.subjects[run.model]
+    model = study.model(run.model, run.seed)
+    options = (VARIANTS | FP32_VARIANTS)[run.variant]
+    patched = 0 if options is None else len(patch_model(model, options).patched)
+    begin = time.perf_counter()
+    data = batches(study.windows(run.model), subject.batch, run.seed)
+    losses = []
+    # The schedule is always the whole run's, so that a run of fewer steps is the beginning of a longer one.
+    for step, loss in enumerate(islice(train(model, data, subject), run.steps)):
+        losses.append(loss)
+        tell(step, loss, time.perf_counter() - begin)
+    result = {
+        "settings": settings(run, subject),
+        "patched": patched,
+        "seconds": round(time.perf_counter() - begin, 1),
+        "losses": losses,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / f"{run.file_name}.partial"
+    partial.write_text(json.dumps(result) + "\n", encoding="utf-8")
+    os.replace(partial, folder / run.file_name)
+    return result
+
+
+def train(model: PreTrainedModel, data: Iterator[torch.Tensor], subject: Subject) -> Iterator[float]:
+    """Yield the cross entropy (nats) of every step's batch before its update; AdamW, warm-up, cosine, clipping."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=subject.rate, betas=(0.9, 0.95), weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: share_of_rate(step, subject.steps))
+    model.train()
+    for ids_BL in islice(data, subject.steps):
+        output = model(ids_BL, labels=ids_BL, use_cache=False)
+        output.loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        yield cross_entropy(model, output)
+
+
+def cross_entropy(model: PreTrainedModel, output: Any) -> float:
+    """The loss without the routers' load-balancing part, which is not what is compared."""
+    balance = getattr(output, "aux_loss", None)
+    loss = output.loss.detach().double()
+    if balance is not None:
+        loss = loss - model.config.router_aux_loss_coef * balance.detach().double()
+    return float(loss)
+
+
+def share_of_rate(step: int, steps: int) -> float:
+    """Warm up linearly over the first steps, then fall to a tenth along a cosine."""
+    warmup = max(1, round(WARMUP * steps))
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = (step - warmup) / max(1, steps - warmup)
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * progress))

@@ -1,0 +1,154 @@
+"""The command ``estimate``: what a training step will need, from ``config.json`` alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hf_neuron_moe.activation_policy import PRESETS
+from hf_neuron_moe.cli.options import BLOCK_PRECISIONS, Json, choice
+
+if TYPE_CHECKING:
+    from hf_neuron_moe.training.estimate import TrainingEstimate
+
+DTYPES = ("bf16", "fp16", "fp32")
+OPTIMIZERS = ("adamw", "adafactor", "sgd")
+_TORCH_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+def estimate(
+    model_dir: Annotated[Path, typer.Argument(metavar="SRC", help="Folder with config.json, or such a file.")],
+    tokens: Annotated[int | None, typer.Option(min=1, help="Tokens per step and device.")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Sequences per step and device.")] = None,
+    length: Annotated[int | None, typer.Option(min=1, help="Tokens per sequence.")] = None,
+    activations: Annotated[
+        list[str] | None,
+        typer.Option(metavar="POLICY", help="Preset, or budget such as 48KiB/token; repeatable. Default: all presets."),
+    ] = None,
+    precision: Annotated[str, choice(BLOCK_PRECISIONS, text="Precision of the blocks.")] = "bf16",
+    dtype: Annotated[str | None, choice(DTYPES, text="Of the parameters. Default: config.json's.")] = None,
+    optimizer: Annotated[str, choice(OPTIMIZERS, text="Whose states are kept.")] = "adamw",
+    lora_rank: Annotated[
+        int, typer.Option(min=0, help="Rank of LoRA adapters outside of the blocks; 0: train everything.")
+    ] = 0,
+    gradient_checkpointing: Annotated[
+        bool, typer.Option("--gradient-checkpointing", help="Keep the layers' inputs and recompute each layer.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Estimate the memory of a training step.
+
+    Parameters, gradients, optimizer states and the activations that each policy saves, beside stock transformers.
+    Needs no weights and no memory. Temporaries and the device's own needs come on top.
+    """
+    from hf_neuron_moe.cli.conversion import quiet_transformers
+    from hf_neuron_moe.config import NeuronMoEConfig
+
+    configs = {policy: NeuronMoEConfig(precision=precision, activations=policy) for policy in activations or PRESETS}
+    import torch
+
+    from hf_neuron_moe.convert.assign import build_meta_model
+    from hf_neuron_moe.training.estimate import estimate_training
+
+    quiet_transformers()
+    with _folder_of(model_dir) as folder:
+        model = build_meta_model(folder, "estimate")
+    wanted = getattr(torch, _TORCH_NAMES[dtype]) if dtype else model.config.dtype
+    model.to(wanted or torch.float32)  # type: ignore[arg-type]
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    batch, length = batch_of(tokens, batch, length, context)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft's calls of what transformers will rename
+        result = estimate_training(
+            model,
+            configs,
+            batch=batch,
+            length=length,
+            optimizer=optimizer,
+            lora_rank=lora_rank,
+            gradient_checkpointing=gradient_checkpointing,
+        )
+    if as_json:
+        facts = {"ok": True, "model": str(model_dir), "dtype": str(model.dtype).removeprefix("torch.")}
+        typer.echo(json.dumps(facts | {"precision": precision} | result.to_dict()))
+        return
+    _show(result, f"{type(model).__name__}, {str(model.dtype).removeprefix('torch.')}, blocks in {precision}")
+
+
+def batch_of(tokens: int | None, batch: int | None, length: int | None, context: int | None) -> tuple[int, int]:
+    """Make batch and length of what was given.
+
+    With `tokens` alone, sequences are as long as the model's context allows and divides them.
+
+    Raises:
+        typer.BadParameter: too little was given, or the three contradict each other.
+    """
+    if tokens is None:
+        if length is None:
+            raise typer.BadParameter("give --tokens, or --length (and --batch).")
+        return batch or 1, length
+    if batch is not None and length is not None and batch * length != tokens:
+        raise typer.BadParameter(f"--batch {batch} times --length {length} is not --tokens {tokens}.")
+    part = batch or length
+    if part is not None and tokens % part:
+        raise typer.BadParameter(f"--tokens {tokens} is not a multiple of {part}.")
+    if length is None and batch is None:
+        longest = min(tokens, context or tokens)
+        length = next(size for size in range(longest, 0, -1) if tokens % size == 0)
+        if length * 8 < longest:
+            raise typer.BadParameter(f"--tokens {tokens} has no divisor near {longest}: give --length too.")
+    length = length if length is not None else tokens // (batch or 1)
+    return tokens // length, length
+
+
+@contextmanager
+def _folder_of(path: Path) -> Iterator[Path]:
+    """The folder of a checkpoint, or one that holds the single file that was given as its ``config.json``."""
+    if not path.is_file() or path.suffix != ".json":
+        yield path
+        return
+    with tempfile.TemporaryDirectory(prefix="hf-neuron-moe-") as folder:
+        shutil.copyfile(path, Path(folder) / "config.json")
+        yield Path(folder)
+
+
+def _show(result: TrainingEstimate, title: str) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    share = "" if result.trainable == result.parameters else f" ({result.trainable:,} trained)"
+    console.print(f"{title}: {result.parameters:,} parameters{share}, {result.patched} blocks patched", soft_wrap=True)
+    batch = f"{result.batch} x {result.length} = {result.tokens:,} tokens per step"
+    console.print(f"{batch}{', gradient checkpointing' if result.gradient_checkpointing else ''}", soft_wrap=True)
+    fixed = {
+        "parameters and buffers": result.parameter_bytes,
+        "gradients": result.gradient_bytes,
+        f"{result.optimizer} states": result.optimizer_bytes,
+    }
+    for name, size in fixed.items():
+        console.print(f"  {name:<24}{gibibytes(size):>12}")
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("activations")
+    for heading in ("KiB/token in blocks", "saved: blocks", "saved: rest", "total"):
+        table.add_column(heading, justify="right")
+    for policy in result.policies:
+        kib = policy.blocks_bytes_per_token / 1024
+        sizes = (policy.saved_blocks, policy.saved_rest, policy.total)
+        table.add_row(policy.name, f"{kib:,.1f}", *(gibibytes(size) for size in sizes))
+    console.print(table)
+    console.print("Total: all of the above. Temporaries and the device's own needs come on top.", soft_wrap=True)
+
+
+def gibibytes(size: int) -> str:
+    """A size for people, in powers of 1024 as memory counts: ``3.21 GiB``, ``12.0 MiB``."""
+    return f"{size / 1024**3:,.2f} GiB" if size >= 1024**3 else f"{size / 1024**2:,.1f} MiB"

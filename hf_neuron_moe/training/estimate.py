@@ -1,0 +1,255 @@
+"""Memory of a training step from a model's shapes: parameters, gradients, optimizer states, saved activations.
+
+Nothing is allocated: the model is on the meta device, and its forward runs by shape alone
+(:mod:`hf_neuron_moe.training.fake_forward`). What is counted is what lives from one pass to the next. Temporaries
+inside an operator, an allocator's slack and a device's own needs come on top.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_neuron_moe.config import NeuronMoEConfig
+from hf_neuron_moe.errors import BackendUnavailableError, ConfigError, nearest, refuse
+from hf_neuron_moe.patching import patch_model, unpatch_model
+from hf_neuron_moe.training.fake_forward import SavedActivations, fake_saved_activations
+
+_WHERE = "estimate_training"
+OPTIMIZERS = ("adamw", "adafactor", "sgd")
+STOCK = "stock"
+_STEP_BYTES = 4
+
+
+@dataclass(frozen=True)
+class PolicyEstimate:
+    """Saved activations of one policy, in bytes, and the step's sum.
+
+    Attributes:
+        name: the policy as it was asked for, or ``"stock"`` for the unpatched model.
+        saved_blocks: kept by the blocks that are patched (or would be), their inputs included. Under gradient
+            checkpointing: by those of the largest layer, which is there while its backward runs.
+        saved_rest: kept by the rest of the model. Under gradient checkpointing: the layers' inputs, the rest of the
+            largest layer, and what lies outside of the layers.
+        blocks_bytes_per_token: what the blocks keep per token without gradient checkpointing.
+        total: parameters, buffers, gradients, optimizer states and saved activations.
+    """
+
+    name: str
+    saved_blocks: int
+    saved_rest: int
+    blocks_bytes_per_token: float
+    total: int
+
+    @property
+    def saved(self) -> int:
+        """All saved activations."""
+        return self.saved_blocks + self.saved_rest
+
+
+@dataclass(frozen=True)
+class TrainingEstimate:
+    """Result of :func:`estimate_training`; all sizes in bytes.
+
+    Attributes:
+        parameters: number of parameters, adapters included.
+        trainable: number of those that are trained.
+        parameter_bytes: bytes of parameters and buffers, tied ones once.
+        gradient_bytes: one gradient per trained parameter, in its dtype.
+        optimizer_bytes: the optimizer's states.
+        batch: sequences per step and device.
+        length: tokens per sequence.
+        optimizer: its name.
+        gradient_checkpointing: whether every layer is recomputed.
+        lora_rank: rank of the adapters; 0 trains everything.
+        patched: blocks that are patched.
+        policies: one entry per policy, then the stock model's.
+    """
+
+    parameters: int
+    trainable: int
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    batch: int
+    length: int
+    optimizer: str
+    gradient_checkpointing: bool
+    lora_rank: int
+    patched: int
+    policies: tuple[PolicyEstimate, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens per step and device."""
+        return self.batch * self.length
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the estimate as plain values that ``json.dumps`` accepts."""
+        policies = [asdict(policy) | {"saved": policy.saved} for policy in self.policies]
+        return asdict(self) | {"tokens": self.tokens, "policies": policies}
+
+
+def estimate_training(
+    model: nn.Module,
+    configs: Mapping[str, NeuronMoEConfig],
+    *,
+    batch: int,
+    length: int,
+    optimizer: str = "adamw",
+    lora_rank: int = 0,
+    gradient_checkpointing: bool = False,
+) -> TrainingEstimate:
+    """Estimate the memory of a training step under several activation policies, and of the stock model.
+
+    Blocks that cannot be patched stay stock and count as the rest of the model.
+
+    Args:
+        model: a causal language model on the meta device, unpatched, in the dtype it is trained in:
+            ``with torch.device("meta"): model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)``. With
+            `lora_rank` it gets adapters; otherwise it is left as it was.
+        configs: configuration by the name that the result uses.
+        batch: sequences per step and device (B), without padding.
+        length: tokens per sequence (L).
+        optimizer: ``"adamw"`` (two states per parameter, in its dtype), ``"adafactor"`` (factored second moments in
+            fp32, no momentum) or ``"sgd"`` (none).
+        lora_rank: rank of LoRA adapters on every linear layer outside of the patched blocks and the head, as peft makes
+            them; everything else is frozen. 0: everything is trained that requires gradients.
+        gradient_checkpointing: whether transformers recomputes every layer. Then the layers' inputs are counted, and
+            one recomputed layer, the largest.
+
+    Returns:
+        The estimate, in bytes.
+
+    Raises:
+        ConfigError: an option is outside its set, or `model` is not on the meta device.
+        BackendUnavailableError: adapters are asked for and peft is not installed.
+        UnsupportedModelError, NothingToPatchError, ShapeError: the model cannot be patched, or takes no such batch.
+    """
+    _check(model, configs, batch, length, optimizer, lora_rank)
+    names = _patched_names(model, next(iter(configs.values())))
+    if lora_rank:
+        model = _with_adapters(model, names, lora_rank)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    fixed = {
+        "parameter_bytes": nbytes([*model.parameters(), *model.buffers()]),
+        "gradient_bytes": nbytes(trained),
+        "optimizer_bytes": optimizer_bytes(trained, optimizer),
+    }
+
+    def entry(name: str, blocks: list[str]) -> PolicyEstimate:
+        modules = [model.get_submodule(block) for block in blocks]
+        counted = fake_saved_activations(model, modules, batch=batch, length=length)
+        return _policy(name, counted, batch * length, sum(fixed.values()), gradient_checkpointing)
+
+    policies = []
+    blocks: list[str] = []
+    for name, config in configs.items():
+        blocks = [patched.name for patched in patch_model(model, config, strict=False).patched]
+        try:
+            policies.append(entry(name, blocks))
+        finally:
+            unpatch_model(model)
+    policies.append(entry(STOCK, blocks))
+    return TrainingEstimate(
+        parameters=sum(param.numel() for param in model.parameters()),
+        trainable=sum(param.numel() for param in trained),
+        **fixed,
+        batch=batch,
+        length=length,
+        optimizer=optimizer,
+        gradient_checkpointing=gradient_checkpointing,
+        lora_rank=lora_rank,
+        patched=len(blocks),
+        policies=tuple(policies),
+    )
+
+
+def nbytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of distinct tensors; a tied one counts once."""
+    return sum({id(tensor): tensor.numel() * tensor.element_size() for tensor in tensors}.values())
+
+
+def optimizer_bytes(parameters: Iterable[Tensor], optimizer: str) -> int:
+    """Return the bytes of an optimizer's states for these parameters after its first step.
+
+    Args:
+        parameters: those that are trained.
+        optimizer: one of :data:`OPTIMIZERS`. AdamW is torch's (two moments in the parameter's dtype and a step count),
+            Adafactor transformers' (one mean over rows and one over columns, in fp32; vectors in full).
+    """
+    if optimizer == "sgd":
+        return 0
+    if optimizer == "adamw":
+        return sum(2 * param.numel() * param.element_size() + _STEP_BYTES for param in parameters)
+    return sum(4 * _adafactor_elements(param.shape) for param in parameters)
+
+
+def _adafactor_elements(shape: Iterable[int]) -> int:
+    sizes = list(shape)
+    if len(sizes) < 2:
+        return math.prod(sizes)
+    return math.prod(sizes[:-1]) + math.prod([*sizes[:-2], sizes[-1]])
+
+
+def _policy(name: str, counted: SavedActivations, tokens: int, fixed_bytes: int, checkpointing: bool) -> PolicyEstimate:
+    blocks, saved = counted.blocks, counted.total
+    if checkpointing:
+        blocks, saved = counted.largest_layer_blocks, counted.checkpointed
+    return PolicyEstimate(name, blocks, saved - blocks, counted.blocks / tokens, fixed_bytes + saved)
+
+
+def _patched_names(model: nn.Module, config: NeuronMoEConfig) -> list[str]:
+    names = [entry.name for entry in patch_model(model, config, strict=False).patched]
+    unpatch_model(model)
+    return names
+
+
+def _with_adapters(model: nn.Module, blocks: list[str], rank: int) -> nn.Module:
+    """Put LoRA adapters on the linear layers outside of the blocks and the head, with peft itself."""
+    try:
+        import peft
+    except ImportError as error:
+        raise refuse(
+            BackendUnavailableError,
+            where=_WHERE,
+            argument="lora_rank",
+            expected="0 where peft is not installed",
+            got=str(rank),
+            remedy="pip install peft",
+        ) from error
+    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    inside = tuple(f"{name}." for name in blocks)
+    targets = [
+        name
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and module is not head and not name.startswith(inside)
+    ]
+    return peft.get_peft_model(model, peft.LoraConfig(r=rank, target_modules=targets))
+
+
+def _check(
+    model: nn.Module, configs: Mapping[str, NeuronMoEConfig], batch: int, length: int, optimizer: str, rank: int
+) -> None:
+    for argument, value, least in (("batch", batch, 1), ("length", length, 1), ("lora_rank", rank, 0)):
+        if type(value) is not int or value < least:
+            raise _bad(argument, f"an integer of at least {least}", repr(value), "Correct it.")
+    if optimizer not in OPTIMIZERS:
+        hint = nearest(str(optimizer), list(OPTIMIZERS))
+        raise _bad("optimizer", f"one of {', '.join(OPTIMIZERS)}", repr(optimizer), f"Choose one of these.{hint}")
+    if not configs or STOCK in configs:
+        remedy = "Name the configurations after their policies; the stock model is always estimated too."
+        raise _bad("configs", f"at least one configuration, none of them named {STOCK!r}", repr(dict(configs)), remedy)
+    real = [name for name, param in model.named_parameters() if not param.is_meta]
+    if real:
+        remedy = "Build it inside `with torch.device('meta'):`; loading weights is not needed."
+        raise _bad("model", "on the meta device", f"a model whose {real[0]} has values", remedy)
+
+
+def _bad(argument: str, expected: str, got: str, remedy: str) -> ConfigError:
+    return refuse(ConfigError, where=_WHERE, argument=argument, expected=expected, got=got, remedy=remedy)
