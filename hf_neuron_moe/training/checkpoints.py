@@ -1,0 +1,228 @@
+"""Checkpoints that a kill at any moment cannot spoil, and that never hold NaN.
+
+The stock Trainer writes ``checkpoint-N`` in place and resumes from the folder with the highest step, also if that was
+never finished. :class:`SafeCheckpointMixin` marks finished ones, resumes from marked ones only, and removes old ones
+only after the new one is marked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_neuron_moe.errors import IncompleteCheckpointError, NonFiniteWeightsError, refuse
+from hf_neuron_moe.training import checkpoint_files as files
+from hf_neuron_moe.training.checkpoint_files import find_last_complete, mark_complete
+
+if TYPE_CHECKING:
+    from transformers import Trainer as _Base
+else:
+    _Base = object
+
+__all__ = ["SafeCheckpointMixin", "find_last_complete", "mark_complete", "refuse_nonfinite"]
+
+_PART = 1 << 24
+"""Elements of a one-byte tensor that are looked at together."""
+
+
+class SafeCheckpointMixin(_Base):
+    """Put before a Trainer class: ``class MyTrainer(SafeCheckpointMixin, Trainer)``. Its checkpoints survive kill -9.
+
+    * A checkpoint is marked as complete when all processes have written it and it is on the disk.
+    * ``train(resume_from_checkpoint=True)`` takes the complete checkpoint that was written last. A path is taken if the
+      folder is complete or was written without marks (by the stock Trainer).
+    * ``save_total_limit`` counts complete checkpoints, and the last complete one is never removed.
+    * Weights with NaN or infinity are not written: the run stops before the folder is made.
+    """
+
+    _neuron_limit: tuple[int | None] | None = None
+    """``save_total_limit`` while it is taken out of the arguments."""
+    _neuron_push: str | None = None
+    """Folder to be pushed to the Hub once it is complete."""
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Train as the Trainer does, from a complete checkpoint if asked to resume.
+
+        Raises:
+            IncompleteCheckpointError: there is no complete checkpoint, or the one given by path is not complete.
+        """
+        resume: str | bool | None = resume_from_checkpoint
+        if resume is True:
+            resume = self._last_complete()
+        elif resume:
+            _refuse_incomplete(Path(resume))
+        return super().train(resume, *args, **kwargs)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model as the Trainer does, if its weights are finite.
+
+        Raises:
+            NonFiniteWeightsError: they are not; nothing was written.
+        """
+        if not self._is_saving:  # then it has been looked at
+            self._refuse_nonfinite()
+        super().save_model(output_dir, _internal_call)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        self._refuse_nonfinite()
+        run = self._get_output_dir(trial=trial)
+        folder = Path(run) / f"checkpoint-{self.state.global_step}"
+        if self.args.should_save:
+            files.begin(folder)
+        self.accelerator.wait_for_everyone()
+        with self._rotation_held_back():
+            super()._save_checkpoint(model, trial)
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            mark_complete(folder)
+            files.rotate(run, self.args.save_total_limit, self.state.best_model_checkpoint)
+        self.accelerator.wait_for_everyone()
+        if self._neuron_push is not None:
+            pushed, self._neuron_push = self._neuron_push, None
+            self._push_from_checkpoint(pushed)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        # Writes training_args.bin among others, which is to say what was asked for.
+        held, self._neuron_limit = self._neuron_limit, None
+        if held is None:
+            super()._save(output_dir, state_dict)
+            return
+        self.args.save_total_limit = held[0]
+        try:
+            super()._save(output_dir, state_dict)
+        finally:
+            self.args.save_total_limit, self._neuron_limit = None, held
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if self._is_saving:
+            self._neuron_push = checkpoint_folder
+        else:
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    @property
+    def _is_saving(self) -> bool:
+        return self._neuron_limit is not None
+
+    @contextmanager
+    def _rotation_held_back(self) -> Iterator[None]:
+        """The Trainer rotates before anyone can mark the new checkpoint, and might remove the only complete one."""
+        self._neuron_limit = (self.args.save_total_limit,)
+        self.args.save_total_limit = None
+        try:
+            yield
+        finally:
+            (self.args.save_total_limit,) = self._neuron_limit
+            self._neuron_limit = None
+
+    def _last_complete(self) -> str:
+        """The folder to resume from; all processes take the one that the main process found."""
+        output_dir = self.args.output_dir
+        found = [find_last_complete(output_dir)] if self.args.process_index == 0 else [None]
+        if self.args.world_size > 1:
+            from accelerate.utils import broadcast_object_list
+
+            broadcast_object_list(found)
+        if found[0] is None:
+            raise refuse(
+                IncompleteCheckpointError,
+                where="train",
+                argument="resume_from_checkpoint=True",
+                expected=f"used with a complete checkpoint in {output_dir}",
+                got="none",
+                remedy="Start without it, or give the path of a checkpoint that the stock Trainer wrote.",
+            )
+        return str(found[0])
+
+    def _refuse_nonfinite(self) -> None:
+        """Stop all processes if one of them has non-finite weights: alone it would leave the others waiting."""
+        problem = _first_nonfinite(self.model)
+        problems = [problem]
+        if self.args.world_size > 1:
+            from accelerate.utils import gather_object
+
+            problems = gather_object([problem])
+        for found in problems:
+            if found is not None:
+                raise _nonfinite(found)
+
+
+def refuse_nonfinite(model: nn.Module) -> None:
+    """Refuse weights that must not be saved.
+
+    Args:
+        model: parameters must be finite, and floating-point buffers that are saved must not be NaN (some models mask
+            with infinity). Of sharded parameters, this process's part is looked at; meta tensors are passed over.
+
+    Raises:
+        NonFiniteWeightsError: the message names the first such parameter and its module.
+    """
+    problem = _first_nonfinite(model)
+    if problem is not None:
+        raise _nonfinite(problem)
+
+
+def _nonfinite(problem: str) -> NonFiniteWeightsError:
+    return refuse(
+        NonFiniteWeightsError,
+        where="save_model",
+        argument="the model's weights",
+        expected="finite",
+        got=problem,
+        remedy="Nothing was written and earlier checkpoints are as they were. Resume from the last one with a lower "
+        "learning rate or gradient clipping; `torch.autograd.detect_anomaly` finds the operation.",
+    )
+
+
+@torch.no_grad()
+def _first_nonfinite(model: nn.Module) -> str | None:
+    """Say which of the model's weights is not finite; None if all are. Waits for each device once, not per tensor."""
+    bounds: dict[Any, list[Tensor]] = {}
+    owners: dict[Any, list[tuple[str, str, bool]]] = {}
+    for module_name, module in model.named_modules():
+        unsaved = module._non_persistent_buffers_set
+        buffers = {key: buffer for key, buffer in module._buffers.items() if key not in unsaved}
+        for tensors, is_buffer in ((module._parameters, False), (buffers, True)):
+            for key, tensor in tensors.items():
+                for part in _parts(tensor):
+                    kind = (part.device, part.dtype)
+                    # NaN passes through both, and infinity is one of them; no copy of the tensor is made.
+                    bounds.setdefault(kind, []).append(torch.stack(part.aminmax()))
+                    owners.setdefault(kind, []).append((module_name, key, is_buffer))
+    for kind, pairs in bounds.items():
+        for (module_name, key, is_buffer), (low, high) in zip(owners[kind], torch.stack(pairs).tolist()):
+            if math.isnan(low) or (not is_buffer and (math.isinf(low) or math.isinf(high))):
+                found = "NaN" if math.isnan(low) else "infinity"
+                return f"{found} in {key} of module {module_name!r} ({type(model.get_submodule(module_name)).__name__})"
+    return None
+
+
+def _parts(tensor: Tensor | None) -> tuple[Tensor, ...]:
+    """Return what this process holds of a floating-point tensor, in pieces of a dtype that has an order."""
+    if tensor is None or not tensor.is_floating_point():
+        return ()
+    local = getattr(tensor, "ds_tensor", tensor).detach()  # DeepSpeed ZeRO-3 leaves its parameters empty
+    local = local.to_local() if hasattr(local, "to_local") else local
+    if local.is_meta or not local.numel():
+        return ()
+    if local.element_size() > 1:
+        return (local,)
+    return tuple(piece.float() for piece in local.flatten().split(_PART))
+
+
+def _refuse_incomplete(folder: Path) -> None:
+    found = files.inspect(folder)
+    if found.state is files.State.INCOMPLETE:
+        raise refuse(
+            IncompleteCheckpointError,
+            where="train",
+            argument="resume_from_checkpoint",
+            expected="a checkpoint that was written to its end",
+            got=f"{folder}: {found.problem}",
+            remedy="resume_from_checkpoint=True takes the last complete one.",
+        )
