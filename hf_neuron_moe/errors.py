@@ -34,6 +34,10 @@ class BackendUnavailableError(NeuronMoEError, RuntimeError):
     """The requested backend cannot run in this environment."""
 
 
+class GradientError(NeuronMoEError, RuntimeError):
+    """A derivative was asked for that the kernels do not have."""
+
+
 class PatchError(NeuronMoEError, RuntimeError):
     """A model could not be patched or unpatched; the model is left exactly as it was."""
 
@@ -76,6 +80,10 @@ class DiskError(ConversionError):
 
 class VerificationError(ConversionError):
     """A converted checkpoint is not what its manifest, its format or its source says."""
+
+
+class ReportError(NeuronMoEError, ValueError):
+    """A directory holds no run to report on, or a run's files are damaged."""
 
 
 class NeuronMoEWarning(UserWarning):

@@ -16,6 +16,7 @@ from hf_neuron_moe.cli.conversion import convert, finalize, quiet_transformers
 from hf_neuron_moe.cli.estimating import estimate
 from hf_neuron_moe.cli.exit_codes import EXIT_CODES
 from hf_neuron_moe.cli.options import BLOCK_PRECISIONS, Json, choice
+from hf_neuron_moe.cli.reporting import report
 
 _CODES = ", ".join(f"{code.code} {code.kind}" for code in EXIT_CODES)
 
@@ -56,11 +57,11 @@ def plan(
     from hf_neuron_moe.patching import patch_model
 
     quiet_transformers()
-    report = patch_model(build_meta_model(model_dir, "plan"), {"precision": precision}, strict=False)
-    typer.echo(json.dumps({"ok": True, **report.to_dict()}, indent=1) if as_json else str(report))
+    patched = patch_model(build_meta_model(model_dir, "plan"), {"precision": precision}, strict=False)
+    typer.echo(json.dumps({"ok": True, **patched.to_dict()}, indent=1) if as_json else str(patched))
 
 
-for _command in (convert, finalize, export, verify, inspect, estimate):
+for _command in (convert, finalize, export, verify, inspect, estimate, report):
     app.command()(_command)
 
 

@@ -1,0 +1,71 @@
+"""From logged numbers to lines: smoothing, bands over seeds, thinning."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+
+from hf_neuron_moe.report.svg import Line, Point
+
+MOST_POINTS = 160
+"""Points of a curve in the page; more would not be seen."""
+
+
+def smoothed(values: Sequence[float], window: int) -> list[float]:
+    """Trailing mean over at most `window` values; as many values as before."""
+    sums = [0.0, *accumulate(values)]
+    return [(sums[i + 1] - sums[max(0, i + 1 - window)]) / min(i + 1, window) for i in range(len(values))]
+
+
+def window_of(count: int) -> int:
+    """Steps to average over for a curve of `count` steps: a twentieth."""
+    return max(1, count // 20)
+
+
+def thinned(points: Sequence[Point]) -> list[int]:
+    """Indices of the points to draw: evenly spaced, with the last."""
+    if len(points) <= MOST_POINTS:
+        return list(range(len(points)))
+    step = (len(points) - 1) / (MOST_POINTS - 1)
+    return [round(index * step) for index in range(MOST_POINTS)]
+
+
+def band(name: str, curves: Sequence[Sequence[float]], steps: Sequence[float] | None = None) -> Line:
+    """Return the mean of several curves with a band from the lowest to the highest.
+
+    Args:
+        name: name of the line.
+        curves: losses of every seed; steps that not all have are left out.
+        steps: x of the values; None counts from 1.
+    """
+    count = min(len(curve) for curve in curves)
+    rows = [smoothed(curve[:count], window_of(count)) for curve in curves]
+    xs = list(steps[:count]) if steps is not None else [float(step) for step in range(1, count + 1)]
+    points = [(x, statistics.fmean(column)) for x, column in zip(xs, zip(*rows))]
+    # The first means are over fewer steps than the others, and so noisy that they would set the scale.
+    kept = [index for index in thinned(points) if index >= window_of(count) - 1]
+    lows = [min(row[index] for row in rows) for index in kept] if len(rows) > 1 else []
+    highs = [max(row[index] for row in rows) for index in kept] if len(rows) > 1 else []
+    return Line(name, [points[index] for index in kept], lows, highs)
+
+
+def differences(
+    name: str, curves: Mapping[str, Sequence[float]], reference: Mapping[str, Sequence[float]]
+) -> Line | None:
+    """Return by how many percent the smoothed loss differs from the reference's on the same batches; None without."""
+    rows = []
+    for seed, losses in curves.items():
+        if seed in reference:
+            window = window_of(len(losses))
+            pairs = zip(smoothed(losses, window), smoothed(reference[seed], window))
+            rows.append([100 * (mine / theirs - 1) for mine, theirs in pairs])
+    if not rows:
+        return None
+    count = min(len(row) for row in rows)
+    points = [(float(i + 1), statistics.fmean(row[i] for row in rows)) for i in range(count)]
+    kept = [index for index in thinned(points) if index >= window_of(count) - 1]
+    several = len(rows) > 1
+    lows = [min(row[index] for row in rows) for index in kept] if several else []
+    highs = [max(row[index] for row in rows) for index in kept] if several else []
+    return Line(name, [points[index] for index in kept], lows, highs)

@@ -1,0 +1,152 @@
+"""The files that a report is made from: those of runs (``neuron_moe/run.json``, ``metrics.jsonl``) and ``parity.json``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hf_neuron_moe.errors import ReportError, refuse
+
+RUN_FOLDER, RUN_FILE, METRICS_FILE = "neuron_moe", "run.json", "metrics.jsonl"
+STUDY_FILE = "parity.json"
+_WHERE = "report"
+
+
+@dataclass(frozen=True)
+class RunData:
+    """One training run.
+
+    Attributes:
+        name: name of its output folder.
+        run: content of ``run.json``: ``patch``, ``config``, ``environment``, ``model``.
+        metrics: objects of ``metrics.jsonl`` in their order; empty where nothing was logged.
+    """
+
+    name: str
+    run: dict[str, Any]
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def entries(self) -> list[dict[str, Any]]:
+        """Entries of the patch report: one per candidate module."""
+        return list(self.run.get("patch", {}).get("entries", []))
+
+    @property
+    def policy(self) -> str:
+        """Precision and activation policy in a few words."""
+        config = self.run.get("config", {})
+        activations = config.get("activations", "?")
+        policy = activations if isinstance(activations, str) else json.dumps(activations)
+        return f"{config.get('precision', '?')}, {policy}"
+
+
+@dataclass(frozen=True)
+class StudyData:
+    """One parity study: content of its ``parity.json``."""
+
+    name: str
+    content: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Contents:
+    """Everything found in a directory."""
+
+    title: str
+    runs: list[RunData] = field(default_factory=list)
+    studies: list[StudyData] = field(default_factory=list)
+
+
+def read_runs(directory: Path) -> Contents:
+    """Read one run, one study, or all that lie directly in a directory.
+
+    Args:
+        directory: a trainer's output folder (or its ``neuron_moe`` folder), a folder with ``parity.json``, or a folder
+            of such folders.
+
+    Returns:
+        What was found.
+
+    Raises:
+        ReportError: there is no such directory, nothing of the kind is in it, or a file is damaged.
+    """
+    if not directory.is_dir():
+        got = "a file" if directory.is_file() else "no such directory"
+        raise _wrong(directory, got, "Give the output_dir of a run of NeuronMoETrainer.")
+    title = directory.resolve().name
+    places = [directory, *(path for path in sorted(directory.iterdir()) if path.is_dir())]
+    runs = [_run(folder, name) for folder, name in _run_folders(directory, places)]
+    studies = [
+        StudyData(place.resolve().name, _study(place / STUDY_FILE))
+        for place in places
+        if (place / STUDY_FILE).is_file()
+    ]
+    if not runs and not studies:
+        listed = ", ".join(sorted(path.name for path in directory.iterdir())[:6]) or "nothing"
+        remedy = "Train with NeuronMoETrainer or NeuronMoECallback, or run benchmarks/parity.py, and give that folder."
+        raise _wrong(directory, f"a directory with {listed}", remedy)
+    return Contents(title, runs, studies)
+
+
+def _run_folders(directory: Path, places: list[Path]) -> Iterator[tuple[Path, str]]:
+    if (directory / RUN_FILE).is_file():
+        yield directory, directory.resolve().parent.name
+        return
+    for place in places:
+        if (place / RUN_FOLDER / RUN_FILE).is_file():
+            yield place / RUN_FOLDER, place.resolve().name
+
+
+def _run(folder: Path, name: str) -> RunData:
+    run = _object(folder / RUN_FILE, ("patch", "config"))
+    metrics_file = folder / METRICS_FILE
+    metrics = list(_lines(metrics_file)) if metrics_file.is_file() else []
+    return RunData(name, run, metrics)
+
+
+def _study(path: Path) -> dict[str, Any]:
+    return _object(path, ("models",))
+
+
+def _object(path: Path, needed: tuple[str, ...]) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise _damaged(path, "JSON in UTF-8", str(error)) from error
+    lacking = [key for key in needed if not isinstance(content, dict) or not isinstance(content.get(key), dict)]
+    if lacking:
+        raise _damaged(path, f"a JSON object with the objects {', '.join(needed)}", f"one without {lacking[0]}")
+    assert isinstance(content, dict)
+    return content
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of a metrics file; a last line that was cut off by the run's end is left out."""
+    lines = path.read_text(encoding="utf-8").split("\n")
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            if number == len(lines):
+                return
+            raise _damaged(path, "one JSON object per line", f"line {number}: {error}") from error
+        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+            raise _damaged(path, "one JSON object with a step per line", f"line {number}: {line[:40]}")
+        yield record
+
+
+def _wrong(directory: Path, got: str, remedy: str) -> ReportError:
+    expected = (
+        f"a run's output folder (with {RUN_FOLDER}/{RUN_FILE}), one with {STUDY_FILE}, or a folder of such folders"
+    )
+    return refuse(ReportError, where=_WHERE, argument=str(directory), expected=expected, got=got, remedy=remedy)
+
+
+def _damaged(path: Path, expected: str, got: str) -> ReportError:
+    remedy = "The file was cut off or changed; run again what wrote it."
+    return refuse(ReportError, where=_WHERE, argument=str(path), expected=expected, got=got, remedy=remedy)

@@ -1,0 +1,348 @@
+"""The sections of the page: each function returns the HTML of one, or says what is missing and why."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import Any
+
+from hf_neuron_moe.report.curves import band, differences
+from hf_neuron_moe.report.read import RunData, StudyData
+from hf_neuron_moe.report.svg import bar_chart, heat_map, line_chart
+
+_NUMBER = re.compile(r"\d+")
+_STATUS = {"patched": "ok", "skipped": "skipped", "refused": "bad"}
+
+
+def section(title: str, body: str) -> str:
+    """Return a section with its heading."""
+    return f"<section><h2>{escape(title)}</h2>{body}</section>"
+
+
+def figure(drawing: str, caption: str) -> str:
+    """Return a figure with its caption."""
+    return f"<figure>{drawing}<figcaption>{escape(caption)}</figcaption></figure>"
+
+
+def figures(drawn: Iterable[str]) -> str:
+    """Put figures beside each other where there is room."""
+    return f'<div class="figures">{"".join(drawn)}</div>'
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table that scrolls by itself where it is wider than the page."""
+    head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f'<div class="scroll" tabindex="0"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def missing(text: str) -> str:
+    """Say what is not there."""
+    return f'<p class="missing">{escape(text)}</p>'
+
+
+def short_names(names: Sequence[str]) -> list[str]:
+    """Leave out what all module names begin with, up to a dot: ``model.layers.3.mlp`` -> ``3.mlp``."""
+    split = [name.split(".") for name in names]
+    shared = 0
+    while all(len(parts) > shared + 1 for parts in split) and len({parts[shared] for parts in split}) == 1:
+        shared += 1
+    return [".".join(parts[shared:]) for parts in split]
+
+
+def kib(nbytes: float | None) -> str:
+    """Bytes in KiB for a cell."""
+    return "-" if nbytes is None else f"{nbytes / 1024:,.2f}"
+
+
+def study_sections(study: StudyData) -> str:
+    """Loss curves and differences of a parity study, its table, and what the variants save."""
+    drawn = []
+    for model, variants in study.content["models"].items():
+        lines = [band(name, list(seeds.values())) for name, seeds in variants.items() if seeds and not _is_fp32(name)]
+        seeds = max((len(seeds) for seeds in variants.values()), default=0)
+        alt = f"Training loss of {model} over the steps, by variant: {', '.join(line.name for line in lines)}"
+        chart = line_chart(lines, alt=alt, x_label="step", y_label="loss (nats)")
+        drawn.append(figure(chart, f"{model}: loss, averaged over a twentieth of the run; {_bands(seeds)}"))
+        gaps = [
+            line
+            for name, entry in _variants(study, model).items()
+            if "reference" in entry
+            and entry["reference"] in variants
+            and (line := differences(f"{name} to {entry['reference']}", variants[name], variants[entry["reference"]]))
+        ]
+        if gaps:
+            alt = f"Difference of {model}'s loss between variants in percent over the steps"
+            chart = line_chart(gaps, alt=alt, x_label="step", y_label="difference (%)")
+            drawn.append(
+                figure(chart, f"{model}: difference of the averaged loss on the same batches; {_bands(seeds)}")
+            )
+    return section(f"Loss curves: {study.name}", figures(drawn) + _study_table(study)) + _study_bytes(study)
+
+
+def _is_fp32(variant: str) -> bool:
+    """Whether the curve belongs to the short comparison of exact policies, which has a line of its own."""
+    return variant.startswith("fp32")
+
+
+def _bands(seeds: int) -> str:
+    return f"bands: lowest to highest of {seeds} seeds" if seeds > 1 else "one seed"
+
+
+def _variants(study: StudyData, model: str) -> Mapping[str, Any]:
+    summary: Mapping[str, Any] = study.content.get("summary") or {}
+    found: Mapping[str, Any] = summary.get(model, {}).get("variants", {})
+    return found
+
+
+def _study_table(study: StudyData) -> str:
+    rows = []
+    for model in study.content["models"]:
+        for name, entry in _variants(study, model).items():
+            compared = "difference_percent" in entry
+            spread = entry.get("seed_spread_percent")
+            rows.append(
+                (
+                    model,
+                    name,
+                    f"{entry['last_mean']:.4f}",
+                    "-" if spread is None else f"{spread:.2f} %",
+                    f"{entry['difference_percent']:+.4f} % to {entry['reference']}" if compared else "-",
+                    f"{entry['goal_percent']:g} %: {'met' if entry['met'] else 'missed'}" if "met" in entry else "-",
+                )
+            )
+        exact = (study.content.get("summary") or {}).get(model, {}).get("fp32")
+        if exact:
+            gap = f"{exact['largest_difference']:.1e} (largest, relative)"
+            name = f"fp32: lossless policies, {exact['steps']} steps"
+            rows.append((model, name, "-", "-", gap, f"{exact['goal']:g}: {'met' if exact['met'] else 'missed'}"))
+    return table(("model", "variant", "last-100 mean", "seeds' spread", "difference", "goal"), rows) if rows else ""
+
+
+def _study_bytes(study: StudyData) -> str:
+    drawn = []
+    for model, values in (study.content.get("saved_bytes_per_token") or {}).items():
+        drawn.append(_bytes_figure(model, values))
+    return section("Saved for backward", figures(drawn)) if drawn else ""
+
+
+def _bytes_figure(model: str, values: Mapping[str, float]) -> str:
+    shown = {name: value / 1024 for name, value in values.items()}
+    alt = f"KiB per token that the blocks of {model} keep for backward, by policy"
+    return figure(bar_chart(shown, alt=alt, unit="KiB/token"), f"{model}: kept by all patched blocks together")
+
+
+def losses_section(runs: Sequence[RunData]) -> str:
+    """Loss curves of the runs; runs of one model and configuration are one line with a band."""
+    groups: dict[str, list[RunData]] = defaultdict(list)
+    for run in runs:
+        if any(_loss(record) is not None for record in run.metrics):
+            groups[f"{run.run.get('model', '?')}: {run.policy}"].append(run)
+    if not groups:
+        return section("Loss curves", missing("No loss was logged."))
+    lines = []
+    for name, members in groups.items():
+        logged = [[record for record in run.metrics if _loss(record) is not None] for run in members]
+        shortest = min(logged, key=len)
+        losses = [[float(record["loss"]) for record in records] for records in logged]
+        lines.append(band(name, losses, [float(record["step"]) for record in shortest]))
+    alt = f"Training loss over the steps of {', '.join(groups)}"
+    most = max(len(members) for members in groups.values())
+    chart = line_chart(lines, alt=alt, x_label="step", y_label="loss (nats)")
+    return section(
+        "Loss curves", figures([figure(chart, f"Loss as logged, averaged over a twentieth; {_bands(most)}")])
+    )
+
+
+def _loss(record: Mapping[str, Any]) -> float | None:
+    return record.get("loss")
+
+
+def map_section(runs: Sequence[RunData]) -> str:
+    """Which modules are patched, with which policy."""
+    parts = []
+    for run in runs:
+        counts = {status: sum(entry["status"] == status for entry in run.entries) for status in _STATUS}
+        told = ", ".join(f"{count} {status}" for status, count in counts.items())
+        cells = "".join(
+            f'<i class="{_STATUS.get(entry["status"], "bad")}" title="{escape(_told(entry))}"></i>'
+            for entry in run.entries
+        )
+        strip = f'<div class="strip" role="img" aria-label="{escape(told)}, in model order">{cells}</div>'
+        parts.append(f"<h3>{escape(run.name)}: {escape(run.policy)}</h3><p>{escape(told)}.</p>{strip}{_map(run)}")
+    return section("Patch map", "".join(parts))
+
+
+def _told(entry: Mapping[str, Any]) -> str:
+    return f"{entry['name']}: {entry['status']}{', ' + entry['reason'] if entry.get('reason') else ''}"
+
+
+def _map(run: RunData) -> str:
+    """The entries, those that differ in their numbers only in one row."""
+    groups: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for entry in run.entries:
+        facts = (
+            _NUMBER.sub("*", entry["name"]),
+            *(str(entry.get(key) or "-") for key in ("kind", "class_name", "experts", "hidden_size")),
+            *(str(entry.get(key) or "-") for key in ("intermediate_size", "status", "activations")),
+            kib(entry.get("saved_bytes_per_token")),
+            str(entry.get("reason") or "-"),
+        )
+        groups[facts].append(entry["name"])
+    rows = [(_spelled(names), *facts[1:]) for facts, names in groups.items()]
+    headings = ("module", "kind", "class", "E", "H", "I", "status", "activations", "KiB/token each", "reason")
+    return table(headings, rows)
+
+
+def _spelled(names: Sequence[str]) -> str:
+    """``model.layers.0-31.mlp (32)`` for many names that differ in one number."""
+    if len(names) == 1:
+        return names[0]
+    numbers = [_NUMBER.findall(name) for name in names]
+    varying = [place for place, column in enumerate(zip(*numbers)) if len(set(column)) > 1]
+    if len(varying) != 1:
+        return f"{names[0]} ... {names[-1]} ({len(names)})"
+    ends = f"{numbers[0][varying[0]]}-{numbers[-1][varying[0]]}"
+    pieces = _NUMBER.split(names[0])
+    spelled = "".join(
+        piece + (ends if place == varying[0] else numbers[0][place]) if place < len(numbers[0]) else piece
+        for place, piece in enumerate(pieces)
+    )
+    return f"{spelled} ({len(names)})"
+
+
+def bytes_section(runs: Sequence[RunData]) -> str:
+    """What the patched blocks of every run keep for backward."""
+    values: dict[str, dict[str, float]] = defaultdict(dict)
+    for run in runs:
+        kept = [entry.get("saved_bytes_per_token") for entry in run.entries if entry["status"] == "patched"]
+        if kept and None not in kept:
+            values[str(run.run.get("model", "?"))][run.policy] = sum(kept)
+    if not values:
+        return section("Saved for backward", missing("The patch report has no saved bytes."))
+    return section("Saved for backward", figures(_bytes_figure(model, known) for model, known in values.items()))
+
+
+def health_section(run: RunData) -> str:
+    """Signal-to-noise ratio of MXFP8 quantisation per module: by tensor at the last sample, and of inputs over time."""
+    sampled = [record for record in run.metrics if record.get("health")]
+    title = f"Quantisation health: {run.name}"
+    if not sampled:
+        return section(title, missing("Not sampled: neuron_health_steps was 0, or the run ended before."))
+    modules = list(sampled[-1]["health"])
+    last = sampled[-1]["health"]
+    tensors = list(dict.fromkeys(tensor for module in last.values() for tensor in module.get("weights", {})))
+    now = [
+        [_sqnr(last[module].get("weights", {}).get(tensor)) for tensor in tensors] + [_sqnr(last[module].get("input"))]
+        for module in modules
+    ]
+    over_time = [[_sqnr(record["health"].get(module, {}).get("input")) for record in sampled] for module in modules]
+    rows = short_names(modules)
+    steps = [str(record["step"]) for record in sampled]
+    first = heat_map(rows, [*tensors, "input"], now, alt=f"SQNR per module and tensor at step {steps[-1]}", unit="dB")
+    drawn = [figure(first, f"SQNR under MXFP8 at step {steps[-1]}, by module and tensor")]
+    if len(sampled) > 1:
+        second = heat_map(rows, steps, over_time, alt="SQNR of the modules' inputs over the steps", unit="dB")
+        drawn.append(figure(second, "SQNR of the inputs under MXFP8, by module and step"))
+    return section(title, figures(drawn) + _worst(last))
+
+
+def _sqnr(figures: Mapping[str, Any] | None) -> float | None:
+    return None if not figures else figures.get("sqnr_db")
+
+
+def _worst(health: Mapping[str, Any]) -> str:
+    """The extremes over all modules of one sample."""
+    tensors = [tensor for module in health.values() for tensor in (*module.get("weights", {}).values(),)]
+    tensors += [module["input"] for module in health.values() if module.get("input")]
+    rows = []
+    for key, text, most in (
+        ("sqnr_db", "lowest SQNR (dB)", min),
+        ("flushed", "largest share flushed to zero", max),
+        ("saturated", "largest share saturated", max),
+        ("amax", "largest magnitude", max),
+    ):
+        values = [tensor[key] for tensor in tensors if tensor.get(key) is not None]
+        rows.append((text, f"{most(values):.4g}" if values else "-"))
+    return table(("over all modules", "value"), rows)
+
+
+def load_section(run: RunData) -> str:
+    """Load of every expert relative to the mean, and its evenness over time."""
+    logged = [record for record in run.metrics if record.get("experts")]
+    title = f"Expert load: {run.name}"
+    if not logged:
+        return section(title, missing("No experts: the model's patched blocks are dense, or nothing was logged."))
+    modules = list(logged[-1]["experts"])
+    totals = {module: _totals(logged, module) for module in modules}
+    widest = max(len(load) for load in totals.values())
+    cells = []
+    for load in totals.values():
+        mean = sum(load) / len(load)
+        cells.append([count / mean if mean else None for count in load])
+    drawing = heat_map(
+        short_names(modules),
+        [str(expert) for expert in range(widest)],
+        cells,
+        alt="Load of every expert over its module's mean, over the whole run",
+        unit="x mean",
+        low=0.0,
+    )
+    drawn = [figure(drawing, "Tokens per expert over the module's mean, whole run; 0 is a dead expert")]
+    names = short_names(modules)
+    lines = []
+    for name, module in list(zip(names, modules))[:: max(1, len(modules) // 6)][:6]:
+        known = [(record["step"], record["experts"][module]["entropy"]) for record in logged]
+        known = [(step, value) for step, value in known if value is not None]
+        if known:
+            lines.append(band(name, [[value for _, value in known]], [float(step) for step, _ in known]))
+    if len(logged) > 1 and lines:
+        chart = line_chart(lines, alt="Entropy of the expert load over the steps", x_label="step", y_label="entropy")
+        drawn.append(figure(chart, "Entropy of the load (1: all experts alike), of some modules"))
+    return section(title, figures(drawn))
+
+
+def _totals(logged: Sequence[Mapping[str, Any]], module: str) -> list[int]:
+    loads = [record["experts"][module]["load"] for record in logged if module in record["experts"]]
+    return [sum(column) for column in zip(*loads)]
+
+
+def speed_table(runs: Sequence[RunData]) -> str:
+    """Figures of the last logging step of every run."""
+    rows = []
+    for run in runs:
+        last = run.metrics[-1] if run.metrics else {}
+        saved, padding = last.get("saved_bytes_per_token"), last.get("padding_overhead")
+        rows.append(
+            (
+                run.name,
+                str(run.run.get("model", "?")),
+                run.policy,
+                str(last.get("step", "-")),
+                _number(last.get("loss"), ".4f"),
+                _number(last.get("tokens_per_second"), ",.0f"),
+                kib(saved),
+                "-" if padding is None else f"{100 * padding:.1f} %",
+            )
+        )
+    headings = ("run", "model", "blocks", "last step", "loss", "tokens/s", "saved KiB/token", "padding overhead")
+    return section("Runs", table(headings, rows))
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def environment_section(title: str, environment: Mapping[str, Any]) -> str:
+    """Versions, machine, date."""
+    facts: dict[str, str] = {}
+    for key, value in environment.items():
+        if isinstance(value, Mapping):
+            facts |= {f"{inner}": str(known) for inner, known in value.items()}
+        else:
+            facts[key] = value if isinstance(value, str) else json.dumps(value)
+    items = "".join(f"<dt>{escape(key)}</dt><dd>{escape(value)}</dd>" for key, value in facts.items())
+    return section(title, f"<dl>{items}</dl>" if items else missing("Nothing was recorded."))

@@ -1,0 +1,196 @@
+"""Figures as inline SVG: lines with bands, bars, heat maps. Colours come from the page's style, light or dark.
+
+All figures are drawn on a narrow canvas, so that their text stays readable at a phone's width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+
+WIDTH = 440
+LINE_HEIGHT = 250
+COLORS = 6
+"""Classes ``c0`` to ``c5`` of the page's style."""
+
+_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 10, 10, 34
+_BAR, _LABELLED_CELLS, _TITLED_CELLS = 26, 14, 1500
+_CHARACTER = 5.6
+"""Width of a character of the labels, at their size, about."""
+
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Line:
+    """One curve: points, and around it a band between `low` and `high` at the same x; empty for none."""
+
+    name: str
+    points: Sequence[Point]
+    low: Sequence[float] = field(default=())
+    high: Sequence[float] = field(default=())
+
+
+def ticks(low: float, high: float, count: int = 5) -> list[float]:
+    """Round values inside of ``low`` to ``high``, about `count` of them."""
+    if not high > low:
+        return [low]
+    raw = (high - low) / count
+    power = 10 ** math.floor(math.log10(raw))
+    step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= raw * 0.999)
+    first = math.ceil(low / step - 1e-9)
+    last = math.floor(high / step + 1e-9)
+    return [index * step for index in range(first, last + 1)]
+
+
+def short(value: float) -> str:
+    """A number for a label: four significant digits at most."""
+    if value == 0:
+        return "0"
+    if abs(value) >= 1e5 or abs(value) < 1e-3:
+        return f"{value:.0e}".replace("e+0", "e").replace("e-0", "e-")
+    return f"{value:.4g}"
+
+
+def line_chart(lines: Sequence[Line], *, alt: str, x_label: str, y_label: str) -> str:
+    """Draw curves over one pair of axes."""
+    xs = [x for line in lines for x, _ in line.points]
+    ys = [y for line in lines for y in (*(y for _, y in line.points), *line.low, *line.high)]
+    x_low, x_high = _range(xs)
+    y_low, y_high = _range(ys, pad=0.04)
+
+    def place(x: float, y: float) -> str:
+        across = (x - x_low) / (x_high - x_low)
+        up = (y - y_low) / (y_high - y_low)
+        left = _LEFT + across * (WIDTH - _LEFT - _RIGHT)
+        return f"{left:.1f},{LINE_HEIGHT - _BOTTOM - up * (LINE_HEIGHT - _TOP - _BOTTOM):.1f}"
+
+    parts = _axes(x_low, x_high, y_low, y_high, place, x_label, y_label)
+    for index, line in enumerate(lines):
+        color = f"c{index % COLORS}"
+        if line.low:
+            outline = [place(x, low) for (x, _), low in zip(line.points, line.low)]
+            outline += [place(x, high) for (x, _), high in reversed(list(zip(line.points, line.high)))]
+            parts.append(f'<polygon class="band {color}" points="{" ".join(outline)}"/>')
+    for index, line in enumerate(lines):
+        points = " ".join(place(x, y) for x, y in line.points)
+        dashes = " dashed" if index % 2 else ""
+        parts.append(f'<polyline class="curve{dashes} c{index % COLORS}" points="{points}"/>')
+    return _figure(parts, LINE_HEIGHT, alt) + legend([line.name for line in lines])
+
+
+def legend(names: Sequence[str]) -> str:
+    """Return the list of curves; HTML, so that it wraps."""
+    items = "".join(f'<li><span class="key c{i % COLORS}"></span>{escape(name)}</li>' for i, name in enumerate(names))
+    return f'<ul class="legend">{items}</ul>'
+
+
+def bar_chart(values: Mapping[str, float], *, alt: str, unit: str) -> str:
+    """Draw one horizontal bar per name, with its value."""
+    longest = max(values.values(), default=0.0) or 1.0
+    parts = []
+    for row, (name, value) in enumerate(values.items()):
+        top = _TOP + row * (_BAR + 16)
+        width = max(1.0, value / longest * (WIDTH - 100))
+        parts.append(f'<text x="0" y="{top + 10}">{escape(name)}</text>')
+        parts.append(
+            f'<rect class="bar c{row % COLORS}" x="0" y="{top + 15}" width="{width:.1f}" height="{_BAR - 8}"/>'
+        )
+        parts.append(f'<text x="{width + 6:.1f}" y="{top + 28}">{escape(short(value))} {escape(unit)}</text>')
+    return _figure(parts, 2 * _TOP + len(values) * (_BAR + 16), alt)
+
+
+def heat_map(
+    rows: Sequence[str],
+    columns: Sequence[str],
+    cells: Sequence[Sequence[float | None]],
+    *,
+    alt: str,
+    unit: str,
+    low: float | None = None,
+    high: float | None = None,
+) -> str:
+    """Draw a value per row and column as colour, with the number in it where there is room; None is left empty."""
+    found = [value for line in cells for value in line if value is not None]
+    low = min(found, default=0.0) if low is None else low
+    high = max(found, default=1.0) if high is None else high
+    left = min(170.0, 8 + _CHARACTER * max((len(row) for row in rows), default=0))
+    width = (WIDTH - left) / max(1, len(columns))
+    height = 18.0 if len(rows) <= 40 else 11.0
+    labelled = len(columns) <= _LABELLED_CELLS and width >= 26
+    titled = len(found) <= _TITLED_CELLS
+    parts = []
+    for index, (row, line) in enumerate(zip(rows, cells)):
+        top = _TOP + 14 + index * height
+        parts.append(f'<text class="small" x="0" y="{top + height / 2 + 4:.1f}">{escape(row)}</text>')
+        for column, value in enumerate(line):
+            if value is None:
+                continue
+            x = left + column * width
+            share = min(1.0, max(0.0, (value - low) / (high - low))) if high > low else 0.5
+            box = f'x="{x:.1f}" y="{top:.1f}" width="{width:.2f}" height="{height}" fill="{shade(share)}"'
+            title = f"<title>{escape(f'{row}, {columns[column]}: {short(value)} {unit}')}</title>" if titled else ""
+            parts.append(f"<rect {box}>{title}</rect>" if title else f"<rect {box}/>")
+            if labelled:
+                ink = "#fff" if share < 0.6 else "#111"
+                middle = f'x="{x + width / 2:.1f}" y="{top + height / 2 + 4:.1f}"'
+                parts.append(f'<text class="cell" fill="{ink}" {middle}>{escape(short(value))}</text>')
+    parts += _column_labels(columns, left, width)
+    return _figure(parts, _TOP + 20 + len(rows) * height, alt) + _scale(low, high, unit)
+
+
+def shade(share: float) -> str:
+    """A colour from dark violet over teal to light yellow, readable on light and dark ground."""
+    stops = ((68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37))
+    place = share * (len(stops) - 1)
+    index = min(int(place), len(stops) - 2)
+    part = place - index
+    return "#" + "".join(f"{round(a + (b - a) * part):02x}" for a, b in zip(stops[index], stops[index + 1]))
+
+
+def _scale(low: float, high: float, unit: str) -> str:
+    colors = ", ".join(shade(index / 8) for index in range(9))
+    ends = f"<span>{escape(short(low))}</span><span>{escape(short(high))} {escape(unit)}</span>"
+    return f'<div class="scale"><div style="background:linear-gradient(90deg,{colors})"></div>{ends}</div>'
+
+
+def _column_labels(columns: Sequence[str], left: float, width: float) -> list[str]:
+    """The columns' names above the cells, as many as fit beside each other."""
+    room = max((_CHARACTER * len(name) + 6 for name in columns), default=1.0)
+    every = max(1, math.ceil(room / width))
+    return [
+        f'<text class="cell small" x="{left + (index + 0.5) * width:.1f}" y="{_TOP + 8}">{escape(columns[index])}</text>'
+        for index in range(0, len(columns), every)
+    ]
+
+
+def _range(values: Sequence[float], pad: float = 0.0) -> tuple[float, float]:
+    low, high = min(values, default=0.0), max(values, default=1.0)
+    margin = (high - low) * pad if high > low else max(abs(low), 1.0) * 0.05
+    return low - margin, high + margin
+
+
+def _axes(
+    x_low: float, x_high: float, y_low: float, y_high: float, place: object, x_label: str, y_label: str
+) -> list[str]:
+    assert callable(place)
+    parts = []
+    for value in ticks(y_low, y_high):
+        (x_left, y), (x_right, _) = (place(x, value).split(",") for x in (x_low, x_high))
+        parts.append(f'<line class="grid" x1="{x_left}" y1="{y}" x2="{x_right}" y2="{y}"/>')
+        parts.append(f'<text class="end" x="{_LEFT - 5}" y="{float(y) + 4:.1f}">{short(value)}</text>')
+    for value in ticks(x_low, x_high):
+        x, bottom = place(value, y_low).split(",")
+        parts.append(f'<text class="cell" x="{x}" y="{float(bottom) + 14:.1f}">{short(value)}</text>')
+    middle = (_LEFT + WIDTH - _RIGHT) / 2
+    parts.append(f'<text class="cell" x="{middle}" y="{LINE_HEIGHT - 3}">{escape(x_label)}</text>')
+    height = (LINE_HEIGHT - _BOTTOM + _TOP) / 2
+    parts.append(f'<text class="cell" transform="translate(10,{height}) rotate(-90)">{escape(y_label)}</text>')
+    return parts
+
+
+def _figure(parts: Sequence[str], height: float, alt: str) -> str:
+    size = f'viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{escape(alt)}"'
+    return f"<svg {size}><title>{escape(alt)}</title>{''.join(parts)}</svg>"
