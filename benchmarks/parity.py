@@ -94,6 +94,7 @@ def do_all(runs: list[Run], study: Study, folder: Path, budget_s: float, console
 def collect(runs: list[Run], subjects: dict[str, Subject], folder: Path) -> dict[str, Any]:
     """Return the report over all runs that have a file."""
     curves: dict[str, dict[str, dict[str, list[float]]]] = {}
+    saved: dict[str, dict[str, float]] = {}
     steps: dict[str, int] = {}
     seconds = complete = 0
     for run in runs:
@@ -101,12 +102,14 @@ def collect(runs: list[Run], subjects: dict[str, Subject], folder: Path) -> dict
         if result is None:
             continue
         curves.setdefault(run.model, {}).setdefault(run.variant, {})[str(run.seed)] = result["losses"]
+        saved.setdefault(run.model, {})[run.variant] = result["saved_bytes_per_token"]
         steps[run.model] = steps.get(run.model, 0) + len(result["losses"])
         seconds += result["seconds"]
         complete += 1
     return {
         "models": curves,
         "summary": summarize(curves),
+        "saved_bytes_per_token": saved,
         "environment": machine(),
         "subjects": {name: asdict(subject) for name, subject in subjects.items()},
         "runs": {"planned": len(runs), "complete": complete, "steps": steps, "seconds": round(seconds, 1)},

@@ -16,7 +16,8 @@ import torch
 from study_models import Study, Subject, batches
 from transformers import PreTrainedModel
 
-from hf_neuron_moe import __version__, patch_model
+from hf_neuron_moe import __version__, patch_model, unpatch_model
+from hf_neuron_moe.training import measure_saved_bytes
 
 STOCK = "stock fp32"
 VARIANTS: dict[str, dict[str, str] | None] = {
@@ -86,7 +87,7 @@ def do(run: Run, study: Study, folder: Path, tell: Tell) -> dict[str, Any]:
     subject = study.subjects[run.model]
     model = study.model(run.model, run.seed)
     options = (VARIANTS | FP32_VARIANTS)[run.variant]
-    patched = 0 if options is None else len(patch_model(model, options).patched)
+    patched, saved = patch_and_measure(model, options, study.windows(run.model)[: subject.batch])
     begin = time.perf_counter()
     data = batches(study.windows(run.model), subject.batch, run.seed)
     losses = []
@@ -97,6 +98,7 @@ def do(run: Run, study: Study, folder: Path, tell: Tell) -> dict[str, Any]:
     result = {
         "settings": settings(run, subject),
         "patched": patched,
+        "saved_bytes_per_token": saved,
         "seconds": round(time.perf_counter() - begin, 1),
         "losses": losses,
     }
@@ -105,6 +107,22 @@ def do(run: Run, study: Study, folder: Path, tell: Tell) -> dict[str, Any]:
     partial.write_text(json.dumps(result) + "\n", encoding="utf-8")
     os.replace(partial, folder / run.file_name)
     return result
+
+
+def patch_and_measure(
+    model: PreTrainedModel, options: dict[str, str] | None, ids_BL: torch.Tensor
+) -> tuple[int, float]:
+    """Patch the model (unless `options` is None) and count what the blocks save per token in one forward pass.
+
+    Returns:
+        Number of patched blocks, and bytes per token of all blocks together; stock: of those that would be patched.
+    """
+    names = [entry.name for entry in patch_model(model, options).patched]
+    if options is None:
+        unpatch_model(model)
+    with measure_saved_bytes({name: model.get_submodule(name) for name in names}) as saved:
+        model(ids_BL, labels=ids_BL, use_cache=False)
+    return len(names) if options is not None else 0, saved.bytes_per_token
 
 
 def train(model: PreTrainedModel, data: Iterator[torch.Tensor], subject: Subject) -> Iterator[float]:

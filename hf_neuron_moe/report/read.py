@@ -1,4 +1,4 @@
-"""The files that a report is made from: those of runs (``neuron_moe/run.json``, ``metrics.jsonl``) and ``parity.json``."""
+"""The files a report is made from: those of runs (``neuron_moe/run.json``, ``metrics.jsonl``) and ``parity.json``."""
 
 from __future__ import annotations
 
@@ -79,11 +79,8 @@ def read_runs(directory: Path) -> Contents:
     title = directory.resolve().name
     places = [directory, *(path for path in sorted(directory.iterdir()) if path.is_dir())]
     runs = [_run(folder, name) for folder, name in _run_folders(directory, places)]
-    studies = [
-        StudyData(place.resolve().name, _study(place / STUDY_FILE))
-        for place in places
-        if (place / STUDY_FILE).is_file()
-    ]
+    found = [place for place in places if (place / STUDY_FILE).is_file()]
+    studies = [StudyData(place.resolve().name, _study(place / STUDY_FILE)) for place in found]
     if not runs and not studies:
         listed = ", ".join(sorted(path.name for path in directory.iterdir())[:6]) or "nothing"
         remedy = "Train with NeuronMoETrainer or NeuronMoECallback, or run benchmarks/parity.py, and give that folder."

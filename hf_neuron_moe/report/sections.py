@@ -218,8 +218,9 @@ def bytes_section(runs: Sequence[RunData]) -> str:
     """What the patched blocks of every run keep for backward."""
     values: dict[str, dict[str, float]] = defaultdict(dict)
     for run in runs:
-        kept = [entry.get("saved_bytes_per_token") for entry in run.entries if entry["status"] == "patched"]
-        if kept and None not in kept:
+        patched = [entry for entry in run.entries if entry["status"] == "patched"]
+        kept = [float(e["saved_bytes_per_token"]) for e in patched if e.get("saved_bytes_per_token") is not None]
+        if kept and len(kept) == len(patched):
             values[str(run.run.get("model", "?"))][run.policy] = sum(kept)
     if not values:
         return section("Saved for backward", missing("The patch report has no saved bytes."))

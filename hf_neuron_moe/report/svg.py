@@ -160,10 +160,8 @@ def _column_labels(columns: Sequence[str], left: float, width: float) -> list[st
     """The columns' names above the cells, as many as fit beside each other."""
     room = max((_CHARACTER * len(name) + 6 for name in columns), default=1.0)
     every = max(1, math.ceil(room / width))
-    return [
-        f'<text class="cell small" x="{left + (index + 0.5) * width:.1f}" y="{_TOP + 8}">{escape(columns[index])}</text>'
-        for index in range(0, len(columns), every)
-    ]
+    shown = [(left + (index + 0.5) * width, columns[index]) for index in range(0, len(columns), every)]
+    return [f'<text class="cell small" x="{x:.1f}" y="{_TOP + 8}">{escape(name)}</text>' for x, name in shown]
 
 
 def _range(values: Sequence[float], pad: float = 0.0) -> tuple[float, float]:
