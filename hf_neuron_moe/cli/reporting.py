@@ -32,4 +32,4 @@ def report(
     if as_json:
         typer.echo(json.dumps({"ok": True, "report": str(target), **facts}))
     else:
-        typer.echo(f"{target}: {size / 1024:,.0f} KiB, {facts['runs']} runs, {facts['studies']} parity studies")
+        typer.echo(f"{target}: {size / 1024:,.0f} KiB; runs: {facts['runs']}, parity studies: {facts['studies']}")

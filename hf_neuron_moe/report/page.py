@@ -34,8 +34,8 @@ p{margin:.4rem 0}.soft,figcaption,.missing{color:var(--soft);font-size:.9rem}
 .figures{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,26rem),1fr));gap:1rem;align-items:start}
 figure{margin:0;padding:.6rem;background:var(--panel);border:1px solid var(--line);border-radius:8px;max-width:40rem}
 svg{display:block;width:100%;height:auto;overflow:visible}
-svg text{font:11px system-ui,sans-serif;fill:var(--ink)}svg .small{font-size:10px}
-svg .cell{text-anchor:middle}svg .end{text-anchor:end}svg text[fill]{font-size:9.5px}
+svg text{font:12px system-ui,sans-serif;fill:var(--ink)}svg .small{font-size:11px}
+svg .cell{text-anchor:middle}svg .end{text-anchor:end}svg text[fill]{font-size:10.5px}
 svg text[fill="#fff"]{fill:#fff}svg text[fill="#111"]{fill:#111}
 .grid{stroke:var(--line);stroke-width:1}.curve{fill:none;stroke:var(--c);stroke-width:1.8;stroke-linejoin:round}
 .dashed{stroke-dasharray:6 3}.band{fill:var(--c);opacity:.16}.bar{fill:var(--c)}

@@ -11,7 +11,7 @@ from typing import Any
 
 from hf_neuron_moe.report.curves import band, differences
 from hf_neuron_moe.report.read import RunData, StudyData
-from hf_neuron_moe.report.svg import bar_chart, heat_map, line_chart
+from hf_neuron_moe.report.svg import Point, bar_chart, heat_map, line_chart
 
 _NUMBER = re.compile(r"\d+")
 _STATUS = {"patched": "ok", "skipped": "skipped", "refused": "bad"}
@@ -136,29 +136,27 @@ def _bytes_figure(model: str, values: Mapping[str, float]) -> str:
 
 
 def losses_section(runs: Sequence[RunData]) -> str:
-    """Loss curves of the runs; runs of one model and configuration are one line with a band."""
-    groups: dict[str, list[RunData]] = defaultdict(list)
+    """Loss curves, one figure per model; runs of one configuration are one line with a band."""
+    models: dict[str, dict[str, list[list[Point]]]] = defaultdict(lambda: defaultdict(list))
     for run in runs:
-        if any(_loss(record) is not None for record in run.metrics):
-            groups[f"{run.run.get('model', '?')}: {run.policy}"].append(run)
-    if not groups:
+        logged = [(float(r["step"]), float(r["loss"])) for r in run.metrics if r.get("loss") is not None]
+        if logged:
+            models[str(run.run.get("model", "?"))][run.policy].append(logged)
+    if not models:
         return section("Loss curves", missing("No loss was logged."))
+    return section("Loss curves", figures(_losses_figure(model, groups) for model, groups in models.items()))
+
+
+def _losses_figure(model: str, groups: Mapping[str, Sequence[Sequence[Point]]]) -> str:
     lines = []
-    for name, members in groups.items():
-        logged = [[record for record in run.metrics if _loss(record) is not None] for run in members]
-        shortest = min(logged, key=len)
-        losses = [[float(record["loss"]) for record in records] for records in logged]
-        lines.append(band(name, losses, [float(record["step"]) for record in shortest]))
-    alt = f"Training loss over the steps of {', '.join(groups)}"
-    most = max(len(members) for members in groups.values())
+    for policy, curves in groups.items():
+        steps = [step for step, _ in min(curves, key=len)]
+        lines.append(band(policy, [[loss for _, loss in curve] for curve in curves], steps))
+    alt = f"Training loss of {model} over the steps, by policy: {', '.join(groups)}"
     chart = line_chart(lines, alt=alt, x_label="step", y_label="loss (nats)")
-    return section(
-        "Loss curves", figures([figure(chart, f"Loss as logged, averaged over a twentieth; {_bands(most)}")])
-    )
-
-
-def _loss(record: Mapping[str, Any]) -> float | None:
-    return record.get("loss")
+    most = max(len(curves) for curves in groups.values())
+    bands = f"; bands: lowest to highest of up to {most} runs" if most > 1 else ""
+    return figure(chart, f"{model}: loss as logged, averaged over a twentieth of the run{bands}")
 
 
 def map_section(runs: Sequence[RunData]) -> str:

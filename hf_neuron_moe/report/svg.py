@@ -10,14 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
-WIDTH = 440
+WIDTH = 400
 LINE_HEIGHT = 250
 COLORS = 6
 """Classes ``c0`` to ``c5`` of the page's style."""
 
-_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 10, 10, 34
+_LEFT, _RIGHT, _TOP, _BOTTOM = 54, 10, 10, 36
 _BAR, _LABELLED_CELLS, _TITLED_CELLS = 26, 14, 1500
-_CHARACTER = 5.6
+_CHARACTER = 6.2
 """Width of a character of the labels, at their size, about."""
 
 Point = tuple[float, float]
@@ -93,7 +93,7 @@ def bar_chart(values: Mapping[str, float], *, alt: str, unit: str) -> str:
     parts = []
     for row, (name, value) in enumerate(values.items()):
         top = _TOP + row * (_BAR + 16)
-        width = max(1.0, value / longest * (WIDTH - 100))
+        width = max(1.0, value / longest * (WIDTH - 110))
         parts.append(f'<text x="0" y="{top + 10}">{escape(name)}</text>')
         parts.append(
             f'<rect class="bar c{row % COLORS}" x="0" y="{top + 15}" width="{width:.1f}" height="{_BAR - 8}"/>'
@@ -119,7 +119,7 @@ def heat_map(
     left = min(170.0, 8 + _CHARACTER * max((len(row) for row in rows), default=0))
     width = (WIDTH - left) / max(1, len(columns))
     height = 18.0 if len(rows) <= 40 else 11.0
-    labelled = len(columns) <= _LABELLED_CELLS and width >= 26
+    labelled = len(columns) <= _LABELLED_CELLS and width >= 25
     titled = len(found) <= _TITLED_CELLS
     parts = []
     for index, (row, line) in enumerate(zip(rows, cells)):
@@ -136,7 +136,7 @@ def heat_map(
             if labelled:
                 ink = "#fff" if share < 0.6 else "#111"
                 middle = f'x="{x + width / 2:.1f}" y="{top + height / 2 + 4:.1f}"'
-                parts.append(f'<text class="cell" fill="{ink}" {middle}>{escape(short(value))}</text>')
+                parts.append(f'<text class="cell" fill="{ink}" {middle}>{value:.3g}</text>')
     parts += _column_labels(columns, left, width)
     return _figure(parts, _TOP + 20 + len(rows) * height, alt) + _scale(low, high, unit)
 
