@@ -1,0 +1,42 @@
+"""Machines for the tests: the contract double installed for one test at a time."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.neuron.double.contract import Double
+from tests.neuron.double.install import installed
+
+HAND = "tests.neuron.hand_kernels"
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Iterator[Callable[..., SimpleNamespace]]:
+    """Start a machine, ``machine(release=(2, 33), target="trn3", lnc=2)``, whose packages can be imported."""
+    with ExitStack() as stack:
+
+        def start(**options: Any) -> SimpleNamespace:
+            found = stack.enter_context(installed(tmp_path / "site", Double(**options)))
+            stack.callback(sys.modules.pop, HAND, None)
+            return found
+
+        yield start
+
+
+@pytest.fixture
+def hand() -> Callable[[], Any]:
+    """Import the hand-written wrapper kernels; only while a machine runs."""
+
+    def load() -> Any:
+        sys.modules.pop(HAND, None)
+        return importlib.import_module(HAND)
+
+    return load

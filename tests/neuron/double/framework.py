@@ -1,0 +1,57 @@
+"""``torch_neuronx``: ``nki_op``, ``wrap_nki`` and the number of cores."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from tests.neuron.double.contract import Double, need
+from tests.neuron.double.launch import Kernel, launch
+
+
+class NKIHOPCaller:
+    """What ``wrap_nki`` returns: its grid starts empty, and a grid set on the kernel is ignored."""
+
+    def __init__(self, kernel: Kernel, grid: Any = ()) -> None:
+        need(isinstance(kernel, Kernel), "wrap_nki", f"takes a kernel made by nki.jit, got {type(kernel).__name__}")
+        self.kernel = kernel
+        self.grid = grid
+
+    def __getitem__(self, grid: Any) -> NKIHOPCaller:
+        return NKIHOPCaller(self.kernel, grid)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        kernel = self.kernel
+        need(kernel.double.current is None, kernel.where, "wrap_nki launches from torch, not from inside of a kernel")
+        return launch(kernel, self.grid, args, kwargs, kernel.double.lnc, plain=True)
+
+
+def wrap_nki(kernel: Kernel, **_: Any) -> NKIHOPCaller:
+    """Wrap a kernel for launches from torch."""
+    return NKIHOPCaller(kernel)
+
+
+def nki_op(name: str, fn: Any = None, mutates_args: Iterable[str] | str = ()) -> Any:
+    """Register a function that calls kernels as an operator; its body is its fake until another one is registered."""
+
+    def register(function: Callable[..., Any]) -> Any:
+        need(isinstance(function, types.FunctionType), "nki_op", "takes the torch function that calls the kernel")
+        need("::" in name, "nki_op", f"the name has a namespace, got {name!r}")
+        need(not tuple(mutates_args), "nki_op", "mutates_args is empty: a mutation the kernel does not return is lost")
+        op = torch.library.custom_op(name, function, mutates_args=())
+        op.register_fake(function)
+        return op
+
+    return register if fn is None else register(fn)
+
+
+def utilities(double: Double) -> dict[str, Any]:
+    """``torch_neuronx.utils``."""
+
+    def get_logical_neuron_cores() -> int:
+        return double.lnc
+
+    return {"get_logical_neuron_cores": get_logical_neuron_cores}
