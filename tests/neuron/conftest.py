@@ -20,11 +20,16 @@ HAND = "tests.neuron.hand_kernels"
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Iterator[Callable[..., SimpleNamespace]]:
-    """Start a machine, ``machine(release=(2, 33), target="trn3", lnc=2)``, whose packages can be imported."""
+    """Start a machine, ``machine(release=(2, 33), target="trn3", lnc=2)``, whose packages can be imported.
+
+    One machine at a time: starting another one ends the first.
+    """
     with ExitStack() as stack:
 
         def start(**options: Any) -> SimpleNamespace:
-            found = stack.enter_context(installed(tmp_path / "site", Double(**options)))
+            stack.close()
+            folder = tmp_path / f"site{len(list(tmp_path.iterdir()))}"
+            found = stack.enter_context(installed(folder, Double(**options)))
             stack.callback(sys.modules.pop, HAND, None)
             return found
 

@@ -10,6 +10,8 @@ from typing import Any
 import nki
 import nki.language as nl
 from nkilib.core.moe.moe_cte import MoECTEImplementation, MoECTESpec, ShardOnBlockConfig, ShardOnIConfig, moe_cte
+from nkilib.core.moe.moe_cte.bwmm_shard_on_I_mx import blockwise_mm_shard_intermediate_mx
+from nkilib.core.utils.common_types import ExpertAffinityScaleMode
 from nkilib.experimental.moe.bwd.blockwise_mm_backward import blockwise_mm_bwd
 from nkilib.experimental.moe.bwd.moe_bwd_parameters import ShardOption
 
@@ -22,6 +24,10 @@ try:
     from nkilib.experimental.moe_mxfp8 import blockwise_mm_bwd_mxfp8, blockwise_mm_fwd_mxfp8
 except ImportError:
     blockwise_mm_bwd_mxfp8 = blockwise_mm_fwd_mxfp8 = None
+
+
+def _scratch(shape: tuple[int, int]) -> Any:
+    return nl.ndarray(shape, dtype=nl.bfloat16, buffer=nl.shared_hbm)
 
 
 @nki.jit
@@ -100,6 +106,23 @@ def mlp_backward_unwritten(grad: Any, x: Any, gate_up: Any, down: Any) -> Any:
 
 
 @nki.jit
+def mlp_backward_2_30(
+    grad: Any, x: Any, gate_T: Any, up_T: Any, down_T: Any, gate_up: Any, x_T: Any, grad_T: Any, inter_T: Any,
+    gate_pre: Any, up: Any,
+) -> Any:  # fmt: skip
+    """The backward of 2.30: transposed operands from the caller, scratch allocated here."""
+    shape = (x.shape[0], down_T.shape[0])
+    return mlp_backward_mxfp8_nki(
+        output_hidden_states_grad=grad, hidden_states=x, gate_proj_weight_T=gate_T, up_proj_weight_T=up_T,
+        down_proj_weight_T=down_T, gate_up_weights=gate_up, hidden_states_T=x_T, output_grad_T=grad_T,
+        hidden_T=inter_T, d_gate_scratch=_scratch(shape), d_up_scratch=_scratch(shape),
+        silu_up_mul_gate_grad_T_scratch=_scratch((2 * shape[1], shape[0])), gate_pre_scratch=_scratch(shape),
+        gate_act_scratch=_scratch(shape), up_scratch=_scratch(shape), hidden_scratch=_scratch(shape),
+        gate_pre=gate_pre, up=up,
+    )  # fmt: skip
+
+
+@nki.jit
 def moe_forward(x: Any, affinity: Any, gate_up: Any, down: Any, ids: Any, owners: Any, block: int, keep: bool) -> Any:
     """shard_on_i."""
     options = ShardOnIConfig(checkpoint_activation=keep)
@@ -163,6 +186,23 @@ def moe_backward_mxfp8(
         gate_up_proj_act_checkpoint_T=kept, token_position_to_id=ids, block_to_expert=owners,
         output_hidden_states_grad=grad, block_size=block,
     )  # fmt: skip
+
+
+@nki.jit
+def moe_forward_mx(
+    x: Any, affinity: Any, gate_up: Any, down: Any, gate_up_scale: Any, down_scale: Any, ids: Any, owners: Any,
+    block: int, unified: bool,
+) -> Any:  # fmt: skip
+    """shard_on_i_mx, directly or through the entry that has no branch for it."""
+    operands = {
+        "hidden_states": x, "expert_affinities_masked": affinity, "gate_up_proj_weight": gate_up,
+        "down_proj_weight": down, "token_position_to_id": ids, "block_to_expert": owners, "block_size": block,
+        "gate_up_proj_scale": gate_up_scale, "down_proj_scale": down_scale,
+        "expert_affinities_scaling_mode": ExpertAffinityScaleMode.POST_SCALE,
+    }  # fmt: skip
+    if unified:
+        return moe_cte(**operands, spec=MoECTESpec(implementation=MoECTEImplementation.shard_on_i_mx))
+    return blockwise_mm_shard_intermediate_mx(**operands)
 
 
 @nki.jit

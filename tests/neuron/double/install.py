@@ -160,7 +160,10 @@ def forget() -> None:
             del sys.modules[name]
     backends = importlib.import_module("hf_neuron_moe.backends")
     vars(backends).pop("neuron", None)
-    backends.get_backend.cache_clear()
+    for value in vars(backends).values():
+        clear = getattr(value, "cache_clear", None)
+        if callable(clear):
+            clear()
 
 
 def write_metadata(folder: Path, release: tuple[int, int]) -> None:
