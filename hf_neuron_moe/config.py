@@ -10,7 +10,8 @@ from hf_neuron_moe.activation_policy import PRESETS, Activations, as_activations
 from hf_neuron_moe.errors import ConfigError, nearest, refuse
 
 PRECISIONS = ("bf16", "mxfp8", "fp32")
-BACKENDS = ("auto", "torch", "neuron", "triton")
+BACKENDS = ("auto", "torch", "neuron", "nki-sim", "triton")
+FALLBACKS = ("refuse", "torch")
 WEIGHT_HOMES = ("auto", "stock", "kernel")
 ACTIVATIONS = PRESETS
 BLOCK_SIZES = (128, 256, 512, 1024, 2048, 4096)
@@ -27,7 +28,8 @@ class NeuronMoEConfig:
             ``"fp32"``: exact; for tests and for CPUs. The blocks compute in this precision whatever the dtype of the
             model's parameters is; the rest of the model is not touched.
         backend: ``"torch"`` computes the kernels' contract with PyTorch on any device. ``"auto"`` chooses by device.
-            ``"neuron"`` and ``"triton"`` are refused with the reason where they cannot run.
+            ``"neuron"`` calls nkilib's kernels, ``"nki-sim"`` the same in NKI's simulator. What cannot run is refused
+            with the reason, as is ``"triton"``, which this release does not have.
         weights: ``"stock"`` leaves the parameters in Hugging Face's layout and reads them through views;
             ``"kernel"`` moves them into the kernels' layout (dense ``[2I, H]``, experts ``[E, H, 2I]`` and
             ``[E, I, H]``). ``"auto"`` is ``"stock"`` on the torch backend. ``state_dict`` has the stock keys and
@@ -42,6 +44,9 @@ class NeuronMoEConfig:
             Also an :class:`~hf_neuron_moe.activation_policy.ActivationPolicy` (which checkpoints, with exceptions by
             glob), a budget (:class:`~hf_neuron_moe.activation_policy.ActivationBudget`, or ``"48KiB/token"``,
             ``"2GiB/8192tokens"``) that ``patch_model`` solves per module, or the mapping of either.
+        fallback: what becomes of a block that the chosen backend's kernels cannot compute (a precision, shape or
+            option they do not have). ``"refuse"``: it is refused with the reason. ``"torch"``: PyTorch computes it on
+            the model's device, and the report says so and why.
     """
 
     precision: str = "bf16"
@@ -49,6 +54,7 @@ class NeuronMoEConfig:
     weights: str = "auto"
     block_size: int = 512
     activations: Activations = "minimal"
+    fallback: str = "refuse"
 
     def __new__(cls, *args: Any, **options: Any) -> NeuronMoEConfig:
         """Refuse misspelt option names with the package's own error, before the generated ``__init__`` sees them."""
@@ -60,6 +66,7 @@ class NeuronMoEConfig:
             "precision": PRECISIONS,
             "backend": BACKENDS,
             "weights": WEIGHT_HOMES,
+            "fallback": FALLBACKS,
         }
         for name, allowed in choices.items():
             value = getattr(self, name)

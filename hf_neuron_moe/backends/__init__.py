@@ -1,4 +1,4 @@
-"""Ways to compute the kernels' contract; ``neuron`` and ``triton`` are names this release refuses with the reason."""
+"""Ways to compute the kernels' contract: PyTorch anywhere, nkilib on Trainium (imported only when asked for)."""
 
 from __future__ import annotations
 
@@ -12,68 +12,75 @@ if TYPE_CHECKING:
 
     from hf_neuron_moe.backends.base import Backend
 
-_PLANNED = {"neuron": "NKI kernel", "triton": "CUDA"}
-_IMPLEMENTED = ("torch",)
+_PLANNED = {"triton": "CUDA"}
+_NEURON = ("neuron", "nki-sim")
+_KNOWN = ("auto", "torch", *_NEURON, *_PLANNED)
 
 
 def resolve_backend(name: str, device: torch.device) -> str:
     """Turn a configured backend name into the one that will run on `device`.
 
     Args:
-        name: ``"auto"``, ``"torch"``, ``"neuron"`` or ``"triton"``.
-        device: where the model's parameters are.
+        name: ``"auto"``, ``"torch"``, ``"neuron"``, ``"nki-sim"`` or ``"triton"``.
+        device: where the model's parameters are. ``"neuron"`` is not refused for other devices: a model may be moved
+            after it was patched.
 
     Returns:
-        The backend's name; ``"torch"`` for ``"auto"`` on every device this release has no own kernels for.
+        The backend's name; for ``"auto"`` that is ``"neuron"`` on Neuron devices and ``"torch"`` elsewhere.
 
     Raises:
         ConfigError: unknown name.
         BackendUnavailableError: the named backend cannot run here.
     """
-    if name in ("auto", *_IMPLEMENTED):
-        if device.type == "neuron":
-            raise refuse(
-                BackendUnavailableError,
-                where="resolve_backend",
-                argument="device",
-                expected="one the torch backend computes on (cpu, cuda, mps, xpu, meta)",
-                got="'neuron'",
-                remedy="The NKI kernel backend is not part of this release; keep the model on another device.",
-            )
-        return "torch"
-    if name not in _PLANNED:
-        known = ["auto", *_IMPLEMENTED, *_PLANNED]
+    if name == "auto":
+        name = "neuron" if device.type == "neuron" else "torch"
+    if name == "torch":
+        return name
+    if name in _NEURON:
+        from hf_neuron_moe.backends.neuron.versions import toolchain
+
+        toolchain(simulator=name == "nki-sim")
+        return name
+    if name in _PLANNED:
         raise refuse(
-            ConfigError,
+            BackendUnavailableError,
             where="resolve_backend",
             argument="backend",
-            expected=f"one of {', '.join(known)}",
-            got=repr(name),
-            remedy=f"Choose one of these.{nearest(name, known)}",
+            expected="one that this release implements: auto, torch, neuron or nki-sim",
+            got=f"{name!r}, which is planned",
+            remedy=f"The {_PLANNED[name]} backend is not part of this release. Use backend='torch': it computes the "
+            "same contract on any device.",
         )
     raise refuse(
-        BackendUnavailableError,
+        ConfigError,
         where="resolve_backend",
         argument="backend",
-        expected="one that this release implements: auto or torch",
-        got=f"{name!r}, which is planned",
-        remedy=f"The {_PLANNED[name]} backend is not part of this release. Use backend='torch': it computes the same "
-        "contract on any device.",
+        expected=f"one of {', '.join(_KNOWN)}",
+        got=repr(name),
+        remedy=f"Choose one of these.{nearest(name, list(_KNOWN))}",
+    )
+
+
+def get_backend(name: str) -> Backend:
+    """Return the backend object for a name that :func:`resolve_backend` returned."""
+    if name == "torch":
+        return _torch_backend()
+    if name in _NEURON:
+        from hf_neuron_moe.backends.neuron.backend import neuron_backend
+
+        return neuron_backend(name)
+    raise refuse(
+        BackendUnavailableError,
+        where="get_backend",
+        argument="name",
+        expected=f"one of torch, {', '.join(_NEURON)}",
+        got=repr(name),
+        remedy="Pass the result of resolve_backend.",
     )
 
 
 @functools.cache
-def get_backend(name: str) -> Backend:
-    """Return the backend object for a name that :func:`resolve_backend` returned."""
-    if name not in _IMPLEMENTED:
-        raise refuse(
-            BackendUnavailableError,
-            where="get_backend",
-            argument="name",
-            expected=f"one of {', '.join(_IMPLEMENTED)}",
-            got=repr(name),
-            remedy="Pass the result of resolve_backend.",
-        )
+def _torch_backend() -> Backend:
     from hf_neuron_moe.backends.torch.backend import TorchBackend
 
     return TorchBackend()

@@ -17,10 +17,18 @@ def test_auto_and_torch_resolve_to_torch() -> None:
     assert get_backend("torch").name == "torch"
 
 
-@pytest.mark.parametrize("name", ["neuron", "triton"])
+@pytest.mark.parametrize("name", ["neuron", "nki-sim", "triton"])
 def test_unavailable_backends_say_why(name: str) -> None:
     with pytest.raises(BackendUnavailableError, match=f"'{name}'.*Use backend='torch'"):
         resolve_backend(name, CPU)
+
+
+def test_auto_means_neuron_on_its_device_and_says_what_is_missing() -> None:
+    class NeuronDevice:
+        type = "neuron"
+
+    with pytest.raises(BackendUnavailableError, match="nki is not installed"):
+        resolve_backend("auto", NeuronDevice())  # type: ignore[arg-type]
 
 
 def test_a_misspelt_backend_names_the_near_miss() -> None:

@@ -1,0 +1,217 @@
+"""The Neuron backend: nkilib's kernels behind the :class:`~hf_neuron_moe.backends.base.Backend` protocol.
+
+Letters: S or T tokens, H hidden, I intermediate, E experts, K experts per token.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from torch import Tensor
+
+from hf_neuron_moe.backends.base import Saved
+from hf_neuron_moe.backends.mx_weights import MXExpertStack
+from hf_neuron_moe.backends.neuron import versions
+from hf_neuron_moe.backends.neuron.adapter import Adapter
+from hf_neuron_moe.backends.neuron.dense import DenseKernels, fake_saved
+from hf_neuron_moe.backends.neuron.experts import ExpertKernels, Experts
+from hf_neuron_moe.backends.neuron.frozen import FrozenKernels
+from hf_neuron_moe.backends.neuron.launch import Launcher
+from hf_neuron_moe.backends.neuron.limits import Block, Device, check_call, why_not
+from hf_neuron_moe.backends.neuron.prepared import PreparedWeights
+from hf_neuron_moe.backends.torch.backend import TorchBackend
+from hf_neuron_moe.errors import BackendUnavailableError, refuse
+
+NEURON, SIMULATOR = "neuron", "nki-sim"
+
+
+class NeuronBackend:
+    """Implements :class:`~hf_neuron_moe.backends.base.Backend` with the installed nkilib.
+
+    What a policy keeps differs from the protocol's description in form, not in meaning: dense checkpoints are
+    ``[S, I]`` padded to multiples of 128; experts keep gate and up in the kernels' blocks ``[N, 2, I, B]``, and only
+    together. The bf16 experts' kernel has no other checkpoint, so a policy that keeps one of the two keeps none. A
+    saved ``gate_act`` or ``intermediate`` was rounded from fp32, a recomputed one from bf16: policies with these two
+    give gradients that differ in the last bits.
+
+    Args:
+        name: ``"neuron"``, or ``"nki-sim"`` for NKI's simulator.
+
+    Raises:
+        BackendUnavailableError: the Neuron stack cannot be used here.
+    """
+
+    def __init__(self, name: str = NEURON) -> None:
+        self.name = name
+        toolchain = versions.toolchain(simulator=name == SIMULATOR)
+        self.adapter = Adapter()
+        self.device = Device(versions.platform().name, versions.lnc())
+        self.weights = PreparedWeights()
+        launch = Launcher(toolchain, self.device.lnc)
+        self._dense = DenseKernels(self.adapter, launch, self.weights)
+        self._experts = ExpertKernels(self.adapter, launch, self.weights)
+        self._frozen = FrozenKernels(self.adapter, launch, self.weights)
+        self._torch = TorchBackend()
+
+    @property
+    def prepared_bytes(self) -> int:
+        """Bytes of the weight copies in kernel orientation that exist now; at most one optimizer step old."""
+        return self.weights.nbytes
+
+    def why_not(self, block: Block) -> str | None:
+        """Return why the kernels cannot compute `block`, or None."""
+        return why_not(block, self.device, self.adapter)
+
+    def why_not_frozen(self, stack: MXExpertStack, training: bool) -> str | None:
+        """Return why the kernels cannot compute a block with MX weights, or None."""
+        return self._frozen.why_not(stack, self.device, training)
+
+    def fake_saved(self, x: Tensor, rows: int, intermediate: int, keep: str) -> Saved:
+        return fake_saved(x, Block("mlp", "mxfp8", x.shape[1], intermediate), keep)
+
+    def fake_experts_saved(
+        self,
+        x_TH: Tensor,
+        index_TK: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        transposed: bool,
+        precision: str,
+        block_size: int,
+        keep: str,
+    ) -> Saved:
+        experts = _experts(gate_up, down, transposed, precision, block_size)
+        return self._experts.fake_saved(x_TH, index_TK.shape[1], experts, keep)
+
+    def frozen_fake_saved(self, x: Tensor, rows: int, intermediate: int, keep: str) -> tuple[Tensor, Tensor]:
+        return self._torch.frozen_fake_saved(x, rows, intermediate, keep)
+
+    def mlp_few_rows(
+        self, x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, precision: str
+    ) -> Tensor | None:
+        return None
+
+    def mlp_forward(
+        self, x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, precision: str, keep: str
+    ) -> tuple[Tensor, Saved]:
+        block = self._checked(Block("mlp", precision, *down_HI.shape), x_SH)
+        return self._dense.forward(x_SH, gate_IH, up_IH, down_HI, block, keep)
+
+    def mlp_backward(
+        self,
+        dout_SH: Tensor,
+        x_SH: Tensor,
+        gate_IH: Tensor,
+        up_IH: Tensor,
+        down_HI: Tensor,
+        saved: Saved,
+        precision: str,
+        keep: str,
+        wants_input: bool,
+        wants_weights: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        block = self._checked(Block("mlp", precision, *down_HI.shape), dout_SH)
+        d_x, *d_weights = self._dense.backward(dout_SH, x_SH, gate_IH, up_IH, down_HI, saved, block, keep)
+        d_gate, d_up, d_down = (_wanted(grad, wants_weights, dout_SH) for grad in d_weights)
+        return _wanted(d_x, wants_input, dout_SH), d_gate, d_up, d_down
+
+    def experts_forward(
+        self,
+        x_TH: Tensor,
+        index_TK: Tensor,
+        weight_TK: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        transposed: bool,
+        precision: str,
+        block_size: int,
+        keep: str,
+    ) -> tuple[Tensor, Saved]:
+        experts = _experts(gate_up, down, transposed, precision, block_size)
+        self._checked(experts.block, x_TH)
+        return self._experts.forward(x_TH, index_TK, weight_TK, experts, keep)
+
+    def experts_backward(
+        self,
+        dout_TH: Tensor,
+        x_TH: Tensor,
+        index_TK: Tensor,
+        weight_TK: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        saved: Saved,
+        transposed: bool,
+        precision: str,
+        block_size: int,
+        keep: str,
+        wants_input: bool,
+        wants_routing: bool,
+        wants_weights: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        experts = _experts(gate_up, down, transposed, precision, block_size)
+        self._checked(experts.block, dout_TH)
+        grads = self._experts.backward(dout_TH, x_TH, index_TK, weight_TK, experts, saved, keep)
+        wants = (wants_input, wants_routing, wants_weights, wants_weights)
+        d_x, d_weight, d_gate_up, d_down = (_wanted(grad, want, dout_TH) for grad, want in zip(grads, wants))
+        return d_x, d_weight, d_gate_up, d_down
+
+    def frozen_forward(
+        self, x_TH: Tensor, index_TK: Tensor | None, weight_TK: Tensor | None, stack: MXExpertStack, keep: str
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        reason = self.why_not_frozen(stack, training=bool(keep))
+        if reason is not None:
+            raise _no_frozen_kernel(reason)
+        out_TH = self._frozen.forward(x_TH, index_TK, weight_TK, stack)
+        return out_TH, x_TH.new_empty(0), x_TH.new_empty(0)
+
+    def frozen_backward(
+        self,
+        dout_TH: Tensor,
+        x_TH: Tensor,
+        index_TK: Tensor | None,
+        weight_TK: Tensor | None,
+        stack: MXExpertStack,
+        saved: tuple[Tensor, Tensor],
+        keep: str,
+        wants_input: bool,
+        wants_routing: bool,
+    ) -> tuple[Tensor, Tensor]:
+        raise _no_frozen_kernel(str(self.why_not_frozen(stack, training=True)))
+
+    def _checked(self, block: Block, rows: Tensor) -> Block:
+        """Refuse what the kernels would not take, before one is called."""
+        check_call(block, rows.shape[0], str(rows.dtype), self.device, self.adapter)
+        return block
+
+
+_loaded: dict[str, tuple[object, ...]] = {}
+_backends: dict[str, NeuronBackend] = {}
+
+
+def neuron_backend(name: str) -> NeuronBackend:
+    """Return the backend for the Neuron stack that is installed now, the same object while that stays the same."""
+    loaded = tuple(sys.modules.get(module) for module in ("nki", "nkilib", "torch_neuronx"))
+    if name not in _backends or any(old is not new for old, new in zip(_loaded[name], loaded)):
+        _backends[name] = NeuronBackend(name)
+        _loaded[name] = tuple(sys.modules.get(module) for module in ("nki", "nkilib", "torch_neuronx"))
+    return _backends[name]
+
+
+def _experts(gate_up: Tensor, down: Tensor, transposed: bool, precision: str, block_size: int) -> Experts:
+    inner, hidden = down.shape[1:] if transposed else down.shape[:0:-1]
+    return Experts(gate_up, down, transposed, Block("experts", precision, hidden, inner, block_size))
+
+
+def _wanted(grad: Tensor, wanted: bool, anchor: Tensor) -> Tensor:
+    return grad if wanted else anchor.new_empty(0)
+
+
+def _no_frozen_kernel(reason: str) -> BackendUnavailableError:
+    return refuse(
+        BackendUnavailableError,
+        where="neuron backend",
+        argument="a block with MX weights",
+        expected="one that the installed kernels compute",
+        got=reason,
+        remedy="Use fallback='torch' to compute such blocks without the kernels.",
+    )

@@ -1,0 +1,174 @@
+"""The dense MLP through ``mlp_fwd_mxfp8`` and ``mlp_bwd_mxfp8``.
+
+Letters: S tokens, H hidden, I intermediate. Tokens, H and I are padded to multiples of 128 for the kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from hf_neuron_moe.activation_policy import parse_keep
+from hf_neuron_moe.backends.base import Saved
+from hf_neuron_moe.backends.neuron import kept
+from hf_neuron_moe.backends.neuron.adapter import Adapter
+from hf_neuron_moe.backends.neuron.launch import Launcher
+from hf_neuron_moe.backends.neuron.layouts import fused_for_kernel, kernel_weight, pad_axes, stock_gradient
+from hf_neuron_moe.backends.neuron.limits import Block
+from hf_neuron_moe.backends.neuron.prepared import PreparedWeights
+from hf_neuron_moe.formats.padding import padded_size
+
+_ORDER = ("gate_pre", "up", "gate_act", "intermediate")
+"""Order of the checkpoints in :data:`~hf_neuron_moe.backends.base.Saved`."""
+
+
+def fake_saved(x_SH: Tensor, block: Block, keep: str) -> Saved:
+    """Return uninitialized tensors like those that :meth:`DenseKernels.forward` keeps."""
+    policy, (hidden, inner), rows = parse_keep(keep), block.padded, padded_size(x_SH.shape[0])
+    if policy.fp8:
+        return *kept.fake_pack(x_SH, (2, rows, inner)), *kept.fake_pack(x_SH, (rows, hidden))
+    gate, up, act, inter = (x_SH.new_empty((rows, inner) if name in policy.names else 0) for name in _ORDER)
+    return gate, up, act, inter
+
+
+@dataclass(frozen=True)
+class DenseKernels:
+    """Forward and backward of the dense MLP.
+
+    Attributes:
+        adapter: finds the wrapper kernels.
+        launch: calls them.
+        weights: prepared copies.
+    """
+
+    adapter: Adapter
+    launch: Launcher
+    weights: PreparedWeights
+
+    def _operands(self, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+        """Gate and up ``[2I, H]`` and down ``[H, I]``, bf16 and padded."""
+        hidden, inner = block.padded
+        fuse = partial(fused_for_kernel, hidden=hidden, inner=inner)
+        turn = partial(kernel_weight, axes="HI", wanted="HI", hidden=hidden, inner=inner)
+        return self.weights.get("mlp gate_up", fuse, gate_IH, up_IH), self.weights.get("mlp down", turn, down_HI)
+
+    def _run_forward(
+        self, x_SH: Tensor, gate_up_2IH: Tensor, down_HI: Tensor, names: frozenset[str]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return y and the checkpoints, at least those in `names`, all padded."""
+        name = "mlp_forward_keeping_all" if "gate_act" in names else "mlp_forward_keeping_two"
+        if not names & {"gate_pre", "up", "gate_act"}:
+            name = "mlp_forward"
+        out_SH, *checkpoints = self.launch(
+            self.adapter.kernel("mlp_forward", name),
+            hidden=x_SH,
+            gate_up_weights=gate_up_2IH,
+            down_weights=down_HI,
+            run_with_lnc2=self.launch.lnc == 2,
+        )
+        return out_SH, dict(zip(("intermediate", "gate_pre", "up", "gate_act"), checkpoints))
+
+    def forward(
+        self, x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, block: Block, keep: str
+    ) -> tuple[Tensor, Saved]:
+        """Return ``y [S, H]`` and what is kept: checkpoints ``[S, I]``, padded as the kernels have them."""
+        tokens, policy = x_SH.shape[0], parse_keep(keep)
+        if not tokens:
+            return torch.zeros_like(x_SH), fake_saved(x_SH, block, keep)
+        padded = pad_axes(x_SH, (padded_size(tokens), block.padded[0]))
+        weights = self._operands(gate_IH, up_IH, down_HI, block)
+        out_SH, checkpoints = self._run_forward(padded, *weights, policy.names)
+        out_SH = out_SH[:tokens, : block.hidden].contiguous()
+        if policy.fp8:
+            both = torch.stack([checkpoints["gate_pre"], checkpoints["up"]])
+            return out_SH, (*kept.pack(both), *kept.pack(padded))
+        gate, up, act, inter = (checkpoints[name] if name in policy.names else x_SH.new_empty(0) for name in _ORDER)
+        return out_SH, (gate, up, act, inter)
+
+    def backward(
+        self,
+        dout_SH: Tensor,
+        x_SH: Tensor,
+        gate_IH: Tensor,
+        up_IH: Tensor,
+        down_HI: Tensor,
+        saved: Saved,
+        block: Block,
+        keep: str,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the gradients of x, gate, up and down; the kernel makes all of them."""
+        tokens, policy, (hidden, inner) = dout_SH.shape[0], parse_keep(keep), block.padded
+        if not tokens:
+            zeros = [torch.zeros(w.shape, dtype=w.dtype, device=w.device) for w in (gate_IH, up_IH, down_HI)]
+            return torch.zeros_like(dout_SH), zeros[0], zeros[1], zeros[2]
+        rows = (padded_size(tokens), hidden)
+        dout = pad_axes(dout_SH, rows)
+        if policy.fp8:
+            both, x = kept.unpack(saved[0], saved[1]), kept.unpack(saved[2], saved[3])
+            checkpoints = {"gate_pre": both[0], "up": both[1]}
+        else:
+            x = pad_axes(x_SH, rows)
+            checkpoints = {name: tensor for name, tensor in zip(_ORDER, saved) if name in policy.names}
+        operands = self._operands(gate_IH, up_IH, down_HI, block)
+        if self.adapter.generation("mlp_backward") == "2.30":
+            d_x, d_gate_up, d_down = self._backward_2_30(dout, x, *operands, checkpoints)
+        else:
+            d_x, d_gate_up, d_down = self.launch(
+                self.adapter.kernel("mlp_backward", "mlp_backward"),
+                output_grad=dout,
+                hidden_states=x,
+                down_proj_weight=operands[1],
+                gate_up_weights=operands[0],
+                run_with_lnc2=self.launch.lnc == 2,
+                **checkpoints,
+            )
+        sizes = {"hidden": block.hidden, "inner": block.inner}
+        d_gate, d_up = (
+            stock_gradient(half, "IH", "IH", dtype=weight.dtype, **sizes)
+            for half, weight in zip(d_gate_up.split(inner), (gate_IH, up_IH))
+        )
+        d_down = stock_gradient(d_down, "HI", "HI", dtype=down_HI.dtype, **sizes)
+        return d_x[:tokens, : block.hidden].contiguous(), d_gate, d_up, d_down
+
+    def _backward_2_30(
+        self, dout_SH: Tensor, x_SH: Tensor, gate_up_2IH: Tensor, down_HI: Tensor, checkpoints: dict[str, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Call the kernel of 2.30, which reads transposed copies and the caller's own intermediate."""
+        if not checkpoints.keys() >= {"gate_pre", "up"}:
+            # Only the intermediate decides the down gradient, and the kernel does not make it for itself.
+            _, made = self._run_forward(x_SH, gate_up_2IH, down_HI, frozenset({"gate_pre", "up"}))
+            checkpoints = made | checkpoints
+        if "intermediate" not in checkpoints:
+            act = checkpoints.get("gate_act")
+            if act is None:
+                act = torch.nn.functional.silu(checkpoints["gate_pre"].float()).to(torch.bfloat16)
+            checkpoints = checkpoints | {"intermediate": act * checkpoints["up"]}
+        inner = checkpoints["intermediate"]
+        given = {name: checkpoints.get(name) for name in ("gate_pre", "gate_act", "up")}
+        halves = gate_up_2IH.chunk(2)
+        gate_HI, up_HI = (
+            self.weights.get(f"mlp {name} transposed", _transpose, half) for name, half in zip(("gate", "up"), halves)
+        )
+        result = self.launch(
+            self.adapter.kernel("mlp_backward", "mlp_backward"),
+            output_hidden_states_grad=dout_SH,
+            hidden_states=x_SH,
+            gate_proj_weight_T=gate_HI,
+            up_proj_weight_T=up_HI,
+            down_proj_weight_T=self.weights.get("mlp down transposed", _transpose, down_HI),
+            gate_up_weights=gate_up_2IH,
+            hidden_states_T=x_SH.t(),
+            output_grad_T=dout_SH.t(),
+            hidden_T=inner.t(),
+            run_with_lnc2=self.launch.lnc == 2,
+            hidden=inner,
+            **given,
+        )
+        return result[0], result[1], result[2]
+
+
+def _transpose(weight: Tensor) -> Tensor:
+    return weight.t().contiguous()

@@ -1,0 +1,233 @@
+"""The experts: ``moe_cte`` and ``blockwise_mm_bwd`` in bf16, ``blockwise_mm_fwd_mxfp8`` and its backward in MXFP8.
+
+Letters: T tokens, K experts per token, E experts, H hidden, I intermediate, N blocks of B slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from hf_neuron_moe.activation_policy import BF16_CHECKPOINTS, parse_keep
+from hf_neuron_moe.backends.base import Saved
+from hf_neuron_moe.backends.neuron import kept
+from hf_neuron_moe.backends.neuron.adapter import Adapter
+from hf_neuron_moe.backends.neuron.launch import Launcher
+from hf_neuron_moe.backends.neuron.layouts import (
+    kernel_weight,
+    pad_axes,
+    split_axes,
+    split_gate_up,
+    stock_gradient,
+)
+from hf_neuron_moe.backends.neuron.limits import Block
+from hf_neuron_moe.backends.neuron.prepared import PreparedWeights
+from hf_neuron_moe.backends.neuron.routing import Routed, block_count, route, routing_gradient, with_sink
+
+_BACKWARD_AXES = ("EH2I", "EIH")
+"""Orientation of both weights in every backward and in the bf16 forward."""
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A stack of experts as the operator has it.
+
+    Attributes:
+        gate_up: ``[E, 2I, H]``, or ``[E, H, 2I]`` if `transposed`.
+        down: ``[E, H, I]``, or ``[E, I, H]`` if `transposed`.
+        transposed: which.
+        block: their sizes and options.
+    """
+
+    gate_up: Tensor
+    down: Tensor
+    transposed: bool
+    block: Block
+
+    @property
+    def count(self) -> int:
+        """E."""
+        return self.gate_up.shape[0]
+
+
+def keeps_checkpoints(keep: str) -> bool:
+    """Whether a policy keeps the kernels' checkpoint: it holds gate and up together, or is made again."""
+    return parse_keep(keep).names.issuperset(BF16_CHECKPOINTS)
+
+
+@dataclass(frozen=True)
+class ExpertKernels:
+    """Forward and backward of the experts.
+
+    Attributes:
+        adapter: finds the wrapper kernels.
+        launch: calls them.
+        weights: prepared copies.
+    """
+
+    adapter: Adapter
+    launch: Launcher
+    weights: PreparedWeights
+
+    def fake_saved(self, x_TH: Tensor, top_k: int, experts: Experts, keep: str) -> Saved:
+        """Return uninitialized tensors like those that :meth:`forward` keeps."""
+        nothing = [x_TH.new_empty(0) for _ in range(4)]
+        if not keeps_checkpoints(keep):
+            return nothing[0], nothing[1], nothing[2], nothing[3]
+        block = experts.block
+        (hidden, inner), size, tokens = block.padded, block.block_size, x_TH.shape[0]
+        blocks = 0
+        if not (isinstance(tokens, int) and tokens == 0):
+            pairs = tokens * min(top_k, experts.count)
+            blocks = block_count(pairs, experts.count, size, _per_iteration(block))
+        shape = (blocks, 2, inner, size)
+        if parse_keep(keep).fp8:
+            return *kept.fake_pack(x_TH, shape), *kept.fake_pack(x_TH, (tokens, block.hidden))
+        down = x_TH.new_empty((blocks, size, hidden)) if self._on_output(block) else nothing[1]
+        return x_TH.new_empty(shape), down, nothing[2], nothing[3]
+
+    def _on_output(self, block: Block) -> bool:
+        """Whether the affinity multiplies the output: then the backward reads a checkpoint of the down projection."""
+        return block.precision == "bf16" and self.adapter.generation("moe_backward") == "2.29"
+
+    def _route(self, index_TK: Tensor, weight_TK: Tensor, experts: Experts, *, sink: bool) -> Routed:
+        block = experts.block
+        return route(
+            index_TK,
+            weight_TK,
+            experts.count,
+            block.block_size,
+            sink=sink,
+            per_iteration=_per_iteration(block),
+            # The bf16 pair documents one float dtype for all its tensors, the MXFP8 pair fp32 affinities.
+            dtype=torch.bfloat16 if block.precision == "bf16" else torch.float32,
+        )
+
+    def _weights(self, experts: Experts, wanted: tuple[str, str]) -> dict[str, Tensor]:
+        """The kernels' weight arguments in the wanted orientations."""
+        (hidden, inner), axes = experts.block.padded, split_axes(experts.transposed)
+        names = ("gate_up_proj_weight", "down_proj_weight")
+        sources = (experts.gate_up, experts.down)
+        result = {}
+        for name, source, own, order in zip(names, sources, axes, wanted):
+            turn = partial(kernel_weight, axes=own, wanted=order, hidden=hidden, inner=inner)
+            split = partial(_split, transposed=experts.transposed, turn=turn)
+            result[name] = self.weights.get(f"experts {order}", split if "2" in own else turn, source)
+        return result
+
+    def _forward_axes(self, block: Block) -> tuple[str, str]:
+        if block.precision == "bf16":
+            return _BACKWARD_AXES
+        return ("EI2H" if self.adapter.generation("moe_forward_mxfp8") == "2.33" else "E2IH"), "EHI"
+
+    def _run_forward(
+        self, x_TH: Tensor, index_TK: Tensor, weight_TK: Tensor, experts: Experts, checkpoint: bool
+    ) -> tuple[Tensor, ...]:
+        """Return y ``[T, H]``, padded, and the checkpoints that the kernel returned."""
+        block, bf16 = experts.block, experts.block.precision == "bf16"
+        routed = self._route(index_TK, weight_TK, experts, sink=bf16)
+        rows = pad_axes(x_TH, (x_TH.shape[0], block.padded[0]))
+        need = "moe_forward" if bf16 else "moe_forward_mxfp8"
+        options = {"checkpoint": checkpoint, "affinity_on_i": not self._on_output(block)} if bf16 else {}
+        out_TH, *checkpoints = self.launch(
+            self.adapter.kernel(need, "moe_forward"),
+            hidden_states=with_sink(rows) if bf16 else rows,
+            expert_affinities_masked=routed.affinities,
+            token_position_to_id=routed.ids,
+            block_to_expert=routed.blocks,
+            block_size=block.block_size,
+            **self._weights(experts, self._forward_axes(block)),
+            **options,
+        )
+        return out_TH[: x_TH.shape[0]], *checkpoints
+
+    def forward(
+        self, x_TH: Tensor, index_TK: Tensor, weight_TK: Tensor, experts: Experts, keep: str
+    ) -> tuple[Tensor, Saved]:
+        """Return ``y [T, H]`` and what is kept: gate and up ``[N, 2, I, B]`` and, for 2.29, down ``[N, B, H]``."""
+        saved = self.fake_saved(x_TH, index_TK.shape[1], experts, keep)
+        if not x_TH.shape[0]:
+            return torch.zeros_like(x_TH), saved
+        keeps = keeps_checkpoints(keep)
+        out_TH, *checkpoints = self._run_forward(x_TH, index_TK, weight_TK, experts, keeps)
+        out_TH = out_TH[:, : experts.block.hidden].contiguous()
+        if not keeps:
+            return out_TH, saved
+        if parse_keep(keep).fp8:
+            return out_TH, (*kept.pack(checkpoints[0]), *kept.pack(x_TH))
+        down = checkpoints[1] if self._on_output(experts.block) else saved[1]
+        return out_TH, (checkpoints[0], down, saved[2], saved[3])
+
+    def backward(
+        self,
+        dout_TH: Tensor,
+        x_TH: Tensor,
+        index_TK: Tensor,
+        weight_TK: Tensor,
+        experts: Experts,
+        saved: Saved,
+        keep: str,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the gradients of x, the routing weights, gate_up and down; the kernel makes all of them."""
+        block, tokens = experts.block, dout_TH.shape[0]
+        if not tokens:
+            zeros = [torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (weight_TK, *_parameters(experts))]
+            return torch.zeros_like(dout_TH), zeros[0], zeros[1], zeros[2]
+        gate_up_ckpt, down_ckpt, x_TH = self._checkpoints(x_TH, index_TK, weight_TK, experts, saved, keep)
+        rows = (tokens, block.padded[0])
+        routed = self._route(index_TK, weight_TK, experts, sink=False)
+        d_x, d_affinities, d_gate_up, d_down = self.launch(
+            self.adapter.kernel("moe_backward" if block.precision == "bf16" else "moe_backward_mxfp8", "moe_backward"),
+            hidden_states=pad_axes(x_TH, rows),
+            expert_affinities_masked=routed.affinities,
+            gate_up_proj_act_checkpoint_T=gate_up_ckpt,
+            down_proj_act_checkpoint=down_ckpt,
+            token_position_to_id=routed.ids,
+            block_to_expert=routed.blocks,
+            output_hidden_states_grad=pad_axes(dout_TH, rows),
+            block_size=block.block_size,
+            **self._weights(experts, _BACKWARD_AXES),
+        )
+        stock = [
+            stock_gradient(grad, have, own, block.hidden, block.inner, weight.dtype)
+            for grad, have, own, weight in zip(
+                (d_gate_up, d_down), _BACKWARD_AXES, split_axes(experts.transposed), _parameters(experts)
+            )
+        ]
+        d_weight = routing_gradient(d_affinities, index_TK, experts.count, weight_TK.dtype)
+        return (
+            d_x[:, : block.hidden].contiguous(),
+            d_weight,
+            stock[0].view(experts.gate_up.shape),
+            stock[1],
+        )
+
+    def _checkpoints(
+        self, x_TH: Tensor, index_TK: Tensor, weight_TK: Tensor, experts: Experts, saved: Saved, keep: str
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Gate and up, the down projection where the backward reads it, and the input."""
+        on_output = self._on_output(experts.block)
+        if parse_keep(keep).fp8:
+            gate_up, x_TH = kept.unpack(saved[0], saved[1]), kept.unpack(saved[2], saved[3])
+            if not on_output:
+                return gate_up, None, x_TH
+        elif keeps_checkpoints(keep):
+            return saved[0], saved[1] if on_output else None, x_TH
+        _, *made = self._run_forward(x_TH, index_TK, weight_TK, experts, checkpoint=True)
+        return made[0], made[1] if on_output else None, x_TH
+
+
+def _parameters(experts: Experts) -> tuple[Tensor, Tensor]:
+    return experts.gate_up, experts.down
+
+
+def _split(gate_up: Tensor, transposed: bool, turn: partial[Tensor]) -> Tensor:
+    return turn(split_gate_up(gate_up, transposed))
+
+
+def _per_iteration(block: Block) -> int:
+    """The MXFP8 forward gives whole blocks to two cores; the bf16 pair divides every block."""
+    return 2 if block.precision == "mxfp8" else 1

@@ -1,0 +1,62 @@
+"""How a wrapper kernel is called: through torch-neuronx on the device, or through NKI's simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from hf_neuron_moe.backends.neuron.versions import Toolchain
+from hf_neuron_moe.errors import BackendUnavailableError, refuse
+
+Launch = Callable[..., tuple[Tensor, ...]]
+
+
+class Launcher:
+    """Launches kernels on the grid ``(LNC,)``.
+
+    Args:
+        toolchain: the imported stack; without a plugin the simulator runs the kernels.
+        lnc: physical cores per logical core.
+    """
+
+    def __init__(self, toolchain: Toolchain, lnc: int) -> None:
+        self.lnc = int(lnc)
+        self._nki = toolchain.nki
+        self._simulate = toolchain.torch_neuronx is None
+        self._wrap = getattr(toolchain.torch_neuronx, "wrap_nki", None)
+        self._wrapped: dict[Any, Any] = {}
+
+    def __call__(self, kernel: Callable[..., Any], /, **arguments: Any) -> tuple[Tensor, ...]:
+        """Run `kernel`; tensors are made contiguous, arguments that are None are left out.
+
+        Numbers are compile-time constants of the kernel, so each new value compiles it anew.
+
+        Raises:
+            BackendUnavailableError: the kernel returned nothing, as an entry without a branch for its options does.
+        """
+        given = {
+            name: value.contiguous() if isinstance(value, Tensor) else value
+            for name, value in arguments.items()
+            if value is not None
+        }
+        result = self._grid(kernel)(**given)
+        if result is None:
+            raise refuse(
+                BackendUnavailableError,
+                where="neuron backend",
+                argument=getattr(kernel, "__name__", type(kernel).__name__),
+                expected="a kernel that returns its outputs",
+                got="None, so the installed nkilib has no branch for these options",
+                remedy="Install the nki-library of SDK 2.33, or use backend='torch'.",
+            )
+        return tuple(result) if isinstance(result, tuple | list) else (result,)
+
+    def _grid(self, kernel: Any) -> Callable[..., Any]:
+        # The grid belongs on the wrapped caller: a grid set on the kernel before wrapping it is ignored.
+        if self._simulate:
+            return self._nki.simulate(kernel[self.lnc])
+        if kernel not in self._wrapped:
+            self._wrapped[kernel] = kernel if self._wrap is None else self._wrap(kernel)
+        return self._wrapped[kernel][(self.lnc,)]

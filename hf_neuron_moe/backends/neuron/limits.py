@@ -1,0 +1,150 @@
+"""What the kernels take, as documented: checked before a kernel is called, and when a model is patched.
+
+H hidden, I intermediate (per tensor-parallel rank where sharded), B tokens per block, E experts, T tokens.
+
+Sources: nki-library 2.29 to 2.33: ``mlp_mxfp8`` (2.30), ``moe_cte`` shard_on_i, ``blockwise_mm_bwd``, ``moe_mxfp8``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hf_neuron_moe.backends.neuron.adapter import Adapter
+from hf_neuron_moe.errors import ConfigError, DTypeError, ShapeError, refuse
+from hf_neuron_moe.formats.padding import LANES
+
+BF16_HIDDEN_STEP, BF16_HIDDEN = 512, (512, 8192)
+"""shard_on_i: H in steps and within bounds."""
+
+BF16_INNER_STEP = 64
+"""shard_on_i takes multiples of 16, ``blockwise_mm_bwd`` 32 per core of two."""
+
+BF16_BLOCK_STEP = 256
+BF16_TOKENS = 32768
+MAX_TOKENS = (1 << 24) - 1
+"""Token ids pass through fp32 on the chip and are exact below 2**24, the sink row's included."""
+
+SMALL_BLOCKS, LARGE_BLOCKS = (128, 256, 512, 1024), (2048, 4096)
+_NEEDS = {
+    ("mlp", "mxfp8"): ("mlp_forward", "mlp_backward"),
+    ("experts", "mxfp8"): ("moe_forward_mxfp8", "moe_backward_mxfp8"),
+    ("experts", "bf16"): ("moe_forward", "moe_backward"),
+}
+
+
+@dataclass(frozen=True)
+class Device:
+    """What the kernels run on: ``"trn2"`` or ``"trn3"``, and physical cores per logical core."""
+
+    platform: str
+    lnc: int
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block as its kernels see it.
+
+    Attributes:
+        kind: ``"mlp"`` or ``"experts"``.
+        precision: ``"bf16"``, ``"mxfp8"`` or ``"fp32"``.
+        hidden: H.
+        inner: I.
+        block_size: B, read for experts only.
+    """
+
+    kind: str
+    precision: str
+    hidden: int
+    inner: int
+    block_size: int = 512
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """The adapter's names of the kernels: forward, backward; empty where none are documented."""
+        return _NEEDS.get((self.kind, self.precision), ())
+
+    @property
+    def padded(self) -> tuple[int, int]:
+        """H and I as the kernels get them."""
+        steps = (BF16_HIDDEN_STEP, BF16_INNER_STEP) if self.precision == "bf16" else (LANES, LANES)
+        return up_to(self.hidden, steps[0]), up_to(self.inner, steps[1])
+
+
+def up_to(size: int, step: int) -> int:
+    """Return the smallest multiple of `step` that is at least `size`."""
+    return -(-size // step) * step
+
+
+def why_not(block: Block, device: Device, adapter: Adapter) -> str | None:
+    """Return why the installed kernels cannot compute `block` forward and backward on `device`, or None."""
+    if not block.needs:
+        if block.precision == "fp32":
+            return "no Neuron kernel computes in fp32"
+        return "nkilib documents no bf16 kernel pair for dense MLPs; precision='mxfp8' has one on Trn3"
+    if block.precision == "mxfp8" and device.platform != "trn3":
+        return f"the MXFP8 kernels run on Trn3 only, and this is {device.platform}"
+    if block.kind == "experts" and device.lnc != 2:
+        return "the experts' backward needs two physical cores per logical core (LNC 2), and LNC is 1"
+    return adapter.why_not(*block.needs) or _why_not_sizes(block, adapter)
+
+
+def _why_not_sizes(block: Block, adapter: Adapter) -> str | None:
+    if block.kind == "mlp":
+        return None
+    allowed = block_sizes(block, adapter)
+    if block.block_size not in allowed:
+        return f"the kernels take block sizes {', '.join(map(str, allowed))}, and block_size is {block.block_size}"
+    hidden = block.padded[0]
+    low, high = BF16_HIDDEN
+    if block.precision == "bf16" and not low <= hidden <= high:
+        return f"moe_cte takes a hidden size of {low} to {high}, and it is {block.hidden}"
+    return None
+
+
+def block_sizes(block: Block, adapter: Adapter) -> tuple[int, ...]:
+    """Return the values of B that forward and backward of experts both take."""
+    backward = adapter.match(block.needs[1])
+    assert backward.generation is not None, "checked by why_not"
+    if block.precision == "mxfp8":
+        return SMALL_BLOCKS + (LARGE_BLOCKS if backward.generation.name == "2.33" else ())
+    large = LARGE_BLOCKS if "skip_gate_proj" in backward.parameters else ()
+    return tuple(size for size in SMALL_BLOCKS + large if size % BF16_BLOCK_STEP == 0)
+
+
+def check_call(block: Block, tokens: int, dtype_name: str, device: Device, adapter: Adapter) -> None:
+    """Refuse what :func:`why_not` names, and calls that are too long or not in bf16.
+
+    Raises:
+        ConfigError: the block as such has no kernels here.
+        DTypeError: activations that are not bf16.
+        ShapeError: too many tokens for a plan.
+    """
+    reason = why_not(block, device, adapter)
+    if reason is not None:
+        raise refuse(
+            ConfigError,
+            where="neuron backend",
+            argument=f"the {block.kind} block (H={block.hidden}, I={block.inner}, precision={block.precision})",
+            expected="one that the installed kernels compute",
+            got=reason,
+            remedy="Patch with fallback='torch' to compute such blocks without the kernels, or change the option.",
+        )
+    if dtype_name != "torch.bfloat16":
+        raise refuse(
+            DTypeError,
+            where="neuron backend",
+            argument="hidden states",
+            expected="torch.bfloat16",
+            got=dtype_name,
+            remedy="The operators cast to it; call them instead of the backend.",
+        )
+    most = BF16_TOKENS if block.precision == "bf16" else MAX_TOKENS
+    if block.kind == "experts" and tokens > most:
+        raise refuse(
+            ShapeError,
+            where="neuron backend",
+            argument="the number of tokens (batch size times length)",
+            expected=f"at most {most} in {block.precision}",
+            got=str(tokens),
+            remedy="Use smaller micro-batches or shorter sequences.",
+        )

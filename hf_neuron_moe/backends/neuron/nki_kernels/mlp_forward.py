@@ -1,0 +1,102 @@
+"""``mlp_forward_mxfp8_nki`` (nki-library 2.30 and later), raw bf16 or pre-quantized weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import nki
+import nki.language as nl
+
+from hf_neuron_moe.backends.neuron.nkilib_objects import nkilib_object
+
+mlp_forward_mxfp8_nki = nkilib_object("mlp_forward_mxfp8_nki")
+
+
+@nki.jit
+def mlp_forward(hidden: Any, gate_up_weights: Any, down_weights: Any, run_with_lnc2: bool) -> Any:
+    """Return y ``[S, H]`` and the intermediate ``[S, I]``; weights are bf16 ``[2I, H]`` and ``[H, I]``."""
+    shape = (hidden.shape[0], down_weights.shape[1])
+    intermediate = nl.ndarray(shape, dtype=nl.bfloat16, buffer=nl.shared_hbm)
+    output = mlp_forward_mxfp8_nki(
+        hidden=hidden,
+        gate_up_weights=gate_up_weights,
+        down_weights=down_weights,
+        intermediate_hbm=intermediate,
+        run_with_lnc2=run_with_lnc2,
+    )
+    return output, intermediate
+
+
+@nki.jit
+def mlp_forward_keeping_two(hidden: Any, gate_up_weights: Any, down_weights: Any, run_with_lnc2: bool) -> Any:
+    """Return y, the intermediate, and the pre-activations gate_pre and up, each ``[S, I]``."""
+    shape = (hidden.shape[0], down_weights.shape[1])
+    intermediate = nl.ndarray(shape, dtype=nl.bfloat16, buffer=nl.shared_hbm)
+    gate_pre = nl.ndarray(shape, dtype=nl.bfloat16, buffer=nl.shared_hbm)
+    up = nl.ndarray(shape, dtype=nl.bfloat16, buffer=nl.shared_hbm)
+    output = mlp_forward_mxfp8_nki(
+        hidden=hidden,
+        gate_up_weights=gate_up_weights,
+        down_weights=down_weights,
+        intermediate_hbm=intermediate,
+        run_with_lnc2=run_with_lnc2,
+        save_gate_pre=gate_pre,
+        save_up=up,
+    )
+    return output, intermediate, gate_pre, up
+
+
+@nki.jit
+def mlp_forward_keeping_all(hidden: Any, gate_up_weights: Any, down_weights: Any, run_with_lnc2: bool) -> Any:
+    """Return y, the intermediate, gate_pre, up and gate_act, each ``[S, I]``.
+
+    ``save_hidden`` is not passed: with it the kernel would leave ``intermediate_hbm`` unwritten.
+    """
+    shape = (hidden.shape[0], down_weights.shape[1])
+    intermediate = nl.ndarray(shape, dtype=nl.bfloat16, buffer=nl.shared_hbm)
+    gate_pre = nl.ndarray(shape, dtype=nl.bfloat16, buffer=nl.shared_hbm)
+    up = nl.ndarray(shape, dtype=nl.bfloat16, buffer=nl.shared_hbm)
+    gate_act = nl.ndarray(shape, dtype=nl.bfloat16, buffer=nl.shared_hbm)
+    output = mlp_forward_mxfp8_nki(
+        hidden=hidden,
+        gate_up_weights=gate_up_weights,
+        down_weights=down_weights,
+        intermediate_hbm=intermediate,
+        run_with_lnc2=run_with_lnc2,
+        save_gate_pre=gate_pre,
+        save_gate_act=gate_act,
+        save_up=up,
+    )
+    return output, intermediate, gate_pre, up, gate_act
+
+
+@nki.jit
+def mlp_forward_quantized(
+    hidden: Any,
+    gate_up_weights: Any,
+    down_weights: Any,
+    gate_up_scales: Any,
+    down_scales: Any,
+    run_with_lnc2: bool,
+) -> Any:
+    """Return y, the intermediate, gate_pre and up, with weights that are MX codes already.
+
+    Weights are float8_e4m3fn ``[H/4, 8I]`` and ``[I/4, 4H]``, swizzled; scales uint8, packed.
+    """
+    shape = (hidden.shape[0], down_weights.shape[0] * 4)
+    intermediate = nl.ndarray(shape, dtype=nl.bfloat16, buffer=nl.shared_hbm)
+    gate_pre = nl.ndarray(shape, dtype=nl.bfloat16, buffer=nl.shared_hbm)
+    up = nl.ndarray(shape, dtype=nl.bfloat16, buffer=nl.shared_hbm)
+    output = mlp_forward_mxfp8_nki(
+        hidden=hidden,
+        gate_up_weights=gate_up_weights,
+        down_weights=down_weights,
+        intermediate_hbm=intermediate,
+        run_with_lnc2=run_with_lnc2,
+        save_gate_pre=gate_pre,
+        save_up=up,
+        use_scale_packing=True,
+        gate_up_scales=gate_up_scales,
+        down_scales=down_scales,
+    )
+    return output, intermediate, gate_pre, up

@@ -1,0 +1,52 @@
+"""``blockwise_mm_bwd`` of nki-library 2.31 and later: the affinity on the intermediate, so no down checkpoint."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import nki
+import nki.language as nl
+
+from hf_neuron_moe.backends.neuron.nkilib_objects import nkilib_object
+
+blockwise_mm_bwd = nkilib_object("blockwise_mm_bwd")
+ActFnType = nkilib_object("BackwardActFnType")
+AffinityOption = nkilib_object("AffinityOption")
+ShardOption = nkilib_object("ShardOption")
+SkipMode = nkilib_object("BackwardSkipMode")
+
+
+@nki.jit
+def moe_backward(
+    hidden_states: Any,
+    expert_affinities_masked: Any,
+    gate_up_proj_weight: Any,
+    down_proj_weight: Any,
+    gate_up_proj_act_checkpoint_T: Any,
+    token_position_to_id: Any,
+    block_to_expert: Any,
+    output_hidden_states_grad: Any,
+    block_size: int,
+) -> Any:
+    """Return the gradients of hidden states ``[T, H]``, affinities, gate_up ``[E, H, 2, I]`` and down ``[E, I, H]``.
+
+    Unused slots hold -1. ``SHARD_ON_FREE`` is named because the entry's own defaults contradict each other.
+    """
+    return blockwise_mm_bwd(
+        hidden_states=hidden_states,
+        expert_affinities_masked=expert_affinities_masked,
+        gate_up_proj_weight=gate_up_proj_weight,
+        down_proj_weight=down_proj_weight,
+        gate_up_proj_act_checkpoint_T=gate_up_proj_act_checkpoint_T,
+        down_proj_act_checkpoint=None,
+        token_position_to_id=token_position_to_id,
+        block_to_expert=block_to_expert,
+        output_hidden_states_grad=output_hidden_states_grad,
+        block_size=block_size,
+        skip_dma=SkipMode(True, False),
+        compute_dtype=nl.bfloat16,
+        is_tensor_update_accumulating=True,
+        shard_option=ShardOption.SHARD_ON_FREE,
+        affinity_option=AffinityOption.AFFINITY_ON_I,
+        activation_type=ActFnType.SiLU,
+    )

@@ -1,0 +1,48 @@
+"""``blockwise_mm_bwd`` of nki-library 2.29 and 2.30: the affinity on the output, so it reads the down checkpoint."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import nki
+import nki.language as nl
+
+from hf_neuron_moe.backends.neuron.nkilib_objects import nkilib_object
+
+blockwise_mm_bwd = nkilib_object("blockwise_mm_bwd")
+ActFnType = nkilib_object("BackwardActFnType")
+AffinityOption = nkilib_object("AffinityOption")
+SkipMode = nkilib_object("BackwardSkipMode")
+
+
+@nki.jit
+def moe_backward(
+    hidden_states: Any,
+    expert_affinities_masked: Any,
+    gate_up_proj_weight: Any,
+    down_proj_weight: Any,
+    gate_up_proj_act_checkpoint_T: Any,
+    down_proj_act_checkpoint: Any,
+    token_position_to_id: Any,
+    block_to_expert: Any,
+    output_hidden_states_grad: Any,
+    block_size: int,
+) -> Any:
+    """Return the gradients of hidden states ``[T, H]``, affinities, gate_up ``[E, H, 2, I]`` and down ``[E, I, H]``."""
+    return blockwise_mm_bwd(
+        hidden_states=hidden_states,
+        expert_affinities_masked=expert_affinities_masked,
+        gate_up_proj_weight=gate_up_proj_weight,
+        down_proj_weight=down_proj_weight,
+        gate_up_proj_act_checkpoint_T=gate_up_proj_act_checkpoint_T,
+        down_proj_act_checkpoint=down_proj_act_checkpoint,
+        token_position_to_id=token_position_to_id,
+        block_to_expert=block_to_expert,
+        output_hidden_states_grad=output_hidden_states_grad,
+        block_size=block_size,
+        skip_dma=SkipMode(True, False),
+        compute_dtype=nl.bfloat16,
+        is_tensor_update_accumulating=True,
+        affinity_option=AffinityOption.AFFINITY_ON_H,
+        activation_type=ActFnType.SiLU,
+    )

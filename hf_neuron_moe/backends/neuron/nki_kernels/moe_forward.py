@@ -1,0 +1,58 @@
+"""``moe_cte`` (nki-library 2.29 and later): bf16 experts, and frozen MX experts.
+
+The records that nkilib takes are made inside the kernels: what crosses into a kernel is a tensor or a number.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import nki
+import nki.language as nl
+
+from hf_neuron_moe.backends.neuron.nkilib_objects import nkilib_object
+
+moe_cte = nkilib_object("moe_cte")
+MoECTESpec = nkilib_object("MoECTESpec")
+MoECTEImplementation = nkilib_object("MoECTEImplementation")
+ShardOnIConfig = nkilib_object("ShardOnIConfig")
+SkipMode = nkilib_object("SkipMode")
+ActFnType = nkilib_object("ActFnType")
+ExpertAffinityScaleMode = nkilib_object("ExpertAffinityScaleMode")
+
+
+@nki.jit
+def moe_forward(
+    hidden_states: Any,
+    expert_affinities_masked: Any,
+    gate_up_proj_weight: Any,
+    down_proj_weight: Any,
+    token_position_to_id: Any,
+    block_to_expert: Any,
+    block_size: int,
+    checkpoint: bool,
+    affinity_on_i: bool,
+) -> Any:
+    """Return the output ``[T + 1, H]`` of shard_on_i; with `checkpoint` also the activations that the backward needs.
+
+    Those are gate and up ``[N, 2, I, B]`` and, unless `affinity_on_i`, the down projection ``[N, B, H]``. Accumulating
+    updates zero the output first, so tokens without an expert of this rank are zero even where top-k is 1.
+    """
+    return moe_cte(
+        hidden_states=hidden_states,
+        expert_affinities_masked=expert_affinities_masked,
+        gate_up_proj_weight=gate_up_proj_weight,
+        down_proj_weight=down_proj_weight,
+        token_position_to_id=token_position_to_id,
+        block_to_expert=block_to_expert,
+        block_size=block_size,
+        spec=MoECTESpec(
+            implementation=MoECTEImplementation.shard_on_i,
+            shard_on_I=ShardOnIConfig(checkpoint_activation=checkpoint, expert_affinity_multiply_on_I=affinity_on_i),
+        ),
+        activation_function=ActFnType.SiLU,
+        skip_dma=SkipMode(False, False),
+        compute_dtype=nl.bfloat16,
+        is_tensor_update_accumulating=True,
+        expert_affinities_scaling_mode=ExpertAffinityScaleMode.POST_SCALE,
+    )

@@ -1,0 +1,86 @@
+"""Where nkilib keeps the functions, enums and records that the kernels use; its modules move between releases.
+
+Sources: nki-library 2.29 to 2.33.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from hf_neuron_moe.errors import BackendUnavailableError, refuse
+
+_CORE = "nkilib.core"
+_EXPERIMENTAL = "nkilib.experimental"
+_MOE_CTE = (f"{_CORE}.moe.moe_cte", f"{_CORE}.moe.moe_cte.moe_cte")
+_COMMON = (f"{_CORE}.utils.common_types",)
+_BACKWARD = (f"{_EXPERIMENTAL}.moe.bwd.moe_bwd_parameters",)
+_MXFP8 = f"{_EXPERIMENTAL}.moe_mxfp8"
+_DESCRIPTORS = (f"{_EXPERIMENTAL}.mxfp_utils.mxfp8_utils.common_dataclasses",)
+
+HOMES: dict[str, tuple[str, ...]] = {
+    "mlp_forward_mxfp8_nki": (
+        f"{_EXPERIMENTAL}.mlp_mxfp8.mlp_fwd_mxfp8",
+        f"{_EXPERIMENTAL}.mlp_mxfp8.mlp_fwd_mxfp8.mlp_fwd_mxfp8_kernel",
+    ),
+    "mlp_backward_mxfp8_nki": (
+        f"{_EXPERIMENTAL}.mlp_mxfp8.mlp_bwd_mxfp8",
+        f"{_EXPERIMENTAL}.mlp_mxfp8.mlp_bwd_mxfp8.mlp_bwd_mxfp8_kernel",
+    ),
+    "moe_cte": _MOE_CTE,
+    "MoECTESpec": _MOE_CTE,
+    "MoECTEImplementation": _MOE_CTE,
+    "ShardOnIConfig": _MOE_CTE,
+    "ShardOnBlockConfig": _MOE_CTE,
+    "SkipMode": (f"{_CORE}.moe.moe_cte", f"{_CORE}.moe.moe_cte.moe_cte_utils", f"{_CORE}.moe.moe_cte_utils"),
+    "bwmm_shard_on_block_mx": (f"{_CORE}.moe.moe_cte.bwmm_shard_on_block_mx",),
+    "ActFnType": _COMMON,
+    "ExpertAffinityScaleMode": _COMMON,
+    "blockwise_mm_bwd": (f"{_EXPERIMENTAL}.moe.bwd.blockwise_mm_backward",),
+    "AffinityOption": _BACKWARD,
+    "ShardOption": _BACKWARD,
+    "BackwardSkipMode": _BACKWARD,
+    "BackwardActFnType": _BACKWARD,
+    "blockwise_mm_fwd_mxfp8": (f"{_MXFP8}.fwd.blockwise_mm_forward_mxfp8", _MXFP8),
+    "blockwise_mm_bwd_mxfp8": (f"{_MXFP8}.bwd.blockwise_mm_backward_mxfp8", _MXFP8),
+    "MXFP8MOEFwdConfig": (f"{_MXFP8}.fwd.config", f"{_MXFP8}.fwd.moe_fwd_mxfp8_config", _MXFP8),
+    "MXFP8MOEBwdConfig": (f"{_MXFP8}.bwd.config", _MXFP8),
+    "TensorDescriptor": _DESCRIPTORS,
+    "TensorOrientation": _DESCRIPTORS,
+}
+"""Modules to look in, in order, by the name used here."""
+
+_NAMES = {"BackwardSkipMode": "SkipMode", "BackwardActFnType": "ActFnType"}
+"""nkilib has two records of these names: the forward's and the backward's."""
+
+
+def find_object(name: str) -> Any | None:
+    """Return an object of nkilib by its name in :data:`HOMES`; None where the installed release does not have it."""
+    for home in HOMES[name]:
+        try:
+            module = importlib.import_module(home)
+        except ImportError:
+            continue
+        found = getattr(module, _NAMES.get(name, name), None)
+        if found is not None:
+            return found
+    return None
+
+
+def nkilib_object(name: str) -> Any:
+    """Return an object of nkilib by its name in :data:`HOMES`.
+
+    Raises:
+        BackendUnavailableError: the installed release does not have it where any known release has it.
+    """
+    found = find_object(name)
+    if found is None:
+        raise refuse(
+            BackendUnavailableError,
+            where="neuron backend",
+            argument="nkilib",
+            expected=f"a release with {_NAMES.get(name, name)} in {' or '.join(HOMES[name])}",
+            got="one without",
+            remedy="Install the nki-library of SDK 2.33, or unset NKILIB_FORCE_BUNDLED_LIBRARY.",
+        )
+    return found

@@ -1,0 +1,103 @@
+"""Weights in the form a kernel reads them: bf16, padded, in its orientation; copies are kept for one optimizer step.
+
+A copy belongs to a state of its sources: their storages, places in these, and version counters, which every in-place
+change through autograd's eyes advances. Optimizers that write through ``.data`` do not advance them, so copies of
+trainable weights are also dropped after every optimizer step.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+_Place = tuple[Any, int, tuple[int, ...], tuple[int, ...], torch.dtype]
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """A prepared tensor and the state of the sources it was made from."""
+
+    tensor: Tensor
+    storages: tuple[StorageWeakRef, ...]
+    versions: tuple[int, ...]
+    trainable: bool
+
+    def orphaned(self) -> bool:
+        return any(storage.expired() for storage in self.storages)
+
+
+class PreparedWeights:
+    """Makes and keeps copies of weights."""
+
+    def __init__(self) -> None:
+        self._copies: dict[tuple[str, tuple[_Place, ...]], _Copy] = {}
+        own = weakref.ref(self)
+
+        def after_step(*_: Any) -> None:
+            cache = own()
+            if cache is not None:
+                cache.drop_trainable()
+
+        self._hook = torch.optim.optimizer.register_optimizer_step_post_hook(after_step)
+        weakref.finalize(self, self._hook.remove)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all copies kept now."""
+        return sum(copy.tensor.nbytes for copy in self._copies.values())
+
+    def clear(self) -> None:
+        """Drop all copies."""
+        self._copies.clear()
+
+    def drop_trainable(self) -> None:
+        """Drop the copies of weights that an optimizer may have changed."""
+        self._copies = {key: copy for key, copy in self._copies.items() if not copy.trainable}
+
+    def get(self, form: str, build: Callable[..., Tensor], *sources: Tensor) -> Tensor:
+        """Return ``build(*sources)``, or the copy made before from the same state of the sources.
+
+        Results that share memory with a source cost nothing and are not kept. While a program is traced nothing is
+        looked up: the graph has the copying in it.
+
+        Args:
+            form: name of what `build` makes.
+            build: maps the sources to the prepared tensor.
+            *sources: the weights.
+        """
+        if not all(_has_a_version(source) for source in sources):
+            return build(*sources)
+        key = (form, tuple(_place(source) for source in sources))
+        versions = tuple(source._version for source in sources)
+        known = self._copies.get(key)
+        if known is not None and known.versions == versions and not known.orphaned():
+            return known.tensor
+        with torch.inference_mode(False), torch.no_grad():
+            made = build(*sources)
+        if any(_storage(made) == _storage(source) for source in sources):
+            return made
+        self._copies = {other: copy for other, copy in self._copies.items() if not copy.orphaned()}
+        storages = tuple(StorageWeakRef(source.untyped_storage()) for source in sources)
+        self._copies[key] = _Copy(made, storages, versions, any(source.requires_grad for source in sources))
+        return made
+
+
+def _has_a_version(tensor: Tensor) -> bool:
+    plain = type(tensor) in _PLAIN_TYPES and not tensor.is_meta and not tensor.is_inference()
+    return plain and not torch.compiler.is_compiling()
+
+
+def _storage(tensor: Tensor) -> Any:
+    """Identity of a tensor's storage; a weak reference to it keeps the number from being used again."""
+    return tensor.untyped_storage()._cdata
+
+
+def _place(tensor: Tensor) -> _Place:
+    return _storage(tensor), int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride(), tensor.dtype

@@ -1,0 +1,98 @@
+"""The routing as the blockwise kernels read it, with static shapes, and their gradient back in the router's form.
+
+Letters: T tokens, K experts per token, E experts of this rank, N blocks of B slots.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hf_neuron_moe.kernels.routing import build_block_plan, expert_mask, masked_affinities
+
+
+class Routed(NamedTuple):
+    """The routing operands of one kernel call.
+
+    Attributes:
+        affinities: ``[T' * E, 1]``, dense, token-major, zero where not selected.
+        ids: int32 ``[N * B]``, token of every slot; unused slots hold the sink row T, or -1 without one.
+        blocks: int32 ``[N, 1]``, expert of every block.
+    """
+
+    affinities: Tensor
+    ids: Tensor
+    blocks: Tensor
+
+
+def block_count(pairs: int, experts: int, block_size: int, per_iteration: int) -> int:
+    """Return the worst-case N for `pairs` token-expert pairs; no value of a routing enters, so shapes are static.
+
+    Works on symbolic sizes too.
+
+    Args:
+        pairs: T * min(K, E).
+        experts: E.
+        block_size: B.
+        per_iteration: N is rounded up to a multiple of this: 2 where two cores share the blocks.
+    """
+    blocks = -(-(pairs - (experts - 1)) // block_size) + experts - 1
+    return -(-blocks // per_iteration) * per_iteration
+
+
+def route(
+    index_TK: Tensor,
+    weight_TK: Tensor,
+    experts: int,
+    block_size: int,
+    *,
+    sink: bool,
+    per_iteration: int,
+    dtype: torch.dtype,
+) -> Routed:
+    """Lay out a routing for the kernels.
+
+    Args:
+        index_TK: expert ids; ids >= E belong to other ranks and take no slot.
+        weight_TK: routing weights.
+        experts: E.
+        block_size: B.
+        sink: unused slots point at a zero row T behind the tokens (T' = T + 1), which the forward of the bf16 pair
+            documents; without, they hold -1 and the kernel skips them (T' = T).
+        per_iteration: see :func:`block_count`.
+        dtype: of the affinities.
+    """
+    plan = build_block_plan(
+        expert_mask(index_TK, experts),
+        block_size,
+        top_k=index_TK.shape[1],
+        n_block_per_iter=per_iteration,
+        skip_token=not sink,
+    )
+    affinities = masked_affinities(index_TK, weight_TK.to(dtype), experts, skip_token=not sink)
+    return Routed(affinities, plan.token_position_to_id, plan.block_to_expert[:, None])
+
+
+def routing_gradient(d_affinities: Tensor, index_TK: Tensor, experts: int, dtype: torch.dtype) -> Tensor:
+    """Return the gradient of the routing weights ``[T, K]``.
+
+    Only entries of selected pairs are read: the 2.29 backward leaves others undefined. Pairs of other ranks get zero.
+
+    Args:
+        d_affinities: ``[T * E, 1]`` from the kernel.
+        index_TK: the routing.
+        experts: E.
+        dtype: of the result.
+    """
+    d_TE = d_affinities.reshape(index_TK.shape[0], experts)
+    index = index_TK.long()
+    picked = d_TE.gather(1, index.clamp(max=experts - 1))
+    return torch.where(index < experts, picked, 0).to(dtype)
+
+
+def with_sink(rows_TH: Tensor) -> Tensor:
+    """Append the zero row."""
+    return F.pad(rows_TH, (0, 0, 0, 1))

@@ -1,0 +1,240 @@
+"""What of the Neuron stack is installed, which device it targets, and why it cannot be used.
+
+Sources: Neuron SDK 2.33 release notes (native torch-neuronx 2.13.3 and 2.14.3, nki 0.7, Python 3.12 to 3.14), NKI
+simulator guide for the platform override.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import os
+import re
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+from hf_neuron_moe.errors import BackendUnavailableError, ConfigError, refuse
+
+MINIMUM_NKI = (0, 7, 0)
+MINIMUM_TORCH_NEURONX = (2, 13, 3)
+MINIMUM_PYTHON = (3, 12)
+PACKAGES = {"nki": "nki", "nkilib": "nki-library", "torch_neuronx": "torch-neuronx", "neuronxcc": "neuronx-cc"}
+"""Distribution that provides each module; nkilib also comes bundled with neuronx-cc."""
+
+PLATFORMS = ("trn2", "trn3")
+_GENERATIONS = {"gen2": "trn1", "gen3": "trn2", "gen4": "trn3"}
+_SDK_OF_NKI = {(0, 2): "2.28", (0, 3): "2.29", (0, 4): "2.30", (0, 5): "2.31", (0, 6): "2.32", (0, 7): "2.33"}
+_PRODUCT_NAME = Path("/sys/devices/virtual/dmi/id/product_name")
+"""EC2's name of the instance type, for example ``trn2.48xlarge``."""
+
+_INDEX = "Install torch-neuronx, nki and neuronx-cc of SDK 2.33 or later from AWS's own Neuron package index"
+
+
+def release(version: str) -> tuple[int, ...]:
+    """Return the release numbers of a version: ``(0, 7, 0)`` for ``"0.7.0b1"``, which PEP 440 orders before 0.7.0.
+
+    Beta containers of SDK 2.33 ship ``nki 0.7.0b1``, so releases are compared and pre-release marks are not.
+
+    Raises:
+        ConfigError: there are no release numbers in it.
+    """
+    found = re.match(r"\s*v?(?:\d+!)?(\d+(?:\.\d+)*)", version)
+    if found is None:
+        raise refuse(
+            ConfigError,
+            where="release",
+            argument="version",
+            expected="a version such as 0.7.0b1",
+            got=repr(version),
+            remedy="Pass the version as the package states it.",
+        )
+    return tuple(int(number) for number in found[1].split("."))
+
+
+def installed_version(module: str) -> str | None:
+    """Return the version of the module that would be imported; None where none is stated."""
+    loaded = getattr(sys.modules.get(module), "__version__", None)
+    if isinstance(loaded, str):
+        return loaded
+    try:
+        return importlib.metadata.version(PACKAGES[module])
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def sdk_generation() -> str | None:
+    """Return the SDK that the installed nki belongs to (``"2.33"``); None where nki's version is not known."""
+    version = installed_version("nki")
+    if version is None:
+        return None
+    numbers = (*release(version), 0)[:2]
+    known = _SDK_OF_NKI.get((numbers[0], numbers[1]))
+    return known if known is not None or numbers < MINIMUM_NKI[:2] else "later than 2.33"
+
+
+@dataclass(frozen=True)
+class Toolchain:
+    """The imported modules.
+
+    Attributes:
+        nki: the kernel language.
+        nkilib: the kernel library.
+        torch_neuronx: the device's plugin; None for the simulator, which works without.
+    """
+
+    nki: ModuleType
+    nkilib: ModuleType
+    torch_neuronx: ModuleType | None
+
+
+def import_reason(module: str) -> str | None:
+    """Return why `module` cannot be imported, or None; importing it is the check."""
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        return f"{PACKAGES[module]} is not installed" if error.name == module else f"{module} fails to import: {error}"
+    except (OSError, RuntimeError, AttributeError) as error:  # what missing drivers and mixed versions raise
+        return f"{module} fails to import: {type(error).__name__}: {error}"
+    return None
+
+
+def why_unavailable(*, simulator: bool = False) -> str | None:
+    """Return why the backend (or its simulator variant) cannot run here, or None."""
+    needed = ("nki", "nkilib") if simulator else ("nki", "nkilib", "torch_neuronx")
+    missing = [reason for reason in map(import_reason, needed) if reason is not None]
+    if missing:
+        python = f"; its wheels need Python 3.12 or later, this is {sys.version_info.major}.{sys.version_info.minor}"
+        return "; ".join(missing) + (python if sys.version_info < MINIMUM_PYTHON else "")
+    if not hasattr(sys.modules["nki"], "jit"):
+        return "the installed nki is PyPI's placeholder: it has no nki.jit"
+    if simulator and not hasattr(sys.modules["nki"], "simulate"):
+        return "the installed nki has no nki.simulate"
+    if not simulator and not hasattr(sys.modules["torch_neuronx"], "nki_op"):
+        return "the installed torch_neuronx has no nki_op: it is the PyTorch/XLA package or PyPI's placeholder"
+    for module, minimum in (("nki", MINIMUM_NKI), ("torch_neuronx", MINIMUM_TORCH_NEURONX)):
+        version = installed_version(module) if module in needed else None
+        if version is not None and release(version) < minimum:
+            return f"{PACKAGES[module]} {version} is older than {'.'.join(map(str, minimum))} (SDK 2.33)"
+    return None if simulator or platform().name in PLATFORMS else f"{platform().name} is neither Trn2 nor Trn3"
+
+
+def toolchain(*, simulator: bool = False) -> Toolchain:
+    """Import and return the Neuron stack.
+
+    Raises:
+        BackendUnavailableError: it cannot be used here, see :func:`why_unavailable`.
+    """
+    reason = why_unavailable(simulator=simulator)
+    if reason is not None:
+        raise refuse(
+            BackendUnavailableError,
+            where="resolve_backend",
+            argument="backend",
+            expected="one that can run here",
+            got=f"{'nki-sim' if simulator else 'neuron'!r}: {reason}",
+            remedy=f"{_INDEX}. Use backend='torch' elsewhere: it computes the same contract on any device.",
+        )
+    plugin = None if simulator else sys.modules["torch_neuronx"]
+    return Toolchain(sys.modules["nki"], sys.modules["nkilib"], plugin)
+
+
+@dataclass(frozen=True)
+class Detected:
+    """A property of the device and where it is known from."""
+
+    name: str
+    source: str
+
+
+def platform() -> Detected:
+    """Return ``"trn1"``, ``"trn2"`` or ``"trn3"``; without any sign of a device NKI's own default, trn3.
+
+    Raises:
+        ConfigError: ``NEURON_PLATFORM_TARGET_OVERRIDE`` names no platform.
+    """
+    override = os.environ.get("NEURON_PLATFORM_TARGET_OVERRIDE", "").strip().lower()
+    if override:
+        name = _GENERATIONS.get(override, override)
+        if name not in _GENERATIONS.values():
+            raise refuse(
+                ConfigError,
+                where="neuron backend",
+                argument="NEURON_PLATFORM_TARGET_OVERRIDE",
+                expected="one of trn1, trn2, trn3, gen2, gen3, gen4",
+                got=repr(override),
+                remedy="Correct or unset the environment variable.",
+            )
+        return Detected(name, "NEURON_PLATFORM_TARGET_OVERRIDE")
+    ask = _runtime_function("get_platform_target")
+    if ask is not None:
+        return Detected(str(ask()).lower()[:4], "torch_neuronx")
+    return _platform_of_machine()
+
+
+def _platform_of_machine() -> Detected:
+    flags = shlex.split(os.environ.get("NEURON_CC_FLAGS", ""))
+    targets = [value for flag, value in zip(flags, [*flags[1:], ""]) if flag == "--target"]
+    targets += [flag.partition("=")[2] for flag in flags if flag.startswith("--target=")]
+    if targets and targets[-1] in _GENERATIONS.values():
+        return Detected(targets[-1], "NEURON_CC_FLAGS")
+    name = _product_name().partition(".")[0]
+    if name[:4] in _GENERATIONS.values():
+        return Detected(name[:4], "the machine's product name")
+    return Detected("trn3", "assumed, as NKI does where it sees no device")
+
+
+@functools.cache
+def _product_name() -> str:
+    try:
+        return _PRODUCT_NAME.read_text(encoding="ascii", errors="replace").strip().lower()
+    except OSError:
+        return ""
+
+
+def logical_cores() -> Detected:
+    """Return how many physical cores form a logical one (LNC): ``"1"`` or ``"2"``, the launch grid of every kernel.
+
+    ``NEURON_LOGICAL_NC_CONFIG`` decides, then the runtime; 2 is the default of Trn2 and Trn3.
+
+    Raises:
+        ConfigError: it is neither 1 nor 2.
+    """
+    variable = os.environ.get("NEURON_LOGICAL_NC_CONFIG", "").strip()
+    ask = None if variable else _runtime_function("get_logical_neuron_cores")
+    if variable:
+        found = Detected(variable, "NEURON_LOGICAL_NC_CONFIG")
+    elif ask is not None:
+        found = Detected(str(ask()), "torch_neuronx")
+    else:
+        found = Detected("2", "the default of Trn2 and Trn3")
+    if found.name not in ("1", "2"):
+        raise refuse(
+            ConfigError,
+            where="neuron backend",
+            argument=f"LNC ({found.source})",
+            expected="1 or 2",
+            got=repr(found.name),
+            remedy="Set NEURON_LOGICAL_NC_CONFIG to 1 or 2, or unset it.",
+        )
+    return found
+
+
+def lnc() -> int:
+    """Return :func:`logical_cores` as a number."""
+    return int(logical_cores().name)
+
+
+def _runtime_function(name: str) -> Callable[[], object] | None:
+    """Return a function of ``torch_neuronx.utils`` if the plugin is loaded and has it, else None."""
+    if "torch_neuronx" not in sys.modules:
+        return None
+    try:
+        utils = importlib.import_module("torch_neuronx.utils")
+    except ImportError:
+        return None
+    return getattr(utils, name, None)
