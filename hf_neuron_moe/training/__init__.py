@@ -1,8 +1,45 @@
-"""Training with the stock Trainer: what it needs beside the patched blocks, and what to measure."""
+"""Training: a Trainer that patches and measures, what the stock Trainer needs beside the patched blocks, estimates.
+
+The names that bring in transformers' Trainer, which takes seconds to import, are loaded when they are first used.
+"""
 
 from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from hf_neuron_moe.training.resume import disable_moe_resume, enable_moe_resume
 from hf_neuron_moe.training.saved_tensors import SavedBytes, measure_saved_bytes
 
-__all__ = ["SavedBytes", "disable_moe_resume", "enable_moe_resume", "measure_saved_bytes"]
+if TYPE_CHECKING:
+    from hf_neuron_moe.training.arguments import NeuronMoEArguments, NeuronMoETrainingArguments
+    from hf_neuron_moe.training.callback import NeuronMoECallback
+    from hf_neuron_moe.training.trainer import NeuronMoETrainer, NeuronMoETrainerMixin
+
+__all__ = [
+    "NeuronMoEArguments",
+    "NeuronMoECallback",
+    "NeuronMoETrainer",
+    "NeuronMoETrainerMixin",
+    "NeuronMoETrainingArguments",
+    "SavedBytes",
+    "disable_moe_resume",
+    "enable_moe_resume",
+    "measure_saved_bytes",
+]
+
+_HOME = {
+    "NeuronMoEArguments": "hf_neuron_moe.training.arguments",
+    "NeuronMoECallback": "hf_neuron_moe.training.callback",
+    "NeuronMoETrainer": "hf_neuron_moe.training.trainer",
+    "NeuronMoETrainerMixin": "hf_neuron_moe.training.trainer",
+    "NeuronMoETrainingArguments": "hf_neuron_moe.training.arguments",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,168 @@
+"""What the metrics need to know of a patched block, whatever its kind and the home of its weights.
+
+Legend: E experts, H hidden size, I intermediate size, R rows, K contraction axis.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_neuron_moe.modules.block import NeuronBlock
+from hf_neuron_moe.modules.experts import NeuronExperts
+from hf_neuron_moe.modules.frozen_block import FrozenBlock
+from hf_neuron_moe.modules.frozen_experts import FrozenExperts
+from hf_neuron_moe.modules.swiglu_mlp import KernelLayoutSwiGLUMLP, NeuronSwiGLUMLP
+from hf_neuron_moe.patching.apply import states
+from hf_neuron_moe.patching.report import PATCHED, PatchEntry, PatchReport, merged
+
+PROJECTIONS = ("gate", "up", "down")
+
+
+def patched_blocks(model: nn.Module) -> dict[str, NeuronBlock]:
+    """Return the patched blocks of `model` by the names that the patch report has for them."""
+    found: dict[str, NeuronBlock] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, NeuronBlock):
+            found[name if module.neuron_name in found else module.neuron_name] = module
+    return found
+
+
+def has_experts(block: NeuronBlock) -> bool:
+    """Whether tokens are routed to experts in `block`."""
+    return isinstance(block, NeuronExperts | FrozenExperts)
+
+
+def block_sizes(block: NeuronBlock) -> tuple[int, int, int]:
+    """Return E (0 for a dense block), H and I; of frozen blocks with the zeros that the stored tensors contain."""
+    if isinstance(block, FrozenBlock):
+        stack = block.neuron_stack
+        experts = stack.gate_up_scales.shape[0] if has_experts(block) else 0
+        return experts, stack.hidden, stack.inner
+    if isinstance(block, NeuronExperts):
+        experts, *sizes = _base(block, "down_proj").shape
+        hidden, inner = sizes if not block.is_transposed else reversed(sizes)
+        return experts, hidden, inner
+    hidden, inner = _dense_weights(block)["down"].shape
+    return 0, hidden, inner
+
+
+def device_of(block: NeuronBlock) -> torch.device:
+    """Device of the block's weights."""
+    tensors = [*block.parameters(), *block.buffers()]
+    return tensors[0].device
+
+
+def sampled_weights(block: NeuronBlock, rows: int) -> dict[str, Tensor]:
+    """Return up to `rows` rows of every projection, evenly spread, each row along the contraction axis of its matmul.
+
+    Args:
+        block: a patched block; one with frozen MX weights has none to quantise.
+        rows: the most rows per projection.
+
+    Returns:
+        ``{"gate": [R, H], "up": [R, H], "down": [R, I]}`` in the parameters' dtype, detached; of a sharded parameter
+        the rows that are on this rank.
+    """
+    if isinstance(block, FrozenBlock):
+        return {}
+    if isinstance(block, NeuronExperts):
+        gate_up, down = _local(_base(block, "gate_up_proj")), _local(_base(block, "down_proj"))
+        if block.is_transposed:
+            gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+        inner = gate_up.shape[1] // 2
+        parts = {"gate": gate_up[:, :inner], "up": gate_up[:, inner:], "down": down}
+        return {name: _spread_pairs(part, rows) for name, part in parts.items()}
+    return {name: spread_rows(_local(weight), rows) for name, weight in _dense_weights(block).items()}
+
+
+def spread_rows(values_RK: Tensor, rows: int) -> Tensor:
+    """Return up to `rows` rows of ``[R, K]``, evenly spread, as a copy."""
+    return values_RK.detach()[_spread(len(values_RK), rows, values_RK.device)]
+
+
+def patch_record(model: nn.Module) -> dict[str, Any]:
+    """Return the patch report of `model` as plain values; of frozen blocks, which no patch made, one like it."""
+    report = _patch_report(model)
+    if report is not None:
+        return report.to_dict()
+    entries = []
+    for name, block in patched_blocks(model).items():
+        experts, hidden, inner = block_sizes(block)
+        entry = PatchEntry(
+            name=name,
+            kind="experts" if has_experts(block) else "mlp",
+            class_name=type(block).__name__,
+            status=PATCHED,
+            experts=experts or None,
+            hidden_size=hidden,
+            intermediate_size=inner,
+            weights="frozen" if isinstance(block, FrozenBlock) else block.neuron_config.weights,
+            backend=block.neuron_config.backend,
+        )
+        entries.append(entry.to_dict())
+    return {"config": config_record(model), "entries": entries}
+
+
+def config_record(model: nn.Module) -> dict[str, Any]:
+    """Return the configuration that `model` was patched with as plain values; of frozen blocks that of the first."""
+    report = _patch_report(model)
+    config = report.config if report is not None else next(iter(patched_blocks(model).values())).neuron_config
+    return config.to_dict()
+
+
+def _patch_report(model: nn.Module) -> PatchReport | None:
+    found = [state.report for _, state in states(model)]
+    if len(found) > 1:
+        names = {id(module): name for name, module in model.named_modules()}
+        return merged({names[id(holder)]: state.report for holder, state in states(model)})
+    return found[0] if found else None
+
+
+def _dense_weights(block: nn.Module) -> dict[str, Tensor]:
+    assert isinstance(block, NeuronSwiGLUMLP)
+    if isinstance(block, KernelLayoutSwiGLUMLP):
+        gate_up, down = _base(block, "gate_up_proj"), _base(block, "down_proj")
+    else:
+        roles = block.neuron_roles
+        weights = [_base(_inside_adapters(block.get_submodule(name)), "weight") for name in roles.linears]
+        if len(roles.inputs) == 2:
+            return dict(zip(PROJECTIONS, weights, strict=True))
+        gate_up, down = weights
+    gate_IH, up_IH = gate_up.chunk(2, dim=0)
+    return {"gate": gate_IH, "up": up_IH, "down": down}
+
+
+def _inside_adapters(layer: nn.Module) -> nn.Module:
+    """The layer that an adapter (peft's ``base_layer``) was put around."""
+    while isinstance(inner := getattr(layer, "base_layer", None), nn.Module):
+        layer = inner
+    return layer
+
+
+def _base(module: nn.Module, name: str) -> Tensor:
+    """A parameter's own values, without what a parametrization adds: asking for those would compute and cache them."""
+    parametrized = getattr(module, "parametrizations", None)
+    tensor = parametrized[name].original if parametrized is not None and name in parametrized else getattr(module, name)
+    assert isinstance(tensor, Tensor)
+    return tensor.detach()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor (``DTensor``), any other tensor as it is."""
+    to_local = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()
+
+
+def _spread(count: int, rows: int, device: torch.device) -> Tensor:
+    taken = min(rows, count)
+    return torch.arange(taken, device=device) * count // max(taken, 1)
+
+
+def _spread_pairs(weight_ERK: Tensor, rows: int) -> Tensor:
+    """Up to `rows` rows spread over all experts' rows."""
+    positions = _spread(weight_ERK.shape[0] * weight_ERK.shape[1], rows, weight_ERK.device)
+    each = max(weight_ERK.shape[1], 1)
+    return weight_ERK[torch.div(positions, each, rounding_mode="floor"), positions % each]

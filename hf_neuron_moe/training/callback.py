@@ -1,0 +1,184 @@
+"""Metrics of patched models for any Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from hf_neuron_moe.config import NeuronMoEConfig
+from hf_neuron_moe.errors import ConfigError, UnsupportedModelError, refuse
+from hf_neuron_moe.training.arguments import DEFAULT_HEALTH_STEPS
+from hf_neuron_moe.training.blocks import config_record, patch_record
+from hf_neuron_moe.training.metrics import StepMetrics, TrainingMonitor
+from hf_neuron_moe.training.prepare import is_patched, patch_for_training
+from hf_neuron_moe.training.run_files import RunFiles, environment
+
+_WHERE = "NeuronMoECallback"
+
+
+class NeuronMoECallback(TrainerCallback):
+    """Measures a patched model while a Trainer of your own trains it.
+
+    Every logging step gets ``neuron/tokens_per_second``, ``neuron/saved_bytes_per_token`` (what all patched blocks
+    keep for backward, without recomputation), ``neuron/padding_overhead`` (extra multiply-adds of the kernels in parts
+    of the needed ones), and of experts ``neuron/load_entropy`` (1 where all get the same),
+    ``neuron/load_max_over_mean`` and ``neuron/dead_experts`` (no token since the last log). Under activation
+    checkpointing there is ``neuron/routing_kept``: decisions that recomputation would have changed and replay did not
+    let it (:mod:`hf_neuron_moe.training.replay`). After sampled steps there are also ``neuron/sqnr_weights_db``,
+    ``neuron/sqnr_inputs_db``, ``neuron/flushed``, ``neuron/saturated`` and ``neuron/amax``: what MXFP8 does to the
+    weights and the blocks' inputs, whatever precision they compute in. Figures per module go to
+    ``<output_dir>/neuron_moe/metrics.jsonl``, and ``run.json`` beside it says what was run.
+
+    Make it known with :meth:`watch`, which puts it in front of the callbacks that report to TensorBoard and others.
+    Passed as ``Trainer(callbacks=[...])`` it comes after them: then only callbacks that follow, ``log_history`` and
+    the files have the figures. :class:`NeuronMoETrainer` does all of this by itself.
+
+    Args:
+        config: patch the model with this configuration: when the Trainer is made if it was passed in ``callbacks``,
+            else when training begins. By then the optimizer exists, so a configuration that moves weights to another
+            layout is refused. None: the model is patched already.
+        health_steps: measure quantisation in the first step and every this many; 0 for never. None: the training
+            arguments' ``neuron_health_steps``, or 100 where they have none.
+    """
+
+    def __init__(
+        self, config: NeuronMoEConfig | Mapping[str, Any] | None = None, health_steps: int | None = None
+    ) -> None:
+        if health_steps is not None and (type(health_steps) is not int or health_steps < 0):
+            raise refuse(
+                ConfigError,
+                where=_WHERE,
+                argument="health_steps",
+                expected="a number of steps, 0 for never",
+                got=repr(health_steps),
+                remedy="Leave it out for the default.",
+            )
+        self.config = config
+        self.health_steps = health_steps
+        self.sample_every = 0
+        self.monitor: TrainingMonitor | None = None
+        self.files: RunFiles | None = None
+        self.pending: StepMetrics | None = None
+
+    def watch(self, trainer: Trainer) -> NeuronMoECallback:
+        """Add this callback to `trainer`, in front of those that report the logs; return it."""
+        handler = trainer.callback_handler
+        if self not in handler.callbacks:
+            trainer.add_callback(self)
+        handler.callbacks.remove(self)
+        handler.callbacks.insert(0, self)
+        return self
+
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Patch the model, where a configuration was given: there is no optimizer yet, unless the caller made one.
+
+        Raises:
+            UnsupportedModelError: as :func:`patch_for_training` says.
+        """
+        if self.config is not None:
+            patch_for_training(_WHERE, kwargs["model"], self.config, kwargs.get("optimizer"))
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Begin to count, and write ``run.json``.
+
+        Raises:
+            UnsupportedModelError: the model is not patched and no configuration was given, or patching it now would
+                replace parameters that the optimizer has.
+        """
+        model: nn.Module = kwargs["model"]
+        if self.config is not None:
+            patch_for_training(_WHERE, model, self.config, kwargs.get("optimizer"))
+        elif not is_patched(model):
+            raise refuse(
+                UnsupportedModelError,
+                where=_WHERE,
+                argument="model",
+                expected="patched when training begins",
+                got=f"a {type(model).__name__} without patched blocks",
+                remedy="Call patch_model(model, ...) before the Trainer is made (inside model_init where there is "
+                "one), give the callback a config, or use NeuronMoETrainer.",
+            )
+        self.begin(args, state, model)
+
+    def begin(self, args: TrainingArguments, state: TrainerState, model: nn.Module) -> None:
+        """Begin to count in a patched `model`, and write ``run.json``."""
+        self.detach()
+        self.monitor = TrainingMonitor(model)
+        self.monitor.attach()
+        from_args = getattr(args, "neuron_health_steps", DEFAULT_HEALTH_STEPS)
+        self.sample_every = from_args if self.health_steps is None else self.health_steps
+        self.files = RunFiles(args.output_dir) if state.is_world_process_zero else None
+        if self.files is not None:
+            run = {
+                "patch": patch_record(model),
+                "config": config_record(model),
+                "environment": {**environment(), "processes": args.world_size},
+                "model": _name_of(model),
+            }
+            self.files.begin(run, state.global_step)
+        self.monitor.restart_clock()
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Decide whether this step is sampled."""
+        if self.monitor is not None:
+            step, every = state.global_step + 1, self.sample_every
+            self.monitor.begin_step(sample=every > 0 and (step == 1 or step % every == 0))
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Look at the weights of a sampled step, and at the clock."""
+        if self.monitor is not None:
+            self.monitor.end_step()
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Leave evaluation out of tokens per second."""
+        if self.monitor is not None:
+            self.monitor.restart_clock()
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Leave saving out of tokens per second."""
+        if self.monitor is not None:
+            self.monitor.restart_clock()
+
+    def collect(self) -> dict[str, float]:
+        """Return the numbers to log now; the line for the file waits for :meth:`on_log`. All ranks call it together."""
+        if self.monitor is None:
+            return {}
+        self.pending = self.monitor.take()
+        return self.pending.logs
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Put the figures into a logging step of training, and into the files."""
+        logs: dict[str, Any] = kwargs["logs"]
+        if self.monitor is None or "loss" not in logs:
+            return
+        if self.pending is None:
+            logs.update(self.collect())
+            state.log_history[-1].update(logs)
+        pending, self.pending = self.pending, None
+        if self.files is not None and pending is not None:
+            head = {key: logs.get(key) for key in ("epoch", "loss", "learning_rate", "grad_norm")}
+            self.files.append({"step": state.global_step, **head, **pending.record})
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Take the hooks off the model."""
+        self.detach()
+
+    def detach(self) -> None:
+        """Take the hooks off the model, also after a training that an exception ended."""
+        if self.monitor is not None:
+            self.monitor.detach()
+        self.monitor, self.pending = None, None
+
+
+def _name_of(model: nn.Module) -> str:
+    """The folder or hub id that the model was loaded from, else its class."""
+    return getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__

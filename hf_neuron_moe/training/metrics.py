@@ -1,0 +1,317 @@
+"""What is measured while a patched model trains: tokens, expert load, padding, saved bytes, quantisation health.
+
+Everything is counted by forward hooks into tensors on the model's device; values come to the host when they are logged.
+
+Legend: T tokens, K experts per token, E experts, H hidden size, I intermediate size, M tensors measured, W ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from hf_neuron_moe.formats.padding import padded_size
+from hf_neuron_moe.patching.replay import routing_replay_stats
+from hf_neuron_moe.training.blocks import (
+    PROJECTIONS,
+    block_sizes,
+    device_of,
+    has_experts,
+    patched_blocks,
+    sampled_weights,
+    spread_rows,
+)
+from hf_neuron_moe.training.health import MEASURES, SAMPLED_ROWS, quantization_health
+
+INPUT = "input"
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """What was measured since the last logging step, over all ranks.
+
+    Attributes:
+        logs: one number per key, all keys beginning with ``neuron/``, for ``Trainer.log``. Of figures that every module
+            has, the mean over modules; of ``amax`` the largest.
+        record: the same per module, as a line of ``metrics.jsonl`` has it.
+    """
+
+    logs: dict[str, float]
+    record: dict[str, Any]
+
+
+class ExpertCount:
+    """Token-expert pairs per expert of one module.
+
+    Args:
+        experts: E.
+        block_size: tokens per block of the blockwise kernels.
+        device: where the routing indices are.
+    """
+
+    def __init__(self, experts: int, block_size: int, device: torch.device) -> None:
+        self.block_size = block_size
+        self.load_E = torch.zeros(experts, dtype=torch.int64, device=device)
+        self.padded_rows = torch.zeros(1, dtype=torch.int64, device=device)
+
+    def add(self, index_TK: Tensor) -> None:
+        """Count one call's indices; those of E and above belong to other ranks."""
+        experts, block = len(self.load_E), self.block_size
+        pairs = index_TK.reshape(-1).to(torch.int64).clamp(max=experts)
+        # Not bincount: that waits for the device, and its shape is unknown to a compiler.
+        counts_E = pairs.new_zeros(experts + 1).scatter_add_(0, pairs, torch.ones_like(pairs))[:experts]
+        self.load_E.add_(counts_E)
+        self.padded_rows.add_((torch.div(counts_E + (block - 1), block, rounding_mode="floor") * block).sum())
+
+
+class TrainingMonitor:
+    """Counts what the patched blocks of a model do in training forwards, until :meth:`detach`.
+
+    A training forward is a call of `model` in training mode with gradients enabled. What happens outside of one
+    (evaluation, generation, the recomputation of checkpointed layers within backward) is not counted.
+
+    Under ``torch.compile`` the inputs' quantisation health is not measured, since sampled steps would need a graph of
+    their own; everything else is.
+
+    Args:
+        model: the model that the trainer calls, with patched blocks in it.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.blocks = patched_blocks(model)
+        self.device = device_of(next(iter(self.blocks.values())))
+        self.sizes = {name: block_sizes(block) for name, block in self.blocks.items()}
+        self.inside, self.sampling = False, False
+        self.inputs: dict[str, Tensor] = {}
+        self.health_M4: Tensor | None = None
+        self.handles: list[RemovableHandle] = []
+        self.counts = {
+            name: ExpertCount(self.sizes[name][0], block.neuron_config.block_size, device_of(block))
+            for name, block in self.blocks.items()
+            if has_experts(block)
+        }
+        self.tokens = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.positions = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.replayed = routing_replay_stats(model)
+        self.elapsed = 0.0
+        self.restart_clock()
+
+    def _reset(self) -> None:
+        """Start anew, in the same tensors: a compiled model goes on writing to them."""
+        for counter in self._counters():
+            counter.zero_()
+        self.health_M4 = None
+        self.replayed = routing_replay_stats(self.model)
+        self.elapsed = 0.0
+        self.restart_clock()
+
+    def _counters(self) -> list[Tensor]:
+        counters = [self.tokens, self.positions]
+        for count in self.counts.values():
+            counters += [count.padded_rows, count.load_E]
+        return counters
+
+    def attach(self) -> None:
+        """Begin to count."""
+        model = self.model
+        self.handles.append(model.register_forward_pre_hook(self._enter, with_kwargs=True))
+        self.handles.append(model.register_forward_hook(self._leave, always_call=True))
+        for name, block in self.blocks.items():
+            hook = functools.partial(self._see_block, name)
+            self.handles.append(block.register_forward_pre_hook(hook, with_kwargs=True))
+
+    def detach(self) -> None:
+        """Take all hooks off the model."""
+        while self.handles:
+            self.handles.pop().remove()
+        self.inside = False
+        self.inputs.clear()
+
+    def restart_clock(self) -> None:
+        """Leave out what happened since the last step: evaluation, saving, logging."""
+        self.mark = time.perf_counter()
+
+    def begin_step(self, *, sample: bool) -> None:
+        """Begin an optimizer step; with `sample` its first inputs and its weights are looked at."""
+        self.sampling = sample
+        self.inputs.clear()
+
+    def end_step(self) -> None:
+        """End an optimizer step."""
+        if self.sampling:
+            self.sampling = False
+            self.health_M4 = self._measure_health()
+            self.inputs.clear()
+        now = time.perf_counter()
+        self.elapsed += now - self.mark
+        self.mark = now
+
+    def take(self) -> StepMetrics:
+        """Return what was counted since the last call, and start anew. All ranks have to call it together."""
+        replayed = torch.tensor(routing_replay_stats(self.model)) - torch.tensor(self.replayed)
+        counted = torch.cat([counter.to(self.device) for counter in (*self._counters(), replayed)])
+        *counts, decisions, changed = _gathered(counted).sum(dim=0).tolist()
+        totals = iter(counts)
+        # Now that the device has caught up, the time it took is known.
+        elapsed = torch.tensor(self.elapsed + time.perf_counter() - self.mark, device=self.device)
+        elapsed_s = _gathered(elapsed).max().item()
+        tokens, positions = next(totals), next(totals)
+        padded_rows = {}
+        loads = {}
+        for name in self.counts:
+            padded_rows[name] = next(totals)
+            loads[name] = [next(totals) for _ in range(self.sizes[name][0])]
+        record: dict[str, Any] = {
+            "tokens_per_second": tokens / elapsed_s if elapsed_s > 0 else 0.0,
+            "saved_bytes_per_token": sum(block.saved_bytes_per_token for block in self.blocks.values()),
+            "padding_overhead": self._padding_overhead(positions, loads, padded_rows),
+            "experts": {name: _load_figures(load) for name, load in loads.items()},
+        }
+        if decisions:
+            record["routing_kept"] = changed
+        if self.health_M4 is not None:
+            record["health"] = self._health_record(_gathered(self.health_M4))
+        self._reset()
+        return StepMetrics(_logs(record), record)
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.inside = module.training and torch.is_grad_enabled()
+        if self.inside:
+            tokens, positions = _token_counts(args, kwargs)
+            self.tokens.add_(tokens)
+            self.positions.add_(positions)
+
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self.inside = False
+
+    def _see_block(self, name: str, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self.inside:
+            return
+        if name in self.counts:
+            index_TK = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
+            self.counts[name].add(index_TK)
+        if torch.compiler.is_compiling() or not self.sampling or name in self.inputs:
+            return
+        hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        self.inputs[name] = spread_rows(hidden.reshape(-1, hidden.shape[-1]), SAMPLED_ROWS)
+
+    def _measured(self) -> Iterator[tuple[str, str]]:
+        """Block and tensor of every row of :attr:`health_M4`; figures of a tensor that a block lacks are NaN."""
+        for name in self.blocks:
+            for tensor in (*PROJECTIONS, INPUT):
+                yield name, tensor
+
+    def _measure_health(self) -> Tensor:
+        nothing = torch.empty(0, 0, device=self.device)
+        figures = []
+        for name, block in self.blocks.items():
+            rows = sampled_weights(block, SAMPLED_ROWS)
+            rows[INPUT] = self.inputs.get(name, nothing)
+            figures += [
+                quantization_health(rows.get(tensor, nothing)).to(self.device) for tensor in (*PROJECTIONS, INPUT)
+            ]
+        return torch.stack(figures)
+
+    def _health_record(self, health_WM4: Tensor) -> dict[str, Any]:
+        """Combine the ranks: each looked at its own inputs, and at its own part of sharded weights."""
+        largest = health_WM4[..., 0].nan_to_num(nan=-math.inf).amax(dim=0)
+        rows = torch.cat([largest[:, None], health_WM4[..., 1:].nanmean(dim=0)], dim=1).tolist()
+        record: dict[str, Any] = {}
+        for (name, tensor), figures in zip(self._measured(), rows, strict=True):
+            module = record.setdefault(name, {"weights": {}})
+            if figures[0] == -math.inf:
+                continue
+            home = module if tensor == INPUT else module["weights"]
+            home[tensor] = dict(zip(MEASURES, figures, strict=True))
+        return record
+
+    def _padding_overhead(
+        self, positions: int, loads: Mapping[str, list[int]], padded_rows: Mapping[str, int]
+    ) -> float:
+        """Extra multiply-adds of the kernels in parts of the needed ones.
+
+        H and I are padded to multiples of 128, and every expert's tokens to whole blocks.
+        """
+        needed = done = 0.0
+        for name in self.blocks:
+            _, H, I = self.sizes[name]  # noqa: E741
+            rows = sum(loads[name]) if name in loads else positions
+            needed += rows * H * I
+            done += padded_rows.get(name, rows) * padded_size(H) * padded_size(I)
+        return done / needed - 1.0 if needed else 0.0
+
+
+def _token_counts(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor | int, int]:
+    """Tokens without padding, and positions with it, of a call of a model; 0 where it has no text."""
+    ids = kwargs.get("input_ids", args[0] if args else None)
+    if ids is None:
+        embeddings = kwargs.get("inputs_embeds")
+        ids = None if embeddings is None else embeddings[..., 0]
+    if not isinstance(ids, Tensor):
+        return 0, 0
+    mask = kwargs.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.shape == ids.shape:
+        return (mask != 0).sum(), ids.numel()
+    return ids.numel(), ids.numel()
+
+
+def _load_figures(load: list[int]) -> dict[str, Any]:
+    """Entropy of the load (1 where all experts have the same), largest over mean, idle experts, and the counts."""
+    total, experts = sum(load), len(load)
+    shares = [count / total for count in load if count]
+    entropy = -sum(share * math.log(share) for share in shares) / math.log(experts) if experts > 1 else 1.0
+    return {
+        "entropy": entropy if total else math.nan,
+        "max_over_mean": max(load) * experts / total if total else math.nan,
+        "dead": load.count(0),
+        "load": load,
+    }
+
+
+def _logs(record: Mapping[str, Any]) -> dict[str, float]:
+    """The figures of `record` over all modules, as ``Trainer.log`` takes them."""
+    logs = {f"neuron/{key}": record[key] for key in ("tokens_per_second", "saved_bytes_per_token", "padding_overhead")}
+    experts = record["experts"].values()
+    if experts:
+        logs["neuron/load_entropy"] = _mean(module["entropy"] for module in experts)
+        logs["neuron/load_max_over_mean"] = _mean(module["max_over_mean"] for module in experts)
+        logs["neuron/dead_experts"] = _mean(module["dead"] for module in experts)
+    if "routing_kept" in record:
+        logs["neuron/routing_kept"] = record["routing_kept"]
+    modules = record.get("health", {}).values()
+    weights = [tensor for module in modules for tensor in module["weights"].values()]
+    inputs = [module[INPUT] for module in modules if INPUT in module]
+    if weights:
+        logs["neuron/sqnr_weights_db"] = _mean(tensor["sqnr_db"] for tensor in weights)
+    if inputs:
+        logs["neuron/sqnr_inputs_db"] = _mean(tensor["sqnr_db"] for tensor in inputs)
+    if both := [*weights, *inputs]:
+        for measure in ("flushed", "saturated"):
+            logs[f"neuron/{measure}"] = _mean(tensor[measure] for tensor in both)
+        logs["neuron/amax"] = max(tensor["amax"] for tensor in both)
+    return logs
+
+
+def _mean(values: Iterable[float]) -> float:
+    """Mean of the finite values: a tensor of zeros has no signal-to-noise ratio, an exact one an infinite one."""
+    finite = [value for value in values if math.isfinite(value)]
+    return sum(finite) / len(finite) if finite else math.nan
+
+
+def _gathered(values: Tensor) -> Tensor:
+    """Return the tensor of every rank, stacked in front; one alone where training is not distributed."""
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1:
+        return values.unsqueeze(0)
+    parts = [torch.empty_like(values) for _ in range(distributed.get_world_size())]
+    distributed.all_gather(parts, values.contiguous())
+    return torch.stack(parts)

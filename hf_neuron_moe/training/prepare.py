@@ -1,0 +1,72 @@
+"""Patching where a trainer does it: before the optimizer exists, or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from hf_neuron_moe.config import NeuronMoEConfig
+from hf_neuron_moe.errors import UnsupportedModelError, refuse
+from hf_neuron_moe.modules.block import NeuronBlock
+from hf_neuron_moe.modules.frozen_block import FrozenBlock
+from hf_neuron_moe.patching.api import patch_model, unpatch_model
+from hf_neuron_moe.patching.apply import states
+
+
+def is_patched(model: nn.Module) -> bool:
+    """Return whether `model` has patched blocks, frozen ones included."""
+    return any(isinstance(module, NeuronBlock) for module in model.modules())
+
+
+def patch_for_training(
+    where: str,
+    model: nn.Module,
+    config: NeuronMoEConfig | Mapping[str, Any],
+    optimizer: Optimizer | None,
+    *,
+    include: Sequence[str] | None = None,
+    exclude: Sequence[str] | None = None,
+    strict: bool = True,
+) -> None:
+    """Patch `model` unless that would take parameters away from an optimizer that has them already.
+
+    A model that is patched with the same arguments stays as it is. So does one that was loaded with frozen MX blocks,
+    which has nothing to patch and computes with the codes it was loaded with.
+
+    Args:
+        where: who patches, for messages.
+        model: the model to train, possibly in peft's wrapper.
+        config: as for :func:`hf_neuron_moe.patch_model`, like the options that follow.
+        optimizer: the optimizer, where it exists already.
+        include: globs.
+        exclude: globs.
+        strict: whether blocks that cannot be patched are refused.
+
+    Raises:
+        UnsupportedModelError: the model cannot be patched, is patched with another configuration, or the optimizer
+            would go on with parameters that the model does not have any more; the model is as it was.
+        NothingToPatchError, ConfigError, BackendUnavailableError: as ``patch_model`` says.
+    """
+    unpatched = not any(True for _ in states(model))
+    if unpatched and any(isinstance(module, FrozenBlock) for module in model.modules()):
+        return
+    before = {id(param) for param in model.parameters()}
+    patch_model(model, config, include=include, exclude=exclude, strict=strict)
+    if optimizer is None or not unpatched:
+        return
+    lost = before - {id(param) for param in model.parameters()}
+    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    if lost & held:
+        unpatch_model(model)
+        raise refuse(
+            UnsupportedModelError,
+            where=where,
+            argument="model",
+            expected="patched before its optimizer is made, since its weights move into another layout",
+            got=f"an unpatched model and an optimizer with {len(lost & held)} of the parameters that would be replaced",
+            remedy="Call patch_model(model, config) before the optimizer and the Trainer are made, use "
+            "NeuronMoETrainer, or keep the parameters with weights='stock'. Nothing was changed.",
+        )

@@ -1,0 +1,103 @@
+"""The files that a run leaves in ``<output_dir>/neuron_moe/``: ``run.json`` and ``metrics.jsonl``.
+
+Numbers that JSON does not know (NaN, infinities) are written as null.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import math
+import os
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+FOLDER = "neuron_moe"
+RUN_FILE, METRICS_FILE = "run.json", "metrics.jsonl"
+_PACKAGES = ("hf-neuron-moe", "torch", "transformers", "accelerate", "peft", "trl", "datasets", "safetensors", "numpy")
+
+
+class RunFiles:
+    """Writer of a run's files; used by rank 0 only.
+
+    Args:
+        output_dir: the trainer's output folder; None is the present one.
+    """
+
+    def __init__(self, output_dir: str | Path | None) -> None:
+        self.folder = Path(output_dir or ".") / FOLDER
+
+    def begin(self, run: Mapping[str, Any], step: int) -> None:
+        """Write ``run.json``, and keep of earlier metrics what belongs to this run.
+
+        Args:
+            run: its content.
+            step: the step that training continues from, 0 for a new run. Lines of later steps are dropped, which a run
+                that was interrupted after its last checkpoint wrote and this one will write again.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        _replace(self.folder / RUN_FILE, json.dumps(_plain(run), indent=1, allow_nan=False) + "\n")
+        metrics = self.folder / METRICS_FILE
+        if metrics.exists():
+            _replace(metrics, "".join(_lines_until(metrics.read_text(encoding="utf-8"), step)))
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Write one line of ``metrics.jsonl``."""
+        line = json.dumps(_plain(record), allow_nan=False)
+        with open(self.folder / METRICS_FILE, "a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+
+def environment() -> dict[str, Any]:
+    """Return what the run's figures depend on besides its configuration: versions, machine, threads, date."""
+    versions = {}
+    for name in _PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return {
+        "packages": versions,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu_count": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "accelerator": None if accelerator is None else str(accelerator),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def _lines_until(text: str, step: int) -> list[str]:
+    """The lines of steps up to `step`; a last line that was cut off is none."""
+    kept = []
+    for line in text.splitlines(keepends=True):
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if line.endswith("\n") and record["step"] <= step:
+            kept.append(line)
+    return kept
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)

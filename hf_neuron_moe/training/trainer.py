@@ -1,0 +1,107 @@
+"""A Trainer that patches its model before the optimizer exists, measures it, and saves without half checkpoints."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import nn
+from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+
+from hf_neuron_moe.training.arguments import NeuronMoEArguments
+from hf_neuron_moe.training.callback import NeuronMoECallback
+from hf_neuron_moe.training.checkpoints import SafeCheckpointMixin
+from hf_neuron_moe.training.prepare import is_patched, patch_for_training
+
+
+class NeuronMoETrainerMixin(SafeCheckpointMixin):
+    """Makes a Trainer of any Trainer subclass that patches, measures, and keeps its checkpoints whole.
+
+    Name it first::
+
+        class NeuronSFTTrainer(NeuronMoETrainerMixin, SFTTrainer): ...
+
+    The constructor's arguments are those of the other class. The options come from its ``args``, if these have the
+    fields of :class:`NeuronMoEArguments`; without them a model that is patched already stays as it is, and any other is
+    patched with the defaults. ``model`` may be a module, peft's wrapper around one, absent with ``model_init``, or a
+    name where the other class takes one. What is logged is listed at :class:`NeuronMoECallback`, what is different
+    about checkpoints at :class:`hf_neuron_moe.training.checkpoints.SafeCheckpointMixin`.
+
+    Raises:
+        UnsupportedModelError: the model cannot be patched, is patched with another configuration already, or was
+            passed together with an optimizer of parameters that patching replaces.
+        ConfigError, NothingToPatchError, BackendUnavailableError: as :func:`hf_neuron_moe.patch_model` says.
+    """
+
+    def __init__(self, *positional: Any, **named: Any) -> None:
+        given = _given(super().__init__, positional, named)
+        model, optimizers = given.get("model"), given.get("optimizers") or (None, None)
+        if isinstance(model, nn.Module):  # before adapters, devices and data-parallel wrappers
+            _patch(model, given.get("args"), optimizers[0])
+        super().__init__(*positional, **named)
+        if not isinstance(model, nn.Module) and given.get("model_init") is None:
+            _patch(self.model, self.args, self.optimizer)
+        own = [callback for callback in self.callback_handler.callbacks if isinstance(callback, NeuronMoECallback)]
+        self.neuron_callback = (own[0] if own else _TrainerCallback()).watch(self)
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """Make a model with ``model_init``, and patch it."""
+        model: nn.Module = super().call_model_init(trial)
+        _patch(model, self.args, None)
+        return model
+
+    def train(self, *positional: Any, **named: Any) -> Any:
+        """Train as the other class does; the hooks for the metrics are gone afterwards, whatever happens."""
+        try:
+            return super().train(*positional, **named)
+        finally:
+            self.neuron_callback.detach()
+
+    def log(self, logs: dict[str, float], *positional: Any, **named: Any) -> None:
+        """Log, with the figures of the patched blocks where the logs are those of a training step."""
+        if "loss" in logs:
+            logs.update(self.neuron_callback.collect())
+        super().log(logs, *positional, **named)
+
+
+class NeuronMoETrainer(NeuronMoETrainerMixin, Trainer):
+    """transformers' Trainer with :class:`NeuronMoETrainerMixin`; ``args`` are :class:`NeuronMoETrainingArguments`."""
+
+
+class _TrainerCallback(NeuronMoECallback):
+    """The mixin's callback: the mixin has patched, and a model that was to stay stock is trained without metrics."""
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if is_patched(kwargs["model"]):
+            self.begin(args, state, kwargs["model"])
+
+
+def _patch(model: nn.Module, args: Any, optimizer: Any) -> None:
+    options = args if isinstance(args, NeuronMoEArguments) else NeuronMoEArguments()
+    if not options.neuron_patch or (options is not args and is_patched(model)):
+        return
+    patch_for_training(
+        "NeuronMoETrainer",
+        model,
+        options.neuron_config(),
+        optimizer,
+        include=options.neuron_include,
+        exclude=options.neuron_exclude,
+        strict=options.neuron_strict,
+    )
+
+
+def _given(constructor: Any, positional: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a constructor by name; of one that passes everything on, by the names that Trainer has."""
+    signature = inspect.signature(constructor)
+    kinds = {parameter.kind for parameter in signature.parameters.values()}
+    if inspect.Parameter.VAR_POSITIONAL in kinds:
+        names = [name for name in inspect.signature(Trainer.__init__).parameters if name != "self"]
+        return dict(zip(names, positional)) | named
+    bound = signature.bind_partial(*positional, **named).arguments
+    keywords = [p.name for p in signature.parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD]
+    for name in keywords:
+        bound |= bound.pop(name, {})
+    return bound

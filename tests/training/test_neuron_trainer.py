@@ -1,0 +1,344 @@
+"""NeuronMoETrainer patches in time, and trains exactly as patch_model and the stock Trainer do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import Trainer, TrainingArguments
+
+from hf_neuron_moe import (
+    NeuronMoEArguments,
+    NeuronMoECallback,
+    NeuronMoETrainer,
+    NeuronMoETrainerMixin,
+    patch_model,
+)
+from hf_neuron_moe.errors import ConfigError, UnsupportedModelError
+from hf_neuron_moe.training.prepare import is_patched
+from tests.tiny_models import HOMES, assert_same_snapshot, snapshot, tiny_model
+from tests.training.runs import SETTINGS, Rows, arguments, losses, metrics, train_logs, trainer
+
+
+def stock_losses(model: nn.Module | Callable[[], nn.Module], folder: Path, **options: Any) -> list[float]:
+    """Losses of transformers' own Trainer over a model, or over what a function makes."""
+    made = {"model": model} if isinstance(model, nn.Module) else {"model_init": model}
+    options = {**SETTINGS, **options}
+    run = Trainer(args=TrainingArguments(output_dir=str(folder), **options), train_dataset=Rows(), **made)
+    run.train()
+    return losses(run)
+
+
+def same_weights(one: nn.Module, other: nn.Module) -> None:
+    theirs = other.state_dict()
+    for name, value in one.state_dict().items():
+        assert torch.equal(value, theirs[name]), name
+
+
+@pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_losses_equal_patch_model_and_the_stock_trainer(family: str, home: str, precision: str, tmp_path: Path) -> None:
+    by_hand = tiny_model(family)
+    patch_model(by_hand, {"precision": precision, "weights": home})
+    expected = stock_losses(by_hand, tmp_path / "stock")
+    model = tiny_model(family)
+    run = trainer(model, tmp_path / "own", neuron_precision=precision, neuron_weights=home)
+    run.train()
+    assert losses(run) == expected
+    assert len(set(expected)) == 4
+    same_weights(model, by_hand)
+
+
+def test_accumulation_with_checkpointing_equals_stock(tmp_path: Path) -> None:
+    options = {"gradient_accumulation_steps": 3, "per_device_train_batch_size": 1, "activation_checkpointing": True}
+    by_hand = tiny_model("mixtral")
+    patch_model(by_hand)
+    expected = stock_losses(by_hand, tmp_path / "stock", **options)
+    run = trainer(tiny_model("mixtral"), tmp_path / "own", **options)
+    run.train()
+    assert losses(run) == expected
+    assert [sum(sum(m["load"]) for m in line["experts"].values()) for line in metrics(tmp_path / "own")] == [
+        3 * 12 * 2 * 2  # micro-batches, tokens, experts per token, layers: recomputation is not counted
+    ] * 4
+
+
+def test_a_model_made_by_model_init_is_patched_each_time(tmp_path: Path) -> None:
+    run = trainer(None, tmp_path / "init", model_init=lambda: tiny_model("mixtral"), neuron_weights="kernel")
+    first = run.model
+    assert is_patched(first)
+    run.train()
+    assert run.model is not first
+
+    def by_hand() -> nn.Module:
+        model = tiny_model("mixtral")
+        patch_model(model, {"weights": "kernel"})
+        return model
+
+    assert losses(run) == stock_losses(by_hand, tmp_path / "stock")
+
+
+def test_the_same_configuration_may_be_there_already_and_another_may_not(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    patch_model(model, {"precision": "mxfp8"})
+    before = snapshot(model)
+    with pytest.raises(UnsupportedModelError, match="instead of"):
+        trainer(model, tmp_path)
+    assert_same_snapshot(snapshot(model), before)
+    run = trainer(model, tmp_path, neuron_precision="mxfp8")
+    run.train()
+    assert len(losses(run)) == 4
+
+
+def test_globs_and_strict_reach_patch_model(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    trainer(model, tmp_path, neuron_exclude=["*.0.mlp"])
+    assert not is_patched(model.model.layers[0])
+    assert is_patched(model.model.layers[1])
+    with pytest.raises(ConfigError, match="include"):
+        trainer(tiny_model("llama"), tmp_path, neuron_include=["*.mpl"])
+
+
+def test_without_patching_it_is_the_stock_trainer(tmp_path: Path) -> None:
+    run = trainer(tiny_model("mixtral"), tmp_path / "own", neuron_patch=False)
+    run.train()
+    assert losses(run) == stock_losses(tiny_model("mixtral"), tmp_path / "stock")
+    assert not any(key.startswith("neuron/") for entry in run.state.log_history for key in entry)
+    assert not (tmp_path / "own" / "neuron_moe").exists()
+
+
+def test_an_optimizer_that_is_there_already_keeps_its_parameters(tmp_path: Path) -> None:
+    model = tiny_model("mixtral")
+    before = snapshot(model)
+    optimizers = (torch.optim.SGD(model.parameters(), lr=0.1), None)
+    with pytest.raises(UnsupportedModelError, match="patched before its optimizer is made"):
+        trainer(model, tmp_path, optimizers=optimizers, neuron_weights="kernel")
+    assert_same_snapshot(snapshot(model), before)
+    run = trainer(model, tmp_path, optimizers=optimizers, neuron_weights="stock")
+    run.train()
+    assert len(set(losses(run))) == 4
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_a_model_in_a_peft_wrapper_is_patched_inside(home: str, tmp_path: Path) -> None:
+    def wrapped() -> nn.Module:
+        model = tiny_model("mixtral")
+        torch.manual_seed(1)
+        return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+
+    by_hand = wrapped()
+    patch_model(by_hand, {"weights": home})
+    expected = stock_losses(by_hand, tmp_path / "stock")
+    run = trainer(wrapped(), tmp_path / "own", neuron_weights=home)
+    run.train()
+    assert losses(run) == expected
+    assert len(metrics(tmp_path / "own")[0]["experts"]) == 2
+
+
+def test_adapters_on_fused_experts_train_as_without_the_metrics(tmp_path: Path) -> None:
+    def wrapped() -> nn.Module:
+        model = tiny_model("mixtral")
+        patch_model(model, {"precision": "fp32"})
+        torch.manual_seed(1)
+        target = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+        return get_peft_model(model, LoraConfig(r=2, target_modules=[], target_parameters=target))
+
+    expected = stock_losses(wrapped(), tmp_path / "stock")
+    # A glance at the weights within a forward would put a detached copy into peft's cache, and nothing would be learnt.
+    run = trainer(wrapped(), tmp_path / "own", neuron_precision="fp32", neuron_health_steps=1)
+    run.train()
+    assert losses(run) == expected
+    assert set(metrics(tmp_path / "own")[0]["health"]["model.layers.0.mlp.experts"]["weights"]) == {
+        "gate",
+        "up",
+        "down",
+    }
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_a_resumed_run_equals_the_uninterrupted_one(home: str, tmp_path: Path) -> None:
+    options = {"save_strategy": "steps", "save_steps": 2, "neuron_weights": home, "neuron_health_steps": 3}
+    whole = trainer(tiny_model("mixtral"), tmp_path, **options)
+    whole.train()
+    lines = metrics(tmp_path)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert ["health" in line for line in lines] == [True, False, True, False]
+    other = tmp_path / "neuron_moe" / "metrics.jsonl"
+    other.write_text(other.read_text() + '{"step": 5, "cut off')
+    model = tiny_model("mixtral")
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(0.5)  # whatever is not restored would show
+    resumed = trainer(model, tmp_path, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert losses(resumed) == losses(whole)
+    again = metrics(tmp_path)  # lines of steps after the checkpoint were written anew
+    assert [line["step"] for line in again] == [1, 2, 3, 4]
+    for line, first in zip(again, lines, strict=True):
+        for key in ("loss", "learning_rate", "epoch", "experts", "padding_overhead"):
+            assert line[key] == first[key]
+        assert line.get("health") == first.get("health")
+
+
+class TestCallback:
+    """NeuronMoECallback with a Trainer that knows nothing of this package."""
+
+    def run(self, model: nn.Module, folder: Path, callback: NeuronMoECallback, *, passed: bool = False) -> Trainer:
+        options = TrainingArguments(output_dir=str(folder), **SETTINGS)
+        callbacks = [callback] if passed else []
+        run = Trainer(model=model, args=options, train_dataset=Rows(), callbacks=callbacks)
+        if not passed:
+            callback.watch(run)
+        return run
+
+    def test_it_measures_what_the_trainer_of_the_package_does(self, tmp_path: Path) -> None:
+        for passed in (False, True):
+            model = tiny_model("mixtral")
+            patch_model(model)
+            run = self.run(model, tmp_path / "own", NeuronMoECallback(), passed=passed)
+            run.train()
+            other = trainer(tiny_model("mixtral"), tmp_path / "other")
+            other.train()
+            for mine, theirs in zip(train_logs(run), train_logs(other), strict=True):
+                assert list(mine) == list(theirs) or set(mine) == set(theirs)
+                assert {k: v for k, v in mine.items() if "per_second" not in k} == {
+                    k: v for k, v in theirs.items() if "per_second" not in k
+                }
+
+    def test_an_unpatched_model_is_refused_with_what_to_do(self, tmp_path: Path) -> None:
+        run = self.run(tiny_model("llama"), tmp_path, NeuronMoECallback())
+        with pytest.raises(UnsupportedModelError, match="Call patch_model"):
+            run.train()
+
+    def test_it_patches_while_no_parameter_is_lost(self, tmp_path: Path) -> None:
+        expected = trainer(tiny_model("llama"), tmp_path / "expected", neuron_weights="kernel")
+        expected.train()
+        config = {"weights": "kernel"}
+        early = self.run(tiny_model("llama"), tmp_path / "early", NeuronMoECallback(config), passed=True)
+        early.train()  # patched when the Trainer was made
+        assert losses(early) == losses(expected)
+        model = tiny_model("llama")
+        late = self.run(model, tmp_path / "late", NeuronMoECallback(config))
+        with pytest.raises(UnsupportedModelError, match="patched before its optimizer is made"):
+            late.train()
+        assert not is_patched(model)
+        stock = self.run(model, tmp_path / "stock", NeuronMoECallback({"weights": "stock"}))
+        stock.train()
+        assert len(set(losses(stock))) == 4
+
+    def test_its_own_options_are_checked(self) -> None:
+        with pytest.raises(ConfigError, match="health_steps"):
+            NeuronMoECallback(health_steps=-2)
+
+
+def test_hooks_are_gone_after_training_and_after_an_exception(tmp_path: Path) -> None:
+    model = tiny_model("mixtral")
+    run = trainer(model, tmp_path)
+    before = snapshot(model)
+    hooks = {key: value for key, value in before.items() if key.startswith("hooks ")}
+    run.train()
+    assert {key: value for key, value in snapshot(model).items() if key.startswith("hooks ")} == hooks
+    run.train_dataset = [{"input_ids": torch.tensor([10**6]), "labels": torch.tensor([1])}] * 8
+    with pytest.raises(IndexError):
+        run.train()
+    assert {key: value for key, value in snapshot(model).items() if key.startswith("hooks ")} == hooks
+
+
+def test_trainer_classes_with_constructors_of_their_own(tmp_path: Path) -> None:
+    class Passing(Trainer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+
+    class Building(Trainer):
+        """Makes its model itself, as TRL's trainers do when they get a name."""
+
+        def __init__(
+            self, model: str, reference: Any = None, args: TrainingArguments | None = None, **named: Any
+        ) -> None:
+            super().__init__(model=tiny_model(model), args=args, **named)
+
+    class NeuronPassing(NeuronMoETrainerMixin, Passing):
+        pass
+
+    class NeuronBuilding(NeuronMoETrainerMixin, Building):
+        pass
+
+    expected = trainer(tiny_model("llama"), tmp_path, neuron_precision="mxfp8")
+    expected.train()
+    options = arguments(tmp_path, neuron_precision="mxfp8")
+    runs = (
+        NeuronPassing(tiny_model("llama"), options, train_dataset=Rows()),
+        NeuronBuilding("llama", None, options, train_dataset=Rows()),
+    )
+    for run in runs:
+        run.train()
+        assert losses(run) == losses(expected)
+
+
+def test_arguments_without_our_fields_leave_a_patched_model_as_it_is(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    patch_model(model, {"precision": "mxfp8"})
+    run = NeuronMoETrainer(
+        model=model, args=TrainingArguments(output_dir=str(tmp_path), **SETTINGS), train_dataset=Rows()
+    )
+    run.train()
+    expected = trainer(tiny_model("llama"), tmp_path, neuron_precision="mxfp8")
+    expected.train()
+    assert losses(run) == losses(expected)
+
+
+def test_trl_sft_trainer(tmp_path: Path) -> None:
+    """With an adapter configuration, which SFTTrainer applies itself, after the model was patched."""
+    trl = pytest.importorskip("trl", reason="trl is not installed")
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{n}": n for n in range(3, 64)}
+    raw = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    raw.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    text = datasets.Dataset.from_list(
+        [{"text": " ".join(f"w{(7 * n + k) % 61 + 3}" for k in range(12))} for n in range(16)]
+    )
+
+    @dataclass
+    class Arguments(NeuronMoEArguments, trl.SFTConfig):
+        pass
+
+    class NeuronSFTTrainer(NeuronMoETrainerMixin, trl.SFTTrainer):
+        pass
+
+    options = {**SETTINGS, "max_length": 16, "bf16": False}
+    adapters = LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
+    by_hand = tiny_model("mixtral")
+    patch_model(by_hand, {"precision": "mxfp8", "weights": "kernel"})
+    stock = trl.SFTTrainer(
+        model=by_hand,
+        args=trl.SFTConfig(output_dir=str(tmp_path / "stock"), **options),
+        train_dataset=text,
+        processing_class=tokenizer,
+        peft_config=adapters,
+    )
+    stock.train()
+    run = NeuronSFTTrainer(
+        model=tiny_model("mixtral"),
+        args=Arguments(output_dir=str(tmp_path / "own"), neuron_precision="mxfp8", neuron_weights="kernel", **options),
+        train_dataset=text,
+        processing_class=tokenizer,
+        peft_config=adapters,
+    )
+    run.train()
+    assert losses(run) == losses(stock)
+    first = train_logs(run)[0]
+    assert first["neuron/sqnr_weights_db"] > 25
+    assert "mean_token_accuracy" in first  # SFTTrainer's own logs are there too
+    written = json.loads((tmp_path / "own" / "neuron_moe" / "run.json").read_text())
+    assert written["config"]["precision"] == "mxfp8"
