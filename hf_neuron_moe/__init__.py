@@ -21,12 +21,24 @@ if TYPE_CHECKING:
     from hf_neuron_moe.config import NeuronMoEConfig
     from hf_neuron_moe.errors import NeuronMoEError, NeuronMoEWarning
     from hf_neuron_moe.patching import PatchReport, patch_model, unpatch_model
+    from hf_neuron_moe.training import (
+        NeuronMoEArguments,
+        NeuronMoECallback,
+        NeuronMoETrainer,
+        NeuronMoETrainerMixin,
+        NeuronMoETrainingArguments,
+    )
 
 __all__ = [
     "ActivationBudget",
     "ActivationPolicy",
+    "NeuronMoEArguments",
+    "NeuronMoECallback",
     "NeuronMoEConfig",
     "NeuronMoEError",
+    "NeuronMoETrainer",
+    "NeuronMoETrainerMixin",
+    "NeuronMoETrainingArguments",
     "NeuronMoEWarning",
     "PatchReport",
     "__version__",
@@ -37,8 +49,13 @@ __all__ = [
 _HOME = {
     "ActivationBudget": "hf_neuron_moe.activation_policy",
     "ActivationPolicy": "hf_neuron_moe.activation_policy",
+    "NeuronMoEArguments": "hf_neuron_moe.training",
+    "NeuronMoECallback": "hf_neuron_moe.training",
     "NeuronMoEConfig": "hf_neuron_moe.config",
     "NeuronMoEError": "hf_neuron_moe.errors",
+    "NeuronMoETrainer": "hf_neuron_moe.training",
+    "NeuronMoETrainerMixin": "hf_neuron_moe.training",
+    "NeuronMoETrainingArguments": "hf_neuron_moe.training",
     "NeuronMoEWarning": "hf_neuron_moe.errors",
     "PatchReport": "hf_neuron_moe.patching",
     "patch_model": "hf_neuron_moe.patching",
