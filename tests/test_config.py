@@ -19,7 +19,7 @@ from hf_neuron_moe.errors import ConfigError
         ({"precision": "fp16"}, "precision must be one of bf16, mxfp8, fp32, got 'fp16'"),
         ({"precision": "mxfp"}, "Did you mean 'mxfp8'"),
         ({"precision": None}, "got None"),
-        ({"backend": "cuda"}, "backend must be one of auto, torch, neuron, triton"),
+        ({"backend": "cuda"}, "backend must be one of auto, torch, neuron, nki-sim, triton"),
         ({"weights": "kernels"}, "Did you mean 'kernel'"),
         ({"block_size": 100}, "block_size must be one of"),
         ({"block_size": 512.0}, "got 512.0"),

@@ -138,9 +138,9 @@ class DenseKernels:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Call the kernel of 2.30, which reads transposed copies and the caller's own intermediate."""
         if not checkpoints.keys() >= {"gate_pre", "up"}:
-            # Only the intermediate decides the down gradient, and the kernel does not make it for itself.
+            # The down gradient is made from the caller's intermediate: what the kernel recomputes does not enter it.
             _, made = self._run_forward(x_SH, gate_up_2IH, down_HI, frozenset({"gate_pre", "up"}))
-            checkpoints = made | checkpoints
+            checkpoints = {name: made[name] for name in ("gate_pre", "up")} | checkpoints
         if "intermediate" not in checkpoints:
             act = checkpoints.get("gate_act")
             if act is None:

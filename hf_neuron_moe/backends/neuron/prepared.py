@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 _Place = tuple[Any, int, tuple[int, ...], tuple[int, ...], torch.dtype]
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
@@ -45,7 +46,7 @@ class PreparedWeights:
             if cache is not None:
                 cache.drop_trainable()
 
-        self._hook = torch.optim.optimizer.register_optimizer_step_post_hook(after_step)
+        self._hook = register_optimizer_step_post_hook(after_step)
         weakref.finalize(self, self._hook.remove)
 
     @property
