@@ -51,6 +51,11 @@ class Keep:
         """Whether the backward reads the block's input as it came, and not from its FP8 form."""
         return not self.fp8
 
+    @property
+    def keeps_input_frozen(self) -> bool:
+        """The same where no weight has a gradient: only products that are made again read the input."""
+        return not self.fp8 and not self.names.issuperset(BF16_CHECKPOINTS)
+
 
 @functools.cache
 def parse_keep(keep: str) -> Keep:

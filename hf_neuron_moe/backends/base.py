@@ -24,12 +24,15 @@ class Backend(Protocol):
     ``precision`` is ``"bf16"``, ``"mxfp8"`` or ``"fp32"``. Activations arrive and leave in bf16 (fp32 for ``"fp32"``);
     weights have any float dtype and are read in the precision asked for; weight gradients have the weights' dtype.
 
-    ``keep`` is the activation policy, or :data:`NOTHING`. A forward returns its result and :data:`Saved`:
+    ``keep`` is the activation policy as a canonical string (:func:`~hf_neuron_moe.activation_policy.parse_keep` reads
+    it), or :data:`NOTHING`. A forward returns its result and :data:`Saved`:
 
-    * ``"minimal"``: gate ``[R, I]`` and the first columns of up ``[R, kept]``, pre-activations in the compute dtype;
-    * ``"recompute"``: nothing; the backward multiplies gate and up again;
     * ``"fp8"``: codes ``[2, R, I]`` and scales ``[2, R, G]`` of gate and up, codes ``[S, H]`` and scales of the input,
-      which then need not be kept itself: the backward ignores its ``x``.
+      which then need not be kept itself: the backward ignores its ``x``;
+    * otherwise gate, up, gate_act and intermediate ``[R, I]`` in the compute dtype, of ``"minimal"`` only the first
+      columns of up; what the policy does not keep is empty, and the backward makes it again.
+
+    Every policy but ``"fp8"`` gives the same gradients, bit for bit, and all give the same ``y``.
 
     R is S for the dense MLP and the token-expert pairs in expert order for experts.
     """
@@ -38,6 +41,10 @@ class Backend(Protocol):
 
     def fake_saved(self, x: Tensor, rows: int, intermediate: int, keep: str) -> Saved:
         """Return uninitialized tensors of the shapes and dtypes that a forward keeps, made with ``x.new_empty``."""
+        ...
+
+    def frozen_fake_saved(self, x: Tensor, rows: int, intermediate: int, keep: str) -> tuple[Tensor, Tensor]:
+        """Return the same for :meth:`frozen_forward`."""
         ...
 
     def mlp_forward(
@@ -111,23 +118,30 @@ class Backend(Protocol):
         ...
 
     def frozen_forward(
-        self, x_TH: Tensor, index_TK: Tensor | None, weight_TK: Tensor | None, stack: MXExpertStack, keep: bool
+        self, x_TH: Tensor, index_TK: Tensor | None, weight_TK: Tensor | None, stack: MXExpertStack, keep: str
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return ``y [T, H]`` and gate and up pre-activations ``[R, I]`` (empty unless `keep`) of an MX network.
+        """Return ``y [T, H]`` of an MX network and two tensors that are kept.
 
-        `index_TK` and `weight_TK` are None for a dense MLP; otherwise as in :meth:`experts_forward`.
+        They are gate and up pre-activations ``[R, I]`` in bf16, each empty where `keep` does not name it, or the codes
+        and scales of both in FP8. ``"minimal"`` keeps both whole and needs no input. `index_TK` and `weight_TK` are
+        None for a dense MLP; otherwise as in :meth:`experts_forward`.
         """
         ...
 
     def frozen_backward(
         self,
         dout_TH: Tensor,
+        x_TH: Tensor,
         index_TK: Tensor | None,
         weight_TK: Tensor | None,
         stack: MXExpertStack,
         saved: tuple[Tensor, Tensor],
+        keep: str,
         wants_input: bool,
         wants_routing: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Return the gradients of x and of the routing weights; those not wanted are empty. The weights have none."""
+        """Return the gradients of x and of the routing weights; those not wanted are empty. The weights have none.
+
+        `x_TH` may be empty where gate and up were kept.
+        """
         ...

@@ -81,6 +81,7 @@ class NeuronExperts(NeuronBlock):
             block_size=config.block_size,
             backend=config.backend,
             activations=self.neuron_keep,
+            training=self.training,
         )
 
 
@@ -169,6 +170,7 @@ class _RegisteredExperts:
             block_size=self.config.block_size,
             backend=resolve_backend(self.config.backend, hidden_states.device),
             activations=self.keep,
+            training=module.training,
         )
 
 

@@ -119,7 +119,8 @@ class FrozenBlock(NeuronBlock):
         if stack.hidden > hidden:  # zeros that the conversion added meet zeros here
             x_TH = F.pad(x_TH, (0, stack.hidden - hidden))
         backend = resolve_backend(self.neuron_config.backend, x_TH.device)
-        return frozen_network(x_TH, index_TK, weight_TK, stack, backend=backend)[:, :hidden]
+        keep = self.neuron_keep
+        return frozen_network(x_TH, index_TK, weight_TK, stack, backend=backend, activations=keep)[:, :hidden]
 
     def extra_repr(self) -> str:
         """Show the element format and the sizes held."""

@@ -11,16 +11,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_neuron_moe.activation_policy import canonical_keep, keep_strings, parse_keep
 from hf_neuron_moe.backends import get_backend
+from hf_neuron_moe.backends.base import NOTHING
 from hf_neuron_moe.backends.mx_weights import MXExpertStack, MXLayout
 from hf_neuron_moe.kernels.checks import check_dtype, check_shape
-from hf_neuron_moe.modules.ops import exact_dtypes
+from hf_neuron_moe.modules.ops import exact_dtypes, refuse_second_derivative
 
 _FLOATS = (torch.bfloat16, torch.float32, torch.float16)
+_KEEPS = keep_strings("bf16")
 
 
 def frozen_network(
-    x_TH: Tensor, index_TK: Tensor | None, weight_TK: Tensor | None, stack: MXExpertStack, *, backend: str
+    x_TH: Tensor,
+    index_TK: Tensor | None,
+    weight_TK: Tensor | None,
+    stack: MXExpertStack,
+    *,
+    backend: str,
+    activations: str = "minimal",
 ) -> Tensor:
     """A SwiGLU MLP, or the weighted sum of SwiGLU experts, whose weights are MX codes; differentiable, without them.
 
@@ -30,12 +39,15 @@ def frozen_network(
         weight_TK: ``[T, K]`` routing weights; None for a dense MLP.
         stack: the weights.
         backend: what :func:`hf_neuron_moe.backends.resolve_backend` returned.
+        activations: what is kept for the backward, which is that of the bf16 kernels: a preset's name or a canonical
+            keep string, see :mod:`hf_neuron_moe.activation_policy`. The input is kept only where gate or up is made
+            again from it, since the weights have no gradient.
 
     Returns:
         ``[T, H]`` in the dtype of `x_TH`.
 
     Raises:
-        DTypeError, ShapeError: an argument does not fit the weights.
+        ConfigError, DTypeError, ShapeError: an argument does not fit the weights.
     """
     where = "frozen_network"
     check_dtype(x_TH, _FLOATS, where=where, argument="x_TH")
@@ -45,8 +57,11 @@ def frozen_network(
         check_dtype(weight_TK, _FLOATS, where=where, argument="weight_TK")
         check_shape(index_TK, (len(x_TH), None), "[T, K]", where=where, argument="index_TK")
         check_shape(weight_TK, tuple(index_TK.shape), "[T, K]", where=where, argument="weight_TK")
+        index_TK, weight_TK = index_TK.to(torch.int64), weight_TK.to(torch.float32)
+    if activations not in _KEEPS:
+        activations = canonical_keep(activations, "bf16")
     inputs = [tensor for tensor in (x_TH, weight_TK) if tensor is not None]
-    keep = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
+    recording = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
     y_TH, _, _ = frozen_fwd(
         x_TH.to(torch.bfloat16),
         index_TK,
@@ -56,7 +71,7 @@ def frozen_network(
         stack.down_codes,
         stack.down_scales,
         "|".join((stack.gate_up_layout.key, stack.down_layout.key, backend)),
-        keep,
+        activations if recording else NOTHING,
     )
     return y_TH.to(x_TH.dtype)
 
@@ -71,9 +86,9 @@ def frozen_fwd(
     down_codes: Tensor,
     down_scales: Tensor,
     names: str,
-    keep: bool,
+    keep: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Forward; returns y, gate and up.
+    """Forward; returns y and the two tensors that the policy keeps.
 
     `names` are both layouts and the backend, joined by ``|``.
     """
@@ -85,37 +100,40 @@ def frozen_fwd(
 @torch.library.custom_op("hf_neuron_moe::frozen_bwd", mutates_args=())
 def frozen_bwd(
     dout_TH: Tensor,
+    x_TH: Tensor,
     index_TK: Tensor | None,
     weight_TK: Tensor | None,
     gate_up_codes: Tensor,
     gate_up_scales: Tensor,
     down_codes: Tensor,
     down_scales: Tensor,
-    gate_RI: Tensor,
-    up_RI: Tensor,
+    saved_a: Tensor,
+    saved_b: Tensor,
     names: str,
+    keep: str,
     wants_input: bool,
     wants_routing: bool,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of x and of the routing weights; empty where not wanted."""
     stack = _stack((gate_up_codes, gate_up_scales, down_codes, down_scales), names)
-    wants = (wants_input, wants_routing)
+    operands = (dout_TH, x_TH, index_TK, weight_TK, stack, (saved_a, saved_b), keep)
     with exact_dtypes(dout_TH):
-        return get_backend(_backend_of(names)).frozen_backward(
-            dout_TH, index_TK, weight_TK, stack, (gate_RI, up_RI), *wants
-        )
+        return get_backend(_backend_of(names)).frozen_backward(*operands, wants_input, wants_routing)
 
 
 @frozen_fwd.register_fake
 def _(x_TH: Tensor, index_TK: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     *tensors, names, keep = rest[1:]
     rows = x_TH.shape[0] if index_TK is None else index_TK.numel()
-    shape = (rows, _stack(tuple(tensors), names).inner) if keep else (0,)
-    return x_TH.new_empty(x_TH.shape), x_TH.new_empty(shape), x_TH.new_empty(shape)
+    inner = _stack(tuple(tensors), names).inner
+    saved = get_backend(_backend_of(names)).frozen_fake_saved(x_TH, rows, inner, keep)
+    return x_TH.new_empty(x_TH.shape), *saved
 
 
 @frozen_bwd.register_fake
-def _(dout_TH: Tensor, index_TK: Tensor | None, weight_TK: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
+def _(
+    dout_TH: Tensor, x_TH: Tensor, index_TK: Tensor | None, weight_TK: Tensor | None, *rest: Any
+) -> tuple[Tensor, Tensor]:
     *_, wants_input, wants_routing = rest
     d_x = dout_TH.new_empty(dout_TH.shape if wants_input else (0,))
     if wants_routing and weight_TK is not None:
@@ -124,22 +142,24 @@ def _(dout_TH: Tensor, index_TK: Tensor | None, weight_TK: Tensor | None, *rest:
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, index, weight, *tensors, ctx.names, _ = inputs
+    x_TH, index, weight, *tensors, ctx.names, ctx.keep = inputs
     ctx.mark_non_differentiable(*output[1:])
     ctx.routed = index is not None
     routing = (index, weight) if ctx.routed else ()
-    ctx.save_for_backward(*routing, *tensors, *output[1:])
+    kept_x = x_TH if parse_keep(ctx.keep).keeps_input_frozen else x_TH.new_empty(0)
+    ctx.save_for_backward(kept_x, *routing, *tensors, *output[1:])
 
 
 def _backward(ctx: Any, dout_TH: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    saved, needs = list(ctx.saved_tensors), ctx.needs_input_grad
-    routing = [saved.pop(0), saved.pop(0)] if ctx.routed else [None, None]
+    (x_TH, *saved), needs = ctx.saved_tensors, ctx.needs_input_grad
+    routing, tensors = (saved[:2], saved[2:]) if ctx.routed else ([None, None], saved)
     wants = (needs[0], ctx.routed and needs[2])
-    d_x, d_weight = frozen_bwd(dout_TH.contiguous(), *routing, *saved, ctx.names, *wants)
+    d_x, d_weight = frozen_bwd(dout_TH.contiguous(), x_TH, *routing, *tensors, ctx.names, ctx.keep, *wants)
     return d_x if wants[0] else None, None, d_weight if wants[1] else None, *(None,) * 6
 
 
 frozen_fwd.register_autograd(_backward, setup_context=_setup)
+frozen_bwd.register_autograd(refuse_second_derivative)
 
 
 def _stack(tensors: tuple[Tensor, ...], names: str) -> MXExpertStack:

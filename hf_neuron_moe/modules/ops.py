@@ -4,7 +4,8 @@ Legend: S or T tokens, H hidden, I intermediate, E experts, K experts per token,
 
 Saved for backward are the block's input (in the compute dtype), the routing, and what the activation policy keeps
 (``keep``; see :class:`hf_neuron_moe.backends.base.Backend`); everything else is recomputed. Weights are saved as
-references. No gradient is computed that nobody asked for.
+references. No gradient is computed that nobody asked for. There are no second derivatives: the backwards refuse to be
+differentiated.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_neuron_moe.activation_policy import canonical_keep, keep_strings, parse_keep
 from hf_neuron_moe.backends import get_backend
 from hf_neuron_moe.backends.base import NOTHING
-from hf_neuron_moe.config import ACTIVATIONS
-from hf_neuron_moe.errors import ConfigError, nearest, refuse
+from hf_neuron_moe.errors import GradientError, refuse
 from hf_neuron_moe.kernels.checks import check_multiple
 from hf_neuron_moe.modules.ops_checks import COMPUTE_DTYPE, check_experts, check_mlp
 
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+_KEEPS = {precision: keep_strings(precision) for precision in COMPUTE_DTYPE}
 
 
 def swiglu_mlp(
@@ -34,6 +36,7 @@ def swiglu_mlp(
     precision: str,
     backend: str,
     activations: str = "minimal",
+    training: bool = False,
 ) -> Tensor:
     """``(silu(x Wg^T) * x Wu^T) Wd^T`` in `precision`, differentiable.
 
@@ -44,7 +47,10 @@ def swiglu_mlp(
         down_HI: ``[H, I]``.
         precision: ``"bf16"``, ``"mxfp8"`` or ``"fp32"``.
         backend: what :func:`hf_neuron_moe.backends.resolve_backend` returned.
-        activations: what is kept for the backward, as in :class:`hf_neuron_moe.NeuronMoEConfig`.
+        activations: what is kept for the backward: a preset's name or a canonical keep string, see
+            :mod:`hf_neuron_moe.activation_policy`.
+        training: compute what a recorded forward computes also where nothing is recorded, to the last bit: the first
+            pass of a reentrant checkpoint is one. Otherwise inference may take a shorter way for few rows.
 
     Returns:
         ``[S, H]`` in the dtype of `x_SH`.
@@ -52,7 +58,8 @@ def swiglu_mlp(
     Raises:
         ConfigError, DTypeError, ShapeError, DeviceError: an argument does not fit the others.
     """
-    if _plain_inference((x_SH, gate_IH, up_IH, down_HI)) and not torch.is_autocast_enabled(x_SH.device.type):
+    operands = (x_SH, gate_IH, up_IH, down_HI)
+    if not training and _plain_inference(operands) and not torch.is_autocast_enabled(x_SH.device.type):
         y = get_backend(backend).mlp_few_rows(x_SH, gate_IH, up_IH, down_HI, precision)
         if y is not None:
             return y
@@ -60,9 +67,9 @@ def swiglu_mlp(
     inputs = (x_SH.to(COMPUTE_DTYPE[precision]), gate_IH, up_IH, down_HI)
     if _plain_inference(inputs):
         with exact_dtypes(x_SH):
-            y_SH, _ = get_backend(backend).mlp_forward(*inputs, precision, NOTHING)
+            y_SH, _ = get_backend(backend).mlp_forward(*inputs, precision, _UNRECORDED[training])
     else:
-        y_SH = mlp_fwd(*inputs, precision, backend, _policy(inputs, activations))[0]
+        y_SH = mlp_fwd(*inputs, precision, backend, _policy(inputs, activations, precision, training))[0]
     return y_SH.to(x_SH.dtype)
 
 
@@ -78,6 +85,7 @@ def experts(
     block_size: int,
     backend: str,
     activations: str = "minimal",
+    training: bool = False,
 ) -> Tensor:
     """``sum_k weight_k * expert_k(x)`` with gated SiLU experts in `precision`, differentiable.
 
@@ -91,7 +99,10 @@ def experts(
         precision: ``"bf16"``, ``"mxfp8"`` or ``"fp32"``.
         block_size: tokens per block of the blockwise kernels; matters for mxfp8 weight gradients only.
         backend: what :func:`hf_neuron_moe.backends.resolve_backend` returned.
-        activations: what is kept for the backward, as in :class:`hf_neuron_moe.NeuronMoEConfig`.
+        activations: what is kept for the backward: a preset's name or a canonical keep string, see
+            :mod:`hf_neuron_moe.activation_policy`.
+        training: compute what a recorded forward computes also where nothing is recorded, to the last bit: the first
+            pass of a reentrant checkpoint is one. Otherwise inference may take a shorter way for few rows.
 
     Returns:
         ``[T, H]`` in the dtype of `x_TH`.
@@ -107,25 +118,26 @@ def experts(
     inputs = (x_TH.to(COMPUTE_DTYPE[precision]), top_k_index_TK, top_k_weights_TK, gate_up, down)
     if _plain_inference(inputs):
         with exact_dtypes(x_TH):
-            y_TH, _ = get_backend(backend).experts_forward(*inputs, transposed, precision, block_size, NOTHING)
+            keep = _UNRECORDED[training]
+            y_TH, _ = get_backend(backend).experts_forward(*inputs, transposed, precision, block_size, keep)
     else:
-        keep = _policy(inputs, activations)
-        y_TH = moe_fwd(*inputs, transposed, precision, block_size, backend, keep)[0]
+        keep = _policy(inputs, activations, precision, training)
+        # What is kept of the routing has one form, whatever the router's dtypes.
+        routing = (top_k_index_TK.to(torch.int64), top_k_weights_TK.to(torch.float32))
+        y_TH = moe_fwd(inputs[0], *routing, gate_up, down, transposed, precision, block_size, backend, keep)[0]
     return y_TH.to(x_TH.dtype)
 
 
-def _policy(inputs: tuple[Tensor, ...], activations: str) -> str:
-    """The activation policy where a backward may come, else :data:`NOTHING`."""
-    if activations not in ACTIVATIONS:
-        raise refuse(
-            ConfigError,
-            where="ops",
-            argument="activations",
-            expected=f"one of {', '.join(ACTIVATIONS)}",
-            got=repr(activations),
-            remedy=f"Choose one of these.{nearest(str(activations), list(ACTIVATIONS))}",
-        )
-    return activations if torch.is_grad_enabled() and any(t.requires_grad for t in inputs) else NOTHING
+_UNRECORDED = {False: NOTHING, True: "recompute"}
+"""Policy where no backward will come: of those that keep nothing, the one that computes as training does."""
+
+
+def _policy(inputs: tuple[Tensor, ...], activations: str, precision: str, training: bool) -> str:
+    """The canonical keep string where a backward may come, else one that keeps nothing."""
+    if activations not in _KEEPS[precision]:
+        activations = canonical_keep(activations, precision)
+    recording = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
+    return activations if recording else _UNRECORDED[training]
 
 
 def _plain_inference(inputs: tuple[Tensor, ...]) -> bool:
@@ -219,6 +231,21 @@ def _mlp_backward(ctx: Any, dout_SH: Tensor, *_: Any) -> tuple[Tensor | None, ..
 
 
 mlp_fwd.register_autograd(_mlp_backward, setup_context=_mlp_setup)
+
+
+def refuse_second_derivative(ctx: Any, *grads: Any) -> Any:
+    """Stand in for the autograd formula that the backwards do not have."""
+    raise refuse(
+        GradientError,
+        where="backward of a patched block",
+        argument="the backward itself",
+        expected="differentiated at most once: the kernels have no second derivative",
+        got="a request for gradients of its gradients (create_graph=True and then another backward)",
+        remedy="Unpatch the model for a gradient penalty, a Hessian or the like, or name the blocks in exclude=... .",
+    )
+
+
+mlp_bwd.register_autograd(refuse_second_derivative)
 
 
 @torch.library.custom_op("hf_neuron_moe::moe_fwd", mutates_args=())
@@ -315,11 +342,12 @@ def _moe_backward(ctx: Any, dout_TH: Tensor, *_: Any) -> tuple[Tensor | None, ..
 
 
 moe_fwd.register_autograd(_moe_backward, setup_context=_moe_setup)
+moe_bwd.register_autograd(refuse_second_derivative)
 
 
 def _kept_input(x: Tensor, keep: str) -> Tensor:
     """The block's input as autograd saves it: not at all where the policy keeps it in another form."""
-    return x.new_empty(0) if keep == "fp8" else x
+    return x if parse_keep(keep).keeps_input else x.new_empty(0)
 
 
 def _like(tensor: Tensor, wanted: bool, anchor: Tensor) -> Tensor:

@@ -60,9 +60,10 @@ def saved_bytes(shape: BlockShape, keep: str) -> float:
         return math.nan
     rows = 1 if shape.top_k is None else shape.top_k
     x = torch.empty((1, shape.hidden), dtype=COMPUTE_DTYPE[shape.precision], device="meta")
-    backend = get_backend(shape.backend)
-    tensors = [*backend.fake_saved(x, rows, shape.intermediate, keep)]
-    if not shape.frozen and parse_keep(keep).keeps_input:
+    backend, kept = get_backend(shape.backend), parse_keep(keep)
+    make = backend.frozen_fake_saved if shape.frozen else backend.fake_saved
+    tensors: list[torch.Tensor] = [*make(x, rows, shape.intermediate, keep)]
+    if kept.keeps_input_frozen if shape.frozen else kept.keeps_input:
         tensors.append(x)
     routing = 0 if shape.top_k is None else shape.top_k * ROUTING_BYTES
     return float(sum(tensor.nbytes for tensor in tensors) + routing)
@@ -74,7 +75,7 @@ def recomputed_flops(shape: BlockShape, keep: str) -> int:
     A multiplication and its addition count as two.
     """
     kept, inner = parse_keep(keep), shape.intermediate
-    up = inner if kept.whole_up else kept_up_columns(inner)
+    up = inner if kept.whole_up or shape.frozen else kept_up_columns(inner)
     columns = (0 if "gate_pre" in kept.names else inner) + (inner - up if "up" in kept.names else inner)
     elementwise = 0 if "gate_act" in kept.names else _SILU_FLOPS * inner
     elementwise += 0 if "intermediate" in kept.names else inner

@@ -156,7 +156,7 @@ def test_report_as_dict_and_table() -> None:
     assert lines[0].startswith("2 patched, 2 skipped, 0 refused")
     columns = [lines[1].index(word) for word in ("kind", "class", "status", "reason")]
     assert all(line[column - 1] == " " and line[column] != " " for line in lines[1:3] for column in columns[:3])
-    assert len(lines) == 2 + 4
+    assert lines[-1].startswith("Saved for backward: ") and len(lines) == 2 + 4 + 1
 
 
 def test_hooks_and_their_handles_survive_both_ways() -> None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from hf_neuron_moe.activation_policy import kept_up_columns, parse_keep
 from hf_neuron_moe.backends.base import Saved
 from hf_neuron_moe.backends.mx_weights import MXExpertStack
 from hf_neuron_moe.backends.torch import few_rows
@@ -37,12 +38,15 @@ class TorchBackend:
     name = "torch"
 
     def fake_saved(self, x: Tensor, rows: int, intermediate: int, keep: str) -> Saved:
-        if keep == "minimal":
-            gate, up = x.new_empty((rows, intermediate)), x.new_empty((rows, _kept_up_columns(intermediate)))
-            return gate, up, x.new_empty(0), x.new_empty(0)
-        if keep == "fp8":
+        kept = parse_keep(keep)
+        if kept.fp8:
             return *fp8_storage(x, (2, rows), intermediate), *fp8_storage(x, (x.shape[0],), x.shape[1])
-        return _nothing(x)
+        up = intermediate if kept.whole_up else kept_up_columns(intermediate)
+        columns = {"gate_pre": intermediate, "up": up, "gate_act": intermediate, "intermediate": intermediate}
+        gate, up_, act, inter = (
+            x.new_empty((rows, size) if name in kept.names else 0) for name, size in columns.items()
+        )
+        return gate, up_, act, inter
 
     def mlp_forward(
         self, x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, precision: str, keep: str
@@ -57,7 +61,8 @@ class TorchBackend:
         if tokens:
             loader = make_loader(precision, x_SH.device, tokens, down_HI.dtype, lone_384=True)
             save = _checkpoints(saved, keep)
-            ffn_forward(RowSource(x_SH), FFNWeights(gate_IH, up_IH, down_HI), loader, out, save=save)
+            weights = FFNWeights(gate_IH, up_IH, down_HI)
+            ffn_forward(RowSource(x_SH), weights, loader, out, save=save, up_cut=_up_cut(len(gate_IH), keep))
         return out.to(x_SH.dtype), _with_input(saved, x_SH, keep)
 
     def mlp_few_rows(
@@ -105,6 +110,7 @@ class TorchBackend:
                 _checkpoints(saved, keep),
                 recompute_loader=replace(loader, lone_384=True),
                 gating=_gating(keep),
+                up_cut=_up_cut(len(gate_IH), keep),
             ).run()
         dx_out = None if dx is None else dx.to(x_SH.dtype)
         return _or_empty(dx_out, x_SH), _or_empty(d_gate, x_SH), _or_empty(d_up, x_SH), _or_empty(d_down, x_SH)
@@ -141,6 +147,7 @@ class TorchBackend:
             save=_checkpoints(saved, keep),
             scale_R=scale,
             block_size=block_size,
+            up_cut=_up_cut(_intermediate(down, transposed), keep),
         )
         return out_TH.to(x_TH.dtype), _with_input(saved, x_TH, keep)
 
@@ -184,6 +191,7 @@ class TorchBackend:
             scale_R=scale,
             block_size=block_size,
             gating=_gating(keep),
+            up_cut=_up_cut(_intermediate(down, transposed), keep),
         )
         return (
             _or_empty(None if dx_TH is None else dx_TH.to(x_TH.dtype), x_TH),
@@ -197,48 +205,63 @@ class TorchBackend:
             _or_empty(d_down, x_TH),
         )
 
+    def frozen_fake_saved(self, x: Tensor, rows: int, intermediate: int, keep: str) -> tuple[Tensor, Tensor]:
+        kept = parse_keep(keep)
+        if kept.fp8:
+            return fp8_storage(x, (2, rows), intermediate)
+        gate, up = (x.new_empty((rows, intermediate) if name in kept.names else 0) for name in ("gate_pre", "up"))
+        return gate, up
+
     def frozen_forward(
-        self, x_TH: Tensor, index_TK: Tensor | None, weight_TK: Tensor | None, stack: MXExpertStack, keep: bool
+        self, x_TH: Tensor, index_TK: Tensor | None, weight_TK: Tensor | None, stack: MXExpertStack, keep: str
     ) -> tuple[Tensor, Tensor, Tensor]:
         pairs, runs, scale = _frozen_runs(x_TH, index_TK, weight_TK, stack)
         token_R = None if pairs is None else pairs.token_R
-        shape = (x_TH.shape[0] if index_TK is None else index_TK.numel(), stack.inner) if keep else (0,)
-        gate, up = x_TH.new_empty(shape), x_TH.new_empty(shape)
+        rows = x_TH.shape[0] if index_TK is None else index_TK.numel()
+        saved = self.frozen_fake_saved(x_TH, rows, stack.inner, keep)
         out_TH = torch.zeros(x_TH.shape, dtype=torch.float32, device=x_TH.device)
-        save = Checkpoints(gate, up) if keep else Checkpoints()
+        save = _frozen_checkpoints(saved, keep)
         frozen_forward(RowSource(x_TH, token_R), runs, stack, _emit(out_TH, token_R), save=save, scale_R=scale)
-        return out_TH.to(x_TH.dtype), gate, up
+        return out_TH.to(x_TH.dtype), *saved
 
     def frozen_backward(
         self,
         dout_TH: Tensor,
+        x_TH: Tensor,
         index_TK: Tensor | None,
         weight_TK: Tensor | None,
         stack: MXExpertStack,
         saved: tuple[Tensor, Tensor],
+        keep: str,
         wants_input: bool,
         wants_routing: bool,
     ) -> tuple[Tensor, Tensor]:
         pairs, runs, scale = _frozen_runs(dout_TH, index_TK, weight_TK, stack)
         token_R = None if pairs is None else pairs.token_R
-        rows = RowSource(dout_TH, token_R)
         dx_TH = torch.zeros(dout_TH.shape, dtype=torch.float32, device=dout_TH.device) if wants_input else None
         d_scale = None
         if wants_routing and index_TK is not None:
             d_scale = torch.zeros(index_TK.numel(), dtype=torch.float32, device=dout_TH.device)
         frozen_backward(
-            rows,
+            RowSource(dout_TH, token_R),
+            RowSource(x_TH, token_R) if len(x_TH) else None,
             runs,
             stack,
-            saved=Checkpoints(*saved),
+            saved=_frozen_checkpoints(saved, keep),
             scale_R=scale,
             d_x=None if dx_TH is None else _emit(dx_TH, token_R),
             d_scale_R=d_scale,
+            gating=_gating(keep),
         )
         d_weight = None
         if d_scale is not None and pairs is not None and weight_TK is not None:
             d_weight = d_scale.index_select(0, pairs.slot_TK.reshape(-1)).view(weight_TK.shape).to(weight_TK.dtype)
         return _or_empty(None if dx_TH is None else dx_TH.to(dout_TH.dtype), dout_TH), _or_empty(d_weight, dout_TH)
+
+
+def _frozen_checkpoints(saved: tuple[Tensor, Tensor], keep: str) -> Checkpoints:
+    """What a frozen network keeps; without weight gradients there is no use for more."""
+    return _checkpoints((*saved, saved[0], saved[0]), keep)
 
 
 def _frozen_runs(
@@ -262,13 +285,9 @@ def _emit(total: Tensor, token_R: Tensor | None) -> Emit:
     return put
 
 
-def _kept_up_columns(intermediate: int) -> int:
-    """Keep seven eighths of the up columns.
-
-    One eighth recomputed costs 1/72 of a step's multiplications and brings the kept bytes of a Mixtral-shaped block
-    below 0.45 of what the stock experts keep.
-    """
-    return intermediate if intermediate < 512 else intermediate - -(-intermediate // 512) * 64
+def _up_cut(intermediate: int, keep: str) -> int | None:
+    """Where the product of up is cut: in one place for every policy, so that all multiply the same."""
+    return kept_up_columns(intermediate) if keep else None
 
 
 def _nothing(x: Tensor) -> Saved:
@@ -276,31 +295,31 @@ def _nothing(x: Tensor) -> Saved:
 
 
 def _checkpoints(saved: Saved, keep: str) -> Checkpoints:
-    """The kept gate and up as the tiles read and write them."""
-    if keep == "minimal":
-        return Checkpoints(saved[0], saved[1])
-    if keep == "fp8":
+    """What is kept as the tiles read and write it."""
+    kept = parse_keep(keep)
+    if kept.fp8:
         codes, scales = saved[0], saved[1]
         return Checkpoints(FP8Rows(codes[0], scales[0]), FP8Rows(codes[1], scales[1]))
-    return Checkpoints()
+    names = ("gate_pre", "up", "gate_act", "intermediate")
+    return Checkpoints(*(tensor if name in kept.names else None for name, tensor in zip(names, saved, strict=True)))
 
 
 def _with_input(saved: Saved, x: Tensor, keep: str) -> Saved:
     """Keep the block's input in FP8 where the policy says so."""
-    if keep == "fp8":
+    if parse_keep(keep).fp8:
         FP8Rows(saved[2], saved[3]).put(slice(None), slice(0, x.shape[1]), x)
     return saved
 
 
 def _input(saved: Saved, x: Tensor, keep: str, dtype: torch.dtype) -> Tensor:
     """The block's input as the backward sees it."""
-    if keep != "fp8":
+    if not parse_keep(keep).fp8:
         return x
     return FP8Rows(saved[2], saved[3]).take(slice(None), slice(0, saved[2].shape[1])).to(dtype)
 
 
 def _gating(keep: str) -> Gating | None:
-    return FP8Gating() if keep == "fp8" else None
+    return FP8Gating() if parse_keep(keep).fp8 else None
 
 
 def _or_empty(result: Tensor | None, anchor: Tensor) -> Tensor:

@@ -109,6 +109,7 @@ def run_experts_forward(
     save: Checkpoints,
     scale_R: Tensor | None,
     block_size: int,
+    up_cut: int | None = None,
 ) -> None:
     """Compute every run and hand its output rows to `emit`; other arguments as in :func:`ffn_forward`."""
     for expert, start, end in runs:
@@ -121,6 +122,7 @@ def run_experts_forward(
             save=save.rows(start, end),
             scale_R1=None if scale_R is None else scale_R[start:end, None],
             block_size=block_size,
+            up_cut=up_cut,
         )
         emit(start, end, out_RH)
 
@@ -137,6 +139,7 @@ def run_experts_backward(
     scale_R: Tensor | None,
     block_size: int,
     gating: Gating | None = None,
+    up_cut: int | None = None,
 ) -> None:
     """Fill `grads`; arguments as in :class:`FFNBackward`."""
     for expert, start, end in runs:
@@ -163,6 +166,7 @@ def run_experts_backward(
             scale_R1=None if scale_R is None else scale_R[start:end, None],
             block_size=block_size,
             gating=gating,
+            up_cut=up_cut,
         ).run()
         if grads.x is not None and dx_RH is not None:
             grads.x(start, end, dx_RH)

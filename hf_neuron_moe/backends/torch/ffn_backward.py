@@ -17,21 +17,16 @@ Other activations and clamp masks come with a :class:`Gating`; a mask multiplies
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from hf_neuron_moe.backends.torch.compute import Scratch
-from hf_neuron_moe.backends.torch.ffn_forward import (
-    Checkpoints,
-    FFNWeights,
-    RowSource,
-    kept_columns,
-    project_gate_up,
-)
+from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints, FFNWeights, RowSource
 from hf_neuron_moe.backends.torch.gating import Gating, mask_
 from hf_neuron_moe.backends.torch.kept import take_tile
+from hf_neuron_moe.backends.torch.projections import Projections, first_columns
 from hf_neuron_moe.backends.torch.tiling import Loader, Span, column_spans, matmul_into, row_spans
 from hf_neuron_moe.formats.padding import padded_size
 
@@ -66,14 +61,14 @@ class FFNBackward:
         weights: the projections.
         loader: carries the compute choice and the scratch buffers.
         grads: outputs.
-        saved: gate pre-activations and (all or the first columns of) up pre-activations; for mxfp8 optionally the
-            others. Without gate and up both are multiplied again.
+        saved: what was kept. Gate and up, or the last columns of up, are multiplied again where they are missing.
         scale_R1: the factor the forward applied to the intermediate.
         block_size: rows per MoE block, or None for a dense MLP.
         fused_phase2: quantize ``[d_gate, d_up]`` along one axis of 2I (True) or each along I (mxfp8 only).
-        recompute_loader: multiplies the columns of up that were not kept; forms MX groups as the forward did, where
-            that differs from `loader`.
+        recompute_loader: multiplies what was not kept; forms MX groups as the forward did, where that differs from
+            `loader`.
         gating: activation and clamp masks; None is SiLU without clamps. mxfp8 takes the SiLU of a Gating only.
+        up_cut: the forward's, see :class:`~hf_neuron_moe.backends.torch.projections.Projections`.
     """
 
     dout: RowSource
@@ -87,13 +82,10 @@ class FFNBackward:
     fused_phase2: bool = True
     recompute_loader: Loader | None = None
     gating: Gating | None = None
+    up_cut: int | None = None
 
     def run(self) -> None:
         """Write all gradients that are wanted."""
-        if self.saved.gate is None:
-            again = project_gate_up(self.x, self.weights, self.recompute_loader or self.loader)
-            replace(self, saved=replace(self.saved, gate=again[0], up=again[1])).run()
-            return
         compute = self.loader.compute
         spans = row_spans(len(self.x), compute, self.block_size)
         if self.grads.scale_R is not None:
@@ -119,16 +111,17 @@ class _Tile:
         self.hidden = weights.down_HI.shape[0]
         self.padded_hidden = padded_size(self.hidden) if self.mx else self.hidden
         part, shape = slice(columns.start, columns.stop), (columns.size, self.padded_hidden)
-        self.kept = kept_columns(columns, task.saved)
+        saved = task.saved
+        self.stored = 0 if saved.up is None else first_columns(columns, saved.up.shape[1])
         self.recompute = task.recompute_loader or loader
+        self.again: Projections | None = None
+        if saved.gate is None or self.stored < columns.length:
+            gate_IH = weights.gate_IH if saved.gate is None else None
+            self.again = Projections(gate_IH, weights.up_IH, self.recompute, columns, task.up_cut, self.stored)
         self.gate_up_2IH: Tensor | None = None
         self.down_HI = loader.load("down", weights.down_HI[:, part], shape[::-1], mx_axis=0)
         if task.grads.x_RH is not None:
             self.gate_IH, self.up_IH = self._input_grad_operands(part, shape)
-        if self.kept < columns.length:
-            tail = weights.up_IH[columns.start + self.kept : columns.stop]
-            tail_shape = (padded_size(len(tail)), self.padded_hidden)
-            self.up_tail_IH = self.recompute.load("up_tail", tail, tail_shape, mx_axis=1)[: len(tail)]
         self.direct = _takes_sums(task.grads, loader)
         if task.grads.gate_IH is not None and task.grads.down_HI is not None and not self.direct:
             self.gate_up_sum = _scratch_like(
@@ -162,7 +155,7 @@ class _Tile:
         dout_RH = loader.load("dout", dout, shape_RH, mx_axis=1)[: rows.length]
         d_int = loader.scratch.get("d_int", (rows.length, self.columns.length), loader.compute.operand)
         matmul_into(d_int, dout_RH, self.down_HI[:, : self.columns.length], accumulate=False)
-        gate, up = self._pre_activations(rows, x, shape_RH)
+        gate, up = self._pre_activations(rows, x)
         d_gate_up, inter = self._elementwise(rows, d_int, gate, up)
         if task.grads.bias_2I is not None:
             self._add_bias_grads(d_gate_up[: rows.length], task.grads.bias_2I, first=first)
@@ -216,28 +209,51 @@ class _Tile:
             sums = part.sum(0, dtype=torch.float32)
             target.copy_(sums) if first else target.add_(sums)
 
-    def _pre_activations(self, rows: Span, x: Tensor, shape_RH: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Return gate and up of these rows in fp32, multiplying the columns of up again that were not kept."""
-        saved, columns, scratch, kept = self.task.saved, self.columns, self.task.loader.scratch, self.kept
-        row_part = slice(rows.start, rows.stop)
-        assert saved.gate is not None and saved.up is not None
-        shape = (rows.length, columns.length)
-        gate = take_tile(saved.gate, row_part, slice(columns.start, columns.stop))
-        if gate.dtype != torch.float32:
-            gate = scratch.get("gate_fp32", shape, torch.float32).copy_(gate)
-        kept_up = take_tile(saved.up, row_part, slice(columns.start, columns.start + kept))
-        if kept_up.dtype == torch.float32 and kept == columns.length:
-            return gate, kept_up
+    def _pre_activations(self, rows: Span, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return gate and up of these rows in fp32, multiplying again what was not kept.
+
+        The gate is contiguous, however it was come by: where a vectorized loop ends decides about the last bit of an
+        exponential.
+        """
+        saved, columns, scratch, stored = self.task.saved, self.columns, self.task.loader.scratch, self.stored
+        row_part, shape = slice(rows.start, rows.stop), (rows.length, columns.length)
+        x_RH = None if self.again is None else self.again.operand(x, rows, self.recompute)
+        if saved.gate is None:
+            assert self.again is not None and x_RH is not None
+            gate = scratch.get("gate_fp32", shape, torch.float32)
+            sums = self._sums("gate_out", gate)
+            self.again.gate_into(sums, x_RH)
+            self._take_sums(gate, sums)
+        else:
+            gate = take_tile(saved.gate, row_part, slice(columns.start, columns.stop))
+            if gate.dtype != torch.float32 or not gate.is_contiguous():
+                gate = scratch.get("gate_fp32", shape, torch.float32).copy_(gate)
+        kept_up = None
+        if saved.up is not None:
+            kept_up = take_tile(saved.up, row_part, slice(columns.start, columns.start + stored))
+            if kept_up.dtype == torch.float32 and stored == columns.length:
+                return gate, kept_up
         up = scratch.get("up_fp32", shape, torch.float32)
-        up[:, :kept].copy_(kept_up)
-        if kept < columns.length:
-            x_RH = self.recompute.load("x", x, shape_RH, mx_axis=1)[: rows.length]
-            tail = scratch.get("up_tail_out", (rows.length, columns.length - kept), self.recompute.compute.operand)
-            matmul_into(tail, x_RH, self.up_tail_IH.t(), accumulate=False)
-            if tail.dtype == torch.float32:
-                self.recompute.round_(tail)
-            up[:, kept:].copy_(tail)
+        if kept_up is not None:
+            up[:, :stored].copy_(kept_up)
+        if stored < columns.length:
+            assert self.again is not None and x_RH is not None
+            sums = self._sums("up_out", up)
+            self.again.up_into(sums, x_RH)
+            self._take_sums(up[:, stored:], sums[:, stored:])
         return gate, up
+
+    def _sums(self, name: str, result: Tensor) -> Tensor:
+        """Where a product repeated for `result` (fp32) is to be written: there, or a buffer in the matmuls' dtype."""
+        operand = self.recompute.compute.operand
+        return result if operand == torch.float32 else self.task.loader.scratch.get(name, tuple(result.shape), operand)
+
+    def _take_sums(self, result: Tensor, sums: Tensor) -> None:
+        """Round the sums as the checkpoint would have."""
+        if sums.dtype == torch.float32:
+            self.recompute.round_(result)
+        else:
+            result.copy_(sums)
 
     def _elementwise(self, rows: Span, d_int: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
         """Return ``[d_gate, d_up]`` and the scaled intermediate as operands; add to the scale's gradient."""

@@ -9,6 +9,10 @@ Where values are rounded (to bf16 unless the precision is fp32), after fp32 accu
 * mxfp8: the activation reads the fp32 accumulators, ``silu(gate) * up [* scale]`` is rounded once; both operands of
   every matmul are quantized along its contraction axis (nki-library 2.30 ``mlp_fwd_mxfp8``).
 
+The checkpoints ``gate_act`` and ``intermediate`` (mxfp8) are made from the rounded gate and up, as
+``recompute_gate_act`` and ``recompute_intermediate`` of ``mlp_bwd_mxfp8`` make them. ``mlp_fwd_mxfp8`` itself would
+write those of its fp32 sums, which nothing but the sums can bring back: gradients would then depend on what was kept.
+
 Biases, clamps, other activations and their roundings come with an :class:`Epilogue`.
 """
 
@@ -22,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_neuron_moe.backends.torch.kept import Kept, put_tile, take_rows
+from hf_neuron_moe.backends.torch.projections import Projections, first_columns
 from hf_neuron_moe.backends.torch.tiling import Loader, Span, column_spans, matmul_into, row_spans
 from hf_neuron_moe.formats.padding import padded_size
 
@@ -39,7 +44,8 @@ class FFNWeights:
 class Checkpoints:
     """Activations kept for the backward, each ``[R, I]`` or None; `up` may hold only its first columns.
 
-    ``gate`` and ``up`` are pre-activations, ``gate_act = silu(gate)``, ``intermediate = gate_act * up``.
+    ``gate`` and ``up`` are pre-activations; ``gate_act = silu(gate)`` and ``intermediate = gate_act * up`` of the
+    rounded ones, each rounded itself, are kept by mxfp8 only.
     """
 
     gate: Kept | None = None
@@ -93,16 +99,6 @@ class Epilogue(Protocol):
         """Return the down projection's operand, fp32 ``[R, I]``; both arguments may be overwritten."""
 
 
-def kept_columns(span: Span, checkpoints: Checkpoints) -> int:
-    """Columns of this span whose `up` is kept; the rest is multiplied separately in forward and backward.
-
-    Using the same cut in both directions makes the recomputed values bit-identical to the forward's.
-    """
-    if checkpoints.up is None:
-        return span.length
-    return min(max(checkpoints.up.shape[1] - span.start, 0), span.length)
-
-
 def ffn_forward(
     x: RowSource,
     weights: FFNWeights,
@@ -113,6 +109,7 @@ def ffn_forward(
     scale_R1: Tensor | None = None,
     block_size: int | None = None,
     epilogue: Epilogue | None = None,
+    up_cut: int | None = None,
 ) -> None:
     """Write ``(silu(x Wg^T) * x Wu^T * scale) Wd^T`` into `out_RH` (fp32) and the checkpoints into `save`.
 
@@ -125,6 +122,7 @@ def ffn_forward(
         scale_R1: fp32 ``[R, 1]`` factor on the intermediate (the expert's affinity), or None.
         block_size: rows per MoE block, or None for a dense MLP.
         epilogue: replaces ``silu(gate) * up * scale`` and its roundings; `scale_R1` is then not used.
+        up_cut: see :class:`~hf_neuron_moe.backends.torch.projections.Projections`.
     """
     compute = loader.compute
     hidden, inner = weights.down_HI.shape
@@ -132,53 +130,53 @@ def ffn_forward(
     needs_gate = epilogue is None or epilogue.needs_gate
     for number, columns in enumerate(column_spans(inner, compute)):
         part = slice(columns.start, columns.stop)
-        shape = (columns.size, padded_hidden)
-        up_IH = loader.load("up", weights.up_IH[part], shape, mx_axis=1)
-        gate_IH = loader.load("gate", weights.gate_IH[part], shape, mx_axis=1) if needs_gate else up_IH
+        gate_IH = weights.gate_IH if needs_gate else None
+        projections = Projections(gate_IH, weights.up_IH, loader, columns, up_cut)
         down_HI = loader.load("down", weights.down_HI[:, part], (padded_hidden, columns.size), mx_axis=1)
-        kept = kept_columns(columns, save)
         for rows in row_spans(len(x), compute, block_size):
-            x_RH = loader.load("x", x.take(rows), (rows.size, padded_hidden), mx_axis=1)[: rows.length]
+            x_RH = projections.operand(x.take(rows), rows, loader)
             gate_RI = loader.scratch.get("gate_out", (rows.length, columns.length), compute.operand)
             up_RI = loader.scratch.get("up_out", (rows.length, columns.length), compute.operand)
             if needs_gate:
-                matmul_into(gate_RI, x_RH, gate_IH[: columns.length].t(), accumulate=False)
-            if kept:
-                matmul_into(up_RI[:, :kept], x_RH, up_IH[:kept].t(), accumulate=False)
-            if kept < columns.length:
-                matmul_into(up_RI[:, kept:], x_RH, up_IH[kept : columns.length].t(), accumulate=False)
+                projections.gate_into(gate_RI, x_RH)
+            projections.up_into(up_RI, x_RH)
             if epilogue is None:
                 scale = None if scale_R1 is None else scale_R1[rows.start : rows.stop]
-                inter_RI = _activate(gate_RI, up_RI, loader, save, rows, columns, kept, scale)
+                inter_RI = _activate(gate_RI, up_RI, loader, save, rows, columns, scale)
             else:
                 epilogue.pre_activations_(gate_RI, up_RI, rows, columns)
-                _keep(save, gate_RI, up_RI, rows, columns, kept)
+                _keep(save, gate_RI, up_RI, rows, columns)
                 inter_RI = epilogue.intermediate(gate_RI, up_RI, rows, columns)
             out = out_RH[rows.start : rows.stop]
             matmul_into(out, inter_RI, down_HI[:hidden, : inter_RI.shape[1]].t(), accumulate=number > 0)
 
 
-def project_gate_up(x: RowSource, weights: FFNWeights, loader: Loader) -> tuple[Tensor, Tensor]:
-    """Return gate and up pre-activations ``[R, I]``, rounded once from the fp32 sums (bf16, or fp32 for fp32).
+def project_gate_up(
+    x: RowSource, weights: FFNWeights, loader: Loader, gate_RI: Tensor | None, up_RI: Tensor | None
+) -> None:
+    """Make gate and up pre-activations again as :func:`ffn_forward` made them for its checkpoints.
 
     Args:
         x: the R input rows.
         weights: the projections; down is not used.
-        loader: carries the compute choice and the scratch buffers.
+        loader: the forward's compute choice and the scratch buffers.
+        gate_RI: ``[R, I]`` to fill, in the dtype that the checkpoint would have; None if it was kept.
+        up_RI: the same for up.
     """
     compute = loader.compute
-    inner, hidden = weights.gate_IH.shape
-    padded_hidden = padded_size(hidden) if compute.mx else hidden
-    gate_RI, up_RI = (torch.empty((len(x), inner), dtype=compute.rounded, device=x.values.device) for _ in range(2))
-    for weight_IH, out_RI in ((weights.gate_IH, gate_RI), (weights.up_IH, up_RI)):
-        for columns in column_spans(inner, compute):
-            part = slice(columns.start, columns.stop)
-            operand_IH = loader.load("gate", weight_IH[part], (columns.size, padded_hidden), mx_axis=1)
-            for rows in row_spans(len(x), compute, None):
-                x_RH = loader.load("x", x.take(rows), (rows.size, padded_hidden), mx_axis=1)[: rows.length]
-                product = torch.mm(x_RH, operand_IH[: columns.length].t())
-                out_RI[rows.start : rows.stop, part].copy_(product)
-    return gate_RI, up_RI
+    for columns in column_spans(weights.up_IH.shape[0], compute):
+        gate_IH, wanted = None if gate_RI is None else weights.gate_IH, 0 if up_RI is not None else columns.length
+        projections = Projections(gate_IH, weights.up_IH, loader, columns, up_from=wanted)
+        for rows in row_spans(len(x), compute, None):
+            x_RH = projections.operand(x.take(rows), rows, loader)
+            part = slice(rows.start, rows.stop), slice(columns.start, columns.stop)
+            sums = loader.scratch.get("gate_out", (rows.length, columns.length), compute.operand)
+            if gate_RI is not None:
+                projections.gate_into(sums, x_RH)
+                gate_RI[part].copy_(sums)
+            if up_RI is not None:
+                projections.up_into(sums, x_RH)
+                up_RI[part].copy_(sums)
 
 
 def _activate(
@@ -188,24 +186,20 @@ def _activate(
     save: Checkpoints,
     rows: Span,
     columns: Span,
-    kept: int,
     scale_R1: Tensor | None,
 ) -> Tensor:
     """Keep the checkpoints and return the rounded intermediate as the down projection's operand."""
     compute = loader.compute
-    row_part, column_part = slice(rows.start, rows.stop), slice(columns.start, columns.stop)
-    gate_kept, up_kept = _keep(save, gate_RI, up_RI, rows, columns, kept)
+    gate_kept, up_kept = _keep(save, gate_RI, up_RI, rows, columns)
     gate32, up32 = _in_fp32(loader, "gate_fp32", gate_RI), _in_fp32(loader, "up_fp32", up_RI)
     if not compute.mx and compute.operand != compute.rounded:
+        stored = 0 if up_kept is None else up_kept.shape[1]
         _round_like(loader, gate32, gate_kept)
-        _round_like(loader, up32[:, :kept], up_kept)
-        _round_like(loader, up32[:, kept:], None)
-    act = F.silu(gate32, inplace=True)
-    if save.gate_act is not None:
-        save.gate_act[row_part, column_part].copy_(act)
-    inter = act.mul_(up32)
-    if save.intermediate is not None:
-        save.intermediate[row_part, column_part].copy_(inter)
+        _round_like(loader, up32[:, :stored], up_kept)
+        _round_like(loader, up32[:, stored:], None)
+    if save.gate_act is not None or save.intermediate is not None:
+        _keep_products(gate32, up32, loader, save, rows, columns)
+    inter = F.silu(gate32, inplace=True).mul_(up32)
     if scale_R1 is not None:
         inter.mul_(scale_R1)
     if compute.operand == torch.float32 and not compute.mx:
@@ -216,7 +210,7 @@ def _activate(
 
 
 def _keep(
-    save: Checkpoints, gate_RI: Tensor, up_RI: Tensor, rows: Span, columns: Span, kept: int
+    save: Checkpoints, gate_RI: Tensor, up_RI: Tensor, rows: Span, columns: Span
 ) -> tuple[Tensor | None, Tensor | None]:
     """Copy this tile's pre-activations into the checkpoints that are wanted; return those parts of them."""
     part = slice(rows.start, rows.stop)
@@ -224,8 +218,21 @@ def _keep(
     if save.gate is not None:
         gate = put_tile(save.gate, part, slice(columns.start, columns.stop), gate_RI)
     if save.up is not None:
-        up = put_tile(save.up, part, slice(columns.start, columns.start + kept), up_RI[:, :kept])
+        stored = first_columns(columns, save.up.shape[1])
+        up = put_tile(save.up, part, slice(columns.start, columns.start + stored), up_RI[:, :stored])
     return gate, up
+
+
+def _keep_products(gate32: Tensor, up32: Tensor, loader: Loader, save: Checkpoints, rows: Span, columns: Span) -> None:
+    """Keep ``silu(gate)`` and ``silu(gate) * up`` of the rounded gate and up, as a backward would make them again."""
+    part, scratch = (slice(rows.start, rows.stop), slice(columns.start, columns.stop)), loader.scratch
+    shape = tuple(gate32.shape)
+    gate = loader.round_(scratch.get("kept_gate", shape, torch.float32).copy_(gate32))
+    act = loader.round_(torch.ops.aten.silu.out(gate, out=scratch.get("kept_act", shape, torch.float32)))
+    if save.gate_act is not None:
+        save.gate_act[part].copy_(act)
+    if save.intermediate is not None:
+        save.intermediate[part].copy_(act.mul_(loader.round_(gate.copy_(up32))))
 
 
 def _round_like(loader: Loader, values: Tensor, kept: Tensor | None) -> None:

@@ -26,7 +26,9 @@ from hf_neuron_moe.backends.torch.compute import Compute, call_scratch
 from hf_neuron_moe.backends.torch.experts import Emit
 from hf_neuron_moe.backends.torch.fake_quant import fake_quantize_
 from hf_neuron_moe.backends.torch.ffn_backward import FFNBackward, FFNGrads
-from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints, FFNWeights, RowSource, ffn_forward
+from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints, FFNWeights, RowSource, ffn_forward, project_gate_up
+from hf_neuron_moe.backends.torch.gating import Gating
+from hf_neuron_moe.backends.torch.kept import FP8Rows, Kept
 from hf_neuron_moe.backends.torch.tiling import Loader, Span
 
 _FORWARD = Compute(torch.float32, torch.float32, mx=False, row_chunk=512)
@@ -91,7 +93,7 @@ def frozen_forward(
         runs: which rows belong to which expert.
         stack: the weights.
         emit: takes ``(first row, end row, values [R, H])``.
-        save: buffers ``[R, I]`` for the gate and up pre-activations, both or none.
+        save: buffers for the gate and up pre-activations ``[R, I]``, either or none.
         scale_R: fp32 factor on every row's intermediate, or None.
     """
     loader = Loader(_FORWARD, call_scratch(x.values.device))
@@ -114,6 +116,7 @@ def frozen_forward(
 
 def frozen_backward(
     dout: RowSource,
+    x: RowSource | None,
     runs: Runs,
     stack: MXExpertStack,
     *,
@@ -121,19 +124,23 @@ def frozen_backward(
     scale_R: Tensor | None,
     d_x: Emit | None,
     d_scale_R: Tensor | None,
+    gating: Gating | None = None,
 ) -> None:
     """Compute the gradients of input rows and row factors; there are no others.
 
     Args:
         dout: rows of dL/dY.
+        x: the forward's input rows; None where gate and up were kept, which leaves no use for them.
         runs: as in the forward.
         stack: the weights.
-        saved: gate and up pre-activations.
+        saved: gate and up pre-activations; a missing one is made again.
         scale_R: the forward's factors.
         d_x: takes each run's fp32 rows of dX; None where not wanted.
         d_scale_R: fp32 ``[R]`` to fill; None where not wanted.
+        gating: the SwiGLU product's backward where it is not the plain one.
     """
-    loader = Loader(_BACKWARD, call_scratch(dout.values.device))
+    scratch = call_scratch(dout.values.device)
+    loader, forward = Loader(_BACKWARD, scratch), Loader(_FORWARD, scratch)
     for expert, start, end in runs:
         weights, shape = stack.expert(expert), (end - start, stack.hidden)
         total_RH = None if d_x is None else loader.scratch.get("expert_out", shape, torch.float32)
@@ -143,14 +150,20 @@ def frozen_backward(
             first = columns.start == 0
             part_RH = total_RH if first or total_RH is None else loader.scratch.get("frozen_out", shape, torch.float32)
             part_R = None if d_scale_R is None else loader.scratch.get("frozen_scale", (end - start,), torch.float32)
+            tile, kept = _tile(weights, columns, loader), _part(saved, start, end, columns)
+            if x is not None:
+                rows = x.rows(start, end)
+                scheme = weights.gate_up.layout.scheme
+                kept = _completed(kept, _QuantizedRows(rows.values, rows.index, forward, scheme), tile, forward)
             FFNBackward(
                 dout.rows(start, end),
                 dout.rows(start, end),  # of the forward's input only the number of rows is read
-                _tile(weights, columns, loader),
+                tile,
                 loader,
                 FFNGrads(None, None, None, part_RH, part_R),
-                _part(saved, start, end, columns),
+                kept,
                 scale_R1=None if scale_R is None else scale_R[start:end, None],
+                gating=gating,
             ).run()
             if total_RH is not None and part_RH is not None and not first:
                 total_RH.add_(part_RH)
@@ -178,7 +191,20 @@ def _tile(weights: MXProjections, columns: slice, loader: Loader) -> FFNWeights:
 
 
 def _part(checkpoints: Checkpoints, start: int, end: int, columns: slice) -> Checkpoints:
-    gate, up = (
-        part[start:end, columns] if isinstance(part, Tensor) else None for part in (checkpoints.gate, checkpoints.up)
-    )
+    def part(kept: Kept | None) -> Kept | None:
+        if isinstance(kept, FP8Rows):
+            return kept.rows(start, end).columns(columns)
+        return kept[start:end, columns] if isinstance(kept, Tensor) else None
+
+    return Checkpoints(part(checkpoints.gate), part(checkpoints.up))
+
+
+def _completed(kept: Checkpoints, x: RowSource, tile: FFNWeights, forward: Loader) -> Checkpoints:
+    """Make the missing pre-activations of a part of the intermediate axis again, rounded to bf16 as kept ones are."""
+    missing = [
+        x.values.new_empty((len(x), len(tile.up_IH)), dtype=torch.bfloat16) if part is None else None
+        for part in (kept.gate, kept.up)
+    ]
+    project_gate_up(x, tile, forward, *missing)
+    gate, up = (part if again is None else again for part, again in zip((kept.gate, kept.up), missing, strict=True))
     return Checkpoints(gate, up)

@@ -44,6 +44,10 @@ class FP8Rows:
         """Return views of the rows ``start..end``."""
         return FP8Rows(self.codes[start:end], self.scales[start:end])
 
+    def columns(self, part: slice) -> FP8Rows:
+        """Return views of the columns of `part`, which starts at a whole group."""
+        return FP8Rows(self.codes[:, part], self.scales[:, _groups(part)])
+
     def put(self, rows: slice, columns: slice, values: Tensor) -> Tensor:
         """Keep a tile that starts at a whole group; return its values rounded to bf16, which is what is quantized."""
         rounded = values.to(torch.bfloat16)

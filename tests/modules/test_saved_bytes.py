@@ -1,0 +1,113 @@
+"""The bytes a block says it keeps are those that autograd keeps, and they stay below the promised ones."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_neuron_moe import patch_model, unpatch_model
+from hf_neuron_moe.activation_policy import keep_strings
+from hf_neuron_moe.modules import ops
+from hf_neuron_moe.modules.block import NeuronBlock
+from hf_neuron_moe.modules.saved_bytes import BlockShape, recomputed_flops, saved_bytes
+from hf_neuron_moe.training import measure_saved_bytes
+from tests.tiny_models import tiny_model, tokens
+
+LIMITS = {
+    # (H, I, K): at most this many KiB per token in bf16, input and routing included.
+    "Llama-3-8B MLP": ((4096, 14336, None), {"minimal": 64.2, "fp8": 33.2, "recompute": 8.2}),
+    "Qwen3-30B-A3B experts": ((2048, 768, 8), {"minimal": 28.2, "fp8": 14.6, "recompute": 4.2}),
+    "quarter-width Mixtral": ((1024, 3584, 2), {"minimal": 30.2, "fp8": 15.7, "recompute": 2.2}),
+}
+
+
+def blocks_of(model: nn.Module) -> dict[str, NeuronBlock]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, NeuronBlock)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["llama", "phi3", "mixtral", "qwen2_moe", "olmoe"])
+def test_what_a_block_says_is_what_is_measured(family: str, dtype: torch.dtype) -> None:
+    model = tiny_model(family, hidden_size=64, intermediate_size=640).to(dtype)
+    for precision in ("bf16", "mxfp8", "fp32"):
+        for policy in sorted({"full", *keep_strings(precision)}):
+            if precision == "mxfp8" and policy.count("+") == 1:
+                continue  # the other subsets show as much
+            home = "kernel" if precision == "mxfp8" else "stock"
+            report = patch_model(model, {"precision": precision, "activations": policy, "weights": home})
+            with measure_saved_bytes(blocks_of(model)) as saved:
+                model(input_ids=tokens())
+            for entry in report.patched:
+                block = model.get_submodule(entry.name)
+                measured = saved.modules[entry.name].bytes_per_token
+                assert measured == block.saved_bytes_per_token == entry.saved_bytes_per_token, (precision, policy)
+            assert saved.bytes_per_token == report.saved_bytes_per_token
+            unpatch_model(model)
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_the_promised_limits_hold(name: str) -> None:
+    (hidden, inner, top_k), limits = LIMITS[name]
+    shape = BlockShape("bf16", hidden, inner, top_k)
+    for policy, limit in limits.items():
+        assert saved_bytes(shape, policy) <= limit * 1024, policy
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LIMITS)
+def test_the_promised_limits_hold_at_full_width(name: str) -> None:
+    """The same, measured on real blocks; the number of experts does not matter, so there are only as many as used."""
+    (hidden, inner, top_k), limits = LIMITS[name]
+    shape, rows, kept = BlockShape("bf16", hidden, inner, top_k), 32, dict[int, int]()
+    draw = torch.bfloat16
+    x = torch.randn(rows, hidden, dtype=draw, requires_grad=True)
+    weights = [torch.full((inner, hidden), 0.01, dtype=draw, requires_grad=True) for _ in range(2)]
+    weights.append(torch.full((hidden, inner), 0.01, dtype=draw, requires_grad=True))
+    if top_k is not None:
+        gate_up = torch.full((top_k, 2 * inner, hidden), 0.01, dtype=draw, requires_grad=True)
+        weights = [gate_up, torch.full((top_k, hidden, inner), 0.01, dtype=draw, requires_grad=True)]
+    own = {weight.untyped_storage().data_ptr() for weight in weights}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().data_ptr() not in own:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    for policy, limit in limits.items():
+        kept.clear()
+        options = {"precision": "bf16", "backend": "torch", "activations": policy}
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            if top_k is None:
+                ops.swiglu_mlp(x, *weights, **options)
+            else:
+                routing = torch.arange(top_k).repeat(rows, 1), torch.full((rows, top_k), 1 / top_k)
+                ops.experts(x, *routing, *weights, transposed=False, block_size=128, **options)
+        assert sum(kept.values()) / rows == saved_bytes(shape, policy) <= limit * 1024, policy
+
+
+def test_what_is_kept_less_is_computed_more() -> None:
+    shape = BlockShape("mxfp8", 256, 1024, 2)
+    everything = "gate_pre+gate_act+up+intermediate"
+    assert recomputed_flops(shape, everything) == 0
+    chain = (everything, "gate_pre+up+intermediate", "gate_pre+up", "minimal", "gate_pre", "recompute")
+    for more, less in itertools.pairwise(chain):
+        assert saved_bytes(shape, more) > saved_bytes(shape, less)
+        assert recomputed_flops(shape, more) < recomputed_flops(shape, less)
+    assert recomputed_flops(shape, "recompute") == 2 * (2 * 256 * 2 * 1024 + 5 * 1024)
+
+
+def test_a_model_that_does_not_say_its_top_k_has_no_figure() -> None:
+    assert saved_bytes(BlockShape("bf16", 64, 64, 0), "minimal") != saved_bytes(
+        BlockShape("bf16", 64, 64, 2), "minimal"
+    )
+    model = tiny_model("mixtral")
+    for layer in model.model.layers:
+        del layer.mlp.top_k, layer.mlp.gate.top_k
+    model.config.num_experts_per_tok = 0
+    report = patch_model(model)
+    assert {entry.saved_bytes_per_token for entry in report.patched} == {None}
+    assert report.saved_bytes_per_token == 0 and "Saved for backward" not in str(report)
+    assert torch.isnan(torch.tensor(next(iter(blocks_of(model).values())).saved_bytes_per_token))

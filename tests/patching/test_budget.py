@@ -1,0 +1,86 @@
+"""Byte budgets: the cheapest plan, never above the budget, against trying every plan."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_neuron_moe.activation_policy import ActivationBudget, canonical_keep, keep_strings
+from hf_neuron_moe.modules.saved_bytes import BlockShape, recomputed_flops, saved_bytes
+from hf_neuron_moe.patching.budget import Option, cheapest_plan
+from hf_neuron_moe.patching.policies import PlannedBlock, resolve
+
+OPTIONS = st.lists(
+    st.builds(Option, keep=st.just(""), saved=st.integers(0, 12).map(float), flops=st.integers(0, 9)),
+    min_size=1,
+    max_size=5,
+)
+
+
+@given(blocks=st.lists(OPTIONS, min_size=0, max_size=4), limit=st.integers(0, 40))
+def test_no_plan_is_cheaper(blocks: list[list[Option]], limit: int) -> None:
+    def cost(plan: tuple[Option, ...]) -> tuple[int, float]:
+        return sum(option.flops for option in plan), sum(option.saved for option in plan)
+
+    allowed = [plan for plan in itertools.product(*blocks) if cost(plan)[1] <= limit]
+    plan = cheapest_plan(blocks, limit)
+    if plan is None:
+        assert not allowed
+        return
+    assert all(option in options for option, options in zip(plan, blocks, strict=True))
+    assert cost(tuple(plan)) == min(map(cost, allowed))
+
+
+def mixed_blocks(precision: str) -> list[PlannedBlock]:
+    shapes = [
+        BlockShape(precision, 64, 640, None),
+        BlockShape(precision, 64, 520, 2),
+        BlockShape(precision, 64, 96, None),
+    ]
+    return [PlannedBlock((f"layers.{number}.mlp",), shape) for number, shape in enumerate(shapes)]
+
+
+@given(
+    share=st.floats(0, 1.2),
+    precision=st.sampled_from(["bf16", "mxfp8", "fp32"]),
+    allow_fp8=st.booleans(),
+)
+def test_blocks_keep_as_much_as_the_budget_allows(share: float, precision: str, allow_fp8: bool) -> None:
+    blocks = mixed_blocks(precision)
+    lossless = keep_strings(precision) - {"fp8"}
+    floor = sum(saved_bytes(block.shape, "recompute") for block in blocks)
+    most = sum(max(saved_bytes(block.shape, keep) for keep in lossless) for block in blocks)
+    limit = floor + share * (most - floor)
+    plan = resolve(ActivationBudget(bytes_per_token=limit, allow_fp8=allow_fp8), blocks, [], "test")
+    keeps = [canonical_keep(policy, precision) for policy in plan]
+    saved = sum(saved_bytes(block.shape, keep) for block, keep in zip(blocks, keeps, strict=True))
+    flops = sum(recomputed_flops(block.shape, keep) for block, keep in zip(blocks, keeps, strict=True))
+    assert saved <= limit
+    known = keep_strings(precision) if allow_fp8 else lossless
+    assert set(keeps) <= known
+    presets = itertools.product(
+        sorted(known & {"minimal", "recompute", "fp8", "gate_pre+up", "up"}), repeat=len(blocks)
+    )
+    for other in presets:
+        pairs = list(zip(blocks, other, strict=True))
+        if sum(saved_bytes(block.shape, keep) for block, keep in pairs) <= limit:
+            assert flops <= sum(recomputed_flops(block.shape, keep) for block, keep in pairs)
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_many_layers_are_planned_at_once(experts: bool) -> None:
+    """94 equal layers, and 60 layers of which no two are equal."""
+    top_k = 8 if experts else None
+    shapes = [BlockShape("mxfp8", 4096, 1536, top_k)] * 94
+    shapes += [BlockShape("bf16", 2048, 1024 + 128 * number, top_k) for number in range(60)]
+    blocks = [PlannedBlock((f"layers.{number}.mlp",), shape) for number, shape in enumerate(shapes)]
+    floor, full = (sum(saved_bytes(shape, keep) for shape in shapes) for keep in ("recompute", "gate_pre+up"))
+    limit = (floor + full) / 2
+    plan = resolve(ActivationBudget(total_bytes=limit * 8192, tokens=8192), blocks, [], "test")
+    keeps = [canonical_keep(policy, shape.precision) for policy, shape in zip(plan, shapes, strict=True)]
+    saved = sum(saved_bytes(shape, keep) for shape, keep in zip(shapes, keeps, strict=True))
+    # What remains unused is less than the smallest step from one policy of some block to its next.
+    assert limit - 2 * 1024 * (top_k or 1) < saved <= limit
