@@ -1,0 +1,90 @@
+"""Two processes train together and save safe checkpoints; then one of them gets a NaN.
+
+    torchrun --nproc-per-node 2 -m tests.training.rank_driver FOLDER
+
+Every process writes what it saw to FOLDER/rank-N.json.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from hf_neuron_moe import patch_model
+from hf_neuron_moe.errors import NeuronMoEWarning, NonFiniteWeightsError
+from hf_neuron_moe.training.checkpoints import SafeCheckpointMixin
+from tests.tiny_models import tiny_model, tokens
+
+
+class SafeTrainer(SafeCheckpointMixin, Trainer):
+    """The stock Trainer with safe checkpoints."""
+
+
+class Spoiler(TrainerCallback):
+    """Puts a NaN into the second process's copy of the model."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if args.process_index == 1 and state.global_step == 6:
+            with torch.no_grad():
+                kwargs["model"].module.lm_head.weight[0, 0] = float("nan")
+
+
+def trained(folder: Path, resume: bool, callbacks: list[TrainerCallback] | None = None, steps: int = 4) -> Trainer:
+    """Train up to `steps`; return the trainer."""
+    model = tiny_model("mixtral", num_hidden_layers=1, attention_dropout=0.2)
+    patch_model(model, {"precision": "fp32"})
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=steps,
+        per_device_train_batch_size=2,
+        learning_rate=1e-2,
+        lr_scheduler_type="constant",
+        logging_steps=1,
+        save_strategy="steps",
+        save_steps=2,
+        report_to=[],
+        use_cpu=True,
+        seed=5,
+        disable_tqdm=True,
+    )
+    rows = [{"input_ids": row, "labels": row} for row in tokens(16, 12, seed=11)]
+    trainer = SafeTrainer(model=model, args=arguments, train_dataset=rows, callbacks=callbacks)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def main(folder: Path) -> None:
+    """Train, damage a checkpoint, resume, and fail."""
+    first = trained(folder / "run", False)
+    rank = first.args.process_index
+    losses = [entry["loss"] for entry in first.state.log_history if "loss" in entry]
+    if rank == 0:
+        (folder / "run" / "checkpoint-4" / "rng_state_1.pth").unlink()
+    first.accelerator.wait_for_everyone()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        second = trained(folder / "run", True)
+    again = [entry["loss"] for entry in second.state.log_history if "loss" in entry]
+    refused = ""
+    try:
+        trained(folder / "run", True, [Spoiler()], steps=6)
+    except NonFiniteWeightsError as error:
+        refused = str(error)
+    result = {
+        "losses": losses,
+        "again": again,
+        "warned": [str(entry.message) for entry in caught if entry.category is NeuronMoEWarning],
+        "refused": refused,
+    }
+    (folder / f"rank-{rank}.json").write_text(json.dumps(result), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(Path(sys.argv[1]))
