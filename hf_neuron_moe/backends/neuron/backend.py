@@ -29,10 +29,9 @@ class NeuronBackend:
     """Implements :class:`~hf_neuron_moe.backends.base.Backend` with the installed nkilib.
 
     What a policy keeps differs from the protocol's description in form, not in meaning: dense checkpoints are
-    ``[S, I]`` padded to multiples of 128; experts keep gate and up in the kernels' blocks ``[N, 2, I, B]``, and only
-    together. The bf16 experts' kernel has no other checkpoint, so a policy that keeps one of the two keeps none. A
-    saved ``gate_act`` or ``intermediate`` was rounded from fp32, a recomputed one from bf16: policies with these two
-    give gradients that differ in the last bits.
+    ``[S, I]`` padded to multiples of 128, all columns of up; experts keep gate and up in the kernels' blocks
+    ``[N, 2, I, B]``, and only together: their kernels have no other checkpoint, so a policy that keeps one of the two
+    keeps none. ``"fp8"`` rounds what the kernels wrote and read, so its gradients are not those of COAT's backward.
 
     Args:
         name: ``"neuron"``, or ``"nki-sim"`` for NKI's simulator.

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hf_neuron_moe.activation_policy import parse_keep
@@ -53,23 +54,22 @@ class DenseKernels:
         hidden, inner = block.padded
         fuse = partial(fused_for_kernel, hidden=hidden, inner=inner)
         turn = partial(kernel_weight, axes="HI", wanted="HI", hidden=hidden, inner=inner)
-        return self.weights.get("mlp gate_up", fuse, gate_IH, up_IH), self.weights.get("mlp down", turn, down_HI)
+        gate_up_2IH = self.weights.get(f"2IH {hidden}x{inner}", fuse, gate_IH, up_IH)
+        return gate_up_2IH, self.weights.get(f"HI {hidden}x{inner}", turn, down_HI)
 
     def _run_forward(
         self, x_SH: Tensor, gate_up_2IH: Tensor, down_HI: Tensor, names: frozenset[str]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return y and the checkpoints, at least those in `names`, all padded."""
-        name = "mlp_forward_keeping_all" if "gate_act" in names else "mlp_forward_keeping_two"
-        if not names & {"gate_pre", "up", "gate_act"}:
-            name = "mlp_forward"
-        out_SH, *checkpoints = self.launch(
-            self.adapter.kernel("mlp_forward", name),
+        """Return y and the checkpoints in `names` (and those that they are made from), all padded."""
+        out_SH, _, *pre_activations = self.launch(
+            self.adapter.kernel("mlp_forward", "mlp_forward_keeping" if names else "mlp_forward"),
             hidden=x_SH,
             gate_up_weights=gate_up_2IH,
             down_weights=down_HI,
             run_with_lnc2=self.launch.lnc == 2,
         )
-        return out_SH, dict(zip(("intermediate", "gate_pre", "up", "gate_act"), checkpoints))
+        checkpoints = dict(zip(("gate_pre", "up"), pre_activations))
+        return out_SH, _with_products(checkpoints, names)
 
     def forward(
         self, x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, block: Block, keep: str
@@ -114,7 +114,9 @@ class DenseKernels:
             checkpoints = {name: tensor for name, tensor in zip(_ORDER, saved) if name in policy.names}
         operands = self._operands(gate_IH, up_IH, down_HI, block)
         if self.adapter.generation("mlp_backward") == "2.30":
-            d_x, d_gate_up, d_down = self._backward_2_30(dout, x, *operands, checkpoints)
+            d_x, d_gate_up, d_down = self._backward_2_30(
+                dout, x, *operands, self._transposed(gate_IH, up_IH, down_HI, block), checkpoints
+            )
         else:
             d_x, d_gate_up, d_down = self.launch(
                 self.adapter.kernel("mlp_backward", "mlp_backward"),
@@ -133,42 +135,56 @@ class DenseKernels:
         d_down = stock_gradient(d_down, "HI", "HI", dtype=down_HI.dtype, **sizes)
         return d_x[:tokens, : block.hidden].contiguous(), d_gate, d_up, d_down
 
+    def _transposed(self, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, block: Block) -> dict[str, Tensor]:
+        """The transposed copies that 2.30 reads: gate and up ``[H, I]``, down ``[I, H]``."""
+        hidden, inner = block.padded
+        turned = {}
+        for name, weight, axes in (("gate", gate_IH, "IH"), ("up", up_IH, "IH"), ("down", down_HI, "HI")):
+            turn = partial(kernel_weight, axes=axes, wanted=axes[::-1], hidden=hidden, inner=inner)
+            turned[f"{name}_proj_weight_T"] = self.weights.get(f"{axes[::-1]} of {axes} {hidden}x{inner}", turn, weight)
+        return turned
+
     def _backward_2_30(
-        self, dout_SH: Tensor, x_SH: Tensor, gate_up_2IH: Tensor, down_HI: Tensor, checkpoints: dict[str, Tensor]
+        self,
+        dout_SH: Tensor,
+        x_SH: Tensor,
+        gate_up_2IH: Tensor,
+        down_HI: Tensor,
+        transposed: dict[str, Tensor],
+        checkpoints: dict[str, Tensor],
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Call the kernel of 2.30, which reads transposed copies and the caller's own intermediate."""
         if not checkpoints.keys() >= {"gate_pre", "up"}:
             # The down gradient is made from the caller's intermediate: what the kernel recomputes does not enter it.
             _, made = self._run_forward(x_SH, gate_up_2IH, down_HI, frozenset({"gate_pre", "up"}))
             checkpoints = {name: made[name] for name in ("gate_pre", "up")} | checkpoints
-        if "intermediate" not in checkpoints:
-            act = checkpoints.get("gate_act")
-            if act is None:
-                act = torch.nn.functional.silu(checkpoints["gate_pre"].float()).to(torch.bfloat16)
-            checkpoints = checkpoints | {"intermediate": act * checkpoints["up"]}
+        checkpoints = _with_products(checkpoints, frozenset({"intermediate"}))
         inner = checkpoints["intermediate"]
         given = {name: checkpoints.get(name) for name in ("gate_pre", "gate_act", "up")}
-        halves = gate_up_2IH.chunk(2)
-        gate_HI, up_HI = (
-            self.weights.get(f"mlp {name} transposed", _transpose, half) for name, half in zip(("gate", "up"), halves)
-        )
         result = self.launch(
             self.adapter.kernel("mlp_backward", "mlp_backward"),
             output_hidden_states_grad=dout_SH,
             hidden_states=x_SH,
-            gate_proj_weight_T=gate_HI,
-            up_proj_weight_T=up_HI,
-            down_proj_weight_T=self.weights.get("mlp down transposed", _transpose, down_HI),
             gate_up_weights=gate_up_2IH,
             hidden_states_T=x_SH.t(),
             output_grad_T=dout_SH.t(),
             hidden_T=inner.t(),
             run_with_lnc2=self.launch.lnc == 2,
             hidden=inner,
+            **transposed,
             **given,
         )
         return result[0], result[1], result[2]
 
 
-def _transpose(weight: Tensor) -> Tensor:
-    return weight.t().contiguous()
+def _with_products(checkpoints: dict[str, Tensor], names: frozenset[str]) -> dict[str, Tensor]:
+    """Add the gate's activation and the intermediate where `names` has them, as the backward kernel would make them.
+
+    The forward kernel would save them rounded from its fp32 sums; then gradients would depend on what is kept.
+    """
+    if names.isdisjoint({"gate_act", "intermediate"} - checkpoints.keys()):
+        return checkpoints
+    act = checkpoints.get("gate_act")
+    if act is None:
+        act = F.silu(checkpoints["gate_pre"].float()).to(torch.bfloat16)
+    return {"gate_act": act, "intermediate": act * checkpoints["up"]} | checkpoints

@@ -115,7 +115,7 @@ class ExpertKernels:
         for name, source, own, order in zip(names, sources, axes, wanted):
             turn = partial(kernel_weight, axes=own, wanted=order, hidden=hidden, inner=inner)
             split = partial(_split, transposed=experts.transposed, turn=turn)
-            result[name] = self.weights.get(f"experts {order}", split if "2" in own else turn, source)
+            result[name] = self.weights.get(f"{order} {hidden}x{inner}", split if "2" in own else turn, source)
         return result
 
     def _forward_axes(self, block: Block) -> tuple[str, str]:

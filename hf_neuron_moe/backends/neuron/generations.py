@@ -16,7 +16,7 @@ _ROUTED = _names(
     "hidden_states expert_affinities_masked gate_up_proj_weight down_proj_weight token_position_to_id block_to_expert "
     "block_size"
 )
-_MLP_SAVES = _names("save_gate_pre save_gate_act save_up use_scale_packing gate_up_scales down_scales")
+_MLP_SAVES = _names("save_gate_pre save_up use_scale_packing gate_up_scales down_scales")
 _CHECKPOINTS = _names("gate_pre gate_act up run_with_lnc2")
 _BACKWARD = _ROUTED | {"gate_up_proj_act_checkpoint_T", "output_hidden_states_grad"}
 _BWD_OPTIONS = _names(

@@ -1,8 +1,8 @@
 """Weights in the form a kernel reads them: bf16, padded, in its orientation; copies are kept for one optimizer step.
 
 A copy belongs to a state of its sources: their storages, places in these, and version counters, which every in-place
-change through autograd's eyes advances. Optimizers that write through ``.data`` do not advance them, so copies of
-trainable weights are also dropped after every optimizer step.
+change that autograd sees advances. Writes through ``.data`` and the gathered weights of FSDP do not advance them, so all
+copies are also dropped after every optimizer step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ class _Copy:
     tensor: Tensor
     storages: tuple[StorageWeakRef, ...]
     versions: tuple[int, ...]
-    trainable: bool
 
     def orphaned(self) -> bool:
         return any(storage.expired() for storage in self.storages)
@@ -44,7 +43,7 @@ class PreparedWeights:
         def after_step(*_: Any) -> None:
             cache = own()
             if cache is not None:
-                cache.drop_trainable()
+                cache.clear()
 
         self._hook = register_optimizer_step_post_hook(after_step)
         weakref.finalize(self, self._hook.remove)
@@ -58,10 +57,6 @@ class PreparedWeights:
         """Drop all copies."""
         self._copies.clear()
 
-    def drop_trainable(self) -> None:
-        """Drop the copies of weights that an optimizer may have changed."""
-        self._copies = {key: copy for key, copy in self._copies.items() if not copy.trainable}
-
     def get(self, form: str, build: Callable[..., Tensor], *sources: Tensor) -> Tensor:
         """Return ``build(*sources)``, or the copy made before from the same state of the sources.
 
@@ -69,7 +64,7 @@ class PreparedWeights:
         looked up: the graph has the copying in it.
 
         Args:
-            form: name of what `build` makes.
+            form: name of what `build` makes; everything that `build` depends on besides the sources is in it.
             build: maps the sources to the prepared tensor.
             *sources: the weights.
         """
@@ -86,7 +81,7 @@ class PreparedWeights:
             return made
         self._copies = {other: copy for other, copy in self._copies.items() if not copy.orphaned()}
         storages = tuple(StorageWeakRef(source.untyped_storage()) for source in sources)
-        self._copies[key] = _Copy(made, storages, versions, any(source.requires_grad for source in sources))
+        self._copies[key] = _Copy(made, storages, versions)
         return made
 
 

@@ -28,8 +28,11 @@ def mlp_forward(hidden: Any, gate_up_weights: Any, down_weights: Any, run_with_l
 
 
 @nki.jit
-def mlp_forward_keeping_two(hidden: Any, gate_up_weights: Any, down_weights: Any, run_with_lnc2: bool) -> Any:
-    """Return y, the intermediate, and the pre-activations gate_pre and up, each ``[S, I]``."""
+def mlp_forward_keeping(hidden: Any, gate_up_weights: Any, down_weights: Any, run_with_lnc2: bool) -> Any:
+    """Return y, the intermediate, and the pre-activations gate_pre and up, each ``[S, I]``.
+
+    ``save_hidden`` is not passed: with it the kernel would leave ``intermediate_hbm`` unwritten.
+    """
     shape = (hidden.shape[0], down_weights.shape[1])
     intermediate = nl.ndarray(shape, dtype=nl.bfloat16, buffer=nl.shared_hbm)
     gate_pre = nl.ndarray(shape, dtype=nl.bfloat16, buffer=nl.shared_hbm)
@@ -44,30 +47,6 @@ def mlp_forward_keeping_two(hidden: Any, gate_up_weights: Any, down_weights: Any
         save_up=up,
     )
     return output, intermediate, gate_pre, up
-
-
-@nki.jit
-def mlp_forward_keeping_all(hidden: Any, gate_up_weights: Any, down_weights: Any, run_with_lnc2: bool) -> Any:
-    """Return y, the intermediate, gate_pre, up and gate_act, each ``[S, I]``.
-
-    ``save_hidden`` is not passed: with it the kernel would leave ``intermediate_hbm`` unwritten.
-    """
-    shape = (hidden.shape[0], down_weights.shape[1])
-    intermediate = nl.ndarray(shape, dtype=nl.bfloat16, buffer=nl.shared_hbm)
-    gate_pre = nl.ndarray(shape, dtype=nl.bfloat16, buffer=nl.shared_hbm)
-    up = nl.ndarray(shape, dtype=nl.bfloat16, buffer=nl.shared_hbm)
-    gate_act = nl.ndarray(shape, dtype=nl.bfloat16, buffer=nl.shared_hbm)
-    output = mlp_forward_mxfp8_nki(
-        hidden=hidden,
-        gate_up_weights=gate_up_weights,
-        down_weights=down_weights,
-        intermediate_hbm=intermediate,
-        run_with_lnc2=run_with_lnc2,
-        save_gate_pre=gate_pre,
-        save_gate_act=gate_act,
-        save_up=up,
-    )
-    return output, intermediate, gate_pre, up, gate_act
 
 
 @nki.jit
