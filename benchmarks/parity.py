@@ -140,7 +140,9 @@ def main() -> None:
     runs = planned(subjects, arguments.seeds)
     folder = arguments.out / "runs"
     console.print(f"{len(runs)} runs, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}")
-    do_all(runs, Study(subjects, arguments.model), folder, arguments.budget_minutes * 60, console)
+    do_all(
+        runs, Study(subjects, arguments.out / "starts", arguments.model), folder, arguments.budget_minutes * 60, console
+    )
     report = collect(runs, subjects, folder)
     if not report["models"]:
         raise SystemExit("no run was done within the budget")

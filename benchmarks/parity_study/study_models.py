@@ -1,4 +1,4 @@
-"""Models and text of the parity study: two small real ones and one from scratch, and the batches they train on.
+"""Models and text of the parity study: two small real ones, and one that starts from nothing.
 
 Legend: B sequences per batch, L tokens per sequence, N windows, V vocabulary.
 """
@@ -6,13 +6,14 @@ Legend: B sequences per batch, L tokens per sequence, N windows, V vocabulary.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import get_smollm2
 import torch
 from demo_text import DATA, token_windows
+from safetensors.torch import load_model, save_model
+from study_train import batches, train
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -51,22 +52,26 @@ class Subject:
 
 
 SUBJECTS = {
-    "smollm2": Subject("SmolLM2-135M, 4 of its 30 layers", 200, 2, 64, 3e-4, 4),
-    "smollm2-mixtral": Subject("Mixtral upcycled from SmolLM2 (4 experts, top-2), 2 layers", 200, 2, 64, 3e-4, 2),
-    "scratch-mixtral": Subject("Mixtral from scratch on bytes (8 experts, top-2), 3 layers", 1000, 4, 96, 2e-3, 3),
+    "smollm2": Subject("SmolLM2-135M, 4 of its 30 layers", 120, 2, 64, 2e-4, 4),
+    "smollm2-mixtral": Subject("Mixtral upcycled from SmolLM2 (4 experts, top-2), 2 layers", 120, 2, 64, 2e-4, 2),
+    "scratch-mixtral": Subject("Mixtral from scratch on bytes (8 experts, top-2), 3 layers", 500, 4, 64, 2e-3, 3),
 }
+HEALING = Subject("", 120, 2, 64, 5e-4, 0)
+"""A model that lost most of its layers first learns to do without them, in stock fp32, before the study begins."""
 
 
 class Study:
-    """Builds every model and its windows once; a run takes copies.
+    """Builds every model as its runs start with it.
 
     Args:
         subjects: the models by name.
+        starts: folder for weights that are computed once.
         model_dir: SmolLM2's folder; None obtains it as the demo does.
     """
 
-    def __init__(self, subjects: dict[str, Subject], model_dir: Path | None = None) -> None:
+    def __init__(self, subjects: dict[str, Subject], starts: Path, model_dir: Path | None = None) -> None:
         self.subjects = subjects
+        self._starts = starts
         self._model_dir = model_dir
         self._llama: LlamaForCausalLM | None = None
         self._ids: Tensor | None = None
@@ -81,11 +86,8 @@ class Study:
         subject = self.subjects[name]
         if name == "scratch-mixtral":
             return MixtralForCausalLM(scratch_config(subject))
-        llama, _ = self._trimmed()
-        layers = choose_layers(llama.config.num_hidden_layers, subject.layers)
-        if name == "smollm2":
-            return with_layers(llama, layers)
-        return upcycle(llama, layers=layers, experts=4, seed=seed).train()
+        llama = self._healed(subject.layers)
+        return llama if name == "smollm2" else upcycle(llama, experts=4, seed=seed).train()
 
     def windows(self, name: str) -> Tensor:
         """Return the training text as ``[N, L]`` token ids of this model."""
@@ -93,6 +95,24 @@ class Study:
         ids = text_bytes() if name == "scratch-mixtral" else self._trimmed()[1]
         count = len(ids) // length
         return ids[: count * length].view(count, length)
+
+    def _healed(self, count: int) -> LlamaForCausalLM:
+        """SmolLM2 with `count` layers, trained for a little in stock fp32 after the others were taken out."""
+        whole, ids = self._trimmed()
+        llama = with_layers(whole, choose_layers(whole.config.num_hidden_layers, count))
+        path = self._starts / f"smollm2-{count}-layers-{HEALING.steps}-steps.safetensors"
+        if not path.is_file():
+            torch.manual_seed(0)
+            windows_NL = ids[: len(ids) // HEALING.length * HEALING.length].view(-1, HEALING.length)
+            data = batches(windows_NL, HEALING.batch, seed=1000)  # an order that no run has
+            for _ in train(llama, data, HEALING.steps, HEALING.rate):
+                continue
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial = path.with_suffix(".partial")
+            save_model(llama, str(partial))
+            partial.rename(path)
+        load_model(llama, str(path))
+        return llama.train()
 
     def _trimmed(self) -> tuple[LlamaForCausalLM, Tensor]:
         """SmolLM2 without the tokens that the text does not use, and the text in the ids that remain.
@@ -120,7 +140,7 @@ def scratch_config(subject: Subject) -> MixtralConfig:
     return MixtralConfig(
         vocab_size=BYTES,
         hidden_size=128,
-        intermediate_size=256,
+        intermediate_size=128,
         num_hidden_layers=subject.layers,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -157,12 +177,3 @@ def with_layers(llama: LlamaForCausalLM, layers: list[int]) -> LlamaForCausalLM:
     smaller = LlamaForCausalLM(LlamaConfig.from_dict(options))
     smaller.load_state_dict(weights)
     return smaller.train()
-
-
-def batches(windows_NL: Tensor, batch: int, seed: int) -> Iterator[Tensor]:
-    """Yield ``[B, L]`` batches forever, in an order that only the seed decides."""
-    generator = torch.Generator().manual_seed(seed)
-    while True:
-        order = torch.randperm(len(windows_NL), generator=generator)
-        for start in range(0, len(order) - batch + 1, batch):
-            yield windows_NL[order[start : start + batch]]

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from study_models import Study, Subject, batches
+from study_models import Study, Subject
+from study_train import batches, train
 from transformers import PreTrainedModel
 
 from hf_neuron_moe import __version__, patch_model, unpatch_model
@@ -27,6 +27,7 @@ VARIANTS: dict[str, dict[str, str] | None] = {
     "mxfp8, fp8 saved": {"precision": "mxfp8", "activations": "fp8"},
     "mxfp8, recompute": {"precision": "mxfp8", "activations": "recompute"},
 }
+REPEATED = "mxfp8, recompute"
 FP32_VARIANTS: dict[str, dict[str, str] | None] = {
     "fp32, minimal": {"precision": "fp32"},
     "fp32, full": {"precision": "fp32", "activations": "full"},
@@ -34,8 +35,6 @@ FP32_VARIANTS: dict[str, dict[str, str] | None] = {
 }
 """Lossless policies in exact arithmetic: their curves must be one."""
 FP32_STEPS = 64
-WARMUP = 0.05
-CLIP_NORM = 1.0
 Tell = Callable[[int, float, float], None]
 """Called with the step, its loss, and the seconds since the run began."""
 
@@ -57,14 +56,19 @@ class Run:
 
 
 def planned(subjects: dict[str, Subject], seeds: int) -> list[Run]:
-    """Return all runs of the study, seed by seed, so that an early end leaves whole comparisons."""
-    runs = []
+    """Return all runs of the study, seed by seed, so that an early end leaves whole comparisons.
+
+    Recomputing comes last: it should only repeat what the lossless policy did.
+    """
+    runs, last = [], []
     for seed in range(seeds):
         for name, subject in subjects.items():
-            runs += [Run(name, variant, seed, subject.steps) for variant in VARIANTS]
-            if seed == 0:
+            runs += [Run(name, variant, seed, subject.steps) for variant in VARIANTS if variant != REPEATED]
+            last.append(Run(name, REPEATED, seed, subject.steps))
+        if seed == 0:
+            for name, subject in subjects.items():
                 runs += [Run(name, variant, seed, min(FP32_STEPS, subject.steps)) for variant in FP32_VARIANTS]
-    return runs
+    return runs + last
 
 
 def settings(run: Run, subject: Subject) -> dict[str, Any]:
@@ -92,7 +96,7 @@ def do(run: Run, study: Study, folder: Path, tell: Tell) -> dict[str, Any]:
     data = batches(study.windows(run.model), subject.batch, run.seed)
     losses = []
     # The schedule is always the whole run's, so that a run of fewer steps is the beginning of a longer one.
-    for step, loss in enumerate(islice(train(model, data, subject), run.steps)):
+    for step, loss in enumerate(islice(train(model, data, subject.steps, subject.rate), run.steps)):
         losses.append(loss)
         tell(step, loss, time.perf_counter() - begin)
     result = {
@@ -123,36 +127,3 @@ def patch_and_measure(
     with measure_saved_bytes({name: model.get_submodule(name) for name in names}) as saved:
         model(ids_BL, labels=ids_BL, use_cache=False)
     return len(names) if options is not None else 0, saved.bytes_per_token
-
-
-def train(model: PreTrainedModel, data: Iterator[torch.Tensor], subject: Subject) -> Iterator[float]:
-    """Yield the cross entropy (nats) of every step's batch before its update; AdamW, warm-up, cosine, clipping."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=subject.rate, betas=(0.9, 0.95), weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: share_of_rate(step, subject.steps))
-    model.train()
-    for ids_BL in islice(data, subject.steps):
-        output = model(ids_BL, labels=ids_BL, use_cache=False)
-        output.loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        yield cross_entropy(model, output)
-
-
-def cross_entropy(model: PreTrainedModel, output: Any) -> float:
-    """The loss without the routers' load-balancing part, which is not what is compared."""
-    balance = getattr(output, "aux_loss", None)
-    loss = output.loss.detach().double()
-    if balance is not None:
-        loss = loss - model.config.router_aux_loss_coef * balance.detach().double()
-    return float(loss)
-
-
-def share_of_rate(step: int, steps: int) -> float:
-    """Warm up linearly over the first steps, then fall to a tenth along a cosine."""
-    warmup = max(1, round(WARMUP * steps))
-    if step < warmup:
-        return (step + 1) / warmup
-    progress = (step - warmup) / max(1, steps - warmup)
-    return 0.1 + 0.45 * (1 + math.cos(math.pi * progress))

@@ -1,0 +1,60 @@
+"""The training loop of the parity study; nothing in it knows whether a model is patched.
+
+Legend: B sequences per batch, L tokens per sequence, N windows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+WARMUP = 0.05
+CLIP_NORM = 1.0
+
+
+def batches(windows_NL: Tensor, batch: int, seed: int) -> Iterator[Tensor]:
+    """Yield ``[B, L]`` batches forever, in an order that only the seed decides."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        order = torch.randperm(len(windows_NL), generator=generator)
+        for start in range(0, len(order) - batch + 1, batch):
+            yield windows_NL[order[start : start + batch]]
+
+
+def train(model: PreTrainedModel, data: Iterator[Tensor], steps: int, rate: float) -> Iterator[float]:
+    """Yield the cross entropy (nats) of every step's batch before its update; AdamW, warm-up, cosine, clipping."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: share_of_rate(step, steps))
+    model.train()
+    for ids_BL in islice(data, steps):
+        output = model(ids_BL, labels=ids_BL, use_cache=False)
+        output.loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        yield cross_entropy(model, output)
+
+
+def cross_entropy(model: PreTrainedModel, output: Any) -> float:
+    """The loss without the routers' load-balancing part, which is not what is compared."""
+    balance = getattr(output, "aux_loss", None)
+    loss = output.loss.detach().double()
+    if balance is not None:
+        loss = loss - model.config.router_aux_loss_coef * balance.detach().double()
+    return float(loss)
+
+
+def share_of_rate(step: int, steps: int) -> float:
+    """Warm up linearly over the first steps, then fall to a tenth along a cosine."""
+    warmup = max(1, round(WARMUP * steps))
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = (step - warmup) / max(1, steps - warmup)
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * progress))

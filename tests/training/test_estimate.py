@@ -1,0 +1,224 @@
+"""The estimate against what real models, optimizers and forward passes hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PretrainedConfig, Qwen3MoeConfig
+from transformers.optimization import Adafactor
+
+from hf_neuron_moe import NeuronMoEConfig, patch_model
+from hf_neuron_moe.activation_policy import PRESETS
+from hf_neuron_moe.backends.torch.compute import release_scratch
+from hf_neuron_moe.errors import ConfigError, ShapeError
+from hf_neuron_moe.training.estimate import TrainingEstimate, estimate_training, optimizer_bytes
+from hf_neuron_moe.training.fake_forward import fake_saved_activations
+from tests.tiny_models import tiny_config, tokens
+
+BATCH, LENGTH = 2, 48
+WITHIN = 0.05
+"""What is promised. Most counts agree to the byte; stock experts save a few bytes of offsets more."""
+
+
+def meta_model(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> nn.Module:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def estimated(family: str, dtype: torch.dtype, policies: tuple[str, ...], **options: Any) -> TrainingEstimate:
+    configs = {policy: NeuronMoEConfig(precision="bf16", activations=policy) for policy in policies}
+    model = meta_model(tiny_config(family), dtype)
+    return estimate_training(model, configs, batch=BATCH, length=LENGTH, **options)
+
+
+def real_model(family: str, dtype: torch.dtype, policy: str) -> nn.Module:
+    model = AutoModelForCausalLM.from_config(tiny_config(family), dtype=dtype)
+    if policy != "stock":
+        patch_model(model, {"precision": "bf16", "activations": policy})
+    return model.train()
+
+
+class Allocations(TorchDispatchMode):
+    """Every storage that an operator returns, held weakly; what is alive afterwards is what somebody keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[StorageWeakRef, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor):
+                self.seen[StorageWeakRef(tensor.untyped_storage())] = tensor.untyped_storage().nbytes()
+        return output
+
+    def alive(self, *, without: list[Tensor]) -> int:
+        known = {StorageWeakRef(tensor.untyped_storage()) for tensor in without}
+        return sum(size for ref, size in self.seen.items() if not ref.expired() and ref not in known)
+
+
+def kept_between_passes(model: nn.Module) -> int:
+    """Bytes that are alive after a forward pass of which only the loss is held."""
+    ids = tokens(BATCH, LENGTH)
+    model(input_ids=ids, labels=ids.clone(), use_cache=False).loss.backward()  # fills caches that stay anyway
+    model.zero_grad()
+    with Allocations() as allocations:
+        loss = model(input_ids=ids, labels=ids.clone(), use_cache=False).loss
+        release_scratch()  # temporaries that a thread keeps for its next call
+        return allocations.alive(without=[*model.parameters(), *model.buffers(), loss])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_saved_activations_are_what_a_real_forward_keeps(family: str, dtype: torch.dtype) -> None:
+    result = estimated(family, dtype, PRESETS)
+    assert [policy.name for policy in result.policies] == [*PRESETS, "stock"]
+    for policy in result.policies:
+        measured = kept_between_passes(real_model(family, dtype, policy.name))
+        assert policy.saved == pytest.approx(measured, rel=WITHIN), policy.name
+        assert policy.total == result.parameter_bytes + result.gradient_bytes + result.optimizer_bytes + policy.saved
+    saved = {policy.name: policy.saved_blocks for policy in result.policies}
+    assert saved["recompute"] < saved["fp8"] < saved["minimal"] < saved["stock"]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_what_a_block_says_of_itself_is_what_its_part_comes_to(family: str) -> None:
+    result = estimated(family, torch.bfloat16, ("minimal", "recompute"))
+    for policy in result.policies[:2]:
+        model = meta_model(tiny_config(family), torch.bfloat16)
+        report = patch_model(model, {"precision": "bf16", "activations": policy.name})
+        blocks = [model.get_submodule(entry.name) for entry in report.patched]
+        # Routing indices are counted in both; a share of a byte per token may be rounded in one of them.
+        told = sum(block.saved_bytes_per_token for block in blocks)
+        assert policy.blocks_bytes_per_token == pytest.approx(told, rel=0.02)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_keeps_the_layers_inputs(reentrant: bool) -> None:
+    real = real_model("mixtral", torch.float32, "minimal")
+    real.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    meta = meta_model(tiny_config("mixtral"))
+    names = [entry.name for entry in patch_model(meta, {"precision": "bf16"}).patched]
+    counted = fake_saved_activations(meta, [meta.get_submodule(n) for n in names], batch=BATCH, length=LENGTH)
+    # The model's last hidden state leaves the last layer and is the norm's input: outside, as both count it.
+    assert counted.layer_inputs + counted.outside == pytest.approx(kept_between_passes(real), rel=WITHIN)
+    with_it = estimated("mixtral", torch.float32, ("minimal",), gradient_checkpointing=True).policies[0]
+    assert with_it.saved == counted.layer_inputs + counted.outside + counted.largest_layer
+    assert with_it.saved < counted.total
+
+
+def _optimizer(name: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    if name == "adamw":
+        return torch.optim.AdamW(parameters)
+    return torch.optim.SGD(parameters) if name == "sgd" else Adafactor(parameters, scale_parameter=False)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "sgd"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_parameters_gradients_and_optimizer_are_those_of_a_real_step(name: str, dtype: torch.dtype) -> None:
+    model = real_model("mixtral", dtype, "minimal")
+    optimizer = _optimizer(name, list(model.parameters()))
+    ids = tokens(BATCH, LENGTH)
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    result = estimated("mixtral", dtype, ("minimal",), optimizer=name)
+    held = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    measured = sum(value.numel() * value.element_size() for value in held)
+    assert result.optimizer_bytes == pytest.approx(measured, rel=WITHIN, abs=8 * len(held))
+    gradients = [param.grad for param in model.parameters() if param.grad is not None]
+    assert result.gradient_bytes == sum(grad.numel() * grad.element_size() for grad in gradients)
+    own = {id(t): t.numel() * t.element_size() for t in [*model.parameters(), *model.buffers()]}
+    assert result.parameter_bytes == sum(own.values())
+    assert result.parameters == sum(param.numel() for param in model.parameters())
+
+
+def test_adapters_are_those_of_peft() -> None:
+    peft = pytest.importorskip("peft")
+    result = estimated("llama", torch.bfloat16, ("minimal",), lora_rank=4)
+    model = real_model("llama", torch.bfloat16, "minimal")
+    linears = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=linears)).train()
+    trained = [param for param in model.parameters() if param.requires_grad]
+    assert result.trainable == sum(param.numel() for param in trained) > 0
+    assert result.gradient_bytes == sum(param.numel() * param.element_size() for param in trained)
+    assert result.optimizer_bytes == optimizer_bytes(trained, "adamw")
+    assert result.policies[0].saved == pytest.approx(kept_between_passes(model), rel=WITHIN)
+
+
+def test_budgets_and_untouched_models() -> None:
+    model = meta_model(tiny_config("llama"))
+    before = {name: type(module) for name, module in model.named_modules()}
+    configs = {"1KiB/token": NeuronMoEConfig(activations="1KiB/token")}
+    result = estimate_training(model, configs, batch=1, length=16)
+    assert result.policies[0].blocks_bytes_per_token <= 1024
+    assert {name: type(module) for name, module in model.named_modules()} == before
+    assert all(param.is_meta for param in model.parameters())
+
+
+def test_refusals() -> None:
+    configs = {"minimal": NeuronMoEConfig()}
+    with pytest.raises(ConfigError, match="meta device"):
+        estimate_training(real_model("llama", torch.float32, "stock"), configs, batch=1, length=8)
+    model = meta_model(tiny_config("llama"))
+    with pytest.raises(ConfigError, match="Did you mean 'adamw'"):
+        estimate_training(model, configs, batch=1, length=8, optimizer="adam")
+    with pytest.raises(ConfigError, match="batch must be an integer of at least 1"):
+        estimate_training(model, configs, batch=0, length=8)
+    with pytest.raises(ConfigError, match="at least one configuration"):
+        estimate_training(model, {}, batch=1, length=8)
+    gpt = meta_model(tiny_config("llama"))
+    gpt.model.embed_tokens = nn.Embedding(4, 7, device="meta")  # a width that no layer takes
+    with pytest.raises(ShapeError, match="LlamaForCausalLM stops with"):
+        estimate_training(gpt, configs, batch=1, length=8)
+
+
+LARGE = {
+    "llama-3-8b": (
+        LlamaConfig(
+            vocab_size=128256,
+            hidden_size=4096,
+            intermediate_size=14336,
+            num_hidden_layers=32,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+        ),
+        8_030_261_248,
+        64.2 * 32,
+    ),
+    "qwen3-30b-a3b": (
+        Qwen3MoeConfig(
+            vocab_size=151936,
+            hidden_size=2048,
+            moe_intermediate_size=768,
+            num_experts=128,
+            num_experts_per_tok=8,
+            num_hidden_layers=48,
+            num_attention_heads=32,
+            num_key_value_heads=4,
+            head_dim=128,
+        ),
+        30_532_122_624,
+        28.2 * 48,
+    ),
+    "mixtral-8x7b": (MixtralConfig(), 46_702_792_704, 120.5 * 32),
+}
+"""Configuration, number of parameters as published, and the most KiB per token that all blocks may keep in minimal."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LARGE)
+def test_large_models_take_seconds_and_no_memory(name: str) -> None:
+    config, parameters, kib = LARGE[name]
+    configs = {policy: NeuronMoEConfig(activations=policy) for policy in ("minimal", "recompute")}
+    result = estimate_training(meta_model(config, torch.bfloat16), configs, batch=1, length=4096)
+    assert result.parameters == parameters
+    assert result.gradient_bytes == 2 * parameters
+    minimal, recompute, stock = result.policies
+    assert recompute.blocks_bytes_per_token < minimal.blocks_bytes_per_token <= 1024 * kib
+    assert minimal.blocks_bytes_per_token < 0.55 * stock.blocks_bytes_per_token
