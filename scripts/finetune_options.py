@@ -129,6 +129,7 @@ class _Parser(HfArgumentParser):
         )
         self.add_argument("config", nargs="?", help="YAML file of options")
         self.add_argument("--help-all", action="help", help="show every option and exit")
+        self._action_groups.sort(key=lambda group: group.title == "options")  # the many of TrainingArguments last
         own = {f.name for kind in kinds[:3] for f in dataclasses.fields(kind)}
         for action in self._actions:
             shown = action.dest in own or action.dest in COMMON or action.dest.startswith("neuron_")
@@ -137,7 +138,12 @@ class _Parser(HfArgumentParser):
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows defaults and keeps the description's lines."""
+    """Shows defaults, one spelling per option, and keeps the description's lines."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings or action.nargs == 0:
+            return super()._format_action_invocation(action)
+        return f"{action.option_strings[0]} {'VALUE ...' if action.nargs == '+' else 'VALUE'}"
 
 
 def parse(argv: Sequence[str]) -> Options:
@@ -207,10 +213,8 @@ def _converted(where: str, action: argparse.Action, value: Any) -> Any:
     """Return a YAML value as its field's type; YAML 1.1 reads 1e-4 as text, for one."""
     if value is None or isinstance(value, Mapping):
         return value
-    if isinstance(value, list):
-        return [_converted(where, action, item) for item in value]
-    if action.nargs == "+":
-        return [_converted_scalar(where, action, value)]
+    if isinstance(value, list) or action.nargs == "+":
+        return [_converted_scalar(where, action, item) for item in (value if isinstance(value, list) else [value])]
     return _converted_scalar(where, action, value)
 
 

@@ -19,6 +19,7 @@ from hf_neuron_moe.errors import NeuronMoEWarning
 from hf_neuron_moe.modules import ops
 from hf_neuron_moe.modules.activation import why_not_silu
 from hf_neuron_moe.modules.block import CALL_HOOKS, NeuronBlock, has_call_hooks, make_kernel_parameter
+from hf_neuron_moe.modules.low_rank import is_lora_linear, low_rank_mlp, low_rank_of, why_not_low_rank
 from hf_neuron_moe.modules.saved_bytes import BlockShape
 from hf_neuron_moe.modules.state_dict import KernelLayoutMixin, WeightRule
 
@@ -114,8 +115,9 @@ class _Watch:
 class NeuronSwiGLUMLP(NeuronBlock):
     """A dense SwiGLU MLP computed by the operator, its weights in the original linear layers.
 
-    The linear layers are the original's own, under their names. If one of them is wrapped later (an adapter) or gets
-    a hook, the block computes through the layers instead and warns once, so that nothing is ignored silently.
+    The linear layers are the original's own, under their names. LoRA that peft puts on them later is computed by the
+    operator (:mod:`hf_neuron_moe.modules.low_rank`). If a layer is wrapped otherwise or gets a hook, the block computes
+    through the layers instead and warns once, so that nothing is ignored silently.
 
     Args:
         original: the module to stand in for; its linear layers are shared, not copied.
@@ -128,12 +130,15 @@ class NeuronSwiGLUMLP(NeuronBlock):
         super().__init__(original, name, config)
         self.neuron_roles = roles
         self.neuron_watch: _Watch | None = None
+        self.neuron_adapted = False
         self._remember_activation(roles.activation)
 
     @property
     def neuron_shape(self) -> BlockShape:
         """What the block's kept bytes depend on."""
-        hidden, inner = self._weights()[2].shape
+        # Asked for after adapters were put on the layers too, which then have the sizes but not the weight.
+        down: Any = self._modules.get(self.neuron_roles.down)
+        hidden, inner = self._weights()[2].shape if down is None else (down.out_features, down.in_features)
         return BlockShape(self.neuron_config.precision, hidden, inner, None, self.neuron_config.backend)
 
     def _why_not_fused(self) -> str | None:
@@ -141,8 +146,10 @@ class NeuronSwiGLUMLP(NeuronBlock):
             return None
         roles = self.neuron_roles
         self.neuron_watch = None
+        self.neuron_adapted = False
         for name in roles.linears:
-            reason = why_not_plain_linear(self.get_submodule(name))
+            layer = self.get_submodule(name)
+            reason = self._why_not_adapted(layer) if is_lora_linear(layer) else why_not_plain_linear(layer)
             if reason is not None:
                 return f"{name} is {reason}"
         activation = None if roles.activation is None else self._attribute(roles.activation)
@@ -152,8 +159,15 @@ class NeuronSwiGLUMLP(NeuronBlock):
                 return f"{roles.activation} is {changed}"
             if isinstance(activation, nn.Module) and has_call_hooks(activation):
                 return f"{roles.activation} has hooks"
-        self.neuron_watch = _Watch(self, roles, activation)
+        self.neuron_watch = None if self.neuron_adapted else _Watch(self, roles, activation)
         return None
+
+    def _why_not_adapted(self, layer: Any) -> str | None:
+        """Why a LoRA layer has to be called as a layer; if it has not, the block notes that it has adapters."""
+        self.neuron_adapted = True
+        if has_call_hooks(layer):
+            return "a LoRA layer with hooks"
+        return why_not_low_rank(layer) or why_not_plain_linear(layer.base_layer)
 
     def _weights(self) -> tuple[Tensor, Tensor, Tensor]:
         roles, children = self.neuron_roles, self._modules
@@ -171,18 +185,19 @@ class NeuronSwiGLUMLP(NeuronBlock):
         reason = self._why_not_fused()
         if reason is not None:
             return self._through_layers(hidden_states, reason)
-        gate_IH, up_IH, down_HI = self._weights()
         config, flat = self.neuron_config, hidden_states.dim() == 2
         x_SH = hidden_states if flat else hidden_states.reshape(-1, hidden_states.shape[-1])
-        out_SH = ops.swiglu_mlp(
-            x_SH,
-            gate_IH,
-            up_IH,
-            down_HI,
-            precision=config.precision,
-            backend=config.backend,
-            activations=self.neuron_keep,
-        )
+        options: dict[str, Any] = {
+            "precision": config.precision,
+            "backend": config.backend,
+            "activations": self.neuron_keep,
+            "training": self.training,
+        }
+        if self.neuron_adapted:
+            layers = [low_rank_of(self.get_submodule(name)) for name in self.neuron_roles.linears]
+            out_SH = low_rank_mlp(x_SH, layers, **options)
+        else:
+            out_SH = ops.swiglu_mlp(x_SH, *self._weights(), **options)
         return out_SH if flat else out_SH.reshape(hidden_states.shape)
 
     def _through_layers(self, hidden_states: Tensor, reason: str) -> Tensor:

@@ -62,23 +62,46 @@ def test_adapters_on_attention_only(family: str, when: str, home: str) -> None:
 
 
 @pytest.mark.parametrize("target", [["gate_proj"], ["up_proj", "down_proj"], ["gate_proj", "up_proj", "down_proj"]])
-def test_adapters_put_on_a_patched_mlp_are_honoured_and_announced_once(target: list[str]) -> None:
+def test_adapters_put_on_a_patched_mlp_are_honoured(target: list[str]) -> None:
     stock = tiny_model("llama")
     model = copy.deepcopy(stock)
     patch_model(model, {"precision": "fp32"})
     wrapped = lora(model, target_modules=target)
-    with pytest.warns(
-        NeuronMoEWarning,
-        match=rf"model.layers.\d.mlp: {target[0]} is a peft.tuners.lora.layer.Linear.*stock\s+precision",
-    ) as seen:
-        assert_same_training(wrapped, lora(stock, target_modules=target))
-    assert len([warning for warning in seen if warning.category is NeuronMoEWarning]) == 2, "one per block"
     with warnings.catch_warnings():
         warnings.simplefilter("error", NeuronMoEWarning)
-        wrapped(tokens())
+        assert_same_training(wrapped, lora(stock, target_modules=target))
         merged = wrapped.merge_and_unload()
         merged(tokens())
     assert all(type(layer.mlp.gate_proj) is nn.Linear for layer in merged.model.layers)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"use_dora": True}, "a LoRA layer of the variant DoraLinearVariant"),
+        ({"hooked": True}, "a LoRA layer with hooks"),
+    ],
+)
+def test_adapters_that_the_operator_does_not_know_are_honoured_and_announced_once(
+    options: dict[str, bool], reason: str
+) -> None:
+    stock = tiny_model("llama")
+    model = copy.deepcopy(stock)
+    patch_model(model, {"precision": "fp32"})
+    hooked = options.pop("hooked", False)
+    pair = [lora(one, target_modules=["gate_proj", "up_proj"], **options) for one in (model, stock)]
+    for one in pair if hooked else ():
+        for name, module in one.named_modules():
+            if name.endswith("gate_proj"):
+                module.register_forward_hook(lambda module, args, out: out * 2)
+    with pytest.warns(
+        NeuronMoEWarning, match=rf"model.layers.\d.mlp: gate_proj is {reason}.*stock\s+precision"
+    ) as seen:
+        assert_same_training(*pair)
+    assert len([warning for warning in seen if warning.category is NeuronMoEWarning]) == 2, "one per block"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", NeuronMoEWarning)
+        pair[0](tokens())
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3"])

@@ -1,0 +1,138 @@
+"""finetune.py's options: every file of configs/, overrides, and what is refused with which hint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from finetune_model import patch, with_adapters
+from finetune_options import Options, parse, read_yaml
+from make_tiny_model import tiny_config
+from transformers import AutoModelForCausalLM
+
+from hf_neuron_moe import patch_model
+from hf_neuron_moe.errors import ConfigError, NothingToPatchError
+
+ROOT = Path(__file__).resolve().parents[2]
+FAMILY = {
+    "llama-3-8b": "llama",
+    "qwen3-30b-a3b": "qwen3_moe",
+    "mixtral-8x7b": "mixtral",
+    "gpt-oss-20b": "gpt_oss",
+    "smollm2-135m": "llama",
+    "smollm2-mixtral": "mixtral",
+    "tiny-llama": "llama",
+    "tiny-mixtral": "mixtral",
+}
+"""Model family of each configuration file; its tiny twin stands in for it here."""
+
+
+def options_of(name: str, *overrides: str) -> Options:
+    return parse([str(ROOT / "configs" / f"{name}.yaml"), "--use_cpu", *overrides])
+
+
+def test_every_file_has_a_family() -> None:
+    assert {path.stem for path in (ROOT / "configs").glob("*.yaml")} == set(FAMILY)
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_a_configuration_parses_and_its_family_is_patched_as_it_says(name: str) -> None:
+    options = options_of(name)
+    written = read_yaml(ROOT / "configs" / f"{name}.yaml")
+    for part in (options.model, options.data, options.lora):
+        assert all(getattr(part, key) == value for key, value in written.items() if hasattr(part, key))
+    assert options.training.learning_rate == written["learning_rate"]
+    assert {str(path) for path in options.data.train_files} == {"data/sotu/train.jsonl"}
+    model = AutoModelForCausalLM.from_config(tiny_config(FAMILY[name]))
+    report = patch(model, options.training, options.lora)
+    if options.training.neuron_patch:
+        assert report is not None
+        assert len(report.patched) == 2 and not report.refused and not report.skipped
+        assert report.config.precision == options.training.neuron_precision
+    else:
+        assert report is None
+        # The file says that there is nothing to patch; it must be right.
+        with pytest.raises(NothingToPatchError, match=r"refused|_apply_gate|bias"):
+            patch_model(model, strict=False)
+    trained = [key for key, param in with_adapters(model, options.lora).named_parameters() if param.requires_grad]
+    assert trained
+    assert all("lora_" in key for key in trained) == bool(options.lora.lora_rank)
+
+
+def test_the_command_line_wins_over_the_file_and_the_file_over_defaults() -> None:
+    options = options_of("tiny-mixtral", "--max_steps", "3", "--neuron-precision", "mxfp8", "--lora_targets", "q_proj")
+    assert options.training.max_steps == 3
+    assert options.training.neuron_precision == "mxfp8"
+    assert options.training.per_device_train_batch_size == 4
+    assert options.training.weight_decay == 0.0
+    assert options.lora.lora_targets == ["q_proj"]
+    again = options_of("tiny-mixtral", "--learning_rate=1e-4")
+    assert again.training.learning_rate == 1e-4
+
+
+def test_values_are_of_their_fields_types(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    # YAML 1.1 reads 1e-4 as text; a single name stands for a list of one.
+    text = "model: m\ntrain_files: a.jsonl\nlearning_rate: 1e-4\nweight_decay: 0\nuse_cpu: true\nreport_to: none\n"
+    file.write_text(text + "gradient_checkpointing_kwargs: {use_reentrant: false}\n", encoding="utf-8")
+    options = parse([str(file)])
+    assert options.training.learning_rate == 1e-4
+    assert isinstance(options.training.weight_decay, float)
+    assert options.data.train_files == ["a.jsonl"]
+    assert options.training.gradient_checkpointing_kwargs == {"use_reentrant": False}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("max_stepz: 3", r"key must be an option.*'max_stepz'.*Did you mean 'max_steps'"),
+        ("neuron_precison: mxfp8", r"Did you mean 'neuron_precision'"),
+        ("lora_target: [q_proj]", r"Did you mean 'lora_targets'"),
+        ("max_steps: ten", r"max_steps must be a value of type int, got 'ten'"),
+        ("max_steps: 1.5", r"max_steps must be a value of type int, got 1.5"),
+        ("use_cpu: maybe", r"use_cpu must be true or false, got 'maybe'"),
+        ("lora_merge: 3", r"lora_merge must be true or false, got 3"),
+        ("- a\n- b", r"content must be a mapping of options, got a list"),
+        ("a: [1", r"content must be YAML"),
+        ("neuron_precision: mxfp9", r"mxfp9.*Did you mean 'mxfp8'"),
+        ("neuron_activations: minimul", r"minimul"),
+        ("dtype: float23", r"dtype must be one of auto, float32, bfloat16.*Did you mean 'float32'"),
+        ("train_files: [a.txt]\ndataset: b", r"train_files or dataset, got both"),
+        ("lora_rank: -1", r"lora_rank must be 0 or a positive rank, got -1"),
+        ("lora_merge: true", r"lora_merge must be used with lora_rank"),
+        ("lora_rank: 2\nlora_dropout: 0.1\nlora_parameters: [x]", r"lora_dropout must be 0 with lora_parameters"),
+        ("eval_share: 1.0", r"eval_share must be at least 0 and less than 1"),
+        ("block_length: 1", r"block_length must be at least 2"),
+        ("eval_strategy: sometimes", r"training options must be ones that TrainingArguments takes.*sometimes"),
+    ],
+)
+def test_what_a_file_may_not_say(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "a.yaml"
+    needed = "" if text.startswith(("-", "a:")) else "model: m\nreport_to: none\n"
+    needed += "" if "train_files" in text or not needed else "train_files: [a.txt]\n"
+    file.write_text(needed + text + "\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=message):
+        parse([str(file)])
+
+
+def test_what_the_command_line_may_not_say(tmp_path: Path) -> None:
+    for option in ("--max_step", "--max-step"):  # no abbreviations: they are misspellings
+        with pytest.raises(ConfigError, match=r"option must be one that --help-all lists.*Did you mean 'max_steps'"):
+            options_of("tiny-llama", option, "3")
+    with pytest.raises(ConfigError, match="file must be an existing YAML file"):
+        parse([str(tmp_path / "none.yaml")])
+    with pytest.raises(ConfigError, match="model must be a checkpoint folder or a hub id"):
+        parse(["--train_files", "a.txt"])
+    with pytest.raises(ConfigError, match="train_files or dataset, got neither"):
+        parse(["--model", "m"])
+
+
+def test_help_shows_examples_own_options_and_all_on_request(capsys: pytest.CaptureFixture[str]) -> None:
+    for flag in ("--help", "--help-all"):
+        with pytest.raises(SystemExit) as stop:
+            parse([flag])
+        assert stop.value.code == 0
+    short, whole = capsys.readouterr().out.split("usage:")[1:]
+    for text in ("configs/smollm2-135m.yaml --max_steps 10", "--lora_rank", "--neuron_precision", "--learning_rate"):
+        assert text in short and text in whole
+    assert "--adam_beta1" in whole and "--adam_beta1" not in short

@@ -1,0 +1,103 @@
+"""finetune.py's text: files in, blocks of equal length out, nothing lost and nothing twice."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from finetune_options import DataOptions
+from finetune_text import blocks, pack
+from hypothesis import given
+from hypothesis import strategies as st
+from make_tiny_model import END_OF_TEXT, byte_tokenizer
+
+from hf_neuron_moe.errors import ConfigError
+
+DOCUMENTS = [f"Speech {number}: " + "we the people " * (number + 1) for number in range(12)]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    datasets.disable_progress_bars()
+    yield
+    datasets.enable_progress_bars()
+
+
+def written(folder: Path, kind: str) -> list[str]:
+    """The documents in files of a kind: one per line or row; for .txt one per file."""
+    if kind == ".txt":
+        for number, text in enumerate(DOCUMENTS):
+            (folder / f"{number:02}.txt").write_text(text, encoding="utf-8")
+        return [str(folder / "*.txt")]
+    file = folder / f"all{kind}"
+    if kind == ".parquet":
+        datasets.Dataset.from_dict({"text": DOCUMENTS}).to_parquet(file)
+    else:
+        file.write_text("".join(json.dumps({"text": text, "year": 1}) + "\n" for text in DOCUMENTS), encoding="utf-8")
+    return [str(file)]
+
+
+@pytest.mark.parametrize("kind", [".jsonl", ".txt", ".parquet"])
+def test_blocks_are_the_joined_documents_cut(tmp_path: Path, kind: str) -> None:
+    tokenizer = byte_tokenizer()
+    rows, held_out = blocks(DataOptions(train_files=written(tmp_path, kind), block_length=50), tokenizer)
+    whole = "".join(text + END_OF_TEXT for text in DOCUMENTS)
+    decoded = "".join(tokenizer.decode(row) for row in rows["input_ids"])
+    assert whole.startswith(decoded)
+    assert {len(row) for row in rows["input_ids"]} == {50}
+    count = sum(len(text) + 1 for text in DOCUMENTS)  # one token per byte and one for the end
+    assert len(rows) == count // 50
+    assert rows["labels"] == rows["input_ids"]
+    assert held_out is None
+
+
+def test_a_share_of_the_blocks_or_other_files_are_held_out(tmp_path: Path) -> None:
+    files, tokenizer = written(tmp_path, ".jsonl"), byte_tokenizer()
+    whole, _ = blocks(DataOptions(train_files=files, block_length=20), tokenizer)
+    train, held_out = blocks(DataOptions(train_files=files, block_length=20, eval_share=0.1), tokenizer)
+    assert held_out is not None
+    assert [*train["input_ids"], *held_out["input_ids"]] == list(whole["input_ids"])
+    assert len(held_out) == round(0.1 * len(whole))
+    options = DataOptions(
+        train_files=files, eval_files=files, block_length=20, max_train_blocks=5, max_eval_blocks=3, eval_share=0.5
+    )
+    train, held_out = blocks(options, tokenizer)
+    assert held_out is not None
+    assert (len(train), len(held_out)) == (5, 3)
+    assert held_out["input_ids"][0] == whole["input_ids"][0]
+
+
+@given(st.lists(st.lists(st.integers(0, 9), max_size=7), max_size=9), st.integers(2, 8))
+def test_packing_keeps_order_and_drops_only_the_last_piece(documents: list[list[int]], length: int) -> None:
+    rows = pack(documents, length)
+    joined = [token for document in documents for token in document]
+    assert [token for row in rows for token in row] == joined[: len(joined) // length * length]
+    assert all(len(row) == length for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"train_files": ["none.jsonl"]}, "train_files must be existing files, got nothing at none.jsonl"),
+        ({"text_column": "texts"}, r"text_column must be a column.*'texts'.*Did you mean 'text'"),
+        ({"block_length": 100_000}, "at least one block of 100000 tokens"),
+        ({"block_length": 800, "eval_share": 0.9}, "eval_share must be a share that leaves blocks to train on"),
+    ],
+)
+def test_what_is_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        blocks(DataOptions(**{"train_files": written(tmp_path, ".jsonl"), **options}), byte_tokenizer())
+
+
+def test_files_of_two_kinds_are_refused(tmp_path: Path) -> None:
+    files = [*written(tmp_path, ".jsonl"), *written(tmp_path, ".txt")]
+    with pytest.raises(ConfigError, match=r"files of one kind.*got .jsonl and .txt"):
+        blocks(DataOptions(train_files=files), byte_tokenizer())
+    (tmp_path / "a.csv").write_text("text\na\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"files of one kind among .jsonl, .json, .txt, .parquet, got .csv"):
+        blocks(DataOptions(train_files=[str(tmp_path / "a.csv")]), byte_tokenizer())
