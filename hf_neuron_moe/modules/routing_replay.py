@@ -45,7 +45,7 @@ _DECISIONS: dict[Any, str] = {
     torch.argmax: _ARGMAX,
     Tensor.argmax: _ARGMAX,
 }
-_RESULT: dict[str, Any] = {_TOPK: torch.return_types.topk, _MAX: torch.return_types.max}  # type: ignore[attr-defined]
+_RESULT: dict[str, Any] = {_TOPK: torch.return_types.topk, _MAX: torch.return_types.max}
 
 
 @dataclass
@@ -178,10 +178,10 @@ class _Replaying(_Deciding):
             raise _other_decision(self.next, kept, kind, scores)
         if self.stats is not None:
             flat = kept.indices.ndim < scores.ndim
-            if flat or kept.indices.shape[dim] <= WIDEST_COUNTED:
-                fresh = choose()
-                pair = (kept.indices, fresh)
-                self.stats.add(*((each.unsqueeze(dim) for each in pair) if flat else pair), dim)  # type: ignore[misc]
+            if flat:
+                self.stats.add(kept.indices.unsqueeze(dim), choose().unsqueeze(dim), dim)
+            elif kept.indices.shape[dim] <= WIDEST_COUNTED:
+                self.stats.add(kept.indices, choose(), dim)
         return kept.indices
 
 

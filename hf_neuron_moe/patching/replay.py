@@ -78,7 +78,7 @@ def _stats(model: nn.Module) -> list[ReplayStats]:
 def _set_and_wrap(model: nn.Module, original: Callable[..., None] | None, *args: Any, **kwargs: Any) -> None:
     """Stand in for ``_set_gradient_checkpointing`` of `model`."""
     if original is None:
-        type(model)._set_gradient_checkpointing(model, *args, **kwargs)  # type: ignore[operator]
+        getattr(type(model), _SETTER)(model, *args, **kwargs)
     else:
         original(*args, **kwargs)
     _wrap(model)

@@ -122,7 +122,7 @@ class SafeCheckpointMixin(_Base):
 
     def _last_complete(self) -> str:
         """The folder to resume from; all processes take the one that the main process found."""
-        output_dir = self.args.output_dir
+        output_dir = str(self.args.output_dir)
         found = [find_last_complete(output_dir)] if self.args.process_index == 0 else [None]
         if self.args.world_size > 1:
             from accelerate.utils import broadcast_object_list
@@ -141,6 +141,7 @@ class SafeCheckpointMixin(_Base):
 
     def _refuse_nonfinite(self) -> None:
         """Stop all processes if one of them has non-finite weights: alone it would leave the others waiting."""
+        assert self.model is not None  # a Trainer that saves has one
         problem = _first_nonfinite(self.model)
         problems = [problem]
         if self.args.world_size > 1:

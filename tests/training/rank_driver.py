@@ -32,7 +32,7 @@ class Spoiler(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if args.process_index == 1 and state.global_step == 6:
             with torch.no_grad():
-                kwargs["model"].module.lm_head.weight[0, 0] = float("nan")
+                kwargs["model"].lm_head.weight[0, 0] = float("nan")
 
 
 def trained(folder: Path, resume: bool, callbacks: list[TrainerCallback] | None = None, steps: int = 4) -> Trainer:
