@@ -26,6 +26,9 @@ from transformers import (
 )
 from upcycle_mixtral import choose_layers, upcycle
 
+TEXT_TOKENS = 50_000
+"""Tokens of the text that SmolLM2's descendants train on: several times what one run reads."""
+
 BYTES = 256
 """Vocabulary of the model from scratch: it reads UTF-8 bytes and needs no tokenizer."""
 
@@ -52,11 +55,11 @@ class Subject:
 
 
 SUBJECTS = {
-    "smollm2": Subject("SmolLM2-135M, 4 of its 30 layers", 120, 2, 64, 2e-4, 4),
-    "smollm2-mixtral": Subject("Mixtral upcycled from SmolLM2 (4 experts, top-2), 2 layers", 120, 2, 64, 2e-4, 2),
-    "scratch-mixtral": Subject("Mixtral from scratch on bytes (8 experts, top-2), 3 layers", 500, 4, 64, 2e-3, 3),
+    "smollm2": Subject("SmolLM2-135M, 4 of its 30 layers", 110, 2, 48, 2e-4, 4),
+    "smollm2-mixtral": Subject("Mixtral upcycled from SmolLM2 (4 experts, top-2), 2 layers", 110, 2, 48, 2e-4, 2),
+    "scratch-mixtral": Subject("Mixtral from scratch on bytes (8 experts, top-2), 3 layers", 400, 4, 64, 2e-3, 3),
 }
-HEALING = Subject("", 120, 2, 64, 5e-4, 0)
+HEALING = Subject("", 150, 2, 48, 5e-4, 0)
 """A model that lost most of its layers first learns to do without them, in stock fp32, before the study begins."""
 
 
@@ -122,7 +125,7 @@ class Study:
         if self._llama is None or self._ids is None:
             folder = self._model_dir or get_smollm2.obtain()
             llama = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-            stream = token_windows(AutoTokenizer.from_pretrained(folder), "train", 1).flatten()
+            stream = token_windows(AutoTokenizer.from_pretrained(folder), "train", 1).flatten()[:TEXT_TOKENS]
             used_V, self._ids = stream.unique(return_inverse=True)
             self._llama = with_vocabulary(llama, used_V)
         return self._llama, self._ids

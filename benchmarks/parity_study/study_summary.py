@@ -150,8 +150,8 @@ SETTING = (
     "decides the order of the text, and where there are routers or new weights, those. AdamW (0.9, 0.95, weight decay "
     "0.01), 5 % warm-up, cosine to a tenth, gradients clipped at 1. Parameters, attention, norms and the head stay in "
     "fp32; only the patched blocks compute in bf16 or MXFP8. Models that lost most of SmolLM2's layers are first "
-    "trained for 120 steps in stock fp32, once and for all variants. SmolLM2's vocabulary is cut to the tokens that the "
-    "text uses, because the head's time is the same for every variant; the model from scratch reads bytes."
+    "trained for 150 steps in stock fp32, once and for all variants. SmolLM2's vocabulary is cut to the tokens that "
+    "the text uses, because the head's time is the same for every variant; the model from scratch reads bytes."
 )
 LEGEND = (
     f"Mean cross entropy (nats) of the last {LAST} steps. Spread: standard deviation of that mean over the seeds, in "

@@ -146,6 +146,8 @@ def _show(result: TrainingEstimate, title: str) -> None:
         sizes = (policy.saved_blocks, policy.saved_rest, policy.total)
         table.add_row(policy.name, f"{kib:,.1f}", *(gibibytes(size) for size in sizes))
     console.print(table)
+    if not result.patched:
+        console.print("No block can be patched; `hf-neuron-moe plan` says why.", soft_wrap=True)
     console.print("Total: all of the above. Temporaries and the device's own needs come on top.", soft_wrap=True)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_neuron_moe.config import NeuronMoEConfig
-from hf_neuron_moe.errors import BackendUnavailableError, ConfigError, nearest, refuse
+from hf_neuron_moe.errors import BackendUnavailableError, ConfigError, NothingToPatchError, nearest, refuse
 from hf_neuron_moe.patching import patch_model, unpatch_model
 from hf_neuron_moe.training.fake_forward import SavedActivations, fake_saved_activations
 
@@ -68,7 +68,7 @@ class TrainingEstimate:
         gradient_checkpointing: whether every layer is recomputed.
         lora_rank: rank of the adapters; 0 trains everything.
         patched: blocks that are patched.
-        policies: one entry per policy, then the stock model's.
+        policies: one entry per policy, then the stock model's, which is alone if no block can be patched.
     """
 
     parameters: int
@@ -107,7 +107,8 @@ def estimate_training(
 ) -> TrainingEstimate:
     """Estimate the memory of a training step under several activation policies, and of the stock model.
 
-    Blocks that cannot be patched stay stock and count as the rest of the model.
+    Blocks that cannot be patched stay stock and count as the rest of the model. Where that is true of all, only the
+    stock model is estimated.
 
     Args:
         model: a causal language model on the meta device, unpatched, in the dtype it is trained in:
@@ -129,10 +130,11 @@ def estimate_training(
     Raises:
         ConfigError: an option is outside its set, or `model` is not on the meta device.
         BackendUnavailableError: adapters are asked for and peft is not installed.
-        UnsupportedModelError, NothingToPatchError, ShapeError: the model cannot be patched, or takes no such batch.
+        UnsupportedModelError, ShapeError: the model as a whole cannot be patched, or takes no such batch.
     """
     _check(model, configs, batch, length, optimizer, lora_rank)
     names = _patched_names(model, next(iter(configs.values())))
+    inner = model  # an adapter's wrapper puts something in front of the names, and leaves this object as it is
     if lora_rank:
         model = _with_adapters(model, names, lora_rank)
     trained = [param for param in model.parameters() if param.requires_grad]
@@ -142,20 +144,19 @@ def estimate_training(
         "optimizer_bytes": optimizer_bytes(trained, optimizer),
     }
 
-    def entry(name: str, blocks: list[str]) -> PolicyEstimate:
-        modules = [model.get_submodule(block) for block in blocks]
+    def entry(name: str) -> PolicyEstimate:
+        modules = [inner.get_submodule(block) for block in names]
         counted = fake_saved_activations(model, modules, batch=batch, length=length)
         return _policy(name, counted, batch * length, sum(fixed.values()), gradient_checkpointing)
 
     policies = []
-    blocks: list[str] = []
-    for name, config in configs.items():
-        blocks = [patched.name for patched in patch_model(model, config, strict=False).patched]
+    for name, config in configs.items() if names else ():
+        patch_model(model, config, strict=False)
         try:
-            policies.append(entry(name, blocks))
+            policies.append(entry(name))
         finally:
             unpatch_model(model)
-    policies.append(entry(STOCK, blocks))
+    policies.append(entry(STOCK))
     return TrainingEstimate(
         parameters=sum(param.numel() for param in model.parameters()),
         trainable=sum(param.numel() for param in trained),
@@ -165,7 +166,7 @@ def estimate_training(
         optimizer=optimizer,
         gradient_checkpointing=gradient_checkpointing,
         lora_rank=lora_rank,
-        patched=len(blocks),
+        patched=len(names),
         policies=tuple(policies),
     )
 
@@ -205,9 +206,13 @@ def _policy(name: str, counted: SavedActivations, tokens: int, fixed_bytes: int,
 
 
 def _patched_names(model: nn.Module, config: NeuronMoEConfig) -> list[str]:
-    names = [entry.name for entry in patch_model(model, config, strict=False).patched]
+    """Names of the blocks that are patched; none where the model has no such blocks."""
+    try:
+        report = patch_model(model, config, strict=False)
+    except NothingToPatchError:
+        return []
     unpatch_model(model)
-    return names
+    return [entry.name for entry in report.patched]
 
 
 def _with_adapters(model: nn.Module, blocks: list[str], rank: int) -> nn.Module:
