@@ -1,0 +1,168 @@
+"""The four operators on the Neuron backend: registration, traces, compiled models, recompilations.
+
+Letters: S tokens, H hidden, I intermediate, E experts, K experts per token.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from hf_neuron_moe import patch_model
+from hf_neuron_moe.backends import get_backend
+from hf_neuron_moe.modules import ops
+from tests.neuron.small_runs import CASES, DENSE, EXPERTS, EXPERTS_MX, Case
+from tests.tiny_models import tokens
+
+Start = Callable[..., SimpleNamespace]
+S = 20
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> Iterator[None]:
+    """No compiled code from other tests, none left behind."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def mlp_operands(grad: bool = False) -> tuple[Any, ...]:
+    H, inner = DENSE.sizes["hidden_size"], DENSE.sizes["intermediate_size"]
+    shapes = ((S, H), (inner, H), (inner, H), (H, inner))
+    tensors = [(torch.randn(shape) * 0.2).bfloat16().requires_grad_(grad) for shape in shapes]
+    return *tensors, "mxfp8", "neuron", "minimal"
+
+
+def expert_operands(case: Case, grad: bool = False) -> tuple[Any, ...]:
+    H, inner, experts = case.sizes["hidden_size"], case.sizes["intermediate_size"], 4
+    x = (torch.randn(S, H) * 0.2).bfloat16().requires_grad_(grad)
+    weights, index = torch.rand(S, experts).softmax(-1).topk(2, -1)
+    gate_up = (torch.randn(experts, 2 * inner, H) * 0.2).bfloat16().requires_grad_(grad)
+    down = (torch.randn(experts, H, inner) * 0.2).bfloat16().requires_grad_(grad)
+    weights = weights.requires_grad_(grad)
+    return x, index, weights, gate_up, down, False, case.precision, case.block_size, "neuron", "minimal"
+
+
+OPERATORS = {
+    "dense": (ops.mlp_fwd, lambda grad=False: mlp_operands(grad)),
+    "experts-mxfp8": (ops.moe_fwd, lambda grad=False: expert_operands(EXPERTS_MX, grad)),
+    "experts-bf16": (ops.moe_fwd, lambda grad=False: expert_operands(EXPERTS, grad)),
+}
+CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_forward_operators_pass_opcheck(name: str, machine: Start) -> None:
+    double = machine(target=CASES[name].target).double
+    op, make = OPERATORS[name]
+    result = torch.library.opcheck(op, make(True), test_utils=CHECKS)
+    assert set(result.values()) == {"SUCCESS"}
+    assert double.launches and not double.traced, "fakes are shapes only: no kernel is traced"
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_backward_operators_pass_opcheck(name: str, machine: Start) -> None:
+    double = machine(target=CASES[name].target).double
+    op, make = OPERATORS[name]
+    operands = make()
+    y, *saved = op(*operands)
+    dout = torch.randn_like(y)
+    if name == "dense":
+        args = (dout, *operands[:4], *saved, *operands[4:], True, True)
+        result = torch.library.opcheck(ops.mlp_bwd, args, test_utils=("test_schema", "test_faketensor"))
+    else:
+        args = (dout, *operands[:5], *saved, *operands[5:], True, True, True)
+        result = torch.library.opcheck(ops.moe_bwd, args, test_utils=("test_schema", "test_faketensor"))
+    assert set(result.values()) == {"SUCCESS"}
+    assert not double.traced
+
+
+def forward_and_backward(name: str, operands: tuple[Any, ...]) -> list[Tensor]:
+    """The backend's own calls, as ``nki_op`` traces them under a compiler: without the operators around."""
+    backend = get_backend("neuron")
+    if name == "dense":
+        y, saved = backend.mlp_forward(*operands[:4], *operands[4:5], operands[6])
+        options = (operands[4], operands[6], True, True)
+        return [y, *saved, *backend.mlp_backward(torch.ones_like(y), *operands[:4], saved, *options)]
+    transposed, precision, block, _, keep = operands[5:]
+    y, saved = backend.experts_forward(*operands[:5], transposed, precision, block, keep)
+    options = (transposed, precision, block, keep, True, True, True)
+    return [y, *saved, *backend.experts_backward(torch.ones_like(y), *operands[:5], saved, *options)]
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_bodies_trace_without_looking_at_values(name: str, machine: Start) -> None:
+    """Under ``torch.compile`` on a device an operator's body becomes part of the graph: shapes only, no ``.item()``."""
+    double = machine(target=CASES[name].target).double
+    _, make = OPERATORS[name]
+    operands = make()
+    real = forward_and_backward(name, operands)
+    double.clear()
+    with FakeTensorMode() as mode:
+        fake = tuple(mode.from_tensor(value) if isinstance(value, Tensor) else value for value in operands)
+        traced = forward_and_backward(name, fake)
+    assert [(t.shape, t.dtype, t.stride()) for t in traced] == [(t.shape, t.dtype, t.stride()) for t in real]
+    assert len(double.traced) == 2 and not double.launches
+    tensors = [value for value in operands if isinstance(value, Tensor)]
+
+    def body(*values: Tensor) -> list[Tensor]:
+        left = iter(values)
+        return forward_and_backward(name, tuple(next(left) if isinstance(v, Tensor) else v for v in operands))
+
+    graph = make_fx(body, tracing_mode="fake")(*tensors)
+    names = {str(node.target) for node in graph.graph.nodes}
+    assert not names & {"aten._local_scalar_dense.default", "aten.nonzero.default", "aten.unique2.default"}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_compiled_model_is_one_graph_and_compiles_once_per_shape(name: str, machine: Start) -> None:
+    case = CASES[name]
+    double = machine(target=case.target).double
+    model = case.model()
+    patch_model(model, {**case.options, "backend": "neuron"})
+    expected = {length: model(input_ids=tokens(2, length)).logits.detach() for length in (8, 200)}
+    eager = dict(double.compilations)
+    double.clear()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True, dynamic=False)
+    for length in (8, 200, 8, 200):
+        logits = compiled(input_ids=tokens(2, length)).logits
+        assert torch.equal(logits, expected[length])
+        logits.square().mean().backward()
+    assert counter.frame_count == 2, "one graph per shape"
+    assert not double.traced
+    forward = {key for key in double.compilations if key in eager}
+    assert forward == set(eager) and len(eager) == 2
+    assert len(double.compilations) == 4, "two shapes of a forward and a backward"
+
+
+@pytest.mark.parametrize("name", ["dense"])
+def test_lengths_that_pad_to_one_shape_share_a_kernel(name: str, machine: Start) -> None:
+    case = CASES[name]
+    double = machine(target=case.target).double
+    model = case.model()
+    patch_model(model, {**case.options, "backend": "neuron"})
+    for length in (7, 9, 30):
+        model(input_ids=tokens(2, length)).logits.sum().backward()
+    assert len(double.launches) == 6
+    assert len(double.compilations) == 2
+
+
+def test_routing_changes_no_shape(machine: Start) -> None:
+    """All tokens to one expert or spread out: one compilation, the block count is the worst case."""
+    double = machine(target="trn2").double
+    operands = list(expert_operands(EXPERTS))
+    op = functools.partial(ops.moe_fwd)
+    for index in (torch.tensor([0, 1]), torch.tensor([2, 3]), torch.tensor([3, 0])):
+        operands[1] = index.expand(S, 2).contiguous()
+        op(*operands)
+    assert len(double.launches) == 3 and len(double.compilations) == 1
