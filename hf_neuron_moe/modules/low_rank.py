@@ -115,7 +115,7 @@ def low_rank_mlp(
     if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in (x_SH, *learned)):
         with ops.exact_dtypes(x_SH):  # no autocast of the factors' product
             weights = _three([layer.effective for layer in layers])
-        options = {"precision": precision, "backend": backend, "activations": activations}
+        options: dict[str, Any] = {"precision": precision, "backend": backend, "activations": activations}
         return ops.swiglu_mlp(x_SH, *weights, **options, training=training)
     check_mlp(x_SH, *_three([layer.weight_ON for layer in layers]), precision)
     tensors = [tensor for layer in layers for tensor in (layer.weight_ON, layer.a_RN, layer.b_OR)]

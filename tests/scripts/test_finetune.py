@@ -1,0 +1,138 @@
+"""finetune.py from checkpoint to checkpoint: full, LoRA, and LoRA on a frozen MXFP8 base."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from finetune import finetune, main
+from finetune_options import parse
+from finetune_text import blocks
+from make_tiny_model import make_tiny_model
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
+from tests.tiny_models import tokens
+
+ROOT = Path(__file__).resolve().parents[2]
+SETTINGS = {
+    "--block_length": "32",
+    "--eval_share": "0.1",
+    "--max_eval_blocks": "4",
+    "--neuron_precision": "fp32",
+    "--max_steps": "6",
+    "--per_device_train_batch_size": "4",
+    "--learning_rate": "1e-2",
+    "--logging_steps": "1",
+    "--report_to": "none",
+    "--save_strategy": "no",
+    "--use_cpu": "true",
+    "--disable_tqdm": "true",
+}
+
+
+@pytest.fixture
+def text(tmp_path: Path, repo_root: Path) -> Path:
+    """A piece of a speech."""
+    first = (repo_root / "data" / "sotu" / "eval.jsonl").read_text(encoding="utf-8").splitlines()[0]
+    file = tmp_path / "speech.txt"
+    file.write_text(json.loads(first)["text"][:6000], encoding="utf-8")
+    return file
+
+
+def command(tmp_path: Path, text: Path, **changes: Any) -> list[str]:
+    """The command line of a run on the checkpoint in ``tmp_path / "model"``."""
+    named = {"--model": tmp_path / "model", "--train_files": text, "--output_dir": tmp_path / "out", **SETTINGS}
+    named |= {f"--{key}": value for key, value in changes.items()}
+    words = []
+    for key, value in named.items():
+        words += [key, *(map(str, value) if isinstance(value, list) else [str(value)])]
+    return words
+
+
+def losses(out: Path) -> list[float]:
+    history = json.loads((out / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
+    return [entry["loss"] for entry in history if "loss" in entry]
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(tokens()).logits
+
+
+@pytest.mark.parametrize(("family", "home"), [("mixtral", "kernel"), ("llama", "stock")])
+def test_full_fine_tuning_ends_in_a_stock_checkpoint(tmp_path: Path, text: Path, family: str, home: str) -> None:
+    make_tiny_model(family, tmp_path / "model")
+    changes = {"neuron_weights": home, "save_strategy": "steps", "save_steps": 3}
+    metrics = finetune(parse(command(tmp_path, text, **changes)))
+    out = tmp_path / "out"
+    learned = losses(out)
+    assert len(learned) == 6 and learned[-1] < learned[0] - 0.5
+    assert metrics["eval_loss"] < learned[0] and metrics["eval_perplexity"] > 1
+    stock = AutoModelForCausalLM.from_pretrained(out / "final")
+    before = load_file(tmp_path / "model" / "model.safetensors")
+    after = load_file(out / "final" / "model.safetensors")
+    assert {key: value.shape for key, value in after.items()} == {key: value.shape for key, value in before.items()}
+    assert all(not torch.equal(after[key], before[key]) for key in after if "mlp" in key or "block_sparse" in key)
+    assert AutoTokenizer.from_pretrained(out / "final").eos_token_id == 256
+    # What was saved is what was trained: stock transformers evaluates it to the loss that the patched model had.
+    _, held_out = blocks(parse(command(tmp_path, text)).data, AutoTokenizer.from_pretrained(out / "final"))
+    assert held_out is not None
+    ids = torch.tensor(held_out["input_ids"][:])
+    with torch.no_grad():
+        assert stock(ids, labels=ids).loss.item() == pytest.approx(metrics["eval_loss"], rel=1e-5)
+    resumed = command(tmp_path, text, **changes, resume_from_checkpoint=str(out / "checkpoint-3"))
+    resumed[resumed.index("--output_dir") + 1] = str(tmp_path / "again")
+    finetune(parse(resumed))
+    assert losses(tmp_path / "again") == learned
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "again" / "final")), logits(stock))
+
+
+def test_lora_on_attention_and_experts_is_saved_and_merged(tmp_path: Path, text: Path) -> None:
+    make_tiny_model("mixtral", tmp_path / "model")
+    changes = {"lora_rank": 4, "lora_merge": True, "lora_targets": ["q_proj", "v_proj"]}
+    changes["lora_parameters"] = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    finetune(parse(command(tmp_path, text, **changes)))
+    out = tmp_path / "out"
+    assert losses(out)[-1] < losses(out)[0]
+    adapter = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "model"), out / "final")
+    merged = AutoModelForCausalLM.from_pretrained(out / "merged")
+    plain = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "model"))
+    actual, expected = logits(merged), logits(adapter)
+    scale = expected.abs().max()
+    assert (expected - plain).abs().max() > 1e-2 * scale, "the adapters did nothing"
+    assert (actual - expected).abs().max() <= 1e-6 * scale
+
+
+def test_lora_on_a_frozen_mxfp8_base(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_tiny_model("mixtral", tmp_path / "source", hidden_size=128, intermediate_size=256)
+    convert_checkpoint(tmp_path / "source", tmp_path / "model", ConvertOptions("mxfp8"))
+    kept = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
+    assert main(command(tmp_path, text)) == 2
+    assert "lora_rank must be positive, got a checkpoint whose blocks are frozen MX codes" in capsys.readouterr().err
+    changes = {"lora_rank": 4, "gradient_checkpointing": True}
+    assert main(command(tmp_path, text, **changes, lora_merge=True)) == 2
+    assert "lora_merge must be off" in capsys.readouterr().err
+    assert main(command(tmp_path, text, **changes)) == 0
+    out = tmp_path / "out"
+    assert losses(out)[-1] < losses(out)[0]
+    saved = load_file(out / "final" / "adapter_model.safetensors")
+    assert saved and all("lora_" in key for key in saved)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()} == kept
+
+
+def test_refusals_are_one_line_and_exit_code_2(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_tiny_model("llama", tmp_path / "model")
+    for changes, message in (
+        ({"eval_strategy": "epoch", "eval_share": 0}, "eval_strategy must be used with eval_files"),
+        ({"neuron_exclude": "model.layers.*.mlq"}, "Did you mean 'model.layers"),
+        ({"lora_rank": 2, "lora_targets": "query"}, "lora_targets, lora_parameters must be names"),
+    ):
+        assert main(command(tmp_path, text, **changes)) == 2
+        line = capsys.readouterr().err.splitlines()[-1]  # after the progress bars
+        assert line.startswith("finetune.py: ") and message in line
