@@ -104,7 +104,7 @@ def _stated_top_k(holder: Any) -> int | None:
 
 
 def _configured_top_k(model: nn.Module) -> int:
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     return _stated_top_k(text) or 0
 

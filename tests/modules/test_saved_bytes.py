@@ -56,7 +56,6 @@ def test_the_promised_limits_hold(name: str) -> None:
         assert saved_bytes(shape, policy) <= limit * 1024, policy
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", LIMITS)
 def test_the_promised_limits_hold_at_full_width(name: str) -> None:
     """The same, measured on real blocks; the number of experts does not matter, so there are only as many as used."""
