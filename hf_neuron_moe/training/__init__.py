@@ -8,6 +8,15 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from hf_neuron_moe.training.checkpoint_files import find_last_complete, mark_complete
+from hf_neuron_moe.training.checkpoints import SafeCheckpointMixin, refuse_nonfinite
+from hf_neuron_moe.training.replay import (
+    ReplayingCheckpoint,
+    ReplayStats,
+    replay_contexts,
+    replay_routing,
+    routing_replay_stats,
+)
 from hf_neuron_moe.training.resume import disable_moe_resume, enable_moe_resume
 from hf_neuron_moe.training.saved_tensors import SavedBytes, measure_saved_bytes
 
@@ -22,10 +31,19 @@ __all__ = [
     "NeuronMoETrainer",
     "NeuronMoETrainerMixin",
     "NeuronMoETrainingArguments",
+    "ReplayStats",
+    "ReplayingCheckpoint",
+    "SafeCheckpointMixin",
     "SavedBytes",
     "disable_moe_resume",
     "enable_moe_resume",
+    "find_last_complete",
+    "mark_complete",
     "measure_saved_bytes",
+    "refuse_nonfinite",
+    "replay_contexts",
+    "replay_routing",
+    "routing_replay_stats",
 ]
 
 _HOME = {
