@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM
 
 from hf_neuron_moe._version import __version__
 
-COMMANDS = ("plan", "convert", "finalize", "export", "verify", "inspect")
+COMMANDS = ("plan", "convert", "finalize", "export", "verify", "inspect", "estimate", "report")
 
 
 @pytest.mark.parametrize("arguments", [["--help"], *([command, "--help"] for command in COMMANDS)])

@@ -1,0 +1,87 @@
+"""The commands ``estimate`` and ``report``."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import typer
+
+from hf_neuron_moe.activation_policy import PRESETS
+from hf_neuron_moe.cli.estimating import OPTIMIZERS, batch_of, gibibytes
+from hf_neuron_moe.training import estimate
+
+
+def test_estimate_tells_a_table_or_one_object(model_dir, run):
+    text = run("estimate", model_dir, "--tokens", 64, "--gradient-checkpointing")
+    assert text.code == 0, text.err
+    assert "1 x 64 = 64 tokens per step, gradient checkpointing" in text.out
+    for row in (*PRESETS, "stock", "adamw states", "gradients"):
+        assert row in text.out
+    options = ["--batch", 2, "--length", 32, "--activations", "minimal", "--activations", "1KiB/token"]
+    result = run("estimate", model_dir, *options, "--json", "--dtype", "fp32", "--optimizer", "sgd")
+    assert (result.code, result.err) == (0, "")
+    told = json.loads(result.out)
+    assert (told["ok"], told["dtype"], told["tokens"], told["optimizer_bytes"]) == (True, "float32", 64, 0)
+    assert [policy["name"] for policy in told["policies"]] == ["minimal", "1KiB/token", "stock"]
+    fixed = told["parameter_bytes"] + told["gradient_bytes"]
+    assert [policy["total"] - policy["saved"] for policy in told["policies"]] == [fixed] * 3
+
+
+def test_estimate_reads_a_bare_configuration(model_dir, run, tmp_path):
+    bare = tmp_path / "llama.json"
+    shutil.copyfile(model_dir / "config.json", bare)
+    from_file = run("estimate", bare, "--tokens", 32, "--activations", "full", "--json")
+    from_folder = run("estimate", model_dir, "--tokens", 32, "--activations", "full", "--json")
+    first, second = json.loads(from_file.out), json.loads(from_folder.out)
+    assert first.pop("model") != second.pop("model")
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        (["--tokens", "8", "--activations", "minimall"], 2, "Did you mean 'minimal'?"),
+        (["--tokens", "8", "--optimizer", "adamv"], 2, "Did you mean 'adamw'?"),
+        (["--tokens", "9", "--length", "2"], 2, "not a multiple of 2"),
+        (["--batch", "9"], 2, "give --tokens, or --length"),
+        (["--tokens", "8", "--activations", "1B/token"], 2, "a budget of at least 128 bytes per token"),
+    ],
+)
+def test_estimate_refuses_in_words(options, code, message, model_dir, run):
+    result = run("estimate", model_dir, *options)
+    assert result.code == code
+    assert message in result.err + result.out
+
+
+def test_batch_and_length_follow_from_what_is_given():
+    assert batch_of(8192, None, None, 4096) == (2, 4096)
+    assert batch_of(8192, 8, None, 4096) == (8, 1024)
+    assert batch_of(8192, None, 512, None) == (16, 512)
+    assert batch_of(None, None, 512, None) == (1, 512)
+    assert batch_of(64, 2, 32, None) == (2, 32)
+    for tokens, batch, length in ((64, 3, 32), (4099, None, None), (None, None, None)):
+        with pytest.raises(typer.BadParameter):
+            batch_of(tokens, batch, length, 128)
+    assert (gibibytes(3 * 1024**3 // 2), gibibytes(1024**2)) == ("1.50 GiB", "1.0 MiB")
+    assert OPTIMIZERS == estimate.OPTIMIZERS
+
+
+def test_report_writes_one_file_and_refuses_other_folders(run, tmp_path: Path):
+    folder = tmp_path / "out" / "neuron_moe"
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text('{"patch": {"entries": []}, "config": {"precision": "bf16"}, "model": "m"}')
+    result = run("report", tmp_path / "out")
+    assert (result.code, result.err) == (0, "")
+    page = tmp_path / "out" / "report.html"
+    assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
+    other = tmp_path / "page.html"
+    told = json.loads(run("report", tmp_path / "out", "-o", other, "--json").out)
+    assert told == {"ok": True, "report": str(other), "runs": 1, "studies": 0, "bytes": other.stat().st_size}
+    wrong = run("report", folder.parent.parent / "nothing")
+    assert (wrong.code, wrong.err.count("\n")) == (1, 1)
+    assert "neuron_moe/run.json" in wrong.err and "no such directory" in wrong.err
+    unwritable = run("report", tmp_path / "out", "-o", tmp_path / "no" / "page.html", "--json")
+    assert unwritable.code == 5 and json.loads(unwritable.out)["kind"] == "disk"

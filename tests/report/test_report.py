@@ -1,0 +1,251 @@
+"""The page is whole, self-contained and honest about what is missing; wrong folders are refused."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ElementTree
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_neuron_moe.errors import ReportError
+from hf_neuron_moe.report import read_runs, render, write_report
+from hf_neuron_moe.report.curves import band, differences, smoothed, thinned
+from hf_neuron_moe.report.sections import short_names
+from hf_neuron_moe.report.svg import heat_map, shade, ticks
+
+VOID = {"meta", "br", "link", "img", "input", "hr"}
+
+
+class Page(HTMLParser):
+    """Checks that tags are balanced, and collects what a test asks for."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+    def figures(self) -> list[str]:
+        """What the figures show, as a screen reader says it."""
+        return [str(attrs["aria-label"]) for tag, attrs in self.tags if tag == "svg"]
+
+    def text(self) -> str:
+        return " ".join(self.words)
+
+
+def entry(layer: int, kind: str, **changes: Any) -> dict[str, Any]:
+    facts: dict[str, Any] = {
+        "name": f"model.layers.{layer}.mlp",
+        "kind": kind,
+        "class_name": "MixtralExperts" if kind == "experts" else "LlamaMLP",
+        "status": "patched",
+        "reason": "",
+        "experts": 4 if kind == "experts" else None,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "activations": "minimal",
+        "saved_bytes_per_token": 2048.0,
+    }
+    return facts | changes
+
+
+def health(sqnr: float | None) -> dict[str, Any]:
+    figures = {"amax": 1.5, "flushed": 0.01, "saturated": 0.0, "sqnr_db": sqnr}
+    return {"weights": {"gate": figures, "down": figures}, "input": figures}
+
+
+def write_run(folder: Path, *, kind: str = "experts", steps: int = 6, sampled: bool = True, shift: float = 0.0) -> None:
+    files = folder / "neuron_moe"
+    files.mkdir(parents=True)
+    refused = entry(2, kind, status="refused", reason="it has <hooks> & more", activations=None)
+    entries = [entry(0, kind), entry(1, kind), refused | {"saved_bytes_per_token": None}]
+    run = {
+        "patch": {"config": {}, "entries": entries},
+        "config": {"precision": "mxfp8", "activations": "minimal"},
+        "environment": {"packages": {"torch": "2.13.0"}, "python": "3.11.7", "threads": 2, "date": "2026-11-21"},
+        "model": "tiny",
+    }
+    (files / "run.json").write_text(json.dumps(run))
+    names = [known["name"] for known in entries[:2]]
+    with open(files / "metrics.jsonl", "w", encoding="utf-8") as out:
+        for step in range(1, steps + 1):
+            record: dict[str, Any] = {"step": step, "epoch": 0.1, "loss": 5.0 / step + shift, "learning_rate": 1e-3}
+            record |= {"tokens_per_second": 321.0, "saved_bytes_per_token": 4096.0, "padding_overhead": 0.25}
+            load = {"entropy": 0.9, "max_over_mean": 1.5, "dead": 1, "load": [0, 10, 20, 10]}
+            record["experts"] = dict.fromkeys(names, load) if kind == "experts" else {}
+            if sampled and step % 2 == 0:
+                record["health"] = {names[0]: health(27.5), names[1]: health(None)}
+            out.write(json.dumps(record) + "\n")
+        out.write('{"step": 7, "lo')  # the run was killed here
+
+
+def write_study(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    steps = range(1, 121)
+    curves = {
+        variant: {str(seed): [3 + 2 / step + 0.01 * seed + gap for step in steps] for seed in range(3)}
+        for variant, gap in (("bf16", 0.0), ("mxfp8", 0.003))
+    }
+    curves["fp32, minimal"] = {"0": [3.0] * 64}
+    compared = {"reference": "bf16", "difference_percent": 0.0987, "goal_percent": 0.25, "met": True}
+    summary = {
+        "variants": {
+            "bf16": {"last_mean": 3.04, "seed_spread_percent": 0.3},
+            "mxfp8": {"last_mean": 3.043, "seed_spread_percent": 0.3, **compared},
+        },
+        "fp32": {"steps": 64, "largest_difference": 0.0, "goal": 1e-6, "met": True},
+    }
+    content = {"models": {"smol": curves}, "summary": {"smol": summary}, "environment": {"date": "today"}}
+    content["saved_bytes_per_token"] = {"smol": {"bf16": 9000.0, "mxfp8": 9000.0}}
+    (folder / "parity.json").write_text(json.dumps(content))
+
+
+def test_all_figures_are_there_and_nothing_is_loaded(tmp_path: Path) -> None:
+    write_run(tmp_path / "seed0")
+    write_run(tmp_path / "seed1", shift=0.5)
+    write_run(tmp_path / "dense", kind="mlp")
+    write_study(tmp_path / "study")
+    contents = read_runs(tmp_path)
+    assert [run.name for run in contents.runs] == ["dense", "seed0", "seed1"]
+    text = render(contents)
+    page = Page(text)
+    figures = "\n".join(page.figures())
+    for part in (
+        "Training loss of smol over the steps, by variant: bf16, mxfp8",
+        "Difference of smol's loss between variants in percent",
+        "KiB per token that the blocks of smol keep for backward, by policy",
+        "Training loss of tiny over the steps",
+        "KiB per token that the blocks of tiny keep",
+        "SQNR per module and tensor at step 6",
+        "SQNR of the modules' inputs over the steps",
+        "Load of every expert over its module's mean",
+        "Entropy of the expert load",
+    ):
+        assert part in figures, part
+    # Self-contained: no tag that loads anything, no address anywhere, no style that fetches.
+    loading = [tag for tag, attrs in page.tags if tag in ("script", "link", "img", "iframe") or "src" in attrs]
+    assert loading == []
+    assert "http:" not in text and "https:" not in text and "url(" not in text and "@import" not in text
+    assert ("meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"}) in page.tags
+    assert "prefers-color-scheme:dark" in text
+    for svg in text.split("<svg")[1:]:
+        ElementTree.fromstring("<svg" + svg.split("</svg>")[0] + "</svg>")  # well-formed on its own
+    words = page.text()
+    assert "2 patched, 0 skipped, 1 refused." in words
+    assert "model.layers.0-1.mlp (2)" in words and "it has <hooks> & more" in words
+    assert "+0.0987 % to bf16" in words and "0.25 %: met" in words and "1e-06: met" in words
+    assert "25.0 %" in words and "torch" in words and "2.13.0" in words
+
+
+def test_two_runs_of_one_configuration_become_a_band(tmp_path: Path) -> None:
+    write_run(tmp_path / "seed0")
+    write_run(tmp_path / "seed1", shift=0.5)
+    text = render(read_runs(tmp_path))
+    assert 'class="band c0"' in text
+    assert "bands: lowest to highest of up to 2 runs" in text
+    assert text.count("<h2>Environment") == 1 and "Environment: seed0, seed1" in text
+
+
+def test_missing_pieces_are_said(tmp_path: Path) -> None:
+    write_run(tmp_path, kind="mlp", sampled=False)
+    words = Page(render(read_runs(tmp_path))).text()
+    assert "Not sampled: neuron_health_steps was 0" in words
+    assert "No experts: the model's patched blocks are dense" in words
+    (tmp_path / "neuron_moe" / "metrics.jsonl").unlink()
+    words = Page(render(read_runs(tmp_path / "neuron_moe"))).text()
+    assert "No loss was logged." in words
+
+
+def test_a_page_without_a_single_health_figure(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    lines = (tmp_path / "neuron_moe" / "metrics.jsonl").read_text().splitlines()[:-1]
+    records = [json.loads(line) for line in lines]
+    for record in records:
+        record["health"] = {"a.0.b": health(None)}
+        record["experts"] = {"a.0.b": {"entropy": None, "max_over_mean": None, "dead": 4, "load": [0, 0, 0, 0]}}
+    (tmp_path / "neuron_moe" / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    Page(render(read_runs(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("{", "must be JSON in UTF-8"), ("[]", "a JSON object with the objects patch, config"), ('{"patch": 3}', "patch")],
+)
+def test_damaged_files_are_refused(content: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "neuron_moe").mkdir()
+    (tmp_path / "neuron_moe" / "run.json").write_text(content)
+    with pytest.raises(ReportError, match=message):
+        read_runs(tmp_path)
+
+
+def test_damaged_metrics_are_refused_with_the_line(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    path = tmp_path / "neuron_moe" / "metrics.jsonl"
+    path.write_text('{"step": 1}\nnonsense\n{"step": 2}\n')
+    with pytest.raises(ReportError, match="line 2"):
+        read_runs(tmp_path)
+
+
+def test_wrong_places_are_refused_with_what_was_expected(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ReportError, match=r"neuron_moe/run.json.*got a directory with model.safetensors"):
+        read_runs(tmp_path)
+    with pytest.raises(ReportError, match="got a file"):
+        read_runs(tmp_path / "model.safetensors")
+    with pytest.raises(ReportError, match="no such directory"):
+        read_runs(tmp_path / "nowhere")
+
+
+def test_an_unwritable_target_leaves_nothing(tmp_path: Path) -> None:
+    write_run(tmp_path / "run")
+    contents = read_runs(tmp_path / "run")
+    with pytest.raises(OSError):
+        write_report(contents, tmp_path / "no" / "such" / "folder.html")
+    size = write_report(contents, tmp_path / "page.html")
+    assert (tmp_path / "page.html").stat().st_size == size
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "page.html"}
+
+
+def test_smoothing_is_the_trailing_mean_and_bands_enclose_it() -> None:
+    assert smoothed([1.0, 2.0, 3.0, 5.0], 2) == [1.0, 1.5, 2.5, 4.0]
+    line = band("x", [[1.0, 2.0, 3.0], [3.0, 4.0, 5.0]])
+    assert line.points == [(1.0, 2.0), (2.0, 3.0), (3.0, 4.0)]
+    assert (list(line.low), list(line.high)) == ([1.0, 2.0, 3.0], [3.0, 4.0, 5.0])
+    assert band("x", [[1.0, 2.0]]).low == []
+    many = thinned([(float(i), 0.0) for i in range(1000)])
+    assert many[0] == 0 and many[-1] == 999 and len(many) == len(set(many)) == 160
+
+
+def test_differences_are_paired_by_seed() -> None:
+    line = differences("x", {"0": [2.0, 2.0], "1": [9.0]}, {"0": [1.0, 2.0]})
+    assert line is not None and [y for _, y in line.points] == [100.0, 0.0]
+    assert differences("x", {"1": [1.0]}, {"0": [1.0]}) is None
+
+
+def test_axes_colours_and_names() -> None:
+    assert ticks(0.0, 1.0) == [0.0, 0.2, 0.4, 0.6000000000000001, 0.8, 1.0]
+    assert ticks(3.0, 3.0) == [3.0]
+    assert shade(0.0) == "#440154" and shade(1.0) == "#fde725"
+    assert short_names(["m.layers.0.mlp", "m.layers.10.mlp"]) == ["0.mlp", "10.mlp"]
+    assert short_names(["m.mlp"]) == ["mlp"]
+    assert heat_map(["a"], ["b"], [[None]], alt="empty", unit="dB").count("<rect") == 0
