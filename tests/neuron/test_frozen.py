@@ -1,0 +1,94 @@
+"""Networks with frozen MX weights on the Neuron backend: the scales arrive in the layout that the call announces.
+
+Letters: T tokens, H hidden, I intermediate, E experts, K experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
+from hf_neuron_moe.errors import NeuronMoEError
+from hf_neuron_moe.modules.frozen_block import FrozenBlock
+from hf_neuron_moe.modules.frozen_ops import frozen_network
+from tests.tiny_models import tiny_model
+
+Start = Callable[..., SimpleNamespace]
+DENSE = {"hidden_size": 256, "intermediate_size": 1024}
+EXPERTS = {"hidden_size": 512, "intermediate_size": 1024, "num_local_experts": 2}
+
+
+def stack_of(folder: Path, family: str, sizes: dict[str, int], **options: Any) -> Any:
+    """The weights of the first frozen block of a converted tiny model."""
+    tiny_model(family, num_hidden_layers=1, **sizes).bfloat16().save_pretrained(folder / "source")
+    convert_checkpoint(folder / "source", folder / "converted", ConvertOptions(precision="mxfp8", **options))
+    model = AutoModelForCausalLM.from_pretrained(folder / "converted")
+    block = next(module for module in model.modules() if isinstance(module, FrozenBlock))
+    return block.neuron_stack
+
+
+def forward(stack: Any, x: Tensor, index: Tensor | None, weights: Tensor | None, backend: str) -> Tensor:
+    with torch.no_grad():
+        return frozen_network(x, index, weights, stack, backend=backend)
+
+
+@pytest.mark.parametrize("release", [(2, 30), (2, 33)])
+@pytest.mark.parametrize("options", [{"layout": "kernel"}, {"layout": "kernel", "scales": "oversized"}])
+def test_a_frozen_mlp(options: dict[str, str], release: tuple[int, int], tmp_path: Path, machine: Start) -> None:
+    stack = stack_of(tmp_path, "llama", DENSE, **options)
+    x = (torch.randn(20, 256) * 0.3).bfloat16()
+    expected = forward(stack, x, None, None, "torch")
+    double = machine(release=release).double
+    found = forward(stack, x, None, None, "neuron")
+    assert double.names == ["mlp_forward_mxfp8_nki"]
+    call = double.calls[0].arguments
+    assert call["gate_up_scales"] is not None and call["down_scales"] is not None
+    assert torch.equal(found, expected)
+
+
+def test_frozen_experts(tmp_path: Path, machine: Start) -> None:
+    stack = stack_of(tmp_path, "mixtral", EXPERTS, purpose="inference")
+    x = (torch.randn(20, 512) * 0.3).bfloat16()
+    weights, index = torch.rand(20, 2).softmax(-1).topk(1, -1)
+    expected = forward(stack, x, index, weights, "torch")
+    double = machine().double
+    found = forward(stack, x, index, weights, "neuron")
+    assert len(double.names) == 1
+    # The documented tolerance of MX kernels: 5e-2 of the largest value.
+    assert (found - expected).abs().max() <= 5e-2 * expected.abs().max()
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_training_through_frozen_weights_is_computed_or_refused(family: str, tmp_path: Path, machine: Start) -> None:
+    experts = family == "mixtral"
+    stack = stack_of(tmp_path, family, EXPERTS if experts else DENSE)
+    x = (torch.randn(20, stack.hidden) * 0.3).bfloat16().requires_grad_()
+    weights, index = torch.rand(20, 2).softmax(-1).topk(1, -1)
+    routing = (index, weights) if experts else (None, None)
+    frozen_network(x, *routing, stack, backend="torch").float().square().mean().backward()
+    assert x.grad is not None
+    expected, x.grad = x.grad, None
+    double = machine().double
+    try:
+        frozen_network(x, *routing, stack, backend="neuron").float().square().mean().backward()
+    except NeuronMoEError as refusal:
+        assert "gradient" in str(refusal) and not double.launches
+        return
+    # e4m3 rounds to 2^-4.
+    assert (x.grad - expected).abs().max() <= 2**-4 * expected.abs().max()
+
+
+def test_frozen_networks_are_refused_on_trn2(tmp_path: Path, machine: Start) -> None:
+    stack = stack_of(tmp_path, "llama", DENSE)
+    double = machine(target="trn2").double
+    with pytest.raises(NeuronMoEError, match=r"[Tt]rn3"):
+        forward(stack, torch.zeros(8, 256, dtype=torch.bfloat16), None, None, "neuron")
+    assert not double.launches
