@@ -37,10 +37,7 @@ def resolve_backend(name: str, device: torch.device) -> str:
     if name == "torch":
         return name
     if name in _NEURON:
-        from hf_neuron_moe.backends.neuron.versions import toolchain
-
-        toolchain(simulator=name == "nki-sim")
-        return name
+        return _resolve_neuron(name)
     if name in _PLANNED:
         raise refuse(
             BackendUnavailableError,
@@ -84,3 +81,16 @@ def _torch_backend() -> Backend:
     from hf_neuron_moe.backends.torch.backend import TorchBackend
 
     return TorchBackend()
+
+
+def _resolve_neuron(name: str) -> str:
+    import torch
+
+    if torch.compiler.is_compiling():  # what a program is traced with was resolved before; imports cannot be traced
+        return name
+    from hf_neuron_moe.backends.neuron.versions import toolchain
+    from hf_neuron_moe.backends.registration import register_again
+
+    toolchain(simulator=name == "nki-sim")
+    register_again()
+    return name

@@ -40,7 +40,24 @@ class Backend(Protocol):
     name: str
 
     def fake_saved(self, x: Tensor, rows: int, intermediate: int, keep: str) -> Saved:
-        """Return uninitialized tensors of the shapes and dtypes that a forward keeps, made with ``x.new_empty``."""
+        """Return uninitialized tensors of the shapes and dtypes that :meth:`mlp_forward` keeps of `rows` rows.
+
+        They are made with ``x.new_empty``.
+        """
+        ...
+
+    def fake_experts_saved(
+        self,
+        x_TH: Tensor,
+        index_TK: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        transposed: bool,
+        precision: str,
+        block_size: int,
+        keep: str,
+    ) -> Saved:
+        """Return the same for :meth:`experts_forward`; arguments as there."""
         ...
 
     def frozen_fake_saved(self, x: Tensor, rows: int, intermediate: int, keep: str) -> tuple[Tensor, Tensor]:

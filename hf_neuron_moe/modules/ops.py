@@ -19,6 +19,7 @@ from torch import Tensor
 from hf_neuron_moe.activation_policy import canonical_keep, keep_strings, parse_keep
 from hf_neuron_moe.backends import get_backend
 from hf_neuron_moe.backends.base import NOTHING
+from hf_neuron_moe.backends.registration import operator
 from hf_neuron_moe.errors import GradientError, refuse
 from hf_neuron_moe.kernels.checks import check_multiple
 from hf_neuron_moe.modules.ops_checks import COMPUTE_DTYPE, check_experts, check_mlp
@@ -166,7 +167,7 @@ _Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 _Grads = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-@torch.library.custom_op("hf_neuron_moe::mlp_fwd", mutates_args=())
+@operator("hf_neuron_moe::mlp_fwd")
 def mlp_fwd(
     x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, precision: str, backend: str, keep: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -176,7 +177,7 @@ def mlp_fwd(
     return y_SH, *saved
 
 
-@torch.library.custom_op("hf_neuron_moe::mlp_bwd", mutates_args=())
+@operator("hf_neuron_moe::mlp_bwd")
 def mlp_bwd(
     dout_SH: Tensor,
     x_SH: Tensor,
@@ -248,7 +249,7 @@ def refuse_second_derivative(ctx: Any, *grads: Any) -> Any:
 mlp_bwd.register_autograd(refuse_second_derivative)
 
 
-@torch.library.custom_op("hf_neuron_moe::moe_fwd", mutates_args=())
+@operator("hf_neuron_moe::moe_fwd")
 def moe_fwd(
     x_TH: Tensor,
     index_TK: Tensor,
@@ -268,7 +269,7 @@ def moe_fwd(
     return y_TH, *saved
 
 
-@torch.library.custom_op("hf_neuron_moe::moe_bwd", mutates_args=())
+@operator("hf_neuron_moe::moe_bwd")
 def moe_bwd(
     dout_TH: Tensor,
     x_TH: Tensor,
@@ -309,8 +310,9 @@ def _(
     backend: str,
     keep: str,
 ) -> _Outputs:
-    columns = down.shape[1] if transposed else down.shape[2]
-    return x_TH.new_empty(x_TH.shape), *get_backend(backend).fake_saved(x_TH, index_TK.numel(), columns, keep)
+    operands = (x_TH, index_TK, gate_up, down)
+    saved = get_backend(backend).fake_experts_saved(*operands, transposed, precision, block_size, keep)
+    return x_TH.new_empty(x_TH.shape), *saved
 
 
 @moe_bwd.register_fake

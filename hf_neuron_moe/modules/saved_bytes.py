@@ -18,6 +18,9 @@ from hf_neuron_moe.modules.ops_checks import COMPUTE_DTYPE
 ROUTING_BYTES = torch.int64.itemsize + torch.float32.itemsize
 """A kept token-expert pair: its expert's id and its weight."""
 
+_TOKENS = 128
+"""Tokens to look at: the kernels' backends keep whole tiles of so many."""
+
 _SILU_FLOPS = 4
 """Exponential, addition, division, product: enough to rank an elementwise pass among the others."""
 
@@ -58,15 +61,15 @@ def saved_bytes(shape: BlockShape, keep: str) -> float:
     """
     if shape.top_k == 0:
         return math.nan
-    rows = 1 if shape.top_k is None else shape.top_k
-    x = torch.empty((1, shape.hidden), dtype=COMPUTE_DTYPE[shape.precision], device="meta")
+    rows = _TOKENS * (1 if shape.top_k is None else shape.top_k)
+    x = torch.empty((_TOKENS, shape.hidden), dtype=COMPUTE_DTYPE[shape.precision], device="meta")
     backend, kept = get_backend(shape.backend), parse_keep(keep)
     make = backend.frozen_fake_saved if shape.frozen else backend.fake_saved
     tensors: list[torch.Tensor] = [*make(x, rows, shape.intermediate, keep)]
     if kept.keeps_input_frozen if shape.frozen else kept.keeps_input:
         tensors.append(x)
     routing = 0 if shape.top_k is None else shape.top_k * ROUTING_BYTES
-    return float(sum(tensor.nbytes for tensor in tensors) + routing)
+    return sum(tensor.nbytes for tensor in tensors) / _TOKENS + routing
 
 
 def recomputed_flops(shape: BlockShape, keep: str) -> int:

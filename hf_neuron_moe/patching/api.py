@@ -8,10 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
 
-from hf_neuron_moe.backends import resolve_backend
+from hf_neuron_moe.backends.registration import register_again
 from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.errors import ConfigError, NothingToPatchError, UnsupportedModelError, refuse
 from hf_neuron_moe.modules.block import stock_slot
@@ -19,6 +18,7 @@ from hf_neuron_moe.patching.apply import PatchState, PlanItem, apply_plan, holde
 from hf_neuron_moe.patching.discovery import Candidate, discover
 from hf_neuron_moe.patching.globs import check_globs
 from hf_neuron_moe.patching.guards import check_model
+from hf_neuron_moe.patching.kernels import plan_item
 from hf_neuron_moe.patching.policies import with_policies
 from hf_neuron_moe.patching.present import (
     check_not_patched_elsewhere,
@@ -147,12 +147,13 @@ def _plan(
 ) -> tuple[list[PlanItem], tuple[PatchEntry, ...]]:
     """Decide about every candidate; nothing is changed."""
     config, include, exclude = request
+    register_again()
     uses = Counter(id(param) for module in model.modules() for param in module._parameters.values())
     plan: list[PlanItem] = []
     entries: list[PatchEntry] = []
     for candidate in candidates:
         skipped = _skip_reason(candidate, include, exclude)
-        item = None if skipped or candidate.reason else _plan_item(candidate, config)
+        item = None if skipped or candidate.reason else plan_item(candidate, config)
         reason = skipped or candidate.reason or _why_not_home(model, candidate, item, uses)
         if item is not None and reason is None:
             plan.append(item)
@@ -204,21 +205,12 @@ def _skip_reason(candidate: Candidate, include: tuple[str, ...], exclude: tuple[
     return None
 
 
-def _plan_item(candidate: Candidate, config: NeuronMoEConfig) -> PlanItem:
-    device = next(iter(candidate.module.parameters())).device
-    # A meta module has no device yet; the CPU is where transformers materializes it by default.
-    backend = resolve_backend(config.backend, torch.device("cpu") if device.type == "meta" else device)
-    home = config.weights
-    if home == "auto":
-        home = "stock" if backend == "torch" else "kernel"
-    # Which policy the block gets is decided when all blocks are known; until then it has the default.
-    return PlanItem(candidate, replace(config, backend=backend, weights=home, activations="minimal"))
-
-
 def _why_not_home(model: nn.Module, candidate: Candidate, item: PlanItem | None, uses: Counter[int]) -> str | None:
     """Why the candidate cannot be replaced in this model, or cannot have its weights in the wanted layout."""
     if candidate.module is model:
         return "it is the model itself; pass the module that contains it"
+    if item is not None and item.refusal is not None:
+        return f"{item.refusal}; fallback='torch' computes it without the kernels"
     if item is None or item.config.weights == "stock":
         return None
     if any(attr == "base_layer" for _, attr in holders(model, candidate.module)):
@@ -261,6 +253,8 @@ def _entry(candidate: Candidate, otherwise: str, reason: str | None, item: PlanI
         intermediate_size=I,
         weights=item.config.weights if item is not None and patched else None,
         backend=item.config.backend if item is not None and patched else None,
+        fallback=item.fallback if item is not None and patched else "",
+        weight_copy_bytes=item.weight_copy_bytes if item is not None and patched else 0,
     )
 
 

@@ -55,10 +55,21 @@ class PatchState:
 
 @dataclass(frozen=True)
 class PlanItem:
-    """A candidate to be patched and its resolved configuration."""
+    """A candidate to be patched and its resolved configuration.
+
+    Attributes:
+        candidate: the module.
+        config: backend and home of the weights are not ``"auto"``.
+        refusal: why the backend's kernels cannot compute it; None where they can, or where `config` allows PyTorch.
+        fallback: the same reason where PyTorch computes it instead; else empty.
+        weight_copy_bytes: bytes of copies of its weights that the kernels need, in their orientation and dtype.
+    """
 
     candidate: Candidate
     config: NeuronMoEConfig
+    refusal: str | None = None
+    fallback: str = ""
+    weight_copy_bytes: int = 0
 
 
 def apply_plan(model: nn.Module, plan: Sequence[PlanItem], state: PatchState) -> None:

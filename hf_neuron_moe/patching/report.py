@@ -32,6 +32,9 @@ class PatchEntry:
         activations: the block's own activation policy by its name; None where not patched.
         saved_bytes_per_token: what its operator keeps for backward, per token of its input, input and routing
             included; None where not patched, or where the model does not say how many experts a token has.
+        fallback: why PyTorch computes the block and not the kernels that were asked for; empty otherwise.
+        weight_copy_bytes: copies of the block's weights that its kernels read, in their orientation, sizes and dtype;
+            they are made once per optimizer step.
     """
 
     name: str
@@ -47,6 +50,8 @@ class PatchEntry:
     backend: str | None = None
     activations: str | None = None
     saved_bytes_per_token: float | None = None
+    fallback: str = ""
+    weight_copy_bytes: int = 0
 
     @property
     def padded_sizes(self) -> tuple[int, int] | None:
@@ -130,6 +135,9 @@ class PatchReport:
         ]
         lines += _table([_HEADER, *(_row(entry) for entry in self.entries)])
         lines += _saved_lines(self)
+        copies = sum(entry.weight_copy_bytes for entry in self.patched)
+        if copies:
+            lines.append(f"Weight copies in the kernels' orientation and dtype: {copies / 2**20:.1f} MiB.")
         if self.refused:
             lines.append("Refused blocks stay stock. Remove the reason, or name them in exclude=... to skip them.")
         return "\n".join(lines)
@@ -191,7 +199,7 @@ def _row(entry: PatchEntry) -> tuple[str, ...]:
         entry.backend,
         entry.activations,
         None if saved is None else f"{saved / 1024:.2f}",
-        entry.reason,
+        f"PyTorch instead of kernels: {entry.fallback}" if entry.fallback else entry.reason,
     )
     return tuple("-" if value is None else str(value) for value in shown)
 

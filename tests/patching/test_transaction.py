@@ -9,7 +9,7 @@ import pytest
 
 from hf_neuron_moe import patch_model, unpatch_model
 from hf_neuron_moe.modules import block, experts, swiglu_mlp
-from hf_neuron_moe.patching import api, apply, checkpoint_names, discovery, optimizer_layout
+from hf_neuron_moe.patching import api, apply, checkpoint_names, discovery, kernels, optimizer_layout
 from tests.tiny_models import HOMES, assert_same_snapshot, snapshot, tiny_model, tokens
 
 
@@ -21,7 +21,7 @@ STEPS: dict[str, tuple[Any, str]] = {
     "discover": (api, "discover"),
     "judge": (discovery, "_judge"),
     "probe": (discovery, "probe_experts"),
-    "backend": (api, "resolve_backend"),
+    "backend": (kernels, "resolve_backend"),
     "build": (apply, "build"),
     "kernel parameter of experts": (experts, "make_kernel_parameter"),
     "kernel parameter of mlp": (swiglu_mlp, "make_kernel_parameter"),

@@ -6,7 +6,9 @@ Letters: S or T tokens, H hidden, I intermediate, E experts, K experts per token
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from hf_neuron_moe.backends.base import Saved
@@ -18,7 +20,7 @@ from hf_neuron_moe.backends.neuron.experts import ExpertKernels, Experts
 from hf_neuron_moe.backends.neuron.frozen import FrozenKernels
 from hf_neuron_moe.backends.neuron.launch import Launcher
 from hf_neuron_moe.backends.neuron.limits import Block, Device, check_call, why_not
-from hf_neuron_moe.backends.neuron.prepared import PreparedWeights
+from hf_neuron_moe.backends.neuron.prepared import CountedWeights, PreparedWeights
 from hf_neuron_moe.backends.torch.backend import TorchBackend
 from hf_neuron_moe.errors import BackendUnavailableError, refuse
 
@@ -31,7 +33,8 @@ class NeuronBackend:
     What a policy keeps differs from the protocol's description in form, not in meaning: dense checkpoints are
     ``[S, I]`` padded to multiples of 128, all columns of up; experts keep gate and up in the kernels' blocks
     ``[N, 2, I, B]``, and only together: their kernels have no other checkpoint, so a policy that keeps one of the two
-    keeps none. ``"fp8"`` rounds what the kernels wrote and read, so its gradients are not those of COAT's backward.
+    keeps none. ``"fp8"`` rounds what the kernels wrote and read; experts then have no FP8 rounding of the gate's
+    activation, which COAT has.
 
     Args:
         name: ``"neuron"``, or ``"nki-sim"`` for NKI's simulator.
@@ -61,12 +64,34 @@ class NeuronBackend:
         """Return why the kernels cannot compute `block`, or None."""
         return why_not(block, self.device, self.adapter)
 
+    def weight_copy_bytes(self, block: Block, experts: int | None, ordered: bool, dtype: torch.dtype) -> int:
+        """Return the bytes of the weight copies that forward and backward of a block need.
+
+        Args:
+            block: the block; :meth:`why_not` is None for it.
+            experts: E; None for a dense MLP.
+            ordered: gate and up are one tensor (dense), or weights are ``[E, H, 2I]`` and ``[E, I, H]`` (experts).
+            dtype: of the parameters.
+        """
+        counted = CountedWeights()
+        hidden, inner = block.hidden, block.inner
+        if experts is None:
+            both = torch.empty((2 * inner, hidden), dtype=dtype, device="meta")
+            gate, up = both.chunk(2) if ordered else (torch.empty_like(half) for half in both.chunk(2))
+            down = torch.empty((hidden, inner), dtype=dtype, device="meta")
+            replace(self._dense, weights=counted).prepare(gate, up, down, block)
+        else:
+            shapes = ((hidden, 2 * inner), (inner, hidden)) if ordered else ((2 * inner, hidden), (hidden, inner))
+            gate_up, down = (torch.empty((experts, *shape), dtype=dtype, device="meta") for shape in shapes)
+            replace(self._experts, weights=counted).prepare(Experts(gate_up, down, ordered, block))
+        return counted.nbytes
+
     def why_not_frozen(self, stack: MXExpertStack, training: bool) -> str | None:
         """Return why the kernels cannot compute a block with MX weights, or None."""
         return self._frozen.why_not(stack, self.device, training)
 
     def fake_saved(self, x: Tensor, rows: int, intermediate: int, keep: str) -> Saved:
-        return fake_saved(x, Block("mlp", "mxfp8", x.shape[1], intermediate), keep)
+        return fake_saved(x, rows, Block("mlp", "mxfp8", x.shape[1], intermediate), keep)
 
     def fake_experts_saved(
         self,

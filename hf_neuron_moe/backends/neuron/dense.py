@@ -26,11 +26,11 @@ _ORDER = ("gate_pre", "up", "gate_act", "intermediate")
 """Order of the checkpoints in :data:`~hf_neuron_moe.backends.base.Saved`."""
 
 
-def fake_saved(x_SH: Tensor, block: Block, keep: str) -> Saved:
-    """Return uninitialized tensors like those that :meth:`DenseKernels.forward` keeps."""
-    policy, (hidden, inner), rows = parse_keep(keep), block.padded, padded_size(x_SH.shape[0])
+def fake_saved(x_SH: Tensor, tokens: int, block: Block, keep: str) -> Saved:
+    """Return uninitialized tensors like those that :meth:`DenseKernels.forward` keeps of `tokens` rows."""
+    policy, (hidden, inner), rows = parse_keep(keep), block.padded, padded_size(tokens)
     if policy.fp8:
-        return *kept.fake_pack(x_SH, (2, rows, inner)), *kept.fake_pack(x_SH, (rows, hidden))
+        return *kept.fake_pack(x_SH, (2, rows, inner)), *kept.fake_pack(x_SH, (padded_size(x_SH.shape[0]), hidden))
     gate, up, act, inter = (x_SH.new_empty((rows, inner) if name in policy.names else 0) for name in _ORDER)
     return gate, up, act, inter
 
@@ -57,6 +57,12 @@ class DenseKernels:
         gate_up_2IH = self.weights.get(f"2IH {hidden}x{inner}", fuse, gate_IH, up_IH)
         return gate_up_2IH, self.weights.get(f"HI {hidden}x{inner}", turn, down_HI)
 
+    def prepare(self, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, block: Block) -> None:
+        """Make every copy that forward and backward read."""
+        self._operands(gate_IH, up_IH, down_HI, block)
+        if self.adapter.generation("mlp_backward") == "2.30":
+            self._transposed(gate_IH, up_IH, down_HI, block)
+
     def _run_forward(
         self, x_SH: Tensor, gate_up_2IH: Tensor, down_HI: Tensor, names: frozenset[str]
     ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -77,7 +83,7 @@ class DenseKernels:
         """Return ``y [S, H]`` and what is kept: checkpoints ``[S, I]``, padded as the kernels have them."""
         tokens, policy = x_SH.shape[0], parse_keep(keep)
         if not tokens:
-            return torch.zeros_like(x_SH), fake_saved(x_SH, block, keep)
+            return torch.zeros_like(x_SH), fake_saved(x_SH, 0, block, keep)
         padded = pad_axes(x_SH, (padded_size(tokens), block.padded[0]))
         weights = self._operands(gate_IH, up_IH, down_HI, block)
         out_SH, checkpoints = self._run_forward(padded, *weights, policy.names)
@@ -107,8 +113,7 @@ class DenseKernels:
         rows = (padded_size(tokens), hidden)
         dout = pad_axes(dout_SH, rows)
         if policy.fp8:
-            both, x = kept.unpack(saved[0], saved[1]), kept.unpack(saved[2], saved[3])
-            checkpoints = {"gate_pre": both[0], "up": both[1]}
+            checkpoints, x = kept.coat_checkpoints(saved[0], saved[1]), kept.unpack(saved[2], saved[3])
         else:
             x = pad_axes(x_SH, rows)
             checkpoints = {name: tensor for name, tensor in zip(_ORDER, saved) if name in policy.names}

@@ -118,6 +118,11 @@ class ExpertKernels:
             result[name] = self.weights.get(f"{order} {hidden}x{inner}", split if "2" in own else turn, source)
         return result
 
+    def prepare(self, experts: Experts) -> None:
+        """Make every copy that forward and backward read."""
+        for axes in {self._forward_axes(experts.block), _BACKWARD_AXES}:
+            self._weights(experts, axes)
+
     def _forward_axes(self, block: Block) -> tuple[str, str]:
         if block.precision == "bf16":
             return _BACKWARD_AXES

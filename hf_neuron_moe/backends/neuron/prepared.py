@@ -1,8 +1,8 @@
 """Weights in the form a kernel reads them: bf16, padded, in its orientation; copies are kept for one optimizer step.
 
 A copy belongs to a state of its sources: their storages, places in these, and version counters, which every in-place
-change that autograd sees advances. Writes through ``.data`` and the gathered weights of FSDP do not advance them, so all
-copies are also dropped after every optimizer step.
+change that autograd sees advances. Writes through ``.data`` and the gathered weights of FSDP do not advance them, so
+all copies are also dropped after every optimizer step.
 """
 
 from __future__ import annotations
@@ -82,6 +82,25 @@ class PreparedWeights:
         self._copies = {other: copy for other, copy in self._copies.items() if not copy.orphaned()}
         storages = tuple(StorageWeakRef(source.untyped_storage()) for source in sources)
         self._copies[key] = _Copy(made, storages, versions)
+        return made
+
+
+class CountedWeights(PreparedWeights):
+    """Counts the bytes that copies would take; for tensors on the meta device."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[tuple[str, tuple[_Place, ...]], int] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all copies asked for."""
+        return sum(self._sizes.values())
+
+    def get(self, form: str, build: Callable[..., Tensor], *sources: Tensor) -> Tensor:
+        """Return ``build(*sources)`` and count it if it is a copy."""
+        made = build(*sources)
+        if all(_storage(made) != _storage(source) for source in sources):
+            self._sizes[form, tuple(_place(source) for source in sources)] = made.nbytes
         return made
 
 

@@ -205,6 +205,19 @@ class TorchBackend:
             _or_empty(d_down, x_TH),
         )
 
+    def fake_experts_saved(
+        self,
+        x_TH: Tensor,
+        index_TK: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        transposed: bool,
+        precision: str,
+        block_size: int,
+        keep: str,
+    ) -> Saved:
+        return self.fake_saved(x_TH, index_TK.numel(), _intermediate(down, transposed), keep)
+
     def frozen_fake_saved(self, x: Tensor, rows: int, intermediate: int, keep: str) -> tuple[Tensor, Tensor]:
         kept = parse_keep(keep)
         if kept.fp8:
