@@ -23,6 +23,7 @@ from hf_neuron_moe.training.saved_tensors import SavedBytes, measure_saved_bytes
 if TYPE_CHECKING:
     from hf_neuron_moe.training.arguments import NeuronMoEArguments, NeuronMoETrainingArguments
     from hf_neuron_moe.training.callback import NeuronMoECallback
+    from hf_neuron_moe.training.estimate import TrainingEstimate, estimate_training
     from hf_neuron_moe.training.trainer import NeuronMoETrainer, NeuronMoETrainerMixin
 
 __all__ = [
@@ -35,8 +36,10 @@ __all__ = [
     "ReplayingCheckpoint",
     "SafeCheckpointMixin",
     "SavedBytes",
+    "TrainingEstimate",
     "disable_moe_resume",
     "enable_moe_resume",
+    "estimate_training",
     "find_last_complete",
     "mark_complete",
     "measure_saved_bytes",
@@ -52,6 +55,8 @@ _HOME = {
     "NeuronMoETrainer": "hf_neuron_moe.training.trainer",
     "NeuronMoETrainerMixin": "hf_neuron_moe.training.trainer",
     "NeuronMoETrainingArguments": "hf_neuron_moe.training.arguments",
+    "TrainingEstimate": "hf_neuron_moe.training.estimate",
+    "estimate_training": "hf_neuron_moe.training.estimate",
 }
 
 
