@@ -14,6 +14,8 @@ from hf_neuron_moe.report.read import RunData, StudyData
 from hf_neuron_moe.report.svg import Point, bar_chart, heat_map, line_chart
 
 _NUMBER = re.compile(r"\d+")
+LEAST_DB = 6.0
+"""Range of a scale of colours: smaller differences of SQNR should not look large."""
 _STATUS = {"patched": "ok", "skipped": "skipped", "refused": "bad"}
 
 
@@ -241,10 +243,12 @@ def health_section(run: RunData) -> str:
     over_time = [[_sqnr(record["health"].get(module, {}).get("input")) for record in sampled] for module in modules]
     rows = short_names(modules)
     steps = [str(record["step"]) for record in sampled]
-    first = heat_map(rows, [*tensors, "input"], now, alt=f"SQNR per module and tensor at step {steps[-1]}", unit="dB")
+    alt = f"SQNR per module and tensor at step {steps[-1]}"
+    first = heat_map(rows, [*tensors, "input"], now, alt=alt, unit="dB", least_range=LEAST_DB)
     drawn = [figure(first, f"SQNR under MXFP8 at step {steps[-1]}, by module and tensor")]
     if len(sampled) > 1:
-        second = heat_map(rows, steps, over_time, alt="SQNR of the modules' inputs over the steps", unit="dB")
+        alt = "SQNR of the modules' inputs over the steps"
+        second = heat_map(rows, steps, over_time, alt=alt, unit="dB", least_range=LEAST_DB)
         drawn.append(figure(second, "SQNR of the inputs under MXFP8, by module and step"))
     return section(title, figures(drawn) + _worst(last))
 

@@ -110,12 +110,15 @@ def heat_map(
     alt: str,
     unit: str,
     low: float | None = None,
-    high: float | None = None,
+    least_range: float = 0.0,
 ) -> str:
-    """Draw a value per row and column as colour, with the number in it where there is room; None is left empty."""
+    """Draw a value per row and column as colour, with the number in it where there is room; None is left empty.
+
+    The colours reach from `low` (the least value, if None) to the greatest value, and at least over `least_range`.
+    """
     found = [value for line in cells for value in line if value is not None]
-    low = min(found, default=0.0) if low is None else low
-    high = max(found, default=1.0) if high is None else high
+    high = max(found, default=1.0)
+    low = min(min(found, default=0.0), high - least_range) if low is None else low
     left = min(170.0, 8 + _CHARACTER * max((len(row) for row in rows), default=0))
     width = (WIDTH - left) / max(1, len(columns))
     height = 18.0 if len(rows) <= 40 else 11.0

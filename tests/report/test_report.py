@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hf_neuron_moe.errors import ReportError
-from hf_neuron_moe.report import read_runs, render, write_report
+from hf_neuron_moe.report import read, read_runs, render, write_report
 from hf_neuron_moe.report.curves import band, differences, smoothed, thinned
 from hf_neuron_moe.report.sections import short_names
 from hf_neuron_moe.report.svg import heat_map, shade, ticks
@@ -240,6 +240,44 @@ def test_differences_are_paired_by_seed() -> None:
     line = differences("x", {"0": [2.0, 2.0], "1": [9.0]}, {"0": [1.0, 2.0]})
     assert line is not None and [y for _, y in line.points] == [100.0, 0.0]
     assert differences("x", {"1": [1.0]}, {"0": [1.0]}) is None
+
+
+@pytest.mark.slow
+def test_the_files_of_a_real_run_are_understood(tmp_path: Path) -> None:
+    from torch.utils.data import Dataset
+
+    from hf_neuron_moe import NeuronMoETrainer, NeuronMoETrainingArguments
+    from hf_neuron_moe.training import run_files
+    from tests.tiny_models import tiny_model, tokens
+
+    assert (read.RUN_FOLDER, read.RUN_FILE) == (run_files.FOLDER, run_files.RUN_FILE)
+    assert read.METRICS_FILE == run_files.METRICS_FILE
+
+    class Rows(Dataset):
+        ids = tokens(8, 16)
+
+        def __len__(self) -> int:
+            return len(self.ids)
+
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            return {"input_ids": self.ids[index], "labels": self.ids[index]}
+
+    arguments = NeuronMoETrainingArguments(
+        output_dir=str(tmp_path / "run"),
+        max_steps=4,
+        logging_steps=1,
+        neuron_health_steps=2,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    NeuronMoETrainer(model=tiny_model("mixtral"), args=arguments, train_dataset=Rows()).train()
+    contents = read_runs(tmp_path)
+    page = Page(render(contents))
+    assert len(page.figures()) == 6
+    assert "2 patched, 0 skipped, 0 refused." in page.text() and "bf16, minimal" in page.text()
+    assert [record["step"] for record in contents.runs[0].metrics] == [1, 2, 3, 4]
 
 
 def test_axes_colours_and_names() -> None:
