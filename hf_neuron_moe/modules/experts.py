@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from hf_neuron_moe.activation_policy import canonical_keep
-from hf_neuron_moe.backends import resolve_backend
 from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.errors import ConfigError, UnsupportedModelError, refuse
 from hf_neuron_moe.modules import ops
+from hf_neuron_moe.modules.backend_choice import usable_backend
 from hf_neuron_moe.modules.block import NeuronBlock, make_kernel_parameter
 from hf_neuron_moe.modules.experts_check import why_not_swiglu_experts
 from hf_neuron_moe.modules.saved_bytes import BlockShape
@@ -168,10 +168,25 @@ class _RegisteredExperts:
             transposed=module.is_transposed,
             precision=self.config.precision,
             block_size=self.config.block_size,
-            backend=resolve_backend(self.config.backend, hidden_states.device),
+            backend=self._backend(module, hidden_states),
             activations=self.keep,
             training=module.training,
         )
+
+    def _backend(self, module: Any, hidden_states: Tensor) -> str:
+        config, (hidden, inner) = self.config, _sizes(module)
+
+        def why_not(kernels: Any) -> str | None:
+            reason: str | None = kernels.why_not_experts(config.precision, hidden, inner, config.block_size)
+            return reason
+
+        return usable_backend(config, hidden_states.device, type(module).__name__, why_not)
+
+
+def _sizes(module: Any) -> tuple[int, int]:
+    """H and I of an experts module."""
+    shape = module.down_proj.shape
+    return (shape[2], shape[1]) if module.is_transposed else (shape[1], shape[2])
 
 
 @torch.compiler.assume_constant_result  # decided once per compiled module: the flags are set when it is made

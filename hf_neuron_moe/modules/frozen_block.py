@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hf_neuron_moe.backends import resolve_backend
 from hf_neuron_moe.backends.mx_weights import MXExpertStack, MXLayout, held_form
 from hf_neuron_moe.config import NeuronMoEConfig
+from hf_neuron_moe.modules.backend_choice import usable_backend
 from hf_neuron_moe.modules.block import NeuronBlock
 from hf_neuron_moe.modules.frozen_ops import frozen_network
 from hf_neuron_moe.modules.saved_bytes import BlockShape
@@ -118,9 +118,19 @@ class FrozenBlock(NeuronBlock):
         stack, hidden = self.neuron_stack, x_TH.shape[1]
         if stack.hidden > hidden:  # zeros that the conversion added meet zeros here
             x_TH = F.pad(x_TH, (0, stack.hidden - hidden))
-        backend = resolve_backend(self.neuron_config.backend, x_TH.device)
+        backend = usable_backend(
+            self.neuron_config,
+            x_TH.device,
+            type(self).__name__,
+            lambda kernels: kernels.why_not_frozen(stack, training=self._may_train(x_TH, weight_TK)),
+        )
         keep = self.neuron_keep
         return frozen_network(x_TH, index_TK, weight_TK, stack, backend=backend, activations=keep)[:, :hidden]
+
+    def _may_train(self, *inputs: Tensor | None) -> bool:
+        """Whether a backward may come, now or in the second pass of a checkpointed one."""
+        recorded = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs)
+        return self.training or recorded
 
     def extra_repr(self) -> str:
         """Show the element format and the sizes held."""

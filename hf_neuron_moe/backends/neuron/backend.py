@@ -64,6 +64,10 @@ class NeuronBackend:
         """Return why the kernels cannot compute `block`, or None."""
         return why_not(block, self.device, self.adapter)
 
+    def why_not_experts(self, precision: str, hidden: int, inner: int, block_size: int) -> str | None:
+        """Return why the kernels cannot compute experts of these sizes, or None."""
+        return self.why_not(Block("experts", precision, hidden, inner, block_size))
+
     def weight_copy_bytes(self, block: Block, experts: int | None, ordered: bool, dtype: torch.dtype) -> int:
         """Return the bytes of the weight copies that forward and backward of a block need.
 
