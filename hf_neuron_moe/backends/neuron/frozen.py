@@ -54,6 +54,8 @@ class FrozenKernels:
             reason = _why_not_operand(layout, size)
             if reason is not None:
                 return f"{name}: {reason}"
+        if stack.down_layout.matrix_shape(stack.down_codes.shape)[1] != stack.inner:
+            return "down_proj holds more columns than the network has"
         return self.adapter.why_not("mlp_forward")
 
     def forward(self, x_SH: Tensor, index_TK: Tensor | None, weight_TK: Tensor | None, stack: MXExpertStack) -> Tensor:
