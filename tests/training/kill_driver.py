@@ -25,11 +25,10 @@ from typing import Any
 
 import torch
 import transformers.modeling_utils
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import TrainerCallback
 
-from hf_neuron_moe import patch_model
 from hf_neuron_moe.errors import NeuronMoEWarning
-from hf_neuron_moe.training.checkpoints import SafeCheckpointMixin, find_last_complete
+from hf_neuron_moe.training import NeuronMoETrainer, NeuronMoETrainingArguments, find_last_complete
 from tests.tiny_models import tiny_model, tokens
 
 STEPS, EVERY, LIMIT = 12, 2, 2
@@ -37,10 +36,6 @@ STRUCK_SAVE = 3
 """Save whose calls are struck: the first one that also removes an old checkpoint."""
 
 STRUCK_STEPS = ("begin of step 1", "gradients of step 4", "end of step 4", "begin of step 7", "end of step 12")
-
-
-class SafeTrainer(SafeCheckpointMixin, Trainer):
-    """The stock Trainer with safe checkpoints."""
 
 
 @dataclass
@@ -129,9 +124,8 @@ def train(folder: Path, at: int) -> None:
     moments = Moments(at, str(output))
     # Dropout: losses agree only if the random state is restored too.
     model = tiny_model("mixtral", attention_dropout=0.2)
-    patch_model(model, {"precision": "bf16"})
     rows = [{"input_ids": row, "labels": row} for row in tokens(14, 12, seed=11)]
-    arguments = TrainingArguments(
+    arguments = NeuronMoETrainingArguments(
         output_dir=str(output),
         max_steps=STEPS,
         per_device_train_batch_size=2,
@@ -146,10 +140,12 @@ def train(folder: Path, at: int) -> None:
         disable_tqdm=True,
     )
     resume = output.is_dir() and find_last_complete(output) is not None
-    trainer = SafeTrainer(model=model, args=arguments, train_dataset=rows, callbacks=[StepMoments(moments)])
+    trainer = NeuronMoETrainer(model=model, args=arguments, train_dataset=rows, callbacks=[StepMoments(moments)])
     moments.install()
     trainer.train(resume_from_checkpoint=resume)
+    lines = (output / "neuron_moe" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     result = {
+        "metrics": [(record["step"], record["loss"]) for record in map(json.loads, lines)],
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
         "weights": fingerprint(model),
         "began": STEPS - sum(name.startswith("begin of step") for name in moments.seen),
@@ -203,7 +199,7 @@ def strike(folder: Path, at: int, expected: dict[str, Any]) -> str:
     if status:
         return f"the resumed run ended with {status}"
     result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
-    for key in ("losses", "weights", "left"):
+    for key in ("losses", "weights", "left", "metrics"):
         if result[key] != expected[key]:
             return f"other {key}: {result[key]} instead of {expected[key]}"
     # What was trained again is at most one interval and the steps of the checkpoint being written.
