@@ -361,7 +361,7 @@ def test_the_mxfp8_pair_has_two_weight_layouts(machine: MLP, hand: Any) -> None:
     machine()
     own, e = hand(), Experts(hidden=128, inner=128, block=128)
     stock = [e.gate_up.permute(0, 2, 3, 1).contiguous(), e.down.mT.contiguous()]
-    front, rest = [e.x, e.affinity], [e.ids, e.owners, e.block]
+    front, rest = [e.x, e.affinity], [e.ids, e.owners[:, None], e.block]
     out, gate_up, _ = own.moe_forward_mxfp8[(2,)](*front, *stock, *rest)
     wanted = kernels.blockwise_mm_fwd_mxfp8(*front, *stock, *rest)
     assert torch.equal(out[:-1], wanted.output[:-1]) and torch.isnan(out[-1]).all()

@@ -53,6 +53,14 @@ def test_release_2_30_is_the_same_where_gate_and_up_share_no_mx_group(machine: S
     assert run(case, "neuron") == expected
 
 
+def test_the_config_generation(machine: Start) -> None:
+    """The generation of the MXFP8 expert pair whose options are records: the same numbers, other weights."""
+    expected = torch_losses("experts-mxfp8")
+    double = machine(config_pair=True).double
+    assert run(EXPERTS_MX, "neuron") == expected
+    assert double.names == list(KERNELS["experts-mxfp8"]) * 3
+
+
 POLICIES = ("full", "recompute", "fp8", "gate_pre", "up")
 
 

@@ -5,7 +5,6 @@ Letters: S tokens, H hidden, I intermediate, E experts, K experts per token.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from hf_neuron_moe import patch_model
-from hf_neuron_moe.backends import get_backend
+from hf_neuron_moe.backends import get_backend, resolve_backend
 from hf_neuron_moe.modules import ops
 from tests.neuron.small_runs import CASES, DENSE, EXPERTS, EXPERTS_MX, Case
 from tests.tiny_models import tokens
@@ -53,17 +52,35 @@ def expert_operands(case: Case, grad: bool = False) -> tuple[Any, ...]:
 
 
 OPERATORS = {
-    "dense": (ops.mlp_fwd, lambda grad=False: mlp_operands(grad)),
-    "experts-mxfp8": (ops.moe_fwd, lambda grad=False: expert_operands(EXPERTS_MX, grad)),
-    "experts-bf16": (ops.moe_fwd, lambda grad=False: expert_operands(EXPERTS, grad)),
+    "dense": ("mlp", lambda grad=False: mlp_operands(grad)),
+    "experts-mxfp8": ("moe", lambda grad=False: expert_operands(EXPERTS_MX, grad)),
+    "experts-bf16": ("moe", lambda grad=False: expert_operands(EXPERTS, grad)),
 }
+
+
+def registered(name: str) -> Any:
+    """An operator as it is registered for the machine that runs now."""
+    resolve_backend("neuron", torch.device("cpu"))
+    get_backend("neuron")
+    return getattr(ops, name)
+
+
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
+
+
+def test_operators_are_registered_through_nki_op(machine: Start) -> None:
+    double = machine().double
+    patch_model(DENSE.model(), {**DENSE.options, "backend": "neuron"})
+    names = {"mlp_fwd", "mlp_bwd", "moe_fwd", "moe_bwd"}
+    assert {f"hf_neuron_moe::{name}" for name in names} <= set(double.operators)
+    assert all(type(getattr(ops, name)) is torch.library.CustomOpDef for name in names)
 
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_forward_operators_pass_opcheck(name: str, machine: Start) -> None:
     double = machine(target=CASES[name].target).double
-    op, make = OPERATORS[name]
+    kind, make = OPERATORS[name]
+    op = registered(f"{kind}_fwd")
     result = torch.library.opcheck(op, make(True), test_utils=CHECKS)
     assert set(result.values()) == {"SUCCESS"}
     assert double.launches and not double.traced, "fakes are shapes only: no kernel is traced"
@@ -72,16 +89,16 @@ def test_forward_operators_pass_opcheck(name: str, machine: Start) -> None:
 @pytest.mark.parametrize("name", OPERATORS)
 def test_backward_operators_pass_opcheck(name: str, machine: Start) -> None:
     double = machine(target=CASES[name].target).double
-    op, make = OPERATORS[name]
+    kind, make = OPERATORS[name]
     operands = make()
-    y, *saved = op(*operands)
+    y, *saved = registered(f"{kind}_fwd")(*operands)
     dout = torch.randn_like(y)
     if name == "dense":
         args = (dout, *operands[:4], *saved, *operands[4:], True, True)
-        result = torch.library.opcheck(ops.mlp_bwd, args, test_utils=("test_schema", "test_faketensor"))
+        result = torch.library.opcheck(registered("mlp_bwd"), args, test_utils=("test_schema", "test_faketensor"))
     else:
         args = (dout, *operands[:5], *saved, *operands[5:], True, True, True)
-        result = torch.library.opcheck(ops.moe_bwd, args, test_utils=("test_schema", "test_faketensor"))
+        result = torch.library.opcheck(registered("moe_bwd"), args, test_utils=("test_schema", "test_faketensor"))
     assert set(result.values()) == {"SUCCESS"}
     assert not double.traced
 
@@ -120,6 +137,8 @@ def test_bodies_trace_without_looking_at_values(name: str, machine: Start) -> No
 
     graph = make_fx(body, tracing_mode="fake")(*tensors)
     names = {str(node.target) for node in graph.graph.nodes}
+    again = forward_and_backward(name, operands)
+    assert all(torch.equal(mine, before) for mine, before in zip(again, real)), "no fake was kept"
     assert not names & {"aten._local_scalar_dense.default", "aten.nonzero.default", "aten.unique2.default"}
 
 
@@ -161,7 +180,7 @@ def test_routing_changes_no_shape(machine: Start) -> None:
     """All tokens to one expert or spread out: one compilation, the block count is the worst case."""
     double = machine(target="trn2").double
     operands = list(expert_operands(EXPERTS))
-    op = functools.partial(ops.moe_fwd)
+    op = registered("moe_fwd")
     for index in (torch.tensor([0, 1]), torch.tensor([2, 3]), torch.tensor([3, 0])):
         operands[1] = index.expand(S, 2).contiguous()
         op(*operands)

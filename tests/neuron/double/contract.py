@@ -52,20 +52,24 @@ class Double:
         release: of nkilib, as ``(2, 33)``.
         target: ``"trn2"`` or ``"trn3"``.
         lnc: 1 or 2.
+        config_pair: the MXFP8 expert pair is of the generation that takes configuration records.
         launches: finished launches on real values.
         calls: nkilib functions that ran in them, with their bound arguments.
         traced: launches on fake tensors.
         compilations: distinct (kernel, grid, shapes, dtypes, constants) of eager launches, as the runtime caches them.
+        operators: names registered through ``nki_op``.
         current: the launch that runs now.
     """
 
     release: Release = (2, 33)
     target: str = "trn3"
     lnc: int = 2
+    config_pair: bool = False
     launches: list[LaunchRecord] = field(default_factory=list)
     calls: list[KernelCall] = field(default_factory=list)
     traced: list[str] = field(default_factory=list)
     compilations: Counter[Any] = field(default_factory=Counter)
+    operators: list[str] = field(default_factory=list)
     current: Launch | None = None
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -34,18 +35,24 @@ def wrap_nki(kernel: Kernel, **_: Any) -> NKIHOPCaller:
     return NKIHOPCaller(kernel)
 
 
-def nki_op(name: str, fn: Any = None, mutates_args: Iterable[str] | str = ()) -> Any:
-    """Register a function that calls kernels as an operator; its body is its fake until another one is registered."""
+def make_nki_op(double: Double) -> Callable[..., Any]:
+    """``nki_op``: register a function that calls kernels; its body is its fake until another one is registered."""
 
-    def register(function: Callable[..., Any]) -> Any:
-        need(isinstance(function, types.FunctionType), "nki_op", "takes the torch function that calls the kernel")
-        need("::" in name, "nki_op", f"the name has a namespace, got {name!r}")
-        need(not tuple(mutates_args), "nki_op", "mutates_args is empty: a mutation the kernel does not return is lost")
-        op = torch.library.custom_op(name, function, mutates_args=())
-        op.register_fake(function)
-        return op
+    def nki_op(name: str, fn: Any = None, mutates_args: Iterable[str] | str = ()) -> Any:
+        register = functools.partial(_register, double, name, tuple(mutates_args))
+        return register if fn is None else register(fn)
 
-    return register if fn is None else register(fn)
+    return nki_op
+
+
+def _register(double: Double, name: str, mutates_args: tuple[str, ...], function: Callable[..., Any]) -> Any:
+    need(isinstance(function, types.FunctionType), "nki_op", "takes the torch function that calls the kernel")
+    need("::" in name, "nki_op", f"the name has a namespace, got {name!r}")
+    need(not mutates_args, "nki_op", "mutates_args is empty: a mutation that the kernel does not return is lost")
+    op = torch.library.custom_op(name, function, mutates_args=())
+    op.register_fake(function)
+    double.operators.append(name)
+    return op
 
 
 def utilities(double: Double) -> dict[str, Any]:

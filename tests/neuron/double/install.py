@@ -16,7 +16,7 @@ from unittest import mock
 from hf_neuron_moe.errors import NeuronMoEError
 from tests.neuron.double import mlp, moe_backward, moe_forward, moe_mxfp8, signatures
 from tests.neuron.double.contract import ContractError, Double, KernelCall, broken
-from tests.neuron.double.framework import nki_op, utilities, wrap_nki
+from tests.neuron.double.framework import make_nki_op, utilities, wrap_nki
 from tests.neuron.double.launch import make_jit, make_simulate
 from tests.neuron.double.memory import Language
 from tests.neuron.double.records import Library
@@ -90,11 +90,11 @@ def nkilib_tree(double: Double, library: Library) -> dict[str, dict[str, Any]]:
     body = functools.partial(moe_backward.backward, double, library)
     tree[home] = {"blockwise_mm_bwd": jit(make("blockwise_mm_bwd", signatures.blockwise_mm_bwd(release), home, body))}
     tree[bwd] = dict(tree[home])
-    tree |= mxfp8_tree(double, library, make, jit)
+    tree |= mxfp8_tree(double, library, make)
     return tree
 
 
-def mxfp8_tree(double: Double, library: Library, make: Any, jit: Any) -> dict[str, dict[str, Any]]:
+def mxfp8_tree(double: Double, library: Library, make: Any) -> dict[str, dict[str, Any]]:
     """The MXFP8 kernels that a release has."""
     release = double.release
     tree: dict[str, dict[str, Any]] = {}
@@ -107,17 +107,29 @@ def mxfp8_tree(double: Double, library: Library, make: Any, jit: Any) -> dict[st
         body = functools.partial(mlp.backward_2_31 if release >= (2, 31) else mlp.backward_2_30, double)
         name = "mlp_backward_mxfp8_nki"
         tree[home] = {name: make(name, signatures.mlp_backward(release), home, body), **vars(library.mlp)}
-    home, pair = "nkilib.experimental.moe_mxfp8", {}
-    if release >= (2, 31):
-        name = "blockwise_mm_bwd_mxfp8"
-        body = functools.partial(moe_mxfp8.backward, double, library)
-        pair[name] = jit(make(name, signatures.moe_mxfp8_backward(), home, body))
-    if release >= (2, 32):
-        name = "blockwise_mm_fwd_mxfp8"
-        body = functools.partial(moe_mxfp8.forward, double, library)
-        pair[name] = jit(make(name, signatures.moe_mxfp8_forward(), home, body))
-    if pair:
-        tree[home] = {**pair, **vars(library.backward)}
+    return tree | pair_tree(double, library, make)
+
+
+def pair_tree(double: Double, library: Library, make: Any) -> dict[str, dict[str, Any]]:
+    """The MXFP8 expert pair: plain functions, to be called inside of a kernel."""
+    home, config = "nkilib.experimental.moe_mxfp8", double.config_pair
+    tree: dict[str, dict[str, Any]] = {}
+    if double.release >= (2, 31):
+        name, place = "blockwise_mm_bwd_mxfp8", f"{home}.bwd.blockwise_mm_backward_mxfp8"
+        body = functools.partial(moe_mxfp8.backward_config if config else moe_mxfp8.backward, double, library)
+        tree[place] = {name: make(name, signatures.moe_mxfp8_backward(config), place, body)}
+    if double.release >= (2, 32):
+        name, place = "blockwise_mm_fwd_mxfp8", f"{home}.fwd.blockwise_mm_forward_mxfp8"
+        body = functools.partial(moe_mxfp8.forward_config if config else moe_mxfp8.forward, double, library)
+        tree[place] = {name: make(name, signatures.moe_mxfp8_forward(config), place, body)}
+    if tree:
+        tree[home] = {name: value for module in tree.values() for name, value in module.items()}
+    if config:
+        found = vars(library.pair)
+        for name in ("MXFP8MOEFwdConfig", "MXFP8MOEBwdConfig"):
+            tree[found[name].__module__] = {name: found[name]}
+        utils = library.pair.TensorDescriptor.__module__
+        tree[utils] = {name: found[name] for name in ("TensorOrientation", "SwizzleMode", "TensorDescriptor")}
     return tree
 
 
@@ -128,7 +140,7 @@ def _swap(function: Any, double: Double, library: Library, name: str, launch: An
 def framework_tree(double: Double) -> dict[str, dict[str, Any]]:
     """``nki`` and ``torch_neuronx``."""
     nki = {"jit": make_jit(double), "simulate": make_simulate(double), "__version__": VERSIONS["nki"]}
-    hop = {"nki_op": nki_op, "wrap_nki": wrap_nki}
+    hop = {"nki_op": make_nki_op(double), "wrap_nki": wrap_nki}
     neuronx = {**hop, "__version__": VERSIONS["torch-neuronx"]}
     language = {name: getattr(Language(double), name) for name in dir(Language(double)) if not name.startswith("_")}
     return {

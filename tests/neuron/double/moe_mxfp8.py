@@ -1,10 +1,12 @@
 """The MXFP8 training pair of the experts. Letters: T' token rows, H hidden, I intermediate, E experts, N blocks of B.
 
-Sources: nki-library 2.31 ``blockwise_mm_bwd_mxfp8``, 2.32 ``blockwise_mm_fwd_mxfp8``.
+Sources: nki-library 2.31 ``blockwise_mm_bwd_mxfp8``, 2.32 ``blockwise_mm_fwd_mxfp8``, and the generation after that,
+whose options are fields of a record.
 """
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 from hf_neuron_moe import kernels
@@ -24,30 +26,51 @@ from tests.neuron.double.plan import Sizes, check_block_size, check_plan, check_
 from tests.neuron.double.records import Library, to_package
 
 Arguments = dict[str, Any]
+FORWARD, BACKWARD = "blockwise_mm_fwd_mxfp8", "blockwise_mm_bwd_mxfp8"
+_BLOCKS = (128, 256, 512, 1024)
+_LARGE = (2048, 4096)
+_ROUTING = ("hidden_states", "expert_affinities_masked", "token_position_to_id", "block_to_expert", "block_size")
+_ORDERS = {"E2IH": (0, 1, 2, 3), "EI2H": (0, 2, 1, 3), "EH2I": (0, 1, 2, 3)}
+"""Axes of the fused weight as the kernel has it: the permutation to what this package's function takes."""
 
 
 def _checked(
-    double: Double, library: Library, launch: Launch, call: Arguments, where: str, gate_up: tuple[Any, ...],
-    blocks: tuple[int, ...], activation: str,
-) -> Sizes:  # fmt: skip
-    """What both directions share; `gate_up` names the axes of the fused weight."""
+    double: Double, library: Library, launch: Launch, call: Arguments, where: str, axes: str, blocks: tuple[int, ...]
+) -> Sizes:
+    """What both directions and generations share; `axes` are those of the fused weight."""
     check_target(double, "trn3", where)
     need(launch.cores == 2, where, "runs on two cores")
+    need(call.get("run_with_lnc2", True) is True, where, "runs on two cores only")
     records = library.backward
-    check_member(call[activation], records.ActFnType, where, activation)
-    need(call[activation].name == "SiLU", where, f"SiLU only, got {call[activation].name}")
-    check_member(call["affinity_option"], records.AffinityOption, where, "affinity_option")
-    check_member(call["shard_option"], records.ShardOption, where, "shard_option")
+    for name, kind in (
+        ("activation_type", records.ActFnType), ("affinity_option", records.AffinityOption),
+        ("shard_option", records.ShardOption),
+    ):  # fmt: skip
+        check_member(call[name], kind, where, name)
+    need(call["activation_type"].name == "SiLU", where, f"SiLU only, got {call['activation_type'].name}")
     need(call["affinity_option"].name == "AFFINITY_ON_I", where, "AFFINITY_ON_I only")
-    skip = call["skip_dma"]
-    need(skip is None or hasattr(skip, "skip_token"), where, f"skip_dma is a SkipMode, got {skip!r}")
+    for name, record in (("skip_dma", records.SkipMode), ("clamp_limits", records.ClampLimits)):
+        fits = call[name] is None or isinstance(call[name], record)
+        need(fits, where, f"{name} is the backward package's {record.__name__}, got {call[name]!r}")
     need(call["compute_dtype"] is BF16, where, "compute_dtype is bfloat16")
+    need(call["bias"] is False, where, "biases are reserved")
+    for name in ("gate_up_weight_scales", "down_weight_scales"):
+        need(call[name] is None, where, f"{name}: pre-quantized weights are not part of the double")
+    dense = call.get("single_expert_dense", call.get("no_indirect_load", False))
+    need(dense is False, where, "routed calls switch the single dense expert off")
+    for name in ("fast_dma_transpose", "reuse_spilled_weights", "use_1x32_pe_swizzle", "pe_transpose_only"):
+        need(call.get(name, False) is False, where, f"{name} needs the single dense expert")
     block = check_block_size(call["block_size"], where)
     need(block in blocks, where, f"block_size is one of {blocks}, got {block}")
-    shape = check_operand(call["gate_up_proj_weight"], gate_up, (BF16,), where, "gate_up_proj_weight")
-    forward = gate_up[1] == 2
-    experts, hidden, inner = (shape[0], shape[3], shape[2]) if forward else (shape[0], shape[1], shape[3])
-    down = (experts, hidden, inner) if forward else (experts, inner, hidden)
+    shape = check_operand(
+        call["gate_up_proj_weight"],
+        [2 if axis == "2" else None for axis in axes],
+        (BF16,),
+        where,
+        "gate_up_proj_weight",
+    )
+    experts, hidden, inner = (shape[axes.index(letter)] for letter in "EHI")
+    down = (experts, inner, hidden) if axes == "EH2I" else (experts, hidden, inner)
     check_operand(call["down_proj_weight"], down, (BF16,), where, "down_proj_weight")
     for name in ("gate_up_proj_weight", "down_proj_weight"):
         check_read(call[name], launch, where, name)
@@ -55,36 +78,60 @@ def _checked(
     need(width == hidden, where, f"hidden_states have H={hidden}, got {width}")
     check_multiple(hidden, 128, where, "H")
     check_multiple(inner, 128, where, "I")
+    skip = call["skip_dma"]
     tokens = rows if skip is not None and skip.skip_token else rows - 1
-    return Sizes(rows, tokens, hidden, inner, experts, count_blocks(call, block, where), block)
+    sizes = Sizes(rows, tokens, hidden, inner, experts, count_blocks(call, block, where), block)
+    need(call["block_to_expert"].shape == (sizes.blocks, 1), where, f"block_to_expert has shape [{sizes.blocks}, 1]")
+    return sizes
+
+
+def _skips(call: Arguments) -> bool:
+    return call["skip_dma"] is not None and bool(call["skip_dma"].skip_token)
+
+
+def _with_config(call: Arguments, record: type[Any], where: str) -> Arguments:
+    """The call with the fields of its configuration record as arguments."""
+    config = call["config"]
+    need(isinstance(config, record), where, f"config is a {record.__name__}: its default is one dense expert")
+    return call | {field.name: getattr(config, field.name) for field in fields(config)}
 
 
 def forward(double: Double, library: Library, launch: Launch, call: Arguments) -> tuple[KernelTensor, ...]:
-    """Rules and result of ``blockwise_mm_fwd_mxfp8``."""
-    where = "blockwise_mm_fwd_mxfp8"
-    blocks = (128, 256, 512, 1024, 2048, 4096)
-    sizes = _checked(double, library, launch, call, where, (None, 2, None, None), blocks, "activation_function")
-    need(call["shard_option"].name == "SHARD_ON_BLOCK", where, "SHARD_ON_BLOCK only")
-    for name in ("gate_and_up_proj_bias", "down_proj_bias"):
-        need(call[name] is None, where, f"{name} is reserved")
-    need(call["checkpoint_config"] is None, where, "checkpoint_config's fields are not documented")
-    skip = call["skip_dma"]
-    plan = check_plan(call, sizes, skip is not None and skip.skip_token, launch, where)
+    """``blockwise_mm_fwd_mxfp8`` of 2.32: output, gate and up, the scaled intermediate."""
+    return _forward(double, library, launch, call, "E2IH")
+
+
+def forward_config(double: Double, library: Library, launch: Launch, call: Arguments) -> tuple[KernelTensor, ...]:
+    """The same of the later generation: weights ``[E, I, 2, H]``, one checkpoint, in the orientation asked for."""
+    flat = _with_config(call, library.pair.MXFP8MOEFwdConfig, FORWARD)
+    out, gate_up, _ = _forward(double, library, launch, flat, "EI2H")
+    descriptor = flat["gate_up_proj_act_td"]
+    need(isinstance(descriptor, library.pair.TensorDescriptor), FORWARD, "gate_up_proj_act_td is a TensorDescriptor")
+    if descriptor.orientation is library.pair.TensorOrientation.K_BY_F:
+        return out, gate_up
+    turned = None if launch.fake else gate_up.data.mT
+    blocks, _, inner, block = gate_up.shape
+    return out, give(launch, turned, (blocks, 2, block, inner), BF16)
+
+
+def _forward(double: Double, library: Library, launch: Launch, call: Arguments, axes: str) -> tuple[KernelTensor, ...]:
+    sizes = _checked(double, library, launch, call, FORWARD, axes, (*_BLOCKS, *_LARGE))
+    need(call["shard_option"].name == "SHARD_ON_BLOCK", FORWARD, "SHARD_ON_BLOCK only")
+    need(sizes.blocks >= launch.cores, FORWARD, "every core owns a block")
+    need(call["checkpoint_config"] is None, FORWARD, "checkpoint_config is left at its default, which saves")
+    plan = check_plan(call, sizes, _skips(call), launch, FORWARD)
+    if not launch.fake and call["is_tensor_update_accumulating"] is not True:
+        need(len(plan.token_R.unique()) == len(plan.token_R), FORWARD, "a plan of several experts accumulates")
     out = gate_up = inter = None
     if not launch.fake:
-        values = {name: to_package(call[name]) for name in _POSITIONAL}
-        sides = {"linear": "up", "non_linear": "gate"}
-        limits = {
-            f"{branch}_clamp_{side}_limit": call[f"{half}_clamp_{side}_limit"]
-            for branch, half in sides.items() for side in ("upper", "lower")
-        }  # fmt: skip
         result = kernels.blockwise_mm_fwd_mxfp8(
-            **values, skip_dma=to_package(skip), clamp_limits=kernels.ClampLimits(**limits), device_limits=False
-        )
+            **{name: to_package(call[name]) for name in _ROUTING},
+            gate_up_proj_weight=call["gate_up_proj_weight"].data.permute(_ORDERS[axes]).contiguous(),
+            down_proj_weight=call["down_proj_weight"].data, skip_dma=to_package(call["skip_dma"]),
+            clamp_limits=to_package(call["clamp_limits"]), device_limits=False,
+        )  # fmt: skip
         out, gate_up, inter = result.output.clone(), result.gate_up_activations_T, result.intermediate_T
         out[sizes.tokens :] = float("nan")
-        if not call["is_tensor_update_accumulating"]:
-            need(len(plan.token_R.unique()) == len(plan.token_R), where, "a plan of several experts accumulates")
     return (
         give(launch, out, (sizes.rows, sizes.hidden), BF16),
         give(launch, gate_up, (sizes.blocks, 2, sizes.inner, sizes.block), BF16),
@@ -92,36 +139,47 @@ def forward(double: Double, library: Library, launch: Launch, call: Arguments) -
     )
 
 
-_POSITIONAL = (
-    "hidden_states", "expert_affinities_masked", "gate_up_proj_weight", "down_proj_weight", "token_position_to_id",
-    "block_to_expert", "block_size",
-)  # fmt: skip
-
-
 def backward(double: Double, library: Library, launch: Launch, call: Arguments) -> tuple[KernelTensor, ...]:
-    """Rules and result of ``blockwise_mm_bwd_mxfp8``."""
-    where = "blockwise_mm_bwd_mxfp8"
-    blocks = (128, 256, 512, 1024) + ((2048, 4096) if double.release >= (2, 32) else ())
-    sizes = _checked(double, library, launch, call, where, (None, None, 2, None), blocks, "activation_type")
-    need(call["shard_option"].name == "SHARD_ON_FREE", where, "SHARD_ON_FREE only")
-    need(call["bias"] is False, where, "no biases")
-    need(call["scaled_intermediate_checkpoint_T"] is None, where, "scaled_intermediate_checkpoint_T is None")
-    limits = call["clamp_limits"]
-    need(limits is None or isinstance(limits, library.backward.ClampLimits), where, "clamp_limits are their record")
+    """``blockwise_mm_bwd_mxfp8`` of 2.31."""
+    blocks = _BLOCKS + (_LARGE if double.release >= (2, 32) else ())
+    return _backward(double, library, launch, call, blocks)
+
+
+def backward_config(double: Double, library: Library, launch: Launch, call: Arguments) -> tuple[KernelTensor, ...]:
+    """The same of the later generation."""
+    flat = _with_config(call, library.pair.MXFP8MOEBwdConfig, BACKWARD)
+    for name in ("gate_up_weight_swizzle_mode", "down_weight_swizzle_mode"):
+        need(flat[name].name == "DGT", BACKWARD, f"{name} PE works for one expert only")
+    flat["is_tensor_update_accumulating"] = flat["accumulate_hidden_states_grad"]
+    return _backward(double, library, launch, flat, (*_BLOCKS, *_LARGE))
+
+
+def _backward(
+    double: Double, library: Library, launch: Launch, call: Arguments, blocks: tuple[int, ...]
+) -> tuple[KernelTensor, ...]:
+    sizes = _checked(double, library, launch, call, BACKWARD, "EH2I", blocks)
+    need(call["shard_option"].name == "SHARD_ON_FREE", BACKWARD, "SHARD_ON_FREE only")
+    for name in ("scaled_intermediate_checkpoint_T", "down_proj_act_checkpoint"):
+        need(call[name] is None, BACKWARD, f"{name} is None with AFFINITY_ON_I")
+    need(call["skip_grad_initialization"] is False, BACKWARD, "gradients are initialized")
     shape = (sizes.blocks, 2, sizes.inner, sizes.block)
-    check_operand(call["gate_up_proj_act_checkpoint_T"], shape, (BF16,), where, "gate_up_proj_act_checkpoint_T")
+    check_operand(call["gate_up_proj_act_checkpoint_T"], shape, (BF16,), BACKWARD, "gate_up_proj_act_checkpoint_T")
     grad = call["output_hidden_states_grad"]
-    check_operand(grad, (sizes.rows, sizes.hidden), (BF16,), where, "output_hidden_states_grad")
+    check_operand(grad, (sizes.rows, sizes.hidden), (BF16,), BACKWARD, "output_hidden_states_grad")
     for name in ("gate_up_proj_act_checkpoint_T", "output_hidden_states_grad"):
-        check_read(call[name], launch, where, name)
-    skip = call["skip_dma"]
-    skip_token = skip is not None and skip.skip_token
-    check_plan(call, sizes, skip_token, launch, where)
-    if not skip_token and not launch.fake:
-        check_sink(grad, where, "output_hidden_states_grad")
+        check_read(call[name], launch, BACKWARD, name)
+    plan = check_plan(call, sizes, _skips(call), launch, BACKWARD)
+    if not launch.fake:
+        alone = len(plan.token_R.unique()) == len(plan.token_R)
+        need(alone or call["is_tensor_update_accumulating"] is True, BACKWARD, "several experts per token accumulate")
+        if not _skips(call):
+            check_sink(grad, BACKWARD, "output_hidden_states_grad")
     grads: Any = [None] * 4
     if not launch.fake:
-        names = (*_POSITIONAL, "gate_up_proj_act_checkpoint_T", "output_hidden_states_grad", "clamp_limits", "skip_dma")
+        names = (
+            *_ROUTING, "gate_up_proj_weight", "down_proj_weight", "gate_up_proj_act_checkpoint_T",
+            "output_hidden_states_grad", "clamp_limits", "skip_dma",
+        )  # fmt: skip
         grads = kernels.blockwise_mm_bwd_mxfp8(**{n: to_package(call[n]) for n in names}, device_limits=False)
     shapes = (
         (sizes.rows, sizes.hidden), (sizes.rows * sizes.experts, 1),

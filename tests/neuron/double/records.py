@@ -13,7 +13,7 @@ from typing import Any
 
 from hf_neuron_moe import kernels
 from tests.neuron.double.contract import Release
-from tests.neuron.double.memory import DType, KernelTensor
+from tests.neuron.double.memory import DTYPES, DType, KernelTensor
 
 _ACTIVATIONS = {"SiLU": 0, "GELU": 1, "GELU_Tanh_Approx": 2, "Swish": 3}
 _IMPLEMENTATIONS = (
@@ -120,6 +120,44 @@ def mlp_records(release: Release) -> SimpleNamespace:
     )
 
 
+def pair_records(backward: SimpleNamespace) -> SimpleNamespace:
+    """Configuration records of the MXFP8 expert pair; the defaults are those of one dense expert."""
+    utils = "nkilib.experimental.mxfp_utils.mxfp8_utils.common_dataclasses"
+    home = "nkilib.experimental.moe_mxfp8"
+    orientation = make_enum("TensorOrientation", {"F_BY_K": "f_by_k", "K_BY_F": "k_by_f"}, utils)
+    swizzle = make_enum("SwizzleMode", {"DGT": "dgt", "DGT_FAST": "dgt_fast", "PE": "pe"}, utils)
+    descriptor = make_record(
+        "TensorDescriptor", {"data": None, "scales": None, "orientation": None, "quant_scheme": None}, utils
+    )
+    common = {
+        "compute_dtype": DTYPES["bfloat16"], "fp8_x4_dtype": DTYPES["float8_e4m3fn_x4"],
+        "activation_type": backward.ActFnType.SiLU, "affinity_option": backward.AffinityOption.AFFINITY_ON_I,
+        "single_expert_dense": True, "fast_dma_transpose": False, "clamp_limits": None, "skip_dma": None, "bias": False,
+    }  # fmt: skip
+    shards = backward.ShardOption.__members__
+    forward = {
+        **common, "shard_option": shards.get("SHARD_ON_BLOCK"), "gate_up_config": None, "down_config": None,
+        "is_tensor_update_accumulating": False, "checkpoint_config": None, "gate_up_weight_td": None,
+        "down_weight_td": None, "gate_up_proj_act_td": descriptor(orientation=orientation.F_BY_K),
+        "reuse_spilled_weights": True, "use_1x32_pe_swizzle": True,
+    }  # fmt: skip
+    operands = ("output_grad", "down_weight", "d_gate_up", "gate_up_weight", "d_gate_up_t", "hidden_states_t",
+                "output_grad_t", "scaled_intermediate_t")  # fmt: skip
+    back = {
+        **common, "shard_option": shards.get("SHARD_ON_FREE"), "accumulate_hidden_states_grad": False,
+        "skip_grad_initialization": False, "pe_transpose_only": False,
+        **{f"phase{number}_config": None for number in range(1, 5)},
+        **{f"{name}_swizzle_mode": swizzle.PE for name in operands},
+    }  # fmt: skip
+    return SimpleNamespace(
+        TensorOrientation=orientation,
+        SwizzleMode=swizzle,
+        TensorDescriptor=descriptor,
+        MXFP8MOEFwdConfig=make_record("MXFP8MOEFwdConfig", forward, f"{home}.fwd.config"),
+        MXFP8MOEBwdConfig=make_record("MXFP8MOEBwdConfig", back, f"{home}.bwd.config"),
+    )
+
+
 @dataclass(frozen=True)
 class Library:
     """The records of one release."""
@@ -128,11 +166,13 @@ class Library:
     forward: SimpleNamespace
     backward: SimpleNamespace
     mlp: SimpleNamespace
+    pair: SimpleNamespace
 
     @classmethod
     def of(cls, release: Release) -> Library:
         """Build them."""
-        return cls(release, forward_records(release), backward_records(release), mlp_records(release))
+        backward = backward_records(release)
+        return cls(release, forward_records(release), backward, mlp_records(release), pair_records(backward))
 
 
 def to_package(value: Any) -> Any:

@@ -175,23 +175,40 @@ def mlp_backward(release: Release) -> str:
     )
 
 
-def moe_mxfp8_forward() -> str:
-    """``blockwise_mm_fwd_mxfp8`` of 2.32; names beyond the documented ones are those of ``moe_cte``."""
+_QUANTIZED = (
+    "gate_up_weight_scales=None, gate_up_weight_is_swizzled=False, down_weight_scales=None, "
+    "down_weight_is_swizzled=False"
+)
+_KEPT_MX = (
+    "gate_up_proj_act_checkpoint_T=None, gate_act_checkpoint_T=None, intermediate_checkpoint_T=None, "
+    "scaled_intermediate_checkpoint_T=None, down_proj_act_checkpoint=None"
+)
+
+
+def moe_mxfp8_forward(config: bool) -> str:
+    """``blockwise_mm_fwd_mxfp8`` of 2.32, or of the later generation with a configuration record."""
+    if config:
+        return f"{FIRST}, block_size=4096, config=None, gate_up_weight_scales=None, down_weight_scales=None"
     return (
-        f"{FIRST}, block_size, {_BIASES}, activation_function=BWD_SiLU, skip_dma=None, compute_dtype=bf16, "
-        f"is_tensor_update_accumulating=True, shard_option=SHARD_ON_BLOCK, affinity_option=ON_I, "
-        f"checkpoint_config=None, {_CLAMPS}"
+        f"{FIRST}, block_size, {_QUANTIZED}, gate_up_config=None, down_config=None, fp8_x4_dtype=fp8_x4, "
+        "spill_reload=False, reuse_spilled_weights=False, use_scale_packing=True, fast_dma_transpose=False, "
+        "run_with_lnc2=True, shard_option=SHARD_ON_BLOCK, affinity_option=ON_I, compute_dtype=bf16, skip_dma=None, "
+        "is_tensor_update_accumulating=True, no_indirect_load=False, clamp_limits=None, activation_type=BWD_SiLU, "
+        "bias=False, checkpoint_config=None"
     )
 
 
-def moe_mxfp8_backward() -> str:
-    """``blockwise_mm_bwd_mxfp8`` of 2.31; names beyond the documented ones are those of ``blockwise_mm_bwd``."""
+def moe_mxfp8_backward(config: bool) -> str:
+    """``blockwise_mm_bwd_mxfp8`` of 2.31, or of the later generation with a configuration record."""
+    first = f"{FIRST}, output_hidden_states_grad, block_size"
+    if config:
+        return f"{first}=4096, {_KEPT_MX}, config=None, gate_up_weight_scales=None, down_weight_scales=None"
+    phases = ", ".join(f"phase{number}_config=None" for number in range(1, 5))
     return (
-        "hidden_states, expert_affinities_masked, gate_up_proj_weight, down_proj_weight, "
-        "gate_up_proj_act_checkpoint_T, token_position_to_id, block_to_expert, output_hidden_states_grad, block_size, "
-        "scaled_intermediate_checkpoint_T=None, skip_dma=None, compute_dtype=bf16, "
-        "is_tensor_update_accumulating=True, shard_option=SHARD_ON_FREE, affinity_option=ON_I, clamp_limits=None, "
-        "bias=False, activation_type=BWD_SiLU"
+        f"{first}, {_KEPT_MX}, {_QUANTIZED}, {phases}, fp8_x4_dtype=fp8_x4, spill_reload=False, "
+        "use_scale_packing=True, run_with_lnc2=True, shard_option=SHARD_ON_FREE, affinity_option=ON_I, "
+        "compute_dtype=bf16, skip_dma=None, skip_grad_initialization=False, is_tensor_update_accumulating=True, "
+        "clamp_limits=None, activation_type=BWD_SiLU, bias=False"
     )
 
 
