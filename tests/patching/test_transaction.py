@@ -9,7 +9,7 @@ import pytest
 
 from hf_neuron_moe import patch_model, unpatch_model
 from hf_neuron_moe.modules import block, experts, swiglu_mlp
-from hf_neuron_moe.patching import api, apply, checkpoint_names, discovery, kernels, optimizer_layout
+from hf_neuron_moe.patching import api, apply, checkpoint_names, discovery, kernels, optimizer_layout, replay
 from tests.tiny_models import HOMES, assert_same_snapshot, snapshot, tiny_model, tokens
 
 
@@ -29,6 +29,8 @@ STEPS: dict[str, tuple[Any, str]] = {
     "release": (apply, "release_layout"),
     "release one weight": (block, "stock_slot"),
     "resume hook": (checkpoint_names, "install"),
+    "routing replay": (replay, "install"),
+    "routing replay of one model": (replay, "_wrap"),
     "optimizer hook": (optimizer_layout, "watch"),
 }
 
