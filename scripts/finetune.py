@@ -17,7 +17,7 @@ from finetune_text import blocks
 from peft import PeftModel
 from transformers import default_data_collator, set_seed
 
-from hf_neuron_moe import NeuronMoETrainer
+from hf_neuron_moe import NeuronMoETrainer, PatchReport
 from hf_neuron_moe.errors import ConfigError, NeuronMoEError, refuse
 from hf_neuron_moe.training.cpu_fsdp import CpuFSDP2Mixin
 
@@ -57,6 +57,7 @@ def make_trainer(options: Options) -> FinetuneTrainer:
         processing_class=tokenizer,
         data_collator=default_data_collator,
     )
+    check_sharding(trainer, options, report)
     state = trainer.accelerator.state
     say(training, f"{state.num_processes} process(es), {state.distributed_type.value}, on {state.device}")
     return trainer
@@ -72,6 +73,23 @@ def check_evaluation(options: Options, held_out: Dataset | None) -> None:
             expected="used with eval_files, eval_split or eval_share",
             got="none of them",
             remedy="Name evaluation text, or set eval_strategy: 'no'.",
+        )
+
+
+def check_sharding(trainer: FinetuneTrainer, options: Options, report: PatchReport | None) -> None:
+    """Refuse what does not work on sharded weights, before any step is made."""
+    if not trainer.is_fsdp_enabled:
+        return
+    argument, remedy = "", ""
+    if options.lora.lora_merge:
+        argument, remedy = "lora_merge", "Load the saved adapter in one process and call merge_and_unload() there."
+    if report is not None and any(entry.weights == "kernel" for entry in report.patched):
+        # torch's distributed state dicts go by parameters' names and shapes, which are others than the stock ones then.
+        argument, remedy = "neuron_weights", "Set neuron_weights: stock; the numbers are the same."
+    if argument:
+        got = getattr(options.lora, argument, None) or "kernel"
+        raise refuse(
+            ConfigError, where="finetune", argument=argument, expected="another under FSDP", got=got, remedy=remedy
         )
 
 
@@ -92,15 +110,6 @@ def finetune(options: Options) -> dict[str, Any]:
     with the loss of every logging step, ``*_results.json``, and what the Trainer itself writes.
     """
     trainer = make_trainer(options)
-    if options.lora.lora_merge and trainer.is_fsdp_enabled:
-        raise refuse(
-            ConfigError,
-            where="finetune",
-            argument="lora_merge",
-            expected="off under FSDP",
-            got="on",
-            remedy="Load the saved adapter in one process and call merge_and_unload() there.",
-        )
     out = Path(options.training.output_dir)
     metrics = trainer.train(resume_from_checkpoint=checkpoint_to_resume(options)).metrics
     trainer.save_metrics("train", metrics)
@@ -131,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         finetune(parse(sys.argv[1:] if argv is None else argv))
     except NeuronMoEError as error:
-        print(f"finetune.py: {error}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
 

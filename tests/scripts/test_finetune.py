@@ -135,4 +135,4 @@ def test_refusals_are_one_line_and_exit_code_2(tmp_path: Path, text: Path, capsy
     ):
         assert main(command(tmp_path, text, **changes)) == 2
         line = capsys.readouterr().err.splitlines()[-1]  # after the progress bars
-        assert line.startswith("finetune.py: ") and message in line
+        assert line.startswith("error: ") and message in line
