@@ -13,10 +13,12 @@ from pathlib import Path
 import datasets
 import pytest
 import torch
-from finetune import FinetuneTrainer, main, make_trainer
+from finetune import check_sharding, main
+from finetune_model import patch
 from finetune_options import parse
-from make_tiny_model import make_tiny_model
+from make_tiny_model import make_tiny_model, tiny_config
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from hf_neuron_moe.errors import ConfigError
 from hf_neuron_moe.training.cpu_fsdp import shard_on_cpu
@@ -120,16 +122,12 @@ def test_two_processes_give_the_losses_of_one(
         (["--lora_rank", "2", "--lora_merge"], "lora_merge must be another under FSDP, got True. Load the saved"),
     ],
 )
-def test_what_sharding_does_not_support_is_refused(
-    more: list[str], message: str, tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    make_tiny_model("mixtral", tmp_path / "model")
-    # As in every process of a sharded run, without one: the flag that the Trainer sets then.
-    always = property(lambda self: True, lambda self, value: None)
-    monkeypatch.setattr(FinetuneTrainer, "is_fsdp_enabled", always, raising=False)
+def test_what_sharding_does_not_support_is_refused(more: list[str], message: str, tmp_path: Path) -> None:
+    asked = parse(options("mixtral", tmp_path, "out", 2, *more))
+    report = patch(AutoModelForCausalLM.from_config(tiny_config("mixtral")), asked.training, asked.lora)
+    check_sharding(types.SimpleNamespace(is_fsdp_enabled=False), asked, report)
     with pytest.raises(ConfigError, match=message):
-        make_trainer(parse(options("mixtral", tmp_path, "out", 2, *more)))
+        check_sharding(types.SimpleNamespace(is_fsdp_enabled=True), asked, report)
 
 
 def test_fsdp_1_is_refused_on_cpus() -> None:
