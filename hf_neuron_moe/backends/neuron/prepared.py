@@ -106,7 +106,7 @@ class CountedWeights(PreparedWeights):
 
 def _has_a_version(tensor: Tensor) -> bool:
     plain = type(tensor) in _PLAIN_TYPES and not tensor.is_meta and not tensor.is_inference()
-    return plain and not torch.compiler.is_compiling()
+    return plain and not torch._is_functional_tensor(tensor) and not torch.compiler.is_compiling()
 
 
 def _storage(tensor: Tensor) -> Any:
