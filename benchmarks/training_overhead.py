@@ -1,11 +1,13 @@
 """What NeuronMoETrainer's metrics cost, in parts of a training step.
 
     python benchmarks/training_overhead.py --json out.json
+    OMP_NUM_THREADS=1 python benchmarks/training_overhead.py --clock cpu    # on a machine that others use too
 
 One Trainer trains one model; its steps take turns in being measured and not, so that both kinds meet the same model,
-the same machine and the same load, and the medians of their times are compared. What does not happen in every step is
-timed by itself and spread over the steps between: collecting the figures (in every logging step) and the quantisation
-health (every ``neuron_health_steps``, 100 by default).
+the same machine and the same load. ``ratio`` is that of the medians of their times, with the interquartile range of the
+unmeasured steps beside it as the noise. The cost is far below that noise on most machines, so it is also timed where it
+arises: in the hooks, when figures are collected (every logging step) and when the quantisation health is measured
+(every ``neuron_health_steps``, 100 by default); the last two columns spread these over the steps.
 
 Legend: H hidden, I intermediate, E experts, K experts per token, L layers, T tokens per step.
 """
@@ -13,6 +15,7 @@ Legend: H hidden, I intermediate, E experts, K experts per token, L layers, T to
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import platform
@@ -20,6 +23,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -60,12 +64,13 @@ class Case:
 
 
 CASES = (
-    Case("dense", 512, 1536, 6, 1024),
-    Case("few experts", 512, 1024, 4, 1024, 8, 2),
-    Case("many experts", 512, 256, 4, 1024, 64, 8),
-    Case("short steps", 128, 256, 4, 128, 8, 2),
+    Case("dense", 384, 1024, 4, 256),
+    Case("few experts", 256, 512, 4, 256, 8, 2),
+    Case("many experts", 256, 128, 4, 256, 64, 8),
 )
+"""Short steps on purpose: the cost hardly depends on a step's length, so that longer ones are slowed down less."""
 LENGTH = 128
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 class Ids(Dataset[dict[str, Tensor]]):
@@ -81,13 +86,35 @@ class Ids(Dataset[dict[str, Tensor]]):
         return {"input_ids": self.ids[index], "labels": self.ids[index]}
 
 
+class TimedMonitor(TrainingMonitor):
+    """A monitor that knows how long its hooks took."""
+
+    clock: Callable[[], float]
+    in_hooks = 0.0
+
+    def _timed(self, hook: Callable[..., Any], *args: Any) -> None:
+        start = self.clock()
+        hook(*args)
+        self.in_hooks += self.clock() - start
+
+    def _enter(self, *args: Any) -> None:
+        self._timed(super()._enter, *args)
+
+    def _leave(self, *args: Any) -> None:
+        self._timed(super()._leave, *args)
+
+    def _see_block(self, *args: Any) -> None:
+        self._timed(super()._see_block, *args)
+
+
 class Alternate(TrainerCallback):
     """Measures every second step, and times all of them and the parts that are not in every step."""
 
-    def __init__(self, warm_up: int) -> None:
-        self.monitor: TrainingMonitor | None = None
-        self.warm_up = warm_up
+    def __init__(self, warm_up: int, clock: Callable[[], float]) -> None:
+        self.monitor: TimedMonitor | None = None
+        self.warm_up, self.clock = warm_up, clock
         self.times: dict[bool, list[float]] = {False: [], True: []}
+        self.hooks: list[float] = []
         self.health: list[float] = []
         self.collect: list[float] = []
 
@@ -100,24 +127,27 @@ class Alternate(TrainerCallback):
         # Inputs are looked at now and then, in steps that are not compared.
         self.sampled = state.global_step % 8 == 7
         self.monitor.begin_step(sample=self.sampled)
-        self.begun = time.perf_counter()
+        self.monitor.in_hooks = 0.0
+        self.begun = self.clock()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         assert self.monitor is not None
-        elapsed = time.perf_counter() - self.begun
-        start = time.perf_counter()
+        elapsed = self.clock() - self.begun
+        start = self.clock()
         self.monitor.end_step()
-        ended = time.perf_counter() - start
+        ended = self.clock() - start
         if state.global_step <= self.warm_up:
             return
         if self.sampled:
             self.health.append(ended)
         else:
             self.times[self.measured].append(elapsed + ended)
+            if self.measured:
+                self.hooks.append(self.monitor.in_hooks + ended)
         if self.measured:
-            start = time.perf_counter()
+            start = self.clock()
             self.monitor.take()
-            self.collect.append(time.perf_counter() - start)
+            self.collect.append(self.clock() - start)
 
 
 def build(case: Case) -> nn.Module:
@@ -139,9 +169,9 @@ def build(case: Case) -> nn.Module:
     return AutoModelForCausalLM.from_config(config)
 
 
-def measure(case: Case, steps: int, precision: str) -> dict[str, Any]:
+def measure(case: Case, steps: int, precision: str, clock: str) -> dict[str, Any]:
     """Train a little and return the costs, times in seconds."""
-    alternate = Alternate(warm_up=4)
+    alternate = Alternate(warm_up=4, clock=CLOCKS[clock])
     with tempfile.TemporaryDirectory() as folder:
         options = NeuronMoETrainingArguments(
             output_dir=folder,
@@ -159,16 +189,20 @@ def measure(case: Case, steps: int, precision: str) -> dict[str, Any]:
             model=build(case), args=options, train_dataset=Ids(steps * case.T // LENGTH), callbacks=[]
         )
         trainer.remove_callback(trainer.neuron_callback)
-        alternate.monitor = TrainingMonitor(trainer.model)
+        alternate.monitor = TimedMonitor(trainer.model)
+        alternate.monitor.clock = CLOCKS[clock]
         trainer.add_callback(alternate)
         trainer.train()
-    step = statistics.median(alternate.times[False])
-    hooks = statistics.median(alternate.times[True]) - step
+    without = alternate.times[False]
+    step, hooks = statistics.median(without), statistics.median(alternate.hooks)
+    quartiles = statistics.quantiles(without, n=4)
     collect, health = statistics.median(alternate.collect), statistics.median(alternate.health)
     return {
         **asdict(case),
         "step_s": step,
         "steps_compared": len(alternate.times[True]),
+        "ratio_of_medians": statistics.median(alternate.times[True]) / step,
+        "noise": (quartiles[2] - quartiles[0]) / step,
         "hooks_s": hooks,
         "collect_s": collect,
         "health_s": health,
@@ -180,14 +214,26 @@ def measure(case: Case, steps: int, precision: str) -> dict[str, Any]:
 def table(rows: list[dict[str, Any]]) -> Table:
     """Lay the results out for reading."""
     made = Table(title=f"Cost of the metrics; health every {DEFAULT_HEALTH_STEPS} steps (default)")
-    for heading in ("case", "shape", "step", "hooks", "collect", "health", "log every step", "log every 10"):
+    for heading in (
+        "case",
+        "shape",
+        "step",
+        "ratio ± noise",
+        "hooks",
+        "collect",
+        "health",
+        "log every step",
+        "log every 10",
+    ):
         made.add_column(heading, justify="left" if heading in ("case", "shape") else "right")
     for row in rows:
         case = Case(**{key: row[key] for key in ("name", "H", "I", "L", "T", "E", "K")})
         made.add_row(
             case.name,
             case.title,
-            *(f"{1e3 * row[key]:.2f} ms" for key in ("step_s", "hooks_s", "collect_s", "health_s")),
+            f"{1e3 * row['step_s']:.1f} ms",
+            f"{row['ratio_of_medians']:.3f} ± {row['noise']:.3f}",
+            *(f"{1e3 * row[key]:.2f} ms" for key in ("hooks_s", "collect_s", "health_s")),
             *(f"{100 * row[f'overhead_logging_every_{often}']:.2f} %" for often in ("step", "10")),
         )
     return made
@@ -199,11 +245,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the results to this file")
     parser.add_argument("--steps", type=int, default=44, help="steps per case (default: %(default)s)")
     parser.add_argument("--precision", default="bf16", choices=("bf16", "mxfp8", "fp32"))
+    parser.add_argument("--clock", default="wall", choices=CLOCKS, help="cpu: the process's time on all its cores")
     parser.add_argument("--cases", nargs="+", choices=[case.name for case in CASES], help="only these")
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
     chosen = [case for case in CASES if options.cases is None or case.name in options.cases]
-    rows = [measure(case, options.steps, options.precision) for case in chosen]
+    rows = [measure(case, options.steps, options.precision, options.clock) for case in chosen]
     Console(width=140).print(table(rows))
     if options.json is not None:
         machine = {
@@ -213,6 +260,8 @@ def main() -> None:
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "precision": options.precision,
+            "clock": options.clock,
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         }
         options.json.write_text(json.dumps({"environment": machine, "cases": rows}, indent=1) + "\n")
 

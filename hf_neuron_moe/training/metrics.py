@@ -68,8 +68,9 @@ class ExpertCount:
         pairs = index_TK.reshape(-1).to(torch.int64).clamp(max=experts)
         # Not bincount: that waits for the device, and its shape is unknown to a compiler.
         counts_E = pairs.new_zeros(experts + 1).scatter_add_(0, pairs, torch.ones_like(pairs))[:experts]
-        self.load_E.add_(counts_E)
-        self.padded_rows.add_((torch.div(counts_E + (block - 1), block, rounding_mode="floor") * block).sum())
+        padded = (torch.div(counts_E + (block - 1), block, rounding_mode="floor") * block).sum()
+        self.load_E.add_(counts_E.to(self.load_E.device))  # a replica of nn.DataParallel is on another device
+        self.padded_rows.add_(padded.to(self.padded_rows.device))
 
 
 class TrainingMonitor:
@@ -90,7 +91,7 @@ class TrainingMonitor:
         self.blocks = patched_blocks(model)
         self.device = device_of(next(iter(self.blocks.values())))
         self.sizes = {name: block_sizes(block) for name, block in self.blocks.items()}
-        self.inside, self.sampling = False, False
+        self.inside, self.sampling = 0, False
         self.inputs: dict[str, Tensor] = {}
         self.health_M4: Tensor | None = None
         self.handles: list[RemovableHandle] = []
@@ -133,7 +134,7 @@ class TrainingMonitor:
         """Take all hooks off the model."""
         while self.handles:
             self.handles.pop().remove()
-        self.inside = False
+        self.inside = 0
         self.inputs.clear()
 
     def restart_clock(self) -> None:
@@ -184,14 +185,15 @@ class TrainingMonitor:
         return StepMetrics(_logs(record), record)
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.inside = module.training and torch.is_grad_enabled()
-        if self.inside:
+        if module.training and torch.is_grad_enabled():
+            self.inside += 1  # nn.DataParallel runs several at once
             tokens, positions = _token_counts(args, kwargs)
-            self.tokens.add_(tokens)
+            self.tokens.add_(tokens.to(self.device) if isinstance(tokens, Tensor) else tokens)
             self.positions.add_(positions)
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self.inside = False
+        if self.inside:
+            self.inside -= 1
 
     def _see_block(self, name: str, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self.inside:

@@ -40,7 +40,7 @@ class NeuronMoETrainerMixin(SafeCheckpointMixin):
             _patch(model, given.get("args"), optimizers[0])
         super().__init__(*positional, **named)
         if not isinstance(model, nn.Module) and given.get("model_init") is None:
-            _patch(self.model, self.args, self.optimizer)
+            _patch(self.accelerator.unwrap_model(self.model), self.args, self.optimizer)
         own = [callback for callback in self.callback_handler.callbacks if isinstance(callback, NeuronMoECallback)]
         self.neuron_callback = (own[0] if own else _TrainerCallback()).watch(self)
 

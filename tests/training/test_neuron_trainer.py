@@ -162,6 +162,20 @@ def test_adapters_on_fused_experts_train_as_without_the_metrics(tmp_path: Path) 
     }
 
 
+def test_adapters_on_a_dense_mlp_are_measured(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    patch_model(model, {"precision": "fp32"})
+    wrapped = get_peft_model(model, LoraConfig(r=2, target_modules=["gate_proj", "down_proj"]))
+    base = {name: param.clone() for name, param in model.named_parameters() if "base_layer" in name}
+    run = trainer(wrapped, tmp_path, neuron_precision="fp32")
+    run.train()
+    assert len(set(losses(run))) == 4
+    (health,) = [line["health"] for line in metrics(tmp_path) if "health" in line]
+    assert health["model.layers.0.mlp"]["weights"]["gate"]["amax"] == max(
+        value.abs().max().item() for name, value in base.items() if "layers.0.mlp.gate_proj" in name
+    )
+
+
 @pytest.mark.parametrize("home", HOMES)
 def test_a_resumed_run_equals_the_uninterrupted_one(home: str, tmp_path: Path) -> None:
     options = {"save_strategy": "steps", "save_steps": 2, "neuron_weights": home, "neuron_health_steps": 3}
