@@ -64,7 +64,9 @@ def test_the_config_generation(machine: Start) -> None:
 POLICIES = ("full", "recompute", "fp8", "gate_pre", "up")
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "policy", [pytest.param(p, marks=pytest.mark.slow) if p != "recompute" else p for p in POLICIES]
+)
 @pytest.mark.parametrize("name", CASES)
 def test_every_activation_policy_gives_its_losses(name: str, policy: str, machine: Start) -> None:
     case, expected = CASES[name], torch_losses(name, policy)
@@ -94,9 +96,15 @@ def test_gradients_are_those_of_the_torch_backend(name: str, machine: Start) -> 
             assert (found[key] - value).abs().max() <= 2e-2 * value.abs().max(), key
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("home", ["stock", "kernel"])
-@pytest.mark.parametrize("case", [DENSE, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize(
+    ("home", "dtype"),
+    [
+        ("kernel", torch.bfloat16),
+        pytest.param("kernel", torch.float32, marks=pytest.mark.slow),
+        pytest.param("stock", torch.bfloat16, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("case", [DENSE, EXPERTS, EXPERTS_MX], ids=["dense", "experts-bf16", "experts-mxfp8"])
 def test_homes_and_dtypes_of_the_weights(case: Case, home: str, dtype: torch.dtype, machine: Start) -> None:
     def losses(backend: str) -> list[float]:
         model = case.model().to(dtype)

@@ -142,6 +142,7 @@ def test_bodies_trace_without_looking_at_values(name: str, machine: Start) -> No
     assert not names & {"aten._local_scalar_dense.default", "aten.nonzero.default", "aten.unique2.default"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_compiled_model_is_one_graph_and_compiles_once_per_shape(name: str, machine: Start) -> None:
     case = CASES[name]

@@ -52,6 +52,7 @@ class Double:
         release: of nkilib, as ``(2, 33)``.
         target: ``"trn2"`` or ``"trn3"``.
         lnc: 1 or 2.
+        plugin: torch_neuronx is installed; NKI's simulator works without.
         config_pair: the MXFP8 expert pair is of the generation that takes configuration records.
         launches: finished launches on real values.
         calls: nkilib functions that ran in them, with their bound arguments.
@@ -64,6 +65,7 @@ class Double:
     release: Release = (2, 33)
     target: str = "trn3"
     lnc: int = 2
+    plugin: bool = True
     config_pair: bool = False
     launches: list[LaunchRecord] = field(default_factory=list)
     calls: list[KernelCall] = field(default_factory=list)

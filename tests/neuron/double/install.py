@@ -143,10 +143,10 @@ def framework_tree(double: Double) -> dict[str, dict[str, Any]]:
     hop = {"nki_op": make_nki_op(double), "wrap_nki": wrap_nki}
     neuronx = {**hop, "__version__": VERSIONS["torch-neuronx"]}
     language = {name: getattr(Language(double), name) for name in dir(Language(double)) if not name.startswith("_")}
-    return {
-        "nki": nki, "nki.language": language, "nki.isa": {}, "torch_neuronx": neuronx, "torch_neuronx.nki_hop": hop,
-        "torch_neuronx.utils": utilities(double),
-    }  # fmt: skip
+    tree = {"nki": nki, "nki.language": language, "nki.isa": {}}
+    if double.plugin:
+        tree |= {"torch_neuronx": neuronx, "torch_neuronx.nki_hop": hop, "torch_neuronx.utils": utilities(double)}
+    return tree
 
 
 def build_modules(tree: dict[str, dict[str, Any]]) -> dict[str, ModuleType]:
@@ -178,10 +178,12 @@ def forget() -> None:
             clear()
 
 
-def write_metadata(folder: Path, release: tuple[int, int]) -> None:
+def write_metadata(folder: Path, double: Double) -> None:
     """Distributions as ``importlib.metadata`` reads them."""
-    versions = VERSIONS | {"nki-library": f"{release[0]}.{release[1]}.0"}
+    versions = VERSIONS | {"nki-library": f"{double.release[0]}.{double.release[1]}.0"}
     for name, version in versions.items():
+        if name == "torch-neuronx" and not double.plugin:
+            continue
         info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
         info.mkdir(parents=True)
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n", encoding="utf-8")
@@ -190,7 +192,7 @@ def write_metadata(folder: Path, release: tuple[int, int]) -> None:
 @contextmanager
 def installed(folder: Path, double: Double) -> Iterator[SimpleNamespace]:
     """Install a double for the duration of a ``with`` block; yields its modules by name."""
-    write_metadata(folder, double.release)
+    write_metadata(folder, double)
     library = Library.of(double.release)
     modules = build_modules({**framework_tree(double), **nkilib_tree(double, library)})
     environment = {
