@@ -13,13 +13,12 @@ from hf_neuron_moe.errors import ConfigError
 from hf_neuron_moe.modules import ops
 
 PRECISIONS = ("fp32", "bf16", "mxfp8")
+MATMULS = [("fp32", False), ("bf16", False), ("bf16", True), ("mxfp8", False)]
 KINDS = ("mlp", "mlp, fused", "experts", "experts, transposed")
 
 
-@pytest.fixture(params=["native", "cast"])
-def bf16_matmuls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a CPU with bf16 instructions and as on one without."""
-    native = request.param == "native"
+def bf16_matmuls(monkeypatch: pytest.MonkeyPatch, native: bool) -> None:
+    """As on a CPU with bf16 instructions, or as on one without."""
     monkeypatch.setattr("hf_neuron_moe.backends.torch.compute._cpu_bf16_matmul_is_fast", lambda: native)
 
 
@@ -62,14 +61,14 @@ def outcome(kind: str, operands: dict[str, Tensor], precision: str, keep: str, w
     return [y.detach(), *torch.autograd.grad(y, [leaves[name] for name in wanted], dout)]
 
 
-@pytest.mark.usefixtures("bf16_matmuls")
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(("precision", "native"), MATMULS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("tokens", "hidden", "inner"), [(150, 64, 600), (9, 96, 2100)])
 def test_every_lossless_policy_gives_the_same_bits(
-    kind: str, precision: str, tokens: int, hidden: int, inner: int
+    kind: str, precision: str, native: bool, tokens: int, hidden: int, inner: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Odd sizes; two tiles of the intermediate axis with up cut in either; few rows and several blocks of rows."""
+    bf16_matmuls(monkeypatch, native)
     operands = make(kind, tokens, hidden, inner, torch.bfloat16 if precision == "bf16" else torch.float32)
     floats = [name for name, tensor in operands.items() if tensor.is_floating_point()]
     expected = outcome(kind, operands, precision, "full", floats)
@@ -93,11 +92,13 @@ def test_also_with_some_parameters_frozen(kind: str, precision: str) -> None:
             assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True)), (wanted, keep)
 
 
-@pytest.mark.usefixtures("bf16_matmuls")
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(("precision", "native"), MATMULS)
 @pytest.mark.parametrize("kind", ["mlp", "experts"])
-def test_an_unrecorded_training_forward_equals_the_recorded_one(kind: str, precision: str) -> None:
+def test_an_unrecorded_training_forward_equals_the_recorded_one(
+    kind: str, precision: str, native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also for few rows, which inference multiplies in another order: a reentrant checkpoint's first pass is one."""
+    bf16_matmuls(monkeypatch, native)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     operands = make(kind, 8, 256, 600, dtype)
     leaves = {name: t.detach().requires_grad_(t.is_floating_point()) for name, t in operands.items()}
