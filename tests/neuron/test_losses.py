@@ -13,6 +13,7 @@ from torch import Tensor
 from hf_neuron_moe import patch_model
 from hf_neuron_moe.errors import NeuronMoEError
 from tests.neuron.small_runs import CASES, DENSE, EXPERTS, EXPERTS_MX, Case, close, first_gradients, run, train
+from tests.tiny_models import tokens
 
 Start = Callable[..., SimpleNamespace]
 KERNELS = {
@@ -135,7 +136,6 @@ def test_nothing_that_the_device_leaves_unwritten_is_read(machine: Start) -> Non
 
 def test_tokens_that_no_kernel_tile_fits_are_padded(machine: Start) -> None:
     """One sequence of an odd length, and one token."""
-    from tests.tiny_models import tokens
 
     def logits(case: Case, backend: str, length: int) -> Tensor:
         model = case.model()
@@ -153,3 +153,26 @@ def test_tokens_that_no_kernel_tile_fits_are_padded(machine: Start) -> None:
                 assert torch.equal(found, expected)
             else:
                 assert (found - expected).abs().max() <= 2e-2 * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_inference_between_training_steps(name: str, machine: Start) -> None:
+    """Generation and inference mode neither disturb training nor are disturbed by it."""
+
+    def outcome(backend: str) -> tuple[list[int], Tensor, list[float]]:
+        model = case.model()
+        patch_model(model, {**case.options, "backend": backend})
+        ids = tokens(1, 5)
+        with torch.inference_mode():
+            first = model(input_ids=ids).logits.clone()
+        losses = train(model, steps=2)
+        made = model.generate(ids, max_new_tokens=3, do_sample=False)
+        return made[0].tolist(), first, losses
+
+    case = CASES[name]
+    expected = outcome("torch")
+    machine(target=case.target)
+    found = outcome("neuron")
+    assert found[0] == expected[0]
+    assert close(found[2], expected[2], case.bound)
+    assert (found[1] - expected[1]).abs().max() <= (2e-2 if case.bound else 0.0) * expected[1].abs().max()

@@ -103,6 +103,35 @@ def test_a_compiled_trainer_run(name: str, tmp_path: Path, machine: Start) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
+def test_a_trainer_run_under_autocast(name: str, tmp_path: Path, machine: Start) -> None:
+    # A bf16 loss of about 4 has steps of 2^-6; the rest of the model computes in bf16 on both sides.
+    compare(
+        CASES[name], tmp_path, machine, bound=max(CASES[name].bound, 2**-7 if CASES[name].bound else 0.0), bf16=True
+    )
+
+
+@pytest.mark.slow
+def test_the_packages_own_trainer(tmp_path: Path, machine: Start) -> None:
+    from hf_neuron_moe import NeuronMoETrainer, NeuronMoETrainingArguments
+    from tests.neuron.small_runs import Rows
+
+    def losses(backend: str) -> list[float]:
+        arguments = NeuronMoETrainingArguments(
+            str(tmp_path / backend), neuron_precision="mxfp8", neuron_backend=backend, max_steps=3, logging_steps=1,
+            per_device_train_batch_size=2, report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True,
+        )  # fmt: skip
+        trainer = NeuronMoETrainer(model=CASES["dense"].model(), args=arguments, train_dataset=Rows())
+        trainer.train()
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    expected = losses("torch")
+    double = machine().double
+    assert losses("neuron") == expected
+    assert len(double.launches) == 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_accumulated_gradients_and_bf16_weights(name: str, tmp_path: Path, machine: Start) -> None:
     case = CASES[name]
     options = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 1}
