@@ -134,6 +134,9 @@ def train_step(block: Block, inputs: tuple[Tensor, Tensor, Tensor]) -> Callable[
 
 
 def decode_step(block: Block, inputs: tuple[Tensor, Tensor, Tensor]) -> Callable[[], None]:
+    """Forward as ``generate`` runs it, in evaluation mode."""
+    block.eval()
+
     def step() -> None:
         with torch.inference_mode():
             block(*inputs)

@@ -16,6 +16,9 @@ from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
 
+WRITE_BYTES = 1 << 20
+"""Bytes given to the kernel at a time: it takes more of them several times slower (Linux 6.18, ext4)."""
+
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2  # linux/fs.h
 _CANNOT_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
@@ -35,7 +38,7 @@ def write_at(file: FileIO, data: memoryview, offset: int) -> None:
     position = 0
     with _naming(file):
         while position < data.nbytes:
-            position += os.pwrite(file.fileno(), data[position:], offset + position)
+            position += os.pwrite(file.fileno(), data[position : position + WRITE_BYTES], offset + position)
         if hasattr(os, "posix_fadvise"):
             # Linux starts writing dirty pages of a range that is said not to be needed, and does not wait for it.
             os.posix_fadvise(file.fileno(), offset, data.nbytes, os.POSIX_FADV_DONTNEED)

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from hf_neuron_moe.convert.checksums import TensorChecksum
 from hf_neuron_moe.convert.commit import check_destination
 from hf_neuron_moe.convert.execute import Made, entries_of, memory_per_worker, shards_of, workers_for
 from hf_neuron_moe.convert.folder import check_checkpoint
@@ -43,7 +44,7 @@ SAMPLE_INNER = 512
 """Intermediate values of a weight that is measured: H stays, since rows and blocks lie along it."""
 
 NO_CHECKSUM = "0" * 64
-"""As long as every checksum, so that the manifest's length can be told before its content."""
+"""As long as every file's checksum, so that the manifest's length can be told before its content."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +175,7 @@ def _held_bytes(plan: ConversionPlan, tensors: list[WrittenTensor], workers: int
 
 def _files_beside(plan: ConversionPlan) -> dict[str, int]:
     made = Made(
-        tensors={tensor.name: NO_CHECKSUM for tensor in plan.tensors},
+        tensors={tensor.name: TensorChecksum().text() for tensor in plan.tensors},
         files=dict.fromkeys(shards_of(plan), NO_CHECKSUM),
         sources=dict.fromkeys(plan.source.files, NO_CHECKSUM),
     )
@@ -193,8 +194,8 @@ def _compute_seconds(plan: ConversionPlan, weights: set[str], output_bytes: int,
     """Add up the measured costs of every kind of work."""
     source_bytes = sum(nbytes_of(piece.dtype, piece.shape) for piece in _pieces(plan, weights))
     reading, hashing = _read_cost(plan), _hash_cost()
-    # Sources are read to be hashed and read again to be converted; outputs are hashed by tensor and by file.
-    plain = source_bytes * (2 * reading + hashing) + output_bytes * (reading + 2 * hashing)
+    # Sources are read to be hashed and read again to be converted; shards are read again to be hashed.
+    plain = source_bytes * (2 * reading + hashing) + output_bytes * (reading + hashing)
     costs: dict[tuple[object, ...], float] = {}
     relayout = 0.0
     for name in weights & plan.weights.keys():

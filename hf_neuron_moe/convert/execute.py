@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from io import FileIO
-from pathlib import Path
 
 import torch
 
-from hf_neuron_moe.convert import disk
+from hf_neuron_moe.convert.file_hashes import PrefixHash, check_shard, entries_of, hash_file
 from hf_neuron_moe.convert.manifest import Piece, WrittenTensor, header_metadata
 from hf_neuron_moe.convert.nonfinite import check_finite, count_nonfinite
 from hf_neuron_moe.convert.plan import ConversionPlan
 from hf_neuron_moe.convert.read import CHUNK_BYTES, TORCH_DTYPES, TensorReader, open_tensors
 from hf_neuron_moe.convert.relayout import SOURCE, Scratch, read_bytes, scratch_bytes, store
 from hf_neuron_moe.convert.resume import Job, ShardRecord, version_of
-from hf_neuron_moe.convert.shard import Entry, ShardWriter, in_file_order, shard_header
+from hf_neuron_moe.convert.shard import ShardWriter, in_file_order
 from hf_neuron_moe.convert.source import SourceTensor, damaged, nbytes_of
 from hf_neuron_moe.convert.workers import PerThread, Workers, working
 
@@ -49,11 +46,6 @@ def shards_of(plan: ConversionPlan) -> dict[str, list[WrittenTensor]]:
     for tensor in plan.tensors:
         shards.setdefault(tensor.file, []).append(tensor)
     return shards
-
-
-def entries_of(tensors: Iterable[WrittenTensor]) -> list[Entry]:
-    """What a shard's header says of its tensors."""
-    return [Entry(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors]
 
 
 def make_shards(
@@ -111,63 +103,6 @@ def bytes_of_all(shards: Iterable[Sequence[WrittenTensor]]) -> int:
     return sum(nbytes_of(tensor.dtype, tensor.shape) for tensors in shards for tensor in tensors)
 
 
-def hash_file(path: Path) -> str:
-    """SHA-256 of a file.
-
-    Raises:
-        OSError: the operating system could not read it.
-    """
-    digest = hashlib.sha256()
-    with disk.open_to_read(path) as file:
-        for part in _parts(file, 0, path.stat().st_size):
-            digest.update(part)
-    return digest.hexdigest()
-
-
-def check_shard(path: Path, tensors: Sequence[WrittenTensor], sha256: Mapping[str, str]) -> str | None:
-    """Compare a shard with what is known of it.
-
-    Args:
-        path: the shard.
-        tensors: what it must hold.
-        sha256: checksum of each tensor's bytes.
-
-    Returns:
-        SHA-256 of the file, or None where anything differs.
-
-    Raises:
-        OSError: the operating system could not read it.
-    """
-    entries = in_file_order(entries_of(tensors))
-    header = shard_header(entries, header_metadata(tensors))
-    if path.stat().st_size != len(header) + bytes_of_all([tensors]):
-        return None
-    digest = hashlib.sha256()
-    position = len(header)
-    with disk.open_to_read(path) as file:
-        if b"".join(bytes(part) for part in _parts(file, 0, len(header))) != header:
-            return None
-        digest.update(header)
-        for entry in entries:
-            own = hashlib.sha256()
-            nbytes = nbytes_of(entry.dtype, entry.shape)
-            for part in _parts(file, position, nbytes):
-                own.update(part)
-                digest.update(part)
-            if own.hexdigest() != sha256.get(entry.name):
-                return None
-            position += nbytes
-    return digest.hexdigest()
-
-
-def _parts(file: FileIO, start: int, nbytes: int) -> Iterator[memoryview]:
-    """A range of a file in parts; each is valid until the next one is asked for."""
-    buffer = memoryview(bytearray(min(CHUNK_BYTES, nbytes)))
-    for position in range(0, nbytes, CHUNK_BYTES):
-        part = buffer[: min(CHUNK_BYTES, nbytes - position)]
-        yield part[: disk.read_at(file, part, start + position)]
-
-
 def _scratch_bytes(plan: ConversionPlan) -> int:
     groups = {tensor.group: [tensor] for tensor in plan.tensors if tensor.layout != SOURCE}
     return max(scratch_bytes(plan.weights[name], plan.forms(group)) for (name, _), group in groups.items())
@@ -203,7 +138,6 @@ class _Run:
         self._memory = PerThread(
             lambda: (Scratch(_scratch_bytes(plan)), torch.empty(_read_bytes(plan), dtype=torch.uint8))
         )
-        self._unhashed: list[str] = []
         self._lock = threading.Lock()
 
     def check_finished(self, shards: dict[str, list[WrittenTensor]]) -> set[str]:
@@ -213,7 +147,7 @@ class _Run:
             records = {file: record for file, record in records.items() if not record.nonfinite}
         records = {file: record for file, record in records.items() if self._same_sources(record)}
         tasks = [
-            partial(check_shard, self._job.folder / file, shards[file], record.sha256)
+            partial(check_shard, self._job.folder / file, shards[file], record.checksums)
             for file, record in records.items()
         ]
         finished = set()
@@ -233,11 +167,17 @@ class _Run:
         versions = {name: self._version(name) for name in self._sources_of(tensors)}
         record = ShardRecord({}, {}, versions)
         # Source files are hashed as a whole just before they are read in pieces: the second time they are in memory.
-        tasks = [*self._hash_tasks(versions)]
-        with ShardWriter(self._job.temporary(file), entries_of(tensors), header_metadata(tensors)) as writer:
-            tasks += [partial(self._make_group, group, writer, record) for group in groups.values()]
-            for nbytes in self._workers.run(tasks):
+        tasks = self._hash_tasks(versions)
+        hashed = len(tasks)
+        path, entries = self._job.temporary(file), entries_of(tensors)
+        place = {entry.name: number for number, entry in enumerate(in_file_order(entries))}
+        ordered = sorted(groups.values(), key=lambda group: min(place[tensor.name] for tensor in group))
+        with ShardWriter(path, entries, header_metadata(tensors)) as writer, PrefixHash(path, tensors) as prefix:
+            tasks += [partial(self._make_group, group, writer, record) for group in ordered]
+            for number, nbytes in enumerate(self._workers.run(tasks), -hashed):
                 self._advance(nbytes)
+                if hash_file and number >= 0:
+                    prefix.follow(tensor.name for tensor in ordered[number])
         for name, version in versions.items():
             if self._version(name) != version:
                 raise damaged(name, "left alone during the conversion", "a file that was changed meanwhile")
@@ -245,28 +185,17 @@ class _Run:
         self._job.record_shard(file, record)
         self._add_shard(record)
         if hash_file:
-            self._unhashed.append(file)
-        if self._workers.count == 1:
-            self._finish(self._hash_tasks({}))
+            self.made.files[file] = prefix.hexdigest()
 
     def hash_rest(self) -> None:
-        """Hash the files that were not hashed beside other work."""
-        self._finish(self._hash_tasks({file: self._version(file) for file in self._plan.source.files}))
-
-    def _finish(self, tasks: Sequence[Callable[[], int]]) -> None:
-        for nbytes in self._workers.run(tasks):
-            self._advance(nbytes)
+        """Hash the source files of which nothing was converted."""
+        for _ in self._workers.run(self._hash_tasks({file: self._version(file) for file in self._plan.source.files})):
+            pass
 
     def _hash_tasks(self, versions: Mapping[str, str]) -> list[Callable[[], int]]:
-        """Tasks that hash the shards not hashed yet, and those source files of `versions`."""
-        shards, self._unhashed = self._unhashed, []
-        tasks: list[Callable[[], int]] = [partial(self._hash_shard, file) for file in shards]
+        """Tasks that hash those source files of `versions` that were not hashed yet."""
         new = [(file, version) for file, version in versions.items() if file not in self.made.sources]
-        return tasks + [partial(self._hash_source, file, version) for file, version in new]
-
-    def _hash_shard(self, file: str) -> int:
-        self.made.files[file] = hash_file(self._job.folder / file)
-        return 0
+        return [partial(self._hash_source, file, version) for file, version in new]
 
     def _hash_source(self, file: str, version: str) -> int:
         sha256 = self._job.source_sha256(file, version)
@@ -281,7 +210,7 @@ class _Run:
         if group[0].layout == SOURCE:
             source = self._plan.copied[group[0].name]
             kept: Counter[str] = Counter()
-            record.sha256[source.name] = writer.write_parts(source.name, self._copied_parts(source, kept))
+            record.checksums[source.name] = writer.write_parts(source.name, self._copied_parts(source, kept))
             record.nonfinite.update(+kept)
             return source.nbytes
 
@@ -298,7 +227,7 @@ class _Run:
         for parts in store(weight, forms, read, scratch, rounded, on_nonfinite=self._on_nonfinite, nonfinite=nonfinite):
             for stream, part in zip(streams, parts):
                 stream.append(part)
-        record.sha256.update((tensor.name, stream.end()) for tensor, stream in zip(group, streams))
+        record.checksums.update((tensor.name, stream.end()) for tensor, stream in zip(group, streams))
         with self._lock:
             for counts, more in ((record.rounded, rounded), (record.nonfinite, nonfinite)):
                 for name in +more:
@@ -336,7 +265,7 @@ class _Run:
         return True
 
     def _add_shard(self, record: ShardRecord) -> None:
-        self.made.tensors |= record.sha256
+        self.made.tensors |= record.checksums
         self.made.rounded.update(record.rounded)
         self.made.nonfinite.update(record.nonfinite)
 

@@ -13,12 +13,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hf_neuron_moe.convert.checksums import SHA256, TensorChecksum
 from hf_neuron_moe.convert.options import ConvertOptions
 from hf_neuron_moe.errors import ConversionError, SourceDamageError, refuse
 
 MANIFEST_FILE = "neuron_moe_manifest.json"
-FORMAT_VERSION = 2
-READABLE_VERSIONS = (1, FORMAT_VERSION)
+FORMAT_VERSION = 3
+READABLE_VERSIONS = (1, 2, FORMAT_VERSION)
 CHECKSUM = "sha256"
 
 
@@ -66,7 +67,7 @@ class WrittenTensor:
         shape: shape as stored.
         layout: ``"source"`` (copied unchanged) or a layout name of :mod:`hf_neuron_moe.convert.orientations`.
         weight: name of the fused weight it belongs to; a quantised weight has two tensors per orientation and rank.
-        sha256: checksum of its bytes.
+        checksum: of its bytes, with the algorithm's name: ``"xxh3_128:..."``.
         scale_layout: where the block scales of a quantised weight lie: ``"compact"``, ``"oversized"`` or ``"packed"``;
             the same for its codes and its scales, None where there are none.
         orientation: ``"forward"``, or ``"backward"`` for the transposed matrix, quantised along its own last axis.
@@ -80,7 +81,7 @@ class WrittenTensor:
     shape: tuple[int, ...]
     layout: str
     weight: str
-    sha256: str = ""
+    checksum: str = ""
     scale_layout: str | None = None
     orientation: str = "forward"
     tp_rank: int | None = None
@@ -175,7 +176,7 @@ def read_manifest(directory: Path, where: str = "export") -> Manifest:
         if version != 1 and content.pop(CHECKSUM, None) != sealed(content)[CHECKSUM]:  # version 1 had none
             raise ValueError("its content is not what was written: it does not have the checksum that it states")
         del content["format_version"]
-        return _from_content(_upgrade(content) if version == 1 else content)
+        return _from_content(_upgrade(content, version))
     except FileNotFoundError as error:
         got: object = "a folder without it"
         cause: Exception = error
@@ -199,8 +200,16 @@ class _UnknownVersionError(Exception):
     """A manifest of a later format."""
 
 
-def _upgrade(content: dict[str, Any]) -> dict[str, Any]:
-    """Add what version 1 did not record: it wrote forward operands only, scales packed in kernel layout."""
+def _upgrade(content: dict[str, Any], version: int) -> dict[str, Any]:
+    """Say in this version's words what an earlier one recorded, and what it did not.
+
+    Version 2 had the SHA-256 of every tensor; version 1 wrote forward operands only, scales packed in kernel layout.
+    """
+    if version < FORMAT_VERSION:
+        for entry in content["tensors"]:
+            entry["checksum"] = f"{SHA256}:{entry.pop('sha256')}"
+    if version > 1:
+        return content
     quantized = content["options"]["precision"] != "bf16"
     scales = "packed" if content["options"]["layout"] == "kernel" else "compact"
     for entry in content["tensors"]:
@@ -214,5 +223,7 @@ def _from_content(content: dict[str, Any]) -> Manifest:
 
     weights = {name: tuple(piece(entry) for entry in entries) for name, entries in content.pop("weights").items()}
     tensors = tuple(WrittenTensor(**{**entry, "shape": tuple(entry["shape"])}) for entry in content.pop("tensors"))
+    for tensor in tensors:
+        TensorChecksum(tensor.checksum)  # of a known kind
     options = ConvertOptions(**content.pop("options"))
     return Manifest(options=options, weights=weights, tensors=tensors, **content)

@@ -35,13 +35,13 @@ class ShardRecord:
     """What is known of a finished shard.
 
     Attributes:
-        sha256: checksum of each tensor's bytes.
+        checksums: of each tensor's bytes.
         rounded: by source tensor, values that bf16 did not hold.
         nonfinite: by source tensor, NaN and infinite values that were kept.
         sources: version (:func:`version_of`) of each source file it was made of.
     """
 
-    sha256: dict[str, str]
+    checksums: dict[str, str]
     rounded: dict[str, int] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
     nonfinite: dict[str, int] = field(default_factory=dict)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import struct
 from collections.abc import Iterable, Mapping
@@ -14,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from hf_neuron_moe.convert import disk
+from hf_neuron_moe.convert.checksums import TensorChecksum
 from hf_neuron_moe.convert.commit import sync
 from hf_neuron_moe.convert.source import ITEM_BYTES, nbytes_of
 
@@ -58,20 +58,20 @@ class TensorStream:
         self._name = name
         self._position = start
         self._stop = start + nbytes
-        self._digest = hashlib.sha256()
+        self._checksum = TensorChecksum()
 
     def append(self, part: torch.Tensor) -> None:
         """Write the next bytes; `part` may be changed afterwards."""
         data = bytes_of(part)
         assert self._position + data.nbytes <= self._stop, f"{self._name}: too long"
         disk.write_at(self._file, data, self._position)
-        self._digest.update(data)
+        self._checksum.update(data)
         self._position += data.nbytes
 
     def end(self) -> str:
-        """SHA-256 of what was written, which must be all."""
+        """Checksum of what was written, which must be all."""
         assert self._position == self._stop, f"{self._name}: too short"
-        return self._digest.hexdigest()
+        return self._checksum.text()
 
 
 class ShardWriter:
@@ -97,7 +97,7 @@ class ShardWriter:
             raise
 
     def write(self, name: str, tensor: torch.Tensor) -> str:
-        """Write one tensor's bytes and return their SHA-256.
+        """Write one tensor's bytes and return their checksum.
 
         Args:
             name: an entry that was not written yet.
@@ -106,7 +106,7 @@ class ShardWriter:
         return self.write_parts(name, (tensor,))
 
     def write_parts(self, name: str, parts: Iterable[torch.Tensor]) -> str:
-        """Write one tensor from consecutive parts of its data and return the SHA-256 of the whole.
+        """Write one tensor from consecutive parts of its data and return the checksum of the whole.
 
         Args:
             name: an entry that was not written yet.

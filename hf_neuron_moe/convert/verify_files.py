@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_neuron_moe.convert.checksums import TensorChecksum
 from hf_neuron_moe.convert.config_json import QUANTIZATION_CONFIG, quantization_config
 from hf_neuron_moe.convert.folder import CONFIG_FILE
 from hf_neuron_moe.convert.manifest import MANIFEST_FILE, Manifest, Piece, WrittenTensor, header_metadata
@@ -175,10 +176,10 @@ def altered_tensors(path: Path, tensors: list[WrittenTensor], where: str) -> lis
     names = []
     with open_tensors(path.parent, where) as reader:
         for tensor in tensors:
-            digest = hashlib.sha256()
+            checksum = TensorChecksum(tensor.checksum)
             for part in reader.chunks(tensor.file, tensor.name):
-                digest.update(part.numpy().data)
-            if digest.hexdigest() != tensor.sha256:
+                checksum.update(part.numpy().data)
+            if checksum.text() != tensor.checksum:
                 names.append(tensor.name)
     return names
 

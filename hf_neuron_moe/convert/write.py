@@ -22,7 +22,8 @@ from hf_neuron_moe.convert.commit import (
     write_file,
 )
 from hf_neuron_moe.convert.config_json import rewritten_files
-from hf_neuron_moe.convert.execute import Made, Progress, bytes_of_all, hash_file, make_shards, shards_of
+from hf_neuron_moe.convert.execute import Made, Progress, bytes_of_all, make_shards, shards_of
+from hf_neuron_moe.convert.file_hashes import hash_file
 from hf_neuron_moe.convert.folder import check_checkpoint
 from hf_neuron_moe.convert.hub import resolve_source
 from hf_neuron_moe.convert.manifest import MANIFEST_FILE, Manifest, Piece, WrittenTensor, read_manifest
@@ -176,8 +177,8 @@ def finished_manifest(
         if force:
             return None
         raise _damaged_result(destination, where, str(error)) from error
-    planned = [replace(tensor, sha256="") for tensor in plan.tensors]
-    if manifest.options != plan.options or [replace(tensor, sha256="") for tensor in manifest.tensors] != planned:
+    planned = [replace(tensor, checksum="") for tensor in plan.tensors]
+    if manifest.options != plan.options or [replace(tensor, checksum="") for tensor in manifest.tensors] != planned:
         return None
     folder = plan.source.directory
     sizes = {file: (folder / file).stat().st_size for file in plan.source.files}
@@ -227,7 +228,7 @@ def write_rest(plan: ConversionPlan, job: Job, made: Made) -> Manifest:
 
 def files_beside(plan: ConversionPlan, made: Made) -> tuple[dict[str, bytes], Manifest]:
     """Make the content of every file beside the shards, by name, and the manifest, which knows all their checksums."""
-    tensors = [replace(tensor, sha256=made.tensors[tensor.name]) for tensor in plan.tensors]
+    tensors = [replace(tensor, checksum=made.tensors[tensor.name]) for tensor in plan.tensors]
     changed, replaced = rewritten_files(plan)
     files = {path.name: path.read_bytes() for path in _side_files(plan.source.directory)} | changed
     files[INDEX_OUT] = _index(tensors).encode()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
 from pathlib import Path
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from hf_neuron_moe.convert import MANIFEST_FILE, ConvertOptions, convert_checkpoint, export_checkpoint, read_manifest
 from hf_neuron_moe.convert.nonfinite import check_finite
+from hf_neuron_moe.convert.read import open_tensors
 from hf_neuron_moe.convert.relayout import restore
 from hf_neuron_moe.errors import SourceDamageError
 from hf_neuron_moe.formats import fake_quantize_mx
@@ -85,7 +87,7 @@ def test_headers_and_manifest_agree_about_every_tensor(checkpoint, tmp_path):
     for path in (tmp_path / "dst").glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
             told = json.loads(file.metadata()["hf_neuron_moe.tensors"])
-            assert file.metadata()["hf_neuron_moe.format_version"] == "2"
+            assert file.metadata()["hf_neuron_moe.format_version"] == "3"
             assert told.keys() == set(file.keys())
         for tensor in manifest.tensors:
             if tensor.file == path.name:
@@ -168,6 +170,10 @@ def test_a_conversion_of_format_version_1_is_exported(checkpoint, snapshot, tmp_
         content.pop(name)
     content["options"] = {name: content["options"][name] for name in ("precision", "layout", "max_shard_bytes")}
     for tensor in content["tensors"]:
+        del tensor["checksum"]
+        with open_tensors(dst) as reader:
+            data = b"".join(part.numpy().tobytes() for part in reader.chunks(tensor["file"], tensor["name"]))
+        tensor["sha256"] = hashlib.sha256(data).hexdigest()
         for fact in ("scale_layout", "orientation", "tp_rank", "padding"):
             tensor.pop(fact)
     path.write_text(json.dumps(content))

@@ -8,16 +8,19 @@ import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import xxhash
 from safetensors.torch import load_file, save_file
 
 from hf_neuron_moe.convert import MANIFEST_FILE, ConvertOptions, convert_checkpoint, read_manifest
 from hf_neuron_moe.convert.manifest import sealed
+from hf_neuron_moe.convert.read import open_tensors
 from hf_neuron_moe.convert.source import read_header
 from hf_neuron_moe.convert.verify import VerifyReport, verify_checkpoint
-from hf_neuron_moe.errors import ConversionError
+from hf_neuron_moe.errors import ConversionError, SourceDamageError
 
 TARGETS = {
     "bf16 fused": ConvertOptions("bf16", "fused"),
@@ -51,7 +54,7 @@ def patch_bytes(folder: Path, name: str, change: Callable[[torch.Tensor], torch.
     raw = torch.frombuffer(content[span], dtype=torch.uint8).view(*tensor.shape, width)
     content[span] = change(raw).contiguous().numpy().tobytes()
     path.write_bytes(content)
-    entry["sha256"] = hashlib.sha256(content[span]).hexdigest()
+    entry["checksum"] = "xxh3_128:" + xxhash.xxh3_128_hexdigest(content[span])
     manifest["file_sha256"][entry["file"]] = hashlib.sha256(content).hexdigest()
     manifest_path.write_text(json.dumps(sealed(manifest)))
 
@@ -273,12 +276,48 @@ def test_another_source_is_not_taken_for_the_one_that_was_converted(checkpoint, 
     }
 
 
+def test_version_2_is_checked_by_its_files_and_tensors(checkpoint, tmp_path):
+    convert_checkpoint(checkpoint("llama"), tmp_path / "dst", ConvertOptions("mxfp8", "kernel"))
+    path = tmp_path / "dst" / MANIFEST_FILE
+    content = with_sha256(tmp_path / "dst", json.loads(path.read_text()))
+    path.write_text(json.dumps(sealed({**content, "format_version": 2})))
+    assert verify_checkpoint(tmp_path / "dst").ok
+    name = content["tensors"][-1]["name"]
+    shard = tmp_path / "dst" / content["tensors"][-1]["file"]
+    damaged = bytearray(shard.read_bytes())
+    damaged[read_header(shard)[0][name].start] ^= 1
+    shard.write_bytes(damaged)
+    report = verify_checkpoint(tmp_path / "dst")
+    assert f"{shard.name}: {name}" in {finding.subject for finding in report.findings}
+
+
+def test_a_checksum_of_an_unknown_kind_is_damage(checkpoint, tmp_path):
+    convert_checkpoint(checkpoint("llama"), tmp_path / "dst")
+    path = tmp_path / "dst" / MANIFEST_FILE
+    content = json.loads(path.read_text())
+    content["tensors"][0]["checksum"] = "md5:0"
+    path.write_text(json.dumps(sealed(content)))
+    with pytest.raises(SourceDamageError, match="md5"):
+        read_manifest(tmp_path / "dst")
+
+
+def with_sha256(folder: Path, content: dict[str, Any]) -> dict[str, Any]:
+    """Give tensors the checksums that the format versions before 3 had."""
+    for tensor in content["tensors"]:
+        del tensor["checksum"]
+        with open_tensors(folder) as reader:
+            data = b"".join(part.numpy().tobytes() for part in reader.chunks(tensor["file"], tensor["name"]))
+        tensor["sha256"] = hashlib.sha256(data).hexdigest()
+    return content
+
+
 def test_version_1_is_checked_by_its_tensors(checkpoint, tmp_path):
     convert_checkpoint(checkpoint("llama"), tmp_path / "dst", ConvertOptions("mxfp8", "fused", purpose="inference"))
     path = tmp_path / "dst" / MANIFEST_FILE
     content = json.loads(path.read_text())
     for name in ("source_sha256", "file_sha256", "replaced_files", "sha256"):
         content.pop(name)
+    with_sha256(tmp_path / "dst", content)
     for tensor in content["tensors"]:
         for name in ("scale_layout", "orientation", "tp_rank", "padding"):
             tensor.pop(name)
