@@ -29,8 +29,9 @@ ALLOWED = {
     "training": BASE | {"formats", "backends", "kernels", "modules", "patching"},
     "convert": BASE | {"formats", "patching"},
     "quantizers": BASE | {"formats", "backends", "modules", "patching", "convert"},
+    "device": BASE | {"formats", "backends", "kernels", "modules", "patching", "convert", "quantizers"},
     "report": {"errors", "_version"},
-    "cli": BASE | {"patching", "training", "convert", "report"},
+    "cli": BASE | {"backends", "patching", "training", "convert", "device", "report"},
     "__init__": BASE | {"patching", "quantizers", "training"},
 }
 FILES = sorted(PACKAGE_DIR.rglob("*.py"))

@@ -59,7 +59,7 @@ def estimate(
     from hf_neuron_moe.training.estimate import estimate_training
 
     quiet_transformers()
-    with _folder_of(model_dir) as folder:
+    with model_folder(model_dir) as folder:
         model = build_meta_model(folder, "estimate")
     wanted = getattr(torch, _TORCH_NAMES[dtype]) if dtype else model.config.dtype
     model.to(wanted or torch.float32)  # type: ignore[arg-type]
@@ -110,7 +110,7 @@ def batch_of(tokens: int | None, batch: int | None, length: int | None, context:
 
 
 @contextmanager
-def _folder_of(path: Path) -> Iterator[Path]:
+def model_folder(path: Path) -> Iterator[Path]:
     """The folder of a checkpoint, or one that holds the single file that was given as its ``config.json``."""
     if not path.is_file() or path.suffix != ".json":
         yield path

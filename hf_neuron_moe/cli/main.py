@@ -13,6 +13,7 @@ from hf_neuron_moe._version import __version__
 from hf_neuron_moe.cli.boundary import run
 from hf_neuron_moe.cli.checking import export, inspect, verify
 from hf_neuron_moe.cli.conversion import convert, finalize, quiet_transformers
+from hf_neuron_moe.cli.diagnosing import doctor, verify_device
 from hf_neuron_moe.cli.estimating import estimate
 from hf_neuron_moe.cli.exit_codes import EXIT_CODES
 from hf_neuron_moe.cli.options import BLOCK_PRECISIONS, Json, choice
@@ -61,7 +62,7 @@ def plan(
     typer.echo(json.dumps({"ok": True, **patched.to_dict()}, indent=1) if as_json else str(patched))
 
 
-for _command in (convert, finalize, export, verify, inspect, estimate, report):
+for _command in (convert, finalize, export, verify, inspect, estimate, report, doctor, verify_device):
     app.command()(_command)
 
 

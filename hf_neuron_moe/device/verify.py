@@ -1,0 +1,297 @@
+"""The first run on a machine: every patched block through the Neuron kernels and through PyTorch, layer by layer.
+
+Nothing in this package has run on a device; this is what tells within minutes whether it works on yours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from hf_neuron_moe.backends import resolve_backend
+from hf_neuron_moe.backends.neuron import versions
+from hf_neuron_moe.config import NeuronMoEConfig
+from hf_neuron_moe.device.compare import (
+    BOUNDS,
+    CLOSE,
+    EQUAL,
+    ERROR,
+    FAIL,
+    NOT_RUN,
+    PASS,
+    WRONG,
+    TensorResult,
+    compare,
+    random_inputs,
+    run_block,
+)
+from hf_neuron_moe.device.installed import device_count
+from hf_neuron_moe.errors import BackendUnavailableError, ConfigError, NeuronMoEError, NothingToPatchError, refuse
+from hf_neuron_moe.modules.block import NeuronBlock
+from hf_neuron_moe.modules.frozen_block import FrozenBlock
+from hf_neuron_moe.patching import PatchReport, patch_model, unpatch_model
+
+WHERE = "verify_device"
+_ORDER = (EQUAL, PASS, CLOSE, NOT_RUN, FAIL, ERROR)
+
+
+@dataclass(frozen=True)
+class BlockResult:
+    """One block.
+
+    Attributes:
+        name: in the model.
+        kind: ``"mlp"`` or ``"experts"``, ``"frozen mlp"`` or ``"frozen experts"``.
+        verdict: the worst of its tensors; ``"error"`` where a call raised; ``"not run"`` where no kernel computes it.
+        tensors: output and gradients; empty where it did not run.
+        seconds: of the call on the device, compilation included.
+        note: why it did not run, or what was raised.
+    """
+
+    name: str
+    kind: str
+    verdict: str
+    tensors: tuple[TensorResult, ...] = ()
+    seconds: float = 0.0
+    note: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values."""
+        return asdict(self) | {"tensors": [tensor.to_dict() for tensor in self.tensors]}
+
+
+@dataclass(frozen=True)
+class DeviceReport:
+    """Result of :func:`verify_device`.
+
+    Attributes:
+        backend: ``"neuron"`` or ``"nki-sim"``.
+        device: where the kernels' tensors were.
+        target: the chip.
+        lnc: physical cores per logical core.
+        precision: of the blocks.
+        tokens: rows of the random input.
+        block_size: tokens per block of experts.
+        seed: of the inputs.
+        weights: ``"checkpoint"`` or ``"random"``.
+        blocks: in model order.
+    """
+
+    backend: str
+    device: str
+    target: str
+    lnc: int
+    precision: str
+    tokens: int
+    block_size: int
+    seed: int
+    weights: str
+    blocks: tuple[BlockResult, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether at least one block ran and none was wrong."""
+        verdicts = {block.verdict for block in self.blocks}
+        return bool(verdicts - {NOT_RUN}) and not verdicts.intersection(WRONG)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values that ``json.dumps`` accepts."""
+        counts = {verdict: sum(block.verdict == verdict for block in self.blocks) for verdict in _ORDER}
+        return {"ok": self.ok, **asdict(self), "verdicts": counts, "blocks": [block.to_dict() for block in self.blocks]}
+
+
+def default_precision() -> str:
+    """Return the precision that this machine's chip has kernels for: ``"mxfp8"`` on Trn3, ``"bf16"`` before."""
+    return "mxfp8" if versions.platform().name == "trn3" else "bf16"
+
+
+def device_of(backend: str) -> torch.device:
+    """Return where the kernels' tensors belong: the Neuron device, or the CPU for the simulator.
+
+    Where the plugin is loaded and makes no device of its own, its operators take CPU tensors, and the report says so.
+
+    Raises:
+        BackendUnavailableError: the backend cannot run here, or the runtime offers no core.
+    """
+    resolve_backend(backend, torch.device("cpu"))
+    if backend != "neuron":
+        return torch.device("cpu")
+    count = device_count()
+    if count == 0:
+        raise refuse(
+            BackendUnavailableError,
+            where=WHERE,
+            argument="backend",
+            expected="a machine on which torch.neuron has a device",
+            got="the packages, and no device",
+            remedy="Check the driver with `neuron-ls`, and that no other process holds the cores.",
+        )
+    return torch.device("cpu" if count is None else "neuron:0")
+
+
+def load_for_verification(folder: Path, *, random_weights: bool = False) -> nn.Module:
+    """Return the model in a folder on the CPU, or on the meta device where its weights are not there or not wanted.
+
+    Args:
+        folder: checkpoint, conversion, or a folder with ``config.json`` alone.
+        random_weights: do not read the weights.
+    """
+    from hf_neuron_moe.convert.assign import build_meta_model
+
+    if random_weights or not any(folder.glob("*.safetensors")):
+        model = build_meta_model(folder, WHERE)
+        return nn.Module.to(model, dtype=model.config.dtype or torch.bfloat16)
+    import hf_neuron_moe.quantizers  # noqa: F401 - makes transformers know converted checkpoints
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True)
+
+
+def verify_device(
+    model: nn.Module,
+    *,
+    backend: str = "neuron",
+    precision: str | None = None,
+    tokens: int = 256,
+    block_size: int = 512,
+    seed: int = 0,
+    layers: int | None = None,
+    progress: Callable[[BlockResult], None] | None = None,
+) -> DeviceReport:
+    """Compare the Neuron backend with the torch backend, block by block, on random input.
+
+    The model is patched for the time of the call. Blocks on the meta device get random weights, one at a time.
+
+    Args:
+        model: with stock blocks, or a converted checkpoint whose frozen blocks are compared in inference.
+        backend: ``"neuron"``, or ``"nki-sim"`` for NKI's simulator (then take few tokens and a tiny model).
+        precision: of the blocks; None for :func:`default_precision`.
+        tokens: rows of the random input.
+        block_size: tokens per block of experts.
+        seed: of inputs and random weights.
+        layers: only the first so many blocks; None for all.
+        progress: called with every block's result.
+
+    Returns:
+        The report.
+
+    Raises:
+        BackendUnavailableError: the backend cannot run here.
+        ConfigError: an option is outside its set.
+        NothingToPatchError: no kernel computes any block.
+    """
+    for argument, value in (("tokens", tokens), ("layers", layers)):
+        if value is not None and (type(value) is not int or value < 1):
+            raise refuse(
+                ConfigError,
+                where=WHERE,
+                argument=argument,
+                expected="a positive integer",
+                got=repr(value),
+                remedy="Correct it.",
+            )
+    device = device_of(backend)
+    precision = default_precision() if precision is None else precision
+    config = NeuronMoEConfig(precision=precision, backend=backend, block_size=block_size)
+    with _patched(model, config) as refused:
+        blocks = [(name, module) for name, module in model.named_modules() if isinstance(module, NeuronBlock)]
+        meta = any(param.is_meta for param in model.parameters())
+        results: list[BlockResult] = []
+        failed: dict[Any, str] = {}
+        for number, (name, block) in enumerate(blocks[:layers]):
+            result = _verify_block(name, block, device, backend, tokens, seed + number, failed)
+            results.append(result)
+            if progress is not None:
+                progress(result)
+    return DeviceReport(
+        backend=backend,
+        device=str(device),
+        target=versions.platform().name,
+        lnc=versions.lnc(),
+        precision=precision,
+        tokens=tokens,
+        block_size=block_size,
+        seed=seed,
+        weights="random" if meta else "checkpoint",
+        blocks=(*results, *refused),
+    )
+
+
+@contextmanager
+def _patched(model: nn.Module, config: NeuronMoEConfig) -> Iterator[list[BlockResult]]:
+    """The model patched; yields the blocks that cannot be. Frozen blocks need no patching."""
+    if any(isinstance(module, FrozenBlock) for module in model.modules()):
+        yield []
+        return
+    report = patch_model(model, config, strict=False)
+    try:
+        if not report.patched:
+            raise _nothing(report)
+        yield [BlockResult(entry.name, entry.kind, NOT_RUN, note=entry.reason) for entry in report.refused]
+    finally:
+        unpatch_model(model)
+
+
+def _nothing(report: PatchReport) -> NothingToPatchError:
+    reasons = "; ".join(sorted({entry.reason for entry in report.refused}))
+    return refuse(
+        NothingToPatchError,
+        where=WHERE,
+        argument="model",
+        expected="a block that the kernels compute here",
+        got=reasons,
+        remedy="`hf-neuron-moe doctor MODEL_DIR` lists kernels and precisions.",
+    )
+
+
+def _verify_block(
+    name: str, block: NeuronBlock, device: torch.device, backend: str, tokens: int, seed: int, failed: dict[Any, str]
+) -> BlockResult:
+    """Compare one block; where a like one raised before, it is not tried again: compilations take minutes."""
+    frozen = isinstance(block, FrozenBlock)
+    kind = ("frozen " if frozen else "") + ("mlp" if block.neuron_shape.top_k is None else "experts")
+    alike = (kind, block.neuron_shape)
+    if alike in failed:
+        return BlockResult(name, kind, NOT_RUN, note=f"like {failed[alike]}, which failed")
+    inputs = random_inputs(block, tokens, seed)
+    bounds = BOUNDS["mxfp8" if frozen else block.neuron_config.precision]
+    try:
+        with _with_values(block, seed):
+            expected, _ = run_block(block, inputs, "torch", torch.device("cpu"))
+            found, seconds = run_block(block, inputs, backend, device)
+    except (NeuronMoEError, RuntimeError) as error:  # what the compiler and the runtime raise
+        failed[alike] = name
+        unsupported = isinstance(error, ConfigError | BackendUnavailableError)
+        return BlockResult(name, kind, NOT_RUN if unsupported else ERROR, note=" ".join(str(error).split()))
+    tensors = tuple(
+        compare(key, found[key], expected[key], bounds)
+        if key in found
+        else TensorResult(key, None, None, FAIL, "was not computed")
+        for key in expected
+    )
+    worst = max((tensor.verdict for tensor in tensors), key=_ORDER.index)
+    return BlockResult(name, kind, worst, tensors, seconds)
+
+
+@contextmanager
+def _with_values(block: NeuronBlock, seed: int) -> Iterator[None]:
+    """Random weights for a block on the meta device, as long as it is looked at; others have theirs."""
+    if not any(param.is_meta for param in block.parameters()):
+        yield
+        return
+    block.to_empty(device="cpu")
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for param in block.parameters():
+            hidden = block.neuron_shape.hidden
+            param.copy_(torch.randn(param.shape, generator=generator) * hidden**-0.5)
+    try:
+        yield
+    finally:
+        block.to("meta")

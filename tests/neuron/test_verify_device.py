@@ -1,0 +1,195 @@
+"""The first-run check on the contract double: right kernels pass, wrong ones are found, refusals say why."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hf_neuron_moe.cli.main import main
+from hf_neuron_moe.device.compare import BOUNDS, compare, random_inputs, run_block
+from hf_neuron_moe.device.verify import load_for_verification, verify_device
+from hf_neuron_moe.errors import BackendUnavailableError, ConfigError, NothingToPatchError
+from tests.neuron.small_runs import CASES, DENSE, EXPERTS, Case
+from tests.tiny_models import tiny_config
+
+Start = Callable[..., SimpleNamespace]
+GRADIENTS = {
+    "dense": {"gate_up_proj", "down_proj"},
+    "experts-mxfp8": {"gate_up_proj", "down_proj", "routing weights"},
+    "experts-bf16": {"gate_up_proj", "down_proj", "routing weights"},
+}
+
+
+def run_command(monkeypatch: pytest.MonkeyPatch, capsys: Any, *arguments: object) -> tuple[int, str, str]:
+    monkeypatch.setattr("sys.argv", ["hf-neuron-moe", "verify-device", *map(str, arguments)])
+    code: Any = 0
+    try:
+        main()
+    except SystemExit as end:
+        code = end.code or 0
+    return code, *capsys.readouterr()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_kernels_pass_block_by_block(name: str, machine: Start) -> None:
+    case = CASES[name]
+    double = machine(target=case.target).double
+    model = case.model(layers=2)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    told: list[str] = []
+    report = verify_device(model, tokens=48, block_size=case.block_size, progress=lambda block: told.append(block.name))
+    assert report.ok and report.precision == case.precision and report.target == case.target
+    assert told == [block.name for block in report.blocks] and len(told) == 2
+    assert len(double.launches) >= 4, "forward and backward of two blocks"
+    for block in report.blocks:
+        assert {tensor.name for tensor in block.tensors} == {
+            "output",
+            "grad input",
+            *(f"grad {name}" for name in GRADIENTS[name]),
+        }
+        # The MXFP8 kernels' double computes with the torch backend's operators; the bf16 pair rounds at other places.
+        assert block.verdict == ("pass" if case.bound else "equal"), block
+    after = model.state_dict()
+    assert all(torch.equal(after[key], value) for key, value in before.items()), "unpatched, as it was"
+    json.dumps(report.to_dict(), allow_nan=False)
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Let the forward of the machine's dense kernels return something else."""
+    from hf_neuron_moe.backends import get_backend
+
+    backend: Any = get_backend("neuron")
+    right = backend.mlp_forward
+
+    def wrong(*arguments: Any) -> Any:
+        y, saved = right(*arguments)
+        return change(y), saved
+
+    monkeypatch.setattr(backend, "mlp_forward", wrong)
+
+
+WRONG: dict[str, tuple[str, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "scaled": ("fail", lambda y: y * 1.25),
+    "rows moved": ("fail", lambda y: y.roll(1, 0)),
+    "nothing written": ("fail", torch.zeros_like),
+    "not finite": ("fail", lambda y: torch.full_like(y, torch.nan)),
+    "another rounding": ("close", lambda y: y * (1 + 0.05 * torch.randn(y.shape, generator=torch.Generator()))),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_result_is_found(name: str) -> None:
+    verdict, change = WRONG[name]
+    expected = torch.randn(64, 32, generator=torch.Generator().manual_seed(2))
+    result = compare("output", change(expected), expected, BOUNDS["mxfp8"])
+    assert result.verdict == verdict, result
+    assert compare("output", expected.clone(), expected, BOUNDS["mxfp8"]).verdict == "equal"
+    assert compare("output", expected[:-1], expected, BOUNDS["mxfp8"]).verdict == "fail"
+    single = expected.bfloat16().float()
+    assert compare("output", single, expected, BOUNDS["bf16"]).verdict == "pass"
+
+
+def test_a_wrong_kernel_fails_the_command(
+    machine: Start, monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
+) -> None:
+    DENSE.model(layers=2).save_pretrained(tmp_path)
+    machine(target=DENSE.target)
+    spoil(monkeypatch, lambda y: y * 2)
+    code, out, _ = run_command(monkeypatch, capsys, tmp_path, "--tokens", 32, "--json")
+    told = json.loads(out)
+    assert code == 6 and told["ok"] is False
+    assert told["verdicts"] == {"fail": 2, "equal": 0, "pass": 0, "close": 0, "not run": 0, "error": 0}
+    worst = {tensor["name"]: tensor["verdict"] for tensor in told["blocks"][0]["tensors"]}
+    assert worst["output"] == "fail" and worst["grad down_proj"] != "fail", "the forward alone is wrong"
+
+
+def test_an_error_of_the_device_is_told_and_equal_blocks_are_not_tried(
+    machine: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine(target=DENSE.target)
+
+    def raises(result: Any) -> Any:
+        raise RuntimeError("NRT: out of memory")
+
+    spoil(monkeypatch, raises)
+    report = verify_device(DENSE.model(layers=2), tokens=16)
+    first, second = report.blocks
+    assert (first.verdict, first.note) == ("error", "NRT: out of memory")
+    assert second.verdict == "not run" and first.name in second.note
+    assert not report.ok
+
+
+@pytest.mark.parametrize("random", [False, True])
+def test_the_command_reads_weights_or_makes_them(
+    random: bool, machine: Start, monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
+) -> None:
+    case = EXPERTS
+    if random:
+        tiny_config(case.family, num_hidden_layers=2, **case.sizes).save_pretrained(tmp_path)
+    else:
+        case.model(layers=2).save_pretrained(tmp_path)
+    machine(target=case.target)
+    code, out, err = run_command(monkeypatch, capsys, tmp_path, "--tokens", 32, "--block-size", 256, "--layers", 1)
+    assert code == 0, err
+    assert "model.layers.0.mlp.experts (experts): pass" in out and "layers.1" not in out
+    assert "grad routing weights" in out and "SQNR dB" in out
+    assert f"1 of 1 blocks compared: the kernels compute what PyTorch does (neuron on cpu ({case.target}, LNC 2)" in out
+    assert ("random weights" if random else "checkpoint weights") in out
+
+
+def test_frozen_blocks_are_compared_in_inference(machine: Start, tmp_path: Path) -> None:
+    from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
+
+    DENSE.model(layers=1).bfloat16().save_pretrained(tmp_path / "source")
+    convert_checkpoint(tmp_path / "source", tmp_path / "mx", ConvertOptions(precision="mxfp8"))
+    machine(target=DENSE.target)
+    report = verify_device(load_for_verification(tmp_path / "mx"), tokens=32)
+    (block,) = report.blocks
+    assert [tensor.name for tensor in block.tensors] == ["output"] and block.kind == "frozen mlp"
+    assert report.ok, report
+
+
+def test_it_is_refused_with_the_reason(machine: Start, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    with pytest.raises(BackendUnavailableError, match="nki is not installed"):
+        verify_device(DENSE.model())
+    code, out, err = run_command(monkeypatch, capsys, "nowhere")
+    assert code == 1 and "nki is not installed" in err and not out
+    machine(target="trn2")
+    with pytest.raises(NothingToPatchError, match="Trn3 only"):
+        verify_device(DENSE.model(), precision="mxfp8")
+    with pytest.raises(ConfigError, match="tokens must be a positive integer"):
+        verify_device(DENSE.model(), tokens=0)
+
+
+def test_no_device_behind_the_packages_is_refused(machine: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine()
+    absent = SimpleNamespace(is_available=lambda: False, device_count=lambda: 0)
+    monkeypatch.setattr(torch, "neuron", absent, raising=False)
+    with pytest.raises(BackendUnavailableError, match="neuron-ls"):
+        verify_device(DENSE.model())
+
+
+def test_random_inputs_are_a_proper_routing_and_the_block_stays_as_it_was() -> None:
+    from hf_neuron_moe import patch_model
+
+    case: Case = EXPERTS
+    model = case.model().eval()
+    patch_model(model, {**case.options, "backend": "torch"})
+    block: Any = model.get_submodule("model.layers.0.mlp.experts")
+    inputs = random_inputs(block, 64, 3)
+    ids, weights = inputs.routing
+    assert ids.shape == (64, 2) and set(ids.unique().tolist()) == {0, 1, 2, 3}
+    assert bool((ids[:, 0] != ids[:, 1]).all())
+    assert torch.allclose(weights.sum(-1), torch.ones(64))
+    results, _ = run_block(block, inputs, "torch", torch.device("cpu"))
+    again, _ = run_block(block, inputs, "torch", torch.device("cpu"))
+    assert results.keys() == {"output", "grad input", "grad routing weights", "grad gate_up_proj", "grad down_proj"}
+    assert all(torch.equal(results[key], again[key]) for key in results)
+    assert not block.training and block.neuron_config.backend == "torch"
+    assert all(param.grad is None for param in block.parameters())
