@@ -12,7 +12,8 @@ from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.errors import ConfigError, UnsupportedModelError, refuse
 from hf_neuron_moe.training.arguments import DEFAULT_HEALTH_STEPS
 from hf_neuron_moe.training.blocks import config_record, patch_record
-from hf_neuron_moe.training.metrics import StepMetrics, TrainingMonitor
+from hf_neuron_moe.training.figures import StepMetrics
+from hf_neuron_moe.training.metrics import TrainingMonitor
 from hf_neuron_moe.training.prepare import is_patched, patch_for_training
 from hf_neuron_moe.training.run_files import RunFiles, environment
 

@@ -2,26 +2,22 @@
 
 Everything is counted by forward hooks into tensors on the model's device; values come to the host when they are logged.
 
-Legend: T tokens, K experts per token, E experts, H hidden size, I intermediate size, M tensors measured, W ranks.
+Legend: T tokens, K experts per token, E experts, M tensors measured.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from hf_neuron_moe.formats.padding import padded_size
 from hf_neuron_moe.patching.replay import routing_replay_stats
 from hf_neuron_moe.training.blocks import (
-    PROJECTIONS,
     block_sizes,
     device_of,
     has_experts,
@@ -29,23 +25,16 @@ from hf_neuron_moe.training.blocks import (
     sampled_weights,
     spread_rows,
 )
-from hf_neuron_moe.training.health import MEASURES, SAMPLED_ROWS, quantization_health
-
-INPUT = "input"
-
-
-@dataclass(frozen=True)
-class StepMetrics:
-    """What was measured since the last logging step, over all ranks.
-
-    Attributes:
-        logs: one number per key, all keys beginning with ``neuron/``, for ``Trainer.log``. Of figures that every module
-            has, the mean over modules; of ``amax`` the largest.
-        record: the same per module, as a line of ``metrics.jsonl`` has it.
-    """
-
-    logs: dict[str, float]
-    record: dict[str, Any]
+from hf_neuron_moe.training.figures import (
+    INPUT,
+    TENSORS,
+    StepMetrics,
+    health_record,
+    load_figures,
+    logs_of,
+    padding_overhead,
+)
+from hf_neuron_moe.training.health import SAMPLED_ROWS, quantization_health
 
 
 class ExpertCount:
@@ -174,15 +163,15 @@ class TrainingMonitor:
         record: dict[str, Any] = {
             "tokens_per_second": tokens / elapsed_s if elapsed_s > 0 else 0.0,
             "saved_bytes_per_token": sum(block.saved_bytes_per_token for block in self.blocks.values()),
-            "padding_overhead": self._padding_overhead(positions, loads, padded_rows),
-            "experts": {name: _load_figures(load) for name, load in loads.items()},
+            "padding_overhead": padding_overhead(self.sizes, positions, loads, padded_rows),
+            "experts": {name: load_figures(load) for name, load in loads.items()},
         }
         if decisions:
             record["routing_kept"] = changed
         if self.health_M4 is not None:
-            record["health"] = self._health_record(_gathered(self.health_M4))
+            record["health"] = health_record(self.blocks, _gathered(self.health_M4))
         self._reset()
-        return StepMetrics(_logs(record), record)
+        return StepMetrics(logs_of(record), record)
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if module.training and torch.is_grad_enabled():
@@ -206,50 +195,14 @@ class TrainingMonitor:
         hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
         self.inputs[name] = spread_rows(hidden.reshape(-1, hidden.shape[-1]), SAMPLED_ROWS)
 
-    def _measured(self) -> Iterator[tuple[str, str]]:
-        """Block and tensor of every row of :attr:`health_M4`; figures of a tensor that a block lacks are NaN."""
-        for name in self.blocks:
-            for tensor in (*PROJECTIONS, INPUT):
-                yield name, tensor
-
     def _measure_health(self) -> Tensor:
         nothing = torch.empty(0, 0, device=self.device)
         figures = []
         for name, block in self.blocks.items():
             rows = sampled_weights(block, SAMPLED_ROWS)
             rows[INPUT] = self.inputs.get(name, nothing)
-            figures += [
-                quantization_health(rows.get(tensor, nothing)).to(self.device) for tensor in (*PROJECTIONS, INPUT)
-            ]
+            figures += [quantization_health(rows.get(tensor, nothing)).to(self.device) for tensor in TENSORS]
         return torch.stack(figures)
-
-    def _health_record(self, health_WM4: Tensor) -> dict[str, Any]:
-        """Combine the ranks: each looked at its own inputs, and at its own part of sharded weights."""
-        largest = health_WM4[..., 0].nan_to_num(nan=-math.inf).amax(dim=0)
-        rows = torch.cat([largest[:, None], health_WM4[..., 1:].nanmean(dim=0)], dim=1).tolist()
-        record: dict[str, Any] = {}
-        for (name, tensor), figures in zip(self._measured(), rows, strict=True):
-            module = record.setdefault(name, {"weights": {}})
-            if figures[0] == -math.inf:
-                continue
-            home = module if tensor == INPUT else module["weights"]
-            home[tensor] = dict(zip(MEASURES, figures, strict=True))
-        return record
-
-    def _padding_overhead(
-        self, positions: int, loads: Mapping[str, list[int]], padded_rows: Mapping[str, int]
-    ) -> float:
-        """Extra multiply-adds of the kernels in parts of the needed ones.
-
-        H and I are padded to multiples of 128, and every expert's tokens to whole blocks.
-        """
-        needed = done = 0.0
-        for name in self.blocks:
-            _, H, I = self.sizes[name]  # noqa: E741
-            rows = sum(loads[name]) if name in loads else positions
-            needed += rows * H * I
-            done += padded_rows.get(name, rows) * padded_size(H) * padded_size(I)
-        return done / needed - 1.0 if needed else 0.0
 
 
 def _token_counts(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor | int, int]:
@@ -264,49 +217,6 @@ def _token_counts(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Ten
     if isinstance(mask, Tensor) and mask.shape == ids.shape:
         return (mask != 0).sum(), ids.numel()
     return ids.numel(), ids.numel()
-
-
-def _load_figures(load: list[int]) -> dict[str, Any]:
-    """Entropy of the load (1 where all experts have the same), largest over mean, idle experts, and the counts."""
-    total, experts = sum(load), len(load)
-    shares = [count / total for count in load if count]
-    entropy = -sum(share * math.log(share) for share in shares) / math.log(experts) if experts > 1 else 1.0
-    return {
-        "entropy": entropy if total else math.nan,
-        "max_over_mean": max(load) * experts / total if total else math.nan,
-        "dead": load.count(0),
-        "load": load,
-    }
-
-
-def _logs(record: Mapping[str, Any]) -> dict[str, float]:
-    """The figures of `record` over all modules, as ``Trainer.log`` takes them."""
-    logs = {f"neuron/{key}": record[key] for key in ("tokens_per_second", "saved_bytes_per_token", "padding_overhead")}
-    experts = record["experts"].values()
-    if experts:
-        logs["neuron/load_entropy"] = _mean(module["entropy"] for module in experts)
-        logs["neuron/load_max_over_mean"] = _mean(module["max_over_mean"] for module in experts)
-        logs["neuron/dead_experts"] = _mean(module["dead"] for module in experts)
-    if "routing_kept" in record:
-        logs["neuron/routing_kept"] = record["routing_kept"]
-    modules = record.get("health", {}).values()
-    weights = [tensor for module in modules for tensor in module["weights"].values()]
-    inputs = [module[INPUT] for module in modules if INPUT in module]
-    if weights:
-        logs["neuron/sqnr_weights_db"] = _mean(tensor["sqnr_db"] for tensor in weights)
-    if inputs:
-        logs["neuron/sqnr_inputs_db"] = _mean(tensor["sqnr_db"] for tensor in inputs)
-    if both := [*weights, *inputs]:
-        for measure in ("flushed", "saturated"):
-            logs[f"neuron/{measure}"] = _mean(tensor[measure] for tensor in both)
-        logs["neuron/amax"] = max(tensor["amax"] for tensor in both)
-    return logs
-
-
-def _mean(values: Iterable[float]) -> float:
-    """Mean of the finite values: a tensor of zeros has no signal-to-noise ratio, an exact one an infinite one."""
-    finite = [value for value in values if math.isfinite(value)]
-    return sum(finite) / len(finite) if finite else math.nan
 
 
 def _gathered(values: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from hf_neuron_moe import NeuronMoETrainer, patch_model
 from hf_neuron_moe.formats import fake_quantize_mx
 from hf_neuron_moe.training import measure_saved_bytes
 from hf_neuron_moe.training.blocks import patched_blocks, sampled_weights
+from hf_neuron_moe.training.figures import health_record, logs_of
 from hf_neuron_moe.training.metrics import ExpertCount, TrainingMonitor
 from tests.tiny_models import tiny_model, tokens
 from tests.training.runs import Rows, arguments, metrics, train_logs, trainer
@@ -243,6 +244,24 @@ def test_a_model_with_frozen_blocks_is_measured(tmp_path: Path) -> None:
     written = json.loads((tmp_path / "run" / "neuron_moe" / "run.json").read_text())
     assert [entry["weights"] for entry in written["patch"]["entries"]] == ["frozen", "frozen"]
     assert [entry["experts"] for entry in written["patch"]["entries"]] == [4, 4]
+
+
+def test_ranks_are_combined_and_nothing_that_is_not_finite_is_lost() -> None:
+    nan, inf = math.nan, math.inf
+    figures = torch.full((2, 4, 4), nan)  # ranks, gate up down input, measures
+    figures[0, 0], figures[1, 0] = torch.tensor([1.0, 0.5, 0.0, 30.0]), torch.tensor([3.0, 0.0, 0.0, 20.0])
+    figures[1, 1] = torch.tensor([inf, 0.0, 0.5, nan])  # the other rank holds no row of it
+    figures[:, 2] = torch.tensor([nan, 0.0, 0.0, nan])
+    module = health_record(["mlp"], figures)["mlp"]
+    assert module["weights"]["gate"] == {"amax": 3.0, "flushed": 0.25, "saturated": 0.0, "sqnr_db": 25.0}
+    assert module["weights"]["up"]["amax"] == inf
+    assert math.isnan(module["weights"]["down"]["amax"])
+    assert "input" not in module
+    record = {"tokens_per_second": 1.0, "saved_bytes_per_token": 2.0, "padding_overhead": 0.0, "experts": {}}
+    logs = logs_of({**record, "health": {"mlp": module}})
+    assert math.isnan(logs["neuron/amax"])
+    assert logs["neuron/sqnr_weights_db"] == 25.0
+    assert "neuron/sqnr_inputs_db" not in logs
 
 
 _RANK = """

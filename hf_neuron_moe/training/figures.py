@@ -1,0 +1,132 @@
+"""From counts to the figures that are logged.
+
+Legend: E experts, H hidden size, I intermediate size, M tensors measured, W ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_neuron_moe.formats.padding import padded_size
+from hf_neuron_moe.training.blocks import PROJECTIONS
+from hf_neuron_moe.training.health import MEASURES
+
+INPUT = "input"
+TENSORS = (*PROJECTIONS, INPUT)
+"""What the quantisation health of a block is measured of."""
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """What was measured since the last logging step, over all ranks.
+
+    Attributes:
+        logs: one number per key, all keys beginning with ``neuron/``, for ``Trainer.log``. Of figures that every module
+            has, the mean over modules; of ``amax`` the largest.
+        record: the same per module, as a line of ``metrics.jsonl`` has it.
+    """
+
+    logs: dict[str, float]
+    record: dict[str, Any]
+
+
+def load_figures(load: list[int]) -> dict[str, Any]:
+    """Return the figures of one module's load, tokens per expert.
+
+    ``entropy`` is 1 where all experts have the same; ``dead`` counts experts without a token. Without any token entropy
+    and ``max_over_mean`` are NaN.
+    """
+    total, experts = sum(load), len(load)
+    shares = [count / total for count in load if count]
+    entropy = -sum(share * math.log(share) for share in shares) / math.log(experts) if experts > 1 else 1.0
+    return {
+        "entropy": entropy if total else math.nan,
+        "max_over_mean": max(load) * experts / total if total else math.nan,
+        "dead": load.count(0),
+        "load": load,
+    }
+
+
+def padding_overhead(
+    sizes: Mapping[str, tuple[int, int, int]],
+    positions: int,
+    loads: Mapping[str, list[int]],
+    padded_rows: Mapping[str, int],
+) -> float:
+    """Return the extra multiply-adds of the kernels in parts of the needed ones.
+
+    H and I are padded to multiples of 128, and every expert's tokens to whole blocks.
+
+    Args:
+        sizes: E, H and I of every block.
+        positions: rows that dense blocks multiplied.
+        loads: token-expert pairs per expert, of the blocks with experts.
+        padded_rows: the same in whole blocks, summed over experts.
+    """
+    needed = done = 0.0
+    for name, (_, H, I) in sizes.items():  # noqa: E741
+        rows = sum(loads[name]) if name in loads else positions
+        needed += rows * H * I
+        done += padded_rows.get(name, rows) * padded_size(H) * padded_size(I)
+    return done / needed - 1.0 if needed else 0.0
+
+
+def health_record(blocks: Iterable[str], health_WM4: Tensor) -> dict[str, Any]:
+    """Return the quantisation health per block and tensor over all ranks.
+
+    Each rank looked at its own inputs, and at its own part of sharded weights.
+
+    Args:
+        blocks: names of the blocks.
+        health_WM4: figures of every rank, in the order of the blocks and of :data:`TENSORS`; NaN of tensors that a
+            block does not have.
+    """
+    measured = [(name, tensor) for name in blocks for tensor in TENSORS]
+    absent_WM = health_WM4[..., 1].isnan()  # a share is a number wherever there is an element, NaN or not
+    largest = health_WM4[..., 0].masked_fill(absent_WM, -math.inf).amax(dim=0)
+    rows = torch.cat([largest[:, None], health_WM4[..., 1:].nanmean(dim=0)], dim=1).tolist()
+    record: dict[str, Any] = {}
+    for (name, tensor), figures in zip(measured, rows, strict=True):
+        module = record.setdefault(name, {"weights": {}})
+        if figures[0] == -math.inf:
+            continue
+        home = module if tensor == INPUT else module["weights"]
+        home[tensor] = dict(zip(MEASURES, figures, strict=True))
+    return record
+
+
+def logs_of(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return the figures of `record` over all modules, as ``Trainer.log`` takes them."""
+    logs = {f"neuron/{key}": record[key] for key in ("tokens_per_second", "saved_bytes_per_token", "padding_overhead")}
+    experts = record["experts"].values()
+    if experts:
+        logs["neuron/load_entropy"] = _mean(module["entropy"] for module in experts)
+        logs["neuron/load_max_over_mean"] = _mean(module["max_over_mean"] for module in experts)
+        logs["neuron/dead_experts"] = _mean(module["dead"] for module in experts)
+    if "routing_kept" in record:
+        logs["neuron/routing_kept"] = record["routing_kept"]
+    modules = record.get("health", {}).values()
+    weights = [tensor for module in modules for tensor in module["weights"].values()]
+    inputs = [module[INPUT] for module in modules if INPUT in module]
+    if weights:
+        logs["neuron/sqnr_weights_db"] = _mean(tensor["sqnr_db"] for tensor in weights)
+    if inputs:
+        logs["neuron/sqnr_inputs_db"] = _mean(tensor["sqnr_db"] for tensor in inputs)
+    if both := [*weights, *inputs]:
+        for measure in ("flushed", "saturated"):
+            logs[f"neuron/{measure}"] = _mean(tensor[measure] for tensor in both)
+        largest = [tensor["amax"] for tensor in both]
+        logs["neuron/amax"] = math.nan if any(map(math.isnan, largest)) else max(largest)
+    return logs
+
+
+def _mean(values: Iterable[float]) -> float:
+    """Mean of the finite values: a tensor of zeros has no signal-to-noise ratio, an exact one an infinite one."""
+    finite = [value for value in values if math.isfinite(value)]
+    return sum(finite) / len(finite) if finite else math.nan
