@@ -63,7 +63,7 @@ def frozen_network(
     inputs = [tensor for tensor in (x_TH, weight_TK) if tensor is not None]
     recording = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
     y_TH, _, _ = frozen_fwd(
-        x_TH.to(torch.bfloat16),
+        x_TH.to(torch.bfloat16).contiguous(),
         index_TK,
         weight_TK,
         stack.gate_up_codes,

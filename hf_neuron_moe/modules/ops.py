@@ -65,7 +65,7 @@ def swiglu_mlp(
         if y is not None:
             return y
     check_mlp(x_SH, gate_IH, up_IH, down_HI, precision)
-    inputs = (x_SH.to(COMPUTE_DTYPE[precision]), gate_IH, up_IH, down_HI)
+    inputs = (x_SH.to(COMPUTE_DTYPE[precision]).contiguous(), gate_IH, up_IH, down_HI)
     if _plain_inference(inputs):
         with exact_dtypes(x_SH):
             y_SH, _ = get_backend(backend).mlp_forward(*inputs, precision, _UNRECORDED[training])
@@ -116,7 +116,7 @@ def experts(
         check_multiple(
             block_size, 128, "block_size", "MX groups need whole tiles", where="experts", argument="the plan"
         )
-    inputs = (x_TH.to(COMPUTE_DTYPE[precision]), top_k_index_TK, top_k_weights_TK, gate_up, down)
+    inputs = (x_TH.to(COMPUTE_DTYPE[precision]).contiguous(), top_k_index_TK, top_k_weights_TK, gate_up, down)
     if _plain_inference(inputs):
         with exact_dtypes(x_TH):
             keep = _UNRECORDED[training]

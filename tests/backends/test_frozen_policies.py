@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hf_neuron_moe.activation_policy import keep_strings
 from hf_neuron_moe.backends.mx_weights import MXExpertStack, MXLayout, held_form
-from hf_neuron_moe.errors import ConfigError
+from hf_neuron_moe.errors import ConfigError, GradientError
 from hf_neuron_moe.formats import quantize_mx, unswizzle
 from hf_neuron_moe.modules.frozen_ops import frozen_network
 from hf_neuron_moe.modules.saved_bytes import BlockShape, saved_bytes
@@ -70,6 +70,14 @@ def test_same_bits_and_the_bytes_foretold(routed: bool, inner: int, tokens: int)
     for a, b in zip(rough[1:], expected[1:], strict=True):
         # As for weights that are not frozen: up to three factors with an rms rounding error of 2.7 % each.
         assert 0 < (a.float() - b.float()).norm() < 0.06 * b.float().norm()
+
+
+def test_there_is_no_second_derivative() -> None:
+    x = torch.randn(4, HIDDEN, requires_grad=True)
+    y = frozen_network(x, None, None, stack_of(128, None), backend="torch")
+    (first,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(GradientError, match="differentiated at most once"):
+        first.square().sum().backward()
 
 
 def test_checkpoints_of_the_mxfp8_backward_are_refused() -> None:

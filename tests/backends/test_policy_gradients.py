@@ -107,6 +107,25 @@ def test_an_unrecorded_training_forward_equals_the_recorded_one(
         assert torch.equal(run(kind, operands, precision, "minimal", training=True), recorded)
 
 
+@pytest.mark.parametrize("kind", ["mlp", "experts"])
+def test_an_input_that_is_a_view_is_kept_as_it_is_read(kind: str) -> None:
+    """A strided input comes back from other memory with other strides; neither sums nor kept bytes may show it."""
+    operands = make(kind, 40, 64, 600, torch.float32)
+    wide = torch.cat([operands["x"].T, operands["x"].T + 1]).requires_grad_()  # [2H, S]
+    results, sizes = [], []
+
+    def pack(tensor: Tensor) -> Tensor:
+        sizes.append(tensor.untyped_storage().nbytes())
+        return tensor.clone(memory_format=torch.contiguous_format)
+
+    for hooks in (lambda tensor: tensor, pack):
+        with torch.autograd.graph.saved_tensors_hooks(hooks, lambda tensor: tensor):
+            y = run(kind, {**operands, "x": wide[:64].T}, "fp32", "recompute")
+        results += [y, *torch.autograd.grad(y.square().sum(), wide)]
+    assert torch.equal(results[0], results[2]) and torch.equal(results[1], results[3])
+    assert wide.untyped_storage().nbytes() not in sizes and operands["x"].nbytes in sizes
+
+
 @pytest.mark.parametrize("keep", ["gate_act", "intermediate", "gate_pre+gate_act+up"])
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_checkpoints_that_the_precision_does_not_have_are_refused(precision: str, keep: str) -> None:
