@@ -57,7 +57,7 @@ class Subject:
 SUBJECTS = {
     "smollm2": Subject("SmolLM2-135M, 4 of its 30 layers", 110, 2, 48, 2e-4, 4),
     "smollm2-mixtral": Subject("Mixtral upcycled from SmolLM2 (4 experts, top-2), 2 layers", 110, 2, 48, 2e-4, 2),
-    "scratch-mixtral": Subject("Mixtral from scratch on bytes (8 experts, top-2), 3 layers", 400, 4, 64, 2e-3, 3),
+    "scratch-mixtral": Subject("Mixtral from scratch on bytes (8 experts, top-2), 3 layers", 300, 8, 64, 4e-4, 3),
 }
 HEALING = Subject("", 150, 2, 48, 5e-4, 0)
 """A model that lost most of its layers first learns to do without them, in stock fp32, before the study begins."""

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from study_runs import FP32_STEPS, FP32_VARIANTS, STOCK, VARIANTS
+from study_runs import CONTROL, FP32_STEPS, FP32_VARIANTS, STOCK, VARIANTS
 
 LAST = 100
 FP32_RTOL = 1e-6
@@ -15,7 +15,7 @@ Curves = Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]]
 
 GOALS = {"mxfp8": ("bf16", 0.25), "mxfp8, fp8 saved": ("mxfp8", 0.1), "mxfp8, recompute": ("mxfp8", 0.1)}
 """Of each variant: what it is compared with, and by how many percent its last-100 mean may differ."""
-REFERENCES = {"bf16": STOCK} | {variant: reference for variant, (reference, _) in GOALS.items()}
+REFERENCES = {CONTROL: STOCK, "bf16": STOCK} | {variant: reference for variant, (reference, _) in GOALS.items()}
 
 
 def last_mean(losses: Sequence[float]) -> float:
@@ -61,7 +61,8 @@ def _spread(values: list[float]) -> float | None:
 
 def _fp32(curves: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[str, Any] | None:
     """Largest relative difference of a step's loss between the lossless policies in fp32, and to stock."""
-    first = {variant: curves[variant]["0"] for variant in FP32_VARIANTS if "0" in curves.get(variant, {})}
+    compared = (CONTROL, *FP32_VARIANTS)
+    first = {variant: curves[variant]["0"][:FP32_STEPS] for variant in compared if "0" in curves.get(variant, {})}
     if len(first) < 2:
         return None
     reference = next(iter(first.values()))
@@ -119,7 +120,7 @@ def fp32_rows(summary: Mapping[str, Any]) -> list[tuple[str, ...]]:
         table.append(
             (
                 model,
-                "; ".join(policy.removeprefix("fp32, ") for policy in entry["policies"]),
+                "; ".join(policy.removeprefix("fp32, ").replace("fp32", "minimal") for policy in entry["policies"]),
                 str(entry["steps"]),
                 f"{entry['largest_difference']:.1e}",
                 f"{entry['goal']:g}",
@@ -156,7 +157,9 @@ SETTING = (
 LEGEND = (
     f"Mean cross entropy (nats) of the last {LAST} steps. Spread: standard deviation of that mean over the seeds, in "
     "percent; seeds see different text, so most of it is the text. Difference: of the means on the same batches, "
-    "averaged over the seeds; positive is worse."
+    "averaged over the seeds; positive is worse. `fp32` is the control: the patched blocks compute stock's mathematics "
+    "in sums of another order, so its difference to stock is what rounding alone makes of a training run; differences of "
+    "that size or below are not the variant's."
 )
 FP32_LEGEND = (
     "The largest relative difference of any step's loss, seed 0. `to stock fp32` compares the patched blocks in fp32 "

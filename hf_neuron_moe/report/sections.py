@@ -87,7 +87,7 @@ def study_sections(study: StudyData) -> str:
 
 def _is_fp32(variant: str) -> bool:
     """Whether the curve belongs to the short comparison of exact policies, which has a line of its own."""
-    return variant.startswith("fp32")
+    return variant.startswith("fp32,")
 
 
 def _bands(seeds: int) -> str:
