@@ -158,8 +158,8 @@ LEGEND = (
     f"Mean cross entropy (nats) of the last {LAST} steps. Spread: standard deviation of that mean over the seeds, in "
     "percent; seeds see different text, so most of it is the text. Difference: of the means on the same batches, "
     "averaged over the seeds; positive is worse. `fp32` is the control: the patched blocks compute stock's mathematics "
-    "in sums of another order, so its difference to stock is what rounding alone makes of a training run; differences of "
-    "that size or below are not the variant's."
+    "in sums of another order, so its difference to stock is what rounding alone makes of a training run; differences "
+    "of that size or below are not the variant's."
 )
 FP32_LEGEND = (
     "The largest relative difference of any step's loss, seed 0. `to stock fp32` compares the patched blocks in fp32 "
