@@ -21,7 +21,7 @@ from hf_neuron_moe import (
     NeuronMoETrainerMixin,
     patch_model,
 )
-from hf_neuron_moe.errors import ConfigError, UnsupportedModelError
+from hf_neuron_moe.errors import ConfigError, NeuronMoEWarning, UnsupportedModelError
 from hf_neuron_moe.training.prepare import is_patched
 from tests.tiny_models import HOMES, assert_same_snapshot, snapshot, tiny_model
 from tests.training.runs import SETTINGS, Rows, arguments, losses, metrics, train_logs, trainer
@@ -191,7 +191,9 @@ def test_a_resumed_run_equals_the_uninterrupted_one(home: str, tmp_path: Path) -
         for param in model.parameters():
             param.fill_(0.5)  # whatever is not restored would show
     resumed = trainer(model, tmp_path, **options)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    (tmp_path / "checkpoint-4" / "optimizer.pt").unlink()  # as if the run had been killed while saving
+    with pytest.warns(NeuronMoEWarning, match="checkpoint-4"):
+        resumed.train(resume_from_checkpoint=True)
     assert losses(resumed) == losses(whole)
     again = metrics(tmp_path)  # lines of steps after the checkpoint were written anew
     assert [line["step"] for line in again] == [1, 2, 3, 4]
