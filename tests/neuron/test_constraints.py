@@ -81,7 +81,6 @@ def test_what_no_kernel_takes_is_refused_before_one_is_called(name: str, machine
 VERSIONS = {
     "nki too old": {"nki": "0.6.0"},
     "the XLA generation": {"torch-neuronx": "2.9.0.2.15.32035"},
-    "another torch": {"torch-neuronx": "2.14.3"},
 }
 
 
@@ -96,9 +95,9 @@ def test_other_generations_are_refused_by_name_and_version(name: str, machine: S
     assert not double.launches
 
 
-@pytest.mark.parametrize("version", ["0.7.0b1", "0.7.0", "0.8.0", "0.10.1"])
-def test_betas_and_later_releases_are_taken(version: str, machine: Start) -> None:
-    with mock.patch.dict(install.VERSIONS, {"nki": version}):
+@pytest.mark.parametrize(("nki", "plugin"), [("0.7.0b1", "2.13.3"), ("0.8.0", "2.14.3"), ("0.10.1", "2.15.0")])
+def test_betas_and_later_releases_are_taken(nki: str, plugin: str, machine: Start) -> None:
+    with mock.patch.dict(install.VERSIONS, {"nki": nki, "torch-neuronx": plugin}):
         double = machine().double
         run(DENSE, "neuron", steps=1)
     assert double.names == ["mlp_forward_mxfp8_nki", "mlp_backward_mxfp8_nki"]

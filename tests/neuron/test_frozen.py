@@ -40,7 +40,7 @@ def forward(stack: Any, x: Tensor, index: Tensor | None, weights: Tensor | None,
         return frozen_network(x, index, weights, stack, backend=backend)
 
 
-@pytest.mark.parametrize("release", [(2, 30), (2, 33)])
+@pytest.mark.parametrize("release", [pytest.param((2, 30), marks=pytest.mark.slow), (2, 33)])
 @pytest.mark.parametrize("options", [{"layout": "kernel"}, {"layout": "kernel", "scales": "oversized"}])
 def test_a_frozen_mlp(options: dict[str, str], release: tuple[int, int], tmp_path: Path, machine: Start) -> None:
     stack = stack_of(tmp_path, "llama", DENSE, **options)

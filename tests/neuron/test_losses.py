@@ -12,7 +12,18 @@ from torch import Tensor
 
 from hf_neuron_moe import patch_model
 from hf_neuron_moe.errors import NeuronMoEError
-from tests.neuron.small_runs import CASES, DENSE, EXPERTS, EXPERTS_MX, Case, close, first_gradients, run, train
+from tests.neuron.small_runs import (
+    CASES,
+    DENSE,
+    EXPERTS,
+    EXPERTS_MX,
+    SOME_SLOW,
+    Case,
+    close,
+    first_gradients,
+    run,
+    train,
+)
 from tests.tiny_models import tokens
 
 Start = Callable[..., SimpleNamespace]
@@ -155,7 +166,7 @@ def test_tokens_that_no_kernel_tile_fits_are_padded(machine: Start) -> None:
                 assert (found - expected).abs().max() <= 2e-2 * expected.abs().max()
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", SOME_SLOW)
 def test_inference_between_training_steps(name: str, machine: Start) -> None:
     """Generation and inference mode neither disturb training nor are disturbed by it."""
 

@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from hf_neuron_moe import patch_model
 from hf_neuron_moe.backends import get_backend, resolve_backend
 from hf_neuron_moe.modules import ops
-from tests.neuron.small_runs import CASES, DENSE, EXPERTS, EXPERTS_MX, Case
+from tests.neuron.small_runs import CASES, DENSE, EXPERTS, EXPERTS_MX, SOME_SLOW, Case
 from tests.tiny_models import tokens
 
 Start = Callable[..., SimpleNamespace]
@@ -86,7 +86,7 @@ def test_forward_operators_pass_opcheck(name: str, machine: Start) -> None:
     assert double.launches and not double.traced, "fakes are shapes only: no kernel is traced"
 
 
-@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("name", SOME_SLOW)
 def test_backward_operators_pass_opcheck(name: str, machine: Start) -> None:
     double = machine(target=CASES[name].target).double
     kind, make = OPERATORS[name]
@@ -116,7 +116,7 @@ def forward_and_backward(name: str, operands: tuple[Any, ...]) -> list[Tensor]:
     return [y, *saved, *backend.experts_backward(torch.ones_like(y), *operands[:5], saved, *options)]
 
 
-@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("name", SOME_SLOW)
 def test_bodies_trace_without_looking_at_values(name: str, machine: Start) -> None:
     """Under ``torch.compile`` on a device an operator's body becomes part of the graph: shapes only, no ``.item()``."""
     double = machine(target=CASES[name].target).double

@@ -13,7 +13,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from hf_neuron_moe import patch_model
-from tests.neuron.small_runs import CASES, Case, close, train_with_trainer
+from tests.neuron.small_runs import CASES, SOME_SLOW, Case, Rows, close, train_with_trainer
 
 Start = Callable[..., SimpleNamespace]
 LORA = {
@@ -54,7 +54,7 @@ def compare(
     return double
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", SOME_SLOW)
 def test_a_trainer_run(name: str, tmp_path: Path, machine: Start) -> None:
     double = compare(CASES[name], tmp_path, machine, bound=CASES[name].bound)
     # Three steps, two layers, a forward and a backward each; one shape of either.
@@ -113,7 +113,6 @@ def test_a_trainer_run_under_autocast(name: str, tmp_path: Path, machine: Start)
 @pytest.mark.slow
 def test_the_packages_own_trainer(tmp_path: Path, machine: Start) -> None:
     from hf_neuron_moe import NeuronMoETrainer, NeuronMoETrainingArguments
-    from tests.neuron.small_runs import Rows
 
     def losses(backend: str) -> list[float]:
         arguments = NeuronMoETrainingArguments(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hf_neuron_moe import patch_model
 from hf_neuron_moe.backends import get_backend
-from tests.neuron.small_runs import CASES, DENSE, EXPERTS, EXPERTS_MX, Case
+from tests.neuron.small_runs import CASES, DENSE, EXPERTS, EXPERTS_MX, SOME_SLOW, Case
 from tests.tiny_models import tokens
 
 Start = Callable[..., SimpleNamespace]
@@ -90,15 +90,15 @@ BEHIND_AUTOGRAD = ("through_data", "added_to_data")
 CALLS = [(name, train) for name in CHANGES for train in (False, True) if not (train and name in BEHIND_AUTOGRAD)]
 
 
+@pytest.mark.parametrize("case", [EXPERTS_MX, pytest.param(EXPERTS, marks=pytest.mark.slow)], ids=["mxfp8", "bf16"])
 @pytest.mark.parametrize(("name", "train"), CALLS)
-def test_changed_weights_are_seen(name: str, train: bool, machine: Start) -> None:
-    for case in (EXPERTS_MX, EXPERTS):
-        _, expected = outcome(case, "torch", CHANGES[name], train)
-        machine(target=case.target)
-        before, found = outcome(case, "neuron", CHANGES[name], train)
-        assert not torch.equal(found, before)
-        # The documented tolerance of the bf16 kernels.
-        assert (found - expected).abs().max() <= (2e-2 if case.bound else 0.0) * expected.abs().max()
+def test_changed_weights_are_seen(name: str, train: bool, case: Case, machine: Start) -> None:
+    _, expected = outcome(case, "torch", CHANGES[name], train)
+    machine(target=case.target)
+    before, found = outcome(case, "neuron", CHANGES[name], train)
+    assert not torch.equal(found, before)
+    # The documented tolerance of the bf16 kernels.
+    assert (found - expected).abs().max() <= (2e-2 if case.bound else 0.0) * expected.abs().max()
 
 
 def test_merged_adapters_are_seen(machine: Start) -> None:
@@ -123,7 +123,7 @@ def test_merged_adapters_are_seen(machine: Start) -> None:
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", SOME_SLOW)
 def test_copies_are_reported_and_freed(name: str, machine: Start) -> None:
     case = CASES[name]
     machine(target=case.target)
