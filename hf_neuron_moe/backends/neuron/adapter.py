@@ -91,6 +91,9 @@ def _why_not(generation: Generation, parameters: set[str], needed: set[str]) -> 
         known = {field.name for field in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set_fields
         if not set_fields <= known:
             return f"{record} has no {', '.join(sorted(set_fields - known))}"
+        unset = {name for name in known - set_fields if name.endswith("_swizzle_mode")}
+        if unset:  # their defaults are for a single expert
+            return f"{record} also has {', '.join(sorted(unset))}"
     return None
 
 

@@ -19,7 +19,7 @@ from hf_neuron_moe.backends.neuron.adapter import Adapter
 from hf_neuron_moe.backends.neuron.launch import Launcher
 from hf_neuron_moe.backends.neuron.layouts import fused_for_kernel, kernel_weight, pad_axes, stock_gradient
 from hf_neuron_moe.backends.neuron.limits import Block
-from hf_neuron_moe.backends.neuron.prepared import PreparedWeights
+from hf_neuron_moe.backends.neuron.prepared import PreparedWeights, kept_for
 from hf_neuron_moe.formats.padding import padded_size
 
 _ORDER = ("gate_pre", "up", "gate_act", "intermediate")
@@ -49,13 +49,15 @@ class DenseKernels:
     launch: Launcher
     weights: PreparedWeights
 
-    def _operands(self, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-        """Gate and up ``[2I, H]`` and down ``[H, I]``, bf16 and padded."""
+    def _operands(
+        self, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, block: Block, *, training: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """Gate and up ``[2I, H]`` and down ``[H, I]``, bf16 and padded; copies are kept while training."""
         hidden, inner = block.padded
         fuse = partial(fused_for_kernel, hidden=hidden, inner=inner)
         turn = partial(kernel_weight, axes="HI", wanted="HI", hidden=hidden, inner=inner)
-        gate_up_2IH = self.weights.get(f"2IH {hidden}x{inner}", fuse, gate_IH, up_IH)
-        return gate_up_2IH, self.weights.get(f"HI {hidden}x{inner}", turn, down_HI)
+        gate_up_2IH = self.weights.get(f"2IH {hidden}x{inner}", fuse, gate_IH, up_IH, keep=training)
+        return gate_up_2IH, self.weights.get(f"HI {hidden}x{inner}", turn, down_HI, keep=training)
 
     def prepare(self, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, block: Block) -> None:
         """Make every copy that forward and backward read."""
@@ -85,7 +87,7 @@ class DenseKernels:
         if not tokens:
             return torch.zeros_like(x_SH), fake_saved(x_SH, 0, block, keep)
         padded = pad_axes(x_SH, (padded_size(tokens), block.padded[0]))
-        weights = self._operands(gate_IH, up_IH, down_HI, block)
+        weights = self._operands(gate_IH, up_IH, down_HI, block, training=kept_for(keep))
         out_SH, checkpoints = self._run_forward(padded, *weights, policy.names)
         out_SH = out_SH[:tokens, : block.hidden].contiguous()
         if policy.fp8:
@@ -134,7 +136,8 @@ class DenseKernels:
             )
         sizes = {"hidden": block.hidden, "inner": block.inner}
         d_gate, d_up = (
-            stock_gradient(half, "IH", "IH", dtype=weight.dtype, **sizes)
+            # Never views of the kernel's one output: results of an operator must not share memory.
+            stock_gradient(half.clone(), "IH", "IH", dtype=weight.dtype, **sizes)
             for half, weight in zip(d_gate_up.split(inner), (gate_IH, up_IH))
         )
         d_down = stock_gradient(d_down, "HI", "HI", dtype=down_HI.dtype, **sizes)

@@ -24,7 +24,7 @@ from hf_neuron_moe.backends.neuron.layouts import (
     stock_gradient,
 )
 from hf_neuron_moe.backends.neuron.limits import Block
-from hf_neuron_moe.backends.neuron.prepared import PreparedWeights
+from hf_neuron_moe.backends.neuron.prepared import PreparedWeights, kept_for
 from hf_neuron_moe.backends.neuron.routing import Routed, block_count, route, routing_gradient, with_sink
 
 _BACKWARD_AXES = ("EH2I", "EIH")
@@ -106,8 +106,8 @@ class ExpertKernels:
             dtype=torch.bfloat16 if block.precision == "bf16" else torch.float32,
         )
 
-    def _weights(self, experts: Experts, wanted: tuple[str, str]) -> dict[str, Tensor]:
-        """The kernels' weight arguments in the wanted orientations."""
+    def _weights(self, experts: Experts, wanted: tuple[str, str], *, training: bool = True) -> dict[str, Tensor]:
+        """The kernels' weight arguments in the wanted orientations; copies are kept while training."""
         (hidden, inner), axes = experts.block.padded, split_axes(experts.transposed)
         names = ("gate_up_proj_weight", "down_proj_weight")
         sources = (experts.gate_up, experts.down)
@@ -115,7 +115,9 @@ class ExpertKernels:
         for name, source, own, order in zip(names, sources, axes, wanted):
             turn = partial(kernel_weight, axes=own, wanted=order, hidden=hidden, inner=inner)
             split = partial(_split, transposed=experts.transposed, turn=turn)
-            result[name] = self.weights.get(f"{order} {hidden}x{inner}", split if "2" in own else turn, source)
+            result[name] = self.weights.get(
+                f"{order} {hidden}x{inner}", split if "2" in own else turn, source, keep=training
+            )
         return result
 
     def prepare(self, experts: Experts) -> None:
@@ -129,7 +131,13 @@ class ExpertKernels:
         return ("EI2H" if self.adapter.generation("moe_forward_mxfp8") == "2.33" else "E2IH"), "EHI"
 
     def _run_forward(
-        self, x_TH: Tensor, index_TK: Tensor, weight_TK: Tensor, experts: Experts, checkpoint: bool
+        self,
+        x_TH: Tensor,
+        index_TK: Tensor,
+        weight_TK: Tensor,
+        experts: Experts,
+        checkpoint: bool,
+        training: bool = True,
     ) -> tuple[Tensor, ...]:
         """Return y ``[T, H]``, padded, and the checkpoints that the kernel returned."""
         block, bf16 = experts.block, experts.block.precision == "bf16"
@@ -144,7 +152,7 @@ class ExpertKernels:
             token_position_to_id=routed.ids,
             block_to_expert=routed.blocks,
             block_size=block.block_size,
-            **self._weights(experts, self._forward_axes(block)),
+            **self._weights(experts, self._forward_axes(block), training=training),
             **options,
         )
         return out_TH[: x_TH.shape[0]], *checkpoints
@@ -157,7 +165,7 @@ class ExpertKernels:
         if not x_TH.shape[0]:
             return torch.zeros_like(x_TH), saved
         keeps = keeps_checkpoints(keep)
-        out_TH, *checkpoints = self._run_forward(x_TH, index_TK, weight_TK, experts, keeps)
+        out_TH, *checkpoints = self._run_forward(x_TH, index_TK, weight_TK, experts, keeps, kept_for(keep))
         out_TH = out_TH[:, : experts.block.hidden].contiguous()
         if not keeps:
             return out_TH, saved

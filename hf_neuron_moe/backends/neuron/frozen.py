@@ -1,9 +1,10 @@
 """Frozen MX weights through the kernels that take pre-quantized operands: inference only.
 
-Dense MLPs go through ``mlp_fwd_mxfp8`` with codes and packed scales. No documented kernel gives the input's gradient
-alone, and none takes codes that are quantized along the other axis; so training goes through the torch backend.
+Dense MLPs go through ``mlp_fwd_mxfp8`` with codes and packed scales, experts whose weights are words through
+``moe_cte`` shard_on_block_mx. No documented kernel gives the input's gradient alone, and none takes codes that are
+quantized along the other axis; so training goes through the torch backend.
 
-Letters: S tokens, H hidden, I intermediate.
+Letters: T tokens, K experts per token, E experts, H hidden, I intermediate.
 """
 
 from __future__ import annotations
@@ -13,16 +14,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.backends.mx_weights import NATURAL, SWIZZLED, MXExpertStack, MXLayout
+from hf_neuron_moe.backends.mx_weights import NATURAL, SWIZZLED, WORDS, MXExpertStack, MXLayout
 from hf_neuron_moe.backends.neuron.adapter import Adapter
 from hf_neuron_moe.backends.neuron.launch import Launcher
 from hf_neuron_moe.backends.neuron.layouts import pad_axes
-from hf_neuron_moe.backends.neuron.limits import Device
+from hf_neuron_moe.backends.neuron.limits import BF16_HIDDEN, BF16_HIDDEN_STEP, BF16_TOKENS, Device
 from hf_neuron_moe.backends.neuron.prepared import PreparedWeights
+from hf_neuron_moe.backends.neuron.routing import route, with_sink
+from hf_neuron_moe.errors import ShapeError, refuse
 from hf_neuron_moe.formats.constants import SwizzleScheme
 from hf_neuron_moe.formats.padding import LANES, padded_size
 from hf_neuron_moe.formats.scales import to_packed
 from hf_neuron_moe.formats.swizzle import swizzle, tile_segments
+from hf_neuron_moe.kernels.routing import choose_block_size
+
+_WORD_FORMATS = ("e4m3fn", "e2m1")
+"""Element formats told by the width of their words. e5m2 words would need an option that not every release has."""
+
+_INNER_STEP, _SMALL_INNER_STEP = 512, 32
 
 
 @dataclass(frozen=True)
@@ -46,7 +55,7 @@ class FrozenKernels:
         if device.platform != "trn3":
             return f"the MXFP8 kernels run on Trn3 only, and this is {device.platform}"
         if stack.gate_up_codes.dim() > 2:
-            return "this package calls no kernel for experts with MX weights"
+            return _why_not_words(stack, device) or self.adapter.why_not("moe_forward_mx")
         for name, layout, size in (
             ("gate_up_proj", stack.gate_up_layout, stack.hidden),
             ("down_proj", stack.down_layout, stack.inner),
@@ -58,23 +67,24 @@ class FrozenKernels:
             return "down_proj holds more columns than the network has"
         return self.adapter.why_not("mlp_forward")
 
-    def forward(self, x_SH: Tensor, index_TK: Tensor | None, weight_TK: Tensor | None, stack: MXExpertStack) -> Tensor:
-        """Return ``y [S, H]``; :meth:`why_not` was None."""
-        tokens = x_SH.shape[0]
-        if not tokens:
-            return torch.zeros_like(x_SH)
+    def forward(self, x_TH: Tensor, index_TK: Tensor | None, weight_TK: Tensor | None, stack: MXExpertStack) -> Tensor:
+        """Return ``y [T, H]``; :meth:`why_not` was None."""
+        if not x_TH.shape[0]:
+            return torch.zeros_like(x_TH)
+        if index_TK is not None and weight_TK is not None:
+            return self._experts(x_TH, index_TK, weight_TK, stack)
         gate_up = self._operand("gate_up", stack.gate_up_codes, stack.gate_up_scales, stack.gate_up_layout)
         down = self._operand("down", stack.down_codes, stack.down_scales, stack.down_layout)
-        out_SH, *_ = self.launch(
+        out_TH, *_ = self.launch(
             self.adapter.kernel("mlp_forward", "mlp_forward_quantized"),
-            hidden=pad_axes(x_SH, (padded_size(tokens), x_SH.shape[1])),
+            hidden=pad_axes(x_TH, (padded_size(x_TH.shape[0]), x_TH.shape[1])),
             gate_up_weights=gate_up[0],
             down_weights=down[0],
             gate_up_scales=gate_up[1],
             down_scales=down[1],
             run_with_lnc2=self.launch.lnc == 2,
         )
-        return out_SH[:tokens].contiguous()
+        return out_TH[: x_TH.shape[0]].contiguous()
 
     def _operand(self, name: str, codes: Tensor, scales: Tensor, layout: MXLayout) -> tuple[Tensor, Tensor]:
         """Codes as float8_e4m3fn ``[K/4, 4F]`` and scales as ``use_scale_packing`` asks for them."""
@@ -82,6 +92,53 @@ class FrozenKernels:
             codes = self.weights.get(f"frozen {name} {layout.scheme}", lambda own: swizzle(own, layout.scheme), codes)
         # Raw bytes would be read as e5m2: the kernel goes by the dtype's name.
         return codes.view(torch.float8_e4m3fn), self.weights.get(f"frozen {name} scales", to_packed, scales)
+
+    def _experts(self, x_TH: Tensor, index_TK: Tensor, weight_TK: Tensor, stack: MXExpertStack) -> Tensor:
+        tokens, top_k, count = x_TH.shape[0], index_TK.shape[1], stack.gate_up_codes.shape[0]
+        if tokens > BF16_TOKENS:
+            raise refuse(
+                ShapeError,
+                where="neuron backend",
+                argument="the number of tokens (batch size times length)",
+                expected=f"at most {BF16_TOKENS}",
+                got=str(tokens),
+                remedy="Use smaller batches or shorter sequences.",
+            )
+        block_size = choose_block_size(tokens, top_k, count, choices=(128, 256, 512), n_block_per_iter=2).block_size
+        routed = route(index_TK, weight_TK, count, block_size, sink=True, per_iteration=2, dtype=torch.bfloat16)
+        partitions, tiles = stack.down_codes.shape[1:3]
+        out_2TH, *_ = self.launch(
+            self.adapter.kernel("moe_forward_mx", "moe_forward"),
+            hidden_states=with_sink(x_TH),
+            expert_affinities_masked=routed.affinities,
+            gate_up_proj_weight=stack.gate_up_codes,
+            down_proj_weight=stack.down_codes,
+            gate_up_proj_scale=stack.gate_up_scales,
+            down_proj_scale=stack.down_scales,
+            gate_and_up_proj_bias=x_TH.new_zeros((count, partitions, 2, tiles, 4)),
+            down_proj_bias=x_TH.new_zeros((count, x_TH.shape[1])),
+            token_position_to_id=routed.ids,
+            block_to_expert=routed.blocks,
+            block_size=block_size,
+        )
+        return out_2TH[0, :tokens].contiguous()
+
+
+def _why_not_words(stack: MXExpertStack, device: Device) -> str | None:
+    layouts = (stack.gate_up_layout, stack.down_layout)
+    if device.lnc != 2:
+        return "moe_cte shard_on_block_mx needs two physical cores per logical core (LNC 2), and LNC is 1"
+    if any(layout.arrangement != WORDS or layout.fmt not in _WORD_FORMATS for layout in layouts):
+        held = ", ".join(f"{layout.fmt} {layout.arrangement}" for layout in layouts)
+        return f"the experts' kernel takes words of e4m3fn or e2m1 codes, and these are {held}"
+    if layouts[0].fmt != layouts[1].fmt:
+        return "the experts' kernel takes one element format for both projections"
+    hidden, inner = stack.hidden, stack.inner
+    if hidden % BF16_HIDDEN_STEP or hidden > BF16_HIDDEN[1]:
+        return f"moe_cte takes hidden sizes of {BF16_HIDDEN[0]} to {BF16_HIDDEN[1]} in steps of 512, and it is {hidden}"
+    if inner % (_INNER_STEP if inner >= _INNER_STEP else _SMALL_INNER_STEP):
+        return f"moe_cte takes multiples of 512, or of 32 below, of the intermediate size, and it is {inner}"
+    return None
 
 
 def _why_not_operand(layout: MXLayout, size: int) -> str | None:

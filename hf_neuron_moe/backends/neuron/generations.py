@@ -22,6 +22,9 @@ _BACKWARD = _ROUTED | {"gate_up_proj_act_checkpoint_T", "output_hidden_states_gr
 _BWD_OPTIONS = _names(
     "down_proj_act_checkpoint skip_dma compute_dtype is_tensor_update_accumulating affinity_option activation_type"
 )
+_CTE_OPTIONS = _names(
+    "spec activation_function skip_dma compute_dtype is_tensor_update_accumulating expert_affinities_scaling_mode"
+)
 _MX_OPTIONS = _names("shard_option affinity_option compute_dtype skip_dma")
 
 
@@ -48,7 +51,14 @@ _FWD_CONFIG = _names(
     "shard_option affinity_option is_tensor_update_accumulating single_expert_dense skip_dma gate_up_proj_act_td "
     "fast_dma_transpose reuse_spilled_weights use_1x32_pe_swizzle"
 )
-_BWD_CONFIG = _names("shard_option affinity_option accumulate_hidden_states_grad skip_dma")
+_BWD_CONFIG = _names(
+    "shard_option affinity_option accumulate_hidden_states_grad single_expert_dense fast_dma_transpose skip_dma"
+)
+_BWD_SWIZZLES = _names(
+    "pe_transpose_only output_grad_swizzle_mode down_weight_swizzle_mode d_gate_up_swizzle_mode "
+    "gate_up_weight_swizzle_mode d_gate_up_t_swizzle_mode hidden_states_t_swizzle_mode output_grad_t_swizzle_mode "
+    "scaled_intermediate_t_swizzle_mode"
+)
 
 FUNCTIONS: dict[str, tuple[str, tuple[Generation, ...]]] = {
     "mlp_forward": (
@@ -88,11 +98,7 @@ FUNCTIONS: dict[str, tuple[str, tuple[Generation, ...]]] = {
             Generation(
                 "2.29",
                 "moe_forward",
-                _ROUTED
-                | _names(
-                    "spec activation_function skip_dma compute_dtype is_tensor_update_accumulating "
-                    "expert_affinities_scaling_mode"
-                ),
+                _ROUTED | _CTE_OPTIONS,
             ),
         ),
     ),
@@ -113,7 +119,7 @@ FUNCTIONS: dict[str, tuple[str, tuple[Generation, ...]]] = {
         (
             Generation(
                 "2.33",
-                "moe_mxfp8_config",
+                "moe_forward_mxfp8_config",
                 _ROUTED | {"config"},
                 records=(
                     ("MXFP8MOEFwdConfig", _FWD_CONFIG),
@@ -130,9 +136,30 @@ FUNCTIONS: dict[str, tuple[str, tuple[Generation, ...]]] = {
         "blockwise_mm_bwd_mxfp8",
         (
             Generation(
-                "2.33", "moe_mxfp8_config", _BACKWARD | {"config"}, records=(("MXFP8MOEBwdConfig", _BWD_CONFIG),)
+                "2.33, swizzle modes",
+                "moe_backward_mxfp8_swizzle_modes",
+                _BACKWARD | {"config"},
+                records=(("MXFP8MOEBwdConfig", _BWD_CONFIG | _BWD_SWIZZLES), ("SwizzleMode", frozenset())),
+            ),
+            Generation(
+                "2.33",
+                "moe_backward_mxfp8_config",
+                _BACKWARD | {"config"},
+                records=(("MXFP8MOEBwdConfig", _BWD_CONFIG),),
             ),
             Generation("2.31", "moe_backward_mxfp8", _BACKWARD | _MX_OPTIONS),
+        ),
+    ),
+    "moe_forward_mx": (
+        "moe_cte",
+        (
+            Generation(
+                "2.30",
+                "moe_forward_mx",
+                _ROUTED
+                | _CTE_OPTIONS
+                | _names("gate_and_up_proj_bias down_proj_bias gate_up_proj_scale down_proj_scale"),
+            ),
         ),
     ),
 }

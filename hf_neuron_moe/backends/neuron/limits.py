@@ -106,7 +106,7 @@ def block_sizes(block: Block, adapter: Adapter) -> tuple[int, ...]:
     backward = adapter.match(block.needs[1])
     assert backward.generation is not None, "checked by why_not"
     if block.precision == "mxfp8":
-        return SMALL_BLOCKS + (LARGE_BLOCKS if backward.generation.name == "2.33" else ())
+        return SMALL_BLOCKS + (() if backward.generation.name == "2.31" else LARGE_BLOCKS)
     large = LARGE_BLOCKS if "skip_gate_proj" in backward.parameters else ()
     return tuple(size for size in SMALL_BLOCKS + large if size % BF16_BLOCK_STEP == 0)
 

@@ -33,7 +33,6 @@ HOMES: dict[str, tuple[str, ...]] = {
     "ShardOnIConfig": _MOE_CTE,
     "ShardOnBlockConfig": _MOE_CTE,
     "SkipMode": (f"{_CORE}.moe.moe_cte", f"{_CORE}.moe.moe_cte.moe_cte_utils", f"{_CORE}.moe.moe_cte_utils"),
-    "bwmm_shard_on_block_mx": (f"{_CORE}.moe.moe_cte.bwmm_shard_on_block_mx",),
     "ActFnType": _COMMON,
     "ExpertAffinityScaleMode": _COMMON,
     "blockwise_mm_bwd": (f"{_EXPERIMENTAL}.moe.bwd.blockwise_mm_backward",),
@@ -47,6 +46,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "MXFP8MOEBwdConfig": (f"{_MXFP8}.bwd.config", _MXFP8),
     "TensorDescriptor": _DESCRIPTORS,
     "TensorOrientation": _DESCRIPTORS,
+    "SwizzleMode": _DESCRIPTORS,
 }
 """Modules to look in, in order, by the name used here."""
 

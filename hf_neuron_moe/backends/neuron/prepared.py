@@ -2,7 +2,9 @@
 
 A copy belongs to a state of its sources: their storages, places in these, and version counters, which every in-place
 change that autograd sees advances. Writes through ``.data`` and the gathered weights of FSDP do not advance them, so
-all copies are also dropped after every optimizer step.
+all copies are also dropped after every optimizer step, and none are kept for calls without a backward: adapters are
+merged through ``.data`` between such calls. (A write through ``.data`` between two training calls, with no optimizer
+step in between, is not seen.)
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ class PreparedWeights:
         """Drop all copies."""
         self._copies.clear()
 
-    def get(self, form: str, build: Callable[..., Tensor], *sources: Tensor) -> Tensor:
+    def get(self, form: str, build: Callable[..., Tensor], *sources: Tensor, keep: bool = True) -> Tensor:
         """Return ``build(*sources)``, or the copy made before from the same state of the sources.
 
         Results that share memory with a source cost nothing and are not kept. While a program is traced nothing is
@@ -67,8 +69,9 @@ class PreparedWeights:
             form: name of what `build` makes; everything that `build` depends on besides the sources is in it.
             build: maps the sources to the prepared tensor.
             *sources: the weights.
+            keep: whether a backward will come; else the weights are read anew.
         """
-        if not all(_has_a_version(source) for source in sources):
+        if not keep or not all(_has_a_version(source) for source in sources):
             return build(*sources)
         key = (form, tuple(_place(source) for source in sources))
         versions = tuple(source._version for source in sources)
@@ -96,12 +99,20 @@ class CountedWeights(PreparedWeights):
         """Bytes of all copies asked for."""
         return sum(self._sizes.values())
 
-    def get(self, form: str, build: Callable[..., Tensor], *sources: Tensor) -> Tensor:
+    def get(self, form: str, build: Callable[..., Tensor], *sources: Tensor, keep: bool = True) -> Tensor:
         """Return ``build(*sources)`` and count it if it is a copy."""
         made = build(*sources)
         if all(_storage(made) != _storage(source) for source in sources):
             self._sizes[form, tuple(_place(source) for source in sources)] = made.nbytes
         return made
+
+
+def kept_for(keep: str) -> bool:
+    """Whether copies made by a forward with this policy are kept.
+
+    ``"recompute"`` is also the policy of calls in training mode without a backward; a backward keeps its own anyway.
+    """
+    return keep not in ("", "recompute")
 
 
 def _has_a_version(tensor: Tensor) -> bool:

@@ -1,6 +1,6 @@
-"""The MXFP8 expert pair of later nki-library releases: options in a configuration record, weights ``[E, I, 2, H]``.
+"""``blockwise_mm_fwd_mxfp8`` of later nki-library releases: options in a record, weights ``[E, I, 2, H]``.
 
-The records are made anew in each kernel, since nkilib fills in their fields while it traces.
+The record is made anew in the kernel, since nkilib fills in its fields while it traces.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ import nki
 from hf_neuron_moe.backends.neuron.nkilib_objects import nkilib_object
 
 blockwise_mm_fwd_mxfp8 = nkilib_object("blockwise_mm_fwd_mxfp8")
-blockwise_mm_bwd_mxfp8 = nkilib_object("blockwise_mm_bwd_mxfp8")
 MXFP8MOEFwdConfig = nkilib_object("MXFP8MOEFwdConfig")
-MXFP8MOEBwdConfig = nkilib_object("MXFP8MOEBwdConfig")
 TensorDescriptor = nkilib_object("TensorDescriptor")
 TensorOrientation = nkilib_object("TensorOrientation")
 AffinityOption = nkilib_object("AffinityOption")
@@ -55,37 +53,5 @@ def moe_forward(
             fast_dma_transpose=False,
             reuse_spilled_weights=False,
             use_1x32_pe_swizzle=False,
-        ),
-    )
-
-
-@nki.jit
-def moe_backward(
-    hidden_states: Any,
-    expert_affinities_masked: Any,
-    gate_up_proj_weight: Any,
-    down_proj_weight: Any,
-    gate_up_proj_act_checkpoint_T: Any,
-    token_position_to_id: Any,
-    block_to_expert: Any,
-    output_hidden_states_grad: Any,
-    block_size: int,
-) -> Any:
-    """Return the gradients of hidden states ``[T, H]``, affinities, gate_up ``[E, H, 2, I]`` and down ``[E, I, H]``."""
-    return blockwise_mm_bwd_mxfp8(
-        hidden_states=hidden_states,
-        expert_affinities_masked=expert_affinities_masked,
-        gate_up_proj_weight=gate_up_proj_weight,
-        down_proj_weight=down_proj_weight,
-        token_position_to_id=token_position_to_id,
-        block_to_expert=block_to_expert,
-        output_hidden_states_grad=output_hidden_states_grad,
-        block_size=block_size,
-        gate_up_proj_act_checkpoint_T=gate_up_proj_act_checkpoint_T,
-        config=MXFP8MOEBwdConfig(
-            shard_option=ShardOption.SHARD_ON_FREE,
-            affinity_option=AffinityOption.AFFINITY_ON_I,
-            accumulate_hidden_states_grad=True,
-            skip_dma=SkipMode(True, False),
         ),
     )
