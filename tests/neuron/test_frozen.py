@@ -29,7 +29,7 @@ EXPERTS = {"hidden_size": 512, "intermediate_size": 1024, "num_local_experts": 2
 def stack_of(folder: Path, family: str, sizes: dict[str, int], **options: Any) -> Any:
     """The weights of the first frozen block of a converted tiny model."""
     tiny_model(family, num_hidden_layers=1, **sizes).bfloat16().save_pretrained(folder / "source")
-    convert_checkpoint(folder / "source", folder / "converted", ConvertOptions(precision="mxfp8", **options))
+    convert_checkpoint(folder / "source", folder / "converted", ConvertOptions(**{"precision": "mxfp8", **options}))
     model = AutoModelForCausalLM.from_pretrained(folder / "converted")
     block = next(module for module in model.modules() if isinstance(module, FrozenBlock))
     return block.neuron_stack
@@ -54,12 +54,14 @@ def test_a_frozen_mlp(options: dict[str, str], release: tuple[int, int], tmp_pat
     assert torch.equal(found, expected)
 
 
-def test_frozen_experts(tmp_path: Path, machine: Start) -> None:
-    stack = stack_of(tmp_path, "mixtral", EXPERTS, purpose="inference")
+@pytest.mark.parametrize("release", [pytest.param((2, 30), marks=pytest.mark.slow), (2, 33)])
+@pytest.mark.parametrize("precision", ["mxfp8", "mxfp4"])
+def test_frozen_experts(precision: str, release: tuple[int, int], tmp_path: Path, machine: Start) -> None:
+    stack = stack_of(tmp_path, "mixtral", EXPERTS, purpose="inference", precision=precision)
     x = (torch.randn(20, 512) * 0.3).bfloat16()
     weights, index = torch.rand(20, 2).softmax(-1).topk(1, -1)
     expected = forward(stack, x, index, weights, "torch")
-    double = machine().double
+    double = machine(release=release).double
     found = forward(stack, x, index, weights, "neuron")
     assert len(double.names) == 1
     # The documented tolerance of MX kernels: 5e-2 of the largest value.

@@ -19,8 +19,14 @@ from torch._subclasses.fake_tensor import FakeTensor, is_fake
 from tests.neuron.double.contract import Double, LaunchRecord, broken, need
 from tests.neuron.double.memory import FROM_TORCH, INPUT, SHARED_HBM, KernelTensor, Launch
 
-SAFE_DTYPES = (torch.bfloat16, torch.float32, torch.int32, torch.uint8, torch.int8, torch.float8_e4m3fn)
-"""What a kernel argument may be. fp64 and int64 are cast silently, others fail in the dtype map of some versions."""
+SAFE_DTYPES = (
+    torch.bfloat16, torch.float32, torch.int32, torch.uint8, torch.int8, torch.float8_e4m3fn,
+    torch.int16, torch.uint16, torch.uint32,
+)  # fmt: skip
+"""What a kernel argument may be. fp64 and int64 are cast silently, others fail in the dtype map of some versions.
+
+The 16 and 32 bit integers carry the words of MX weights.
+"""
 
 MODES = ("trace",)
 """``torchxla`` is the old path's."""

@@ -12,7 +12,7 @@ from tests.neuron.double.contract import Double, need
 from tests.neuron.double.memory import DTYPES, X4_FP8, Launch
 from tests.neuron.double.records import Library
 
-X4 = (*X4_FP8, DTYPES["float8_e5m2_x4"], DTYPES["float4_e2m1fn_x4"], DTYPES["uint16"])
+X4 = (*X4_FP8, *(DTYPES[name] for name in ("float8_e5m2_x4", "float4_e2m1fn_x4", "uint16", "int16")))
 
 
 def check_mx_operands(
