@@ -16,10 +16,24 @@ from hf_neuron_moe.modules.frozen_block import FrozenBlock
 
 
 def load_tokenizer(options: ModelOptions) -> PreTrainedTokenizerBase:
-    """Return the tokenizer."""
-    if options.tokenizer:
-        return AutoTokenizer.from_pretrained(options.tokenizer)
-    return AutoTokenizer.from_pretrained(options.model, revision=options.revision)
+    """Return the tokenizer.
+
+    Raises:
+        ConfigError: there is none, as where the model's name is misspelt.
+    """
+    name = options.tokenizer or options.model
+    revision = "main" if options.tokenizer else options.revision
+    try:
+        return AutoTokenizer.from_pretrained(name, revision=revision)
+    except (OSError, ValueError) as error:
+        raise refuse(
+            ConfigError,
+            where="finetune",
+            argument="tokenizer" if options.tokenizer else "model",
+            expected="a folder or hub id with a tokenizer",
+            got=f"{name!r}: {str(error).strip().splitlines()[0]}",
+            remedy="Correct the name, or name another with --tokenizer.",
+        ) from error
 
 
 def load_model(options: ModelOptions) -> PreTrainedModel:

@@ -131,6 +131,7 @@ def test_refusals_are_one_line_and_exit_code_2(tmp_path: Path, text: Path, capsy
     for changes, message in (
         ({"eval_strategy": "epoch", "eval_share": 0}, "eval_strategy must be used with eval_files"),
         ({"neuron_exclude": "model.layers.*.mlq"}, "Did you mean 'model.layers"),
+        ({"model": tmp_path / "models"}, "model must be a folder or hub id with a tokenizer, got"),
         ({"lora_rank": 2, "lora_targets": "query"}, "lora_targets, lora_parameters must be names"),
     ):
         assert main(command(tmp_path, text, **changes)) == 2
