@@ -186,3 +186,21 @@ def test_routing_changes_no_shape(machine: Start) -> None:
         operands[1] = index.expand(S, 2).contiguous()
         op(*operands)
     assert len(double.launches) == 3 and len(double.compilations) == 1
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_kept_outputs_have_no_gradient_and_strided_gradients_are_taken(name: str, machine: Start) -> None:
+    machine(target=CASES[name].target)
+    kind, make = OPERATORS[name]
+    operands = make(True)
+    y, *saved = registered(f"{kind}_fwd")(*operands)
+    assert y.requires_grad and not any(tensor.requires_grad for tensor in saved)
+    y.sum().backward()  # a gradient of strides (0, 0), which no kernel reads
+    expanded = [t.grad.clone() for t in operands if isinstance(t, Tensor) and t.grad is not None]
+    assert len(expanded) == 4
+    for tensor in operands:
+        if isinstance(tensor, Tensor):
+            tensor.grad = None
+    registered(f"{kind}_fwd")(*operands)[0].backward(torch.ones_like(y))
+    whole = [t.grad for t in operands if isinstance(t, Tensor) and t.grad is not None]
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(expanded, whole, strict=True))
