@@ -17,10 +17,12 @@ from hf_neuron_moe.activation_policy import PRESETS
 from hf_neuron_moe.cli.options import BLOCK_PRECISIONS, Json, choice
 
 if TYPE_CHECKING:
+    from hf_neuron_moe.device.roofline import Roofline
     from hf_neuron_moe.training.estimate import TrainingEstimate
 
 DTYPES = ("bf16", "fp16", "fp32")
 OPTIMIZERS = ("adamw", "adafactor", "sgd")
+DEVICES = ("trn2", "trn3")
 _TORCH_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
@@ -42,9 +44,13 @@ def estimate(
     gradient_checkpointing: Annotated[
         bool, typer.Option("--gradient-checkpointing", help="Keep the layers' inputs and recompute each layer.")
     ] = False,
+    device: Annotated[
+        str | None, choice(DEVICES, text="Also the least time of the blocks on a logical core, by published figures.")
+    ] = None,
+    block_size: Annotated[int, typer.Option(min=128, help="Tokens per block of experts.")] = 512,
     as_json: Json = False,
 ) -> None:
-    """Estimate the memory of a training step.
+    """Estimate the memory of a training step, and with --device the least time its blocks take.
 
     Parameters, gradients, optimizer states and the activations that each policy saves, beside stock transformers.
     Needs no weights and no memory. Temporaries and the device's own needs come on top.
@@ -52,7 +58,10 @@ def estimate(
     from hf_neuron_moe.cli.conversion import quiet_transformers
     from hf_neuron_moe.config import NeuronMoEConfig
 
-    configs = {policy: NeuronMoEConfig(precision=precision, activations=policy) for policy in activations or PRESETS}
+    configs = {
+        policy: NeuronMoEConfig(precision=precision, activations=policy, block_size=block_size)
+        for policy in activations or PRESETS
+    }
     import torch
 
     from hf_neuron_moe.convert.assign import build_meta_model
@@ -65,6 +74,12 @@ def estimate(
     model.to(wanted or torch.float32)  # type: ignore[arg-type]
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     batch, length = batch_of(tokens, batch, length, context)
+    floor = None
+    if device is not None:  # before adapters are put on the model
+        from hf_neuron_moe.device.roofline import roofline
+        from hf_neuron_moe.device.usable import block_groups
+
+        floor = roofline(block_groups(model), device, precision, batch * length, block_size)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft's calls of what transformers will rename
         result = estimate_training(
@@ -78,9 +93,12 @@ def estimate(
         )
     if as_json:
         facts = {"ok": True, "model": str(model_dir), "dtype": str(model.dtype).removeprefix("torch.")}
-        typer.echo(json.dumps(facts | {"precision": precision} | result.to_dict()))
+        times = {} if floor is None else {"roofline": floor.to_dict()}
+        typer.echo(json.dumps(facts | {"precision": precision} | result.to_dict() | times))
         return
     _show(result, f"{type(model).__name__}, {str(model.dtype).removeprefix('torch.')}, blocks in {precision}")
+    if floor is not None:
+        _show_roofline(floor)
 
 
 def batch_of(tokens: int | None, batch: int | None, length: int | None, context: int | None) -> tuple[int, int]:
@@ -149,6 +167,39 @@ def _show(result: TrainingEstimate, title: str) -> None:
     if not result.patched:
         console.print("No block can be patched; `hf-neuron-moe plan` says why.", soft_wrap=True)
     console.print("Total: all of the above. Temporaries and the device's own needs come on top.", soft_wrap=True)
+
+
+def _show_roofline(floor: Roofline) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console, core = Console(), floor.core
+    peak = core.flops.get(floor.precision)
+    shown = f"no {floor.precision}" if peak is None else f"{peak / 1e12:,.0f} TFLOP/s in {floor.precision}"
+    console.print(
+        f"\nLeast time of forward and backward on a logical core of {core.name} (LNC 2: {shown}, "
+        f"{core.bandwidth / 1e12:.3f} TB/s), {floor.tokens:,} tokens, blocks of {floor.block_size}.\n"
+        "An ESTIMATE from published figures; nothing was measured. Per block, times in milliseconds:",
+        soft_wrap=True,
+    )
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("blocks", overflow="fold")
+    for heading in ("TFLOP", "padding", "GiB", "compute", "memory", "least", "best B"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for part in floor.groups:
+        at, cells = part.floor, ["-"] * 6
+        if at is not None:
+            seconds = (at.compute_seconds, at.memory_seconds, at.seconds)
+            cells = [f"{part.padding_overhead_percent:.1f} %", f"{at.bytes / 2**30:,.2f}"]
+            cells += [*(f"{1e3 * value:,.2f}" for value in seconds), str(part.best_block_size or "-")]
+        table.add_row(part.group.label, f"{part.flops / 1e12:,.2f}", *cells)
+    console.print(table)
+    for part in floor.groups:
+        if part.reason is not None:
+            console.print(f"{part.group.label}: no Neuron kernel: {part.reason}", soft_wrap=True)
+    if floor.seconds:
+        console.print(f"All of these blocks: at least {1e3 * floor.seconds:,.1f} ms per step.", soft_wrap=True)
 
 
 def gibibytes(size: int) -> str:

@@ -147,7 +147,8 @@ def load_for_verification(folder: Path, *, random_weights: bool = False) -> nn.M
 
     if random_weights or not any(folder.glob("*.safetensors")):
         model = build_meta_model(folder, WHERE)
-        return nn.Module.to(model, dtype=model.config.dtype or torch.bfloat16)
+        dtype = model.config.dtype
+        return nn.Module.to(model, dtype=dtype if isinstance(dtype, torch.dtype) else torch.bfloat16)
     import hf_neuron_moe.quantizers  # noqa: F401 - makes transformers know converted checkpoints
 
     return AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True)
