@@ -93,6 +93,23 @@ def test_an_unknown_home_of_an_object_is_said(monkeypatch: pytest.MonkeyPatch) -
         nkilib_object("BackwardSkipMode")
 
 
+def test_an_object_that_moved_is_found_beside_its_old_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "nkilib" / "experimental" / "moe_mxfp8" / "training"
+    folder.mkdir(parents=True)
+    for part in (folder, *folder.parents[:3]):
+        (part / "__init__.py").touch()
+    (folder / "forward.py").write_text("def blockwise_mm_fwd_mxfp8(): ...", encoding="utf-8")
+    for name in [name for name in sys.modules if name.split(".")[0] == "nkilib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = nkilib_object("blockwise_mm_fwd_mxfp8")
+    assert found.__module__ == "nkilib.experimental.moe_mxfp8.training.forward"
+    with pytest.raises(BackendUnavailableError):
+        nkilib_object("blockwise_mm_bwd_mxfp8")
+    for name in [name for name in sys.modules if name.split(".")[0] == "nkilib"]:
+        monkeypatch.delitem(sys.modules, name)
+
+
 def test_wrappers_pass_what_the_table_says_and_close_over_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The table of arguments is what the adapter checks; a wrapper that passed more would fail on the device."""
     calls: dict[str, set[str]] = {}

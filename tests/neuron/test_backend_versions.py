@@ -73,6 +73,8 @@ def test_the_sdk_is_told_by_nki(install: Any, nki: str, sdk: str | None) -> None
 def test_a_beta_of_the_minimum_will_do(install: Any) -> None:
     install(**working_stack())
     assert versions.why_unavailable() is None
+    del sys.modules["torch_neuronx"].nki_op  # then torch.library registers the operators
+    assert versions.why_unavailable() is None
     assert versions.toolchain().torch_neuronx is sys.modules["torch_neuronx"]
 
 
@@ -83,7 +85,11 @@ def test_a_beta_of_the_minimum_will_do(install: Any) -> None:
         ({"torch_neuronx": None}, "torch-neuronx is not installed"),
         ({"nki": module("nki")}, "placeholder"),
         ({"nki": module("nki", jit=object, __version__="0.6.0")}, "nki 0.6.0 is older than 0.7.0"),
-        ({"torch_neuronx": module("torch_neuronx", __version__="2.9.0.2.15")}, "XLA"),
+        (
+            {"torch_neuronx": module("torch_neuronx", __version__="2.9.0.2.15")},
+            r"2.9.0.2.15 is older than 2.13.3 \(native",
+        ),
+        ({"torch_neuronx": module("torch_neuronx")}, "neither nki_op nor wrap_nki"),
         (
             {"torch_neuronx": module("torch_neuronx", nki_op=object, __version__="2.13.2")},
             "torch-neuronx 2.13.2 is older than 2.13.3",

@@ -170,9 +170,18 @@ class ExpertKernels:
         if not keeps:
             return out_TH, saved
         if parse_keep(keep).fp8:
-            return out_TH, (*kept.pack(checkpoints[0]), *kept.pack(x_TH))
+            return out_TH, (
+                *kept.pack(self._used_slots(checkpoints[0], index_TK, weight_TK, experts)),
+                *kept.pack(x_TH),
+            )
         down = checkpoints[1] if self._on_output(experts.block) else saved[1]
         return out_TH, (checkpoints[0], down, saved[2], saved[3])
+
+    def _used_slots(self, checkpoint_N2IB: Tensor, index_TK: Tensor, weight_TK: Tensor, experts: Experts) -> Tensor:
+        """Zero the slots without a token: they share FP8 groups with others, and no document says what is in them."""
+        ids = self._route(index_TK, weight_TK, experts, sink=False).ids
+        used = (ids >= 0).view(checkpoint_N2IB.shape[0], 1, 1, -1)
+        return torch.where(used, checkpoint_N2IB, 0)
 
     def backward(
         self,

@@ -6,6 +6,8 @@ Sources: nki-library 2.29 to 2.33.
 from __future__ import annotations
 
 import importlib
+import pkgutil
+import sys
 from typing import Any
 
 from hf_neuron_moe.errors import BackendUnavailableError, refuse
@@ -55,16 +57,36 @@ _NAMES = {"BackwardSkipMode": "SkipMode", "BackwardActFnType": "ActFnType"}
 
 
 def find_object(name: str) -> Any | None:
-    """Return an object of nkilib by its name in :data:`HOMES`; None where the installed release does not have it."""
+    """Return an object of nkilib by its name in :data:`HOMES`; None where the installed release does not have it.
+
+    If it is in none of its known homes, the modules beside the first one are searched.
+    """
+    own = _NAMES.get(name, name)
     for home in HOMES[name]:
-        try:
-            module = importlib.import_module(home)
-        except ImportError:
-            continue
-        found = getattr(module, _NAMES.get(name, name), None)
+        found = _attribute(home, own)
         if found is not None:
             return found
-    return None
+    package = ".".join(HOMES[name][0].split(".")[:3])
+    return next((found for home in _modules_in(package) if (found := _attribute(home, own)) is not None), None)
+
+
+def _attribute(module: str, name: str) -> Any | None:
+    try:
+        return getattr(importlib.import_module(module), name, None)
+    except ImportError:
+        return None
+
+
+def _modules_in(package: str) -> list[str]:
+    """Names of all modules in a package, without importing any but packages; empty where there is none."""
+    try:
+        path = getattr(importlib.import_module(package), "__path__", None)
+    except ImportError:
+        return []
+    if path is None:
+        return []
+    inner = [found.name for found in pkgutil.walk_packages(path, f"{package}.", onerror=lambda name: None)]
+    return sorted({*inner, *(name for name in sys.modules if name.startswith(f"{package}."))})
 
 
 def nkilib_object(name: str) -> Any:

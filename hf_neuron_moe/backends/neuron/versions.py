@@ -114,13 +114,21 @@ def why_unavailable(*, simulator: bool = False) -> str | None:
         return "the installed nki is PyPI's placeholder: it has no nki.jit"
     if simulator and not hasattr(sys.modules["nki"], "simulate"):
         return "the installed nki has no nki.simulate"
-    if not simulator and not hasattr(sys.modules["torch_neuronx"], "nki_op"):
-        return "the installed torch_neuronx has no nki_op: it is the PyTorch/XLA package or PyPI's placeholder"
+    if (
+        not simulator
+        and installed_version("torch_neuronx") is None
+        and not _calls_kernels(sys.modules["torch_neuronx"])
+    ):
+        return "the installed torch_neuronx has neither nki_op nor wrap_nki: it is not the native package"
     for module, minimum in (("nki", MINIMUM_NKI), ("torch_neuronx", MINIMUM_TORCH_NEURONX)):
         version = installed_version(module) if module in needed else None
         if version is not None and release(version) < minimum:
-            return f"{PACKAGES[module]} {version} is older than {'.'.join(map(str, minimum))} (SDK 2.33)"
+            return f"{PACKAGES[module]} {version} is older than {'.'.join(map(str, minimum))} (native, SDK 2.33)"
     return None if simulator or platform().name in PLATFORMS else f"{platform().name} is neither Trn2 nor Trn3"
+
+
+def _calls_kernels(plugin: ModuleType) -> bool:
+    return hasattr(plugin, "nki_op") or hasattr(plugin, "wrap_nki")
 
 
 def toolchain(*, simulator: bool = False) -> Toolchain:
