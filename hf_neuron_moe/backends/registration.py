@@ -18,8 +18,14 @@ _registered: dict[str, Any] = {}
 """By module with operators: what they were registered with."""
 
 
+def plugin_function(name: str) -> Callable[..., Any] | None:
+    """Return a function of the loaded Neuron plugin, from the package or the module it is defined in; else None."""
+    homes = (sys.modules.get(home) for home in ("torch_neuronx", "torch_neuronx.nki_hop"))
+    return next((found for home in homes if (found := getattr(home, name, None)) is not None), None)
+
+
 def _definer() -> Callable[..., Any]:
-    nki_op = getattr(sys.modules.get("torch_neuronx"), "nki_op", None)
+    nki_op = plugin_function("nki_op")
     return torch.library.custom_op if nki_op is None else nki_op
 
 

@@ -182,10 +182,12 @@ class Kernel:
         return launch
 
 
-def test_the_grid_is_the_lnc_and_sits_on_the_wrapped_caller() -> None:
+@pytest.mark.parametrize("home", ["torch_neuronx", "torch_neuronx.nki_hop"])
+def test_the_grid_is_the_lnc_and_sits_on_the_wrapped_caller(home: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, wrapped = Kernel(), Kernel()
-    plugin = ModuleType("torch_neuronx")
+    plugin = ModuleType(home)
     plugin.wrap_nki = lambda found: wrapped if found is kernel else None  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, home, plugin)
     launch = Launcher(Toolchain(ModuleType("nki"), ModuleType("nkilib"), plugin), lnc=2)
     turned = torch.arange(6).view(2, 3).t()
     launch(kernel, x=turned, scale=None, size=3)

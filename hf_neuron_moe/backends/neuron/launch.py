@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from hf_neuron_moe.backends.neuron.versions import Toolchain
+from hf_neuron_moe.backends.registration import plugin_function
 from hf_neuron_moe.errors import BackendUnavailableError, refuse
 
 Launch = Callable[..., tuple[Tensor, ...]]
@@ -25,7 +26,7 @@ class Launcher:
         self.lnc = int(lnc)
         self._nki = toolchain.nki
         self._simulate = toolchain.torch_neuronx is None
-        self._wrap = getattr(toolchain.torch_neuronx, "wrap_nki", None)
+        self._wrap = plugin_function("wrap_nki") if toolchain.torch_neuronx is not None else None
         self._wrapped: dict[Any, Any] = {}
 
     def __call__(self, kernel: Callable[..., Any], /, **arguments: Any) -> tuple[Tensor, ...]:

@@ -78,15 +78,15 @@ def _attribute(module: str, name: str) -> Any | None:
 
 
 def _modules_in(package: str) -> list[str]:
-    """Names of all modules in a package, without importing any but packages; empty where there is none."""
+    """The name of a package and of all modules in it, importing packages only; empty where there is none."""
     try:
         path = getattr(importlib.import_module(package), "__path__", None)
     except ImportError:
         return []
     if path is None:
-        return []
+        return [package]
     inner = [found.name for found in pkgutil.walk_packages(path, f"{package}.", onerror=lambda name: None)]
-    return sorted({*inner, *(name for name in sys.modules if name.startswith(f"{package}."))})
+    return sorted({package, *inner, *(name for name in sys.modules if name.startswith(f"{package}."))})
 
 
 def nkilib_object(name: str) -> Any:

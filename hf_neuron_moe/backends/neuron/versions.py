@@ -114,11 +114,7 @@ def why_unavailable(*, simulator: bool = False) -> str | None:
         return "the installed nki is PyPI's placeholder: it has no nki.jit"
     if simulator and not hasattr(sys.modules["nki"], "simulate"):
         return "the installed nki has no nki.simulate"
-    if (
-        not simulator
-        and installed_version("torch_neuronx") is None
-        and not _calls_kernels(sys.modules["torch_neuronx"])
-    ):
+    if not simulator and installed_version("torch_neuronx") is None and not _calls_kernels():
         return "the installed torch_neuronx has neither nki_op nor wrap_nki: it is not the native package"
     for module, minimum in (("nki", MINIMUM_NKI), ("torch_neuronx", MINIMUM_TORCH_NEURONX)):
         version = installed_version(module) if module in needed else None
@@ -127,8 +123,10 @@ def why_unavailable(*, simulator: bool = False) -> str | None:
     return None if simulator or platform().name in PLATFORMS else f"{platform().name} is neither Trn2 nor Trn3"
 
 
-def _calls_kernels(plugin: ModuleType) -> bool:
-    return hasattr(plugin, "nki_op") or hasattr(plugin, "wrap_nki")
+def _calls_kernels() -> bool:
+    from hf_neuron_moe.backends.registration import plugin_function  # imports torch, which this module does without
+
+    return any(plugin_function(name) is not None for name in ("nki_op", "wrap_nki"))
 
 
 def toolchain(*, simulator: bool = False) -> Toolchain:
