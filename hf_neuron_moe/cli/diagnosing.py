@@ -127,8 +127,8 @@ def _show_installation(found: Installation) -> None:
     typer.echo(f"LNC {found.lnc[0] or 'unknown'} ({found.lnc[1]})")
     for name, value in found.environment.items():
         typer.echo(f"{name}={value}")
-    kernels = [(kernel.function, kernel.generation or "-", kernel.reason) for kernel in found.kernels]
-    _show_table([("kernel", "argument set of", "note"), *kernels])
+    kernels = [(kernel.need, kernel.function, kernel.generation or "-", kernel.reason) for kernel in found.kernels]
+    _show_table([("kernel for", "in nkilib", "arguments of", "note"), *kernels])
 
 
 def _show_usable(answers: list[Usable], title: str) -> None:

@@ -33,7 +33,17 @@ class NeuronMoEArguments:
     neuron_precision: str = field(
         default="bf16", metadata={"help": "Numbers that patched blocks compute with: bf16, mxfp8 or fp32."}
     )
-    neuron_backend: str = field(default="auto", metadata={"help": "What computes patched blocks: auto or torch."})
+    neuron_backend: str = field(
+        default="auto",
+        metadata={
+            "help": "What computes patched blocks: auto (by the device at patching), torch, neuron or nki-sim. Say "
+            "neuron on a Neuron machine: models are patched on the CPU, before they are moved."
+        },
+    )
+    neuron_fallback: str = field(
+        default="refuse",
+        metadata={"help": "What becomes of blocks that the backend's kernels cannot compute: refuse or torch."},
+    )
     neuron_weights: str = field(
         default="auto", metadata={"help": "Layout of patched weights in memory: auto, stock or kernel."}
     )
@@ -98,6 +108,7 @@ class NeuronMoEArguments:
             weights=self.neuron_weights,
             block_size=self.neuron_block_size,
             activations=_activations(self.neuron_activations),
+            fallback=self.neuron_fallback,
         )
 
 

@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# Fine-tune Llama-3-8B on a Trn3 chip: checks the machine, then trains on its logical cores with torchrun.
+# Needs the Neuron SDK (docs/neuron.md) and this package with its extra `train`. Nothing of this has run on Trainium.
+#
+#   bash scripts/run_trn3.sh                           configs/neuron/trn3-llama-3-8b.yaml
+#   CONFIG=mine.yaml bash scripts/run_trn3.sh          another file of options
+#   bash scripts/run_trn3.sh --max_steps 10            options of finetune.py on top
+#   DRY_RUN=1 bash scripts/run_trn3.sh                 check the options and print the command, on any machine
+#   NPROC=1 bash scripts/run_trn3.sh                   one logical core only
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source scripts/neuron_run.sh
+
+neuron_run "${CONFIG:-configs/neuron/trn3-llama-3-8b.yaml}" trn3 "$@"
