@@ -49,5 +49,5 @@ def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
 def register_again() -> None:
     """Register the operators anew if the Neuron plugin came or went since; their modules are executed again."""
     for module, used in list(_registered.items()):
-        if used is not _definer():
+        if used != _definer():
             importlib.reload(sys.modules[module])

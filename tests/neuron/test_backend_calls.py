@@ -176,6 +176,15 @@ def test_calls_that_break_a_limit_never_reach_a_kernel(machine: Machine) -> None
         neuron().mlp_forward(rows()[0], *dense(), "mxfp8", "")
 
 
+def test_a_changed_machine_gets_a_backend_of_its_own(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine()
+    first = neuron()
+    assert neuron() is first and first.device.platform == "trn3" and first.device.lnc == 2
+    monkeypatch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", "trn2")
+    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "1")
+    assert neuron() is not first and neuron().device == replace(first.device, platform="trn2", lnc=1)
+
+
 def frozen_stack(arrangement: str, hidden: int = 256, inner: int = 128) -> MXExpertStack:
     torch.manual_seed(1)
     held = []

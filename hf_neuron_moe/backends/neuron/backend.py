@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -212,17 +213,24 @@ class NeuronBackend:
         return block
 
 
-_loaded: dict[str, tuple[object, ...]] = {}
+_machines: dict[str, tuple[Any, ...]] = {}
 _backends: dict[str, NeuronBackend] = {}
 
 
 def neuron_backend(name: str) -> NeuronBackend:
     """Return the backend for the Neuron stack that is installed now, the same object while that stays the same."""
-    loaded = tuple(sys.modules.get(module) for module in ("nki", "nkilib", "torch_neuronx"))
-    if name not in _backends or any(old is not new for old, new in zip(_loaded[name], loaded)):
+    if name in _backends and torch.compiler.is_compiling():  # looking at the machine cannot be traced
+        return _backends[name]
+    if name not in _backends or _machines[name] != _machine():
         _backends[name] = NeuronBackend(name)
-        _loaded[name] = tuple(sys.modules.get(module) for module in ("nki", "nkilib", "torch_neuronx"))
+        _machines[name] = _machine()
     return _backends[name]
+
+
+def _machine() -> tuple[Any, ...]:
+    """What a backend depends on: the imported modules, the platform and the logical cores."""
+    modules = (sys.modules.get(module) for module in ("nki", "nkilib", "torch_neuronx"))
+    return *modules, versions.platform(), versions.lnc()
 
 
 def _experts(gate_up: Tensor, down: Tensor, transposed: bool, precision: str, block_size: int) -> Experts:
