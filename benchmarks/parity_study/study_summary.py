@@ -182,8 +182,8 @@ def verdict(summary: Mapping[str, Any]) -> list[str]:
             elif any(abs(gap) > entry.get("goal_percent", math.inf) for gap in entry.get("by_seed_percent", ())):
                 gaps = ", ".join(f"{gap:+.4f}" for gap in entry["by_seed_percent"])
                 single.append(
-                    f"* {model}, {variant}: within {entry['goal_percent']:g} % of {entry['reference']} in the mean over "
-                    f"the seeds ({entry['difference_percent']:+.4f} %), but not in every one ({gaps} %)."
+                    f"* {model}, {variant}: within {entry['goal_percent']:g} % of {entry['reference']} in the mean "
+                    f"over the seeds ({entry['difference_percent']:+.4f} %), but not in every one ({gaps} %)."
                 )
         if parts["fp32"] is not None and not parts["fp32"]["met"]:
             missed.append(f"* {model}, fp32 policies: {parts['fp32']['largest_difference']:.1e}, the goal is 1e-6.")
