@@ -10,10 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.compiler import is_compiling
 from torch.nn import functional as F
 
+from hf_neuron_moe.backends import get_backend
 from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.errors import NeuronMoEWarning
 from hf_neuron_moe.modules import ops
@@ -82,34 +85,39 @@ class _Watch:
     that would show it are looked up once; a layer keeps its hook dictionaries for life.
     """
 
-    def __init__(self, parent: nn.Module, roles: DenseRoles, activation: Any) -> None:
+    def __init__(self, parent: nn.Module, roles: DenseRoles, activation: Any, backend: str) -> None:
         layers = [(name, parent._modules[name]) for name in roles.linears]
         self.layers = [(name, layer, layer.__dict__, layer._parameters) for name, layer in layers if layer is not None]
         self.activation_name, self.activation = roles.activation, activation
         watched = [layer for _, layer in layers if layer is not None]
         watched += [activation] if isinstance(activation, nn.Module) else []
         self.hooks = [getattr(module, kind) for module in watched for kind in CALL_HOOKS]
+        self.few_rows = get_backend(backend).mlp_few_rows
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """Copy and pickle as None: a copied block has layers of its own to look at."""
         return type(None), ()
 
-    def unchanged(self, children: Mapping[str, nn.Module | None]) -> bool:
-        """Return whether the watched layers are still `children`, unhooked, without bias, their weights parameters.
+    def unchanged(self, children: Mapping[str, nn.Module | None]) -> list[nn.Parameter] | None:
+        """Return the layers' weights, or None where anything is not as it was found.
 
-        The activation must be the same object without a forward of its own. A parameter made from a tensor subclass
-        has that subclass's type, so the parameter's type settles its data's.
+        The watched layers must still be `children`, unhooked, without bias, their weights parameters, and the
+        activation the same object without a forward of its own. A parameter made from a tensor subclass has that
+        subclass's type, so the parameter's type settles its data's.
         """
+        weights = []
         for name, layer, state, parameters in self.layers:
+            weight = parameters.get("weight")
             if children[name] is not layer or type(layer) is not nn.Linear or "forward" in state:
-                return False
-            if type(parameters.get("weight")) is not nn.Parameter or parameters.get("bias") is not None:
-                return False
+                return None
+            if type(weight) is not nn.Parameter or parameters.get("bias") is not None:
+                return None
+            weights.append(weight)
         if self.activation_name is not None and self.activation_name in children:
             activation = children[self.activation_name]
             if activation is not self.activation or "forward" in activation.__dict__:
-                return False
-        return not any(self.hooks)
+                return None
+        return None if any(self.hooks) else weights
 
 
 class NeuronSwiGLUMLP(NeuronBlock):
@@ -142,7 +150,7 @@ class NeuronSwiGLUMLP(NeuronBlock):
         return BlockShape(self.neuron_config.precision, hidden, inner, None, self.neuron_config.backend)
 
     def _why_not_fused(self) -> str | None:
-        if self.neuron_watch is not None and self.neuron_watch.unchanged(self._modules):
+        if self.neuron_watch is not None and self.neuron_watch.unchanged(self._modules) is not None:
             return None
         roles = self.neuron_roles
         self.neuron_watch = None
@@ -159,7 +167,7 @@ class NeuronSwiGLUMLP(NeuronBlock):
                 return f"{roles.activation} is {changed}"
             if isinstance(activation, nn.Module) and has_call_hooks(activation):
                 return f"{roles.activation} has hooks"
-        self.neuron_watch = None if self.neuron_adapted else _Watch(self, roles, activation)
+        self.neuron_watch = None if self.neuron_adapted else _Watch(self, roles, activation, self.neuron_config.backend)
         return None
 
     def _why_not_adapted(self, layer: Any) -> str | None:
@@ -182,6 +190,10 @@ class NeuronSwiGLUMLP(NeuronBlock):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Apply the block to ``hidden_states`` ``[..., H]``; the result has its shape and dtype."""
+        if not self.training and not torch.is_grad_enabled() and type(hidden_states) is Tensor:
+            y = self._generate(hidden_states)
+            if y is not None:
+                return y
         reason = self._why_not_fused()
         if reason is not None:
             return self._through_layers(hidden_states, reason)
@@ -199,6 +211,25 @@ class NeuronSwiGLUMLP(NeuronBlock):
         else:
             out_SH = ops.swiglu_mlp(x_SH, *self._weights(), **options)
         return out_SH if flat else out_SH.reshape(hidden_states.shape)
+
+    def _generate(self, hidden_states: Tensor) -> Tensor | None:
+        """The usual case of generation by as few steps as possible; None where anything is unusual.
+
+        Between two calls the weights of the whole model go through the caches, so that every line that runs here, and
+        every object that it touches, comes from memory again.
+        """
+        watch = self.neuron_watch
+        if watch is None or is_compiling() or not hidden_states.is_cpu:
+            return None
+        weights = None if torch.is_autocast_enabled("cpu") else watch.unchanged(self._modules)
+        if weights is None or len(weights) != 3:  # a fused gate_up_proj is cut in two elsewhere
+            return None
+        shape = hidden_states.shape
+        flat = len(shape) == 2
+        x_SH = hidden_states if flat else hidden_states.reshape(-1, shape[-1])
+        gate_IH, up_IH, down_HI = weights
+        y_SH = watch.few_rows(x_SH, gate_IH, up_IH, down_HI, self.neuron_config.precision)
+        return y_SH if y_SH is None or flat else y_SH.view(shape)
 
     def _through_layers(self, hidden_states: Tensor, reason: str) -> Tensor:
         if not self.neuron_warned:
