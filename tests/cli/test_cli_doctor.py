@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +11,9 @@ from pathlib import Path
 import pytest
 from transformers import MixtralConfig
 
+from hf_neuron_moe.device.compare import BOUNDS
 from hf_neuron_moe.device.figures import CHIPS
-from hf_neuron_moe.device.installed import MISSING, OK, PLACEHOLDER, inspect_installation
+from hf_neuron_moe.device.installed import ENVIRONMENT, MISSING, OK, PLACEHOLDER, inspect_installation
 from hf_neuron_moe.device.roofline import roofline
 from hf_neuron_moe.device.usable import BlockGroup
 from tests.neuron.double.contract import Double
@@ -192,3 +194,18 @@ def test_a_logical_core_is_a_quarter_of_a_chip():
     core = CHIPS["trn2"].core()
     assert (core.flops["bf16"], core.bandwidth, core.memory) == (166.75e12, 0.725e12, 24 * 2**30)
     assert CHIPS["trn3"].core(1).memory == 18 * 2**30
+
+
+def test_the_document_names_the_variables_and_the_bounds(repo_root):
+    page = (repo_root / "docs" / "neuron.md").read_text(encoding="utf-8")
+    table = page.partition("### Environment variables")[2].partition("\n### ")[0]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    assert sorted(re.findall(r"`(\w+)`", " ".join(rows))) == sorted(ENVIRONMENT)
+    bf16, mxfp8 = BOUNDS["bf16"], BOUNDS["mxfp8"]
+    for text in (
+        f"{bf16.good_db:.0f} dB and more, and within {100 * bf16.relative:.0f} %",
+        f"{mxfp8.good_db:.0f} dB and",
+    ):
+        assert text in page
+    for bounds in (bf16, mxfp8):
+        assert f"{bounds.least_db:.0f} to {bounds.good_db:.0f} dB" in page
