@@ -73,24 +73,24 @@ def test_the_config_generation(machine: Start) -> None:
     assert double.names == list(KERNELS["experts-mxfp8"]) * 3
 
 
-POLICIES = ("full", "recompute", "fp8", "gate_pre", "up")
+LOSSLESS = ("full", "recompute", "gate_pre", "up", "gate_act", "intermediate")
+POLICIES = [policy if policy == "recompute" else pytest.param(policy, marks=pytest.mark.slow) for policy in LOSSLESS]
 
 
-@pytest.mark.parametrize(
-    "policy", [pytest.param(p, marks=pytest.mark.slow) if p != "recompute" else p for p in POLICIES]
-)
+@pytest.mark.parametrize("policy", [*POLICIES, pytest.param("fp8", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CASES)
 def test_every_activation_policy_gives_its_losses(name: str, policy: str, machine: Start) -> None:
-    case, expected = CASES[name], torch_losses(name, policy)
+    case = CASES[name]
+    if case.precision == "bf16" and policy in ("gate_act", "intermediate"):
+        with pytest.raises(NeuronMoEError, match="bf16"):
+            run(case, "torch", activations=policy)
+        return
+    expected = torch_losses(name, policy)
     machine(target=case.target)
     losses = run(case, "neuron", activations=policy)
-    # "full" of the dense MLP reads gate_act and intermediate as the forward made them from its fp32 accumulators;
-    # "fp8" and partial policies recompute from other roundings. One bf16 rounding is 2^-9.
-    bound = case.bound if (name, policy) in EXACT else max(case.bound, 2e-3)
+    # FP8 rounds what the kernels keep, in their blocks and padding; one e4m3 rounding is 2^-4, a loss averages them.
+    bound = 2e-3 if policy == "fp8" else case.bound
     assert close(losses, expected, bound), (losses, expected)
-
-
-EXACT = {("dense", "recompute"), ("dense", "gate_pre"), ("experts-mxfp8", "full"), ("experts-mxfp8", "recompute")}
 
 
 @pytest.mark.parametrize("name", CASES)
