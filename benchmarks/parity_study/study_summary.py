@@ -154,10 +154,10 @@ SETTING = (
     "fp32; only the patched blocks compute in bf16 or MXFP8. Models that lost most of SmolLM2's layers are first "
     "trained for 150 steps in stock fp32, once and for all variants. SmolLM2's vocabulary is cut to the tokens that "
     "the text uses, because the head's time is the same for every variant; the model from scratch reads bytes.\n\n"
-    "The setting of the model from scratch was changed once after a look at results: at a learning rate of 0.002 and 256 "
-    "tokens per step (seed 0, 400 steps) training was chaotic. Even stock and the control parted by 1.9e-4 within 64 "
-    "steps, bf16 ended 1.35 % below stock, mxfp8 0.37 % below bf16, and fp8 saved 0.49 % above mxfp8, so that nothing "
-    "could be said about the variants."
+    "The setting of the model from scratch was changed once after a look at results: at a learning rate of 0.002 and "
+    "256 tokens per step (seed 0, 400 steps) training was chaotic. Even stock and the control parted by 1.9e-4 within "
+    "64 steps, bf16 ended 1.35 % below stock, mxfp8 0.37 % below bf16, and fp8 saved 0.49 % above mxfp8, so that "
+    "nothing could be said about the variants."
 )
 LEGEND = (
     f"Mean cross entropy (nats) of the last {LAST} steps. Spread: standard deviation of that mean over the seeds, in "
