@@ -17,7 +17,7 @@ from finetune_text import blocks
 from peft import PeftModel
 from transformers import default_data_collator, set_seed
 
-from hf_neuron_moe import NeuronMoETrainer, PatchReport
+from hf_neuron_moe import NeuronMoETrainer
 from hf_neuron_moe.errors import ConfigError, NeuronMoEError, refuse
 from hf_neuron_moe.training.cpu_fsdp import CpuFSDP2Mixin
 
@@ -57,7 +57,7 @@ def make_trainer(options: Options) -> FinetuneTrainer:
         processing_class=tokenizer,
         data_collator=default_data_collator,
     )
-    check_sharding(trainer, options, report)
+    check_sharding(trainer, options)
     state = trainer.accelerator.state
     say(training, f"{state.num_processes} process(es), {state.distributed_type.value}, on {state.device}")
     return trainer
@@ -76,20 +76,16 @@ def check_evaluation(options: Options, held_out: Dataset | None) -> None:
         )
 
 
-def check_sharding(trainer: FinetuneTrainer, options: Options, report: PatchReport | None) -> None:
+def check_sharding(trainer: FinetuneTrainer, options: Options) -> None:
     """Refuse what does not work on sharded weights, before any step is made."""
-    if not trainer.is_fsdp_enabled:
-        return
-    argument, remedy = "", ""
-    if options.lora.lora_merge:
-        argument, remedy = "lora_merge", "Load the saved adapter in one process and call merge_and_unload() there."
-    if report is not None and any(entry.weights == "kernel" for entry in report.patched):
-        # torch's distributed state dicts go by parameters' names and shapes, which are others than the stock ones then.
-        argument, remedy = "neuron_weights", "Set neuron_weights: stock; the numbers are the same."
-    if argument:
-        got = getattr(options.lora, argument, None) or "kernel"
+    if trainer.is_fsdp_enabled and options.lora.lora_merge:
         raise refuse(
-            ConfigError, where="finetune", argument=argument, expected="another under FSDP", got=got, remedy=remedy
+            ConfigError,
+            where="finetune",
+            argument="lora_merge",
+            expected="false under FSDP",
+            got=True,
+            remedy="Load the saved adapter in one process and call merge_and_unload() there.",
         )
 
 

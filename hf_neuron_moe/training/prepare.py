@@ -9,9 +9,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hf_neuron_moe.config import NeuronMoEConfig
-from hf_neuron_moe.errors import UnsupportedModelError, refuse
+from hf_neuron_moe.errors import ConfigError, UnsupportedModelError, refuse
 from hf_neuron_moe.modules.block import NeuronBlock
 from hf_neuron_moe.modules.frozen_block import FrozenBlock
+from hf_neuron_moe.modules.state_dict import KernelLayoutMixin
 from hf_neuron_moe.patching.api import patch_model, unpatch_model
 from hf_neuron_moe.patching.apply import states
 
@@ -19,6 +20,31 @@ from hf_neuron_moe.patching.apply import states
 def is_patched(model: nn.Module) -> bool:
     """Return whether `model` has patched blocks, frozen ones included."""
     return any(isinstance(module, NeuronBlock) for module in model.modules())
+
+
+def refuse_sharded_kernel_home(where: str, model: nn.Module) -> None:
+    """Refuse weights in the kernels' layout where FSDP is to shard them.
+
+    torch's distributed state dicts go by the names and shapes of parameters, which are not the stock ones there: such a
+    run may train, and fails or loads transposed weights when it saves and resumes.
+
+    Args:
+        where: who refuses.
+        model: a patched model, before it is sharded.
+
+    Raises:
+        ConfigError: a block owns its weights in the kernels' layout.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, KernelLayoutMixin):
+            raise refuse(
+                ConfigError,
+                where=where,
+                argument="neuron_weights",
+                expected="'stock' (or 'auto') under FSDP, whose checkpoints go by the stock names and shapes",
+                got=f"'kernel', for {name}",
+                remedy="Set neuron_weights='stock'; the numbers are the same.",
+            )
 
 
 def patch_for_training(

@@ -11,7 +11,7 @@ from transformers import Trainer, TrainerControl, TrainerState, TrainingArgument
 from hf_neuron_moe.training.arguments import NeuronMoEArguments
 from hf_neuron_moe.training.callback import NeuronMoECallback
 from hf_neuron_moe.training.checkpoints import SafeCheckpointMixin
-from hf_neuron_moe.training.prepare import is_patched, patch_for_training
+from hf_neuron_moe.training.prepare import is_patched, patch_for_training, refuse_sharded_kernel_home
 
 
 class NeuronMoETrainerMixin(SafeCheckpointMixin):
@@ -30,6 +30,7 @@ class NeuronMoETrainerMixin(SafeCheckpointMixin):
     Raises:
         UnsupportedModelError: the model cannot be patched, is patched with another configuration already, or was
             passed together with an optimizer of parameters that patching replaces.
+        ConfigError: FSDP is to shard weights in the kernels' layout.
         ConfigError, NothingToPatchError, BackendUnavailableError: as :func:`hf_neuron_moe.patch_model` says.
     """
 
@@ -41,6 +42,8 @@ class NeuronMoETrainerMixin(SafeCheckpointMixin):
         super().__init__(*positional, **named)
         if not isinstance(model, nn.Module) and given.get("model_init") is None:
             _patch(self.accelerator.unwrap_model(self.model), self.args, self.optimizer)
+        if self.is_fsdp_enabled:
+            refuse_sharded_kernel_home("NeuronMoETrainer", self.model)
         own = [callback for callback in self.callback_handler.callbacks if isinstance(callback, NeuronMoECallback)]
         self.neuron_callback = (own[0] if own else _TrainerCallback()).watch(self)
 

@@ -14,12 +14,12 @@ import datasets
 import pytest
 import torch
 from finetune import check_sharding, main
-from finetune_model import patch
 from finetune_options import parse
 from make_tiny_model import make_tiny_model, tiny_config
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Trainer
 
+from hf_neuron_moe import NeuronMoETrainer, NeuronMoETrainingArguments
 from hf_neuron_moe.errors import ConfigError
 from hf_neuron_moe.training.cpu_fsdp import shard_on_cpu
 
@@ -115,19 +115,35 @@ def test_two_processes_give_the_losses_of_one(
             torch.testing.assert_close(value, final[key], rtol=0, atol=1e-3, msg=key)  # a tenth of one step
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--neuron_weights", "kernel"], "neuron_weights must be another under FSDP, got kernel. Set neuron_weights:"),
-        (["--lora_rank", "2", "--lora_merge"], "lora_merge must be another under FSDP, got True. Load the saved"),
-    ],
-)
-def test_what_sharding_does_not_support_is_refused(more: list[str], message: str, tmp_path: Path) -> None:
-    asked = parse(options("mixtral", tmp_path, "out", 2, *more))
-    report = patch(AutoModelForCausalLM.from_config(tiny_config("mixtral")), asked.training, asked.lora)
-    check_sharding(types.SimpleNamespace(is_fsdp_enabled=False), asked, report)
-    with pytest.raises(ConfigError, match=message):
-        check_sharding(types.SimpleNamespace(is_fsdp_enabled=True), asked, report)
+def test_merging_sharded_adapters_is_refused(tmp_path: Path) -> None:
+    asked = parse(options("mixtral", tmp_path, "out", 2, "--lora_rank", "2", "--lora_merge"))
+    check_sharding(types.SimpleNamespace(is_fsdp_enabled=False), asked)
+    with pytest.raises(ConfigError, match=r"lora_merge must be false under FSDP, got True\. Load the saved"):
+        check_sharding(types.SimpleNamespace(is_fsdp_enabled=True), asked)
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_sharding_weights_in_the_kernels_layout_is_refused(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Trainer, "create_accelerator_and_postprocess", _fsdp_accelerator)
+    for home in ("stock", "kernel"):
+        model = AutoModelForCausalLM.from_config(tiny_config(family))
+        args = NeuronMoETrainingArguments(str(tmp_path), neuron_weights=home, use_cpu=True, report_to=[])
+        if home == "stock":
+            assert NeuronMoETrainer(model=model, args=args).is_fsdp_enabled
+            continue
+        with pytest.raises(ConfigError, match=r"neuron_weights must be 'stock'.* under FSDP"):
+            NeuronMoETrainer(model=model, args=args)
+
+
+_make_accelerator = Trainer.create_accelerator_and_postprocess
+
+
+def _fsdp_accelerator(trainer: Trainer) -> None:
+    """What the Trainer knows when a launcher asked for FSDP; no process group is needed to be asked for it."""
+    _make_accelerator(trainer)
+    trainer.is_fsdp_enabled = True
 
 
 def test_fsdp_1_is_refused_on_cpus() -> None:
