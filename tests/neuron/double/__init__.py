@@ -12,6 +12,7 @@ What it cannot show:
 * Kernel bodies run once as plain Python: no compiler restrictions beyond closures, no second core, no memory limits.
 * Values follow the documents' arithmetic as this package's kernels implement it; the device's accumulation order and
   activation tables are not known. A misreading of the documents that both sides share stays invisible.
-* Where documents leave a choice open (argument names of the MXFP8 expert pair beyond those of ``moe_cte`` and
-  ``blockwise_mm_bwd``, module paths of the records), the choice made here is one reading.
+* Argument lists and module paths are those of the public nki-library sources and documents of 2.29 to 2.33; where these
+  leave a choice open (which module has a record), the choice made here is one reading. The MXFP8 expert pair has two
+  generations (``Double(config_pair=True)`` is the later one); which of them a release ships is not settled.
 """
