@@ -42,7 +42,7 @@ class NeuronMoETrainerMixin(SafeCheckpointMixin):
         super().__init__(*positional, **named)
         if not isinstance(model, nn.Module) and given.get("model_init") is None:
             _patch(self.accelerator.unwrap_model(self.model), self.args, self.optimizer)
-        if self.is_fsdp_enabled:
+        if self.is_fsdp_enabled and self.model is not None:
             refuse_sharded_kernel_home("NeuronMoETrainer", self.model)
         own = [callback for callback in self.callback_handler.callbacks if isinstance(callback, NeuronMoECallback)]
         self.neuron_callback = (own[0] if own else _TrainerCallback()).watch(self)
