@@ -82,6 +82,7 @@ def verify_device(
     seed: Annotated[int, typer.Option(help="Of the random input.")] = 0,
     random_weights: Annotated[bool, typer.Option("--random-weights", help="Do not read the weights.")] = False,
     backend: Annotated[str, choice(DEVICE_BACKENDS, text="nki-sim runs the kernels in NKI's simulator.")] = "neuron",
+    device: Annotated[str | None, typer.Option(metavar="DEVICE", help="Such as neuron:3. Default: neuron:0.")] = None,
     as_json: Json = False,
 ) -> None:
     """Compare the Neuron kernels with PyTorch on this machine, layer by layer.
@@ -90,18 +91,19 @@ def verify_device(
     Exit code 6 if a block is wrong or failed, 1 if no Neuron kernel can run here.
     """
     from hf_neuron_moe.cli.conversion import quiet_transformers
-    from hf_neuron_moe.device import verify as device
+    from hf_neuron_moe.device import verify
 
-    device.device_of(backend)
+    verify.device_of(backend, device)
     quiet_transformers()
-    report = device.verify_device(
-        device.load_for_verification(model_dir, random_weights=random_weights),
+    report = verify.verify_device(
+        verify.load_for_verification(model_dir, random_weights=random_weights),
         backend=backend,
         precision=precision,
         tokens=tokens,
         block_size=block_size,
         seed=seed,
         layers=layers,
+        device=device,
         progress=None if as_json else _show_block,
     )
     if as_json:

@@ -112,28 +112,59 @@ def default_precision() -> str:
     return "mxfp8" if versions.platform().name == "trn3" else "bf16"
 
 
-def device_of(backend: str) -> torch.device:
-    """Return where the kernels' tensors belong: the Neuron device, or the CPU for the simulator.
+def device_of(backend: str, wanted: str | None = None) -> torch.device:
+    """Return where the kernels' tensors belong, after a first sum there.
 
     Where the plugin is loaded and makes no device of its own, its operators take CPU tensors, and the report says so.
 
+    Args:
+        backend: ``"neuron"`` or ``"nki-sim"``.
+        wanted: a device such as ``"neuron:3"``; None for the first Neuron device, or the CPU for the simulator.
+
     Raises:
-        BackendUnavailableError: the backend cannot run here, or the runtime offers no core.
+        BackendUnavailableError: the backend cannot run here, the runtime offers no core, or the device cannot add.
+        ConfigError: `wanted` is no device.
     """
     resolve_backend(backend, torch.device("cpu"))
-    if backend != "neuron":
-        return torch.device("cpu")
-    count = device_count()
-    if count == 0:
+    count = device_count() if backend == "neuron" else None
+    name = wanted if wanted is not None else "cpu" if count is None else "neuron:0"
+    if count == 0 and name != "cpu":
+        raise _no_device("the packages, and no device")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
         raise refuse(
-            BackendUnavailableError,
+            ConfigError,
             where=WHERE,
-            argument="backend",
-            expected="a machine on which torch.neuron has a device",
-            got="the packages, and no device",
-            remedy="Check the driver with `neuron-ls`, and that no other process holds the cores.",
-        )
-    return torch.device("cpu" if count is None else "neuron:0")
+            argument="device",
+            expected="a device such as neuron:0",
+            got=repr(name),
+            remedy="`hf-neuron-moe doctor` tells how many there are.",
+        ) from error
+    trouble = _why_not_adding(device)
+    if trouble is not None:
+        raise _no_device(trouble)
+    return device
+
+
+def _no_device(got: str) -> BackendUnavailableError:
+    return refuse(
+        BackendUnavailableError,
+        where=WHERE,
+        argument="backend",
+        expected="a machine whose Neuron device works",
+        got=got,
+        remedy="Check the driver with `neuron-ls`, and that no other process holds the cores.",
+    )
+
+
+def _why_not_adding(device: torch.device) -> str | None:
+    numbers = torch.arange(4, dtype=torch.float32)
+    try:
+        there = (numbers.to(device) + 1).cpu()
+    except (RuntimeError, NotImplementedError, AttributeError) as error:  # of a device that torch does not know, too
+        return f"{device} fails at a sum: {' '.join(str(error).split())[:200]}"
+    return None if torch.equal(there, numbers + 1) else f"{device}, on which 0 1 2 3 plus 1 is {there.tolist()}"
 
 
 def load_for_verification(folder: Path, *, random_weights: bool = False) -> nn.Module:
@@ -163,6 +194,7 @@ def verify_device(
     block_size: int = 512,
     seed: int = 0,
     layers: int | None = None,
+    device: str | None = None,
     progress: Callable[[BlockResult], None] | None = None,
 ) -> DeviceReport:
     """Compare the Neuron backend with the torch backend, block by block, on random input.
@@ -177,13 +209,14 @@ def verify_device(
         block_size: tokens per block of experts.
         seed: of inputs and random weights.
         layers: only the first so many blocks; None for all.
+        device: where the kernels run, see :func:`device_of`.
         progress: called with every block's result.
 
     Returns:
         The report.
 
     Raises:
-        BackendUnavailableError: the backend cannot run here.
+        BackendUnavailableError: the backend cannot run here, or the device does not work.
         ConfigError: an option is outside its set.
         NothingToPatchError: no kernel computes any block.
     """
@@ -197,7 +230,7 @@ def verify_device(
                 got=repr(value),
                 remedy="Correct it.",
             )
-    device = device_of(backend)
+    place = device_of(backend, device)
     precision = default_precision() if precision is None else precision
     config = NeuronMoEConfig(precision=precision, backend=backend, block_size=block_size)
     with _patched(model, config) as refused:
@@ -206,13 +239,13 @@ def verify_device(
         results: list[BlockResult] = []
         failed: dict[Any, str] = {}
         for number, (name, block) in enumerate(blocks[:layers]):
-            result = _verify_block(name, block, device, backend, tokens, seed + number, failed)
+            result = _verify_block(name, block, place, backend, tokens, seed + number, failed)
             results.append(result)
             if progress is not None:
                 progress(result)
     return DeviceReport(
         backend=backend,
-        device=str(device),
+        device=str(place),
         target=versions.platform().name,
         lnc=versions.lnc(),
         precision=precision,

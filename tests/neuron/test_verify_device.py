@@ -16,7 +16,7 @@ from hf_neuron_moe.device.compare import BOUNDS, compare, random_inputs, run_blo
 from hf_neuron_moe.device.verify import load_for_verification, verify_device
 from hf_neuron_moe.errors import BackendUnavailableError, ConfigError, NothingToPatchError
 from tests.neuron.small_runs import CASES, DENSE, EXPERTS, Case
-from tests.tiny_models import tiny_config
+from tests.tiny_models import tiny_config, tiny_model
 
 Start = Callable[..., SimpleNamespace]
 GRADIENTS = {
@@ -167,12 +167,34 @@ def test_it_is_refused_with_the_reason(machine: Start, monkeypatch: pytest.Monke
         verify_device(DENSE.model(), tokens=0)
 
 
-def test_no_device_behind_the_packages_is_refused(machine: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_does_not_work_is_refused(machine: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     machine()
     absent = SimpleNamespace(is_available=lambda: False, device_count=lambda: 0)
     monkeypatch.setattr(torch, "neuron", absent, raising=False)
-    with pytest.raises(BackendUnavailableError, match="neuron-ls"):
+    with pytest.raises(BackendUnavailableError, match=r"no device.*neuron-ls"):
         verify_device(DENSE.model())
+    with pytest.raises(BackendUnavailableError, match="meta fails at a sum"):
+        verify_device(DENSE.model(), device="meta")
+    with pytest.raises(ConfigError, match="device must be a device such as neuron:0"):
+        verify_device(DENSE.model(), device="neutron:0")
+    assert verify_device(DENSE.model(), device="cpu", tokens=8).ok
+
+
+def test_blocks_without_kernels_are_listed_beside_those_with(machine: Start) -> None:
+    """The experts have bf16 kernels, the dense shared expert beside them has none."""
+    sizes = {"hidden_size": 512, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
+    machine(target="trn2")
+    report = verify_device(tiny_model("qwen2_moe", num_hidden_layers=1, **sizes), tokens=16, block_size=256)
+    verdicts = {block.name.rpartition(".")[2]: block for block in report.blocks}
+    assert verdicts["experts"].verdict == "pass" and report.ok
+    assert verdicts["shared_expert"].verdict == "not run"
+    assert "no bf16 kernel pair" in verdicts["shared_expert"].note
+
+
+def test_the_simulator_takes_the_same_way(machine: Start) -> None:
+    machine(target=DENSE.target)
+    report = verify_device(DENSE.model(), backend="nki-sim", tokens=16)
+    assert report.ok and (report.backend, report.device) == ("nki-sim", "cpu")
 
 
 def test_random_inputs_are_a_proper_routing_and_the_block_stays_as_it_was() -> None:
