@@ -28,10 +28,11 @@ def test_the_command_line_gives_the_configuration(tmp_path: Path) -> None:
         *("--output_dir", str(tmp_path), "--learning_rate", "1e-3", "--neuron_precision", "mxfp8"),
         *("--neuron-weights", "kernel", "--neuron_block_size", "256", "--neuron_activations", "recompute"),
         *("--neuron_exclude", "*.0.*", "*.1.*", "--no_neuron_strict", "--neuron_health_steps", "7"),
+        *("--neuron_fallback", "torch"),
     )
     assert arguments.learning_rate == 1e-3
     assert arguments.neuron_config() == NeuronMoEConfig(
-        precision="mxfp8", weights="kernel", block_size=256, activations="recompute"
+        precision="mxfp8", weights="kernel", block_size=256, activations="recompute", fallback="torch"
     )
     assert arguments.neuron_exclude == ["*.0.*", "*.1.*"]
     assert arguments.neuron_include is None
