@@ -274,8 +274,9 @@ def _flags(ids: Tensor, blocks: int, tokens: int) -> Tensor:
 
 def _readable(tensor: Tensor) -> bool:
     """Whether looking at values costs nothing and breaks no trace: an ordinary tensor in host memory."""
-    plain = type(tensor) is Tensor and tensor.device.type == "cpu" and not torch._is_functional_tensor(tensor)
-    return plain and not torch.compiler.is_compiling()
+    if torch.compiler.is_compiling():  # first: the rest cannot be traced
+        return False
+    return type(tensor) is Tensor and tensor.device.type == "cpu" and not torch._is_functional_tensor(tensor)
 
 
 def _check_mask(mask: Tensor, where: str) -> tuple[int, int]:

@@ -116,8 +116,10 @@ def kept_for(keep: str) -> bool:
 
 
 def _has_a_version(tensor: Tensor) -> bool:
+    if torch.compiler.is_compiling():  # first: the rest cannot be traced
+        return False
     plain = type(tensor) in _PLAIN_TYPES and not tensor.is_meta and not tensor.is_inference()
-    return plain and not torch._is_functional_tensor(tensor) and not torch.compiler.is_compiling()
+    return plain and not torch._is_functional_tensor(tensor)
 
 
 def _storage(tensor: Tensor) -> Any:
