@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from peft import PeftModel
 from transformers import default_data_collator, set_seed
 
 from hf_neuron_moe import NeuronMoETrainer
-from hf_neuron_moe.errors import ConfigError, NeuronMoEError, refuse
+from hf_neuron_moe.errors import ConfigError, NeuronMoEError, NeuronMoEWarning, refuse
+from hf_neuron_moe.training import find_last_complete
 from hf_neuron_moe.training.cpu_fsdp import CpuFSDP2Mixin
 
 FINAL = "final"
@@ -90,12 +92,18 @@ def check_sharding(trainer: FinetuneTrainer, options: Options) -> None:
 
 
 def checkpoint_to_resume(options: Options) -> str | bool | None:
-    """Return what ``Trainer.train`` resumes from: ``"auto"`` is the newest checkpoint, if there is one."""
+    """Return what ``Trainer.train`` resumes from: ``"auto"`` is the newest complete checkpoint, if there is one.
+
+    What a kill left half written does not count, and a checkpoint that waits under another name does.
+    """
     wish = options.training.resume_from_checkpoint
     if wish in (True, "true", "True"):
         return True
     if wish == "auto":
-        return any(Path(options.training.output_dir).glob("checkpoint-*")) or None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", NeuronMoEWarning)  # given once more by train(), where there is a checkpoint
+            found = find_last_complete(options.training.output_dir)
+        return True if found is not None else None
     return wish or None
 
 

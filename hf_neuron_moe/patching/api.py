@@ -278,14 +278,28 @@ def _check_outcome(model: nn.Module, report: PatchReport, strict: bool) -> None:
             argument="model",
             expected="a model whose MLP and experts blocks can all be patched (strict=True)",
             got=f"{len(refused)} that cannot:{listed}",
-            remedy="\nName them in exclude=..., or pass strict=False to leave them stock.",
+            remedy=f"\n{_PATCH_FIRST} Or name them in exclude=...; strict=False leaves them stock."
+            if _has_adapters(report)
+            else "\nName them in exclude=..., or pass strict=False to leave them stock.",
         )
+
+
+_PATCH_FIRST = (
+    "Patch the model before adapters are put on its MLPs: patch_model(model), then get_peft_model(model, ...). "
+    "Adapters on attention may be there already."
+)
+
+
+def _has_adapters(report: PatchReport) -> bool:
+    return any("peft." in entry.reason for entry in report.refused)
 
 
 def _what_to_do(report: PatchReport) -> str:
     """The remedy where nothing is left to patch."""
     if report.skipped:
         return f"include and exclude leave nothing: make them match blocks such as {report.skipped[0].name!r}."
+    if _has_adapters(report):
+        return _PATCH_FIRST
     if report.refused:
         return (
             "Remove what the reasons name, where it is yours (hooks, mixed dtypes, adapters, the weights option), and "

@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import TrainingArguments
 
+from hf_neuron_moe.activation_policy import to_plain
 from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.errors import ConfigError, refuse
 
@@ -91,7 +92,11 @@ class NeuronMoEArguments:
                 raise _refusal(name, "a bool", getattr(self, name))
         if type(self.neuron_health_steps) is not int or self.neuron_health_steps < 0:
             raise _refusal("neuron_health_steps", "a number of steps, 0 for never", self.neuron_health_steps)
-        self.neuron_config()
+        config = self.neuron_config()
+        given: Any = self.neuron_activations
+        if not isinstance(given, str | dict):  # the Trainer writes its arguments into JSON files
+            given = to_plain(config.activations)
+        self.neuron_activations = given
         following = getattr(super(), "__post_init__", None)
         if following is not None:
             following()

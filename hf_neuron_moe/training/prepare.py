@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
+from transformers.utils import logging
 
 from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.errors import ConfigError, UnsupportedModelError, refuse
@@ -15,6 +16,8 @@ from hf_neuron_moe.modules.frozen_block import FrozenBlock
 from hf_neuron_moe.modules.state_dict import KernelLayoutMixin
 from hf_neuron_moe.patching.api import patch_model, unpatch_model
 from hf_neuron_moe.patching.apply import states
+
+logger = logging.get_logger(__name__)
 
 
 def is_patched(model: nn.Module) -> bool:
@@ -45,6 +48,27 @@ def refuse_sharded_kernel_home(where: str, model: nn.Module) -> None:
                 got=f"'kernel', for {name}",
                 remedy="Set neuron_weights='stock'; the numbers are the same.",
             )
+
+
+def tell_of_adapters_in_kernel_layout(model: nn.Module) -> None:
+    """Log that adapters on weights in the kernels' layout fit such weights only; peft saves them in their shapes.
+
+    Args:
+        model: a patched model, possibly in peft's wrapper.
+    """
+    adapted = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, KernelLayoutMixin) and name.endswith(".base_layer")
+    ]
+    if adapted:
+        logger.warning(
+            "The adapters on %s%s belong to weights in the kernels' layout: saved, they load into a model patched with "
+            "weights='kernel' only, and stock models ignore them or compute something else. Call merge_and_unload() "
+            "before saving for stock transformers, or train with weights='stock'.",
+            adapted[0].removesuffix(".base_layer"),
+            f" and {len(adapted) - 1} other blocks" if len(adapted) > 1 else "",
+        )
 
 
 def patch_for_training(

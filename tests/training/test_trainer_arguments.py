@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 from transformers import HfArgumentParser, TrainingArguments
 
-from hf_neuron_moe import ActivationPolicy, NeuronMoEArguments, NeuronMoEConfig, NeuronMoETrainingArguments
+from hf_neuron_moe import (
+    ActivationBudget,
+    ActivationPolicy,
+    NeuronMoEArguments,
+    NeuronMoEConfig,
+    NeuronMoETrainingArguments,
+)
 from hf_neuron_moe.errors import ConfigError
 
 POLICY = {"keep": ["gate_pre"], "modules": {"*.0.mlp": "recompute"}}
@@ -104,3 +110,11 @@ def test_the_fields_go_with_other_training_arguments(tmp_path: Path) -> None:
     both = Both(output_dir=str(tmp_path), use_cpu=True, max_length=5, neuron_precision="fp32")
     assert (both.max_length, both.neuron_config().precision) == (5, "fp32")
     assert both.device.type == "cpu"  # TrainingArguments' own preparation took place
+
+
+def test_policy_objects_become_plain_since_the_trainer_writes_its_arguments_as_json(tmp_path: Path) -> None:
+    policy = ActivationPolicy(keep="minimal", modules={"*.0.*": "full"})
+    for given in (policy, ActivationBudget(bytes_per_token=4096)):
+        args = NeuronMoETrainingArguments(str(tmp_path), neuron_activations=given)
+        assert json.loads(args.to_json_string())["neuron_activations"] == given.to_dict()
+        assert args.neuron_config().activations == given
