@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.errors import BackendUnavailableError, ConfigError, NothingToPatchError, nearest, refuse
 from hf_neuron_moe.patching import patch_model, unpatch_model
-from hf_neuron_moe.training.fake_forward import SavedActivations, fake_saved_activations
+from hf_neuron_moe.training.fake_forward import fake_saved_activations
+from hf_neuron_moe.training.saved_ledger import SavedActivations
 
 _WHERE = "estimate_training"
 OPTIMIZERS = ("adamw", "adafactor", "sgd")
@@ -33,9 +34,10 @@ class PolicyEstimate:
     Attributes:
         name: the policy as it was asked for, or ``"stock"`` for the unpatched model.
         saved_blocks: kept by the blocks that are patched (or would be), their inputs included. Under gradient
-            checkpointing: by those of the largest layer, which is there while its backward runs.
-        saved_rest: kept by the rest of the model. Under gradient checkpointing: the layers' inputs, the rest of the
-            largest layer, and what lies outside of the layers.
+            checkpointing: by those of the layer that is recomputed at the peak; 0 where the peak is before the first
+            recomputation.
+        saved_rest: kept by the rest of the model. Under gradient checkpointing: the layers' inputs, and the rest of the
+            layer that is recomputed at the peak, or what lies outside of the layers.
         blocks_bytes_per_token: what the blocks keep per token without gradient checkpointing.
         total: parameters, buffers, gradients, optimizer states and saved activations.
     """
@@ -121,8 +123,9 @@ def estimate_training(
             fp32, no momentum) or ``"sgd"`` (none).
         lora_rank: rank of LoRA adapters on every linear layer outside of the patched blocks and the head, as peft makes
             them; everything else is frozen. 0: everything is trained that requires gradients.
-        gradient_checkpointing: whether transformers recomputes every layer. Then the layers' inputs are counted, and
-            one recomputed layer, the largest.
+        gradient_checkpointing: whether transformers recomputes every layer. Then the peak is counted, which is one of
+            two: the layers' inputs and what lies outside of the layers (last norm, head, loss), when the backward
+            begins; or the layers' inputs and one recomputed layer. Head and loss are gone before a layer is recomputed.
 
     Returns:
         The estimate, in bytes.
@@ -201,7 +204,7 @@ def _adafactor_elements(shape: Iterable[int]) -> int:
 def _policy(name: str, counted: SavedActivations, tokens: int, fixed_bytes: int, checkpointing: bool) -> PolicyEstimate:
     blocks, saved = counted.blocks, counted.total
     if checkpointing:
-        blocks, saved = counted.largest_layer_blocks, counted.checkpointed
+        blocks, saved = counted.checkpointed_blocks, counted.checkpointed
     return PolicyEstimate(name, blocks, saved - blocks, counted.blocks / tokens, fixed_bytes + saved)
 
 

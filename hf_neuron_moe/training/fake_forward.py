@@ -2,14 +2,14 @@
 
 The model stays on the meta device. Its parameters and buffers are replaced, for one call, by fake tensors of the CPU
 (:class:`torch._subclasses.fake_tensor.FakeTensorMode`): operators run by shape alone, custom operators through their
-registered fakes, and autograd records what it always records. Hooks note what is saved, and where.
+registered fakes, and autograd records what it always records. :class:`~hf_neuron_moe.training.saved_ledger.SavedLedger`
+notes what is saved, and where.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,155 +20,19 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedFakeTensorException,
 )
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import AttentionInterface
 
 from hf_neuron_moe.errors import NeuronMoEError, ShapeError, UnsupportedModelError, refuse
+from hf_neuron_moe.training.saved_ledger import SavedActivations, SavedLedger
 
 _WHERE = "estimate_training"
 _ATTENTION = "hf_neuron_moe_shapes_only"
 """Name of an attention implementation that is transformers' sdpa with a mask made from shapes alone."""
 
 _DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
-
-
-@dataclass
-class SavedStorage:
-    """One storage that autograd keeps.
-
-    Attributes:
-        nbytes: its whole size, also where only a view of it is saved.
-        in_blocks: whether a counted block saves it.
-        layers: indices of the checkpointable layers that save it; -1 stands for outside of all.
-    """
-
-    nbytes: int
-    in_blocks: bool = False
-    layers: set[int] = field(default_factory=set)
-
-
-@dataclass
-class SavedActivations:
-    """What one forward pass keeps, in bytes.
-
-    Attributes:
-        blocks: storages that the counted blocks save, their inputs included.
-        rest: all other storages.
-        layer_inputs: what gradient checkpointing keeps instead of the layers' own storages: their tensor arguments.
-        largest_layer: storages of the layer that saves the most, without its inputs: what is there again while that
-            layer's backward runs under gradient checkpointing.
-        largest_layer_blocks: the part of it that counted blocks save.
-        outside: storages saved outside of all layers (embedding, last norm, head, loss).
-    """
-
-    blocks: int
-    rest: int
-    layer_inputs: int
-    largest_layer: int
-    largest_layer_blocks: int
-    outside: int
-
-    @property
-    def total(self) -> int:
-        """Bytes without gradient checkpointing."""
-        return self.blocks + self.rest
-
-    @property
-    def checkpointed(self) -> int:
-        """Bytes under gradient checkpointing, at the moment when the largest layer has been recomputed."""
-        return self.layer_inputs + self.outside + self.largest_layer
-
-
-class SavedLedger:
-    """Notes every storage that is saved while :meth:`watching`, and where in the model that happens."""
-
-    def __init__(self, model: nn.Module, blocks: Iterable[nn.Module]) -> None:
-        self._model = model
-        self._blocks = list(blocks)
-        self._depth = 0
-        self._layer = -1
-        self._owned: set[StorageWeakRef] = set()
-        self._saved: dict[StorageWeakRef, SavedStorage] = {}
-        self._inputs: dict[StorageWeakRef, int] = {}
-
-    @contextmanager
-    def watching(self, owned: Iterable[Tensor]) -> Iterator[None]:
-        """Count inside the block; storages of `owned` tensors (parameters, buffers, labels) are left out."""
-        self._owned = {StorageWeakRef(tensor.untyped_storage()) for tensor in owned}
-        handles: list[Any] = []
-        for block in self._blocks:
-            handles.append(block.register_forward_pre_hook(self._enter_block))
-            handles.append(block.register_forward_hook(self._leave_block, always_call=True))
-        layers = [module for module in self._model.modules() if isinstance(module, GradientCheckpointingLayer)]
-        for index, layer in enumerate(layers):
-            handles.append(layer.register_forward_pre_hook(self._entering(index), with_kwargs=True))
-            handles.append(layer.register_forward_hook(self._leave_layer, always_call=True))
-        try:
-            with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def result(self) -> SavedActivations:
-        """Return the sums over everything seen."""
-        kept = self._saved.items()
-        blocks = sum(storage.nbytes for _, storage in kept if storage.in_blocks)
-        outside = sum(s.nbytes for ref, s in kept if -1 in s.layers and ref not in self._inputs)
-        own: dict[int, list[int]] = {}
-        for ref, storage in kept:
-            if -1 in storage.layers or ref in self._inputs:
-                continue
-            for layer in storage.layers:
-                sums = own.setdefault(layer, [0, 0])
-                sums[0] += storage.nbytes
-                sums[1] += storage.nbytes * storage.in_blocks
-        largest = max(own.values(), default=[0, 0])
-        total = sum(storage.nbytes for _, storage in kept)
-        return SavedActivations(blocks, total - blocks, sum(self._inputs.values()), largest[0], largest[1], outside)
-
-    def _pack(self, tensor: Tensor) -> Tensor:
-        ref = StorageWeakRef(tensor.untyped_storage())
-        if ref not in self._owned:
-            storage = self._saved.setdefault(ref, SavedStorage(tensor.untyped_storage().nbytes()))
-            storage.in_blocks |= self._depth > 0
-            storage.layers.add(self._layer)
-        return tensor
-
-    def _enter_block(self, *_: Any) -> None:
-        self._depth += 1
-
-    def _leave_block(self, *_: Any) -> None:
-        self._depth -= 1
-
-    def _entering(self, index: int) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
-        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._layer = index
-            for tensor in _tensors((*args, *kwargs.values())):
-                ref = StorageWeakRef(tensor.untyped_storage())
-                if ref not in self._owned:
-                    self._inputs[ref] = tensor.untyped_storage().nbytes()
-
-        return enter
-
-    def _leave_layer(self, *_: Any) -> None:
-        self._layer = -1
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, tuple | list):
-            yield from _tensors(value)
-
-
-def _unpack(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def fake_saved_activations(

@@ -1,0 +1,151 @@
+"""What one forward pass saves for its backward, and what of it gradient checkpointing would keep, and when.
+
+Under gradient checkpointing the forward leaves the layers' inputs and what lies outside of the layers. The backward
+starts at the loss: once the loss, the head and the last norm have had theirs, what they saved is gone. Only then is the
+last layer recomputed; when its backward has ended, its input and all it saved are gone, and the layer before is
+recomputed. So there are as many moments to look at as there are layers, and one more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+_Sizes = dict[StorageWeakRef, int]
+"""Bytes of distinct storages."""
+
+
+@dataclass(frozen=True)
+class SavedActivations:
+    """What one forward pass keeps, in bytes.
+
+    Attributes:
+        blocks: storages that the counted blocks save, their inputs included.
+        rest: all other storages.
+        between_passes: what is left after the forward under gradient checkpointing: the layers' tensor arguments, and
+            storages saved outside of all layers (embedding, last norm, head, loss).
+        checkpointed: the most that is there at one time under gradient checkpointing: `between_passes`, or a recomputed
+            layer's storages and all that was kept until that layer began, whichever is more.
+        checkpointed_blocks: the part of it that counted blocks save; 0 where `between_passes` is the most.
+    """
+
+    blocks: int
+    rest: int
+    between_passes: int
+    checkpointed: int
+    checkpointed_blocks: int
+
+    @property
+    def total(self) -> int:
+        """Bytes without gradient checkpointing."""
+        return self.blocks + self.rest
+
+
+@dataclass
+class _LayerCall:
+    """One call of a layer.
+
+    Attributes:
+        kept: storages that gradient checkpointing would keep when the call begins and that were not kept before: those
+            saved outside since the last call, and the call's own tensor arguments.
+        own: storages that the layer saves; the ones already kept when it begins are counted there.
+    """
+
+    kept: _Sizes
+    own: _Sizes = field(default_factory=dict)
+
+
+class SavedLedger:
+    """Notes every storage that is saved while :meth:`watching`, and where in the model that happens."""
+
+    def __init__(self, model: nn.Module, blocks: Iterable[nn.Module]) -> None:
+        self._model = model
+        self._blocks = list(blocks)
+        self._block_depth = 0
+        self._layer_depth = 0
+        self._owned: set[StorageWeakRef] = set()
+        self._saved: _Sizes = {}
+        self._in_blocks: set[StorageWeakRef] = set()
+        self._calls: list[_LayerCall] = []
+        self._outside: _Sizes = {}  # since the last call of a layer
+
+    @contextmanager
+    def watching(self, owned: Iterable[Tensor]) -> Iterator[None]:
+        """Count inside the block; storages of `owned` tensors (parameters, buffers, labels) are left out."""
+        self._owned = {StorageWeakRef(tensor.untyped_storage()) for tensor in owned}
+        handles: list[Any] = []
+        for block in self._blocks:
+            handles.append(block.register_forward_pre_hook(self._enter_block))
+            handles.append(block.register_forward_hook(self._leave_block, always_call=True))
+        for module in self._model.modules():
+            if isinstance(module, GradientCheckpointingLayer):
+                handles.append(module.register_forward_pre_hook(self._enter_layer, with_kwargs=True))
+                handles.append(module.register_forward_hook(self._leave_layer, always_call=True))
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def result(self) -> SavedActivations:
+        """Return the sums over everything seen."""
+        blocks = sum(size for ref, size in self._saved.items() if ref in self._in_blocks)
+        kept: _Sizes = {}
+        moments: list[tuple[int, int]] = []  # all bytes, those of blocks
+        for call in self._calls:
+            kept |= call.kept
+            own = {ref: size for ref, size in call.own.items() if ref not in kept}
+            own_blocks = sum(size for ref, size in own.items() if ref in self._in_blocks)
+            moments.append((sum(kept.values()) + sum(own.values()), own_blocks))
+        between = sum((kept | self._outside).values())
+        highest, highest_blocks = max([(between, 0), *moments], key=lambda moment: moment[0])
+        return SavedActivations(blocks, sum(self._saved.values()) - blocks, between, highest, highest_blocks)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        ref = StorageWeakRef(tensor.untyped_storage())
+        if ref not in self._owned:
+            place = self._calls[-1].own if self._layer_depth else self._outside
+            self._saved[ref] = place[ref] = tensor.untyped_storage().nbytes()
+            if self._block_depth:
+                self._in_blocks.add(ref)
+        return tensor
+
+    def _enter_block(self, *_: Any) -> None:
+        self._block_depth += 1
+
+    def _leave_block(self, *_: Any) -> None:
+        self._block_depth -= 1
+
+    def _enter_layer(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._layer_depth += 1
+        if self._layer_depth > 1:
+            return
+        self._calls.append(_LayerCall(self._outside))
+        self._outside = {}
+        for tensor in _tensors((*args, *kwargs.values())):
+            ref = StorageWeakRef(tensor.untyped_storage())
+            if ref not in self._owned:
+                self._calls[-1].kept[ref] = tensor.untyped_storage().nbytes()
+
+    def _leave_layer(self, *_: Any) -> None:
+        self._layer_depth -= 1
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, tuple | list):
+            yield from _tensors(value)
+
+
+def _unpack(tensor: Tensor) -> Tensor:
+    return tensor
