@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -228,6 +229,29 @@ def as_activations(value: Any) -> Activations:
     if value and set(value.split("+")) <= set(CHECKPOINTS):
         return ActivationPolicy(keep=tuple(value.split("+")))
     raise _refuse("activations", _FORMS, value, nearest_of=(*PRESETS, *CHECKPOINTS, "48KiB/token", "2GiB/8192tokens"))
+
+
+def activations_from_text(text: str, where: str, argument: str) -> Any:
+    """Read what a command line gives: a JSON object as the mapping it is, any other text as it is.
+
+    Args:
+        text: the option's value.
+        where: who refuses.
+        argument: the option's name.
+
+    Returns:
+        What :func:`as_activations` reads.
+
+    Raises:
+        ConfigError: it begins like a JSON object and is none.
+    """
+    if not text.lstrip().startswith("{"):
+        return text
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        expected, got = "a name, a budget or a JSON object", f"{text!r} ({error})"
+        raise _refuse(argument, expected, got, where=where) from error
 
 
 _FORMS = (

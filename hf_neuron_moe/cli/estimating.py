@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hf_neuron_moe.activation_policy import PRESETS
+from hf_neuron_moe.activation_policy import PRESETS, activations_from_text
 from hf_neuron_moe.cli.options import BLOCK_PRECISIONS, Json, choice
 
 if TYPE_CHECKING:
@@ -33,7 +33,10 @@ def estimate(
     length: Annotated[int | None, typer.Option(min=1, help="Tokens per sequence.")] = None,
     activations: Annotated[
         list[str] | None,
-        typer.Option(metavar="POLICY", help="Preset, or budget such as 48KiB/token; repeatable. Default: all presets."),
+        typer.Option(
+            metavar="POLICY",
+            help="Preset, budget such as 48KiB/token, or a policy as a JSON object; repeatable. Default: all presets.",
+        ),
     ] = None,
     precision: Annotated[str, choice(BLOCK_PRECISIONS, text="Precision of the blocks.")] = "bf16",
     dtype: Annotated[str | None, choice(DTYPES, text="Of the parameters. Default: config.json's.")] = None,
@@ -58,10 +61,10 @@ def estimate(
     from hf_neuron_moe.cli.conversion import quiet_transformers
     from hf_neuron_moe.config import NeuronMoEConfig
 
-    configs = {
-        policy: NeuronMoEConfig(precision=precision, activations=policy, block_size=block_size)
-        for policy in activations or PRESETS
-    }
+    configs = {}
+    for text in activations or PRESETS:
+        policy = activations_from_text(text, "estimate", "--activations")
+        configs[text] = NeuronMoEConfig(precision=precision, activations=policy, block_size=block_size)
     import torch
 
     from hf_neuron_moe.convert.assign import build_meta_model
@@ -156,14 +159,18 @@ def _show(result: TrainingEstimate, title: str) -> None:
     for name, size in fixed.items():
         console.print(f"  {name:<24}{gibibytes(size):>12}")
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("activations")
+    table.add_column("activations", overflow="fold")
     for heading in ("KiB/token in blocks", "saved: blocks", "saved: rest", "total"):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", no_wrap=True)
     for policy in result.policies:
         kib = policy.blocks_bytes_per_token / 1024
         sizes = (policy.saved_blocks, policy.saved_rest, policy.total)
         table.add_row(policy.name, f"{kib:,.1f}", *(gibibytes(size) for size in sizes))
     console.print(table)
+    if result.gradient_checkpointing and any(policy.saved_blocks == 0 for policy in result.policies):
+        console.print(
+            "Blocks at 0: the peak is the head's and the loss's, before a layer is recomputed.", soft_wrap=True
+        )
     if not result.patched:
         console.print("No block can be patched; `hf-neuron-moe plan` says why.", soft_wrap=True)
     console.print("Total: all of the above. Temporaries and the device's own needs come on top.", soft_wrap=True)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import TrainingArguments
 
-from hf_neuron_moe.activation_policy import to_plain
+from hf_neuron_moe.activation_policy import activations_from_text, to_plain
 from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.errors import ConfigError, refuse
 
@@ -107,12 +106,15 @@ class NeuronMoEArguments:
         Raises:
             ConfigError: a value is not allowed.
         """
+        activations = self.neuron_activations
+        if isinstance(activations, str):
+            activations = activations_from_text(activations, "NeuronMoEArguments", "neuron_activations")
         return NeuronMoEConfig(
             precision=self.neuron_precision,
             backend=self.neuron_backend,
             weights=self.neuron_weights,
             block_size=self.neuron_block_size,
-            activations=_activations(self.neuron_activations),
+            activations=activations,
             fallback=self.neuron_fallback,
         )
 
@@ -123,16 +125,6 @@ class NeuronMoETrainingArguments(NeuronMoEArguments, TrainingArguments):
 
     ``HfArgumentParser(NeuronMoETrainingArguments)`` reads them from the command line, a dict, JSON or YAML.
     """
-
-
-def _activations(value: Any) -> Any:
-    """An activation policy that came as JSON, as on a command line, in its dict form; anything else as it is."""
-    if not isinstance(value, str) or not value.lstrip().startswith("{"):
-        return value
-    try:
-        return json.loads(value)
-    except json.JSONDecodeError as error:
-        raise _refusal("neuron_activations", "a name, a budget or a JSON object", f"{value!r} ({error})") from error
 
 
 def _refusal(name: str, expected: str, got: object) -> ConfigError:

@@ -30,6 +30,30 @@ def test_estimate_tells_a_table_or_one_object(model_dir, run):
     assert [policy["total"] - policy["saved"] for policy in told["policies"]] == [fixed] * 3
 
 
+def test_estimate_takes_a_policy_as_a_json_object(model_dir, run):
+    """One exception that is the whole model is the same as its preset; the name is what was asked for."""
+    exception = '{"keep":"minimal","modules":{"model.layers.0.*":"recompute"}}'
+    budget = '{"bytes_per_token": 1024}'
+    options = [part for text in (exception, "recompute", budget, "1KiB/token") for part in ("--activations", text)]
+    result = run("estimate", model_dir, "--tokens", 32, "--json", *options)
+    assert (result.code, result.err) == (0, "")
+    policies = json.loads(result.out)["policies"]
+    assert [policy.pop("name") for policy in policies] == [exception, "recompute", budget, "1KiB/token", "stock"]
+    assert policies[0] == policies[1] != policies[2] == policies[3]
+    table = run("estimate", model_dir, "--tokens", 32, *options)
+    assert table.code == 0 and "MiB" in table.out
+
+
+def test_estimate_says_where_the_head_is_the_peak(model_dir, run, tmp_path):
+    config = json.loads((model_dir / "config.json").read_text()) | {"vocab_size": 8192}
+    bare = tmp_path / "wide.json"
+    bare.write_text(json.dumps(config))
+    note = "the peak is the head's"
+    assert note in run("estimate", bare, "--tokens", 32, "--gradient-checkpointing").out
+    assert note not in run("estimate", model_dir, "--tokens", 32, "--gradient-checkpointing").out
+    assert note not in run("estimate", bare, "--tokens", 32).out
+
+
 def test_estimate_reads_a_bare_configuration(model_dir, run, tmp_path):
     bare = tmp_path / "llama.json"
     shutil.copyfile(model_dir / "config.json", bare)
@@ -44,6 +68,13 @@ def test_estimate_reads_a_bare_configuration(model_dir, run, tmp_path):
     ("options", "code", "message"),
     [
         (["--tokens", "8", "--activations", "minimall"], 2, "Did you mean 'minimal'?"),
+        (
+            ["--tokens", "8", "--activations", "{keep: up}"],
+            2,
+            "--activations must be a name, a budget or a JSON object",
+        ),
+        (["--tokens", "8", "--activations", '{"keep": "minimall"}'], 2, "Did you mean 'minimal'?"),
+        (["--tokens", "8", "--activations", '{"modules": {"*.9.*": "full"}}'], 2, "'*.9.*'"),
         (["--tokens", "8", "--optimizer", "adamv"], 2, "Did you mean 'adamw'?"),
         (["--tokens", "9", "--length", "2"], 2, "not a multiple of 2"),
         (["--batch", "9"], 2, "give --tokens, or --length"),
