@@ -139,6 +139,7 @@ class _Run:
             lambda: (Scratch(_scratch_bytes(plan)), torch.empty(_read_bytes(plan), dtype=torch.uint8))
         )
         self._lock = threading.Lock()
+        self._versions: dict[str, str] = {}
 
     def check_finished(self, shards: dict[str, list[WrittenTensor]]) -> set[str]:
         """Take over the shards that an earlier run finished, where their bytes are still right."""
@@ -164,7 +165,7 @@ class _Run:
         groups: dict[tuple[str, int | None], list[WrittenTensor]] = {}
         for tensor in tensors:
             groups.setdefault(tensor.group, []).append(tensor)
-        versions = {name: self._version(name) for name in self._sources_of(tensors)}
+        versions = {name: self._first_version(name) for name in self._sources_of(tensors)}
         record = ShardRecord({}, {}, versions)
         # Source files are hashed as a whole just before they are read in pieces: the second time they are in memory.
         tasks = self._hash_tasks(versions)
@@ -178,9 +179,7 @@ class _Run:
                 self._advance(nbytes)
                 if hash_file and number >= 0:
                     prefix.follow(tensor.name for tensor in ordered[number])
-        for name, version in versions.items():
-            if self._version(name) != version:
-                raise damaged(name, "left alone during the conversion", "a file that was changed meanwhile")
+        self._check_unchanged(versions)
         self._job.publish(file)
         self._job.record_shard(file, record)
         self._add_shard(record)
@@ -189,8 +188,10 @@ class _Run:
 
     def hash_rest(self) -> None:
         """Hash the source files of which nothing was converted."""
-        for _ in self._workers.run(self._hash_tasks({file: self._version(file) for file in self._plan.source.files})):
+        files = {file: self._first_version(file) for file in self._plan.source.files}
+        for _ in self._workers.run(self._hash_tasks(files)):
             pass
+        self._check_unchanged(files)
 
     def _hash_tasks(self, versions: Mapping[str, str]) -> list[Callable[[], int]]:
         """Tasks that hash those source files of `versions` that were not hashed yet."""
@@ -251,15 +252,26 @@ class _Run:
     def _version(self, file: str) -> str:
         return version_of(self._plan.source.directory / file)
 
+    def _first_version(self, file: str) -> str:
+        """The version of a source file that this run began with: all shards are made of the same."""
+        if file not in self._versions:
+            self._versions[file] = self._version(file)
+        return self._versions[file]
+
+    def _check_unchanged(self, versions: Mapping[str, str]) -> None:
+        for name, version in versions.items():
+            if self._version(name) != version:
+                raise damaged(name, "left alone during the conversion", "a file that was changed meanwhile")
+
     def _same_sources(self, record: ShardRecord) -> bool:
         """Whether a shard was made of the source files as they are now: the same versions, or the same bytes."""
         for file, version in record.sources.items():
-            if self._version(file) == version:
+            if self._first_version(file) == version:
                 continue
             sha256 = self._job.source_sha256(file, version)
             if sha256 is None:
                 return False
-            self._hash_source(file, self._version(file))
+            self._hash_source(file, self._first_version(file))
             if self.made.sources[file] != sha256:
                 return False
         return True

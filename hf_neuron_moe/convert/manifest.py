@@ -20,6 +20,9 @@ from hf_neuron_moe.errors import ConversionError, SourceDamageError, refuse
 MANIFEST_FILE = "neuron_moe_manifest.json"
 FORMAT_VERSION = 3
 READABLE_VERSIONS = (1, 2, FORMAT_VERSION)
+HEADER_VERSION = 2
+"""Format version in the shards' headers, which say the same since version 2."""
+
 CHECKSUM = "sha256"
 
 
@@ -148,7 +151,7 @@ def header_metadata(tensors: Iterable[WrittenTensor]) -> dict[str, str]:
     layouts = {name: entry["layout"] for name, entry in content.items()}
     return {
         "format": "pt",
-        "hf_neuron_moe.format_version": str(FORMAT_VERSION),
+        "hf_neuron_moe.format_version": str(HEADER_VERSION),
         "hf_neuron_moe.layouts": json.dumps(layouts, sort_keys=True),
         "hf_neuron_moe.tensors": json.dumps(content, sort_keys=True),
     }

@@ -1,8 +1,9 @@
 """LoRA on the linear layers of a dense MLP, computed by the MLP's operator as a change of their weights.
 
 The operator multiplies with ``W + scaling * B A``, which is what merging the adapter makes of W, so that the block with
-its adapter and the block with the merged one have the same numbers in every precision. Nothing of a weight's size is
-kept for the backward: the changed weights are made again there.
+an adapter and the block with it merged have the same numbers in every precision. (With several active adapters the sum
+is rounded once here and once per adapter in merging.) Nothing of a weight's size is kept for the backward: the changed
+weights are made again there.
 
 Legend: S tokens, H hidden, I intermediate, O and N outputs and inputs of one linear layer, R rank.
 """

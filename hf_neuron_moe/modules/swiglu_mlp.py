@@ -6,7 +6,6 @@ S tokens (all leading dimensions flattened), H hidden size, I intermediate size.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,14 +97,14 @@ class _Watch:
         """Copy and pickle as None: a copied block has layers of its own to look at."""
         return type(None), ()
 
-    def unchanged(self, children: Mapping[str, nn.Module | None]) -> list[nn.Parameter] | None:
+    def unchanged(self, block: nn.Module) -> list[nn.Parameter] | None:
         """Return the layers' weights, or None where anything is not as it was found.
 
-        The watched layers must still be `children`, unhooked, without bias, their weights parameters, and the
+        The watched layers must still be the block's, unhooked, without bias, their weights parameters, and the
         activation the same object without a forward of its own. A parameter made from a tensor subclass has that
         subclass's type, so the parameter's type settles its data's.
         """
-        weights = []
+        weights, children = [], block._modules
         for name, layer, state, parameters in self.layers:
             weight = parameters.get("weight")
             if children[name] is not layer or type(layer) is not nn.Linear or "forward" in state:
@@ -113,10 +112,12 @@ class _Watch:
             if type(weight) is not nn.Parameter or parameters.get("bias") is not None:
                 return None
             weights.append(weight)
-        if self.activation_name is not None and self.activation_name in children:
+        if self.activation_name in children:
             activation = children[self.activation_name]
             if activation is not self.activation or "forward" in activation.__dict__:
                 return None
+        elif self.activation_name is not None and block.__dict__.get(self.activation_name) is not self.activation:
+            return None
         return None if any(self.hooks) else weights
 
 
@@ -150,7 +151,7 @@ class NeuronSwiGLUMLP(NeuronBlock):
         return BlockShape(self.neuron_config.precision, hidden, inner, None, self.neuron_config.backend)
 
     def _why_not_fused(self) -> str | None:
-        if self.neuron_watch is not None and self.neuron_watch.unchanged(self._modules) is not None:
+        if self.neuron_watch is not None and self.neuron_watch.unchanged(self) is not None:
             return None
         roles = self.neuron_roles
         self.neuron_watch = None
@@ -221,7 +222,7 @@ class NeuronSwiGLUMLP(NeuronBlock):
         watch = self.neuron_watch
         if watch is None or is_compiling() or not hidden_states.is_cpu:
             return None
-        weights = None if torch.is_autocast_enabled("cpu") else watch.unchanged(self._modules)
+        weights = None if torch.is_autocast_enabled("cpu") else watch.unchanged(self)
         if weights is None or len(weights) != 3:  # a fused gate_up_proj is cut in two elsewhere
             return None
         shape = hidden_states.shape

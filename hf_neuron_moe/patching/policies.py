@@ -146,7 +146,7 @@ def _solve(budget: ActivationBudget, blocks: Sequence[PlannedBlock], where: str)
             remedy="Raise the budget, patch fewer blocks (include, exclude), or add gradient checkpointing with "
             "activations='recompute'.",
         )
-    return [as_block(option.keep, block.shape.precision) for option, block in zip(plan, blocks, strict=True)]
+    return [as_block(option.keep, block.shape.precision) for option, block in zip(plan.options, blocks, strict=True)]
 
 
 def _options(shape: BlockShape, allow_fp8: bool) -> list[Option]:

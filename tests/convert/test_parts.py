@@ -25,6 +25,7 @@ from hf_neuron_moe.convert import (
 from hf_neuron_moe.convert.execute import memory_per_worker, workers_for
 from hf_neuron_moe.convert.parts import part_of_shards
 from hf_neuron_moe.convert.plan import plan_conversion
+from hf_neuron_moe.convert.resume import Job
 from hf_neuron_moe.convert.workers import Workers, working
 from hf_neuron_moe.errors import ConfigError, ConversionError, DestinationError, DiskError, SourceDamageError
 
@@ -244,6 +245,29 @@ def test_source_changed_while_it_is_read(checkpoint, tmp_path):
 
     with pytest.raises(SourceDamageError, match=r"model\.safetensors must be left alone"):
         convert_checkpoint(source, tmp_path / "dst", SMALL, progress=touch)
+    assert {path.name for path in tmp_path.iterdir()} == {source.name}
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("after", [1, 3])
+def test_source_changed_between_two_shards(after, workers, checkpoint, tmp_path, monkeypatch):
+    source = checkpoint("mixtral")
+    path, record, recorded = source / "model.safetensors", Job.record_shard, []
+
+    def record_and_change(job: Job, *arguments: object) -> None:
+        record(job, *arguments)
+        recorded.append(arguments[0])
+        if len(recorded) == after:
+            content = bytearray(path.read_bytes())
+            content[-1] ^= 0x80
+            with path.open("r+b") as file:
+                file.write(content)
+            os.utime(path, (3, 3))
+
+    monkeypatch.setattr(Job, "record_shard", record_and_change)
+    with pytest.raises(SourceDamageError, match=r"model\.safetensors must be left alone"):
+        convert_checkpoint(source, tmp_path / "dst", SMALL, workers=workers)
+    assert len(recorded) == after
     assert {path.name for path in tmp_path.iterdir()} == {source.name}
 
 

@@ -77,3 +77,34 @@ def test_new_weights_are_read() -> None:
         before = block(x)
         block.down_proj.weight = nn.Parameter(2 * block.down_proj.weight.detach())
         torch.testing.assert_close(block(x), 2 * before, rtol=1e-6, atol=1e-7)
+
+
+class FunctionActivation(nn.Module):
+    """A SwiGLU MLP whose activation is a plain function on the instance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(HIDDEN, 64, bias=False)
+        self.up_proj = nn.Linear(HIDDEN, 64, bias=False)
+        self.down_proj = nn.Linear(64, HIDDEN, bias=False)
+        self.act_fn = nn.functional.silu
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+@pytest.mark.parametrize("called_before", [False, True])
+def test_an_activation_that_is_no_module_is_watched_too(called_before: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(FunctionActivation()).eval()
+    patch_model(model, {"precision": "fp32"})
+    x = torch.randn(3, HIDDEN)
+    with torch.no_grad():
+        if called_before:
+            model(x)
+        block = model[0]
+        block.act_fn = nn.functional.gelu
+        with pytest.warns(NeuronMoEWarning):
+            got = model(x)
+        expected = block.down_proj(nn.functional.gelu(block.gate_proj(x)) * block.up_proj(x))
+    assert torch.equal(got, expected)

@@ -131,7 +131,8 @@ class TorchBackend:
         if not keep and index_TK.numel():
             # An estimate that needs no look at the routing: pairs spread evenly over as many experts as possible.
             rows = index_TK.numel() / min(index_TK.numel(), gate_up.shape[0])
-            if few_rows.suit(precision, gate_up.dtype, x_TH.device, index_TK.numel(), rows):
+            one_dtype = gate_up.dtype is down.dtype is x_TH.dtype
+            if one_dtype and few_rows.suit(precision, gate_up.dtype, x_TH.device, index_TK.numel(), rows):
                 return few_rows.experts(x_TH, index_TK, weight_TK, stack), _nothing(x_TH)
         pairs = sort_pairs(index_TK, gate_up.shape[0])
         scale = _sorted_scale(pairs, weight_TK)
