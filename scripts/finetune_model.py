@@ -14,6 +14,40 @@ from hf_neuron_moe import NeuronMoETrainingArguments, PatchReport, patch_model
 from hf_neuron_moe.errors import ConfigError, refuse
 from hf_neuron_moe.modules.frozen_block import FrozenBlock
 
+_MADE_BY = {
+    ".cache/smollm2-135m-instruct": "`bash scripts/demo.sh` makes it, and so does `python scripts/get_smollm2.py`; "
+    "the head of configs/smollm2-135m.yaml has more.",
+    ".cache/smollm2-mixtral": "`bash scripts/demo.sh` makes it, and so does `python scripts/upcycle_mixtral.py` after "
+    "`python scripts/get_smollm2.py`; the head of configs/smollm2-mixtral.yaml has more.",
+    ".cache/tiny-llama": "The head of configs/tiny-llama.yaml has the command that makes it.",
+    ".cache/tiny-mixtral": "The head of configs/tiny-mixtral.yaml has the command that makes it.",
+}
+"""What makes the folders that files of configs/ name."""
+
+
+def check_folders(options: ModelOptions) -> None:
+    """Refuse a model or tokenizer that is spelled as a folder and is none.
+
+    Raises:
+        ConfigError: the hub would only be asked for what cannot be the name of a repository.
+    """
+    for argument, name in (("model", options.model), ("tokenizer", options.tokenizer)):
+        if not is_spelled_as_path(name) or Path(name).is_dir():
+            continue
+        raise refuse(
+            ConfigError,
+            where="finetune",
+            argument=argument,
+            expected="an existing folder or a hub id",
+            got=f"{name!r}, a folder that does not exist",
+            remedy=_MADE_BY.get(name.rstrip("/"), "Correct the path; a hub id is OWNER/NAME."),
+        )
+
+
+def is_spelled_as_path(name: str) -> bool:
+    """Whether `name` cannot be a hub id, which has at most one slash and begins with neither that nor a dot."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1
+
 
 def load_tokenizer(options: ModelOptions) -> PreTrainedTokenizerBase:
     """Return the tokenizer.
@@ -31,7 +65,7 @@ def load_tokenizer(options: ModelOptions) -> PreTrainedTokenizerBase:
             where="finetune",
             argument="tokenizer" if options.tokenizer else "model",
             expected="a folder or hub id with a tokenizer",
-            got=f"{name!r}: {str(error).strip().splitlines()[0]}",
+            got=f"{name!r}: {str(error).strip().splitlines()[0].rstrip('.')}",
             remedy="Correct the name, or name another with --tokenizer.",
         ) from error
 
@@ -108,7 +142,7 @@ def with_adapters(model: PreTrainedModel, options: LoraOptions) -> PreTrainedMod
             where="finetune",
             argument="lora_targets, lora_parameters",
             expected="names of the model's linear layers and parameters",
-            got=f"what peft refuses: {error}",
+            got=f"what peft refuses: {str(error).rstrip('.')}",
             remedy="Blocks in kernel layout and frozen MX blocks have no layers inside: name others.",
         ) from error
 

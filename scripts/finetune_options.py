@@ -133,7 +133,8 @@ class _Parser(HfArgumentParser):
         own = {f.name for kind in kinds[:3] for f in dataclasses.fields(kind)}
         for action in self._actions:
             shown = action.dest in own or action.dest in COMMON or action.dest.startswith("neuron_")
-            if short and not shown and action.dest not in ("help", "help_all", "config"):
+            negated = action.nargs == 0 and action.option_strings[0].startswith("--no_")  # `--x false` says the same
+            if negated or (short and not shown and action.dest not in ("help", "help_all", "config")):
                 action.help = argparse.SUPPRESS
 
 

@@ -8,12 +8,14 @@ also where a document ends within it.
 from __future__ import annotations
 
 import glob
+import json
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, load_dataset
+from datasets.exceptions import DatasetsError
 from finetune_options import DataOptions
 from transformers import PreTrainedTokenizerBase
 
@@ -51,7 +53,11 @@ def blocks(options: DataOptions, tokenizer: PreTrainedTokenizerBase) -> tuple[Bl
 
 
 def local_text(patterns: Sequence[str], argument: str) -> Dataset:
-    """Return the documents of local files: a .txt file is one document, a line or row of the others is one."""
+    """Return the documents of local files: a .txt file is one document, a line or row of the others is one.
+
+    Raises:
+        ConfigError: files are missing, of several or unknown kinds, or damaged; of JSON the line is named.
+    """
     files = [path for pattern in patterns for path in sorted(glob.glob(pattern)) or [pattern]]
     missing = [path for path in files if not Path(path).is_file()]
     if missing:
@@ -61,7 +67,38 @@ def local_text(patterns: Sequence[str], argument: str) -> Dataset:
         expected = f"files of one kind among {', '.join(BUILDERS)}"
         raise _bad(argument, expected, " and ".join(kinds), "Convert them to one kind.")
     options: dict[str, Any] = {"sample_by": "document"} if kinds[0] == ".txt" else {}
-    return load_dataset(BUILDERS[kinds[0]], data_files=files, split="train", **options)
+    try:
+        return load_dataset(BUILDERS[kinds[0]], data_files=files, split="train", **options)
+    except (DatasetsError, ValueError, OSError, StopIteration) as error:  # the last where all files are empty
+        found = next(filter(None, map(first_fault, files)), None) if BUILDERS[kinds[0]] == "json" else None
+        cause = " ".join(str(error.__cause__ or error).split()).rstrip(".")
+        got = found or f"{', '.join(files)}, which cannot be read: {cause}"
+        raise _bad(argument, f"readable {kinds[0]} files", got, "Mend the file.") from error
+
+
+def first_fault(path: str) -> str | None:
+    """Return file, line and what is wrong there for the first line that is no JSON object; None where all are.
+
+    A .json file that is one JSON value as a whole has no such line.
+    """
+    content = Path(path).read_bytes()
+    if not content.strip():
+        return f"{path}, which is empty"
+    if not path.endswith(".jsonl") and _json_fault(content) is None:
+        return None
+    for number, line in enumerate(content.split(b"\n"), start=1):
+        fault = _json_fault(line, dict) if line.strip() else None
+        if fault is not None:
+            return f"{path}, line {number}: {fault}"
+    return None
+
+
+def _json_fault(content: bytes, kind: type = object) -> str | None:
+    try:
+        value = json.loads(content.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        return " ".join(str(error).split())
+    return None if isinstance(value, kind) else f"a {type(value).__name__} instead of a JSON object"
 
 
 def packed(text: Dataset, tokenizer: PreTrainedTokenizerBase, column: str, block_length: int, purpose: str) -> Blocks:
@@ -77,7 +114,10 @@ def packed(text: Dataset, tokenizer: PreTrainedTokenizerBase, column: str, block
         rows = pack([[*document, tokenizer.eos_token_id] for document in ids], block_length)
         return {"input_ids": rows, "labels": rows}
 
-    result = text.map(cut, batched=True, remove_columns=text.column_names, desc=f"packing the {purpose} text")
+    try:
+        result = text.map(cut, batched=True, remove_columns=text.column_names, desc=f"packing the {purpose} text")
+    except UnicodeDecodeError as error:  # loading does not look at the bytes of strings
+        raise _bad(f"the {purpose} text", "in UTF-8", str(error), "Save the files in UTF-8.") from error
     if not len(result):
         remedy = "Use more text or a smaller block_length."
         raise _bad(f"the {purpose} text", f"at least one block of {block_length} tokens", "less", remedy)

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from finetune import finetune, main
+from accelerate import DistributedType
+from finetune import finetune, main, told_processes
 from finetune_options import parse
 from finetune_text import blocks
 from make_tiny_model import make_tiny_model
@@ -128,12 +129,25 @@ def test_lora_on_a_frozen_mxfp8_base(tmp_path: Path, text: Path, capsys: pytest.
 
 def test_refusals_are_one_line_and_exit_code_2(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_tiny_model("llama", tmp_path / "model")
+    damaged = tmp_path / "damaged.jsonl"
+    damaged.write_text('{"text": "whole"}\n{"text": cut\n', encoding="utf-8")
     for changes, message in (
         ({"eval_strategy": "epoch", "eval_share": 0}, "eval_strategy must be used with eval_files"),
         ({"neuron_exclude": "model.layers.*.mlq"}, "Did you mean 'model.layers"),
-        ({"model": tmp_path / "models"}, "model must be a folder or hub id with a tokenizer, got"),
+        ({"model": tmp_path / "models"}, "models', a folder that does not exist. Correct the path"),
+        ({"model": ".cache/smollm2-mixtral/"}, "does not exist. `bash scripts/demo.sh` makes it"),
+        ({"tokenizer": text.parent}, "tokenizer must be a folder or hub id with a tokenizer, got"),
+        ({"resume_from_checkpoint": "runs/nope"}, "true or auto, got 'runs/nope', which does not exist. Name a check"),
+        ({"resume_from_checkpoint": tmp_path}, "resume_from_checkpoint must be a checkpoint folder"),
+        ({"train_files": damaged}, "readable .jsonl files, got " + f"{damaged}, line 2: Expecting"),
         ({"lora_rank": 2, "lora_targets": "query"}, "lora_targets, lora_parameters must be names"),
     ):
         assert main(command(tmp_path, text, **changes)) == 2
         line = capsys.readouterr().err.splitlines()[-1]  # after the progress bars
-        assert line.startswith("error: ") and message in line
+        assert line.startswith("error: ") and message in line and ".." not in line
+
+
+def test_processes_are_told_in_words() -> None:
+    cpu = torch.device("cpu")
+    assert told_processes(1, DistributedType.NO, cpu) == "one process on cpu"
+    assert told_processes(2, DistributedType.MULTI_CPU, cpu) == "2 processes (MULTI_CPU) on cpu"

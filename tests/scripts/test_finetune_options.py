@@ -135,4 +135,5 @@ def test_help_shows_examples_own_options_and_all_on_request(capsys: pytest.Captu
     short, whole = capsys.readouterr().out.split("usage:")[1:]
     for text in ("configs/smollm2-135m.yaml --max_steps 10", "--lora_rank", "--neuron_precision", "--learning_rate"):
         assert text in short and text in whole
+    assert "--no_neuron_patch" not in short + whole and "--neuron_patch" in short
     assert "--adam_beta1" in whole and "--adam_beta1" not in short

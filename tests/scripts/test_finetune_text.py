@@ -94,6 +94,22 @@ def test_what_is_refused(tmp_path: Path, options: dict[str, Any], message: str) 
         blocks(DataOptions(**{"train_files": written(tmp_path, ".jsonl"), **options}), byte_tokenizer())
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b'{"text": "a"}\n\n[1]\n', r"a\.jsonl, line 3: a list instead of a JSON object"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', "the training text must be in UTF-8, got 'utf-8' codec"),
+        ("a.json", b'{"text": "a"}\n{"text"\n', r"a\.json, line 2: Expecting"),
+        ("a.jsonl", b"", r"a\.jsonl, which is empty"),
+        ("a.parquet", b"PAR", r"a\.parquet, which cannot be read: "),
+    ],
+)
+def test_a_damaged_file_is_named_with_the_line(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        blocks(DataOptions(train_files=[str(tmp_path / name)]), byte_tokenizer())
+
+
 def test_files_of_two_kinds_are_refused(tmp_path: Path) -> None:
     files = [*written(tmp_path, ".jsonl"), *written(tmp_path, ".txt")]
     with pytest.raises(ConfigError, match=r"files of one kind.*got .jsonl and .txt"):
