@@ -137,8 +137,8 @@ class ActivationPolicy:
 class ActivationBudget:
     """How many bytes all patched blocks together may keep; ``patch_model`` solves it module by module.
 
-    The plan recomputes the fewest floating-point operations that the budget allows, and never exceeds it. It is
-    lossless unless `allow_fp8`.
+    The plan recomputes the fewest floating-point operations that the budget allows, and never exceeds it; for dozens of
+    blocks of different sizes it may be near the fewest. It is lossless unless `allow_fp8`.
 
     Attributes:
         bytes_per_token: bytes per token of input, all patched blocks together.

@@ -9,6 +9,7 @@ there are too many of them they are thinned out, and the plan is near the best o
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -62,8 +63,8 @@ def cheapest_plan(blocks: Sequence[Sequence[Option]], limit: float) -> Plan | No
 
     The plan is the best one, and among plans with equally many operations the one that keeps the fewest bytes, unless
     there are more sums to keep than a search may; several dozens of blocks of different sizes can have so many. Then
-    the plan's `gap` says how far from the best one it is at most. That is never more than the largest single step
-    between two policies of one block, and in practice below a thousandth of the operations.
+    the plan's `gap` says how far from the best one it is at most: never more than the largest step between two policies
+    of one block, and for 64 sizes about a thousandth of the operations that recomputing everything takes, or less.
 
     Args:
         blocks: each block's options.
@@ -101,7 +102,7 @@ def _bought(blocks: Sequence[Sequence[Option]], limit: float) -> tuple[Plan, flo
     steps = []
     for number, options in enumerate(blocks):
         corners = _corners(options)
-        for place, (before, after) in enumerate(zip(corners, corners[1:], strict=False)):
+        for place, (before, after) in enumerate(itertools.pairwise(corners)):
             steps.append((_worth(before, after), -number, -place, before, after))
     steps.sort(key=lambda step: step[:3], reverse=True)
     chosen = [options[0] for options in blocks]
@@ -133,14 +134,14 @@ def _worth(before: Option, after: Option) -> float:
 def _search(
     blocks: Sequence[Sequence[Option]], limit: float, price: float, slack: float, most: int
 ) -> tuple[list[Option] | None, float]:
-    """Add up the blocks one by one (equal ones best in a row: many of their sums coincide), and keep every sum that may lead to a plan at most `slack` above the bound.
+    """Add up the blocks one by one, and keep every sum that may lead to a plan at most `slack` above the bound.
 
     A sum's surplus is what it costs, bytes at their price, above the least that its blocks can cost. A plan's
     operations are the bound, its surplus, and the price of the room it leaves: no plan of more surplus than `slack`
     is as good as the one that is known.
 
     Args:
-        blocks: each block's options, undominated.
+        blocks: each block's options, undominated; equal blocks best in a row, as many of their sums coincide.
         limit: most bytes per token.
         price: operations per byte.
         slack: operations of the known plan above the bound.
@@ -201,3 +202,12 @@ def _thinned(
     width = -(-int(flops[0] - flops[-1] + 1) // most)
     parts = (flops - flops[-1]) // width
     return kept[np.concatenate([[True], parts[1:] != parts[:-1]])], float(width - 1)
+
+
+def _undominated(options: Sequence[Option]) -> list[Option]:
+    """Options that no other beats or equals in both respects, bytes ascending; of equal ones the first."""
+    kept: list[Option] = []
+    for option in sorted(options, key=lambda option: (option.saved, option.flops)):
+        if not kept or option.flops < kept[-1].flops:
+            kept.append(option)
+    return kept

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import time
+from unittest import mock
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_neuron_moe.activation_policy import ActivationBudget, canonical_keep, keep_strings
 from hf_neuron_moe.modules.saved_bytes import BlockShape, recomputed_flops, saved_bytes
+from hf_neuron_moe.patching import budget
 from hf_neuron_moe.patching.budget import Option, cheapest_plan
 from hf_neuron_moe.patching.policies import PlannedBlock, resolve
 
@@ -19,18 +23,62 @@ OPTIONS = st.lists(
 )
 
 
+def cost(plan: tuple[Option, ...]) -> tuple[int, float]:
+    return sum(option.flops for option in plan), sum(option.saved for option in plan)
+
+
 @given(blocks=st.lists(OPTIONS, min_size=0, max_size=4), limit=st.integers(0, 40))
 def test_no_plan_is_cheaper(blocks: list[list[Option]], limit: int) -> None:
-    def cost(plan: tuple[Option, ...]) -> tuple[int, float]:
-        return sum(option.flops for option in plan), sum(option.saved for option in plan)
-
     allowed = [plan for plan in itertools.product(*blocks) if cost(plan)[1] <= limit]
     plan = cheapest_plan(blocks, limit)
     if plan is None:
         assert not allowed
         return
-    assert all(option in options for option, options in zip(plan, blocks, strict=True))
-    assert cost(tuple(plan)) == min(map(cost, allowed))
+    assert all(option in options for option, options in zip(plan.options, blocks, strict=True))
+    assert (plan.flops, plan.saved) == cost(plan.options) == min(map(cost, allowed))
+    assert plan.gap == 0
+
+
+@given(
+    blocks=st.lists(OPTIONS, min_size=1, max_size=4),
+    limit=st.integers(0, 40),
+    sums=st.sampled_from([(1,), (2,), (1, 3)]),
+)
+def test_a_thinned_search_is_as_near_as_it_says(blocks: list[list[Option]], limit: int, sums: tuple[int, ...]) -> None:
+    allowed = [cost(plan) for plan in itertools.product(*blocks) if cost(plan)[1] <= limit]
+    with mock.patch.object(budget, "_SUMS", sums):
+        plan = cheapest_plan(blocks, limit)
+    assert (plan is None) == (not allowed)
+    if plan is not None:
+        assert plan.saved <= limit
+        assert min(allowed)[0] <= plan.flops <= min(allowed)[0] + plan.gap + 1e-6  # the gap is a float
+
+
+def lower_bound(blocks: list[list[Option]], limit: float) -> float:
+    """No plan repeats fewer operations than if every byte had a price; the best of many prices."""
+    prices = [2.0 ** (power / 8) for power in range(-16, 128)]
+    return max(
+        sum(min(one.flops + price * one.saved for one in options) for options in blocks) - price * limit
+        for price in prices
+    )
+
+
+@pytest.mark.parametrize("share", [0.3, 0.7])
+@pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
+def test_no_two_of_64_blocks_are_equal(precision: str, share: float) -> None:
+    shapes = [BlockShape(precision, 4096, 1000 + 61 * number, None) for number in range(64)]
+    keeps = sorted(keep_strings(precision) - {"fp8"})
+    blocks = [[Option(keep, saved_bytes(s, keep), recomputed_flops(s, keep)) for keep in keeps] for s in shapes]
+    floor, most = (sum(pick(one.saved for one in options) for options in blocks) for pick in (min, max))
+    limit = floor + share * (most - floor)
+    start = time.perf_counter()
+    plan = cheapest_plan(blocks, limit)
+    assert time.perf_counter() - start < 2  # 0.3 s on one core of the machine at hand
+    assert plan is not None
+    assert plan.saved <= limit
+    everything = sum(max(one.flops for one in options) for options in blocks)
+    assert plan.gap <= 0.001 * everything
+    assert 0 <= plan.flops - lower_bound(blocks, limit) <= 0.001 * everything
 
 
 def mixed_blocks(precision: str) -> list[PlannedBlock]:
