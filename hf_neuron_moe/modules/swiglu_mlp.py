@@ -168,7 +168,9 @@ class NeuronSwiGLUMLP(NeuronBlock):
                 return f"{roles.activation} is {changed}"
             if isinstance(activation, nn.Module) and has_call_hooks(activation):
                 return f"{roles.activation} has hooks"
-        self.neuron_watch = None if self.neuron_adapted else _Watch(self, roles, activation, self.neuron_config.backend)
+        # Not while a compiler looks on, which could not make the object again in its graph.
+        keep_watch = not self.neuron_adapted and not is_compiling()
+        self.neuron_watch = _Watch(self, roles, activation, self.neuron_config.backend) if keep_watch else None
         return None
 
     def _why_not_adapted(self, layer: Any) -> str | None:
