@@ -50,6 +50,31 @@ def band(name: str, curves: Sequence[Sequence[float]], steps: Sequence[float] | 
     return Line(name, [points[index] for index in kept], lows, highs)
 
 
+def band_of_runs(name: str, curves: Sequence[Sequence[Point]]) -> Line:
+    """Return the mean of several runs, up to the end of the longest, with a band from the lowest to the highest.
+
+    Args:
+        name: name of the line.
+        curves: steps and losses of every run, in the order of steps. Mean and band at a step are over the runs that
+            have it.
+    """
+    window = window_of(max(len(curve) for curve in curves))
+    values: dict[float, list[float]] = {}
+    for curve in curves:
+        means = smoothed([loss for _, loss in curve], window)
+        for index, ((step, _), mean) in enumerate(zip(curve, means)):
+            # The first means are over fewer steps than the others, and so noisy that they would set the scale.
+            if index >= min(window, len(curve)) - 1:
+                values.setdefault(step, []).append(mean)
+    steps = sorted(values)
+    points = [(step, statistics.fmean(values[step])) for step in steps]
+    kept = thinned(points)
+    several = len(curves) > 1
+    lows = [min(values[steps[index]]) for index in kept] if several else []
+    highs = [max(values[steps[index]]) for index in kept] if several else []
+    return Line(name, [points[index] for index in kept], lows, highs)
+
+
 def differences(
     name: str, curves: Mapping[str, Sequence[float]], reference: Mapping[str, Sequence[float]]
 ) -> Line | None:

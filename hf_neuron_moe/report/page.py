@@ -8,14 +8,13 @@ from pathlib import Path
 
 from hf_neuron_moe._version import __version__
 from hf_neuron_moe.report.read import Contents
+from hf_neuron_moe.report.runs import losses_section, runs_table
 from hf_neuron_moe.report.sections import (
     bytes_section,
     environment_section,
     health_section,
     load_section,
-    losses_section,
     map_section,
-    speed_table,
     study_sections,
 )
 
@@ -64,7 +63,7 @@ def render(contents: Contents) -> str:
     """
     body = [study_sections(study) for study in contents.studies]
     if contents.runs:
-        body += [speed_table(contents.runs), losses_section(contents.runs), map_section(contents.runs)]
+        body += [runs_table(contents.runs), losses_section(contents.runs), map_section(contents.runs)]
         body.append(bytes_section(contents.runs))
         for run in contents.runs:
             body += [health_section(run), load_section(run)]

@@ -11,7 +11,7 @@ from typing import Any
 
 from hf_neuron_moe.report.curves import band, differences
 from hf_neuron_moe.report.read import RunData, StudyData
-from hf_neuron_moe.report.svg import Point, bar_chart, heat_map, line_chart
+from hf_neuron_moe.report.svg import bar_chart, heat_map, line_chart
 
 _NUMBER = re.compile(r"\d+")
 LEAST_DB = 6.0
@@ -135,30 +135,6 @@ def _bytes_figure(model: str, values: Mapping[str, float]) -> str:
     shown = {name: value / 1024 for name, value in values.items()}
     alt = f"KiB per token that the blocks of {model} keep for backward, by policy"
     return figure(bar_chart(shown, alt=alt, unit="KiB/token"), f"{model}: kept by all patched blocks together")
-
-
-def losses_section(runs: Sequence[RunData]) -> str:
-    """Loss curves, one figure per model; runs of one configuration are one line with a band."""
-    models: dict[str, dict[str, list[list[Point]]]] = defaultdict(lambda: defaultdict(list))
-    for run in runs:
-        logged = [(float(r["step"]), float(r["loss"])) for r in run.metrics if r.get("loss") is not None]
-        if logged:
-            models[str(run.run.get("model", "?"))][run.policy].append(logged)
-    if not models:
-        return section("Loss curves", missing("No loss was logged."))
-    return section("Loss curves", figures(_losses_figure(model, groups) for model, groups in models.items()))
-
-
-def _losses_figure(model: str, groups: Mapping[str, Sequence[Sequence[Point]]]) -> str:
-    lines = []
-    for policy, curves in groups.items():
-        steps = [step for step, _ in min(curves, key=len)]
-        lines.append(band(policy, [[loss for _, loss in curve] for curve in curves], steps))
-    alt = f"Training loss of {model} over the steps, by policy: {', '.join(groups)}"
-    chart = line_chart(lines, alt=alt, x_label="step", y_label="loss (nats)")
-    most = max(len(curves) for curves in groups.values())
-    bands = f"; bands: lowest to highest of up to {most} runs" if most > 1 else ""
-    return figure(chart, f"{model}: loss as logged, averaged over a twentieth of the run{bands}")
 
 
 def map_section(runs: Sequence[RunData]) -> str:
@@ -311,32 +287,6 @@ def load_section(run: RunData) -> str:
 def _totals(logged: Sequence[Mapping[str, Any]], module: str) -> list[int]:
     loads = [record["experts"][module]["load"] for record in logged if module in record["experts"]]
     return [sum(column) for column in zip(*loads)]
-
-
-def speed_table(runs: Sequence[RunData]) -> str:
-    """Figures of the last logging step of every run."""
-    rows = []
-    for run in runs:
-        last = run.metrics[-1] if run.metrics else {}
-        saved, padding = last.get("saved_bytes_per_token"), last.get("padding_overhead")
-        rows.append(
-            (
-                run.name,
-                str(run.run.get("model", "?")),
-                run.policy,
-                str(last.get("step", "-")),
-                _number(last.get("loss"), ".4f"),
-                _number(last.get("tokens_per_second"), ",.0f"),
-                kib(saved),
-                "-" if padding is None else f"{100 * padding:.1f} %",
-            )
-        )
-    headings = ("run", "model", "blocks", "last step", "loss", "tokens/s", "saved KiB/token", "padding overhead")
-    return section("Runs", table(headings, rows))
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
 
 
 def environment_section(title: str, environment: Mapping[str, Any]) -> str:

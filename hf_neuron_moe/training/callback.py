@@ -15,7 +15,7 @@ from hf_neuron_moe.training.blocks import config_record, patch_record
 from hf_neuron_moe.training.figures import StepMetrics
 from hf_neuron_moe.training.metrics import TrainingMonitor
 from hf_neuron_moe.training.prepare import is_patched, patch_for_training
-from hf_neuron_moe.training.run_files import RunFiles, environment
+from hf_neuron_moe.training.run_files import RunFiles, environment, training_record
 
 _WHERE = "NeuronMoECallback"
 
@@ -118,6 +118,7 @@ class NeuronMoECallback(TrainerCallback):
             run = {
                 "patch": patch_record(model),
                 "config": config_record(model),
+                "training": training_record(args, state, model),
                 "environment": {**environment(), "processes": args.world_size},
                 "model": _name_of(model),
             }

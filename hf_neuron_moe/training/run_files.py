@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from transformers import TrainerState, TrainingArguments
 
 FOLDER = "neuron_moe"
 RUN_FILE, METRICS_FILE = "run.json", "metrics.jsonl"
@@ -51,6 +53,44 @@ class RunFiles:
         line = json.dumps(_plain(record), allow_nan=False)
         with open(self.folder / METRICS_FILE, "a", encoding="utf-8") as file:
             file.write(line + "\n")
+
+
+def training_record(args: TrainingArguments, state: TrainerState, model: nn.Module) -> dict[str, Any]:
+    """Return what of the training arguments and the model makes runs comparable.
+
+    Args:
+        args: the trainer's arguments.
+        state: its state when training begins.
+        model: what is trained, with its adapters.
+
+    Returns:
+        ``learning_rate``, ``batch_size_per_process``, ``accumulation_steps``, ``processes``, ``max_steps``, ``seed``,
+        ``resumed_from_step`` (0 for a new run), ``parameters`` and ``trainable_parameters`` (numbers of elements),
+        ``adapter`` (peft's kind, null without) and ``lora_rank`` (null where the kind has no rank).
+    """
+    sizes = [(getattr(param, "ds_numel", param.numel()), param.requires_grad) for param in model.parameters()]
+    adapters = next((found for found in map(_adapters, model.modules()) if found), {})
+    adapter = next(iter(adapters.values()), None)
+    kind = getattr(adapter, "peft_type", None)
+    return {
+        "learning_rate": args.learning_rate,
+        "batch_size_per_process": args.train_batch_size,
+        "accumulation_steps": args.gradient_accumulation_steps,
+        "processes": args.world_size,
+        "max_steps": state.max_steps,
+        "seed": args.seed,
+        "resumed_from_step": state.global_step,
+        "parameters": sum(count for count, _ in sizes),
+        "trainable_parameters": sum(count for count, is_trained in sizes if is_trained),
+        "adapter": None if kind is None else str(getattr(kind, "value", kind)).lower(),
+        "lora_rank": getattr(adapter, "r", None),
+    }
+
+
+def _adapters(module: nn.Module) -> Mapping[str, Any]:
+    """peft's configurations by name, of a module that peft wraps or put adapters into."""
+    found = getattr(module, "peft_config", None)
+    return found if isinstance(found, Mapping) else {}
 
 
 def environment() -> dict[str, Any]:

@@ -12,10 +12,24 @@ import pytest
 
 from hf_neuron_moe.errors import ReportError
 from hf_neuron_moe.report import read, read_runs, render, write_report
-from hf_neuron_moe.report.curves import band, differences, smoothed, thinned
+from hf_neuron_moe.report.curves import band, band_of_runs, differences, smoothed, thinned
+from hf_neuron_moe.report.runs import grouped, labels
 from hf_neuron_moe.report.sections import short_names
 from hf_neuron_moe.report.svg import heat_map, shade, ticks
 
+TRAINING = {
+    "learning_rate": 1e-3,
+    "batch_size_per_process": 4,
+    "accumulation_steps": 2,
+    "processes": 1,
+    "max_steps": 12,
+    "seed": 0,
+    "resumed_from_step": 0,
+    "parameters": 5000,
+    "trainable_parameters": 5000,
+    "adapter": None,
+    "lora_rank": None,
+}
 VOID = {"meta", "br", "link", "img", "input", "hr"}
 
 
@@ -74,7 +88,11 @@ def health(sqnr: float | None) -> dict[str, Any]:
     return {"weights": {"gate": figures, "down": figures}, "input": figures}
 
 
-def write_run(folder: Path, *, kind: str = "experts", steps: int = 6, sampled: bool = True, shift: float = 0.0) -> None:
+def write_run(
+    folder: Path, *, kind: str = "experts", steps: int = 6, sampled: bool = True, shift: float = 0.0, **training: Any
+) -> None:
+    folder: Path, *, kind: str = "experts", steps: int = 6, sampled: bool = True, shift: float = 0.0, **training: Any
+) -> None:
     files = folder / "neuron_moe"
     files.mkdir(parents=True)
     refused = entry(2, kind, status="refused", reason="it has <hooks> & more", activations=None)
@@ -84,7 +102,7 @@ def write_run(folder: Path, *, kind: str = "experts", steps: int = 6, sampled: b
         "config": {"precision": "mxfp8", "activations": "minimal"},
         "environment": {"packages": {"torch": "2.13.0"}, "python": "3.11.7", "threads": 2, "date": "2026-11-21"},
         "model": "tiny",
-    }
+    } | ({"training": TRAINING | training} if training else {})
     (files / "run.json").write_text(json.dumps(run))
     names = [known["name"] for known in entries[:2]]
     with open(files / "metrics.jsonl", "w", encoding="utf-8") as out:
@@ -96,7 +114,7 @@ def write_run(folder: Path, *, kind: str = "experts", steps: int = 6, sampled: b
             if sampled and step % 2 == 0:
                 record["health"] = {names[0]: health(27.5), names[1]: health(None)}
             out.write(json.dumps(record) + "\n")
-        out.write('{"step": 7, "lo')  # the run was killed here
+        out.write(f'{{"step": {steps + 1}, "lo')  # the run was killed here
 
 
 def write_study(folder: Path) -> None:
@@ -164,6 +182,37 @@ def test_two_runs_of_one_configuration_become_a_band(tmp_path: Path) -> None:
     assert 'class="band c0"' in text
     assert "bands: lowest to highest of up to 2 runs" in text
     assert text.count("<h2>Environment") == 1 and "Environment: seed0, seed1" in text
+
+
+def test_only_runs_of_one_configuration_share_a_line(tmp_path: Path) -> None:
+    write_run(tmp_path / "a0", steps=12, seed=0)
+    write_run(tmp_path / "a1", steps=6, seed=1)  # ended early
+    write_run(tmp_path / "lora", seed=0, adapter="lora", lora_rank=8, trainable_parameters=100)
+    write_run(tmp_path / "rate", seed=0, learning_rate=5e-4)
+    write_run(tmp_path / "ranks", seed=0, processes=2)
+    write_run(tmp_path / "resumed", seed=0, resumed_from_step=3)
+    write_run(tmp_path / "earlier_version")
+    contents = read_runs(tmp_path)
+    (groups,) = grouped(contents.runs).values()
+    assert [[run.name for run in group.runs] for group in groups] == [
+        ["a0", "a1"],
+        ["earlier_version"],
+        ["lora"],
+        ["ranks"],
+        ["rate"],
+        ["resumed"],
+    ]
+    assert len(set(labels(groups))) == len(groups)
+    words = Page(render(contents)).text()
+    assert "1 of 2 runs reach step 12" in words and "4 x 2 x 2 = 16" in words and "12 of 12" in words
+    for part in ("lora of rank 8: 100 of 5,000", "learning rate 0.0005", "resumed resumed from step 3", "up to 0.001"):
+        assert part in words
+
+
+def test_a_band_goes_on_where_a_run_has_ended() -> None:
+    line = band_of_runs("x", [[(1.0, 2.0), (2.0, 4.0)], [(1.0, 4.0), (2.0, 6.0), (3.0, 8.0)]])
+    assert line.points == [(1.0, 3.0), (2.0, 5.0), (3.0, 8.0)]
+    assert (list(line.low), list(line.high)) == ([2.0, 4.0, 8.0], [4.0, 6.0, 8.0])
 
 
 def test_missing_pieces_are_said(tmp_path: Path) -> None:

@@ -126,7 +126,21 @@ def test_every_key_is_logged_and_written(tmp_path: Path) -> None:
         assert line["tokens_per_second"] == log["neuron/tokens_per_second"] > 0
         assert line["saved_bytes_per_token"] == log["neuron/saved_bytes_per_token"]
     written = json.loads((tmp_path / "neuron_moe" / "run.json").read_text())
-    assert written.keys() == {"patch", "config", "environment", "model"}
+    assert written.keys() == {"patch", "config", "training", "environment", "model"}
+    count = sum(param.numel() for param in run.model.parameters())
+    assert written["training"] == {
+        "learning_rate": run.args.learning_rate,
+        "batch_size_per_process": run.args.per_device_train_batch_size,
+        "accumulation_steps": run.args.gradient_accumulation_steps,
+        "processes": 1,
+        "max_steps": run.state.max_steps,
+        "seed": run.args.seed,
+        "resumed_from_step": 0,
+        "parameters": count,
+        "trainable_parameters": count,
+        "adapter": None,
+        "lora_rank": None,
+    }
     assert written["model"] == "MixtralForCausalLM"
     assert {entry["name"] for entry in written["patch"]["entries"]} == lines[0]["experts"].keys()
     assert written["environment"]["packages"]["torch"] == torch.__version__

@@ -1,0 +1,199 @@
+"""The sections over all runs of a folder: the table of runs, and their loss curves by configuration."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hf_neuron_moe.report.curves import band_of_runs
+from hf_neuron_moe.report.read import RunData
+from hf_neuron_moe.report.sections import figure, figures, kib, missing, section, table
+from hf_neuron_moe.report.svg import Point, line_chart
+
+Facts = dict[str, str]
+
+
+@dataclass
+class Group:
+    """Runs of one configuration.
+
+    Attributes:
+        facts: what the runs have in common, in words, by name.
+        runs: the runs.
+        curves: logged steps and losses of each.
+    """
+
+    facts: Facts
+    runs: list[RunData]
+    curves: list[list[Point]]
+
+    @property
+    def reached(self) -> int:
+        """How many of the runs have the last step that any of them has."""
+        ends = [curve[-1][0] for curve in self.curves]
+        return ends.count(self.end)
+
+    @property
+    def end(self) -> float:
+        """The last step that any of the runs has."""
+        return max(curve[-1][0] for curve in self.curves)
+
+
+def configuration(run: RunData) -> Facts:
+    """Return what two runs must share to be runs of one configuration, as far as their files tell, in words.
+
+    Seeds and the number of steps are not part of it. A resumed run shares its configuration with no other: its losses
+    before and after may come from different options.
+    """
+    training = _training(run)
+    config = run.run.get("config", {})
+    facts = {"blocks": run.policy}
+    facts |= {
+        key: value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+        for key, value in config.items()
+        if key not in ("precision", "activations")
+    }
+    facts |= {
+        "trained": _trained(training),
+        "processes": _text(_processes(run)),
+        "learning rate": _rate(run),
+        "batch": _batch(training),
+        "steps per log": _interval(run),
+    }
+    if training.get("resumed_from_step"):
+        facts["resumed"] = f"{run.name} from step {training['resumed_from_step']}"
+    return facts
+
+
+def grouped(runs: Sequence[RunData]) -> dict[str, list[Group]]:
+    """Return the runs that logged losses, by model and configuration."""
+    models: dict[str, list[Group]] = defaultdict(list)
+    for run in runs:
+        logged = {float(r["step"]): float(r["loss"]) for r in run.metrics if r.get("loss") is not None}
+        if not logged:
+            continue
+        groups, facts, curve = models[str(run.run.get("model", "?"))], configuration(run), sorted(logged.items())
+        known = next((group for group in groups if group.facts == facts), None)
+        if known is None:
+            groups.append(Group(facts, [run], [curve]))
+        else:
+            known.runs.append(run)
+            known.curves.append(curve)
+    return models
+
+
+def labels(groups: Sequence[Group]) -> list[str]:
+    """Return a name per group: the policy of its blocks, and whatever else is not the same in all groups."""
+    keys = list(dict.fromkeys(key for group in groups for key in group.facts))
+    telling = [key for key in keys if key != "blocks" and len({group.facts.get(key) for group in groups}) > 1]
+    return [
+        "; ".join([group.facts["blocks"], *(f"{key} {group.facts[key]}" for key in telling if key in group.facts)])
+        for group in groups
+    ]
+
+
+def losses_section(runs: Sequence[RunData]) -> str:
+    """Loss curves, one figure per model; runs of one configuration are one line with a band."""
+    models = grouped(runs)
+    if not models:
+        return section("Loss curves", missing("No loss was logged."))
+    return section("Loss curves", figures(_losses_figure(model, groups) for model, groups in models.items()))
+
+
+def _losses_figure(model: str, groups: Sequence[Group]) -> str:
+    names = labels(groups)
+    lines = [band_of_runs(name, group.curves) for name, group in zip(names, groups)]
+    alt = f"Training loss of {model} over the steps, by configuration: {' | '.join(names)}"
+    chart = line_chart(lines, alt=alt, x_label="step", y_label="loss (nats)")
+    told = f"{model}: loss as logged, averaged over a twentieth of the run"
+    most = max(len(group.runs) for group in groups)
+    if most > 1:
+        told += f"; bands: lowest to highest of up to {most} runs of one configuration, of those that have the step"
+    for name, group in zip(names, groups):
+        if group.reached < len(group.runs):
+            told += f"; {name}: {group.reached} of {len(group.runs)} runs reach step {group.end:g}"
+    return figure(chart, told)
+
+
+def runs_table(runs: Sequence[RunData]) -> str:
+    """Configuration of every run and the figures of its last logging step."""
+    rows = []
+    for run in runs:
+        last, training = run.metrics[-1] if run.metrics else {}, _training(run)
+        saved, padding = last.get("saved_bytes_per_token"), last.get("padding_overhead")
+        whole = training.get("max_steps")
+        rows.append(
+            (
+                run.name,
+                str(run.run.get("model", "?")),
+                run.policy,
+                _trained(training),
+                _text(_processes(run)),
+                _rate(run),
+                _batch(training),
+                _text(training.get("seed")),
+                f"{last.get('step', '-')}" + (f" of {whole}" if whole else ""),
+                _text(training.get("resumed_from_step") or None),
+                _number(last.get("loss"), ".4f"),
+                _number(last.get("tokens_per_second"), ",.0f"),
+                kib(saved),
+                "-" if padding is None else f"{100 * padding:.1f} %",
+            )
+        )
+    configured = ("blocks", "trained", "processes", "learning rate", "batch", "seed", "last step", "resumed from")
+    figures_of = ("loss", "tokens/s", "saved KiB/token", "padding overhead")
+    return section("Runs", table(("run", "model", *configured, *figures_of), rows))
+
+
+def _training(run: RunData) -> Mapping[str, Any]:
+    """What was recorded of the training arguments; nothing in the files of earlier versions."""
+    found = run.run.get("training")
+    return found if isinstance(found, dict) else {}
+
+
+def _trained(training: Mapping[str, Any]) -> str:
+    count, of = training.get("trainable_parameters"), training.get("parameters")
+    if count is None:
+        return "-"
+    adapter, rank = training.get("adapter"), training.get("lora_rank")
+    how = "" if adapter is None else f"{adapter}{'' if rank is None else f' of rank {rank}'}: "
+    return f"{how}{count:,}" + (f" of {of:,}" if of is not None and of != count else "")
+
+
+def _processes(run: RunData) -> Any:
+    return _training(run).get("processes", (run.run.get("environment") or {}).get("processes"))
+
+
+def _rate(run: RunData) -> str:
+    """The learning rate; where it was not recorded, the highest that was logged."""
+    rate = _training(run).get("learning_rate")
+    if rate is not None:
+        return f"{rate:g}"
+    logged = [r["learning_rate"] for r in run.metrics if r.get("learning_rate") is not None]
+    return f"up to {max(logged):.2g}" if logged else "-"
+
+
+def _batch(training: Mapping[str, Any]) -> str:
+    """Sequences per optimizer step: per device x accumulated x processes."""
+    parts = [training.get(key) for key in ("batch_size_per_process", "accumulation_steps", "processes")]
+    known = [part for part in parts if isinstance(part, int)]
+    if len(known) < len(parts):
+        return "-"
+    return f"{' x '.join(map(str, known))} = {known[0] * known[1] * known[2]}"
+
+
+def _interval(run: RunData) -> str:
+    """Steps between two logs: losses that are averaged over unlike numbers of steps make no band."""
+    steps = [record["step"] for record in run.metrics if record.get("loss") is not None]
+    return str(steps[1] - steps[0]) if len(steps) > 2 else "-"
+
+
+def _text(value: Any) -> str:
+    return "-" if value is None else str(value)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
