@@ -91,8 +91,6 @@ def health(sqnr: float | None) -> dict[str, Any]:
 def write_run(
     folder: Path, *, kind: str = "experts", steps: int = 6, sampled: bool = True, shift: float = 0.0, **training: Any
 ) -> None:
-    folder: Path, *, kind: str = "experts", steps: int = 6, sampled: bool = True, shift: float = 0.0, **training: Any
-) -> None:
     files = folder / "neuron_moe"
     files.mkdir(parents=True)
     refused = entry(2, kind, status="refused", reason="it has <hooks> & more", activations=None)
