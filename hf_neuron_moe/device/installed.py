@@ -163,18 +163,22 @@ def _devices() -> int | None:
         return 0
 
 
+_BROKEN = (ImportError, OSError, RuntimeError, AttributeError, ValueError, TypeError)
+"""What an installation whose parts do not fit together raises where it is asked about itself."""
+
+
 def _said(ask: Callable[[], str | None]) -> str | None:
     """The answer, or the refusal in its place: a diagnosis goes on."""
     try:
         return ask()
-    except NeuronMoEError as error:
+    except (NeuronMoEError, *_BROKEN) as error:
         return str(error)
 
 
 def _detected(ask: Callable[[], versions.Detected]) -> tuple[str | None, str]:
     try:
         found = ask()
-    except NeuronMoEError as error:
+    except (NeuronMoEError, *_BROKEN) as error:
         return None, str(error)
     return found.name, found.source
 

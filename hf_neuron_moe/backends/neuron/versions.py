@@ -98,7 +98,7 @@ def import_reason(module: str) -> str | None:
         importlib.import_module(module)
     except ImportError as error:
         return f"{PACKAGES[module]} is not installed" if error.name == module else f"{module} fails to import: {error}"
-    except (OSError, RuntimeError, AttributeError) as error:  # what missing drivers and mixed versions raise
+    except (OSError, RuntimeError, AttributeError, ValueError, TypeError) as error:  # missing drivers, mixed versions
         return f"{module} fails to import: {type(error).__name__}: {error}"
     return None
 
