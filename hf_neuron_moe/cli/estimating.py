@@ -144,6 +144,7 @@ def model_folder(path: Path) -> Iterator[Path]:
 def _show(result: TrainingEstimate, title: str) -> None:
     from rich import box
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     console = Console()
@@ -166,6 +167,8 @@ def _show(result: TrainingEstimate, title: str) -> None:
         kib = policy.blocks_bytes_per_token / 1024
         sizes = (policy.saved_blocks, policy.saved_rest, policy.total)
         table.add_row(policy.name, f"{kib:,.1f}", *(gibibytes(size) for size in sizes))
+    for name, reason in result.refused.items():
+        table.add_row(escape(f"{name}: refused: {reason}"), *["-"] * 4)
     console.print(table)
     if result.gradient_checkpointing and any(policy.saved_blocks == 0 for policy in result.policies):
         console.print(

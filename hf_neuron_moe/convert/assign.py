@@ -66,8 +66,9 @@ def build_meta_model(directory: Path, where: str = "convert") -> PreTrainedModel
         where: command that refuses.
 
     Raises:
-        SourceDamageError: ``config.json`` is no JSON object in UTF-8, or a link that leaves the folder.
-        ConversionError: there is no such folder, it is a conversion, or its ``config.json`` is missing, describes an
+        SourceDamageError: there is no such folder, or its ``config.json`` is no JSON object in UTF-8, or a link that
+            leaves the folder.
+        ConversionError: it is a conversion, or its ``config.json`` is missing, describes an
             unknown model or one that cannot be, or is already quantised.
     """
     check_checkpoint(directory, where)

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from hf_neuron_moe.convert.manifest import MANIFEST_FILE
-from hf_neuron_moe.errors import ConversionError, refuse
+from hf_neuron_moe.errors import ConversionError, SourceDamageError, refuse
 
 CONFIG_FILE = "config.json"
 
@@ -22,7 +22,8 @@ def check_checkpoint(directory: Path, where: str) -> None:
         where: command or function that refuses.
 
     Raises:
-        ConversionError: there is no such folder, it is a file, a conversion, or has no ``config.json``.
+        SourceDamageError: there is no such folder.
+        ConversionError: it is a file, a conversion, or has no ``config.json``.
     """
     _check_folder(directory, where, f"a local folder with {CONFIG_FILE}")
     if (directory / MANIFEST_FILE).is_file():
@@ -53,7 +54,8 @@ def check_conversion(directory: Path, where: str) -> None:
         where: command or function that refuses.
 
     Raises:
-        ConversionError: there is no such folder, it is a file, or it is no conversion.
+        SourceDamageError: there is no such folder.
+        ConversionError: it is a file, or it is no conversion.
     """
     expected = f"a folder with {MANIFEST_FILE}, which `hf-neuron-moe convert` writes"
     _check_folder(directory, where, expected)
@@ -74,8 +76,10 @@ def check_conversion(directory: Path, where: str) -> None:
 def _check_folder(directory: Path, where: str, expected: str) -> None:
     if directory.is_dir():
         return
+    kind: type[ConversionError] = SourceDamageError
     got, remedy = "no such folder", "Check the spelling."
     if directory.is_file():
+        kind = ConversionError
         got, remedy = "a file", f"Give the folder it lies in: {directory.parent}."
         if directory.suffix == ".gguf":
             remedy = (
@@ -89,7 +93,7 @@ def _check_folder(directory: Path, where: str, expected: str) -> None:
             "Hub ids are not looked up. If this is one, download it first, for example with "
             f"`hf download {directory.as_posix()} --local-dir FOLDER`, and give that folder."
         )
-    raise refuse(ConversionError, where=where, argument=str(directory), expected=expected, got=got, remedy=remedy)
+    raise refuse(kind, where=where, argument=str(directory), expected=expected, got=got, remedy=remedy)
 
 
 def _options_of(directory: Path) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from hf_neuron_moe.errors import ConversionError, refuse
+from hf_neuron_moe.errors import SourceDamageError, refuse
 
 _HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*?)(?:@(?P<revision>[\w./-]+))?")
 
@@ -27,7 +27,7 @@ def resolve_source(source: Path | str, where: str = "convert") -> Path:
         A folder; where `source` is neither a folder nor has the form of a Hub id, it comes back unchanged.
 
     Raises:
-        ConversionError: it has the form of a Hub id, and there is no such model or it cannot be reached.
+        SourceDamageError: it has the form of a Hub id, and there is no such model or it cannot be reached.
     """
     path = Path(source)
     name = source if isinstance(source, str) else source.as_posix()
@@ -42,7 +42,7 @@ def resolve_source(source: Path | str, where: str = "convert") -> Path:
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = " ".join(str(error).split())
         raise refuse(
-            ConversionError,
+            SourceDamageError,
             where=where,
             argument=name,
             expected="a local folder with config.json, or a model on the Hub or in its cache",

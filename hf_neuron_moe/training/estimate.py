@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -71,6 +71,7 @@ class TrainingEstimate:
         lora_rank: rank of the adapters; 0 trains everything.
         patched: blocks that are patched.
         policies: one entry per policy, then the stock model's, which is alone if no block can be patched.
+        refused: why, of the policies that the model's blocks cannot have, such as a budget below what they need.
     """
 
     parameters: int
@@ -85,6 +86,7 @@ class TrainingEstimate:
     lora_rank: int
     patched: int
     policies: tuple[PolicyEstimate, ...]
+    refused: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
@@ -131,12 +133,12 @@ def estimate_training(
         The estimate, in bytes.
 
     Raises:
-        ConfigError: an option is outside its set, or `model` is not on the meta device.
+        ConfigError: an option is outside its set, `model` is not on the meta device, or all policies are refused.
         BackendUnavailableError: adapters are asked for and peft is not installed.
         UnsupportedModelError, ShapeError: the model as a whole cannot be patched, or takes no such batch.
     """
     _check(model, configs, batch, length, optimizer, lora_rank)
-    names = _patched_names(model, next(iter(configs.values())))
+    names, refused = _patched_names(model, configs)
     inner = model  # an adapter's wrapper puts something in front of the names, and leaves this object as it is
     if lora_rank:
         model = _with_adapters(model, names, lora_rank)
@@ -154,7 +156,13 @@ def estimate_training(
 
     policies = []
     for name, config in configs.items() if names else ():
-        patch_model(model, config, strict=False)
+        if name in refused:
+            continue
+        try:
+            patch_model(model, config, strict=False)
+        except ConfigError as error:
+            refused[name] = error
+            continue
         try:
             policies.append(entry(name))
         finally:
@@ -171,6 +179,7 @@ def estimate_training(
         lora_rank=lora_rank,
         patched=len(names),
         policies=tuple(policies),
+        refused={name: str(error) for name, error in refused.items()},
     )
 
 
@@ -208,14 +217,29 @@ def _policy(name: str, counted: SavedActivations, tokens: int, fixed_bytes: int,
     return PolicyEstimate(name, blocks, saved - blocks, counted.blocks / tokens, fixed_bytes + saved)
 
 
-def _patched_names(model: nn.Module, config: NeuronMoEConfig) -> list[str]:
-    """Names of the blocks that are patched; none where the model has no such blocks."""
-    try:
-        report = patch_model(model, config, strict=False)
-    except NothingToPatchError:
-        return []
-    unpatch_model(model)
-    return [entry.name for entry in report.patched]
+def _patched_names(
+    model: nn.Module, configs: Mapping[str, NeuronMoEConfig]
+) -> tuple[list[str], dict[str, ConfigError]]:
+    """Names of the blocks that are patched, none where the model has no such blocks.
+
+    Returns:
+        The names, and the configurations that were refused before one was taken.
+
+    Raises:
+        ConfigError: the first refusal, where all are refused.
+    """
+    refused: dict[str, ConfigError] = {}
+    for name, config in configs.items():
+        try:
+            report = patch_model(model, config, strict=False)
+        except NothingToPatchError:
+            return [], {}
+        except ConfigError as error:
+            refused[name] = error
+            continue
+        unpatch_model(model)
+        return [entry.name for entry in report.patched], refused
+    raise next(iter(refused.values()))
 
 
 def _with_adapters(model: nn.Module, blocks: list[str], rank: int) -> nn.Module:

@@ -96,9 +96,10 @@ def test_plan_needs_only_the_configuration(model_dir, run, tmp_path):
     assert [entry["name"] for entry in as_json["entries"]] == ["model.layers.0.mlp"]
 
 
-@pytest.mark.parametrize("command", ["plan", "convert", "export", "verify", "inspect"])
+@pytest.mark.parametrize("command", ["plan", "convert", "export", "verify", "inspect", "doctor", "estimate"])
 def test_what_is_no_folder_is_named_for_what_it_is(command, model_dir, run, tmp_path):
     rest = [tmp_path / "dst"] if command in ("convert", "export") else []
+    rest = ["--tokens", 8] if command == "estimate" else rest
     # Only convert asks the Hub (in tests: its empty local cache); the others want a folder.
     at_hub = "and from the Hub" if command == "convert" else "Hub ids are not looked up"
     cases = {
@@ -106,9 +107,11 @@ def test_what_is_no_folder_is_named_for_what_it_is(command, model_dir, run, tmp_
         Path("some-org/some-model"): f"got no such folder.* {at_hub}.*hf download some-org/some-model",
         model_dir / "config.json": f"got a file. Give the folder it lies in: {re.escape(str(model_dir))}",
     }
+    if command in ("doctor", "estimate"):  # take the file too
+        del cases[model_dir / "config.json"]
     for given, told in cases.items():
         result = run(command, given, *rest)
-        assert (result.code, result.out) == (1, "")
+        assert (result.code, result.out) == (1 if given.is_file() else 3, "")
         assert re.match(rf"{command}: {re.escape(str(given))} must be .*{told}", result.err), result.err
         assert result.err.count("\n") == 1
     assert list(tmp_path.iterdir()) == []

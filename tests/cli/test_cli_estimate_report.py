@@ -30,6 +30,20 @@ def test_estimate_tells_a_table_or_one_object(model_dir, run):
     assert [policy["total"] - policy["saved"] for policy in told["policies"]] == [fixed] * 3
 
 
+def test_estimate_shows_the_other_policies_where_one_is_refused(model_dir, run):
+    options = [part for text in ("1B/token", "full", "2B/token", "minimal") for part in ("--activations", text)]
+    result = run("estimate", model_dir, "--tokens", 32, "--json", *options)
+    assert (result.code, result.err) == (0, "")
+    told = json.loads(result.out)
+    assert [policy["name"] for policy in told["policies"]] == ["full", "minimal", "stock"]
+    assert list(told["refused"]) == ["1B/token", "2B/token"]
+    assert "a budget of at least 128 bytes per token" in told["refused"]["1B/token"]
+    table = run("estimate", model_dir, "--tokens", 32, *options)
+    assert table.code == 0 and "1B/token: refused" in " ".join(table.out.split())
+    both = ["--activations", "1B/token", "--activations", "2B/token"]
+    assert run("estimate", model_dir, "--tokens", 32, *both).code == 2
+
+
 def test_estimate_takes_a_policy_as_a_json_object(model_dir, run):
     """One exception that is the whole model is the same as its preset; the name is what was asked for."""
     exception = '{"keep":"minimal","modules":{"model.layers.0.*":"recompute"}}'
