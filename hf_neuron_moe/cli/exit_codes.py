@@ -28,9 +28,7 @@ class ExitCode(NamedTuple):
 DONE = ExitCode(0, "done", "everything that was asked for was done")
 REFUSED = ExitCode(1, "refused", "the request cannot be carried out; the message says why and what can be done")
 USAGE = ExitCode(2, "usage", "unknown option, value outside its set, or options that contradict each other")
-SOURCE = ExitCode(
-    3, "source", "the checkpoint to read is missing, damaged, incomplete or leads outside its folder"
-)
+SOURCE = ExitCode(3, "source", "the checkpoint to read is missing, damaged, incomplete or leads outside its folder")
 DESTINATION = ExitCode(4, "destination", "the destination is taken, not ours, or cannot be where it was asked for")
 DISK = ExitCode(5, "disk", "the operating system refused a call: no space, no permission, failing disk")
 VERIFY = ExitCode(6, "verify", "verify found a difference")
