@@ -106,7 +106,7 @@ def test_two_processes_give_the_losses_of_one(
     for kind in kinds:
         done = launch(kind, options(family, tmp_path, kind, 2, *more), tmp_path)
         assert done.returncode == 0, done.stderr[-4000:]
-        assert f"2 process(es), {KINDS[kind]}, on cpu" in done.stdout
+        assert f"2 processes ({KINDS[kind]}) on cpu" in done.stdout
         # The gradients' sums run in another order, which eight steps of AdamW make a little larger.
         assert losses(tmp_path / kind) == pytest.approx(expected, rel=2e-5)
         saved = load_file(tmp_path / kind / "final" / name)

@@ -89,8 +89,8 @@ def routing_gradient(d_affinities: Tensor, index_TK: Tensor, experts: int, dtype
     """
     d_TE = d_affinities.reshape(index_TK.shape[0], experts)
     index = index_TK.long()
-    picked = d_TE.gather(1, index.clamp(max=experts - 1))
-    return torch.where(index < experts, picked, 0).to(dtype)
+    picked = d_TE.gather(1, index.clamp(0, experts - 1))
+    return torch.where((index >= 0) & (index < experts), picked, 0).to(dtype)
 
 
 def with_sink(rows_TH: Tensor) -> Tensor:

@@ -118,7 +118,7 @@ def why_unavailable(*, simulator: bool = False) -> str | None:
         return "the installed torch_neuronx has neither nki_op nor wrap_nki: it is not the native package"
     for module, minimum in (("nki", MINIMUM_NKI), ("torch_neuronx", MINIMUM_TORCH_NEURONX)):
         version = installed_version(module) if module in needed else None
-        if version is not None and release(version) < minimum:
+        if version is not None and (*release(version), 0, 0)[: len(minimum)] < minimum:  # 0.7 is 0.7.0
             return f"{PACKAGES[module]} {version} is older than {'.'.join(map(str, minimum))} (native, SDK 2.33)"
     return None if simulator or platform().name in PLATFORMS else f"{platform().name} is neither Trn2 nor Trn3"
 
