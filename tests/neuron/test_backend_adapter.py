@@ -107,7 +107,7 @@ def test_an_object_that_moved_is_found_beside_its_old_home(tmp_path: Path, monke
     with pytest.raises(BackendUnavailableError):
         nkilib_object("blockwise_mm_bwd_mxfp8")
     for name in [name for name in sys.modules if name.split(".")[0] == "nkilib"]:
-        monkeypatch.delitem(sys.modules, name)
+        del sys.modules[name]  # for good: what monkeypatch deletes it puts back
 
 
 def test_wrappers_pass_what_the_table_says_and_close_over_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
