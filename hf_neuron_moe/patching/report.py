@@ -34,7 +34,8 @@ class PatchEntry:
             included; None where not patched, or where the model does not say how many experts a token has.
         fallback: why PyTorch computes the block and not the kernels that were asked for; empty otherwise.
         weight_copy_bytes: copies of the block's weights that its kernels read, in their orientation, sizes and dtype;
-            they are made once per optimizer step.
+            they are made once per optimizer step, and under FSDP for every call.
+        notes: what holds for some calls only, or is worth knowing beforehand; a sentence each, without its full stop.
     """
 
     name: str
@@ -52,6 +53,7 @@ class PatchEntry:
     saved_bytes_per_token: float | None = None
     fallback: str = ""
     weight_copy_bytes: int = 0
+    notes: tuple[str, ...] = ()
 
     @property
     def padded_sizes(self) -> tuple[int, int] | None:
@@ -69,7 +71,7 @@ class PatchEntry:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the entry as plain values, padding included."""
-        values = asdict(self) | {"aliases": list(self.aliases)}
+        values = asdict(self) | {"aliases": list(self.aliases), "notes": list(self.notes)}
         padded = self.padded_sizes
         values["padded_sizes"] = None if padded is None else list(padded)
         values["padding_overhead_percent"] = self.padding_overhead_percent
@@ -135,9 +137,8 @@ class PatchReport:
         ]
         lines += _table([_HEADER, *(_row(entry) for entry in self.entries)])
         lines += _saved_lines(self)
-        copies = sum(entry.weight_copy_bytes for entry in self.patched)
-        if copies:
-            lines.append(f"Weight copies in the kernels' orientation and dtype: {copies / 2**20:.1f} MiB.")
+        lines += _copy_lines(self)
+        lines += _note_lines(self)
         if self.refused:
             lines.append("Refused blocks stay stock. Remove the reason, or name them in exclude=... to skip them.")
         return "\n".join(lines)
@@ -216,6 +217,30 @@ def _saved_lines(report: PatchReport) -> list[str]:
         return []
     total = report.saved_bytes_per_token / 1024
     return [f"Saved for backward: {total:.2f} KiB per token = {' + '.join(parts)}"]
+
+
+def _copy_lines(report: PatchReport) -> list[str]:
+    """Bytes of weight copies: of all blocks, and of the largest, which is what FSDP's processes need."""
+    copies = [entry.weight_copy_bytes for entry in report.patched]
+    if not any(copies):
+        return []
+    total, largest = (f"{count / 2**20:.1f} MiB" for count in (sum(copies), max(copies)))
+    return [
+        f"Weight copies in the kernels' orientation and dtype: {total}, kept until the optimizer's step; under FSDP "
+        f"none are kept, and those of one block exist at a time: at most {largest}."
+    ]
+
+
+def _note_lines(report: PatchReport) -> list[str]:
+    """Every note once, with the blocks that it is about."""
+    blocks: dict[str, list[str]] = {}
+    for entry in report.patched:
+        for note in entry.notes:
+            blocks.setdefault(note, []).append(entry.name)
+    return [
+        f"Note on {names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {note}."
+        for note, names in blocks.items()
+    ]
 
 
 def _table(rows: list[tuple[str, ...]]) -> list[str]:
