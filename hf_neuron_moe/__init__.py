@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hf_neuron_moe.activation_policy import ActivationBudget, ActivationPolicy
     from hf_neuron_moe.config import NeuronMoEConfig
     from hf_neuron_moe.errors import NeuronMoEError, NeuronMoEWarning
-    from hf_neuron_moe.patching import PatchReport, patch_model, set_activations, unpatch_model
+    from hf_neuron_moe.patching import PatchReport, patch_model, refresh_weights, set_activations, unpatch_model
     from hf_neuron_moe.training import (
         NeuronMoEArguments,
         NeuronMoECallback,
@@ -43,6 +43,7 @@ __all__ = [
     "PatchReport",
     "__version__",
     "patch_model",
+    "refresh_weights",
     "set_activations",
     "unpatch_model",
 ]
@@ -60,6 +61,7 @@ _HOME = {
     "NeuronMoEWarning": "hf_neuron_moe.errors",
     "PatchReport": "hf_neuron_moe.patching",
     "patch_model": "hf_neuron_moe.patching",
+    "refresh_weights": "hf_neuron_moe.patching",
     "set_activations": "hf_neuron_moe.patching",
     "unpatch_model": "hf_neuron_moe.patching",
 }

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import functools
+import sys
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from hf_neuron_moe.errors import BackendUnavailableError, ConfigError, nearest, refuse
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
     from hf_neuron_moe.backends.base import Backend
 
 _PLANNED = {"triton": "CUDA"}
 _NEURON = ("neuron", "nki-sim")
+_WITHOUT_COPIES = "+no-copies"
 _KNOWN = ("auto", "torch", *_NEURON, *_PLANNED)
 
 
@@ -58,14 +62,33 @@ def resolve_backend(name: str, device: torch.device) -> str:
     )
 
 
+def without_copies(name: str) -> str:
+    """Return the name for :func:`get_backend` of the same backend, keeping no copies of weights between calls.
+
+    For weights that are gathered for one call. The torch backend keeps none anyway.
+    """
+    return name if name == "torch" or name.endswith(_WITHOUT_COPIES) else name + _WITHOUT_COPIES
+
+
+def drop_weight_copies(weights: Iterable[Tensor]) -> int:
+    """Drop the copies of `weights` that backends keep in their kernels' orientation; return their bytes.
+
+    Backends that are not loaded are not loaded for it.
+    """
+    loaded = sys.modules.get(f"{__name__}.neuron.backend")
+    return 0 if loaded is None else loaded.drop_copies(weights)
+
+
 def get_backend(name: str) -> Backend:
-    """Return the backend object for a name that :func:`resolve_backend` returned."""
+    """Return the backend object for a name that :func:`resolve_backend` or :func:`without_copies` returned."""
     if name == "torch":
         return _torch_backend()
-    if name in _NEURON:
+    plain = name.removesuffix(_WITHOUT_COPIES)
+    if plain in _NEURON:
         from hf_neuron_moe.backends.neuron.backend import neuron_backend
 
-        return neuron_backend(name)
+        backend = neuron_backend(plain)
+        return backend if plain == name else backend.without_copies
     raise refuse(
         BackendUnavailableError,
         where="get_backend",

@@ -1,17 +1,56 @@
-"""Which backend computes a block that was not planned by ``patch_model``: decided at the call, once said aloud."""
+"""Which backend computes a call: what ``patch_model`` planned, or a decision at the call, once said aloud.
+
+Everything here looks at shapes and settings only, so that a compiled program has the decision in it.
+"""
 
 from __future__ import annotations
 
 import functools
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
-from hf_neuron_moe.backends import get_backend, resolve_backend
+from hf_neuron_moe.backends import get_backend, resolve_backend, without_copies
 from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.errors import ConfigError, NeuronMoEWarning, refuse
+
+
+@dataclass
+class LongCalls:
+    """What becomes of calls with more tokens than the kernels take: PyTorch computes them.
+
+    Attributes:
+        most: number of tokens that the kernels take.
+        told: whether it was said; the blocks of a model share one object.
+    """
+
+    most: int
+    told: bool = False
+
+    def take(self, tokens: int, name: str) -> bool:
+        """Return whether PyTorch computes a call of `tokens` tokens to the block `name`."""
+        if tokens <= self.most:
+            return False
+        if not self.told and not torch.compiler.is_compiling():
+            self.told = True
+            message = (
+                f"{name}: calls of more than {self.most:,} tokens are computed by PyTorch and not by the kernels, "
+                f"and this one has {tokens:,}. Smaller micro-batches or shorter sequences use the kernels."
+            )
+            warnings.warn(message, NeuronMoEWarning, stacklevel=5)
+        return True
+
+
+def for_weights_of(name: str, module: nn.Module) -> str:
+    """Return the backend for a call to `module`: one that keeps no copies where FSDP gathers its weights for the call.
+
+    Both versions of FSDP mark the modules whose parameters they manage, for ``torch.compile``.
+    """
+    return without_copies(name) if getattr(module, "_is_fsdp_managed_module", False) else name
 
 
 def usable_backend(

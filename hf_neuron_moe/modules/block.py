@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
 
 from hf_neuron_moe.activation_policy import canonical_keep
+from hf_neuron_moe.backends import drop_weight_copies
 from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.errors import NeuronMoEWarning, UnsupportedModelError, refuse
 from hf_neuron_moe.modules.activation import why_not_silu
+from hf_neuron_moe.modules.backend_choice import LongCalls, for_weights_of
 from hf_neuron_moe.modules.saved_bytes import BlockShape, saved_bytes
 from hf_neuron_moe.modules.state_dict import WeightRule
 
@@ -69,6 +71,12 @@ class NeuronBlock(nn.Module):
     neuron_top_k: int | None = None
     """Experts per token as the model states it, 0 where it does not; None for a dense MLP."""
 
+    neuron_long_calls: LongCalls | None = None
+    """Calls that PyTorch computes for their length; None where none are, or where they are refused."""
+
+    neuron_adapter_state: tuple[Any, ...] = ()
+    """How adapters stood to the weights at the last call."""
+
     def __init__(self, original: nn.Module, name: str, config: NeuronMoEConfig) -> None:
         super().__init__()
         for key, value in original.__dict__.items():
@@ -98,6 +106,33 @@ class NeuronBlock(nn.Module):
         The input and the routing are included. NaN where the model does not say how many experts a token has.
         """
         return saved_bytes(self.neuron_shape, self.neuron_keep)
+
+    def train(self, mode: bool = True) -> Self:
+        """Set training or evaluation mode; a change drops the copies of the block's weights.
+
+        Weights are exchanged around an evaluation (averages of them, merged adapters), often through ``.data``.
+        """
+        if mode != self.training:
+            drop_weight_copies(self.parameters())
+        return super().train(mode)
+
+    def _call_backend(self, tokens: int) -> str:
+        """Return the name of the backend for a call of `tokens` tokens."""
+        planned = self.neuron_config.backend
+        if planned == "torch" or (
+            self.neuron_long_calls is not None and self.neuron_long_calls.take(tokens, self.neuron_name)
+        ):
+            return "torch"
+        return for_weights_of(planned, self)
+
+    def _note_adapters(self, *state: Any) -> None:
+        """Drop the copies of the weights where adapters were merged, taken out or exchanged since the last call.
+
+        peft changes the weights through ``.data``, which no version counter shows.
+        """
+        if state != self.neuron_adapter_state and not torch.compiler.is_compiling():
+            self.neuron_adapter_state = state
+            drop_weight_copies(self.parameters())
 
     def _remember_activation(self, name: str | None) -> None:
         """Note the activation that was found to be SiLU; not through setattr, which would register a second child."""

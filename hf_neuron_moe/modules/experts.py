@@ -15,7 +15,7 @@ from hf_neuron_moe.activation_policy import canonical_keep
 from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.errors import ConfigError, UnsupportedModelError, refuse
 from hf_neuron_moe.modules import ops
-from hf_neuron_moe.modules.backend_choice import usable_backend
+from hf_neuron_moe.modules.backend_choice import for_weights_of, usable_backend
 from hf_neuron_moe.modules.block import NeuronBlock, make_kernel_parameter
 from hf_neuron_moe.modules.experts_check import why_not_swiglu_experts
 from hf_neuron_moe.modules.saved_bytes import BlockShape
@@ -70,6 +70,9 @@ class NeuronExperts(NeuronBlock):
         """
         self._check_activation("act_fn")
         config = self.neuron_config
+        backend = self._call_backend(hidden_states.shape[0])
+        if config.backend != "torch":
+            self._note_adapters("parametrizations" in self._modules)  # as peft has its target_parameters, unmerged
         return ops.experts(
             hidden_states,
             top_k_index,
@@ -79,7 +82,7 @@ class NeuronExperts(NeuronBlock):
             transposed=self.is_transposed,
             precision=config.precision,
             block_size=config.block_size,
-            backend=config.backend,
+            backend=backend,
             activations=self.neuron_keep,
             training=self.training,
         )
@@ -175,12 +178,14 @@ class _RegisteredExperts:
 
     def _backend(self, module: Any, hidden_states: Tensor) -> str:
         config, (hidden, inner) = self.config, _sizes(module)
+        # Where PyTorch may not take over, a call that is too long is the backend's to refuse.
+        tokens = hidden_states.shape[0] if config.fallback == "torch" else 0
 
         def why_not(kernels: Any) -> str | None:
-            reason: str | None = kernels.why_not_experts(config.precision, hidden, inner, config.block_size)
+            reason: str | None = kernels.why_not_experts(config.precision, hidden, inner, config.block_size, tokens)
             return reason
 
-        return usable_backend(config, hidden_states.device, type(module).__name__, why_not)
+        return for_weights_of(usable_backend(config, hidden_states.device, type(module).__name__, why_not), module)
 
 
 def _sizes(module: Any) -> tuple[int, int]:

@@ -118,11 +118,14 @@ class FrozenBlock(NeuronBlock):
         stack, hidden = self.neuron_stack, x_TH.shape[1]
         if stack.hidden > hidden:  # zeros that the conversion added meet zeros here
             x_TH = F.pad(x_TH, (0, stack.hidden - hidden))
+        training = self._may_train(x_TH, weight_TK)
+        # Where PyTorch may not take over, a call that is too long is the backend's to refuse.
+        tokens = x_TH.shape[0] if self.neuron_config.fallback == "torch" else 0
         backend = usable_backend(
             self.neuron_config,
             x_TH.device,
             type(self).__name__,
-            lambda kernels: kernels.why_not_frozen(stack, training=self._may_train(x_TH, weight_TK)),
+            lambda kernels: kernels.why_not_frozen(stack, training=training, tokens=tokens),
         )
         keep = self.neuron_keep
         return frozen_network(x_TH, index_TK, weight_TK, stack, backend=backend, activations=keep)[:, :hidden]

@@ -15,6 +15,7 @@ from hf_neuron_moe.activation_policy import canonical_keep, keep_strings, parse_
 from hf_neuron_moe.backends import get_backend
 from hf_neuron_moe.backends.base import NOTHING
 from hf_neuron_moe.backends.mx_weights import MXExpertStack, MXLayout
+from hf_neuron_moe.backends.registration import operator
 from hf_neuron_moe.kernels.checks import check_dtype, check_shape
 from hf_neuron_moe.modules.ops import exact_dtypes, refuse_second_derivative
 
@@ -76,7 +77,7 @@ def frozen_network(
     return y_TH.to(x_TH.dtype)
 
 
-@torch.library.custom_op("hf_neuron_moe::frozen_fwd", mutates_args=())
+@operator("hf_neuron_moe::frozen_fwd")
 def frozen_fwd(
     x_TH: Tensor,
     index_TK: Tensor | None,
@@ -97,7 +98,7 @@ def frozen_fwd(
         return get_backend(_backend_of(names)).frozen_forward(x_TH, index_TK, weight_TK, stack, keep)
 
 
-@torch.library.custom_op("hf_neuron_moe::frozen_bwd", mutates_args=())
+@operator("hf_neuron_moe::frozen_bwd")
 def frozen_bwd(
     dout_TH: Tensor,
     x_TH: Tensor,

@@ -204,16 +204,24 @@ class NeuronSwiGLUMLP(NeuronBlock):
         x_SH = hidden_states if flat else hidden_states.reshape(-1, hidden_states.shape[-1])
         options: dict[str, Any] = {
             "precision": config.precision,
-            "backend": config.backend,
+            "backend": self._call_backend(x_SH.shape[0]),
             "activations": self.neuron_keep,
             "training": self.training,
         }
+        if config.backend != "torch":
+            self._note_adapters(*self._merged())
         if self.neuron_adapted:
             layers = [low_rank_of(self.get_submodule(name)) for name in self.neuron_roles.linears]
             out_SH = low_rank_mlp(x_SH, layers, **options)
         else:
             out_SH = ops.swiglu_mlp(x_SH, *self._weights(), **options)
         return out_SH if flat else out_SH.reshape(hidden_states.shape)
+
+    def _merged(self) -> list[tuple[str, ...]]:
+        """Names of the adapters merged into each linear layer."""
+        if not self.neuron_adapted:
+            return []
+        return [tuple(getattr(self._modules[name], "merged_adapters", ())) for name in self.neuron_roles.linears]
 
     def _generate(self, hidden_states: Tensor) -> Tensor | None:
         """The usual case of generation by as few steps as possible; None where anything is unusual.

@@ -255,6 +255,7 @@ def _entry(candidate: Candidate, otherwise: str, reason: str | None, item: PlanI
         backend=item.config.backend if item is not None and patched else None,
         fallback=item.fallback if item is not None and patched else "",
         weight_copy_bytes=item.weight_copy_bytes if item is not None and patched else 0,
+        notes=item.notes if item is not None and patched else (),
     )
 
 

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from hf_neuron_moe.backends import drop_weight_copies
 from hf_neuron_moe.config import NeuronMoEConfig
+from hf_neuron_moe.modules.backend_choice import LongCalls
 from hf_neuron_moe.modules.block import NeuronBlock, give_back, release_layout, restore_layout
 from hf_neuron_moe.modules.experts import KernelLayoutExperts, NeuronExperts
 from hf_neuron_moe.modules.swiglu_mlp import KernelLayoutSwiGLUMLP, NeuronSwiGLUMLP
@@ -63,6 +65,9 @@ class PlanItem:
         refusal: why the backend's kernels cannot compute it; None where they can, or where `config` allows PyTorch.
         fallback: the same reason where PyTorch computes it instead; else empty.
         weight_copy_bytes: bytes of copies of its weights that the kernels need, in their orientation and dtype.
+        most_tokens: number of tokens of one call above which PyTorch computes it; None where the kernels compute, or
+            refuse, every call.
+        notes: for the report.
     """
 
     candidate: Candidate
@@ -70,13 +75,19 @@ class PlanItem:
     refusal: str | None = None
     fallback: str = ""
     weight_copy_bytes: int = 0
+    most_tokens: int | None = None
+    notes: tuple[str, ...] = ()
 
 
 def apply_plan(model: nn.Module, plan: Sequence[PlanItem], state: PatchState) -> None:
     """Replace every module of `plan` and attach `state`; on any exception the model is as it was before."""
     with ExitStack() as undo, torch.inference_mode(False):  # tensors made in inference mode could not be trained
+        long_calls: dict[int, LongCalls] = {}
         for item in plan:
             swap = build(item)
+            if item.most_tokens is not None:
+                shared = long_calls.setdefault(item.most_tokens, LongCalls(item.most_tokens))
+                swap.replacement.neuron_long_calls = shared
             undo.callback(take_out, model, swap)
             put_in(model, swap)
             release_layout(swap.replacement, swap.original)
@@ -141,6 +152,7 @@ def states(model: nn.Module) -> Iterator[tuple[nn.Module, PatchState]]:
 
 def undo_patch(model: nn.Module, state: PatchState) -> None:
     """Take every replacement out of `model`. If it is interrupted, calling it again finishes the work."""
+    drop_weight_copies(model.parameters())
     checkpoint_names.remove(state.resumable)
     replay.remove(state.replaying)
     optimizer_layout.unwatch(model)

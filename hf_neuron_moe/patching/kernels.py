@@ -38,7 +38,12 @@ def plan_item(candidate: Candidate, config: NeuronMoEConfig) -> PlanItem:
         return PlanItem(candidate, resolved, fallback=reason)
     if reason is not None:
         return PlanItem(candidate, resolved, refusal=reason)
-    return PlanItem(candidate, resolved, weight_copy_bytes=_copy_bytes(candidate, resolved))
+    if backend == "torch":
+        return PlanItem(candidate, resolved)
+    most = _most_tokens(candidate, resolved) if config.fallback == "torch" else None
+    notes = () if most is None else (f"calls of more than {most:,} tokens run on torch",)
+    copies = _copy_bytes(candidate, resolved)
+    return PlanItem(candidate, resolved, weight_copy_bytes=copies, most_tokens=most, notes=notes)
 
 
 def _block(candidate: Candidate, config: NeuronMoEConfig) -> Any:
@@ -55,10 +60,14 @@ def _why_not_kernels(candidate: Candidate, config: NeuronMoEConfig, backend: str
     return reason
 
 
+def _most_tokens(candidate: Candidate, config: NeuronMoEConfig) -> int | None:
+    kernels: Any = get_backend(config.backend)
+    most: int | None = kernels.most_tokens(_block(candidate, config))
+    return most
+
+
 def _copy_bytes(candidate: Candidate, config: NeuronMoEConfig) -> int:
     """Bytes of the copies that the kernels' orientations, sizes and dtype ask for."""
-    if config.backend == "torch":
-        return 0
     kernels: Any = get_backend(config.backend)
     in_kernel_home = config.weights == "kernel"
     roles = candidate.roles

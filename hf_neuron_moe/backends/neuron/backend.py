@@ -5,7 +5,9 @@ Letters: S or T tokens, H hidden, I intermediate, E experts, K experts per token
 
 from __future__ import annotations
 
+import copy
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -18,10 +20,10 @@ from hf_neuron_moe.backends.neuron import versions
 from hf_neuron_moe.backends.neuron.adapter import Adapter
 from hf_neuron_moe.backends.neuron.dense import DenseKernels, fake_saved
 from hf_neuron_moe.backends.neuron.experts import ExpertKernels, Experts
-from hf_neuron_moe.backends.neuron.frozen import FrozenKernels
+from hf_neuron_moe.backends.neuron.frozen import FROZEN_TOKENS, FrozenKernels
 from hf_neuron_moe.backends.neuron.launch import Launcher
-from hf_neuron_moe.backends.neuron.limits import Block, Device, check_call, why_not
-from hf_neuron_moe.backends.neuron.prepared import CountedWeights, PreparedWeights
+from hf_neuron_moe.backends.neuron.limits import Block, Device, check_call, most_tokens, why_not, why_not_tokens
+from hf_neuron_moe.backends.neuron.prepared import CountedWeights, FreshWeights, PreparedWeights
 from hf_neuron_moe.backends.torch.backend import TorchBackend
 from hf_neuron_moe.errors import BackendUnavailableError, refuse
 
@@ -30,6 +32,8 @@ NEURON, SIMULATOR = "neuron", "nki-sim"
 
 class NeuronBackend:
     """Implements :class:`~hf_neuron_moe.backends.base.Backend` with the installed nkilib.
+
+    :attr:`without_copies` is the same backend for weights that exist for one call only: it keeps no copies of them.
 
     What a policy keeps differs from the protocol's description in form, not in meaning: dense checkpoints are
     ``[S, I]`` padded to multiples of 128, all columns of up; experts keep gate and up in the kernels' blocks
@@ -55,6 +59,17 @@ class NeuronBackend:
         self._experts = ExpertKernels(self.adapter, launch, self.weights)
         self._frozen = FrozenKernels(self.adapter, launch, self.weights)
         self._torch = TorchBackend()
+        self.without_copies = self._with(FreshWeights())
+
+    def _with(self, weights: PreparedWeights) -> NeuronBackend:
+        """Return this backend with another store of copies; kernels, launcher and device are shared."""
+        twin = copy.copy(self)
+        twin.weights = weights
+        twin._dense = replace(self._dense, weights=weights)
+        twin._experts = replace(self._experts, weights=weights)
+        twin._frozen = replace(self._frozen, weights=weights)
+        twin.without_copies = twin
+        return twin
 
     @property
     def prepared_bytes(self) -> int:
@@ -65,9 +80,14 @@ class NeuronBackend:
         """Return why the kernels cannot compute `block`, or None."""
         return why_not(block, self.device, self.adapter)
 
-    def why_not_experts(self, precision: str, hidden: int, inner: int, block_size: int) -> str | None:
-        """Return why the kernels cannot compute experts of these sizes, or None."""
-        return self.why_not(Block("experts", precision, hidden, inner, block_size))
+    def why_not_experts(self, precision: str, hidden: int, inner: int, block_size: int, tokens: int = 0) -> str | None:
+        """Return why the kernels cannot compute experts of these sizes, or a call of so many tokens, or None."""
+        block = Block("experts", precision, hidden, inner, block_size)
+        return self.why_not(block) or why_not_tokens(most_tokens(block), tokens)
+
+    def most_tokens(self, block: Block) -> int | None:
+        """Return the largest number of tokens of one call that the kernels take; None if there is no limit."""
+        return most_tokens(block)
 
     def weight_copy_bytes(self, block: Block, experts: int | None, ordered: bool, dtype: torch.dtype) -> int:
         """Return the bytes of the weight copies that forward and backward of a block need.
@@ -91,9 +111,10 @@ class NeuronBackend:
             replace(self._experts, weights=counted).prepare(Experts(gate_up, down, ordered, block))
         return counted.nbytes
 
-    def why_not_frozen(self, stack: MXExpertStack, training: bool) -> str | None:
-        """Return why the kernels cannot compute a block with MX weights, or None."""
-        return self._frozen.why_not(stack, self.device, training)
+    def why_not_frozen(self, stack: MXExpertStack, training: bool, tokens: int = 0) -> str | None:
+        """Return why the kernels cannot compute a block with MX weights, or a call of so many tokens, or None."""
+        most = FROZEN_TOKENS if stack.gate_up_codes.dim() > 2 else None
+        return self._frozen.why_not(stack, self.device, training) or why_not_tokens(most, tokens)
 
     def fake_saved(self, x: Tensor, rows: int, intermediate: int, keep: str) -> Saved:
         return fake_saved(x, rows, Block("mlp", "mxfp8", x.shape[1], intermediate), keep)
@@ -225,6 +246,12 @@ def neuron_backend(name: str) -> NeuronBackend:
         _backends[name] = NeuronBackend(name)
         _machines[name] = _machine()
     return _backends[name]
+
+
+def drop_copies(weights: Iterable[Tensor]) -> int:
+    """Drop the copies of `weights` in all backends; return their bytes."""
+    sources = list(weights)
+    return sum(backend.weights.drop(sources) for backend in _backends.values())
 
 
 def _machine() -> tuple[Any, ...]:

@@ -31,6 +31,9 @@ from hf_neuron_moe.kernels.routing import choose_block_size
 _WORD_FORMATS = ("e4m3fn", "e2m1")
 """Element formats told by the width of their words. e5m2 words would need an option that not every release has."""
 
+FROZEN_TOKENS = BF16_TOKENS
+"""Tokens of one call to experts: ``moe_cte``'s limit."""
+
 _INNER_STEP, _SMALL_INNER_STEP = 512, 32
 
 
@@ -65,7 +68,7 @@ class FrozenKernels:
                 return f"{name}: {reason}"
         if stack.down_layout.matrix_shape(stack.down_codes.shape)[1] != stack.inner:
             return "down_proj holds more columns than the network has"
-        return self.adapter.why_not("mlp_forward")
+        return self.adapter.why_not("mlp_forward_quantized")
 
     def forward(self, x_TH: Tensor, index_TK: Tensor | None, weight_TK: Tensor | None, stack: MXExpertStack) -> Tensor:
         """Return ``y [T, H]``; :meth:`why_not` was None."""
@@ -76,7 +79,7 @@ class FrozenKernels:
         gate_up = self._operand("gate_up", stack.gate_up_codes, stack.gate_up_scales, stack.gate_up_layout)
         down = self._operand("down", stack.down_codes, stack.down_scales, stack.down_layout)
         out_TH, *_ = self.launch(
-            self.adapter.kernel("mlp_forward", "mlp_forward_quantized"),
+            self.adapter.kernel("mlp_forward_quantized", "mlp_forward_quantized"),
             hidden=pad_axes(x_TH, (padded_size(x_TH.shape[0]), x_TH.shape[1])),
             gate_up_weights=gate_up[0],
             down_weights=down[0],
@@ -95,12 +98,12 @@ class FrozenKernels:
 
     def _experts(self, x_TH: Tensor, index_TK: Tensor, weight_TK: Tensor, stack: MXExpertStack) -> Tensor:
         tokens, top_k, count = x_TH.shape[0], index_TK.shape[1], stack.gate_up_codes.shape[0]
-        if tokens > BF16_TOKENS:
+        if tokens > FROZEN_TOKENS:
             raise refuse(
                 ShapeError,
                 where="neuron backend",
                 argument="the number of tokens (batch size times length)",
-                expected=f"at most {BF16_TOKENS}",
+                expected=f"at most {FROZEN_TOKENS}",
                 got=str(tokens),
                 remedy="Use smaller batches or shorter sequences.",
             )

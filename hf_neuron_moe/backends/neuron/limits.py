@@ -138,8 +138,8 @@ def check_call(block: Block, tokens: int, dtype_name: str, device: Device, adapt
             got=dtype_name,
             remedy="The operators cast to it; call them instead of the backend.",
         )
-    most = BF16_TOKENS if block.precision == "bf16" else MAX_TOKENS
-    if block.kind == "experts" and tokens > most:
+    most = most_tokens(block)
+    if most is not None and tokens > most:
         raise refuse(
             ShapeError,
             where="neuron backend",
@@ -148,3 +148,15 @@ def check_call(block: Block, tokens: int, dtype_name: str, device: Device, adapt
             got=str(tokens),
             remedy="Use smaller micro-batches or shorter sequences.",
         )
+
+
+def most_tokens(block: Block) -> int | None:
+    """Return the largest number of tokens of one call that the kernels of `block` take; None if there is no limit."""
+    if block.kind != "experts":
+        return None
+    return BF16_TOKENS if block.precision == "bf16" else MAX_TOKENS
+
+
+def why_not_tokens(most: int | None, tokens: int) -> str | None:
+    """Return why kernels that take at most `most` tokens cannot compute a call of `tokens`, or None."""
+    return f"the kernels take at most {most:,} tokens per call" if most is not None and tokens > most else None

@@ -1,16 +1,19 @@
 """Weights in the form a kernel reads them: bf16, padded, in its orientation; copies are kept for one optimizer step.
 
 A copy belongs to a state of its sources: their storages, places in these, and version counters, which every in-place
-change that autograd sees advances. Writes through ``.data`` and the gathered weights of FSDP do not advance them, so
-all copies are also dropped after every optimizer step, and none are kept for calls without a backward: adapters are
-merged through ``.data`` between such calls. (A write through ``.data`` between two training calls, with no optimizer
-step in between, is not seen.)
+change that autograd sees advances. Writes through ``.data`` do not advance them, so all copies are also dropped after
+every optimizer step, and none are kept for calls without a backward: adapters are merged through ``.data`` between
+such calls. A write through ``.data`` between two training calls, with no optimizer step in between, is not seen:
+:meth:`PreparedWeights.drop` is for what knows of one.
+
+No copies are kept of weights that FSDP gathers for a call (:class:`FreshWeights`): the full weights are temporary,
+and their copies would make every layer's stay. Forward and backward then make their own.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +62,19 @@ class PreparedWeights:
         """Drop all copies."""
         self._copies.clear()
 
+    def drop(self, sources: Iterable[Tensor]) -> int:
+        """Drop the copies made of `sources`, of views of them, or of what they are views of.
+
+        Returns:
+            Bytes of the dropped copies.
+        """
+        gone = {_storage(source) for source in sources if type(source) in _PLAIN_TYPES}
+        before = self.nbytes
+        self._copies = {
+            key: copy for key, copy in self._copies.items() if gone.isdisjoint(place[0] for place in key[1])
+        }
+        return before - self.nbytes
+
     def get(self, form: str, build: Callable[..., Tensor], *sources: Tensor, keep: bool = True) -> Tensor:
         """Return ``build(*sources)``, or the copy made before from the same state of the sources.
 
@@ -86,6 +102,14 @@ class PreparedWeights:
         storages = tuple(StorageWeakRef(source.untyped_storage()) for source in sources)
         self._copies[key] = _Copy(made, storages, versions)
         return made
+
+
+class FreshWeights(PreparedWeights):
+    """Makes copies for one call each and keeps none."""
+
+    def get(self, form: str, build: Callable[..., Tensor], *sources: Tensor, keep: bool = True) -> Tensor:
+        """Return ``build(*sources)``."""
+        return build(*sources)
 
 
 class CountedWeights(PreparedWeights):
