@@ -30,7 +30,7 @@ class DocumentedAdapter(Adapter):
     def match(self, need: str) -> Match:
         """Return the newest generation of `need`."""
         name, (newest, *_) = FUNCTIONS[need]
-        return Match(name, newest, newest.passed | newest.marks | _FURTHER.get(need, frozenset()))
+        return Match(name, newest, newest.passed | _FURTHER.get(need, frozenset()))
 
 
 @dataclass(frozen=True)

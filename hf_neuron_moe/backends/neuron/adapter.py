@@ -1,12 +1,12 @@
 """Which wrapper kernel calls which nkilib function, decided by the installed function's signature.
 
 nkilib's argument sets change with every release, so nothing is decided by a version number: a wrapper fits if the
-function has every argument that the wrapper passes and needs none that it does not.
+function has every argument that the wrapper needs and needs none that the wrapper does not pass, and if options that
+are left alone have their documented defaults.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib
 import inspect
@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from hf_neuron_moe.backends.neuron.generations import FUNCTIONS, Generation
-from hf_neuron_moe.backends.neuron.nkilib_objects import find_object
+from hf_neuron_moe.backends.neuron.generations import COMPANIONS, FUNCTIONS, SWIZZLE_MODES, Generation
+from hf_neuron_moe.backends.neuron.nkilib_objects import find_object, shown_name
+from hf_neuron_moe.backends.neuron.signatures import other_default, record_fields, signature_of
 
 _KERNELS = "hf_neuron_moe.backends.neuron.nki_kernels"
 
@@ -39,61 +40,84 @@ class Match:
     reason: str = ""
 
 
-def signature_of(function: Any) -> inspect.Signature | None:
-    """Return the signature of an nkilib function, ``@nki.jit`` or not; None if it hides its arguments."""
-    wrapped = (getattr(function, name, None) for name in ("func", "__wrapped__", "fn"))
-    for candidate in (*wrapped, function):
-        if not callable(candidate):
-            continue
-        try:
-            signature = inspect.signature(candidate)
-        except (TypeError, ValueError):
-            continue
-        kinds = {parameter.kind for parameter in signature.parameters.values()}
-        if inspect.Parameter.VAR_POSITIONAL not in kinds:
-            return signature
-    return None
-
-
 def match(need: str) -> Match:
     """Find the generation of an nkilib function that is installed."""
     name, generations = FUNCTIONS[need]
+    reasons: dict[str, list[str]] = {}
+    for generation in generations:
+        own = generation.function or name
+        parameters, reason = _read(own)
+        if reason is None:
+            reason = _why_not(generation, parameters)
+            if reason is None:
+                return Match(own, generation, frozenset(parameters))
+            reason = f"not {generation.name}'s: {reason}"
+        reasons.setdefault(own, []).append(reason)
+    return Match(name, None, frozenset(_read(name)[0]), "; ".join(_told(own, why) for own, why in reasons.items()))
+
+
+def _read(name: str) -> tuple[dict[str, inspect.Parameter], str | None]:
+    """The installed function's arguments, or why they are not known."""
     function = find_object(name)
     if function is None:
-        return Match(name, None, reason=f"the installed nkilib has no {name}")
+        return {}, f"the installed nkilib has no {name}"
     signature = signature_of(function)
     if signature is None:
-        return Match(name, None, reason=f"the arguments of the installed {name} cannot be read")
-    parameters = {key: value for key, value in signature.parameters.items() if value.kind is not value.VAR_KEYWORD}
-    needed = {key for key, value in parameters.items() if value.default is value.empty}
-    reasons = []
-    for generation in generations:
-        reason = _why_not(generation, set(parameters), needed)
-        if reason is None:
-            return Match(name, generation, frozenset(parameters))
-        reasons.append(f"not {generation.name}'s: {reason}")
-    return Match(
-        name, None, frozenset(parameters), f"the installed {name} has unknown arguments ({'; '.join(reasons)})"
-    )
+        return {}, f"the arguments of the installed {name} cannot be read"
+    return {key: found for key, found in signature.parameters.items() if found.kind is not found.VAR_KEYWORD}, None
 
 
-def _why_not(generation: Generation, parameters: set[str], needed: set[str]) -> str | None:
-    missing = (generation.passed | generation.marks) - parameters
+def _told(name: str, reasons: list[str]) -> str:
+    if not reasons[0].startswith("not "):
+        return reasons[0]
+    return f"the installed {name} has unknown arguments ({'; '.join(reasons)})"
+
+
+def _why_not(generation: Generation, parameters: dict[str, inspect.Parameter]) -> str | None:
+    missing = generation.needed - parameters.keys()
     if missing:
         return f"no {', '.join(sorted(missing))}"
-    extra = needed - generation.passed
+    foreign = generation.foreign & parameters.keys()
+    if foreign:
+        return f"has {', '.join(sorted(foreign))}"
+    extra = {key for key, found in parameters.items() if found.default is found.empty} - generation.passed
     if extra:
         return f"needs {', '.join(sorted(extra))}"
-    for record, set_fields in generation.records:
-        kind = find_object(record)
+    return other_default(parameters, generation.defaults) or _why_not_objects(generation)
+
+
+def _why_not_objects(generation: Generation) -> str | None:
+    """Which enum, member, record or field that the wrappers use is not there."""
+    for name, member in generation.members:
+        kind = find_object(name)
         if kind is None:
-            return f"{record} not found"
-        known = {field.name for field in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set_fields
-        if not set_fields <= known:
-            return f"{record} has no {', '.join(sorted(set_fields - known))}"
-        unset = {name for name in known - set_fields if name.endswith("_swizzle_mode")}
-        if unset:  # their defaults are for a single expert
-            return f"{record} also has {', '.join(sorted(unset))}"
+            return f"{shown_name(name)} not found"
+        if not hasattr(kind, member):
+            return f"{shown_name(name)} has no {member}"
+    for name, needed in generation.records:
+        kind = find_object(name)
+        if kind is None:
+            return f"{shown_name(name)} not found"
+        reason = _why_not_record(shown_name(name), needed, record_fields(kind))
+        if reason is not None:
+            return reason
+    return None
+
+
+def _why_not_record(name: str, needed: frozenset[str], known: frozenset[str] | None) -> str | None:
+    if known is None:
+        return None
+    if not known:
+        return f"{name} takes no options"
+    if not needed <= known:
+        return f"{name} has no {', '.join(sorted(needed - known))}"
+    for field, (kind, member) in COMPANIONS.items():
+        found = find_object(kind)
+        if any(other.endswith(field) for other in known) and not hasattr(found, member):
+            return f"{name} has {field.lstrip('_')}, and {kind}.{member} is not found"
+    unset = {other for other in known if other.endswith("_swizzle_mode")} - set(SWIZZLE_MODES)
+    if unset:  # their defaults are for a single expert
+        return f"{name} also has {', '.join(sorted(unset))}"
     return None
 
 

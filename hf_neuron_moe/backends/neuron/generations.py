@@ -1,11 +1,15 @@
 """The argument sets of the nkilib functions this package calls, release by release.
 
+An option whose documented default is what is wanted is not passed, so it need not exist; its default is looked at where
+it does. An option without a documented default is passed where the installed function has it.
+
 Sources: nki-library 2.29 to 2.33.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 def _names(text: str) -> frozenset[str]:
@@ -16,16 +20,48 @@ _ROUTED = _names(
     "hidden_states expert_affinities_masked gate_up_proj_weight down_proj_weight token_position_to_id block_to_expert "
     "block_size"
 )
-_MLP_SAVES = _names("save_gate_pre save_up use_scale_packing gate_up_scales down_scales")
-_CHECKPOINTS = _names("gate_pre gate_act up run_with_lnc2")
 _BACKWARD = _ROUTED | {"gate_up_proj_act_checkpoint_T", "output_hidden_states_grad"}
-_BWD_OPTIONS = _names(
-    "down_proj_act_checkpoint skip_dma compute_dtype is_tensor_update_accumulating affinity_option activation_type"
+_CHECKPOINTS = _names("gate_pre gate_act up run_with_lnc2")
+_MLP_FORWARD = _names("hidden gate_up_weights down_weights intermediate_hbm run_with_lnc2")
+_SCALES = _names("gate_up_proj_scale down_proj_scale")
+_BIASES = _names("gate_and_up_proj_bias down_proj_bias")
+
+_CTE_DEFAULTS: dict[str, bool | str] = {
+    "activation_function": "SiLU",
+    "expert_affinities_scaling_mode": "POST_SCALE",
+    "skip_dma": False,
+    "is_tensor_update_accumulating": True,
+    "skip_gate_proj": False,
+}
+_BWD_DEFAULTS: dict[str, bool | str] = {
+    "activation_type": "SiLU",
+    "is_tensor_update_accumulating": True,
+    "skip_grad_initialization": False,
+    "kernel_type_option": "DROPLESS",
+    "bias": False,
+    "skip_gate_proj": False,
+}
+_PAIR_DEFAULTS: dict[str, bool | str] = {"activation_type": "SiLU", "skip_grad_initialization": False, "bias": False}
+_PAIR_OPTIONS = _names(
+    "shard_option affinity_option skip_dma is_tensor_update_accumulating accumulate_hidden_states_grad "
+    "no_indirect_load single_expert_dense"
 )
-_CTE_OPTIONS = _names(
-    "spec activation_function skip_dma compute_dtype is_tensor_update_accumulating expert_affinities_scaling_mode"
-)
-_MX_OPTIONS = _names("shard_option affinity_option compute_dtype skip_dma")
+"""Options of the MXFP8 pair. Documents name them without a signature, and some under two names."""
+
+SWIZZLE_MODES = tuple(
+    f"{operand}_swizzle_mode"
+    for operand in (
+        "output_grad", "down_weight", "d_gate_up", "gate_up_weight", "d_gate_up_t", "hidden_states_t", "output_grad_t",
+        "scaled_intermediate_t",
+    )
+)  # fmt: skip
+"""Fields of MXFP8MOEBwdConfig: only the mode DGT knows several experts, and the default may be another one."""
+
+COMPANIONS = {
+    "gate_up_proj_act_td": ("TensorOrientation", "K_BY_F"),
+    "_swizzle_mode": ("SwizzleMode", "DGT"),
+}
+"""By the end of a record's field: an enum and the member that the field must be set to."""
 
 
 @dataclass(frozen=True)
@@ -35,39 +71,48 @@ class Generation:
     Attributes:
         name: the first release with it.
         module: our module of wrapper kernels, in ``nki_kernels``.
-        passed: the arguments the wrappers pass.
-        marks: arguments they do not pass, but which only this generation has.
-        records: configuration records the wrappers make, with the fields they set.
+        needed: arguments that the wrappers pass and the function must have.
+        offered: arguments that the wrappers pass if the function has them.
+        defaults: arguments that the wrappers leave alone, with the documented default that they count on: a truth
+            value, or the name of an enum's member.
+        foreign: arguments that only other generations have.
+        members: pairs of an enum and a member that it must have.
+        records: pairs of a record that the wrappers make and the fields that it must have.
+        function: the function, where it is not the one of the other generations.
     """
 
     name: str
     module: str
-    passed: frozenset[str]
-    marks: frozenset[str] = frozenset()
+    needed: frozenset[str]
+    offered: frozenset[str] = frozenset()
+    defaults: Mapping[str, bool | str] = field(default_factory=dict, hash=False)
+    foreign: frozenset[str] = frozenset()
+    members: tuple[tuple[str, str], ...] = ()
     records: tuple[tuple[str, frozenset[str]], ...] = ()
+    function: str = ""
+
+    @property
+    def passed(self) -> frozenset[str]:
+        """Everything that the wrappers may pass."""
+        return self.needed | self.offered
 
 
-_FWD_CONFIG = _names(
-    "shard_option affinity_option is_tensor_update_accumulating single_expert_dense skip_dma gate_up_proj_act_td "
-    "fast_dma_transpose reuse_spilled_weights use_1x32_pe_swizzle"
-)
-_BWD_CONFIG = _names(
-    "shard_option affinity_option accumulate_hidden_states_grad single_expert_dense fast_dma_transpose skip_dma"
-)
-_BWD_SWIZZLES = _names(
-    "pe_transpose_only output_grad_swizzle_mode down_weight_swizzle_mode d_gate_up_swizzle_mode "
-    "gate_up_weight_swizzle_mode d_gate_up_t_swizzle_mode hidden_states_t_swizzle_mode output_grad_t_swizzle_mode "
-    "scaled_intermediate_t_swizzle_mode"
-)
+_SKIPS = ("BackwardSkipMode", frozenset({"skip_token"}))
+_SPEC = ("MoECTESpec", frozenset({"implementation"}))
 
 FUNCTIONS: dict[str, tuple[str, tuple[Generation, ...]]] = {
     "mlp_forward": (
         "mlp_forward_mxfp8_nki",
+        (Generation("2.30", "mlp_forward", _MLP_FORWARD | {"save_gate_pre", "save_up"}),),
+    ),
+    "mlp_forward_quantized": (
+        "mlp_forward_mxfp8_nki",
         (
             Generation(
                 "2.30",
-                "mlp_forward",
-                _names("hidden gate_up_weights down_weights intermediate_hbm run_with_lnc2") | _MLP_SAVES,
+                "mlp_forward_quantized",
+                _MLP_FORWARD | {"gate_up_scales", "down_scales"},
+                defaults={"use_scale_packing": True},
             ),
         ),
     ),
@@ -98,7 +143,13 @@ FUNCTIONS: dict[str, tuple[str, tuple[Generation, ...]]] = {
             Generation(
                 "2.29",
                 "moe_forward",
-                _ROUTED | _CTE_OPTIONS,
+                _ROUTED | {"spec"},
+                defaults=_CTE_DEFAULTS,
+                members=(("MoECTEImplementation", "shard_on_i"),),
+                records=(
+                    ("MoECTESpec", frozenset({"implementation", "shard_on_I"})),
+                    ("ShardOnIConfig", frozenset({"checkpoint_activation", "expert_affinity_multiply_on_I"})),
+                ),
             ),
         ),
     ),
@@ -108,10 +159,19 @@ FUNCTIONS: dict[str, tuple[str, tuple[Generation, ...]]] = {
             Generation(
                 "2.31",
                 "moe_backward",
-                _BACKWARD | _BWD_OPTIONS | {"shard_option"},
-                marks=frozenset({"hidden_states_grad_out"}),
+                _BACKWARD | _names("down_proj_act_checkpoint skip_dma shard_option affinity_option"),
+                defaults=_BWD_DEFAULTS,
+                members=(("ShardOption", "SHARD_ON_FREE"), ("AffinityOption", "AFFINITY_ON_I")),
+                records=(_SKIPS,),
             ),
-            Generation("2.29", "moe_backward_2_29", _BACKWARD | _BWD_OPTIONS),
+            Generation(
+                "2.29",
+                "moe_backward_2_29",
+                _BACKWARD | _names("down_proj_act_checkpoint skip_dma"),
+                defaults=_BWD_DEFAULTS | {"affinity_option": "AFFINITY_ON_H"},
+                foreign=_names("hidden_states_grad_out accumulation_dtype"),
+                records=(_SKIPS,),
+            ),
         ),
     ),
     "moe_forward_mxfp8": (
@@ -119,16 +179,20 @@ FUNCTIONS: dict[str, tuple[str, tuple[Generation, ...]]] = {
         (
             Generation(
                 "2.33",
-                "moe_forward_mxfp8_config",
+                "moe_forward_mxfp8",
                 _ROUTED | {"config"},
-                records=(
-                    ("MXFP8MOEFwdConfig", _FWD_CONFIG),
-                    ("TensorDescriptor", frozenset({"orientation"})),
-                    ("TensorOrientation", frozenset()),
-                ),
+                members=(("ShardOption", "SHARD_ON_BLOCK"),),
+                records=(_SKIPS, ("MXFP8MOEFwdConfig", frozenset())),
             ),
             Generation(
-                "2.32", "moe_forward_mxfp8", _ROUTED | _MX_OPTIONS | frozenset({"is_tensor_update_accumulating"})
+                "2.32",
+                "moe_forward_mxfp8",
+                _ROUTED,
+                _PAIR_OPTIONS,
+                _PAIR_DEFAULTS,
+                foreign=frozenset({"config"}),
+                members=(("ShardOption", "SHARD_ON_BLOCK"),),
+                records=(_SKIPS,),
             ),
         ),
     ),
@@ -136,18 +200,22 @@ FUNCTIONS: dict[str, tuple[str, tuple[Generation, ...]]] = {
         "blockwise_mm_bwd_mxfp8",
         (
             Generation(
-                "2.33, swizzle modes",
-                "moe_backward_mxfp8_swizzle_modes",
+                "2.33",
+                "moe_backward_mxfp8",
                 _BACKWARD | {"config"},
-                records=(("MXFP8MOEBwdConfig", _BWD_CONFIG | _BWD_SWIZZLES), ("SwizzleMode", frozenset())),
+                members=(("ShardOption", "SHARD_ON_FREE"),),
+                records=(_SKIPS, ("MXFP8MOEBwdConfig", frozenset())),
             ),
             Generation(
-                "2.33",
-                "moe_backward_mxfp8_config",
-                _BACKWARD | {"config"},
-                records=(("MXFP8MOEBwdConfig", _BWD_CONFIG),),
+                "2.31",
+                "moe_backward_mxfp8",
+                _BACKWARD,
+                _PAIR_OPTIONS,
+                _PAIR_DEFAULTS,
+                foreign=frozenset({"config"}),
+                members=(("ShardOption", "SHARD_ON_FREE"),),
+                records=(_SKIPS,),
             ),
-            Generation("2.31", "moe_backward_mxfp8", _BACKWARD | _MX_OPTIONS),
         ),
     ),
     "moe_forward_mx": (
@@ -156,9 +224,17 @@ FUNCTIONS: dict[str, tuple[str, tuple[Generation, ...]]] = {
             Generation(
                 "2.30",
                 "moe_forward_mx",
-                _ROUTED
-                | _CTE_OPTIONS
-                | _names("gate_and_up_proj_bias down_proj_bias gate_up_proj_scale down_proj_scale"),
+                _ROUTED | _SCALES | _BIASES | {"spec"},
+                defaults=_CTE_DEFAULTS,
+                members=(("MoECTEImplementation", "shard_on_block_mx"),),
+                records=(_SPEC,),
+            ),
+            Generation(
+                "2.29",
+                "moe_forward_mx_direct",
+                _ROUTED | _SCALES | _BIASES,
+                defaults=_CTE_DEFAULTS,
+                function="bwmm_shard_on_block_mx",
             ),
         ),
     ),

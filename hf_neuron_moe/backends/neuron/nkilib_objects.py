@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import sys
+from types import ModuleType
 from typing import Any
 
 from hf_neuron_moe.errors import BackendUnavailableError, refuse
@@ -15,33 +16,31 @@ from hf_neuron_moe.errors import BackendUnavailableError, refuse
 _CORE = "nkilib.core"
 _EXPERIMENTAL = "nkilib.experimental"
 _MOE_CTE = (f"{_CORE}.moe.moe_cte", f"{_CORE}.moe.moe_cte.moe_cte")
-_COMMON = (f"{_CORE}.utils.common_types",)
-_BACKWARD = (f"{_EXPERIMENTAL}.moe.bwd.moe_bwd_parameters",)
 _MXFP8 = f"{_EXPERIMENTAL}.moe_mxfp8"
+_BACKWARD = (f"{_EXPERIMENTAL}.moe.bwd.moe_bwd_parameters", f"{_EXPERIMENTAL}.moe.bwd", _MXFP8)
 _DESCRIPTORS = (f"{_EXPERIMENTAL}.mxfp_utils.mxfp8_utils.common_dataclasses",)
 
 HOMES: dict[str, tuple[str, ...]] = {
     "mlp_forward_mxfp8_nki": (
         f"{_EXPERIMENTAL}.mlp_mxfp8.mlp_fwd_mxfp8",
         f"{_EXPERIMENTAL}.mlp_mxfp8.mlp_fwd_mxfp8.mlp_fwd_mxfp8_kernel",
+        f"{_EXPERIMENTAL}.mlp_mxfp8",
     ),
     "mlp_backward_mxfp8_nki": (
         f"{_EXPERIMENTAL}.mlp_mxfp8.mlp_bwd_mxfp8",
         f"{_EXPERIMENTAL}.mlp_mxfp8.mlp_bwd_mxfp8.mlp_bwd_mxfp8_kernel",
+        f"{_EXPERIMENTAL}.mlp_mxfp8",
     ),
     "moe_cte": _MOE_CTE,
     "MoECTESpec": _MOE_CTE,
     "MoECTEImplementation": _MOE_CTE,
     "ShardOnIConfig": _MOE_CTE,
     "ShardOnBlockConfig": _MOE_CTE,
-    "SkipMode": (f"{_CORE}.moe.moe_cte", f"{_CORE}.moe.moe_cte.moe_cte_utils", f"{_CORE}.moe.moe_cte_utils"),
-    "ActFnType": _COMMON,
-    "ExpertAffinityScaleMode": _COMMON,
-    "blockwise_mm_bwd": (f"{_EXPERIMENTAL}.moe.bwd.blockwise_mm_backward",),
+    "bwmm_shard_on_block_mx": (f"{_CORE}.moe.moe_cte.bwmm_shard_on_block_mx", *_MOE_CTE),
+    "blockwise_mm_bwd": (f"{_EXPERIMENTAL}.moe.bwd.blockwise_mm_backward", f"{_EXPERIMENTAL}.moe.bwd"),
     "AffinityOption": _BACKWARD,
     "ShardOption": _BACKWARD,
     "BackwardSkipMode": _BACKWARD,
-    "BackwardActFnType": _BACKWARD,
     "blockwise_mm_fwd_mxfp8": (f"{_MXFP8}.fwd.blockwise_mm_forward_mxfp8", _MXFP8),
     "blockwise_mm_bwd_mxfp8": (f"{_MXFP8}.bwd.blockwise_mm_backward_mxfp8", _MXFP8),
     "MXFP8MOEFwdConfig": (f"{_MXFP8}.fwd.config", f"{_MXFP8}.fwd.moe_fwd_mxfp8_config", _MXFP8),
@@ -52,8 +51,13 @@ HOMES: dict[str, tuple[str, ...]] = {
 }
 """Modules to look in, in order, by the name used here."""
 
-_NAMES = {"BackwardSkipMode": "SkipMode", "BackwardActFnType": "ActFnType"}
-"""nkilib has two records of these names: the forward's and the backward's."""
+_NAMES = {"BackwardSkipMode": "SkipMode"}
+"""nkilib has two records of this name: the forward's and the backward's."""
+
+
+def shown_name(name: str) -> str:
+    """Return nkilib's own name of an object in :data:`HOMES`."""
+    return _NAMES.get(name, name)
 
 
 def find_object(name: str) -> Any | None:
@@ -61,7 +65,7 @@ def find_object(name: str) -> Any | None:
 
     If it is in none of its known homes, the modules beside the first one are searched.
     """
-    own = _NAMES.get(name, name)
+    own = shown_name(name)
     for home in HOMES[name]:
         found = _attribute(home, own)
         if found is not None:
@@ -72,9 +76,10 @@ def find_object(name: str) -> Any | None:
 
 def _attribute(module: str, name: str) -> Any | None:
     try:
-        return getattr(importlib.import_module(module), name, None)
+        found = getattr(importlib.import_module(module), name, None)
     except ImportError:
         return None
+    return None if isinstance(found, ModuleType) else found  # several modules have their function's name
 
 
 def _modules_in(package: str) -> list[str]:
@@ -101,7 +106,7 @@ def nkilib_object(name: str) -> Any:
             BackendUnavailableError,
             where="neuron backend",
             argument="nkilib",
-            expected=f"a release with {_NAMES.get(name, name)} in {' or '.join(HOMES[name])}",
+            expected=f"a release with {shown_name(name)} in {' or '.join(HOMES[name])}",
             got="one without",
             remedy="Install the nki-library of SDK 2.33, or unset NKILIB_FORCE_BUNDLED_LIBRARY.",
         )

@@ -54,6 +54,8 @@ class Double:
         lnc: 1 or 2.
         plugin: torch_neuronx is installed; NKI's simulator works without.
         config_pair: the MXFP8 expert pair is of the generation that takes configuration records.
+        without: arguments that nkilib's functions, and fields that those records, do not have.
+        records: what those records are: ``"dataclass"``, ``"namedtuple"`` or ``"class"``.
         launches: finished launches on real values.
         calls: nkilib functions that ran in them, with their bound arguments.
         traced: launches on fake tensors.
@@ -67,6 +69,8 @@ class Double:
     lnc: int = 2
     plugin: bool = True
     config_pair: bool = False
+    without: frozenset[str] = frozenset()
+    records: str = "dataclass"
     launches: list[LaunchRecord] = field(default_factory=list)
     calls: list[KernelCall] = field(default_factory=list)
     traced: list[str] = field(default_factory=list)

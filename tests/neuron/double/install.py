@@ -19,7 +19,7 @@ from tests.neuron.double.contract import ContractError, Double, KernelCall, brok
 from tests.neuron.double.framework import make_nki_op, utilities, wrap_nki
 from tests.neuron.double.launch import make_jit, make_simulate
 from tests.neuron.double.memory import Language
-from tests.neuron.double.records import Library
+from tests.neuron.double.records import Library, variant
 
 ROOTS = ("nki", "nkilib", "torch_neuronx")
 BACKEND = "hf_neuron_moe.backends.neuron"
@@ -28,7 +28,11 @@ VERSIONS = {"nki": "0.7.0", "torch-neuronx": "2.13.3", "neuronx-cc": "2.28.7631"
 
 def documented(double: Double, library: Library, name: str, text: str, home: str, body: Callable[..., Any]) -> Any:
     """A function of nkilib: its documented signature, bound by keyword, checked and computed by `body`."""
-    signature = signatures.parse(text, library)
+    whole = signatures.parse(text, library)
+    signature = whole.replace(
+        parameters=[found for found in whole.parameters.values() if found.name not in double.without]
+    )
+    absent = moe_mxfp8.absent(double, library, whole.parameters) if "moe_mxfp8" in home else {}
 
     def call(*args: Any, **kwargs: Any) -> Any:
         launch = double.current
@@ -43,7 +47,9 @@ def documented(double: Double, library: Library, name: str, text: str, home: str
             raise ContractError(f"{name} of nkilib {release}: {error}") from None
         bound.apply_defaults()
         try:
-            result = body(launch, dict(bound.arguments))
+            result = body(
+                launch, {key: found.default for key, found in whole.parameters.items()} | absent | bound.arguments
+            )
         except NeuronMoEError as error:
             raise ContractError(f"{name}: {error}") from error
         if not launch.fake:
@@ -194,6 +200,8 @@ def installed(folder: Path, double: Double) -> Iterator[SimpleNamespace]:
     """Install a double for the duration of a ``with`` block; yields its modules by name."""
     write_metadata(folder, double)
     library = Library.of(double.release)
+    for name in ("MXFP8MOEFwdConfig", "MXFP8MOEBwdConfig"):
+        setattr(library.pair, name, variant(getattr(library.pair, name), double.records, double.without))
     modules = build_modules({**framework_tree(double), **nkilib_tree(double, library)})
     environment = {
         "NEURON_PLATFORM_TARGET_OVERRIDE": double.target,

@@ -6,6 +6,7 @@ whose options are fields of a record.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any
 
@@ -30,6 +31,10 @@ FORWARD, BACKWARD = "blockwise_mm_fwd_mxfp8", "blockwise_mm_bwd_mxfp8"
 _BLOCKS = (128, 256, 512, 1024)
 _LARGE = (2048, 4096)
 _ROUTING = ("hidden_states", "expert_affinities_masked", "token_position_to_id", "block_to_expert", "block_size")
+_DENSE = (
+    "fast_dma_transpose", "reuse_spilled_weights", "use_1x32_pe_swizzle", "pe_transpose_only", "no_indirect_load",
+    "single_expert_dense",
+)  # fmt: skip
 _ORDERS = {"E2IH": (0, 1, 2, 3), "EI2H": (0, 2, 1, 3), "EH2I": (0, 1, 2, 3)}
 """Axes of the fused weight as the kernel has it: the permutation to what this package's function takes."""
 
@@ -58,7 +63,7 @@ def _checked(
         need(call[name] is None, where, f"{name}: pre-quantized weights are not part of the double")
     dense = call.get("single_expert_dense", call.get("no_indirect_load", False))
     need(dense is False, where, "routed calls switch the single dense expert off")
-    for name in ("fast_dma_transpose", "reuse_spilled_weights", "use_1x32_pe_swizzle", "pe_transpose_only"):
+    for name in _DENSE[:-2]:
         need(call.get(name, False) is False, where, f"{name} needs the single dense expert")
     block = check_block_size(call["block_size"], where)
     need(block in blocks, where, f"block_size is one of {blocks}, got {block}")
@@ -89,11 +94,26 @@ def _skips(call: Arguments) -> bool:
     return call["skip_dma"] is not None and bool(call["skip_dma"].skip_token)
 
 
-def _with_config(call: Arguments, record: type[Any], where: str) -> Arguments:
+def absent(double: Double, library: Library, names: Iterable[str]) -> Arguments:
+    """What a kernel does whose argument set or record has no option for it: the routed case, over T rows."""
+    routed = {
+        "skip_dma": library.backward.SkipMode(True),
+        "is_tensor_update_accumulating": True,
+        "accumulate_hidden_states_grad": True,
+        "gate_up_proj_act_td": library.pair.TensorDescriptor(orientation=library.pair.TensorOrientation.K_BY_F),
+    } | dict.fromkeys(_DENSE, False)
+    modes = {name: library.pair.SwizzleMode.DGT for name in names if name.endswith("_swizzle_mode")}
+    return {name: value for name, value in (routed | modes).items() if name in names and name in double.without}
+
+
+def _with_config(double: Double, library: Library, call: Arguments, name: str, where: str) -> Arguments:
     """The call with the fields of its configuration record as arguments."""
-    config = call["config"]
+    config, record, whole = call["config"], getattr(library.pair, name), getattr(library.whole_pair, name)
     need(isinstance(config, record), where, f"config is a {record.__name__}: its default is one dense expert")
-    return call | {field.name: getattr(config, field.name) for field in fields(config)}
+    names = [field.name for field in fields(whole)]
+    known = {name: getattr(config, name) for name in names if name not in double.without}
+    defaults = {field.name: field.default for field in fields(whole)}
+    return call | defaults | absent(double, library, names) | known
 
 
 def forward(double: Double, library: Library, launch: Launch, call: Arguments) -> tuple[KernelTensor, ...]:
@@ -103,7 +123,7 @@ def forward(double: Double, library: Library, launch: Launch, call: Arguments) -
 
 def forward_config(double: Double, library: Library, launch: Launch, call: Arguments) -> tuple[KernelTensor, ...]:
     """The same of the later generation: weights ``[E, I, 2, H]``, one checkpoint, in the orientation asked for."""
-    flat = _with_config(call, library.pair.MXFP8MOEFwdConfig, FORWARD)
+    flat = _with_config(double, library, call, "MXFP8MOEFwdConfig", FORWARD)
     out, gate_up, _ = _forward(double, library, launch, flat, "EI2H")
     descriptor = flat["gate_up_proj_act_td"]
     need(isinstance(descriptor, library.pair.TensorDescriptor), FORWARD, "gate_up_proj_act_td is a TensorDescriptor")
@@ -147,7 +167,7 @@ def backward(double: Double, library: Library, launch: Launch, call: Arguments) 
 
 def backward_config(double: Double, library: Library, launch: Launch, call: Arguments) -> tuple[KernelTensor, ...]:
     """The same of the later generation."""
-    flat = _with_config(call, library.pair.MXFP8MOEBwdConfig, BACKWARD)
+    flat = _with_config(double, library, call, "MXFP8MOEBwdConfig", BACKWARD)
     for name in ("gate_up_weight_swizzle_mode", "down_weight_swizzle_mode"):
         need(flat[name].name == "DGT", BACKWARD, f"{name} PE works for one expert only")
     flat["is_tensor_update_accumulating"] = flat["accumulate_hidden_states_grad"]

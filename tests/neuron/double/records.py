@@ -6,6 +6,8 @@ Sources: nki-library 2.29 ``common_types``, ``moe_cte`` and ``moe_bwd_parameters
 from __future__ import annotations
 
 import enum
+import inspect
+from collections import namedtuple
 from dataclasses import dataclass, fields, is_dataclass, make_dataclass
 from enum import Enum
 from types import SimpleNamespace
@@ -34,6 +36,23 @@ def make_record(name: str, defaults: dict[str, Any], module: str, required: tupl
     specs: list[Any] = [(field, Any) for field in required]
     specs += [(field, Any, default) for field, default in defaults.items()]
     return make_dataclass(name, specs, frozen=True, namespace={"__module__": module})
+
+
+def variant(kind: type[Any], form: str, without: frozenset[str]) -> type[Any]:
+    """A record like `kind`, of another form, that lacks some fields."""
+    kept = {field.name: field.default for field in fields(kind) if field.name not in without}
+    home = kind.__module__
+    if form == "dataclass":
+        return make_record(kind.__name__, kept, home)
+    if form == "namedtuple":
+        return namedtuple(kind.__name__, kept, defaults=kept.values(), module=home)  # type: ignore[no-any-return]
+    parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=kept[name]) for name in kept]
+
+    def fill(self: Any, **options: Any) -> None:
+        vars(self).update(kept | dict(signature.bind(**options).arguments))
+
+    signature = inspect.Signature(parameters)
+    return type(kind.__name__, (), {"__init__": fill, "__module__": home, "__signature__": signature})
 
 
 def _activations(release: Release) -> dict[str, int]:
@@ -167,12 +186,15 @@ class Library:
     backward: SimpleNamespace
     mlp: SimpleNamespace
     pair: SimpleNamespace
+    whole_pair: SimpleNamespace
 
     @classmethod
     def of(cls, release: Release) -> Library:
         """Build them."""
         backward = backward_records(release)
-        return cls(release, forward_records(release), backward, mlp_records(release), pair_records(backward))
+        pair = pair_records(backward)
+        whole = SimpleNamespace(**vars(pair))
+        return cls(release, forward_records(release), backward, mlp_records(release), pair, whole)
 
 
 def to_package(value: Any) -> Any:

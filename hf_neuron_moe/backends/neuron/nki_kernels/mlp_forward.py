@@ -1,4 +1,4 @@
-"""``mlp_forward_mxfp8_nki`` (nki-library 2.30 and later), raw bf16 or pre-quantized weights."""
+"""``mlp_forward_mxfp8_nki`` (nki-library 2.30 and later)."""
 
 from __future__ import annotations
 
@@ -45,37 +45,5 @@ def mlp_forward_keeping(hidden: Any, gate_up_weights: Any, down_weights: Any, ru
         run_with_lnc2=run_with_lnc2,
         save_gate_pre=gate_pre,
         save_up=up,
-    )
-    return output, intermediate, gate_pre, up
-
-
-@nki.jit
-def mlp_forward_quantized(
-    hidden: Any,
-    gate_up_weights: Any,
-    down_weights: Any,
-    gate_up_scales: Any,
-    down_scales: Any,
-    run_with_lnc2: bool,
-) -> Any:
-    """Return y, the intermediate, gate_pre and up, with weights that are MX codes already.
-
-    Weights are float8_e4m3fn ``[H/4, 8I]`` and ``[I/4, 4H]``, swizzled; scales uint8, packed.
-    """
-    shape = (hidden.shape[0], down_weights.shape[0] * 4)
-    intermediate = nl.ndarray(shape, dtype=nl.bfloat16, buffer=nl.shared_hbm)
-    gate_pre = nl.ndarray(shape, dtype=nl.bfloat16, buffer=nl.shared_hbm)
-    up = nl.ndarray(shape, dtype=nl.bfloat16, buffer=nl.shared_hbm)
-    output = mlp_forward_mxfp8_nki(
-        hidden=hidden,
-        gate_up_weights=gate_up_weights,
-        down_weights=down_weights,
-        intermediate_hbm=intermediate,
-        run_with_lnc2=run_with_lnc2,
-        save_gate_pre=gate_pre,
-        save_up=up,
-        use_scale_packing=True,
-        gate_up_scales=gate_up_scales,
-        down_scales=down_scales,
     )
     return output, intermediate, gate_pre, up

@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import nki
-import nki.language as nl
 
 from hf_neuron_moe.backends.neuron.nkilib_objects import nkilib_object
 
 blockwise_mm_bwd = nkilib_object("blockwise_mm_bwd")
-ActFnType = nkilib_object("BackwardActFnType")
 AffinityOption = nkilib_object("AffinityOption")
 ShardOption = nkilib_object("ShardOption")
 SkipMode = nkilib_object("BackwardSkipMode")
@@ -43,10 +41,7 @@ def moe_backward(
         block_to_expert=block_to_expert,
         output_hidden_states_grad=output_hidden_states_grad,
         block_size=block_size,
-        skip_dma=SkipMode(True, False),
-        compute_dtype=nl.bfloat16,
-        is_tensor_update_accumulating=True,
+        skip_dma=SkipMode(skip_token=True),
         shard_option=ShardOption.SHARD_ON_FREE,
         affinity_option=AffinityOption.AFFINITY_ON_I,
-        activation_type=ActFnType.SiLU,
     )

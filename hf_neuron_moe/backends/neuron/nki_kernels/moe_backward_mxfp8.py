@@ -1,18 +1,55 @@
-"""``blockwise_mm_bwd_mxfp8`` as nki-library 2.31 and 2.32 have it: options as arguments."""
+"""``blockwise_mm_bwd_mxfp8`` (nki-library 2.31 and later).
+
+2.31 takes its options as arguments, later releases a record. Options are given where the installed argument set or
+record has them.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import nki
-import nki.language as nl
 
-from hf_neuron_moe.backends.neuron.nkilib_objects import nkilib_object
+from hf_neuron_moe.backends.neuron.generations import SWIZZLE_MODES
+from hf_neuron_moe.backends.neuron.nkilib_objects import find_object, nkilib_object
+from hf_neuron_moe.backends.neuron.signatures import accepted, has_field, takes
 
 blockwise_mm_bwd_mxfp8 = nkilib_object("blockwise_mm_bwd_mxfp8")
-AffinityOption = nkilib_object("AffinityOption")
-ShardOption = nkilib_object("ShardOption")
-SkipMode = nkilib_object("BackwardSkipMode")
+MXFP8MOEBwdConfig: Any = find_object("MXFP8MOEBwdConfig")
+
+TAKES_RECORD = takes(blockwise_mm_bwd_mxfp8, "config")
+OPTIONS = accepted(
+    MXFP8MOEBwdConfig if TAKES_RECORD else blockwise_mm_bwd_mxfp8,
+    shard_option=nkilib_object("ShardOption").SHARD_ON_FREE,
+    affinity_option=nkilib_object("AffinityOption").AFFINITY_ON_I,
+    skip_dma=nkilib_object("BackwardSkipMode")(skip_token=True),
+    is_tensor_update_accumulating=True,
+    accumulate_hidden_states_grad=True,
+    no_indirect_load=False,
+    single_expert_dense=False,
+)
+FOR_ONE_EXPERT = {
+    name: False
+    for name in ("fast_dma_transpose", "pe_transpose_only")
+    if TAKES_RECORD and has_field(MXFP8MOEBwdConfig, name)
+}
+"""Further options of some records; their defaults may be those of a single dense expert."""
+
+SWIZZLES = {
+    name: nkilib_object("SwizzleMode").DGT
+    for name in SWIZZLE_MODES
+    if TAKES_RECORD and has_field(MXFP8MOEBwdConfig, name)
+}
+
+
+def options() -> dict[str, Any]:
+    """Return the options as the installed function takes them.
+
+    A record is made anew in every trace, since nkilib fills in its fields meanwhile.
+    """
+    if not TAKES_RECORD:
+        return OPTIONS
+    return {"config": MXFP8MOEBwdConfig(**OPTIONS, **FOR_ONE_EXPERT, **SWIZZLES)}
 
 
 @nki.jit
@@ -41,8 +78,5 @@ def moe_backward(
         output_hidden_states_grad=output_hidden_states_grad,
         block_size=block_size,
         gate_up_proj_act_checkpoint_T=gate_up_proj_act_checkpoint_T,
-        shard_option=ShardOption.SHARD_ON_FREE,
-        affinity_option=AffinityOption.AFFINITY_ON_I,
-        compute_dtype=nl.bfloat16,
-        skip_dma=SkipMode(True, False),
+        **options(),
     )

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 import nki
-import nki.language as nl
 
 from hf_neuron_moe.backends.neuron.nkilib_objects import nkilib_object
 
@@ -16,9 +15,6 @@ moe_cte = nkilib_object("moe_cte")
 MoECTESpec = nkilib_object("MoECTESpec")
 MoECTEImplementation = nkilib_object("MoECTEImplementation")
 ShardOnIConfig = nkilib_object("ShardOnIConfig")
-SkipMode = nkilib_object("SkipMode")
-ActFnType = nkilib_object("ActFnType")
-ExpertAffinityScaleMode = nkilib_object("ExpertAffinityScaleMode")
 
 
 @nki.jit
@@ -50,9 +46,4 @@ def moe_forward(
             implementation=MoECTEImplementation.shard_on_i,
             shard_on_I=ShardOnIConfig(checkpoint_activation=checkpoint, expert_affinity_multiply_on_I=affinity_on_i),
         ),
-        activation_function=ActFnType.SiLU,
-        skip_dma=SkipMode(False, False),
-        compute_dtype=nl.bfloat16,
-        is_tensor_update_accumulating=True,
-        expert_affinities_scaling_mode=ExpertAffinityScaleMode.POST_SCALE,
     )

@@ -5,16 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import nki
-import nki.language as nl
 
 from hf_neuron_moe.backends.neuron.nkilib_objects import nkilib_object
 
 moe_cte = nkilib_object("moe_cte")
 MoECTESpec = nkilib_object("MoECTESpec")
 MoECTEImplementation = nkilib_object("MoECTEImplementation")
-SkipMode = nkilib_object("SkipMode")
-ActFnType = nkilib_object("ActFnType")
-ExpertAffinityScaleMode = nkilib_object("ExpertAffinityScaleMode")
 
 
 @nki.jit
@@ -49,9 +45,4 @@ def moe_forward(
         down_proj_bias=down_proj_bias,
         gate_up_proj_scale=gate_up_proj_scale,
         down_proj_scale=down_proj_scale,
-        activation_function=ActFnType.SiLU,
-        skip_dma=SkipMode(False, False),
-        compute_dtype=nl.bfloat16,
-        is_tensor_update_accumulating=True,
-        expert_affinities_scaling_mode=ExpertAffinityScaleMode.POST_SCALE,
     )

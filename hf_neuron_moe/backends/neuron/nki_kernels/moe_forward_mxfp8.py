@@ -1,18 +1,57 @@
-"""``blockwise_mm_fwd_mxfp8`` as nki-library 2.32 has it: options as arguments, weights ``[E, 2, I, H]``."""
+"""``blockwise_mm_fwd_mxfp8`` (nki-library 2.32 and later).
+
+2.32 takes its options as arguments and weights ``[E, 2, I, H]``, later releases a record and weights ``[E, I, 2, H]``.
+Options are given where the installed argument set or record has them. ``checkpoint_config`` is left at its default,
+which saves the checkpoints.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import nki
-import nki.language as nl
 
-from hf_neuron_moe.backends.neuron.nkilib_objects import nkilib_object
+from hf_neuron_moe.backends.neuron.nkilib_objects import find_object, nkilib_object
+from hf_neuron_moe.backends.neuron.signatures import accepted, has_field, takes
 
 blockwise_mm_fwd_mxfp8 = nkilib_object("blockwise_mm_fwd_mxfp8")
-AffinityOption = nkilib_object("AffinityOption")
-ShardOption = nkilib_object("ShardOption")
-SkipMode = nkilib_object("BackwardSkipMode")
+MXFP8MOEFwdConfig: Any = find_object("MXFP8MOEFwdConfig")
+TensorDescriptor: Any = find_object("TensorDescriptor")
+TensorOrientation: Any = find_object("TensorOrientation")
+
+TAKES_RECORD = takes(blockwise_mm_fwd_mxfp8, "config")
+OPTIONS = accepted(
+    MXFP8MOEFwdConfig if TAKES_RECORD else blockwise_mm_fwd_mxfp8,
+    shard_option=nkilib_object("ShardOption").SHARD_ON_BLOCK,
+    affinity_option=nkilib_object("AffinityOption").AFFINITY_ON_I,
+    skip_dma=nkilib_object("BackwardSkipMode")(skip_token=True),
+    is_tensor_update_accumulating=True,
+    accumulate_hidden_states_grad=True,
+    no_indirect_load=False,
+    single_expert_dense=False,
+)
+FOR_ONE_EXPERT = {
+    name: False
+    for name in ("fast_dma_transpose", "reuse_spilled_weights", "use_1x32_pe_swizzle")
+    if TAKES_RECORD and has_field(MXFP8MOEFwdConfig, name)
+}
+"""Further options of some records; their defaults are those of a single dense expert."""
+
+ORIENTED = TAKES_RECORD and has_field(MXFP8MOEFwdConfig, "gate_up_proj_act_td")
+
+
+def options() -> dict[str, Any]:
+    """Return the options as the installed function takes them.
+
+    A record is made anew in every trace, since nkilib fills in its fields meanwhile. Where it has an orientation of the
+    checkpoint, the token axis is asked for innermost: the backward reads it so.
+    """
+    if not TAKES_RECORD:
+        return OPTIONS
+    if not ORIENTED:
+        return {"config": MXFP8MOEFwdConfig(**OPTIONS, **FOR_ONE_EXPERT)}
+    oriented = TensorDescriptor(orientation=TensorOrientation.K_BY_F)
+    return {"config": MXFP8MOEFwdConfig(gate_up_proj_act_td=oriented, **OPTIONS, **FOR_ONE_EXPERT)}
 
 
 @nki.jit
@@ -25,10 +64,7 @@ def moe_forward(
     block_to_expert: Any,
     block_size: int,
 ) -> Any:
-    """Return output ``[T, H]``, gate and up ``[N, 2, I, B]`` and the scaled intermediate ``[N, I, B]``.
-
-    ``checkpoint_config`` is left at its default, which saves both checkpoints: its class is not documented.
-    """
+    """Return output ``[T, H]``, gate and up ``[N, 2, I, B]`` and whatever other checkpoints the release saves."""
     return blockwise_mm_fwd_mxfp8(
         hidden_states=hidden_states,
         expert_affinities_masked=expert_affinities_masked,
@@ -37,9 +73,5 @@ def moe_forward(
         token_position_to_id=token_position_to_id,
         block_to_expert=block_to_expert,
         block_size=block_size,
-        shard_option=ShardOption.SHARD_ON_BLOCK,
-        affinity_option=AffinityOption.AFFINITY_ON_I,
-        compute_dtype=nl.bfloat16,
-        skip_dma=SkipMode(True, False),
-        is_tensor_update_accumulating=True,
+        **options(),
     )

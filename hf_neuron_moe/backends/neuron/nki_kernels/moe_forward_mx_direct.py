@@ -1,0 +1,45 @@
+"""``bwmm_shard_on_block_mx`` itself, for nki-library 2.29: its ``moe_cte`` takes no scales as arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import nki
+
+from hf_neuron_moe.backends.neuron.nkilib_objects import nkilib_object
+
+bwmm_shard_on_block_mx = nkilib_object("bwmm_shard_on_block_mx")
+
+
+@nki.jit
+def moe_forward(
+    hidden_states: Any,
+    expert_affinities_masked: Any,
+    gate_up_proj_weight: Any,
+    down_proj_weight: Any,
+    gate_up_proj_scale: Any,
+    down_proj_scale: Any,
+    gate_and_up_proj_bias: Any,
+    down_proj_bias: Any,
+    token_position_to_id: Any,
+    block_to_expert: Any,
+    block_size: int,
+) -> Any:
+    """Return ``[2, T + 1, H]``, whose first half is the output.
+
+    Weights are x4 words ``[E, 128, 2, H/512, I]`` and ``[E, pI, ceil(I/512), H]``, scales compact. Biases are zeros:
+    without them 2.29's kernel reads a dtype that is not there.
+    """
+    return bwmm_shard_on_block_mx(
+        hidden_states=hidden_states,
+        expert_affinities_masked=expert_affinities_masked,
+        gate_up_proj_weight=gate_up_proj_weight,
+        down_proj_weight=down_proj_weight,
+        token_position_to_id=token_position_to_id,
+        block_to_expert=block_to_expert,
+        block_size=block_size,
+        gate_and_up_proj_bias=gate_and_up_proj_bias,
+        down_proj_bias=down_proj_bias,
+        gate_up_proj_scale=gate_up_proj_scale,
+        down_proj_scale=down_proj_scale,
+    )
