@@ -32,6 +32,12 @@ _OPTIONS = {
     "pad": "--pad",
     "max_shard_bytes": "--max-shard-size",
     "source": "--source",
+    "backend": "--backend",
+    "device": "--device",
+    "tokens": "--tokens",
+    "layers": "--layers",
+    "block_size": "--block-size",
+    "random_weights": "--random-weights",
 }
 """What a user of the command typed for the library's arguments, which its refusals begin with."""
 

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hf_neuron_moe.cli.exit_codes import REFUSED, VERIFY
+from hf_neuron_moe.cli.exit_codes import CLOSE, REFUSED, VERIFY
 from hf_neuron_moe.cli.options import Json, choice
 
 if TYPE_CHECKING:
     from hf_neuron_moe.device.installed import Installation
+    from hf_neuron_moe.device.outcome import BlockResult, DeviceReport
     from hf_neuron_moe.device.usable import Usable
-    from hf_neuron_moe.device.verify import BlockResult, DeviceReport
 
 DEVICE_BACKENDS = ("neuron", "nki-sim")
 KERNEL_PRECISIONS = ("bf16", "mxfp8")
@@ -87,31 +87,35 @@ def verify_device(
 ) -> None:
     """Compare the Neuron kernels with PyTorch on this machine, layer by layer.
 
-    Forward and every gradient of each block on random input: largest relative error, signal-to-noise ratio, verdict.
-    Exit code 6 if a block is wrong or failed, 1 if no Neuron kernel can run here.
+    Forward and every gradient of each block on random input: largest relative error, signal-to-noise ratio, verdict,
+    and what to do next. Options and MODEL_DIR are checked first, then this machine, before any weights are read.
+    Exit code 0 if rounding explains every difference, 7 if one is more than that, 6 if a block is wrong or failed, 1 if
+    no Neuron kernel can run here or none computes a block.
     """
     from hf_neuron_moe.cli.conversion import quiet_transformers
-    from hf_neuron_moe.device import verify
+    from hf_neuron_moe.cli.estimating import model_folder
+    from hf_neuron_moe.convert.folder import check_model
+    from hf_neuron_moe.device.request import WHERE, Request
 
-    verify.device_of(backend, device)
-    quiet_transformers()
-    report = verify.verify_device(
-        verify.load_for_verification(model_dir, random_weights=random_weights),
-        backend=backend,
-        precision=precision,
-        tokens=tokens,
-        block_size=block_size,
-        seed=seed,
-        layers=layers,
-        device=device,
-        progress=None if as_json else _show_block,
-    )
+    request = Request(backend, precision, tokens, block_size, seed, layers, device)
+    with model_folder(model_dir) as folder:
+        check_model(folder, WHERE)
+        request.device_here()
+        request.precision_here()
+        from hf_neuron_moe.device import verify
+
+        quiet_transformers()
+        report = verify.verify_device(
+            verify.load_for_verification(folder, random_weights=random_weights),
+            progress=None if as_json else _show_block,
+            **vars(request),
+        )
     if as_json:
         typer.echo(json.dumps({**report.to_dict(), "model": str(model_dir)}))
     else:
         _show_outcome(report)
     if not report.ok:
-        raise typer.Exit(VERIFY.code)
+        raise typer.Exit({"close": CLOSE, "not run": REFUSED}.get(report.verdict, VERIFY).code)
 
 
 def _show_installation(found: Installation) -> None:
@@ -162,14 +166,10 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _show_outcome(report: DeviceReport) -> None:
-    ran = sum(bool(block.tensors) for block in report.blocks)
     for block in report.blocks:
         if not block.tensors and block.verdict != "error":
             typer.echo(f"{block.name} ({block.kind}): {block.verdict}: {block.note}")
-    place = f"{report.backend} on {report.device} ({report.target}, LNC {report.lnc})"
-    how = f"{report.precision}, {report.tokens} tokens, {report.weights} weights"
-    outcome = "the kernels compute what PyTorch does" if report.ok else "NOT what PyTorch computes"
-    typer.echo(f"{ran} of {len(report.blocks)} blocks compared: {outcome} ({place}; {how})")
+    typer.echo(report.summary())
 
 
 def _show_table(rows: Sequence[tuple[str, ...]], indent: str = "") -> None:

@@ -31,7 +31,8 @@ USAGE = ExitCode(2, "usage", "unknown option, value outside its set, or options 
 SOURCE = ExitCode(3, "source", "the checkpoint to read is missing, damaged, incomplete or leads outside its folder")
 DESTINATION = ExitCode(4, "destination", "the destination is taken, not ours, or cannot be where it was asked for")
 DISK = ExitCode(5, "disk", "the operating system refused a call: no space, no permission, failing disk")
-VERIFY = ExitCode(6, "verify", "verify found a difference")
+VERIFY = ExitCode(6, "verify", "verify or verify-device found a difference")
+CLOSE = ExitCode(7, "close", "verify-device found a difference that rounding does not explain, though a small one")
 INTERNAL = ExitCode(70, "internal", "a defect of this program; --debug shows where")
 INTERRUPTED = ExitCode(130, "interrupted", "stopped from the keyboard (SIGINT)")
 TERMINATED = ExitCode(143, "interrupted", "stopped by SIGTERM, as job schedulers do before a kill")
@@ -44,6 +45,7 @@ EXIT_CODES = (
     DESTINATION,
     DISK,
     VERIFY,
+    CLOSE,
     INTERNAL,
     INTERRUPTED,
     TERMINATED,

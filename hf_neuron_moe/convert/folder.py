@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from hf_neuron_moe.convert.manifest import MANIFEST_FILE
 from hf_neuron_moe.errors import ConversionError, SourceDamageError, refuse
 
 CONFIG_FILE = "config.json"
+_MODEL_FOLDER = f"a local folder with {CONFIG_FILE}"
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -25,8 +27,8 @@ def check_checkpoint(directory: Path, where: str) -> None:
         SourceDamageError: there is no such folder.
         ConversionError: it is a file, a conversion, or has no ``config.json``.
     """
-    _check_folder(directory, where, f"a local folder with {CONFIG_FILE}")
-    if (directory / MANIFEST_FILE).is_file():
+    _check_folder(directory, where, _MODEL_FOLDER)
+    if is_conversion(directory):
         raise refuse(
             ConversionError,
             where=where,
@@ -35,6 +37,21 @@ def check_checkpoint(directory: Path, where: str) -> None:
             got=f"a folder that `hf-neuron-moe convert` wrote{_options_of(directory)}",
             remedy=f"Use the checkpoint it was made of, or rebuild that: `hf-neuron-moe export {directory} NEW`.",
         )
+    check_model(directory, where)
+
+
+def check_model(directory: Path, where: str) -> None:
+    """Refuse what is not the folder of a model, be it a checkpoint, a conversion or ``config.json`` alone.
+
+    Args:
+        directory: what the user named.
+        where: command or function that refuses.
+
+    Raises:
+        SourceDamageError: there is no such folder.
+        ConversionError: it is a file, or has no ``config.json``.
+    """
+    _check_folder(directory, where, _MODEL_FOLDER)
     if not (directory / CONFIG_FILE).is_file():
         raise refuse(
             ConversionError,
@@ -44,6 +61,11 @@ def check_checkpoint(directory: Path, where: str) -> None:
             got="a folder without it",
             remedy="Give the folder that save_pretrained wrote or that was downloaded from the Hub.",
         )
+
+
+def is_conversion(directory: Path) -> bool:
+    """Return whether ``convert`` wrote this folder."""
+    return (directory / MANIFEST_FILE).is_file()
 
 
 def check_conversion(directory: Path, where: str) -> None:
@@ -59,7 +81,7 @@ def check_conversion(directory: Path, where: str) -> None:
     """
     expected = f"a folder with {MANIFEST_FILE}, which `hf-neuron-moe convert` writes"
     _check_folder(directory, where, expected)
-    if not (directory / MANIFEST_FILE).is_file():
+    if not is_conversion(directory):
         stock = (directory / CONFIG_FILE).is_file()
         raise refuse(
             ConversionError,
@@ -80,7 +102,7 @@ def _check_folder(directory: Path, where: str, expected: str) -> None:
     got, remedy = "no such folder", "Check the spelling."
     if directory.is_file():
         kind = ConversionError
-        got, remedy = "a file", f"Give the folder it lies in: {directory.parent}."
+        got, remedy = "a file", f"Give the folder that holds it: {Path(os.path.abspath(directory)).parent}."
         if directory.suffix == ".gguf":
             remedy = (
                 "Make a checkpoint of it first: load it in transformers with from_pretrained(FOLDER, gguf_file=NAME) "

@@ -1,91 +1,21 @@
-"""One block computed twice: by the Neuron kernels and by PyTorch, forward and backward, and how far apart they are.
+"""One block on random input by one backend: its output and every gradient.
 
 T tokens, H hidden size, E experts, K experts per token.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hf_neuron_moe.modules.block import NeuronBlock
 from hf_neuron_moe.modules.frozen_block import FrozenBlock
-
-EQUAL, PASS, CLOSE, FAIL, ERROR, NOT_RUN = "equal", "pass", "close", "fail", "error", "not run"
-WRONG = (FAIL, ERROR)
-
-
-class Bounds(NamedTuple):
-    """Where a comparison stops being good.
-
-    Attributes:
-        good_db: from this signal-to-noise ratio on, the two differ by single roundings.
-        least_db: below this one they are different functions.
-        relative: largest difference, relative to the largest value, that is still good.
-    """
-
-    good_db: float
-    least_db: float
-    relative: float
-
-
-BOUNDS = {"bf16": Bounds(36.0, 24.0, 2e-2), "mxfp8": Bounds(30.0, 20.0, 1.0)}
-"""By precision. 2e-2 is the documented tolerance of the bf16 kernels; 36 dB is that of a sum that is rounded to bf16 at
-three more places. MXFP8's own error is 25 to 31 dB per operand, and the same rounding rule gives the same codes but for
-values on a border: 30 dB is better than another rule would give, 20 dB worse. A wrong layout gives about 0 dB."""
-
-
-@dataclass(frozen=True)
-class TensorResult:
-    """One result of both backends.
-
-    Attributes:
-        name: ``"output"``, ``"grad input"``, ``"grad routing weights"`` or ``"grad "`` and the parameter's name.
-        max_relative: largest difference divided by the reference's largest value; None where one is not finite.
-        sqnr_db: signal-to-noise ratio in dB; None where not finite, infinite (``"inf"`` in JSON) where equal.
-        verdict: ``"equal"``, ``"pass"``, ``"close"`` (worth a look) or ``"fail"``.
-        note: what is wrong with the values themselves.
-    """
-
-    name: str
-    max_relative: float | None
-    sqnr_db: float | None
-    verdict: str
-    note: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values; JSON has no infinity."""
-        equal = self.sqnr_db == math.inf
-        return asdict(self) | {"sqnr_db": "inf" if equal else self.sqnr_db}
-
-
-def compare(name: str, found: Tensor, expected: Tensor, bounds: Bounds) -> TensorResult:
-    """Compare a result of the kernels with the reference; both are brought to fp64 on the CPU."""
-    mine, theirs = (tensor.detach().to("cpu", torch.float64) for tensor in (found, expected))
-    if mine.shape != theirs.shape:
-        return TensorResult(name, None, None, FAIL, f"shape {tuple(mine.shape)} instead of {tuple(theirs.shape)}")
-    bad = int((~torch.isfinite(mine)).sum())
-    if bad:
-        return TensorResult(name, None, None, FAIL, f"{bad} of {mine.numel()} values are not finite")
-    if torch.equal(mine, theirs):
-        return TensorResult(name, 0.0, math.inf, EQUAL)
-    noise, signal = float((mine - theirs).square().sum()), float(theirs.square().sum())
-    largest = float(theirs.abs().max())
-    if signal == 0.0:
-        return TensorResult(name, None, None, FAIL, "not zero where the reference is")
-    relative = float((mine - theirs).abs().max()) / largest
-    sqnr = 10 * math.log10(signal / noise)
-    if not mine.any():
-        return TensorResult(name, relative, sqnr, FAIL, "all zeros: nothing was written")
-    good = sqnr >= bounds.good_db and relative <= bounds.relative
-    return TensorResult(name, relative, sqnr, PASS if good else CLOSE if sqnr >= bounds.least_db else FAIL)
 
 
 class Inputs(NamedTuple):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,156 +14,16 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from hf_neuron_moe.backends import resolve_backend
 from hf_neuron_moe.backends.neuron import versions
 from hf_neuron_moe.config import NeuronMoEConfig
-from hf_neuron_moe.device.compare import (
-    BOUNDS,
-    CLOSE,
-    EQUAL,
-    ERROR,
-    FAIL,
-    NOT_RUN,
-    PASS,
-    WRONG,
-    TensorResult,
-    compare,
-    random_inputs,
-    run_block,
-)
-from hf_neuron_moe.device.installed import device_count
+from hf_neuron_moe.device.compare import random_inputs, run_block
+from hf_neuron_moe.device.judge import BOUNDS, ERROR, FAIL, MISSING, NOT_RUN, TensorResult, compare
+from hf_neuron_moe.device.outcome import ORDER, BlockResult, DeviceReport
+from hf_neuron_moe.device.request import WHERE, Request
 from hf_neuron_moe.errors import BackendUnavailableError, ConfigError, NeuronMoEError, NothingToPatchError, refuse
 from hf_neuron_moe.modules.block import NeuronBlock
 from hf_neuron_moe.modules.frozen_block import FrozenBlock
 from hf_neuron_moe.patching import PatchReport, patch_model, unpatch_model
-
-WHERE = "verify_device"
-_ORDER = (EQUAL, PASS, CLOSE, NOT_RUN, FAIL, ERROR)
-
-
-@dataclass(frozen=True)
-class BlockResult:
-    """One block.
-
-    Attributes:
-        name: in the model.
-        kind: ``"mlp"`` or ``"experts"``, ``"frozen mlp"`` or ``"frozen experts"``.
-        verdict: the worst of its tensors; ``"error"`` where a call raised; ``"not run"`` where no kernel computes it.
-        tensors: output and gradients; empty where it did not run.
-        seconds: of the call on the device, compilation included.
-        note: why it did not run, or what was raised.
-    """
-
-    name: str
-    kind: str
-    verdict: str
-    tensors: tuple[TensorResult, ...] = ()
-    seconds: float = 0.0
-    note: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values."""
-        return asdict(self) | {"tensors": [tensor.to_dict() for tensor in self.tensors]}
-
-
-@dataclass(frozen=True)
-class DeviceReport:
-    """Result of :func:`verify_device`.
-
-    Attributes:
-        backend: ``"neuron"`` or ``"nki-sim"``.
-        device: where the kernels' tensors were.
-        target: the chip.
-        lnc: physical cores per logical core.
-        precision: of the blocks.
-        tokens: rows of the random input.
-        block_size: tokens per block of experts.
-        seed: of the inputs.
-        weights: ``"checkpoint"`` or ``"random"``.
-        blocks: in model order.
-    """
-
-    backend: str
-    device: str
-    target: str
-    lnc: int
-    precision: str
-    tokens: int
-    block_size: int
-    seed: int
-    weights: str
-    blocks: tuple[BlockResult, ...]
-
-    @property
-    def ok(self) -> bool:
-        """Whether at least one block ran and none was wrong."""
-        verdicts = {block.verdict for block in self.blocks}
-        return bool(verdicts - {NOT_RUN}) and not verdicts.intersection(WRONG)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values that ``json.dumps`` accepts."""
-        counts = {verdict: sum(block.verdict == verdict for block in self.blocks) for verdict in _ORDER}
-        return {"ok": self.ok, **asdict(self), "verdicts": counts, "blocks": [block.to_dict() for block in self.blocks]}
-
-
-def default_precision() -> str:
-    """Return the precision that this machine's chip has kernels for: ``"mxfp8"`` on Trn3, ``"bf16"`` before."""
-    return "mxfp8" if versions.platform().name == "trn3" else "bf16"
-
-
-def device_of(backend: str, wanted: str | None = None) -> torch.device:
-    """Return where the kernels' tensors belong, after a first sum there.
-
-    Where the plugin is loaded and makes no device of its own, its operators take CPU tensors, and the report says so.
-
-    Args:
-        backend: ``"neuron"`` or ``"nki-sim"``.
-        wanted: a device such as ``"neuron:3"``; None for the first Neuron device, or the CPU for the simulator.
-
-    Raises:
-        BackendUnavailableError: the backend cannot run here, the runtime offers no core, or the device cannot add.
-        ConfigError: `wanted` is no device.
-    """
-    resolve_backend(backend, torch.device("cpu"))
-    count = device_count() if backend == "neuron" else None
-    name = wanted if wanted is not None else "cpu" if count is None else "neuron:0"
-    if count == 0 and name != "cpu":
-        raise _no_device("the packages, and no device")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise refuse(
-            ConfigError,
-            where=WHERE,
-            argument="device",
-            expected="a device such as neuron:0",
-            got=repr(name),
-            remedy="`hf-neuron-moe doctor` tells how many there are.",
-        ) from error
-    trouble = _why_not_adding(device)
-    if trouble is not None:
-        raise _no_device(trouble)
-    return device
-
-
-def _no_device(got: str) -> BackendUnavailableError:
-    return refuse(
-        BackendUnavailableError,
-        where=WHERE,
-        argument="backend",
-        expected="a machine whose Neuron device works",
-        got=got,
-        remedy="Check the driver with `neuron-ls`, and that no other process holds the cores.",
-    )
-
-
-def _why_not_adding(device: torch.device) -> str | None:
-    numbers = torch.arange(4, dtype=torch.float32)
-    try:
-        there = (numbers.to(device) + 1).cpu()
-    except (RuntimeError, NotImplementedError, AttributeError) as error:  # of a device that torch does not know, too
-        return f"{device} fails at a sum: {' '.join(str(error).split())[:200]}"
-    return None if torch.equal(there, numbers + 1) else f"{device}, on which 0 1 2 3 plus 1 is {there.tolist()}"
 
 
 def load_for_verification(folder: Path, *, random_weights: bool = False) -> nn.Module:
@@ -173,13 +32,28 @@ def load_for_verification(folder: Path, *, random_weights: bool = False) -> nn.M
     Args:
         folder: checkpoint, conversion, or a folder with ``config.json`` alone.
         random_weights: do not read the weights.
+
+    Raises:
+        ConversionError: there is no such model; weights of a conversion cannot be random.
     """
     from hf_neuron_moe.convert.assign import build_meta_model
+    from hf_neuron_moe.convert.folder import is_conversion
 
-    if random_weights or not any(folder.glob("*.safetensors")):
+    converted = is_conversion(folder)
+    if converted and random_weights:
+        raise refuse(
+            ConfigError,
+            where=WHERE,
+            argument="random_weights",
+            expected="off for a conversion, whose layouts are read with its weights",
+            got="on",
+            remedy="Leave --random-weights out, or give the checkpoint that it was made of.",
+        )
+    if not converted:
         model = build_meta_model(folder, WHERE)
-        dtype = model.config.dtype
-        return nn.Module.to(model, dtype=dtype if isinstance(dtype, torch.dtype) else torch.bfloat16)
+        if random_weights or not any(folder.glob("*.safetensors")):
+            dtype = model.config.dtype
+            return nn.Module.to(model, dtype=dtype if isinstance(dtype, torch.dtype) else torch.bfloat16)
     import hf_neuron_moe.quantizers  # noqa: F401 - makes transformers know converted checkpoints
 
     return AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True)
@@ -217,21 +91,11 @@ def verify_device(
 
     Raises:
         BackendUnavailableError: the backend cannot run here, or the device does not work.
-        ConfigError: an option is outside its set.
+        ConfigError: an option is outside its set, or not for this chip; found before anything is computed.
         NothingToPatchError: no kernel computes any block.
     """
-    for argument, value in (("tokens", tokens), ("layers", layers)):
-        if value is not None and (type(value) is not int or value < 1):
-            raise refuse(
-                ConfigError,
-                where=WHERE,
-                argument=argument,
-                expected="a positive integer",
-                got=repr(value),
-                remedy="Correct it.",
-            )
-    place = device_of(backend, device)
-    precision = default_precision() if precision is None else precision
+    request = Request(backend, precision, tokens, block_size, seed, layers, device)
+    place, precision = request.device_here(), request.precision_here()
     config = NeuronMoEConfig(precision=precision, backend=backend, block_size=block_size)
     with _patched(model, config) as refused:
         blocks = [(name, module) for name, module in model.named_modules() if isinstance(module, NeuronBlock)]
@@ -306,10 +170,10 @@ def _verify_block(
     tensors = tuple(
         compare(key, found[key], expected[key], bounds)
         if key in found
-        else TensorResult(key, None, None, FAIL, "was not computed")
+        else TensorResult(key, None, None, FAIL, "was not computed", MISSING)
         for key in expected
     )
-    worst = max((tensor.verdict for tensor in tensors), key=_ORDER.index)
+    worst = max((tensor.verdict for tensor in tensors), key=ORDER.index)
     return BlockResult(name, kind, worst, tensors, seconds)
 
 

@@ -105,7 +105,7 @@ def test_what_is_no_folder_is_named_for_what_it_is(command, model_dir, run, tmp_
     cases = {
         tmp_path / "nowhere": "got no such folder. Check the spelling",
         Path("some-org/some-model"): f"got no such folder.* {at_hub}.*hf download some-org/some-model",
-        model_dir / "config.json": f"got a file. Give the folder it lies in: {re.escape(str(model_dir))}",
+        model_dir / "config.json": f"got a file. Give the folder that holds it: {re.escape(str(model_dir))}",
     }
     if command in ("doctor", "estimate"):  # take the file too
         del cases[model_dir / "config.json"]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from transformers import MixtralConfig
 
-from hf_neuron_moe.device.compare import BOUNDS
+from hf_neuron_moe.device.judge import BOUNDS
 from hf_neuron_moe.device.figures import CHIPS
 from hf_neuron_moe.device.installed import ENVIRONMENT, MISSING, OK, PLACEHOLDER, inspect_installation
 from hf_neuron_moe.device.roofline import roofline
@@ -204,7 +204,9 @@ def test_the_document_names_the_variables_and_the_bounds(repo_root):
     bf16, mxfp8 = BOUNDS["bf16"], BOUNDS["mxfp8"]
     for text in (
         f"{bf16.good_db:.0f} dB and more, and within {100 * bf16.relative:.0f} %",
-        f"{mxfp8.good_db:.0f} dB and",
+        f"{mxfp8.good_db:.0f} dB and more, within {100 * mxfp8.relative:.0f} %",
+        f"({bf16.slice_db:.0f} dB in bf16, {mxfp8.slice_db:.0f} in MXFP8",
+        f"({100 * bf16.factor:.1f} %)",
     ):
         assert text in page
     for bounds in (bf16, mxfp8):

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from hf_neuron_moe.cli.main import main
-from hf_neuron_moe.device.compare import BOUNDS, compare, random_inputs, run_block
+from hf_neuron_moe.device.compare import random_inputs, run_block
+from hf_neuron_moe.device.judge import BOUNDS, compare
 from hf_neuron_moe.device.verify import load_for_verification, verify_device
 from hf_neuron_moe.errors import BackendUnavailableError, ConfigError, NothingToPatchError
 from tests.neuron.small_runs import CASES, DENSE, EXPERTS, Case
@@ -139,7 +140,8 @@ def test_the_command_reads_weights_or_makes_them(
     assert code == 0, err
     assert "model.layers.0.mlp.experts (experts): pass" in out and "layers.1" not in out
     assert "grad routing weights" in out and "SQNR dB" in out
-    assert f"1 of 1 blocks compared: the kernels compute what PyTorch does (neuron on cpu ({case.target}, LNC 2)" in out
+    assert "1 of 1 blocks compared (1 pass): the kernels compute what PyTorch does, up to rounding" in out
+    assert f"(neuron on cpu ({case.target}, LNC 2)" in out
     assert ("random weights" if random else "checkpoint weights") in out
 
 
@@ -158,13 +160,52 @@ def test_frozen_blocks_are_compared_in_inference(machine: Start, tmp_path: Path)
 def test_it_is_refused_with_the_reason(machine: Start, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     with pytest.raises(BackendUnavailableError, match="nki is not installed"):
         verify_device(DENSE.model())
-    code, out, err = run_command(monkeypatch, capsys, "nowhere")
-    assert code == 1 and "nki is not installed" in err and not out
     machine(target="trn2")
-    with pytest.raises(NothingToPatchError, match="Trn3 only"):
+    with pytest.raises(ConfigError, match="Trn3 only"):
         verify_device(DENSE.model(), precision="mxfp8")
+    with pytest.raises(NothingToPatchError, match="no bf16 kernel pair"):
+        verify_device(DENSE.model())
     with pytest.raises(ConfigError, match="tokens must be a positive integer"):
         verify_device(DENSE.model(), tokens=0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["nowhere"], 3, "got no such folder"),
+        (["EMPTY"], 1, "a folder with config.json"),
+        (["MODEL", "--device", "neutron:0"], 2, "--device must be a device such as neuron:0"),
+        (["MODEL", "--tokens", 40000, "--precision", "bf16"], 2, "--tokens must be at most 32,768 in bf16"),
+        (["MODEL", "--block-size", 384], 2, "--block-size must be one of 128, 256"),
+        (["MODEL", "--precision", "mxfp4"], 2, "'mxfp4' is not one of bf16, mxfp8"),
+        (["MODEL", "--backend", "torch"], 2, "'torch' is not one of neuron, nki-sim"),
+        (["MODEL"], 1, "nki is not installed"),
+        (["MODEL", "--device", "neuron:3"], 1, "nki is not installed"),
+    ],
+)
+def test_arguments_are_checked_first_and_nothing_is_loaded(
+    arguments: list[Any], code: int, message: str, monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
+) -> None:
+    """The model's weights are damaged: whoever read them would fail with that."""
+    places = {"MODEL": tmp_path / "model", "EMPTY": tmp_path / "empty"}
+    for folder in places.values():
+        folder.mkdir()
+    tiny_config("llama").save_pretrained(places["MODEL"])
+    (places["MODEL"] / "model.safetensors").write_bytes(b"damaged")
+    found, out, err = run_command(monkeypatch, capsys, *(places.get(part, part) for part in arguments))
+    assert (found, out) == (code, "") and message in err, err
+
+
+def test_precision_is_checked_against_the_chip_before_weights_are_read(
+    machine: Start, monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
+) -> None:
+    tiny_config("llama").save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"damaged")
+    machine(target="trn2")
+    code, _, err = run_command(monkeypatch, capsys, tmp_path, "--precision", "mxfp8")
+    assert code == 2 and "Trn3 only, and this is trn2 (NEURON_PLATFORM_TARGET_OVERRIDE)" in err
+    code, _, err = run_command(monkeypatch, capsys, tmp_path, "--tokens", 40000)
+    assert code == 2 and "at most 32,768 in bf16" in err, "the precision of the chip"
 
 
 def test_a_device_that_does_not_work_is_refused(machine: Start, monkeypatch: pytest.MonkeyPatch) -> None:

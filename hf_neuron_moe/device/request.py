@@ -1,0 +1,147 @@
+"""What ``verify_device`` is asked for, and whether this machine can do it; no model is needed to tell."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+
+from hf_neuron_moe.backends import resolve_backend
+from hf_neuron_moe.backends.neuron import versions
+from hf_neuron_moe.backends.neuron.limits import BF16_TOKENS
+from hf_neuron_moe.config import BLOCK_SIZES
+from hf_neuron_moe.device.installed import device_count
+from hf_neuron_moe.errors import BackendUnavailableError, ConfigError, nearest, refuse
+
+WHERE = "verify_device"
+DEVICE_BACKENDS = ("neuron", "nki-sim")
+KERNEL_PRECISIONS = ("bf16", "mxfp8")
+
+
+@dataclass(frozen=True)
+class Request:
+    """The arguments of :func:`~hf_neuron_moe.device.verify.verify_device`, which are explained there.
+
+    Raises:
+        ConfigError: an argument is outside its set; no machine was looked at.
+    """
+
+    backend: str = "neuron"
+    precision: str | None = None
+    tokens: int = 256
+    block_size: int = 512
+    seed: int = 0
+    layers: int | None = None
+    device: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_one_of("backend", self.backend, DEVICE_BACKENDS)
+        if self.precision is not None:
+            _check_one_of("precision", self.precision, KERNEL_PRECISIONS)
+        for argument, value in (("tokens", self.tokens), ("layers", self.layers)):
+            if value is not None and (type(value) is not int or value < 1):
+                raise _bad(argument, "a positive integer", repr(value), "Correct it.")
+        if type(self.seed) is not int or not -(2**63) <= self.seed < 2**63:
+            raise _bad("seed", "an integer of 64 bits", repr(self.seed), "Correct it.")
+        if self.block_size not in BLOCK_SIZES:
+            sizes = ", ".join(map(str, BLOCK_SIZES))
+            raise _bad("block_size", f"one of {sizes}", repr(self.block_size), "Choose one of these.")
+        if self.precision is not None:
+            self._check_tokens(self.precision)
+        if self.device is not None and not _is_device(self.device):
+            remedy = "`hf-neuron-moe doctor` tells how many there are."
+            raise _bad("device", "a device such as neuron:0", repr(self.device), remedy)
+
+    def _check_tokens(self, precision: str) -> None:
+        if precision == "bf16" and self.tokens > BF16_TOKENS:  # only experts have kernels in bf16
+            remedy = "Take fewer; a run splits its batches likewise."
+            raise _bad("tokens", f"at most {BF16_TOKENS:,} in bf16, as moe_cte takes", f"{self.tokens:,}", remedy)
+
+    def device_here(self) -> torch.device:
+        """Return :func:`device_of` this request."""
+        return device_of(self.backend, self.device)
+
+    def precision_here(self) -> str:
+        """Return the precision that was asked for, or the one that this machine's chip has kernels for.
+
+        Raises:
+            ConfigError: the chip has no kernels of that precision, or not for so many tokens.
+        """
+        platform = versions.platform()
+        if self.precision is None:
+            precision = "mxfp8" if platform.name == "trn3" else "bf16"
+            self._check_tokens(precision)
+            return precision
+        if self.precision == "mxfp8" and platform.name != "trn3":
+            got = f"'mxfp8': the MXFP8 kernels run on Trn3 only, and this is {platform.name} ({platform.source})"
+            raise _bad("precision", "one that this chip has kernels for", got, "Leave it out, or take bf16.")
+        return self.precision
+
+
+def device_of(backend: str, wanted: str | None) -> torch.device:
+    """Return where the kernels' tensors belong, after a first sum there.
+
+    Where the plugin is loaded and makes no device of its own, its operators take CPU tensors, and the report says so.
+
+    Args:
+        backend: ``"neuron"`` or ``"nki-sim"``.
+        wanted: a device such as ``"neuron:3"``; None for the first Neuron device, or the CPU for the simulator.
+
+    Raises:
+        BackendUnavailableError: the backend cannot run here, the runtime offers no core, or the device cannot add.
+    """
+    resolve_backend(backend, torch.device("cpu"))
+    count = device_count() if backend == "neuron" else None
+    name = wanted if wanted is not None else "cpu" if count is None else "neuron:0"
+    if count == 0 and name != "cpu":
+        raise _no_device("the packages, and no device")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise _no_device(f"a torch that knows no device {name}: the plugin is not loaded") from error
+    trouble = _why_not_adding(device)
+    if trouble is not None:
+        raise _no_device(trouble)
+    return device
+
+
+def _no_device(got: str) -> BackendUnavailableError:
+    return refuse(
+        BackendUnavailableError,
+        where=WHERE,
+        argument="backend",
+        expected="a machine whose Neuron device works",
+        got=got,
+        remedy="Check the driver with `neuron-ls`, and that no other process holds the cores.",
+    )
+
+
+def _why_not_adding(device: torch.device) -> str | None:
+    numbers = torch.arange(4, dtype=torch.float32)
+    try:
+        there = (numbers.to(device) + 1).cpu()
+    except (RuntimeError, NotImplementedError, AttributeError) as error:  # of a device that torch does not know, too
+        return f"{device} fails at a sum: {' '.join(str(error).split())[:200]}"
+    return None if torch.equal(there, numbers + 1) else f"{device}, on which 0 1 2 3 plus 1 is {there.tolist()}"
+
+
+def _is_device(name: str) -> bool:
+    """Whether `name` is the name of a device; torch knows ``neuron`` only where the plugin is loaded."""
+    if re.fullmatch(r"neuron(:\d+)?", name):
+        return True
+    try:
+        torch.device(name)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _check_one_of(argument: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        remedy = f"Choose one of these.{nearest(str(value), list(known))}"
+        raise _bad(argument, f"one of {', '.join(known)}", repr(value), remedy)
+
+
+def _bad(argument: str, expected: str, got: str, remedy: str) -> ConfigError:
+    return refuse(ConfigError, where=WHERE, argument=argument, expected=expected, got=got, remedy=remedy)
