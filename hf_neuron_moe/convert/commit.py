@@ -84,10 +84,10 @@ def committed_folder(destination: Path, where: str = "convert") -> Iterator[Path
             disk.make_folder(home / FOLDER)
             yield home / FOLDER
             take_name(home, destination)
+            clear(home)
         except BaseException:
             give_up(home, destination)
             raise
-        clear(home)
 
 
 def partial_of(destination: Path) -> Path:

@@ -53,7 +53,7 @@ class Layer:
     created: list[str] = field(default_factory=list)
     log: Callable[[str], None] = lambda line: None
     dirty: set[str] = field(default_factory=set)
-    moved: list[tuple[str, str, str]] = field(default_factory=list)
+    moved: list[tuple[str, str, str, bytes | None]] = field(default_factory=list)
 
     def install(self) -> None:
         """Put the layer in place, for the rest of this process."""
@@ -66,8 +66,11 @@ class Layer:
                 self.count += 1
                 if self.at is not None and self.count >= self.at:
                     self._strike(name, function, arguments)
+            replaced = None
+            if name == "rename" and os.path.isfile(arguments[1]):
+                replaced = Path(arguments[1]).read_bytes()
             result = function(*arguments)
-            self._note(name, arguments, result)
+            self._note(name, arguments, result, replaced)
             return result
 
         return call
@@ -86,7 +89,7 @@ class Layer:
         code = self.action[0] if lasting else self.action
         raise OSError(code, os.strerror(code), str(arguments[0]))
 
-    def _note(self, name: str, arguments: tuple[Any, ...], result: Any) -> None:
+    def _note(self, name: str, arguments: tuple[Any, ...], result: Any, replaced: bytes | None) -> None:
         """Remember what is on the disk for good and what is not."""
         if name == "create":
             self.log(f"create {Path(arguments[0]).name}\n")
@@ -101,7 +104,7 @@ class Layer:
         elif name == "rename" or (name == "exchange" and result):
             old, new = map(str, arguments)
             self.dirty = {new + path[len(old) :] if path.startswith(old) else path for path in self.dirty}
-            self.moved.append((name, old, new))
+            self.moved.append((name, old, new, replaced))
 
     @staticmethod
     def _path_of(file: Any) -> str:
@@ -111,9 +114,10 @@ class Layer:
         for path in self.dirty:
             if os.path.isfile(path):
                 os.truncate(path, os.path.getsize(path) // 3)
-        for name, old, new in reversed(self.moved if names else []):
-            # A rename that replaced a file cannot be undone without that file; none of ours needs the old one.
+        for name, old, new, replaced in reversed(self.moved if names else []):
             if name == "exchange":
                 disk.exchange(Path(old), Path(new))
             elif os.path.lexists(new) and not os.path.lexists(old):
                 os.rename(new, old)
+                if replaced is not None:  # a rename over a file is one step: one of the two is there at any time
+                    Path(new).write_bytes(replaced)
