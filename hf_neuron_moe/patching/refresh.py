@@ -14,12 +14,11 @@ def refresh_weights(model: nn.Module) -> int:
     """Make the next call of every block read its weights anew, after they were written through ``.data``.
 
     The Neuron backend keeps copies of weights in its kernels' orientation from a training forward to the optimizer's
-    step. They are made again after in-place operations, ``load_state_dict``, an assignment to ``.data``, a change
-    between training and evaluation mode, and in every call without a backward. A write *into* ``parameter.data``
-    between two training calls, without an optimizer step in between, advances no version counter: exchanging weights
-    with their running average, ``torch.nn.utils.vector_to_parameters``, clipping of weights and the like. Call this
-    after such a write. It costs one copying of the weights at most. The torch backend keeps no copies; then nothing
-    happens.
+    step. They are made again after in-place operations, ``load_state_dict``, an assignment of another tensor to
+    ``.data``, a change between training and evaluation mode, merging of adapters, and in every call without a backward.
+    A write *into* ``parameter.data`` between two training calls, with no optimizer step in between, advances no version
+    counter: exchanging weights with their running average, clipping them, and the like. Call this after such a write.
+    It costs one copying of the weights at most. The torch backend keeps no copies; then nothing happens.
 
     Args:
         model: patched or not, wrapped or not: what counts is whose parameters and buffers are below it.
