@@ -27,6 +27,7 @@ _COMPILER = "neuronxcc"
 _OTHERS = ("torch", "transformers", "accelerate", "peft", "safetensors", "numpy")
 ENVIRONMENT = (
     "NEURON_PLATFORM_TARGET_OVERRIDE",
+    versions.LNC_OVERRIDE,
     "NEURON_LOGICAL_NC_CONFIG",
     "NEURON_RT_VISIBLE_CORES",
     "NEURON_RT_NUM_CORES",
@@ -56,7 +57,7 @@ class Package:
         version: None where none is stated.
         state: ``"ok"``, ``"missing"``, ``"placeholder"`` (PyPI's package of that name, which has no code) or
             ``"broken"`` (installed and not importable).
-        note: why, where it is not ``"ok"``.
+        note: why, where it is not ``"ok"``; of the plugin also that it belongs to another torch.
     """
 
     name: str
@@ -180,7 +181,7 @@ def _detected(ask: Callable[[], versions.Detected]) -> tuple[str | None, str]:
         found = ask()
     except (NeuronMoEError, *_BROKEN) as error:
         return None, str(error)
-    return found.name, found.source
+    return found.name, found.told
 
 
 def _version(distribution: str) -> str | None:
@@ -202,7 +203,7 @@ def _package(module: str, name: str) -> Package:
     if reason is not None:
         state = MISSING if version is None and "not installed" in reason else BROKEN
         return Package(name, module, version, state, reason)
-    return Package(name, module, version, OK)
+    return Package(name, module, version, OK, (versions.pairing() or "") if module == "torch_neuronx" else "")
 
 
 def _is_placeholder(distribution: str) -> bool:

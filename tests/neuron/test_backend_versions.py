@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from enum import Enum
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from hf_neuron_moe.backends.neuron import versions
+from hf_neuron_moe.device.installed import inspect_installation
 from hf_neuron_moe.errors import BackendUnavailableError, ConfigError
 
 
@@ -22,7 +24,9 @@ def module(name: str, **contents: Any) -> ModuleType:
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Put modules into sys.modules for one test; None makes one impossible to import."""
-    for variable in ("NEURON_PLATFORM_TARGET_OVERRIDE", "NEURON_LOGICAL_NC_CONFIG", "NEURON_CC_FLAGS"):
+    for variable in (
+        "NEURON_PLATFORM_TARGET_OVERRIDE", "NEURON_LOGICAL_NC_CONFIG", "NEURON_CC_FLAGS", versions.LNC_OVERRIDE,
+    ):  # fmt: skip
         monkeypatch.delenv(variable, raising=False)
 
     def put(**modules: ModuleType | None) -> None:
@@ -143,13 +147,64 @@ def test_without_any_sign_of_a_device_the_platform_is_assumed(install: Any, monk
     assert versions.platform().name == "trn3" and "assumed" in versions.platform().source
 
 
-def test_lnc_is_the_variable_then_the_runtime_then_two(install: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "torch_neuronx", raising=False)
-    assert versions.lnc() == 2
-    install(**working_stack())
-    assert versions.lnc() == 1
+def test_lnc_is_looked_for_in_order(install: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(versions.LNC_OVERRIDE, raising=False)
+    install(torch_neuronx=None)
+    monkeypatch.delitem(sys.modules, "torch_neuronx")
+    assert versions.logical_cores() == versions.Detected("2", "the default of Trn2 and Trn3")
+    for flags in ("--lnc 1", "--lnc=1", "-O1 --logical-nc-config 1 --target trn2", "--lnc 2 --logical-nc-config=1"):
+        monkeypatch.setenv("NEURON_CC_FLAGS", flags)
+        assert versions.logical_cores() == versions.Detected("1", "NEURON_CC_FLAGS")
     monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "2")
-    assert versions.logical_cores() == versions.Detected("2", "NEURON_LOGICAL_NC_CONFIG")
-    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "4")
+    found = versions.logical_cores()
+    assert (found.name, found.source) == ("2", "NEURON_LOGICAL_NC_CONFIG")
+    assert found.contradiction == "but NEURON_CC_FLAGS says 1: make them agree"
+    install(**working_stack())
+    assert versions.logical_cores().source == "torch_neuronx" and versions.lnc() == 1
+    assert versions.logical_cores().told == "torch_neuronx; but NEURON_LOGICAL_NC_CONFIG says 2: make them agree"
+    monkeypatch.setenv(versions.LNC_OVERRIDE, "2")
+    assert versions.logical_cores().source == versions.LNC_OVERRIDE and versions.lnc() == 2
+    monkeypatch.setenv(versions.LNC_OVERRIDE, "4")
     with pytest.raises(ConfigError, match="1 or 2, got '4'"):
         versions.lnc()
+
+
+def test_flags_that_no_shell_would_take_are_refused(install: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEURON_CC_FLAGS", "--lnc '2")
+    with pytest.raises(ConfigError, match=r"NEURON_CC_FLAGS.*Close its quotation marks"):
+        versions.logical_cores()
+
+
+@pytest.mark.parametrize(
+    ("answer", "name"),
+    [("gen4", "trn3"), ("Gen3", "trn2"), ("gen2", "trn1"), ("trn2n", "trn2"), ("Trn3", "trn3"), ("inf2", "inf2")],
+)
+def test_the_runtime_may_name_the_platform_either_way(install: Any, answer: str, name: str) -> None:
+    stack = working_stack()
+    stack["torch_neuronx__utils"].get_platform_target = lambda: answer
+    install(**stack)
+    assert versions.platform() == versions.Detected(name, "torch_neuronx")
+    stack["torch_neuronx__utils"].get_platform_target = lambda: Enum("PlatformTarget", {answer: 1})[answer]
+    assert versions.platform() == versions.Detected(name, "torch_neuronx")
+    refused = None if name in versions.PLATFORMS else f"{name} is neither Trn2 nor Trn3"
+    assert versions.why_unavailable() == refused
+
+
+@pytest.mark.parametrize(
+    ("plugin", "torch", "told"),
+    [
+        ("2.13.3", "2.13.0+cpu", None),
+        ("2.14.3", "2.14.1", None),
+        ("2.13.3", "2.14.0", "torch-neuronx 2.13.3 is documented with torch 2.13, and torch is 2.14.0"),
+        ("2.14.3", "2.13.0", "torch-neuronx 2.14.3 is documented with torch 2.14, and torch is 2.13.0"),
+    ],
+)
+def test_a_plugin_of_another_torch_is_told(
+    install: Any, monkeypatch: pytest.MonkeyPatch, plugin: str, torch: str, told: str | None
+) -> None:
+    install(**working_stack() | {"torch_neuronx": module("torch_neuronx", nki_op=object, __version__=plugin)})
+    monkeypatch.setattr(versions.importlib.metadata, "version", lambda name: torch)
+    assert versions.pairing() == (told and f"{told}: install a matching pair")
+    assert versions.why_unavailable() is None
+    package = next(found for found in inspect_installation().packages if found.module == "torch_neuronx")
+    assert (package.state, package.note) == ("ok", versions.pairing() or "")

@@ -28,6 +28,10 @@ PACKAGES = {"nki": "nki", "nkilib": "nki-library", "torch_neuronx": "torch-neuro
 
 PLATFORMS = ("trn2", "trn3")
 _GENERATIONS = {"gen2": "trn1", "gen3": "trn2", "gen4": "trn3"}
+_PLATFORM_NAMES = frozenset(_GENERATIONS.values())
+LNC_OVERRIDE = "HF_NEURON_MOE_LNC"
+"""This package's own variable for the number of physical cores per logical core."""
+
 _SDK_OF_NKI = {(0, 2): "2.28", (0, 3): "2.29", (0, 4): "2.30", (0, 5): "2.31", (0, 6): "2.32", (0, 7): "2.33"}
 _PRODUCT_NAME = Path("/sys/devices/virtual/dmi/id/product_name")
 """EC2's name of the instance type, for example ``trn2.48xlarge``."""
@@ -123,6 +127,23 @@ def why_unavailable(*, simulator: bool = False) -> str | None:
     return None if simulator or platform().name in PLATFORMS else f"{platform().name} is neither Trn2 nor Trn3"
 
 
+def pairing() -> str | None:
+    """Return why the installed torch-neuronx does not go with the installed torch, or None.
+
+    AWS names matching pairs only: 2.13.3 for torch 2.13, 2.14.3 for torch 2.14. Another pair is told and not refused:
+    no document says what it does.
+    """
+    plugin = installed_version("torch_neuronx")
+    try:
+        torch = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    if plugin is None or release(plugin)[:2] == release(torch)[:2]:
+        return None
+    wanted = ".".join(map(str, release(plugin)[:2]))
+    return f"torch-neuronx {plugin} is documented with torch {wanted}, and torch is {torch}: install a matching pair"
+
+
 def _calls_kernels() -> bool:
     from hf_neuron_moe.backends.registration import plugin_function  # imports torch, which this module does without
 
@@ -151,10 +172,16 @@ def toolchain(*, simulator: bool = False) -> Toolchain:
 
 @dataclass(frozen=True)
 class Detected:
-    """A property of the device and where it is known from."""
+    """A property of the device, where it is known from, and who says otherwise."""
 
     name: str
     source: str
+    contradiction: str = ""
+
+    @property
+    def told(self) -> str:
+        """The source and the contradiction, for people."""
+        return f"{self.source}; {self.contradiction}" if self.contradiction else self.source
 
 
 def platform() -> Detected:
@@ -166,7 +193,7 @@ def platform() -> Detected:
     override = os.environ.get("NEURON_PLATFORM_TARGET_OVERRIDE", "").strip().lower()
     if override:
         name = _GENERATIONS.get(override, override)
-        if name not in _GENERATIONS.values():
+        if name not in _PLATFORM_NAMES:
             raise refuse(
                 ConfigError,
                 where="neuron backend",
@@ -178,20 +205,46 @@ def platform() -> Detected:
         return Detected(name, "NEURON_PLATFORM_TARGET_OVERRIDE")
     ask = _runtime_function("get_platform_target")
     if ask is not None:
-        return Detected(str(ask()).lower()[:4], "torch_neuronx")
+        return Detected(_platform_name(ask()), "torch_neuronx")
     return _platform_of_machine()
 
 
+def _platform_name(found: object) -> str:
+    """``"trn2"`` for "Trn2", "trn2n.48xlarge", "gen3" and an enum's member of such a name; others as they are."""
+    text = str(getattr(found, "name", found)).strip().lower()
+    name = _GENERATIONS.get(text[:4], text[:4])
+    return name if name in _PLATFORM_NAMES else text
+
+
 def _platform_of_machine() -> Detected:
-    flags = shlex.split(os.environ.get("NEURON_CC_FLAGS", ""))
-    targets = [value for flag, value in zip(flags, [*flags[1:], ""]) if flag == "--target"]
-    targets += [flag.partition("=")[2] for flag in flags if flag.startswith("--target=")]
-    if targets and targets[-1] in _GENERATIONS.values():
-        return Detected(targets[-1], "NEURON_CC_FLAGS")
-    name = _product_name().partition(".")[0]
-    if name[:4] in _GENERATIONS.values():
-        return Detected(name[:4], "the machine's product name")
+    target = _platform_name(_compiler_flag("--target") or "")
+    if target in _PLATFORM_NAMES:
+        return Detected(target, "NEURON_CC_FLAGS")
+    name = _platform_name(_product_name().partition(".")[0])
+    if name in _PLATFORM_NAMES:
+        return Detected(name, "the machine's product name")
     return Detected("trn3", "assumed, as NKI does where it sees no device")
+
+
+def _compiler_flag(*names: str) -> str | None:
+    """The last value of a flag in ``NEURON_CC_FLAGS``, in either spelling; None where it is not there."""
+    try:
+        flags = shlex.split(os.environ.get("NEURON_CC_FLAGS", ""))
+    except ValueError as error:
+        raise refuse(
+            ConfigError,
+            where="neuron backend",
+            argument="NEURON_CC_FLAGS",
+            expected="flags as a shell would take them",
+            got=f"{os.environ['NEURON_CC_FLAGS']!r} ({error})",
+            remedy="Close its quotation marks.",
+        ) from None
+    found = None
+    for flag, following in zip(flags, [*flags[1:], ""]):
+        name, equals, value = flag.partition("=")
+        if name in names:
+            found = value if equals else following
+    return found
 
 
 @functools.cache
@@ -205,29 +258,35 @@ def _product_name() -> str:
 def logical_cores() -> Detected:
     """Return how many physical cores form a logical one (LNC): ``"1"`` or ``"2"``, the launch grid of every kernel.
 
-    ``NEURON_LOGICAL_NC_CONFIG`` decides, then the runtime; 2 is the default of Trn2 and Trn3.
+    :data:`LNC_OVERRIDE` decides, then torch-neuronx's ``get_logical_neuron_cores()``, then
+    ``NEURON_LOGICAL_NC_CONFIG``, then ``--lnc`` or ``--logical-nc-config`` in ``NEURON_CC_FLAGS``; without any of them
+    it is 2, the default of Trn2 and Trn3. Whoever says otherwise is named in the result.
 
     Raises:
         ConfigError: it is neither 1 nor 2.
     """
-    variable = os.environ.get("NEURON_LOGICAL_NC_CONFIG", "").strip()
-    ask = None if variable else _runtime_function("get_logical_neuron_cores")
-    if variable:
-        found = Detected(variable, "NEURON_LOGICAL_NC_CONFIG")
-    elif ask is not None:
-        found = Detected(str(ask()), "torch_neuronx")
-    else:
-        found = Detected("2", "the default of Trn2 and Trn3")
-    if found.name not in ("1", "2"):
+    ask = _runtime_function("get_logical_neuron_cores")
+    said = {
+        LNC_OVERRIDE: os.environ.get(LNC_OVERRIDE, "").strip(),
+        "torch_neuronx": "" if ask is None else str(ask()),
+        "NEURON_LOGICAL_NC_CONFIG": os.environ.get("NEURON_LOGICAL_NC_CONFIG", "").strip(),
+        "NEURON_CC_FLAGS": (_compiler_flag("--lnc", "--logical-nc-config") or "").strip(),
+    }
+    known = {source: value for source, value in said.items() if value}
+    if not known:
+        return Detected("2", "the default of Trn2 and Trn3")
+    source, value = next(iter(known.items()))
+    others = [f"{other} says {theirs}" for other, theirs in known.items() if theirs != value]
+    if value not in ("1", "2"):
         raise refuse(
             ConfigError,
             where="neuron backend",
-            argument=f"LNC ({found.source})",
+            argument=f"LNC ({source})",
             expected="1 or 2",
-            got=repr(found.name),
+            got=repr(value),
             remedy="Set NEURON_LOGICAL_NC_CONFIG to 1 or 2, or unset it.",
         )
-    return found
+    return Detected(value, source, f"but {', '.join(others)}: make them agree" if others else "")
 
 
 def lnc() -> int:
