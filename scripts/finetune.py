@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from accelerate import DistributedType
 from datasets import Dataset
-from finetune_model import check_folders, load_model, load_tokenizer, patch, save_merged, with_adapters
+from finetune_checks import check_run
+from finetune_model import load_model, load_tokenizer, patch, save_merged, with_adapters
 from finetune_options import Options, parse
 from finetune_text import blocks
 from peft import PeftModel
 from transformers import default_data_collator, set_seed
-from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_neuron_moe import NeuronMoETrainer
 from hf_neuron_moe.errors import ConfigError, NeuronMoEError, NeuronMoEWarning, refuse
@@ -41,7 +41,6 @@ def make_trainer(options: Options) -> FinetuneTrainer:
         NeuronMoEError: an option does not fit the text, the model or another option.
     """
     training = options.training
-    check_folders(options.model)
     set_seed(training.seed)  # adapters are initialized before the Trainer seeds
     tokenizer = load_tokenizer(options.model)
     with training.main_process_first(desc="text"):
@@ -74,25 +73,6 @@ def told_processes(count: int, kind: DistributedType, device: torch.device) -> s
     if count == 1 and kind is DistributedType.NO:
         return f"one process on {device}"
     return f"{count} process{'es' if count > 1 else ''} ({kind.value}) on {device}"
-
-
-def check_resume(options: Options) -> None:
-    """Refuse a checkpoint to resume from that is none, before text and model are loaded."""
-    wish = options.training.resume_from_checkpoint
-    if not wish or wish is True or wish in ("auto", "true", "True"):
-        return
-    folder = Path(wish)
-    if (folder / TRAINER_STATE_NAME).is_file():
-        return
-    got = f"{wish!r} without one" if folder.is_dir() else f"{wish!r}, which does not exist"
-    raise refuse(
-        ConfigError,
-        where="finetune",
-        argument="resume_from_checkpoint",
-        expected=f"a checkpoint folder (with {TRAINER_STATE_NAME}), true or auto",
-        got=got,
-        remedy="Name a checkpoint-N folder; auto takes the newest of output_dir, or starts anew.",
-    )
 
 
 def check_evaluation(options: Options, held_out: Dataset | None) -> None:
@@ -143,7 +123,7 @@ def finetune(options: Options) -> dict[str, Any]:
     Written to ``output_dir``: ``final`` (the model, or the adapter), ``merged`` if asked for, ``trainer_state.json``
     with the loss of every logging step, ``*_results.json``, and what the Trainer itself writes.
     """
-    check_resume(options)
+    check_run(options)
     trainer = make_trainer(options)
     out = Path(options.training.output_dir)
     metrics = trainer.train(resume_from_checkpoint=checkpoint_to_resume(options)).metrics

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,40 +14,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from hf_neuron_moe import NeuronMoETrainingArguments, PatchReport, patch_model
 from hf_neuron_moe.errors import ConfigError, refuse
 from hf_neuron_moe.modules.frozen_block import FrozenBlock
-
-_MADE_BY = {
-    ".cache/smollm2-135m-instruct": "`bash scripts/demo.sh` makes it, and so does `python scripts/get_smollm2.py`; "
-    "the head of configs/smollm2-135m.yaml has more.",
-    ".cache/smollm2-mixtral": "`bash scripts/demo.sh` makes it, and so does `python scripts/upcycle_mixtral.py` after "
-    "`python scripts/get_smollm2.py`; the head of configs/smollm2-mixtral.yaml has more.",
-    ".cache/tiny-llama": "The head of configs/tiny-llama.yaml has the command that makes it.",
-    ".cache/tiny-mixtral": "The head of configs/tiny-mixtral.yaml has the command that makes it.",
-}
-"""What makes the folders that files of configs/ name."""
-
-
-def check_folders(options: ModelOptions) -> None:
-    """Refuse a model or tokenizer that is spelled as a folder and is none.
-
-    Raises:
-        ConfigError: the hub would only be asked for what cannot be the name of a repository.
-    """
-    for argument, name in (("model", options.model), ("tokenizer", options.tokenizer)):
-        if not is_spelled_as_path(name) or Path(name).is_dir():
-            continue
-        raise refuse(
-            ConfigError,
-            where="finetune",
-            argument=argument,
-            expected="an existing folder or a hub id",
-            got=f"{name!r}, a folder that does not exist",
-            remedy=_MADE_BY.get(name.rstrip("/"), "Correct the path; a hub id is OWNER/NAME."),
-        )
-
-
-def is_spelled_as_path(name: str) -> bool:
-    """Whether `name` cannot be a hub id, which has at most one slash and begins with neither that nor a dot."""
-    return name.startswith((".", "/", "~")) or name.count("/") > 1
 
 
 def load_tokenizer(options: ModelOptions) -> PreTrainedTokenizerBase:
@@ -135,7 +102,10 @@ def with_adapters(model: PreTrainedModel, options: LoraOptions) -> PreTrainedMod
         task_type="CAUSAL_LM",
     )
     try:
-        return get_peft_model(model, config)
+        with warnings.catch_warnings():
+            # peft reads it under its old name, about which transformers 5.23 and later warn; users can do nothing.
+            warnings.filterwarnings("ignore", r"`is_gradient_checkpointing` is deprecated", FutureWarning)
+            return get_peft_model(model, config)
     except ValueError as error:
         raise refuse(
             ConfigError,

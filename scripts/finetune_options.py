@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import glob
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,11 +34,22 @@ transformers.TrainingArguments is one; --help-all lists them too."""
 
 COMMON = (
     *("output_dir", "max_steps", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps"),
-    *("learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "optim", "bf16", "gradient_checkpointing"),
+    *("learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "optim", "bf16"),
     *("torch_compile", "torch_compile_backend", "logging_steps", "eval_strategy", "eval_steps", "save_strategy"),
+    *("gradient_checkpointing", "activation_checkpointing"),
     *("save_steps", "resume_from_checkpoint", "report_to", "seed", "use_cpu"),
 )
 """Fields of TrainingArguments that the short help shows."""
+
+_RENAMED = {
+    old: new
+    for old, new in (
+        ("gradient_checkpointing", "activation_checkpointing"),
+        ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"),
+    )
+    if new in {f.name for f in dataclasses.fields(NeuronMoETrainingArguments)}
+}
+"""Names that transformers 5.23 and later warn about; earlier ones know no others, so files of options have these."""
 
 _PLACE = "finetune"
 _ABSENT: Any = object()
@@ -169,7 +181,7 @@ def parse(argv: Sequence[str]) -> Options:
         )
     typed = {key: value for key, value in vars(given).items() if value is not _ABSENT}
     config = typed.pop("config", None)
-    values = {**(read_yaml(config, parser) if config else {}), **typed}
+    values = {**_renamed(read_yaml(config, parser) if config else {}), **_renamed(typed)}
     try:
         options = Options(*parser.parse_dict(values))
     except ConfigError:
@@ -177,6 +189,12 @@ def parse(argv: Sequence[str]) -> Options:
     except ValueError as error:  # what TrainingArguments refuses
         raise _bad(_PLACE, "training options", "ones that TrainingArguments takes", error, "Correct them.") from error
     return checked(options)
+
+
+def _renamed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The options under the names that the installed transformers has for them; a new name beside its old one wins."""
+    current = {_RENAMED[key]: value for key, value in values.items() if key in _RENAMED}
+    return current | {key: value for key, value in values.items() if key not in _RENAMED}
 
 
 def known_options() -> list[str]:
@@ -264,6 +282,29 @@ def checked(options: Options) -> Options:
         remedy = "Set lora_dropout: 0."
         raise _bad(_PLACE, "lora_dropout", "0 with lora_parameters", lora.lora_dropout, remedy)
     return options
+
+
+def check_files(data: DataOptions) -> None:
+    """Refuse local text that is not there.
+
+    Raises:
+        ConfigError: a name or glob matches no file.
+    """
+    for argument in ("train_files", "eval_files"):
+        files_of(getattr(data, argument), argument)
+
+
+def files_of(patterns: Sequence[str], argument: str) -> list[str]:
+    """Return the files that names and globs stand for, those of each glob sorted.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    files = [path for pattern in patterns for path in sorted(glob.glob(pattern)) or [pattern]]
+    missing = [path for path in files if not Path(path).is_file()]
+    if missing:
+        raise _bad(_PLACE, argument, "existing files", f"nothing at {', '.join(missing)}", "Correct the path.")
+    return files
 
 
 DTYPES = ("auto", "float32", "bfloat16")

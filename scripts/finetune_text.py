@@ -7,7 +7,6 @@ also where a document ends within it.
 
 from __future__ import annotations
 
-import glob
 import json
 from collections.abc import Sequence
 from itertools import chain
@@ -16,7 +15,7 @@ from typing import Any
 
 from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetsError
-from finetune_options import DataOptions
+from finetune_options import DataOptions, files_of
 from transformers import PreTrainedTokenizerBase
 
 from hf_neuron_moe.errors import ConfigError, nearest, refuse
@@ -58,10 +57,7 @@ def local_text(patterns: Sequence[str], argument: str) -> Dataset:
     Raises:
         ConfigError: files are missing, of several or unknown kinds, or damaged; of JSON the line is named.
     """
-    files = [path for pattern in patterns for path in sorted(glob.glob(pattern)) or [pattern]]
-    missing = [path for path in files if not Path(path).is_file()]
-    if missing:
-        raise _bad(argument, "existing files", f"nothing at {', '.join(missing)}", "Correct the path.")
+    files = files_of(patterns, argument)
     kinds = sorted({Path(path).suffix for path in files})
     if len(kinds) != 1 or kinds[0] not in BUILDERS:
         expected = f"files of one kind among {', '.join(BUILDERS)}"

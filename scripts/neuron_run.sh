@@ -2,13 +2,14 @@
 #
 #   neuron_run CONFIG CHIP [options of finetune.py ...]
 #
-# Settings: NPROC (processes; default 4, the logical cores of one chip at LNC 2), PYTHON (default python), CACHE (of
-# compiled kernels and graphs), SKIP_DOCTOR=1, and DRY_RUN=1: check the options and print what would run, on any machine.
+# Settings: NPROC (processes; default: the logical cores of one chip, 4 at LNC 2), PYTHON (default python), CACHE (of
+# compiled kernels and graphs), SKIP_DOCTOR=1, and DRY_RUN=1: check what can be told on any machine (options, files,
+# the precision against the chip, NPROC) and print what would run.
 
 neuron_run() {
     local config="$1" chip="$2"
     shift 2
-    local python="${PYTHON:-python}" processes="${NPROC:-4}" cache="${CACHE:-$HOME/.cache/hf-neuron-moe}"
+    local python="${PYTHON:-python}" cache="${CACHE:-$HOME/.cache/hf-neuron-moe}"
     # Two physical cores per logical one: the default, and what the experts' backward needs.
     export NEURON_LOGICAL_NC_CONFIG="${NEURON_LOGICAL_NC_CONFIG:-2}"
     export TORCH_NEURONX_NEFF_CACHE_DIR="${TORCH_NEURONX_NEFF_CACHE_DIR:-$cache/neff}"
@@ -16,23 +17,24 @@ neuron_run() {
     # The documented setting for transformers' loader beside this device.
     export HF_DEACTIVATE_ASYNC_LOAD="${HF_DEACTIVATE_ASYNC_LOAD:-1}"
     export TOKENIZERS_PARALLELISM=false
+    "$python" - <<'PY' || return 2
+import importlib.util
+import sys
+
+sys.path[:] = filter(None, sys.path)  # without this folder: what counts is what is installed
+needed = ("hf_neuron_moe", "torch", "transformers", "datasets", "peft", "yaml")
+missing = [name for name in needed if importlib.util.find_spec(name) is None]
+if missing:
+    sys.exit(f"error: {sys.executable} has no {', '.join(missing)}. Activate the environment of docs/neuron.md (pip "
+             'install -e ".[train]"), or set PYTHON to its interpreter.')
+PY
+    local cores=4
+    if [ "$NEURON_LOGICAL_NC_CONFIG" = 1 ]; then cores=8; fi
+    local processes="${NPROC:-$cores}"
     local command=("$python" -m torch.distributed.run --standalone --nproc_per_node "$processes"
         scripts/finetune.py "$config" "$@")
     if [ "${DRY_RUN:-0}" = 1 ]; then
-        "$python" - "$config" "$@" <<'PY'
-import sys
-
-sys.path.insert(0, "scripts")
-from finetune_options import parse
-
-from hf_neuron_moe.errors import NeuronMoEError
-
-try:
-    training = parse([*sys.argv[1:], "--use_cpu", "true"]).training
-except NeuronMoEError as error:
-    sys.exit(f"error: {error}")
-print(f"options: {training.neuron_precision} blocks, backend {training.neuron_backend}, to {training.output_dir}")
-PY
+        "$python" scripts/neuron_check.py "$chip" "$processes" --dry "$config" "$@" || return 2
         env | grep -E '^(NEURON_LOGICAL_NC_CONFIG|TORCH_NEURONX_NEFF_CACHE_DIR|NKI_COMPILE_CACHE_URL|HF_DEACTIVATE)' | sort
         printf 'would run:'
         printf ' %q' "${command[@]}"
@@ -40,14 +42,12 @@ PY
         return
     fi
     if [ "${SKIP_DOCTOR:-0}" != 1 ]; then
-        local found
-        found="$("$python" -m hf_neuron_moe.cli.main doctor --json --strict)" || {
+        "$python" -m hf_neuron_moe.cli.main doctor --json --strict >/dev/null || {
             "$python" -m hf_neuron_moe.cli.main doctor >&2
-            echo "no Neuron kernel can run here; DRY_RUN=1 checks the options only" >&2
+            echo "no Neuron kernel can run here; DRY_RUN=1 checks what can be told without" >&2
             return 1
         }
-        "$python" -c 'import json, sys; target = json.loads(sys.argv[1])["target"]["value"]
-sys.exit(target != sys.argv[2] and f"this is {target}, and the run is for {sys.argv[2]}")' "$found" "$chip"
+        "$python" scripts/neuron_check.py "$chip" "$processes" --here "$config" "$@" || return 2
     fi
     mkdir -p "$cache/neff" "$cache/nki"
     exec "${command[@]}"

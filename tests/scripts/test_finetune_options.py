@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import pytest
 from finetune_model import patch, with_adapters
-from finetune_options import Options, parse, read_yaml
+from finetune_options import Options, known_options, parse, read_yaml
 from make_tiny_model import tiny_config
 from transformers import AutoModelForCausalLM
 
@@ -125,6 +126,20 @@ def test_what_the_command_line_may_not_say(tmp_path: Path) -> None:
         parse(["--train_files", "a.txt"])
     with pytest.raises(ConfigError, match="train_files or dataset, got neither"):
         parse(["--model", "m"])
+
+
+def test_checkpointing_is_asked_for_without_a_warning_by_either_name() -> None:
+    """transformers 5.23 renames it; the files have the name that all supported releases know."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        options = options_of("mixtral-8x7b", "--gradient_checkpointing_kwargs", '{"use_reentrant": false}')
+        assert options.training.gradient_checkpointing
+        assert options.training.gradient_checkpointing_kwargs == {"use_reentrant": False}
+        with_adapters(AutoModelForCausalLM.from_config(tiny_config("mixtral")), options.lora)
+        assert not options_of("mixtral-8x7b", "--gradient_checkpointing", "false").training.gradient_checkpointing
+        if "activation_checkpointing" in known_options():
+            off = options_of("mixtral-8x7b", "--activation_checkpointing", "false")
+            assert not off.training.gradient_checkpointing, "the command line wins, by either name"
 
 
 def test_help_shows_examples_own_options_and_all_on_request(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import neuron_check
 import pytest
 from finetune import finetune
 from finetune_model import patch
@@ -53,13 +54,126 @@ def test_a_dry_run_checks_the_options_and_prints_the_command(chip: str, tmp_path
     assert f"backend neuron, to runs/{config}" in result.stdout
     assert "NEURON_LOGICAL_NC_CONFIG=2" in result.stdout
     assert f"TORCH_NEURONX_NEFF_CACHE_DIR={tmp_path / 'cache' / 'neff'}" in result.stdout
+    assert "processes: 2, on a part of the 4 logical cores of 1" in result.stdout
+    assert "if it has experts: the kernels compute them" in result.stdout, "no network: the model is not known"
     assert not (tmp_path / "cache").exists(), "a dry run leaves nothing"
+
+
+DRY_REFUSED: list[tuple[str, str, list[str], str]] = [
+    ("trn2", "4", ["--neuron_precision", "mxfp8"], "the MXFP8 kernels run on Trn3 only, and this is trn2"),
+    ("trn2", "4", ["--model", "DENSE"], "2 x mlp (64, 96) (bf16): nkilib documents no bf16 kernel pair"),
+    ("trn3", "4", ["--model", "DENSE", "--neuron_precision", "bf16"], "nkilib documents no bf16 kernel pair"),
+    ("trn2", "4", ["--per_device_train_batch_size", "17"], "at most 32,768 tokens, and per_device_train_batch_size 17"),
+    ("trn2", "4", ["--neuron_block_size", "128"], "block_size is 128"),
+    (
+        "trn2",
+        "four",
+        [],
+        "NPROC must be a number of logical cores: 4 for one trn2 chip at LNC 2, 1 for a trial, got 'fou",
+    ),
+    ("trn2", "0", [], "NPROC must be a number of logical cores"),
+    ("trn2", "65", [], "One machine has at most 16 chips, 64 logical cores at LNC 2"),
+    ("trn3", "4", ["--neuron_backend", "auto"], "neuron_backend must be named"),
+    ("trn3", "4", ["--neuron_precision", "fp8"], "precision must be one of bf16, mxfp8, fp32"),
+    ("trn3", "4", ["--train_files", "nope.txt"], "train_files must be existing files, got nothing at nope.txt"),
+    ("trn3", "4", ["--eval_files", "nope.txt"], "eval_files must be existing files"),
+    ("trn3", "4", ["--model", "./none"], "'./none', a folder that does not exist"),
+    ("trn3", "4", ["--resume_from_checkpoint", "none"], "resume_from_checkpoint must be a checkpoint folder"),
+]
+
+
+@pytest.mark.parametrize(("chip", "processes", "words", "message"), DRY_REFUSED)
+def test_a_dry_run_refuses_what_the_run_would_stop_at(
+    chip: str,
+    processes: str,
+    words: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(ROOT)
+    if "DENSE" in words:
+        make_tiny_model("llama", tmp_path / "model")
+        words = [str(tmp_path / "model") if word == "DENSE" else word for word in words]
+    assert neuron_check.main([chip, processes, "--dry", f"configs/neuron/{RUNS[chip][0]}.yaml", *words]) == 2
+    told = capsys.readouterr()
+    line = told.err.splitlines()[-1]  # after the progress bars of making the model
+    assert line.startswith("error: ") and message in line
+    assert told.out == ""
+
+
+@pytest.mark.parametrize(
+    ("chip", "processes", "words", "message"),
+    [
+        ("trn2", "64", [], "processes: 64, on all of the 64 logical cores of 16 trn2 chips (LNC 2)"),
+        ("trn3", "72", [], "processes: 72, on all of the 72 logical cores of 18 trn3 chips (LNC 2)"),
+        ("trn2", "4", ["--neuron_backend", "torch"], "backend torch, to runs/trn2-olmoe; PyTorch computes the blocks"),
+        (
+            "trn2",
+            "4",
+            ["--neuron_precision", "mxfp8", "--neuron_fallback", "torch"],
+            "PyTorch computes them: the MXFP8",
+        ),
+        ("trn3", "4", ["--neuron_patch", "false"], "nothing is patched"),
+    ],
+)
+def test_a_dry_run_tells_what_it_found(
+    chip: str,
+    processes: str,
+    words: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert neuron_check.main([chip, processes, "--dry", f"configs/neuron/{RUNS[chip][0]}.yaml", *words]) == 0
+    assert message in capsys.readouterr().out
+
+
+def test_lnc_decides_how_many_cores_a_chip_has(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "1")
+    assert neuron_check.main(["trn3", "8", "--dry", "configs/neuron/trn3-llama-3-8b.yaml"]) == 0
+    assert "on all of the 8 logical cores of 1 trn3 chip (LNC 1)" in capsys.readouterr().out
+    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "3")
+    assert neuron_check.main(["trn3", "8", "--dry", "configs/neuron/trn3-llama-3-8b.yaml"]) == 2
+    assert "LNC (NEURON_LOGICAL_NC_CONFIG) must be 1 or 2, got '3'" in capsys.readouterr().err
+
+
+def test_the_machine_is_asked_before_the_processes_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    make_tiny_model("mixtral", tmp_path / "model")
+    words = ["--here", "configs/neuron/trn2-olmoe.yaml", "--use_cpu", "true", "--model", str(tmp_path / "model")]
+    monkeypatch.setattr("hf_neuron_moe.device.installed.device_count", lambda: 4)
+    with installed(tmp_path / "site", Double(target="trn2")):
+        assert neuron_check.main(["trn2", "4", *words]) == 0
+        assert "2 x experts 4 x (64, 96): the kernels compute them" in capsys.readouterr().out
+        assert neuron_check.main(["trn2", "5", *words]) == 2
+        assert "NPROC must be at most 4, the logical cores that the runtime offers" in capsys.readouterr().err
+        assert neuron_check.main(["trn3", "4", *words]) == 2
+        assert "the chip must be trn3, got trn2" in capsys.readouterr().err
+        assert neuron_check.main(["trn2", "4", *words, "--neuron_precision", "mxfp8"]) == 2
+        assert "the MXFP8 kernels run on Trn3 only" in capsys.readouterr().err
+
+
+def test_an_environment_without_the_package_is_named(tmp_path: Path) -> None:
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I -S "$@"\n', encoding="utf-8")
+    bare.chmod(0o755)
+    result = launch("trn2", DRY_RUN="1", PYTHON=str(bare))
+    assert result.returncode == 2
+    assert "has no hf_neuron_moe, torch, transformers" in result.stderr and "or set PYTHON" in result.stderr
 
 
 @pytest.mark.slow
 def test_a_misspelt_option_is_told_before_anything_runs() -> None:
     result = launch("trn3", "--max_stepss", "3", DRY_RUN="1")
-    assert result.returncode == 1 and "Did you mean 'max_steps'?" in result.stderr
+    assert result.returncode == 2 and "Did you mean 'max_steps'?" in result.stderr
     assert "would run" not in result.stdout
 
 

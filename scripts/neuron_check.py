@@ -1,0 +1,139 @@
+#!/usr/bin/env python3
+"""Check a run of run_trn2.sh or run_trn3.sh before it starts: its options, its model's blocks and the chip.
+
+    python scripts/neuron_check.py trn2 4 --dry CONFIG.yaml [--option value ...]
+    python scripts/neuron_check.py trn2 4 --here CONFIG.yaml [--option value ...]
+
+``--dry`` works on any machine and judges by the documents of Neuron's SDK; ``--here`` asks this machine. Exit code 2
+and one line where something does not fit.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from finetune_checks import NEURON_BACKENDS, check_kernels, check_places, check_resume
+from finetune_options import Options, check_files, parse
+
+from hf_neuron_moe.backends.neuron import versions
+from hf_neuron_moe.backends.neuron.adapter import Adapter
+from hf_neuron_moe.backends.neuron.limits import Device
+from hf_neuron_moe.device.installed import Installation, inspect_installation
+from hf_neuron_moe.device.usable import DOCUMENTED_SDK, DocumentedAdapter
+from hf_neuron_moe.errors import ConfigError, NeuronMoEError, refuse
+
+CORES_PER_CHIP = 8
+"""Physical NeuronCores on a Trn2 and on a Trn3 chip."""
+
+MOST_CHIPS = {"trn2": 16}
+"""Of one machine (trn2.48xlarge); Trn3's are not told here, since its UltraServers are of several sizes."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Check and tell; return the exit code."""
+    chip, processes, mode, *words = argv
+    try:
+        told = check_dry(chip, processes, words) if mode == "--dry" else check_here(chip, processes, words)
+    except NeuronMoEError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print("\n".join(told))
+    return 0
+
+
+def check_dry(chip: str, processes: str, words: Sequence[str]) -> list[str]:
+    """Return what is found by the options, the documents and the files here.
+
+    Raises:
+        NeuronMoEError: something that the run would stop at.
+    """
+    lnc = versions.lnc()
+    told = told_processes(chip, lnc, count_processes(processes, chip, lnc))
+    # TrainingArguments ask the device whether it has bf16; there is none here.
+    options = parse([*words, "--use_cpu", "true"])
+    told += check_options(options)
+    check_resume(options)
+    check_files(options.data)
+    unknown = check_places(options.model, needed=False)
+    told += unknown
+    if options.training.neuron_patch and options.training.neuron_backend in NEURON_BACKENDS:
+        found = check_kernels(options, Device(chip, lnc), DocumentedAdapter(), online=not unknown)
+        told += [f"kernels on {chip}, by the documents of SDK {DOCUMENTED_SDK}:", *(f"  {line}" for line in found)]
+    return told
+
+
+def check_here(chip: str, processes: str, words: Sequence[str]) -> list[str]:
+    """Return what is found on this machine.
+
+    Raises:
+        NeuronMoEError: something that the run would stop at.
+    """
+    found = inspect_installation()
+    if found.target[0] != chip:
+        raise _bad(
+            "the chip", chip, f"{found.target[0] or 'unknown'} ({found.target[1]})", f"Take run_{chip}.sh there."
+        )
+    lnc = versions.lnc()
+    count = count_processes(processes, chip, lnc)
+    check_devices(found, count)
+    options = parse(words)
+    told = told_processes(chip, lnc, count) + check_options(options)
+    check_resume(options)
+    check_files(options.data)
+    check_places(options.model)
+    if options.training.neuron_patch and options.training.neuron_backend in NEURON_BACKENDS:
+        told += check_kernels(options, Device(chip, lnc), Adapter())
+    return told
+
+
+def check_options(options: Options) -> list[str]:
+    """Refuse a backend that is not named, and tell which options count."""
+    training = options.training
+    if not training.neuron_patch:
+        return [f"options: nothing is patched (neuron_patch: false), to {training.output_dir}"]
+    if training.neuron_backend == "auto":
+        remedy = "Set neuron_backend: neuron. auto decides while the model is still on the CPU, and takes torch."
+        raise _bad("neuron_backend", "named: neuron, or torch to compare with", "auto", remedy)
+    told = f"options: {training.neuron_precision} blocks, backend {training.neuron_backend}, to {training.output_dir}"
+    return [told if training.neuron_backend in NEURON_BACKENDS else f"{told}; PyTorch computes the blocks, no kernel"]
+
+
+def count_processes(processes: str, chip: str, lnc: int) -> int:
+    """Return NPROC as a number.
+
+    Raises:
+        ConfigError: it is no number of logical cores that one machine has.
+    """
+    per_chip = CORES_PER_CHIP // lnc
+    most = MOST_CHIPS[chip] * per_chip if chip in MOST_CHIPS else None
+    expected = f"a number of logical cores: {per_chip} for one {chip} chip at LNC {lnc}, 1 for a trial"
+    if not processes.isascii() or not processes.isdigit() or int(processes) < 1:
+        raise _bad("NPROC", expected, repr(processes), "Correct or unset it.")
+    if most is not None and int(processes) > most:
+        remedy = f"One machine has at most {MOST_CHIPS[chip]} chips, {most} logical cores at LNC {lnc}."
+        raise _bad("NPROC", expected, processes, remedy)
+    return int(processes)
+
+
+def told_processes(chip: str, lnc: int, count: int) -> list[str]:
+    """Say how many chips the processes fill."""
+    per_chip = CORES_PER_CHIP // lnc
+    chips = -(-count // per_chip)
+    have = f"the {chips * per_chip} logical cores of {chips} {chip} chip{'s' if chips > 1 else ''}"
+    return [f"processes: {count}, on {'all' if count % per_chip == 0 else 'a part'} of {have} (LNC {lnc})"]
+
+
+def check_devices(found: Installation, count: int) -> None:
+    """Refuse more processes than this machine has logical cores."""
+    if found.devices is not None and count > found.devices:
+        expected = f"at most {found.devices}, the logical cores that the runtime offers at LNC {found.lnc[0]}"
+        raise _bad("NPROC", expected, count, "Lower it, or free the cores: `neuron-ls` shows who holds them.")
+
+
+def _bad(argument: str, expected: str, got: object, remedy: str) -> ConfigError:
+    return refuse(ConfigError, where="neuron_run", argument=argument, expected=expected, got=got, remedy=remedy)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,192 @@
+"""What finetune.py refuses before it loads text or model: names, the hub, the backend, precision against the chip."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import finetune
+import finetune_checks
+import pytest
+from finetune_checks import check_kernels, check_places, check_run
+from finetune_options import Options, parse
+from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+from make_tiny_model import make_tiny_model
+
+from hf_neuron_moe.backends.neuron.limits import Device
+from hf_neuron_moe.device.usable import DocumentedAdapter
+from hf_neuron_moe.errors import BackendUnavailableError, ConfigError
+from tests.neuron.double.contract import Double
+from tests.neuron.double.install import installed
+
+TRN2, TRN3 = Device("trn2", 2), Device("trn3", 2)
+
+
+def options(model: str | Path, **changes: Any) -> Options:
+    given = {"model": model, "train_files": "none.txt", "report_to": "none", "use_cpu": "true", **changes}
+    return parse([word for key, value in given.items() for word in (f"--{key}", str(value))])
+
+
+def answer(monkeypatch: pytest.MonkeyPatch, error: Exception | None) -> list[tuple[str, str | None]]:
+    """Let the hub answer with `error`, or that it knows the name; return what it is asked."""
+    asked = []
+
+    def model_info(self: object, name: str, *, revision: str | None = None, timeout: float) -> None:
+        assert timeout < 60
+        asked.append((name, revision))
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(finetune_checks.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(finetune_checks.HfApi, "model_info", model_info)
+    return asked
+
+
+def status(kind: type[HfHubHTTPError], code: int) -> HfHubHTTPError:
+    response: Any = SimpleNamespace(headers={}, status_code=code, request=None)
+    return kind("told by the hub", response=response)
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            finetune_checks._HTTP_ERROR("Name or service not known"),
+            "'nowhere/model': as a folder it does not exist here, and as a hub id it is not in the hub's cache, and "
+            "the hub cannot be reached: Name or service not known. .*HF_HUB_OFFLINE=1",
+        ),
+        (status(RepositoryNotFoundError, 401), "as a hub id it is unknown to the hub, or private"),
+        (status(RevisionNotFoundError, 404), "known to the hub without a revision 'v7'"),
+    ],
+)
+def test_a_name_that_nobody_knows_is_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, message: str
+) -> None:
+    asked = answer(monkeypatch, error)
+    with pytest.raises(ConfigError, match=f"model must be an existing folder or a hub id, got .*{message}"):
+        check_run(options("nowhere/model", revision="v7"))
+    assert asked == [("nowhere/model", "v7")], "once, without retries"
+
+
+@pytest.mark.parametrize("error", [None, status(HfHubHTTPError, 503)])
+def test_names_that_may_be_on_the_hub_go_on_to_loading(
+    monkeypatch: pytest.MonkeyPatch, error: Exception | None
+) -> None:
+    asked = answer(monkeypatch, error)
+    check_run(options("owner/model", tokenizer="owner/words", revision="v7"))
+    assert asked == [("owner/model", "v7"), ("owner/words", "main")]
+
+
+def test_what_is_in_the_cache_is_not_asked_about(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = answer(monkeypatch, status(RepositoryNotFoundError, 404))
+    kept = {"owner/model": "config.json", "owner/words": "tokenizer_config.json"}
+
+    def in_cache(name: str, file: str, *, revision: str) -> str | None:
+        return str(tmp_path / file) if kept[name] == file else None
+
+    monkeypatch.setattr(finetune_checks, "try_to_load_from_cache", in_cache)
+    check_run(options("owner/model", tokenizer="owner/words"))
+    assert asked == []
+
+
+def test_offline_and_misspelt_names(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="not in the hub's cache, and HF_HUB_OFFLINE forbids to ask"):
+        check_run(options("nowhere/model"))
+    told = check_places(options("nowhere/model", tokenizer=tmp_path).model, needed=False)
+    assert len(told) == 1 and told[0].startswith("model 'nowhere/model' is no folder here, and not in the hub's cache")
+    for needed in (True, False):
+        with pytest.raises(ConfigError, match=r"tokenizer must be .*as a hub id it is not of the form that ids have"):
+            check_places(options(tmp_path, tokenizer="no where/model").model, needed=needed)
+        with pytest.raises(ConfigError, match=r"'\./none', a folder that does not exist"):
+            check_places(options("./none").model, needed=needed)
+
+
+def test_a_backend_that_is_not_here_is_refused_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def load(*_: object) -> None:
+        raise AssertionError("loaded")
+
+    for name in ("load_tokenizer", "blocks", "load_model"):
+        monkeypatch.setattr(finetune, name, load)
+    words = ["--model", str(tmp_path), "--train_files", "none.txt", "--report_to", "none", "--use_cpu", "true"]
+    assert finetune.main([*words, "--neuron_backend", "neuron"]) == 2
+    assert "got 'neuron': nki is not installed" in capsys.readouterr().err
+    with pytest.raises(BackendUnavailableError, match="triton"):
+        check_run(options(tmp_path, neuron_backend="triton"))
+    check_run(options(tmp_path, neuron_backend="neuron", neuron_patch="false"))
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A dense model and a mixture of experts; their configurations are enough."""
+    folder = tmp_path_factory.mktemp("models")
+    for family in ("llama", "mixtral"):
+        make_tiny_model(family, folder / family)
+        (folder / family / "model.safetensors").unlink()
+    return {family: folder / family for family in ("llama", "mixtral")}
+
+
+REFUSED = [
+    ("llama", "bf16", TRN2, {}, r"2 x mlp \(64, 96\) \(bf16\): nkilib documents no bf16 kernel pair for dense MLPs"),
+    ("llama", "bf16", TRN3, {}, "no bf16 kernel pair for dense MLPs"),
+    ("llama", "mxfp8", TRN2, {}, "the MXFP8 kernels run on Trn3 only, and this is trn2"),
+    ("mixtral", "mxfp8", TRN2, {}, "the MXFP8 kernels run on Trn3 only"),
+    ("mixtral", "fp32", TRN3, {}, "no Neuron kernel computes in fp32"),
+    ("mixtral", "bf16", Device("trn2", 1), {}, "LNC 2"),
+    ("mixtral", "bf16", TRN2, {"neuron_block_size": 128}, "block_size is 128"),
+    (
+        "mixtral",
+        "bf16",
+        TRN2,
+        {"per_device_train_batch_size": 65},
+        "at most 32,768 tokens, and per_device_train_batch_size 65 x block_length 512 = 33,280",
+    ),
+    ("mixtral", "bf16", TRN2, {"eval_share": 0.1, "per_device_eval_batch_size": 65}, "per_device_eval_batch_size 65"),
+    ("nowhere/model", "mxfp8", TRN2, {}, r"dense MLPs \(mxfp8\): the MXFP8.*; experts \(mxfp8\): the MXFP8"),
+]
+
+
+@pytest.mark.parametrize(("model", "precision", "device", "changes", "message"), REFUSED)
+def test_a_precision_without_kernels_on_the_chip_is_refused_or_falls_back(
+    models: dict[str, Path], model: str, precision: str, device: Device, changes: dict[str, Any], message: str
+) -> None:
+    given = {"neuron_precision": precision, "neuron_backend": "neuron", **changes}
+    with pytest.raises(ConfigError, match=message):
+        check_kernels(options(models.get(model, model), **given), device, DocumentedAdapter())
+    told = check_kernels(
+        options(models.get(model, model), **given, neuron_fallback="torch"), device, DocumentedAdapter()
+    )
+    assert any("PyTorch computes them: " in line for line in told)
+
+
+@pytest.mark.parametrize(
+    ("model", "precision", "device", "changes", "message"),
+    [
+        ("llama", "mxfp8", TRN3, {}, "2 x mlp (64, 96): the kernels compute them"),
+        ("mixtral", "bf16", TRN2, {"per_device_train_batch_size": 64}, "2 x experts 4 x (64, 96): the kernels"),
+        ("mixtral", "bf16", TRN3, {"per_device_eval_batch_size": 65}, "2 x experts 4 x (64, 96): the kernels"),
+        ("nowhere/model", "bf16", TRN2, {}, "if it has dense MLPs: the run is refused: nkilib documents no bf16"),
+    ],
+)
+def test_what_the_kernels_compute_is_told(
+    models: dict[str, Path], model: str, precision: str, device: Device, changes: dict[str, Any], message: str
+) -> None:
+    run = options(models.get(model, model), neuron_precision=precision, neuron_backend="neuron", **changes)
+    assert any(line.startswith(message) for line in check_kernels(run, device, DocumentedAdapter(), online=False))
+
+
+def test_excluded_blocks_and_those_that_may_stay_stock_do_not_count(models: dict[str, Path]) -> None:
+    run = options(models["llama"], neuron_backend="neuron", neuron_exclude="model.layers.*")
+    assert check_kernels(run, TRN2, DocumentedAdapter()) == []
+    run = options(models["llama"], neuron_backend="neuron", neuron_strict="false")
+    with pytest.raises(ConfigError, match="no bf16 kernel pair"):  # nothing would be left to patch
+        check_kernels(run, TRN2, DocumentedAdapter())
+
+
+def test_a_run_asks_the_machine_that_it_is_on(models: dict[str, Path], tmp_path: Path) -> None:
+    with installed(tmp_path, Double(target="trn2")):
+        check_run(options(models["mixtral"], neuron_backend="neuron"))
+        with pytest.raises(ConfigError, match="the MXFP8 kernels run on Trn3 only, and this is trn2"):
+            check_run(options(models["mixtral"], neuron_backend="neuron", neuron_precision="mxfp8"))
