@@ -220,6 +220,7 @@ def _(dout: Tensor, x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tenso
 def _mlp_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x_SH, *weights, ctx.precision, ctx.backend, ctx.keep = inputs
     ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)  # no zeros in the place of gradients that nobody computes
     ctx.save_for_backward(_kept_input(x_SH, ctx.keep), *weights, *output[1:])
 
 
@@ -332,6 +333,7 @@ def _moe_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) ->
     x_TH, *tensors, transposed, precision, block_size, backend, ctx.keep = inputs
     ctx.options = (transposed, precision, block_size, backend)
     ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)  # no zeros in the place of gradients that nobody computes
     ctx.save_for_backward(_kept_input(x_TH, ctx.keep), *tensors, *output[1:])
 
 
