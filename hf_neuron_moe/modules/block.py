@@ -74,9 +74,6 @@ class NeuronBlock(nn.Module):
     neuron_long_calls: LongCalls | None = None
     """Calls that PyTorch computes for their length; None where none are, or where they are refused."""
 
-    neuron_adapter_state: tuple[Any, ...] = ()
-    """How adapters stood to the weights at the last call."""
-
     def __init__(self, original: nn.Module, name: str, config: NeuronMoEConfig) -> None:
         super().__init__()
         for key, value in original.__dict__.items():
@@ -124,15 +121,6 @@ class NeuronBlock(nn.Module):
         ):
             return "torch"
         return for_weights_of(planned, self)
-
-    def _note_adapters(self, *state: Any) -> None:
-        """Drop the copies of the weights where adapters were merged, taken out or exchanged since the last call.
-
-        peft changes the weights through ``.data``, which no version counter shows.
-        """
-        if state != self.neuron_adapter_state and not torch.compiler.is_compiling():
-            self.neuron_adapter_state = state
-            drop_weight_copies(self.parameters())
 
     def _remember_activation(self, name: str | None) -> None:
         """Note the activation that was found to be SiLU; not through setattr, which would register a second child."""

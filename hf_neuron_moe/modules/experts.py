@@ -70,9 +70,6 @@ class NeuronExperts(NeuronBlock):
         """
         self._check_activation("act_fn")
         config = self.neuron_config
-        backend = self._call_backend(hidden_states.shape[0])
-        if config.backend != "torch":
-            self._note_adapters("parametrizations" in self._modules)  # as peft has its target_parameters, unmerged
         return ops.experts(
             hidden_states,
             top_k_index,
@@ -82,7 +79,7 @@ class NeuronExperts(NeuronBlock):
             transposed=self.is_transposed,
             precision=config.precision,
             block_size=config.block_size,
-            backend=backend,
+            backend=self._call_backend(hidden_states.shape[0]),
             activations=self.neuron_keep,
             training=self.training,
         )

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.compiler import is_compiling
 from torch.nn import functional as F
 
-from hf_neuron_moe.backends import get_backend
+from hf_neuron_moe.backends import drop_weight_copies, get_backend
 from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.errors import NeuronMoEWarning
 from hf_neuron_moe.modules import ops
@@ -140,6 +140,7 @@ class NeuronSwiGLUMLP(NeuronBlock):
         self.neuron_roles = roles
         self.neuron_watch: _Watch | None = None
         self.neuron_adapted = False
+        self.neuron_merged: list[tuple[str, str]] = []
         self._remember_activation(roles.activation)
 
     @property
@@ -209,7 +210,7 @@ class NeuronSwiGLUMLP(NeuronBlock):
             "training": self.training,
         }
         if config.backend != "torch":
-            self._note_adapters(*self._merged())
+            self._note_merged()
         if self.neuron_adapted:
             layers = [low_rank_of(self.get_submodule(name)) for name in self.neuron_roles.linears]
             out_SH = low_rank_mlp(x_SH, layers, **options)
@@ -217,11 +218,16 @@ class NeuronSwiGLUMLP(NeuronBlock):
             out_SH = ops.swiglu_mlp(x_SH, *self._weights(), **options)
         return out_SH if flat else out_SH.reshape(hidden_states.shape)
 
-    def _merged(self) -> list[tuple[str, ...]]:
-        """Names of the adapters merged into each linear layer."""
-        if not self.neuron_adapted:
-            return []
-        return [tuple(getattr(self._modules[name], "merged_adapters", ())) for name in self.neuron_roles.linears]
+    def _note_merged(self) -> None:
+        """Drop the copies of the weights where adapters were merged or taken out since the last call.
+
+        peft changes the weights through ``.data``, which no version counter shows.
+        """
+        names = self.neuron_roles.linears if self.neuron_adapted else ()
+        merged = [(name, adapter) for name in names for adapter in getattr(self._modules[name], "merged_adapters", ())]
+        if merged != self.neuron_merged and not is_compiling():
+            self.neuron_merged = merged
+            drop_weight_copies(self.parameters())
 
     def _generate(self, hidden_states: Tensor) -> Tensor | None:
         """The usual case of generation by as few steps as possible; None where anything is unusual.
