@@ -290,12 +290,12 @@ def _totals(logged: Sequence[Mapping[str, Any]], module: str) -> list[int]:
 
 
 def environment_section(title: str, environment: Mapping[str, Any]) -> str:
-    """Versions, machine, date."""
+    """Versions, machine, date; what has no value (no accelerator, say) is left out."""
     facts: dict[str, str] = {}
     for key, value in environment.items():
         if isinstance(value, Mapping):
-            facts |= {f"{inner}": str(known) for inner, known in value.items()}
-        else:
+            facts |= {f"{inner}": str(known) for inner, known in value.items() if known is not None}
+        elif value is not None:
             facts[key] = value if isinstance(value, str) else json.dumps(value)
     items = "".join(f"<dt>{escape(key)}</dt><dd>{escape(value)}</dd>" for key, value in facts.items())
     return section(title, f"<dl>{items}</dl>" if items else missing("Nothing was recorded."))

@@ -223,6 +223,17 @@ def test_missing_pieces_are_said(tmp_path: Path) -> None:
     assert "No loss was logged." in words
 
 
+def test_an_environment_shows_what_has_a_value(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    file = tmp_path / "neuron_moe" / "run.json"
+    run = json.loads(file.read_text())
+    run["environment"] |= {"accelerator": None, "packages": {"torch": "2.13.0", "peft": None}, "cpu_count": 0}
+    file.write_text(json.dumps(run))
+    facts = Page(render(read_runs(tmp_path))).text().partition("Environment")[2]
+    assert "accelerator" not in facts and "peft" not in facts and "null" not in facts and "None" not in facts
+    assert "2.13.0" in facts and "cpu_count 0" in facts
+
+
 def test_a_page_without_a_single_health_figure(tmp_path: Path) -> None:
     write_run(tmp_path)
     lines = (tmp_path / "neuron_moe" / "metrics.jsonl").read_text().splitlines()[:-1]
