@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -17,14 +15,9 @@ from hf_neuron_moe.kernels.moe_types import (
     ShardOption229,
 )
 from hf_neuron_moe.kernels.routing import build_block_plan, expert_mask, masked_affinities
+from tests.refusals import Arguments, BrokenCall, Case, bf16
 
 T, H, I, E, B = 20, 128, 64, 3, 128  # noqa: E741
-Arguments = dict[str, Any]
-Case = tuple[type[NeuronMoEError], str, Arguments]
-
-
-def bf16(*shape: int) -> Tensor:
-    return torch.ones(shape, dtype=torch.bfloat16)
 
 
 def arguments_of(hidden: int = H, inner: int = I, block: int = B, dtype: torch.dtype = torch.bfloat16) -> Arguments:
@@ -169,8 +162,7 @@ def change(change: Arguments) -> Arguments:
 
 @pytest.mark.parametrize(("kind", "message", "spoiled"), [*OPERANDS, *OPTIONS, *BUFFERS, *LIMITS])
 def test_refused(kind: type[NeuronMoEError], message: str, spoiled: Arguments) -> None:
-    with pytest.raises(kind, match=f"^blockwise_mm_bwd: {message}"):
-        blockwise_mm_bwd(**change(spoiled))
+    BrokenCall(blockwise_mm_bwd, lambda: change(spoiled), kind, f"^blockwise_mm_bwd: {message}", {}).check()
 
 
 @pytest.mark.parametrize(("kind", "message", "spoiled"), [case for case in LIMITS if "release" not in case[2]])

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.errors import ConfigError, DeviceError, DTypeError, NeuronMoEError, ShapeError
-from hf_neuron_moe.formats import pack_x4, quantize_mx, swizzle, to_oversized, to_packed
+from hf_neuron_moe.errors import ConfigError, DeviceError, DTypeError, ShapeError
+from hf_neuron_moe.formats import quantize_mx, swizzle, to_oversized, to_packed
 from hf_neuron_moe.kernels.mlp_mxfp8 import (
     MatmulMxfp8KernelConfig,
     MlpBwdMatmulConfig,
@@ -19,18 +19,9 @@ from hf_neuron_moe.kernels.mlp_mxfp8 import (
     mlp_forward_mxfp8,
     mlp_forward_mxfp8_nki,
 )
+from tests.refusals import Arguments, BrokenCall, Case, Suite, bf16, broken_calls, x4
 
 S, H, I = 128, 128, 256  # noqa: E741
-Arguments = dict[str, Any]
-Case = tuple[type[NeuronMoEError], str, Arguments]
-
-
-def bf16(*shape: int, device: str = "cpu") -> Tensor:
-    return torch.ones(shape, dtype=torch.bfloat16, device=device)
-
-
-def x4(F: int, K: int) -> Tensor:
-    return pack_x4(quantize_mx(bf16(F, K)).codes)
 
 
 def packed(F: int, K: int) -> Tensor:
@@ -279,7 +270,7 @@ DEVICE_BACKWARD: list[Case] = [
     (ConfigError, "fp8_x4_dtype must be float8_e4m3fn_x4", {"fp8_x4_dtype": "float8_e5m2_x4"}),
     (ConfigError, "use_scale_packing must be True or False", {"use_scale_packing": None}),
 ]
-SUITES: list[tuple[Callable[..., Any], Callable[[], Arguments], list[Case]]] = [
+SUITES: list[Suite] = [
     (mlp_forward_mxfp8, forward_arguments, FUNCTIONAL_FORWARD),
     (mlp_forward_mxfp8_nki, device_forward_arguments, DEVICE_FORWARD),
     (mlp_backward_mxfp8, backward_arguments, FUNCTIONAL_BACKWARD),
@@ -287,20 +278,9 @@ SUITES: list[tuple[Callable[..., Any], Callable[[], Arguments], list[Case]]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("kernel", "arguments", "kind", "message", "change"),
-    [(kernel, arguments, *case) for kernel, arguments, cases in SUITES for case in cases],
-)
-def test_refused(
-    kernel: Callable[..., Any],
-    arguments: Callable[[], Arguments],
-    kind: type[NeuronMoEError],
-    message: str,
-    change: Arguments,
-) -> None:
-    with pytest.raises(kind, match=message) as caught:
-        kernel(**(arguments() | change))
-    assert str(caught.value).startswith(f"{kernel.__name__}: ")
+@pytest.mark.parametrize("call", broken_calls(SUITES))
+def test_refused(call: BrokenCall) -> None:
+    call.check()
 
 
 @pytest.mark.parametrize(("kernel", "arguments", "cases"), SUITES)

@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
-from hf_neuron_moe.errors import ConfigError, DeviceError, DTypeError, NeuronMoEError, ShapeError
-from hf_neuron_moe.formats import pack_x4, quantize_mx, swizzle, to_oversized, to_packed
+from hf_neuron_moe.errors import ConfigError, DeviceError, DTypeError, ShapeError
+from hf_neuron_moe.formats import quantize_mx, swizzle, to_oversized, to_packed
 from hf_neuron_moe.kernels.mlp_mxfp8 import mlp_backward_mxfp8_nki_2_30
+from tests.refusals import Arguments, BrokenCall, Case, bf16, broken_calls, x4
 
 S, H, I = 128, 128, 256  # noqa: E741
-Arguments = dict[str, Any]
-Case = tuple[type[NeuronMoEError], str, Arguments]
-
-
-def bf16(*shape: int, device: str = "cpu") -> Tensor:
-    return torch.ones(shape, dtype=torch.bfloat16, device=device)
-
-
-def x4(F: int, K: int) -> Tensor:
-    return pack_x4(quantize_mx(bf16(F, K)).codes)
 
 
 def old_arguments(S: int = S, H: int = H, I: int = I) -> Arguments:  # noqa: E741
@@ -127,11 +115,9 @@ OLD_BACKWARD: list[Case] = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "message", "change"), OLD_BACKWARD)
-def test_refused(kind: type[NeuronMoEError], message: str, change: Arguments) -> None:
-    with pytest.raises(kind, match=message) as caught:
-        mlp_backward_mxfp8_nki_2_30(**(old_arguments() | change))
-    assert str(caught.value).startswith("mlp_backward_mxfp8_nki_2_30: ")
+@pytest.mark.parametrize("call", broken_calls([(mlp_backward_mxfp8_nki_2_30, old_arguments, OLD_BACKWARD)]))
+def test_refused(call: BrokenCall) -> None:
+    call.check()
 
 
 def test_the_unchanged_arguments_are_accepted() -> None:

@@ -39,8 +39,7 @@ from tests.kernels.moe_cte_calls import (
     spec,
     static_mx,
 )
-
-Case = tuple[type[NeuronMoEError], str, Arguments]
+from tests.refusals import BrokenCall, Case, Suite, broken_calls
 
 TENSORS: list[Case] = [
     (DTypeError, "hidden_states must be a tensor of dtype bfloat16 or float32, got torch.float16",
@@ -273,13 +272,12 @@ MX: list[Case] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("kind", "message", "given"), [*TENSORS, *PAIRS, *SCALES, *OPTIONS, *CONDITIONS, *SCHEDULING, *MX]
-)
-def test_refused(kind: type[NeuronMoEError], message: str, given: Arguments) -> None:
-    with pytest.raises(kind, match=message) as caught:
-        moe_cte(**given)
-    assert str(caught.value).startswith("moe_cte: ")
+SUITE: Suite = (moe_cte, dict, [*TENSORS, *PAIRS, *SCALES, *OPTIONS, *CONDITIONS, *SCHEDULING, *MX])
+
+
+@pytest.mark.parametrize("call", broken_calls([SUITE]))
+def test_refused(call: BrokenCall) -> None:
+    call.check()
 
 
 @pytest.mark.parametrize(

@@ -12,14 +12,9 @@ from hf_neuron_moe.errors import ConfigError, DeviceError, DTypeError, NeuronMoE
 from hf_neuron_moe.kernels.blockwise_mm_bwd import blockwise_mm_bwd
 from hf_neuron_moe.kernels.routing import build_block_plan, count_blocks, expert_mask, masked_affinities
 from hf_neuron_moe.modules import ops
+from tests.refusals import Arguments, BrokenCall, Case, Suite, bf16, broken_calls
 
 S, H, I, T, E, B = 128, 128, 256, 20, 3, 128  # noqa: E741
-Arguments = dict[str, Any]
-Case = tuple[type[NeuronMoEError], str, Arguments]
-
-
-def bf16(*shape: int, device: str = "cpu") -> torch.Tensor:
-    return torch.ones(shape, dtype=torch.bfloat16, device=device)
 
 
 def moe_arguments() -> Arguments:
@@ -116,27 +111,16 @@ EXPERTS_OPERATOR: list[Case] = [
     (ShapeError, "block_size of the plan must be a positive multiple", {"precision": "mxfp8", "block_size": 7}),
     (DeviceError, "down must be on cpu", {"down": bf16(E, H, I, device="meta")}),
 ]
-SUITES: list[tuple[Callable[..., Any], Callable[[], Arguments], list[Case]]] = [
+SUITES: list[Suite] = [
     (blockwise_mm_bwd, moe_backward_arguments, MOE_BACKWARD),
     (ops.swiglu_mlp, mlp_operator_arguments, MLP_OPERATOR),
     (ops.experts, experts_operator_arguments, EXPERTS_OPERATOR),
 ]
 
 
-@pytest.mark.parametrize(
-    ("kernel", "arguments", "kind", "message", "change"),
-    [(kernel, arguments, *case) for kernel, arguments, cases in SUITES for case in cases],
-)
-def test_refused(
-    kernel: Callable[..., Any],
-    arguments: Callable[[], Arguments],
-    kind: type[NeuronMoEError],
-    message: str,
-    change: Arguments,
-) -> None:
-    with pytest.raises(kind, match=message) as caught:
-        kernel(**(arguments() | change))
-    assert str(caught.value).startswith(f"{kernel.__name__}: ")
+@pytest.mark.parametrize("call", broken_calls(SUITES))
+def test_refused(call: BrokenCall) -> None:
+    call.check()
 
 
 @pytest.mark.parametrize(("kernel", "arguments", "cases"), SUITES)
