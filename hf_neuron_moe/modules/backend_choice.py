@@ -35,7 +35,7 @@ class LongCalls:
         """Return whether PyTorch computes a call of `tokens` tokens to the block `name`."""
         if tokens <= self.most:
             return False
-        if not self.told and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and not self.told:  # in this order: a compiler would watch told
             self.told = True
             message = (
                 f"{name}: calls of more than {self.most:,} tokens are computed by PyTorch and not by the kernels, "
