@@ -15,22 +15,20 @@ Legend: H hidden, I intermediate, E experts, K experts per token, T tokens.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import math
-import os
-import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 # A script's folder is searched first, and kernels.py here is not the package of that name that transformers looks for.
 if str(Path(__file__).resolve().parent) in sys.path:
     sys.path.remove(str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from rich.console import Console
@@ -40,26 +38,17 @@ from transformers import LlamaConfig, MixtralConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
+from benchmarks.setting import Shape, machine, restart_with_isa
 from hf_neuron_moe import NeuronMoEConfig, patch_model
-from hf_neuron_moe.backends.torch.compute import bf16_matmul_is_fast
 from hf_neuron_moe.training import measure_saved_bytes
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(Shape):
     """One block shape; a dense MLP has no experts."""
-
-    name: str
-    H: int
-    I: int  # noqa: E741
-    T: int
-    E: int = 0
-    K: int = 0
 
     @property
     def title(self) -> str:
-        experts = f" E={self.E} k={self.K}" if self.E else " dense"
-        return f"({self.name}) H={self.H} I={self.I}{experts} T={self.T}"
+        return f"({self.name}) {self.sizes} T={self.T}"
 
 
 CASES = {
@@ -289,18 +278,6 @@ def bench_decode(case: Case, repeats: int, progress: Progress) -> dict[str, Any]
     return result
 
 
-def machine() -> dict[str, Any]:
-    return {
-        "date": datetime.date.today().isoformat(),
-        "processor": platform.processor() or platform.machine(),
-        "isa": torch.backends.cpu.get_cpu_capability(),
-        "native_bf16_matmul": bf16_matmul_is_fast(torch.device("cpu")),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
-
-
 def show(report: dict[str, Any], console: Console) -> None:
     """Print the report as tables, for the halves that were run."""
     console.print(report["machine"])
@@ -336,13 +313,6 @@ def decode_table(entries: dict[str, Any]) -> Table:
     for name, entry in entries.items():
         table.add_row(CASES[name].title, *(f"{row['time_over_best_stock']:.2f}" for row in entry.values()))
     return table
-
-
-def restart_with_isa(isa: str) -> None:
-    """Run again with the matmul libraries held to `isa`; they read it once, when they are loaded."""
-    wanted = {"ONEDNN_MAX_CPU_ISA": isa.upper(), "ATEN_CPU_CAPABILITY": isa, "MKL_ENABLE_INSTRUCTIONS": isa.upper()}
-    if any(os.environ.get(key) != value for key, value in wanted.items()):
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **wanted})
 
 
 def main() -> None:

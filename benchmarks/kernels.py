@@ -32,7 +32,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.blocks import CASES, Case, Progress, machine, make_inputs, restart_with_isa, time_in_turns
+from benchmarks.blocks import CASES, Case, Progress, make_inputs, time_in_turns
+from benchmarks.setting import machine, restart_with_isa
 from hf_neuron_moe.formats.mx import quantize_mx
 from hf_neuron_moe.kernels.blockwise_mm_bwd import blockwise_mm_bwd
 from hf_neuron_moe.kernels.mlp_mxfp8 import mlp_backward_mxfp8, mlp_forward_mxfp8

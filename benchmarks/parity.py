@@ -23,6 +23,7 @@ from typing import Any
 # Not the benchmarks' own folder: kernels.py in it is not the package of that name that transformers looks for.
 if str(Path(__file__).resolve().parent) in sys.path:
     sys.path.remove(str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 sys.path.insert(0, str(Path(__file__).resolve().parent / "parity_study"))
 
@@ -34,6 +35,8 @@ from study_models import SUBJECTS, Study, Subject
 from study_runs import Run, do, planned, stored
 from study_summary import FP32_HEADINGS, HEADINGS, fp32_rows, markdown, rows, summarize, verdict
 from transformers.utils import logging as transformers_logging
+
+from benchmarks.setting import restart_with_isa
 
 PROGRESS_S = 10.0
 
@@ -52,13 +55,6 @@ def parse_arguments() -> argparse.Namespace:
     if arguments.seeds < 1 or (arguments.steps is not None and arguments.steps < 1):
         parser.error("--seeds and --steps must be at least 1")
     return arguments
-
-
-def restart_with_isa(isa: str) -> None:
-    """Run again with the matmul libraries held to `isa`; they read it once, when they are loaded."""
-    wanted = {"ONEDNN_MAX_CPU_ISA": isa.upper(), "ATEN_CPU_CAPABILITY": isa, "MKL_ENABLE_INSTRUCTIONS": isa.upper()}
-    if any(os.environ.get(key) != value for key, value in wanted.items()):
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **wanted})
 
 
 class Progress:

@@ -24,13 +24,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 # A script's folder is searched first, and kernels.py here is not the package of that name that transformers looks for.
 if str(Path(__file__).resolve().parent) in sys.path:
     sys.path.remove(str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import transformers
@@ -40,33 +41,27 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig, TrainerCallback
 
+from benchmarks.setting import Shape
 from hf_neuron_moe import NeuronMoETrainer, NeuronMoETrainingArguments
 from hf_neuron_moe.training.arguments import DEFAULT_HEALTH_STEPS
 from hf_neuron_moe.training.metrics import TrainingMonitor
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(Shape):
     """One model and batch; a dense model has no experts."""
 
-    name: str
-    H: int
-    I: int  # noqa: E741
-    L: int
-    T: int
-    E: int = 0
-    K: int = 0
+    L: int = 4
 
     @property
     def title(self) -> str:
-        experts = f" E={self.E} K={self.K}" if self.E else " dense"
-        return f"H={self.H} I={self.I} L={self.L}{experts} T={self.T}"
+        return f"{self.sizes} L={self.L} T={self.T}"
 
 
 CASES = (
-    Case("dense", 384, 1024, 4, 256),
-    Case("few experts", 256, 512, 4, 256, 8, 2),
-    Case("many experts", 256, 128, 4, 256, 64, 8),
+    Case("dense", 384, 1024, 256),
+    Case("few experts", 256, 512, 256, 8, 2),
+    Case("many experts", 256, 128, 256, 64, 8),
 )
 """Short steps on purpose: the cost hardly depends on a step's length, so that longer ones are slowed down less."""
 LENGTH = 128
@@ -227,7 +222,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
     ):
         made.add_column(heading, justify="left" if heading in ("case", "shape") else "right")
     for row in rows:
-        case = Case(**{key: row[key] for key in ("name", "H", "I", "L", "T", "E", "K")})
+        case = Case(**{each.name: row[each.name] for each in fields(Case)})
         made.add_row(
             case.name,
             case.title,

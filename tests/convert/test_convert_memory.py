@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, MixtralConfig
+
+from tests.measured_models import save_mixtral
 
 MEASURE = """
 import sys
@@ -38,18 +38,7 @@ print(peak_of(1) - start, peak_of(6) - start)
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
 def test_anonymous_memory_does_not_grow_with_the_checkpoint(repo_root, tmp_path):
     for layers in (1, 6):
-        config = MixtralConfig(
-            hidden_size=512,
-            intermediate_size=1792,
-            num_hidden_layers=layers,
-            num_attention_heads=8,
-            num_key_value_heads=4,
-            vocab_size=256,
-            num_local_experts=8,
-        )
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        model.save_pretrained(tmp_path / f"source{layers}")
-        del model
+        save_mixtral(tmp_path / f"source{layers}", layers)
     for precision in ("bf16", "mxfp8"):
         command = [sys.executable, "-c", MEASURE, str(tmp_path), precision]
         result = subprocess.run(command, capture_output=True, text=True, cwd=repo_root, check=True)

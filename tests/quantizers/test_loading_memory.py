@@ -7,10 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, MixtralConfig
 
 from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
+from tests.measured_models import save_mixtral
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 MEASURE = """
@@ -47,18 +46,7 @@ print(peak - start, sum(tensor.nbytes for tensor in model.state_dict().values())
 @pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
 def test_next_to_no_anonymous_memory_is_used(tmp_path: Path, precision: str) -> None:
     for layers in (1, 6):
-        config = MixtralConfig(
-            hidden_size=512,
-            intermediate_size=1792,
-            num_hidden_layers=layers,
-            num_attention_heads=8,
-            num_key_value_heads=4,
-            vocab_size=256,
-            num_local_experts=8,
-        )
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        model.save_pretrained(tmp_path / f"source{layers}")
-        del model
+        save_mixtral(tmp_path / f"source{layers}", layers)
         convert_checkpoint(tmp_path / f"source{layers}", tmp_path / str(layers), ConvertOptions(precision))
     command = [sys.executable, "-c", MEASURE, str(tmp_path / "1"), str(tmp_path / "6")]
     result = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)

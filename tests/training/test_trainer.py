@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from hf_neuron_moe import patch_model
 from hf_neuron_moe.training import enable_moe_resume
 from tests.tiny_models import HOMES, tiny_model, tokens
+from tests.training.runs import SETTINGS
 
 
 class Rows(Dataset[dict[str, Tensor]]):
@@ -33,19 +34,7 @@ class Rows(Dataset[dict[str, Tensor]]):
 
 def train(model: nn.Module, folder: Path, resume: str | None = None, **options: Any) -> list[float]:
     """Train a few steps; return the loss of every step, as logged (all digits)."""
-    settings: dict[str, Any] = {
-        "max_steps": 4,
-        "per_device_train_batch_size": 2,
-        "learning_rate": 1e-2,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "use_cpu": True,
-        "seed": 5,
-        "disable_tqdm": True,
-        "gradient_checkpointing": False,
-    }
-    arguments = TrainingArguments(output_dir=str(folder), **{**settings, **options})
+    arguments = TrainingArguments(output_dir=str(folder), **{**SETTINGS, **options})
     trainer = Trainer(model=model, args=arguments, train_dataset=Rows())
     trainer.train(resume_from_checkpoint=resume)
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

@@ -1,0 +1,51 @@
+"""What the benchmarks share: the shape that is measured, the machine, and the instruction set it is held to."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hf_neuron_moe.backends.torch.compute import bf16_matmul_is_fast
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of what is measured: H hidden, I intermediate, T tokens, E experts (none: dense), K experts per token."""
+
+    name: str
+    H: int
+    I: int  # noqa: E741
+    T: int
+    E: int = 0
+    K: int = 0
+
+    @property
+    def sizes(self) -> str:
+        """In words, without the tokens."""
+        return f"H={self.H} I={self.I}" + (f" E={self.E} k={self.K}" if self.E else " dense")
+
+
+def machine() -> dict[str, Any]:
+    """Describe where the numbers come from."""
+    return {
+        "date": datetime.date.today().isoformat(),
+        "processor": platform.processor() or platform.machine(),
+        "isa": torch.backends.cpu.get_cpu_capability(),
+        "native_bf16_matmul": bf16_matmul_is_fast(torch.device("cpu")),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def restart_with_isa(isa: str) -> None:
+    """Run again with the matmul libraries held to `isa`; they read it once, when they are loaded."""
+    wanted = {"ONEDNN_MAX_CPU_ISA": isa.upper(), "ATEN_CPU_CAPABILITY": isa, "MKL_ENABLE_INSTRUCTIONS": isa.upper()}
+    if any(os.environ.get(key) != value for key, value in wanted.items()):
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **wanted})
