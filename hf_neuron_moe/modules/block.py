@@ -19,7 +19,7 @@ from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.errors import NeuronMoEWarning, UnsupportedModelError, refuse
 from hf_neuron_moe.modules.activation import why_not_silu
 from hf_neuron_moe.modules.backend_choice import LongCalls, for_weights_of
-from hf_neuron_moe.modules.saved_bytes import BlockShape, saved_bytes
+from hf_neuron_moe.modules.saved_bytes import BlockShape, saved_bytes, saved_bytes_of_call, saved_bytes_per_call
 from hf_neuron_moe.modules.state_dict import WeightRule
 
 _OWN_COPY = ("_parameters", "_buffers", "_modules")
@@ -103,6 +103,19 @@ class NeuronBlock(nn.Module):
         The input and the routing are included. NaN where the model does not say how many experts a token has.
         """
         return saved_bytes(self.neuron_shape, self.neuron_keep)
+
+    @property
+    def saved_bytes_per_call(self) -> float:
+        """Bytes that every call keeps on top of :attr:`saved_bytes_per_token`: of the kernels' unfilled blocks."""
+        return saved_bytes_per_call(self.neuron_shape, self.neuron_keep)
+
+    def saved_bytes(self, tokens: int) -> int:
+        """Return the bytes that the block's operator keeps of a call with so many tokens, input and routing included.
+
+        Args:
+            tokens: of the call; no more than the kernels take, where they compute it.
+        """
+        return saved_bytes_of_call(self.neuron_shape, self.neuron_keep, tokens)
 
     def train(self, mode: bool = True) -> Self:
         """Set training or evaluation mode; a change drops the copies of the block's weights.

@@ -51,10 +51,11 @@ class NeuronExperts(NeuronBlock):
     @property
     def neuron_shape(self) -> BlockShape:
         """What the block's kept bytes depend on."""
-        _, first, second = self.down_proj.shape
+        experts, first, second = self.down_proj.shape
         hidden, inner = (second, first) if self.is_transposed else (first, second)
+        config, top_k = self.neuron_config, self.neuron_top_k or 0
         return BlockShape(
-            self.neuron_config.precision, hidden, inner, self.neuron_top_k or 0, self.neuron_config.backend
+            config.precision, hidden, inner, top_k, config.backend, experts=experts, block_size=config.block_size
         )
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

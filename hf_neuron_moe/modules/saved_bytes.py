@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -18,8 +20,8 @@ from hf_neuron_moe.modules.ops_checks import COMPUTE_DTYPE
 ROUTING_BYTES = torch.int64.itemsize + torch.float32.itemsize
 """A kept token-expert pair: its expert's id and its weight."""
 
-_TOKENS = 128
-"""Tokens to look at: the kernels' backends keep whole tiles of so many."""
+_TILE = 128
+"""The kernels' backends keep whole tiles of so many tokens, and of experts' tokens an even number of whole blocks."""
 
 _SILU_FLOPS = 4
 """Exponential, addition, division, product: enough to rank an elementwise pass among the others."""
@@ -36,6 +38,8 @@ class BlockShape:
         top_k: K of routed experts; None for a dense MLP; 0 where it is not known.
         backend: a name that :func:`~hf_neuron_moe.backends.resolve_backend` returned.
         frozen: whether the weights are MX codes, which have no gradient that would read the input.
+        experts: E; None for a dense MLP and where no kernel keeps blocks of tokens.
+        block_size: tokens per block, read for experts.
     """
 
     precision: str
@@ -44,13 +48,15 @@ class BlockShape:
     top_k: int | None = None
     backend: str = "torch"
     frozen: bool = False
+    experts: int | None = None
+    block_size: int = _TILE
 
 
-@functools.cache
 def saved_bytes(shape: BlockShape, keep: str) -> float:
     """Return the bytes per token that the block's operator keeps: input, routing and checkpoints.
 
-    A model that also keeps the block's input or its routing elsewhere, as most do, pays for those once.
+    A model that also keeps the block's input or its routing elsewhere, as most do, pays for those once. What comes on
+    top with every call is :func:`saved_bytes_per_call`.
 
     Args:
         shape: the block.
@@ -59,17 +65,63 @@ def saved_bytes(shape: BlockShape, keep: str) -> float:
     Returns:
         A whole number, or NaN where `shape` does not know the number of experts per token.
     """
-    if shape.top_k == 0:
-        return math.nan
-    rows = _TOKENS * (1 if shape.top_k is None else shape.top_k)
-    x = torch.empty((_TOKENS, shape.hidden), dtype=COMPUTE_DTYPE[shape.precision], device="meta")
-    backend, kept = get_backend(shape.backend), parse_keep(keep)
-    make = backend.frozen_fake_saved if shape.frozen else backend.fake_saved
-    tensors: list[torch.Tensor] = [*make(x, rows, shape.intermediate, keep)]
+    return _line_of(shape, keep)[0]
+
+
+def saved_bytes_per_call(shape: BlockShape, keep: str) -> float:
+    """Return the bytes that every call keeps whatever its tokens, on top of :func:`saved_bytes` per token.
+
+    Kernels of experts keep whole blocks, as many as the worst routing needs: E - 1 more than full ones would be. The
+    figure holds for calls whose tokens fill whole blocks; others keep up to a tile or a block per expert more or less.
+    """
+    return _line_of(shape, keep)[1]
+
+
+def saved_bytes_of_call(shape: BlockShape, keep: str, tokens: int) -> int:
+    """Return the bytes that the block's operator keeps of a call with so many tokens.
+
+    Args:
+        shape: the block; it knows the number of experts per token.
+        keep: a canonical keep string.
+        tokens: T.
+    """
+    x = torch.empty((tokens, shape.hidden), dtype=COMPUTE_DTYPE[shape.precision], device="meta")
+    kept = parse_keep(keep)
+    tensors = [*_checkpoints(shape, keep, x)]
     if kept.keeps_input_frozen if shape.frozen else kept.keeps_input:
         tensors.append(x)
     routing = 0 if shape.top_k is None else shape.top_k * ROUTING_BYTES
-    return sum(tensor.nbytes for tensor in tensors) / _TOKENS + routing
+    return sum(tensor.nbytes for tensor in tensors) + routing * tokens
+
+
+def _checkpoints(shape: BlockShape, keep: str, x: torch.Tensor) -> Sequence[torch.Tensor]:
+    backend, inner = get_backend(shape.backend), shape.intermediate
+    if shape.experts is None or shape.top_k is None:
+        make = backend.frozen_fake_saved if shape.frozen else backend.fake_saved
+        return make(x, x.shape[0] * (shape.top_k or 1), inner, keep)
+    gate_up, down = (
+        x.new_empty((shape.experts, *sizes)) for sizes in ((2 * inner, shape.hidden), (shape.hidden, inner))
+    )
+    index = torch.empty((x.shape[0], shape.top_k), dtype=torch.int64, device="meta")
+    return backend.fake_experts_saved(x, index, gate_up, down, False, shape.precision, shape.block_size, keep)
+
+
+def _line_of(shape: BlockShape, keep: str) -> tuple[float, float]:
+    backend: Any = get_backend(shape.backend)
+    return _line(backend, shape, keep)
+
+
+@functools.cache
+def _line(backend: Any, shape: BlockShape, keep: str) -> tuple[float, float]:
+    """Bytes per token and per call, of calls whose tokens fill whole tiles and an even number of whole blocks.
+
+    What the kernels keep depends on their release, so the backend is part of the question.
+    """
+    if shape.top_k == 0:
+        return math.nan, math.nan
+    step = 2 * max(_TILE, shape.block_size)
+    once, twice = (saved_bytes_of_call(shape, keep, count * step) for count in (1, 2))
+    return (twice - once) / step, 2.0 * once - twice
 
 
 def recomputed_flops(shape: BlockShape, keep: str) -> int:

@@ -256,6 +256,7 @@ def _entry(candidate: Candidate, otherwise: str, reason: str | None, item: PlanI
         fallback=item.fallback if item is not None and patched else "",
         weight_copy_bytes=item.weight_copy_bytes if item is not None and patched else 0,
         notes=item.notes if item is not None and patched else (),
+        kernel_sizes=item.kernel_sizes if item is not None and patched else None,
     )
 
 

@@ -68,6 +68,7 @@ class PlanItem:
         most_tokens: number of tokens of one call above which PyTorch computes it; None where the kernels compute, or
             refuse, every call.
         notes: for the report.
+        kernel_sizes: H and I as the kernels get them; None where PyTorch computes it.
     """
 
     candidate: Candidate
@@ -77,6 +78,7 @@ class PlanItem:
     weight_copy_bytes: int = 0
     most_tokens: int | None = None
     notes: tuple[str, ...] = ()
+    kernel_sizes: tuple[int, int] | None = None
 
 
 def apply_plan(model: nn.Module, plan: Sequence[PlanItem], state: PatchState) -> None:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
-from hf_neuron_moe.activation_policy import as_activations, canonical_keep
+from hf_neuron_moe.activation_policy import ActivationBudget, as_activations, canonical_keep
 from hf_neuron_moe.errors import UnsupportedModelError, refuse
 from hf_neuron_moe.modules.block import NeuronBlock
 from hf_neuron_moe.patching.apply import PatchState, states
-from hf_neuron_moe.patching.policies import PlannedBlock, resolve
+from hf_neuron_moe.patching.policies import PlannedBlock, noted_policy, resolve
 from hf_neuron_moe.patching.report import PatchEntry
 
 _WHERE = "set_activations"
@@ -73,12 +72,9 @@ def _bring_up_to_date(state: PatchState, config: Any) -> None:
         block = present.get(entry.name)
         if block is None:
             return entry
-        saved = block.saved_bytes_per_token
-        return replace(
-            entry,
-            activations=str(block.neuron_config.activations),
-            saved_bytes_per_token=None if math.isnan(saved) else saved,
-        )
+        policy = block.neuron_config.activations
+        assert not isinstance(policy, ActivationBudget), "a block has a policy of its own"
+        return noted_policy(entry, block.neuron_shape, policy)
 
     state.report = replace(state.report, config=config, entries=tuple(map(entry_now, state.report.entries)))
     state.request = (config, *state.request[1:])

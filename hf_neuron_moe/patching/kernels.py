@@ -43,7 +43,8 @@ def plan_item(candidate: Candidate, config: NeuronMoEConfig) -> PlanItem:
     most = _most_tokens(candidate, resolved) if config.fallback == "torch" else None
     notes = () if most is None else (f"calls of more than {most:,} tokens run on torch",)
     copies = _copy_bytes(candidate, resolved)
-    return PlanItem(candidate, resolved, weight_copy_bytes=copies, most_tokens=most, notes=notes)
+    sizes: tuple[int, int] = _block(candidate, resolved).padded
+    return PlanItem(candidate, resolved, weight_copy_bytes=copies, most_tokens=most, notes=notes, kernel_sizes=sizes)
 
 
 def _block(candidate: Candidate, config: NeuronMoEConfig) -> Any:

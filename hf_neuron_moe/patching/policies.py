@@ -18,7 +18,13 @@ from hf_neuron_moe.activation_policy import (
 )
 from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.errors import ConfigError, refuse
-from hf_neuron_moe.modules.saved_bytes import BlockShape, recomputed_flops, saved_bytes
+from hf_neuron_moe.modules.saved_bytes import (
+    BlockShape,
+    recomputed_flops,
+    saved_bytes,
+    saved_bytes_of_call,
+    saved_bytes_per_call,
+)
 from hf_neuron_moe.patching.apply import PlanItem
 from hf_neuron_moe.patching.budget import Option, cheapest_plan
 from hf_neuron_moe.patching.globs import check_globs
@@ -57,24 +63,29 @@ def with_policies(
     resolved = [
         replace(item, config=replace(item.config, activations=policy)) for item, policy in zip(plan, own, strict=True)
     ]
-    facts = {
-        block.names[0]: (policy, saved_bytes(block.shape, canonical_keep(policy, block.shape.precision)))
-        for block, policy in zip(blocks, own, strict=True)
-    }
-    noted = []
-    for entry in entries:
-        if entry.name in facts:
-            policy, saved = facts[entry.name]
-            entry = replace(entry, activations=str(policy), saved_bytes_per_token=None if math.isnan(saved) else saved)
-        noted.append(entry)
+    policies = {block.names[0]: (block.shape, policy) for block, policy in zip(blocks, own, strict=True)}
+    noted = [noted_policy(entry, *policies[entry.name]) if entry.name in policies else entry for entry in entries]
     return resolved, tuple(noted)
+
+
+def noted_policy(entry: PatchEntry, shape: BlockShape, policy: BlockActivations) -> PatchEntry:
+    """Return the entry with a policy and what the block keeps with it."""
+    keep = canonical_keep(policy, shape.precision)
+    saved = saved_bytes(shape, keep)
+    if math.isnan(saved):
+        return replace(entry, activations=str(policy), saved_bytes_per_token=None, saved_bytes_per_call=0.0)
+    per_call = saved_bytes_per_call(shape, keep)
+    return replace(entry, activations=str(policy), saved_bytes_per_token=saved, saved_bytes_per_call=per_call)
 
 
 def _shape(item: PlanItem) -> BlockShape:
     experts, hidden, inner = item.candidate.sizes
     assert hidden is not None and inner is not None, "a block of unknown sizes is refused"
     top_k = None if experts is None else item.candidate.top_k or 0
-    return BlockShape(item.config.precision, hidden, inner, top_k, item.config.backend)
+    config = item.config
+    return BlockShape(
+        config.precision, hidden, inner, top_k, config.backend, experts=experts, block_size=config.block_size
+    )
 
 
 def resolve(
@@ -131,7 +142,7 @@ def _solve(budget: ActivationBudget, blocks: Sequence[PlannedBlock], where: str)
                 got=f"{budget}, to be divided among blocks such as {block.names[0]!r}",
                 remedy="Name the checkpoints instead, for example activations='minimal'.",
             )
-    options = [_options(block.shape, budget.allow_fp8) for block in blocks]
+    options = [_options(block.shape, budget) for block in blocks]
     plan = cheapest_plan(options, budget.limit)
     if plan is None:
         floor = sum(min(option.saved for option in choices) for choices in options)
@@ -149,13 +160,19 @@ def _solve(budget: ActivationBudget, blocks: Sequence[PlannedBlock], where: str)
     return [as_block(option.keep, block.shape.precision) for option, block in zip(plan.options, blocks, strict=True)]
 
 
-def _options(shape: BlockShape, allow_fp8: bool) -> list[Option]:
+def _options(shape: BlockShape, budget: ActivationBudget) -> list[Option]:
     """Every policy the block could have, presets first, so that they win over equal ones."""
+
+    def saved(keep: str) -> float:
+        if budget.tokens is None:
+            return saved_bytes(shape, keep)
+        return saved_bytes_of_call(shape, keep, budget.tokens) / budget.tokens
+
     full = canonical_keep("full", shape.precision)
-    keeps = sorted(keep_strings(shape.precision) - ({"fp8"} if not allow_fp8 else set()))
+    keeps = sorted(keep_strings(shape.precision) - ({"fp8"} if not budget.allow_fp8 else set()))
     presets = (full, "minimal", "recompute", "fp8")
     keeps.sort(key=lambda keep: presets.index(keep) if keep in presets else len(presets))
-    return [Option(keep, saved_bytes(shape, keep), recomputed_flops(shape, keep)) for keep in keeps]
+    return [Option(keep, saved(keep), recomputed_flops(shape, keep)) for keep in keeps]
 
 
 def as_block(keep: str, precision: str) -> BlockActivations:

@@ -32,6 +32,9 @@ class PatchEntry:
         activations: the block's own activation policy by its name; None where not patched.
         saved_bytes_per_token: what its operator keeps for backward, per token of its input, input and routing
             included; None where not patched, or where the model does not say how many experts a token has.
+        saved_bytes_per_call: what every call keeps on top of that, whatever its tokens: kernels of experts keep whole
+            blocks, as many as the worst routing needs.
+        kernel_sizes: H and I as the Neuron kernels get them; None where PyTorch computes the block.
         fallback: why PyTorch computes the block and not the kernels that were asked for; empty otherwise.
         weight_copy_bytes: copies of the block's weights that its kernels read, in their orientation, sizes and dtype;
             they are made once per optimizer step, and under FSDP for every call.
@@ -54,10 +57,14 @@ class PatchEntry:
     fallback: str = ""
     weight_copy_bytes: int = 0
     notes: tuple[str, ...] = ()
+    saved_bytes_per_call: float = 0.0
+    kernel_sizes: tuple[int, int] | None = None
 
     @property
     def padded_sizes(self) -> tuple[int, int] | None:
-        """H and I as the kernels get them, multiples of 128; None where unknown."""
+        """H and I as the kernels get them, multiples of 128 where PyTorch stands in for them; None where unknown."""
+        if self.kernel_sizes is not None:
+            return self.kernel_sizes
         if self.hidden_size is None or self.intermediate_size is None:
             return None
         return padded_size(self.hidden_size), padded_size(self.intermediate_size)
@@ -65,13 +72,15 @@ class PatchEntry:
     @property
     def padding_overhead_percent(self) -> float | None:
         """Extra multiply-adds of the kernels due to padding, in percent; None where unknown."""
-        if self.hidden_size is None or self.intermediate_size is None:
+        padded = self.padded_sizes
+        if padded is None or self.hidden_size is None or self.intermediate_size is None:
             return None
-        return overhead_percent(self.hidden_size, self.intermediate_size)
+        return overhead_percent(self.hidden_size, self.intermediate_size, padded)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the entry as plain values, padding included."""
         values = asdict(self) | {"aliases": list(self.aliases), "notes": list(self.notes)}
+        del values["kernel_sizes"]
         padded = self.padded_sizes
         values["padded_sizes"] = None if padded is None else list(padded)
         values["padding_overhead_percent"] = self.padding_overhead_percent
@@ -116,12 +125,18 @@ class PatchReport:
         """What all patched blocks together keep for backward, per token; those of unknown size are left out."""
         return sum(entry.saved_bytes_per_token or 0.0 for entry in self.patched)
 
+    @property
+    def saved_bytes_per_call(self) -> float:
+        """What all patched blocks together keep of every call on top of :attr:`saved_bytes_per_token`."""
+        return sum(entry.saved_bytes_per_call for entry in self.patched)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain values that ``json.dumps`` accepts."""
         values: dict[str, Any] = {
             "config": self.config.to_dict(),
             "entries": [entry.to_dict() for entry in self.entries],
             "saved_bytes_per_token": self.saved_bytes_per_token,
+            "saved_bytes_per_call": self.saved_bytes_per_call,
         }
         if self.parts:
             values["parts"] = {name: part.to_dict() for name, part in self.parts}
@@ -164,6 +179,9 @@ def merged(parts: Mapping[str, PatchReport]) -> PatchReport:
     )
     return PatchReport(next(iter(parts.values())).config, entries, tuple(parts.items()))
 
+
+_TOKENS = 4096
+"""Of the call for which the text says what is kept in all."""
 
 _HEADER = (
     "module",
@@ -215,8 +233,14 @@ def _saved_lines(report: PatchReport) -> list[str]:
     parts = [f"{count} {kind} x {saved / 1024:.2f} ({policy})" for (kind, policy, saved), count in groups.items()]
     if not parts:
         return []
-    total = report.saved_bytes_per_token / 1024
-    return [f"Saved for backward: {total:.2f} KiB per token = {' + '.join(parts)}"]
+    total, fixed = report.saved_bytes_per_token / 1024, report.saved_bytes_per_call / 1024
+    lines = [f"Saved for backward: {total:.2f} KiB per token = {' + '.join(parts)}"]
+    if fixed:
+        lines.append(
+            f"On top, per call: {fixed:,.0f} KiB of blocks that the worst routing could fill; so at {_TOKENS:,} tokens "
+            f"{total + fixed / _TOKENS:.2f} KiB per token"
+        )
+    return lines
 
 
 def _copy_lines(report: PatchReport) -> list[str]:

@@ -1,0 +1,108 @@
+"""What the patch report says of blocks that the kernels compute: sizes, kept bytes, open points."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hf_neuron_moe import patch_model
+from hf_neuron_moe.activation_policy import keep_strings
+from hf_neuron_moe.modules.block import NeuronBlock
+from hf_neuron_moe.patching import set_activations
+from hf_neuron_moe.training import measure_saved_bytes
+from tests.neuron.small_runs import CASES, DENSE, EXPERTS, EXPERTS_MX, Case
+from tests.tiny_models import tokens
+
+Start = Callable[..., SimpleNamespace]
+
+
+def patched(case: Case, **options: Any) -> tuple[Any, Any]:
+    model = case.model(**options.pop("sizes", {}))
+    return model, patch_model(model, {**case.options, "backend": "neuron", **options})
+
+
+def block_of(model: Any) -> tuple[str, NeuronBlock]:
+    return next((name, found) for name, found in model.named_modules() if isinstance(found, NeuronBlock))
+
+
+@pytest.mark.parametrize(
+    ("name", "release"),
+    [("dense", (2, 33)), ("experts-mxfp8", (2, 33)), ("experts-bf16", (2, 33)), ("experts-bf16", (2, 29))],
+)
+def test_kept_bytes_are_those_that_are_measured(name: str, release: tuple[int, int], machine: Start) -> None:
+    case = CASES[name]
+    machine(target=case.target, release=release)
+    model, _ = patched(case)
+    name, block = block_of(model)
+    for policy in ("minimal", "recompute", "fp8", "gate_pre+up") if case is not DENSE else ("full", "fp8", "gate_pre"):
+        assert policy in {"full", *keep_strings(case.precision)}
+        set_activations(model, policy)
+        for length in (16, 150):
+            with measure_saved_bytes({name: block}) as saved:
+                model(input_ids=tokens(2, length))
+            measured = saved.modules[name].bytes_per_token * 2 * length
+            assert round(measured) == block.saved_bytes(2 * length), (policy, length)
+
+
+@pytest.mark.parametrize("case", [EXPERTS, EXPERTS_MX], ids=["bf16", "mxfp8"])
+def test_every_call_keeps_blocks_that_the_worst_routing_could_fill(case: Case, machine: Start) -> None:
+    machine(target=case.target)
+    model, report = patched(case, activations="full")
+    (entry,), (_, block) = report.patched, block_of(model)
+    experts, size, inner = 4, case.block_size, entry.padded_sizes[1]
+    # E - 1 spare blocks of gate and up in bf16; an even number of blocks in all where the cores share them.
+    spare = experts - 1 + (case is EXPERTS_MX)
+    assert entry.saved_bytes_per_call == block.saved_bytes_per_call == spare * size * 2 * inner * 2
+    assert entry.saved_bytes_per_token == block.saved_bytes_per_token
+    for count in (2 * size, 8 * size):
+        assert block.saved_bytes(count) == count * entry.saved_bytes_per_token + entry.saved_bytes_per_call
+    assert report.saved_bytes_per_call == report.to_dict()["saved_bytes_per_call"] == entry.saved_bytes_per_call
+    total = report.saved_bytes_per_token + report.saved_bytes_per_call / 4096
+    assert f"at 4,096 tokens {total / 1024:.2f} KiB per token" in str(report)
+    set_activations(model, "recompute")
+    assert block.saved_bytes_per_call == 0
+
+
+def test_a_budget_for_a_number_of_tokens_counts_the_unfilled_blocks(machine: Start) -> None:
+    machine(target="trn2")
+    model, _ = patched(EXPERTS, activations="full")
+    _, block = block_of(model)
+    exact = block.saved_bytes(512)
+    for limit, kept in ((exact, True), (exact - 1, False)):
+        model, _ = patched(EXPERTS, activations={"total_bytes": limit, "tokens": 512})
+        assert (block_of(model)[1].saved_bytes(512) == exact) == kept
+    # Per token, without a number of tokens, long calls are meant.
+    long_call = block.saved_bytes_per_token
+    _, report = patched(EXPERTS, activations={"bytes_per_token": long_call})
+    assert report.patched[0].saved_bytes_per_token == long_call
+
+
+@pytest.mark.parametrize("case", [EXPERTS, EXPERTS_MX, DENSE], ids=["bf16", "mxfp8", "dense"])
+def test_sizes_are_those_of_the_kernels(case: Case, machine: Start) -> None:
+    sizes = {"hidden_size": 96, "intermediate_size": 80}
+    _, plain = patched(case, backend="torch", sizes=sizes)
+    double = machine(target=case.target).double
+    model, report = patched(case, sizes=sizes)
+    entry = report.patched[0]
+    wanted = (512, 128) if case is EXPERTS else (128, 128)
+    assert entry.padded_sizes == wanted and entry.to_dict()["padded_sizes"] == list(wanted)
+    assert f"{wanted[0]} x {wanted[1]}" in str(report)
+    assert entry.padding_overhead_percent == pytest.approx(100 * (wanted[0] * wanted[1] / (96 * 80) - 1))
+    assert plain.patched[0].padded_sizes == (128, 128)
+    model(input_ids=tokens())
+    call = double.calls[0].arguments
+    assert call["hidden" if case is DENSE else "hidden_states"].shape[1] == wanted[0]
+    down = call["down_weights" if case is DENSE else "down_proj_weight"].shape
+    assert set(down[-2:]) == set(wanted)
+
+
+def test_where_pytorch_computes_the_sizes_are_not_the_kernels(machine: Start) -> None:
+    machine(target="trn2")
+    _, report = patched(
+        EXPERTS, precision="mxfp8", fallback="torch", sizes={"hidden_size": 512, "intermediate_size": 80}
+    )
+    entry = report.patched[0]
+    assert entry.backend == "torch" and entry.padded_sizes == (512, 128) and entry.saved_bytes_per_call == 0
