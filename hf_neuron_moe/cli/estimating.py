@@ -8,6 +8,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,9 +16,13 @@ import typer
 
 from hf_neuron_moe.activation_policy import PRESETS, activations_from_text
 from hf_neuron_moe.cli.options import BLOCK_PRECISIONS, Json, choice
+from hf_neuron_moe.cli.roofline_text import gibibytes, show_roofline
 
 if TYPE_CHECKING:
-    from hf_neuron_moe.device.roofline import Roofline
+    from torch import nn
+
+    from hf_neuron_moe.config import NeuronMoEConfig
+    from hf_neuron_moe.device.usable import BlockGroup
     from hf_neuron_moe.training.estimate import TrainingEstimate
 
 DTYPES = ("bf16", "fp16", "fp32")
@@ -77,12 +82,7 @@ def estimate(
     model.to(wanted or torch.float32)  # type: ignore[arg-type]
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     batch, length = batch_of(tokens, batch, length, context)
-    floor = None
-    if device is not None:  # before adapters are put on the model
-        from hf_neuron_moe.device.roofline import roofline
-        from hf_neuron_moe.device.usable import block_groups
-
-        floor = roofline(block_groups(model), device, precision, batch * length, block_size)
+    groups, kept = _blocks_and_policies(model, configs) if device is not None else ([], {})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft's calls of what transformers will rename
         result = estimate_training(
@@ -94,6 +94,13 @@ def estimate(
             lora_rank=lora_rank,
             gradient_checkpointing=gradient_checkpointing,
         )
+    floor = None
+    if device is not None:
+        from hf_neuron_moe.device.roofline import Step, roofline
+
+        step = Step(result.tokens, block_size, trained=not lora_rank, checkpointing=gradient_checkpointing)
+        floor = roofline(groups, device, precision, step, kept)
+        floor = replace(floor, memory={policy.name: policy.total for policy in result.policies})
     if as_json:
         facts = {"ok": True, "model": str(model_dir), "dtype": str(model.dtype).removeprefix("torch.")}
         times = {} if floor is None else {"roofline": floor.to_dict()}
@@ -101,7 +108,24 @@ def estimate(
         return
     _show(result, f"{type(model).__name__}, {str(model.dtype).removeprefix('torch.')}, blocks in {precision}")
     if floor is not None:
-        _show_roofline(floor)
+        show_roofline(floor)
+
+
+def _blocks_and_policies(
+    model: nn.Module, configs: dict[str, NeuronMoEConfig]
+) -> tuple[list[BlockGroup], dict[str, dict[str, str]] | None]:
+    """The model's blocks and what they keep under each policy; before adapters are put on the model."""
+    from hf_neuron_moe.device.roofline import kept_by_blocks
+    from hf_neuron_moe.device.usable import block_groups
+    from hf_neuron_moe.errors import ConfigError, NothingToPatchError
+
+    kept: dict[str, dict[str, str]] = {}
+    for name, config in configs.items():
+        try:
+            kept |= kept_by_blocks(model, {name: config})
+        except (ConfigError, NothingToPatchError):  # the memory's estimate says why
+            continue
+    return block_groups(model), kept or None
 
 
 def batch_of(tokens: int | None, batch: int | None, length: int | None, context: int | None) -> tuple[int, int]:
@@ -177,41 +201,3 @@ def _show(result: TrainingEstimate, title: str) -> None:
     if not result.patched:
         console.print("No block can be patched; `hf-neuron-moe plan` says why.", soft_wrap=True)
     console.print("Total: all of the above. Temporaries and the device's own needs come on top.", soft_wrap=True)
-
-
-def _show_roofline(floor: Roofline) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    console, core = Console(), floor.core
-    peak = core.flops.get(floor.precision)
-    shown = f"no {floor.precision}" if peak is None else f"{peak / 1e12:,.0f} TFLOP/s in {floor.precision}"
-    console.print(
-        f"\nLeast time of forward and backward on a logical core of {core.name} (LNC 2: {shown}, "
-        f"{core.bandwidth / 1e12:.3f} TB/s), {floor.tokens:,} tokens, blocks of {floor.block_size}.\n"
-        "An ESTIMATE from published figures; nothing was measured. Per block, times in milliseconds:",
-        soft_wrap=True,
-    )
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("blocks", overflow="fold")
-    for heading in ("TFLOP", "padding", "GiB", "compute", "memory", "least", "best B"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for part in floor.groups:
-        at, cells = part.floor, ["-"] * 6
-        if at is not None:
-            seconds = (at.compute_seconds, at.memory_seconds, at.seconds)
-            cells = [f"{part.padding_overhead_percent:.1f} %", f"{at.bytes / 2**30:,.2f}"]
-            cells += [*(f"{1e3 * value:,.2f}" for value in seconds), str(part.best_block_size or "-")]
-        table.add_row(part.group.label, f"{part.flops / 1e12:,.2f}", *cells)
-    console.print(table)
-    for part in floor.groups:
-        if part.reason is not None:
-            console.print(f"{part.group.label}: no Neuron kernel: {part.reason}", soft_wrap=True)
-    if floor.seconds:
-        console.print(f"All of these blocks: at least {1e3 * floor.seconds:,.1f} ms per step.", soft_wrap=True)
-
-
-def gibibytes(size: int) -> str:
-    """A size for people, in powers of 1024 as memory counts: ``3.21 GiB``, ``12.0 MiB``."""
-    return f"{size / 1024**3:,.2f} GiB" if size >= 1024**3 else f"{size / 1024**2:,.1f} MiB"

@@ -14,12 +14,16 @@ from torch import nn
 from hf_neuron_moe.backends.neuron.adapter import Adapter, Match
 from hf_neuron_moe.backends.neuron.generations import FUNCTIONS
 from hf_neuron_moe.backends.neuron.limits import Block, Device, why_not
+from hf_neuron_moe.config import BLOCK_SIZES, NeuronMoEConfig
+from hf_neuron_moe.modules.frozen_block import FrozenBlock
 from hf_neuron_moe.patching.discovery import Candidate, discover
 
 DOCUMENTED_SDK = "2.33"
 DOCUMENTED_LNC = 2
 PRECISIONS = ("bf16", "mxfp8")
 TARGETS = ("trn2", "trn3")
+HERE = "here"
+NO_TRAINING = "MX codes are not trained: no documented kernel gives the input's gradient through pre-quantized weights"
 _FURTHER = {"moe_backward": frozenset({"skip_gate_proj"})}
 """Arguments of the newest argument sets that the wrappers do not pass, but whose presence the limits ask for."""
 
@@ -45,6 +49,7 @@ class BlockGroup:
         hidden: H; None where unknown.
         inner: I; None where unknown.
         reason: why ``patch_model`` leaves them alone on any backend; None where it patches them.
+        codes: whether their weights are MX codes of a conversion.
     """
 
     kind: str
@@ -54,6 +59,7 @@ class BlockGroup:
     hidden: int | None
     inner: int | None
     reason: str | None
+    codes: bool = False
 
     def block(self, precision: str, block_size: int) -> Block:
         """Return the block as its kernels see it; the sizes are known."""
@@ -78,6 +84,9 @@ class Usable:
         kernels: nkilib's forward and backward for them; empty where none are documented.
         here: why not on this machine; None where they do.
         documented: by chip, why not with SDK 2.33 there; None where they do.
+        block_size: that the answers are for: the configuration's default if none was asked for.
+        block_sizes: ``"here"`` and by chip, those that the kernels take; empty for dense blocks and where there are no
+            kernels.
     """
 
     group: BlockGroup
@@ -85,6 +94,8 @@ class Usable:
     kernels: tuple[str, ...]
     here: str | None
     documented: dict[str, str | None]
+    block_size: int
+    block_sizes: dict[str, tuple[int, ...]]
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values."""
@@ -97,9 +108,13 @@ class Usable:
             "intermediate_size": group.inner,
             "precision": self.precision,
             "kernels": list(self.kernels),
-            "here": {"usable": self.here is None, "reason": self.here},
-            "documented": {name: {"usable": why is None, "reason": why} for name, why in self.documented.items()},
+            "block_size": self.block_size if group.experts is not None else None,
+            "here": self._answer(HERE, self.here),
+            "documented": {name: self._answer(name, why) for name, why in self.documented.items()},
         }
+
+    def _answer(self, place: str, reason: str | None) -> dict[str, Any]:
+        return {"usable": reason is None, "reason": reason, "block_sizes": list(self.block_sizes.get(place, ()))}
 
 
 def block_groups(model: nn.Module) -> list[BlockGroup]:
@@ -107,14 +122,29 @@ def block_groups(model: nn.Module) -> list[BlockGroup]:
     groups: dict[Any, list[Candidate]] = {}
     for found in discover(model):
         groups.setdefault((found.kind, found.sizes, found.top_k, found.reason), []).append(found)
-    return [
+    stock = [
         BlockGroup(kind, tuple(found.name for found in alike), sizes[0], top_k, sizes[1], sizes[2], reason)
         for (kind, sizes, top_k, reason), alike in groups.items()
+    ]
+    return stock + _groups_of_codes(model)
+
+
+def _groups_of_codes(model: nn.Module) -> list[BlockGroup]:
+    """Blocks with MX weights, which a conversion has and which are not trained."""
+    groups: dict[tuple[int | None, int | None, int, int], list[str]] = {}
+    for name, block in model.named_modules():
+        if isinstance(block, FrozenBlock):
+            shape, codes = block.neuron_shape, block.neuron_stack.gate_up_codes
+            experts = codes.shape[0] if codes.dim() > 2 else None
+            groups.setdefault((experts, shape.top_k, shape.hidden, shape.intermediate), []).append(name)
+    return [
+        BlockGroup("mlp" if E is None else "experts", tuple(names), E, K, hidden, inner, NO_TRAINING, codes=True)
+        for (E, K, hidden, inner), names in groups.items()
     ]
 
 
 def usable_kernels(
-    groups: Iterable[BlockGroup], here: Device | None, unavailable: str | None, block_size: int = 512
+    groups: Iterable[BlockGroup], here: Device | None, unavailable: str | None, block_size: int | None = None
 ) -> list[Usable]:
     """Ask for every group and precision whether there are kernels.
 
@@ -122,20 +152,33 @@ def usable_kernels(
         groups: of :func:`block_groups`.
         here: this machine's chip; None where it cannot be told.
         unavailable: why no kernel runs on this machine at all, or None.
-        block_size: tokens per block of experts.
+        block_size: tokens per block of experts; None for what the configuration takes by default.
     """
+    size = NeuronMoEConfig().block_size if block_size is None else block_size
     installed, documented = Adapter(), DocumentedAdapter()
+    if unavailable is None and here is None:
+        unavailable = "the chip is not known"
     answers = []
     for group in groups:
         for precision in PRECISIONS:
             if group.reason is not None:
-                answers.append(Usable(group, precision, (), group.reason, dict.fromkeys(TARGETS, group.reason)))
+                documents: dict[str, str | None] = dict.fromkeys(TARGETS, group.reason)
+                answers.append(Usable(group, precision, (), group.reason, documents, size, {}))
                 continue
-            block = group.block(precision, block_size)
-            by_chip = {name: why_not(block, Device(name, DOCUMENTED_LNC), documented) for name in TARGETS}
-            reason = unavailable
-            if reason is None:
-                reason = "the chip is not known" if here is None else why_not(block, here, installed)
+            places: dict[str, tuple[Device, Adapter]] = {}
+            places |= {name: (Device(name, DOCUMENTED_LNC), documented) for name in TARGETS}
+            if unavailable is None and here is not None:
+                places[HERE] = (here, installed)
+            block = group.block(precision, size)
+            reasons = {name: why_not(block, *place) for name, place in places.items()}
+            sizes = {name: _sizes_taken(group, precision, *place) for name, place in places.items()}
             kernels = tuple(FUNCTIONS[need][0] for need in block.needs)
-            answers.append(Usable(group, precision, kernels, reason, by_chip))
+            at_home = unavailable if HERE not in reasons else reasons.pop(HERE)
+            answers.append(Usable(group, precision, kernels, at_home, reasons, size, sizes))
     return answers
+
+
+def _sizes_taken(group: BlockGroup, precision: str, device: Device, adapter: Adapter) -> tuple[int, ...]:
+    if group.experts is None:
+        return ()
+    return tuple(size for size in BLOCK_SIZES if why_not(group.block(precision, size), device, adapter) is None)

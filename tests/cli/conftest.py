@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig
 
 from hf_neuron_moe.cli.main import main
 
@@ -49,4 +49,22 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     folder = tmp_path_factory.mktemp("model") / "llama"
     LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def mixtral_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A configuration without weights."""
+    config = MixtralConfig(
+        hidden_size=512,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=64,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    )
+    folder = tmp_path_factory.mktemp("config") / "mixtral"
+    config.save_pretrained(folder)
     return folder

@@ -1,4 +1,4 @@
-"""The commands ``doctor`` and ``estimate --device``: what is told with nothing installed, and the numbers."""
+"""The command ``doctor``: what is told on machines with everything, nothing, or something broken installed."""
 
 from __future__ import annotations
 
@@ -8,36 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-from transformers import MixtralConfig
-
-from hf_neuron_moe.device.judge import BOUNDS
-from hf_neuron_moe.device.figures import CHIPS
 from hf_neuron_moe.device.installed import ENVIRONMENT, MISSING, OK, PLACEHOLDER, inspect_installation
-from hf_neuron_moe.device.roofline import roofline
-from hf_neuron_moe.device.usable import BlockGroup
+from hf_neuron_moe.device.judge import BOUNDS
 from tests.neuron.double.contract import Double
 from tests.neuron.double.install import installed
 
 WRONG = "WRONG PACKAGE. Please install the package from Neuron Repository"
-
-
-@pytest.fixture(scope="module")
-def mixtral_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A configuration without weights."""
-    config = MixtralConfig(
-        hidden_size=512,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=64,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-    )
-    folder = tmp_path_factory.mktemp("config") / "mixtral"
-    config.save_pretrained(folder)
-    return folder
 
 
 def put(folder: Path, distribution: str, version: str, description: str, module: str = "", code: str = "") -> None:
@@ -69,7 +45,10 @@ def test_doctor_as_json(run, mixtral_dir):
     bf16, mxfp8 = told["blocks"]
     assert (bf16["precision"], bf16["experts"], len(bf16["names"])) == ("bf16", 4, 2)
     assert bf16["kernels"] == ["moe_cte", "blockwise_mm_bwd"]
-    assert bf16["documented"]["trn2"] == bf16["documented"]["trn3"] == {"usable": True, "reason": None}
+    sizes = [256, 512, 1024, 2048, 4096]
+    assert bf16["documented"]["trn2"] == {"usable": True, "reason": None, "block_sizes": sizes}
+    assert mxfp8["documented"]["trn3"] == {"usable": True, "reason": None, "block_sizes": [128, *sizes]}
+    assert bf16["block_size"] == 512 and mxfp8["documented"]["trn2"]["block_sizes"] == []
     assert mxfp8["documented"]["trn3"]["usable"] and "Trn3 only" in mxfp8["documented"]["trn2"]["reason"]
     assert not bf16["here"]["usable"] and "nki is not installed" in bf16["here"]["reason"]
 
@@ -127,73 +106,6 @@ def test_a_bad_setting_is_told_and_not_raised(run, monkeypatch):
     told = json.loads(run("doctor", "--json").out)
     assert told["lnc"]["value"] is None and "1 or 2" in told["lnc"]["source"]
     assert told["target"]["value"] is None and "trn9" in told["target"]["source"]
-
-
-def test_estimate_tells_the_least_time(run, mixtral_dir):
-    options = ["--length", 2048, "--activations", "minimal"]
-    text = run("estimate", mixtral_dir, *options, "--device", "trn2")
-    assert text.code == 0, text.err
-    assert "An ESTIMATE from published figures; nothing was measured" in text.out
-    assert "2 x experts 4 x" in text.out and "All of these blocks: at least" in text.out
-    told = json.loads(run("estimate", mixtral_dir, *options, "--device", "trn3", "--precision", "mxfp8", "--json").out)
-    floor = told["roofline"]
-    assert (floor["device"], floor["tokens"], floor["block_size"]) == ("trn3", 2048, 512)
-    assert "estimate" in floor["kind"] and "AWS Neuron documentation" in floor["source"] and floor["assumptions"]
-    (blocks,) = floor["blocks"]
-    assert blocks["flops"] == 18 * 4096 * 512 * 96
-    assert [choice["block_size"] for choice in blocks["block_sizes"]] == [128, 256, 512, 1024, 2048, 4096]
-    assert "roofline" not in json.loads(run("estimate", mixtral_dir, *options, "--json").out)
-    assert run("estimate", mixtral_dir, *options, "--device", "trn4").code == 2
-    assert run("estimate", mixtral_dir, *options, "--block-size", 384).code == 2
-
-
-def test_a_dense_floor_by_hand():
-    group = BlockGroup("mlp", ("a", "b"), None, None, 4096, 14336, None)
-    line = roofline([group], "trn3", "mxfp8", 4096)
-    (part,) = line.groups
-    floor = part.floor
-    assert floor is not None and part.reason is None and part.padding_overhead_percent == 0.0
-    assert floor.padded_flops == 18 * 4096 * 4096 * 14336
-    # A logical core is a quarter of a chip of 2,517 TFLOP/s.
-    assert floor.compute_seconds == pytest.approx(18 * 4096 * 4096 * 14336 / 629.25e12, rel=1e-12)
-    wide, row, weights = 4096 * 14336, 4096 * 4096, 3 * 4096 * 14336
-    assert floor.bytes == 2 * (5 * row + 3 * weights + 6 * wide)
-    assert floor.bound == "compute" and floor.seconds >= floor.compute_seconds
-    assert line.seconds == 2 * floor.seconds
-    few = roofline([group], "trn3", "mxfp8", 1).groups[0]
-    assert few.floor is not None and few.floor.bound == "memory"
-    assert few.padding_overhead_percent == pytest.approx(12700.0), "one row of a tile of 128"
-
-
-def test_block_sizes_trade_padding_against_weights():
-    group = BlockGroup("experts", ("a",), 128, 8, 2048, 768, None)
-    few, many = (roofline([group], "trn2", "bf16", tokens, 256).groups[0] for tokens in (512, 32768))
-    assert [choice.block_size for choice in few.choices] == [256, 512, 1024, 2048, 4096]
-    assert few.best_block_size == 256
-    assert many.best_block_size is not None and many.best_block_size > 256
-    padded = [choice.padded_flops for choice in few.choices]
-    assert padded == sorted(padded)
-    # 4,096 pairs fill 16 blocks of 256; the worst routing opens 127 more.
-    assert few.padding_overhead_percent == pytest.approx(100 * (143 * 256 / 4096 - 1))
-
-
-def test_blocks_without_kernels_have_a_reason():
-    dense = BlockGroup("mlp", ("a",), None, None, 512, 512, None)
-    assert "no bf16 kernel pair" in str(roofline([dense], "trn2", "bf16", 64).groups[0].reason)
-    impossible = roofline([dense], "trn2", "mxfp8", 64)
-    assert impossible.groups[0].floor is None and "Trn3 only" in str(impossible.groups[0].reason)
-    assert impossible.seconds == 0
-    unknown = BlockGroup("experts", ("a",), 8, 0, 512, 512, None)
-    assert "how many experts" in str(roofline([unknown], "trn2", "bf16", 64).groups[0].reason)
-    odd = BlockGroup("mlp", ("a",), None, None, None, None, "its activation is GELU")
-    assert roofline([odd], "trn2", "bf16", 64).groups[0].reason == odd.reason
-    json.dumps(roofline([dense, unknown, odd], "trn3", "fp32", 64).to_dict(), allow_nan=False)
-
-
-def test_a_logical_core_is_a_quarter_of_a_chip():
-    core = CHIPS["trn2"].core()
-    assert (core.flops["bf16"], core.bandwidth, core.memory) == (166.75e12, 0.725e12, 24 * 2**30)
-    assert CHIPS["trn3"].core(1).memory == 18 * 2**30
 
 
 def test_the_document_names_the_variables_and_the_bounds(repo_root):

@@ -1,0 +1,115 @@
+"""The roofline of ``estimate --device`` as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    from hf_neuron_moe.device.roofline import GroupFloor, Roofline
+
+_HEADINGS = ("activations", "TFLOP", "again", "padding", "GiB", "compute", "memory", "least", "best B")
+
+
+def show_roofline(floor: Roofline) -> None:
+    """Print the floors by block, their sums by policy, what is left out and why, and what does not fit."""
+    for line in _head(floor):
+        typer.echo(line)
+    for group, parts in groupby(floor.computed, key=lambda part: part.group):
+        typer.echo(f"\n{group.label}")
+        _show_table(parts)
+    typer.echo()
+    if floor.computed:
+        sums = ", ".join(f"{name} {_milliseconds(seconds)} ms" for name, seconds in floor.seconds.items())
+        typer.echo(f"All blocks with kernels, at least, per step: {sums}")
+    else:
+        typer.echo("No kernel computes a block of this model in this way.")
+    if any(floor.discarded_seconds.values()):
+        most = max(floor.discarded_seconds.values())
+        typer.echo(
+            f"The documented backward kernels also make the gradients of frozen weights: {_milliseconds(most)} ms more."
+        )
+    _show_left_out(floor)
+    _show_memory(floor)
+
+
+def _head(floor: Roofline) -> Iterator[str]:
+    core, step = floor.core, floor.step
+    peak = core.flops.get(floor.precision)
+    shown = f"no {floor.precision}" if peak is None else f"{peak / 1e12:,.0f} TFLOP/s in {floor.precision}"
+    yield f"\nLeast time of forward and backward on a logical core of {core.name} (LNC 2):"
+    yield f"  {shown}, {core.bandwidth / 1e12:.3f} TB/s, {gibibytes(core.memory)}"
+    options = [f"{step.tokens:,} tokens per step", f"blocks of {step.block_size} for experts"]
+    options += [] if step.trained else ["blocks frozen (no gradients of their weights)"]
+    options += ["every forward twice (gradient checkpointing)"] if step.checkpointing else []
+    yield f"  {', '.join(options)}"
+    yield "An ESTIMATE from published figures; nothing was measured. Per block; times in milliseconds, operations and"
+    yield "bytes with padding; again: operations that are computed a second time."
+
+
+def _show_left_out(floor: Roofline) -> None:
+    left = [part for part in floor.groups if part.reason is not None]
+    if not left:
+        return
+    typer.echo("\nNot in the sum, since no Neuron kernel computes them:")
+    for group, parts in groupby(left, key=lambda part: part.group):
+        rows = list(parts)
+        typer.echo(f"{group.label}: {rows[0].reason}")
+        if any(part.floor for part in rows):
+            typer.echo("  The same matmuls and bytes in any other way:")
+            _show_table(rows)
+
+
+def _show_memory(floor: Roofline) -> None:
+    if not floor.memory:
+        return
+    limit, too_large = f"{gibibytes(floor.core.memory)} of a logical core of {floor.core.name}", floor.too_large
+    if not too_large:
+        typer.echo(f"\nMemory: every total above fits into the {limit}, before temporaries and weight copies.")
+        return
+    typer.echo(f"\nMemory: more than the {limit}:")
+    for name in too_large:
+        typer.echo(f"  {name}: {gibibytes(floor.memory[name])}")
+    fits = [name for name in floor.memory if name not in too_large]
+    if fits:
+        typer.echo(f"  within it, before temporaries and weight copies: {', '.join(fits)}")
+    typer.echo(
+        "FSDP2 shards parameters, gradients and states over cores. Activations are each core's own: fewer tokens,"
+    )
+    typer.echo("another policy or gradient checkpointing make them smaller.")
+
+
+def _show_table(parts: Iterable[GroupFloor]) -> None:
+    rows: list[tuple[str, ...]] = [_HEADINGS]
+    for part in parts:
+        at = part.floor
+        if at is None:
+            continue
+        rows.append(
+            (
+                ", ".join(part.policies),
+                f"{at.padded_flops / 1e12:,.3g}",
+                f"{at.recomputed_flops / 1e12:,.3g}",
+                f"{part.padding_overhead_percent:,.1f} %",
+                f"{at.bytes / 2**30:,.3g}",
+                *map(_milliseconds, (at.compute_seconds, at.memory_seconds, at.seconds)),
+                str(part.best_block_size or "-"),
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    for first, *others in rows:
+        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:])]
+        typer.echo(f"  {first.ljust(widths[0])}  {'  '.join(cells)}")
+
+
+def _milliseconds(seconds: float) -> str:
+    value = 1e3 * seconds
+    return f"{value:,.1f}" if value >= 100 else f"{value:.3g}"
+
+
+def gibibytes(size: int) -> str:
+    """A size for people, in powers of 1024 as memory counts: ``3.21 GiB``, ``12.0 MiB``."""
+    return f"{size / 1024**3:,.2f} GiB" if size >= 1024**3 else f"{size / 1024**2:,.1f} MiB"

@@ -1,0 +1,144 @@
+"""Operations and bytes of a block's forward and backward on a logical core, and the least time: an estimate.
+
+Counted is the scheme that the kernels' documents describe.
+
+T tokens, K experts per token, E experts, H hidden, I intermediate (both as the kernels get them, padded), N blocks of B
+slots. Bytes are those of bf16 values: MXFP8 operands are quantized on the chip.
+
+Sources: nki-library 2.29 to 2.33 ``mlp_mxfp8`` (phases of the backward, what is computed again where no checkpoint is
+given), ``moe_cte`` and ``blockwise_mm_bwd``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hf_neuron_moe.activation_policy import BF16_CHECKPOINTS, parse_keep
+from hf_neuron_moe.backends.neuron.limits import Block
+from hf_neuron_moe.backends.neuron.routing import block_count
+from hf_neuron_moe.device.figures import Chip
+from hf_neuron_moe.formats.padding import padded_size
+
+BYTES = 2
+_FP8 = (1 + 2 / 64) / 2
+"""A value in FP8 groups, a byte and a share of a bf16 scale for 64, in bf16 values."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is done with a block in a training step.
+
+    Attributes:
+        tokens: T.
+        keep: canonical keep string of its activation policy.
+        trained: whether its weights have gradients.
+        checkpointing: whether its layer's forward runs again before the backward (gradient checkpointing).
+    """
+
+    tokens: int
+    keep: str = "minimal"
+    trained: bool = True
+    checkpointing: bool = False
+
+
+@dataclass(frozen=True)
+class Floor:
+    """One training step of one block at one block size.
+
+    Attributes:
+        block_size: B; None for a dense MLP.
+        padded_flops: floating-point operations with all padding, recomputation included.
+        recomputed_flops: those of them that compute again what was computed before.
+        bytes: through the device's memory.
+        compute_seconds: operations at the peak.
+        memory_seconds: bytes at the bandwidth.
+        seconds: sum over the passes (forward, forward again, backward), each the longer of the two.
+    """
+
+    block_size: int | None
+    padded_flops: float
+    recomputed_flops: float
+    bytes: float
+    compute_seconds: float
+    memory_seconds: float
+    seconds: float
+
+    @property
+    def bound(self) -> str:
+        """``"compute"`` or ``"memory"``: which takes longer."""
+        return "compute" if self.compute_seconds >= self.memory_seconds else "memory"
+
+
+def needed_flops(pairs: int, block: Block, *, trained: bool) -> float:
+    """Return the operations of forward and backward without padding: three matmuls, and three or six.
+
+    Args:
+        pairs: T, or T * K for experts.
+        block: its sizes.
+        trained: without, the backward gives the input's gradient alone.
+    """
+    return (18.0 if trained else 12.0) * pairs * block.hidden * block.inner
+
+
+def dense_floor(block: Block, core: Chip, work: Work) -> Floor:
+    """Return the floor of a dense MLP."""
+    (hidden, inner), rows = block.padded, padded_size(work.tokens)
+    row, wide, weights = rows * hidden, rows * inner, 3 * hidden * inner
+    kept, matmul = parse_keep(work.keep), 2.0 * rows * hidden * inner
+    products = 5 * wide if kept.names & {"gate_act", "intermediate"} else 0  # read and written by torch operations
+    # x and y, weights, the intermediate out and in; gate and up out if any checkpoint is kept.
+    forward: float = 2 * row + weights + 2 * wide + (2 * wide if kept.names else 0) + products
+    # dout and dx, weights, checkpoints in; the weights' gradients out, and x in for them.
+    backward: float = 2 * row + weights + (weights + row if work.trained else 0)
+    again = 0.0
+    if kept.fp8:
+        forward += 2 * wide + 2 * _FP8 * wide + row + _FP8 * row
+        backward += 2 * _FP8 * wide + 8 * wide + _FP8 * row + row
+    else:
+        backward += len(kept.names) * wide
+        if not kept.names.issuperset(BF16_CHECKPOINTS):  # both are made again: x and two weights in, gate and up out
+            again = 2 * matmul
+            backward += row + 2 * weights / 3 + 4 * wide
+    return _floor(None, core, block.precision, work, 3 * matmul, again, forward, backward)
+
+
+def routed_floor(block: Block, core: Chip, work: Work, top_k: int, experts: int) -> Floor:
+    """Return the floor of experts, of which a token has `top_k`."""
+    (hidden, inner), size, pairs = block.padded, block.block_size, work.tokens * min(top_k, experts)
+    blocks = block_count(pairs, experts, size, 2 if block.precision == "mxfp8" else 1)
+    slots, row, weights, x = blocks * size, pairs * hidden, blocks * 3 * hidden * inner, work.tokens * hidden
+    kept, checkpoint = parse_keep(work.keep), 2 * slots * inner
+    keeps = kept.names.issuperset(BF16_CHECKPOINTS)
+    three = 6.0 * slots * hidden * inner
+    # x in, y added to, weights once per block; gate and up out, as [N, 2, I, B].
+    plain = 3 * row + weights
+    forward: float = plain + (checkpoint if keeps else 0)
+    # dout in, dx added to, weights and checkpoint in; x in and the weights' gradients added to once per block.
+    backward: float = 3 * row + weights + checkpoint + (row + 2 * weights if work.trained else 0)
+    again = 0.0
+    if kept.fp8:
+        forward += checkpoint + _FP8 * checkpoint + x + _FP8 * x
+        backward += _FP8 * checkpoint + checkpoint + _FP8 * x + x
+    elif not keeps:  # there is no other way to the checkpoint than the forward kernel
+        again = three
+        backward += plain + checkpoint
+    return _floor(size, core, block.precision, work, three, again, forward, backward)
+
+
+def _floor(
+    size: int | None, core: Chip, precision: str, work: Work, three: float, again: float, forward: float, back: float
+) -> Floor:
+    """Three matmuls forward; backward three for the input and three for the weights, and what is made again."""
+    backward_flops = three * (2 if work.trained else 1) + again
+    passes = [(three, forward)] * (2 if work.checkpointing else 1) + [(backward_flops, back)]
+    compute = [flops / core.flops[precision] for flops, _ in passes]
+    memory = [BYTES * values / core.bandwidth for _, values in passes]
+    return Floor(
+        block_size=size,
+        padded_flops=sum(flops for flops, _ in passes),
+        recomputed_flops=again + (three if work.checkpointing else 0.0),
+        bytes=sum(BYTES * values for _, values in passes),
+        compute_seconds=sum(compute),
+        memory_seconds=sum(memory),
+        seconds=sum(map(max, compute, memory)),
+    )

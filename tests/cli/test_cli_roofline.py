@@ -1,0 +1,225 @@
+"""``estimate --device``: the numbers against hand-computed ones, what is left out of the sum, what does not fit.
+
+T tokens, H hidden, I intermediate, E experts, K of them per token, B slots per block.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+
+from hf_neuron_moe import NeuronMoEConfig
+from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
+from hf_neuron_moe.device.figures import CHIPS
+from hf_neuron_moe.device.passes import Floor
+from hf_neuron_moe.device.roofline import Roofline, Step, kept_by_blocks, roofline
+from hf_neuron_moe.device.usable import BlockGroup, block_groups
+from hf_neuron_moe.device.verify import load_for_verification
+from tests.tiny_models import tiny_model
+
+DENSE = BlockGroup("mlp", ("a", "b"), None, None, 4096, 14336, None)
+"""Llama-3-8B's."""
+EXPERTS = BlockGroup("experts", ("a", "b"), 8, 2, 4096, 14336, None)
+"""Mixtral-8x7B's."""
+
+MATMUL = 481_036_337_152
+"""2 * 4096 * 4096 * 14336: one of the dense block's nine, at 4,096 tokens."""
+ROW, WIDE, WEIGHTS = 16_777_216, 58_720_256, 176_160_768
+"""Values of x, of gate, and of the three weights, of the dense block at 4,096 tokens."""
+CORE = {"trn2": 166.75e12, "trn3": 629.25e12}
+"""A quarter of 667 TFLOP/s in bf16, and of 2,517 in MXFP8."""
+
+
+def floor_of(group: BlockGroup, chip: str, precision: str, keep: str = "minimal", **options: object) -> Floor:
+    step = Step(4096, **options)  # type: ignore[arg-type]
+    (part,) = roofline([group], chip, precision, step, {"policy": dict.fromkeys(group.names, keep)}).groups
+    assert part.floor is not None and part.reason is None and part.policies == {"policy": 2}
+    return part.floor
+
+
+@pytest.mark.parametrize(
+    ("keep", "options", "matmuls", "again", "values"),
+    [
+        # Forward: x, y, weights, intermediate out and in, gate and up out. Backward: dout, x, dx, weights and their
+        # gradients, gate and up in.
+        ("minimal", {}, 9, 0, 5 * ROW + 3 * WEIGHTS + 6 * WIDE),
+        # No gradients of the weights: they are not written, and x is not read for them.
+        ("minimal", {"trained": False}, 6, 0, 4 * ROW + 2 * WEIGHTS + 6 * WIDE),
+        # Gate and up are made again: two matmuls, x and two weights in, both out and in; not written in the forward.
+        ("recompute", {}, 11, 2, 6 * ROW + 3 * WEIGHTS + 2 * WEIGHTS // 3 + 6 * WIDE),
+        ("recompute", {"trained": False}, 8, 2, 5 * ROW + 2 * WEIGHTS + 2 * WEIGHTS // 3 + 6 * WIDE),
+        # The whole forward once more.
+        ("minimal", {"checkpointing": True}, 12, 3, 7 * ROW + 4 * WEIGHTS + 10 * WIDE),
+        # All four kept: the products read and write 5, the backward reads 4.
+        ("gate_pre+gate_act+up+intermediate", {}, 9, 0, 5 * ROW + 3 * WEIGHTS + 13 * WIDE),
+    ],
+)
+def test_a_dense_block_by_hand(keep, options, matmuls, again, values):
+    floor = floor_of(DENSE, "trn3", "mxfp8", keep, **options)
+    assert floor.padded_flops == matmuls * MATMUL
+    assert floor.recomputed_flops == again * MATMUL
+    assert floor.bytes == 2 * values
+    assert floor.compute_seconds == pytest.approx(matmuls * MATMUL / CORE["trn3"], rel=1e-12)
+    assert floor.memory_seconds == pytest.approx(2 * values / 1.225e12, rel=1e-12)
+    assert floor.bound == "compute" and floor.seconds == pytest.approx(floor.compute_seconds)
+
+
+def test_a_dense_block_in_milliseconds():
+    """Written out: nine matmuls of 481,036,337,152 operations at 629.25 TFLOP/s; 1,929,379,840 bytes at 1.225 TB/s."""
+    floor = floor_of(DENSE, "trn3", "mxfp8")
+    assert 1e3 * floor.compute_seconds == pytest.approx(6.8801, abs=1e-4)
+    assert floor.bytes == 1_929_379_840
+    assert 1e3 * floor.memory_seconds == pytest.approx(1.5750, abs=1e-4)
+
+
+def test_experts_by_hand():
+    """4,096 tokens in 8 experts, 2 each: 16 full blocks of 512 and 7 more in the worst case are 11,776 slots."""
+    slots_hi, ckpt = 691_489_734_656, 337_641_472  # 11776 * 4096 * 14336, and 2 * 11776 * 14336
+    row, weights = 33_554_432, 4_051_697_664  # 8192 * 4096, and 23 * 3 * 4096 * 14336
+    floor = floor_of(EXPERTS, "trn2", "bf16")
+    assert floor.padded_flops == 18 * slots_hi and floor.recomputed_flops == 0
+    assert floor.bytes == 2 * (7 * row + 4 * weights + 2 * ckpt) == 34_233_909_248
+    assert 1e3 * floor.compute_seconds == pytest.approx(74.6436, abs=1e-4)
+    assert 1e3 * floor.memory_seconds == pytest.approx(47.2192, abs=1e-4)
+    assert floor.seconds == pytest.approx(floor.compute_seconds), "both passes are bound by compute"
+    frozen = floor_of(EXPERTS, "trn2", "bf16", trained=False)
+    assert frozen.padded_flops == 12 * slots_hi
+    assert frozen.bytes == 2 * (6 * row + 2 * weights + 2 * ckpt)
+    again = floor_of(EXPERTS, "trn2", "bf16", "recompute")
+    assert again.recomputed_flops == 6 * slots_hi and again.padded_flops == 24 * slots_hi
+    assert again.bytes == 2 * (10 * row + 5 * weights + 2 * ckpt)
+    both = floor_of(EXPERTS, "trn2", "bf16", "recompute", checkpointing=True)
+    assert both.recomputed_flops == 12 * slots_hi and both.padded_flops == 30 * slots_hi
+    fp8 = floor_of(EXPERTS, "trn2", "bf16", "fp8")
+    # Codes and scales, 33/64 of bf16: written and read of the checkpoint and of x; the checkpoint through bf16 twice.
+    assert fp8.bytes == floor.bytes + 2 * (2 * ckpt + 2 * ROW + 2 * 33 * (ckpt + ROW) // 64)
+
+
+def test_frozen_blocks_tell_what_the_kernels_compute_for_nothing():
+    frozen = roofline([DENSE], "trn3", "mxfp8", Step(4096, trained=False))
+    trained = roofline([DENSE], "trn3", "mxfp8", Step(4096))
+    assert trained.discarded_seconds == {"minimal": 0.0}
+    assert frozen.seconds["minimal"] + frozen.discarded_seconds["minimal"] == pytest.approx(trained.seconds["minimal"])
+    assert frozen.seconds["minimal"] == pytest.approx(2 * 6 * MATMUL / CORE["trn3"]), "two blocks of six matmuls"
+    assert frozen.groups[0].padding_overhead_percent == 0.0
+
+
+def test_few_tokens_are_bound_by_memory_and_padded_to_a_tile():
+    few = roofline([DENSE], "trn3", "mxfp8", Step(1)).groups[0]
+    assert few.floor is not None and few.floor.bound == "memory"
+    assert few.padding_overhead_percent == pytest.approx(12700.0), "one row of a tile of 128"
+
+
+def test_block_sizes_trade_padding_against_weights():
+    group = BlockGroup("experts", ("a",), 128, 8, 2048, 768, None)
+    few, many = (roofline([group], "trn2", "bf16", Step(tokens, 256)).groups[0] for tokens in (512, 32768))
+    assert [choice.block_size for choice in few.choices] == [256, 512, 1024, 2048, 4096]
+    assert few.best_block_size == 256
+    assert many.best_block_size is not None and many.best_block_size > 256
+    padded = [choice.padded_flops for choice in few.choices]
+    assert padded == sorted(padded)
+    # 4,096 pairs fill 16 blocks of 256; the worst routing opens 127 more.
+    assert few.padding_overhead_percent == pytest.approx(100 * (143 * 256 / 4096 - 1))
+
+
+def left_out(line: Roofline) -> list[str]:
+    assert not line.computed and set(line.seconds.values()) == {0.0}
+    return [str(part.reason) for part in line.groups]
+
+
+def test_blocks_without_kernels_are_outside_of_the_sum_with_their_reason():
+    both = roofline([DENSE, EXPERTS], "trn2", "bf16", Step(4096))
+    (computed,) = both.computed
+    assert computed.group is EXPERTS and computed.floor is not None
+    assert both.seconds == {"minimal": pytest.approx(2 * computed.floor.seconds)}
+    assert list(both.left_out) == [DENSE.label] and "no bf16 kernel pair" in both.left_out[DENSE.label]
+    assert both.groups[-1].floor is not None, "what another way would take is told apart"
+    (reason,) = left_out(roofline([DENSE], "trn2", "mxfp8", Step(64)))
+    assert "Trn3 only" in reason
+    unknown = BlockGroup("experts", ("a",), 8, 0, 512, 512, None)
+    assert "how many experts" in left_out(roofline([unknown], "trn2", "bf16", Step(64)))[0]
+    odd = BlockGroup("mlp", ("a",), None, None, None, None, "its activation is GELU")
+    assert left_out(roofline([odd], "trn2", "bf16", Step(64))) == [odd.reason]
+    json.dumps(roofline([DENSE, unknown, odd], "trn3", "fp32", Step(64)).to_dict(), allow_nan=False)
+
+
+def test_the_longest_call_of_bf16_experts():
+    assert roofline([EXPERTS], "trn2", "bf16", Step(32768)).computed
+    (reason,) = left_out(roofline([EXPERTS], "trn2", "bf16", Step(32769)))
+    assert "at most 32,768 tokens per call, and a step has 32,769" in reason
+    assert roofline([EXPERTS], "trn3", "mxfp8", Step(65536)).computed, "the limit is the bf16 kernel's"
+
+
+def test_blocks_of_mx_codes_have_no_kernels_in_training(tmp_path):
+    tiny_model("llama", num_hidden_layers=2, intermediate_size=64).bfloat16().save_pretrained(tmp_path / "source")
+    convert_checkpoint(tmp_path / "source", tmp_path / "mx", ConvertOptions(precision="mxfp8"))
+    (group,) = block_groups(load_for_verification(tmp_path / "mx"))
+    assert group.codes and len(group.names) == 2
+    line = roofline([group], "trn3", "mxfp8", Step(4096))
+    assert "pre-quantized weights" in left_out(line)[0]
+    assert line.groups[0].flops == 12 * 4096 * group.hidden * group.inner, "no gradients of the weights"
+
+
+def test_policies_are_resolved_block_by_block():
+    with torch.device("meta"):
+        model = tiny_model("llama", num_hidden_layers=3)
+    exception = {"keep": "minimal", "modules": {"model.layers.1.*": "recompute"}}
+    configs = {name: NeuronMoEConfig(activations=value) for name, value in {"full": "full", "mixed": exception}.items()}
+    kept = kept_by_blocks(model, configs)
+    assert list(kept["mixed"].values()) == ["minimal", "recompute", "minimal"]
+    line = roofline(block_groups(model), "trn3", "mxfp8", Step(256), kept)
+    counts = {part.keep: dict(part.policies) for part in line.groups}
+    assert counts == {"gate_pre+up": {"full": 3}, "minimal": {"mixed": 2}, "recompute": {"mixed": 1}}
+    seconds = {part.keep: part.floor.seconds for part in line.groups if part.floor}
+    assert line.seconds["mixed"] == pytest.approx(2 * seconds["minimal"] + seconds["recompute"])
+    assert not any(hasattr(module, "neuron_keep") for module in model.modules()), "unpatched again"
+
+
+def test_a_logical_core_is_a_quarter_of_a_chip():
+    core = CHIPS["trn2"].core()
+    assert (core.flops["bf16"], core.bandwidth, core.memory) == (166.75e12, 0.725e12, 24 * 2**30)
+    assert CHIPS["trn3"].core().memory == 36 * 2**30
+    assert CHIPS["trn3"].core(1).memory == 18 * 2**30
+
+
+def test_the_command_tells_the_least_time(run, mixtral_dir):
+    options = ["--length", 2048, "--activations", "minimal", "--activations", "recompute"]
+    text = run("estimate", mixtral_dir, *options, "--device", "trn2")
+    assert text.code == 0, text.err
+    assert "An ESTIMATE from published figures; nothing was measured" in text.out
+    assert "2 x experts 4 x (512, 96)" in text.out and "All blocks with kernels, at least, per step: min" in text.out
+    assert "fits into the 24.00 GiB of a logical core of trn2" in text.out
+    told = json.loads(run("estimate", mixtral_dir, *options, "--device", "trn3", "--precision", "mxfp8", "--json").out)
+    floor = told["roofline"]
+    assert (floor["device"], floor["tokens"], floor["block_size"]) == ("trn3", 2048, 512)
+    assert "estimate" in floor["kind"] and "AWS Neuron documentation" in floor["source"] and floor["assumptions"]
+    minimal, recompute = floor["blocks"]
+    assert minimal["flops"] == recompute["flops"] == 18 * 4096 * 512 * 96
+    assert minimal["floor"]["recomputed_flops"] == 0 < recompute["floor"]["recomputed_flops"]
+    assert floor["seconds"]["minimal"] < floor["seconds"]["recompute"]
+    assert [choice["block_size"] for choice in minimal["block_sizes"]] == [128, 256, 512, 1024, 2048, 4096]
+    assert "roofline" not in json.loads(run("estimate", mixtral_dir, *options, "--json").out)
+    assert run("estimate", mixtral_dir, *options, "--device", "trn4").code == 2
+    assert run("estimate", mixtral_dir, *options, "--block-size", 384).code == 2
+
+
+def test_the_command_knows_frozen_blocks_long_calls_and_the_memory(run, mixtral_dir):
+    options = ["--activations", "minimal", "--device", "trn2"]
+    lora = run("estimate", mixtral_dir, "--length", 2048, "--lora-rank", 4, *options)
+    assert lora.code == 0 and "blocks frozen (no gradients of their weights)" in lora.out
+    assert "also make the gradients of frozen weights" in lora.out
+    told = json.loads(run("estimate", mixtral_dir, "--length", 2048, "--lora-rank", 4, *options, "--json").out)
+    assert told["roofline"]["blocks"][0]["flops"] == 12 * 4096 * 512 * 96
+    long = run("estimate", mixtral_dir, "--batch", 4096, "--length", 1024, *options)
+    assert long.code == 0, long.err
+    assert "at most 32,768 tokens per call, and a step has 4,194,304" in long.out
+    assert "No kernel computes a block" in long.out and "Memory: more than the 24.00 GiB" in long.out
+    told = json.loads(run("estimate", mixtral_dir, "--batch", 4096, "--length", 1024, *options, "--json").out)
+    memory = told["roofline"]["memory"]
+    assert memory["of_a_logical_core"] == 24 * 2**30
+    totals = {policy["name"]: policy["total"] for policy in told["policies"]}
+    assert memory["policies"]["minimal"] == {"bytes": totals["minimal"], "fits": False}
+    assert math.isclose(sum(told["roofline"]["seconds"].values()), 0.0)
