@@ -12,14 +12,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from hf_neuron_moe import patch_model
 from hf_neuron_moe.backends import get_backend
 from hf_neuron_moe.modules.block import NeuronBlock
 from hf_neuron_moe.modules.experts import register_experts_implementation
 from tests.neuron.shard_driver import losses_and_copies, shard
-from tests.neuron.small_runs import CASES, EXPERTS, EXPERTS_MX, close
+from tests.neuron.small_runs import CASES, DENSE, EXPERTS, EXPERTS_MX, close
 from tests.tiny_models import tokens
 
 Start = Callable[..., SimpleNamespace]
@@ -106,6 +111,49 @@ def test_registered_experts_keep_no_copies_either(machine: Start, process_group:
         type(ALL_EXPERTS_FUNCTIONS)._global_mapping.pop("neuron_sharded", None)
     assert len(double.launches) == 2
     assert after_forward == get_backend("neuron").prepared_bytes == 0
+
+
+def adapted(backend: str) -> tuple[float, list[torch.Tensor], int]:
+    """Loss, gradients of the adapters and bytes of copies of a sharded dense model with LoRA on its MLPs."""
+    model: Any = DENSE.model(layers=2)
+    patch_model(model, {**DENSE.options, "backend": backend, "weights": "stock"})
+    torch.manual_seed(5)
+    targets = ["gate_proj", "up_proj", "down_proj"]
+    wrapped = get_peft_model(model, LoraConfig(r=4, init_lora_weights=False, target_modules=targets))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
+    ids = tokens(2, 12)
+    loss = wrapped(input_ids=ids, labels=ids).loss
+    copies = 0 if backend == "torch" else int(get_backend(backend).prepared_bytes)  # type: ignore[attr-defined]
+    loss.backward()
+    grads = [p.grad.full_tensor() for p in wrapped.parameters() if isinstance(p.grad, DTensor)]
+    return loss.item(), grads, copies
+
+
+def test_sharded_adapters_keep_no_copies(machine: Start, process_group: None) -> None:
+    expected, expected_grads, _ = adapted("torch")
+    double = machine().double
+    loss, grads, copies = adapted("neuron")
+    assert loss == expected and copies == 0 and len(double.launches) == 4
+    assert len(grads) == 12 and all(torch.equal(mine, theirs) for mine, theirs in zip(grads, expected_grads))
+
+
+def test_a_compiled_program_keeps_none_either(machine: Start) -> None:
+    """The choice is an argument of the operators: it is in the graph. Both marks are those that FSDP2 sets."""
+    machine()
+    torch._dynamo.reset()
+    kept = []
+    for sharded in (True, False):
+        model = EXPERTS_MX.model()
+        patch_model(model, {**EXPERTS_MX.options, "backend": "neuron", "weights": "stock"})
+        for module in model.modules() if sharded else ():
+            object.__setattr__(module, "_is_fsdp_managed_module", True)
+            object.__setattr__(module, "_fsdp_use_orig_params", True)
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=False)
+        compiled(input_ids=tokens(1, 12)).logits.square().mean().backward()
+        kept.append(get_backend("neuron").prepared_bytes)
+        torch._dynamo.reset()
+    assert kept[0] == 0 < kept[1]
 
 
 @pytest.mark.slow
