@@ -17,7 +17,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_neuron_moe.backends import resolve_backend
 from hf_neuron_moe.backends.neuron.adapter import Adapter
-from hf_neuron_moe.backends.neuron.limits import BF16_TOKENS, MAX_TOKENS, Block, Device, why_not
+from hf_neuron_moe.backends.neuron.limits import BF16_TOKENS, MAX_TOKENS, Block, Device, this_device, why_not
 from hf_neuron_moe.convert.assign import build_meta_model
 from hf_neuron_moe.device.usable import BlockGroup, block_groups
 from hf_neuron_moe.errors import ConfigError, NeuronMoEError, refuse
@@ -56,9 +56,7 @@ def check_run(options: Options) -> None:
         resolve_backend(backend, torch.device("cpu"))  # a named backend is refused whatever the device
     check_places(options.model)
     if options.training.neuron_patch and backend in NEURON_BACKENDS:
-        from hf_neuron_moe.backends.neuron import versions
-
-        check_kernels(options, Device(versions.platform().name, versions.lnc()), Adapter())
+        check_kernels(options, this_device(), Adapter())
 
 
 def check_resume(options: Options) -> None:

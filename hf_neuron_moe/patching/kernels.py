@@ -41,7 +41,8 @@ def plan_item(candidate: Candidate, config: NeuronMoEConfig) -> PlanItem:
     if backend == "torch":
         return PlanItem(candidate, resolved)
     most = _most_tokens(candidate, resolved) if config.fallback == "torch" else None
-    notes = () if most is None else (f"calls of more than {most:,} tokens run on torch",)
+    long = () if most is None else (f"calls of more than {most:,} tokens run on torch",)
+    notes = (*long, *_open_points(candidate, resolved))
     copies = _copy_bytes(candidate, resolved)
     sizes: tuple[int, int] = _block(candidate, resolved).padded
     return PlanItem(candidate, resolved, weight_copy_bytes=copies, most_tokens=most, notes=notes, kernel_sizes=sizes)
@@ -59,6 +60,12 @@ def _why_not_kernels(candidate: Candidate, config: NeuronMoEConfig, backend: str
     kernels: Any = get_backend(backend)
     reason: str | None = kernels.why_not(_block(candidate, config))
     return reason
+
+
+def _open_points(candidate: Candidate, config: NeuronMoEConfig) -> tuple[str, ...]:
+    from hf_neuron_moe.backends.neuron.limits import open_points
+
+    return open_points(_block(candidate, config))
 
 
 def _most_tokens(candidate: Candidate, config: NeuronMoEConfig) -> int | None:

@@ -113,7 +113,8 @@ def test_sizes_are_padded_to_what_the_kernels_take() -> None:
         (MLP, TRN3, Installed(), None),
         (MLP, Device("trn3", 1), Installed(), None),
         (BF16, TRN2, Installed(), None),
-        (BF16, TRN3, Installed(), None),
+        (BF16, TRN3, Installed(), "for Trn2 only, and this is trn3; precision='mxfp8' has"),
+        (BF16, replace(TRN3, assumed=True), Installed(), None),
         (MX, TRN3, Installed(), None),
         (MLP, TRN2, Installed(), "Trn3 only, and this is trn2"),
         (MX, TRN2, Installed(), "Trn3 only, and this is trn2"),
@@ -156,9 +157,9 @@ def test_calls_are_refused_before_a_kernel(
     block: Block, tokens: int, dtype: str, kind: type[Exception], message: str
 ) -> None:
     with pytest.raises(kind, match=message):
-        check_call(block, tokens, dtype, TRN3, Installed())  # type: ignore[arg-type]
+        check_call(block, tokens, dtype, TRN2 if block.precision == "bf16" else TRN3, Installed())  # type: ignore[arg-type]
 
 
 def test_a_long_dense_call_is_none_of_the_plans_matter() -> None:
     check_call(MLP, 1 << 24, "torch.bfloat16", TRN3, Installed())  # type: ignore[arg-type]
-    check_call(BF16, 32768, "torch.bfloat16", TRN3, Installed())  # type: ignore[arg-type]
+    check_call(BF16, 32768, "torch.bfloat16", TRN2, Installed())  # type: ignore[arg-type]

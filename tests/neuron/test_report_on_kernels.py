@@ -10,6 +10,7 @@ import pytest
 
 from hf_neuron_moe import patch_model
 from hf_neuron_moe.activation_policy import keep_strings
+from hf_neuron_moe.errors import NothingToPatchError
 from hf_neuron_moe.modules.block import NeuronBlock
 from hf_neuron_moe.patching import set_activations
 from hf_neuron_moe.training import measure_saved_bytes
@@ -106,3 +107,33 @@ def test_where_pytorch_computes_the_sizes_are_not_the_kernels(machine: Start) ->
     )
     entry = report.patched[0]
     assert entry.backend == "torch" and entry.padded_sizes == (512, 128) and entry.saved_bytes_per_call == 0
+
+
+def test_the_open_point_of_the_bf16_pair_is_told(machine: Start) -> None:
+    machine(target="trn2")
+    _, report = patched(EXPERTS)
+    (note,) = report.patched[0].notes
+    assert "leave open" in note and "verify-device checks it" in note
+    assert f"Note on {report.patched[0].name}: {note}." in str(report)
+    machine()
+    for case in (DENSE, EXPERTS_MX):
+        _, report = patched(case)
+        assert report.patched[0].notes == ()
+
+
+def test_bf16_experts_are_documented_for_trn2_only(machine: Start) -> None:
+    double = machine(target="trn3").double
+    with pytest.raises(NothingToPatchError, match="for Trn2 only, and this is trn3; precision='mxfp8' has"):
+        patched(EXPERTS)
+    _, report = patched(EXPERTS, fallback="torch")
+    entry = report.patched[0]
+    assert entry.backend == "torch" and "for Trn2 only" in entry.fallback and entry.notes == ()
+    assert not double.launches
+
+
+def test_where_nothing_says_which_chip_it_is_both_precisions_are_taken(machine: Start, monkeypatch: Any) -> None:
+    machine(target="trn2")
+    monkeypatch.delenv("NEURON_PLATFORM_TARGET_OVERRIDE")
+    for case in (EXPERTS, EXPERTS_MX):
+        _, report = patched(case)
+        assert report.patched[0].backend == "neuron"

@@ -22,7 +22,7 @@ from hf_neuron_moe.backends.neuron.dense import DenseKernels, fake_saved
 from hf_neuron_moe.backends.neuron.experts import ExpertKernels, Experts
 from hf_neuron_moe.backends.neuron.frozen import FROZEN_TOKENS, FrozenKernels
 from hf_neuron_moe.backends.neuron.launch import Launcher
-from hf_neuron_moe.backends.neuron.limits import Block, Device, check_call, most_tokens, why_not, why_not_tokens
+from hf_neuron_moe.backends.neuron.limits import Block, check_call, most_tokens, this_device, why_not, why_not_tokens
 from hf_neuron_moe.backends.neuron.prepared import CountedWeights, FreshWeights, PreparedWeights
 from hf_neuron_moe.backends.torch.backend import TorchBackend
 from hf_neuron_moe.errors import BackendUnavailableError, refuse
@@ -52,7 +52,7 @@ class NeuronBackend:
         self.name = name
         toolchain = versions.toolchain(simulator=name == SIMULATOR)
         self.adapter = Adapter()
-        self.device = Device(versions.platform().name, versions.lnc())
+        self.device = this_device()
         self.weights = PreparedWeights()
         launch = Launcher(toolchain, self.device.lnc)
         self._dense = DenseKernels(self.adapter, launch, self.weights)

@@ -48,6 +48,12 @@ _PAIR_OPTIONS = _names(
 )
 """Options of the MXFP8 pair. Documents name them without a signature, and some under two names."""
 
+BF16_OPEN = (
+    "the documents leave open whether the bf16 experts' forward, which takes a row of zeros behind the tokens, and "
+    "their backward, which takes none, fit together; hf-neuron-moe verify-device checks it"
+)
+"""About ``moe_forward`` and ``moe_backward``."""
+
 SWIZZLE_MODES = tuple(
     f"{operand}_swizzle_mode"
     for operand in (

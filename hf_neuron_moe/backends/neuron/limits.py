@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hf_neuron_moe.backends.neuron import versions
 from hf_neuron_moe.backends.neuron.adapter import Adapter
+from hf_neuron_moe.backends.neuron.generations import BF16_OPEN
 from hf_neuron_moe.errors import ConfigError, DTypeError, ShapeError, refuse
 from hf_neuron_moe.formats.padding import LANES
 
@@ -25,6 +27,9 @@ MAX_TOKENS = (1 << 24) - 1
 """Token ids pass through fp32 on the chip and are exact below 2**24, the sink row's included."""
 
 SMALL_BLOCKS, LARGE_BLOCKS = (128, 256, 512, 1024), (2048, 4096)
+
+BF16_ON_TRN2 = "the documents give the bf16 kernels of experts for Trn2 only"
+
 _NEEDS = {
     ("mlp", "mxfp8"): ("mlp_forward", "mlp_backward"),
     ("experts", "mxfp8"): ("moe_forward_mxfp8", "moe_backward_mxfp8"),
@@ -34,10 +39,27 @@ _NEEDS = {
 
 @dataclass(frozen=True)
 class Device:
-    """What the kernels run on: ``"trn2"`` or ``"trn3"``, and physical cores per logical core."""
+    """What the kernels run on.
+
+    Attributes:
+        platform: ``"trn2"`` or ``"trn3"``.
+        lnc: physical cores per logical core.
+        assumed: whether nothing on the machine says which platform it is.
+    """
 
     platform: str
     lnc: int
+    assumed: bool = False
+
+
+def this_device() -> Device:
+    """Return what this machine's kernels run on.
+
+    Raises:
+        ConfigError: the environment names no known platform or number of cores.
+    """
+    platform = versions.platform()
+    return Device(platform.name, versions.lnc(), assumed=platform.source == versions.ASSUMED)
 
 
 @dataclass(frozen=True)
@@ -83,6 +105,8 @@ def why_not(block: Block, device: Device, adapter: Adapter) -> str | None:
         return "nkilib documents no bf16 kernel pair for dense MLPs; precision='mxfp8' has one on Trn3"
     if block.precision == "mxfp8" and device.platform != "trn3":
         return f"the MXFP8 kernels run on Trn3 only, and this is {device.platform}"
+    if block.precision == "bf16" and device.platform != "trn2" and not device.assumed:
+        return f"{BF16_ON_TRN2}, and this is {device.platform}; precision='mxfp8' has a kernel pair there"
     if block.kind == "experts" and device.lnc != 2:
         return "the experts' backward needs two physical cores per logical core (LNC 2), and LNC is 1"
     return adapter.why_not(*block.needs) or _why_not_sizes(block, adapter)
@@ -148,6 +172,11 @@ def check_call(block: Block, tokens: int, dtype_name: str, device: Device, adapt
             got=str(tokens),
             remedy="Use smaller micro-batches or shorter sequences.",
         )
+
+
+def open_points(block: Block) -> tuple[str, ...]:
+    """Return what the documents leave open about the kernels of `block`."""
+    return (BF16_OPEN,) if block.kind == "experts" and block.precision == "bf16" else ()
 
 
 def most_tokens(block: Block) -> int | None:

@@ -29,6 +29,7 @@ PACKAGES = {"nki": "nki", "nkilib": "nki-library", "torch_neuronx": "torch-neuro
 PLATFORMS = ("trn2", "trn3")
 _GENERATIONS = {"gen2": "trn1", "gen3": "trn2", "gen4": "trn3"}
 _PLATFORM_NAMES = frozenset(_GENERATIONS.values())
+ASSUMED = "assumed, as NKI does where it sees no device"
 LNC_OVERRIDE = "HF_NEURON_MOE_LNC"
 """This package's own variable for the number of physical cores per logical core."""
 
@@ -102,7 +103,8 @@ def import_reason(module: str) -> str | None:
         importlib.import_module(module)
     except ImportError as error:
         return f"{PACKAGES[module]} is not installed" if error.name == module else f"{module} fails to import: {error}"
-    except (OSError, RuntimeError, AttributeError, ValueError, TypeError) as error:  # missing drivers, mixed versions
+    except (OSError, RuntimeError, AttributeError, ValueError, TypeError, SyntaxError) as error:
+        # Missing drivers, mixed versions, wheels of a later Python.
         return f"{module} fails to import: {type(error).__name__}: {error}"
     return None
 
@@ -223,7 +225,7 @@ def _platform_of_machine() -> Detected:
     name = _platform_name(_product_name().partition(".")[0])
     if name in _PLATFORM_NAMES:
         return Detected(name, "the machine's product name")
-    return Detected("trn3", "assumed, as NKI does where it sees no device")
+    return Detected("trn3", ASSUMED)
 
 
 def _compiler_flag(*names: str) -> str | None:
