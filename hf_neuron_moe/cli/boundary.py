@@ -14,7 +14,7 @@ from types import FrameType, TracebackType
 
 import typer
 
-from hf_neuron_moe.cli.exit_codes import INTERNAL, INTERRUPTED, TERMINATED, USAGE, ExitCode, exit_code_of
+from hf_neuron_moe.cli.exit_codes import INTERNAL, INTERRUPTED, REFUSED, TERMINATED, USAGE, ExitCode, exit_code_of
 from hf_neuron_moe.errors import ConfigError
 
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -41,6 +41,9 @@ _OPTIONS = {
 }
 """What a user of the command typed for the library's arguments, which its refusals begin with."""
 
+_DEPENDENCIES = ("torch", "transformers", "accelerate", "safetensors", "huggingface_hub", "numpy", "xxhash")
+"""Modules of what the package depends on; ``pip install --no-deps`` leaves them out."""
+
 
 class Boundary:
     """A context manager that reports what its block raises and ends the process with the kind's exit code."""
@@ -65,6 +68,11 @@ class Boundary:
         message = " ".join(str(error).split()) or type(error).__name__
         if isinstance(error, ConfigError):
             message = _ARGUMENT.sub(lambda found: f"{found[1]}: {_OPTIONS.get(found[2], found[2])} must ", message)
+        elif isinstance(error, ModuleNotFoundError) and error.name in _DEPENDENCIES:
+            code = REFUSED
+            message = (
+                f"{error.name} is not installed, which this command needs: install the package with its dependencies"
+            )
         elif code is INTERNAL:
             hint = "" if self._debug else ". --debug shows where."
             message = f"internal error, please report it: {type(error).__name__}: {message}{hint}"

@@ -111,6 +111,19 @@ def test_interrupts_are_exit_code_130(model_dir, run, tmp_path, monkeypatch):
     assert json.loads(run("convert", model_dir, tmp_path / "dst", "--json").out)["kind"] == "interrupted"
 
 
+def test_a_missing_dependency_is_named_and_is_no_defect(model_dir, run, tmp_path, monkeypatch):
+    """As after ``pip install --no-deps``; a module of our own that is missing is a defect."""
+    for name, code in (("torch", 1), ("hf_neuron_moe.convert.nothing", 70)):
+
+        def lack(*arguments: object, name: str = name, **keywords: object) -> None:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+        monkeypatch.setattr(hf_neuron_moe.convert, "convert_checkpoint", lack)
+        text = run("convert", model_dir, tmp_path / "dst")
+        assert text.code == code
+        assert text.err.startswith("torch is not installed, which this command needs") == (code == 1)
+
+
 def test_defects_are_told_without_a_traceback_unless_debugging(model_dir, run, tmp_path, monkeypatch):
     def break_down(*arguments: object, **keywords: object) -> None:
         raise ZeroDivisionError("nobody thought of this")

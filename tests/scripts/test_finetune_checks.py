@@ -165,8 +165,8 @@ def test_a_precision_without_kernels_on_the_chip_is_refused_or_falls_back(
     ("model", "precision", "device", "changes", "message"),
     [
         ("llama", "mxfp8", TRN3, {}, "2 x mlp (64, 96): the kernels compute them"),
-        ("mixtral", "bf16", TRN2, {"per_device_train_batch_size": 64}, "2 x experts 4 x (64, 96): the kernels"),
-        ("mixtral", "bf16", TRN3, {"per_device_eval_batch_size": 65}, "2 x experts 4 x (64, 96): the kernels"),
+        ("mixtral", "bf16", TRN2, {"per_device_eval_batch_size": 65}, "2 x experts 4 x (64, 96): the kernels"),
+        ("mixtral", "mxfp8", TRN3, {"per_device_train_batch_size": 65}, "2 x experts 4 x (64, 96): the kernels"),
         ("nowhere/model", "bf16", TRN2, {}, "if it has dense MLPs: the run is refused: nkilib documents no bf16"),
     ],
 )
