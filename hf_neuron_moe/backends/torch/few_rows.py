@@ -45,8 +45,8 @@ def mlp(x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor) -> Tensor
     if 1 < len(x_SH) <= FEW_ROWS and _rows_one_by_one(x_SH):
         gate_SI, up_SI = _times_rows(x_SH, gate_IH), _times_rows(x_SH, up_IH)
         return _times_rows(_gated(gate_SI, up_SI, None), down_HI)
-    gate_SI, up_SI = torch.mm(x_SH, gate_IH.t()), torch.mm(x_SH, up_IH.t())
-    return torch.mm(_gated(gate_SI, up_SI, None), down_HI.t())
+    gate_SI, up_SI = F.linear(x_SH, gate_IH), F.linear(x_SH, up_IH)
+    return F.linear(_gated(gate_SI, up_SI, None), down_HI)
 
 
 def experts(x_TH: Tensor, index_TK: Tensor, weight_TK: Tensor, stack: ExpertStack) -> Tensor:
