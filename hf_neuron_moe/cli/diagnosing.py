@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hf_neuron_moe.cli.doctor_text import show_installation, show_table, show_usable
 from hf_neuron_moe.cli.exit_codes import CLOSE, REFUSED, VERIFY
 from hf_neuron_moe.cli.options import Json, choice
+from hf_neuron_moe.config import BLOCK_SIZES
 
 if TYPE_CHECKING:
     from hf_neuron_moe.device.installed import Installation
@@ -25,48 +27,59 @@ def doctor(
     model_dir: Annotated[
         Path | None, typer.Argument(metavar="[MODEL_DIR]", help="Folder with config.json: also judge its blocks.")
     ] = None,
-    block_size: Annotated[int, typer.Option(min=128, help="Tokens per block of experts.")] = 512,
+    block_size: Annotated[
+        str | None,
+        choice(tuple(map(str, BLOCK_SIZES)), text="Judge experts at this block size. Default: list those that work."),
+    ] = None,
     strict: Annotated[
         bool, typer.Option("--strict", help="Exit code 1 if no Neuron kernel can run here, or none computes a block.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Tell what of the Neuron stack is installed and which kernels can be used.
+    """Tell whether Neuron kernels can run here, and if not the first thing to do.
 
-    Works with nothing installed. With MODEL_DIR also: which kernels compute which of the model's blocks, here and by
-    the documents of SDK 2.33 on Trn2 and Trn3, and why not. The exit code is 0 whatever was found, unless --strict is
-    given.
+    Then what of the Neuron stack is installed. Works with nothing installed, or something broken. With MODEL_DIR also:
+    which kernels compute which of the model's blocks at which block sizes, here and by the documents of SDK 2.33 on
+    Trn2 and Trn3, and why not. The exit code is 0 whatever was found, unless --strict is given.
     """
     from hf_neuron_moe.device.installed import inspect_installation
 
     found = inspect_installation()
-    answers = _judge_blocks(model_dir, found, block_size) if model_dir is not None else []
+    size = None if block_size is None else int(block_size)
+    answers, unjudged = _judge_blocks(model_dir, found, size) if model_dir is not None else ([], None)
     if as_json:
-        blocks = {"model": str(model_dir), "blocks": [answer.to_dict() for answer in answers]} if model_dir else {}
-        typer.echo(json.dumps({"ok": True, **found.to_dict(), **blocks}))
+        blocks = {"model": str(model_dir), "blocks": [answer.to_dict() for answer in answers], "unjudged": unjudged}
+        typer.echo(json.dumps({"ok": True, **found.to_dict(), **(blocks if model_dir else {})}))
     else:
-        _show_installation(found)
+        show_installation(found)
         if model_dir is not None:
-            _show_usable(answers, str(model_dir))
+            show_usable(answers, found, str(model_dir), unjudged)
     groups = {answer.group: False for answer in answers}
     groups |= {answer.group: True for answer in answers if answer.here is None}
-    if strict and not (found.usable and all(groups.values())):
+    if strict and not (found.usable and all(groups.values()) and unjudged is None):
         raise typer.Exit(REFUSED.code)
 
 
-def _judge_blocks(model_dir: Path, found: Installation, block_size: int) -> list[Usable]:
-    from hf_neuron_moe.backends.neuron.limits import Device
-    from hf_neuron_moe.cli.conversion import quiet_transformers
+def _judge_blocks(model_dir: Path, found: Installation, block_size: int | None) -> tuple[Sequence[Usable], str | None]:
+    """The answers, and why there are none where torch or transformers cannot be imported."""
+    from hf_neuron_moe.backends.neuron.versions import ASSUMED
     from hf_neuron_moe.cli.estimating import model_folder
-    from hf_neuron_moe.convert.assign import build_meta_model
-    from hf_neuron_moe.device.usable import block_groups, usable_kernels
 
+    try:
+        from hf_neuron_moe.backends.neuron.limits import Device
+        from hf_neuron_moe.cli.conversion import quiet_transformers
+        from hf_neuron_moe.convert.assign import build_meta_model
+        from hf_neuron_moe.device.usable import block_groups, usable_kernels
+    except ImportError as error:
+        return [], f"that needs torch and transformers ({error})"
     quiet_transformers()
     with model_folder(model_dir) as folder:
         groups = block_groups(build_meta_model(folder, "doctor"))
     target, lnc = found.target[0], found.lnc[0]
-    here = Device(target, int(lnc)) if target is not None and lnc is not None else None
-    return usable_kernels(groups, here, found.reason, block_size)
+    here = None
+    if target is not None and lnc is not None:
+        here = Device(target, int(lnc), assumed=found.target[1] == ASSUMED)
+    return usable_kernels(groups, here, found.why_not, block_size), None
 
 
 def verify_device(
@@ -118,39 +131,6 @@ def verify_device(
         raise typer.Exit({"close": CLOSE, "not run": REFUSED}.get(report.verdict, VERIFY).code)
 
 
-def _show_installation(found: Installation) -> None:
-    yes = "yes" if found.usable else f"no: {found.reason}"
-    typer.echo(f'backend="neuron" can run here: {yes}')
-    simulated = "yes" if found.simulator_reason is None else "no"
-    typer.echo(f'backend="nki-sim" can run here: {simulated}; backend="torch": yes, on any device')
-    typer.echo(f"\nPython {found.python}, {found.machine}; Neuron SDK {found.sdk or 'not installed'}")
-    typer.echo(", ".join(f"{name} {version or 'not installed'}" for name, version in found.others.items()))
-    rows = [("package", "version", "state", "note")]
-    rows += [(package.name, package.version or "-", package.state, package.note) for package in found.packages]
-    _show_table(rows)
-    cores = "no runtime" if found.devices is None else f"{found.devices} logical cores"
-    typer.echo(f"\ndevice: {cores}; chip {found.target[0] or 'unknown'} ({found.target[1]})")
-    typer.echo(f"LNC {found.lnc[0] or 'unknown'} ({found.lnc[1]})")
-    for name, value in found.environment.items():
-        typer.echo(f"{name}={value}")
-    kernels = [(kernel.need, kernel.function, kernel.generation or "-", kernel.reason) for kernel in found.kernels]
-    _show_table([("kernel for", "in nkilib", "arguments of", "note"), *kernels])
-
-
-def _show_usable(answers: list[Usable], title: str) -> None:
-    def told(reason: str | None) -> str:
-        return "yes" if reason is None else f"no: {reason}"
-
-    typer.echo(f"\nBlocks of {title}; trn2 and trn3: by the documents of SDK 2.33, LNC 2")
-    for answer in answers:
-        typer.echo(f"{answer.group.label}, {answer.precision}: {', '.join(answer.kernels) or 'no kernels'}")
-        typer.echo(f"  here  {told(answer.here)}")
-        for chip, reason in answer.documented.items():
-            typer.echo(f"  {chip}  {told(reason)}")
-    if not answers:
-        typer.echo("none that patch_model knows")
-
-
 def _show_block(block: BlockResult) -> None:
     typer.echo(f"{block.name} ({block.kind}): {block.verdict}, {block.seconds:.1f} s {block.note}".rstrip())
     rows = [
@@ -158,7 +138,7 @@ def _show_block(block: BlockResult) -> None:
         for tensor in block.tensors
     ]
     if rows:
-        _show_table([("", "max relative", "SQNR dB", "", ""), *rows], indent="  ")
+        show_table([("", "max relative", "SQNR dB", "", ""), *rows], indent="  ")
 
 
 def _number(value: float | None, form: str) -> str:
@@ -170,10 +150,3 @@ def _show_outcome(report: DeviceReport) -> None:
         if not block.tensors and block.verdict != "error":
             typer.echo(f"{block.name} ({block.kind}): {block.verdict}: {block.note}")
     typer.echo(report.summary())
-
-
-def _show_table(rows: Sequence[tuple[str, ...]], indent: str = "") -> None:
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    for row in rows:
-        line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths))
-        typer.echo(f"{indent}{line}".rstrip())

@@ -15,11 +15,11 @@ from typing import Any
 
 from hf_neuron_moe._version import __version__
 from hf_neuron_moe.backends.neuron import versions
-from hf_neuron_moe.backends.neuron.adapter import Adapter
-from hf_neuron_moe.backends.neuron.generations import FUNCTIONS
+from hf_neuron_moe.backends.neuron.adapter import Adapter, Match
+from hf_neuron_moe.backends.neuron.generations import BF16_OPEN, FUNCTIONS
+from hf_neuron_moe.device.first_step import BROKEN, MISSING, OK, PLACEHOLDER, first_steps, why_not_running
 from hf_neuron_moe.errors import NeuronMoEError
 
-OK, MISSING, PLACEHOLDER, BROKEN = "ok", "missing", "placeholder", "broken"
 _PLACEHOLDER_MARKS = ("WRONG PACKAGE", "does not publish installable wheels")
 """What AWS's placeholders on PyPI say in their description, and some when they are imported."""
 
@@ -45,6 +45,14 @@ ENVIRONMENT = (
     "HF_DEACTIVATE_ASYNC_LOAD",
 )
 """Variables that change what the stack does; those that are set are reported."""
+
+
+_OPEN = dict.fromkeys(("moe_forward", "moe_backward"), BF16_OPEN)
+"""By the kernel: what the documents leave open about it."""
+
+
+_BROKEN = (ImportError, OSError, RuntimeError, AttributeError, ValueError, TypeError, SyntaxError)
+"""What an installation whose parts do not fit together raises where it is asked about itself."""
 
 
 @dataclass(frozen=True)
@@ -76,12 +84,14 @@ class Kernel:
         function: nkilib's name.
         generation: the first release with the installed argument set; None where it cannot be called.
         reason: why not.
+        note: what the documents leave open about it.
     """
 
     need: str
     function: str
     generation: str | None
     reason: str = ""
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -117,16 +127,26 @@ class Installation:
     kernels: tuple[Kernel, ...]
 
     @property
+    def why_not(self) -> str | None:
+        """Why no Neuron kernel can run here: packages, device, or kernels that cannot be called; None where one can."""
+        return why_not_running(self)
+
+    @property
     def usable(self) -> bool:
-        """Whether ``backend="neuron"`` can run here."""
-        return self.reason is None
+        """Whether Neuron kernels can run here."""
+        return self.why_not is None
+
+    @property
+    def first_steps(self) -> tuple[str, ...]:
+        """What to do, see :func:`~hf_neuron_moe.device.first_step.first_steps`."""
+        return first_steps(self)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values that ``json.dumps`` accepts."""
         values = asdict(self)
         for key in ("target", "lnc"):
             values[key] = dict(zip(("value", "source"), values[key]))
-        return {"usable": self.usable, **values}
+        return {"usable": self.usable, "why_not": self.why_not, "first_steps": list(self.first_steps), **values}
 
 
 def inspect_installation() -> Installation:
@@ -149,6 +169,17 @@ def inspect_installation() -> Installation:
     )
 
 
+class CheckedAdapter(Adapter):
+    """An adapter for a diagnosis: what a broken nkilib raises while it is looked at becomes the reason."""
+
+    def match(self, need: str) -> Match:
+        """Return the match, or none with what was raised."""
+        try:
+            return super().match(need)
+        except _BROKEN as error:
+            return Match(FUNCTIONS[need][0], None, reason=f"nkilib fails: {type(error).__name__}: {error}")
+
+
 def device_count() -> int | None:
     """Return how many logical cores ``torch.neuron`` offers; None where the plugin is not loaded."""
     neuron = getattr(sys.modules.get("torch"), "neuron", None)
@@ -162,10 +193,6 @@ def _devices() -> int | None:
         return device_count()
     except (RuntimeError, OSError):  # what the runtime raises where the driver is missing
         return 0
-
-
-_BROKEN = (ImportError, OSError, RuntimeError, AttributeError, ValueError, TypeError)
-"""What an installation whose parts do not fit together raises where it is asked about itself."""
 
 
 def _said(ask: Callable[[], str | None]) -> str | None:
@@ -219,10 +246,16 @@ def _kernels(packages: tuple[Package, ...]) -> tuple[Kernel, ...]:
     library = next(package for package in packages if package.module == "nkilib")
     if library.state != OK:
         absent = f"nkilib is {library.state}"
-        return tuple(Kernel(need, name, None, absent) for need, (name, _) in FUNCTIONS.items())
-    adapter = Adapter()
+        return tuple(Kernel(need, name, None, absent, _OPEN.get(need, "")) for need, (name, _) in FUNCTIONS.items())
+    adapter = CheckedAdapter()
     found = ((need, adapter.match(need)) for need in FUNCTIONS)
     return tuple(
-        Kernel(need, match.function, match.generation.name if match.generation else None, match.reason)
+        Kernel(
+            need,
+            match.function,
+            match.generation.name if match.generation else None,
+            match.reason,
+            _OPEN.get(need, ""),
+        )
         for need, match in found
     )

@@ -9,14 +9,17 @@ import torch
 
 from hf_neuron_moe.backends import resolve_backend
 from hf_neuron_moe.backends.neuron import versions
-from hf_neuron_moe.backends.neuron.limits import BF16_TOKENS
+from hf_neuron_moe.backends.neuron.limits import BF16_TOKENS, Block, Device, why_not
 from hf_neuron_moe.config import BLOCK_SIZES
 from hf_neuron_moe.device.installed import device_count
+from hf_neuron_moe.device.usable import DOCUMENTED_LNC, DocumentedAdapter
 from hf_neuron_moe.errors import BackendUnavailableError, ConfigError, nearest, refuse
 
 WHERE = "verify_device"
 DEVICE_BACKENDS = ("neuron", "nki-sim")
 KERNEL_PRECISIONS = ("bf16", "mxfp8")
+_USUAL_SIZES = (4096, 2048)
+"""H and I that every kernel takes."""
 
 
 @dataclass(frozen=True)
@@ -69,14 +72,16 @@ class Request:
             ConfigError: the chip has no kernels of that precision, or not for so many tokens.
         """
         platform = versions.platform()
-        if self.precision is None:
-            precision = "mxfp8" if platform.name == "trn3" else "bf16"
-            self._check_tokens(precision)
-            return precision
-        if self.precision == "mxfp8" and platform.name != "trn3":
-            got = f"'mxfp8': the MXFP8 kernels run on Trn3 only, and this is {platform.name} ({platform.source})"
-            raise _bad("precision", "one that this chip has kernels for", got, "Leave it out, or take bf16.")
-        return self.precision
+        chip = Device(platform.name, DOCUMENTED_LNC, assumed=platform.source == versions.ASSUMED)
+        precision = self.precision or ("mxfp8" if platform.name == "trn3" else "bf16")
+        reasons = [
+            why_not(Block(kind, precision, *_USUAL_SIZES), chip, DocumentedAdapter()) for kind in ("experts", "mlp")
+        ]
+        if None not in reasons:
+            got = f"{precision!r}: {reasons[0]} (known from {platform.source})"
+            raise _bad("precision", "one that this chip has kernels for", got, "Leave it out.")
+        self._check_tokens(precision)
+        return precision
 
 
 def device_of(backend: str, wanted: str | None) -> torch.device:

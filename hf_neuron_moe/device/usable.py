@@ -15,6 +15,7 @@ from hf_neuron_moe.backends.neuron.adapter import Adapter, Match
 from hf_neuron_moe.backends.neuron.generations import FUNCTIONS
 from hf_neuron_moe.backends.neuron.limits import Block, Device, why_not
 from hf_neuron_moe.config import BLOCK_SIZES, NeuronMoEConfig
+from hf_neuron_moe.device.installed import CheckedAdapter
 from hf_neuron_moe.modules.frozen_block import FrozenBlock
 from hf_neuron_moe.patching.discovery import Candidate, discover
 
@@ -155,7 +156,7 @@ def usable_kernels(
         block_size: tokens per block of experts; None for what the configuration takes by default.
     """
     size = NeuronMoEConfig().block_size if block_size is None else block_size
-    installed, documented = Adapter(), DocumentedAdapter()
+    installed, documented = CheckedAdapter(), DocumentedAdapter()
     if unavailable is None and here is None:
         unavailable = "the chip is not known"
     answers = []

@@ -6,9 +6,13 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
-from hf_neuron_moe.device.installed import ENVIRONMENT, MISSING, OK, PLACEHOLDER, inspect_installation
+import pytest
+
+from hf_neuron_moe.device.first_step import MISSING, OK, PLACEHOLDER
+from hf_neuron_moe.device.installed import ENVIRONMENT, Package, inspect_installation
 from hf_neuron_moe.device.judge import BOUNDS
 from tests.neuron.double.contract import Double
 from tests.neuron.double.install import installed
@@ -30,11 +34,131 @@ def put(folder: Path, distribution: str, version: str, description: str, module:
 def test_doctor_works_with_nothing_installed(run, model_dir):
     result = run("doctor", model_dir)
     assert (result.code, result.err) == (0, "")
-    for line in ('backend="neuron" can run here: no: nki is not installed', "Neuron SDK not installed", "nki-library"):
-        assert line in result.out
+    first, why, step = result.out.splitlines()[:3]
+    assert first == 'backend="neuron" can run here: no'
+    assert why.startswith("  why:   nki is not installed")
+    assert step == "  first: Go to a Trn2 or Trn3 instance: none was recognized here."
+    assert "Install nki, torch-neuronx, neuronx-cc from AWS's own index" in result.out
+    assert "Neuron SDK not installed" in result.out
     assert "1 x mlp (64, 96), mxfp8: mlp_forward_mxfp8_nki, mlp_backward_mxfp8_nki" in result.out
     assert "nkilib documents no bf16 kernel pair for dense MLPs" in result.out
     assert run("doctor", "--strict").code == 1
+
+
+def test_doctor_lists_the_block_sizes_that_work(run, mixtral_dir, tmp_path):
+    """Without --block-size no size is refused: those that work are listed, and the one that would be taken."""
+    text = run("doctor", mixtral_dir).out
+    assert "  trn2  yes; block sizes 256, 512, 1024, 2048, 4096" in text
+    assert "  trn3  yes; block sizes 128, 256, 512, 1024, 2048, 4096" in text
+    assert "judged at block_size=512; NeuronMoEConfig(block_size=...)" in text
+    told = run("doctor", mixtral_dir, "--block-size", 128).out
+    assert "  trn2  no: the kernels take block sizes 256, 512, 1024, 2048, 4096, and block_size is 128" in told
+    wrong = run("doctor", mixtral_dir, "--block-size", 384)
+    assert wrong.code == 2 and "'384' is not one of 128, 256, 512" in wrong.err
+    with installed(tmp_path / "site", Double(release=(2, 31), target="trn2")):
+        told = json.loads(run("doctor", mixtral_dir, "--json").out)
+    assert told["blocks"][0]["here"] == {"usable": True, "reason": None, "block_sizes": [256, 512, 1024]}
+
+
+@pytest.mark.parametrize("module", ["nki", "torch_neuronx"])
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        ("raise RuntimeError('libnrt.so: no driver')", "RuntimeError: libnrt.so: no driver"),
+        ("def of_a_later_python(: pass", "SyntaxError"),
+        ("import hf_neuron_moe_no_such_module", "No module named 'hf_neuron_moe_no_such_module'"),
+    ],
+)
+def test_doctor_diagnoses_a_broken_installation(run, module, code, told, tmp_path, monkeypatch, mixtral_dir):
+    """A missing driver, a wheel of a later Python, a missing dependency: told and not raised."""
+    distribution = module.replace("_", "-")
+    put(tmp_path, distribution, "9.9", "Real.", module, code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    result = run("doctor", mixtral_dir)
+    assert (result.code, result.err) == (0, "")
+    assert f"{module} fails to import" in result.out and told in result.out
+    states = {package["name"]: package["state"] for package in json.loads(run("doctor", "--json").out)["packages"]}
+    assert states[distribution] == "broken"
+    assert result.out.startswith('backend="neuron" can run here: no\n  why:   ')
+
+
+def test_a_metadata_folder_without_metadata_is_told(run, tmp_path, monkeypatch):
+    (tmp_path / "nki-0.7.0.dist-info").mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    result = run("doctor", "--json")
+    assert result.code == 0, result.err
+    assert json.loads(result.out)["usable"] is False
+
+
+def test_a_broken_part_of_nkilib_is_told(run, tmp_path, mixtral_dir):
+    double = Double(release=(2, 33), target="trn2")
+    with installed(tmp_path, double) as machine, pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in machine.modules if name.startswith("nkilib.core")]:
+            patch.delitem(sys.modules, name)
+        broken = tmp_path / "core"
+        broken.mkdir()
+        (broken / "__init__.py").write_text("raise RuntimeError('compiled for another nki')", encoding="utf-8")
+        patch.setattr(sys.modules["nkilib"], "__path__", [str(tmp_path)])
+        result = run("doctor", mixtral_dir)
+        told = json.loads(run("doctor", "--json").out)
+    assert (result.code, result.err) == (0, "")
+    reasons = {kernel["need"]: kernel["reason"] for kernel in told["kernels"]}
+    assert "compiled for another nki" in reasons["moe_forward"]
+    assert "nkilib fails: RuntimeError: compiled for another nki" in result.out
+
+
+def test_the_first_step_follows_from_what_is_there(tmp_path):
+    """One machine after the other, from bare to ready."""
+    with installed(tmp_path / "ready", Double(release=(2, 33), target="trn2")):
+        ready = inspect_installation()
+    assert ready.usable and "verify-device MODEL_DIR --layers 1" in ready.first_steps[0]
+    packages = {package.name: package for package in ready.packages}
+
+    def steps(**changes: object) -> str:
+        return " / ".join(replace(ready, **changes).first_steps)
+
+    def with_state(state: str, *names: str) -> tuple[Package, ...]:
+        return tuple(replace(package, state=state) if name in names else package for name, package in packages.items())
+
+    assert "what it needs, torch" in steps(reason="x", others={"torch": None})
+    assert "this is Darwin arm64" in steps(reason="x", machine="Darwin arm64")
+    no_chip = ("trn3", "assumed, as NKI does where it sees no device")
+    bare = steps(reason="x", python="3.11.9", target=no_chip, packages=with_state(MISSING, *packages))
+    assert bare.startswith("Go to a Trn2 or Trn3 instance") and "no wheels for 3.11.9" in bare
+    assert bare.endswith("Install nki, torch-neuronx, neuronx-cc from AWS's own index (docs/neuron.md, Installation).")
+    placeholders = steps(reason="x", python="3.12.1", packages=with_state(PLACEHOLDER, "nki", "neuronx-cc"))
+    assert placeholders.startswith("`pip uninstall -y nki neuronx-cc`")
+    assert steps(reason="x", packages=with_state("broken", "nki")).startswith("Install nki again")
+    assert "packages of SDK 2.33" in steps(reason="nki 0.6.0 is older than 0.7.0")
+    assert "neuron-ls" in steps(devices=0) and "no logical core" in str(replace(ready, devices=0).why_not)
+    assert "unset that variable" in steps(lnc=(None, "LNC must be 1 or 2"))
+    none = tuple(replace(kernel, generation=None, reason="has unknown arguments") for kernel in ready.kernels)
+    assert "nki-library of SDK 2.33" in steps(kernels=none) and "unknown arguments" in str(
+        replace(ready, kernels=none).why_not
+    )
+
+
+def test_doctor_without_torch_says_that_a_model_was_not_looked_at(mixtral_dir, repo_root):
+    code = "import sys; sys.modules['torch'] = None\nfrom hf_neuron_moe.cli.main import main\nmain()"
+    command = [sys.executable, "-c", code, "doctor", str(mixtral_dir)]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, cwd=repo_root)
+    assert 'backend="neuron" can run here: no' in result.stdout
+    assert "not looked at: that needs torch and transformers" in result.stdout and not result.stderr
+    strict = subprocess.run(
+        [*command, "--strict", "--json"], capture_output=True, text=True, check=False, cwd=repo_root
+    )
+    assert strict.returncode == 1 and "needs torch" in json.loads(strict.stdout)["unjudged"]
+
+
+def test_text_and_json_say_the_same(run, mixtral_dir):
+    text, told = run("doctor", mixtral_dir).out, json.loads(run("doctor", mixtral_dir, "--json").out)
+    facts = [told["why_not"], *told["first_steps"], told["simulator_reason"], told["python"], told["machine"]]
+    facts += [part for package in told["packages"] for part in (package["name"], package["state"], package["note"])]
+    facts += [part for kernel in told["kernels"] for part in (kernel["need"], kernel["function"], kernel["reason"])]
+    facts += [told["target"]["source"], told["lnc"]["source"], told["model"]]
+    for block in told["blocks"]:
+        facts += [*block["kernels"], block["precision"], *(place["reason"] for place in block["documented"].values())]
+    assert [fact for fact in facts if fact and fact not in text] == []
 
 
 def test_doctor_as_json(run, mixtral_dir):
@@ -61,9 +185,9 @@ def test_doctor_needs_no_torch():
 
 
 def test_doctor_on_machines(run, mixtral_dir, tmp_path):
-    for release, target, block_size, usable in (((2, 33), "trn3", 512, True), ((2, 31), "trn2", 2048, False)):
+    for release, target, block_size, usable in (((2, 33), "trn2", 512, True), ((2, 31), "trn2", 2048, False)):
         double = Double(release=release, target=target)
-        with installed(tmp_path / target, double):
+        with installed(tmp_path / f"site{release[1]}", double):
             result = run("doctor", mixtral_dir, "--json", "--block-size", block_size)
             text = run("doctor", mixtral_dir, "--block-size", block_size).out
             strict = run("doctor", mixtral_dir, "--strict", "--block-size", block_size).code
@@ -73,13 +197,17 @@ def test_doctor_on_machines(run, mixtral_dir, tmp_path):
         assert told["environment"]["NEURON_LOGICAL_NC_CONFIG"] == told["lnc"]["value"] == "2"
         packages = {package["name"]: (package["state"], package["version"]) for package in told["packages"]}
         assert packages["nki"] == (OK, "0.7.0") and packages["neuronx-cc"] == (OK, "2.28.7631")
-        assert told["blocks"][0]["here"]["usable"] is usable
+        precision = "mxfp8" if target == "trn3" else "bf16"
+        here = next(found["here"] for found in told["blocks"] if found["precision"] == precision)
+        assert here["usable"] is usable
         assert 'backend="neuron" can run here: yes' in text
         assert strict == (0 if usable else 1)
         kernels = {kernel["need"]: kernel["generation"] for kernel in told["kernels"]}
+        assert {found["need"] for found in told["kernels"] if found["note"]} == {"moe_forward", "moe_backward"}
+        assert "moe_forward and moe_backward: the documents leave open" in text and "verify-device checks it" in text
         assert (kernels["moe_forward_mxfp8"] is None) == (release == (2, 31))
         if not usable:
-            assert "block_size is 2048" in told["blocks"][0]["here"]["reason"]
+            assert "block_size is 2048" in here["reason"]
             assert "no blockwise_mm_fwd_mxfp8" in text
         assert not double.launches
 

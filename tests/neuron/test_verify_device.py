@@ -203,7 +203,7 @@ def test_precision_is_checked_against_the_chip_before_weights_are_read(
     (tmp_path / "model.safetensors").write_bytes(b"damaged")
     machine(target="trn2")
     code, _, err = run_command(monkeypatch, capsys, tmp_path, "--precision", "mxfp8")
-    assert code == 2 and "Trn3 only, and this is trn2 (NEURON_PLATFORM_TARGET_OVERRIDE)" in err
+    assert code == 2 and "Trn3 only, and this is trn2 (known from NEURON_PLATFORM_TARGET_OVERRIDE)" in err
     code, _, err = run_command(monkeypatch, capsys, tmp_path, "--tokens", 40000)
     assert code == 2 and "at most 32,768 in bf16" in err, "the precision of the chip"
 

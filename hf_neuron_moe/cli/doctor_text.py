@@ -1,0 +1,73 @@
+"""What ``doctor`` found, as text. Loads no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    from hf_neuron_moe.device.installed import Installation
+    from hf_neuron_moe.device.usable import Usable
+
+
+def show_installation(found: Installation) -> None:
+    """Print whether kernels can run, what to do first, and what is installed."""
+    typer.echo(f'backend="neuron" can run here: {"yes" if found.usable else "no"}')
+    if found.why_not is not None:
+        typer.echo(f"  why:   {found.why_not}")
+    for number, step in enumerate(found.first_steps):
+        typer.echo(f"  {'then: ' if number else 'next: ' if found.usable else 'first:'} {step}")
+    typer.echo(f'backend="nki-sim" can run here: {_told(found.simulator_reason)}')
+    typer.echo('backend="torch" can run here: yes, as on any device; it computes the same contract')
+    typer.echo(f"\nPython {found.python}, {found.machine}; Neuron SDK {found.sdk or 'not installed'}")
+    typer.echo(", ".join(f"{name} {version or 'not installed'}" for name, version in found.others.items()))
+    rows = [("package", "version", "state", "note")]
+    rows += [(package.name, package.version or "-", package.state, package.note) for package in found.packages]
+    show_table(rows)
+    cores = "no runtime" if found.devices is None else f"{found.devices} logical cores"
+    typer.echo(f"\ndevice: {cores}; chip {found.target[0] or 'unknown'} ({found.target[1]})")
+    typer.echo(f"LNC {found.lnc[0] or 'unknown'} ({found.lnc[1]})")
+    for name, value in found.environment.items():
+        typer.echo(f"{name}={value}")
+    kernels = [(kernel.need, kernel.function, kernel.generation or "-", kernel.reason) for kernel in found.kernels]
+    show_table([("kernel for", "in nkilib", "arguments of", "note"), *kernels])
+    for note in dict.fromkeys(kernel.note for kernel in found.kernels if kernel.note):
+        needs = " and ".join(kernel.need for kernel in found.kernels if kernel.note == note)
+        typer.echo(f"{needs}: {note}.")
+
+
+def show_usable(answers: Sequence[Usable], found: Installation, title: str, unjudged: str | None) -> None:
+    """Print which kernels compute which blocks of a model; `unjudged` says why that cannot be told."""
+    if unjudged is not None:
+        typer.echo(f"\nBlocks of {title}: not looked at: {unjudged}")
+        return
+    typer.echo(f"\nBlocks of {title}; trn2 and trn3: by the documents of SDK 2.33, LNC 2")
+    for answer in answers:
+        typer.echo(f"{answer.group.label}, {answer.precision}: {', '.join(answer.kernels) or 'no kernels'}")
+        for place, reason in {"here": answer.here, **answer.documented}.items():
+            told = "no, see the top" if reason is not None and reason == found.why_not else _told(reason)
+            typer.echo(f"  {place}  {told}{_sizes(answer, place)}")
+    if any(answer.group.experts is not None for answer in answers):
+        size = answers[0].block_size
+        typer.echo(f"Experts are judged at block_size={size}; NeuronMoEConfig(block_size=...) chooses another one.")
+    if not answers:
+        typer.echo("none that patch_model knows")
+
+
+def _sizes(answer: Usable, place: str) -> str:
+    sizes = answer.block_sizes.get(place, ())
+    return f"; block sizes {', '.join(map(str, sizes))}" if sizes else ""
+
+
+def _told(reason: str | None) -> str:
+    return "yes" if reason is None else f"no: {reason}"
+
+
+def show_table(rows: Sequence[tuple[str, ...]], indent: str = "") -> None:
+    """Print rows whose first one has the headings."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    for row in rows:
+        line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths))
+        typer.echo(f"{indent}{line}".rstrip())
