@@ -5,7 +5,6 @@ Everything here looks at shapes and settings only, so that a compiled program ha
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -54,7 +53,7 @@ def for_weights_of(name: str, module: nn.Module) -> str:
 
 
 def usable_backend(
-    config: NeuronMoEConfig, device: torch.device, what: str, why_not: Callable[[Any], str | None]
+    config: NeuronMoEConfig, device: torch.device, what: str, why_not: Callable[[Any], str | None], told: set[str]
 ) -> str:
     """Return the name of the backend for a call: the configured one, or torch where `config` lets it fall back.
 
@@ -63,6 +62,7 @@ def usable_backend(
         device: of the call's operands.
         what: the block, for messages.
         why_not: asks a backend with kernels why it cannot compute the block; None where it can.
+        told: what was warned of already; the blocks of a model share it, and it is added to.
 
     Raises:
         BackendUnavailableError: the backend cannot run here.
@@ -75,7 +75,10 @@ def usable_backend(
     if reason is None:
         return name
     if config.fallback == "torch":
-        _tell(what, reason)
+        message = f"{what} is computed by PyTorch and not by the kernels: {reason}."
+        if not torch.compiler.is_compiling() and message not in told:
+            told.add(message)
+            warnings.warn(message, NeuronMoEWarning, stacklevel=3)
         return "torch"
     raise refuse(
         ConfigError,
@@ -85,11 +88,3 @@ def usable_backend(
         got=f"{name!r}: {reason}",
         remedy="Use fallback='torch' to compute it with PyTorch on the same device.",
     )
-
-
-@functools.cache
-def _tell(what: str, reason: str) -> None:
-    """Warn once of every reason; the same words for every block of a kind."""
-    if not torch.compiler.is_compiling():
-        message = f"{what} is computed by PyTorch and not by the kernels: {reason}."
-        warnings.warn(message, NeuronMoEWarning, stacklevel=4)

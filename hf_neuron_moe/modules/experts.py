@@ -157,6 +157,7 @@ class _RegisteredExperts:
     def __init__(self, config: NeuronMoEConfig) -> None:
         self.config = config
         self.keep = canonical_keep(config.activations, config.precision)
+        self.told: set[str] = set()
 
     def __call__(self, module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         _check_supported(module)
@@ -183,7 +184,8 @@ class _RegisteredExperts:
             reason: str | None = kernels.why_not_experts(config.precision, hidden, inner, config.block_size, tokens)
             return reason
 
-        return for_weights_of(usable_backend(config, hidden_states.device, type(module).__name__, why_not), module)
+        name = usable_backend(config, hidden_states.device, type(module).__name__, why_not, self.told)
+        return for_weights_of(name, module)
 
 
 def _sizes(module: Any) -> tuple[int, int]:

@@ -62,6 +62,7 @@ class FrozenBlock(NeuronBlock):
     ) -> None:
         super().__init__(original, name, config)
         self.neuron_layouts = dict(layouts)
+        self.neuron_told: set[str] = set()
         self.neuron_activation = activation
         self._remember_activation(activation)
 
@@ -126,6 +127,7 @@ class FrozenBlock(NeuronBlock):
             x_TH.device,
             type(self).__name__,
             lambda kernels: kernels.why_not_frozen(stack, training=training, tokens=tokens),
+            self.neuron_told,
         )
         keep = self.neuron_keep
         return frozen_network(x_TH, index_TK, weight_TK, stack, backend=backend, activations=keep)[:, :hidden]

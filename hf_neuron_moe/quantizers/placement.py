@@ -48,6 +48,7 @@ def place(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> Placeme
         ConversionError: a converted tensor belongs to no module, or does not fit the model's sizes.
     """
     placement, placed = Placement(), set()
+    told: set[str] = set()
     for candidate in discover(model):
         tensors = _tensors_of(candidate, model, stored)
         if not tensors:
@@ -58,6 +59,7 @@ def place(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> Placeme
         if isinstance(stand_in, Landing):
             placement.landings.append(stand_in)
         else:
+            stand_in.neuron_told = told
             placement.frozen.append((stand_in, candidate))
         placed |= {tensor.name for tensor in tensors.values()}
         placement.names |= {f"{candidate.name}.{name}" if candidate.name else name for name in stand_in.state_dict()}

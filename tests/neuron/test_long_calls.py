@@ -168,11 +168,11 @@ def test_registered_experts_choose_per_call(short: Any, monkeypatch: pytest.Monk
 
 def test_frozen_experts_choose_per_call(tmp_path: Path, short: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_local_experts": 2}
-    tiny_model("mixtral", num_hidden_layers=1, **sizes).bfloat16().save_pretrained(tmp_path / "source")
+    tiny_model("mixtral", num_hidden_layers=2, **sizes).bfloat16().save_pretrained(tmp_path / "source")
     options = ConvertOptions(precision="mxfp8", purpose="inference")
     convert_checkpoint(tmp_path / "source", tmp_path / "converted", options)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "converted").eval()
-    block = next(module for module in model.modules() if isinstance(module, FrozenBlock))
+    block, second = (module for module in model.modules() if isinstance(module, FrozenBlock))
     x_TH = (torch.randn(40, 512) * 0.3).bfloat16()
     weight_TK, index_TK = torch.rand(40, 2).softmax(-1).topk(1, -1)
 
@@ -193,5 +193,8 @@ def test_frozen_experts_choose_per_call(tmp_path: Path, short: Any, monkeypatch:
     (message,) = told(lambda: [forward(40) for _ in range(2)])
     assert "FrozenExperts" in message and "at most 32 tokens per call" in message
     assert torch.equal(forward(40), expected) and len(double.launches) == 1
+    block, used = second, block
+    block.neuron_config = used.neuron_config
+    assert told(lambda: forward(40)) == [], "once per model"
     forward(32)
     assert len(double.launches) == 2
