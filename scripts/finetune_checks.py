@@ -172,12 +172,11 @@ def check_kernels(options: Options, device: Device, adapter: Adapter, *, online:
         ConfigError: blocks have no kernel and ``neuron_fallback`` is ``"refuse"``.
     """
     training = options.training
-    found = _blocks_of(options, online)
-    notes = []
-    if isinstance(found, str):
+    found, note = _blocks_of(options, online)
+    notes = [note] if note else []
+    if found is None:
         judged, prefix = _judge_kinds(options, device, adapter), "if it has "
         without = judged if all(judged.values()) else {}
-        notes.append(found)
     else:
         chosen = [group for group in found if _is_chosen(group, training.neuron_include, training.neuron_exclude)]
         judged, prefix = {group.label: _judge(_block(group, options), options, device, adapter) for group in chosen}, ""
@@ -204,11 +203,14 @@ def check_kernels(options: Options, device: Device, adapter: Adapter, *, online:
     return notes
 
 
-def _blocks_of(options: Options, online: bool) -> list[BlockGroup] | str:
-    """The blocks that could be patched by the model's configuration; in words why they cannot be told."""
+def _blocks_of(options: Options, online: bool) -> tuple[list[BlockGroup] | None, str]:
+    """The blocks that could be patched by the model's configuration, or None where nobody has that; and a note.
+
+    Blocks of conversions and of families that transformers does not know are left to the loading.
+    """
     name = options.model.model
     if not online and not Path(name).is_dir():
-        return f"the blocks of {name} cannot be looked at without its config.json"
+        return None, f"the blocks of {name} cannot be looked at without its config.json"
     try:
         if Path(name).is_dir():
             file: str | Path = Path(name) / CONFIG_FILE
@@ -217,9 +219,11 @@ def _blocks_of(options: Options, online: bool) -> list[BlockGroup] | str:
         with tempfile.TemporaryDirectory(prefix="hf-neuron-moe-") as folder:
             (Path(folder) / CONFIG_FILE).write_bytes(Path(file).read_bytes())
             found = block_groups(build_meta_model(Path(folder), "finetune"))
-    except (NeuronMoEError, OSError, ValueError) as error:
-        return f"the blocks of {name} cannot be looked at before it is loaded: {_line(error)}"
-    return [group for group in found if group.reason is None]
+    except NeuronMoEError as error:
+        return [], f"the blocks of {name} cannot be judged before it is loaded: {_line(error)}"
+    except (OSError, ValueError) as error:
+        return None, f"the blocks of {name} cannot be looked at before it is loaded: {_line(error)}"
+    return [group for group in found if group.reason is None], ""
 
 
 def _is_chosen(group: BlockGroup, include: list[str] | None, exclude: list[str] | None) -> bool:

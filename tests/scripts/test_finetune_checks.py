@@ -15,6 +15,7 @@ from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, Revi
 from make_tiny_model import make_tiny_model
 
 from hf_neuron_moe.backends.neuron.limits import Device
+from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
 from hf_neuron_moe.device.usable import DocumentedAdapter
 from hf_neuron_moe.errors import BackendUnavailableError, ConfigError
 from tests.neuron.double.contract import Double
@@ -183,6 +184,16 @@ def test_excluded_blocks_and_those_that_may_stay_stock_do_not_count(models: dict
     run = options(models["llama"], neuron_backend="neuron", neuron_strict="false")
     with pytest.raises(ConfigError, match="no bf16 kernel pair"):  # nothing would be left to patch
         check_kernels(run, TRN2, DocumentedAdapter())
+
+
+def test_blocks_of_a_conversion_are_left_to_the_loading(tmp_path: Path) -> None:
+    """Their precision is the checkpoint's, and not the option's."""
+    make_tiny_model("mixtral", tmp_path / "source", hidden_size=128, intermediate_size=256)
+    convert_checkpoint(tmp_path / "source", tmp_path / "model", ConvertOptions("mxfp8"))
+    for device in (TRN2, TRN3):
+        run = options(tmp_path / "model", neuron_backend="neuron", neuron_precision="fp32")
+        (told,) = check_kernels(run, device, DocumentedAdapter())
+        assert "cannot be judged before it is loaded" in told
 
 
 def test_a_run_asks_the_machine_that_it_is_on(models: dict[str, Path], tmp_path: Path) -> None:
