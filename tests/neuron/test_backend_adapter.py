@@ -68,6 +68,15 @@ def test_signatures_are_seen_through_jit_objects() -> None:
 
     assert str(signature_of(Jitted(kernel))) == str(inspect.signature(kernel))
 
+    class Other:
+        def __init__(self, body: Any) -> None:
+            self.compiled, self.body = {}, body
+
+        def __call__(self, *arguments: Any, **options: Any) -> None: ...
+
+    assert str(signature_of(Other(kernel))) == str(inspect.signature(kernel))
+    assert signature_of(Other(3)) is None
+
 
 def test_an_unknown_home_of_an_object_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nkilib", None)

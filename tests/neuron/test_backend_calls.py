@@ -16,7 +16,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from hf_neuron_moe import NeuronMoEConfig, patch_model
 from hf_neuron_moe.backends import get_backend, resolve_backend
 from hf_neuron_moe.backends.mx_weights import MXExpertStack, MXLayout, held_form
-from hf_neuron_moe.errors import ConfigError, NeuronMoEWarning, NothingToPatchError, ShapeError, UnsupportedModelError
+from hf_neuron_moe.errors import (
+    BackendUnavailableError,
+    ConfigError,
+    NeuronMoEWarning,
+    NothingToPatchError,
+    ShapeError,
+    UnsupportedModelError,
+)
 from hf_neuron_moe.formats import quantize_mx, unswizzle
 from hf_neuron_moe.modules import ops
 from hf_neuron_moe.modules.frozen_block import FrozenTensor
@@ -133,6 +140,22 @@ def test_two_precisions_share_weights_but_no_copies(machine: Machine) -> None:
     for precision, bound in (("bf16", 0.02), ("mxfp8", 0.0), ("bf16", 0.02)):
         y = kernels.experts_forward(x, *operands, False, precision, B, "")[0]
         assert deviation(y, torch_backend.experts_forward(x, *operands, False, precision, B, "")[0]) <= bound
+
+
+def test_a_forward_that_keeps_something_else_is_refused(machine: Machine) -> None:
+    """A release with other checkpoints, or with none by default."""
+    machine()
+    kernels, (x, _), operands = neuron(), rows(), experts(transposed=False)
+    real = kernels._experts.launch
+    for change, told in (
+        (lambda found: found[:1], "got the output alone"),
+        (lambda found: (found[0], found[1].mT.contiguous()), "behind the output, got"),
+    ):
+        kernels._experts = replace(kernels._experts, launch=lambda *a, change=change, **k: change(real(*a, **k)))
+        with pytest.raises(BackendUnavailableError, match=told):
+            kernels.experts_forward(x, *operands, False, "mxfp8", 2 * B, "minimal")
+        y = kernels.experts_forward(x, *operands, False, "mxfp8", 2 * B, "recompute")[0]
+        assert torch.equal(y, get_backend("torch").experts_forward(x, *operands, False, "mxfp8", 2 * B, "")[0])
 
 
 def test_no_tokens_need_no_kernel(machine: Machine) -> None:

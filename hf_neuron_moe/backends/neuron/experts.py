@@ -26,6 +26,7 @@ from hf_neuron_moe.backends.neuron.layouts import (
 from hf_neuron_moe.backends.neuron.limits import Block
 from hf_neuron_moe.backends.neuron.prepared import PreparedWeights, kept_for
 from hf_neuron_moe.backends.neuron.routing import Routed, block_count, route, routing_gradient, with_sink
+from hf_neuron_moe.errors import BackendUnavailableError, refuse
 
 _BACKWARD_AXES = ("EH2I", "EIH")
 """Orientation of both weights in every backward and in the bf16 forward."""
@@ -155,6 +156,8 @@ class ExpertKernels:
             **self._weights(experts, self._forward_axes(block), training=training),
             **options,
         )
+        if checkpoint:
+            _check_checkpoints(checkpoints, (routed.blocks.shape[0], 2, block.padded[1], block.block_size))
         return out_TH[: x_TH.shape[0]], *checkpoints
 
     def forward(
@@ -240,6 +243,20 @@ class ExpertKernels:
             return saved[0], saved[1] if on_output else None, x_TH
         _, *made = self._run_forward(x_TH, index_TK, weight_TK, experts, checkpoint=True)
         return made[0], made[1] if on_output else None, x_TH
+
+
+def _check_checkpoints(found: list[Tensor], shape: tuple[int, ...]) -> None:
+    """Refuse a forward that keeps less than documented, or in another order: the backward would read nonsense."""
+    if found and tuple(found[0].shape) == shape:
+        return
+    raise refuse(
+        BackendUnavailableError,
+        where="neuron backend",
+        argument="the experts' forward kernel",
+        expected=f"gate and up {shape} behind the output",
+        got=f"{tuple(found[0].shape)}" if found else "the output alone",
+        remedy="Install the nki-library of SDK 2.33, or use fallback='torch'.",
+    )
 
 
 def _parameters(experts: Experts) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,9 @@ _WRAPPED = ("func", "__wrapped__", "fn", "kernel", "function", "_func", "_fn", "
 
 def signature_of(function: Any) -> inspect.Signature | None:
     """Return the signature of an nkilib function, ``@nki.jit`` or not; None if it hides its arguments."""
-    for candidate in (*(getattr(function, name, None) for name in _WRAPPED), function):
+    inner = [value for value in getattr(function, "__dict__", {}).values() if inspect.isfunction(value)]
+    only = inner if len(inner) == 1 and not inspect.isfunction(function) else []
+    for candidate in (*(getattr(function, name, None) for name in _WRAPPED), function, *only):
         signature = _signature(candidate)
         if signature is not None and not _hides_positions(signature):
             return signature
