@@ -161,7 +161,7 @@ def test_a_compiled_program_keeps_none_either(machine: Start) -> None:
 def test_two_processes_train_as_with_the_torch_backend(name: str, tmp_path: Path, repo_root: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["-m", "tests.neuron.shard_driver", name, str(tmp_path)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(repo_root)}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(repo_root), "TMPDIR": str(tmp_path)}
     done = subprocess.run(command, cwd=repo_root, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     for rank in range(2):
