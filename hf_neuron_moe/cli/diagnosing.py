@@ -11,7 +11,7 @@ import typer
 
 from hf_neuron_moe.cli.doctor_text import show_installation, show_table, show_usable
 from hf_neuron_moe.cli.exit_codes import CLOSE, REFUSED, VERIFY
-from hf_neuron_moe.cli.options import Json, choice
+from hf_neuron_moe.cli.options import BlockSize, Json, choice
 from hf_neuron_moe.config import BLOCK_SIZES
 
 if TYPE_CHECKING:
@@ -25,7 +25,8 @@ KERNEL_PRECISIONS = ("bf16", "mxfp8")
 
 def doctor(
     model_dir: Annotated[
-        Path | None, typer.Argument(metavar="[MODEL_DIR]", help="Folder with config.json: also judge its blocks.")
+        Path | None,
+        typer.Argument(metavar="MODEL_DIR", help="Folder with config.json, or such a file: also judge its blocks."),
     ] = None,
     block_size: Annotated[
         str | None,
@@ -90,7 +91,7 @@ def verify_device(
         str | None, choice(KERNEL_PRECISIONS, text="Of the blocks. Default: mxfp8 on Trn3, bf16 on Trn2.")
     ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Rows of the random input.")] = 256,
-    block_size: Annotated[int, typer.Option(min=128, help="Tokens per block of experts.")] = 512,
+    block_size: BlockSize = 512,
     layers: Annotated[int | None, typer.Option(min=1, help="Only the first so many blocks. Default: all.")] = None,
     seed: Annotated[int, typer.Option(help="Of the random input.")] = 0,
     random_weights: Annotated[bool, typer.Option("--random-weights", help="Do not read the weights.")] = False,
@@ -118,15 +119,22 @@ def verify_device(
         from hf_neuron_moe.device import verify
 
         quiet_transformers()
+        shown: list[BlockResult] = []
+
+        def show(block: BlockResult) -> None:
+            shown.append(block)
+            if not as_json:
+                _show_block(block)
+
         report = verify.verify_device(
             verify.load_for_verification(folder, random_weights=random_weights),
-            progress=None if as_json else _show_block,
+            progress=show,
             **vars(request),
         )
     if as_json:
         typer.echo(json.dumps({**report.to_dict(), "model": str(model_dir)}))
     else:
-        _show_outcome(report)
+        _show_outcome(report, shown)
     if not report.ok:
         raise typer.Exit({"close": CLOSE, "not run": REFUSED}.get(report.verdict, VERIFY).code)
 
@@ -145,8 +153,8 @@ def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-def _show_outcome(report: DeviceReport) -> None:
+def _show_outcome(report: DeviceReport, shown: Sequence[BlockResult]) -> None:
     for block in report.blocks:
-        if not block.tensors and block.verdict != "error":
+        if block not in shown:
             typer.echo(f"{block.name} ({block.kind}): {block.verdict}: {block.note}")
     typer.echo(report.summary())

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hf_neuron_moe.activation_policy import PRESETS, activations_from_text
-from hf_neuron_moe.cli.options import BLOCK_PRECISIONS, Json, choice
+from hf_neuron_moe.cli.options import BLOCK_PRECISIONS, BlockSize, Json, choice
 from hf_neuron_moe.cli.roofline_text import gibibytes, show_roofline
+from hf_neuron_moe.errors import NeuronMoEError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -55,7 +56,7 @@ def estimate(
     device: Annotated[
         str | None, choice(DEVICES, text="Also the least time of the blocks on a logical core, by published figures.")
     ] = None,
-    block_size: Annotated[int, typer.Option(min=128, help="Tokens per block of experts.")] = 512,
+    block_size: BlockSize = 512,
     as_json: Json = False,
 ) -> None:
     """Estimate the memory of a training step, and with --device the least time its blocks take.
@@ -161,8 +162,13 @@ def model_folder(path: Path) -> Iterator[Path]:
         yield path
         return
     with tempfile.TemporaryDirectory(prefix="hf-neuron-moe-") as folder:
-        shutil.copyfile(path, Path(folder) / "config.json")
-        yield Path(folder)
+        copy = Path(folder) / "config.json"
+        shutil.copyfile(path, copy)
+        try:
+            yield Path(folder)
+        except NeuronMoEError as error:  # which names the copy
+            told = str(error).replace(str(copy), str(path)).replace(folder, str(path))
+            raise type(error)(told) from error
 
 
 def _show(result: TrainingEstimate, title: str) -> None:

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from hf_neuron_moe.config import BLOCK_SIZES
 from hf_neuron_moe.errors import nearest
 
 PRECISIONS = ("bf16", "mxfp8", "mxfp4")
@@ -97,3 +98,6 @@ AnySource = Annotated[
 ]
 Destination = Annotated[Path, typer.Argument(metavar="DST", help="Folder to make.")]
 Converted = Annotated[Path, typer.Argument(metavar="DST", help="Folder that convert wrote.")]
+BlockSize = Annotated[
+    int, typer.Option(metavar="|".join(map(str, BLOCK_SIZES)), help="Tokens per block of experts.", show_default=True)
+]

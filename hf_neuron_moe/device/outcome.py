@@ -65,7 +65,9 @@ _ADVICE = {
         "it arises; see docs/neuron.md, Troubleshooting.",
         _REPORT,
     ),
-    NOT_RUN: ("Next: `hf-neuron-moe doctor MODEL_DIR` lists which kernels compute which blocks.",),
+    NOT_RUN: (
+        "Next: see why above; `hf-neuron-moe doctor CHECKPOINT` lists which kernels compute which blocks of a checkpoint.",
+    ),
 }
 
 

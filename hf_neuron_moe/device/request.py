@@ -96,7 +96,21 @@ def device_of(backend: str, wanted: str | None) -> torch.device:
     Raises:
         BackendUnavailableError: the backend cannot run here, the runtime offers no core, or the device cannot add.
     """
-    resolve_backend(backend, torch.device("cpu"))
+    try:
+        resolve_backend(backend, torch.device("cpu"))
+    except BackendUnavailableError as error:
+        reason = versions.why_unavailable(simulator=backend != "neuron")
+        if reason is None:
+            raise
+        remedy = "`hf-neuron-moe doctor` says what to do first. There is nothing to verify without Neuron's kernels."
+        raise refuse(
+            BackendUnavailableError,
+            where=WHERE,
+            argument="this machine",
+            expected=f"one where backend={backend!r} can run",
+            got=f"one where {reason}",
+            remedy=remedy,
+        ) from error
     count = device_count() if backend == "neuron" else None
     name = wanted if wanted is not None else "cpu" if count is None else "neuron:0"
     if count == 0 and name != "cpu":
@@ -115,8 +129,8 @@ def _no_device(got: str) -> BackendUnavailableError:
     return refuse(
         BackendUnavailableError,
         where=WHERE,
-        argument="backend",
-        expected="a machine whose Neuron device works",
+        argument="this machine",
+        expected="one whose Neuron device works",
         got=got,
         remedy="Check the driver with `neuron-ls`, and that no other process holds the cores.",
     )

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -20,7 +21,14 @@ from hf_neuron_moe.device.compare import random_inputs, run_block
 from hf_neuron_moe.device.judge import BOUNDS, ERROR, FAIL, MISSING, NOT_RUN, TensorResult, compare
 from hf_neuron_moe.device.outcome import ORDER, BlockResult, DeviceReport
 from hf_neuron_moe.device.request import WHERE, Request
-from hf_neuron_moe.errors import BackendUnavailableError, ConfigError, NeuronMoEError, NothingToPatchError, refuse
+from hf_neuron_moe.errors import (
+    BackendUnavailableError,
+    ConfigError,
+    NeuronMoEError,
+    NothingToPatchError,
+    SourceDamageError,
+    refuse,
+)
 from hf_neuron_moe.modules.block import NeuronBlock
 from hf_neuron_moe.modules.frozen_block import FrozenBlock
 from hf_neuron_moe.patching import PatchReport, patch_model, unpatch_model
@@ -34,7 +42,8 @@ def load_for_verification(folder: Path, *, random_weights: bool = False) -> nn.M
         random_weights: do not read the weights.
 
     Raises:
-        ConversionError: there is no such model; weights of a conversion cannot be random.
+        ConversionError: there is no such model, or its weights cannot be read.
+        ConfigError: random weights for a conversion.
     """
     from hf_neuron_moe.convert.assign import build_meta_model
     from hf_neuron_moe.convert.folder import is_conversion
@@ -56,7 +65,17 @@ def load_for_verification(folder: Path, *, random_weights: bool = False) -> nn.M
             return nn.Module.to(model, dtype=dtype if isinstance(dtype, torch.dtype) else torch.bfloat16)
     import hf_neuron_moe.quantizers  # noqa: F401 - makes transformers know converted checkpoints
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True)
+    try:
+        return AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True)
+    except (SafetensorError, OSError, RuntimeError, ValueError) as error:
+        raise refuse(
+            SourceDamageError,
+            where=WHERE,
+            argument=str(folder),
+            expected="a checkpoint whose weights transformers can read",
+            got=f"{type(error).__name__}: {error}",
+            remedy="Repair it, or compare on random weights: --random-weights.",
+        ) from error
 
 
 def verify_device(
@@ -156,7 +175,7 @@ def _verify_block(
     kind = ("frozen " if frozen else "") + ("mlp" if block.neuron_shape.top_k is None else "experts")
     alike = (kind, block.neuron_shape)
     if alike in failed:
-        return BlockResult(name, kind, NOT_RUN, note=f"like {failed[alike]}, which failed")
+        return BlockResult(name, kind, NOT_RUN, note=f"like {failed[alike]}, not tried again")
     inputs = random_inputs(block, tokens, seed)
     bounds = BOUNDS["mxfp8" if frozen else block.neuron_config.precision]
     try:

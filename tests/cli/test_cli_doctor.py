@@ -150,6 +150,18 @@ def test_doctor_without_torch_says_that_a_model_was_not_looked_at(mixtral_dir, r
     assert strict.returncode == 1 and "needs torch" in json.loads(strict.stdout)["unjudged"]
 
 
+def test_a_file_is_named_as_it_was_given(run, tmp_path, monkeypatch):
+    """Not the copy that is made of it; the folder to give instead is a whole path."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "generation_config.json").write_text("{}", encoding="utf-8")
+    (tmp_path / "notes.txt").write_text("x", encoding="utf-8")
+    for command in (("doctor",), ("estimate", "--length", 8)):
+        told = run(command[0], "generation_config.json", *command[1:]).err
+        assert "generation_config.json must be the configuration of a model" in told and "hf-neuron-moe-" not in told
+        assert f"Give the folder that holds it: {tmp_path}." in run(command[0], "notes.txt", *command[1:]).err
+    assert "[[MODEL_DIR]]" not in run("doctor", "--help").out
+
+
 def test_text_and_json_say_the_same(run, mixtral_dir):
     text, told = run("doctor", mixtral_dir).out, json.loads(run("doctor", mixtral_dir, "--json").out)
     facts = [told["why_not"], *told["first_steps"], told["simulator_reason"], told["python"], told["machine"]]

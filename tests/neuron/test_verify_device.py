@@ -157,6 +157,22 @@ def test_frozen_blocks_are_compared_in_inference(machine: Start, tmp_path: Path)
     assert report.ok, report
 
 
+def test_what_did_not_run_is_told_once(
+    machine: Start, monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
+) -> None:
+    """A conversion on a chip without MX: exit code 1, each block on one line, and no weights to make up."""
+    from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
+
+    DENSE.model(layers=2).bfloat16().save_pretrained(tmp_path / "source")
+    convert_checkpoint(tmp_path / "source", tmp_path / "mx", ConvertOptions(precision="mxfp8"))
+    machine(target="trn2")
+    code, out, _ = run_command(monkeypatch, capsys, tmp_path / "mx", "--tokens", 16)
+    assert code == 1 and "NOTHING COMPARED" in out and "Trn3 only" in out
+    assert out.count("model.layers.1.mlp (frozen mlp)") == 1
+    code, _, err = run_command(monkeypatch, capsys, tmp_path / "mx", "--random-weights")
+    assert code == 2 and "--random-weights must be off for a conversion" in err
+
+
 def test_it_is_refused_with_the_reason(machine: Start, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     with pytest.raises(BackendUnavailableError, match="nki is not installed"):
         verify_device(DENSE.model())
@@ -204,6 +220,8 @@ def test_precision_is_checked_against_the_chip_before_weights_are_read(
     machine(target="trn2")
     code, _, err = run_command(monkeypatch, capsys, tmp_path, "--precision", "mxfp8")
     assert code == 2 and "Trn3 only, and this is trn2 (known from NEURON_PLATFORM_TARGET_OVERRIDE)" in err
+    code, _, err = run_command(monkeypatch, capsys, tmp_path)
+    assert code == 3 and "whose weights transformers can read" in err and "--random-weights" in err
     code, _, err = run_command(monkeypatch, capsys, tmp_path, "--tokens", 40000)
     assert code == 2 and "at most 32,768 in bf16" in err, "the precision of the chip"
 
