@@ -65,9 +65,7 @@ _ADVICE = {
         "it arises; see docs/neuron.md, Troubleshooting.",
         _REPORT,
     ),
-    NOT_RUN: (
-        "Next: see why above; `hf-neuron-moe doctor CHECKPOINT` lists which kernels compute which blocks of a checkpoint.",
-    ),
+    NOT_RUN: ("Next: the reasons are above; `hf-neuron-moe doctor CHECKPOINT` lists what the kernels compute.",),
 }
 
 
