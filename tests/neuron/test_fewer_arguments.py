@@ -22,8 +22,11 @@ NAMES = frozenset
 MACHINES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "dense": ({}, ("mlp_forward", "mlp_forward_quantized", "mlp_backward")),
     "dense 2.30": ({"release": (2, 30)}, ("mlp_forward", "mlp_backward")),
-    "bf16 experts": ({"target": "trn2"}, ("moe_forward", "moe_backward", "moe_forward_mx")),
-    "bf16 experts 2.29": ({"release": (2, 29), "target": "trn2"}, ("moe_forward", "moe_backward", "moe_forward_mx")),
+    "bf16 experts": ({"target": "trn2"}, ("moe_forward", "moe_backward", "moe_forward_mx", "moe_forward_mx_wide")),
+    "bf16 experts 2.29": (
+        {"release": (2, 29), "target": "trn2"},
+        ("moe_forward", "moe_backward", "moe_forward_mx", "moe_forward_mx_wide"),
+    ),
     "MXFP8 experts": ({}, ("moe_forward_mxfp8", "moe_backward_mxfp8")),
     "MXFP8 experts, record": ({"config_pair": True}, ("moe_forward_mxfp8", "moe_backward_mxfp8")),
 }
@@ -121,6 +124,7 @@ def test_a_new_argument_without_a_default_is_named(machine: Start, monkeypatch: 
         ("moe_forward", "moe_cte", "is_tensor_update_accumulating", False),
         ("moe_forward", "moe_cte", "activation_function", Enum("ActFnType", ["GELU"]).GELU),
         ("moe_forward", "moe_cte", "skip_dma", SimpleNamespace(skip_token=True, skip_weight=False)),
+        ("moe_forward_mx_wide", "blockwise_mm_shard_intermediate_mx", "is_tensor_update_accumulating", False),
         ("moe_backward", "blockwise_mm_bwd", "skip_grad_initialization", True),
         ("mlp_forward_quantized", "mlp_forward_mxfp8_nki", "use_scale_packing", False),
     ],

@@ -23,6 +23,7 @@ from tests.tiny_models import tiny_model
 
 Start = Callable[..., SimpleNamespace]
 DENSE = {"hidden_size": 256, "intermediate_size": 1024}
+WIDE = {"hidden_size": 8704, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 8, "vocab_size": 32}
 EXPERTS = {"hidden_size": 512, "intermediate_size": 1024, "num_local_experts": 2}
 
 
@@ -63,9 +64,7 @@ def test_a_frozen_mlp(options: dict[str, str], release: tuple[int, int], tmp_pat
     ],
 )
 @pytest.mark.parametrize("precision", ["mxfp8", "mxfp4"])
-def test_frozen_experts(
-    precision: str, release: tuple[int, int], kernel: str, tmp_path: Path, machine: Start
-) -> None:
+def test_frozen_experts(precision: str, release: tuple[int, int], kernel: str, tmp_path: Path, machine: Start) -> None:
     stack = stack_of(tmp_path, "mixtral", EXPERTS, purpose="inference", precision=precision)
     x = (torch.randn(20, 512) * 0.3).bfloat16()
     weights, index = torch.rand(20, 2).softmax(-1).topk(1, -1)
@@ -75,6 +74,32 @@ def test_frozen_experts(
     assert double.names == [kernel]
     # The documented tolerance of MX kernels: 5e-2 of the largest value.
     assert (found - expected).abs().max() <= 5e-2 * expected.abs().max()
+
+
+@pytest.mark.parametrize("release", [pytest.param((2, 29), marks=pytest.mark.slow), (2, 33)])
+def test_experts_too_wide_for_the_unified_entry(release: tuple[int, int], tmp_path: Path, machine: Start) -> None:
+    """moe_cte lists shard_on_i_mx and has no branch for it: its kernel is called directly."""
+    sizes = EXPERTS | WIDE
+    stack = stack_of(tmp_path, "mixtral", sizes, purpose="inference", precision="mxfp4")
+    x = (torch.randn(20, 8704) * 0.3).bfloat16()
+    weights, index = torch.rand(20, 2).softmax(-1).topk(1, -1)
+    expected = forward(stack, x, index, weights, "torch")
+    double = machine(release=release).double
+    found = forward(stack, x, index, weights, "neuron")
+    assert double.names == ["blockwise_mm_shard_intermediate_mx"]
+    assert double.calls[0].arguments["expert_affinities_scaling_mode"].name == "POST_SCALE"
+    # The documented tolerance of MX kernels: 5e-2 of the largest value.
+    assert (found - expected).abs().max() <= 5e-2 * expected.abs().max()
+
+
+def test_wide_experts_of_other_inner_sizes_are_refused(tmp_path: Path, machine: Start) -> None:
+    sizes = EXPERTS | WIDE | {"intermediate_size": 512}
+    stack = stack_of(tmp_path, "mixtral", sizes, purpose="inference", precision="mxfp4")
+    double = machine().double
+    index, weights = torch.zeros(4, 1, dtype=torch.long), torch.ones(4, 1)
+    with pytest.raises(NeuronMoEError, match="multiples of 1024 of the intermediate size, and it is 512"):
+        forward(stack, torch.zeros(4, 8704).bfloat16(), index, weights, "neuron")
+    assert not double.launches
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])

@@ -1,8 +1,9 @@
 """Frozen MX weights through the kernels that take pre-quantized operands: inference only.
 
 Dense MLPs go through ``mlp_fwd_mxfp8`` with codes and packed scales, experts whose weights are words through
-``moe_cte`` shard_on_block_mx. No documented kernel gives the input's gradient alone, and none takes codes that are
-quantized along the other axis; so training goes through the torch backend.
+``moe_cte`` shard_on_block_mx, or, where H is above what that takes, the kernel of shard_on_i_mx itself. No documented
+kernel gives the input's gradient alone, and none takes codes that are quantized along the other axis; so training goes
+through the torch backend.
 
 Letters: T tokens, K experts per token, E experts, H hidden, I intermediate.
 """
@@ -35,6 +36,8 @@ FROZEN_TOKENS = BF16_TOKENS
 """Tokens of one call to experts: ``moe_cte``'s limit."""
 
 _INNER_STEP, _SMALL_INNER_STEP = 512, 32
+WIDE, _WIDE_INNER_STEP = "moe_forward_mx_wide", 1024
+"""shard_on_i_mx: no largest H is documented, and I is divided in halves of whole tiles of 512."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ class FrozenKernels:
         if device.platform != "trn3":
             return f"the MXFP8 kernels run on Trn3 only, and this is {device.platform}"
         if stack.gate_up_codes.dim() > 2:
-            return _why_not_words(stack, device) or self.adapter.why_not("moe_forward_mx")
+            return _why_not_words(stack, device) or self.adapter.why_not(_words_kernel(stack))
         for name, layout, size in (
             ("gate_up_proj", stack.gate_up_layout, stack.hidden),
             ("down_proj", stack.down_layout, stack.inner),
@@ -107,24 +110,34 @@ class FrozenKernels:
                 got=str(tokens),
                 remedy="Use smaller batches or shorter sequences.",
             )
-        block_size = choose_block_size(tokens, top_k, count, choices=(128, 256, 512), n_block_per_iter=2).block_size
-        routed = route(index_TK, weight_TK, count, block_size, sink=True, per_iteration=2, dtype=torch.bfloat16)
+        wide = _words_kernel(stack) == WIDE
+        sizes, each = ((256, 512), 1) if wide else ((128, 256, 512), 2)
+        block_size = choose_block_size(tokens, top_k, count, choices=sizes, n_block_per_iter=each).block_size
+        routed = route(index_TK, weight_TK, count, block_size, sink=True, per_iteration=each, dtype=torch.bfloat16)
         partitions, tiles = stack.down_codes.shape[1:3]
-        out_2TH, *_ = self.launch(
-            self.adapter.kernel("moe_forward_mx", "moe_forward"),
+        biases = {
+            "gate_and_up_proj_bias": x_TH.new_zeros((count, partitions, 2, tiles, 4)),
+            "down_proj_bias": x_TH.new_zeros((count, x_TH.shape[1])),
+        }
+        out, *_ = self.launch(
+            self.adapter.kernel(_words_kernel(stack), "moe_forward"),
             hidden_states=with_sink(x_TH),
             expert_affinities_masked=routed.affinities,
             gate_up_proj_weight=stack.gate_up_codes,
             down_proj_weight=stack.down_codes,
             gate_up_proj_scale=stack.gate_up_scales,
             down_proj_scale=stack.down_scales,
-            gate_and_up_proj_bias=x_TH.new_zeros((count, partitions, 2, tiles, 4)),
-            down_proj_bias=x_TH.new_zeros((count, x_TH.shape[1])),
             token_position_to_id=routed.ids,
             block_to_expert=routed.blocks,
             block_size=block_size,
+            **({} if wide else biases),
         )
-        return out_2TH[0, :tokens].contiguous()
+        out_TH = out if wide else out[0]  # shard_on_block_mx returns one slot per core, the first one filled
+        return out_TH[:tokens].contiguous()
+
+
+def _words_kernel(stack: MXExpertStack) -> str:
+    return WIDE if stack.hidden > BF16_HIDDEN[1] else "moe_forward_mx"
 
 
 def _why_not_words(stack: MXExpertStack, device: Device) -> str | None:
@@ -137,8 +150,13 @@ def _why_not_words(stack: MXExpertStack, device: Device) -> str | None:
     if layouts[0].fmt != layouts[1].fmt:
         return "the experts' kernel takes one element format for both projections"
     hidden, inner = stack.hidden, stack.inner
-    if hidden % BF16_HIDDEN_STEP or hidden > BF16_HIDDEN[1]:
-        return f"moe_cte takes hidden sizes of {BF16_HIDDEN[0]} to {BF16_HIDDEN[1]} in steps of 512, and it is {hidden}"
+    if hidden % BF16_HIDDEN_STEP:
+        return f"the experts' kernels take hidden sizes in steps of {BF16_HIDDEN_STEP}, and it is {hidden}"
+    if _words_kernel(stack) == WIDE and inner % _WIDE_INNER_STEP:
+        return (
+            f"at hidden sizes above {BF16_HIDDEN[1]}, here {hidden}, the experts' kernel takes multiples of "
+            f"{_WIDE_INNER_STEP} of the intermediate size, and it is {inner}"
+        )
     if inner % (_INNER_STEP if inner >= _INNER_STEP else _SMALL_INNER_STEP):
         return f"moe_cte takes multiples of 512, or of 32 below, of the intermediate size, and it is {inner}"
     return None

@@ -244,5 +244,17 @@ FUNCTIONS: dict[str, tuple[str, tuple[Generation, ...]]] = {
             ),
         ),
     ),
+    "moe_forward_mx_wide": (
+        "blockwise_mm_shard_intermediate_mx",
+        (
+            Generation(
+                "2.29",
+                "moe_forward_mx_wide",
+                _ROUTED | _SCALES | _BIASES | {"expert_affinities_scaling_mode"},
+                defaults={key: value for key, value in _CTE_DEFAULTS.items() if "scaling" not in key},
+                members=(("ExpertAffinityScaleMode", "POST_SCALE"),),
+            ),
+        ),
+    ),
 }
 """By what this package needs: the name of nkilib's function, and its generations, the newest first."""

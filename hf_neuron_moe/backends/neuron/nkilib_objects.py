@@ -37,6 +37,8 @@ HOMES: dict[str, tuple[str, ...]] = {
     "ShardOnIConfig": _MOE_CTE,
     "ShardOnBlockConfig": _MOE_CTE,
     "bwmm_shard_on_block_mx": (f"{_CORE}.moe.moe_cte.bwmm_shard_on_block_mx", *_MOE_CTE),
+    "blockwise_mm_shard_intermediate_mx": (f"{_CORE}.moe.moe_cte.bwmm_shard_on_I_mx", *_MOE_CTE),
+    "ExpertAffinityScaleMode": (f"{_CORE}.utils.common_types",),
     "blockwise_mm_bwd": (f"{_EXPERIMENTAL}.moe.bwd.blockwise_mm_backward", f"{_EXPERIMENTAL}.moe.bwd"),
     "AffinityOption": _BACKWARD,
     "ShardOption": _BACKWARD,
