@@ -20,7 +20,14 @@ if TYPE_CHECKING:
     from hf_neuron_moe.activation_policy import ActivationBudget, ActivationPolicy
     from hf_neuron_moe.config import NeuronMoEConfig
     from hf_neuron_moe.errors import NeuronMoEError, NeuronMoEWarning
-    from hf_neuron_moe.patching import PatchReport, patch_model, refresh_weights, set_activations, unpatch_model
+    from hf_neuron_moe.patching import (
+        PatchReport,
+        patch_model,
+        refresh_weights,
+        set_activations,
+        set_backend,
+        unpatch_model,
+    )
     from hf_neuron_moe.training import (
         NeuronMoEArguments,
         NeuronMoECallback,
@@ -45,6 +52,7 @@ __all__ = [
     "patch_model",
     "refresh_weights",
     "set_activations",
+    "set_backend",
     "unpatch_model",
 ]
 
@@ -63,6 +71,7 @@ _HOME = {
     "patch_model": "hf_neuron_moe.patching",
     "refresh_weights": "hf_neuron_moe.patching",
     "set_activations": "hf_neuron_moe.patching",
+    "set_backend": "hf_neuron_moe.patching",
     "unpatch_model": "hf_neuron_moe.patching",
 }
 

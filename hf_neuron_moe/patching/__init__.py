@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 from hf_neuron_moe.patching.api import patch_model, unpatch_model
+from hf_neuron_moe.patching.change_backend import set_backend
 from hf_neuron_moe.patching.change_policy import set_activations
 from hf_neuron_moe.patching.refresh import refresh_weights
 from hf_neuron_moe.patching.report import PatchEntry, PatchReport
 
-__all__ = ["PatchEntry", "PatchReport", "patch_model", "refresh_weights", "set_activations", "unpatch_model"]
+__all__ = [
+    "PatchEntry",
+    "PatchReport",
+    "patch_model",
+    "refresh_weights",
+    "set_activations",
+    "set_backend",
+    "unpatch_model",
+]

@@ -1,0 +1,72 @@
+"""Another backend for blocks with frozen MX weights, which come patched."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from hf_neuron_moe.backends import get_backend, resolve_backend
+from hf_neuron_moe.errors import ConfigError, UnsupportedModelError, refuse
+from hf_neuron_moe.modules.frozen_block import FrozenBlock
+
+_WHERE = "set_backend"
+
+
+def set_backend(model: nn.Module, backend: str, *, fallback: str = "refuse") -> dict[str, str | None]:
+    """Choose what computes the frozen MX blocks of a loaded conversion; their weights are not touched.
+
+    ``from_pretrained`` makes them with ``backend="torch"``. Trainable blocks have the backend that ``patch_model`` was
+    given, and keep it.
+
+    Args:
+        model: what ``from_pretrained`` made of a checkpoint that ``hf-neuron-moe convert`` wrote in MX; wrappers such
+            as PEFT's around it are fine.
+        backend: as in ``NeuronMoEConfig``.
+        fallback: as in ``NeuronMoEConfig``: ``"refuse"`` or ``"torch"``. No documented kernel has a backward for
+            frozen weights, so that training through such blocks on Neuron needs ``"torch"``.
+
+    Returns:
+        By block name, why the backend's kernels cannot compute the block's inference, or None where they can.
+
+    Raises:
+        BackendUnavailableError: the backend cannot run here. Nothing is changed then or below.
+        ConfigError: an unknown option, or with ``fallback="refuse"`` a block that the kernels cannot compute.
+        UnsupportedModelError: the model has no frozen MX blocks.
+    """
+    blocks = {name: module for name, module in model.named_modules() if isinstance(module, FrozenBlock)}
+    if not blocks:
+        raise refuse(
+            UnsupportedModelError,
+            where=_WHERE,
+            argument="model",
+            expected="a model with frozen MX blocks",
+            got=f"a {type(model).__name__} without any",
+            remedy="For other models the backend is chosen when they are patched: "
+            "unpatch_model(model), then patch_model(model, NeuronMoEConfig(backend=...)).",
+        )
+    configs = {name: replace(block.neuron_config, backend=backend, fallback=fallback) for name, block in blocks.items()}
+    reasons = {name: _why_not(block, backend) for name, block in blocks.items()}
+    refused = {name: reason for name, reason in reasons.items() if reason is not None}
+    if refused and fallback != "torch":
+        name, reason = next(iter(refused.items()))
+        raise refuse(
+            ConfigError,
+            where=_WHERE,
+            argument="backend",
+            expected="one whose kernels compute every frozen block",
+            got=f"{backend!r}, which cannot compute {len(refused)} of {len(blocks)}; {name}: {reason}",
+            remedy="Use fallback='torch' to compute those with PyTorch on the same device.",
+        )
+    for name, block in blocks.items():
+        block.neuron_config = configs[name]
+        block.neuron_told.clear()
+    return reasons
+
+
+def _why_not(block: FrozenBlock, backend: str) -> str | None:
+    stack = block.neuron_stack
+    name = resolve_backend(backend, stack.gate_up_codes.device)
+    kernels: Any = get_backend(name)
+    return None if name == "torch" else kernels.why_not_frozen(stack, training=False)

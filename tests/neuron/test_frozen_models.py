@@ -1,0 +1,92 @@
+"""Converted checkpoints whose frozen blocks the Neuron backend computes: the way a user gets there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from hf_neuron_moe import set_backend
+from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
+from hf_neuron_moe.errors import BackendUnavailableError, ConfigError, NeuronMoEWarning, UnsupportedModelError
+from hf_neuron_moe.modules.frozen_block import FrozenBlock
+from tests.tiny_models import tiny_model
+
+Start = Callable[..., SimpleNamespace]
+IDS = torch.arange(24).view(2, 12)
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("frozen")
+    model = tiny_model("llama", num_hidden_layers=2, hidden_size=256, intermediate_size=512).bfloat16()
+    model.save_pretrained(folder / "source")
+    convert_checkpoint(folder / "source", folder / "mx", ConvertOptions("mxfp8", "kernel"))
+    return folder / "mx"
+
+
+def load(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+def backends(model: Any) -> set[str]:
+    return {block.neuron_config.backend for block in model.modules() if isinstance(block, FrozenBlock)}
+
+
+@torch.no_grad()
+def test_inference_by_the_kernels(converted: Path, machine: Start) -> None:
+    model = load(converted)
+    expected = model(IDS).logits
+    double = machine().double
+    names = {f"model.layers.{number}.mlp": None for number in range(2)}
+    assert set_backend(model, "neuron") == names
+    found = model(IDS).logits
+    assert double.names == ["mlp_forward_mxfp8_nki"] * 2
+    assert torch.equal(found, expected)
+    set_backend(model, "torch")
+    assert torch.equal(model(IDS).logits, expected) and len(double.launches) == 2
+
+
+def test_training_adapters_needs_the_fallback(converted: Path, machine: Start) -> None:
+    base = load(converted)
+    machine()
+    set_backend(base, "neuron")
+    model = get_peft_model(base, LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    with pytest.raises(ConfigError, match="gradient"):
+        model(IDS, labels=IDS)
+    set_backend(model, "neuron", fallback="torch")
+    with pytest.warns(NeuronMoEWarning, match="computed by PyTorch"):
+        loss = model(IDS, labels=IDS).loss
+    loss.backward()
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+    set_backend(model, "torch")
+    assert torch.equal(model(IDS, labels=IDS).loss, loss)
+
+
+def test_what_the_kernels_cannot_compute_is_refused_at_once(converted: Path, machine: Start) -> None:
+    model = load(converted)
+    machine(target="trn2")
+    with pytest.raises(ConfigError, match=r"2 of 2; model\.layers\.0\.mlp: .*Trn3"):
+        set_backend(model, "neuron")
+    assert backends(model) == {"torch"}
+    reasons = set_backend(model, "neuron", fallback="torch")
+    assert len(reasons) == 2 and all(reason and "Trn3" in reason for reason in reasons.values())
+
+
+def test_refusals_change_nothing(converted: Path) -> None:
+    model = load(converted)
+    with pytest.raises(BackendUnavailableError):
+        set_backend(model, "neuron")
+    with pytest.raises(ConfigError, match="neuron"):
+        set_backend(model, "neurno")
+    with pytest.raises(ConfigError, match="fallback"):
+        set_backend(model, "torch", fallback="maybe")
+    assert backends(model) == {"torch"}
+    with pytest.raises(UnsupportedModelError, match="patch_model"):
+        set_backend(torch.nn.Linear(2, 2), "torch")
