@@ -1,13 +1,16 @@
 """How operators are registered: by the Neuron plugin's ``nki_op`` where that is loaded, by ``torch.library`` elsewhere.
 
 ``nki_op`` returns an ordinary custom operator; its difference is that ``torch.compile`` traces into the body, so that
-a kernel becomes a node of the graph. torch loads the plugin when it is imported itself; only where that is switched
-off, or a plugin comes later, operators that exist already are registered again.
+a kernel becomes a node of the graph. The torch backend looks at values and cannot be traced: where ``nki_op`` is there,
+the body calls a second operator for it, which stays whole. torch loads the plugin when it is imported itself; only
+where that is switched off, or a plugin comes later, operators that exist already are registered again.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +19,11 @@ import torch
 
 _registered: dict[str, Any] = {}
 """By module with operators: what they were registered with."""
+
+_twins: dict[int, Any] = {}
+"""By the id of an operator made by ``nki_op``: the operator that its body calls for the torch backend."""
+
+_BACKEND_ARGUMENTS = ("backend", "names")
 
 
 def plugin_function(name: str) -> Callable[..., Any] | None:
@@ -32,16 +40,44 @@ def _definer() -> Callable[..., Any]:
 def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
     """Return a decorator that makes a functional operator of a function with complete annotations.
 
-    The result has ``register_fake`` and ``register_autograd``. Registering a name again replaces it.
+    The result has ``register_autograd``; its fake comes with :func:`fake_of`. Registering a name again replaces it.
 
     Args:
-        name: ``"namespace::name"``.
+        name: ``"namespace::name"``. The function has an argument ``backend``, a backend's name, or ``names``, which
+            ends with ``|`` and a backend's name.
     """
 
     def register(body: Callable[..., Any]) -> Any:
         define = _definer()
         _registered[body.__module__] = define
-        return define(name, body, mutates_args=())
+        if define is torch.library.custom_op:
+            return define(name, body, mutates_args=())
+        twin = torch.library.custom_op(f"{name}_torch", body, mutates_args=())
+        parameters = list(inspect.signature(body).parameters)
+        place = next(parameters.index(argument) for argument in _BACKEND_ARGUMENTS if argument in parameters)
+
+        @functools.wraps(body)
+        def traceable(*arguments: Any) -> Any:
+            by_torch = arguments[place].rpartition("|")[2] == "torch"
+            return (twin if by_torch else body)(*arguments)
+
+        # Types instead of their names, which would be looked up in this module.
+        vars(traceable)["__signature__"] = inspect.signature(body, eval_str=True)
+        made = define(name, traceable, mutates_args=())
+        _twins[id(made)] = twin
+        return made
+
+    return register
+
+
+def fake_of(op: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator that makes a function of shapes the fake of an operator that :func:`operator` returned."""
+
+    def register(shapes: Callable[..., Any]) -> Callable[..., Any]:
+        for each in (op, _twins.get(id(op))):
+            if each is not None:
+                each.register_fake(shapes)
+        return shapes
 
     return register
 

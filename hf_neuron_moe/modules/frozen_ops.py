@@ -15,7 +15,7 @@ from hf_neuron_moe.activation_policy import canonical_keep, keep_strings, parse_
 from hf_neuron_moe.backends import get_backend
 from hf_neuron_moe.backends.base import NOTHING
 from hf_neuron_moe.backends.mx_weights import MXExpertStack, MXLayout
-from hf_neuron_moe.backends.registration import operator
+from hf_neuron_moe.backends.registration import fake_of, operator
 from hf_neuron_moe.kernels.checks import check_dtype, check_shape
 from hf_neuron_moe.modules.ops import exact_dtypes, refuse_second_derivative
 
@@ -122,7 +122,7 @@ def frozen_bwd(
         return get_backend(_backend_of(names)).frozen_backward(*operands, wants_input, wants_routing)
 
 
-@frozen_fwd.register_fake
+@fake_of(frozen_fwd)
 def _(x_TH: Tensor, index_TK: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     *tensors, names, keep = rest[1:]
     rows = x_TH.shape[0] if index_TK is None else index_TK.numel()
@@ -131,7 +131,7 @@ def _(x_TH: Tensor, index_TK: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor
     return x_TH.new_empty(x_TH.shape), *saved
 
 
-@frozen_bwd.register_fake
+@fake_of(frozen_bwd)
 def _(
     dout_TH: Tensor, x_TH: Tensor, index_TK: Tensor | None, weight_TK: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor]:

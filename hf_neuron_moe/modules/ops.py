@@ -19,7 +19,7 @@ from torch import Tensor
 from hf_neuron_moe.activation_policy import canonical_keep, keep_strings, parse_keep
 from hf_neuron_moe.backends import get_backend
 from hf_neuron_moe.backends.base import NOTHING
-from hf_neuron_moe.backends.registration import operator
+from hf_neuron_moe.backends.registration import fake_of, operator
 from hf_neuron_moe.errors import GradientError, refuse
 from hf_neuron_moe.kernels.checks import check_multiple
 from hf_neuron_moe.modules.ops_checks import COMPUTE_DTYPE, check_experts, check_mlp
@@ -66,7 +66,7 @@ def swiglu_mlp(
             return y
     check_mlp(x_SH, gate_IH, up_IH, down_HI, precision)
     inputs = (x_SH.to(COMPUTE_DTYPE[precision]).contiguous(), gate_IH, up_IH, down_HI)
-    if _plain_inference(inputs):
+    if backend == "torch" and _plain_inference(inputs):
         with exact_dtypes(x_SH):
             y_SH, _ = get_backend(backend).mlp_forward(*inputs, precision, _UNRECORDED[training])
     else:
@@ -117,7 +117,7 @@ def experts(
             block_size, 128, "block_size", "MX groups need whole tiles", where="experts", argument="the plan"
         )
     inputs = (x_TH.to(COMPUTE_DTYPE[precision]).contiguous(), top_k_index_TK, top_k_weights_TK, gate_up, down)
-    if _plain_inference(inputs):
+    if backend == "torch" and _plain_inference(inputs):
         with exact_dtypes(x_TH):
             keep = _UNRECORDED[training]
             y_TH, _ = get_backend(backend).experts_forward(*inputs, transposed, precision, block_size, keep)
@@ -202,7 +202,7 @@ def mlp_bwd(
         )
 
 
-@mlp_fwd.register_fake
+@fake_of(mlp_fwd)
 def _(
     x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, precision: str, backend: str, keep: str
 ) -> _Outputs:
@@ -210,7 +210,7 @@ def _(
     return x_SH.new_empty(x_SH.shape), *saved
 
 
-@mlp_bwd.register_fake
+@fake_of(mlp_bwd)
 def _(dout: Tensor, x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, *rest: Any) -> _Grads:
     *_, wants_input, wants_weights = rest
     d_gate, d_up, d_down = (_like(w, wants_weights, dout) for w in (gate_IH, up_IH, down_HI))
@@ -298,7 +298,7 @@ def moe_bwd(
         return get_backend(backend).experts_backward(*operands, transposed, precision, block_size, keep, *wants)
 
 
-@moe_fwd.register_fake
+@fake_of(moe_fwd)
 def _(
     x_TH: Tensor,
     index_TK: Tensor,
@@ -316,7 +316,7 @@ def _(
     return x_TH.new_empty(x_TH.shape), *saved
 
 
-@moe_bwd.register_fake
+@fake_of(moe_bwd)
 def _(
     dout: Tensor, x_TH: Tensor, index_TK: Tensor, weight_TK: Tensor, gate_up: Tensor, down: Tensor, *rest: Any
 ) -> _Grads:

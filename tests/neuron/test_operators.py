@@ -142,6 +142,28 @@ def test_bodies_trace_without_looking_at_values(name: str, machine: Start) -> No
     assert not names & {"aten._local_scalar_dense.default", "aten.nonzero.default", "aten.unique2.default"}
 
 
+@pytest.mark.parametrize("name", OPERATORS)
+def test_bodies_for_the_torch_backend_stay_whole(name: str, machine: Start) -> None:
+    """A compiler traces the bodies also where PyTorch computes the block: that looks at values and stays one node."""
+    double = machine(target=CASES[name].target).double
+    kind, make = OPERATORS[name]
+    operands = ["torch" if value == "neuron" else value for value in make()]
+    registered(f"{kind}_fwd")
+    body = double.bodies[f"hf_neuron_moe::{kind}_fwd"]
+    real = body(*operands)
+    places = [place for place, value in enumerate(operands) if isinstance(value, Tensor)]
+
+    def on_tensors(*tensors: Tensor) -> Any:
+        return body(*({**dict(enumerate(operands)), **dict(zip(places, tensors, strict=True))}.values()))
+
+    graph = make_fx(on_tensors, tracing_mode="fake")(*(operands[place] for place in places))
+    called = {str(node.target) for node in graph.graph.nodes if "hf_neuron_moe" in str(node.target)}
+    assert called == {f"hf_neuron_moe.{kind}_fwd_torch.default"}
+    again = graph(*(operands[place] for place in places))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(again, real, strict=True))
+    assert not double.launches and not double.traced
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_compiled_model_is_one_graph_and_compiles_once_per_shape(name: str, machine: Start) -> None:

@@ -61,6 +61,7 @@ class Double:
         traced: launches on fake tensors.
         compilations: distinct (kernel, grid, shapes, dtypes, constants) of eager launches, as the runtime caches them.
         operators: names registered through ``nki_op``.
+        bodies: the functions that were registered, by name.
         current: the launch that runs now.
     """
 
@@ -76,6 +77,7 @@ class Double:
     traced: list[str] = field(default_factory=list)
     compilations: Counter[Any] = field(default_factory=Counter)
     operators: list[str] = field(default_factory=list)
+    bodies: dict[str, Any] = field(default_factory=dict)
     current: Launch | None = None
 
     @property

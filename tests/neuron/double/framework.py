@@ -52,6 +52,7 @@ def _register(double: Double, name: str, mutates_args: tuple[str, ...], function
     op = torch.library.custom_op(name, function, mutates_args=())
     op.register_fake(function)
     double.operators.append(name)
+    double.bodies[name] = function
     return op
 
 
