@@ -194,8 +194,9 @@ def test_the_simulator_gets_the_same_call() -> None:
     nki = ModuleType("nki")
     nki.simulate = lambda launched: launched  # type: ignore[attr-defined]
     launch = Launcher(Toolchain(nki, ModuleType("nkilib"), None), lnc=1)
-    assert torch.equal(launch(kernel, x=torch.ones(2))[0], torch.ones(1))
+    assert torch.equal(launch(kernel, x=torch.nn.Parameter(torch.ones(2)))[0], torch.ones(1))
     assert kernel.launches[0][0] == 1
+    assert kernel.launches[0][1]["x"].numpy().tolist() == [1, 1], "NumPy takes no tensor that requires gradients"
 
 
 def test_a_kernel_that_returns_nothing_is_refused() -> None:

@@ -38,7 +38,7 @@ class Launcher:
             BackendUnavailableError: the kernel returned nothing, as an entry without a branch for its options does.
         """
         given = {
-            name: value.contiguous() if isinstance(value, Tensor) else value
+            name: self._operand(value) if isinstance(value, Tensor) else value
             for name, value in arguments.items()
             if value is not None
         }
@@ -53,6 +53,10 @@ class Launcher:
                 remedy="Install the nki-library of SDK 2.33, or use backend='torch'.",
             )
         return tuple(result) if isinstance(result, tuple | list) else (result,)
+
+    def _operand(self, tensor: Tensor) -> Tensor:
+        # The simulator reads values through NumPy, which tensors that require gradients do not allow.
+        return (tensor.detach() if self._simulate else tensor).contiguous()
 
     def _grid(self, kernel: Any) -> Callable[..., Any]:
         # The grid belongs on the wrapped caller: a grid set on the kernel before wrapping it is ignored.

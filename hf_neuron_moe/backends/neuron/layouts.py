@@ -9,6 +9,16 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+
+
+def is_traced(tensor: Tensor) -> bool:
+    """Return whether what is done with `tensor` becomes a program that runs later, on other memory."""
+    if torch.compiler.is_compiling():  # first: the rest cannot be traced
+        return True
+    return type(tensor) not in _PLAIN_TYPES or torch._is_functional_tensor(tensor) or get_proxy_mode() is not None
 
 
 def pad_axes(tensor: Tensor, sizes: tuple[int, ...]) -> Tensor:
@@ -65,7 +75,13 @@ def split_gate_up(gate_up: Tensor, transposed: bool) -> Tensor:
 
 
 def fuse_gate_up(gate_IH: Tensor, up_IH: Tensor) -> Tensor:
-    """Return ``[2I, H]``, gate first: a view where the two are halves of one tensor already, else a copy."""
+    """Return ``[2I, H]``, gate first: a view where the two are halves of one tensor already, else a copy.
+
+    While a program is traced it is a copy always: the program has two tensors, and where their memory lies when it runs
+    is not known.
+    """
+    if is_traced(gate_IH) or is_traced(up_IH):
+        return torch.cat([gate_IH, up_IH])
     first, second = gate_IH.untyped_storage()._cdata, up_IH.untyped_storage()._cdata
     follows = up_IH.storage_offset() == gate_IH.storage_offset() + gate_IH.numel()
     if first == second and follows and gate_IH.is_contiguous() and up_IH.is_contiguous():

@@ -22,6 +22,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from hf_neuron_moe.backends.neuron.layouts import is_traced
+
 _Place = tuple[Any, int, tuple[int, ...], tuple[int, ...], torch.dtype]
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
@@ -55,12 +57,16 @@ class PreparedWeights:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all copies kept now."""
+        """Bytes of all copies kept now; those whose weights are gone are dropped."""
+        self._drop_orphans()
         return sum(copy.tensor.nbytes for copy in self._copies.values())
 
     def clear(self) -> None:
         """Drop all copies."""
         self._copies.clear()
+
+    def _drop_orphans(self) -> None:
+        self._copies = {key: copy for key, copy in self._copies.items() if not copy.orphaned()}
 
     def drop(self, sources: Iterable[Tensor]) -> int:
         """Drop the copies made of `sources`, of views of them, or of what they are views of.
@@ -98,7 +104,7 @@ class PreparedWeights:
             made = build(*sources)
         if any(_storage(made) == _storage(source) for source in sources):
             return made
-        self._copies = {other: copy for other, copy in self._copies.items() if not copy.orphaned()}
+        self._drop_orphans()
         storages = tuple(StorageWeakRef(source.untyped_storage()) for source in sources)
         self._copies[key] = _Copy(made, storages, versions)
         return made
@@ -140,10 +146,7 @@ def kept_for(keep: str) -> bool:
 
 
 def _has_a_version(tensor: Tensor) -> bool:
-    if torch.compiler.is_compiling():  # first: the rest cannot be traced
-        return False
-    plain = type(tensor) in _PLAIN_TYPES and not tensor.is_meta and not tensor.is_inference()
-    return plain and not torch._is_functional_tensor(tensor)
+    return not is_traced(tensor) and not tensor.is_meta and not tensor.is_inference()
 
 
 def _storage(tensor: Tensor) -> Any:
