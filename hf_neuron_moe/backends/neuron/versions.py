@@ -33,6 +33,7 @@ ASSUMED = "assumed, as NKI does where it sees no device"
 LNC_OVERRIDE = "HF_NEURON_MOE_LNC"
 """This package's own variable for the number of physical cores per logical core."""
 
+_PLATFORM_OVERRIDE = "NEURON_PLATFORM_TARGET_OVERRIDE"
 _SDK_OF_NKI = {(0, 2): "2.28", (0, 3): "2.29", (0, 4): "2.30", (0, 5): "2.31", (0, 6): "2.32", (0, 7): "2.33"}
 _PRODUCT_NAME = Path("/sys/devices/virtual/dmi/id/product_name")
 """EC2's name of the instance type, for example ``trn2.48xlarge``."""
@@ -192,23 +193,38 @@ def platform() -> Detected:
     Raises:
         ConfigError: ``NEURON_PLATFORM_TARGET_OVERRIDE`` names no platform.
     """
-    override = os.environ.get("NEURON_PLATFORM_TARGET_OVERRIDE", "").strip().lower()
+    override = os.environ.get(_PLATFORM_OVERRIDE, "").strip().lower()
     if override:
         name = _GENERATIONS.get(override, override)
         if name not in _PLATFORM_NAMES:
             raise refuse(
                 ConfigError,
                 where="neuron backend",
-                argument="NEURON_PLATFORM_TARGET_OVERRIDE",
+                argument=_PLATFORM_OVERRIDE,
                 expected="one of trn1, trn2, trn3, gen2, gen3, gen4",
                 got=repr(override),
                 remedy="Correct or unset the environment variable.",
             )
-        return Detected(name, "NEURON_PLATFORM_TARGET_OVERRIDE")
+        return Detected(name, _PLATFORM_OVERRIDE)
     ask = _runtime_function("get_platform_target")
     if ask is not None:
         return Detected(_platform_name(ask()), "torch_neuronx")
     return _platform_of_machine()
+
+
+def platforms_asked_for() -> dict[str, str]:
+    """Return the platform that each environment variable names, for those that name one.
+
+    Raises:
+        ConfigError: ``NEURON_PLATFORM_TARGET_OVERRIDE`` names no platform, or ``NEURON_CC_FLAGS`` cannot be read.
+    """
+    asked = {}
+    if os.environ.get(_PLATFORM_OVERRIDE, "").strip():
+        asked[_PLATFORM_OVERRIDE] = platform().name
+    target = _compiler_flag("--target")
+    if target:
+        asked["NEURON_CC_FLAGS"] = _platform_name(target)
+    return asked
 
 
 def _platform_name(found: object) -> str:
