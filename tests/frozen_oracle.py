@@ -16,10 +16,23 @@ def through(x: Tensor, scheme: str, width: int | None = None) -> Tensor:
 
 
 def oracle(
-    x: Tensor, gate_up: Tensor, down: Tensor, schemes: tuple[str, str], width: int, scale: Tensor | None = None
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    schemes: tuple[str, str],
+    width: int,
+    scale: Tensor | None = None,
+    *,
+    after: bool = False,
 ) -> Tensor:
-    """One network, in the dtype of `x` (float64 or fp32), on the codes' values."""
+    """One network, in the dtype of `x` (float64 or fp32), on the codes' values.
+
+    `scale` multiplies the product, or with `after` the output; its gradient, too, counts rounding as the identity.
+    """
     gate, up = (through(x, schemes[0]) @ gate_up.to(x.dtype).T).chunk(2, dim=-1)
-    product = F.silu(gate) * up
-    product = product if scale is None else product * scale[:, None]
-    return through(product, schemes[1], width) @ down.to(x.dtype).T
+    product, weights = F.silu(gate) * up, down.to(x.dtype).T
+    if scale is None or not after:
+        return through(product if scale is None else product * scale[:, None], schemes[1], width) @ weights
+    fixed = scale.detach()
+    plain = product.detach() @ weights
+    return fixed[:, None] * (through(product, schemes[1], width) @ weights) + (scale - fixed)[:, None] * plain

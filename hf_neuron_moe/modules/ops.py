@@ -224,8 +224,10 @@ def _mlp_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) ->
     ctx.save_for_backward(_kept_input(x_SH, ctx.keep), *weights, *output[1:])
 
 
-def _mlp_backward(ctx: Any, dout_SH: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+def _mlp_backward(ctx: Any, dout_SH: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     needs = ctx.needs_input_grad
+    if dout_SH is None:  # what uses the output has no gradient for it
+        return (None,) * len(needs)
     wants_weights = any(needs[1:4])
     options = (ctx.precision, ctx.backend, ctx.keep)
     grads = mlp_bwd(dout_SH.contiguous(), *ctx.saved_tensors, *options, needs[0], wants_weights)
@@ -337,8 +339,10 @@ def _moe_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) ->
     ctx.save_for_backward(_kept_input(x_TH, ctx.keep), *tensors, *output[1:])
 
 
-def _moe_backward(ctx: Any, dout_TH: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+def _moe_backward(ctx: Any, dout_TH: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     needs = ctx.needs_input_grad
+    if dout_TH is None:
+        return (None,) * len(needs)
     wants = (needs[0], needs[2], needs[3] or needs[4])
     d_x, d_weight, d_gate_up, d_down = moe_bwd(dout_TH.contiguous(), *ctx.saved_tensors, *ctx.options, ctx.keep, *wants)
     grads = (d_x, None, d_weight, d_gate_up, d_down)

@@ -24,8 +24,8 @@ def set_backend(model: nn.Module, backend: str, *, fallback: str = "refuse") -> 
         model: what ``from_pretrained`` made of a checkpoint that ``hf-neuron-moe convert`` wrote in MX; wrappers such
             as PEFT's around it are fine.
         backend: as in ``NeuronMoEConfig``.
-        fallback: as in ``NeuronMoEConfig``: ``"refuse"`` or ``"torch"``. No documented kernel has a backward for
-            frozen weights, so that training through such blocks on Neuron needs ``"torch"``.
+        fallback: as in ``NeuronMoEConfig``: ``"refuse"`` or ``"torch"``. The Neuron backend has no backward for frozen
+            weights, so that training through such blocks needs ``"torch"`` there.
 
     Returns:
         By block name, why the backend's kernels cannot compute the block's inference, or None where they can.

@@ -260,6 +260,30 @@ def test_activation_checkpointing_gives_the_same_gradients(reentrant: bool) -> N
         assert leaf.grad is not None and torch.equal(leaf.grad, grad)
 
 
+class _NoGradient(torch.autograd.Function):
+    """Uses its input and has no gradient for it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        return None
+
+
+def test_an_output_without_a_gradient_gives_none() -> None:
+    experts = expert_tensors(12, 32, 48, 4, 2, False)
+    mlp = mlp_tensors(12, 32, 48)
+    for y, leaves in (
+        (run_experts(experts, "bf16"), (experts[0], *experts[2:])),
+        (ops.swiglu_mlp(*mlp, precision="bf16", backend="torch"), mlp),
+    ):
+        (_NoGradient.apply(y).sum() + leaves[0].sum()).backward()
+        assert torch.equal(leaves[0].grad, torch.ones_like(leaves[0]))
+        assert all(leaf.grad is None for leaf in leaves[1:])
+
+
 def test_compiles_without_a_graph_break() -> None:
     tensors = expert_tensors(50, 32, 48, 4, 2, False)
     compiled = torch.compile(run_experts, backend="aot_eager", fullgraph=True, dynamic=False)

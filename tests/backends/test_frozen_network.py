@@ -157,6 +157,7 @@ def test_moe_words_forward_and_backward(fmt: str, hidden: int, inner: int, packe
                 ("one_tile", "wrapX_single"),
                 width,
                 w64[token, k : k + 1],
+                after=True,
             )
             for k, expert in enumerate(index[token].tolist())
         ]

@@ -67,13 +67,13 @@ def test_a_frozen_mlp(options: dict[str, str], release: tuple[int, int], tmp_pat
 def test_frozen_experts(precision: str, release: tuple[int, int], kernel: str, tmp_path: Path, machine: Start) -> None:
     stack = stack_of(tmp_path, "mixtral", EXPERTS, purpose="inference", precision=precision)
     x = (torch.randn(20, 512) * 0.3).bfloat16()
-    weights, index = torch.rand(20, 2).softmax(-1).topk(1, -1)
+    weights, index = torch.rand(20, 2).softmax(-1).topk(2, -1)
     expected = forward(stack, x, index, weights, "torch")
     double = machine(release=release).double
     found = forward(stack, x, index, weights, "neuron")
     assert double.names == [kernel]
-    # The documented tolerance of MX kernels: 5e-2 of the largest value.
-    assert (found - expected).abs().max() <= 5e-2 * expected.abs().max()
+    # The kernel takes its affinities in bf16 (2^-9) and rounds every expert's share and the sum to bf16.
+    assert (found - expected).abs().max() <= 2**-7 * expected.abs().max()
 
 
 @pytest.mark.parametrize("release", [pytest.param((2, 29), marks=pytest.mark.slow), (2, 33)])

@@ -1,9 +1,11 @@
 """Frozen MX weights through the kernels that take pre-quantized operands: inference only.
 
 Dense MLPs go through ``mlp_fwd_mxfp8`` with codes and packed scales, experts whose weights are words through
-``moe_cte`` shard_on_block_mx, or, where H is above what that takes, the kernel of shard_on_i_mx itself. No documented
-kernel gives the input's gradient alone, and none takes codes that are quantized along the other axis; so training goes
-through the torch backend.
+``moe_cte`` shard_on_block_mx, or, where H is above what that takes, the kernel of shard_on_i_mx itself.
+
+Training goes through the torch backend: ``mlp_backward_mxfp8_nki`` takes pre-quantized weights only together with
+operands quantized along the other axis, which a loaded model does not hold; of the experts' MXFP8 backward no document
+says how it takes them.
 
 Letters: T tokens, K experts per token, E experts, H hidden, I intermediate.
 """
@@ -32,6 +34,11 @@ from hf_neuron_moe.kernels.routing import choose_block_size
 _WORD_FORMATS = ("e4m3fn", "e2m1")
 """Element formats told by the width of their words. e5m2 words would need an option that not every release has."""
 
+NO_BACKWARD = (
+    "this backend has no input gradient through pre-quantized weights (the dense kernel's backward needs operands "
+    "quantized along the other axis, which a loaded model does not hold)"
+)
+
 FROZEN_TOKENS = BF16_TOKENS
 """Tokens of one call to experts: ``moe_cte``'s limit."""
 
@@ -56,22 +63,7 @@ class FrozenKernels:
 
     def why_not(self, stack: MXExpertStack, device: Device, training: bool) -> str | None:
         """Return why the kernels cannot compute `stack` on `device`, or None."""
-        if training:
-            return "no documented kernel gives the input's gradient through pre-quantized weights"
-        if device.platform != "trn3":
-            return f"the MXFP8 kernels run on Trn3 only, and this is {device.platform}"
-        if stack.gate_up_codes.dim() > 2:
-            return _why_not_words(stack, device) or self.adapter.why_not(_words_kernel(stack))
-        for name, layout, size in (
-            ("gate_up_proj", stack.gate_up_layout, stack.hidden),
-            ("down_proj", stack.down_layout, stack.inner),
-        ):
-            reason = _why_not_operand(layout, size)
-            if reason is not None:
-                return f"{name}: {reason}"
-        if stack.down_layout.matrix_shape(stack.down_codes.shape)[1] != stack.inner:
-            return "down_proj holds more columns than the network has"
-        return self.adapter.why_not("mlp_forward_quantized")
+        return why_not_frozen(stack, device, self.adapter, training=training)
 
     def forward(self, x_TH: Tensor, index_TK: Tensor | None, weight_TK: Tensor | None, stack: MXExpertStack) -> Tensor:
         """Return ``y [T, H]``; :meth:`why_not` was None."""
@@ -123,8 +115,8 @@ class FrozenKernels:
             self.adapter.kernel(_words_kernel(stack), "moe_forward"),
             hidden_states=with_sink(x_TH),
             expert_affinities_masked=routed.affinities,
-            gate_up_proj_weight=stack.gate_up_codes,
-            down_proj_weight=stack.down_codes,
+            gate_up_proj_weight=_unsigned(stack.gate_up_codes),
+            down_proj_weight=_unsigned(stack.down_codes),
             gate_up_proj_scale=stack.gate_up_scales,
             down_proj_scale=stack.down_scales,
             token_position_to_id=routed.ids,
@@ -134,6 +126,39 @@ class FrozenKernels:
         )
         out_TH = out if wide else out[0]  # shard_on_block_mx returns one slot per core, the first one filled
         return out_TH[:tokens].contiguous()
+
+
+def why_not_frozen(stack: MXExpertStack, device: Device, adapter: Adapter, *, training: bool) -> str | None:
+    """Return why the kernels that `adapter` finds cannot compute `stack` on `device`, or None.
+
+    Read are sizes and layouts, so the tensors may be on the meta device.
+    """
+    if training:
+        return NO_BACKWARD
+    if device.platform != "trn3":
+        return f"the MXFP8 kernels run on Trn3 only, and this is {device.platform}"
+    if stack.gate_up_codes.dim() > 2:
+        return _why_not_words(stack, device) or adapter.why_not(kernel_need(stack))
+    for name, layout, size in (
+        ("gate_up_proj", stack.gate_up_layout, stack.hidden),
+        ("down_proj", stack.down_layout, stack.inner),
+    ):
+        reason = _why_not_operand(layout, size)
+        if reason is not None:
+            return f"{name}: {reason}"
+    if stack.down_layout.matrix_shape(stack.down_codes.shape)[1] != stack.inner:
+        return "down_proj holds more columns than the network has"
+    return adapter.why_not(kernel_need(stack))
+
+
+def kernel_need(stack: MXExpertStack) -> str:
+    """Return the adapter's name of the forward kernel for a block with MX weights."""
+    return _words_kernel(stack) if stack.gate_up_codes.dim() > 2 else "mlp_forward_quantized"
+
+
+def _unsigned(words: Tensor) -> Tensor:
+    """Words in the dtypes that the kernels document: uint32 for fp8, uint16 for fp4."""
+    return words.view({torch.int32: torch.uint32, torch.int16: torch.uint16}[words.dtype])
 
 
 def _words_kernel(stack: MXExpertStack) -> str:

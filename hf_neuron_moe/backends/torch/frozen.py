@@ -5,7 +5,8 @@ Legend: R rows, H hidden, I intermediate, T tokens.
 Forward: rows are rounded to MXFP8 in the groups that the weights' codes were made in, the weights are taken as they
 are, and everything else is as in the mxfp8 path of
 :func:`~hf_neuron_moe.backends.torch.ffn_forward.ffn_forward`: fp32 sums, the activation reads them, the product is
-rounded to bf16 once and then to MXFP8.
+rounded to bf16 once and then to MXFP8. An expert's affinity multiplies that product, as in the MXFP8 training pair;
+with experts stored as words it multiplies the down projection's sums, as in ``moe_cte``'s MX implementations.
 
 Backward: there is one orientation of the codes, so nothing could be quantised along the other axis without changing the
 weights. The gradient with respect to the input is that of the bf16 kernels with the codes' values as weights: rounding
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_neuron_moe.backends.mx_weights import MXExpertStack, MXProjections, column_tiles
+from hf_neuron_moe.backends.mx_weights import WORDS, MXExpertStack, MXProjections, column_tiles
 from hf_neuron_moe.backends.torch.compute import Compute, call_scratch
 from hf_neuron_moe.backends.torch.experts import Emit
 from hf_neuron_moe.backends.torch.fake_quant import fake_quantize_
@@ -94,7 +95,7 @@ def frozen_forward(
         stack: the weights.
         emit: takes ``(first row, end row, values [R, H])``.
         save: buffers for the gate and up pre-activations ``[R, I]``, either or none.
-        scale_R: fp32 factor on every row's intermediate, or None.
+        scale_R: fp32 factor on every row's intermediate, or with words on its output; None is no factor.
     """
     loader = Loader(_FORWARD, call_scratch(x.values.device))
     for expert, start, end in runs:
@@ -103,14 +104,18 @@ def frozen_forward(
         scale_R1 = None if scale_R is None else scale_R[start:end, None]
         rows = x.rows(start, end)
         rows = _QuantizedRows(rows.values, rows.index, loader, weights.gate_up.layout.scheme)
+        afterwards = weights.down.layout.arrangement == WORDS
         for columns in column_tiles(weights.down):
             first = columns.start == 0
             part_RH = out_RH if first else loader.scratch.get("frozen_out", shape, torch.float32)
-            epilogue = _Epilogue(loader, weights.down.layout.scheme, columns.stop - columns.start, scale_R1)
+            inside_R1 = None if afterwards else scale_R1
+            epilogue = _Epilogue(loader, weights.down.layout.scheme, columns.stop - columns.start, inside_R1)
             tile, kept = _tile(weights, columns, loader), _part(save, start, end, columns)
             ffn_forward(rows, tile, loader, part_RH, save=kept, epilogue=epilogue)
             if not first:
                 out_RH.add_(part_RH)
+        if afterwards and scale_R1 is not None:
+            out_RH.mul_(scale_R1)
         emit(start, end, out_RH)
 
 
