@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from hf_neuron_moe.backends.neuron.checkpoint_layout import DIRECT, TRANSPOSED, gate_up_layout
 from hf_neuron_moe.backends.neuron.generations import COMPANIONS, FUNCTIONS, SWIZZLE_MODES, Generation
 from hf_neuron_moe.backends.neuron.nkilib_objects import find_object, shown_name
 from hf_neuron_moe.backends.neuron.signatures import other_default, record_fields, signature_of
@@ -32,12 +33,14 @@ class Match:
         generation: the argument set that fits; None if none does.
         parameters: the installed function's arguments.
         reason: why none fits.
+        layout: order of the checkpoint of gate and up, of the MXFP8 experts' kernels.
     """
 
     function: str
     generation: Generation | None
     parameters: frozenset[str] = frozenset()
     reason: str = ""
+    layout: str = TRANSPOSED
 
 
 def match(need: str) -> Match:
@@ -48,9 +51,11 @@ def match(need: str) -> Match:
         own = generation.function or name
         parameters, reason = _read(own)
         if reason is None:
-            reason = _why_not(generation, parameters)
+            reason, layout = _why_not(generation, parameters), TRANSPOSED
+            if reason is None and generation.checkpoint:
+                layout, reason = _layout(generation, parameters)
             if reason is None:
-                return Match(own, generation, frozenset(parameters))
+                return Match(own, generation, frozenset(parameters), layout=layout)
             reason = f"not {generation.name}'s: {reason}"
         reasons.setdefault(own, []).append(reason)
     return Match(name, None, frozenset(_read(name)[0]), "; ".join(_told(own, why) for own, why in reasons.items()))
@@ -84,6 +89,11 @@ def _why_not(generation: Generation, parameters: dict[str, inspect.Parameter]) -
     if extra:
         return f"needs {', '.join(sorted(extra))}"
     return other_default(parameters, generation.defaults) or _why_not_objects(generation)
+
+
+def _layout(generation: Generation, parameters: dict[str, inspect.Parameter]) -> tuple[str, str | None]:
+    records = [find_object(name) for name, _ in generation.records if name.endswith("Config")]
+    return gate_up_layout({key: found.default for key, found in parameters.items()}, records[0] if records else None)
 
 
 def _why_not_objects(generation: Generation) -> str | None:
@@ -143,6 +153,10 @@ class Adapter:
         found = self.match(need).generation
         assert found is not None, "ask why_not first"
         return found.name
+
+    def turned(self, need: str) -> bool:
+        """Return whether the installed kernel has the checkpoint of gate and up as ``[N, 2, B, I]``."""
+        return self.match(need).layout == DIRECT
 
     def kernel(self, need: str, name: str) -> Callable[..., Any]:
         """Return the wrapper kernel `name` of the generation that is installed."""

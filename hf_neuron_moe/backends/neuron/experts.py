@@ -140,7 +140,7 @@ class ExpertKernels:
         checkpoint: bool,
         training: bool = True,
     ) -> tuple[Tensor, ...]:
-        """Return y ``[T, H]``, padded, and the checkpoints that the kernel returned."""
+        """Return y ``[T, H]``, padded, and the checkpoints that the kernel returned, gate and up ``[N, 2, I, B]``."""
         block, bf16 = experts.block, experts.block.precision == "bf16"
         routed = self._route(index_TK, weight_TK, experts, sink=bf16)
         rows = pad_axes(x_TH, (x_TH.shape[0], block.padded[0]))
@@ -157,7 +157,10 @@ class ExpertKernels:
             **options,
         )
         if checkpoint:
-            _check_checkpoints(checkpoints, (routed.blocks.shape[0], 2, block.padded[1], block.block_size))
+            turned = self.adapter.turned(need)
+            slots = (block.block_size, block.padded[1]) if turned else (block.padded[1], block.block_size)
+            _check_checkpoints(checkpoints, (routed.blocks.shape[0], 2, *slots))
+            checkpoints = [checkpoints[0].mT.contiguous(), *checkpoints[1:]] if turned else checkpoints
         return out_TH[: x_TH.shape[0]], *checkpoints
 
     def forward(
@@ -204,11 +207,12 @@ class ExpertKernels:
         gate_up_ckpt, down_ckpt, x_TH = self._checkpoints(x_TH, index_TK, weight_TK, experts, saved, keep)
         rows = (tokens, block.padded[0])
         routed = self._route(index_TK, weight_TK, experts, sink=False)
+        need = "moe_backward" if block.precision == "bf16" else "moe_backward_mxfp8"
         d_x, d_affinities, d_gate_up, d_down = self.launch(
-            self.adapter.kernel("moe_backward" if block.precision == "bf16" else "moe_backward_mxfp8", "moe_backward"),
+            self.adapter.kernel(need, "moe_backward"),
             hidden_states=pad_axes(x_TH, rows),
             expert_affinities_masked=routed.affinities,
-            gate_up_proj_act_checkpoint_T=gate_up_ckpt,
+            gate_up_proj_act_checkpoint_T=gate_up_ckpt.mT if self.adapter.turned(need) else gate_up_ckpt,
             down_proj_act_checkpoint=down_ckpt,
             token_position_to_id=routed.ids,
             block_to_expert=routed.blocks,

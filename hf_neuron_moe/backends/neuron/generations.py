@@ -42,6 +42,16 @@ _BWD_DEFAULTS: dict[str, bool | str] = {
     "skip_gate_proj": False,
 }
 _PAIR_DEFAULTS: dict[str, bool | str] = {"activation_type": "SiLU", "skip_grad_initialization": False, "bias": False}
+
+SWIZZLE_MODES = tuple(
+    f"{operand}_swizzle_mode"
+    for operand in (
+        "output_grad", "down_weight", "d_gate_up", "gate_up_weight", "d_gate_up_t", "hidden_states_t", "output_grad_t",
+        "scaled_intermediate_t",
+    )
+)  # fmt: skip
+"""Options of the backward: only the mode DGT knows several experts, and the default may be another one."""
+
 _PAIR_OPTIONS = _names(
     "shard_option affinity_option skip_dma is_tensor_update_accumulating accumulate_hidden_states_grad "
     "no_indirect_load single_expert_dense"
@@ -53,15 +63,6 @@ BF16_OPEN = (
     "their backward, which takes none, fit together; hf-neuron-moe verify-device checks it"
 )
 """About ``moe_forward`` and ``moe_backward``."""
-
-SWIZZLE_MODES = tuple(
-    f"{operand}_swizzle_mode"
-    for operand in (
-        "output_grad", "down_weight", "d_gate_up", "gate_up_weight", "d_gate_up_t", "hidden_states_t", "output_grad_t",
-        "scaled_intermediate_t",
-    )
-)  # fmt: skip
-"""Fields of MXFP8MOEBwdConfig: only the mode DGT knows several experts, and the default may be another one."""
 
 COMPANIONS = {
     "gate_up_proj_act_td": ("TensorOrientation", "K_BY_F"),
@@ -85,6 +86,7 @@ class Generation:
         members: pairs of an enum and a member that it must have.
         records: pairs of a record that the wrappers make and the fields that it must have.
         function: the function, where it is not the one of the other generations.
+        checkpoint: the function's checkpoint of gate and up may have either order.
     """
 
     name: str
@@ -96,6 +98,7 @@ class Generation:
     members: tuple[tuple[str, str], ...] = ()
     records: tuple[tuple[str, frozenset[str]], ...] = ()
     function: str = ""
+    checkpoint: bool = False
 
     @property
     def passed(self) -> frozenset[str]:
@@ -189,6 +192,7 @@ FUNCTIONS: dict[str, tuple[str, tuple[Generation, ...]]] = {
                 _ROUTED | {"config"},
                 members=(("ShardOption", "SHARD_ON_BLOCK"),),
                 records=(_SKIPS, ("MXFP8MOEFwdConfig", frozenset())),
+                checkpoint=True,
             ),
             Generation(
                 "2.32",
@@ -199,6 +203,7 @@ FUNCTIONS: dict[str, tuple[str, tuple[Generation, ...]]] = {
                 foreign=frozenset({"config"}),
                 members=(("ShardOption", "SHARD_ON_BLOCK"),),
                 records=(_SKIPS,),
+                checkpoint=True,
             ),
         ),
     ),
@@ -211,16 +216,18 @@ FUNCTIONS: dict[str, tuple[str, tuple[Generation, ...]]] = {
                 _BACKWARD | {"config"},
                 members=(("ShardOption", "SHARD_ON_FREE"),),
                 records=(_SKIPS, ("MXFP8MOEBwdConfig", frozenset())),
+                checkpoint=True,
             ),
             Generation(
                 "2.31",
                 "moe_backward_mxfp8",
                 _BACKWARD,
                 _PAIR_OPTIONS,
-                _PAIR_DEFAULTS,
+                _PAIR_DEFAULTS | dict.fromkeys(SWIZZLE_MODES, "DGT"),
                 foreign=frozenset({"config"}),
                 members=(("ShardOption", "SHARD_ON_FREE"),),
                 records=(_SKIPS,),
+                checkpoint=True,
             ),
         ),
     ),

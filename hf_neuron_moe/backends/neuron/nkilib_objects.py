@@ -47,6 +47,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "blockwise_mm_bwd_mxfp8": (f"{_MXFP8}.bwd.blockwise_mm_backward_mxfp8", _MXFP8),
     "MXFP8MOEFwdConfig": (f"{_MXFP8}.fwd.config", f"{_MXFP8}.fwd.moe_fwd_mxfp8_config", _MXFP8),
     "MXFP8MOEBwdConfig": (f"{_MXFP8}.bwd.config", _MXFP8),
+    "MXFP8MOECheckpointConfig": (f"{_MXFP8}.moe_mxfp8_checkpoint_config", f"{_MXFP8}.fwd.config", _MXFP8),
     "TensorDescriptor": _DESCRIPTORS,
     "TensorOrientation": _DESCRIPTORS,
     "SwizzleMode": _DESCRIPTORS,

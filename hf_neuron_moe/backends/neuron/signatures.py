@@ -38,6 +38,38 @@ def record_fields(kind: Any) -> frozenset[str] | None:
     return frozenset(name for name, found in signature.parameters.items() if found.kind not in _VARIABLE)
 
 
+UNKNOWN: Any = inspect.Parameter.empty
+"""In the place of a default that is not there or cannot be read."""
+
+
+def field_defaults(kind: Any) -> dict[str, Any] | None:
+    """Return the fields of a record of nkilib, with their defaults or, of an instance, their values.
+
+    Args:
+        kind: the record or an instance of it; None for a record that does not exist.
+
+    Returns:
+        By name; nothing for None; None if the record does not tell its fields.
+    """
+    if kind is None:
+        return {}
+    names = record_fields(kind if inspect.isclass(kind) else type(kind))
+    if names is None:
+        return None
+    if not inspect.isclass(kind):
+        return {name: getattr(kind, name, UNKNOWN) for name in names}
+    if dataclasses.is_dataclass(kind):
+        return {field.name: _made(field) for field in dataclasses.fields(kind) if field.init}
+    signature = _signature(kind)
+    return {name: signature.parameters[name].default for name in names} if signature is not None else None
+
+
+def _made(field: dataclasses.Field[Any]) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return UNKNOWN if field.default is dataclasses.MISSING else field.default
+
+
 def accepted(function: Any, **wanted: Any) -> dict[str, Any]:
     """Return those of `wanted` that an nkilib function or record takes; all where it does not tell."""
     if inspect.isclass(function):

@@ -56,6 +56,8 @@ class Double:
         config_pair: the MXFP8 expert pair is of the generation that takes configuration records.
         without: arguments that nkilib's functions, and fields that those records, do not have.
         records: what those records are: ``"dataclass"``, ``"namedtuple"`` or ``"class"``.
+        layout: what the checkpoint record of the MXFP8 pair says of gate and up by default; empty for a record that
+            says nothing. With ``"DIRECT"`` the forward saves ``[N, 2, B, I]``, and knows no other order.
         launches: finished launches on real values.
         calls: nkilib functions that ran in them, with their bound arguments.
         traced: launches on fake tensors.
@@ -72,6 +74,7 @@ class Double:
     config_pair: bool = False
     without: frozenset[str] = frozenset()
     records: str = "dataclass"
+    layout: str = ""
     launches: list[LaunchRecord] = field(default_factory=list)
     calls: list[KernelCall] = field(default_factory=list)
     traced: list[str] = field(default_factory=list)

@@ -19,7 +19,7 @@ from tests.neuron.double.contract import ContractError, Double, KernelCall, brok
 from tests.neuron.double.framework import make_nki_op, utilities, wrap_nki
 from tests.neuron.double.launch import make_jit, make_simulate
 from tests.neuron.double.memory import Language
-from tests.neuron.double.records import Library, variant
+from tests.neuron.double.records import Library, checkpoint_record, variant
 
 ROOTS = ("nki", "nkilib", "torch_neuronx")
 BACKEND = "hf_neuron_moe.backends.neuron"
@@ -130,8 +130,11 @@ def pair_tree(double: Double, library: Library, make: Any) -> dict[str, dict[str
         tree[place] = {name: make(name, signatures.moe_mxfp8_forward(config), place, body)}
     if tree:
         tree[home] = {name: value for module in tree.values() for name, value in module.items()}
+    found = vars(library.pair)
+    if double.release >= (2, 32):
+        kept = found["MXFP8MOECheckpointConfig"]
+        tree[kept.__module__] = {kept.__name__: kept}
     if config:
-        found = vars(library.pair)
         for name in ("MXFP8MOEFwdConfig", "MXFP8MOEBwdConfig"):
             tree[found[name].__module__] = {name: found[name]}
         utils = library.pair.TensorDescriptor.__module__
@@ -202,6 +205,8 @@ def installed(folder: Path, double: Double) -> Iterator[SimpleNamespace]:
     library = Library.of(double.release)
     for name in ("MXFP8MOEFwdConfig", "MXFP8MOEBwdConfig"):
         setattr(library.pair, name, variant(getattr(library.pair, name), double.records, double.without))
+    record = checkpoint_record(double.layout)
+    library.pair.MXFP8MOECheckpointConfig = variant(record, double.records, double.without)
     modules = build_modules({**framework_tree(double), **nkilib_tree(double, library)})
     environment = {
         "NEURON_PLATFORM_TARGET_OVERRIDE": double.target,

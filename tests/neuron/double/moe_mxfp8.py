@@ -118,7 +118,16 @@ def _with_config(double: Double, library: Library, call: Arguments, name: str, w
 
 def forward(double: Double, library: Library, launch: Launch, call: Arguments) -> tuple[KernelTensor, ...]:
     """``blockwise_mm_fwd_mxfp8`` of 2.32: output, gate and up, the scaled intermediate."""
-    return _forward(double, library, launch, call, "E2IH")
+    out, *kept = _forward(double, library, launch, call, "E2IH")
+    return out, *(_turned(launch, kept) if double.layout == "DIRECT" else kept)
+
+
+def _turned(launch: Launch, kept: Iterable[KernelTensor]) -> tuple[KernelTensor, ...]:
+    """Checkpoints with B before I."""
+    return tuple(
+        give(launch, None if launch.fake else tensor.data.mT, (*tensor.shape[:-2], *tensor.shape[:-3:-1]), BF16)
+        for tensor in kept
+    )
 
 
 def forward_config(double: Double, library: Library, launch: Launch, call: Arguments) -> tuple[KernelTensor, ...]:
@@ -129,9 +138,7 @@ def forward_config(double: Double, library: Library, launch: Launch, call: Argum
     need(isinstance(descriptor, library.pair.TensorDescriptor), FORWARD, "gate_up_proj_act_td is a TensorDescriptor")
     if descriptor.orientation is library.pair.TensorOrientation.K_BY_F:
         return out, gate_up
-    turned = None if launch.fake else gate_up.data.mT
-    blocks, _, inner, block = gate_up.shape
-    return out, give(launch, turned, (blocks, 2, block, inner), BF16)
+    return out, *_turned(launch, [gate_up])
 
 
 def _forward(double: Double, library: Library, launch: Launch, call: Arguments, axes: str) -> tuple[KernelTensor, ...]:

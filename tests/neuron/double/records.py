@@ -177,6 +177,17 @@ def pair_records(backward: SimpleNamespace) -> SimpleNamespace:
     )
 
 
+def checkpoint_record(layout: str) -> type[Any]:
+    """What the MXFP8 forward saves; a candidate of 2.33 (nki-library e9ef98fc) names the order, DIRECT by default."""
+    home = "nkilib.experimental.moe_mxfp8.moe_mxfp8_checkpoint_config"
+    made: dict[str, Any] = {"save_gate_up_proj_act": True, "save_scaled_intermediate": True}
+    if layout:
+        names = dict.fromkeys(("TRANSPOSED", "DIRECT", layout))
+        default = make_enum("CheckpointLayout", list(names), home)[layout]
+        made |= {"gate_up_proj_act_layout": default, "scaled_intermediate_layout": default}
+    return make_record("MXFP8MOECheckpointConfig", made, home)
+
+
 @dataclass(frozen=True)
 class Library:
     """The records of one release."""

@@ -2,7 +2,7 @@
 
 2.32 takes its options as arguments and weights ``[E, 2, I, H]``, later releases a record and weights ``[E, I, 2, H]``.
 Options are given where the installed argument set or record has them. ``checkpoint_config`` is left at its default,
-which saves the checkpoints.
+which saves the checkpoints; in which order is read off it (``checkpoint_layout.py``).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def moe_forward(
     block_to_expert: Any,
     block_size: int,
 ) -> Any:
-    """Return output ``[T, H]``, gate and up ``[N, 2, I, B]`` and whatever other checkpoints the release saves."""
+    """Return output ``[T, H]``, gate and up in the release's order and whatever other checkpoints it saves."""
     return blockwise_mm_fwd_mxfp8(
         hidden_states=hidden_states,
         expert_affinities_masked=expert_affinities_masked,
