@@ -26,11 +26,20 @@ KERNEL_PRECISIONS = ("bf16", "mxfp8")
 def doctor(
     model_dir: Annotated[
         Path | None,
-        typer.Argument(metavar="MODEL_DIR", help="Folder with config.json, or such a file: also judge its blocks."),
+        typer.Argument(metavar="MODEL_DIR", help="Checkpoint, conversion, or config.json: also judge its blocks."),
     ] = None,
     block_size: Annotated[
         str | None,
-        choice(tuple(map(str, BLOCK_SIZES)), text="Judge experts at this block size. Default: list those that work."),
+        choice(
+            tuple(map(str, BLOCK_SIZES)),
+            text="Judge experts at this block size. Default: 512; all that work are listed.",
+        ),
+    ] = None,
+    lnc: Annotated[
+        str | None,
+        choice(
+            ("1", "2"), text="Judge Trn2 and Trn3 at this many physical cores per logical core. Default: as set here."
+        ),
     ] = None,
     strict: Annotated[
         bool, typer.Option("--strict", help="Exit code 1 if no Neuron kernel can run here, or none computes a block.")
@@ -41,27 +50,46 @@ def doctor(
 
     Then what of the Neuron stack is installed. Works with nothing installed, or something broken. With MODEL_DIR also:
     which kernels compute which of the model's blocks at which block sizes, here and by the documents of SDK 2.33 on
-    Trn2 and Trn3, and why not. The exit code is 0 whatever was found, unless --strict is given.
+    Trn2 and Trn3, and why not; the frozen MX blocks of a conversion in inference. The exit code is 0 whatever was
+    found, unless --strict is given.
     """
     from hf_neuron_moe.device.installed import inspect_installation
 
     found = inspect_installation()
     size = None if block_size is None else int(block_size)
-    answers, unjudged = _judge_blocks(model_dir, found, size) if model_dir is not None else ([], None)
+    judged_lnc, lnc_source = _documented_lnc(lnc, found)
+    answers, unjudged = _judge_blocks(model_dir, found, size, judged_lnc) if model_dir is not None else ([], None)
     if as_json:
-        blocks = {"model": str(model_dir), "blocks": [answer.to_dict() for answer in answers], "unjudged": unjudged}
+        blocks = {
+            "model": str(model_dir),
+            "documented_lnc": {"value": judged_lnc, "source": lnc_source},
+            "blocks": [answer.to_dict() for answer in answers],
+            "unjudged": unjudged,
+        }
         typer.echo(json.dumps({"ok": True, **found.to_dict(), **(blocks if model_dir else {})}))
     else:
         show_installation(found)
         if model_dir is not None:
-            show_usable(answers, found, str(model_dir), unjudged)
+            show_usable(answers, found, f"{model_dir}", unjudged, f"LNC {judged_lnc} ({lnc_source})")
     groups = {answer.group: False for answer in answers}
     groups |= {answer.group: True for answer in answers if answer.here is None}
     if strict and not (found.usable and all(groups.values()) and unjudged is None):
         raise typer.Exit(REFUSED.code)
 
 
-def _judge_blocks(model_dir: Path, found: Installation, block_size: int | None) -> tuple[Sequence[Usable], str | None]:
+def _documented_lnc(wanted: str | None, found: Installation) -> tuple[int, str]:
+    """Physical cores per logical core that the documents are asked about, and where that is known from."""
+    if wanted is not None:
+        return int(wanted), "--lnc"
+    value, source = found.lnc
+    if value is None:
+        return 2, "the default of Trn2 and Trn3, since what is set here is wrong"
+    return int(value), source
+
+
+def _judge_blocks(
+    model_dir: Path, found: Installation, block_size: int | None, lnc: int
+) -> tuple[Sequence[Usable], str | None]:
     """The answers, and why there are none where torch or transformers cannot be imported."""
     from hf_neuron_moe.backends.neuron.versions import ASSUMED
     from hf_neuron_moe.cli.estimating import model_folder
@@ -69,23 +97,23 @@ def _judge_blocks(model_dir: Path, found: Installation, block_size: int | None) 
     try:
         from hf_neuron_moe.backends.neuron.limits import Device
         from hf_neuron_moe.cli.conversion import quiet_transformers
-        from hf_neuron_moe.convert.assign import build_meta_model
-        from hf_neuron_moe.device.usable import block_groups, usable_kernels
+        from hf_neuron_moe.device.model_dir import groups_of_folder
+        from hf_neuron_moe.device.usable import usable_kernels
     except ImportError as error:
         return [], f"that needs torch and transformers ({error})"
     quiet_transformers()
     with model_folder(model_dir) as folder:
-        groups = block_groups(build_meta_model(folder, "doctor"))
-    target, lnc = found.target[0], found.lnc[0]
+        groups = groups_of_folder(folder, "doctor")
+    target, own_lnc = found.target[0], found.lnc[0]
     here = None
-    if target is not None and lnc is not None:
-        here = Device(target, int(lnc), assumed=found.target[1] == ASSUMED)
-    return usable_kernels(groups, here, found.why_not, block_size), None
+    if target is not None and own_lnc is not None:
+        here = Device(target, int(own_lnc), assumed=found.target[1] == ASSUMED)
+    return usable_kernels(groups, here, found.why_not, block_size, lnc), None
 
 
 def verify_device(
     model_dir: Annotated[
-        Path, typer.Argument(metavar="MODEL_DIR", help="Checkpoint, conversion, or config.json alone.")
+        Path, typer.Argument(metavar="MODEL_DIR", help="Checkpoint or conversion; config.json with --random-weights.")
     ],
     precision: Annotated[
         str | None, choice(KERNEL_PRECISIONS, text="Of the blocks. Default: mxfp8 on Trn3, bf16 on Trn2.")
@@ -102,23 +130,24 @@ def verify_device(
     """Compare the Neuron kernels with PyTorch on this machine, layer by layer.
 
     Forward and every gradient of each block on random input: largest relative error, signal-to-noise ratio, verdict,
-    and what to do next. Options and MODEL_DIR are checked first, then this machine, before any weights are read.
+    and what to do next. Options, config.json and the shards' headers are checked first, then this machine, before any
+    weights are read.
     Exit code 0 if rounding explains every difference, 7 if one is more than that, 6 if a block is wrong or failed, 1 if
     no Neuron kernel can run here or none computes a block.
     """
     from hf_neuron_moe.cli.conversion import quiet_transformers
     from hf_neuron_moe.cli.estimating import model_folder
-    from hf_neuron_moe.convert.folder import check_model
+    from hf_neuron_moe.device.model_dir import check_model_dir
     from hf_neuron_moe.device.request import WHERE, Request
 
     request = Request(backend, precision, tokens, block_size, seed, layers, device)
     with model_folder(model_dir) as folder:
-        check_model(folder, WHERE)
+        quiet_transformers()
+        check_model_dir(folder, WHERE, random_weights=random_weights)
         request.device_here()
         request.precision_here()
         from hf_neuron_moe.device import verify
 
-        quiet_transformers()
         shown: list[BlockResult] = []
 
         def show(block: BlockResult) -> None:

@@ -20,7 +20,8 @@ def show_installation(found: Installation) -> None:
     for number, step in enumerate(found.first_steps):
         typer.echo(f"  {'then: ' if number else 'next: ' if found.usable else 'first:'} {step}")
     typer.echo(f'backend="nki-sim" can run here: {_told(found.simulator_reason)}')
-    typer.echo('backend="torch" can run here: yes, as on any device; it computes the same contract')
+    told = "yes, as on any device; it computes the same contract"
+    typer.echo(f'backend="torch" can run here: {told if found.torch_reason is None else f"no: {found.torch_reason}"}')
     typer.echo(f"\nPython {found.python}, {found.machine}; Neuron SDK {found.sdk or 'not installed'}")
     typer.echo(", ".join(f"{name} {version or 'not installed'}" for name, version in found.others.items()))
     rows = [("package", "version", "state", "note")]
@@ -28,7 +29,7 @@ def show_installation(found: Installation) -> None:
     show_table(rows)
     cores = "no runtime" if found.devices is None else f"{found.devices} logical cores"
     typer.echo(f"\ndevice: {cores}; chip {found.target[0] or 'unknown'} ({found.target[1]})")
-    typer.echo(f"LNC {found.lnc[0] or 'unknown'} ({found.lnc[1]})")
+    typer.echo(f"LNC (physical cores per logical core) {found.lnc[0] or 'unknown'} ({found.lnc[1]})")
     for name, value in found.environment.items():
         typer.echo(f"{name}={value}")
     kernels = [(kernel.need, kernel.function, kernel.generation or "-", kernel.reason) for kernel in found.kernels]
@@ -38,18 +39,33 @@ def show_installation(found: Installation) -> None:
         typer.echo(f"{needs}: {note}.")
 
 
-def show_usable(answers: Sequence[Usable], found: Installation, title: str, unjudged: str | None) -> None:
-    """Print which kernels compute which blocks of a model; `unjudged` says why that cannot be told."""
+def show_usable(
+    answers: Sequence[Usable], found: Installation, title: str, unjudged: str | None, documented: str
+) -> None:
+    """Print which kernels compute which blocks of a model.
+
+    Args:
+        answers: by group and precision.
+        found: this machine.
+        title: what was looked at.
+        unjudged: why there are no answers, or None.
+        documented: what the answers by the documents are for, such as ``"LNC 2 (--lnc)"``.
+    """
     if unjudged is not None:
         typer.echo(f"\nBlocks of {title}: not looked at: {unjudged}")
         return
-    typer.echo(f"\nBlocks of {title}; trn2 and trn3: by the documents of SDK 2.33, LNC 2")
+    typer.echo(f"\nBlocks of {title}, written as count x kind (hidden, intermediate size), experts with their number")
+    typer.echo(f"trn2 and trn3: by the documents of SDK 2.33, {documented}")
     for answer in answers:
         typer.echo(f"{answer.group.label}, {answer.precision}: {', '.join(answer.kernels) or 'no kernels'}")
         for place, reason in {"here": answer.here, **answer.documented}.items():
             told = "no, see the top" if reason is not None and reason == found.why_not else _told(reason)
+            if answer.group.codes and reason is None:
+                told = "yes, in inference"
             typer.echo(f"  {place}  {told}{_sizes(answer, place)}")
-    if any(answer.group.experts is not None for answer in answers):
+    if any(answer.group.codes for answer in answers):
+        typer.echo("Frozen MX weights have kernels in inference only; adapters are trained through fallback='torch'.")
+    if any(answer.group.experts is not None and not answer.group.codes for answer in answers):
         size = answers[0].block_size
         typer.echo(f"Experts are judged at block_size={size}; NeuronMoEConfig(block_size=...) chooses another one.")
     if not answers:
@@ -57,8 +73,11 @@ def show_usable(answers: Sequence[Usable], found: Installation, title: str, unju
 
 
 def _sizes(answer: Usable, place: str) -> str:
+    """The block sizes, unless the reason lists them."""
     sizes = answer.block_sizes.get(place, ())
-    return f"; block sizes {', '.join(map(str, sizes))}" if sizes else ""
+    listed = ", ".join(map(str, sizes))
+    reason = answer.here if place == "here" else answer.documented[place]
+    return f"; block sizes {listed}" if sizes and f"block sizes {listed}" not in (reason or "") else ""
 
 
 def _told(reason: str | None) -> str:

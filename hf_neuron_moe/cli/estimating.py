@@ -78,6 +78,7 @@ def estimate(
 
     quiet_transformers()
     with model_folder(model_dir) as folder:
+        _refuse_conversion(folder)
         model = build_meta_model(folder, "estimate")
     wanted = getattr(torch, _TORCH_NAMES[dtype]) if dtype else model.config.dtype
     model.to(wanted or torch.float32)  # type: ignore[arg-type]
@@ -110,6 +111,27 @@ def estimate(
     _show(result, f"{type(model).__name__}, {str(model.dtype).removeprefix('torch.')}, blocks in {precision}")
     if floor is not None:
         show_roofline(floor)
+
+
+def _refuse_conversion(folder: Path) -> None:
+    """What a step of a loaded conversion holds depends on its stored layouts, which are not estimated.
+
+    Raises:
+        ConversionError: ``convert`` wrote the folder.
+    """
+    from hf_neuron_moe.convert.folder import is_conversion
+    from hf_neuron_moe.errors import ConversionError, refuse
+
+    if is_conversion(folder):
+        raise refuse(
+            ConversionError,
+            where="estimate",
+            argument=str(folder),
+            expected="an original checkpoint",
+            got="a conversion",
+            remedy="The config.json of the checkpoint it was made of is enough. `hf-neuron-moe doctor` judges the "
+            "blocks of a conversion itself, and `hf-neuron-moe inspect` tells their bytes.",
+        )
 
 
 def _blocks_and_policies(

@@ -21,7 +21,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from hf_neuron_moe.convert.folder import CONFIG_FILE, check_checkpoint
+from hf_neuron_moe.convert.folder import CONFIG_FILE, check_checkpoint, check_model
 from hf_neuron_moe.convert.source import SourceCheckpoint, SourceTensor, damaged, inside
 from hf_neuron_moe.errors import ConversionError, nearest, refuse
 
@@ -72,6 +72,38 @@ def build_meta_model(directory: Path, where: str = "convert") -> PreTrainedModel
             unknown model or one that cannot be, or is already quantised.
     """
     check_checkpoint(directory, where)
+    config, content = _read_config(directory, where)
+    path = directory / CONFIG_FILE
+    if "quantization_config" in content:
+        raise refuse(
+            ConversionError,
+            where=where,
+            argument=f"{path}: quantization_config",
+            expected="absent (weights in bf16, fp16 or fp32)",
+            got="an already quantised checkpoint",
+            remedy="Take the original checkpoint: quantising twice loses accuracy.",
+        )
+    return _on_meta(path, config, content, where)
+
+
+def build_converted_model(directory: Path, where: str) -> PreTrainedModel:
+    """Build a conversion's model as its source's was, without memory for its weights.
+
+    Args:
+        directory: folder that ``convert`` wrote.
+        where: command that refuses.
+
+    Raises:
+        SourceDamageError: its ``config.json`` is no JSON object in UTF-8, or a link that leaves the folder.
+        ConversionError: ``config.json`` is missing, or describes an unknown model or one that cannot be.
+    """
+    check_model(directory, where)
+    config, content = _read_config(directory, where)
+    return _on_meta(directory / CONFIG_FILE, config, content, where)
+
+
+def _read_config(directory: Path, where: str) -> tuple[PreTrainedConfig, dict[str, Any]]:
+    """The configuration as transformers reads it, and the file's content."""
     path = directory / CONFIG_FILE
     try:
         content = json.loads(inside(directory, CONFIG_FILE, where).read_text(encoding="utf-8"))
@@ -83,15 +115,10 @@ def build_meta_model(directory: Path, where: str = "convert") -> PreTrainedModel
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except _REFUSALS as error:
         raise _bad_config(where, path, f"{type(error).__name__}: {error}", _nearest_family(path)) from error
-    if "quantization_config" in content:
-        raise refuse(
-            ConversionError,
-            where=where,
-            argument=f"{path}: quantization_config",
-            expected="absent (weights in bf16, fp16 or fp32)",
-            got="an already quantised checkpoint",
-            remedy="Take the original checkpoint: quantising twice loses accuracy.",
-        )
+    return config, content
+
+
+def _on_meta(path: Path, config: PreTrainedConfig, content: dict[str, Any], where: str) -> PreTrainedModel:
     try:
         with _BUILDING, torch.device("meta"):
             return _model_of(config, content)

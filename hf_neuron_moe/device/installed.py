@@ -6,6 +6,7 @@ Sources: Neuron SDK 2.33 release notes; the packages of these names on PyPI, whi
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import sys
@@ -111,6 +112,7 @@ class Installation:
         devices: logical cores that the runtime offers; None where there is no runtime.
         environment: the variables of :data:`ENVIRONMENT` that are set.
         kernels: the kernels that this package calls.
+        torch_reason: why ``backend="torch"`` cannot run here; None where torch is there.
     """
 
     reason: str | None
@@ -125,6 +127,7 @@ class Installation:
     devices: int | None
     environment: dict[str, str]
     kernels: tuple[Kernel, ...]
+    torch_reason: str | None = None
 
     @property
     def why_not(self) -> str | None:
@@ -166,6 +169,7 @@ def inspect_installation() -> Installation:
         devices=_devices(),
         environment={name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
         kernels=_kernels(packages),
+        torch_reason=None if importlib.util.find_spec("torch") is not None else "torch is not installed",
     )
 
 

@@ -17,8 +17,10 @@ from transformers import AutoModelForCausalLM
 
 from hf_neuron_moe.backends.neuron import versions
 from hf_neuron_moe.config import NeuronMoEConfig
+from hf_neuron_moe.convert.assign import build_meta_model
 from hf_neuron_moe.device.compare import random_inputs, run_block
 from hf_neuron_moe.device.judge import BOUNDS, ERROR, FAIL, MISSING, NOT_RUN, TensorResult, compare
+from hf_neuron_moe.device.model_dir import check_model_dir
 from hf_neuron_moe.device.outcome import ORDER, BlockResult, DeviceReport
 from hf_neuron_moe.device.request import WHERE, Request
 from hf_neuron_moe.errors import (
@@ -35,34 +37,21 @@ from hf_neuron_moe.patching import PatchReport, patch_model, unpatch_model
 
 
 def load_for_verification(folder: Path, *, random_weights: bool = False) -> nn.Module:
-    """Return the model in a folder on the CPU, or on the meta device where its weights are not there or not wanted.
+    """Return the model in a folder on the CPU, or on the meta device where its weights are not wanted.
 
     Args:
-        folder: checkpoint, conversion, or a folder with ``config.json`` alone.
+        folder: checkpoint or conversion; with `random_weights` a folder with ``config.json`` is enough.
         random_weights: do not read the weights.
 
     Raises:
-        ConversionError: there is no such model, or its weights cannot be read.
+        ConversionError: there is no such model, or its weights are not there or cannot be read.
         ConfigError: random weights for a conversion.
     """
-    from hf_neuron_moe.convert.assign import build_meta_model
-    from hf_neuron_moe.convert.folder import is_conversion
-
-    converted = is_conversion(folder)
-    if converted and random_weights:
-        raise refuse(
-            ConfigError,
-            where=WHERE,
-            argument="random_weights",
-            expected="off for a conversion, whose layouts are read with its weights",
-            got="on",
-            remedy="Leave --random-weights out, or give the checkpoint that it was made of.",
-        )
-    if not converted:
+    check_model_dir(folder, WHERE, random_weights=random_weights)
+    if random_weights:
         model = build_meta_model(folder, WHERE)
-        if random_weights or not any(folder.glob("*.safetensors")):
-            dtype = model.config.dtype
-            return nn.Module.to(model, dtype=dtype if isinstance(dtype, torch.dtype) else torch.bfloat16)
+        dtype = model.config.dtype
+        return nn.Module.to(model, dtype=dtype if isinstance(dtype, torch.dtype) else torch.bfloat16)
     import hf_neuron_moe.quantizers  # noqa: F401 - makes transformers know converted checkpoints
 
     try:

@@ -10,12 +10,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
 from hf_neuron_moe.device.first_step import MISSING, OK, PLACEHOLDER
 from hf_neuron_moe.device.installed import ENVIRONMENT, Package, inspect_installation
 from hf_neuron_moe.device.judge import BOUNDS
+from hf_neuron_moe.device.usable import block_groups, usable_kernels
+from hf_neuron_moe.device.verify import load_for_verification
 from tests.neuron.double.contract import Double
 from tests.neuron.double.install import installed
+from tests.tiny_models import tiny_model
 
 WRONG = "WRONG PACKAGE. Please install the package from Neuron Repository"
 
@@ -53,6 +58,7 @@ def test_doctor_lists_the_block_sizes_that_work(run, mixtral_dir, tmp_path):
     assert "judged at block_size=512; NeuronMoEConfig(block_size=...)" in text
     told = run("doctor", mixtral_dir, "--block-size", 128).out
     assert "  trn2  no: the kernels take block sizes 256, 512, 1024, 2048, 4096, and block_size is 128" in told
+    assert "block_size is 128; block sizes" not in told, "once is enough"
     wrong = run("doctor", mixtral_dir, "--block-size", 384)
     assert wrong.code == 2 and "'384' is not one of 128, 256, 512" in wrong.err
     with installed(tmp_path / "site", Double(release=(2, 31), target="trn2")):
@@ -143,6 +149,7 @@ def test_doctor_without_torch_says_that_a_model_was_not_looked_at(mixtral_dir, r
     command = [sys.executable, "-c", code, "doctor", str(mixtral_dir)]
     result = subprocess.run(command, capture_output=True, text=True, check=True, cwd=repo_root)
     assert 'backend="neuron" can run here: no' in result.stdout
+    assert 'backend="torch" can run here: no: torch is not installed' in result.stdout
     assert "not looked at: that needs torch and transformers" in result.stdout and not result.stderr
     strict = subprocess.run(
         [*command, "--strict", "--json"], capture_output=True, text=True, check=False, cwd=repo_root
@@ -171,6 +178,82 @@ def test_text_and_json_say_the_same(run, mixtral_dir):
     for block in told["blocks"]:
         facts += [*block["kernels"], block["precision"], *(place["reason"] for place in block["documented"].values())]
     assert [fact for fact in facts if fact and fact not in text] == []
+
+
+def test_the_documents_are_asked_about_the_lnc_that_is_set(run, mixtral_dir, monkeypatch):
+    """LNC 1 has no kernels for experts: that can be told before a machine is rented."""
+    assert "Trn2 and Trn3" in run("doctor", mixtral_dir).out.partition("trn2 and trn3: by")[2].splitlines()[0]
+    for arguments, variable in ((["--lnc", 1], None), ([], "HF_NEURON_MOE_LNC"), ([], "NEURON_LOGICAL_NC_CONFIG")):
+        with monkeypatch.context() as patch:
+            if variable:
+                patch.setenv(variable, "1")
+            text = run("doctor", mixtral_dir, *arguments).out
+            told = json.loads(run("doctor", mixtral_dir, *arguments, "--json").out)
+        assert f"trn2 and trn3: by the documents of SDK 2.33, LNC 1 ({variable or '--lnc'})" in text
+        assert "  trn2  no: the experts' backward needs two physical cores" in text
+        assert told["documented_lnc"] == {"value": 1, "source": variable or "--lnc"}
+        assert not told["blocks"][0]["documented"]["trn2"]["usable"]
+    monkeypatch.setenv("HF_NEURON_MOE_LNC", "1")
+    assert "  trn2  yes" in run("doctor", mixtral_dir, "--lnc", 2).out
+    assert run("doctor", "--lnc", 3).code == 2
+
+
+def test_the_variable_that_is_wrong_is_named(run, monkeypatch):
+    for variable in ("HF_NEURON_MOE_LNC", "NEURON_LOGICAL_NC_CONFIG"):
+        with monkeypatch.context() as patch:
+            patch.setenv(variable, "3")
+            assert f"Set {variable} to 1 or 2, or unset it." in run("doctor").out
+    monkeypatch.setenv("NEURON_CC_FLAGS", "--lnc 4")
+    told = run("doctor").out
+    assert "Correct --lnc or --logical-nc-config in NEURON_CC_FLAGS" in told
+
+
+def test_doctor_judges_the_blocks_of_a_conversion(run, tmp_path):
+    """Before they are loaded anywhere: dense MX on Trn3 in inference, words where their sizes fit, bf16 as it is."""
+    torch.manual_seed(0)
+    dense, experts = tmp_path / "dense", tmp_path / "experts"
+    tiny_model("llama", num_hidden_layers=2, hidden_size=128, intermediate_size=256).bfloat16().save_pretrained(dense)
+    sizes = {"hidden_size": 512, "intermediate_size": 64}
+    tiny_model("mixtral", num_hidden_layers=1, **sizes).bfloat16().save_pretrained(experts)
+    conversions = {
+        "dense": (dense, ConvertOptions(precision="mxfp8")),
+        "words": (experts, ConvertOptions(precision="mxfp8", purpose="inference")),
+        "natural": (experts, ConvertOptions(precision="mxfp8", purpose="training")),
+        "bf16": (dense, ConvertOptions(precision="bf16", layout="kernel")),
+    }
+    told = {}
+    for name, (source, options) in conversions.items():
+        convert_checkpoint(source, tmp_path / f"{name}-converted", options)
+        result = run("doctor", tmp_path / f"{name}-converted", "--json")
+        assert result.code == 0, result.err
+        told[name] = json.loads(result.out)["blocks"]
+        if name == "bf16":
+            continue
+        # What the loaded model's own blocks are judged to be.
+        loaded = block_groups(load_for_verification(tmp_path / f"{name}-converted"))
+        by_loaded = usable_kernels(loaded, None, "nki is not installed")
+        assert [answer.documented for answer in by_loaded] == [
+            {place: answer["reason"] for place, answer in block["documented"].items()} for block in told[name]
+        ]
+    (block,) = told["dense"]
+    assert (block["frozen"], block["kernels"], len(block["names"])) == (True, ["mlp_forward_mxfp8_nki"], 2)
+    assert block["documented"]["trn3"]["usable"] and "Trn3 only" in block["documented"]["trn2"]["reason"]
+    assert "not trained" in block["training"] and "nki is not installed" in block["here"]["reason"]
+    (block,) = told["words"]
+    assert block["kernels"] == ["moe_cte"] and block["documented"]["trn3"]["usable"]
+    (block,) = told["natural"]
+    assert "takes words" in block["documented"]["trn3"]["reason"]
+    assert [block["precision"] for block in told["bf16"]] == ["bf16", "mxfp8"] and not told["bf16"][0]["frozen"]
+    text = run("doctor", tmp_path / "dense-converted").out
+    assert "2 x frozen mlp (128, 256), e4m3fn codes, swizzled: mlp_forward_mxfp8_nki" in text
+    assert "  trn3  yes, in inference" in text and "kernels in inference only" in text
+    assert "needs two physical cores" in run("doctor", tmp_path / "words-converted", "--lnc", 1).out
+
+
+def test_estimate_says_what_to_give_instead_of_a_conversion(run, model_dir, tmp_path):
+    convert_checkpoint(model_dir, tmp_path / "mx", ConvertOptions(precision="mxfp8"))
+    result = run("estimate", tmp_path / "mx", "--length", 8)
+    assert result.code == 1 and "config.json of the checkpoint it was made of is enough" in result.err
 
 
 def test_doctor_as_json(run, mixtral_dir):
@@ -238,6 +321,8 @@ def test_placeholders_of_pypi_are_recognized(tmp_path, monkeypatch):
     )
     assert not found.usable and "WRONG PACKAGE" in str(found.reason)
     assert all("AWS's own index" in package.note for package in found.packages)
+    assert "nki-library 0.0.2 is installed and has no module nkilib" in str(found.reason)
+    assert "nki-library is not installed" not in str(found.reason)
 
 
 def test_a_bad_setting_is_told_and_not_raised(run, monkeypatch):

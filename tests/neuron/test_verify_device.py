@@ -136,7 +136,8 @@ def test_the_command_reads_weights_or_makes_them(
     else:
         case.model(layers=2).save_pretrained(tmp_path)
     machine(target=case.target)
-    code, out, err = run_command(monkeypatch, capsys, tmp_path, "--tokens", 32, "--block-size", 256, "--layers", 1)
+    options = ["--tokens", 32, "--block-size", 256, "--layers", 1, *(["--random-weights"] if random else [])]
+    code, out, err = run_command(monkeypatch, capsys, tmp_path, *options)
     assert code == 0, err
     assert "model.layers.0.mlp.experts (experts): pass" in out and "layers.1" not in out
     assert "grad routing weights" in out and "SQNR dB" in out
@@ -191,6 +192,7 @@ def test_it_is_refused_with_the_reason(machine: Start, monkeypatch: pytest.Monke
         (["nowhere"], 3, "got no such folder"),
         (["EMPTY"], 1, "a folder with config.json"),
         (["MODEL", "--device", "neutron:0"], 2, "--device must be a device such as neuron:0"),
+        (["MODEL", "--device", "cuda:0"], 2, "--device must be a device such as neuron:0"),
         (["MODEL", "--tokens", 40000, "--precision", "bf16"], 2, "--tokens must be at most 32,768 in bf16"),
         (["MODEL", "--block-size", 384], 2, "--block-size must be one of 128, 256"),
         (["MODEL", "--precision", "mxfp4"], 2, "'mxfp4' is not one of bf16, mxfp8"),
@@ -202,21 +204,69 @@ def test_it_is_refused_with_the_reason(machine: Start, monkeypatch: pytest.Monke
 def test_arguments_are_checked_first_and_nothing_is_loaded(
     arguments: list[Any], code: int, message: str, monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
 ) -> None:
-    """The model's weights are damaged: whoever read them would fail with that."""
+    """Weights are not read: the machine comes before them."""
     places = {"MODEL": tmp_path / "model", "EMPTY": tmp_path / "empty"}
     for folder in places.values():
         folder.mkdir()
-    tiny_config("llama").save_pretrained(places["MODEL"])
-    (places["MODEL"] / "model.safetensors").write_bytes(b"damaged")
+    tiny_model("llama", num_hidden_layers=1).save_pretrained(places["MODEL"])
+    loading = "transformers.AutoModelForCausalLM.from_pretrained"
+    monkeypatch.setattr(loading, lambda *_, **__: pytest.fail("weights were read"))
     found, out, err = run_command(monkeypatch, capsys, *(places.get(part, part) for part in arguments))
     assert (found, out) == (code, "") and message in err, err
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ("config", "config.json must be JSON in UTF-8"),
+        ("weights", "model.safetensors: data must be"),
+        ("no weights", "must be a folder with the weights in safetensors files, got config.json without them"),
+        ("shard", "model-00002-of-00002.safetensors must be a file of the checkpoint"),
+        ("conversion", "neuron-00001-of-00001.safetensors: data must be"),
+    ],
+)
+def test_a_damaged_model_is_refused_on_any_machine(
+    damage: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
+) -> None:
+    """Before the machine is asked, which has no Neuron here."""
+    from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
+
+    model, weights = tmp_path / "model", "model.safetensors"
+    DENSE.model(layers=1).bfloat16().save_pretrained(model)
+    if damage == "config":
+        (model / "config.json").write_text("{", encoding="utf-8")
+    elif damage == "weights":
+        (model / weights).write_bytes((model / weights).read_bytes()[:-10])
+    elif damage == "conversion":
+        convert_checkpoint(model, tmp_path / "mx", ConvertOptions(precision="mxfp8"))
+        model = tmp_path / "mx"
+        (shard,) = model.glob("*.safetensors")
+        shard.write_bytes(shard.read_bytes()[:-10])
+        message = message.replace("neuron-00001-of-00001.safetensors", shard.name)
+    else:
+        (model / weights).unlink()
+    if damage == "shard":
+        index = {"metadata": {}, "weight_map": {"lm_head.weight": "model-00002-of-00002.safetensors"}}
+        (model / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    code, out, err = run_command(monkeypatch, capsys, model)
+    assert (code, out) == (3, "") and message in err, err
+    if damage in ("weights", "no weights"):
+        code, _, err = run_command(monkeypatch, capsys, model, "--random-weights")
+        assert code == 1 and "nki is not installed" in err, "weights that nobody reads do not matter"
+    if damage == "no weights":
+        code, _, err = run_command(monkeypatch, capsys, model / "config.json")
+        assert code == 3 and str(model / "config.json") in err and "--random-weights" in err
 
 
 def test_precision_is_checked_against_the_chip_before_weights_are_read(
     machine: Start, monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
 ) -> None:
-    tiny_config("llama").save_pretrained(tmp_path)
-    (tmp_path / "model.safetensors").write_bytes(b"damaged")
+    tiny_model("llama", num_hidden_layers=1).save_pretrained(tmp_path)
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise OSError("disk gone")
+
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", fails)
     machine(target="trn2")
     code, _, err = run_command(monkeypatch, capsys, tmp_path, "--precision", "mxfp8")
     assert code == 2 and "Trn3 only, and this is trn2 (known from NEURON_PLATFORM_TARGET_OVERRIDE)" in err
@@ -228,10 +278,11 @@ def test_precision_is_checked_against_the_chip_before_weights_are_read(
 
 def test_a_device_that_does_not_work_is_refused(machine: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     machine()
-    with pytest.raises(BackendUnavailableError, match="meta fails at a sum"):
-        verify_device(DENSE.model(), device="meta")
-    with pytest.raises(ConfigError, match="device must be a device such as neuron:0"):
-        verify_device(DENSE.model(), device="neutron:0")
+    with pytest.raises(BackendUnavailableError, match="neuron:7"):
+        verify_device(DENSE.model(), device="neuron:7")
+    for name in ("neutron:0", "cuda:0", "meta"):
+        with pytest.raises(ConfigError, match="device must be a device such as neuron:0"):
+            verify_device(DENSE.model(), device=name)
     absent = SimpleNamespace(is_available=lambda: False, device_count=lambda: 0)
     monkeypatch.setattr(torch, "neuron", absent, raising=False)
     with pytest.raises(BackendUnavailableError, match=r"no device.*neuron-ls"):

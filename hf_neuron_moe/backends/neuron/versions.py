@@ -33,6 +33,12 @@ ASSUMED = "assumed, as NKI does where it sees no device"
 LNC_OVERRIDE = "HF_NEURON_MOE_LNC"
 """This package's own variable for the number of physical cores per logical core."""
 
+_LNC_REMEDIES = {
+    "torch_neuronx": f"Set {LNC_OVERRIDE} to 1 or 2, which wins over what torch_neuronx says.",
+    "NEURON_CC_FLAGS": "Correct --lnc or --logical-nc-config in NEURON_CC_FLAGS, or leave it out there.",
+}
+"""What to do about a bad LNC, where it is not simply a variable of its own."""
+
 _PLATFORM_OVERRIDE = "NEURON_PLATFORM_TARGET_OVERRIDE"
 _SDK_OF_NKI = {(0, 2): "2.28", (0, 3): "2.29", (0, 4): "2.30", (0, 5): "2.31", (0, 6): "2.32", (0, 7): "2.33"}
 _PRODUCT_NAME = Path("/sys/devices/virtual/dmi/id/product_name")
@@ -103,11 +109,19 @@ def import_reason(module: str) -> str | None:
     try:
         importlib.import_module(module)
     except ImportError as error:
-        return f"{PACKAGES[module]} is not installed" if error.name == module else f"{module} fails to import: {error}"
+        return _why_absent(module) if error.name == module else f"{module} fails to import: {error}"
     except (OSError, RuntimeError, AttributeError, ValueError, TypeError, SyntaxError) as error:
         # Missing drivers, mixed versions, wheels of a later Python.
         return f"{module} fails to import: {type(error).__name__}: {error}"
     return None
+
+
+def _why_absent(module: str) -> str:
+    """Nothing of that name can be imported, although a distribution of its name may be there."""
+    version = installed_version(module)
+    if version is None:
+        return f"{PACKAGES[module]} is not installed"
+    return f"{PACKAGES[module]} {version} is installed and has no module {module}, as PyPI's placeholders have none"
 
 
 def why_unavailable(*, simulator: bool = False) -> str | None:
@@ -302,7 +316,7 @@ def logical_cores() -> Detected:
             argument=f"LNC ({source})",
             expected="1 or 2",
             got=repr(value),
-            remedy="Set NEURON_LOGICAL_NC_CONFIG to 1 or 2, or unset it.",
+            remedy=_LNC_REMEDIES.get(source, f"Set {source} to 1 or 2, or unset it."),
         )
     return Detected(value, source, f"but {', '.join(others)}: make them agree" if others else "")
 

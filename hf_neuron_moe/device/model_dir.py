@@ -1,0 +1,100 @@
+"""The folder that ``doctor`` and ``verify-device`` are given: what can be told of it without reading a weight."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from torch import nn
+
+from hf_neuron_moe.convert.assign import build_converted_model, build_meta_model
+from hf_neuron_moe.convert.folder import check_model, is_conversion
+from hf_neuron_moe.convert.manifest import read_manifest
+from hf_neuron_moe.convert.source import read_header, read_source
+from hf_neuron_moe.device.usable import BlockGroup, block_groups
+from hf_neuron_moe.errors import ConfigError, SourceDamageError, refuse
+
+
+def groups_of_folder(folder: Path, where: str) -> list[BlockGroup]:
+    """Return the blocks of a checkpoint, a conversion or a ``config.json``, like ones together.
+
+    Of a conversion those in MX come last, as they are stored; its bf16 ones are blocks like any other.
+
+    Args:
+        folder: the folder.
+        where: command that refuses.
+
+    Raises:
+        SourceDamageError: there is no such folder, or a file of it is damaged or missing.
+        ConversionError: it is none of the three, or the part of a tensor-parallel rank.
+    """
+    check_model(folder, where)
+    if not is_conversion(folder):
+        return block_groups(build_meta_model(folder, where))
+    from hf_neuron_moe.quantizers.placement import place
+    from hf_neuron_moe.quantizers.stored import read_stored
+
+    files = _check_shards(folder, where)
+    model = _converted_model(folder, where)
+    stock = block_groups(model)
+    place(model, read_stored(str(folder / file) for file in files))  # type: ignore[arg-type]
+    frozen = [group for group in block_groups(model) if group.codes]
+    taken = {name for group in frozen for name in group.names}
+    others = [replace(group, names=tuple(name for name in group.names if name not in taken)) for group in stock]
+    return [group for group in others if group.names] + frozen
+
+
+def check_model_dir(folder: Path, where: str, *, random_weights: bool) -> None:
+    """Refuse a folder whose blocks could not be compared on any machine; reads ``config.json`` and shards' headers.
+
+    Args:
+        folder: checkpoint or conversion; with `random_weights` a folder with ``config.json`` is enough.
+        where: command that refuses.
+        random_weights: whether its weights are left alone.
+
+    Raises:
+        SourceDamageError: there is no such folder, a file is damaged or cut off, or the weights are not there.
+        ConversionError: ``config.json`` is missing or describes no known model.
+        ConfigError: random weights for a conversion.
+    """
+    check_model(folder, where)
+    if is_conversion(folder):
+        if random_weights:
+            raise refuse(
+                ConfigError,
+                where=where,
+                argument="random_weights",
+                expected="off for a conversion, whose layouts are read with its weights",
+                got="on",
+                remedy="Leave --random-weights out, or give the checkpoint that it was made of.",
+            )
+        _check_shards(folder, where)
+        _converted_model(folder, where)
+        return
+    build_meta_model(folder, where)
+    if random_weights:
+        return
+    if not any(folder.glob("*.safetensors*")):
+        raise refuse(
+            SourceDamageError,
+            where=where,
+            argument=str(folder),
+            expected="a folder with the weights in safetensors files",
+            got="config.json without them",
+            remedy="Give the checkpoint's folder, or compare on random weights: --random-weights.",
+        )
+    read_source(folder, where)
+
+
+def _check_shards(folder: Path, where: str) -> list[str]:
+    """The shards' names; their headers account for all of their bytes."""
+    files = sorted({tensor.file for tensor in read_manifest(folder, where).tensors})
+    for file in files:
+        read_header(folder / file, where)
+    return files
+
+
+def _converted_model(folder: Path, where: str) -> nn.Module:
+    import hf_neuron_moe.quantizers  # noqa: F401 - makes transformers know converted checkpoints
+
+    return build_converted_model(folder, where)
