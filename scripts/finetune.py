@@ -15,7 +15,7 @@ import torch
 from accelerate import DistributedType
 from datasets import Dataset
 from finetune_checks import check_run
-from finetune_model import load_model, load_tokenizer, patch, save_merged, with_adapters
+from finetune_model import load_model, load_tokenizer, patch, save_merged, told_unpatched, with_adapters
 from finetune_options import Options, parse
 from finetune_text import blocks
 from peft import PeftModel
@@ -48,7 +48,7 @@ def make_trainer(options: Options) -> FinetuneTrainer:
     check_evaluation(options, held_out)
     model = load_model(options.model)
     report = patch(model, training, options.lora)
-    say(training, str(report) if report else "nothing patched: neuron_patch is off or the base is frozen MX")
+    say(training, str(report) if report else told_unpatched(model))
     whole = with_adapters(model, options.lora)
     if isinstance(whole, PeftModel) and training.gradient_checkpointing:
         whole.enable_input_require_grads()  # reentrant checkpoints pass no gradient on where no input asks for one

@@ -6,10 +6,12 @@ B tokens per block of experts, H hidden size, I intermediate size.
 from __future__ import annotations
 
 import fnmatch
+import os
 import tempfile
 from pathlib import Path
 
 import torch
+from finetune_folder import CONFIG_FILE, FROZEN, check_frozen, check_weights, conversion_of, without_mark
 from finetune_options import ModelOptions, Options
 from huggingface_hub import HfApi, constants, hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
@@ -19,11 +21,10 @@ from hf_neuron_moe.backends import resolve_backend
 from hf_neuron_moe.backends.neuron.adapter import Adapter
 from hf_neuron_moe.backends.neuron.limits import BF16_TOKENS, MAX_TOKENS, Block, Device, this_device, why_not
 from hf_neuron_moe.convert.assign import build_meta_model
-from hf_neuron_moe.device.usable import BlockGroup, block_groups
+from hf_neuron_moe.device.usable import NO_TRAINING, BlockGroup, block_groups
 from hf_neuron_moe.errors import ConfigError, NeuronMoEError, refuse
 
 NEURON_BACKENDS = ("neuron", "nki-sim")
-CONFIG_FILE = "config.json"
 HUB_TIMEOUT_S = 10.0
 _HTTP_ERROR: type[Exception] = HfHubHTTPError.__bases__[0]
 """httpx's HTTPError, of the httpx that this huggingface_hub uses; errors of connections are among them."""
@@ -47,7 +48,8 @@ def check_run(options: Options) -> None:
 
     Raises:
         ConfigError: there is no such model, tokenizer or checkpoint to resume from, or the kernels of this machine
-            compute a block neither nor may PyTorch.
+            compute a block neither nor may PyTorch, or options contradict each other or the model.
+        SourceDamageError: the model's weights are cut off or missing.
         BackendUnavailableError: the backend cannot run here.
     """
     check_resume(options)
@@ -55,8 +57,40 @@ def check_run(options: Options) -> None:
     if options.training.neuron_patch:
         resolve_backend(backend, torch.device("cpu"))  # a named backend is refused whatever the device
     check_places(options.model)
+    check_weights(options.model.model)
+    check_training(options)
     if options.training.neuron_patch and backend in NEURON_BACKENDS:
         check_kernels(options, this_device(), Adapter())
+
+
+def check_training(options: Options) -> None:
+    """Refuse options that the Trainer, or the model once it is loaded, would refuse; the hub is not asked.
+
+    Raises:
+        ConfigError: weights in the kernels' layout, or adapters to merge, under FSDP; or a base of MX codes that is
+            to be trained without adapters.
+    """
+    config = _config_of(options, online=False)
+    frozen = isinstance(config, bytes) and conversion_of(config) in FROZEN
+    if frozen:
+        check_frozen(options.lora)
+    if not options.training.fsdp and os.environ.get("ACCELERATE_USE_FSDP", "").lower() != "true":
+        return
+    training = options.training
+    kernel_home = training.neuron_weights == "kernel" or (
+        training.neuron_weights == "auto" and training.neuron_backend in NEURON_BACKENDS
+    )
+    if training.neuron_patch and not frozen and kernel_home:
+        auto = "" if training.neuron_weights == "kernel" else f", which is kernel on backend {training.neuron_backend}"
+        raise _bad(
+            "neuron_weights",
+            "'stock' under FSDP, whose checkpoints go by the stock names and shapes",
+            f"{training.neuron_weights!r}{auto}",
+            "Set neuron_weights: stock; the numbers are the same.",
+        )
+    if options.lora.lora_merge:
+        remedy = "Load the saved adapter in one process and call merge_and_unload() there."
+        raise _bad("lora_merge", "false under FSDP", "true", remedy)
 
 
 def check_resume(options: Options) -> None:
@@ -172,7 +206,11 @@ def check_kernels(options: Options, device: Device, adapter: Adapter, *, online:
         ConfigError: blocks have no kernel and ``neuron_fallback`` is ``"refuse"``.
     """
     training = options.training
-    found, note = _blocks_of(options, online)
+    config = _config_of(options, online)
+    converted = conversion_of(config) if isinstance(config, bytes) else None
+    if converted in FROZEN:
+        return _check_codes(options, device, converted)
+    found, note = _blocks_of(options.model.model, config)
     notes = [note] if note else []
     if found is None:
         judged, prefix = _judge_kinds(options, device, adapter), "if it has "
@@ -184,12 +222,14 @@ def check_kernels(options: Options, device: Device, adapter: Adapter, *, online:
         if not training.neuron_strict and len(without) < len(judged):
             without = {}
     may_fall_back = training.neuron_fallback == "torch"
+    of_lnc = device.lnc == 1 and any("LNC" in why for why in without.values() if why)
     if without and not may_fall_back:
         raise _bad(
             "neuron_precision, neuron_block_size and the length of batches",
             f"ones that the {device.platform} kernels compute (backend {training.neuron_backend})",
             "; ".join(f"{label} ({training.neuron_precision}): {why}" for label, why in without.items()),
-            "Change the option, or set neuron_fallback: torch, with which PyTorch computes such blocks on the device.",
+            f"{'Set NEURON_LOGICAL_NC_CONFIG=2, change' if of_lnc else 'Change'} the option, or set neuron_fallback: "
+            "torch, with which PyTorch computes such blocks on the device.",
         )
     outcome = (
         "PyTorch computes them"
@@ -203,27 +243,50 @@ def check_kernels(options: Options, device: Device, adapter: Adapter, *, online:
     return notes
 
 
-def _blocks_of(options: Options, online: bool) -> tuple[list[BlockGroup] | None, str]:
-    """The blocks that could be patched by the model's configuration, or None where nobody has that; and a note.
-
-    Blocks of conversions and of families that transformers does not know are left to the loading.
-    """
+def _config_of(options: Options, online: bool) -> bytes | str:
+    """The model's ``config.json``, or why it cannot be looked at."""
     name = options.model.model
     if not online and not Path(name).is_dir():
-        return None, f"the blocks of {name} cannot be looked at without its config.json"
+        return f"the blocks of {name} cannot be looked at without its config.json"
     try:
         if Path(name).is_dir():
-            file: str | Path = Path(name) / CONFIG_FILE
-        else:
-            file = hf_hub_download(name, CONFIG_FILE, revision=options.model.revision)
-        with tempfile.TemporaryDirectory(prefix="hf-neuron-moe-") as folder:
-            (Path(folder) / CONFIG_FILE).write_bytes(Path(file).read_bytes())
-            found = block_groups(build_meta_model(Path(folder), "finetune"))
-    except NeuronMoEError as error:
-        return [], f"the blocks of {name} cannot be judged before it is loaded: {_line(error)}"
+            return (Path(name) / CONFIG_FILE).read_bytes()
+        return Path(hf_hub_download(name, CONFIG_FILE, revision=options.model.revision)).read_bytes()
     except (OSError, ValueError) as error:
-        return None, f"the blocks of {name} cannot be looked at before it is loaded: {_line(error)}"
+        return f"the blocks of {name} cannot be looked at before it is loaded: {_line(error)}"
+
+
+def _blocks_of(name: str, config: bytes | str) -> tuple[list[BlockGroup] | None, str]:
+    """The blocks that could be patched by the model's configuration, or None where nobody has that; and a note.
+
+    Blocks of families that transformers does not know are left to the loading. A conversion in bf16 is patched anew.
+    """
+    if isinstance(config, str):
+        return None, config
+    if conversion_of(config) is not None:
+        config = without_mark(config)
+    with tempfile.TemporaryDirectory(prefix="hf-neuron-moe-") as folder:
+        (Path(folder) / CONFIG_FILE).write_bytes(config)
+        try:
+            found = block_groups(build_meta_model(Path(folder), "finetune"))
+        except NeuronMoEError as error:
+            told = _line(error).replace(folder, name)
+            return [], f"the blocks of {name} cannot be judged before it is loaded: {told}"
     return [group for group in found if group.reason is None], ""
+
+
+def _check_codes(options: Options, device: Device, precision: str) -> list[str]:
+    """Refuse to train through MX codes where PyTorch may not: no kernel does that."""
+    why = f"{options.model.model} is a conversion in {precision}; {NO_TRAINING}"
+    if options.training.neuron_fallback != "torch":
+        raise _bad(
+            "neuron_fallback",
+            f"torch for a frozen MX base on {device.platform} (backend {options.training.neuron_backend})",
+            f"{options.training.neuron_fallback!r}: {why}",
+            "Set neuron_fallback: torch, with which PyTorch computes its blocks on the device in training; or train "
+            "from the original checkpoint, or from a conversion in bf16.",
+        )
+    return [f"frozen MX blocks: in training PyTorch computes them on the device: {why}"]
 
 
 def _is_chosen(group: BlockGroup, include: list[str] | None, exclude: list[str] | None) -> bool:

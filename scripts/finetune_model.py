@@ -6,14 +6,18 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from finetune_folder import check_frozen
 from finetune_options import LoraOptions, ModelOptions
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_neuron_moe import NeuronMoETrainingArguments, PatchReport, patch_model
+from hf_neuron_moe import NeuronMoETrainingArguments, PatchReport, patch_model, set_backend, unpatch_model
+from hf_neuron_moe.backends import resolve_backend
+from hf_neuron_moe.device.usable import NO_TRAINING
 from hf_neuron_moe.errors import ConfigError, refuse
 from hf_neuron_moe.modules.frozen_block import FrozenBlock
+from hf_neuron_moe.training.prepare import is_patched
 
 
 def load_tokenizer(options: ModelOptions) -> PreTrainedTokenizerBase:
@@ -53,28 +57,28 @@ def has_frozen_base(model: nn.Module) -> bool:
 def patch(model: PreTrainedModel, training: NeuronMoETrainingArguments, lora: LoraOptions) -> PatchReport | None:
     """Patch `model` as `training` says, before adapters or an optimizer exist.
 
+    A conversion in bf16 comes patched; it is patched anew, as `training` says. The frozen blocks of one in MX get the
+    backend that `training` names.
+
     Returns:
         The report; None where there is nothing to do: ``neuron_patch`` is false, or the base is frozen in MX, whose
         blocks compute with the kernels' numbers already. The Trainer is then told so, too.
 
     Raises:
-        ConfigError: a frozen base without adapters, or with adapters that are to be merged into it.
+        ConfigError: a frozen base without adapters, with adapters that are to be merged into it, or on a backend whose
+            kernels do not train through it and may not be stood in for.
         PatchError: as :func:`hf_neuron_moe.patch_model`.
     """
     if has_frozen_base(model):
-        if not lora.lora_rank or lora.lora_merge:
-            raise refuse(
-                ConfigError,
-                where="finetune",
-                argument="lora_merge" if lora.lora_rank else "lora_rank",
-                expected="off" if lora.lora_rank else "positive",
-                got="a checkpoint whose blocks are frozen MX codes",
-                remedy="Train adapters on it and keep them apart, or `hf-neuron-moe export` it first.",
-            )
+        check_frozen(lora)
+        if training.neuron_patch:
+            _choose_backend(model, training)
         training.neuron_patch = False
         return None
     if not training.neuron_patch:
         return None
+    if is_patched(model):
+        unpatch_model(model)
     return patch_model(
         model,
         training.neuron_config(),
@@ -82,6 +86,30 @@ def patch(model: PreTrainedModel, training: NeuronMoETrainingArguments, lora: Lo
         exclude=training.neuron_exclude,
         strict=training.neuron_strict,
     )
+
+
+def _choose_backend(model: PreTrainedModel, training: NeuronMoETrainingArguments) -> None:
+    """Let the run's backend compute the frozen blocks; ``auto`` is decided now, as when patching."""
+    backend = resolve_backend(training.neuron_backend, model.device)
+    if backend != "torch" and training.neuron_fallback != "torch":
+        raise refuse(
+            ConfigError,
+            where="finetune",
+            argument="neuron_fallback",
+            expected=f"torch for a frozen MX base on backend {backend}",
+            got=f"{training.neuron_fallback!r}, and {NO_TRAINING}",
+            remedy="Set neuron_fallback: torch, with which PyTorch computes its blocks on the device in training.",
+        )
+    set_backend(model, backend, fallback=training.neuron_fallback)
+
+
+def told_unpatched(model: nn.Module) -> str:
+    """Say what a model is that :func:`patch` had nothing to patch in."""
+    backends = sorted({module.neuron_config.backend for module in model.modules() if isinstance(module, FrozenBlock)})
+    if not backends:
+        return "nothing patched: neuron_patch is off"
+    kernels = "" if backends == ["torch"] else "; its kernels compute inference where they can, PyTorch all training"
+    return f"nothing patched: the base is frozen MX, backend {', '.join(backends)}{kernels}"
 
 
 def with_adapters(model: PreTrainedModel, options: LoraOptions) -> PreTrainedModel | PeftModel:

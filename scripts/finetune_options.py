@@ -14,10 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from transformers import HfArgumentParser
 
 from hf_neuron_moe import NeuronMoETrainingArguments
+from hf_neuron_moe.backends import resolve_backend
 from hf_neuron_moe.errors import ConfigError, nearest, refuse
 
 DESCRIPTION = """Fine-tune a causal language model, dense or mixture of experts, whole or with LoRA, on text.
@@ -164,6 +166,7 @@ def parse(argv: Sequence[str]) -> Options:
 
     Raises:
         ConfigError: an option does not exist, has a value of the wrong kind, or a needed one is missing.
+        BackendUnavailableError: there is no device that the options fit, and the backend cannot run here.
     """
     parser = _Parser(short="--help-all" not in argv)
     # Whatever still is _ABSENT afterwards was not on the command line, so that the file's value or the default counts.
@@ -187,8 +190,20 @@ def parse(argv: Sequence[str]) -> Options:
     except ConfigError:
         raise
     except ValueError as error:  # what TrainingArguments refuses
-        raise _bad(_PLACE, "training options", "ones that TrainingArguments takes", error, "Correct them.") from error
+        remedy = "Correct them."
+        if "use_cpu" in str(error):  # bf16 without a device that has it
+            _check_backend(values)
+            remedy = (
+                "To rehearse the run on a CPU add --use_cpu true, and --neuron_backend torch where it names another."
+            )
+        raise _bad(_PLACE, "training options", "ones that TrainingArguments takes", error, remedy) from error
     return checked(options)
+
+
+def _check_backend(values: Mapping[str, Any]) -> None:
+    """Refuse a backend that is not here, which says more than that a device is missing."""
+    if values.get("neuron_patch", True) is not False:
+        resolve_backend(str(values.get("neuron_backend", "auto")), torch.device("cpu"))
 
 
 def _renamed(values: Mapping[str, Any]) -> dict[str, Any]:

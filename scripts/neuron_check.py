@@ -13,7 +13,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from finetune_checks import NEURON_BACKENDS, check_kernels, check_places, check_resume
+from finetune_checks import NEURON_BACKENDS, check_kernels, check_places, check_resume, check_training
+from finetune_folder import check_weights
 from finetune_options import Options, check_files, parse
 
 from hf_neuron_moe.backends.neuron import versions
@@ -48,6 +49,7 @@ def check_dry(chip: str, processes: str, words: Sequence[str]) -> list[str]:
     Raises:
         NeuronMoEError: something that the run would stop at.
     """
+    check_variables(chip)
     lnc = versions.lnc()
     told = told_processes(chip, lnc, count_processes(processes, chip, lnc))
     # TrainingArguments ask the device whether it has bf16; there is none here.
@@ -56,7 +58,8 @@ def check_dry(chip: str, processes: str, words: Sequence[str]) -> list[str]:
     check_resume(options)
     check_files(options.data)
     unknown = check_places(options.model, needed=False)
-    told += unknown
+    told += unknown + check_weights(options.model.model)
+    check_training(options)
     if options.training.neuron_patch and options.training.neuron_backend in NEURON_BACKENDS:
         found = check_kernels(options, Device(chip, lnc), DocumentedAdapter(), online=not unknown)
         told += [f"kernels on {chip}, by the documents of SDK {DOCUMENTED_SDK}:", *(f"  {line}" for line in found)]
@@ -69,6 +72,7 @@ def check_here(chip: str, processes: str, words: Sequence[str]) -> list[str]:
     Raises:
         NeuronMoEError: something that the run would stop at.
     """
+    check_variables(chip)
     found = inspect_installation()
     if found.target[0] != chip:
         raise _bad(
@@ -82,6 +86,8 @@ def check_here(chip: str, processes: str, words: Sequence[str]) -> list[str]:
     check_resume(options)
     check_files(options.data)
     check_places(options.model)
+    told += check_weights(options.model.model)
+    check_training(options)
     if options.training.neuron_patch and options.training.neuron_backend in NEURON_BACKENDS:
         told += check_kernels(options, Device(chip, lnc), Adapter())
     return told
@@ -97,6 +103,24 @@ def check_options(options: Options) -> list[str]:
         raise _bad("neuron_backend", "named: neuron, or torch to compare with", "auto", remedy)
     told = f"options: {training.neuron_precision} blocks, backend {training.neuron_backend}, to {training.output_dir}"
     return [told if training.neuron_backend in NEURON_BACKENDS else f"{told}; PyTorch computes the blocks, no kernel"]
+
+
+def check_variables(chip: str) -> None:
+    """Refuse environment variables that contradict each other, or the chip.
+
+    Raises:
+        ConfigError: they do, or one has no value that is known.
+    """
+    for source, name in versions.platforms_asked_for().items():
+        if name != chip:
+            place = f"--target in {source}" if source == "NEURON_CC_FLAGS" else source
+            raise _bad(place, f"{chip} (or unset) with run_{chip}.sh", name, "Unset it, or take the chip's own script.")
+    cores = versions.logical_cores()
+    if cores.contradiction:
+        got = f"{cores.name} by {cores.source}, {cores.contradiction.partition(':')[0]}"
+        raise _bad(
+            "LNC", "the same wherever it is set", got, "Set NEURON_LOGICAL_NC_CONFIG alone, and unset the others."
+        )
 
 
 def count_processes(processes: str, chip: str, lnc: int) -> int:

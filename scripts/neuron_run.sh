@@ -11,7 +11,8 @@ neuron_run() {
     shift 2
     local python="${PYTHON:-python}" cache="${CACHE:-$HOME/.cache/hf-neuron-moe}"
     # Two physical cores per logical one: the default, and what the experts' backward needs.
-    export NEURON_LOGICAL_NC_CONFIG="${NEURON_LOGICAL_NC_CONFIG:-2}"
+    # This package's own variable, where it is set, counts for the runtime too.
+    export NEURON_LOGICAL_NC_CONFIG="${NEURON_LOGICAL_NC_CONFIG:-${HF_NEURON_MOE_LNC:-2}}"
     export TORCH_NEURONX_NEFF_CACHE_DIR="${TORCH_NEURONX_NEFF_CACHE_DIR:-$cache/neff}"
     export NKI_COMPILE_CACHE_URL="${NKI_COMPILE_CACHE_URL:-$cache/nki}"
     # The documented setting for transformers' loader beside this device.
@@ -35,7 +36,7 @@ PY
         scripts/finetune.py "$config" "$@")
     if [ "${DRY_RUN:-0}" = 1 ]; then
         "$python" scripts/neuron_check.py "$chip" "$processes" --dry "$config" "$@" || return 2
-        env | grep -E '^(NEURON_LOGICAL_NC_CONFIG|TORCH_NEURONX_NEFF_CACHE_DIR|NKI_COMPILE_CACHE_URL|HF_DEACTIVATE)' | sort
+        env | grep -E '^(HF_NEURON_MOE_|NEURON_|NKI_|NKILIB_|TORCH_NEURONX_|TORCH_DEVICE_BACKEND_|HF_DEACTIVATE_)' | sort
         printf 'would run:'
         printf ' %q' "${command[@]}"
         printf '\n'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import finetune
 import finetune_checks
 import pytest
-from finetune_checks import check_kernels, check_places, check_run
+from finetune_checks import check_kernels, check_places, check_run, check_training
+from finetune_folder import check_weights
 from finetune_options import Options, parse
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 from make_tiny_model import make_tiny_model
@@ -17,7 +19,7 @@ from make_tiny_model import make_tiny_model
 from hf_neuron_moe.backends.neuron.limits import Device
 from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
 from hf_neuron_moe.device.usable import DocumentedAdapter
-from hf_neuron_moe.errors import BackendUnavailableError, ConfigError
+from hf_neuron_moe.errors import BackendUnavailableError, ConfigError, NeuronMoEWarning, SourceDamageError
 from tests.neuron.double.contract import Double
 from tests.neuron.double.install import installed
 
@@ -186,14 +188,101 @@ def test_excluded_blocks_and_those_that_may_stay_stock_do_not_count(models: dict
         check_kernels(run, TRN2, DocumentedAdapter())
 
 
-def test_blocks_of_a_conversion_are_left_to_the_loading(tmp_path: Path) -> None:
-    """Their precision is the checkpoint's, and not the option's."""
-    make_tiny_model("mixtral", tmp_path / "source", hidden_size=128, intermediate_size=256)
-    convert_checkpoint(tmp_path / "source", tmp_path / "model", ConvertOptions("mxfp8"))
-    for device in (TRN2, TRN3):
-        run = options(tmp_path / "model", neuron_backend="neuron", neuron_precision="fp32")
-        (told,) = check_kernels(run, device, DocumentedAdapter())
-        assert "cannot be judged before it is loaded" in told
+@pytest.fixture(scope="module")
+def conversions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Conversions: a dense one in MX, and experts in bf16."""
+    folder = tmp_path_factory.mktemp("conversions")
+    for family in ("llama", "mixtral"):
+        make_tiny_model(family, folder / family)
+    convert_checkpoint(folder / "llama", folder / "mxfp8", ConvertOptions("mxfp8"))
+    with pytest.warns(NeuronMoEWarning, match="rounded"):
+        convert_checkpoint(folder / "mixtral", folder / "bf16", ConvertOptions("bf16"))
+    return {precision: folder / precision for precision in ("mxfp8", "bf16")}
+
+
+@pytest.mark.parametrize("device", [TRN2, TRN3])
+def test_no_kernel_trains_through_frozen_mx_codes(conversions: dict[str, Path], device: Device) -> None:
+    given = {"neuron_backend": "neuron", "neuron_precision": "mxfp8", "lora_rank": 4}
+    with pytest.raises(
+        ConfigError, match=r"neuron_fallback must be torch.*MX codes are not trained: .*Set neuron_fallback: torch"
+    ):
+        check_kernels(options(conversions["mxfp8"], **given), device, DocumentedAdapter())
+    run = options(conversions["mxfp8"], **given, neuron_fallback="torch")
+    (told,) = check_kernels(run, device, DocumentedAdapter())
+    assert told.startswith("frozen MX blocks: in training PyTorch computes them on the device: ")
+
+
+def test_a_frozen_base_is_known_before_it_is_loaded(conversions: dict[str, Path]) -> None:
+    check_run(options(conversions["mxfp8"], lora_rank=4))
+    with pytest.raises(ConfigError, match="lora_rank must be positive, got a checkpoint whose blocks are frozen"):
+        check_run(options(conversions["mxfp8"]))
+    with pytest.raises(ConfigError, match="lora_merge must be off"):
+        check_run(options(conversions["mxfp8"], lora_rank=4, lora_merge="true"))
+
+
+def test_a_conversion_in_bf16_is_judged_as_its_source(conversions: dict[str, Path]) -> None:
+    run = options(conversions["bf16"], neuron_backend="neuron")
+    assert check_kernels(run, TRN2, DocumentedAdapter()) == ["2 x experts 4 x (64, 96): the kernels compute them"]
+    with pytest.raises(ConfigError, match="for Trn2 only"):
+        check_kernels(run, TRN3, DocumentedAdapter())
+
+
+def test_somebody_elses_quantization_is_left_to_the_loading(models: dict[str, Path], tmp_path: Path) -> None:
+    content = json.loads((models["llama"] / "config.json").read_text(encoding="utf-8"))
+    content["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (tmp_path / "config.json").write_text(json.dumps(content), encoding="utf-8")
+    (told,) = check_kernels(options(tmp_path, neuron_backend="neuron"), TRN3, DocumentedAdapter())
+    assert f"cannot be judged before it is loaded: finetune: {tmp_path}/config.json: quantization_config" in told
+
+
+def test_the_device_is_not_asked_for_kernels_of_missing_cores(models: dict[str, Path]) -> None:
+    with pytest.raises(ConfigError, match="Set NEURON_LOGICAL_NC_CONFIG=2, change the option"):
+        check_kernels(options(models["mixtral"], neuron_backend="neuron"), Device("trn2", 1), DocumentedAdapter())
+
+
+@pytest.mark.parametrize("index", [False, True])
+def test_damaged_weights_are_refused_before_they_are_loaded(tmp_path: Path, index: bool) -> None:
+    make_tiny_model("llama", tmp_path)
+    weights = tmp_path / "model.safetensors"
+    check_run(options(tmp_path))
+    whole = weights.read_bytes()
+    if index:
+        weights.unlink()
+        weights = tmp_path / "model-00001-of-00001.safetensors"
+        names = {"weight_map": {"lm_head.weight": weights.name}}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(names), encoding="utf-8")
+        with pytest.raises(SourceDamageError, match="got no such file"):
+            check_run(options(tmp_path))
+    weights.write_bytes(whole[:-1])
+    with pytest.raises(SourceDamageError, match=f"{weights.name}: data must be .* long as the header says"):
+        check_run(options(tmp_path))
+    weights.unlink()
+    if index:
+        (tmp_path / "model.safetensors.index.json").write_text("{", encoding="utf-8")
+        with pytest.raises(SourceDamageError, match="weight_map"):
+            check_run(options(tmp_path))
+    else:
+        assert "has no weights here" in check_weights(str(tmp_path))[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"neuron_weights": "kernel"}, "neuron_weights must be 'stock' under FSDP, .* got 'kernel'"),
+        ({"neuron_backend": "neuron"}, "got 'auto', which is kernel on backend neuron"),
+        ({"lora_rank": 4, "lora_merge": "true"}, "lora_merge must be false under FSDP"),
+    ],
+)
+def test_what_sharding_excludes_is_refused_first(
+    models: dict[str, Path], changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_training(options(models["llama"], **changes))
+    with pytest.raises(ConfigError, match=message):
+        check_training(options(models["llama"], **changes, fsdp="full_shard"))
+    check_training(options(models["llama"], fsdp="full_shard", neuron_backend="neuron", neuron_weights="stock"))
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ConfigError, match=message):
+        check_training(options(models["llama"], **changes))
 
 
 def test_a_run_asks_the_machine_that_it_is_on(models: dict[str, Path], tmp_path: Path) -> None:

@@ -11,11 +11,14 @@ from pathlib import Path
 import neuron_check
 import pytest
 from finetune import finetune
-from finetune_model import patch
-from finetune_options import parse
+from finetune import main as finetune_main
+from finetune_model import patch, told_unpatched
+from finetune_options import Options, parse
 from make_tiny_model import make_tiny_model
 from transformers import AutoModelForCausalLM
 
+from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
+from hf_neuron_moe.errors import ConfigError, NeuronMoEWarning
 from tests.neuron.double.contract import Double
 from tests.neuron.double.install import installed
 from tests.tiny_models import tiny_config
@@ -143,6 +146,58 @@ def test_lnc_decides_how_many_cores_a_chip_has(
     assert "LNC (NEURON_LOGICAL_NC_CONFIG) must be 1 or 2, got '3'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"NEURON_PLATFORM_TARGET_OVERRIDE": "gen4"}, "NEURON_PLATFORM_TARGET_OVERRIDE must be trn2 (or unset) with"),
+        ({"NEURON_CC_FLAGS": "--target trn1"}, "--target in NEURON_CC_FLAGS must be trn2 (or unset) with run_trn2.sh"),
+        (
+            {"NEURON_PLATFORM_TARGET_OVERRIDE": "trn2", "NEURON_CC_FLAGS": "--target=trn3"},
+            "--target in NEURON_CC_FLAGS must be trn2",
+        ),
+        (
+            {"NEURON_LOGICAL_NC_CONFIG": "2", "NEURON_CC_FLAGS": "--target trn2 --lnc 1"},
+            "LNC must be the same wherever it is set, got 2 by NEURON_LOGICAL_NC_CONFIG, but NEURON_CC_FLAGS says 1.",
+        ),
+        (
+            {"NEURON_LOGICAL_NC_CONFIG": "2", "HF_NEURON_MOE_LNC": "1"},
+            "got 1 by HF_NEURON_MOE_LNC, but NEURON_LOGICAL_NC_CONFIG says 2.",
+        ),
+    ],
+)
+@pytest.mark.parametrize("mode", ["--dry", "--here"])
+def test_variables_that_contradict_each_other_or_the_chip_are_refused(
+    variables: dict[str, str],
+    message: str,
+    mode: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(ROOT)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert neuron_check.main(["trn2", "4", mode, "configs/neuron/trn2-olmoe.yaml"]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_own_variable_for_lnc_counts_for_the_runtime_too(tmp_path: Path) -> None:
+    make_tiny_model("llama", tmp_path)
+    result = launch("trn3", "--model", str(tmp_path), DRY_RUN="1", HF_NEURON_MOE_LNC="1", NEURON_RT_NUM_CORES="8")
+    assert result.returncode == 0, result.stderr
+    assert "processes: 8, on all of the 8 logical cores" in result.stdout
+    for line in ("HF_NEURON_MOE_LNC=1", "NEURON_LOGICAL_NC_CONFIG=1", "NEURON_RT_NUM_CORES=8"):
+        assert line in result.stdout.splitlines()
+
+
+@pytest.mark.parametrize("backend", ["torch", "neuron"])
+def test_a_run_off_the_device_says_what_is_missing(backend: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [str(ROOT / "configs" / "neuron" / "trn2-olmoe.yaml"), "--neuron_backend", backend]
+    assert finetune_main(words) == 2
+    told = capsys.readouterr().err
+    assert "nki is not installed" in told if backend == "neuron" else "add --use_cpu true" in told
+
+
 def test_the_machine_is_asked_before_the_processes_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -156,7 +211,7 @@ def test_the_machine_is_asked_before_the_processes_start(
         assert neuron_check.main(["trn2", "5", *words]) == 2
         assert "NPROC must be at most 4, the logical cores that the runtime offers" in capsys.readouterr().err
         assert neuron_check.main(["trn3", "4", *words]) == 2
-        assert "the chip must be trn3, got trn2" in capsys.readouterr().err
+        assert "must be trn3 (or unset) with run_trn3.sh, got trn2" in capsys.readouterr().err
         assert neuron_check.main(["trn2", "4", *words, "--neuron_precision", "mxfp8"]) == 2
         assert "the MXFP8 kernels run on Trn3 only" in capsys.readouterr().err
 
@@ -194,6 +249,31 @@ def test_the_configuration_fits_its_chip(chip: str, tmp_path: Path) -> None:
         assert report is not None and not report.refused
         assert [entry.backend for entry in report.patched] == ["neuron", "neuron"]
         assert all(not entry.fallback for entry in report.patched)
+
+
+def test_conversions_get_the_backend_of_the_run(tmp_path: Path) -> None:
+    make_tiny_model("llama", tmp_path / "llama", hidden_size=256, intermediate_size=512)
+    make_tiny_model("mixtral", tmp_path / "mixtral")
+    convert_checkpoint(tmp_path / "llama", tmp_path / "mxfp8", ConvertOptions("mxfp8"))
+    with pytest.warns(NeuronMoEWarning, match="rounded"):
+        convert_checkpoint(tmp_path / "mixtral", tmp_path / "bf16", ConvertOptions("bf16"))
+    frozen, plain = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("mxfp8", "bf16"))
+
+    def run(*words: str) -> Options:
+        config = str(ROOT / "configs" / "neuron" / "trn2-olmoe.yaml")
+        return parse([config, "--use_cpu", "true", "--neuron_activations", "recompute", *words])
+
+    refusing, falling_back, by_torch = run(), run("--neuron_fallback", "torch"), run("--neuron_backend", "auto")
+    with installed(tmp_path / "site", Double(target="trn3")):
+        with pytest.raises(ConfigError, match="neuron_fallback must be torch for a frozen MX base on backend neuron"):
+            patch(frozen, refusing.training, refusing.lora)
+        assert patch(frozen, falling_back.training, falling_back.lora) is None
+    assert told_unpatched(frozen).startswith("nothing patched: the base is frozen MX, backend neuron; its kernels")
+    assert patch(frozen, by_torch.training, by_torch.lora) is None
+    assert told_unpatched(frozen) == "nothing patched: the base is frozen MX, backend torch"
+    with installed(tmp_path / "site2", Double(target="trn2")):
+        report = patch(plain, refusing.training, refusing.lora)
+        assert report is not None and [entry.backend for entry in report.patched] == ["neuron", "neuron"]
 
 
 def losses(chip: str, folder: Path, backend: str) -> list[float]:

@@ -1,0 +1,106 @@
+"""What the files of a model's folder tell before they are loaded: a conversion's precision, and damaged weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from finetune_options import LoraOptions
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
+
+from hf_neuron_moe.convert.source import damaged, read_header
+from hf_neuron_moe.convert.write import INDEX_OUT
+from hf_neuron_moe.errors import ConfigError, refuse
+from hf_neuron_moe.quantizers.config import PRECISIONS
+from hf_neuron_moe.quantizers.registration import QUANT_METHOD
+
+CONFIG_FILE = "config.json"
+MARK = "quantization_config"
+FROZEN = tuple(precision for precision in PRECISIONS if precision.startswith("mx"))
+"""Conversions whose blocks are not trained: MX codes in place of weights."""
+
+_WHERE = "finetune"
+
+
+def conversion_of(config: bytes) -> str | None:
+    """Return the precision of what ``hf-neuron-moe convert`` wrote.
+
+    Args:
+        config: the bytes of a ``config.json``.
+
+    Returns:
+        ``"bf16"``, ``"mxfp8"`` or ``"mxfp4"``; None where it is no such checkpoint or cannot be read.
+    """
+    mark = _content(config).get(MARK)
+    if not isinstance(mark, dict) or mark.get("quant_method") != QUANT_METHOD:
+        return None
+    precision = mark.get("precision")
+    return precision if precision in PRECISIONS else None
+
+
+def without_mark(config: bytes) -> bytes:
+    """Return a conversion's ``config.json`` as its source's was."""
+    return json.dumps({key: value for key, value in _content(config).items() if key != MARK}).encode()
+
+
+def _content(config: bytes) -> dict[str, object]:
+    try:
+        content = json.loads(config.decode("utf-8"))
+    except (ValueError, RecursionError):  # whoever builds the model of it refuses it
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def check_frozen(lora: LoraOptions) -> None:
+    """Refuse to train a base of MX codes without adapters, or to merge adapters into it.
+
+    Raises:
+        ConfigError: `lora` asks for it.
+    """
+    if lora.lora_rank and not lora.lora_merge:
+        return
+    raise refuse(
+        ConfigError,
+        where=_WHERE,
+        argument="lora_merge" if lora.lora_rank else "lora_rank",
+        expected="off" if lora.lora_rank else "positive",
+        got="a checkpoint whose blocks are frozen MX codes",
+        remedy="Train adapters on it and keep them apart, or `hf-neuron-moe export` it first.",
+    )
+
+
+def check_weights(name: str) -> list[str]:
+    """Refuse weights that are cut off or missing; only the headers of safetensors files are read.
+
+    Args:
+        name: a folder here; anything else is the hub's, and loading checks it.
+
+    Returns:
+        What is not there, a line each.
+
+    Raises:
+        SourceDamageError: a file is missing, shorter than its header says, or damaged otherwise.
+    """
+    folder = Path(name)
+    if not folder.is_dir():
+        return []
+    if (folder / SAFE_WEIGHTS_NAME).is_file():
+        files = [SAFE_WEIGHTS_NAME]
+    else:
+        index = next((path for path in (SAFE_WEIGHTS_INDEX_NAME, INDEX_OUT) if (folder / path).is_file()), None)
+        if index is None:
+            pickled = any((folder / path).is_file() for path in (WEIGHTS_NAME, WEIGHTS_INDEX_NAME))
+            return [] if pickled else [f"model {name!r} has no weights here, and the run needs them"]
+        files = _files_of(folder / index)
+    for file in files:
+        read_header(folder / file, _WHERE)
+    return []
+
+
+def _files_of(index: Path) -> list[str]:
+    try:
+        content = json.loads(index.read_text(encoding="utf-8"))
+        files = sorted(set(content["weight_map"].values()))
+    except (ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
+        raise damaged(index.name, "JSON with a weight_map from tensor names to files", error, _WHERE) from error
+    return files
