@@ -89,9 +89,9 @@ def run_block(
 
 @contextmanager
 def _as(block: NeuronBlock, backend: str, device: torch.device, *, training: bool) -> Iterator[None]:
-    """The block with another backend, mode and device; all as before afterwards."""
+    """The block with another backend, mode and device, and no other one in its place; all as before afterwards."""
     config, mode, home = block.neuron_config, block.training, next(block.buffers(), next(block.parameters(), None))
-    block.neuron_config = replace(config, backend=backend)
+    block.neuron_config = replace(config, backend=backend, fallback="refuse")
     block.train(training)
     try:
         block.to(device)

@@ -45,15 +45,23 @@ class LongCalls:
 
 
 def for_weights_of(name: str, module: nn.Module) -> str:
-    """Return the backend for a call to `module`: one that keeps no copies where FSDP gathers its weights for the call.
+    """Return the backend for a call to `module`: one that keeps no copies where these would outlive the weights.
 
-    Both versions of FSDP mark the modules whose parameters they manage, for ``torch.compile``.
+    That is so where FSDP gathers the weights for the call: both of its versions mark the modules whose parameters they
+    manage, for ``torch.compile``. And in evaluation mode, also where autograd records it: weights are exchanged there
+    through ``.data``, which nothing tells of.
     """
-    return without_copies(name) if getattr(module, "_is_fsdp_managed_module", False) else name
+    gathered = getattr(module, "_is_fsdp_managed_module", False)
+    return without_copies(name) if gathered or not module.training else name
 
 
 def usable_backend(
-    config: NeuronMoEConfig, device: torch.device, what: str, why_not: Callable[[Any], str | None], told: set[str]
+    config: NeuronMoEConfig,
+    device: torch.device,
+    what: str,
+    why_not: Callable[[Any], str | None],
+    told: set[str],
+    remedy: str = "",
 ) -> str:
     """Return the name of the backend for a call: the configured one, or torch where `config` lets it fall back.
 
@@ -63,6 +71,7 @@ def usable_backend(
         what: the block, for messages.
         why_not: asks a backend with kernels why it cannot compute the block; None where it can.
         told: what was warned of already; the blocks of a model share it, and it is added to.
+        remedy: what else can be done about a refusal.
 
     Raises:
         BackendUnavailableError: the backend cannot run here.
@@ -86,5 +95,5 @@ def usable_backend(
         argument="backend",
         expected="one whose kernels compute the block",
         got=f"{name!r}: {reason}",
-        remedy="Use fallback='torch' to compute it with PyTorch on the same device.",
+        remedy=f"Use fallback='torch' to compute it with PyTorch on the same device.{remedy and ' '}{remedy}",
     )

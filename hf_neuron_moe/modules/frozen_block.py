@@ -22,6 +22,8 @@ from hf_neuron_moe.modules.block import NeuronBlock
 from hf_neuron_moe.modules.frozen_ops import frozen_network
 from hf_neuron_moe.modules.saved_bytes import BlockShape
 
+_FOR_INFERENCE = "For inference call the model in eval() and under torch.no_grad() or torch.inference_mode()."
+
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
 SCALE_SUFFIX = "_scale"
 
@@ -128,6 +130,7 @@ class FrozenBlock(NeuronBlock):
             type(self).__name__,
             lambda kernels: kernels.why_not_frozen(stack, training=training, tokens=tokens),
             self.neuron_told,
+            _FOR_INFERENCE if training else "",
         )
         keep = self.neuron_keep
         return frozen_network(x_TH, index_TK, weight_TK, stack, backend=backend, activations=keep)[:, :hidden]

@@ -60,6 +60,10 @@ def test_training_adapters_needs_the_fallback(converted: Path, machine: Start) -
     model = get_peft_model(base, LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
     with pytest.raises(ConfigError, match="gradient"):
         model(IDS, labels=IDS)
+    with pytest.raises(
+        ConfigError, match=r"fallback='torch' .*eval\(\) and under torch\.no_grad\(\) or torch\.inference_mode"
+    ):
+        base.eval()(IDS)  # autograd records it, although nobody will ask for a gradient
     set_backend(model, "neuron", fallback="torch")
     with pytest.warns(NeuronMoEWarning, match="computed by PyTorch"):
         loss = model(IDS, labels=IDS).loss

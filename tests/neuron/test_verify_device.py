@@ -16,6 +16,7 @@ from hf_neuron_moe.device.compare import random_inputs, run_block
 from hf_neuron_moe.device.judge import BOUNDS, compare
 from hf_neuron_moe.device.verify import load_for_verification, verify_device
 from hf_neuron_moe.errors import BackendUnavailableError, ConfigError, NothingToPatchError
+from hf_neuron_moe.modules.block import NeuronBlock
 from tests.neuron.small_runs import CASES, DENSE, EXPERTS, Case
 from tests.tiny_models import tiny_config, tiny_model
 
@@ -156,6 +157,21 @@ def test_frozen_blocks_are_compared_in_inference(machine: Start, tmp_path: Path)
     (block,) = report.blocks
     assert [tensor.name for tensor in block.tensors] == ["output"] and block.kind == "frozen mlp"
     assert report.ok, report
+
+
+def test_a_frozen_block_without_a_kernel_is_not_compared_with_itself(machine: Start, tmp_path: Path) -> None:
+    from hf_neuron_moe import set_backend
+    from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
+
+    DENSE.model(layers=1).bfloat16().save_pretrained(tmp_path / "source")
+    convert_checkpoint(tmp_path / "source", tmp_path / "mx", ConvertOptions(precision="mxfp8"))
+    double = machine(target="trn2").double
+    model = load_for_verification(tmp_path / "mx")
+    set_backend(model, "neuron", fallback="torch")
+    report = verify_device(model, precision="bf16", tokens=32)
+    assert not report.ok and not double.launches
+    assert [block.verdict for block in report.blocks] == ["not run"] and "Trn3" in report.blocks[0].note
+    assert {block.neuron_config.fallback for block in model.modules() if isinstance(block, NeuronBlock)} == {"torch"}
 
 
 def test_what_did_not_run_is_told_once(

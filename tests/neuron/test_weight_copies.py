@@ -101,6 +101,27 @@ def test_changed_weights_are_seen(name: str, train: bool, case: Case, machine: S
     assert (found - expected).abs().max() <= (2e-2 if case.bound else 0.0) * expected.abs().max()
 
 
+@pytest.mark.parametrize("name", [*SOME_SLOW[1:], "experts-bf16"])
+def test_nothing_is_kept_between_calls_in_evaluation_mode(name: str, machine: Start) -> None:
+    """Not even where autograd records them, as outside of ``no_grad``."""
+    case = CASES[name]
+
+    def halved(backend: str) -> list[Tensor]:
+        model = case.model()
+        patch_model(model, {**case.options, "backend": backend, "weights": "stock"})
+        model.eval()
+        first = logits(model, train=True)
+        through_data(model)
+        return [first, logits(model, train=True)]
+
+    expected = halved("torch")
+    machine(target=case.target)
+    before, found = halved("neuron")
+    assert get_backend("neuron").prepared_bytes == 0 and not torch.equal(before, found)
+    # The documented tolerance of the bf16 kernels.
+    assert (found - expected[1]).abs().max() <= (2e-2 if case.bound else 0.0) * expected[1].abs().max()
+
+
 def test_merged_adapters_are_seen(machine: Start) -> None:
     """A forward before the merge makes copies; peft merges through ``.data``."""
 

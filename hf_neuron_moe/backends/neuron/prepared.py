@@ -7,7 +7,8 @@ such calls. A write through ``.data`` between two training calls, with no optimi
 :meth:`PreparedWeights.drop` is for what knows of one.
 
 No copies are kept of weights that FSDP gathers for a call (:class:`FreshWeights`): the full weights are temporary,
-and their copies would make every layer's stay. Forward and backward then make their own.
+and their copies would make every layer's stay. Forward and backward then make their own. The same goes for calls in
+evaluation mode that autograd records.
 """
 
 from __future__ import annotations
