@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_neuron_moe.kernels.routing import build_block_plan, expert_mask, masked_affinities
+from hf_neuron_moe.kernels.routing import build_block_plan, expert_mask
 
 
 class Routed(NamedTuple):
@@ -55,6 +55,9 @@ def route(
 ) -> Routed:
     """Lay out a routing for the kernels.
 
+    The kernels have one slot and one affinity per token and expert. A token that names an expert twice gets the sum of
+    both weights, which is what two slots would give: the affinity enters the result as a factor.
+
     Args:
         index_TK: expert ids; ids >= E belong to other ranks and take no slot.
         weight_TK: routing weights.
@@ -72,8 +75,17 @@ def route(
         n_block_per_iter=per_iteration,
         skip_token=not sink,
     )
-    affinities = masked_affinities(index_TK, weight_TK.to(dtype), experts, skip_token=not sink)
+    affinities = _summed_affinities(index_TK, weight_TK, experts, index_TK.shape[0] + sink).to(dtype)
     return Routed(affinities, plan.token_position_to_id, plan.block_to_expert[:, None])
+
+
+def _summed_affinities(index_TK: Tensor, weight_TK: Tensor, experts: int, rows: int) -> Tensor:
+    """Return ``[rows * E, 1]`` fp32, token-major: of every token and expert the sum of the weights that name it."""
+    index = index_TK.long()
+    place_TK = torch.where((index >= 0) & (index < experts), index, experts)
+    table = weight_TK.new_zeros((index.shape[0], experts + 1), dtype=torch.float32)
+    summed_TE = table.scatter_add(1, place_TK, weight_TK.to(torch.float32))[:, :experts]
+    return F.pad(summed_TE, (0, 0, 0, rows - index.shape[0])).reshape(-1, 1)
 
 
 def routing_gradient(d_affinities: Tensor, index_TK: Tensor, experts: int, dtype: torch.dtype) -> Tensor:
