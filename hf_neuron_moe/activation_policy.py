@@ -4,7 +4,8 @@ The four tensors that can be kept are the checkpoints of nki-library's ``mlp_fwd
 
     gate_pre = x Wg^T      up = x Wu^T      gate_act = silu(gate_pre)      intermediate = gate_act * up
 
-The bf16 kernels keep ``gate_pre`` and ``up`` only. What is not kept is computed again in the backward, bit for bit.
+The bf16 kernels keep ``gate_pre`` and ``up`` only. What is not kept is computed again in the backward, by the torch
+backend bit for bit.
 
 Operators and backends take a policy as one short canonical string, which :func:`parse_keep` reads and
 :func:`canonical_keep` writes: ``"minimal"``, ``"fp8"``, ``"recompute"``, or names joined by ``+`` (``"gate_pre+up"``).

@@ -39,7 +39,8 @@ class NeuronMoEConfig:
         activations: what a block keeps for its backward. ``"full"``: its input and every checkpoint that the kernels of
             this precision have (gate_pre and up; for ``"mxfp8"`` also gate_act and intermediate). ``"minimal"``: its
             input, gate_pre and seven eighths of the columns of up. ``"recompute"``: the input only. These three give
-            the same gradients, bit for bit. ``"fp8"``: input, gate_pre and up in FP8 (e4m3, groups of 64 with one bf16
+            the same gradients, on the torch backend bit for bit; on Neuron bf16 experts that keep gate_pre and up
+            round them before they use them, and others do not (one rounding to bf16). ``"fp8"``: input, gate_pre and up in FP8 (e4m3, groups of 64 with one bf16
             scale); the backward is that of COAT, ``fp8_mul_backward``, and the gradients differ by what FP8 loses.
             Also an :class:`~hf_neuron_moe.activation_policy.ActivationPolicy` (which checkpoints, with exceptions by
             glob), a budget (:class:`~hf_neuron_moe.activation_policy.ActivationBudget`, or ``"48KiB/token"``,
@@ -71,7 +72,7 @@ class NeuronMoEConfig:
         for name, allowed in choices.items():
             value = getattr(self, name)
             if value not in allowed:
-                hint = nearest(value, list(allowed)) if isinstance(value, str) else ""
+                hint = _hint(name, value, allowed)
                 raise refuse(
                     ConfigError,
                     where="NeuronMoEConfig",
@@ -106,6 +107,15 @@ class NeuronMoEConfig:
         """
         _check_names(options, "NeuronMoEConfig.from_dict")
         return cls(**options)
+
+
+def _hint(name: str, value: object, allowed: tuple[str, ...]) -> str:
+    """What was probably meant; chips are no backends, and look more like another name than like theirs."""
+    if not isinstance(value, str):
+        return ""
+    if name == "backend" and value.lower().startswith(("trn", "trainium", "nki")):
+        return " Trn2 and Trn3 are reached by 'neuron', which detects the chip."
+    return nearest(value, list(allowed))
 
 
 def _check_names(options: Mapping[str, Any], where: str) -> None:
