@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING
 
 import typer
 
+HOME = "kernel"
+"""The home of the weights that ``"auto"`` takes where Neuron kernels compute."""
+
 if TYPE_CHECKING:
     from hf_neuron_moe.device.roofline import GroupFloor, Roofline
 
@@ -47,7 +50,9 @@ def _head(floor: Roofline) -> Iterator[str]:
     options += ["every forward twice (gradient checkpointing)"] if step.checkpointing else []
     yield f"  {', '.join(options)}"
     yield "An ESTIMATE from published figures; nothing was measured. Per block; times in milliseconds, operations and"
-    yield "bytes with padding; again: operations that are computed a second time."
+    yield "bytes with padding; again: operations that are computed a second time. least: forward and backward each at"
+    yield "the longer of compute and memory, added up, so it may exceed both. best B: the block size of experts with"
+    yield "the least time. Blocks: count x kind (hidden, intermediate size), experts with their number in front."
 
 
 def _show_left_out(floor: Roofline) -> None:
@@ -59,27 +64,44 @@ def _show_left_out(floor: Roofline) -> None:
         rows = list(parts)
         typer.echo(f"{group.label}: {rows[0].reason}")
         if any(part.floor for part in rows):
-            typer.echo("  The same matmuls and bytes in any other way:")
+            typer.echo('  With fallback="torch" PyTorch computes them, padded to multiples of 128; then at least:')
             _show_table(rows)
 
 
 def _show_memory(floor: Roofline) -> None:
     if not floor.memory:
         return
-    limit, too_large = f"{gibibytes(floor.core.memory)} of a logical core of {floor.core.name}", floor.too_large
+    _show_copies(floor)
+    limit, too_large = f"{gibibytes(floor.core.memory)} of a logical core of {floor.core.name}", floor.too_large()
+    counted = f"with the copies of weights={HOME}, before temporaries" if floor.copies else "before temporaries"
     if not too_large:
-        typer.echo(f"\nMemory: every total above fits into the {limit}, before temporaries and weight copies.")
+        typer.echo(f"\nMemory: every total above, {counted}, fits into the {limit}.")
+        more = [name for name in floor.too_large("stock") if name in floor.policies]
+        if more:
+            typer.echo(f"  With the copies of weights=stock it is more than that: {', '.join(more)}")
         return
-    typer.echo(f"\nMemory: more than the {limit}:")
+    typer.echo(f"\nMemory: more than the {limit}{f', with the copies of weights={HOME}' if floor.copies else ''}:")
     for name in too_large:
-        typer.echo(f"  {name}: {gibibytes(floor.memory[name])}")
+        typer.echo(f"  {name}: {gibibytes(floor.held(name))}")
     fits = [name for name in floor.memory if name not in too_large]
     if fits:
-        typer.echo(f"  within it, before temporaries and weight copies: {', '.join(fits)}")
+        typer.echo(f"  within it, before temporaries: {', '.join(fits)}")
     typer.echo(
         "FSDP2 shards parameters, gradients and states over cores. Activations are each core's own: fewer tokens,"
     )
     typer.echo("another policy or gradient checkpointing make them smaller.")
+
+
+def _show_copies(floor: Roofline) -> None:
+    if not floor.copies:
+        return
+    typer.echo("\nWeight copies in the form that the kernels read, kept until the optimizer's step:")
+    for home, copies in floor.copies.items():
+        typer.echo(
+            f"  weights={home:<8}{gibibytes(copies.total):>12} of all blocks, "
+            f"{gibibytes(copies.largest_block)} of the largest"
+        )
+    typer.echo("  Under FSDP2 (weights=stock) none are kept, and the largest block's exist at a time.")
 
 
 def _show_table(parts: Iterable[GroupFloor]) -> None:

@@ -23,6 +23,31 @@ BYTES = 2
 _FP8 = (1 + 2 / 64) / 2
 """A value in FP8 groups, a byte and a share of a bf16 scale for 64, in bf16 values."""
 
+ASSUMPTIONS = (
+    "one logical core of two physical ones (LNC 2) computes the tokens; a process of a run has one",
+    "matmuls at the published dense peak, memory at the published bandwidth, each pass (forward, forward again under "
+    "gradient checkpointing, backward) the longer of the two; the least time is their sum, so it may exceed both",
+    "2 bytes per value, in MXFP8 too: its operands pass through the memory in bf16 and are quantized on the chip",
+    "sizes with padding: T to 128 (dense blocks), H and I to the kernels' multiples; P = T * K pairs, N blocks of B",
+    "N = ceil((P - (E - 1)) / B) + E - 1, the static worst case, which the kernels are compiled for; in mxfp8 rounded "
+    "up to an even number, since two cores share the blocks",
+    "dense, forward: x in and y out (2 T H), weights (3 H I), the intermediate out and in (2 T I); gate and up out "
+    "(2 T I) if anything is kept, 5 T I more if their products are",
+    "dense, backward: dy in and dx out (2 T H), weights (3 H I), every checkpoint in (T I each); trained: x in (T H), "
+    "gradients out (3 H I); gate and up not kept: x in (T H), two weights in (2 H I), both out and in (4 T I)",
+    "experts, forward: x in, y read and added to (3 P H), weights once per block (3 N H I); gate and up out (2 N B I) "
+    "if kept",
+    "experts, backward: dy in, dx read and added to (3 P H), weights once per block (3 N H I), gate and up in (2 N B I)"
+    "; trained: x in (P H), gradients read and added to once per block (6 N H I); gate and up not kept: the forward "
+    "with gate and up out once more",
+    "activations='fp8': gate, up (experts: 2 N B I) and x (T H) in once more and out at 33/64 of 2 bytes; in the "
+    "backward in at that, and out in bf16 (dense: 8 T I for gate, up and their products)",
+    "gradient checkpointing computes every forward twice; elementwise work is free, its memory is not",
+    "frozen weights get no gradient; the documented backward kernels compute it all the same, which is told apart",
+    "blocks that no kernel computes are listed, and not in the sum; their times are those of PyTorch's padding, to 128",
+)
+"""What :func:`dense_floor` and :func:`routed_floor` count, for whoever checks a number by hand."""
+
 
 @dataclass(frozen=True)
 class Work:

@@ -12,25 +12,41 @@ from typing import Any
 
 from torch import nn
 
+from hf_neuron_moe.backends.neuron.copies import weight_copy_bytes
 from hf_neuron_moe.backends.neuron.limits import Block, Device, block_sizes, most_tokens, why_not, why_not_tokens
 from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.device.figures import CHIPS, SOURCE, Chip
-from hf_neuron_moe.device.passes import Floor, Work, dense_floor, needed_flops, routed_floor
+from hf_neuron_moe.device.passes import ASSUMPTIONS, Floor, Work, dense_floor, needed_flops, routed_floor
 from hf_neuron_moe.device.usable import DOCUMENTED_LNC, BlockGroup, DocumentedAdapter
+from hf_neuron_moe.formats.padding import padded_size
 from hf_neuron_moe.modules.block import NeuronBlock
 from hf_neuron_moe.patching import patch_model, unpatch_model
 
-ASSUMPTIONS = (
-    "one logical core of two physical ones (LNC 2) computes the tokens; a process of a run has one",
-    "matmuls at the published dense peak, memory at the published bandwidth, each pass the longer of the two",
-    "a dense block reads its weights once per pass; experts read theirs once per block of tokens, and add to the "
-    "weights' gradients once per block",
-    "the number of blocks is the static worst case, which the kernels are compiled for",
-    "what a policy does not keep is computed again: gate and up of a dense block, the whole forward of experts",
-    "gradient checkpointing computes every forward twice; elementwise work is free, its memory is not",
-    "frozen weights get no gradient; the documented backward kernels compute it all the same, which is told apart",
-    "blocks that no kernel computes are listed, and not in the sum",
-)
+HOMES = ("kernel", "stock")
+"""``NeuronMoEConfig(weights=...)``; the first is what ``"auto"`` takes where Neuron kernels compute."""
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Bytes of weight copies, kept from a step's first training forward to its optimizer's step.
+
+    Attributes:
+        total: of all blocks.
+        largest_block: of the block with most; under FSDP, where none are kept, what exists at a time.
+    """
+
+    total: int
+    largest_block: int
+
+
+@dataclass(frozen=True)
+class TorchBlock(Block):
+    """A block as the torch backend pads it, in place of a kernel."""
+
+    @property
+    def padded(self) -> tuple[int, int]:
+        """H and I in multiples of 128."""
+        return padded_size(self.hidden), padded_size(self.inner)
 
 
 @dataclass(frozen=True)
@@ -62,7 +78,10 @@ class GroupFloor:
         floor: of one block at the block size that was asked for; None where nothing can be said.
         choices: the same at every block size that the kernels take.
         discarded_seconds: what the documented backward adds for gradients of frozen weights, which nobody reads.
-        reason: why no Neuron kernel computes these blocks; the floor is then one for any other way.
+        reason: why no Neuron kernel computes these blocks; the floor is then that of PyTorch in their place, padded
+            to multiples of 128; None of blocks that PyTorch's own modules compute too.
+        copy_bytes: of the copies of one block's weights that the kernels read, by the home of the weights
+            (:data:`HOMES`); empty where no kernel computes it.
     """
 
     group: BlockGroup
@@ -73,6 +92,7 @@ class GroupFloor:
     choices: tuple[Floor, ...]
     discarded_seconds: float
     reason: str | None
+    copy_bytes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def padding_overhead_percent(self) -> float | None:
@@ -103,6 +123,7 @@ class GroupFloor:
             "padding_overhead_percent": self.padding_overhead_percent,
             "floor": None if floor is None else asdict(floor) | {"bound": floor.bound},
             "discarded_seconds": self.discarded_seconds,
+            "weight_copy_bytes": dict(self.copy_bytes),
             "best_block_size": self.best_block_size,
             "block_sizes": [asdict(choice) | {"bound": choice.bound} for choice in self.choices],
         }
@@ -156,9 +177,25 @@ class Roofline:
         )
 
     @property
-    def too_large(self) -> dict[str, int]:
+    def copies(self) -> dict[str, Copies]:
+        """By home of the weights, the copies of all blocks that the kernels compute; empty where they compute none."""
+        by_home: dict[str, Copies] = {}
+        for group in {part.group: part for part in self.computed}.values():
+            for home, size in group.copy_bytes.items():
+                before = by_home.get(home, Copies(0, 0))
+                total = before.total + size * len(group.group.names)
+                by_home[home] = Copies(total, max(before.largest_block, size))
+        return by_home
+
+    def held(self, policy: str, home: str = HOMES[0]) -> int:
+        """Return the bytes that a step holds, copies included; the stock model has none."""
+        copies = self.copies.get(home, Copies(0, 0)).total if policy in self.policies else 0
+        return self.memory[policy] + copies
+
+    def too_large(self, home: str = HOMES[0]) -> dict[str, int]:
         """By policy, the bytes by which a step exceeds a logical core's memory."""
-        return {name: size - self.core.memory for name, size in self.memory.items() if size > self.core.memory}
+        excess = {name: self.held(name, home) - self.core.memory for name in self.memory}
+        return {name: size for name, size in excess.items() if size > 0}
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values that ``json.dumps`` accepts."""
@@ -176,8 +213,14 @@ class Roofline:
             "left_out": self.left_out,
             "memory": {
                 "of_a_logical_core": self.core.memory,
+                "weight_copies": {home: asdict(copies) for home, copies in self.copies.items()},
                 "policies": {
-                    name: {"bytes": size, "fits": size <= self.core.memory} for name, size in self.memory.items()
+                    name: {
+                        "bytes": size,
+                        "with_copies": {home: self.held(name, home) for home in HOMES},
+                        "fits": name not in self.too_large(),
+                    }
+                    for name, size in self.memory.items()
                 },
             },
         }
@@ -249,13 +292,36 @@ def _group_floor(
             reason += f", and a step has {step.tokens:,}: take smaller micro-batches and accumulate gradients"
     work = Work(step.tokens, keep, step.trained and not group.codes, step.checkpointing)
     flops = needed_flops(pairs, block, trained=work.trained)
-    if precision not in core.flops:
-        return GroupFloor(group, keep, policies, flops, None, (), 0.0, reason or f"{core.name} has no {precision}")
+    if precision not in core.flops or (group.reason is not None and not group.codes):
+        reason = reason or f"{core.name} has no {precision}"
+        return GroupFloor(group, keep, policies, flops, None, (), 0.0, reason)
+    if reason is not None:
+        return _in_place_of_a_kernel(group, keep, policies, core, block, work, flops, reason)
     floor = _floor_of(group, block, core, work)
-    sizes = block_sizes(block, adapter) if group.experts is not None and block.needs else ()
+    sizes = block_sizes(block, adapter) if group.experts is not None else ()
     choices = tuple(_floor_of(group, group.block(precision, size), core, work) for size in sizes)
     whole = floor if work.trained else _floor_of(group, block, core, replace(work, trained=True))
-    return GroupFloor(group, keep, policies, flops, floor, choices, whole.seconds - floor.seconds, reason)
+    copies = {
+        home: weight_copy_bytes(adapter, block, group.experts, home == "kernel" or group.ordered, group.dtype)
+        for home in HOMES
+    }
+    return GroupFloor(group, keep, policies, flops, floor, choices, whole.seconds - floor.seconds, None, copies)
+
+
+def _in_place_of_a_kernel(
+    group: BlockGroup,
+    keep: str,
+    policies: Mapping[str, int],
+    core: Chip,
+    block: Block,
+    work: Work,
+    flops: float,
+    reason: str,
+) -> GroupFloor:
+    """The floor of PyTorch's own computation; it takes every block size, so there is none to recommend."""
+    padded = TorchBlock(**vars(block))
+    floor = _floor_of(group, padded, core, work)
+    return GroupFloor(group, keep, policies, flops, floor, (), 0.0, reason)
 
 
 def _floor_of(group: BlockGroup, block: Block, core: Chip, work: Work) -> Floor:

@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
-from hf_neuron_moe import NeuronMoEConfig
+from hf_neuron_moe import NeuronMoEConfig, patch_model, unpatch_model
 from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
 from hf_neuron_moe.device.figures import CHIPS
-from hf_neuron_moe.device.passes import Floor
+from hf_neuron_moe.device.passes import ASSUMPTIONS, Floor
 from hf_neuron_moe.device.roofline import Roofline, Step, kept_by_blocks, roofline
 from hf_neuron_moe.device.usable import BlockGroup, block_groups
 from hf_neuron_moe.device.verify import load_for_verification
+from tests.neuron.double.contract import Double
+from tests.neuron.double.install import installed
 from tests.tiny_models import tiny_model
 
 DENSE = BlockGroup("mlp", ("a", "b"), None, None, 4096, 14336, None)
@@ -178,6 +181,94 @@ def test_policies_are_resolved_block_by_block():
     assert not any(hasattr(module, "neuron_keep") for module in model.modules()), "unpatched again"
 
 
+OLMOE = BlockGroup("experts", tuple(map(str, range(16))), 64, 8, 2048, 1024, None)
+LLAMA = BlockGroup("mlp", tuple(map(str, range(32))), None, None, 4096, 14336, None)
+MIXTRAL = BlockGroup("experts", tuple(map(str, range(32))), 8, 2, 4096, 14336, None)
+
+
+@pytest.mark.parametrize(
+    ("group", "chip", "precision", "kernel", "stock"),
+    [
+        # All weights of the blocks: OLMoE's are 16 * 64 * 3 * 2048 * 1024 * 2 bytes = 12 GiB. In the kernels' order
+        # bf16 needs none. The MXFP8 forward reads both weights in another order than the backward, so one copy of
+        # all; of stock weights gate_up (8 GiB) is copied for either, down (4 GiB) for the backward.
+        (OLMOE, "trn2", "bf16", 0, 12),
+        (OLMOE, "trn3", "mxfp8", 12, 20),
+        (MIXTRAL, "trn3", "mxfp8", 84, 140),
+        # Gate and up are two parameters in the stock model: 32 * 2 * 4096 * 14336 * 2 bytes.
+        (LLAMA, "trn3", "mxfp8", 0, 7),
+    ],
+)
+def test_weight_copies_are_counted_before_a_machine_is_there(group, chip, precision, kernel, stock):
+    line = roofline([group], chip, precision, Step(4096), {"minimal": {}})
+    blocks = len(group.names)
+    for home, gib in (("kernel", kernel), ("stock", stock)):
+        copies = line.copies[home]
+        assert (copies.total, copies.largest_block) == (gib * 2**30, gib * 2**30 // blocks)
+    line = replace(line, memory={"minimal": line.core.memory - 10 * 2**30, "stock": line.core.memory})
+    assert line.held("minimal") == line.memory["minimal"] + kernel * 2**30
+    assert line.held("stock") == line.memory["stock"], "the unpatched model has none"
+    assert list(line.too_large()) == (["minimal"] if kernel > 10 else [])
+    assert list(line.too_large("stock")) == (["minimal"] if stock > 10 else [])
+    told = line.to_dict()
+    assert told["memory"]["weight_copies"]["stock"]["total"] == stock * 2**30
+    assert told["memory"]["policies"]["minimal"]["fits"] is (kernel <= 10)
+    assert told["blocks"][0]["weight_copy_bytes"] == {
+        "kernel": kernel * 2**30 // blocks,
+        "stock": stock * 2**30 // blocks,
+    }
+    fp32 = roofline([replace(group, dtype=torch.float32)], chip, precision, Step(4096), {"minimal": {}})
+    assert fp32.copies["kernel"].total > kernel * 2**30, "the kernels read bf16"
+
+
+def test_what_policies_share_is_copied_once():
+    line = roofline([LLAMA], "trn3", "mxfp8", Step(64), {"a": {}, "b": dict.fromkeys(LLAMA.names, "recompute")})
+    assert len(line.computed) == 2 and line.copies["stock"].total == 7 * 2**30
+    assert not roofline([LLAMA], "trn2", "bf16", Step(64)).copies, "no kernel reads them"
+
+
+def test_the_copies_are_those_of_the_patch_report(run, tmp_path):
+    """Before a machine is there, and by the backend on the contract double."""
+    model = tiny_model("mixtral", num_hidden_layers=2, hidden_size=512, intermediate_size=64).bfloat16()
+    model.config.save_pretrained(tmp_path)
+    command = ["estimate", tmp_path, "--length", 64, "--dtype", "bf16", "--device", "trn2", "--activations", "minimal"]
+    memory = json.loads(run(*command, "--json").out)["roofline"]["memory"]
+    text = run(*command).out
+    with installed(tmp_path / "site", Double(target="trn2")):
+        for home in ("kernel", "stock"):
+            report = patch_model(model, NeuronMoEConfig(backend="neuron", weights=home))
+            sizes = [entry.weight_copy_bytes for entry in report.patched]
+            unpatch_model(model)
+            assert memory["weight_copies"][home] == {"total": sum(sizes), "largest_block": max(sizes)}
+    assert memory["weight_copies"]["stock"]["total"] > 0
+    assert "weights=kernel" in text and "Under FSDP2" in text and "with the copies of weights=kernel" in text
+
+
+def test_blocks_without_a_kernel_are_padded_as_pytorch_pads_them(run, tmp_path):
+    """64 x 96 to 128 x 128, not to the 512 of another block's kernel: 166.7 %, as the patch report says."""
+    group = BlockGroup("mlp", ("a",), None, None, 64, 96, None)
+    (part,) = roofline([group], "trn2", "bf16", Step(128)).groups
+    assert part.padding_overhead_percent == pytest.approx(100 * (128 * 128 / (64 * 96) - 1))
+    assert part.best_block_size is None and not part.copy_bytes
+    tiny_model("llama", num_hidden_layers=1, hidden_size=64, intermediate_size=96).config.save_pretrained(tmp_path)
+    text = run("estimate", tmp_path, "--length", 128, "--device", "trn2").out
+    assert "166.7 %" in text and 'With fallback="torch" PyTorch computes them, padded to multiples of 128' in text
+    odd = BlockGroup("mlp", ("a",), None, None, 64, 96, "its activation is GELU")
+    assert roofline([odd], "trn2", "bf16", Step(128)).groups[0].floor is None, "nobody pads what is not patched"
+
+
+def test_the_numbers_can_be_checked_by_hand_from_the_assumptions(repo_root):
+    """MXFP8 rounds the blocks up to an even number: 16 + 7 = 23 of Mixtral's become 24, 50 % more than the 16."""
+    mxfp8, bf16 = (roofline([MIXTRAL], *where, Step(4096)).groups[0] for where in (("trn3", "mxfp8"), ("trn2", "bf16")))
+    assert (mxfp8.padding_overhead_percent, bf16.padding_overhead_percent) == (50.0, 43.75)
+    told = " ".join(ASSUMPTIONS)
+    for words in ("2 bytes per value, in MXFP8 too", "up to an even number", "3 P H", "6 N H I", "it may exceed both"):
+        assert words in told
+    page = " ".join((repo_root / "docs" / "neuron.md").read_text(encoding="utf-8").split())
+    for words in ("2 bytes per value", "even number", "24 blocks", "best B"):
+        assert words in page
+
+
 def test_a_logical_core_is_a_quarter_of_a_chip():
     core = CHIPS["trn2"].core()
     assert (core.flops["bf16"], core.bandwidth, core.memory) == (166.75e12, 0.725e12, 24 * 2**30)
@@ -221,5 +312,10 @@ def test_the_command_knows_frozen_blocks_long_calls_and_the_memory(run, mixtral_
     memory = told["roofline"]["memory"]
     assert memory["of_a_logical_core"] == 24 * 2**30
     totals = {policy["name"]: policy["total"] for policy in told["policies"]}
-    assert memory["policies"]["minimal"] == {"bytes": totals["minimal"], "fits": False}
+    total = totals["minimal"]
+    assert memory["policies"]["minimal"] == {
+        "bytes": total,
+        "with_copies": {"kernel": total, "stock": total},
+        "fits": False,
+    }, "no kernel, no copies"
     assert math.isclose(sum(told["roofline"]["seconds"].values()), 0.0)

@@ -18,12 +18,13 @@ from hf_neuron_moe.backends.base import Saved
 from hf_neuron_moe.backends.mx_weights import MXExpertStack
 from hf_neuron_moe.backends.neuron import versions
 from hf_neuron_moe.backends.neuron.adapter import Adapter
+from hf_neuron_moe.backends.neuron.copies import weight_copy_bytes
 from hf_neuron_moe.backends.neuron.dense import DenseKernels, fake_saved
 from hf_neuron_moe.backends.neuron.experts import ExpertKernels, Experts
 from hf_neuron_moe.backends.neuron.frozen import FROZEN_TOKENS, FrozenKernels
 from hf_neuron_moe.backends.neuron.launch import Launcher
 from hf_neuron_moe.backends.neuron.limits import Block, check_call, most_tokens, this_device, why_not, why_not_tokens
-from hf_neuron_moe.backends.neuron.prepared import CountedWeights, FreshWeights, PreparedWeights
+from hf_neuron_moe.backends.neuron.prepared import FreshWeights, PreparedWeights
 from hf_neuron_moe.backends.torch.backend import TorchBackend
 from hf_neuron_moe.errors import BackendUnavailableError, refuse
 
@@ -98,18 +99,7 @@ class NeuronBackend:
             ordered: gate and up are one tensor (dense), or weights are ``[E, H, 2I]`` and ``[E, I, H]`` (experts).
             dtype: of the parameters.
         """
-        counted = CountedWeights()
-        hidden, inner = block.hidden, block.inner
-        if experts is None:
-            both = torch.empty((2 * inner, hidden), dtype=dtype, device="meta")
-            gate, up = both.chunk(2) if ordered else (torch.empty_like(half) for half in both.chunk(2))
-            down = torch.empty((hidden, inner), dtype=dtype, device="meta")
-            replace(self._dense, weights=counted).prepare(gate, up, down, block)
-        else:
-            shapes = ((hidden, 2 * inner), (inner, hidden)) if ordered else ((2 * inner, hidden), (hidden, inner))
-            gate_up, down = (torch.empty((experts, *shape), dtype=dtype, device="meta") for shape in shapes)
-            replace(self._experts, weights=counted).prepare(Experts(gate_up, down, ordered, block))
-        return counted.nbytes
+        return weight_copy_bytes(self.adapter, block, experts, ordered, dtype)
 
     def why_not_frozen(self, stack: MXExpertStack, training: bool, tokens: int = 0) -> str | None:
         """Return why the kernels cannot compute a block with MX weights, or a call of so many tokens, or None."""
