@@ -40,8 +40,9 @@ class NeuronMoEConfig:
             this precision have (gate_pre and up; for ``"mxfp8"`` also gate_act and intermediate). ``"minimal"``: its
             input, gate_pre and seven eighths of the columns of up. ``"recompute"``: the input only. These three give
             the same gradients, on the torch backend bit for bit; on Neuron bf16 experts that keep gate_pre and up
-            round them before they use them, and others do not (one rounding to bf16). ``"fp8"``: input, gate_pre and up in FP8 (e4m3, groups of 64 with one bf16
-            scale); the backward is that of COAT, ``fp8_mul_backward``, and the gradients differ by what FP8 loses.
+            round them before they use them, and others do not (one rounding to bf16). ``"fp8"``: input, gate_pre and
+            up in FP8 (e4m3, groups of 64 with one bf16 scale); the backward is that of COAT, ``fp8_mul_backward``, and
+            the gradients differ by what FP8 loses.
             Also an :class:`~hf_neuron_moe.activation_policy.ActivationPolicy` (which checkpoints, with exceptions by
             glob), a budget (:class:`~hf_neuron_moe.activation_policy.ActivationBudget`, or ``"48KiB/token"``,
             ``"2GiB/8192tokens"``) that ``patch_model`` solves per module, or the mapping of either.
@@ -113,7 +114,7 @@ def _hint(name: str, value: object, allowed: tuple[str, ...]) -> str:
     """What was probably meant; chips are no backends, and look more like another name than like theirs."""
     if not isinstance(value, str):
         return ""
-    if name == "backend" and value.lower().startswith(("trn", "trainium", "nki")):
+    if name == "backend" and value.lower().startswith(("trn", "trainium")):
         return " Trn2 and Trn3 are reached by 'neuron', which detects the chip."
     return nearest(value, list(allowed))
 

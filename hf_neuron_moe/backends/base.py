@@ -32,9 +32,9 @@ class Backend(Protocol):
     * otherwise gate, up, gate_act and intermediate ``[R, I]`` in the compute dtype, of ``"minimal"`` only the first
       columns of up; what the policy does not keep is empty, and the backward makes it again.
 
-    Every policy but ``"fp8"`` gives the same gradients, and all give the same ``y``: bit for bit in the torch backend. On
-    Neuron the bf16 experts' forward rounds gate and up to bf16 before it uses them where it saves them, and has them in
-    fp32 where it does not, so that ``y`` of the two differs by that rounding; the backward reads saved ones always.
+    Every policy but ``"fp8"`` gives the same gradients, and all give the same ``y``: in the torch backend bit for bit.
+    On Neuron the bf16 experts' forward rounds gate and up to bf16 before it uses them where it saves them, and has them
+    in fp32 where it does not, so that ``y`` of the two differs by that rounding; the backward always reads saved ones.
 
     R is S for the dense MLP and the token-expert pairs in expert order for experts.
     """
