@@ -4,6 +4,7 @@
 #
 #   bash scripts/run_trn2.sh                           configs/neuron/trn2-olmoe.yaml
 #   CONFIG=mine.yaml bash scripts/run_trn2.sh          another file of options
+#   bash scripts/run_trn2.sh --model MODEL_DIR         another model than the file's, from a folder
 #   bash scripts/run_trn2.sh --max_steps 10            options of finetune.py on top
 #   DRY_RUN=1 bash scripts/run_trn2.sh                 check the options and print the command, on any machine
 #   NPROC=1 bash scripts/run_trn2.sh                   one logical core only

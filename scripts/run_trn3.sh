@@ -4,6 +4,7 @@
 #
 #   bash scripts/run_trn3.sh                           configs/neuron/trn3-llama-3-8b.yaml
 #   CONFIG=mine.yaml bash scripts/run_trn3.sh          another file of options
+#   bash scripts/run_trn3.sh --model MODEL_DIR         another model than the file's, from a folder
 #   bash scripts/run_trn3.sh --max_steps 10            options of finetune.py on top
 #   DRY_RUN=1 bash scripts/run_trn3.sh                 check the options and print the command, on any machine
 #   NPROC=1 bash scripts/run_trn3.sh                   one logical core only

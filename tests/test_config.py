@@ -21,6 +21,8 @@ from hf_neuron_moe.errors import ConfigError
         ({"precision": None}, "got None"),
         ({"backend": "cuda"}, "backend must be one of auto, torch, neuron, nki-sim, triton"),
         ({"weights": "kernels"}, "Did you mean 'kernel'"),
+        ({"backend": "trn2"}, "reached by 'neuron'"),
+        ({"backend": "nki-smi"}, "Did you mean 'nki-sim'"),
         ({"block_size": 100}, "block_size must be one of"),
         ({"block_size": 512.0}, "got 512.0"),
         ({"block_size": True}, "got True"),
