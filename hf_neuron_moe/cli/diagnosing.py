@@ -68,7 +68,7 @@ def doctor(
         }
         typer.echo(json.dumps({"ok": True, **found.to_dict(), **(blocks if model_dir else {})}))
     else:
-        show_installation(found)
+        show_installation(found, {answer.group.kind for answer in answers})
         if model_dir is not None:
             show_usable(answers, found, f"{model_dir}", unjudged, f"LNC {judged_lnc} ({lnc_source})")
     groups = {answer.group: False for answer in answers}

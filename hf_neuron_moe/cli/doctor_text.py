@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 import typer
@@ -12,8 +12,17 @@ if TYPE_CHECKING:
     from hf_neuron_moe.device.usable import Usable
 
 
-def show_installation(found: Installation) -> None:
-    """Print whether kernels can run, what to do first, and what is installed."""
+_NEEDS_OF_KIND = {"mlp": "mlp_", "experts": "moe_"}
+"""How the needs of each kind of block begin."""
+
+
+def show_installation(found: Installation, kinds: Collection[str] = ()) -> None:
+    """Print whether kernels can run, what to do first, and what is installed.
+
+    Args:
+        found: this machine.
+        kinds: of the blocks that were asked about, whose kernels are listed; none lists the kernels of all.
+    """
     typer.echo(f'backend="neuron" can run here: {"yes" if found.usable else "no"}')
     if found.why_not is not None:
         typer.echo(f"  why:   {found.why_not}")
@@ -32,10 +41,12 @@ def show_installation(found: Installation) -> None:
     typer.echo(f"LNC (physical cores per logical core) {found.lnc[0] or 'unknown'} ({found.lnc[1]})")
     for name, value in found.environment.items():
         typer.echo(f"{name}={value}")
-    kernels = [(kernel.need, kernel.function, kernel.generation or "-", kernel.reason) for kernel in found.kernels]
-    show_table([("kernel for", "in nkilib", "arguments of", "note"), *kernels])
-    for note in dict.fromkeys(kernel.note for kernel in found.kernels if kernel.note):
-        needs = " and ".join(kernel.need for kernel in found.kernels if kernel.note == note)
+    wanted = tuple(_NEEDS_OF_KIND[kind] for kind in kinds or _NEEDS_OF_KIND)
+    kernels = [kernel for kernel in found.kernels if kernel.need.startswith(wanted)]
+    cells = [(kernel.need, kernel.function, kernel.generation or "-", kernel.reason) for kernel in kernels]
+    show_table([("kernel for", "in nkilib", "arguments of", "note"), *cells])
+    for note in dict.fromkeys(kernel.note for kernel in kernels if kernel.note):
+        needs = " and ".join(kernel.need for kernel in kernels if kernel.note == note)
         typer.echo(f"{needs}: {note}.")
 
 

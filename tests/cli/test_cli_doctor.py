@@ -173,11 +173,20 @@ def test_text_and_json_say_the_same(run, mixtral_dir):
     text, told = run("doctor", mixtral_dir).out, json.loads(run("doctor", mixtral_dir, "--json").out)
     facts = [told["why_not"], *told["first_steps"], told["simulator_reason"], told["python"], told["machine"]]
     facts += [part for package in told["packages"] for part in (package["name"], package["state"], package["note"])]
-    facts += [part for kernel in told["kernels"] for part in (kernel["need"], kernel["function"], kernel["reason"])]
+    kernels = [kernel for kernel in told["kernels"] if kernel["need"].startswith("moe_")]  # those of its kind of block
+    facts += [part for kernel in kernels for part in (kernel["need"], kernel["function"], kernel["reason"])]
     facts += [told["target"]["source"], told["lnc"]["source"], told["model"]]
     for block in told["blocks"]:
         facts += [*block["kernels"], block["precision"], *(place["reason"] for place in block["documented"].values())]
     assert [fact for fact in facts if fact and fact not in text] == []
+
+
+def test_the_kernels_of_a_models_kinds_of_blocks_are_listed(run, model_dir, mixtral_dir):
+    everything, dense, experts = (run("doctor", *model).out for model in ([], [model_dir], [mixtral_dir]))
+    for text, listed in ((everything, ("mlp_", "moe_")), (dense, ("mlp_",)), (experts, ("moe_",))):
+        for prefix in ("mlp_", "moe_"):
+            assert any(line.startswith(f"{prefix}forward ") for line in text.splitlines()) == (prefix in listed)
+        assert ("moe_forward and moe_backward: the documents leave open" in text) == ("moe_" in listed)
 
 
 def test_the_documents_are_asked_about_the_lnc_that_is_set(run, mixtral_dir, monkeypatch):
