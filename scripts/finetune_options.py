@@ -190,13 +190,13 @@ def parse(argv: Sequence[str]) -> Options:
     except ConfigError:
         raise
     except ValueError as error:  # what TrainingArguments refuses
-        remedy = "Correct them."
+        remedy, got = "Correct them.", str(error).rstrip(".")
         if "use_cpu" in str(error):  # bf16 without a device that has it
             _check_backend(values)
             remedy = (
                 "To rehearse the run on a CPU add --use_cpu true, and --neuron_backend torch where it names another."
             )
-        raise _bad(_PLACE, "training options", "ones that TrainingArguments takes", error, remedy) from error
+        raise _bad(_PLACE, "training options", "ones that TrainingArguments takes", got, remedy) from error
     return checked(options)
 
 
