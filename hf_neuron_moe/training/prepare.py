@@ -44,7 +44,7 @@ def refuse_sharded_kernel_home(where: str, model: nn.Module) -> None:
                 ConfigError,
                 where=where,
                 argument="neuron_weights",
-                expected="'stock' under FSDP, whose checkpoints go by the stock names and shapes ('auto': on torch only)",
+                expected="'stock' under FSDP, whose checkpoints go by the stock names and shapes ('auto': torch only)",
                 got=f"'kernel', for {name}",
                 remedy="Set neuron_weights='stock'; the numbers are the same.",
             )
