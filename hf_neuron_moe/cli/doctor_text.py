@@ -76,6 +76,12 @@ def show_usable(
             typer.echo(f"  {place}  {told}{_sizes(answer, place)}")
     if any(answer.group.codes for answer in answers):
         typer.echo("Frozen MX weights have kernels in inference only; adapters are trained through fallback='torch'.")
+        reasons = [answer.documented["trn3"] or "" for answer in answers if answer.group.codes]
+        if any(reason and "LNC" not in reason for reason in reasons):
+            typer.echo(
+                "`hf-neuron-moe convert SRC DST --precision mxfp8 --for inference --pad` writes experts as words and "
+                "adds zeros up to the sizes that the kernels take."
+            )
     if any(answer.group.experts is not None and not answer.group.codes for answer in answers):
         size = answers[0].block_size
         typer.echo(f"Experts are judged at block_size={size}; NeuronMoEConfig(block_size=...) chooses another one.")

@@ -64,7 +64,9 @@ def _show_left_out(floor: Roofline) -> None:
         rows = list(parts)
         typer.echo(f"{group.label}: {rows[0].reason}")
         if any(part.floor for part in rows):
-            typer.echo('  With fallback="torch" PyTorch computes them, padded to multiples of 128; then at least:')
+            typer.echo(
+                '  With fallback="torch" PyTorch computes them, padded to multiples of 128 (tokens too); then at least:'
+            )
             _show_table(rows)
 
 

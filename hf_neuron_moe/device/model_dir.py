@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from torch import nn
+from transformers import PreTrainedModel
 
 from hf_neuron_moe.convert.assign import build_converted_model, build_meta_model
 from hf_neuron_moe.convert.folder import check_model, is_conversion
@@ -31,13 +31,9 @@ def groups_of_folder(folder: Path, where: str) -> list[BlockGroup]:
     check_model(folder, where)
     if not is_conversion(folder):
         return block_groups(build_meta_model(folder, where))
-    from hf_neuron_moe.quantizers.placement import place
-    from hf_neuron_moe.quantizers.stored import read_stored
-
-    files = _check_shards(folder, where)
     model = _converted_model(folder, where)
     stock = block_groups(model)
-    place(model, read_stored(str(folder / file) for file in files))  # type: ignore[arg-type]
+    _place_codes(model, folder, where)
     frozen = [group for group in block_groups(model) if group.codes]
     taken = {name for group in frozen for name in group.names}
     others = [replace(group, names=tuple(name for name in group.names if name not in taken)) for group in stock]
@@ -68,8 +64,7 @@ def check_model_dir(folder: Path, where: str, *, random_weights: bool) -> None:
                 got="on",
                 remedy="Leave --random-weights out, or give the checkpoint that it was made of.",
             )
-        _check_shards(folder, where)
-        _converted_model(folder, where)
+        _place_codes(_converted_model(folder, where), folder, where)
         return
     build_meta_model(folder, where)
     if random_weights:
@@ -86,15 +81,18 @@ def check_model_dir(folder: Path, where: str, *, random_weights: bool) -> None:
     read_source(folder, where)
 
 
-def _check_shards(folder: Path, where: str) -> list[str]:
-    """The shards' names; their headers account for all of their bytes."""
+def _place_codes(model: PreTrainedModel, folder: Path, where: str) -> None:
+    """Put the blocks of a conversion's shards, whose headers account for all of their bytes, into its model."""
+    from hf_neuron_moe.quantizers.placement import place
+    from hf_neuron_moe.quantizers.stored import read_stored
+
     files = sorted({tensor.file for tensor in read_manifest(folder, where).tensors})
     for file in files:
         read_header(folder / file, where)
-    return files
+    place(model, read_stored(str(folder / file) for file in files))
 
 
-def _converted_model(folder: Path, where: str) -> nn.Module:
+def _converted_model(folder: Path, where: str) -> PreTrainedModel:
     import hf_neuron_moe.quantizers  # noqa: F401 - makes transformers know converted checkpoints
 
     return build_converted_model(folder, where)

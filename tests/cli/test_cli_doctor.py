@@ -253,7 +253,10 @@ def test_doctor_judges_the_blocks_of_a_conversion(run, tmp_path):
     (block,) = told["natural"]
     assert "takes words" in block["documented"]["trn3"]["reason"]
     assert [block["precision"] for block in told["bf16"]] == ["bf16", "mxfp8"] and not told["bf16"][0]["frozen"]
+    advice = "--precision mxfp8 --for inference --pad` writes experts as words"
+    assert advice in run("doctor", tmp_path / "natural-converted").out
     text = run("doctor", tmp_path / "dense-converted").out
+    assert advice not in text, "nothing is wrong with it"
     assert "2 x frozen mlp (128, 256), e4m3fn codes, swizzled: mlp_forward_mxfp8_nki" in text
     assert "  trn3  yes, in inference" in text and "kernels in inference only" in text
     assert "needs two physical cores" in run("doctor", tmp_path / "words-converted", "--lnc", 1).out

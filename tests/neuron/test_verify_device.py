@@ -239,6 +239,7 @@ def test_arguments_are_checked_first_and_nothing_is_loaded(
         ("no weights", "must be a folder with the weights in safetensors files, got config.json without them"),
         ("shard", "model-00002-of-00002.safetensors must be a file of the checkpoint"),
         ("conversion", "neuron-00001-of-00001.safetensors: data must be"),
+        ("ranks", "got the part of tensor-parallel rank 0"),
     ],
 )
 def test_a_damaged_model_is_refused_on_any_machine(
@@ -253,19 +254,20 @@ def test_a_damaged_model_is_refused_on_any_machine(
         (model / "config.json").write_text("{", encoding="utf-8")
     elif damage == "weights":
         (model / weights).write_bytes((model / weights).read_bytes()[:-10])
-    elif damage == "conversion":
-        convert_checkpoint(model, tmp_path / "mx", ConvertOptions(precision="mxfp8"))
+    elif damage in ("conversion", "ranks"):
+        degree = 2 if damage == "ranks" else 1
+        convert_checkpoint(model, tmp_path / "mx", ConvertOptions(precision="mxfp8", tp_degree=degree))
         model = tmp_path / "mx"
-        (shard,) = model.glob("*.safetensors")
-        shard.write_bytes(shard.read_bytes()[:-10])
-        message = message.replace("neuron-00001-of-00001.safetensors", shard.name)
+        if damage == "conversion":
+            (shard,) = model.glob("*.safetensors")
+            shard.write_bytes(shard.read_bytes()[:-10])
     else:
         (model / weights).unlink()
     if damage == "shard":
         index = {"metadata": {}, "weight_map": {"lm_head.weight": "model-00002-of-00002.safetensors"}}
         (model / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
     code, out, err = run_command(monkeypatch, capsys, model)
-    assert (code, out) == (3, "") and message in err, err
+    assert (code, out) == (1 if damage == "ranks" else 3, "") and message in err, err
     if damage in ("weights", "no weights"):
         code, _, err = run_command(monkeypatch, capsys, model, "--random-weights")
         assert code == 1 and "nki is not installed" in err, "weights that nobody reads do not matter"
