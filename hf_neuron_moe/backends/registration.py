@@ -23,6 +23,11 @@ _registered: dict[str, Any] = {}
 _twins: dict[int, Any] = {}
 """By the id of an operator made by ``nki_op``: the operator that its body calls for the torch backend."""
 
+_made: list[Any] = []
+"""All operators, kept alive: one that is replaced and then collected would take its successor out of the cache of
+``torch.ops``. Whoever names an operator, as selective checkpointing does, would get another object than what is called.
+"""
+
 _BACKEND_ARGUMENTS = ("backend", "names")
 
 
@@ -51,7 +56,8 @@ def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
         define = _definer()
         _registered[body.__module__] = define
         if define is torch.library.custom_op:
-            return define(name, body, mutates_args=())
+            _made.append(define(name, body, mutates_args=()))
+            return _made[-1]
         twin = torch.library.custom_op(f"{name}_torch", body, mutates_args=())
         parameters = list(inspect.signature(body).parameters)
         place = next(parameters.index(argument) for argument in _BACKEND_ARGUMENTS if argument in parameters)
@@ -64,6 +70,7 @@ def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
         # Types instead of their names, which would be looked up in this module.
         vars(traceable)["__signature__"] = inspect.signature(body, eval_str=True)
         made = define(name, traceable, mutates_args=())
+        _made.append(made)
         _twins[id(made)] = twin
         return made
 

@@ -5,6 +5,7 @@ Letters: S tokens, H hidden, I intermediate, E experts, K experts per token.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -74,6 +75,21 @@ def test_operators_are_registered_through_nki_op(machine: Start) -> None:
     names = {"mlp_fwd", "mlp_bwd", "moe_fwd", "moe_bwd"}
     assert {f"hf_neuron_moe::{name}" for name in names} <= set(double.operators)
     assert all(type(getattr(ops, name)) is torch.library.CustomOpDef for name in names)
+
+
+def test_operators_that_were_registered_again_stay_the_named_ones(machine: Start) -> None:
+    """Selective checkpointing compares what is called with what was named."""
+
+    def named_and_called() -> list[tuple[Any, Any]]:
+        gc.collect()  # what was registered before
+        names = ("mlp_fwd", "mlp_bwd", "moe_fwd", "moe_bwd")
+        return [(getattr(torch.ops.hf_neuron_moe, name).default, getattr(ops, name)._opoverload) for name in names]
+
+    patch_model(DENSE.model(), {**DENSE.options, "backend": "torch"})
+    machine()
+    for backend in ("neuron", "torch"):
+        patch_model(DENSE.model(), {**DENSE.options, "backend": backend})
+        assert all(named is called for named, called in named_and_called())
 
 
 @pytest.mark.parametrize("name", OPERATORS)
