@@ -78,7 +78,9 @@ def check_training(options: Options) -> None:
         return
     training = options.training
     kernel_home = training.neuron_weights == "kernel" or (
-        training.neuron_weights == "auto" and training.neuron_backend in NEURON_BACKENDS
+        training.neuron_weights == "auto"
+        and training.neuron_backend in NEURON_BACKENDS
+        and training.neuron_fallback != "torch"  # blocks that PyTorch computes stay in the stock layout
     )
     if training.neuron_patch and not frozen and kernel_home:
         auto = "" if training.neuron_weights == "kernel" else f", which is kernel on backend {training.neuron_backend}"

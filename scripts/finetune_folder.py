@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 
 from finetune_options import LoraOptions
+from safetensors import SafetensorError, safe_open
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
-from hf_neuron_moe.convert.source import damaged, read_header
+from hf_neuron_moe.convert.source import damaged
 from hf_neuron_moe.convert.write import INDEX_OUT
 from hf_neuron_moe.errors import ConfigError, refuse
 from hf_neuron_moe.quantizers.config import PRECISIONS
@@ -93,8 +94,19 @@ def check_weights(name: str) -> list[str]:
             return [] if pickled else [f"model {name!r} has no weights here, and the run needs them"]
         files = _files_of(folder / index)
     for file in files:
-        read_header(folder / file, _WHERE)
+        _check_file(folder / file)
     return []
+
+
+def _check_file(path: Path) -> None:
+    """Refuse a file that the safetensors library cannot open: whatever it can, loading may have a use for."""
+    try:
+        with safe_open(path, framework="pt"):
+            return
+    except FileNotFoundError as error:
+        raise damaged(path.name, "a file of the checkpoint", "no such file", _WHERE) from error
+    except SafetensorError as error:
+        raise damaged(path.name, "a safetensors file as long as its header says", error, _WHERE) from error
 
 
 def _files_of(index: Path) -> list[str]:

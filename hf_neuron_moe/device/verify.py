@@ -55,7 +55,7 @@ def load_for_verification(folder: Path, *, random_weights: bool = False) -> nn.M
     import hf_neuron_moe.quantizers  # noqa: F401 - makes transformers know converted checkpoints
 
     try:
-        return AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True)
     except (SafetensorError, OSError, RuntimeError, ValueError) as error:
         raise refuse(
             SourceDamageError,
@@ -65,6 +65,10 @@ def load_for_verification(folder: Path, *, random_weights: bool = False) -> nn.M
             got=f"{type(error).__name__}: {error}",
             remedy="Repair it, or compare on random weights: --random-weights.",
         ) from error
+    kinds = [type(module) for module in model.modules() if isinstance(module, NeuronBlock)]
+    if kinds and not any(issubclass(kind, FrozenBlock) for kind in kinds):
+        unpatch_model(model)  # a conversion in bf16 comes patched; it is patched again as it is to be compared
+    return model
 
 
 def verify_device(

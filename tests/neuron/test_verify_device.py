@@ -159,6 +159,18 @@ def test_frozen_blocks_are_compared_in_inference(machine: Start, tmp_path: Path)
     assert report.ok, report
 
 
+def test_a_conversion_in_bf16_is_compared_like_a_checkpoint(machine: Start, tmp_path: Path) -> None:
+    from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
+
+    EXPERTS.model(layers=1).bfloat16().save_pretrained(tmp_path / "source")
+    convert_checkpoint(tmp_path / "source", tmp_path / "bf16", ConvertOptions(precision="bf16"))
+    machine(target=EXPERTS.target)
+    report = verify_device(load_for_verification(tmp_path / "bf16"), tokens=32, block_size=256)
+    (block,) = report.blocks
+    assert "grad gate_up_proj" in [tensor.name for tensor in block.tensors]
+    assert report.ok, report
+
+
 def test_a_frozen_block_without_a_kernel_is_not_compared_with_itself(machine: Start, tmp_path: Path) -> None:
     from hf_neuron_moe import set_backend
     from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint

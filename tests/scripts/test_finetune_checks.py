@@ -10,11 +10,13 @@ from typing import Any
 import finetune
 import finetune_checks
 import pytest
+import torch
 from finetune_checks import check_kernels, check_places, check_run, check_training
 from finetune_folder import check_weights
 from finetune_options import Options, parse
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 from make_tiny_model import make_tiny_model
+from safetensors.torch import load_file, save_file
 
 from hf_neuron_moe.backends.neuron.limits import Device
 from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
@@ -240,6 +242,14 @@ def test_the_device_is_not_asked_for_kernels_of_missing_cores(models: dict[str, 
         check_kernels(options(models["mixtral"], neuron_backend="neuron"), Device("trn2", 1), DocumentedAdapter())
 
 
+def test_tensors_of_any_dtype_may_lie_beside_the_weights(tmp_path: Path) -> None:
+    make_tiny_model("llama", tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["extra"] = torch.zeros(3, dtype=torch.complex64)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert check_weights(str(tmp_path)) == []
+
+
 @pytest.mark.parametrize("index", [False, True])
 def test_damaged_weights_are_refused_before_they_are_loaded(tmp_path: Path, index: bool) -> None:
     make_tiny_model("llama", tmp_path)
@@ -254,7 +264,7 @@ def test_damaged_weights_are_refused_before_they_are_loaded(tmp_path: Path, inde
         with pytest.raises(SourceDamageError, match="got no such file"):
             check_run(options(tmp_path))
     weights.write_bytes(whole[:-1])
-    with pytest.raises(SourceDamageError, match=f"{weights.name}: data must be .* long as the header says"):
+    with pytest.raises(SourceDamageError, match=f"{weights.name} must be a safetensors file as long as"):
         check_run(options(tmp_path))
     weights.unlink()
     if index:
@@ -279,7 +289,8 @@ def test_what_sharding_excludes_is_refused_first(
     check_training(options(models["llama"], **changes))
     with pytest.raises(ConfigError, match=message):
         check_training(options(models["llama"], **changes, fsdp="full_shard"))
-    check_training(options(models["llama"], fsdp="full_shard", neuron_backend="neuron", neuron_weights="stock"))
+    for fine in ({"neuron_weights": "stock"}, {"neuron_fallback": "torch"}):
+        check_training(options(models["llama"], fsdp="full_shard", neuron_backend="neuron", **fine))
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(ConfigError, match=message):
         check_training(options(models["llama"], **changes))

@@ -4,7 +4,8 @@ Letters: N blocks of B slots, I intermediate.
 
 The documented order is ``[N, 2, I, B]`` (nki-library 2.31 and 2.32). A candidate of 2.33 names an order in its
 checkpoint record, whose default is ``DIRECT``, ``[N, 2, B, I]``; only the default works there, so the record is left
-alone and its default is read. Shapes say nothing: at I = B both orders have the same one.
+alone and its default is read. Where neither an option nor a record that can be found names an order, the documented one
+holds. Shapes say nothing: at I = B both orders have the same one.
 
 Source: nki-library ``experimental.moe_mxfp8``.
 """
