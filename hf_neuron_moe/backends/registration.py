@@ -59,16 +59,16 @@ def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
             _made.append(define(name, body, mutates_args=()))
             return _made[-1]
         twin = torch.library.custom_op(f"{name}_torch", body, mutates_args=())
-        parameters = list(inspect.signature(body).parameters)
-        place = next(parameters.index(argument) for argument in _BACKEND_ARGUMENTS if argument in parameters)
+        signature = inspect.signature(body, eval_str=True)
+        backend = next(argument for argument in _BACKEND_ARGUMENTS if argument in signature.parameters)
 
         @functools.wraps(body)
-        def traceable(*arguments: Any) -> Any:
-            by_torch = arguments[place].rpartition("|")[2] == "torch"
-            return (twin if by_torch else body)(*arguments)
+        def traceable(*arguments: Any, **named: Any) -> Any:
+            bound = signature.bind(*arguments, **named)
+            by_torch = bound.arguments[backend].rpartition("|")[2] == "torch"
+            return (twin if by_torch else body)(*bound.args)
 
-        # Types instead of their names, which would be looked up in this module.
-        vars(traceable)["__signature__"] = inspect.signature(body, eval_str=True)
+        vars(traceable)["__signature__"] = signature  # types, where their names would be looked up in this module
         made = define(name, traceable, mutates_args=())
         _made.append(made)
         _twins[id(made)] = twin
