@@ -71,9 +71,9 @@ def test_no_two_of_64_blocks_are_equal(precision: str, share: float) -> None:
     blocks = [[Option(keep, saved_bytes(s, keep), recomputed_flops(s, keep)) for keep in keeps] for s in shapes]
     floor, most = (sum(pick(one.saved for one in options) for options in blocks) for pick in (min, max))
     limit = floor + share * (most - floor)
-    start = time.perf_counter()
+    start = time.process_time()
     plan = cheapest_plan(blocks, limit)
-    assert time.perf_counter() - start < 2  # 0.3 s on one core of the machine at hand
+    assert time.process_time() - start < 2  # 0.3 s on one core of the machine at hand
     assert plan is not None
     assert plan.saved <= limit
     everything = sum(max(one.flops for one in options) for options in blocks)
