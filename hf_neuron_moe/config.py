@@ -6,14 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from hf_neuron_moe.activation_policy import PRESETS, Activations, as_activations, check_for_precision, to_plain
+from hf_neuron_moe.activation_policy import Activations, as_activations, check_for_precision, to_plain
 from hf_neuron_moe.errors import ConfigError, nearest, refuse
 
 PRECISIONS = ("bf16", "mxfp8", "fp32")
 BACKENDS = ("auto", "torch", "neuron", "nki-sim", "triton")
 FALLBACKS = ("refuse", "torch")
 WEIGHT_HOMES = ("auto", "stock", "kernel")
-ACTIVATIONS = PRESETS
 BLOCK_SIZES = (128, 256, 512, 1024, 2048, 4096)
 """Tokens per block that ``blockwise_mm_bwd`` accepts (2048 and 4096 since release 2.33)."""
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 EQUAL, PASS, CLOSE, FAIL, ERROR, NOT_RUN = "equal", "pass", "close", "fail", "error", "not run"
-WRONG = (FAIL, ERROR)
 
 SHAPE, MISSING, NOT_FINITE, NOT_WRITTEN = "shape", "missing", "not finite", "not written"
 LAST_ROW, PART, SCALED, NOISE, OTHER = "last row", "part", "scaled", "noise", "other function"

@@ -40,16 +40,6 @@ class BlockRows:
         """Return each pair's routing weight, fp32 ``[R]``."""
         return expert_affinities_masked.reshape(-1, experts)[self.token_R, self.expert_R].float()
 
-    def to_blocks(self, values_RC: Tensor) -> Tensor:
-        """Scatter rows ``[R, C]`` to ``[N, B, C]``; slots without a token are zero."""
-        out = values_RC.new_zeros((self.blocks * self.block_size, values_RC.shape[1]))
-        out[self.slot_R] = values_RC
-        return out.view(self.blocks, self.block_size, -1)
-
-    def from_blocks(self, values_NBC: Tensor) -> Tensor:
-        """Gather rows ``[R, C]`` from ``[N, B, C]``."""
-        return values_NBC.reshape(self.blocks * self.block_size, -1)[self.slot_R]
-
 
 def block_rows(
     token_position_to_id: Tensor,

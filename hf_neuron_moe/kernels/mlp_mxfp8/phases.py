@@ -56,9 +56,6 @@ class StepOptions(TypedDict):
     mx_scale_rule: str
 
 
-Pair = tuple[tuple[str, TensorDescriptor], tuple[str, TensorDescriptor]]
-
-
 def get_program_sharding_info(run_with_lnc2: bool, core: int = 0) -> tuple[int, int]:
     """Return ``(number of programs, id of this one)``: ``(2, core)`` under LNC2, otherwise ``(1, 0)``.
 
