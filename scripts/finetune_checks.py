@@ -17,14 +17,13 @@ from huggingface_hub import HfApi, constants, hf_hub_download, try_to_load_from_
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 from transformers.trainer import TRAINER_STATE_NAME
 
-from hf_neuron_moe.backends import resolve_backend
+from hf_neuron_moe.backends import NEURON_BACKENDS, resolve_backend
 from hf_neuron_moe.backends.neuron.adapter import Adapter
 from hf_neuron_moe.backends.neuron.limits import BF16_TOKENS, MAX_TOKENS, Block, Device, this_device, why_not
 from hf_neuron_moe.convert.assign import build_meta_model
 from hf_neuron_moe.device.usable import NO_TRAINING, BlockGroup, block_groups
 from hf_neuron_moe.errors import ConfigError, NeuronMoEError, refuse
 
-NEURON_BACKENDS = ("neuron", "nki-sim")
 HUB_TIMEOUT_S = 10.0
 _HTTP_ERROR: type[Exception] = HfHubHTTPError.__bases__[0]
 """httpx's HTTPError, of the httpx that this huggingface_hub uses; errors of connections are among them."""

@@ -13,10 +13,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from finetune_checks import NEURON_BACKENDS, check_kernels, check_places, check_resume, check_training
+from finetune_checks import check_kernels, check_places, check_resume, check_training
 from finetune_folder import check_weights
 from finetune_options import Options, check_files, parse
 
+from hf_neuron_moe.backends import NEURON_BACKENDS
 from hf_neuron_moe.backends.neuron import versions
 from hf_neuron_moe.backends.neuron.adapter import Adapter
 from hf_neuron_moe.backends.neuron.limits import Device

@@ -15,10 +15,12 @@ if TYPE_CHECKING:
 
     from hf_neuron_moe.backends.base import Backend
 
+NEURON_BACKENDS = ("neuron", "nki-sim")
+"""Those that call nkilib's kernels."""
+
 _PLANNED = {"triton": "CUDA"}
-_NEURON = ("neuron", "nki-sim")
 _WITHOUT_COPIES = "+no-copies"
-_KNOWN = ("auto", "torch", *_NEURON, *_PLANNED)
+_KNOWN = ("auto", "torch", *NEURON_BACKENDS, *_PLANNED)
 
 
 def resolve_backend(name: str, device: torch.device) -> str:
@@ -40,7 +42,7 @@ def resolve_backend(name: str, device: torch.device) -> str:
         name = "neuron" if device.type == "neuron" else "torch"
     if name == "torch":
         return name
-    if name in _NEURON:
+    if name in NEURON_BACKENDS:
         return _resolve_neuron(name)
     if name in _PLANNED:
         raise refuse(
@@ -84,7 +86,7 @@ def get_backend(name: str) -> Backend:
     if name == "torch":
         return _torch_backend()
     plain = name.removesuffix(_WITHOUT_COPIES)
-    if plain in _NEURON:
+    if plain in NEURON_BACKENDS:
         from hf_neuron_moe.backends.neuron.backend import neuron_backend
 
         backend = neuron_backend(plain)
@@ -93,7 +95,7 @@ def get_backend(name: str) -> Backend:
         BackendUnavailableError,
         where="get_backend",
         argument="name",
-        expected=f"one of torch, {', '.join(_NEURON)}",
+        expected=f"one of torch, {', '.join(NEURON_BACKENDS)}",
         got=repr(name),
         remedy="Pass the result of resolve_backend.",
     )

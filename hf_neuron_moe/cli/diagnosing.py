@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hf_neuron_moe.backends import NEURON_BACKENDS
+from hf_neuron_moe.backends.neuron.generations import KERNEL_PRECISIONS
 from hf_neuron_moe.cli.doctor_text import show_installation, show_table, show_usable
 from hf_neuron_moe.cli.exit_codes import CLOSE, REFUSED, VERIFY
 from hf_neuron_moe.cli.options import BlockSize, Json, choice
@@ -18,9 +20,6 @@ if TYPE_CHECKING:
     from hf_neuron_moe.device.installed import Installation
     from hf_neuron_moe.device.outcome import BlockResult, DeviceReport
     from hf_neuron_moe.device.usable import Usable
-
-DEVICE_BACKENDS = ("neuron", "nki-sim")
-KERNEL_PRECISIONS = ("bf16", "mxfp8")
 
 
 def doctor(
@@ -123,7 +122,7 @@ def verify_device(
     layers: Annotated[int | None, typer.Option(min=1, help="Only the first so many blocks. Default: all.")] = None,
     seed: Annotated[int, typer.Option(help="Of the random input.")] = 0,
     random_weights: Annotated[bool, typer.Option("--random-weights", help="Do not read the weights.")] = False,
-    backend: Annotated[str, choice(DEVICE_BACKENDS, text="nki-sim runs the kernels in NKI's simulator.")] = "neuron",
+    backend: Annotated[str, choice(NEURON_BACKENDS, text="nki-sim runs the kernels in NKI's simulator.")] = "neuron",
     device: Annotated[str | None, typer.Option(metavar="DEVICE", help="Such as neuron:3. Default: neuron:0.")] = None,
     as_json: Json = False,
 ) -> None:

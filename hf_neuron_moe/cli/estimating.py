@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hf_neuron_moe.activation_policy import PRESETS, activations_from_text
+from hf_neuron_moe.backends.neuron.versions import PLATFORMS
 from hf_neuron_moe.cli.options import BLOCK_PRECISIONS, BlockSize, Json, choice
 from hf_neuron_moe.cli.roofline_text import gibibytes, show_roofline
 from hf_neuron_moe.errors import NeuronMoEError
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
 DTYPES = ("bf16", "fp16", "fp32")
 OPTIMIZERS = ("adamw", "adafactor", "sgd")
-DEVICES = ("trn2", "trn3")
 _TORCH_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
@@ -54,7 +54,7 @@ def estimate(
         bool, typer.Option("--gradient-checkpointing", help="Keep the layers' inputs and recompute each layer.")
     ] = False,
     device: Annotated[
-        str | None, choice(DEVICES, text="Also the least time of the blocks on a logical core, by published figures.")
+        str | None, choice(PLATFORMS, text="Also the least time of the blocks on a logical core, by published figures.")
     ] = None,
     block_size: BlockSize = 512,
     as_json: Json = False,

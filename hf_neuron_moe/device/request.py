@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_neuron_moe.backends import resolve_backend
+from hf_neuron_moe.backends import NEURON_BACKENDS, resolve_backend
 from hf_neuron_moe.backends.neuron import versions
+from hf_neuron_moe.backends.neuron.generations import KERNEL_PRECISIONS
 from hf_neuron_moe.backends.neuron.limits import BF16_TOKENS, Block, Device, why_not
 from hf_neuron_moe.config import BLOCK_SIZES
 from hf_neuron_moe.device.installed import device_count
@@ -16,8 +17,6 @@ from hf_neuron_moe.device.usable import DOCUMENTED_LNC, DocumentedAdapter
 from hf_neuron_moe.errors import BackendUnavailableError, ConfigError, nearest, refuse
 
 WHERE = "verify_device"
-DEVICE_BACKENDS = ("neuron", "nki-sim")
-KERNEL_PRECISIONS = ("bf16", "mxfp8")
 _USUAL_SIZES = (4096, 2048)
 """H and I that every kernel takes."""
 
@@ -39,7 +38,7 @@ class Request:
     device: str | None = None
 
     def __post_init__(self) -> None:
-        _check_one_of("backend", self.backend, DEVICE_BACKENDS)
+        _check_one_of("backend", self.backend, NEURON_BACKENDS)
         if self.precision is not None:
             _check_one_of("precision", self.precision, KERNEL_PRECISIONS)
         for argument, value in (("tokens", self.tokens), ("layers", self.layers)):

@@ -15,8 +15,9 @@ from torch import nn
 from hf_neuron_moe.backends.mx_weights import MXExpertStack
 from hf_neuron_moe.backends.neuron.adapter import Adapter, Match
 from hf_neuron_moe.backends.neuron.frozen import NO_BACKWARD, kernel_need, why_not_frozen
-from hf_neuron_moe.backends.neuron.generations import FUNCTIONS
+from hf_neuron_moe.backends.neuron.generations import FUNCTIONS, KERNEL_PRECISIONS
 from hf_neuron_moe.backends.neuron.limits import Block, Device, why_not
+from hf_neuron_moe.backends.neuron.versions import PLATFORMS
 from hf_neuron_moe.config import BLOCK_SIZES, NeuronMoEConfig
 from hf_neuron_moe.device.installed import CheckedAdapter
 from hf_neuron_moe.modules.block import stock_slot
@@ -25,8 +26,6 @@ from hf_neuron_moe.patching.discovery import Candidate, discover
 
 DOCUMENTED_SDK = "2.33"
 DOCUMENTED_LNC = 2
-PRECISIONS = ("bf16", "mxfp8")
-TARGETS = ("trn2", "trn3")
 HERE = "here"
 NO_TRAINING = f"MX codes are not trained: {NO_BACKWARD}"
 _FURTHER = {"moe_backward": frozenset({"skip_gate_proj"})}
@@ -229,14 +228,14 @@ def usable_kernels(
     if unavailable is None and here is None:
         unavailable = "the chip is not known"
     documented = DocumentedAdapter()
-    places = {name: _Place(Device(name, lnc), documented) for name in TARGETS}
+    places = {name: _Place(Device(name, lnc), documented) for name in PLATFORMS}
     places[HERE] = _Place(here, CheckedAdapter(), unavailable)
     answers = []
     for group in groups:
         if group.stack is not None:
             answers.append(_usable_codes(group, group.stack, places, size))
             continue
-        answers += [_usable(group, precision, places, size) for precision in PRECISIONS]
+        answers += [_usable(group, precision, places, size) for precision in KERNEL_PRECISIONS]
     return answers
 
 
@@ -253,7 +252,7 @@ def _usable_codes(group: BlockGroup, stack: MXExpertStack, places: Mapping[str, 
 
 def _usable(group: BlockGroup, precision: str, places: Mapping[str, _Place], size: int) -> Usable:
     if group.reason is not None:
-        return Usable(group, precision, (), group.reason, dict.fromkeys(TARGETS, group.reason), size, {})
+        return Usable(group, precision, (), group.reason, dict.fromkeys(PLATFORMS, group.reason), size, {})
     block = group.block(precision, size)
     reasons: dict[str, str | None] = {}
     sizes: dict[str, tuple[int, ...]] = {}

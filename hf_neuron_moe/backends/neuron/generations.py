@@ -21,6 +21,9 @@ _ROUTED = _names(
     "block_size"
 )
 _BACKWARD = _ROUTED | {"gate_up_proj_act_checkpoint_T", "output_hidden_states_grad"}
+KERNEL_PRECISIONS = ("bf16", "mxfp8")
+"""Those that some kernel pair computes in."""
+
 _CHECKPOINTS = _names("gate_pre gate_act up run_with_lnc2")
 _MLP_FORWARD = _names("hidden gate_up_weights down_weights intermediate_hbm run_with_lnc2")
 _SCALES = _names("gate_up_proj_scale down_proj_scale")
