@@ -33,7 +33,7 @@ _TORCH_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 def estimate(
-    model_dir: Annotated[Path, typer.Argument(metavar="SRC", help="Folder with config.json, or such a file.")],
+    model_dir: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="Folder with config.json, or such a file.")],
     tokens: Annotated[int | None, typer.Option(min=1, help="Tokens per step and device.")] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Sequences per step and device.")] = None,
     length: Annotated[int | None, typer.Option(min=1, help="Tokens per sequence.")] = None,
@@ -41,7 +41,7 @@ def estimate(
         list[str] | None,
         typer.Option(
             metavar="POLICY",
-            help="Preset, budget such as 48KiB/token, or a policy as a JSON object; repeatable. Default: all presets.",
+            help="Preset, budget such as 512KiB/token, or a policy as a JSON object; repeatable. Default: all presets.",
         ),
     ] = None,
     precision: Annotated[str, choice(BLOCK_PRECISIONS, text="Precision of the blocks.")] = "bf16",

@@ -49,7 +49,9 @@ def settings(
 
 @app.command()
 def plan(
-    model_dir: Annotated[Path, typer.Argument(metavar="SRC", help="Folder with config.json; no weights are needed.")],
+    model_dir: Annotated[
+        Path, typer.Argument(metavar="MODEL_DIR", help="Folder with config.json; no weights are needed.")
+    ],
     precision: Annotated[str, choice(BLOCK_PRECISIONS, text="Precision of the blocks.")] = "bf16",
     as_json: Json = False,
 ) -> None:

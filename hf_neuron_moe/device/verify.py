@@ -90,12 +90,12 @@ def verify_device(
     Args:
         model: with stock blocks, or a converted checkpoint whose frozen blocks are compared in inference.
         backend: ``"neuron"``, or ``"nki-sim"`` for NKI's simulator (then take few tokens and a tiny model).
-        precision: of the blocks; None for :func:`default_precision`.
+        precision: of the blocks; None for the one that the chip has kernels for, bf16 on Trn2 and mxfp8 on Trn3.
         tokens: rows of the random input.
         block_size: tokens per block of experts.
         seed: of inputs and random weights.
         layers: only the first so many blocks; None for all.
-        device: where the kernels run, see :func:`device_of`.
+        device: where the kernels run, see :func:`~hf_neuron_moe.device.request.device_of`.
         progress: called with every block's result.
 
     Returns:
