@@ -11,35 +11,36 @@ import tempfile
 from pathlib import Path
 
 import torch
-from finetune_folder import CONFIG_FILE, FROZEN, check_frozen, check_weights, conversion_of, without_mark
-from finetune_options import ModelOptions, Options
-from huggingface_hub import HfApi, constants, hf_hub_download, try_to_load_from_cache
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
+from finetune_folder import (
+    CONFIG_FILE,
+    FROZEN,
+    check_frozen,
+    check_frozen_backend,
+    check_weights,
+    conversion_of,
+    without_mark,
+)
+from finetune_options import Options
+from finetune_places import check_places, one_line, read_config
 from transformers.trainer import TRAINER_STATE_NAME
 
+from hf_neuron_moe import NeuronMoETrainingArguments
 from hf_neuron_moe.backends import NEURON_BACKENDS, resolve_backend
 from hf_neuron_moe.backends.neuron.adapter import Adapter
-from hf_neuron_moe.backends.neuron.limits import BF16_TOKENS, MAX_TOKENS, Block, Device, this_device, why_not
+from hf_neuron_moe.backends.neuron.limits import (
+    Block,
+    Device,
+    most_tokens,
+    this_device,
+    why_not,
+    why_not_tokens,
+)
 from hf_neuron_moe.convert.assign import build_meta_model
 from hf_neuron_moe.device.usable import NO_TRAINING, BlockGroup, block_groups
 from hf_neuron_moe.errors import ConfigError, NeuronMoEError, refuse
 
-HUB_TIMEOUT_S = 10.0
-_HTTP_ERROR: type[Exception] = HfHubHTTPError.__bases__[0]
-"""httpx's HTTPError, of the httpx that this huggingface_hub uses; errors of connections are among them."""
-
 _ANY_SIZE = 1024
 """H and I that every kernel takes, for a model whose sizes are not known yet."""
-
-_MADE_BY = {
-    ".cache/smollm2-135m-instruct": "`bash scripts/demo.sh` makes it, and so does `python scripts/get_smollm2.py`; "
-    "the head of configs/smollm2-135m.yaml has more.",
-    ".cache/smollm2-mixtral": "`bash scripts/demo.sh` makes it, and so does `python scripts/upcycle_mixtral.py` after "
-    "`python scripts/get_smollm2.py`; the head of configs/smollm2-mixtral.yaml has more.",
-    ".cache/tiny-llama": "The head of configs/tiny-llama.yaml has the command that makes it.",
-    ".cache/tiny-mixtral": "The head of configs/tiny-mixtral.yaml has the command that makes it.",
-}
-"""What makes the folders that files of configs/ name."""
 
 
 def check_run(options: Options) -> None:
@@ -52,14 +53,19 @@ def check_run(options: Options) -> None:
         BackendUnavailableError: the backend cannot run here.
     """
     check_resume(options)
-    backend = options.training.neuron_backend
     if options.training.neuron_patch:
-        resolve_backend(backend, torch.device("cpu"))  # a named backend is refused whatever the device
+        # A named backend is refused whatever the device.
+        resolve_backend(options.training.neuron_backend, torch.device("cpu"))
     check_places(options.model)
     check_weights(options.model.model)
     check_training(options)
-    if options.training.neuron_patch and backend in NEURON_BACKENDS:
+    if asks_for_kernels(options.training):
         check_kernels(options, this_device(), Adapter())
+
+
+def asks_for_kernels(training: NeuronMoETrainingArguments) -> bool:
+    """Whether blocks are patched, and for a backend that calls nkilib's kernels."""
+    return training.neuron_patch and training.neuron_backend in NEURON_BACKENDS
 
 
 def check_training(options: Options) -> None:
@@ -69,7 +75,7 @@ def check_training(options: Options) -> None:
         ConfigError: weights in the kernels' layout, or adapters to merge, under FSDP; or a base of MX codes that is
             to be trained without adapters.
     """
-    config = _config_of(options, online=False)
+    config = read_config(options.model, online=False)
     frozen = isinstance(config, bytes) and conversion_of(config) in FROZEN
     if frozen:
         check_frozen(options.lora)
@@ -115,82 +121,6 @@ def check_resume(options: Options) -> None:
     )
 
 
-def check_places(options: ModelOptions, *, needed: bool = True) -> list[str]:
-    """Refuse a model or tokenizer that is neither a folder here nor a name that the hub knows.
-
-    The hub is asked about a name that is not in its cache: once, without the retries that loading makes.
-
-    Args:
-        options: with the names.
-        needed: whether the run follows; otherwise a hub that cannot be asked is told and not refused.
-
-    Returns:
-        Names that could not be asked about, a line each.
-
-    Raises:
-        ConfigError: it is neither.
-    """
-    unknown = []
-    for argument, name in (("model", options.model), ("tokenizer", options.tokenizer)):
-        if not name or Path(name).is_dir():
-            continue
-        if is_spelled_as_path(name):
-            remedy = _MADE_BY.get(name.rstrip("/"), "Correct the path; a hub id is OWNER/NAME.")
-            got = f"{name!r}, a folder that does not exist"
-            raise _bad(argument, "an existing folder or a hub id", got, remedy)
-        why = _ask_hub(argument, name, options.revision if argument == "model" else "main")
-        if why is not None and needed:
-            raise _no_such(argument, name, why)
-        if why is not None:
-            unknown.append(f"{argument} {name!r} is no folder here, and {why}")
-    return unknown
-
-
-def is_spelled_as_path(name: str) -> bool:
-    """Whether `name` cannot be a hub id, which has at most one slash and begins with neither that nor a dot."""
-    return name.startswith((".", "/", "~")) or name.count("/") > 1
-
-
-def _ask_hub(argument: str, name: str, revision: str) -> str | None:
-    """Refuse a name that the hub does not know; return why it cannot be asked, or None."""
-    try:
-        # Any file will do; a checkpoint has the first, and a tokenizer by itself the second.
-        kept = [
-            try_to_load_from_cache(name, file, revision=revision) for file in (CONFIG_FILE, "tokenizer_config.json")
-        ]
-        if any(isinstance(path, str) for path in kept):
-            return None
-        if constants.HF_HUB_OFFLINE:
-            return "not in the hub's cache, and HF_HUB_OFFLINE forbids to ask the hub"
-        HfApi().model_info(name, revision=revision, timeout=HUB_TIMEOUT_S)
-    except HFValidationError as error:
-        raise _no_such(argument, name, f"not of the form that ids have ({_line(error)})") from error
-    except RevisionNotFoundError as error:
-        raise _no_such(argument, name, f"known to the hub without a revision {revision!r}") from error
-    except RepositoryNotFoundError as error:
-        why = "unknown to the hub, or private and not open to your token (`hf auth login`)"
-        raise _no_such(argument, name, why) from error
-    except HfHubHTTPError:
-        return None  # the hub is busy, or a mirror does not know this question: loading will show
-    except _HTTP_ERROR as error:
-        return f"not in the hub's cache, and the hub cannot be reached: {_line(error)}"
-    return None
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split()).rstrip(".") or type(error).__name__
-
-
-def _no_such(argument: str, name: str, why: str) -> ConfigError:
-    return _bad(
-        argument,
-        "an existing folder or a hub id",
-        f"{name!r}: as a folder it does not exist here, and as a hub id it is {why}",
-        "Correct the path, or the id; without a network name a folder, or one that is in the hub's cache with "
-        "HF_HUB_OFFLINE=1.",
-    )
-
-
 def check_kernels(options: Options, device: Device, adapter: Adapter, *, online: bool = True) -> list[str]:
     """Refuse a run whose blocks the kernels cannot compute, where PyTorch may not either.
 
@@ -207,10 +137,10 @@ def check_kernels(options: Options, device: Device, adapter: Adapter, *, online:
         ConfigError: blocks have no kernel and ``neuron_fallback`` is ``"refuse"``.
     """
     training = options.training
-    config = _config_of(options, online)
+    config = read_config(options.model, online=online)
     converted = conversion_of(config) if isinstance(config, bytes) else None
     if converted in FROZEN:
-        return _check_codes(options, device, converted)
+        return _check_codes(options, converted)
     found, note = _blocks_of(options.model.model, config)
     notes = [note] if note else []
     if found is None:
@@ -232,29 +162,12 @@ def check_kernels(options: Options, device: Device, adapter: Adapter, *, online:
             f"{'Set NEURON_LOGICAL_NC_CONFIG=2, change' if of_lnc else 'Change'} the option, or set neuron_fallback: "
             "torch, with which PyTorch computes such blocks on the device.",
         )
-    outcome = (
-        "PyTorch computes them"
-        if may_fall_back
-        else "the run is refused"
-        if training.neuron_strict
-        else "they stay stock"
-    )
+    outcome = "the run is refused" if training.neuron_strict else "they stay stock"
+    if may_fall_back:
+        outcome = "PyTorch computes them"
     for label, why in judged.items():
         notes.append(f"{prefix}{label}: " + (f"{outcome}: {why}" if why else "the kernels compute them"))
     return notes
-
-
-def _config_of(options: Options, online: bool) -> bytes | str:
-    """The model's ``config.json``, or why it cannot be looked at."""
-    name = options.model.model
-    if not online and not Path(name).is_dir():
-        return f"the blocks of {name} cannot be looked at without its config.json"
-    try:
-        if Path(name).is_dir():
-            return (Path(name) / CONFIG_FILE).read_bytes()
-        return Path(hf_hub_download(name, CONFIG_FILE, revision=options.model.revision)).read_bytes()
-    except (OSError, ValueError) as error:
-        return f"the blocks of {name} cannot be looked at before it is loaded: {_line(error)}"
 
 
 def _blocks_of(name: str, config: bytes | str) -> tuple[list[BlockGroup] | None, str]:
@@ -271,23 +184,16 @@ def _blocks_of(name: str, config: bytes | str) -> tuple[list[BlockGroup] | None,
         try:
             found = block_groups(build_meta_model(Path(folder), "finetune"))
         except NeuronMoEError as error:
-            told = _line(error).replace(folder, name)
+            told = one_line(error).replace(folder, name)
             return [], f"the blocks of {name} cannot be judged before it is loaded: {told}"
     return [group for group in found if group.reason is None], ""
 
 
-def _check_codes(options: Options, device: Device, precision: str) -> list[str]:
+def _check_codes(options: Options, converted: str) -> list[str]:
     """Refuse to train through MX codes where PyTorch may not: no kernel does that."""
-    why = f"{options.model.model} is a conversion in {precision}; {NO_TRAINING}"
-    if options.training.neuron_fallback != "torch":
-        raise _bad(
-            "neuron_fallback",
-            f"torch for a frozen MX base on {device.platform} (backend {options.training.neuron_backend})",
-            f"{options.training.neuron_fallback!r}: {why}",
-            "Set neuron_fallback: torch, with which PyTorch computes its blocks on the device in training; or train "
-            "from the original checkpoint, or from a conversion in bf16.",
-        )
-    return [f"frozen MX blocks: in training PyTorch computes them on the device: {why}"]
+    check_frozen_backend(options.training.neuron_backend, options.training.neuron_fallback)
+    told = f"{options.model.model} is a conversion in {converted}; {NO_TRAINING}"
+    return [f"frozen MX blocks: in training PyTorch computes them on the device: {told}"]
 
 
 def _is_chosen(group: BlockGroup, include: list[str] | None, exclude: list[str] | None) -> bool:
@@ -314,15 +220,14 @@ def _judge(block: Block, options: Options, device: Device, adapter: Adapter) -> 
     reason = why_not(block, device, adapter)
     if reason is not None or block.kind != "experts":
         return reason
-    most = BF16_TOKENS if block.precision == "bf16" else MAX_TOKENS
     batches = {"per_device_train_batch_size": options.training.per_device_train_batch_size}
     if options.data.eval_files or options.data.eval_split or options.data.eval_share:
         batches["per_device_eval_batch_size"] = options.training.per_device_eval_batch_size
     for name, size in batches.items():
         tokens = size * options.data.block_length
-        if tokens > most:
-            asked = f"{name} {size} x block_length {options.data.block_length} = {tokens:,}"
-            return f"a call takes at most {most:,} tokens, and {asked}"
+        reason = why_not_tokens(most_tokens(block), tokens)
+        if reason is not None:
+            return f"{reason}, and {name} {size} x block_length {options.data.block_length} = {tokens:,}"
     return None
 
 

@@ -11,6 +11,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 
 from hf_neuron_moe.convert.source import damaged
 from hf_neuron_moe.convert.write import INDEX_OUT
+from hf_neuron_moe.device.usable import NO_TRAINING
 from hf_neuron_moe.errors import ConfigError, refuse
 from hf_neuron_moe.quantizers.config import PRECISIONS
 from hf_neuron_moe.quantizers.registration import QUANT_METHOD
@@ -67,6 +68,29 @@ def check_frozen(lora: LoraOptions) -> None:
         expected="off" if lora.lora_rank else "positive",
         got="a checkpoint whose blocks are frozen MX codes",
         remedy="Train adapters on it and keep them apart, or `hf-neuron-moe export` it first.",
+    )
+
+
+def check_frozen_backend(backend: str, fallback: str) -> None:
+    """Refuse to train on a base of MX codes by kernels alone: none trains through them.
+
+    Args:
+        backend: a name that ``resolve_backend`` returned, or one of Neuron's.
+        fallback: the run's ``neuron_fallback``.
+
+    Raises:
+        ConfigError: PyTorch may not stand in for the kernels of `backend`.
+    """
+    if backend == "torch" or fallback == "torch":
+        return
+    raise refuse(
+        ConfigError,
+        where=_WHERE,
+        argument="neuron_fallback",
+        expected=f"torch for a frozen MX base on backend {backend}",
+        got=f"{fallback!r}, and {NO_TRAINING}",
+        remedy="Set neuron_fallback: torch, with which PyTorch computes its blocks on the device in training; or train "
+        "from the original checkpoint, or from a conversion in bf16.",
     )
 
 

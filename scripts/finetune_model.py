@@ -6,7 +6,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from finetune_folder import check_frozen
+from finetune_folder import check_frozen, check_frozen_backend
 from finetune_options import LoraOptions, ModelOptions
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from hf_neuron_moe import NeuronMoETrainingArguments, PatchReport, patch_model, set_backend, unpatch_model
 from hf_neuron_moe.backends import resolve_backend
-from hf_neuron_moe.device.usable import NO_TRAINING
 from hf_neuron_moe.errors import ConfigError, refuse
 from hf_neuron_moe.modules.frozen_block import FrozenBlock
 from hf_neuron_moe.training.prepare import is_patched
@@ -91,15 +90,7 @@ def patch(model: PreTrainedModel, training: NeuronMoETrainingArguments, lora: Lo
 def _choose_backend(model: PreTrainedModel, training: NeuronMoETrainingArguments) -> None:
     """Let the run's backend compute the frozen blocks; ``auto`` is decided now, as when patching."""
     backend = resolve_backend(training.neuron_backend, model.device)
-    if backend != "torch" and training.neuron_fallback != "torch":
-        raise refuse(
-            ConfigError,
-            where="finetune",
-            argument="neuron_fallback",
-            expected=f"torch for a frozen MX base on backend {backend}",
-            got=f"{training.neuron_fallback!r}, and {NO_TRAINING}",
-            remedy="Set neuron_fallback: torch, with which PyTorch computes its blocks on the device in training.",
-        )
+    check_frozen_backend(backend, training.neuron_fallback)
     set_backend(model, backend, fallback=training.neuron_fallback)
 
 

@@ -13,9 +13,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from finetune_checks import check_kernels, check_places, check_resume, check_training
+from finetune_checks import asks_for_kernels, check_kernels, check_resume, check_training
 from finetune_folder import check_weights
 from finetune_options import Options, check_files, parse
+from finetune_places import check_places
 
 from hf_neuron_moe.backends import NEURON_BACKENDS
 from hf_neuron_moe.backends.neuron import versions
@@ -61,7 +62,7 @@ def check_dry(chip: str, processes: str, words: Sequence[str]) -> list[str]:
     unknown = check_places(options.model, needed=False)
     told += unknown + check_weights(options.model.model)
     check_training(options)
-    if options.training.neuron_patch and options.training.neuron_backend in NEURON_BACKENDS:
+    if asks_for_kernels(options.training):
         found = check_kernels(options, Device(chip, lnc), DocumentedAdapter(), online=not unknown)
         told += [f"kernels on {chip}, by the documents of SDK {DOCUMENTED_SDK}:", *(f"  {line}" for line in found)]
     return told
@@ -89,7 +90,7 @@ def check_here(chip: str, processes: str, words: Sequence[str]) -> list[str]:
     check_places(options.model)
     told += check_weights(options.model.model)
     check_training(options)
-    if options.training.neuron_patch and options.training.neuron_backend in NEURON_BACKENDS:
+    if asks_for_kernels(options.training):
         told += check_kernels(options, Device(chip, lnc), Adapter())
     return told
 

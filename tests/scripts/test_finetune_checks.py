@@ -8,12 +8,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import finetune
-import finetune_checks
+import finetune_places
 import pytest
 import torch
-from finetune_checks import check_kernels, check_places, check_run, check_training
+from finetune_checks import check_kernels, check_run, check_training
 from finetune_folder import check_weights
 from finetune_options import Options, parse
+from finetune_places import check_places
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 from make_tiny_model import make_tiny_model
 from safetensors.torch import load_file, save_file
@@ -43,8 +44,8 @@ def answer(monkeypatch: pytest.MonkeyPatch, error: Exception | None) -> list[tup
         if error is not None:
             raise error
 
-    monkeypatch.setattr(finetune_checks.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(finetune_checks.HfApi, "model_info", model_info)
+    monkeypatch.setattr(finetune_places.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(finetune_places.HfApi, "model_info", model_info)
     return asked
 
 
@@ -57,7 +58,7 @@ def status(kind: type[HfHubHTTPError], code: int) -> HfHubHTTPError:
     ("error", "message"),
     [
         (
-            finetune_checks._HTTP_ERROR("Name or service not known"),
+            finetune_places._HTTP_ERROR("Name or service not known"),
             "'nowhere/model': as a folder it does not exist here, and as a hub id it is not in the hub's cache, and "
             "the hub cannot be reached: Name or service not known. .*HF_HUB_OFFLINE=1",
         ),
@@ -90,7 +91,7 @@ def test_what_is_in_the_cache_is_not_asked_about(monkeypatch: pytest.MonkeyPatch
     def in_cache(name: str, file: str, *, revision: str) -> str | None:
         return str(tmp_path / file) if kept[name] == file else None
 
-    monkeypatch.setattr(finetune_checks, "try_to_load_from_cache", in_cache)
+    monkeypatch.setattr(finetune_places, "try_to_load_from_cache", in_cache)
     check_run(options("owner/model", tokenizer="owner/words"))
     assert asked == []
 
@@ -146,7 +147,7 @@ REFUSED = [
         "bf16",
         TRN2,
         {"per_device_train_batch_size": 65},
-        "at most 32,768 tokens, and per_device_train_batch_size 65 x block_length 512 = 33,280",
+        "at most 32,768 tokens per call, and per_device_train_batch_size 65 x block_length 512 = 33,280",
     ),
     ("mixtral", "bf16", TRN2, {"eval_share": 0.1, "per_device_eval_batch_size": 65}, "per_device_eval_batch_size 65"),
     ("nowhere/model", "mxfp8", TRN2, {}, r"dense MLPs \(mxfp8\): the MXFP8.*; experts \(mxfp8\): the MXFP8"),

@@ -66,7 +66,12 @@ DRY_REFUSED: list[tuple[str, str, list[str], str]] = [
     ("trn2", "4", ["--neuron_precision", "mxfp8"], "the MXFP8 kernels run on Trn3 only, and this is trn2"),
     ("trn2", "4", ["--model", "DENSE"], "2 x mlp (64, 96) (bf16): nkilib documents no bf16 kernel pair"),
     ("trn3", "4", ["--model", "DENSE", "--neuron_precision", "bf16"], "nkilib documents no bf16 kernel pair"),
-    ("trn2", "4", ["--per_device_train_batch_size", "17"], "at most 32,768 tokens, and per_device_train_batch_size 17"),
+    (
+        "trn2",
+        "4",
+        ["--per_device_train_batch_size", "17"],
+        "at most 32,768 tokens per call, and per_device_train_batch_size 17",
+    ),
     ("trn2", "4", ["--neuron_block_size", "128"], "block_size is 128"),
     (
         "trn2",
