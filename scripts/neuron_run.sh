@@ -43,8 +43,9 @@ PY
         return
     fi
     if [ "${SKIP_DOCTOR:-0}" != 1 ]; then
-        "$python" -m hf_neuron_moe.cli.main doctor --json --strict >/dev/null || {
-            "$python" -m hf_neuron_moe.cli.main doctor >&2
+        local found
+        found="$("$python" -m hf_neuron_moe.cli.main doctor --strict)" || {
+            printf '%s\n' "$found" >&2
             echo "no Neuron kernel can run here; DRY_RUN=1 checks what can be told without" >&2
             return 1
         }
