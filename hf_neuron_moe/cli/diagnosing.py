@@ -11,8 +11,10 @@ import typer
 
 from hf_neuron_moe.backends import NEURON_BACKENDS
 from hf_neuron_moe.backends.neuron.generations import KERNEL_PRECISIONS
+from hf_neuron_moe.backends.neuron.versions import ASSUMED
 from hf_neuron_moe.cli.doctor_text import show_installation, show_table, show_usable
 from hf_neuron_moe.cli.exit_codes import CLOSE, REFUSED, VERIFY
+from hf_neuron_moe.cli.model_folder import model_folder
 from hf_neuron_moe.cli.options import BlockSize, Json, choice
 from hf_neuron_moe.config import BLOCK_SIZES
 
@@ -90,9 +92,6 @@ def _judge_blocks(
     model_dir: Path, found: Installation, block_size: int | None, lnc: int
 ) -> tuple[Sequence[Usable], str | None]:
     """The answers, and why there are none where torch or transformers cannot be imported."""
-    from hf_neuron_moe.backends.neuron.versions import ASSUMED
-    from hf_neuron_moe.cli.estimating import model_folder
-
     try:
         from hf_neuron_moe.backends.neuron.limits import Device
         from hf_neuron_moe.cli.conversion import quiet_transformers
@@ -135,7 +134,6 @@ def verify_device(
     no Neuron kernel can run here or none computes a block.
     """
     from hf_neuron_moe.cli.conversion import quiet_transformers
-    from hf_neuron_moe.cli.estimating import model_folder
     from hf_neuron_moe.device.model_dir import check_model_dir
     from hf_neuron_moe.device.request import WHERE, Request
 

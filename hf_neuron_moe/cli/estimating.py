@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
-import tempfile
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,9 +12,9 @@ import typer
 
 from hf_neuron_moe.activation_policy import PRESETS, activations_from_text
 from hf_neuron_moe.backends.neuron.versions import PLATFORMS
+from hf_neuron_moe.cli.model_folder import model_folder
 from hf_neuron_moe.cli.options import BLOCK_PRECISIONS, BlockSize, Json, choice
 from hf_neuron_moe.cli.roofline_text import gibibytes, show_roofline
-from hf_neuron_moe.errors import NeuronMoEError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -175,22 +171,6 @@ def batch_of(tokens: int | None, batch: int | None, length: int | None, context:
             raise typer.BadParameter(f"--tokens {tokens} has no divisor near {longest}: give --length too.")
     length = length if length is not None else tokens // (batch or 1)
     return tokens // length, length
-
-
-@contextmanager
-def model_folder(path: Path) -> Iterator[Path]:
-    """The folder of a checkpoint, or one that holds the single file that was given as its ``config.json``."""
-    if not path.is_file() or path.suffix != ".json":
-        yield path
-        return
-    with tempfile.TemporaryDirectory(prefix="hf-neuron-moe-") as folder:
-        copy = Path(folder) / "config.json"
-        shutil.copyfile(path, copy)
-        try:
-            yield Path(folder)
-        except NeuronMoEError as error:  # which names the copy
-            told = str(error).replace(str(copy), str(path)).replace(folder, str(path))
-            raise type(error)(told) from error
 
 
 def _show(result: TrainingEstimate, title: str) -> None:

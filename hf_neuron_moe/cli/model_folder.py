@@ -1,0 +1,27 @@
+"""MODEL_DIR of the commands that need no weights: a folder, or its ``config.json`` alone."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from hf_neuron_moe.errors import NeuronMoEError
+
+
+@contextmanager
+def model_folder(path: Path) -> Iterator[Path]:
+    """The folder of a checkpoint, or one that holds the single file that was given as its ``config.json``."""
+    if not path.is_file() or path.suffix != ".json":
+        yield path
+        return
+    with tempfile.TemporaryDirectory(prefix="hf-neuron-moe-") as folder:
+        copy = Path(folder) / "config.json"
+        shutil.copyfile(path, copy)
+        try:
+            yield Path(folder)
+        except NeuronMoEError as error:  # which names the copy
+            told = str(error).replace(str(copy), str(path)).replace(folder, str(path))
+            raise type(error)(told) from error
