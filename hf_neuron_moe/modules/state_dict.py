@@ -109,8 +109,8 @@ class KernelLayoutMixin(nn.Module):
             if strict:
                 missing_keys.extend(prefix + name for name in rule.stock if name not in given)
             errors = [
-                f"size mismatch for {prefix}{name}: copying a param with shape {tuple(value.shape)} from checkpoint, "
-                f"the shape in current model is {tuple(current[name].shape)}."
+                f"size mismatch for {prefix}{name}: copying a param with shape {value.shape} from checkpoint, "
+                f"the shape in current model is {current[name].shape}."
                 for name, value in given.items()
                 if value.shape != current[name].shape
             ]

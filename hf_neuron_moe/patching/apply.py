@@ -83,7 +83,8 @@ class PlanItem:
 
 def apply_plan(model: nn.Module, plan: Sequence[PlanItem], state: PatchState) -> None:
     """Replace every module of `plan` and attach `state`; on any exception the model is as it was before."""
-    with ExitStack() as undo, torch.inference_mode(False):  # tensors made in inference mode could not be trained
+    # Tensors made in inference mode could not be trained; that holds for undoing too.
+    with torch.inference_mode(False), ExitStack() as undo:
         long_calls: dict[int, LongCalls] = {}
         for item in plan:
             swap = build(item)
@@ -158,7 +159,8 @@ def undo_patch(model: nn.Module, state: PatchState) -> None:
     checkpoint_names.remove(state.resumable)
     replay.remove(state.replaying)
     optimizer_layout.unwatch(model)
-    while state.swaps:
-        take_out(model, state.swaps[-1])
-        state.swaps.pop()
+    with torch.inference_mode(False):  # the original parameters get new tensors, to be trained again
+        while state.swaps:
+            take_out(model, state.swaps[-1])
+            state.swaps.pop()
     del model.__dict__[STATE]

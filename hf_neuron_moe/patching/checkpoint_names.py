@@ -205,8 +205,8 @@ def _problems(
     if _checks_shapes(group):
         return []
     problems = [
-        f"size mismatch for {prefix}{key}: copying a param with shape {tuple(value.shape)} from checkpoint, the shape "
-        f"in current model is {tuple(names.on_disk[key].shape)}."
+        f"size mismatch for {prefix}{key}: copying a param with shape {value.shape} from checkpoint, the shape "
+        f"in current model is {names.on_disk[key].shape}."
         for key, value in given.items()
         if value.shape != names.on_disk[key].shape
     ]

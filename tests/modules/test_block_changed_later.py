@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.nn import functional as F
 
-from hf_neuron_moe import patch_model
+from hf_neuron_moe import patch_model, unpatch_model
 from hf_neuron_moe.errors import NeuronMoEWarning, UnsupportedModelError
 from tests.tiny_models import HOMES, tiny_model, tokens
 
@@ -129,3 +129,7 @@ def test_patching_in_the_middle_of_something(family: str, home: str) -> None:
         assert len(report.patched) == 2
         model(ids, labels=ids).loss.backward()
         assert all(p.grad is not None and not p.is_inference() for p in model.parameters())
+        with context:
+            unpatch_model(model)
+        assert not any(p.is_inference() for p in model.parameters())
+        model(ids, labels=ids).loss.backward()

@@ -118,7 +118,7 @@ def test_wrong_shapes_and_strays_are_named(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError) as caught:
         other("mixtral", "kernel").load_state_dict(on_disk)
     message = str(caught.value)
-    assert f"size mismatch for {name}: copying a param with shape (48, 32)" in message
+    assert f"size mismatch for {name}: copying a param with shape torch.Size([48, 32])" in message
     assert 'Unexpected key(s) in state_dict: "model.layers.0.block_sparse_moe.experts.9.w2.weight"' in message
 
 

@@ -80,7 +80,7 @@ def test_messages_about_bad_state_dicts_are_stock(family: str) -> None:
     for model in (stock, patched):
         with pytest.raises(RuntimeError) as caught:
             model.load_state_dict(bad)
-        messages.append(sorted(line.replace("torch.Size([", "(").replace("])", ")") for line in lines(caught.value)))
+        messages.append(sorted(lines(caught.value)))
     assert messages[0] == messages[1]
     results = [
         model.load_state_dict({k: v for k, v in bad.items() if k != names[-1]}, False) for model in (stock, patched)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from hf_neuron_moe import patch_model, unpatch_model
 from hf_neuron_moe.modules import block, experts, swiglu_mlp
@@ -97,6 +98,16 @@ def test_a_failure_while_the_state_is_attached_is_undone(monkeypatch: pytest.Mon
     with pytest.raises(TypeError):
         patch_model(model, {"weights": "kernel"})
     assert_same_snapshot(snapshot(model), before)
+
+
+def test_a_failure_in_inference_mode_leaves_parameters_that_can_be_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("qwen2_moe")
+    before = snapshot(model)
+    monkeypatch.setattr(optimizer_layout, "watch", FailingCall(optimizer_layout.watch, 0, after=False))
+    with torch.inference_mode():
+        assert failing_patch(model, "kernel")
+    assert_same_snapshot(snapshot(model), before)
+    assert not any(param.is_inference() for param in model.parameters())
 
 
 def test_an_interrupted_unpatch_is_finished_by_calling_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
