@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Fine-tune a real model, dense and as a mixture of experts, through patched blocks; ends with a table and a report.
-# Needs Python 3.11-3.13, about 5 GB of free disk and 9 GB of memory, and no accelerator. See docs/demo.md.
+# Needs Python 3.11-3.13, about 5 GB of free disk and 6 GB of memory, and no accelerator. See docs/demo.md.
 #
 #   bash scripts/demo.sh                     the whole demo on SmolLM2-135M-Instruct
 #   bash scripts/demo.sh --model DIR_OR_ID   on another Llama checkpoint; `--help` lists all options
