@@ -156,9 +156,9 @@ def stand_in(name, **content):
     sys.modules[name] = module
 
 def wait(source, destination, options, **keywords):
-    destination.with_name("begun").touch()
     try:
-        time.sleep(60)
+        destination.with_name("begun").touch()
+        time.sleep(300)
     finally:
         destination.with_name("tidied").touch()
 
@@ -187,12 +187,12 @@ def test_signals_unwind_and_end_with_their_code(number, code, model_dir, repo_ro
         # A test run in the background of a shell ignores SIGINT, and children inherit that.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not (tmp_path / "begun").exists() and child.poll() is None:
         assert time.monotonic() < deadline
         time.sleep(0.02)
     child.send_signal(number)
-    out, err = child.communicate(timeout=30)
+    out, err = child.communicate(timeout=120)
     assert child.returncode == code, err
     assert json.loads(out)["exit_code"] == code
     assert (tmp_path / "tidied").exists() and "Traceback" not in err

@@ -31,7 +31,7 @@ def test_a_terminal_sees_bytes_rate_time_left_and_memory(monkeypatch):
             time.sleep(0.15)
             progress(step * 10**6, 10**7)
     shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", terminal.getvalue())
-    assert re.search(r"converting .*4\.0/10\.0 MB .*\d MB/s .*0:00:\d\d.* peak \d+\.\d [MG]B", shown), shown
+    assert re.search(r"converting .*4\.0/10\.0 MB .*\d [kM]B/s .*0:\d\d:\d\d.* peak \d+\.\d [MG]B", shown), shown
     assert watch.done == 4 * 10**6 and watch.seconds >= 0.6
 
 

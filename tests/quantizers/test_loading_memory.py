@@ -32,7 +32,7 @@ def watch():
         peak = max(peak, anonymous_mb())
         time.sleep(0.001)
 
-thread = threading.Thread(target=watch)
+thread = threading.Thread(target=watch, daemon=True)
 thread.start()
 model = AutoModelForCausalLM.from_pretrained(sys.argv[2])
 done = True

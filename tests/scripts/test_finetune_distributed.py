@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import types
@@ -59,11 +58,8 @@ def options(family: str, folder: Path, out: str, batch: int, *more: str) -> list
 
 def launch(kind: str, arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     """Run finetune.py in two processes, as ``accelerate launch`` starts them."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     config = str(CONFIGS / "accelerate" / f"{kind}-cpu.yaml")
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", port, "--config_file", config]
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0", "--config_file", config]
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
