@@ -220,7 +220,7 @@ def test_training_with_records_of_other_forms(form: str, fewer: bool, machine: S
 @pytest.mark.parametrize("case", [DENSE, EXPERTS, EXPERTS_MX], ids=["dense", "experts-bf16", "experts-mxfp8"])
 def test_functions_on_their_packages_only_and_decorated(case: Case, machine: Start) -> None:
     """The documents name packages for some functions; a package may also hold a submodule of the function's name."""
-    found = machine(target=case.target)
+    machine(target=case.target)
     expected = run(case, "neuron", steps=1)
     found = machine(target=case.target)
     jit = sys.modules["nki"].jit
