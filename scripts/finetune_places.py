@@ -18,8 +18,8 @@ _HTTP_ERROR: type[Exception] = HfHubHTTPError.__bases__[0]
 _MADE_BY = {
     ".cache/smollm2-135m-instruct": "`bash scripts/demo.sh` makes it, and so does `python scripts/get_smollm2.py`; "
     "the head of configs/smollm2-135m.yaml has more.",
-    ".cache/smollm2-mixtral": "`bash scripts/demo.sh` makes it, and so does `python scripts/upcycle_mixtral.py` after "
-    "`python scripts/get_smollm2.py`; the head of configs/smollm2-mixtral.yaml has more.",
+    ".cache/smollm2-mixtral": "Run `python scripts/get_smollm2.py` (or `bash scripts/demo.sh`), and then the command "
+    "that makes it of that, at the head of configs/smollm2-mixtral.yaml.",
     ".cache/tiny-llama": "The head of configs/tiny-llama.yaml has the command that makes it.",
     ".cache/tiny-mixtral": "The head of configs/tiny-mixtral.yaml has the command that makes it.",
 }

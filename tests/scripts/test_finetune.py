@@ -127,7 +127,10 @@ def test_lora_on_a_frozen_mxfp8_base(tmp_path: Path, text: Path, capsys: pytest.
     assert {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()} == kept
 
 
-def test_refusals_are_one_line_and_exit_code_2(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refusals_are_one_line_and_exit_code_2(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where nobody has run the demo
     make_tiny_model("llama", tmp_path / "model")
     damaged = tmp_path / "damaged.jsonl"
     damaged.write_text('{"text": "whole"}\n{"text": cut\n', encoding="utf-8")
@@ -135,7 +138,7 @@ def test_refusals_are_one_line_and_exit_code_2(tmp_path: Path, text: Path, capsy
         ({"eval_strategy": "epoch", "eval_share": 0}, "eval_strategy must be used with eval_files"),
         ({"neuron_exclude": "model.layers.*.mlq"}, "Did you mean 'model.layers"),
         ({"model": tmp_path / "models"}, "models', a folder that does not exist. Correct the path"),
-        ({"model": ".cache/smollm2-mixtral/"}, "does not exist. `bash scripts/demo.sh` makes it"),
+        ({"model": ".cache/smollm2-mixtral/"}, "does not exist. Run `python scripts/get_smollm2.py`"),
         ({"tokenizer": text.parent}, "tokenizer must be a folder or hub id with a tokenizer, got"),
         ({"resume_from_checkpoint": "runs/nope"}, "true or auto, got 'runs/nope', which does not exist. Name a check"),
         ({"resume_from_checkpoint": tmp_path}, "resume_from_checkpoint must be a checkpoint folder"),

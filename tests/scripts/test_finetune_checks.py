@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -106,6 +107,22 @@ def test_offline_and_misspelt_names(tmp_path: Path) -> None:
             check_places(options(tmp_path, tokenizer="no where/model").model, needed=needed)
         with pytest.raises(ConfigError, match=r"'\./none', a folder that does not exist"):
             check_places(options("./none").model, needed=needed)
+
+
+@pytest.mark.parametrize("folder", finetune_places._MADE_BY)
+def test_what_makes_a_missing_folder_is_where_the_refusal_says(folder: str, repo_root: Path) -> None:
+    """The named file of options has that folder, and at its head a command that writes it."""
+    told = finetune_places._MADE_BY[folder]
+    (name,) = re.findall(r"configs/\S+\.yaml", told)
+    text = (repo_root / name).read_text(encoding="utf-8")
+    assert f"\nmodel: {folder}\n" in text
+    head = text.partition("\nmodel:")[0]
+    if "get_smollm2" in head:
+        script = (repo_root / "scripts" / "get_smollm2.py").read_text(encoding="utf-8")
+        assert f'".cache" / "{Path(folder).name}"' in script and "get_smollm2.py" in told
+    else:
+        assert re.search(rf"python scripts/\w+\.py .*{re.escape(folder)}$", head, flags=re.MULTILINE)
+        assert "demo.sh` makes it" not in told, "the demo keeps the dense model only"
 
 
 def test_a_backend_that_is_not_here_is_refused_before_anything_is_loaded(
