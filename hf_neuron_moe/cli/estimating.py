@@ -94,7 +94,8 @@ def estimate(
         )
     floor = None
     if device is not None:
-        from hf_neuron_moe.device.roofline import Step, roofline
+        from hf_neuron_moe.device.roofline import roofline
+        from hf_neuron_moe.device.roofline_result import Step
 
         step = Step(result.tokens, block_size, trained=not lora_rank, checkpointing=gradient_checkpointing)
         floor = roofline(groups, device, precision, step, kept)

@@ -16,7 +16,8 @@ from hf_neuron_moe import NeuronMoEConfig, patch_model, unpatch_model
 from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
 from hf_neuron_moe.device.figures import CHIPS
 from hf_neuron_moe.device.passes import ASSUMPTIONS, Floor
-from hf_neuron_moe.device.roofline import Roofline, Step, kept_by_blocks, roofline
+from hf_neuron_moe.device.roofline import kept_by_blocks, roofline
+from hf_neuron_moe.device.roofline_result import Roofline, Step
 from hf_neuron_moe.device.usable import BlockGroup, block_groups
 from hf_neuron_moe.device.verify import load_for_verification
 from tests.neuron.double.contract import Double
