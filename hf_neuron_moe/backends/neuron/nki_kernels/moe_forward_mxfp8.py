@@ -12,7 +12,8 @@ from typing import Any
 import nki
 
 from hf_neuron_moe.backends.neuron.nkilib_objects import find_object, nkilib_object
-from hf_neuron_moe.backends.neuron.signatures import accepted, has_field, takes
+from hf_neuron_moe.backends.neuron.pair_options import pair_options
+from hf_neuron_moe.backends.neuron.signatures import has_field, takes
 
 blockwise_mm_fwd_mxfp8 = nkilib_object("blockwise_mm_fwd_mxfp8")
 MXFP8MOEFwdConfig: Any = find_object("MXFP8MOEFwdConfig")
@@ -20,16 +21,7 @@ TensorDescriptor: Any = find_object("TensorDescriptor")
 TensorOrientation: Any = find_object("TensorOrientation")
 
 TAKES_RECORD = takes(blockwise_mm_fwd_mxfp8, "config")
-OPTIONS = accepted(
-    MXFP8MOEFwdConfig if TAKES_RECORD else blockwise_mm_fwd_mxfp8,
-    shard_option=nkilib_object("ShardOption").SHARD_ON_BLOCK,
-    affinity_option=nkilib_object("AffinityOption").AFFINITY_ON_I,
-    skip_dma=nkilib_object("BackwardSkipMode")(skip_token=True),
-    is_tensor_update_accumulating=True,
-    accumulate_hidden_states_grad=True,
-    no_indirect_load=False,
-    single_expert_dense=False,
-)
+OPTIONS = pair_options(MXFP8MOEFwdConfig if TAKES_RECORD else blockwise_mm_fwd_mxfp8, "SHARD_ON_BLOCK")
 FOR_ONE_EXPERT = {
     name: False
     for name in ("fast_dma_transpose", "reuse_spilled_weights", "use_1x32_pe_swizzle")
