@@ -65,7 +65,7 @@ _ADVICE = {
         "it arises; see docs/neuron.md, Troubleshooting.",
         _REPORT,
     ),
-    NOT_RUN: ("Next: the reasons are above; `hf-neuron-moe doctor CHECKPOINT` lists what the kernels compute.",),
+    NOT_RUN: ("Next: the reasons are above; `hf-neuron-moe doctor MODEL_DIR` lists what the kernels compute.",),
 }
 
 

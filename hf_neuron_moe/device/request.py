@@ -61,8 +61,46 @@ class Request:
             raise _bad("tokens", f"at most {BF16_TOKENS:,} in bf16, as moe_cte takes", f"{self.tokens:,}", remedy)
 
     def device_here(self) -> torch.device:
-        """Return :func:`device_of` this request."""
-        return device_of(self.backend, self.device)
+        """Return where the kernels' tensors belong, after a first sum there: the device that was asked for.
+
+        Without one it is the first Neuron device, or the CPU for the simulator. Where the plugin is loaded and makes no
+        device of its own, its operators take CPU tensors, and the report says so.
+
+        Raises:
+            BackendUnavailableError: the backend cannot run here, the runtime offers no core, or the device cannot add.
+        """
+        self._check_backend()
+        count = device_count() if self.backend == "neuron" else None
+        name = self.device if self.device is not None else "cpu" if count is None else "neuron:0"
+        if count == 0 and name != "cpu":
+            raise _no_device("the packages, and no device")
+        try:
+            device = torch.device(name)
+        except RuntimeError as error:
+            raise _no_device(f"a torch that knows no device {name}: the plugin is not loaded") from error
+        trouble = _why_not_adding(device)
+        if trouble is not None:
+            raise _no_device(trouble)
+        return device
+
+    def _check_backend(self) -> None:
+        try:
+            resolve_backend(self.backend, torch.device("cpu"))
+        except BackendUnavailableError as error:
+            reason = versions.why_unavailable(simulator=self.backend != "neuron")
+            if reason is None:
+                raise
+            remedy = (
+                "`hf-neuron-moe doctor` says what to do first. There is nothing to verify without Neuron's kernels."
+            )
+            raise refuse(
+                BackendUnavailableError,
+                where=WHERE,
+                argument="this machine",
+                expected=f"one where backend={self.backend!r} can run",
+                got=f"one where {reason}",
+                remedy=remedy,
+            ) from error
 
     def precision_here(self) -> str:
         """Return the precision that was asked for, or the one that this machine's chip has kernels for.
@@ -81,47 +119,6 @@ class Request:
             raise _bad("precision", "one that this chip has kernels for", got, "Leave it out.")
         self._check_tokens(precision)
         return precision
-
-
-def device_of(backend: str, wanted: str | None) -> torch.device:
-    """Return where the kernels' tensors belong, after a first sum there.
-
-    Where the plugin is loaded and makes no device of its own, its operators take CPU tensors, and the report says so.
-
-    Args:
-        backend: ``"neuron"`` or ``"nki-sim"``.
-        wanted: a device such as ``"neuron:3"``; None for the first Neuron device, or the CPU for the simulator.
-
-    Raises:
-        BackendUnavailableError: the backend cannot run here, the runtime offers no core, or the device cannot add.
-    """
-    try:
-        resolve_backend(backend, torch.device("cpu"))
-    except BackendUnavailableError as error:
-        reason = versions.why_unavailable(simulator=backend != "neuron")
-        if reason is None:
-            raise
-        remedy = "`hf-neuron-moe doctor` says what to do first. There is nothing to verify without Neuron's kernels."
-        raise refuse(
-            BackendUnavailableError,
-            where=WHERE,
-            argument="this machine",
-            expected=f"one where backend={backend!r} can run",
-            got=f"one where {reason}",
-            remedy=remedy,
-        ) from error
-    count = device_count() if backend == "neuron" else None
-    name = wanted if wanted is not None else "cpu" if count is None else "neuron:0"
-    if count == 0 and name != "cpu":
-        raise _no_device("the packages, and no device")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise _no_device(f"a torch that knows no device {name}: the plugin is not loaded") from error
-    trouble = _why_not_adding(device)
-    if trouble is not None:
-        raise _no_device(trouble)
-    return device
 
 
 def _no_device(got: str) -> BackendUnavailableError:

@@ -95,7 +95,7 @@ def verify_device(
         block_size: tokens per block of experts.
         seed: of inputs and random weights.
         layers: only the first so many blocks; None for all.
-        device: where the kernels run, see :func:`~hf_neuron_moe.device.request.device_of`.
+        device: where the kernels run, see :meth:`~hf_neuron_moe.device.request.Request.device_here`.
         progress: called with every block's result.
 
     Returns:
