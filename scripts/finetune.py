@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from accelerate import DistributedType
 from datasets import Dataset
-from finetune_checks import check_run
+from finetune_checks import check_merging, check_run
 from finetune_model import load_model, load_tokenizer, patch, save_merged, told_unpatched, with_adapters
 from finetune_options import Options, parse
 from finetune_text import blocks
@@ -62,7 +62,7 @@ def make_trainer(options: Options) -> FinetuneTrainer:
         processing_class=tokenizer,
         data_collator=default_data_collator,
     )
-    check_sharding(trainer, options)
+    check_merging(options.lora, sharded=trainer.is_fsdp_enabled)
     state = trainer.accelerator.state
     say(training, told_processes(state.num_processes, state.distributed_type, state.device))
     return trainer
@@ -85,19 +85,6 @@ def check_evaluation(options: Options, held_out: Dataset | None) -> None:
             expected="used with eval_files, eval_split or eval_share",
             got="none of them",
             remedy="Name evaluation text, or set eval_strategy: 'no'.",
-        )
-
-
-def check_sharding(trainer: FinetuneTrainer, options: Options) -> None:
-    """Refuse what does not work on sharded weights, before any step is made."""
-    if trainer.is_fsdp_enabled and options.lora.lora_merge:
-        raise refuse(
-            ConfigError,
-            where="finetune",
-            argument="lora_merge",
-            expected="false under FSDP",
-            got=True,
-            remedy="Load the saved adapter in one process and call merge_and_unload() there.",
         )
 
 

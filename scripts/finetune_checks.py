@@ -20,7 +20,7 @@ from finetune_folder import (
     conversion_of,
     without_mark,
 )
-from finetune_options import Options
+from finetune_options import LoraOptions, Options
 from finetune_places import check_places, one_line, read_config
 from transformers.trainer import TRAINER_STATE_NAME
 
@@ -95,7 +95,16 @@ def check_training(options: Options) -> None:
             f"{training.neuron_weights!r}{auto}",
             "Set neuron_weights: stock; the numbers are the same.",
         )
-    if options.lora.lora_merge:
+    check_merging(options.lora, sharded=True)
+
+
+def check_merging(lora: LoraOptions, *, sharded: bool) -> None:
+    """Refuse to merge adapters into weights that FSDP shards.
+
+    Raises:
+        ConfigError: `lora` asks for it.
+    """
+    if sharded and lora.lora_merge:
         remedy = "Load the saved adapter in one process and call merge_and_unload() there."
         raise _bad("lora_merge", "false under FSDP", "true", remedy)
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import datasets
 import pytest
 import torch
-from finetune import check_sharding, main
+from finetune import main
+from finetune_checks import check_merging
 from finetune_options import parse
 from make_tiny_model import make_tiny_model, tiny_config
 from safetensors.torch import load_file
@@ -113,9 +114,9 @@ def test_two_processes_give_the_losses_of_one(
 
 def test_merging_sharded_adapters_is_refused(tmp_path: Path) -> None:
     asked = parse(options("mixtral", tmp_path, "out", 2, "--lora_rank", "2", "--lora_merge"))
-    check_sharding(types.SimpleNamespace(is_fsdp_enabled=False), asked)
-    with pytest.raises(ConfigError, match=r"lora_merge must be false under FSDP, got True\. Load the saved"):
-        check_sharding(types.SimpleNamespace(is_fsdp_enabled=True), asked)
+    check_merging(asked.lora, sharded=False)
+    with pytest.raises(ConfigError, match=r"lora_merge must be false under FSDP, got true\. Load the saved"):
+        check_merging(asked.lora, sharded=True)
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
