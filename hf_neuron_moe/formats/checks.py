@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
-from hf_neuron_moe.errors import DTypeError, ShapeError, refuse
+from hf_neuron_moe.errors import DeviceError, DTypeError, ShapeError, refuse
 from hf_neuron_moe.formats.constants import FLOAT_DTYPES, MX_BLOCK, ElementFormat
 
 
@@ -82,15 +84,39 @@ def check_equal_shape(tensor: torch.Tensor, shape: tuple[int, ...], *, where: st
         )
 
 
+def check_same_device(tensors: Mapping[str, torch.Tensor], *, where: str) -> None:
+    """Refuse tensors, by argument name, that are not on the first one's device.
+
+    Raises:
+        DeviceError: otherwise.
+    """
+    (first, anchor), *others = tensors.items()
+    for name, tensor in others:
+        if tensor.device != anchor.device:
+            raise refuse(
+                DeviceError,
+                where=where,
+                argument=name,
+                expected=f"on {anchor.device} like {first}",
+                got=str(tensor.device),
+                remedy="Move them to one device.",
+            )
+
+
+def is_whole(number: object) -> bool:
+    """Return whether `number` can be a size or an index; those of a traced program are no ``int`` but count."""
+    return hasattr(number, "__index__") and not isinstance(number, bool)
+
+
 def check_multiple(size: int, of: int, *, where: str, argument: str, remedy: str) -> None:
     """Refuse a size that is not a positive multiple of `of` (ShapeError)."""
-    if size <= 0 or size % of:
+    if not is_whole(size) or size <= 0 or size % of:
         raise refuse(
             ShapeError,
             where=where,
             argument=argument,
             expected=f"a positive multiple of {of}",
-            got=str(size),
+            got=repr(size),
             remedy=remedy,
         )
 

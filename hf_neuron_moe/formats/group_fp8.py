@@ -18,7 +18,14 @@ import torch
 from torch import Tensor
 
 from hf_neuron_moe.errors import ConfigError, refuse
-from hf_neuron_moe.formats.checks import check_dtype, check_equal_shape, check_float, check_multiple, check_tensor
+from hf_neuron_moe.formats.checks import (
+    check_dtype,
+    check_equal_shape,
+    check_float,
+    check_multiple,
+    check_same_device,
+    check_tensor,
+)
 from hf_neuron_moe.formats.constants import E4M3FN, E5M2, ElementFormat, unknown_name
 from hf_neuron_moe.formats.elements import decode
 from hf_neuron_moe.formats.fp8_rounding import check_randomness, round_to_fp8_
@@ -145,6 +152,7 @@ def group_dequantize_fp8(codes_MN: Tensor, scales_MG: Tensor, dtype: torch.dtype
     Raises:
         DTypeError: codes or scales of another dtype.
         ShapeError: shapes that do not belong together.
+        DeviceError: scales on another device than the codes.
     """
     where = "group_dequantize_fp8"
     check_dtype(codes_MN, (torch.float8_e4m3fn, torch.float8_e5m2), where=where, argument="codes")
@@ -152,9 +160,11 @@ def group_dequantize_fp8(codes_MN: Tensor, scales_MG: Tensor, dtype: torch.dtype
     groups = scales_MG.shape[-1] if scales_MG.ndim else 0
     remedy = "The scales' last axis has one entry per group."
     check_multiple(groups, 1, where=where, argument="scales.shape[-1]", remedy=remedy)
-    check_multiple(codes_MN.shape[-1], groups, where=where, argument="codes.shape[-1]", remedy=remedy)
+    columns = codes_MN.shape[-1] if codes_MN.ndim else 0
+    check_multiple(columns, groups, where=where, argument="codes.shape[-1]", remedy=remedy)
     expected = (*codes_MN.shape[:-1], groups)
     check_equal_shape(scales_MG, expected, where=where, argument="scales", because="one row of scales per row of codes")
+    check_same_device({"codes": codes_MN, "scales": scales_MG}, where=where)
     if codes_MN.numel() == 0:
         return torch.empty(codes_MN.shape, dtype=dtype, device=codes_MN.device)
     codes = codes_MN.detach().view(torch.uint8).reshape(-1, codes_MN.shape[-1])

@@ -24,7 +24,15 @@ import torch
 from torch import Tensor
 
 from hf_neuron_moe.errors import ShapeError, refuse
-from hf_neuron_moe.formats.checks import check_equal_shape, check_multiple, check_shape
+from hf_neuron_moe.formats.checks import (
+    check_dtype,
+    check_equal_shape,
+    check_multiple,
+    check_same_device,
+    check_shape,
+    check_tensor,
+    is_whole,
+)
 
 _PAIR_REMEDY = "The axis holds gate and up halves of equal size."
 
@@ -46,10 +54,14 @@ def fuse_gate_up(gate_IH: Tensor, up_IH: Tensor) -> Tensor:
 
     Raises:
         ShapeError: not 2-D, or different shapes.
+        DTypeError: different dtypes, of which one would change.
+        DeviceError: different devices.
     """
     check_shape(gate_IH, ("I", "H"), where="fuse_gate_up", argument="gate")
     shape = tuple(gate_IH.shape)
     check_equal_shape(up_IH, shape, where="fuse_gate_up", argument="up", because="the shape of gate")
+    check_dtype(up_IH, (gate_IH.dtype,), where="fuse_gate_up", argument="up")
+    check_same_device({"gate": gate_IH, "up": up_IH}, where="fuse_gate_up")
     return torch.cat([gate_IH, up_IH])
 
 
@@ -202,7 +214,9 @@ def slice_intermediate(tensor: Tensor, axis: int, rank: int, world_size: int) ->
         ShapeError: no such axis, I not divisible, or a rank outside the group.
     """
     where = "slice_intermediate"
-    if not -tensor.ndim <= axis < tensor.ndim or not 0 <= rank < world_size:
+    check_tensor(tensor, where=where, argument="tensor")
+    whole = all(map(is_whole, (axis, rank, world_size)))
+    if not whole or not -tensor.ndim <= axis < tensor.ndim or not 0 <= rank < world_size:
         raise refuse(
             ShapeError,
             where=where,

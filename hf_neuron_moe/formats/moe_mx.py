@@ -25,7 +25,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hf_neuron_moe.formats.checks import check_equal_shape, check_float, check_multiple, check_shape, check_tensor
+from hf_neuron_moe.errors import ShapeError, refuse
+from hf_neuron_moe.formats.checks import (
+    check_dtype,
+    check_equal_shape,
+    check_float,
+    check_multiple,
+    check_shape,
+    is_whole,
+)
 from hf_neuron_moe.formats.constants import (
     LANES,
     MX_BLOCK,
@@ -37,6 +45,7 @@ from hf_neuron_moe.formats.constants import (
     element_format,
 )
 from hf_neuron_moe.formats.mx import dequantize_mx, quantize_mx
+from hf_neuron_moe.formats.scales import SCALE_DTYPES
 from hf_neuron_moe.formats.swizzle import pack_x4, unpack_x4, unswizzle
 
 TILE = TILE_SIZES[0]
@@ -103,7 +112,7 @@ def quantize_moe_gate_up(
     check_equal_shape(gate_up_EH2I, (E, H, 2, inter), where=where, argument="gate_up", because="gate and up")
     check_multiple(H, TILE, where=where, argument="H", remedy=_HIDDEN_REMEDY)
     rows_FH = gate_up_EH2I.permute(0, 2, 3, 1).reshape(E * 2 * inter, H)
-    quantized = quantize_mx(rows_FH, fmt=fmt, rule=rule or _usual_rule(fmt), scheme=HIDDEN_SCHEME)
+    quantized = quantize_mx(rows_FH, fmt=fmt, rule=_usual_rule(fmt) if rule is None else rule, scheme=HIDDEN_SCHEME)
     words_tQE2I = pack_x4(quantized.codes, fmt).view(H // TILE, PARTITIONS, E, 2, inter)
     scales_tqE2I = quantized.scales.view(H // TILE, PARTITIONS // PATCH_ROWS, E, 2, inter)
     order = (2, 1, 3, 0, 4)
@@ -158,7 +167,9 @@ def quantize_moe_down(
     E, inter, H = down_EIH.shape
     padded = padded_intermediate(inter)
     rows_FI = pad(down_EIH.detach().transpose(1, 2).reshape(E * H, inter), (0, padded - inter))
-    quantized = quantize_mx(rows_FI, fmt=fmt, rule=rule or _usual_rule(fmt), scheme=INTERMEDIATE_SCHEME)
+    quantized = quantize_mx(
+        rows_FI, fmt=fmt, rule=_usual_rule(fmt) if rule is None else rule, scheme=INTERMEDIATE_SCHEME
+    )
     tiles = -(-padded // TILE)
     words_tQEH = pack_x4(quantized.codes, fmt).view(tiles, -1, E, H)
     scales_tqEH = quantized.scales.view(tiles, -1, E, H)
@@ -233,10 +244,11 @@ def pack_moe_scales(scales_EqXtF: Tensor) -> Tensor:
         uint8: gate_up ``[E, 128, ceil(tiles/4), 2, I]``, down ``[E, 128, ceil(tiles/4), H]``.
 
     Raises:
+        DTypeError: not uint8 or float8_e8m0fnu.
         ShapeError: not 4-D or 5-D, or not 16 scale rows (down: 1 to 16, and 16 if there are several tiles).
     """
     where = "pack_moe_scales"
-    check_tensor(scales_EqXtF, where=where, argument="scales")
+    check_dtype(scales_EqXtF, SCALE_DTYPES, where=where, argument="scales")
     names = ("E", "16", "2", "tiles", "I") if scales_EqXtF.ndim == 5 else ("E", "pI/8", "tiles", "H")
     check_shape(scales_EqXtF, names, where=where, argument="scales")
     tiles_EqtXF = scales_EqXtF.detach().view(torch.uint8).movedim(-2, 2)
@@ -264,8 +276,28 @@ def unpack_moe_scales(packed_EPbXF: Tensor, tiles: int, rows: int = SCALE_ROWS) 
 
     Returns:
         uint8 ``[E, 16, 2, tiles, I]`` or ``[E, rows, tiles, H]``.
+
+    Raises:
+        DTypeError: not uint8 or float8_e8m0fnu.
+        ShapeError: not 4-D or 5-D with 128 partitions, or `tiles` or `rows` that it cannot hold.
     """
+    where = "unpack_moe_scales"
+    check_dtype(packed_EPbXF, SCALE_DTYPES, where=where, argument="packed")
+    names = ("E", "128", "buffers", "2", "I") if packed_EPbXF.ndim == 5 else ("E", "128", "buffers", "H")
+    check_shape(packed_EPbXF, names, where=where, argument="packed")
     experts, _, buffers, *rest = packed_EPbXF.shape
+    expected = (experts, PARTITIONS, buffers, *rest)
+    check_equal_shape(packed_EPbXF, expected, where=where, argument="packed", because="a buffer has 128 partitions")
+    if not is_whole(tiles) or -(-tiles // LANES) != buffers or not is_whole(rows) or not 0 < rows <= SCALE_ROWS:
+        raise refuse(
+            ShapeError,
+            where=where,
+            argument="tiles and rows",
+            expected=f"whole numbers: tiles that fill {buffers} buffers of {LANES}, and 1 to {SCALE_ROWS} rows",
+            got=f"tiles {tiles!r}, rows {rows!r}",
+            remedy="tiles is ceil(I/512) of a down projection and H/512 of gate_up.",
+        )
+    packed_EPbXF = packed_EPbXF.detach().view(torch.uint8)
     # Partition 32*quadrant + 4*slot + row; slots 4..7 are unused.
     slots = packed_EPbXF.reshape(experts, 4, 8, 4, buffers, *rest)[:, :, :LANES]
     unpacked = slots.movedim(2, 4).reshape(experts, SCALE_ROWS, buffers * LANES, *rest)

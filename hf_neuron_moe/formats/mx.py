@@ -21,8 +21,10 @@ from hf_neuron_moe.formats.checks import (
     check_dtype,
     check_equal_shape,
     check_float,
+    check_same_device,
     check_shape,
     codes_as_bytes,
+    is_whole,
 )
 from hf_neuron_moe.formats.constants import (
     LANES,
@@ -139,6 +141,7 @@ def dequantize_mx(codes_P4F: Tensor, scales_BF: Tensor, *, fmt: str | ElementFor
     Raises:
         DTypeError: codes or scales of another dtype.
         ShapeError: shapes that do not belong together.
+        DeviceError: scales on another device than the codes.
         ConfigError: unknown format.
     """
     where = "dequantize_mx"
@@ -149,6 +152,7 @@ def dequantize_mx(codes_P4F: Tensor, scales_BF: Tensor, *, fmt: str | ElementFor
     B = P // PATCH_ROWS
     because = f"compact scales of codes {list(codes_P4F.shape)}"
     check_equal_shape(scales_BF, (B, F), where=where, argument="scales", because=because)
+    check_same_device({"codes": codes_P4F, "scales": scales_BF}, where=where)
     scales_BF = scales_BF.detach().view(torch.uint8)
     out_P4F = torch.empty(P, LANES * F, dtype=torch.float32, device=codes_P4F.device)
     step = _rows_per_chunk(codes_P4F.device, PATCH_ROWS * LANES * F)
@@ -190,13 +194,13 @@ def fake_quantize_mx(
     rule = choose(ScaleRule, rule, argument="rule", where=where)
     scheme = choose(SwizzleScheme, scheme, argument="scheme", where=where)
     check_float(x, where=where, argument="x")
-    if not -x.ndim <= axis < x.ndim:
+    if not is_whole(axis) or not -x.ndim <= axis < x.ndim:
         raise refuse(
             ShapeError,
             where=where,
             argument="axis",
             expected=f"an axis of a tensor of shape {list(x.shape)}",
-            got=str(axis),
+            got=repr(axis),
             remedy="Pass the contraction axis of the matmul.",
         )
     moved = x.detach().movedim(axis, -1)
@@ -231,8 +235,9 @@ def dequantize_mx_natural(
         fp32 ``[F, K]``, exact; `out_FK` where given.
 
     Raises:
-        DTypeError: codes or scales of another dtype.
+        DTypeError: codes, scales or `out_FK` of another dtype.
         ShapeError: shapes that do not belong together, or K not a positive multiple of 32.
+        DeviceError: tensors on different devices.
         ConfigError: unknown format or scheme.
     """
     where = "dequantize_mx_natural"
@@ -247,6 +252,9 @@ def dequantize_mx_natural(
     check_equal_shape(scales_BF, (K // MX_BLOCK, F), where=where, argument="scales", because=because)
     if out_FK is None:
         out_FK = torch.empty(F, K, dtype=torch.float32, device=codes_FK.device)
+    check_dtype(out_FK, (torch.float32,), where=where, argument="out_FK")
+    check_equal_shape(out_FK, (F, K), where=where, argument="out_FK", because="the shape of codes")
+    check_same_device({"codes": codes_FK, "scales": scales_BF, "out_FK": out_FK}, where=where)
     scales_FB = scales_BF.detach().view(torch.uint8).t().contiguous()
     _dequantize_natural(codes_FK, scales_FB, out_FK, fmt, scheme)
     return out_FK

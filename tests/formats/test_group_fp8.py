@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_neuron_moe.errors import ConfigError, DTypeError, ShapeError
+from hf_neuron_moe.errors import ConfigError, DeviceError, DTypeError, ShapeError
 from hf_neuron_moe.formats import group_dequantize_fp8, group_fp8, group_quantize_fp8, group_scales
 
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -157,3 +157,7 @@ def test_refusals() -> None:
         group_dequantize_fp8(codes, scales[:1])
     with pytest.raises(DTypeError, match="float8_e4m3fn"):
         group_dequantize_fp8(codes.view(torch.uint8), scales)
+    with pytest.raises(DeviceError, match="scales must be on cpu like codes"):
+        group_dequantize_fp8(codes, scales.to("meta"))
+    with pytest.raises(ShapeError, match=r"codes\.shape"):
+        group_dequantize_fp8(codes[0, 0], scales[0])

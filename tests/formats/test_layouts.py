@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from hf_neuron_moe.errors import ShapeError
+from hf_neuron_moe.errors import DeviceError, DTypeError, ShapeError
 from hf_neuron_moe.formats import layouts
 
 SIZES = st.tuples(st.integers(1, 4), st.integers(1, 6), st.integers(1, 6))
@@ -155,3 +155,11 @@ def test_refusals() -> None:
         layouts.slice_intermediate(torch.zeros(2, 8, 4), 1, 2, 2)
     with pytest.raises(ShapeError, match="axis 3"):
         layouts.slice_intermediate(torch.zeros(2, 8, 4), 3, 0, 2)
+    with pytest.raises(ShapeError, match=r"world_size 2\.0"):
+        layouts.slice_intermediate(torch.zeros(2, 8, 4), 1, 0, 2.0)  # type: ignore[arg-type]
+    with pytest.raises(DTypeError, match=r"torch\.Tensor"):
+        layouts.slice_intermediate([1, 2], 0, 0, 2)  # type: ignore[arg-type]
+    with pytest.raises(DTypeError, match="up must be of dtype float32, got float16"):
+        layouts.fuse_gate_up(torch.zeros(3, 4), torch.zeros(3, 4, dtype=torch.float16))
+    with pytest.raises(DeviceError, match="up must be on cpu like gate, got meta"):
+        layouts.fuse_gate_up(torch.zeros(3, 4), torch.zeros(3, 4, device="meta"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_neuron_moe.errors import ShapeError
+from hf_neuron_moe.errors import ConfigError, DTypeError, ShapeError
 from hf_neuron_moe.formats import (
     MoEWeightMX,
     dequantize_moe_down,
@@ -131,6 +131,19 @@ def test_refusals() -> None:
     for shape in ((1, 2, 2, 1, 8), (1, 2, 2, 8), (1, 17, 1, 8)):
         with pytest.raises(ShapeError, match="a row per 8 of 128 partitions"):
             pack_moe_scales(torch.zeros(shape, dtype=torch.uint8))
+    with pytest.raises(ConfigError, match="rule"):
+        quantize_moe_down(torch.ones(1, 64, 8), rule="")
+    with pytest.raises(DTypeError, match="scales"):
+        pack_moe_scales(torch.ones(1, 16, 4, 8))
+    packed = pack_moe_scales(torch.ones(1, 16, 4, 8, dtype=torch.uint8))
+    with pytest.raises(ShapeError, match="tiles that fill 1 buffers of 4, and 1 to 16 rows, got tiles 5, rows 16"):
+        unpack_moe_scales(packed, 5)
+    with pytest.raises(ShapeError, match="rows 17"):
+        unpack_moe_scales(packed, 4, 17)
+    with pytest.raises(ShapeError, match="128 partitions"):
+        unpack_moe_scales(packed[:, :64], 4)
+    with pytest.raises(DTypeError, match="packed"):
+        unpack_moe_scales(packed.int(), 4)
 
 
 def _only(shape: torch.Size, index: tuple[object, ...], values: torch.Tensor) -> torch.Tensor:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_neuron_moe.errors import ConfigError, DTypeError, ShapeError
-from hf_neuron_moe.formats import E4M3FN, dequantize_mx, fake_quantize_mx, mx, quantize_mx, unswizzle
+from hf_neuron_moe.errors import ConfigError, DeviceError, DTypeError, ShapeError
+from hf_neuron_moe.formats import E4M3FN, dequantize_mx, fake_quantize_mx, mx, pack_x4, quantize_mx, unswizzle
 
 
 @pytest.mark.parametrize("fmt", ["e4m3fn", "e5m2", "e2m1"])
@@ -107,3 +107,17 @@ def test_dequantize_and_fake_quantize_refuse() -> None:
         fake_quantize_mx(torch.zeros(()))
     with pytest.raises(ShapeError, match="multiple of 32"):
         fake_quantize_mx(torch.zeros(32, 48))
+    with pytest.raises(ShapeError, match=r"axis must be an axis of a tensor of shape \[2, 32\], got 1.0"):
+        fake_quantize_mx(torch.zeros(2, 32), 1.0)  # type: ignore[arg-type]
+    with pytest.raises(DeviceError, match="scales must be on cpu like codes, got meta"):
+        dequantize_mx(quantized.codes, quantized.scales.to("meta"))
+
+
+@pytest.mark.parametrize("fmt", ["e4m3fn", "e5m2", "e2m1"])
+def test_tensors_without_values_have_the_shapes(fmt: str) -> None:
+    quantized, real = (quantize_mx(torch.ones(3, 64, device=device), fmt=fmt) for device in ("meta", "cpu"))
+    assert quantized.codes.shape == real.codes.shape and quantized.scales.shape == real.scales.shape
+    values = dequantize_mx(quantized.codes, quantized.scales, fmt=fmt)
+    assert values.is_meta and values.shape == real.codes.shape
+    words, real_words = pack_x4(quantized.codes, fmt), pack_x4(real.codes, fmt)
+    assert words.is_meta and (words.shape, words.dtype) == (real_words.shape, real_words.dtype)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_neuron_moe.errors import DTypeError, ShapeError
+from hf_neuron_moe.errors import DeviceError, DTypeError, ShapeError
 from hf_neuron_moe.formats import dequantize_mx, dequantize_mx_natural, fake_quantize_mx, quantize_mx, unswizzle
 from hf_neuron_moe.formats.constants import ELEMENT_FORMATS, SwizzleScheme
 
@@ -45,3 +45,9 @@ def test_what_does_not_fit_is_refused() -> None:
         dequantize_mx_natural(codes[:, :48], scales)
     with pytest.raises(DTypeError, match="codes"):
         dequantize_mx_natural(codes.view(torch.float8_e5m2), scales)
+    with pytest.raises(DeviceError, match="scales must be on cpu like codes"):
+        dequantize_mx_natural(codes, scales.to("meta"))
+    with pytest.raises(DTypeError, match="out_FK"):
+        dequantize_mx_natural(codes, scales, out_FK=torch.zeros(4, 64, dtype=torch.bfloat16))
+    with pytest.raises(ShapeError, match="out_FK"):
+        dequantize_mx_natural(codes, scales, out_FK=torch.zeros(8, 64))

@@ -200,3 +200,6 @@ def test_refusals() -> None:
         pack_x4(torch.full((8, 4), 16, dtype=torch.uint8), "e2m1")
     with pytest.raises(DTypeError, match="int32"):
         unpack_x4(torch.zeros(8, 4, dtype=torch.int64))
+    for size in ("32", 32.0, True):
+        with pytest.raises(ShapeError, match=f"K must be a positive multiple of 32, got {size!r}"):
+            k_map(size)  # type: ignore[arg-type]
