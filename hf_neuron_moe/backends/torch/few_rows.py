@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hf_neuron_moe.backends.torch.compute import FEW_ROWS, bf16_matmul_is_fast
 from hf_neuron_moe.backends.torch.experts import ExpertStack
-from hf_neuron_moe.backends.torch.routing import sort_pairs
+from hf_neuron_moe.backends.torch.routing import SortedPairs, sort_pairs
 
 MOST_ROWS = 512
 """Beyond this many rows in all the tiled path is as fast, and its temporaries are bounded."""
@@ -51,24 +51,44 @@ def mlp(x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor) -> Tensor
 
 def experts(x_TH: Tensor, index_TK: Tensor, weight_TK: Tensor, stack: ExpertStack) -> Tensor:
     """Return the experts' weighted sum in the dtype of `x_TH`, which is that of the weights."""
-    number, hidden = len(stack.gate_up), x_TH.shape[1]
-    pairs = sort_pairs(index_TK, number)
+    hidden = x_TH.shape[1]
+    pairs = sort_pairs(index_TK, len(stack.gate_up))
     x_RH = x_TH.index_select(0, pairs.token_R)
     scale_R = weight_TK.reshape(-1).index_select(0, pairs.order_R)
     inner = stack.gate_up.shape[2 if stack.transposed else 1] // 2
-    gate_up_R2I = x_RH.new_empty((len(x_RH), 2 * inner))
     gate_up, down = stack.gate_up, stack.down
     if not stack.transposed:
         gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
-    for expert, start, end in pairs.runs:
-        torch.mm(x_RH[start:end], gate_up[expert], out=gate_up_R2I[start:end])
+    gate_up_R2I = _times_experts(x_RH, gate_up, pairs)
     inter_RI = _gated(gate_up_R2I[:, :inner], gate_up_R2I[:, inner:], scale_R)
-    out_RH = x_RH.new_empty((len(x_RH), hidden))
-    for expert, start, end in pairs.runs:
-        torch.mm(inter_RI[start:end], down[expert], out=out_RH[start:end])
+    out_RH = _times_experts(inter_RI, down, pairs)
     out_RH[pairs.offsets[-1] :].zero_()
     out_TKH = out_RH.index_select(0, pairs.slot_TK.reshape(-1)).view(*index_TK.shape, hidden)
     return out_TKH.sum(1, dtype=torch.float32).to(x_TH.dtype)
+
+
+def _times_experts(x_RK: Tensor, weight_EKN: Tensor, pairs: SortedPairs) -> Tensor:
+    """Return each row times its expert's matrix ``[R, N]``; rows of other ranks' experts hold anything.
+
+    torch's grouped product multiplies the same runs without coming back to Python between them, but looks at every
+    expert, idle or not.
+    """
+    runs = pairs.runs
+    if 2 * len(runs) > len(weight_EKN) and x_RK.is_cpu and _is_aligned(x_RK) and _is_aligned(weight_EKN):
+        ends_E = torch.tensor(pairs.offsets[1:], dtype=torch.int32)
+        return F.grouped_mm(x_RK, weight_EKN, offs=ends_E)
+    out_RN = x_RK.new_empty((len(x_RK), weight_EKN.shape[2]))
+    for expert, start, end in runs:
+        torch.mm(x_RK[start:end], weight_EKN[expert], out=out_RN[start:end])
+    return out_RN
+
+
+def _is_aligned(operand: Tensor) -> bool:
+    """Whether the grouped product takes `operand`: all strides but the unit one are multiples of 16 bytes."""
+    size = operand.element_size()
+    return sum(stride == 1 for stride in operand.stride()) == 1 and all(
+        stride * size % 16 == 0 for stride in operand.stride() if stride != 1
+    )
 
 
 def _rows_one_by_one(x_RK: Tensor) -> bool:
