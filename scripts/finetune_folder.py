@@ -7,12 +7,18 @@ from pathlib import Path
 
 from finetune_options import LoraOptions
 from safetensors import SafetensorError, safe_open
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
+from transformers.utils import (
+    ADAPTER_CONFIG_NAME,
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+)
 
 from hf_neuron_moe.convert.source import damaged
 from hf_neuron_moe.convert.write import INDEX_OUT
 from hf_neuron_moe.device.usable import NO_TRAINING
-from hf_neuron_moe.errors import ConfigError, refuse
+from hf_neuron_moe.errors import ConfigError, SourceDamageError, refuse
 from hf_neuron_moe.quantizers.config import PRECISIONS
 from hf_neuron_moe.quantizers.registration import QUANT_METHOD
 
@@ -94,11 +100,12 @@ def check_frozen_backend(backend: str, fallback: str) -> None:
     )
 
 
-def check_weights(name: str) -> list[str]:
+def check_weights(name: str, *, needed: bool = True) -> list[str]:
     """Refuse weights that are cut off or missing; only the headers of safetensors files are read.
 
     Args:
         name: a folder here; anything else is the hub's, and loading checks it.
+        needed: whether the run follows; otherwise a folder without any weights is told and not refused.
 
     Returns:
         What is not there, a line each.
@@ -114,12 +121,26 @@ def check_weights(name: str) -> list[str]:
     else:
         index = next((path for path in (SAFE_WEIGHTS_INDEX_NAME, INDEX_OUT) if (folder / path).is_file()), None)
         if index is None:
-            pickled = any((folder / path).is_file() for path in (WEIGHTS_NAME, WEIGHTS_INDEX_NAME))
-            return [] if pickled else [f"model {name!r} has no weights here, and the run needs them"]
+            if any((folder / path).is_file() for path in (WEIGHTS_NAME, WEIGHTS_INDEX_NAME, ADAPTER_CONFIG_NAME)):
+                return []  # pickled, or elsewhere: loading checks them
+            if needed:
+                raise _without_weights(name)
+            return [f"model {name!r} has no weights here, and the run needs them"]
         files = _files_of(folder / index)
     for file in files:
         _check_file(folder / file)
     return []
+
+
+def _without_weights(name: str) -> SourceDamageError:
+    return refuse(
+        SourceDamageError,
+        where=_WHERE,
+        argument="model",
+        expected="a folder with weights",
+        got=f"{name!r}, which has no file of them",
+        remedy="Name another folder, or download the weights into this one.",
+    )
 
 
 def _check_file(path: Path) -> None:

@@ -60,7 +60,7 @@ def check_dry(chip: str, processes: str, words: Sequence[str]) -> list[str]:
     check_resume(options)
     check_files(options.data)
     unknown = check_places(options.model, needed=False)
-    told += unknown + check_weights(options.model.model)
+    told += unknown + check_weights(options.model.model, needed=False)
     check_training(options)
     if asks_for_kernels(options.training):
         found = check_kernels(options, Device(chip, lnc), DocumentedAdapter(), online=not unknown)
@@ -88,7 +88,7 @@ def check_here(chip: str, processes: str, words: Sequence[str]) -> list[str]:
     check_resume(options)
     check_files(options.data)
     check_places(options.model)
-    told += check_weights(options.model.model)
+    check_weights(options.model.model)
     check_training(options)
     if asks_for_kernels(options.training):
         told += check_kernels(options, Device(chip, lnc), Adapter())

@@ -126,7 +126,7 @@ def test_what_makes_a_missing_folder_is_where_the_refusal_says(folder: str, repo
 
 
 def test_a_backend_that_is_not_here_is_refused_before_anything_is_loaded(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def load(*_: object) -> None:
         raise AssertionError("loaded")
@@ -138,16 +138,15 @@ def test_a_backend_that_is_not_here_is_refused_before_anything_is_loaded(
     assert "got 'neuron': nki is not installed" in capsys.readouterr().err
     with pytest.raises(BackendUnavailableError, match="triton"):
         check_run(options(tmp_path, neuron_backend="triton"))
-    check_run(options(tmp_path, neuron_backend="neuron", neuron_patch="false"))
+    check_run(options(models["llama"], neuron_backend="neuron", neuron_patch="false"))
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A dense model and a mixture of experts; their configurations are enough."""
+    """A dense model and a mixture of experts."""
     folder = tmp_path_factory.mktemp("models")
     for family in ("llama", "mixtral"):
         make_tiny_model(family, folder / family)
-        (folder / family / "model.safetensors").unlink()
     return {family: folder / family for family in ("llama", "mixtral")}
 
 
@@ -290,7 +289,11 @@ def test_damaged_weights_are_refused_before_they_are_loaded(tmp_path: Path, inde
         with pytest.raises(SourceDamageError, match="weight_map"):
             check_run(options(tmp_path))
     else:
-        assert "has no weights here" in check_weights(str(tmp_path))[0]
+        assert "has no weights here" in check_weights(str(tmp_path), needed=False)[0]
+        with pytest.raises(SourceDamageError, match=r"model must be a folder with weights, got .* no file of them"):
+            check_run(options(tmp_path))
+        (tmp_path / "adapter_config.json").touch()
+        check_run(options(tmp_path))  # whose base is elsewhere
 
 
 @pytest.mark.parametrize(
