@@ -36,6 +36,7 @@ _OPTIONS = {
     "device": "--device",
     "tokens": "--tokens",
     "layers": "--layers",
+    "seed": "--seed",
     "block_size": "--block-size",
     "random_weights": "--random-weights",
 }

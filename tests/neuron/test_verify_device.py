@@ -223,6 +223,7 @@ def test_it_is_refused_with_the_reason(machine: Start, monkeypatch: pytest.Monke
         (["MODEL", "--device", "cuda:0"], 2, "--device must be a device such as neuron:0"),
         (["MODEL", "--tokens", 40000, "--precision", "bf16"], 2, "--tokens must be at most 32,768 in bf16"),
         (["MODEL", "--block-size", 384], 2, "--block-size must be one of 128, 256"),
+        (["MODEL", "--seed", 2**63], 2, "--seed must be an integer of 64 bits"),
         (["MODEL", "--precision", "mxfp4"], 2, "'mxfp4' is not one of bf16, mxfp8"),
         (["MODEL", "--backend", "torch"], 2, "'torch' is not one of neuron, nki-sim"),
         (["MODEL"], 1, "nki is not installed"),
