@@ -14,16 +14,24 @@ Source: nki-library 2.29 ``moe_cte`` test utilities (``get_n_blocks``, token pos
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.errors import ConfigError, DTypeError, ShapeError, nearest, refuse
-from hf_neuron_moe.kernels.checks import check_dtype, check_shape
-
-_MAX_TOKEN_ID = 1 << 24
-"""Ids pass through fp32 on the chip and are exact only below this."""
+from hf_neuron_moe.errors import ConfigError, ShapeError, nearest, refuse
+from hf_neuron_moe.kernels.checks import check_flags
+from hf_neuron_moe.kernels.routing_checks import (
+    check_distinct,
+    check_finite,
+    check_first_expert,
+    check_mask,
+    check_routing,
+    check_row_sums,
+    check_sizes,
+    check_values,
+)
 
 SPARE_BLOCKS = ("last", "split", "unassigned")
 BLOCK_SIZES = (128, 256, 512, 1024)
@@ -78,7 +86,7 @@ def count_blocks(
         ShapeError: a size is not a positive integer.
     """
     sizes = {"T": tokens, "top_k": top_k, "E": experts, "block_size": block_size, "n_block_per_iter": n_block_per_iter}
-    _check_sizes(sizes, "count_blocks")
+    check_sizes(sizes, "count_blocks")
     pairs = tokens * min(top_k, experts)
     blocks = -(-(pairs - (experts - 1)) // block_size) + experts - 1
     if tighten:
@@ -109,15 +117,21 @@ def choose_block_size(
 
     Raises:
         ShapeError: a size is not a positive integer, or there is no choice.
+        ConfigError: `max_padding` is no number of at least 0.
     """
+    where = "choose_block_size"
+    sizes = tuple(choices) if isinstance(choices, Iterable) else (choices,)
+    for size in sizes:
+        check_sizes({"choices": size}, where)
+    check_finite(max_padding, where=where, argument="max_padding", remedy="0.5 lets half of the slots stay empty.")
     found = []
-    for size in sorted(choices):
+    for size in sorted(sizes):
         blocks = count_blocks(tokens, top_k, experts, size, n_block_per_iter=n_block_per_iter)
         found.append(BlockSizeChoice(size, blocks, 1 - tokens * min(top_k, experts) / (blocks * size)))
     if not found:
         raise refuse(
             ShapeError,
-            where="choose_block_size",
+            where=where,
             argument="choices",
             expected="at least one block size",
             got="none",
@@ -157,7 +171,7 @@ def build_block_plan(
     Raises:
         ShapeError: the mask is not 2-D or empty, a size is not positive, or T is too large for exact ids.
         DTypeError: the mask is not a tensor of integers or booleans.
-        ConfigError: `spare_blocks` is unknown.
+        ConfigError: `spare_blocks` is unknown, `skip_token` or `tighten` no bool.
     """
     where = "build_block_plan"
     if spare_blocks not in SPARE_BLOCKS:
@@ -169,10 +183,11 @@ def build_block_plan(
             got=repr(spare_blocks),
             remedy=f"Choose one of these.{nearest(str(spare_blocks), list(SPARE_BLOCKS))}",
         )
-    tokens, experts = _check_mask(expert_mask, where)
+    tokens, experts = check_mask(expert_mask, where)
     sizes = {"T": tokens, "E": experts, "block_size": block_size, "top_k": top_k, "n_block_per_iter": n_block_per_iter}
-    _check_sizes(sizes, where)
-    _check_row_sums(expert_mask, top_k, where)
+    check_sizes(sizes, where)
+    check_flags({"skip_token": skip_token, "tighten": tighten}, where=where)
+    check_row_sums(expert_mask, top_k, where)
     blocks = count_blocks(tokens, top_k, experts, block_size, n_block_per_iter=n_block_per_iter, tighten=tighten)
     chosen = expert_mask.bool()
     rank_TE = chosen.cumsum(0)
@@ -205,10 +220,10 @@ def dropping_capacity(
 
     Raises:
         ShapeError: a size is not a positive integer, or no slot is left.
-        ConfigError: the convention is unknown.
+        ConfigError: the convention is unknown, or the factor is no finite number of at least 0.
     """
     where = "dropping_capacity"
-    _check_sizes({"T": tokens, "top_k": top_k, "E": experts}, where)
+    check_sizes({"T": tokens, "top_k": top_k, "E": experts}, where)
     if convention not in ("nki-library", "nxd"):
         raise refuse(
             ConfigError,
@@ -218,9 +233,11 @@ def dropping_capacity(
             got=repr(convention),
             remedy="They round the capacity down and up.",
         )
+    remedy = "1 gives every expert its share of an even routing."
+    check_finite(capacity_factor, where=where, argument="capacity_factor", remedy=remedy)
     slots = tokens * top_k * capacity_factor
     capacity = math.ceil(slots / experts) if convention == "nxd" else int(slots // experts)
-    _check_sizes({"capacity": capacity}, where)
+    check_sizes({"capacity": capacity}, where)
     return capacity
 
 
@@ -240,14 +257,17 @@ def build_dropping_plan(
 
     Raises:
         ShapeError, DTypeError: as for :func:`build_block_plan`, or the priority does not fit the mask.
+        DeviceError: the priority is on another device than the mask.
+        ConfigError: `skip_token` is no bool.
     """
     where = "build_dropping_plan"
-    tokens, experts = _check_mask(expert_mask, where)
-    _check_sizes({"T": tokens, "E": experts, "capacity": capacity}, where)
+    tokens, experts = check_mask(expert_mask, where)
+    check_sizes({"T": tokens, "E": experts, "capacity": capacity}, where)
+    check_flags({"skip_token": skip_token}, where=where)
     chosen = expert_mask.bool()
     rank_TE = chosen.cumsum(0)
     if priority is not None:
-        check_shape(priority, (tokens, experts), "[T, E]", where=where, argument="priority")
+        check_values(priority, expert_mask, "[T, E]", where=where, argument="priority", beside="expert_mask")
         order_TE = priority.double().masked_fill(~chosen, -torch.inf).sort(dim=0, descending=True, stable=True).indices
         count_TE = torch.arange(1, tokens + 1, device=chosen.device)[:, None].expand(tokens, experts)
         rank_TE = torch.empty_like(order_TE).scatter_(0, order_TE, count_TE)
@@ -272,90 +292,10 @@ def _flags(ids: Tensor, blocks: int, tokens: int) -> Tensor:
     return torch.nn.functional.pad(real_N.to(torch.int32), (0, 1))
 
 
-def _readable(tensor: Tensor) -> bool:
-    """Whether looking at values costs nothing and breaks no trace: an ordinary tensor in host memory."""
-    if torch.compiler.is_compiling():  # first: the rest cannot be traced
-        return False
-    return type(tensor) is Tensor and tensor.device.type == "cpu" and not torch._is_functional_tensor(tensor)
-
-
-def _check_mask(mask: Tensor, where: str) -> tuple[int, int]:
-    if not isinstance(mask, Tensor) or mask.is_floating_point():
-        got = str(mask.dtype) if isinstance(mask, Tensor) else type(mask).__name__
-        raise refuse(
-            DTypeError,
-            where=where,
-            argument="expert_mask",
-            expected="a bool or integer tensor",
-            got=got,
-            remedy="Pass expert_mask(top_k_index, experts).",
-        )
-    check_shape(mask, (None, None), "[T, E]", where=where, argument="expert_mask")
-    return mask.shape[0], mask.shape[1]
-
-
-def _check_row_sums(mask: Tensor, top_k: int, where: str) -> None:
-    if not _readable(mask):
-        return
-    most = int(mask.bool().sum(1).max())
-    if most > top_k:
-        raise refuse(
-            ShapeError,
-            where=where,
-            argument="expert_mask",
-            expected=f"made of rows with at most top_k = {top_k} experts",
-            got=f"a row with {most}",
-            remedy="Pass the top_k of the routing: it decides how many blocks there are.",
-        )
-
-
-def _check_sizes(sizes: dict[str, int], where: str) -> None:
-    for name, value in sizes.items():
-        if type(value) is not int or value <= 0 or (name == "T" and value >= _MAX_TOKEN_ID):
-            raise refuse(
-                ShapeError,
-                where=where,
-                argument=name,
-                expected=f"positive{f' and below {_MAX_TOKEN_ID}' if name == 'T' else ''}, an int",
-                got=repr(value),
-                remedy="Ids are exact below 2**24; split longer inputs." if name == "T" else "Pass a positive size.",
-            )
-
-
-def _check_routing(top_k_index: Tensor, where: str) -> None:
-    check_dtype(top_k_index, (torch.int64, torch.int32), where=where, argument="top_k_index")
-    check_shape(top_k_index, (None, None), "[T, K]", where=where, argument="top_k_index")
-    if _readable(top_k_index) and top_k_index.numel() and int(top_k_index.min()) < 0:
-        raise refuse(
-            ShapeError,
-            where=where,
-            argument="top_k_index",
-            expected="made of expert ids of 0 and above",
-            got=f"the id {int(top_k_index.min())}",
-            remedy="Mark pairs without an expert with an id of at least the number of experts.",
-        )
-
-
 def _local(top_k_index: Tensor, experts: int, first_expert: int) -> Tensor:
     """Return ids relative to `first_expert`; those of other ranks become E."""
     local = top_k_index.long() - first_expert
     return torch.where((local >= 0) & (local < experts), local, experts)
-
-
-def _check_distinct(local_TK: Tensor, experts: int, where: str) -> None:
-    if not _readable(local_TK):
-        return
-    ordered = local_TK.sort(1).values
-    twice = ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] < experts)).any(1)
-    if bool(twice.any()):
-        raise refuse(
-            ShapeError,
-            where=where,
-            argument="top_k_index",
-            expected="made of rows that name an expert once",
-            got=f"row {int(twice.nonzero()[0])} with one twice",
-            remedy="Add the weights of a repeated expert, and give the other place an id of E or above.",
-        )
 
 
 def expert_mask(top_k_index: Tensor, experts: int, *, first_expert: int = 0) -> Tensor:
@@ -367,9 +307,12 @@ def expert_mask(top_k_index: Tensor, experts: int, *, first_expert: int = 0) -> 
         first_expert: id of its first expert; ids outside of ``first_expert .. first_expert + E - 1`` select nothing.
 
     Raises:
-        DTypeError, ShapeError: the routing is not a 2-D tensor of integers of 0 and above.
+        DTypeError, ShapeError: the routing is not a 2-D tensor of integers of 0 and above, `experts` no positive int.
+        ConfigError: `first_expert` is no int of at least 0.
     """
-    _check_routing(top_k_index, "expert_mask")
+    check_routing(top_k_index, "expert_mask")
+    check_sizes({"experts": experts}, "expert_mask")
+    check_first_expert(first_expert, "expert_mask")
     mask = torch.zeros((top_k_index.shape[0], experts + 1), dtype=torch.bool, device=top_k_index.device)
     return mask.scatter_(1, _local(top_k_index, experts, first_expert), True)[:, :experts]
 
@@ -387,12 +330,16 @@ def masked_affinities(
     Raises:
         DTypeError, ShapeError: the routing is not a 2-D tensor of ids of 0 and above, or the weights do not fit it, or
             a row names an expert twice.
+        DeviceError: the weights are on another device than the routing.
+        ConfigError: `first_expert` is no int of at least 0, `skip_token` no bool.
     """
     where = "masked_affinities"
-    _check_routing(top_k_index, where)
-    shape = tuple(top_k_index.shape)
-    check_shape(top_k_weights, shape, "[T, K]", where=where, argument="top_k_weights")
-    _check_distinct(_local(top_k_index, experts, first_expert), experts, where)
+    check_routing(top_k_index, where)
+    check_values(top_k_weights, top_k_index, "[T, K]", where=where, argument="top_k_weights", beside="top_k_index")
+    check_sizes({"experts": experts}, where)
+    check_first_expert(first_expert, where)
+    check_flags({"skip_token": skip_token}, where=where)
+    check_distinct(_local(top_k_index, experts, first_expert), experts, where)
     tokens = top_k_index.shape[0]
     rows = tokens if skip_token else tokens + 1
     dense = torch.zeros((rows, experts + 1), dtype=top_k_weights.dtype, device=top_k_weights.device)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hf_neuron_moe.errors import ConfigError, NeuronMoEError, ShapeError
+from hf_neuron_moe.errors import ConfigError, DeviceError, DTypeError, NeuronMoEError, ShapeError
 from hf_neuron_moe.kernels.block_conditions import block_conditions
 from hf_neuron_moe.kernels.moe_types import MoECTEImplementation
 from hf_neuron_moe.kernels.routing import (
@@ -201,6 +201,31 @@ def test_dropping_capacity() -> None:
         (ShapeError, "capacity must be positive", dropping_capacity, {"experts": 9}),
         (ConfigError, "convention must be 'nki-library' or 'nxd'", dropping_capacity, {"convention": "x"}),
         (ShapeError, "choices must be at least one", choose_block_size, {"choices": ()}),
+        (ConfigError, "skip_token must be True or False, got 'no'", build_block_plan, {"skip_token": "no"}),
+        (ConfigError, "tighten must be True or False, got 1", build_block_plan, {"tighten": 1}),
+        (DTypeError, "priority must be a tensor of", build_dropping_plan, {"priority": [1]}),
+        (
+            DeviceError,
+            "priority must be on cpu like expert_mask, got meta",
+            build_dropping_plan,
+            {"priority": torch.ones(3, 2, device="meta")},
+        ),
+        (ConfigError, "capacity_factor must be .*'1'", dropping_capacity, {"capacity_factor": "1"}),
+        (ConfigError, "capacity_factor must be .* got nan", dropping_capacity, {"capacity_factor": float("nan")}),
+        (ConfigError, "capacity_factor must be .* got inf", dropping_capacity, {"capacity_factor": float("inf")}),
+        (ShapeError, "choices must be positive, an int, got 'x'", choose_block_size, {"choices": (128, "x")}),
+        (ConfigError, "max_padding must be", choose_block_size, {"max_padding": "x"}),
+        (ShapeError, "experts must be positive, an int, got 4.0", expert_mask, {"experts": 4.0}),
+        (ConfigError, "first_expert must be an int", expert_mask, {"first_expert": "0"}),
+        (DTypeError, "top_k_weights must be a tensor .* got list", masked_affinities, {"top_k_weights": [[1.0]]}),
+        (DTypeError, "top_k_weights must be .*required", masked_affinities, {"top_k_weights": None}),
+        (ShapeError, "experts must be positive", masked_affinities, {"experts": -1}),
+        (
+            DeviceError,
+            "top_k_weights must be on cpu like top_k_index",
+            masked_affinities,
+            {"top_k_weights": torch.ones(3, 1, device="meta")},
+        ),
         (ConfigError, "consumer must be one of .*'shard_on_i'", block_conditions, {"consumer": "shard_on_i"}),
     ],
 )
@@ -213,6 +238,12 @@ def test_refusals(
         build_dropping_plan: {"expert_mask": mask, "capacity": 2},
         dropping_capacity: {"tokens": 4, "top_k": 1, "experts": 2, "capacity_factor": 1.0},
         choose_block_size: {"tokens": 4, "top_k": 1, "experts": 2},
+        expert_mask: {"top_k_index": torch.zeros(3, 1, dtype=torch.int64), "experts": 2},
+        masked_affinities: {
+            "top_k_index": torch.zeros(3, 1, dtype=torch.int64),
+            "top_k_weights": torch.ones(3, 1),
+            "experts": 2,
+        },
         block_conditions: {"plan": build_dropping_plan(mask, 2), "consumer": "shard_on_block"},
     }
     assert function(**good[function]) is not None
