@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hf_neuron_moe.backends.neuron import kept
 from hf_neuron_moe.backends.neuron.adapter import Match
 from hf_neuron_moe.backends.neuron.generations import FUNCTIONS
-from hf_neuron_moe.backends.neuron.limits import Block, Device, block_sizes, check_call, why_not
+from hf_neuron_moe.backends.neuron.limits import Block, Device, block_sizes, check_call, most_tokens, why_not
 from hf_neuron_moe.backends.neuron.routing import block_count, route, routing_gradient, with_sink
 from hf_neuron_moe.backends.torch.kept import FP8Gating, FP8Rows, fp8_storage
 from hf_neuron_moe.errors import ConfigError, DTypeError, ShapeError
@@ -161,5 +161,6 @@ def test_calls_are_refused_before_a_kernel(
 
 
 def test_a_long_dense_call_is_none_of_the_plans_matter() -> None:
+    assert most_tokens(MLP) is None and most_tokens(BF16) == 32768
     check_call(MLP, 1 << 24, "torch.bfloat16", TRN3, Installed())  # type: ignore[arg-type]
     check_call(BF16, 32768, "torch.bfloat16", TRN2, Installed())  # type: ignore[arg-type]

@@ -242,7 +242,8 @@ def test_a_page_without_a_single_health_figure(tmp_path: Path) -> None:
         record["health"] = {"a.0.b": health(None)}
         record["experts"] = {"a.0.b": {"entropy": None, "max_over_mean": None, "dead": 4, "load": [0, 0, 0, 0]}}
     (tmp_path / "neuron_moe" / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    Page(render(read_runs(tmp_path)))
+    words = Page(render(read_runs(tmp_path))).text()
+    assert "lowest SQNR (dB) -" in words and "largest magnitude -" in words
 
 
 @pytest.mark.parametrize(
