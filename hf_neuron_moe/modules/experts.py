@@ -18,6 +18,7 @@ from hf_neuron_moe.modules import ops
 from hf_neuron_moe.modules.backend_choice import for_weights_of, usable_backend
 from hf_neuron_moe.modules.block import NeuronBlock, make_kernel_parameter
 from hf_neuron_moe.modules.experts_check import why_not_swiglu_experts
+from hf_neuron_moe.modules.ops_checks import check_hidden_states
 from hf_neuron_moe.modules.saved_bytes import BlockShape
 from hf_neuron_moe.modules.state_dict import KernelLayoutMixin, WeightRule
 
@@ -70,6 +71,7 @@ class NeuronExperts(NeuronBlock):
             ``[T, H]`` in the dtype of `hidden_states`.
         """
         self._check_activation("act_fn")
+        check_hidden_states(hidden_states, self.neuron_name)
         config = self.neuron_config
         return ops.experts(
             hidden_states,

@@ -8,12 +8,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.errors import ConfigError, nearest, refuse
+from hf_neuron_moe.errors import ConfigError, ShapeError, nearest, refuse
 from hf_neuron_moe.kernels.checks import check_dtype, check_multiple, check_same_device, check_shape
 
 COMPUTE_DTYPE = {"bf16": torch.bfloat16, "mxfp8": torch.bfloat16, "fp32": torch.float32}
 _FLOATS = (torch.bfloat16, torch.float32, torch.float16)
 _FLOAT_SET = frozenset(_FLOATS)
+
+
+def check_hidden_states(hidden_states: Tensor, where: str) -> None:
+    """Refuse what has no axis of tokens or features: no tensor (DTypeError), or one without dimensions (ShapeError)."""
+    if isinstance(hidden_states, Tensor) and hidden_states.dim():
+        return
+    check_dtype(hidden_states, _FLOATS, where=where, argument="hidden_states")
+    raise refuse(
+        ShapeError,
+        where=where,
+        argument="hidden_states",
+        expected="a tensor of at least one dimension",
+        got=str(list(hidden_states.shape)),
+        remedy="Its last axis has the features.",
+    )
 
 
 def check_precision(precision: str, where: str) -> None:

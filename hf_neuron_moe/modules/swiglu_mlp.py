@@ -22,6 +22,7 @@ from hf_neuron_moe.modules import ops
 from hf_neuron_moe.modules.activation import why_not_silu
 from hf_neuron_moe.modules.block import CALL_HOOKS, NeuronBlock, has_call_hooks, make_kernel_parameter
 from hf_neuron_moe.modules.low_rank import is_lora_linear, low_rank_mlp, low_rank_of, why_not_low_rank
+from hf_neuron_moe.modules.ops_checks import check_hidden_states
 from hf_neuron_moe.modules.saved_bytes import BlockShape
 from hf_neuron_moe.modules.state_dict import KernelLayoutMixin, WeightRule
 
@@ -201,6 +202,7 @@ class NeuronSwiGLUMLP(NeuronBlock):
         reason = self._why_not_fused()
         if reason is not None:
             return self._through_layers(hidden_states, reason)
+        check_hidden_states(hidden_states, self.neuron_name)
         config, flat = self.neuron_config, hidden_states.dim() == 2
         x_SH = hidden_states if flat else hidden_states.reshape(-1, hidden_states.shape[-1])
         options: dict[str, Any] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.nn import functional as F
 
 from hf_neuron_moe import patch_model, unpatch_model
-from hf_neuron_moe.errors import NeuronMoEWarning, UnsupportedModelError
+from hf_neuron_moe.errors import DTypeError, NeuronMoEWarning, ShapeError, UnsupportedModelError
 from tests.tiny_models import HOMES, tiny_model, tokens
 
 HIDDEN = 32
@@ -79,6 +80,19 @@ def test_empty_batches(activations: str, precision: str, shape: tuple[int, ...])
     out.sum().backward()
     assert out.shape == shape and x.grad is not None and x.grad.shape == shape
     assert all(p.grad is not None and not p.grad.any() for p in block.parameters())
+
+
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("make", [dense_block, experts_block])
+def test_hidden_states_that_are_none_are_refused_by_the_blocks_name(
+    make: Callable[[str], nn.Module], home: str
+) -> None:
+    block = make(home)
+    routing = () if make is dense_block else (torch.zeros(1, 2, dtype=torch.int64), torch.ones(1, 2))
+    with pytest.raises(DTypeError, match=r"model\.layers\.0\.mlp.*: hidden_states must be a tensor .*, got NoneType"):
+        block(None, *routing)
+    with pytest.raises(ShapeError, match=r"hidden_states must be a tensor of at least one dimension, got \[\]"):
+        block(torch.tensor(1.0), *routing)
 
 
 def replica(module: nn.Module, weights: dict[int, Tensor]) -> nn.Module:
