@@ -243,7 +243,7 @@ def test_a_page_without_a_single_health_figure(tmp_path: Path) -> None:
         record["experts"] = {"a.0.b": {"entropy": None, "max_over_mean": None, "dead": 4, "load": [0, 0, 0, 0]}}
     (tmp_path / "neuron_moe" / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     words = Page(render(read_runs(tmp_path))).text()
-    assert "lowest SQNR (dB) -" in words and "largest magnitude -" in words
+    assert "lowest SQNR (dB) - largest share flushed to zero 0.01" in words
 
 
 @pytest.mark.parametrize(
