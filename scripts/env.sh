@@ -56,6 +56,6 @@ ensure_environment() {
         .venv/bin/python -m pip install --progress-bar off $TORCH_SPEC ${TORCH_PIP_ARGS:-}
     fi
     echo "== installing hf-neuron-moe[$extras]"
-    .venv/bin/python -m pip install --quiet --progress-bar off -e ".[$extras]"
+    .venv/bin/python -m pip install --progress-bar off -e ".[$extras]"
     echo "$want" >"$stamp"
 }
