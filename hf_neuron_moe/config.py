@@ -103,8 +103,17 @@ class NeuronMoEConfig:
         """Build a config from a mapping, refusing unknown option names.
 
         Raises:
-            ConfigError: a key is not an option, or a value is not allowed.
+            ConfigError: not a mapping, a key is not an option, or a value is not allowed.
         """
+        if not isinstance(options, Mapping):
+            raise refuse(
+                ConfigError,
+                where="NeuronMoEConfig.from_dict",
+                argument="options",
+                expected="a mapping of option names to values",
+                got=f"{options!r} ({type(options).__name__})",
+                remedy='For example {"precision": "mxfp8"}.',
+            )
         _check_names(options, "NeuronMoEConfig.from_dict")
         return cls(**options)
 

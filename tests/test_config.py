@@ -38,6 +38,9 @@ def test_round_trip_and_unknown_names() -> None:
     assert NeuronMoEConfig.from_dict(config.to_dict()) == config
     with pytest.raises(ConfigError, match=r"got 'precison'.*Did you mean 'precision'"):
         NeuronMoEConfig.from_dict({"precison": "bf16"})
+    for options in (None, "precision", ["precision"]):
+        with pytest.raises(ConfigError, match="options must be a mapping of option names to values, got "):
+            NeuronMoEConfig.from_dict(options)  # type: ignore[arg-type]
 
 
 def test_a_misspelt_keyword_names_the_near_miss() -> None:
