@@ -162,7 +162,7 @@ def test_two_processes_train_as_with_the_torch_backend(name: str, tmp_path: Path
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["-m", "tests.neuron.shard_driver", name, str(tmp_path)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(repo_root), "TMPDIR": str(tmp_path)}
-    done = subprocess.run(command, cwd=repo_root, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=repo_root, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     for rank in range(2):
         found: dict[str, Any] = json.loads((tmp_path / f"rank-{rank}.json").read_text(encoding="utf-8"))

@@ -73,7 +73,7 @@ def launch(kind: str, arguments: list[str], folder: Path) -> subprocess.Complete
         capture_output=True,
         text=True,
         env=environment,
-        timeout=300,
+        timeout=900,
         check=False,
         cwd=ROOT,
     )

@@ -186,7 +186,7 @@ def test_a_checkpoint_is_pushed_when_it_is_complete(tmp_path: Path, monkeypatch:
 def test_two_processes(repo_root: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["-m", "tests.training.rank_driver", str(tmp_path)]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=repo_root, check=False, timeout=300)
+    result = subprocess.run(command, capture_output=True, text=True, cwd=repo_root, check=False, timeout=900)
     assert result.returncode == 0, result.stderr
     ranks = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
     for rank in ranks:

@@ -298,7 +298,7 @@ def test_two_processes_log_what_both_did(tmp_path: Path, repo_root: Path) -> Non
         script.write_text(_RANK.format(root=str(repo_root), folder=str(folder), batch=4 // ranks))
         launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        subprocess.run([sys.executable, *launch, str(script)], check=True, env=environment, timeout=240)
+        subprocess.run([sys.executable, *launch, str(script)], check=True, env=environment, timeout=900)
         written[ranks] = metrics(folder)
     assert len(written[2]) == 3  # one process writes
     for one, two in zip(written[1], written[2], strict=True):
