@@ -4,10 +4,10 @@
     python benchmarks/blocks.py --cases a c --only train   # a part of it
     python benchmarks/blocks.py --isa avx2                  # as on a CPU without bf16 instructions
 
-Every ratio divides medians measured in one run, contestants taking turns, so that a change of the machine's clock or
-load hits all of them. ``gemm`` is the time of the block's nine matrix products alone, in fp32, into buffers allocated
-before. Stock is timed in both its implementations that work on a CPU, ``eager`` and ``grouped_mm``; ratios use the
-faster one. A contestant slower than ``--slow`` seconds runs only twice.
+Every ratio divides medians measured in one run, contestants taking turns in a random order, so that a change of the
+machine's clock or load hits all of them. ``gemm`` is the time of the block's nine matrix products alone, in fp32, into
+buffers allocated before. Stock is timed in both its implementations that work on a CPU, ``eager`` and ``grouped_mm``;
+ratios use the faster one. A contestant slower than ``--slow`` seconds runs only twice.
 
 Legend: H hidden, I intermediate, E experts, K experts per token, T tokens.
 """
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import random
 import statistics
 import sys
 import time
@@ -181,11 +182,16 @@ def time_in_turns(
 ) -> dict[str, dict[str, float]]:
     """Run all contestants in turns; return median, quartiles and count of each, in seconds.
 
-    `guess_s` is how long the first runs may take: what may be long is announced.
+    The order within a turn is drawn anew: who ran before decides what is in the caches, and of two copies of one
+    implementation the one behind its twin is up to 5 % faster. `guess_s` is how long the first runs may take: what may
+    be long is announced.
     """
     times: dict[str, list[float]] = {name: [] for name in contestants}
+    order, draw = list(contestants), random.Random(0)
     for turn in range(repeats + 1):
-        for name, step in contestants.items():
+        draw.shuffle(order)
+        for name in order:
+            step = contestants[name]
             if turn > 1 and min(times[name]) > slow:
                 continue
             past_s = min(times[name], default=guess_s)

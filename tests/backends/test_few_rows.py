@@ -47,12 +47,12 @@ def exact(x: Tensor, index: Tensor, weight: Tensor, stack: ExpertStack) -> Tenso
     return out
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     tokens=st.integers(1, 24),
     experts=st.integers(2, 9),
     top_k=st.integers(1, 2),
-    sizes=st.sampled_from([(8, 16), (32, 24), (20, 12), (9, 7), (16, 9), (1, 1), (8, 1), (1, 8)]),
+    sizes=st.sampled_from([(8, 16), (32, 24), (20, 12), (9, 7), (16, 9), (16, 12), (12, 16), (1, 1), (8, 1), (1, 8)]),
     transposed=st.booleans(),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
@@ -62,7 +62,7 @@ def test_grouped_and_single_products_agree(
     args = operands(tokens, experts, top_k, sizes, transposed, dtype)
     out = few_rows.experts(*args)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(few_rows, "_is_aligned", lambda operand: False)
+        patch.setattr(few_rows, "_can_be_grouped", lambda stack: False)
         assert torch.equal(few_rows.experts(*args), out)
     expected = exact(*args)
     assert (out.double() - expected).norm() <= BOUND[dtype] * max(expected.norm().item(), 1e-3)

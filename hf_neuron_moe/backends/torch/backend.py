@@ -65,18 +65,7 @@ class TorchBackend:
             ffn_forward(RowSource(x_SH), weights, loader, out, save=save, up_cut=_up_cut(len(gate_IH), keep))
         return out.to(x_SH.dtype), _with_input(saved, x_SH, keep)
 
-    def mlp_few_rows(
-        self, x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, precision: str
-    ) -> Tensor | None:
-        dtype, shape = x_SH.dtype, gate_IH.shape
-        if not (gate_IH.dtype is up_IH.dtype is down_HI.dtype is dtype) or x_SH.dim() != 2 or len(shape) != 2:
-            return None
-        rows, hidden = x_SH.shape
-        if up_IH.shape != shape or shape[1] != hidden or down_HI.shape != (hidden, shape[0]):
-            return None
-        if not few_rows.suit(precision, dtype, x_SH.device, rows, rows):
-            return None
-        return few_rows.mlp(x_SH, gate_IH, up_IH, down_HI)
+    mlp_few_rows = staticmethod(few_rows.mlp)
 
     def mlp_backward(
         self,

@@ -52,10 +52,20 @@ def _negative_id(value: int) -> ShapeError:
     )
 
 
-def _sort_by_hand(index_TK: Tensor, experts: int) -> SortedPairs:
+def checked_ids(index_TK: Tensor) -> list[int]:
+    """Return the expert ids ``[T * K]`` on the host.
+
+    Raises:
+        ShapeError: an id is negative.
+    """
     flat: list[int] = index_TK.reshape(-1).tolist()
     if flat and min(flat) < 0:
         raise _negative_id(min(flat))
+    return flat
+
+
+def _sort_by_hand(index_TK: Tensor, experts: int) -> SortedPairs:
+    flat = checked_ids(index_TK)
     order = sorted(range(len(flat)), key=flat.__getitem__)
     offsets, slot, top_k = [0] * (experts + 1), [0] * len(flat), index_TK.shape[1]
     for position, pair in enumerate(order):
