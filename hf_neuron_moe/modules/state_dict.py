@@ -6,6 +6,7 @@ and ``load_state_dict`` still has the original names and layouts: checkpoints st
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -43,6 +44,12 @@ class WeightRule:
         """Return views of the kernel-layout `tensor` in stock layout, in the order of :attr:`stock`."""
         whole = tensor.transpose(-1, -2) if self.transposed else tensor
         return tuple(whole.chunk(len(self.stock), dim=0))
+
+
+def in_one_place(parts: Sequence[Tensor]) -> list[Tensor]:
+    """Return tensors of one parameter on the first one's device, in a dtype that holds the values of all of them."""
+    dtype = functools.reduce(torch.promote_types, (part.dtype for part in parts))
+    return [part.to(parts[0].device, dtype) for part in parts]
 
 
 def kernel_layout_parameters() -> Iterator[tuple[str, nn.Parameter]]:
@@ -125,8 +132,7 @@ class KernelLayoutMixin(nn.Module):
                     f"{prefix}{rule.kernel} is on the meta device and {absent} are not in the checkpoint."
                 )
                 continue
-            placed = [part.to(parts[0].device, parts[0].dtype) for part in parts]
-            own[prefix + rule.kernel] = rule.to_kernel(placed)
+            own[prefix + rule.kernel] = rule.to_kernel(in_one_place(parts))
         kernel_missing: list[str] = []
         super()._load_from_state_dict(own, prefix, local_metadata, strict, kernel_missing, unexpected_keys, error_msgs)
         missing_keys.extend(key for key in kernel_missing if key not in kernel_keys)

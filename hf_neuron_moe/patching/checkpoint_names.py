@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_neuron_moe.errors import UnsupportedModelError, refuse
+from hf_neuron_moe.modules.state_dict import in_one_place
 
 
 @dataclass
@@ -115,9 +116,7 @@ class NameMap:
         targets = self.convert(group, self.on_disk)
         present = {name: current[name] for name in targets}
         pieces = revert_weight_conversion(self.view, present)  # type: ignore[arg-type] # quacks like the model
-        sample = next(iter(given.values()))
-        kept = {key: pieces[key].to(sample.device, sample.dtype) for key in group.sources if key not in given}
-        return given | kept
+        return given | {key: pieces[key] for key in group.sources if key not in given}
 
 
 def weight_conversions(model: Any) -> list[list[Any]]:
@@ -163,6 +162,7 @@ def convert_checkpoint_names(
                 continue
             missing_keys.extend(prefix + key for key in group.sources if key not in given)
             whole = given if len(given) == len(group.sources) else names.complete(group, given, current)
+            whole = dict(zip(whole, in_one_place(list(whole.values())), strict=True))
             made = names.convert(group, whole)
             state_dict.update({prefix + key: value for key, value in made.items()})
         if from_disk:

@@ -109,6 +109,24 @@ def test_a_checkpoint_without_some_experts_names_them(tmp_path: Path) -> None:
     assert torch.equal(experts.gate_up_proj[3], expected.gate_up_proj[3])
 
 
+@pytest.mark.parametrize("home", [*HOMES, None])
+def test_pieces_of_another_dtype_leave_the_other_pieces_as_they_are(home: str | None, tmp_path: Path) -> None:
+    saved("mixtral", tmp_path)
+    on_disk = {name: value.bfloat16() for name, value in load_file(tmp_path / "model.safetensors").items()}
+    absent, exact = (f"model.layers.0.block_sparse_moe.experts.{number}.w1.weight" for number in (1, 2))
+    del on_disk[absent]
+    on_disk[exact] = torch.full((48, 32), 1 + 2.0**-20)  # bf16 would make it 1
+    model = other("mixtral", home)
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    kept = model.state_dict()[name][1, :48].clone()
+    model.load_state_dict(on_disk, strict=False)
+    loaded = model.state_dict()[name]
+    assert torch.equal(loaded[1, :48], kept)
+    assert torch.equal(loaded[2, :48], on_disk[exact])
+    other_piece = on_disk["model.layers.0.block_sparse_moe.experts.1.w3.weight"]
+    assert torch.equal(loaded[1, 48:], other_piece.float())
+
+
 def test_wrong_shapes_and_strays_are_named(tmp_path: Path) -> None:
     saved("mixtral", tmp_path)
     on_disk = load_file(tmp_path / "model.safetensors")

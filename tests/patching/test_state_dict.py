@@ -101,15 +101,18 @@ def test_kernel_names_in_a_state_dict_are_unexpected() -> None:
     assert all(torch.equal(value, stock.state_dict()[name]) for name, value in patched.state_dict().items())
 
 
-def test_one_half_of_a_fused_weight_replaces_that_half() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("half", ["gate_proj", "up_proj"])
+def test_one_half_of_a_fused_weight_replaces_that_half(half: str, dtype: torch.dtype) -> None:
     patched, stock = patched_and_stock("llama", "kernel")
-    name = "model.layers.0.mlp.up_proj.weight"
-    result = patched.load_state_dict({name: torch.ones(48, 32)}, strict=False)
+    names = [f"model.layers.0.mlp.{part}.weight" for part in ("gate_proj", "up_proj")]
+    (name,) = (key for key in names if half in key)
+    (other,) = (key for key in names if half not in key)
+    result = patched.load_state_dict({name: torch.ones(48, 32, dtype=dtype)}, strict=False)
     assert name not in result.missing_keys
-    assert "model.layers.0.mlp.gate_proj.weight" in result.missing_keys
+    assert other in result.missing_keys
     values = patched.state_dict()
     assert torch.equal(values[name], torch.ones(48, 32))
-    other = "model.layers.0.mlp.gate_proj.weight"
     assert torch.equal(values[other], stock.state_dict()[other])
 
 
