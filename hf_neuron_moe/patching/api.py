@@ -148,7 +148,10 @@ def _plan(
     """Decide about every candidate; nothing is changed."""
     config, include, exclude = request
     register_again()
-    uses = Counter(id(param) for module in model.modules() for param in module._parameters.values())
+    # Of parameters, and of the layers that own them: tied are two blocks that have one of either in common.
+    uses = Counter(
+        id(used) for module in model.modules() for used in (*module._parameters.values(), *module._modules.values())
+    )
     plan: list[PlanItem] = []
     entries: list[PatchEntry] = []
     for candidate in candidates:
@@ -221,12 +224,14 @@ def _why_not_home(model: nn.Module, candidate: Candidate, item: PlanItem | None,
             f"{type(hooked[0]).__name__} has state_dict hooks, which would meet the kernel layout; use weights='stock'"
         )
     for rule in candidate.rules:
-        params = [getattr(*stock_slot(candidate.module, name)) for name in rule.stock]
+        slots = [stock_slot(candidate.module, name) for name in rule.stock]
+        params = [getattr(*slot) for slot in slots]
         if len({param.requires_grad for param in params}) > 1:
             return f"{' and '.join(rule.stock)} become one parameter, but only one is frozen; use weights='stock'"
         if rule.keeps_layout:
             continue
-        if any(uses[id(param)] > 1 for param in params):
+        layers = [layer for layer, _ in slots if layer is not candidate.module]
+        if any(uses[id(used)] > 1 for used in (*params, *layers)):
             return f"{rule.stock[0]} is tied to another module's parameter; use weights='stock'"
         if any(param._backward_hooks or param._post_accumulate_grad_hooks for param in params):
             return f"{rule.stock[0]} has tensor hooks, which another layout cannot keep; use weights='stock'"

@@ -212,6 +212,30 @@ def test_weights_tied_between_blocks_stay_tied_in_the_stock_home_and_are_refused
     assert layers[0].mlp.gate_proj.weight is layers[1].mlp.gate_proj.weight
 
 
+@pytest.mark.parametrize("where", ["other block", "same block", "elsewhere"])
+def test_a_layer_with_two_places_is_refused_in_the_kernel_home_and_serves_both_in_the_stock_home(where: str) -> None:
+    """It is one module with one parameter: a fused copy of its weight would leave the other place behind."""
+    model = tiny_model("llama")
+    first, second = (layer.mlp for layer in model.model.layers)
+    if where == "other block":
+        second.gate_proj = first.gate_proj
+    elif where == "same block":
+        first.up_proj = first.gate_proj
+    else:
+        model.tap = first.up_proj
+    before = snapshot(model)
+    with pytest.raises((NothingToPatchError, UnsupportedModelError), match="tied to another module's parameter"):
+        patch_model(model, {"weights": "kernel"})
+    assert_same_snapshot(snapshot(model), before)
+    stock = copy.deepcopy(model)
+    patch_model(model, {"precision": "fp32"})
+    for each in (model, stock):
+        each(tokens(), labels=tokens()).loss.backward()
+    for (name, param), expected in zip(model.named_parameters(), stock.parameters(), strict=True):
+        # fp32 rounding: two gradients of one weight are added, of which each is a sum in another order.
+        torch.testing.assert_close(param.grad, expected.grad, rtol=1e-4, atol=1e-7, msg=lambda m, n=name: f"{n}: {m}")
+
+
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_dtype_and_requires_grad_survive(dtype: torch.dtype, home: str) -> None:
