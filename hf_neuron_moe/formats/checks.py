@@ -104,8 +104,10 @@ def check_same_device(tensors: Mapping[str, torch.Tensor], *, where: str) -> Non
 
 
 def is_whole(number: object) -> bool:
-    """Return whether `number` can be a size or an index; those of a traced program are no ``int`` but count."""
-    return hasattr(number, "__index__") and not isinstance(number, bool)
+    """Return whether `number` can be a size or an index: an int, also a symbolic one or NumPy's, but no bool."""
+    if isinstance(number, bool):
+        return False
+    return isinstance(number, int | torch.SymInt) or hasattr(number, "__index__")
 
 
 def check_multiple(size: int, of: int, *, where: str, argument: str, remedy: str) -> None:

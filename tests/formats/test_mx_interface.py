@@ -6,7 +6,18 @@ import pytest
 import torch
 
 from hf_neuron_moe.errors import ConfigError, DeviceError, DTypeError, ShapeError
-from hf_neuron_moe.formats import E4M3FN, dequantize_mx, fake_quantize_mx, mx, pack_x4, quantize_mx, unswizzle
+from hf_neuron_moe.formats import (
+    E4M3FN,
+    dequantize_mx,
+    fake_quantize_mx,
+    layouts,
+    mx,
+    pack_x4,
+    quantize_mx,
+    swizzle,
+    to_packed,
+    unswizzle,
+)
 
 
 @pytest.mark.parametrize("fmt", ["e4m3fn", "e5m2", "e2m1"])
@@ -121,3 +132,14 @@ def test_tensors_without_values_have_the_shapes(fmt: str) -> None:
     assert values.is_meta and values.shape == real.codes.shape
     words, real_words = pack_x4(quantized.codes, fmt), pack_x4(real.codes, fmt)
     assert words.is_meta and (words.shape, words.dtype) == (real_words.shape, real_words.dtype)
+
+
+def test_layouts_are_traced_with_sizes_that_stay_open() -> None:
+    for function, tensor in (
+        (swizzle, torch.randn(4, 160)),
+        (unswizzle, torch.randn(40, 16)),
+        (to_packed, torch.zeros(5, 4, dtype=torch.uint8)),
+        (layouts.gate_up_hf_to_kernel, torch.randn(2, 6, 4)),
+    ):
+        traced = torch.compile(function, backend="eager", dynamic=True, fullgraph=True)
+        assert torch.equal(traced(tensor), function(tensor))
