@@ -61,17 +61,25 @@ def check_patched_here(model: object) -> None:
         UnsupportedModelError: always.
     """
     expected = "a model that patch_model has patched"
-    if isinstance(model, nn.Module):
-        if any(isinstance(module, FrozenBlock) for module in model.modules()):
-            raise refuse(
-                UnsupportedModelError,
-                where="unpatch_model",
-                argument="model",
-                expected=expected,
-                got=f"a {type(model).__name__} that was loaded with frozen MX blocks",
-                remedy="They replaced nothing; model.dequantize() gives it ordinary weights.",
-            )
-        _refuse_foreign_blocks("unpatch_model", model)
+    if not isinstance(model, nn.Module):
+        raise refuse(
+            UnsupportedModelError,
+            where="unpatch_model",
+            argument="model",
+            expected=expected,
+            got=f"{type(model).__name__}, which is no torch.nn.Module",
+            remedy="Pass the model object, not its name or report.",
+        )
+    if any(isinstance(module, FrozenBlock) for module in model.modules()):
+        raise refuse(
+            UnsupportedModelError,
+            where="unpatch_model",
+            argument="model",
+            expected=expected,
+            got=f"a {type(model).__name__} that was loaded with frozen MX blocks",
+            remedy="They replaced nothing; model.dequantize() gives it ordinary weights.",
+        )
+    _refuse_foreign_blocks("unpatch_model", model)
     raise refuse(
         UnsupportedModelError,
         where="unpatch_model",

@@ -96,6 +96,9 @@ def test_other_arguments_on_a_patched_model_are_refused(again: dict, named: str)
 def test_unpatching_an_unpatched_model_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="unpatched LlamaForCausalLM"):
         unpatch_model(tiny_model("llama"))
+    for model in (None, "gpt2"):
+        with pytest.raises(UnsupportedModelError, match=r"got (NoneType|str), which is no torch\.nn\.Module"):
+            unpatch_model(model)
 
 
 def test_include_and_exclude_show_in_the_report() -> None:
