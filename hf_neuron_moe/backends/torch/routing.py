@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,6 +36,10 @@ class SortedPairs:
         return [(expert, start, end) for expert, (start, end) in enumerate(bounds) if end > start]
 
 
+_BY_HAND = 64
+"""Up to this many pairs sorting a Python list takes less time than dispatching torch's operators."""
+
+
 def _negative_id(value: int) -> ShapeError:
     return refuse(
         ShapeError,
@@ -60,35 +63,19 @@ def checked_ids(index_TK: Tensor) -> list[int]:
     return flat
 
 
-def _sort_on_host(index_TK: Tensor, experts: int) -> SortedPairs:
-    """The same with NumPy, whose calls take a fraction of the time of torch's where there are few pairs."""
-    flat_R = index_TK.reshape(-1).long().numpy()
-    lowest = int(flat_R.min(initial=0))
-    if lowest < 0:
-        raise _negative_id(lowest)
-    flat_R = np.minimum(flat_R, experts)
-    order_R = flat_R.argsort(kind="stable")
-    ends_E = np.searchsorted(flat_R[order_R], np.arange(experts), side="right")
-    slot_R = np.empty_like(order_R)
-    slot_R[order_R] = np.arange(len(order_R))
-    as_tensor = torch.from_numpy
-    slot_TK, token_R = as_tensor(slot_R).view(index_TK.shape), as_tensor(order_R // index_TK.shape[1])
-    return SortedPairs(as_tensor(order_R), token_R, slot_TK, [0, *ends_E.tolist()])
-
-
-def _sort_by_torch(index_TK: Tensor, experts: int) -> SortedPairs:
-    flat = index_TK.reshape(-1).clamp(max=experts)
-    lowest = int(flat.min()) if flat.numel() else 0
-    if lowest < 0:
-        raise _negative_id(lowest)
-    order = torch.argsort(flat, stable=True)
-    counts = torch.bincount(flat, minlength=experts + 1)[:experts].tolist()
-    offsets = [0]
-    for count in counts:
-        offsets.append(offsets[-1] + count)
-    slot = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
-    token = torch.div(order, index_TK.shape[1], rounding_mode="floor")
-    return SortedPairs(order, token, slot.view(index_TK.shape), offsets)
+def _sort_by_hand(index_TK: Tensor, experts: int) -> SortedPairs:
+    flat = checked_ids(index_TK)
+    order = sorted(range(len(flat)), key=flat.__getitem__)
+    offsets, slot, top_k = [0] * (experts + 1), [0] * len(flat), index_TK.shape[1]
+    for position, pair in enumerate(order):
+        slot[pair] = position
+        if flat[pair] < experts:
+            offsets[flat[pair] + 1] += 1
+    for expert in range(experts):
+        offsets[expert + 1] += offsets[expert]
+    tokens = [pair // top_k for pair in order]
+    order_R, token_R, slot_R = torch.tensor((order, tokens, slot), dtype=torch.int64).unbind(0)
+    return SortedPairs(order_R, token_R, slot_R.view(index_TK.shape), offsets)
 
 
 def sort_pairs(index_TK: Tensor, experts: int) -> SortedPairs:
@@ -101,4 +88,17 @@ def sort_pairs(index_TK: Tensor, experts: int) -> SortedPairs:
     Raises:
         ShapeError: an id is negative.
     """
-    return _sort_on_host(index_TK, experts) if index_TK.is_cpu else _sort_by_torch(index_TK, experts)
+    if index_TK.numel() <= _BY_HAND and index_TK.device.type == "cpu":
+        return _sort_by_hand(index_TK, experts)
+    flat = index_TK.reshape(-1).clamp(max=experts)
+    lowest = int(flat.min()) if flat.numel() else 0
+    if lowest < 0:
+        raise _negative_id(lowest)
+    order = torch.argsort(flat, stable=True)
+    counts = torch.bincount(flat, minlength=experts + 1)[:experts].tolist()
+    offsets = [0]
+    for count in counts:
+        offsets.append(offsets[-1] + count)
+    slot = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
+    token = torch.div(order, index_TK.shape[1], rounding_mode="floor")
+    return SortedPairs(order, token, slot.view(index_TK.shape), offsets)
