@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from hf_neuron_moe.modules.activation import describe_activation, is_silu
 from hf_neuron_moe.modules.block import NeuronBlock, has_call_hooks
@@ -136,7 +137,7 @@ def _judge(names: list[str], kind: str, module: nn.Module) -> Candidate:
     base = Candidate(name=names[0], aliases=tuple(names[1:]), kind=kind, module=module)
     if kind == EXPERTS:
         sizes = _expert_sizes(module)
-        reason = _why_not_instance(module) or why_not_swiglu_experts(module)
+        reason = _why_not_instance(module) or why_not_swiglu_experts(module) or _why_not_plain(module)
         reason = reason or _why_not_dtypes(module) or probe_experts(module)
         return replace(base, reason=reason, sizes=sizes)
     try:
@@ -204,6 +205,17 @@ def _expert_sizes(module: nn.Module) -> tuple[int | None, int | None, int | None
         return None, None, None
     E, first, second = down.shape
     return (E, second, first) if getattr(module, "is_transposed", False) else (E, first, second)
+
+
+def _why_not_plain(module: nn.Module) -> str | None:
+    """Why the experts' weights may be something else than numbers in memory: quantized or sharded subclasses."""
+    parameters: dict[str, Any] = {**module._parameters}
+    for name, param in parameters.items():
+        if param is None or type(param) is FakeTensor:
+            continue
+        if type(param) is not nn.Parameter or type(param.data) is not torch.Tensor:
+            return f"its {name} is a {type(param).__name__} of {type(param.data).__name__}, not a plain parameter"
+    return None
 
 
 def _why_not_dtypes(module: nn.Module) -> str | None:

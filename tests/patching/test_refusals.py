@@ -222,6 +222,18 @@ def test_modified_modules_are_refused_with_the_reason(change: Any, reason: str) 
     assert_matches("Refused blocks stay stock.*exclude=", str(report))
 
 
+class Packed(torch.Tensor):
+    """Stands for the tensor classes of quantizers, which report the dtype that they decode to."""
+
+
+def test_experts_with_weights_of_a_tensor_subclass_are_refused() -> None:
+    model = tiny_model("mixtral")
+    experts = model.model.layers[1].mlp.experts
+    experts.down_proj = nn.Parameter(experts.down_proj.detach().as_subclass(Packed))
+    reason = "its down_proj is a Packed of Packed, not a plain parameter"
+    assert_matches(f"model.layers.1.mlp.experts .MixtralExperts.: {reason}", refused_reason(model))
+
+
 def test_what_to_do_where_nothing_can_be_patched() -> None:
     model = tiny_model("llama")
     for layer in model.model.layers:
