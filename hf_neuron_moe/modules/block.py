@@ -218,6 +218,10 @@ def stock_slot(module: nn.Module, stock_name: str) -> tuple[nn.Module, str]:
     return module.get_submodule(path), leaf
 
 
+REPLACED = "neuron_replaced"
+"""Attribute of an original parameter while its weights live in another layout: its name in the model."""
+
+
 def make_kernel_parameter(original: nn.Module, rule: WeightRule) -> nn.Parameter:
     """Return the kernel-layout parameter for `rule`; `original` is read, not changed.
 
@@ -242,6 +246,7 @@ def release_layout(replacement: NeuronBlock, original: nn.Module) -> None:
             param = _slot_parameter(*stock_slot(original, name))
             param.data = param.data.new_empty(0)
             param.grad = None
+            param.__dict__[REPLACED] = f"{replacement.neuron_name}.{name}"
 
 
 def restore_layout(replacement: NeuronBlock, original: nn.Module) -> None:
@@ -260,6 +265,7 @@ def restore_layout(replacement: NeuronBlock, original: nn.Module) -> None:
 
 def _refill(slot: nn.Module, leaf: str, value: torch.Tensor, grad: torch.Tensor | None, requires_grad: bool) -> None:
     param = _slot_parameter(slot, leaf)
+    param.__dict__.pop(REPLACED, None)
     param.grad = None
     if torch._has_compatible_shallow_copy_type(param.data, value):
         param.data = value

@@ -1,4 +1,4 @@
-"""Notices an optimizer state that was saved for another layout of the weights than the model has now.
+"""Notices an optimizer, or a state of one, that was made for another layout of the weights than the model has now.
 
 An optimizer stores its state in its parameters' shapes and finds it again by position alone, so a run that is resumed
 with another home of the weights would pair moments with the wrong elements. Only the optimizer's own checkpoint can
@@ -6,6 +6,9 @@ tell, and torch lets nobody see an optimizer before it exists; so while a model 
 optimizer step writes into each parameter group which of its parameters are in kernel layout. The entry travels with
 ``optimizer.state_dict()``, is restored by ``load_state_dict``, and is compared at the next step. Checkpoints of stock
 runs have no entry.
+
+An optimizer that was made before the model was patched holds parameters that are not the model's any more; a mark on
+these tells.
 
 Dense blocks own fewer parameters in kernel layout than in stock layout; torch itself refuses those states when they are
 loaded ("a parameter group that doesn't match the size of optimizer's group").
@@ -23,6 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from hf_neuron_moe.errors import UnsupportedModelError, refuse
+from hf_neuron_moe.modules.block import REPLACED
 from hf_neuron_moe.modules.state_dict import kernel_layout_parameters
 
 GROUP_KEY = "neuron_kernel_layout"
@@ -51,10 +55,19 @@ def check_before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Compare what the groups say about their state with the parameters as they are, and bring it up to date.
 
     Raises:
-        UnsupportedModelError: a parameter's state was saved in another layout; no parameter has been changed.
+        UnsupportedModelError: a parameter's state was saved in another layout, or the optimizer was made before the
+            patch and holds parameters that it replaced; no parameter has been changed.
     """
     if torch.compiler.is_compiling():
         return
+    replaced = [
+        param.__dict__[REPLACED]
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if param.requires_grad and REPLACED in param.__dict__
+    ]
+    if replaced:
+        raise _made_before(replaced)
     kernel = {id(param): name for name, param in kernel_layout_parameters()}
     for group in optimizer.param_groups:
         now = [index for index, param in enumerate(group["params"]) if id(param) in kernel]
@@ -84,6 +97,18 @@ def _is_of_other_layout(param: Tensor, state: Any, *, marked: bool) -> bool:
 def _name_of(param: Tensor) -> str:
     names = (name for model in _watched for name, other in model.named_parameters() if other is param)
     return next(names, "a parameter that is not in a patched model")
+
+
+def _made_before(names: list[str]) -> UnsupportedModelError:
+    return refuse(
+        UnsupportedModelError,
+        where="optimizer.step",
+        argument="the optimizer",
+        expected="made after patch_model(..., weights='kernel'), of the patched model's parameters",
+        got=f"one with {len(names)} that the patch replaced, such as {names[0]}, which would never be trained",
+        remedy="Patch the model before the optimizer (or the Trainer) is made, or use weights='stock'. This step "
+        "changed no parameter.",
+    )
 
 
 def _other_layout(name: str, is_kernel: bool) -> UnsupportedModelError:

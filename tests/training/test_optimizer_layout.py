@@ -171,3 +171,32 @@ def test_a_copy_resumes_from_its_originals_state(duplicate: Any) -> None:
         step(*pair)
     for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_an_optimizer_made_before_the_patch_is_refused(family: str) -> None:
+    model = tiny_model(family)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    patch_model(model, {"precision": "fp32", "weights": "kernel"})
+    _made.append(model)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    place = r"model\.layers\.0\.mlp\.(experts\.)?gate"
+    told = rf"the optimizer must be made after patch_model.*the patch replaced, such as {place}.*changed no parameter"
+    with pytest.raises(UnsupportedModelError, match=told):
+        step(model, optimizer)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    unpatch_model(_made.pop())
+    step(model, optimizer)  # holds the model's parameters again
+
+
+def test_frozen_weights_do_not_ask_for_a_new_optimizer() -> None:
+    model = tiny_model("mixtral")
+    for name, param in model.named_parameters():
+        param.requires_grad_("experts" not in name)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    patch_model(model, {"precision": "fp32", "weights": "kernel"})
+    _made.append(model)
+    before = model.state_dict()["model.norm.weight"].clone()
+    step(model, optimizer)
+    assert not torch.equal(model.state_dict()["model.norm.weight"], before)
