@@ -49,7 +49,12 @@ class Case(Shape):
 
     @property
     def title(self) -> str:
-        return f"({self.name}) {self.sizes} T={self.T}"
+        return f"{self.label} T={self.T}"
+
+    @property
+    def label(self) -> str:
+        """Without the tokens, which are those of training."""
+        return f"({self.name}) {self.sizes}"
 
 
 CASES = {
@@ -172,6 +177,16 @@ class Progress:
             self.said = now
 
 
+def duration(seconds: float) -> str:
+    """In words, in milliseconds below a second."""
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def called(contestant: str) -> str:
+    """A contestant's name in words; the patched blocks have that of their precision in the report."""
+    return f"patched {contestant}" if contestant in DTYPES else contestant.replace("_", " ", 1)
+
+
 def time_in_turns(
     contestants: dict[str, Callable[[], None]],
     repeats: int,
@@ -195,8 +210,8 @@ def time_in_turns(
             if turn > 1 and min(times[name]) > slow:
                 continue
             past_s = min(times[name], default=guess_s)
-            done = f"run {turn} of {repeats}" if turn else "warm-up"
-            progress(f"{label}: {name}, {done}" + (f", about {past_s:.1f} s" if turn else ""), past_s)
+            done = f"run {turn} of {repeats}, about {duration(past_s)}" if turn else "warm-up"
+            progress(f"{label}: {called(name)}, {done}", past_s)
             start = time.perf_counter()
             step()
             times[name].append(time.perf_counter() - start)
@@ -315,14 +330,17 @@ def training_table(entries: dict[str, Any]) -> Table:
 
 
 def decode_table(entries: dict[str, Any]) -> Table:
-    table = Table("shape", *(f"{p} T={t}" for p in ("bf16", "fp32") for t in DECODE_TOKENS), title="decode: ours/stock")
+    columns = (f"{precision} T={tokens}" for precision in ("bf16", "fp32") for tokens in DECODE_TOKENS)
+    table = Table("shape", *columns, title="decode: time over the best stock's (below 1 is faster)")
     for name, entry in entries.items():
-        table.add_row(CASES[name].title, *(f"{row['time_over_best_stock']:.2f}" for row in entry.values()))
+        table.add_row(CASES[name].label, *(f"{row['time_over_best_stock']:.2f}" for row in entry.values()))
     return table
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--json", type=Path, help="write the report to this file")
     parser.add_argument("--cases", nargs="+", choices=sorted(CASES), default=sorted(CASES))
     parser.add_argument("--only", choices=("train", "decode"), help="run one half of the benchmark")

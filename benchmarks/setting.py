@@ -7,6 +7,7 @@ import os
 import platform
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,11 +32,19 @@ class Shape:
         return f"H={self.H} I={self.I}" + (f" E={self.E} k={self.K}" if self.E else " dense")
 
 
+def processor() -> str:
+    """Return the processor's model name where Linux tells it, else what Python knows (often only ``x86_64``)."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines() if cpuinfo.is_file() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
 def machine() -> dict[str, Any]:
     """Describe where the numbers come from."""
     return {
         "date": datetime.date.today().isoformat(),
-        "processor": platform.processor() or platform.machine(),
+        "processor": processor(),
         "isa": torch.backends.cpu.get_cpu_capability(),
         "native_bf16_matmul": bf16_matmul_is_fast(torch.device("cpu")),
         "threads": torch.get_num_threads(),

@@ -46,4 +46,36 @@ def test_a_table_is_shown_for_each_half_that_was_run(blocks: ModuleType) -> None
         console = Console(file=io.StringIO(), width=150)
         blocks.show({"machine": {}, "train": {}, "decode": {}, **halves}, console)
         shown = console.file.getvalue()
-        assert ("saved KiB/token" in shown, "decode: ours/stock" in shown) == ("train" in halves, "decode" in halves)
+        assert ("saved KiB/token" in shown, "below 1 is faster" in shown) == ("train" in halves, "decode" in halves)
+
+
+def test_the_decode_table_names_the_tokens_in_its_columns_only(blocks: ModuleType) -> None:
+    row = {
+        f"{precision}_T{tokens}": {"time_over_best_stock": 0.5} for precision in ("bf16", "fp32") for tokens in (1, 8)
+    }
+    console = Console(file=io.StringIO(), width=150)
+    console.print(blocks.decode_table({"a": row}))
+    shown = console.file.getvalue()
+    assert "H=512 I=1792 E=8 k=2" in shown and "bf16 T=32" in shown and "T=2048" not in shown
+
+
+def test_progress_says_whose_run_it_is_and_how_long_it_takes(
+    blocks: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocks, "PROGRESS_S", -1.0)  # every run is announced
+    console = Console(file=io.StringIO(), width=150)
+    contestants = {"bf16": lambda: None, "stock_grouped_mm": lambda: None}
+    times = blocks.time_in_turns(contestants, 1, 9.0, "training, bf16", blocks.Progress(console))
+    assert list(times) == ["bf16", "stock_grouped_mm"]  # the report's keys
+    said = console.file.getvalue()
+    assert "training, bf16: patched bf16, warm-up" in said and "training, bf16: stock grouped_mm, run 1 of 1" in said
+    assert " ms\n" in said and "0.0 s" not in said
+    assert [blocks.duration(seconds) for seconds in (0.0123, 0.4567, 2.34)] == ["12.3 ms", "457 ms", "2.3 s"]
+
+
+def test_the_processor_has_a_name(blocks: ModuleType) -> None:
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if Path("/proc/cpuinfo").is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    if not names:
+        pytest.skip("this system does not tell the processor's name")
+    assert blocks.machine()["processor"] == names[0]
