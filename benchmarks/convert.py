@@ -188,7 +188,9 @@ def report(results: dict[float, dict[str, Any]], largest: float) -> dict[str, An
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("folder", type=Path, help="where checkpoints are made and converted")
     parser.add_argument("--gigabytes", type=float, nargs="+", default=[1.0, 2.0, 4.0])
     parser.add_argument("--only", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))

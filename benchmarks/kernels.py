@@ -222,7 +222,9 @@ def show(report: dict[str, Any], console: Console) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--json", type=Path, help="write the report to this file")
     parser.add_argument("--cases", nargs="+", choices=("a", "c"), default=("a", "c"), help="shapes of the experts")
     parser.add_argument("--only", choices=("format", "mlp", "moe"), help="run one part of the benchmark")

@@ -42,7 +42,9 @@ PROGRESS_S = 10.0
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--out", type=Path, default=Path("parity_output"), help="folder of the runs and parity.json")
     parser.add_argument("--docs", type=Path, help="write the tables to this Markdown file")
     parser.add_argument("--only", nargs="+", choices=sorted(SUBJECTS), help="these models only")

@@ -236,7 +236,9 @@ def table(rows: list[dict[str, Any]]) -> Table:
 
 def main() -> None:
     """Run the cases and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--json", type=Path, help="write the results to this file")
     parser.add_argument("--steps", type=int, default=44, help="steps per case (default: %(default)s)")
     parser.add_argument("--precision", default="bf16", choices=("bf16", "mxfp8", "fp32"))

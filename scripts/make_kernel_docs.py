@@ -213,7 +213,7 @@ def table(head: list[str], rows: Any) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if docs/kernels.md is out of date")
     check = parser.parse_args().check
     page, target = render(load()), DOCS / "kernels.md"

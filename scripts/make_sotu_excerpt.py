@@ -68,7 +68,9 @@ def write_jsonl(path: Path, speeches: list[Speech]) -> None:
 
 def main() -> None:
     """Read the package, write ``train.jsonl`` and ``eval.jsonl``, say what was written."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("package", type=Path, help="folder of the unpacked npm package (it contains data/*.json)")
     parser.add_argument("out", type=Path, help="folder to write train.jsonl and eval.jsonl to")
     args = parser.parse_args()

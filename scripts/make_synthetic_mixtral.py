@@ -103,7 +103,9 @@ def parts_of(pool: torch.Tensor, count: int, start: int) -> Iterator[torch.Tenso
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--gigabytes", type=float, default=1.0)
     parser.add_argument("--hidden", type=int, default=1024)

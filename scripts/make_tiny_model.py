@@ -60,7 +60,9 @@ def make_tiny_model(family: str, folder: Path, seed: int = 0, **changes: Any) ->
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("family", choices=sorted(FAMILIES))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)

@@ -163,7 +163,9 @@ def upcycle(
 
 def main() -> None:
     """Load a Llama, upcycle it, save it with its tokenizer."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--model", required=True, help="Llama checkpoint: a local folder or a hub id")
     parser.add_argument("--out", type=Path, required=True, help="folder of the new checkpoint")
     parser.add_argument("--layers", type=int, help="take only N layers (default: all)")
