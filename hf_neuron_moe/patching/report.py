@@ -151,6 +151,7 @@ class PatchReport:
             f"block size {self.config.block_size})"
         ]
         lines += _table([_HEADER, *(_row(entry) for entry in self.entries)])
+        lines += _padding_lines(self)
         lines += _saved_lines(self)
         lines += _copy_lines(self)
         lines += _note_lines(self)
@@ -192,7 +193,7 @@ _HEADER = (
     "H",
     "I",
     "padded H x I",
-    "overhead",
+    "padding overhead",
     "weights",
     "backend",
     "activations",
@@ -223,6 +224,16 @@ def _row(entry: PatchEntry) -> tuple[str, ...]:
     return tuple("-" if value is None else str(value) for value in shown)
 
 
+def _padding_lines(report: PatchReport) -> list[str]:
+    """What the column of that name means, where it says more than zero."""
+    if not any(entry.padding_overhead_percent for entry in report.entries):
+        return []
+    return [
+        "Padding overhead: extra multiply-adds of the Neuron kernels, which pad H and I to multiples of 128 or more. "
+        "The torch backend pads no product in bf16 and fp32, and in mxfp8 only where the blocks of scales need it."
+    ]
+
+
 def _saved_lines(report: PatchReport) -> list[str]:
     """What is kept for backward, by groups of equal blocks."""
     groups = Counter(
@@ -230,7 +241,10 @@ def _saved_lines(report: PatchReport) -> list[str]:
         for entry in report.patched
         if entry.saved_bytes_per_token is not None
     )
-    parts = [f"{count} {kind} x {saved / 1024:.2f} ({policy})" for (kind, policy, saved), count in groups.items()]
+    parts = [
+        f"{count} {kind} block{'s' if count > 1 else ''} x {saved / 1024:.2f} ({policy})"
+        for (kind, policy, saved), count in groups.items()
+    ]
     if not parts:
         return []
     total, fixed = report.saved_bytes_per_token / 1024, report.saved_bytes_per_call / 1024

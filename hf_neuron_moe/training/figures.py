@@ -59,7 +59,7 @@ def padding_overhead(
     loads: Mapping[str, list[int]],
     padded_rows: Mapping[str, int],
 ) -> float:
-    """Return the extra multiply-adds of the kernels in parts of the needed ones.
+    """Return the extra multiply-adds of the kernels as a fraction of the needed ones: 0.25 is 25 %.
 
     H and I are padded to multiples of 128, and every expert's tokens to whole blocks.
 

@@ -6,6 +6,7 @@ import copy
 import io
 import json
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from hf_neuron_moe import NeuronMoEConfig, patch_model, unpatch_model
 from hf_neuron_moe.errors import ConfigError, NothingToPatchError, UnsupportedModelError
 from hf_neuron_moe.modules.experts import NeuronExperts
 from hf_neuron_moe.modules.swiglu_mlp import NeuronSwiGLUMLP
+from hf_neuron_moe.patching.report import PatchReport
 from tests.tiny_models import FAMILIES, HOMES, assert_same_snapshot, snapshot, tiny_model, tokens
 
 
@@ -159,7 +161,11 @@ def test_report_as_dict_and_table() -> None:
     assert lines[0].startswith("2 patched, 2 skipped, 0 refused")
     columns = [lines[1].index(word) for word in ("kind", "class", "status", "reason")]
     assert all(line[column - 1] == " " and line[column] != " " for line in lines[1:3] for column in columns[:3])
-    assert lines[-1].startswith("Saved for backward: ") and len(lines) == 2 + 4 + 1
+    assert "padding overhead" in lines[1] and lines[6].startswith("Padding overhead: extra multiply-adds of the Neuron")
+    assert lines[-1].startswith("Saved for backward: ") and len(lines) == 2 + 4 + 2
+    # Nothing is padded, so there is nothing to explain.
+    whole = {"hidden_size": 256, "intermediate_size": 384}
+    assert "Padding overhead" not in str(PatchReport(report.config, (replace(report.entries[0], **whole),)))
 
 
 def test_hooks_and_their_handles_survive_both_ways() -> None:

@@ -94,7 +94,7 @@ def test_exceptions_reach_their_blocks() -> None:
         assert NeuronMoEConfig.from_dict(block.neuron_config.to_dict()) == block.neuron_config
     assert patch_model(model, {"activations": policy}) is report
     text, plain = str(report), json.loads(json.dumps(report.to_dict()))
-    assert "Saved for backward:" in text and "1 experts x" in text and "2 mlp x" in text and "(up)" in text
+    assert "Saved for backward:" in text and "1 experts block x" in text and "2 mlp blocks x" in text and "(up)" in text
     assert [entry["activations"] for entry in plain["entries"]] == list(shown.values())
     total = sum(entry["saved_bytes_per_token"] for entry in plain["entries"])
     assert plain["saved_bytes_per_token"] == total == report.saved_bytes_per_token
