@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Fine-tune a real model, dense and as a mixture of experts, through patched blocks; ends with a table and a report.
-# Needs Python 3.11-3.13, about 5 GB of free disk and 6 GB of memory, and no accelerator. See docs/demo.md.
+# Needs Python 3.11-3.13, 6 GB of memory, 4 GB of free disk beside the .venv (1.3 GB with a CPU-only torch, several more
+# with PyPI's CUDA build), and no accelerator. See docs/demo.md.
 #
 #   bash scripts/demo.sh                     the whole demo on SmolLM2-135M-Instruct
 #   bash scripts/demo.sh --model DIR_OR_ID   on another Llama checkpoint; `--help` lists all options
