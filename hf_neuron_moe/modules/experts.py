@@ -71,15 +71,15 @@ class NeuronExperts(NeuronBlock):
             ``[T, H]`` in the dtype of `hidden_states`.
         """
         self._check_activation("act_fn")
-        check_hidden_states(hidden_states, self.neuron_name)
-        config = self.neuron_config
+        config, down, transposed = self.neuron_config, self.down_proj, self.is_transposed
+        check_hidden_states(hidden_states, down, 2 if transposed else 1, self.neuron_name)
         return ops.experts(
             hidden_states,
             top_k_index,
             top_k_weights,
             self.gate_up_proj,
-            self.down_proj,
-            transposed=self.is_transposed,
+            down,
+            transposed=transposed,
             precision=config.precision,
             block_size=config.block_size,
             backend=self._call_backend(hidden_states.shape[0]),

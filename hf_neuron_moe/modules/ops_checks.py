@@ -5,10 +5,12 @@ Legend: S or T tokens, H hidden, I intermediate, E experts, K experts per token.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.errors import ConfigError, ShapeError, nearest, refuse
+from hf_neuron_moe.errors import ConfigError, DTypeError, ShapeError, nearest, refuse
 from hf_neuron_moe.kernels.checks import check_dtype, check_multiple, check_same_device, check_shape
 
 COMPUTE_DTYPE = {"bf16": torch.bfloat16, "mxfp8": torch.bfloat16, "fp32": torch.float32}
@@ -16,19 +18,52 @@ _FLOATS = (torch.bfloat16, torch.float32, torch.float16)
 _FLOAT_SET = frozenset(_FLOATS)
 
 
-def check_hidden_states(hidden_states: Tensor, where: str) -> None:
-    """Refuse what has no axis of tokens or features: no tensor (DTypeError), or one without dimensions (ShapeError)."""
-    if isinstance(hidden_states, Tensor) and hidden_states.dim():
+def check_hidden_states(hidden_states: Any, weight: Tensor, axis: int, where: str) -> None:
+    """Refuse under a block's name what its call cannot mean, before the operator refuses it under the kernels' names.
+
+    Args:
+        hidden_states: the block's input.
+        weight: one of the block's weights.
+        axis: the axis of `weight` that has H entries.
+        where: the block's name.
+
+    Raises:
+        DTypeError: `hidden_states` is no tensor, or it or `weight` has a dtype that the operators do not take.
+        ShapeError: `hidden_states` has no dimensions, or its last one is not H.
+    """
+    if (
+        isinstance(hidden_states, Tensor)
+        and hidden_states.dim()
+        and hidden_states.shape[-1] == weight.shape[axis]
+        and hidden_states.dtype in _FLOAT_SET
+        and weight.dtype in _FLOAT_SET
+    ):
         return
-    check_dtype(hidden_states, _FLOATS, where=where, argument="hidden_states")
-    raise refuse(
-        ShapeError,
-        where=where,
-        argument="hidden_states",
-        expected="a tensor of at least one dimension",
-        got=str(list(hidden_states.shape)),
-        remedy="Its last axis has the features.",
-    )
+    if not isinstance(hidden_states, Tensor):
+        check_dtype(hidden_states, _FLOATS, where=where, argument="hidden_states")
+    hidden, given = weight.shape[axis], list(hidden_states.shape)
+    if not given or given[-1] != hidden:
+        raise refuse(
+            ShapeError,
+            where=where,
+            argument="hidden_states",
+            expected=f"a tensor of shape [..., H] with H={hidden}",
+            got=str(given),
+            remedy="Its last axis has the features.",
+        )
+    cast = f"Convert it, for example with .to({weight.dtype})."
+    if weight.dtype not in _FLOAT_SET:
+        cast = "Cast the model to one of these, for example model.to(torch.bfloat16)."
+    for argument, tensor in (("hidden_states", hidden_states), ("the weights", weight)):
+        if tensor.dtype not in _FLOAT_SET:
+            raise refuse(
+                DTypeError,
+                where=where,
+                argument=argument,
+                expected=f"of dtype {' or '.join(str(dtype).removeprefix('torch.') for dtype in _FLOATS)}",
+                got=str(tensor.dtype),
+                remedy=cast,
+            )
 
 
 def check_precision(precision: str, where: str) -> None:

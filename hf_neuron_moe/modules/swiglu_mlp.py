@@ -21,7 +21,7 @@ from hf_neuron_moe.errors import NeuronMoEWarning
 from hf_neuron_moe.modules import ops
 from hf_neuron_moe.modules.activation import why_not_silu
 from hf_neuron_moe.modules.block import CALL_HOOKS, NeuronBlock, has_call_hooks, make_kernel_parameter
-from hf_neuron_moe.modules.low_rank import is_lora_linear, low_rank_mlp, low_rank_of, why_not_low_rank
+from hf_neuron_moe.modules.low_rank import LowRank, is_lora_linear, low_rank_mlp, low_rank_of, why_not_low_rank
 from hf_neuron_moe.modules.ops_checks import check_hidden_states
 from hf_neuron_moe.modules.saved_bytes import BlockShape
 from hf_neuron_moe.modules.state_dict import KernelLayoutMixin, WeightRule
@@ -202,7 +202,14 @@ class NeuronSwiGLUMLP(NeuronBlock):
         reason = self._why_not_fused()
         if reason is not None:
             return self._through_layers(hidden_states, reason)
-        check_hidden_states(hidden_states, self.neuron_name)
+        layers: list[LowRank] = []
+        weights: tuple[Tensor, ...] = ()
+        if self.neuron_adapted:
+            layers = [low_rank_of(self.get_submodule(name)) for name in self.neuron_roles.linears]
+        else:
+            weights = self._weights()
+        down_HI = layers[-1].weight_ON if layers else weights[-1]
+        check_hidden_states(hidden_states, down_HI, 0, self.neuron_name)
         config, flat = self.neuron_config, hidden_states.dim() == 2
         x_SH = hidden_states if flat else hidden_states.reshape(-1, hidden_states.shape[-1])
         options: dict[str, Any] = {
@@ -213,11 +220,10 @@ class NeuronSwiGLUMLP(NeuronBlock):
         }
         if config.backend != "torch":
             self._note_merged()
-        if self.neuron_adapted:
-            layers = [low_rank_of(self.get_submodule(name)) for name in self.neuron_roles.linears]
+        if layers:
             out_SH = low_rank_mlp(x_SH, layers, **options)
         else:
-            out_SH = ops.swiglu_mlp(x_SH, *self._weights(), **options)
+            out_SH = ops.swiglu_mlp(x_SH, *weights, **options)
         return out_SH if flat else out_SH.reshape(hidden_states.shape)
 
     def _note_merged(self) -> None:

@@ -91,8 +91,30 @@ def test_hidden_states_that_are_none_are_refused_by_the_blocks_name(
     routing = () if make is dense_block else (torch.zeros(1, 2, dtype=torch.int64), torch.ones(1, 2))
     with pytest.raises(DTypeError, match=r"model\.layers\.0\.mlp.*: hidden_states must be a tensor .*, got NoneType"):
         block(None, *routing)
-    with pytest.raises(ShapeError, match=r"hidden_states must be a tensor of at least one dimension, got \[\]"):
+    with pytest.raises(ShapeError, match=r"hidden_states must be a tensor of shape \[..., H\] with H=32, got \[\]"):
         block(torch.tensor(1.0), *routing)
+
+
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("make", [dense_block, experts_block])
+@pytest.mark.parametrize("recorded", [True, False])
+def test_inputs_that_do_not_fit_the_weights_are_blamed_under_the_blocks_name(
+    make: Callable[[str], nn.Module], home: str, recorded: bool
+) -> None:
+    block = make(home).train(recorded)
+    routing = () if make is dense_block else (torch.zeros(3, 2, dtype=torch.int64), torch.ones(3, 2))
+    name = r"^model\.layers\.0\.mlp.*: hidden_states must be "
+    with torch.set_grad_enabled(recorded):
+        block(torch.randn(3, HIDDEN), *routing)
+        with pytest.raises(ShapeError, match=name + r"a tensor of shape \[..., H\] with H=32, got \[3, 33\]"):
+            block(torch.randn(3, HIDDEN + 1), *routing)
+        with pytest.raises(DTypeError, match=name + r"of dtype bfloat16 .*, got torch.int64. Convert it"):
+            block(torch.ones(3, HIDDEN, dtype=torch.int64), *routing)
+        block.double()
+        with pytest.raises(DTypeError, match=name + r".* got torch.float64. Cast the model .*model.to\(torch.bfloat16"):
+            block(torch.randn(3, HIDDEN, dtype=torch.float64), *routing)
+        with pytest.raises(DTypeError, match=r"^model\.layers\.0\.mlp.*: the weights must .* Cast the model to one of"):
+            block(torch.randn(3, HIDDEN), *routing)
 
 
 def replica(module: nn.Module, weights: dict[int, Tensor]) -> nn.Module:
