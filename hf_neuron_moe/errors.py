@@ -7,7 +7,12 @@ a message in one order.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import TypeVar
+
+_NUMBER = re.compile(r"\d+")
 
 
 class NeuronMoEError(Exception):
@@ -115,7 +120,8 @@ def refuse(
     Returns:
         The exception; the caller raises it.
     """
-    return kind(f"{where}: {argument} must be {expected}, got {got}. {remedy}")
+    gap = "" if remedy.startswith("\n") else " "
+    return kind(f"{where}: {argument} must be {expected}, got {got}.{gap}{remedy}")
 
 
 def nearest(name: str, known: list[str]) -> str:
@@ -124,3 +130,33 @@ def nearest(name: str, known: list[str]) -> str:
 
     match = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f" Did you mean {match[0]!r}?" if match else ""
+
+
+def pattern_of(name: str) -> str:
+    """Return `name` with every number replaced by ``*``: names that may share a line have this in common."""
+    return _NUMBER.sub("*", name)
+
+
+def spelled_together(names: Sequence[str]) -> str:
+    """Return ``model.layers.0-31.mlp`` for names of one pattern that differ in one number; else the first and the last.
+
+    Args:
+        names: at least one name, in order, all with the same :func:`pattern_of`.
+    """
+    if len(names) == 1:
+        return names[0]
+    numbers = [_NUMBER.findall(name) for name in names]
+    varying = [place for place, column in enumerate(zip(*numbers)) if len(set(column)) > 1]
+    if len(varying) != 1:
+        return f"{names[0]} ... {names[-1]}"
+    place = varying[0]
+    before = list(_NUMBER.finditer(names[0]))[place]
+    ranges = _ranges([int(found[place]) for found in numbers])
+    return f"{names[0][: before.start()]}{ranges}{names[0][before.end() :]}"
+
+
+def _ranges(numbers: list[int]) -> str:
+    """``0-3,7`` for 0, 1, 2, 3 and 7."""
+    breaks = [0, *(place for place, (one, two) in enumerate(pairwise(numbers), 1) if two != one + 1), len(numbers)]
+    runs = [(numbers[start], numbers[end - 1]) for start, end in pairwise(breaks)]
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)

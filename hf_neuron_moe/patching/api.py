@@ -12,13 +12,14 @@ from torch import nn
 
 from hf_neuron_moe.backends.registration import register_again
 from hf_neuron_moe.config import NeuronMoEConfig
-from hf_neuron_moe.errors import ConfigError, NothingToPatchError, UnsupportedModelError, refuse
+from hf_neuron_moe.errors import ConfigError, UnsupportedModelError, refuse
 from hf_neuron_moe.modules.block import stock_slot
 from hf_neuron_moe.patching.apply import PatchState, PlanItem, apply_plan, holders, states, undo_patch
 from hf_neuron_moe.patching.discovery import Candidate, discover
 from hf_neuron_moe.patching.globs import check_globs
 from hf_neuron_moe.patching.guards import check_model
 from hf_neuron_moe.patching.kernels import plan_item
+from hf_neuron_moe.patching.outcome import check_outcome
 from hf_neuron_moe.patching.policies import with_policies
 from hf_neuron_moe.patching.present import (
     check_not_patched_elsewhere,
@@ -53,7 +54,7 @@ def patch_model(
         model: a model with whole, unquantized weights. A model inside peft's wrapper is fine.
         config: a :class:`NeuronMoEConfig`, a mapping of its options, or None for the defaults.
         include: glob or globs over module names; only these are patched.
-        exclude: glob or globs over module names that are left alone.
+        exclude: glob or globs over module names that are left alone; none of them leave none alone.
         strict: if any block that is not excluded cannot be patched, refuse instead of leaving it stock. With False,
             such blocks stay stock and the report says why; a model none of whose blocks can be patched is refused in
             either case.
@@ -85,7 +86,7 @@ def patch_model(
     plan, entries = _plan(home, candidates, request)
     plan, entries = with_policies(plan, entries, config_asked, blocks)
     report = PatchReport(config_asked, entries)
-    _check_outcome(model, report, strict)
+    check_outcome(_WHERE, model, report, strict)
     apply_plan(home, plan, PatchState(report, request, prefix))
     return report
 
@@ -180,19 +181,22 @@ def _globs(argument: str, value: Any) -> tuple[str, ...]:
     globs = (value,) if isinstance(value, str) else value
     if not isinstance(globs, Sequence | set | frozenset) or not all(isinstance(glob, str) for glob in globs):
         raise _bad_option(argument, "a glob over module names or a list of them", value)
-    if not globs:
+    if not globs and argument == "include":  # only what matches is patched, which would be nothing
         raise _bad_option(argument, "None or at least one glob", value)
     return tuple(sorted(set(globs)))
 
 
 def _bad_option(argument: str, expected: str, value: object) -> ConfigError:
+    is_model = isinstance(value, nn.Module)  # whose text is one line per layer
     error = refuse(
         ConfigError,
         where=_WHERE,
         argument=argument,
         expected=expected,
-        got=f"{value!r} ({type(value).__name__})",
-        remedy="See help(hf_neuron_moe.patch_model).",
+        got=f"a {type(value).__name__}" if is_model else f"{value!r} ({type(value).__name__})",
+        remedy="The model comes first: patch_model(model, config)."
+        if is_model and argument == "config"
+        else "See help(hf_neuron_moe.patch_model).",
     )
     assert isinstance(error, ConfigError)
     return error
@@ -265,59 +269,6 @@ def _entry(candidate: Candidate, otherwise: str, reason: str | None, item: PlanI
     )
 
 
-def _check_outcome(model: nn.Module, report: PatchReport, strict: bool) -> None:
-    refused = [f"{entry.name or 'the model'} ({entry.class_name}): {entry.reason}" for entry in report.refused]
-    listed = "\n  " + "\n  ".join(refused) if refused else ""
-    if not report.patched:
-        raise refuse(
-            NothingToPatchError,
-            where=_WHERE,
-            argument="model",
-            expected="a model with SwiGLU MLPs or experts that the kernels can compute",
-            got=f"a {type(model).__name__} with {len(report.entries)} such blocks, {len(report.skipped)} of them "
-            f"skipped and {len(refused)} refused{':' + listed if refused else ''}",
-            remedy=("\n" if refused else "") + _what_to_do(report),
-        )
-    if strict and refused:
-        raise refuse(
-            UnsupportedModelError,
-            where=_WHERE,
-            argument="model",
-            expected="a model whose MLP and experts blocks can all be patched (strict=True)",
-            got=f"{len(refused)} that cannot:{listed}",
-            remedy=f"\n{_PATCH_FIRST} Or name them in exclude=...; strict=False leaves them stock."
-            if _has_adapters(report)
-            else "\nName them in exclude=..., or pass strict=False to leave them stock.",
-        )
-
-
-_PATCH_FIRST = (
-    "Patch the model before adapters are put on its MLPs: patch_model(model), then get_peft_model(model, ...). "
-    "Adapters on attention may be there already."
-)
-
-
-def _has_adapters(report: PatchReport) -> bool:
-    return any("peft." in entry.reason for entry in report.refused)
-
-
-def _what_to_do(report: PatchReport) -> str:
-    """The remedy where nothing is left to patch."""
-    if report.skipped:
-        return f"include and exclude leave nothing: make them match blocks such as {report.skipped[0].name!r}."
-    if _has_adapters(report):
-        return _PATCH_FIRST
-    if report.refused:
-        return (
-            "Remove what the reasons name, where it is yours (hooks, mixed dtypes, adapters, the weights option), and "
-            "patch again; otherwise train this model as it is. strict=False would leave every block stock."
-        )
-    return (
-        "Pass the model that holds such blocks, before it is compiled or wrapped; a model without any is trained as "
-        "it is."
-    )
-
-
 def _repeated(home: nn.Module, state: PatchState, request: _Request, strict: bool) -> PatchReport:
     """Answer a second call: the first one's report, if it is still the truth about the model."""
     if state.request != request:
@@ -339,7 +290,7 @@ def _repeated(home: nn.Module, state: PatchState, request: _Request, strict: boo
     added = [e.name for e in entries if e.status == PATCHED or (e.status == REFUSED and e.name not in known)]
     if added:
         raise _changed("as patch_model left it", f"a patched model with further blocks: {', '.join(added)}")
-    _check_outcome(home, state.report, strict)
+    check_outcome(_WHERE, home, state.report, strict)
     return state.report
 
 

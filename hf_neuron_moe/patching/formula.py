@@ -20,6 +20,8 @@ from torch.nn import functional as F
 
 from hf_neuron_moe.modules.swiglu_mlp import DenseRoles
 
+_EXPECTED = "expected down_proj(act_fn(gate_proj(x)) * up_proj(x))"
+
 
 class NotSwiGLU(ValueError):  # noqa: N818 -- not an error of the program: the answer "no", with the reason
     """The source is not a form this module knows; the message says what it met."""
@@ -122,7 +124,7 @@ class _Reader:
                 case ast.Return(value=ast.expr() as value):
                     return self.evaluate(value)
                 case _:
-                    raise NotSwiGLU(f"its forward has the statement `{_line(statement)}`")
+                    raise NotSwiGLU(f"its forward has the statement `{_line(statement)}`, {_EXPECTED}")
         raise NotSwiGLU("its forward returns nothing")
 
     def evaluate(self, node: ast.expr) -> Expression:
@@ -149,7 +151,7 @@ class _Reader:
                 rest, keywords
             ):
                 return Halves(self.evaluate(whole))
-        raise NotSwiGLU(f"its forward computes `{_line(node)}`")
+        raise NotSwiGLU(f"its forward computes `{_line(node)}`, {_EXPECTED}")
 
     def resolve(self, node: ast.expr) -> object:
         """The object a dotted global name stands for, or None."""
@@ -181,7 +183,7 @@ def _match(result: Expression) -> DenseRoles:
         case Part(name=str() as down, argument=Product(left=left, right=right)):
             pass
         case _:
-            raise NotSwiGLU("its forward is not one projection of a product of two branches")
+            raise NotSwiGLU(f"its forward is not one projection of a product of two branches, {_EXPECTED}")
     for gated, up in ((left, right), (right, left)):
         match gated, up:
             case Part(name=act, argument=Part(name=str() as g, argument=Input())), Part(

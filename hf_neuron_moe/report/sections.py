@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
+from hf_neuron_moe.errors import pattern_of, spelled_together
 from hf_neuron_moe.report.curves import band, differences
 from hf_neuron_moe.report.read import RunData, StudyData
 from hf_neuron_moe.report.svg import bar_chart, heat_map, line_chart
 
-_NUMBER = re.compile(r"\d+")
 LEAST_DB = 6.0
 """Range of a scale of colours: smaller differences of SQNR should not look large."""
 _STATUS = {"patched": "ok", "skipped": "skipped", "refused": "bad"}
@@ -39,6 +38,11 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f'<div class="scroll" tabindex="0"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def note(text: str) -> str:
+    """Explain what is above."""
+    return f'<p class="soft">{escape(text)}</p>'
 
 
 def missing(text: str) -> str:
@@ -161,33 +165,19 @@ def _map(run: RunData) -> str:
     groups: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for entry in run.entries:
         facts = (
-            _NUMBER.sub("*", entry["name"]),
+            pattern_of(entry["name"]),
             *(str(entry.get(key) or "-") for key in ("kind", "class_name", "experts", "hidden_size")),
             *(str(entry.get(key) or "-") for key in ("intermediate_size", "status", "activations")),
             kib(entry.get("saved_bytes_per_token")),
             str(entry.get("reason") or "-"),
         )
         groups[facts].append(entry["name"])
-    rows = [(_spelled(names), *facts[1:]) for facts, names in groups.items()]
+    rows = [
+        (f"{spelled_together(names)} ({len(names)})" if len(names) > 1 else names[0], *facts[1:])
+        for facts, names in groups.items()
+    ]
     headings = ("module", "kind", "class", "E", "H", "I", "status", "activations", "KiB/token each", "reason")
     return table(headings, rows)
-
-
-def _spelled(names: Sequence[str]) -> str:
-    """``model.layers.0-31.mlp (32)`` for many names that differ in one number."""
-    if len(names) == 1:
-        return names[0]
-    numbers = [_NUMBER.findall(name) for name in names]
-    varying = [place for place, column in enumerate(zip(*numbers)) if len(set(column)) > 1]
-    if len(varying) != 1:
-        return f"{names[0]} ... {names[-1]} ({len(names)})"
-    ends = f"{numbers[0][varying[0]]}-{numbers[-1][varying[0]]}"
-    pieces = _NUMBER.split(names[0])
-    spelled = "".join(
-        piece + (ends if place == varying[0] else numbers[0][place]) if place < len(numbers[0]) else piece
-        for place, piece in enumerate(pieces)
-    )
-    return f"{spelled} ({len(names)})"
 
 
 def bytes_section(runs: Sequence[RunData]) -> str:

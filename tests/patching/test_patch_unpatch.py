@@ -291,7 +291,7 @@ def test_the_model_itself_as_block_is_refused() -> None:
 
 
 def test_nothing_to_patch() -> None:
-    with pytest.raises(NothingToPatchError, match="Sequential with 0 such blocks"):
+    with pytest.raises(NothingToPatchError, match="a Sequential without MLP or experts blocks"):
         patch_model(nn.Sequential(nn.Linear(4, 4)))
     with pytest.raises(NothingToPatchError, match="2 of them skipped"):
         patch_model(tiny_model("llama"), exclude="*")

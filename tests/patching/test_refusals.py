@@ -22,12 +22,13 @@ from transformers import (
 )
 from transformers.activations import ACT2FN
 from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1MLP
+from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.seed_oss.modeling_seed_oss import SeedOssMLP
 
-from hf_neuron_moe import patch_model
-from hf_neuron_moe.errors import BackendUnavailableError, NothingToPatchError, UnsupportedModelError
+from hf_neuron_moe import NeuronMoEConfig, patch_model
+from hf_neuron_moe.errors import BackendUnavailableError, ConfigError, NothingToPatchError, UnsupportedModelError
 from tests.tiny_models import assert_same_snapshot, snapshot, tiny_config, tiny_model
 
 SIZES: dict[str, Any] = {
@@ -240,11 +241,56 @@ def test_what_to_do_where_nothing_can_be_patched() -> None:
         with_hook(layer.mlp)
     for strict in (True, False):
         message = refused_reason(model, strict=strict)
-        assert_matches("layers.1.mlp .LlamaMLP.: gate_proj is a linear layer with hooks", message)
-        assert_matches(r"Remove what the reasons name.*strict=False would leave every block stock", message)
+        assert_matches(r"LlamaForCausalLM with 2 MLP or experts blocks, none of which can be patched:\n", message)
+        line = r"\n  model.layers.0-1.mlp .2 x LlamaMLP.: gate_proj is a linear layer with hooks.\nIf a reason names"
+        assert_matches(line, message)
+        assert_matches(r"strict=False does not help: no block would be left to patch\.$", message)
+        assert not any(row.endswith(" ") for row in message.splitlines())
     excluded = refused_reason(tiny_model("llama"), exclude="*")
     assert_matches("leave nothing: make them match blocks such as 'model.layers.0.mlp'", excluded)
     assert_matches("Pass the model that holds such blocks", refused_reason(nn.Sequential(nn.Linear(2, 2))))
+
+
+def test_equal_reasons_of_many_blocks_take_one_line() -> None:
+    model = tiny_model("llama", num_hidden_layers=12)
+    for number in (0, 1, 2, 5, 7, 8):
+        with_hook(model.model.layers[number].mlp)
+    model.model.layers[11].mlp.forward = F.gelu
+    message = refused_reason(model)
+    hooked, own = message.splitlines()[1:3]
+    assert hooked == "  model.layers.0-2,5,7-8.mlp (6 x LlamaMLP): gate_proj is a linear layer with hooks"
+    assert own == "  model.layers.11.mlp (LlamaMLP): its forward is overridden on the instance."
+    assert "got 7 that cannot:\n" in message
+
+
+def test_the_only_block_that_cannot_be_patched_is_spoken_of_alone() -> None:
+    model = tiny_model("llama", num_hidden_layers=1)
+    with_hook(model.model.layers[0].mlp)
+    assert_matches("with 1 MLP or experts block, which cannot be patched:\n", refused_reason(model))
+
+
+class OwnMLP(LlamaMLP):
+    """What a user's subclass looks like."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
+def test_a_forward_that_is_read_in_vain_is_answered_with_what_was_expected() -> None:
+    model = tiny_model("llama")
+    model.model.layers[1].mlp = OwnMLP(model.config)
+    expected = r"`super\(\).forward\(x\)`, expected down_proj\(act_fn\(gate_proj\(x\)\) \* up_proj\(x\)\)\."
+    assert_matches(rf"OwnMLP.: its forward computes {expected}", refused_reason(model))
+
+
+def test_a_model_in_the_place_of_the_configuration_is_not_written_out() -> None:
+    model = tiny_model("llama")
+    with pytest.raises(ConfigError) as caught:
+        patch_model(NeuronMoEConfig(), model)  # type: ignore[arg-type]
+    message = str(caught.value)
+    assert message.endswith("got a LlamaForCausalLM. The model comes first: patch_model(model, config).")
+    with pytest.raises(ConfigError, match=r"include must be .*, got a LlamaForCausalLM\. See help"):
+        patch_model(model, include=model)  # type: ignore[arg-type]
 
 
 def test_experts_with_another_forward_or_gate_are_refused() -> None:
