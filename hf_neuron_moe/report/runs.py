@@ -10,7 +10,7 @@ from typing import Any
 
 from hf_neuron_moe.report.curves import band_of_runs
 from hf_neuron_moe.report.read import RunData
-from hf_neuron_moe.report.sections import figure, figures, kib, missing, section, table
+from hf_neuron_moe.report.sections import figure, figures, kib, missing, note, section, table
 from hf_neuron_moe.report.svg import Point, line_chart
 
 Facts = dict[str, str]
@@ -145,7 +145,11 @@ def runs_table(runs: Sequence[RunData]) -> str:
         )
     configured = ("blocks", "trained", "processes", "learning rate", "batch", "seed", "last step", "resumed from")
     figures_of = ("loss", "tokens/s", "saved KiB/token", "padding overhead")
-    return section("Runs", table(("run", "model", *configured, *figures_of), rows))
+    told = note(
+        "Padding overhead: extra multiply-adds of the Neuron kernels, which pad H and I to multiples of 128 and every "
+        "expert's tokens to whole blocks; it says nothing about the torch backend's time."
+    )
+    return section("Runs", table(("run", "model", *configured, *figures_of), rows) + told)
 
 
 def _training(run: RunData) -> Mapping[str, Any]:

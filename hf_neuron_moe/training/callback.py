@@ -24,8 +24,8 @@ class NeuronMoECallback(TrainerCallback):
     """Measures a patched model while a Trainer of your own trains it.
 
     Every logging step gets ``neuron/tokens_per_second``, ``neuron/saved_bytes_per_token`` (what all patched blocks
-    keep for backward, without recomputation), ``neuron/padding_overhead`` (extra multiply-adds of the Neuron kernels, as
-    a fraction of the needed ones: 0.25 is 25 %), and of experts ``neuron/load_entropy`` (1 where all get the same),
+    keep for backward, without recomputation), ``neuron/padding_overhead`` (extra multiply-adds of the Neuron kernels,
+    as a fraction of the needed ones: 0.25 is 25 %), and of experts ``neuron/load_entropy`` (1 where all get the same),
     ``neuron/load_max_over_mean`` and ``neuron/dead_experts`` (no token since the last log). Under activation
     checkpointing there is ``neuron/routing_kept``: decisions that recomputation would have changed and replay did not
     let it (:mod:`hf_neuron_moe.training.replay`). After sampled steps there are also ``neuron/sqnr_weights_db``,
