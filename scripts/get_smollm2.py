@@ -68,6 +68,11 @@ def as_plain_llama(loaded: LlamaForCausalLM) -> LlamaForCausalLM:
     return plain
 
 
+def is_complete(target: Path = CACHE_DIR) -> bool:
+    """Whether `target` holds the whole checkpoint already."""
+    return (target / "model.safetensors").is_file()
+
+
 def obtain(target: Path = CACHE_DIR) -> Path:
     """Make sure `target` holds the checkpoint and return it; a complete folder is reused.
 
@@ -77,7 +82,7 @@ def obtain(target: Path = CACHE_DIR) -> Path:
         FileNotFoundError: the package with the weights is not installed.
         ValueError: the file holds another model.
     """
-    if (target / "model.safetensors").is_file():
+    if is_complete(target):
         return target
     gguf = find_gguf()
     loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, PreTrainedTokenizerFast
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -75,7 +75,75 @@ def test_demo_runs_end_to_end_on_a_tiny_model(tiny_model: Path, tmp_path: Path) 
     assert record["parts"][0]["runs"][0]["saved_bytes_per_token"] == 3 * (4 * 96 + 64) * 4
     report = (out / "report.md").read_text(encoding="utf-8")
     assert "| patched mxfp8 |" in report and record["machine"]["processor"] in report
+    for text in (report, " ".join(done.stdout.split())):
+        assert "Train loss is noisy" in text and "another expert in another precision" in text
+    # Headings are not wrapped where nobody's terminal is: a line of the log is a whole one.
+    assert "\nNeuron's kernels would pad: to H, I = 128, 128 (+166.7 % multiply-adds)\n" in done.stdout
     assert not (out / "checkpoints").exists()
+
+
+def refusal_of(model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    """What the demo says to ``--model``; it must not have begun with anything."""
+    from demo import main
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["demo.py", "--model", model])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert not (tmp_path / "demo_output").exists()
+    return str(stopped.value)
+
+
+def test_a_model_that_is_no_llama_is_refused_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    MixtralConfig().save_pretrained(tmp_path / "other")
+    said = refusal_of("other", monkeypatch, tmp_path)
+    assert said == "--model other: the demo takes a Llama checkpoint (model type llama), and this is mixtral."
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("nope", "neither a folder nor a model"),
+        ("not a name", "neither a folder nor"),
+        ("empty", "without a config.json"),
+    ],
+)
+def test_a_model_that_is_not_there_is_refused_in_a_sentence(
+    name: str, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "empty").mkdir()
+    said = refusal_of(name, monkeypatch, tmp_path)
+    assert said.startswith(f"--model {name}: ") and what in said and said.count("\n") == 0
+
+
+def test_an_option_is_not_taken_for_a_longer_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from demo import parse_arguments
+
+    monkeypatch.setattr(sys, "argv", ["demo.py", "--step", "3"])
+    with pytest.raises(SystemExit):
+        parse_arguments()
+    assert "unrecognized arguments: --step 3" in capsys.readouterr().err
+
+
+def test_reading_the_gguf_file_is_announced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import demo
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["demo.py"])
+    monkeypatch.setattr(demo.get_smollm2, "is_complete", lambda: False)
+    said: list[str] = []
+    monkeypatch.setattr(demo.Console, "print", lambda self, text: said.append(text))
+
+    def obtain() -> Path:
+        assert "reading its GGUF file" in said[-1]
+        raise InterruptedError
+
+    monkeypatch.setattr(demo.get_smollm2, "obtain", obtain)
+    with pytest.raises(InterruptedError):
+        demo.main()
 
 
 def test_stock_logits_refuses_a_process_with_the_package(tiny_model: Path, tmp_path: Path) -> None:
