@@ -19,6 +19,7 @@ from hf_neuron_moe.patching.discovery import Candidate, discover
 from hf_neuron_moe.patching.globs import check_globs
 from hf_neuron_moe.patching.guards import check_model
 from hf_neuron_moe.patching.kernels import plan_item
+from hf_neuron_moe.patching.option_names import with_checked_names
 from hf_neuron_moe.patching.outcome import check_outcome
 from hf_neuron_moe.patching.policies import with_policies
 from hf_neuron_moe.patching.present import (
@@ -36,6 +37,7 @@ _Request = tuple[NeuronMoEConfig, tuple[str, ...], tuple[str, ...]]
 """Config, include and exclude as asked for."""
 
 
+@with_checked_names
 def patch_model(
     model: nn.Module,
     config: NeuronMoEConfig | Mapping[str, Any] | None = None,
@@ -63,7 +65,7 @@ def patch_model(
         The report: every candidate as patched, skipped or refused with the reason.
 
     Raises:
-        ConfigError: an option or glob is unknown or of the wrong type.
+        ConfigError: an argument, option or glob is unknown or of the wrong type.
         UnsupportedModelError: the model as a whole cannot be patched, `strict` meets a refused block, or the model is
             already patched with other arguments, in part, through another object, or had patched blocks exchanged.
         NothingToPatchError: no block can be patched.

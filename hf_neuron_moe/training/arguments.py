@@ -10,10 +10,12 @@ from transformers import TrainingArguments
 from hf_neuron_moe.activation_policy import activations_from_text, to_plain
 from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.errors import ConfigError, refuse
+from hf_neuron_moe.patching.option_names import with_checked_fields
 
 DEFAULT_HEALTH_STEPS = 100
 
 
+@with_checked_fields
 @dataclass
 class NeuronMoEArguments:
     """The fields that :class:`NeuronMoETrainerMixin` reads, to be combined with any class of training arguments.
@@ -84,8 +86,10 @@ class NeuronMoEArguments:
             value = getattr(self, name)
             if isinstance(value, str):
                 setattr(self, name, [value])
-            elif value is not None and (not value or not all(isinstance(glob, str) for glob in value)):
-                raise _refusal(name, "None or at least one glob over module names", value)
+            elif value is not None and not all(isinstance(glob, str) for glob in value):
+                raise _refusal(name, "None or globs over module names", value)
+        if self.neuron_include is not None and not self.neuron_include:
+            raise _refusal("neuron_include", "None or at least one glob over module names", self.neuron_include)
         for name in ("neuron_patch", "neuron_strict"):
             if not isinstance(getattr(self, name), bool):
                 raise _refusal(name, "a bool", getattr(self, name))
@@ -119,6 +123,7 @@ class NeuronMoEArguments:
         )
 
 
+@with_checked_fields
 @dataclass
 class NeuronMoETrainingArguments(NeuronMoEArguments, TrainingArguments):
     """transformers' ``TrainingArguments`` and the fields of :class:`NeuronMoEArguments`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import json
 import pickle
@@ -115,6 +116,27 @@ def test_include_and_exclude_show_in_the_report() -> None:
     }
     assert isinstance(model.model.layers[0].mlp.experts, NeuronExperts)
     assert not isinstance(model.model.layers[0].mlp.shared_expert, NeuronSwiGLUMLP)
+
+
+def test_no_globs_exclude_nothing() -> None:
+    model = tiny_model("llama")
+    report = patch_model(model, exclude=[])
+    assert len(report.patched) == 2
+    assert patch_model(model) is report  # the same request
+
+
+@pytest.mark.parametrize(
+    ("options", "hint"),
+    [
+        ({"excludes": ["*"]}, r"one of config, include, exclude, strict, got 'excludes'.* Did you mean 'exclude'\?"),
+        ({"weights": "kernel"}, r"an option of the configuration: patch_model\(model, {'weights': 'kernel'}\)"),
+        ({"precison": "fp32"}, r"Did you mean 'precision'\? That is an option of the configuration, .* config="),
+    ],
+)
+def test_an_unknown_argument_is_answered_with_the_nearest(options: dict, hint: str) -> None:
+    with pytest.raises(ConfigError, match=hint):
+        patch_model(tiny_model("llama"), **options)
+    assert list(inspect.signature(patch_model).parameters) == ["model", "config", "include", "exclude", "strict"]
 
 
 @pytest.mark.parametrize("argument", ["include", "exclude"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,7 +85,7 @@ def test_yaml_gives_the_configuration(tmp_path: Path) -> None:
         ("neuron_activations", "recompte", "Did you mean 'recompute'?"),
         ("neuron_activations", "{keep: up}", "a JSON object"),
         ("neuron_include", [], "at least one glob"),
-        ("neuron_exclude", [3], "at least one glob"),
+        ("neuron_exclude", [3], "globs over module names"),
         ("neuron_strict", "no", "a bool"),
         ("neuron_health_steps", -1, "a number of steps"),
         ("neuron_health_steps", 1.5, "a number of steps"),
@@ -96,6 +97,20 @@ def test_a_misspelt_value_is_refused_when_the_arguments_are_made(
     with pytest.raises(ConfigError) as refusal:
         NeuronMoETrainingArguments(output_dir=str(tmp_path), use_cpu=True, **{option: value})
     assert text in str(refusal.value)
+
+
+def test_no_globs_exclude_nothing(tmp_path: Path) -> None:
+    assert NeuronMoETrainingArguments(str(tmp_path), neuron_exclude=[]).neuron_exclude == []
+
+
+def test_a_misspelt_field_is_answered_with_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"a field of NeuronMoETrainingArguments, .* Did you mean 'neuron_precision'"):
+        NeuronMoETrainingArguments(str(tmp_path), neuron_precison="fp32")  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match="Did you mean 'eval_strategy'"):
+        NeuronMoETrainingArguments(str(tmp_path), eval_stategy="no")  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match=r"^NeuronMoEArguments: argument name .* Did you mean 'neuron_exclude'"):
+        NeuronMoEArguments(neuron_excludes=["*"])  # type: ignore[call-arg]
+    assert "neuron_precision" in inspect.signature(NeuronMoETrainingArguments).parameters
 
 
 def test_the_fields_go_with_other_training_arguments(tmp_path: Path) -> None:
