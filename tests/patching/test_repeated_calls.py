@@ -73,7 +73,7 @@ def test_strict_holds_for_a_repeated_call_too() -> None:
     refused(
         lambda: patch_model(model),
         model,
-        r"model.layers.1.mlp .*gate_proj is a linear layer with hooks\. \n.*strict=False",
+        r"model.layers.1.mlp .*gate_proj is a linear layer with hooks\.\n.*strict=False",
     )
     assert patch_model(model, strict=False) is report
 
