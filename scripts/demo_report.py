@@ -37,8 +37,8 @@ RELOAD_LEGEND = (
     'the arithmetic of bf16 or MXFP8 in the blocks; a difference of the weights would show in "precision fp32".'
 )
 ROUTING_NOTE = (
-    'A mixture of experts may show a large "as trained" in single logits: a token whose experts nearly tie goes to '
-    "another expert in another precision, which changes its logits a lot. The rms and the eval loss show whether that "
+    'The largest difference "as trained" is that of the worst token, and may be large for a mixture of experts: there '
+    "rounding also sends tokens whose experts nearly tie to another expert. The rms and the eval loss show whether that "
     "matters."
 )
 
