@@ -38,8 +38,8 @@ RELOAD_LEGEND = (
 )
 ROUTING_NOTE = (
     'The largest difference "as trained" is that of the worst token, and may be large for a mixture of experts: there '
-    "rounding also sends tokens whose experts nearly tie to another expert. The rms and the eval loss show whether that "
-    "matters."
+    "rounding also sends tokens whose experts nearly tie to another expert. The rms and the eval loss show whether "
+    "that matters."
 )
 
 
