@@ -61,7 +61,8 @@ def test_forward_and_all_gradients_equal_stock(family: str, home: str) -> None:
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_both_homes_give_the_same_numbers(family: str, home: str) -> None:
-    stock = tiny_model(family)
+    # The libraries' code for matrices of a few columns has other sums for other orders of memory; hence these sizes.
+    stock = tiny_model(family, hidden_size=64, intermediate_size=128)
     results = []
     for weights in ("stock", home):
         model = copy.deepcopy(stock)

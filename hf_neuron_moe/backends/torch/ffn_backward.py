@@ -26,8 +26,9 @@ from hf_neuron_moe.backends.torch.compute import Scratch
 from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints, FFNWeights, RowSource
 from hf_neuron_moe.backends.torch.gating import Gating, mask_
 from hf_neuron_moe.backends.torch.kept import take_tile
+from hf_neuron_moe.backends.torch.products import matmul, matmul_into
 from hf_neuron_moe.backends.torch.projections import Projections, first_columns
-from hf_neuron_moe.backends.torch.tiling import Loader, Span, column_spans, matmul_into, row_spans
+from hf_neuron_moe.backends.torch.tiling import Loader, Span, column_spans, row_spans
 from hf_neuron_moe.formats.padding import padded_size
 
 
@@ -100,6 +101,19 @@ class FFNBackward:
 _SILU = Gating()
 
 
+@dataclass(frozen=True)
+class _InnerGrads:
+    """Gradients of gate and up and the scaled intermediate of some rows, operands of the last products: ``[R, I]``.
+
+    ``joined`` is the ``[R, 2I]`` of which gate and up are the halves, in MX only.
+    """
+
+    gate: Tensor
+    up: Tensor
+    inter: Tensor
+    joined: Tensor | None = None
+
+
 class _Tile:
     """One span of the intermediate axis: its weights as operands, its weight-gradient sums in fp32."""
 
@@ -118,29 +132,22 @@ class _Tile:
         if saved.gate is None or self.stored < columns.length:
             gate_IH = weights.gate_IH if saved.gate is None else None
             self.again = Projections(gate_IH, weights.up_IH, self.recompute, columns, task.up_cut, self.stored)
-        self.gate_up_2IH: Tensor | None = None
         self.down_HI = loader.load("down", weights.down_HI[:, part], shape[::-1], mx_axis=0)
         if task.grads.x_RH is not None:
             self.gate_IH, self.up_IH = self._input_grad_operands(part, shape)
         self.direct = _takes_sums(task.grads, loader)
-        if task.grads.gate_IH is not None and task.grads.down_HI is not None and not self.direct:
-            self.gate_up_sum = _scratch_like(
-                task.grads.gate_IH, scratch, "gate_up_sum", (2 * columns.size, self.hidden)
-            )
-            self.down_sum = _scratch_like(task.grads.down_HI, scratch, "down_sum", (self.hidden, columns.length))
+        grads, inner_hidden = task.grads, (columns.size, self.hidden)
+        if grads.gate_IH is not None and grads.down_HI is not None and not self.direct:
+            self.gate_sum = _scratch_like(grads.gate_IH, scratch, "gate_sum", inner_hidden)
+            self.up_sum = _scratch_like(grads.gate_IH, scratch, "up_sum", inner_hidden)
+            self.down_sum = _scratch_like(grads.down_HI, scratch, "down_sum", (self.hidden, columns.length))
 
     def _input_grad_operands(self, part: slice, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Gate and up as right operands of dX, where they are cast halves of one buffer (in MX quantized along 2I)."""
+        """Gate and up as right operands of dX; in MX halves of one buffer, quantized along 2I."""
         loader, weights, size = self.task.loader, self.task.weights, shape[0]
-        if not self.mx and weights.gate_IH.dtype == loader.compute.operand:
-            return weights.gate_IH[part], weights.up_IH[part]
         if not self.mx:
-            self.gate_up_2IH = _scratch_like(
-                weights.gate_IH, loader.scratch, "gate_up", (2 * size, shape[1]), loader.compute.operand
-            )
-            loader.fill(self.gate_up_2IH[:size], weights.gate_IH[part])
-            loader.fill(self.gate_up_2IH[size:], weights.up_IH[part])
-            return self.gate_up_2IH[:size], self.gate_up_2IH[size:]
+            gate_IH, up_IH = weights.gate_IH[part], weights.up_IH[part]
+            return loader.load("gate_dx", gate_IH, shape), loader.load("up_dx", up_IH, shape)
         both = loader.scratch.get("gate_up", (2 * size, shape[1]), loader.compute.operand)
         loader.fill(both[:size], weights.gate_IH[part])
         loader.fill(both[size:], weights.up_IH[part])
@@ -150,50 +157,53 @@ class _Tile:
 
     def backward(self, rows: Span, *, first: bool) -> None:
         """Add the rows' part to the sums and to dX; `first` rows overwrite the sums instead."""
-        task, loader, size = self.task, self.task.loader, self.columns.size
+        task, loader = self.task, self.task.loader
         dout, x, shape_RH = task.dout.take(rows), task.x.take(rows), (rows.size, self.padded_hidden)
         dout_RH = loader.load("dout", dout, shape_RH, mx_axis=1)[: rows.length]
         d_int = loader.scratch.get("d_int", (rows.length, self.columns.length), loader.compute.operand)
-        matmul_into(d_int, dout_RH, self.down_HI[:, : self.columns.length], accumulate=False)
+        d_int = matmul(dout_RH, self.down_HI[:, : self.columns.length], d_int)
         gate, up = self._pre_activations(rows, x)
-        d_gate_up, inter = self._elementwise(rows, d_int, gate, up)
+        inner = self._elementwise(rows, d_int, gate, up)
         if task.grads.bias_2I is not None:
-            self._add_bias_grads(d_gate_up[: rows.length], task.grads.bias_2I, first=first)
+            self._add_bias_grads(inner, rows, task.grads.bias_2I, first=first)
         if task.grads.gate_IH is not None:
             x_op = loader.load("x", x, shape_RH, lane=rows.lane)[: rows.length, : self.hidden]
-            dout_op, left = dout_RH, d_gate_up
+            dout_op, lefts, inter = dout_RH, [inner.gate, inner.up], inner.inter
             if self.mx:
                 dout_op = loader.load("dout", dout, shape_RH, lane=rows.lane)[: rows.length, : self.hidden]
-                left = loader.scratch.get("d_gate_up_rows", tuple(d_gate_up.shape), torch.float32).copy_(d_gate_up)
-                loader.quantize_rows(left, rows.lane)
+                lefts = [
+                    loader.quantize_rows(loader.scratch.get(name, tuple(part.shape), part.dtype).copy_(part), rows.lane)
+                    for name, part in (("d_gate_rows", inner.gate), ("d_up_rows", inner.up))
+                ]
                 loader.quantize_rows(inter, rows.lane)
-            for target, begin, end in self._gate_up_sums():
-                matmul_into(target, left[: rows.length, begin:end].t(), x_op, accumulate=not first)
+            for target, left in zip(self._gate_up_sums(), lefts, strict=True):
+                if target is not None:
+                    matmul_into(target, left[: rows.length, : len(target)].t(), x_op, accumulate=not first)
             inter = inter[: rows.length, : self.columns.length]
             matmul_into(self._down_sum(), dout_op.t(), inter, accumulate=not first)
         if task.grads.x_RH is not None:
-            if self.mx:
-                for part in (d_gate_up,) if task.fused_phase2 else (d_gate_up[:, :size], d_gate_up[:, size:]):
-                    loader.quantize(part, axis=1)
-            out, left = task.grads.x_RH[rows.start : rows.stop], d_gate_up[: rows.length]
-            if self.gate_up_2IH is not None and not self.gating.skip_gate:
-                matmul_into(out, left, self.gate_up_2IH, accumulate=not self.first)
-                return
-            if not self.gating.skip_gate:
-                matmul_into(out, left[:, :size], self.gate_IH[:, : self.hidden], accumulate=not self.first)
-            overwrite = self.first and self.gating.skip_gate
-            matmul_into(out, left[:, size:], self.up_IH[:, : self.hidden], accumulate=not overwrite)
+            self._add_input_grad(task.grads.x_RH[rows.start : rows.stop], inner)
 
-    def _gate_up_sums(self) -> list[tuple[Tensor, int, int]]:
-        """Where the sums of ``[d_gate, d_up]``'s columns ``begin..end`` belong."""
-        size, grads = self.columns.size, self.task.grads
-        begin = size if self.gating.skip_gate else 0
-        if not self.direct:
-            return [(self.gate_up_sum[begin:], begin, 2 * size)]
-        assert grads.gate_IH is not None and grads.up_IH is not None
-        part = slice(self.columns.start, self.columns.stop)
-        up = (grads.up_IH[part], size, size + self.columns.length)
-        return [up] if begin else [(grads.gate_IH[part], 0, self.columns.length), up]
+    def _add_input_grad(self, out_RH: Tensor, inner: _InnerGrads) -> None:
+        """Multiply with the weights, in MX after quantizing along I or 2I; the first tile overwrites `out_RH`."""
+        if inner.joined is not None:
+            for part in (inner.joined,) if self.task.fused_phase2 else (inner.gate, inner.up):
+                self.task.loader.quantize(part, axis=1)
+        accumulate = not self.first
+        if not self.gating.skip_gate:
+            matmul_into(out_RH, inner.gate[: len(out_RH)], self.gate_IH[:, : self.hidden], accumulate=accumulate)
+            accumulate = True
+        matmul_into(out_RH, inner.up[: len(out_RH)], self.up_IH[:, : self.hidden], accumulate=accumulate)
+
+    def _gate_up_sums(self) -> tuple[Tensor | None, Tensor]:
+        """Where the sums of gate and up belong; none of a gate that is not used."""
+        if self.direct:
+            assert self.task.grads.gate_IH is not None and self.task.grads.up_IH is not None
+            part = slice(self.columns.start, self.columns.stop)
+            gate, up = self.task.grads.gate_IH[part], self.task.grads.up_IH[part]
+        else:
+            gate, up = self.gate_sum, self.up_sum
+        return None if self.gating.skip_gate else gate, up
 
     def _down_sum(self) -> Tensor:
         if not self.direct:
@@ -201,12 +211,12 @@ class _Tile:
         assert self.task.grads.down_HI is not None
         return self.task.grads.down_HI[:, self.columns.start : self.columns.stop]
 
-    def _add_bias_grads(self, d_gate_up: Tensor, bias_2I: Tensor, *, first: bool) -> None:
+    def _add_bias_grads(self, inner: _InnerGrads, rows: Span, bias_2I: Tensor, *, first: bool) -> None:
         """Add the row sums of d_gate and d_up to their places in `bias_2I`; `first` rows overwrite it."""
-        columns, size, inner = self.columns, self.columns.size, bias_2I.shape[0] // 2
-        for start, part in ((0, d_gate_up[:, : columns.length]), (inner, d_gate_up[:, size : size + columns.length])):
-            target = bias_2I[start + columns.start : start + columns.stop]
-            sums = part.sum(0, dtype=torch.float32)
+        columns = self.columns
+        for bias_I, part in zip(bias_2I.chunk(2), (inner.gate, inner.up), strict=True):
+            target = bias_I[columns.start : columns.stop]
+            sums = part[: rows.length, : columns.length].sum(0, dtype=torch.float32)
             target.copy_(sums) if first else target.add_(sums)
 
     def _pre_activations(self, rows: Span, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -222,8 +232,7 @@ class _Tile:
             assert self.again is not None and x_RH is not None
             gate = scratch.get("gate_fp32", shape, torch.float32)
             sums = self._sums("gate_out", gate)
-            self.again.gate_into(sums, x_RH)
-            self._take_sums(gate, sums)
+            self._take_sums(gate, self.again.gate(x_RH, sums))
         else:
             gate = take_tile(saved.gate, row_part, slice(columns.start, columns.stop))
             if gate.dtype != torch.float32 or not gate.is_contiguous():
@@ -249,22 +258,21 @@ class _Tile:
         return result if operand == torch.float32 else self.task.loader.scratch.get(name, tuple(result.shape), operand)
 
     def _take_sums(self, result: Tensor, sums: Tensor) -> None:
-        """Round the sums as the checkpoint would have."""
+        """Round the sums, which may lie in `result` already, as the checkpoint would have."""
+        if sums.data_ptr() != result.data_ptr():
+            result.copy_(sums)
         if sums.dtype == torch.float32:
             self.recompute.round_(result)
-        else:
-            result.copy_(sums)
 
-    def _elementwise(self, rows: Span, d_int: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ``[d_gate, d_up]`` and the scaled intermediate as operands; add to the scale's gradient."""
+    def _elementwise(self, rows: Span, d_int: Tensor, gate: Tensor, up: Tensor) -> _InnerGrads:
+        """Return the gradients of gate and up and the intermediate as operands; add to the scale's gradient."""
         task, loader, size = self.task, self.task.loader, self.columns.size
         scratch, shape = loader.scratch, tuple(gate.shape)
         if d_int.dtype != torch.float32:
             d_int = scratch.get("d_int_fp32", shape, torch.float32).copy_(d_int)
         act = scratch.get("act", shape, torch.float32)
-        # Side by side in one buffer, so that one pass rounds all three.
-        results = scratch.get("d_gate_up_inter", (shape[0], 3 * size), torch.float32)
-        d_gate, d_up, product = (results[:, number * size : number * size + shape[1]] for number in range(3))
+        results = scratch.get("d_gate_up_inter", (3, *shape), torch.float32)  # one buffer: one pass rounds all three
+        d_gate, d_up, product = results
         row_part = slice(rows.start, rows.stop)
         self._intermediate((row_part, slice(self.columns.start, self.columns.stop)), gate, up, act, product)
         if task.grads.scale_R is not None:
@@ -279,17 +287,16 @@ class _Tile:
             mask_(torch.mul(act, d_int, out=d_up), up, self.gating.up_limits)
             mask_(self._d_gate(d_int, gate, up, out=d_gate), gate, self.gating.gate_limits)
         if not self.mx:
-            operands = results if results.dtype == loader.compute.operand else None
-            if operands is None:
-                operands = scratch.get("d_gate_up_inter", tuple(results.shape), loader.compute.operand).copy_(results)
-            else:
-                loader.round_(operands)
-            return operands[:, : 2 * size], operands[:, 2 * size :]
+            if loader.compute.operand == torch.float32:
+                return _InnerGrads(*loader.round_(results))
+            rounded = scratch.get("d_gate_up_inter", tuple(results.shape), loader.compute.operand)
+            return _InnerGrads(*rounded.copy_(results))
         d_gate_up = scratch.get("d_gate_up", (rows.size, 2 * size), loader.compute.operand)
         inter = scratch.get("inter", (rows.size, size), loader.compute.operand)
-        for target, values in ((inter, product), (d_gate_up[:, size:], d_up), (d_gate_up[:, :size], d_gate)):
+        operands = _InnerGrads(d_gate_up[:, :size], d_gate_up[:, size:], inter, joined=d_gate_up)
+        for target, values in ((inter, product), (operands.up, d_up), (operands.gate, d_gate)):
             loader.fill(target, values)
-        return d_gate_up, inter
+        return operands
 
     def _intermediate(self, part: tuple[slice, slice], gate: Tensor, up: Tensor, act: Tensor, product: Tensor) -> None:
         """Fill `act` and `product` (fp32) from what was kept, or compute them as the precision rounds them."""
@@ -324,12 +331,10 @@ class _Tile:
             if self.gating.skip_gate:
                 grads.gate_IH[part].zero_()
             return
-        gate_sum = self.gate_up_sum[: columns.length]
-        up_sum = self.gate_up_sum[columns.size : columns.size + columns.length]
         if self.gating.skip_gate:
-            gate_sum.zero_()
-        for target, total in ((grads.gate_IH[part], gate_sum), (grads.up_IH[part], up_sum)):
-            _store(target, total.to(grads.rounded), add=grads.add)
+            self.gate_sum.zero_()
+        for target, total in ((grads.gate_IH[part], self.gate_sum), (grads.up_IH[part], self.up_sum)):
+            _store(target, total[: columns.length].to(grads.rounded), add=grads.add)
         _store(grads.down_HI[:, part], self.down_sum.to(grads.rounded), add=grads.add)
 
 

@@ -26,8 +26,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_neuron_moe.backends.torch.kept import Kept, put_tile, take_rows
+from hf_neuron_moe.backends.torch.products import matmul_into
 from hf_neuron_moe.backends.torch.projections import Projections, first_columns
-from hf_neuron_moe.backends.torch.tiling import Loader, Span, column_spans, matmul_into, row_spans
+from hf_neuron_moe.backends.torch.tiling import Loader, Span, column_spans, row_spans
 from hf_neuron_moe.formats.padding import padded_size
 
 
@@ -138,7 +139,7 @@ def ffn_forward(
             gate_RI = loader.scratch.get("gate_out", (rows.length, columns.length), compute.operand)
             up_RI = loader.scratch.get("up_out", (rows.length, columns.length), compute.operand)
             if needs_gate:
-                projections.gate_into(gate_RI, x_RH)
+                gate_RI = projections.gate(x_RH, gate_RI)
             projections.up_into(up_RI, x_RH)
             if epilogue is None:
                 scale = None if scale_R1 is None else scale_R1[rows.start : rows.stop]
@@ -172,8 +173,7 @@ def project_gate_up(
             part = slice(rows.start, rows.stop), slice(columns.start, columns.stop)
             sums = loader.scratch.get("gate_out", (rows.length, columns.length), compute.operand)
             if gate_RI is not None:
-                projections.gate_into(sums, x_RH)
-                gate_RI[part].copy_(sums)
+                gate_RI[part].copy_(projections.gate(x_RH, sums))
             if up_RI is not None:
                 projections.up_into(sums, x_RH)
                 up_RI[part].copy_(sums)

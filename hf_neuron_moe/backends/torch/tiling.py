@@ -163,16 +163,3 @@ def make_loader(
     """
     compute = choose_compute(precision, device, rows_per_expert=rows, weight_dtype=weight_dtype)
     return Loader(compute, call_scratch(device), lone_384)
-
-
-def matmul_into(out: Tensor, left: Tensor, right: Tensor, *, accumulate: bool) -> None:
-    """``out (+)= left @ right``; `out` is fp32 or the operands' dtype, and may be a slice with unit column stride."""
-    if out.dtype == left.dtype:
-        if accumulate:
-            out.addmm_(left, right)
-        else:
-            torch.mm(left, right, out=out)
-    elif accumulate:
-        out.add_(torch.mm(left, right))
-    else:
-        out.copy_(torch.mm(left, right))

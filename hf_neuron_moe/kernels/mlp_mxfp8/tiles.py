@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_neuron_moe.backends.torch.compute import Scratch
+from hf_neuron_moe.backends.torch.products import matmul, matmul_into
 from hf_neuron_moe.kernels.mx_operand import MXOperand
 
 ROWS = 512
@@ -73,10 +74,7 @@ def product_tiles(
             values = scratch.get("mx_product", shape, torch.float32)
             for number, ((left, _), right_NK) in enumerate(zip(pairs, rights, strict=True)):
                 left_MK = left.load(part.start, part.stop, k_major=k_major[0], scratch=scratch, name="mx_left")
-                if number == 0:
-                    torch.mm(left_MK, right_NK.t(), out=values)
-                else:
-                    values.addmm_(left_MK, right_NK.t())
+                matmul_into(values, left_MK, right_NK.t(), accumulate=number > 0)
             yield Tile(part, width, values)
 
 
@@ -116,7 +114,7 @@ def gate_up_tiles(
             out: dict[str, Tensor] = {}
             for name, weight_IH in weights.items():
                 values = scratch.get(f"mx_{name}", (part.stop - part.start, stop - column), torch.float32)
-                out[name] = torch.mm(x_RH, weight_IH.t(), out=values)
+                out[name] = matmul(x_RH, weight_IH.t(), values)
             yield GateUpTile(part, slice(column, stop), out.get("gate"), out.get("up"))
 
 
