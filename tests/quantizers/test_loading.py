@@ -30,20 +30,33 @@ def logits(model: Any) -> torch.Tensor:
         return model(tokens()).logits
 
 
+def assert_same(actual: torch.Tensor, expected: torch.Tensor, precision: str) -> None:
+    """The same bits, in bf16 up to a few steps of it at the largest values.
+
+    Without bf16 instructions torch's bf16 product of few rows sums weights in another order of memory in another order,
+    and so does MKL's fp32 one; the sums are rounded to bf16 (2^-9 relative) after each product of two layers.
+    """
+    if precision == "bf16":
+        atol = 2.0**-6 * expected.abs().max().item()
+        torch.testing.assert_close(actual, expected, rtol=0, atol=atol)
+    else:
+        assert torch.equal(actual, expected)
+
+
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: "-".join(target.values()))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_computes_as_when_patched(
     source: Source, converted: Converted, family: str, target: dict[str, Any]
 ) -> None:
     expected = logits(patched(source(family), target["precision"]))
-    assert torch.equal(logits(load(converted(family, **target))), expected)
+    assert_same(logits(load(converted(family, **target))), expected, target["precision"])
 
 
 @pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
 @pytest.mark.parametrize("family", ["llama", "phi3", "mixtral", "qwen2_moe"])
 def test_padded_weights_of_uneven_sizes(source: Source, converted: Converted, family: str, precision: str) -> None:
     expected = logits(patched(source(family, UNEVEN), precision))
-    assert torch.equal(logits(load(converted(family, UNEVEN, precision=precision, pad=True))), expected)
+    assert_same(logits(load(converted(family, UNEVEN, precision=precision, pad=True))), expected, precision)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +94,7 @@ def test_dtype_device_map_and_low_memory(
     options = {"dtype": dtype, "device_map": "cpu", "low_cpu_mem_usage": True}
     model = load(converted("mixtral", precision=precision), **options)
     assert model.lm_head.weight.dtype == (torch.bfloat16 if isinstance(dtype, str) else dtype)
-    assert torch.equal(logits(model), logits(patched(source("mixtral"), precision, dtype=dtype)))
+    assert_same(logits(model), logits(patched(source("mixtral"), precision, dtype=dtype)), precision)
     assert not any(tensor.is_meta for tensor in model.state_dict().values())
 
 
@@ -92,7 +105,7 @@ def test_the_model_without_its_head(source: Source, converted: Converted, family
     expected = AutoModel.from_pretrained(source(family))
     patch_model(expected, {"precision": precision})
     with torch.no_grad():
-        assert torch.equal(model(tokens()).last_hidden_state, expected(tokens()).last_hidden_state)
+        assert_same(model(tokens()).last_hidden_state, expected(tokens()).last_hidden_state, precision)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
