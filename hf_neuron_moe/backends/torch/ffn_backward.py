@@ -334,8 +334,8 @@ class _Tile:
         if self.gating.skip_gate:
             self.gate_sum.zero_()
         for target, total in ((grads.gate_IH[part], self.gate_sum), (grads.up_IH[part], self.up_sum)):
-            _store(target, total[: columns.length].to(grads.rounded), add=grads.add)
-        _store(grads.down_HI[:, part], self.down_sum.to(grads.rounded), add=grads.add)
+            _store(target, total[: columns.length], grads.rounded, add=grads.add)
+        _store(grads.down_HI[:, part], self.down_sum, grads.rounded, add=grads.add)
 
 
 def _takes_sums(grads: FFNGrads, loader: Loader) -> bool:
@@ -355,8 +355,9 @@ def _scratch_like(
     return scratch.get(name, shape, dtype)
 
 
-def _store(target: Tensor, values: Tensor, *, add: bool) -> None:
+def _store(target: Tensor, total: Tensor, rounded: torch.dtype, *, add: bool) -> None:
+    """Round `total` to `rounded` and write it, or add it, to `target`; the copy itself rounds where it can."""
     if add:
-        target.add_(values)
+        target.add_(total.to(rounded))
     else:
-        target.copy_(values)
+        target.copy_(total if target.dtype == rounded else total.to(rounded))
