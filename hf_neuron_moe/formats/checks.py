@@ -84,14 +84,15 @@ def check_equal_shape(tensor: torch.Tensor, shape: tuple[int, ...], *, where: st
         )
 
 
-def check_same_device(tensors: Mapping[str, torch.Tensor], *, where: str) -> None:
-    """Refuse tensors, by argument name, that are not on the first one's device.
+def check_same_device(tensors: Mapping[str, torch.Tensor | None], *, where: str) -> None:
+    """Refuse tensors, by argument name, that are not on the first one's device; None is an argument left out.
 
     Raises:
         DeviceError: otherwise.
     """
-    (first, anchor), *others = tensors.items()
-    for name, tensor in others:
+    given = ((name, tensor) for name, tensor in tensors.items() if tensor is not None)
+    first, anchor = next(given)
+    for name, tensor in given:
         if tensor.device != anchor.device:
             raise refuse(
                 DeviceError,

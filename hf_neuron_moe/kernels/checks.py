@@ -7,7 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.errors import ConfigError, DeviceError, DTypeError, ShapeError, refuse
+from hf_neuron_moe.errors import ConfigError, DTypeError, ShapeError, refuse
+from hf_neuron_moe.formats.checks import check_same_device as check_same_device
 
 
 def check_dtype(tensor: Tensor, allowed: tuple[torch.dtype, ...], *, where: str, argument: str) -> None:
@@ -74,26 +75,6 @@ def check_multiple(size: int, of: int, name: str, rule: str, *, where: str, argu
             got=str(size),
             remedy="Zero-pad to the next multiple (padding with zeros is exact); patched modules do so themselves.",
         )
-
-
-def check_same_device(tensors: dict[str, Tensor | None], *, where: str) -> None:
-    """Refuse operands that live on different devices.
-
-    Raises:
-        DeviceError: otherwise.
-    """
-    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    first = next(iter(given))
-    for name, tensor in given.items():
-        if tensor.device != given[first].device:
-            raise refuse(
-                DeviceError,
-                where=where,
-                argument=name,
-                expected=f"on {given[first].device} like {first}",
-                got=str(tensor.device),
-                remedy="Move all operands to one device.",
-            )
 
 
 def check_flags(flags: Mapping[str, object], *, where: str) -> None:
