@@ -33,7 +33,7 @@ from rich.table import Table
 
 from benchmarks.blocks import Progress, time_in_turns
 from benchmarks.setting import machine, restart_with_isa
-from hf_neuron_moe.backends.torch.products import matmul, onednn_rule
+from hf_neuron_moe.backends.torch.products import matmul_into, onednn_rule
 
 SHAPES = (
     (512, 512, 1792),
@@ -50,23 +50,27 @@ Step = Callable[[], Any]
 
 
 def contestants(rows: int, inner: int, columns: int, kind: str) -> dict[str, Step]:
-    """Return both ways to make one product, results in memory that was allocated before where that is possible."""
-    left, right, out = torch.randn(rows, inner), torch.randn(inner, columns), torch.empty(rows, columns)
+    """Return both ways to make one product, results in memory that was allocated before."""
+    left, right = torch.randn(rows, inner), torch.randn(inner, columns)
+    out, ours = torch.empty(rows, columns), torch.empty(rows, columns)
     if kind == "weight":
         right = right.t().contiguous().t()
     elif kind == "transposed left":
         left = left.t().contiguous().t()
-    return {"mm": lambda: torch.mm(left, right, out=out), "ours": lambda: matmul(left, right, out)}
+    return {
+        "mm": lambda: torch.mm(left, right, out=out),
+        "ours": lambda: matmul_into(ours, left, right, accumulate=False) or ours,
+    }
 
 
 def first_times(rows: int, inner: int, columns: int, repeats: int) -> float:
     """Median seconds of the first product of a shape; shapes that nothing else here multiplies."""
     times = []
     for number in range(repeats):
-        left, right = torch.randn(rows + 2 * number + 3, inner), torch.randn(columns, inner).t()
-        out = torch.empty(len(left), columns)
+        left, right = torch.randn(rows, inner), torch.randn(columns + 2 * number + 3, inner).t()
+        out = torch.empty(rows, right.shape[1])
         start = time.perf_counter()
-        matmul(left, right, out)
+        matmul_into(out, left, right, accumulate=False)
         times.append(time.perf_counter() - start)
     return statistics.median(times)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hf_neuron_moe import patch_model
 from hf_neuron_moe.backends.torch import products
-from hf_neuron_moe.backends.torch.products import OneDNNRule, matmul, matmul_into
+from hf_neuron_moe.backends.torch.products import TOKENS, OneDNNRule, matmul_into
 from tests.tiny_models import tiny_model, tokens
 
 EVERYTHING = OneDNNRule(size=1, rows=1, columns=1, every_shape=True)
@@ -56,7 +56,7 @@ ORDERS = ("rows", "columns", "rows with gaps", "columns with gaps")
 @NEEDS_ONEDNN
 @settings(max_examples=150, deadline=None)
 @given(
-    shape=st.tuples(*[st.integers(1, 70)] * 3),
+    shape=st.tuples(*[st.one_of(st.integers(1, 70), st.integers(100, 200))] * 3),
     left=st.sampled_from(ORDERS),
     right=st.sampled_from(ORDERS),
     out=st.sampled_from(["rows", "rows with gaps"]),
@@ -76,22 +76,48 @@ def test_every_order_of_memory_is_multiplied_right(
         result = ordered(before, out)
         matmul_into(result, ordered(a, left), ordered(b, right), accumulate=accumulate)
         assert ((result.double() - exact).abs() <= bound).all()
-        plain = matmul(ordered(a, left), ordered(b, right), torch.empty(rows, columns))
-        assert torch.equal(plain, matmul(a, b, torch.empty(rows, columns))), "the order of memory changed bits"
+
+
+def matmul(left: Tensor, right: Tensor) -> Tensor:
+    out = torch.full((len(left), right.shape[1]), torch.nan, dtype=left.dtype)
+    matmul_into(out, left, right, accumulate=False)
+    return out
+
+
+@NEEDS_ONEDNN
+def test_the_order_of_the_weights_in_memory_changes_no_bit(all_by_onednn: list[tuple[int, ...]]) -> None:
+    left, right = torch.randn(2 * TOKENS, 96), torch.randn(96, 160)
+    results = [matmul(left, ordered(right, order)) for order in ORDERS]
+    assert len(all_by_onednn) == len(ORDERS)
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+@NEEDS_ONEDNN
+def test_only_whole_multiples_of_tokens_go_to_onednn(all_by_onednn: list[tuple[int, ...]]) -> None:
+    """However many numbers of tokens there are, code is generated for few shapes."""
+    right = torch.randn(48, 96)
+    for rows in range(1, 4 * TOKENS):
+        left = torch.randn(rows, 48)
+        torch.testing.assert_close(matmul(left, right), left @ right, rtol=1e-5, atol=1e-4)
+        gradient = torch.randn(rows, 96)
+        torch.testing.assert_close(matmul(left.t(), gradient), left.t() @ gradient, rtol=1e-5, atol=1e-4)
+    assert set(all_by_onednn) == {
+        shape for rows in (TOKENS, 2 * TOKENS, 3 * TOKENS) for shape in ((rows, 48, 96), (48, rows, 96))
+    }
 
 
 def test_nothing_but_fp32_goes_to_onednn(all_by_onednn: list[tuple[int, ...]]) -> None:
-    left, right = torch.randn(8, 16), torch.randn(16, 32)
+    left, right = torch.randn(TOKENS, 16), torch.randn(16, 32)
     for dtype in (torch.bfloat16, torch.float64):
         a, b = left.to(dtype), right.to(dtype)
-        assert torch.equal(matmul(a, b, torch.empty(8, 32, dtype=dtype)), torch.mm(a, b))
+        assert torch.equal(matmul(a, b), torch.mm(a, b))
     assert all_by_onednn == []
 
 
 def test_torchs_switch_turns_onednn_off(all_by_onednn: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
-    left, right, buffer = torch.randn(8, 16), torch.randn(16, 32), torch.empty(8, 32)
+    left, right = torch.randn(TOKENS, 16), torch.randn(16, 32)
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
-    assert matmul(left, right, buffer) is buffer and torch.equal(buffer, torch.mm(left, right))
+    assert torch.equal(matmul(left, right), torch.mm(left, right))
     assert all_by_onednn == []
 
 
@@ -171,6 +197,7 @@ def test_policies_and_homes_have_the_same_bits_by_onednn(
     precision: str, family: str, all_by_onednn: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hf_neuron_moe.backends.torch.compute._cpu_bf16_matmul_is_fast", lambda: False)
+    monkeypatch.setattr(products, "TOKENS", 1)
     expected = gradients({"precision": precision}, family)
     by_onednn = len(all_by_onednn)
     assert by_onednn >= 2 * 9, "two layers, each forward and backward, were expected to use oneDNN"

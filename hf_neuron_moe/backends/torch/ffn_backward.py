@@ -26,7 +26,7 @@ from hf_neuron_moe.backends.torch.compute import Scratch
 from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints, FFNWeights, RowSource
 from hf_neuron_moe.backends.torch.gating import Gating, mask_
 from hf_neuron_moe.backends.torch.kept import take_tile
-from hf_neuron_moe.backends.torch.products import matmul, matmul_into
+from hf_neuron_moe.backends.torch.products import matmul_into
 from hf_neuron_moe.backends.torch.projections import Projections, first_columns
 from hf_neuron_moe.backends.torch.tiling import Loader, Span, column_spans, row_spans
 from hf_neuron_moe.formats.padding import padded_size
@@ -161,7 +161,7 @@ class _Tile:
         dout, x, shape_RH = task.dout.take(rows), task.x.take(rows), (rows.size, self.padded_hidden)
         dout_RH = loader.load("dout", dout, shape_RH, mx_axis=1)[: rows.length]
         d_int = loader.scratch.get("d_int", (rows.length, self.columns.length), loader.compute.operand)
-        d_int = matmul(dout_RH, self.down_HI[:, : self.columns.length], d_int)
+        matmul_into(d_int, dout_RH, self.down_HI[:, : self.columns.length], accumulate=False)
         gate, up = self._pre_activations(rows, x)
         inner = self._elementwise(rows, d_int, gate, up)
         if task.grads.bias_2I is not None:
@@ -232,7 +232,8 @@ class _Tile:
             assert self.again is not None and x_RH is not None
             gate = scratch.get("gate_fp32", shape, torch.float32)
             sums = self._sums("gate_out", gate)
-            self._take_sums(gate, self.again.gate(x_RH, sums))
+            self.again.gate_into(sums, x_RH)
+            self._take_sums(gate, sums)
         else:
             gate = take_tile(saved.gate, row_part, slice(columns.start, columns.stop))
             if gate.dtype != torch.float32 or not gate.is_contiguous():
@@ -258,11 +259,11 @@ class _Tile:
         return result if operand == torch.float32 else self.task.loader.scratch.get(name, tuple(result.shape), operand)
 
     def _take_sums(self, result: Tensor, sums: Tensor) -> None:
-        """Round the sums, which may lie in `result` already, as the checkpoint would have."""
-        if sums.data_ptr() != result.data_ptr():
-            result.copy_(sums)
+        """Round the sums as the checkpoint would have."""
         if sums.dtype == torch.float32:
             self.recompute.round_(result)
+        else:
+            result.copy_(sums)
 
     def _elementwise(self, rows: Span, d_int: Tensor, gate: Tensor, up: Tensor) -> _InnerGrads:
         """Return the gradients of gate and up and the intermediate as operands; add to the scale's gradient."""

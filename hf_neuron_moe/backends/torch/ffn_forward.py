@@ -139,7 +139,7 @@ def ffn_forward(
             gate_RI = loader.scratch.get("gate_out", (rows.length, columns.length), compute.operand)
             up_RI = loader.scratch.get("up_out", (rows.length, columns.length), compute.operand)
             if needs_gate:
-                gate_RI = projections.gate(x_RH, gate_RI)
+                projections.gate_into(gate_RI, x_RH)
             projections.up_into(up_RI, x_RH)
             if epilogue is None:
                 scale = None if scale_R1 is None else scale_R1[rows.start : rows.stop]
@@ -173,7 +173,8 @@ def project_gate_up(
             part = slice(rows.start, rows.stop), slice(columns.start, columns.stop)
             sums = loader.scratch.get("gate_out", (rows.length, columns.length), compute.operand)
             if gate_RI is not None:
-                gate_RI[part].copy_(projections.gate(x_RH, sums))
+                projections.gate_into(sums, x_RH)
+                gate_RI[part].copy_(sums)
             if up_RI is not None:
                 projections.up_into(sums, x_RH)
                 up_RI[part].copy_(sums)

@@ -9,10 +9,8 @@ bits depend on the library, and a resumed run must find those of the run it goes
 operator that ``torch.compile`` uses for linear layers. It is not in torch's documentation, so it is looked for first;
 ``torch.backends.mkldnn.enabled = False`` leaves everything to torch's default.
 
-oneDNN and torch each keep the code of the last 1024 shapes, about half a MiB per shape, and small pieces of it lie
-between large tensors in memory. A routing that gives every step other numbers of rows fills both: four experts of
-H=256, I=768 grew by 0.9 GiB over 200 numbers of rows and 1.2 GiB over 560, or 0.1 GiB (over 530) with both
-``ONEDNN_PRIMITIVE_CACHE_CAPACITY`` and ``LRU_CACHE_CAPACITY`` at 64; one of them alone does not help.
+oneDNN generates code for every shape, and it and torch keep that of the last 1024, half a MiB each. Routing makes other
+numbers of rows in every step; so oneDNN gets the rows up to a multiple of 64, and torch.mm the rest.
 
 Legend: M, K, N as in ``[M, K] @ [K, N]``.
 """
@@ -27,6 +25,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+TOKENS = 64
+"""oneDNN multiplies whole multiples of so many tokens."""
+
 
 @dataclass(frozen=True)
 class OneDNNRule:
@@ -36,7 +37,7 @@ class OneDNNRule:
     same sums. For products of such sizes neither library's depend on it; MKL's do for few rows or columns.
 
     Attributes:
-        size: least M * K * N. Code is generated for every new shape, about half a millisecond each.
+        size: least M * K * N. Generating code takes about half a millisecond.
         rows: least M, so that bringing a `right` with gaps together, which oneDNN asks for, costs little.
         columns: least N for which a `left` that is not contiguous is worth copying, for the same reason.
         every_shape: False leaves out shapes for which a `right` that lies row by row may be slow: with AVX2 between 0.6
@@ -49,7 +50,7 @@ class OneDNNRule:
     every_shape: bool
 
     def takes(self, left: Tensor, columns: int) -> bool:
-        """Whether oneDNN gets the product of `left` and a right operand of that many columns."""
+        """Whether oneDNN gets the product of `left`, cut already, and a right operand of that many columns."""
         rows, inner = left.shape
         if rows < self.rows or rows * inner * columns < self.size:
             return False
@@ -89,24 +90,40 @@ def matmul_into(out: Tensor, left: Tensor, right: Tensor, *, accumulate: bool) -
         right: ``[K, N]`` of the same dtype.
         accumulate: add to `out` instead of overwriting it.
     """
-    by_onednn = _by_onednn(left, right)
-    if out.dtype == left.dtype and by_onednn is None:
-        if accumulate:
-            out.addmm_(left, right)
-        else:
-            torch.mm(left, right, out=out)
+    rows, inner = _cut(left)
+    by_onednn = _by_onednn(left[:rows, :inner], right[:inner])
+    if by_onednn is None:
+        _by_torch(out, left, right, accumulate=accumulate)
         return
-    product = torch.mm(left, right) if by_onednn is None else by_onednn
     if accumulate:
-        out.add_(product)
+        out[:rows].add_(by_onednn)
     else:
-        out.copy_(product)
+        out[:rows].copy_(by_onednn)
+    if inner < left.shape[1]:
+        _by_torch(out, left[:, inner:], right[inner:], accumulate=True)
+    if rows < left.shape[0]:
+        _by_torch(out[rows:], left[rows:], right, accumulate=accumulate)
 
 
-def matmul(left: Tensor, right: Tensor, buffer: Tensor) -> Tensor:
-    """Return ``left @ right``, in `buffer` (``[M, N]``, the operands' dtype) or in memory of its own."""
-    product = _by_onednn(left, right)
-    return torch.mm(left, right, out=buffer) if product is None else product
+def _cut(left: Tensor) -> tuple[int, int]:
+    """How many rows and columns of `left` may go to oneDNN: whole multiples where tokens are counted.
+
+    Tokens are the rows of a `left` that lies row by row, and the columns of a transposed one (of a weight gradient).
+    """
+    rows, inner = left.shape
+    if left.stride(1) == 1:
+        return rows // TOKENS * TOKENS, inner
+    return rows, inner // TOKENS * TOKENS
+
+
+def _by_torch(out: Tensor, left: Tensor, right: Tensor, *, accumulate: bool) -> None:
+    if out.dtype != left.dtype:
+        product = torch.mm(left, right)
+        out.add_(product) if accumulate else out.copy_(product)
+    elif accumulate:
+        out.addmm_(left, right)
+    else:
+        torch.mm(left, right, out=out)
 
 
 def _by_onednn(left: Tensor, right: Tensor) -> Tensor | None:

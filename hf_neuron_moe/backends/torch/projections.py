@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hf_neuron_moe.backends.torch.products import matmul, matmul_into
+from hf_neuron_moe.backends.torch.products import matmul_into
 from hf_neuron_moe.backends.torch.tiling import Loader, Span
 from hf_neuron_moe.formats.padding import padded_size
 
@@ -63,10 +63,10 @@ class Projections:
         """Return `x_RH`, the rows of `rows`, as the left operand of both products."""
         return loader.load("x", x_RH, (rows.size, self.width), mx_axis=1)[: rows.length]
 
-    def gate(self, x_RH: Tensor, buffer_RI: Tensor) -> Tensor:
-        """Return the gate's sums, as wide as the span; in `buffer_RI` or in memory of their own."""
+    def gate_into(self, out_RI: Tensor, x_RH: Tensor) -> None:
+        """Write the gate's sums into `out_RI`, as wide as the span."""
         assert self.gate_IH is not None
-        return matmul(x_RH, self.gate_IH.t(), buffer_RI)
+        matmul_into(out_RI, x_RH, self.gate_IH.t(), accumulate=False)
 
     def up_into(self, out_RI: Tensor, x_RH: Tensor) -> None:
         """Write the wanted columns of up into their places in `out_RI`, as wide as the span."""

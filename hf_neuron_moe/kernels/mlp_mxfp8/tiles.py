@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_neuron_moe.backends.torch.compute import Scratch
-from hf_neuron_moe.backends.torch.products import matmul, matmul_into
+from hf_neuron_moe.backends.torch.products import matmul_into
 from hf_neuron_moe.kernels.mx_operand import MXOperand
 
 ROWS = 512
@@ -114,7 +114,8 @@ def gate_up_tiles(
             out: dict[str, Tensor] = {}
             for name, weight_IH in weights.items():
                 values = scratch.get(f"mx_{name}", (part.stop - part.start, stop - column), torch.float32)
-                out[name] = matmul(x_RH, weight_IH.t(), values)
+                matmul_into(values, x_RH, weight_IH.t(), accumulate=False)
+                out[name] = values
             yield GateUpTile(part, slice(column, stop), out.get("gate"), out.get("up"))
 
 
