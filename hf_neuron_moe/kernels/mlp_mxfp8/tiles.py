@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from hf_neuron_moe.backends.torch.compute import Scratch
-from hf_neuron_moe.backends.torch.products import matmul_into
 from hf_neuron_moe.kernels.mx_operand import MXOperand
 
 ROWS = 512
@@ -74,7 +73,10 @@ def product_tiles(
             values = scratch.get("mx_product", shape, torch.float32)
             for number, ((left, _), right_NK) in enumerate(zip(pairs, rights, strict=True)):
                 left_MK = left.load(part.start, part.stop, k_major=k_major[0], scratch=scratch, name="mx_left")
-                matmul_into(values, left_MK, right_NK.t(), accumulate=number > 0)
+                if number == 0:
+                    torch.mm(left_MK, right_NK.t(), out=values)
+                else:
+                    values.addmm_(left_MK, right_NK.t())
             yield Tile(part, width, values)
 
 
@@ -114,8 +116,7 @@ def gate_up_tiles(
             out: dict[str, Tensor] = {}
             for name, weight_IH in weights.items():
                 values = scratch.get(f"mx_{name}", (part.stop - part.start, stop - column), torch.float32)
-                matmul_into(values, x_RH, weight_IH.t(), accumulate=False)
-                out[name] = values
+                out[name] = torch.mm(x_RH, weight_IH.t(), out=values)
             yield GateUpTile(part, slice(column, stop), out.get("gate"), out.get("up"))
 
 
