@@ -1,6 +1,6 @@
 """Time of fp32 matrix products as the blocks make them, over that of ``torch.mm`` with the same operands.
 
-    python benchmarks/products.py --json out.json   # about a minute
+    python benchmarks/products.py --json out.json   # half a minute
     python benchmarks/products.py --isa avx2        # held to AVX2
 
 Where ``hf_neuron_moe/backends/torch/products.py`` leaves a product to torch, both do the same and the ratio
@@ -67,8 +67,9 @@ def first_times(rows: int, inner: int, columns: int, repeats: int) -> float:
     """Median seconds of the first product of a shape; shapes that nothing else here multiplies."""
     times = []
     for number in range(repeats):
-        left, right = torch.randn(rows, inner), torch.randn(columns + 2 * number + 3, inner).t()
-        out = torch.empty(rows, right.shape[1])
+        other = inner + 2 * number + 1  # K, since M is cut to multiples and the rule looks at N
+        left, right = torch.randn(rows, other), torch.randn(columns, other).t()
+        out = torch.empty(rows, columns)
         start = time.perf_counter()
         matmul_into(out, left, right, accumulate=False)
         times.append(time.perf_counter() - start)

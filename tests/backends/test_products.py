@@ -106,6 +106,7 @@ def test_only_whole_multiples_of_tokens_go_to_onednn(all_by_onednn: list[tuple[i
     }
 
 
+@NEEDS_ONEDNN
 def test_nothing_but_fp32_goes_to_onednn(all_by_onednn: list[tuple[int, ...]]) -> None:
     left, right = torch.randn(TOKENS, 16), torch.randn(16, 32)
     for dtype in (torch.bfloat16, torch.float64):
@@ -114,6 +115,7 @@ def test_nothing_but_fp32_goes_to_onednn(all_by_onednn: list[tuple[int, ...]]) -
     assert all_by_onednn == []
 
 
+@NEEDS_ONEDNN
 def test_torchs_switch_turns_onednn_off(all_by_onednn: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
     left, right = torch.randn(TOKENS, 16), torch.randn(16, 32)
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)

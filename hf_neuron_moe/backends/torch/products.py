@@ -1,7 +1,7 @@
 """Matrix products ``out (+)= left @ right`` by the library of torch's that is fastest on this processor.
 
 torch gives fp32 products to MKL, whose code for processors that are not Intel's ends at AVX2. oneDNN, which torch
-carries too, generates its code for what the processor has: on AMD processors it is faster with AVX2 and more than twice
+carries too, generates its code for what the processor has: on an AMD processor it was faster with AVX2 and about twice
 as fast with AVX-512 (``benchmarks/products.py``). There it gets the products that are large enough.
 
 The choice depends on the processor and on the operands' shapes and strides, never on a measurement: an fp32 sum's last
@@ -33,8 +33,8 @@ TOKENS = 64
 class OneDNNRule:
     """Which fp32 products oneDNN takes, by their shapes and the order of `left`.
 
-    The order of the weights in memory must not matter: models patched with either home of the weights shall have the
-    same sums. For products of such sizes neither library's depend on it; MKL's do for few rows or columns.
+    The order of the weights in memory does not matter here, so that it does not decide who multiplies. oneDNN's sums do
+    not depend on it either; MKL's do for few rows or columns.
 
     Attributes:
         size: least M * K * N. Generating code takes about half a millisecond.
