@@ -49,7 +49,8 @@ def _train(model: nn.Module, backend: str) -> tuple[list[float], list[int]]:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     losses, copies = [], []
     for step in range(3):
-        ids = tokens(2, 12, seed=step)
+        # Tokens of seed 0 have two experts so close (0.105, 0.103) that the processor decides between them.
+        ids = tokens(2, 12, seed=10 + step)
         loss = model(input_ids=ids, labels=ids).loss
         copies.append(_copies(backend))
         loss.backward()

@@ -45,17 +45,17 @@ def test_the_trainer_trains_adapters_and_nothing_else(
     before = frozen_state(model)
     text = tokens(1, 8)[0]
     arguments = TrainingArguments(
-        tmp_path, max_steps=12, learning_rate=3e-2, logging_steps=1, report_to=[], use_cpu=True, save_steps=12
+        tmp_path, max_steps=16, learning_rate=3e-2, logging_steps=1, report_to=[], use_cpu=True, save_steps=16
     )
     trainer = Trainer(model=model, args=arguments, train_dataset=[{"input_ids": text, "labels": text}] * 16)
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert losses[-1] < losses[0] - 0.3  # 0.47 to 0.6 by processor
+    assert losses[-1] < losses[0] - 0.5
     after = frozen_state(model)
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
     # Only the adapter is saved, and it fits the base loaded again.
-    saved = tmp_path / "checkpoint-12"
+    saved = tmp_path / "checkpoint-16"
     assert (saved / "adapter_model.safetensors").stat().st_size < 100_000
     assert not (saved / "model.safetensors").exists()
     again = PeftModel.from_pretrained(load(folder), saved)
