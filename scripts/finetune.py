@@ -127,6 +127,7 @@ def finetune(options: Options) -> dict[str, Any]:
         save_merged(model, trainer.processing_class, out / MERGED)
     shown = ", ".join(f"{key} {value:.4g}" for key, value in metrics.items() if isinstance(value, float))
     say(options.training, f"{shown}\nsaved to {out / FINAL}")
+    trainer.accelerator.wait_for_everyone()  # the first process may still write
     return metrics
 
 
@@ -139,12 +140,15 @@ def say(training: Any, text: str) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code, 2 for what the package refuses."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    code = 0
     try:
         finetune(parse(sys.argv[1:] if argv is None else argv))
     except NeuronMoEError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+        code = 2
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()  # its threads may abort the process if Python ends under them
+    return code
 
 
 if __name__ == "__main__":
