@@ -11,6 +11,7 @@ from hf_neuron_moe.errors import ConfigError, nearest, refuse
 
 PRECISIONS = ("bf16", "mxfp8", "fp32")
 BACKENDS = ("auto", "torch", "neuron", "nki-sim", "triton")
+PLANNED_BACKENDS = ("triton",)
 FALLBACKS = ("refuse", "torch")
 WEIGHT_HOMES = ("auto", "stock", "kernel")
 BLOCK_SIZES = (128, 256, 512, 1024, 2048, 4096)
@@ -72,6 +73,7 @@ class NeuronMoEConfig:
         for name, allowed in choices.items():
             value = getattr(self, name)
             if value not in allowed:
+                allowed = tuple(choice for choice in allowed if choice not in PLANNED_BACKENDS)
                 hint = _hint(name, value, allowed)
                 raise refuse(
                     ConfigError,
@@ -119,11 +121,13 @@ class NeuronMoEConfig:
 
 
 def _hint(name: str, value: object, allowed: tuple[str, ...]) -> str:
-    """What was probably meant; chips are no backends, and look more like another name than like theirs."""
+    """What was probably meant; chips and devices are no backends, and look more like another name than like theirs."""
     if not isinstance(value, str):
         return ""
     if name == "backend" and value.lower().startswith(("trn", "trainium")):
         return " Trn2 and Trn3 are reached by 'neuron', which detects the chip."
+    if name == "backend" and value.lower() in ("cpu", "cuda", "gpu", "mps"):
+        return " 'torch' computes on the device where the model is."
     return nearest(value, list(allowed))
 
 

@@ -13,18 +13,22 @@ from typing import Any
 
 import torch
 from accelerate import DistributedType
-from datasets import Dataset
-from finetune_checks import check_merging, check_run
-from finetune_model import load_model, load_tokenizer, patch, save_merged, told_unpatched, with_adapters
-from finetune_options import Options, parse
-from finetune_text import blocks
-from peft import PeftModel
 from transformers import default_data_collator, set_seed
 
 from hf_neuron_moe import NeuronMoETrainer
 from hf_neuron_moe.errors import ConfigError, NeuronMoEError, NeuronMoEWarning, refuse
 from hf_neuron_moe.training import find_last_complete
 from hf_neuron_moe.training.cpu_fsdp import CpuFSDP2Mixin
+
+try:
+    from datasets import Dataset
+    from finetune_checks import check_merging, check_run
+    from finetune_model import load_model, load_tokenizer, patch, save_merged, told_unpatched, with_adapters
+    from finetune_options import Options, parse
+    from finetune_text import blocks
+    from peft import PeftModel
+except ModuleNotFoundError as error:
+    sys.exit(f"error: {error}. finetune.py needs the packages of the extra 'train': pip install -e '.[train]'")
 
 FINAL = "final"
 MERGED = "merged"

@@ -129,6 +129,7 @@ def swizzle(weight_FK: Tensor, scheme: str | SwizzleScheme = "wrapX") -> Tensor:
     check_shape(weight_FK, ("F", "K"), where="swizzle", argument="weight_FK")
     weight_FK = weight_FK.detach()
     F, K = weight_FK.shape
+    check_contraction(K, where="swizzle", argument="weight_FK's last axis K")
     segments = tile_segments(K, scheme)
     out_P4F = weight_FK.new_empty(K // LANES, LANES * F)
     for start, tile, tiles in segments:

@@ -50,11 +50,12 @@ def check_shape(tensor: Tensor, shape: tuple[int | None, ...], names: str, *, wh
     )
     if not fits:
         wanted = ", ".join("?" if extent is None else str(extent) for extent in shape)
+        sizes = "" if all(extent is None for extent in shape) else f" = [{wanted}]"
         raise refuse(
             ShapeError,
             where=where,
             argument=argument,
-            expected=f"of shape {names} = [{wanted}]",
+            expected=f"of shape {names}{sizes}",
             got=str(list(tensor.shape)),
             remedy="Check which axis is which; layouts are never guessed from sizes.",
         )

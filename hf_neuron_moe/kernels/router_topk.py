@@ -197,6 +197,7 @@ def _check_operands(x: Tensor, w: Tensor, w_bias: Tensor | None, x_hbm_layout: i
     check_shape(w, (None, None), "[H, E]", where=_WHERE, argument="w")
     H, E = w.shape
     shape, names = ((H, None), "[H, T] (x_hbm_layout 0)") if x_hbm_layout == 0 else ((None, H), "[T, H]")
+    names = f"{names}, with the H of w {list(w.shape)},"
     check_shape(x, shape, names, where=_WHERE, argument="x")
     if w_bias is not None:
         check_dtype(w_bias, _FLOATS, where=_WHERE, argument="w_bias")

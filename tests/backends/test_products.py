@@ -13,7 +13,14 @@ from torch import Tensor
 
 from hf_neuron_moe import patch_model
 from hf_neuron_moe.backends.torch import products
-from hf_neuron_moe.backends.torch.products import TOKENS, OneDNNRule, matmul_into
+from hf_neuron_moe.backends.torch.products import (
+    TOKENS,
+    OneDNNRule,
+    matmul,
+    matmul_into,
+    matmul_over_rows_into,
+    padded_rows,
+)
 from tests.tiny_models import tiny_model, tokens
 
 EVERYTHING = OneDNNRule(size=1, rows=1, columns=1, every_shape=True)
@@ -53,32 +60,82 @@ def ordered(values: Tensor, order: str) -> Tensor:
 ORDERS = ("rows", "columns", "rows with gaps", "columns with gaps")
 
 
+SIZES = st.tuples(*[st.one_of(st.integers(1, 70), st.integers(100, 200))] * 3)
+
+
+def operands(shape: tuple[int, int, int], accumulate: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Both operands, what the result holds before, the exact result, and the bound of the error."""
+    (rows, inner, columns), generator = shape, torch.Generator().manual_seed(sum(shape))
+    left, right = torch.randn(rows, inner, generator=generator), torch.randn(inner, columns, generator=generator)
+    before = torch.randn(rows, columns, generator=generator)
+    exact = left.double() @ right.double() + (before.double() if accumulate else 0)
+    # At most inner + 1 fp32 roundings of sums that are no larger than the sum of the terms' sizes.
+    bound = (inner + 1) * 2.0**-24 * (left.double().abs() @ right.double().abs() + before.double().abs())
+    return left, right, before, exact, bound
+
+
+def with_rows(values: Tensor, rows: int, value: float) -> Tensor:
+    """`values` with rows of `value` after its own."""
+    return torch.cat([values, torch.full((rows - len(values), values.shape[1]), value)])
+
+
 @NEEDS_ONEDNN
 @settings(max_examples=150, deadline=None)
 @given(
-    shape=st.tuples(*[st.one_of(st.integers(1, 70), st.integers(100, 200))] * 3),
+    shape=SIZES,
     left=st.sampled_from(ORDERS),
     right=st.sampled_from(ORDERS),
     out=st.sampled_from(["rows", "rows with gaps"]),
+    padded=st.booleans(),
     accumulate=st.booleans(),
 )
 def test_every_order_of_memory_is_multiplied_right(
-    shape: tuple[int, int, int], left: str, right: str, out: str, accumulate: bool
+    shape: tuple[int, int, int], left: str, right: str, out: str, padded: bool, accumulate: bool
 ) -> None:
-    (rows, inner, columns), generator = shape, torch.Generator().manual_seed(sum(shape))
-    a, b = torch.randn(rows, inner, generator=generator), torch.randn(inner, columns, generator=generator)
-    before = torch.randn(rows, columns, generator=generator)
-    exact = a.double() @ b.double() + (before.double() if accumulate else 0)
-    # At most inner + 1 fp32 roundings of sums that are no larger than the sum of the terms' sizes.
-    bound = (inner + 1) * 2.0**-24 * (a.double().abs() @ b.double().abs() + before.double().abs())
+    """Rows after the real ones may hold anything."""
+    a, b, before, exact, bound = operands(shape, accumulate)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(products, "onednn_rule", lambda: EVERYTHING)
+        size = padded_rows(len(a), 1, a.dtype, a.device)
+        assert size % TOKENS == 0 and 0 <= size - len(a) < TOKENS
+        a = with_rows(a, size, torch.nan) if padded else a
         result = ordered(before, out)
         matmul_into(result, ordered(a, left), ordered(b, right), accumulate=accumulate)
         assert ((result.double() - exact).abs() <= bound).all()
+        if not accumulate:
+            buffer = torch.full((len(a), shape[2]), torch.nan)
+            values = matmul(ordered(a, left), ordered(b, right), buffer, shape[0])
+            assert values.shape == buffer.shape and values.is_contiguous()
+            assert ((values[: shape[0]].double() - exact).abs() <= bound).all()
 
 
-def matmul(left: Tensor, right: Tensor) -> Tensor:
+@NEEDS_ONEDNN
+@settings(max_examples=100, deadline=None)
+@given(
+    shape=SIZES,
+    left=st.sampled_from(ORDERS),
+    right=st.sampled_from(ORDERS),
+    out=st.sampled_from(["rows", "rows with gaps"]),
+    padded=st.booleans(),
+    accumulate=st.booleans(),
+)
+def test_sums_over_tokens_are_right(
+    shape: tuple[int, int, int], left: str, right: str, out: str, padded: bool, accumulate: bool
+) -> None:
+    """Rows after the real ones are zero."""
+    a, b, before, exact, bound = operands(shape, accumulate)
+    left_RM, right_RN, rows = a.t(), b, len(b)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(products, "onednn_rule", lambda: EVERYTHING)
+        if padded:
+            size = padded_rows(rows, 1, a.dtype, a.device)
+            left_RM, right_RN = with_rows(left_RM, size, 0.0), with_rows(right_RN, size, 0.0)
+        result = ordered(before, out)
+        matmul_over_rows_into(result, ordered(left_RM, left), ordered(right_RN, right), rows, accumulate=accumulate)
+        assert ((result.double() - exact).abs() <= bound).all()
+
+
+def multiply(left: Tensor, right: Tensor) -> Tensor:
     out = torch.full((len(left), right.shape[1]), torch.nan, dtype=left.dtype)
     matmul_into(out, left, right, accumulate=False)
     return out
@@ -87,23 +144,40 @@ def matmul(left: Tensor, right: Tensor) -> Tensor:
 @NEEDS_ONEDNN
 def test_the_order_of_the_weights_in_memory_changes_no_bit(all_by_onednn: list[tuple[int, ...]]) -> None:
     left, right = torch.randn(2 * TOKENS, 96), torch.randn(96, 160)
-    results = [matmul(left, ordered(right, order)) for order in ORDERS]
+    results = [multiply(left, ordered(right, order)) for order in ORDERS]
     assert len(all_by_onednn) == len(ORDERS)
     assert all(torch.equal(result, results[0]) for result in results)
 
 
 @NEEDS_ONEDNN
-def test_only_whole_multiples_of_tokens_go_to_onednn(all_by_onednn: list[tuple[int, ...]]) -> None:
-    """However many numbers of tokens there are, code is generated for few shapes."""
-    right = torch.randn(48, 96)
-    for rows in range(1, 4 * TOKENS):
-        left = torch.randn(rows, 48)
-        torch.testing.assert_close(matmul(left, right), left @ right, rtol=1e-5, atol=1e-4)
-        gradient = torch.randn(rows, 96)
-        torch.testing.assert_close(matmul(left.t(), gradient), left.t() @ gradient, rtol=1e-5, atol=1e-4)
-    assert set(all_by_onednn) == {
-        shape for rows in (TOKENS, 2 * TOKENS, 3 * TOKENS) for shape in ((rows, 48, 96), (48, rows, 96))
-    }
+@pytest.mark.parametrize("precision", ["bf16", "mxfp8", "fp32"])
+def test_however_many_tokens_there_are_the_shapes_are_few(
+    precision: str, all_by_onednn: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """oneDNN generates code for every shape and keeps it."""
+    monkeypatch.setattr("hf_neuron_moe.backends.torch.compute._cpu_bf16_matmul_is_fast", lambda: False)
+    model = tiny_model("llama", hidden_size=64, intermediate_size=128)
+    patch_model(model, {"precision": precision})
+    for length in range(33, 65):
+        model(torch.arange(length)[None] % 32).logits.sum().backward()
+    assert {rows for rows, _, _ in all_by_onednn if rows not in (64, 128)} <= {48}  # the others are weight gradients
+    assert len(set(all_by_onednn)) <= 4 * 6
+
+
+@pytest.mark.parametrize(
+    ("rows", "weight", "expected"),
+    [(513, 1 << 20, 528), (512, 1 << 20, 512), (127, 1 << 30, 127), (128, 1 << 21, 128), (250, 1 << 20, 250)],
+)
+def test_rows_are_padded_where_onednn_takes_the_products(
+    rows: int, weight: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rule = products._RULES["AVX2"]
+    monkeypatch.setattr(products, "onednn_rule", lambda: rule)
+    assert padded_rows(rows, weight, torch.float32, torch.device("cpu")) == expected
+    for dtype, device in ((torch.bfloat16, "cpu"), (torch.float32, "meta")):
+        assert padded_rows(rows, weight, dtype, torch.device(device)) == rows
+    monkeypatch.setattr(products, "onednn_rule", lambda: None)
+    assert padded_rows(rows, weight, torch.float32, torch.device("cpu")) == rows
 
 
 @NEEDS_ONEDNN
@@ -111,7 +185,7 @@ def test_nothing_but_fp32_goes_to_onednn(all_by_onednn: list[tuple[int, ...]]) -
     left, right = torch.randn(TOKENS, 16), torch.randn(16, 32)
     for dtype in (torch.bfloat16, torch.float64):
         a, b = left.to(dtype), right.to(dtype)
-        assert torch.equal(matmul(a, b), torch.mm(a, b))
+        assert torch.equal(multiply(a, b), torch.mm(a, b))
     assert all_by_onednn == []
 
 
@@ -119,7 +193,7 @@ def test_nothing_but_fp32_goes_to_onednn(all_by_onednn: list[tuple[int, ...]]) -
 def test_torchs_switch_turns_onednn_off(all_by_onednn: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
     left, right = torch.randn(TOKENS, 16), torch.randn(16, 32)
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
-    assert torch.equal(matmul(left, right), torch.mm(left, right))
+    assert torch.equal(multiply(left, right), torch.mm(left, right))
     assert all_by_onednn == []
 
 
@@ -199,7 +273,6 @@ def test_policies_and_homes_have_the_same_bits_by_onednn(
     precision: str, family: str, all_by_onednn: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hf_neuron_moe.backends.torch.compute._cpu_bf16_matmul_is_fast", lambda: False)
-    monkeypatch.setattr(products, "TOKENS", 1)
     expected = gradients({"precision": precision}, family)
     by_onednn = len(all_by_onednn)
     assert by_onednn >= 2 * 9, "two layers, each forward and backward, were expected to use oneDNN"

@@ -26,7 +26,7 @@ from hf_neuron_moe.backends.torch.compute import Scratch
 from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints, FFNWeights, RowSource
 from hf_neuron_moe.backends.torch.gating import Gating, mask_
 from hf_neuron_moe.backends.torch.kept import take_tile
-from hf_neuron_moe.backends.torch.products import matmul_into
+from hf_neuron_moe.backends.torch.products import matmul, matmul_into, matmul_over_rows_into
 from hf_neuron_moe.backends.torch.projections import Projections, first_columns
 from hf_neuron_moe.backends.torch.tiling import Loader, Span, column_spans, row_spans
 from hf_neuron_moe.formats.padding import padded_size
@@ -88,10 +88,11 @@ class FFNBackward:
     def run(self) -> None:
         """Write all gradients that are wanted."""
         compute = self.loader.compute
-        spans = row_spans(len(self.x), compute, self.block_size)
+        hidden, inner = self.weights.down_HI.shape
+        spans = row_spans(len(self.x), self.loader, self.block_size, hidden, inner)
         if self.grads.scale_R is not None:
             self.grads.scale_R.zero_()
-        for number, columns in enumerate(column_spans(self.weights.down_HI.shape[1], compute)):
+        for number, columns in enumerate(column_spans(inner, compute)):
             tile = _Tile(self, columns, first=number == 0)
             for index, rows in enumerate(spans):
                 tile.backward(rows, first=index == 0)
@@ -104,6 +105,8 @@ _SILU = Gating()
 @dataclass(frozen=True)
 class _InnerGrads:
     """Gradients of gate and up and the scaled intermediate of some rows, operands of the last products: ``[R, I]``.
+
+    They have as many rows as the tile; those after the real ones are zero.
 
     ``joined`` is the ``[R, 2I]`` of which gate and up are the halves, in MX only.
     """
@@ -159,28 +162,34 @@ class _Tile:
         """Add the rows' part to the sums and to dX; `first` rows overwrite the sums instead."""
         task, loader = self.task, self.task.loader
         dout, x, shape_RH = task.dout.take(rows), task.x.take(rows), (rows.size, self.padded_hidden)
-        dout_RH = loader.load("dout", dout, shape_RH, mx_axis=1)[: rows.length]
-        d_int = loader.scratch.get("d_int", (rows.length, self.columns.length), loader.compute.operand)
-        matmul_into(d_int, dout_RH, self.down_HI[:, : self.columns.length], accumulate=False)
-        gate, up = self._pre_activations(rows, x)
+        dout_RH = loader.load("dout", dout, shape_RH, mx_axis=1)
+        d_int = loader.scratch.get("d_int", (rows.size, self.columns.length), loader.compute.operand)
+        d_int = matmul(dout_RH, self.down_HI[:, : self.columns.length], d_int, rows.length)[: rows.length]
+        x_RH = None if self.again is None else self.again.operand(x, rows, self.recompute)
+        gate, up = self._pre_activations(rows, x_RH)
         inner = self._elementwise(rows, d_int, gate, up)
         if task.grads.bias_2I is not None:
             self._add_bias_grads(inner, rows, task.grads.bias_2I, first=first)
         if task.grads.gate_IH is not None:
-            x_op = loader.load("x", x, shape_RH, lane=rows.lane)[: rows.length, : self.hidden]
-            dout_op, lefts, inter = dout_RH, [inner.gate, inner.up], inner.inter
+            x_op = x_RH if self.recompute is loader and not self.mx else None
+            if x_op is None:
+                x_op = loader.load("x", x, shape_RH, lane=rows.lane)[:, : self.hidden]
+            dout_op, lefts = dout_RH, [inner.gate, inner.up]
             if self.mx:
-                dout_op = loader.load("dout", dout, shape_RH, lane=rows.lane)[: rows.length, : self.hidden]
+                dout_op = loader.load("dout", dout, shape_RH, lane=rows.lane)[:, : self.hidden]
                 lefts = [
                     loader.quantize_rows(loader.scratch.get(name, tuple(part.shape), part.dtype).copy_(part), rows.lane)
                     for name, part in (("d_gate_rows", inner.gate), ("d_up_rows", inner.up))
                 ]
-                loader.quantize_rows(inter, rows.lane)
-            for target, left in zip(self._gate_up_sums(), lefts, strict=True):
-                if target is not None:
-                    matmul_into(target, left[: rows.length, : len(target)].t(), x_op, accumulate=not first)
-            inter = inter[: rows.length, : self.columns.length]
-            matmul_into(self._down_sum(), dout_op.t(), inter, accumulate=not first)
+                loader.quantize_rows(inner.inter, rows.lane)
+            products = [
+                (target, left[:, : len(target)], x_op)
+                for target, left in zip(self._gate_up_sums(), lefts, strict=True)
+                if target is not None
+            ]
+            products.append((self._down_sum(), dout_op, inner.inter[:, : self.columns.length]))
+            for target, left, right in products:
+                matmul_over_rows_into(target, left, right, rows.length, accumulate=not first)
         if task.grads.x_RH is not None:
             self._add_input_grad(task.grads.x_RH[rows.start : rows.stop], inner)
 
@@ -191,9 +200,9 @@ class _Tile:
                 self.task.loader.quantize(part, axis=1)
         accumulate = not self.first
         if not self.gating.skip_gate:
-            matmul_into(out_RH, inner.gate[: len(out_RH)], self.gate_IH[:, : self.hidden], accumulate=accumulate)
+            matmul_into(out_RH, inner.gate, self.gate_IH[:, : self.hidden], accumulate=accumulate)
             accumulate = True
-        matmul_into(out_RH, inner.up[: len(out_RH)], self.up_IH[:, : self.hidden], accumulate=accumulate)
+        matmul_into(out_RH, inner.up, self.up_IH[:, : self.hidden], accumulate=accumulate)
 
     def _gate_up_sums(self) -> tuple[Tensor | None, Tensor]:
         """Where the sums of gate and up belong; none of a gate that is not used."""
@@ -219,21 +228,19 @@ class _Tile:
             sums = part[: rows.length, : columns.length].sum(0, dtype=torch.float32)
             target.copy_(sums) if first else target.add_(sums)
 
-    def _pre_activations(self, rows: Span, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return gate and up of these rows in fp32, multiplying again what was not kept.
+    def _pre_activations(self, rows: Span, x_RH: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return gate and up of these rows in fp32, multiplying `x_RH` again for what was not kept.
 
         The gate is contiguous, however it was come by: where a vectorized loop ends decides about the last bit of an
         exponential.
         """
         saved, columns, scratch, stored = self.task.saved, self.columns, self.task.loader.scratch, self.stored
         row_part, shape = slice(rows.start, rows.stop), (rows.length, columns.length)
-        x_RH = None if self.again is None else self.again.operand(x, rows, self.recompute)
         if saved.gate is None:
             assert self.again is not None and x_RH is not None
-            gate = scratch.get("gate_fp32", shape, torch.float32)
-            sums = self._sums("gate_out", gate)
-            self.again.gate_into(sums, x_RH)
-            self._take_sums(gate, sums)
+            buffer = scratch.get("gate_fp32", (rows.size, columns.length), torch.float32)
+            sums = self.again.gate(x_RH, self._sums("gate_out", buffer), rows.length)
+            gate = self._take_sums(buffer[: rows.length], sums[: rows.length])
         else:
             gate = take_tile(saved.gate, row_part, slice(columns.start, columns.stop))
             if gate.dtype != torch.float32 or not gate.is_contiguous():
@@ -258,12 +265,9 @@ class _Tile:
         operand = self.recompute.compute.operand
         return result if operand == torch.float32 else self.task.loader.scratch.get(name, tuple(result.shape), operand)
 
-    def _take_sums(self, result: Tensor, sums: Tensor) -> None:
-        """Round the sums as the checkpoint would have."""
-        if sums.dtype == torch.float32:
-            self.recompute.round_(result)
-        else:
-            result.copy_(sums)
+    def _take_sums(self, result: Tensor, sums: Tensor) -> Tensor:
+        """Return the sums in fp32, rounded as the checkpoint would have been; in `result` if they are not fp32."""
+        return self.recompute.round_(sums) if sums.dtype == torch.float32 else result.copy_(sums)
 
     def _elementwise(self, rows: Span, d_int: Tensor, gate: Tensor, up: Tensor) -> _InnerGrads:
         """Return the gradients of gate and up and the intermediate as operands; add to the scale's gradient."""
@@ -272,8 +276,10 @@ class _Tile:
         if d_int.dtype != torch.float32:
             d_int = scratch.get("d_int_fp32", shape, torch.float32).copy_(d_int)
         act = scratch.get("act", shape, torch.float32)
-        results = scratch.get("d_gate_up_inter", (3, *shape), torch.float32)  # one buffer: one pass rounds all three
-        d_gate, d_up, product = results
+        # One buffer: one pass rounds all three.
+        results = scratch.get("d_gate_up_inter", (3, rows.size, shape[1]), torch.float32)
+        results[:, rows.length :].zero_()
+        d_gate, d_up, product = results[:, : rows.length]
         row_part = slice(rows.start, rows.stop)
         self._intermediate((row_part, slice(self.columns.start, self.columns.stop)), gate, up, act, product)
         if task.grads.scale_R is not None:

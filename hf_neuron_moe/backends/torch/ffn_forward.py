@@ -134,20 +134,23 @@ def ffn_forward(
         gate_IH = weights.gate_IH if needs_gate else None
         projections = Projections(gate_IH, weights.up_IH, loader, columns, up_cut)
         down_HI = loader.load("down", weights.down_HI[:, part], (padded_hidden, columns.size), mx_axis=1)
-        for rows in row_spans(len(x), compute, block_size):
+        for rows in row_spans(len(x), loader, block_size, hidden, inner):
             x_RH = projections.operand(x.take(rows), rows, loader)
-            gate_RI = loader.scratch.get("gate_out", (rows.length, columns.length), compute.operand)
-            up_RI = loader.scratch.get("up_out", (rows.length, columns.length), compute.operand)
+            sums_RI = loader.scratch.get("gate_out", (rows.size, columns.length), compute.operand)
             if needs_gate:
-                projections.gate_into(gate_RI, x_RH)
+                sums_RI = projections.gate(x_RH, sums_RI, rows.length)
+            gate_RI = sums_RI[: rows.length]
+            up_RI = loader.scratch.get("up_out", (rows.length, columns.length), compute.operand)
             projections.up_into(up_RI, x_RH)
             if epilogue is None:
                 scale = None if scale_R1 is None else scale_R1[rows.start : rows.stop]
-                inter_RI = _activate(gate_RI, up_RI, loader, save, rows, columns, scale)
+                inter_RI = _activate(sums_RI, up_RI, loader, save, rows, columns, scale)
             else:
                 epilogue.pre_activations_(gate_RI, up_RI, rows, columns)
                 _keep(save, gate_RI, up_RI, rows, columns)
                 inter_RI = epilogue.intermediate(gate_RI, up_RI, rows, columns)
+                if len(inter_RI) < rows.size:
+                    inter_RI = loader.load("inter_rows", inter_RI, (rows.size, inter_RI.shape[1]))
             out = out_RH[rows.start : rows.stop]
             matmul_into(out, inter_RI, down_HI[:hidden, : inter_RI.shape[1]].t(), accumulate=number > 0)
 
@@ -164,24 +167,24 @@ def project_gate_up(
         gate_RI: ``[R, I]`` to fill, in the dtype that the checkpoint would have; None if it was kept.
         up_RI: the same for up.
     """
+    inner, hidden = weights.up_IH.shape
     compute = loader.compute
-    for columns in column_spans(weights.up_IH.shape[0], compute):
+    for columns in column_spans(inner, compute):
         gate_IH, wanted = None if gate_RI is None else weights.gate_IH, 0 if up_RI is not None else columns.length
         projections = Projections(gate_IH, weights.up_IH, loader, columns, up_from=wanted)
-        for rows in row_spans(len(x), compute, None):
+        for rows in row_spans(len(x), loader, None, hidden, inner):
             x_RH = projections.operand(x.take(rows), rows, loader)
             part = slice(rows.start, rows.stop), slice(columns.start, columns.stop)
-            sums = loader.scratch.get("gate_out", (rows.length, columns.length), compute.operand)
+            sums = loader.scratch.get("gate_out", (rows.size, columns.length), compute.operand)
             if gate_RI is not None:
-                projections.gate_into(sums, x_RH)
-                gate_RI[part].copy_(sums)
+                gate_RI[part].copy_(projections.gate(x_RH, sums, rows.length)[: rows.length])
             if up_RI is not None:
-                projections.up_into(sums, x_RH)
-                up_RI[part].copy_(sums)
+                projections.up_into(sums[: rows.length], x_RH)
+                up_RI[part].copy_(sums[: rows.length])
 
 
 def _activate(
-    gate_RI: Tensor,
+    sums_RI: Tensor,
     up_RI: Tensor,
     loader: Loader,
     save: Checkpoints,
@@ -189,8 +192,12 @@ def _activate(
     columns: Span,
     scale_R1: Tensor | None,
 ) -> Tensor:
-    """Keep the checkpoints and return the rounded intermediate as the down projection's operand."""
+    """Keep the checkpoints and return the rounded intermediate as the down projection's operand.
+
+    `sums_RI`, the gate, and what is returned have ``rows.size`` rows; those after the real ones are not used.
+    """
     compute = loader.compute
+    gate_RI = sums_RI[: rows.length]
     gate_kept, up_kept = _keep(save, gate_RI, up_RI, rows, columns)
     gate32, up32 = _in_fp32(loader, "gate_fp32", gate_RI), _in_fp32(loader, "up_fp32", up_RI)
     if not compute.mx and compute.operand != compute.rounded:
@@ -204,10 +211,13 @@ def _activate(
     if scale_R1 is not None:
         inter.mul_(scale_R1)
     if compute.operand == torch.float32 and not compute.mx:
-        return loader.round_(inter)
-    buffer = loader.scratch.get("inter", (rows.length, columns.size), compute.operand)
+        loader.round_(inter)
+        return sums_RI  # in fp32 the same memory
+    buffer = loader.scratch.get("inter", (rows.size, columns.size), compute.operand)
     loader.fill(buffer, inter)
-    return loader.quantize(buffer, axis=1) if compute.mx else buffer
+    if compute.mx:
+        loader.quantize(buffer[: rows.length], axis=1)
+    return buffer
 
 
 def _keep(

@@ -10,9 +10,10 @@ operator that ``torch.compile`` uses for linear layers. It is not in torch's doc
 ``torch.backends.mkldnn.enabled = False`` leaves everything to torch's default.
 
 oneDNN generates code for every shape, and it and torch keep that of the last 1024, half a MiB each. Routing makes other
-numbers of rows in every step; so oneDNN gets the rows up to a multiple of 64, and torch.mm the rest.
+numbers of rows in every step. So operands are held in buffers of a multiple of 16 rows (:func:`padded_rows`), which
+oneDNN multiplies whole; MKL multiplies the real rows only.
 
-Legend: M, K, N as in ``[M, K] @ [K, N]``.
+Legend: M, K, N as in ``[M, K] @ [K, N]``; R tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-TOKENS = 64
+TOKENS = 16
 """oneDNN multiplies whole multiples of so many tokens."""
 
 
@@ -50,7 +51,7 @@ class OneDNNRule:
     every_shape: bool
 
     def takes(self, left: Tensor, columns: int) -> bool:
-        """Whether oneDNN gets the product of `left`, cut already, and a right operand of that many columns."""
+        """Whether oneDNN gets the product of `left`, as it is, and a right operand of that many columns."""
         rows, inner = left.shape
         if rows < self.rows or rows * inner * columns < self.size:
             return False
@@ -81,57 +82,99 @@ def _is_amd() -> bool:
     return "AuthenticAMD" in platform.processor()  # Windows tells it there
 
 
+def padded_rows(rows: int, weight: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Return how many rows a buffer of that many tokens should have for its products to go to oneDNN.
+
+    Args:
+        rows: number of tokens.
+        weight: K * N of the largest products with them.
+        dtype: the products' operands'.
+        device: where they are.
+
+    Returns:
+        The next multiple of :data:`TOKENS`, or `rows` where oneDNN would not multiply them anyway.
+    """
+    rule = _rule_for(dtype, device)
+    if rule is None or rows < rule.rows or rows * weight < rule.size:
+        return rows
+    return -(-rows // TOKENS) * TOKENS
+
+
+def matmul(left: Tensor, right: Tensor, out: Tensor, rows: int) -> Tensor:
+    """Return ``left @ right`` in `out`, or in memory of the library's own, which saves a copy.
+
+    Args:
+        left: ``[M, K]``.
+        right: ``[K, N]`` of the same dtype.
+        out: ``[M, N]`` of the same dtype, dense.
+        rows: how many rows are wanted.
+
+    Returns:
+        Dense ``[M, N]``; the rows after `rows` may hold anything.
+    """
+    if left.shape[0] % TOKENS == 0 and _goes_to_onednn(left, right):
+        return _by_onednn(left, right)
+    _by_torch(out[:rows], left[:rows], right, accumulate=False)
+    return out
+
+
 def matmul_into(out: Tensor, left: Tensor, right: Tensor, *, accumulate: bool) -> None:
     """``out (+)= left @ right``.
 
     Args:
         out: ``[M, N]``, fp32 or the operands' dtype; may be a slice with unit column stride.
-        left: ``[M, K]``.
+        left: ``[M, K]``, or more rows (:func:`padded_rows`) with any values, which are left out.
         right: ``[K, N]`` of the same dtype.
         accumulate: add to `out` instead of overwriting it.
     """
-    rows, inner = _cut(left)
-    by_onednn = _by_onednn(left[:rows, :inner], right[:inner])
-    if by_onednn is None:
-        _by_torch(out, left, right, accumulate=accumulate)
-        return
-    if accumulate:
-        out[:rows].add_(by_onednn)
+    rows = len(out)
+    if left.shape[0] % TOKENS == 0 and _goes_to_onednn(left, right):
+        _put(out, _by_onednn(left, right)[:rows], accumulate=accumulate)
     else:
-        out[:rows].copy_(by_onednn)
-    if inner < left.shape[1]:
-        _by_torch(out, left[:, inner:], right[inner:], accumulate=True)
-    if rows < left.shape[0]:
-        _by_torch(out[rows:], left[rows:], right, accumulate=accumulate)
+        _by_torch(out, left[:rows], right, accumulate=accumulate)
 
 
-def _cut(left: Tensor) -> tuple[int, int]:
-    """How many rows and columns of `left` may go to oneDNN: whole multiples where tokens are counted.
+def matmul_over_rows_into(out: Tensor, left: Tensor, right: Tensor, rows: int, *, accumulate: bool) -> None:
+    """``out (+)= left[:rows].T @ right[:rows]``, the sum over tokens that makes a weight's gradient.
 
-    Tokens are the rows of a `left` that lies row by row, and the columns of a transposed one (of a weight gradient).
+    Args:
+        out: ``[M, N]``, as in :func:`matmul_into`.
+        left: ``[R, M]``, R at least `rows`; zero after these.
+        right: ``[R, N]`` of the same dtype, zero after `rows` too.
+        rows: number of tokens.
+        accumulate: add to `out` instead of overwriting it.
     """
-    rows, inner = left.shape
-    if left.stride(1) == 1:
-        return rows // TOKENS * TOKENS, inner
-    return rows, inner // TOKENS * TOKENS
+    if left.shape[0] % TOKENS == 0 and _goes_to_onednn(left.t(), right):
+        _put(out, _by_onednn(left.t(), right), accumulate=accumulate)
+    else:
+        _by_torch(out, left[:rows].t(), right[:rows], accumulate=accumulate)
+
+
+def _put(out: Tensor, product: Tensor, *, accumulate: bool) -> None:
+    out.add_(product) if accumulate else out.copy_(product)
 
 
 def _by_torch(out: Tensor, left: Tensor, right: Tensor, *, accumulate: bool) -> None:
     if out.dtype != left.dtype:
-        product = torch.mm(left, right)
-        out.add_(product) if accumulate else out.copy_(product)
+        _put(out, torch.mm(left, right), accumulate=accumulate)
     elif accumulate:
         out.addmm_(left, right)
     else:
         torch.mm(left, right, out=out)
 
 
-def _by_onednn(left: Tensor, right: Tensor) -> Tensor | None:
-    if left.dtype != torch.float32 or left.device.type != "cpu" or not torch.backends.mkldnn.enabled:
+def _rule_for(dtype: torch.dtype, device: torch.device) -> OneDNNRule | None:
+    if dtype != torch.float32 or device.type != "cpu" or not torch.backends.mkldnn.enabled:
         return None
-    rule = onednn_rule()
-    if rule is None or not rule.takes(left, right.shape[1]):
-        return None
+    return onednn_rule()
+
+
+def _goes_to_onednn(left: Tensor, right: Tensor) -> bool:
+    rule = _rule_for(left.dtype, left.device)
+    return rule is not None and rule.takes(left, right.shape[1])
+
+
+def _by_onednn(left: Tensor, right: Tensor) -> Tensor:
     weight = right.t()
     if not (weight.is_contiguous() or right.is_contiguous()):
         weight = weight.contiguous() if weight.stride(1) == 1 else right.contiguous().t()

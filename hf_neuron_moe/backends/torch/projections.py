@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hf_neuron_moe.backends.torch.products import matmul_into
+from hf_neuron_moe.backends.torch.products import matmul, matmul_into
 from hf_neuron_moe.backends.torch.tiling import Loader, Span
 from hf_neuron_moe.formats.padding import padded_size
 
@@ -54,19 +54,21 @@ class Projections:
         cut = first_columns(span, up_cut)
         for name, begin, end in (("up", 0, cut), ("up_tail", cut, span.length)):
             if begin < end and begin >= up_from:
-                rows = span.size if end - begin == span.length else padded_size(end - begin)
+                rows = end - begin
+                if loader.compute.mx:
+                    rows = span.size if rows == span.length else padded_size(rows)
                 source = up_IH[span.start + begin : span.start + end]
                 operand_IH = loader.load(name, source, (rows, self.width), mx_axis=1)[: end - begin]
                 self.up_parts.append((begin, end, operand_IH))
 
     def operand(self, x_RH: Tensor, rows: Span, loader: Loader) -> Tensor:
-        """Return `x_RH`, the rows of `rows`, as the left operand of both products."""
-        return loader.load("x", x_RH, (rows.size, self.width), mx_axis=1)[: rows.length]
+        """Return `x_RH`, the rows of `rows`, as the left operand of both products: ``[rows.size, H]``, zero padded."""
+        return loader.load("x", x_RH, (rows.size, self.width), mx_axis=1)
 
-    def gate_into(self, out_RI: Tensor, x_RH: Tensor) -> None:
-        """Write the gate's sums into `out_RI`, as wide as the span."""
+    def gate(self, x_RH: Tensor, out_RI: Tensor, rows: int) -> Tensor:
+        """Return the gate's sums, as :func:`~hf_neuron_moe.backends.torch.products.matmul` does with `out_RI`."""
         assert self.gate_IH is not None
-        matmul_into(out_RI, x_RH, self.gate_IH.t(), accumulate=False)
+        return matmul(x_RH, self.gate_IH.t(), out_RI, rows)
 
     def up_into(self, out_RI: Tensor, x_RH: Tensor) -> None:
         """Write the wanted columns of up into their places in `out_RI`, as wide as the span."""

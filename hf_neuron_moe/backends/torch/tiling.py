@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hf_neuron_moe.backends.torch.compute import Compute, Scratch, call_scratch, choose_compute
 from hf_neuron_moe.backends.torch.fake_quant import fake_quantize_, fake_quantize_tile_
+from hf_neuron_moe.backends.torch.products import padded_rows
 from hf_neuron_moe.formats.padding import padded_size
 from hf_neuron_moe.formats.swizzle import tile_segments
 
@@ -24,7 +25,7 @@ _COLUMN_TILE = 2048
 
 @dataclass(frozen=True)
 class Span:
-    """Positions ``start..stop`` of an axis, held in a tile of `size` >= ``stop - start`` whose rest is zero.
+    """Positions ``start..stop`` of an axis, held in a tile of `size` >= ``stop - start``.
 
     ``lane``: distance of the four lanes of an MX block where the span is a part of one contraction tile, else 0. A
     tile that is not full is held only up to its last lane with real positions; the others are zero and change nothing.
@@ -40,18 +41,27 @@ class Span:
         return self.stop - self.start
 
 
-def row_spans(rows: int, compute: Compute, block_size: int | None) -> list[Span]:
+def row_spans(rows: int, loader: Loader, block_size: int | None, hidden: int, inner: int) -> list[Span]:
     """Cut `rows` into spans that are processed together.
 
     Args:
         rows: number of rows R.
-        compute: decides between plain chunks and MX contraction tiles.
+        loader: decides between plain chunks, padded as the products like it, and MX contraction tiles.
         block_size: rows per block of the blockwise MoE kernels; None for a dense MLP, whose weight gradients contract
             over all (padded) rows at once.
+        hidden: H of the products.
+        inner: I, the whole axis.
     """
+    compute = loader.compute
     if not compute.mx:
+        weight = hidden * min(inner, _COLUMN_TILE)
         step = -(-rows // -(-rows // compute.row_chunk))
-        return [Span(start, min(start + step, rows), min(step, rows - start)) for start in range(0, rows, step)]
+        spans = []
+        for start in range(0, rows, step):
+            stop = min(start + step, rows)
+            size = padded_rows(stop - start, weight, compute.operand, loader.scratch.device)
+            spans.append(Span(start, stop, size))
+        return spans
     block = block_size if block_size is not None else padded_size(rows)
     tiles = [(first + start, size) for first in range(0, rows, block) for start, size in _contraction_tiles(block)]
     spans = []
@@ -95,16 +105,16 @@ class Loader:
     def load(
         self, name: str, source: Tensor, shape: tuple[int, int], *, mx_axis: int | None = None, lane: int = 0
     ) -> Tensor:
-        """Return `source` [r, c] as an operand; in MX mode a zero padded ``shape`` buffer quantized along `mx_axis`.
+        """Return `source` [r, c] as an operand of `shape`, zero padded; in MX mode quantized along `mx_axis`.
 
         With `lane` the rows are one contraction tile (:meth:`quantize_rows`). Without anything to do the source itself
         is returned, so the caller must not write into the result.
         """
         compute = self.compute
         if not compute.mx:
-            if source.dtype == compute.operand:
+            if source.dtype == compute.operand and tuple(source.shape) == shape:
                 return source
-            shape, mx_axis, lane = (source.shape[0], source.shape[1]), None, 0
+            mx_axis, lane = None, 0
         if not compute.mx and source.stride(0) == 1 and source.stride(1) != 1:
             # A straight copy of weights in the kernels' layout; matmuls take either orientation.
             buffer = self.scratch.get(name, shape[::-1], compute.operand).t()
