@@ -19,7 +19,10 @@ from hf_neuron_moe.errors import ConfigError
         ({"precision": "fp16"}, "precision must be one of bf16, mxfp8, fp32, got 'fp16'"),
         ({"precision": "mxfp"}, "Did you mean 'mxfp8'"),
         ({"precision": None}, "got None"),
-        ({"backend": "cuda"}, "backend must be one of auto, torch, neuron, nki-sim, triton"),
+        (
+            {"backend": "cuda"},
+            r"backend must be one of auto, torch, neuron, nki-sim, got 'cuda'\. .*'torch' computes on",
+        ),
         ({"weights": "kernels"}, "Did you mean 'kernel'"),
         ({"backend": "trn2"}, "reached by 'neuron'"),
         ({"backend": "nki-smi"}, "Did you mean 'nki-sim'"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_neuron_moe.backends.torch import few_rows
+from hf_neuron_moe.backends.torch import few_rows, products
 from hf_neuron_moe.backends.torch.experts import ExpertStack
 
 BOUND = {
@@ -76,3 +78,99 @@ def test_the_grouped_product_is_for_busy_experts(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(F, "grouped_mm", lambda *args, **options: seen.append(1) or grouped(*args, **options))
     few_rows.experts(*operands(tokens, 8, 2, (16, 16), False, torch.float32))
     assert len(seen) == calls
+
+
+@pytest.fixture
+def on_amd(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Compute as on an AMD processor without bf16 instructions, for weights of any size, and note what multiplies."""
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("torch built without oneDNN")
+    rule = products.OneDNNRule(1 << 40, 1 << 40, 1 << 40, every_shape=False)  # nothing but the few rows
+    monkeypatch.setattr(products, "onednn_rule", lambda: rule)
+    for module in (few_rows, products):
+        for name in ("SMALL_WEIGHT", "LARGE_WEIGHT"):
+            monkeypatch.setattr(module, name, 1, raising=module is products)
+    monkeypatch.setattr(few_rows, "bf16_matmul_is_fast", lambda device: False)
+    monkeypatch.setattr(few_rows, "_CAST_AT_ONCE", 200)
+    seen: list[str] = []
+    for module, name in ((products, "_by_onednn"), (few_rows, "_through_fp32"), (F, "grouped_mm")):
+        monkeypatch.setattr(module, name, _noting(seen, name, getattr(module, name)))
+    return seen
+
+
+def _noting(seen: list[str], name: str, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def noted(*args: Tensor, **options: Tensor) -> Tensor:
+        seen.append(name)
+        return function(*args, **options)
+
+    return noted
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sizes", [(32, 24), (20, 12), (9, 7), (2100, 5)])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_experts_by_onednn_and_through_fp32_are_right(
+    on_amd: list[str], dtype: torch.dtype, sizes: tuple[int, int], transposed: bool
+) -> None:
+    for tokens in (1, 2, 5, 8, 16, 40, 90):
+        args = operands(tokens, 4, 2, sizes, transposed, dtype)
+        out, expected = few_rows.experts(*args), exact(*args)
+        assert out.is_contiguous()
+        assert (out.double() - expected).norm() <= BOUND[dtype] * expected.norm()
+    if transposed:
+        assert {"_by_onednn", "_through_fp32"}.isdisjoint(on_amd)
+    elif dtype is torch.float32:
+        assert "_by_onednn" in on_amd and "grouped_mm" not in on_amd
+    else:
+        assert {"_by_onednn", "_through_fp32"} <= set(on_amd)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sizes", [(32, 24), (9, 7), (2100, 5)])
+def test_dense_networks_by_onednn_and_through_fp32_are_right(
+    on_amd: list[str], dtype: torch.dtype, sizes: tuple[int, int]
+) -> None:
+    precision = "fp32" if dtype is torch.float32 else "bf16"
+    for tokens in (1, 2, 4, 5, 6, 11, 12, 32, 33):
+        x, *_, stack = operands(tokens, 1, 1, sizes, False, dtype)
+        gate, up, down = vars(stack.expert(0)).values()
+        out = few_rows.mlp(x, gate, up, down, precision)
+        if dtype is torch.bfloat16 and tokens > 12:
+            assert out is None  # tiles
+            continue
+        wide = x.double()
+        expected = (F.silu(wide @ gate.double().t()) * (wide @ up.double().t())) @ down.double().t()
+        assert out is not None and out.is_contiguous() and out.dtype is dtype
+        assert (out.double() - expected).norm() <= BOUND[dtype] * expected.norm()
+    assert ("_through_fp32" in on_amd) is (dtype is torch.bfloat16) and "_by_onednn" in on_amd
+
+
+@pytest.mark.parametrize(
+    ("rows", "shape", "way"),
+    [
+        (1, (512, 512), "onednn"),
+        (1, (256, 256), None),  # small
+        (2, (512, 512), "weight on the left"),
+        (4, (512, 512), "weight on the left"),
+        (4, (512, 4096), "onednn"),
+        (5, (512, 512), None),
+        (5, (1024, 512), "onednn"),
+        (32, (1024, 512), "onednn"),
+        (33, (1024, 512), None),
+    ],
+)
+def test_few_rows_are_multiplied_by_the_faster_way(
+    rows: int, shape: tuple[int, int], way: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "onednn_rule", lambda: products._RULES["AVX2"])
+    monkeypatch.setattr(products, "_by_onednn", lambda left, right: left @ right + 1)
+    x, weight = torch.randn(rows, shape[1]), torch.randn(shape)
+    assert products.linear_of_few(x, weight[:, ::2][:, : shape[1] // 2]) is None  # gaps
+    result, plain = products.linear_of_few(x, weight), x @ weight.t()
+    if way is None:
+        assert result is None
+    else:
+        assert result is not None and result.is_contiguous() is (way == "onednn")
+        torch.testing.assert_close(result, plain + (way == "onednn"), rtol=1e-4, atol=1e-3)
+    monkeypatch.setattr(products, "onednn_rule", lambda: None)
+    assert products.linear_of_few(x, weight) is None

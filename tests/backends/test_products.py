@@ -213,12 +213,10 @@ def test_torchs_switch_turns_onednn_off(all_by_onednn: list[tuple[int, ...]], mo
         ("AVX512", (1792, 512, 512), True, True),
     ],
 )
-def test_the_rule_reads_shapes_and_the_left_operands_order(
+def test_the_rule_reads_shapes_and_the_left_operand_s_order(
     rule: str, shape: tuple[int, int, int], transposed: bool, taken: bool
 ) -> None:
-    rows, inner, columns = shape
-    left = torch.empty(inner, rows).t() if transposed else torch.empty(rows, inner)
-    assert products._RULES[rule].takes(left, columns) is taken
+    assert products._RULES[rule].takes(*shape, straight=not transposed) is taken
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,13 @@ from torch import Tensor
 TOKENS = 16
 """oneDNN multiplies whole multiples of so many tokens."""
 
+FEW_TOKENS = 32
+"""Up to so many rows :func:`linear_of_few` may do better: generation. Each number of them is a shape of its own."""
+SMALL_WEIGHT = 1 << 17
+"""Elements below which a weight is read so fast that calls take most of the time."""
+LARGE_WEIGHT = 1 << 19
+"""Elements from which reading a weight still is most of the time at 5 rows and more."""
+
 
 @dataclass(frozen=True)
 class OneDNNRule:
@@ -50,12 +57,15 @@ class OneDNNRule:
     columns: int
     every_shape: bool
 
-    def takes(self, left: Tensor, columns: int) -> bool:
-        """Whether oneDNN gets the product of `left`, as it is, and a right operand of that many columns."""
-        rows, inner = left.shape
+    def takes(self, rows: int, inner: int, columns: int, *, straight: bool = True) -> bool:
+        """Whether oneDNN gets ``[rows, inner] @ [inner, columns]``.
+
+        Tokens are counted without padding: where two ways of computing the same pad them differently, the same library
+        multiplies. `straight` is a left operand that lies row by row, without gaps.
+        """
         if rows < self.rows or rows * inner * columns < self.size:
             return False
-        if columns < self.columns and not left.is_contiguous():
+        if columns < self.columns and not straight:
             return False
         return self.every_shape or inner <= 640 or (columns >= 512 and columns.bit_count() == 1)
 
@@ -112,7 +122,7 @@ def matmul(left: Tensor, right: Tensor, out: Tensor, rows: int) -> Tensor:
     Returns:
         Dense ``[M, N]``; the rows after `rows` may hold anything.
     """
-    if left.shape[0] % TOKENS == 0 and _goes_to_onednn(left, right):
+    if _goes_to_onednn(left, right, rows):
         return _by_onednn(left, right)
     _by_torch(out[:rows], left[:rows], right, accumulate=False)
     return out
@@ -128,7 +138,7 @@ def matmul_into(out: Tensor, left: Tensor, right: Tensor, *, accumulate: bool) -
         accumulate: add to `out` instead of overwriting it.
     """
     rows = len(out)
-    if left.shape[0] % TOKENS == 0 and _goes_to_onednn(left, right):
+    if _goes_to_onednn(left, right, rows):
         _put(out, _by_onednn(left, right)[:rows], accumulate=accumulate)
     else:
         _by_torch(out, left[:rows], right, accumulate=accumulate)
@@ -144,10 +154,37 @@ def matmul_over_rows_into(out: Tensor, left: Tensor, right: Tensor, rows: int, *
         rows: number of tokens.
         accumulate: add to `out` instead of overwriting it.
     """
-    if left.shape[0] % TOKENS == 0 and _goes_to_onednn(left.t(), right):
+    (held, size), columns = left.shape, right.shape[1]
+    rule = _rule_for(left.dtype, left.device)
+    if held % TOKENS == 0 and rule is not None and rule.takes(size, rows, columns, straight=False):
         _put(out, _by_onednn(left.t(), right), accumulate=accumulate)
     else:
         _by_torch(out, left[:rows].t(), right[:rows], accumulate=accumulate)
+
+
+def linear_of_few(x_RK: Tensor, weight_FK: Tensor) -> Tensor | None:
+    """Return ``x W^T`` of a few rows by what is faster than torch's own choice; None where nothing is known to be.
+
+    Where reading the weight is most of the time, oneDNN reads it faster than MKL's products with a vector, and MKL's
+    product with the weight on the left faster than with it on the right (2 to 4 columns).
+
+    Args:
+        x_RK: ``[R, K]`` fp32.
+        weight_FK: ``[F, K]`` fp32.
+
+    Returns:
+        ``[R, F]`` in any order of memory.
+    """
+    rows, size = len(x_RK), weight_FK.numel()
+    if rows > FEW_TOKENS or size < SMALL_WEIGHT or not weight_FK.is_contiguous():
+        return None
+    if _rule_for(weight_FK.dtype, weight_FK.device) is None:
+        return None
+    if 2 <= rows <= 4 and weight_FK.shape[1] <= 2048:
+        return torch.mm(weight_FK, x_RK.t()).t()
+    if rows == 1 or size >= LARGE_WEIGHT:
+        return _by_onednn(x_RK.contiguous(), weight_FK.t())
+    return None
 
 
 def _put(out: Tensor, product: Tensor, *, accumulate: bool) -> None:
@@ -163,15 +200,20 @@ def _by_torch(out: Tensor, left: Tensor, right: Tensor, *, accumulate: bool) -> 
         torch.mm(left, right, out=out)
 
 
+def uses_onednn(device: torch.device) -> bool:
+    """Whether oneDNN gets fp32 products on `device` at all."""
+    return device.type == "cpu" and bool(torch.backends.mkldnn.enabled) and onednn_rule() is not None
+
+
 def _rule_for(dtype: torch.dtype, device: torch.device) -> OneDNNRule | None:
-    if dtype != torch.float32 or device.type != "cpu" or not torch.backends.mkldnn.enabled:
-        return None
-    return onednn_rule()
+    return onednn_rule() if dtype == torch.float32 and uses_onednn(device) else None
 
 
-def _goes_to_onednn(left: Tensor, right: Tensor) -> bool:
+def _goes_to_onednn(left: Tensor, right: Tensor, rows: int) -> bool:
     rule = _rule_for(left.dtype, left.device)
-    return rule is not None and rule.takes(left, right.shape[1])
+    if rule is None or left.shape[0] % TOKENS:
+        return False
+    return rule.takes(rows, *right.shape, straight=left.is_contiguous())
 
 
 def _by_onednn(left: Tensor, right: Tensor) -> Tensor:
