@@ -230,7 +230,7 @@ def _padding_lines(report: PatchReport) -> list[str]:
         return []
     return [
         "Padding overhead: extra multiply-adds of the Neuron kernels, which pad H and I to multiples of 128 or more. "
-        "The torch backend pads no product in bf16 and fp32, and in mxfp8 only where the blocks of scales need it."
+        "The torch backend pads neither in bf16 and fp32, and in mxfp8 only where the blocks of scales need it."
     ]
 
 

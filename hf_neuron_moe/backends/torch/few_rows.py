@@ -2,9 +2,10 @@
 
 Legend: R token-expert pairs in expert order, H hidden, I intermediate.
 
-No tiles, no casts, no scratch: each expert costs two products straight from the parameters, and everything between
-them is done once for all rows. Rounding points are those of the tiled path. Used where nothing is kept for a backward
-and the parameters already have the matmuls' dtype.
+No tiles: each expert costs two products straight from the parameters, and everything between them is done once for all
+rows. Only where a processor without bf16 instructions has oneDNN to multiply in fp32, and enough rows, are bf16 weights
+cast, part by part. Rounding points are those of the tiled path. Used where nothing is kept for a backward and the
+parameters already have the matmuls' dtype.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from hf_neuron_moe.backends.torch.products import LARGE_WEIGHT, SMALL_WEIGHT, li
 from hf_neuron_moe.backends.torch.routing import checked_ids, sort_pairs
 
 _ROWS_WORTH_CASTING = 5
+"""Rows from which a bf16 weight is cast to fp32 by parts, without bf16 instructions."""
 _LONG_ROWS_WORTH_CASTING = 8
 """The same for more than 2048 columns."""
 _CAST_AT_ONCE = 1 << 20

@@ -30,7 +30,8 @@ TOKENS = 16
 """oneDNN multiplies whole multiples of so many tokens."""
 
 FEW_TOKENS = 32
-"""Up to so many rows :func:`linear_of_few` may do better: generation. Each number of them is a shape of its own."""
+"""Up to so many rows :func:`linear_of_few` may do better: generation. They are not padded, so each number of them is a
+shape of its own."""
 SMALL_WEIGHT = 1 << 17
 """Elements below which a weight is read so fast that calls take most of the time."""
 LARGE_WEIGHT = 1 << 19
