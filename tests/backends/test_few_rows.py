@@ -13,6 +13,8 @@ from torch import Tensor
 
 from hf_neuron_moe.backends.torch import few_rows, products
 from hf_neuron_moe.backends.torch.experts import ExpertStack
+from hf_neuron_moe.errors import ShapeError
+from hf_neuron_moe.modules import ops
 
 BOUND = {
     # fp32 sums in another order.
@@ -143,6 +145,28 @@ def test_dense_networks_by_onednn_and_through_fp32_are_right(
         assert out is not None and out.is_contiguous() and out.dtype is dtype
         assert (out.double() - expected).norm() <= BOUND[dtype] * expected.norm()
     assert ("_through_fp32" in on_amd) is (dtype is torch.bfloat16) and "_by_onednn" in on_amd
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        ((96, 64), (96, 64), (32, 96)),  # another H
+        ((96, 64), (1, 64), (64, 96)),
+        ((1, 64), (96, 64), (64, 96)),
+        ((96, 64), (96, 64), (96,)),
+        ((64,), (64,), (64, 1)),
+    ],
+)
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_do_not_fit_are_refused(
+    weights: tuple[tuple[int, ...], ...], rows: int, dtype: torch.dtype
+) -> None:
+    x, operands = torch.randn(rows, 64, dtype=dtype), [torch.randn(shape, dtype=dtype) for shape in weights]
+    precision = "fp32" if dtype is torch.float32 else "bf16"
+    assert few_rows.mlp(x, *operands, precision) is None
+    with pytest.raises(ShapeError, match="of shape"):
+        ops.swiglu_mlp(x, *operands, precision=precision, backend="torch")
 
 
 @pytest.mark.parametrize(

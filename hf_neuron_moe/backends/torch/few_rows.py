@@ -57,7 +57,8 @@ def mlp(x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, precision
             gate_1I, up_1I = F.linear(x_SH, gate_IH), F.linear(x_SH, up_IH)
             if up_1I.shape == gate_1I.shape:
                 act_1I = F.silu(gate_1I.float(), inplace=True).mul_(up_1I)
-                return F.linear(gate_1I.copy_(act_1I), down_HI)
+                out_1H = F.linear(gate_1I.copy_(act_1I), down_HI)
+                return out_1H if out_1H.shape == x_SH.shape else None  # functional.linear takes vectors and any H
         except RuntimeError:  # operands that do not fit: the tiled path casts them, or says what is wrong
             pass
         return None
