@@ -62,3 +62,25 @@ def test_blocks_are_within_the_bound(family: str, precision: str, home: str) -> 
         for name, value in expected.items():
             error = (actual[name] - value).norm() / value.norm()
             assert 0 < error <= BOUND[precision], f"{entry.name} {name}: {error:.4f}"
+
+
+@pytest.mark.parametrize("instructions", [True, False])
+@pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_fp32_parameters_are_read_in_bf16(
+    family: str, precision: str, instructions: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the parameters' dtype is, blocks compute with their bf16 values, on processors of either kind."""
+    monkeypatch.setattr("hf_neuron_moe.backends.torch.compute._cpu_bf16_matmul_is_fast", lambda: instructions)
+    whole = tiny_model(family)
+    rounded = copy.deepcopy(whole)
+    with torch.no_grad():
+        for parameter in rounded.parameters():
+            parameter.copy_(parameter.bfloat16())
+    for model in (whole, rounded):
+        report = patch_model(model, {"precision": precision})
+    for entry in report.patched:
+        one, other = whole.get_submodule(entry.name), rounded.get_submodule(entry.name)
+        inputs, dout = block_inputs(one, 32), torch.randn(40, 32)
+        expected, actual = (gradients(block, inputs, dout) for block in (other, one))
+        assert [name for name, value in expected.items() if not torch.equal(actual[name], value)] == []

@@ -150,7 +150,9 @@ def ffn_forward(
                 _keep(save, gate_RI, up_RI, rows, columns)
                 inter_RI = epilogue.intermediate(gate_RI, up_RI, rows, columns)
                 if len(inter_RI) < rows.size:
-                    inter_RI = loader.load("inter_rows", inter_RI, (rows.size, inter_RI.shape[1]))
+                    padded_RI = loader.scratch.get("inter_rows", (rows.size, inter_RI.shape[1]), inter_RI.dtype)
+                    padded_RI[: rows.length].copy_(inter_RI)
+                    inter_RI = padded_RI
             out = out_RH[rows.start : rows.stop]
             matmul_into(out, inter_RI, down_HI[:hidden, : inter_RI.shape[1]].t(), accumulate=number > 0)
 

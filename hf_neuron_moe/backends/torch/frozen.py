@@ -145,7 +145,7 @@ def frozen_backward(
         gating: the SwiGLU product's backward where it is not the plain one.
     """
     scratch = call_scratch(dout.values.device)
-    loader, forward = Loader(_BACKWARD, scratch), Loader(_FORWARD, scratch)
+    loader, forward = Loader(_BACKWARD, scratch, rounded_sources=True), Loader(_FORWARD, scratch)
     for expert, start, end in runs:
         weights, shape = stack.expert(expert), (end - start, stack.hidden)
         total_RH = None if d_x is None else loader.scratch.get("expert_out", shape, torch.float32)

@@ -101,6 +101,8 @@ class Loader:
     scratch: Scratch
     lone_384: bool = False
     """Treat a contraction axis of exactly 384 as one tile, as ``mlp_fwd_mxfp8`` does with raw operands."""
+    rounded_sources: bool = False
+    """Whether fp32 sources are known to hold values of the compute's rounded dtype, so that none need be rounded."""
 
     def load(
         self, name: str, source: Tensor, shape: tuple[int, int], *, mx_axis: int | None = None, lane: int = 0
@@ -112,7 +114,8 @@ class Loader:
         """
         compute = self.compute
         if not compute.mx:
-            if source.dtype == compute.operand and tuple(source.shape) == shape:
+            exact = self.rounded_sources or compute.rounded in (source.dtype, compute.operand)
+            if exact and source.dtype == compute.operand and tuple(source.shape) == shape:
                 return source
             mx_axis, lane = None, 0
         if not compute.mx and source.stride(0) == 1 and source.stride(1) != 1:
