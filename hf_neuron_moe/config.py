@@ -11,7 +11,8 @@ from hf_neuron_moe.errors import ConfigError, nearest, refuse
 
 PRECISIONS = ("bf16", "mxfp8", "fp32")
 BACKENDS = ("auto", "torch", "neuron", "nki-sim", "triton")
-PLANNED_BACKENDS = ("triton",)
+PLANNED_BACKENDS = {"triton": "CUDA"}
+"""Names that are accepted and then refused as planned, and for what they are planned."""
 FALLBACKS = ("refuse", "torch")
 WEIGHT_HOMES = ("auto", "stock", "kernel")
 BLOCK_SIZES = (128, 256, 512, 1024, 2048, 4096)

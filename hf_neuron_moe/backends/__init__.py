@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from hf_neuron_moe.config import PLANNED_BACKENDS
 from hf_neuron_moe.errors import BackendUnavailableError, ConfigError, nearest, refuse
 
 if TYPE_CHECKING:
@@ -18,9 +19,8 @@ if TYPE_CHECKING:
 NEURON_BACKENDS = ("neuron", "nki-sim")
 """Those that call nkilib's kernels."""
 
-_PLANNED = {"triton": "CUDA"}
 _WITHOUT_COPIES = "+no-copies"
-_KNOWN = ("auto", "torch", *NEURON_BACKENDS, *_PLANNED)
+_KNOWN = ("auto", "torch", *NEURON_BACKENDS, *PLANNED_BACKENDS)
 
 
 def resolve_backend(name: str, device: torch.device) -> str:
@@ -44,14 +44,14 @@ def resolve_backend(name: str, device: torch.device) -> str:
         return name
     if name in NEURON_BACKENDS:
         return _resolve_neuron(name)
-    if name in _PLANNED:
+    if name in PLANNED_BACKENDS:
         raise refuse(
             BackendUnavailableError,
             where="resolve_backend",
             argument="backend",
             expected="one that this release implements: auto, torch, neuron or nki-sim",
             got=f"{name!r}, which is planned",
-            remedy=f"The {_PLANNED[name]} backend is not part of this release. Use backend='torch': it computes the "
+            remedy=f"The {PLANNED_BACKENDS[name]} backend is not part of this release. Use backend='torch': it computes the "
             "same contract on any device.",
         )
     raise refuse(

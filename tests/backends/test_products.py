@@ -60,7 +60,14 @@ def ordered(values: Tensor, order: str) -> Tensor:
 ORDERS = ("rows", "columns", "rows with gaps", "columns with gaps")
 
 
-SIZES = st.tuples(*[st.one_of(st.integers(1, 70), st.integers(100, 200))] * 3)
+PRODUCTS = given(
+    shape=st.tuples(*[st.one_of(st.integers(1, 70), st.integers(100, 200))] * 3),
+    left=st.sampled_from(ORDERS),
+    right=st.sampled_from(ORDERS),
+    out=st.sampled_from(["rows", "rows with gaps"]),
+    padded=st.booleans(),
+    accumulate=st.booleans(),
+)
 
 
 def operands(shape: tuple[int, int, int], accumulate: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -81,14 +88,7 @@ def with_rows(values: Tensor, rows: int, value: float) -> Tensor:
 
 @NEEDS_ONEDNN
 @settings(max_examples=150, deadline=None)
-@given(
-    shape=SIZES,
-    left=st.sampled_from(ORDERS),
-    right=st.sampled_from(ORDERS),
-    out=st.sampled_from(["rows", "rows with gaps"]),
-    padded=st.booleans(),
-    accumulate=st.booleans(),
-)
+@PRODUCTS
 def test_every_order_of_memory_is_multiplied_right(
     shape: tuple[int, int, int], left: str, right: str, out: str, padded: bool, accumulate: bool
 ) -> None:
@@ -111,14 +111,7 @@ def test_every_order_of_memory_is_multiplied_right(
 
 @NEEDS_ONEDNN
 @settings(max_examples=100, deadline=None)
-@given(
-    shape=SIZES,
-    left=st.sampled_from(ORDERS),
-    right=st.sampled_from(ORDERS),
-    out=st.sampled_from(["rows", "rows with gaps"]),
-    padded=st.booleans(),
-    accumulate=st.booleans(),
-)
+@PRODUCTS
 def test_sums_over_tokens_are_right(
     shape: tuple[int, int, int], left: str, right: str, out: str, padded: bool, accumulate: bool
 ) -> None:
