@@ -51,8 +51,8 @@ def resolve_backend(name: str, device: torch.device) -> str:
             argument="backend",
             expected="one that this release implements: auto, torch, neuron or nki-sim",
             got=f"{name!r}, which is planned",
-            remedy=f"The {PLANNED_BACKENDS[name]} backend is not part of this release. Use backend='torch': it computes the "
-            "same contract on any device.",
+            remedy=f"The {PLANNED_BACKENDS[name]} backend is not part of this release. Use backend='torch': it "
+            "computes the same contract on any device.",
         )
     raise refuse(
         ConfigError,
