@@ -19,12 +19,11 @@ from hf_neuron_moe.backends.torch.experts import (
     ExpertStack,
     ScaledRows,
     add_rows,
-    rows_per_run,
     run_experts_backward,
 )
 from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints, RowSource
 from hf_neuron_moe.backends.torch.gating import Gating
-from hf_neuron_moe.backends.torch.tiling import make_loader
+from hf_neuron_moe.backends.torch.tiling import tile_loader
 from hf_neuron_moe.kernels.block_rows import BlockRows
 from hf_neuron_moe.kernels.blockwise_buffers import GradBuffers
 from hf_neuron_moe.kernels.blockwise_checks import Operands
@@ -166,9 +165,9 @@ def run_backward(call: BackwardCall, buffers: GradBuffers) -> tuple[Tensor, ...]
     """Return hidden, affinity, gate-up and down gradients, then, where wanted, those of the biases."""
     operands, rows, mx = call.operands, call.rows, call.precision == "mxfp8"
     experts, _, _, inner = operands.gate_up_proj_weight.shape
-    hidden_states, dtype = operands.hidden_states, operands.gate_up_proj_weight.dtype
+    hidden_states = operands.hidden_states
     zeros = functools.partial(torch.zeros, dtype=torch.float32, device=hidden_states.device)
-    loader = make_loader(call.precision, hidden_states.device, rows_per_run(rows.runs), dtype)
+    loader = tile_loader(call.precision, hidden_states.device)
     scale_R = rows.affinity(operands.expert_affinities_masked, experts)
     d_hidden, d_scale_R = zeros(hidden_states.shape), zeros(len(rows.token_R))
     d_bias = zeros((experts, 2 * inner)) if call.bias else None

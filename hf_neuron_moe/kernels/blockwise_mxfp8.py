@@ -24,10 +24,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_neuron_moe.backends.torch.experts import ExpertStack, add_rows, rows_per_run
+from hf_neuron_moe.backends.torch.experts import ExpertStack, add_rows
 from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints, RowSource, ffn_forward
 from hf_neuron_moe.backends.torch.gating import Gating
-from hf_neuron_moe.backends.torch.tiling import Loader, Span, make_loader
+from hf_neuron_moe.backends.torch.tiling import Loader, Span, tile_loader
 from hf_neuron_moe.errors import ConfigError, ShapeError, refuse
 from hf_neuron_moe.kernels.block_rows import BlockRows, block_rows
 from hf_neuron_moe.kernels.blockwise_buffers import GradBuffers
@@ -153,7 +153,7 @@ def _forward(
     total_TH = torch.zeros(hidden_states.shape, dtype=torch.float32, device=device)
     gate_up_N2IB = hidden_states.new_zeros((rows.blocks, 2, inner, rows.block_size))
     inter_NIB = hidden_states.new_zeros((rows.blocks, inner, rows.block_size))
-    loader = make_loader("mxfp8", device, rows_per_run(rows.runs), hidden_states.dtype)
+    loader = tile_loader("mxfp8", device)
     x, emit = RowSource(hidden_states, rows.token_R), add_rows(total_TH, rows.token_R)
     for (expert, start, end), first in zip(rows.runs, rows.first_slots, strict=True):
         gate_RI, up_RI, inter_RI = (hidden_states.new_empty((end - start, inner)) for _ in range(3))

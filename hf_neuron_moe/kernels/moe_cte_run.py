@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from hf_neuron_moe.backends.torch.compute import Compute, call_scratch
-from hf_neuron_moe.backends.torch.experts import rows_per_run
 from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints, Epilogue, RowSource, ffn_forward
-from hf_neuron_moe.backends.torch.tiling import Loader, make_loader
+from hf_neuron_moe.backends.torch.tiling import Loader, tile_loader
 from hf_neuron_moe.kernels.activations import act
 from hf_neuron_moe.kernels.moe_cte_arguments import Place, Problem
 from hf_neuron_moe.kernels.moe_cte_epilogue import ExpertEpilogue, clamp_
@@ -78,9 +77,7 @@ def _is_plain(problem: Problem) -> bool:
 def _loader(problem: Problem) -> Loader:
     device = problem.hidden.device
     if _is_plain(problem):
-        precision = "fp32" if problem.rounded == torch.float32 else "bf16"
-        weight_dtype = problem.weights(0).gate_IH.dtype
-        return make_loader(precision, device, rows_per_run(problem.rows.runs), weight_dtype)
+        return tile_loader("fp32" if problem.rounded == torch.float32 else "bf16", device)
     rounded = torch.float32 if problem.weights_are_exact else problem.rounded
     return Loader(Compute(torch.float32, rounded, mx=False, row_chunk=_ROW_CHUNK), call_scratch(device))
 

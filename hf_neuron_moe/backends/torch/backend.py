@@ -27,6 +27,8 @@ from hf_neuron_moe.backends.torch.ffn_backward import FFNBackward, FFNGrads
 from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints, FFNWeights, RowSource, ffn_forward
 from hf_neuron_moe.backends.torch.frozen import Runs, frozen_backward, frozen_forward
 from hf_neuron_moe.backends.torch.gating import Gating
+from hf_neuron_moe.backends.torch.grouped_backward import GroupedBackward, GroupedGrads
+from hf_neuron_moe.backends.torch.grouped_forward import GroupedWeights, Rows, grouped_forward, sum_over_experts
 from hf_neuron_moe.backends.torch.kept import FP8Gating, FP8Rows, fp8_storage
 from hf_neuron_moe.backends.torch.routing import SortedPairs, sort_pairs
 from hf_neuron_moe.backends.torch.tiling import make_loader
@@ -57,12 +59,16 @@ class TorchBackend:
                 return out, _nothing(x_SH)
         tokens = x_SH.shape[0]
         saved = self.fake_saved(x_SH, tokens, gate_IH.shape[0], keep)
-        out = torch.zeros(x_SH.shape, dtype=torch.float32, device=x_SH.device)
-        if tokens:
-            loader = make_loader(precision, x_SH.device, tokens, down_HI.dtype, lone_384=True)
-            save = _checkpoints(saved, keep)
-            weights = FFNWeights(gate_IH, up_IH, down_HI)
-            ffn_forward(RowSource(x_SH), weights, loader, out, save=save, up_cut=_up_cut(len(gate_IH), keep))
+        loader = make_loader(precision, x_SH.device, tokens, down_HI.dtype, lone_384=True)
+        save, up_cut = _checkpoints(saved, keep), _up_cut(len(gate_IH), keep)
+        if loader.compute.operand == torch.bfloat16:
+            dense = GroupedWeights.of_dense(gate_IH, up_IH, down_HI)
+            out = grouped_forward(x_SH, Rows.of_dense(tokens), dense, loader, save=save, up_cut=up_cut)
+        else:
+            out = torch.zeros(x_SH.shape, dtype=torch.float32, device=x_SH.device)
+            if tokens:
+                weights = FFNWeights(gate_IH, up_IH, down_HI)
+                ffn_forward(RowSource(x_SH), weights, loader, out, save=save, up_cut=up_cut)
         return out.to(x_SH.dtype), _with_input(saved, x_SH, keep)
 
     mlp_few_rows = staticmethod(few_rows.mlp)
@@ -83,13 +89,30 @@ class TorchBackend:
         x_SH = _input(saved, x_SH, keep, dout_SH.dtype)
         tokens = x_SH.shape[0]
         weights = (gate_IH, up_IH, down_HI)
-        grads = [torch.zeros(w.shape, dtype=w.dtype, device=w.device) for w in weights] if wants_weights else []
+        make = torch.empty if tokens else torch.zeros  # without rows nothing is written
+        grads = [make(w.shape, dtype=w.dtype, device=w.device) for w in weights] if wants_weights else []
         d_gate, d_up, d_down = grads or (None, None, None)
-        dx = torch.zeros(x_SH.shape, dtype=torch.float32, device=x_SH.device) if wants_input else None
-        if tokens:
+        loader = make_loader(precision, x_SH.device, tokens, down_HI.dtype)
+        dx: Tensor | None
+        if loader.compute.operand == torch.bfloat16:
+            dx = torch.empty(x_SH.shape, dtype=torch.bfloat16, device=x_SH.device) if wants_input else None
+            GroupedBackward(
+                dout_SH,
+                x_SH,
+                Rows.of_dense(tokens),
+                GroupedWeights.of_dense(*weights),
+                loader,
+                GroupedGrads(GroupedWeights.of_dense(*grads) if grads else None, dx),
+                _checkpoints(saved, keep),
+                _up_cut(len(gate_IH), keep),
+                recompute_loader=replace(loader, lone_384=True),
+                gating=_gating(keep),
+            ).run()
+        else:
+            dx = torch.zeros(x_SH.shape, dtype=torch.float32, device=x_SH.device) if wants_input else None
+        if tokens and loader.compute.operand == torch.float32:
             rounded = torch.bfloat16 if precision == "mxfp8" else torch.float32
             target = FFNGrads(d_gate, d_up, d_down, dx, rounded=rounded)
-            loader = make_loader(precision, x_SH.device, tokens, down_HI.dtype)
             FFNBackward(
                 RowSource(dout_SH),
                 RowSource(x_SH),
@@ -126,19 +149,25 @@ class TorchBackend:
         pairs = sort_pairs(index_TK, gate_up.shape[0])
         scale = _sorted_scale(pairs, weight_TK)
         saved = self.fake_saved(x_TH, index_TK.numel(), _intermediate(down, transposed), keep)
-        out_TH = torch.zeros(x_TH.shape, dtype=torch.float32, device=x_TH.device)
         loader = make_loader(precision, x_TH.device, rows_per_run(pairs.runs), gate_up.dtype)
-        run_experts_forward(
-            RowSource(x_TH, pairs.token_R),
-            pairs.runs,
-            stack,
-            loader,
-            add_rows(out_TH, pairs.token_R),
-            save=_checkpoints(saved, keep),
-            scale_R=scale,
-            block_size=block_size,
-            up_cut=_up_cut(_intermediate(down, transposed), keep),
-        )
+        save, up_cut = _checkpoints(saved, keep), _up_cut(_intermediate(down, transposed), keep)
+        if loader.compute.operand == torch.bfloat16:
+            grouped = Rows(pairs.runs, index_TK.numel(), pairs.token_R, scale, block_size)
+            out_RH = grouped_forward(x_TH, grouped, GroupedWeights.of_experts(stack), loader, save=save, up_cut=up_cut)
+            out_TH = sum_over_experts(out_RH, pairs.slot_TK)
+        else:
+            out_TH = torch.zeros(x_TH.shape, dtype=torch.float32, device=x_TH.device)
+            run_experts_forward(
+                RowSource(x_TH, pairs.token_R),
+                pairs.runs,
+                stack,
+                loader,
+                add_rows(out_TH, pairs.token_R),
+                save=save,
+                scale_R=scale,
+                block_size=block_size,
+                up_cut=up_cut,
+            )
         return out_TH.to(x_TH.dtype), _with_input(saved, x_TH, keep)
 
     def experts_backward(
@@ -163,34 +192,59 @@ class TorchBackend:
         x_TH = _input(saved, x_TH, keep, dout_TH.dtype)
         d_gate_up = torch.empty(gate_up.shape, dtype=gate_up.dtype, device=device) if wants_weights else None
         d_down = torch.empty(down.shape, dtype=down.dtype, device=device) if wants_weights else None
-        dx_TH = torch.zeros(x_TH.shape, dtype=torch.float32, device=device) if wants_input else None
         d_scale = torch.zeros(index_TK.numel(), dtype=torch.float32, device=device) if wants_routing else None
-        run_experts_backward(
-            RowSource(dout_TH, pairs.token_R),
-            RowSource(x_TH, pairs.token_R),
-            pairs.runs,
+        stack, loader = (
             ExpertStack(gate_up, down, transposed),
             make_loader(precision, device, rows_per_run(pairs.runs), gate_up.dtype),
-            ExpertGrads(
-                None if d_gate_up is None or d_down is None else ExpertStack(d_gate_up, d_down, transposed),
-                None if dx_TH is None else add_rows(dx_TH, pairs.token_R),
-                d_scale,
-                rounded=torch.bfloat16 if precision == "mxfp8" else torch.float32,
-            ),
-            saved=_checkpoints(saved, keep),
-            scale_R=scale,
-            block_size=block_size,
-            gating=_gating(keep),
-            up_cut=_up_cut(_intermediate(down, transposed), keep),
         )
+        grads = None if d_gate_up is None or d_down is None else ExpertStack(d_gate_up, d_down, transposed)
+        save, up_cut = _checkpoints(saved, keep), _up_cut(_intermediate(down, transposed), keep)
+        dx_TH: Tensor | None = None
+        if loader.compute.operand == torch.bfloat16:
+            dx_RH = x_TH.new_empty((index_TK.numel(), x_TH.shape[1]), dtype=torch.bfloat16) if wants_input else None
+            if grads is not None:
+                grads.zero_without(pairs.runs)
+            GroupedBackward(
+                dout_TH,
+                x_TH,
+                Rows(pairs.runs, index_TK.numel(), pairs.token_R, scale, block_size),
+                GroupedWeights.of_experts(stack),
+                loader,
+                GroupedGrads(None if grads is None else GroupedWeights.of_experts(grads), dx_RH, d_scale),
+                save,
+                up_cut,
+                recompute_loader=loader,
+                gating=_gating(keep),
+            ).run()
+            if dx_RH is not None:
+                dx_RH[pairs.offsets[-1] :].zero_()
+                dx_TH = sum_over_experts(dx_RH, pairs.slot_TK)
+        else:
+            dx_TH = torch.zeros(x_TH.shape, dtype=torch.float32, device=device) if wants_input else None
+            run_experts_backward(
+                RowSource(dout_TH, pairs.token_R),
+                RowSource(x_TH, pairs.token_R),
+                pairs.runs,
+                stack,
+                loader,
+                ExpertGrads(
+                    grads,
+                    None if dx_TH is None else add_rows(dx_TH, pairs.token_R),
+                    d_scale,
+                    rounded=torch.bfloat16 if precision == "mxfp8" else torch.float32,
+                ),
+                saved=save,
+                scale_R=scale,
+                block_size=block_size,
+                gating=_gating(keep),
+                up_cut=up_cut,
+            )
+        d_weight = None
+        if d_scale is not None:
+            d_weight = d_scale.index_select(0, pairs.slot_TK.reshape(-1)).view(weight_TK.shape).to(weight_TK.dtype)
         return (
             _or_empty(None if dx_TH is None else dx_TH.to(x_TH.dtype), x_TH),
-            _or_empty(
-                None
-                if d_scale is None
-                else d_scale.index_select(0, pairs.slot_TK.reshape(-1)).view(weight_TK.shape).to(weight_TK.dtype),
-                x_TH,
-            ),
+            _or_empty(d_weight, x_TH),
             _or_empty(d_gate_up, x_TH),
             _or_empty(d_down, x_TH),
         )

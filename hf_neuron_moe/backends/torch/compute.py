@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import os
+import platform
 import threading
-import time
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+from hf_neuron_moe.errors import ConfigError, refuse
 
 FEW_ROWS = 12
 """Rows per expert up to which a bf16 matrix-vector product beats casting the weights, without bf16 instructions."""
@@ -32,58 +35,90 @@ class Compute:
     row_chunk: int
 
 
-_FP32 = Compute(torch.float32, torch.float32, mx=False, row_chunk=1024)
-_MXFP8 = Compute(torch.float32, torch.bfloat16, mx=True, row_chunk=512)
-_BF16_NATIVE = Compute(torch.bfloat16, torch.bfloat16, mx=False, row_chunk=4096)
-_BF16_FEW_ROWS = Compute(torch.bfloat16, torch.bfloat16, mx=False, row_chunk=512)
-_BF16_IN_FP32 = Compute(torch.float32, torch.bfloat16, mx=False, row_chunk=1024)
+_IN_FP32 = {
+    "fp32": Compute(torch.float32, torch.float32, mx=False, row_chunk=1024),
+    "bf16": Compute(torch.float32, torch.bfloat16, mx=False, row_chunk=1024),
+    "mxfp8": Compute(torch.float32, torch.bfloat16, mx=True, row_chunk=512),
+}
+_IN_BF16 = {
+    "bf16": Compute(torch.bfloat16, torch.bfloat16, mx=False, row_chunk=4096),
+    "mxfp8": Compute(torch.bfloat16, torch.bfloat16, mx=True, row_chunk=4096),
+}
+OPTION = "HF_NEURON_MOE_BF16_PRODUCTS"
+"""Environment variable: ``native`` or ``fp32`` overrides what the processor decides; ``auto`` or unset does not."""
+_BEFORE_BF16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI")
+"""Values of ``ONEDNN_MAX_CPU_ISA`` under which oneDNN has no bf16 instructions."""
+
+
+def fp32_products(precision: str) -> Compute:
+    """Return the way to compute `precision` ("bf16", "mxfp8" or "fp32") by products of fp32 operands."""
+    return _IN_FP32[precision]
 
 
 def choose_compute(
     precision: str, device: torch.device, *, rows_per_expert: float, weight_dtype: torch.dtype
 ) -> Compute:
-    """Pick the way to compute `precision` ("bf16", "mxfp8" or "fp32") on `device`.
+    """Pick the way a block computes `precision` ("bf16", "mxfp8" or "fp32") on `device`.
 
-    bf16 matmuls run natively where they are fast (see :func:`bf16_matmul_is_fast`) and where there are so few rows
-    that casting the weights would cost more than the product itself.
+    bf16 operands are multiplied as such where that is fast (see :func:`bf16_matmul_is_fast`), and in bf16 where there
+    are so few rows that casting the weights would cost more than the product itself.
     """
-    if precision == "fp32":
-        return _FP32
-    if precision == "mxfp8":
-        return _MXFP8
-    if rows_per_expert <= FEW_ROWS and weight_dtype == torch.bfloat16:
-        return _BF16_FEW_ROWS
-    return _BF16_NATIVE if bf16_matmul_is_fast(device) else _BF16_IN_FP32
+    few = precision == "bf16" and rows_per_expert <= FEW_ROWS and weight_dtype == torch.bfloat16
+    return _IN_BF16[precision] if precision != "fp32" and (few or bf16_matmul_is_fast(device)) else _IN_FP32[precision]
 
 
 def bf16_matmul_is_fast(device: torch.device) -> bool:
-    """Whether a bf16 matmul on `device` is at least as fast as the same one in fp32."""
+    """Whether a bf16 matmul on `device` is at least as fast as the same one in fp32.
+
+    Processor, build and the environment variable :data:`OPTION` decide, never a measurement: all processes of a run,
+    and a run and its continuation, compute the same.
+
+    Raises:
+        ConfigError: the variable has another value than ``auto``, ``native`` or ``fp32``.
+    """
+    option = _option()
+    if option != "auto":
+        return option == "native"
     return True if device.type != "cpu" else _cpu_bf16_matmul_is_fast()
 
 
 @functools.cache
-def _cpu_bf16_matmul_is_fast() -> bool:
-    """Ask oneDNN whether it has bf16 kernels for this CPU; if so, confirm with one small product in either dtype.
+def _option() -> str:
+    value = os.environ.get(OPTION, "auto")
+    if value not in ("auto", "native", "fp32"):
+        raise refuse(
+            ConfigError,
+            where="the torch backend",
+            argument=f"the environment variable {OPTION}",
+            expected="'auto', 'native' or 'fp32'",
+            got=repr(value),
+            remedy="Unset it, or set one of these before Python starts.",
+        )
+    return value
 
-    The question settles the common case without a measurement that other load could disturb: without bf16
-    instructions (or held to AVX2 by ONEDNN_MAX_CPU_ISA) torch's bf16 matmul is 5-100 times slower than its fp32 one.
-    The measurement, a few milliseconds once per process, catches CPUs on which oneDNN emulates bf16.
+
+@functools.cache
+def _cpu_bf16_matmul_is_fast() -> bool:
+    """Whether oneDNN multiplies bf16 by instructions for it.
+
+    Without them (or held to an older instruction set) torch's bf16 matmul is 5-100 times slower than its fp32 one.
+    oneDNN says that it supports bf16 also where AVX-512 emulates it, so the processor is asked as well.
     """
     if not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return False
+    held = os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", "")).upper()
+    if held in _BEFORE_BF16:
+        return False
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return True
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
-    def best_time(dtype: torch.dtype) -> float:
-        left, right = torch.ones(64, 512, dtype=dtype), torch.ones(512, 512, dtype=dtype)
-        times = []
-        for _ in range(5):
-            start = time.perf_counter()
-            torch.mm(left, right.t())
-            torch.mm(left, right)
-            times.append(time.perf_counter() - start)
-        return min(times)
 
-    with torch.no_grad():
-        return best_time(torch.bfloat16) <= best_time(torch.float32)
+def describe_products(precision: str, device: torch.device) -> str:
+    """Return in words which products compute `precision` on `device` where there are many rows."""
+    if precision == "fp32":
+        return "fp32 products"
+    return "bf16 products" if bf16_matmul_is_fast(device) else "fp32 products of bf16 values"
 
 
 @dataclass
@@ -91,7 +126,7 @@ class Scratch:
     """Named buffers that the tiles and experts of one call share, and on CPUs the calls of one thread.
 
     Fresh large temporaries cost as much as the arithmetic around the matmuls (page faults), so each name is allocated
-    once at the largest size asked for and viewed afterwards.
+    once at the largest size asked for and viewed afterwards; beyond :data:`MOST_HELD` bytes, for its call only.
     """
 
     device: torch.device
@@ -102,6 +137,8 @@ class Scratch:
         size = 1
         for extent in shape:
             size *= extent
+        if size * dtype.itemsize > MOST_HELD:
+            return torch.empty(shape, dtype=dtype, device=self.device)
         key = f"{name}:{dtype}"
         buffer = self.buffers.get(key)
         if buffer is None or buffer.numel() < size:
@@ -112,6 +149,8 @@ class Scratch:
         return buffer[:size].view(shape)
 
 
+MOST_HELD = 1 << 26
+"""Bytes up to which a scratch buffer is held for the next call."""
 _per_thread = threading.local()
 
 

@@ -38,6 +38,13 @@ class ExpertStack:
         intermediate = gate_up_2IH.shape[0] // 2
         return FFNWeights(gate_up_2IH[:intermediate], gate_up_2IH[intermediate:], down_HI)
 
+    def zero_without(self, runs: Runs) -> None:
+        """Write zeros to the experts that have no rows."""
+        busy = {expert for expert, _, _ in runs}
+        for expert in set(range(self.gate_up.shape[0])) - busy:
+            self.gate_up[expert].zero_()
+            self.down[expert].zero_()
+
 
 @dataclass(frozen=True)
 class ExpertGrads:
@@ -171,7 +178,4 @@ def run_experts_backward(
         if grads.x is not None and dx_RH is not None:
             grads.x(start, end, dx_RH)
     if grads.weights is not None and not grads.add:
-        busy = {expert for expert, _, _ in runs}
-        for expert in set(range(grads.weights.gate_up.shape[0])) - busy:
-            grads.weights.gate_up[expert].zero_()
-            grads.weights.down[expert].zero_()
+        grads.weights.zero_without(runs)

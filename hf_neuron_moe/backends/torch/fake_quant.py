@@ -4,8 +4,9 @@ The matmuls of the torch backend multiply dequantized values, so the codes and s
 ``v`` of a block whose scale is ``2^s`` lands on the e4m3 grid of step ``2^(max(e, s - 6) - 3)``, ``e`` being the
 exponent of ``v``: three mantissa bits for normal codes, a fixed step for subnormal ones. Adding and subtracting
 ``1.5 * 2^20`` times ``2^max(e, s - 6)`` rounds an fp32 value to exactly that step, to nearest even, because one unit in
-the last place of the sum is the step. With the Neuron scale rule (``s = emax - 7``, ``emax`` the block's largest
-exponent) no finite value saturates.
+the last place of the sum is the step. For bf16 values the constant is ``1.5 * 2^4``: torch adds them in fp32 and rounds
+the sum once. (What fp32 cannot hold next to the constant is far below half a step.) With the Neuron scale rule
+(``s = emax - 7``, ``emax`` the block's largest exponent) no finite value saturates.
 
 Blocks are 8 neighboring positions times 4 lanes along the contraction axis, the lanes a quarter of a tile apart
 (tiles of 512, then 256, then 128), in the natural layout of the tensor.
@@ -15,6 +16,8 @@ Source of the rule: NKI ``quantize_mx`` (SDK 2.32 documentation) and the wrapX s
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -22,9 +25,21 @@ from torch import Tensor
 from hf_neuron_moe.formats.mx import fake_quantize_mx
 from hf_neuron_moe.formats.swizzle import tile_segments
 
-_MAGNITUDE_BITS, _EXPONENT_BITS = 0x7FFFFFFF, 0x7F800000
-_FIELD = 1 << 23
-_ROUNDING_CONSTANT = 1.5 * 2.0**20
+
+class _Bits(NamedTuple):
+    """A float format's bits as integers, and the constant whose last place is the step of a value below twice 2^0."""
+
+    integer: torch.dtype
+    magnitude: int
+    exponent: int
+    field: int
+    constant: float
+
+
+_BITS = {
+    torch.float32: _Bits(torch.int32, 0x7FFFFFFF, 0x7F800000, 1 << 23, 1.5 * 2.0**20),
+    torch.bfloat16: _Bits(torch.int16, 0x7FFF, 0x7F80, 1 << 7, 1.5 * 2.0**4),
+}
 _SUBNORMAL_FIELDS = 13
 """Fields between a block's largest exponent and that of the smallest normal e4m3 code: (emax - 7) - 6 = emax - 13."""
 _EXACT_BELOW_FIELD = 16
@@ -36,16 +51,19 @@ def fake_quantize_(values: Tensor, axis: int, scratch: Tensor | None = None, *, 
     """Round `values` to MXFP8 (e4m3, Neuron scale rule) in place, blocks along `axis`.
 
     Args:
-        values: fp32 ``[R, C]`` with unit stride in the last dimension; the size of `axis` is a multiple of 128.
+        values: fp32 or bf16 ``[R, C]`` with unit stride in the last dimension; the size of `axis` is a multiple of 128.
         axis: 0 or 1, the contraction axis of the matmul the values are an operand of.
-        scratch: int32 buffer of at least ``values.numel()`` elements; allocated when absent.
+        scratch: buffer of at least ``values.numel()`` elements, int32 for fp32 and int16 for bf16; allocated when
+            absent.
         scheme: name of a wrapX variant of :class:`hf_neuron_moe.formats.constants.SwizzleScheme`.
 
     Returns:
         `values`.
     """
+    if not values.numel():
+        return values
     if scratch is None:
-        scratch = torch.empty(values.numel(), dtype=torch.int32, device=values.device)
+        scratch = torch.empty(values.numel(), dtype=integer_like(values.dtype), device=values.device)
     for segment in tile_segments(values.shape[axis], scheme):
         part = values.narrow(axis, segment.start, segment.tile * segment.tiles)
         fake_quantize_tile_(part, axis, segment.tile // 4, scratch)
@@ -56,17 +74,18 @@ def fake_quantize_tile_(values: Tensor, axis: int, lane: int, scratch: Tensor) -
     """Round equal contraction tiles in place, whatever their size.
 
     Args:
-        values: fp32 ``[R, C]``. Along axis 1 any number of tiles of 4 lanes; along axis 0 likewise, or less than one
-            tile: its first lanes, the missing ones standing for zeros.
+        values: fp32 or bf16 ``[R, C]``. Along axis 1 any number of tiles of 4 lanes; along axis 0 likewise, or less
+            than one tile: its first lanes, the missing ones standing for zeros.
         axis: 0 or 1.
         lane: distance of the lanes of a block, a quarter of the tile; a multiple of 8.
-        scratch: int32 buffer of at least ``values.numel()`` elements.
+        scratch: as in :func:`fake_quantize_`.
 
     Returns:
         `values`.
     """
+    bits = _BITS[values.dtype]
     exponents = scratch[: values.numel()].view(values.shape)
-    torch.bitwise_and(values.view(torch.int32), _MAGNITUDE_BITS, out=exponents)
+    torch.bitwise_and(values.view(bits.integer), bits.magnitude, out=exponents)
     rows, columns = values.shape
     if axis == 0:
         lanes = min(4, rows // lane)
@@ -77,15 +96,20 @@ def fake_quantize_tile_(values: Tensor, axis: int, lane: int, scratch: Tensor) -
         lanes = 4
         tiled = exponents.view(rows, -1, lanes, lane)
         block_max = tiled.amax(dim=2).view(rows, -1, lane // 8, 8).amax(dim=-1, keepdim=True)
-    if _needs_exact_path(block_max):
+    if _needs_exact_path(block_max, bits.field):
         return values.copy_(_exact(values, axis, lane, lanes))
-    exponents.bitwise_and_(_EXPONENT_BITS)
-    floor = block_max.bitwise_and_(_EXPONENT_BITS).sub_(_SUBNORMAL_FIELDS * _FIELD)
+    exponents.bitwise_and_(bits.exponent)
+    floor = block_max.bitwise_and_(bits.exponent).sub_(_SUBNORMAL_FIELDS * bits.field)
     if axis == 1:
         floor = floor.expand(-1, -1, -1, 8).reshape(rows, -1, 1, lane)
     torch.maximum(tiled, floor, out=tiled)
-    steps = exponents.view(torch.float32)
-    return values.add_(steps, alpha=_ROUNDING_CONSTANT).sub_(steps, alpha=_ROUNDING_CONSTANT)
+    steps = exponents.view(values.dtype)
+    return values.add_(steps, alpha=bits.constant).sub_(steps, alpha=bits.constant)
+
+
+def integer_like(dtype: torch.dtype) -> torch.dtype:
+    """Return the integer dtype of the bits of `dtype`, which the scratch of such values has."""
+    return _BITS[dtype].integer
 
 
 def _exact(values: Tensor, axis: int, lane: int, lanes: int) -> Tensor:
@@ -97,7 +121,9 @@ def _exact(values: Tensor, axis: int, lane: int, lanes: int) -> Tensor:
     return rounded.transpose(2, 3).reshape(moved.shape).movedim(-1, axis)
 
 
-def _needs_exact_path(block_max: Tensor) -> bool:
+def _needs_exact_path(block_max: Tensor, field: int) -> bool:
     """Whether a block other than an all-zero one is outside the range in which the constant rounds exactly."""
-    low, high = torch.aminmax(block_max.masked_fill(block_max == 0, _EXACT_BELOW_FIELD * _FIELD))
-    return bool((low < _EXACT_BELOW_FIELD * _FIELD) | (high >= _EXACT_FROM_FIELD * _FIELD))
+    low, high = (int(bound) for bound in torch.aminmax(block_max))
+    if low == 0 and high:  # blocks of zeros count for nothing
+        low = int(block_max.masked_fill(block_max == 0, high).min())
+    return high >= _EXACT_FROM_FIELD * field or 0 < low < _EXACT_BELOW_FIELD * field

@@ -24,10 +24,11 @@ from torch import Tensor
 
 from hf_neuron_moe.backends.torch.compute import Scratch
 from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints, FFNWeights, RowSource
-from hf_neuron_moe.backends.torch.gating import Gating, mask_
+from hf_neuron_moe.backends.torch.gating import Gating
 from hf_neuron_moe.backends.torch.kept import take_tile
 from hf_neuron_moe.backends.torch.products import matmul, matmul_into, matmul_over_rows_into
 from hf_neuron_moe.backends.torch.projections import Projections, first_columns
+from hf_neuron_moe.backends.torch.swiglu_grad import SwiGLUGrad
 from hf_neuron_moe.backends.torch.tiling import Loader, Span, column_spans, row_spans
 from hf_neuron_moe.formats.padding import padded_size
 
@@ -239,8 +240,7 @@ class _Tile:
         if saved.gate is None:
             assert self.again is not None and x_RH is not None
             buffer = scratch.get("gate_fp32", (rows.size, columns.length), torch.float32)
-            sums = self.again.gate(x_RH, self._sums("gate_out", buffer), rows.length)
-            gate = self._take_sums(buffer[: rows.length], sums[: rows.length])
+            gate = self.recompute.round_(self.again.gate(x_RH, buffer, rows.length)[: rows.length])
         else:
             gate = take_tile(saved.gate, row_part, slice(columns.start, columns.stop))
             if gate.dtype != torch.float32 or not gate.is_contiguous():
@@ -255,78 +255,40 @@ class _Tile:
             up[:, :stored].copy_(kept_up)
         if stored < columns.length:
             assert self.again is not None and x_RH is not None
-            sums = self._sums("up_out", up)
-            self.again.up_into(sums, x_RH)
-            self._take_sums(up[:, stored:], sums[:, stored:])
+            self.again.up_into(up, x_RH)
+            self.recompute.round_(up[:, stored:])
         return gate, up
-
-    def _sums(self, name: str, result: Tensor) -> Tensor:
-        """Where a product repeated for `result` (fp32) is to be written: there, or a buffer in the matmuls' dtype."""
-        operand = self.recompute.compute.operand
-        return result if operand == torch.float32 else self.task.loader.scratch.get(name, tuple(result.shape), operand)
-
-    def _take_sums(self, result: Tensor, sums: Tensor) -> Tensor:
-        """Return the sums in fp32, rounded as the checkpoint would have been; in `result` if they are not fp32."""
-        return self.recompute.round_(sums) if sums.dtype == torch.float32 else result.copy_(sums)
 
     def _elementwise(self, rows: Span, d_int: Tensor, gate: Tensor, up: Tensor) -> _InnerGrads:
         """Return the gradients of gate and up and the intermediate as operands; add to the scale's gradient."""
         task, loader, size = self.task, self.task.loader, self.columns.size
         scratch, shape = loader.scratch, tuple(gate.shape)
-        if d_int.dtype != torch.float32:
-            d_int = scratch.get("d_int_fp32", shape, torch.float32).copy_(d_int)
         act = scratch.get("act", shape, torch.float32)
         # One buffer: one pass rounds all three.
         results = scratch.get("d_gate_up_inter", (3, rows.size, shape[1]), torch.float32)
         results[:, rows.length :].zero_()
-        d_gate, d_up, product = results[:, : rows.length]
         row_part = slice(rows.start, rows.stop)
-        self._intermediate((row_part, slice(self.columns.start, self.columns.stop)), gate, up, act, product)
-        if task.grads.scale_R is not None:
-            task.grads.scale_R[row_part].add_(torch.linalg.vecdot(d_int, product))
-        if task.scale_R1 is not None:
-            product.mul_(task.scale_R1[row_part])
-            d_int.mul_(task.scale_R1[row_part])
-        if self.gating.skip_gate:
-            self.gating.slope(up, d_int, out=d_up)
-            d_gate.zero_()
-        else:
-            mask_(torch.mul(act, d_int, out=d_up), up, self.gating.up_limits)
-            mask_(self._d_gate(d_int, gate, up, out=d_gate), gate, self.gating.gate_limits)
+        part, saved = (row_part, slice(self.columns.start, self.columns.stop)), task.saved
+        SwiGLUGrad(self.gating, self.mx, loader.round_).fill(
+            results[:, : rows.length],
+            d_int,
+            gate,
+            up,
+            act,
+            kept_act=None if saved.gate_act is None else saved.gate_act[part],
+            kept_product=None if saved.intermediate is None else saved.intermediate[part],
+            scale_R1=None if task.scale_R1 is None else task.scale_R1[row_part],
+            d_scale_R=None if task.grads.scale_R is None else task.grads.scale_R[row_part],
+        )
         if not self.mx:
-            if loader.compute.operand == torch.float32:
-                return _InnerGrads(*loader.round_(results))
-            rounded = scratch.get("d_gate_up_inter", tuple(results.shape), loader.compute.operand)
-            return _InnerGrads(*rounded.copy_(results))
-        d_gate_up = scratch.get("d_gate_up", (rows.size, 2 * size), loader.compute.operand)
-        inter = scratch.get("inter", (rows.size, size), loader.compute.operand)
+            return _InnerGrads(*loader.round_(results))
+        d_gate, d_up, product = results[:, : rows.length]
+        d_gate_up = scratch.get("d_gate_up", (rows.size, 2 * size), torch.float32)
+        inter = scratch.get("inter", (rows.size, size), torch.float32)
         operands = _InnerGrads(d_gate_up[:, :size], d_gate_up[:, size:], inter, joined=d_gate_up)
         for target, values in ((inter, product), (operands.up, d_up), (operands.gate, d_gate)):
             loader.fill(target, values)
         return operands
-
-    def _intermediate(self, part: tuple[slice, slice], gate: Tensor, up: Tensor, act: Tensor, product: Tensor) -> None:
-        """Fill `act` and `product` (fp32) from what was kept, or compute them as the precision rounds them."""
-        saved, round_ = self.task.saved, self.task.loader.round_
-        if not self.mx or self.gating.rounds_itself:
-            self.gating.product(gate, up, out=product, act=act)
-            return
-        if saved.gate_act is not None:
-            act.copy_(saved.gate_act[part])
-        else:
-            round_(torch.ops.aten.silu.out(gate, out=act))
-        if saved.intermediate is not None:
-            product.copy_(saved.intermediate[part])
-        else:
-            round_(torch.mul(act, up, out=product))
-
-    def _d_gate(self, d_int: Tensor, gate: Tensor, up: Tensor, *, out: Tensor) -> Tensor:
-        """``d_int * up * act'(gate)``, with the rounding points of ``mlp_bwd_mxfp8`` in MX mode."""
-        if not self.mx or self.gating.rounds_itself:
-            return self.gating.slope(gate, d_int.mul_(up), out=out)
-        one = torch.ones((), dtype=torch.float32, device=gate.device).expand(gate.shape)
-        slope = self.task.loader.round_(torch.ops.aten.silu_backward.grad_input(one, gate, grad_input=out))
-        return self.task.loader.round_(slope.mul_(up)).mul_(d_int)
 
     def store_weight_grads(self) -> None:
         """Round the finished fp32 sums and copy them to where the caller wants them."""
@@ -348,7 +310,7 @@ class _Tile:
 def _takes_sums(grads: FFNGrads, loader: Loader) -> bool:
     """Whether the weight gradients' own memory can take the sums: fp32, dense, nothing to add to or round."""
     targets = (grads.gate_IH, grads.up_IH, grads.down_HI)
-    if loader.compute.operand != torch.float32 or loader.compute.mx or grads.add or grads.rounded != torch.float32:
+    if loader.compute.mx or grads.add or grads.rounded != torch.float32:
         return False
     return all(target is not None and target.dtype == torch.float32 and 1 in target.stride() for target in targets)
 

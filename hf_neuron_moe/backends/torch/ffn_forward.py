@@ -201,24 +201,22 @@ def _activate(
     compute = loader.compute
     gate_RI = sums_RI[: rows.length]
     gate_kept, up_kept = _keep(save, gate_RI, up_RI, rows, columns)
-    gate32, up32 = _in_fp32(loader, "gate_fp32", gate_RI), _in_fp32(loader, "up_fp32", up_RI)
-    if not compute.mx and compute.operand != compute.rounded:
+    if not compute.mx and compute.rounded != torch.float32:
         stored = 0 if up_kept is None else up_kept.shape[1]
-        _round_like(loader, gate32, gate_kept)
-        _round_like(loader, up32[:, :stored], up_kept)
-        _round_like(loader, up32[:, stored:], None)
+        _round_like(loader, gate_RI, gate_kept)
+        _round_like(loader, up_RI[:, :stored], up_kept)
+        _round_like(loader, up_RI[:, stored:], None)
     if save.gate_act is not None or save.intermediate is not None:
-        _keep_products(gate32, up32, loader, save, rows, columns)
-    inter = F.silu(gate32, inplace=True).mul_(up32)
+        _keep_products(gate_RI, up_RI, loader, save, rows, columns)
+    inter_RI = F.silu(gate_RI, inplace=True).mul_(up_RI)
     if scale_R1 is not None:
-        inter.mul_(scale_R1)
-    if compute.operand == torch.float32 and not compute.mx:
-        loader.round_(inter)
-        return sums_RI  # in fp32 the same memory
-    buffer = loader.scratch.get("inter", (rows.size, columns.size), compute.operand)
-    loader.fill(buffer, inter)
-    if compute.mx:
-        loader.quantize(buffer[: rows.length], axis=1)
+        inter_RI.mul_(scale_R1)
+    if not compute.mx:
+        loader.round_(inter_RI)
+        return sums_RI  # the same memory
+    buffer = loader.scratch.get("inter", (rows.size, columns.size), torch.float32)
+    loader.fill(buffer, inter_RI)
+    loader.quantize(buffer[: rows.length], axis=1)
     return buffer
 
 
@@ -254,9 +252,3 @@ def _round_like(loader: Loader, values: Tensor, kept: Tensor | None) -> None:
         loader.round_(values)
     else:
         values.copy_(kept)
-
-
-def _in_fp32(loader: Loader, name: str, values: Tensor) -> Tensor:
-    if values.dtype == torch.float32:
-        return values
-    return loader.scratch.get(name, tuple(values.shape), torch.float32).copy_(values)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.backends.torch.compute import Compute, Scratch, call_scratch, choose_compute
-from hf_neuron_moe.backends.torch.fake_quant import fake_quantize_, fake_quantize_tile_
+from hf_neuron_moe.backends.torch.compute import Compute, Scratch, call_scratch, choose_compute, fp32_products
+from hf_neuron_moe.backends.torch.fake_quant import fake_quantize_, fake_quantize_tile_, integer_like
 from hf_neuron_moe.backends.torch.products import padded_rows
 from hf_neuron_moe.formats.padding import padded_size
 from hf_neuron_moe.formats.swizzle import tile_segments
@@ -62,6 +62,11 @@ def row_spans(rows: int, loader: Loader, block_size: int | None, hidden: int, in
             size = padded_rows(stop - start, weight, compute.operand, loader.scratch.device)
             spans.append(Span(start, stop, size))
         return spans
+    return row_tiles(rows, block_size)
+
+
+def row_tiles(rows: int, block_size: int | None) -> list[Span]:
+    """Cut `rows` into the contraction tiles of a sum over them in MX; arguments as of :func:`row_spans`."""
     block = block_size if block_size is not None else padded_size(rows)
     tiles = [(first + start, size) for first in range(0, rows, block) for start, size in _contraction_tiles(block)]
     spans = []
@@ -145,13 +150,13 @@ class Loader:
 
     def quantize(self, buffer: Tensor, axis: int) -> Tensor:
         """Round `buffer` to MXFP8 along `axis` in place (MX mode only)."""
-        exponents = self.scratch.get("exponents", (buffer.numel(),), torch.int32)
+        exponents = self.scratch.get("exponents", (buffer.numel(),), integer_like(buffer.dtype))
         scheme = "wrapX_single" if self.lone_384 and buffer.shape[axis] == 384 else "wrapX"
         return fake_quantize_(buffer, axis, exponents, scheme=scheme)
 
     def quantize_rows(self, buffer: Tensor, lane: int) -> Tensor:
         """Round `buffer`, whose rows are (the first lanes of) one contraction tile, to MXFP8 along its rows."""
-        exponents = self.scratch.get("exponents", (buffer.numel(),), torch.int32)
+        exponents = self.scratch.get("exponents", (buffer.numel(),), integer_like(buffer.dtype))
         return fake_quantize_tile_(buffer, 0, lane, exponents)
 
     def round_(self, values: Tensor) -> Tensor:
@@ -165,7 +170,7 @@ class Loader:
 def make_loader(
     precision: str, device: torch.device, rows: float, weight_dtype: torch.dtype, *, lone_384: bool = False
 ) -> Loader:
-    """Return a loader for one call.
+    """Return a loader for one call of a block.
 
     Args:
         precision: ``"bf16"``, ``"mxfp8"`` or ``"fp32"``.
@@ -173,6 +178,14 @@ def make_loader(
         rows: average number of rows that share one weight; few rows are multiplied without casting the weights.
         weight_dtype: dtype of the parameters.
         lone_384: see :class:`Loader`.
+
+    Returns:
+        One with bf16 operands, for ``grouped_forward.py``, or one with fp32 operands, for tiles.
     """
     compute = choose_compute(precision, device, rows_per_expert=rows, weight_dtype=weight_dtype)
     return Loader(compute, call_scratch(device), lone_384)
+
+
+def tile_loader(precision: str, device: torch.device) -> Loader:
+    """Return a loader of fp32 operands, on any device."""
+    return Loader(fp32_products(precision), call_scratch(device))

@@ -1,0 +1,176 @@
+"""The backward of ``grouped_forward``: bf16 products over all groups, rounding points as in ``ffn_backward``.
+
+Legend: as in ``grouped_forward``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hf_neuron_moe.backends.torch.fake_quant import fake_quantize_tile_
+from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints
+from hf_neuron_moe.backends.torch.gating import Gating
+from hf_neuron_moe.backends.torch.grouped_forward import (
+    CHUNK,
+    Batch,
+    GroupedWeights,
+    PreActivations,
+    Rows,
+    tokens_operand,
+)
+from hf_neuron_moe.backends.torch.grouped_products import project, project_over_rows, width_of
+from hf_neuron_moe.backends.torch.swiglu_grad import SwiGLUGrad
+from hf_neuron_moe.backends.torch.tiling import Loader, row_tiles
+
+
+@dataclass(frozen=True)
+class GroupedGrads:
+    """Where the backward's results go; None means not wanted.
+
+    ``weights``: gradients of gate, up and down, views as of the weights; groups without rows are left alone.
+    ``x_RH``: bf16 ``[R, H]``. ``scale_R``: fp32, zero before.
+    """
+
+    weights: GroupedWeights | None = None
+    x_RH: Tensor | None = None
+    scale_R: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class GroupedBackward:
+    """The backward of :func:`grouped_forward`; :meth:`run` fills `grads`.
+
+    Attributes:
+        dout_TH: dL/dY of the tokens.
+        x_TH: the forward's input.
+        rows: the forward's.
+        weights: the projections.
+        loader: bf16 operands, MX-quantized or not.
+        grads: results.
+        saved: what the forward saved; what is missing is multiplied again.
+        up_cut: the forward's.
+        recompute_loader: forms the operands of the forward's products, where that differs.
+        gating: the SwiGLU product's backward where it is not the plain one.
+    """
+
+    dout_TH: Tensor
+    x_TH: Tensor
+    rows: Rows
+    weights: GroupedWeights
+    loader: Loader
+    grads: GroupedGrads
+    saved: Checkpoints
+    up_cut: int | None
+    recompute_loader: Loader
+    gating: Gating | None = None
+
+    def run(self) -> None:
+        """Write all gradients that are wanted."""
+        inner, operand = self.weights.inner, self.loader.compute.operand
+        kept_up = 0 if self.saved.up is None else self.saved.up.shape[1]
+        again = self.saved.gate is None or kept_up < inner
+        dout_op = tokens_operand(self.dout_TH, self.loader)
+        x_op = tokens_operand(self.x_TH, self.recompute_loader) if again else None
+        both_G2IH = self.weights.both(self.loader) if self.grads.x_RH is not None else None
+        for batch in self.rows.batches(inner):
+            pre = PreActivations(self.weights, batch, self.recompute_loader, self.saved, self.up_cut)
+            x_rH = None
+            if x_op is not None:
+                x_rH = batch.take(x_op)
+                pre.multiply(x_rH, exact=False, missing_only=True)
+            dout_rH = batch.take(dout_op)
+            d_int = [self.loader.scratch.get(name, (batch.size, inner), operand) for name in ("d_int", "d_int_low")]
+            project(dout_rH, self.weights.down_GHI.transpose(1, 2), batch.runs, self.loader, *d_int)
+            d_gate_up, inter = self._between(batch, pre, *d_int)
+            if self.grads.weights is not None:
+                plain = not self.loader.compute.mx and self.x_TH.dtype == self.dout_TH.dtype == operand
+                sources = (dout_rH, batch.take(self.x_TH) if x_rH is None else x_rH) if plain else None
+                self._weight_grads(batch, self.grads.weights, d_gate_up, inter, sources)
+            if both_G2IH is not None and self.grads.x_RH is not None:
+                self._input_grad(batch, self.grads.x_RH, d_gate_up, both_G2IH)
+
+    def _between(self, batch: Batch, pre: PreActivations, high: Tensor, low: Tensor) -> tuple[Tensor, Tensor]:
+        """Return ``[d_gate | d_up]`` and the scaled intermediate of a batch, bf16; add to the factors' gradients."""
+        loader, inner = self.loader, self.weights.inner
+        scratch, width, operand = loader.scratch, width_of(inner, loader), loader.compute.operand
+        d_gate_up = scratch.get("d_gate_up", (batch.size, 2 * width), operand)
+        inter = scratch.get("inter", (batch.size, width), operand)
+        math = SwiGLUGrad(self.gating or Gating(), loader.compute.mx, self._round_)
+        for chunk in batch.chunks(inner):
+            shape, part = (chunk.stop - chunk.start, inner), batch.global_part(chunk)
+            gate, up = pre.values(chunk)
+            d_int = scratch.get("d_int_fp32", shape, torch.float32).copy_(high[chunk]).add_(low[chunk])
+            results = scratch.get("inner_grads", (3, *shape), torch.float32)
+            math.fill(
+                results,
+                d_int,
+                gate,
+                up,
+                scratch.get("act", shape, torch.float32),
+                kept_act=None if self.saved.gate_act is None else self.saved.gate_act[part],
+                kept_product=None if self.saved.intermediate is None else self.saved.intermediate[part],
+                scale_R1=batch.scale(chunk),
+                d_scale_R=None if self.grads.scale_R is None else self.grads.scale_R[part],
+            )
+            for target, values in zip((d_gate_up[:, :width], d_gate_up[:, width:], inter), results, strict=True):
+                loader.fill(target[chunk], values)
+        return d_gate_up, inter
+
+    def _round_(self, values: Tensor) -> Tensor:
+        staged = self.loader.scratch.get("rounding", tuple(values.shape), self.loader.compute.rounded)
+        return values.copy_(staged.copy_(values))
+
+    def _weight_grads(
+        self,
+        batch: Batch,
+        grads: GroupedWeights,
+        d_gate_up: Tensor,
+        inter: Tensor,
+        sources: tuple[Tensor, Tensor] | None,
+    ) -> None:
+        """Sum over each group's rows; in MX every operand is quantized along them first."""
+        inner, width = self.weights.inner, inter.shape[1]
+        dout_rH, x_rH = sources or (batch.take(self.dout_TH), batch.take(self.x_TH))
+        for group, start, stop in batch.runs:
+            tensors = {"dout": dout_rH, "x": x_rH, "d_gate_up": d_gate_up, "inter": inter}
+            parts = {name: tensor[start:stop] for name, tensor in tensors.items()}
+            if sources is None:
+                parts = {name: self._over_rows(name, part) for name, part in parts.items()}
+            dout, x, both, product = parts.values()
+            project_over_rows(dout, product[:, :inner], grads.down_GHI[group])
+            if grads.gate_up_G2IH is not None and width == inner:
+                project_over_rows(both, x, grads.gate_up_G2IH[group])
+            else:
+                project_over_rows(both[:, :inner], x, grads.gate_GIH[group])
+                project_over_rows(both[:, width : width + inner], x, grads.up_GIH[group])
+
+    def _over_rows(self, name: str, values: Tensor) -> Tensor:
+        """Return one group's rows as operands of a sum over them: zero padded to whole lanes and quantized in MX."""
+        loader, columns = self.loader, values.shape[1]
+        tiles = row_tiles(len(values), self.rows.block_size) if loader.compute.mx else []
+        size = tiles[-1].start + tiles[-1].size if tiles else len(values)
+        operand = loader.scratch.get(f"rows_of_{name}", (size, columns), loader.compute.operand)
+        loader.fill(operand, values)
+        for tile in tiles:
+            step = max(CHUNK // tile.size, 1)
+            for first in range(0, columns, step):
+                part = operand[tile.start : tile.start + tile.size, first : first + step]
+                exponents = loader.scratch.get("exponents", (part.numel(),), torch.int16)
+                fake_quantize_tile_(part, 0, tile.lane, exponents)
+        return operand
+
+    def _input_grad(self, batch: Batch, out_RH: Tensor, d_gate_up: Tensor, both_G2IH: Tensor) -> None:
+        """Multiply with the weights; in MX after quantizing gate's and up's gradients along one axis of 2I."""
+        loader, inner = self.loader, self.weights.inner
+        width = d_gate_up.shape[1] // 2
+        if loader.compute.mx:
+            for chunk in batch.chunks(2 * width):
+                loader.quantize(d_gate_up[chunk], axis=1)
+            if width > inner:
+                halves = both_G2IH.unflatten(1, (2, inner))
+                both_G2IH = F.pad(halves, (0, 0, 0, width - inner)).flatten(1, 2)
+        project(d_gate_up, both_G2IH.transpose(1, 2), batch.runs, loader, out_RH[batch.part])

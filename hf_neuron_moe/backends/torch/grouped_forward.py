@@ -1,0 +1,302 @@
+"""The gated feed-forward network of all groups at once, by bf16 products: the forward.
+
+This is what processors with bf16 instructions run. Groups are the experts of a layer, or one for a dense MLP. Rounding
+points are those of ``ffn_forward`` and ``ffn_backward``:
+
+* Every product takes its whole contraction axis and is rounded once.
+* Where the contract has the fp32 sum (``d_int``, and gate and up in mxfp8), it is held to 16 bits
+  (``grouped_products``).
+* What an expert adds to a token is rounded to bf16 first, as the device's kernels accumulate in the dtype of their
+  output. The sum over a token's experts is fp32.
+
+Rows are processed in batches of whole groups, which bounds the temporaries. Values between the products are made for a
+few rows at a time, which stay in the caches.
+
+Legend: G groups, T tokens, R rows (token-expert pairs in expert order), r rows of a batch, H hidden, I intermediate,
+K experts per token. Widths are those of the operands: padded to whole MX groups in mxfp8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hf_neuron_moe.backends.torch.experts import ExpertStack
+from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints
+from hf_neuron_moe.backends.torch.grouped_products import ROW_MULTIPLE, Runs, project, width_of
+from hf_neuron_moe.backends.torch.kept import put_tile, take_tile
+from hf_neuron_moe.backends.torch.tiling import Loader
+
+BATCH = 1 << 22
+"""Elements ``[r, I]`` of a batch's intermediate, from which on groups are processed in turns."""
+CHUNK = 1 << 18
+"""Elements between the products that are processed at a time."""
+
+
+@dataclass(frozen=True)
+class GroupedWeights:
+    """Views of the projections in ``nn.Linear`` orientation, any strides and any float dtype.
+
+    ``gate_up`` is ``[G, 2I, H]`` where gate and up lie in one tensor, else None.
+    """
+
+    gate_GIH: Tensor
+    up_GIH: Tensor
+    down_GHI: Tensor
+    gate_up_G2IH: Tensor | None = None
+
+    @classmethod
+    def of_dense(cls, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor) -> GroupedWeights:
+        """Return a dense MLP's projections, or their gradients, as those of one group."""
+        both, inner, stride = None, gate_IH.shape[0], gate_IH.stride()
+        one_storage = gate_IH.untyped_storage().data_ptr() == up_IH.untyped_storage().data_ptr()
+        behind = up_IH.storage_offset() - gate_IH.storage_offset() == inner * stride[0]
+        if one_storage and behind and up_IH.stride() == stride:
+            both = gate_IH.as_strided((1, 2 * inner, gate_IH.shape[1]), (0, *stride))
+        return cls(gate_IH[None], up_IH[None], down_HI[None], both)
+
+    @classmethod
+    def of_experts(cls, stack: ExpertStack) -> GroupedWeights:
+        """Return stacked projections, or their gradients, with an expert as a group."""
+        gate_up_E2IH = stack.gate_up.transpose(1, 2) if stack.transposed else stack.gate_up
+        down_EHI = stack.down.transpose(1, 2) if stack.transposed else stack.down
+        inner = down_EHI.shape[2]
+        return cls(gate_up_E2IH[:, :inner], gate_up_E2IH[:, inner:], down_EHI, gate_up_E2IH)
+
+    @property
+    def inner(self) -> int:
+        """I."""
+        return self.gate_GIH.shape[1]
+
+    def both(self, loader: Loader) -> Tensor:
+        """Return ``[G, 2I, H]``."""
+        if self.gate_up_G2IH is not None:
+            return self.gate_up_G2IH
+        groups, inner, hidden = self.gate_GIH.shape
+        both = loader.scratch.get("gate_up", (groups, 2 * inner, hidden), self.gate_GIH.dtype)
+        both[:, :inner].copy_(self.gate_GIH)
+        both[:, inner:].copy_(self.up_GIH)
+        return both
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a call in group order.
+
+    Attributes:
+        runs: which rows belong to which group.
+        count: R; rows behind the last run belong to groups of other ranks.
+        token_R: which token each row is; None where rows are the tokens.
+        scale_R: fp32 factor on each row's intermediate, or None.
+        block_size: rows per MoE block; None for a dense MLP.
+    """
+
+    runs: Runs
+    count: int
+    token_R: Tensor | None = None
+    scale_R: Tensor | None = None
+    block_size: int | None = None
+
+    @classmethod
+    def of_dense(cls, tokens: int) -> Rows:
+        """Return the rows of a dense MLP."""
+        return cls([(0, 0, tokens)] if tokens else [], tokens)
+
+    @property
+    def end(self) -> int:
+        """The end of the last run."""
+        return self.runs[-1][2] if self.runs else 0
+
+    def batches(self, inner: int) -> Iterator[Batch]:
+        """Cut the runs into batches."""
+        batch: list[tuple[int, int, int]] = []
+        for run in self.runs:
+            if batch and (run[2] - batch[0][1]) * inner > BATCH:
+                yield Batch(self, batch)
+                batch = []
+            batch.append(run)
+        if batch:
+            yield Batch(self, batch)
+
+
+class Batch:
+    """Some whole runs: where they lie among the rows, and their rows of a tensor."""
+
+    def __init__(self, rows: Rows, runs: Sequence[tuple[int, int, int]]) -> None:
+        self.rows, self.start, self.stop = rows, runs[0][1], runs[-1][2]
+        self.runs = [(group, start - self.start, stop - self.start) for group, start, stop in runs]
+        self.part = slice(self.start, self.stop)
+        self.length = self.stop - self.start
+        self.size = -(-self.length // ROW_MULTIPLE) * ROW_MULTIPLE
+
+    def take(self, values_TH: Tensor) -> Tensor:
+        """Return the batch's rows of a tensor of tokens."""
+        token_R = self.rows.token_R
+        return values_TH[self.part] if token_R is None else values_TH.index_select(0, token_R[self.part])
+
+    def chunks(self, inner: int) -> Iterator[slice]:
+        """Cut the batch's rows for what is computed between the products."""
+        step = max(CHUNK // inner, 1)
+        for start in range(0, self.length, step):
+            yield slice(start, min(start + step, self.length))
+
+    def global_part(self, chunk: slice) -> slice:
+        """Return `chunk` as rows of the call."""
+        return slice(self.start + chunk.start, self.start + chunk.stop)
+
+    def scale(self, chunk: slice) -> Tensor | None:
+        """Return the factors of a chunk ``[r, 1]``."""
+        scale_R = self.rows.scale_R
+        return None if scale_R is None else scale_R[self.global_part(chunk), None]
+
+
+def tokens_operand(values_TH: Tensor, loader: Loader) -> Tensor:
+    """Return tokens as left operands with H as contraction axis; each is quantized once, whatever experts it has."""
+    width = width_of(values_TH.shape[1], loader)
+    if not loader.compute.mx and values_TH.dtype == loader.compute.operand:
+        return values_TH
+    operand = values_TH.new_empty((len(values_TH), width), dtype=loader.compute.operand)
+    loader.fill(operand, values_TH)
+    return loader.quantize(operand, axis=1) if loader.compute.mx else operand
+
+
+class PreActivations:
+    """Gate and up of a batch: products of the forward, or of a backward for what was not saved.
+
+    Gate, the first columns of up and its other columns are products of their own, whatever is saved, so that a value
+    has the same bits wherever it is made.
+    """
+
+    def __init__(self, weights: GroupedWeights, batch: Batch, loader: Loader, saved: Checkpoints, up_cut: int | None):
+        self.weights, self.batch, self.loader, self.saved = weights, batch, loader, saved
+        self.cut = weights.inner if up_cut is None else min(up_cut, weights.inner)
+        self.high: dict[str, Tensor] = {}
+        self.low: dict[str, Tensor] = {}
+
+    def multiply(self, x_rH: Tensor, *, exact: bool, missing_only: bool = False) -> None:
+        """Make the products.
+
+        Args:
+            x_rH: the batch's input rows as an operand.
+            exact: also what rounding the products to bf16 takes away.
+            missing_only: leave out what was saved.
+        """
+        gate, up, cut = self.weights.gate_GIH, self.weights.up_GIH, self.cut
+        kept_up = 0 if self.saved.up is None else self.saved.up.shape[1]
+        parts = {"gate": (gate, self.saved.gate is not None), "up": (up[:, :cut], kept_up >= cut)}
+        if cut < self.weights.inner:
+            parts["up_tail"] = (up[:, cut:], kept_up > cut)
+        for name, (weight_GNH, is_saved) in parts.items():
+            if missing_only and is_saved:
+                continue
+            shape = (self.batch.size, weight_GNH.shape[1])
+            high = self.loader.scratch.get(name, shape, self.loader.compute.operand)
+            low = self.loader.scratch.get(f"{name}_low", shape, self.loader.compute.operand) if exact else None
+            project(x_rH, weight_GNH, self.batch.runs, self.loader, high, low)
+            self.high[name] = high
+            if low is not None:
+                self.low[name] = low
+
+    def save(self, chunk: slice) -> None:
+        """Copy a chunk's rounded values to where the policy saves them."""
+        rows, saved = self.batch.global_part(chunk), self.saved
+        if saved.gate is not None:
+            put_tile(saved.gate, rows, slice(0, self.weights.inner), self.high["gate"][chunk])
+        if saved.up is not None:
+            columns = saved.up.shape[1]
+            whole = self.high["up"][chunk]
+            if columns > self.cut:
+                whole = torch.cat([whole, self.high["up_tail"][chunk]], dim=1)
+            put_tile(saved.up, rows, slice(0, columns), whole)
+
+    def values(self, chunk: slice) -> tuple[Tensor, Tensor]:
+        """Return gate and up of a chunk in fp32: of the products where they were made, else what was saved."""
+        shape, scratch = (chunk.stop - chunk.start, self.weights.inner), self.loader.scratch
+        gate, up = (scratch.get(f"{name}_fp32", shape, torch.float32) for name in ("gate", "up"))
+        self._fill(gate, "gate", chunk)
+        if "up_tail" in self.high:
+            self._fill(up[:, : self.cut], "up", chunk)
+            self._fill(up[:, self.cut :], "up_tail", chunk)
+        else:
+            self._fill(up, "up", chunk)
+        return gate, up
+
+    def _fill(self, target: Tensor, name: str, chunk: slice) -> None:
+        if name in self.high:
+            target.copy_(self.high[name][chunk])
+            if name in self.low:
+                target.add_(self.low[name][chunk])
+            return
+        kept = self.saved.gate if name == "gate" else self.saved.up
+        assert kept is not None
+        target.copy_(take_tile(kept, self.batch.global_part(chunk), slice(0, target.shape[1])))
+
+
+def grouped_forward(
+    x_TH: Tensor, rows: Rows, weights: GroupedWeights, loader: Loader, *, save: Checkpoints, up_cut: int | None
+) -> Tensor:
+    """Return ``(silu(x Wg^T) * x Wu^T * scale) Wd^T`` of each row, bf16 ``[R, H]``, and fill `save`.
+
+    Args:
+        x_TH: the tokens.
+        rows: which of them go to which group.
+        weights: the projections.
+        loader: bf16 operands, MX-quantized or not, and the scratch buffers.
+        save: buffers of the saved activations; those that are None are not saved.
+        up_cut: number of columns of up that are multiplied first; None for all.
+    """
+    compute, scratch, inner = loader.compute, loader.scratch, weights.inner
+    x_op, width = tokens_operand(x_TH, loader), width_of(inner, loader)
+    out_RH = x_TH.new_empty((rows.count, x_TH.shape[1]), dtype=compute.operand)
+    for batch in rows.batches(inner):
+        pre = PreActivations(weights, batch, loader, save, up_cut)
+        pre.multiply(batch.take(x_op), exact=compute.mx)
+        inter_rI = scratch.get("inter", (batch.size, width), compute.operand)
+        for chunk in batch.chunks(inner):
+            pre.save(chunk)
+            gate, up = pre.values(chunk)
+            if save.gate_act is not None or save.intermediate is not None:
+                _save_products(pre, save, chunk)
+            product = F.silu(gate, inplace=True).mul_(up)
+            scale_r1 = batch.scale(chunk)
+            if scale_r1 is not None:
+                product.mul_(scale_r1)
+            loader.fill(inter_rI[chunk], product)
+            if compute.mx:
+                loader.quantize(inter_rI[chunk], axis=1)
+        project(inter_rI, weights.down_GHI, batch.runs, loader, out_RH[batch.part])
+    if rows.end < rows.count:
+        out_RH[rows.end :].zero_()
+    return out_RH
+
+
+def _save_products(pre: PreActivations, save: Checkpoints, chunk: slice) -> None:
+    """Save ``silu(gate)`` and ``silu(gate) * up`` of the rounded gate and up, as a backward would make them again."""
+    part, columns = pre.batch.global_part(chunk), pre.cut
+    act = F.silu(pre.high["gate"][chunk].float(), inplace=True).to(torch.bfloat16)
+    if save.gate_act is not None:
+        save.gate_act[part].copy_(act)
+    if save.intermediate is not None:
+        torch.mul(act[:, :columns], pre.high["up"][chunk], out=save.intermediate[part, :columns])
+        if columns < act.shape[1]:
+            torch.mul(act[:, columns:], pre.high["up_tail"][chunk], out=save.intermediate[part, columns:])
+
+
+def sum_over_experts(out_RH: Tensor, slot_TK: Tensor) -> Tensor:
+    """Add each token's rows in fp32: ``[T, H]``.
+
+    Args:
+        out_RH: the rows in group order.
+        slot_TK: where each token's rows are.
+    """
+    total_TH = torch.empty((len(slot_TK), out_RH.shape[1]), dtype=torch.float32, device=out_RH.device)
+    for first in range(0, len(slot_TK), step := max(CHUNK // out_RH.shape[1], 1)):
+        part = total_TH[first : first + step]
+        for number, slot_t in enumerate(slot_TK[first : first + step].unbind(1)):
+            rows = out_RH.index_select(0, slot_t)
+            part.copy_(rows) if number == 0 else part.add_(rows)
+    return total_TH

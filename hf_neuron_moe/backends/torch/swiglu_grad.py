@@ -1,0 +1,93 @@
+"""The elementwise part of the backward: gradients of gate and up, and the intermediate, of some rows.
+
+Legend: R rows, I intermediate (a part of the axis is as good). Every tensor is fp32 and overwritten in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_neuron_moe.backends.torch.gating import Gating, mask_
+
+
+class SwiGLUGrad(NamedTuple):
+    """How the values between the products are made: see the module ``ffn_backward`` for the rounding points.
+
+    Attributes:
+        gating: the activation and its clamp masks.
+        mx: round as ``mlp_bwd_mxfp8`` does.
+        round_: rounds fp32 values to the compute dtype in place.
+    """
+
+    gating: Gating
+    mx: bool
+    round_: Callable[[Tensor], Tensor]
+
+    def fill(
+        self,
+        results: Tensor,
+        d_int: Tensor,
+        gate: Tensor,
+        up: Tensor,
+        act: Tensor,
+        *,
+        kept_act: Tensor | None = None,
+        kept_product: Tensor | None = None,
+        scale_R1: Tensor | None = None,
+        d_scale_R: Tensor | None = None,
+    ) -> None:
+        """Write d_gate, d_up and the scaled intermediate into `results` ``[3, R, I]``, not rounded.
+
+        Args:
+            results: to fill.
+            d_int: gradient of the intermediate ``[R, I]``; overwritten.
+            gate: gate pre-activations.
+            up: up pre-activations.
+            act: a buffer for the activation.
+            kept_act: the activation, where the policy saved it (mxfp8).
+            kept_product: ``act * up``, where the policy saved it (mxfp8).
+            scale_R1: the forward's factor on the intermediate.
+            d_scale_R: gradient of the factor, added to.
+        """
+        d_gate, d_up, product = results
+        self._activate(gate, up, act, product, kept_act, kept_product)
+        if d_scale_R is not None:
+            d_scale_R.add_(torch.linalg.vecdot(d_int, product))
+        if scale_R1 is not None:
+            product.mul_(scale_R1)
+            d_int.mul_(scale_R1)
+        gating = self.gating
+        if gating.skip_gate:
+            gating.slope(up, d_int, out=d_up)
+            d_gate.zero_()
+        else:
+            mask_(torch.mul(act, d_int, out=d_up), up, gating.up_limits)
+            mask_(self._d_gate(d_int, gate, up, out=d_gate), gate, gating.gate_limits)
+
+    def _activate(
+        self, gate: Tensor, up: Tensor, act: Tensor, product: Tensor, kept_act: Tensor | None, kept: Tensor | None
+    ) -> None:
+        """Fill `act` and `product` from what was kept, or compute them as the precision rounds them."""
+        if not self.mx or self.gating.rounds_itself:
+            self.gating.product(gate, up, out=product, act=act)
+            return
+        if kept_act is not None:
+            act.copy_(kept_act)
+        else:
+            self.round_(torch.ops.aten.silu.out(gate, out=act))
+        if kept is not None:
+            product.copy_(kept)
+        else:
+            self.round_(torch.mul(act, up, out=product))
+
+    def _d_gate(self, d_int: Tensor, gate: Tensor, up: Tensor, *, out: Tensor) -> Tensor:
+        """``d_int * up * act'(gate)``, with the rounding points of ``mlp_bwd_mxfp8`` in MX mode."""
+        if not self.mx or self.gating.rounds_itself:
+            return self.gating.slope(gate, d_int.mul_(up), out=out)
+        one = torch.ones((), dtype=torch.float32, device=gate.device).expand(gate.shape)
+        slope = self.round_(torch.ops.aten.silu_backward.grad_input(one, gate, grad_input=out))
+        return self.round_(slope.mul_(up)).mul_(d_int)
