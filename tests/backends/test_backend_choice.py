@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+
 import pytest
 import torch
 
 from hf_neuron_moe.backends import get_backend, resolve_backend
+from hf_neuron_moe.backends.torch import compute
 from hf_neuron_moe.backends.torch.compute import bf16_matmul_is_fast, choose_compute
 from hf_neuron_moe.errors import BackendUnavailableError, ConfigError
 
@@ -53,19 +57,64 @@ def test_bf16_runs_natively_only_where_it_pays(native: bool, monkeypatch: pytest
     assert {c.rounded for c in (many, few, cast)} == {torch.bfloat16}
 
 
-def test_mxfp8_and_fp32_multiply_in_fp32() -> None:
-    for precision in ("mxfp8", "fp32"):
-        compute = choose_compute(precision, CPU, rows_per_expert=1, weight_dtype=torch.bfloat16)
-        assert compute.operand == torch.float32 and compute.mx is (precision == "mxfp8")
+@pytest.mark.parametrize("native", [True, False])
+def test_mxfp8_multiplies_as_bf16_does_and_fp32_in_fp32(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compute, "_cpu_bf16_matmul_is_fast", lambda: native)
+    mx, plain = (
+        choose_compute(precision, CPU, rows_per_expert=1, weight_dtype=torch.bfloat16)
+        for precision in ("mxfp8", "fp32")
+    )
+    assert mx.operand == (torch.bfloat16 if native else torch.float32) and mx.mx
+    assert plain.operand == plain.rounded == torch.float32 and not plain.mx
 
 
-def test_without_onednn_bf16_kernels_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_neuron_moe.backends.torch import compute
+@pytest.fixture
+def fresh_choice(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """What is asked once per process is asked again, and once more afterwards."""
+    monkeypatch.delenv(compute.OPTION, raising=False)
+    asked = (compute._option, compute._cpu_bf16_matmul_is_fast)
+    for ask in asked:
+        ask.cache_clear()
+    yield monkeypatch
+    for ask in asked:
+        ask.cache_clear()
 
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    compute._cpu_bf16_matmul_is_fast.cache_clear()
+
+def test_without_onednn_there_are_no_bf16_products(fresh_choice: pytest.MonkeyPatch) -> None:
+    fresh_choice.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     assert bf16_matmul_is_fast(CPU) is False
-    compute._cpu_bf16_matmul_is_fast.cache_clear()
+
+
+@pytest.mark.parametrize(("value", "expected"), [("native", True), ("fp32", False)])
+@pytest.mark.parametrize("instructions", [True, False])
+def test_the_environment_overrides_the_processor(
+    value: str, expected: bool, instructions: bool, fresh_choice: pytest.MonkeyPatch
+) -> None:
+    fresh_choice.setattr(compute, "_cpu_bf16_matmul_is_fast", lambda: instructions)
+    assert bf16_matmul_is_fast(CPU) is instructions
+    compute._option.cache_clear()
+    fresh_choice.setenv(compute.OPTION, value)
+    assert bf16_matmul_is_fast(CPU) is bf16_matmul_is_fast(torch.device("cuda")) is expected
+
+
+def test_another_value_of_the_environment_is_an_error(fresh_choice: pytest.MonkeyPatch) -> None:
+    fresh_choice.setenv(compute.OPTION, "fast")
+    with pytest.raises(ConfigError, match=compute.OPTION):
+        bf16_matmul_is_fast(CPU)
+
+
+@pytest.mark.parametrize("held", ["AVX2", "avx512_core"])
+def test_held_to_older_instructions_there_are_no_bf16_products(held: str, fresh_choice: pytest.MonkeyPatch) -> None:
+    fresh_choice.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
+    fresh_choice.setenv("ONEDNN_MAX_CPU_ISA", held)
+    assert bf16_matmul_is_fast(CPU) is False
+
+
+def test_no_clock_decides(fresh_choice: pytest.MonkeyPatch) -> None:
+    """Two processes of one run would compute other bits on a loaded machine."""
+    for name in ("perf_counter", "monotonic", "process_time", "time"):
+        fresh_choice.setattr(time, name, lambda: pytest.fail("a measurement"))
+    bf16_matmul_is_fast(CPU)
 
 
 def test_scratch_is_reused_by_the_next_call_and_can_be_released() -> None:

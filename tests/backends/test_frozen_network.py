@@ -81,11 +81,17 @@ def relative(actual: Tensor, expected: Tensor) -> float:
 BOUND = 2**-6
 
 
+def products(monkeypatch: pytest.MonkeyPatch, native: bool) -> None:
+    """Let blocks multiply in bf16 or in fp32, whatever the processor; MX codes' values are multiplied in fp32."""
+    monkeypatch.setattr("hf_neuron_moe.backends.torch.compute._cpu_bf16_matmul_is_fast", lambda: native)
+
+
 @pytest.mark.parametrize(("arrangement", "scales"), STORED)
 @pytest.mark.parametrize(("hidden", "inner"), [(128, 256), (256, 2688), (512, 128)])
 def test_dense_forward_is_the_patched_block_s_bit_for_bit(
-    hidden: int, inner: int, arrangement: str, scales: str
+    hidden: int, inner: int, arrangement: str, scales: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    products(monkeypatch, native=False)
     gate_up, down, x = wide(2 * inner, hidden), wide(hidden, inner, seed=1), wide(37, hidden, seed=2)
     y = frozen_network(x, None, None, stack_of(gate_up, down, arrangement, scales), backend="torch")
     gate, up = gate_up.chunk(2)
@@ -93,7 +99,10 @@ def test_dense_forward_is_the_patched_block_s_bit_for_bit(
 
 
 @pytest.mark.parametrize(("arrangement", "scales"), STORED)
-def test_experts_forward_is_the_patched_block_s_bit_for_bit(arrangement: str, scales: str) -> None:
+def test_experts_forward_is_the_patched_block_s_bit_for_bit(
+    arrangement: str, scales: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    products(monkeypatch, native=False)
     gate_up, down, x = wide(4, 2 * 256, 128), wide(4, 128, 256, seed=1), wide(700, 128, seed=2)
     generator = torch.Generator().manual_seed(3)
     index = torch.randint(0, 6, (700, 2), generator=generator)  # 4 and 5 belong to other ranks
@@ -103,6 +112,15 @@ def test_experts_forward_is_the_patched_block_s_bit_for_bit(arrangement: str, sc
         x, index, weights, gate_up, down, transposed=False, precision="mxfp8", block_size=512, backend="torch"
     )
     assert torch.equal(y, expected)
+
+
+def test_blocks_with_bf16_products_differ_by_roundings_of_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their sums have 16 bits, so that few values are rounded differently afterwards."""
+    products(monkeypatch, native=True)
+    gate_up, down, x = wide(2 * 640, 256), wide(256, 640, seed=1), wide(300, 256, seed=2)
+    y = frozen_network(x, None, None, stack_of(gate_up, down, "natural", "compact"), backend="torch")
+    other = ops.swiglu_mlp(x, *gate_up.chunk(2), down, precision="mxfp8", backend="torch")
+    assert relative(y, other.double()) < 2**-9  # half of what one more rounding to bf16 can cost
 
 
 @settings(max_examples=25, deadline=None)
