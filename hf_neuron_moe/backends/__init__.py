@@ -73,12 +73,15 @@ def without_copies(name: str) -> str:
 
 
 def drop_weight_copies(weights: Iterable[Tensor]) -> int:
-    """Drop the copies of `weights` that backends keep in their kernels' orientation; return their bytes.
+    """Drop the copies of `weights` that backends keep, in their kernels' orientation or quantized; return their bytes.
 
     Backends that are not loaded are not loaded for it.
     """
-    loaded = sys.modules.get(f"{__name__}.neuron.backend")
-    return 0 if loaded is None else loaded.drop_copies(weights)
+    neuron = sys.modules.get(f"{__name__}.neuron.backend")
+    generation = sys.modules.get(f"{__name__}.torch.generation")
+    sources = list(weights)
+    dropped = 0 if generation is None else generation.generation_copies().drop(sources)
+    return dropped + (0 if neuron is None else neuron.drop_copies(sources))
 
 
 def get_backend(name: str) -> Backend:

@@ -22,7 +22,7 @@ from hf_neuron_moe.backends.neuron.layouts import (
     split_gate_up,
     stock_gradient,
 )
-from hf_neuron_moe.backends.neuron.prepared import CountedWeights, PreparedWeights
+from hf_neuron_moe.backends.prepared import CountedWeights, PreparedWeights
 
 SIZES = st.integers(1, 9)
 

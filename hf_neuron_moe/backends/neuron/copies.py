@@ -16,7 +16,7 @@ from hf_neuron_moe.backends.neuron.dense import DenseKernels
 from hf_neuron_moe.backends.neuron.experts import ExpertKernels, Experts
 from hf_neuron_moe.backends.neuron.launch import Launcher
 from hf_neuron_moe.backends.neuron.limits import Block
-from hf_neuron_moe.backends.neuron.prepared import CountedWeights
+from hf_neuron_moe.backends.prepared import CountedWeights
 
 
 class _NothingRuns(Launcher):

@@ -19,7 +19,7 @@ from hf_neuron_moe.backends.neuron.adapter import Adapter
 from hf_neuron_moe.backends.neuron.launch import Launcher
 from hf_neuron_moe.backends.neuron.layouts import fused_for_kernel, kernel_weight, pad_axes, stock_gradient
 from hf_neuron_moe.backends.neuron.limits import Block
-from hf_neuron_moe.backends.neuron.prepared import PreparedWeights, kept_for
+from hf_neuron_moe.backends.prepared import PreparedWeights, kept_for
 from hf_neuron_moe.formats.padding import padded_size
 
 _ORDER = ("gate_pre", "up", "gate_act", "intermediate")

@@ -24,8 +24,8 @@ from hf_neuron_moe.backends.neuron.layouts import (
     stock_gradient,
 )
 from hf_neuron_moe.backends.neuron.limits import Block
-from hf_neuron_moe.backends.neuron.prepared import PreparedWeights, kept_for
 from hf_neuron_moe.backends.neuron.routing import Routed, block_count, route, routing_gradient, with_sink
+from hf_neuron_moe.backends.prepared import PreparedWeights, kept_for
 from hf_neuron_moe.errors import BackendUnavailableError, refuse
 
 _BACKWARD_AXES = ("EH2I", "EIH")

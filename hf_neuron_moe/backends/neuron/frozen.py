@@ -22,8 +22,8 @@ from hf_neuron_moe.backends.neuron.adapter import Adapter
 from hf_neuron_moe.backends.neuron.launch import Launcher
 from hf_neuron_moe.backends.neuron.layouts import pad_axes
 from hf_neuron_moe.backends.neuron.limits import BF16_HIDDEN, BF16_HIDDEN_STEP, BF16_TOKENS, Device
-from hf_neuron_moe.backends.neuron.prepared import PreparedWeights
 from hf_neuron_moe.backends.neuron.routing import route, with_sink
+from hf_neuron_moe.backends.prepared import PreparedWeights
 from hf_neuron_moe.errors import ShapeError, refuse
 from hf_neuron_moe.formats.constants import SwizzleScheme
 from hf_neuron_moe.formats.padding import LANES, padded_size

@@ -9,16 +9,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
-
-
-def is_traced(tensor: Tensor) -> bool:
-    """Return whether what is done with `tensor` becomes a program that runs later, on other memory."""
-    if torch.compiler.is_compiling():  # first: the rest cannot be traced
-        return True
-    return type(tensor) not in _PLAIN_TYPES or torch._is_functional_tensor(tensor) or get_proxy_mode() is not None
+from hf_neuron_moe.backends.prepared import is_traced
 
 
 def pad_axes(tensor: Tensor, sizes: tuple[int, ...]) -> Tensor:

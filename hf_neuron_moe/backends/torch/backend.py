@@ -13,7 +13,7 @@ from torch import Tensor
 from hf_neuron_moe.activation_policy import kept_up_columns, parse_keep
 from hf_neuron_moe.backends.base import Saved
 from hf_neuron_moe.backends.mx_weights import MXExpertStack
-from hf_neuron_moe.backends.torch import few_rows
+from hf_neuron_moe.backends.torch import few_rows, generation
 from hf_neuron_moe.backends.torch.experts import (
     Emit,
     ExpertGrads,
@@ -57,18 +57,20 @@ class TorchBackend:
             out = self.mlp_few_rows(x_SH, gate_IH, up_IH, down_HI, precision)
             if out is not None:
                 return out, _nothing(x_SH)
+            if generation.suits(precision, len(x_SH), gate_IH):
+                return generation.mlp(x_SH, gate_IH, up_IH, down_HI), _nothing(x_SH)
         tokens = x_SH.shape[0]
         saved = self.fake_saved(x_SH, tokens, gate_IH.shape[0], keep)
         loader = make_loader(precision, x_SH.device, tokens, down_HI.dtype, lone_384=True)
         save, up_cut = _checkpoints(saved, keep), _up_cut(len(gate_IH), keep)
         if loader.compute.operand == torch.bfloat16:
-            dense = GroupedWeights.of_dense(gate_IH, up_IH, down_HI)
-            out = grouped_forward(x_SH, Rows.of_dense(tokens), dense, loader, save=save, up_cut=up_cut)
+            weights = GroupedWeights.of_dense(gate_IH, up_IH, down_HI)
+            out = grouped_forward(x_SH, Rows.of_dense(tokens), weights, loader, save=save, up_cut=up_cut)
         else:
             out = torch.zeros(x_SH.shape, dtype=torch.float32, device=x_SH.device)
             if tokens:
-                weights = FFNWeights(gate_IH, up_IH, down_HI)
-                ffn_forward(RowSource(x_SH), weights, loader, out, save=save, up_cut=up_cut)
+                views = FFNWeights(gate_IH, up_IH, down_HI)
+                ffn_forward(RowSource(x_SH), views, loader, out, save=save, up_cut=up_cut)
         return out.to(x_SH.dtype), _with_input(saved, x_SH, keep)
 
     mlp_few_rows = staticmethod(few_rows.mlp)
@@ -142,18 +144,20 @@ class TorchBackend:
         stack = ExpertStack(gate_up, down, transposed)
         if not keep and index_TK.numel():
             # An estimate that needs no look at the routing: pairs spread evenly over as many experts as possible.
-            rows = index_TK.numel() / min(index_TK.numel(), gate_up.shape[0])
+            spread = index_TK.numel() / min(index_TK.numel(), gate_up.shape[0])
             one_dtype = gate_up.dtype is down.dtype is x_TH.dtype
-            if one_dtype and few_rows.suit(precision, gate_up.dtype, x_TH.device, index_TK.numel(), rows):
+            if one_dtype and few_rows.suit(precision, gate_up.dtype, x_TH.device, index_TK.numel(), spread):
                 return few_rows.experts(x_TH, index_TK, weight_TK, stack), _nothing(x_TH)
         pairs = sort_pairs(index_TK, gate_up.shape[0])
         scale = _sorted_scale(pairs, weight_TK)
+        if not keep and generation.suits(precision, index_TK.numel(), gate_up):
+            return generation.experts(x_TH, pairs, scale, stack), _nothing(x_TH)
         saved = self.fake_saved(x_TH, index_TK.numel(), _intermediate(down, transposed), keep)
         loader = make_loader(precision, x_TH.device, rows_per_run(pairs.runs), gate_up.dtype)
         save, up_cut = _checkpoints(saved, keep), _up_cut(_intermediate(down, transposed), keep)
         if loader.compute.operand == torch.bfloat16:
-            grouped = Rows(pairs.runs, index_TK.numel(), pairs.token_R, scale, block_size)
-            out_RH = grouped_forward(x_TH, grouped, GroupedWeights.of_experts(stack), loader, save=save, up_cut=up_cut)
+            rows = Rows(pairs.runs, index_TK.numel(), pairs.token_R, scale, block_size)
+            out_RH = grouped_forward(x_TH, rows, GroupedWeights.of_experts(stack), loader, save=save, up_cut=up_cut)
             out_TH = sum_over_experts(out_RH, pairs.slot_TK)
         else:
             out_TH = torch.zeros(x_TH.shape, dtype=torch.float32, device=x_TH.device)
@@ -193,10 +197,8 @@ class TorchBackend:
         d_gate_up = torch.empty(gate_up.shape, dtype=gate_up.dtype, device=device) if wants_weights else None
         d_down = torch.empty(down.shape, dtype=down.dtype, device=device) if wants_weights else None
         d_scale = torch.zeros(index_TK.numel(), dtype=torch.float32, device=device) if wants_routing else None
-        stack, loader = (
-            ExpertStack(gate_up, down, transposed),
-            make_loader(precision, device, rows_per_run(pairs.runs), gate_up.dtype),
-        )
+        stack = ExpertStack(gate_up, down, transposed)
+        loader = make_loader(precision, device, rows_per_run(pairs.runs), gate_up.dtype)
         grads = None if d_gate_up is None or d_down is None else ExpertStack(d_gate_up, d_down, transposed)
         save, up_cut = _checkpoints(saved, keep), _up_cut(_intermediate(down, transposed), keep)
         dx_TH: Tensor | None = None

@@ -55,6 +55,11 @@ def fp32_products(precision: str) -> Compute:
     return _IN_FP32[precision]
 
 
+def operands_in_bf16(precision: str) -> Compute:
+    """Return the way to compute `precision` ("bf16" or "mxfp8") by products of bf16 operands."""
+    return _IN_BF16[precision]
+
+
 def choose_compute(
     precision: str, device: torch.device, *, rows_per_expert: float, weight_dtype: torch.dtype
 ) -> Compute:

@@ -65,7 +65,9 @@ def project(
         high_RN[:rows].copy_(F.grouped_mm(left_RK[:rows], weight_GNK.transpose(1, 2), offs=offsets))
         return
     first = {group: (start, end) for group, start, end in runs}
-    for piece in _pieces(weight_GNK, first, loader, left_RK.shape[1]):
+    # With few rows reading the weights is all: the second product finds them in the caches.
+    twice = low_RN is not None and bool(runs) and runs[-1][2] <= FEW_ROWS
+    for piece in _pieces(weight_GNK, first, loader, left_RK.shape[1], cut=twice):
         columns = slice(piece.column, piece.column + piece.values.shape[1])
         for group, weight_NK in enumerate(piece.values.unbind(0), piece.group):
             if group not in first:
@@ -109,11 +111,15 @@ def _in_one_call(left_RK: Tensor, weight_GNK: Tensor, runs: Runs, loader: Loader
     return inner and aligned and len(runs) > 1 and runs[-1][2] <= FEW_ROWS * len(runs)
 
 
-def _pieces(weight_GNK: Tensor, wanted: dict[int, tuple[int, int]], loader: Loader, width: int) -> Iterator[_Piece]:
+def _pieces(
+    weight_GNK: Tensor, wanted: dict[int, tuple[int, int]], loader: Loader, width: int, *, cut: bool
+) -> Iterator[_Piece]:
     """Cut the weights into parts that are cast together; groups that are not wanted are left out."""
     groups, columns, size = weight_GNK.shape
-    if not loader.compute.mx and weight_GNK.dtype == loader.compute.operand:
-        yield _Piece(0, 0, weight_GNK)
+    if loader.ready_weights or (not loader.compute.mx and weight_GNK.dtype == loader.compute.operand):
+        step = max(PIECE // width, TILE) if cut else columns
+        for column in range(0, columns, step):
+            yield _Piece(0, column, weight_GNK[:, column : column + step])
         return
     by_column = weight_GNK.stride(2) != 1 and weight_GNK.stride(1) == 1
     together = max(PIECE // (columns * width), 1) if not by_column or size % TILE == 0 else 1

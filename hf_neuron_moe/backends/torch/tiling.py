@@ -108,6 +108,8 @@ class Loader:
     """Treat a contraction axis of exactly 384 as one tile, as ``mlp_fwd_mxfp8`` does with raw operands."""
     rounded_sources: bool = False
     """Whether fp32 sources are known to hold values of the compute's rounded dtype, so that none need be rounded."""
+    ready_weights: bool = False
+    """Whether weights are operands already (bf16 products only)."""
 
     def load(
         self, name: str, source: Tensor, shape: tuple[int, int], *, mx_axis: int | None = None, lane: int = 0

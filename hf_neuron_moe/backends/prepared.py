@@ -1,10 +1,12 @@
-"""Weights in the form a kernel reads them: bf16, padded, in its orientation; copies are kept for one optimizer step.
+"""Weights in the form that a kernel or a product reads: copies that are kept while their sources stay the same.
 
 A copy belongs to a state of its sources: their storages, places in these, and version counters, which every in-place
 change that autograd sees advances. Writes through ``.data`` do not advance them, so all copies are also dropped after
 every optimizer step, and none are kept for calls without a backward: adapters are merged through ``.data`` between
 such calls. A write through ``.data`` between two training calls, with no optimizer step in between, is not seen:
-:meth:`PreparedWeights.drop` is for what knows of one.
+:meth:`PreparedWeights.drop` is for what knows of one. Copies for generation (``sampled``) outlive such writes, so some
+of their sources' values are compared at every call: what changes a weight everywhere, as merging an adapter or
+exchanging it with its average does, is seen.
 
 No copies are kept of weights that FSDP gathers for a call (:class:`FreshWeights`): the full weights are temporary,
 and their copies would make every layer's stay. Forward and backward then make their own. The same goes for calls in
@@ -20,10 +22,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
-
-from hf_neuron_moe.backends.neuron.layouts import is_traced
 
 _Place = tuple[Any, int, tuple[int, ...], tuple[int, ...], torch.dtype]
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
@@ -36,6 +37,7 @@ class _Copy:
     tensor: Tensor
     storages: tuple[StorageWeakRef, ...]
     versions: tuple[int, ...]
+    samples: tuple[Tensor, ...] = ()
 
     def orphaned(self) -> bool:
         return any(storage.expired() for storage in self.storages)
@@ -82,7 +84,9 @@ class PreparedWeights:
         }
         return before - self.nbytes
 
-    def get(self, form: str, build: Callable[..., Tensor], *sources: Tensor, keep: bool = True) -> Tensor:
+    def get(
+        self, form: str, build: Callable[..., Tensor], *sources: Tensor, keep: bool = True, sampled: bool = False
+    ) -> Tensor:
         """Return ``build(*sources)``, or the copy made before from the same state of the sources.
 
         Results that share memory with a source cost nothing and are not kept. While a program is traced nothing is
@@ -93,13 +97,16 @@ class PreparedWeights:
             build: maps the sources to the prepared tensor.
             *sources: the weights.
             keep: whether a backward will come; else the weights are read anew.
+            sampled: also compare some values of the sources.
         """
         if not keep or not all(_has_a_version(source) for source in sources):
             return build(*sources)
         key = (form, tuple(_place(source) for source in sources))
         versions = tuple(source._version for source in sources)
         known = self._copies.get(key)
-        if known is not None and known.versions == versions and not known.orphaned():
+        samples = tuple(_sample(source) for source in sources) if sampled else ()
+        unchanged = known is not None and known.versions == versions and not known.orphaned()
+        if known is not None and unchanged and all(map(torch.equal, samples, known.samples)):
             return known.tensor
         with torch.inference_mode(False), torch.no_grad():
             made = build(*sources)
@@ -107,14 +114,16 @@ class PreparedWeights:
             return made
         self._drop_orphans()
         storages = tuple(StorageWeakRef(source.untyped_storage()) for source in sources)
-        self._copies[key] = _Copy(made, storages, versions)
+        self._copies[key] = _Copy(made, storages, versions, samples)
         return made
 
 
 class FreshWeights(PreparedWeights):
     """Makes copies for one call each and keeps none."""
 
-    def get(self, form: str, build: Callable[..., Tensor], *sources: Tensor, keep: bool = True) -> Tensor:
+    def get(
+        self, form: str, build: Callable[..., Tensor], *sources: Tensor, keep: bool = True, sampled: bool = False
+    ) -> Tensor:
         """Return ``build(*sources)``."""
         return build(*sources)
 
@@ -130,7 +139,9 @@ class CountedWeights(PreparedWeights):
         """Bytes of all copies asked for."""
         return sum(self._sizes.values())
 
-    def get(self, form: str, build: Callable[..., Tensor], *sources: Tensor, keep: bool = True) -> Tensor:
+    def get(
+        self, form: str, build: Callable[..., Tensor], *sources: Tensor, keep: bool = True, sampled: bool = False
+    ) -> Tensor:
         """Return ``build(*sources)`` and count it if it is a copy."""
         made = build(*sources)
         if all(_storage(made) != _storage(source) for source in sources):
@@ -146,6 +157,13 @@ def kept_for(keep: str) -> bool:
     return keep not in ("", "recompute")
 
 
+def is_traced(tensor: Tensor) -> bool:
+    """Return whether what is done with `tensor` becomes a program that runs later, on other memory."""
+    if torch.compiler.is_compiling():  # first: the rest cannot be traced
+        return True
+    return type(tensor) not in _PLAIN_TYPES or torch._is_functional_tensor(tensor) or get_proxy_mode() is not None
+
+
 def _has_a_version(tensor: Tensor) -> bool:
     return not is_traced(tensor) and not tensor.is_meta and not tensor.is_inference()
 
@@ -157,3 +175,18 @@ def _storage(tensor: Tensor) -> Any:
 
 def _place(tensor: Tensor) -> _Place:
     return _storage(tensor), int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+_SAMPLES = 512
+"""Values of a weight that are compared."""
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    """Return copies of values from all over `tensor`, as their bits: NaN equals itself then."""
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,)) if _is_dense(tensor) else tensor.detach().reshape(-1)
+    step = max(flat.numel() // _SAMPLES, 1) | 1  # odd, so that it does not stay in one column
+    return flat[::step].clone().view(torch.uint8)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() or (tensor.ndim > 1 and tensor.transpose(-1, -2).is_contiguous())

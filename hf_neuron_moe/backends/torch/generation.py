@@ -1,0 +1,110 @@
+"""Generation in mxfp8: few rows, no gradients, and weights that are quantized once instead of for every token.
+
+The quantized values are kept in bf16, which holds them exactly: as many bytes as bf16 weights have, next to the weights
+themselves. Codes would take half, but bringing them back would cost more than the products of a token. A copy is made
+in the first such call and dropped when its weight changes (``backends/prepared.py``), when the module changes between
+training and evaluation, and by ``refresh_weights``. With the environment variable :data:`OPTION` set to 0 there are
+none.
+
+Legend: G groups, N columns of a product's result, K its contraction axis, I intermediate, H hidden, E experts.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from hf_neuron_moe.backends.prepared import PreparedWeights
+from hf_neuron_moe.backends.torch.compute import call_scratch, operands_in_bf16
+from hf_neuron_moe.backends.torch.experts import ExpertStack
+from hf_neuron_moe.backends.torch.few_rows import MOST_ROWS
+from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints
+from hf_neuron_moe.backends.torch.grouped_forward import GroupedWeights, Rows, grouped_forward, sum_over_experts
+from hf_neuron_moe.backends.torch.routing import SortedPairs
+from hf_neuron_moe.backends.torch.tiling import Loader
+from hf_neuron_moe.errors import ConfigError, refuse
+from hf_neuron_moe.formats.padding import padded_size
+
+OPTION = "HF_NEURON_MOE_GENERATION_COPIES"
+"""Environment variable: ``0`` quantizes the weights in every call, ``1`` or unset keeps them quantized."""
+_ROWS = 1 << 18
+"""Elements that are quantized at a time."""
+
+
+@functools.cache
+def generation_copies() -> PreparedWeights:
+    """Return the copies of this process."""
+    return PreparedWeights()
+
+
+@functools.cache
+def _wanted() -> bool:
+    value = os.environ.get(OPTION, "1")
+    if value not in ("0", "1"):
+        raise refuse(
+            ConfigError,
+            where="the torch backend",
+            argument=f"the environment variable {OPTION}",
+            expected="'0' or '1'",
+            got=repr(value),
+            remedy="Unset it, or set one of these before Python starts.",
+        )
+    return value == "1"
+
+
+def suits(precision: str, rows: int, weight: Tensor) -> bool:
+    """Whether a call without gradients reads quantized copies of its weights.
+
+    Args:
+        precision: the block's.
+        rows: of the call; beyond :data:`~hf_neuron_moe.backends.torch.few_rows.MOST_ROWS` quantizing is no longer most
+            of the time.
+        weight: one of the weights.
+    """
+    return precision == "mxfp8" and 0 < rows <= MOST_ROWS and not weight.is_meta and _wanted()
+
+
+def mlp(x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor) -> Tensor:
+    """Return the dense MLP's output, bf16 ``[S, H]``."""
+    loader = _loader(x_SH.device, lone_384=True)
+    gate, up, down = (_copy(weight[None], weight, "", loader) for weight in (gate_IH, up_IH, down_HI))
+    ready, rows = GroupedWeights(gate, up, down), Rows.of_dense(len(x_SH))
+    return grouped_forward(x_SH, rows, ready, loader, save=Checkpoints(), up_cut=None)
+
+
+def experts(x_TH: Tensor, pairs: SortedPairs, scale_R: Tensor, stack: ExpertStack) -> Tensor:
+    """Return the experts' weighted sum, bf16 ``[T, H]``."""
+    loader, form = _loader(x_TH.device, lone_384=False), "transposed" if stack.transposed else ""
+    gate_up, down = (
+        _copy(weight.transpose(1, 2) if stack.transposed else weight, weight, form, loader)
+        for weight in (stack.gate_up, stack.down)
+    )
+    inner = gate_up.shape[1] // 2
+    ready = GroupedWeights(gate_up[:, :inner], gate_up[:, inner:], down, gate_up)
+    rows = Rows(pairs.runs, len(scale_R), pairs.token_R, scale_R)
+    out_RH = grouped_forward(x_TH, rows, ready, loader, save=Checkpoints(), up_cut=None)
+    return sum_over_experts(out_RH, pairs.slot_TK).to(x_TH.dtype)
+
+
+def _loader(device: torch.device, *, lone_384: bool) -> Loader:
+    return Loader(operands_in_bf16("mxfp8"), call_scratch(device), lone_384, ready_weights=True)
+
+
+def _copy(weight_GNK: Tensor, source: Tensor, form: str, loader: Loader) -> Tensor:
+    build: Callable[..., Tensor] = lambda _: _quantized(weight_GNK, loader)  # noqa: E731
+    return generation_copies().get(f"{form}:{loader.lone_384}", build, source, sampled=True)
+
+
+def _quantized(weight_GNK: Tensor, loader: Loader) -> Tensor:
+    """Return ``[G, N, K]`` in bf16, zero padded and quantized along K."""
+    groups, columns, size = weight_GNK.shape
+    operand_GNK = weight_GNK.new_zeros((groups, columns, padded_size(size)), dtype=torch.bfloat16)
+    operand_GNK[..., :size].copy_(weight_GNK)
+    rows_RK = operand_GNK.flatten(0, 1)
+    for part in rows_RK.split(max(_ROWS // rows_RK.shape[1], 1)):
+        loader.quantize(part, axis=1)
+    return operand_GNK
