@@ -18,7 +18,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 _Place = tuple[Any, int, tuple[int, ...], tuple[int, ...], torch.dtype]
+T = TypeVar("T")
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
@@ -34,7 +35,7 @@ _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 class _Copy:
     """A prepared tensor and the state of the sources it was made from."""
 
-    tensor: Tensor
+    made: Any
     storages: tuple[StorageWeakRef, ...]
     versions: tuple[int, ...]
     samples: tuple[Tensor, ...] = ()
@@ -44,7 +45,7 @@ class _Copy:
 
 
 class PreparedWeights:
-    """Makes and keeps copies of weights."""
+    """Makes and keeps copies of weights: tensors, or objects that have `nbytes`."""
 
     def __init__(self) -> None:
         self._copies: dict[tuple[str, tuple[_Place, ...]], _Copy] = {}
@@ -62,7 +63,7 @@ class PreparedWeights:
     def nbytes(self) -> int:
         """Bytes of all copies kept now; those whose weights are gone are dropped."""
         self._drop_orphans()
-        return sum(copy.tensor.nbytes for copy in self._copies.values())
+        return sum(copy.made.nbytes for copy in self._copies.values())
 
     def clear(self) -> None:
         """Drop all copies."""
@@ -84,9 +85,7 @@ class PreparedWeights:
         }
         return before - self.nbytes
 
-    def get(
-        self, form: str, build: Callable[..., Tensor], *sources: Tensor, keep: bool = True, sampled: bool = False
-    ) -> Tensor:
+    def get(self, form: str, build: Callable[..., T], *sources: Tensor, keep: bool = True, sampled: bool = False) -> T:
         """Return ``build(*sources)``, or the copy made before from the same state of the sources.
 
         Results that share memory with a source cost nothing and are not kept. While a program is traced nothing is
@@ -107,10 +106,10 @@ class PreparedWeights:
         samples = tuple(_sample(source) for source in sources) if sampled else ()
         unchanged = known is not None and known.versions == versions and not known.orphaned()
         if known is not None and unchanged and all(map(torch.equal, samples, known.samples)):
-            return known.tensor
+            return known.made
         with torch.inference_mode(False), torch.no_grad():
             made = build(*sources)
-        if any(_storage(made) == _storage(source) for source in sources):
+        if isinstance(made, Tensor) and any(_storage(made) == _storage(source) for source in sources):
             return made
         self._drop_orphans()
         storages = tuple(StorageWeakRef(source.untyped_storage()) for source in sources)
@@ -121,9 +120,7 @@ class PreparedWeights:
 class FreshWeights(PreparedWeights):
     """Makes copies for one call each and keeps none."""
 
-    def get(
-        self, form: str, build: Callable[..., Tensor], *sources: Tensor, keep: bool = True, sampled: bool = False
-    ) -> Tensor:
+    def get(self, form: str, build: Callable[..., T], *sources: Tensor, keep: bool = True, sampled: bool = False) -> T:
         """Return ``build(*sources)``."""
         return build(*sources)
 
@@ -139,11 +136,10 @@ class CountedWeights(PreparedWeights):
         """Bytes of all copies asked for."""
         return sum(self._sizes.values())
 
-    def get(
-        self, form: str, build: Callable[..., Tensor], *sources: Tensor, keep: bool = True, sampled: bool = False
-    ) -> Tensor:
+    def get(self, form: str, build: Callable[..., T], *sources: Tensor, keep: bool = True, sampled: bool = False) -> T:
         """Return ``build(*sources)`` and count it if it is a copy."""
         made = build(*sources)
+        assert isinstance(made, Tensor), "sizes are counted of tensors"
         if all(_storage(made) != _storage(source) for source in sources):
             self._sizes[form, tuple(_place(source) for source in sources)] = made.nbytes
         return made

@@ -130,7 +130,7 @@ def test_experts(
     dout = draw(g, tokens, hidden, binades=binades)
     exact, per_expert = exact_experts(precision, operands, dout, 128)
     sums = {name: ONE_ROUNDING * cost for name, cost in per_expert.items()}
-    if not binades and tokens > 50 and precision == "bf16":
+    if not binades and tokens > 50:
         sums = dict.fromkeys(sums, PER_EXPERT)
     bounds = sums | {"weights": IN_FP32, "gate_up": ONE_ROUNDING, "down": ONE_ROUNDING}
     keeps = sorted(keep_strings(precision) - {"fp8"})

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -23,7 +22,14 @@ from hf_neuron_moe.backends.torch.compute import call_scratch, operands_in_bf16
 from hf_neuron_moe.backends.torch.experts import ExpertStack
 from hf_neuron_moe.backends.torch.few_rows import MOST_ROWS
 from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints
-from hf_neuron_moe.backends.torch.grouped_forward import GroupedWeights, Rows, grouped_forward, sum_over_experts
+from hf_neuron_moe.backends.torch.grouped_forward import (
+    GroupedWeights,
+    ReadyWeights,
+    Rows,
+    grouped_forward,
+    sum_over_experts,
+)
+from hf_neuron_moe.backends.torch.grouped_products import Operand, PackedWeight
 from hf_neuron_moe.backends.torch.routing import SortedPairs
 from hf_neuron_moe.backends.torch.tiling import Loader
 from hf_neuron_moe.errors import ConfigError, refuse
@@ -71,20 +77,19 @@ def suits(precision: str, rows: int, weight: Tensor) -> bool:
 def mlp(x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor) -> Tensor:
     """Return the dense MLP's output, bf16 ``[S, H]``."""
     loader = _loader(x_SH.device, lone_384=True)
-    gate, up, down = (_copy(weight[None], weight, "", loader) for weight in (gate_IH, up_IH, down_HI))
-    ready, rows = GroupedWeights(gate, up, down), Rows.of_dense(len(x_SH))
+    gate, up = (_copy(weight[None], weight, "summed", loader) for weight in (gate_IH, up_IH))
+    ready = ReadyWeights(gate, up, _copy(down_HI[None], down_HI, "packed", loader))
+    rows = Rows.of_dense(len(x_SH))
     return grouped_forward(x_SH, rows, ready, loader, save=Checkpoints(), up_cut=None)
 
 
 def experts(x_TH: Tensor, pairs: SortedPairs, scale_R: Tensor, stack: ExpertStack) -> Tensor:
     """Return the experts' weighted sum, bf16 ``[T, H]``."""
-    loader, form = _loader(x_TH.device, lone_384=False), "transposed" if stack.transposed else ""
-    gate_up, down = (
-        _copy(weight.transpose(1, 2) if stack.transposed else weight, weight, form, loader)
-        for weight in (stack.gate_up, stack.down)
-    )
-    inner = gate_up.shape[1] // 2
-    ready = GroupedWeights(gate_up[:, :inner], gate_up[:, inner:], down, gate_up)
+    loader, views = _loader(x_TH.device, lone_384=False), GroupedWeights.of_experts(stack)
+    gate_up = _copy(views.both(loader), stack.gate_up, "summed", loader)
+    assert isinstance(gate_up, Tensor)
+    gate, up = gate_up.chunk(2, dim=1)
+    ready = ReadyWeights(gate, up, _copy(views.down_GHI, stack.down, "packed", loader))
     rows = Rows(pairs.runs, len(scale_R), pairs.token_R, scale_R)
     out_RH = grouped_forward(x_TH, rows, ready, loader, save=Checkpoints(), up_cut=None)
     return sum_over_experts(out_RH, pairs.slot_TK).to(x_TH.dtype)
@@ -94,9 +99,15 @@ def _loader(device: torch.device, *, lone_384: bool) -> Loader:
     return Loader(operands_in_bf16("mxfp8"), call_scratch(device), lone_384, ready_weights=True)
 
 
-def _copy(weight_GNK: Tensor, source: Tensor, form: str, loader: Loader) -> Tensor:
-    build: Callable[..., Tensor] = lambda _: _quantized(weight_GNK, loader)  # noqa: E731
-    return generation_copies().get(f"{form}:{loader.lone_384}", build, source, sampled=True)
+def _copy(weight_GNK: Tensor, source: Tensor, form: str, loader: Loader) -> Operand:
+    """The operand of a view of `source`: ``"packed"`` or ``"summed"``; the view's strides say its orientation."""
+
+    def build(_: Tensor) -> Operand:
+        operand_GNK = _quantized(weight_GNK, loader)
+        return PackedWeight(operand_GNK) if form == "packed" and PackedWeight.suits(operand_GNK) else operand_GNK
+
+    key = f"{form}:{weight_GNK.stride()}:{loader.lone_384}"
+    return generation_copies().get(key, build, source, sampled=True)
 
 
 def _quantized(weight_GNK: Tensor, loader: Loader) -> Tensor:

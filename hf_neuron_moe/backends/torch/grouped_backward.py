@@ -22,7 +22,7 @@ from hf_neuron_moe.backends.torch.grouped_forward import (
     Rows,
     tokens_operand,
 )
-from hf_neuron_moe.backends.torch.grouped_products import project, project_over_rows, width_of
+from hf_neuron_moe.backends.torch.grouped_products import project, project_over_rows, project_sums, width_of
 from hf_neuron_moe.backends.torch.swiglu_grad import SwiGLUGrad
 from hf_neuron_moe.backends.torch.tiling import Loader, row_tiles
 
@@ -81,11 +81,10 @@ class GroupedBackward:
             x_rH = None
             if x_op is not None:
                 x_rH = batch.take(x_op)
-                pre.multiply(x_rH, exact=False, missing_only=True)
+                pre.multiply(x_rH, missing_only=True)
             dout_rH = batch.take(dout_op)
-            d_int = [self.loader.scratch.get(name, (batch.size, inner), operand) for name in ("d_int", "d_int_low")]
-            project(dout_rH, self.weights.down_GHI.transpose(1, 2), batch.runs, self.loader, *d_int)
-            d_gate_up, inter = self._between(batch, pre, *d_int)
+            d_int = self._intermediate_grad(batch, dout_rH)
+            d_gate_up, inter = self._between(batch, pre, d_int)
             if self.grads.weights is not None:
                 plain = not self.loader.compute.mx and self.x_TH.dtype == self.dout_TH.dtype == operand
                 sources = (dout_rH, batch.take(self.x_TH) if x_rH is None else x_rH) if plain else None
@@ -93,7 +92,19 @@ class GroupedBackward:
             if both_G2IH is not None and self.grads.x_RH is not None:
                 self._input_grad(batch, self.grads.x_RH, d_gate_up, both_G2IH)
 
-    def _between(self, batch: Batch, pre: PreActivations, high: Tensor, low: Tensor) -> tuple[Tensor, Tensor]:
+    def _intermediate_grad(self, batch: Batch, dout_rH: Tensor) -> list[Tensor]:
+        """Return ``dY Wd`` of a batch as tensors ``[r, I]`` to be added: the fp32 sums, or bf16 parts of them."""
+        loader, shape = self.loader, (batch.size, self.weights.inner)
+        down_GIH = self.weights.down_GHI.transpose(1, 2)
+        if loader.compute.mx:
+            sums = loader.scratch.get("d_int", shape, torch.float32)
+            project_sums(dout_rH, down_GIH, batch.runs, loader, sums)
+            return [sums]
+        high, low = (loader.scratch.get(name, shape, loader.compute.operand) for name in ("d_int", "d_int_low"))
+        project(dout_rH, down_GIH, batch.runs, loader, high, low)
+        return [high, low]
+
+    def _between(self, batch: Batch, pre: PreActivations, parts: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Return ``[d_gate | d_up]`` and the scaled intermediate of a batch, bf16; add to the factors' gradients."""
         loader, inner = self.loader, self.weights.inner
         scratch, width, operand = loader.scratch, width_of(inner, loader), loader.compute.operand
@@ -102,8 +113,10 @@ class GroupedBackward:
         math = SwiGLUGrad(self.gating or Gating(), loader.compute.mx, self._round_)
         for chunk in batch.chunks(inner):
             shape, part = (chunk.stop - chunk.start, inner), batch.global_part(chunk)
-            gate, up = pre.values(chunk)
-            d_int = scratch.get("d_int_fp32", shape, torch.float32).copy_(high[chunk]).add_(low[chunk])
+            gate, up = pre.values(chunk, rounded=True)
+            d_int = scratch.get("d_int_chunk", shape, torch.float32).copy_(parts[0][chunk])
+            for part_rI in parts[1:]:
+                d_int.add_(part_rI[chunk])
             results = scratch.get("inner_grads", (3, *shape), torch.float32)
             math.fill(
                 results,

@@ -4,8 +4,8 @@ This is what processors with bf16 instructions run. Groups are the experts of a 
 points are those of ``ffn_forward`` and ``ffn_backward``:
 
 * Every product takes its whole contraction axis and is rounded once.
-* Where the contract has the fp32 sum (``d_int``, and gate and up in mxfp8), it is held to 16 bits
-  (``grouped_products``).
+* Where the contract has the fp32 sum (``d_int``, and gate and up in mxfp8), products give it (``grouped_products``):
+  in mxfp8 the sum itself, in bf16, where it meets no rounding but those to bf16, 16 bits of it.
 * What an expert adds to a token is rounded to bf16 first, as the device's kernels accumulate in the dtype of their
   output. The sum over a token's experts is fp32.
 
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from hf_neuron_moe.backends.torch.experts import ExpertStack
 from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints
-from hf_neuron_moe.backends.torch.grouped_products import ROW_MULTIPLE, Runs, project, width_of
+from hf_neuron_moe.backends.torch.grouped_products import ROW_MULTIPLE, Operand, Runs, project, project_sums, width_of
 from hf_neuron_moe.backends.torch.kept import put_tile, take_tile
 from hf_neuron_moe.backends.torch.tiling import Loader
 
@@ -81,6 +81,20 @@ class GroupedWeights:
         both[:, :inner].copy_(self.gate_GIH)
         both[:, inner:].copy_(self.up_GIH)
         return both
+
+
+@dataclass(frozen=True)
+class ReadyWeights:
+    """The projections as operands of the forward's products, for calls that save nothing."""
+
+    gate_GIH: Operand
+    up_GIH: Operand
+    down_GHI: Operand
+
+    @property
+    def inner(self) -> int:
+        """I."""
+        return self.gate_GIH.shape[1]
 
 
 @dataclass(frozen=True)
@@ -171,65 +185,78 @@ class PreActivations:
     has the same bits wherever it is made.
     """
 
-    def __init__(self, weights: GroupedWeights, batch: Batch, loader: Loader, saved: Checkpoints, up_cut: int | None):
+    def __init__(
+        self,
+        weights: GroupedWeights | ReadyWeights,
+        batch: Batch,
+        loader: Loader,
+        saved: Checkpoints,
+        up_cut: int | None,
+    ):
         self.weights, self.batch, self.loader, self.saved = weights, batch, loader, saved
         self.cut = weights.inner if up_cut is None else min(up_cut, weights.inner)
-        self.high: dict[str, Tensor] = {}
-        self.low: dict[str, Tensor] = {}
+        self.made: dict[str, Tensor] = {}
 
-    def multiply(self, x_rH: Tensor, *, exact: bool, missing_only: bool = False) -> None:
-        """Make the products.
+    def multiply(self, x_rH: Tensor, *, missing_only: bool = False) -> None:
+        """Make the products: rounded to bf16, in mxfp8 their fp32 sums.
 
         Args:
             x_rH: the batch's input rows as an operand.
-            exact: also what rounding the products to bf16 takes away.
             missing_only: leave out what was saved.
         """
+        loader = self.loader
         gate, up, cut = self.weights.gate_GIH, self.weights.up_GIH, self.cut
         kept_up = 0 if self.saved.up is None else self.saved.up.shape[1]
-        parts = {"gate": (gate, self.saved.gate is not None), "up": (up[:, :cut], kept_up >= cut)}
+        parts = {"gate": (gate, self.saved.gate is not None), "up": (up, kept_up >= cut)}
         if cut < self.weights.inner:
-            parts["up_tail"] = (up[:, cut:], kept_up > cut)
+            assert isinstance(up, Tensor), "generation saves nothing and does not cut"
+            parts |= {"up": (up[:, :cut], kept_up >= cut), "up_tail": (up[:, cut:], kept_up > cut)}
         for name, (weight_GNH, is_saved) in parts.items():
             if missing_only and is_saved:
                 continue
             shape = (self.batch.size, weight_GNH.shape[1])
-            high = self.loader.scratch.get(name, shape, self.loader.compute.operand)
-            low = self.loader.scratch.get(f"{name}_low", shape, self.loader.compute.operand) if exact else None
-            project(x_rH, weight_GNH, self.batch.runs, self.loader, high, low)
-            self.high[name] = high
-            if low is not None:
-                self.low[name] = low
+            if loader.compute.mx:
+                self.made[name] = loader.scratch.get(name, shape, torch.float32)
+                project_sums(x_rH, weight_GNH, self.batch.runs, loader, self.made[name])
+            else:
+                self.made[name] = loader.scratch.get(name, shape, loader.compute.operand)
+                project(x_rH, weight_GNH, self.batch.runs, loader, self.made[name])
 
     def save(self, chunk: slice) -> None:
         """Copy a chunk's rounded values to where the policy saves them."""
         rows, saved = self.batch.global_part(chunk), self.saved
         if saved.gate is not None:
-            put_tile(saved.gate, rows, slice(0, self.weights.inner), self.high["gate"][chunk])
+            put_tile(saved.gate, rows, slice(0, self.weights.inner), self.made["gate"][chunk])
         if saved.up is not None:
             columns = saved.up.shape[1]
-            whole = self.high["up"][chunk]
+            whole = self.made["up"][chunk]
             if columns > self.cut:
-                whole = torch.cat([whole, self.high["up_tail"][chunk]], dim=1)
+                whole = torch.cat([whole, self.made["up_tail"][chunk]], dim=1)
             put_tile(saved.up, rows, slice(0, columns), whole)
 
-    def values(self, chunk: slice) -> tuple[Tensor, Tensor]:
-        """Return gate and up of a chunk in fp32: of the products where they were made, else what was saved."""
+    def values(self, chunk: slice, *, rounded: bool) -> tuple[Tensor, Tensor]:
+        """Return gate and up of a chunk in fp32: of the products where they were made, else what was saved.
+
+        Args:
+            chunk: rows of the batch.
+            rounded: round the sums as they would have been saved.
+        """
         shape, scratch = (chunk.stop - chunk.start, self.weights.inner), self.loader.scratch
         gate, up = (scratch.get(f"{name}_fp32", shape, torch.float32) for name in ("gate", "up"))
-        self._fill(gate, "gate", chunk)
-        if "up_tail" in self.high:
-            self._fill(up[:, : self.cut], "up", chunk)
-            self._fill(up[:, self.cut :], "up_tail", chunk)
+        self._fill(gate, "gate", chunk, rounded)
+        if "up_tail" in self.made:
+            self._fill(up[:, : self.cut], "up", chunk, rounded)
+            self._fill(up[:, self.cut :], "up_tail", chunk, rounded)
         else:
-            self._fill(up, "up", chunk)
+            self._fill(up, "up", chunk, rounded)
         return gate, up
 
-    def _fill(self, target: Tensor, name: str, chunk: slice) -> None:
-        if name in self.high:
-            target.copy_(self.high[name][chunk])
-            if name in self.low:
-                target.add_(self.low[name][chunk])
+    def _fill(self, target: Tensor, name: str, chunk: slice, rounded: bool) -> None:
+        if name in self.made:
+            target.copy_(self.made[name][chunk])
+            if rounded and self.made[name].dtype == torch.float32:
+                staged = self.loader.scratch.get("rounding", tuple(target.shape), self.loader.compute.rounded)
+                target.copy_(staged.copy_(target))
             return
         kept = self.saved.gate if name == "gate" else self.saved.up
         assert kept is not None
@@ -237,7 +264,13 @@ class PreActivations:
 
 
 def grouped_forward(
-    x_TH: Tensor, rows: Rows, weights: GroupedWeights, loader: Loader, *, save: Checkpoints, up_cut: int | None
+    x_TH: Tensor,
+    rows: Rows,
+    weights: GroupedWeights | ReadyWeights,
+    loader: Loader,
+    *,
+    save: Checkpoints,
+    up_cut: int | None,
 ) -> Tensor:
     """Return ``(silu(x Wg^T) * x Wu^T * scale) Wd^T`` of each row, bf16 ``[R, H]``, and fill `save`.
 
@@ -254,11 +287,11 @@ def grouped_forward(
     out_RH = x_TH.new_empty((rows.count, x_TH.shape[1]), dtype=compute.operand)
     for batch in rows.batches(inner):
         pre = PreActivations(weights, batch, loader, save, up_cut)
-        pre.multiply(batch.take(x_op), exact=compute.mx)
+        pre.multiply(batch.take(x_op))
         inter_rI = scratch.get("inter", (batch.size, width), compute.operand)
         for chunk in batch.chunks(inner):
             pre.save(chunk)
-            gate, up = pre.values(chunk)
+            gate, up = pre.values(chunk, rounded=False)
             if save.gate_act is not None or save.intermediate is not None:
                 _save_products(pre, save, chunk)
             product = F.silu(gate, inplace=True).mul_(up)
@@ -276,14 +309,13 @@ def grouped_forward(
 
 def _save_products(pre: PreActivations, save: Checkpoints, chunk: slice) -> None:
     """Save ``silu(gate)`` and ``silu(gate) * up`` of the rounded gate and up, as a backward would make them again."""
-    part, columns = pre.batch.global_part(chunk), pre.cut
-    act = F.silu(pre.high["gate"][chunk].float(), inplace=True).to(torch.bfloat16)
+    part = pre.batch.global_part(chunk)
+    gate, *ups = (made[chunk].to(torch.bfloat16) for made in pre.made.values())
+    act = F.silu(gate.float(), inplace=True).to(torch.bfloat16)
     if save.gate_act is not None:
         save.gate_act[part].copy_(act)
     if save.intermediate is not None:
-        torch.mul(act[:, :columns], pre.high["up"][chunk], out=save.intermediate[part, :columns])
-        if columns < act.shape[1]:
-            torch.mul(act[:, columns:], pre.high["up_tail"][chunk], out=save.intermediate[part, columns:])
+        save.intermediate[part].copy_(act.mul_(torch.cat(ups, dim=1)))
 
 
 def sum_over_experts(out_RH: Tensor, slot_TK: Tensor) -> Tensor:

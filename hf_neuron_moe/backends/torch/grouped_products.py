@@ -1,10 +1,15 @@
 """bf16 products of many groups' rows, each with its own group's weight.
 
 A product of bf16 operands is summed in fp32 and rounded to bf16 once, whatever the library: one call takes the whole
-contraction axis, so that no partial sum is ever rounded. Where the sum itself is needed, two calls give it to 16 bits:
-the product rounded to bf16, ``high``, and what is left of the sum after subtracting it, ``low``. (A product with an
-fp32 result does not exist on CPUs, and costs twice a bf16 one there when it is made of fp32 operands.) On CUDA the fp32
-result exists, and both come from it, because cuBLAS may round the parts of a bf16 product's sum.
+contraction axis, so that no partial sum is ever rounded. CPUs have no such product with an fp32 result. Where the sum
+itself is needed there are two ways, each twice as long as one product:
+
+* ``low``: a second product that takes the rounded first one away. Both together hold 16 bits of the sum, which is
+  enough where the next rounding is one to bf16.
+* :func:`project_sums`: the product of fp32 operands, for sums that are quantized to MXFP8 further on. There a value
+  that is rounded differently can move by a sixteenth of itself.
+
+On CUDA the fp32 result exists, and everything comes from it: cuBLAS may round the parts of a bf16 product's sum.
 
 Legend: G groups (experts, or one for a dense MLP), R rows in group order, N columns of a result, K contraction axis.
 """
@@ -18,6 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hf_neuron_moe.backends.torch.compute import bf16_matmul_is_fast
+from hf_neuron_moe.backends.torch.products import matmul_into
 from hf_neuron_moe.backends.torch.tiling import Loader
 from hf_neuron_moe.formats.padding import padded_size
 
@@ -42,19 +49,63 @@ class _Piece(NamedTuple):
     values: Tensor
 
 
+class PackedWeight:
+    """A weight ``[G, N, K]`` in the order in which oneDNN multiplies few rows fastest, in parts that fit the caches.
+
+    oneDNN brings a weight into that order in every call, which takes most of the time of a product of few rows.
+
+    Args:
+        weight_GNK: bf16 operands.
+    """
+
+    def __init__(self, weight_GNK: Tensor) -> None:
+        self.shape, self.nbytes = weight_GNK.shape, weight_GNK.nbytes
+        step = max(PIECE // weight_GNK.shape[2], 64)
+        pack = torch.ops.mkldnn._reorder_linear_weight
+        self.groups = [
+            [(column, min(step, len(weight_NK) - column), pack(weight_NK[column : column + step].contiguous(), 1))
+             for column in range(0, len(weight_NK), step)]
+            for weight_NK in weight_GNK.unbind(0)
+        ]  # fmt: skip
+
+    @staticmethod
+    def suits(weight: Tensor) -> bool:
+        """Whether oneDNN has such an order here; its operators are not in torch's documentation."""
+        if not weight.is_cpu or not torch.backends.mkldnn.is_available() or not torch.backends.mkldnn.enabled:
+            return False
+        known = hasattr(torch.ops.mkldnn, "_reorder_linear_weight") and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+        return known and bf16_matmul_is_fast(weight.device)
+
+    def multiply(self, left_RK: Tensor, runs: Runs, out_RN: Tensor) -> None:
+        """As :func:`project`."""
+        for group, start, end in runs:
+            rows = left_RK[start:end].contiguous()
+            for column, size, weight in self.groups[group]:
+                product = torch.ops.mkldnn._linear_pointwise(rows, weight, None, "none", [], "")
+                out_RN[start:end, column : column + size].copy_(product)
+
+
+Operand = Tensor | PackedWeight
+"""A weight ``[G, N, K]``."""
+
+
 def project(
-    left_RK: Tensor, weight_GNK: Tensor, runs: Runs, loader: Loader, high_RN: Tensor, low_RN: Tensor | None = None
+    left_RK: Tensor, weight_GNK: Operand, runs: Runs, loader: Loader, high_RN: Tensor, low_RN: Tensor | None = None
 ) -> None:
     """``left @ weight^T``, group by group.
 
     Args:
         left_RK: bf16, K padded and quantized as the loader's precision asks. Rows after the last run's may be read.
-        weight_GNK: ``[G, N, K]``, any float dtype and any strides; K not padded.
+        weight_GNK: ``[G, N, K]``, any float dtype and any strides, K not padded; or packed operands.
         runs: rows of each group.
         loader: casts, or quantizes along K.
         high_RN: bf16 result. Rows after a run's are overwritten, before the next run's are written.
         low_RN: the sum minus `high_RN`, rounded to bf16; None where it is not wanted.
     """
+    if isinstance(weight_GNK, PackedWeight):
+        assert low_RN is None, "packed weights are multiplied once"
+        weight_GNK.multiply(left_RK, runs, high_RN)
+        return
     if low_RN is None and _in_one_call(left_RK, weight_GNK, runs, loader):
         rows, ends = runs[-1][2], [0] * len(weight_GNK)
         for group, _, end in runs:
@@ -64,18 +115,54 @@ def project(
         offsets = torch.tensor(ends, dtype=torch.int32)
         high_RN[:rows].copy_(F.grouped_mm(left_RK[:rows], weight_GNK.transpose(1, 2), offs=offsets))
         return
-    first = {group: (start, end) for group, start, end in runs}
-    # With few rows reading the weights is all: the second product finds them in the caches.
-    twice = low_RN is not None and bool(runs) and runs[-1][2] <= FEW_ROWS
-    for piece in _pieces(weight_GNK, first, loader, left_RK.shape[1], cut=twice):
-        columns = slice(piece.column, piece.column + piece.values.shape[1])
+    for start, end, column, weight_NK in _each(weight_GNK, runs, loader, left_RK.shape[1], cut=False):
+        stop, columns = _padded(start, end, left_RK, high_RN), slice(column, column + len(weight_NK))
+        low = None if low_RN is None else low_RN[start:stop, columns]
+        _multiply(left_RK[start:stop], weight_NK.t(), high_RN[start:stop, columns], low)
+
+
+def project_sums(left_RK: Tensor, weight_GNK: Operand, runs: Runs, loader: Loader, out_RN: Tensor) -> None:
+    """``left @ weight^T``, group by group, in fp32.
+
+    Args:
+        left_RK: as of :func:`project`.
+        weight_GNK: as of :func:`project`, not packed.
+        runs: rows of each group.
+        loader: casts, or quantizes along K.
+        out_RN: fp32 result.
+    """
+    assert isinstance(weight_GNK, Tensor)
+    scratch = loader.scratch
+    left32_RK = left_RK
+    if not left_RK.is_cuda:
+        left32_RK = scratch.get("grouped_left_fp32", tuple(left_RK.shape), torch.float32).copy_(left_RK)
+    for start, end, column, weight_NK in _each(weight_GNK, runs, loader, left_RK.shape[1], cut=True):
+        out = out_RN[start:end, column : column + len(weight_NK)]
+        if left_RK.is_cuda:
+            out.copy_(torch.mm(left_RK[start:end], weight_NK.t(), out_dtype=torch.float32))
+            continue
+        by_column = weight_NK.stride(1) != 1
+        shape = tuple(weight_NK.t().shape if by_column else weight_NK.shape)
+        weight32 = scratch.get("grouped_weight_fp32", shape, torch.float32)
+        weight32_NK = (weight32.t() if by_column else weight32).copy_(weight_NK)
+        stop = _padded(start, end, left_RK, left_RK)
+        matmul_into(out, left32_RK[start:stop], weight32_NK.t(), accumulate=False)
+
+
+def _each(
+    weight_GNK: Tensor, runs: Runs, loader: Loader, width: int, *, cut: bool
+) -> Iterator[tuple[int, int, int, Tensor]]:
+    """For every part of a group's weight: the group's first and end row, the part's first column, its ``[n, K]``."""
+    wanted = {group: (start, end) for group, start, end in runs}
+    for piece in _pieces(weight_GNK, wanted, loader, width, cut=cut):
         for group, weight_NK in enumerate(piece.values.unbind(0), piece.group):
-            if group not in first:
-                continue
-            start, end = first[group]
-            stop = min(start - (start - end) // ROW_MULTIPLE * ROW_MULTIPLE, len(left_RK), len(high_RN))
-            low = None if low_RN is None else low_RN[start:stop, columns]
-            _multiply(left_RK[start:stop], weight_NK.t(), high_RN[start:stop, columns], low)
+            if group in wanted:
+                yield *wanted[group], piece.column, weight_NK
+
+
+def _padded(start: int, end: int, *buffers: Tensor) -> int:
+    """Where rows end that are multiplied together: a multiple of 16 after `start`, if the buffers have as many."""
+    return min(start + -(-(end - start) // ROW_MULTIPLE) * ROW_MULTIPLE, *map(len, buffers))
 
 
 def project_over_rows(left_RM: Tensor, right_RN: Tensor, out_MN: Tensor) -> None:

@@ -1,0 +1,133 @@
+"""Generation in mxfp8 reads weights that were quantized once, and reads them anew when they change."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_neuron_moe import patch_model, refresh_weights
+from hf_neuron_moe.backends.torch import compute, generation
+from hf_neuron_moe.errors import ConfigError
+from tests.backends.rounding_oracle import network_mxfp8
+from tests.tiny_models import HOMES, tiny_model
+
+FAMILIES = ("llama", "mixtral")
+SIZES = {"hidden_size": 64, "intermediate_size": 160}
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["fp32_products", "bf16_products"])
+def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(compute, "_cpu_bf16_matmul_is_fast", lambda: request.param)
+    generation.generation_copies().clear()
+    yield
+    generation.generation_copies().clear()
+
+
+def patched(family: str, home: str = "stock") -> nn.Module:
+    model = tiny_model(family, **SIZES).to(torch.bfloat16).eval()
+    patch_model(model, {"precision": "mxfp8", "weights": home})
+    return model
+
+
+@torch.inference_mode()
+def logits(model: nn.Module, tokens: int = 3) -> Tensor:
+    return model(torch.arange(tokens)[None] + 1).logits
+
+
+@pytest.mark.parametrize("rows", [1, 2, 37, 300])
+@pytest.mark.parametrize("inner", [160, 1200])
+def test_dense_values_are_those_of_the_contract(rows: int, inner: int) -> None:
+    g = torch.Generator().manual_seed(rows)
+    x, gate, up = (torch.randn(size, 256, generator=g).bfloat16() for size in (rows, inner, inner))
+    down = (torch.randn(256, inner, generator=g) * inner**-0.5).bfloat16()
+    gate, up = gate * 256**-0.5, up * 256**-0.5
+    y = generation.mlp(x, gate, up, down)
+    operands = tuple(t.double() for t in (gate, up, down))
+    exact = network_mxfp8(x.double(), operands, x.double(), torch.ones(rows).double(), None).y_RH
+    once = (exact.bfloat16().double() - exact).norm()
+    assert float((y.double() - exact).norm() / once) <= 1.15
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("home", HOMES)
+def test_the_output_is_that_of_weights_quantized_in_the_call(
+    family: str, home: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = patched(family, home)
+    first, again = logits(model), logits(model)
+    assert generation.generation_copies().nbytes
+    monkeypatch.setattr(generation, "_wanted", lambda: False)
+    without = logits(model)
+    assert torch.equal(first, again)
+    # Sums in another order, and experts' parts rounded where fp32 products add them unrounded: one rounding or two of
+    # 2^-9 here and there, which MXFP8 makes a step of 2^-4 of where it crosses a border.
+    assert float((first - without).norm() / without.norm()) < (2**-7 if family == "llama" else 2**-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda p: p.mul_(1.5),  # as an optimizer does, or load_state_dict
+        lambda p: p.data.mul_(1.5),  # as merging adapters does
+        lambda p: setattr(p, "data", p.data * 1.5),
+    ],
+    ids=["in place", "through data", "another tensor"],
+)
+def test_changed_weights_are_read_anew(family: str, change: Callable[[Tensor], object]) -> None:
+    model = patched(family)
+    before = logits(model)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "down_proj" in name:
+                change(parameter)
+    changed = logits(model)
+    fresh = tiny_model(family, **SIZES).to(torch.bfloat16).eval()
+    fresh.load_state_dict(model.state_dict())
+    patch_model(fresh, {"precision": "mxfp8"})
+    assert torch.equal(changed, logits(fresh))
+    assert not torch.equal(changed, before)
+
+
+def test_copies_are_dropped_by_refresh_by_training_and_with_the_model() -> None:
+    model = patched("llama")
+    logits(model)
+    held = generation.generation_copies().nbytes
+    assert held >= sum(p.numel() * 2 for n, p in model.named_parameters() if "mlp" in n)
+    assert refresh_weights(model) == held and generation.generation_copies().nbytes == 0
+    logits(model)
+    model.train()
+    assert generation.generation_copies().nbytes == 0
+    model.eval()
+    logits(model)
+    del model
+    gc.collect()  # modules hold each other
+    assert generation.generation_copies().nbytes == 0
+
+
+def test_training_and_recorded_calls_keep_none() -> None:
+    model = patched("mixtral")
+    model(torch.arange(4)[None]).logits.sum().backward()
+    model.train()
+    logits(model)
+    assert generation.generation_copies().nbytes == 0
+
+
+@pytest.mark.parametrize(("value", "expected"), [("0", False), ("1", True)])
+def test_the_environment_turns_copies_off(value: str, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    generation._wanted.cache_clear()
+    monkeypatch.setenv(generation.OPTION, value)
+    logits(patched("llama"))
+    generation._wanted.cache_clear()
+    assert bool(generation.generation_copies().nbytes) is expected
+
+
+def test_another_value_of_the_environment_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    generation._wanted.cache_clear()
+    monkeypatch.setenv(generation.OPTION, "yes")
+    with pytest.raises(ConfigError, match=generation.OPTION):
+        generation._wanted()
