@@ -1,13 +1,18 @@
-"""Speed and saved bytes of the patched blocks against stock transformers and against bare fp32 matmuls.
+"""Speed and saved bytes of the patched blocks against stock transformers and against bare matmuls.
 
-    python benchmarks/blocks.py --json out.json            # everything; tens of minutes where stock bf16 is slow
+    python benchmarks/blocks.py --json out.json            # both instruction sets; about 40 minutes
     python benchmarks/blocks.py --cases a c --only train   # a part of it
+    python benchmarks/blocks.py --isa native                # all that the processor has
     python benchmarks/blocks.py --isa avx2                  # as on a CPU without bf16 instructions
+    python benchmarks/blocks.py --isa native --only busy    # with one core occupied by another process
 
-Every ratio divides medians measured in one run, contestants taking turns in a random order, so that a change of the
-machine's clock or load hits all of them. ``gemm`` is the time of the block's nine matrix products alone, in fp32, into
-buffers allocated before. Stock is timed in both its implementations that work on a CPU, ``eager`` and ``grouped_mm``;
-ratios use the faster one. A contestant slower than ``--slow`` seconds runs only twice.
+Each instruction set is measured in a process of its own, and ratios are taken within one. Every ratio divides medians
+measured in one run, contestants taking turns in a random order, so that a change of the machine's clock or load hits
+all of them. ``gemm`` is the time of the block's nine matrix products alone by ``torch.mm``, in fp32 and in bf16, into
+buffers allocated before. Training in bf16 is measured at several numbers of tokens where the processor has bf16
+instructions, elsewhere (where a stock step takes up to minutes) at one. Stock is timed in both its implementations that
+work on a CPU, ``eager`` and ``grouped_mm``; ratios use the faster one. A contestant slower than ``--slow`` seconds runs
+only twice.
 
 Legend: H hidden, I intermediate, E experts, K experts per token, T tokens.
 """
@@ -19,10 +24,12 @@ import json
 import math
 import random
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +48,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from benchmarks.setting import Shape, machine, restart_with_isa
 from hf_neuron_moe import NeuronMoEConfig, patch_model
+from hf_neuron_moe.backends.torch.compute import bf16_matmul_is_fast
 from hf_neuron_moe.training import measure_saved_bytes
 
 
@@ -67,6 +75,8 @@ CASES = {
     )
 }
 DECODE_TOKENS = (1, 8, 32)
+TRAIN_TOKENS = (64, 256, 512, 1024, 2048)
+BUSY_TOKENS = 512
 PROGRESS_S = 3.0
 LONG_STEP_S = 2.0
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "mxfp8": torch.bfloat16}
@@ -139,15 +149,19 @@ def decode_step(block: Block, inputs: tuple[Tensor, Tensor, Tensor]) -> Callable
     return step
 
 
-def gemm_limit(case: Case) -> Callable[[], None]:
-    """The block's nine products in fp32 per expert, operands and results allocated beforehand."""
+def gemm_limit(case: Case, dtype: torch.dtype = torch.float32) -> Callable[[], None]:
+    """The block's nine products per expert, operands and results allocated beforehand."""
     experts = case.E or 1
     index = make_inputs(case, case.T, torch.float32)[1]
     rows = torch.bincount(index.reshape(-1), minlength=experts).tolist() if case.E else [case.T]
     most = max(rows)
-    gate_up, down = torch.randn(experts, 2 * case.I, case.H), torch.randn(experts, case.H, case.I)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape).to(dtype)
+
+    gate_up, down = draw(experts, 2 * case.I, case.H), draw(experts, case.H, case.I)
     d_gate_up, d_down = torch.empty_like(gate_up), torch.empty_like(down)
-    x, inner, both = torch.randn(most, case.H), torch.randn(most, case.I), torch.randn(most, 2 * case.I)
+    x, inner, both = draw(most, case.H), draw(most, case.I), draw(most, 2 * case.I)
     out_H, out_I, out_2I = torch.empty_like(x), torch.empty_like(inner), torch.empty_like(both)
 
     def step() -> None:
@@ -241,6 +255,9 @@ def bench_training(
     for dtype in dtypes:
         inputs = make_inputs(case, case.T, DTYPES[dtype])
         contestants = {"gemm": gemm_limit(case)}
+        native = dtype == "bf16" and bf16_matmul_is_fast(torch.device("cpu"))
+        if native:
+            contestants["gemm_bf16"] = gemm_limit(case, torch.bfloat16)
         for precision in ("bf16", "mxfp8") if dtype == "bf16" else ("fp32",):
             contestants[precision] = train_step(patched_block(case, precision), inputs)
         stock = stock_implementations(case)
@@ -261,6 +278,8 @@ def bench_training(
         }
         if dtype == "bf16":
             result[dtype]["mxfp8_over_bf16"] = medians["mxfp8"] / medians["bf16"]
+        if native:
+            result[dtype]["time_over_bf16_gemm"] = medians[dtype] / medians["gemm_bf16"]
     return result
 
 
@@ -299,6 +318,10 @@ def bench_decode(case: Case, repeats: int, progress: Progress) -> dict[str, Any]
                 stock = Block(case, dtype, name)
                 share_weights(stock, patched)
                 contestants[f"stock_{name}"] = decode_step(stock, inputs)
+            if precision == "bf16":
+                quantized = patched_block(case, "mxfp8")
+                share_weights(quantized, patched)
+                contestants["mxfp8"] = decode_step(quantized, inputs)
             times = time_in_turns(
                 contestants, repeats * 20, 1.0, f"decode, {precision}, {tokens} tokens", progress, 0.0
             )
@@ -308,21 +331,81 @@ def bench_decode(case: Case, repeats: int, progress: Progress) -> dict[str, Any]
                 "best_stock": best,
                 "time_over_best_stock": times[precision]["median_s"] / times[best]["median_s"],
             }
+            if precision == "bf16":
+                entry = result[f"{precision}_T{tokens}"]
+                entry["mxfp8_over_bf16"] = times["mxfp8"]["median_s"] / times["bf16"]["median_s"]
     return result
 
 
+def bench_busy(case: Case, repeats: int, progress: Progress) -> dict[str, Any]:
+    """A training step in bf16 with all cores free, and with one of them occupied by another process."""
+    inputs = make_inputs(case, case.T, torch.bfloat16)
+    contestants = {"bf16": train_step(patched_block(case, "bf16"), inputs)}
+    for name in stock_implementations(case):
+        contestants[f"stock_{name}"] = train_step(Block(case, torch.bfloat16, name), inputs)
+    times = {"free": time_in_turns(contestants, repeats, 30.0, "all cores free", progress)}
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as neighbour:
+        try:
+            times["busy"] = time_in_turns(contestants, repeats, 30.0, "one core occupied", progress)
+        finally:
+            neighbour.kill()
+    loss = {name: times["busy"][name]["median_s"] / times["free"][name]["median_s"] - 1 for name in contestants}
+    best = min((name for name in loss if name != "bf16"), key=lambda name: times["free"][name]["median_s"])
+    return {"case": asdict(case), "times": times, "loss": loss, "best_stock": best}
+
+
 def show(report: dict[str, Any], console: Console) -> None:
-    """Print the report as tables, for the halves that were run."""
+    """Print the report as tables, for the parts that were run."""
     console.print(report["machine"])
     if report["train"]:
         console.print(training_table(report["train"]))
     if report["decode"]:
         console.print(decode_table(report["decode"]))
+    if report.get("busy"):
+        console.print(busy_table(report["busy"]))
+
+
+def busy_table(entries: dict[str, Any]) -> Table:
+    table = Table("shape", "patched free ms", "busy ms", "loss", "best stock free ms", "busy ms", "loss")
+    for entry in entries.values():
+        row = [Case(**entry["case"]).title]
+        for name in ("bf16", entry["best_stock"]):
+            free, busy = (entry["times"][kind][name]["median_s"] * 1e3 for kind in ("free", "busy"))
+            row += [f"{free:.0f}", f"{busy:.0f}", f"{entry['loss'][name]:.0%}"]
+        table.add_row(*row)
+    return table
+
+
+def show_side_by_side(reports: dict[str, dict[str, Any]], console: Console) -> None:
+    """Print the ratios of training in bf16 of both instruction sets, a shape to a line."""
+    columns = [f"{isa}: {what}" for isa in reports for what in ("stock/ours", "ours/gemm", "mxfp8/bf16")]
+    table = Table(
+        "training in bf16", *columns, title="side by side; gemm in bf16 where the processor has it, else fp32"
+    )
+    for name in dict.fromkeys(key for report in reports.values() for key in report["train"]):
+        cells = []
+        for report in reports.values():
+            row = report["train"].get(name, {}).get("bf16")
+            gemm = None if row is None else row.get("time_over_bf16_gemm", row["time_over_gemm"])
+            cells += ["", "", ""] if row is None else [
+                f"{value:.2f}" for value in (row["speedup_over_best_stock"], gemm, row["mxfp8_over_bf16"])
+            ]  # fmt: skip
+        table.add_row(name, *cells)
+    console.print(table)
 
 
 def training_table(entries: dict[str, Any]) -> Table:
     table = Table(
-        "shape", "dtype", "ours ms", "stock ms", "stock/ours", "ours/gemm", "saved KiB/token", "of stock", "mxfp8/bf16"
+        "shape",
+        "dtype",
+        "ours ms",
+        "stock ms",
+        "stock/ours",
+        "ours/gemm",
+        "ours/bf16 gemm",
+        "saved KiB/token",
+        "of stock",
+        "mxfp8/bf16",
     )
     for entry in entries.values():
         for dtype in [key for key in entry if key != "case"]:
@@ -334,6 +417,7 @@ def training_table(entries: dict[str, Any]) -> Table:
                 f"{times[row['best_stock']]['median_s'] * 1e3:.0f} ({row['best_stock'][6:]})",
                 f"{row['speedup_over_best_stock']:.2f}",
                 f"{row['time_over_gemm']:.2f}",
+                f"{row['time_over_bf16_gemm']:.2f}" if "time_over_bf16_gemm" in row else "",
                 f"{row['saved_bytes_per_token']['patched'] / 1024:.1f}",
                 f"{row['saved_over_stock']:.3f}",
                 f"{row['mxfp8_over_bf16']:.2f}" if "mxfp8_over_bf16" in row else "",
@@ -342,11 +426,42 @@ def training_table(entries: dict[str, Any]) -> Table:
 
 
 def decode_table(entries: dict[str, Any]) -> Table:
-    columns = (f"{precision} T={tokens}" for precision in ("bf16", "fp32") for tokens in DECODE_TOKENS)
-    table = Table("shape", *columns, title="decode: time over the best stock's (below 1 is faster)")
+    keys = [f"{precision}_T{tokens}" for precision in ("bf16", "fp32") for tokens in DECODE_TOKENS]
+    mxfp8 = [f"mxfp8/bf16 T={tokens}" for tokens in DECODE_TOKENS]
+    columns = [key.replace("_T", " T=") for key in keys]
+    table = Table("shape", *columns, *mxfp8, title="decode: time over the best stock's (below 1 is faster)")
     for name, entry in entries.items():
-        table.add_row(CASES[name].label, *(f"{row['time_over_best_stock']:.2f}" for row in entry.values()))
+        ratios = [entry.get(key, {}).get("time_over_best_stock") for key in keys]
+        ratios += [entry.get(f"bf16_T{tokens}", {}).get("mxfp8_over_bf16") for tokens in DECODE_TOKENS]
+        table.add_row(CASES[name].label, *("" if ratio is None else f"{ratio:.2f}" for ratio in ratios))
     return table
+
+
+def run_both(arguments: argparse.Namespace, console: Console) -> None:
+    """Measure each instruction set in a process of its own."""
+    reports = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for isa in ("native", "avx2"):
+            console.rule(isa)
+            file = Path(folder) / f"{isa}.json"
+            words = [*_words(arguments), "--isa", isa, "--json", str(file)]
+            subprocess.run([sys.executable, str(Path(__file__).resolve()), *words], check=True)
+            reports[isa] = json.loads(file.read_text())
+    if any(report["train"] for report in reports.values()):
+        show_side_by_side(reports, console)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(reports, indent=1) + "\n")
+        console.print(f"report: {arguments.json}")
+
+
+def _words(arguments: argparse.Namespace) -> list[str]:
+    """The options that both runs share, as they were given."""
+    words = []
+    for key in ("cases", "only", "dtypes", "tokens", "repeats", "slow"):
+        value = getattr(arguments, key)
+        if value is not None:
+            words += [f"--{key}", *map(str, value if isinstance(value, (list, tuple)) else [value])]
+    return words
 
 
 def main() -> None:
@@ -355,25 +470,36 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, help="write the report to this file")
     parser.add_argument("--cases", nargs="+", choices=sorted(CASES), default=sorted(CASES))
-    parser.add_argument("--only", choices=("train", "decode"), help="run one half of the benchmark")
+    parser.add_argument("--only", choices=("train", "decode", "busy"), help="run one part of the benchmark")
+    parser.add_argument("--tokens", nargs="+", type=int, help="of training in bf16")
     parser.add_argument("--dtypes", nargs="+", choices=("bf16", "fp32"), default=("bf16", "fp32"), help="of training")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--slow", type=float, default=3.0, help="seconds above which a contestant runs only twice")
-    parser.add_argument("--isa", choices=("avx2",), help="hold the matmul libraries to an instruction set")
+    parser.add_argument("--isa", choices=("native", "avx2", "both"), default="both", help="instruction set")
     arguments = parser.parse_args()
-    if arguments.isa:
+    console = Console(width=160)
+    if arguments.isa == "both":
+        run_both(arguments, console)
+        return
+    if arguments.isa == "avx2":
         restart_with_isa(arguments.isa)
-    console = Console(width=150)
     progress = Progress(console)
-    report: dict[str, Any] = {"machine": machine(), "train": {}, "decode": {}}
+    report: dict[str, Any] = {"machine": machine(), "train": {}, "decode": {}, "busy": {}}
+    native = bf16_matmul_is_fast(torch.device("cpu"))
     for name in arguments.cases:
-        console.print(f"{CASES[name].title} ...")
-        if arguments.only != "decode":
-            report["train"][name] = bench_training(
-                CASES[name], arguments.repeats, arguments.slow, progress, arguments.dtypes
-            )
-        if arguments.only != "train":
-            report["decode"][name] = bench_decode(CASES[name], arguments.repeats, progress)
+        case = CASES[name]
+        console.print(f"{case.label} ...")
+        if arguments.only in (None, "train"):
+            for tokens in arguments.tokens or (TRAIN_TOKENS if native else (case.T,)):
+                dtypes = [dtype for dtype in arguments.dtypes if dtype == "bf16" or tokens == case.T]
+                sized = replace(case, T=tokens)
+                if dtypes:
+                    entry = bench_training(sized, arguments.repeats, arguments.slow, progress, dtypes)
+                    report["train"][sized.title] = entry
+        if arguments.only in (None, "decode"):
+            report["decode"][name] = bench_decode(case, arguments.repeats, progress)
+        if arguments.only == "busy":
+            report["busy"][name] = bench_busy(replace(case, T=BUSY_TOKENS), arguments.repeats, progress)
         if arguments.json:  # after every shape: the slow stock contestants make this a long run
             arguments.json.write_text(json.dumps(report, indent=1) + "\n")
     show(report, console)

@@ -49,6 +49,33 @@ def test_a_table_is_shown_for_each_half_that_was_run(blocks: ModuleType) -> None
         assert ("saved KiB/token" in shown, "below 1 is faster" in shown) == ("train" in halves, "decode" in halves)
 
 
+def test_both_instruction_sets_stand_side_by_side(blocks: ModuleType) -> None:
+    row = {"speedup_over_best_stock": 1.25, "time_over_gemm": 0.75, "mxfp8_over_bf16": 1.5}
+    native = {"train": {"(a) T=64": {"bf16": row | {"time_over_bf16_gemm": 1.125}}}}
+    console = Console(file=io.StringIO(), width=160)
+    blocks.show_side_by_side({"native": native, "avx2": {"train": {"(a) T=64": {"bf16": row}}}}, console)
+    line = next(line for line in console.file.getvalue().splitlines() if "(a) T=64" in line)
+    assert [cell.strip() for cell in line.strip("│ ").split("│")] == [
+        "(a) T=64",
+        "1.25",
+        "1.12",
+        "1.50",
+        "1.25",
+        "0.75",
+        "1.50",
+    ]
+
+
+@pytest.mark.slow
+def test_a_busy_core_costs_time(blocks: ModuleType) -> None:
+    case = blocks.Case("a", 64, 128, 64, 4, 2)
+    entry = blocks.bench_busy(case, 2, blocks.Progress(Console(quiet=True)))
+    assert set(entry["loss"]) == set(entry["times"]["free"]) == set(entry["times"]["busy"])
+    console = Console(file=io.StringIO(), width=160)
+    blocks.show({"machine": {}, "train": {}, "decode": {}, "busy": {"a": entry}}, console)
+    assert "%" in console.file.getvalue()
+
+
 def test_the_decode_table_names_the_tokens_in_its_columns_only(blocks: ModuleType) -> None:
     row = {
         f"{precision}_T{tokens}": {"time_over_best_stock": 0.5} for precision in ("bf16", "fp32") for tokens in (1, 8)
