@@ -236,9 +236,10 @@ class _UnknownVersionError(Exception):
 def _upgrade(content: dict[str, Any], version: int) -> dict[str, Any]:
     """Say in this version's words what an earlier one recorded, and what it did not.
 
-    Version 2 had the SHA-256 of every tensor; version 1 wrote forward operands only, scales packed in kernel layout.
+    Version 3 did not say what was left. Version 2 had the SHA-256 of every tensor; version 1 wrote forward operands
+    only, scales packed in kernel layout.
     """
-    if version < FORMAT_VERSION:
+    if version < 3:
         for entry in content["tensors"]:
             entry["checksum"] = f"{SHA256}:{entry.pop('sha256')}"
     if version > 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import json
 import random
@@ -41,29 +42,37 @@ def nested(depth: int) -> Any:
     return value
 
 
-def mutate_json(content: Any, chance: random.Random) -> Any:
-    """Change one to three places of parsed JSON; `content` is a copy that may be changed."""
+def odd(chance: random.Random, deepest: int) -> Any:
+    """An odd value of its own."""
+    number = chance.randrange(len(ODD) + 2)
+    return copy.deepcopy(ODD[number]) if number < len(ODD) else nested(50 if number == len(ODD) else deepest)
+
+
+def mutate_json(content: Any, chance: random.Random, deepest: int = 800) -> Any:
+    """Change one to three places of parsed JSON; `content` is a copy that may be changed.
+
+    Lists may then lie within each other up to `deepest`.
+    """
     for _ in range(chance.choice((1, 1, 1, 2, 3))):
         places = list(_places(content))
         if not places:
-            return chance.choice(ODD)
+            return odd(chance, deepest)
         holder, key = chance.choice(places)
         kind = chance.randrange(8)
         if kind < 4:
-            holder[key] = chance.choice([*ODD, nested(50), nested(800)])
+            holder[key] = odd(chance, deepest)
         elif kind == 4:
             del holder[key]
         elif kind == 5 and isinstance(holder, dict):
-            odd = chance.choice([value for value in ODD if isinstance(value, str)])
-            holder[chance.choice([odd, f"{key}{odd}", f"{key}x"])] = holder.pop(key)
+            text = chance.choice([value for value in ODD if isinstance(value, str)])
+            holder[chance.choice([text, f"{key}{text}", f"{key}x"])] = holder.pop(key)
         elif kind == 6:
             other, place = chance.choice(places)
-            with contextlib.suppress(LookupError):  # it may lie in what was removed
-                holder[key] = json.loads(json.dumps(other[place]))
+            holder[key] = json.loads(json.dumps(other[place]))
         elif isinstance(holder[key], int):
             holder[key] = holder[key] + chance.choice((-1, 1, 2, 32, 10**6))
         else:
-            holder[key] = chance.choice(ODD)
+            holder[key] = odd(chance, deepest)
     return content
 
 
