@@ -47,6 +47,9 @@ check, it is whatever the first line of model code that meets the value raises."
 _PLAIN = {"attn_implementation": "eager", "experts_implementation": "eager"}
 """Implementations that are part of transformers: a name such as ``org/name`` would be fetched from the Hub and run."""
 
+MAX_AXIS = 2**31 - 1
+"""Largest axis of a parameter, which keeps the bytes of activations and weights within 63 bits."""
+
 _NUMBER = re.compile(r"[0-9]+")
 
 
@@ -139,9 +142,13 @@ def _read_config(
 def _on_meta(path: Path, config: PreTrainedConfig, content: dict[str, Any], where: str) -> PreTrainedModel:
     try:
         with _BUILDING, torch.device("meta"):
-            return _model_of(config, content)
+            model = _model_of(config, content)
     except _REFUSALS as error:
         raise _bad_config(where, path, f"{type(error).__name__}: {error}") from error
+    for name, param in model.named_parameters():
+        if max(param.shape, default=0) > MAX_AXIS:
+            raise _bad_config(where, path, f"{name} of shape {list(param.shape)}")
+    return model
 
 
 def _model_of(config: PreTrainedConfig, content: dict[str, Any]) -> PreTrainedModel:

@@ -13,8 +13,8 @@ from typing import Any
 from hf_neuron_moe.convert.source import SourceCheckpoint
 
 _LAYERS = re.compile(r"(?:^|_)(?:layers?|blocks?|depths?)$", re.IGNORECASE)
-_EXPERTS = re.compile(r"(?:^|_)experts?$", re.IGNORECASE)
-"""Names under which configurations state such a number, in the model or in a part of it."""
+_EXPERTS = re.compile(r"(?:^|_)(?:experts?(?:_per_tok(?:en)?)?|top_?k)$", re.IGNORECASE)
+"""Names under which configurations state such a number, or that of a token's experts, anywhere in them."""
 
 MOST_LAYERS, MOST_EXPERTS = 4096, 65536
 """Where there are no weights to compare with."""

@@ -48,7 +48,7 @@ def odd(chance: random.Random, deepest: int) -> Any:
     return copy.deepcopy(ODD[number]) if number < len(ODD) else nested(50 if number == len(ODD) else deepest)
 
 
-def mutate_json(content: Any, chance: random.Random, deepest: int = 800) -> Any:
+def mutate_json(content: Any, chance: random.Random, deepest: int = 400) -> Any:
     """Change one to three places of parsed JSON; `content` is a copy that may be changed.
 
     Lists may then lie within each other up to `deepest`.
