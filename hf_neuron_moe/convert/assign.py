@@ -44,8 +44,8 @@ _REFUSALS = (
 check, it is whatever the first line of model code that meets the value raises."""
 
 
-_PLAIN = {"attn_implementation": "eager", "experts_implementation": "eager"}
-"""Implementations that are part of transformers: a name such as ``org/name`` would be fetched from the Hub and run."""
+_PLAIN = {"attn_implementation": "eager", "experts_implementation": None}
+"""Eager attention and transformers' own choice for experts: a name such as ``org/name`` would be fetched from the Hub and run."""
 
 MAX_AXIS = 2**31 - 1
 """Largest axis of a parameter, which keeps the bytes of activations and weights within 63 bits."""
@@ -73,8 +73,8 @@ def build_meta_model(
 ) -> PreTrainedModel:
     """Build the checkpoint's model without memory for its weights.
 
-    Whatever attention and experts implementation ``config.json`` names, it is built with the eager ones: a checkpoint
-    does not choose code that is run here.
+    Whatever attention and experts implementation ``config.json`` names, it is built with eager attention and with
+    transformers' own choice for experts: a checkpoint does not choose code that is run here.
 
     Args:
         directory: folder with ``config.json``.

@@ -137,7 +137,7 @@ def test_implementations_that_a_checkpoint_names_are_not_followed(key, checkpoin
     path = source / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {key: "some-org/kernel"}))
     model = build_meta_model(source)
-    assert model.config._attn_implementation == "eager" and model.config._experts_implementation == "eager"
+    assert model.config._attn_implementation == "eager" and model.config._experts_implementation != "some-org/kernel"
     assert len(plan_conversion(source, ConvertOptions()).weights) == 4
 
 
