@@ -45,7 +45,7 @@ check, it is whatever the first line of model code that meets the value raises."
 
 
 _PLAIN = {"attn_implementation": "eager", "experts_implementation": None}
-"""Eager attention and transformers' own choice for experts: a name such as ``org/name`` would be fetched from the Hub and run."""
+"""Eager attention and transformers' own choice for experts. A name such as ``org/name`` would be fetched and run."""
 
 MAX_AXIS = 2**31 - 1
 """Largest axis of a parameter, which keeps the bytes of activations and weights within 63 bits."""
