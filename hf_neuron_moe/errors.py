@@ -14,6 +14,9 @@ from typing import TypeVar
 
 _NUMBER = re.compile(r"\d+")
 
+MESSAGE_PART = 600
+"""Characters of one part of a message: what a file says may be megabytes, what a reader needs is its beginning."""
+
 
 class NeuronMoEError(Exception):
     """Base class of everything this package raises on purpose."""
@@ -121,7 +124,26 @@ def refuse(
         The exception; the caller raises it.
     """
     gap = "" if remedy.startswith("\n") else " "
-    return kind(f"{where}: {argument} must be {expected}, got {got}.{gap}{remedy}")
+    argument, expected, told = (printable(text) for text in (argument, expected, str(got)))
+    return kind(f"{where}: {argument} must be {expected}, got {told}.{gap}{printable(remedy)}")
+
+
+def printable(text: str, limit: int = MESSAGE_PART) -> str:
+    """Return `text` as it may go to a terminal or a log.
+
+    Control characters, invisible ones and lone surrogates become escapes (line ends stay), and the middle of a line
+    with more than `limit` characters is left out.
+    """
+    return "\n".join(_printable_line(line, limit) for line in text.split("\n"))
+
+
+def _printable_line(line: str, limit: int) -> str:
+    if len(line) > limit:
+        head, tail = line[: limit * 2 // 3], line[-limit // 4 :]
+        line = f"{head} ... {len(line) - len(head) - len(tail):,} characters ... {tail}"
+    if line.isprintable():
+        return line
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in line)
 
 
 def nearest(name: str, known: list[str]) -> str:

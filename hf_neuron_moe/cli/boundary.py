@@ -15,10 +15,13 @@ from types import FrameType, TracebackType
 import typer
 
 from hf_neuron_moe.cli.exit_codes import INTERNAL, INTERRUPTED, REFUSED, TERMINATED, USAGE, ExitCode, exit_code_of
-from hf_neuron_moe.errors import ConfigError
+from hf_neuron_moe.errors import ConfigError, printable
 
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 """click's UsageError. typer brings its own copy of click in newer versions, and this class is in either."""
+
+LONGEST_MESSAGE = 1800
+"""Characters of the one line of a failure: what a file says may be megabytes."""
 
 _ARGUMENT = re.compile(r"^(\w+): (\w+) must ")
 _OPTIONS = {
@@ -66,7 +69,7 @@ class Boundary:
         if self._debug:
             traceback.print_exception(error)
         code = exit_code_of(error)
-        message = " ".join(str(error).split()) or type(error).__name__
+        message = printable(" ".join(str(error).split()), LONGEST_MESSAGE) or type(error).__name__
         if isinstance(error, ConfigError):
             message = _ARGUMENT.sub(lambda found: f"{found[1]}: {_OPTIONS.get(found[2], found[2])} must ", message)
         elif isinstance(error, ModuleNotFoundError) and error.name in _DEPENDENCIES:

@@ -58,6 +58,9 @@ def convert(
     ] = "5GB",
     workers: Annotated[int, typer.Option(min=1, help="Threads. The bytes written do not depend on it.")] = 1,
     on_nonfinite: Annotated[str, choice(NONFINITE, text="Refuse NaN and infinite weights, or keep them.")] = "error",
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Refuse a model with MLPs or experts that would stay in source form.")
+    ] = False,
     part: Annotated[
         str | None, typer.Option(metavar="I/N", callback=check_part, help="Convert part I of N; then run finalize.")
     ] = None,
@@ -88,7 +91,9 @@ def convert(
     if dry_run:
         from hf_neuron_moe.convert.estimate import estimate_conversion
 
-        estimate = estimate_conversion(source, destination, options, force=force, workers=workers, part=part_of(part))
+        estimate = estimate_conversion(
+            source, destination, options, force=force, workers=workers, part=part_of(part), strict=strict
+        )
         typer.echo(json.dumps(estimate.to_dict()) if as_json else str(estimate))
         return
     with _told_later(), watching("converting") as (watch, progress):
@@ -101,6 +106,7 @@ def convert(
             part=part_of(part),
             workers=workers,
             on_nonfinite=on_nonfinite,
+            strict=strict,
             progress=progress,
         )
     if manifest is None:
@@ -146,6 +152,7 @@ def _told_later() -> Iterator[None]:
 
 def _tell(manifest: Manifest, destination: object, watch: Watch, as_json: bool) -> None:
     from hf_neuron_moe.convert import nonfinite_note, rounding_note
+    from hf_neuron_moe.convert.left import left_facts, left_notes
 
     copied = sum(tensor.layout == "source" for tensor in manifest.tensors)
     facts = {
@@ -156,6 +163,7 @@ def _tell(manifest: Manifest, destination: object, watch: Watch, as_json: bool) 
         "files": len({tensor.file for tensor in manifest.tensors}),
         "rounded_values": sum((manifest.rounded or {}).values()),
         "nonfinite_values": sum((manifest.nonfinite or {}).values()),
+        "left": left_facts(manifest.left),
         **_cost(watch),
     }
     text = "{converted_weights} weights converted, {copied_tensors} tensors copied, {files} files in {destination}"
@@ -163,6 +171,8 @@ def _tell(manifest: Manifest, destination: object, watch: Watch, as_json: bool) 
         typer.echo(json.dumps(facts))
         return
     typer.echo(text.format(**facts))
+    for note in left_notes(manifest.left):
+        typer.echo(f"note: {note}")
     if manifest.options.precision == "bf16" and facts["rounded_values"]:
         typer.echo(f"note: {rounding_note(manifest)}")
     if facts["nonfinite_values"]:

@@ -1,4 +1,7 @@
-"""A progress line on a terminal: bytes, bytes per second, time left and peak memory; nothing where nobody watches."""
+"""Progress on standard error: a line that moves on a terminal, a line per minute in a log.
+
+Both show bytes, bytes per second, time left and peak memory.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import typer
+
 Update = Callable[[int, int], None]
 """Called with bytes done and bytes in all."""
 
 SAMPLE_SECONDS = 0.02
 """Between two looks at the memory, each of about 30 microseconds."""
+
+LOG_SECONDS = 60.0
+"""Between two lines in a log: what takes less has none."""
 
 
 class Watch:
@@ -64,14 +72,38 @@ def watching(label: str, *, quiet: bool = False) -> Iterator[tuple[Watch, Update
 
     Args:
         label: what is being done, such as "converting".
-        quiet: draw nothing even on a terminal.
+        quiet: write nothing.
     """
     with Watch() as watch:
-        if quiet or not sys.stderr.isatty():
+        if quiet:
             yield watch, watch.update
-        else:
+        elif sys.stderr.isatty():
             with _drawn(label, watch) as update:
                 yield watch, update
+        else:
+            yield watch, _logged(label, watch)
+
+
+def _logged(label: str, watch: Watch) -> Update:
+    """Write a line when a minute has passed since the last one."""
+    last = watch.seconds
+
+    def update(done: int, total: int) -> None:
+        nonlocal last
+        watch.update(done, total)
+        now = watch.seconds
+        if now - last < LOG_SECONDS:
+            return
+        last = now
+        left = now * (total - done) / max(done, 1)
+        share = 100 * done // max(total, 1)
+        typer.echo(
+            f"{label}: {in_words(done)} of {in_words(total)} ({share} %), {in_words(done / now)}/s, about "
+            f"{left / 60:,.0f} min left, peak {in_words(watch.peak)}",
+            err=True,
+        )
+
+    return update
 
 
 @contextmanager

@@ -6,7 +6,6 @@ a family needs no code here. Only the model's shapes are needed, so it is built 
 
 from __future__ import annotations
 
-import json
 import re
 import threading
 from dataclasses import dataclass, field
@@ -21,6 +20,8 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
+from hf_neuron_moe.convert.bounded import MAX_CONFIG_BYTES, read_json
+from hf_neuron_moe.convert.counts import excess
 from hf_neuron_moe.convert.folder import CONFIG_FILE, check_checkpoint, check_model
 from hf_neuron_moe.convert.source import SourceCheckpoint, SourceTensor, damaged, inside
 from hf_neuron_moe.errors import ConversionError, nearest, refuse
@@ -43,6 +44,15 @@ _REFUSALS = (
 check, it is whatever the first line of model code that meets the value raises."""
 
 
+_PLAIN = {"attn_implementation": "eager", "experts_implementation": None}
+"""Eager attention and transformers' own choice for experts. A name such as ``org/name`` would be fetched and run."""
+
+MAX_AXIS = 2**31 - 1
+"""Largest axis of a parameter, which keeps the bytes of activations and weights within 63 bits."""
+
+_NUMBER = re.compile(r"[0-9]+")
+
+
 @dataclass
 class Assignment:
     """The on-disk tensors that make up one in-memory tensor.
@@ -58,12 +68,19 @@ class Assignment:
     sources: dict[str, list[SourceTensor]] = field(default_factory=dict)
 
 
-def build_meta_model(directory: Path, where: str = "convert") -> PreTrainedModel:
+def build_meta_model(
+    directory: Path, where: str = "convert", source: SourceCheckpoint | None = None
+) -> PreTrainedModel:
     """Build the checkpoint's model without memory for its weights.
+
+    Whatever attention and experts implementation ``config.json`` names, it is built with eager attention and with
+    transformers' own choice for experts: a checkpoint does not choose code that is run here.
 
     Args:
         directory: folder with ``config.json``.
         where: command that refuses.
+        source: its weights, where they were read: more layers or experts than they have are refused before they are
+            built.
 
     Raises:
         SourceDamageError: there is no such folder, or its ``config.json`` is no JSON object in UTF-8, or a link that
@@ -72,7 +89,7 @@ def build_meta_model(directory: Path, where: str = "convert") -> PreTrainedModel
             unknown model or one that cannot be, or is already quantised.
     """
     check_checkpoint(directory, where)
-    config, content = _read_config(directory, where)
+    config, content = _read_config(directory, where, source)
     path = directory / CONFIG_FILE
     if "quantization_config" in content:
         raise refuse(
@@ -102,15 +119,19 @@ def build_converted_model(directory: Path, where: str) -> PreTrainedModel:
     return _on_meta(directory / CONFIG_FILE, config, content, where)
 
 
-def _read_config(directory: Path, where: str) -> tuple[PreTrainedConfig, dict[str, Any]]:
+def _read_config(
+    directory: Path, where: str, source: SourceCheckpoint | None = None
+) -> tuple[PreTrainedConfig, dict[str, Any]]:
     """The configuration as transformers reads it, and the file's content."""
     path = directory / CONFIG_FILE
     try:
-        content = json.loads(inside(directory, CONFIG_FILE, where).read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+        content = read_json(inside(directory, CONFIG_FILE, where), MAX_CONFIG_BYTES)
+    except ValueError as error:
         raise damaged(str(path), "JSON in UTF-8", f"{type(error).__name__}: {error}", where) from error
     if not isinstance(content, dict):
         raise damaged(str(path), "a JSON object", type(content).__name__, where)
+    if too_many := excess(content, source):
+        raise _bad_config(where, path, too_many)
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except _REFUSALS as error:
@@ -121,9 +142,13 @@ def _read_config(directory: Path, where: str) -> tuple[PreTrainedConfig, dict[st
 def _on_meta(path: Path, config: PreTrainedConfig, content: dict[str, Any], where: str) -> PreTrainedModel:
     try:
         with _BUILDING, torch.device("meta"):
-            return _model_of(config, content)
+            model = _model_of(config, content)
     except _REFUSALS as error:
         raise _bad_config(where, path, f"{type(error).__name__}: {error}") from error
+    for name, param in model.named_parameters():
+        if max(param.shape, default=0) > MAX_AXIS:
+            raise _bad_config(where, path, f"{name} of shape {list(param.shape)}")
+    return model
 
 
 def _model_of(config: PreTrainedConfig, content: dict[str, Any]) -> PreTrainedModel:
@@ -131,8 +156,8 @@ def _model_of(config: PreTrainedConfig, content: dict[str, Any]) -> PreTrainedMo
     name = (content.get("architectures") or [""])[0]
     architecture = getattr(transformers, str(name), None)
     if isinstance(architecture, type) and issubclass(architecture, PreTrainedModel):
-        return architecture._from_config(config)
-    return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        return architecture._from_config(config, **_PLAIN)
+    return AutoModelForCausalLM.from_config(config, trust_remote_code=False, **_PLAIN)
 
 
 def assign_sources(model: PreTrainedModel, source: SourceCheckpoint) -> tuple[dict[str, Assignment], list[str]]:
@@ -177,7 +202,7 @@ def assign_sources(model: PreTrainedModel, source: SourceCheckpoint) -> tuple[di
 
 def natural_key(name: str) -> list[tuple[int, int | str]]:
     """Sort key in which ``experts.2`` comes before ``experts.10``."""
-    return [(0, int(part)) if part.isdigit() else (1, part) for part in name.split(".")]
+    return [(0, int(part)) if _NUMBER.fullmatch(part) else (1, part) for part in name.split(".")]
 
 
 def _all_targets(target: str, converter: WeightConverter | None) -> set[str]:
@@ -195,7 +220,7 @@ def _matches(name: str, patterns: object) -> bool:
 def _nearest_family(path: Path) -> str:
     """Name the known family closest to the one that ``config.json`` names, if it can be read that far."""
     try:
-        family = json.loads(path.read_text(encoding="utf-8"))["model_type"]
+        family = read_json(path, MAX_CONFIG_BYTES)["model_type"]
     except (OSError, ValueError, KeyError, TypeError):
         return ""
     if not isinstance(family, str) or family in CONFIG_MAPPING_NAMES:

@@ -80,4 +80,4 @@ def _padding(tensors: tuple[WrittenTensor, ...]) -> str:
 
 def _kept(plan: ConversionPlan) -> str:
     text = f"{len(plan.copied)} tensors: router, norms, embeddings, attention"
-    return text + (f"; {len(plan.skipped)} modules that the kernels cannot compute" if plan.skipped else "")
+    return text + (f"; {len(plan.left)} modules that the kernels cannot compute" if plan.left else "")

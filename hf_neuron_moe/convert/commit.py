@@ -13,6 +13,7 @@ that name. Names inside the partial folder::
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -21,6 +22,7 @@ from pathlib import Path
 
 from hf_neuron_moe.convert import disk
 from hf_neuron_moe.convert.manifest import MANIFEST_FILE
+from hf_neuron_moe.convert.read import CHUNK_BYTES
 from hf_neuron_moe.errors import DestinationError, DiskError, refuse
 
 MARKER_FILE = ".hf-neuron-moe-partial"
@@ -118,22 +120,46 @@ def held(home: Path, where: str, destination: Path, *, shared: bool = False) -> 
     Raises:
         DestinationError: another process holds it.
     """
-    with suppress(FileExistsError):
-        disk.make_folder(home)
-    descriptor = os.open(home, os.O_RDONLY)
+    descriptor = _locked(home, shared=shared)
+    if descriptor is None:
+        raise refuse(
+            DestinationError,
+            where=where,
+            argument=str(destination),
+            expected="written by one process, or by several with --part",
+            got=f"another process at work in {home.name}",
+            remedy="Wait until it is done.",
+        )
     try:
-        if not _lock(descriptor, shared=shared):
-            raise refuse(
-                DestinationError,
-                where=where,
-                argument=str(destination),
-                expected="written by one process, or by several with --part",
-                got=f"another process at work in {home.name}",
-                remedy="Wait until it is done.",
-            )
         yield
     finally:
         os.close(descriptor)
+
+
+def _locked(home: Path, *, shared: bool) -> int | None:
+    """Make the partial folder if need be and lock it; None where another process holds it.
+
+    Between opening and locking, its owner may finish and remove it, and a third process may make a folder of the same
+    name: a lock on the removed one keeps nobody out, so the folder has to be the one that has the name.
+    """
+    while True:
+        with suppress(FileExistsError):
+            disk.make_folder(home)
+        try:
+            descriptor = os.open(home, os.O_RDONLY)
+        except FileNotFoundError:
+            continue
+        mine = False
+        try:
+            if not _lock(descriptor, shared=shared):
+                return None
+            with suppress(FileNotFoundError):
+                mine = os.path.samestat(os.fstat(descriptor), os.stat(home))
+            if mine:
+                return descriptor
+        finally:
+            if not mine:
+                os.close(descriptor)
 
 
 def _lock(descriptor: int, *, shared: bool) -> bool:
@@ -187,6 +213,31 @@ def write_file(path: Path, content: bytes) -> None:
         with suppress(OSError):
             disk.unlink(path)
         raise
+
+
+def copy_file(source: Path, target: Path) -> str:
+    """Copy a file in chunks, sync it and return its SHA-256; what cannot be written completely is removed.
+
+    Raises:
+        OSError: the operating system refused a call.
+    """
+    digest = hashlib.sha256()
+    buffer = memoryview(bytearray(CHUNK_BYTES))
+    with disk.open_to_read(source) as original:
+        file = disk.create(target)
+        try:
+            with file:
+                position = 0
+                while count := disk.read_at(original, buffer, position):
+                    digest.update(buffer[:count])
+                    disk.write_at(file, buffer[:count], position)
+                    position += count
+                sync(file)
+        except OSError:
+            with suppress(OSError):
+                disk.unlink(target)
+            raise
+    return digest.hexdigest()
 
 
 def sync(file: FileIO) -> None:

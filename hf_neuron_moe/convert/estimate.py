@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,8 @@ from hf_neuron_moe.convert.commit import check_destination
 from hf_neuron_moe.convert.execute import Made, entries_of, memory_per_worker, shards_of, workers_for
 from hf_neuron_moe.convert.folder import check_checkpoint
 from hf_neuron_moe.convert.hub import resolve_source
-from hf_neuron_moe.convert.manifest import MANIFEST_FILE, Piece, WrittenTensor, header_metadata
+from hf_neuron_moe.convert.left import check_nothing_left, left_facts, left_notes
+from hf_neuron_moe.convert.manifest import MANIFEST_FILE, LeftModule, Piece, WrittenTensor, header_metadata
 from hf_neuron_moe.convert.memory import anonymous_bytes
 from hf_neuron_moe.convert.options import ConvertOptions
 from hf_neuron_moe.convert.orientations import SOURCE
@@ -63,6 +64,7 @@ class Estimate:
         disk_seconds: carrying the output to the destination's disk, at the speed it has now.
         exact: whether `files` are exact. The manifest counts the values that bf16 does not hold, and for sources wider
             than bf16 that number is known only afterwards: it may then be some bytes longer.
+        left: modules that stay in their source form.
     """
 
     files: dict[str, int]
@@ -75,6 +77,7 @@ class Estimate:
     compute_seconds: float
     disk_seconds: float
     exact: bool
+    left: dict[str, LeftModule] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
@@ -83,7 +86,8 @@ class Estimate:
 
     def to_dict(self) -> dict[str, Any]:
         """What ``--json`` prints."""
-        return {"ok": True, "dry_run": True, **asdict(self), "seconds": self.seconds}
+        facts = {**asdict(self), "left": left_facts(self.left)}
+        return {"ok": True, "dry_run": True, **facts, "seconds": self.seconds}
 
     def __str__(self) -> str:
         tail = "" if self.exact else f" (and the count of rounded values in {MANIFEST_FILE})"
@@ -97,6 +101,7 @@ class Estimate:
                 f"worker{'s' if self.workers > 1 else ''}",
                 f"time: about {self.seconds:,.1f} s (work {self.compute_seconds:,.1f} s, beside it the disk "
                 f"{self.disk_seconds:,.1f} s at its present speed)",
+                *(f"note: {note}" for note in left_notes(self.left)),
                 "nothing was written",
             ]
         )
@@ -110,6 +115,7 @@ def estimate_conversion(
     force: bool = False,
     workers: int = 1,
     part: tuple[int, int] | None = None,
+    strict: bool = False,
 ) -> Estimate:
     """Say what :func:`hf_neuron_moe.convert.convert_checkpoint` would write, without writing it.
 
@@ -120,6 +126,7 @@ def estimate_conversion(
         force: whether an earlier conversion at `destination` would be replaced.
         workers: threads.
         part: only this part's shards are counted.
+        strict: refuse a model of which a module would stay in its source form.
 
     Raises:
         ConversionError: what the conversion would refuse before it writes.
@@ -130,6 +137,8 @@ def estimate_conversion(
     check_checkpoint(folder, "convert")
     check_destination(destination, folder, force=force)
     plan = plan_conversion(folder, options or ConvertOptions())
+    if strict:
+        check_nothing_left(plan.left)
     planning = time.perf_counter() - start
     shards = part_of_shards(shards_of(plan), part)
     tensors = [tensor for group in shards.values() for tensor in group]
@@ -154,6 +163,7 @@ def estimate_conversion(
         peak_memory_bytes=anonymous_bytes() + _held_bytes(plan, tensors, count),
         compute_seconds=compute,
         disk_seconds=output_bytes * _write_cost(destination.parent),
+        left=plan.left,
         exact=all(piece.dtype == "BF16" for weight in plan.weights.values() for piece in weight.pieces),
     )
 
@@ -180,7 +190,10 @@ def _files_beside(plan: ConversionPlan) -> dict[str, int]:
         sources=dict.fromkeys(plan.source.files, NO_CHECKSUM),
     )
     contents, manifest = files_beside(plan, made)
-    sizes = {name: len(content) for name, content in contents.items()}
+    sizes = {
+        name: len(content) if isinstance(content, bytes) else content.stat().st_size
+        for name, content in contents.items()
+    }
     return {**dict(sorted(sizes.items())), MANIFEST_FILE: len(manifest.to_json().encode())}
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,16 +12,18 @@ from typing import Any
 import torch
 
 from hf_neuron_moe._version import __version__
-from hf_neuron_moe.convert.commit import check_destination, committed_folder, write_file
+from hf_neuron_moe.convert.commit import check_destination, committed_folder, copy_file, write_file
 from hf_neuron_moe.convert.folder import check_conversion
 from hf_neuron_moe.convert.manifest import MANIFEST_FILE, Manifest, Piece, WrittenTensor, read_manifest
+from hf_neuron_moe.convert.manifest_check import disagreements
 from hf_neuron_moe.convert.orientations import SCALES, SOURCE
 from hf_neuron_moe.convert.read import TensorReader, open_tensors
 from hf_neuron_moe.convert.relayout import restore
 from hf_neuron_moe.convert.shard import Entry, ShardWriter
-from hf_neuron_moe.convert.source import INDEX_FILE, SINGLE_FILE, is_plain_name, nbytes_of, read_header
+from hf_neuron_moe.convert.side_files import WEIGHT_SUFFIXES, make_parents, side_files
+from hf_neuron_moe.convert.source import INDEX_FILE, SINGLE_FILE, nbytes_of, read_header
 from hf_neuron_moe.convert.verify_files import altered_tensors, by_file, sha256_of
-from hf_neuron_moe.convert.write import WEIGHT_SUFFIXES, Progress
+from hf_neuron_moe.convert.write import Progress
 from hf_neuron_moe.errors import ConversionError, SourceDamageError, refuse
 
 NOTE_FILE = "neuron_moe_export.json"
@@ -99,7 +101,7 @@ def export_checkpoint(
                     bytes_checked.compare(tensor.file for tensor in stored[weight])
                     writer.write(piece.source, _restore(piece, stored[weight], reader))
                     count.add(_nbytes(piece))
-        _write_side_files(converted, folder, manifest)
+        _write_side_files(converted, folder, manifest, exact=not inexact)
         if inexact:
             note = {"tool_version": __version__, "statement": statement, "inexact": inexact}
             write_file(folder / NOTE_FILE, (json.dumps(note, indent=1) + "\n").encode())
@@ -168,21 +170,23 @@ def _check_files(converted: Path, manifest: Manifest) -> dict[str, list[WrittenT
     """Compare shards with the manifest and group its tensors by weight.
 
     Raises:
-        ConversionError: a shard is damaged or is not what the manifest says, or a source file's name leaves the folder.
+        ConversionError: a shard or the manifest is damaged, or they do not agree.
     """
     stored: dict[str, list[WrittenTensor]] = {}
     expected: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
     for tensor in manifest.tensors:
         stored.setdefault(tensor.weight, []).append(tensor)
         expected.setdefault(tensor.file, {})[tensor.name] = (tensor.dtype, tensor.shape)
-    names = {piece.file for pieces in manifest.weights.values() for piece in pieces} | expected.keys()
-    bad = sorted(str(name) for name in names if not is_plain_name(name))
-    beside = manifest.replaced_files.keys() | manifest.file_sha256.keys()
-    bad += sorted(name for name in beside if not name or set(name) & set("/\\:\0") or name == "..")
+    bad = sorted(name for name in manifest.replaced_files if name.endswith(WEIGHT_SUFFIXES) or name == NOTE_FILE)
     if bad:
         raise _disagrees(MANIFEST_FILE, f"file names {bad}")
+    sources = Counter(piece.source for pieces in manifest.weights.values() for piece in pieces)
+    if twice := [name for name, count in sources.items() if count > 1]:
+        raise _disagrees(MANIFEST_FILE, f"more than one place of {twice[0]}")
     if stored.keys() != manifest.weights.keys():
         raise _disagrees(MANIFEST_FILE, "weights without tensors, or tensors without weight")
+    for weight, what in disagreements(manifest):
+        raise _disagrees(MANIFEST_FILE, f"{weight}, which is {what}")
     for file, tensors in expected.items():
         path = converted / file
         if not path.is_file():
@@ -241,20 +245,18 @@ def _statement(manifest: Manifest, stored: dict[str, list[WrittenTensor]], inexa
     return tuple(sentences)
 
 
-def _write_side_files(converted: Path, folder: Path, manifest: Manifest) -> None:
-    names = {path.name for path in converted.iterdir() if path.is_file()} | manifest.file_sha256.keys()
+def _write_side_files(converted: Path, folder: Path, manifest: Manifest, *, exact: bool) -> None:
+    names = {*side_files(converted, "export"), *manifest.file_sha256}
     for name in sorted(names - {MANIFEST_FILE} - manifest.replaced_files.keys()):
-        if name.endswith(WEIGHT_SUFFIXES):
+        if name.endswith(WEIGHT_SUFFIXES) or (name == NOTE_FILE and not exact):
             continue
         if not (converted / name).is_file():
             raise _disagrees(name, "no such file")
-        content = (converted / name).read_bytes()
-        if manifest.file_sha256.get(name) not in (None, hashlib.sha256(content).hexdigest()):
+        if manifest.file_sha256.get(name) not in (None, copy_file(converted / name, make_parents(folder, name))):
             raise _disagrees(name, "other bytes")
-        write_file(folder / name, content)
     for name, text in sorted(manifest.replaced_files.items()):
         if text is not None:
-            write_file(folder / name, text.encode())
+            write_file(make_parents(folder, name), text.encode())
     pieces = [piece for group in manifest.weights.values() for piece in group]
     if {piece.file for piece in pieces} == {SINGLE_FILE}:
         return

@@ -14,7 +14,7 @@ from hf_neuron_moe.convert.options import ConvertOptions
 from hf_neuron_moe.convert.parts import parts_to_repeat
 from hf_neuron_moe.convert.plan import plan_conversion
 from hf_neuron_moe.convert.resume import opened, options_of, parts_of
-from hf_neuron_moe.convert.write import finished_manifest, warn_of_rounding, write_rest
+from hf_neuron_moe.convert.write import finished_manifest, warn_of_losses, write_rest
 from hf_neuron_moe.errors import ConversionError, DestinationError, refuse
 
 
@@ -84,7 +84,7 @@ def finalize_checkpoint(
             manifest = write_rest(plan, job, made)
             take_name(job.home, destination)
             clear(job.home)
-    warn_of_rounding(manifest)
+    warn_of_losses(manifest)
     return manifest
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from pathlib import Path
 
+from hf_neuron_moe.convert.bounded import MAX_MANIFEST_BYTES, read_json
 from hf_neuron_moe.convert.manifest import MANIFEST_FILE
 from hf_neuron_moe.errors import ConversionError, SourceDamageError, refuse
 
@@ -121,7 +121,7 @@ def _check_folder(directory: Path, where: str, expected: str) -> None:
 def _options_of(directory: Path) -> str:
     """The conversion's options in brackets, as far as its manifest can be read."""
     try:
-        options = json.loads((directory / MANIFEST_FILE).read_text(encoding="utf-8"))["options"]
+        options = read_json(directory / MANIFEST_FILE, MAX_MANIFEST_BYTES)["options"]
         return f" (precision {options['precision']}, layout {options['layout']})"
     except (OSError, ValueError, KeyError, TypeError):
         return ""

@@ -5,12 +5,16 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from hf_neuron_moe.convert.source import INDEX_FILE, SINGLE_FILE, inside, read_index
 from hf_neuron_moe.errors import SourceDamageError, refuse
 
 _HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*?)(?:@(?P<revision>[\w./-]+))?")
 
-WANTED = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.md", "*.tiktoken")
-"""Weights, their index, configuration and tokenizer. Never pickles: they are not read here anyway."""
+BESIDE = ("*.json", "*.model", "*.txt", "*.jinja", "*.md", "*.tiktoken")
+"""Index, configuration and tokenizer, in the repository and in folders of it. Never pickles: they are not read here."""
+
+UNWANTED = ("original/*", "onnx/*", "*/onnx/*", "runs/*", "checkpoint-*/*")
+"""Folders with weights in other formats, and what lies beside those."""
 
 
 def resolve_source(source: Path | str, where: str = "convert") -> Path:
@@ -27,7 +31,8 @@ def resolve_source(source: Path | str, where: str = "convert") -> Path:
         A folder; where `source` is neither a folder nor has the form of a Hub id, it comes back unchanged.
 
     Raises:
-        SourceDamageError: it has the form of a Hub id, and there is no such model or it cannot be reached.
+        SourceDamageError: it has the form of a Hub id, and there is no such model or it cannot be reached; or its index
+            is damaged.
     """
     path = Path(source)
     name = source if isinstance(source, str) else source.as_posix()
@@ -37,8 +42,15 @@ def resolve_source(source: Path | str, where: str = "convert") -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    def fetch(*patterns: str) -> Path:
+        folder = snapshot_download(
+            found["repo"], revision=found["revision"], allow_patterns=list(patterns), ignore_patterns=list(UNWANTED)
+        )
+        return Path(folder)
+
     try:
-        snapshot = snapshot_download(found["repo"], revision=found["revision"], allow_patterns=list(WANTED))
+        snapshot = fetch(*BESIDE)
+        fetch(*BESIDE, *weights_of(snapshot, where))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = " ".join(str(error).split())
         raise refuse(
@@ -50,4 +62,17 @@ def resolve_source(source: Path | str, where: str = "convert") -> Path:
             remedy="Check the spelling, the network and, for gated models, `hf auth login`; or download it where you "
             f"can: `hf download {found['repo']} --local-dir FOLDER`, and give that folder.",
         ) from error
-    return Path(snapshot)
+    return snapshot
+
+
+def weights_of(snapshot: Path, where: str) -> list[str]:
+    """Names of the weight files that belong to a checkpoint: those of its index, or the single one.
+
+    A repository may hold the same weights a second time, such as ``consolidated.safetensors``.
+
+    Raises:
+        SourceDamageError: the index is damaged, or names files outside the folder.
+    """
+    if not (snapshot / INDEX_FILE).is_file():
+        return [SINGLE_FILE]
+    return sorted(set(read_index(inside(snapshot, INDEX_FILE, where), where)[0].values()))

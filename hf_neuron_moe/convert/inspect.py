@@ -11,14 +11,19 @@ from typing import Any
 
 from hf_neuron_moe.convert.comparison import Comparison
 from hf_neuron_moe.convert.folder import check_checkpoint
-from hf_neuron_moe.convert.manifest import MANIFEST_FILE, Manifest, WrittenTensor, read_manifest
+from hf_neuron_moe.convert.left import left_facts, left_notes
+from hf_neuron_moe.convert.manifest import MANIFEST_FILE, LeftModule, Manifest, WrittenTensor, read_manifest
+from hf_neuron_moe.convert.manifest_check import disagreements
 from hf_neuron_moe.convert.orientations import SCALES, SOURCE
 from hf_neuron_moe.convert.probe import in_db, number
 from hf_neuron_moe.convert.read import open_tensors
-from hf_neuron_moe.convert.source import nbytes_of, read_header, read_source
-from hf_neuron_moe.errors import ConfigError, SourceDamageError, refuse
+from hf_neuron_moe.convert.source import damaged, nbytes_of, read_header, read_source
+from hf_neuron_moe.errors import ConfigError, SourceDamageError, printable, refuse
 
 Progress = Callable[[int, int], None]
+
+MAX_CELL = 300
+"""Characters of a name or a shape in a line of text."""
 
 
 @dataclass(frozen=True)
@@ -60,12 +65,14 @@ class InspectReport:
         kind: ``"conversion"`` or ``"checkpoint"``.
         options: the conversion's options; empty for a checkpoint.
         tensors: every tensor.
+        left: modules that the conversion left in their source form; None for a checkpoint, and where it is not known.
     """
 
     directory: Path
     kind: str
     options: dict[str, Any]
     tensors: tuple[TensorFacts, ...]
+    left: dict[str, LeftModule] | None = None
 
     @property
     def layouts(self) -> dict[str, dict[str, int]]:
@@ -87,6 +94,7 @@ class InspectReport:
             "bytes": sum(tensor.nbytes for tensor in self.tensors),
             "files": len({tensor.file for tensor in self.tensors}),
             "layouts": self.layouts,
+            "left": left_facts(self.left),
             "tensors": [tensor.to_dict() for tensor in self.tensors],
         }
 
@@ -106,6 +114,7 @@ class InspectReport:
         for row in rows:
             cells = [cell.ljust(width) for cell, width in zip(row, widths)]
             lines.append("  ".join([*cells, row[-1]]).rstrip())
+        lines += [f"note: {note}" for note in left_notes(self.left)]
         return "\n".join(lines)
 
     def _kinds(self) -> list[tuple[str, ...]]:
@@ -152,7 +161,7 @@ def inspect_checkpoint(
         _check_source(source, manifest)
         for name, sqnr in _errors(directory, source, manifest, progress or (lambda done, total: None)).items():
             tensors[name] = replace(tensors[name], sqnr=sqnr)
-    return InspectReport(directory, "conversion", asdict(manifest.options), tuple(tensors.values()))
+    return InspectReport(directory, "conversion", asdict(manifest.options), tuple(tensors.values()), manifest.left)
 
 
 def _inspect_source(directory: Path) -> InspectReport:
@@ -162,6 +171,8 @@ def _inspect_source(directory: Path) -> InspectReport:
 
 
 def _check_source(source: Path, manifest: Manifest) -> None:
+    for weight, wrong in disagreements(manifest):
+        raise damaged(MANIFEST_FILE, "one that agrees with itself", f"{weight}, which is {wrong}", "inspect")
     for file, size in manifest.source_files.items():
         path = source / file
         found = f"one of {path.stat().st_size} bytes" if path.is_file() else "no such file"
@@ -223,10 +234,10 @@ def _row(name: str, tensors: list[TensorFacts]) -> tuple[str, ...]:
     # One line for several ranks cannot name one of them.
     told = [part for part in first.details.split(", ") if len(tensors) == 1 or not part.startswith("rank ")]
     return (
-        name,
+        printable(name, MAX_CELL),
         f"{len(tensors)}x",
         first.dtype,
-        str(list(first.shape)),
+        printable(str(list(first.shape)), MAX_CELL),
         first.layout,
         f"{sum(tensor.nbytes for tensor in tensors):,} B",
         "" if worst is None else f"SQNR {in_db(worst)}",

@@ -13,17 +13,30 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hf_neuron_moe.convert.bounded import (
+    MAX_MANIFEST_BYTES,
+    is_name,
+    is_natural,
+    is_relative_path,
+    is_shape,
+    read_json,
+    record,
+)
 from hf_neuron_moe.convert.checksums import SHA256, TensorChecksum
 from hf_neuron_moe.convert.options import ConvertOptions
+from hf_neuron_moe.convert.source import ITEM_BYTES, is_plain_name
 from hf_neuron_moe.errors import ConversionError, SourceDamageError, refuse
 
 MANIFEST_FILE = "neuron_moe_manifest.json"
-FORMAT_VERSION = 3
-READABLE_VERSIONS = (1, 2, FORMAT_VERSION)
+FORMAT_VERSION = 4
+READABLE_VERSIONS = (1, 2, 3, FORMAT_VERSION)
 HEADER_VERSION = 2
 """Format version in the shards' headers, which say the same since version 2."""
 
 CHECKSUM = "sha256"
+
+SHORT = "x" * 64
+"""As long as the names of layouts and orientations are at most."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +110,21 @@ class WrittenTensor:
 
 
 @dataclass(frozen=True)
+class LeftModule:
+    """A module that looks like an MLP or experts and stays in its source form.
+
+    Attributes:
+        reason: why no kernel computes it.
+        tensors: number of its source tensors.
+        nbytes: their bytes.
+    """
+
+    reason: str
+    tensors: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
 class Manifest:
     """Contents of ``neuron_moe_manifest.json``.
 
@@ -116,6 +144,7 @@ class Manifest:
         source_index: ``metadata`` of the source's index; None where it has no index, or one without.
         replaced_files: by name, the text in the source of each side file that was written differently; None for one
             that the source does not have.
+        left: modules that stay in their source form, by name. None in a manifest of a version that did not say.
     """
 
     tool_version: str
@@ -130,6 +159,7 @@ class Manifest:
     file_sha256: dict[str, str] = field(default_factory=dict)
     replaced_files: dict[str, str | None] = field(default_factory=dict)
     source_index: dict[str, Any] | None = None
+    left: dict[str, LeftModule] | None = None
 
     def to_json(self) -> str:
         """Serialise, with sorted keys and the checksum of the content (:func:`sealed`) as ``"sha256"``."""
@@ -172,9 +202,9 @@ def read_manifest(directory: Path, where: str = "export") -> Manifest:
     kind: type[ConversionError] = ConversionError
     remedy = "Give the folder that `hf-neuron-moe convert` wrote."
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path, MAX_MANIFEST_BYTES)
         version = content["format_version"]
-        if version not in READABLE_VERSIONS:
+        if type(version) is not int or version not in READABLE_VERSIONS:
             raise _UnknownVersionError(f"format version {version}")
         if version != 1 and content.pop(CHECKSUM, None) != sealed(content)[CHECKSUM]:  # version 1 had none
             raise ValueError("its content is not what was written: it does not have the checksum that it states")
@@ -186,7 +216,7 @@ def read_manifest(directory: Path, where: str = "export") -> Manifest:
     except _UnknownVersionError as error:
         got, cause = error, error
         remedy = "Use the version of this package that wrote it, or convert the original again."
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         got, cause, kind = f"{type(error).__name__}: {error}", error, SourceDamageError
         remedy = "The conversion is damaged: convert the original again."
     raise refuse(
@@ -206,9 +236,10 @@ class _UnknownVersionError(Exception):
 def _upgrade(content: dict[str, Any], version: int) -> dict[str, Any]:
     """Say in this version's words what an earlier one recorded, and what it did not.
 
-    Version 2 had the SHA-256 of every tensor; version 1 wrote forward operands only, scales packed in kernel layout.
+    Version 3 did not say what was left. Version 2 had the SHA-256 of every tensor; version 1 wrote forward operands
+    only, scales packed in kernel layout.
     """
-    if version < FORMAT_VERSION:
+    if version < 3:
         for entry in content["tensors"]:
             entry["checksum"] = f"{SHA256}:{entry.pop('sha256')}"
     if version > 1:
@@ -221,12 +252,42 @@ def _upgrade(content: dict[str, Any], version: int) -> dict[str, Any]:
 
 
 def _from_content(content: dict[str, Any]) -> Manifest:
-    def piece(entry: dict[str, Any]) -> Piece:
-        return Piece(**{**entry, "shape": tuple(entry["shape"])})
-
-    weights = {name: tuple(piece(entry) for entry in entries) for name, entries in content.pop("weights").items()}
-    tensors = tuple(WrittenTensor(**{**entry, "shape": tuple(entry["shape"])}) for entry in content.pop("tensors"))
-    for tensor in tensors:
+    manifest = record(Manifest, content)
+    _check_file_names(manifest)
+    for tensor in manifest.tensors:
         TensorChecksum(tensor.checksum)  # of a known kind
-    options = ConvertOptions(**content.pop("options"))
-    return Manifest(options=options, weights=weights, tensors=tensors, **content)
+        numbers = (*tensor.padding.values(), tensor.tp_rank or 0)
+        words = (tensor.weight, tensor.layout, tensor.scale_layout or SHORT, tensor.orientation, *tensor.padding)
+        if not (all(map(is_natural, numbers)) and all(map(is_name, words)) and max(map(len, words[1:])) <= len(SHORT)):
+            raise ValueError(f"tensor {tensor.name!r} with {words} and {numbers}")
+        _check_tensor(tensor.name, tensor.dtype, tensor.shape)
+    for piece in (piece for pieces in manifest.weights.values() for piece in pieces):
+        if not (is_natural(piece.start) and is_natural(piece.expert or 0)):
+            raise ValueError(f"source tensor {piece.source!r} at row {piece.start} of expert {piece.expert}")
+        _check_tensor(piece.source, piece.dtype, piece.shape)
+    sources = {piece.source for pieces in manifest.weights.values() for piece in pieces}
+    for counts in (manifest.rounded or {}, manifest.nonfinite or {}):
+        if not (counts.keys() <= sources and all(map(is_natural, counts.values()))):
+            raise ValueError("counts of rounded or kept values of no source tensor")
+    if not all(map(is_natural, manifest.source_files.values())):
+        raise ValueError("source files with sizes that are none")
+    for name, left in (manifest.left or {}).items():
+        if not (is_name(name) and is_natural(left.tensors) and is_natural(left.nbytes)):
+            raise ValueError(f"module {name!r} with {left.tensors} tensors of {left.nbytes} bytes")
+    return manifest
+
+
+def _check_file_names(manifest: Manifest) -> None:
+    """Nothing is looked at outside the folder, whatever a manifest says."""
+    pieces = (piece for pieces in manifest.weights.values() for piece in pieces)
+    weights = {tensor.file for tensor in manifest.tensors} | {piece.file for piece in pieces}
+    bad = {name for name in weights if not is_plain_name(name)}
+    bad |= {name for name in manifest.source_files if not is_plain_name(name)}
+    bad |= {name for name in manifest.file_sha256.keys() | manifest.replaced_files if not is_relative_path(name)}
+    if bad:
+        raise ValueError(f"file name {min(bad)!r} leads out of the folder, or is none")
+
+
+def _check_tensor(name: str, dtype: str, shape: tuple[int, ...]) -> None:
+    if not (is_name(name) and dtype in ITEM_BYTES and is_shape(shape)):
+        raise ValueError(f"tensor {name!r} of dtype {dtype!r} and shape {list(shape)}")

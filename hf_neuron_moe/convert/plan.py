@@ -13,14 +13,14 @@ from transformers.core_model_loading import Concatenate, MergeModulelist
 
 from hf_neuron_moe.convert.assign import Assignment, assign_sources, build_meta_model, natural_key
 from hf_neuron_moe.convert.folder import check_checkpoint
-from hf_neuron_moe.convert.manifest import Piece, WrittenTensor
+from hf_neuron_moe.convert.manifest import LeftModule, Piece, WrittenTensor
 from hf_neuron_moe.convert.options import ConvertOptions
 from hf_neuron_moe.convert.orientations import SOURCE, StoredForm, stored_forms
 from hf_neuron_moe.convert.relayout import TORCH_DTYPES
 from hf_neuron_moe.convert.source import SourceCheckpoint, SourceTensor, nbytes_of, read_source
 from hf_neuron_moe.convert.tensor_parallel import FusedWeight
-from hf_neuron_moe.errors import ConversionError, refuse
-from hf_neuron_moe.patching.discovery import MLP, Candidate, discover
+from hf_neuron_moe.errors import ConversionError, pattern_of, refuse, spelled_together
+from hf_neuron_moe.patching.discovery import EXPERTS, MLP, Candidate, discover
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class ConversionPlan:
         weights: weights to convert, by name.
         copied: tensors copied unchanged, by name.
         tensors: every tensor to write, with its shard; no checksums yet.
-        skipped: modules that stay in source layout although they look like MLPs or experts, with the reason.
+        left: modules that stay in their source form although they look like MLPs or experts.
     """
 
     source: SourceCheckpoint
@@ -41,7 +41,7 @@ class ConversionPlan:
     weights: dict[str, FusedWeight]
     copied: dict[str, SourceTensor]
     tensors: tuple[WrittenTensor, ...]
-    skipped: dict[str, str]
+    left: dict[str, LeftModule]
 
     @property
     def output_bytes(self) -> int:
@@ -66,10 +66,10 @@ def plan_conversion(directory: Path, options: ConvertOptions) -> ConversionPlan:
     """
     check_checkpoint(directory, "convert")
     source = read_source(directory)
-    model = build_meta_model(directory)
+    model = build_meta_model(directory, source=source)
     assignments, ignored = assign_sources(model, source)
     candidates = discover(model)
-    skipped = {candidate.name: candidate.reason for candidate in candidates if candidate.reason is not None}
+    refused = {candidate.name: candidate.reason for candidate in candidates if candidate.reason is not None}
     weights = {
         weight.name: weight
         for candidate in candidates
@@ -77,7 +77,7 @@ def plan_conversion(directory: Path, options: ConvertOptions) -> ConversionPlan:
         for weight in _weights_of(candidate, assignments, model)
     }
     if not weights:
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in skipped.items())
+        reasons = _reasons(refused)
         raise refuse(
             ConversionError,
             where="convert",
@@ -87,18 +87,41 @@ def plan_conversion(directory: Path, options: ConvertOptions) -> ConversionPlan:
             remedy="`hf-neuron-moe plan` lists every candidate with its reason.",
         )
     if options.precision == "mxfp4" and not any(weight.has_experts for weight in weights.values()):
+        reasons = _reasons({c.name: c.reason for c in candidates if c.kind == EXPERTS and c.reason is not None})
         raise refuse(
             ConversionError,
             where="convert",
             argument="precision mxfp4",
             expected="used for a model with experts: no kernel computes dense MLPs with FP4 weights",
-            got="a model without any",
+            got=f"a model whose experts no kernel computes ({reasons})" if reasons else "a model without any",
             remedy="Use --precision mxfp8 or bf16.",
         )
     used = {piece.source for weight in weights.values() for piece in weight.pieces}
     copied = {name: tensor for name, tensor in source.tensors.items() if name not in used}
     _check_coverage(source, assignments, ignored, used, copied)
-    return ConversionPlan(source, options, weights, copied, _lay_out(weights, copied, options), skipped)
+    left = _left(refused, assignments, used)
+    return ConversionPlan(source, options, weights, copied, _lay_out(weights, copied, options), left)
+
+
+def _reasons(refused: dict[str, str]) -> str:
+    """Names and reasons, modules of one kind together."""
+    kinds: dict[tuple[str, str], list[str]] = {}
+    for name, reason in refused.items():
+        kinds.setdefault((pattern_of(name), reason), []).append(name)
+    return "; ".join(f"{spelled_together(names)}: {reason}" for (_, reason), names in kinds.items())
+
+
+def _left(refused: dict[str, str], assignments: dict[str, Assignment], used: set[str]) -> dict[str, LeftModule]:
+    """The modules that keep source tensors, with what they keep."""
+    left = {}
+    for module, reason in refused.items():
+        prefix = f"{module}." if module else ""
+        entries = [entry for target, entry in assignments.items() if target.startswith(prefix)]
+        tensors = [tensor for entry in entries for group in entry.sources.values() for tensor in group]
+        kept = [tensor for tensor in tensors if tensor.name not in used]
+        if kept:
+            left[module] = LeftModule(reason, len(kept), sum(tensor.nbytes for tensor in kept))
+    return left
 
 
 def _weights_of(candidate: Candidate, assignments: dict[str, Assignment], model: PreTrainedModel) -> list[FusedWeight]:
@@ -194,7 +217,7 @@ def _pieces(assignment: Assignment, shape: tuple[int, ...], start: int, transpos
 def _expert_index(name: str, pattern: str, target: str) -> int:
     """The number that stands for ``*`` in transformers' source pattern."""
     before, _, after = pattern.partition("*")
-    found = re.search(rf"(\d+){re.escape(after)}$", name)
+    found = re.search(rf"([0-9]+){re.escape(after)}$", name)
     if found is None or not before:
         raise refuse(
             ConversionError,

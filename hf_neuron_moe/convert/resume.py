@@ -13,14 +13,16 @@ import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from hf_neuron_moe._version import __version__
 from hf_neuron_moe.convert import disk
+from hf_neuron_moe.convert.bounded import MAX_MANIFEST_BYTES, read_json, record
 from hf_neuron_moe.convert.commit import FOLDER, MARKER_FILE, empty, give_up, held, partial_of, put_back
 from hf_neuron_moe.convert.options import ConvertOptions
 from hf_neuron_moe.convert.plan import ConversionPlan
+from hf_neuron_moe.convert.side_files import make_parents
 from hf_neuron_moe.errors import DestinationError, refuse
 
 DONE = "done"
@@ -79,15 +81,16 @@ class Job:
         """Where to write a file that will be :meth:`publish`-ed; nothing lies there."""
         with suppress(FileExistsError):
             disk.make_folder(self._writing)
-        path = self._writing / name
+        path = self._temporary_path(name)
         if path.exists():
             disk.unlink(path)
         return path
 
     def publish(self, name: str) -> None:
-        """Let a synced temporary file take its place in the future folder."""
-        disk.rename(self._writing / name, self.folder / name)
-        disk.fsync_folder(self.folder)
+        """Let a synced temporary file take its place in the future folder, or in a folder of it."""
+        place = make_parents(self.folder, name)
+        disk.rename(self._temporary_path(name), place)
+        disk.fsync_folder(place.parent)
 
     def record_shard(self, file: str, record: ShardRecord) -> None:
         """Remember a published shard."""
@@ -97,8 +100,8 @@ class Job:
         """What is remembered of a shard, or None."""
         content = _read_record(self.home / DONE / (file + RECORD_SUFFIX))
         try:
-            return ShardRecord(**content) if content is not None and (self.folder / file).is_file() else None
-        except TypeError:
+            return record(ShardRecord, content) if content is not None and (self.folder / file).is_file() else None
+        except ValueError:
             return None
 
     def record_source(self, file: str, version: str, sha256: str) -> None:
@@ -108,18 +111,28 @@ class Job:
     def source_sha256(self, file: str, version: str) -> str | None:
         """The remembered checksum of a version of a source file, or None."""
         content = _read_record(self._source_path(file, version))
-        return content.get("sha256") if content else None
+        sha256 = content.get("sha256") if content else None
+        return sha256 if isinstance(sha256, str) else None
 
     def drop_strangers(self, expected: set[str]) -> None:
-        """Remove from the future folder what does not belong there."""
-        for entry in sorted(self.folder.iterdir()):
-            if entry.name not in expected:
-                disk.remove_tree(entry)
+        """Remove from the future folder, and from folders of it, what does not belong there."""
+        folders = {str(parent) for name in expected for parent in PurePosixPath(name).parents}
+        pending = [self.folder]
+        while pending:
+            for entry in sorted(pending.pop().iterdir()):
+                name = entry.relative_to(self.folder).as_posix()
+                if name in folders and entry.is_dir() and not entry.is_symlink():
+                    pending.append(entry)
+                elif name not in expected:
+                    disk.remove_tree(entry)
 
     def leave(self) -> None:
         """Remove this process's temporary files."""
         if self._writing.exists():
             disk.remove_tree(self._writing)
+
+    def _temporary_path(self, name: str) -> Path:
+        return self._writing / name.replace("/", "%2F")
 
     def _source_path(self, file: str, version: str) -> Path:
         return self.home / SOURCES / f"{file}-{version}{RECORD_SUFFIX}"
@@ -217,8 +230,8 @@ def options_of(destination: Path) -> ConvertOptions | None:
     """The options of the unfinished conversion at `destination`, or None where there is none."""
     content = _read_record(partial_of(destination) / MARKER_FILE)
     try:
-        return ConvertOptions(**content["options"]) if content else None
-    except (KeyError, TypeError):
+        return record(ConvertOptions, content["options"]) if content else None
+    except (KeyError, ValueError):
         return None
 
 
@@ -230,7 +243,7 @@ def parts_of(job: Job) -> int | None:
 
 def _read_record(path: Path) -> dict[str, Any] | None:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path, MAX_MANIFEST_BYTES)
     except (FileNotFoundError, ValueError):
         return None
     return content if isinstance(content, dict) else None

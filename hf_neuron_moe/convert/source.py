@@ -7,7 +7,6 @@ JSON, data).
 
 from __future__ import annotations
 
-import json
 import math
 import struct
 from collections.abc import Mapping
@@ -17,6 +16,18 @@ from pathlib import Path
 from typing import Any
 
 from hf_neuron_moe.convert import disk
+from hf_neuron_moe.convert.bounded import (
+    MAX_AXES,
+    MAX_FILE_NAME,
+    MAX_INDEX_BYTES,
+    MAX_NAME,
+    is_file_name,
+    is_name,
+    is_natural,
+    is_shape,
+    parse_json,
+    read_json,
+)
 from hf_neuron_moe.errors import ConversionError, SourceDamageError, refuse
 
 ITEM_BYTES = {
@@ -41,7 +52,7 @@ def nbytes_of(dtype: str, shape: tuple[int, ...]) -> int:
 
 def is_plain_name(file: object) -> bool:
     """Whether `file` names a safetensors file on every system: no folder, no drive, no way up."""
-    return isinstance(file, str) and file.endswith(".safetensors") and not set(file) & set("/\\:\0")
+    return is_file_name(file) and str(file).endswith(".safetensors")
 
 
 @dataclass(frozen=True)
@@ -100,7 +111,7 @@ def read_header(path: Path, where: str = "convert") -> tuple[dict[str, SourceTen
         SourceDamageError: there is no such file, or the header is cut off, not JSON, repeats a name, or does not
             account for every byte of data.
     """
-    if not path.exists():
+    if not path.is_file():
         raise damaged(path.name, "a file of the checkpoint", "no such file", where)
     size = path.stat().st_size
     with disk.open_to_read(path) as file:
@@ -113,8 +124,8 @@ def read_header(path: Path, where: str = "convert") -> tuple[dict[str, SourceTen
             raise damaged(f"{path.name}: header length", f"at most {limit}", length, where)
         raw = _read_up_to(file, 8, length)
     try:
-        header = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique_pairs)
-    except (ValueError, RecursionError) as error:
+        header = parse_json(raw, unique=True)
+    except ValueError as error:
         raise damaged(f"{path.name}: header", "JSON in UTF-8 without repeated names", error, where) from error
     if not isinstance(header, dict):
         raise damaged(f"{path.name}: header", "a JSON object", type(header).__name__, where)
@@ -135,14 +146,18 @@ def _check_entries(
 ) -> dict[str, SourceTensor]:
     spans: list[tuple[int, int, SourceTensor]] = []
     for name, entry in header.items():
+        if not is_name(name):
+            raise damaged(f"{file}: a tensor's name", f"1 to {MAX_NAME:,} printable characters", repr(name), where)
         subject = f"{file}: {name}"
         if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
             raise damaged(subject, "an entry with dtype, shape and data_offsets", entry, where)
         dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-        if dtype not in ITEM_BYTES:
+        if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
             raise damaged(f"{subject}: dtype", f"one of {', '.join(ITEM_BYTES)}", repr(dtype), where)
-        if not _naturals(shape) or not _naturals(offsets) or len(offsets) != 2:
-            raise damaged(subject, "a shape and two offsets of natural numbers", entry, where)
+        if not (isinstance(shape, list) and is_shape(shape)):
+            raise damaged(f"{subject}: shape", f"at most {MAX_AXES} natural numbers of 63 bits", shape, where)
+        if not (isinstance(offsets, list) and len(offsets) == 2 and all(map(is_natural, offsets))):
+            raise damaged(f"{subject}: data_offsets", "two natural numbers of 63 bits", offsets, where)
         tensor = SourceTensor(name, file, dtype, tuple(shape), data_start + offsets[0])
         if offsets[1] - offsets[0] != tensor.nbytes:
             raise damaged(f"{subject}: data_offsets", f"{tensor.nbytes} bytes apart", offsets, where)
@@ -181,10 +196,26 @@ def read_source(directory: Path, where: str = "convert") -> SourceCheckpoint:
             got="both",
             remedy="Remove the one that does not belong to the checkpoint.",
         )
-    named, index_metadata = None, None
     if index.exists():
-        named, index_metadata = _read_index(inside(directory, INDEX_FILE, where), where)
-    files = sorted(set(named.values())) if named is not None else [SINGLE_FILE]
+        return read_indexed(directory, INDEX_FILE, where)
+    tensors, metadata = read_header(inside(directory, SINGLE_FILE, where), where)
+    return SourceCheckpoint(directory, (SINGLE_FILE,), tensors, {SINGLE_FILE: metadata})
+
+
+def read_indexed(directory: Path, index: str, where: str) -> SourceCheckpoint:
+    """Describe the tensors of the files that an index names.
+
+    Args:
+        directory: the folder.
+        index: the index's name in it.
+        where: command that refuses.
+
+    Raises:
+        SourceDamageError: a name leaves the folder, a file is damaged, or index and files disagree about which tensor
+            is where.
+    """
+    named, index_metadata = read_index(inside(directory, index, where), where)
+    files = sorted(set(named.values()))
     tensors: dict[str, SourceTensor] = {}
     metadata: dict[str, Mapping[str, str]] = {}
     for file in files:
@@ -192,21 +223,25 @@ def read_source(directory: Path, where: str = "convert") -> SourceCheckpoint:
         for name, tensor in found.items():
             if name in tensors:
                 raise damaged(f"tensor {name}", "in one file", f"in {tensors[name].file} and in {file}", where)
-            if named is not None and named.get(name) != file:
+            if named.get(name) != file:
                 place = f"in {file}, where the index does not name it"
-                raise damaged(f"tensor {name}", f"where {INDEX_FILE} says", place, where)
+                raise damaged(f"tensor {name}", f"where {index} says", place, where)
             tensors[name] = tensor
-    for name, file in (named or {}).items():
+    for name, file in named.items():
         if name not in tensors:
-            raise damaged(f"tensor {name}", f"in {file} as {INDEX_FILE} says", "a file without it", where)
+            raise damaged(f"tensor {name}", f"in {file} as {index} says", "a file without it", where)
     return SourceCheckpoint(directory, tuple(files), tensors, metadata, index_metadata)
 
 
-def _read_index(path: Path, where: str) -> tuple[dict[str, str], dict[str, Any] | None]:
-    """File by tensor name, and the index's metadata."""
+def read_index(path: Path, where: str) -> tuple[dict[str, str], dict[str, Any] | None]:
+    """File by tensor name, and the index's metadata.
+
+    Raises:
+        SourceDamageError: it is no index, or names files outside the folder.
+    """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique_pairs)
-    except (ValueError, RecursionError) as error:
+        content = read_json(path, MAX_INDEX_BYTES, unique=True)
+    except ValueError as error:
         raise damaged(path.name, "JSON in UTF-8 without repeated names", error, where) from error
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
@@ -217,7 +252,7 @@ def _read_index(path: Path, where: str) -> tuple[dict[str, str], dict[str, Any] 
                 SourceDamageError,
                 where=where,
                 argument=f"{path.name}: file of {name}",
-                expected="the plain name of a .safetensors file in the same folder",
+                expected=f"the plain name of a .safetensors file in the same folder, at most {MAX_FILE_NAME} bytes",
                 got=repr(file),
                 remedy="An index that points elsewhere is not followed; repair it.",
             )
@@ -226,14 +261,14 @@ def _read_index(path: Path, where: str) -> tuple[dict[str, str], dict[str, Any] 
 
 
 def inside(directory: Path, file: str, where: str = "convert") -> Path:
-    """The path of `file`, refused when a link leads out of the checkpoint."""
+    """The path of `file`, which may lie in a folder of the checkpoint; refused when a link leads out."""
     path = directory / file
     if not path.is_file():
         raise damaged(file, "a file of the checkpoint", "no such file", where)
     home, target = directory.resolve(), path.resolve()
     # huggingface_hub keeps snapshots/<commit>/file as links to blobs/<hash> of the same repository.
     blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else None
-    if target.parent not in (home, blobs):
+    if target.parent not in ((home / file).parent, blobs):
         raise refuse(
             SourceDamageError,
             where=where,
@@ -274,19 +309,3 @@ def _no_safetensors(directory: Path, where: str) -> ConversionError:
         got=got,
         remedy=remedy,
     )
-
-
-class _RepeatedNameError(ValueError):
-    """A JSON object has one key twice; Python's parser would keep the last and say nothing."""
-
-
-def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise _RepeatedNameError(f"{next(name for name in names if names.count(name) > 1)!r} appears twice")
-    return result
-
-
-def _naturals(values: object) -> bool:
-    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)

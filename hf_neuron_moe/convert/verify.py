@@ -8,18 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from hf_neuron_moe.convert.folder import check_checkpoint, check_conversion
-from hf_neuron_moe.convert.manifest import MANIFEST_FILE, Manifest, read_manifest
+from hf_neuron_moe.convert.left import left_facts, left_notes
+from hf_neuron_moe.convert.manifest import MANIFEST_FILE, LeftModule, Manifest, read_manifest
 from hf_neuron_moe.convert.probe import LayerProbe, probe_layers
 from hf_neuron_moe.convert.read import open_tensors
 from hf_neuron_moe.convert.verify_files import (
-    bad_names,
     check_coverage,
     check_files,
     check_finite,
     check_source,
+    check_strays,
     readable_files,
 )
-from hf_neuron_moe.errors import ConversionError
+from hf_neuron_moe.errors import ConversionError, printable
 
 Progress = Callable[[int, int], None]
 
@@ -50,6 +51,7 @@ class VerifyReport:
         findings: everything that is wrong.
         notes: what was seen and allowed.
         probes: layers that were compared with the source.
+        left: modules that the conversion left in their source form; None where its manifest does not say.
     """
 
     directory: Path
@@ -58,6 +60,7 @@ class VerifyReport:
     findings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     probes: list[LayerProbe] = field(default_factory=list)
+    left: dict[str, LeftModule] | None = None
 
     @property
     def ok(self) -> bool:
@@ -66,7 +69,7 @@ class VerifyReport:
 
     def add(self, check: str, found: list[tuple[str, str]]) -> None:
         """Take note of a check's findings: subjects and messages."""
-        self.findings += [Finding(check, subject, message) for subject, message in found]
+        self.findings += [Finding(check, printable(subject), printable(message)) for subject, message in found]
 
     def to_dict(self) -> dict[str, Any]:
         """What ``--json`` prints."""
@@ -79,6 +82,7 @@ class VerifyReport:
             },
             "findings": [vars(finding) for finding in self.findings],
             "notes": self.notes,
+            "left": left_facts(self.left),
             "probes": [probe.to_dict() for probe in self.probes],
         }
 
@@ -96,7 +100,7 @@ class VerifyReport:
             lines.append(f"  {check:<{width}}  {self._state(check):<7}  {detail}".rstrip())
         lines += [f"  probe {probe}" for probe in self.probes]
         lines += [f"FAILED {finding}" for finding in self.findings]
-        lines += [f"note: {note}" for note in self.notes]
+        lines += [f"note: {note}" for note in (*self.notes, *left_notes(self.left))]
         return "\n".join(lines)
 
 
@@ -152,11 +156,8 @@ def _check(
 ) -> None:
     converted = report.directory
     options = manifest.options
+    report.left = manifest.left
     report.done["manifest"] = f"precision {options.precision}, layout {options.layout}, {len(manifest.tensors)} tensors"
-    if found := bad_names(manifest):
-        report.add("manifest", found)
-        report.skipped |= dict.fromkeys(CHECKS[1:], "file names of the manifest are not followed")
-        return
     sizes = [path.stat().st_size for path in converted.iterdir() if path.is_file()]
     total = 2 * sum(sizes) + (sum(manifest.source_files.values()) if source is not None else 0)
     done = 0
@@ -168,6 +169,9 @@ def _check(
 
     found, report.done["files"] = check_files(converted, manifest, step)
     report.add("files", found)
+    found, hidden = check_strays(converted, manifest)
+    report.add("files", found)
+    report.notes += hidden
     found, report.done["coverage"] = check_coverage(converted, manifest)
     report.add("coverage", found)
     readable = readable_files(converted, manifest)

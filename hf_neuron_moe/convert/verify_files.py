@@ -6,24 +6,26 @@ Every function returns findings as pairs of a subject (a file or tensor) and a m
 from __future__ import annotations
 
 import hashlib
-import json
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hf_neuron_moe.convert.bounded import MAX_CONFIG_BYTES, MAX_INDEX_BYTES, read_json
 from hf_neuron_moe.convert.checksums import TensorChecksum
 from hf_neuron_moe.convert.config_json import QUANTIZATION_CONFIG, quantization_config
 from hf_neuron_moe.convert.folder import CONFIG_FILE
-from hf_neuron_moe.convert.manifest import MANIFEST_FILE, Manifest, Piece, WrittenTensor, header_metadata
+from hf_neuron_moe.convert.manifest import MANIFEST_FILE, Manifest, WrittenTensor, header_metadata
+from hf_neuron_moe.convert.manifest_check import disagreements, fills
 from hf_neuron_moe.convert.orientations import FORWARD, MOE_WORDS, SCALES, SOURCE
 from hf_neuron_moe.convert.read import TensorReader, open_tensors
+from hf_neuron_moe.convert.side_files import WEIGHT_SUFFIXES, files_below
 from hf_neuron_moe.convert.source import read_header
 from hf_neuron_moe.convert.write import INDEX_OUT
-from hf_neuron_moe.errors import ConversionError
+from hf_neuron_moe.errors import ConversionError, printable
 
 Found = list[tuple[str, str]]
 Step = Callable[[int], None]
@@ -50,11 +52,23 @@ def check_files(converted: Path, manifest: Manifest, step: Step) -> tuple[Found,
             found += _damage_of(path, shards[file], bool(checksum))
         elif file not in shards and checksum != sha256_of(path, step):
             found.append((file, "its bytes are not those that were written"))
-    known = {*expected, *shards}
-    for path in sorted(converted.glob("*.safetensors")):
-        if path.name not in known:
-            found.append((path.name, "not part of the conversion"))
     return found, f"checksums of {len(expected)} files"
+
+
+def check_strays(converted: Path, manifest: Manifest) -> tuple[Found, list[str]]:
+    """Look for files that the conversion did not write.
+
+    Returns:
+        Findings, and notes on hidden ones such as ``.gitattributes``, which no loader reads. A manifest of format
+        version 1 does not list side files, so that only weights can be judged.
+    """
+    known = {MANIFEST_FILE, *manifest.file_sha256, *by_file(manifest)}
+    strays = sorted(name for name in files_below(converted) if name not in known)
+    if not manifest.file_sha256:
+        strays = [name for name in strays if name.endswith(WEIGHT_SUFFIXES) and name != INDEX_OUT]
+    hidden = [name for name in strays if name.startswith(".")]
+    found = [(name, "not part of the conversion") for name in strays if not name.startswith(".")]
+    return found, [f"{printable(name)}: not part of the conversion, and hidden" for name in hidden]
 
 
 def check_coverage(converted: Path, manifest: Manifest) -> tuple[Found, str]:
@@ -72,7 +86,8 @@ def check_coverage(converted: Path, manifest: Manifest) -> tuple[Found, str]:
     layouts = {tensor.weight: tensor.layout for tensor in manifest.tensors}
     for weight, pieces in manifest.weights.items():
         if layouts.get(weight) not in (None, SOURCE):
-            found += [(weight, message) for message in _gaps(pieces)]
+            found += [(weight, message) for message in fills(pieces)]
+    found += [(weight, message) for weight, message in disagreements(manifest) if weight not in dict(found)]
     for file, tensors in by_file(manifest).items():
         found += _header_differences(converted / file, tensors)
     found += _index_differences(converted / INDEX_OUT, manifest)
@@ -148,15 +163,6 @@ def by_file(manifest: Manifest) -> dict[str, list[WrittenTensor]]:
     return files
 
 
-def bad_names(manifest: Manifest) -> Found:
-    """File names that lead out of the folder: nothing else may be looked at then."""
-    names = {*by_file(manifest), *manifest.file_sha256, *manifest.source_files}
-    names |= {piece.file for pieces in manifest.weights.values() for piece in pieces}
-    return [
-        (MANIFEST_FILE, f"file name {name!r} leads out of the folder") for name in sorted(names) if not _is_name(name)
-    ]
-
-
 def sha256_of(path: Path, step: Step) -> str:
     """Checksum of a file, read in chunks."""
     digest = hashlib.sha256()
@@ -186,10 +192,6 @@ def altered_tensors(path: Path, tensors: list[WrittenTensor], where: str) -> lis
 
 def _repeated(names: list[str]) -> list[str]:
     return sorted(name for name, count in Counter(names).items() if count > 1)
-
-
-def _is_name(file: str) -> bool:
-    return bool(file) and not set(file) & set("/\\:\0") and file not in (".", "..")
 
 
 def _damage_of(path: Path, tensors: list[WrittenTensor], checksum_differs: bool) -> Found:
@@ -229,8 +231,9 @@ def _header_differences(path: Path, tensors: list[WrittenTensor]) -> Found:
 
 def _index_differences(path: Path, manifest: Manifest) -> Found:
     try:
-        content: Any = json.loads(path.read_text(encoding="utf-8"))
-        named = content["weight_map"]
+        named: Any = read_json(path, MAX_INDEX_BYTES)["weight_map"]
+        if not isinstance(named, dict):
+            raise TypeError("weight_map is no map")
     except FileNotFoundError:
         return [(path.name, "missing")]
     except (ValueError, KeyError, TypeError) as error:
@@ -247,7 +250,7 @@ def _config_differences(path: Path, manifest: Manifest) -> Found:
     if CONFIG_FILE not in manifest.replaced_files:
         return []
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))[QUANTIZATION_CONFIG]
+        told = read_json(path, MAX_CONFIG_BYTES)[QUANTIZATION_CONFIG]
     except (OSError, ValueError, KeyError, TypeError) as error:
         return [(path.name, f"no {QUANTIZATION_CONFIG} can be read: {type(error).__name__}: {error}")]
     return (
@@ -255,35 +258,6 @@ def _config_differences(path: Path, manifest: Manifest) -> Found:
         if told == quantization_config(manifest.options)
         else [(path.name, f"{QUANTIZATION_CONFIG} differs from the manifest's options")]
     )
-
-
-def _gaps(pieces: Iterable[Piece]) -> list[str]:
-    """Whether pieces fill a fused weight: every expert, every row, once."""
-    rows: dict[int | None, list[tuple[int, int]]] = {}
-    columns = set()
-    for piece in pieces:
-        rows.setdefault(piece.expert, []).append((piece.rows.start, piece.rows.stop))
-        columns.add(piece.shape[-2 if piece.transposed else -1])
-    messages = []
-    experts = sorted(expert for expert in rows if expert is not None)
-    if experts and (experts != list(range(len(experts))) or None in rows):
-        messages.append(f"made of experts {experts}")
-    if len(columns) > 1:
-        messages.append(f"made of matrices with {sorted(columns)} columns")
-    ends = set()
-    for expert, spans in rows.items():
-        end = 0
-        for start, stop in sorted(spans):
-            if start != end:
-                place = "" if expert is None else f" of expert {expert}"
-                messages.append(
-                    f"rows {min(start, end)} to {max(start, end)}{place} have {'no' if start > end else 'two'} sources"
-                )
-            end = stop
-        ends.add(end)
-    if len(ends) > 1:
-        messages.append(f"experts with {sorted(ends)} rows")
-    return messages
 
 
 def _nonfinite(tensor: WrittenTensor, reader: TensorReader, step: Step) -> int:

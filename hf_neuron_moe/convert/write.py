@@ -14,6 +14,7 @@ from hf_neuron_moe._version import __version__
 from hf_neuron_moe.convert.commit import (
     check_destination,
     clear,
+    copy_file,
     disk_errors,
     held,
     is_free,
@@ -26,19 +27,19 @@ from hf_neuron_moe.convert.execute import Made, Progress, bytes_of_all, make_sha
 from hf_neuron_moe.convert.file_hashes import hash_file
 from hf_neuron_moe.convert.folder import check_checkpoint
 from hf_neuron_moe.convert.hub import resolve_source
+from hf_neuron_moe.convert.left import check_nothing_left, left_notes
 from hf_neuron_moe.convert.manifest import MANIFEST_FILE, Manifest, Piece, WrittenTensor, read_manifest
 from hf_neuron_moe.convert.nonfinite import ON_NONFINITE
 from hf_neuron_moe.convert.options import ConvertOptions
 from hf_neuron_moe.convert.parts import check_part, part_of_shards
 from hf_neuron_moe.convert.plan import ConversionPlan, plan_conversion
 from hf_neuron_moe.convert.resume import Job, opened
-from hf_neuron_moe.convert.source import inside, nbytes_of
+from hf_neuron_moe.convert.side_files import side_files
+from hf_neuron_moe.convert.source import damaged, nbytes_of
 from hf_neuron_moe.errors import ConfigError, ConversionError, DestinationError, DiskError, NeuronMoEWarning, refuse
 
 INDEX_OUT = "neuron.safetensors.index.json"
 """Not transformers' names: a stock ``from_pretrained`` must stop here instead of misreading another layout."""
-
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".index.json")
 
 
 def convert_checkpoint(
@@ -51,9 +52,13 @@ def convert_checkpoint(
     part: tuple[int, int] | None = None,
     workers: int = 1,
     on_nonfinite: str = "error",
+    strict: bool = False,
     progress: Progress | None = None,
 ) -> Manifest | None:
     """Convert a checkpoint.
+
+    Modules that look like MLPs or experts and that no kernel computes stay in their source form: ``manifest.left``
+    names them, and a :class:`NeuronMoEWarning` tells of them.
 
     Sources wider than bf16 lose bits where their values need them: the manifest counts those values per tensor
     (``manifest.rounded``), and a :class:`NeuronMoEWarning` tells when ``precision="bf16"`` rounded any.
@@ -73,6 +78,7 @@ def convert_checkpoint(
             elsewhere, make the others; :func:`hf_neuron_moe.convert.finalize_checkpoint` puts them together.
         workers: threads. The bytes written do not depend on it.
         on_nonfinite: ``"error"`` refuses NaN and infinite weights, ``"keep"`` converts them as they are.
+        strict: refuse a model of which a module would stay in its source form.
         progress: called with bytes written and bytes in all, on the calling thread.
 
     Returns:
@@ -96,6 +102,8 @@ def convert_checkpoint(
         if not resume:
             check_destination(destination, folder, force=force)
         plan = plan_conversion(folder, options)
+        if strict:
+            check_nothing_left(plan.left)
         if resume and part is None and (manifest := finished_manifest(plan, destination, force=force)) is not None:
             return manifest
         check_destination(destination, folder, force=force)
@@ -112,7 +120,7 @@ def convert_checkpoint(
             manifest = write_rest(plan, job, made)
             take_name(job.home, destination)
             clear(job.home)
-    warn_of_rounding(manifest)
+    warn_of_losses(manifest)
     return manifest
 
 
@@ -221,29 +229,43 @@ def write_rest(plan: ConversionPlan, job: Job, made: Made) -> Manifest:
     files, manifest = files_beside(plan, made)
     job.drop_strangers({*made.files, *files})
     for name, content in files.items():
-        _publish(job, name, content)
+        _publish(job, name, content, manifest.file_sha256[name])
     _publish(job, MANIFEST_FILE, manifest.to_json().encode())
     return manifest
 
 
-def files_beside(plan: ConversionPlan, made: Made) -> tuple[dict[str, bytes], Manifest]:
-    """Make the content of every file beside the shards, by name, and the manifest, which knows all their checksums."""
+def files_beside(plan: ConversionPlan, made: Made) -> tuple[dict[str, bytes | Path], Manifest]:
+    """Make the content of every file beside the shards, or say which to copy, by its path in the folder.
+
+    Returns:
+        These, and the manifest, which knows all their checksums.
+    """
     tensors = [replace(tensor, checksum=made.tensors[tensor.name]) for tensor in plan.tensors]
     changed, replaced = rewritten_files(plan)
-    files = {path.name: path.read_bytes() for path in _side_files(plan.source.directory)} | changed
+    files: dict[str, bytes | Path] = {**side_files(plan.source.directory), **changed}
     files[INDEX_OUT] = _index(tensors).encode()
-    checksums = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+    checksums = {name: _sha256(content) for name, content in files.items()}
     manifest = _manifest(plan, tensors, made)
     return files, replace(manifest, replaced_files=replaced, file_sha256={**made.files, **checksums})
 
 
-def _publish(job: Job, name: str, content: bytes) -> None:
-    write_file(job.temporary(name), content)
+def _publish(job: Job, name: str, content: bytes | Path, sha256: str = "") -> None:
+    path = job.temporary(name)
+    if isinstance(content, bytes):
+        write_file(path, content)
+    elif copy_file(content, path) != sha256:
+        raise damaged(name, "left alone during the conversion", "a file that was changed meanwhile")
     job.publish(name)
 
 
-def warn_of_rounding(manifest: Manifest) -> None:
-    """Warn when a bf16 conversion rounded values."""
+def _sha256(content: bytes | Path) -> str:
+    return hashlib.sha256(content).hexdigest() if isinstance(content, bytes) else hash_file(content)
+
+
+def warn_of_losses(manifest: Manifest) -> None:
+    """Warn when a bf16 conversion rounded values, and when modules stayed in their source form."""
+    for note in left_notes(manifest.left):
+        warnings.warn(f"convert: {note}", NeuronMoEWarning, stacklevel=3)
     if manifest.options.precision == "bf16" and manifest.rounded:
         warnings.warn(f"convert: {rounding_note(manifest)}", NeuronMoEWarning, stacklevel=3)
 
@@ -293,6 +315,7 @@ def _manifest(plan: ConversionPlan, tensors: list[WrittenTensor], made: Made) ->
         nonfinite=dict(made.nonfinite),
         source_sha256=made.sources,
         file_sha256=made.files,
+        left=dict(plan.left),
         source_index=None if source.index_metadata is None else dict(source.index_metadata),
     )
 
@@ -301,12 +324,3 @@ def _index(tensors: list[WrittenTensor]) -> str:
     total = sum(nbytes_of(tensor.dtype, tensor.shape) for tensor in tensors)
     content = {"metadata": {"total_size": total}, "weight_map": {tensor.name: tensor.file for tensor in tensors}}
     return json.dumps(content, indent=2, sort_keys=True) + "\n"
-
-
-def _side_files(source: Path) -> list[Path]:
-    """Configuration, tokenizer and similar files beside the weights."""
-    return sorted(
-        inside(source, path.name)
-        for path in source.iterdir()
-        if path.is_file() and not path.name.endswith(WEIGHT_SUFFIXES) and path.name != MANIFEST_FILE
-    )

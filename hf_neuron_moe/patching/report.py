@@ -71,9 +71,9 @@ class PatchEntry:
 
     @property
     def padding_overhead_percent(self) -> float | None:
-        """Extra multiply-adds of the kernels due to padding, in percent; None where unknown."""
+        """Extra multiply-adds of the kernels due to padding, in percent; None where unknown or of an empty block."""
         padded = self.padded_sizes
-        if padded is None or self.hidden_size is None or self.intermediate_size is None:
+        if padded is None or not self.hidden_size or not self.intermediate_size:
             return None
         return overhead_percent(self.hidden_size, self.intermediate_size, padded)
 

@@ -10,6 +10,7 @@ from hf_neuron_moe.errors import ConfigError, nearest, refuse
 from hf_neuron_moe.quantizers.registration import QUANT_METHOD
 
 PRECISIONS = ("bf16", "mxfp8", "mxfp4")
+LAYOUTS = ("fused", "kernel")
 
 
 class NeuronMoEQuantizationConfig(QuantizationConfigMixin):
@@ -50,14 +51,31 @@ class NeuronMoEQuantizationConfig(QuantizationConfigMixin):
                     got=repr(value),
                     remedy=f"Was it written by a later version of hf-neuron-moe?{nearest(str(value), list(allowed))}",
                 )
+        if type(tp_degree) is not int or tp_degree < 1:
+            raise _damaged("tp_degree", "a positive number", repr(tp_degree))
+        if layout not in LAYOUTS:
+            raise _damaged("layout", f"one of {', '.join(LAYOUTS)}", repr(layout))
         self.quant_method = quant_method  # type: ignore[assignment] # the base class knows transformers' own ones only
         self.precision = precision
         self.layout = layout
         self.tp_degree = tp_degree
         for name, value in options.items():
+            if hasattr(type(self), name) or not isinstance(value, (str, int, type(None))):
+                raise _damaged(name, "an option of a conversion: a text, a number or none", type(value).__name__)
             setattr(self, name, value)
 
     @property
     def dequantize(self) -> bool:
         """Whether the loaded model is an ordinary, trainable one (transformers then forgets the configuration)."""
         return self.precision == "bf16"
+
+
+def _damaged(argument: str, expected: str, got: str) -> ConfigError:
+    return refuse(
+        ConfigError,
+        where="quantization_config",
+        argument=argument,
+        expected=expected,
+        got=got,
+        remedy="The conversion is damaged, or a later version of hf-neuron-moe wrote it: convert the original again.",
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers.quantizers.base import HfQuantizer
@@ -84,9 +85,16 @@ class NeuronMoEQuantizer(HfQuantizer):
 
         Its own name keeps transformers without this package, which only warns of a method it does not know, from
         loading the tensors as if they were in its layouts.
+
+        Raises:
+            ConversionError: index or headers of a local folder are damaged, disagree, or lead out of it.
         """
         from hf_neuron_moe.convert.write import INDEX_OUT
+        from hf_neuron_moe.quantizers.stored import check_folder
 
+        folder = Path(getattr(config, "name_or_path", "") or "")
+        if (folder / INDEX_OUT).is_file():
+            check_folder(folder)
         config.transformers_weights = INDEX_OUT
         return config
 

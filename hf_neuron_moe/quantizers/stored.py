@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
 
 import torch
-from safetensors import safe_open
 
 from hf_neuron_moe.backends.mx_weights import NATURAL, SWIZZLED, WORDS, MXLayout
+from hf_neuron_moe.convert.bounded import is_natural, parse_json, record
 from hf_neuron_moe.convert.orientations import (
     BF16_FUSED,
     BF16_KERNEL,
@@ -18,8 +17,11 @@ from hf_neuron_moe.convert.orientations import (
     MOE_WORDS,
     MX_FUSED_CODES,
     MX_KERNEL_CODES,
+    SCALES,
     SOURCE,
 )
+from hf_neuron_moe.convert.source import SourceTensor, damaged, read_header, read_indexed
+from hf_neuron_moe.convert.write import INDEX_OUT
 from hf_neuron_moe.errors import ConversionError, refuse
 from hf_neuron_moe.formats.constants import LANES
 from hf_neuron_moe.formats.moe_mx import HIDDEN_SCHEME, INTERMEDIATE_SCHEME
@@ -40,6 +42,14 @@ _DTYPES = {
     "I32": torch.int32,
 }
 _FORMATS = {"mxfp8": "e4m3fn", "mxfp4": "e2m1"}
+_FORMS: dict[str, tuple[tuple[str, ...], range]] = {
+    **dict.fromkeys(BF16_LAYOUTS, (("BF16",), range(2, 4))),
+    **dict.fromkeys((MX_FUSED_CODES, MX_KERNEL_CODES), (("F8_E4M3",), range(2, 4))),
+    MOE_WORDS["mxfp8"]: (("U32", "I32"), range(4, 6)),
+    MOE_WORDS["mxfp4"]: (("U16", "I16"), range(4, 6)),
+    **dict.fromkeys(SCALES, (("U8",), range(2, 6))),
+}
+"""Dtypes and numbers of axes of the layouts."""
 _V1_SCALES = {MX_FUSED_CODES: "compact", MX_KERNEL_CODES: "packed"}
 """Where the scales of version 1 lie, which did not record it."""
 
@@ -105,6 +115,18 @@ class StoredTensor:
         return MXLayout(_FORMATS[precision], WORDS, scheme.value, scales)
 
 
+@dataclass(frozen=True)
+class _Fact:
+    """What a shard's header says about one tensor; version 1 said the layout only."""
+
+    layout: str = SOURCE
+    scale_layout: str | None = None
+    orientation: str | None = None
+    tp_rank: int | None = None
+    padding: dict[str, int] | None = None
+    weight: str = ""
+
+
 def read_stored(files: Iterable[str]) -> dict[str, StoredTensor]:
     """Describe the converted tensors of some shards, by name; copied tensors are left out.
 
@@ -112,25 +134,46 @@ def read_stored(files: Iterable[str]) -> dict[str, StoredTensor]:
         files: paths of safetensors files.
 
     Raises:
+        SourceDamageError: a file is missing or its header is damaged.
         ConversionError: a file does not say how its tensors are stored, or holds a single rank's part.
     """
     stored: dict[str, StoredTensor] = {}
     for path in files:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            facts = _facts(path, file.metadata() or {})
-            for name in file.keys():  # noqa: SIM118 -- not a mapping
-                fact = facts.get(name, {})
-                if fact.get("layout", SOURCE) != SOURCE:
-                    stored[name] = _stored(name, file.get_slice(name), fact)
+        tensors, metadata = read_header(Path(path), WHERE)
+        facts = _facts(path, metadata)
+        for name, tensor in tensors.items():
+            fact = facts.get(name, _Fact())
+            if fact.layout != SOURCE:
+                stored[name] = _stored(tensor, fact)
     return stored
 
 
-def _facts(path: str, metadata: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    if TENSORS_KEY in metadata:
-        facts: dict[str, dict[str, Any]] = json.loads(metadata[TENSORS_KEY])
-        return facts
-    if LAYOUTS_KEY in metadata:
-        return {name: {"layout": layout} for name, layout in json.loads(metadata[LAYOUTS_KEY]).items()}
+def check_folder(directory: Path) -> None:
+    """Check the index and the headers of a conversion before transformers follows them.
+
+    Raises:
+        SourceDamageError: they are damaged, disagree, or lead out of the folder.
+        ConversionError: a file does not say how its tensors are stored, or holds a single rank's part.
+    """
+    found = read_indexed(directory, INDEX_OUT, WHERE)
+    if found.index_metadata is None:
+        raise damaged(f"{INDEX_OUT}: metadata", "an object", "none", WHERE)
+    read_stored(str(directory / file) for file in found.files)
+
+
+def _facts(path: str, metadata: Mapping[str, str]) -> dict[str, _Fact]:
+    for key in (TENSORS_KEY, LAYOUTS_KEY):
+        if key not in metadata:
+            continue
+        try:
+            content = parse_json(metadata[key].encode())
+            if not isinstance(content, dict):
+                raise ValueError(f"{type(content).__name__} instead of an object")
+            if key == LAYOUTS_KEY:
+                content = {name: {"layout": layout} for name, layout in content.items()}
+            return {name: record(_Fact, fact) for name, fact in content.items()}
+        except ValueError as error:
+            raise damaged(f"{path}: {key}", "layouts of tensors by name", error, WHERE) from error
     raise refuse(
         ConversionError,
         where=WHERE,
@@ -141,23 +184,26 @@ def _facts(path: str, metadata: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     )
 
 
-def _stored(name: str, part: Any, fact: Mapping[str, Any]) -> StoredTensor:
-    dtype = _DTYPES.get(part.get_dtype())
-    if dtype is None or fact.get("tp_rank") is not None:
-        rank = fact.get("tp_rank")
+def _stored(tensor: SourceTensor, fact: _Fact) -> StoredTensor:
+    allowed, axes = _FORMS.get(fact.layout, (tuple(_DTYPES), range(2, 7)))
+    if tensor.dtype not in allowed or fact.tp_rank is not None:
         raise refuse(
             ConversionError,
             where=WHERE,
-            argument=f"tensor {name}",
+            argument=f"tensor {tensor.name}",
             expected="a whole converted weight",
-            got=f"dtype {part.get_dtype()}" if dtype is None else f"the part of tensor-parallel rank {rank}",
+            got=f"dtype {tensor.dtype}" if fact.tp_rank is None else f"the part of tensor-parallel rank {fact.tp_rank}",
             remedy="Convert the original without --tp-degree to load it in transformers; ranks' parts are for Neuron.",
         )
+    padding = fact.padding or {}
+    if len(tensor.shape) not in axes or 0 in tensor.shape or not all(map(is_natural, padding.values())):
+        got = f"shape {list(tensor.shape)} with {padding or 'no'} zeros"
+        raise damaged(f"tensor {tensor.name}", f"of the form of {fact.layout}", got, WHERE)
     return StoredTensor(
-        name=name,
-        layout=fact["layout"],
-        tensor=FrozenTensor(dtype, tuple(part.get_shape())),
-        scale_layout=fact.get("scale_layout"),
-        orientation=fact.get("orientation") or FORWARD,
-        padding=fact.get("padding") or {},
+        name=tensor.name,
+        layout=fact.layout,
+        tensor=FrozenTensor(_DTYPES[tensor.dtype], tensor.shape),
+        scale_layout=fact.scale_layout,
+        orientation=fact.orientation or FORWARD,
+        padding=padding,
     )

@@ -172,9 +172,9 @@ def test_export_refuses_a_conversion_that_was_tampered_with(checkpoint, tmp_path
     manifest = tmp_path / "dst" / MANIFEST_FILE
     text = manifest.read_text()
     for old, new, message in [
-        ('"model.safetensors"', '"../up.safetensors"', "file names"),
-        ('"format_version": 3', '"format_version": 4', "format version 4"),
-        ('"tensors"', '"tensor"', "KeyError"),
+        ('"model.safetensors"', '"../up.safetensors"', "file name"),
+        ('"format_version": 4', '"format_version": 5', "format version 5"),
+        ('"tensors"', '"tensor"', "unknown field 'tensor'"),
         ('"layout": "kernel"', '"layout": "colonel"', "layout"),
         ("{", "[", "JSONDecodeError"),
     ]:

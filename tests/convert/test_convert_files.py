@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from hf_neuron_moe.convert.assign import build_meta_model
+from hf_neuron_moe.convert.bounded import is_name
 from hf_neuron_moe.convert.shard import Entry, ShardWriter
 from hf_neuron_moe.convert.source import read_header
 
@@ -27,9 +28,7 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
-names = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), min_size=1).filter(
-    lambda name: name != "__metadata__"
-)
+names = st.text(st.characters(codec="utf-8"), min_size=1).filter(is_name)  # others are refused
 tensors = st.dictionaries(
     names, st.tuples(st.sampled_from(sorted(DTYPES)), st.lists(st.integers(0, 4), max_size=3)), max_size=6
 )

@@ -78,7 +78,14 @@ def test_a_layout_of_the_future(copied: Any) -> None:
 
 def test_scales_that_are_missing(copied: Any) -> None:
     folder = copied(precision="mxfp8")
-    rewrite(folder, lambda tensors, metadata: tensors.pop("model.layers.1.mlp.experts.down_proj_scale"))
+    name = "model.layers.1.mlp.experts.down_proj_scale"
+    rewrite(folder, lambda tensors, metadata: tensors.pop(name))
+    with pytest.raises(ConversionError, match=rf"tensor {name} must be in .* as neuron\.safetensors\.index\.json says"):
+        load(folder)
+    index = folder / "neuron.safetensors.index.json"
+    content = json.loads(index.read_text())
+    del content["weight_map"][name]
+    index.write_text(json.dumps(content))
     with pytest.raises(ConversionError, match=r"weights of model.layers.1.mlp.experts must be .* with scales"):
         load(folder)
 
