@@ -19,6 +19,7 @@ from hf_neuron_moe.convert import (
     commit,
     convert_checkpoint,
     disk,
+    execute,
     finalize_checkpoint,
     resume,
 )
@@ -26,7 +27,7 @@ from hf_neuron_moe.convert.execute import memory_per_worker, workers_for
 from hf_neuron_moe.convert.parts import part_of_shards
 from hf_neuron_moe.convert.plan import plan_conversion
 from hf_neuron_moe.convert.resume import Job
-from hf_neuron_moe.convert.workers import Workers, working
+from hf_neuron_moe.convert.workers import Workers, cores, working
 from hf_neuron_moe.errors import ConfigError, ConversionError, DestinationError, DiskError, SourceDamageError
 
 SMALL = ConvertOptions("bf16", "kernel", max_shard_bytes=40_000)
@@ -348,10 +349,29 @@ def test_workers_keep_order_and_stop_at_the_first_failure():
 def test_workers_are_as_many_as_memory_allows(checkpoint):
     plan = plan_conversion(checkpoint("mixtral"), SMALL)
     assert workers_for(plan, 4) == 4
+    assert workers_for(plan, None) == workers_for(plan, cores())
     # A worker holds one expert's matrix, and the source matrix that is being put into it.
     assert memory_per_worker(plan) < 2 * 2 * 192 * 64 + (1 << 20) + 1000
     with pytest.raises(ConfigError, match="workers"):
         convert_checkpoint(plan.source.directory, plan.source.directory.parent / "dst", SMALL, workers=0)
+
+
+def test_every_core_works_by_default(checkpoint, tmp_path, monkeypatch):
+    """On two cores two threads work at once: the first task waits until another thread has begun one."""
+    monkeypatch.setattr(execute, "cores", lambda: 2)
+    together = threading.Barrier(2, timeout=20)
+    make_group = execute._Run._make_group
+    met: list[str] = []
+
+    def meeting(run, *arguments):
+        if len(met) < 2:
+            met.append(threading.current_thread().name)
+            together.wait()
+        return make_group(run, *arguments)
+
+    monkeypatch.setattr(execute._Run, "_make_group", meeting)
+    convert_checkpoint(checkpoint("mixtral"), tmp_path / "dst", SMALL)
+    assert len(set(met)) == 2
 
 
 def hub_cache(cache: Path, plain: Path, revision: str) -> Path:
