@@ -56,7 +56,9 @@ def convert(
     max_shard_size: Annotated[
         str, typer.Option(metavar="SIZE", callback=check_size, help="Largest output file, such as 500MB or 5GB.")
     ] = "5GB",
-    workers: Annotated[int, typer.Option(min=1, help="Threads. The bytes written do not depend on it.")] = 1,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Threads. Default: the number of cores. No byte depends on it.")
+    ] = None,
     on_nonfinite: Annotated[str, choice(NONFINITE, text="Refuse NaN and infinite weights, or keep them.")] = "error",
     strict: Annotated[
         bool, typer.Option("--strict", help="Refuse a model with MLPs or experts that would stay in source form.")

@@ -22,7 +22,16 @@ from hf_neuron_moe.convert.orientations import (
     moe_precision,
 )
 from hf_neuron_moe.convert.tensor_parallel import Part
-from hf_neuron_moe.formats.constants import E2M1, E4M3FN, LANES, MX_BLOCK, PATCH_ROWS, ElementFormat
+from hf_neuron_moe.formats.constants import (
+    E2M1,
+    E4M3FN,
+    LANES,
+    MX_BLOCK,
+    PATCH_ROWS,
+    ElementFormat,
+    ScaleRule,
+    SwizzleScheme,
+)
 from hf_neuron_moe.formats.moe_mx import (
     TILE,
     MoEWeightMX,
@@ -34,6 +43,7 @@ from hf_neuron_moe.formats.moe_mx import (
     unpack_moe_scales,
 )
 from hf_neuron_moe.formats.mx import dequantize_mx, quantize_mx
+from hf_neuron_moe.formats.mx_operand import quantize_into
 from hf_neuron_moe.formats.scales import to_compact, to_oversized, to_packed
 from hf_neuron_moe.formats.swizzle import swizzle, unswizzle
 
@@ -128,18 +138,14 @@ def _encode_operand(
     """Quantise an operand of the MLP kernels along its rows."""
     F, K = matrix_FK.shape
     compact_BF = scales if scale_layout == MX_FUSED_SCALES else scales.new_empty(K // MX_BLOCK, F)
-    for rows, chunk in _row_chunks(matrix_FK):
-        if not chunk.is_contiguous():
-            # The transposed matrix: the quantiser would read each of its cache lines many times.
-            chunk_FK = chunk.new_empty(chunk.shape)
-            copy_transposed(chunk_FK, chunk.t())
-            chunk = chunk_FK
-        mx = quantize_mx(chunk, rule=form.rule)
-        compact_BF[:, rows] = mx.scales
-        if form.layout == MX_FUSED_CODES:
+    if form.layout == MX_KERNEL_CODES:
+        rule = ScaleRule(form.rule)
+        quantize_into(matrix_FK, codes, compact_BF, fmt=E4M3FN, rule=rule, scheme=SwizzleScheme.WRAPX)
+    else:
+        for rows, chunk in _row_chunks(matrix_FK):
+            mx = quantize_mx(chunk, rule=form.rule)
+            compact_BF[:, rows] = mx.scales
             codes[rows] = unswizzle(mx.codes)
-        else:
-            codes[:, LANES * rows.start : LANES * rows.stop] = mx.codes
     if scale_layout != MX_FUSED_SCALES:
         scales.copy_(to_packed(compact_BF) if scale_layout == MX_KERNEL_SCALES else to_oversized(compact_BF))
 

@@ -36,6 +36,7 @@ from hf_neuron_moe.convert.relayout import TORCH_DTYPES, Scratch, scratch_bytes,
 from hf_neuron_moe.convert.shard import shard_header
 from hf_neuron_moe.convert.source import nbytes_of
 from hf_neuron_moe.convert.tensor_parallel import FusedWeight
+from hf_neuron_moe.convert.workers import cores, working
 from hf_neuron_moe.convert.write import files_beside
 
 SAMPLE_BYTES = 1 << 24
@@ -113,7 +114,7 @@ def estimate_conversion(
     options: ConvertOptions | None = None,
     *,
     force: bool = False,
-    workers: int = 1,
+    workers: int | None = None,
     part: tuple[int, int] | None = None,
     strict: bool = False,
 ) -> Estimate:
@@ -124,7 +125,7 @@ def estimate_conversion(
         destination: its disk is measured with a file that has no name and is gone afterwards.
         options: what to write.
         force: whether an earlier conversion at `destination` would be replaced.
-        workers: threads.
+        workers: threads, one per core if None.
         part: only this part's shards are counted.
         strict: refuse a model of which a module would stay in its source form.
 
@@ -221,10 +222,10 @@ def _compute_seconds(plan: ConversionPlan, weights: set[str], output_bytes: int,
             weight.pieces[0].transposed,
         )
         if kind not in costs:
-            costs[kind] = _relayout_cost(weight, plan.options)
+            with working(workers):  # each with its share of torch's threads
+                costs[kind] = _relayout_cost(weight, plan.options)
         relayout += costs[kind] * math.prod(weight.shape)
-    parallel = min(workers, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-    return plain / parallel + relayout
+    return (plain + relayout) / min(workers, cores())
 
 
 def _relayout_cost(weight: FusedWeight, options: ConvertOptions) -> float:

@@ -20,7 +20,7 @@ from hf_neuron_moe.convert.relayout import SOURCE, Scratch, read_bytes, scratch_
 from hf_neuron_moe.convert.resume import Job, ShardRecord, version_of
 from hf_neuron_moe.convert.shard import ShardWriter, in_file_order
 from hf_neuron_moe.convert.source import SourceTensor, damaged, nbytes_of
-from hf_neuron_moe.convert.workers import PerThread, Workers, working
+from hf_neuron_moe.convert.workers import PerThread, Workers, cores, working
 
 Progress = Callable[[int, int], None]
 """Called with bytes written and bytes in all."""
@@ -53,7 +53,7 @@ def make_shards(
     job: Job,
     shards: dict[str, list[WrittenTensor]],
     *,
-    workers: int = 1,
+    workers: int | None = None,
     progress: Progress | None = None,
     whole: bool = True,
     only_check: bool = False,
@@ -65,7 +65,7 @@ def make_shards(
         plan: the conversion.
         job: its partial folder.
         shards: tensors by shard.
-        workers: threads; fewer are used where their memory together would be too much.
+        workers: threads, one per core if None; fewer where their memory together would be too much.
         progress: called after each weight, on the calling thread.
         whole: `shards` are all of the plan's; checksums of the shards and of every source file are told too.
         only_check: leave out what is not finished.
@@ -87,8 +87,9 @@ def make_shards(
         return run.made
 
 
-def workers_for(plan: ConversionPlan, wanted: int) -> int:
-    """How many workers together hold at most twice the largest weight and :data:`FREE_BYTES`."""
+def workers_for(plan: ConversionPlan, wanted: int | None) -> int:
+    """How many workers together hold at most twice the largest weight and :data:`FREE_BYTES`; None wants all cores."""
+    wanted = cores() if wanted is None else wanted
     largest = 2 * max(math.prod(weight.shape) for weight in plan.weights.values())
     return max(1, min(wanted, (2 * largest + FREE_BYTES) // memory_per_worker(plan)))
 

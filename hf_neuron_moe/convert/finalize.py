@@ -24,7 +24,7 @@ def finalize_checkpoint(
     options: ConvertOptions | None = None,
     *,
     force: bool = False,
-    workers: int = 1,
+    workers: int | None = None,
     progress: Progress | None = None,
 ) -> Manifest:
     """Check that all shards of a conversion are there and right, and let it become `destination`.
@@ -37,7 +37,7 @@ def finalize_checkpoint(
         destination: what the parts were made for.
         options: what the parts were made with; None takes it from them.
         force: replace an earlier conversion.
-        workers: threads that read the shards back.
+        workers: threads that read the shards back, one per core if None.
         progress: called with bytes checked and bytes in all.
 
     Raises:

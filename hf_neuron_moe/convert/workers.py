@@ -6,6 +6,7 @@ own and results keep the tasks' order, so that the number of threads changes no 
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,11 @@ from typing import Generic, TypeVar
 import torch
 
 ResultT = TypeVar("ResultT")
+
+
+def cores() -> int:
+    """Cores that this process may run on: the number of workers where none is asked for."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Workers:

@@ -50,7 +50,7 @@ def convert_checkpoint(
     force: bool = False,
     resume: bool = False,
     part: tuple[int, int] | None = None,
-    workers: int = 1,
+    workers: int | None = None,
     on_nonfinite: str = "error",
     strict: bool = False,
     progress: Progress | None = None,
@@ -76,7 +76,8 @@ def convert_checkpoint(
             one is read and compared with its checksums.
         part: (i, n) makes the i-th of n disjoint sets of shards only, i from 1 to n. Other processes, here or
             elsewhere, make the others; :func:`hf_neuron_moe.convert.finalize_checkpoint` puts them together.
-        workers: threads. The bytes written do not depend on it.
+        workers: threads, one per core if None; fewer where they would together hold more than twice the largest weight
+            and 128 MiB. The bytes written do not depend on it.
         on_nonfinite: ``"error"`` refuses NaN and infinite weights, ``"keep"`` converts them as they are.
         strict: refuse a model of which a module would stay in its source form.
         progress: called with bytes written and bytes in all, on the calling thread.
@@ -124,15 +125,15 @@ def convert_checkpoint(
     return manifest
 
 
-def _check_arguments(workers: int, on_nonfinite: str) -> None:
-    if workers < 1:
+def _check_arguments(workers: int | None, on_nonfinite: str) -> None:
+    if workers is not None and workers < 1:
         raise refuse(
             ConfigError,
             where="convert",
             argument="workers",
             expected="a positive number of threads",
             got=workers,
-            remedy="Leave it out for one.",
+            remedy="Leave it out for one per core.",
         )
     if on_nonfinite not in ON_NONFINITE:
         raise refuse(

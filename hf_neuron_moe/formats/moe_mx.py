@@ -166,7 +166,9 @@ def quantize_moe_down(
     check_shape(down_EIH, ("E", "I", "H"), where=where, argument="down")
     E, inter, H = down_EIH.shape
     padded = padded_intermediate(inter)
-    rows_FI = pad(down_EIH.detach().transpose(1, 2).reshape(E * H, inter), (0, padded - inter))
+    rows_FI = down_EIH.detach().transpose(1, 2).reshape(E * H, inter)
+    if padded != inter:
+        rows_FI = pad(rows_FI, (0, padded - inter))
     quantized = quantize_mx(
         rows_FI, fmt=fmt, rule=_usual_rule(fmt) if rule is None else rule, scheme=INTERMEDIATE_SCHEME
     )

@@ -3,14 +3,15 @@
 Letters: F free axis of the operand, K contraction axis, P = K/4 swizzled rows, B = K/32 blocks along K,
 R tiles, J = 4 lanes, s = tile/4. In a tile seen as ``[4, s]``, a block is ``[4, 8]`` (NKI ``quantize_mx``).
 
-Blocks are quantised in the natural layout and the codes are swizzled afterwards: no value leaves its block either way,
-and moving bytes costs a quarter of moving fp32.
+On CPUs :mod:`~hf_neuron_moe.formats.mx_operand` quantises operands. Elsewhere blocks are quantised in the natural
+layout and the codes are swizzled afterwards: no value leaves its block either way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -36,8 +37,9 @@ from hf_neuron_moe.formats.constants import (
     choose,
     element_format,
 )
-from hf_neuron_moe.formats.e8m0 import MAGNITUDE_MASK, divide_by_scale_, multiply_by_scale_, scale_bytes
-from hf_neuron_moe.formats.elements import decode, encode_
+from hf_neuron_moe.formats.e8m0 import multiply_by_scale_
+from hf_neuron_moe.formats.elements import decode
+from hf_neuron_moe.formats.mx_operand import per_element, quantize_into, quantize_tiles
 from hf_neuron_moe.formats.swizzle import block_segments, check_swizzled, swizzle, unswizzle
 
 CPU_CHUNK = 1 << 18
@@ -98,7 +100,14 @@ def quantize_mx(
     check_float(weight_FK, where=where, argument="weight_FK")
     check_shape(weight_FK, ("F", "K"), where=where, argument="weight_FK")
     check_contraction(weight_FK.shape[1], where=where, argument="weight_FK.shape[1] (K)")
-    codes_FK, scales_FB = _quantize_natural(weight_FK.detach(), fmt, rule, scheme)
+    weight_FK = weight_FK.detach()
+    if weight_FK.device.type == "cpu":
+        F, K = weight_FK.shape
+        codes_P4F = torch.empty(K // LANES, LANES * F, dtype=torch.uint8)
+        scales_BF = torch.empty(K // MX_BLOCK, F, dtype=torch.uint8)
+        quantize_into(weight_FK, codes_P4F, scales_BF, fmt=fmt, rule=rule, scheme=scheme)
+        return MXTensor(codes_P4F, scales_BF, fmt)
+    codes_FK, scales_FB = _quantize_natural(weight_FK, fmt, rule, scheme)
     return MXTensor(swizzle(codes_FK, scheme), scales_FB.t().contiguous(), fmt)
 
 
@@ -264,7 +273,7 @@ def _dequantize_natural(
     codes_FK: Tensor, scales_FB: Tensor, out_FK: Tensor, fmt: ElementFormat, scheme: SwizzleScheme
 ) -> None:
     def dequantize_tiles(tile_RJs: Tensor, byte_Rb: Tensor, out_RJs: Tensor) -> None:
-        out_RJs.copy_(multiply_by_scale_(decode(tile_RJs, fmt), _per_element(byte_Rb)))
+        out_RJs.copy_(multiply_by_scale_(decode(tile_RJs, fmt), per_element(byte_Rb)))
 
     _for_each_chunk(codes_FK, scales_FB, out_FK, scheme, dequantize_tiles)
 
@@ -277,13 +286,7 @@ def _quantize_natural(
     codes_FK = torch.empty(F, K, dtype=torch.uint8, device=x_FK.device)
     scales_FB = torch.empty(F, K // MX_BLOCK, dtype=torch.uint8, device=x_FK.device)
 
-    def quantize_tiles(tile_RJs: Tensor, byte_Rb: Tensor, codes_RJs: Tensor) -> None:
-        tile_RJs = tile_RJs.to(torch.float32, copy=True)
-        byte = scale_bytes(_block_amax_bits(tile_RJs), fmt, rule)
-        byte_Rb.copy_(byte)
-        codes_RJs.copy_(encode_(divide_by_scale_(tile_RJs, _per_element(byte)), fmt))
-
-    _for_each_chunk(x_FK, scales_FB, codes_FK, scheme, quantize_tiles)
+    _for_each_chunk(x_FK, scales_FB, codes_FK, scheme, partial(quantize_tiles, fmt=fmt, rule=rule))
     return codes_FK, scales_FB
 
 
@@ -307,20 +310,6 @@ def _for_each_chunk(
                 scales_FB[f : f + step, blocks].unflatten(1, (segment.tiles, segment.tile // MX_BLOCK)),
                 target_FK[f : f + step, columns].unflatten(1, tiles),
             )
-
-
-def _block_amax_bits(tile_RJs: Tensor) -> Tensor:
-    """Bits of the largest magnitude of every ``[4, 8]`` block of fp32 tiles ``[..., 4, s]``: int32 ``[..., s/8]``.
-
-    Non-negative floats order as their bits do, with Inf above the finite values and NaN above Inf.
-    """
-    magnitude = tile_RJs.view(torch.int32) & MAGNITUDE_MASK
-    return magnitude.amax(dim=-2).unflatten(-1, (-1, PATCH_ROWS)).amax(dim=-1)
-
-
-def _per_element(byte_Rb: Tensor) -> Tensor:
-    """Spread scale bytes ``[..., s/8]`` over tiles: ``[..., 1, s]``."""
-    return byte_Rb.repeat_interleave(PATCH_ROWS, dim=-1).unsqueeze(-2)
 
 
 def _rows_per_chunk(device: torch.device, elements_per_row: int) -> int:

@@ -89,18 +89,18 @@ class Stage:
         shutil.copytree(self.before, self.place)
 
     def convert(self, *, again: bool = False) -> None:
-        """Run the scenario's command; `again` as a user would after it stopped."""
+        """Run the scenario's command, calls in one order; `again` as a user would after it stopped."""
         if self.scenario == "export":
             export_checkpoint(self.converted, self.target)
         elif self.scenario == "finalize":
-            finalize_checkpoint(self.source, self.target)
+            finalize_checkpoint(self.source, self.target, workers=1)
         elif self.scenario == "parts":
-            convert_checkpoint(self.source, self.target, OPTIONS, part=(2, 3))
+            convert_checkpoint(self.source, self.target, OPTIONS, part=(2, 3), workers=1)
             if again:
-                finalize_checkpoint(self.source, self.target)
+                finalize_checkpoint(self.source, self.target, workers=1)
         else:
             resume = again or self.scenario == "resumed"
-            convert_checkpoint(self.source, self.target, OPTIONS, force=self.force, resume=resume)
+            convert_checkpoint(self.source, self.target, OPTIONS, force=self.force, resume=resume, workers=1)
 
     def problem_of(self, *, killed: bool) -> str:
         """What is wrong with the state that a stopped run left; empty if nothing."""

@@ -49,7 +49,7 @@ def count_calls(source: Path, destination: Path, force: bool) -> int:
     with pytest.MonkeyPatch.context() as monkeypatch:
         calls = FailingCalls(None)
         install(monkeypatch, calls)
-        convert_checkpoint(source, destination, OPTIONS, force=force)
+        convert_checkpoint(source, destination, OPTIONS, force=force, workers=1)  # calls in one order
     return calls.count
 
 
@@ -64,7 +64,7 @@ def test_failure_at_every_call_leaves_no_destination(code, checkpoint, snapshot,
         with pytest.MonkeyPatch.context() as monkeypatch:
             install(monkeypatch, FailingCalls(number, code))
             with pytest.raises(ConversionError, match=os.strerror(code)):
-                convert_checkpoint(source, tmp_path / "dst", OPTIONS)
+                convert_checkpoint(source, tmp_path / "dst", OPTIONS, workers=1)
         left = {path.name for path in tmp_path.iterdir()} - beside
         # Only the sync of the parent folder comes after the rename: then the conversion is there and complete.
         assert left == (set() if number < total else {"dst"}), f"call {number} of {total}"
@@ -85,7 +85,7 @@ def test_failure_at_every_call_keeps_the_conversion_that_was_to_be_replaced(chec
         with pytest.MonkeyPatch.context() as monkeypatch:
             install(monkeypatch, FailingCalls(number))
             with pytest.raises(ConversionError):
-                convert_checkpoint(source, tmp_path / "dst", OPTIONS, force=True)
+                convert_checkpoint(source, tmp_path / "dst", OPTIONS, force=True, workers=1)
         now = snapshot(tmp_path / "dst")
         assert now in (earlier, newer), f"call {number} of {total} left a mixture"
         kept += now == earlier

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import threading
@@ -19,6 +20,7 @@ from hf_neuron_moe.convert import (
     commit,
     convert_checkpoint,
     disk,
+    execute,
     finalize_checkpoint,
     resume,
 )
@@ -26,7 +28,7 @@ from hf_neuron_moe.convert.execute import memory_per_worker, workers_for
 from hf_neuron_moe.convert.parts import part_of_shards
 from hf_neuron_moe.convert.plan import plan_conversion
 from hf_neuron_moe.convert.resume import Job
-from hf_neuron_moe.convert.workers import Workers, working
+from hf_neuron_moe.convert.workers import Workers, cores, working
 from hf_neuron_moe.errors import ConfigError, ConversionError, DestinationError, DiskError, SourceDamageError
 
 SMALL = ConvertOptions("bf16", "kernel", max_shard_bytes=40_000)
@@ -345,13 +347,36 @@ def test_workers_keep_order_and_stop_at_the_first_failure():
     assert list(Workers(1, None).run([task(1)])) == [1]
 
 
-def test_workers_are_as_many_as_memory_allows(checkpoint):
+def test_workers_are_as_many_as_memory_allows(checkpoint, monkeypatch):
     plan = plan_conversion(checkpoint("mixtral"), SMALL)
     assert workers_for(plan, 4) == 4
+    assert workers_for(plan, None) == workers_for(plan, cores())
+    # On a machine of any size all workers together stay below what docs/convert.md states.
+    monkeypatch.setattr(execute, "cores", lambda: 10**6)
+    largest = max(math.prod(weight.shape) for weight in plan.weights.values()) * 2
+    assert 4 < workers_for(plan, None) <= (2 * largest + 128 * 2**20) / memory_per_worker(plan)
     # A worker holds one expert's matrix, and the source matrix that is being put into it.
     assert memory_per_worker(plan) < 2 * 2 * 192 * 64 + (1 << 20) + 1000
     with pytest.raises(ConfigError, match="workers"):
         convert_checkpoint(plan.source.directory, plan.source.directory.parent / "dst", SMALL, workers=0)
+
+
+def test_every_core_works_by_default(checkpoint, tmp_path, monkeypatch):
+    """On two cores two threads work at once: the first task waits until another thread has begun one."""
+    monkeypatch.setattr(execute, "cores", lambda: 2)
+    together = threading.Barrier(2, timeout=20)
+    make_group = execute._Run._make_group
+    met: list[str] = []
+
+    def meeting(run, *arguments):
+        if len(met) < 2:
+            met.append(threading.current_thread().name)
+            together.wait()
+        return make_group(run, *arguments)
+
+    monkeypatch.setattr(execute._Run, "_make_group", meeting)
+    convert_checkpoint(checkpoint("mixtral"), tmp_path / "dst", SMALL)
+    assert len(set(met)) == 2
 
 
 def hub_cache(cache: Path, plain: Path, revision: str) -> Path:
