@@ -14,6 +14,7 @@ from hf_neuron_moe.backends.registration import register_again
 from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.errors import ConfigError, UnsupportedModelError, refuse
 from hf_neuron_moe.modules.block import stock_slot
+from hf_neuron_moe.modules.own_forward import is_taken_over
 from hf_neuron_moe.patching.apply import PatchState, PlanItem, apply_plan, holders, states, undo_patch
 from hf_neuron_moe.patching.discovery import Candidate, discover
 from hf_neuron_moe.patching.globs import check_globs
@@ -283,6 +284,11 @@ def _repeated(home: nn.Module, state: PatchState, request: _Request, strict: boo
     lost = displaced(home, state)
     if lost:
         raise _changed("as patch_model left it", f"a model whose patched blocks were exchanged: {', '.join(lost)}")
+    taken = [swap.name for swap in state.swaps if is_taken_over(swap.replacement)]
+    if taken:
+        raise _changed(
+            "as patch_model left it", f"a model whose patched blocks have another forward: {', '.join(taken)}"
+        )
     candidates = [
         replace(found, name=original_name(found.name), aliases=tuple(map(original_name, found.aliases)))
         for found in discover(home, state.prefix)
