@@ -58,9 +58,9 @@ def patch_model(
         config: a :class:`NeuronMoEConfig`, a mapping of its options, or None for the defaults.
         include: glob or globs over module names; only these are patched.
         exclude: glob or globs over module names that are left alone; none of them leave none alone.
-        strict: if any block that is not excluded cannot be patched, refuse instead of leaving it stock. With False,
-            such blocks stay stock and the report says why; a model none of whose blocks can be patched is refused in
-            either case.
+        strict: raise an error if a gated block that is not excluded cannot be patched. With False, such blocks stay
+            stock and the report says why. Blocks without a gate (the MLPs of most vision encoders) stay stock in either
+            case. So does a model none of whose blocks can be patched: it is an error.
 
     Returns:
         The report: every candidate as patched, skipped or refused with the reason.
@@ -269,6 +269,7 @@ def _entry(candidate: Candidate, otherwise: str, reason: str | None, item: PlanI
         weight_copy_bytes=item.weight_copy_bytes if item is not None and patched else 0,
         notes=item.notes if item is not None and patched else (),
         kernel_sizes=item.kernel_sizes if item is not None and patched else None,
+        gated=candidate.gated,
     )
 
 

@@ -56,6 +56,7 @@ class Candidate:
         roles: which attribute plays which part, for a dense MLP that can be patched.
         sizes: ``(E, H, I)``; E is None for a dense MLP.
         top_k: experts per token; None for a dense MLP, 0 where the model does not say.
+        gated: False for two projections in a row, which no kernel here is meant for.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Candidate:
     roles: DenseRoles | None = None
     sizes: tuple[int | None, int | None, int | None] = (None, None, None)
     top_k: int | None = None
+    gated: bool = True
 
     @property
     def rules(self) -> tuple[WeightRule, ...]:
@@ -122,19 +124,37 @@ def _kind(module: nn.Module) -> str | None:
     owned = {**module._parameters, **module._modules}
     if any(all(owned.get(part) is not None for part in parts) for parts in _DENSE_NAMES):
         return EXPERTS if any(param.dim() == 3 for param in direct_parameters) else MLP
-    if class_name.endswith(_DENSE_SUFFIXES) and _matrices(module) >= 2:
+    if class_name.endswith(_DENSE_SUFFIXES) and len(_matrices(module)) >= 2:
         return MLP
     return None
 
 
-def _matrices(module: nn.Module) -> int:
-    """Number of 2-D weights that `module` itself or its direct children hold."""
+def _matrices(module: nn.Module) -> list[tuple[int, ...]]:
+    """Shapes of the 2-D weights that `module` itself or its direct children hold."""
     children = [child._parameters.get("weight") for child in module.children()]
-    return sum(param is not None and param.dim() == 2 for param in (*children, *module._parameters.values()))
+    held = (*children, *module._parameters.values())
+    return [tuple(param.shape) for param in held if param is not None and param.dim() == 2]
+
+
+def _has_gate(kind: str, module: nn.Module) -> bool:
+    """Whether `module` may be gated; not if it holds two matrices, one for the other's result as it is.
+
+    A fused gate and up projection has twice the rows that the projection after it has columns.
+    """
+    if kind == EXPERTS:
+        return bool(getattr(module, "has_gate", True))
+    owned = {**module._parameters, **module._modules}
+    matrices = _matrices(module)
+    if len(matrices) != 2 or any(all(owned.get(part) is not None for part in parts) for parts in _DENSE_NAMES):
+        return True
+    (first_out, first_in), (second_out, second_in) = matrices
+    return first_out != second_in or second_out == 2 * first_in
 
 
 def _judge(names: list[str], kind: str, module: nn.Module) -> Candidate:
-    base = Candidate(name=names[0], aliases=tuple(names[1:]), kind=kind, module=module)
+    base = Candidate(names[0], tuple(names[1:]), kind, module, gated=_has_gate(kind, module))
+    if kind == MLP and not base.gated:
+        return replace(base, reason="it has no gate: two projections in a row")
     if kind == EXPERTS:
         sizes = _expert_sizes(module)
         reason = _why_not_instance(module) or why_not_swiglu_experts(module) or _why_not_plain(module)
