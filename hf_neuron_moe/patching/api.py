@@ -20,6 +20,7 @@ from hf_neuron_moe.patching.discovery import Candidate, discover
 from hf_neuron_moe.patching.globs import check_globs
 from hf_neuron_moe.patching.guards import check_model
 from hf_neuron_moe.patching.kernels import plan_item
+from hf_neuron_moe.patching.lock import one_at_a_time
 from hf_neuron_moe.patching.option_names import with_checked_names
 from hf_neuron_moe.patching.outcome import check_outcome
 from hf_neuron_moe.patching.policies import with_policies
@@ -39,6 +40,7 @@ _Request = tuple[NeuronMoEConfig, tuple[str, ...], tuple[str, ...]]
 
 
 @with_checked_names
+@one_at_a_time
 def patch_model(
     model: nn.Module,
     config: NeuronMoEConfig | Mapping[str, Any] | None = None,
@@ -52,6 +54,7 @@ def patch_model(
     The rest of the model is not touched. Parameters, hooks, train/eval mode, tied and frozen weights survive;
     ``state_dict``, ``save_pretrained`` and ``Trainer`` see the original names and layouts. Patch before the optimizer
     is created if the weights move to the kernel layout. Calling it again with the same arguments changes nothing.
+    Calls from several threads wait for each other.
 
     Args:
         model: a model with whole, unquantized weights. A model inside peft's wrapper is fine.
@@ -94,6 +97,7 @@ def patch_model(
     return report
 
 
+@one_at_a_time
 def unpatch_model(model: nn.Module) -> PatchReport:
     """Put the original modules back, with the weights' present values, in place.
 
