@@ -23,6 +23,8 @@ from hf_neuron_moe.modules.activation import why_not_silu
 from hf_neuron_moe.modules.block import CALL_HOOKS, NeuronBlock, has_call_hooks, make_kernel_parameter
 from hf_neuron_moe.modules.low_rank import LowRank, is_lora_linear, low_rank_mlp, low_rank_of, why_not_low_rank
 from hf_neuron_moe.modules.ops_checks import check_hidden_states
+from hf_neuron_moe.modules.replaced_layers import NAME as REPLACED_LAYERS
+from hf_neuron_moe.modules.replaced_layers import ReplacedLayers
 from hf_neuron_moe.modules.saved_bytes import BlockShape
 from hf_neuron_moe.modules.state_dict import KernelLayoutMixin, WeightRule
 
@@ -284,14 +286,28 @@ class KernelLayoutSwiGLUMLP(KernelLayoutMixin, NeuronSwiGLUMLP):
         self.neuron_rules = roles.rules
         self.neuron_stock_order = tuple(f"{name}.weight" for name in original._modules if name in roles.linears)
         made = {rule.kernel: make_kernel_parameter(original, rule) for rule in roles.rules}
+        layers: dict[str, Any] = {child: original.get_submodule(child) for child in roles.linears}
+        shapes = {child: (layer.out_features, layer.in_features) for child, layer in layers.items()}
         for child in roles.linears:
             del self._modules[child]
         for key, param in made.items():
             self.register_parameter(key, param)
+        self.add_module(REPLACED_LAYERS, ReplacedLayers(self.neuron_name, shapes))
 
     def _why_not_fused(self) -> str | None:
         self._check_activation(self.neuron_roles.activation)  # without linear layers there is nothing to fall back to
         return None
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        if prefix.endswith(".base_layer."):  # peft's wrapper around a block whose parameters have adapters
+            warnings.warn(
+                "Adapters on the parameters of dense MLPs in kernel layout are saved under names that stock models do "
+                "not have: peft ignores them there. Load them into a model patched with weights='kernel', or call "
+                "merge_and_unload() before saving.",
+                NeuronMoEWarning,
+                stacklevel=2,
+            )
+        super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _weights(self) -> tuple[Tensor, Tensor, Tensor]:
         return (*_halves(self.gate_up_proj), self.down_proj)
