@@ -83,6 +83,7 @@ class NeuronBlock(nn.Module):
             elif key in _SHARED or key in _SCALARS or key not in MODULE_INTERNALS:
                 self.__dict__[key] = value
         self.neuron_name = name
+        self.neuron_stock_class: type[nn.Module] = type(original)
         self.neuron_config = config
         self.neuron_keep = canonical_keep(config.activations, self.neuron_shape_precision)
         self.neuron_warned = False
