@@ -271,9 +271,18 @@ def _entry(candidate: Candidate, otherwise: str, reason: str | None, item: PlanI
         backend=item.config.backend if item is not None and patched else None,
         fallback=item.fallback if item is not None and patched else "",
         weight_copy_bytes=item.weight_copy_bytes if item is not None and patched else 0,
-        notes=item.notes if item is not None and patched else (),
+        notes=(*item.notes, *_list_note(candidate)) if item is not None and patched else (),
         kernel_sizes=item.kernel_sizes if item is not None and patched else None,
         gated=candidate.gated,
+    )
+
+
+def _list_note(candidate: Candidate) -> tuple[str, ...]:
+    if not candidate.listed:
+        return ()
+    return (
+        f"one of {candidate.listed} MLPs of a ModuleList: if these are experts, each is computed as a dense block, "
+        "without the experts kernels and without routing replay",
     )
 
 

@@ -57,6 +57,7 @@ class Candidate:
         sizes: ``(E, H, I)``; E is None for a dense MLP.
         top_k: experts per token; None for a dense MLP, 0 where the model does not say.
         gated: False for two projections in a row, which no kernel here is meant for.
+        listed: number of MLPs in the ModuleList that holds it, which may be experts; 0 outside of such lists.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Candidate:
     sizes: tuple[int | None, int | None, int | None] = (None, None, None)
     top_k: int | None = None
     gated: bool = True
+    listed: int = 0
 
     @property
     def rules(self) -> tuple[WeightRule, ...]:
@@ -85,8 +87,16 @@ def discover(model: nn.Module, prefix: str = "") -> list[Candidate]:
             names.setdefault(id(module), []).append(name)
             found[id(module)] = (kind, module)
     top_ks = _top_ks(model, {key for key, (kind, _) in found.items() if kind == EXPERTS})
+    listed = _listed(model, {key for key, (kind, _) in found.items() if kind == MLP})
     judged = {key: _judge(names[key], kind, module) for key, (kind, module) in found.items()}
-    return [replace(candidate, top_k=top_ks.get(key)) for key, candidate in judged.items()]
+    return [replace(each, top_k=top_ks.get(key), listed=listed.get(key, 0)) for key, each in judged.items()]
+
+
+def _listed(model: nn.Module, mlps: set[int]) -> dict[int, int]:
+    """How many MLPs there are in the list that holds an MLP, for lists of nothing else."""
+    lists = (module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 1)
+    of_mlps = (each for each in lists if mlps.issuperset(map(id, each)))
+    return {id(mlp): len(each) for each in of_mlps for mlp in each}
 
 
 def _top_ks(model: nn.Module, experts: set[int]) -> dict[int, int]:
