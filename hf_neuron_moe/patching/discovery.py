@@ -24,7 +24,7 @@ from hf_neuron_moe.modules.experts_check import (
     why_not_swiglu_experts,
 )
 from hf_neuron_moe.modules.state_dict import WeightRule
-from hf_neuron_moe.modules.swiglu_mlp import DenseRoles, why_not_plain_linear
+from hf_neuron_moe.modules.swiglu_mlp import DenseRoles, is_inert, why_not_plain_linear
 from hf_neuron_moe.patching.formula import NotSwiGLU, dense_roles
 from hf_neuron_moe.patching.probe import probe_dense, probe_experts
 
@@ -171,7 +171,7 @@ def _judge(names: list[str], kind: str, module: nn.Module) -> Candidate:
         reason = reason or _why_not_dtypes(module) or probe_experts(module)
         return replace(base, reason=reason, sizes=sizes)
     try:
-        roles = dense_roles(type(module).forward)
+        roles = dense_roles(type(module).forward, _inert(module))
     except NotSwiGLU as answer:
         # What a reader looks for first: a missing gate or a wrapped layer explains more than the source does.
         return replace(base, reason=_why_not_instance(module) or str(answer))
@@ -180,6 +180,13 @@ def _judge(names: list[str], kind: str, module: nn.Module) -> Candidate:
         return replace(base, reason=reason)
     reason = _why_not_shapes(module, roles) or _why_not_dtypes(module) or probe_dense(module, roles)
     return replace(base, reason=reason, roles=roles, sizes=_dense_sizes(module, roles))
+
+
+def _inert(module: nn.Module) -> frozenset[str]:
+    """Names of the attributes that are a dropout of 0."""
+    children = (name for name, child in module._modules.items() if isinstance(child, nn.Dropout | nn.Identity))
+    numbers = (name for name, value in module.__dict__.items() if type(value) in (int, float))
+    return frozenset(name for name in (*children, *numbers) if is_inert(getattr(module, name)))
 
 
 def _why_not_instance(module: nn.Module) -> str | None:
@@ -226,6 +233,10 @@ def _why_not_shapes(module: nn.Module, roles: DenseRoles) -> str | None:
         shape = tuple(module.get_parameter(f"{name}.weight").shape)
         if shape != (rows, H):
             return f"{name}.weight has shape {shape}, with {roles.down}.weight {(H, I)} it would be {(rows, H)}"
+    if roles.half_size is not None and getattr(module, roles.half_size, None) != I:
+        return (
+            f"its forward splits by {roles.half_size}={getattr(module, roles.half_size, None)!r}, not in halves of {I}"
+        )
     return None
 
 
