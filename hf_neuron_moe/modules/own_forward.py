@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from hf_neuron_moe.errors import UnsupportedModelError, refuse
+from hf_neuron_moe.modules.state_dict import KernelLayoutMixin
 
 
 def is_taken_over(block: nn.Module) -> bool:
@@ -56,15 +57,24 @@ def _behind(function: Any) -> list[Any]:
 
 @torch.compiler.assume_constant_result  # a forward is put on a block once, not by what it computes
 def check_own_forward(block: nn.Module, name: str) -> bool:
-    """Refuse to call a `block` that was taken over.
+    """Refuse to call a `block` that was taken over, or whose weights accelerate offloads by their stock names.
 
     Args:
         block: a patched block.
         name: its name in the model.
 
     Raises:
-        UnsupportedModelError: as :func:`is_taken_over` says.
+        UnsupportedModelError: as :func:`is_taken_over` says, or the block's weights are offloaded and in kernel layout.
     """
+    if isinstance(block, KernelLayoutMixin) and _is_offloaded(block):
+        raise refuse(
+            UnsupportedModelError,
+            where=name,
+            argument="weights",
+            expected="in memory while they are in kernel layout",
+            got="weights that accelerate offloads, which finds them by their stock names and shapes",
+            remedy="Load the model again and patch it with weights='stock', or do not offload it.",
+        )
     if is_taken_over(block):
         forward = block.__dict__["forward"]
         raise refuse(
@@ -77,6 +87,11 @@ def check_own_forward(block: nn.Module, name: str) -> bool:
             "liger_kernel_config={'swiglu': False}. Otherwise `del block.forward`, or name the block in exclude=... .",
         )
     return True
+
+
+def _is_offloaded(block: nn.Module) -> bool:
+    hook = block.__dict__.get("_hf_hook")
+    return any(getattr(each, "offload", False) for each in getattr(hook, "hooks", (hook,)))
 
 
 def described(forward: Any) -> str:

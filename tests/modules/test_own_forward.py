@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from hf_neuron_moe import patch_model, unpatch_model
-from hf_neuron_moe.errors import UnsupportedModelError
+from hf_neuron_moe.errors import NeuronMoEWarning, UnsupportedModelError
 from tests.tiny_models import HOMES, tiny_model, tokens
 
 STOCK = {"llama": LlamaMLP, "mixtral": MixtralExperts}
@@ -129,3 +131,17 @@ def test_a_compiled_model_notices_too() -> None:
     with pytest.raises(RuntimeError, match="use_liger_kernel"):  # the compiler wraps the error
         torch.compile(model, backend="eager")(tokens())
     torch._dynamo.reset()
+
+
+def test_weights_that_accelerate_offloads_are_refused_in_the_kernel_home_only() -> None:
+    for family in STOCK:
+        model = patched(family)
+        expected = model(tokens()).logits
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", NeuronMoEWarning)  # dense layers with hooks are called one by one
+            assert cpu_offload(model, torch.device("cpu"))(tokens()).logits.shape == expected.shape
+        model = cpu_offload(patched(family, "kernel"), torch.device("cpu"))
+        with pytest.raises(
+            UnsupportedModelError, match=r"mlp.*: weights must be in memory .*offloads.*weights='stock'"
+        ):
+            model(tokens())
