@@ -23,6 +23,7 @@ from hf_neuron_moe.modules.experts_check import (
     is_decorated_experts,
     why_not_swiglu_experts,
 )
+from hf_neuron_moe.modules.replaced_layers import ReplacedLayers
 from hf_neuron_moe.modules.state_dict import WeightRule
 from hf_neuron_moe.modules.swiglu_mlp import DenseRoles, is_inert, why_not_plain_linear
 from hf_neuron_moe.patching.formula import NotSwiGLU, dense_roles
@@ -124,7 +125,7 @@ def _configured_top_k(model: nn.Module) -> int:
 
 def _kind(module: nn.Module) -> str | None:
     class_name = type(module).__name__
-    if isinstance(module, NeuronBlock | nn.ModuleList | nn.ModuleDict):
+    if isinstance(module, NeuronBlock | ReplacedLayers | nn.ModuleList | nn.ModuleDict):
         return None
     if is_decorated_experts(module):
         return EXPERTS
