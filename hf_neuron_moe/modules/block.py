@@ -19,6 +19,7 @@ from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.errors import NeuronMoEWarning, UnsupportedModelError, refuse
 from hf_neuron_moe.modules.activation import why_not_silu
 from hf_neuron_moe.modules.backend_choice import LongCalls, for_weights_of
+from hf_neuron_moe.modules.own_forward import check_own_forward
 from hf_neuron_moe.modules.saved_bytes import BlockShape, saved_bytes, saved_bytes_of_call, saved_bytes_per_call
 from hf_neuron_moe.modules.state_dict import WeightRule
 
@@ -82,9 +83,20 @@ class NeuronBlock(nn.Module):
             elif key in _SHARED or key in _SCALARS or key not in MODULE_INTERNALS:
                 self.__dict__[key] = value
         self.neuron_name = name
+        self.neuron_stock_class: type[nn.Module] = type(original)
         self.neuron_config = config
         self.neuron_keep = canonical_keep(config.activations, self.neuron_shape_precision)
         self.neuron_warned = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the block like any module.
+
+        Raises:
+            UnsupportedModelError: another forward was put on the block, and it does not lead to the block's own.
+        """
+        if "forward" in self.__dict__:
+            check_own_forward(self, self.neuron_name)
+        return super().__call__(*args, **kwargs)
 
     @property
     def neuron_shape_precision(self) -> str:

@@ -108,8 +108,9 @@ def register_experts_implementation(
     """Register the experts operator in transformers, for models that are not to be patched.
 
     Afterwards ``model.set_experts_implementation(name)`` or ``from_pretrained(..., experts_implementation=name)``
-    selects it. Parameters, checkpoints and parallel plans stay transformers' own. The registration is process-wide and
-    happens only through this call.
+    selects it. Parameters and checkpoints stay transformers' own. The registration is process-wide and happens only
+    through this call. Models under transformers' tensor or expert parallelism are not supported: their first call
+    raises an error.
 
     Args:
         config: precision, backend, block size and activations (a preset, or a policy without exceptions);

@@ -52,6 +52,8 @@ def why_not_swiglu_experts(module: Any) -> str | None:
     if not is_decorated_experts(module):
         return "its class is not decorated with transformers' use_experts_implementation"
     forward = type(module).forward
+    if module.__dict__.get("_is_hooked") and "forward" in module.__dict__:
+        return "transformers' tensor or expert parallelism wraps its forward, which is not supported"
     if forward.__code__ is not _dispatching_forward() or "forward" in module.__dict__:
         return "its forward is not the one that use_experts_implementation installs"
     for flag, needed, meaning in _FLAG_RULES:

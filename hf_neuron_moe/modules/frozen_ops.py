@@ -18,6 +18,7 @@ from hf_neuron_moe.backends.mx_weights import MXExpertStack, MXLayout
 from hf_neuron_moe.backends.registration import fake_of, operator
 from hf_neuron_moe.kernels.checks import check_dtype, check_shape
 from hf_neuron_moe.modules.ops import exact_dtypes, refuse_second_derivative
+from hf_neuron_moe.modules.ops_checks import check_no_transform
 
 _FLOATS = (torch.bfloat16, torch.float32, torch.float16)
 _KEEPS = keep_strings("bf16")
@@ -49,8 +50,10 @@ def frozen_network(
 
     Raises:
         ConfigError, DTypeError, ShapeError: an argument does not fit the weights.
+        GradientError: an argument belongs to a transform of ``torch.func``.
     """
     where = "frozen_network"
+    check_no_transform(where, (x_TH,) if weight_TK is None else (x_TH, weight_TK))
     check_dtype(x_TH, _FLOATS, where=where, argument="x_TH")
     check_shape(x_TH, (None, stack.hidden), "[T, H]", where=where, argument="x_TH")
     if index_TK is not None and weight_TK is not None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from hf_neuron_moe.modules import ops
 from hf_neuron_moe.modules.block import has_call_hooks
-from hf_neuron_moe.modules.ops_checks import COMPUTE_DTYPE, check_mlp
+from hf_neuron_moe.modules.ops_checks import COMPUTE_DTYPE, check_mlp, check_no_transform
 
 _LORA_LINEAR = ("peft.tuners.lora.layer", "Linear")
 
@@ -111,7 +111,9 @@ def low_rank_mlp(
 
     Raises:
         DTypeError, ShapeError, DeviceError: an argument does not fit the others.
+        GradientError: `x_SH` belongs to a transform of ``torch.func``.
     """
+    check_no_transform("swiglu_mlp", (x_SH,))
     learned = [tensor for layer in layers for tensor in (layer.weight_ON, layer.a_RN, layer.b_OR) if tensor is not None]
     if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in (x_SH, *learned)):
         with ops.exact_dtypes(x_SH):  # no autocast of the factors' product

@@ -22,7 +22,7 @@ from hf_neuron_moe.backends.base import NOTHING
 from hf_neuron_moe.backends.registration import fake_of, operator
 from hf_neuron_moe.errors import GradientError, refuse
 from hf_neuron_moe.kernels.checks import check_multiple
-from hf_neuron_moe.modules.ops_checks import COMPUTE_DTYPE, check_experts, check_mlp
+from hf_neuron_moe.modules.ops_checks import COMPUTE_DTYPE, check_experts, check_mlp, check_no_transform
 
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _KEEPS = {precision: keep_strings(precision) for precision in COMPUTE_DTYPE}
@@ -58,8 +58,10 @@ def swiglu_mlp(
 
     Raises:
         ConfigError, DTypeError, ShapeError, DeviceError: an argument does not fit the others.
+        GradientError: an argument belongs to a transform of ``torch.func``.
     """
     operands = (x_SH, gate_IH, up_IH, down_HI)
+    check_no_transform("swiglu_mlp", operands)
     if not training and _plain_inference(operands) and not torch.is_autocast_enabled(x_SH.device.type):
         y = get_backend(backend).mlp_few_rows(x_SH, gate_IH, up_IH, down_HI, precision)
         if y is not None:
@@ -110,7 +112,9 @@ def experts(
 
     Raises:
         ConfigError, DTypeError, ShapeError, DeviceError: an argument does not fit the others.
+        GradientError: an argument belongs to a transform of ``torch.func``.
     """
+    check_no_transform("experts", (x_TH, top_k_weights_TK, gate_up, down))
     check_experts(x_TH, top_k_index_TK, top_k_weights_TK, gate_up, down, transposed, precision)
     if precision == "mxfp8":
         check_multiple(

@@ -10,12 +10,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.errors import ConfigError, DTypeError, ShapeError, nearest, refuse
+from hf_neuron_moe.errors import ConfigError, DTypeError, GradientError, ShapeError, nearest, refuse
 from hf_neuron_moe.kernels.checks import check_dtype, check_multiple, check_same_device, check_shape
 
 COMPUTE_DTYPE = {"bf16": torch.bfloat16, "mxfp8": torch.bfloat16, "fp32": torch.float32}
 _FLOATS = (torch.bfloat16, torch.float32, torch.float16)
 _FLOAT_SET = frozenset(_FLOATS)
+
+
+def check_no_transform(where: str, tensors: tuple[Tensor, ...]) -> None:
+    """Refuse tensors inside ``torch.func`` transforms (grad, vjp, jvp, vmap), for which the operators have no rules.
+
+    Raises:
+        GradientError: as said.
+    """
+    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None:
+        return
+    if any(torch._C._functorch.is_functorch_wrapped_tensor(tensor) for tensor in tensors):
+        raise refuse(
+            GradientError,
+            where=where,
+            argument="every argument",
+            expected="a tensor outside of torch.func's transforms, for which the operators have no rules",
+            got="one inside of grad, vjp, jvp, vmap or another one",
+            remedy="Use backward() or torch.autograd.grad, or call unpatch_model(model) first.",
+        )
 
 
 def check_hidden_states(hidden_states: Any, weight: Tensor, axis: int, where: str) -> None:

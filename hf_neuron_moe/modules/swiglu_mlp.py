@@ -17,12 +17,14 @@ from torch.nn import functional as F
 
 from hf_neuron_moe.backends import drop_weight_copies, get_backend
 from hf_neuron_moe.config import NeuronMoEConfig
-from hf_neuron_moe.errors import NeuronMoEWarning
+from hf_neuron_moe.errors import NeuronMoEWarning, UnsupportedModelError, refuse
 from hf_neuron_moe.modules import ops
 from hf_neuron_moe.modules.activation import why_not_silu
 from hf_neuron_moe.modules.block import CALL_HOOKS, NeuronBlock, has_call_hooks, make_kernel_parameter
 from hf_neuron_moe.modules.low_rank import LowRank, is_lora_linear, low_rank_mlp, low_rank_of, why_not_low_rank
 from hf_neuron_moe.modules.ops_checks import check_hidden_states
+from hf_neuron_moe.modules.replaced_layers import NAME as REPLACED_LAYERS
+from hf_neuron_moe.modules.replaced_layers import ReplacedLayers
 from hf_neuron_moe.modules.saved_bytes import BlockShape
 from hf_neuron_moe.modules.state_dict import KernelLayoutMixin, WeightRule
 
@@ -36,11 +38,17 @@ class DenseRoles:
             whose first I rows are the gate.
         down: name of the linear layer after the product.
         activation: name of the activation's attribute; None where forward calls the function itself.
+        half_size: name of the attribute that a fused projection is split by; None where it is cut in the middle.
+        extra_arguments: forward takes arguments that it does not use.
+        inert: names of attributes that change nothing while they are as they are: a dropout of 0.
     """
 
     inputs: tuple[str, ...]
     down: str
     activation: str | None
+    half_size: str | None = None
+    extra_arguments: bool = False
+    inert: tuple[str, ...] = ()
 
     @property
     def linears(self) -> tuple[str, ...]:
@@ -54,6 +62,14 @@ class DenseRoles:
             WeightRule("gate_up_proj", tuple(f"{name}.weight" for name in self.inputs)),
             WeightRule("down_proj", (f"{self.down}.weight",)),
         )
+
+
+def is_inert(value: Any) -> bool:
+    """Return whether an attribute is a dropout of 0, as a module without hooks or as a probability."""
+    if isinstance(value, nn.Module):
+        inert = type(value) is nn.Identity or (type(value) is nn.Dropout and value.p == 0)
+        return inert and not has_call_hooks(value) and "forward" not in value.__dict__
+    return type(value) in (int, float) and value == 0
 
 
 def why_not_plain_linear(module: Any) -> str | None:
@@ -193,8 +209,17 @@ class NeuronSwiGLUMLP(NeuronBlock):
             return weights[0], weights[1], weights[2]
         return (*_halves(weights[0]), weights[1])
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """Apply the block to ``hidden_states`` ``[..., H]``; the result has its shape and dtype."""
+    def forward(self, hidden_states: Tensor, *unused: Any, **unused_by_name: Any) -> Tensor:
+        """Apply the block to ``hidden_states`` ``[..., H]``; the result has its shape and dtype.
+
+        Raises:
+            TypeError: further arguments are given, and the original does not take any.
+            UnsupportedModelError: a dropout is not 0 any more.
+        """
+        if (unused or unused_by_name) and not self.neuron_roles.extra_arguments:
+            raise TypeError(f"{self.neuron_name}: forward takes hidden_states only")
+        if self.training and self.neuron_roles.inert:
+            self._check_inert()
         if not self.training and not torch.is_grad_enabled() and type(hidden_states) is Tensor:
             y = self._generate(hidden_states)
             if y is not None:
@@ -225,6 +250,18 @@ class NeuronSwiGLUMLP(NeuronBlock):
         else:
             out_SH = ops.swiglu_mlp(x_SH, *weights, **options)
         return out_SH if flat else out_SH.reshape(hidden_states.shape)
+
+    def _check_inert(self) -> None:
+        for name in self.neuron_roles.inert:
+            if not is_inert(self._attribute(name)):
+                raise refuse(
+                    UnsupportedModelError,
+                    where=self.neuron_name,
+                    argument=name,
+                    expected="a dropout of 0 without hooks, as when the block was patched",
+                    got=f"{self._attribute(name)!r}",
+                    remedy="The kernels have no dropout: unpatch the model before changing it.",
+                )
 
     def _note_merged(self) -> None:
         """Drop the copies of the weights where adapters were merged or taken out since the last call.
@@ -284,14 +321,28 @@ class KernelLayoutSwiGLUMLP(KernelLayoutMixin, NeuronSwiGLUMLP):
         self.neuron_rules = roles.rules
         self.neuron_stock_order = tuple(f"{name}.weight" for name in original._modules if name in roles.linears)
         made = {rule.kernel: make_kernel_parameter(original, rule) for rule in roles.rules}
+        layers: dict[str, Any] = {child: original.get_submodule(child) for child in roles.linears}
+        shapes = {child: (layer.out_features, layer.in_features) for child, layer in layers.items()}
         for child in roles.linears:
             del self._modules[child]
         for key, param in made.items():
             self.register_parameter(key, param)
+        self.add_module(REPLACED_LAYERS, ReplacedLayers(self.neuron_name, shapes))
 
     def _why_not_fused(self) -> str | None:
         self._check_activation(self.neuron_roles.activation)  # without linear layers there is nothing to fall back to
         return None
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        if prefix.endswith(".base_layer."):  # peft's wrapper around a block whose parameters have adapters
+            warnings.warn(
+                "Adapters on the parameters of dense MLPs in kernel layout are saved under names that stock models do "
+                "not have: peft ignores them there. Load them into a model patched with weights='kernel', or call "
+                "merge_and_unload() before saving.",
+                NeuronMoEWarning,
+                stacklevel=2,
+            )
+        super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _weights(self) -> tuple[Tensor, Tensor, Tensor]:
         return (*_halves(self.gate_up_proj), self.down_proj)

@@ -14,11 +14,13 @@ from hf_neuron_moe.backends.registration import register_again
 from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.errors import ConfigError, UnsupportedModelError, refuse
 from hf_neuron_moe.modules.block import stock_slot
+from hf_neuron_moe.modules.own_forward import is_taken_over
 from hf_neuron_moe.patching.apply import PatchState, PlanItem, apply_plan, holders, states, undo_patch
 from hf_neuron_moe.patching.discovery import Candidate, discover
 from hf_neuron_moe.patching.globs import check_globs
 from hf_neuron_moe.patching.guards import check_model
 from hf_neuron_moe.patching.kernels import plan_item
+from hf_neuron_moe.patching.lock import one_at_a_time
 from hf_neuron_moe.patching.option_names import with_checked_names
 from hf_neuron_moe.patching.outcome import check_outcome
 from hf_neuron_moe.patching.policies import with_policies
@@ -38,6 +40,7 @@ _Request = tuple[NeuronMoEConfig, tuple[str, ...], tuple[str, ...]]
 
 
 @with_checked_names
+@one_at_a_time
 def patch_model(
     model: nn.Module,
     config: NeuronMoEConfig | Mapping[str, Any] | None = None,
@@ -51,15 +54,16 @@ def patch_model(
     The rest of the model is not touched. Parameters, hooks, train/eval mode, tied and frozen weights survive;
     ``state_dict``, ``save_pretrained`` and ``Trainer`` see the original names and layouts. Patch before the optimizer
     is created if the weights move to the kernel layout. Calling it again with the same arguments changes nothing.
+    Calls from several threads wait for each other.
 
     Args:
         model: a model with whole, unquantized weights. A model inside peft's wrapper is fine.
         config: a :class:`NeuronMoEConfig`, a mapping of its options, or None for the defaults.
         include: glob or globs over module names; only these are patched.
         exclude: glob or globs over module names that are left alone; none of them leave none alone.
-        strict: if any block that is not excluded cannot be patched, refuse instead of leaving it stock. With False,
-            such blocks stay stock and the report says why; a model none of whose blocks can be patched is refused in
-            either case.
+        strict: raise an error if a gated block that is not excluded cannot be patched. With False, such blocks stay
+            stock and the report says why. Blocks without a gate (the MLPs of most vision encoders) stay stock in either
+            case. So does a model none of whose blocks can be patched: it is an error.
 
     Returns:
         The report: every candidate as patched, skipped or refused with the reason.
@@ -93,6 +97,7 @@ def patch_model(
     return report
 
 
+@one_at_a_time
 def unpatch_model(model: nn.Module) -> PatchReport:
     """Put the original modules back, with the weights' present values, in place.
 
@@ -266,8 +271,18 @@ def _entry(candidate: Candidate, otherwise: str, reason: str | None, item: PlanI
         backend=item.config.backend if item is not None and patched else None,
         fallback=item.fallback if item is not None and patched else "",
         weight_copy_bytes=item.weight_copy_bytes if item is not None and patched else 0,
-        notes=item.notes if item is not None and patched else (),
+        notes=(*item.notes, *_list_note(candidate)) if item is not None and patched else (),
         kernel_sizes=item.kernel_sizes if item is not None and patched else None,
+        gated=candidate.gated,
+    )
+
+
+def _list_note(candidate: Candidate) -> tuple[str, ...]:
+    if not candidate.listed:
+        return ()
+    return (
+        f"one of {candidate.listed} MLPs of a ModuleList: if these are experts, each is computed as a dense block, "
+        "without the experts kernels and without routing replay",
     )
 
 
@@ -283,6 +298,11 @@ def _repeated(home: nn.Module, state: PatchState, request: _Request, strict: boo
     lost = displaced(home, state)
     if lost:
         raise _changed("as patch_model left it", f"a model whose patched blocks were exchanged: {', '.join(lost)}")
+    taken = [swap.name for swap in state.swaps if is_taken_over(swap.replacement)]
+    if taken:
+        raise _changed(
+            "as patch_model left it", f"a model whose patched blocks have another forward: {', '.join(taken)}"
+        )
     candidates = [
         replace(found, name=original_name(found.name), aliases=tuple(map(original_name, found.aliases)))
         for found in discover(home, state.prefix)

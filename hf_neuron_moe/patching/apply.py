@@ -15,7 +15,7 @@ from hf_neuron_moe.modules.backend_choice import LongCalls
 from hf_neuron_moe.modules.block import NeuronBlock, give_back, release_layout, restore_layout
 from hf_neuron_moe.modules.experts import KernelLayoutExperts, NeuronExperts
 from hf_neuron_moe.modules.swiglu_mlp import KernelLayoutSwiGLUMLP, NeuronSwiGLUMLP
-from hf_neuron_moe.patching import checkpoint_names, optimizer_layout, replay
+from hf_neuron_moe.patching import checkpoint_names, init_weights, optimizer_layout, replay
 from hf_neuron_moe.patching.discovery import Candidate
 from hf_neuron_moe.patching.report import PatchReport
 
@@ -45,6 +45,7 @@ class PatchState:
         prefix: what came before the names within the patched model (``"base_model.model"`` for an adapter's wrapper).
         resumable: models on which patching installed the checkpoint name conversion, and unpatching removes it.
         replaying: models on which patching installed routing replay, and unpatching removes it.
+        initializing: models whose ``init_weights`` patching taught the blocks, until they are unpatched.
     """
 
     report: PatchReport
@@ -53,6 +54,7 @@ class PatchState:
     swaps: list[Swap] = field(default_factory=list)
     resumable: list[nn.Module] = field(default_factory=list)
     replaying: list[nn.Module] = field(default_factory=list)
+    initializing: list[nn.Module] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,9 @@ def apply_plan(model: nn.Module, plan: Sequence[PlanItem], state: PatchState) ->
             state.replaying.extend(replay.unreplaying_models(model))
             undo.callback(replay.remove, state.replaying)
             replay.install(state.replaying)
+        state.initializing.extend(init_weights.uninstalled_models(model))
+        undo.callback(init_weights.remove, state.initializing)
+        init_weights.install(state.initializing)
         undo.callback(optimizer_layout.unwatch, model)
         optimizer_layout.watch(model)
         undo.callback(model.__dict__.pop, STATE, None)
@@ -158,6 +163,7 @@ def undo_patch(model: nn.Module, state: PatchState) -> None:
     drop_weight_copies(model.parameters())
     checkpoint_names.remove(state.resumable)
     replay.remove(state.replaying)
+    init_weights.remove(state.initializing)
     optimizer_layout.unwatch(model)
     with torch.inference_mode(False):  # the original parameters get new tensors, to be trained again
         while state.swaps:

@@ -10,10 +10,12 @@ from torch import nn
 from hf_neuron_moe.backends import get_backend, resolve_backend
 from hf_neuron_moe.errors import ConfigError, UnsupportedModelError, refuse
 from hf_neuron_moe.modules.frozen_block import FrozenBlock
+from hf_neuron_moe.patching.lock import one_at_a_time
 
 _WHERE = "set_backend"
 
 
+@one_at_a_time
 def set_backend(model: nn.Module, backend: str, *, fallback: str = "refuse") -> dict[str, str | None]:
     """Choose what computes the frozen MX blocks of a loaded conversion; their weights are not touched.
 

@@ -11,12 +11,14 @@ from hf_neuron_moe.activation_policy import ActivationBudget, as_activations, ca
 from hf_neuron_moe.errors import UnsupportedModelError, refuse
 from hf_neuron_moe.modules.block import NeuronBlock
 from hf_neuron_moe.patching.apply import PatchState, states
+from hf_neuron_moe.patching.lock import one_at_a_time
 from hf_neuron_moe.patching.policies import PlannedBlock, noted_policy, resolve
 from hf_neuron_moe.patching.report import PatchEntry
 
 _WHERE = "set_activations"
 
 
+@one_at_a_time
 def set_activations(model: nn.Module, activations: Any) -> dict[str, str]:
     """Change what the blocks of a patched or loaded model keep for backward; weights and forward are not touched.
 

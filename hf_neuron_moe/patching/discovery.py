@@ -23,8 +23,9 @@ from hf_neuron_moe.modules.experts_check import (
     is_decorated_experts,
     why_not_swiglu_experts,
 )
+from hf_neuron_moe.modules.replaced_layers import ReplacedLayers
 from hf_neuron_moe.modules.state_dict import WeightRule
-from hf_neuron_moe.modules.swiglu_mlp import DenseRoles, why_not_plain_linear
+from hf_neuron_moe.modules.swiglu_mlp import DenseRoles, is_inert, why_not_plain_linear
 from hf_neuron_moe.patching.formula import NotSwiGLU, dense_roles
 from hf_neuron_moe.patching.probe import probe_dense, probe_experts
 
@@ -56,6 +57,8 @@ class Candidate:
         roles: which attribute plays which part, for a dense MLP that can be patched.
         sizes: ``(E, H, I)``; E is None for a dense MLP.
         top_k: experts per token; None for a dense MLP, 0 where the model does not say.
+        gated: False for two projections in a row, which no kernel here is meant for.
+        listed: number of MLPs in the ModuleList that holds it, which may be experts; 0 outside of such lists.
     """
 
     name: str
@@ -66,6 +69,8 @@ class Candidate:
     roles: DenseRoles | None = None
     sizes: tuple[int | None, int | None, int | None] = (None, None, None)
     top_k: int | None = None
+    gated: bool = True
+    listed: int = 0
 
     @property
     def rules(self) -> tuple[WeightRule, ...]:
@@ -83,8 +88,16 @@ def discover(model: nn.Module, prefix: str = "") -> list[Candidate]:
             names.setdefault(id(module), []).append(name)
             found[id(module)] = (kind, module)
     top_ks = _top_ks(model, {key for key, (kind, _) in found.items() if kind == EXPERTS})
+    listed = _listed(model, {key for key, (kind, _) in found.items() if kind == MLP})
     judged = {key: _judge(names[key], kind, module) for key, (kind, module) in found.items()}
-    return [replace(candidate, top_k=top_ks.get(key)) for key, candidate in judged.items()]
+    return [replace(each, top_k=top_ks.get(key), listed=listed.get(key, 0)) for key, each in judged.items()]
+
+
+def _listed(model: nn.Module, mlps: set[int]) -> dict[int, int]:
+    """How many MLPs there are in the list that holds an MLP, for lists of nothing else."""
+    lists = (module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 1)
+    of_mlps = (each for each in lists if mlps.issuperset(map(id, each)))
+    return {id(mlp): len(each) for each in of_mlps for mlp in each}
 
 
 def _top_ks(model: nn.Module, experts: set[int]) -> dict[int, int]:
@@ -112,7 +125,7 @@ def _configured_top_k(model: nn.Module) -> int:
 
 def _kind(module: nn.Module) -> str | None:
     class_name = type(module).__name__
-    if isinstance(module, NeuronBlock | nn.ModuleList | nn.ModuleDict):
+    if isinstance(module, NeuronBlock | ReplacedLayers | nn.ModuleList | nn.ModuleDict):
         return None
     if is_decorated_experts(module):
         return EXPERTS
@@ -122,26 +135,44 @@ def _kind(module: nn.Module) -> str | None:
     owned = {**module._parameters, **module._modules}
     if any(all(owned.get(part) is not None for part in parts) for parts in _DENSE_NAMES):
         return EXPERTS if any(param.dim() == 3 for param in direct_parameters) else MLP
-    if class_name.endswith(_DENSE_SUFFIXES) and _matrices(module) >= 2:
+    if class_name.endswith(_DENSE_SUFFIXES) and len(_matrices(module)) >= 2:
         return MLP
     return None
 
 
-def _matrices(module: nn.Module) -> int:
-    """Number of 2-D weights that `module` itself or its direct children hold."""
+def _matrices(module: nn.Module) -> list[tuple[int, ...]]:
+    """Shapes of the 2-D weights that `module` itself or its direct children hold."""
     children = [child._parameters.get("weight") for child in module.children()]
-    return sum(param is not None and param.dim() == 2 for param in (*children, *module._parameters.values()))
+    held = (*children, *module._parameters.values())
+    return [tuple(param.shape) for param in held if param is not None and param.dim() == 2]
+
+
+def _has_gate(kind: str, module: nn.Module) -> bool:
+    """Whether `module` may be gated; not if it holds two matrices, one for the other's result as it is.
+
+    A fused gate and up projection has twice the rows that the projection after it has columns.
+    """
+    if kind == EXPERTS:
+        return bool(getattr(module, "has_gate", True))
+    owned = {**module._parameters, **module._modules}
+    matrices = _matrices(module)
+    if len(matrices) != 2 or any(all(owned.get(part) is not None for part in parts) for parts in _DENSE_NAMES):
+        return True
+    (first_out, first_in), (second_out, second_in) = matrices
+    return first_out != second_in or second_out == 2 * first_in
 
 
 def _judge(names: list[str], kind: str, module: nn.Module) -> Candidate:
-    base = Candidate(name=names[0], aliases=tuple(names[1:]), kind=kind, module=module)
+    base = Candidate(names[0], tuple(names[1:]), kind, module, gated=_has_gate(kind, module))
+    if kind == MLP and not base.gated:
+        return replace(base, reason="it has no gate: two projections in a row")
     if kind == EXPERTS:
         sizes = _expert_sizes(module)
         reason = _why_not_instance(module) or why_not_swiglu_experts(module) or _why_not_plain(module)
         reason = reason or _why_not_dtypes(module) or probe_experts(module)
         return replace(base, reason=reason, sizes=sizes)
     try:
-        roles = dense_roles(type(module).forward)
+        roles = dense_roles(type(module).forward, _inert(module))
     except NotSwiGLU as answer:
         # What a reader looks for first: a missing gate or a wrapped layer explains more than the source does.
         return replace(base, reason=_why_not_instance(module) or str(answer))
@@ -150,6 +181,13 @@ def _judge(names: list[str], kind: str, module: nn.Module) -> Candidate:
         return replace(base, reason=reason)
     reason = _why_not_shapes(module, roles) or _why_not_dtypes(module) or probe_dense(module, roles)
     return replace(base, reason=reason, roles=roles, sizes=_dense_sizes(module, roles))
+
+
+def _inert(module: nn.Module) -> frozenset[str]:
+    """Names of the attributes that are a dropout of 0."""
+    children = (name for name, child in module._modules.items() if isinstance(child, nn.Dropout | nn.Identity))
+    numbers = (name for name, value in module.__dict__.items() if type(value) in (int, float))
+    return frozenset(name for name in (*children, *numbers) if is_inert(getattr(module, name)))
 
 
 def _why_not_instance(module: nn.Module) -> str | None:
@@ -196,6 +234,10 @@ def _why_not_shapes(module: nn.Module, roles: DenseRoles) -> str | None:
         shape = tuple(module.get_parameter(f"{name}.weight").shape)
         if shape != (rows, H):
             return f"{name}.weight has shape {shape}, with {roles.down}.weight {(H, I)} it would be {(rows, H)}"
+    if roles.half_size is not None and getattr(module, roles.half_size, None) != I:
+        return (
+            f"its forward splits by {roles.half_size}={getattr(module, roles.half_size, None)!r}, not in halves of {I}"
+        )
     return None
 
 

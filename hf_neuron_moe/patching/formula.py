@@ -11,7 +11,7 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -49,6 +49,13 @@ class Product:
 
 
 @dataclass(frozen=True)
+class Sigmoid:
+    """``torch.sigmoid(argument)``."""
+
+    argument: Expression
+
+
+@dataclass(frozen=True)
 class Half:
     """First (0) or second (1) half of a tensor along its last dimension."""
 
@@ -58,28 +65,34 @@ class Half:
 
 @dataclass(frozen=True)
 class Halves:
-    """``whole.chunk(2, dim=-1)``."""
+    """``whole.chunk(2, dim=-1)``, or a split by a size that is found to be half of it."""
 
     whole: Expression
 
 
-Expression = Input | Part | Product | Half | Halves
+Expression = Input | Part | Product | Sigmoid | Half | Halves
 
 
 @cache
-def dense_roles(forward: Callable[..., Any]) -> DenseRoles:
+def dense_roles(forward: Callable[..., Any], inert: frozenset[str] = frozenset()) -> DenseRoles:
     """Return which attribute plays which part in a SwiGLU `forward`.
 
     Args:
         forward: the function as found on the class.
+        inert: names of the instance's attributes that are a dropout of 0.
 
     Raises:
         NotSwiGLU: the source is not available or computes something else; the message is the reason.
     """
-    return _match(_read(forward))
+    reader, body = _reader(forward, inert)
+    roles = _match(reader.run(body))
+    if len(reader.half_sizes) > 1:
+        raise NotSwiGLU(f"its forward splits by {' and '.join(sorted(reader.half_sizes))}")
+    half_size = next(iter(reader.half_sizes), None)
+    return replace(roles, half_size=half_size, extra_arguments=reader.extra, inert=tuple(sorted(reader.skipped)))
 
 
-def _read(forward: Callable[..., Any]) -> Expression:
+def _reader(forward: Callable[..., Any], inert: frozenset[str]) -> tuple[_Reader, list[ast.stmt]]:
     if hasattr(forward, "__wrapped__"):
         raise NotSwiGLU("its forward is wrapped by a decorator")
     try:
@@ -92,20 +105,30 @@ def _read(forward: Callable[..., Any]) -> Expression:
     if function.decorator_list:
         raise NotSwiGLU(f"its forward is decorated with @{ast.unparse(function.decorator_list[0])}")
     arguments = function.args
-    extra = [*arguments.kwonlyargs, arguments.vararg, arguments.kwarg]
-    if len(arguments.posonlyargs) + len(arguments.args) != 2 or any(extra):
+    names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
+    needed = len(names) - len(arguments.defaults) + sum(default is None for default in arguments.kw_defaults)
+    if len(names) < 2 or needed > 2:
         raise NotSwiGLU(f"its forward takes ({ast.unparse(arguments)}), not one tensor")
-    own, tensor = (argument.arg for argument in (*arguments.posonlyargs, *arguments.args))
-    return _Reader(own, {tensor: Input()}, forward.__globals__).run(function.body)
+    extra = [*names[2:], *(a.arg for a in (*arguments.kwonlyargs, arguments.vararg, arguments.kwarg) if a is not None)]
+    scope = {name: value for name, value in forward.__globals__.items() if name not in extra}
+    return _Reader(names[0], {names[1]: Input()}, scope, bool(extra), inert), function.body
 
 
 class _Reader:
     """Substitutes straight-line assignments into the returned expression."""
 
-    def __init__(self, own: str, values: dict[str, Expression], scope: dict[str, Any]) -> None:
+    def __init__(
+        self, own: str, values: dict[str, Expression], scope: dict[str, Any], extra: bool, inert: frozenset[str]
+    ) -> None:
         self.own = own
         self.values = values
         self.scope = scope
+        self.extra = extra
+        self.inert = inert
+        self.skipped = set[str]()
+        """Attributes of `inert` that were met."""
+        self.half_sizes = set[str]()
+        """Attributes that a tensor is split by."""
 
     def run(self, body: list[ast.stmt]) -> Expression:
         for statement in body:
@@ -132,7 +155,7 @@ class _Reader:
             case ast.Name(id=name) if name in self.values:
                 return self.values[name]
             case ast.BinOp(left=left, op=ast.Mult(), right=right):
-                return Product(self.evaluate(left), self.evaluate(right))
+                return _product(self.evaluate(left), self.evaluate(right))
             case ast.Subscript(value=value, slice=ast.Constant(value=int() as index)) if index in (0, 1):
                 halves = self.evaluate(value)
                 if isinstance(halves, Halves):
@@ -140,7 +163,26 @@ class _Reader:
             case ast.Call(func=ast.Attribute(value=ast.Name(id=owner), attr=attr), args=[argument], keywords=[]) if (
                 owner == self.own
             ):
+                if attr in self.inert:
+                    self.skipped.add(attr)
+                    return self.evaluate(argument)
                 return Part(attr, self.evaluate(argument))
+            case ast.Call(func=function, args=[argument, *rest], keywords=keywords) if self.resolve(
+                function
+            ) is F.dropout and self.is_inert_dropout(rest, keywords):
+                return self.evaluate(argument)
+            case ast.Call(func=function, args=[argument], keywords=[]) if self.resolve(function) in _SIGMOIDS:
+                return Sigmoid(self.evaluate(argument))
+            case ast.Call(func=ast.Attribute(value=argument, attr="sigmoid"), args=[], keywords=[]):
+                return Sigmoid(self.evaluate(argument))
+            case ast.Call(func=function, args=[whole, *rest], keywords=keywords) if self.resolve(
+                function
+            ) is torch.split and self.is_split_in_two(rest, keywords):
+                return Halves(self.evaluate(whole))
+            case ast.Call(func=ast.Attribute(value=whole, attr="split"), args=rest, keywords=keywords) if (
+                self.is_split_in_two(rest, keywords)
+            ):
+                return Halves(self.evaluate(whole))
             case ast.Call(func=function, args=[argument], keywords=[]) if self.resolve(function) is F.silu:
                 return Part(None, self.evaluate(argument))
             case ast.Call(func=function, args=[whole, *rest], keywords=keywords) if _is_halves(rest, keywords) and (
@@ -153,6 +195,38 @@ class _Reader:
                 return Halves(self.evaluate(whole))
         raise NotSwiGLU(f"its forward computes `{_line(node)}`, {_EXPECTED}")
 
+    def attribute(self, node: ast.expr | None) -> str | None:
+        """The name in ``self.<name>``; None for anything else."""
+        match node:
+            case ast.Attribute(value=ast.Name(id=owner), attr=attr) if owner == self.own:
+                return attr
+            case _:
+                return None
+
+    def is_inert_dropout(self, rest: list[ast.expr], keywords: list[ast.keyword]) -> bool:
+        """Whether the arguments after the tensor are a probability of 0 and ``training=self.training``."""
+        given = dict(zip(("p", "training"), rest)) | {keyword.arg: keyword.value for keyword in keywords}
+        probability = given.get("p")
+        name = self.attribute(probability)
+        if len(rest) > 2 or given.keys() != {"p", "training"} or self.attribute(given["training"]) != "training":
+            return False
+        if name in self.inert:
+            self.skipped.add(name)
+            return True
+        return isinstance(probability, ast.Constant) and probability.value == 0
+
+    def is_split_in_two(self, rest: list[ast.expr], keywords: list[ast.keyword]) -> bool:
+        """Whether a tensor is split along its last dimension by ``self.<size>``, which the instance has to confirm."""
+        given = dict(zip(("size", "dim"), rest)) | {keyword.arg: keyword.value for keyword in keywords}
+        size = given.pop("size", None) or given.pop("split_size_or_sections", None) or given.pop("split_size", None)
+        both = size.elts if isinstance(size, ast.List | ast.Tuple) and len(size.elts) == 2 else [size]
+        names = {self.attribute(one) for one in both}
+        name = names.pop()
+        if len(rest) > 2 or names or name is None or given.keys() != {"dim"} or ast.unparse(given["dim"]) != "-1":
+            return False
+        self.half_sizes.add(name)
+        return True
+
     def resolve(self, node: ast.expr) -> object:
         """The object a dotted global name stands for, or None."""
         match node:
@@ -163,6 +237,17 @@ class _Reader:
                 return None if owner is None else getattr(owner, attr, None)
             case _:
                 return None
+
+
+_SIGMOIDS = (torch.sigmoid, F.sigmoid)
+
+
+def _product(left: Expression, right: Expression) -> Expression:
+    """``left * right``; ``g * sigmoid(g)`` is SiLU."""
+    for one, other in ((left, right), (right, left)):
+        if other == Sigmoid(one):
+            return Part(None, one)
+    return Product(left, right)
 
 
 def _is_halves(rest: list[ast.expr], keywords: list[ast.keyword]) -> bool:
@@ -194,6 +279,8 @@ def _match(result: Expression) -> DenseRoles:
                 whole=other, index=1
             ) if other == whole:
                 return DenseRoles((g,), down, act)
+            case Part(argument=Half(whole=whole, index=1)), Half(whole=other, index=0) if other == whole:
+                raise NotSwiGLU("its forward has up in the first half of a fused projection, the gate in the second")
             case _:
                 continue
     raise NotSwiGLU("its forward is not down(act(gate(x)) * up(x))")

@@ -62,6 +62,16 @@ def _quantized(model: nn.Module) -> str | None:
     return None
 
 
+def _sharded_at_loading(model: nn.Module) -> str | None:
+    for name, module in model.named_modules():
+        if getattr(module, "is_distributed_loading_by_transformers", False) is True:
+            asked = getattr(getattr(module, "config", None), "distributed_config", None)
+            sizes = {key: getattr(asked, key, None) for key in ("tp_size", "ep_size", "fsdp_size")}
+            named = ", ".join(f"{key}={size}" for key, size in sizes.items() if size not in (None, 1))
+            return f"one that from_pretrained sharded{_at(name)}" + (f" ({named})" if named else "")
+    return None
+
+
 def _sharded(model: nn.Module) -> str | None:
     for name, module in model.named_modules():
         if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
@@ -89,6 +99,12 @@ _NOT_QUANTIZED = (
 
 _RULES: tuple[tuple[str, Callable[[nn.Module], str | None], str], ...] = (
     ("a model without quantization", _quantized, _NOT_QUANTIZED),
+    (
+        "a model that transformers did not shard while loading",
+        _sharded_at_loading,
+        "Load it without distributed_config, tp_plan and device_map, patch it, then shard it with FSDP (accelerate or "
+        "fully_shard) or wrap it with DDP. Patched blocks do not support tensor or expert parallelism.",
+    ),
     ("a model whose weights are whole", _sharded, "Patch the model first and shard it afterwards."),
     ("a model whose weights are in memory", _offloaded, "Load it without disk or CPU offload."),
 )

@@ -23,7 +23,7 @@ def check_outcome(where: str, model: nn.Module, report: PatchReport, strict: boo
         where: public function that refuses.
         model: what was to be patched.
         report: what the plan says of every block.
-        strict: every block that is not excluded has to be patched.
+        strict: every gated block that is not excluded has to be patched.
 
     Raises:
         NothingToPatchError: no block would be patched.
@@ -39,13 +39,14 @@ def check_outcome(where: str, model: nn.Module, report: PatchReport, strict: boo
             got=f"a {type(model).__name__} {_counted(report)}{':' + listed if listed else ''}",
             remedy=("\n" if listed else "") + _what_to_do(report),
         )
-    if strict and listed:
+    counted = [entry for entry in report.refused if entry.gated]
+    if strict and counted:
         raise refuse(
             UnsupportedModelError,
             where=where,
             argument="model",
-            expected="a model whose MLP and experts blocks can all be patched (strict=True)",
-            got=f"{len(report.refused)} that cannot:{listed}",
+            expected="a model whose gated MLP and experts blocks can all be patched (strict=True)",
+            got=f"{len(counted)} that cannot:" + "".join(f"\n  {line}" for line in _lines(counted)),
             remedy=f"\n{_PATCH_FIRST} Or name them in exclude=...; strict=False leaves them stock."
             if _has_adapters(report)
             else "\nName them in exclude=..., or pass strict=False to leave them stock.",

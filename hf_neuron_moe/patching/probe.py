@@ -44,6 +44,8 @@ def probe_dense(module: nn.Module, roles: DenseRoles) -> str | None:
     inputs = [gate_IH, up_IH] if len(roles.inputs) == 2 else [torch.cat([gate_IH, up_IH])]
     children = {name: _linear(weight) for name, weight in zip(roles.linears, [*inputs, down_HI])}
     shell = _stand_in(module, children=children, parameters={})
+    if roles.half_size is not None:
+        shell.__dict__[roles.half_size] = I
     x_TH = _draw(generator, T, H)
     return _compare(
         lambda: type(module).forward(shell, x_TH),

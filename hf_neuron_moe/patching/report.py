@@ -39,6 +39,7 @@ class PatchEntry:
         weight_copy_bytes: copies of the block's weights that its kernels read, in their orientation, sizes and dtype;
             they are made once per optimizer step, and under FSDP for every call.
         notes: what holds for some calls only, or is worth knowing beforehand; a sentence each, without its full stop.
+        gated: False for a block without a gate, which stays stock and which ``strict`` does not count.
     """
 
     name: str
@@ -59,6 +60,7 @@ class PatchEntry:
     notes: tuple[str, ...] = ()
     saved_bytes_per_call: float = 0.0
     kernel_sizes: tuple[int, int] | None = None
+    gated: bool = True
 
     @property
     def padded_sizes(self) -> tuple[int, int] | None:

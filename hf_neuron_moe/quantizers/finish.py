@@ -13,6 +13,7 @@ from hf_neuron_moe.modules.frozen_block import FrozenBlock
 from hf_neuron_moe.patching.api import patch_model
 from hf_neuron_moe.patching.apply import PlanItem, build, holders, put_in, take_out
 from hf_neuron_moe.patching.discovery import Candidate
+from hf_neuron_moe.patching.lock import one_at_a_time
 from hf_neuron_moe.quantizers.config import NeuronMoEQuantizationConfig
 from hf_neuron_moe.quantizers.landing import give_weights
 from hf_neuron_moe.quantizers.placement import Placement
@@ -66,6 +67,7 @@ def finish(model: PreTrainedModel, placement: Placement, options: NeuronMoEQuant
         patch_model(model, NeuronMoEConfig(precision="bf16", weights=home), strict=False)
 
 
+@one_at_a_time
 def dequantize(model: PreTrainedModel, placement: Placement, dtype: torch.dtype) -> None:
     """Turn a frozen base into an ordinary model that has the codes' values as weights.
 

@@ -66,7 +66,8 @@ class NeuronMoEArguments:
         default=None, metadata={"help": "Globs over module names that are left alone."}
     )
     neuron_strict: bool = field(
-        default=True, metadata={"help": "Refuse a model with a block that can neither be patched nor is excluded."}
+        default=True,
+        metadata={"help": "Refuse a model with a gated block that can neither be patched nor is excluded."},
     )
     neuron_health_steps: int = field(
         default=DEFAULT_HEALTH_STEPS,

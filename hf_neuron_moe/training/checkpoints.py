@@ -38,7 +38,8 @@ class SafeCheckpointMixin(_Base):
     * ``train(resume_from_checkpoint=True)`` takes the complete checkpoint that was written last. A path is taken if the
       folder is complete or was written without marks (by the stock Trainer).
     * ``save_total_limit`` counts complete checkpoints, and the last complete one is never removed.
-    * Weights with NaN or infinity are not written: the run stops before the folder is made.
+    * Weights with NaN or infinity are neither trained nor written: the run stops before its first step, or before the
+      folder is made.
     """
 
     _neuron_limit: tuple[int | None] | None = None
@@ -51,12 +52,15 @@ class SafeCheckpointMixin(_Base):
 
         Raises:
             IncompleteCheckpointError: there is no complete checkpoint, or the one given by path is not complete.
+            NonFiniteWeightsError: the weights to start from are not finite. One step would spread NaN to all of them.
         """
         resume: str | bool | None = resume_from_checkpoint
         if resume is True:
             resume = self._last_complete()
         elif resume:
             _refuse_incomplete(Path(resume))
+        elif self.model is not None and getattr(self, "model_init", None) is None:
+            self._refuse_nonfinite("train")
         return super().train(resume, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -139,7 +143,7 @@ class SafeCheckpointMixin(_Base):
             )
         return str(found[0])
 
-    def _refuse_nonfinite(self) -> None:
+    def _refuse_nonfinite(self, where: str = "save_model") -> None:
         """Stop all processes if one of them has non-finite weights: alone it would leave the others waiting."""
         assert self.model is not None  # a Trainer that saves has one
         problem = _first_nonfinite(self.model)
@@ -150,7 +154,7 @@ class SafeCheckpointMixin(_Base):
             problems = gather_object([problem])
         for found in problems:
             if found is not None:
-                raise _nonfinite(found)
+                raise _nonfinite(found, where)
 
 
 def refuse_nonfinite(model: nn.Module) -> None:
@@ -165,18 +169,24 @@ def refuse_nonfinite(model: nn.Module) -> None:
     """
     problem = _first_nonfinite(model)
     if problem is not None:
-        raise _nonfinite(problem)
+        raise _nonfinite(problem, "save_model")
 
 
-def _nonfinite(problem: str) -> NonFiniteWeightsError:
+_REMEDIES = {
+    "train": "Nothing was trained. Load or initialise this module again; the model came with these weights.",
+    "save_model": "Nothing was written and earlier checkpoints are as they were. Resume from the last one with a lower "
+    "learning rate or gradient clipping; `torch.autograd.detect_anomaly` finds the operation.",
+}
+
+
+def _nonfinite(problem: str, where: str) -> NonFiniteWeightsError:
     return refuse(
         NonFiniteWeightsError,
-        where="save_model",
+        where=where,
         argument="the model's weights",
         expected="finite",
         got=problem,
-        remedy="Nothing was written and earlier checkpoints are as they were. Resume from the last one with a lower "
-        "learning rate or gradient clipping; `torch.autograd.detect_anomaly` finds the operation.",
+        remedy=_REMEDIES[where],
     )
 
 

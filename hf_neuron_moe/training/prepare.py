@@ -16,6 +16,7 @@ from hf_neuron_moe.modules.frozen_block import FrozenBlock
 from hf_neuron_moe.modules.state_dict import KernelLayoutMixin
 from hf_neuron_moe.patching.api import patch_model, unpatch_model
 from hf_neuron_moe.patching.apply import states
+from hf_neuron_moe.patching.lock import one_at_a_time
 
 logger = logging.get_logger(__name__)
 
@@ -71,6 +72,7 @@ def tell_of_adapters_in_kernel_layout(model: nn.Module) -> None:
         )
 
 
+@one_at_a_time
 def patch_for_training(
     where: str,
     model: nn.Module,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from os import PathLike
 from typing import Any
 
 from torch import nn
 from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
+from hf_neuron_moe.errors import ConfigError, refuse
 from hf_neuron_moe.training.arguments import NeuronMoEArguments
 from hf_neuron_moe.training.callback import NeuronMoECallback
 from hf_neuron_moe.training.checkpoints import SafeCheckpointMixin
@@ -35,12 +37,15 @@ class NeuronMoETrainerMixin(SafeCheckpointMixin):
     Raises:
         UnsupportedModelError: the model cannot be patched, is patched with another configuration already, or was
             passed together with an optimizer of parameters that patching replaces.
-        ConfigError: FSDP is to shard weights in the kernels' layout.
+        ConfigError: FSDP is to shard weights in the kernels' layout, or ``model`` is a name and the other class is
+            transformers' Trainer, which takes none.
         ConfigError, NothingToPatchError, BackendUnavailableError: as :func:`hf_neuron_moe.patch_model` says.
     """
 
     def __init__(self, *positional: Any, **named: Any) -> None:
         given = _given(super().__init__, positional, named)
+        if getattr(super().__init__, "__func__", None) is Trainer.__init__:
+            _refuse_name(given.get("model"))
         model, optimizers = given.get("model"), given.get("optimizers") or (None, None)
         if isinstance(model, nn.Module):  # before adapters, devices and data-parallel wrappers
             _patch(model, given.get("args"), optimizers[0])
@@ -86,6 +91,19 @@ class _TrainerCallback(NeuronMoECallback):
     ) -> None:
         if is_patched(kwargs["model"]):
             self.begin(args, state, kwargs["model"])
+
+
+def _refuse_name(model: Any) -> None:
+    """Refuse a name where transformers' Trainer would fail on it; trainers of TRL load it."""
+    if isinstance(model, str | PathLike):
+        raise refuse(
+            ConfigError,
+            where="NeuronMoETrainer",
+            argument="model",
+            expected="a model: transformers' Trainer does not load one by its name",
+            got=repr(model),
+            remedy=f"Pass AutoModelForCausalLM.from_pretrained({str(model)!r}), or a function as model_init.",
+        )
 
 
 def _patch(model: nn.Module, args: Any, optimizer: Any) -> None:

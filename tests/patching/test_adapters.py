@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -176,3 +177,64 @@ def test_adapters_on_the_fused_weight_of_the_kernel_home() -> None:
     assert len(names) == 2 * 2 * 2, "two layers, two weights, two factors"
     _, trained = gradients(wrapped)
     assert all(value is not None and value.abs().max() > 0 for value in trained.values())
+
+
+FULL_LIST = ["q_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+@pytest.mark.parametrize(
+    ("family", "target", "block"),
+    [
+        ("llama", "all-linear", "mlp"),
+        ("llama", FULL_LIST, "mlp"),
+        ("llama", ["q_proj", "down_proj"], "mlp"),
+        ("phi3", "all-linear", "mlp"),
+        ("phi3", ["qkv_proj", "gate_up_proj"], "mlp"),
+        ("qwen2_moe", "all-linear", "shared_expert"),
+    ],
+)
+def test_adapters_on_layers_that_the_kernel_home_replaced_are_refused(family: str, target: object, block: str) -> None:
+    model = tiny_model(family)
+    patch_model(model, {"weights": "kernel"})
+    with pytest.raises(
+        UnsupportedModelError,
+        match=rf"^model\.layers\.0\.mlp.*_proj must be without adapters.*kernel layout, got a peft\..*Linear.*"
+        rf"weights='stock'.*target_parameters=\['{block}\.gate_up_proj', '{block}\.down_proj'\]",
+    ):
+        get_peft_model(model, LoraConfig(r=4, target_modules=target))
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_adapters_on_all_linear_layers_of_experts_fit_the_stock_model(family: str, tmp_path: Path) -> None:
+    stock = tiny_model(family)
+    model = copy.deepcopy(stock)
+    patch_model(model, {"precision": "fp32", "weights": "kernel"})
+    wrapped = lora(model, target_modules="all-linear").eval()
+    wrapped.save_pretrained(tmp_path)
+    expected = PeftModel.from_pretrained(stock, tmp_path).eval()(tokens()).logits
+    # Sums of fp32 in another order: the weights are transposed.
+    torch.testing.assert_close(wrapped(tokens()).logits, expected, rtol=1e-5, atol=2e-6 * expected.abs().max().item())
+
+
+def test_stand_ins_of_replaced_layers_hold_nothing() -> None:
+    model = tiny_model("llama")
+    names = list(model.state_dict())
+    patch_model(model, {"weights": "kernel"})
+    stand_ins = [m for n, m in model.named_modules() if ".replaced_layers." in n]
+    assert [(m.out_features, m.in_features) for m in stand_ins[:3]] == [(48, 32), (48, 32), (32, 48)]
+    assert not [p for m in stand_ins for p in m.parameters()] and list(model.state_dict()) == names
+    unpatch_model(model)
+    assert not any("replaced_layers" in name for name, _ in model.named_modules())
+
+
+def test_saving_adapters_that_stock_models_would_ignore_is_warned_of(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    patch_model(model, {"weights": "kernel"})
+    wrapped = lora(model, target_modules=["q_proj"], target_parameters=["mlp.gate_up_proj", "mlp.down_proj"])
+    with pytest.warns(
+        NeuronMoEWarning, match=r"names that stock models do not have.*weights='kernel'.*merge_and_unload"
+    ):
+        wrapped.save_pretrained(tmp_path / "adapter")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", NeuronMoEWarning)
+        wrapped.merge_and_unload().save_pretrained(tmp_path / "merged")

@@ -81,7 +81,7 @@ def boxed(module: nn.Module) -> nn.Module:
         ),
         (
             lambda: AutoModelForCausalLM.from_config(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64)),
-            "GPT2MLP.: its forward computes|GPT2MLP.: its forward is not",
+            "GPT2MLP.: it has no gate: two projections in a row",
         ),
     ],
     ids=["gpt_oss", "gemma", "nemotron_h", "llama with bias", "falcon_h1", "seed_oss", "gpt2"],

@@ -59,6 +59,13 @@ def test_an_exchanged_block_is_noticed(home: str) -> None:
     assert len(patch_model(model, {"weights": home}).patched) == 2
 
 
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("family", ["llama", "phi3", "qwen2_moe"])
+def test_the_same_call_again_answers_with_the_same_report(family: str, home: str) -> None:
+    model = tiny_model(family)
+    assert patch_model(model, {"weights": home}) is patch_model(model, {"weights": home})
+
+
 def test_an_added_layer_is_noticed() -> None:
     model = tiny_model("llama")
     patch_model(model)

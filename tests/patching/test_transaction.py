@@ -10,7 +10,16 @@ import torch
 
 from hf_neuron_moe import patch_model, unpatch_model
 from hf_neuron_moe.modules import block, experts, swiglu_mlp
-from hf_neuron_moe.patching import api, apply, checkpoint_names, discovery, kernels, optimizer_layout, replay
+from hf_neuron_moe.patching import (
+    api,
+    apply,
+    checkpoint_names,
+    discovery,
+    init_weights,
+    kernels,
+    optimizer_layout,
+    replay,
+)
 from tests.tiny_models import HOMES, assert_same_snapshot, snapshot, tiny_model, tokens
 
 
@@ -32,6 +41,7 @@ STEPS: dict[str, tuple[Any, str]] = {
     "resume hook": (checkpoint_names, "install"),
     "routing replay": (replay, "install"),
     "routing replay of one model": (replay, "_wrap"),
+    "init_weights": (init_weights, "install"),
     "optimizer hook": (optimizer_layout, "watch"),
 }
 

@@ -38,6 +38,7 @@ def assert_equal_to_1e_6(actual: nn.Module, expected: torch.Tensor) -> None:
     assert (logits(actual) - expected).abs().max() <= 1e-6 * expected.abs().max()
 
 
+@pytest.mark.filterwarnings("ignore:Adapters on the parameters of dense MLPs in kernel layout")  # loaded into its own
 @pytest.mark.parametrize(
     ("family", "home", "targets"),
     [

@@ -105,6 +105,17 @@ def test_nonfinite_weights_are_not_written(tmp_path: Path, value: float, word: s
     assert folders(tmp_path) == {"checkpoint-2", "checkpoint-4", "checkpoint-6"}
 
 
+@pytest.mark.parametrize("resume", [None, False])
+def test_nonfinite_weights_of_the_model_are_named_before_the_first_step(tmp_path: Path, resume: bool | None) -> None:
+    run = trainer(tmp_path)
+    with torch.no_grad():
+        run.model.model.layers[0].self_attn.o_proj.weight[2, 3] = float("nan")
+    named = r"^train: .* got NaN in weight of module 'model.layers.0.self_attn.o_proj' \(Linear\)\. Nothing was trained"
+    with pytest.raises(NonFiniteWeightsError, match=named):
+        run.train(resume_from_checkpoint=resume)
+    assert run.state.global_step == 0 and not folders(tmp_path)
+
+
 def test_what_counts_as_finite() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2, dtype=torch.float64))
     model[0].register_parameter("small", nn.Parameter(torch.ones(4).to(torch.float8_e4m3fn), requires_grad=False))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
 from peft import LoraConfig, get_peft_model
 
 from hf_neuron_moe import NeuronMoETrainer, NeuronMoETrainingArguments, patch_model
-from hf_neuron_moe.errors import NothingToPatchError
+from hf_neuron_moe.errors import ConfigError, NothingToPatchError
 from tests.tiny_models import tiny_model
 
 
@@ -27,3 +28,12 @@ def test_adapters_that_only_fit_the_kernel_home_are_told_of(home, tmp_path, capl
     args = NeuronMoETrainingArguments(str(tmp_path), neuron_weights=home, use_cpu=True, report_to=[])
     NeuronMoETrainer(model=model, args=args)
     assert ("belong to weights in the kernels' layout" in caplog.text) == (home == "kernel")
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_a_name_in_the_place_of_the_model_is_answered_with_how_to_load_it(kind, tmp_path):
+    arguments = NeuronMoETrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    with pytest.raises(ConfigError, match=r"model must be a model.*got .*org/name.*from_pretrained\('org/name'\)"):
+        NeuronMoETrainer(model=kind("org/name"), args=arguments)
+    with pytest.raises(ConfigError, match="model must be a model"):
+        NeuronMoETrainer(kind("org/name"), arguments)

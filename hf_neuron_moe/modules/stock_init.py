@@ -1,0 +1,80 @@
+"""Initialises a block's weights as the module it replaced would be.
+
+transformers' ``_init_weights`` goes by the class of a module and the names of its parameters, so it is shown an object
+of the original class that has the block's weights, in stock layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from hf_neuron_moe.modules.block import NeuronBlock
+from hf_neuron_moe.modules.state_dict import KernelLayoutMixin
+
+_FLAG = "_is_hf_initialized"
+"""Set by transformers on parameters that are not to be initialised again."""
+
+
+def init_as_stock(block: NeuronBlock, init: Callable[[nn.Module], None]) -> None:
+    """Initialise the weights of `block` in place.
+
+    The values are those that the original module would get, also from the same state of the random number generator.
+
+    Args:
+        block: a trainable block in either layout.
+        init: initialises one module by its class.
+    """
+    if not isinstance(block, KernelLayoutMixin):
+        init(_shell(block, block._parameters, {}))
+        return
+    pairs = {name: (view, _copy(view, param)) for name, view, param in _stock_views(block)}
+    kernel_names = {rule.kernel for rule in block.neuron_rules}
+    parameters = {name: param for name, param in block._parameters.items() if name not in kernel_names}
+    layers: dict[str, nn.Module] = {}
+    for name in block.neuron_stock_order:
+        layer, _, leaf = name.rpartition(".")
+        if layer:
+            layers[layer] = _linear(pairs[name][1])
+            init(layers[layer])
+        else:
+            parameters[leaf] = pairs[name][1]
+    init(_shell(block, parameters, layers))
+    with torch.no_grad():
+        for view, copy in pairs.values():
+            view.copy_(copy)
+
+
+def _stock_views(block: KernelLayoutMixin) -> Iterator[tuple[str, Tensor, nn.Parameter]]:
+    for rule in block.neuron_rules:
+        param = block.get_parameter(rule.kernel)
+        for name, view in zip(rule.stock, rule.to_stock(param.detach())):
+            yield name, view, param
+
+
+def _copy(view: Tensor, param: nn.Parameter) -> nn.Parameter:
+    copy = nn.Parameter(view.clone(memory_format=torch.contiguous_format), requires_grad=param.requires_grad)
+    if getattr(param, _FLAG, False):
+        setattr(copy, _FLAG, True)
+    return copy
+
+
+def _linear(weight: nn.Parameter) -> nn.Linear:
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    layer.weight = weight
+    return layer
+
+
+def _shell(
+    block: NeuronBlock, parameters: Mapping[str, nn.Parameter | None], layers: Mapping[str, nn.Module]
+) -> nn.Module:
+    """An object of the original class with the block's attributes, `parameters`, and `layers` among its children."""
+    shell = object.__new__(block.neuron_stock_class)
+    shell.__dict__.update(block.__dict__)
+    shell.__dict__["_parameters"] = dict(parameters)
+    shell.__dict__["_modules"] = {**block._modules, **layers}
+    if "is_transposed" in shell.__dict__ and block.neuron_rules:
+        shell.__dict__["is_transposed"] = not any(rule.transposed for rule in block.neuron_rules)
+    return shell

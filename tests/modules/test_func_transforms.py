@@ -1,0 +1,57 @@
+"""torch.func's transforms of a patched block are refused by a message that says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from torch.func import functional_call, grad, jvp, vmap
+
+from hf_neuron_moe import patch_model
+from hf_neuron_moe.errors import GradientError
+from tests.tiny_models import HOMES, tiny_model
+
+TRANSFORMS: dict[str, Callable[..., Any]] = {
+    "grad": lambda loss, params: grad(loss)(params),
+    "jvp": lambda loss, params: jvp(loss, (params,), (params,)),
+    "vmap": lambda loss, params: vmap(loss)({name: torch.stack([value] * 2) for name, value in params.items()}),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("training", [True, False])
+def test_transforms_of_experts_are_refused(transform: str, home: str, training: bool) -> None:
+    model = tiny_model("mixtral").train(training)
+    patch_model(model, {"weights": home, "precision": "fp32"})
+    block, x = model.model.layers[0].mlp.experts, torch.randn(4, 32)
+    routing = (torch.tensor([[0, 1]] * 4), torch.rand(4, 2))
+    params = {name: value.detach() for name, value in block.named_parameters()}
+
+    def loss(values: dict[str, Tensor]) -> Tensor:
+        return functional_call(block, values, (x, *routing)).square().sum()
+
+    with pytest.raises(GradientError, match=r"^experts: .*torch\.func.*Use backward\(\) or torch\.autograd\.grad"):
+        TRANSFORMS[transform](loss, params)
+    assert loss(params).isfinite()
+
+
+def test_a_dense_block_in_the_kernel_home_refuses_too() -> None:
+    model = tiny_model("llama")
+    patch_model(model, {"weights": "kernel"})
+    block = model.model.layers[0].mlp
+    with pytest.raises(GradientError, match=r"^swiglu_mlp: "):
+        grad(lambda x: block(x).sum())(torch.randn(3, 32))
+    assert vmap(lambda x: x * block(torch.ones(2, 32)).sum())(torch.ones(3)).shape == (3,)  # the block is outside of it
+
+
+def test_a_dense_block_with_adapters_refuses_too() -> None:
+    model = tiny_model("llama")
+    patch_model(model)
+    get_peft_model(model, LoraConfig(r=2, target_modules=["gate_proj"]))
+    with pytest.raises(GradientError, match=r"^swiglu_mlp: "):
+        grad(lambda x: model.model.layers[0].mlp(x).sum())(torch.randn(3, 32))

@@ -1,0 +1,60 @@
+"""MLPs of a ModuleList, as remote-code MoE models hold their experts: patched one by one, and the report says so."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+from hf_neuron_moe import patch_model
+from tests.tiny_models import tiny_config, tiny_model
+
+
+class RemoteMoE(nn.Module):
+    """A router and a list of experts, as model files outside of transformers have them."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        config = tiny_config("llama")
+        self.gate = nn.Linear(config.hidden_size, experts, bias=False)
+        self.experts = nn.ModuleList(LlamaMLP(config) for _ in range(experts))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Route every token to its best expert."""
+        scores = self.gate(x).softmax(-1)
+        best, out = scores.argmax(-1), torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = best == number
+            out[rows] = expert(x[rows]) * scores[rows, number, None]
+        return out
+
+
+def remote_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.ModuleDict({"layers": nn.ModuleList([RemoteMoE(3), RemoteMoE(3)]), "mlp": LlamaMLP(tiny_config("llama"))})
+
+
+def test_experts_in_a_list_are_named_as_computed_one_by_one() -> None:
+    model = remote_model()
+    stock = copy.deepcopy(model)
+    report = patch_model(model, {"precision": "fp32"})
+    noted = {entry.name: entry.notes for entry in report.patched}
+    note = "one of 3 MLPs of a ModuleList: if these are experts, each is computed as a dense block"
+    for layer in (0, 1):
+        for expert in range(3):
+            (found,) = noted[f"layers.{layer}.experts.{expert}"]
+            assert found.startswith(note)
+    assert noted["mlp"] == ()
+    assert f"Note on layers.0.experts.0 and 5 more: {note}" in str(report)
+    x = torch.randn(7, 32)
+    torch.testing.assert_close(model["layers"][0](x), stock["layers"][0](x), rtol=1e-5, atol=1e-6)
+    assert patch_model(model, {"precision": "fp32"}) is report
+
+
+def test_a_list_of_layers_or_of_one_mlp_is_none_of_experts() -> None:
+    model = tiny_model("llama")
+    model.extra = nn.ModuleList([LlamaMLP(model.config)])
+    model.mixed = nn.ModuleList([LlamaMLP(model.config), nn.Linear(4, 4)])
+    assert all(entry.notes == () for entry in patch_model(model).patched)

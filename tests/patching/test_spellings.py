@@ -1,0 +1,170 @@
+"""Spellings of the SwiGLU formula beyond the usual one: patched where the instance bears them out, else refused."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import SeedOssConfig
+from transformers.models.seed_oss.modeling_seed_oss import SeedOssMLP
+
+from hf_neuron_moe import patch_model
+from hf_neuron_moe.errors import NothingToPatchError, UnsupportedModelError
+from tests.tiny_models import HOMES
+
+H, I = 8, 12  # noqa: E741
+
+
+class BaseMLP(nn.Module):
+    """Layers for all spellings; each uses some."""
+
+    def __init__(self, fused: bool = False, **attributes: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        if fused:
+            self.gu = nn.Linear(H, 2 * I, bias=False)
+        else:
+            self.g, self.u = nn.Linear(H, I, bias=False), nn.Linear(H, I, bias=False)
+        self.d = nn.Linear(I, H, bias=False)
+        self.act, self.size = nn.SiLU(), I
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+
+class SigmoidMLP(BaseMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        g = self.g(x)
+        return self.d(torch.sigmoid(g) * g * self.u(x))
+
+
+class SigmoidMethodMLP(BaseMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.d(self.u(x) * (self.g(x) * self.g(x).sigmoid()))
+
+
+class SplitMLP(BaseMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        g, u = torch.split(self.gu(x), self.size, dim=-1)
+        return self.d(self.act(g) * u)
+
+
+class SplitMethodMLP(BaseMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        g, u = self.gu(x).split([self.size, self.size], -1)
+        return self.d(F.silu(g) * u)
+
+
+class ExtraMLP(BaseMLP):
+    def forward(self, x: Tensor, layer_idx: Any = None, *args: Any, scale: float = 2.0, **kwargs: Any) -> Tensor:
+        return self.d(self.act(self.g(x)) * self.u(x))
+
+
+class DropoutMLP(BaseMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.d(self.drop(self.act(self.g(x)) * self.u(x))))
+
+
+class FunctionalDropoutMLP(BaseMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.dropout(self.act(self.g(x)) * self.u(x), p=self.p, training=self.training)
+        return F.dropout(self.d(h), 0.0, self.training)
+
+
+ACCEPTED = [
+    SigmoidMLP(),
+    SigmoidMethodMLP(),
+    SplitMLP(fused=True),
+    SplitMethodMLP(fused=True),
+    ExtraMLP(),
+    DropoutMLP(drop=nn.Dropout(0.0)),
+    DropoutMLP(drop=nn.Identity()),
+    FunctionalDropoutMLP(p=0.0),
+    SeedOssMLP(SeedOssConfig(hidden_size=H, intermediate_size=I, residual_dropout=0.0)),
+]
+
+
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("block", ACCEPTED, ids=lambda block: type(block).__name__)
+def test_equivalent_spellings_are_patched_and_equal(block: nn.Module, home: str) -> None:
+    model = nn.ModuleDict({"mlp": copy.deepcopy(block)}).train()
+    x = torch.randn(5, H)
+    expected = model["mlp"](x)
+    assert len(patch_model(model, {"precision": "fp32", "weights": home}).patched) == 1
+    torch.testing.assert_close(model["mlp"](x), expected, rtol=1e-5, atol=1e-6)
+
+
+class ReadExtraMLP(BaseMLP):
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return self.d(self.act(self.g(x)) * self.u(x)) * scale
+
+
+class ShadowMLP(BaseMLP):
+    def forward(self, x: Tensor, F: Any = None) -> Tensor:
+        return self.d(F.silu(self.g(x)) * self.u(x))
+
+
+class NeededExtraMLP(BaseMLP):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.d(self.act(self.g(x)) * self.u(x))
+
+
+class OtherSigmoidMLP(BaseMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.d(self.g(x) * torch.sigmoid(self.u(x)))
+
+
+class AlwaysDropoutMLP(BaseMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.d(F.dropout(self.act(self.g(x)) * self.u(x), self.p))
+
+
+class SecondHalfMLP(BaseMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        u, g = self.gu(x).chunk(2, dim=-1)
+        return self.d(self.act(g) * u)
+
+
+REFUSED = [
+    (ReadExtraMLP(), "computes `scale`"),
+    (ShadowMLP(), r"computes `F\.silu"),
+    (NeededExtraMLP(), r"takes \(self, x: Tensor, y: Tensor\), not one tensor"),
+    (OtherSigmoidMLP(), r"not down\(act\(gate"),
+    (AlwaysDropoutMLP(p=0.0), r"computes `F\.dropout"),
+    (SplitMLP(fused=True, size=2), "splits by size=2, not in halves of 12"),
+    (SecondHalfMLP(fused=True), "up in the first half of a fused projection"),
+    (DropoutMLP(drop=nn.Dropout(0.1)), "not one projection"),
+    (FunctionalDropoutMLP(p=0.1), r"computes `F\.dropout"),
+    (SeedOssMLP(SeedOssConfig(hidden_size=H, intermediate_size=I)), "dropout"),
+]
+
+
+@pytest.mark.parametrize(("block", "reason"), REFUSED, ids=[type(block).__name__ for block, _ in REFUSED])
+def test_near_misses_are_refused(block: nn.Module, reason: str) -> None:
+    with pytest.raises(NothingToPatchError, match=reason):
+        patch_model(nn.ModuleDict({"mlp": block}))
+
+
+def test_arguments_that_the_original_ignores_are_ignored_and_others_are_errors() -> None:
+    model = nn.ModuleDict({"extra": ExtraMLP(), "plain": SigmoidMLP()})
+    patch_model(model)
+    x = torch.randn(3, H)
+    assert torch.equal(model["extra"](x, 3, scale=1.5, cache=None), model["extra"](x))
+    with pytest.raises(TypeError, match="plain: forward takes hidden_states only"):
+        model["plain"](x, scale=1.5)
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_a_dropout_that_is_switched_on_later_is_an_error_in_training(home: str) -> None:
+    model = nn.ModuleDict({"module": DropoutMLP(drop=nn.Dropout(0.0)), "number": FunctionalDropoutMLP(p=0.0)}).train()
+    patch_model(model, {"weights": home})
+    x = torch.randn(3, H)
+    model["module"].drop.p = model["number"].p = 0.1
+    for name, attribute in (("module", "drop"), ("number", "p")):
+        with pytest.raises(UnsupportedModelError, match=rf"^{name}: {attribute} must be a dropout of 0 .* got .*0\.1"):
+            model[name](x)
+        model.eval()[name](x)  # where dropout does nothing
+        model.train()
