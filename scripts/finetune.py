@@ -22,9 +22,10 @@ from hf_neuron_moe.training.cpu_fsdp import CpuFSDP2Mixin
 
 try:
     from datasets import Dataset
-    from finetune_checks import check_merging, check_run
+    from finetune_checks import check_length, check_merging, check_run
     from finetune_model import load_model, load_tokenizer, patch, save_merged, told_unpatched, with_adapters
     from finetune_options import Options, parse
+    from finetune_places import read_config
     from finetune_text import blocks
     from peft import PeftModel
 except ModuleNotFoundError as error:
@@ -47,6 +48,7 @@ def make_trainer(options: Options) -> FinetuneTrainer:
     training = options.training
     set_seed(training.seed)  # adapters are initialized before the Trainer seeds
     tokenizer = load_tokenizer(options.model)
+    check_length(options, read_config(options.model, online=True))  # of the hub's models, which is not asked before
     with training.main_process_first(desc="text"):
         train, held_out = blocks(options.data, tokenizer)
     check_evaluation(options, held_out)

@@ -18,6 +18,7 @@ from finetune_folder import (
     check_frozen_backend,
     check_weights,
     conversion_of,
+    longest_input,
     without_mark,
 )
 from finetune_options import LoraOptions, Options
@@ -72,10 +73,11 @@ def check_training(options: Options) -> None:
     """Refuse options that the Trainer, or the model once it is loaded, would refuse; the hub is not asked.
 
     Raises:
-        ConfigError: weights in the kernels' layout, or adapters to merge, under FSDP; or a base of MX codes that is
-            to be trained without adapters.
+        ConfigError: blocks that are longer than the model's positions; weights in the kernels' layout, or adapters to
+            merge, under FSDP; or a base of MX codes that is to be trained without adapters.
     """
     config = read_config(options.model, online=False)
+    check_length(options, config)
     frozen = isinstance(config, bytes) and conversion_of(config) in FROZEN
     if frozen:
         check_frozen(options.lora)
@@ -96,6 +98,23 @@ def check_training(options: Options) -> None:
             "Set neuron_weights: stock; the numbers are the same.",
         )
     check_merging(options.lora, sharded=True)
+
+
+def check_length(options: Options, config: bytes | str) -> None:
+    """Refuse blocks of text that are longer than the model's positions.
+
+    Args:
+        options: of the run.
+        config: what ``read_config`` returned.
+
+    Raises:
+        ConfigError: they are.
+    """
+    longest = longest_input(config) if isinstance(config, bytes) else None
+    if longest is not None and options.data.block_length > longest:
+        expected = f"at most {longest}, the positions of {options.model.model}"
+        remedy = f"Set block_length: {longest} or less."
+        raise _bad("block_length", expected, str(options.data.block_length), remedy)
 
 
 def check_merging(lora: LoraOptions, *, sharded: bool) -> None:

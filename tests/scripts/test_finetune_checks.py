@@ -13,7 +13,7 @@ import finetune_places
 import pytest
 import torch
 from finetune_checks import check_kernels, check_run, check_training
-from finetune_folder import check_weights
+from finetune_folder import check_weights, longest_input
 from finetune_options import Options, parse
 from finetune_places import check_places
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
@@ -322,3 +322,32 @@ def test_a_run_asks_the_machine_that_it_is_on(models: dict[str, Path], tmp_path:
         check_run(options(models["mixtral"], neuron_backend="neuron"))
         with pytest.raises(ConfigError, match="the MXFP8 kernels run on Trn3 only, and this is trn2"):
             check_run(options(models["mixtral"], neuron_backend="neuron", neuron_precision="mxfp8"))
+
+
+def test_blocks_longer_than_the_models_positions_are_refused_before_loading(models: dict[str, Path]) -> None:
+    with pytest.raises(ConfigError, match=r"block_length must be at most 512, .* got 4096\. Set block_length: 512 or"):
+        check_run(options(models["llama"], block_length=4096))
+    check_run(options(models["llama"], block_length=512))
+
+
+@pytest.mark.parametrize(
+    ("config", "longest"),
+    [
+        ({"max_position_embeddings": 512}, 512),
+        ({"n_positions": 1024}, 1024),
+        ({"text_config": {"max_position_embeddings": 256}, "vocab_size": 9}, 256),
+        ({"max_position_embeddings": 32768, "rope_scaling": {"type": "yarn", "factor": 4.0}}, 131072),
+        (
+            {
+                "max_position_embeddings": 131072,
+                "rope_parameters": {"factor": 8.0, "original_max_position_embeddings": 8192},
+            },
+            131072,
+        ),
+        ({"max_position_embeddings": 100, "rope_scaling": None}, 100),
+        ({"max_position_embeddings": "many"}, None),
+        ({}, None),
+    ],
+)
+def test_positions_are_read_from_the_configuration(config: dict[str, Any], longest: int | None) -> None:
+    assert longest_input(json.dumps(config).encode()) == longest

@@ -149,5 +149,7 @@ def test_documents_that_are_no_text_are_refused(tmp_path: Path, values: list[Any
 
 
 def test_a_dataset_that_the_hub_does_not_give_is_refused() -> None:
-    with pytest.raises(ConfigError, match="dataset must be a dataset of the hub with the split 'train', got 'no/where'"):
+    with pytest.raises(
+        ConfigError, match="dataset must be a dataset of the hub with the split 'train', got 'no/where'"
+    ):
         blocks(DataOptions(dataset="no/where"), byte_tokenizer())
