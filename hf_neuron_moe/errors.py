@@ -13,6 +13,8 @@ from itertools import pairwise
 from typing import TypeVar
 
 _NUMBER = re.compile(r"\d+")
+_NEAR = 0.75
+"""Share of characters that a misspelling has in common with its name; at 0.5 `packing` was near `ddp_backend`."""
 
 
 class NeuronMoEError(Exception):
@@ -125,10 +127,10 @@ def refuse(
 
 
 def nearest(name: str, known: list[str]) -> str:
-    """Return ``" Did you mean 'x'?"`` for the known name closest to `name`, or an empty string."""
+    """Return ``" Did you mean 'x'?"`` for the known name closest to `name`, or an empty string if none is near it."""
     import difflib
 
-    match = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    match = difflib.get_close_matches(name, known, n=1, cutoff=_NEAR)
     return f" Did you mean {match[0]!r}?" if match else ""
 
 

@@ -28,6 +28,8 @@ from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 from upcycle_mixtral import choose_layers, upcycle
 
+from hf_neuron_moe.cli.exit_codes import INTERRUPTED
+
 PRECISIONS = ("bf16", "mxfp8")
 CONTEXT = 512
 SMOLLM2_PERPLEXITY = (21.0, 26.0)  # of SmolLM2-135M-Instruct on these speeches; outside, the weights or text are wrong
@@ -76,7 +78,9 @@ def check_model(model: str, longest: int) -> None:
         raise SystemExit(f"--model {model}: the demo takes a Llama checkpoint (model type llama), and this is {kind}.")
     if config.max_position_embeddings < longest:
         positions = config.max_position_embeddings
-        raise SystemExit(f"--model {model}: the demo uses sequences of {longest} tokens, the model has {positions}.")
+        raise SystemExit(
+            f"--model {model}: the demo uses sequences of {longest} tokens, the model has {positions} positions."
+        )
 
 
 def upcycled(model_dir: Path | str, arguments: argparse.Namespace, target: Path, console: Console) -> Part:
@@ -216,4 +220,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        print("interrupted; the next run starts anew", file=sys.stderr)
+        sys.exit(INTERRUPTED.code)
