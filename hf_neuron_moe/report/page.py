@@ -7,6 +7,7 @@ from html import escape
 from pathlib import Path
 
 from hf_neuron_moe._version import __version__
+from hf_neuron_moe.report.progress import progress_section
 from hf_neuron_moe.report.read import Contents
 from hf_neuron_moe.report.runs import losses_section, runs_table
 from hf_neuron_moe.report.sections import (
@@ -47,6 +48,7 @@ svg text[fill="#fff"]{fill:#fff}svg text[fill="#111"]{fill:#111}
 table{border-collapse:collapse;font-size:.85rem;white-space:nowrap;width:100%}
 th,td{padding:.35rem .6rem;text-align:left;border-bottom:1px solid var(--line)}th{background:var(--panel)}
 tr:last-child td{border-bottom:0}
+td:first-child{white-space:normal;overflow-wrap:anywhere;min-width:7rem;max-width:20rem}
 .strip{display:flex;flex-wrap:wrap;gap:3px;margin:.4rem 0}.strip i{width:14px;height:14px;border-radius:3px}
 .ok{background:var(--c2)}.skipped{background:var(--line)}.bad{background:var(--c1)}
 dl{display:grid;grid-template-columns:max-content 1fr;gap:.15rem 1rem;margin:0;font-size:.9rem}
@@ -63,8 +65,8 @@ def render(contents: Contents) -> str:
     """
     body = [study_sections(study) for study in contents.studies]
     if contents.runs:
-        body += [runs_table(contents.runs), losses_section(contents.runs), map_section(contents.runs)]
-        body.append(bytes_section(contents.runs))
+        body += [runs_table(contents.runs), losses_section(contents.runs), progress_section(contents.runs)]
+        body += [map_section(contents.runs), bytes_section(contents.runs)]
         for run in contents.runs:
             body += [health_section(run), load_section(run)]
     for name, environment in _environments(contents):

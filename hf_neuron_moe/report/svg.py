@@ -76,6 +76,10 @@ def line_chart(lines: Sequence[Line], *, alt: str, x_label: str, y_label: str) -
             parts.append(f'<polygon class="band {color}" points="{" ".join(outline)}"/>')
     for index, line in enumerate(lines):
         points = " ".join(place(x, y) for x, y in line.points)
+        if len(line.points) == 1:  # of which no line can be seen
+            across, down = points.split(",")
+            parts.append(f'<circle class="bar c{index % COLORS}" cx="{across}" cy="{down}" r="3.5"/>')
+            continue
         dashes = " dashed" if index % 2 else ""
         parts.append(f'<polyline class="curve{dashes} c{index % COLORS}" points="{points}"/>')
     return _figure(parts, LINE_HEIGHT, alt) + legend([line.name for line in lines])

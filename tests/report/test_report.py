@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
 from pathlib import Path
@@ -89,7 +90,14 @@ def health(sqnr: float | None) -> dict[str, Any]:
 
 
 def write_run(
-    folder: Path, *, kind: str = "experts", steps: int = 6, sampled: bool = True, shift: float = 0.0, **training: Any
+    folder: Path,
+    *,
+    kind: str = "experts",
+    steps: int = 6,
+    sampled: bool = True,
+    shift: float = 0.0,
+    evaluated: int = 0,
+    **training: Any,
 ) -> None:
     files = folder / "neuron_moe"
     files.mkdir(parents=True)
@@ -106,13 +114,21 @@ def write_run(
     with open(files / "metrics.jsonl", "w", encoding="utf-8") as out:
         for step in range(1, steps + 1):
             record: dict[str, Any] = {"step": step, "epoch": 0.1, "loss": 5.0 / step + shift, "learning_rate": 1e-3}
-            record |= {"tokens_per_second": 321.0, "saved_bytes_per_token": 4096.0, "padding_overhead": 0.25}
+            record |= {
+                "grad_norm": 0.5 / step,
+                "tokens_per_second": 321.0,
+                "saved_bytes_per_token": 4096.0,
+                "padding_overhead": 0.25,
+            }
             load = {"entropy": 0.9, "max_over_mean": 1.5, "dead": 1, "load": [0, 10, 20, 10]}
             record["experts"] = dict.fromkeys(names, load) if kind == "experts" else {}
             if sampled and step % 2 == 0:
                 record["health"] = {names[0]: health(27.5), names[1]: health(None)}
             out.write(json.dumps(record) + "\n")
         out.write(f'{{"step": {steps + 1}, "lo')  # the run was killed here
+    if evaluated:
+        measured = [{"step": step, "eval_loss": 6.0 / step + shift} for step in range(evaluated, steps + 1, evaluated)]
+        (files / "evaluations.jsonl").write_text("".join(json.dumps(record) + "\n" for record in measured))
 
 
 def write_study(folder: Path) -> None:
@@ -151,6 +167,9 @@ def test_all_figures_are_there_and_nothing_is_loaded(tmp_path: Path) -> None:
         "Difference of smol's loss between variants in percent",
         "KiB per token that the blocks of smol keep for backward, by policy",
         "Training loss of tiny over the steps",
+        "Learning rate of tiny over the steps",
+        "Gradient norm of tiny over the steps",
+        "Throughput of tiny over the steps",
         "KiB per token that the blocks of tiny keep",
         "SQNR per module and tensor at step 6",
         "SQNR of the modules' inputs over the steps",
@@ -172,6 +191,52 @@ def test_all_figures_are_there_and_nothing_is_loaded(tmp_path: Path) -> None:
     assert "+0.0987 % to bf16" in words and "0.25 %: met" in words and "1e-06: met" in words
     assert "25.0 %" in words and "extra multiply-adds of the Neuron kernels" in words
     assert "torch" in words and "2.13.0" in words
+
+
+def cells(page: str) -> list[dict[str, str]]:
+    """The rows of the table of runs, by heading."""
+    table = page.partition("<h2>Runs</h2>")[2].partition("</table>")[0]
+    rows = [re.findall(r"<t[hd]>(.*?)</t[hd]>", row) for row in table.split("</tr>")]
+    return [dict(zip(rows[0], row, strict=True)) for row in rows[1:] if row]
+
+
+def test_the_results_are_the_first_columns(tmp_path: Path) -> None:
+    write_run(tmp_path / "quick", evaluated=3, seed=0)
+    write_run(tmp_path / "unevaluated", seed=0)
+    first, second = cells(render(read_runs(tmp_path)))
+    assert list(first)[:5] == ["run", "loss", "eval loss", "tokens/s", "saved KiB/token"]
+    assert list(first.values())[:5] == ["quick", "0.8333", "1.0000", "321", "4.00"]
+    assert (first["last step"], second["eval loss"]) == ("6 of 12", "-")
+
+
+def test_evaluation_learning_rate_norm_and_throughput_are_curves(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", evaluated=2)
+    write_run(tmp_path / "b", evaluated=2, shift=0.5)
+    run, _ = read_runs(tmp_path).runs
+    assert [record["step"] for record in run.metrics] == [1, 2, 3, 4, 5, 6]
+    assert run.evaluations == {"eval_loss": [(2.0, 3.0), (4.0, 1.5), (6.0, 1.0)]}
+    text = render(read_runs(tmp_path))
+    assert "Evaluation loss of tiny over the steps, by configuration: mxfp8, minimal" in Page(text).figures()
+    drawn = {name: text.partition(f"<title>{name} of tiny")[2].partition("</svg>")[0] for name in COURSE}
+    for name, points in COURSE.items():
+        (curve,) = re.findall(r'class="curve [^>]*points="([^"]+)"', drawn[name])
+        assert len(curve.split()) == points
+        assert "band" in drawn[name]  # of the two runs
+
+
+COURSE = {"Evaluation loss": 3, "Learning rate": 6, "Gradient norm": 6, "Throughput": 6}
+
+
+def test_evaluations_of_earlier_versions_are_in_the_trainers_state(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    state = {"log_history": [{"step": 6, "loss": 2.0}, {"step": 6, "eval_a_loss": 2.5}, {"step": 6, "eval_b_loss": 3}]}
+    (tmp_path / "trainer_state.json").write_text(json.dumps(state))
+    text = render(read_runs(tmp_path))
+    assert cells(text)[0]["eval loss"] == "eval_a_loss 2.5000, eval_b_loss 3.0000"
+    assert text.partition("<title>Evaluation loss of tiny")[2].partition("</svg>")[0].count("<circle") == 2
+    (tmp_path / "trainer_state.json").write_text('{"log_history": 3}')
+    with pytest.raises(ReportError, match=r"trainer_state\.json must be the Trainer's state with its log_history"):
+        read_runs(tmp_path)
 
 
 def test_two_runs_of_one_configuration_become_a_band(tmp_path: Path) -> None:
@@ -311,7 +376,7 @@ def test_the_files_of_a_real_run_are_understood(tmp_path: Path) -> None:
     from tests.tiny_models import tiny_model, tokens
 
     assert (read.RUN_FOLDER, read.RUN_FILE) == (run_files.FOLDER, run_files.RUN_FILE)
-    assert read.METRICS_FILE == run_files.METRICS_FILE
+    assert (read.METRICS_FILE, read.EVALUATIONS_FILE) == (run_files.METRICS_FILE, run_files.EVALUATIONS_FILE)
 
     class Rows(Dataset):
         ids = tokens(8, 16)
@@ -331,13 +396,21 @@ def test_the_files_of_a_real_run_are_understood(tmp_path: Path) -> None:
         report_to=[],
         use_cpu=True,
         disable_tqdm=True,
+        eval_strategy="steps",
+        eval_steps=2,
     )
-    NeuronMoETrainer(model=tiny_model("mixtral"), args=arguments, train_dataset=Rows()).train()
+    rows = Rows()
+    trainer = NeuronMoETrainer(model=tiny_model("mixtral"), args=arguments, train_dataset=rows, eval_dataset=rows)
+    trainer.train()
+    last = trainer.evaluate()["eval_loss"]
     contents = read_runs(tmp_path)
     page = Page(render(contents))
-    assert len(page.figures()) == 6
+    assert len(page.figures()) == 10
     assert "2 patched, 0 skipped, 0 refused." in page.text() and "bf16, minimal" in page.text()
-    assert [record["step"] for record in contents.runs[0].metrics] == [1, 2, 3, 4]
+    (run,) = contents.runs
+    assert [record["step"] for record in run.metrics] == [1, 2, 3, 4]
+    logged = [(record["step"], record["eval_loss"]) for record in trainer.state.log_history if "eval_loss" in record]
+    assert list(dict(logged).items()) == run.evaluations["eval_loss"] and run.evaluations["eval_loss"][-1] == (4, last)
 
 
 def test_axes_colours_and_names() -> None:
