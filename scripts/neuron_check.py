@@ -93,6 +93,9 @@ def check_here(chip: str, processes: str, words: Sequence[str]) -> list[str]:
     check_weights(options.model.model)
     check_training(options)
     if asks_for_kernels(options.training):
+        if options.training.neuron_backend == "neuron" and found.why_not is not None:
+            remedy = found.first_steps[0]
+            raise _bad("neuron_backend", "one that can run here", f"neuron, and {found.why_not}", remedy)
         told += check_kernels(options, Device(chip, lnc), Adapter())
     return told
 

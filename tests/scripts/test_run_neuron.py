@@ -223,6 +223,9 @@ def test_the_machine_is_asked_before_the_processes_start(
         assert "must be trn3 (or unset) with run_trn3.sh, got trn2" in capsys.readouterr().err
         assert neuron_check.main(["trn2", "4", *words, "--neuron_precision", "mxfp8"]) == 2
         assert "the MXFP8 kernels run on Trn3 only" in capsys.readouterr().err
+        monkeypatch.setattr("hf_neuron_moe.device.installed.device_count", lambda: None)
+        assert neuron_check.main(["trn2", "4", *words]) == 2
+        assert "got neuron, and there is no runtime" in capsys.readouterr().err
 
 
 def test_an_environment_without_the_package_is_named(tmp_path: Path) -> None:
