@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from html import escape
 from pathlib import Path
 
 from hf_neuron_moe._version import __version__
+from hf_neuron_moe.errors import ConversionError, DestinationError, DiskError, refuse
 from hf_neuron_moe.report.progress import progress_section
 from hf_neuron_moe.report.read import Contents
 from hf_neuron_moe.report.runs import losses_section, runs_table
@@ -108,10 +110,24 @@ def write_report(contents: Contents, path: Path) -> int:
         Its size in bytes.
 
     Raises:
-        OSError: it cannot be written there.
+        DestinationError: there is no such folder, or `path` is one.
+        DiskError: the operating system does not let it be written there.
     """
+    if path.is_dir() or not path.parent.is_dir():
+        got = "a folder" if path.is_dir() else f"a name in {path.parent}, which is no folder"
+        raise _unwritable(DestinationError, path, got, "Name a file (-o FILE.html) in a folder that exists.")
     page = render(contents).encode()
     partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(page)
-    os.replace(partial, path)
+    try:
+        partial.write_bytes(page)
+        os.replace(partial, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):  # the first error says what is wrong
+            partial.unlink(missing_ok=True)
+        raise _unwritable(DiskError, path, error.strerror, "Name another file: -o FILE.html.") from error
     return len(page)
+
+
+def _unwritable(kind: type[ConversionError], path: Path, got: str | None, remedy: str) -> ConversionError:
+    expected = "a file that can be written"
+    return refuse(kind, where="report", argument=str(path), expected=expected, got=got, remedy=remedy)

@@ -46,11 +46,11 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def short(value: float) -> str:
-    """A number for a label: four significant digits at most."""
+    """A number for a label: four significant digits at most, two where it needs a power of ten."""
     if value == 0:
         return "0"
     if abs(value) >= 1e5 or abs(value) < 1e-3:
-        return f"{value:.0e}".replace("e+0", "e").replace("e-0", "e-")
+        return f"{value:.1e}".replace(".0e", "e").replace("e+0", "e").replace("e-0", "e-")
     return f"{value:.4g}"
 
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from hf_neuron_moe.errors import ReportError
+from hf_neuron_moe.errors import DestinationError, DiskError, ReportError
 from hf_neuron_moe.report import read, read_runs, render, write_report
 from hf_neuron_moe.report.curves import band, band_of_runs, differences, smoothed, thinned
 from hf_neuron_moe.report.runs import grouped, labels
 from hf_neuron_moe.report.sections import short_names
-from hf_neuron_moe.report.svg import heat_map, shade, ticks
+from hf_neuron_moe.report.svg import heat_map, shade, short, ticks
 
 TRAINING = {
     "learning_rate": 1e-3,
@@ -344,8 +344,14 @@ def test_wrong_places_are_refused_with_what_was_expected(tmp_path: Path) -> None
 def test_an_unwritable_target_leaves_nothing(tmp_path: Path) -> None:
     write_run(tmp_path / "run")
     contents = read_runs(tmp_path / "run")
-    with pytest.raises(OSError):
+    with pytest.raises(DestinationError, match=r"folder\.html must be .*, got a name in .*such, which is no folder"):
         write_report(contents, tmp_path / "no" / "such" / "folder.html")
+    with pytest.raises(DestinationError, match="got a folder"):
+        write_report(contents, tmp_path / "run")
+    (tmp_path / "page.html.partial").mkdir()
+    with pytest.raises(DiskError, match=r"page\.html must be a file that can be written, got Is a directory"):
+        write_report(contents, tmp_path / "page.html")
+    (tmp_path / "page.html.partial").rmdir()
     size = write_report(contents, tmp_path / "page.html")
     assert (tmp_path / "page.html").stat().st_size == size
     assert {path.name for path in tmp_path.iterdir()} == {"run", "page.html"}
@@ -416,6 +422,8 @@ def test_the_files_of_a_real_run_are_understood(tmp_path: Path) -> None:
 def test_axes_colours_and_names() -> None:
     assert ticks(0.0, 1.0) == [0.0, 0.2, 0.4, 0.6000000000000001, 0.8, 1.0]
     assert ticks(3.0, 3.0) == [3.0]
+    labels = {7.5e-4: "7.5e-4", 5e-4: "5e-4", -2.5e5: "-2.5e5", 1e6: "1e6", 0.25: "0.25", 0: "0"}
+    assert {value: short(value) for value in labels} == labels
     assert shade(0.0) == "#440154" and shade(1.0) == "#fde725"
     assert short_names(["m.layers.0.mlp", "m.layers.10.mlp"]) == ["0.mlp", "10.mlp"]
     assert short_names(["m.mlp"]) == ["mlp"]
