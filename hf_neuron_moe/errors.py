@@ -13,6 +13,8 @@ from itertools import pairwise
 from typing import TypeVar
 
 _NUMBER = re.compile(r"\d+")
+_NEAR = 0.75
+"""Share of characters that a misspelling has in common with its name; at 0.5 `packing` was near `ddp_backend`."""
 
 MESSAGE_PART = 600
 """Characters of one part of a message: what a file says may be megabytes, what a reader needs is its beginning."""
@@ -147,10 +149,10 @@ def _printable_line(line: str, limit: int) -> str:
 
 
 def nearest(name: str, known: list[str]) -> str:
-    """Return ``" Did you mean 'x'?"`` for the known name closest to `name`, or an empty string."""
+    """Return ``" Did you mean 'x'?"`` for the known name closest to `name`, or an empty string if none is near it."""
     import difflib
 
-    match = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    match = difflib.get_close_matches(name, known, n=1, cutoff=_NEAR)
     return f" Did you mean {match[0]!r}?" if match else ""
 
 

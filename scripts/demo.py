@@ -28,6 +28,8 @@ from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 from upcycle_mixtral import choose_layers, upcycle
 
+from hf_neuron_moe.cli.exit_codes import INTERRUPTED
+
 PRECISIONS = ("bf16", "mxfp8")
 CONTEXT = 512
 SMOLLM2_PERPLEXITY = (21.0, 26.0)  # of SmolLM2-135M-Instruct on these speeches; outside, the weights or text are wrong
@@ -59,20 +61,26 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-def check_model(model: str) -> None:
-    """Refuse what is no Llama checkpoint, from its configuration alone.
+def check_model(model: str, longest: int) -> None:
+    """Refuse what is no Llama checkpoint with at least `longest` positions, from its configuration alone.
 
     Raises:
         SystemExit: in one sentence, with what is there instead.
     """
     try:
-        kind = AutoConfig.from_pretrained(model).model_type
+        config = AutoConfig.from_pretrained(model)
     except (OSError, ValueError):  # transformers' own messages are about other ways to load a model
         folder = "a folder without a config.json that transformers reads"
         nothing = "neither a folder nor a model that the hub, as far as it can be reached, has"
         raise SystemExit(f"--model {model}: {folder if Path(model).is_dir() else nothing}.") from None
-    if kind != "llama":
+    if config.model_type != "llama":
+        kind = config.model_type
         raise SystemExit(f"--model {model}: the demo takes a Llama checkpoint (model type llama), and this is {kind}.")
+    if config.max_position_embeddings < longest:
+        positions = config.max_position_embeddings
+        raise SystemExit(
+            f"--model {model}: the demo uses sequences of {longest} tokens, the model has {positions} positions."
+        )
 
 
 def upcycled(model_dir: Path | str, arguments: argparse.Namespace, target: Path, console: Console) -> Part:
@@ -165,7 +173,7 @@ def main() -> None:
     """Run the whole demo."""
     arguments = parse_arguments()
     if arguments.model is not None:
-        check_model(arguments.model)
+        check_model(arguments.model, max(arguments.sequence_length, CONTEXT))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -212,4 +220,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        print("interrupted; the next run starts anew", file=sys.stderr)
+        sys.exit(INTERRUPTED.code)

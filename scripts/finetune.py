@@ -13,18 +13,21 @@ from typing import Any
 
 import torch
 from accelerate import DistributedType
+from huggingface_hub.errors import HfHubHTTPError
 from transformers import default_data_collator, set_seed
 
 from hf_neuron_moe import NeuronMoETrainer
+from hf_neuron_moe.cli.exit_codes import INTERRUPTED
 from hf_neuron_moe.errors import ConfigError, NeuronMoEError, NeuronMoEWarning, refuse
 from hf_neuron_moe.training import find_last_complete
 from hf_neuron_moe.training.cpu_fsdp import CpuFSDP2Mixin
 
 try:
     from datasets import Dataset
-    from finetune_checks import check_merging, check_run
+    from finetune_checks import check_length, check_merging, check_run
     from finetune_model import load_model, load_tokenizer, patch, save_merged, told_unpatched, with_adapters
     from finetune_options import Options, parse
+    from finetune_places import read_config
     from finetune_text import blocks
     from peft import PeftModel
 except ModuleNotFoundError as error:
@@ -47,6 +50,7 @@ def make_trainer(options: Options) -> FinetuneTrainer:
     training = options.training
     set_seed(training.seed)  # adapters are initialized before the Trainer seeds
     tokenizer = load_tokenizer(options.model)
+    check_length(options, read_config(options.model, online=True))  # of the hub's models, which is not asked before
     with training.main_process_first(desc="text"):
         train, held_out = blocks(options.data, tokenizer)
     check_evaluation(options, held_out)
@@ -142,7 +146,7 @@ def say(training: Any, text: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit code, 2 for what the package refuses."""
+    """Run the command line; return the exit code: 2 for what cannot be run, 130 after Ctrl-C."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     code = 0
     try:
@@ -150,6 +154,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except NeuronMoEError as error:
         print(f"error: {error}", file=sys.stderr)
         code = 2
+    except ImportError as error:  # of an optimizer or another option of the Trainer, which asks for it late
+        told = " ".join(str(error).split()).rstrip(".")
+        print(f"error: an option needs a package: {told}. Install it, or change the option.", file=sys.stderr)
+        code = 2
+    except HfHubHTTPError as error:
+        told = " ".join(str(error).split()).rstrip(".")
+        print(f"error: the hub refused: {told}. Check the name, and `hf auth whoami`.", file=sys.stderr)
+        code = 2
+    except KeyboardInterrupt:
+        print("interrupted; --resume_from_checkpoint auto continues from the newest checkpoint", file=sys.stderr)
+        code = INTERRUPTED.code
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()  # its threads may abort the process if Python ends under them
     return code

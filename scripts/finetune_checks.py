@@ -18,8 +18,10 @@ from finetune_folder import (
     check_frozen_backend,
     check_weights,
     conversion_of,
+    longest_input,
     without_mark,
 )
+from finetune_needs import check_needs
 from finetune_options import LoraOptions, Options
 from finetune_places import check_places, one_line, read_config
 from transformers.trainer import TRAINER_STATE_NAME
@@ -48,11 +50,13 @@ def check_run(options: Options) -> None:
 
     Raises:
         ConfigError: there is no such model, tokenizer or checkpoint to resume from, or the kernels of this machine
-            compute a block neither nor may PyTorch, or options contradict each other or the model.
+            compute a block neither nor may PyTorch, or options contradict each other or the model, or need a package
+            or an account that is not here.
         SourceDamageError: the model's weights are cut off or missing.
         BackendUnavailableError: the backend cannot run here.
     """
     check_resume(options)
+    check_needs(options.training)
     if options.training.neuron_patch:
         # A named backend is refused whatever the device.
         resolve_backend(options.training.neuron_backend, torch.device("cpu"))
@@ -72,10 +76,11 @@ def check_training(options: Options) -> None:
     """Refuse options that the Trainer, or the model once it is loaded, would refuse; the hub is not asked.
 
     Raises:
-        ConfigError: weights in the kernels' layout, or adapters to merge, under FSDP; or a base of MX codes that is
-            to be trained without adapters.
+        ConfigError: blocks that are longer than the model's positions; weights in the kernels' layout, or adapters to
+            merge, under FSDP; or a base of MX codes that is to be trained without adapters.
     """
     config = read_config(options.model, online=False)
+    check_length(options, config)
     frozen = isinstance(config, bytes) and conversion_of(config) in FROZEN
     if frozen:
         check_frozen(options.lora)
@@ -96,6 +101,23 @@ def check_training(options: Options) -> None:
             "Set neuron_weights: stock; the numbers are the same.",
         )
     check_merging(options.lora, sharded=True)
+
+
+def check_length(options: Options, config: bytes | str) -> None:
+    """Refuse blocks of text that are longer than the model's positions.
+
+    Args:
+        options: of the run.
+        config: what ``read_config`` returned.
+
+    Raises:
+        ConfigError: they are.
+    """
+    longest = longest_input(config) if isinstance(config, bytes) else None
+    if longest is not None and options.data.block_length > longest:
+        expected = f"at most {longest}, the positions of {options.model.model}"
+        remedy = f"Set block_length: {longest} or less."
+        raise _bad("block_length", expected, str(options.data.block_length), remedy)
 
 
 def check_merging(lora: LoraOptions, *, sharded: bool) -> None:

@@ -51,6 +51,27 @@ def without_mark(config: bytes) -> bytes:
     return json.dumps({key: value for key, value in _content(config).items() if key != MARK}).encode()
 
 
+def longest_input(config: bytes) -> int | None:
+    """Return how many tokens a model has positions for; None where its ``config.json`` does not say.
+
+    Rotary embeddings that are scaled reach further than ``max_position_embeddings``, in some families' files.
+    """
+    content = _content(config)
+    inner = content.get("text_config")
+    content |= inner if isinstance(inner, dict) else {}
+    known = [content[key] for key in ("max_position_embeddings", "n_positions") if _is_count(content.get(key))]
+    scaling = content.get("rope_parameters") or content.get("rope_scaling")
+    if known and isinstance(scaling, dict):
+        factor, original = scaling.get("factor"), scaling.get("original_max_position_embeddings") or known[0]
+        if isinstance(factor, int | float) and factor > 1 and _is_count(original):
+            known.append(int(factor * original))
+    return max(known, default=None)
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value > 0
+
+
 def _content(config: bytes) -> dict[str, object]:
     try:
         content = json.loads(config.decode("utf-8"))

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from hf_neuron_moe import NeuronMoETrainingArguments, PatchReport, patch_model, set_backend, unpatch_model
 from hf_neuron_moe.backends import resolve_backend
-from hf_neuron_moe.errors import ConfigError, refuse
+from hf_neuron_moe.errors import ConfigError, NeuronMoEError, refuse
 from hf_neuron_moe.modules.frozen_block import FrozenBlock
 from hf_neuron_moe.training.prepare import is_patched
 
@@ -41,11 +41,29 @@ def load_tokenizer(options: ModelOptions) -> PreTrainedTokenizerBase:
 
 
 def load_model(options: ModelOptions) -> PreTrainedModel:
-    """Return the model as ``from_pretrained`` loads it; converted checkpoints come with their patched or MX blocks."""
+    """Return the model as ``from_pretrained`` loads it; converted checkpoints come with their patched or MX blocks.
+
+    Raises:
+        ConfigError: it cannot be loaded: no weights, an unknown family, or an attention that is not there.
+    """
     extra: dict[str, Any] = {}
     if options.attn_implementation:
         extra["attn_implementation"] = options.attn_implementation
-    return AutoModelForCausalLM.from_pretrained(options.model, revision=options.revision, dtype=options.dtype, **extra)
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            options.model, revision=options.revision, dtype=options.dtype, **extra
+        )
+    except NeuronMoEError:
+        raise
+    except (OSError, ValueError) as error:
+        raise refuse(
+            ConfigError,
+            where="finetune",
+            argument="model",
+            expected="a causal language model that transformers can load",
+            got=f"{options.model!r}: {' '.join(str(error).split()).rstrip('.')}",
+            remedy="Correct model or attn_implementation, or download the weights first.",
+        ) from error
 
 
 def has_frozen_base(model: nn.Module) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import glob
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,9 @@ from typing import Any
 
 import torch
 import yaml
+from finetune_unknown import remedy_for
 from transformers import HfArgumentParser
+from transformers.integrations import is_deepspeed_available
 
 from hf_neuron_moe import NeuronMoETrainingArguments
 from hf_neuron_moe.backends import resolve_backend
@@ -180,11 +183,15 @@ def parse(argv: Sequence[str]) -> Options:
             argument="option",
             expected="one that --help-all lists",
             got=word,
-            remedy=f"Remove or rename it.{nearest(word.lstrip('-').replace('-', '_').partition('=')[0], known)}",
+            remedy=remedy_for(word.lstrip("-").replace("-", "_").partition("=")[0], known),
         )
     typed = {key: value for key, value in vars(given).items() if value is not _ABSENT}
     config = typed.pop("config", None)
     values = {**_renamed(read_yaml(config, parser) if config else {}), **_renamed(typed)}
+    if values.get("deepspeed") and not is_deepspeed_available():
+        remedy = "Install it (`pip install deepspeed`), or shard with FSDP2: configs/accelerate/fsdp2-cpu.yaml."
+        expected = "unset where the package deepspeed is not installed"
+        raise _bad(_PLACE, "deepspeed", expected, repr(values["deepspeed"]), remedy)
     try:
         options = Options(*parser.parse_dict(values))
     except ConfigError:
@@ -237,8 +244,8 @@ def read_yaml(path: str | Path, parser: argparse.ArgumentParser | None = None) -
     known = known_options()
     for key in content:
         if key not in known:
-            hint = nearest(str(key), known)
-            raise _bad(f"{file}", "key", "an option that --help-all lists", repr(key), f"Remove or rename it.{hint}")
+            remedy = remedy_for(str(key), known)
+            raise _bad(f"{file}", "key", "an option that --help-all lists", repr(key), remedy)
     actions = {action.dest: action for action in reversed((parser or _Parser(short=False))._actions)}
     return {key: _converted(str(file), actions[key], value) for key, value in content.items()}
 
@@ -282,6 +289,9 @@ def checked(options: Options) -> Options:
     if bool(data.train_files) == bool(data.dataset):
         got = "both" if data.dataset else "neither"
         raise _bad(_PLACE, "the text", "train_files or dataset", got, "Name one of them.")
+    rate = options.training.learning_rate
+    if not 0 <= rate < math.inf:
+        raise _bad(_PLACE, "learning_rate", "a finite number, 0 or more", rate, "5e-5 suits many runs.")
     if data.block_length < 2:
         raise _bad(_PLACE, "block_length", "at least 2", data.block_length, "512 suits most runs.")
     if not 0 <= data.eval_share < 1:

@@ -12,7 +12,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, Repository
 from hf_neuron_moe.errors import ConfigError, refuse
 
 HUB_TIMEOUT_S = 10.0
-_HTTP_ERROR: type[Exception] = HfHubHTTPError.__bases__[0]
+HTTP_ERROR: type[Exception] = HfHubHTTPError.__bases__[0]
 """httpx's HTTPError, of the httpx that this huggingface_hub uses; errors of connections are among them."""
 
 _MADE_BY = {
@@ -83,7 +83,7 @@ def _ask_hub(argument: str, name: str, revision: str) -> str | None:
         raise _no_such(argument, name, why) from error
     except HfHubHTTPError:
         return None  # the hub is busy, or a mirror does not know this question: loading will show
-    except _HTTP_ERROR as error:
+    except HTTP_ERROR as error:
         return f"not in the hub's cache, and the hub cannot be reached: {one_line(error)}"
     return None
 

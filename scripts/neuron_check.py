@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from finetune_checks import asks_for_kernels, check_kernels, check_resume, check_training
 from finetune_folder import check_weights
+from finetune_needs import check_needs
 from finetune_options import Options, check_files, parse
 from finetune_places import check_places
 
@@ -86,11 +87,15 @@ def check_here(chip: str, processes: str, words: Sequence[str]) -> list[str]:
     options = parse(words)
     told = told_processes(chip, lnc, count) + check_options(options)
     check_resume(options)
+    check_needs(options.training)
     check_files(options.data)
     check_places(options.model)
     check_weights(options.model.model)
     check_training(options)
     if asks_for_kernels(options.training):
+        if options.training.neuron_backend == "neuron" and found.why_not is not None:
+            remedy = found.first_steps[0]
+            raise _bad("neuron_backend", "one that can run here", f"neuron, and {found.why_not}", remedy)
         told += check_kernels(options, Device(chip, lnc), Adapter())
     return told
 

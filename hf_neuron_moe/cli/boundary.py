@@ -15,7 +15,7 @@ from types import FrameType, TracebackType
 import typer
 
 from hf_neuron_moe.cli.exit_codes import INTERNAL, INTERRUPTED, REFUSED, TERMINATED, USAGE, ExitCode, exit_code_of
-from hf_neuron_moe.errors import ConfigError, printable
+from hf_neuron_moe.errors import ConfigError, nearest, printable
 
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 """click's UsageError. typer brings its own copy of click in newer versions, and this class is in either."""
@@ -101,7 +101,7 @@ class Boundary:
         """Unknown options and the like: with the usage lines in text, with the nearest name in both."""
         given, known = getattr(error, "option_name", None), getattr(error, "possibilities", None)
         if given and known:
-            error.message = f"No such option: {given}. Did you mean {known[0]}?"  # type: ignore[attr-defined]
+            error.message = f"No such option: {given}.{nearest(given, known)}"  # type: ignore[attr-defined]
             error.possibilities = None  # type: ignore[attr-defined]
         if self._as_json:
             self.end(USAGE, "UsageError", error.format_message())  # type: ignore[attr-defined]

@@ -106,6 +106,8 @@ def estimate(
         typer.echo(json.dumps(facts | {"precision": precision} | result.to_dict() | times))
         return
     _show(result, f"{type(model).__name__}, {str(model.dtype).removeprefix('torch.')}, blocks in {precision}")
+    if context is not None and length > context:
+        typer.echo(f"The sequences are longer than the {context} positions that config.json gives the model.")
     if floor is not None:
         show_roofline(floor)
 

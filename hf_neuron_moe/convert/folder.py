@@ -103,6 +103,8 @@ def _check_folder(directory: Path, where: str, expected: str) -> None:
     if directory.is_file():
         kind = ConversionError
         got, remedy = "a file", f"Give the folder that holds it: {Path(os.path.abspath(directory)).parent}."
+        if directory.suffix in (".yaml", ".yml"):
+            got, remedy = "a YAML file", "Give the model's folder, which finetune.py's files name in `model:`."
         if directory.suffix == ".gguf":
             remedy = (
                 "Make a checkpoint of it first: load it in transformers with from_pretrained(FOLDER, gguf_file=NAME) "

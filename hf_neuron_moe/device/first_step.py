@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 OK, MISSING, PLACEHOLDER, BROKEN = "ok", "missing", "placeholder", "broken"
 """States of a package."""
 
+COMPILER = "neuronxcc"
+"""Module of the compiler's package."""
+
 _SYSTEM = "Linux x86_64"
 _OLDEST_PYTHON = (3, 12)
 _INSTALLATION = "docs/neuron.md, Installation"
@@ -21,6 +24,11 @@ def why_not_running(found: Installation) -> str | None:
     """Return why no Neuron kernel can run on a machine, or None."""
     if found.reason is not None:
         return found.reason
+    compiler = next(package for package in found.packages if package.module == COMPILER)
+    if compiler.state != OK:
+        return f"{compiler.name} is {compiler.state}, and it compiles the kernels"
+    if found.devices is None:
+        return "there is no runtime: torch has no torch.neuron, which torch-neuronx registers"
     if found.devices == 0:
         return "the packages are here, and the runtime offers no logical core"
     if found.target[0] is None or found.lnc[0] is None:
@@ -66,6 +74,10 @@ def _other_step(found: Installation) -> str:
     """Every package can be imported."""
     if found.reason is not None:
         return f"Make an environment with the packages of SDK 2.33 from AWS's own index ({_INSTALLATION})."
+    if found.devices is None:
+        return (
+            f"Unset TORCH_DEVICE_BACKEND_AUTOLOAD, or install the native torch-neuronx of SDK 2.33 ({_INSTALLATION})."
+        )
     if found.devices == 0:
         return "Run `neuron-ls`: it shows driver and cores. Another process may hold them, or the driver is missing."
     if found.target[0] is None or found.lnc[0] is None:
@@ -81,4 +93,4 @@ def _needed(package: Package, found: Installation) -> bool:
     """nkilib also comes with the compiler: where that is still to be installed, it is no step of its own."""
     if package.module != "nkilib" or package.state != MISSING:
         return True
-    return all(other.state == OK for other in found.packages if other.module == "neuronxcc")
+    return all(other.state == OK for other in found.packages if other.module == COMPILER)

@@ -18,13 +18,12 @@ from hf_neuron_moe._version import __version__
 from hf_neuron_moe.backends.neuron import versions
 from hf_neuron_moe.backends.neuron.adapter import Adapter, Match
 from hf_neuron_moe.backends.neuron.generations import BF16_OPEN, FUNCTIONS
-from hf_neuron_moe.device.first_step import BROKEN, MISSING, OK, PLACEHOLDER, first_steps, why_not_running
+from hf_neuron_moe.device.first_step import BROKEN, COMPILER, MISSING, OK, PLACEHOLDER, first_steps, why_not_running
 from hf_neuron_moe.errors import NeuronMoEError
 
 _PLACEHOLDER_MARKS = ("WRONG PACKAGE", "does not publish installable wheels")
 """What AWS's placeholders on PyPI say in their description, and some when they are imported."""
 
-_COMPILER = "neuronxcc"
 _OTHERS = ("torch", "transformers", "accelerate", "peft", "safetensors", "numpy")
 ENVIRONMENT = (
     "NEURON_PLATFORM_TARGET_OVERRIDE",
@@ -131,7 +130,7 @@ class Installation:
 
     @property
     def why_not(self) -> str | None:
-        """Why no Neuron kernel can run here: packages, device, or kernels that cannot be called; None where one can."""
+        """Why no Neuron kernel can run here: packages, compiler, device, kernels' arguments; None where one can."""
         return why_not_running(self)
 
     @property
@@ -225,7 +224,7 @@ def _version(distribution: str) -> str | None:
 def _package(module: str, name: str) -> Package:
     version = versions.installed_version(module)
     # The compiler is a program: importing it here would tell nothing that its version does not.
-    reason = None if module == _COMPILER and version is not None else versions.import_reason(module)
+    reason = None if module == COMPILER and version is not None else versions.import_reason(module)
     if _is_placeholder(name) or (module == "nki" and reason is None and not hasattr(sys.modules["nki"], "jit")):
         note = "PyPI's package of this name has no code; the real one comes from AWS's own index"
         if module == "nkilib" and reason is None:

@@ -1,6 +1,6 @@
 """The first run on a machine: every patched block through the Neuron kernels and through PyTorch, layer by layer.
 
-Nothing in this package has run on a device; this is what tells within minutes whether it works on yours.
+Nothing in this package has run on a device; this shows whether it works on yours.
 """
 
 from __future__ import annotations

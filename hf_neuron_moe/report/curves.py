@@ -50,15 +50,16 @@ def band(name: str, curves: Sequence[Sequence[float]], steps: Sequence[float] | 
     return Line(name, [points[index] for index in kept], lows, highs)
 
 
-def band_of_runs(name: str, curves: Sequence[Sequence[Point]]) -> Line:
+def band_of_runs(name: str, curves: Sequence[Sequence[Point]], window: int | None = None) -> Line:
     """Return the mean of several runs, up to the end of the longest, with a band from the lowest to the highest.
 
     Args:
         name: name of the line.
-        curves: steps and losses of every run, in the order of steps. Mean and band at a step are over the runs that
+        curves: steps and values of every run, in the order of steps. Mean and band at a step are over the runs that
             have it.
+        window: logged values to average over; None for a twentieth of the run.
     """
-    window = window_of(max(len(curve) for curve in curves))
+    window = window_of(max(len(curve) for curve in curves)) if window is None else window
     values: dict[float, list[float]] = {}
     for curve in curves:
         means = smoothed([loss for _, loss in curve], window)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from html import escape
 from pathlib import Path
 
 from hf_neuron_moe._version import __version__
+from hf_neuron_moe.errors import ConversionError, DestinationError, DiskError, refuse
+from hf_neuron_moe.report.progress import progress_section
 from hf_neuron_moe.report.read import Contents
 from hf_neuron_moe.report.runs import losses_section, runs_table
 from hf_neuron_moe.report.sections import (
@@ -47,6 +50,7 @@ svg text[fill="#fff"]{fill:#fff}svg text[fill="#111"]{fill:#111}
 table{border-collapse:collapse;font-size:.85rem;white-space:nowrap;width:100%}
 th,td{padding:.35rem .6rem;text-align:left;border-bottom:1px solid var(--line)}th{background:var(--panel)}
 tr:last-child td{border-bottom:0}
+td:first-child{white-space:normal;overflow-wrap:anywhere;min-width:7rem;max-width:20rem}
 .strip{display:flex;flex-wrap:wrap;gap:3px;margin:.4rem 0}.strip i{width:14px;height:14px;border-radius:3px}
 .ok{background:var(--c2)}.skipped{background:var(--line)}.bad{background:var(--c1)}
 dl{display:grid;grid-template-columns:max-content 1fr;gap:.15rem 1rem;margin:0;font-size:.9rem}
@@ -63,8 +67,8 @@ def render(contents: Contents) -> str:
     """
     body = [study_sections(study) for study in contents.studies]
     if contents.runs:
-        body += [runs_table(contents.runs), losses_section(contents.runs), map_section(contents.runs)]
-        body.append(bytes_section(contents.runs))
+        body += [runs_table(contents.runs), losses_section(contents.runs), progress_section(contents.runs)]
+        body += [map_section(contents.runs), bytes_section(contents.runs)]
         for run in contents.runs:
             body += [health_section(run), load_section(run)]
     for name, environment in _environments(contents):
@@ -106,10 +110,24 @@ def write_report(contents: Contents, path: Path) -> int:
         Its size in bytes.
 
     Raises:
-        OSError: it cannot be written there.
+        DestinationError: there is no such folder, or `path` is one.
+        DiskError: the operating system does not let it be written there.
     """
+    if path.is_dir() or not path.parent.is_dir():
+        got = "a folder" if path.is_dir() else f"a name in {path.parent}, which is no folder"
+        raise _unwritable(DestinationError, path, got, "Name a file (-o FILE.html) in a folder that exists.")
     page = render(contents).encode()
     partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(page)
-    os.replace(partial, path)
+    try:
+        partial.write_bytes(page)
+        os.replace(partial, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):  # the first error says what is wrong
+            partial.unlink(missing_ok=True)
+        raise _unwritable(DiskError, path, error.strerror, "Name another file: -o FILE.html.") from error
     return len(page)
+
+
+def _unwritable(kind: type[ConversionError], path: Path, got: str | None, remedy: str) -> ConversionError:
+    expected = "a file that can be written"
+    return refuse(kind, where="report", argument=str(path), expected=expected, got=got, remedy=remedy)

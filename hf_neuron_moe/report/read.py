@@ -1,4 +1,7 @@
-"""The files a report is made from: those of runs (``neuron_moe/run.json``, ``metrics.jsonl``) and ``parity.json``."""
+"""The files a report is made from: those of runs in ``neuron_moe/``, and ``parity.json``.
+
+Evaluations of runs of earlier versions stand only in the ``trainer_state.json`` that the Trainer writes.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,11 @@ from typing import Any
 
 from hf_neuron_moe.errors import ReportError, refuse
 
-RUN_FOLDER, RUN_FILE, METRICS_FILE = "neuron_moe", "run.json", "metrics.jsonl"
+RUN_FOLDER, RUN_FILE = "neuron_moe", "run.json"
+METRICS_FILE, EVALUATIONS_FILE = "metrics.jsonl", "evaluations.jsonl"
 STUDY_FILE = "parity.json"
+STATE_FILE = "trainer_state.json"
+_EVALUATION, _LOSS = "eval_", "loss"
 _WHERE = "report"
 
 
@@ -23,11 +29,13 @@ class RunData:
         name: name of its output folder.
         run: content of ``run.json``: ``patch``, ``config``, ``environment``, ``model``.
         metrics: objects of ``metrics.jsonl`` in their order; empty where nothing was logged.
+        evaluations: evaluation losses in the order of steps, by name: ``eval_loss``, or one per dataset.
     """
 
     name: str
     run: dict[str, Any]
     metrics: list[dict[str, Any]] = field(default_factory=list)
+    evaluations: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
 
     @property
     def entries(self) -> list[dict[str, Any]]:
@@ -99,9 +107,29 @@ def _run_folders(directory: Path, places: list[Path]) -> Iterator[tuple[Path, st
 
 def _run(folder: Path, name: str) -> RunData:
     run = _object(folder / RUN_FILE, ("patch", "config"))
-    metrics_file = folder / METRICS_FILE
-    metrics = list(_lines(metrics_file)) if metrics_file.is_file() else []
-    return RunData(name, run, metrics)
+    metrics, evaluations = (list(_lines(folder / file)) for file in (METRICS_FILE, EVALUATIONS_FILE))
+    return RunData(name, run, metrics, _evaluations(evaluations or _history(folder.parent / STATE_FILE)))
+
+
+def _evaluations(records: list[dict[str, Any]]) -> dict[str, list[tuple[float, float]]]:
+    """Evaluation losses by name; a step that was evaluated twice has the later one."""
+    found: dict[str, dict[float, float]] = {}
+    for record in records:
+        for key, value in record.items():
+            if key.startswith(_EVALUATION) and key.endswith(_LOSS) and isinstance(value, int | float):
+                found.setdefault(key, {})[float(record["step"])] = float(value)
+    return {key: sorted(losses.items()) for key, losses in found.items()}
+
+
+def _history(path: Path) -> list[dict[str, Any]]:
+    """What the Trainer logged, by its own file; empty where there is none."""
+    if not path.is_file():
+        return []
+    try:
+        history = json.loads(path.read_text(encoding="utf-8")).get("log_history")
+        return [record for record in history if isinstance(record.get("step"), int)]
+    except (ValueError, AttributeError, TypeError) as error:
+        raise _damaged(path, "the Trainer's state with its log_history", str(error)) from error
 
 
 def _study(path: Path) -> dict[str, Any]:
@@ -121,7 +149,9 @@ def _object(path: Path, needed: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a metrics file; a last line that was cut off by the run's end is left out."""
+    """The records of a file, none where there is none; a last line that was cut off by the run's end is left out."""
+    if not path.is_file():
+        return
     lines = path.read_text(encoding="utf-8").split("\n")
     for number, line in enumerate(lines, start=1):
         if not line.strip():

@@ -123,33 +123,41 @@ def runs_table(runs: Sequence[RunData]) -> str:
     rows = []
     for run in runs:
         last, training = run.metrics[-1] if run.metrics else {}, _training(run)
-        saved, padding = last.get("saved_bytes_per_token"), last.get("padding_overhead")
-        whole = training.get("max_steps")
-        rows.append(
-            (
-                run.name,
-                str(run.run.get("model", "?")),
-                run.policy,
-                _trained(training),
-                _text(_processes(run)),
-                _rate(run),
-                _batch(training),
-                _text(training.get("seed")),
-                f"{last.get('step', '-')}" + (f" of {whole}" if whole else ""),
-                _text(training.get("resumed_from_step") or None),
-                _number(last.get("loss"), ".4f"),
-                _number(last.get("tokens_per_second"), ",.0f"),
-                kib(saved),
-                "-" if padding is None else f"{100 * padding:.1f} %",
-            )
+        padding, whole = last.get("padding_overhead"), training.get("max_steps")
+        results = (
+            _number(last.get("loss"), ".4f"),
+            _evaluated(run),
+            _number(last.get("tokens_per_second"), ",.0f"),
+            kib(last.get("saved_bytes_per_token")),
+            "-" if padding is None else f"{100 * padding:.1f} %",
         )
-    configured = ("blocks", "trained", "processes", "learning rate", "batch", "seed", "last step", "resumed from")
-    figures_of = ("loss", "tokens/s", "saved KiB/token", "padding overhead")
+        configured = (
+            f"{last.get('step', '-')}" + (f" of {whole}" if whole else ""),
+            str(run.run.get("model", "?")),
+            run.policy,
+            _trained(training),
+            _text(_processes(run)),
+            _rate(run),
+            _batch(training),
+            _text(training.get("seed")),
+            _text(training.get("resumed_from_step") or None),
+        )
+        rows.append((run.name, *results, *configured))
+    figures_of = ("loss", "eval loss", "tokens/s", "saved KiB/token", "padding overhead", "last step", "model")
+    options = ("blocks", "trained", "processes", "learning rate", "batch", "seed", "resumed from")
     told = note(
         "Padding overhead: extra multiply-adds of the Neuron kernels, which pad H and I to multiples of 128 and every "
         "expert's tokens to whole blocks; it says nothing about the torch backend's time."
     )
-    return section("Runs", table(("run", "model", *configured, *figures_of), rows) + told)
+    return section("Runs", table(("run", *figures_of, *options), rows) + told)
+
+
+def _evaluated(run: RunData) -> str:
+    """The last evaluation losses: one number, or one per dataset with its name."""
+    last = {name: curve[-1][1] for name, curve in run.evaluations.items()}
+    if list(last) == ["eval_loss"]:
+        return _number(last["eval_loss"], ".4f")
+    return ", ".join(f"{name} {_number(loss, '.4f')}" for name, loss in last.items()) or "-"
 
 
 def _training(run: RunData) -> Mapping[str, Any]:

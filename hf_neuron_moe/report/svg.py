@@ -46,11 +46,11 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def short(value: float) -> str:
-    """A number for a label: four significant digits at most."""
+    """A number for a label: four significant digits at most, two where it needs a power of ten."""
     if value == 0:
         return "0"
     if abs(value) >= 1e5 or abs(value) < 1e-3:
-        return f"{value:.0e}".replace("e+0", "e").replace("e-0", "e-")
+        return f"{value:.1e}".replace(".0e", "e").replace("e+0", "e").replace("e-0", "e-")
     return f"{value:.4g}"
 
 
@@ -76,6 +76,10 @@ def line_chart(lines: Sequence[Line], *, alt: str, x_label: str, y_label: str) -
             parts.append(f'<polygon class="band {color}" points="{" ".join(outline)}"/>')
     for index, line in enumerate(lines):
         points = " ".join(place(x, y) for x, y in line.points)
+        if len(line.points) == 1:  # of which no line can be seen
+            across, down = points.split(",")
+            parts.append(f'<circle class="bar c{index % COLORS}" cx="{across}" cy="{down}" r="3.5"/>')
+            continue
         dashes = " dashed" if index % 2 else ""
         parts.append(f'<polyline class="curve{dashes} c{index % COLORS}" points="{points}"/>')
     return _figure(parts, LINE_HEIGHT, alt) + legend([line.name for line in lines])

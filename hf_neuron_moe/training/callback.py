@@ -15,7 +15,7 @@ from hf_neuron_moe.training.blocks import config_record, patch_record
 from hf_neuron_moe.training.figures import StepMetrics
 from hf_neuron_moe.training.metrics import TrainingMonitor
 from hf_neuron_moe.training.prepare import is_patched, patch_for_training
-from hf_neuron_moe.training.run_files import RunFiles, environment, training_record
+from hf_neuron_moe.training.run_files import EVALUATIONS_FILE, RunFiles, environment, training_record
 
 _WHERE = "NeuronMoECallback"
 
@@ -31,7 +31,7 @@ class NeuronMoECallback(TrainerCallback):
     let it (:mod:`hf_neuron_moe.training.replay`). After sampled steps there are also ``neuron/sqnr_weights_db``,
     ``neuron/sqnr_inputs_db``, ``neuron/flushed``, ``neuron/saturated`` and ``neuron/amax``: what MXFP8 does to the
     weights and the blocks' inputs, whatever precision they compute in. Figures per module go to
-    ``<output_dir>/neuron_moe/metrics.jsonl``, and ``run.json`` beside it says what was run.
+    ``<output_dir>/neuron_moe/metrics.jsonl``, evaluations to ``evaluations.jsonl``, and ``run.json`` says what was run.
 
     Make it known with :meth:`watch`, which puts it in front of the callbacks that report to TensorBoard and others.
     Passed as ``Trainer(callbacks=[...])`` it comes after them: then only callbacks that follow, ``log_history`` and
@@ -139,9 +139,12 @@ class NeuronMoECallback(TrainerCallback):
             self.monitor.end_step()
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Leave evaluation out of tokens per second."""
+        """Leave evaluation out of tokens per second, and write its metrics into the files."""
         if self.monitor is not None:
             self.monitor.restart_clock()
+        measured = kwargs.get("metrics")
+        if self.files is not None and measured:
+            self.files.append({"step": state.global_step, **measured}, EVALUATIONS_FILE)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Leave saving out of tokens per second."""

@@ -1,4 +1,4 @@
-"""The files that a run leaves in ``<output_dir>/neuron_moe/``: ``run.json`` and ``metrics.jsonl``.
+"""The files that a run leaves in ``<output_dir>/neuron_moe/``: ``run.json``, ``metrics.jsonl``, ``evaluations.jsonl``.
 
 Numbers that JSON does not know (NaN, infinities) are written as null.
 """
@@ -20,7 +20,7 @@ from torch import nn
 from transformers import TrainerState, TrainingArguments
 
 FOLDER = "neuron_moe"
-RUN_FILE, METRICS_FILE = "run.json", "metrics.jsonl"
+RUN_FILE, METRICS_FILE, EVALUATIONS_FILE = "run.json", "metrics.jsonl", "evaluations.jsonl"
 _PACKAGES = ("hf-neuron-moe", "torch", "transformers", "accelerate", "peft", "trl", "datasets", "safetensors", "numpy")
 
 
@@ -44,14 +44,14 @@ class RunFiles:
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         _replace(self.folder / RUN_FILE, json.dumps(_plain(run), indent=1, allow_nan=False) + "\n")
-        metrics = self.folder / METRICS_FILE
-        if metrics.exists():
-            _replace(metrics, "".join(_lines_until(metrics.read_text(encoding="utf-8"), step)))
+        for lines in (self.folder / METRICS_FILE, self.folder / EVALUATIONS_FILE):
+            if lines.exists():
+                _replace(lines, "".join(_lines_until(lines.read_text(encoding="utf-8"), step)))
 
-    def append(self, record: Mapping[str, Any]) -> None:
-        """Write one line of ``metrics.jsonl``."""
+    def append(self, record: Mapping[str, Any], name: str = METRICS_FILE) -> None:
+        """Write one line of ``metrics.jsonl``, or of the file `name`."""
         line = json.dumps(_plain(record), allow_nan=False)
-        with open(self.folder / METRICS_FILE, "a", encoding="utf-8") as file:
+        with open(self.folder / name, "a", encoding="utf-8") as file:
             file.write(line + "\n")
 
 

@@ -119,6 +119,9 @@ def test_what_is_no_folder_is_named_for_what_it_is(command, model_dir, run, tmp_
         Path("some-org/some-model"): f"got no such folder.* {at_hub}.*hf download some-org/some-model",
         model_dir / "config.json": f"got a file. Give the folder that holds it: {re.escape(str(model_dir))}",
     }
+    options = tmp_path.parent / f"{tmp_path.name}.yaml"
+    options.touch()
+    cases[options] = "got a YAML file. Give the model's folder, which finetune.py's files name in `model:`"
     if command in ("doctor", "estimate"):  # take the file too
         del cases[model_dir / "config.json"]
     for given, told in cases.items():

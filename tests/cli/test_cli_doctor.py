@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
-from hf_neuron_moe.device.first_step import MISSING, OK, PLACEHOLDER
+from hf_neuron_moe.device.first_step import BROKEN, MISSING, OK, PLACEHOLDER
 from hf_neuron_moe.device.installed import ENVIRONMENT, Package, inspect_installation
 from hf_neuron_moe.device.judge import BOUNDS
 from hf_neuron_moe.device.usable import block_groups, usable_kernels
@@ -36,6 +36,11 @@ def put(folder: Path, distribution: str, version: str, description: str, module:
         (folder / module / "__init__.py").write_text(code, encoding="utf-8")
 
 
+def runtime(monkeypatch: pytest.MonkeyPatch, cores: int | None) -> None:
+    """Let the runtime offer logical cores; the double of the packages has none."""
+    monkeypatch.setattr("hf_neuron_moe.device.installed.device_count", lambda: cores)
+
+
 def test_doctor_works_with_nothing_installed(run, model_dir):
     result = run("doctor", model_dir)
     assert (result.code, result.err) == (0, "")
@@ -50,7 +55,7 @@ def test_doctor_works_with_nothing_installed(run, model_dir):
     assert run("doctor", "--strict").code == 1
 
 
-def test_doctor_lists_the_block_sizes_that_work(run, mixtral_dir, tmp_path):
+def test_doctor_lists_the_block_sizes_that_work(run, mixtral_dir, tmp_path, monkeypatch):
     """Without --block-size no size is refused: those that work are listed, and the one that would be taken."""
     text = run("doctor", mixtral_dir).out
     assert "  trn2  yes; block sizes 256, 512, 1024, 2048, 4096" in text
@@ -61,6 +66,7 @@ def test_doctor_lists_the_block_sizes_that_work(run, mixtral_dir, tmp_path):
     assert "block_size is 128; block sizes" not in told, "once is enough"
     wrong = run("doctor", mixtral_dir, "--block-size", 384)
     assert wrong.code == 2 and "'384' is not one of 128, 256, 512" in wrong.err
+    runtime(monkeypatch, 4)
     with installed(tmp_path / "site", Double(release=(2, 31), target="trn2")):
         told = json.loads(run("doctor", mixtral_dir, "--json").out)
     assert told["blocks"][0]["here"] == {"usable": True, "reason": None, "block_sizes": [256, 512, 1024]}
@@ -113,8 +119,9 @@ def test_a_broken_part_of_nkilib_is_told(run, tmp_path, mixtral_dir):
     assert "nkilib fails: RuntimeError: compiled for another nki" in result.out
 
 
-def test_the_first_step_follows_from_what_is_there(tmp_path):
+def test_the_first_step_follows_from_what_is_there(tmp_path, monkeypatch):
     """One machine after the other, from bare to ready."""
+    runtime(monkeypatch, 4)
     with installed(tmp_path / "ready", Double(release=(2, 33), target="trn2")):
         ready = inspect_installation()
     assert ready.usable and "verify-device MODEL_DIR --layers 1" in ready.first_steps[0]
@@ -136,6 +143,12 @@ def test_the_first_step_follows_from_what_is_there(tmp_path):
     assert placeholders.startswith("`pip uninstall -y nki neuronx-cc`")
     assert steps(reason="x", packages=with_state("broken", "nki")).startswith("Install nki again")
     assert "packages of SDK 2.33" in steps(reason="nki 0.6.0 is older than 0.7.0")
+    for state in (MISSING, PLACEHOLDER, BROKEN):
+        compiler = with_state(state, "neuronx-cc")
+        assert replace(ready, packages=compiler).why_not == f"neuronx-cc is {state}, and it compiles the kernels"
+        assert "nstall neuronx-cc" in steps(packages=compiler)
+    assert "torch has no torch.neuron" in str(replace(ready, devices=None).why_not)
+    assert "native torch-neuronx of SDK 2.33" in steps(devices=None)
     assert "neuron-ls" in steps(devices=0) and "no logical core" in str(replace(ready, devices=0).why_not)
     assert "unset that variable" in steps(lnc=(None, "LNC must be 1 or 2"))
     none = tuple(replace(kernel, generation=None, reason="has unknown arguments") for kernel in ready.kernels)
@@ -291,7 +304,24 @@ def test_doctor_needs_no_torch():
     assert json.loads(result.stdout)["usable"] is False
 
 
-def test_doctor_on_machines(run, mixtral_dir, tmp_path):
+@pytest.mark.parametrize(
+    ("without", "why"), [("runtime", "there is no runtime"), ("neuronx-cc", "neuronx-cc is missing, and it compiles")]
+)
+def test_a_machine_that_lacks_a_part_of_the_table_is_not_usable(without, why, run, mixtral_dir, tmp_path, monkeypatch):
+    runtime(monkeypatch, None if without == "runtime" else 4)
+    with installed(tmp_path / "site", Double(target="trn2")):
+        if without != "runtime":
+            (info,) = (tmp_path / "site").glob("neuronx_cc-*")
+            info.rename(tmp_path / "away")
+        text, strict = run("doctor", mixtral_dir), run("doctor", mixtral_dir, "--strict")
+        told = json.loads(run("doctor", mixtral_dir, "--json").out)
+    assert text.out.startswith(f'backend="neuron" can run here: no\n  why:   {why}')
+    assert "  here  no, see the top" in text.out and (text.code, strict.code) == (0, 1)
+    assert not told["usable"] and not told["blocks"][0]["here"]["usable"]
+
+
+def test_doctor_on_machines(run, mixtral_dir, tmp_path, monkeypatch):
+    runtime(monkeypatch, 4)
     for release, target, block_size, usable in (((2, 33), "trn2", 512, True), ((2, 31), "trn2", 2048, False)):
         double = Double(release=release, target=target)
         with installed(tmp_path / f"site{release[1]}", double):

@@ -101,6 +101,12 @@ def test_estimate_refuses_in_words(options, code, message, model_dir, run):
     assert message in result.err + result.out
 
 
+def test_estimate_says_that_sequences_are_longer_than_the_context(model_dir, run):
+    told = "longer than the 2048 positions"
+    assert told in run("estimate", model_dir, "--length", 4096).out
+    assert told not in run("estimate", model_dir, "--length", 2048).out
+
+
 def test_batch_and_length_follow_from_what_is_given():
     assert batch_of(8192, None, None, 4096) == (2, 4096)
     assert batch_of(8192, 8, None, 4096) == (8, 1024)
@@ -129,4 +135,5 @@ def test_report_writes_one_file_and_refuses_other_folders(run, tmp_path: Path):
     assert (wrong.code, wrong.err.count("\n")) == (1, 1)
     assert "neuron_moe/run.json" in wrong.err and "no such directory" in wrong.err
     unwritable = run("report", tmp_path / "out", "-o", tmp_path / "no" / "page.html", "--json")
-    assert unwritable.code == 5 and json.loads(unwritable.out)["kind"] == "disk"
+    told = json.loads(unwritable.out)
+    assert unwritable.code == 4 and told["kind"] == "destination" and ".partial" not in told["message"]

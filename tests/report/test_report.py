@@ -3,137 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 import xml.etree.ElementTree as ElementTree
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hf_neuron_moe.errors import ReportError
+from hf_neuron_moe.errors import DestinationError, DiskError, ReportError
 from hf_neuron_moe.report import read, read_runs, render, write_report
 from hf_neuron_moe.report.curves import band, band_of_runs, differences, smoothed, thinned
 from hf_neuron_moe.report.runs import grouped, labels
 from hf_neuron_moe.report.sections import short_names
-from hf_neuron_moe.report.svg import heat_map, shade, ticks
-
-TRAINING = {
-    "learning_rate": 1e-3,
-    "batch_size_per_process": 4,
-    "accumulation_steps": 2,
-    "processes": 1,
-    "max_steps": 12,
-    "seed": 0,
-    "resumed_from_step": 0,
-    "parameters": 5000,
-    "trainable_parameters": 5000,
-    "adapter": None,
-    "lora_rank": None,
-}
-VOID = {"meta", "br", "link", "img", "input", "hr"}
-
-
-class Page(HTMLParser):
-    """Checks that tags are balanced, and collects what a test asks for."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.words: list[str] = []
-        self.feed(text)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.words.append(data)
-
-    def figures(self) -> list[str]:
-        """What the figures show, as a screen reader says it."""
-        return [str(attrs["aria-label"]) for tag, attrs in self.tags if tag == "svg"]
-
-    def text(self) -> str:
-        return " ".join(self.words)
-
-
-def entry(layer: int, kind: str, **changes: Any) -> dict[str, Any]:
-    facts: dict[str, Any] = {
-        "name": f"model.layers.{layer}.mlp",
-        "kind": kind,
-        "class_name": "MixtralExperts" if kind == "experts" else "LlamaMLP",
-        "status": "patched",
-        "reason": "",
-        "experts": 4 if kind == "experts" else None,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "activations": "minimal",
-        "saved_bytes_per_token": 2048.0,
-    }
-    return facts | changes
-
-
-def health(sqnr: float | None) -> dict[str, Any]:
-    figures = {"amax": 1.5, "flushed": 0.01, "saturated": 0.0, "sqnr_db": sqnr}
-    return {"weights": {"gate": figures, "down": figures}, "input": figures}
-
-
-def write_run(
-    folder: Path, *, kind: str = "experts", steps: int = 6, sampled: bool = True, shift: float = 0.0, **training: Any
-) -> None:
-    files = folder / "neuron_moe"
-    files.mkdir(parents=True)
-    refused = entry(2, kind, status="refused", reason="it has <hooks> & more", activations=None)
-    entries = [entry(0, kind), entry(1, kind), refused | {"saved_bytes_per_token": None}]
-    run = {
-        "patch": {"config": {}, "entries": entries},
-        "config": {"precision": "mxfp8", "activations": "minimal"},
-        "environment": {"packages": {"torch": "2.13.0"}, "python": "3.11.7", "threads": 2, "date": "2026-11-21"},
-        "model": "tiny",
-    } | ({"training": TRAINING | training} if training else {})
-    (files / "run.json").write_text(json.dumps(run))
-    names = [known["name"] for known in entries[:2]]
-    with open(files / "metrics.jsonl", "w", encoding="utf-8") as out:
-        for step in range(1, steps + 1):
-            record: dict[str, Any] = {"step": step, "epoch": 0.1, "loss": 5.0 / step + shift, "learning_rate": 1e-3}
-            record |= {"tokens_per_second": 321.0, "saved_bytes_per_token": 4096.0, "padding_overhead": 0.25}
-            load = {"entropy": 0.9, "max_over_mean": 1.5, "dead": 1, "load": [0, 10, 20, 10]}
-            record["experts"] = dict.fromkeys(names, load) if kind == "experts" else {}
-            if sampled and step % 2 == 0:
-                record["health"] = {names[0]: health(27.5), names[1]: health(None)}
-            out.write(json.dumps(record) + "\n")
-        out.write(f'{{"step": {steps + 1}, "lo')  # the run was killed here
-
-
-def write_study(folder: Path) -> None:
-    folder.mkdir(parents=True)
-    steps = range(1, 121)
-    curves = {
-        variant: {str(seed): [3 + 2 / step + 0.01 * seed + gap for step in steps] for seed in range(3)}
-        for variant, gap in (("bf16", 0.0), ("mxfp8", 0.003))
-    }
-    curves["fp32, minimal"] = {"0": [3.0] * 64}
-    compared = {"reference": "bf16", "difference_percent": 0.0987, "goal_percent": 0.25, "met": True}
-    summary = {
-        "variants": {
-            "bf16": {"last_mean": 3.04, "seed_spread_percent": 0.3},
-            "mxfp8": {"last_mean": 3.043, "seed_spread_percent": 0.3, **compared},
-        },
-        "fp32": {"steps": 64, "largest_difference": 0.0, "goal": 1e-6, "met": True},
-    }
-    content = {"models": {"smol": curves}, "summary": {"smol": summary}, "environment": {"date": "today"}}
-    content["saved_bytes_per_token"] = {"smol": {"bf16": 9000.0, "mxfp8": 9000.0}}
-    (folder / "parity.json").write_text(json.dumps(content))
+from hf_neuron_moe.report.svg import heat_map, shade, short, ticks
+from tests.report.pages import Page, health, write_run, write_study
 
 
 def test_all_figures_are_there_and_nothing_is_loaded(tmp_path: Path) -> None:
@@ -151,6 +34,9 @@ def test_all_figures_are_there_and_nothing_is_loaded(tmp_path: Path) -> None:
         "Difference of smol's loss between variants in percent",
         "KiB per token that the blocks of smol keep for backward, by policy",
         "Training loss of tiny over the steps",
+        "Learning rate of tiny over the steps",
+        "Gradient norm of tiny over the steps",
+        "Throughput of tiny over the steps",
         "KiB per token that the blocks of tiny keep",
         "SQNR per module and tensor at step 6",
         "SQNR of the modules' inputs over the steps",
@@ -172,6 +58,52 @@ def test_all_figures_are_there_and_nothing_is_loaded(tmp_path: Path) -> None:
     assert "+0.0987 % to bf16" in words and "0.25 %: met" in words and "1e-06: met" in words
     assert "25.0 %" in words and "extra multiply-adds of the Neuron kernels" in words
     assert "torch" in words and "2.13.0" in words
+
+
+def cells(page: str) -> list[dict[str, str]]:
+    """The rows of the table of runs, by heading."""
+    table = page.partition("<h2>Runs</h2>")[2].partition("</table>")[0]
+    rows = [re.findall(r"<t[hd]>(.*?)</t[hd]>", row) for row in table.split("</tr>")]
+    return [dict(zip(rows[0], row, strict=True)) for row in rows[1:] if row]
+
+
+def test_the_results_are_the_first_columns(tmp_path: Path) -> None:
+    write_run(tmp_path / "quick", evaluated=3, seed=0)
+    write_run(tmp_path / "unevaluated", seed=0)
+    first, second = cells(render(read_runs(tmp_path)))
+    assert list(first)[:5] == ["run", "loss", "eval loss", "tokens/s", "saved KiB/token"]
+    assert list(first.values())[:5] == ["quick", "0.8333", "1.0000", "321", "4.00"]
+    assert (first["last step"], second["eval loss"]) == ("6 of 12", "-")
+
+
+def test_evaluation_learning_rate_norm_and_throughput_are_curves(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", evaluated=2)
+    write_run(tmp_path / "b", evaluated=2, shift=0.5)
+    run, _ = read_runs(tmp_path).runs
+    assert [record["step"] for record in run.metrics] == [1, 2, 3, 4, 5, 6]
+    assert run.evaluations == {"eval_loss": [(2.0, 3.0), (4.0, 1.5), (6.0, 1.0)]}
+    text = render(read_runs(tmp_path))
+    assert "Evaluation loss of tiny over the steps, by configuration: mxfp8, minimal" in Page(text).figures()
+    drawn = {name: text.partition(f"<title>{name} of tiny")[2].partition("</svg>")[0] for name in COURSE}
+    for name, points in COURSE.items():
+        (curve,) = re.findall(r'class="curve [^>]*points="([^"]+)"', drawn[name])
+        assert len(curve.split()) == points
+        assert "band" in drawn[name]  # of the two runs
+
+
+COURSE = {"Evaluation loss": 3, "Learning rate": 6, "Gradient norm": 6, "Throughput": 6}
+
+
+def test_evaluations_of_earlier_versions_are_in_the_trainers_state(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    state = {"log_history": [{"step": 6, "loss": 2.0}, {"step": 6, "eval_a_loss": 2.5}, {"step": 6, "eval_b_loss": 3}]}
+    (tmp_path / "trainer_state.json").write_text(json.dumps(state))
+    text = render(read_runs(tmp_path))
+    assert cells(text)[0]["eval loss"] == "eval_a_loss 2.5000, eval_b_loss 3.0000"
+    assert text.partition("<title>Evaluation loss of tiny")[2].partition("</svg>")[0].count("<circle") == 2
+    (tmp_path / "trainer_state.json").write_text('{"log_history": 3}')
+    with pytest.raises(ReportError, match=r"trainer_state\.json must be the Trainer's state with its log_history"):
+        read_runs(tmp_path)
 
 
 def test_two_runs_of_one_configuration_become_a_band(tmp_path: Path) -> None:
@@ -279,8 +211,14 @@ def test_wrong_places_are_refused_with_what_was_expected(tmp_path: Path) -> None
 def test_an_unwritable_target_leaves_nothing(tmp_path: Path) -> None:
     write_run(tmp_path / "run")
     contents = read_runs(tmp_path / "run")
-    with pytest.raises(OSError):
+    with pytest.raises(DestinationError, match=r"folder\.html must be .*, got a name in .*such, which is no folder"):
         write_report(contents, tmp_path / "no" / "such" / "folder.html")
+    with pytest.raises(DestinationError, match="got a folder"):
+        write_report(contents, tmp_path / "run")
+    (tmp_path / "page.html.partial").mkdir()
+    with pytest.raises(DiskError, match=r"page\.html must be a file that can be written, got Is a directory"):
+        write_report(contents, tmp_path / "page.html")
+    (tmp_path / "page.html.partial").rmdir()
     size = write_report(contents, tmp_path / "page.html")
     assert (tmp_path / "page.html").stat().st_size == size
     assert {path.name for path in tmp_path.iterdir()} == {"run", "page.html"}
@@ -311,7 +249,7 @@ def test_the_files_of_a_real_run_are_understood(tmp_path: Path) -> None:
     from tests.tiny_models import tiny_model, tokens
 
     assert (read.RUN_FOLDER, read.RUN_FILE) == (run_files.FOLDER, run_files.RUN_FILE)
-    assert read.METRICS_FILE == run_files.METRICS_FILE
+    assert (read.METRICS_FILE, read.EVALUATIONS_FILE) == (run_files.METRICS_FILE, run_files.EVALUATIONS_FILE)
 
     class Rows(Dataset):
         ids = tokens(8, 16)
@@ -331,18 +269,28 @@ def test_the_files_of_a_real_run_are_understood(tmp_path: Path) -> None:
         report_to=[],
         use_cpu=True,
         disable_tqdm=True,
+        eval_strategy="steps",
+        eval_steps=2,
     )
-    NeuronMoETrainer(model=tiny_model("mixtral"), args=arguments, train_dataset=Rows()).train()
+    rows = Rows()
+    trainer = NeuronMoETrainer(model=tiny_model("mixtral"), args=arguments, train_dataset=rows, eval_dataset=rows)
+    trainer.train()
+    last = trainer.evaluate()["eval_loss"]
     contents = read_runs(tmp_path)
     page = Page(render(contents))
-    assert len(page.figures()) == 6
+    assert len(page.figures()) == 10
     assert "2 patched, 0 skipped, 0 refused." in page.text() and "bf16, minimal" in page.text()
-    assert [record["step"] for record in contents.runs[0].metrics] == [1, 2, 3, 4]
+    (run,) = contents.runs
+    assert [record["step"] for record in run.metrics] == [1, 2, 3, 4]
+    logged = [(record["step"], record["eval_loss"]) for record in trainer.state.log_history if "eval_loss" in record]
+    assert list(dict(logged).items()) == run.evaluations["eval_loss"] and run.evaluations["eval_loss"][-1] == (4, last)
 
 
 def test_axes_colours_and_names() -> None:
     assert ticks(0.0, 1.0) == [0.0, 0.2, 0.4, 0.6000000000000001, 0.8, 1.0]
     assert ticks(3.0, 3.0) == [3.0]
+    labels = {7.5e-4: "7.5e-4", 5e-4: "5e-4", -2.5e5: "-2.5e5", 1e6: "1e6", 0.25: "0.25", 0: "0"}
+    assert {value: short(value) for value in labels} == labels
     assert shade(0.0) == "#440154" and shade(1.0) == "#fde725"
     assert short_names(["m.layers.0.mlp", "m.layers.10.mlp"]) == ["0.mlp", "10.mlp"]
     assert short_names(["m.mlp"]) == ["mlp"]

@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from demo import check_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, PreTrainedTokenizerFast
 
@@ -179,3 +181,30 @@ def test_mean_loss_is_the_mean_over_all_predicted_tokens(tiny_model: Path) -> No
     # fp32 sums of 45 terms in another order.
     assert mean_loss(model, windows_NL, Console(quiet=True), "windows") == pytest.approx(expected, rel=1e-5)
     assert model.training
+
+
+def test_a_model_with_too_few_positions_is_refused(tmp_path: Path) -> None:
+    LlamaConfig(max_position_embeddings=512).save_pretrained(tmp_path)
+    check_model(str(tmp_path), 512)
+    with pytest.raises(SystemExit, match="the demo uses sequences of 600 tokens, the model has 512 positions"):
+        check_model(str(tmp_path), 600)
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_the_demo_in_one_line(tiny_model: Path, tmp_path: Path) -> None:
+    words = ["--model", str(tiny_model), "--out", str(tmp_path / "out"), "--steps", "10000"]
+    child = subprocess.Popen(
+        [sys.executable, "-u", str(ROOT / "scripts" / "demo.py"), *words],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert child.stdout is not None
+    for line in child.stdout:
+        if line.startswith(">> upcycling"):
+            break
+    child.send_signal(signal.SIGINT)
+    _, err = child.communicate(timeout=120)
+    assert child.returncode == 130
+    assert "Traceback" not in err and err.splitlines()[-1] == "interrupted; the next run starts anew"

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +17,7 @@ from accelerate import DistributedType
 from finetune import finetune, main, told_processes
 from finetune_options import parse
 from finetune_text import blocks
+from huggingface_hub.errors import HfHubHTTPError
 from make_tiny_model import make_tiny_model
 from peft import PeftModel
 from safetensors.torch import load_file
@@ -144,6 +150,7 @@ def test_refusals_are_one_line_and_exit_code_2(
         ({"resume_from_checkpoint": tmp_path}, "resume_from_checkpoint must be a checkpoint folder"),
         ({"train_files": damaged}, "readable .jsonl files, got " + f"{damaged}, line 2: Expecting"),
         ({"lora_rank": 2, "lora_targets": "query"}, "lora_targets, lora_parameters must be names"),
+        ({"attn_implementation": "flashy"}, "model must be a causal language model that transformers can load"),
     ):
         assert main(command(tmp_path, text, **changes)) == 2
         line = capsys.readouterr().err.splitlines()[-1]  # after the progress bars
@@ -154,3 +161,44 @@ def test_processes_are_told_in_words() -> None:
     cpu = torch.device("cpu")
     assert told_processes(1, DistributedType.NO, cpu) == "one process on cpu"
     assert told_processes(2, DistributedType.MULTI_CPU, cpu) == "2 processes (MULTI_CPU) on cpu"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (ImportError("You need `bits`:\n pip install bits."), 2, "error: an option needs a package: You need `bits`: "),
+        (HfHubHTTPError("403 Forbidden", response=SimpleNamespace(headers={}, request=None)), 2, "error: the hub ref"),
+        (KeyboardInterrupt(), 130, "interrupted; --resume_from_checkpoint auto continues"),
+    ],
+)
+def test_what_stops_a_run_later_is_one_line_too(
+    error: BaseException, code: int, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("finetune.finetune", stop)
+    assert main(["--model", "m", "--train_files", "a.txt", "--report_to", "none", "--use_cpu", "true"]) == code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(message)
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_run_in_one_line(tmp_path: Path, text: Path) -> None:
+    make_tiny_model("llama", tmp_path / "model")
+    words = command(tmp_path, text, max_steps=100_000, logging_steps=5, disable_tqdm="true")
+    child = subprocess.Popen(
+        [sys.executable, "-u", str(ROOT / "scripts" / "finetune.py"), *words],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert child.stdout is not None
+    for line in child.stdout:
+        if "loss" in line:
+            break
+    child.send_signal(signal.SIGINT)
+    _, err = child.communicate(timeout=120)
+    assert child.returncode == 130
+    assert "Traceback" not in err and err.splitlines()[-1].startswith("interrupted; ")

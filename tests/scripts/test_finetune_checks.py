@@ -16,7 +16,11 @@ from finetune_checks import check_kernels, check_run, check_training
 from finetune_folder import check_weights
 from finetune_options import Options, parse
 from finetune_places import check_places
-from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 from make_tiny_model import make_tiny_model
 from safetensors.torch import load_file, save_file
 
@@ -59,7 +63,7 @@ def status(kind: type[HfHubHTTPError], code: int) -> HfHubHTTPError:
     ("error", "message"),
     [
         (
-            finetune_places._HTTP_ERROR("Name or service not known"),
+            finetune_places.HTTP_ERROR("Name or service not known"),
             "'nowhere/model': as a folder it does not exist here, and as a hub id it is not in the hub's cache, and "
             "the hub cannot be reached: Name or service not known. .*HF_HUB_OFFLINE=1",
         ),
@@ -322,3 +326,9 @@ def test_a_run_asks_the_machine_that_it_is_on(models: dict[str, Path], tmp_path:
         check_run(options(models["mixtral"], neuron_backend="neuron"))
         with pytest.raises(ConfigError, match="the MXFP8 kernels run on Trn3 only, and this is trn2"):
             check_run(options(models["mixtral"], neuron_backend="neuron", neuron_precision="mxfp8"))
+
+
+def test_blocks_longer_than_the_models_positions_are_refused_before_loading(models: dict[str, Path]) -> None:
+    with pytest.raises(ConfigError, match=r"block_length must be at most 512, .* got 4096\. Set block_length: 512 or"):
+        check_run(options(models["llama"], block_length=4096))
+    check_run(options(models["llama"], block_length=512))

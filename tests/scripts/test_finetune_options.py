@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from pathlib import Path
 
+import finetune_unknown
 import pytest
 from finetune_model import patch, with_adapters
 from finetune_options import Options, known_options, parse, read_yaml
 from make_tiny_model import tiny_config
 from transformers import AutoModelForCausalLM
+from trl import ModelConfig, ScriptArguments, SFTConfig
 
 from hf_neuron_moe import patch_model
-from hf_neuron_moe.errors import ConfigError, NothingToPatchError
+from hf_neuron_moe.errors import ConfigError, NothingToPatchError, nearest
 
 ROOT = Path(__file__).resolve().parents[2]
 FAMILY = {
@@ -89,6 +92,12 @@ def test_values_are_of_their_fields_types(tmp_path: Path) -> None:
         ("max_stepz: 3", r"key must be an option.*'max_stepz'.*Did you mean 'max_steps'"),
         ("neuron_precison: mxfp8", r"Did you mean 'neuron_precision'"),
         ("lora_target: [q_proj]", r"Did you mean 'lora_targets'"),
+        ("packing: true", r"'packing'\. packing is an option of TRL\. Remove it: text is always packed here"),
+        ("max_length: 64", r"'max_length'\. TRL's max_length is block_length here\.$"),
+        ("colour: red", r"'colour'\. Remove or rename it\.$"),
+        ("deepspeed: ds.json", r"deepspeed must be unset where .*, got 'ds\.json'\. Install it"),
+        ("learning_rate: -1.0", r"learning_rate must be a finite number, 0 or more, got -1\.0"),
+        ("learning_rate: .nan", r"learning_rate must be a finite number, 0 or more, got nan"),
         ("max_steps: ten", r"max_steps must be a value of type int, got 'ten'"),
         ("max_steps: 1.5", r"max_steps must be a value of type int, got 1.5"),
         ("use_cpu: maybe", r"use_cpu must be true or false, got 'maybe'"),
@@ -120,12 +129,29 @@ def test_what_the_command_line_may_not_say(tmp_path: Path) -> None:
     for option in ("--max_step", "--max-step"):  # no abbreviations: they are misspellings
         with pytest.raises(ConfigError, match=r"option must be one that --help-all lists.*Did you mean 'max_steps'"):
             options_of("tiny-llama", option, "3")
+    with pytest.raises(ConfigError, match=r"got --assistant_only_loss\. assistant_only_loss is an option of TRL's SFT"):
+        options_of("tiny-llama", "--assistant_only_loss", "true")
     with pytest.raises(ConfigError, match="file must be an existing YAML file"):
         parse([str(tmp_path / "none.yaml")])
     with pytest.raises(ConfigError, match="model must be a checkpoint folder or a hub id"):
         parse(["--train_files", "a.txt"])
     with pytest.raises(ConfigError, match="train_files or dataset, got neither"):
         parse(["--model", "m"])
+
+
+def test_names_of_trl_are_its_own_and_not_ours() -> None:
+    theirs = {f.name for kind in (SFTConfig, ModelConfig, ScriptArguments) for f in dataclasses.fields(kind)}
+    known = known_options()
+    named = {*finetune_unknown._NAMES, *finetune_unknown._OTHERS}
+    assert named <= theirs and not named & set(known)
+    assert set(finetune_unknown._NAMES.values()) <= set(known)
+
+
+def test_only_a_name_that_is_really_near_is_suggested() -> None:
+    known = known_options()
+    for name in ("packing", "assistant_only_loss", "batch_size", "grad_accum"):
+        assert nearest(name, known) == ""
+    assert nearest("learning_rte", known) == " Did you mean 'learning_rate'?"
 
 
 def test_checkpointing_is_asked_for_without_a_warning_by_either_name() -> None:

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from make_tiny_model import END_OF_TEXT, byte_tokenizer
 
-from hf_neuron_moe.errors import ConfigError
+from hf_neuron_moe.errors import ConfigError, NeuronMoEWarning
 
 DOCUMENTS = [f"Speech {number}: " + "we the people " * (number + 1) for number in range(12)]
 
@@ -117,3 +117,39 @@ def test_files_of_two_kinds_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("text\na\n", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"files of one kind among .jsonl, .json, .txt, .parquet, got .csv"):
         blocks(DataOptions(train_files=[str(tmp_path / "a.csv")]), byte_tokenizer())
+
+
+def jsonl(folder: Path, values: list[Any]) -> list[str]:
+    (folder / "a.jsonl").write_text("".join(json.dumps({"text": value}) + "\n" for value in values), encoding="utf-8")
+    return [str(folder / "a.jsonl")]
+
+
+def test_empty_documents_are_counted_and_left_out(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    expected, _ = blocks(DataOptions(train_files=written(tmp_path, ".jsonl"), block_length=20), tokenizer)
+    mixed = [value for text in DOCUMENTS for value in ("", text, " \n\t")]
+    with pytest.warns(NeuronMoEWarning, match="24 of 36 documents of the training text are empty and are left out"):
+        rows, _ = blocks(DataOptions(train_files=jsonl(tmp_path, mixed), block_length=20), tokenizer)
+    assert list(rows["input_ids"]) == list(expected["input_ids"])
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ([""] * 500, "the training text must be documents with text, got 500 empty documents and no other"),
+        (["a"] * 1200 + [None, "b", None], "got null in 2 of 1,203 documents, first in document 1,201. Remove these"),
+        ([None] * 3, "got null in 3 of 3 documents, first in document 1"),
+        ([1, 2], "text_column must be .* holds strings, got 'text', which holds int64. No column does"),
+        ([["a"], ["b"]], "'text', which holds List"),
+    ],
+)
+def test_documents_that_are_no_text_are_refused(tmp_path: Path, values: list[Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        blocks(DataOptions(train_files=jsonl(tmp_path, values), block_length=20), byte_tokenizer())
+
+
+def test_a_dataset_that_the_hub_does_not_give_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match="dataset must be a dataset of the hub with the split 'train', got 'no/where'"
+    ):
+        blocks(DataOptions(dataset="no/where"), byte_tokenizer())

@@ -30,6 +30,9 @@ RUNS = {
 }
 """By chip: the configuration, and the tiny twin of its model with sizes that the kernels take unpadded."""
 
+LONG = {"max_position_embeddings": 2048}
+"""Positions for the block_length of those configurations."""
+
 
 def launch(chip: str, *options: str, **settings: str) -> subprocess.CompletedProcess[str]:
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("NEURON_", "NKI_"))}
@@ -102,7 +105,7 @@ def test_a_dry_run_refuses_what_the_run_would_stop_at(
 ) -> None:
     monkeypatch.chdir(ROOT)
     if "DENSE" in words:
-        make_tiny_model("llama", tmp_path / "model")
+        make_tiny_model("llama", tmp_path / "model", **LONG)
         words = [str(tmp_path / "model") if word == "DENSE" else word for word in words]
     assert neuron_check.main([chip, processes, "--dry", f"configs/neuron/{RUNS[chip][0]}.yaml", *words]) == 2
     told = capsys.readouterr()
@@ -187,7 +190,7 @@ def test_variables_that_contradict_each_other_or_the_chip_are_refused(
 
 @pytest.mark.slow
 def test_the_own_variable_for_lnc_counts_for_the_runtime_too(tmp_path: Path) -> None:
-    make_tiny_model("llama", tmp_path)
+    make_tiny_model("llama", tmp_path, **LONG)
     result = launch("trn3", "--model", str(tmp_path), DRY_RUN="1", HF_NEURON_MOE_LNC="1", NEURON_RT_NUM_CORES="8")
     assert result.returncode == 0, result.stderr
     assert "processes: 8, on all of the 8 logical cores" in result.stdout
@@ -208,7 +211,7 @@ def test_the_machine_is_asked_before_the_processes_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)
-    make_tiny_model("mixtral", tmp_path / "model")
+    make_tiny_model("mixtral", tmp_path / "model", **LONG)
     words = ["--here", "configs/neuron/trn2-olmoe.yaml", "--use_cpu", "true", "--model", str(tmp_path / "model")]
     monkeypatch.setattr("hf_neuron_moe.device.installed.device_count", lambda: 4)
     with installed(tmp_path / "site", Double(target="trn2")):
@@ -220,6 +223,9 @@ def test_the_machine_is_asked_before_the_processes_start(
         assert "must be trn3 (or unset) with run_trn3.sh, got trn2" in capsys.readouterr().err
         assert neuron_check.main(["trn2", "4", *words, "--neuron_precision", "mxfp8"]) == 2
         assert "the MXFP8 kernels run on Trn3 only" in capsys.readouterr().err
+        monkeypatch.setattr("hf_neuron_moe.device.installed.device_count", lambda: None)
+        assert neuron_check.main(["trn2", "4", *words]) == 2
+        assert "got neuron, and there is no runtime" in capsys.readouterr().err
 
 
 def test_an_environment_without_the_package_is_named(tmp_path: Path) -> None:
@@ -258,8 +264,8 @@ def test_the_configuration_fits_its_chip(chip: str, tmp_path: Path) -> None:
 
 
 def test_conversions_get_the_backend_of_the_run(tmp_path: Path) -> None:
-    make_tiny_model("llama", tmp_path / "llama", hidden_size=256, intermediate_size=512)
-    make_tiny_model("mixtral", tmp_path / "mixtral")
+    make_tiny_model("llama", tmp_path / "llama", hidden_size=256, intermediate_size=512, **LONG)
+    make_tiny_model("mixtral", tmp_path / "mixtral", **LONG)
     convert_checkpoint(tmp_path / "llama", tmp_path / "mxfp8", ConvertOptions("mxfp8"))
     with pytest.warns(NeuronMoEWarning, match="rounded"):
         convert_checkpoint(tmp_path / "mixtral", tmp_path / "bf16", ConvertOptions("bf16"))
@@ -308,7 +314,7 @@ def losses(chip: str, folder: Path, backend: str) -> list[float]:
 @pytest.mark.slow
 @pytest.mark.parametrize("chip", RUNS)
 def test_the_configuration_trains_on_the_double_as_with_pytorch(chip: str, tmp_path: Path) -> None:
-    make_tiny_model("mixtral" if chip == "trn2" else "llama", tmp_path / "model")
+    make_tiny_model("mixtral" if chip == "trn2" else "llama", tmp_path / "model", **LONG)
     speech = (ROOT / "data" / "sotu" / "eval.jsonl").read_text(encoding="utf-8").splitlines()[0]
     (tmp_path / "text.txt").write_text(json.loads(speech)["text"][:6000], encoding="utf-8")
     expected = losses(chip, tmp_path, "torch")

@@ -22,6 +22,7 @@ from hf_neuron_moe.training import measure_saved_bytes
 from hf_neuron_moe.training.blocks import patched_blocks, sampled_weights
 from hf_neuron_moe.training.figures import health_record, logs_of
 from hf_neuron_moe.training.metrics import ExpertCount, TrainingMonitor
+from hf_neuron_moe.training.run_files import EVALUATIONS_FILE, RunFiles
 from tests.tiny_models import tiny_model, tokens
 from tests.training.runs import Rows, arguments, metrics, train_logs, trainer
 
@@ -313,3 +314,15 @@ def test_two_processes_log_what_both_did(tmp_path: Path, repo_root: Path) -> Non
             for measure, value in figures.items():
                 # DDP adds the gradients of two halves, which rounds otherwise than one sum.
                 assert written[2][0]["health"][name]["weights"][tensor][measure] == pytest.approx(value, rel=1e-3)
+
+
+def test_a_resumed_run_drops_evaluations_after_its_checkpoint(tmp_path: Path) -> None:
+    files = RunFiles(tmp_path)
+    files.begin({}, 0)
+    for step in (2, 4, 6):
+        files.append({"step": step, "eval_loss": float("nan")}, EVALUATIONS_FILE)
+    files.begin({}, 4)
+    lines = (tmp_path / "neuron_moe" / EVALUATIONS_FILE).read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line) for line in lines] == [{"step": step, "eval_loss": None} for step in (2, 4)]
+    files.begin({}, 0)
+    assert (tmp_path / "neuron_moe" / EVALUATIONS_FILE).read_text(encoding="utf-8") == ""

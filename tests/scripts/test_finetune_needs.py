@@ -1,0 +1,83 @@
+"""What finetune.py needs beside a model: packages that report, an account on the hub, positions for the blocks."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import finetune_needs
+import finetune_places
+import pytest
+from finetune_folder import longest_input
+from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+
+from hf_neuron_moe.errors import ConfigError
+from tests.scripts.test_finetune_checks import check_run, options, status
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"report_to": "wandbb"}, r"report_to must be none, all, or of .*, got 'wandbb'.* Did you mean 'wandb'\?"),
+        ({"report_to": "wandb"}, r"got 'wandb', which is not. Install it \(`pip install wandb`\), or set report_to"),
+        ({"report_to": "azure_ml"}, "pip install azureml-sdk"),
+        ({"push_to_hub": "true"}, "push_to_hub must be used with a hub .*, got HF_HUB_OFFLINE, .*`hf upload`"),
+    ],
+)
+def test_packages_and_accounts_that_are_not_here_are_named_before_loading(
+    changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(finetune_needs, "get_available_reporting_integrations", lambda: ["trackio"])
+    with pytest.raises(ConfigError, match=message):
+        check_run(options("./none", **changes))
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (LocalTokenNotFoundError("none"), "got no token: log in with `hf auth login`"),
+        (status(HfHubHTTPError, 401), "a token that the hub does not take"),
+        (finetune_places.HTTP_ERROR("Name or service not known"), "cannot be reached: Name or service not known"),
+        (status(HfHubHTTPError, 503), None),
+        (None, None),
+    ],
+)
+def test_an_upload_needs_an_account(
+    monkeypatch: pytest.MonkeyPatch, error: Exception | None, message: str | None
+) -> None:
+    def whoami(self: object, token: str | None) -> dict[str, str]:
+        assert token == "secret"
+        if error is not None:
+            raise error
+        return {"name": "me"}
+
+    monkeypatch.setattr(finetune_needs.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(finetune_needs.HfApi, "whoami", whoami)
+    if message is None:
+        finetune_needs.check_upload("secret")
+        return
+    with pytest.raises(ConfigError, match=message):
+        finetune_needs.check_upload("secret")
+
+
+@pytest.mark.parametrize(
+    ("config", "longest"),
+    [
+        ({"max_position_embeddings": 512}, 512),
+        ({"n_positions": 1024}, 1024),
+        ({"text_config": {"max_position_embeddings": 256}, "vocab_size": 9}, 256),
+        ({"max_position_embeddings": 32768, "rope_scaling": {"type": "yarn", "factor": 4.0}}, 131072),
+        (
+            {
+                "max_position_embeddings": 131072,
+                "rope_parameters": {"factor": 8.0, "original_max_position_embeddings": 8192},
+            },
+            131072,
+        ),
+        ({"max_position_embeddings": 100, "rope_scaling": None}, 100),
+        ({"max_position_embeddings": "many"}, None),
+        ({}, None),
+    ],
+)
+def test_positions_are_read_from_the_configuration(config: dict[str, Any], longest: int | None) -> None:
+    assert longest_input(json.dumps(config).encode()) == longest
