@@ -1,4 +1,4 @@
-"""A patch must prove itself: blocks whose structure is right and whose values are not are refused by the probe alone."""
+"""A patch must prove itself: blocks of the right structure and wrong values are refused by the probe alone."""
 
 from __future__ import annotations
 
