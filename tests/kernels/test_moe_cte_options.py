@@ -80,15 +80,28 @@ class Case:
         return model.run(self.x, self.affinities, plan.token_position_to_id, plan.block_to_expert, self.block)
 
 
-def check(result: MoEForward, expected: tuple[Tensor, Tensor, Tensor], case: Case) -> None:
-    for name, value, reference in zip(result._fields, result, expected, strict=True):
+def perturbed(model: Model, seed: int) -> Model:
+    """The same model with each weight changed by about one fp32 rounding: sums that cancel show by how much."""
+    g = torch.Generator().manual_seed(seed)
+    gate_up, down = (
+        weight * (1 + 2.0**-23 * torch.randn(weight.shape, generator=g, dtype=torch.float64))
+        for weight in (model.gate_up, model.down)
+    )
+    return dataclasses.replace(model, gate_up=gate_up, down=down)
+
+
+def check(result: MoEForward, model: Model, case: Case) -> None:
+    expected, near = case.expected(model), case.expected(perturbed(model, case.seed))
+    for name, value, reference, other in zip(result._fields, result, expected, near, strict=True):
         if value is None:
             continue
-        reference = reference[: case.tokens] if name == "output" else reference
-        actual = value[: case.tokens] if name == "output" else value
+        tokens = slice(0, case.tokens) if name == "output" else slice(None)
+        reference, actual = reference[tokens], value[tokens]
         scale = max(float(reference.abs().max()), 1e-3)
         assert actual.shape == reference.shape
-        assert (actual - reference).abs().max() <= FP32 * scale, name
+        # Of few values even the largest can be a difference of larger ones.
+        cancelled = 2 * float((other[tokens] - reference).abs().max())
+        assert (actual - reference).abs().max() <= max(FP32 * scale, cancelled), name
     if not case.skip_token:
         assert not result.output[-1].any()
 
@@ -157,7 +170,7 @@ def test_options(
         }
     )
     assert (result.down_activations is None) is (place == "intermediate")
-    check(result, case.expected(model), case)
+    check(result, model, case)
 
 
 ROW, TENSOR, TENSOR_LAST, SHARED = "row", "tensor", "tensor_last", "shared"
@@ -208,7 +221,7 @@ def test_fp8_scales_of_every_shape(case: Case, kind: str, inputs: str | None) ->
         }
         | given_scales
     )
-    check(result, case.expected(model), case)
+    check(result, model, case)
 
 
 def test_fp8_block_scales_multiply_the_weights() -> None:
@@ -227,7 +240,7 @@ def test_fp8_block_scales_multiply_the_weights() -> None:
             "down_proj_scale": down_scale[..., None].expand(-1, -1, -1, 128),
         }
     )
-    check(result, case.expected(model), case)
+    check(result, model, case)
 
 
 @pytest.mark.parametrize("activation", [ActFnType.SiLU, ActFnType.SquaredReLU])
