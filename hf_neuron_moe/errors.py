@@ -16,7 +16,15 @@ _NUMBER = re.compile(r"\d+")
 
 
 class NeuronMoEError(Exception):
-    """Base class of everything this package raises on purpose."""
+    """Base class of everything this package raises on purpose.
+
+    Attributes:
+        where: public function or module that raised it; empty where the message alone says it.
+        argument: name of the offending argument, option or module; likewise.
+    """
+
+    where: str = ""
+    argument: str = ""
 
 
 class ConfigError(NeuronMoEError, ValueError):
@@ -121,7 +129,9 @@ def refuse(
         The exception; the caller raises it.
     """
     gap = "" if remedy.startswith("\n") else " "
-    return kind(f"{where}: {argument} must be {expected}, got {got}.{gap}{remedy}")
+    error = kind(f"{where}: {argument} must be {expected}, got {got}.{gap}{remedy}")
+    error.where, error.argument = where, argument
+    return error
 
 
 def nearest(name: str, known: list[str]) -> str:

@@ -22,6 +22,11 @@ hypothesis.settings.register_profile("fixed", _COMMON, derandomize=True)
 hypothesis.settings.register_profile("fresh", _COMMON, derandomize=False, database=None)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that rewrites tests/messages.json."""
+    parser.addoption("--update-messages", action="store_true", help="write tests/messages.json anew")
+
+
 @pytest.hookimpl(tryfirst=True)  # before hypothesis reads its option, and before pytest-xdist copies it for its workers
 def pytest_configure(config: pytest.Config) -> None:
     """Let property tests draw fresh examples from a random seed, or the same ones always (PROPERTY_EXAMPLES=fixed)."""
