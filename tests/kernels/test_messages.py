@@ -11,6 +11,7 @@ from tests.kernels import (
     test_blockwise_refusals,
     test_mlp_refusals,
     test_mlp_refusals_2_30,
+    test_mlp_step_refusals,
     test_moe_cte_refusals,
     test_refusals,
 )
@@ -19,6 +20,7 @@ SUITES = (
     test_blockwise_refusals,
     test_mlp_refusals,
     test_mlp_refusals_2_30,
+    test_mlp_step_refusals,
     test_moe_cte_refusals,
     test_refusals,
 )

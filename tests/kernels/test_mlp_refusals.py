@@ -304,7 +304,7 @@ def test_scales_of_512_fit_both_announcements(announced: bool) -> None:
 
 def test_matmul_config_of_another_problem_is_refused() -> None:
     config = MlpBwdMatmulConfig(phase1_down_proj=SMALL_MATMUL)
-    with pytest.raises(ConfigError, match=r"phase1_down_proj must be a configuration for M, K, N = \(64, 128, 256\)"):
+    with pytest.raises(ConfigError, match="phase1_down_proj must be "):
         mlp_backward_mxfp8_nki(**backward_arguments(), matmul_config=config)
     plain = mlp_backward_mxfp8_nki(**backward_arguments())
     tuned = mlp_backward_mxfp8_nki(**backward_arguments(), matmul_config=config, run_with_lnc2=False)
