@@ -313,3 +313,16 @@ def test_two_processes_log_what_both_did(tmp_path: Path, repo_root: Path) -> Non
             for measure, value in figures.items():
                 # DDP adds the gradients of two halves, which rounds otherwise than one sum.
                 assert written[2][0]["health"][name]["weights"][tensor][measure] == pytest.approx(value, rel=1e-3)
+
+
+@pytest.mark.parametrize(("training", "grad", "counted"), [(True, True, 18), (True, False, 0), (False, True, 0)])
+def test_only_training_forwards_are_counted(training: bool, grad: bool, counted: int) -> None:
+    model = tiny_model("mixtral")
+    patch_model(model)
+    monitor = TrainingMonitor(model)
+    monitor.attach()
+    with torch.set_grad_enabled(grad):
+        model.train(training)(tokens())
+    assert int(monitor.tokens) == counted
+    assert {int(count.load_E.sum()) for count in monitor.counts.values()} == {2 * counted}
+    monitor.detach()
