@@ -21,7 +21,15 @@ MESSAGE_PART = 600
 
 
 class NeuronMoEError(Exception):
-    """Base class of everything this package raises on purpose."""
+    """Base class of everything this package raises on purpose.
+
+    Attributes:
+        where: public function or module that raised it; empty where the message alone says it.
+        argument: name of the offending argument, option or module; likewise.
+    """
+
+    where: str = ""
+    argument: str = ""
 
 
 class ConfigError(NeuronMoEError, ValueError):
@@ -127,7 +135,9 @@ def refuse(
     """
     gap = "" if remedy.startswith("\n") else " "
     argument, expected, told = (printable(text) for text in (argument, expected, str(got)))
-    return kind(f"{where}: {argument} must be {expected}, got {told}.{gap}{printable(remedy)}")
+    error = kind(f"{where}: {argument} must be {expected}, got {told}.{gap}{printable(remedy)}")
+    error.where, error.argument = where, argument
+    return error
 
 
 def printable(text: str, limit: int = MESSAGE_PART) -> str:

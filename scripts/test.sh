@@ -2,9 +2,10 @@
 # Lint, types and tests, in an environment that this script makes when it is missing.
 #
 #   bash scripts/test.sh                  everything
-#   bash scripts/test.sh --fast           without the tests marked slow
+#   bash scripts/test.sh --fast           without the tests marked slow, property tests with the same examples always
 #   bash scripts/test.sh -k swizzle -x    further arguments go to pytest
 #
+# Property tests draw other examples in every run; pytest prints the seed. To draw them again: --hypothesis-seed=SEED.
 # TEST_WORKERS: number of pytest processes (default: one per core, 4 at most; 0 runs in this process, e.g. for --pdb).
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -13,7 +14,10 @@ source scripts/env.sh
 pytest_arguments=()
 for argument in "$@"; do
     case "$argument" in
-        --fast) pytest_arguments+=(-m "not slow") ;;
+        --fast)
+            pytest_arguments+=(-m "not slow")
+            export PROPERTY_EXAMPLES=fixed
+            ;;
         *) pytest_arguments+=("$argument") ;;
     esac
 done

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import secrets
 from pathlib import Path
+from typing import Any
 
 # Before transformers is imported anywhere: no test may depend on what a hub answers today.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -15,8 +17,35 @@ import pytest
 import torch
 
 # No deadline: a shared CI core makes single examples slow, and that is not what these tests are about.
-hypothesis.settings.register_profile("house", deadline=None, derandomize=True, print_blob=True, max_examples=50)
-hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "house"))
+_COMMON = hypothesis.settings(deadline=None, print_blob=True, max_examples=50)
+hypothesis.settings.register_profile("fixed", _COMMON, derandomize=True)
+hypothesis.settings.register_profile("fresh", _COMMON, derandomize=False, database=None)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that rewrites tests/messages.json."""
+    parser.addoption("--update-messages", action="store_true", help="write tests/messages.json anew")
+
+
+@pytest.hookimpl(tryfirst=True)  # before hypothesis reads its option, and before pytest-xdist copies it for its workers
+def pytest_configure(config: pytest.Config) -> None:
+    """Let property tests draw fresh examples from a random seed, or the same ones always (PROPERTY_EXAMPLES=fixed)."""
+    profile = os.environ.get("PROPERTY_EXAMPLES", "fresh")
+    hypothesis.settings.load_profile(profile)
+    if profile == "fresh" and config.option.hypothesis_seed is None:
+        config.option.hypothesis_seed = str(secrets.randbelow(2**32))
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    """Say which examples the property tests draw, and how to draw them again."""
+    seed = config.option.hypothesis_seed
+    return "property tests: " + ("fixed examples" if seed is None else f"fresh examples, --hypothesis-seed={seed}")
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Repeat the seed below the failures, where it is looked for (and where ``-q`` shows it, too)."""
+    if terminalreporter.stats.get("failed"):
+        terminalreporter.write_line(pytest_report_header(config))
 
 
 @pytest.fixture(autouse=True)

@@ -29,7 +29,7 @@ from hf_neuron_moe.convert import (
     disk,
     nonfinite,
 )
-from hf_neuron_moe.errors import ConversionError, ShapeError
+from hf_neuron_moe.errors import ConversionError, ShapeError, VerificationError
 
 
 def kinds(model_dir: Path, tmp_path: Path) -> dict[str, list[object]]:
@@ -322,6 +322,7 @@ def test_the_command_line_offers_what_the_library_takes():
 def test_exit_codes_are_distinct_and_chosen_by_class():
     assert len({code.code for code in EXIT_CODES}) == len(EXIT_CODES)
     assert exit_code_of(ConversionError("x")) is exit_codes.REFUSED
+    assert exit_code_of(VerificationError("x")) is exit_codes.VERIFY
     assert exit_code_of(ShapeError("x")) is exit_codes.REFUSED
     assert exit_code_of(PermissionError("x")) is exit_codes.DISK
     assert exit_code_of(RuntimeError("x")) is exit_codes.INTERNAL

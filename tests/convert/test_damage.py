@@ -52,6 +52,12 @@ def shift_offsets(header: dict) -> None:
     header[name]["data_offsets"] = [offset + 2 for offset in header[name]["data_offsets"]]
 
 
+def forget(header: dict) -> None:
+    """Leave the tensor out whose data come first."""
+    names = [name for name in header if name != "__metadata__"]
+    del header[min(names, key=lambda name: header[name]["data_offsets"])]
+
+
 def edit_index(folder: Path, change: Callable[[dict[str, str]], None]) -> None:
     """Change the index's weight map."""
     content = json.loads((folder / INDEX).read_text())
@@ -103,6 +109,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
         "{shard}: header length",
     ),
     "wrong offsets": (lambda folder: edit_header(first_shard(folder), shift_offsets), "{shard}: .*data_offsets"),
+    "hole in the data": (lambda folder: edit_header(first_shard(folder), forget), "{shard}: .*data_offsets"),
     "missing shard": (lambda folder: first_shard(folder).unlink(), "{shard}"),
     "missing tensor": (
         lambda folder: edit_index(folder, lambda index: index.update({"model.ghost": first_shard(folder).name})),

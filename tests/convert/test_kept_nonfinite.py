@@ -16,6 +16,7 @@ from hf_neuron_moe.convert import (
     finalize_checkpoint,
     nonfinite_note,
     read_manifest,
+    relayout,
 )
 from hf_neuron_moe.convert.verify import verify_checkpoint
 from hf_neuron_moe.errors import SourceDamageError
@@ -99,3 +100,11 @@ def test_the_command_tells(checkpoint, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["hf-neuron-moe", *command, str(tmp_path / "two"), "--json"])
     main()
     assert json.loads(capsys.readouterr().out)["nonfinite_values"] == 6
+
+
+def test_kept_values_of_all_reads_of_a_tensor_are_counted(checkpoint, tmp_path, monkeypatch):
+    source = checkpoint("mixtral")
+    spoil(source)
+    monkeypatch.setattr(relayout, "READ_BYTES", 1 << 10)  # a few rows at a time
+    manifest = convert_checkpoint(source, tmp_path / "dst", TARGETS[0], on_nonfinite="keep")
+    assert manifest is not None and manifest.nonfinite == COUNTS

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import Tensor
@@ -15,7 +17,7 @@ from hf_neuron_moe.kernels.moe_types import (
     ShardOption229,
 )
 from hf_neuron_moe.kernels.routing import build_block_plan, expert_mask, masked_affinities
-from tests.refusals import Arguments, BrokenCall, Case, bf16
+from tests.refusals import Arguments, BrokenCall, Case, bf16, named, refused
 
 T, H, I, E, B = 20, 128, 64, 3, 128  # noqa: E741
 
@@ -51,30 +53,30 @@ def buffers(**changes: Tensor) -> Arguments:
 
 
 OPERANDS: list[Case] = [
-    (ConfigError, "down_proj_act_checkpoint must be given with AFFINITY_ON_H", {"down_proj_act_checkpoint": None}),
-    (ShapeError, r"down_proj_bias must be of shape \[E, H\]", {"down_proj_bias": bf16(H)}),
-    (DTypeError, "down_proj_bias must be a tensor of dtype", {"down_proj_bias": [0.0]}),
+    (ConfigError, "down_proj_act_checkpoint", {"down_proj_act_checkpoint": None}),
+    (ShapeError, "down_proj_bias", {"down_proj_bias": bf16(H)}),
+    (DTypeError, "down_proj_bias", {"down_proj_bias": [0.0]}),
     (
         DTypeError,
-        "output_hidden_states_grad must be a tensor.*None.*is required",
+        "output_hidden_states_grad",
         {"output_hidden_states_grad": None},
     ),
-    (ShapeError, "token_position_to_id must be of size N", {"token_position_to_id": torch.zeros(3, dtype=torch.int32)}),
-    (ShapeError, "token_position_to_id must be made of ids -1..20", {"ids": T + 1}),
-    (ShapeError, "token_position_to_id must be made of tokens that occur once per expert", {"ids": 6}),
-    (ShapeError, "block_to_expert must be made of ids 0..2", {"block_to_expert": torch.tensor([0, 1, 3])}),
-    (ShapeError, "block_to_expert must be made of ids 0..2", {"block_to_expert": torch.tensor([0, 1, -1])}),
+    (ShapeError, "token_position_to_id", {"token_position_to_id": torch.zeros(3, dtype=torch.int32)}),
+    (ShapeError, "token_position_to_id", {"ids": T + 1}),
+    (ShapeError, "token_position_to_id", {"ids": 6}),
+    (ShapeError, "block_to_expert", {"block_to_expert": torch.tensor([0, 1, 3])}),
+    (ShapeError, "block_to_expert", {"block_to_expert": torch.tensor([0, 1, -1])}),
 ]
 OPTIONS: list[Case] = [
-    (ConfigError, "shard_option must be a member of ShardOption .*'SHARD'", {"shard_option": "SHARD"}),
-    (ConfigError, "affinity_option must be a member of AffinityOption", {"affinity_option": 1}),
-    (ConfigError, "kernel_type_option must be a member of KernelTypeOption", {"kernel_type_option": "DROP"}),
-    (ConfigError, "activation_type must be a member of ActFnType .*'ReLU'", {"activation_type": "ReLU"}),
-    (ConfigError, "clamp_limits must be a ClampLimits or None", {"clamp_limits": (7, -7, 7, -7)}),
-    (ConfigError, "skip_dma must be a SkipMode or None, got True", {"skip_dma": True}),
-    (ConfigError, "bias must be True or False, got a Tensor", {"bias": bf16(E, H)}),
+    (ConfigError, "shard_option", {"shard_option": "SHARD"}),
+    (ConfigError, "affinity_option", {"affinity_option": 1}),
+    (ConfigError, "kernel_type_option", {"kernel_type_option": "DROP"}),
+    (ConfigError, "activation_type", {"activation_type": "ReLU"}),
+    (ConfigError, "clamp_limits", {"clamp_limits": (7, -7, 7, -7)}),
+    (ConfigError, "skip_dma", {"skip_dma": True}),
+    (ConfigError, "bias", {"bias": bf16(E, H)}),
     *(
-        (ConfigError, f"{name} must be True or False, got 'no'", {name: "no"})
+        (ConfigError, name, {name: "no"})
         for name in (
             "is_tensor_update_accumulating",
             "skip_grad_initialization",
@@ -83,65 +85,64 @@ OPTIONS: list[Case] = [
             "device_limits",
         )
     ),
-    (ConfigError, "blocking_params must be None or made of DownProj.*got 3. ", {"blocking_params": 3}),
-    (ConfigError, "blocking_params must be .*positive counts", {"blocking_params": (HiddenGradBlocking(block_h=0),)}),
-    (ConfigError, "compute_dtype must be torch.bfloat16 or torch.float32", {"compute_dtype": torch.float16}),
-    (ConfigError, "convention must be 'device' or 'golden'", {"convention": "numpy"}),
-    (ConfigError, "release must be None or one of 2.29, 2.31", {"release": "2.30"}),
-    (ShapeError, "block_size must be a positive int, got 128.0", {"block_size": 128.0}),
-    (ShapeError, "block_tile_size must be a positive int, got 0", {"block_tile_size": 0}),
-    (ShapeError, "block_tile_size must be a divisor of block_size = 128, got 48", {"block_tile_size": 48}),
+    (ConfigError, "blocking_params", {"blocking_params": 3}),
+    (ConfigError, "blocking_params", {"blocking_params": (HiddenGradBlocking(block_h=0),)}),
+    (ConfigError, "compute_dtype", {"compute_dtype": torch.float16}),
+    (ConfigError, "convention", {"convention": "numpy"}),
+    (ConfigError, "release", {"release": "2.30"}),
+    (ShapeError, "block_size", {"block_size": 128.0}),
+    (ShapeError, "block_tile_size", {"block_tile_size": 0}),
+    (ShapeError, "block_tile_size", {"block_tile_size": 48}),
     (
         ShapeError,
-        "block_to_expert must be 0..2 with kernel_type_option DROPPING",
+        "block_to_expert",
         {"kernel_type_option": "DROPPING", "block_to_expert": torch.tensor([0, 2, 1]), "device_limits": False},
     ),
-    (ConfigError, "is_tensor_update_accumulating must be True", {"is_tensor_update_accumulating": False}),
+    (ConfigError, "is_tensor_update_accumulating", {"is_tensor_update_accumulating": False}),
 ]
 BUFFERS: list[Case] = [
-    (ConfigError, "accumulation_dtype must be not lower .*hidden_states_grad_out is fp32",
+    (ConfigError, "accumulation_dtype",
      buffers(hidden_states_grad_out=torch.ones(T + 1, H)) | {"accumulation_dtype": torch.bfloat16}),
-    (ConfigError, "accumulation_dtype must be None, torch.bfloat16", buffers() | {"accumulation_dtype": torch.float16}),
-    (ConfigError, "skip_grad_initialization must be False without down_proj_weight_grad_out",
+    (ConfigError, "accumulation_dtype", buffers() | {"accumulation_dtype": torch.float16}),
+    (ConfigError, "skip_grad_initialization",
      {**buffers(), "down_proj_weight_grad_out": None}),
-    (ShapeError, r"down_proj_weight_grad_out must be of shape \[E, I, H\]",
+    (ShapeError, "down_proj_weight_grad_out",
      buffers(down_proj_weight_grad_out=bf16(E, H, I))),
-    (ShapeError, "gate_up_proj_weight_grad_out must be contiguous",
+    (ShapeError, "gate_up_proj_weight_grad_out",
      buffers(gate_up_proj_weight_grad_out=bf16(E, 2, I, H).permute(0, 3, 1, 2))),
-    (DTypeError, "hidden_states_grad_out must be a tensor of dtype",
+    (DTypeError, "hidden_states_grad_out",
      buffers(hidden_states_grad_out=torch.ones(T + 1, H).half())),
-    (DeviceError, "down_proj_weight_grad_out must be on cpu",
+    (DeviceError, "down_proj_weight_grad_out",
      buffers(down_proj_weight_grad_out=bf16(E, I, H).to("meta"))),
 ]  # fmt: skip
 LIMITS: list[Case] = [
-    (ConfigError, "shard_option must be SHARD_ON_FREE or SHARD_ON_BLOCK with AFFINITY_ON_H", {"release": "2.31"}),
-    (ConfigError, "shard_option must be one of SHARD_ON_FREE", {"shard_option": "AUTO", "release": "2.31"}),
-    (ConfigError, "shard_option must be one of SHARD_ON_FREE",
+    (ConfigError, "shard_option", {"release": "2.31"}),
+    (ConfigError, "shard_option", {"shard_option": "AUTO", "release": "2.31"}),
+    (ConfigError, "shard_option",
      {"shard_option": ShardOption229.BASELINE_LNC1, "affinity_option": "AFFINITY_ON_I"}),
-    (ConfigError, "shard_option must be one of AUTO", {"shard_option": "SHARD_ON_BLOCK", "release": "2.29"}),
-    (ConfigError, "affinity_option must be AFFINITY_ON_H .AFFINITY_ON_I is ignored",
+    (ConfigError, "shard_option", {"shard_option": "SHARD_ON_BLOCK", "release": "2.29"}),
+    (ConfigError, "affinity_option",
      {"affinity_option": "AFFINITY_ON_I", "release": "2.29"}),
-    (ConfigError, "accumulation_dtype must be left out .it came with a later release",
+    (ConfigError, "accumulation_dtype",
      {"accumulation_dtype": torch.float32, "release": "2.29"}),
-    (ConfigError, "skip_gate_proj must be left out", {"skip_gate_proj": True, "release": "2.29"}),
-    (ConfigError, "activation_type must be one of SiLU, Swish .device limit of nki-library 2.29",
+    (ConfigError, "skip_gate_proj", {"skip_gate_proj": True, "release": "2.29"}),
+    (ConfigError, "activation_type",
      {"activation_type": "SquaredReLU", "release": "2.29"}),
-    (ConfigError, "activation_type must be one of SiLU, Swish, SquaredReLU",
+    (ConfigError, "activation_type",
      {"activation_type": "GELU", "shard_option": "SHARD_ON_FREE"}),
-    (ShapeError, "block_size must be one of .128, 256, 512, 1024, 2048, 4096",
+    (ShapeError, "block_size",
      {"small_block": 64, "shard_option": "SHARD_ON_FREE"}),
-    (ShapeError, "block_size must be one of .128, 256, 512, 1024. ", {"small_block": 2048, "release": "2.29"}),
-    (ShapeError, "H of hidden_states must be a multiple of 64 .32 per core", {"hidden": 96}),
-    (ShapeError, "I of gate_up_proj_weight must be a multiple of 64", {"inner": 96, "small_block": 256}),
-    (ShapeError, "I of gate_up_proj_weight must be a multiple of 64", {"inner": 96, "release": "2.29"}),
-    (ShapeError, "I of gate_up_proj_weight must be a multiple of 64",
+    (ShapeError, "block_size", {"small_block": 2048, "release": "2.29"}),
+    (ShapeError, "H of hidden_states", {"hidden": 96}),
+    (ShapeError, "I of gate_up_proj_weight", {"inner": 96, "small_block": 256}),
+    (ShapeError, "I of gate_up_proj_weight", {"inner": 96, "release": "2.29"}),
+    (ShapeError, "I of gate_up_proj_weight",
      {"inner": 33, "shard_option": "SHARD_ON_FREE"}),
-    (ConfigError, "clamp_limits.linear_clamp_upper_limit must be a bf16 number.*got 0.7. "
-     "Use the bf16 value of the limit, 0.69921875, in forward and backward", {"clamp_limits": ClampLimits(0.7)}),
-    (ConfigError, "kernel_type_option must be DROPLESS .no release's kernel has dropping",
+    (ConfigError, "clamp_limits.linear_clamp_upper_limit", {"clamp_limits": ClampLimits(0.7)}),
+    (ConfigError, "kernel_type_option",
      {"kernel_type_option": "DROPPING", "dropping": True}),
     *(
-        (ConfigError, "kernel_type_option must be DROPLESS",
+        (ConfigError, "kernel_type_option",
          {"kernel_type_option": "DROPPING", "dropping": True, "release": release, "shard_option": shard})
         for release, shard in (("2.29", "AUTO"), ("2.31", "SHARD_ON_FREE"))
     ),
@@ -160,14 +161,20 @@ def change(change: Arguments) -> Arguments:
     return arguments | change
 
 
-@pytest.mark.parametrize(("kind", "message", "spoiled"), [*OPERANDS, *OPTIONS, *BUFFERS, *LIMITS])
-def test_refused(kind: type[NeuronMoEError], message: str, spoiled: Arguments) -> None:
-    BrokenCall(blockwise_mm_bwd, lambda: change(spoiled), kind, f"^blockwise_mm_bwd: {message}", {}).check()
+CALLS = named(
+    BrokenCall(blockwise_mm_bwd, functools.partial(change, spoiled), kind, argument, {})
+    for kind, argument, spoiled in (*OPERANDS, *OPTIONS, *BUFFERS, *LIMITS)
+)
 
 
-@pytest.mark.parametrize(("kind", "message", "spoiled"), [case for case in LIMITS if "release" not in case[2]])
+@pytest.mark.parametrize("call", CALLS)
+def test_refused(call: BrokenCall) -> None:
+    call.check()
+
+
+@pytest.mark.parametrize(("kind", "argument", "spoiled"), [case for case in LIMITS if "release" not in case[2]])
 def test_limits_are_the_devices_and_not_the_mathematics(
-    kind: type[NeuronMoEError], message: str, spoiled: Arguments
+    kind: type[NeuronMoEError], argument: str, spoiled: Arguments
 ) -> None:
     """Lifted by device_limits=False, absent in fp32, and there on request."""
     arguments = change(spoiled)
@@ -178,8 +185,7 @@ def test_limits_are_the_devices_and_not_the_mathematics(
     }
     assert blockwise_mm_bwd(**arguments)[0].dtype == torch.float32
     if "clamp_limits" not in spoiled:  # fp32 checkpoints hold any limit
-        with pytest.raises(kind, match=message):
-            blockwise_mm_bwd(**arguments, device_limits=True)
+        refused(kind, argument, blockwise_mm_bwd, **arguments, device_limits=True)
 
 
 @pytest.mark.parametrize(

@@ -34,9 +34,9 @@ def old_384(name: str) -> Arguments:
 
 
 OLD_BACKWARD: list[Case] = [
-    (ConfigError, "mx_scale_rule must be one of neuron, floor", {"mx_scale_rule": "flor"}),
+    (ConfigError, "mx_scale_rule", {"mx_scale_rule": "flor"}),
     *[
-        (ShapeError, rf"{name} must be of shape \[", {name: bf16(size + 128, other)})
+        (ShapeError, name, {name: bf16(size + 128, other)})
         for name, size, other in (
             ("output_hidden_states_grad", S, H),
             ("hidden_states", S, H),
@@ -49,44 +49,44 @@ OLD_BACKWARD: list[Case] = [
             ("hidden_T", I, S),
         )
     ],
-    (ShapeError, r"down_proj_weight_T must be of shape \[I, H\]", {"down_proj_weight_T": bf16(I, 2 * H)}),
-    (ConfigError, "gate_weight_is_swizzled must be True or False, got 1", {"gate_weight_is_swizzled": 1}),
-    (ConfigError, "run_with_lnc2 must be True or False", {"run_with_lnc2": 2}),
-    (ShapeError, "S of output_hidden_states_grad must be a positive multiple of 2", old_arguments(S=127)),
-    (ShapeError, "I of down_proj_weight_T must be a positive multiple of 2", old_arguments(I=127)),
-    (ShapeError, "H of output_grad_T must be a positive multiple of 2", old_arguments(H=127)),
-    (ShapeError, "H of output_hidden_states_grad must be a positive multiple of 128", old_arguments(H=96)),
+    (ShapeError, "down_proj_weight_T", {"down_proj_weight_T": bf16(I, 2 * H)}),
+    (ConfigError, "gate_weight_is_swizzled", {"gate_weight_is_swizzled": 1}),
+    (ConfigError, "run_with_lnc2", {"run_with_lnc2": 2}),
+    (ShapeError, "S of output_hidden_states_grad", old_arguments(S=127)),
+    (ShapeError, "I of down_proj_weight_T", old_arguments(I=127)),
+    (ShapeError, "H of output_grad_T", old_arguments(H=127)),
+    (ShapeError, "H of output_hidden_states_grad", old_arguments(H=96)),
     (
         ShapeError,
-        "H of down_proj_weight_T must be a positive multiple of 128",
+        "H of down_proj_weight_T",
         old_arguments(H=96) | {"output_hidden_states_grad": swizzle(bf16(S, 96)), "output_grad_is_swizzled": True},
     ),
-    (ShapeError, "I of down_proj_weight_T must be a positive multiple of 128 .the kernel always", old_arguments(I=96)),
-    (ShapeError, "S of output_hidden_states_grad must be a positive multiple of 128 .the kernel", old_arguments(S=96)),
-    (ShapeError, r"gate_proj_weight_T must be of shape \[H, I\]", {"gate_proj_weight_T": bf16(I, H)}),
-    (ShapeError, r"hidden_T must be of shape \[I, S\]", {"hidden_T": bf16(S, I)}),
-    (ShapeError, r"hidden must be of shape \[S, I\]", {"hidden": bf16(S, H)}),
-    (DTypeError, "up must be a tensor of dtype bfloat16", {"up": torch.ones(S, I)}),
+    (ShapeError, "I of down_proj_weight_T", old_arguments(I=96)),
+    (ShapeError, "S of output_hidden_states_grad", old_arguments(S=96)),
+    (ShapeError, "gate_proj_weight_T", {"gate_proj_weight_T": bf16(I, H)}),
+    (ShapeError, "hidden_T", {"hidden_T": bf16(S, I)}),
+    (ShapeError, "hidden", {"hidden": bf16(S, H)}),
+    (DTypeError, "up", {"up": torch.ones(S, I)}),
     (
         ShapeError,
-        r"silu_up_mul_gate_grad_T_scratch must be of shape \[2I, S\]",
+        "silu_up_mul_gate_grad_T_scratch",
         {"silu_up_mul_gate_grad_T_scratch": bf16(S, 2 * I)},
     ),
     (
         DTypeError,
-        "d_gate_scratch must be a tensor of dtype bfloat16, got torch.float32",
+        "d_gate_scratch",
         {"d_gate_scratch": torch.ones(S, I)},
     ),
-    (ConfigError, "phase3_tiles_m must be a positive integer, got -1", {"phase3_tiles_m": -1}),
-    (ConfigError, "fp8_x4_dtype must be float8_e4m3fn_x4", {"fp8_x4_dtype": None}),
+    (ConfigError, "phase3_tiles_m", {"phase3_tiles_m": -1}),
+    (ConfigError, "fp8_x4_dtype", {"fp8_x4_dtype": None}),
     (
         ConfigError,
-        "down_weight_scales must be in the layout that use_scale_packing=True",
+        "down_weight_scales",
         {"down_proj_weight_T": x4(I, H), "down_weight_scales": to_oversized(quantize_mx(bf16(I, H)).scales)},
     ),
     (
         DTypeError,
-        "output_hidden_states_grad must be of dtype int32.*Bytes do not say",
+        "output_hidden_states_grad",
         {
             "output_hidden_states_grad": quantize_mx(bf16(S, H)).codes,
             "output_grad_scales": to_packed(quantize_mx(bf16(S, H)).scales),
@@ -94,12 +94,12 @@ OLD_BACKWARD: list[Case] = [
     ),
     (
         DTypeError,
-        "hidden_states must be a tensor of dtype bfloat16, got torch.float16",
+        "hidden_states",
         {"hidden_states": bf16(S, H).half()},
     ),
-    (DeviceError, "hidden_T must be on cpu", {"hidden_T": bf16(I, S, device="meta")}),
+    (DeviceError, "hidden_T", {"hidden_T": bf16(I, S, device="meta")}),
     *[
-        (ConfigError, f"{name} must be raw like .*exactly 384", old_384(name))
+        (ConfigError, name, old_384(name))
         for name in (
             "output_hidden_states_grad",
             "down_proj_weight_T",
@@ -115,7 +115,10 @@ OLD_BACKWARD: list[Case] = [
 ]
 
 
-@pytest.mark.parametrize("call", broken_calls([(mlp_backward_mxfp8_nki_2_30, old_arguments, OLD_BACKWARD)]))
+CALLS = broken_calls([(mlp_backward_mxfp8_nki_2_30, old_arguments, OLD_BACKWARD)])
+
+
+@pytest.mark.parametrize("call", CALLS)
 def test_refused(call: BrokenCall) -> None:
     call.check()
 

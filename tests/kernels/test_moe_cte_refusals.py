@@ -39,81 +39,81 @@ from tests.kernels.moe_cte_calls import (
     spec,
     static_mx,
 )
-from tests.refusals import BrokenCall, Case, Suite, broken_calls
+from tests.refusals import BrokenCall, Case, Suite, broken_calls, refused
 
 TENSORS: list[Case] = [
-    (DTypeError, "hidden_states must be a tensor of dtype bfloat16 or float32, got torch.float16",
+    (DTypeError, "hidden_states",
      arguments() | {"hidden_states": torch.ones(2, H).half()}),
-    (ShapeError, r"hidden_states must be of shape \[T', H\]", arguments() | {"hidden_states": bf16(1, T + 1, H)}),
-    (DTypeError, "expert_affinities_masked must be a tensor of dtype bfloat16 or float32",
+    (ShapeError, "hidden_states", arguments() | {"hidden_states": bf16(1, T + 1, H)}),
+    (DTypeError, "expert_affinities_masked",
      arguments() | {"expert_affinities_masked": torch.ones((T + 1) * E, 1, dtype=torch.int32)}),
-    (ShapeError, r"expert_affinities_masked must be of shape \[T' \* E, 1\]",
+    (ShapeError, "expert_affinities_masked",
      arguments() | {"expert_affinities_masked": torch.ones(T * E, 1)}),
-    (DTypeError, "gate_up_proj_weight must be a tensor of dtype bfloat16 or float32 or float8_e4m3fn",
+    (DTypeError, "gate_up_proj_weight",
      arguments() | {"gate_up_proj_weight": bf16(E, H, 2, I).to(torch.float8_e5m2)}),
-    (ShapeError, r"gate_up_proj_weight must be of shape \[E, H, 2, I\]",
+    (ShapeError, "gate_up_proj_weight",
      arguments() | {"gate_up_proj_weight": bf16(E, H, 2 * I)}),
-    (DTypeError, "down_proj_weight must be a tensor of dtype bfloat16, got torch.float32",
+    (DTypeError, "down_proj_weight",
      arguments() | {"down_proj_weight": torch.ones(E, I, H)}),
-    (ShapeError, r"down_proj_weight must be of shape \[E, I, H\]", arguments() | {"down_proj_weight": bf16(E, H, I)}),
-    (DTypeError, "token_position_to_id must be a tensor of dtype int32 or int64",
+    (ShapeError, "down_proj_weight", arguments() | {"down_proj_weight": bf16(E, H, I)}),
+    (DTypeError, "token_position_to_id",
      arguments() | {"token_position_to_id": torch.ones(2 * B)}),
-    (ShapeError, "token_position_to_id must be of size N", arguments() | {"block_size": 512}),
-    (DTypeError, "block_to_expert must be a tensor of dtype int32", arguments() | {"block_to_expert": torch.ones(2)}),
-    (ShapeError, r"block_to_expert must be made of ids 0\.\.1",
+    (ShapeError, "token_position_to_id", arguments() | {"block_size": 512}),
+    (DTypeError, "block_to_expert", arguments() | {"block_to_expert": torch.ones(2)}),
+    (ShapeError, "block_to_expert",
      arguments() | {"block_to_expert": torch.tensor([0, 3], dtype=torch.int32)}),
-    (ShapeError, "block_size must be a positive int, got 256.0", arguments() | {"block_size": 256.0}),
-    (ShapeError, "block_size must be a positive int, got 0", arguments() | {"block_size": 0}),
-    (DeviceError, "down_proj_weight must be on cpu", arguments() | {"down_proj_weight": bf16(E, I, H, device="meta")}),
+    (ShapeError, "block_size", arguments() | {"block_size": 256.0}),
+    (ShapeError, "block_size", arguments() | {"block_size": 0}),
+    (DeviceError, "down_proj_weight", arguments() | {"down_proj_weight": bf16(E, I, H, device="meta")}),
 ]  # fmt: skip
 PAIRS: list[Case] = [
-    (ConfigError, "down_proj_bias must be given together with gate_and_up_proj_bias",
+    (ConfigError, "down_proj_bias",
      arguments() | {"gate_and_up_proj_bias": bf16(E, 2, I)}),
-    (ConfigError, "gate_and_up_proj_bias must be given together with down_proj_bias",
+    (ConfigError, "gate_and_up_proj_bias",
      arguments() | {"down_proj_bias": bf16(E, H)}),
-    (ShapeError, r"gate_and_up_proj_bias must be of shape \[E, 2, I\]",
+    (ShapeError, "gate_and_up_proj_bias",
      arguments() | BIASES | {"gate_and_up_proj_bias": bf16(E, 2 * I)}),
-    (ShapeError, r"down_proj_bias must be of shape \[E, H\]", arguments() | BIASES | {"down_proj_bias": bf16(E, I)}),
-    (DTypeError, "down_proj_bias must be a tensor of dtype",
+    (ShapeError, "down_proj_bias", arguments() | BIASES | {"down_proj_bias": bf16(E, I)}),
+    (DTypeError, "down_proj_bias",
      arguments() | BIASES | {"down_proj_bias": torch.ones(E, H).half()}),
-    (ConfigError, "down_proj_scale must be given together with gate_up_proj_scale",
+    (ConfigError, "down_proj_scale",
      arguments() | {"gate_up_proj_scale": torch.ones(E, 1, 2 * I)}),
-    (ConfigError, "gate_up_proj_scale must be given together with down_proj_scale",
+    (ConfigError, "gate_up_proj_scale",
      arguments() | {"quantization_config": QuantizationConfig(None, torch.ones(E, 1, H))}),
-    (ConfigError, "down_in_scale must be given together with gate_up_in_scale",
+    (ConfigError, "down_in_scale",
      arguments() | fp8_scales() | {"gate_up_in_scale": torch.ones(T + 1, 1)}),
-    (ConfigError, "gate_up_in_scale must be given together with gate_up_proj_scale and down_proj_scale",
+    (ConfigError, "gate_up_in_scale",
      arguments() | {"gate_up_in_scale": torch.ones(T + 1, 1), "down_in_scale": torch.ones(T + 1, 1)}),
-    (ConfigError, "gate_up_proj_scale must be given with float8 weights",
+    (ConfigError, "gate_up_proj_scale",
      arguments() | {"gate_up_proj_weight": fp8(E, H, 2, I), "down_proj_weight": fp8(E, I, H)}),
 ]  # fmt: skip
 SCALES: list[Case] = [
-    (ShapeError, r"gate_up_proj_scale must be of shape \[E,1,2I\]",
+    (ShapeError, "gate_up_proj_scale",
      arguments() | fp8_scales() | {"gate_up_proj_scale": torch.ones(E, 2 * I)}),
-    (ShapeError, r"down_proj_scale must be of shape \[E,1,H\].*got \[2, 128, 4\]",
+    (ShapeError, "down_proj_scale",
      arguments() | fp8_scales() | {"down_proj_scale": torch.ones(E, 128, H // 128)}),
-    (DTypeError, "down_proj_scale must be a tensor of dtype float32",
+    (DTypeError, "down_proj_scale",
      arguments() | fp8_scales() | {"down_proj_scale": torch.ones(E, 1, H).half()}),
-    (ShapeError, r"gate_up_in_scale must be of shape \[T', 1\] or \[E, 2, 1\]",
+    (ShapeError, "gate_up_in_scale",
      arguments() | fp8_scales() | {"gate_up_in_scale": torch.ones(T, 1), "down_in_scale": torch.ones(T + 1, 1)}),
-    (ShapeError, r"down_in_scale must be of shape \[T', 1\] or \[E, 1\], as gate_up_in_scale",
+    (ShapeError, "down_in_scale",
      arguments() | fp8_scales() | {"gate_up_in_scale": torch.ones(E, 2, 1), "down_in_scale": torch.ones(T + 1, 1)}),
-    (ShapeError, "I of gate_up_proj_scale must be a positive multiple of 256",
+    (ShapeError, "I of gate_up_proj_scale",
      arguments() | {"gate_up_proj_scale": torch.ones(E, 2, 2, 1, 128), "down_proj_scale": torch.ones(E, 1, 2, 128)}),
-    (ShapeError, r"down_proj_scale must be of shape \[E, I/256, H/256, 128\]",
+    (ShapeError, "down_proj_scale",
      arguments(inner=256)
      | {"gate_up_proj_scale": torch.ones(E, 2, 2, 1, 128), "down_proj_scale": torch.ones(E, 2, 1, 128)}),
-    (ShapeError, "gate_up_proj_scale must be 128 copies of each block's scale",
+    (ShapeError, "gate_up_proj_scale",
      arguments(inner=256)
      | {"gate_up_proj_scale": torch.rand(E, 2, 2, 1, 128), "down_proj_scale": torch.ones(E, 1, 2, 128)}),
-    (DTypeError, "gate_up_proj_weight must be made of magnitudes up to 240",
+    (DTypeError, "gate_up_proj_weight",
      arguments() | fp8_scales()
      | {"gate_up_proj_weight": fp8(E, H, 2, I, value=256), "down_proj_weight": fp8(E, I, H)}),
 ]  # fmt: skip
 OPTIONS: list[Case] = [
-    (ConfigError, "spec must be a MoECTESpec, got 'shard_on_i'", arguments() | {"spec": "shard_on_i"}),
+    (ConfigError, "spec", arguments() | {"spec": "shard_on_i"}),
     *(
-        (ConfigError, f"{name} must be None or a number that is not NaN, got {got}", arguments() | {name: value})
+        (ConfigError, name, arguments() | {name: value})
         for name, value, got in (
             ("gate_clamp_upper_limit", "7", "'7'"),
             ("gate_clamp_lower_limit", float("nan"), "nan"),
@@ -122,80 +122,80 @@ OPTIONS: list[Case] = [
         )
     ),
     *(
-        (ConfigError, f"{name} must be True or False, got 'no'", arguments() | {name: "no"})
+        (ConfigError, name, arguments() | {name: "no"})
         for name in ("is_tensor_update_accumulating", "skip_gate_proj", "device_limits")
     ),
     *(
-        (ConfigError, f"quantization_config must be a QuantizationConfig or None, got a {type(value).__name__}",
+        (ConfigError, "quantization_config",
          arguments() | {"quantization_config": value})
         for value in ({}, {"gate_up_proj_scale": None}, (None, None))
     ),
-    (ConfigError, "mx_scale_rule must be left at its default without online MX quantization, got 'floor'",
+    (ConfigError, "mx_scale_rule",
      arguments() | {"mx_scale_rule": "floor"}),
-    (ConfigError, "mx_scale_rule must be left at its default without online", static_mx() | {"mx_scale_rule": "floor"}),
-    (ConfigError, "activation_function must be a member of ActFnType .*Did you mean 'SiLU'",
+    (ConfigError, "mx_scale_rule", static_mx() | {"mx_scale_rule": "floor"}),
+    (ConfigError, "activation_function",
      arguments() | {"activation_function": "SiLu"}),
-    (ConfigError, "expert_affinities_scaling_mode must be a member of ExpertAffinityScaleMode",
+    (ConfigError, "expert_affinities_scaling_mode",
      arguments() | {"expert_affinities_scaling_mode": 1}),
-    (ConfigError, "skip_dma must be a SkipMode", arguments() | {"skip_dma": True}),
-    (ConfigError, "compute_dtype must be torch.bfloat16 or torch.float32",
+    (ConfigError, "skip_dma", arguments() | {"skip_dma": True}),
+    (ConfigError, "compute_dtype",
      arguments() | {"compute_dtype": torch.float16}),
-    (ConfigError, "accumulation_dtype must be None, torch.bfloat16 or torch.float32",
+    (ConfigError, "accumulation_dtype",
      arguments() | {"accumulation_dtype": torch.float16}),
-    (ConfigError, "convention must be one of device, golden, got 'kernel'", arguments() | {"convention": "kernel"}),
-    (ConfigError, "mx_scale_rule must be one of neuron", arguments() | {"mx_scale_rule": "nki"}),
-    (ConfigError, "gate_up_activations_T must be None", arguments() | {"gate_up_activations_T": bf16(1)}),
-    (ConfigError, "down_activations must be None", arguments() | {"down_activations": bf16(1)}),
-    (ConfigError, "gate_clamp_upper_limit must be None with skip_gate_proj",
+    (ConfigError, "convention", arguments() | {"convention": "kernel"}),
+    (ConfigError, "mx_scale_rule", arguments() | {"mx_scale_rule": "nki"}),
+    (ConfigError, "gate_up_activations_T", arguments() | {"gate_up_activations_T": bf16(1)}),
+    (ConfigError, "down_activations", arguments() | {"down_activations": bf16(1)}),
+    (ConfigError, "gate_clamp_upper_limit",
      arguments() | {"skip_gate_proj": True, "gate_clamp_upper_limit": 7.0}),
-    (ConfigError, "is_tensor_update_accumulating must be True where a token goes to several experts",
+    (ConfigError, "is_tensor_update_accumulating",
      arguments(top_k=2) | {"is_tensor_update_accumulating": False}),
-    (ShapeError, r"block_to_expert must be 0\.\.E-1 with shard_on_i_dropping",
+    (ShapeError, "block_to_expert",
      arguments() | {"spec": spec("shard_on_i_dropping"), "device_limits": False,
                     "block_to_expert": torch.tensor([0, 0], dtype=torch.int32)}),
     *(
-        (ConfigError, f"spec.shard_on_I.checkpoint_activation must be False with {kind}",
+        (ConfigError, "spec.shard_on_I.checkpoint_activation",
          arguments() | {"spec": spec(kind, checkpoint_activation=True)})
         for kind in ("shard_on_block", "shard_on_i_hybrid")
     ),
 ]  # fmt: skip
 CONDITIONS: list[Case] = [
-    (ShapeError, "conditions must be given with shard_on_i_hybrid", arguments() | {"spec": spec("shard_on_i_hybrid")}),
-    (ShapeError, "conditions must be given with shard_on_i_mx_hybrid",
+    (ShapeError, "conditions", arguments() | {"spec": spec("shard_on_i_hybrid")}),
+    (ShapeError, "conditions",
      mx_arguments("shard_on_i_mx_hybrid") | {"device_limits": False}),
-    (ShapeError, r"conditions must be of length 3 or 4 \(N = 2\), got 2",
+    (ShapeError, "conditions",
      arguments() | {"spec": spec("shard_on_i_hybrid"), "conditions": conditions(2, 2)}),
-    (ShapeError, r"conditions must be of length 4 \(N = 2\), got 3",
+    (ShapeError, "conditions",
      mx_arguments() | {"conditions": conditions(3, 2)}),
-    (ShapeError, "conditions must be zero after the N flags",
+    (ShapeError, "conditions",
      arguments() | {"spec": spec("shard_on_i_hybrid"), "conditions": conditions(3, 3)}),
-    (ShapeError, "conditions must be nonzero for every block with tokens",
+    (ShapeError, "conditions",
      arguments() | {"spec": spec("shard_on_i_hybrid"), "conditions": conditions(3, 1)}),
-    (ConfigError, r"spec.shard_on_I.num_static_block must be 0 to N = 2, got -1",
+    (ConfigError, "spec.shard_on_I.num_static_block",
      arguments() | {"spec": spec("shard_on_i_hybrid", num_static_block=-1), "conditions": conditions(3, 2)}),
     *(
-        (ConfigError, f"spec.shard_on_I.num_static_block must be left at its default with {kind}, got {count}",
+        (ConfigError, "spec.shard_on_I.num_static_block",
          arguments() | {"spec": spec(kind, num_static_block=count)})
         for kind in ("shard_on_i", "shard_on_i_dropping", "shard_on_block")
         for count in (1, -1)
     ),
-    (ConfigError, r"spec.shard_on_I.num_static_block must be 0 to N = 2, got 3",
+    (ConfigError, "spec.shard_on_I.num_static_block",
      arguments() | {"spec": spec("shard_on_i_hybrid", num_static_block=3), "conditions": conditions(3, 2)}),
 ]  # fmt: skip
 HALVES = {"block_sharding_strategy": "HI_LO", "non_overlapping_shards": True}
 STATIC = {"n_static_blocks": 1, "n_dynamic_blocks": 3}
 SCHEDULING: list[Case] = [
     *(
-        (ConfigError, f"spec.shard_on_block.{name} must be a positive int, got 0",
+        (ConfigError, f"spec.shard_on_block.{name}",
          arguments() | {"spec": spec("shard_on_block", **{name: 0})})
         for name in ("n_block_per_iter", "top_k", "ep_degree")
     ),
-    (ConfigError, "spec.shard_on_block.block_sharding_strategy must be PING_PONG",
+    (ConfigError, "spec.shard_on_block.block_sharding_strategy",
      arguments() | {"spec": spec("shard_on_block", block_sharding_strategy=BlockShardStrategy.HI_LO)}),
-    (ConfigError, r"spec.shard_on_block.n_static_blocks must be -1, or between 0 and N = 2",
+    (ConfigError, "spec.shard_on_block.n_static_blocks",
      mx_arguments(n_static_blocks=1, n_dynamic_blocks=55)),
     *(
-        (ConfigError, f"spec.shard_on_block.{name} must be left at its default with {kind}, got .* It is read by shard",
+        (ConfigError, f"spec.shard_on_block.{name}",
          (mx_arguments(kind) if kind.endswith("mx") else arguments()) | {"spec": spec(kind, **{name: value})})
         for kind, names in (
             ("shard_on_i", {"n_block_per_iter": 0, "top_k": 2, "ep_degree": 2, **HALVES, **STATIC}),
@@ -205,69 +205,69 @@ SCHEDULING: list[Case] = [
         )
         for name, value in names.items()
     ),
-    (ConfigError, "is_tensor_update_accumulating must be True with shard_on_block_mx",
+    (ConfigError, "is_tensor_update_accumulating",
      mx_arguments() | {"is_tensor_update_accumulating": False}),
-    (ConfigError, "spec.shard_on_block.quantization_type must be MX or STATIC_MX",
+    (ConfigError, "spec.shard_on_block.quantization_type",
      mx_arguments(quantization_type=QuantizationType.ROW)),
 ]  # fmt: skip
 MX: list[Case] = [
     *(
-        (ConfigError, f"spec.shard_on_block.{name} must be left at its default with shard_on_block, got",
+        (ConfigError, f"spec.shard_on_block.{name}",
          arguments() | {"spec": spec("shard_on_block", **{name: value})})
         for name, value in (
             ("use_packed_scales", True), ("quantization_type", "STATIC_MX"), ("weight_dtype", torch.float8_e5m2),
         )
     ),
     *(
-        (ConfigError, f"expert_affinities_scaling_mode must be POST_SCALE with {kind}, got {mode.name}",
+        (ConfigError, "expert_affinities_scaling_mode",
          mx_arguments(kind) | {"expert_affinities_scaling_mode": mode})
         for kind in ("shard_on_block_mx", "shard_on_i_mx")
         for mode in (Mode.NO_SCALE, Mode.PRE_SCALE, Mode.PRE_SCALE_DELAYED)
     ),
-    (ConfigError, "spec.shard_on_I.expert_affinity_multiply_on_I must be False with shard_on_block_mx",
+    (ConfigError, "spec.shard_on_I.expert_affinity_multiply_on_I",
      mx_arguments(expert_affinity_multiply_on_I=True)),
-    (ConfigError, "skip_gate_proj must be False with shard_on_block_mx", mx_arguments() | {"skip_gate_proj": True}),
-    (ConfigError, "checkpoint_activation must be False with shard_on_block_mx",
+    (ConfigError, "skip_gate_proj", mx_arguments() | {"skip_gate_proj": True}),
+    (ConfigError, "spec.shard_on_I.checkpoint_activation",
      mx_arguments(checkpoint_activation=True)),
-    (ConfigError, "gate_up_proj_scale must be given with shard_on_block_mx",
+    (ConfigError, "gate_up_proj_scale",
      mx_arguments() | {"gate_up_proj_scale": None, "down_proj_scale": None}),
-    (DTypeError, "gate_up_proj_scale must be a tensor of dtype uint8",
+    (DTypeError, "gate_up_proj_scale",
      mx_arguments() | {"gate_up_proj_scale": torch.ones(E, 2, 1)}),
-    (ShapeError, r"gate_up_proj_scale must be of shape \[E, 16, 2, H/512, I\]",
+    (ShapeError, "gate_up_proj_scale",
      mx_arguments() | {"gate_up_proj_scale": torch.ones(E, 128, 1, 2, 64, dtype=torch.uint8)}),
-    (ShapeError, r"down_proj_scale must be of shape \[E, pI/8, ceil\(I/512\), H\]",
+    (ShapeError, "down_proj_scale",
      mx_arguments() | {"down_proj_scale": torch.ones(E, 16, 1, H, dtype=torch.uint8)}),
-    (DTypeError, "gate_up_proj_weight must be a tensor of dtype int32 or uint32",
+    (DTypeError, "gate_up_proj_weight",
      mx_arguments() | {"gate_up_proj_weight": bf16(E, H, 2, 64)}),
-    (ShapeError, r"gate_up_proj_weight must be of shape \[E, 128, 2, H/512, I\]",
+    (ShapeError, "gate_up_proj_weight",
      mx_arguments() | {"gate_up_proj_weight": torch.zeros(E, 128, 2, 2, 64, dtype=torch.int32)}),
-    (ShapeError, r"down_proj_weight must be of shape \[E, pI, ceil\(I/512\), H\]",
+    (ShapeError, "down_proj_weight",
      mx_arguments() | {"down_proj_weight": torch.zeros(E, 128, 1, H, dtype=torch.int32)}),
-    (DTypeError, "down_proj_weight must be a tensor of dtype int32 or uint32",
+    (DTypeError, "down_proj_weight",
      mx_arguments() | {"down_proj_weight": torch.zeros(E, 16, 1, H, dtype=torch.int16)}),
-    (ConfigError, "weight_dtype must be None, torch.float8_e4m3fn or torch.float8_e5m2 with 32-bit words",
+    (ConfigError, "weight_dtype",
      mx_arguments(weight_dtype=torch.bfloat16)),
-    (ConfigError, "weight_dtype must be None with 16-bit words",
+    (ConfigError, "weight_dtype",
      mx_arguments(weight_dtype=torch.float8_e5m2)
      | {"gate_up_proj_weight": torch.zeros(E, 128, 2, 1, 64, dtype=torch.int16)}),
-    (ShapeError, r"gate_and_up_proj_bias must be of shape \[E, pI, 2, ceil\(I/512\), 4\]",
+    (ShapeError, "gate_and_up_proj_bias",
      mx_arguments() | BIASES | {"gate_and_up_proj_bias": bf16(E, 2, 64)}),
-    (ShapeError, "H of hidden_states must be a positive multiple of 512",
+    (ShapeError, "H of hidden_states",
      mx_arguments() | {"hidden_states": bf16(T + 1, 256)}),
-    (ConfigError, "gate_up_in_scale must be None with MX weights",
+    (ConfigError, "gate_up_in_scale",
      mx_arguments() | {"gate_up_in_scale": torch.ones(E, 2, 1)}),
-    (ConfigError, "spec.shard_on_block.use_packed_scales must be left at its default with shard_on_i_mx",
+    (ConfigError, "spec.shard_on_block.use_packed_scales",
      mx_arguments("shard_on_i_mx", quantization_type=QuantizationType.MX) | {
          "spec": spec("shard_on_i_mx", use_packed_scales=True),
          "gate_up_proj_scale": torch.ones(E, 128, 1, 2, 64, dtype=torch.uint8),
          "down_proj_scale": torch.ones(E, 128, 1, H, dtype=torch.uint8)}),
-    (ConfigError, "gate_up_in_scale must be given with quantization_type=STATIC_MX",
+    (ConfigError, "gate_up_in_scale",
      static_mx() | {"gate_up_in_scale": None, "down_in_scale": None}),
-    (ShapeError, r"gate_up_in_scale must be of shape \[E, 2, 1\]",
+    (ShapeError, "gate_up_in_scale",
      static_mx() | {"gate_up_in_scale": torch.ones(T + 1, 1)}),
-    (ShapeError, "gate_up_in_scale must be equal for gate and up",
+    (ShapeError, "gate_up_in_scale",
      static_mx() | {"gate_up_in_scale": torch.tensor([1.0, 2.0]).view(1, 2, 1).expand(E, 2, 1)}),
-    (ShapeError, r"gate_up_proj_scale must be of shape \[E,1,2I\].*\[E,2,1\]",
+    (ShapeError, "gate_up_proj_scale",
      static_mx() | {"gate_up_proj_scale": torch.ones(E, 2)}),
 ]  # fmt: skip
 
@@ -275,7 +275,10 @@ MX: list[Case] = [
 SUITE: Suite = (moe_cte, dict, [*TENSORS, *PAIRS, *SCALES, *OPTIONS, *CONDITIONS, *SCHEDULING, *MX])
 
 
-@pytest.mark.parametrize("call", broken_calls([SUITE]))
+CALLS = broken_calls([SUITE])
+
+
+@pytest.mark.parametrize("call", CALLS)
 def test_refused(call: BrokenCall) -> None:
     call.check()
 
@@ -312,46 +315,43 @@ def test_the_unbroken_calls_are_accepted(given: Arguments) -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "given", "message"),
+    ("call", "given", "argument"),
     [
         (direct.bwmm_shard_on_block, arguments(64), "block_size of the plan"),
-        (direct.blockwise_mm_baseline_shard_intermediate, arguments(1024), "at most 512 with PRE_SCALE"),
+        (direct.blockwise_mm_baseline_shard_intermediate, arguments(1024), "block_size"),
         (
             direct.blockwise_mm_baseline_shard_intermediate,
             arguments() | fp8_scales() | {"is_block_quant": True},
-            "is_block_quant must be False",
+            "is_block_quant",
         ),
         (
             direct.blockwise_mm_baseline_shard_intermediate,
             arguments() | {"gate_up_proj_scale": torch.ones(E, 2, 1), "is_per_tensor": False},
-            "is_per_tensor must be True",
+            "is_per_tensor",
         ),
-        (direct.blockwise_mm_shard_intermediate_dropping, arguments(256), "multiple of 1024"),
+        (direct.blockwise_mm_shard_intermediate_dropping, arguments(256), "block_size of the plan"),
         (
             direct.blockwise_mm_baseline_shard_hidden,
             arguments() | {"down_activations": bf16(1, B, H)},
-            "down_activations must be of shape",
+            "down_activations",
         ),
-        (direct_mx.blockwise_mm_shard_intermediate_mx, mx_arguments(), "must be POST_SCALE with shard_on_i_mx"),
+        (direct_mx.blockwise_mm_shard_intermediate_mx, mx_arguments(), "expert_affinities_scaling_mode"),
         (
             direct_mx.blockwise_mm_shard_intermediate_mx,
             mx_arguments() | {"use_block128_scales": True},
-            "use_block128_scales must be False",
+            "use_block128_scales",
         ),
-        (direct_mx.bwmm_shard_on_block_mx, mx_arguments() | {"block_size": None}, "block_size must be a positive int"),
+        (direct_mx.bwmm_shard_on_block_mx, mx_arguments() | {"block_size": None}, "block_size"),
     ],
 )
-def test_direct_kernels_refuse_under_their_own_name(call: Callable[..., Any], given: Arguments, message: str) -> None:
+def test_direct_kernels_refuse_under_their_own_name(call: Callable[..., Any], given: Arguments, argument: str) -> None:
     given = {name: value for name, value in given.items() if name != "spec"}
     if call is direct.blockwise_mm_baseline_shard_hidden:
         given.pop("activation_function")
-    with pytest.raises(NeuronMoEError, match=f"{call.__name__}: .*{message}"):
-        call(**given)
+    refused(NeuronMoEError, argument, call, **given)
 
 
 def test_options_are_members_or_their_names() -> None:
     assert MoECTESpec("shard_on_i_mx").implementation is MoECTEImplementation.shard_on_i_mx  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="MoECTESpec: implementation must be a member of MoECTEImplementation"):
-        MoECTESpec("shard_on_h")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="ShardOnBlockConfig: block_sharding_strategy must be a member of Block"):
-        ShardOnBlockConfig(block_sharding_strategy="HILO")  # type: ignore[arg-type]
+    refused(ConfigError, "implementation", MoECTESpec, implementation="shard_on_h")
+    refused(ConfigError, "block_sharding_strategy", ShardOnBlockConfig, block_sharding_strategy="HILO")

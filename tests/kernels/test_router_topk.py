@@ -150,6 +150,16 @@ def test_saturated_activations_keep_their_gradients(act: str, pre: bool, norm: b
         assert_equal_in_fp32(value, torch.zeros_like(expected) if constant else expected)
 
 
+def test_saturated_sigmoids_keep_their_gradients_in_fp32() -> None:
+    """Logits of bf16 operands are fp32, where ``1 - sigmoid(20)`` is zero and the slope, 2e-9, is not."""
+    x = torch.ones(1, 1, dtype=torch.bfloat16, requires_grad=True)
+    w = torch.tensor([[20.0, 24.0]], dtype=torch.bfloat16)
+    affinities = router_topk(x, w, act_fn="SIGMOID", k=2, device_limits=False)[2]
+    affinities.sum().backward()
+    expected = float((w.double() * (-w.double()).sigmoid() * w.double().sigmoid()).sum())
+    assert abs(float(x.grad) - expected) <= expected * 2.0**-8  # one rounding to bf16
+
+
 def test_sigmoid_can_be_differentiated_twice() -> None:
     x, w = torch.randn(3, 4, requires_grad=True), torch.randn(4, 5)
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from hf_neuron_moe import patch_model
 from hf_neuron_moe.errors import NeuronMoEWarning
 from hf_neuron_moe.modules import ops
+from hf_neuron_moe.modules.low_rank import low_rank_of
 from hf_neuron_moe.training import measure_saved_bytes
 from tests.tiny_models import tiny_model, tokens
 
@@ -167,3 +168,14 @@ def test_bf16_autocast_leaves_the_factors_product_alone() -> None:
         inside = block(x), block(x.clone().requires_grad_())
     assert torch.equal(inside[0], inside[1].detach())
     assert torch.equal(inside[0], block(x).detach())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_with_adapters_of_half_precision_have_the_bits_of_a_merge(dtype: torch.dtype) -> None:
+    """peft multiplies the factors in fp32 on CPUs, scales, and then rounds once."""
+    config = LoraConfig(r=4, lora_alpha=12, target_modules=TARGETS["llama"])
+    model = with_values(get_peft_model(tiny_model("llama").to(dtype), config, autocast_adapter_dtype=False))
+    layer: Any = first_block(model).gate_proj
+    effective = low_rank_of(layer).effective
+    assert effective.dtype == layer.lora_A["default"].weight.dtype == dtype
+    assert torch.equal(effective, layer.base_layer.weight + layer.get_delta_weight("default"))

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from hf_neuron_moe.backends.neuron import kept
 from hf_neuron_moe.backends.neuron.adapter import Match
+from hf_neuron_moe.backends.neuron.experts import ExpertKernels, Experts
 from hf_neuron_moe.backends.neuron.generations import FUNCTIONS
 from hf_neuron_moe.backends.neuron.limits import Block, Device, block_sizes, check_call, most_tokens, why_not
 from hf_neuron_moe.backends.neuron.routing import block_count, route, routing_gradient, with_sink
@@ -164,3 +165,30 @@ def test_a_long_dense_call_is_none_of_the_plans_matter() -> None:
     assert most_tokens(MLP) is None and most_tokens(BF16) == 32768
     check_call(MLP, 1 << 24, "torch.bfloat16", TRN3, Installed())  # type: ignore[arg-type]
     check_call(BF16, 32768, "torch.bfloat16", TRN2, Installed())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("precision", "blocks"), [("mxfp8", 4), ("bf16", 3)])
+def test_two_cores_share_whole_blocks_in_mxfp8_only(precision: str, blocks: int) -> None:
+    """256 pairs of two experts need three blocks of 128 at worst; the MXFP8 forward takes an even number."""
+
+    class Released:
+        def generation(self, need: str) -> str:
+            return "2.33"
+
+    kernels = ExpertKernels(Released(), None, None)  # type: ignore[arg-type] -- nothing is called
+    weights = torch.empty(2, 512, 256), torch.empty(2, 256, 256)
+    experts = Experts(*weights, transposed=False, block=Block("experts", precision, 256, 256, 128))
+    x = torch.empty(256, 256, dtype=torch.bfloat16)
+    assert kernels.fake_saved(x, 1, experts, "gate_pre+up")[0].shape == (blocks, 2, 256, 128)
+
+
+def test_slots_without_a_token_are_zero_before_they_share_a_scale() -> None:
+    """No document says what the MXFP8 forward leaves there, and NaN would spread over its FP8 group."""
+    experts = Experts(torch.empty(2, 8, 4), torch.empty(2, 4, 4), False, Block("experts", "mxfp8", 4, 4, 128))
+    index, weight = torch.tensor([[0], [1], [1]]), torch.ones(3, 1)
+    kernels = ExpertKernels(None, None, None)  # type: ignore[arg-type] -- nothing is called
+    slots = torch.full((2, 2, 4, 128), torch.nan)
+    slots[0, :, :, :1] = 1
+    slots[1, :, :, :2] = 2
+    used = kernels._used_slots(slots, index, weight, experts)
+    assert torch.equal(used, slots.nan_to_num(nan=0.0))

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hf_neuron_moe import patch_model
 from hf_neuron_moe.backends import get_backend
+from hf_neuron_moe.backends.prepared import PreparedWeights
 from tests.neuron.small_runs import CASES, DENSE, EXPERTS, EXPERTS_MX, SOME_SLOW, Case
 from tests.tiny_models import tokens
 
@@ -176,3 +177,16 @@ def test_copies_serve_every_microbatch_of_a_step(machine: Start) -> None:
         model(input_ids=tokens(1, 12)).logits.sum().backward()
         seen.append(get_backend("neuron").prepared_bytes)
     assert len(set(seen)) == 1 and seen[0] > 0
+
+
+def test_any_optimizer_step_drops_all_copies() -> None:
+    """What was written through ``.data`` is seen then at the latest, also where the optimizer has other parameters."""
+    weights, weight, other = PreparedWeights(), torch.ones(4, 8), nn.Parameter(torch.ones(2))
+    first = weights.get("turned", lambda w: w.t().contiguous(), weight)
+    weight.data.mul_(2)
+    assert weights.get("turned", lambda w: w.t().contiguous(), weight) is first
+    assert weights.nbytes == first.nbytes
+    other.grad = torch.ones(2)
+    torch.optim.SGD([other], lr=1.0).step()
+    assert weights.nbytes == 0
+    assert torch.equal(weights.get("turned", lambda w: w.t().contiguous(), weight), 2 * first)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import time
 from unittest import mock
 
@@ -37,6 +38,22 @@ def test_no_plan_is_cheaper(blocks: list[list[Option]], limit: int) -> None:
     assert all(option in options for option, options in zip(plan.options, blocks, strict=True))
     assert (plan.flops, plan.saved) == cost(plan.options) == min(map(cost, allowed))
     assert plan.gap == 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_plan_is_cheaper_where_a_plan_fills_the_limit_to_the_last_byte(seed: int) -> None:
+    """Limits that are the sum of some plan: a search that stops short of them misses the best plans."""
+    generator = random.Random(seed)
+    for _ in range(100):
+        blocks = [
+            [Option("", float(generator.randrange(60)), generator.randrange(1000)) for _ in range(5)] for _ in range(4)
+        ]
+        plans = [cost(plan) for plan in itertools.product(*blocks)]
+        limit = generator.choice(plans)[1]
+        plan = cheapest_plan(blocks, limit)
+        assert plan is not None
+        assert (plan.flops, plan.saved) == min(one for one in plans if one[1] <= limit)
+        assert plan.gap == 0
 
 
 @given(

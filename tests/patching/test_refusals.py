@@ -29,6 +29,7 @@ from transformers.models.seed_oss.modeling_seed_oss import SeedOssMLP
 
 from hf_neuron_moe import NeuronMoEConfig, patch_model
 from hf_neuron_moe.errors import BackendUnavailableError, ConfigError, NothingToPatchError, UnsupportedModelError
+from hf_neuron_moe.patching.discovery import discover
 from tests.tiny_models import assert_same_snapshot, snapshot, tiny_config, tiny_model
 
 SIZES: dict[str, Any] = {
@@ -383,3 +384,19 @@ def test_a_backend_that_cannot_run_changes_nothing() -> None:
     with pytest.raises(BackendUnavailableError):
         patch_model(model, {"backend": "neuron"})
     assert_same_snapshot(snapshot(model), before)
+
+
+@pytest.mark.parametrize("place", ["cpu", 0])
+def test_a_device_map_of_one_place_is_no_offload(place: Any) -> None:
+    model = tiny_model("llama")
+    model.hf_device_map = {"": place}
+    assert len(patch_model(model).patched) == 2
+
+
+def test_sizes_of_transposed_experts_are_read_as_they_lie() -> None:
+    experts = MixtralExperts(tiny_config("mixtral", num_local_experts=3))
+    assert discover(boxed(experts))[0].sizes == (3, 32, 48)
+    experts.is_transposed = True
+    for name in ("gate_up_proj", "down_proj"):
+        setattr(experts, name, nn.Parameter(getattr(experts, name).detach().transpose(1, 2).contiguous()))
+    assert discover(boxed(experts))[0].sizes == (3, 32, 48)

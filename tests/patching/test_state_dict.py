@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -66,6 +67,20 @@ def test_save_pretrained_writes_stock_files(family: str, home: str, tmp_path: Pa
     reloaded.save_pretrained(tmp_path / "again")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "again").eval()
     assert torch.equal(again(tokens()).logits, stock(tokens()).logits)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tensors_of_a_state_dict_share_no_memory_and_are_contiguous(family: str, tmp_path: Path) -> None:
+    """As in the stock model: views of one storage would pass for tied weights, of which savers drop all but one."""
+    patched, stock = patched_and_stock(family, "kernel")
+    values = patched.state_dict()
+    places = {value.untyped_storage().data_ptr() for value in values.values()}
+    assert len(places) == len(values) == len(stock.state_dict())
+    assert all(value.is_contiguous() for value in values.values())
+    assert all(value.untyped_storage().nbytes() == value.nbytes for value in values.values())
+    save_file(values, tmp_path / "weights.safetensors")  # refuses shared memory and strides
+    written = load_file(tmp_path / "weights.safetensors")
+    assert all(torch.equal(written[name], value) for name, value in stock.state_dict().items())
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3", "mixtral"])

@@ -15,7 +15,7 @@ from hf_neuron_moe.report import read, read_runs, render, write_report
 from hf_neuron_moe.report.curves import band, band_of_runs, differences, smoothed, thinned
 from hf_neuron_moe.report.runs import grouped, labels
 from hf_neuron_moe.report.sections import short_names
-from hf_neuron_moe.report.svg import heat_map, shade, short, ticks
+from hf_neuron_moe.report.svg import Line, bar_chart, heat_map, line_chart, shade, short, ticks
 from tests.report.pages import Page, health, write_run, write_study
 
 
@@ -295,3 +295,23 @@ def test_axes_colours_and_names() -> None:
     assert short_names(["m.layers.0.mlp", "m.layers.10.mlp"]) == ["0.mlp", "10.mlp"]
     assert short_names(["m.mlp"]) == ["mlp"]
     assert heat_map(["a"], ["b"], [[None]], alt="empty", unit="dB").count("<rect") == 0
+
+
+def test_names_of_rows_columns_and_lines_are_escaped() -> None:
+    name = "<b>&amp;"
+    pictures = (
+        heat_map([name], [name], [[1.0]], alt=name, unit=name),
+        line_chart([Line(name, [(0, 0), (1, 1)])], alt=name, x_label=name, y_label=name),
+        bar_chart({name: 1.0}, alt=name, unit=name),
+    )
+    for picture in pictures:
+        assert "<b>" not in picture
+        assert "&lt;b&gt;&amp;amp;" in picture
+
+
+def test_curves_rise_where_their_values_do() -> None:
+    picture = line_chart([Line("loss", [(0, 1), (1, 2), (2, 4)])], alt="", x_label="", y_label="")
+    points = picture.split("<polyline")[1].split('points="')[1].split('"')[0].split()
+    xs, ys = zip(*(map(float, point.split(",")) for point in points))
+    assert xs[0] < xs[1] < xs[2]
+    assert ys[0] > ys[1] > ys[2]  # SVG counts from the top

@@ -128,6 +128,30 @@ def test_rotation_counts_complete_ones_and_clears_the_rest(tmp_path: Path) -> No
     assert states(tmp_path) == {"checkpoint-8": State.COMPLETE}
 
 
+@pytest.mark.parametrize("limit", [1, 2, 3, 4])
+def test_rotation_leaves_as_many_as_it_is_told(tmp_path: Path, limit: int) -> None:
+    for step in (2, 4, 6, 8):
+        complete(tmp_path / f"checkpoint-{step}")
+    rotate(tmp_path, limit)
+    assert list(states(tmp_path)) == [f"checkpoint-{step}" for step in (2, 4, 6, 8)[-limit:]]
+
+
+@pytest.mark.parametrize("absolute", [True, False])
+@pytest.mark.parametrize("best", ["run/checkpoint-2", "./run/../run/checkpoint-2/", "link/checkpoint-2"])
+def test_the_best_one_stays_however_its_path_is_spelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, absolute: bool, best: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to("run", target_is_directory=True)
+    run = tmp_path / "run" if absolute else Path("run")
+    for step in (2, 4, 6):
+        complete(run / f"checkpoint-{step}")
+    rotate(run, 2, keep=best)
+    assert states(run) == dict.fromkeys(("checkpoint-2", "checkpoint-6"), State.COMPLETE)
+    rotate(run, 1, keep=str(tmp_path / best))
+    assert states(run) == dict.fromkeys(("checkpoint-2", "checkpoint-6"), State.COMPLETE)  # the last one stays, too
+
+
 def test_the_last_complete_one_is_never_removed(tmp_path: Path) -> None:
     complete(tmp_path / "checkpoint-2")
     written(tmp_path / "checkpoint-4")

@@ -381,3 +381,9 @@ def test_the_trainer_replays(tmp_path: Any) -> None:
     assert decisions == 2 * 8 * 40
     assert changed > 10
     assert routing_replay_stats(model) == (0, 0)
+
+
+def test_experts_that_change_places_are_the_same_decision() -> None:
+    stats = ReplayStats()
+    stats.add(torch.tensor([[0, 1], [2, 3], [5, 4]], dtype=torch.uint8), torch.tensor([[1, 0], [2, 4], [5, 4]]), -1)
+    assert (stats.decisions, stats.total_changed()) == (3, 1)

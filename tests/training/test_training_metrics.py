@@ -326,3 +326,16 @@ def test_a_resumed_run_drops_evaluations_after_its_checkpoint(tmp_path: Path) ->
     assert [json.loads(line) for line in lines] == [{"step": step, "eval_loss": None} for step in (2, 4)]
     files.begin({}, 0)
     assert (tmp_path / "neuron_moe" / EVALUATIONS_FILE).read_text(encoding="utf-8") == ""
+
+
+@pytest.mark.parametrize(("training", "grad", "counted"), [(True, True, 18), (True, False, 0), (False, True, 0)])
+def test_only_training_forwards_are_counted(training: bool, grad: bool, counted: int) -> None:
+    model = tiny_model("mixtral")
+    patch_model(model)
+    monitor = TrainingMonitor(model)
+    monitor.attach()
+    with torch.set_grad_enabled(grad):
+        model.train(training)(tokens())
+    assert int(monitor.tokens) == counted
+    assert {int(count.load_E.sum()) for count in monitor.counts.values()} == {2 * counted}
+    monitor.detach()

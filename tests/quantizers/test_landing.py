@@ -1,0 +1,56 @@
+"""Weights in bf16 layouts on their way from a shard into the original modules."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+from hf_neuron_moe.convert.orientations import BF16_FUSED
+from hf_neuron_moe.errors import ConversionError
+from hf_neuron_moe.modules.frozen_block import FrozenTensor
+from hf_neuron_moe.patching.discovery import discover
+from hf_neuron_moe.quantizers.landing import Landing
+from hf_neuron_moe.quantizers.stored import TENSORS_KEY, StoredTensor, read_stored
+
+H, I = 32, 48  # noqa: E741
+
+
+@pytest.mark.parametrize("padding", [{}, {"I": 16}, {"H": 32}, {"H": 32, "I": 16}], ids=["none", "I", "H", "both"])
+def test_padding_is_cut_off_and_halves_get_memory_of_their_own(padding: dict[str, int]) -> None:
+    generator = torch.Generator().manual_seed(1)
+    gate, up, down = (torch.randn(shape, generator=generator) for shape in ((I, H), (I, H), (H, I)))
+    more_h, more_i = padding.get("H", 0), padding.get("I", 0)
+    wide = {
+        "gate_up_proj": torch.cat([nn.functional.pad(half, (0, more_h, 0, more_i)) for half in (gate, up)]),
+        "down_proj": nn.functional.pad(down, (0, more_i, 0, more_h)),
+    }
+    model = nn.ModuleDict({"block": LlamaMLP(LlamaConfig(hidden_size=H, intermediate_size=I))})
+    stored = {
+        role: StoredTensor(role, BF16_FUSED, FrozenTensor(torch.bfloat16, tuple(value.shape)), padding=padding)
+        for role, value in wide.items()
+    }
+    assert [tensor.sizes(gate_up=role == "gate_up_proj") for role, tensor in stored.items()] == [(H, I), (H, I)]
+    landing = Landing(discover(model)[0], stored)
+    for role, value in wide.items():
+        landing.get_submodule(role).weight = nn.Parameter(value)
+    block = landing.hand_over("stock")
+    weights = [block.get_parameter(f"{name}_proj.weight") for name in ("gate", "up", "down")]
+    assert all(torch.equal(weight, value) for weight, value in zip(weights, (gate, up, down), strict=True))
+    assert len({weight.untyped_storage().data_ptr() for weight in weights}) == 3
+    assert all(weight.is_contiguous() for weight in weights)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_part_of_any_rank_is_no_whole_weight(tmp_path: Path, rank: int) -> None:
+    facts = {"weight": {"layout": BF16_FUSED, "tp_rank": rank}}
+    save_file({"weight": torch.zeros(4, 4).bfloat16()}, tmp_path / "shard", {TENSORS_KEY: json.dumps(facts)})
+    with pytest.raises(ConversionError) as caught:
+        read_stored([str(tmp_path / "shard")])
+    assert caught.value.argument == "tensor weight"
