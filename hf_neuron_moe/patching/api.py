@@ -19,7 +19,7 @@ from hf_neuron_moe.patching.apply import PatchState, PlanItem, apply_plan, holde
 from hf_neuron_moe.patching.discovery import Candidate, discover
 from hf_neuron_moe.patching.globs import check_globs
 from hf_neuron_moe.patching.guards import check_model
-from hf_neuron_moe.patching.kernels import plan_item
+from hf_neuron_moe.patching.kernels import plan_item, products_of
 from hf_neuron_moe.patching.lock import one_at_a_time
 from hf_neuron_moe.patching.option_names import with_checked_names
 from hf_neuron_moe.patching.outcome import check_outcome
@@ -274,6 +274,7 @@ def _entry(candidate: Candidate, otherwise: str, reason: str | None, item: PlanI
         notes=(*item.notes, *_list_note(candidate)) if item is not None and patched else (),
         kernel_sizes=item.kernel_sizes if item is not None and patched else None,
         gated=candidate.gated,
+        products=products_of(candidate, item.config) if item is not None and patched else "",
     )
 
 

@@ -48,6 +48,16 @@ def plan_item(candidate: Candidate, config: NeuronMoEConfig) -> PlanItem:
     return PlanItem(candidate, resolved, weight_copy_bytes=copies, most_tokens=most, notes=notes, kernel_sizes=sizes)
 
 
+def products_of(candidate: Candidate, config: NeuronMoEConfig) -> str:
+    """Return how PyTorch will multiply in a block, in words; empty where kernels compute it."""
+    if config.backend != "torch":
+        return ""
+    from hf_neuron_moe.backends.torch.compute import describe_products
+
+    device = next(iter(candidate.module.parameters())).device
+    return describe_products(config.precision, torch.device("cpu") if device.type == "meta" else device)
+
+
 def _block(candidate: Candidate, config: NeuronMoEConfig) -> Any:
     from hf_neuron_moe.backends.neuron.limits import Block
 

@@ -18,7 +18,8 @@ def refresh_weights(model: nn.Module) -> int:
     ``.data``, a change between training and evaluation mode, merging of adapters, and in every call without a backward.
     A write *into* ``parameter.data`` between two training calls, with no optimizer step in between, advances no version
     counter: exchanging weights with their running average, clipping them, and the like. Call this after such a write.
-    It costs one copying of the weights at most. The torch backend keeps no copies; then nothing happens.
+    It costs one copying of the weights at most. The torch backend keeps quantized copies for generation in mxfp8. It
+    notices writes that change a weight everywhere; after a write to single values call this.
 
     Args:
         model: patched or not, wrapped or not: what counts is whose parameters and buffers are below it.

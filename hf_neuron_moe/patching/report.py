@@ -40,6 +40,7 @@ class PatchEntry:
             they are made once per optimizer step, and under FSDP for every call.
         notes: what holds for some calls only, or is worth knowing beforehand; a sentence each, without its full stop.
         gated: False for a block without a gate, which stays stock and which ``strict`` does not count.
+        products: how PyTorch multiplies in the block, which its processor decides; empty where it does not.
     """
 
     name: str
@@ -61,6 +62,7 @@ class PatchEntry:
     saved_bytes_per_call: float = 0.0
     kernel_sizes: tuple[int, int] | None = None
     gated: bool = True
+    products: str = ""
 
     @property
     def padded_sizes(self) -> tuple[int, int] | None:
@@ -155,6 +157,7 @@ class PatchReport:
         lines += _table([_HEADER, *(_row(entry) for entry in self.entries)])
         lines += _padding_lines(self)
         lines += _saved_lines(self)
+        lines += _product_lines(self)
         lines += _copy_lines(self)
         lines += _note_lines(self)
         if self.refused:
@@ -257,6 +260,26 @@ def _saved_lines(report: PatchReport) -> list[str]:
             f"{total + fixed / _TOKENS:.2f} KiB per token"
         )
     return lines
+
+
+def _product_lines(report: PatchReport) -> list[str]:
+    """How PyTorch multiplies, and what generation in mxfp8 holds."""
+    used = Counter(entry.products for entry in report.patched if entry.products)
+    blocks = [f"{products} ({count} block{'s' if count > 1 else ''})" for products, count in used.items()]
+    lines = [f"PyTorch multiplies by {', '.join(blocks)}."] if blocks else []
+    held = sum(_quantized_bytes(entry) for entry in report.patched if entry.products)
+    if held and report.config.precision == "mxfp8":
+        lines.append(
+            f"Generation holds quantized copies of the weights: {held / 2**20:.1f} MiB, made by the first call in "
+            "evaluation mode without gradients, dropped when the weights change or training goes on."
+        )
+    return lines
+
+
+def _quantized_bytes(entry: PatchEntry) -> int:
+    """Bytes of one block's weights as bf16 operands, contraction axes padded to whole MX groups."""
+    hidden, inner = entry.hidden_size or 0, entry.intermediate_size or 0
+    return 2 * (entry.experts or 1) * (2 * inner * padded_size(hidden) + hidden * padded_size(inner))
 
 
 def _copy_lines(report: PatchReport) -> list[str]:
