@@ -179,7 +179,9 @@ def run(mutants: Sequence[Mutant], source: Path, jobs: int, limit: float) -> lis
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the script; returns its exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--only", action="append", metavar="NAME", help="this change (repeatable)")
     parser.add_argument("--package", action="append", metavar="NAME", help="changes of this package (repeatable)")
     parser.add_argument("--list", action="store_true", help="show the changes and run nothing")

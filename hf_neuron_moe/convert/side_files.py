@@ -60,5 +60,5 @@ def make_parents(folder: Path, name: str) -> Path:
 
 
 def _is_other(folder: Path) -> bool:
-    """Whether a folder in the checkpoint's is hidden or has weights."""
-    return folder.name.startswith(".") or any(path.name.endswith(WEIGHT_SUFFIXES) for path in folder.iterdir())
+    """Whether a folder in the checkpoint's is hidden or has weights, itself or further down."""
+    return folder.name.startswith(".") or any(name.endswith(WEIGHT_SUFFIXES) for name in files_below(folder))

@@ -35,6 +35,11 @@ class Operands:
     down_HI: Tensor
 
 
+@pytest.fixture(params=[False, True], ids=["fp32_products", "bf16_products"], autouse=True)
+def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_neuron_moe.backends.torch.compute._cpu_bf16_matmul_is_fast", lambda: request.param)
+
+
 def operands(inner: int, seed: int) -> Operands:
     """Integers from -3 to 3; column i of d_gate has the magnitude 2**-a[i], row i of gate 2**a[i], so for up and b."""
     g = torch.Generator().manual_seed(seed)

@@ -151,7 +151,7 @@ def run_cases(kind: str, numbers: range, seed: int, tiny: dict[str, Path], home:
     for number in numbers:
         work = partial(cases[number % len(cases)], random.Random(f"{seed}-{kind}-{number}"))
         codes[check_case(work, home, f"{kind} {number}")] += 1
-    assert len(codes) > 1, codes
+    assert len(codes) > 1 or kind == "headers", codes  # few changes of a header leave it whole
 
 
 @pytest.mark.parametrize("batch", range(BATCHES))

@@ -12,10 +12,20 @@ from typing import Any
 
 import pytest
 
+from hf_neuron_moe.backends.torch import compute, generation
 from tests.neuron.double.contract import Double
 from tests.neuron.double.install import installed
 
 HAND = "tests.neuron.hand_kernels"
+
+
+@pytest.fixture(autouse=True)
+def fp32_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The double multiplies in fp32, and experts add unrounded: PyTorch is compared with it doing the same."""
+    monkeypatch.setenv(compute.OPTION, "fp32")
+    monkeypatch.setenv(generation.OPTION, "0")
+    monkeypatch.setattr(compute, "_option", lambda: "fp32")
+    monkeypatch.setattr(generation, "_wanted", lambda: False)
 
 
 @pytest.fixture

@@ -184,7 +184,8 @@ def test_report_as_dict_and_table() -> None:
     columns = [lines[1].index(word) for word in ("kind", "class", "status", "reason")]
     assert all(line[column - 1] == " " and line[column] != " " for line in lines[1:3] for column in columns[:3])
     assert "padding overhead" in lines[1] and lines[6].startswith("Padding overhead: extra multiply-adds of the Neuron")
-    assert lines[-1].startswith("Saved for backward: ") and len(lines) == 2 + 4 + 2
+    assert lines[7].startswith("Saved for backward: ") and len(lines) == 2 + 4 + 4
+    assert lines[8].startswith("PyTorch multiplies by ") and lines[9].startswith("Generation holds quantized copies")
     # Nothing is padded, so there is nothing to explain.
     whole = {"hidden_size": 256, "intermediate_size": 384}
     assert "Padding overhead" not in str(PatchReport(report.config, (replace(report.entries[0], **whole),)))

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from hf_neuron_moe import NeuronMoEConfig, patch_model
+from hf_neuron_moe.backends.torch import compute, generation
 from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
 from tests.tiny_models import tiny_config
 
@@ -61,6 +62,15 @@ def wide_range_(model: nn.Module) -> nn.Module:
 
 Source = Callable[..., Path]
 Converted = Callable[..., Path]
+
+
+@pytest.fixture(autouse=True)
+def fp32_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MX codes are multiplied in fp32 on every processor: patched blocks are compared with them doing the same."""
+    monkeypatch.setenv(compute.OPTION, "fp32")
+    monkeypatch.setenv(generation.OPTION, "0")
+    monkeypatch.setattr(compute, "_option", lambda: "fp32")
+    monkeypatch.setattr(generation, "_wanted", lambda: False)
 
 
 @pytest.fixture(scope="session")
