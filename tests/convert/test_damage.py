@@ -199,8 +199,8 @@ def test_a_failing_source_disk_is_a_disk_error_that_names_the_file(checkpoint, t
     def fail(*arguments):
         if Path(os.readlink(f"/proc/self/fd/{arguments[0]}")).parent == source:
             calls.append(arguments)
-        if len(calls) > 12:
-            raise OSError(5, "Input/output error")
+            if len(calls) > 12:
+                raise OSError(5, "Input/output error")
         return original(*arguments)
 
     monkeypatch.setattr(disk.os, "preadv", fail)
