@@ -11,8 +11,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from hf_neuron_moe.backends.torch import compute, generation
+from hf_neuron_moe.backends.torch import compute, generation, tiling
 from tests.neuron.double.contract import Double
 from tests.neuron.double.install import installed
 
@@ -20,12 +21,20 @@ HAND = "tests.neuron.hand_kernels"
 
 
 @pytest.fixture(autouse=True)
-def fp32_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The double multiplies in fp32, and experts add unrounded: PyTorch is compared with it doing the same."""
+def mxfp8_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mock multiplies in fp32 and adds experts unrounded: in mxfp8 PyTorch is compared with it doing the same."""
+
+    def choose(precision: str, device: torch.device, **sizes: Any) -> compute.Compute:
+        if precision == "mxfp8":
+            return compute.fp32_products(precision)
+        return compute.choose_compute(precision, device, **sizes)
+
+    monkeypatch.setattr(tiling, "choose_compute", choose)
+    monkeypatch.setattr(generation, "_wanted", lambda: False)
+    # For processes that a test starts; in this one they must not be read.
+    monkeypatch.setattr(compute, "_option", lambda: "auto")
     monkeypatch.setenv(compute.OPTION, "fp32")
     monkeypatch.setenv(generation.OPTION, "0")
-    monkeypatch.setattr(compute, "_option", lambda: "fp32")
-    monkeypatch.setattr(generation, "_wanted", lambda: False)
 
 
 @pytest.fixture
