@@ -202,6 +202,10 @@ def _facts(tensor: WrittenTensor) -> TensorFacts:
 def _errors(directory: Path, source: Path, manifest: Manifest, progress: Progress) -> dict[str, float]:
     """Signal to noise of every tensor that holds converted values, the least of its experts."""
     weights = dict.fromkeys(t.weight for t in manifest.tensors if t.layout not in (SOURCE, *SCALES))
+    if missing := weights.keys() - manifest.weights.keys():
+        raise damaged(
+            f"{directory}/{MANIFEST_FILE}", "a manifest with the pieces of every weight", repr(min(missing)), "inspect"
+        )
     total = sum(nbytes_of(piece.dtype, piece.shape) for weight in weights for piece in manifest.weights[weight])
     done = 0
     errors: dict[str, float] = {}

@@ -16,6 +16,7 @@ import xxhash
 from safetensors.torch import load_file, save_file
 
 from hf_neuron_moe.convert import MANIFEST_FILE, ConvertOptions, convert_checkpoint, read_manifest
+from hf_neuron_moe.convert.inspect import inspect_checkpoint
 from hf_neuron_moe.convert.manifest import sealed
 from hf_neuron_moe.convert.read import open_tensors
 from hf_neuron_moe.convert.source import read_header
@@ -367,3 +368,16 @@ def test_names_that_lead_away_are_not_followed(place, checkpoint, tmp_path):
     report = verify_checkpoint(tmp_path / "dst", source)
     assert checks_of(report) == {"manifest"} and "'../outside" in report.findings[0].message
     assert set(report.skipped) == {"files", "coverage", "finite", "source", "probe"}
+
+
+def test_inspect_says_that_a_manifest_lacks_a_weight(checkpoint, tmp_path):
+    """The seal is right, the facts do not fit each other."""
+    source = checkpoint("llama")
+    convert_checkpoint(source, tmp_path / "dst", ConvertOptions("mxfp8"))
+    file = tmp_path / "dst" / MANIFEST_FILE
+    content = json.loads(file.read_text(encoding="utf-8"))
+    converted = next(tensor for tensor in content["tensors"] if tensor["layout"] != "source")
+    converted["weight"] = "another"
+    file.write_text(json.dumps(sealed(content)), encoding="utf-8")
+    with pytest.raises(SourceDamageError, match="another"):
+        inspect_checkpoint(tmp_path / "dst", source)
