@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import TypeVar
 
 _NUMBER = re.compile(r"\d+")
-_NEAR = 0.65
+_NEAR = 0.67
 """Share of characters that a misspelling has in common with its name; at 0.5 `packing` was near `ddp_backend`."""
 
 MESSAGE_PART = 600

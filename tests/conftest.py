@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,24 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 def _seed() -> None:
     """Every test starts from the same random state, whatever ran before it."""
     torch.manual_seed(20)
+
+
+@pytest.fixture(autouse=True)
+def _environment() -> Iterator[None]:
+    """No test leaves a variable behind that decides what a later one computes."""
+    before = dict(os.environ)
+    yield
+    changed = {
+        name
+        for name in before.keys() | os.environ.keys()
+        if name != "PYTEST_CURRENT_TEST" and before.get(name) != os.environ.get(name)
+    }
+    for name in changed:
+        if name in before:
+            os.environ[name] = before[name]
+        else:
+            del os.environ[name]
+    assert not [name for name in changed if "NEURON" in name], f"left in the environment: {sorted(changed)}"
 
 
 @pytest.fixture(scope="session")
