@@ -159,10 +159,15 @@ def _printable_line(line: str, limit: int) -> str:
 
 
 def nearest(name: str, known: list[str]) -> str:
-    """Return ``" Did you mean 'x'?"`` for the known name closest to `name`, or an empty string if none is near it."""
+    """Return ``" Did you mean 'x'?"`` for the known name closest to `name`, or an empty string if none is near it.
+
+    Near are names that share most characters with `name`, and the only one that begins with it.
+    """
     import difflib
 
     match = difflib.get_close_matches(name, known, n=1, cutoff=_NEAR)
+    begun = [other for other in known if len(name) > 2 and other.startswith(name)]
+    match = match or (begun if len(begun) == 1 else [])
     return f" Did you mean {match[0]!r}?" if match else ""
 
 
