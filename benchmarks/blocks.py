@@ -42,7 +42,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
-from transformers import LlamaConfig, MixtralConfig
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
@@ -77,6 +77,8 @@ CASES = {
 DECODE_TOKENS = (1, 8, 32)
 TRAIN_TOKENS = (64, 256, 512, 1024, 2048)
 BUSY_TOKENS = 512
+NEW_TOKENS = 24
+GENERATION_LAYERS = 8
 PROGRESS_S = 3.0
 LONG_STEP_S = 2.0
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "mxfp8": torch.bfloat16}
@@ -337,6 +339,45 @@ def bench_decode(case: Case, repeats: int, progress: Progress) -> dict[str, Any]
     return result
 
 
+def bench_generation(repeats: int, progress: Progress) -> dict[str, Any]:
+    """Greedy generation by a whole model with blocks of TinyLlama-1.1B's shape, whose weights no cache holds.
+
+    The warm-up makes the copies that mxfp8 keeps, so times are those after the first token.
+    """
+    config = LlamaConfig(
+        hidden_size=2048,
+        intermediate_size=5632,
+        num_hidden_layers=GENERATION_LAYERS,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        vocab_size=32000,
+        dtype=torch.bfloat16,
+    )
+    torch.manual_seed(0)
+    stock = LlamaForCausalLM(config).eval()
+    models = {"stock_eager": stock}
+    for precision in ("bf16", "mxfp8"):
+        models[precision] = LlamaForCausalLM(config).eval()
+        models[precision].load_state_dict(stock.state_dict(), assign=True)
+        patch_model(models[precision], NeuronMoEConfig(precision=precision))
+    prompt = torch.arange(8)[None] + 5
+
+    def generation(model: LlamaForCausalLM) -> Callable[[], None]:
+        def step() -> None:
+            model.generate(prompt, do_sample=False, min_new_tokens=NEW_TOKENS, max_new_tokens=NEW_TOKENS)
+
+        return step
+
+    contestants = {name: generation(model) for name, model in models.items()}
+    times = time_in_turns(contestants, repeats, 60.0, f"generation of {NEW_TOKENS} tokens", progress)
+    bf16 = times["bf16"]["median_s"]
+    return {
+        "times": times,
+        "bf16_over_stock": bf16 / times["stock_eager"]["median_s"],
+        "mxfp8_over_bf16": times["mxfp8"]["median_s"] / bf16,
+    }
+
+
 def bench_busy(case: Case, repeats: int, progress: Progress) -> dict[str, Any]:
     """A training step in bf16 with all cores free, and with one of them occupied by another process."""
     inputs = make_inputs(case, case.T, torch.bfloat16)
@@ -361,8 +402,24 @@ def show(report: dict[str, Any], console: Console) -> None:
         console.print(training_table(report["train"]))
     if report["decode"]:
         console.print(decode_table(report["decode"]))
+    if report.get("generate"):
+        console.print(generation_table(report["generate"]))
     if report.get("busy"):
         console.print(busy_table(report["busy"]))
+
+
+def generation_table(entry: dict[str, Any]) -> Table:
+    names = ("stock_eager", "bf16", "mxfp8")
+    table = Table(
+        *(f"{called(name)} ms per token" for name in names),
+        "bf16/stock",
+        "mxfp8/bf16",
+        title=f"generation by a whole model, {GENERATION_LAYERS} layers of TinyLlama-1.1B's shape",
+    )
+    each = [entry["times"][name]["median_s"] / NEW_TOKENS * 1e3 for name in names]
+    ratios = (entry["bf16_over_stock"], entry["mxfp8_over_bf16"])
+    table.add_row(*(f"{value:.1f}" for value in each), *(f"{value:.2f}" for value in ratios))
+    return table
 
 
 def busy_table(entries: dict[str, Any]) -> Table:
@@ -470,7 +527,7 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, help="write the report to this file")
     parser.add_argument("--cases", nargs="+", choices=sorted(CASES), default=sorted(CASES))
-    parser.add_argument("--only", choices=("train", "decode", "busy"), help="run one part of the benchmark")
+    parser.add_argument("--only", choices=("train", "decode", "generate", "busy"), help="run one part of the benchmark")
     parser.add_argument("--tokens", nargs="+", type=int, help="of training in bf16")
     parser.add_argument("--dtypes", nargs="+", choices=("bf16", "fp32"), default=("bf16", "fp32"), help="of training")
     parser.add_argument("--repeats", type=int, default=7)
@@ -486,7 +543,9 @@ def main() -> None:
     progress = Progress(console)
     report: dict[str, Any] = {"machine": machine(), "train": {}, "decode": {}, "busy": {}}
     native = bf16_matmul_is_fast(torch.device("cpu"))
-    for name in arguments.cases:
+    if arguments.only in (None, "generate"):
+        report["generate"] = bench_generation(arguments.repeats, progress)
+    for name in arguments.cases if arguments.only != "generate" else ():
         case = CASES[name]
         console.print(f"{case.label} ...")
         if arguments.only in (None, "train"):

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import TypeVar
 
 _NUMBER = re.compile(r"\d+")
-_NEAR = 0.67
+_NEAR = 0.65
 """Share of characters that a misspelling has in common with its name; at 0.5 `packing` was near `ddp_backend`."""
 
 MESSAGE_PART = 600
@@ -161,13 +161,12 @@ def _printable_line(line: str, limit: int) -> str:
 def nearest(name: str, known: list[str]) -> str:
     """Return ``" Did you mean 'x'?"`` for the known name closest to `name`, or an empty string if none is near it.
 
-    Near are names that share most characters with `name`, and the only one that begins with it.
+    Near are names that share two thirds of their characters with `name` and are less than twice as long:
+    ``auto_find_batch_size`` is not what ``batch_size`` stands for.
     """
     import difflib
 
-    match = difflib.get_close_matches(name, known, n=1, cutoff=_NEAR)
-    begun = [other for other in known if len(name) > 2 and other.startswith(name)]
-    match = match or (begun if len(begun) == 1 else [])
+    match = difflib.get_close_matches(name, [other for other in known if len(other) < 2 * len(name)], 1, _NEAR)
     return f" Did you mean {match[0]!r}?" if match else ""
 
 

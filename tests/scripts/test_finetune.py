@@ -193,6 +193,8 @@ def test_ctrl_c_ends_a_run_in_one_line(tmp_path: Path, text: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # A test run in the background of a shell ignores SIGINT, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert child.stdout is not None
     for line in child.stdout:
