@@ -84,6 +84,13 @@ def drop_weight_copies(weights: Iterable[Tensor]) -> int:
     return dropped + (0 if neuron is None else neuron.drop_copies(sources))
 
 
+def release_gradient_memory() -> None:
+    """Give back the memory that the torch backend keeps for the next step's gradients."""
+    memory = sys.modules.get(f"{__name__}.torch.gradient_memory")
+    if memory is not None:
+        memory.gradient_memory().release()
+
+
 def get_backend(name: str) -> Backend:
     """Return the backend object for a name that :func:`resolve_backend` or :func:`without_copies` returned."""
     if name == "torch":

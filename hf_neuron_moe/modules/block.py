@@ -7,6 +7,7 @@ parameters and hook dictionaries, so handles held by the user (``RemovableHandle
 from __future__ import annotations
 
 import warnings
+import weakref
 from abc import abstractmethod
 from typing import Any, Self
 
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 from hf_neuron_moe.activation_policy import canonical_keep
-from hf_neuron_moe.backends import drop_weight_copies
+from hf_neuron_moe.backends import drop_weight_copies, release_gradient_memory
 from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.errors import NeuronMoEWarning, UnsupportedModelError, refuse
 from hf_neuron_moe.modules.activation import why_not_silu
@@ -87,6 +88,7 @@ class NeuronBlock(nn.Module):
         self.neuron_config = config
         self.neuron_keep = canonical_keep(config.activations, self.neuron_shape_precision)
         self.neuron_warned = False
+        weakref.finalize(self, release_gradient_memory).atexit = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the block like any module.
@@ -130,12 +132,13 @@ class NeuronBlock(nn.Module):
         return saved_bytes_of_call(self.neuron_shape, self.neuron_keep, tokens)
 
     def train(self, mode: bool = True) -> Self:
-        """Set training or evaluation mode; a change drops the copies of the block's weights.
+        """Set training or evaluation mode; a change drops the copies of the block's weights and spare memory.
 
         Weights are exchanged around an evaluation (averages of them, merged adapters), often through ``.data``.
         """
         if mode != self.training:
             drop_weight_copies(self.parameters())
+            release_gradient_memory()
         return super().train(mode)
 
     def _call_backend(self, tokens: int) -> str:

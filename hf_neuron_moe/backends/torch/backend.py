@@ -27,6 +27,7 @@ from hf_neuron_moe.backends.torch.ffn_backward import FFNBackward, FFNGrads
 from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints, FFNWeights, RowSource, ffn_forward
 from hf_neuron_moe.backends.torch.frozen import Runs, frozen_backward, frozen_forward
 from hf_neuron_moe.backends.torch.gating import Gating
+from hf_neuron_moe.backends.torch.gradient_memory import gradient_memory
 from hf_neuron_moe.backends.torch.grouped_backward import GroupedBackward, GroupedGrads
 from hf_neuron_moe.backends.torch.grouped_forward import GroupedWeights, Rows, grouped_forward, sum_over_experts
 from hf_neuron_moe.backends.torch.kept import FP8Gating, FP8Rows, fp8_storage
@@ -91,8 +92,9 @@ class TorchBackend:
         x_SH = _input(saved, x_SH, keep, dout_SH.dtype)
         tokens = x_SH.shape[0]
         weights = (gate_IH, up_IH, down_HI)
-        make = torch.empty if tokens else torch.zeros  # without rows nothing is written
-        grads = [make(w.shape, dtype=w.dtype, device=w.device) for w in weights] if wants_weights else []
+        grads = [gradient_memory().empty_like(weight) for weight in weights] if wants_weights else []
+        for grad in grads if not tokens else ():  # without rows nothing is written
+            grad.zero_()
         d_gate, d_up, d_down = grads or (None, None, None)
         loader = make_loader(precision, x_SH.device, tokens, down_HI.dtype)
         dx: Tensor | None
@@ -194,8 +196,8 @@ class TorchBackend:
         pairs = sort_pairs(index_TK, gate_up.shape[0])
         scale, device = _sorted_scale(pairs, weight_TK), dout_TH.device
         x_TH = _input(saved, x_TH, keep, dout_TH.dtype)
-        d_gate_up = torch.empty(gate_up.shape, dtype=gate_up.dtype, device=device) if wants_weights else None
-        d_down = torch.empty(down.shape, dtype=down.dtype, device=device) if wants_weights else None
+        d_gate_up = gradient_memory().empty_like(gate_up) if wants_weights else None
+        d_down = gradient_memory().empty_like(down) if wants_weights else None
         d_scale = torch.zeros(index_TK.numel(), dtype=torch.float32, device=device) if wants_routing else None
         stack = ExpertStack(gate_up, down, transposed)
         loader = make_loader(precision, device, rows_per_run(pairs.runs), gate_up.dtype)

@@ -1,0 +1,56 @@
+"""Memory of weight gradients on CPUs that the next step uses again.
+
+The C library gives large blocks back to the system when they are freed, so that a step's gradients are new pages, each
+of which costs a page fault at its first write: on the machine of docs/performance.md ten times as long as the write.
+What is smaller than :data:`SMALLEST` it keeps by itself.
+
+A tensor made here holds a NumPy array, a view of the kept memory that nothing else refers to. When the last tensor
+that shares the memory is gone, so is the array, and the memory is free for the next tensor of its size. What is free
+is never more than gradients took at one time. It is released when a block leaves training mode or is deleted.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections import defaultdict
+
+import torch
+from torch import Tensor
+
+SMALLEST = 1 << 25
+"""Bytes; glibc takes no smaller block from the system by itself (``DEFAULT_MMAP_THRESHOLD_MAX``)."""
+
+
+class GradientMemory:
+    """Hands out uninitialized tensors in memory that earlier ones had."""
+
+    def __init__(self) -> None:
+        self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
+
+    def empty_like(self, weight: Tensor) -> Tensor:
+        """Return an uninitialized contiguous tensor with the shape, dtype and device of `weight`."""
+        size = weight.numel() * weight.element_size()
+        if not weight.is_cpu or size < SMALLEST:
+            return torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+        free = self._free[size]
+        memory = free.pop() if free else torch.empty(size, dtype=torch.uint8)
+        array = memory.numpy()[:]
+        weakref.finalize(array, free.append, memory).atexit = False
+        return torch.from_numpy(array).view(weight.dtype).view(weight.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that no tensor uses."""
+        return sum(memory.nbytes for free in self._free.values() for memory in free)
+
+    def release(self) -> None:
+        """Give the free memory back. What is in use follows when its tensors are gone and this is called again."""
+        for free in self._free.values():
+            free.clear()
+
+
+@functools.cache
+def gradient_memory() -> GradientMemory:
+    """Return that of this process."""
+    return GradientMemory()
