@@ -21,7 +21,7 @@ HAND = "tests.neuron.hand_kernels"
 
 
 @pytest.fixture(autouse=True)
-def mxfp8_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+def mxfp8_in_fp32() -> Iterator[None]:
     """The mock multiplies in fp32 and adds experts unrounded: in mxfp8 PyTorch is compared with it doing the same."""
 
     def choose(precision: str, device: torch.device, **sizes: Any) -> compute.Compute:
@@ -29,12 +29,15 @@ def mxfp8_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
             return compute.fp32_products(precision)
         return compute.choose_compute(precision, device, **sizes)
 
-    monkeypatch.setattr(tiling, "choose_compute", choose)
-    monkeypatch.setattr(generation, "_wanted", lambda: False)
-    # For processes that a test starts; in this one they must not be read.
-    monkeypatch.setattr(compute, "_option", lambda: "auto")
-    monkeypatch.setenv(compute.OPTION, "fp32")
-    monkeypatch.setenv(generation.OPTION, "0")
+    # Not the tests' own monkeypatch: that has to be undone before the machine is.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiling, "choose_compute", choose)
+        patch.setattr(generation, "_wanted", lambda: False)
+        # For processes that a test starts; in this one they must not be read.
+        patch.setattr(compute, "_option", lambda: "auto")
+        patch.setenv(compute.OPTION, "fp32")
+        patch.setenv(generation.OPTION, "0")
+        yield
 
 
 @pytest.fixture
