@@ -30,9 +30,9 @@ def mxfp8_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
         return compute.choose_compute(precision, device, **sizes)
 
     monkeypatch.setattr(tiling, "choose_compute", choose)
-    monkeypatch.setattr(generation, "_wanted", lambda: False)
+    monkeypatch.setattr(generation, "environment_option", lambda *_: "0")
     # For processes that a test starts; in this one they must not be read.
-    monkeypatch.setattr(compute, "_option", lambda: "auto")
+    monkeypatch.setattr(compute, "environment_option", lambda *_: "auto")
     monkeypatch.setenv(compute.OPTION, "fp32")
     monkeypatch.setenv(generation.OPTION, "0")
 
