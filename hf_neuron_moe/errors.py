@@ -96,10 +96,6 @@ class DiskError(ConversionError):
     """The operating system refused a call: no space, no permission, a failing disk."""
 
 
-class VerificationError(ConversionError):
-    """A converted checkpoint is not what its manifest, its format or its source says."""
-
-
 class ReportError(NeuronMoEError, ValueError):
     """A directory holds no run to report on, or a run's files are damaged."""
 

@@ -17,18 +17,21 @@ import sys
 import time
 from pathlib import Path
 
-import get_smollm2
-import torch
-from demo_report import Outcome, Part, print_tables, write_report
-from demo_runs import TrainOptions, load, measure_blocks, run, save_and_keep_logits
-from demo_text import TokenWindows, mean_loss, perplexity, spread, token_windows
-from rich.console import Console
-from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM
-from transformers.utils import logging as transformers_logging
-from upcycle_mixtral import choose_layers, upcycle
+from interrupts import importing
 
 from hf_neuron_moe.cli.exit_codes import INTERRUPTED
+
+with importing(__name__):
+    import get_smollm2
+    import torch
+    from demo_report import Outcome, Part, print_tables, write_report
+    from demo_runs import TrainOptions, load, measure_blocks, run, save_and_keep_logits
+    from demo_text import TokenWindows, mean_loss, perplexity, spread, token_windows
+    from rich.console import Console
+    from torch import Tensor
+    from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM
+    from transformers.utils import logging as transformers_logging
+    from upcycle_mixtral import choose_layers, upcycle
 
 PRECISIONS = ("bf16", "mxfp8")
 CONTEXT = 512

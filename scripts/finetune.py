@@ -11,27 +11,30 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from accelerate import DistributedType
-from huggingface_hub.errors import HfHubHTTPError
-from transformers import default_data_collator, set_seed
+from interrupts import importing
 
-from hf_neuron_moe import NeuronMoETrainer
 from hf_neuron_moe.cli.exit_codes import INTERRUPTED
-from hf_neuron_moe.errors import ConfigError, NeuronMoEError, NeuronMoEWarning, refuse
-from hf_neuron_moe.training import find_last_complete
-from hf_neuron_moe.training.cpu_fsdp import CpuFSDP2Mixin
 
-try:
-    from datasets import Dataset
-    from finetune_checks import check_length, check_merging, check_run
-    from finetune_model import load_model, load_tokenizer, patch, save_merged, told_unpatched, with_adapters
-    from finetune_options import Options, parse
-    from finetune_places import read_config
-    from finetune_text import blocks
-    from peft import PeftModel
-except ModuleNotFoundError as error:
-    sys.exit(f"error: {error}. finetune.py needs the packages of the extra 'train': pip install -e '.[train]'")
+with importing(__name__):
+    try:
+        import torch
+        from accelerate import DistributedType
+        from datasets import Dataset
+        from finetune_checks import check_length, check_merging, check_run
+        from finetune_model import load_model, load_tokenizer, patch, save_merged, told_unpatched, with_adapters
+        from finetune_options import Options, parse
+        from finetune_places import read_config
+        from finetune_text import blocks
+        from huggingface_hub.errors import HfHubHTTPError
+        from peft import PeftModel
+        from transformers import default_data_collator, set_seed
+
+        from hf_neuron_moe import NeuronMoETrainer
+        from hf_neuron_moe.errors import ConfigError, NeuronMoEError, NeuronMoEWarning, refuse
+        from hf_neuron_moe.training import find_last_complete
+        from hf_neuron_moe.training.cpu_fsdp import CpuFSDP2Mixin
+    except ModuleNotFoundError as error:
+        sys.exit(f"error: {error}. finetune.py needs the packages of the extra 'train': pip install -e '.[train]'")
 
 FINAL = "final"
 MERGED = "merged"

@@ -16,7 +16,7 @@ from hf_neuron_moe import NeuronMoETrainingArguments, PatchReport, patch_model, 
 from hf_neuron_moe.backends import resolve_backend
 from hf_neuron_moe.errors import ConfigError, NeuronMoEError, refuse
 from hf_neuron_moe.modules.frozen_block import FrozenBlock
-from hf_neuron_moe.training.prepare import is_patched
+from hf_neuron_moe.training.prepare import is_patched, refuse_unsavable_adapters
 
 
 def load_tokenizer(options: ModelOptions) -> PreTrainedTokenizerBase:
@@ -126,6 +126,7 @@ def with_adapters(model: PreTrainedModel, options: LoraOptions) -> PreTrainedMod
 
     Raises:
         ConfigError: a target is not there.
+        UnsupportedModelError: the adapters could not be saved.
     """
     if not options.lora_rank:
         return model
@@ -142,7 +143,7 @@ def with_adapters(model: PreTrainedModel, options: LoraOptions) -> PreTrainedMod
         with warnings.catch_warnings():
             # peft reads it under its old name, about which transformers 5.23 and later warn; users can do nothing.
             warnings.filterwarnings("ignore", r"`is_gradient_checkpointing` is deprecated", FutureWarning)
-            return get_peft_model(model, config)
+            adapted = get_peft_model(model, config)
     except ValueError as error:
         raise refuse(
             ConfigError,
@@ -152,6 +153,8 @@ def with_adapters(model: PreTrainedModel, options: LoraOptions) -> PreTrainedMod
             got=f"what peft refuses: {str(error).rstrip('.')}",
             remedy="Blocks in kernel layout and frozen MX blocks have no layers inside: name others.",
         ) from error
+    refuse_unsavable_adapters(adapted)
+    return adapted
 
 
 def save_merged(model: PeftModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

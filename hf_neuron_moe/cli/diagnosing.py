@@ -43,7 +43,7 @@ def doctor(
         ),
     ] = None,
     strict: Annotated[
-        bool, typer.Option("--strict", help="Exit code 1 if no Neuron kernel can run here, or none computes a block.")
+        bool, typer.Option("--strict", help="Exit code 1 if no kernel can run here, or none computes a gated block.")
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -72,9 +72,10 @@ def doctor(
         show_installation(found, {answer.group.kind for answer in answers})
         if model_dir is not None:
             show_usable(answers, found, f"{model_dir}", unjudged, f"LNC {judged_lnc} ({lnc_source})")
-    groups = {answer.group: False for answer in answers}
-    groups |= {answer.group: True for answer in answers if answer.here is None}
-    if strict and not (found.usable and all(groups.values()) and unjudged is None):
+    gated = {answer.group for answer in answers if answer.group.gated}
+    computed = {answer.group for answer in answers if answer.here is None}
+    nothing = model_dir is not None and not gated
+    if strict and (not found.usable or nothing or not gated <= computed):
         raise typer.Exit(REFUSED.code)
 
 

@@ -7,14 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from hf_neuron_moe.errors import (
-    ConfigError,
-    DestinationError,
-    DiskError,
-    NeuronMoEError,
-    SourceDamageError,
-    VerificationError,
-)
+from hf_neuron_moe.errors import ConfigError, DestinationError, DiskError, NeuronMoEError, SourceDamageError
 
 
 class ExitCode(NamedTuple):
@@ -55,7 +48,6 @@ _BY_CLASS: tuple[tuple[type[BaseException], ExitCode], ...] = (
     (SourceDamageError, SOURCE),
     (DestinationError, DESTINATION),
     (DiskError, DISK),
-    (VerificationError, VERIFY),
     (ConfigError, USAGE),
     (NeuronMoEError, REFUSED),
     (OSError, DISK),

@@ -53,6 +53,7 @@ class BlockGroup:
         hidden: H; None where unknown.
         inner: I; None where unknown.
         reason: why ``patch_model`` leaves them alone on any backend; None where it patches them.
+        gated: False for blocks without a gate, which stay stock and which ``--strict`` does not count.
         codes: whether their weights are MX codes of a conversion.
         ordered: whether transformers' own parameters have the kernels' order: gate and up in one (dense), or
             ``[E, H, 2I]`` and ``[E, I, H]`` (experts).
@@ -67,6 +68,7 @@ class BlockGroup:
     hidden: int | None
     inner: int | None
     reason: str | None
+    gated: bool = True
     codes: bool = False
     ordered: bool = False
     dtype: torch.dtype = torch.bfloat16
@@ -126,6 +128,7 @@ class Usable:
             "experts": group.experts,
             "hidden_size": group.hidden,
             "intermediate_size": group.inner,
+            "gated": group.gated,
             "precision": self.precision,
             "kernels": list(self.kernels),
             "frozen": group.codes,
@@ -143,7 +146,7 @@ def block_groups(model: nn.Module) -> list[BlockGroup]:
     """Return a model's blocks, like ones together, in model order; the model may be on the meta device."""
     groups: dict[Any, list[Candidate]] = {}
     for found in discover(model):
-        key = (found.kind, found.sizes, found.top_k, found.reason, *_form(found))
+        key = (found.kind, found.sizes, found.top_k, found.reason, found.gated, *_form(found))
         groups.setdefault(key, []).append(found)
     stock = [
         BlockGroup(
@@ -154,10 +157,11 @@ def block_groups(model: nn.Module) -> list[BlockGroup]:
             sizes[1],
             sizes[2],
             reason,
+            gated,
             ordered=ordered,
             dtype=dtype,
         )
-        for (kind, sizes, top_k, reason, ordered, dtype), alike in groups.items()
+        for (kind, sizes, top_k, reason, gated, ordered, dtype), alike in groups.items()
     ]
     return stock + _groups_of_codes(model)
 

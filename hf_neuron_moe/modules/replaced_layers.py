@@ -46,7 +46,7 @@ class ReplacedLayers(nn.Module):
                 got=f"a {type(value).__module__}.{type(value).__qualname__}",
                 remedy="Load the model again (layers in front of this one may have adapters by now) and patch it with "
                 f"weights='stock'. Or target the parameters: target_parameters=['{inside}.gate_up_proj', "
-                f"'{inside}.down_proj'], and merge before saving for stock transformers.",
+                f"'{inside}.down_proj'], and merge before saving.",
             )
         super().__setattr__(name, value)
 

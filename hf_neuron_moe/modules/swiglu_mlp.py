@@ -334,15 +334,28 @@ class KernelLayoutSwiGLUMLP(KernelLayoutMixin, NeuronSwiGLUMLP):
         return None
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        if prefix.endswith(".base_layer."):  # peft's wrapper around a block whose parameters have adapters
-            warnings.warn(
-                "Adapters on the parameters of dense MLPs in kernel layout are saved under names that stock models do "
-                "not have: peft ignores them there. Load them into a model patched with weights='kernel', or call "
-                "merge_and_unload() before saving.",
-                NeuronMoEWarning,
-                stacklevel=2,
-            )
+        self.refuse_adapters(prefix[:-1])
         super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def refuse_adapters(self, name: str) -> None:
+        """Refuse to save adapters on the parameters, which stock models do not have: peft would ignore them there.
+
+        Args:
+            name: the block's present name, which tells of peft's wrapper around it.
+
+        Raises:
+            UnsupportedModelError: peft wraps the block.
+        """
+        if name.endswith(".base_layer"):
+            raise refuse(
+                UnsupportedModelError,
+                where=self.neuron_name,
+                argument="the block",
+                expected="without adapters on its parameters in kernel layout when it is saved",
+                got="adapters that no stock model could load",
+                remedy="Call merge_and_unload() before saving. Or patch with weights='stock' and target the layers "
+                f"{', '.join(self.neuron_roles.linears)} (target_modules).",
+            )
 
     def _weights(self) -> tuple[Tensor, Tensor, Tensor]:
         return (*_halves(self.gate_up_proj), self.down_proj)

@@ -14,7 +14,7 @@ from hf_neuron_moe.training.arguments import DEFAULT_HEALTH_STEPS
 from hf_neuron_moe.training.blocks import config_record, patch_record
 from hf_neuron_moe.training.figures import StepMetrics
 from hf_neuron_moe.training.metrics import TrainingMonitor
-from hf_neuron_moe.training.prepare import is_patched, patch_for_training
+from hf_neuron_moe.training.prepare import is_patched, patch_for_training, refuse_unsavable_adapters
 from hf_neuron_moe.training.run_files import EVALUATIONS_FILE, RunFiles, environment, training_record
 
 _WHERE = "NeuronMoECallback"
@@ -107,7 +107,13 @@ class NeuronMoECallback(TrainerCallback):
         self.begin(args, state, model)
 
     def begin(self, args: TrainingArguments, state: TrainerState, model: nn.Module) -> None:
-        """Begin to count in a patched `model`, and write ``run.json``."""
+        """Begin to count in a patched `model`, and write ``run.json``.
+
+        Raises:
+            UnsupportedModelError: the run saves checkpoints, and the model has adapters that cannot be saved.
+        """
+        if args.save_strategy != "no":
+            refuse_unsavable_adapters(model)
         self.detach()
         self.monitor = TrainingMonitor(model)
         self.monitor.attach()

@@ -7,18 +7,16 @@ from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
-from transformers.utils import logging
 
 from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.errors import ConfigError, UnsupportedModelError, refuse
 from hf_neuron_moe.modules.block import NeuronBlock
 from hf_neuron_moe.modules.frozen_block import FrozenBlock
 from hf_neuron_moe.modules.state_dict import KernelLayoutMixin
+from hf_neuron_moe.modules.swiglu_mlp import KernelLayoutSwiGLUMLP
 from hf_neuron_moe.patching.api import patch_model, unpatch_model
 from hf_neuron_moe.patching.apply import states
 from hf_neuron_moe.patching.lock import one_at_a_time
-
-logger = logging.get_logger(__name__)
 
 
 def is_patched(model: nn.Module) -> bool:
@@ -51,25 +49,18 @@ def refuse_sharded_kernel_home(where: str, model: nn.Module) -> None:
             )
 
 
-def tell_of_adapters_in_kernel_layout(model: nn.Module) -> None:
-    """Log that adapters on weights in the kernels' layout fit such weights only; peft saves them in their shapes.
+def refuse_unsavable_adapters(model: nn.Module) -> None:
+    """Refuse, before a step is lost, to train adapters that cannot be saved: those on dense blocks in kernel layout.
 
     Args:
         model: a patched model, possibly in peft's wrapper.
+
+    Raises:
+        UnsupportedModelError: there are such adapters.
     """
-    adapted = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, KernelLayoutMixin) and name.endswith(".base_layer")
-    ]
-    if adapted:
-        logger.warning(
-            "The adapters on %s%s belong to weights in the kernels' layout: saved, they load into a model patched with "
-            "weights='kernel' only, and stock models ignore them or compute something else. Call merge_and_unload() "
-            "before saving for stock transformers, or train with weights='stock'.",
-            adapted[0].removesuffix(".base_layer"),
-            f" and {len(adapted) - 1} other blocks" if len(adapted) > 1 else "",
-        )
+    for name, module in model.named_modules():
+        if isinstance(module, KernelLayoutSwiGLUMLP):
+            module.refuse_adapters(name)
 
 
 @one_at_a_time

@@ -13,12 +13,7 @@ from hf_neuron_moe.errors import ConfigError, refuse
 from hf_neuron_moe.training.arguments import NeuronMoEArguments
 from hf_neuron_moe.training.callback import NeuronMoECallback
 from hf_neuron_moe.training.checkpoints import SafeCheckpointMixin
-from hf_neuron_moe.training.prepare import (
-    is_patched,
-    patch_for_training,
-    refuse_sharded_kernel_home,
-    tell_of_adapters_in_kernel_layout,
-)
+from hf_neuron_moe.training.prepare import is_patched, patch_for_training, refuse_sharded_kernel_home
 
 
 class NeuronMoETrainerMixin(SafeCheckpointMixin):
@@ -54,8 +49,6 @@ class NeuronMoETrainerMixin(SafeCheckpointMixin):
             _patch(self.accelerator.unwrap_model(self.model), self.args, self.optimizer)
         if self.is_fsdp_enabled and self.model is not None:
             refuse_sharded_kernel_home("NeuronMoETrainer", self.model)
-        if self.model is not None:
-            tell_of_adapters_in_kernel_layout(self.accelerator.unwrap_model(self.model))
         own = [callback for callback in self.callback_handler.callbacks if isinstance(callback, NeuronMoECallback)]
         self.neuron_callback = (own[0] if own else _TrainerCallback()).watch(self)
 

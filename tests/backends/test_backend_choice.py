@@ -72,7 +72,7 @@ def test_mxfp8_multiplies_as_bf16_does_and_fp32_in_fp32(native: bool, monkeypatc
 def fresh_choice(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """What is asked once per process is asked again, and once more afterwards."""
     monkeypatch.delenv(compute.OPTION, raising=False)
-    asked = (compute._option, compute._cpu_bf16_matmul_is_fast)
+    asked = (compute.environment_option, compute._cpu_bf16_matmul_is_fast)
     for ask in asked:
         ask.cache_clear()
     yield monkeypatch
@@ -92,7 +92,7 @@ def test_the_environment_overrides_the_processor(
 ) -> None:
     fresh_choice.setattr(compute, "_cpu_bf16_matmul_is_fast", lambda: instructions)
     assert bf16_matmul_is_fast(CPU) is instructions
-    compute._option.cache_clear()
+    compute.environment_option.cache_clear()
     fresh_choice.setenv(compute.OPTION, value)
     assert bf16_matmul_is_fast(CPU) is bf16_matmul_is_fast(torch.device("cuda")) is expected
 

@@ -84,7 +84,7 @@ BOUND = 2**-6
 def products(monkeypatch: pytest.MonkeyPatch, native: bool) -> None:
     """Let blocks multiply in bf16 or in fp32, whatever the processor; MX codes' values are multiplied in fp32."""
     monkeypatch.setattr("hf_neuron_moe.backends.torch.compute._cpu_bf16_matmul_is_fast", lambda: native)
-    monkeypatch.setattr("hf_neuron_moe.backends.torch.generation._wanted", lambda: False)
+    monkeypatch.setattr("hf_neuron_moe.backends.torch.generation.environment_option", lambda *_: "0")
 
 
 @pytest.mark.parametrize(("arrangement", "scales"), STORED)

@@ -60,7 +60,7 @@ def test_the_output_is_that_of_weights_quantized_in_the_call(
     model = patched(family, home)
     first, again = logits(model), logits(model)
     assert generation.generation_copies().nbytes
-    monkeypatch.setattr(generation, "_wanted", lambda: False)
+    monkeypatch.setattr(generation, "environment_option", lambda *_: "0")
     without = logits(model)
     assert torch.equal(first, again)
     # Sums in another order, and experts' parts rounded where fp32 products add them unrounded: one rounding or two of
@@ -119,15 +119,15 @@ def test_training_and_recorded_calls_keep_none() -> None:
 
 @pytest.mark.parametrize(("value", "expected"), [("0", False), ("1", True)])
 def test_the_environment_turns_copies_off(value: str, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    generation._wanted.cache_clear()
+    generation.environment_option.cache_clear()
     monkeypatch.setenv(generation.OPTION, value)
     logits(patched("llama"))
-    generation._wanted.cache_clear()
+    generation.environment_option.cache_clear()
     assert bool(generation.generation_copies().nbytes) is expected
 
 
 def test_another_value_of_the_environment_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    generation._wanted.cache_clear()
+    generation.environment_option.cache_clear()
     monkeypatch.setenv(generation.OPTION, "yes")
     with pytest.raises(ConfigError, match=generation.OPTION):
-        generation._wanted()
+        generation.suits("mxfp8", 1, torch.zeros(1))

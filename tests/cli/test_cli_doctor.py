@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import CLIPVisionConfig, LlavaConfig, MixtralConfig
 
 from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
 from hf_neuron_moe.device.first_step import BROKEN, MISSING, OK, PLACEHOLDER
@@ -347,6 +348,26 @@ def test_doctor_on_machines(run, mixtral_dir, tmp_path, monkeypatch):
             assert "block_size is 2048" in here["reason"]
             assert "no blockwise_mm_fwd_mxfp8" in text
         assert not double.launches
+
+
+def test_strict_counts_gated_blocks_only(run, tmp_path, monkeypatch):
+    """A vision tower's fc1 and fc2 stay stock, here as in patch_model; of nothing else, nothing can be computed."""
+    mixtral = MixtralConfig(
+        hidden_size=512, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4, vocab_size=64
+    )
+    vision = CLIPVisionConfig(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2)
+    vision.architectures = ["CLIPVisionModel"]
+    both = LlavaConfig(text_config=mixtral, vision_config=vision, architectures=["LlavaForConditionalGeneration"])
+    both.save_pretrained(tmp_path / "both")
+    vision.save_pretrained(tmp_path / "vision")
+    runtime(monkeypatch, 4)
+    with installed(tmp_path / "site", Double(target="trn2")):
+        told = json.loads(run("doctor", tmp_path / "both", "--json").out)["blocks"]
+        codes = [run("doctor", tmp_path / name, "--strict").code for name in ("both", "vision")]
+        refused = run("doctor", tmp_path / "both", "--strict", "--block-size", 128).code
+    usable = {(block["kind"], block["precision"]): (block["gated"], block["here"]["usable"]) for block in told}
+    assert usable["mlp", "bf16"] == (False, False) and usable["experts", "bf16"] == (True, True)
+    assert codes == [0, 1] and refused == 1, "experts without kernels still count"
 
 
 def test_placeholders_of_pypi_are_recognized(tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -19,6 +19,10 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "GELU_Tanh_Approx": lambda x: 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
     "SquaredReLU": lambda x: torch.where(x > 0, x * x, torch.zeros_like(x)),
 }
+
+
+MAGNITUDES = {"SquaredReLU": "SquaredReLU"} | dict.fromkeys(set(ACTIVATIONS) - {"SquaredReLU"}, "keep")
+"""What bounds each activation for positive values, by name."""
 
 
 def keep(x: Tensor) -> Tensor:
@@ -67,7 +71,7 @@ class Model:
                 z = z + self.bias[0][e, half]
             halves.append(self.clamp(z, *self.limits[2 * half : 2 * half + 2]))
         gate, up = (z * a if self.place == "pre_activations" else z for z in halves)
-        act = ACTIVATIONS[self.activation]
+        act = ACTIVATIONS.get(self.activation, keep)
         h = act(up) if self.skip_gate else act(gate) * up
         if self.place == "intermediate":
             h = h * a
@@ -80,6 +84,28 @@ class Model:
             y = y + self.bias[1][e] * (a if self.place == "intermediate" else 1)
         checkpoint = y if self.bias_in_down_checkpoint else bare
         return y * a if self.place == "output" else y, torch.stack(halves).transpose(1, 2), checkpoint
+
+    def magnitude(self) -> Model:
+        """Return the model whose results, for positive rows, bound the sums of all terms' absolute values.
+
+        Rounding is relative to these: where terms cancel, a result is small and its error is not.
+        """
+
+        def bounds(limits: tuple[float | None, ...]) -> tuple[None, float]:
+            return None, max((abs(limit) for limit in limits if limit is not None), default=0.0)
+
+        absolute = {
+            name: torch.abs(value)
+            for name in ("gate_up", "down", "gate_up_factor", "down_factor")
+            if (value := getattr(self, name)) is not None
+        }
+        pairs = {
+            name: (pair[0].abs(), pair[1].abs())
+            for name in ("bias", "token_factors")
+            if (pair := getattr(self, name)) is not None
+        }
+        limits = (*bounds(self.limits[:2]), *bounds(self.limits[2:]))
+        return replace(self, activation=MAGNITUDES[self.activation], limits=limits, **absolute, **pairs)
 
     def run(
         self, hidden: Tensor, affinities: Tensor, ids: Tensor, block_to_expert: Tensor, block_size: int

@@ -23,8 +23,8 @@ from hf_neuron_moe.kernels.moe_types import (
 from hf_neuron_moe.kernels.routing import build_block_plan, expert_mask, masked_affinities
 from tests.kernels.moe_oracle import Model
 
-FP32 = 2e-6
-"""fp32 sums of up to 24 terms, twice, against float64: 24 roundings of 6e-8, relative to the largest value."""
+FP32 = 1e-6
+"""fp32 sums against float64, relative to the terms' absolute values: 2,500 random cases reached 2.6e-7."""
 ON_I = MoECTESpec(MoECTEImplementation.shard_on_i, shard_on_I=ShardOnIConfig(checkpoint_activation=True))
 MODES = {"nothing": "NO_SCALE", "output": "POST_SCALE", "input": "PRE_SCALE", "pre_activations": "PRE_SCALE"}
 
@@ -75,20 +75,19 @@ class Case:
             "skip_dma": SkipMode(skip_token=self.skip_token),
         }
 
-    def expected(self, model: Model) -> tuple[Tensor, Tensor, Tensor]:
+    def expected(self, model: Model, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         plan = self.plan
-        return model.run(self.x, self.affinities, plan.token_position_to_id, plan.block_to_expert, self.block)
+        return model.run(x, self.affinities, plan.token_position_to_id, plan.block_to_expert, self.block)
 
 
-def check(result: MoEForward, expected: tuple[Tensor, Tensor, Tensor], case: Case) -> None:
-    for name, value, reference in zip(result._fields, result, expected, strict=True):
+def check(result: MoEForward, model: Model, case: Case) -> None:
+    expected, magnitudes = case.expected(model, case.x), case.expected(model.magnitude(), case.x.abs())
+    for name, value, reference, magnitude in zip(result._fields, result, expected, magnitudes, strict=True):
         if value is None:
             continue
-        reference = reference[: case.tokens] if name == "output" else reference
-        actual = value[: case.tokens] if name == "output" else value
-        scale = max(float(reference.abs().max()), 1e-3)
-        assert actual.shape == reference.shape
-        assert (actual - reference).abs().max() <= FP32 * scale, name
+        rows = case.tokens if name == "output" else None
+        assert value[:rows].shape == reference[:rows].shape
+        assert ((value - reference).abs() <= FP32 * magnitude)[:rows].all(), name
     if not case.skip_token:
         assert not result.output[-1].any()
 
@@ -107,8 +106,7 @@ cases = st.builds(
 limits = st.one_of(st.none(), st.sampled_from([-0.7, -0.1, 0.0, 0.2, 0.9]))
 
 
-# The same examples in every run: the bound is relative to the largest value, which sums that cancel can exceed.
-@settings(max_examples=120, deadline=None, derandomize=True)
+@settings(max_examples=120)
 @given(
     case=cases,
     activation=st.sampled_from(list(ActFnType)),
@@ -158,14 +156,13 @@ def test_options(
         }
     )
     assert (result.down_activations is None) is (place == "intermediate")
-    check(result, case.expected(model), case)
+    check(result, model, case)
 
 
 ROW, TENSOR, TENSOR_LAST, SHARED = "row", "tensor", "tensor_last", "shared"
 
 
-# The same examples in every run: the bound is relative to the largest value, which sums that cancel can exceed.
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 @given(case=cases, kind=st.sampled_from([ROW, TENSOR, TENSOR_LAST, SHARED]), inputs=st.sampled_from([None, "T", "E"]))
 def test_fp8_scales_of_every_shape(case: Case, kind: str, inputs: str | None) -> None:
     experts, inner, hidden = case.experts, case.inner, case.hidden
@@ -210,7 +207,7 @@ def test_fp8_scales_of_every_shape(case: Case, kind: str, inputs: str | None) ->
         }
         | given_scales
     )
-    check(result, case.expected(model), case)
+    check(result, model, case)
 
 
 def test_fp8_block_scales_multiply_the_weights() -> None:
@@ -229,7 +226,7 @@ def test_fp8_block_scales_multiply_the_weights() -> None:
             "down_proj_scale": down_scale[..., None].expand(-1, -1, -1, 128),
         }
     )
-    check(result, case.expected(model), case)
+    check(result, model, case)
 
 
 @pytest.mark.parametrize("activation", [ActFnType.SiLU, ActFnType.SquaredReLU])
@@ -244,7 +241,7 @@ def test_skip_gate_uses_up_alone(activation: ActFnType, mode: str) -> None:
         "expert_affinities_scaling_mode": ExpertAffinityScaleMode[mode],
     }
     kept = moe_cte(**case.arguments() | options)
-    check(kept, case.expected(model), case)
+    check(kept, model, case)
     bare = moe_cte(**case.arguments() | options | {"spec": MoECTESpec(MoECTEImplementation.shard_on_i)})
     assert torch.equal(bare.output, kept.output)
     assert bare.gate_up_activations_T is None
@@ -259,14 +256,9 @@ def test_a_plan_with_gaps_descending_experts_and_marked_spare_blocks() -> None:
     ids = torch.stack([row[torch.randperm(8, generator=g)] for row in ids])
     order = torch.randperm(len(ids), generator=g)
     ids, experts = ids[order].reshape(-1), case.plan.block_to_expert[order]
-    expected = model.run(case.x, case.affinities, ids, experts, 8)
-    changes = {
-        "token_position_to_id": ids,
-        "block_to_expert": experts,
-        "gate_and_up_proj_bias": case.bias[0],
-        "down_proj_bias": case.bias[1],
-    }
-    check(moe_cte(**case.arguments() | changes), expected, case)
+    case.plan = case.plan._replace(token_position_to_id=ids, block_to_expert=experts)
+    changes = {"gate_and_up_proj_bias": case.bias[0], "down_proj_bias": case.bias[1]}
+    check(moe_cte(**case.arguments() | changes), model, case)
     spare = (ids.view(-1, 8) == case.tokens).all(1)
     marked = torch.where(spare, 4, experts)
     result = moe_cte(**case.arguments() | changes | {"block_to_expert": marked})

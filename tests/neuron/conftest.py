@@ -32,9 +32,9 @@ def mxfp8_in_fp32() -> Iterator[None]:
     # Not the tests' own monkeypatch: that has to be undone before the machine is.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiling, "choose_compute", choose)
-        patch.setattr(generation, "_wanted", lambda: False)
+        patch.setattr(generation, "environment_option", lambda *_: "0")
         # For processes that a test starts; in this one they must not be read.
-        patch.setattr(compute, "_option", lambda: "auto")
+        patch.setattr(compute, "environment_option", lambda *_: "auto")
         patch.setenv(compute.OPTION, "fp32")
         patch.setenv(generation.OPTION, "0")
         yield

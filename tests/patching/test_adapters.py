@@ -11,6 +11,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from torch.nn.utils import parametrize
+from transformers import AutoModelForCausalLM
 
 from hf_neuron_moe import patch_model, unpatch_model
 from hf_neuron_moe.errors import NeuronMoEWarning, NothingToPatchError, UnsupportedModelError
@@ -227,14 +228,16 @@ def test_stand_ins_of_replaced_layers_hold_nothing() -> None:
     assert not any("replaced_layers" in name for name, _ in model.named_modules())
 
 
-def test_saving_adapters_that_stock_models_would_ignore_is_warned_of(tmp_path: Path) -> None:
+def test_adapters_that_stock_models_would_ignore_are_not_saved(tmp_path: Path) -> None:
     model = tiny_model("llama")
-    patch_model(model, {"weights": "kernel"})
+    patch_model(model, {"precision": "fp32", "weights": "kernel"})
     wrapped = lora(model, target_modules=["q_proj"], target_parameters=["mlp.gate_up_proj", "mlp.down_proj"])
-    with pytest.warns(
-        NeuronMoEWarning, match=r"names that stock models do not have.*weights='kernel'.*merge_and_unload"
+    expected = wrapped.eval()(tokens()).logits
+    with pytest.raises(
+        UnsupportedModelError, match=r"^model\.layers\.0\.mlp: .*merge_and_unload\(\).*gate_proj, up_proj"
     ):
         wrapped.save_pretrained(tmp_path / "adapter")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", NeuronMoEWarning)
-        wrapped.merge_and_unload().save_pretrained(tmp_path / "merged")
+    assert not list((tmp_path / "adapter").rglob("*.safetensors"))
+    wrapped.merge_and_unload().save_pretrained(tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(merged(tokens()).logits, expected, rtol=1e-5, atol=2e-6 * expected.abs().max().item())

@@ -69,8 +69,8 @@ def fp32_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """MX codes are multiplied in fp32 on every processor: patched blocks are compared with them doing the same."""
     monkeypatch.setenv(compute.OPTION, "fp32")
     monkeypatch.setenv(generation.OPTION, "0")
-    monkeypatch.setattr(compute, "_option", lambda: "fp32")
-    monkeypatch.setattr(generation, "_wanted", lambda: False)
+    monkeypatch.setattr(compute, "environment_option", lambda *_: "fp32")
+    monkeypatch.setattr(generation, "environment_option", lambda *_: "0")
 
 
 @pytest.fixture(scope="session")

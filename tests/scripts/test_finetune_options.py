@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from trl import ModelConfig, ScriptArguments, SFTConfig
 
 from hf_neuron_moe import patch_model
-from hf_neuron_moe.errors import ConfigError, NothingToPatchError, nearest
+from hf_neuron_moe.errors import ConfigError, NothingToPatchError, UnsupportedModelError, nearest
 
 ROOT = Path(__file__).resolve().parents[2]
 FAMILY = {
@@ -166,6 +166,14 @@ def test_checkpointing_is_asked_for_without_a_warning_by_either_name() -> None:
         if "activation_checkpointing" in known_options():
             off = options_of("mixtral-8x7b", "--activation_checkpointing", "false")
             assert not off.training.gradient_checkpointing, "the command line wins, by either name"
+
+
+def test_adapters_that_could_not_be_saved_are_refused_before_training() -> None:
+    options = options_of("tiny-llama", "--lora_rank", "2", "--lora_parameters", "mlp.down_proj", "--lora_dropout", "0")
+    model = AutoModelForCausalLM.from_config(tiny_config("llama"))
+    patch_model(model, {"weights": "kernel"})
+    with pytest.raises(UnsupportedModelError, match="merge_and_unload"):
+        with_adapters(model, options.lora)
 
 
 def test_help_shows_examples_own_options_and_all_on_request(capsys: pytest.CaptureFixture[str]) -> None:

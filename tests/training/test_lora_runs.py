@@ -38,7 +38,6 @@ def assert_equal_to_1e_6(actual: nn.Module, expected: torch.Tensor) -> None:
     assert (logits(actual) - expected).abs().max() <= 1e-6 * expected.abs().max()
 
 
-@pytest.mark.filterwarnings("ignore:Adapters on the parameters of dense MLPs in kernel layout")  # loaded into its own
 @pytest.mark.parametrize(
     ("family", "home", "targets"),
     [
@@ -69,13 +68,14 @@ def test_adapters_are_trained_saved_merged_and_opened_in_stock(
     expected = logits(model)
     assert (expected - logits(patched(family, home))).abs().max() > 1e-2 * expected.abs().max()
 
-    model.save_pretrained(tmp_path / "adapter")
-    again = PeftModel.from_pretrained(patched(family, home), tmp_path / "adapter")
-    assert torch.equal(logits(again), expected)
-    if home == "stock":  # the kernel home's factors belong to fused or transposed weights
+    if targets is FUSED:  # no stock model has this weight, so its adapters are not saved
+        merged = model.merge_and_unload()
+    else:
+        model.save_pretrained(tmp_path / "adapter")
+        again = PeftModel.from_pretrained(patched(family, home), tmp_path / "adapter")
+        assert torch.equal(logits(again), expected)
         assert_equal_to_1e_6(PeftModel.from_pretrained(tiny_model(family), tmp_path / "adapter"), expected)
-
-    merged = again.merge_and_unload()
+        merged = again.merge_and_unload()
     assert_equal_to_1e_6(merged, expected)
     merged.save_pretrained(tmp_path / "merged")
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")

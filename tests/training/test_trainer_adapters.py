@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import pytest
 from peft import LoraConfig, get_peft_model
 
 from hf_neuron_moe import NeuronMoETrainer, NeuronMoETrainingArguments, patch_model
-from hf_neuron_moe.errors import ConfigError, NothingToPatchError
-from tests.tiny_models import tiny_model
+from hf_neuron_moe.errors import ConfigError, NothingToPatchError, UnsupportedModelError
+from tests.tiny_models import tiny_model, tokens
 
 
 def test_adapters_before_the_patch_are_refused_with_what_to_do(tmp_path):
@@ -19,15 +18,23 @@ def test_adapters_before_the_patch_are_refused_with_what_to_do(tmp_path):
         NeuronMoETrainer(model=model, args=NeuronMoETrainingArguments(str(tmp_path), use_cpu=True, report_to=[]))
 
 
-@pytest.mark.parametrize("home", ["stock", "kernel"])
-def test_adapters_that_only_fit_the_kernel_home_are_told_of(home, tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr("hf_neuron_moe.training.prepare.logger", logging.getLogger("told"))
-    model = tiny_model("mixtral")
-    patch_model(model, {"weights": home})
-    model = get_peft_model(model, LoraConfig(target_modules=[], target_parameters=["mlp.experts.down_proj"]))
-    args = NeuronMoETrainingArguments(str(tmp_path), neuron_weights=home, use_cpu=True, report_to=[])
-    NeuronMoETrainer(model=model, args=args)
-    assert ("belong to weights in the kernels' layout" in caplog.text) == (home == "kernel")
+@pytest.mark.parametrize("when", ["steps", "no"])
+def test_adapters_that_cannot_be_saved_are_refused_before_the_first_step(when, tmp_path):
+    """Experts' adapters fit stock models (tests/training/test_lora_runs.py); a run that saves nothing may merge."""
+    for family, target in (("mixtral", "mlp.experts.down_proj"), ("llama", "mlp.down_proj")):
+        model = tiny_model(family)
+        patch_model(model, {"weights": "kernel"})
+        model = get_peft_model(model, LoraConfig(target_modules=[], target_parameters=[target]))
+        options = {"neuron_weights": "kernel", "save_strategy": when, "max_steps": 1, "use_cpu": True, "report_to": []}
+        rows = [{"input_ids": ids, "labels": ids} for ids in tokens(8, 9)]
+        args = NeuronMoETrainingArguments(str(tmp_path / family), **options)
+        run = NeuronMoETrainer(model=model, args=args, train_dataset=rows)
+        if (family, when) == ("llama", "steps"):
+            with pytest.raises(UnsupportedModelError, match="merge_and_unload"):
+                run.train()
+        else:
+            run.train()
+        assert run.state.global_step == ((family, when) != ("llama", "steps"))
 
 
 @pytest.mark.parametrize("kind", [str, Path])

@@ -81,21 +81,26 @@ def bf16_matmul_is_fast(device: torch.device) -> bool:
     Raises:
         ConfigError: the variable has another value than ``auto``, ``native`` or ``fp32``.
     """
-    option = _option()
+    option = environment_option(OPTION, "auto", "native", "fp32")
     if option != "auto":
         return option == "native"
     return True if device.type != "cpu" else _cpu_bf16_matmul_is_fast()
 
 
 @functools.cache
-def _option() -> str:
-    value = os.environ.get(OPTION, "auto")
-    if value not in ("auto", "native", "fp32"):
+def environment_option(name: str, *values: str) -> str:
+    """Return the environment variable `name`, which is read once: one of `values`, the first where it is unset.
+
+    Raises:
+        ConfigError: it has another value.
+    """
+    value = os.environ.get(name, values[0])
+    if value not in values:
         raise refuse(
             ConfigError,
             where="the torch backend",
-            argument=f"the environment variable {OPTION}",
-            expected="'auto', 'native' or 'fp32'",
+            argument=f"the environment variable {name}",
+            expected=" or ".join(map(repr, values)),
             got=repr(value),
             remedy="Unset it, or set one of these before Python starts.",
         )

@@ -12,13 +12,12 @@ Legend: G groups, N columns of a product's result, K its contraction axis, I int
 from __future__ import annotations
 
 import functools
-import os
 
 import torch
 from torch import Tensor
 
 from hf_neuron_moe.backends.prepared import PreparedWeights
-from hf_neuron_moe.backends.torch.compute import call_scratch, operands_in_bf16
+from hf_neuron_moe.backends.torch.compute import call_scratch, environment_option, operands_in_bf16
 from hf_neuron_moe.backends.torch.experts import ExpertStack
 from hf_neuron_moe.backends.torch.few_rows import MOST_ROWS
 from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints
@@ -32,7 +31,6 @@ from hf_neuron_moe.backends.torch.grouped_forward import (
 from hf_neuron_moe.backends.torch.grouped_products import Operand, PackedWeight
 from hf_neuron_moe.backends.torch.routing import SortedPairs
 from hf_neuron_moe.backends.torch.tiling import Loader
-from hf_neuron_moe.errors import ConfigError, refuse
 from hf_neuron_moe.formats.padding import padded_size
 
 OPTION = "HF_NEURON_MOE_GENERATION_COPIES"
@@ -47,21 +45,6 @@ def generation_copies() -> PreparedWeights:
     return PreparedWeights()
 
 
-@functools.cache
-def _wanted() -> bool:
-    value = os.environ.get(OPTION, "1")
-    if value not in ("0", "1"):
-        raise refuse(
-            ConfigError,
-            where="the torch backend",
-            argument=f"the environment variable {OPTION}",
-            expected="'0' or '1'",
-            got=repr(value),
-            remedy="Unset it, or set one of these before Python starts.",
-        )
-    return value == "1"
-
-
 def suits(precision: str, rows: int, weight: Tensor) -> bool:
     """Whether a call without gradients reads quantized copies of its weights.
 
@@ -70,8 +53,12 @@ def suits(precision: str, rows: int, weight: Tensor) -> bool:
         rows: of the call; beyond :data:`~hf_neuron_moe.backends.torch.few_rows.MOST_ROWS` quantizing is no longer most
             of the time.
         weight: one of the weights.
+
+    Raises:
+        ConfigError: the environment variable :data:`OPTION` is neither 0 nor 1.
     """
-    return precision == "mxfp8" and 0 < rows <= MOST_ROWS and not weight.is_meta and _wanted()
+    few = precision == "mxfp8" and 0 < rows <= MOST_ROWS and not weight.is_meta
+    return few and environment_option(OPTION, "1", "0") == "1"
 
 
 def mlp(x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor) -> Tensor:
