@@ -17,6 +17,8 @@ import hypothesis
 import pytest
 import torch
 
+from hf_neuron_moe.backends.torch import compute
+
 # No deadline: a shared CI core makes single examples slow, and that is not what these tests are about.
 _COMMON = hypothesis.settings(deadline=None, print_blob=True, max_examples=50)
 hypothesis.settings.register_profile("fixed", _COMMON, derandomize=True)
@@ -70,6 +72,7 @@ def _environment() -> Iterator[None]:
             os.environ[name] = before[name]
         else:
             del os.environ[name]
+    compute.environment_option.cache_clear()
     assert not [name for name in changed if "NEURON" in name], f"left in the environment: {sorted(changed)}"
 
 
