@@ -1,6 +1,6 @@
 """Calls with one rule broken: each must raise an error of its class under the function's name, about its argument.
 
-The words are free: tests/messages.json has all messages, for a reader of a change. After one of them changed:
+The words are free: tests/messages.json has the messages of the kernels, for a reader of a change. After a change:
 
     python -m pytest tests/kernels/test_messages.py --update-messages
 """
@@ -8,8 +8,10 @@ The words are free: tests/messages.json has all messages, for a reader of a chan
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,18 +41,36 @@ class BrokenCall:
 
     def check(self) -> str:
         """Make the call, look at the error and return its message."""
-        return refused(self.kind, self.argument, self.function, **(self.arguments() | self.change))
+        return message_of(self.kind, self.argument, self.function, **(self.arguments() | self.change))
 
 
-def refused(kind: type[NeuronMoEError], argument: str, function: Callable[..., Any], /, **arguments: Any) -> str:
+@contextmanager
+def refused(
+    kind: type[NeuronMoEError], argument: str | Path, says: str = "", *, got: str = "", where: str = ""
+) -> Iterator[pytest.ExceptionInfo[NeuronMoEError]]:
+    """Expect an error of exactly this class about exactly this argument.
+
+    Args:
+        kind: class of the error, not one of its bases.
+        argument: what the error blames.
+        says: expression that the message must contain; only for what a test is about, such as a hint.
+        got: beginning of the value that the message reports, where several rules blame one argument.
+        where: function or module that raises, where several might.
+    """
+    with pytest.raises(kind, match=says or None) as caught:
+        yield caught
+    found, message = caught.value, str(caught.value)
+    assert (type(found), found.argument) == (kind, str(argument)), f"{type(found).__name__}: {message}"
+    assert where in ("", found.where), message
+    assert message.startswith(f"{found.where}: {argument} must be "), message
+    assert f", got {got}" in message, message
+
+
+def message_of(kind: type[NeuronMoEError], argument: str, function: Callable[..., Any], /, **arguments: Any) -> str:
     """Call `function` in vain and return the message; class, place and argument of the error must be the expected."""
-    with pytest.raises(kind) as caught:
+    with refused(kind, argument, where=function.__name__) as caught:
         function(**arguments)
-    found = caught.value
-    assert (found.where, found.argument) == (function.__name__, argument), str(found)
-    message = str(found)
-    assert message.startswith(f"{found.where}: {argument} must be ")
-    return message
+    return str(caught.value)
 
 
 def named(calls: Iterable[BrokenCall]) -> list[Any]:
