@@ -11,7 +11,8 @@ import pytest
 
 from hf_neuron_moe.convert import MANIFEST_FILE, ConvertOptions, commit, convert_checkpoint, export_checkpoint, shard
 from hf_neuron_moe.convert.manifest import sealed
-from hf_neuron_moe.errors import ConversionError
+from hf_neuron_moe.errors import ConversionError, DestinationError, DiskError, SourceDamageError
+from tests.refusals import refused
 
 OPTIONS = ConvertOptions("bf16", "kernel", max_shard_bytes=40_000)
 
@@ -63,7 +64,7 @@ def test_failure_at_every_call_leaves_no_destination(code, checkpoint, snapshot,
     for number in range(1, total + 1):
         with pytest.MonkeyPatch.context() as monkeypatch:
             install(monkeypatch, FailingCalls(number, code))
-            with pytest.raises(ConversionError, match=os.strerror(code)):
+            with refused(DiskError, tmp_path / "dst", os.strerror(code)):
                 convert_checkpoint(source, tmp_path / "dst", OPTIONS, workers=1)
         left = {path.name for path in tmp_path.iterdir()} - beside
         # Only the sync of the parent folder comes after the rename: then the conversion is there and complete.
@@ -125,11 +126,11 @@ def test_existing_destination_needs_force_and_must_be_ours(checkpoint, snapshot,
     theirs.mkdir()
     (theirs / "thesis.txt").write_text("years of work")
     for force in (False, True):
-        with pytest.raises(ConversionError, match="theirs"):
+        with refused(DestinationError, theirs, got="something without" if force else "an existing one"):
             convert_checkpoint(source, theirs, OPTIONS, force=force)
     assert snapshot(theirs) == {"thesis.txt": b"years of work"}
     convert_checkpoint(source, tmp_path / "dst", OPTIONS)
-    with pytest.raises(ConversionError, match="--force"):
+    with refused(DestinationError, tmp_path / "dst", "--force"):
         convert_checkpoint(source, tmp_path / "dst", OPTIONS)
     convert_checkpoint(source, tmp_path / "dst", ConvertOptions("bf16", "fused"), force=True)
     assert {path.name for path in tmp_path.iterdir()} == {source.name, "theirs", "dst"}
@@ -141,7 +142,7 @@ def test_leftover_of_a_killed_run_is_cleared_but_nothing_else(checkpoint, tmp_pa
     partial = commit.partial_of(tmp_path / "dst")
     partial.mkdir()
     (partial / "notes.txt").write_text("not ours")
-    with pytest.raises(ConversionError, match="not an unfinished conversion"):
+    with refused(DestinationError, tmp_path / "dst", got="a folder of that name"):
         convert_checkpoint(source, tmp_path / "dst", OPTIONS)
     assert (partial / "notes.txt").read_text() == "not ours"
     (partial / commit.MARKER_FILE).touch()
@@ -155,13 +156,13 @@ def test_destination_may_not_overlap_the_source(place, checkpoint, snapshot):
     source = checkpoint("llama")
     before = snapshot(source)
     destination = {"same": source, "inside": source / "dst", "around": source.parent}[place]
-    with pytest.raises(ConversionError, match="outside the source"):
+    with refused(DestinationError, destination, got="one that contains the other"):
         convert_checkpoint(source, destination, OPTIONS, force=True)
     assert snapshot(source) == before
 
 
 def test_missing_parent(checkpoint, tmp_path):
-    with pytest.raises(ConversionError, match="existing folder"):
+    with refused(DestinationError, tmp_path / "no/dst", got="no folder"):
         convert_checkpoint(checkpoint("llama"), tmp_path / "no" / "dst", OPTIONS)
     assert not (tmp_path / "no").exists()
 
@@ -171,27 +172,27 @@ def test_export_refuses_a_conversion_that_was_tampered_with(checkpoint, tmp_path
     convert_checkpoint(source, tmp_path / "dst", OPTIONS)
     manifest = tmp_path / "dst" / MANIFEST_FILE
     text = manifest.read_text()
-    for old, new, message in [
-        ('"model.safetensors"', '"../up.safetensors"', "file name"),
-        ('"format_version": 4', '"format_version": 5', "format version 5"),
-        ('"tensors"', '"tensor"', "unknown field 'tensor'"),
-        ('"layout": "kernel"', '"layout": "colonel"', "layout"),
-        ("{", "[", "JSONDecodeError"),
+    for old, new, kind, message in [
+        ('"model.safetensors"', '"../up.safetensors"', SourceDamageError, "file name"),
+        ('"format_version": 4', '"format_version": 5', ConversionError, "format version 5"),
+        ('"tensors"', '"tensor"', SourceDamageError, "unknown field 'tensor'"),
+        ('"layout": "kernel"', '"layout": "colonel"', SourceDamageError, "layout"),
+        ("{", "[", SourceDamageError, "JSONDecodeError"),
     ]:
         assert old in text
         changed = text.replace(old, new)
         # As somebody would write it who knows the format, and as chance would.
         knowing = json.dumps(sealed(json.loads(changed))) if new != "[" else changed
-        for content, told in ((knowing, message), (changed, f"{message}|not what was written")):
+        for content, told in ((knowing, message), (changed, f"{message}|checksum")):
             manifest.write_text(content)
-            with pytest.raises(ConversionError, match=told):
+            with refused(kind, manifest, told):
                 export_checkpoint(tmp_path / "dst", tmp_path / "back")
     manifest.write_text(text)
     shard_file = sorted((tmp_path / "dst").glob("neuron-*.safetensors"))[0]
     shard_file.write_bytes(shard_file.read_bytes()[:-2])
-    with pytest.raises(ConversionError, match=shard_file.name):
+    with refused(SourceDamageError, f"{shard_file.name}: data"):
         export_checkpoint(tmp_path / "dst", tmp_path / "back")
     shard_file.unlink()
-    with pytest.raises(ConversionError, match=shard_file.name):
+    with refused(SourceDamageError, shard_file.name):
         export_checkpoint(tmp_path / "dst", tmp_path / "back")
     assert {path.name for path in tmp_path.iterdir()} == {source.name, "dst"}
