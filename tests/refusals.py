@@ -1,6 +1,6 @@
 """Calls with one rule broken: each must raise an error of its class under the function's name, about its argument.
 
-The words are free: tests/messages.json has the messages of the kernels, for a reader of a change. After a change:
+The words are free: tests/messages.json has messages for a reader of a change. After a change of words:
 
     python -m pytest tests/kernels/test_messages.py --update-messages
 """
@@ -27,6 +27,10 @@ Case = tuple[type[NeuronMoEError], str, Arguments]
 
 Suite = tuple[Callable[..., Any], Callable[[], Arguments], list[Case]]
 """A function, what makes arguments that it accepts, and how each of its rules is broken."""
+
+
+RAISED: list[NeuronMoEError] = []
+"""Errors that :func:`refused` has met since somebody cleared this list, for the snapshot of messages."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,7 @@ def refused(
     assert where in ("", found.where), message
     assert message.startswith(f"{found.where}: {argument} must be "), message
     assert f", got {got}" in message, message
+    RAISED.append(found)
 
 
 def message_of(kind: type[NeuronMoEError], argument: str, function: Callable[..., Any], /, **arguments: Any) -> str:
@@ -73,15 +78,21 @@ def message_of(kind: type[NeuronMoEError], argument: str, function: Callable[...
     return str(caught.value)
 
 
+def numbered(names: Iterable[str]) -> list[str]:
+    """Return ``["a-1", "b-1", "a-2"]`` for ``["a", "b", "a"]``."""
+    count: Counter[str] = Counter()
+    found = []
+    for name in names:
+        count[name] += 1
+        found.append(f"{name}-{count[name]}")
+    return found
+
+
 def named(calls: Iterable[BrokenCall]) -> list[Any]:
     """Return a parameter of a test for every call; its name goes by function and argument."""
-    count: Counter[str] = Counter()
-    parameters = []
-    for call in calls:
-        name = f"{call.function.__name__}-{call.argument}"
-        count[name] += 1
-        parameters.append(pytest.param(call, id=f"{name}-{count[name]}"))
-    return parameters
+    calls = list(calls)
+    names = numbered(f"{call.function.__name__}-{call.argument}" for call in calls)
+    return [pytest.param(call, id=name) for call, name in zip(calls, names, strict=True)]
 
 
 def broken_calls(suites: Iterable[Suite]) -> list[Any]:
