@@ -104,9 +104,9 @@ def test_exceptions_reach_their_blocks() -> None:
 @pytest.mark.parametrize(
     ("modules", "message"),
     [
-        ({"*.7.*": "fp8"}, r"activations\.modules must be globs that match .*got '\*\.7\.\*'"),
+        ({"*.7.*": "fp8"}, r"got '\*\.7\.\*'"),
         ({"model.layer.0.mlp": "fp8"}, r"Did you mean 'model\.layers\.0\.mlp'"),
-        ({"*.0.*": "fp8", "*mlp": "up"}, r"'\*\.0\.\*' and '\*mlp', which both match 'model\.layers\.0\.mlp'"),
+        ({"*.0.*": "fp8", "*mlp": "up"}, r"got '\*\.0\.\*' and '\*mlp'.*'model\.layers\.0\.mlp'"),
     ],
 )
 def test_refused_globs_change_nothing(modules: dict[str, str], message: str) -> None:
@@ -134,8 +134,7 @@ def test_budgets_are_divided_among_blocks() -> None:
     report = patch_model(model, {"activations": "2.75KiB/token+fp8"})
     assert {entry.activations for entry in report.patched} == {"fp8"}
     unpatch_model(model)
-    message = r"at least 256 bytes per token \(0\.25KiB/token\), what the 2 blocks keep .*got 255 bytes"
-    with refused(ConfigError, "activations", message):
+    with refused(ConfigError, "activations", r"256 bytes per token \(0\.25KiB/token\).*got 255 bytes"):
         patch_model(model, {"activations": ActivationBudget(bytes_per_token=255)})
     assert {e.activations for e in patch_model(model, {"activations": "256B/token"}).patched} == {"recompute"}
 

@@ -181,13 +181,13 @@ def test_a_page_without_a_single_health_figure(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
-    [("{", "must be JSON in UTF-8"), ("[]", "a JSON object with the objects patch, config"), ('{"patch": 3}', "patch")],
+    ("content", "got"),
+    [("{", "Expecting property name"), ("[]", "one without patch"), ('{"patch": 3}', "one without patch")],
 )
-def test_damaged_files_are_refused(content: str, message: str, tmp_path: Path) -> None:
+def test_damaged_files_are_refused(content: str, got: str, tmp_path: Path) -> None:
     (tmp_path / "neuron_moe").mkdir()
     (tmp_path / "neuron_moe" / "run.json").write_text(content)
-    with refused(ReportError, tmp_path / "neuron_moe" / "run.json", message):
+    with refused(ReportError, tmp_path / "neuron_moe" / "run.json", got=got):
         read_runs(tmp_path)
 
 
