@@ -1,6 +1,6 @@
 """Calls with one rule broken: each must raise an error of its class under the function's name, about its argument.
 
-The words are free: tests/messages.json has all messages, for a reader of a change. After one of them changed:
+The words are free: tests/messages.json has messages for a reader of a change. After a change of words:
 
     python -m pytest tests/kernels/test_messages.py --update-messages
 """
@@ -8,8 +8,10 @@ The words are free: tests/messages.json has all messages, for a reader of a chan
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +29,10 @@ Suite = tuple[Callable[..., Any], Callable[[], Arguments], list[Case]]
 """A function, what makes arguments that it accepts, and how each of its rules is broken."""
 
 
+RAISED: list[NeuronMoEError] = []
+"""Errors that :func:`refused` has met since somebody cleared this list, for the snapshot of messages."""
+
+
 @dataclass(frozen=True)
 class BrokenCall:
     """A call that must raise."""
@@ -39,29 +45,54 @@ class BrokenCall:
 
     def check(self) -> str:
         """Make the call, look at the error and return its message."""
-        return refused(self.kind, self.argument, self.function, **(self.arguments() | self.change))
+        return message_of(self.kind, self.argument, self.function, **(self.arguments() | self.change))
 
 
-def refused(kind: type[NeuronMoEError], argument: str, function: Callable[..., Any], /, **arguments: Any) -> str:
+@contextmanager
+def refused(
+    kind: type[NeuronMoEError], argument: str | Path, says: str = "", *, got: str = "", where: str = ""
+) -> Iterator[pytest.ExceptionInfo[NeuronMoEError]]:
+    """Expect an error of exactly this class about exactly this argument.
+
+    Args:
+        kind: class of the error, not one of its bases.
+        argument: what the error blames.
+        says: expression that the message must contain; only for what a test is about, such as a hint.
+        got: beginning of the value that the message reports, where several rules blame one argument.
+        where: function or module that raises, where several might.
+    """
+    with pytest.raises(kind, match=says or None) as caught:
+        yield caught
+    found, message = caught.value, str(caught.value)
+    assert (type(found), found.argument) == (kind, str(argument)), f"{type(found).__name__}: {message}"
+    assert where in ("", found.where), message
+    assert message.startswith(f"{found.where}: {argument} must be "), message
+    assert f", got {got}" in message, message
+    RAISED.append(found)
+
+
+def message_of(kind: type[NeuronMoEError], argument: str, function: Callable[..., Any], /, **arguments: Any) -> str:
     """Call `function` in vain and return the message; class, place and argument of the error must be the expected."""
-    with pytest.raises(kind) as caught:
+    with refused(kind, argument, where=function.__name__) as caught:
         function(**arguments)
-    found = caught.value
-    assert (found.where, found.argument) == (function.__name__, argument), str(found)
-    message = str(found)
-    assert message.startswith(f"{found.where}: {argument} must be ")
-    return message
+    return str(caught.value)
+
+
+def numbered(names: Iterable[str]) -> list[str]:
+    """Return ``["a-1", "b-1", "a-2"]`` for ``["a", "b", "a"]``."""
+    count: Counter[str] = Counter()
+    found = []
+    for name in names:
+        count[name] += 1
+        found.append(f"{name}-{count[name]}")
+    return found
 
 
 def named(calls: Iterable[BrokenCall]) -> list[Any]:
     """Return a parameter of a test for every call; its name goes by function and argument."""
-    count: Counter[str] = Counter()
-    parameters = []
-    for call in calls:
-        name = f"{call.function.__name__}-{call.argument}"
-        count[name] += 1
-        parameters.append(pytest.param(call, id=f"{name}-{count[name]}"))
-    return parameters
+    calls = list(calls)
+    names = numbered(f"{call.function.__name__}-{call.argument}" for call in calls)
+    return [pytest.param(call, id=name) for call, name in zip(calls, names, strict=True)]
 
 
 def broken_calls(suites: Iterable[Suite]) -> list[Any]:

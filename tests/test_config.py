@@ -11,43 +11,45 @@ import pytest
 
 from hf_neuron_moe import NeuronMoEConfig
 from hf_neuron_moe.errors import ConfigError
+from tests.refusals import refused
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "argument", "says"),
     [
-        ({"precision": "fp16"}, "precision must be one of bf16, mxfp8, fp32, got 'fp16'"),
-        ({"precision": "mxfp"}, "Did you mean 'mxfp8'"),
-        ({"precision": None}, "got None"),
+        ({"precision": "fp16"}, "precision", "got 'fp16'"),
+        ({"precision": "mxfp"}, "precision", "Did you mean 'mxfp8'"),
+        ({"precision": None}, "precision", "got None"),
         (
             {"backend": "cuda"},
-            r"backend must be one of auto, torch, neuron, nki-sim, got 'cuda'\. .*'torch' computes on",
+            "backend",
+            r"got 'cuda'\. .*'torch' computes on",
         ),
-        ({"weights": "kernels"}, "Did you mean 'kernel'"),
-        ({"backend": "trn2"}, "reached by 'neuron'"),
-        ({"backend": "nki-smi"}, "Did you mean 'nki-sim'"),
-        ({"block_size": 100}, "block_size must be one of"),
-        ({"block_size": 512.0}, "got 512.0"),
-        ({"block_size": True}, "got True"),
+        ({"weights": "kernels"}, "weights", "Did you mean 'kernel'"),
+        ({"backend": "trn2"}, "backend", "reached by 'neuron'"),
+        ({"backend": "nki-smi"}, "backend", "Did you mean 'nki-sim'"),
+        ({"block_size": 100}, "block_size", "got 100"),
+        ({"block_size": 512.0}, "block_size", "got 512.0"),
+        ({"block_size": True}, "block_size", "got True"),
     ],
 )
-def test_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_refused(options: dict[str, Any], argument: str, says: str) -> None:
+    with refused(ConfigError, argument, says):
         NeuronMoEConfig(**options)
 
 
 def test_round_trip_and_unknown_names() -> None:
     config = NeuronMoEConfig(precision="mxfp8", block_size=256)
     assert NeuronMoEConfig.from_dict(config.to_dict()) == config
-    with pytest.raises(ConfigError, match=r"got 'precison'.*Did you mean 'precision'"):
+    with refused(ConfigError, "option name", "Did you mean 'precision'", got="'precison'"):
         NeuronMoEConfig.from_dict({"precison": "bf16"})
     for options in (None, "precision", ["precision"]):
-        with pytest.raises(ConfigError, match="options must be a mapping of option names to values, got "):
+        with refused(ConfigError, "options"):
             NeuronMoEConfig.from_dict(options)  # type: ignore[arg-type]
 
 
 def test_a_misspelt_keyword_names_the_near_miss() -> None:
-    with pytest.raises(ConfigError, match=r"got 'precison'.*Did you mean 'precision'"):
+    with refused(ConfigError, "option name", "Did you mean 'precision'", got="'precison'"):
         NeuronMoEConfig(precison="mxfp8")  # type: ignore[call-arg]
 
 

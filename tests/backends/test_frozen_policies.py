@@ -12,6 +12,7 @@ from hf_neuron_moe.errors import ConfigError, GradientError
 from hf_neuron_moe.formats import quantize_mx, unswizzle
 from hf_neuron_moe.modules.frozen_ops import frozen_network
 from hf_neuron_moe.modules.saved_bytes import BlockShape, saved_bytes
+from tests.refusals import refused
 
 HIDDEN = 128
 LOSSLESS = ("full", *sorted(keep_strings("bf16") - {"fp8"}))
@@ -76,10 +77,10 @@ def test_there_is_no_second_derivative() -> None:
     x = torch.randn(4, HIDDEN, requires_grad=True)
     y = frozen_network(x, None, None, stack_of(128, None), backend="torch")
     (first,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
-    with pytest.raises(GradientError, match="differentiated at most once"):
+    with refused(GradientError, "the backward itself"):
         first.square().sum().backward()
 
 
 def test_checkpoints_of_the_mxfp8_backward_are_refused() -> None:
-    with pytest.raises(ConfigError, match="only the mxfp8 kernels write"):
+    with refused(ConfigError, "activations", got="gate_act"):
         run(stack_of(128, None), False, 4, "gate_act")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import struct
 from collections.abc import Callable
@@ -13,7 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint, export_checkpoint
-from hf_neuron_moe.errors import ConversionError
+from hf_neuron_moe.errors import ConversionError, SourceDamageError
+from tests.refusals import refused
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -172,49 +174,58 @@ def single_and_index(folder: Path) -> None:
 
 
 SINGLE = [
-    (truncate, "bytes long as the header says"),
-    (append_bytes, "bytes long as the header says"),
-    (cut_to_nothing, "at least 8 bytes"),
-    (huge_header_length, "header length"),
-    (flip_header_byte, "header must be JSON"),
-    (not_utf8, "header must be JSON"),
-    (wrong_offsets, "data_offsets"),
-    (overlapping, "data_offsets"),
-    (unknown_dtype, "BF17"),
-    (negative_shape, "natural numbers"),
-    (repeated_name, "appears twice"),
-    (missing_tensor, "one tensor for each of experts 0 to 11"),
-    (missing_norm, "model.norm.weight"),
-    (foreign_tensor, "extra.weight"),
-    (stored_twice, "stored once"),
-    (wrong_shape, r"\[96, 64\]"),
-    (quantised_expert, "dtype of model.layers.0.mlp.experts.gate_up_proj"),
-    (no_config, "config.json"),
-    (broken_config, "config.json"),
-    (unknown_model, "no_such_model"),
-    (quantised_config, "quantization_config"),
-    (other_sizes, "experts 0 to 12"),
-    (pickle_only, "save_pretrained"),
-    (empty_folder, "a folder with config.json, got a folder without it"),
-    (link_outside, "a link to"),
-    (single_and_index, "both"),
+    (truncate, SourceDamageError, "model.safetensors: data", "got 970365 bytes"),
+    (append_bytes, SourceDamageError, "model.safetensors: data", "got 970384 bytes"),
+    (cut_to_nothing, SourceDamageError, "model.safetensors", "got 3 bytes"),
+    (huge_header_length, SourceDamageError, "model.safetensors: header length", ""),
+    (flip_header_byte, SourceDamageError, "model.safetensors: header", "got Expecting value"),
+    (not_utf8, SourceDamageError, "model.safetensors: header", "got 'utf-8' codec"),
+    (wrong_offsets, SourceDamageError, "model.safetensors: lm_head.weight: data_offsets", ""),
+    (overlapping, SourceDamageError, "model.safetensors: model.embed_tokens.weight: data_offsets", ""),
+    (unknown_dtype, SourceDamageError, "model.safetensors: lm_head.weight: dtype", ""),
+    (negative_shape, SourceDamageError, "model.safetensors: lm_head.weight: shape", ""),
+    (repeated_name, SourceDamageError, "model.safetensors: header", "got 'lm_head.weight' appears twice"),
+    (missing_tensor, ConversionError, "experts of model.layers.1.mlp.experts.down_proj (.experts.*.w2.weight)", ""),
+    (missing_norm, ConversionError, "parameter model.norm.weight", ""),
+    (foreign_tensor, ConversionError, "tensor model.layers.0.mlp.extra.weight", ""),
+    (stored_twice, ConversionError, "parameter model.layers.0.mlp.experts.down_proj", ""),
+    (
+        wrong_shape,
+        ConversionError,
+        "model.safetensors: model.layers.0.block_sparse_moe.experts.0.w1.weight",
+        "got [97, 64]",
+    ),
+    (quantised_expert, ConversionError, "dtype of model.layers.0.mlp.experts.gate_up_proj", ""),
+    (no_config, ConversionError, "{source}", "got a folder without it"),
+    (broken_config, SourceDamageError, "{source}/config.json", "got JSONDecodeError"),
+    (unknown_model, ConversionError, "{source}/config.json", "no_such_model"),
+    (quantised_config, ConversionError, "{source}/config.json: quantization_config", ""),
+    (other_sizes, ConversionError, "experts of model.layers.0.mlp.experts.gate_up_proj (.experts.*.w1.weight)", ""),
+    (pickle_only, ConversionError, "{source}", "save_pretrained"),
+    (empty_folder, ConversionError, "{source}", "got a folder without it"),
+    (link_outside, SourceDamageError, "model.safetensors", "got a link to"),
+    (single_and_index, SourceDamageError, "{source}", "got both"),
 ]
 
 
-def assert_refused(source: Path, destination: Path, message: str) -> None:
-    """Converting is refused in one line, and nothing is left beside the source."""
+def assert_refused(
+    source: Path, destination: Path, kind: type[ConversionError], argument: str, fragment: str = ""
+) -> None:
+    """Converting is refused in one line with this fragment, and nothing is left beside the source."""
     beside = {path.name for path in destination.parent.iterdir()}
-    with pytest.raises(ConversionError, match=message) as caught:
+    with refused(kind, argument.format(source=source), re.escape(fragment)) as caught:
         convert_checkpoint(source, destination, ConvertOptions("bf16", "kernel"))
     assert "\n" not in str(caught.value)
     assert {path.name for path in destination.parent.iterdir()} == beside
 
 
-@pytest.mark.parametrize(("damage", "message"), SINGLE, ids=lambda value: getattr(value, "__name__", ""))
-def test_damaged_single_file(damage, message, checkpoint, tmp_path):
+@pytest.mark.parametrize(
+    ("damage", "kind", "argument", "fragment"), SINGLE, ids=[damage.__name__ for damage, *_ in SINGLE]
+)
+def test_damaged_single_file(damage, kind, argument, fragment, checkpoint, tmp_path):
     source = checkpoint("mixtral")
     damage(source)
-    assert_refused(source, tmp_path / "dst", message)
+    assert_refused(source, tmp_path / "dst", kind, argument, fragment)
 
 
 def edit_index(folder: Path, change: Callable[[dict[str, str]], None]) -> None:
@@ -261,22 +272,22 @@ def broken_index(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("damage", "kind", "argument", "fragment"),
     [
-        (missing_shard, "no such file"),
-        (names_missing_tensor, "model.ghost.weight"),
-        (leaves_tensor_out, "does not name it"),
-        (duplicated_tensor, "model.norm.weight"),
-        (empty_index, "weight_map"),
-        (index_is_a_list, "weight_map"),
-        (broken_index, "JSON in UTF-8"),
+        (missing_shard, SourceDamageError, "model-00001-of-00007.safetensors", "got no such file"),
+        (names_missing_tensor, SourceDamageError, "tensor model.ghost.weight", ""),
+        (leaves_tensor_out, SourceDamageError, "tensor model.norm.weight", "does not name it"),
+        (duplicated_tensor, SourceDamageError, "tensor model.norm.weight", "got in model-00001-of-00007"),
+        (empty_index, SourceDamageError, "model.safetensors.index.json: weight_map", "got {}"),
+        (index_is_a_list, SourceDamageError, "model.safetensors.index.json: weight_map", "got None"),
+        (broken_index, SourceDamageError, "model.safetensors.index.json", "got 'utf-8' codec"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_damaged_shards(damage, message, checkpoint, tmp_path):
+def test_damaged_shards(damage, kind, argument, fragment, checkpoint, tmp_path):
     source = checkpoint("mixtral", shard="100KB")
     damage(source)
-    assert_refused(source, tmp_path / "dst", message)
+    assert_refused(source, tmp_path / "dst", kind, argument, fragment)
 
 
 @pytest.mark.parametrize(
@@ -288,7 +299,8 @@ def test_index_paths_that_lead_away(path, checkpoint, tmp_path):
     source = checkpoint("mixtral", shard="100KB")
     shutil.copy(first_file(source), tmp_path / "outside.safetensors")
     edit_index(source, lambda index: index.update({"model.norm.weight": path}))
-    assert_refused(source, tmp_path / "dst", "plain name")
+    argument = "model.safetensors.index.json: file of model.norm.weight"
+    assert_refused(source, tmp_path / "dst", SourceDamageError, argument, f"got {path!r}")
 
 
 def test_hub_cache_links_are_followed(checkpoint, tmp_path, snapshot):
@@ -309,7 +321,7 @@ def test_model_without_blocks_names_the_reason(tmp_path, checkpoint):
     source = checkpoint("llama")
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({**config, "hidden_act": "gelu"}))
-    assert_refused(source, tmp_path / "dst", "SiLU")
+    assert_refused(source, tmp_path / "dst", ConversionError, "{source}", "its activation is GELU")
 
 
 def test_mxfp8_needs_whole_blocks(tmp_path):
@@ -319,6 +331,6 @@ def test_mxfp8_needs_whole_blocks(tmp_path):
         hidden_size=48, intermediate_size=80, num_hidden_layers=1, num_attention_heads=4, vocab_size=64
     )
     LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path / "src")
-    with pytest.raises(ConversionError, match="a multiple of 32 for MXFP8, got 48"):
+    with refused(ConversionError, "contraction size of model.layers.0.mlp.gate_up_proj.weight", got="48"):
         convert_checkpoint(tmp_path / "src", tmp_path / "dst", ConvertOptions("mxfp8", "kernel"))
     assert not (tmp_path / "dst").exists()

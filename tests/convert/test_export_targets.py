@@ -15,6 +15,7 @@ from hf_neuron_moe.convert.export import NOTE_FILE
 from hf_neuron_moe.convert.orientations import SOURCE
 from hf_neuron_moe.convert.read import open_tensors
 from hf_neuron_moe.errors import ConversionError
+from tests.refusals import refused
 
 BF16 = {
     "fused": ConvertOptions("bf16", "fused"),
@@ -93,7 +94,7 @@ def test_mx_gives_back_what_an_independent_reading_finds(target, checkpoint, tmp
 
 def test_what_cannot_come_back_is_said(checkpoint, tmp_path):
     convert_checkpoint(checkpoint("qwen2_moe"), tmp_path / "dst", ConvertOptions("mxfp4", "kernel", pad=True))
-    with pytest.raises(ConversionError, match="24 tensors that were rounded or quantised"):
+    with refused(ConversionError, tmp_path / "dst", got="24 tensors"):
         export_checkpoint(tmp_path / "dst", tmp_path / "back")
     assert not (tmp_path / "back").exists()
     report = export_checkpoint(tmp_path / "dst", tmp_path / "back", allow_inexact=True)

@@ -16,6 +16,7 @@ from hf_neuron_moe.convert.assign import build_meta_model, natural_key
 from hf_neuron_moe.convert.source import read_header, read_source
 from hf_neuron_moe.errors import ConversionError, SourceDamageError, printable, refuse
 from tests.convert.mutations import command, split_header, with_header
+from tests.refusals import refused
 
 INDEX = "model.safetensors.index.json"
 
@@ -38,24 +39,24 @@ def test_dimensions_of_thousands_of_digits(count, tmp_path):
     text = f'{{"x": {{"dtype": "BF16", "shape": [{dimensions}], "data_offsets": [0, 0]}}}}'
     path = write_header(tmp_path / "model.safetensors", text.encode())
     start = time.process_time()
-    with pytest.raises(SourceDamageError, match=r"a number of 4,000 digits"):
+    with refused(SourceDamageError, "model.safetensors: header", got="a number of 4,000 digits"):
         read_header(path)
     assert time.process_time() - start < 1
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "argument", "says"),
     [
-        ({"dtype": [[]]}, "dtype must be one of"),
-        ({"shape": [2**63, 0]}, "x: shape must be"),
-        ({"shape": [0] * 65}, "x: shape must be"),
-        ({"data_offsets": [0, 2**64]}, "x: data_offsets must be"),
-        ({"data_offsets": [True, 0]}, "x: data_offsets must be"),
+        ({"dtype": [[]]}, "model.safetensors: x: dtype", ""),
+        ({"shape": [2**63, 0]}, "model.safetensors: x: shape", r"got \[9223372036854775808, 0\]"),
+        ({"shape": [0] * 65}, "model.safetensors: x: shape", r"got \[0, 0, 0"),
+        ({"data_offsets": [0, 2**64]}, "model.safetensors: x: data_offsets", r"got \[0, 18446744073709551616\]"),
+        ({"data_offsets": [True, 0]}, "model.safetensors: x: data_offsets", r"got \[True, 0\]"),
     ],
 )
-def test_entries_that_are_none(changes, told, tmp_path):
+def test_entries_that_are_none(changes, argument, says, tmp_path):
     path = write_header(tmp_path / "model.safetensors", {"x": entry(**changes)})
-    with pytest.raises(SourceDamageError, match=told):
+    with refused(SourceDamageError, argument, says):
         read_header(path)
 
 
@@ -75,7 +76,7 @@ def test_numbers_of_other_scripts_in_names_are_text(checkpoint, tmp_path):
         header, data = split_header(path.read_bytes())
         changed = {name.replace("layers.1.mlp.up", f"layers.{odd}.mlp.up"): value for name, value in header.items()}
         path.write_bytes(with_header(changed, data))
-        with pytest.raises(ConversionError, match=r"layers\.(²|1+).*up_proj"):
+        with refused(ConversionError, printable(f"tensor model.layers.{odd}.mlp.up_proj.weight")):
             convert_checkpoint(source, tmp_path / "dst")
         path.write_bytes(with_header(header, data))
 
@@ -85,7 +86,7 @@ def test_a_repeated_name_is_found_in_linear_time(checkpoint):
     names = ", ".join(f'"model.x{number}": "a.safetensors"' for number in range(30_000))
     (source / INDEX).write_text(f'{{"weight_map": {{{names}, "model.x29999": "a.safetensors"}}}}')
     start = time.process_time()
-    with pytest.raises(SourceDamageError, match=r"'model.x29999' appears twice"):
+    with refused(SourceDamageError, "model.safetensors.index.json", got="'model.x29999' appears twice"):
         read_source(source)
     assert time.process_time() - start < 2  # 19 s when every name was counted
 
@@ -104,9 +105,9 @@ def test_counts_are_compared_with_the_weights_before_a_model_is_built(changes, t
     path = source / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     start = time.process_time()
-    with pytest.raises(ConversionError, match=f"{told}, the weights have room for at most"):
+    with refused(ConversionError, path, got=f"{told}, "):
         plan_conversion(source, ConvertOptions())
-    with pytest.raises(ConversionError, match=f"{told}, at most"):
+    with refused(ConversionError, path, got=f"{told}, ", where="plan"):
         build_meta_model(source, "plan")
     assert time.process_time() - start < 1
 
@@ -127,7 +128,7 @@ def test_a_file_name_that_no_file_system_takes(checkpoint):
     content = json.loads((source / INDEX).read_text())
     content["weight_map"]["lm_head.weight"] = "x" * 250 + ".safetensors"
     (source / INDEX).write_text(json.dumps(content))
-    with pytest.raises(SourceDamageError, match="at most 255 bytes"):
+    with refused(SourceDamageError, "model.safetensors.index.json: file of lm_head.weight"):
         read_source(source)
 
 
@@ -167,6 +168,6 @@ def test_a_configuration_that_cannot_be_written_again_is_refused_at_once(checkpo
     text = path.read_text().rstrip().removesuffix("}")
     for more in ('"note": "\\ud800"}', f'"note": {"[" * 500}{"]" * 500}}}'):
         path.write_text(f"{text}, {more}")
-        with pytest.raises(SourceDamageError, match=r"config\.json must be JSON"):
+        with refused(SourceDamageError, path):
             convert_checkpoint(source, tmp_path / "dst")
     assert not (tmp_path / "dst.partial").exists()

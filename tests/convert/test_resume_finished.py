@@ -9,6 +9,7 @@ import pytest
 
 from hf_neuron_moe.convert import MANIFEST_FILE, ConvertOptions, convert_checkpoint, finalize_checkpoint
 from hf_neuron_moe.errors import DestinationError, SourceDamageError
+from tests.refusals import refused
 
 OPTIONS = ConvertOptions("mxfp8", "kernel", 60_000)
 
@@ -38,9 +39,9 @@ def test_a_damaged_result_is_named_and_can_be_replaced(start, checkpoint, snapsh
     DAMAGES[start](target / name)
     wrong = snapshot(target)
     told = rf"1 missing or altered files, such as {name}\. .*--force"
-    with pytest.raises(DestinationError, match=f"convert: .*{told}"):
+    with refused(DestinationError, target, told, where="convert"):
         convert_checkpoint(source, target, OPTIONS, resume=True)
-    with pytest.raises(DestinationError, match=f"finalize: .*{told}"):
+    with refused(DestinationError, target, told, where="finalize"):
         finalize_checkpoint(source, target)
     assert snapshot(target) == wrong
     convert_checkpoint(source, target, OPTIONS, resume=True, force=True)
@@ -53,9 +54,9 @@ def test_a_damaged_manifest_is_named_and_can_be_replaced(checkpoint, snapshot, t
     convert_checkpoint(source, target, OPTIONS)
     right = snapshot(target)
     (target / MANIFEST_FILE).write_bytes(right[MANIFEST_FILE][:-9])
-    with pytest.raises(DestinationError, match=f"{MANIFEST_FILE}.*--force"):
+    with refused(DestinationError, target, f"{MANIFEST_FILE}.*--force"):
         convert_checkpoint(source, target, OPTIONS, resume=True)
-    with pytest.raises(SourceDamageError, match=f"finalize: .*{MANIFEST_FILE}"):
+    with refused(SourceDamageError, target / MANIFEST_FILE, where="finalize"):
         finalize_checkpoint(source, target)
     convert_checkpoint(source, target, OPTIONS, resume=True, force=True)
     assert snapshot(target) == right

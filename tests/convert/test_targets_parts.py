@@ -18,6 +18,7 @@ from hf_neuron_moe.convert.relayout import Scratch, read_bytes, restore, scratch
 from hf_neuron_moe.convert.tensor_parallel import FusedWeight, Part, part_of
 from hf_neuron_moe.errors import ConversionError, SourceDamageError
 from hf_neuron_moe.formats import fake_quantize_mx, quantize_mx, unswizzle
+from tests.refusals import refused
 
 SIZES = st.integers(1, 40)
 
@@ -197,7 +198,7 @@ def test_a_rank_sees_nonfinite_values_of_its_own_part_only():
     values[3, 47] = float("nan")
     weight = FusedWeight("x.down_proj", (32, 48), (Piece("w", "f", "F32", (32, 48)),))
     options = ConvertOptions("bf16", "kernel", tp_degree=2)
-    with pytest.raises(SourceDamageError, match="f: w must be of finite values"):
+    with refused(SourceDamageError, "f: w"):
         run(weight, options, {"w": values}, on_nonfinite="error")
     _, made, _ = run(weight, options, {"w": values}, on_nonfinite="keep")
     assert made["x.down_proj.tp0"].isfinite().all() and made["x.down_proj.tp1"].isnan().sum() == 1

@@ -23,6 +23,7 @@ from hf_neuron_moe.convert.read import open_tensors
 from hf_neuron_moe.convert.source import read_header
 from hf_neuron_moe.convert.verify import VerifyReport, verify_checkpoint
 from hf_neuron_moe.errors import ConversionError, SourceDamageError
+from tests.refusals import refused
 
 TARGETS = {
     "bf16 fused": ConvertOptions("bf16", "fused"),
@@ -299,7 +300,7 @@ def test_a_checksum_of_an_unknown_kind_is_damage(checkpoint, tmp_path):
     content = json.loads(path.read_text())
     content["tensors"][0]["checksum"] = "md5:0"
     path.write_text(json.dumps(sealed(content)))
-    with pytest.raises(SourceDamageError, match="md5"):
+    with refused(SourceDamageError, path, "md5"):
         read_manifest(tmp_path / "dst")
 
 
@@ -335,10 +336,10 @@ def test_version_1_is_checked_by_its_tensors(checkpoint, tmp_path):
 
 def test_what_is_no_conversion_is_refused(checkpoint, tmp_path):
     source = checkpoint("llama")
-    with pytest.raises(ConversionError, match=r"verify: .*ordinary checkpoint"):
+    with refused(ConversionError, source, got="an ordinary checkpoint", where="verify"):
         verify_checkpoint(source)
     convert_checkpoint(source, tmp_path / "dst")
-    with pytest.raises(ConversionError, match="verify: "):
+    with refused(ConversionError, tmp_path, got="a folder without it", where="verify"):
         verify_checkpoint(tmp_path / "dst", tmp_path)
 
 
@@ -380,5 +381,5 @@ def test_inspect_says_that_a_manifest_lacks_a_weight(checkpoint, tmp_path):
     lost = next(tensor["weight"] for tensor in content["tensors"] if tensor["layout"] != "source")
     del content["weights"][lost]
     file.write_text(json.dumps(sealed(content)), encoding="utf-8")
-    with pytest.raises(SourceDamageError, match=re.escape(lost)):
+    with refused(SourceDamageError, file, re.escape(lost)):
         inspect_checkpoint(tmp_path / "dst", source)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,6 +9,7 @@ from hypothesis import strategies as st
 from hf_neuron_moe.errors import DeviceError, DTypeError, ShapeError
 from hf_neuron_moe.formats import dequantize_mx, dequantize_mx_natural, fake_quantize_mx, quantize_mx, unswizzle
 from hf_neuron_moe.formats.constants import ELEMENT_FORMATS, SwizzleScheme
+from tests.refusals import refused
 
 
 @settings(max_examples=60, deadline=None)
@@ -39,15 +39,15 @@ def test_it_inverts_quantisation_as_the_swizzled_form_does(
 def test_what_does_not_fit_is_refused() -> None:
     codes, scales = torch.zeros(4, 64, dtype=torch.uint8), torch.zeros(2, 4, dtype=torch.uint8)
     assert dequantize_mx_natural(codes, scales).shape == (4, 64)
-    with pytest.raises(ShapeError, match="compact scales of codes"):
+    with refused(ShapeError, "scales", got="[1, 4]"):
         dequantize_mx_natural(codes, scales[:1])
-    with pytest.raises(ShapeError, match="codes"):
+    with refused(ShapeError, "codes.shape[1] (K)"):
         dequantize_mx_natural(codes[:, :48], scales)
-    with pytest.raises(DTypeError, match="codes"):
+    with refused(DTypeError, "codes", got="float8_e5m2"):
         dequantize_mx_natural(codes.view(torch.float8_e5m2), scales)
-    with pytest.raises(DeviceError, match="scales must be on cpu like codes"):
+    with refused(DeviceError, "scales", got="meta"):
         dequantize_mx_natural(codes, scales.to("meta"))
-    with pytest.raises(DTypeError, match="out_FK"):
+    with refused(DTypeError, "out_FK"):
         dequantize_mx_natural(codes, scales, out_FK=torch.zeros(4, 64, dtype=torch.bfloat16))
-    with pytest.raises(ShapeError, match="out_FK"):
+    with refused(ShapeError, "out_FK"):
         dequantize_mx_natural(codes, scales, out_FK=torch.zeros(8, 64))

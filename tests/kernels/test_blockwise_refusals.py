@@ -17,7 +17,7 @@ from hf_neuron_moe.kernels.moe_types import (
     ShardOption229,
 )
 from hf_neuron_moe.kernels.routing import build_block_plan, expert_mask, masked_affinities
-from tests.refusals import Arguments, BrokenCall, Case, bf16, named, refused
+from tests.refusals import Arguments, BrokenCall, Case, bf16, message_of, named
 
 T, H, I, E, B = 20, 128, 64, 3, 128  # noqa: E741
 
@@ -185,7 +185,7 @@ def test_limits_are_the_devices_and_not_the_mathematics(
     }
     assert blockwise_mm_bwd(**arguments)[0].dtype == torch.float32
     if "clamp_limits" not in spoiled:  # fp32 checkpoints hold any limit
-        refused(kind, argument, blockwise_mm_bwd, **arguments, device_limits=True)
+        message_of(kind, argument, blockwise_mm_bwd, **arguments, device_limits=True)
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,25 @@
-"""All messages of the kernels' errors in one file, so that a change of their words is seen as one."""
+"""Messages of errors in one file, so that a change of their words is seen as one: the kernels' and what is listed."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests import test_config
+from tests.convert import test_targets_options
+from tests.formats import (
+    test_group_fp8,
+    test_layouts,
+    test_moe_mx,
+    test_mx_interface,
+    test_mx_natural,
+    test_scale_layouts,
+    test_swizzle,
+)
 from tests.kernels import (
     test_blockwise_refusals,
     test_mlp_refusals,
@@ -15,6 +28,8 @@ from tests.kernels import (
     test_moe_cte_refusals,
     test_refusals,
 )
+from tests.patching import test_policies
+from tests.refusals import RAISED, numbered
 
 SUITES = (
     test_blockwise_refusals,
@@ -25,6 +40,33 @@ SUITES = (
     test_refusals,
 )
 
+TESTS: tuple[Callable[..., None], ...] = (
+    test_group_fp8.test_refusals,
+    test_layouts.test_refusals,
+    test_moe_mx.test_refusals,
+    test_mx_interface.test_dequantize_and_fake_quantize_refuse,
+    test_mx_interface.test_quantize_refuses,
+    test_mx_natural.test_what_does_not_fit_is_refused,
+    test_scale_layouts.test_refusals,
+    test_swizzle.test_refusals,
+    test_config.test_refused,
+    test_policies.test_refused_forms,
+    test_targets_options.test_senseless_combinations_are_refused,
+    test_targets_options.test_unknown_values_are_refused_with_the_nearest_known_one,
+)
+"""Tests without fixtures, whose messages are the same on every machine."""
+
+
+def messages_of(test: Callable[..., None]) -> dict[str, str]:
+    """Run a test with all its parameters and return the messages of the errors that it expected."""
+    marks: list[Any] = getattr(test, "pytestmark", [])
+    calls = [dict(zip(mark.args[0], values, strict=True)) for mark in marks for values in mark.args[1]] or [{}]
+    RAISED.clear()
+    for arguments in calls:
+        test(**arguments)
+    names = numbered(f"{error.where}-{error.argument}" for error in RAISED)
+    return dict(zip(names, map(str, RAISED), strict=True))
+
 
 def test_messages_are_those_of_the_snapshot(repo_root: Path, request: pytest.FixtureRequest) -> None:
     path = repo_root / "tests" / "messages.json"
@@ -32,6 +74,7 @@ def test_messages_are_those_of_the_snapshot(repo_root: Path, request: pytest.Fix
         suite.__name__.rpartition(".")[2]: {parameter.id: parameter.values[0].check() for parameter in suite.CALLS}
         for suite in SUITES
     }
+    found |= {f"{test.__module__.rpartition('.')[2]}.{test.__name__}": messages_of(test) for test in TESTS}
     if request.config.getoption("--update-messages"):
         path.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     known = json.loads(path.read_text(encoding="utf-8"))
@@ -42,4 +85,4 @@ def test_messages_are_those_of_the_snapshot(repo_root: Path, request: pytest.Fix
         if messages.get(name) != known.get(suite, {}).get(name)
     ]
     assert not changed, "\n".join(["other messages; if they are better, pass --update-messages:", *changed])
-    assert sum(map(len, found.values())) > 300
+    assert sum(map(len, found.values())) > 400

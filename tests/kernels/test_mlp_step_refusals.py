@@ -23,7 +23,7 @@ from hf_neuron_moe.kernels.mlp_mxfp8 import (
     recompute_gate_act,
     recompute_gate_up_projection,
 )
-from tests.refusals import Arguments, BrokenCall, named, refused
+from tests.refusals import Arguments, BrokenCall, message_of, named
 
 S, H, I = 128, 128, 256  # noqa: E741
 
@@ -163,8 +163,8 @@ def test_configs_are_for_the_step_and_core(step: Any, size: tuple[int, int, int]
     function, arguments = step
     function(**arguments(), config=config(*size))
     for wrong in ((size[0] * 2, *size[1:]), (size[0], size[1] + 1, size[2])):
-        refused(ConfigError, "config", function, **arguments(), config=config(*wrong))
-    refused(ConfigError, "config", function, **arguments(), config=object())
+        message_of(ConfigError, "config", function, **arguments(), config=config(*wrong))
+    message_of(ConfigError, "config", function, **arguments(), config=object())
     whole = config(size[0] * 2, *size[1:])
     function(**arguments(), config=whole, run_with_lnc2=False)
 
@@ -175,9 +175,9 @@ def test_both_projections_share_the_hidden_tiles(name: str) -> None:
     alike = config(S // 2, H, I, **{name: 3})
     step(**arguments(), gate_config=alike, up_config=alike)
     other = config(S // 2, H, I)
-    refused(ConfigError, f"up_config.{name}", step, **arguments(), gate_config=alike, up_config=other)
-    refused(ConfigError, "up_config", step, **arguments(), up_config=config(S, H, I))
-    refused(ConfigError, "gate_config", step, **arguments(), gate_config={})
+    message_of(ConfigError, f"up_config.{name}", step, **arguments(), gate_config=alike, up_config=other)
+    message_of(ConfigError, "up_config", step, **arguments(), up_config=config(S, H, I))
+    message_of(ConfigError, "gate_config", step, **arguments(), gate_config={})
 
 
 OPTIONS = [
@@ -217,7 +217,7 @@ def test_options_of_steps_are_checked(call: BrokenCall) -> None:
 
 def test_operands_are_descriptors() -> None:
     step, arguments = PHASE3
-    refused(DTypeError, "grad_T_td", step, **(arguments() | {"grad_T_td": torch.ones(2 * I, S).bfloat16()}))
+    message_of(DTypeError, "grad_T_td", step, **(arguments() | {"grad_T_td": torch.ones(2 * I, S).bfloat16()}))
 
 
 @pytest.mark.parametrize("K", [384, 896])
@@ -232,22 +232,22 @@ def test_a_remainder_of_384_is_grouped_alike_on_both_sides(K: int) -> None:
     phase3(hidden_states_T_td=fast(H, K), grad_T_td=fast(2 * I, K), **grads)
     for argument, first, second in (("hidden_states_T_td", fast, td), ("grad_T_td", td, fast)):
         operands = {"hidden_states_T_td": first(H, K), "grad_T_td": second(2 * I, K)}
-        refused(ConfigError, f"{argument}.fast_dma_transpose", phase3, **operands, **grads)
+        message_of(ConfigError, f"{argument}.fast_dma_transpose", phase3, **operands, **grads)
     phase3(hidden_states_T_td=fast(H, 640), grad_T_td=td(2 * I, 640), **grads)
 
     rest = {"down_w_td": td(K, I), "int_td": td(S, I), "output_td": td(S, K), "s_base_offset": 0}
     fused = {**rest, "hidden_td": td(S, K), "gate_up_td": td(2 * I, K), "dtype": torch.bfloat16}
     if K == 896:  # a raw contraction of 384 is one tile anyway
         step, changed = compute_fused_gate_up_down_mxfp8, fused | {"gate_up_td": fast(2 * I, K)}
-        refused(ConfigError, "gate_up_td.fast_dma_transpose", step, **changed)
+        message_of(ConfigError, "gate_up_td.fast_dma_transpose", step, **changed)
         wide = {"gate_up_td": td(2 * K, H), "int_td": td(S, K), "down_w_td": fast(H, K), "output_td": td(S, H)}
-        refused(ConfigError, "down_w_td.fast_dma_transpose", step, **(fused | wide | {"hidden_td": td(S, H)}))
+        message_of(ConfigError, "down_w_td.fast_dma_transpose", step, **(fused | wide | {"hidden_td": td(S, H)}))
     compute_fused_gate_up_down_mxfp8(**(fused | {"gate_up_td": fast(2 * I, K), "hidden_td": fast(S, K)}))
 
 
 def test_program_sharding_info() -> None:
-    refused(ConfigError, "run_with_lnc2", get_program_sharding_info, run_with_lnc2=1)
+    message_of(ConfigError, "run_with_lnc2", get_program_sharding_info, run_with_lnc2=1)
     assert get_program_sharding_info(False) == (1, 0)
     assert get_program_sharding_info(True) == (2, 0)
     assert get_program_sharding_info(True, 1) == (2, 1)
-    refused(ConfigError, "core", get_program_sharding_info, run_with_lnc2=True, core=2)
+    message_of(ConfigError, "core", get_program_sharding_info, run_with_lnc2=True, core=2)

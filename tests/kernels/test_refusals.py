@@ -12,7 +12,7 @@ from hf_neuron_moe.errors import ConfigError, DeviceError, DTypeError, NeuronMoE
 from hf_neuron_moe.kernels.blockwise_mm_bwd import blockwise_mm_bwd
 from hf_neuron_moe.kernels.routing import build_block_plan, count_blocks, expert_mask, masked_affinities
 from hf_neuron_moe.modules import ops
-from tests.refusals import Arguments, BrokenCall, Case, Suite, bf16, broken_calls, refused
+from tests.refusals import Arguments, BrokenCall, Case, Suite, bf16, broken_calls, message_of
 
 S, H, I, T, E, B = 128, 128, 256, 20, 3, 128  # noqa: E741
 
@@ -147,7 +147,7 @@ def test_the_unchanged_arguments_are_accepted(
 )
 def test_block_plan_refusals(kind: type[NeuronMoEError], argument: str, change: Arguments) -> None:
     arguments: Arguments = {"expert_mask": torch.ones(3, 2, dtype=torch.bool), "block_size": 8, "top_k": 2}
-    refused(kind, argument, build_block_plan, **(arguments | change))
+    message_of(kind, argument, build_block_plan, **(arguments | change))
 
 
 @pytest.mark.parametrize(
@@ -161,14 +161,14 @@ def test_block_plan_refusals(kind: type[NeuronMoEError], argument: str, change: 
 )
 def test_routings_that_are_none_are_refused(kind: type[NeuronMoEError], index: torch.Tensor) -> None:
     routing = {"top_k_index": index, "experts": E}
-    refused(kind, "top_k_index", expert_mask, **routing)
-    refused(kind, "top_k_index", masked_affinities, top_k_weights=torch.ones(index.shape), **routing)
+    message_of(kind, "top_k_index", expert_mask, **routing)
+    message_of(kind, "top_k_index", masked_affinities, top_k_weights=torch.ones(index.shape), **routing)
 
 
 def test_affinities_must_fit_the_routing() -> None:
     index, weights = torch.zeros(3, 2, dtype=torch.int64), torch.ones(3, 1)
-    refused(ShapeError, "top_k_weights", masked_affinities, top_k_index=index, top_k_weights=weights, experts=E)
+    message_of(ShapeError, "top_k_weights", masked_affinities, top_k_index=index, top_k_weights=weights, experts=E)
 
 
 def test_count_blocks_refuses_nonsense() -> None:
-    refused(ShapeError, "block_size", count_blocks, tokens=4, top_k=2, experts=3, block_size=0)
+    message_of(ShapeError, "block_size", count_blocks, tokens=4, top_k=2, experts=3, block_size=0)

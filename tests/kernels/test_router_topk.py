@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from hf_neuron_moe.errors import ConfigError, DTypeError, ShapeError
+from hf_neuron_moe.errors import ConfigError, DTypeError, NeuronMoEError, ShapeError
 from hf_neuron_moe.kernels.moe_types import RouterActFnType
 from hf_neuron_moe.kernels.router_topk import router_topk
+from tests.refusals import refused
 
 CANCELLED = 1e-13
 """A few float64 roundings of terms of size 1: what is left of a gradient that is zero as a whole (softmax of one)."""
@@ -244,33 +245,35 @@ def arguments(T: int = 256, H: int = 128, E: int = 16, dtype: torch.dtype = torc
 
 
 @pytest.mark.parametrize(
-    ("sizes", "options", "error", "message"),
+    ("sizes", "options", "error", "argument", "says"),
     [
-        ({"E": 513}, {}, ShapeError, "E of w must be at most 512"),
-        ({"H": 192}, {}, ShapeError, "H of w must be a multiple of 128"),
-        ({}, {"k": 9}, ShapeError, "k must be at most 8"),
-        ({}, {"act_fn": "SIGMOID", "router_pre_norm": False}, ConfigError, "use_indirect_dma_scatter must be True for"),
-        ({"T": 200}, {"use_indirect_dma_scatter": True}, ShapeError, "T of x must be at most 128 or a multiple"),
-        ({"T": 129}, {"return_eager_affi": True}, ShapeError, "T of x must be at most 128 with return_eager_affi"),
+        ({"E": 513}, {}, ShapeError, "E of w", ""),
+        ({"H": 192}, {}, ShapeError, "H of w", ""),
+        ({}, {"k": 9}, ShapeError, "k", ""),
+        ({}, {"act_fn": "SIGMOID", "router_pre_norm": False}, ConfigError, "use_indirect_dma_scatter", ""),
+        ({"T": 200}, {"use_indirect_dma_scatter": True}, ShapeError, "T of x", "got 200"),
+        ({"T": 129}, {"return_eager_affi": True}, ShapeError, "T of x", "got 129"),
     ],
 )
-def test_device_limits(sizes: dict[str, int], options: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
+def test_device_limits(
+    sizes: dict[str, int], options: dict[str, Any], error: type[NeuronMoEError], argument: str, says: str
+) -> None:
+    with refused(error, argument, says):
         router_topk(**{**arguments(**sizes), **options})
-    with pytest.raises(error, match=message):
+    with refused(error, argument, says):
         router_topk(**{**arguments(**sizes, dtype=torch.float32), **options}, device_limits=True)
     assert len(router_topk(**{**arguments(**sizes, dtype=torch.float32), **options})) >= 3
     assert len(router_topk(**{**arguments(**sizes), **options}, device_limits=False)) >= 3
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "message"),
+    ("options", "error", "argument"),
     [
-        ({"skip_store_router_logits": True}, ConfigError, "skip_store_router_logits must be False"),
-        ({"act_fn": None}, ConfigError, "act_fn must be a member of RouterActFnType"),
-        ({"act_fn": "softmx"}, ConfigError, "act_fn must be a member of RouterActFnType"),
+        ({"skip_store_router_logits": True}, ConfigError, "skip_store_router_logits"),
+        ({"act_fn": None}, ConfigError, "act_fn"),
+        ({"act_fn": "softmx"}, ConfigError, "act_fn"),
         *(
-            ({name: value}, ConfigError, f"router_topk: {name} must be True or False")
+            ({name: value}, ConfigError, name)
             for value in (1, "yes")
             for name in (
                 "router_pre_norm",
@@ -285,22 +288,22 @@ def test_device_limits(sizes: dict[str, int], options: dict[str, Any], error: ty
                 "device_limits",
             )
         ),
-        ({"k": None}, ConfigError, "k must be the number of experts per token"),
-        ({"k": 0}, ShapeError, "k must be from 1 to E = 16"),
-        ({"k": 17}, ShapeError, "k must be from 1 to E = 16"),
-        ({"x_hbm_layout": 2}, ConfigError, "x_hbm_layout must be one of 0, 1"),
-        ({"x_hbm_layout": 0}, ShapeError, "x must be of shape .H, T."),
-        ({"x_sb_layout": 3}, ConfigError, "x_sb_layout must be one of 0, 1, 2"),
-        ({"w": torch.zeros(128, 16)}, DTypeError, "w must be a tensor of dtype bfloat16"),
-        ({"w": torch.zeros(64, 16, dtype=torch.bfloat16)}, ShapeError, "x must be of shape"),
-        ({"w_bias": torch.zeros(15)}, ShapeError, "w_bias must be of shape"),
+        ({"k": None}, ConfigError, "k"),
+        ({"k": 0}, ShapeError, "k"),
+        ({"k": 17}, ShapeError, "k"),
+        ({"x_hbm_layout": 2}, ConfigError, "x_hbm_layout"),
+        ({"x_hbm_layout": 0}, ShapeError, "x"),
+        ({"x_sb_layout": 3}, ConfigError, "x_sb_layout"),
+        ({"w": torch.zeros(128, 16)}, DTypeError, "w"),
+        ({"w": torch.zeros(64, 16, dtype=torch.bfloat16)}, ShapeError, "x"),
+        ({"w_bias": torch.zeros(15)}, ShapeError, "w_bias"),
         ({"w_bias": torch.zeros(16, dtype=torch.int32)}, DTypeError, "w_bias"),
-        ({"router_logits": torch.zeros(256, 15)}, ShapeError, "router_logits must be of shape"),
-        ({"expert_affinities": torch.zeros(255, 16)}, ShapeError, "expert_affinities must be of shape"),
-        ({"expert_index": torch.zeros(256, 3, dtype=torch.int32)}, ShapeError, "expert_index must be of shape"),
+        ({"router_logits": torch.zeros(256, 15)}, ShapeError, "router_logits"),
+        ({"expert_affinities": torch.zeros(255, 16)}, ShapeError, "expert_affinities"),
+        ({"expert_index": torch.zeros(256, 3, dtype=torch.int32)}, ShapeError, "expert_index"),
         ({"expert_index": torch.zeros(256, 2)}, DTypeError, "expert_index"),
     ],
 )
-def test_refusals(options: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
+def test_refusals(options: dict[str, Any], error: type[NeuronMoEError], argument: str) -> None:
+    with refused(error, argument, where="router_topk"):
         router_topk(**{**arguments(), **options})

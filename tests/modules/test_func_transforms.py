@@ -13,6 +13,7 @@ from torch.func import functional_call, grad, jvp, vmap
 
 from hf_neuron_moe import patch_model
 from hf_neuron_moe.errors import GradientError
+from tests.refusals import refused
 from tests.tiny_models import HOMES, tiny_model
 
 TRANSFORMS: dict[str, Callable[..., Any]] = {
@@ -35,7 +36,7 @@ def test_transforms_of_experts_are_refused(transform: str, home: str, training: 
     def loss(values: dict[str, Tensor]) -> Tensor:
         return functional_call(block, values, (x, *routing)).square().sum()
 
-    with pytest.raises(GradientError, match=r"^experts: .*torch\.func.*Use backward\(\) or torch\.autograd\.grad"):
+    with refused(GradientError, "every argument", r"Use backward\(\) or torch\.autograd\.grad", where="experts"):
         TRANSFORMS[transform](loss, params)
     assert loss(params).isfinite()
 
@@ -44,7 +45,7 @@ def test_a_dense_block_in_the_kernel_home_refuses_too() -> None:
     model = tiny_model("llama")
     patch_model(model, {"weights": "kernel"})
     block = model.model.layers[0].mlp
-    with pytest.raises(GradientError, match=r"^swiglu_mlp: "):
+    with refused(GradientError, "every argument", where="swiglu_mlp"):
         grad(lambda x: block(x).sum())(torch.randn(3, 32))
     assert vmap(lambda x: x * block(torch.ones(2, 32)).sum())(torch.ones(3)).shape == (3,)  # the block is outside of it
 
@@ -53,5 +54,5 @@ def test_a_dense_block_with_adapters_refuses_too() -> None:
     model = tiny_model("llama")
     patch_model(model)
     get_peft_model(model, LoraConfig(r=2, target_modules=["gate_proj"]))
-    with pytest.raises(GradientError, match=r"^swiglu_mlp: "):
+    with refused(GradientError, "every argument", where="swiglu_mlp"):
         grad(lambda x: model.model.layers[0].mlp(x).sum())(torch.randn(3, 32))

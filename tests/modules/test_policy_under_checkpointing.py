@@ -13,6 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from hf_neuron_moe import patch_model
 from hf_neuron_moe.errors import GradientError
 from hf_neuron_moe.modules import ops
+from tests.refusals import refused
 from tests.tiny_models import HOMES, tiny_model, tokens
 
 POLICIES = ("full", "minimal", "fp8", "recompute", "up")
@@ -123,5 +124,5 @@ def test_double_backward_is_refused_when_it_is_asked_for(loss: object) -> None:
     (plain,) = torch.autograd.grad(loss(x), x)
     (first,) = torch.autograd.grad(loss(x), x, create_graph=True)
     assert torch.equal(first, plain)
-    with pytest.raises(GradientError, match=r"differentiated at most once.*no second derivative.*create_graph"):
+    with refused(GradientError, "the backward itself", "create_graph"):
         first.square().sum().backward()

@@ -16,8 +16,9 @@ from hf_neuron_moe.backends.neuron.generations import FUNCTIONS
 from hf_neuron_moe.backends.neuron.limits import Block, Device, block_sizes, check_call, most_tokens, why_not
 from hf_neuron_moe.backends.neuron.routing import block_count, route, routing_gradient, with_sink
 from hf_neuron_moe.backends.torch.kept import FP8Gating, FP8Rows, fp8_storage
-from hf_neuron_moe.errors import ConfigError, DTypeError, ShapeError
+from hf_neuron_moe.errors import ConfigError, DTypeError, NeuronMoEError, ShapeError
 from hf_neuron_moe.kernels.routing import count_blocks
+from tests.refusals import refused
 
 TRN2, TRN3 = Device("trn2", 2), Device("trn3", 2)
 
@@ -146,18 +147,25 @@ def test_block_sizes_are_those_of_both_directions() -> None:
 
 
 @pytest.mark.parametrize(
-    ("block", "tokens", "dtype", "kind", "message"),
+    ("block", "tokens", "dtype", "kind", "argument", "says"),
     [
-        (BF16, 32769, "torch.bfloat16", ShapeError, "at most 32768 in bf16"),
-        (MX, 1 << 24, "torch.bfloat16", ShapeError, "at most 16777215 in mxfp8"),
-        (BF16, 4, "torch.float32", DTypeError, "torch.bfloat16, got torch.float32"),
-        (replace(BF16, block_size=128), 4, "torch.bfloat16", ConfigError, "fallback='torch'"),
+        (BF16, 32769, "torch.bfloat16", ShapeError, "the number of tokens (batch size times length)", "got 32769"),
+        (MX, 1 << 24, "torch.bfloat16", ShapeError, "the number of tokens (batch size times length)", "got 16777216"),
+        (BF16, 4, "torch.float32", DTypeError, "hidden states", "got torch.float32"),
+        (
+            replace(BF16, block_size=128),
+            4,
+            "torch.bfloat16",
+            ConfigError,
+            "the experts block (H=1000, I=100, precision=bf16)",
+            "fallback='torch'",
+        ),
     ],
 )
 def test_calls_are_refused_before_a_kernel(
-    block: Block, tokens: int, dtype: str, kind: type[Exception], message: str
+    block: Block, tokens: int, dtype: str, kind: type[NeuronMoEError], argument: str, says: str
 ) -> None:
-    with pytest.raises(kind, match=message):
+    with refused(kind, argument, says):
         check_call(block, tokens, dtype, TRN2 if block.precision == "bf16" else TRN3, Installed())  # type: ignore[arg-type]
 
 

@@ -15,8 +15,9 @@ import torch
 from hf_neuron_moe import patch_model
 from hf_neuron_moe.backends.neuron.checkpoint_layout import gate_up_layout
 from hf_neuron_moe.backends.neuron.signatures import UNKNOWN, field_defaults
-from hf_neuron_moe.errors import BackendUnavailableError, NeuronMoEError
+from hf_neuron_moe.errors import BackendUnavailableError, NothingToPatchError
 from tests.neuron.small_runs import EXPERTS_MX, Case, first_gradients, run
+from tests.refusals import refused
 
 Start = Callable[..., SimpleNamespace]
 WIDER = Case("mixtral", "mxfp8", "trn3", 128, {"hidden_size": 128, "intermediate_size": 256})
@@ -54,7 +55,7 @@ def test_the_record_may_have_any_form(form: str, machine: Start) -> None:
 )
 def test_an_unknown_order_is_refused(options: dict[str, Any], told: str, machine: Start) -> None:
     machine(**options)
-    with pytest.raises(NeuronMoEError, match=told):
+    with refused(NothingToPatchError, "model", told):
         patch_model(EXPERTS_MX.model(), {**EXPERTS_MX.options, "backend": "neuron"})
 
 
@@ -114,5 +115,5 @@ def test_a_forward_of_another_order_than_its_record_says_is_refused(machine: Sta
     patch_model(model, {**WIDER.options, "backend": "neuron"})
     double.layout = "DIRECT"
     ids = torch.arange(12)[None]
-    with pytest.raises(BackendUnavailableError, match="gate and up"):
+    with refused(BackendUnavailableError, "the experts' forward kernel", got="(4, 2, 128, 256)"):
         model(input_ids=ids, labels=ids)

@@ -30,6 +30,7 @@ from transformers.models.seed_oss.modeling_seed_oss import SeedOssMLP
 from hf_neuron_moe import NeuronMoEConfig, patch_model
 from hf_neuron_moe.errors import BackendUnavailableError, ConfigError, NothingToPatchError, UnsupportedModelError
 from hf_neuron_moe.patching.discovery import discover
+from tests.refusals import refused
 from tests.tiny_models import assert_same_snapshot, snapshot, tiny_config, tiny_model
 
 SIZES: dict[str, Any] = {
@@ -290,7 +291,7 @@ def test_a_model_in_the_place_of_the_configuration_is_not_written_out() -> None:
         patch_model(NeuronMoEConfig(), model)  # type: ignore[arg-type]
     message = str(caught.value)
     assert message.endswith("got a LlamaForCausalLM. The model comes first: patch_model(model, config).")
-    with pytest.raises(ConfigError, match=r"include must be .*, got a LlamaForCausalLM\. See help"):
+    with refused(ConfigError, "include", got="a LlamaForCausalLM."):
         patch_model(model, include=model)  # type: ignore[arg-type]
 
 
@@ -355,11 +356,11 @@ def offloaded(model: nn.Module) -> nn.Module:
         (offloaded, "offloaded by accelerate .*disk"),
         (lambda model: torch.compile(model), "got OptimizedModule.*patch_model.model._orig_mod"),
         (nn.DataParallel, "got DataParallel"),
-        (lambda model: "name/of-a-model", "a torch.nn.Module, got str"),
+        (lambda model: "name/of-a-model", "got str"),
     ],
 )
 def test_models_refused_as_a_whole(change: Any, message: str) -> None:
-    with pytest.raises(UnsupportedModelError, match=message):
+    with refused(UnsupportedModelError, "model", message):
         patch_model(change(tiny_model("llama")))
 
 
@@ -372,7 +373,7 @@ def test_sharded_models_are_refused(tmp_path: Any) -> None:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'rendezvous'}", rank=0, world_size=1)
     try:
         fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-        with pytest.raises(UnsupportedModelError, match=r"sharded by fully_shard.*shard it afterwards"):
+        with refused(UnsupportedModelError, "model", "shard it afterwards", got="a model sharded by fully_shard"):
             patch_model(model)
     finally:
         dist.destroy_process_group()

@@ -13,6 +13,7 @@ from torch import nn
 from hf_neuron_moe import patch_model, unpatch_model
 from hf_neuron_moe.errors import UnsupportedModelError
 from hf_neuron_moe.modules.block import NeuronBlock
+from tests.refusals import refused
 from tests.tiny_models import HOMES, assert_same_snapshot, snapshot, tiny_model
 
 
@@ -24,10 +25,10 @@ def blocks(model: nn.Module) -> int:
     return sum(isinstance(module, NeuronBlock) for module in model.modules())
 
 
-def refused(call: Any, model: nn.Module, match: str) -> None:
+def call_refused(call: Any, model: nn.Module, match: str) -> None:
     """`call` refuses with `match`, and `model` is as it was."""
     before = snapshot(model)
-    with pytest.raises(UnsupportedModelError, match=match):
+    with refused(UnsupportedModelError, "model", match):
         call()
     assert_same_snapshot(snapshot(model), before)
 
@@ -36,7 +37,7 @@ def test_a_patched_part_does_not_pass_for_the_whole() -> None:
     model = tiny_model("llama")
     part = model.model.layers[0]
     patch_model(part)
-    refused(lambda: patch_model(model), model, r"part is patched: 'model.layers.0' \(1 block\).*unpatch_model")
+    call_refused(lambda: patch_model(model), model, r"part is patched: 'model.layers.0' \(1 block\).*unpatch_model")
     unpatch_model(part)
     assert len(patch_model(model).patched) == blocks(model) == 2
 
@@ -44,9 +45,9 @@ def test_a_patched_part_does_not_pass_for_the_whole() -> None:
 def test_a_patched_member_does_not_pass_for_its_container() -> None:
     both = nn.ModuleDict({"a": tiny_model("llama"), "b": tiny_model("mixtral")})
     patch_model(both["a"])
-    refused(lambda: patch_model(both), both, r"part is patched: 'a' \(2 blocks\)")
+    call_refused(lambda: patch_model(both), both, r"part is patched: 'a' \(2 blocks\)")
     assert len(patch_model(both["b"]).patched) == 2
-    refused(lambda: patch_model(both), both, r"'a' \(2 blocks\), 'b' \(2 blocks\)")
+    call_refused(lambda: patch_model(both), both, r"'a' \(2 blocks\), 'b' \(2 blocks\)")
 
 
 @pytest.mark.parametrize("home", HOMES)
@@ -54,7 +55,7 @@ def test_an_exchanged_block_is_noticed(home: str) -> None:
     model, other = tiny_model("llama"), tiny_model("llama")
     patch_model(model, {"weights": home})
     model.model.layers[1].mlp = other.model.layers[1].mlp
-    refused(lambda: patch_model(model, {"weights": home}), model, "exchanged: model.layers.1.mlp.*unpatch_model")
+    call_refused(lambda: patch_model(model, {"weights": home}), model, "exchanged: model.layers.1.mlp.*unpatch_model")
     unpatch_model(model)
     assert len(patch_model(model, {"weights": home}).patched) == 2
 
@@ -70,14 +71,14 @@ def test_an_added_layer_is_noticed() -> None:
     model = tiny_model("llama")
     patch_model(model)
     model.model.layers.append(tiny_model("llama").model.layers[0])
-    refused(lambda: patch_model(model), model, "further blocks: model.layers.2.mlp")
+    call_refused(lambda: patch_model(model), model, "further blocks: model.layers.2.mlp")
 
 
 def test_strict_holds_for_a_repeated_call_too() -> None:
     model = tiny_model("llama")
     model.model.layers[1].mlp.gate_proj.register_forward_hook(lambda layer, args, out: out)
     report = patch_model(model, strict=False)
-    refused(
+    call_refused(
         lambda: patch_model(model),
         model,
         r"model.layers.1.mlp .*gate_proj is a linear layer with hooks\.\n.*strict=False",
@@ -123,16 +124,18 @@ def test_a_part_of_a_patched_model_is_told_where_the_patch_is() -> None:
     for call in (patch_model, unpatch_model):
         for part in (model.model, model.model.layers[0], model.model.layers[0].mlp):
             told = r"with (1 block|2 blocks) \(first: .*patched through an outer or another object.*unpatch_model"
-            refused(partial(call, part), model, told)
+            call_refused(partial(call, part), model, told)
     unpatch_model(model)
-    with pytest.raises(UnsupportedModelError, match="Nothing needs to be undone"):
+    with refused(UnsupportedModelError, "model", "Nothing needs to be undone"):
         unpatch_model(model.model)
 
 
 def test_a_block_compiled_before_patching_is_refused() -> None:
     model = tiny_model("llama")
     model.model.layers[1].mlp.compile(backend="eager")
-    refused(lambda: patch_model(model), model, r"layers.1.mlp .LlamaMLP.: it is compiled.*compile it after patching")
+    call_refused(
+        lambda: patch_model(model), model, r"layers.1.mlp .LlamaMLP.: it is compiled.*compile it after patching"
+    )
     patch_model(model, exclude="model.layers.1.mlp")
     compiled = model.model.layers[0].mlp
     compiled.compile(backend="eager")
@@ -144,7 +147,9 @@ def test_a_second_unpatch_says_that_nothing_is_patched() -> None:
     model = tiny_model("llama")
     patch_model(model)
     unpatch_model(model)
-    refused(lambda: unpatch_model(model), model, r"nothing in it is patched \(any more\)\. Nothing needs to be undone")
+    call_refused(
+        lambda: unpatch_model(model), model, r"nothing in it is patched \(any more\)\. Nothing needs to be undone"
+    )
 
 
 def test_unpatching_a_container_reports_every_model_in_it() -> None:
