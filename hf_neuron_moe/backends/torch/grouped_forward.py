@@ -33,7 +33,7 @@ from hf_neuron_moe.backends.torch.tiling import Loader
 
 BATCH = 1 << 22
 """Elements ``[r, I]`` of a batch's intermediate, from which on groups are processed in turns."""
-CHUNK = 1 << 18
+CHUNK = 1 << 19
 """Elements between the products that are processed at a time."""
 
 
