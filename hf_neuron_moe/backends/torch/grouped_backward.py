@@ -22,7 +22,13 @@ from hf_neuron_moe.backends.torch.grouped_forward import (
     Rows,
     tokens_operand,
 )
-from hf_neuron_moe.backends.torch.grouped_products import project, project_over_rows, project_sums, width_of
+from hf_neuron_moe.backends.torch.grouped_products import (
+    each_run,
+    project,
+    project_over_rows,
+    project_sums,
+    width_of,
+)
 from hf_neuron_moe.backends.torch.swiglu_grad import SwiGLUGrad
 from hf_neuron_moe.backends.torch.tiling import Loader, row_tiles
 
@@ -148,14 +154,15 @@ class GroupedBackward:
         """Sum over each group's rows; in MX every operand is quantized along them first."""
         inner, width = self.weights.inner, inter.shape[1]
         dout_rH, x_rH = sources or (batch.take(self.dout_TH), batch.take(self.x_TH))
-        for group, start, stop in batch.runs:
-            tensors = {"dout": dout_rH, "x": x_rH, "d_gate_up": d_gate_up, "inter": inter}
-            parts = {name: tensor[start:stop] for name, tensor in tensors.items()}
+        whole = grads.gate_up_G2IH is not None and width == inner
+        for group, dout, x, both, product in each_run(batch.runs, dout_rH, x_rH, d_gate_up, inter[:, :inner]):
             if sources is None:
-                parts = {name: self._over_rows(name, part) for name, part in parts.items()}
-            dout, x, both, product = parts.values()
-            project_over_rows(dout, product[:, :inner], grads.down_GHI[group])
-            if grads.gate_up_G2IH is not None and width == inner:
+                dout, x, both, product = (
+                    self._over_rows(name, part)
+                    for name, part in (("dout", dout), ("x", x), ("d_gate_up", both), ("inter", product))
+                )
+            project_over_rows(dout, product, grads.down_GHI[group])
+            if whole and grads.gate_up_G2IH is not None:
                 project_over_rows(both, x, grads.gate_up_G2IH[group])
             else:
                 project_over_rows(both[:, :inner], x, grads.gate_GIH[group])

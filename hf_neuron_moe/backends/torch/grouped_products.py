@@ -17,7 +17,7 @@ Legend: G groups (experts, or one for a dense MLP), R rows in group order, N col
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -106,14 +106,18 @@ def project(
         assert low_RN is None, "packed weights are multiplied once"
         weight_GNK.multiply(left_RK, runs, high_RN)
         return
-    if low_RN is None and _in_one_call(left_RK, weight_GNK, runs, loader):
-        rows, ends = runs[-1][2], [0] * len(weight_GNK)
+    if _in_one_call(left_RK, weight_GNK, runs, loader):
+        rows, ends, weight_GKN = runs[-1][2], [0] * len(weight_GNK), weight_GNK.transpose(1, 2)
         for group, _, end in runs:
             ends[group] = end
         for group in range(1, len(ends)):
             ends[group] = max(ends[group], ends[group - 1])
         offsets = torch.tensor(ends, dtype=torch.int32)
-        high_RN[:rows].copy_(F.grouped_mm(left_RK[:rows], weight_GNK.transpose(1, 2), offs=offsets))
+        high_RN[:rows].copy_(F.grouped_mm(left_RK[:rows], weight_GKN, offs=offsets))
+        if low_RN is not None:
+            weights = weight_GKN.unbind(0)
+            for group, left, high, low in each_run(runs, left_RK, high_RN, low_RN):
+                torch.addmm(high, left, weights[group], beta=-1, out=low)
         return
     for start, end, column, weight_NK in _each(weight_GNK, runs, loader, left_RK.shape[1], cut=False):
         stop, columns = _padded(start, end, left_RK, high_RN), slice(column, column + len(weight_NK))
@@ -158,6 +162,13 @@ def _each(
         for group, weight_NK in enumerate(piece.values.unbind(0), piece.group):
             if group in wanted:
                 yield *wanted[group], piece.column, weight_NK
+
+
+def each_run(runs: Runs, *tensors_R: Tensor) -> Iterator[tuple[Any, ...]]:
+    """For every run: its group, and its rows of each tensor."""
+    sizes = [end - start for _, start, end in runs]
+    parts = [tensor[: runs[-1][2]].split(sizes) for tensor in tensors_R]
+    return zip([group for group, _, _ in runs], *parts, strict=True)
 
 
 def _padded(start: int, end: int, *buffers: Tensor) -> int:
