@@ -351,13 +351,12 @@ def bench_generation(repeats: int, progress: Progress) -> dict[str, Any]:
         num_attention_heads=32,
         num_key_value_heads=4,
         vocab_size=32000,
-        dtype=torch.bfloat16,
     )
     torch.manual_seed(0)
-    stock = LlamaForCausalLM(config).eval()
+    stock = LlamaForCausalLM(config).bfloat16().eval()
     models = {"stock_eager": stock}
     for precision in ("bf16", "mxfp8"):
-        models[precision] = LlamaForCausalLM(config).eval()
+        models[precision] = LlamaForCausalLM(config).bfloat16().eval()
         models[precision].load_state_dict(stock.state_dict(), assign=True)
         patch_model(models[precision], NeuronMoEConfig(precision=precision))
     prompt = torch.arange(8)[None] + 5
