@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_neuron_moe.backends.torch.compute import bf16_matmul_is_fast
-from hf_neuron_moe.backends.torch.products import matmul_into
+from hf_neuron_moe.backends.torch.products import FEW_TOKENS, linear_into
 from hf_neuron_moe.backends.torch.tiling import Loader
 from hf_neuron_moe.formats.padding import padded_size
 
@@ -136,10 +136,12 @@ def project_sums(left_RK: Tensor, weight_GNK: Operand, runs: Runs, loader: Loade
         out_RN: fp32 result.
     """
     assert isinstance(weight_GNK, Tensor)
-    scratch = loader.scratch
-    left32_RK = left_RK
+    scratch, left32_RK, rows = loader.scratch, left_RK, len(left_RK)
     if not left_RK.is_cuda:
-        left32_RK = scratch.get("grouped_left_fp32", tuple(left_RK.shape), torch.float32).copy_(left_RK)
+        held = -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
+        left32_RK = scratch.get("grouped_left_fp32", (held, left_RK.shape[1]), torch.float32)
+        left32_RK[:rows].copy_(left_RK)
+        left32_RK[rows:].zero_()
     for start, end, column, weight_NK in _each(weight_GNK, runs, loader, left_RK.shape[1], cut=True):
         out = out_RN[start:end, column : column + len(weight_NK)]
         if left_RK.is_cuda:
@@ -149,8 +151,8 @@ def project_sums(left_RK: Tensor, weight_GNK: Operand, runs: Runs, loader: Loade
         shape = tuple(weight_NK.t().shape if by_column else weight_NK.shape)
         weight32 = scratch.get("grouped_weight_fp32", shape, torch.float32)
         weight32_NK = (weight32.t() if by_column else weight32).copy_(weight_NK)
-        stop = _padded(start, end, left_RK, left_RK)
-        matmul_into(out, left32_RK[start:stop], weight32_NK.t(), accumulate=False)
+        stop = end if end - start <= FEW_TOKENS else _padded(start, end, left32_RK)
+        linear_into(out, left32_RK[start:stop], weight32_NK)
 
 
 def _each(

@@ -163,6 +163,25 @@ def matmul_over_rows_into(out: Tensor, left: Tensor, right: Tensor, rows: int, *
         _by_torch(out, left[:rows].t(), right[:rows], accumulate=accumulate)
 
 
+def linear_into(out_RF: Tensor, x_RK: Tensor, weight_FK: Tensor) -> None:
+    """``out = x W^T`` of operands that were just made in fp32 and still lie in the caches.
+
+    oneDNN takes any number of rows here. torch's own products change the number of their threads with the shape, for
+    which the others of the process wait, at times for longer than the product takes.
+
+    Args:
+        out_RF: ``[R, F]`` fp32.
+        x_RK: ``[R, K]`` fp32, or more rows with any values, which are left out.
+        weight_FK: ``[F, K]`` fp32, row by row or column by column.
+    """
+    known_rows = len(x_RK) % TOKENS == 0 or len(x_RK) <= FEW_TOKENS
+    large = weight_FK.numel() >= SMALL_WEIGHT
+    if known_rows and large and _rule_for(weight_FK.dtype, weight_FK.device) is not None:
+        out_RF.copy_(_by_onednn(x_RK, weight_FK.t())[: len(out_RF)])
+    else:
+        torch.mm(x_RK[: len(out_RF)], weight_FK.t(), out=out_RF)
+
+
 def linear_of_few(x_RK: Tensor, weight_FK: Tensor) -> Tensor | None:
     """Return ``x W^T`` of a few rows by what is faster than torch's own choice; None where nothing is known to be.
 
