@@ -113,6 +113,8 @@ def sources(tmp_path_factory):
                 sizes["intermediate_size"] = sizes["moe_intermediate_size"]
             if not family.endswith("_moe"):
                 sizes.pop("moe_intermediate_size")
+            if family in MOE and size == "wide":
+                sizes["num_local_experts" if family == "mixtral" else "num_experts"] = 2
             model = tiny_model(family, num_hidden_layers=1, **sizes).to(torch.bfloat16)
             folder = tmp_path_factory.mktemp("sources") / f"{family}-{size}"
             model.save_pretrained(folder)
