@@ -15,6 +15,7 @@ evaluation mode that autograd records.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -49,6 +50,8 @@ class PreparedWeights:
 
     def __init__(self) -> None:
         self._copies: dict[tuple[str, tuple[_Place, ...]], _Copy] = {}
+        self._lock = threading.RLock()
+        """Held while the table is changed or walked: threads share it. Looking one copy up needs none."""
         own = weakref.ref(self)
 
         def after_step(*_: Any) -> None:
@@ -62,12 +65,14 @@ class PreparedWeights:
     @property
     def nbytes(self) -> int:
         """Bytes of all copies kept now; those whose weights are gone are dropped."""
-        self._drop_orphans()
-        return sum(copy.made.nbytes for copy in self._copies.values())
+        with self._lock:
+            self._drop_orphans()
+            return sum(copy.made.nbytes for copy in self._copies.values())
 
     def clear(self) -> None:
         """Drop all copies."""
-        self._copies.clear()
+        with self._lock:
+            self._copies.clear()
 
     def _drop_orphans(self) -> None:
         self._copies = {key: copy for key, copy in self._copies.items() if not copy.orphaned()}
@@ -79,11 +84,12 @@ class PreparedWeights:
             Bytes of the dropped copies.
         """
         gone = {_storage(source) for source in sources if type(source) in _PLAIN_TYPES}
-        before = self.nbytes
-        self._copies = {
-            key: copy for key, copy in self._copies.items() if gone.isdisjoint(place[0] for place in key[1])
-        }
-        return before - self.nbytes
+        with self._lock:
+            before = self.nbytes
+            self._copies = {
+                key: copy for key, copy in self._copies.items() if gone.isdisjoint(place[0] for place in key[1])
+            }
+            return before - self.nbytes
 
     def get(self, form: str, build: Callable[..., T], *sources: Tensor, keep: bool = True, sampled: bool = False) -> T:
         """Return ``build(*sources)``, or the copy made before from the same state of the sources.
@@ -111,9 +117,10 @@ class PreparedWeights:
             made = build(*sources)
         if isinstance(made, Tensor) and any(_storage(made) == _storage(source) for source in sources):
             return made
-        self._drop_orphans()
         storages = tuple(StorageWeakRef(source.untyped_storage()) for source in sources)
-        self._copies[key] = _Copy(made, storages, versions, samples)
+        with self._lock:
+            self._drop_orphans()
+            self._copies[key] = _Copy(made, storages, versions, samples)
         return made
 
 

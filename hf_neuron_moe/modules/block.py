@@ -90,6 +90,11 @@ class NeuronBlock(nn.Module):
         self.neuron_warned = False
         weakref.finalize(self, release_gradient_memory).atexit = False
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a copy or an unpickled block."""
+        super().__setstate__(state)
+        weakref.finalize(self, release_gradient_memory).atexit = False
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the block like any module.
 

@@ -341,3 +341,27 @@ def test_few_tokens_through_weights_of_two_dtypes(precision: str) -> None:
         for pair in ((gate_up.float(), down), (gate_up, down.float())):
             # bf16 values in fp32 memory are the same weights; only the order of sums may differ.
             torch.testing.assert_close(ops.experts(x, index, weights, *pair, **options), expected, rtol=2e-2, atol=2e-3)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("precision", ["bf16", "mxfp8", "fp32"])
+def test_tokens_without_experts_give_zeros(precision: str, training: bool) -> None:
+    torch.full((1 << 16,), 7.0)  # freed at once: what is not initialised holds it
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+    x = torch.randn(5, 64).to(dtype).requires_grad_(training)
+    gate_up, down = torch.randn(3, 96, 64).to(dtype), torch.randn(3, 64, 48).to(dtype)
+    index, weights = torch.zeros(5, 0, dtype=torch.long), torch.zeros(5, 0)
+    with torch.set_grad_enabled(training):
+        y = ops.experts(
+            *(x, index, weights, gate_up, down),
+            precision=precision,
+            backend="torch",
+            activations="full",
+            training=training,
+            transposed=False,
+            block_size=128,
+        )
+    assert y.shape == x.shape and not y.any()
+    if training:
+        y.sum().backward()
+        assert x.grad is not None and not x.grad.any()

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from hf_neuron_moe import patch_model, refresh_weights
+from hf_neuron_moe.backends import prepared
 from hf_neuron_moe.backends.torch import compute, generation
 from hf_neuron_moe.errors import ConfigError
+from hf_neuron_moe.modules import ops
 from tests.backends.rounding_oracle import network_mxfp8
 from tests.refusals import refused
 from tests.tiny_models import HOMES, tiny_model
@@ -51,6 +55,55 @@ def test_dense_values_are_those_of_the_contract(rows: int, inner: int) -> None:
     exact = network_mxfp8(x.double(), operands, x.double(), torch.ones(rows).double(), None).y_RH
     once = (exact.bfloat16().double() - exact).norm()
     assert float((y.double() - exact).norm() / once) <= 1.15
+
+
+@pytest.mark.parametrize(("hidden", "inner"), [(384, 256), (256, 384), (896, 384)])
+def test_an_axis_of_384_has_the_groups_of_training(hidden: int, inner: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compute, "_cpu_bf16_matmul_is_fast", lambda: True)
+    g = torch.Generator().manual_seed(hidden)
+
+    def wide(*shape: int) -> Tensor:
+        return (torch.randn(shape, generator=g) * torch.randint(-6, 7, shape, generator=g).float().exp2()).bfloat16()
+
+    operands = wide(5, hidden), wide(inner, hidden), wide(inner, hidden), wide(hidden, inner)
+    trained = ops.swiglu_mlp(*operands, precision="mxfp8", backend="torch", activations="full", training=True)
+    generated = generation.mlp(*operands)
+    # The same operands give the same sums but for the order of their parts; other groups move a value by 2^-4.
+    assert float((trained - generated).float().norm() / trained.float().norm()) < 2**-17
+
+
+def test_a_changed_column_is_noticed() -> None:
+    weight = torch.ones(1024, 512)
+    before = prepared._sample(weight)
+    for column in range(0, 512, 37):
+        changed = weight.clone()
+        changed[:, column] = 2
+        assert not torch.equal(before, prepared._sample(changed)), column
+
+
+def test_threads_share_the_copies() -> None:
+    """Each has weights of its own, which go at once: the table changes while others walk it."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+
+    def generate(_: int) -> bool:
+        g = torch.Generator().manual_seed(0)
+        for _ in range(40):
+            x, gate, up, down = (torch.randn(s, generator=g).bfloat16() for s in ((1, 32), (8, 32), (8, 32), (32, 8)))
+            generation.mlp(x, gate, up, down)
+        return True
+
+    try:
+        with ThreadPoolExecutor(6) as pool:
+            assert all(pool.map(generate, range(6)))
+    finally:
+        sys.setswitchinterval(interval)
+
+
+@pytest.mark.parametrize("rows", [64, 65, 512, 513])
+def test_more_rows_are_left_to_the_tiles(rows: int) -> None:
+    most = 512 if compute.bf16_matmul_is_fast(torch.device("cpu")) else 64
+    assert generation.suits("mxfp8", rows, torch.zeros(1)) == (rows <= most)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Iterator
 
@@ -103,6 +104,24 @@ def test_spare_memory_goes_with_training_mode_and_with_the_model() -> None:
     assert gradient_memory().nbytes
     del model
     gc.collect()  # modules hold each other
+    assert gradient_memory().nbytes == 0
+
+
+def test_a_copy_of_a_model_releases_too() -> None:
+    model = copy.deepcopy(patched("llama"))
+    step(model, 1)
+    model.zero_grad()
+    assert gradient_memory().nbytes
+    del model
+    gc.collect()
+    assert gradient_memory().nbytes == 0
+
+
+def test_memory_in_use_at_a_release_is_not_kept_later() -> None:
+    model = patched("llama")
+    step(model, 1)
+    model.eval()
+    model.zero_grad()
     assert gradient_memory().nbytes == 0
 
 

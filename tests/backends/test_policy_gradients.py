@@ -93,6 +93,22 @@ def test_also_with_some_parameters_frozen(kind: str, precision: str) -> None:
             assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True)), (wanted, keep)
 
 
+@pytest.mark.parametrize("native", [False, True])
+def test_an_axis_of_384_has_the_groups_of_the_forward(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dense forward groups it otherwise than a backward does. Values over many binades show whose groups it was."""
+    bf16_matmuls(monkeypatch, native)
+    g = torch.Generator().manual_seed(3)
+
+    def wide(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=g) * torch.randint(-6, 7, shape, generator=g).float().exp2()
+
+    operands = {"x": wide(40, 384), "g": wide(96, 384), "u": wide(96, 384), "down": wide(384, 96)}
+    expected = outcome("mlp", operands, "mxfp8", "full", list(operands))
+    for keep in ("recompute", "minimal"):
+        actual = outcome("mlp", operands, "mxfp8", keep, list(operands))
+        assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True)), keep
+
+
 @pytest.mark.parametrize(("precision", "native"), MATMULS)
 @pytest.mark.parametrize("kind", ["mlp", "experts"])
 def test_an_unrecorded_training_forward_equals_the_recorded_one(

@@ -94,8 +94,10 @@ def test_a_shard_is_on_the_disk_before_it_is_remembered_as_finished(
     recorder = Recorder(monkeypatch)
     convert_checkpoint(checkpoint("llama"), tmp_path / "dst", OPTIONS)
     home = commit.partial_of(tmp_path / "dst")
-    shards = 0
+    shards, record = 0, ""
     for _, new, lost in recorder.at_each_rename():
+        assert f"name of {record}" not in lost, "a power cut would have two shards made again"
+        record = new if Path(new).parent == home / resume.DONE else ""
         if Path(new).parent == home / resume.DONE:
             shard = home / commit.FOLDER / Path(new).name.removesuffix(resume.RECORD_SUFFIX)
             assert [each for each in lost if str(shard) in each] == []

@@ -6,7 +6,9 @@ What is smaller than :data:`SMALLEST` it keeps by itself.
 
 A tensor made here holds a NumPy array, a view of the kept memory that nothing else refers to. When the last tensor
 that shares the memory is gone, so is the array, and the memory is free for the next tensor of its size. What is free
-is never more than gradients took at one time. It is released when a block leaves training mode or is deleted.
+is never more than gradients took at one time. It is released when a block leaves training mode or is deleted; tensors
+that were in use then give their memory back to the system. Experts computed by a registered implementation, without a
+block, release nothing.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ class GradientMemory:
 
     def __init__(self) -> None:
         self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
+        self._releases = 0
 
     def empty_like(self, weight: Tensor) -> Tensor:
         """Return an uninitialized contiguous tensor with the shape, dtype and device of `weight`."""
@@ -36,7 +39,7 @@ class GradientMemory:
         free = self._free[size]
         memory = free.pop() if free else torch.empty(size, dtype=torch.uint8)
         array = memory.numpy()[:]
-        weakref.finalize(array, free.append, memory).atexit = False
+        weakref.finalize(array, self._take_back, memory, self._releases).atexit = False
         return torch.from_numpy(array).view(weight.dtype).view(weight.shape)
 
     @property
@@ -45,9 +48,15 @@ class GradientMemory:
         return sum(memory.nbytes for free in self._free.values() for memory in free)
 
     def release(self) -> None:
-        """Give the free memory back. What is in use follows when its tensors are gone and this is called again."""
+        """Give the free memory back; what is in use follows when its tensors are gone."""
+        self._releases += 1
         for free in self._free.values():
             free.clear()
+
+    def _take_back(self, memory: Tensor, releases: int) -> None:
+        """Keep the memory of a tensor that is gone, unless all was released since it was made."""
+        if releases == self._releases:
+            self._free[memory.nbytes].append(memory)
 
 
 @functools.cache

@@ -325,7 +325,10 @@ def sum_over_experts(out_RH: Tensor, slot_TK: Tensor) -> Tensor:
         out_RH: the rows in group order.
         slot_TK: where each token's rows are.
     """
-    total_TH = torch.empty((len(slot_TK), out_RH.shape[1]), dtype=torch.float32, device=out_RH.device)
+    shape = (len(slot_TK), out_RH.shape[1])
+    if not slot_TK.shape[1]:
+        return torch.zeros(shape, dtype=torch.float32, device=out_RH.device)
+    total_TH = torch.empty(shape, dtype=torch.float32, device=out_RH.device)
     for first in range(0, len(slot_TK), step := max(CHUNK // out_RH.shape[1], 1)):
         part = total_TH[first : first + step]
         for number, slot_t in enumerate(slot_TK[first : first + step].unbind(1)):

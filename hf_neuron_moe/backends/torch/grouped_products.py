@@ -70,11 +70,15 @@ class PackedWeight:
 
     @staticmethod
     def suits(weight: Tensor) -> bool:
-        """Whether oneDNN has such an order here; its operators are not in torch's documentation."""
+        """Whether oneDNN has such an order here; its operators are not in torch's documentation.
+
+        The processor is asked, not the option: without bf16 instructions oneDNN refuses to pack, whatever is wished.
+        """
         if not weight.is_cpu or not torch.backends.mkldnn.is_available() or not torch.backends.mkldnn.enabled:
             return False
         known = hasattr(torch.ops.mkldnn, "_reorder_linear_weight") and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-        return known and bf16_matmul_is_fast(weight.device)
+        able = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        return bool(known and able and bf16_matmul_is_fast(weight.device))
 
     def multiply(self, left_RK: Tensor, runs: Runs, out_RN: Tensor) -> None:
         """As :func:`project`."""
