@@ -20,8 +20,8 @@ from hf_neuron_moe.modules.state_dict import KernelLayoutMixin
 def is_taken_over(block: nn.Module) -> bool:
     """Return whether a forward on the instance `block` does not call the forward of its class, as far as one can see.
 
-    Looked through are bound methods, partials, closures, defaults, attributes of callable objects, and what
-    ``functools.wraps`` and ``torch.compile`` note about the function they wrap.
+    Looked through are bound methods, also those that a function names as global variables (a notebook's), partials,
+    closures, defaults, attributes of callable objects, and what ``functools.wraps`` and ``torch.compile`` note about the function they wrap.
     """
     return "forward" in block.__dict__ and not _leads_to(type(block).forward, block.__dict__["forward"])
 
@@ -48,7 +48,9 @@ def _behind(function: Any) -> list[Any]:
         case CellType():
             return [function.cell_contents] if function != CellType() else []
         case FunctionType():
-            return [*vars(function).values(), *(function.__closure__ or ()), *(function.__defaults__ or ())]
+            held = [*vars(function).values(), *(function.__closure__ or ()), *(function.__defaults__ or ())]
+            named = (function.__globals__.get(name) for name in function.__code__.co_names)
+            return held + [value for value in named if isinstance(value, MethodType)]
         case _ if callable(function) and not isinstance(function, nn.Module | type):
             return list(getattr(function, "__dict__", {}).values())
         case _:

@@ -139,3 +139,15 @@ def test_weights_that_accelerate_offloads_are_refused_in_the_kernel_home_only() 
         model = cpu_offload(patched(family, "kernel"), torch.device("cpu"))
         with refused(UnsupportedModelError, "weights", "weights='stock'"):
             model(tokens())
+
+
+def test_a_timer_of_a_notebook_calls_a_global_variable() -> None:
+    model = patched("llama")
+    expected, block = model(tokens()).logits, blocks(model)[0]
+    cell: dict[str, Any] = {"old": block.forward}
+    exec("def timed(*args, **kwargs):\n    return old(*args, **kwargs)", cell)
+    block.forward = cell["timed"]
+    assert torch.equal(model(tokens()).logits, expected)
+    cell["old"] = None
+    with refused(UnsupportedModelError, "forward"):
+        model(tokens())
