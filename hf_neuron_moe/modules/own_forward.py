@@ -21,7 +21,8 @@ def is_taken_over(block: nn.Module) -> bool:
     """Return whether a forward on the instance `block` does not call the forward of its class, as far as one can see.
 
     Looked through are bound methods, also those that a function names as global variables (a notebook's), partials,
-    closures, defaults, attributes of callable objects, and what ``functools.wraps`` and ``torch.compile`` note about the function they wrap.
+    closures, defaults, attributes of callable objects, and what ``functools.wraps`` and ``torch.compile`` note about
+    the function they wrap.
     """
     return "forward" in block.__dict__ and not _leads_to(type(block).forward, block.__dict__["forward"])
 
