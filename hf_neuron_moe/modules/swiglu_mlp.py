@@ -39,7 +39,8 @@ class DenseRoles:
             whose first I rows are the gate.
         down: name of the linear layer after the product.
         activation: name of the activation's attribute; None where forward calls the function itself.
-        half_size: name of the attribute that a fused projection is split by; None where it is cut in the middle.
+        half_size: name of the attribute, or the number, that a fused projection is split by; None where it is cut in
+            the middle.
         extra_arguments: forward takes arguments that it does not use.
         inert: names of attributes that change nothing while they are as they are: a dropout of 0.
     """
@@ -47,7 +48,7 @@ class DenseRoles:
     inputs: tuple[str, ...]
     down: str
     activation: str | None
-    half_size: str | None = None
+    half_size: str | int | None = None
     extra_arguments: bool = False
     inert: tuple[str, ...] = ()
 
