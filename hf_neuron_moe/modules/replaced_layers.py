@@ -2,15 +2,20 @@
 
 peft goes by the modules that it finds. Without the layers, ``target_modules="all-linear"`` would pass the MLPs by
 without a word; with stand-ins under their names, it meets them and is stopped.
+
+peft compares a target with a module's whole name or with its end. The stand-ins lie below the block's own name
+(``model.layers.0.mlp.replaced_layers.model.layers.0.mlp.up_proj``), so that full names, as peft writes them into an
+adapter's configuration, meet them too.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
-from hf_neuron_moe.errors import UnsupportedModelError, refuse
+from hf_neuron_moe.errors import NeuronMoEError, UnsupportedModelError, refuse
 
 NAME = "replaced_layers"
 """Attribute of a block in kernel layout."""
@@ -27,8 +32,13 @@ class ReplacedLayers(nn.Module):
     def __init__(self, block: str, shapes: dict[str, tuple[int, int]]) -> None:
         super().__init__()
         self.neuron_name = block
+        level = self
+        for part in block.split(".") if shapes else ():
+            inside = ReplacedLayers(block, {})
+            level._modules[part] = inside
+            level = inside
         for name, (out_features, in_features) in shapes.items():
-            self.add_module(name, _ReplacedLinear(out_features, in_features))
+            level.add_module(name, _ReplacedLinear(out_features, in_features))
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute.
@@ -37,26 +47,36 @@ class ReplacedLayers(nn.Module):
             UnsupportedModelError: `value` would take a replaced layer's place.
         """
         if isinstance(value, nn.Module) and name in self.__dict__.get("_modules", ()):
-            inside = self.neuron_name.rpartition(".")[2] or self.neuron_name
-            raise refuse(
-                UnsupportedModelError,
-                where=self.neuron_name,
-                argument=name,
-                expected="without adapters of its own while the block's weights are in kernel layout",
-                got=f"a {type(value).__module__}.{type(value).__qualname__}",
-                remedy="Load the model again (layers in front of this one may have adapters by now) and patch it with "
-                f"weights='stock'. Or target the parameters: target_parameters=['{inside}.gate_up_proj', "
-                f"'{inside}.down_proj'], and merge before saving.",
-            )
+            raise adapters_refused(self.neuron_name, name, f"a {type(value).__module__}.{type(value).__qualname__}")
         super().__setattr__(name, value)
 
 
 class _ReplacedLinear(nn.Linear):
-    """Says where a linear layer was; it has no parameters and is not called."""
+    """Says where a linear layer was; it has no parameters and is not called.
+
+    Its weight is a tensor without values that no parameter list shows: LoHa asks for the shape first.
+    """
+
+    weight: torch.Tensor
 
     def __init__(self, out_features: int, in_features: int) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = in_features, out_features
-        self.register_parameter("weight", None)
+        self.weight = torch.empty(out_features, in_features, device="meta")
         self.register_parameter("bias", None)
         self._is_hf_initialized = True  # for transformers' init_weights, which would look for a weight
+
+
+def adapters_refused(block: str, layers: str, got: str) -> NeuronMoEError:
+    """Return the error for adapters on `layers`, whose weights the block has in kernel layout."""
+    inside = block.rpartition(".")[2] or block
+    return refuse(
+        UnsupportedModelError,
+        where=block,
+        argument=layers,
+        expected="without adapters of its own while the block's weights are in kernel layout",
+        got=got,
+        remedy="Load the model again (layers in front of this one may have adapters by now) and patch it with "
+        f"weights='stock'. Or target the parameters: target_parameters=['{inside}.gate_up_proj', "
+        f"'{inside}.down_proj'], and merge before saving.",
+    )

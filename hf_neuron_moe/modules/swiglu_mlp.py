@@ -6,6 +6,7 @@ S tokens (all leading dimensions flattened), H hidden size, I intermediate size.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,7 @@ from hf_neuron_moe.modules.block import CALL_HOOKS, NeuronBlock, has_call_hooks,
 from hf_neuron_moe.modules.low_rank import LowRank, is_lora_linear, low_rank_mlp, low_rank_of, why_not_low_rank
 from hf_neuron_moe.modules.ops_checks import check_hidden_states
 from hf_neuron_moe.modules.replaced_layers import NAME as REPLACED_LAYERS
-from hf_neuron_moe.modules.replaced_layers import ReplacedLayers
+from hf_neuron_moe.modules.replaced_layers import ReplacedLayers, adapters_refused
 from hf_neuron_moe.modules.saved_bytes import BlockShape
 from hf_neuron_moe.modules.state_dict import KernelLayoutMixin, WeightRule
 
@@ -38,7 +39,8 @@ class DenseRoles:
             whose first I rows are the gate.
         down: name of the linear layer after the product.
         activation: name of the activation's attribute; None where forward calls the function itself.
-        half_size: name of the attribute that a fused projection is split by; None where it is cut in the middle.
+        half_size: name of the attribute, or the number, that a fused projection is split by; None where it is cut in
+            the middle.
         extra_arguments: forward takes arguments that it does not use.
         inert: names of attributes that change nothing while they are as they are: a dropout of 0.
     """
@@ -46,7 +48,7 @@ class DenseRoles:
     inputs: tuple[str, ...]
     down: str
     activation: str | None
-    half_size: str | None = None
+    half_size: str | int | None = None
     extra_arguments: bool = False
     inert: tuple[str, ...] = ()
 
@@ -336,6 +338,14 @@ class KernelLayoutSwiGLUMLP(KernelLayoutMixin, NeuronSwiGLUMLP):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         self.refuse_adapters(prefix[:-1])
         super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+        # peft loads without strict: what it leaves over would be lost without a word.
+        for name in self.neuron_roles.linears:
+            key = next((key for key in state_dict if key.startswith(f"{prefix}{name}.lora_")), None)
+            if key is not None:
+                raise adapters_refused(self.neuron_name, name, f"{key.removeprefix(prefix)} to load")
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def refuse_adapters(self, name: str) -> None:
         """Refuse to save adapters on the parameters, which stock models do not have: peft would ignore them there.

@@ -175,7 +175,7 @@ def _judge(names: list[str], kind: str, module: nn.Module) -> Candidate:
         roles = dense_roles(type(module).forward, _inert(module))
     except NotSwiGLU as answer:
         # What a reader looks for first: a missing gate or a wrapped layer explains more than the source does.
-        return replace(base, reason=_why_not_instance(module) or str(answer))
+        return replace(base, reason=_why_not_instance(module) or _why_dropout(module) or str(answer))
     reason = _why_not_instance(module) or _why_not_roles(module, roles)
     if reason is not None:
         return replace(base, reason=reason)
@@ -188,6 +188,17 @@ def _inert(module: nn.Module) -> frozenset[str]:
     children = (name for name, child in module._modules.items() if isinstance(child, nn.Dropout | nn.Identity))
     numbers = (name for name, value in module.__dict__.items() if type(value) in (int, float))
     return frozenset(name for name in (*children, *numbers) if is_inert(getattr(module, name)))
+
+
+def _why_dropout(module: nn.Module) -> str | None:
+    """Which dropouts keep `module` from being a SwiGLU; None where it would not be one without them."""
+    active = {name: child.p for name, child in module._modules.items() if type(child) is nn.Dropout and child.p > 0}
+    try:
+        met = dense_roles(type(module).forward, _inert(module) | frozenset(active)).inert
+    except NotSwiGLU:
+        return None
+    named = [f"{name} with p={active[name]}" for name in met if name in active]
+    return f"it has dropout, which the kernels do not have: {', '.join(named)}" if named else None
 
 
 def _why_not_instance(module: nn.Module) -> str | None:
@@ -234,10 +245,11 @@ def _why_not_shapes(module: nn.Module, roles: DenseRoles) -> str | None:
         shape = tuple(module.get_parameter(f"{name}.weight").shape)
         if shape != (rows, H):
             return f"{name}.weight has shape {shape}, with {roles.down}.weight {(H, I)} it would be {(rows, H)}"
-    if roles.half_size is not None and getattr(module, roles.half_size, None) != I:
-        return (
-            f"its forward splits by {roles.half_size}={getattr(module, roles.half_size, None)!r}, not in halves of {I}"
-        )
+    size = roles.half_size
+    if isinstance(size, str) and getattr(module, size, None) != I:
+        return f"its forward splits by {size}={getattr(module, size, None)!r}, not in halves of {I}"
+    if isinstance(size, int) and size != I:
+        return f"its forward splits by {size}, not in halves of {I}"
     return None
 
 

@@ -87,7 +87,7 @@ def dense_roles(forward: Callable[..., Any], inert: frozenset[str] = frozenset()
     reader, body = _reader(forward, inert)
     roles = _match(reader.run(body))
     if len(reader.half_sizes) > 1:
-        raise NotSwiGLU(f"its forward splits by {' and '.join(sorted(reader.half_sizes))}")
+        raise NotSwiGLU(f"its forward splits by {' and '.join(sorted(map(str, reader.half_sizes)))}")
     half_size = next(iter(reader.half_sizes), None)
     return replace(roles, half_size=half_size, extra_arguments=reader.extra, inert=tuple(sorted(reader.skipped)))
 
@@ -127,8 +127,8 @@ class _Reader:
         self.inert = inert
         self.skipped = set[str]()
         """Attributes of `inert` that were met."""
-        self.half_sizes = set[str]()
-        """Attributes that a tensor is split by."""
+        self.half_sizes = set[str | int]()
+        """Attributes and numbers that a tensor is split by."""
 
     def run(self, body: list[ast.stmt]) -> Expression:
         for statement in body:
@@ -216,11 +216,14 @@ class _Reader:
         return isinstance(probability, ast.Constant) and probability.value == 0
 
     def is_split_in_two(self, rest: list[ast.expr], keywords: list[ast.keyword]) -> bool:
-        """Whether a tensor is split along its last dimension by ``self.<size>``, which the instance has to confirm."""
+        """Whether a tensor is split along its last dimension by one size, which the instance has to confirm.
+
+        The size is ``self.<size>`` or a number.
+        """
         given = dict(zip(("size", "dim"), rest)) | {keyword.arg: keyword.value for keyword in keywords}
         size = given.pop("size", None) or given.pop("split_size_or_sections", None) or given.pop("split_size", None)
         both = size.elts if isinstance(size, ast.List | ast.Tuple) and len(size.elts) == 2 else [size]
-        names = {self.attribute(one) for one in both}
+        names = {_number(one) or self.attribute(one) for one in both}
         name = names.pop()
         if len(rest) > 2 or names or name is None or given.keys() != {"dim"} or ast.unparse(given["dim"]) != "-1":
             return False
@@ -248,6 +251,10 @@ def _product(left: Expression, right: Expression) -> Expression:
         if other == Sigmoid(one):
             return Part(None, one)
     return Product(left, right)
+
+
+def _number(node: ast.expr | None) -> int | None:
+    return node.value if isinstance(node, ast.Constant) and type(node.value) is int else None
 
 
 def _is_halves(rest: list[ast.expr], keywords: list[ast.keyword]) -> bool:

@@ -40,11 +40,12 @@ _SIZES = {
 def probe_dense(module: nn.Module, roles: DenseRoles) -> str | None:
     """Return why `module`'s forward disagrees with the operator, or None."""
     generator = torch.Generator(device="cpu").manual_seed(0)
-    gate_IH, up_IH, down_HI = (_draw(generator, *shape) for shape in ((I, H), (I, H), (H, I)))
+    inner = roles.half_size if isinstance(roles.half_size, int) else I
+    gate_IH, up_IH, down_HI = (_draw(generator, *shape) for shape in ((inner, H), (inner, H), (H, inner)))
     inputs = [gate_IH, up_IH] if len(roles.inputs) == 2 else [torch.cat([gate_IH, up_IH])]
     children = {name: _linear(weight) for name, weight in zip(roles.linears, [*inputs, down_HI])}
     shell = _stand_in(module, children=children, parameters={})
-    if roles.half_size is not None:
+    if isinstance(roles.half_size, str):
         shell.__dict__[roles.half_size] = I
     x_TH = _draw(generator, T, H)
     return _compare(

@@ -16,7 +16,7 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-from hf_neuron_moe import patch_model, unpatch_model
+from hf_neuron_moe import patch_model, set_activations, unpatch_model
 from hf_neuron_moe.errors import NeuronMoEWarning, UnsupportedModelError
 from tests.refusals import refused
 from tests.tiny_models import HOMES, tiny_model, tokens
@@ -49,10 +49,16 @@ def test_a_block_that_was_taken_over_is_refused(family: str, home: str, put: Cal
     expected = model(tokens()).logits
     for block in blocks(model):
         put(block, STOCK[family].forward)
-    with refused(UnsupportedModelError, "forward", r"^model\.layers\.0\.mlp.*use_liger_kernel"):
+    with refused(
+        UnsupportedModelError,
+        "forward",
+        r"^model\.layers\.0\.mlp.*use_liger_kernel.* exclude=\['model\.layers\.0\.mlp(\.experts)?'\]\.$",
+    ):
         model(tokens())
     with refused(UnsupportedModelError, "model", r"model\.layers\.0\.mlp.*, model\.layers\.1.*unpatch_model"):
         patch_model(model, {"weights": home})
+    with refused(UnsupportedModelError, "model", r"model\.layers\.0\.mlp.*, model\.layers\.1", where="set_activations"):
+        set_activations(model, "recompute")
     for block in blocks(model):
         del block.forward
     assert torch.equal(model(tokens()).logits, expected)
@@ -62,7 +68,8 @@ def test_unpatching_gives_back_the_stock_blocks_all_the_same() -> None:
     model, stock = patched("llama"), tiny_model("llama").eval()
     for block in blocks(model):
         as_liger_does(block, LlamaMLP.forward)
-    unpatch_model(model)
+    with pytest.warns(NeuronMoEWarning, match=r"unpatch_model: .*LlamaMLP\.forward.*model\.layers\.0-1\.mlp"):
+        unpatch_model(model)
     assert torch.equal(model(tokens()).logits, stock(tokens()).logits)
 
 
@@ -151,3 +158,58 @@ def test_a_timer_of_a_notebook_calls_a_global_variable() -> None:
     cell["old"] = None
     with refused(UnsupportedModelError, "forward"):
         model(tokens())
+
+
+def calls_experts(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """A forward of the user's own that has use for the experts."""
+    scores = self.gate(hidden.reshape(-1, hidden.shape[-1]))
+    return self.experts(hidden.reshape(-1, hidden.shape[-1]), scores[2], scores[1]).reshape(hidden.shape)
+
+
+def by_a_helper(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """Likewise, through another function."""
+    return calls_experts(self, hidden)
+
+
+AROUND_EXPERTS = WRAPPERS | {
+    "calls the experts": lambda block: setattr(block, "forward", MethodType(calls_experts, block)),
+    "by a helper": lambda block: setattr(block, "forward", MethodType(by_a_helper, block)),
+    "holds the experts": lambda block: setattr(block, "forward", lambda x, run=block.experts: run(x)),
+}
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_moe_block_whose_new_forward_leaves_its_experts_out_is_refused(when: str) -> None:
+    model = tiny_model("mixtral")
+    if when == "before":
+        model.model.layers[0].mlp.forward = lambda x: x
+        with refused(UnsupportedModelError, "model", r"model\.layers\.0\.mlp\.experts .*does not call it"):
+            patch_model(model)
+        return
+    report = patch_model(model)
+    model.model.layers[0].mlp.forward = lambda x: x
+    for call in (patch_model, lambda model: set_activations(model, "recompute")):
+        with refused(
+            UnsupportedModelError, "model", got="a model whose patched experts do not run: model.layers.0.mlp."
+        ):
+            call(model)
+    del model.model.layers[0].mlp.forward
+    assert patch_model(model) is report
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("wrapper", AROUND_EXPERTS)
+def test_a_moe_block_whose_new_forward_has_use_for_its_experts_is_patched(wrapper: str, when: str) -> None:
+    model = tiny_model("mixtral")
+    if when == "after":
+        patch_model(model)
+    for layer in model.model.layers:
+        AROUND_EXPERTS[wrapper](layer.mlp)
+    assert len(patch_model(model).patched) == 2
+
+
+def test_a_wrapper_that_goes_with_the_patched_block_is_warned_of() -> None:
+    model = patched("llama")
+    model.model.layers[1].mlp.forward = timed(model.model.layers[1].mlp.forward)
+    with pytest.warns(NeuronMoEWarning, match=r"timed.*model\.layers\.1\.mlp is dropped"):
+        unpatch_model(model)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import json
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import IA3Config, LoHaConfig, LoKrConfig, LoraConfig, OFTConfig, PeftConfig, PeftModel, get_peft_model
 from torch import nn
 from torch.nn.utils import parametrize
 from transformers import AutoModelForCausalLM
@@ -205,6 +207,62 @@ def test_adapters_on_layers_that_the_kernel_home_replaced_are_refused(
         get_peft_model(model, LoraConfig(r=4, target_modules=target))
 
 
+@pytest.mark.parametrize("load", [PeftModel.from_pretrained, lambda model, folder: model.load_adapter(folder)])
+def test_an_adapter_of_all_linear_layers_of_the_stock_model_is_not_loaded_in_part(
+    load: Callable[[nn.Module, Path], object], tmp_path: Path
+) -> None:
+    adapter = get_peft_model(tiny_model("llama"), LoraConfig(target_modules="all-linear", init_lora_weights=False))
+    adapter.save_pretrained(tmp_path)
+    assert "model.layers.1.mlp.up_proj" in json.loads((tmp_path / "adapter_config.json").read_text())["target_modules"]
+    model = tiny_model("llama")
+    patch_model(model, {"precision": "fp32", "weights": "kernel"})
+    with refused(UnsupportedModelError, "gate_proj", r"^model\.layers\.0\.mlp: .*weights='stock'", got="a peft."):
+        load(model, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        {"target_modules": r"model\.layers\.\d+\.(self_attn|mlp)\.(q|up)_proj"},
+        {"target_modules": ["q_proj"], "target_parameters": ["mlp.up_proj.weight"]},
+    ],
+)
+def test_adapters_that_no_stand_in_meets_are_refused_when_they_are_loaded(
+    target: dict[str, object], tmp_path: Path
+) -> None:
+    get_peft_model(tiny_model("llama"), LoraConfig(**target)).save_pretrained(tmp_path)
+    model = tiny_model("llama")
+    patch_model(model, {"weights": "kernel"})
+    with refused(UnsupportedModelError, "up_proj", "weights='stock'", got="up_proj.lora_"):
+        PeftModel.from_pretrained(model, tmp_path)
+
+
+@pytest.mark.parametrize("target", ["layers.1.mlp.up_proj", "model.layers.1.mlp.up_proj", "mlp.up_proj"])
+def test_longer_names_of_layers_that_the_kernel_home_replaced_are_refused(target: str) -> None:
+    model = tiny_model("llama")
+    patch_model(model, {"weights": "kernel"})
+    with refused(UnsupportedModelError, "up_proj", "weights='stock'", got="a peft."):
+        get_peft_model(model, LoraConfig(target_modules=["q_proj", target]))
+
+
+@pytest.mark.parametrize("pattern", [r".*\.layers\.1\.mlp\.(gate|up)_proj", r"model\.layers\.\d+\..*(q|up|gate)_proj"])
+def test_patterns_over_layers_that_the_kernel_home_replaced_are_refused(pattern: str) -> None:
+    model = tiny_model("llama")
+    patch_model(model, {"weights": "kernel"})
+    with refused(UnsupportedModelError, "gate_proj", "weights='stock'", got="a peft."):
+        get_peft_model(model, LoraConfig(target_modules=pattern))
+
+
+@pytest.mark.parametrize("target", ["all-linear", ["gate_proj"]])
+@pytest.mark.parametrize("kind", [LoHaConfig, LoKrConfig, OFTConfig, IA3Config])
+def test_other_adapters_on_replaced_layers_are_refused_alike(kind: type[PeftConfig], target: object) -> None:
+    model = tiny_model("llama")
+    patch_model(model, {"weights": "kernel"})
+    options = {"feedforward_modules": []} if kind is IA3Config else {}
+    with refused(UnsupportedModelError, "gate_proj", "weights='stock'", got="a peft."):
+        get_peft_model(model, kind(target_modules=target, **options))
+
+
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 def test_adapters_on_all_linear_layers_of_experts_fit_the_stock_model(family: str, tmp_path: Path) -> None:
     stock = tiny_model(family)
@@ -221,7 +279,7 @@ def test_stand_ins_of_replaced_layers_hold_nothing() -> None:
     model = tiny_model("llama")
     names = list(model.state_dict())
     patch_model(model, {"weights": "kernel"})
-    stand_ins = [m for n, m in model.named_modules() if ".replaced_layers." in n]
+    stand_ins = [m for n, m in model.named_modules() if ".replaced_layers." in n and isinstance(m, nn.Linear)]
     assert [(m.out_features, m.in_features) for m in stand_ins[:3]] == [(48, 32), (48, 32), (32, 48)]
     assert not [p for m in stand_ins for p in m.parameters()] and list(model.state_dict()) == names
     unpatch_model(model)

@@ -59,6 +59,24 @@ class SplitMethodMLP(BaseMLP):
         return self.d(F.silu(g) * u)
 
 
+class SplitTwelveMLP(BaseMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        g, u = torch.split(self.gu(x), 12, dim=-1)
+        return self.d(self.act(g) * u)
+
+
+class SplitTwelveMethodMLP(BaseMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        g, u = self.gu(x).split(12, -1)
+        return self.d(self.act(g) * u)
+
+
+class SplitNumberMLP(BaseMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        g, u = self.gu(x).split(13, -1)
+        return self.d(self.act(g) * u)
+
+
 class ExtraMLP(BaseMLP):
     def forward(self, x: Tensor, layer_idx: Any = None, *args: Any, scale: float = 2.0, **kwargs: Any) -> Tensor:
         return self.d(self.act(self.g(x)) * self.u(x))
@@ -80,6 +98,8 @@ ACCEPTED = [
     SigmoidMethodMLP(),
     SplitMLP(fused=True),
     SplitMethodMLP(fused=True),
+    SplitTwelveMLP(fused=True),
+    SplitTwelveMethodMLP(fused=True),
     ExtraMLP(),
     DropoutMLP(drop=nn.Dropout(0.0)),
     DropoutMLP(drop=nn.Identity()),
@@ -137,7 +157,8 @@ REFUSED = [
     (AlwaysDropoutMLP(p=0.0), r"computes `F\.dropout"),
     (SplitMLP(fused=True, size=2), "splits by size=2, not in halves of 12"),
     (SecondHalfMLP(fused=True), "up in the first half of a fused projection"),
-    (DropoutMLP(drop=nn.Dropout(0.1)), "not one projection"),
+    (SplitNumberMLP(fused=True), "splits by 13, not in halves of 12"),
+    (DropoutMLP(drop=nn.Dropout(0.1)), r"it has dropout, .*: drop with p=0\.1"),
     (FunctionalDropoutMLP(p=0.1), r"computes `F\.dropout"),
     (SeedOssMLP(SeedOssConfig(hidden_size=H, intermediate_size=I)), "dropout"),
 ]
