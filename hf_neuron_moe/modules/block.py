@@ -193,7 +193,7 @@ class NeuronBlock(nn.Module):
         ]
         warnings.warn(
             f"{name} has a hook that is not called: {', '.join(hooks)}. The patched block computes the activation "
-            "inside its operator. Remove the hook, or unpatch the model and name this block in exclude=... .",
+            f"inside its operator. Remove the hook, or unpatch the model and pass exclude=[{self.neuron_name!r}].",
             NeuronMoEWarning,
             stacklevel=4,
         )
