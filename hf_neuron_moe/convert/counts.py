@@ -87,7 +87,7 @@ def excess(content: Any, room: Room) -> Wrong | None:
             number = int(number)
         limit = room.layers if _LAYERS.search(name) else room.experts if _EXPERTS.search(name) else None
         if limit is not None and type(number) is int and number > limit:
-            told = ", which the weights have room for" if room.by_weights else ""
+            told = " with these weights" if room.by_weights else ""
             return Wrong(place, f"at most {limit:,}{told}", str(number))
     return None
 

@@ -118,7 +118,7 @@ def test_layers_are_compared_with_names_where_no_weights_are_needed(shard, comma
     with monkeypatch.context() as patched:
         patched.setattr(assign, "_on_meta", None)  # nothing is built
         code, line = refusal([command, str(source), *options], monkeypatch, capsys)
-    assert code == REFUSED and "config.json: num_hidden_layers must be at most 256, which the weights" in line
+    assert code == REFUSED and "config.json: num_hidden_layers must be at most 256 with these weights" in line
 
 
 def test_weights_that_cannot_be_read_do_not_keep_a_plan_from_being_made(checkpoint):
