@@ -193,7 +193,7 @@ class NeuronBlock(nn.Module):
         ]
         warnings.warn(
             f"{name} has a hook that is not called: {', '.join(hooks)}. The patched block computes the activation "
-            f"inside its operator. Remove the hook, or unpatch the model and pass exclude=[{self.neuron_name!r}].",
+            "inside its operator. Remove the hook, or unpatch the model and name this block in exclude=... .",
             NeuronMoEWarning,
             stacklevel=4,
         )

@@ -249,7 +249,7 @@ def refuse_second_derivative(ctx: Any, *grads: Any) -> Any:
         argument="the backward itself",
         expected="differentiated at most once: the kernels have no second derivative",
         got="a request for gradients of its gradients (create_graph=True and then another backward)",
-        remedy="Unpatch the model for a gradient penalty, a Hessian or the like, or exclude the blocks (exclude=[...]).",
+        remedy="Unpatch the model for a gradient penalty, a Hessian or the like, or name the blocks in exclude=... .",
     )
 
 

@@ -7,7 +7,7 @@ Wrappers that call what they found (accelerate's hooks, a timer, ``torch.compile
 from __future__ import annotations
 
 import functools
-from types import CellType, CodeType, FunctionType, MethodType
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -24,39 +24,6 @@ def is_taken_over(block: nn.Module) -> bool:
     ``functools.wraps`` and ``torch.compile`` note about the function they wrap.
     """
     return "forward" in block.__dict__ and not _leads_to(type(block).forward, block.__dict__["forward"])
-
-
-def passes_by(parent: nn.Module, block: nn.Module) -> bool:
-    """Return whether a forward on the instance `parent` leaves its child `block` out, as far as one can see.
-
-    It does not if it leads to the forward of the class or to the block, or its code, or that of a function that it
-    names, has the block's attribute name in it.
-    """
-    if "forward" not in parent.__dict__:
-        return False
-    kind, names = type(parent), {attr for attr, child in parent._modules.items() if child is block}
-    pending, seen = [parent.__dict__["forward"]], set[int]()
-    while pending:
-        here = pending.pop()
-        if here is kind.forward or here is block:
-            return False
-        if id(here) in seen:
-            continue
-        seen.add(id(here))
-        if isinstance(here, FunctionType):
-            words = set(_words(here.__code__))
-            if words & names:
-                return False
-            pending.extend(getattr(kind, word) for word in words if isinstance(getattr(kind, word, None), FunctionType))
-            pending.extend(here.__globals__[word] for word in words & here.__globals__.keys())
-        pending.extend(_behind(here))
-    return True
-
-
-def _words(code: CodeType) -> list[str]:
-    """Names and texts in a function's code, and in that of functions within."""
-    inner = [word for each in code.co_consts if isinstance(each, CodeType) for word in _words(each)]
-    return [*code.co_names, *(each for each in code.co_consts if isinstance(each, str)), *inner]
 
 
 def _leads_to(own: Any, found: Any) -> bool:
@@ -116,8 +83,8 @@ def check_own_forward(block: nn.Module, name: str) -> bool:
             argument="forward",
             expected="the patched block's own",
             got=described(forward) + ", put on the block later",
-            remedy="If you passed use_liger_kernel=True, leave it out or pass liger_kernel_config={'swiglu': False}. "
-            f"If not, delete the forward (`del block.forward`), or unpatch the model and pass exclude=[{name!r}].",
+            remedy="use_liger_kernel=True does this: leave it out, or keep Liger's other kernels with "
+            "liger_kernel_config={'swiglu': False}. Otherwise `del block.forward`, or name the block in exclude=... .",
         )
     return True
 

@@ -14,8 +14,9 @@ from hf_neuron_moe.backends.registration import register_again
 from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.errors import ConfigError, UnsupportedModelError, refuse
 from hf_neuron_moe.modules.block import stock_slot
-from hf_neuron_moe.patching.apply import PatchState, PlanItem, apply_plan, holders, states, undo_patch
-from hf_neuron_moe.patching.discovery import EXPERTS, Candidate, discover
+from hf_neuron_moe.modules.own_forward import is_taken_over
+from hf_neuron_moe.patching.apply import PatchState, PlanItem, all_slots, apply_plan, states, undo_patch
+from hf_neuron_moe.patching.discovery import Candidate, discover
 from hf_neuron_moe.patching.globs import check_globs
 from hf_neuron_moe.patching.guards import check_model
 from hf_neuron_moe.patching.kernels import plan_item, products_of
@@ -24,15 +25,11 @@ from hf_neuron_moe.patching.option_names import with_checked_names
 from hf_neuron_moe.patching.outcome import check_outcome
 from hf_neuron_moe.patching.policies import with_policies
 from hf_neuron_moe.patching.present import (
-    changed,
-    check_called,
     check_not_patched_elsewhere,
     check_patched_here,
     displaced,
     inner_model,
     original_name,
-    passing_by,
-    warn_of_lost_forwards,
 )
 from hf_neuron_moe.patching.report import PATCHED, REFUSED, SKIPPED, PatchEntry, PatchReport, merged
 
@@ -105,8 +102,7 @@ def unpatch_model(model: nn.Module) -> PatchReport:
     """Put the original modules back, with the weights' present values, in place.
 
     Module objects, parameter objects, hooks and layouts are the original ones; after an untouched patch they are bit
-    for bit what they were. A forward that was put on a patched block is dropped with a warning. A second call is
-    refused, since nothing is patched any more; it changes nothing.
+    for bit what they were. A second call is refused, since nothing is patched any more; it changes nothing.
 
     Args:
         model: a patched model, an adapter's wrapper around one, or a module that holds several.
@@ -124,9 +120,9 @@ def unpatch_model(model: nn.Module) -> PatchReport:
     if not found:
         check_patched_here(model)
     for holder, state in found:
+        wrapped = _wrapped(holder)
         for swap in state.swaps:
-            wrapped = [attr for _, attr in holders(holder, swap.replacement) if attr == "base_layer"]
-            if wrapped and swap.replacement.neuron_config.weights == "kernel":
+            if id(swap.replacement) in wrapped and swap.replacement.neuron_config.weights == "kernel":
                 raise refuse(
                     UnsupportedModelError,
                     where="unpatch_model",
@@ -136,7 +132,6 @@ def unpatch_model(model: nn.Module) -> PatchReport:
                     remedy="Call merge_and_unload() or unload() on the peft model first.",
                 )
     report = _report_of(model, found)
-    warn_of_lost_forwards([swap for _, state in found for swap in state.swaps])
     for holder, state in found:
         undo_patch(holder, state)
     return report
@@ -165,12 +160,13 @@ def _plan(
     uses = Counter(
         id(used) for module in model.modules() for used in (*module._parameters.values(), *module._modules.values())
     )
+    wrapped = _wrapped(model)
     plan: list[PlanItem] = []
     entries: list[PatchEntry] = []
     for candidate in candidates:
         skipped = _skip_reason(candidate, include, exclude)
         item = None if skipped or candidate.reason else plan_item(candidate, config)
-        reason = skipped or candidate.reason or _why_not_home(model, candidate, item, uses)
+        reason = skipped or candidate.reason or _why_not_home(model, candidate, item, uses, wrapped)
         if item is not None and reason is None:
             plan.append(item)
         entries.append(_entry(candidate, SKIPPED if skipped else REFUSED, reason, item))
@@ -224,17 +220,22 @@ def _skip_reason(candidate: Candidate, include: tuple[str, ...], exclude: tuple[
     return None
 
 
-def _why_not_home(model: nn.Module, candidate: Candidate, item: PlanItem | None, uses: Counter[int]) -> str | None:
+def _wrapped(model: nn.Module) -> set[int]:
+    """Return the ids of the modules to which an adapter is attached."""
+    return {key for key, slots in all_slots(model).items() if any(attr == "base_layer" for _, attr in slots)}
+
+
+def _why_not_home(
+    model: nn.Module, candidate: Candidate, item: PlanItem | None, uses: Counter[int], wrapped: set[int]
+) -> str | None:
     """Why the candidate cannot be replaced in this model, or cannot have its weights in the wanted layout."""
     if candidate.module is model:
         return "it is the model itself; pass the module that contains it"
-    if candidate.kind == EXPERTS and passing_by(model, candidate.module) is not None:
-        return "a forward put on the module around it does not call it; delete that (`del block.forward`)"
     if item is not None and item.refusal is not None:
         return f"{item.refusal}; fallback='torch' computes it without the kernels"
     if item is None or item.config.weights == "stock":
         return None
-    if any(attr == "base_layer" for _, attr in holders(model, candidate.module)):
+    if id(candidate.module) in wrapped:
         return "an adapter made for the stock layout is attached to it; patch before attaching, or use weights='stock'"
     hooked = [child for child in candidate.module.modules() if _has_state_hooks(child)]
     if hooked:
@@ -302,15 +303,15 @@ def _repeated(home: nn.Module, state: PatchState, request: _Request, strict: boo
             for name, ours, theirs in zip(("config", "include", "exclude"), state.request, request)
             if ours != theirs
         ]
-        raise changed(
-            _WHERE, "unpatched, or patched with the same arguments", f"a patched model and {'; '.join(differing)}"
-        )
+        raise _changed("unpatched, or patched with the same arguments", f"a patched model and {'; '.join(differing)}")
     lost = displaced(home, state)
     if lost:
-        raise changed(
-            _WHERE, "as patch_model left it", f"a model whose patched blocks were exchanged: {', '.join(lost)}"
+        raise _changed("as patch_model left it", f"a model whose patched blocks were exchanged: {', '.join(lost)}")
+    taken = [swap.name for swap in state.swaps if is_taken_over(swap.replacement)]
+    if taken:
+        raise _changed(
+            "as patch_model left it", f"a model whose patched blocks have another forward: {', '.join(taken)}"
         )
-    check_called(_WHERE, home, ((swap.name, swap.replacement) for swap in state.swaps))
     candidates = [
         replace(found, name=original_name(found.name), aliases=tuple(map(original_name, found.aliases)))
         for found in discover(home, state.prefix)
@@ -319,6 +320,17 @@ def _repeated(home: nn.Module, state: PatchState, request: _Request, strict: boo
     _, entries = _plan(home, candidates, request)
     added = [e.name for e in entries if e.status == PATCHED or (e.status == REFUSED and e.name not in known)]
     if added:
-        raise changed(_WHERE, "as patch_model left it", f"a patched model with further blocks: {', '.join(added)}")
+        raise _changed("as patch_model left it", f"a patched model with further blocks: {', '.join(added)}")
     check_outcome(_WHERE, home, state.report, strict)
     return state.report
+
+
+def _changed(expected: str, got: str) -> UnsupportedModelError:
+    return refuse(
+        UnsupportedModelError,
+        where=_WHERE,
+        argument="model",
+        expected=expected,
+        got=got,
+        remedy="Call unpatch_model(model) first; nothing was changed.",
+    )

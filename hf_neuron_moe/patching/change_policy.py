@@ -13,7 +13,6 @@ from hf_neuron_moe.modules.block import NeuronBlock
 from hf_neuron_moe.patching.apply import PatchState, states
 from hf_neuron_moe.patching.lock import one_at_a_time
 from hf_neuron_moe.patching.policies import PlannedBlock, noted_policy, resolve
-from hf_neuron_moe.patching.present import check_called
 from hf_neuron_moe.patching.report import PatchEntry
 
 _WHERE = "set_activations"
@@ -35,7 +34,7 @@ def set_activations(model: nn.Module, activations: Any) -> dict[str, str]:
         The policy of each block by the block's name.
 
     Raises:
-        UnsupportedModelError: the model has no such block, or a forward that was put on the model goes past one.
+        UnsupportedModelError: the model has no such block.
         ConfigError: the policy does not fit the blocks; none is changed.
     """
     names: dict[int, list[str]] = {}
@@ -53,7 +52,6 @@ def set_activations(model: nn.Module, activations: Any) -> dict[str, str]:
             got=f"a {type(model).__name__} without any",
             remedy="Call patch_model(model, NeuronMoEConfig(activations=...)).",
         )
-    check_called(_WHERE, model, ((names[key][0], block) for key, block in blocks.items()))
     asked = as_activations(activations)
     planned = [PlannedBlock(tuple(names[key]), block.neuron_shape) for key, block in blocks.items()]
     own = resolve(asked, planned, list(names.values()), _WHERE)

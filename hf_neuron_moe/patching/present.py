@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
-from collections.abc import Iterable
 
 from torch import nn
 
-from hf_neuron_moe.errors import NeuronMoEWarning, UnsupportedModelError, pattern_of, refuse, spelled_together
+from hf_neuron_moe.errors import UnsupportedModelError, refuse
 from hf_neuron_moe.modules.block import NeuronBlock
 from hf_neuron_moe.modules.frozen_block import FrozenBlock
-from hf_neuron_moe.modules.own_forward import described, is_taken_over, passes_by
-from hf_neuron_moe.patching.apply import PatchState, Swap, holders, states
+from hf_neuron_moe.patching.apply import PatchState, states
 
 
 def inner_model(model: nn.Module) -> tuple[nn.Module, str]:
@@ -111,80 +108,6 @@ def displaced(home: nn.Module, state: PatchState) -> list[str]:
     """Return the names of replaced modules whose replacement is no longer wherever it was put."""
     present = Counter(id(child) for module in home.modules() for child in module._modules.values())
     return [swap.name for swap in state.swaps if present[id(swap.replacement)] < swap.places]
-
-
-def changed(
-    where: str, expected: str, got: str, remedy: str = "Call unpatch_model(model) first"
-) -> UnsupportedModelError:
-    """Return the error for a patched model that is not as it has to be."""
-    return refuse(
-        UnsupportedModelError,
-        where=where,
-        argument="model",
-        expected=expected,
-        got=got,
-        remedy=f"{remedy}; nothing was changed.",
-    )
-
-
-def check_called(where: str, home: nn.Module, blocks: Iterable[tuple[str, nn.Module]]) -> None:
-    """Refuse a model whose patched `blocks`, given with their names, do not run any more.
-
-    Raises:
-        UnsupportedModelError: a forward was put on a block, or on the MoE block around experts, that goes past it.
-    """
-    named = list(blocks)
-    expected = "as patch_model left it"
-    taken = [name for name, block in named if is_taken_over(block)]
-    if taken:
-        raise changed(where, expected, f"a model whose patched blocks have another forward: {', '.join(taken)}")
-    passed = {name: parent for name, block in named if (parent := passing_by(home, block)) is not None}
-    if passed:
-        forwards = {described(parent.__dict__["forward"]) for parent in passed.values()}
-        raise changed(
-            where,
-            expected,
-            f"a model whose patched experts do not run: {', '.join(passed)}; "
-            f"the forward put on the module around them ({', '.join(sorted(forwards))}) does not call them",
-            "Delete that forward (`del block.forward`), or call unpatch_model(model)",
-        )
-
-
-def passing_by(home: nn.Module, block: nn.Module) -> nn.Module | None:
-    """Return the module of `home` that holds `block` and has a forward on the instance that goes past it, or None.
-
-    For experts only: what is around a dense MLP has more to do than to call it.
-    """
-    if isinstance(block, NeuronBlock) and block.neuron_top_k is None:
-        return None
-    for parent, attr in holders(home, block):
-        inside = block
-        while attr == "base_layer":  # an adapter's wrapper
-            inside = parent
-            outer = holders(home, inside)
-            if not outer:
-                break
-            parent, attr = outer[0]
-        if passes_by(parent, inside):
-            return parent
-    return None
-
-
-def warn_of_lost_forwards(swaps: Iterable[Swap]) -> None:
-    """Warn of what was put on patched blocks as their forward, which goes when they are taken out."""
-    lost: dict[tuple[str, str], list[str]] = {}
-    for swap in swaps:
-        block = swap.replacement
-        forward = block.__dict__.get("forward")
-        if forward is not None and getattr(forward, "__func__", None) is not type(block).forward:
-            lost.setdefault((described(forward), pattern_of(swap.name)), []).append(swap.name)
-    for (function, _), names in lost.items():
-        warnings.warn(
-            f"unpatch_model: the forward {function} that was put on {spelled_together(names)} is dropped with the "
-            "patched block. Put it on the original block if you need it there.",
-            NeuronMoEWarning,
-            stacklevel=4,
-        )
 
 
 def original_name(name: str) -> str:
