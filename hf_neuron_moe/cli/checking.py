@@ -46,7 +46,7 @@ def verify(
     converted: Converted,
     source: Source = None,
     probes: Annotated[int, typer.Option(min=0, help="Layers to compare with the source; 0: every expert of all.")] = 8,
-    seed: Annotated[int, typer.Option(help="Chooses the layers and their inputs.")] = 0,
+    seed: Annotated[int, typer.Option(min=-(2**63), max=2**63 - 1, help="Chooses the layers and their inputs.")] = 0,
     on_nonfinite: Annotated[str, choice(NONFINITE, text="NaN and infinite weights fail, or are only told.")] = "error",
     as_json: Json = False,
 ) -> None:

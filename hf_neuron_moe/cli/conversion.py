@@ -57,7 +57,7 @@ def convert(
         str, typer.Option(metavar="SIZE", callback=check_size, help="Largest output file, such as 500MB or 5GB.")
     ] = "5GB",
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Threads. Default: the number of cores. No byte depends on it.")
+        int | None, typer.Option(min=1, max=1024, help="Threads. Default: the number of cores. No byte depends on it.")
     ] = None,
     on_nonfinite: Annotated[str, choice(NONFINITE, text="Refuse NaN and infinite weights, or keep them.")] = "error",
     strict: Annotated[

@@ -117,7 +117,7 @@ def verify_device(
     precision: Annotated[
         str | None, choice(KERNEL_PRECISIONS, text="Of the blocks. Default: mxfp8 on Trn3, bf16 on Trn2.")
     ] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="Rows of the random input.")] = 256,
+    tokens: Annotated[int, typer.Option(min=1, max=2**20, help="Rows of the random input.")] = 256,
     block_size: BlockSize = 512,
     layers: Annotated[int | None, typer.Option(min=1, help="Only the first so many blocks. Default: all.")] = None,
     seed: Annotated[int, typer.Option(help="Of the random input.")] = 0,

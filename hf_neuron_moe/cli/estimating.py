@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from dataclasses import replace
+from math import isqrt
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,15 +25,19 @@ if TYPE_CHECKING:
     from hf_neuron_moe.training.estimate import TrainingEstimate
 
 DTYPES = ("bf16", "fp16", "fp32")
+MOST_TOKENS = 2**31 - 1
+MOST_RANK = 65536
+"""Of `estimate_training`, which the import of this module does not load; their products stay within 63 bits."""
+
 OPTIMIZERS = ("adamw", "adafactor", "sgd")
 _TORCH_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 def estimate(
     model_dir: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="Folder with config.json, or such a file.")],
-    tokens: Annotated[int | None, typer.Option(min=1, help="Tokens per step and device.")] = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="Sequences per step and device.")] = None,
-    length: Annotated[int | None, typer.Option(min=1, help="Tokens per sequence.")] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, max=MOST_TOKENS, help="Tokens per step and device.")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, max=MOST_TOKENS, help="Sequences per step and device.")] = None,
+    length: Annotated[int | None, typer.Option(min=1, max=MOST_TOKENS, help="Tokens per sequence.")] = None,
     activations: Annotated[
         list[str] | None,
         typer.Option(
@@ -44,7 +49,8 @@ def estimate(
     dtype: Annotated[str | None, choice(DTYPES, text="Of the parameters. Default: config.json's.")] = None,
     optimizer: Annotated[str, choice(OPTIMIZERS, text="Whose states are kept.")] = "adamw",
     lora_rank: Annotated[
-        int, typer.Option(min=0, help="Rank of LoRA adapters outside of the blocks; 0: train everything.")
+        int,
+        typer.Option(min=0, max=MOST_RANK, help="Rank of LoRA adapters outside of the blocks; 0: train everything."),
     ] = 0,
     gradient_checkpointing: Annotated[
         bool, typer.Option("--gradient-checkpointing", help="Keep the layers' inputs and recompute each layer.")
@@ -161,6 +167,8 @@ def batch_of(tokens: int | None, batch: int | None, length: int | None, context:
     if tokens is None:
         if length is None:
             raise typer.BadParameter("give --tokens, or --length (and --batch).")
+        if (batch or 1) * length > MOST_TOKENS:
+            raise typer.BadParameter(f"--batch {batch} times --length {length} is more than {MOST_TOKENS:,} tokens.")
         return batch or 1, length
     if batch is not None and length is not None and batch * length != tokens:
         raise typer.BadParameter(f"--batch {batch} times --length {length} is not --tokens {tokens}.")
@@ -169,7 +177,8 @@ def batch_of(tokens: int | None, batch: int | None, length: int | None, context:
         raise typer.BadParameter(f"--tokens {tokens} is not a multiple of {part}.")
     if length is None and batch is None:
         longest = min(tokens, context or tokens)
-        length = next(size for size in range(longest, 0, -1) if tokens % size == 0)
+        pairs = ((size, tokens // size) for size in range(1, isqrt(tokens) + 1) if tokens % size == 0)
+        length = max(size for pair in pairs for size in pair if size <= longest)
         if length * 8 < longest:
             raise typer.BadParameter(f"--tokens {tokens} has no divisor near {longest}: give --length too.")
     length = length if length is not None else tokens // (batch or 1)

@@ -23,7 +23,7 @@ NONFINITE = ("error", "keep")
 LEAST_BARE_BYTES = 1_000_000
 """Below this, a size is taken only with its unit."""
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
+_SIZE = re.compile(r"(\d{1,30}(?:\.\d{1,30})?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
@@ -68,7 +68,7 @@ def part_of(text: str | None) -> tuple[int, int] | None:
     """
     if text is None:
         return None
-    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    found = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text)
     index, count = map(int, found.groups()) if found else (0, 0)
     if not 1 <= index <= count:
         raise typer.BadParameter(f"{text!r} is not a part I/N with I from 1 to N, such as 1/4.")

@@ -18,10 +18,10 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from hf_neuron_moe.convert.bounded import MAX_CONFIG_BYTES, read_json
-from hf_neuron_moe.convert.counts import excess
+from hf_neuron_moe.convert.config_values import MAX_VALUE, Wrong, reason_of, wrong_value
+from hf_neuron_moe.convert.counts import excess, room_in, room_of
 from hf_neuron_moe.convert.folder import CONFIG_FILE, check_checkpoint, check_model
 from hf_neuron_moe.convert.source import SourceCheckpoint, SourceTensor, damaged, inside
 from hf_neuron_moe.errors import ConversionError, nearest, refuse
@@ -46,9 +46,6 @@ check, it is whatever the first line of model code that meets the value raises."
 
 _PLAIN = {"attn_implementation": "eager", "experts_implementation": None}
 """Eager attention and transformers' own choice for experts. A name such as ``org/name`` would be fetched and run."""
-
-MAX_AXIS = 2**31 - 1
-"""Largest axis of a parameter, which keeps the bytes of activations and weights within 63 bits."""
 
 _NUMBER = re.compile(r"[0-9]+")
 
@@ -79,8 +76,8 @@ def build_meta_model(
     Args:
         directory: folder with ``config.json``.
         where: command that refuses.
-        source: its weights, where they were read: more layers or experts than they have are refused before they are
-            built.
+        source: its weights, where they were read. More layers or experts than they have are refused before they are
+            built; without `source`, the names in the folder's index or single file are asked.
 
     Raises:
         SourceDamageError: there is no such folder, or its ``config.json`` is no JSON object in UTF-8, or a link that
@@ -130,12 +127,13 @@ def _read_config(
         raise damaged(str(path), "JSON in UTF-8", f"{type(error).__name__}: {error}", where) from error
     if not isinstance(content, dict):
         raise damaged(str(path), "a JSON object", type(content).__name__, where)
-    if too_many := excess(content, source):
-        raise _bad_config(where, path, too_many)
+    room = room_of(source) if source is not None else room_in(directory, where)
+    if wrong := wrong_value(content) or excess(content, room):
+        raise _bad_value(where, path, wrong)
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except _REFUSALS as error:
-        raise _bad_config(where, path, f"{type(error).__name__}: {error}", _nearest_family(path)) from error
+        raise _bad_config(where, path, reason_of(error)) from error
     return config, content
 
 
@@ -144,9 +142,9 @@ def _on_meta(path: Path, config: PreTrainedConfig, content: dict[str, Any], wher
         with _BUILDING, torch.device("meta"):
             model = _model_of(config, content)
     except _REFUSALS as error:
-        raise _bad_config(where, path, f"{type(error).__name__}: {error}") from error
+        raise _bad_config(where, path, reason_of(error)) from error
     for name, param in model.named_parameters():
-        if max(param.shape, default=0) > MAX_AXIS:
+        if max(param.shape, default=0) > MAX_VALUE:
             raise _bad_config(where, path, f"{name} of shape {list(param.shape)}")
     return model
 
@@ -217,25 +215,25 @@ def _matches(name: str, patterns: object) -> bool:
     return isinstance(patterns, (list, tuple, set)) and any(re.search(pattern, name) for pattern in patterns)
 
 
-def _nearest_family(path: Path) -> str:
-    """Name the known family closest to the one that ``config.json`` names, if it can be read that far."""
-    try:
-        family = read_json(path, MAX_CONFIG_BYTES)["model_type"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
-    if not isinstance(family, str) or family in CONFIG_MAPPING_NAMES:
-        return ""
-    return nearest(family, list(CONFIG_MAPPING_NAMES))
+def _bad_value(where: str, path: Path, wrong: Wrong) -> ConversionError:
+    return refuse(
+        ConversionError,
+        where=where,
+        argument=f"{path}: {wrong.field}",
+        expected=wrong.expected,
+        got=wrong.got,
+        remedy=wrong.remedy,
+    )
 
 
-def _bad_config(where: str, path: Path, got: object, hint: str = "") -> ConversionError:
+def _bad_config(where: str, path: Path, reason: str) -> ConversionError:
     return refuse(
         ConversionError,
         where=where,
         argument=str(path),
-        expected="the configuration of a model that this transformers version knows",
-        got=" ".join(str(got).split()),
-        remedy="Custom code from a checkpoint is never run; check the file and the transformers version." + hint,
+        expected="the configuration of a model, with values that transformers can build it from",
+        got=reason,
+        remedy="Correct the values in that file, or take it from where the weights came from.",
     )
 
 

@@ -14,7 +14,7 @@ from hf_neuron_moe.backends.registration import register_again
 from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.errors import ConfigError, UnsupportedModelError, refuse
 from hf_neuron_moe.modules.block import stock_slot
-from hf_neuron_moe.patching.apply import PatchState, PlanItem, apply_plan, holders, states, undo_patch
+from hf_neuron_moe.patching.apply import PatchState, PlanItem, all_slots, apply_plan, states, undo_patch
 from hf_neuron_moe.patching.discovery import EXPERTS, Candidate, discover
 from hf_neuron_moe.patching.globs import check_globs
 from hf_neuron_moe.patching.guards import check_model
@@ -124,9 +124,9 @@ def unpatch_model(model: nn.Module) -> PatchReport:
     if not found:
         check_patched_here(model)
     for holder, state in found:
+        wrapped = _wrapped(holder)
         for swap in state.swaps:
-            wrapped = [attr for _, attr in holders(holder, swap.replacement) if attr == "base_layer"]
-            if wrapped and swap.replacement.neuron_config.weights == "kernel":
+            if id(swap.replacement) in wrapped and swap.replacement.neuron_config.weights == "kernel":
                 raise refuse(
                     UnsupportedModelError,
                     where="unpatch_model",
@@ -165,13 +165,13 @@ def _plan(
     uses = Counter(
         id(used) for module in model.modules() for used in (*module._parameters.values(), *module._modules.values())
     )
-    left_out = passed_by(model)
+    left_out, wrapped = passed_by(model), _wrapped(model)
     plan: list[PlanItem] = []
     entries: list[PatchEntry] = []
     for candidate in candidates:
         skipped = _skip_reason(candidate, include, exclude)
         item = None if skipped or candidate.reason else plan_item(candidate, config)
-        reason = skipped or candidate.reason or _why_not_home(model, candidate, item, uses)
+        reason = skipped or candidate.reason or _why_not_home(model, candidate, item, uses, wrapped)
         if reason is None and candidate.kind == EXPERTS and id(candidate.module) in left_out:
             reason = "a forward put on the module around it does not call it; delete that (`del block.forward`)"
         if item is not None and reason is None:
@@ -227,7 +227,14 @@ def _skip_reason(candidate: Candidate, include: tuple[str, ...], exclude: tuple[
     return None
 
 
-def _why_not_home(model: nn.Module, candidate: Candidate, item: PlanItem | None, uses: Counter[int]) -> str | None:
+def _wrapped(model: nn.Module) -> set[int]:
+    """Return the ids of the modules to which an adapter is attached."""
+    return {key for key, slots in all_slots(model).items() if any(attr == "base_layer" for _, attr in slots)}
+
+
+def _why_not_home(
+    model: nn.Module, candidate: Candidate, item: PlanItem | None, uses: Counter[int], wrapped: set[int]
+) -> str | None:
     """Why the candidate cannot be replaced in this model, or cannot have its weights in the wanted layout."""
     if candidate.module is model:
         return "it is the model itself; pass the module that contains it"
@@ -235,7 +242,7 @@ def _why_not_home(model: nn.Module, candidate: Candidate, item: PlanItem | None,
         return f"{item.refusal}; fallback='torch' computes it without the kernels"
     if item is None or item.config.weights == "stock":
         return None
-    if any(attr == "base_layer" for _, attr in holders(model, candidate.module)):
+    if id(candidate.module) in wrapped:
         return "an adapter made for the stock layout is attached to it; patch before attaching, or use weights='stock'"
     hooked = [child for child in candidate.module.modules() if _has_state_hooks(child)]
     if hooked:

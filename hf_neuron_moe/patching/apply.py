@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -18,6 +19,9 @@ from hf_neuron_moe.modules.swiglu_mlp import KernelLayoutSwiGLUMLP, NeuronSwiGLU
 from hf_neuron_moe.patching import checkpoint_names, init_weights, optimizer_layout, replay
 from hf_neuron_moe.patching.discovery import Candidate
 from hf_neuron_moe.patching.report import PatchReport
+
+Slot = tuple[nn.Module, str]
+"""A parent and the attribute under which it has a module registered."""
 
 STATE = "_hf_neuron_moe_state"
 """Attribute of the patched model that holds its :class:`PatchState`; it is neither a submodule nor a parameter."""
@@ -88,13 +92,14 @@ def apply_plan(model: nn.Module, plan: Sequence[PlanItem], state: PatchState) ->
     # Tensors made in inference mode could not be trained; that holds for undoing too.
     with torch.inference_mode(False), ExitStack() as undo:
         long_calls: dict[int, LongCalls] = {}
+        slots = all_slots(model)
         for item in plan:
             swap = build(item)
             if item.most_tokens is not None:
                 shared = long_calls.setdefault(item.most_tokens, LongCalls(item.most_tokens))
                 swap.replacement.neuron_long_calls = shared
             undo.callback(take_out, model, swap)
-            put_in(model, swap)
+            put_in(model, swap, slots)
             release_layout(swap.replacement, swap.original)
             state.swaps.append(swap)
         state.resumable.extend(checkpoint_names.unhooked_models(model))
@@ -129,25 +134,36 @@ def build(item: PlanItem) -> Swap:
     return Swap(candidate.name, candidate.module, replacement)
 
 
-def put_in(model: nn.Module, swap: Swap) -> None:
-    """Register the replacement wherever the original is registered."""
-    slots = holders(model, swap.original)
-    for parent, attr in slots:
+def put_in(model: nn.Module, swap: Swap, slots: Mapping[int, Sequence[Slot]] | None = None) -> None:
+    """Register the replacement wherever the original is registered; `slots` are the model's, if they are known."""
+    places = holders(model, swap.original) if slots is None else slots.get(id(swap.original), ())
+    for parent, attr in places:
         parent._modules[attr] = swap.replacement
-    swap.places = len(slots)
+    swap.places = len(places)
 
 
-def take_out(model: nn.Module, swap: Swap) -> None:
+def take_out(model: nn.Module, swap: Swap, slots: Mapping[int, Sequence[Slot]] | None = None) -> None:
     """Register the original, with the replacement's present state, wherever the replacement is registered."""
     restore_layout(swap.replacement, swap.original)
     give_back(swap.replacement, swap.original)
-    for parent, attr in holders(model, swap.replacement):
+    places = holders(model, swap.replacement) if slots is None else slots.get(id(swap.replacement), ())
+    for parent, attr in places:
         parent._modules[attr] = swap.original
 
 
-def holders(model: nn.Module, module: nn.Module) -> list[tuple[nn.Module, str]]:
+def holders(model: nn.Module, module: nn.Module) -> list[Slot]:
     """Return every ``(parent, attribute)`` of `model` under which `module` is registered."""
-    return [(parent, attr) for parent in model.modules() for attr, child in parent._modules.items() if child is module]
+    return all_slots(model).get(id(module), [])
+
+
+def all_slots(model: nn.Module) -> dict[int, list[Slot]]:
+    """Return where each module of `model` is registered, by id: for loops over modules, which then take linear time."""
+    slots: defaultdict[int, list[Slot]] = defaultdict(list)
+    for parent in model.modules():
+        for attr, child in parent._modules.items():
+            if child is not None:
+                slots[id(child)].append((parent, attr))
+    return dict(slots)
 
 
 def states(model: nn.Module) -> Iterator[tuple[nn.Module, PatchState]]:
@@ -166,7 +182,8 @@ def undo_patch(model: nn.Module, state: PatchState) -> None:
     init_weights.remove(state.initializing)
     optimizer_layout.unwatch(model)
     with torch.inference_mode(False):  # the original parameters get new tensors, to be trained again
+        slots = all_slots(model)
         while state.swaps:
-            take_out(model, state.swaps[-1])
+            take_out(model, state.swaps[-1], slots)
             state.swaps.pop()
     del model.__dict__[STATE]

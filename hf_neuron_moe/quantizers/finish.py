@@ -11,7 +11,7 @@ from hf_neuron_moe.errors import ConversionError, UnsupportedModelError, refuse
 from hf_neuron_moe.modules.block import release_layout
 from hf_neuron_moe.modules.frozen_block import FrozenBlock
 from hf_neuron_moe.patching.api import patch_model
-from hf_neuron_moe.patching.apply import PlanItem, build, holders, put_in, take_out
+from hf_neuron_moe.patching.apply import PlanItem, all_slots, build, put_in, take_out
 from hf_neuron_moe.patching.discovery import Candidate
 from hf_neuron_moe.patching.lock import one_at_a_time
 from hf_neuron_moe.quantizers.config import NeuronMoEQuantizationConfig
@@ -51,14 +51,15 @@ def finish(model: PreTrainedModel, placement: Placement, options: NeuronMoEQuant
     _check_devices(model)
     home = "kernel" if options.layout == "kernel" else "stock"
     config = NeuronMoEConfig(precision="bf16", backend="torch", weights=home)
+    slots = all_slots(model)
     while placement.landings:
         landing = placement.landings.pop(0)
         candidate, original = landing.candidate, landing.hand_over(home)
-        for parent, attribute in holders(model, landing):
+        for parent, attribute in slots[id(landing)]:
             parent._modules[attribute] = original
         if placement.frozen:  # a bf16 block beside frozen ones: patch_model would refuse the model as quantised
             swap = build(PlanItem(candidate, config))
-            put_in(model, swap)
+            put_in(model, swap, {id(swap.original): slots[id(landing)]})
             release_layout(swap.replacement, swap.original)
             placement.swaps.append(swap)
     if not placement.frozen:
@@ -76,12 +77,13 @@ def dequantize(model: PreTrainedModel, placement: Placement, dtype: torch.dtype)
         placement: its stand-ins.
         dtype: dtype of the weights; bf16 and wider hold MX values exactly, as far as their exponents reach.
     """
+    slots = all_slots(model)
     for block, candidate in placement.frozen:
         original = give_weights(candidate, *_values(block, candidate, dtype), "stock").train(block.training)
-        for parent, attribute in holders(model, block):
+        for parent, attribute in slots.get(id(block), ()):
             parent._modules[attribute] = original
     for swap in placement.swaps:
-        take_out(model, swap)
+        take_out(model, swap, slots)
     placement.frozen.clear()
     placement.swaps.clear()
     model.__dict__.pop("_weight_conversions", None)

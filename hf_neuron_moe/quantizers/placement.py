@@ -12,7 +12,7 @@ from hf_neuron_moe.errors import ConversionError, refuse
 from hf_neuron_moe.modules.frozen_block import DOWN, GATE_UP, SCALE_SUFFIX, FrozenBlock
 from hf_neuron_moe.modules.frozen_experts import FrozenExperts
 from hf_neuron_moe.modules.frozen_mlp import FrozenSwiGLUMLP
-from hf_neuron_moe.patching.apply import Swap, holders
+from hf_neuron_moe.patching.apply import Swap, all_slots
 from hf_neuron_moe.patching.discovery import Candidate, discover
 from hf_neuron_moe.quantizers.landing import Landing
 from hf_neuron_moe.quantizers.stored import BF16_LAYOUTS, FORWARD, WHERE, StoredTensor
@@ -49,12 +49,13 @@ def place(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> Placeme
     """
     placement, placed = Placement(), set()
     told: set[str] = set()
+    slots = all_slots(model)
     for candidate in discover(model):
         tensors = _tensors_of(candidate, model, stored)
         if not tensors:
             continue
         stand_in = _stand_in(candidate, tensors)
-        for parent, attribute in holders(model, candidate.module):
+        for parent, attribute in slots.get(id(candidate.module), ()):
             parent._modules[attribute] = stand_in
         if isinstance(stand_in, Landing):
             placement.landings.append(stand_in)

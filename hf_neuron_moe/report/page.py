@@ -118,13 +118,17 @@ def write_report(contents: Contents, path: Path) -> int:
         raise _unwritable(DestinationError, path, got, "Name a file (-o FILE.html) in a folder that exists.")
     page = render(contents).encode()
     partial = path.with_name(path.name + ".partial")
+    remedy = "Name another file: -o FILE.html."
     try:
         partial.write_bytes(page)
         os.replace(partial, path)
     except OSError as error:
         with contextlib.suppress(OSError):  # the first error says what is wrong
             partial.unlink(missing_ok=True)
-        raise _unwritable(DiskError, path, error.strerror, "Name another file: -o FILE.html.") from error
+        if isinstance(error, FileNotFoundError):  # what /proc and the like say of every new file
+            got = f"a name in {path.parent}, where no file can be created"
+            raise _unwritable(DestinationError, path, got, remedy) from error
+        raise _unwritable(DiskError, path, error.strerror, remedy) from error
     return len(page)
 
 

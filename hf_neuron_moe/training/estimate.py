@@ -25,6 +25,8 @@ _WHERE = "estimate_training"
 OPTIMIZERS = ("adamw", "adafactor", "sgd")
 STOCK = "stock"
 _STEP_BYTES = 4
+MOST_TOKENS, MOST_RANK = 2**31 - 1, 65536
+"""Per step, and of adapters: their products with a model's sizes stay within the 63 bits of a tensor's bytes."""
 
 
 @dataclass(frozen=True)
@@ -268,9 +270,12 @@ def _with_adapters(model: nn.Module, blocks: list[str], rank: int) -> nn.Module:
 def _check(
     model: nn.Module, configs: Mapping[str, NeuronMoEConfig], batch: int, length: int, optimizer: str, rank: int
 ) -> None:
-    for argument, value, least in (("batch", batch, 1), ("length", length, 1), ("lora_rank", rank, 0)):
-        if type(value) is not int or value < least:
-            raise _bad(argument, f"an integer of at least {least}", repr(value), "Correct it.")
+    limits = (("batch", batch, 1, MOST_TOKENS), ("length", length, 1, MOST_TOKENS), ("lora_rank", rank, 0, MOST_RANK))
+    for argument, value, least, most in limits:
+        if type(value) is not int or not least <= value <= most:
+            raise _bad(argument, f"an integer from {least} to {most:,}", repr(value), "Correct it.")
+    if batch * length > MOST_TOKENS:
+        raise _bad("batch * length", f"at most {MOST_TOKENS:,} tokens", f"{batch * length:,}", "Take fewer.")
     if optimizer not in OPTIMIZERS:
         hint = nearest(str(optimizer), list(OPTIMIZERS))
         raise _bad("optimizer", f"one of {', '.join(OPTIMIZERS)}", repr(optimizer), f"Choose one of these.{hint}")

@@ -140,11 +140,12 @@ def _needs_values(model: nn.Module, error: BaseException) -> UnsupportedModelErr
 
 
 def _no_such_batch(model: nn.Module, batch: int, length: int, error: BaseException) -> ShapeError:
+    reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"  # frames of C++ come below
     return refuse(
         ShapeError,
         where=_WHERE,
         argument="batch and length",
         expected="a batch that the model takes",
-        got=f"{batch} x {length} tokens, at which {type(model).__name__} stops with {type(error).__name__}: {error}",
+        got=f"{batch} x {length} tokens, at which {type(model).__name__} stops with {reason}",
         remedy="Take a shorter length.",
     )

@@ -10,7 +10,7 @@ import pytest
 import typer
 
 from hf_neuron_moe.activation_policy import PRESETS
-from hf_neuron_moe.cli.estimating import OPTIMIZERS, batch_of, gibibytes
+from hf_neuron_moe.cli.estimating import MOST_RANK, MOST_TOKENS, OPTIMIZERS, batch_of, gibibytes
 from hf_neuron_moe.training import estimate
 
 
@@ -118,6 +118,32 @@ def test_batch_and_length_follow_from_what_is_given():
             batch_of(tokens, batch, length, 128)
     assert (gibibytes(3 * 1024**3 // 2), gibibytes(1024**2)) == ("1.50 GiB", "1.0 MiB")
     assert OPTIMIZERS == estimate.OPTIMIZERS
+    assert (MOST_TOKENS, MOST_RANK) == (estimate.MOST_TOKENS, estimate.MOST_RANK)
+    assert batch_of(2 * 1_073_741_789, None, None, 2**31 - 1) == (1, 2 * 1_073_741_789)
+    with pytest.raises(typer.BadParameter):  # of a prime: in no time, though there is no divisor to find
+        batch_of(2**31 - 1, None, None, 2**31 - 2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("estimate", "--tokens", 10**30),
+        ("estimate", "--batch", 10**30),
+        ("estimate", "--length", 10**30),
+        ("estimate", "--batch", 2**20, "--length", 2**20),
+        ("estimate", "--tokens", 64, "--lora-rank", 10**30),
+        ("verify-device", "--tokens", 10**30),
+        ("verify", "--seed", 10**30),
+        ("convert", "--workers", 10**30, "dst"),
+        ("convert", "--part", "1/" + "9" * 5000, "dst"),
+        ("convert", "--max-shard-size", "9" * 400 + "GB", "dst"),
+    ],
+)
+def test_numbers_have_an_upper_bound(options, model_dir, run):
+    command, *rest = options
+    told = run(command, model_dir, *rest)
+    assert (told.code, told.out) == (2, ""), told.err
+    assert "frame #" not in told.err and "internal error" not in told.err
 
 
 def test_report_writes_one_file_and_refuses_other_folders(run, tmp_path: Path):

@@ -198,7 +198,7 @@ SINGLE = [
     (quantised_expert, ConversionError, "dtype of model.layers.0.mlp.experts.gate_up_proj", ""),
     (no_config, ConversionError, "{source}", "got a folder without it"),
     (broken_config, SourceDamageError, "{source}/config.json", "got JSONDecodeError"),
-    (unknown_model, ConversionError, "{source}/config.json", "no_such_model"),
+    (unknown_model, ConversionError, "{source}/config.json: model_type", "no_such_model"),
     (quantised_config, ConversionError, "{source}/config.json: quantization_config", ""),
     (other_sizes, ConversionError, "experts of model.layers.0.mlp.experts.gate_up_proj (.experts.*.w1.weight)", ""),
     (pickle_only, ConversionError, "{source}", "save_pretrained"),

@@ -7,8 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from hf_neuron_moe.cli.main import main
+from hf_neuron_moe.convert import assign
+from hf_neuron_moe.convert.assign import build_meta_model
+from hf_neuron_moe.convert.config_values import reason_of
+from hf_neuron_moe.errors import ConversionError
+from tests.refusals import refused
 
 REFUSED, DAMAGE = 1, 3
 """Exit codes that docs/convert.md documents."""
@@ -21,15 +27,26 @@ UNREADABLE = {
 }
 
 UNACCEPTABLE = {
-    "activation": ({"hidden_act": "foo"}, "'foo'"),
-    "text for a size": ({"hidden_size": "x"}, "hidden_size"),
-    "no size": ({"hidden_size": None}, "hidden_size"),
-    "negative experts": ({"num_local_experts": -3}, "-3"),
-    "padding token": ({"pad_token_id": 10**9}, "AssertionError"),
-    "rope": ({"rope_parameters": {"rope_type": "foo"}}, "'foo'"),
-    "dtype": ({"dtype": "foo"}, "foo"),
-    "architectures": ({"architectures": 5}, "subscriptable"),
+    "activation": ({"hidden_act": "foo"}, "", "'foo'"),
+    "no size": ({"hidden_size": None}, "", "hidden_size"),
+    "padding token": ({"pad_token_id": 10**9}, "", "AssertionError: Padding_idx must be"),
+    "rope": ({"rope_parameters": {"rope_type": "foo"}}, "", "'foo'"),
+    "architectures": ({"architectures": 5}, "", "subscriptable"),
+    "overflow of a field of a family": ({"sliding_window": 8, "head_dim": 2**31 - 1}, "", "got "),
+    "text for a size": ({"hidden_size": "x"}, "hidden_size", "'x'"),
+    "float for a size": ({"hidden_size": 64.5}, "hidden_size", "64.5"),
+    "endless size": ({"hidden_size": 10**30}, "hidden_size", "1" + "0" * 30),
+    "no heads": ({"num_attention_heads": 0}, "num_attention_heads", "0"),
+    "negative experts": ({"num_local_experts": -3}, "num_local_experts", "-3"),
+    "nested": ({"vision_config": {"hidden_size": -1}}, "vision_config.hidden_size", "-1"),
+    "dtype": ({"dtype": "evil"}, "dtype", "'evil'"),
+    "dtype of torch that is none": ({"torch_dtype": "nn"}, "torch_dtype", "'nn'"),
+    "quantization": ({"quantization_config": [1]}, "quantization_config", "[1]"),
+    "layers": ({"num_hidden_layers": 10**6}, "num_hidden_layers", "1000000"),
+    "family": ({"model_type": "mixtrall"}, "model_type", "'mixtrall'"),
+    "family that is no text": ({"model_type": ["mixtral"]}, "model_type", "['mixtral']"),
 }
+"""Values, the field that the message names (none where only transformers knows), and the beginning of what it got."""
 
 
 def refusal(command: list[str], monkeypatch, capsys) -> tuple[int, str]:
@@ -59,12 +76,55 @@ def test_what_is_no_json_object_is_damage(kind, command, checkpoint, tmp_path, m
 @pytest.mark.parametrize("kind", UNACCEPTABLE)
 def test_values_that_make_no_model_are_refused(kind, checkpoint, tmp_path, monkeypatch, capsys):
     source = checkpoint("mixtral")
-    values, told = UNACCEPTABLE[kind]
+    values, field, told = UNACCEPTABLE[kind]
     path = source / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
     code, line = refusal(["convert", str(source), str(tmp_path / "dst")], monkeypatch, capsys)
-    assert code == REFUSED and "config.json must be the configuration" in line and told in line
+    assert code == REFUSED and "frame #" not in line and "Exception raised" not in line
+    if field:
+        assert f"config.json: {field} must be " in line and f", got {told}" in line
+    else:
+        assert "config.json must be the configuration of a model, with values" in line and told in line
     assert {path.name for path in tmp_path.iterdir()} == {source.name}
+
+
+def test_the_reason_of_torch_is_its_first_line():
+    with pytest.raises(TypeError) as caught:
+        torch.empty(10**30, device="meta")
+    assert "frame #" in str(caught.value)
+    assert reason_of(caught.value).endswith("Overflow when unpacking long long")
+
+
+def test_a_long_model_type_leaves_the_message_whole(checkpoint):
+    source = checkpoint("llama")
+    path = source / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": "llama" * 1000}))
+    with refused(ConversionError, f"{path}: model_type", "Custom code from a checkpoint is never run") as caught:
+        build_meta_model(source, "plan")
+    assert len(str(caught.value)) < 500 + len(str(path))
+
+
+@pytest.mark.parametrize(
+    ("shard", "command"), [(None, "plan"), ("100KB", "plan"), (None, "estimate"), (None, "doctor")]
+)
+def test_layers_are_compared_with_names_where_no_weights_are_needed(shard, command, checkpoint, monkeypatch, capsys):
+    """Of an index alone, too: the shards need not be there."""
+    source = checkpoint("mixtral", **({"shard": shard} if shard else {}))
+    path = source / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": 1000}))
+    for file in source.glob("model-*.safetensors"):
+        file.unlink()
+    options = ["--tokens", "8"] if command == "estimate" else []
+    with monkeypatch.context() as patched:
+        patched.setattr(assign, "_on_meta", None)  # nothing is built
+        code, line = refusal([command, str(source), *options], monkeypatch, capsys)
+    assert code == REFUSED and "config.json: num_hidden_layers must be at most 256 with these weights" in line
+
+
+def test_weights_that_cannot_be_read_do_not_keep_a_plan_from_being_made(checkpoint):
+    source = checkpoint("mixtral")
+    (source / "model.safetensors").write_bytes(b"x")
+    assert build_meta_model(source, "plan").config.num_hidden_layers == 2
 
 
 def test_a_configuration_that_lies_elsewhere_is_not_followed(checkpoint, tmp_path, monkeypatch, capsys):

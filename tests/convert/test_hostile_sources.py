@@ -92,22 +92,22 @@ def test_a_repeated_name_is_found_in_linear_time(checkpoint):
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "field", "told"),
     [
-        ({"num_hidden_layers": 10**6}, "num_hidden_layers 1000000"),
-        ({"num_local_experts": 10**9}, "num_local_experts 1000000000"),
-        ({"num_experts_per_tok": 10**18}, "num_experts_per_tok 1000000000000000000"),
-        ({"vision_config": {"depth": 10**7}}, "depth 10000000"),
+        ({"num_hidden_layers": 10**6}, "num_hidden_layers", "1000000"),
+        ({"num_local_experts": 10**9}, "num_local_experts", "1000000000"),
+        ({"num_experts_per_tok": 10**18}, "num_experts_per_tok", "1000000000000000000"),
+        ({"vision_config": {"depth": 10**7}}, "vision_config.depth", "10000000"),
     ],
 )
-def test_counts_are_compared_with_the_weights_before_a_model_is_built(changes, told, checkpoint, tmp_path):
+def test_counts_are_compared_with_the_weights_before_a_model_is_built(changes, field, told, checkpoint):
     source = checkpoint("mixtral")
     path = source / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     start = time.process_time()
-    with refused(ConversionError, path, got=f"{told}, "):
+    with refused(ConversionError, f"{path}: {field}", got=told):
         plan_conversion(source, ConvertOptions())
-    with refused(ConversionError, path, got=f"{told}, ", where="plan"):
+    with refused(ConversionError, f"{path}: {field}", got=told, where="plan"):
         build_meta_model(source, "plan")
     assert time.process_time() - start < 1
 
@@ -118,7 +118,9 @@ def test_sizes_that_overflow_or_are_nothing(checkpoint):
     text = path.read_text()
     path.write_text(json.dumps(json.loads(text) | {"intermediate_size": 10**18}))
     code, printed = command("plan", source)
-    assert code == 1 and "config.json must be the configuration" in printed and "000000000000000000" in printed
+    assert (
+        code == 1 and "config.json: intermediate_size must be an integer" in printed and "000000000000000000" in printed
+    )
     path.write_text(json.dumps(json.loads(text) | {"intermediate_size": 0}))
     assert command("plan", source)[0] == 0
 

@@ -216,6 +216,9 @@ def test_an_unwritable_target_leaves_nothing(tmp_path: Path) -> None:
         write_report(contents, tmp_path / "no" / "such" / "folder.html")
     with refused(DestinationError, tmp_path / "run", got="a folder"):
         write_report(contents, tmp_path / "run")
+    if Path("/proc").is_dir():
+        with refused(DestinationError, "/proc/x.html", got="a name in /proc, where no file can be created"):
+            write_report(contents, Path("/proc/x.html"))
     (tmp_path / "page.html.partial").mkdir()
     with refused(DiskError, tmp_path / "page.html", got="Is a directory"):
         write_report(contents, tmp_path / "page.html")

@@ -242,6 +242,14 @@ def test_refusals() -> None:
         estimate_training(model, configs, batch=1, length=8, optimizer="adam")
     with refused(ConfigError, "batch"):
         estimate_training(model, configs, batch=0, length=8)
+    for argument, shape in (
+        ("batch", {"batch": 10**30, "length": 8}),
+        ("length", {"batch": 1, "length": 2**31}),
+        ("batch * length", {"batch": 2**20, "length": 2**20}),
+        ("lora_rank", {"batch": 1, "length": 8, "lora_rank": 10**30}),
+    ):
+        with refused(ConfigError, argument):
+            estimate_training(model, configs, **shape)
     with refused(ConfigError, "configs"):
         estimate_training(model, {}, batch=1, length=8)
     gpt = meta_model(tiny_config("llama"))
