@@ -24,6 +24,7 @@ from finetune_folder import (
 from finetune_needs import check_needs
 from finetune_options import LoraOptions, Options
 from finetune_places import check_places, one_line, read_config
+from finetune_trainer import check_trainer
 from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_neuron_moe import NeuronMoETrainingArguments
@@ -51,11 +52,12 @@ def check_run(options: Options) -> None:
     Raises:
         ConfigError: there is no such model, tokenizer or checkpoint to resume from, or the kernels of this machine
             compute a block neither nor may PyTorch, or options contradict each other or the model, or need a package
-            or an account that is not here.
+            or an account that is not here, or the Trainer takes one of them not.
         SourceDamageError: the model's weights are cut off or missing.
         BackendUnavailableError: the backend cannot run here.
     """
     check_resume(options)
+    check_trainer(options.training)
     check_needs(options.training)
     if options.training.neuron_patch:
         # A named backend is refused whatever the device.
