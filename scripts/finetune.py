@@ -20,7 +20,7 @@ with importing(__name__):
         import torch
         from accelerate import DistributedType
         from datasets import Dataset
-        from finetune_checks import check_length, check_merging, check_run
+        from finetune_checks import check_length, check_merging, check_run, check_targets
         from finetune_model import load_model, load_tokenizer, patch, save_merged, told_unpatched, with_adapters
         from finetune_options import Options, parse
         from finetune_places import read_config
@@ -53,7 +53,10 @@ def make_trainer(options: Options) -> FinetuneTrainer:
     training = options.training
     set_seed(training.seed)  # adapters are initialized before the Trainer seeds
     tokenizer = load_tokenizer(options.model)
-    check_length(options, read_config(options.model, online=True))  # of the hub's models, which is not asked before
+    if not Path(options.model.model).is_dir():  # the hub's models; check_run looks at those here
+        config = read_config(options.model, online=True)
+        check_length(options, config)
+        check_targets(options, config)
     with training.main_process_first(desc="text"):
         train, held_out = blocks(options.data, tokenizer)
     check_evaluation(options, held_out)

@@ -24,6 +24,9 @@ from finetune_folder import (
 from finetune_needs import check_needs
 from finetune_options import LoraOptions, Options
 from finetune_places import check_places, one_line, read_config
+from finetune_trainer import check_trainer
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_neuron_moe import NeuronMoETrainingArguments
@@ -39,7 +42,7 @@ from hf_neuron_moe.backends.neuron.limits import (
 )
 from hf_neuron_moe.convert.assign import build_meta_model
 from hf_neuron_moe.device.usable import NO_TRAINING, BlockGroup, block_groups
-from hf_neuron_moe.errors import ConfigError, NeuronMoEError, refuse
+from hf_neuron_moe.errors import ConfigError, NeuronMoEError, nearest, refuse
 
 _ANY_SIZE = 1024
 """H and I that every kernel takes, for a model whose sizes are not known yet."""
@@ -51,11 +54,12 @@ def check_run(options: Options) -> None:
     Raises:
         ConfigError: there is no such model, tokenizer or checkpoint to resume from, or the kernels of this machine
             compute a block neither nor may PyTorch, or options contradict each other or the model, or need a package
-            or an account that is not here.
+            or an account that is not here, or the Trainer takes one of them not.
         SourceDamageError: the model's weights are cut off or missing.
         BackendUnavailableError: the backend cannot run here.
     """
     check_resume(options)
+    check_trainer(options.training)
     check_needs(options.training)
     if options.training.neuron_patch:
         # A named backend is refused whatever the device.
@@ -76,11 +80,13 @@ def check_training(options: Options) -> None:
     """Refuse options that the Trainer, or the model once it is loaded, would refuse; the hub is not asked.
 
     Raises:
-        ConfigError: blocks that are longer than the model's positions; weights in the kernels' layout, or adapters to
-            merge, under FSDP; or a base of MX codes that is to be trained without adapters.
+        ConfigError: blocks that are longer than the model's positions; adapters on layers that it does not have;
+            weights in the kernels' layout, or adapters to merge, under FSDP; or a base of MX codes that is to be
+            trained without adapters.
     """
     config = read_config(options.model, online=False)
     check_length(options, config)
+    check_targets(options, config)
     frozen = isinstance(config, bytes) and conversion_of(config) in FROZEN
     if frozen:
         check_frozen(options.lora)
@@ -118,6 +124,39 @@ def check_length(options: Options, config: bytes | str) -> None:
         expected = f"at most {longest}, the positions of {options.model.model}"
         remedy = f"Set block_length: {longest} or less."
         raise _bad("block_length", expected, str(options.data.block_length), remedy)
+
+
+def check_targets(options: Options, config: bytes | str) -> None:
+    """Refuse adapters none of whose target layers the model has.
+
+    As in peft, a target is a module's whole name or its last parts, and one that is found is enough. Models that
+    cannot be built by their configuration alone, and what patching takes away, are left to peft.
+
+    Args:
+        options: of the run.
+        config: what ``read_config`` returned.
+
+    Raises:
+        ConfigError: it has none of them.
+    """
+    lora = options.lora
+    if isinstance(config, str) or not lora.lora_rank or lora.lora_parameters or lora.lora_targets == ["all-linear"]:
+        return
+    model = _meta_model(options.model.model, config)
+    if isinstance(model, str):
+        return
+    names = [f".{name}" for name, _ in model.named_modules()]
+    if any(name.endswith(f".{target}") for name in names for target in lora.lora_targets):
+        return
+    layers = (name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear | Conv1D))
+    linear = sorted({name.rpartition(".")[2] for name in layers})
+    near = next(filter(None, (nearest(target, linear) for target in lora.lora_targets)), "")
+    raise _bad(
+        "lora_targets",
+        f"linear layers of {options.model.model}, or all-linear",
+        ", ".join(lora.lora_targets) or "none",
+        f"It has {', '.join(linear)}.{near}",
+    )
 
 
 def check_merging(lora: LoraOptions, *, sharded: bool) -> None:
@@ -208,16 +247,22 @@ def _blocks_of(name: str, config: bytes | str) -> tuple[list[BlockGroup] | None,
     """
     if isinstance(config, str):
         return None, config
+    model = _meta_model(name, config)
+    if isinstance(model, str):
+        return [], f"the blocks of {name} cannot be judged before it is loaded: {model}"
+    return [group for group in block_groups(model) if group.reason is None], ""
+
+
+def _meta_model(name: str, config: bytes) -> PreTrainedModel | str:
+    """The model of a configuration, a conversion's as its source's was, without weights; or why it cannot be built."""
     if conversion_of(config) is not None:
         config = without_mark(config)
     with tempfile.TemporaryDirectory(prefix="hf-neuron-moe-") as folder:
         (Path(folder) / CONFIG_FILE).write_bytes(config)
         try:
-            found = block_groups(build_meta_model(Path(folder), "finetune"))
+            return build_meta_model(Path(folder), "finetune")
         except NeuronMoEError as error:
-            told = one_line(error).replace(folder, name)
-            return [], f"the blocks of {name} cannot be judged before it is loaded: {told}"
-    return [group for group in found if group.reason is None], ""
+            return one_line(error).replace(folder, name)
 
 
 def _check_codes(options: Options, converted: str) -> list[str]:

@@ -23,7 +23,7 @@ from transformers.integrations import is_deepspeed_available
 
 from hf_neuron_moe import NeuronMoETrainingArguments
 from hf_neuron_moe.backends import resolve_backend
-from hf_neuron_moe.errors import ConfigError, nearest, refuse
+from hf_neuron_moe.errors import ConfigError, NeuronMoEError, nearest, refuse
 
 DESCRIPTION = """Fine-tune a causal language model, dense or mixture of experts, whole or with LoRA, on text.
 
@@ -194,10 +194,10 @@ def parse(argv: Sequence[str]) -> Options:
         raise _bad(_PLACE, "deepspeed", expected, repr(values["deepspeed"]), remedy)
     try:
         options = Options(*parser.parse_dict(values))
-    except ConfigError:
+    except NeuronMoEError:
         raise
-    except ValueError as error:  # what TrainingArguments refuses
-        remedy, got = "Correct them.", str(error).rstrip(".")
+    except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:  # what TrainingArguments refuses
+        remedy, got = "Correct them.", " ".join(str(error).split()).rstrip(".")
         if "use_cpu" in str(error):  # bf16 without a device that has it
             _check_backend(values)
             remedy = (

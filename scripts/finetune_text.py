@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow.compute
 from datasets import Dataset, Value, load_dataset
 from datasets.exceptions import DatasetsError
@@ -84,12 +86,29 @@ def local_text(patterns: Sequence[str], argument: str) -> Dataset:
         raise _bad(argument, expected, " and ".join(kinds), "Convert them to one kind.")
     options: dict[str, Any] = {"sample_by": "document"} if kinds[0] == ".txt" else {}
     try:
-        return load_dataset(BUILDERS[kinds[0]], data_files=files, split="train", **options)
+        with quiet_datasets():
+            return load_dataset(BUILDERS[kinds[0]], data_files=files, split="train", **options)
     except (DatasetsError, ValueError, OSError, StopIteration) as error:  # the last where all files are empty
         found = next(filter(None, map(first_fault, files)), None) if BUILDERS[kinds[0]] == "json" else None
         cause = " ".join(str(error.__cause__ or error).split()).rstrip(".")
         got = found or f"{', '.join(files)}, which cannot be read: {cause}"
         raise _bad(argument, f"readable {kinds[0]} files", got, "Mend the file.") from error
+
+
+@contextmanager
+def quiet_datasets() -> Iterator[None]:
+    """Silence the log and the progress bars of `datasets`, which report a damaged file before the error here does."""
+    verbosity = datasets.logging.get_verbosity()
+    shows_bars = not datasets.are_progress_bars_disabled()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    if shows_bars:
+        datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        datasets.logging.set_verbosity(verbosity)
+        if shows_bars:
+            datasets.enable_progress_bars()
 
 
 def first_fault(path: str) -> str | None:

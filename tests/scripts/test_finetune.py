@@ -149,7 +149,11 @@ def test_refusals_are_one_line_and_exit_code_2(
         ({"resume_from_checkpoint": "runs/nope"}, "true or auto, got 'runs/nope', which does not exist. Name a check"),
         ({"resume_from_checkpoint": tmp_path}, "resume_from_checkpoint must be a checkpoint folder"),
         ({"train_files": damaged}, "readable .jsonl files, got " + f"{damaged}, line 2: Expecting"),
-        ({"lora_rank": 2, "lora_targets": "query"}, "lora_targets, lora_parameters must be names"),
+        ({"lora_rank": 2, "lora_targets": "query"}, "lora_targets must be linear layers of "),
+        (
+            {"lora_rank": 2, "lora_targets": "query", "lora_parameters": "value"},
+            "lora_targets, lora_parameters must be names",
+        ),
         ({"attn_implementation": "flashy"}, "model must be a causal language model that transformers can load"),
     ):
         assert main(command(tmp_path, text, **changes)) == 2

@@ -339,3 +339,19 @@ def test_blocks_longer_than_the_models_positions_are_refused_before_loading(mode
     with refused(ConfigError, "block_length", "Set block_length: 512", got="4096"):
         check_run(options(models["llama"], block_length=4096))
     check_run(options(models["llama"], block_length=512))
+
+
+def test_targets_of_adapters_are_looked_for_before_loading(
+    models: dict[str, Path], conversions: dict[str, Path], tmp_path: Path
+) -> None:
+    for model in (models["llama"], models["mixtral"], conversions["mxfp8"]):
+        with refused(ConfigError, "lora_targets", r"v_proj\. Did you mean 'q_proj'\?", got="qproj"):
+            check_training(options(model, lora_rank=4, lora_targets="qproj"))
+        for fine in ("q_proj", "self_attn.q_proj", "model.layers.0.self_attn.q_proj", "all-linear"):
+            check_training(options(model, lora_rank=4, lora_targets=fine))
+    with refused(ConfigError, "lora_targets", got="roj"):
+        check_training(options(models["llama"], lora_rank=4, lora_targets="roj"))
+    check_training(options(models["llama"], lora_targets="qproj"))  # there are no adapters
+    check_training(options(models["llama"], lora_rank=4, lora_targets="qproj", lora_parameters="mlp.down_proj.weight"))
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    check_training(options(tmp_path, lora_rank=4, lora_targets="qproj"))  # a family that nobody knows

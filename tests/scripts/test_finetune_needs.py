@@ -1,4 +1,4 @@
-"""What finetune.py needs beside a model: packages that report, an account on the hub, positions for the blocks."""
+"""What finetune.py needs beside a model: packages, an account on the hub, positions for the blocks."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import finetune_places
 import pytest
 from finetune_folder import longest_input
 from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+from transformers import TrainingArguments
 
 from hf_neuron_moe.errors import ConfigError
 from tests.refusals import refused
@@ -26,6 +27,8 @@ from tests.scripts.test_finetune_checks import check_run, options, status
             r"got 'wandb', which is not. Install it .`pip install wandb`",
         ),
         ({"report_to": "azure_ml"}, "report_to", "pip install azureml-sdk"),
+        ({"use_liger_kernel": "true"}, "use_liger_kernel", "pip install liger-kernel"),
+        ({"optim": "sgd", "optim_args": "momentum"}, "optim, optim_args", "got sgd: not enough values"),
         ({"push_to_hub": "true"}, "push_to_hub", "got HF_HUB_OFFLINE, .*`hf upload`"),
     ],
 )
@@ -33,8 +36,28 @@ def test_packages_and_accounts_that_are_not_here_are_named_before_loading(
     changes: dict[str, Any], argument: str, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(finetune_needs, "get_available_reporting_integrations", lambda: ["trackio"])
+    monkeypatch.setattr(finetune_needs, "is_liger_kernel_available", lambda: False)
     with refused(ConfigError, argument, says):
         check_run(options("./none", **changes))
+
+
+def test_an_optimizer_needs_its_package_and_one_that_needs_a_model_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    finetune_needs.check_packages(options("./none", optim="adamw_torch").training)
+    error: Exception = ImportError("You need `bitsandbytes`:\n`pip install -U bitsandbytes`.")
+
+    def made(training: TrainingArguments) -> None:
+        raise error
+
+    monkeypatch.setattr(finetune_needs.Trainer, "get_optimizer_cls_and_kwargs", made)
+    for name in ("adamw_bnb_8bit", "galore_adamw"):
+        says = f"got {name}: You need `bitsandbytes`: `pip install -U bitsandbytes`. Install"
+        with refused(ConfigError, "optim, optim_args", says):
+            check_run(options("./none", optim=name))
+    error = ValueError("You need to pass a `model`")
+    with refused(ConfigError, "optim, optim_args", got="adamw_bnb_8bit"):
+        finetune_needs.check_packages(options("./none", optim="adamw_bnb_8bit").training)
+    for name in ("galore_adamw_layerwise", "apollo_adamw", "adalomo"):
+        finetune_needs.check_packages(options("./none", optim=name).training)
 
 
 @pytest.mark.parametrize(

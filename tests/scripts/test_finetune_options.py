@@ -11,6 +11,7 @@ import pytest
 from finetune_model import patch, with_adapters
 from finetune_options import Options, known_options, parse, read_yaml
 from make_tiny_model import tiny_config
+from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 from trl import ModelConfig, ScriptArguments, SFTConfig
 
@@ -95,6 +96,12 @@ def test_values_are_of_their_fields_types(tmp_path: Path) -> None:
         ("lora_target: [q_proj]", "key", "Did you mean 'lora_targets'"),
         ("packing: true", "key", r"'packing'\. packing is an option of TRL\. Remove it: text is always packed here"),
         ("max_length: 64", "key", r"'max_length'\. TRL's max_length is block_length here\.$"),
+        ("max_seq_length: 64", "key", r"'max_seq_length'\. TRL's max_seq_length is block_length here\.$"),
+        ("dataset_text_field: body", "key", r"TRL's dataset_text_field is text_column here\.$"),
+        ("lora_r: 8", "key", r"TRL's lora_r is lora_rank here\.$"),
+        ("r: 8", "key", r"peft's r is lora_rank here\.$"),
+        ("target_modules: [q_proj]", "key", r"peft's target_modules is lora_targets here\.$"),
+        ("pad_token: x", "key", r"pad_token is an option of TRL's SFTTrainer\. Remove it"),
         ("colour: red", "key", r"'colour'\. Remove or rename it\.$"),
         ("deepspeed: ds.json", "deepspeed", r"got 'ds\.json'\. Install it"),
         ("learning_rate: -1.0", "learning_rate", r"got -1\.0"),
@@ -132,6 +139,8 @@ def test_what_the_command_line_may_not_say(tmp_path: Path) -> None:
             options_of("tiny-llama", option, "3")
     with refused(ConfigError, "option", "an option of TRL's SFT", got="--assistant_only_loss"):
         options_of("tiny-llama", "--assistant_only_loss", "true")
+    with refused(ConfigError, "option", "peft's target_modules is lora_targets", got="--target_modules"):
+        options_of("tiny-llama", "--target_modules", "q_proj")
     with refused(ConfigError, "file"):
         parse([str(tmp_path / "none.yaml")])
     with refused(ConfigError, "model", got="nothing"):
@@ -145,7 +154,10 @@ def test_names_of_trl_are_its_own_and_not_ours() -> None:
     known = known_options()
     named = {*finetune_unknown._NAMES, *finetune_unknown._OTHERS}
     assert named <= theirs and not named & set(known)
-    assert set(finetune_unknown._NAMES.values()) <= set(known)
+    others = finetune_unknown._OLD_NAMES | finetune_unknown._PEFT_NAMES
+    assert set(finetune_unknown._PEFT_NAMES) <= {f.name for f in dataclasses.fields(LoraConfig)}
+    assert not set(others) & (set(known) | named)
+    assert {*finetune_unknown._NAMES.values(), *others.values()} <= set(known)
 
 
 def test_only_a_name_that_is_really_near_is_suggested() -> None:

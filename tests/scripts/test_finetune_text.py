@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import datasets
 import pytest
 from finetune_options import DataOptions
-from finetune_text import blocks, pack
+from finetune_text import blocks, pack, quiet_datasets
 from hypothesis import given
 from hypothesis import strategies as st
 from make_tiny_model import END_OF_TEXT, byte_tokenizer
@@ -71,6 +73,27 @@ def test_a_share_of_the_blocks_or_other_files_are_held_out(tmp_path: Path) -> No
     assert held_out is not None
     assert (len(train), len(held_out)) == (5, 3)
     assert held_out["input_ids"][0] == whole["input_ids"][0]
+
+
+def test_a_damaged_file_is_reported_by_the_error_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "a"}\n{"text": \n', encoding="utf-8")
+    datasets.enable_progress_bars()
+    verbosity = datasets.logging.get_verbosity()
+    # As in a program: pytest has put its own files in place of the one that the library's handler writes to.
+    handler = logging.StreamHandler(sys.stderr)
+    logging.getLogger("datasets").addHandler(handler)
+    try:
+        with refused(ConfigError, "train_files", got=f"{file}, line 2: "):
+            blocks(DataOptions(train_files=[str(file)], block_length=2), byte_tokenizer())
+        assert "".join(capfd.readouterr()) == ""
+        assert not datasets.are_progress_bars_disabled() and datasets.logging.get_verbosity() == verbosity
+        datasets.disable_progress_bars()
+        with quiet_datasets():
+            pass
+        assert datasets.are_progress_bars_disabled(), "what was off stays off"
+    finally:
+        logging.getLogger("datasets").removeHandler(handler)
 
 
 @given(st.lists(st.lists(st.integers(0, 9), max_size=7), max_size=9), st.integers(2, 8))
