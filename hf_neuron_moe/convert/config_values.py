@@ -21,6 +21,12 @@ from hf_neuron_moe.errors import nearest, printable
 MAX_VALUE = 2**31 - 1
 """Largest size, which keeps the bytes of activations and weights within 63 bits."""
 
+MOST_LABELS = 32_768
+"""Largest ``num_labels``: transformers makes two entries of each. Published classifiers have up to 21,843."""
+
+MOST_ENTRIES = 10_000
+"""Longest list; transformers walks some of them, such as ``bad_words_ids``, many times."""
+
 SHOWN = 60
 """Characters of a wrong value in a message."""
 
@@ -56,7 +62,8 @@ class Wrong:
 def wrong_value(content: dict[str, Any]) -> Wrong | None:
     """Return the first field of a parsed ``config.json`` that has another type or is out of bounds.
 
-    Checked are the model type, dtypes, ``quantization_config``, and the sizes that all families have, anywhere in it.
+    Checked are the model type, dtypes, ``quantization_config``, the sizes that all families have, the number of labels
+    and the length of lists, anywhere in it.
     Fields that are absent or null are transformers' to judge.
     """
     return _wrong_family(content.get("model_type")) or next(_wrong_fields(content), None)
@@ -104,7 +111,10 @@ def _wrong_fields(content: dict[str, Any]) -> Iterator[Wrong]:
     quantization = content.get("quantization_config")
     if not isinstance(quantization, dict | None):
         yield Wrong("quantization_config", "a JSON object", shown(quantization))
+    yield from _long_lists(content)
     for place, name, value in numbers(content):
+        if name == "num_labels" and (type(value) is not int or not 0 <= value <= MOST_LABELS):
+            yield Wrong(place, f"an integer from 0 to {MOST_LABELS:,}", shown(value))
         if value is None or place.startswith("quantization_config."):
             continue
         least = 1 if _POSITIVE.fullmatch(name) else 0 if _NATURAL.fullmatch(name) else None
@@ -112,6 +122,18 @@ def _wrong_fields(content: dict[str, Any]) -> Iterator[Wrong]:
             yield Wrong(place, f"an integer from {least} to {MAX_VALUE:,}", shown(value))
         if name in _DTYPES and not _is_dtype(value):
             yield Wrong(place, "a dtype of torch such as bfloat16", shown(value))
+
+
+def _long_lists(content: Any) -> Iterator[Wrong]:
+    pending = [("", content)]
+    while pending:
+        place, value = pending.pop()
+        if isinstance(value, dict):
+            pending += [(f"{place}.{key}" if place else key, part) for key, part in value.items()]
+        elif isinstance(value, list):
+            if len(value) > MOST_ENTRIES:
+                yield Wrong(place, f"a list of at most {MOST_ENTRIES:,} entries", f"{len(value):,}")
+            pending += [(place, part) for part in value]
 
 
 def _is_dtype(name: object) -> bool:

@@ -43,6 +43,8 @@ UNACCEPTABLE = {
     "dtype of torch that is none": ({"torch_dtype": "nn"}, "torch_dtype", "'nn'"),
     "quantization": ({"quantization_config": [1]}, "quantization_config", "[1]"),
     "layers": ({"num_hidden_layers": 10**6}, "num_hidden_layers", "1000000"),
+    "labels": ({"num_labels": 10**9}, "num_labels", "1000000000"),
+    "long list": ({"bad_words_ids": [[1]] * 10_001}, "bad_words_ids", "10,001"),
     "family": ({"model_type": "mixtrall"}, "model_type", "'mixtrall'"),
     "family that is no text": ({"model_type": ["mixtral"]}, "model_type", "['mixtral']"),
 }
