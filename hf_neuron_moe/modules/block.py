@@ -88,12 +88,12 @@ class NeuronBlock(nn.Module):
         self.neuron_config = config
         self.neuron_keep = canonical_keep(config.activations, self.neuron_shape_precision)
         self.neuron_warned = False
-        weakref.finalize(self, release_gradient_memory).atexit = False
+        _release_with(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copy or an unpickled block."""
         super().__setstate__(state)
-        weakref.finalize(self, release_gradient_memory).atexit = False
+        _release_with(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the block like any module.
@@ -302,3 +302,8 @@ def _slot_parameter(slot: nn.Module, leaf: str) -> nn.Parameter:
     if param is None:
         raise AttributeError(f"{type(slot).__name__}.{leaf} is None")
     return param
+
+
+def _release_with(block: nn.Module) -> None:
+    """Release spare memory of gradients when `block` is deleted."""
+    weakref.finalize(block, release_gradient_memory).atexit = False
