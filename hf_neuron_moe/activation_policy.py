@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from hf_neuron_moe.errors import ConfigError, nearest, refuse
+from hf_neuron_moe.errors import ConfigError, nearest, public
 
 CHECKPOINTS = ("gate_pre", "gate_act", "up", "intermediate")
 BF16_CHECKPOINTS = ("gate_pre", "up")
@@ -101,6 +101,7 @@ class ActivationPolicy:
         _check_names(cls, options)
         return super().__new__(cls)
 
+    @public("activations")
     def __post_init__(self) -> None:
         object.__setattr__(self, "keep", _checked_keep(self.keep))
         if self.storage not in STORAGES:
@@ -158,6 +159,7 @@ class ActivationBudget:
         _check_names(cls, options)
         return super().__new__(cls)
 
+    @public("activations")
     def __post_init__(self) -> None:
         given = [name for name in ("bytes_per_token", "total_bytes", "tokens") if getattr(self, name) is not None]
         for name in given:
@@ -200,6 +202,7 @@ BlockActivations = str | ActivationPolicy
 """What one block has: a preset's name, or a policy without exceptions."""
 
 
+@public("activations")
 def as_activations(value: Any) -> Activations:
     """Read every form that ``NeuronMoEConfig(activations=...)`` takes.
 
@@ -232,12 +235,11 @@ def as_activations(value: Any) -> Activations:
     raise _refuse("activations", _FORMS, value, nearest_of=(*PRESETS, *CHECKPOINTS, "48KiB/token", "2GiB/8192tokens"))
 
 
-def activations_from_text(text: str, where: str, argument: str) -> Any:
+def activations_from_text(text: str, argument: str) -> Any:
     """Read what a command line gives: a JSON object as the mapping it is, any other text as it is.
 
     Args:
         text: the option's value.
-        where: who refuses.
         argument: the option's name.
 
     Returns:
@@ -252,7 +254,7 @@ def activations_from_text(text: str, where: str, argument: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         expected, got = "a name, a budget or a JSON object", f"{text!r} ({error})"
-        raise _refuse(argument, expected, got, where=where) from error
+        raise _refuse(argument, expected, got) from error
 
 
 _FORMS = (
@@ -266,6 +268,7 @@ def to_plain(activations: Activations) -> str | dict[str, Any]:
     return activations if isinstance(activations, str) else activations.to_dict()
 
 
+@public("activations")
 def check_for_precision(activations: Activations, precision: str) -> None:
     """Refuse checkpoints that the precision's kernels do not have (ConfigError)."""
     if not isinstance(activations, ActivationPolicy):
@@ -282,6 +285,7 @@ def check_for_precision(activations: Activations, precision: str) -> None:
 
 
 @functools.cache
+@public("activations")
 def canonical_keep(activations: Activations, precision: str) -> str:
     """Return the string that operators and backends take.
 
@@ -320,6 +324,7 @@ def _name(policy: BlockActivations) -> str:
     return policy if isinstance(policy, str) else policy.name
 
 
+@public("activations")
 def _checked_keep(keep: Any) -> str | tuple[str, ...]:
     if isinstance(keep, str) and keep in PRESETS:
         return keep
@@ -332,6 +337,7 @@ def _checked_keep(keep: Any) -> str | tuple[str, ...]:
     return tuple(name for name in CHECKPOINTS if name in keep)
 
 
+@public("activations")
 def _checked_modules(modules: Any) -> tuple[tuple[str, BlockActivations], ...]:
     pairs = modules.items() if isinstance(modules, Mapping) else modules
     if isinstance(modules, str) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
@@ -351,7 +357,7 @@ def _check_names(kind: type, options: Mapping[str, Any]) -> None:
     known = [f.name for f in fields(kind)]
     for key in options:
         if key not in known:
-            raise _refuse("option name", f"one of {', '.join(known)}", key, nearest_of=known, where=kind.__name__)
+            raise _refuse("option name", f"one of {', '.join(known)}", key, nearest_of=known).named(kind.__name__)
 
 
 def _refuse(
@@ -361,8 +367,7 @@ def _refuse(
     *,
     remedy: str = "See help(hf_neuron_moe.NeuronMoEConfig).",
     nearest_of: Any = (),
-    where: str = "activations",
 ) -> ConfigError:
     shown = got if isinstance(got, str) and (" " in got or not nearest_of) else repr(got)
     hint = nearest(got, list(nearest_of)) if isinstance(got, str) else ""
-    return refuse(ConfigError, where=where, argument=argument, expected=expected, got=shown, remedy=remedy + hint)
+    return ConfigError.about(argument, expected, shown, remedy + hint)

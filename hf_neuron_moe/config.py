@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from hf_neuron_moe.activation_policy import Activations, as_activations, check_for_precision, to_plain
-from hf_neuron_moe.errors import ConfigError, nearest, refuse
+from hf_neuron_moe.errors import ConfigError, nearest, public
 
 PRECISIONS = ("bf16", "mxfp8", "fp32")
 BACKENDS = ("auto", "torch", "neuron", "nki-sim", "triton")
@@ -59,11 +59,13 @@ class NeuronMoEConfig:
     activations: Activations = "minimal"
     fallback: str = "refuse"
 
+    @public("NeuronMoEConfig")
     def __new__(cls, *args: Any, **options: Any) -> NeuronMoEConfig:
         """Refuse misspelt option names with the package's own error, before the generated ``__init__`` sees them."""
-        _check_names(options, "NeuronMoEConfig")
+        _check_names(options)
         return super().__new__(cls)
 
+    @public("NeuronMoEConfig")
     def __post_init__(self) -> None:
         choices = {
             "precision": PRECISIONS,
@@ -76,24 +78,17 @@ class NeuronMoEConfig:
             if value not in allowed:
                 allowed = tuple(choice for choice in allowed if choice not in PLANNED_BACKENDS)
                 hint = _hint(name, value, allowed)
-                raise refuse(
-                    ConfigError,
-                    where="NeuronMoEConfig",
-                    argument=name,
-                    expected=f"one of {', '.join(allowed)}",
-                    got=repr(value),
-                    remedy=f"Choose one of these.{hint}",
+                raise ConfigError.about(
+                    name, f"one of {', '.join(allowed)}", repr(value), f"Choose one of these.{hint}"
                 )
         object.__setattr__(self, "activations", as_activations(self.activations))
         check_for_precision(self.activations, self.precision)
         if type(self.block_size) is not int or self.block_size not in BLOCK_SIZES:
-            raise refuse(
-                ConfigError,
-                where="NeuronMoEConfig",
-                argument="block_size",
-                expected=f"one of {BLOCK_SIZES}",
-                got=repr(self.block_size),
-                remedy="512 suits most models; smaller blocks pad less when experts get few tokens.",
+            raise ConfigError.about(
+                "block_size",
+                f"one of {BLOCK_SIZES}",
+                repr(self.block_size),
+                "512 suits most models; smaller blocks pad less when experts get few tokens.",
             )
 
     def to_dict(self) -> dict[str, Any]:
@@ -102,6 +97,7 @@ class NeuronMoEConfig:
         return values | {"activations": to_plain(self.activations)}
 
     @classmethod
+    @public("NeuronMoEConfig.from_dict")
     def from_dict(cls, options: Mapping[str, Any]) -> NeuronMoEConfig:
         """Build a config from a mapping, refusing unknown option names.
 
@@ -109,15 +105,13 @@ class NeuronMoEConfig:
             ConfigError: not a mapping, a key is not an option, or a value is not allowed.
         """
         if not isinstance(options, Mapping):
-            raise refuse(
-                ConfigError,
-                where="NeuronMoEConfig.from_dict",
-                argument="options",
-                expected="a mapping of option names to values",
-                got=f"{options!r} ({type(options).__name__})",
-                remedy='For example {"precision": "mxfp8"}.',
+            raise ConfigError.about(
+                "options",
+                "a mapping of option names to values",
+                f"{options!r} ({type(options).__name__})",
+                'For example {"precision": "mxfp8"}.',
             )
-        _check_names(options, "NeuronMoEConfig.from_dict")
+        _check_names(options)
         return cls(**options)
 
 
@@ -132,15 +126,13 @@ def _hint(name: str, value: object, allowed: tuple[str, ...]) -> str:
     return nearest(value, list(allowed))
 
 
-def _check_names(options: Mapping[str, Any], where: str) -> None:
+def _check_names(options: Mapping[str, Any]) -> None:
     known = [f.name for f in fields(NeuronMoEConfig)]
     for key in options:
         if key not in known:
-            raise refuse(
-                ConfigError,
-                where=where,
-                argument="option name",
-                expected=f"one of {', '.join(known)}",
-                got=repr(key),
-                remedy=f"Remove or rename it.{nearest(str(key), known)}",
+            raise ConfigError.about(
+                "option name",
+                f"one of {', '.join(known)}",
+                repr(key),
+                f"Remove or rename it.{nearest(str(key), known)}",
             )

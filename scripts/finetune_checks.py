@@ -42,7 +42,7 @@ from hf_neuron_moe.backends.neuron.limits import (
 )
 from hf_neuron_moe.convert.assign import build_meta_model
 from hf_neuron_moe.device.usable import NO_TRAINING, BlockGroup, block_groups
-from hf_neuron_moe.errors import ConfigError, NeuronMoEError, nearest, refuse
+from hf_neuron_moe.errors import ConfigError, NeuronMoEError, nearest
 
 _ANY_SIZE = 1024
 """H and I that every kernel takes, for a model whose sizes are not known yet."""
@@ -308,4 +308,4 @@ def _judge(block: Block, options: Options, device: Device, adapter: Adapter) -> 
 
 
 def _bad(argument: str, expected: str, got: str, remedy: str) -> ConfigError:
-    return refuse(ConfigError, where="finetune", argument=argument, expected=expected, got=got, remedy=remedy)
+    return ConfigError.about(argument, expected, got, remedy).named("finetune")

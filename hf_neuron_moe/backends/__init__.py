@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from hf_neuron_moe.config import PLANNED_BACKENDS
-from hf_neuron_moe.errors import BackendUnavailableError, ConfigError, nearest, refuse
+from hf_neuron_moe.errors import BackendUnavailableError, ConfigError, nearest, public
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +23,7 @@ _WITHOUT_COPIES = "+no-copies"
 _KNOWN = ("auto", "torch", *NEURON_BACKENDS, *PLANNED_BACKENDS)
 
 
+@public
 def resolve_backend(name: str, device: torch.device) -> str:
     """Turn a configured backend name into the one that will run on `device`.
 
@@ -45,22 +46,15 @@ def resolve_backend(name: str, device: torch.device) -> str:
     if name in NEURON_BACKENDS:
         return _resolve_neuron(name)
     if name in PLANNED_BACKENDS:
-        raise refuse(
-            BackendUnavailableError,
-            where="resolve_backend",
-            argument="backend",
-            expected="one that this release implements: auto, torch, neuron or nki-sim",
-            got=f"{name!r}, which is planned",
-            remedy=f"The {PLANNED_BACKENDS[name]} backend is not part of this release. Use backend='torch': it "
+        raise BackendUnavailableError.about(
+            "backend",
+            "one that this release implements: auto, torch, neuron or nki-sim",
+            f"{name!r}, which is planned",
+            f"The {PLANNED_BACKENDS[name]} backend is not part of this release. Use backend='torch': it "
             "computes the same contract on any device.",
         )
-    raise refuse(
-        ConfigError,
-        where="resolve_backend",
-        argument="backend",
-        expected=f"one of {', '.join(_KNOWN)}",
-        got=repr(name),
-        remedy=f"Choose one of these.{nearest(name, list(_KNOWN))}",
+    raise ConfigError.about(
+        "backend", f"one of {', '.join(_KNOWN)}", repr(name), f"Choose one of these.{nearest(name, list(_KNOWN))}"
     )
 
 
@@ -91,6 +85,7 @@ def release_gradient_memory() -> None:
         memory.gradient_memory().release()
 
 
+@public
 def get_backend(name: str) -> Backend:
     """Return the backend object for a name that :func:`resolve_backend` or :func:`without_copies` returned."""
     if name == "torch":
@@ -101,13 +96,8 @@ def get_backend(name: str) -> Backend:
 
         backend = neuron_backend(plain)
         return backend if plain == name else backend.without_copies
-    raise refuse(
-        BackendUnavailableError,
-        where="get_backend",
-        argument="name",
-        expected=f"one of torch, {', '.join(NEURON_BACKENDS)}",
-        got=repr(name),
-        remedy="Pass the result of resolve_backend.",
+    raise BackendUnavailableError.about(
+        "name", f"one of torch, {', '.join(NEURON_BACKENDS)}", repr(name), "Pass the result of resolve_backend."
     )
 
 

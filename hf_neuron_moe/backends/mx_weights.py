@@ -24,7 +24,7 @@ from dataclasses import astuple, dataclass, replace
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.errors import ConfigError, refuse
+from hf_neuron_moe.errors import ConfigError, public
 from hf_neuron_moe.formats.constants import LANES, MX_BLOCK, PATCH_ROWS, SwizzleScheme, element_format
 from hf_neuron_moe.formats.moe_mx import HIDDEN_SCHEME, TILE, unpack_moe_scales
 from hf_neuron_moe.formats.mx import dequantize_mx_natural
@@ -56,8 +56,9 @@ class MXLayout:
     scheme: str = SwizzleScheme.WRAPX.value
     scales: str = ScaleLayout.COMPACT.value
 
+    @public("MXLayout")
     def __post_init__(self) -> None:
-        element_format(self.fmt, where="MXLayout")
+        element_format(self.fmt)
         known = {
             "arrangement": list(ARRANGEMENTS),
             "scheme": [scheme.value for scheme in SCHEMES],
@@ -65,13 +66,8 @@ class MXLayout:
         }
         for name, allowed in known.items():
             if getattr(self, name) not in allowed:
-                raise refuse(
-                    ConfigError,
-                    where="MXLayout",
-                    argument=name,
-                    expected=f"one of {', '.join(allowed)}",
-                    got=repr(getattr(self, name)),
-                    remedy="Choose one of these.",
+                raise ConfigError.about(
+                    name, f"one of {', '.join(allowed)}", repr(getattr(self, name)), "Choose one of these."
                 )
 
     @property
@@ -116,6 +112,7 @@ class MXMatrix:
         """``(F, K)``, the zeros included that the arrangement adds."""
         return self.layout.matrix_shape(self.codes.shape)
 
+    @public("MXMatrix")
     def values(self, rows: slice, columns: slice, out_FK: Tensor) -> Tensor:
         """Write the values of a part into fp32 `out_FK` and return it.
 
@@ -124,7 +121,7 @@ class MXMatrix:
             columns: part of K that starts and ends at borders of contraction tiles (:func:`column_tiles`).
             out_FK: fp32, of the part's shape.
         """
-        fmt, scheme = element_format(self.layout.fmt, where="MXMatrix"), self.layout.scheme
+        fmt, scheme = element_format(self.layout.fmt), self.layout.scheme
         codes_FK, scales_BF = {NATURAL: self._natural, SWIZZLED: self._swizzled, WORDS: self._words}[
             self.layout.arrangement
         ](rows, columns)

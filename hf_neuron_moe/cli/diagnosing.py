@@ -17,6 +17,7 @@ from hf_neuron_moe.cli.exit_codes import CLOSE, REFUSED, VERIFY
 from hf_neuron_moe.cli.model_folder import model_folder
 from hf_neuron_moe.cli.options import BlockSize, Json, choice
 from hf_neuron_moe.config import BLOCK_SIZES
+from hf_neuron_moe.errors import public
 
 if TYPE_CHECKING:
     from hf_neuron_moe.device.installed import Installation
@@ -89,6 +90,7 @@ def _documented_lnc(wanted: str | None, found: Installation) -> tuple[int, str]:
     return int(value), source
 
 
+@public("doctor")
 def _judge_blocks(
     model_dir: Path, found: Installation, block_size: int | None, lnc: int
 ) -> tuple[Sequence[Usable], str | None]:
@@ -102,7 +104,7 @@ def _judge_blocks(
         return [], f"that needs torch and transformers ({error})"
     quiet_transformers()
     with model_folder(model_dir) as folder:
-        groups = groups_of_folder(folder, "doctor")
+        groups = groups_of_folder(folder)
     target, own_lnc = found.target[0], found.lnc[0]
     here = None
     if target is not None and own_lnc is not None:
@@ -110,6 +112,7 @@ def _judge_blocks(
     return usable_kernels(groups, here, found.why_not, block_size, lnc), None
 
 
+@public("verify_device")
 def verify_device(
     model_dir: Annotated[
         Path, typer.Argument(metavar="MODEL_DIR", help="Checkpoint or conversion; config.json with --random-weights.")
@@ -136,12 +139,12 @@ def verify_device(
     """
     from hf_neuron_moe.cli.conversion import quiet_transformers
     from hf_neuron_moe.device.model_dir import check_model_dir
-    from hf_neuron_moe.device.request import WHERE, Request
+    from hf_neuron_moe.device.request import Request
 
     request = Request(backend, precision, tokens, block_size, seed, layers, device)
     with model_folder(model_dir) as folder:
         quiet_transformers()
-        check_model_dir(folder, WHERE, random_weights=random_weights)
+        check_model_dir(folder, random_weights=random_weights)
         request.device_here()
         request.precision_here()
         from hf_neuron_moe.device import verify

@@ -16,6 +16,7 @@ from hf_neuron_moe.backends.neuron.versions import PLATFORMS
 from hf_neuron_moe.cli.model_folder import model_folder
 from hf_neuron_moe.cli.options import BLOCK_PRECISIONS, BlockSize, Json, choice
 from hf_neuron_moe.cli.roofline_text import gibibytes, show_roofline
+from hf_neuron_moe.errors import public
 
 if TYPE_CHECKING:
     from torch import nn
@@ -33,6 +34,7 @@ OPTIMIZERS = ("adamw", "adafactor", "sgd")
 _TORCH_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
+@public
 def estimate(
     model_dir: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="Folder with config.json, or such a file.")],
     tokens: Annotated[int | None, typer.Option(min=1, max=MOST_TOKENS, help="Tokens per step and device.")] = None,
@@ -71,7 +73,7 @@ def estimate(
 
     configs = {}
     for text in activations or PRESETS:
-        policy = activations_from_text(text, "estimate", "--activations")
+        policy = activations_from_text(text, "--activations")
         configs[text] = NeuronMoEConfig(precision=precision, activations=policy, block_size=block_size)
     import torch
 
@@ -81,7 +83,7 @@ def estimate(
     quiet_transformers()
     with model_folder(model_dir) as folder:
         _refuse_conversion(folder)
-        model = build_meta_model(folder, "estimate")
+        model = build_meta_model(folder)
     wanted = getattr(torch, _TORCH_NAMES[dtype]) if dtype else model.config.dtype
     model.to(wanted or torch.float32)  # type: ignore[arg-type]
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -118,6 +120,7 @@ def estimate(
         show_roofline(floor)
 
 
+@public("estimate")
 def _refuse_conversion(folder: Path) -> None:
     """What a step of a loaded conversion holds depends on its stored layouts, which are not estimated.
 
@@ -125,16 +128,14 @@ def _refuse_conversion(folder: Path) -> None:
         ConversionError: ``convert`` wrote the folder.
     """
     from hf_neuron_moe.convert.folder import is_conversion
-    from hf_neuron_moe.errors import ConversionError, refuse
+    from hf_neuron_moe.errors import ConversionError
 
     if is_conversion(folder):
-        raise refuse(
-            ConversionError,
-            where="estimate",
-            argument=str(folder),
-            expected="an original checkpoint",
-            got="a conversion",
-            remedy="The config.json of the checkpoint it was made of is enough. `hf-neuron-moe doctor` judges the "
+        raise ConversionError.about(
+            str(folder),
+            "an original checkpoint",
+            "a conversion",
+            "The config.json of the checkpoint it was made of is enough. `hf-neuron-moe doctor` judges the "
             "blocks of a conversion itself, and `hf-neuron-moe inspect` tells their bytes.",
         )
 

@@ -18,6 +18,7 @@ from hf_neuron_moe.cli.estimating import estimate
 from hf_neuron_moe.cli.exit_codes import EXIT_CODES
 from hf_neuron_moe.cli.options import BLOCK_PRECISIONS, Json, choice
 from hf_neuron_moe.cli.reporting import report
+from hf_neuron_moe.errors import public
 
 _CODES = ", ".join(f"{code.code} {code.kind}" for code in EXIT_CODES)
 
@@ -48,6 +49,7 @@ def settings(
 
 
 @app.command()
+@public
 def plan(
     model_dir: Annotated[
         Path, typer.Argument(metavar="MODEL_DIR", help="Folder with config.json; no weights are needed.")
@@ -60,7 +62,7 @@ def plan(
     from hf_neuron_moe.patching import patch_model
 
     quiet_transformers()
-    patched = patch_model(build_meta_model(model_dir, "plan"), {"precision": precision}, strict=False)
+    patched = patch_model(build_meta_model(model_dir), {"precision": precision}, strict=False)
     typer.echo(json.dumps({"ok": True, **patched.to_dict()}, indent=1) if as_json else str(patched))
 
 

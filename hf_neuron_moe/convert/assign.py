@@ -24,7 +24,7 @@ from hf_neuron_moe.convert.config_values import MAX_VALUE, Wrong, reason_of, wro
 from hf_neuron_moe.convert.counts import excess, room_in, room_of
 from hf_neuron_moe.convert.folder import CONFIG_FILE, check_checkpoint, check_model
 from hf_neuron_moe.convert.source import SourceCheckpoint, SourceTensor, damaged, inside
-from hf_neuron_moe.errors import ConversionError, nearest, refuse
+from hf_neuron_moe.errors import ConversionError, nearest
 
 _BUILDING = threading.Lock()
 """transformers sets the default dtype of the whole process while it builds a model, and restores what it found."""
@@ -65,9 +65,7 @@ class Assignment:
     sources: dict[str, list[SourceTensor]] = field(default_factory=dict)
 
 
-def build_meta_model(
-    directory: Path, where: str = "convert", source: SourceCheckpoint | None = None
-) -> PreTrainedModel:
+def build_meta_model(directory: Path, source: SourceCheckpoint | None = None) -> PreTrainedModel:
     """Build the checkpoint's model without memory for its weights.
 
     Whatever attention and experts implementation ``config.json`` names, it is built with eager attention and with
@@ -75,7 +73,6 @@ def build_meta_model(
 
     Args:
         directory: folder with ``config.json``.
-        where: command that refuses.
         source: its weights, where they were read. More layers or experts than they have are refused before they are
             built; without `source`, the names in the folder's index or single file are asked.
 
@@ -85,67 +82,62 @@ def build_meta_model(
         ConversionError: it is a conversion, or its ``config.json`` is missing, describes an
             unknown model or one that cannot be, or is already quantised.
     """
-    check_checkpoint(directory, where)
-    config, content = _read_config(directory, where, source)
+    check_checkpoint(directory)
+    config, content = _read_config(directory, source)
     path = directory / CONFIG_FILE
     if "quantization_config" in content:
-        raise refuse(
-            ConversionError,
-            where=where,
-            argument=f"{path}: quantization_config",
-            expected="absent (weights in bf16, fp16 or fp32)",
-            got="an already quantised checkpoint",
-            remedy="Take the original checkpoint: quantising twice loses accuracy.",
+        raise ConversionError.about(
+            f"{path}: quantization_config",
+            "absent (weights in bf16, fp16 or fp32)",
+            "an already quantised checkpoint",
+            "Take the original checkpoint: quantising twice loses accuracy.",
         )
-    return _on_meta(path, config, content, where)
+    return _on_meta(path, config, content)
 
 
-def build_converted_model(directory: Path, where: str) -> PreTrainedModel:
+def build_converted_model(directory: Path) -> PreTrainedModel:
     """Build a conversion's model as its source's was, without memory for its weights.
 
     Args:
         directory: folder that ``convert`` wrote.
-        where: command that refuses.
 
     Raises:
         SourceDamageError: its ``config.json`` is no JSON object in UTF-8, or a link that leaves the folder.
         ConversionError: ``config.json`` is missing, or describes an unknown model or one that cannot be.
     """
-    check_model(directory, where)
-    config, content = _read_config(directory, where)
-    return _on_meta(directory / CONFIG_FILE, config, content, where)
+    check_model(directory)
+    config, content = _read_config(directory)
+    return _on_meta(directory / CONFIG_FILE, config, content)
 
 
-def _read_config(
-    directory: Path, where: str, source: SourceCheckpoint | None = None
-) -> tuple[PreTrainedConfig, dict[str, Any]]:
+def _read_config(directory: Path, source: SourceCheckpoint | None = None) -> tuple[PreTrainedConfig, dict[str, Any]]:
     """The configuration as transformers reads it, and the file's content."""
     path = directory / CONFIG_FILE
     try:
-        content = read_json(inside(directory, CONFIG_FILE, where), MAX_CONFIG_BYTES)
+        content = read_json(inside(directory, CONFIG_FILE), MAX_CONFIG_BYTES)
     except ValueError as error:
-        raise damaged(str(path), "JSON in UTF-8", f"{type(error).__name__}: {error}", where) from error
+        raise damaged(str(path), "JSON in UTF-8", f"{type(error).__name__}: {error}") from error
     if not isinstance(content, dict):
-        raise damaged(str(path), "a JSON object", type(content).__name__, where)
-    room = room_of(source) if source is not None else room_in(directory, where)
+        raise damaged(str(path), "a JSON object", type(content).__name__)
+    room = room_of(source) if source is not None else room_in(directory)
     if wrong := wrong_value(content) or excess(content, room):
-        raise _bad_value(where, path, wrong)
+        raise _bad_value(path, wrong)
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except _REFUSALS as error:
-        raise _bad_config(where, path, reason_of(error)) from error
+        raise _bad_config(path, reason_of(error)) from error
     return config, content
 
 
-def _on_meta(path: Path, config: PreTrainedConfig, content: dict[str, Any], where: str) -> PreTrainedModel:
+def _on_meta(path: Path, config: PreTrainedConfig, content: dict[str, Any]) -> PreTrainedModel:
     try:
         with _BUILDING, torch.device("meta"):
             model = _model_of(config, content)
     except _REFUSALS as error:
-        raise _bad_config(where, path, reason_of(error)) from error
+        raise _bad_config(path, reason_of(error)) from error
     for name, param in model.named_parameters():
         if max(param.shape, default=0) > MAX_VALUE:
-            raise _bad_config(where, path, f"{name} of shape {list(param.shape)}")
+            raise _bad_config(path, f"{name} of shape {list(param.shape)}")
     return model
 
 
@@ -215,56 +207,41 @@ def _matches(name: str, patterns: object) -> bool:
     return isinstance(patterns, (list, tuple, set)) and any(re.search(pattern, name) for pattern in patterns)
 
 
-def _bad_value(where: str, path: Path, wrong: Wrong) -> ConversionError:
-    return refuse(
-        ConversionError,
-        where=where,
-        argument=f"{path}: {wrong.field}",
-        expected=wrong.expected,
-        got=wrong.got,
-        remedy=wrong.remedy,
-    )
+def _bad_value(path: Path, wrong: Wrong) -> ConversionError:
+    return ConversionError.about(f"{path}: {wrong.field}", wrong.expected, wrong.got, wrong.remedy)
 
 
-def _bad_config(where: str, path: Path, reason: str) -> ConversionError:
-    return refuse(
-        ConversionError,
-        where=where,
-        argument=str(path),
-        expected="the configuration of a model, with values that transformers can build it from",
-        got=reason,
-        remedy="Correct the values in that file, or take it from where the weights came from.",
+def _bad_config(path: Path, reason: str) -> ConversionError:
+    return ConversionError.about(
+        str(path),
+        "the configuration of a model, with values that transformers can build it from",
+        reason,
+        "Correct the values in that file, or take it from where the weights came from.",
     )
 
 
 def _unplaced(name: str, target: str, known: list[str]) -> ConversionError:
-    return refuse(
-        ConversionError,
-        where="convert",
-        argument=f"tensor {name}",
-        expected="part of the model that config.json describes",
-        got=f"no parameter {target!r} there",
-        remedy=f"Check that config.json belongs to these weights.{nearest(target, known)}",
-    )
+    return ConversionError.about(
+        f"tensor {name}",
+        "part of the model that config.json describes",
+        f"no parameter {target!r} there",
+        f"Check that config.json belongs to these weights.{nearest(target, known)}",
+    ).named("convert")
 
 
 def _conflict(target: str, first: str, second: str) -> ConversionError:
-    return refuse(
-        ConversionError,
-        where="convert",
-        argument=f"parameter {target}",
-        expected="stored once",
-        got=f"both {first} and {second}",
-        remedy="Remove the tensor that does not belong to the checkpoint.",
-    )
+    return ConversionError.about(
+        f"parameter {target}",
+        "stored once",
+        f"both {first} and {second}",
+        "Remove the tensor that does not belong to the checkpoint.",
+    ).named("convert")
 
 
 def _missing(name: str) -> ConversionError:
-    return refuse(
-        ConversionError,
-        where="convert",
-        argument=f"parameter {name}",
-        expected="stored in the checkpoint",
-        got="no tensor for it",
-        remedy="Check that config.json belongs to these weights and that no shard is missing.",
-    )
+    return ConversionError.about(
+        f"parameter {name}",
+        "stored in the checkpoint",
+        "no tensor for it",
+        "Check that config.json belongs to these weights and that no shard is missing.",
+    ).named("convert")

@@ -23,7 +23,7 @@ from pathlib import Path
 from hf_neuron_moe.convert import disk
 from hf_neuron_moe.convert.manifest import MANIFEST_FILE
 from hf_neuron_moe.convert.read import CHUNK_BYTES
-from hf_neuron_moe.errors import DestinationError, DiskError, refuse
+from hf_neuron_moe.errors import DestinationError, DiskError
 
 MARKER_FILE = ".hf-neuron-moe-partial"
 """Lies in every partial folder, so that only folders of ours are ever cleared away."""
@@ -32,7 +32,7 @@ FOLDER = "folder"
 OLD = "old"
 
 
-def check_destination(destination: Path, source: Path, *, force: bool, where: str = "convert") -> None:
+def check_destination(destination: Path, source: Path, *, force: bool | None) -> None:
     """Refuse a destination that cannot be written, before any work is done.
 
     Raises:
@@ -51,7 +51,7 @@ def check_destination(destination: Path, source: Path, *, force: bool, where: st
     elif (destination.exists() or destination.is_symlink()) and not force:
         expected, got = "a name that is not taken", "an existing one"
         remedy = "Choose another, or remove it first."
-        if where in ("convert", "finalize"):
+        if force is not None:
             remedy = "Choose another, or use --force to replace an earlier conversion."
     elif destination.is_symlink():
         expected, got = "a folder's own name", f"a link to {target}"
@@ -63,13 +63,11 @@ def check_destination(destination: Path, source: Path, *, force: bool, where: st
         expected, got = f"a name with {partial.name} free", "a folder of that name that is not an unfinished conversion"
         remedy = "Move it away, or choose another destination."
     if expected:
-        raise refuse(
-            DestinationError, where=where, argument=str(destination), expected=expected, got=got, remedy=remedy
-        )
+        raise DestinationError.about(str(destination), expected, got, remedy)
 
 
 @contextmanager
-def committed_folder(destination: Path, where: str = "convert") -> Iterator[Path]:
+def committed_folder(destination: Path) -> Iterator[Path]:
     """Give a folder to fill, which becomes `destination` when the block ends without an exception.
 
     The caller has run :func:`check_destination`. Files written inside must have been synced.
@@ -79,7 +77,7 @@ def committed_folder(destination: Path, where: str = "convert") -> Iterator[Path
         DestinationError: another process is writing this destination.
     """
     home = partial_of(destination)
-    with disk_errors(destination, where), held(home, where, destination):
+    with disk_errors(destination), held(home, destination):
         try:
             empty(home)
             disk.create(home / MARKER_FILE).close()
@@ -106,14 +104,13 @@ def is_free(partial: Path) -> bool:
 
 
 @contextmanager
-def held(home: Path, where: str, destination: Path, *, shared: bool = False) -> Iterator[None]:
+def held(home: Path, destination: Path, *, shared: bool = False) -> Iterator[None]:
     """Make the partial folder if need be, and keep other processes out of it while the block runs.
 
     A lock ends with its process, however that ends. File systems without locks do without.
 
     Args:
         home: the partial folder.
-        where: command that refuses.
         destination: what is being made.
         shared: let others in that ask for the same.
 
@@ -122,13 +119,11 @@ def held(home: Path, where: str, destination: Path, *, shared: bool = False) -> 
     """
     descriptor = _locked(home, shared=shared)
     if descriptor is None:
-        raise refuse(
-            DestinationError,
-            where=where,
-            argument=str(destination),
-            expected="written by one process, or by several with --part",
-            got=f"another process at work in {home.name}",
-            remedy="Wait until it is done.",
+        raise DestinationError.about(
+            str(destination),
+            "written by one process, or by several with --part",
+            f"another process at work in {home.name}",
+            "Wait until it is done.",
         )
     try:
         yield
@@ -177,7 +172,7 @@ def _lock(descriptor: int, *, shared: bool) -> bool:
 
 
 @contextmanager
-def disk_errors(destination: Path, where: str) -> Iterator[None]:
+def disk_errors(destination: Path) -> Iterator[None]:
     """Turn errors of the operating system into refusals that say what is left.
 
     Raises:
@@ -192,13 +187,11 @@ def disk_errors(destination: Path, where: str) -> Iterator[None]:
             left = f"What is finished lies in {home}; --resume goes on with it."
             if not (home / FOLDER).exists() and destination.exists():
                 left = f"{destination} is complete; remove {home.name} beside it."
-        raise refuse(
-            DiskError,
-            where=where,
-            argument=str(destination),
-            expected="written without an error of the operating system",
-            got=f"{type(error).__name__}: {error}",
-            remedy=f"{left} Check free space, permissions and the source's disk.",
+        raise DiskError.about(
+            str(destination),
+            "written without an error of the operating system",
+            f"{type(error).__name__}: {error}",
+            f"{left} Check free space, permissions and the source's disk.",
         ) from error
 
 

@@ -15,6 +15,7 @@ from hf_neuron_moe.convert.folder import CONFIG_FILE
 from hf_neuron_moe.convert.options import ConvertOptions
 from hf_neuron_moe.convert.plan import ConversionPlan
 from hf_neuron_moe.convert.source import damaged
+from hf_neuron_moe.errors import public
 
 QUANT_METHOD = "neuron_moe"
 
@@ -62,6 +63,7 @@ def rewritten_files(plan: ConversionPlan) -> tuple[dict[str, bytes], dict[str, s
     return {name: text.encode() for name, text in after.items()}, before
 
 
+@public("convert")
 def _text(path: Path) -> str:
     """Read a file as text that encodes to the same bytes."""
     try:

@@ -55,20 +55,19 @@ def room_of(source: SourceCheckpoint) -> Room:
     return Room(_layers_of(source.tensors), _experts_of(source.tensors.values()), by_weights=True)
 
 
-def room_in(directory: Path, where: str) -> Room:
+def room_in(directory: Path) -> Room:
     """Return the room that the weights in a folder have, as far as its index or single file can be read.
 
     What needs no weights works with an index alone, with damaged weights, and without any: then by fixed limits.
 
     Args:
         directory: the folder.
-        where: command that asks.
     """
     try:
         if (directory / INDEX_FILE).is_file():
-            return Room(_layers_of(read_index(directory / INDEX_FILE, where)[0]), by_weights=True)
+            return Room(_layers_of(read_index(directory / INDEX_FILE)[0]), by_weights=True)
         if (directory / SINGLE_FILE).is_file():
-            tensors, _ = read_header(directory / SINGLE_FILE, where)
+            tensors, _ = read_header(directory / SINGLE_FILE)
             return Room(_layers_of(tensors), _experts_of(tensors.values()), by_weights=True)
     except (SourceDamageError, OSError):  # commands that read the weights refuse them
         pass

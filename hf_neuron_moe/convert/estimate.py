@@ -38,6 +38,7 @@ from hf_neuron_moe.convert.source import nbytes_of
 from hf_neuron_moe.convert.tensor_parallel import FusedWeight
 from hf_neuron_moe.convert.workers import cores, working
 from hf_neuron_moe.convert.write import files_beside
+from hf_neuron_moe.errors import public
 
 SAMPLE_BYTES = 1 << 24
 """Bytes read, hashed and written in a measurement."""
@@ -108,6 +109,7 @@ class Estimate:
         )
 
 
+@public("convert")
 def estimate_conversion(
     source: Path | str,
     destination: Path,
@@ -135,7 +137,7 @@ def estimate_conversion(
     start = time.perf_counter()
     check_part(part)
     folder = resolve_source(source)
-    check_checkpoint(folder, "convert")
+    check_checkpoint(folder)
     check_destination(destination, folder, force=force)
     plan = plan_conversion(folder, options or ConvertOptions())
     if strict:

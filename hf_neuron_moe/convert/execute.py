@@ -21,6 +21,7 @@ from hf_neuron_moe.convert.resume import Job, ShardRecord, version_of
 from hf_neuron_moe.convert.shard import ShardWriter, in_file_order
 from hf_neuron_moe.convert.source import SourceTensor, damaged, nbytes_of
 from hf_neuron_moe.convert.workers import PerThread, Workers, cores, working
+from hf_neuron_moe.errors import public
 
 Progress = Callable[[int, int], None]
 """Called with bytes written and bytes in all."""
@@ -48,6 +49,7 @@ def shards_of(plan: ConversionPlan) -> dict[str, list[WrittenTensor]]:
     return shards
 
 
+@public("convert")
 def make_shards(
     plan: ConversionPlan,
     job: Job,
@@ -259,6 +261,7 @@ class _Run:
             self._versions[file] = self._version(file)
         return self._versions[file]
 
+    @public("convert")
     def _check_unchanged(self, versions: Mapping[str, str]) -> None:
         for name, version in versions.items():
             if self._version(name) != version:

@@ -24,7 +24,7 @@ from hf_neuron_moe.convert.side_files import WEIGHT_SUFFIXES, make_parents, side
 from hf_neuron_moe.convert.source import INDEX_FILE, SINGLE_FILE, nbytes_of, read_header
 from hf_neuron_moe.convert.verify_files import altered_tensors, by_file, sha256_of
 from hf_neuron_moe.convert.write import Progress
-from hf_neuron_moe.errors import ConversionError, SourceDamageError, refuse
+from hf_neuron_moe.errors import ConversionError, SourceDamageError, public
 
 NOTE_FILE = "neuron_moe_export.json"
 """Lies in exports whose values are not all the original's bits."""
@@ -49,6 +49,7 @@ class ExportReport:
         return {"tensors": self.tensors, "inexact_tensors": len(self.inexact), "statement": list(self.statement)}
 
 
+@public("export")
 def export_checkpoint(
     converted: Path, destination: Path, *, allow_inexact: bool = False, progress: Progress | None = None
 ) -> ExportReport:
@@ -73,18 +74,16 @@ def export_checkpoint(
             unusable; it is then what it was before.
     """
     check_conversion(converted, "export")
-    check_destination(destination, converted, force=False, where="export")
+    check_destination(destination, converted, force=None)
     manifest = read_manifest(converted)
     stored = _check_files(converted, manifest)
     inexact = _inexact(manifest, stored)
     if inexact and not allow_inexact:
-        raise refuse(
-            ConversionError,
-            where="export",
-            argument=str(converted),
-            expected="a conversion whose source can come back bit for bit",
-            got=f"{len(inexact)} tensors that were rounded or quantised, such as {inexact[0]}",
-            remedy="Keep the original checkpoint; --allow-inexact exports the rounded or dequantised values.",
+        raise ConversionError.about(
+            str(converted),
+            "a conversion whose source can come back bit for bit",
+            f"{len(inexact)} tensors that were rounded or quantised, such as {inexact[0]}",
+            "Keep the original checkpoint; --allow-inexact exports the rounded or dequantised values.",
         )
     statement = _statement(manifest, stored, inexact)
     count = _Counter(progress, sum(_nbytes(piece) for pieces in manifest.weights.values() for piece in pieces))
@@ -93,7 +92,7 @@ def export_checkpoint(
         for piece in pieces:
             outputs.setdefault(piece.file, []).append((weight, piece))
     bytes_checked = _Checksums(converted, manifest)
-    with committed_folder(destination, "export") as folder, open_tensors(converted) as reader:
+    with committed_folder(destination) as folder, open_tensors(converted) as reader:
         for file, parts in sorted(outputs.items()):
             entries = (Entry(piece.source, piece.dtype, piece.shape) for _, piece in parts)
             with ShardWriter(folder / file, entries, manifest.source_metadata.get(file, {})) as writer:
@@ -130,6 +129,7 @@ class _Checksums:
         self._expected = manifest.file_sha256
         self._left = by_file(manifest)
 
+    @public("export")
     def compare(self, files: Iterable[str]) -> None:
         """Check those of the shards that were not checked before.
 
@@ -144,7 +144,7 @@ class _Checksums:
             if expected is not None and sha256_of(path, lambda nbytes: None) == expected:
                 continue
             # Manifests of format version 1 have no checksums of files, only of tensors.
-            altered = altered_tensors(path, tensors, "export")
+            altered = altered_tensors(path, tensors)
             if altered:
                 more = f" and {len(altered) - 1} other tensors" if len(altered) > 1 else ""
                 raise _disagrees(file, f"other bytes of {altered[0]}{more}")
@@ -166,6 +166,7 @@ def _restore(piece: Piece, tensors: list[WrittenTensor], reader: TensorReader) -
     return restore(piece, tensors, read)
 
 
+@public("export")
 def _check_files(converted: Path, manifest: Manifest) -> dict[str, list[WrittenTensor]]:
     """Compare shards with the manifest and group its tensors by weight.
 
@@ -191,7 +192,7 @@ def _check_files(converted: Path, manifest: Manifest) -> dict[str, list[WrittenT
         path = converted / file
         if not path.is_file():
             raise _disagrees(file, "no such file")
-        found = {name: (tensor.dtype, tensor.shape) for name, tensor in read_header(path, "export")[0].items()}
+        found = {name: (tensor.dtype, tensor.shape) for name, tensor in read_header(path)[0].items()}
         if found != tensors:
             wrong = sorted(name for name in found.keys() | tensors.keys() if found.get(name) != tensors.get(name))
             raise _disagrees(file, f"something else for {wrong[0]}")
@@ -199,14 +200,12 @@ def _check_files(converted: Path, manifest: Manifest) -> dict[str, list[WrittenT
 
 
 def _disagrees(file: str, got: str) -> SourceDamageError:
-    return refuse(
-        SourceDamageError,
-        where="export",
-        argument=file,
-        expected="what the manifest describes",
-        got=got,
-        remedy="The conversion is damaged: `hf-neuron-moe verify` lists every difference; convert the original again.",
-    )
+    return SourceDamageError.about(
+        file,
+        "what the manifest describes",
+        got,
+        "The conversion is damaged: `hf-neuron-moe verify` lists every difference; convert the original again.",
+    ).named("export")
 
 
 def _inexact(manifest: Manifest, stored: dict[str, list[WrittenTensor]]) -> tuple[str, ...]:
@@ -245,8 +244,9 @@ def _statement(manifest: Manifest, stored: dict[str, list[WrittenTensor]], inexa
     return tuple(sentences)
 
 
+@public("export")
 def _write_side_files(converted: Path, folder: Path, manifest: Manifest, *, exact: bool) -> None:
-    names = {*side_files(converted, "export"), *manifest.file_sha256}
+    names = {*side_files(converted), *manifest.file_sha256}
     for name in sorted(names - {MANIFEST_FILE} - manifest.replaced_files.keys()):
         if name.endswith(WEIGHT_SUFFIXES) or (name == NOTE_FILE and not exact):
             continue

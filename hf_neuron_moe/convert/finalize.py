@@ -15,9 +15,10 @@ from hf_neuron_moe.convert.parts import parts_to_repeat
 from hf_neuron_moe.convert.plan import plan_conversion
 from hf_neuron_moe.convert.resume import opened, options_of, parts_of
 from hf_neuron_moe.convert.write import finished_manifest, warn_of_losses, write_rest
-from hf_neuron_moe.errors import ConversionError, DestinationError, refuse
+from hf_neuron_moe.errors import ConversionError, DestinationError, public
 
 
+@public("finalize")
 def finalize_checkpoint(
     source: Path | str,
     destination: Path,
@@ -45,41 +46,37 @@ def finalize_checkpoint(
         DestinationError: there are no parts, they belong to another conversion, or `destination` is taken.
         DiskError: the operating system refused a call.
     """
-    with disk_errors(destination, "finalize"):
-        folder = resolve_source(source, "finalize")
-        check_checkpoint(folder, "finalize")
+    with disk_errors(destination):
+        folder = resolve_source(source)
+        check_checkpoint(folder)
         found = options_of(destination)
         if found is None and (destination / MANIFEST_FILE).is_file():
-            plan = plan_conversion(folder, read_manifest(destination, "finalize").options)
-            if (manifest := finished_manifest(plan, destination, "finalize")) is not None:
+            plan = plan_conversion(folder, read_manifest(destination).options)
+            if (manifest := finished_manifest(plan, destination)) is not None:
                 return manifest
         if found is None:
-            raise refuse(
-                DestinationError,
-                where="finalize",
-                argument=str(destination),
-                expected="what parts of a conversion were made for",
-                got=f"no unfinished conversion {partial_of(destination)}",
-                remedy="Make the parts first, with `hf-neuron-moe convert --part I/N`.",
+            raise DestinationError.about(
+                str(destination),
+                "what parts of a conversion were made for",
+                f"no unfinished conversion {partial_of(destination)}",
+                "Make the parts first, with `hf-neuron-moe convert --part I/N`.",
             )
         plan = plan_conversion(folder, options or found)
-        if (manifest := finished_manifest(plan, destination, "finalize", force=force)) is not None:
+        if (manifest := finished_manifest(plan, destination, force=force)) is not None:
             return manifest
-        check_destination(destination, folder, force=force, where="finalize")
-        with opened(destination, plan, "finalize", resume=True, part=False) as job:
+        check_destination(destination, folder, force=force)
+        with opened(destination, plan, resume=True, part=False) as job:
             shards = shards_of(plan)
             made = make_shards(
                 plan, job, shards, workers=workers, progress=progress, only_check=True, on_nonfinite="keep"
             )
             missing = [file for file in shards if file not in made.files]
             if missing:
-                raise refuse(
-                    ConversionError,
-                    where="finalize",
-                    argument=str(destination),
-                    expected=f"complete, all {len(shards)} shards made of this source",
-                    got=f"{len(missing)} missing or damaged, such as {missing[0]}",
-                    remedy=f"{_what_to_run(shards, missing, parts_of(job))}; what is finished is kept.",
+                raise ConversionError.about(
+                    str(destination),
+                    f"complete, all {len(shards)} shards made of this source",
+                    f"{len(missing)} missing or damaged, such as {missing[0]}",
+                    f"{_what_to_run(shards, missing, parts_of(job))}; what is finished is kept.",
                 )
             manifest = write_rest(plan, job, made)
             take_name(job.home, destination)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hf_neuron_moe.convert.bounded import MAX_MANIFEST_BYTES, read_json
 from hf_neuron_moe.convert.manifest import MANIFEST_FILE
-from hf_neuron_moe.errors import ConversionError, SourceDamageError, refuse
+from hf_neuron_moe.errors import ConversionError, SourceDamageError
 
 CONFIG_FILE = "config.json"
 _MODEL_FOLDER = f"a local folder with {CONFIG_FILE}"
@@ -16,50 +16,44 @@ _MODEL_FOLDER = f"a local folder with {CONFIG_FILE}"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
-def check_checkpoint(directory: Path, where: str) -> None:
+def check_checkpoint(directory: Path) -> None:
     """Refuse what is not the folder of a Hugging Face checkpoint.
 
     Args:
         directory: what the user named.
-        where: command or function that refuses.
 
     Raises:
         SourceDamageError: there is no such folder.
         ConversionError: it is a file, a conversion, or has no ``config.json``.
     """
-    _check_folder(directory, where, _MODEL_FOLDER)
+    _check_folder(directory, _MODEL_FOLDER)
     if is_conversion(directory):
-        raise refuse(
-            ConversionError,
-            where=where,
-            argument=str(directory),
-            expected="a Hugging Face checkpoint",
-            got=f"a folder that `hf-neuron-moe convert` wrote{_options_of(directory)}",
-            remedy=f"Use the checkpoint it was made of, or rebuild that: `hf-neuron-moe export {directory} NEW`.",
+        raise ConversionError.about(
+            str(directory),
+            "a Hugging Face checkpoint",
+            f"a folder that `hf-neuron-moe convert` wrote{_options_of(directory)}",
+            f"Use the checkpoint it was made of, or rebuild that: `hf-neuron-moe export {directory} NEW`.",
         )
-    check_model(directory, where)
+    check_model(directory)
 
 
-def check_model(directory: Path, where: str) -> None:
+def check_model(directory: Path) -> None:
     """Refuse what is not the folder of a model, be it a checkpoint, a conversion or ``config.json`` alone.
 
     Args:
         directory: what the user named.
-        where: command or function that refuses.
 
     Raises:
         SourceDamageError: there is no such folder.
         ConversionError: it is a file, or has no ``config.json``.
     """
-    _check_folder(directory, where, _MODEL_FOLDER)
+    _check_folder(directory, _MODEL_FOLDER)
     if not (directory / CONFIG_FILE).is_file():
-        raise refuse(
-            ConversionError,
-            where=where,
-            argument=str(directory),
-            expected=f"a folder with {CONFIG_FILE}",
-            got="a folder without it",
-            remedy="Give the folder that save_pretrained wrote or that was downloaded from the Hub.",
+        raise ConversionError.about(
+            str(directory),
+            f"a folder with {CONFIG_FILE}",
+            "a folder without it",
+            "Give the folder that save_pretrained wrote or that was downloaded from the Hub.",
         )
 
 
@@ -68,34 +62,32 @@ def is_conversion(directory: Path) -> bool:
     return (directory / MANIFEST_FILE).is_file()
 
 
-def check_conversion(directory: Path, where: str) -> None:
+def check_conversion(directory: Path, verb: str) -> None:
     """Refuse what is not a folder that ``convert`` wrote.
 
     Args:
         directory: what the user named.
-        where: command or function that refuses.
+        verb: what is done with a conversion, for the message.
 
     Raises:
         SourceDamageError: there is no such folder.
         ConversionError: it is a file, or it is no conversion.
     """
     expected = f"a folder with {MANIFEST_FILE}, which `hf-neuron-moe convert` writes"
-    _check_folder(directory, where, expected)
+    _check_folder(directory, expected)
     if not is_conversion(directory):
         stock = (directory / CONFIG_FILE).is_file()
-        raise refuse(
-            ConversionError,
-            where=where,
-            argument=str(directory),
-            expected=expected,
-            got="an ordinary checkpoint" if stock else "a folder without it",
-            remedy=f"It is in Hugging Face's layout already; there is nothing to {where}."
+        raise ConversionError.about(
+            str(directory),
+            expected,
+            "an ordinary checkpoint" if stock else "a folder without it",
+            f"It is in Hugging Face's layout already; there is nothing to {verb}."
             if stock
             else "Give the destination of an earlier `hf-neuron-moe convert`.",
         )
 
 
-def _check_folder(directory: Path, where: str, expected: str) -> None:
+def _check_folder(directory: Path, expected: str) -> None:
     if directory.is_dir():
         return
     kind: type[ConversionError] = SourceDamageError
@@ -117,7 +109,7 @@ def _check_folder(directory: Path, where: str, expected: str) -> None:
             "Hub ids are not looked up. If this is one, download it first, for example with "
             f"`hf download {directory.as_posix()} --local-dir FOLDER`, and give that folder."
         )
-    raise refuse(kind, where=where, argument=str(directory), expected=expected, got=got, remedy=remedy)
+    raise kind.about(str(directory), expected, got, remedy)
 
 
 def _options_of(directory: Path) -> str:

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from hf_neuron_moe.convert.source import INDEX_FILE, SINGLE_FILE, inside, read_index
-from hf_neuron_moe.errors import SourceDamageError, refuse
+from hf_neuron_moe.errors import SourceDamageError
 
 _HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*?)(?:@(?P<revision>[\w./-]+))?")
 
@@ -17,7 +17,7 @@ UNWANTED = ("original/*", "onnx/*", "*/onnx/*", "runs/*", "checkpoint-*/*")
 """Folders with weights in other formats, and what lies beside those."""
 
 
-def resolve_source(source: Path | str, where: str = "convert") -> Path:
+def resolve_source(source: Path | str) -> Path:
     """The local folder of a source: itself, or the snapshot of a Hub id ``org/name`` or ``org/name@revision``.
 
     A folder of that name wins. Otherwise ``huggingface_hub.snapshot_download`` decides, with its own environment
@@ -25,7 +25,6 @@ def resolve_source(source: Path | str, where: str = "convert") -> Path:
 
     Args:
         source: a folder or a Hub id.
-        where: command that refuses.
 
     Returns:
         A folder; where `source` is neither a folder nor has the form of a Hub id, it comes back unchanged.
@@ -50,22 +49,20 @@ def resolve_source(source: Path | str, where: str = "convert") -> Path:
 
     try:
         snapshot = fetch(*BESIDE)
-        fetch(*BESIDE, *weights_of(snapshot, where))
+        fetch(*BESIDE, *weights_of(snapshot))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = " ".join(str(error).split())
-        raise refuse(
-            SourceDamageError,
-            where=where,
-            argument=name,
-            expected="a local folder with config.json, or a model on the Hub or in its cache",
-            got=f"no such folder, and from the Hub {type(error).__name__} ({reason[:200]})",
-            remedy="Check the spelling, the network and, for gated models, `hf auth login`; or download it where you "
+        raise SourceDamageError.about(
+            name,
+            "a local folder with config.json, or a model on the Hub or in its cache",
+            f"no such folder, and from the Hub {type(error).__name__} ({reason[:200]})",
+            "Check the spelling, the network and, for gated models, `hf auth login`; or download it where you "
             f"can: `hf download {found['repo']} --local-dir FOLDER`, and give that folder.",
         ) from error
     return snapshot
 
 
-def weights_of(snapshot: Path, where: str) -> list[str]:
+def weights_of(snapshot: Path) -> list[str]:
     """Names of the weight files that belong to a checkpoint: those of its index, or the single one.
 
     A repository may hold the same weights a second time, such as ``consolidated.safetensors``.
@@ -75,4 +72,4 @@ def weights_of(snapshot: Path, where: str) -> list[str]:
     """
     if not (snapshot / INDEX_FILE).is_file():
         return [SINGLE_FILE]
-    return sorted(set(read_index(inside(snapshot, INDEX_FILE, where), where)[0].values()))
+    return sorted(set(read_index(inside(snapshot, INDEX_FILE))[0].values()))

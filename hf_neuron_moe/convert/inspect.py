@@ -18,7 +18,7 @@ from hf_neuron_moe.convert.orientations import SCALES, SOURCE
 from hf_neuron_moe.convert.probe import in_db, number
 from hf_neuron_moe.convert.read import open_tensors
 from hf_neuron_moe.convert.source import damaged, nbytes_of, read_header, read_source
-from hf_neuron_moe.errors import ConfigError, SourceDamageError, printable, refuse
+from hf_neuron_moe.errors import ConfigError, SourceDamageError, printable, public
 
 Progress = Callable[[int, int], None]
 
@@ -125,6 +125,7 @@ class InspectReport:
         return [_row(key[0], tensors) for key, tensors in kinds.items()]
 
 
+@public("inspect")
 def inspect_checkpoint(
     directory: Path, source: Path | None = None, *, progress: Progress | None = None
 ) -> InspectReport:
@@ -141,49 +142,47 @@ def inspect_checkpoint(
         ConfigError: `source` is given for an ordinary checkpoint.
     """
     if not (directory / MANIFEST_FILE).is_file():
-        check_checkpoint(directory, "inspect")
+        check_checkpoint(directory)
         if source is not None:
-            raise refuse(
-                ConfigError,
-                where="inspect",
-                argument="source",
-                expected="left out for an ordinary checkpoint, which was made of nothing",
-                got=f"{source} with {directory}, which has no {MANIFEST_FILE}",
-                remedy="Give a folder that `hf-neuron-moe convert` wrote, or leave the option out.",
+            raise ConfigError.about(
+                "source",
+                "left out for an ordinary checkpoint, which was made of nothing",
+                f"{source} with {directory}, which has no {MANIFEST_FILE}",
+                "Give a folder that `hf-neuron-moe convert` wrote, or leave the option out.",
             )
         return _inspect_source(directory)
-    manifest = read_manifest(directory, "inspect")
+    manifest = read_manifest(directory)
     for file in dict.fromkeys(tensor.file for tensor in manifest.tensors):
-        read_header(directory / file, "inspect")
+        read_header(directory / file)
     tensors = {tensor.name: _facts(tensor) for tensor in manifest.tensors}
     if source is not None:
-        check_checkpoint(source, "inspect")
+        check_checkpoint(source)
         _check_source(source, manifest)
         for name, sqnr in _errors(directory, source, manifest, progress or (lambda done, total: None)).items():
             tensors[name] = replace(tensors[name], sqnr=sqnr)
     return InspectReport(directory, "conversion", asdict(manifest.options), tuple(tensors.values()), manifest.left)
 
 
+@public("inspect")
 def _inspect_source(directory: Path) -> InspectReport:
-    found = read_source(directory, "inspect").tensors.values()
+    found = read_source(directory).tensors.values()
     tensors = [TensorFacts(t.name, t.file, t.dtype, t.shape, t.nbytes, "Hugging Face") for t in found]
     return InspectReport(directory, "checkpoint", {}, tuple(tensors))
 
 
+@public("inspect")
 def _check_source(source: Path, manifest: Manifest) -> None:
     for weight, wrong in disagreements(manifest):
-        raise damaged(MANIFEST_FILE, "one that agrees with itself", f"{weight}, which is {wrong}", "inspect")
+        raise damaged(MANIFEST_FILE, "one that agrees with itself", f"{weight}, which is {wrong}")
     for file, size in manifest.source_files.items():
         path = source / file
         found = f"one of {path.stat().st_size} bytes" if path.is_file() else "no such file"
         if found != f"one of {size} bytes":
-            raise refuse(
-                SourceDamageError,
-                where="inspect",
-                argument=f"{file} of {source}",
-                expected=f"the file of {size} bytes that was converted",
-                got=found,
-                remedy="Give the checkpoint that this conversion was made of; if this is it, download it again.",
+            raise SourceDamageError.about(
+                f"{file} of {source}",
+                f"the file of {size} bytes that was converted",
+                found,
+                "Give the checkpoint that this conversion was made of; if this is it, download it again.",
             )
 
 
@@ -199,17 +198,16 @@ def _facts(tensor: WrittenTensor) -> TensorFacts:
     return TensorFacts(tensor.name, tensor.file, tensor.dtype, tensor.shape, nbytes, tensor.layout, ", ".join(details))
 
 
+@public("inspect")
 def _errors(directory: Path, source: Path, manifest: Manifest, progress: Progress) -> dict[str, float]:
     """Signal to noise of every tensor that holds converted values, the least of its experts."""
     weights = dict.fromkeys(t.weight for t in manifest.tensors if t.layout not in (SOURCE, *SCALES))
     if missing := weights.keys() - manifest.weights.keys():
-        raise damaged(
-            f"{directory}/{MANIFEST_FILE}", "a manifest with the pieces of every weight", repr(min(missing)), "inspect"
-        )
+        raise damaged(f"{directory}/{MANIFEST_FILE}", "a manifest with the pieces of every weight", repr(min(missing)))
     total = sum(nbytes_of(piece.dtype, piece.shape) for weight in weights for piece in manifest.weights[weight])
     done = 0
     errors: dict[str, float] = {}
-    with open_tensors(source, "inspect") as original, open_tensors(directory, "inspect") as stored:
+    with open_tensors(source) as original, open_tensors(directory) as stored:
         comparison = Comparison(manifest, original, stored)
         for weight in weights:
             count = comparison.experts_of(weight)

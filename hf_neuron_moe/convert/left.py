@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from hf_neuron_moe.convert.manifest import LeftModule
-from hf_neuron_moe.errors import ConversionError, pattern_of, printable, refuse, spelled_together
+from hf_neuron_moe.errors import ConversionError, pattern_of, printable, public, spelled_together
 
 Left = Mapping[str, LeftModule]
 
@@ -39,6 +39,7 @@ def left_notes(left: Left | None) -> list[str]:
     ]
 
 
+@public("convert")
 def check_nothing_left(left: Left) -> None:
     """Refuse a conversion that would leave modules in their source form, for ``strict``.
 
@@ -47,11 +48,9 @@ def check_nothing_left(left: Left) -> None:
     """
     if not left:
         return
-    raise refuse(
-        ConversionError,
-        where="convert",
-        argument="every MLP and experts module",
-        expected="one that the kernels can compute, with strict",
-        got="; ".join(left_notes(left)),
-        remedy="Leave --strict out to copy what these modules hold as it is.",
+    raise ConversionError.about(
+        "every MLP and experts module",
+        "one that the kernels can compute, with strict",
+        "; ".join(left_notes(left)),
+        "Leave --strict out to copy what these modules hold as it is.",
     )

@@ -25,7 +25,7 @@ from hf_neuron_moe.convert.bounded import (
 from hf_neuron_moe.convert.checksums import SHA256, TensorChecksum
 from hf_neuron_moe.convert.options import ConvertOptions
 from hf_neuron_moe.convert.source import ITEM_BYTES, is_plain_name
-from hf_neuron_moe.errors import ConversionError, SourceDamageError, refuse
+from hf_neuron_moe.errors import ConversionError, SourceDamageError
 
 MANIFEST_FILE = "neuron_moe_manifest.json"
 FORMAT_VERSION = 4
@@ -187,12 +187,11 @@ def header_metadata(tensors: Iterable[WrittenTensor]) -> dict[str, str]:
     }
 
 
-def read_manifest(directory: Path, where: str = "export") -> Manifest:
+def read_manifest(directory: Path) -> Manifest:
     """Read the manifest of a converted checkpoint, also one of an earlier format version.
 
     Args:
         directory: the converted checkpoint.
-        where: command that refuses.
 
     Raises:
         SourceDamageError: it was altered or is damaged.
@@ -219,13 +218,8 @@ def read_manifest(directory: Path, where: str = "export") -> Manifest:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         got, cause, kind = f"{type(error).__name__}: {error}", error, SourceDamageError
         remedy = "The conversion is damaged: convert the original again."
-    raise refuse(
-        kind,
-        where=where,
-        argument=str(path),
-        expected=f"a manifest of format version {' or '.join(map(str, READABLE_VERSIONS))}",
-        got=got,
-        remedy=remedy,
+    raise kind.about(
+        str(path), f"a manifest of format version {' or '.join(map(str, READABLE_VERSIONS))}", got, remedy
     ) from cause
 
 

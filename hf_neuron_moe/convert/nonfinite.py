@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from hf_neuron_moe.errors import SourceDamageError, refuse
+from hf_neuron_moe.errors import SourceDamageError
 
 ON_NONFINITE = ("error", "keep")
 
@@ -22,14 +22,13 @@ _EXPONENTS = {
 """Integers of the same width, and the bits of infinity: anything above it in magnitude is NaN."""
 
 
-def check_finite(values: torch.Tensor, *, file: str, name: str, where: str = "convert") -> None:
+def check_finite(values: torch.Tensor, *, file: str, name: str) -> None:
     """Refuse values that are NaN or infinite.
 
     Args:
         values: any tensor; dtypes without infinity and NaN pass.
         file: file they come from.
         name: tensor they belong to.
-        where: command that refuses.
 
     Raises:
         SourceDamageError: there are such values.
@@ -37,13 +36,11 @@ def check_finite(values: torch.Tensor, *, file: str, name: str, where: str = "co
     bad = count_nonfinite(values)
     if not bad:
         return
-    raise refuse(
-        SourceDamageError,
-        where=where,
-        argument=f"{file}: {name}",
-        expected="of finite values",
-        got=f"{bad:,} NaN or infinite ones",
-        remedy="Repair the checkpoint, or convert it as it is with --on-nonfinite keep.",
+    raise SourceDamageError.about(
+        f"{file}: {name}",
+        "of finite values",
+        f"{bad:,} NaN or infinite ones",
+        "Repair the checkpoint, or convert it as it is with --on-nonfinite keep.",
     )
 
 

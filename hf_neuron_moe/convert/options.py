@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from hf_neuron_moe.errors import ConfigError, nearest, refuse
+from hf_neuron_moe.errors import ConfigError, nearest, public
 
 PRECISIONS = ("bf16", "mxfp8", "mxfp4")
 LAYOUTS = ("fused", "kernel")
@@ -122,31 +122,25 @@ class ConvertOptions:
             _senseless("scales", "packed or oversized: the MLP kernels take no compact ones", self.scales, remedy)
 
 
+@public("convert")
 def _choice(name: str, value: object, allowed: Sequence[object]) -> None:
     # Booleans by identity: 1 == True, and neither a count nor a name is a switch.
     if value in allowed if isinstance(value, str) else any(value is choice for choice in allowed):
         return
     known = [str(choice) for choice in allowed if choice is not None]
     hint = nearest(value, known) if isinstance(value, str) else ""
-    raise refuse(
-        ConfigError,
-        where="convert",
-        argument=name,
-        expected=f"one of {', '.join(known)}",
-        got=repr(value),
-        remedy=f"Choose one of these.{hint}",
-    )
+    raise ConfigError.about(name, f"one of {', '.join(known)}", repr(value), f"Choose one of these.{hint}")
 
 
+@public("convert")
 def _positive(name: str, value: object, what: str, remedy: str) -> None:
     if type(value) is int and value > 0:
         return
-    raise refuse(
-        ConfigError, where="convert", argument=name, expected=f"a positive {what}", got=repr(value), remedy=remedy
-    )
+    raise ConfigError.about(name, f"a positive {what}", repr(value), remedy)
 
 
+@public("convert")
 def _senseless(
     name: str, expected: str, got: object, remedy: str = "Leave the option out, or use --layout kernel with MX."
 ) -> None:
-    raise refuse(ConfigError, where="convert", argument=name, expected=expected, got=repr(got), remedy=remedy)
+    raise ConfigError.about(name, expected, repr(got), remedy)

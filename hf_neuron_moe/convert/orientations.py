@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from hf_neuron_moe.convert.manifest import WrittenTensor
 from hf_neuron_moe.convert.options import FORWARD, ConvertOptions
 from hf_neuron_moe.convert.tensor_parallel import FusedWeight, PadRule, Part, part_of
-from hf_neuron_moe.errors import ConversionError, refuse
+from hf_neuron_moe.errors import ConversionError, public
 from hf_neuron_moe.formats.constants import MX_BLOCK, PACKED_SLAB_K, PACKED_SLAB_ROWS
 from hf_neuron_moe.formats.moe_mx import PARTITIONS, TILE, padded_intermediate
 from hf_neuron_moe.formats.scales import scale_row_count
@@ -219,18 +219,17 @@ def _up(size: int, step: int) -> int:
     return -(-size // step) * step
 
 
+@public("convert")
 def _bf16_form(weight: FusedWeight, options: ConvertOptions, part: Part) -> StoredForm:
     F, K = part.shape
     experts = weight.shape[:-2]
     if options.swizzle and not options.quantized:
         if experts:
-            raise refuse(
-                ConversionError,
-                where="convert",
-                argument=f"swizzle of {weight.name}",
-                expected="off for experts in bf16: only the MLP forward reads bf16 operands that are swizzled",
-                got="on",
-                remedy="Leave --swizzle out.",
+            raise ConversionError.about(
+                f"swizzle of {weight.name}",
+                "off for experts in bf16: only the MLP forward reads bf16 operands that are swizzled",
+                "on",
+                "Leave --swizzle out.",
             )
         _check_blocks(weight, options, K)
         return StoredForm("", "BF16", (K // 4, 4 * F), BF16_SWIZZLED, part)
@@ -240,6 +239,7 @@ def _bf16_form(weight: FusedWeight, options: ConvertOptions, part: Part) -> Stor
     return StoredForm("", "BF16", shape, BF16_KERNEL if kernel else BF16_FUSED, part)
 
 
+@public("convert")
 def _operand_layout(
     weight: FusedWeight, options: ConvertOptions, F: int, K: int
 ) -> tuple[str, tuple[int, int], str, int]:
@@ -248,13 +248,11 @@ def _operand_layout(
         return MX_FUSED_CODES, (F, K), MX_FUSED_SCALES, K // MX_BLOCK
     scales = options.scales or "packed"
     if scales == "compact":
-        raise refuse(
-            ConversionError,
-            where="convert",
-            argument=f"scales of {weight.name}",
-            expected="packed or oversized: the MLP kernels take no compact ones",
-            got=scales,
-            remedy="Leave --scales out: each kernel then gets the layout it takes.",
+        raise ConversionError.about(
+            f"scales of {weight.name}",
+            "packed or oversized: the MLP kernels take no compact ones",
+            scales,
+            "Leave --scales out: each kernel then gets the layout it takes.",
         )
     layout = MX_KERNEL_SCALES if scales == "packed" else MX_OVERSIZED_SCALES
     return MX_KERNEL_CODES, (K // 4, 4 * F), layout, scale_row_count(K, scales)
@@ -293,15 +291,14 @@ def _moe_forms(weight: FusedWeight, options: ConvertOptions, part: Part) -> tupl
     )
 
 
+@public("convert")
 def _check_blocks(weight: FusedWeight, options: ConvertOptions, K: int) -> None:
     if K % MX_BLOCK or K == 0:
-        raise refuse(
-            ConversionError,
-            where="convert",
-            argument=f"contraction size of {weight.name}",
-            expected=f"a multiple of {MX_BLOCK} for {'MXFP8' if options.quantized else 'swizzled operands'}",
-            got=K,
-            remedy="Use --pad (in kernel layout), or --precision bf16 without --swizzle for this model.",
+        raise ConversionError.about(
+            f"contraction size of {weight.name}",
+            f"a multiple of {MX_BLOCK} for {'MXFP8' if options.quantized else 'swizzled operands'}",
+            K,
+            "Use --pad (in kernel layout), or --precision bf16 without --swizzle for this model.",
         )
 
 
@@ -312,11 +309,6 @@ def _remedy_for_size(options: ConvertOptions) -> str:
 
 
 def _refuse_moe(weight: FusedWeight, expected: str, got: object, remedy: str) -> ConversionError:
-    return refuse(
-        ConversionError,
-        where="convert",
-        argument=f"size or scales of {weight.name}, for moe_cte's MX weights,",
-        expected=expected,
-        got=got,
-        remedy=remedy,
-    )
+    return ConversionError.about(
+        f"size or scales of {weight.name}, for moe_cte's MX weights,", expected, got, remedy
+    ).named("convert")

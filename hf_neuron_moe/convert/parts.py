@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TypeVar
 
-from hf_neuron_moe.errors import ConfigError, refuse
+from hf_neuron_moe.errors import ConfigError, public
 
 ValueT = TypeVar("ValueT")
 
 
+@public("convert")
 def check_part(part: tuple[int, int] | None) -> None:
     """Refuse what is no part.
 
@@ -21,13 +22,8 @@ def check_part(part: tuple[int, int] | None) -> None:
         ConfigError: not 1 <= i <= n.
     """
     if part is not None and not 1 <= part[0] <= part[1]:
-        raise refuse(
-            ConfigError,
-            where="convert",
-            argument="part",
-            expected="i of n with 1 <= i <= n",
-            got=f"{part[0]} of {part[1]}",
-            remedy="Number the parts from 1.",
+        raise ConfigError.about(
+            "part", "i of n with 1 <= i <= n", f"{part[0]} of {part[1]}", "Number the parts from 1."
         )
 
 

@@ -19,7 +19,7 @@ from hf_neuron_moe.convert.orientations import SOURCE, StoredForm, stored_forms
 from hf_neuron_moe.convert.relayout import TORCH_DTYPES
 from hf_neuron_moe.convert.source import SourceCheckpoint, SourceTensor, nbytes_of, read_source
 from hf_neuron_moe.convert.tensor_parallel import FusedWeight
-from hf_neuron_moe.errors import ConversionError, pattern_of, refuse, spelled_together
+from hf_neuron_moe.errors import ConversionError, pattern_of, public, spelled_together
 from hf_neuron_moe.patching.discovery import EXPERTS, MLP, Candidate, discover
 
 
@@ -54,6 +54,7 @@ class ConversionPlan:
         return stored_forms(self.weights[weight], self.options, rank)
 
 
+@public("convert")
 def plan_conversion(directory: Path, options: ConvertOptions) -> ConversionPlan:
     """Plan the conversion of a local checkpoint folder.
 
@@ -64,7 +65,7 @@ def plan_conversion(directory: Path, options: ConvertOptions) -> ConversionPlan:
     Raises:
         ConversionError: the checkpoint is damaged, does not fit its configuration, or has nothing to convert.
     """
-    check_checkpoint(directory, "convert")
+    check_checkpoint(directory)
     source = read_source(directory)
     model = build_meta_model(directory, source=source)
     assignments, ignored = assign_sources(model, source)
@@ -78,23 +79,19 @@ def plan_conversion(directory: Path, options: ConvertOptions) -> ConversionPlan:
     }
     if not weights:
         reasons = _reasons(refused)
-        raise refuse(
-            ConversionError,
-            where="convert",
-            argument=str(directory),
-            expected="a model with SwiGLU MLPs or experts that the kernels can compute",
-            got=f"none ({reasons})" if reasons else "none",
-            remedy="`hf-neuron-moe plan` lists every candidate with its reason.",
+        raise ConversionError.about(
+            str(directory),
+            "a model with SwiGLU MLPs or experts that the kernels can compute",
+            f"none ({reasons})" if reasons else "none",
+            "`hf-neuron-moe plan` lists every candidate with its reason.",
         )
     if options.precision == "mxfp4" and not any(weight.has_experts for weight in weights.values()):
         reasons = _reasons({c.name: c.reason for c in candidates if c.kind == EXPERTS and c.reason is not None})
-        raise refuse(
-            ConversionError,
-            where="convert",
-            argument="precision mxfp4",
-            expected="used for a model with experts: no kernel computes dense MLPs with FP4 weights",
-            got=f"a model whose experts no kernel computes ({reasons})" if reasons else "a model without any",
-            remedy="Use --precision mxfp8 or bf16.",
+        raise ConversionError.about(
+            "precision mxfp4",
+            "used for a model with experts: no kernel computes dense MLPs with FP4 weights",
+            f"a model whose experts no kernel computes ({reasons})" if reasons else "a model without any",
+            "Use --precision mxfp8 or bf16.",
         )
     used = {piece.source for weight in weights.values() for piece in weight.pieces}
     copied = {name: tensor for name, tensor in source.tensors.items() if name not in used}
@@ -150,32 +147,31 @@ def _weights_of(candidate: Candidate, assignments: dict[str, Assignment], model:
     return weights
 
 
+@public("convert")
 def _assignment(parameter: str, assignments: dict[str, Assignment]) -> Assignment:
     if parameter in assignments:
         return assignments[parameter]
-    raise refuse(
-        ConversionError,
-        where="convert",
-        argument=f"parameter {parameter}",
-        expected="stored in the checkpoint under a name of its own",
-        got="no tensor for it, because another parameter shares its memory",
-        remedy="Save the model again with transformers, which stores a shared module once under its first name.",
+    raise ConversionError.about(
+        f"parameter {parameter}",
+        "stored in the checkpoint under a name of its own",
+        "no tensor for it, because another parameter shares its memory",
+        "Save the model again with transformers, which stores a shared module once under its first name.",
     )
 
 
+@public("convert")
 def _check_dtypes(weight: FusedWeight) -> None:
     dtypes = sorted({piece.dtype for piece in weight.pieces})
     if len(dtypes) > 1 or dtypes[0] not in TORCH_DTYPES:
-        raise refuse(
-            ConversionError,
-            where="convert",
-            argument=f"dtype of {weight.name}",
-            expected=f"one of {', '.join(TORCH_DTYPES)} for all its tensors",
-            got=", ".join(dtypes),
-            remedy="Convert the original, unquantised checkpoint.",
+        raise ConversionError.about(
+            f"dtype of {weight.name}",
+            f"one of {', '.join(TORCH_DTYPES)} for all its tensors",
+            ", ".join(dtypes),
+            "Convert the original, unquantised checkpoint.",
         )
 
 
+@public("convert")
 def _pieces(assignment: Assignment, shape: tuple[int, ...], start: int, transposed: bool) -> list[Piece]:
     """Pieces of one in-memory parameter; `start` is its first row in the fused weight."""
     if assignment.converter is None:
@@ -184,13 +180,11 @@ def _pieces(assignment: Assignment, shape: tuple[int, ...], start: int, transpos
         return [Piece(tensor.name, tensor.file, tensor.dtype, tensor.shape, None, start, transposed)]
     kinds = [(type(operation), getattr(operation, "dim", None)) for operation in assignment.converter.operations]
     if kinds not in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)]) or len(shape) != 3 or transposed:
-        raise refuse(
-            ConversionError,
-            where="convert",
-            argument=f"on-disk form of {assignment.target}",
-            expected="the parameter itself, or one matrix per expert and projection",
-            got=" then ".join(kind.__name__ for kind, _ in kinds),
-            remedy="Load the model and save it with save_original_format=False; that form can be converted.",
+        raise ConversionError.about(
+            f"on-disk form of {assignment.target}",
+            "the parameter itself, or one matrix per expert and projection",
+            " then ".join(kind.__name__ for kind, _ in kinds),
+            "Load the model and save it with save_original_format=False; that form can be converted.",
         )
     E, F, K = shape
     rows = F // len(assignment.converter.source_patterns)
@@ -199,13 +193,11 @@ def _pieces(assignment: Assignment, shape: tuple[int, ...], start: int, transpos
         tensors = assignment.sources.get(pattern, [])
         experts = [_expert_index(tensor.name, pattern, assignment.target) for tensor in tensors]
         if experts != list(range(E)):
-            raise refuse(
-                ConversionError,
-                where="convert",
-                argument=f"experts of {assignment.target} ({pattern})",
-                expected=f"one tensor for each of experts 0 to {E - 1}",
-                got=experts,
-                remedy="Check that config.json belongs to these weights and that no shard is missing.",
+            raise ConversionError.about(
+                f"experts of {assignment.target} ({pattern})",
+                f"one tensor for each of experts 0 to {E - 1}",
+                experts,
+                "Check that config.json belongs to these weights and that no shard is missing.",
             )
         for expert, tensor in zip(experts, tensors):
             _check_shape(tensor, (rows, K))
@@ -214,31 +206,29 @@ def _pieces(assignment: Assignment, shape: tuple[int, ...], start: int, transpos
     return pieces
 
 
+@public("convert")
 def _expert_index(name: str, pattern: str, target: str) -> int:
     """The number that stands for ``*`` in transformers' source pattern."""
     before, _, after = pattern.partition("*")
     found = re.search(rf"([0-9]+){re.escape(after)}$", name)
     if found is None or not before:
-        raise refuse(
-            ConversionError,
-            where="convert",
-            argument=f"tensor {name}",
-            expected=f"a name of the form {pattern}",
-            got="one without an expert number",
-            remedy=f"It would become part of {target}; check where the checkpoint comes from.",
+        raise ConversionError.about(
+            f"tensor {name}",
+            f"a name of the form {pattern}",
+            "one without an expert number",
+            f"It would become part of {target}; check where the checkpoint comes from.",
         )
     return int(found.group(1))
 
 
+@public("convert")
 def _check_shape(tensor: SourceTensor, shape: tuple[int, ...]) -> None:
     if tensor.shape != shape:
-        raise refuse(
-            ConversionError,
-            where="convert",
-            argument=f"{tensor.file}: {tensor.name}",
-            expected=f"of shape {list(shape)}, as config.json says",
-            got=list(tensor.shape),
-            remedy="Check that config.json belongs to these weights.",
+        raise ConversionError.about(
+            f"{tensor.file}: {tensor.name}",
+            f"of shape {list(shape)}, as config.json says",
+            list(tensor.shape),
+            "Check that config.json belongs to these weights.",
         )
 
 
@@ -256,6 +246,7 @@ def _check_coverage(
     assert used | copied.keys() == source.tensors.keys()
 
 
+@public("convert")
 def _lay_out(
     weights: dict[str, FusedWeight], copied: dict[str, SourceTensor], options: ConvertOptions
 ) -> tuple[WrittenTensor, ...]:
@@ -279,13 +270,11 @@ def _lay_out(
         files += _shards(groups, options.max_shard_bytes, f"neuron-tp-{rank:02d}-of-{options.tp_degree:02d}")
     names = Counter(tensor.name for tensor in files)
     for name in sorted(name for name, count in names.items() if count > 1):
-        raise refuse(
-            ConversionError,
-            where="convert",
-            argument=f"tensor {name}",
-            expected="written once",
-            got="a source tensor and a converted weight of this name",
-            remedy="Rename or remove the source tensor.",
+        raise ConversionError.about(
+            f"tensor {name}",
+            "written once",
+            "a source tensor and a converted weight of this name",
+            "Rename or remove the source tensor.",
         )
     return tuple(files)
 

@@ -34,10 +34,9 @@ TORCH_DTYPES = {
 class TensorReader:
     """Access to the tensors of a folder's files; the caller holds the memory of what it read."""
 
-    def __init__(self, directory: Path, stack: ExitStack, where: str = "convert") -> None:
+    def __init__(self, directory: Path, stack: ExitStack) -> None:
         self._directory = directory
         self._stack = stack
-        self._where = where
         self._files: dict[str, tuple[FileIO, dict[str, SourceTensor]]] = {}
         self._lock = threading.Lock()
 
@@ -91,22 +90,22 @@ class TensorReader:
         with self._lock:
             if file not in self._files:
                 path = self._directory / file
-                header = read_header(path, self._where)[0]
+                header = read_header(path)[0]
                 self._files[file] = (self._stack.enter_context(disk.open_to_read(path)), header)
             handle, header = self._files[file]
         if name not in header:
-            raise damaged(f"{file}: {name}", "in the file", "a header without it", self._where)
+            raise damaged(f"{file}: {name}", "in the file", "a header without it")
         return handle, header[name]
 
     def _fill(self, handle: FileIO, tensor: SourceTensor, buffer: memoryview, start: int) -> None:
         count = disk.read_at(handle, buffer, start)
         if count < buffer.nbytes:
             expected = f"{tensor.nbytes} bytes long as the header says"
-            raise damaged(f"{tensor.file}: {tensor.name}", expected, "a file that ends before them", self._where)
+            raise damaged(f"{tensor.file}: {tensor.name}", expected, "a file that ends before them")
 
 
 @contextmanager
-def open_tensors(directory: Path, where: str = "convert") -> Iterator[TensorReader]:
+def open_tensors(directory: Path) -> Iterator[TensorReader]:
     """Open a folder's files as they are needed and close them at the end."""
     with ExitStack() as stack:
-        yield TensorReader(directory, stack, where)
+        yield TensorReader(directory, stack)

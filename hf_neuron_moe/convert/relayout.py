@@ -29,6 +29,7 @@ from hf_neuron_moe.convert.orientations import (
 )
 from hf_neuron_moe.convert.source import nbytes_of
 from hf_neuron_moe.convert.tensor_parallel import FusedWeight, Part, is_gate_up
+from hf_neuron_moe.errors import public
 
 __all__ = [
     "SOURCE",
@@ -217,6 +218,7 @@ class _Filler:
         self._read, self._part = read, part
         self._rounded, self._nonfinite, self._on_nonfinite = rounded, nonfinite, on_nonfinite
 
+    @public("convert")
     def __call__(self, piece: Piece, expert: int | None, matrix_FK: torch.Tensor) -> None:
         for block in self._part.blocks(piece.rows):
             # Rows of the source are rows of the block, or its columns where the source is transposed.

@@ -23,7 +23,7 @@ from hf_neuron_moe.convert.commit import FOLDER, MARKER_FILE, empty, give_up, he
 from hf_neuron_moe.convert.options import ConvertOptions
 from hf_neuron_moe.convert.plan import ConversionPlan
 from hf_neuron_moe.convert.side_files import make_parents
-from hf_neuron_moe.errors import DestinationError, refuse
+from hf_neuron_moe.errors import DestinationError
 
 DONE = "done"
 SOURCES = "sources"
@@ -166,7 +166,7 @@ class Job:
 
 @contextmanager
 def opened(
-    destination: Path, plan: ConversionPlan, where: str, *, resume: bool, part: bool, parts: int | None = None
+    destination: Path, plan: ConversionPlan, *, resume: bool, part: bool, parts: int | None = None
 ) -> Iterator[Job]:
     """Hold the partial folder of a conversion: a new one, or one of the same conversion that is to be continued.
 
@@ -175,7 +175,6 @@ def opened(
     Args:
         destination: what is being made.
         plan: the conversion.
-        where: command that refuses.
         resume: continue what is there.
         part: continue what is there, beside other processes that do the same.
         parts: number of parts, which a new partial folder remembers.
@@ -185,9 +184,9 @@ def opened(
         OSError: the operating system refused a call.
     """
     job = Job(destination)
-    with held(job.home, where, destination, shared=part):
+    with held(job.home, destination, shared=part):
         try:
-            _begin(job, plan, destination, where, resume=resume, part=part, parts=parts)
+            _begin(job, plan, destination, resume=resume, part=part, parts=parts)
             yield job
         except BaseException:
             if resume or part:
@@ -198,21 +197,17 @@ def opened(
             raise
 
 
-def _begin(
-    job: Job, plan: ConversionPlan, destination: Path, where: str, *, resume: bool, part: bool, parts: int | None
-) -> None:
+def _begin(job: Job, plan: ConversionPlan, destination: Path, *, resume: bool, part: bool, parts: int | None) -> None:
     """Make the partial folder, or tidy one of the same conversion."""
     content = {"fingerprint": fingerprint(plan), "options": asdict(plan.options), PARTS: parts}
     put_back(job.home, destination)
     found = job.marker() if resume or part else None
     if found is not None and found.get("fingerprint") != content["fingerprint"]:
-        raise refuse(
-            DestinationError,
-            where=where,
-            argument=str(destination),
-            expected="free, or an unfinished run of this very conversion",
-            got=f"an unfinished run of another source, version or options in {job.home.name}",
-            remedy="Repeat the options of that run, or leave --resume and --part out to start over.",
+        raise DestinationError.about(
+            str(destination),
+            "free, or an unfinished run of this very conversion",
+            f"an unfinished run of another source, version or options in {job.home.name}",
+            "Repeat the options of that run, or leave --resume and --part out to start over.",
         )
     if found is not None:
         content[PARTS] = found.get(PARTS)

@@ -17,7 +17,7 @@ MOST_FILES = 10_000
 """More than any checkpoint has: somebody gave a folder that is no checkpoint's alone."""
 
 
-def side_files(folder: Path, where: str = "convert") -> dict[str, Path]:
+def side_files(folder: Path) -> dict[str, Path]:
     """The files beside the weights that belong to a checkpoint, by their path in it with ``/``, in order.
 
     Hidden folders are left out, and so are folders with weights of their own (``original/``, ``checkpoint-500/``,
@@ -31,10 +31,10 @@ def side_files(folder: Path, where: str = "convert") -> dict[str, Path]:
         if name == MANIFEST_FILE or name.endswith(WEIGHT_SUFFIXES):
             continue
         if not is_relative_path(name):
-            raise damaged("a file's name", "printable and without any of / \\ : and NUL", repr(name), where)
+            raise damaged("a file's name", "printable and without any of / \\ : and NUL", repr(name))
         if len(found) == MOST_FILES:
-            raise damaged(str(folder), f"a checkpoint's folder with at most {MOST_FILES:,} files", "more", where)
-        found[name] = inside(folder, name, where)
+            raise damaged(str(folder), f"a checkpoint's folder with at most {MOST_FILES:,} files", "more")
+        found[name] = inside(folder, name)
     return dict(sorted(found.items()))
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hf_neuron_moe.convert.manifest import Piece
-from hf_neuron_moe.errors import ConversionError, refuse
+from hf_neuron_moe.errors import ConversionError, public
 
 PadRule = Callable[[str, int], int]
 """Gives the size that an axis, ``"H"`` or ``"I"``, of some size is padded to."""
@@ -116,6 +116,7 @@ class Part:
                 yield Block(slice(first - piece_rows.start, last - piece_rows.start), slice(0, self.hidden), row)
 
 
+@public("convert")
 def part_of(weight: FusedWeight, rank: int | None, ranks: int, padded: PadRule | None) -> Part:
     """Cut one rank's part out of a weight.
 
@@ -131,13 +132,11 @@ def part_of(weight: FusedWeight, rank: int | None, ranks: int, padded: PadRule |
     hidden, inner = weight.hidden, weight.intermediate
     share = -(-inner // ranks)
     if (inner % ranks and padded is None) or share * (ranks - 1) >= inner > 0:
-        raise refuse(
-            ConversionError,
-            where="convert",
-            argument=f"intermediate size of {weight.name}",
-            expected=f"divisible among {ranks} tensor-parallel ranks",
-            got=inner,
-            remedy="Choose a --tp-degree that divides it" + (", or pad it with --pad." if inner % ranks else "."),
+        raise ConversionError.about(
+            f"intermediate size of {weight.name}",
+            f"divisible among {ranks} tensor-parallel ranks",
+            inner,
+            "Choose a --tp-degree that divides it" + (", or pad it with --pad." if inner % ranks else "."),
         )
     start = share * (rank or 0)
     stop = min(start + share, inner)

@@ -20,7 +20,7 @@ from hf_neuron_moe.convert.verify_files import (
     check_strays,
     readable_files,
 )
-from hf_neuron_moe.errors import ConversionError, printable
+from hf_neuron_moe.errors import ConversionError, printable, public
 
 Progress = Callable[[int, int], None]
 
@@ -104,6 +104,7 @@ class VerifyReport:
         return "\n".join(lines)
 
 
+@public("verify")
 def verify_checkpoint(
     converted: Path,
     source: Path | None = None,
@@ -133,10 +134,10 @@ def verify_checkpoint(
     """
     check_conversion(converted, "verify")
     if source is not None:
-        check_checkpoint(source, "verify")
+        check_checkpoint(source)
     report = VerifyReport(converted)
     try:
-        manifest = read_manifest(converted, "verify")
+        manifest = read_manifest(converted)
     except ConversionError as error:
         report.add("manifest", [(MANIFEST_FILE, str(error))])
         report.skipped = dict.fromkeys(CHECKS[1:], "no manifest")
@@ -192,8 +193,9 @@ def _check(
     progress(total, total)
 
 
+@public("verify")
 def _probe(report: VerifyReport, manifest: Manifest, source: Path, probes: int, seed: int) -> None:
-    with open_tensors(source, "verify") as original, open_tensors(report.directory, "verify") as stored:
+    with open_tensors(source) as original, open_tensors(report.directory) as stored:
         report.probes = probe_layers(manifest, original, stored, probes, seed)
     report.add("probe", [(probe.layer, fault) for probe in report.probes for fault in probe.faults])
     layers = len({probe.layer for probe in report.probes})

@@ -25,7 +25,7 @@ from hf_neuron_moe.convert.read import TensorReader, open_tensors
 from hf_neuron_moe.convert.side_files import WEIGHT_SUFFIXES, files_below
 from hf_neuron_moe.convert.source import read_header
 from hf_neuron_moe.convert.write import INDEX_OUT
-from hf_neuron_moe.errors import ConversionError, printable
+from hf_neuron_moe.errors import ConversionError, printable, public
 
 Found = list[tuple[str, str]]
 Step = Callable[[int], None]
@@ -95,6 +95,7 @@ def check_coverage(converted: Path, manifest: Manifest) -> tuple[Found, str]:
     return found, f"{len(sources)} source tensors in {len(manifest.weights)} weights, {len(names)} stored tensors"
 
 
+@public("verify")
 def check_finite(converted: Path, manifest: Manifest, files: set[str], step: Step) -> tuple[Found, str]:
     """Look for NaN and infinity in every tensor of the readable files, and in what the manifest says was kept.
 
@@ -103,7 +104,7 @@ def check_finite(converted: Path, manifest: Manifest, files: set[str], step: Ste
     found: Found = []
     looked = 0
     seen: Counter[str] = Counter()
-    with open_tensors(converted, "verify") as reader:
+    with open_tensors(converted) as reader:
         for tensor in manifest.tensors:
             if tensor.file not in files:
                 continue
@@ -121,6 +122,7 @@ def check_finite(converted: Path, manifest: Manifest, files: set[str], step: Ste
     return found, f"{looked} tensors"
 
 
+@public("verify")
 def check_source(source: Path, manifest: Manifest, step: Step) -> tuple[Found, str]:
     """Check that the source is the one the conversion was made of: sizes, checksums, tensors."""
     found: Found = []
@@ -136,7 +138,7 @@ def check_source(source: Path, manifest: Manifest, step: Step) -> tuple[Found, s
         return found, f"{len(manifest.source_files)} files"
     pieces = {p.source: (p.file, p.dtype, p.shape) for group in manifest.weights.values() for p in group}
     try:
-        headers = [read_header(source / file, "verify")[0] for file in manifest.source_files]
+        headers = [read_header(source / file)[0] for file in manifest.source_files]
     except ConversionError as error:
         return [("source", str(error))], f"{len(manifest.source_files)} files"
     tensors = {t.name: (t.file, t.dtype, t.shape) for header in headers for t in header.values()}
@@ -173,14 +175,14 @@ def sha256_of(path: Path, step: Step) -> str:
     return digest.hexdigest()
 
 
-def altered_tensors(path: Path, tensors: list[WrittenTensor], where: str) -> list[str]:
+def altered_tensors(path: Path, tensors: list[WrittenTensor]) -> list[str]:
     """Names of a shard's tensors whose bytes have another checksum than the manifest's.
 
     Raises:
         SourceDamageError: the shard cannot be read, or has no such tensor.
     """
     names = []
-    with open_tensors(path.parent, where) as reader:
+    with open_tensors(path.parent) as reader:
         for tensor in tensors:
             checksum = TensorChecksum(tensor.checksum)
             for part in reader.chunks(tensor.file, tensor.name):
@@ -194,22 +196,24 @@ def _repeated(names: list[str]) -> list[str]:
     return sorted(name for name, count in Counter(names).items() if count > 1)
 
 
+@public("verify")
 def _damage_of(path: Path, tensors: list[WrittenTensor], checksum_differs: bool) -> Found:
     """Say as closely as possible what is wrong with a shard: its header, or which tensors."""
     found = _header_differences(path, tensors)
     if not found:
-        altered = altered_tensors(path, tensors, "verify")
+        altered = altered_tensors(path, tensors)
         found = [(f"{path.name}: {name}", "its bytes are not those that were written") for name in altered]
     if checksum_differs and not found:
         found = [(path.name, "its header's bytes are not those that were written")]
     return found
 
 
+@public("verify")
 def _header_differences(path: Path, tensors: list[WrittenTensor]) -> Found:
     if not path.is_file():
         return [(path.name, "missing")]
     try:
-        header, metadata = read_header(path, "verify")
+        header, metadata = read_header(path)
     except ConversionError as error:
         return [(path.name, str(error))]
     expected = {tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors}

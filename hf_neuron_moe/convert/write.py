@@ -36,12 +36,13 @@ from hf_neuron_moe.convert.plan import ConversionPlan, plan_conversion
 from hf_neuron_moe.convert.resume import Job, opened
 from hf_neuron_moe.convert.side_files import side_files
 from hf_neuron_moe.convert.source import damaged, nbytes_of
-from hf_neuron_moe.errors import ConfigError, ConversionError, DestinationError, DiskError, NeuronMoEWarning, refuse
+from hf_neuron_moe.errors import ConfigError, ConversionError, DestinationError, DiskError, NeuronMoEWarning, public
 
 INDEX_OUT = "neuron.safetensors.index.json"
 """Not transformers' names: a stock ``from_pretrained`` must stop here instead of misreading another layout."""
 
 
+@public("convert")
 def convert_checkpoint(
     source: Path | str,
     destination: Path,
@@ -97,9 +98,9 @@ def convert_checkpoint(
     options = options or ConvertOptions()
     _check_arguments(workers, on_nonfinite)
     check_part(part)
-    with disk_errors(destination, "convert"):
+    with disk_errors(destination):
         folder = resolve_source(source)
-        check_checkpoint(folder, "convert")
+        check_checkpoint(folder)
         if not resume:
             check_destination(destination, folder, force=force)
         plan = plan_conversion(folder, options)
@@ -109,7 +110,7 @@ def convert_checkpoint(
             return manifest
         check_destination(destination, folder, force=force)
         parts = part[1] if part is not None else None
-        with opened(destination, plan, "convert", resume=resume, part=part is not None, parts=parts) as job:
+        with opened(destination, plan, resume=resume, part=part is not None, parts=parts) as job:
             shards = part_of_shards(shards_of(plan), part)
             _check_space(job, shards)
             made = make_shards(
@@ -125,45 +126,31 @@ def convert_checkpoint(
     return manifest
 
 
+@public("convert")
 def _check_arguments(workers: int | None, on_nonfinite: str) -> None:
     if workers is not None and workers < 1:
-        raise refuse(
-            ConfigError,
-            where="convert",
-            argument="workers",
-            expected="a positive number of threads",
-            got=workers,
-            remedy="Leave it out for one per core.",
-        )
+        raise ConfigError.about("workers", "a positive number of threads", workers, "Leave it out for one per core.")
     if on_nonfinite not in ON_NONFINITE:
-        raise refuse(
-            ConfigError,
-            where="convert",
-            argument="on_nonfinite",
-            expected=f"one of {', '.join(ON_NONFINITE)}",
-            got=repr(on_nonfinite),
-            remedy="Choose one of these.",
+        raise ConfigError.about(
+            "on_nonfinite", f"one of {', '.join(ON_NONFINITE)}", repr(on_nonfinite), "Choose one of these."
         )
 
 
+@public("convert")
 def _check_space(job: Job, shards: dict[str, list[WrittenTensor]]) -> None:
     """Refuse before hours of work what the disk cannot hold."""
     needed = bytes_of_all(tensors for file, tensors in shards.items() if job.shard_record(file) is None)
     free = shutil.disk_usage(job.home).free
     if needed > free:
-        raise refuse(
-            DiskError,
-            where="convert",
-            argument=str(job.home.parent),
-            expected=f"on a disk with {needed:,} free bytes",
-            got=f"one with {free:,}",
-            remedy="Free some space or choose another destination.",
+        raise DiskError.about(
+            str(job.home.parent),
+            f"on a disk with {needed:,} free bytes",
+            f"one with {free:,}",
+            "Free some space or choose another destination.",
         )
 
 
-def finished_manifest(
-    plan: ConversionPlan, destination: Path, where: str = "convert", *, force: bool = False
-) -> Manifest | None:
+def finished_manifest(plan: ConversionPlan, destination: Path, *, force: bool = False) -> Manifest | None:
     """The manifest at `destination` where it is the very result of `plan`, of the source's very bytes; else None.
 
     A run that was killed after its last step leaves such a destination, and a partial folder to clear away.
@@ -171,7 +158,6 @@ def finished_manifest(
     Args:
         plan: the conversion.
         destination: where its result may be.
-        where: command that refuses.
         force: whether a damaged result may be replaced; it then counts as none.
 
     Raises:
@@ -181,11 +167,11 @@ def finished_manifest(
     if not (destination / MANIFEST_FILE).is_file():
         return None
     try:
-        manifest = read_manifest(destination, where)
+        manifest = read_manifest(destination)
     except ConversionError as error:
         if force:
             return None
-        raise _damaged_result(destination, where, str(error)) from error
+        raise _damaged_result(destination, str(error)) from error
     planned = [replace(tensor, checksum="") for tensor in plan.tensors]
     if manifest.options != plan.options or [replace(tensor, checksum="") for tensor in manifest.tensors] != planned:
         return None
@@ -196,22 +182,20 @@ def finished_manifest(
     if damage := _damaged_files(destination, manifest):
         if force:
             return None
-        raise _damaged_result(destination, where, f"{len(damage)} missing or altered files, such as {damage[0]}")
+        raise _damaged_result(destination, f"{len(damage)} missing or altered files, such as {damage[0]}")
     partial = partial_of(destination)
     if partial.exists() and is_free(partial):
-        with held(partial, "convert", destination):
+        with held(partial, destination):
             clear(partial)
     return manifest
 
 
-def _damaged_result(destination: Path, where: str, got: str) -> DestinationError:
-    return refuse(
-        DestinationError,
-        where=where,
-        argument=str(destination),
-        expected="as it was when its conversion finished",
-        got=got.removesuffix("."),
-        remedy="`hf-neuron-moe verify` tells more; convert again with --force to replace it.",
+def _damaged_result(destination: Path, got: str) -> DestinationError:
+    return DestinationError.about(
+        str(destination),
+        "as it was when its conversion finished",
+        got.removesuffix("."),
+        "`hf-neuron-moe verify` tells more; convert again with --force to replace it.",
     )
 
 
@@ -235,6 +219,7 @@ def write_rest(plan: ConversionPlan, job: Job, made: Made) -> Manifest:
     return manifest
 
 
+@public("convert")
 def files_beside(plan: ConversionPlan, made: Made) -> tuple[dict[str, bytes | Path], Manifest]:
     """Make the content of every file beside the shards, or say which to copy, by its path in the folder.
 
@@ -250,6 +235,7 @@ def files_beside(plan: ConversionPlan, made: Made) -> tuple[dict[str, bytes | Pa
     return files, replace(manifest, replaced_files=replaced, file_sha256={**made.files, **checksums})
 
 
+@public("convert")
 def _publish(job: Job, name: str, content: bytes | Path, sha256: str = "") -> None:
     path = job.temporary(name)
     if isinstance(content, bytes):

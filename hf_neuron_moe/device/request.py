@@ -14,7 +14,7 @@ from hf_neuron_moe.backends.neuron.limits import BF16_TOKENS, Block, Device, why
 from hf_neuron_moe.config import BLOCK_SIZES
 from hf_neuron_moe.device.installed import device_count
 from hf_neuron_moe.device.usable import DOCUMENTED_LNC, DocumentedAdapter
-from hf_neuron_moe.errors import BackendUnavailableError, ConfigError, nearest, refuse
+from hf_neuron_moe.errors import BackendUnavailableError, ConfigError, nearest, public
 
 WHERE = "verify_device"
 _USUAL_SIZES = (4096, 2048)
@@ -83,6 +83,7 @@ class Request:
             raise _no_device(trouble)
         return device
 
+    @public(WHERE)
     def _check_backend(self) -> None:
         try:
             resolve_backend(self.backend, torch.device("cpu"))
@@ -93,13 +94,8 @@ class Request:
             remedy = (
                 "`hf-neuron-moe doctor` says what to do first. There is nothing to verify without Neuron's kernels."
             )
-            raise refuse(
-                BackendUnavailableError,
-                where=WHERE,
-                argument="this machine",
-                expected=f"one where backend={self.backend!r} can run",
-                got=f"one where {reason}",
-                remedy=remedy,
+            raise BackendUnavailableError.about(
+                "this machine", f"one where backend={self.backend!r} can run", f"one where {reason}", remedy
             ) from error
 
     def precision_here(self) -> str:
@@ -122,14 +118,12 @@ class Request:
 
 
 def _no_device(got: str) -> BackendUnavailableError:
-    return refuse(
-        BackendUnavailableError,
-        where=WHERE,
-        argument="this machine",
-        expected="one whose Neuron device works",
-        got=got,
-        remedy="Check the driver with `neuron-ls`, and that no other process holds the cores.",
-    )
+    return BackendUnavailableError.about(
+        "this machine",
+        "one whose Neuron device works",
+        got,
+        "Check the driver with `neuron-ls`, and that no other process holds the cores.",
+    ).named(WHERE)
 
 
 def _why_not_adding(device: torch.device) -> str | None:
@@ -153,4 +147,4 @@ def _check_one_of(argument: str, value: str, known: tuple[str, ...]) -> None:
 
 
 def _bad(argument: str, expected: str, got: str, remedy: str) -> ConfigError:
-    return refuse(ConfigError, where=WHERE, argument=argument, expected=expected, got=got, remedy=remedy)
+    return ConfigError.about(argument, expected, got, remedy).named(WHERE)

@@ -29,13 +29,14 @@ from hf_neuron_moe.errors import (
     NeuronMoEError,
     NothingToPatchError,
     SourceDamageError,
-    refuse,
+    public,
 )
 from hf_neuron_moe.modules.block import NeuronBlock
 from hf_neuron_moe.modules.frozen_block import FrozenBlock
 from hf_neuron_moe.patching import PatchReport, patch_model, unpatch_model
 
 
+@public(WHERE)
 def load_for_verification(folder: Path, *, random_weights: bool = False) -> nn.Module:
     """Return the model in a folder on the CPU, or on the meta device where its weights are not wanted.
 
@@ -47,9 +48,9 @@ def load_for_verification(folder: Path, *, random_weights: bool = False) -> nn.M
         ConversionError: there is no such model, or its weights are not there or cannot be read.
         ConfigError: random weights for a conversion.
     """
-    check_model_dir(folder, WHERE, random_weights=random_weights)
+    check_model_dir(folder, random_weights=random_weights)
     if random_weights:
-        model = build_meta_model(folder, WHERE)
+        model = build_meta_model(folder)
         dtype = model.config.dtype
         return nn.Module.to(model, dtype=dtype if isinstance(dtype, torch.dtype) else torch.bfloat16)
     import hf_neuron_moe.quantizers  # noqa: F401 - makes transformers know converted checkpoints
@@ -57,13 +58,11 @@ def load_for_verification(folder: Path, *, random_weights: bool = False) -> nn.M
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True)
     except (SafetensorError, OSError, RuntimeError, ValueError) as error:
-        raise refuse(
-            SourceDamageError,
-            where=WHERE,
-            argument=str(folder),
-            expected="a checkpoint whose weights transformers can read",
-            got=f"{type(error).__name__}: {error}",
-            remedy="Repair it, or compare on random weights: --random-weights.",
+        raise SourceDamageError.about(
+            str(folder),
+            "a checkpoint whose weights transformers can read",
+            f"{type(error).__name__}: {error}",
+            "Repair it, or compare on random weights: --random-weights.",
         ) from error
     kinds = [type(module) for module in model.modules() if isinstance(module, NeuronBlock)]
     if kinds and not any(issubclass(kind, FrozenBlock) for kind in kinds):
@@ -150,14 +149,12 @@ def _patched(model: nn.Module, config: NeuronMoEConfig) -> Iterator[list[BlockRe
 
 def _nothing(report: PatchReport) -> NothingToPatchError:
     reasons = "; ".join(sorted({entry.reason for entry in report.refused}))
-    return refuse(
-        NothingToPatchError,
-        where=WHERE,
-        argument="model",
-        expected="a block that the kernels compute here",
-        got=reasons,
-        remedy="`hf-neuron-moe doctor MODEL_DIR` lists kernels and precisions.",
-    )
+    return NothingToPatchError.about(
+        "model",
+        "a block that the kernels compute here",
+        reasons,
+        "`hf-neuron-moe doctor MODEL_DIR` lists kernels and precisions.",
+    ).named(WHERE)
 
 
 def _verify_block(

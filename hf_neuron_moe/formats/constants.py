@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import torch
 
-from hf_neuron_moe.errors import ConfigError, NeuronMoEError, nearest, refuse
+from hf_neuron_moe.errors import ConfigError, NeuronMoEError, nearest
 
 MX_BLOCK = 32
 """Elements that share one scale byte (OCP MX v1.0, section 5.1)."""
@@ -139,14 +139,13 @@ class SwizzleScheme(StrEnum):
 Choice = TypeVar("Choice", bound=StrEnum)
 
 
-def choose(kind: type[Choice], value: str | Choice, *, argument: str, where: str) -> Choice:
+def choose(kind: type[Choice], value: str | Choice, *, argument: str) -> Choice:
     """Resolve the name of an option.
 
     Args:
         kind: the option's enumeration.
         value: a member or its value, e.g. ``"neuron"``.
         argument: argument named in the error.
-        where: function named in the error.
 
     Raises:
         ConfigError: unknown name.
@@ -154,10 +153,10 @@ def choose(kind: type[Choice], value: str | Choice, *, argument: str, where: str
     known = [member.value for member in kind]
     if value in known:
         return kind(value)
-    raise unknown_name(value, known, argument=argument, where=where)
+    raise unknown_name(value, known, argument=argument)
 
 
-def element_format(fmt: str | ElementFormat, *, where: str) -> ElementFormat:
+def element_format(fmt: str | ElementFormat) -> ElementFormat:
     """Resolve a format name: ``"e4m3fn"``, ``"e5m2"``, ``"e2m1"`` or an :class:`ElementFormat`.
 
     Raises:
@@ -167,17 +166,10 @@ def element_format(fmt: str | ElementFormat, *, where: str) -> ElementFormat:
         return fmt
     if isinstance(fmt, str) and fmt in ELEMENT_FORMATS:
         return ELEMENT_FORMATS[fmt]
-    raise unknown_name(fmt, list(ELEMENT_FORMATS), argument="fmt", where=where)
+    raise unknown_name(fmt, list(ELEMENT_FORMATS), argument="fmt")
 
 
-def unknown_name(value: object, known: list[str], *, argument: str, where: str) -> NeuronMoEError:
+def unknown_name(value: object, known: list[str], *, argument: str) -> NeuronMoEError:
     """Build the refusal of a value that is none of the known names, with the nearest of them."""
     hint = nearest(value, known) if isinstance(value, str) else ""
-    return refuse(
-        ConfigError,
-        where=where,
-        argument=argument,
-        expected=f"one of {', '.join(known)}",
-        got=repr(value),
-        remedy=f"Choose one of these.{hint}",
-    )
+    return ConfigError.about(argument, f"one of {', '.join(known)}", repr(value), f"Choose one of these.{hint}")

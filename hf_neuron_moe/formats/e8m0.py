@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hf_neuron_moe.errors import public
 from hf_neuron_moe.formats.checks import check_dtype
 from hf_neuron_moe.formats.constants import E8M0_BIAS, E8M0_NAN, ElementFormat, ScaleRule
 
@@ -38,6 +39,7 @@ def power_of_two(exponent: Tensor) -> Tensor:
     return ((exponent.to(torch.int32) + E8M0_BIAS) << MANTISSA_BITS).view(torch.float32)
 
 
+@public
 def e8m0_to_float32(scales: Tensor) -> Tensor:
     """Decode scale bytes.
 
@@ -50,7 +52,7 @@ def e8m0_to_float32(scales: Tensor) -> Tensor:
     Raises:
         DTypeError: another dtype.
     """
-    check_dtype(scales, (torch.uint8, torch.float8_e8m0fnu), where="e8m0_to_float32", argument="scales")
+    check_dtype(scales, (torch.uint8, torch.float8_e8m0fnu), argument="scales")
     byte = scales.detach().view(torch.uint8).to(torch.int32)
     bits = torch.where(byte == 0, 1 << (MANTISSA_BITS - 1), byte << MANTISSA_BITS)
     return bits.masked_fill_(byte == E8M0_NAN, FP32_NAN_BITS).view(torch.float32)

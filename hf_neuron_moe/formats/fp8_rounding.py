@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.errors import ConfigError, DeviceError, refuse
+from hf_neuron_moe.errors import ConfigError, DeviceError
 from hf_neuron_moe.formats.constants import ElementFormat
 from hf_neuron_moe.formats.e8m0 import MAGNITUDE_MASK, MANTISSA_BITS
 
@@ -36,16 +36,13 @@ def round_to_fp8_(
     return clipped.to(fmt.dtype)
 
 
-def check_randomness(
-    stochastic: object, generator: object, device: torch.device, *, where: str, argument: str = "x"
-) -> None:
+def check_randomness(stochastic: object, generator: object, device: torch.device, *, argument: str = "x") -> None:
     """Check what callers pass on to :func:`round_to_fp8_`.
 
     Args:
         stochastic: a bool.
         generator: a torch.Generator on `device`, or None.
         device: device of the values.
-        where: function named in the error.
         argument: name of the values.
 
     Raises:
@@ -53,33 +50,22 @@ def check_randomness(
         DeviceError: `generator` on another kind of device.
     """
     if not isinstance(stochastic, bool):
-        raise refuse(
-            ConfigError,
-            where=where,
-            argument="stochastic",
-            expected="True or False",
-            got=repr(stochastic),
-            remedy="Pass a bool.",
-        )
+        raise ConfigError.about("stochastic", "True or False", repr(stochastic), "Pass a bool.")
     if generator is None:
         return
     if not isinstance(generator, torch.Generator):
-        raise refuse(
-            ConfigError,
-            where=where,
-            argument="generator",
-            expected="a torch.Generator or None",
-            got=type(generator).__name__,
-            remedy="Build it with torch.Generator(device).manual_seed(seed).",
+        raise ConfigError.about(
+            "generator",
+            "a torch.Generator or None",
+            type(generator).__name__,
+            "Build it with torch.Generator(device).manual_seed(seed).",
         )
     if generator.device.type != device.type:
-        raise refuse(
-            DeviceError,
-            where=where,
-            argument="generator",
-            expected=f"on {device.type} like {argument}",
-            got=str(generator.device),
-            remedy=f"Build it with torch.Generator({device.type!r}).",
+        raise DeviceError.about(
+            "generator",
+            f"on {device.type} like {argument}",
+            str(generator.device),
+            f"Build it with torch.Generator({device.type!r}).",
         )
 
 

@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.errors import ShapeError, refuse
+from hf_neuron_moe.errors import ShapeError, public
 from hf_neuron_moe.formats.checks import (
     check_contraction,
     check_dtype,
@@ -65,6 +65,7 @@ class MXTensor:
     fmt: ElementFormat
 
 
+@public
 def quantize_mx(
     weight_FK: Tensor,
     *,
@@ -93,13 +94,12 @@ def quantize_mx(
         ShapeError: it is not 2-D, or K is not a positive multiple of 32.
         ConfigError: unknown format, rule or scheme.
     """
-    where = "quantize_mx"
-    fmt = element_format(fmt, where=where)
-    rule = choose(ScaleRule, rule, argument="rule", where=where)
-    scheme = choose(SwizzleScheme, scheme, argument="scheme", where=where)
-    check_float(weight_FK, where=where, argument="weight_FK")
-    check_shape(weight_FK, ("F", "K"), where=where, argument="weight_FK")
-    check_contraction(weight_FK.shape[1], where=where, argument="weight_FK.shape[1] (K)")
+    fmt = element_format(fmt)
+    rule = choose(ScaleRule, rule, argument="rule")
+    scheme = choose(SwizzleScheme, scheme, argument="scheme")
+    check_float(weight_FK, argument="weight_FK")
+    check_shape(weight_FK, ("F", "K"), argument="weight_FK")
+    check_contraction(weight_FK.shape[1], argument="weight_FK.shape[1] (K)")
     weight_FK = weight_FK.detach()
     if weight_FK.device.type == "cpu":
         F, K = weight_FK.shape
@@ -111,6 +111,7 @@ def quantize_mx(
     return MXTensor(swizzle(codes_FK, scheme), scales_FB.t().contiguous(), fmt)
 
 
+@public
 def quantize_mx_swizzled(
     swizzled_P4F: Tensor, *, fmt: str | ElementFormat = "e4m3fn", rule: str | ScaleRule = "neuron"
 ) -> MXTensor:
@@ -129,13 +130,14 @@ def quantize_mx_swizzled(
         ShapeError: it is not 2-D, its rows are not a multiple of 8 or its columns not a multiple of 4.
         ConfigError: unknown format or rule.
     """
-    check_float(swizzled_P4F, where="quantize_mx_swizzled", argument="swizzled_P4F")
-    check_swizzled(swizzled_P4F, where="quantize_mx_swizzled", argument="swizzled_P4F")
+    check_float(swizzled_P4F, argument="swizzled_P4F")
+    check_swizzled(swizzled_P4F, argument="swizzled_P4F")
     # A patch is exactly what the 1x32 scheme makes of 32 consecutive values.
     consecutive = SwizzleScheme.CONSECUTIVE
     return quantize_mx(unswizzle(swizzled_P4F, consecutive), fmt=fmt, rule=rule, scheme=consecutive)
 
 
+@public
 def dequantize_mx(codes_P4F: Tensor, scales_BF: Tensor, *, fmt: str | ElementFormat = "e4m3fn") -> Tensor:
     """Return ``code * 2**(byte - 127)`` in the swizzled layout.
 
@@ -153,15 +155,14 @@ def dequantize_mx(codes_P4F: Tensor, scales_BF: Tensor, *, fmt: str | ElementFor
         DeviceError: scales on another device than the codes.
         ConfigError: unknown format.
     """
-    where = "dequantize_mx"
-    fmt = element_format(fmt, where=where)
-    codes_P4F = codes_as_bytes(codes_P4F, fmt, where=where)
-    check_dtype(scales_BF, (torch.uint8, torch.float8_e8m0fnu), where=where, argument="scales")
-    P, F = check_swizzled(codes_P4F, where=where, argument="codes")
+    fmt = element_format(fmt)
+    codes_P4F = codes_as_bytes(codes_P4F, fmt)
+    check_dtype(scales_BF, (torch.uint8, torch.float8_e8m0fnu), argument="scales")
+    P, F = check_swizzled(codes_P4F, argument="codes")
     B = P // PATCH_ROWS
     because = f"compact scales of codes {list(codes_P4F.shape)}"
-    check_equal_shape(scales_BF, (B, F), where=where, argument="scales", because=because)
-    check_same_device({"codes": codes_P4F, "scales": scales_BF}, where=where)
+    check_equal_shape(scales_BF, (B, F), argument="scales", because=because)
+    check_same_device({"codes": codes_P4F, "scales": scales_BF})
     scales_BF = scales_BF.detach().view(torch.uint8)
     out_P4F = torch.empty(P, LANES * F, dtype=torch.float32, device=codes_P4F.device)
     step = _rows_per_chunk(codes_P4F.device, PATCH_ROWS * LANES * F)
@@ -173,6 +174,7 @@ def dequantize_mx(codes_P4F: Tensor, scales_BF: Tensor, *, fmt: str | ElementFor
     return out_P4F
 
 
+@public
 def fake_quantize_mx(
     x: Tensor,
     axis: int = -1,
@@ -198,23 +200,20 @@ def fake_quantize_mx(
         ShapeError: `axis` does not exist, or its size is not a positive multiple of 32.
         ConfigError: unknown format, rule or scheme.
     """
-    where = "fake_quantize_mx"
-    fmt = element_format(fmt, where=where)
-    rule = choose(ScaleRule, rule, argument="rule", where=where)
-    scheme = choose(SwizzleScheme, scheme, argument="scheme", where=where)
-    check_float(x, where=where, argument="x")
+    fmt = element_format(fmt)
+    rule = choose(ScaleRule, rule, argument="rule")
+    scheme = choose(SwizzleScheme, scheme, argument="scheme")
+    check_float(x, argument="x")
     if not is_whole(axis) or not -x.ndim <= axis < x.ndim:
-        raise refuse(
-            ShapeError,
-            where=where,
-            argument="axis",
-            expected=f"an axis of a tensor of shape {list(x.shape)}",
-            got=repr(axis),
-            remedy="Pass the contraction axis of the matmul.",
+        raise ShapeError.about(
+            "axis",
+            f"an axis of a tensor of shape {list(x.shape)}",
+            repr(axis),
+            "Pass the contraction axis of the matmul.",
         )
     moved = x.detach().movedim(axis, -1)
     K = moved.shape[-1]
-    check_contraction(K, where=where, argument=f"x.shape[{axis}]")
+    check_contraction(K, argument=f"x.shape[{axis}]")
     x_FK = moved.reshape(moved.numel() // K, K)
     codes_FK, scales_FB = _quantize_natural(x_FK, fmt, rule, scheme)
     out_FK = torch.empty(x_FK.shape, dtype=torch.float32, device=x.device)
@@ -222,6 +221,7 @@ def fake_quantize_mx(
     return out_FK.view(moved.shape).movedim(-1, axis)
 
 
+@public
 def dequantize_mx_natural(
     codes_FK: Tensor,
     scales_BF: Tensor,
@@ -249,21 +249,20 @@ def dequantize_mx_natural(
         DeviceError: tensors on different devices.
         ConfigError: unknown format or scheme.
     """
-    where = "dequantize_mx_natural"
-    fmt = element_format(fmt, where=where)
-    scheme = choose(SwizzleScheme, scheme, argument="scheme", where=where)
-    codes_FK = codes_as_bytes(codes_FK, fmt, where=where)
-    check_dtype(scales_BF, (torch.uint8, torch.float8_e8m0fnu), where=where, argument="scales")
-    check_shape(codes_FK, ("F", "K"), where=where, argument="codes")
+    fmt = element_format(fmt)
+    scheme = choose(SwizzleScheme, scheme, argument="scheme")
+    codes_FK = codes_as_bytes(codes_FK, fmt)
+    check_dtype(scales_BF, (torch.uint8, torch.float8_e8m0fnu), argument="scales")
+    check_shape(codes_FK, ("F", "K"), argument="codes")
     F, K = codes_FK.shape
-    check_contraction(K, where=where, argument="codes.shape[1] (K)")
+    check_contraction(K, argument="codes.shape[1] (K)")
     because = f"compact scales of codes {list(codes_FK.shape)}"
-    check_equal_shape(scales_BF, (K // MX_BLOCK, F), where=where, argument="scales", because=because)
+    check_equal_shape(scales_BF, (K // MX_BLOCK, F), argument="scales", because=because)
     if out_FK is None:
         out_FK = torch.empty(F, K, dtype=torch.float32, device=codes_FK.device)
-    check_dtype(out_FK, (torch.float32,), where=where, argument="out_FK")
-    check_equal_shape(out_FK, (F, K), where=where, argument="out_FK", because="the shape of codes")
-    check_same_device({"codes": codes_FK, "scales": scales_BF, "out_FK": out_FK}, where=where)
+    check_dtype(out_FK, (torch.float32,), argument="out_FK")
+    check_equal_shape(out_FK, (F, K), argument="out_FK", because="the shape of codes")
+    check_same_device({"codes": codes_FK, "scales": scales_BF, "out_FK": out_FK})
     scales_FB = scales_BF.detach().view(torch.uint8).t().contiguous()
     _dequantize_natural(codes_FK, scales_FB, out_FK, fmt, scheme)
     return out_FK

@@ -22,7 +22,7 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.errors import ShapeError, refuse
+from hf_neuron_moe.errors import ShapeError, public
 from hf_neuron_moe.formats.checks import check_contraction, check_dtype, check_multiple
 from hf_neuron_moe.formats.constants import MX_BLOCK, PACKED_SLAB_K, PACKED_SLAB_ROWS, choose
 
@@ -41,6 +41,7 @@ class ScaleLayout(StrEnum):
     PACKED = "packed"
 
 
+@public
 def scale_row_count(K: int, layout: str | ScaleLayout) -> int:
     """Return the number of rows of a scale tensor.
 
@@ -48,9 +49,8 @@ def scale_row_count(K: int, layout: str | ScaleLayout) -> int:
         ShapeError: K is not a positive multiple of 32.
         ConfigError: unknown layout.
     """
-    where = "scale_row_count"
-    check_contraction(K, where=where)
-    match choose(ScaleLayout, layout, argument="layout", where=where):
+    check_contraction(K)
+    match choose(ScaleLayout, layout, argument="layout"):
         case ScaleLayout.COMPACT:
             return K // MX_BLOCK
         case ScaleLayout.OVERSIZED:
@@ -59,6 +59,7 @@ def scale_row_count(K: int, layout: str | ScaleLayout) -> int:
             return PACKED_SLAB_ROWS * -(-K // PACKED_SLAB_K)
 
 
+@public
 def scale_rows(K: int, layout: str | ScaleLayout, device: torch.device | str | None = None) -> Tensor:
     """Return which row holds each block row: int64 ``[K/32]``, strictly one row per block.
 
@@ -66,10 +67,9 @@ def scale_rows(K: int, layout: str | ScaleLayout, device: torch.device | str | N
         ShapeError: K is not a positive multiple of 32.
         ConfigError: unknown layout.
     """
-    where = "scale_rows"
-    check_contraction(K, where=where)
+    check_contraction(K)
     block = torch.arange(K // MX_BLOCK, device=device)
-    match choose(ScaleLayout, layout, argument="layout", where=where):
+    match choose(ScaleLayout, layout, argument="layout"):
         case ScaleLayout.COMPACT:
             return block
         case ScaleLayout.OVERSIZED:
@@ -81,6 +81,7 @@ def scale_rows(K: int, layout: str | ScaleLayout, device: torch.device | str | N
             return slab + quadrant + QUADRANT_SCALES * (tile % SLAB_TILES) + row % QUADRANT_SCALES
 
 
+@public
 def detect_scale_layout(rows: int, K: int) -> ScaleLayout:
     """Tell oversized from packed by the number of rows, as the kernels do.
 
@@ -100,16 +101,15 @@ def detect_scale_layout(rows: int, K: int) -> ScaleLayout:
         return ScaleLayout.PACKED
     oversized, packed = (scale_row_count(K, name) for name in ("oversized", "packed"))
     hint = " These are compact scales; expand them with to_oversized or to_packed." if rows == K // MX_BLOCK else ""
-    raise refuse(
-        ShapeError,
-        where="detect_scale_layout",
-        argument="rows of the scales",
-        expected=f"{oversized} (oversized) or {packed} (packed) for K={K}",
-        got=str(rows),
-        remedy=f"Check K and that the scales belong to this operand.{hint}",
+    raise ShapeError.about(
+        "rows of the scales",
+        f"{oversized} (oversized) or {packed} (packed) for K={K}",
+        str(rows),
+        f"Check K and that the scales belong to this operand.{hint}",
     )
 
 
+@public
 def to_oversized(compact_BF: Tensor) -> Tensor:
     """Expand compact scales ``[..., K/32, F]`` to oversized ``[..., K/4, F]``; unused rows are 0.
 
@@ -123,14 +123,16 @@ def to_oversized(compact_BF: Tensor) -> Tensor:
         DTypeError: another dtype.
         ShapeError: fewer than two dimensions, or no rows.
     """
-    return _expand(compact_BF, ScaleLayout.OVERSIZED, where="to_oversized")
+    return _expand(compact_BF, ScaleLayout.OVERSIZED)
 
 
+@public
 def to_packed(compact_BF: Tensor) -> Tensor:
     """Pack compact scales ``[..., K/32, F]`` to ``[..., 128*ceil(K/2048), F]``; otherwise as :func:`to_oversized`."""
-    return _expand(compact_BF, ScaleLayout.PACKED, where="to_packed")
+    return _expand(compact_BF, ScaleLayout.PACKED)
 
 
+@public
 def to_compact(scales: Tensor, K: int) -> Tensor:
     """Collect compact scales from oversized or packed ones; the layout is detected from the row count.
 
@@ -145,45 +147,45 @@ def to_compact(scales: Tensor, K: int) -> Tensor:
         DTypeError: another dtype.
         ShapeError: fewer than two dimensions, illegal K, or a row count that fits neither layout.
     """
-    scales = _as_bytes(scales, where="to_compact")
+    scales = _as_bytes(scales)
     layout = detect_scale_layout(scales.shape[-2], K)
     return scales.index_select(-2, scale_rows(K, layout, scales.device))
 
 
+@public
 def oversized_to_packed(oversized: Tensor) -> Tensor:
     """Convert oversized scales ``[..., K/4, F]`` to packed ones; errors as :func:`to_compact`."""
-    rows = _as_bytes(oversized, where="oversized_to_packed").shape[-2]
+    rows = _as_bytes(oversized).shape[-2]
     return to_packed(to_compact(oversized, 4 * rows))
 
 
+@public
 def packed_to_oversized(packed: Tensor, K: int) -> Tensor:
     """Convert packed scales of an operand with contraction size K to oversized ones; errors as :func:`to_compact`."""
-    rows = _as_bytes(packed, where="packed_to_oversized").shape[-2]
+    rows = _as_bytes(packed).shape[-2]
     expected = scale_row_count(K, ScaleLayout.PACKED)
     if rows != expected:
-        raise refuse(
-            ShapeError,
-            where="packed_to_oversized",
-            argument="rows of the scales",
-            expected=f"{expected} (packed, K={K})",
-            got=str(rows),
-            remedy="Check K, and whether the scales are packed at all.",
+        raise ShapeError.about(
+            "rows of the scales",
+            f"{expected} (packed, K={K})",
+            str(rows),
+            "Check K, and whether the scales are packed at all.",
         )
     compact = packed.detach().view(torch.uint8).index_select(-2, scale_rows(K, ScaleLayout.PACKED, packed.device))
     return to_oversized(compact)
 
 
-def _expand(compact_BF: Tensor, layout: ScaleLayout, *, where: str) -> Tensor:
-    compact_BF = _as_bytes(compact_BF, where=where)
+def _expand(compact_BF: Tensor, layout: ScaleLayout) -> Tensor:
+    compact_BF = _as_bytes(compact_BF)
     *batch, B, F = compact_BF.shape
     K = B * MX_BLOCK
     out = compact_BF.new_zeros(*batch, scale_row_count(K, layout), F)
     return out.index_copy_(-2, scale_rows(K, layout, compact_BF.device), compact_BF)
 
 
-def _as_bytes(scales: Tensor, *, where: str) -> Tensor:
-    check_dtype(scales, SCALE_DTYPES, where=where, argument="scales")
+def _as_bytes(scales: Tensor) -> Tensor:
+    check_dtype(scales, SCALE_DTYPES, argument="scales")
     remedy = "Pass scales of shape [rows, F], with leading axes for experts if any."
-    check_multiple(max(scales.ndim - 1, 0), 1, where=where, argument="scales.ndim - 1", remedy=remedy)
-    check_multiple(scales.shape[-2], 1, where=where, argument="rows of the scales", remedy=remedy)
+    check_multiple(max(scales.ndim - 1, 0), 1, argument="scales.ndim - 1", remedy=remedy)
+    check_multiple(scales.shape[-2], 1, argument="rows of the scales", remedy=remedy)
     return scales.detach().view(torch.uint8)

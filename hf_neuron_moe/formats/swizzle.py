@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.errors import ShapeError, refuse
+from hf_neuron_moe.errors import ShapeError, public
 from hf_neuron_moe.formats.checks import check_contraction, check_dtype, check_multiple, check_shape, codes_as_bytes
 from hf_neuron_moe.formats.constants import (
     LANES,
@@ -43,6 +43,7 @@ class Segment(NamedTuple):
         return self.start + self.tile * self.tiles
 
 
+@public
 def tile_segments(K: int, scheme: str | SwizzleScheme = "wrapX") -> list[Segment]:
     """Split a contraction axis into runs of equal swizzle tiles.
 
@@ -60,8 +61,8 @@ def tile_segments(K: int, scheme: str | SwizzleScheme = "wrapX") -> list[Segment
         ShapeError: K is not a positive multiple of 32.
         ConfigError: unknown scheme.
     """
-    scheme = choose(SwizzleScheme, scheme, argument="scheme", where="tile_segments")
-    check_contraction(K, where="tile_segments")
+    scheme = choose(SwizzleScheme, scheme, argument="scheme")
+    check_contraction(K)
     if scheme is SwizzleScheme.CONSECUTIVE:
         return [Segment(0, LANES, K // LANES)]
     if scheme is SwizzleScheme.ONE_TILE:
@@ -80,6 +81,7 @@ def tile_segments(K: int, scheme: str | SwizzleScheme = "wrapX") -> list[Segment
     return segments
 
 
+@public
 def block_segments(K: int, scheme: str | SwizzleScheme = "wrapX") -> list[Segment]:
     """Split a contraction axis into runs in which MX blocks are easy to address.
 
@@ -87,12 +89,13 @@ def block_segments(K: int, scheme: str | SwizzleScheme = "wrapX") -> list[Segmen
     the compact scale tensor. That is :func:`tile_segments`, except that ``"1x32"`` yields runs of 32 elements.
     Arguments and errors are those of :func:`tile_segments`.
     """
-    if choose(SwizzleScheme, scheme, argument="scheme", where="block_segments") is SwizzleScheme.CONSECUTIVE:
-        check_contraction(K, where="block_segments")
+    if choose(SwizzleScheme, scheme, argument="scheme") is SwizzleScheme.CONSECUTIVE:
+        check_contraction(K)
         return [Segment(0, MX_BLOCK, K // MX_BLOCK)]
     return tile_segments(K, scheme)
 
 
+@public
 def k_map(K: int, scheme: str | SwizzleScheme = "wrapX", device: torch.device | str | None = None) -> Tensor:
     """Return which K index lies at each swizzled row and lane.
 
@@ -108,10 +111,11 @@ def k_map(K: int, scheme: str | SwizzleScheme = "wrapX", device: torch.device | 
         ShapeError: K is not a positive multiple of 32.
         ConfigError: unknown scheme.
     """
-    check_contraction(K, where="k_map")
+    check_contraction(K)
     return swizzle(torch.arange(K, device=device).unsqueeze(0), scheme)
 
 
+@public
 def swizzle(weight_FK: Tensor, scheme: str | SwizzleScheme = "wrapX") -> Tensor:
     """Rearrange an operand ``[F, K]`` (a ``torch.nn.Linear`` weight, an activation) into the kernels' ``[K/4, 4F]``.
 
@@ -126,10 +130,10 @@ def swizzle(weight_FK: Tensor, scheme: str | SwizzleScheme = "wrapX") -> Tensor:
         ShapeError: not 2-D, or K not a positive multiple of 32.
         ConfigError: unknown scheme.
     """
-    check_shape(weight_FK, ("F", "K"), where="swizzle", argument="weight_FK")
+    check_shape(weight_FK, ("F", "K"), argument="weight_FK")
     weight_FK = weight_FK.detach()
     F, K = weight_FK.shape
-    check_contraction(K, where="swizzle", argument="weight_FK's last axis K")
+    check_contraction(K, argument="weight_FK's last axis K")
     segments = tile_segments(K, scheme)
     out_P4F = weight_FK.new_empty(K // LANES, LANES * F)
     for start, tile, tiles in segments:
@@ -140,6 +144,7 @@ def swizzle(weight_FK: Tensor, scheme: str | SwizzleScheme = "wrapX") -> Tensor:
     return out_P4F
 
 
+@public
 def unswizzle(swizzled_P4F: Tensor, scheme: str | SwizzleScheme = "wrapX") -> Tensor:
     """Invert :func:`swizzle`.
 
@@ -154,7 +159,7 @@ def unswizzle(swizzled_P4F: Tensor, scheme: str | SwizzleScheme = "wrapX") -> Te
         ShapeError: not 2-D, rows not a multiple of 8, or columns not a multiple of 4.
         ConfigError: unknown scheme.
     """
-    P, F = check_swizzled(swizzled_P4F, where="unswizzle", argument="swizzled_P4F")
+    P, F = check_swizzled(swizzled_P4F, argument="swizzled_P4F")
     swizzled_P4F = swizzled_P4F.detach()
     out_FK = swizzled_P4F.new_empty(F, P * LANES)
     for start, tile, tiles in tile_segments(P * LANES, scheme):
@@ -165,20 +170,21 @@ def unswizzle(swizzled_P4F: Tensor, scheme: str | SwizzleScheme = "wrapX") -> Te
     return out_FK
 
 
-def check_swizzled(tensor_P4F: Tensor, *, where: str, argument: str) -> tuple[int, int]:
+def check_swizzled(tensor_P4F: Tensor, *, argument: str) -> tuple[int, int]:
     """Check the shape of a swizzled operand and return (P, F).
 
     Raises:
         ShapeError: not 2-D, rows not a multiple of 8, or columns not a multiple of 4.
     """
-    check_shape(tensor_P4F, ("K/4", "4F"), where=where, argument=argument)
+    check_shape(tensor_P4F, ("K/4", "4F"), argument=argument)
     P, columns = tensor_P4F.shape
     remedy = "Swizzle the operand first; zero-pad K to a multiple of 32 before that."
-    check_multiple(P, MX_BLOCK // LANES, where=where, argument=f"{argument}.shape[0] (K/4)", remedy=remedy)
-    check_multiple(columns, LANES, where=where, argument=f"{argument}.shape[1] (4F)", remedy=remedy)
+    check_multiple(P, MX_BLOCK // LANES, argument=f"{argument}.shape[0] (K/4)", remedy=remedy)
+    check_multiple(columns, LANES, argument=f"{argument}.shape[1] (4F)", remedy=remedy)
     return P, columns // LANES
 
 
+@public
 def pack_x4(codes: Tensor, fmt: str | ElementFormat = "e4m3fn") -> Tensor:
     """Pack four neighbouring codes into one hardware word, code 0 in the lowest bits.
 
@@ -197,26 +203,25 @@ def pack_x4(codes: Tensor, fmt: str | ElementFormat = "e4m3fn") -> Tensor:
         ShapeError: no dimension, the last not a multiple of 4, or an fp4 code above 15.
         ConfigError: unknown format.
     """
-    fmt = element_format(fmt, where="pack_x4")
-    codes = codes_as_bytes(codes, fmt, where="pack_x4")
+    fmt = element_format(fmt)
+    codes = codes_as_bytes(codes, fmt)
     columns = codes.shape[-1] if codes.ndim else 0
     remedy = "Pack whole quads: the last axis is 4F."
-    check_multiple(columns, LANES, where="pack_x4", argument="codes.shape[-1]", remedy=remedy)
+    check_multiple(columns, LANES, argument="codes.shape[-1]", remedy=remedy)
     if fmt.code_bits == 8:
         return codes.contiguous().view(fmt.carrier)
     if not codes.is_meta and bool((codes >> fmt.code_bits).any()):
-        raise refuse(
-            ShapeError,
-            where="pack_x4",
-            argument="codes",
-            expected=f"{fmt.name} codes from 0 to {2**fmt.code_bits - 1}, one per byte",
-            got=f"a code of {int(codes.max())}",
-            remedy="Pass unpacked codes.",
+        raise ShapeError.about(
+            "codes",
+            f"{fmt.name} codes from 0 to {2**fmt.code_bits - 1}, one per byte",
+            f"a code of {int(codes.max())}",
+            "Pass unpacked codes.",
         )
     lanes = codes.to(torch.int32).unflatten(-1, (-1, LANES)).unbind(-1)
     return (lanes[0] | lanes[1] << 4 | lanes[2] << 8 | lanes[3] << 12).to(fmt.carrier)
 
 
+@public
 def unpack_x4(words: Tensor, fmt: str | ElementFormat = "e4m3fn") -> Tensor:
     """Invert :func:`pack_x4`.
 
@@ -232,11 +237,11 @@ def unpack_x4(words: Tensor, fmt: str | ElementFormat = "e4m3fn") -> Tensor:
         ShapeError: no dimension.
         ConfigError: unknown format.
     """
-    fmt = element_format(fmt, where="unpack_x4")
+    fmt = element_format(fmt)
     unsigned = torch.uint32 if fmt.carrier is torch.int32 else torch.uint16
-    check_dtype(words, (fmt.carrier, unsigned), where="unpack_x4", argument="words")
+    check_dtype(words, (fmt.carrier, unsigned), argument="words")
     remedy = "Pass a tensor with at least one axis."
-    check_multiple(words.ndim, 1, where="unpack_x4", argument="words.ndim", remedy=remedy)
+    check_multiple(words.ndim, 1, argument="words.ndim", remedy=remedy)
     words = words.detach().contiguous()
     if fmt.code_bits == 8:
         return words.view(torch.uint8)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hf_neuron_moe.errors import ConfigError, nearest, refuse
+from hf_neuron_moe.errors import ConfigError, nearest, public
 from hf_neuron_moe.kernels.moe_types import MoECTEImplementation
 from hf_neuron_moe.kernels.routing import BlockPlan
 
@@ -37,6 +37,7 @@ CONSUMERS = (
 )
 
 
+@public
 def block_conditions(plan: BlockPlan, consumer: str | MoECTEImplementation) -> Tensor:
     """Return the int32 vector that `consumer` reads; no value is read back to the host.
 
@@ -49,13 +50,11 @@ def block_conditions(plan: BlockPlan, consumer: str | MoECTEImplementation) -> T
     """
     name = consumer.name if isinstance(consumer, MoECTEImplementation) else consumer
     if name not in CONSUMERS:
-        raise refuse(
-            ConfigError,
-            where="block_conditions",
-            argument="consumer",
-            expected=f"one of {', '.join(CONSUMERS)}",
-            got=repr(consumer),
-            remedy=f"Other implementations read no conditions.{nearest(str(name), list(CONSUMERS))}",
+        raise ConfigError.about(
+            "consumer",
+            f"one of {', '.join(CONSUMERS)}",
+            repr(consumer),
+            f"Other implementations read no conditions.{nearest(str(name), list(CONSUMERS))}",
         )
     if name in ("shard_on_i_hybrid", "shard_on_i_mx_hybrid"):
         return plan.conditions

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.errors import ShapeError, refuse
+from hf_neuron_moe.errors import ShapeError
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,6 @@ def block_rows(
     tokens: int,
     experts: int,
     *,
-    where: str,
     without_gaps: bool = False,
 ) -> BlockRows:
     """Collect the real slots of a plan.
@@ -59,7 +58,6 @@ def block_rows(
         block_size: B.
         tokens: number of real tokens T.
         experts: E.
-        where: kernel name for errors.
         without_gaps: refuse unused slots before used ones of the same expert (MX groups are formed by slot, so such
             gaps would change the numbers).
 
@@ -71,23 +69,21 @@ def block_rows(
     blocks = block_to_expert.numel()
     name = "token_position_to_id"
     fits = token_position_to_id.numel() == blocks * block_size
-    _require(
-        fits, where, name, f"of size N * block_size = {blocks * block_size}", str(list(token_position_to_id.shape))
-    )
+    _require(fits, name, f"of size N * block_size = {blocks * block_size}", str(list(token_position_to_id.shape)))
     ids = token_position_to_id.reshape(-1).long()
     slot_R = ((ids >= 0) & (ids < tokens)).nonzero().reshape(-1)
     expert_R = block_to_expert[torch.div(slot_R, block_size, rounding_mode="floor")]
-    _check_ids(ids, block_to_expert, expert_R, tokens, experts, where)
+    _check_ids(ids, block_to_expert, expert_R, tokens, experts)
     if bool((expert_R.diff() < 0).any()):
         expert_R, order = expert_R.sort(stable=True)
         slot_R = slot_R[order]
     token_R = ids[slot_R]
     pairs = torch.bincount(token_R * experts + expert_R, minlength=1)
-    _require(int(pairs.max()) <= 1, where, name, "made of tokens that occur once per expert", "a repeated pair")
+    _require(int(pairs.max()) <= 1, name, "made of tokens that occur once per expert", "a repeated pair")
     runs, first_slots = _runs(slot_R, expert_R, block_size, experts)
     if without_gaps and -1 in first_slots:
         expert = runs[first_slots.index(-1)][0]
-        _require(False, where, name, "filled without gaps per expert", f"gaps at expert {expert}")
+        _require(False, name, "filled without gaps per expert", f"gaps at expert {expert}")
     return BlockRows(slot_R, token_R, expert_R, runs, blocks, block_size, first_slots)
 
 
@@ -105,17 +101,15 @@ def _runs(
     return [(expert, end - count, end) for expert, count, end, _ in busy], [first for *_, first in busy]
 
 
-def _check_ids(ids: Tensor, block_to_expert: Tensor, expert_R: Tensor, tokens: int, experts: int, where: str) -> None:
+def _check_ids(ids: Tensor, block_to_expert: Tensor, expert_R: Tensor, tokens: int, experts: int) -> None:
     in_range = bool(((ids >= -1) & (ids <= tokens)).all())
-    _require(in_range, where, "token_position_to_id", f"made of ids -1..{tokens}", "an id outside of that")
+    _require(in_range, "token_position_to_id", f"made of ids -1..{tokens}", "an id outside of that")
     allowed = bool(((block_to_expert >= 0) & (block_to_expert <= experts)).all())
     used = allowed and bool((expert_R < experts).all())
     rule = f"made of ids 0..{experts - 1} (and {experts} for blocks without tokens)"
-    _require(used, where, "block_to_expert", rule, str(block_to_expert.tolist()))
+    _require(used, "block_to_expert", rule, str(block_to_expert.tolist()))
 
 
-def _require(condition: bool, where: str, argument: str, expected: str, got: str) -> None:
+def _require(condition: bool, argument: str, expected: str, got: str) -> None:
     if not condition:
-        raise refuse(
-            ShapeError, where=where, argument=argument, expected=expected, got=got, remedy="Use build_block_plan."
-        )
+        raise ShapeError.about(argument, expected, got, "Use build_block_plan.")

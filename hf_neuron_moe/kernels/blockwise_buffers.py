@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_neuron_moe.backends.torch.experts import ExpertStack
-from hf_neuron_moe.errors import ConfigError, ShapeError, refuse
+from hf_neuron_moe.errors import ConfigError, ShapeError
 from hf_neuron_moe.kernels.block_rows import BlockRows
 from hf_neuron_moe.kernels.blockwise_checks import FLOATS, Operands
 from hf_neuron_moe.kernels.checks import check_dtype, check_same_device, check_shape
@@ -86,7 +86,7 @@ class GradBuffers:
         return out
 
 
-def check_buffers(buffers: GradBuffers, operands: Operands, rows: BlockRows, *, where: str) -> None:
+def check_buffers(buffers: GradBuffers, operands: Operands, rows: BlockRows) -> None:
     """Refuse buffers that do not fit their operands, and combinations that would compute something else.
 
     Raises:
@@ -102,58 +102,42 @@ def check_buffers(buffers: GradBuffers, operands: Operands, rows: BlockRows, *, 
     for (name, buffer), (like, words) in zip(buffers.named.items(), likes, strict=True):
         if buffer is None:
             continue
-        check_dtype(buffer, FLOATS, where=where, argument=name)
-        check_shape(buffer, tuple(like.shape), words, where=where, argument=name)
+        check_dtype(buffer, FLOATS, argument=name)
+        check_shape(buffer, tuple(like.shape), words, argument=name)
         if not buffer.is_contiguous():
-            raise refuse(
-                ShapeError,
-                where=where,
-                argument=name,
-                expected="contiguous",
-                got=f"strides {buffer.stride()}",
-                remedy="Allocate it with torch.empty of that shape.",
+            raise ShapeError.about(
+                name, "contiguous", f"strides {buffer.stride()}", "Allocate it with torch.empty of that shape."
             )
         given[name] = buffer
-    check_same_device(given, where=where)
-    _check_accumulation(buffers, where)
+    check_same_device(given)
+    _check_accumulation(buffers)
     if buffers.assign_rows and rows.token_R.numel() != rows.token_R.unique().numel():
-        raise refuse(
-            ConfigError,
-            where=where,
-            argument="is_tensor_update_accumulating",
-            expected="True where a token goes to more than one expert",
-            got="False",
-            remedy="Plain stores keep the last expert's part only; they are for top_k = 1.",
+        raise ConfigError.about(
+            "is_tensor_update_accumulating",
+            "True where a token goes to more than one expert",
+            "False",
+            "Plain stores keep the last expert's part only; they are for top_k = 1.",
         )
 
 
-def _check_accumulation(buffers: GradBuffers, where: str) -> None:
+def _check_accumulation(buffers: GradBuffers) -> None:
     missing = [name for name, buffer in buffers.named.items() if buffer is None]
     if buffers.add and missing:
-        raise refuse(
-            ConfigError,
-            where=where,
-            argument="skip_grad_initialization",
-            expected=f"False without {missing[0]}",
-            got="True",
-            remedy="Pass all four *_grad_out buffers to add to.",
+        raise ConfigError.about(
+            "skip_grad_initialization",
+            f"False without {missing[0]}",
+            "True",
+            "Pass all four *_grad_out buffers to add to.",
         )
     if buffers.dtype not in (None, *FLOATS):
-        raise refuse(
-            ConfigError,
-            where=where,
-            argument="accumulation_dtype",
-            expected="None, torch.bfloat16 or torch.float32",
-            got=repr(buffers.dtype),
-            remedy="Use torch.float32.",
+        raise ConfigError.about(
+            "accumulation_dtype", "None, torch.bfloat16 or torch.float32", repr(buffers.dtype), "Use torch.float32."
         )
     wide = [name for name, buffer in buffers.named.items() if buffer is not None and buffer.dtype == torch.float32]
     if buffers.dtype == torch.bfloat16 and wide:
-        raise refuse(
-            ConfigError,
-            where=where,
-            argument="accumulation_dtype",
-            expected=f"not lower than the buffers' ({wide[0]} is fp32)",
-            got="torch.bfloat16",
-            remedy="Leave it None or pass torch.float32.",
+        raise ConfigError.about(
+            "accumulation_dtype",
+            f"not lower than the buffers' ({wide[0]} is fp32)",
+            "torch.bfloat16",
+            "Leave it None or pass torch.float32.",
         )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.errors import ConfigError, ShapeError, refuse
+from hf_neuron_moe.errors import ConfigError, ShapeError
 from hf_neuron_moe.kernels.checks import check_dtype, check_same_device, check_shape, shown
 from hf_neuron_moe.kernels.moe_types import (
     BLOCKINGS,
@@ -65,7 +65,7 @@ class Options:
     later: tuple[str, ...]
 
 
-def check_operands(operands: Operands, block_size: int, *, where: str) -> None:
+def check_operands(operands: Operands, block_size: int) -> None:
     """Refuse operands whose dtypes, shapes or devices do not fit each other.
 
     Raises:
@@ -74,15 +74,13 @@ def check_operands(operands: Operands, block_size: int, *, where: str) -> None:
     given = {name: tensor for name, tensor in vars(operands).items() if tensor is not None or name not in _OPTIONAL}
     for name, tensor in given.items():
         kinds = INTEGERS if name in ("token_position_to_id", "block_to_expert") else FLOATS
-        check_dtype(tensor, kinds, where=where, argument=name)
-    check_dtype(
-        operands.down_proj_weight, (operands.gate_up_proj_weight.dtype,), where=where, argument="down_proj_weight"
-    )
-    check_same_device(given, where=where)
-    check_shape(operands.hidden_states, (None, None), "[T', H]", where=where, argument="hidden_states")
+        check_dtype(tensor, kinds, argument=name)
+    check_dtype(operands.down_proj_weight, (operands.gate_up_proj_weight.dtype,), argument="down_proj_weight")
+    check_same_device(given)
+    check_shape(operands.hidden_states, (None, None), "[T', H]", argument="hidden_states")
     rows, hidden = operands.hidden_states.shape
     weight = operands.gate_up_proj_weight
-    check_shape(weight, (None, hidden, 2, None), "[E, H, 2, I]", where=where, argument="gate_up_proj_weight")
+    check_shape(weight, (None, hidden, 2, None), "[E, H, 2, I]", argument="gate_up_proj_weight")
     experts, inner, blocks = weight.shape[0], weight.shape[3], operands.block_to_expert.numel()
     shapes: dict[str, tuple[tuple[int | None, ...], str]] = {
         "down_proj_weight": ((experts, inner, hidden), "[E, I, H]"),
@@ -94,20 +92,18 @@ def check_operands(operands: Operands, block_size: int, *, where: str) -> None:
     }
     slots = operands.token_position_to_id.numel()
     if slots != blocks * block_size:
-        raise refuse(
-            ShapeError,
-            where=where,
-            argument="token_position_to_id",
-            expected=f"of size N * block_size = {blocks * block_size}",
-            got=str(slots),
-            remedy="Use build_block_plan.",
+        raise ShapeError.about(
+            "token_position_to_id",
+            f"of size N * block_size = {blocks * block_size}",
+            str(slots),
+            "Use build_block_plan.",
         )
     for name, (shape, words) in shapes.items():
         if name in given:
-            check_shape(given[name], shape, words, where=where, argument=name)
+            check_shape(given[name], shape, words, argument=name)
 
 
-def check_block_size(block_size: int, block_tile_size: int | None, *, where: str) -> None:
+def check_block_size(block_size: int, block_tile_size: int | None) -> None:
     """Refuse sizes that are no positive ints, and tiles that do not divide the block.
 
     Raises:
@@ -115,26 +111,17 @@ def check_block_size(block_size: int, block_tile_size: int | None, *, where: str
     """
     for name, value in (("block_size", block_size), ("block_tile_size", block_tile_size)):
         if (value is not None or name == "block_size") and (type(value) is not int or value <= 0):
-            raise refuse(
-                ShapeError,
-                where=where,
-                argument=name,
-                expected="a positive int",
-                got=repr(value),
-                remedy="Pass the block size the plan was made with.",
-            )
+            raise ShapeError.about(name, "a positive int", repr(value), "Pass the block size the plan was made with.")
     if block_tile_size is not None and block_size % block_tile_size:
-        raise refuse(
-            ShapeError,
-            where=where,
-            argument="block_tile_size",
-            expected=f"a divisor of block_size = {block_size}",
-            got=str(block_tile_size),
-            remedy="It only tiles the block on the device; leave it None.",
+        raise ShapeError.about(
+            "block_tile_size",
+            f"a divisor of block_size = {block_size}",
+            str(block_tile_size),
+            "It only tiles the block on the device; leave it None.",
         )
 
 
-def check_blocking(value: object, *, where: str) -> None:
+def check_blocking(value: object) -> None:
     """Refuse `blocking_params` that hold anything but the blocking records, singly or in a tuple, list or dict.
 
     Raises:
@@ -145,17 +132,15 @@ def check_blocking(value: object, *, where: str) -> None:
     counts = [count for item in held if isinstance(item, BLOCKINGS) for count in vars(item).values()]
     known = all(item is None or isinstance(item, BLOCKINGS) for item in held)
     if not known or any(type(count) is not int or count <= 0 for count in counts):
-        raise refuse(
-            ConfigError,
-            where=where,
-            argument="blocking_params",
-            expected=f"None or made of {', '.join(kind.__name__ for kind in BLOCKINGS)} with positive counts",
-            got=shown(value),
-            remedy="It only tiles the matmuls on the device; leave it None.",
+        raise ConfigError.about(
+            "blocking_params",
+            f"None or made of {', '.join(kind.__name__ for kind in BLOCKINGS)} with positive counts",
+            shown(value),
+            "It only tiles the matmuls on the device; leave it None.",
         )
 
 
-def shard_option(value: object, *, where: str) -> ShardOption | ShardOption229:
+def shard_option(value: object) -> ShardOption | ShardOption229:
     """Return a shard option of either generation; a name that both have is the newer one's.
 
     Raises:
@@ -163,11 +148,11 @@ def shard_option(value: object, *, where: str) -> ShardOption | ShardOption229:
     """
     older = ShardOption229.__members__.keys() - ShardOption.__members__.keys()
     if isinstance(value, ShardOption229) or (isinstance(value, str) and value in older):
-        return as_member(value, ShardOption229, where=where, argument="shard_option")
-    return as_member(value, ShardOption, where=where, argument="shard_option")
+        return as_member(value, ShardOption229, argument="shard_option")
+    return as_member(value, ShardOption, argument="shard_option")
 
 
-def check_dropping_plan(block_to_expert: Tensor, experts: int, *, where: str) -> None:
+def check_dropping_plan(block_to_expert: Tensor, experts: int) -> None:
     """Refuse a dropping plan that is not one block per expert, in order.
 
     Raises:
@@ -175,48 +160,39 @@ def check_dropping_plan(block_to_expert: Tensor, experts: int, *, where: str) ->
     """
     owners = block_to_expert.reshape(-1)
     if owners.numel() != experts or not bool((owners == torch.arange(experts, device=owners.device)).all()):
-        raise refuse(
-            ShapeError,
-            where=where,
-            argument="block_to_expert",
-            expected=f"0..{experts - 1} with kernel_type_option DROPPING (block e is expert e)",
-            got=str(owners.tolist()),
-            remedy="Use build_dropping_plan, or KernelTypeOption.DROPLESS.",
+        raise ShapeError.about(
+            "block_to_expert",
+            f"0..{experts - 1} with kernel_type_option DROPPING (block e is expert e)",
+            str(owners.tolist()),
+            "Use build_dropping_plan, or KernelTypeOption.DROPLESS.",
         )
 
 
-def check_device_limits(operands: Operands, options: Options, release: str | None, *, where: str) -> None:
+def check_device_limits(operands: Operands, options: Options, release: str | None) -> None:
     """Refuse what no release's device kernel takes (or what `release` does not take).
 
     Raises:
         ConfigError, ShapeError: naming the argument and the rule of `release`, or of the newest one.
     """
     if release not in (None, *RELEASES):
-        raise refuse(
-            ConfigError,
-            where=where,
-            argument="release",
-            expected=f"None or one of {', '.join(RELEASES)}",
-            got=repr(release),
-            remedy="2.31 stands for the later ones too.",
+        raise ConfigError.about(
+            "release", f"None or one of {', '.join(RELEASES)}", repr(release), "2.31 stands for the later ones too."
         )
     if operands.gate_up_proj_act_checkpoint_T.dtype == torch.bfloat16:
-        check_bf16_limits(options.clamp_limits, where=where)
+        check_bf16_limits(options.clamp_limits)
     broken = [_broken_rule(operands, options, name) for name in (RELEASES if release is None else (release,))]
     if None in broken:
         return
     kind, argument, expected, got = next(rule for rule in reversed(broken) if rule is not None)
-    raise refuse(
-        kind,
-        where=where,
-        argument=argument,
-        expected=f"{expected} (device limit of nki-library {release or RELEASES[-1]})",
-        got=got,
-        remedy="Change it, or pass device_limits=False for the mathematical definition.",
+    raise kind.about(
+        argument,
+        f"{expected} (device limit of nki-library {release or RELEASES[-1]})",
+        got,
+        "Change it, or pass device_limits=False for the mathematical definition.",
     )
 
 
-def check_bf16_limits(limits: ClampLimits, *, where: str) -> None:
+def check_bf16_limits(limits: ClampLimits) -> None:
     """Refuse clamp limits that bf16 does not hold.
 
     The masks compare bf16 checkpoints with the limits. A value clamped to 0.7 is kept as 0.69921875, which would count
@@ -228,13 +204,11 @@ def check_bf16_limits(limits: ClampLimits, *, where: str) -> None:
     for name, limit in vars(limits).items():
         rounded = limit if limit is None else float(torch.tensor(limit, dtype=torch.bfloat16))
         if rounded != limit:
-            raise refuse(
-                ConfigError,
-                where=where,
-                argument=f"clamp_limits.{name}",
-                expected="a bf16 number (pre-activations are kept in bf16, and clamped ones must equal the limit)",
-                got=repr(limit),
-                remedy=f"Use the bf16 value of the limit, {rounded}, in forward and backward.",
+            raise ConfigError.about(
+                f"clamp_limits.{name}",
+                "a bf16 number (pre-activations are kept in bf16, and clamped ones must equal the limit)",
+                repr(limit),
+                f"Use the bf16 value of the limit, {rounded}, in forward and backward.",
             )
 
 

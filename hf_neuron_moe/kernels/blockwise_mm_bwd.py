@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from hf_neuron_moe.backends.torch.gating import Gating
-from hf_neuron_moe.errors import ConfigError, NeuronMoEWarning, refuse
+from hf_neuron_moe.errors import ConfigError, NeuronMoEWarning, public
 from hf_neuron_moe.kernels.activations import act_, act_grad_
 from hf_neuron_moe.kernels.block_rows import BlockRows, block_rows
 from hf_neuron_moe.kernels.blockwise_buffers import GradBuffers, check_buffers
@@ -82,6 +82,7 @@ class MoEBiasBackward(NamedTuple):
     down_proj_bias_grad: Tensor
 
 
+@public(_WHERE)
 def blockwise_mm_bwd(
     hidden_states: Tensor,
     expert_affinities_masked: Tensor,
@@ -180,8 +181,8 @@ def blockwise_mm_bwd(
         "skip_gate_proj": skip_gate_proj,
         "upstream_affinity_grad": upstream_affinity_grad,
     }
-    check_flags(flags if device_limits is None else flags | {"device_limits": device_limits}, where=_WHERE)
-    check_blocking(blocking_params, where=_WHERE)
+    check_flags(flags if device_limits is None else flags | {"device_limits": device_limits})
+    check_blocking(blocking_params)
     later = {
         "skip_grad_initialization": skip_grad_initialization,
         "blocking_params": blocking_params is not None,
@@ -215,6 +216,7 @@ def blockwise_mm_bwd(
     return MoEBiasBackward(*results) if bias else MoEBackward(*results[:4])
 
 
+@public(_WHERE)
 def _options(
     block_size: int,
     block_tile_size: int | None,
@@ -226,21 +228,22 @@ def _options(
     clamp_limits: ClampLimits | None,
     later: tuple[str, ...],
 ) -> Options:
-    check_block_size(block_size, block_tile_size, where=_WHERE)
-    check_record(skip_dma, SkipMode, where=_WHERE, argument="skip_dma")
-    check_record(clamp_limits, ClampLimits, where=_WHERE, argument="clamp_limits")
+    check_block_size(block_size, block_tile_size)
+    check_record(skip_dma, SkipMode, argument="skip_dma")
+    check_record(clamp_limits, ClampLimits, argument="clamp_limits")
     return Options(
         block_size=block_size,
-        shard=shard_option(shard, where=_WHERE),
-        affinity=as_member(affinity, AffinityOption, where=_WHERE, argument="affinity_option"),
-        kernel_type=as_member(kernel_type, KernelTypeOption, where=_WHERE, argument="kernel_type_option"),
-        activation=as_member(activation, ActFnType, where=_WHERE, argument="activation_type"),
+        shard=shard_option(shard),
+        affinity=as_member(affinity, AffinityOption, argument="affinity_option"),
+        kernel_type=as_member(kernel_type, KernelTypeOption, argument="kernel_type_option"),
+        activation=as_member(activation, ActFnType, argument="activation_type"),
         clamp_limits=clamp_limits or ClampLimits(),
         skip_token=skip_dma is not None and skip_dma.skip_token,
         later=later,
     )
 
 
+@public(_WHERE)
 def _check(
     operands: Operands,
     options: Options,
@@ -251,39 +254,34 @@ def _check(
 ) -> BlockRows:
     """Check what remains after the options; return the plan's rows."""
     if on_hidden and operands.down_proj_act_checkpoint is None:
-        raise refuse(
-            ConfigError,
-            where=_WHERE,
-            argument="down_proj_act_checkpoint",
-            expected="given with AFFINITY_ON_H",
-            got="None",
-            remedy="Keep it in the forward, or use AFFINITY_ON_I on both sides.",
+        raise ConfigError.about(
+            "down_proj_act_checkpoint",
+            "given with AFFINITY_ON_H",
+            "None",
+            "Keep it in the forward, or use AFFINITY_ON_I on both sides.",
         )
-    check_operands(operands, options.block_size, where=_WHERE)
+    check_operands(operands, options.block_size)
     limited = operands.hidden_states.dtype == torch.bfloat16 if device_limits is None else device_limits
     if limited or release is not None:
-        check_device_limits(operands, options, release, where=_WHERE)
+        check_device_limits(operands, options, release)
     table_rows, experts = operands.hidden_states.shape[0], operands.gate_up_proj_weight.shape[0]
     if options.kernel_type is KernelTypeOption.DROPPING:
-        check_dropping_plan(operands.block_to_expert, experts, where=_WHERE)
+        check_dropping_plan(operands.block_to_expert, experts)
     tokens = table_rows if options.skip_token else table_rows - 1
-    rows = block_rows(
-        operands.token_position_to_id, operands.block_to_expert, options.block_size, tokens, experts, where=_WHERE
-    )
-    check_buffers(buffers, operands, rows, where=_WHERE)
+    rows = block_rows(operands.token_position_to_id, operands.block_to_expert, options.block_size, tokens, experts)
+    check_buffers(buffers, operands, rows)
     return rows
 
 
+@public(_WHERE)
 def _affinity_bias(operands: Operands, options: Options, bias: bool, convention: str, upstream: bool) -> Tensor | None:
     """Return the down bias where the affinity's gradient still lacks it."""
     if convention not in ("device", "golden"):
-        raise refuse(
-            ConfigError,
-            where=_WHERE,
-            argument="convention",
-            expected="'device' or 'golden'",
-            got=repr(convention),
-            remedy="It says whether the down checkpoint is without the down bias (device) or with it (golden).",
+        raise ConfigError.about(
+            "convention",
+            "'device' or 'golden'",
+            repr(convention),
+            "It says whether the down checkpoint is without the down bias (device) or with it (golden).",
         )
     on_hidden = options.affinity is AffinityOption.AFFINITY_ON_H
     included = on_hidden and convention == "golden"
@@ -299,15 +297,14 @@ def _affinity_bias(operands: Operands, options: Options, bias: bool, convention:
     return None if upstream or included else operands.down_proj_bias
 
 
+@public(_WHERE)
 def _precision(operands: Operands, compute_dtype: torch.dtype) -> str:
     if compute_dtype not in (torch.bfloat16, torch.float32):
-        raise refuse(
-            ConfigError,
-            where=_WHERE,
-            argument="compute_dtype",
-            expected="torch.bfloat16 or torch.float32",
-            got=repr(compute_dtype),
-            remedy="Use the kernels' default, torch.bfloat16.",
+        raise ConfigError.about(
+            "compute_dtype",
+            "torch.bfloat16 or torch.float32",
+            repr(compute_dtype),
+            "Use the kernels' default, torch.bfloat16.",
         )
     exact = torch.float32 in (operands.hidden_states.dtype, compute_dtype)
     return "fp32" if exact else "bf16"

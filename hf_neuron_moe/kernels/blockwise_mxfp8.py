@@ -28,7 +28,7 @@ from hf_neuron_moe.backends.torch.experts import ExpertStack, add_rows
 from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints, RowSource, ffn_forward
 from hf_neuron_moe.backends.torch.gating import Gating
 from hf_neuron_moe.backends.torch.tiling import Loader, Span, tile_loader
-from hf_neuron_moe.errors import ConfigError, ShapeError, refuse
+from hf_neuron_moe.errors import ConfigError, ShapeError, public
 from hf_neuron_moe.kernels.block_rows import BlockRows, block_rows
 from hf_neuron_moe.kernels.blockwise_buffers import GradBuffers
 from hf_neuron_moe.kernels.blockwise_checks import (
@@ -73,6 +73,7 @@ class MoEForwardMXFP8(NamedTuple):
     intermediate_T: Tensor
 
 
+@public
 def blockwise_mm_fwd_mxfp8(
     hidden_states: Tensor,
     expert_affinities_masked: Tensor,
@@ -117,30 +118,25 @@ def blockwise_mm_fwd_mxfp8(
     Raises:
         DTypeError, ShapeError, DeviceError, ConfigError: an argument breaks a rule above.
     """
-    where = "blockwise_mm_fwd_mxfp8"
     _refuse_unknown(
-        where,
         gate_up_proj_scale=gate_up_proj_scale,
         down_proj_scale=down_proj_scale,
         gate_and_up_proj_bias=gate_and_up_proj_bias,
         down_proj_bias=down_proj_bias,
     )
-    _check_only(activation_function, ActFnType.SiLU, where, "activation_function")
-    _check_block(block_size, where)
-    limits = _check_records(skip_dma, clamp_limits, device_limits, where)
+    _check_only(activation_function, ActFnType.SiLU, "activation_function")
+    _check_block(block_size)
+    limits = _check_records(skip_dma, clamp_limits, device_limits)
     _check_forward(
         hidden_states,
         expert_affinities_masked,
         gate_up_proj_weight,
         down_proj_weight,
         {"token_position_to_id": token_position_to_id, "block_to_expert": block_to_expert},
-        where,
     )
     experts = gate_up_proj_weight.shape[0]
     tokens = len(hidden_states) - int(skip_dma is None or not skip_dma.skip_token)
-    rows = block_rows(
-        token_position_to_id, block_to_expert, block_size, tokens, experts, where=where, without_gaps=True
-    )
+    rows = block_rows(token_position_to_id, block_to_expert, block_size, tokens, experts, without_gaps=True)
     stack = ExpertStack(gate_up_proj_weight.flatten(1, 2), down_proj_weight, transposed=False)
     return _forward(hidden_states, rows.affinity(expert_affinities_masked, experts), stack, rows, limits)
 
@@ -220,6 +216,7 @@ def _clamp_(values: Tensor, upper: float | None, lower: float | None) -> None:
         values.clamp_(min=lower)
 
 
+@public
 def blockwise_mm_bwd_mxfp8(
     hidden_states: Tensor,
     expert_affinities_masked: Tensor,
@@ -269,31 +266,26 @@ def blockwise_mm_bwd_mxfp8(
     Raises:
         DTypeError, ShapeError, DeviceError, ConfigError: an argument breaks a rule above.
     """
-    where = "blockwise_mm_bwd_mxfp8"
     _refuse_unknown(
-        where,
-        gate_up_proj_scale=gate_up_proj_scale,
-        down_proj_scale=down_proj_scale,
-        bias=None if bias is False else bias,
+        gate_up_proj_scale=gate_up_proj_scale, down_proj_scale=down_proj_scale, bias=None if bias is False else bias
     )
-    _check_only(activation_type, ActFnType.SiLU, where, "activation_type")
-    _check_only(shard_option, ShardOption.SHARD_ON_FREE, where, "shard_option")
-    _check_only(affinity_option, AffinityOption.AFFINITY_ON_I, where, "affinity_option")
-    _check_block(block_size, where)
-    limits = _check_records(skip_dma, clamp_limits, device_limits, where)
+    _check_only(activation_type, ActFnType.SiLU, "activation_type")
+    _check_only(shard_option, ShardOption.SHARD_ON_FREE, "shard_option")
+    _check_only(affinity_option, AffinityOption.AFFINITY_ON_I, "affinity_option")
+    _check_block(block_size)
+    limits = _check_records(skip_dma, clamp_limits, device_limits)
     operands = Operands(
         hidden_states, expert_affinities_masked, gate_up_proj_weight, down_proj_weight, gate_up_proj_act_checkpoint_T,
         None, token_position_to_id, block_to_expert, output_hidden_states_grad,
     )  # fmt: skip
     for name in ("hidden_states", "gate_up_proj_weight", "down_proj_weight", "output_hidden_states_grad"):
-        check_dtype(getattr(operands, name), _BF16, where=where, argument=name)
-    check_operands(operands, block_size, where=where)
-    _check_tiles(hidden_states.shape[1], gate_up_proj_weight.shape[3], where)
+        check_dtype(getattr(operands, name), _BF16, argument=name)
+    check_operands(operands, block_size)
+    _check_tiles(hidden_states.shape[1], gate_up_proj_weight.shape[3])
     tokens = len(hidden_states) - int(skip_dma is None or not skip_dma.skip_token)
     rows = block_rows(
-        token_position_to_id, block_to_expert, block_size, tokens, len(down_proj_weight),
-        where=where, without_gaps=True,
-    )  # fmt: skip
+        token_position_to_id, block_to_expert, block_size, tokens, len(down_proj_weight), without_gaps=True
+    )
     gating = Gating(
         gate_limits=(limits.non_linear_clamp_upper_limit, limits.non_linear_clamp_lower_limit),
         up_limits=(limits.linear_clamp_upper_limit, limits.linear_clamp_lower_limit),
@@ -302,84 +294,68 @@ def blockwise_mm_bwd_mxfp8(
     return MoEBackward(*run_backward(call, GradBuffers(None, None, None, None)))
 
 
-def _refuse_unknown(where: str, **arguments: object) -> None:
+def _refuse_unknown(**arguments: object) -> None:
     for name, value in arguments.items():
         if value is not None:
-            raise refuse(
-                ConfigError,
-                where=where,
-                argument=name,
-                expected="None" if name != "bias" else "False",
-                got="a tensor" if isinstance(value, Tensor) else repr(value),
-                remedy="Upstream documents no biases for the MXFP8 training pair."
+            raise ConfigError.about(
+                name,
+                "None" if name != "bias" else "False",
+                "a tensor" if isinstance(value, Tensor) else repr(value),
+                "Upstream documents no biases for the MXFP8 training pair."
                 if "bias" in name
                 else "The layout of pre-quantized weights is not documented; pass bf16 weights.",
             )
 
 
-def _check_records(
-    skip_dma: SkipMode | None, limits: ClampLimits | None, device_limits: bool | None, where: str
-) -> ClampLimits:
+def _check_records(skip_dma: SkipMode | None, limits: ClampLimits | None, device_limits: bool | None) -> ClampLimits:
     """Check the two records and the switch; return the limits."""
-    check_record(skip_dma, SkipMode, where=where, argument="skip_dma")
-    check_record(limits, ClampLimits, where=where, argument="clamp_limits")
+    check_record(skip_dma, SkipMode, argument="skip_dma")
+    check_record(limits, ClampLimits, argument="clamp_limits")
     if device_limits is not None:
-        check_flags({"device_limits": device_limits}, where=where)
+        check_flags({"device_limits": device_limits})
     if limits is not None and device_limits is not False:
-        check_bf16_limits(limits, where=where)
+        check_bf16_limits(limits)
     return limits or ClampLimits()
 
 
-def _check_only(value: object, member: ActFnType | ShardOption | AffinityOption, where: str, argument: str) -> None:
-    if as_member(value, type(member), where=where, argument=argument) is not member:
-        raise refuse(
-            ConfigError,
-            where=where,
-            argument=argument,
-            expected=f"{member.name} (the MXFP8 training pair has no other)",
-            got=str(value),
-            remedy="Use moe_cte and blockwise_mm_bwd for the others.",
+def _check_only(value: object, member: ActFnType | ShardOption | AffinityOption, argument: str) -> None:
+    if as_member(value, type(member), argument=argument) is not member:
+        raise ConfigError.about(
+            argument,
+            f"{member.name} (the MXFP8 training pair has no other)",
+            str(value),
+            "Use moe_cte and blockwise_mm_bwd for the others.",
         )
 
 
-def _check_block(block_size: int, where: str) -> None:
-    check_block_size(block_size, None, where=where)
+def _check_block(block_size: int) -> None:
+    check_block_size(block_size, None)
     if block_size not in BLOCK_SIZES:
-        raise refuse(
-            ShapeError,
-            where=where,
-            argument="block_size",
-            expected=f"one of {BLOCK_SIZES}",
-            got=str(block_size),
-            remedy="Build the plan with one of these.",
+        raise ShapeError.about(
+            "block_size", f"one of {BLOCK_SIZES}", str(block_size), "Build the plan with one of these."
         )
 
 
-def _check_tiles(hidden: int, inner: int, where: str) -> None:
-    check_multiple(hidden, 128, "H", "MX groups need whole tiles", where=where, argument="hidden_states")
-    check_multiple(inner, 128, "I", "MX groups need whole tiles", where=where, argument="gate_up_proj_weight")
+def _check_tiles(hidden: int, inner: int) -> None:
+    check_multiple(hidden, 128, "H", "MX groups need whole tiles", argument="hidden_states")
+    check_multiple(inner, 128, "I", "MX groups need whole tiles", argument="gate_up_proj_weight")
 
 
 def _check_forward(
-    hidden_states: Tensor,
-    affinities: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    plan: dict[str, Tensor],
-    where: str,
+    hidden_states: Tensor, affinities: Tensor, gate_up: Tensor, down: Tensor, plan: dict[str, Tensor]
 ) -> None:
     tensors = {"hidden_states": hidden_states, "gate_up_proj_weight": gate_up, "down_proj_weight": down}
     for name, tensor in tensors.items():
-        check_dtype(tensor, _BF16, where=where, argument=name)
-    check_dtype(affinities, _AFFINITIES, where=where, argument="expert_affinities_masked")
+        check_dtype(tensor, _BF16, argument=name)
+    check_dtype(affinities, _AFFINITIES, argument="expert_affinities_masked")
     for name, ids in plan.items():
-        check_dtype(ids, INTEGERS, where=where, argument=name)
-    check_same_device({**tensors, "expert_affinities_masked": affinities, **plan}, where=where)
-    check_shape(hidden_states, (None, None), "[T', H]", where=where, argument="hidden_states")
+        check_dtype(ids, INTEGERS, argument=name)
+    check_same_device({**tensors, "expert_affinities_masked": affinities, **plan})
+    check_shape(hidden_states, (None, None), "[T', H]", argument="hidden_states")
     rows, hidden = hidden_states.shape
-    check_shape(gate_up, (None, 2, None, hidden), "[E, 2, I, H]", where=where, argument="gate_up_proj_weight")
+    check_shape(gate_up, (None, 2, None, hidden), "[E, 2, I, H]", argument="gate_up_proj_weight")
     experts, _, inner, _ = gate_up.shape
-    check_shape(down, (experts, hidden, inner), "[E, H, I]", where=where, argument="down_proj_weight")
+    check_shape(down, (experts, hidden, inner), "[E, H, I]", argument="down_proj_weight")
     name = "expert_affinities_masked"
-    check_shape(affinities, (rows * experts, 1), "[T' * E, 1]", where=where, argument=name)
-    _check_tiles(hidden, inner, where)
+    check_shape(affinities, (rows * experts, 1), "[T' * E, 1]", argument=name)
+    _check_tiles(hidden, inner)

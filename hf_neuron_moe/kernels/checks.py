@@ -7,11 +7,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.errors import ConfigError, DTypeError, ShapeError, refuse
+from hf_neuron_moe.errors import ConfigError, DTypeError, ShapeError
 from hf_neuron_moe.formats.checks import check_same_device as check_same_device
 
 
-def check_dtype(tensor: Tensor, allowed: tuple[torch.dtype, ...], *, where: str, argument: str) -> None:
+def check_dtype(tensor: Tensor, allowed: tuple[torch.dtype, ...], *, argument: str) -> None:
     """Refuse a tensor whose dtype is not in `allowed`, and anything that is not a tensor.
 
     Raises:
@@ -22,24 +22,21 @@ def check_dtype(tensor: Tensor, allowed: tuple[torch.dtype, ...], *, where: str,
         remedy = "This argument is required." if tensor is None else "Pass a torch.Tensor."
         if isinstance(tensor, Tensor):
             remedy = f"Convert it, for example with .to({allowed[0]})."
-        raise refuse(
-            DTypeError,
-            where=where,
-            argument=argument,
-            expected=f"a tensor of dtype {names}",
-            got=str(tensor.dtype) if isinstance(tensor, Tensor) else type(tensor).__name__,
-            remedy=remedy,
+        raise DTypeError.about(
+            argument,
+            f"a tensor of dtype {names}",
+            str(tensor.dtype) if isinstance(tensor, Tensor) else type(tensor).__name__,
+            remedy,
         )
 
 
-def check_shape(tensor: Tensor, shape: tuple[int | None, ...], names: str, *, where: str, argument: str) -> None:
+def check_shape(tensor: Tensor, shape: tuple[int | None, ...], names: str, *, argument: str) -> None:
     """Refuse a tensor that does not have `shape`; None stands for any extent.
 
     Args:
         tensor: the argument.
         shape: required extents.
         names: the shape in words, for the message, for example ``"[S, H]"``.
-        where: kernel name.
         argument: argument name.
 
     Raises:
@@ -51,69 +48,55 @@ def check_shape(tensor: Tensor, shape: tuple[int | None, ...], names: str, *, wh
     if not fits:
         wanted = ", ".join("?" if extent is None else str(extent) for extent in shape)
         sizes = "" if all(extent is None for extent in shape) else f" = [{wanted}]"
-        raise refuse(
-            ShapeError,
-            where=where,
-            argument=argument,
-            expected=f"of shape {names}{sizes}",
-            got=str(list(tensor.shape)),
-            remedy="Check which axis is which; layouts are never guessed from sizes.",
+        raise ShapeError.about(
+            argument,
+            f"of shape {names}{sizes}",
+            str(list(tensor.shape)),
+            "Check which axis is which; layouts are never guessed from sizes.",
         )
 
 
-def check_multiple(size: int, of: int, name: str, rule: str, *, where: str, argument: str) -> None:
+def check_multiple(size: int, of: int, name: str, rule: str, *, argument: str) -> None:
     """Refuse an extent that is zero or no multiple of `of`.
 
     Raises:
         ShapeError: otherwise; `rule` says why the kernel needs it.
     """
     if size <= 0 or size % of:
-        raise refuse(
-            ShapeError,
-            where=where,
-            argument=f"{name} of {argument}",
-            expected=f"a positive multiple of {of} ({rule})",
-            got=str(size),
-            remedy="Zero-pad to the next multiple (padding with zeros is exact); patched modules do so themselves.",
+        raise ShapeError.about(
+            f"{name} of {argument}",
+            f"a positive multiple of {of} ({rule})",
+            str(size),
+            "Zero-pad to the next multiple (padding with zeros is exact); patched modules do so themselves.",
         )
 
 
-def check_flags(flags: Mapping[str, object], *, where: str) -> None:
+def check_flags(flags: Mapping[str, object]) -> None:
     """Refuse switches that are not bools: any other object would be taken by its truth value.
 
     Args:
         flags: switches by argument name.
-        where: kernel name.
 
     Raises:
         ConfigError: otherwise.
     """
     for name, flag in flags.items():
         if not isinstance(flag, bool):
-            raise refuse(
-                ConfigError,
-                where=where,
-                argument=name,
-                expected="True or False",
-                got=shown(flag),
-                remedy="Pass a bool.",
-            )
+            raise ConfigError.about(name, "True or False", shown(flag), "Pass a bool.")
 
 
-def check_record(value: object, kind: type, *, where: str, argument: str, optional: bool = True) -> None:
+def check_record(value: object, kind: type, *, argument: str, optional: bool = True) -> None:
     """Refuse what is not an instance of `kind` (or None, if that is an option).
 
     Raises:
         ConfigError: otherwise. A dict or tuple is never taken for a record: its fields could be mixed up.
     """
     if not isinstance(value, kind) and not (optional and value is None):
-        raise refuse(
-            ConfigError,
-            where=where,
-            argument=argument,
-            expected=f"a {kind.__name__}{' or None' if optional else ''}",
-            got=shown(value),
-            remedy=f"Make one with {kind.__name__}(...), from hf_neuron_moe.kernels.",
+        raise ConfigError.about(
+            argument,
+            f"a {kind.__name__}{' or None' if optional else ''}",
+            shown(value),
+            f"Make one with {kind.__name__}(...), from hf_neuron_moe.kernels.",
         )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.errors import ConfigError, DTypeError, ShapeError, nearest, refuse
+from hf_neuron_moe.errors import ConfigError, DTypeError, ShapeError, nearest
 from hf_neuron_moe.formats.constants import E4M3FN, E5M2, ElementFormat
 from hf_neuron_moe.formats.fp8_rounding import check_randomness, round_to_fp8_
 from hf_neuron_moe.formats.group_fp8 import FP8_DTYPES, dequantize_groups, row_chunks
@@ -26,7 +26,7 @@ VALUE_DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 _FP8_NAMES = {"E4M3": E4M3FN, "E5M2": E5M2}
 
 
-def fp8_type(fp8type: str | torch.dtype, *, where: str) -> ElementFormat:
+def fp8_type(fp8type: str | torch.dtype) -> ElementFormat:
     """Resolve ``"E4M3"``, ``"E5M2"`` (either case), torch.float8_e4m3fn or torch.float8_e5m2.
 
     Raises:
@@ -37,53 +37,40 @@ def fp8_type(fp8type: str | torch.dtype, *, where: str) -> ElementFormat:
     if isinstance(fp8type, str) and fp8type.upper() in _FP8_NAMES:
         return _FP8_NAMES[fp8type.upper()]
     hint = nearest(fp8type.upper(), list(_FP8_NAMES)) if isinstance(fp8type, str) else ""
-    raise refuse(
-        ConfigError,
-        where=where,
-        argument="fp8type",
-        expected='"E4M3", "E5M2", torch.float8_e4m3fn or torch.float8_e5m2',
-        got=repr(fp8type),
-        remedy=f"COAT uses E4M3 for activations and E5M2 for gradients.{hint}",
+    raise ConfigError.about(
+        "fp8type",
+        '"E4M3", "E5M2", torch.float8_e4m3fn or torch.float8_e5m2',
+        repr(fp8type),
+        f"COAT uses E4M3 for activations and E5M2 for gradients.{hint}",
     )
 
 
-def check_group_size(QB: int, columns: int, *, where: str) -> None:
+def check_group_size(QB: int, columns: int) -> None:
     """Refuse a group size that is not a positive integer (ConfigError) or does not divide N (ShapeError)."""
     if isinstance(QB, bool) or not isinstance(QB, int) or QB <= 0:
-        raise refuse(
-            ConfigError,
-            where=where,
-            argument="QB",
-            expected="a positive number of elements per group",
-            got=repr(QB),
-            remedy="COAT uses groups of 16.",
-        )
+        raise ConfigError.about("QB", "a positive number of elements per group", repr(QB), "COAT uses groups of 16.")
     if columns <= 0 or columns % QB:
-        raise refuse(
-            ShapeError,
-            where=where,
-            argument="QB",
-            expected="a divisor of N, the last axis (groups are 1 x QB)",
-            got=f"QB {QB} for N {columns}",
-            remedy="Zero-pad the last axis, or choose a group size that divides it.",
+        raise ShapeError.about(
+            "QB",
+            "a divisor of N, the last axis (groups are 1 x QB)",
+            f"QB {QB} for N {columns}",
+            "Zero-pad the last axis, or choose a group size that divides it.",
         )
 
 
-def check_matrix(tensor: Tensor, dtypes: tuple[torch.dtype, ...], *, where: str, argument: str) -> None:
+def check_matrix(tensor: Tensor, dtypes: tuple[torch.dtype, ...], *, argument: str) -> None:
     """Refuse anything but a non-empty 2-D or 3-D tensor of one of `dtypes` (DTypeError, ShapeError)."""
-    check_dtype(tensor, dtypes, where=where, argument=argument)
+    check_dtype(tensor, dtypes, argument=argument)
     if tensor.ndim not in (2, 3) or 0 in tensor.shape:
-        raise refuse(
-            ShapeError,
-            where=where,
-            argument=argument,
-            expected="a non-empty [M, N] or [batch, sequence, N]",
-            got=str(list(tensor.shape)),
-            remedy="Flatten the leading axes into one.",
+        raise ShapeError.about(
+            argument,
+            "a non-empty [M, N] or [batch, sequence, N]",
+            str(list(tensor.shape)),
+            "Flatten the leading axes into one.",
         )
 
 
-def check_grouped(x: Tensor, s_x: Tensor, QB: int, *, where: str, names: tuple[str, str] = ("x", "s_x")) -> None:
+def check_grouped(x: Tensor, s_x: Tensor, QB: int, *, names: tuple[str, str] = ("x", "s_x")) -> None:
     """Check an FP8 operand and its group scales.
 
     Raises:
@@ -91,36 +78,32 @@ def check_grouped(x: Tensor, s_x: Tensor, QB: int, *, where: str, names: tuple[s
         ShapeError: codes that are not 2-D or 3-D; scales that are not ``[..., N/QB]`` of the same rank.
         ConfigError: a group size that is not a positive integer.
     """
-    check_matrix(x, tuple(FP8_DTYPES), where=where, argument=names[0])
-    check_scale_dtype(s_x, where=where, argument=names[1])
-    check_group_size(QB, x.shape[-1], where=where)
-    check_like(s_x, (*x.shape[:-1], x.shape[-1] // QB), where=where, argument=names[1], of=f"scales of {names[0]}")
+    check_matrix(x, tuple(FP8_DTYPES), argument=names[0])
+    check_scale_dtype(s_x, argument=names[1])
+    check_group_size(QB, x.shape[-1])
+    check_like(s_x, (*x.shape[:-1], x.shape[-1] // QB), argument=names[1], of=f"scales of {names[0]}")
 
 
-def check_scale_dtype(scales: Tensor, *, where: str, argument: str) -> None:
+def check_scale_dtype(scales: Tensor, *, argument: str) -> None:
     """Refuse scales that are not bf16 or fp32 (DTypeError), fp16 ones with the reason."""
     if isinstance(scales, Tensor) and scales.dtype == torch.float16:
-        raise refuse(
-            DTypeError,
-            where=where,
-            argument=argument,
-            expected="bf16 or fp32 (the scale 1e-10/448 of a zero group, and that of a small one, is 0 in fp16)",
-            got=str(scales.dtype),
-            remedy="Convert it with .to(torch.float32).",
+        raise DTypeError.about(
+            argument,
+            "bf16 or fp32 (the scale 1e-10/448 of a zero group, and that of a small one, is 0 in fp16)",
+            str(scales.dtype),
+            "Convert it with .to(torch.float32).",
         )
-    check_dtype(scales, SCALE_DTYPES, where=where, argument=argument)
+    check_dtype(scales, SCALE_DTYPES, argument=argument)
 
 
-def check_like(tensor: Tensor, shape: tuple[int, ...], *, where: str, argument: str, of: str) -> None:
+def check_like(tensor: Tensor, shape: tuple[int, ...], *, argument: str, of: str) -> None:
     """Refuse a tensor whose shape is not `shape` (ShapeError); `of` says what the shape follows from."""
     if tuple(tensor.shape) != shape:
-        raise refuse(
-            ShapeError,
-            where=where,
-            argument=argument,
-            expected=f"of shape {list(shape)} ({of})",
-            got=str(list(tensor.shape)),
-            remedy="Pass tensors that belong together, all 2-D or all 3-D.",
+        raise ShapeError.about(
+            argument,
+            f"of shape {list(shape)} ({of})",
+            str(list(tensor.shape)),
+            "Pass tensors that belong together, all 2-D or all 3-D.",
         )
 
 
@@ -158,18 +141,14 @@ def quantize_with_scale(
     return codes_MN, codes_NM
 
 
-def check_rounding(
-    stochastic: bool, quantized: bool, generator: torch.Generator | None, device: torch.device, *, where: str
-) -> None:
+def check_rounding(stochastic: bool, quantized: bool, generator: torch.Generator | None, device: torch.device) -> None:
     """Refuse stochastic rounding where nothing is rounded to FP8, and options of another type (ConfigError)."""
-    check_randomness(stochastic, generator, device, where=where, argument="g")
-    check_flags({"output_quantized_transpose": quantized}, where=where)
+    check_randomness(stochastic, generator, device, argument="g")
+    check_flags({"output_quantized_transpose": quantized})
     if stochastic and not quantized:
-        raise refuse(
-            ConfigError,
-            where=where,
-            argument="stochastic",
-            expected="False unless output_quantized_transpose is True (the unquantized result is never rounded to FP8)",
-            got="True",
-            remedy="Pass output_quantized_transpose=True, or round afterwards with fp8_division_transpose.",
+        raise ConfigError.about(
+            "stochastic",
+            "False unless output_quantized_transpose is True (the unquantized result is never rounded to FP8)",
+            "True",
+            "Pass output_quantized_transpose=True, or round afterwards with fp8_division_transpose.",
         )

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.errors import ConfigError, ShapeError, refuse
+from hf_neuron_moe.errors import ConfigError, ShapeError, public
 from hf_neuron_moe.formats.fp8_rounding import check_randomness
 from hf_neuron_moe.formats.group_fp8 import SCALE_EPSILON
 from hf_neuron_moe.kernels.checks import check_flags
@@ -29,6 +29,7 @@ from hf_neuron_moe.kernels.fp8_common import (
 _WHERE = "fp8_division_transpose"
 
 
+@public(_WHERE)
 def fp8_division_transpose(
     x: Tensor,
     QB: int,
@@ -65,11 +66,11 @@ def fp8_division_transpose(
             is no bool, or a `generator` that is none.
         DeviceError: `generator` belongs to another kind of device.
     """
-    fmt = fp8_type(fp8type, where=_WHERE)
-    check_matrix(x, VALUE_DTYPES, where=_WHERE, argument="x")
-    check_group_size(QB, x.shape[-1], where=_WHERE)
-    check_randomness(stochastic, generator, x.device, where=_WHERE)
-    check_flags({"only_transposed": only_transposed}, where=_WHERE)
+    fmt = fp8_type(fp8type)
+    check_matrix(x, VALUE_DTYPES, argument="x")
+    check_group_size(QB, x.shape[-1])
+    check_randomness(stochastic, generator, x.device)
+    check_flags({"only_transposed": only_transposed})
     rows = as_rows(x)
     if s_y is None:
         largest = _amax(rows)
@@ -91,26 +92,20 @@ def _amax(rows_MN: Tensor) -> Tensor:
     return torch.maximum(low.neg(), high)
 
 
+@public(_WHERE)
 def _checked_scale(s_y: Tensor) -> Tensor:
-    check_scale_dtype(s_y, where=_WHERE, argument="s_y")
+    check_scale_dtype(s_y, argument="s_y")
     if s_y.numel() != 1:
-        raise refuse(
-            ShapeError,
-            where=_WHERE,
-            argument="s_y",
-            expected="one scale for the whole tensor",
-            got=str(list(s_y.shape)),
-            remedy="Reduce group scales with .max() first.",
+        raise ShapeError.about(
+            "s_y", "one scale for the whole tensor", str(list(s_y.shape)), "Reduce group scales with .max() first."
         )
     scale = s_y.detach().reshape(())
     # Elsewhere, reading the value would wait for everything queued on the device.
     if scale.device.type == "cpu" and not 0 < float(scale) < math.inf:
-        raise refuse(
-            ConfigError,
-            where=_WHERE,
-            argument="s_y",
-            expected="positive and finite",
-            got=str(float(scale)),
-            remedy="Pass (max|x| + 1e-10) / fp8_max, or None to have it computed.",
+        raise ConfigError.about(
+            "s_y",
+            "positive and finite",
+            str(float(scale)),
+            "Pass (max|x| + 1e-10) / fp8_max, or None to have it computed.",
         )
     return scale

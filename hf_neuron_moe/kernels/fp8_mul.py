@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.errors import ConfigError, DTypeError, refuse
+from hf_neuron_moe.errors import ConfigError, DTypeError, public
 from hf_neuron_moe.formats.group_fp8 import FP8_DTYPES, row_chunks, scale_of_groups
 from hf_neuron_moe.kernels.checks import check_flags, check_same_device
 from hf_neuron_moe.kernels.fp8_common import (
@@ -41,6 +41,7 @@ __all__ = [
 ]
 
 
+@public
 def fp8_mul_forward(
     x1: Tensor, s_x1: Tensor, x2: Tensor, s_x2: Tensor, QB: int, transpose_output_2d: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -67,26 +68,21 @@ def fp8_mul_forward(
         ConfigError: 3-D input without `transpose_output_2d`, one that is no bool, or `QB` is not a positive integer.
         DeviceError: operands on different devices.
     """
-    where = "fp8_mul_forward"
-    check_flags({"transpose_output_2d": transpose_output_2d}, where=where)
-    _check_operands(x1, s_x1, x2, s_x2, QB, where=where)
+    check_flags({"transpose_output_2d": transpose_output_2d})
+    _check_operands(x1, s_x1, x2, s_x2, QB)
     if x1.dtype != x2.dtype:
-        raise refuse(
-            DTypeError,
-            where=where,
-            argument="x2",
-            expected=f"of dtype {x1.dtype} like x1 (one of them sets the range, the other the result's dtype)",
-            got=str(x2.dtype),
-            remedy="Quantize both operands to the same FP8 format.",
+        raise DTypeError.about(
+            "x2",
+            f"of dtype {x1.dtype} like x1 (one of them sets the range, the other the result's dtype)",
+            str(x2.dtype),
+            "Quantize both operands to the same FP8 format.",
         )
     if x1.ndim == 3 and not transpose_output_2d:
-        raise refuse(
-            ConfigError,
-            where=where,
-            argument="transpose_output_2d",
-            expected="True for 3-D input (the transpose of [b, s, N] is the 2-D [N, b*s])",
-            got="False",
-            remedy="Pass transpose_output_2d=True, or flatten the input to 2-D.",
+        raise ConfigError.about(
+            "transpose_output_2d",
+            "True for 3-D input (the transpose of [b, s, N] is the 2-D [N, b*s])",
+            "False",
+            "Pass transpose_output_2d=True, or flatten the input to 2-D.",
         )
     fmt = FP8_DTYPES[x1.dtype]
     rows1, rows2, scales1, scales2 = (as_rows(tensor) for tensor in (x1, x2, s_x1, s_x2))
@@ -102,6 +98,7 @@ def fp8_mul_forward(
     return codes.view(x1.shape), scale, transposed
 
 
+@public
 def fp8_mul_backward(
     x1: Tensor,
     s_x1: Tensor,
@@ -144,13 +141,12 @@ def fp8_mul_backward(
             that is no bool, or a `generator` that is none.
         DeviceError: operands on different devices.
     """
-    where = "fp8_mul_backward"
-    fmt = fp8_type(fp8type, where=where)
-    _check_operands(x1, s_x1, x2, s_x2, QB, where=where)
-    check_matrix(g, VALUE_DTYPES, where=where, argument="g")
-    check_like(g, tuple(x1.shape), where=where, argument="g", of="the shape of x1")
-    check_same_device({"x1": x1, "g": g}, where=where)
-    check_rounding(stochastic, output_quantized_transpose, generator, g.device, where=where)
+    fmt = fp8_type(fp8type)
+    _check_operands(x1, s_x1, x2, s_x2, QB)
+    check_matrix(g, VALUE_DTYPES, argument="g")
+    check_like(g, tuple(x1.shape), argument="g", of="the shape of x1")
+    check_same_device({"x1": x1, "g": g})
+    check_rounding(stochastic, output_quantized_transpose, generator, g.device)
     rows1, rows2, scales1, scales2, gradient = (as_rows(tensor) for tensor in (x1, x2, s_x1, s_x2, g))
     y1 = torch.empty(rows1.shape, dtype=torch.bfloat16, device=x1.device)
     y2 = torch.empty_like(y1)
@@ -170,8 +166,8 @@ def fp8_mul_backward(
     return y1, (codes.view(g.shape), scale, transposed)
 
 
-def _check_operands(x1: Tensor, s_x1: Tensor, x2: Tensor, s_x2: Tensor, QB: int, *, where: str) -> None:
-    check_grouped(x1, s_x1, QB, where=where, names=("x1", "s_x1"))
-    check_grouped(x2, s_x2, QB, where=where, names=("x2", "s_x2"))
-    check_like(x2, tuple(x1.shape), where=where, argument="x2", of="the shape of x1")
-    check_same_device({"x1": x1, "s_x1": s_x1, "x2": x2, "s_x2": s_x2}, where=where)
+def _check_operands(x1: Tensor, s_x1: Tensor, x2: Tensor, s_x2: Tensor, QB: int) -> None:
+    check_grouped(x1, s_x1, QB, names=("x1", "s_x1"))
+    check_grouped(x2, s_x2, QB, names=("x2", "s_x2"))
+    check_like(x2, tuple(x1.shape), argument="x2", of="the shape of x1")
+    check_same_device({"x1": x1, "s_x1": s_x1, "x2": x2, "s_x2": s_x2})

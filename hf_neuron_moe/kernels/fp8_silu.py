@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hf_neuron_moe.errors import public
 from hf_neuron_moe.formats.fp8_rounding import round_to_fp8_
 from hf_neuron_moe.formats.group_fp8 import FP8_DTYPES, row_chunks, scale_of_groups
 from hf_neuron_moe.kernels.checks import check_same_device
@@ -27,6 +28,7 @@ from hf_neuron_moe.kernels.fp8_common import (
 )
 
 
+@public
 def fp8_silu_forward(x: Tensor, s_x: Tensor, QB: int) -> tuple[Tensor, Tensor]:
     """Apply SiLU to an FP8 tensor and group-quantise the result in the same format.
 
@@ -47,9 +49,8 @@ def fp8_silu_forward(x: Tensor, s_x: Tensor, QB: int) -> tuple[Tensor, Tensor]:
         ConfigError: `QB` is not a positive integer.
         DeviceError: operands on different devices.
     """
-    where = "fp8_silu_forward"
-    check_grouped(x, s_x, QB, where=where)
-    check_same_device({"x": x, "s_x": s_x}, where=where)
+    check_grouped(x, s_x, QB)
+    check_same_device({"x": x, "s_x": s_x})
     fmt = FP8_DTYPES[x.dtype]
     codes, scales = as_rows(x), as_rows(s_x)
     out, s_out = torch.empty_like(codes), torch.empty_like(scales)
@@ -62,6 +63,7 @@ def fp8_silu_forward(x: Tensor, s_x: Tensor, QB: int) -> tuple[Tensor, Tensor]:
     return out.view(x.shape), s_out.view(s_x.shape)
 
 
+@public
 def fp8_silu_backward(
     x: Tensor,
     s_x: Tensor,
@@ -97,13 +99,12 @@ def fp8_silu_backward(
             that is no bool, or a `generator` that is none.
         DeviceError: operands on different devices.
     """
-    where = "fp8_silu_backward"
-    fmt = fp8_type(fp8type, where=where)
-    check_grouped(x, s_x, QB, where=where)
-    check_matrix(g, VALUE_DTYPES, where=where, argument="g")
-    check_like(g, tuple(x.shape), where=where, argument="g", of="the shape of x")
-    check_same_device({"x": x, "s_x": s_x, "g": g}, where=where)
-    check_rounding(stochastic, output_quantized_transpose, generator, g.device, where=where)
+    fmt = fp8_type(fp8type)
+    check_grouped(x, s_x, QB)
+    check_matrix(g, VALUE_DTYPES, argument="g")
+    check_like(g, tuple(x.shape), argument="g", of="the shape of x")
+    check_same_device({"x": x, "s_x": s_x, "g": g})
+    check_rounding(stochastic, output_quantized_transpose, generator, g.device)
     codes, scales, gradient = (as_rows(tensor) for tensor in (x, s_x, g))
     y = torch.empty(codes.shape, dtype=torch.bfloat16, device=x.device)
     s_y = torch.empty(scales.shape, dtype=torch.bfloat16, device=x.device)

@@ -47,6 +47,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hf_neuron_moe.errors import public
 from hf_neuron_moe.kernels.moe_cte_arguments import check_arguments
 from hf_neuron_moe.kernels.moe_cte_operands import Arguments
 from hf_neuron_moe.kernels.moe_cte_run import run
@@ -82,6 +83,7 @@ def forward(arguments: Arguments) -> MoEForward:
         return MoEForward(*run(check_arguments(arguments)))
 
 
+@public
 def moe_cte(
     hidden_states: Tensor,
     expert_affinities_masked: Tensor,
@@ -169,4 +171,4 @@ def moe_cte(
     Raises:
         DTypeError, ShapeError, DeviceError, ConfigError: an argument breaks a rule above.
     """
-    return forward(Arguments(where="moe_cte", **locals()))
+    return forward(Arguments(**locals()))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_neuron_moe.backends.torch.ffn_forward import FFNWeights
-from hf_neuron_moe.errors import ConfigError, ShapeError, refuse
+from hf_neuron_moe.errors import ConfigError, ShapeError
 from hf_neuron_moe.formats.constants import ScaleRule, choose
 from hf_neuron_moe.kernels.block_rows import BlockRows, block_rows
 from hf_neuron_moe.kernels.checks import check_flags, check_record, check_shape, shown
@@ -125,7 +125,6 @@ def check_arguments(given: Arguments) -> Problem:
     Raises:
         DTypeError, ShapeError, DeviceError, ConfigError: an argument breaks a rule.
     """
-    where = given.where
     gate_up_scale, down_scale = weight_scales(given)
     choices = _choices(given, gate_up_scale is not None)
     spec, kind = choices.spec, choices.spec.implementation
@@ -139,15 +138,15 @@ def check_arguments(given: Arguments) -> Problem:
     else:
         experts, inner = check_weights(given)
     table, name = given.expert_affinities_masked, "expert_affinities_masked"
-    check_shape(table, (rows * experts, 1), "[T' * E, 1]", where=where, argument=name)
+    check_shape(table, (rows * experts, 1), "[T' * E, 1]", argument=name)
     sizes = (experts, hidden, inner, rows)
     scales = Scales()
     if mx is None:
-        scales = read_scales(gate_up_scale, down_scale, given.gate_up_in_scale, given.down_in_scale, sizes, where)
+        scales = read_scales(gate_up_scale, down_scale, given.gate_up_in_scale, given.down_in_scale, sizes)
         require_fp8_scales(given, gate_up_scale)
     elif spec.shard_on_block.quantization_type is QuantizationType.STATIC_MX:
-        scales = read_scales(gate_up_scale, down_scale, None, None, sizes, where)
-        static = static_input_scales(given.gate_up_in_scale, given.down_in_scale, experts, where)
+        scales = read_scales(gate_up_scale, down_scale, None, None, sizes)
+        static = static_input_scales(given.gate_up_in_scale, given.down_in_scale, experts)
     else:
         refuse_input_scales(given)
     tokens = rows - 1 if not choices.skip.skip_token else rows
@@ -155,14 +154,14 @@ def check_arguments(given: Arguments) -> Problem:
     if limits_apply is None:
         limits_apply = given.hidden_states.dtype == torch.bfloat16 and given.convention == "device"
     run_sizes = Sizes(tokens, hidden, inner, given.block_size, given.block_to_expert.numel())
-    check_always(choices, run_sizes, where)
+    check_always(choices, run_sizes)
     if limits_apply:
-        check_device_limits(choices, run_sizes, where)
+        check_device_limits(choices, run_sizes)
         check_fp8_range(given)
     plan_ids = (given.token_position_to_id, given.block_to_expert, given.block_size)
-    plan = block_rows(*plan_ids, tokens, experts, where=where)
-    check_plan(plan, given.block_to_expert, experts, choices, where)
-    check_conditions(given.conditions, plan, spec, experts, where)
+    plan = block_rows(*plan_ids, tokens, experts)
+    check_plan(plan, given.block_to_expert, experts, choices)
+    check_conditions(given.conditions, plan, spec, experts)
     biases = read_biases(given, mx, experts, hidden, inner)
     return _problem(given, choices, plan, mx, static, scales, biases, experts, inner)
 
@@ -218,15 +217,13 @@ def _problem(
 
 def _mx_rule(given: Arguments, *, online: bool) -> ScaleRule:
     """Return the rule of the online quantization; refuse a choice where nothing is quantized by it."""
-    rule = choose(ScaleRule, given.mx_scale_rule, argument="mx_scale_rule", where=given.where)
+    rule = choose(ScaleRule, given.mx_scale_rule, argument="mx_scale_rule")
     if not online and rule is not ScaleRule.NEURON:
-        raise refuse(
-            ConfigError,
-            where=given.where,
-            argument="mx_scale_rule",
-            expected="left at its default without online MX quantization",
-            got=repr(given.mx_scale_rule),
-            remedy="Only the MX implementations quantize by it, and not with quantization_type=STATIC_MX.",
+        raise ConfigError.about(
+            "mx_scale_rule",
+            "left at its default without online MX quantization",
+            repr(given.mx_scale_rule),
+            "Only the MX implementations quantize by it, and not with quantization_type=STATIC_MX.",
         )
     return rule
 
@@ -244,23 +241,19 @@ def _place(choices: Choices, *, golden: bool) -> Place:
 
 
 def _choices(given: Arguments, fp8_scales: bool) -> Choices:
-    where = given.where
-    check_record(given.spec, MoECTESpec, where=where, argument="spec", optional=False)
-    check_record(given.skip_dma, SkipMode, where=where, argument="skip_dma", optional=False)
+    check_record(given.spec, MoECTESpec, argument="spec", optional=False)
+    check_record(given.skip_dma, SkipMode, argument="skip_dma", optional=False)
     flags: dict[str, object] = {
         "is_tensor_update_accumulating": given.is_tensor_update_accumulating,
         "skip_gate_proj": given.skip_gate_proj,
     }
-    check_flags(flags if given.device_limits is None else flags | {"device_limits": given.device_limits}, where=where)
+    check_flags(flags if given.device_limits is None else flags | {"device_limits": given.device_limits})
     mode = as_member(
-        given.expert_affinities_scaling_mode,
-        ExpertAffinityScaleMode,
-        where=where,
-        argument="expert_affinities_scaling_mode",
+        given.expert_affinities_scaling_mode, ExpertAffinityScaleMode, argument="expert_affinities_scaling_mode"
     )
     return Choices(
         spec=given.spec,
-        activation=as_member(given.activation_function, ActFnType, where=where, argument="activation_function"),
+        activation=as_member(given.activation_function, ActFnType, argument="activation_function"),
         mode=mode,
         skip=given.skip_dma,
         accumulating=given.is_tensor_update_accumulating,
@@ -272,7 +265,7 @@ def _choices(given: Arguments, fp8_scales: bool) -> Choices:
 def _check_numbers(given: Arguments) -> None:
     """Check dtypes, names and the arguments that upstream accepts without effect."""
     for name in CLAMP_LIMITS:
-        _check_limit(getattr(given, name), name, given.where)
+        _check_limit(getattr(given, name), name)
     limited = [name for name in GATE_LIMITS if given.skip_gate_proj and getattr(given, name) is not None]
     checks: list[tuple[bool, str, str, object, str]] = [
         (
@@ -301,27 +294,17 @@ def _check_numbers(given: Arguments) -> None:
     ]  # fmt: skip
     for fits, argument, expected, got, remedy in checks:
         if not fits:
-            raise refuse(ConfigError, where=given.where, argument=argument, expected=expected, got=got, remedy=remedy)
+            raise ConfigError.about(argument, expected, got, remedy)
     if type(given.block_size) is not int or given.block_size <= 0:
-        raise refuse(
-            ShapeError,
-            where=given.where,
-            argument="block_size",
-            expected="a positive int",
-            got=repr(given.block_size),
-            remedy="Pass the block size the plan was made with.",
+        raise ShapeError.about(
+            "block_size", "a positive int", repr(given.block_size), "Pass the block size the plan was made with."
         )
 
 
-def _check_limit(limit: object, name: str, where: str) -> None:
+def _check_limit(limit: object, name: str) -> None:
     """Refuse a clamp limit that is no number; NaN would make every clamped value NaN."""
     number = isinstance(limit, int | float) and not isinstance(limit, bool) and not math.isnan(limit)
     if limit is not None and not number:
-        raise refuse(
-            ConfigError,
-            where=where,
-            argument=name,
-            expected="None or a number that is not NaN",
-            got=shown(limit),
-            remedy="None is no limit; a tensor's value is its .item().",
+        raise ConfigError.about(
+            name, "None or a number that is not NaN", shown(limit), "None is no limit; a tensor's value is its .item()."
         )

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.errors import ConfigError, refuse
+from hf_neuron_moe.errors import ConfigError, public
 from hf_neuron_moe.kernels.checks import check_shape
 from hf_neuron_moe.kernels.moe_cte import MoEForward, forward
 from hf_neuron_moe.kernels.moe_cte_operands import Arguments
@@ -40,6 +40,7 @@ _Kind = MoECTEImplementation
 _BF16 = torch.bfloat16
 
 
+@public
 def bwmm_shard_on_block(
     hidden_states: Tensor,
     expert_affinities_masked: Tensor,
@@ -74,9 +75,10 @@ def bwmm_shard_on_block(
     """
     given = locals()
     config = ShardOnBlockConfig(given.pop("n_block_per_iter"), given.pop("block_sharding_strategy"))
-    return _call("bwmm_shard_on_block", given, MoECTESpec(_Kind.shard_on_block, config))
+    return _call(given, MoECTESpec(_Kind.shard_on_block, config))
 
 
+@public
 def blockwise_mm_baseline_shard_intermediate(
     hidden_states: Tensor,
     expert_affinities_masked: Tensor,
@@ -124,9 +126,10 @@ def blockwise_mm_baseline_shard_intermediate(
     )
     config = ShardOnIConfig(given.pop("checkpoint_activation"), given.pop("expert_affinity_multiply_on_I"))
     spec = MoECTESpec(_Kind.shard_on_i, shard_on_I=config)
-    return _call("blockwise_mm_baseline_shard_intermediate", given, spec)
+    return _call(given, spec)
 
 
+@public
 def blockwise_mm_baseline_shard_intermediate_hybrid(
     conditions: Tensor,
     hidden_states: Tensor,
@@ -163,9 +166,10 @@ def blockwise_mm_baseline_shard_intermediate_hybrid(
     given = locals()
     config = ShardOnIConfig(num_static_block=given.pop("num_static_block"))
     spec = MoECTESpec(_Kind.shard_on_i_hybrid, shard_on_I=config)
-    return _call("blockwise_mm_baseline_shard_intermediate_hybrid", given, spec)
+    return _call(given, spec)
 
 
+@public
 def blockwise_mm_shard_intermediate_dropping(
     hidden_states: Tensor,
     expert_affinities_masked: Tensor,
@@ -200,9 +204,10 @@ def blockwise_mm_shard_intermediate_dropping(
     given = locals()
     config = ShardOnIConfig(expert_affinity_multiply_on_I=given.pop("expert_affinity_multiply_on_I"))
     spec = MoECTESpec(_Kind.shard_on_i_dropping, shard_on_I=config)
-    return _call("blockwise_mm_shard_intermediate_dropping", given, spec)
+    return _call(given, spec)
 
 
+@public
 def blockwise_mm_baseline_shard_hidden(
     hidden_states: Tensor,
     expert_affinities_masked: Tensor,
@@ -230,32 +235,31 @@ def blockwise_mm_baseline_shard_hidden(
     buffers = {name: given.pop(name) for name in ("gate_up_activations_T", "down_activations")}
     wanted = any(buffer is not None for buffer in buffers.values())
     spec = MoECTESpec(_Kind.shard_on_i, shard_on_I=ShardOnIConfig(checkpoint_activation=wanted))
-    result = _call(where, given, spec)
+    result = _call(given, spec)
     returned: list[Tensor | None] = []
     for name, buffer in buffers.items():
         values = getattr(result, name)
         if buffer is not None:
-            check_shape(buffer, tuple(values.shape), "the activations", where=where, argument=name)
+            check_shape(buffer, tuple(values.shape), "the activations", argument=name)
             buffer.copy_(values)
         returned.append(buffer)
     return MoEForward(result.output, *returned)
 
 
-def _call(where: str, given: dict[str, Any], spec: MoECTESpec) -> MoEForward:
-    return forward(Arguments(where=where, spec=spec, **given))
+def _call(given: dict[str, Any], spec: MoECTESpec) -> MoEForward:
+    return forward(Arguments(spec=spec, **given))
 
 
+@public("blockwise_mm_baseline_shard_intermediate")
 def _check_kind(name: str, claimed: bool | None, scale: Tensor | None, rank: int) -> None:
     """Refuse a flag that contradicts the scale's shape: ``[E, H/256, 2, I/256, 128]`` or ``[E, 2, 1]``."""
     if claimed is None:
         return
     found = isinstance(scale, Tensor) and scale.dim() == rank and (rank == 5 or scale.shape[1] * scale.shape[2] == 2)
     if claimed is not found:
-        raise refuse(
-            ConfigError,
-            where="blockwise_mm_baseline_shard_intermediate",
-            argument=name,
-            expected=f"{found}, as the shape of gate_up_proj_scale says",
-            got=claimed,
-            remedy="Leave it out, or pass scales of the other kind.",
+        raise ConfigError.about(
+            name,
+            f"{found}, as the shape of gate_up_proj_scale says",
+            claimed,
+            "Leave it out, or pass scales of the other kind.",
         )

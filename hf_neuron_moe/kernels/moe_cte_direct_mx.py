@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.errors import ConfigError, refuse
+from hf_neuron_moe.errors import ConfigError, public
 from hf_neuron_moe.kernels.moe_cte import MoEForward, forward
 from hf_neuron_moe.kernels.moe_cte_operands import Arguments
 from hf_neuron_moe.kernels.moe_types import (
@@ -32,6 +32,7 @@ _Kind = MoECTEImplementation
 _BF16 = torch.bfloat16
 
 
+@public
 def bwmm_shard_on_block_mx(
     hidden_states: Tensor,
     expert_affinities_masked: Tensor,
@@ -79,9 +80,10 @@ def bwmm_shard_on_block_mx(
     names = ("n_static_blocks", "n_dynamic_blocks", "weight_dtype", "top_k", "ep_degree", "use_packed_scales")
     options = {name: given.pop(name) for name in (*names, "quantization_type")}
     spec = MoECTESpec(_Kind.shard_on_block_mx, ShardOnBlockConfig(**options))
-    return _call("bwmm_shard_on_block_mx", given, spec)
+    return _call(given, spec)
 
 
+@public
 def blockwise_mm_shard_intermediate_mx(
     hidden_states: Tensor,
     expert_affinities_masked: Tensor,
@@ -115,21 +117,20 @@ def blockwise_mm_shard_intermediate_mx(
 
     `use_block128_scales` must agree with the shape of `gate_up_proj_scale` (``[E, 4, 2, H/512, ceil(I/128)]``).
     """
-    given, where = locals(), "blockwise_mm_shard_intermediate_mx"
+    given = locals()
     rows = gate_up_proj_scale.shape[1] if isinstance(gate_up_proj_scale, Tensor) else None
     if given.pop("use_block128_scales") is not (rows == 4):
-        raise refuse(
-            ConfigError,
-            where=where,
-            argument="use_block128_scales",
-            expected=f"{rows == 4}, as the shape of gate_up_proj_scale says",
-            got=use_block128_scales,
-            remedy="One scale byte per 128 x 128 block has four rows, one per group of 8 partitions sixteen.",
+        raise ConfigError.about(
+            "use_block128_scales",
+            f"{rows == 4}, as the shape of gate_up_proj_scale says",
+            use_block128_scales,
+            "One scale byte per 128 x 128 block has four rows, one per group of 8 partitions sixteen.",
         )
     spec = MoECTESpec(_Kind.shard_on_i_mx, ShardOnBlockConfig(weight_dtype=given.pop("weight_dtype")))
-    return _call(where, given, spec)
+    return _call(given, spec)
 
 
+@public
 def blockwise_mm_shard_intermediate_mx_hybrid(
     conditions: Tensor,
     hidden_states: Tensor,
@@ -167,8 +168,8 @@ def blockwise_mm_shard_intermediate_mx_hybrid(
         ShardOnBlockConfig(weight_dtype=given.pop("weight_dtype")),
         ShardOnIConfig(num_static_block=given.pop("num_static_block")),
     )
-    return _call("blockwise_mm_shard_intermediate_mx_hybrid", given, spec)
+    return _call(given, spec)
 
 
-def _call(where: str, given: dict[str, Any], spec: MoECTESpec) -> MoEForward:
-    return forward(Arguments(where=where, spec=spec, **given))
+def _call(given: dict[str, Any], spec: MoECTESpec) -> MoEForward:
+    return forward(Arguments(spec=spec, **given))

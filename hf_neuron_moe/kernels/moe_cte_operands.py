@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hf_neuron_moe.backends.torch.experts import ExpertStack
 from hf_neuron_moe.backends.torch.ffn_forward import FFNWeights
-from hf_neuron_moe.errors import ConfigError, DTypeError, ShapeError, refuse
+from hf_neuron_moe.errors import ConfigError, DTypeError, ShapeError
 from hf_neuron_moe.formats.moe_mx import moe_bias_from_lanes
 from hf_neuron_moe.kernels.block_rows import BlockRows
 from hf_neuron_moe.kernels.checks import check_dtype, check_record, check_same_device, check_shape
@@ -41,9 +41,8 @@ _LARGEST_E4M3 = 0x77
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """The arguments of ``moe_cte`` under their documented names; `where` is the function that was called."""
+    """The arguments of ``moe_cte`` under their documented names."""
 
-    where: str
     hidden_states: Tensor
     expert_affinities_masked: Tensor
     gate_up_proj_weight: Tensor
@@ -80,48 +79,45 @@ class Arguments:
 
 def weight_scales(given: Arguments) -> tuple[Tensor | None, Tensor | None]:
     """Return the weight scales; the direct arguments of 2.30 win over `quantization_config`."""
-    check_record(given.quantization_config, QuantizationConfig, where=given.where, argument="quantization_config")
+    check_record(given.quantization_config, QuantizationConfig, argument="quantization_config")
     config = given.quantization_config or QuantizationConfig()
     gate_up = config.gate_up_proj_scale if given.gate_up_proj_scale is None else given.gate_up_proj_scale
     down = config.down_proj_scale if given.down_proj_scale is None else given.down_proj_scale
-    require_pair(gate_up, down, ("gate_up_proj_scale", "down_proj_scale"), given.where)
+    require_pair(gate_up, down, ("gate_up_proj_scale", "down_proj_scale"))
     return gate_up, down
 
 
 def check_tokens(given: Arguments) -> None:
     """Check hidden states, affinities and the plan's tensors, and that all operands share a device."""
-    where = given.where
-    check_dtype(given.hidden_states, FLOATS, where=where, argument="hidden_states")
-    check_shape(given.hidden_states, (None, None), "[T', H]", where=where, argument="hidden_states")
-    check_dtype(given.expert_affinities_masked, FLOATS, where=where, argument="expert_affinities_masked")
+    check_dtype(given.hidden_states, FLOATS, argument="hidden_states")
+    check_shape(given.hidden_states, (None, None), "[T', H]", argument="hidden_states")
+    check_dtype(given.expert_affinities_masked, FLOATS, argument="expert_affinities_masked")
     for name in ("token_position_to_id", "block_to_expert"):
-        check_dtype(getattr(given, name), (torch.int32, torch.int64), where=where, argument=name)
+        check_dtype(getattr(given, name), (torch.int32, torch.int64), argument=name)
     tensors = {name: value for name, value in vars(given).items() if isinstance(value, Tensor)}
-    check_same_device({"hidden_states": given.hidden_states, **tensors}, where=where)
+    check_same_device({"hidden_states": given.hidden_states, **tensors})
 
 
 def check_weights(given: Arguments) -> tuple[int, int]:
     """Check weights ``[E, H, 2, I]`` and ``[E, I, H]``; return E and I."""
-    where, gate_up, down = given.where, given.gate_up_proj_weight, given.down_proj_weight
-    check_dtype(gate_up, _WEIGHTS, where=where, argument="gate_up_proj_weight")
-    check_dtype(down, (gate_up.dtype,), where=where, argument="down_proj_weight")
+    gate_up, down = given.gate_up_proj_weight, given.down_proj_weight
+    check_dtype(gate_up, _WEIGHTS, argument="gate_up_proj_weight")
+    check_dtype(down, (gate_up.dtype,), argument="down_proj_weight")
     hidden = given.hidden_states.shape[1]
-    check_shape(gate_up, (None, hidden, 2, None), "[E, H, 2, I]", where=where, argument="gate_up_proj_weight")
+    check_shape(gate_up, (None, hidden, 2, None), "[E, H, 2, I]", argument="gate_up_proj_weight")
     experts, inner = gate_up.shape[0], gate_up.shape[3]
-    check_shape(down, (experts, inner, hidden), "[E, I, H]", where=where, argument="down_proj_weight")
+    check_shape(down, (experts, inner, hidden), "[E, I, H]", argument="down_proj_weight")
     return experts, inner
 
 
 def require_fp8_scales(given: Arguments, scale: Tensor | None) -> None:
     """Refuse FP8 weights without scales: upstream would multiply the bare codes."""
     if given.gate_up_proj_weight.dtype == torch.float8_e4m3fn and scale is None:
-        raise refuse(
-            ConfigError,
-            where=given.where,
-            argument="gate_up_proj_scale",
-            expected="given with float8 weights",
-            got="None",
-            remedy="Pass gate_up_proj_scale and down_proj_scale, or weights in bf16.",
+        raise ConfigError.about(
+            "gate_up_proj_scale",
+            "given with float8 weights",
+            "None",
+            "Pass gate_up_proj_scale and down_proj_scale, or weights in bf16.",
         )
 
 
@@ -130,13 +126,11 @@ def check_fp8_range(given: Arguments) -> None:
     for name in ("gate_up_proj_weight", "down_proj_weight"):
         weight = getattr(given, name)
         if weight.dtype == torch.float8_e4m3fn and bool(((weight.view(torch.uint8) & 0x7F) > _LARGEST_E4M3).any()):
-            raise refuse(
-                DTypeError,
-                where=given.where,
-                argument=name,
-                expected="made of magnitudes up to 240 (the device's e4m3 has no 256 to 448)",
-                got="a larger one",
-                remedy="Quantize to a range of 240.",
+            raise DTypeError.about(
+                name,
+                "made of magnitudes up to 240 (the device's e4m3 has no 256 to 448)",
+                "a larger one",
+                "Quantize to a range of 240.",
             )
 
 
@@ -163,13 +157,11 @@ def mx_experts(
 ) -> MXExperts:
     """Check the weights of an MX implementation and their scales, which are required."""
     if gate_up_scale is None:
-        raise refuse(
-            ConfigError,
-            where=given.where,
-            argument="gate_up_proj_scale",
-            expected=f"given with {spec.implementation.name}",
-            got="None",
-            remedy="Pass the scales that quantize_moe_gate_up and quantize_moe_down return.",
+        raise ConfigError.about(
+            "gate_up_proj_scale",
+            f"given with {spec.implementation.name}",
+            "None",
+            "Pass the scales that quantize_moe_gate_up and quantize_moe_down return.",
         )
     static = spec.shard_on_block.quantization_type is QuantizationType.STATIC_MX
     return read_mx_weights(
@@ -180,33 +172,26 @@ def mx_experts(
         hidden=given.hidden_states.shape[1],
         weight_dtype=spec.shard_on_block.weight_dtype,
         packed=spec.shard_on_block.use_packed_scales,
-        where=given.where,
     )
 
 
-def static_input_scales(
-    gate_up: Tensor | None, down: Tensor | None, experts: int, where: str
-) -> tuple[list[float], list[float]]:
+def static_input_scales(gate_up: Tensor | None, down: Tensor | None, experts: int) -> tuple[list[float], list[float]]:
     """Return STATIC_MX's input scale of every expert, for the hidden states and for the intermediate."""
-    if not require_pair(gate_up, down, ("gate_up_in_scale", "down_in_scale"), where) or gate_up is None or down is None:
-        raise refuse(
-            ConfigError,
-            where=where,
-            argument="gate_up_in_scale",
-            expected="given with quantization_type=STATIC_MX",
-            got="None",
-            remedy="Pass the per-tensor scales the activations are quantized with.",
+    if not require_pair(gate_up, down, ("gate_up_in_scale", "down_in_scale")) or gate_up is None or down is None:
+        raise ConfigError.about(
+            "gate_up_in_scale",
+            "given with quantization_type=STATIC_MX",
+            "None",
+            "Pass the per-tensor scales the activations are quantized with.",
         )
-    check_shape(gate_up, (experts, 2, 1), "[E, 2, 1]", where=where, argument="gate_up_in_scale")
-    check_shape(down, (experts, 1), "[E, 1]", where=where, argument="down_in_scale")
+    check_shape(gate_up, (experts, 2, 1), "[E, 2, 1]", argument="gate_up_in_scale")
+    check_shape(down, (experts, 1), "[E, 1]", argument="down_in_scale")
     if not torch.equal(gate_up[:, 0], gate_up[:, 1]):
-        raise refuse(
-            ShapeError,
-            where=where,
-            argument="gate_up_in_scale",
-            expected="equal for gate and up (they multiply the same quantized hidden states)",
-            got="two scales",
-            remedy="Use the larger of them for both.",
+        raise ShapeError.about(
+            "gate_up_in_scale",
+            "equal for gate and up (they multiply the same quantized hidden states)",
+            "two scales",
+            "Use the larger of them for both.",
         )
     return gate_up[:, 0, 0].float().tolist(), down[:, 0].float().tolist()
 
@@ -215,13 +200,11 @@ def refuse_input_scales(given: Arguments) -> None:
     """Refuse activation scales where the activations get MX scales online."""
     for name in ("gate_up_in_scale", "down_in_scale"):
         if getattr(given, name) is not None:
-            raise refuse(
-                ConfigError,
-                where=given.where,
-                argument=name,
-                expected="None with MX weights",
-                got="a scale",
-                remedy="Activations are quantized online; static scales need quantization_type=STATIC_MX.",
+            raise ConfigError.about(
+                name,
+                "None with MX weights",
+                "a scale",
+                "Activations are quantized online; static scales need quantization_type=STATIC_MX.",
             )
 
 
@@ -229,48 +212,44 @@ def read_biases(
     given: Arguments, mx: MXExperts | None, experts: int, hidden: int, inner: int
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the biases as fp32 ``[E, 2, I]`` (with MX, I padded to whole tiles) and ``[E, H]``."""
-    where, gate_up, down = given.where, given.gate_and_up_proj_bias, given.down_proj_bias
+    gate_up, down = given.gate_and_up_proj_bias, given.down_proj_bias
     names = ("gate_and_up_proj_bias", "down_proj_bias")
-    require_pair(gate_up, down, names, where)
+    require_pair(gate_up, down, names)
     if gate_up is None or down is None:
         return None, None
     for name, bias in zip(names, (gate_up, down), strict=True):
-        check_dtype(bias, FLOATS, where=where, argument=name)
-    check_shape(down, (experts, hidden), "[E, H]", where=where, argument=names[1])
+        check_dtype(bias, FLOATS, argument=name)
+    check_shape(down, (experts, hidden), "[E, H]", argument=names[1])
     if mx is None:
-        check_shape(gate_up, (experts, 2, inner), "[E, 2, I]", where=where, argument=names[0])
+        check_shape(gate_up, (experts, 2, inner), "[E, 2, I]", argument=names[0])
         return gate_up.float(), down.float()
     _, partitions, tiles, _ = mx.down.shape
     lanes = (experts, partitions, 2, tiles, 4)
-    check_shape(gate_up, lanes, "[E, pI, 2, ceil(I/512), 4]", where=where, argument=names[0])
+    check_shape(gate_up, lanes, "[E, pI, 2, ceil(I/512), 4]", argument=names[0])
     return moe_bias_from_lanes(gate_up).float(), down.float()
 
 
-def check_plan(plan: BlockRows, block_to_expert: Tensor, experts: int, choices: Choices, where: str) -> None:
+def check_plan(plan: BlockRows, block_to_expert: Tensor, experts: int, choices: Choices) -> None:
     """Check what an implementation needs of its plan."""
     if choices.spec.implementation is MoECTEImplementation.shard_on_i_dropping:
         expected = torch.arange(experts, device=block_to_expert.device)
         if block_to_expert.numel() != experts or not torch.equal(block_to_expert.reshape(-1).long(), expected):
-            raise refuse(
-                ShapeError,
-                where=where,
-                argument="block_to_expert",
-                expected="0..E-1 with shard_on_i_dropping (block e is expert e)",
-                got=str(block_to_expert.reshape(-1).tolist()),
-                remedy="Lay the tokens out with one block per expert.",
+            raise ShapeError.about(
+                "block_to_expert",
+                "0..E-1 with shard_on_i_dropping (block e is expert e)",
+                str(block_to_expert.reshape(-1).tolist()),
+                "Lay the tokens out with one block per expert.",
             )
     if not choices.accumulating and len(plan.token_R) and int(torch.bincount(plan.token_R).max()) > 1:
-        raise refuse(
-            ConfigError,
-            where=where,
-            argument="is_tensor_update_accumulating",
-            expected="True where a token goes to several experts",
-            got="False",
-            remedy="Without accumulation the last block's result would replace the others'.",
+        raise ConfigError.about(
+            "is_tensor_update_accumulating",
+            "True where a token goes to several experts",
+            "False",
+            "Without accumulation the last block's result would replace the others'.",
         )
 
 
-def check_conditions(conditions: Tensor | None, plan: BlockRows, spec: MoECTESpec, experts: int, where: str) -> None:
+def check_conditions(conditions: Tensor | None, plan: BlockRows, spec: MoECTESpec, experts: int) -> None:
     """Check ``conditions``: their length, and that every block with tokens is computed.
 
     shard_on_block's generator makes one flag per pair of blocks, which no kernel reads: only its length is checked. The
@@ -281,12 +260,12 @@ def check_conditions(conditions: Tensor | None, plan: BlockRows, spec: MoECTESpe
     def check(fits: bool, expected: str, got: object) -> None:
         if not fits:
             remedy = "build_block_plan returns them: 1 for blocks with tokens, 0 for spare ones, then zeros."
-            raise refuse(ShapeError, where=where, argument="conditions", expected=expected, got=got, remedy=remedy)
+            raise ShapeError.about("conditions", expected, got, remedy)
 
     check(conditions is not None or kind not in HYBRID, f"given with {kind.name}", None)
     if conditions is None:
         return
-    check_dtype(conditions, (torch.int32, torch.int64, torch.bool, torch.uint8), where=where, argument="conditions")
+    check_dtype(conditions, (torch.int32, torch.int64, torch.bool, torch.uint8), argument="conditions")
     flags = conditions.reshape(-1)
     lengths = [blocks + tail for tail in CONDITION_TAILS.get(kind, (1, 2))]
     per_pair = -(-blocks // 2) + 1
@@ -302,13 +281,11 @@ def check_conditions(conditions: Tensor | None, plan: BlockRows, spec: MoECTESpe
         reached = max(blocks - experts if static is None else static, int((flags != 0).sum()))
         last = int(used.nonzero().max()) if bool(used.any()) else -1
         if last >= reached:
-            raise refuse(
-                ShapeError,
-                where=where,
-                argument="conditions",
-                expected=f"a plan whose first {reached} blocks have all the tokens (max of the static blocks and the "
+            raise ShapeError.about(
+                "conditions",
+                f"a plan whose first {reached} blocks have all the tokens (max of the static blocks and the "
                 f"number of flags set, {reached}, is where {kind.name} stops)",
-                got=f"tokens in block {last}, counted from 0",
-                remedy='Hybrids take no spare blocks in between: build the plan with spare_blocks="last", not "split", '
+                f"tokens in block {last}, counted from 0",
+                'Hybrids take no spare blocks in between: build the plan with spare_blocks="last", not "split", '
                 f"or set spec.shard_on_I.num_static_block to {last + 1} or more.",
             )

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Set
 from dataclasses import dataclass
 
-from hf_neuron_moe.errors import ConfigError, ShapeError, refuse
+from hf_neuron_moe.errors import ConfigError, ShapeError
 from hf_neuron_moe.kernels.moe_types import (
     ActFnType,
     BlockShardStrategy,
@@ -110,7 +110,7 @@ class Sizes:
     blocks: int
 
 
-def check_always(choices: Choices, sizes: Sizes, where: str) -> None:
+def check_always(choices: Choices, sizes: Sizes) -> None:
     """Refuse what has no defined result.
 
     Raises:
@@ -120,24 +120,27 @@ def check_always(choices: Choices, sizes: Sizes, where: str) -> None:
     name = kind.name
     if kind in MX:
         post = choices.mode is _Mode.POST_SCALE
-        _need(post, where, "expert_affinities_scaling_mode", f"POST_SCALE with {name}", choices.mode.name, _ON_OUTPUT)
+        _need(post, "expert_affinities_scaling_mode", f"POST_SCALE with {name}", choices.mode.name, _ON_OUTPUT)
         _need(
-            not choices.on_inner, where, "spec.shard_on_I.expert_affinity_multiply_on_I", f"False with {name}", True,
+            not choices.on_inner,
+            "spec.shard_on_I.expert_affinity_multiply_on_I",
+            f"False with {name}",
+            True,
             _ON_OUTPUT,
-        )  # fmt: skip
-        _need(not choices.skip_gate, where, "skip_gate_proj", f"False with {name}", True, "MX kernels have a gate.")
-    _check_unread(choices, where)
+        )
+        _need(not choices.skip_gate, "skip_gate_proj", f"False with {name}", True, "MX kernels have a gate.")
+    _check_unread(choices)
     if kind not in CHECKPOINTS:
         wanted = spec.shard_on_I.checkpoint_activation
         remedy = "Only shard_on_i and shard_on_i_dropping return activations."
-        _need(not wanted, where, "spec.shard_on_I.checkpoint_activation", f"False with {name}", wanted, remedy)
+        _need(not wanted, "spec.shard_on_I.checkpoint_activation", f"False with {name}", wanted, remedy)
     if kind is _Impl.shard_on_block_mx:
         remedy = "The kernel asserts it; accumulating is right for any plan."
-        _need(choices.accumulating, where, "is_tensor_update_accumulating", f"True with {name}", False, remedy)
-    _check_scheduling(choices, sizes, where)
+        _need(choices.accumulating, "is_tensor_update_accumulating", f"True with {name}", False, remedy)
+    _check_scheduling(choices, sizes)
 
 
-def check_device_limits(choices: Choices, sizes: Sizes, where: str) -> None:
+def check_device_limits(choices: Choices, sizes: Sizes) -> None:
     """Refuse what the kernel of this implementation cannot run, or computes wrongly.
 
     Raises:
@@ -146,31 +149,39 @@ def check_device_limits(choices: Choices, sizes: Sizes, where: str) -> None:
     """
     kind = choices.spec.implementation
     rules, name = RULES[kind], kind.name
-    _multiple(sizes.block, rules.block, "block_size of the plan", f"{name}'s row tiles", where)
-    _multiple(sizes.hidden, 512, "H of hidden_states", f"{name}'s tiles along H", where)
+    _multiple(sizes.block, rules.block, "block_size of the plan", f"{name}'s row tiles")
+    _multiple(sizes.hidden, 512, "H of hidden_states", f"{name}'s tiles along H")
     if rules.max_hidden is not None and sizes.hidden > rules.max_hidden:
-        raise _size(where, "H of hidden_states", f"512 to {rules.max_hidden} ({name})", sizes.hidden)
+        raise _size("H of hidden_states", f"512 to {rules.max_hidden} ({name})", sizes.hidden)
     inner_step = 512 if kind is _Impl.shard_on_block_mx and sizes.inner >= 512 else rules.inner
-    _multiple(sizes.inner, inner_step, "I of gate_up_proj_weight", f"{name}'s tiles along I", where)
+    _multiple(sizes.inner, inner_step, "I of gate_up_proj_weight", f"{name}'s tiles along I")
     if kind is _Impl.shard_on_block:
-        _multiple(sizes.tokens, 128, "T of hidden_states", "its last reduction covers whole tiles of rows", where)
+        _multiple(sizes.tokens, 128, "T of hidden_states", "its last reduction covers whole tiles of rows")
     allowed = MX_ACTIVATIONS if kind in MX else BF16_ACTIVATIONS
     _need(
-        choices.activation in allowed, where, "activation_function",
-        f"one of {', '.join(sorted(a.name for a in allowed))} with {name}", choices.activation.name,
+        choices.activation in allowed,
+        "activation_function",
+        f"one of {', '.join(sorted(a.name for a in allowed))} with {name}",
+        choices.activation.name,
         "The kernel leaves its buffer unwritten for others; in fp32 they are computed.",
-    )  # fmt: skip
-    _check_affinity_limits(choices, rules, sizes, where)
+    )
+    _check_affinity_limits(choices, rules, sizes)
     fits = not choices.skip_gate or kind is _Impl.shard_on_i
-    _need(fits, where, "skip_gate_proj", f"False with {name}", True, "Only shard_on_i has it (2.33).")
+    _need(fits, "skip_gate_proj", f"False with {name}", True, "Only shard_on_i has it (2.33).")
     _need(
-        rules.fp8 or not choices.fp8_scales or kind in MX, where, "gate_up_proj_scale", f"None with {name}", "a scale",
+        rules.fp8 or not choices.fp8_scales or kind in MX,
+        "gate_up_proj_scale",
+        f"None with {name}",
+        "a scale",
         "This kernel accepts FP8 scales and ignores them; use shard_on_i or shard_on_i_hybrid.",
-    )  # fmt: skip
+    )
     _need(
-        rules.skip_weight or not choices.skip.skip_weight, where, "skip_dma.skip_weight", f"False with {name}", True,
+        rules.skip_weight or not choices.skip.skip_weight,
+        "skip_dma.skip_weight",
+        f"False with {name}",
+        True,
         "Only the block-sharded kernels reuse weights; it has no effect on values.",
-    )  # fmt: skip
+    )
 
 
 _BLOCK_MX = frozenset({_Impl.shard_on_block_mx})
@@ -189,7 +200,7 @@ _READERS: dict[str, Set[MoECTEImplementation]] = {
 """Which implementations read an option of ``ShardOnBlockConfig``."""
 
 
-def _check_unread(choices: Choices, where: str) -> None:
+def _check_unread(choices: Choices) -> None:
     """Refuse options that the implementation does not read; upstream ignores them silently."""
     spec, kind = choices.spec, choices.spec.implementation
     defaults, rule = ShardOnBlockConfig(), f"left at its default with {kind.name}"
@@ -197,69 +208,74 @@ def _check_unread(choices: Choices, where: str) -> None:
         given = getattr(spec.shard_on_block, name)
         same = given == getattr(defaults, name) or given is QuantizationType.NONE
         names = ", ".join(sorted(reader.name for reader in readers))
-        _need(kind in readers or same, where, f"spec.shard_on_block.{name}", rule, given, f"It is read by {names}.")
+        _need(kind in readers or same, f"spec.shard_on_block.{name}", rule, given, f"It is read by {names}.")
     static = spec.shard_on_I.num_static_block
     remedy = "Only the hybrids have a static loop before the dynamic one."
-    _need(kind in HYBRID or static is None, where, "spec.shard_on_I.num_static_block", rule, static, remedy)
+    _need(kind in HYBRID or static is None, "spec.shard_on_I.num_static_block", rule, static, remedy)
 
 
-def _check_affinity_limits(choices: Choices, rules: Rules, sizes: Sizes, where: str) -> None:
+def _check_affinity_limits(choices: Choices, rules: Rules, sizes: Sizes) -> None:
     name = choices.spec.implementation.name
     _need(
-        choices.mode in rules.modes or choices.on_inner, where, "expert_affinities_scaling_mode",
-        f"one of {', '.join(sorted(mode.name for mode in rules.modes))} with {name}", choices.mode.name,
+        choices.mode in rules.modes or choices.on_inner,
+        "expert_affinities_scaling_mode",
+        f"one of {', '.join(sorted(mode.name for mode in rules.modes))} with {name}",
+        choices.mode.name,
         "The kernel has no other.",
-    )  # fmt: skip
+    )
     _need(
-        rules.on_inner or not choices.on_inner, where, "spec.shard_on_I.expert_affinity_multiply_on_I",
-        f"False with {name}", True, _ON_OUTPUT,
-    )  # fmt: skip
+        rules.on_inner or not choices.on_inner,
+        "spec.shard_on_I.expert_affinity_multiply_on_I",
+        f"False with {name}",
+        True,
+        _ON_OUTPUT,
+    )
     reads_one_tile = choices.spec.implementation in (_Impl.shard_on_i, _Impl.shard_on_i_hybrid)
     if reads_one_tile and choices.mode in _PRE and not choices.on_inner and sizes.block > _PRE_SCALE_TOKENS:
         expected = f"at most {_PRE_SCALE_TOKENS} with PRE_SCALE and {name}"
-        raise _size(where, "block_size", f"{expected} (it reuses the first 512 affinities)", sizes.block)
+        raise _size("block_size", f"{expected} (it reuses the first 512 affinities)", sizes.block)
 
 
-def _check_scheduling(choices: Choices, sizes: Sizes, where: str) -> None:
+def _check_scheduling(choices: Choices, sizes: Sizes) -> None:
     """Check the options that divide the work; none changes a value."""
     spec, kind, block = choices.spec, choices.spec.implementation, choices.spec.shard_on_block
     if kind in HYBRID and spec.shard_on_I.num_static_block is not None:
         static = spec.shard_on_I.num_static_block
         fits = 0 <= static <= sizes.blocks
-        _need(fits, where, "spec.shard_on_I.num_static_block", f"0 to N = {sizes.blocks}", static, "None is N - E.")
+        _need(fits, "spec.shard_on_I.num_static_block", f"0 to N = {sizes.blocks}", static, "None is N - E.")
     if kind not in BLOCK:
         return
     for name in ("n_block_per_iter", "top_k", "ep_degree"):
         value = getattr(block, name)
-        _need(value > 0, where, f"spec.shard_on_block.{name}", "a positive int", value, "Use 1.")
+        _need(value > 0, f"spec.shard_on_block.{name}", "a positive int", value, "Use 1.")
     halves = block.block_sharding_strategy is BlockShardStrategy.HI_LO
     remedy = "Kernels before 2.31 assert PING_PONG; since then HI_LO needs non_overlapping_shards=True."
     fits = not halves or block.non_overlapping_shards
-    _need(fits, where, "spec.shard_on_block.block_sharding_strategy", "PING_PONG", "HI_LO", remedy)
+    _need(fits, "spec.shard_on_block.block_sharding_strategy", "PING_PONG", "HI_LO", remedy)
     if kind is _Impl.shard_on_block_mx:
         static, dynamic, blocks = block.n_static_blocks, block.n_dynamic_blocks, sizes.blocks
         fits = static == -1 or (0 < static < blocks and static + dynamic == blocks)
         rule = f"-1, or between 0 and N = {blocks} with n_static_blocks + n_dynamic_blocks = N"
-        _need(fits, where, "spec.shard_on_block.n_static_blocks", rule, f"{static} + {dynamic}", "-1 is automatic.")
+        _need(fits, "spec.shard_on_block.n_static_blocks", rule, f"{static} + {dynamic}", "-1 is automatic.")
         allowed = (QuantizationType.NONE, QuantizationType.MX, QuantizationType.STATIC_MX)
         fits = block.quantization_type in allowed
         rule, got = "MX or STATIC_MX", block.quantization_type
-        _need(fits, where, "spec.shard_on_block.quantization_type", rule, got, "Weights here are MX words.")
+        _need(fits, "spec.shard_on_block.quantization_type", rule, got, "Weights here are MX words.")
 
 
 _ON_OUTPUT = "Its kernel multiplies the output by the affinity and ignores or asserts every other place."
 
 
-def _need(condition: bool, where: str, argument: str, expected: str, got: object, remedy: str) -> None:
+def _need(condition: bool, argument: str, expected: str, got: object, remedy: str) -> None:
     if not condition:
-        raise refuse(ConfigError, where=where, argument=argument, expected=expected, got=got, remedy=remedy)
+        raise ConfigError.about(argument, expected, got, remedy)
 
 
-def _multiple(size: int, of: int, argument: str, rule: str, where: str) -> None:
+def _multiple(size: int, of: int, argument: str, rule: str) -> None:
     if size <= 0 or size % of:
-        raise _size(where, argument, f"a positive multiple of {of} ({rule})", size)
+        raise _size(argument, f"a positive multiple of {of} ({rule})", size)
 
 
-def _size(where: str, argument: str, expected: str, got: int) -> ShapeError:
+def _size(argument: str, expected: str, got: int) -> ShapeError:
     remedy = "This is a limit of the device kernel; device_limits=False computes the mathematics."
-    return refuse(ShapeError, where=where, argument=argument, expected=expected, got=str(got), remedy=remedy)
+    return ShapeError.about(argument, expected, str(got), remedy)

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.errors import ConfigError, ShapeError, refuse
+from hf_neuron_moe.errors import ConfigError, ShapeError
 from hf_neuron_moe.kernels.checks import check_dtype, check_multiple
 
 SCALE_BLOCK = 256
@@ -51,7 +51,7 @@ class Scales:
     down_in_T: Tensor | None = None
 
 
-def require_pair(first: Tensor | None, second: Tensor | None, names: tuple[str, str], where: str) -> bool:
+def require_pair(first: Tensor | None, second: Tensor | None, names: tuple[str, str]) -> bool:
     """Return whether both of a pair are given.
 
     Raises:
@@ -59,13 +59,11 @@ def require_pair(first: Tensor | None, second: Tensor | None, names: tuple[str, 
     """
     if (first is None) != (second is None):
         missing, given = names if first is None else names[::-1]
-        raise refuse(
-            ConfigError,
-            where=where,
-            argument=missing,
-            expected=f"given together with {given}",
-            got="None",
-            remedy=f"Pass both or neither; zeros (for biases) or ones (for scales) stand for a missing {missing}.",
+        raise ConfigError.about(
+            missing,
+            f"given together with {given}",
+            "None",
+            f"Pass both or neither; zeros (for biases) or ones (for scales) stand for a missing {missing}.",
         )
     return first is not None
 
@@ -76,7 +74,6 @@ def read_scales(
     gate_up_in: Tensor | None,
     down_in: Tensor | None,
     sizes: tuple[int, int, int, int],
-    where: str,
 ) -> Scales:
     """Bring FP8 scales into one form.
 
@@ -87,38 +84,35 @@ def read_scales(
             scale. Whoever passes one has divided the hidden states by it.
         down_in: per token ``[T', 1]`` or per expert ``[E, 1]``, likewise. No value is quantized here.
         sizes: E, H, I, T'.
-        where: kernel name.
 
     Raises:
         ConfigError: a scale without its partner.
         ShapeError, DTypeError: none of the documented shapes.
     """
     experts, hidden, inner, rows = sizes
-    weights = require_pair(gate_up, down, ("gate_up_proj_scale", "down_proj_scale"), where)
-    inputs = require_pair(gate_up_in, down_in, ("gate_up_in_scale", "down_in_scale"), where)
+    weights = require_pair(gate_up, down, ("gate_up_proj_scale", "down_proj_scale"))
+    inputs = require_pair(gate_up_in, down_in, ("gate_up_in_scale", "down_in_scale"))
     if inputs and not weights:
-        raise refuse(
-            ConfigError,
-            where=where,
-            argument="gate_up_in_scale",
-            expected="given together with gate_up_proj_scale and down_proj_scale",
-            got="an activation scale alone",
-            remedy="Activation scales multiply after the weight scales; pass both weight scales.",
+        raise ConfigError.about(
+            "gate_up_in_scale",
+            "given together with gate_up_proj_scale and down_proj_scale",
+            "an activation scale alone",
+            "Activation scales multiply after the weight scales; pass both weight scales.",
         )
     if gate_up is None or down is None:
         return Scales()
-    scales = _weight_scales(gate_up, down, experts, hidden, inner, where)
+    scales = _weight_scales(gate_up, down, experts, hidden, inner)
     if gate_up_in is None or down_in is None:
         return scales
-    return _with_inputs(scales, gate_up_in, down_in, experts, rows, where)
+    return _with_inputs(scales, gate_up_in, down_in, experts, rows)
 
 
-def _weight_scales(gate_up: Tensor, down: Tensor, experts: int, hidden: int, inner: int, where: str) -> Scales:
-    check_dtype(gate_up, _FLOATS, where=where, argument="gate_up_proj_scale")
-    check_dtype(down, _FLOATS, where=where, argument="down_proj_scale")
+def _weight_scales(gate_up: Tensor, down: Tensor, experts: int, hidden: int, inner: int) -> Scales:
+    check_dtype(gate_up, _FLOATS, argument="gate_up_proj_scale")
+    check_dtype(down, _FLOATS, argument="down_proj_scale")
     gate_up, down = gate_up.float(), down.float()
     if gate_up.dim() == 5 or down.dim() == 4:
-        return _block_scales(gate_up, down, experts, hidden, inner, where)
+        return _block_scales(gate_up, down, experts, hidden, inner)
     shape = tuple(gate_up.shape)
     leads = ((experts, 1), (1, 1))
     if shape[:2] in leads and shape[2:] == (2 * inner,):
@@ -129,20 +123,20 @@ def _weight_scales(gate_up: Tensor, down: Tensor, experts: int, hidden: int, inn
         gate_up_E2X = gate_up
     else:
         expected = f"of shape [E,1,2I], [1,1,2I], [E,1,2], [1,1,2] or [E,2,1], E={experts}, I={inner}"
-        raise _shape(where, "gate_up_proj_scale", expected, gate_up)
+        raise _shape("gate_up_proj_scale", expected, gate_up)
     shape = tuple(down.shape)
     if shape == (experts, 1) or (shape[:2] in leads and shape[2:] in ((hidden,), (1,))):
         down_EX = down.view(shape[0], -1)
     else:
         expected = f"of shape [E,1,H], [1,1,H], [E,1,1], [1,1,1] or [E,1], E={experts}, H={hidden}"
-        raise _shape(where, "down_proj_scale", expected, down)
+        raise _shape("down_proj_scale", expected, down)
     return Scales(gate_up_E2X.expand(experts, -1, -1), down_EX.expand(experts, -1))
 
 
-def _block_scales(gate_up: Tensor, down: Tensor, experts: int, hidden: int, inner: int, where: str) -> Scales:
+def _block_scales(gate_up: Tensor, down: Tensor, experts: int, hidden: int, inner: int) -> Scales:
     rule = "scales are per 256 x 256 block"
-    check_multiple(hidden, SCALE_BLOCK, "H", rule, where=where, argument="gate_up_proj_scale")
-    check_multiple(inner, SCALE_BLOCK, "I", rule, where=where, argument="gate_up_proj_scale")
+    check_multiple(hidden, SCALE_BLOCK, "H", rule, argument="gate_up_proj_scale")
+    check_multiple(inner, SCALE_BLOCK, "I", rule, argument="gate_up_proj_scale")
     h_blocks, i_blocks = hidden // SCALE_BLOCK, inner // SCALE_BLOCK
     wanted = (
         ("gate_up_proj_scale", gate_up, (experts, h_blocks, 2, i_blocks, 128), "[E, H/256, 2, I/256, 128]"),
@@ -150,22 +144,22 @@ def _block_scales(gate_up: Tensor, down: Tensor, experts: int, hidden: int, inne
     )
     for name, scale, shape, words in wanted:
         if tuple(scale.shape) != shape:
-            raise _shape(where, name, f"of shape {words} = {list(shape)}", scale)
+            raise _shape(name, f"of shape {words} = {list(shape)}", scale)
         if not torch.equal(scale, scale[..., :1].expand_as(scale)):
-            raise _shape(where, name, "128 copies of each block's scale along its last axis", scale)
+            raise _shape(name, "128 copies of each block's scale along its last axis", scale)
     return Scales(gate_up_block=gate_up[..., 0], down_block=down[..., 0])
 
 
-def _with_inputs(scales: Scales, gate_up_in: Tensor, down_in: Tensor, experts: int, rows: int, where: str) -> Scales:
-    check_dtype(gate_up_in, _FLOATS, where=where, argument="gate_up_in_scale")
-    check_dtype(down_in, _FLOATS, where=where, argument="down_in_scale")
+def _with_inputs(scales: Scales, gate_up_in: Tensor, down_in: Tensor, experts: int, rows: int) -> Scales:
+    check_dtype(gate_up_in, _FLOATS, argument="gate_up_in_scale")
+    check_dtype(down_in, _FLOATS, argument="down_in_scale")
     per_token = gate_up_in.dim() == 2
     for name, scale, shape, words in (
         ("gate_up_in_scale", gate_up_in, (rows, 1) if per_token else (experts, 2, 1), "[T', 1] or [E, 2, 1]"),
         ("down_in_scale", down_in, (rows, 1) if per_token else (experts, 1), "[T', 1] or [E, 1], as gate_up_in_scale"),
     ):
         if tuple(scale.shape) != shape:
-            raise _shape(where, name, f"of shape {words}, here {list(shape)}", scale)
+            raise _shape(name, f"of shape {words}, here {list(shape)}", scale)
     if per_token:
         given = scales.__dict__ | {"gate_up_in_T": gate_up_in.float(), "down_in_T": down_in.float()}
         return Scales(**given)
@@ -176,12 +170,7 @@ def _with_inputs(scales: Scales, gate_up_in: Tensor, down_in: Tensor, experts: i
     return Scales(**(scales.__dict__ | {"gate_up_E2X": gate_up_E2X, "down_EX": down_EX}))
 
 
-def _shape(where: str, argument: str, expected: str, got: Tensor) -> ShapeError:
-    return refuse(
-        ShapeError,
-        where=where,
-        argument=argument,
-        expected=expected,
-        got=str(list(got.shape)),
-        remedy="Reshape or expand the scale to one of the documented layouts.",
+def _shape(argument: str, expected: str, got: Tensor) -> ShapeError:
+    return ShapeError.about(
+        argument, expected, str(list(got.shape)), "Reshape or expand the scale to one of the documented layouts."
     )

@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 from hf_neuron_moe.backends.torch.compute import Scratch
 from hf_neuron_moe.backends.torch.fake_quant import fake_quantize_tile_
 from hf_neuron_moe.backends.torch.ffn_forward import FFNWeights
-from hf_neuron_moe.errors import ConfigError, DTypeError, ShapeError, refuse
+from hf_neuron_moe.errors import ConfigError, DTypeError, ShapeError
 from hf_neuron_moe.formats.constants import E2M1, E4M3FN, E5M2, LANES, ElementFormat, ScaleRule
 from hf_neuron_moe.formats.moe_mx import (
     HIDDEN_SCHEME,
@@ -87,7 +87,6 @@ def read_mx_weights(
     hidden: int,
     weight_dtype: torch.dtype | None,
     packed: bool,
-    where: str,
 ) -> MXExperts:
     """Check MX weights and their byte scales.
 
@@ -101,38 +100,25 @@ def read_mx_weights(
         hidden: H.
         weight_dtype: ``torch.float8_e4m3fn`` (or None) or ``torch.float8_e5m2`` of the 32-bit words; None for fp4.
         packed: the scales of four tiles share a buffer of 128 rows.
-        where: kernel name.
 
     Raises:
         DTypeError, ShapeError, ConfigError: an operand breaks a rule above.
     """
-    check_multiple(hidden, TILE, "H", "MX tiles along H are 512", where=where, argument="hidden_states")
-    fmt = _format(gate_up, weight_dtype, where)
-    check_dtype(
-        down, tuple(kind for kind in _WORDS if _WORDS[kind] == fmt.carrier), where=where, argument="down_proj_weight"
-    )
+    check_multiple(hidden, TILE, "H", "MX tiles along H are 512", argument="hidden_states")
+    fmt = _format(gate_up, weight_dtype)
+    check_dtype(down, tuple(kind for kind in _WORDS if _WORDS[kind] == fmt.carrier), argument="down_proj_weight")
     tiles = hidden // TILE
-    check_shape(
-        gate_up,
-        (None, PARTITIONS, 2, tiles, None),
-        "[E, 128, 2, H/512, I]",
-        where=where,
-        argument="gate_up_proj_weight",
-    )
+    check_shape(gate_up, (None, PARTITIONS, 2, tiles, None), "[E, 128, 2, H/512, I]", argument="gate_up_proj_weight")
     experts, inner = gate_up.shape[0], gate_up.shape[-1]
-    check_multiple(
-        inner, 32, "I", "an MX group is 8 partitions of 4 lanes", where=where, argument="gate_up_proj_weight"
-    )
+    check_multiple(inner, 32, "I", "an MX group is 8 partitions of 4 lanes", argument="gate_up_proj_weight")
     down_tiles = -(-inner // TILE)
     partitions = padded_intermediate(inner) // down_tiles // LANES
     shape = (experts, partitions, down_tiles, hidden)
-    check_shape(down, shape, "[E, pI, ceil(I/512), H]", where=where, argument="down_proj_weight")
+    check_shape(down, shape, "[E, pI, ceil(I/512), H]", argument="down_proj_weight")
     if gate_up_scale is not None and down_scale is not None:
         extents = (experts, hidden, inner, partitions)
-        gate_up_scale = _check_scale(
-            gate_up_scale, _gate_up_layouts(extents, packed), packed, "gate_up_proj_scale", where
-        )
-        down_scale = _check_scale(down_scale, _down_layouts(extents, packed), packed, "down_proj_scale", where)
+        gate_up_scale = _check_scale(gate_up_scale, _gate_up_layouts(extents, packed), packed, "gate_up_proj_scale")
+        down_scale = _check_scale(down_scale, _down_layouts(extents, packed), packed, "down_proj_scale")
     return MXExperts(gate_up.view(fmt.carrier), down.view(fmt.carrier), gate_up_scale, down_scale, fmt)
 
 
@@ -161,8 +147,8 @@ def _down_layouts(extents: tuple[int, int, int, int], packed: bool) -> _Layouts:
     return [*by_group, (blocks, "[E, 4, ceil(I/512), ceil(H/128)]")]
 
 
-def _format(words: Tensor, weight_dtype: torch.dtype | None, where: str) -> ElementFormat:
-    check_dtype(words, tuple(_WORDS), where=where, argument="gate_up_proj_weight")
+def _format(words: Tensor, weight_dtype: torch.dtype | None) -> ElementFormat:
+    check_dtype(words, tuple(_WORDS), argument="gate_up_proj_weight")
     if _WORDS[words.dtype] == torch.int16:
         if weight_dtype is None:
             return E2M1
@@ -172,31 +158,24 @@ def _format(words: Tensor, weight_dtype: torch.dtype | None, where: str) -> Elem
             return _FP8_FORMATS[weight_dtype]
         expected = "None, torch.float8_e4m3fn or torch.float8_e5m2 with 32-bit words"
         remedy = "32-bit words hold four fp8 codes; None means e4m3."
-    raise refuse(
-        ConfigError, where=where, argument="weight_dtype", expected=expected, got=str(weight_dtype), remedy=remedy
-    )
+    raise ConfigError.about("weight_dtype", expected, str(weight_dtype), remedy)
 
 
-def _check_scale(scale: Tensor, layouts: _Layouts, packed: bool, argument: str, where: str) -> Tensor:
+def _check_scale(scale: Tensor, layouts: _Layouts, packed: bool, argument: str) -> Tensor:
     if not isinstance(scale, Tensor) or scale.dtype not in (torch.uint8, torch.float8_e8m0fnu):
         got = str(scale.dtype) if isinstance(scale, Tensor) else type(scale).__name__
-        raise refuse(
-            DTypeError,
-            where=where,
-            argument=argument,
-            expected="a tensor of dtype uint8 or float8_e8m0fnu (an MX scale byte per group)",
-            got=got,
-            remedy="Per-tensor fp32 scales belong to quantization_type=STATIC_MX.",
+        raise DTypeError.about(
+            argument,
+            "a tensor of dtype uint8 or float8_e8m0fnu (an MX scale byte per group)",
+            got,
+            "Per-tensor fp32 scales belong to quantization_type=STATIC_MX.",
         )
     if tuple(scale.shape) not in [shape for shape, _ in layouts]:
-        raise refuse(
-            ShapeError,
-            where=where,
-            argument=argument,
-            expected="of shape "
-            + " or, per 128 x 128 block, ".join(f"{words} = {list(shape)}" for shape, words in layouts),
-            got=str(list(scale.shape)),
-            remedy="quantize_moe_gate_up and quantize_moe_down return scales of this shape"
+        raise ShapeError.about(
+            argument,
+            "of shape " + " or, per 128 x 128 block, ".join(f"{words} = {list(shape)}" for shape, words in layouts),
+            str(list(scale.shape)),
+            "quantize_moe_gate_up and quantize_moe_down return scales of this shape"
             + (
                 ", pack_moe_scales packs them."
                 if packed

@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.errors import ConfigError, nearest, refuse
+from hf_neuron_moe.errors import ConfigError, nearest, public
 from hf_neuron_moe.kernels.checks import check_flags, check_record, shown
 
 
@@ -119,8 +119,9 @@ class SkipMode:
     skip_token: bool = False
     skip_weight: bool = False
 
+    @public("SkipMode")
     def __post_init__(self) -> None:
-        check_flags({"skip_token": self.skip_token, "skip_weight": self.skip_weight}, where="SkipMode")
+        check_flags({"skip_token": self.skip_token, "skip_weight": self.skip_weight})
 
 
 NO_SKIP = SkipMode()
@@ -159,15 +160,16 @@ class ShardOnBlockConfig:
     ep_degree: int = 1
     quantization_type: QuantizationType = QuantizationType.MX
 
+    @public("ShardOnBlockConfig")
     def __post_init__(self) -> None:
         for name, kind in (("block_sharding_strategy", BlockShardStrategy), ("quantization_type", QuantizationType)):
-            member = as_member(getattr(self, name), kind, where="ShardOnBlockConfig", argument=name)
+            member = as_member(getattr(self, name), kind, argument=name)
             object.__setattr__(self, name, member)
         flags = ("non_overlapping_shards", "use_packed_scales")
-        check_flags({name: getattr(self, name) for name in flags}, where="ShardOnBlockConfig")
+        check_flags({name: getattr(self, name) for name in flags})
         for name in ("n_block_per_iter", "n_static_blocks", "n_dynamic_blocks", "top_k", "ep_degree"):
-            _check_count(getattr(self, name), "ShardOnBlockConfig", name)
-        check_record(self.weight_dtype, torch.dtype, where="ShardOnBlockConfig", argument="weight_dtype")
+            _check_count(getattr(self, name), name)
+        check_record(self.weight_dtype, torch.dtype, argument="weight_dtype")
 
 
 @dataclass(frozen=True)
@@ -184,11 +186,12 @@ class ShardOnIConfig:
     expert_affinity_multiply_on_I: bool = False
     num_static_block: int | None = None
 
+    @public("ShardOnIConfig")
     def __post_init__(self) -> None:
         flags = ("checkpoint_activation", "expert_affinity_multiply_on_I")
-        check_flags({name: getattr(self, name) for name in flags}, where="ShardOnIConfig")
+        check_flags({name: getattr(self, name) for name in flags})
         if self.num_static_block is not None:
-            _check_count(self.num_static_block, "ShardOnIConfig", "num_static_block")
+            _check_count(self.num_static_block, "num_static_block")
 
 
 @dataclass(frozen=True)
@@ -199,11 +202,12 @@ class MoECTESpec:
     shard_on_block: ShardOnBlockConfig = None  # type: ignore[assignment]
     shard_on_I: ShardOnIConfig = None  # type: ignore[assignment]
 
+    @public("MoECTESpec")
     def __post_init__(self) -> None:
-        kind = as_member(self.implementation, MoECTEImplementation, where="MoECTESpec", argument="implementation")
+        kind = as_member(self.implementation, MoECTEImplementation, argument="implementation")
         object.__setattr__(self, "implementation", kind)
         for name, default in (("shard_on_block", ShardOnBlockConfig), ("shard_on_I", ShardOnIConfig)):
-            check_record(getattr(self, name), default, where="MoECTESpec", argument=name)
+            check_record(getattr(self, name), default, argument=name)
             if getattr(self, name) is None:
                 object.__setattr__(self, name, default())
 
@@ -235,7 +239,7 @@ class ClampLimits:
 
     @staticmethod
     def _bad(argument: str, expected: str, got: str, remedy: str) -> ConfigError:
-        return refuse(ConfigError, where="ClampLimits", argument=argument, expected=expected, got=got, remedy=remedy)
+        return ConfigError.about(argument, expected, got, remedy).named("ClampLimits")
 
 
 @dataclass(frozen=True)
@@ -291,15 +295,13 @@ BLOCKINGS = (
 EnumT = TypeVar("EnumT", bound=Enum)
 
 
-def _check_count(value: object, where: str, argument: str) -> None:
+def _check_count(value: object, argument: str) -> None:
     """Refuse anything but an int; ranges depend on the call and are checked there."""
     if type(value) is not int:
-        raise refuse(
-            ConfigError, where=where, argument=argument, expected="an int", got=shown(value), remedy="Pass a count."
-        )
+        raise ConfigError.about(argument, "an int", shown(value), "Pass a count.")
 
 
-def as_member(value: object, kind: type[EnumT], *, where: str, argument: str) -> EnumT:
+def as_member(value: object, kind: type[EnumT], *, argument: str) -> EnumT:
     """Return `value` as a member of `kind`; a member's name is accepted too.
 
     Raises:
@@ -310,11 +312,9 @@ def as_member(value: object, kind: type[EnumT], *, where: str, argument: str) ->
     names = [member.name for member in kind]
     if isinstance(value, str) and value in names:
         return kind[value]
-    raise refuse(
-        ConfigError,
-        where=where,
-        argument=argument,
-        expected=f"a member of {kind.__name__} ({', '.join(names)}) or its name",
-        got=repr(value),
-        remedy=f"Pass {kind.__name__}.{names[0]} or another member.{nearest(str(value), names)}",
+    raise ConfigError.about(
+        argument,
+        f"a member of {kind.__name__} ({', '.join(names)}) or its name",
+        repr(value),
+        f"Pass {kind.__name__}.{names[0]} or another member.{nearest(str(value), names)}",
     )

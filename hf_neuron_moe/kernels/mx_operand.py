@@ -23,7 +23,7 @@ from torch import Tensor
 
 from hf_neuron_moe.backends.torch.compute import Scratch
 from hf_neuron_moe.backends.torch.fake_quant import fake_quantize_
-from hf_neuron_moe.errors import ConfigError, DTypeError, ShapeError, refuse
+from hf_neuron_moe.errors import ConfigError, DTypeError, ShapeError, public
 from hf_neuron_moe.formats.constants import LANES, MX_BLOCK, ScaleRule, SwizzleScheme, unknown_name
 from hf_neuron_moe.formats.mx import dequantize_mx, fake_quantize_mx
 from hf_neuron_moe.formats.scales import SCALE_DTYPES, ScaleLayout, detect_scale_layout, scale_row_count, to_compact
@@ -102,59 +102,52 @@ class TensorDescriptor:
     sharded_physical_shape: tuple[int, ...] = field(init=False, default=())
     sharded_logical_shape: tuple[int, int] = field(init=False, default=(0, 0))
 
+    @public("TensorDescriptor")
     def __post_init__(self) -> None:
-        where = "TensorDescriptor"
-        self._check_flags(where)
-        self._refuse_indirect(where)
+        self._check_flags()
+        self._refuse_indirect()
         derived: dict[str, object] = {"is_quantized": self.scales is not None or bool(self.is_quantized)}
         derived["is_swizzled"] = self.is_swizzled or bool(derived["is_quantized"])
         derived["is_f_by_k"] = not derived["is_swizzled"] if self.is_f_by_k is None else self.is_f_by_k
         if derived["is_swizzled"] and derived["is_f_by_k"]:
-            raise refuse(
-                ConfigError,
-                where=where,
-                argument="is_f_by_k",
-                expected="False for swizzled or quantized data, which is K-major",
-                got="True",
-                remedy="Leave it None.",
+            raise ConfigError.about(
+                "is_f_by_k", "False for swizzled or quantized data, which is K-major", "True", "Leave it None."
             )
         derived["is_unswizzled_bf16"] = not derived["is_swizzled"]
         for name, value in derived.items():
             object.__setattr__(self, name, value)
         if self.data is not None:
-            self._derive_shapes(where)
+            self._derive_shapes()
 
-    def _check_flags(self, where: str) -> None:
+    def _check_flags(self) -> None:
         given = [name for name in ("is_f_by_k", "is_quantized") if getattr(self, name) is not None]
-        check_flags({name: getattr(self, name) for name in (*_FLAGS, *given)}, where=where)
+        check_flags({name: getattr(self, name) for name in (*_FLAGS, *given)})
         if self.quant_scheme not in _SCHEMES:
-            raise unknown_name(self.quant_scheme, list(_SCHEMES), argument="quant_scheme", where=where)
+            raise unknown_name(self.quant_scheme, list(_SCHEMES), argument="quant_scheme")
         if self.scales is not None and self.is_quantized is False:
             remedy = "Leave it None: it follows from the scales."
-            raise _contradiction(where, "is_quantized", "True where scales are given", "False", remedy)
+            raise _contradiction("is_quantized", "True where scales are given", "False", remedy)
         if self.is_x4 and self.data is not None and self.data.dtype not in X4_DTYPES:
             remedy = "Leave it False: it follows from the dtype. View fp8 codes as int32 to make words of them."
             raise _contradiction(
-                where, "is_x4", "False unless data are int32 or uint32 words", f"True with {self.data.dtype}", remedy
+                "is_x4", "False unless data are int32 or uint32 words", f"True with {self.data.dtype}", remedy
             )
 
-    def _refuse_indirect(self, where: str) -> None:
+    def _refuse_indirect(self) -> None:
         given = [name for name in (*_INDIRECT, "effective_f_dim_scales") if getattr(self, name) is not None]
         if self.skip_dma not in (None, False):
             given.append("skip_dma")
         if given:
-            raise refuse(
-                ConfigError,
-                where=where,
-                argument=given[0],
-                expected="None: loads through an index are not part of the MLP kernels",
-                got=type(getattr(self, given[0])).__name__,
-                remedy="Index the tensor first (torch.index_select).",
+            raise ConfigError.about(
+                given[0],
+                "None: loads through an index are not part of the MLP kernels",
+                type(getattr(self, given[0])).__name__,
+                "Index the tensor first (torch.index_select).",
             )
 
-    def _derive_shapes(self, where: str) -> None:
+    def _derive_shapes(self) -> None:
         assert self.data is not None
-        check_layout(self.data, self.scales, swizzled=self.is_swizzled, quantized=bool(self.is_quantized), where=where)
+        check_layout(self.data, self.scales, swizzled=self.is_swizzled, quantized=bool(self.is_quantized))
         rows, columns = self.data.shape
         object.__setattr__(self, "is_x4", self.is_x4 or self.data.dtype in X4_DTYPES)
         if self.is_swizzled:
@@ -162,13 +155,13 @@ class TensorDescriptor:
         else:
             K, F = (columns, rows) if self.is_f_by_k else (rows, columns)
         if self.scales is not None:
-            layout = check_scales(self.scales, K, F, where=where, argument="scales")
+            layout = check_scales(self.scales, K, F, argument="scales")
             packed = scale_row_count(K, ScaleLayout.PACKED)
             if self.scales_are_packed and len(self.scales) != packed:
                 got = f"True with {len(self.scales)} rows"
                 remedy = "Leave it False: it follows from the rows. formats.oversized_to_packed converts."
                 expected = f"False unless the scales have the {packed} packed rows of K={K}"
-                raise _contradiction(where, "scales_are_packed", expected, got, remedy)
+                raise _contradiction("scales_are_packed", expected, got, remedy)
             object.__setattr__(self, "scales_are_packed", self.scales_are_packed or layout is ScaleLayout.PACKED)
         halves = 2 if self.is_col_parallel_sharded else 1
         by_row = not self.is_swizzled and self.is_f_by_k
@@ -184,12 +177,12 @@ class TensorDescriptor:
         return self.is_unswizzled_bf16
 
 
-def _contradiction(where: str, argument: str, expected: str, got: str, remedy: str) -> ConfigError:
-    return refuse(ConfigError, where=where, argument=argument, expected=expected, got=got, remedy=remedy)
+def _contradiction(argument: str, expected: str, got: str, remedy: str) -> ConfigError:
+    return ConfigError.about(argument, expected, got, remedy)
 
 
 def check_layout(
-    data: Tensor, scales: Tensor | None, *, swizzled: bool, quantized: bool, where: str, argument: str = "data"
+    data: Tensor, scales: Tensor | None, *, swizzled: bool, quantized: bool, argument: str = "data"
 ) -> None:
     """Check one operand's data against its mode.
 
@@ -198,7 +191,6 @@ def check_layout(
         scales: its block scales, or None.
         swizzled: data is ``[K/4, 4F]``.
         quantized: data holds codes.
-        where: kernel named in the error.
         argument: argument named in the error.
 
     Raises:
@@ -207,77 +199,69 @@ def check_layout(
     """
     if quantized and isinstance(data, Tensor) and data.dtype not in (*X4_DTYPES, torch.float8_e4m3fn):
         hint = "Bytes do not say which fp8 format they hold; view them as one of these dtypes."
-        raise refuse(
-            DTypeError,
-            where=where,
-            argument=argument,
-            expected="of dtype int32 or uint32 (x4 words) or float8_e4m3fn, because it has scales",
-            got=str(data.dtype),
-            remedy=hint if data.dtype == torch.uint8 else "Without scales a bf16 tensor is quantized by the kernel.",
+        raise DTypeError.about(
+            argument,
+            "of dtype int32 or uint32 (x4 words) or float8_e4m3fn, because it has scales",
+            str(data.dtype),
+            hint if data.dtype == torch.uint8 else "Without scales a bf16 tensor is quantized by the kernel.",
         )
     if not quantized:
         allowed = (torch.bfloat16,) if swizzled else (*RAW_DTYPES, torch.float32)
-        check_dtype(data, allowed, where=where, argument=argument)
+        check_dtype(data, allowed, argument=argument)
     if data.ndim != 2 or 0 in data.shape:
-        raise refuse(
-            ShapeError,
-            where=where,
-            argument=argument,
-            expected="a non-empty matrix",
-            got=str(list(data.shape)),
-            remedy="Flatten leading axes; one matmul operand is two-dimensional.",
+        raise ShapeError.about(
+            argument,
+            "a non-empty matrix",
+            str(list(data.shape)),
+            "Flatten leading axes; one matmul operand is two-dimensional.",
         )
     if swizzled:
         rule = "swizzled rows are K/4, and an MX block has 8 of them"
-        check_multiple(data.shape[0], MX_BLOCK // LANES, "K/4", rule, where=where, argument=argument)
+        check_multiple(data.shape[0], MX_BLOCK // LANES, "K/4", rule, argument=argument)
         if data.dtype not in X4_DTYPES:
             rule = "a swizzled row has 4 lanes per position of F"
-            check_multiple(data.shape[1], LANES, "4F", rule, where=where, argument=argument)
+            check_multiple(data.shape[1], LANES, "4F", rule, argument=argument)
 
 
-def check_scales(scales: Tensor, K: int, F: int, *, where: str, argument: str) -> ScaleLayout:
+def check_scales(scales: Tensor, K: int, F: int, *, argument: str) -> ScaleLayout:
     """Check block scales against their operand and return their layout.
 
     Raises:
         DTypeError: not uint8 or float8_e8m0fnu.
         ShapeError: rows of neither layout, or other than F columns.
     """
-    check_dtype(scales, SCALE_DTYPES, where=where, argument=argument)
+    check_dtype(scales, SCALE_DTYPES, argument=argument)
     oversized, packed = (scale_row_count(K, layout) for layout in (ScaleLayout.OVERSIZED, ScaleLayout.PACKED))
     if scales.ndim != 2 or scales.shape[0] not in (oversized, packed) or scales.shape[1] != F:
-        raise refuse(
-            ShapeError,
-            where=where,
-            argument=argument,
-            expected=f"of shape [{oversized}, {F}] (oversized) or [{packed}, {F}] (packed) for K={K}",
-            got=str(list(scales.shape)),
-            remedy="Compact scales are expanded by hf_neuron_moe.formats.to_packed or to_oversized.",
+        raise ShapeError.about(
+            argument,
+            f"of shape [{oversized}, {F}] (oversized) or [{packed}, {F}] (packed) for K={K}",
+            str(list(scales.shape)),
+            "Compact scales are expanded by hf_neuron_moe.formats.to_packed or to_oversized.",
         )
     return detect_scale_layout(scales.shape[0], K)
 
 
-def check_loadable(td: TensorDescriptor, *, where: str, argument: str) -> None:
+def check_loadable(td: TensorDescriptor, *, argument: str) -> None:
     """Apply the loaders' rules to an operand (nki-library 2.30): see :class:`MXOperand` for what is raised."""
     if td.data is None or (td.is_quantized and td.scales is None):
-        raise refuse(
-            ConfigError,
-            where=where,
-            argument=argument,
-            expected="described with its data, and with its scales if it is quantized",
-            got="None",
-            remedy="Give the TensorDescriptor both.",
+        raise ConfigError.about(
+            argument,
+            "described with its data, and with its scales if it is quantized",
+            "None",
+            "Give the TensorDescriptor both.",
         )
     K, F = td.logical_shape
     if not td.is_raw:
-        check_multiple(F, 2, "F", "tiles have an even free size", where=where, argument=argument)
+        check_multiple(F, 2, "F", "tiles have an even free size", argument=argument)
         return
-    check_dtype(td.data, RAW_DTYPES, where=where, argument=argument)
+    check_dtype(td.data, RAW_DTYPES, argument=argument)
     rule = "the contraction axis of a tensor that the kernel quantizes"
-    check_multiple(K, 128, "K", rule, where=where, argument=argument)
+    check_multiple(K, 128, "K", rule, argument=argument)
     if td.is_f_by_k:
-        check_multiple(F, 8, "F", "the loader reads groups of 8 rows", where=where, argument=argument)
+        check_multiple(F, 8, "F", "the loader reads groups of 8 rows", argument=argument)
     else:
-        check_multiple(F, 512, "F", "the loader of K-major raw data", where=where, argument=argument)
+        check_multiple(F, 512, "F", "the loader of K-major raw data", argument=argument)
 
 
 class MXOperand:
@@ -285,7 +269,6 @@ class MXOperand:
 
     Args:
         td: the operand.
-        where: kernel named in errors.
         argument: argument named in errors.
         lone_384: a raw operand with K of exactly 384 is one tile, as in ``mlp_fwd_mxfp8`` and the 2.30 backward.
         rule: block scale rule of an operand that is quantized when loaded.
@@ -302,15 +285,9 @@ class MXOperand:
     """
 
     def __init__(
-        self,
-        td: TensorDescriptor,
-        *,
-        where: str,
-        argument: str,
-        lone_384: bool = False,
-        rule: ScaleRule = ScaleRule.NEURON,
+        self, td: TensorDescriptor, *, argument: str, lone_384: bool = False, rule: ScaleRule = ScaleRule.NEURON
     ) -> None:
-        check_loadable(td, where=where, argument=argument)
+        check_loadable(td, argument=argument)
         self.td, self.rule = td, rule
         self.K, self.F = td.logical_shape
         self.scheme = SwizzleScheme(td.quant_scheme)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hf_neuron_moe.errors import ConfigError, NeuronMoEError, ShapeError, refuse
+from hf_neuron_moe.errors import ConfigError, NeuronMoEError, ShapeError
 
 MAX_EXPERTS = 512
 """The moving free size of one matmul."""
@@ -17,12 +17,7 @@ _OFF_DEVICE = "Pass device_limits=False to compute the mathematical definition a
 
 
 def check_device_limits(
-    sizes: tuple[int, int, int, int],
-    *,
-    sigmoid_after_selection: bool,
-    indirect_scatter: bool,
-    eager: bool,
-    where: str,
+    sizes: tuple[int, int, int, int], *, sigmoid_after_selection: bool, indirect_scatter: bool, eager: bool
 ) -> None:
     """Refuse what the device refuses.
 
@@ -31,7 +26,6 @@ def check_device_limits(
         sigmoid_after_selection: SIGMOID with ``router_pre_norm=False``.
         indirect_scatter: ``use_indirect_dma_scatter``.
         eager: ``return_eager_affi``.
-        where: function named in the error.
 
     Raises:
         ShapeError: a size beyond the kernel's.
@@ -66,4 +60,4 @@ def check_device_limits(
     ]
     for holds, kind, argument, expected, got in rules:
         if not holds:
-            raise refuse(kind, where=where, argument=argument, expected=expected, got=got, remedy=_OFF_DEVICE)
+            raise kind.about(argument, expected, got, _OFF_DEVICE)

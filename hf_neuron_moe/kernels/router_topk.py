@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.errors import ConfigError, ShapeError, refuse
+from hf_neuron_moe.errors import ConfigError, ShapeError, public
 from hf_neuron_moe.kernels.checks import check_dtype, check_flags, check_same_device, check_shape
 from hf_neuron_moe.kernels.moe_types import RouterActFnType, as_member
 from hf_neuron_moe.kernels.router_limits import check_device_limits
@@ -27,6 +27,7 @@ _INTEGERS = (torch.int32, torch.int64, torch.uint32)
 _WITHOUT_FLOAT64 = ("mps",)
 
 
+@public(_WHERE)
 def router_topk(
     x: Tensor,
     w: Tensor,
@@ -109,7 +110,7 @@ def router_topk(
         "use_PE_broadcast_w_bias": use_PE_broadcast_w_bias, "shard_on_tokens": shard_on_tokens,
         "skip_store_expert_index": skip_store_expert_index, "skip_store_router_logits": skip_store_router_logits,
     }  # fmt: skip
-    check_flags(flags | ({} if device_limits is None else {"device_limits": device_limits}), where=_WHERE)
+    check_flags(flags | ({} if device_limits is None else {"device_limits": device_limits}))
     if skip_store_router_logits:
         raise _refuse_skipping_logits()
     _check_operands(x, w, w_bias, x_hbm_layout)
@@ -124,7 +125,6 @@ def router_topk(
             sigmoid_after_selection=act is RouterActFnType.SIGMOID and not router_pre_norm,
             indirect_scatter=use_indirect_dma_scatter,
             eager=return_eager_affi,
-            where=_WHERE,
         )
     logits_TE = _logits(x, w, w_bias, transposed=x_hbm_layout == 0)
     # The logits that are returned decide, so that experts whose fp32 logits are equal are in order of their numbers.
@@ -191,75 +191,59 @@ def _dtype_of(template: Tensor | None, default: torch.dtype) -> torch.dtype:
     return default if template is None else template.dtype
 
 
+@public(_WHERE)
 def _check_operands(x: Tensor, w: Tensor, w_bias: Tensor | None, x_hbm_layout: int) -> None:
-    check_dtype(x, _FLOATS, where=_WHERE, argument="x")
-    check_dtype(w, (x.dtype,), where=_WHERE, argument="w")
-    check_shape(w, (None, None), "[H, E]", where=_WHERE, argument="w")
+    check_dtype(x, _FLOATS, argument="x")
+    check_dtype(w, (x.dtype,), argument="w")
+    check_shape(w, (None, None), "[H, E]", argument="w")
     H, E = w.shape
     shape, names = ((H, None), "[H, T] (x_hbm_layout 0)") if x_hbm_layout == 0 else ((None, H), "[T, H]")
     names = f"{names}, with the H of w {list(w.shape)},"
-    check_shape(x, shape, names, where=_WHERE, argument="x")
+    check_shape(x, shape, names, argument="x")
     if w_bias is not None:
-        check_dtype(w_bias, _FLOATS, where=_WHERE, argument="w_bias")
+        check_dtype(w_bias, _FLOATS, argument="w_bias")
         expected: tuple[int, ...] = (E,) if w_bias.dim() == 1 else (1, E)
-        check_shape(w_bias, expected, "[1, E] or [E]", where=_WHERE, argument="w_bias")
-    check_same_device({"x": x, "w": w, "w_bias": w_bias}, where=_WHERE)
+        check_shape(w_bias, expected, "[1, E] or [E]", argument="w_bias")
+    check_same_device({"x": x, "w": w, "w_bias": w_bias})
 
 
+@public(_WHERE)
 def _check_templates(templates: dict[str, Tensor | None], shapes: dict[str, tuple[int, int]]) -> None:
     for name, template in templates.items():
         if template is not None:
-            check_dtype(template, _INTEGERS if name == "expert_index" else _FLOATS, where=_WHERE, argument=name)
+            check_dtype(template, _INTEGERS if name == "expert_index" else _FLOATS, argument=name)
             axes = "[T, K]" if name == "expert_index" else "[T, E]"
-            check_shape(template, shapes[name], axes, where=_WHERE, argument=name)
+            check_shape(template, shapes[name], axes, argument=name)
 
 
+@public(_WHERE)
 def _check_layouts(x_hbm_layout: int, x_sb_layout: int) -> None:
     for argument, value, known in (("x_hbm_layout", x_hbm_layout, (0, 1)), ("x_sb_layout", x_sb_layout, (0, 1, 2))):
         if value not in known:
-            raise refuse(
-                ConfigError,
-                where=_WHERE,
-                argument=argument,
-                expected=f"one of {', '.join(map(str, known))}",
-                got=repr(value),
-                remedy="x_hbm_layout is 0 for x [H, T] and 1 for [T, H]; x_sb_layout has no effect on values.",
+            raise ConfigError.about(
+                argument,
+                f"one of {', '.join(map(str, known))}",
+                repr(value),
+                "x_hbm_layout is 0 for x [H, T] and 1 for [T, H]; x_sb_layout has no effect on values.",
             )
 
 
+@public(_WHERE)
 def _required_activation(act_fn: RouterActFnType | str | None) -> RouterActFnType:
     act_fn = act_fn.upper() if isinstance(act_fn, str) else act_fn
-    return as_member(act_fn, RouterActFnType, where=_WHERE, argument="act_fn")
+    return as_member(act_fn, RouterActFnType, argument="act_fn")
 
 
+@public(_WHERE)
 def _required_k(k: int | None, experts: int) -> int:
     if isinstance(k, bool) or not isinstance(k, int):
-        raise refuse(
-            ConfigError,
-            where=_WHERE,
-            argument="k",
-            expected="the number of experts per token",
-            got=repr(k),
-            remedy="Pass k, for example 2 for Mixtral.",
-        )
+        raise ConfigError.about("k", "the number of experts per token", repr(k), "Pass k, for example 2 for Mixtral.")
     if not 1 <= k <= experts:
-        raise refuse(
-            ShapeError,
-            where=_WHERE,
-            argument="k",
-            expected=f"from 1 to E = {experts}",
-            got=str(k),
-            remedy="A token cannot choose an expert twice.",
-        )
+        raise ShapeError.about("k", f"from 1 to E = {experts}", str(k), "A token cannot choose an expert twice.")
     return k
 
 
 def _refuse_skipping_logits() -> ConfigError:
-    return refuse(
-        ConfigError,
-        where=_WHERE,
-        argument="skip_store_router_logits",
-        expected="False (upstream asserts it)",
-        got="True",
-        remedy="Ignore the first result instead.",
-    )
+    return ConfigError.about(
+        "skip_store_router_logits", "False (upstream asserts it)", "True", "Ignore the first result instead."
+    ).named(_WHERE)

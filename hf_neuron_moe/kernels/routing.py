@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.errors import ConfigError, ShapeError, nearest, refuse
+from hf_neuron_moe.errors import ConfigError, ShapeError, nearest, public
 from hf_neuron_moe.kernels.checks import check_flags
 from hf_neuron_moe.kernels.routing_checks import (
     check_distinct,
@@ -68,6 +68,7 @@ class BlockSizeChoice(NamedTuple):
     padding: float
 
 
+@public
 def count_blocks(
     tokens: int, top_k: int, experts: int, block_size: int, *, n_block_per_iter: int = 1, tighten: bool = False
 ) -> int:
@@ -86,7 +87,7 @@ def count_blocks(
         ShapeError: a size is not a positive integer.
     """
     sizes = {"T": tokens, "top_k": top_k, "E": experts, "block_size": block_size, "n_block_per_iter": n_block_per_iter}
-    check_sizes(sizes, "count_blocks")
+    check_sizes(sizes)
     pairs = tokens * min(top_k, experts)
     blocks = -(-(pairs - (experts - 1)) // block_size) + experts - 1
     if tighten:
@@ -94,6 +95,7 @@ def count_blocks(
     return -(-blocks // n_block_per_iter) * n_block_per_iter
 
 
+@public
 def choose_block_size(
     tokens: int,
     top_k: int,
@@ -119,28 +121,23 @@ def choose_block_size(
         ShapeError: a size is not a positive integer, or there is no choice.
         ConfigError: `max_padding` is no number of at least 0.
     """
-    where = "choose_block_size"
     sizes = tuple(choices) if isinstance(choices, Iterable) else (choices,)
     for size in sizes:
-        check_sizes({"choices": size}, where)
-    check_finite(max_padding, where=where, argument="max_padding", remedy="0.5 lets half of the slots stay empty.")
+        check_sizes({"choices": size})
+    check_finite(max_padding, argument="max_padding", remedy="0.5 lets half of the slots stay empty.")
     found = []
     for size in sorted(sizes):
         blocks = count_blocks(tokens, top_k, experts, size, n_block_per_iter=n_block_per_iter)
         found.append(BlockSizeChoice(size, blocks, 1 - tokens * min(top_k, experts) / (blocks * size)))
     if not found:
-        raise refuse(
-            ShapeError,
-            where=where,
-            argument="choices",
-            expected="at least one block size",
-            got="none",
-            remedy="Leave it out to choose from the documented sizes.",
+        raise ShapeError.about(
+            "choices", "at least one block size", "none", "Leave it out to choose from the documented sizes."
         )
     fitting = [choice for choice in found if choice.padding <= max_padding]
     return fitting[-1] if fitting else min(found, key=lambda choice: choice.padding)
 
 
+@public
 def build_block_plan(
     expert_mask: Tensor,
     block_size: int,
@@ -173,21 +170,18 @@ def build_block_plan(
         DTypeError: the mask is not a tensor of integers or booleans.
         ConfigError: `spare_blocks` is unknown, `skip_token` or `tighten` no bool.
     """
-    where = "build_block_plan"
     if spare_blocks not in SPARE_BLOCKS:
-        raise refuse(
-            ConfigError,
-            where=where,
-            argument="spare_blocks",
-            expected=f"one of {', '.join(SPARE_BLOCKS)}",
-            got=repr(spare_blocks),
-            remedy=f"Choose one of these.{nearest(str(spare_blocks), list(SPARE_BLOCKS))}",
+        raise ConfigError.about(
+            "spare_blocks",
+            f"one of {', '.join(SPARE_BLOCKS)}",
+            repr(spare_blocks),
+            f"Choose one of these.{nearest(str(spare_blocks), list(SPARE_BLOCKS))}",
         )
-    tokens, experts = check_mask(expert_mask, where)
+    tokens, experts = check_mask(expert_mask)
     sizes = {"T": tokens, "E": experts, "block_size": block_size, "top_k": top_k, "n_block_per_iter": n_block_per_iter}
-    check_sizes(sizes, where)
-    check_flags({"skip_token": skip_token, "tighten": tighten}, where=where)
-    check_row_sums(expert_mask, top_k, where)
+    check_sizes(sizes)
+    check_flags({"skip_token": skip_token, "tighten": tighten})
+    check_row_sums(expert_mask, top_k)
     blocks = count_blocks(tokens, top_k, experts, block_size, n_block_per_iter=n_block_per_iter, tighten=tighten)
     chosen = expert_mask.bool()
     rank_TE = chosen.cumsum(0)
@@ -206,6 +200,7 @@ def build_block_plan(
     return BlockPlan(ids, block_to_expert, _flags(ids, blocks, tokens), block_size)
 
 
+@public
 def dropping_capacity(
     tokens: int, top_k: int, experts: int, capacity_factor: float, *, convention: str = "nki-library"
 ) -> int:
@@ -222,25 +217,20 @@ def dropping_capacity(
         ShapeError: a size is not a positive integer, or no slot is left.
         ConfigError: the convention is unknown, or the factor is no finite number of at least 0.
     """
-    where = "dropping_capacity"
-    check_sizes({"T": tokens, "top_k": top_k, "E": experts}, where)
+    check_sizes({"T": tokens, "top_k": top_k, "E": experts})
     if convention not in ("nki-library", "nxd"):
-        raise refuse(
-            ConfigError,
-            where=where,
-            argument="convention",
-            expected="'nki-library' or 'nxd'",
-            got=repr(convention),
-            remedy="They round the capacity down and up.",
+        raise ConfigError.about(
+            "convention", "'nki-library' or 'nxd'", repr(convention), "They round the capacity down and up."
         )
     remedy = "1 gives every expert its share of an even routing."
-    check_finite(capacity_factor, where=where, argument="capacity_factor", remedy=remedy)
+    check_finite(capacity_factor, argument="capacity_factor", remedy=remedy)
     slots = tokens * top_k * capacity_factor
     capacity = math.ceil(slots / experts) if convention == "nxd" else int(slots // experts)
-    check_sizes({"capacity": capacity}, where)
+    check_sizes({"capacity": capacity})
     return capacity
 
 
+@public
 def build_dropping_plan(
     expert_mask: Tensor, capacity: int, *, skip_token: bool = False, priority: Tensor | None = None
 ) -> BlockPlan:
@@ -260,14 +250,13 @@ def build_dropping_plan(
         DeviceError: the priority is on another device than the mask.
         ConfigError: `skip_token` is no bool.
     """
-    where = "build_dropping_plan"
-    tokens, experts = check_mask(expert_mask, where)
-    check_sizes({"T": tokens, "E": experts, "capacity": capacity}, where)
-    check_flags({"skip_token": skip_token}, where=where)
+    tokens, experts = check_mask(expert_mask)
+    check_sizes({"T": tokens, "E": experts, "capacity": capacity})
+    check_flags({"skip_token": skip_token})
     chosen = expert_mask.bool()
     rank_TE = chosen.cumsum(0)
     if priority is not None:
-        check_values(priority, expert_mask, "[T, E]", where=where, argument="priority", beside="expert_mask")
+        check_values(priority, expert_mask, "[T, E]", argument="priority", beside="expert_mask")
         order_TE = priority.double().masked_fill(~chosen, -torch.inf).sort(dim=0, descending=True, stable=True).indices
         count_TE = torch.arange(1, tokens + 1, device=chosen.device)[:, None].expand(tokens, experts)
         rank_TE = torch.empty_like(order_TE).scatter_(0, order_TE, count_TE)
@@ -298,6 +287,7 @@ def _local(top_k_index: Tensor, experts: int, first_expert: int) -> Tensor:
     return torch.where((local >= 0) & (local < experts), local, experts)
 
 
+@public
 def expert_mask(top_k_index: Tensor, experts: int, *, first_expert: int = 0) -> Tensor:
     """Return the bool mask ``[T, E]`` of a top-k routing ``[T, K]``.
 
@@ -310,13 +300,14 @@ def expert_mask(top_k_index: Tensor, experts: int, *, first_expert: int = 0) -> 
         DTypeError, ShapeError: the routing is not a 2-D tensor of integers of 0 and above, `experts` no positive int.
         ConfigError: `first_expert` is no int of at least 0.
     """
-    check_routing(top_k_index, "expert_mask")
-    check_sizes({"experts": experts}, "expert_mask")
-    check_first_expert(first_expert, "expert_mask")
+    check_routing(top_k_index)
+    check_sizes({"experts": experts})
+    check_first_expert(first_expert)
     mask = torch.zeros((top_k_index.shape[0], experts + 1), dtype=torch.bool, device=top_k_index.device)
     return mask.scatter_(1, _local(top_k_index, experts, first_expert), True)[:, :experts]
 
 
+@public
 def masked_affinities(
     top_k_index: Tensor, top_k_weights: Tensor, experts: int, *, skip_token: bool = False, first_expert: int = 0
 ) -> Tensor:
@@ -333,13 +324,12 @@ def masked_affinities(
         DeviceError: the weights are on another device than the routing.
         ConfigError: `first_expert` is no int of at least 0, `skip_token` no bool.
     """
-    where = "masked_affinities"
-    check_routing(top_k_index, where)
-    check_values(top_k_weights, top_k_index, "[T, K]", where=where, argument="top_k_weights", beside="top_k_index")
-    check_sizes({"experts": experts}, where)
-    check_first_expert(first_expert, where)
-    check_flags({"skip_token": skip_token}, where=where)
-    check_distinct(_local(top_k_index, experts, first_expert), experts, where)
+    check_routing(top_k_index)
+    check_values(top_k_weights, top_k_index, "[T, K]", argument="top_k_weights", beside="top_k_index")
+    check_sizes({"experts": experts})
+    check_first_expert(first_expert)
+    check_flags({"skip_token": skip_token})
+    check_distinct(_local(top_k_index, experts, first_expert), experts)
     tokens = top_k_index.shape[0]
     rows = tokens if skip_token else tokens + 1
     dense = torch.zeros((rows, experts + 1), dtype=top_k_weights.dtype, device=top_k_weights.device)

@@ -15,7 +15,7 @@ from torch import nn
 
 from hf_neuron_moe.backends import get_backend, resolve_backend, without_copies
 from hf_neuron_moe.config import NeuronMoEConfig
-from hf_neuron_moe.errors import ConfigError, NeuronMoEWarning, refuse
+from hf_neuron_moe.errors import ConfigError, NeuronMoEWarning
 
 
 @dataclass
@@ -89,11 +89,9 @@ def usable_backend(
             told.add(message)
             warnings.warn(message, NeuronMoEWarning, stacklevel=3)
         return "torch"
-    raise refuse(
-        ConfigError,
-        where=what,
-        argument="backend",
-        expected="one whose kernels compute the block",
-        got=f"{name!r}: {reason}",
-        remedy=f"Use fallback='torch' to compute it with PyTorch on the same device.{remedy and ' '}{remedy}",
-    )
+    raise ConfigError.about(
+        "backend",
+        "one whose kernels compute the block",
+        f"{name!r}: {reason}",
+        f"Use fallback='torch' to compute it with PyTorch on the same device.{remedy and ' '}{remedy}",
+    ).named(what)

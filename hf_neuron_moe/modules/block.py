@@ -17,7 +17,7 @@ from torch import nn
 from hf_neuron_moe.activation_policy import canonical_keep
 from hf_neuron_moe.backends import drop_weight_copies, release_gradient_memory
 from hf_neuron_moe.config import NeuronMoEConfig
-from hf_neuron_moe.errors import NeuronMoEWarning, UnsupportedModelError, refuse
+from hf_neuron_moe.errors import NeuronMoEWarning, UnsupportedModelError
 from hf_neuron_moe.modules.activation import why_not_silu
 from hf_neuron_moe.modules.backend_choice import LongCalls, for_weights_of
 from hf_neuron_moe.modules.own_forward import check_own_forward
@@ -178,14 +178,12 @@ class NeuronBlock(nn.Module):
             return
         now = self._attribute(name)
         if not self._is_known_silu(now) and why_not_silu(now) is not None:
-            raise refuse(
-                UnsupportedModelError,
-                where=self.neuron_name,
-                argument=name,
-                expected="SiLU, as when the block was patched",
-                got=str(why_not_silu(now)),
-                remedy="The kernels have no other activation: unpatch the model before changing it.",
-            )
+            raise UnsupportedModelError.about(
+                name,
+                "SiLU, as when the block was patched",
+                str(why_not_silu(now)),
+                "The kernels have no other activation: unpatch the model before changing it.",
+            ).named(self.neuron_name)
         if isinstance(now, nn.Module) and has_call_hooks(now) and not self.neuron_warned:
             self._warn_ignored_hooks(f"{self.neuron_name}.{name}", now)
 

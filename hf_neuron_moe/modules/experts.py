@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hf_neuron_moe.activation_policy import canonical_keep
 from hf_neuron_moe.config import NeuronMoEConfig
-from hf_neuron_moe.errors import ConfigError, UnsupportedModelError, refuse
+from hf_neuron_moe.errors import ConfigError, UnsupportedModelError, public
 from hf_neuron_moe.modules import ops
 from hf_neuron_moe.modules.backend_choice import for_weights_of, usable_backend
 from hf_neuron_moe.modules.block import NeuronBlock, make_kernel_parameter
@@ -102,6 +102,7 @@ class KernelLayoutExperts(KernelLayoutMixin, NeuronExperts):
         self.is_transposed = True
 
 
+@public
 def register_experts_implementation(
     config: NeuronMoEConfig | Mapping[str, Any] | None = None, name: str = "neuron_moe"
 ) -> Callable[..., Tensor]:
@@ -126,28 +127,23 @@ def register_experts_implementation(
     """
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    where = "register_experts_implementation"
     options = NeuronMoEConfig() if config is None else config
     if not isinstance(options, NeuronMoEConfig):
         options = NeuronMoEConfig.from_dict(options)
     if options.weights == "kernel":
-        raise refuse(
-            ConfigError,
-            where=where,
-            argument="config.weights",
-            expected="'auto' or 'stock', since the parameters stay the model's own",
-            got="'kernel'",
-            remedy="Use patch_model for weights in kernel layout.",
+        raise ConfigError.about(
+            "config.weights",
+            "'auto' or 'stock', since the parameters stay the model's own",
+            "'kernel'",
+            "Use patch_model for weights in kernel layout.",
         )
     existing = ALL_EXPERTS_FUNCTIONS.get(name)
     if name == "eager" or (existing is not None and not isinstance(existing, _RegisteredExperts)):
-        raise refuse(
-            ConfigError,
-            where=where,
-            argument="name",
-            expected="a name that no other experts implementation has",
-            got=repr(name),
-            remedy="Choose another name, for example 'neuron_moe'.",
+        raise ConfigError.about(
+            "name",
+            "a name that no other experts implementation has",
+            repr(name),
+            "Choose another name, for example 'neuron_moe'.",
         )
     function = _RegisteredExperts(options)
     ALL_EXPERTS_FUNCTIONS.register(name, function)
@@ -198,15 +194,14 @@ def _sizes(module: Any) -> tuple[int, int]:
 
 
 @torch.compiler.assume_constant_result  # decided once per compiled module: the flags are set when it is made
+@public("experts implementation of hf_neuron_moe")
 def _check_supported(module: nn.Module) -> bool:
     reason = why_not_swiglu_experts(module)
     if reason is not None:
-        raise refuse(
-            UnsupportedModelError,
-            where="experts implementation of hf_neuron_moe",
-            argument=type(module).__name__,
-            expected="a plain SwiGLU experts module",
-            got=f"one that the kernels cannot compute: {reason}",
-            remedy="Use model.set_experts_implementation('grouped_mm') for this model.",
+        raise UnsupportedModelError.about(
+            type(module).__name__,
+            "a plain SwiGLU experts module",
+            f"one that the kernels cannot compute: {reason}",
+            "Use model.set_experts_implementation('grouped_mm') for this model.",
         )
     return True

@@ -16,6 +16,7 @@ from hf_neuron_moe.backends import get_backend
 from hf_neuron_moe.backends.base import NOTHING
 from hf_neuron_moe.backends.mx_weights import MXExpertStack, MXLayout
 from hf_neuron_moe.backends.registration import fake_of, operator
+from hf_neuron_moe.errors import public
 from hf_neuron_moe.kernels.checks import check_dtype, check_shape
 from hf_neuron_moe.modules.ops import exact_dtypes, refuse_second_derivative
 from hf_neuron_moe.modules.ops_checks import check_no_transform
@@ -24,6 +25,7 @@ _FLOATS = (torch.bfloat16, torch.float32, torch.float16)
 _KEEPS = keep_strings("bf16")
 
 
+@public
 def frozen_network(
     x_TH: Tensor,
     index_TK: Tensor | None,
@@ -52,15 +54,14 @@ def frozen_network(
         ConfigError, DTypeError, ShapeError: an argument does not fit the weights.
         GradientError: an argument belongs to a transform of ``torch.func``.
     """
-    where = "frozen_network"
-    check_no_transform(where, (x_TH,) if weight_TK is None else (x_TH, weight_TK))
-    check_dtype(x_TH, _FLOATS, where=where, argument="x_TH")
-    check_shape(x_TH, (None, stack.hidden), "[T, H]", where=where, argument="x_TH")
+    check_no_transform((x_TH,) if weight_TK is None else (x_TH, weight_TK))
+    check_dtype(x_TH, _FLOATS, argument="x_TH")
+    check_shape(x_TH, (None, stack.hidden), "[T, H]", argument="x_TH")
     if index_TK is not None and weight_TK is not None:
-        check_dtype(index_TK, (torch.int64, torch.int32), where=where, argument="index_TK")
-        check_dtype(weight_TK, _FLOATS, where=where, argument="weight_TK")
-        check_shape(index_TK, (len(x_TH), None), "[T, K]", where=where, argument="index_TK")
-        check_shape(weight_TK, tuple(index_TK.shape), "[T, K]", where=where, argument="weight_TK")
+        check_dtype(index_TK, (torch.int64, torch.int32), argument="index_TK")
+        check_dtype(weight_TK, _FLOATS, argument="weight_TK")
+        check_shape(index_TK, (len(x_TH), None), "[T, K]", argument="index_TK")
+        check_shape(weight_TK, tuple(index_TK.shape), "[T, K]", argument="weight_TK")
         index_TK, weight_TK = index_TK.to(torch.int64), weight_TK.to(torch.float32)
     if activations not in _KEEPS:
         activations = canonical_keep(activations, "bf16")

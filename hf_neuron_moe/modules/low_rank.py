@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_neuron_moe.errors import public
 from hf_neuron_moe.modules import ops
 from hf_neuron_moe.modules.block import has_call_hooks
 from hf_neuron_moe.modules.ops_checks import COMPUTE_DTYPE, check_mlp, check_no_transform
@@ -93,6 +94,7 @@ def low_rank_of(layer: Any) -> LowRank:
     return LowRank(weight_ON, torch.cat(factors_a), torch.cat(scaled_b, dim=1))
 
 
+@public("swiglu_mlp")
 def low_rank_mlp(
     x_SH: Tensor, layers: Sequence[LowRank], *, precision: str, backend: str, activations: str, training: bool
 ) -> Tensor:
@@ -113,7 +115,7 @@ def low_rank_mlp(
         DTypeError, ShapeError, DeviceError: an argument does not fit the others.
         GradientError: `x_SH` belongs to a transform of ``torch.func``.
     """
-    check_no_transform("swiglu_mlp", (x_SH,))
+    check_no_transform((x_SH,))
     learned = [tensor for layer in layers for tensor in (layer.weight_ON, layer.a_RN, layer.b_OR) if tensor is not None]
     if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in (x_SH, *learned)):
         with ops.exact_dtypes(x_SH):  # no autocast of the factors' product

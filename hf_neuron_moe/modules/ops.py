@@ -20,7 +20,7 @@ from hf_neuron_moe.activation_policy import canonical_keep, keep_strings, parse_
 from hf_neuron_moe.backends import get_backend
 from hf_neuron_moe.backends.base import NOTHING
 from hf_neuron_moe.backends.registration import fake_of, operator
-from hf_neuron_moe.errors import GradientError, refuse
+from hf_neuron_moe.errors import GradientError, public
 from hf_neuron_moe.kernels.checks import check_multiple
 from hf_neuron_moe.modules.ops_checks import COMPUTE_DTYPE, check_experts, check_mlp, check_no_transform
 
@@ -28,6 +28,7 @@ _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _KEEPS = {precision: keep_strings(precision) for precision in COMPUTE_DTYPE}
 
 
+@public
 def swiglu_mlp(
     x_SH: Tensor,
     gate_IH: Tensor,
@@ -61,7 +62,7 @@ def swiglu_mlp(
         GradientError: an argument belongs to a transform of ``torch.func``.
     """
     operands = (x_SH, gate_IH, up_IH, down_HI)
-    check_no_transform("swiglu_mlp", operands)
+    check_no_transform(operands)
     if not training and _plain_inference(operands) and not torch.is_autocast_enabled(x_SH.device.type):
         y = get_backend(backend).mlp_few_rows(x_SH, gate_IH, up_IH, down_HI, precision)
         if y is not None:
@@ -76,6 +77,7 @@ def swiglu_mlp(
     return y_SH.to(x_SH.dtype)
 
 
+@public
 def experts(
     x_TH: Tensor,
     top_k_index_TK: Tensor,
@@ -114,12 +116,10 @@ def experts(
         ConfigError, DTypeError, ShapeError, DeviceError: an argument does not fit the others.
         GradientError: an argument belongs to a transform of ``torch.func``.
     """
-    check_no_transform("experts", (x_TH, top_k_weights_TK, gate_up, down))
+    check_no_transform((x_TH, top_k_weights_TK, gate_up, down))
     check_experts(x_TH, top_k_index_TK, top_k_weights_TK, gate_up, down, transposed, precision)
     if precision == "mxfp8":
-        check_multiple(
-            block_size, 128, "block_size", "MX groups need whole tiles", where="experts", argument="the plan"
-        )
+        check_multiple(block_size, 128, "block_size", "MX groups need whole tiles", argument="the plan")
     inputs = (x_TH.to(COMPUTE_DTYPE[precision]).contiguous(), top_k_index_TK, top_k_weights_TK, gate_up, down)
     if backend == "torch" and _plain_inference(inputs):
         with exact_dtypes(x_TH):
@@ -241,15 +241,14 @@ def _mlp_backward(ctx: Any, dout_SH: Tensor | None, *_: Any) -> tuple[Tensor | N
 mlp_fwd.register_autograd(_mlp_backward, setup_context=_mlp_setup)
 
 
+@public("backward of a patched block")
 def refuse_second_derivative(ctx: Any, *grads: Any) -> Any:
     """Stand in for the autograd formula that the backwards do not have."""
-    raise refuse(
-        GradientError,
-        where="backward of a patched block",
-        argument="the backward itself",
-        expected="differentiated at most once: the kernels have no second derivative",
-        got="a request for gradients of its gradients (create_graph=True and then another backward)",
-        remedy="Unpatch the model for a gradient penalty, a Hessian and the like, or pass exclude=[...].",
+    raise GradientError.about(
+        "the backward itself",
+        "differentiated at most once: the kernels have no second derivative",
+        "a request for gradients of its gradients (create_graph=True and then another backward)",
+        "Unpatch the model for a gradient penalty, a Hessian and the like, or pass exclude=[...].",
     )
 
 

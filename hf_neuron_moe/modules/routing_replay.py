@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from hf_neuron_moe.errors import RoutingReplayError, refuse
+from hf_neuron_moe.errors import RoutingReplayError
 
 WIDEST_COUNTED = 64
 """Wider selections are keys of sparse attention, not experts: replayed, but not compared."""
@@ -214,14 +214,12 @@ def _fits(indices: Tensor, scores: Tensor, dim: int, kind: str) -> bool:
 
 def _other_decision(number: int, kept: Decision | None, kind: str, scores: Tensor) -> RoutingReplayError:
     first = f"{kept.kind} with indices of shape {tuple(kept.indices.shape)}" if kept else "absent"
-    return refuse(
-        RoutingReplayError,
-        where="replay_routing",
-        argument=f"decision {number} of the recomputation",
-        expected=f"the one of the first run ({first})",
-        got=f"{kind} of scores of shape {tuple(scores.shape)}",
-        remedy="A checkpointed function must do the same in every run: look for state that the first run changed.",
-    )
+    return RoutingReplayError.about(
+        f"decision {number} of the recomputation",
+        f"the one of the first run ({first})",
+        f"{kind} of scores of shape {tuple(scores.shape)}",
+        "A checkpointed function must do the same in every run: look for state that the first run changed.",
+    ).named("replay_routing")
 
 
 class _Replayed:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from hf_neuron_moe.backends import drop_weight_copies, get_backend
 from hf_neuron_moe.config import NeuronMoEConfig
-from hf_neuron_moe.errors import NeuronMoEWarning, UnsupportedModelError, refuse
+from hf_neuron_moe.errors import NeuronMoEWarning, UnsupportedModelError
 from hf_neuron_moe.modules import ops
 from hf_neuron_moe.modules.activation import why_not_silu
 from hf_neuron_moe.modules.block import CALL_HOOKS, NeuronBlock, has_call_hooks, make_kernel_parameter
@@ -256,14 +256,12 @@ class NeuronSwiGLUMLP(NeuronBlock):
     def _check_inert(self) -> None:
         for name in self.neuron_roles.inert:
             if not is_inert(self._attribute(name)):
-                raise refuse(
-                    UnsupportedModelError,
-                    where=self.neuron_name,
-                    argument=name,
-                    expected="a dropout of 0 without hooks, as when the block was patched",
-                    got=f"{self._attribute(name)!r}",
-                    remedy="The kernels have no dropout: unpatch the model before changing it.",
-                )
+                raise UnsupportedModelError.about(
+                    name,
+                    "a dropout of 0 without hooks, as when the block was patched",
+                    f"{self._attribute(name)!r}",
+                    "The kernels have no dropout: unpatch the model before changing it.",
+                ).named(self.neuron_name)
 
     def _note_merged(self) -> None:
         """Drop the copies of the weights where adapters were merged or taken out since the last call.
@@ -357,15 +355,13 @@ class KernelLayoutSwiGLUMLP(KernelLayoutMixin, NeuronSwiGLUMLP):
             UnsupportedModelError: peft wraps the block.
         """
         if name.endswith(".base_layer"):
-            raise refuse(
-                UnsupportedModelError,
-                where=self.neuron_name,
-                argument="the block",
-                expected="without adapters on its parameters in kernel layout when it is saved",
-                got="adapters that no stock model could load",
-                remedy="Call merge_and_unload() before saving. Or patch with weights='stock' and target the layers "
+            raise UnsupportedModelError.about(
+                "the block",
+                "without adapters on its parameters in kernel layout when it is saved",
+                "adapters that no stock model could load",
+                "Call merge_and_unload() before saving. Or patch with weights='stock' and target the layers "
                 f"{', '.join(self.neuron_roles.linears)} (target_modules).",
-            )
+            ).named(self.neuron_name)
 
     def _weights(self) -> tuple[Tensor, Tensor, Tensor]:
         return (*_halves(self.gate_up_proj), self.down_proj)

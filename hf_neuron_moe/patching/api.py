@@ -12,7 +12,7 @@ from torch import nn
 
 from hf_neuron_moe.backends.registration import register_again
 from hf_neuron_moe.config import NeuronMoEConfig
-from hf_neuron_moe.errors import ConfigError, UnsupportedModelError, refuse
+from hf_neuron_moe.errors import ConfigError, UnsupportedModelError, public
 from hf_neuron_moe.modules.block import stock_slot
 from hf_neuron_moe.patching.apply import PatchState, PlanItem, all_slots, apply_plan, states, undo_patch
 from hf_neuron_moe.patching.discovery import EXPERTS, Candidate, discover
@@ -44,6 +44,7 @@ _Request = tuple[NeuronMoEConfig, tuple[str, ...], tuple[str, ...]]
 
 @with_checked_names
 @one_at_a_time
+@public(_WHERE)
 def patch_model(
     model: nn.Module,
     config: NeuronMoEConfig | Mapping[str, Any] | None = None,
@@ -90,17 +91,18 @@ def patch_model(
     config_asked, include_globs, exclude_globs = request
     candidates = discover(home, prefix)
     blocks = [(candidate.name, *candidate.aliases) for candidate in candidates]
-    check_globs(_WHERE, "include", include_globs, blocks)
-    check_globs(_WHERE, "exclude", exclude_globs, blocks)
+    check_globs("include", include_globs, blocks)
+    check_globs("exclude", exclude_globs, blocks)
     plan, entries = _plan(home, candidates, request)
     plan, entries = with_policies(plan, entries, config_asked, blocks)
     report = PatchReport(config_asked, entries)
-    check_outcome(_WHERE, model, report, strict)
+    check_outcome(model, report, strict)
     apply_plan(home, plan, PatchState(report, request, prefix))
     return report
 
 
 @one_at_a_time
+@public
 def unpatch_model(model: nn.Module) -> PatchReport:
     """Put the original modules back, with the weights' present values, in place.
 
@@ -127,13 +129,11 @@ def unpatch_model(model: nn.Module) -> PatchReport:
         wrapped = _wrapped(holder)
         for swap in state.swaps:
             if id(swap.replacement) in wrapped and swap.replacement.neuron_config.weights == "kernel":
-                raise refuse(
-                    UnsupportedModelError,
-                    where="unpatch_model",
-                    argument=swap.name,
-                    expected="free of adapters while its weights are in kernel layout",
-                    got="a block that an adapter is attached to",
-                    remedy="Call merge_and_unload() or unload() on the peft model first.",
+                raise UnsupportedModelError.about(
+                    swap.name,
+                    "free of adapters while its weights are in kernel layout",
+                    "a block that an adapter is attached to",
+                    "Call merge_and_unload() or unload() on the peft model first.",
                 )
     report = _report_of(model, found)
     warn_of_lost_forwards([swap for _, state in found for swap in state.swaps])
@@ -201,15 +201,14 @@ def _globs(argument: str, value: Any) -> tuple[str, ...]:
     return tuple(sorted(set(globs)))
 
 
+@public(_WHERE)
 def _bad_option(argument: str, expected: str, value: object) -> ConfigError:
     is_model = isinstance(value, nn.Module)  # whose text is one line per layer
-    error = refuse(
-        ConfigError,
-        where=_WHERE,
-        argument=argument,
-        expected=expected,
-        got=f"a {type(value).__name__}" if is_model else f"{value!r} ({type(value).__name__})",
-        remedy="The model comes first: patch_model(model, config)."
+    error = ConfigError.about(
+        argument,
+        expected,
+        f"a {type(value).__name__}" if is_model else f"{value!r} ({type(value).__name__})",
+        "The model comes first: patch_model(model, config)."
         if is_model and argument == "config"
         else "See help(hf_neuron_moe.patch_model).",
     )
@@ -302,6 +301,7 @@ def _list_note(candidate: Candidate) -> tuple[str, ...]:
     )
 
 
+@public(_WHERE)
 def _repeated(home: nn.Module, state: PatchState, request: _Request, strict: bool) -> PatchReport:
     """Answer a second call: the first one's report, if it is still the truth about the model."""
     if state.request != request:
@@ -310,15 +310,11 @@ def _repeated(home: nn.Module, state: PatchState, request: _Request, strict: boo
             for name, ours, theirs in zip(("config", "include", "exclude"), state.request, request)
             if ours != theirs
         ]
-        raise changed(
-            _WHERE, "unpatched, or patched with the same arguments", f"a patched model and {'; '.join(differing)}"
-        )
+        raise changed("unpatched, or patched with the same arguments", f"a patched model and {'; '.join(differing)}")
     lost = displaced(home, state)
     if lost:
-        raise changed(
-            _WHERE, "as patch_model left it", f"a model whose patched blocks were exchanged: {', '.join(lost)}"
-        )
-    check_called(_WHERE, home, ((swap.name, swap.replacement) for swap in state.swaps))
+        raise changed("as patch_model left it", f"a model whose patched blocks were exchanged: {', '.join(lost)}")
+    check_called(home, ((swap.name, swap.replacement) for swap in state.swaps))
     candidates = [
         replace(found, name=original_name(found.name), aliases=tuple(map(original_name, found.aliases)))
         for found in discover(home, state.prefix)
@@ -327,6 +323,6 @@ def _repeated(home: nn.Module, state: PatchState, request: _Request, strict: boo
     _, entries = _plan(home, candidates, request)
     added = [e.name for e in entries if e.status == PATCHED or (e.status == REFUSED and e.name not in known)]
     if added:
-        raise changed(_WHERE, "as patch_model left it", f"a patched model with further blocks: {', '.join(added)}")
-    check_outcome(_WHERE, home, state.report, strict)
+        raise changed("as patch_model left it", f"a patched model with further blocks: {', '.join(added)}")
+    check_outcome(home, state.report, strict)
     return state.report

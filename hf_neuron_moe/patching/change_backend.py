@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from hf_neuron_moe.backends import get_backend, resolve_backend
-from hf_neuron_moe.errors import ConfigError, UnsupportedModelError, refuse
+from hf_neuron_moe.errors import ConfigError, UnsupportedModelError, public
 from hf_neuron_moe.modules.frozen_block import FrozenBlock
 from hf_neuron_moe.patching.lock import one_at_a_time
 
@@ -16,6 +16,7 @@ _WHERE = "set_backend"
 
 
 @one_at_a_time
+@public(_WHERE)
 def set_backend(model: nn.Module, backend: str, *, fallback: str = "refuse") -> dict[str, str | None]:
     """Choose what computes the frozen MX blocks of a loaded conversion; their weights are not touched.
 
@@ -39,13 +40,11 @@ def set_backend(model: nn.Module, backend: str, *, fallback: str = "refuse") -> 
     """
     blocks = {name: module for name, module in model.named_modules() if isinstance(module, FrozenBlock)}
     if not blocks:
-        raise refuse(
-            UnsupportedModelError,
-            where=_WHERE,
-            argument="model",
-            expected="a model with frozen MX blocks",
-            got=f"a {type(model).__name__} without any",
-            remedy="For other models the backend is chosen when they are patched: "
+        raise UnsupportedModelError.about(
+            "model",
+            "a model with frozen MX blocks",
+            f"a {type(model).__name__} without any",
+            "For other models the backend is chosen when they are patched: "
             "unpatch_model(model), then patch_model(model, NeuronMoEConfig(backend=...)).",
         )
     configs = {name: replace(block.neuron_config, backend=backend, fallback=fallback) for name, block in blocks.items()}
@@ -53,13 +52,11 @@ def set_backend(model: nn.Module, backend: str, *, fallback: str = "refuse") -> 
     refused = {name: reason for name, reason in reasons.items() if reason is not None}
     if refused and fallback != "torch":
         name, reason = next(iter(refused.items()))
-        raise refuse(
-            ConfigError,
-            where=_WHERE,
-            argument="backend",
-            expected="one whose kernels compute every frozen block",
-            got=f"{backend!r}, which cannot compute {len(refused)} of {len(blocks)}; {name}: {reason}",
-            remedy="Use fallback='torch' to compute those with PyTorch on the same device.",
+        raise ConfigError.about(
+            "backend",
+            "one whose kernels compute every frozen block",
+            f"{backend!r}, which cannot compute {len(refused)} of {len(blocks)}; {name}: {reason}",
+            "Use fallback='torch' to compute those with PyTorch on the same device.",
         )
     for name, block in blocks.items():
         block.neuron_config = configs[name]

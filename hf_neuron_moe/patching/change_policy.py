@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from hf_neuron_moe.activation_policy import ActivationBudget, as_activations, canonical_keep
-from hf_neuron_moe.errors import UnsupportedModelError, refuse
+from hf_neuron_moe.errors import UnsupportedModelError, public
 from hf_neuron_moe.modules.block import NeuronBlock
 from hf_neuron_moe.patching.apply import PatchState, states
 from hf_neuron_moe.patching.lock import one_at_a_time
@@ -20,6 +20,7 @@ _WHERE = "set_activations"
 
 
 @one_at_a_time
+@public(_WHERE)
 def set_activations(model: nn.Module, activations: Any) -> dict[str, str]:
     """Change what the blocks of a patched or loaded model keep for backward; weights and forward are not touched.
 
@@ -45,18 +46,16 @@ def set_activations(model: nn.Module, activations: Any) -> dict[str, str]:
             names.setdefault(id(module), []).append(name)
             blocks[id(module)] = module
     if not blocks:
-        raise refuse(
-            UnsupportedModelError,
-            where=_WHERE,
-            argument="model",
-            expected="a model with patched blocks",
-            got=f"a {type(model).__name__} without any",
-            remedy="Call patch_model(model, NeuronMoEConfig(activations=...)).",
+        raise UnsupportedModelError.about(
+            "model",
+            "a model with patched blocks",
+            f"a {type(model).__name__} without any",
+            "Call patch_model(model, NeuronMoEConfig(activations=...)).",
         )
-    check_called(_WHERE, model, ((names[key][0], block) for key, block in blocks.items()))
+    check_called(model, ((names[key][0], block) for key, block in blocks.items()))
     asked = as_activations(activations)
     planned = [PlannedBlock(tuple(names[key]), block.neuron_shape) for key, block in blocks.items()]
-    own = resolve(asked, planned, list(names.values()), _WHERE)
+    own = resolve(asked, planned, list(names.values()))
     keeps = [canonical_keep(policy, item.shape.precision) for item, policy in zip(planned, own, strict=True)]
     configs = [
         replace(block.neuron_config, activations=policy) for block, policy in zip(blocks.values(), own, strict=True)

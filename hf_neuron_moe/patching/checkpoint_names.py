@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_neuron_moe.errors import UnsupportedModelError, refuse
+from hf_neuron_moe.errors import UnsupportedModelError, public
 from hf_neuron_moe.modules.state_dict import in_one_place
 
 
@@ -169,6 +169,7 @@ def convert_checkpoint_names(
             return
 
 
+@public("load_state_dict")
 def _is_on_disk_form(
     names: NameMap, group: Group, given: Mapping[str, Tensor], from_disk: bool, state_dict: Mapping[str, Any]
 ) -> bool:
@@ -184,13 +185,11 @@ def _is_on_disk_form(
         return True
     if hasattr(state_dict, "_metadata"):  # set by Module.state_dict, absent from a dict read from a file
         return False
-    raise refuse(
-        UnsupportedModelError,
-        where="load_state_dict",
-        argument=", ".join(given),
-        expected="recognizable as on-disk or in-memory form, which have the same names and shapes in this model",
-        got="a plain dict of tensors",
-        remedy="Pass the result of model.state_dict() itself, or load the checkpoint with from_pretrained.",
+    raise UnsupportedModelError.about(
+        ", ".join(given),
+        "recognizable as on-disk or in-memory form, which have the same names and shapes in this model",
+        "a plain dict of tensors",
+        "Pass the result of model.state_dict() itself, or load the checkpoint with from_pretrained.",
     )
 
 

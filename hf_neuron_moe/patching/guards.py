@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_neuron_moe.errors import UnsupportedModelError, refuse
+from hf_neuron_moe.errors import UnsupportedModelError
 
 _WRAPPERS = {
     "DistributedDataParallel": "Patch the inner model before wrapping it.",
@@ -40,9 +40,7 @@ def check_model(model: Any) -> None:
 
 
 def _refusal(expected: str, got: str, remedy: str) -> Exception:
-    return refuse(
-        UnsupportedModelError, where="patch_model", argument="model", expected=expected, got=got, remedy=remedy
-    )
+    return UnsupportedModelError.about("model", expected, got, remedy).named("patch_model")
 
 
 def _at(name: str) -> str:

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from hf_neuron_moe.errors import UnsupportedModelError, refuse
+from hf_neuron_moe.errors import UnsupportedModelError
 from hf_neuron_moe.modules.block import REPLACED
 from hf_neuron_moe.modules.state_dict import kernel_layout_parameters
 
@@ -100,25 +100,21 @@ def _name_of(param: Tensor) -> str:
 
 
 def _made_before(names: list[str]) -> UnsupportedModelError:
-    return refuse(
-        UnsupportedModelError,
-        where="optimizer.step",
-        argument="the optimizer",
-        expected="made after patch_model(..., weights='kernel'), of the patched model's parameters",
-        got=f"one with {len(names)} that the patch replaced, such as {names[0]}, which would never be trained",
-        remedy="Patch the model before the optimizer (or the Trainer) is made, or use weights='stock'. This step "
+    return UnsupportedModelError.about(
+        "the optimizer",
+        "made after patch_model(..., weights='kernel'), of the patched model's parameters",
+        f"one with {len(names)} that the patch replaced, such as {names[0]}, which would never be trained",
+        "Patch the model before the optimizer (or the Trainer) is made, or use weights='stock'. This step "
         "changed no parameter.",
-    )
+    ).named("optimizer.step")
 
 
 def _other_layout(name: str, is_kernel: bool) -> UnsupportedModelError:
     now, then = ("kernel", "stock") if is_kernel else ("stock", "kernel")
-    return refuse(
-        UnsupportedModelError,
-        where="optimizer.step",
-        argument=f"optimizer state of {name}",
-        expected=f"in the layout of its parameter, which is the {now} one",
-        got=f"a loaded state in {then} layout, whose moments belong to other elements",
-        remedy=f"Patch with weights={then!r}, as in the run that saved it, or resume with a new optimizer (without the "
+    return UnsupportedModelError.about(
+        f"optimizer state of {name}",
+        f"in the layout of its parameter, which is the {now} one",
+        f"a loaded state in {then} layout, whose moments belong to other elements",
+        f"Patch with weights={then!r}, as in the run that saved it, or resume with a new optimizer (without the "
         "checkpoint's optimizer.pt and scheduler.pt). This step changed no parameter.",
-    )
+    ).named("optimizer.step")

@@ -9,7 +9,7 @@ from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
 from hf_neuron_moe.config import NeuronMoEConfig
-from hf_neuron_moe.errors import ConfigError, nearest, refuse
+from hf_neuron_moe.errors import ConfigError, nearest
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -41,7 +41,7 @@ def _checked(function: Callable[P, T], where: str, known: list[str]) -> Callable
     def checked(*args: P.args, **options: P.kwargs) -> T:
         for name in options:
             if name not in allowed:
-                raise _unknown(where, name, options[name], known)
+                raise _unknown(where, name, options[name], known).named(where)
         return function(*args, **options)
 
     return checked
@@ -55,11 +55,9 @@ def _unknown(where: str, name: str, value: Any, known: list[str]) -> ConfigError
         hint = f" It is an option of the configuration: {where}(model, {{{name!r}: {value!r}}})."
     elif any(repr(option) in hint for option in inner):
         hint += f" That is an option of the configuration, which is passed as config={{...}} to {where}."
-    return refuse(
-        ConfigError,
-        where=where,
-        argument="argument name",
-        expected=f"one of {', '.join(shown)}" if len(shown) < 20 else f"a field of {where}",
-        got=repr(name),
-        remedy=f"Remove or rename it.{hint}",
+    return ConfigError.about(
+        "argument name",
+        f"one of {', '.join(shown)}" if len(shown) < 20 else f"a field of {where}",
+        repr(name),
+        f"Remove or rename it.{hint}",
     )

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from hf_neuron_moe.errors import NothingToPatchError, UnsupportedModelError, pattern_of, refuse, spelled_together
+from hf_neuron_moe.errors import NothingToPatchError, UnsupportedModelError, pattern_of, spelled_together
 from hf_neuron_moe.patching.report import PatchEntry, PatchReport
 
 _PATCH_FIRST = (
@@ -16,11 +16,10 @@ _PATCH_FIRST = (
 )
 
 
-def check_outcome(where: str, model: nn.Module, report: PatchReport, strict: bool) -> None:
+def check_outcome(model: nn.Module, report: PatchReport, strict: bool) -> None:
     """Refuse a plan that patches nothing, or not everything although it has to.
 
     Args:
-        where: public function that refuses.
         model: what was to be patched.
         report: what the plan says of every block.
         strict: every gated block that is not excluded has to be patched.
@@ -31,23 +30,19 @@ def check_outcome(where: str, model: nn.Module, report: PatchReport, strict: boo
     """
     listed = "".join(f"\n  {line}" for line in _lines(report.refused))
     if not report.patched:
-        raise refuse(
-            NothingToPatchError,
-            where=where,
-            argument="model",
-            expected="a model with SwiGLU MLPs or experts that the kernels can compute",
-            got=f"a {type(model).__name__} {_counted(report)}{':' + listed if listed else ''}",
-            remedy=("\n" if listed else "") + _what_to_do(report),
+        raise NothingToPatchError.about(
+            "model",
+            "a model with SwiGLU MLPs or experts that the kernels can compute",
+            f"a {type(model).__name__} {_counted(report)}{':' + listed if listed else ''}",
+            ("\n" if listed else "") + _what_to_do(report),
         )
     counted = [entry for entry in report.refused if entry.gated]
     if strict and counted:
-        raise refuse(
-            UnsupportedModelError,
-            where=where,
-            argument="model",
-            expected="a model whose gated MLP and experts blocks can all be patched (strict=True)",
-            got=f"{len(counted)} that cannot:" + "".join(f"\n  {line}" for line in _lines(counted)),
-            remedy=f"\n{_PATCH_FIRST} Or name them in exclude=...; strict=False leaves them stock."
+        raise UnsupportedModelError.about(
+            "model",
+            "a model whose gated MLP and experts blocks can all be patched (strict=True)",
+            f"{len(counted)} that cannot:" + "".join(f"\n  {line}" for line in _lines(counted)),
+            f"\n{_PATCH_FIRST} Or name them in exclude=...; strict=False leaves them stock."
             if _has_adapters(report)
             else "\nName them in exclude=..., or pass strict=False to leave them stock.",
         )

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from hf_neuron_moe.errors import NeuronMoEWarning, UnsupportedModelError, pattern_of, refuse, spelled_together
+from hf_neuron_moe.errors import NeuronMoEWarning, UnsupportedModelError, pattern_of, public, spelled_together
 from hf_neuron_moe.modules.block import NeuronBlock
 from hf_neuron_moe.modules.frozen_block import FrozenBlock
 from hf_neuron_moe.modules.own_forward import described, is_taken_over, passes_by
@@ -35,6 +35,7 @@ def inner_model(model: nn.Module) -> tuple[nn.Module, str]:
     return home, next(name for name, module in model.named_modules() if module is home)
 
 
+@public("patch_model")
 def check_not_patched_elsewhere(model: nn.Module, home: nn.Module) -> None:
     """Refuse an unpatched `model` with parts that were patched separately, or through another object.
 
@@ -46,17 +47,16 @@ def check_not_patched_elsewhere(model: nn.Module, home: nn.Module) -> None:
     if names:
         listed = ", ".join(f"{name!r} ({_blocks(len(state.swaps))})" for name, state in names)
         calls = ", ".join(f"unpatch_model(<{name}>)" for name, _ in names)
-        raise refuse(
-            UnsupportedModelError,
-            where="patch_model",
-            argument="model",
-            expected="a model that is not patched yet, or that was patched as a whole",
-            got=f"a {type(model).__name__} of which a part is patched: {listed}",
-            remedy=f"Unpatch that first ({calls}), then patch the outer model; nothing was changed.",
+        raise UnsupportedModelError.about(
+            "model",
+            "a model that is not patched yet, or that was patched as a whole",
+            f"a {type(model).__name__} of which a part is patched: {listed}",
+            f"Unpatch that first ({calls}), then patch the outer model; nothing was changed.",
         )
-    _refuse_foreign_blocks("patch_model", home)
+    _refuse_foreign_blocks(home)
 
 
+@public("unpatch_model")
 def check_patched_here(model: object) -> None:
     """Refuse to unpatch `model`, which holds no record of a patch, and say which case it is.
 
@@ -65,45 +65,37 @@ def check_patched_here(model: object) -> None:
     """
     expected = "a model that patch_model has patched"
     if not isinstance(model, nn.Module):
-        raise refuse(
-            UnsupportedModelError,
-            where="unpatch_model",
-            argument="model",
-            expected=expected,
-            got=f"{type(model).__name__}, which is no torch.nn.Module",
-            remedy="Pass the model object, not its name or report.",
+        raise UnsupportedModelError.about(
+            "model",
+            expected,
+            f"{type(model).__name__}, which is no torch.nn.Module",
+            "Pass the model object, not its name or report.",
         )
     if any(isinstance(module, FrozenBlock) for module in model.modules()):
-        raise refuse(
-            UnsupportedModelError,
-            where="unpatch_model",
-            argument="model",
-            expected=expected,
-            got=f"a {type(model).__name__} that was loaded with frozen MX blocks",
-            remedy="They replaced nothing; model.dequantize() gives it ordinary weights.",
+        raise UnsupportedModelError.about(
+            "model",
+            expected,
+            f"a {type(model).__name__} that was loaded with frozen MX blocks",
+            "They replaced nothing; model.dequantize() gives it ordinary weights.",
         )
-    _refuse_foreign_blocks("unpatch_model", model)
-    raise refuse(
-        UnsupportedModelError,
-        where="unpatch_model",
-        argument="model",
-        expected=expected,
-        got=f"an unpatched {type(model).__name__}: nothing in it is patched (any more)",
-        remedy="Nothing needs to be undone.",
+    _refuse_foreign_blocks(model)
+    raise UnsupportedModelError.about(
+        "model",
+        expected,
+        f"an unpatched {type(model).__name__}: nothing in it is patched (any more)",
+        "Nothing needs to be undone.",
     )
 
 
-def _refuse_foreign_blocks(where: str, model: nn.Module) -> None:
+def _refuse_foreign_blocks(model: nn.Module) -> None:
     blocks = [name for name, module in model.named_modules() if isinstance(module, NeuronBlock)]
     if blocks:
-        raise refuse(
-            UnsupportedModelError,
-            where=where,
-            argument="model",
-            expected="the object that patch_model was called on",
-            got=f"a {type(model).__name__} with {_blocks(len(blocks))} (first: {blocks[0] or 'itself'!r}) patched "
+        raise UnsupportedModelError.about(
+            "model",
+            "the object that patch_model was called on",
+            f"a {type(model).__name__} with {_blocks(len(blocks))} (first: {blocks[0] or 'itself'!r}) patched "
             "through an outer or another object",
-            remedy="Call unpatch_model on the object that was passed to patch_model; nothing was changed.",
+            "Call unpatch_model on the object that was passed to patch_model; nothing was changed.",
         )
 
 
@@ -113,21 +105,12 @@ def displaced(home: nn.Module, state: PatchState) -> list[str]:
     return [swap.name for swap in state.swaps if present[id(swap.replacement)] < swap.places]
 
 
-def changed(
-    where: str, expected: str, got: str, remedy: str = "Call unpatch_model(model) first"
-) -> UnsupportedModelError:
+def changed(expected: str, got: str, remedy: str = "Call unpatch_model(model) first") -> UnsupportedModelError:
     """Return the error for a patched model that is not as it has to be."""
-    return refuse(
-        UnsupportedModelError,
-        where=where,
-        argument="model",
-        expected=expected,
-        got=got,
-        remedy=f"{remedy}; nothing was changed.",
-    )
+    return UnsupportedModelError.about("model", expected, got, f"{remedy}; nothing was changed.")
 
 
-def check_called(where: str, home: nn.Module, blocks: Iterable[tuple[str, nn.Module]]) -> None:
+def check_called(home: nn.Module, blocks: Iterable[tuple[str, nn.Module]]) -> None:
     """Refuse a model whose patched `blocks`, given with their names, do not run any more.
 
     Raises:
@@ -137,14 +120,13 @@ def check_called(where: str, home: nn.Module, blocks: Iterable[tuple[str, nn.Mod
     expected = "as patch_model left it"
     taken = [name for name, block in named if is_taken_over(block)]
     if taken:
-        raise changed(where, expected, f"a model whose patched blocks have another forward: {', '.join(taken)}")
+        raise changed(expected, f"a model whose patched blocks have another forward: {', '.join(taken)}")
     around = passed_by(home)
     # Experts only: what is around a dense MLP has more to do than to call it.
     passed = {name: id(block) for name, block in named if id(block) in around and is_experts(block)}
     if passed:
         forwards = {described(around[key].__dict__["forward"]) for key in passed.values()}
         raise changed(
-            where,
             expected,
             f"a model whose patched experts do not run: {', '.join(passed)}; "
             f"the forward put on the module around them ({', '.join(sorted(forwards))}) does not call them",

@@ -7,9 +7,10 @@ from itertools import chain
 from torch import nn
 
 from hf_neuron_moe.backends import drop_weight_copies
-from hf_neuron_moe.errors import UnsupportedModelError, refuse
+from hf_neuron_moe.errors import UnsupportedModelError, public
 
 
+@public
 def refresh_weights(model: nn.Module) -> int:
     """Make the next call of every block read its weights anew, after they were written through ``.data``.
 
@@ -31,12 +32,7 @@ def refresh_weights(model: nn.Module) -> int:
         UnsupportedModelError: `model` is not a module.
     """
     if not isinstance(model, nn.Module):
-        raise refuse(
-            UnsupportedModelError,
-            where="refresh_weights",
-            argument="model",
-            expected="a torch.nn.Module",
-            got=type(model).__name__,
-            remedy="Pass the model that was patched.",
+        raise UnsupportedModelError.about(
+            "model", "a torch.nn.Module", type(model).__name__, "Pass the model that was patched."
         )
     return drop_weight_copies(chain(model.parameters(), model.buffers()))

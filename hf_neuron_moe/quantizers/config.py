@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from hf_neuron_moe.errors import ConfigError, nearest, refuse
+from hf_neuron_moe.errors import ConfigError, nearest, public
 from hf_neuron_moe.quantizers.registration import QUANT_METHOD
 
 PRECISIONS = ("bf16", "mxfp8", "mxfp4")
@@ -30,6 +30,7 @@ class NeuronMoEQuantizationConfig(QuantizationConfigMixin):
         ConfigError: unknown precision, or the method is another one.
     """
 
+    @public("quantization_config")
     def __init__(
         self,
         precision: str = "mxfp8",
@@ -43,13 +44,11 @@ class NeuronMoEQuantizationConfig(QuantizationConfigMixin):
             ("quant_method", quant_method, (QUANT_METHOD,)),
         ):
             if value not in allowed:
-                raise refuse(
-                    ConfigError,
-                    where="quantization_config",
-                    argument=name,
-                    expected=f"one of {', '.join(allowed)}",
-                    got=repr(value),
-                    remedy=f"Was it written by a later version of hf-neuron-moe?{nearest(str(value), list(allowed))}",
+                raise ConfigError.about(
+                    name,
+                    f"one of {', '.join(allowed)}",
+                    repr(value),
+                    f"Was it written by a later version of hf-neuron-moe?{nearest(str(value), list(allowed))}",
                 )
         if type(tp_degree) is not int or tp_degree < 1:
             raise _damaged("tp_degree", "a positive number", repr(tp_degree))
@@ -71,11 +70,9 @@ class NeuronMoEQuantizationConfig(QuantizationConfigMixin):
 
 
 def _damaged(argument: str, expected: str, got: str) -> ConfigError:
-    return refuse(
-        ConfigError,
-        where="quantization_config",
-        argument=argument,
-        expected=expected,
-        got=got,
-        remedy="The conversion is damaged, or a later version of hf-neuron-moe wrote it: convert the original again.",
-    )
+    return ConfigError.about(
+        argument,
+        expected,
+        got,
+        "The conversion is damaged, or a later version of hf-neuron-moe wrote it: convert the original again.",
+    ).named("quantization_config")

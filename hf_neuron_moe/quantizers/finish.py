@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_neuron_moe.config import NeuronMoEConfig
-from hf_neuron_moe.errors import ConversionError, UnsupportedModelError, refuse
+from hf_neuron_moe.errors import ConversionError, UnsupportedModelError, public
 from hf_neuron_moe.modules.block import release_layout
 from hf_neuron_moe.modules.frozen_block import FrozenBlock
 from hf_neuron_moe.patching.api import patch_model
@@ -20,6 +20,7 @@ from hf_neuron_moe.quantizers.placement import Placement
 from hf_neuron_moe.quantizers.stored import WHERE
 
 
+@public(WHERE)
 def finish(model: PreTrainedModel, placement: Placement, options: NeuronMoEQuantizationConfig) -> None:
     """Settle the frozen blocks, and put the original modules back where bf16 weights landed, patched.
 
@@ -36,13 +37,11 @@ def finish(model: PreTrainedModel, placement: Placement, options: NeuronMoEQuant
     for stand_in in (*(block for block, _ in placement.frozen), *placement.landings):
         missing = [name for name, tensor in stand_in.state_dict(keep_vars=True).items() if tensor.is_meta]
         if missing:
-            raise refuse(
-                ConversionError,
-                where=WHERE,
-                argument=missing[0],
-                expected="filled from the checkpoint",
-                got="no values",
-                remedy="Load it without disk offload; otherwise the checkpoint is damaged.",
+            raise ConversionError.about(
+                missing[0],
+                "filled from the checkpoint",
+                "no values",
+                "Load it without disk offload; otherwise the checkpoint is damaged.",
             )
     for block, _ in placement.frozen:
         block.settle()
@@ -109,14 +108,13 @@ def _values(block: FrozenBlock, candidate: Candidate, dtype: torch.dtype) -> tup
     return gate_up, down
 
 
+@public(WHERE)
 def _check_devices(model: PreTrainedModel) -> None:
     places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
     if len(places) > 1:
-        raise refuse(
-            UnsupportedModelError,
-            where=WHERE,
-            argument="device_map",
-            expected="one device for a checkpoint in bf16 layouts, whose blocks are patched after loading",
-            got=", ".join(sorted(places)),
-            remedy="Load it on one device, or shard the loaded model afterwards.",
+        raise UnsupportedModelError.about(
+            "device_map",
+            "one device for a checkpoint in bf16 layouts, whose blocks are patched after loading",
+            ", ".join(sorted(places)),
+            "Load it on one device, or shard the loaded model afterwards.",
         )

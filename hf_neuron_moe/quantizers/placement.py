@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from transformers import PreTrainedModel
 
 from hf_neuron_moe.config import NeuronMoEConfig
-from hf_neuron_moe.errors import ConversionError, refuse
+from hf_neuron_moe.errors import ConversionError, public
 from hf_neuron_moe.modules.frozen_block import DOWN, GATE_UP, SCALE_SUFFIX, FrozenBlock
 from hf_neuron_moe.modules.frozen_experts import FrozenExperts
 from hf_neuron_moe.modules.frozen_mlp import FrozenSwiGLUMLP
@@ -37,6 +37,7 @@ class Placement:
     names: set[str] = field(default_factory=set)
 
 
+@public(WHERE)
 def place(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> Placement:
     """Replace every module whose weights are stored converted.
 
@@ -66,13 +67,11 @@ def place(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> Placeme
         placement.names |= {f"{candidate.name}.{name}" if candidate.name else name for name in stand_in.state_dict()}
     lost = sorted(name for name, tensor in stored.items() if name not in placed and tensor.orientation == FORWARD)
     if lost:
-        raise refuse(
-            ConversionError,
-            where=WHERE,
-            argument=f"tensor {lost[0]}",
-            expected="the weight of an MLP or experts module of this model",
-            got=f"no such module in {type(model).__name__}",
-            remedy="config.json and the shards do not belong together, or the transformers version builds this family "
+        raise ConversionError.about(
+            f"tensor {lost[0]}",
+            "the weight of an MLP or experts module of this model",
+            f"no such module in {type(model).__name__}",
+            "config.json and the shards do not belong together, or the transformers version builds this family "
             "differently from the one that converted it: convert the original again.",
         )
     return placement
@@ -96,6 +95,7 @@ def _tensors_of(
     return found
 
 
+@public(WHERE)
 def _stand_in(candidate: Candidate, tensors: Mapping[str, StoredTensor]) -> Landing | FrozenBlock:
     kind = FrozenSwiGLUMLP if candidate.roles is not None else FrozenExperts
     values = {role: tensors.get(role + kind.weight_suffix) for role in (GATE_UP, DOWN)}
@@ -103,13 +103,11 @@ def _stand_in(candidate: Candidate, tensors: Mapping[str, StoredTensor]) -> Land
     whole = {role: tensor for role, tensor in values.items() if tensor is not None}
     plain = all(tensor.layout in BF16_LAYOUTS for tensor in whole.values())
     if candidate.reason is not None or len(whole) < 2 or any((scale is None) is not plain for scale in scales):
-        raise refuse(
-            ConversionError,
-            where=WHERE,
-            argument=f"converted weights of {candidate.name}",
-            expected="gate_up and down of a module that the kernels can compute, with scales if they are quantised",
-            got=f"{', '.join(sorted(tensors))}{f' ({candidate.reason})' if candidate.reason else ''}",
-            remedy="The checkpoint is damaged, or this version of transformers builds the module differently.",
+        raise ConversionError.about(
+            f"converted weights of {candidate.name}",
+            "gate_up and down of a module that the kernels can compute, with scales if they are quantised",
+            f"{', '.join(sorted(tensors))}{f' ({candidate.reason})' if candidate.reason else ''}",
+            "The checkpoint is damaged, or this version of transformers builds the module differently.",
         )
     _check_sizes(candidate, whole)
     if plain:
@@ -125,18 +123,17 @@ def _stand_in(candidate: Candidate, tensors: Mapping[str, StoredTensor]) -> Land
     return frozen
 
 
+@public(WHERE)
 def _check_sizes(candidate: Candidate, tensors: Mapping[str, StoredTensor]) -> None:
     experts, hidden, inner = candidate.sizes
     for role, tensor in tensors.items():
         stored = (None if experts is None else tensor.tensor.shape[0], *tensor.sizes(gate_up=role == GATE_UP))
         if stored != candidate.sizes:
-            raise refuse(
-                ConversionError,
-                where=WHERE,
-                argument=f"tensor {tensor.name}",
-                expected=f"made of {_named(experts, hidden, inner)}, as config.json says",
-                got=_named(*stored),
-                remedy="config.json and the shards do not belong together.",
+            raise ConversionError.about(
+                f"tensor {tensor.name}",
+                f"made of {_named(experts, hidden, inner)}, as config.json says",
+                _named(*stored),
+                "config.json and the shards do not belong together.",
             )
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers.quantizers.base import HfQuantizer
 
-from hf_neuron_moe.errors import UnsupportedModelError, refuse
+from hf_neuron_moe.errors import UnsupportedModelError, public
 from hf_neuron_moe.quantizers.config import NeuronMoEQuantizationConfig
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ class NeuronMoEQuantizer(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
         self.placement: Placement | None = None
 
+    @public(_WHERE)
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         """Refuse to quantise while loading, and parts of tensor-parallel ranks.
 
@@ -43,25 +44,22 @@ class NeuronMoEQuantizer(HfQuantizer):
             UnsupportedModelError: as said.
         """
         if not self.pre_quantized:
-            raise refuse(
-                UnsupportedModelError,
-                where=_WHERE,
-                argument="quantization_config",
-                expected="left out for a checkpoint that is not converted",
-                got=type(self.quantization_config).__name__,
-                remedy="Load the model without it and call patch_model, or convert the checkpoint first: "
+            raise UnsupportedModelError.about(
+                "quantization_config",
+                "left out for a checkpoint that is not converted",
+                type(self.quantization_config).__name__,
+                "Load the model without it and call patch_model, or convert the checkpoint first: "
                 "`hf-neuron-moe convert SRC DST`.",
             )
         if self.quantization_config.tp_degree > 1:
-            raise refuse(
-                UnsupportedModelError,
-                where=_WHERE,
-                argument="tp_degree",
-                expected="1: transformers loads whole weights",
-                got=self.quantization_config.tp_degree,
-                remedy="Convert the original again without --tp-degree; the parts of ranks are for Neuron.",
+            raise UnsupportedModelError.about(
+                "tp_degree",
+                "1: transformers loads whole weights",
+                self.quantization_config.tp_degree,
+                "Convert the original again without --tp-degree; the parts of ranks are for Neuron.",
             )
 
+    @public(_WHERE)
     def update_device_map(self, device_map: Any) -> Any:
         """Refuse places that the blocks cannot be in.
 
@@ -70,13 +68,11 @@ class NeuronMoEQuantizer(HfQuantizer):
         """
         places = {str(place) for place in device_map.values()} if isinstance(device_map, dict) else set()
         if "disk" in places or (self.quantization_config.dequantize and len(places) > 1):
-            raise refuse(
-                UnsupportedModelError,
-                where=_WHERE,
-                argument="device_map",
-                expected="one device, or several for an MX base, and no disk offload",
-                got=", ".join(sorted(places)),
-                remedy="Load it on one device, or shard the loaded model afterwards.",
+            raise UnsupportedModelError.about(
+                "device_map",
+                "one device, or several for an MX base, and no disk offload",
+                ", ".join(sorted(places)),
+                "Load it on one device, or shard the loaded model afterwards.",
             )
         return device_map
 
@@ -143,19 +139,18 @@ class NeuronMoEQuantizer(HfQuantizer):
         dequantize(model, self.placement, model.dtype if dtype is None else dtype)
         return model
 
+    @public("save_pretrained")
     def is_serializable(self) -> bool:
         """Refuse ``save_pretrained`` of frozen weights: they never change, and their folder exists.
 
         Raises:
             UnsupportedModelError: always; models loaded from bf16 layouts have no quantizer any more.
         """
-        raise refuse(
-            UnsupportedModelError,
-            where="save_pretrained",
-            argument="model",
-            expected="one with weights of its own",
-            got="a frozen MX base",
-            remedy="Save its adapters (PeftModel.save_pretrained) and keep the folder it was loaded from; "
+        raise UnsupportedModelError.about(
+            "model",
+            "one with weights of its own",
+            "a frozen MX base",
+            "Save its adapters (PeftModel.save_pretrained) and keep the folder it was loaded from; "
             "`hf-neuron-moe export FOLDER NEW --allow-inexact`, or model.dequantize() before saving, makes an ordinary "
             "checkpoint of its values.",
         )

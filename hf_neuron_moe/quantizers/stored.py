@@ -22,7 +22,7 @@ from hf_neuron_moe.convert.orientations import (
 )
 from hf_neuron_moe.convert.source import SourceTensor, damaged, read_header, read_indexed
 from hf_neuron_moe.convert.write import INDEX_OUT
-from hf_neuron_moe.errors import ConversionError, refuse
+from hf_neuron_moe.errors import ConversionError, public
 from hf_neuron_moe.formats.constants import LANES
 from hf_neuron_moe.formats.moe_mx import HIDDEN_SCHEME, INTERMEDIATE_SCHEME
 from hf_neuron_moe.modules.frozen_block import FrozenTensor
@@ -90,6 +90,7 @@ class StoredTensor:
             return (second, first) if self.layout == BF16_KERNEL and experts else (first, second)
         return self.mx_layout(gate_up=gate_up).matrix_shape(self.tensor.shape)
 
+    @public(WHERE)
     def mx_layout(self, *, gate_up: bool) -> MXLayout:
         """How the codes are stored; the tensor is one of codes.
 
@@ -103,13 +104,11 @@ class StoredTensor:
             return MXLayout(arrangement=SWIZZLED, scales=scales)
         precision = next((precision for precision, words in MOE_WORDS.items() if words == self.layout), None)
         if precision is None:
-            raise refuse(
-                ConversionError,
-                where=WHERE,
-                argument=f"layout of {self.name}",
-                expected=f"one of {', '.join((*BF16_LAYOUTS, MX_FUSED_CODES, MX_KERNEL_CODES, *MOE_WORDS.values()))}",
-                got=repr(self.layout),
-                remedy="It was written by a later version of hf-neuron-moe; update the package.",
+            raise ConversionError.about(
+                f"layout of {self.name}",
+                f"one of {', '.join((*BF16_LAYOUTS, MX_FUSED_CODES, MX_KERNEL_CODES, *MOE_WORDS.values()))}",
+                repr(self.layout),
+                "It was written by a later version of hf-neuron-moe; update the package.",
             )
         scheme = HIDDEN_SCHEME if gate_up else INTERMEDIATE_SCHEME
         return MXLayout(_FORMATS[precision], WORDS, scheme.value, scales)
@@ -127,6 +126,7 @@ class _Fact:
     weight: str = ""
 
 
+@public(WHERE)
 def read_stored(files: Iterable[str]) -> dict[str, StoredTensor]:
     """Describe the converted tensors of some shards, by name; copied tensors are left out.
 
@@ -139,7 +139,7 @@ def read_stored(files: Iterable[str]) -> dict[str, StoredTensor]:
     """
     stored: dict[str, StoredTensor] = {}
     for path in files:
-        tensors, metadata = read_header(Path(path), WHERE)
+        tensors, metadata = read_header(Path(path))
         facts = _facts(path, metadata)
         for name, tensor in tensors.items():
             fact = facts.get(name, _Fact())
@@ -148,6 +148,7 @@ def read_stored(files: Iterable[str]) -> dict[str, StoredTensor]:
     return stored
 
 
+@public(WHERE)
 def check_folder(directory: Path) -> None:
     """Check the index and the headers of a conversion before transformers follows them.
 
@@ -155,12 +156,13 @@ def check_folder(directory: Path) -> None:
         SourceDamageError: they are damaged, disagree, or lead out of the folder.
         ConversionError: a file does not say how its tensors are stored, or holds a single rank's part.
     """
-    found = read_indexed(directory, INDEX_OUT, WHERE)
+    found = read_indexed(directory, INDEX_OUT)
     if found.index_metadata is None:
-        raise damaged(f"{INDEX_OUT}: metadata", "an object", "none", WHERE)
+        raise damaged(f"{INDEX_OUT}: metadata", "an object", "none")
     read_stored(str(directory / file) for file in found.files)
 
 
+@public(WHERE)
 def _facts(path: str, metadata: Mapping[str, str]) -> dict[str, _Fact]:
     for key in (TENSORS_KEY, LAYOUTS_KEY):
         if key not in metadata:
@@ -173,32 +175,29 @@ def _facts(path: str, metadata: Mapping[str, str]) -> dict[str, _Fact]:
                 content = {name: {"layout": layout} for name, layout in content.items()}
             return {name: record(_Fact, fact) for name, fact in content.items()}
         except ValueError as error:
-            raise damaged(f"{path}: {key}", "layouts of tensors by name", error, WHERE) from error
-    raise refuse(
-        ConversionError,
-        where=WHERE,
-        argument=path,
-        expected="a shard that `hf-neuron-moe convert` wrote, with its layouts in the header",
-        got="one without them",
-        remedy="The folder's files do not belong together, or were saved by another tool: convert the original again.",
+            raise damaged(f"{path}: {key}", "layouts of tensors by name", error) from error
+    raise ConversionError.about(
+        path,
+        "a shard that `hf-neuron-moe convert` wrote, with its layouts in the header",
+        "one without them",
+        "The folder's files do not belong together, or were saved by another tool: convert the original again.",
     )
 
 
+@public(WHERE)
 def _stored(tensor: SourceTensor, fact: _Fact) -> StoredTensor:
     allowed, axes = _FORMS.get(fact.layout, (tuple(_DTYPES), range(2, 7)))
     if tensor.dtype not in allowed or fact.tp_rank is not None:
-        raise refuse(
-            ConversionError,
-            where=WHERE,
-            argument=f"tensor {tensor.name}",
-            expected="a whole converted weight",
-            got=f"dtype {tensor.dtype}" if fact.tp_rank is None else f"the part of tensor-parallel rank {fact.tp_rank}",
-            remedy="Convert the original without --tp-degree to load it in transformers; ranks' parts are for Neuron.",
+        raise ConversionError.about(
+            f"tensor {tensor.name}",
+            "a whole converted weight",
+            f"dtype {tensor.dtype}" if fact.tp_rank is None else f"the part of tensor-parallel rank {fact.tp_rank}",
+            "Convert the original without --tp-degree to load it in transformers; ranks' parts are for Neuron.",
         )
     padding = fact.padding or {}
     if len(tensor.shape) not in axes or 0 in tensor.shape or not all(map(is_natural, padding.values())):
         got = f"shape {list(tensor.shape)} with {padding or 'no'} zeros"
-        raise damaged(f"tensor {tensor.name}", f"of the form of {fact.layout}", got, WHERE)
+        raise damaged(f"tensor {tensor.name}", f"of the form of {fact.layout}", got)
     return StoredTensor(
         name=tensor.name,
         layout=fact.layout,

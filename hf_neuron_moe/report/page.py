@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 
 from hf_neuron_moe._version import __version__
-from hf_neuron_moe.errors import ConversionError, DestinationError, DiskError, refuse
+from hf_neuron_moe.errors import ConversionError, DestinationError, DiskError
 from hf_neuron_moe.report.progress import progress_section
 from hf_neuron_moe.report.read import Contents
 from hf_neuron_moe.report.runs import losses_section, runs_table
@@ -134,4 +134,4 @@ def write_report(contents: Contents, path: Path) -> int:
 
 def _unwritable(kind: type[ConversionError], path: Path, got: str | None, remedy: str) -> ConversionError:
     expected = "a file that can be written"
-    return refuse(kind, where="report", argument=str(path), expected=expected, got=got, remedy=remedy)
+    return kind.about(str(path), expected, got, remedy).named("report")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hf_neuron_moe.errors import ReportError, refuse
+from hf_neuron_moe.errors import ReportError
 
 RUN_FOLDER, RUN_FILE = "neuron_moe", "run.json"
 METRICS_FILE, EVALUATIONS_FILE = "metrics.jsonl", "evaluations.jsonl"
@@ -171,9 +171,9 @@ def _wrong(directory: Path, got: str, remedy: str) -> ReportError:
     expected = (
         f"a run's output folder (with {RUN_FOLDER}/{RUN_FILE}), one with {STUDY_FILE}, or a folder of such folders"
     )
-    return refuse(ReportError, where=_WHERE, argument=str(directory), expected=expected, got=got, remedy=remedy)
+    return ReportError.about(str(directory), expected, got, remedy).named(_WHERE)
 
 
 def _damaged(path: Path, expected: str, got: str) -> ReportError:
     remedy = "The file was cut off or changed; run again what wrote it."
-    return refuse(ReportError, where=_WHERE, argument=str(path), expected=expected, got=got, remedy=remedy)
+    return ReportError.about(str(path), expected, got, remedy).named(_WHERE)

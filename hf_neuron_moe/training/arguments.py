@@ -9,7 +9,7 @@ from transformers import TrainingArguments
 
 from hf_neuron_moe.activation_policy import activations_from_text, to_plain
 from hf_neuron_moe.config import NeuronMoEConfig
-from hf_neuron_moe.errors import ConfigError, refuse
+from hf_neuron_moe.errors import ConfigError, public
 from hf_neuron_moe.patching.option_names import with_checked_fields
 
 DEFAULT_HEALTH_STEPS = 100
@@ -105,6 +105,7 @@ class NeuronMoEArguments:
         if following is not None:
             following()
 
+    @public("NeuronMoEArguments")
     def neuron_config(self) -> NeuronMoEConfig:
         """Return what patched blocks compute and keep.
 
@@ -113,7 +114,7 @@ class NeuronMoEArguments:
         """
         activations = self.neuron_activations
         if isinstance(activations, str):
-            activations = activations_from_text(activations, "NeuronMoEArguments", "neuron_activations")
+            activations = activations_from_text(activations, "neuron_activations")
         return NeuronMoEConfig(
             precision=self.neuron_precision,
             backend=self.neuron_backend,
@@ -134,11 +135,9 @@ class NeuronMoETrainingArguments(NeuronMoEArguments, TrainingArguments):
 
 
 def _refusal(name: str, expected: str, got: object) -> ConfigError:
-    return refuse(
-        ConfigError,
-        where="NeuronMoEArguments",
-        argument=name,
-        expected=expected,
-        got=got if isinstance(got, str) else repr(got),
-        remedy="See help(hf_neuron_moe.NeuronMoETrainingArguments).",
-    )
+    return ConfigError.about(
+        name,
+        expected,
+        got if isinstance(got, str) else repr(got),
+        "See help(hf_neuron_moe.NeuronMoETrainingArguments).",
+    ).named("NeuronMoEArguments")

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_neuron_moe.config import NeuronMoEConfig
-from hf_neuron_moe.errors import ConfigError, UnsupportedModelError, refuse
+from hf_neuron_moe.errors import ConfigError, UnsupportedModelError, public
 from hf_neuron_moe.training.arguments import DEFAULT_HEALTH_STEPS
 from hf_neuron_moe.training.blocks import config_record, patch_record
 from hf_neuron_moe.training.figures import StepMetrics
@@ -45,17 +45,13 @@ class NeuronMoECallback(TrainerCallback):
             arguments' ``neuron_health_steps``, or 100 where they have none.
     """
 
+    @public(_WHERE)
     def __init__(
         self, config: NeuronMoEConfig | Mapping[str, Any] | None = None, health_steps: int | None = None
     ) -> None:
         if health_steps is not None and (type(health_steps) is not int or health_steps < 0):
-            raise refuse(
-                ConfigError,
-                where=_WHERE,
-                argument="health_steps",
-                expected="a number of steps, 0 for never",
-                got=repr(health_steps),
-                remedy="Leave it out for the default.",
+            raise ConfigError.about(
+                "health_steps", "a number of steps, 0 for never", repr(health_steps), "Leave it out for the default."
             )
         self.config = config
         self.health_steps = health_steps
@@ -73,6 +69,7 @@ class NeuronMoECallback(TrainerCallback):
         handler.callbacks.insert(0, self)
         return self
 
+    @public(_WHERE)
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Patch the model, where a configuration was given: there is no optimizer yet, unless the caller made one.
 
@@ -80,8 +77,9 @@ class NeuronMoECallback(TrainerCallback):
             UnsupportedModelError: as :func:`patch_for_training` says.
         """
         if self.config is not None:
-            patch_for_training(_WHERE, kwargs["model"], self.config, kwargs.get("optimizer"))
+            patch_for_training(kwargs["model"], self.config, kwargs.get("optimizer"))
 
+    @public(_WHERE)
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
@@ -93,15 +91,13 @@ class NeuronMoECallback(TrainerCallback):
         """
         model: nn.Module = kwargs["model"]
         if self.config is not None:
-            patch_for_training(_WHERE, model, self.config, kwargs.get("optimizer"))
+            patch_for_training(model, self.config, kwargs.get("optimizer"))
         elif not is_patched(model):
-            raise refuse(
-                UnsupportedModelError,
-                where=_WHERE,
-                argument="model",
-                expected="patched when training begins",
-                got=f"a {type(model).__name__} without patched blocks",
-                remedy="Call patch_model(model, ...) before the Trainer is made (inside model_init where there is "
+            raise UnsupportedModelError.about(
+                "model",
+                "patched when training begins",
+                f"a {type(model).__name__} without patched blocks",
+                "Call patch_model(model, ...) before the Trainer is made (inside model_init where there is "
                 "one), give the callback a config, or use NeuronMoETrainer.",
             )
         self.begin(args, state, model)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from hf_neuron_moe.errors import IncompleteCheckpointError, NonFiniteWeightsError, refuse
+from hf_neuron_moe.errors import IncompleteCheckpointError, NonFiniteWeightsError, public
 from hf_neuron_moe.training import checkpoint_files as files
 from hf_neuron_moe.training.checkpoint_files import find_last_complete, mark_complete
 
@@ -124,6 +124,7 @@ class SafeCheckpointMixin(_Base):
             (self.args.save_total_limit,) = self._neuron_limit
             self._neuron_limit = None
 
+    @public("train")
     def _last_complete(self) -> str:
         """The folder to resume from; all processes take the one that the main process found."""
         output_dir = str(self.args.output_dir)
@@ -133,13 +134,11 @@ class SafeCheckpointMixin(_Base):
 
             broadcast_object_list(found)
         if found[0] is None:
-            raise refuse(
-                IncompleteCheckpointError,
-                where="train",
-                argument="resume_from_checkpoint=True",
-                expected=f"used with a complete checkpoint in {output_dir}",
-                got="none",
-                remedy="Start without it, or give the path of a checkpoint that the stock Trainer wrote.",
+            raise IncompleteCheckpointError.about(
+                "resume_from_checkpoint=True",
+                f"used with a complete checkpoint in {output_dir}",
+                "none",
+                "Start without it, or give the path of a checkpoint that the stock Trainer wrote.",
             )
         return str(found[0])
 
@@ -157,6 +156,7 @@ class SafeCheckpointMixin(_Base):
                 raise _nonfinite(found, where)
 
 
+@public("save_model")
 def refuse_nonfinite(model: nn.Module) -> None:
     """Refuse weights that must not be saved.
 
@@ -180,14 +180,7 @@ _REMEDIES = {
 
 
 def _nonfinite(problem: str, where: str) -> NonFiniteWeightsError:
-    return refuse(
-        NonFiniteWeightsError,
-        where=where,
-        argument="the model's weights",
-        expected="finite",
-        got=problem,
-        remedy=_REMEDIES[where],
-    )
+    return NonFiniteWeightsError.about("the model's weights", "finite", problem, _REMEDIES[where]).named(where)
 
 
 @torch.no_grad()
@@ -226,14 +219,13 @@ def _parts(tensor: Tensor | None) -> tuple[Tensor, ...]:
     return tuple(piece.float() for piece in local.flatten().split(_PART))
 
 
+@public("train")
 def _refuse_incomplete(folder: Path) -> None:
     found = files.inspect(folder)
     if found.state is files.State.INCOMPLETE:
-        raise refuse(
-            IncompleteCheckpointError,
-            where="train",
-            argument="resume_from_checkpoint",
-            expected="a checkpoint that was written to its end",
-            got=f"{folder}: {found.problem}",
-            remedy="resume_from_checkpoint=True takes the last complete one.",
+        raise IncompleteCheckpointError.about(
+            "resume_from_checkpoint",
+            "a checkpoint that was written to its end",
+            f"{folder}: {found.problem}",
+            "resume_from_checkpoint=True takes the last complete one.",
         )

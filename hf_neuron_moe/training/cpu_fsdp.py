@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
-from hf_neuron_moe.errors import ConfigError, refuse
+from hf_neuron_moe.errors import ConfigError, public
 
 
 class CpuFSDP2Mixin:
@@ -40,6 +40,7 @@ class CpuFSDP2Mixin:
         return arguments
 
 
+@public("CpuFSDP2Mixin")
 def shard_on_cpu(arguments: dict[str, Any]) -> None:
     """Switch accelerate's process-wide state from several CPU processes to FSDP2 over them.
 
@@ -52,13 +53,8 @@ def shard_on_cpu(arguments: dict[str, Any]) -> None:
     """
     plugin = arguments.get("fsdp_plugin") or FullyShardedDataParallelPlugin()
     if plugin.fsdp_version != 2:
-        raise refuse(
-            ConfigError,
-            where="CpuFSDP2Mixin",
-            argument="fsdp_version",
-            expected="2 on CPUs",
-            got=plugin.fsdp_version,
-            remedy="Set fsdp_version: 2 in accelerate's configuration.",
+        raise ConfigError.about(
+            "fsdp_version", "2 on CPUs", plugin.fsdp_version, "Set fsdp_version: 2 in accelerate's configuration."
         )
     state = Accelerator(**arguments).state
     if arguments.get("mixed_precision") not in (None, "no"):

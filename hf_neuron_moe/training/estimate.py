@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_neuron_moe.config import NeuronMoEConfig
-from hf_neuron_moe.errors import BackendUnavailableError, ConfigError, NothingToPatchError, nearest, refuse
+from hf_neuron_moe.errors import BackendUnavailableError, ConfigError, NothingToPatchError, nearest, public
 from hf_neuron_moe.patching import patch_model, unpatch_model
 from hf_neuron_moe.training.fake_forward import fake_saved_activations
 from hf_neuron_moe.training.saved_ledger import SavedActivations
@@ -244,18 +244,14 @@ def _patched_names(
     raise next(iter(refused.values()))
 
 
+@public(_WHERE)
 def _with_adapters(model: nn.Module, blocks: list[str], rank: int) -> nn.Module:
     """Put LoRA adapters on the linear layers outside of the blocks and the head, with peft itself."""
     try:
         import peft
     except ImportError as error:
-        raise refuse(
-            BackendUnavailableError,
-            where=_WHERE,
-            argument="lora_rank",
-            expected="0 where peft is not installed",
-            got=str(rank),
-            remedy="pip install peft",
+        raise BackendUnavailableError.about(
+            "lora_rank", "0 where peft is not installed", str(rank), "pip install peft"
         ) from error
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     inside = tuple(f"{name}." for name in blocks)
@@ -289,4 +285,4 @@ def _check(
 
 
 def _bad(argument: str, expected: str, got: str, remedy: str) -> ConfigError:
-    return refuse(ConfigError, where=_WHERE, argument=argument, expected=expected, got=got, remedy=remedy)
+    return ConfigError.about(argument, expected, got, remedy).named(_WHERE)

@@ -25,7 +25,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
-from hf_neuron_moe.errors import NeuronMoEError, ShapeError, UnsupportedModelError, refuse
+from hf_neuron_moe.errors import NeuronMoEError, ShapeError, UnsupportedModelError
 from hf_neuron_moe.training.saved_ledger import SavedActivations, SavedLedger
 
 _WHERE = "estimate_training"
@@ -129,23 +129,19 @@ def _mask_from_shapes(**options: Any) -> Tensor | None:
 
 
 def _needs_values(model: nn.Module, error: BaseException) -> UnsupportedModelError:
-    return refuse(
-        UnsupportedModelError,
-        where=_WHERE,
-        argument="model",
-        expected="a model whose forward needs shapes only",
-        got=f"{type(model).__name__}, which asks for a tensor's values ({type(error).__name__}: {error})",
-        remedy="Measure it instead: hf_neuron_moe.training.measure_saved_bytes counts a real forward pass.",
-    )
+    return UnsupportedModelError.about(
+        "model",
+        "a model whose forward needs shapes only",
+        f"{type(model).__name__}, which asks for a tensor's values ({type(error).__name__}: {error})",
+        "Measure it instead: hf_neuron_moe.training.measure_saved_bytes counts a real forward pass.",
+    ).named(_WHERE)
 
 
 def _no_such_batch(model: nn.Module, batch: int, length: int, error: BaseException) -> ShapeError:
     reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"  # frames of C++ come below
-    return refuse(
-        ShapeError,
-        where=_WHERE,
-        argument="batch and length",
-        expected="a batch that the model takes",
-        got=f"{batch} x {length} tokens, at which {type(model).__name__} stops with {reason}",
-        remedy="Take a shorter length.",
-    )
+    return ShapeError.about(
+        "batch and length",
+        "a batch that the model takes",
+        f"{batch} x {length} tokens, at which {type(model).__name__} stops with {reason}",
+        "Take a shorter length.",
+    ).named(_WHERE)

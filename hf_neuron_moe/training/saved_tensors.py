@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_neuron_moe.errors import ConfigError, DeviceError, ShapeError, refuse
+from hf_neuron_moe.errors import ConfigError, DeviceError, ShapeError, public
 
 _WHERE = "measure_saved_bytes"
 
@@ -110,26 +110,23 @@ def _unpack(tensor: Tensor) -> Tensor:
     return tensor
 
 
+@public(_WHERE)
 def _tensor_inputs(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """Return the call's tensor arguments, refusing calls whose storages or rows cannot be counted."""
     inputs = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     if not inputs or inputs[0].ndim == 0 or inputs[0].numel() == 0:
-        raise refuse(
-            ShapeError,
-            where=_WHERE,
-            argument=f"first tensor input of {name!r}",
-            expected="a tensor [..., features] with at least one row",
-            got=f"shape {tuple(inputs[0].shape)}" if inputs else "no tensor input",
-            remedy="Measure a module that is called with its hidden states.",
+        raise ShapeError.about(
+            f"first tensor input of {name!r}",
+            "a tensor [..., features] with at least one row",
+            f"shape {tuple(inputs[0].shape)}" if inputs else "no tensor input",
+            "Measure a module that is called with its hidden states.",
         )
     if inputs[0].device.type == "meta":
-        raise refuse(
-            DeviceError,
-            where=_WHERE,
-            argument=f"first tensor input of {name!r}",
-            expected="on a device with memory",
-            got="a meta tensor",
-            remedy="Materialize the model first; meta storages have no identity to count.",
+        raise DeviceError.about(
+            f"first tensor input of {name!r}",
+            "on a device with memory",
+            "a meta tensor",
+            "Materialize the model first; meta storages have no identity to count.",
         )
     return inputs
 
@@ -155,28 +152,25 @@ class _Meter:
         call.add_to(self.entry)
 
 
+@public(_WHERE)
 def _check_modules(modules: Mapping[str, nn.Module]) -> None:
     """Refuse an empty mapping and modules that contain one another (their counts would overlap)."""
     if not modules:
-        raise refuse(
-            ConfigError,
-            where=_WHERE,
-            argument="modules",
-            expected="a mapping with at least one module",
-            got="an empty one",
-            remedy="Pass for example {name: model.get_submodule(name) for name in names}.",
+        raise ConfigError.about(
+            "modules",
+            "a mapping with at least one module",
+            "an empty one",
+            "Pass for example {name: model.get_submodule(name) for name in names}.",
         )
     identities = {id(module): name for name, module in modules.items()}
     for name, module in modules.items():
         inner = [identities[id(m)] for m in module.modules() if id(m) in identities and identities[id(m)] != name]
         if inner:
-            raise refuse(
-                ConfigError,
-                where=_WHERE,
-                argument="modules",
-                expected="modules of which none contains or equals another",
-                got=f"{name!r} and {inner[0]!r}",
-                remedy="Measure them in two runs.",
+            raise ConfigError.about(
+                "modules",
+                "modules of which none contains or equals another",
+                f"{name!r} and {inner[0]!r}",
+                "Measure them in two runs.",
             )
 
 

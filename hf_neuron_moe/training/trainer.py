@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
-from hf_neuron_moe.errors import ConfigError, refuse
+from hf_neuron_moe.errors import ConfigError, public
 from hf_neuron_moe.training.arguments import NeuronMoEArguments
 from hf_neuron_moe.training.callback import NeuronMoECallback
 from hf_neuron_moe.training.checkpoints import SafeCheckpointMixin
@@ -37,6 +37,7 @@ class NeuronMoETrainerMixin(SafeCheckpointMixin):
         ConfigError, NothingToPatchError, BackendUnavailableError: as :func:`hf_neuron_moe.patch_model` says.
     """
 
+    @public("NeuronMoETrainer")
     def __init__(self, *positional: Any, **named: Any) -> None:
         given = _given(super().__init__, positional, named)
         if getattr(super().__init__, "__func__", None) is Trainer.__init__:
@@ -48,7 +49,7 @@ class NeuronMoETrainerMixin(SafeCheckpointMixin):
         if not isinstance(model, nn.Module) and given.get("model_init") is None:
             _patch(self.accelerator.unwrap_model(self.model), self.args, self.optimizer)
         if self.is_fsdp_enabled and self.model is not None:
-            refuse_sharded_kernel_home("NeuronMoETrainer", self.model)
+            refuse_sharded_kernel_home(self.model)
         own = [callback for callback in self.callback_handler.callbacks if isinstance(callback, NeuronMoECallback)]
         self.neuron_callback = (own[0] if own else _TrainerCallback()).watch(self)
 
@@ -86,25 +87,24 @@ class _TrainerCallback(NeuronMoECallback):
             self.begin(args, state, kwargs["model"])
 
 
+@public("NeuronMoETrainer")
 def _refuse_name(model: Any) -> None:
     """Refuse a name where transformers' Trainer would fail on it; trainers of TRL load it."""
     if isinstance(model, str | PathLike):
-        raise refuse(
-            ConfigError,
-            where="NeuronMoETrainer",
-            argument="model",
-            expected="a model: transformers' Trainer does not load one by its name",
-            got=repr(model),
-            remedy=f"Pass AutoModelForCausalLM.from_pretrained({str(model)!r}), or a function as model_init.",
+        raise ConfigError.about(
+            "model",
+            "a model: transformers' Trainer does not load one by its name",
+            repr(model),
+            f"Pass AutoModelForCausalLM.from_pretrained({str(model)!r}), or a function as model_init.",
         )
 
 
+@public("NeuronMoETrainer")
 def _patch(model: nn.Module, args: Any, optimizer: Any) -> None:
     options = args if isinstance(args, NeuronMoEArguments) else NeuronMoEArguments()
     if not options.neuron_patch or (options is not args and is_patched(model)):
         return
     patch_for_training(
-        "NeuronMoETrainer",
         model,
         options.neuron_config(),
         optimizer,

@@ -14,7 +14,7 @@ import pytest
 from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint, plan_conversion
 from hf_neuron_moe.convert.assign import build_meta_model, natural_key
 from hf_neuron_moe.convert.source import read_header, read_source
-from hf_neuron_moe.errors import ConversionError, SourceDamageError, printable, refuse
+from hf_neuron_moe.errors import ConversionError, SourceDamageError, printable
 from tests.convert.mutations import command, split_header, with_header
 from tests.refusals import refused
 
@@ -158,7 +158,7 @@ def test_nothing_of_a_file_reaches_the_terminal_as_it_is(checkpoint, tmp_path):
 
 
 def test_messages_are_cut_and_printable():
-    error = refuse(ConversionError, where="here", argument="a\x1bb", expected="x", got="y" * 10**6, remedy="Do\nthis.")
+    error = ConversionError.about("a\x1bb", "x", "y" * 10**6, "Do\nthis.").named("here")
     assert len(str(error)) < 1000 and "a\\x1bb" in str(error) and str(error).endswith("Do\nthis.")
     assert printable("fine: ä, 漢") == "fine: ä, 漢"
     assert printable("\ud800\u202e") == "\\ud800\\u202e"

@@ -121,10 +121,10 @@ def test_only_the_files_of_the_index_are_fetched(checkpoint, tmp_path, monkeypat
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     assert resolve_source("some-org/tiny") == snapshot
     shards = sorted(path.name for path in plain.glob("*.safetensors"))
-    assert [name for name in asked[1][0] if name.endswith("safetensors")] == shards == weights_of(plain, "convert")
+    assert [name for name in asked[1][0] if name.endswith("safetensors")] == shards == weights_of(plain)
     assert not [name for name in asked[0][0] if name.endswith("safetensors")]
     assert all("original/*" in ignored for _, ignored in asked)
-    assert weights_of(checkpoint("llama"), "convert") == ["model.safetensors"]
+    assert weights_of(checkpoint("llama")) == ["model.safetensors"]
 
 
 def test_a_lock_on_a_removed_folder_is_none(tmp_path, monkeypatch):
@@ -134,16 +134,16 @@ def test_a_lock_on_a_removed_folder_is_none(tmp_path, monkeypatch):
     def late(descriptor: int, *, shared: bool) -> bool:
         if not others:
             home.rmdir()
-            third = held(home, "convert", tmp_path / "dst")
+            third = held(home, tmp_path / "dst")
             others.append(third)
             third.__enter__()
         return lock(descriptor, shared=shared)
 
     monkeypatch.setattr(commit, "_lock", late)
-    with refused(DestinationError, tmp_path / "dst", got="another process"), held(home, "convert", tmp_path / "dst"):
+    with refused(DestinationError, tmp_path / "dst", got="another process"), held(home, tmp_path / "dst"):
         raise AssertionError("two processes hold one folder")
     others[0].__exit__(None, None, None)
-    with held(home, "convert", tmp_path / "dst"):
+    with held(home, tmp_path / "dst"):
         assert home.is_dir()
 
 

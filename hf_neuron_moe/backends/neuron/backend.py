@@ -26,7 +26,7 @@ from hf_neuron_moe.backends.neuron.launch import Launcher
 from hf_neuron_moe.backends.neuron.limits import Block, check_call, most_tokens, this_device, why_not, why_not_tokens
 from hf_neuron_moe.backends.prepared import FreshWeights, PreparedWeights
 from hf_neuron_moe.backends.torch.backend import TorchBackend
-from hf_neuron_moe.errors import BackendUnavailableError, refuse
+from hf_neuron_moe.errors import BackendUnavailableError
 
 NEURON, SIMULATOR = "neuron", "nki-sim"
 
@@ -260,11 +260,9 @@ def _wanted(grad: Tensor, wanted: bool, anchor: Tensor) -> Tensor:
 
 
 def _no_frozen_kernel(reason: str) -> BackendUnavailableError:
-    return refuse(
-        BackendUnavailableError,
-        where="neuron backend",
-        argument="a block with MX weights",
-        expected="one that the installed kernels compute",
-        got=reason,
-        remedy="Use fallback='torch' to compute such blocks without the kernels.",
-    )
+    return BackendUnavailableError.about(
+        "a block with MX weights",
+        "one that the installed kernels compute",
+        reason,
+        "Use fallback='torch' to compute such blocks without the kernels.",
+    ).named("neuron backend")

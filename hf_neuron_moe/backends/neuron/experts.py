@@ -26,7 +26,7 @@ from hf_neuron_moe.backends.neuron.layouts import (
 from hf_neuron_moe.backends.neuron.limits import Block
 from hf_neuron_moe.backends.neuron.routing import Routed, block_count, route, routing_gradient, with_sink
 from hf_neuron_moe.backends.prepared import PreparedWeights, kept_for
-from hf_neuron_moe.errors import BackendUnavailableError, refuse
+from hf_neuron_moe.errors import BackendUnavailableError, public
 
 _BACKWARD_AXES = ("EH2I", "EIH")
 """Orientation of both weights in every backward and in the bf16 forward."""
@@ -249,17 +249,16 @@ class ExpertKernels:
         return made[0], made[1] if on_output else None, x_TH
 
 
+@public("neuron backend")
 def _check_checkpoints(found: list[Tensor], shape: tuple[int, ...]) -> None:
     """Refuse a forward that keeps less than documented, or in another order: the backward would read nonsense."""
     if found and tuple(found[0].shape) == shape:
         return
-    raise refuse(
-        BackendUnavailableError,
-        where="neuron backend",
-        argument="the experts' forward kernel",
-        expected=f"gate and up {shape} behind the output",
-        got=f"{tuple(found[0].shape)}" if found else "the output alone",
-        remedy="Install the nki-library of SDK 2.33, or use fallback='torch'.",
+    raise BackendUnavailableError.about(
+        "the experts' forward kernel",
+        f"gate and up {shape} behind the output",
+        f"{tuple(found[0].shape)}" if found else "the output alone",
+        "Install the nki-library of SDK 2.33, or use fallback='torch'.",
     )
 
 

@@ -24,7 +24,7 @@ from hf_neuron_moe.backends.neuron.layouts import pad_axes
 from hf_neuron_moe.backends.neuron.limits import BF16_HIDDEN, BF16_HIDDEN_STEP, BF16_TOKENS, Device
 from hf_neuron_moe.backends.neuron.routing import route, with_sink
 from hf_neuron_moe.backends.prepared import PreparedWeights
-from hf_neuron_moe.errors import ShapeError, refuse
+from hf_neuron_moe.errors import ShapeError, public
 from hf_neuron_moe.formats.constants import SwizzleScheme
 from hf_neuron_moe.formats.padding import LANES, padded_size
 from hf_neuron_moe.formats.scales import to_packed
@@ -91,16 +91,15 @@ class FrozenKernels:
         # Raw bytes would be read as e5m2: the kernel goes by the dtype's name.
         return codes.view(torch.float8_e4m3fn), self.weights.get(f"frozen {name} scales", to_packed, scales)
 
+    @public("neuron backend")
     def _experts(self, x_TH: Tensor, index_TK: Tensor, weight_TK: Tensor, stack: MXExpertStack) -> Tensor:
         tokens, top_k, count = x_TH.shape[0], index_TK.shape[1], stack.gate_up_codes.shape[0]
         if tokens > FROZEN_TOKENS:
-            raise refuse(
-                ShapeError,
-                where="neuron backend",
-                argument="the number of tokens (batch size times length)",
-                expected=f"at most {FROZEN_TOKENS}",
-                got=str(tokens),
-                remedy="Use smaller batches or shorter sequences.",
+            raise ShapeError.about(
+                "the number of tokens (batch size times length)",
+                f"at most {FROZEN_TOKENS}",
+                str(tokens),
+                "Use smaller batches or shorter sequences.",
             )
         wide = _words_kernel(stack) == WIDE
         sizes, each = ((256, 512), 1) if wide else ((128, 256, 512), 2)

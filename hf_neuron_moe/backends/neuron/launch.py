@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hf_neuron_moe.backends.neuron.versions import Toolchain
 from hf_neuron_moe.backends.registration import plugin_function
-from hf_neuron_moe.errors import BackendUnavailableError, refuse
+from hf_neuron_moe.errors import BackendUnavailableError, public
 
 Launch = Callable[..., tuple[Tensor, ...]]
 
@@ -29,6 +29,7 @@ class Launcher:
         self._wrap = plugin_function("wrap_nki") if toolchain.torch_neuronx is not None else None
         self._wrapped: dict[Any, Any] = {}
 
+    @public("neuron backend")
     def __call__(self, kernel: Callable[..., Any], /, **arguments: Any) -> tuple[Tensor, ...]:
         """Run `kernel`; tensors are made contiguous, arguments that are None are left out.
 
@@ -44,13 +45,11 @@ class Launcher:
         }
         result = self._grid(kernel)(**given)
         if result is None:
-            raise refuse(
-                BackendUnavailableError,
-                where="neuron backend",
-                argument=getattr(kernel, "__name__", type(kernel).__name__),
-                expected="a kernel that returns its outputs",
-                got="None, so the installed nkilib has no branch for these options",
-                remedy="Install the nki-library of SDK 2.33, or use backend='torch'.",
+            raise BackendUnavailableError.about(
+                getattr(kernel, "__name__", type(kernel).__name__),
+                "a kernel that returns its outputs",
+                "None, so the installed nkilib has no branch for these options",
+                "Install the nki-library of SDK 2.33, or use backend='torch'.",
             )
         return tuple(result) if isinstance(result, tuple | list) else (result,)
 

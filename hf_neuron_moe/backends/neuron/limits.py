@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from hf_neuron_moe.backends.neuron import versions
 from hf_neuron_moe.backends.neuron.adapter import Adapter
 from hf_neuron_moe.backends.neuron.generations import BF16_OPEN
-from hf_neuron_moe.errors import ConfigError, DTypeError, ShapeError, refuse
+from hf_neuron_moe.errors import ConfigError, DTypeError, ShapeError, public
 from hf_neuron_moe.formats.padding import LANES
 
 BF16_HIDDEN_STEP, BF16_HIDDEN = 512, (512, 8192)
@@ -135,6 +135,7 @@ def block_sizes(block: Block, adapter: Adapter) -> tuple[int, ...]:
     return tuple(size for size in SMALL_BLOCKS + large if size % BF16_BLOCK_STEP == 0)
 
 
+@public("neuron backend")
 def check_call(block: Block, tokens: int, dtype_name: str, device: Device, adapter: Adapter) -> None:
     """Refuse what :func:`why_not` names, and calls that are too long or not in bf16.
 
@@ -145,32 +146,23 @@ def check_call(block: Block, tokens: int, dtype_name: str, device: Device, adapt
     """
     reason = why_not(block, device, adapter)
     if reason is not None:
-        raise refuse(
-            ConfigError,
-            where="neuron backend",
-            argument=f"the {block.kind} block (H={block.hidden}, I={block.inner}, precision={block.precision})",
-            expected="one that the installed kernels compute",
-            got=reason,
-            remedy="Patch with fallback='torch' to compute such blocks without the kernels, or change the option.",
+        raise ConfigError.about(
+            f"the {block.kind} block (H={block.hidden}, I={block.inner}, precision={block.precision})",
+            "one that the installed kernels compute",
+            reason,
+            "Patch with fallback='torch' to compute such blocks without the kernels, or change the option.",
         )
     if dtype_name != "torch.bfloat16":
-        raise refuse(
-            DTypeError,
-            where="neuron backend",
-            argument="hidden states",
-            expected="torch.bfloat16",
-            got=dtype_name,
-            remedy="The operators cast to it; call them instead of the backend.",
+        raise DTypeError.about(
+            "hidden states", "torch.bfloat16", dtype_name, "The operators cast to it; call them instead of the backend."
         )
     most = most_tokens(block)
     if most is not None and tokens > most:
-        raise refuse(
-            ShapeError,
-            where="neuron backend",
-            argument="the number of tokens (batch size times length)",
-            expected=f"at most {most} in {block.precision}",
-            got=str(tokens),
-            remedy="Use smaller micro-batches or shorter sequences.",
+        raise ShapeError.about(
+            "the number of tokens (batch size times length)",
+            f"at most {most} in {block.precision}",
+            str(tokens),
+            "Use smaller micro-batches or shorter sequences.",
         )
 
 

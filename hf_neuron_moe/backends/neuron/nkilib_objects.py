@@ -11,7 +11,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from hf_neuron_moe.errors import BackendUnavailableError, refuse
+from hf_neuron_moe.errors import BackendUnavailableError, public
 
 _CORE = "nkilib.core"
 _EXPERIMENTAL = "nkilib.experimental"
@@ -97,6 +97,7 @@ def _modules_in(package: str) -> list[str]:
     return sorted({package, *inner, *(name for name in sys.modules if name.startswith(f"{package}."))})
 
 
+@public("neuron backend")
 def nkilib_object(name: str) -> Any:
     """Return an object of nkilib by its name in :data:`HOMES`.
 
@@ -105,12 +106,10 @@ def nkilib_object(name: str) -> Any:
     """
     found = find_object(name)
     if found is None:
-        raise refuse(
-            BackendUnavailableError,
-            where="neuron backend",
-            argument="nkilib",
-            expected=f"a release with {shown_name(name)} in {' or '.join(HOMES[name])}",
-            got="one without",
-            remedy="Install the nki-library of SDK 2.33, or unset NKILIB_FORCE_BUNDLED_LIBRARY.",
+        raise BackendUnavailableError.about(
+            "nkilib",
+            f"a release with {shown_name(name)} in {' or '.join(HOMES[name])}",
+            "one without",
+            "Install the nki-library of SDK 2.33, or unset NKILIB_FORCE_BUNDLED_LIBRARY.",
         )
     return found

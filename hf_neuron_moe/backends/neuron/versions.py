@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from hf_neuron_moe.errors import BackendUnavailableError, ConfigError, refuse
+from hf_neuron_moe.errors import BackendUnavailableError, ConfigError, public
 
 MINIMUM_NKI = (0, 7, 0)
 MINIMUM_TORCH_NEURONX = (2, 13, 3)
@@ -47,6 +47,7 @@ _PRODUCT_NAME = Path("/sys/devices/virtual/dmi/id/product_name")
 _INDEX = "Install torch-neuronx, nki and neuronx-cc of SDK 2.33 or later from AWS's own Neuron package index"
 
 
+@public
 def release(version: str) -> tuple[int, ...]:
     """Return the release numbers of a version: ``(0, 7, 0)`` for ``"0.7.0b1"``, which PEP 440 orders before 0.7.0.
 
@@ -57,13 +58,8 @@ def release(version: str) -> tuple[int, ...]:
     """
     found = re.match(r"\s*v?(?:\d+!)?(\d+(?:\.\d+)*)", version)
     if found is None:
-        raise refuse(
-            ConfigError,
-            where="release",
-            argument="version",
-            expected="a version such as 0.7.0b1",
-            got=repr(version),
-            remedy="Pass the version as the package states it.",
+        raise ConfigError.about(
+            "version", "a version such as 0.7.0b1", repr(version), "Pass the version as the package states it."
         )
     return tuple(int(number) for number in found[1].split("."))
 
@@ -167,6 +163,7 @@ def _calls_kernels() -> bool:
     return any(plugin_function(name) is not None for name in ("nki_op", "wrap_nki"))
 
 
+@public("resolve_backend")
 def toolchain(*, simulator: bool = False) -> Toolchain:
     """Import and return the Neuron stack.
 
@@ -175,13 +172,11 @@ def toolchain(*, simulator: bool = False) -> Toolchain:
     """
     reason = why_unavailable(simulator=simulator)
     if reason is not None:
-        raise refuse(
-            BackendUnavailableError,
-            where="resolve_backend",
-            argument="backend",
-            expected="one that can run here",
-            got=f"{'nki-sim' if simulator else 'neuron'!r}: {reason}",
-            remedy=f"{_INDEX}. Use backend='torch' elsewhere: it computes the same contract on any device.",
+        raise BackendUnavailableError.about(
+            "backend",
+            "one that can run here",
+            f"{'nki-sim' if simulator else 'neuron'!r}: {reason}",
+            f"{_INDEX}. Use backend='torch' elsewhere: it computes the same contract on any device.",
         )
     plugin = None if simulator else sys.modules["torch_neuronx"]
     return Toolchain(sys.modules["nki"], sys.modules["nkilib"], plugin)
@@ -201,6 +196,7 @@ class Detected:
         return f"{self.source}; {self.contradiction}" if self.contradiction else self.source
 
 
+@public("neuron backend")
 def platform() -> Detected:
     """Return ``"trn1"``, ``"trn2"`` or ``"trn3"``; without any sign of a device NKI's own default, trn3.
 
@@ -211,13 +207,11 @@ def platform() -> Detected:
     if override:
         name = _GENERATIONS.get(override, override)
         if name not in _PLATFORM_NAMES:
-            raise refuse(
-                ConfigError,
-                where="neuron backend",
-                argument=_PLATFORM_OVERRIDE,
-                expected="one of trn1, trn2, trn3, gen2, gen3, gen4",
-                got=repr(override),
-                remedy="Correct or unset the environment variable.",
+            raise ConfigError.about(
+                _PLATFORM_OVERRIDE,
+                "one of trn1, trn2, trn3, gen2, gen3, gen4",
+                repr(override),
+                "Correct or unset the environment variable.",
             )
         return Detected(name, _PLATFORM_OVERRIDE)
     ask = _runtime_function("get_platform_target")
@@ -258,18 +252,17 @@ def _platform_of_machine() -> Detected:
     return Detected("trn3", ASSUMED)
 
 
+@public("neuron backend")
 def _compiler_flag(*names: str) -> str | None:
     """The last value of a flag in ``NEURON_CC_FLAGS``, in either spelling; None where it is not there."""
     try:
         flags = shlex.split(os.environ.get("NEURON_CC_FLAGS", ""))
     except ValueError as error:
-        raise refuse(
-            ConfigError,
-            where="neuron backend",
-            argument="NEURON_CC_FLAGS",
-            expected="flags as a shell would take them",
-            got=f"{os.environ['NEURON_CC_FLAGS']!r} ({error})",
-            remedy="Close its quotation marks.",
+        raise ConfigError.about(
+            "NEURON_CC_FLAGS",
+            "flags as a shell would take them",
+            f"{os.environ['NEURON_CC_FLAGS']!r} ({error})",
+            "Close its quotation marks.",
         ) from None
     found = None
     for flag, following in zip(flags, [*flags[1:], ""]):
@@ -287,6 +280,7 @@ def _product_name() -> str:
         return ""
 
 
+@public("neuron backend")
 def logical_cores() -> Detected:
     """Return how many physical cores form a logical one (LNC): ``"1"`` or ``"2"``, the launch grid of every kernel.
 
@@ -310,13 +304,8 @@ def logical_cores() -> Detected:
     source, value = next(iter(known.items()))
     others = [f"{other} says {theirs}" for other, theirs in known.items() if theirs != value]
     if value not in ("1", "2"):
-        raise refuse(
-            ConfigError,
-            where="neuron backend",
-            argument=f"LNC ({source})",
-            expected="1 or 2",
-            got=repr(value),
-            remedy=_LNC_REMEDIES.get(source, f"Set {source} to 1 or 2, or unset it."),
+        raise ConfigError.about(
+            f"LNC ({source})", "1 or 2", repr(value), _LNC_REMEDIES.get(source, f"Set {source} to 1 or 2, or unset it.")
         )
     return Detected(value, source, f"but {', '.join(others)}: make them agree" if others else "")
 

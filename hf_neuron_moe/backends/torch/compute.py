@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.errors import ConfigError, refuse
+from hf_neuron_moe.errors import ConfigError, public
 
 FEW_ROWS = 12
 """Rows per expert up to which a bf16 matrix-vector product beats casting the weights, without bf16 instructions."""
@@ -88,6 +88,7 @@ def bf16_matmul_is_fast(device: torch.device) -> bool:
 
 
 @functools.cache
+@public("the torch backend")
 def environment_option(name: str, *values: str) -> str:
     """Return the environment variable `name`, which is read once: one of `values`, the first where it is unset.
 
@@ -96,13 +97,11 @@ def environment_option(name: str, *values: str) -> str:
     """
     value = os.environ.get(name, values[0])
     if value not in values:
-        raise refuse(
-            ConfigError,
-            where="the torch backend",
-            argument=f"the environment variable {name}",
-            expected=" or ".join(map(repr, values)),
-            got=repr(value),
-            remedy="Unset it, or set one of these before Python starts.",
+        raise ConfigError.about(
+            f"the environment variable {name}",
+            " or ".join(map(repr, values)),
+            repr(value),
+            "Unset it, or set one of these before Python starts.",
         )
     return value
 

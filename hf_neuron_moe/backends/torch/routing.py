@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.errors import ShapeError, refuse
+from hf_neuron_moe.errors import ShapeError
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,12 @@ _BY_HAND = 64
 
 
 def _negative_id(value: int) -> ShapeError:
-    return refuse(
-        ShapeError,
-        where="experts",
-        argument="top_k_index",
-        expected="made of expert ids of 0 and above",
-        got=f"the id {value}",
-        remedy="Mark pairs that belong to no expert of this rank with an id of at least the number of experts.",
-    )
+    return ShapeError.about(
+        "top_k_index",
+        "made of expert ids of 0 and above",
+        f"the id {value}",
+        "Mark pairs that belong to no expert of this rank with an id of at least the number of experts.",
+    ).named("experts")
 
 
 def checked_ids(index_TK: Tensor) -> list[int]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.errors import DTypeError, refuse
+from hf_neuron_moe.errors import DTypeError, public
 from hf_neuron_moe.formats.constants import ScaleRule
 from hf_neuron_moe.kernels.checks import check_dtype, check_multiple, check_same_device, check_shape
 from hf_neuron_moe.kernels.launch_record import note_launch
@@ -39,6 +39,7 @@ from hf_neuron_moe.kernels.moe_types import ClampLimits
 from hf_neuron_moe.kernels.mx_operand import TensorDescriptor
 
 
+@public
 def mlp_backward_mxfp8_base_nki(
     output_grad_td: TensorDescriptor,
     gate_pre_td: TensorDescriptor,
@@ -70,14 +71,14 @@ def mlp_backward_mxfp8_base_nki(
     """
     where = "mlp_backward_mxfp8_base_nki"
     launch = {"run_with_lnc2": run_with_lnc2, "spill_reload": spill_reload, "use_scale_packing": use_scale_packing}
-    check_launch({}, launch, fp8_x4_dtype, where=where)
-    check_options(clamp_limits, matmul_config, where=where)
-    rule = scale_rule(mx_scale_rule, where=where)
+    check_launch({}, launch, fp8_x4_dtype)
+    check_options(clamp_limits, matmul_config)
+    rule = scale_rule(mx_scale_rule)
     for name, td in (("output_grad_td", output_grad_td), ("down_weight_T_td", down_weight_T_td)):
-        check_descriptor(td, where=where, argument=name)
+        check_descriptor(td, argument=name)
     if matmul_config is not None:
         (hidden_size, tokens), inner = output_grad_td.logical_shape, down_weight_T_td.logical_shape[1]
-        matmul_config.resolve_backward_phases(tokens, hidden_size, inner, run_with_lnc2, where=where)
+        matmul_config.backward_phases(tokens, hidden_size, inner, run_with_lnc2, "matmul_config.")
     # Both cores' work at once, for which configurations of one core are not made.
     bf16, common = torch.bfloat16, (fp8_x4_dtype, None, spill_reload)
     options = StepOptions(use_scale_packing=use_scale_packing, run_with_lnc2=False, mx_scale_rule=rule.value)
@@ -97,6 +98,7 @@ def mlp_backward_mxfp8_base_nki(
     note_launch(where, run_with_lnc2=run_with_lnc2, matmul_config=matmul_config)
 
 
+@public
 def mlp_backward_mxfp8_nki(
     output_grad: Tensor,
     hidden_states: Tensor,
@@ -142,7 +144,7 @@ def mlp_backward_mxfp8_nki(
     """
     where = "mlp_backward_mxfp8_nki"
     flags = {"run_with_lnc2": run_with_lnc2, "spill_reload": spill_reload, "use_scale_packing": use_scale_packing}
-    check_launch({}, flags, fp8_x4_dtype, where=where)
+    check_launch({}, flags, fp8_x4_dtype)
     prepared = {
         "gate_up_weights": (gate_up_weights, gate_up_weights_scales),
         "gate_up_weight_T": (gate_up_weight_T, gate_up_weight_T_scales),
@@ -152,11 +154,11 @@ def mlp_backward_mxfp8_nki(
     }
     kept = KeptActivations(gate_pre, gate_act, up, intermediate)
     task = describe_backward(
-        where, output_grad, hidden_states, down_proj_weight, prepared, kept, use_scale_packing, run_with_lnc2
+        output_grad, hidden_states, down_proj_weight, prepared, kept, use_scale_packing, run_with_lnc2
     )
     note_launch(where, matmul_config=matmul_config, fp8_x4_dtype=fp8_x4_dtype, **flags)
-    rule = scale_rule(mx_scale_rule, where=where)
-    return task.run(clamp_limits, matmul_config, use_scale_packing, run_with_lnc2, rule, where)
+    rule = scale_rule(mx_scale_rule)
+    return task.run(clamp_limits, matmul_config, use_scale_packing, run_with_lnc2, rule)
 
 
 @dataclass(frozen=True)
@@ -185,14 +187,13 @@ class BackwardTask:
         use_scale_packing: bool,
         run_with_lnc2: bool,
         rule: ScaleRule,
-        where: str,
     ) -> MLPBackward:
         """Recompute what is missing, run the four phases, return the gradients."""
-        check_options(clamp_limits, matmul_config, where=where)
+        check_options(clamp_limits, matmul_config)
         tokens, hidden_size, inner = self.sizes
         if matmul_config is not None:
-            matmul_config.resolve_backward_phases(tokens, hidden_size, inner, run_with_lnc2, where=where)
-            matmul_config.resolve_recompute_phases(tokens, hidden_size, inner, run_with_lnc2, where=where)
+            matmul_config.backward_phases(tokens, hidden_size, inner, run_with_lnc2, "matmul_config.")
+            matmul_config.recompute_phases(tokens, hidden_size, inner, run_with_lnc2, "matmul_config.")
         assert self.output_grad.data is not None
         device = self.output_grad.data.device
 
@@ -221,7 +222,6 @@ class BackwardTask:
 
 
 def describe_backward(
-    where: str,
     output_grad: Tensor,
     hidden_states: Tensor,
     down_proj_weight: Tensor | None,
@@ -232,36 +232,42 @@ def describe_backward(
 ) -> BackwardTask:
     """Check the arguments of release 2.31 by name and describe them. Errors: :func:`mlp_backward_mxfp8_nki`."""
     for name, tensor in (("output_grad", output_grad), ("hidden_states", hidden_states)):
-        check_dtype(tensor, BF16, where=where, argument=name)
-    check_shape(hidden_states, (None, None), "[S, H]", where=where, argument="hidden_states")
+        check_dtype(tensor, BF16, argument=name)
+    check_shape(hidden_states, (None, None), "[S, H]", argument="hidden_states")
     tokens, hidden_size = hidden_states.shape
-    check_shape(output_grad, (tokens, hidden_size), "[S, H]", where=where, argument="output_grad")
-    _check_presence(prepared, down_proj_weight, where)
+    check_shape(output_grad, (tokens, hidden_size), "[S, H]", argument="output_grad")
+    _check_presence(prepared, down_proj_weight)
     tds = {
         name: describe(
-            tensor, scales, where=where, argument=name, scales_argument=f"{name}_scales",
-            use_scale_packing=use_scale_packing, raw_shape="[2I, H]", raw_dtypes=BF16,
+            tensor,
+            scales,
+            argument=name,
+            scales_argument=f"{name}_scales",
+            use_scale_packing=use_scale_packing,
+            raw_shape="[2I, H]",
+            raw_dtypes=BF16,
         )
-        for name, (tensor, scales) in prepared.items() if tensor is not None
-    }  # fmt: skip
+        for name, (tensor, scales) in prepared.items()
+        if tensor is not None
+    }
     gate_up = tds["gate_up_weights"]
     inner = gate_up.logical_shape[1] // 2
-    _check_sizes(tokens, hidden_size, gate_up, run_with_lnc2, where)
+    _check_sizes(tokens, hidden_size, gate_up, run_with_lnc2)
     wanted = {
         "gate_up_weight_T": (2 * inner, hidden_size, "[H, 2I]"), "down_weight_T": (hidden_size, inner, "[I, H]"),
         "output_grad_T": (tokens, hidden_size, "[H, S]"), "hidden_states_T": (tokens, hidden_size, "[H, S]"),
     }  # fmt: skip
     for name, (K, F, shape) in wanted.items():
         if name in tds:
-            check_logical(tds[name], K, F, shape, where=where, argument=name)
+            check_logical(tds[name], K, F, shape, argument=name)
     if down_proj_weight is not None:
-        check_dtype(down_proj_weight, BF16, where=where, argument="down_proj_weight")
-        check_shape(down_proj_weight, (hidden_size, inner), "[H, I]", where=where, argument="down_proj_weight")
-    check_kept(kept, (tokens, inner), where=where)
+        check_dtype(down_proj_weight, BF16, argument="down_proj_weight")
+        check_shape(down_proj_weight, (hidden_size, inner), "[H, I]", argument="down_proj_weight")
+    check_kept(kept, (tokens, inner))
     given = {name: tensor for name, (tensor, _) in prepared.items()}
     scales = {f"{name}_scales": scale for name, (_, scale) in prepared.items()}
     everything = {"output_grad": output_grad, "hidden_states": hidden_states, "down_proj_weight": down_proj_weight}
-    check_same_device({**everything, **given, **scales, **vars(kept)}, where=where)
+    check_same_device({**everything, **given, **scales, **vars(kept)})
 
     def transposed(tensor: Tensor | None) -> TensorDescriptor:
         assert tensor is not None
@@ -279,15 +285,11 @@ def describe_backward(
     )
 
 
-def _check_presence(
-    prepared: dict[str, tuple[Tensor | None, Tensor | None]], down_proj_weight: Tensor | None, where: str
-) -> None:
+def _check_presence(prepared: dict[str, tuple[Tensor | None, Tensor | None]], down_proj_weight: Tensor | None) -> None:
     """Which tensors have to be given, and which only together."""
 
     def missing(argument: str, because: str, remedy: str) -> DTypeError:
-        return refuse(
-            DTypeError, where=where, argument=argument, expected=f"given {because}", got="None", remedy=remedy
-        )
+        return DTypeError.about(argument, f"given {because}", "None", remedy)
 
     for name, (tensor, scales) in prepared.items():
         if tensor is None and scales is not None:
@@ -306,25 +308,25 @@ def _check_presence(
         raise missing("down_proj_weight", "unless down_weight_T and its scales are", "Pass the parameter, [H, I].")
 
 
-def _check_sizes(tokens: int, hidden_size: int, gate_up: TensorDescriptor, run_with_lnc2: bool, where: str) -> None:
+def _check_sizes(tokens: int, hidden_size: int, gate_up: TensorDescriptor, run_with_lnc2: bool) -> None:
     both = gate_up.logical_shape[1]
-    check_multiple(both, 2, "2I", "gate rows, then up rows", where=where, argument="gate_up_weights")
+    check_multiple(both, 2, "2I", "gate rows, then up rows", argument="gate_up_weights")
     inner = both // 2
     even = {"hidden_states": (tokens, "S"), "output_grad": (hidden_size, "H"), "gate_up_weights": (inner, "I")}
-    check_even(even, run_with_lnc2, where=where)
+    check_even(even, run_with_lnc2)
     rule = "output_grad is always raw, and phase 1 contracts over H"
-    check_multiple(hidden_size, 128, "H", rule, where=where, argument="hidden_states")
-    check_logical(gate_up, hidden_size, both, "[2I, H]", where=where, argument="gate_up_weights")
+    check_multiple(hidden_size, 128, "H", rule, argument="hidden_states")
+    check_logical(gate_up, hidden_size, both, "[2I, H]", argument="gate_up_weights")
     rule = "tokens are the contraction axis of the weight gradients"
-    check_multiple(tokens, 128, "S", rule, where=where, argument="hidden_states")
+    check_multiple(tokens, 128, "S", rule, argument="hidden_states")
     rule = "the kernel quantizes d_gate and d_up along I"
-    check_multiple(inner, 128, "I", rule, where=where, argument="gate_up_weights")
+    check_multiple(inner, 128, "I", rule, argument="gate_up_weights")
 
 
-def check_kept(kept: KeptActivations, shape: tuple[int, int], *, where: str, old_names: bool = False) -> None:
+def check_kept(kept: KeptActivations, shape: tuple[int, int], *, old_names: bool = False) -> None:
     """Check the checkpoints by name (release 2.30 calls the intermediate hidden)."""
     for name, tensor in vars(kept).items():
         if tensor is not None:
             argument = "hidden" if old_names and name == "intermediate" else name
-            check_dtype(tensor, BF16, where=where, argument=argument)
-            check_shape(tensor, shape, "[S, I]", where=where, argument=argument)
+            check_dtype(tensor, BF16, argument=argument)
+            check_shape(tensor, shape, "[S, I]", argument=argument)

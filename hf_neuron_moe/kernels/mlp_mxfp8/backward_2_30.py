@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_neuron_moe.errors import public
 from hf_neuron_moe.formats.constants import ScaleRule
 from hf_neuron_moe.kernels.checks import check_multiple, check_same_device
 from hf_neuron_moe.kernels.launch_record import note_launch
@@ -138,7 +139,6 @@ def run_2_30(
     *,
     use_scale_packing: bool,
     rule: ScaleRule,
-    where: str,
 ) -> MLPBackward:
     """Check the operands against each other, recompute what is missing, run the four phases.
 
@@ -148,9 +148,8 @@ def run_2_30(
         scratch: buffers to fill.
         use_scale_packing: layout of all scales.
         rule: block scale rule.
-        where: function named in errors.
     """
-    tokens, hidden_size, inner = _check_operands(tds, kept, where)
+    tokens, hidden_size, inner = _check_operands(tds, kept)
     grad = tds["output_hidden_states_grad"].data
     assert grad is not None
 
@@ -192,43 +191,49 @@ def run_2_30(
     return grads
 
 
+@public("mlp_backward_mxfp8_nki_2_30")
 def _from_call(call: dict[str, Any]) -> MLPBackward:
     """Check and describe the arguments of :func:`mlp_backward_mxfp8_nki_2_30`, then run it."""
     where = "mlp_backward_mxfp8_nki_2_30"
     tiles = {name: value for name, value in call.items() if "_tiles_" in name}
     flags = {name: call[name] for name in ("run_with_lnc2", "spill_reload", "use_scale_packing")}
-    check_launch(tiles, flags, call["fp8_x4_dtype"], where=where)
-    rule = scale_rule(call["mx_scale_rule"], where=where)
+    check_launch(tiles, flags, call["fp8_x4_dtype"])
+    rule = scale_rule(call["mx_scale_rule"])
     tds = {
         name: describe(
-            call[name], call[f"{prefix}_scales"], call[f"{prefix}_is_swizzled"], where=where, argument=name,
-            scales_argument=f"{prefix}_scales", use_scale_packing=call["use_scale_packing"],
-            raw_shape=f"[{free}, {contraction}]", raw_dtypes=BF16,
+            call[name],
+            call[f"{prefix}_scales"],
+            call[f"{prefix}_is_swizzled"],
+            argument=name,
+            scales_argument=f"{prefix}_scales",
+            use_scale_packing=call["use_scale_packing"],
+            raw_shape=f"[{free}, {contraction}]",
+            raw_dtypes=BF16,
         )
         for name, (prefix, contraction, free) in _OPERANDS.items()
-    }  # fmt: skip
+    }
     kept = KeptActivations(call["gate_pre"], call["gate_act"], call["up"], call["hidden"])
     sizes = _sizes(tds)
     tokens, hidden_size, inner = (sizes[axis] for axis in "SHI")
-    _check_shapes(tds, sizes, where)
+    _check_shapes(tds, sizes)
     even = {
         "output_hidden_states_grad": (tokens, "S"), "down_proj_weight_T": (inner, "I"),
         "output_grad_T": (hidden_size, "H"),
     }  # fmt: skip
-    check_even(even, call["run_with_lnc2"], where=where)
+    check_even(even, call["run_with_lnc2"])
     buffers = {name: call[name] for name in call if name.endswith("_scratch")}
     for name, buffer in buffers.items():
         turned = name == "silu_up_mul_gate_grad_T_scratch"
         shape, names = ((2 * inner, tokens), "[2I, S]") if turned else ((tokens, inner), "[S, I]")
-        check_buffer(buffer, shape, names, BF16, where=where, argument=name)
-    check_same_device({name: value for name, value in call.items() if isinstance(value, Tensor)}, where=where)
+        check_buffer(buffer, shape, names, BF16, argument=name)
+    check_same_device({name: value for name, value in call.items() if isinstance(value, Tensor)})
     scratch = Scratch230(
         call["d_gate_scratch"], call["d_up_scratch"], call["silu_up_mul_gate_grad_T_scratch"],
         KeptActivations(*(call[f"{name}_scratch"] for name in ("gate_pre", "gate_act", "up", "hidden"))),
     )  # fmt: skip
     note_launch(where, fp8_x4_dtype=call["fp8_x4_dtype"], **tiles, **flags)
     with torch.no_grad():
-        return run_2_30(tds, kept, scratch, use_scale_packing=call["use_scale_packing"], rule=rule, where=where)
+        return run_2_30(tds, kept, scratch, use_scale_packing=call["use_scale_packing"], rule=rule)
 
 
 def _sizes(tds: dict[str, TensorDescriptor]) -> dict[str, int]:
@@ -241,27 +246,27 @@ def _sizes(tds: dict[str, TensorDescriptor]) -> dict[str, int]:
     return sizes | {"2I": 2 * sizes["I"]}
 
 
-def _check_shapes(tds: dict[str, TensorDescriptor], sizes: dict[str, int], where: str) -> None:
+def _check_shapes(tds: dict[str, TensorDescriptor], sizes: dict[str, int]) -> None:
     for name, (_, contraction, free) in _OPERANDS.items():
         names = f"[{free}, {contraction}]"
-        check_logical(tds[name], sizes[contraction], sizes[free], names, where=where, argument=name)
+        check_logical(tds[name], sizes[contraction], sizes[free], names, argument=name)
 
 
-def _check_operands(tds: dict[str, TensorDescriptor], kept: KeptActivations, where: str) -> tuple[int, int, int]:
+def _check_operands(tds: dict[str, TensorDescriptor], kept: KeptActivations) -> tuple[int, int, int]:
     """Check the nine operands against each other and the rules of the release; return S, H and I."""
     sizes = _sizes(tds)
     tokens, hidden_size, inner = (sizes[axis] for axis in "SHI")
-    _check_shapes(tds, sizes, where)
+    _check_shapes(tds, sizes)
     needs_projection = kept.gate_pre is None or kept.up is None
     contracted_over_H = ["output_hidden_states_grad", "down_proj_weight_T"]
     contracted_over_H += ["hidden_states", "gate_up_weights"] if needs_projection else []
     for name in contracted_over_H:
-        check_raw_axis(tds[name], tds[name].logical_shape[0], "H", where=where, argument=name)
+        check_raw_axis(tds[name], tds[name].logical_shape[0], "H", argument=name)
     rule = "the kernel always quantizes d_gate and d_up along I itself"
-    check_multiple(inner, 128, "I", rule, where=where, argument="down_proj_weight_T")
+    check_multiple(inner, 128, "I", rule, argument="down_proj_weight_T")
     rule = "the kernel always quantizes the transposes of d_gate and d_up along S itself"
-    check_multiple(tokens, 128, "S", rule, where=where, argument="output_hidden_states_grad")
-    check_kept(kept, (tokens, inner), where=where, old_names=True)
+    check_multiple(tokens, 128, "S", rule, argument="output_hidden_states_grad")
+    check_kept(kept, (tokens, inner), old_names=True)
     always_raw = TensorDescriptor()
     products = [
         ({name: tds[name] for name in ("output_hidden_states_grad", "down_proj_weight_T")}, hidden_size),
@@ -273,5 +278,5 @@ def _check_operands(tds: dict[str, TensorDescriptor], kept: KeptActivations, whe
     if needs_projection:
         products.append(({name: tds[name] for name in ("hidden_states", "gate_up_weights")}, hidden_size))
     for operands, size in products:
-        check_no_mix_at_384(operands, size, where=where)
+        check_no_mix_at_384(operands, size)
     return tokens, hidden_size, inner

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_neuron_moe.backends.torch.compute import call_scratch
-from hf_neuron_moe.errors import ConfigError, refuse
+from hf_neuron_moe.errors import ConfigError, public
 from hf_neuron_moe.formats.constants import ScaleRule
 from hf_neuron_moe.kernels.checks import check_flags, check_multiple, check_same_device
 from hf_neuron_moe.kernels.mlp_mxfp8.arguments import (
@@ -37,6 +37,7 @@ NAMES = ("hidden", "gate_up_weights", "down_weights")
 _SAVES = ("save_gate_pre", "save_gate_act", "save_up", "save_hidden")
 
 
+@public
 def mlp_forward_mxfp8(
     hidden: Tensor,
     gate_up_weights: Tensor,
@@ -92,17 +93,16 @@ def mlp_forward_mxfp8(
             are ``mlp_forward_mxfp8_nki``'s); scales in the other layout than announced; raw and prepared operands
             mixed on a contraction of exactly 384 (upstream: garbage).
     """
-    where = "mlp_forward_mxfp8"
     wanted = save_gate_pre, save_gate_act, save_up, save_hidden
-    _check_switches(dict(zip(_SAVES, wanted, strict=True)), where)
-    check_flags({"use_scale_packing": use_scale_packing}, where=where)
+    _check_switches(dict(zip(_SAVES, wanted, strict=True)))
+    check_flags({"use_scale_packing": use_scale_packing})
     tds = describe_forward(
-        where, use_scale_packing,
+        use_scale_packing,
         hidden=(hidden, hidden_scales, hidden_is_swizzled),
         gate_up=(gate_up_weights, gate_up_scales, gate_up_is_swizzled),
         down=(down_weights, down_scales, down_is_swizzled),
-    )  # fmt: skip
-    return _forward(tds, dtype, wanted, scale_rule(mx_scale_rule, where=where), where)
+    )
+    return _forward(tds, dtype, wanted, scale_rule(mx_scale_rule))
 
 
 def _forward(
@@ -110,9 +110,8 @@ def _forward(
     dtype: torch.dtype,
     wanted: tuple[bool, bool, bool, bool],
     rule: ScaleRule,
-    where: str,
 ) -> MLPForward:
-    tokens, hidden_size, inner = check_forward(*tds, dtype, where)
+    tokens, hidden_size, inner = check_forward(*tds, dtype)
     *others, save_hidden = wanted
     assert tds[0].data is not None
     shape, device = (tokens, inner), tds[0].data.device
@@ -121,23 +120,21 @@ def _forward(
     intermediate = torch.empty(shape, dtype=torch.bfloat16, device=device)
     output = torch.empty((tokens, hidden_size), dtype=dtype, device=device)
     with torch.no_grad():
-        run_forward(ForwardOperands.of(*tds, where, rule), intermediate, output, saved, slice(0, tokens))
+        run_forward(ForwardOperands.of(*tds, rule), intermediate, output, saved, slice(0, tokens))
     product = (intermediate if saved.product is None else saved.product) if save_hidden else None
     return MLPForward(output, saved.gate_pre, saved.gate_act, saved.up, product)
 
 
-def _check_switches(saves: Mapping[str, object], where: str) -> None:
+def _check_switches(saves: Mapping[str, object]) -> None:
     for name, value in saves.items():
         if isinstance(value, Tensor):
-            raise refuse(
-                ConfigError,
-                where=where,
-                argument=name,
-                expected="True or False: this function returns what it saves",
-                got="a tensor",
-                remedy="Pass True, or call mlp_forward_mxfp8_nki, which fills its caller's buffers.",
+            raise ConfigError.about(
+                name,
+                "True or False: this function returns what it saves",
+                "a tensor",
+                "Pass True, or call mlp_forward_mxfp8_nki, which fills its caller's buffers.",
             )
-    check_flags(saves, where=where)
+    check_flags(saves)
 
 
 @dataclass(frozen=True)
@@ -163,12 +160,11 @@ class ForwardOperands:
         hidden: TensorDescriptor,
         gate_up: TensorDescriptor,
         down: TensorDescriptor,
-        where: str,
         rule: ScaleRule,
         names: tuple[str, str, str] = NAMES,
     ) -> ForwardOperands:
         described = zip((hidden, gate_up, down), names, strict=True)
-        operands = [MXOperand(td, where=where, argument=name, lone_384=True, rule=rule) for td, name in described]
+        operands = [MXOperand(td, argument=name, lone_384=True, rule=rule) for td, name in described]
         return ForwardOperands(*operands)
 
 
@@ -194,13 +190,14 @@ def run_forward(
         output[tile.rows, tile.columns].copy_(tile.values)
 
 
+@public("mlp_forward_mxfp8")
 def intermediate_operand(td: TensorDescriptor, operands: ForwardOperands) -> MXOperand:
     """Return the left operand of down, which the kernel always quantizes itself."""
-    return MXOperand(td, where="mlp_forward_mxfp8", argument="intermediate", lone_384=True, rule=operands.down.rule)
+    return MXOperand(td, argument="intermediate", lone_384=True, rule=operands.down.rule)
 
 
 def describe_forward(
-    where: str, use_scale_packing: bool, **operands: tuple[Tensor, Tensor | None, bool]
+    use_scale_packing: bool, **operands: tuple[Tensor, Tensor | None, bool]
 ) -> tuple[TensorDescriptor, TensorDescriptor, TensorDescriptor]:
     """Check and describe ``hidden``, ``gate_up`` and ``down``: each data, scales, is_swizzled."""
     raw = {
@@ -210,11 +207,14 @@ def describe_forward(
     }
     hidden, gate_up, down = (
         describe(
-            *operands[name], where=where, argument=argument, scales_argument=f"{name}_scales",
-            use_scale_packing=use_scale_packing, raw_shape=raw_shape,
+            *operands[name],
+            argument=argument,
+            scales_argument=f"{name}_scales",
+            use_scale_packing=use_scale_packing,
+            raw_shape=raw_shape,
         )
         for name, (argument, raw_shape) in raw.items()
-    )  # fmt: skip
+    )
     return hidden, gate_up, down
 
 
@@ -223,35 +223,32 @@ def check_forward(
     gate_up: TensorDescriptor,
     down: TensorDescriptor,
     dtype: torch.dtype,
-    where: str,
     names: tuple[str, str, str] = NAMES,
 ) -> tuple[int, int, int]:
     """Check the operands against each other; return S, H and I. Errors as :func:`mlp_forward_mxfp8`."""
     if dtype not in STORED:
-        raise refuse(
-            ConfigError,
-            where=where,
-            argument="dtype",
-            expected="torch.bfloat16 or torch.float32",
-            got=str(dtype),
-            remedy="The kernel stores bf16; fp32 shows the accumulators.",
+        raise ConfigError.about(
+            "dtype",
+            "torch.bfloat16 or torch.float32",
+            str(dtype),
+            "The kernel stores bf16; fp32 shows the accumulators.",
         )
     hidden_size, tokens = hidden.logical_shape
     for td, name in ((hidden, names[0]), (gate_up, names[1])):
-        check_raw_axis(td, td.logical_shape[0], "H", where=where, argument=name)
-    check_logical(gate_up, hidden_size, gate_up.logical_shape[1], "[2I, H]", where=where, argument=names[1])
+        check_raw_axis(td, td.logical_shape[0], "H", argument=name)
+    check_logical(gate_up, hidden_size, gate_up.logical_shape[1], "[2I, H]", argument=names[1])
     both = gate_up.logical_shape[1]
-    check_multiple(both, 2, "2I", "gate rows, then up rows", where=where, argument=names[1])
+    check_multiple(both, 2, "2I", "gate rows, then up rows", argument=names[1])
     inner = both // 2
     rule = "the contraction axis of down, whose left operand the kernel always quantizes itself"
-    check_multiple(inner, 128, "I", rule, where=where, argument=names[1])
-    check_logical(down, inner, hidden_size, "[H, I]", where=where, argument=names[2])
-    check_multiple(tokens, 8, "S", "the loader reads groups of 8 rows", where=where, argument=names[0])
-    check_no_mix_at_384({names[0]: hidden, names[1]: gate_up}, hidden_size, where=where)
+    check_multiple(inner, 128, "I", rule, argument=names[1])
+    check_logical(down, inner, hidden_size, "[H, I]", argument=names[2])
+    check_multiple(tokens, 8, "S", "the loader reads groups of 8 rows", argument=names[0])
+    check_no_mix_at_384({names[0]: hidden, names[1]: gate_up}, hidden_size)
     if not down.is_raw:
         raw = TensorDescriptor()
-        check_no_mix_at_384({names[2]: down, "the intermediate, which is always raw": raw}, inner, where=where)
+        check_no_mix_at_384({names[2]: down, "the intermediate, which is always raw": raw}, inner)
     data = {name: td.data for name, td in zip(names, (hidden, gate_up, down), strict=True)}
     scales = {f"scales of {name}": td.scales for name, td in zip(names, (hidden, gate_up, down), strict=True)}
-    check_same_device({**data, **scales}, where=where)
+    check_same_device({**data, **scales})
     return tokens, hidden_size, inner

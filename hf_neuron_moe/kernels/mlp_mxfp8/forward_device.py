@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hf_neuron_moe.errors import public
 from hf_neuron_moe.kernels.checks import check_same_device
 from hf_neuron_moe.kernels.launch_record import note_launch
 from hf_neuron_moe.kernels.mlp_mxfp8.arguments import (
@@ -39,6 +40,7 @@ get_config_for_shape = get_forward_config_for_shape
 _ROUNDED = (torch.bfloat16,)
 
 
+@public
 def mlp_forward_mxfp8_nki(
     hidden: Tensor,
     gate_up_weights: Tensor,
@@ -86,31 +88,32 @@ def mlp_forward_mxfp8_nki(
         "down_tiles_m": down_tiles_m, "down_tiles_n": down_tiles_n, "down_tiles_k": down_tiles_k,
     }  # fmt: skip
     flags = {"run_with_lnc2": run_with_lnc2, "spill_reload": spill_reload, "use_scale_packing": use_scale_packing}
-    check_launch(tiles, flags, fp8_x4_dtype, where=where)
-    rule = scale_rule(mx_scale_rule, where=where)
+    check_launch(tiles, flags, fp8_x4_dtype)
+    rule = scale_rule(mx_scale_rule)
     tds = describe_forward(
-        where, use_scale_packing,
+        use_scale_packing,
         hidden=(hidden, hidden_scales, hidden_is_swizzled),
         gate_up=(gate_up_weights, gate_up_scales, gate_up_is_swizzled),
         down=(down_weights, down_scales, down_is_swizzled),
-    )  # fmt: skip
-    check_even({"hidden": (tds[0].logical_shape[1], "S")}, run_with_lnc2, where=where)
-    tokens, hidden_size, inner = check_forward(*tds, dtype, where)
+    )
+    check_even({"hidden": (tds[0].logical_shape[1], "S")}, run_with_lnc2)
+    tokens, hidden_size, inner = check_forward(*tds, dtype)
     saves = {"save_gate_pre": save_gate_pre, "save_gate_act": save_gate_act, "save_up": save_up}
     targets = {"intermediate_hbm": intermediate_hbm, **({} if save_hidden is None else {"save_hidden": save_hidden})}
     for dtypes, buffers in ((_ROUNDED, targets), (STORED, {k: v for k, v in saves.items() if v is not None})):
         for name, buffer in buffers.items():
-            check_buffer(buffer, (tokens, inner), "[S, I]", dtypes, where=where, argument=name)
-    check_same_device({"hidden": hidden, **targets, **saves}, where=where)
+            check_buffer(buffer, (tokens, inner), "[S, I]", dtypes, argument=name)
+    check_same_device({"hidden": hidden, **targets, **saves})
     note_launch(where, fp8_x4_dtype=fp8_x4_dtype, **tiles, **flags)
     output = torch.empty((tokens, hidden_size), dtype=dtype, device=hidden.device)
     with torch.no_grad():
         intermediate = intermediate_hbm if save_hidden is None else save_hidden
         saved = ForwardBuffers(save_gate_pre, save_gate_act, save_up)
-        run_forward(ForwardOperands.of(*tds, where, rule), intermediate, output, saved, slice(0, tokens))
+        run_forward(ForwardOperands.of(*tds, rule), intermediate, output, saved, slice(0, tokens))
     return output
 
 
+@public
 def compute_fused_gate_up_down_mxfp8(
     hidden_td: TensorDescriptor,
     gate_up_td: TensorDescriptor,
@@ -150,23 +153,23 @@ def compute_fused_gate_up_down_mxfp8(
         "TILES_IN_BLOCK_N_DOWN": TILES_IN_BLOCK_N_DOWN, "TILES_IN_BLOCK_K_DOWN": TILES_IN_BLOCK_K_DOWN,
     }  # fmt: skip
     flags = {"spill_reload": spill_reload, "use_scale_packing": use_scale_packing, "run_with_lnc2": run_with_lnc2}
-    check_launch(tiles, flags, torch.float8_e4m3fn, where=where)
+    check_launch(tiles, flags, torch.float8_e4m3fn)
     names = ("hidden_td", "gate_up_td", "down_w_td")
     tds = (hidden_td, gate_up_td, down_w_td)
     for name, td in zip(names, tds, strict=True):
-        check_descriptor(td, where=where, argument=name)
-        check_packing(td, use_scale_packing, where=where, argument=name)
-    operands = ForwardOperands.of(*tds, where, scale_rule(mx_scale_rule, where=where), names)
-    tokens, hidden_size, inner = check_forward(*tds, dtype, where, names)
-    check_grouping({"hidden_td": operands.hidden, "gate_up_td": operands.gate_up}, where=where)
-    rows, square = core_rows(tokens, s_base_offset, run_with_lnc2, where=where), (tokens, inner)
-    inter = check_buffer(int_td.data, square, "[S, I]", _ROUNDED, where=where, argument="int_td")
+        check_descriptor(td, argument=name)
+        check_packing(td, use_scale_packing, argument=name)
+    operands = ForwardOperands.of(*tds, scale_rule(mx_scale_rule), names)
+    tokens, hidden_size, inner = check_forward(*tds, dtype, names)
+    check_grouping({"hidden_td": operands.hidden, "gate_up_td": operands.gate_up})
+    rows, square = core_rows(tokens, s_base_offset, run_with_lnc2), (tokens, inner)
+    inter = check_buffer(int_td.data, square, "[S, I]", _ROUNDED, argument="int_td")
     read_back = intermediate_operand(TensorDescriptor(inter), operands)
-    check_grouping({"down_w_td": operands.down, "int_td": read_back}, where=where)
-    output = check_buffer(output_td.data, (tokens, hidden_size), "[S, H]", (dtype,), where=where, argument="output_td")
+    check_grouping({"down_w_td": operands.down, "int_td": read_back})
+    output = check_buffer(output_td.data, (tokens, hidden_size), "[S, H]", (dtype,), argument="output_td")
     saves = {"save_gate_pre_td": save_gate_pre_td, "save_gate_act_td": save_gate_act_td, "save_up_td": save_up_td}
     saved = [
-        None if td is None else check_buffer(td.data, square, "[S, I]", STORED, where=where, argument=name)
+        None if td is None else check_buffer(td.data, square, "[S, I]", STORED, argument=name)
         for name, td in saves.items()
     ]
     note_launch(where, s_base_offset=s_base_offset, **tiles, **flags)

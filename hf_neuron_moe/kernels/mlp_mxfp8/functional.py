@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.errors import ConfigError, refuse
+from hf_neuron_moe.errors import ConfigError, public
 from hf_neuron_moe.formats.constants import ScaleRule
 from hf_neuron_moe.kernels.checks import check_flags
 from hf_neuron_moe.kernels.mlp_mxfp8.arguments import check_options, scale_rule
@@ -23,6 +23,7 @@ from hf_neuron_moe.kernels.mx_operand import TensorDescriptor
 RELEASES = ("2.31", "2.30")
 
 
+@public
 def mlp_backward_mxfp8(
     output_grad: Tensor,
     hidden_states: Tensor,
@@ -65,7 +66,6 @@ def mlp_backward_mxfp8(
 
     Raises DTypeError, ShapeError, DeviceError or ConfigError for an argument that breaks a rule above.
     """
-    where = "mlp_backward_mxfp8"
     prepared = {
         "gate_up_weights": (gate_up_weights, gate_up_weights_scales),
         "gate_up_weight_T": (gate_up_weight_T, gate_up_weight_T_scales),
@@ -75,26 +75,26 @@ def mlp_backward_mxfp8(
     }
     if release not in RELEASES:
         remedy = "Later releases compute as 2.31 does."
-        raise _bad(where, "release", f"one of {', '.join(RELEASES)}", repr(release), remedy)
-    check_flags({"use_scale_packing": use_scale_packing}, where=where)
-    rule = scale_rule(mx_scale_rule, where=where)
+        raise _bad("release", f"one of {', '.join(RELEASES)}", repr(release), remedy)
+    check_flags({"use_scale_packing": use_scale_packing})
+    rule = scale_rule(mx_scale_rule)
     kept = KeptActivations(gate_pre, gate_act, up, intermediate)
     task = describe_backward(
-        where, output_grad, hidden_states, down_proj_weight, prepared, kept, use_scale_packing, run_with_lnc2=False
+        output_grad, hidden_states, down_proj_weight, prepared, kept, use_scale_packing, run_with_lnc2=False
     )
     if release == "2.31":
-        return task.run(clamp_limits, matmul_config, use_scale_packing, False, rule, where)
-    check_options(clamp_limits, matmul_config, where=where)
+        return task.run(clamp_limits, matmul_config, use_scale_packing, False, rule)
+    check_options(clamp_limits, matmul_config)
     newer: dict[str, object] = {"clamp_limits": clamp_limits, "matmul_config": matmul_config}
     newer |= {f"{name}_scales": scales for name, (_, scales) in prepared.items()}
     remedy = "Use release 2.31, or mlp_backward_mxfp8_nki_2_30 for that release's quantized operands."
     for name, value in newer.items():
         if value is not None:
-            raise _bad(where, name, 'None with release="2.30"', type(value).__name__, remedy)
+            raise _bad(name, 'None with release="2.30"', type(value).__name__, remedy)
     if not use_scale_packing:
-        raise _bad(where, "use_scale_packing", 'True with release="2.30", which takes no scales here', "False", remedy)
+        raise _bad("use_scale_packing", 'True with release="2.30", which takes no scales here', "False", remedy)
     assert down_proj_weight is not None
-    return _raw_2_30(output_grad, hidden_states, gate_up_weights, down_proj_weight, kept, rule, where)
+    return _raw_2_30(output_grad, hidden_states, gate_up_weights, down_proj_weight, kept, rule)
 
 
 def _raw_2_30(
@@ -104,7 +104,6 @@ def _raw_2_30(
     down_proj_weight: Tensor,
     kept: KeptActivations,
     rule: ScaleRule,
-    where: str,
 ) -> MLPBackward:
     """Release 2.30 from parameters: the transposes it takes are views, hidden_T is the intermediate's."""
     inner = gate_up_weights.shape[0] // 2
@@ -125,8 +124,8 @@ def _raw_2_30(
     }
     tds = {name: TensorDescriptor(tensor) for name, tensor in operands.items()}
     with torch.no_grad():
-        return run_2_30(tds, KeptActivations(*found), Scratch230(), use_scale_packing=True, rule=rule, where=where)
+        return run_2_30(tds, KeptActivations(*found), Scratch230(), use_scale_packing=True, rule=rule)
 
 
-def _bad(where: str, argument: str, expected: str, got: str, remedy: str) -> ConfigError:
-    return refuse(ConfigError, where=where, argument=argument, expected=expected, got=got, remedy=remedy)
+def _bad(argument: str, expected: str, got: str, remedy: str) -> ConfigError:
+    return ConfigError.about(argument, expected, got, remedy)

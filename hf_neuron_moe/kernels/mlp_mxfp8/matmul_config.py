@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_neuron_moe.errors import ConfigError, NeuronMoEError, refuse
+from hf_neuron_moe.errors import ConfigError, NeuronMoEError, public
 from hf_neuron_moe.formats.constants import SwizzleScheme, unknown_name
 from hf_neuron_moe.kernels.checks import check_flags
 
@@ -90,46 +90,37 @@ class MatmulMxfp8KernelConfig:
     quant_scheme: str = "wrapX"
     output_dtype: torch.dtype | None = None
 
+    @public("MatmulMxfp8KernelConfig")
     def __post_init__(self) -> None:
-        where = "MatmulMxfp8KernelConfig"
         for name in ("M", "K", "N", "tile_m", "tile_k", "tile_n", *(f"TILES_IN_BLOCK_{axis}" for axis in "MNK")):
-            check_positive_int(getattr(self, name), where=where, argument=name)
+            check_positive_int(getattr(self, name), argument=name)
         for axis in "MNK":
             load, block = getattr(self, f"TILES_IN_LOAD_{axis}"), getattr(self, f"TILES_IN_BLOCK_{axis}")
             if load is not None:
-                check_positive_int(load, where=where, argument=f"TILES_IN_LOAD_{axis}")
+                check_positive_int(load, argument=f"TILES_IN_LOAD_{axis}")
                 if block % load:
-                    raise refuse(
-                        ConfigError,
-                        where=where,
-                        argument=f"TILES_IN_LOAD_{axis}",
-                        expected=f"a divisor of TILES_IN_BLOCK_{axis} = {block}",
-                        got=str(load),
-                        remedy="A block is loaded in whole groups of tiles.",
+                    raise ConfigError.about(
+                        f"TILES_IN_LOAD_{axis}",
+                        f"a divisor of TILES_IN_BLOCK_{axis} = {block}",
+                        str(load),
+                        "A block is loaded in whole groups of tiles.",
                     )
-        self._check_options(where)
+        self._check_options()
 
-    def _check_options(self, where: str) -> None:
+    def _check_options(self) -> None:
         names = _FLAGS if self.lnc_2_shard_rhs is None else (*_FLAGS, "lnc_2_shard_rhs")
-        check_flags({name: getattr(self, name) for name in names}, where=where)
+        check_flags({name: getattr(self, name) for name in names})
         for name in ("block_loop_order", "tile_loop_order"):
             order = getattr(self, name)
             if not isinstance(order, str) or sorted(order) != sorted("mnk"):
-                raise unknown_name(
-                    getattr(self, name), ["mnk", "mkn", "nmk", "nkm", "kmn", "knm"], argument=name, where=where
-                )
+                raise unknown_name(getattr(self, name), ["mnk", "mkn", "nmk", "nkm", "kmn", "knm"], argument=name)
         if self.float8_dtype != "float8_e4m3fn":
-            raise unknown_name(self.float8_dtype, ["float8_e4m3fn"], argument="float8_dtype", where=where)
+            raise unknown_name(self.float8_dtype, ["float8_e4m3fn"], argument="float8_dtype")
         if self.quant_scheme != SwizzleScheme.WRAPX.value:
-            raise unknown_name(self.quant_scheme, [SwizzleScheme.WRAPX.value], argument="quant_scheme", where=where)
+            raise unknown_name(self.quant_scheme, [SwizzleScheme.WRAPX.value], argument="quant_scheme")
         if self.output_dtype is not None and not isinstance(self.output_dtype, torch.dtype):
-            raise refuse(
-                ConfigError,
-                where=where,
-                argument="output_dtype",
-                expected="None or a torch.dtype",
-                got=repr(self.output_dtype),
-                remedy="For example torch.bfloat16.",
+            raise ConfigError.about(
+                "output_dtype", "None or a torch.dtype", repr(self.output_dtype), "For example torch.bfloat16."
             )
 
     @property
@@ -160,25 +151,27 @@ class MlpBwdMatmulConfig:
     phase3_wgrad: MatmulMxfp8KernelConfig | None = None
     phase4_wgrad: MatmulMxfp8KernelConfig | None = None
 
+    @public(_WHERE)
     def __post_init__(self) -> None:
         for name, config in vars(self).items():
-            check_config(config, None, where=_WHERE, argument=name)
+            check_config(config, None, argument=name)
 
+    @public(_WHERE)
     def resolve_backward_phases(
-        self,
-        seq_len: int,
-        hidden_size: int,
-        intermediate_size: int,
-        run_with_lnc2: bool = True,
-        *,
-        where: str = _WHERE,
+        self, seq_len: int, hidden_size: int, intermediate_size: int, run_with_lnc2: bool = True
     ) -> tuple[MatmulMxfp8KernelConfig, ...]:
         """Return the configurations of phases 1 to 4, each checked against the problem (per core under LNC2).
 
         Raises:
-            ConfigError: one whose M, K or N is not the phase's; `where` is the function it names.
+            ConfigError: one whose M, K or N is not the phase's.
         """
-        check_flags({"run_with_lnc2": run_with_lnc2}, where=where)
+        return self.backward_phases(seq_len, hidden_size, intermediate_size, run_with_lnc2, "")
+
+    def backward_phases(
+        self, seq_len: int, hidden_size: int, intermediate_size: int, run_with_lnc2: bool, prefix: str
+    ) -> tuple[MatmulMxfp8KernelConfig, ...]:
+        """Do the same for a function whose argument this is; `prefix` stands before the fields' names in errors."""
+        check_flags({"run_with_lnc2": run_with_lnc2})
         cores, S, H, inner = 2 if run_with_lnc2 else 1, seq_len, hidden_size, intermediate_size
         sizes = {
             "phase1_down_proj": (S // cores, H, inner),
@@ -186,77 +179,67 @@ class MlpBwdMatmulConfig:
             "phase3_wgrad": (2 * inner // cores, S, H),
             "phase4_wgrad": (H // cores, S, inner),
         }
-        return tuple(self._resolve(name, size, run_with_lnc2, where) for name, size in sizes.items())
+        return tuple(self._resolve(name, size, run_with_lnc2, prefix) for name, size in sizes.items())
 
+    @public(_WHERE)
     def resolve_recompute_phases(
-        self,
-        seq_len: int,
-        hidden_size: int,
-        intermediate_size: int,
-        run_with_lnc2: bool = True,
-        *,
-        where: str = _WHERE,
+        self, seq_len: int, hidden_size: int, intermediate_size: int, run_with_lnc2: bool = True
     ) -> tuple[MatmulMxfp8KernelConfig, MatmulMxfp8KernelConfig]:
         """Return the configurations of the gate and the up projection.
 
         Raises:
-            ConfigError: sizes of another problem, or two that do not share the tiles of the hidden states; `where` is
-                the function it names.
+            ConfigError: sizes of another problem, or two that do not share the tiles of the hidden states.
         """
-        check_flags({"run_with_lnc2": run_with_lnc2}, where=where)
+        return self.recompute_phases(seq_len, hidden_size, intermediate_size, run_with_lnc2, "")
+
+    def recompute_phases(
+        self, seq_len: int, hidden_size: int, intermediate_size: int, run_with_lnc2: bool, prefix: str
+    ) -> tuple[MatmulMxfp8KernelConfig, MatmulMxfp8KernelConfig]:
+        """Do the same for a function whose argument this is; `prefix` stands before the fields' names in errors."""
+        check_flags({"run_with_lnc2": run_with_lnc2})
         size = (seq_len // (2 if run_with_lnc2 else 1), hidden_size, intermediate_size)
-        gate, up = (self._resolve(name, size, run_with_lnc2, where) for name in ("recompute_gate", "recompute_up"))
-        names = tuple(_inside(name, where) for name in ("recompute_gate", "recompute_up"))
-        check_shared_hidden_tiles(gate, up, where=where, arguments=names)
+        gate, up = (self._resolve(name, size, run_with_lnc2, prefix) for name in ("recompute_gate", "recompute_up"))
+        arguments = tuple(f"{prefix}{name}" for name in ("recompute_gate", "recompute_up"))
+        check_shared_hidden_tiles(gate, up, arguments=arguments)
         return gate, up
 
-    def _resolve(self, name: str, size: Sizes, lnc2: bool, where: str) -> MatmulMxfp8KernelConfig:
+    def _resolve(self, name: str, size: Sizes, lnc2: bool, prefix: str) -> MatmulMxfp8KernelConfig:
         config: MatmulMxfp8KernelConfig | None = getattr(self, name)
-        check_config(config, size, where=where, argument=_inside(name, where))
+        check_config(config, size, argument=f"{prefix}{name}")
         return automatic_config(*size, run_with_lnc2=lnc2) if config is None else config
 
 
-def _inside(name: str, where: str) -> str:
-    return name if where == _WHERE else f"matmul_config.{name}"
-
-
-def check_config(config: object, size: Sizes | None, *, where: str, argument: str) -> None:
+def check_config(config: object, size: Sizes | None, *, argument: str) -> None:
     """Refuse (ConfigError) what is neither None nor a configuration for M, K, N = `size`; None for any size."""
     if config is None:
         return
     if not isinstance(config, MatmulMxfp8KernelConfig):
-        raise refuse(
-            ConfigError,
-            where=where,
-            argument=argument,
-            expected="None or a MatmulMxfp8KernelConfig",
-            got=type(config).__name__,
-            remedy="Build it with MatmulMxfp8KernelConfig(M=..., K=..., N=...).",
+        raise ConfigError.about(
+            argument,
+            "None or a MatmulMxfp8KernelConfig",
+            type(config).__name__,
+            "Build it with MatmulMxfp8KernelConfig(M=..., K=..., N=...).",
         )
     if size is not None and size != (config.M, config.K, config.N):
-        raise refuse(
-            ConfigError,
-            where=where,
-            argument=argument,
-            expected=f"a configuration for M, K, N = {size}",
-            got=str((config.M, config.K, config.N)),
-            remedy="Make it for the sizes of one core: rows of the result are halved under LNC2.",
+        raise ConfigError.about(
+            argument,
+            f"a configuration for M, K, N = {size}",
+            str((config.M, config.K, config.N)),
+            "Make it for the sizes of one core: rows of the result are halved under LNC2.",
         )
 
 
 def check_shared_hidden_tiles(
-    gate: MatmulMxfp8KernelConfig, up: MatmulMxfp8KernelConfig, *, where: str, arguments: tuple[str, ...]
+    gate: MatmulMxfp8KernelConfig, up: MatmulMxfp8KernelConfig, *, arguments: tuple[str, ...]
 ) -> None:
     """Refuse (ConfigError) configurations of the two projections that cut the hidden states into different tiles."""
     for name in ("tile_m", "tile_k", "TILES_IN_BLOCK_M", "TILES_IN_BLOCK_K"):
         if getattr(gate, name) != getattr(up, name):
-            raise refuse(
-                ConfigError,
-                where=where,
-                argument=f"{arguments[1]}.{name}",
-                expected=f"that of {arguments[0]}, {getattr(gate, name)} (both read the same hidden tiles)",
-                got=str(getattr(up, name)),
-                remedy="Configure both alike.",
+            raise ConfigError.about(
+                f"{arguments[1]}.{name}",
+                f"that of {arguments[0]}, {getattr(gate, name)} (both read the same hidden tiles)",
+                str(getattr(up, name)),
+                "Configure both alike.",
             )
 
 
@@ -274,18 +257,11 @@ def automatic_config(M: int, K: int, N: int, *, run_with_lnc2: bool = True) -> M
     )  # fmt: skip
 
 
-def check_positive_int(value: object, *, where: str, argument: str) -> None:
+def check_positive_int(value: object, *, argument: str) -> None:
     """Refuse anything that is not a positive integer (ConfigError)."""
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-        raise _not_positive(value, where=where, argument=argument)
+        raise _not_positive(value, argument=argument)
 
 
-def _not_positive(value: object, *, where: str, argument: str) -> NeuronMoEError:
-    return refuse(
-        ConfigError,
-        where=where,
-        argument=argument,
-        expected="a positive integer",
-        got=repr(value),
-        remedy="Tile counts and sizes count whole tiles.",
-    )
+def _not_positive(value: object, *, argument: str) -> NeuronMoEError:
+    return ConfigError.about(argument, "a positive integer", repr(value), "Tile counts and sizes count whole tiles.")

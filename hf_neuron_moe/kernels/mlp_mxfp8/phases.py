@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from hf_neuron_moe.backends.torch.compute import call_scratch
-from hf_neuron_moe.errors import ConfigError, refuse
+from hf_neuron_moe.errors import ConfigError, public
 from hf_neuron_moe.kernels.checks import check_flags
 from hf_neuron_moe.kernels.launch_record import note_launch
 from hf_neuron_moe.kernels.mlp_mxfp8.arguments import (
@@ -56,6 +56,7 @@ class StepOptions(TypedDict):
     mx_scale_rule: str
 
 
+@public
 def get_program_sharding_info(run_with_lnc2: bool, core: int = 0) -> tuple[int, int]:
     """Return ``(number of programs, id of this one)``: ``(2, core)`` under LNC2, otherwise ``(1, 0)``.
 
@@ -66,23 +67,17 @@ def get_program_sharding_info(run_with_lnc2: bool, core: int = 0) -> tuple[int, 
     Raises:
         ConfigError: a core other than 0 or 1.
     """
-    return _sharding(run_with_lnc2, core, "get_program_sharding_info")
+    return _sharding(run_with_lnc2, core)
 
 
-def _sharding(run_with_lnc2: bool, core: int, where: str) -> tuple[int, int]:
-    check_flags({"run_with_lnc2": run_with_lnc2}, where=where)
+def _sharding(run_with_lnc2: bool, core: int) -> tuple[int, int]:
+    check_flags({"run_with_lnc2": run_with_lnc2})
     if isinstance(core, bool) or core not in (0, 1):
-        raise refuse(
-            ConfigError,
-            where=where,
-            argument="core",
-            expected="0 or 1",
-            got=repr(core),
-            remedy="LNC2 pairs two cores.",
-        )
+        raise ConfigError.about("core", "0 or 1", repr(core), "LNC2 pairs two cores.")
     return (2, core) if run_with_lnc2 else (1, 0)
 
 
+@public
 def compute_phase1_down_proj_mm_grad_mxfp8(
     output_grad_td: TensorDescriptor,
     gate_pre_td: TensorDescriptor,
@@ -114,32 +109,43 @@ def compute_phase1_down_proj_mm_grad_mxfp8(
 
     Raises DTypeError, ShapeError or ConfigError for operands, buffers or rows that do not fit.
     """
-    where = "compute_phase1_down_proj_mm_grad_mxfp8"
-    _check_launch(where, dtype, fp8_x4_dtype, config, spill_reload, use_scale_packing, run_with_lnc2)
+    _check_launch(
+        "compute_phase1_down_proj_mm_grad_mxfp8",
+        dtype,
+        fp8_x4_dtype,
+        config,
+        spill_reload,
+        use_scale_packing,
+        run_with_lnc2,
+    )
     grad, down = _operands(
-        where, use_scale_packing, ("output_grad_td", output_grad_td), ("down_weight_td", down_weight_td), lone_384,
+        use_scale_packing,
+        ("output_grad_td", output_grad_td),
+        ("down_weight_td", down_weight_td),
+        lone_384,
         mx_scale_rule,
-    )  # fmt: skip
-    check_options(clamp_limits, None, where=where)
+    )
+    check_options(clamp_limits, None)
     tokens, inner = grad.F, down.F
     square = (tokens, inner)
     gate_pre, gate_act, up = (
-        check_buffer(td.data, square, "[S, I]", BF16, where=where, argument=name)
+        check_buffer(td.data, square, "[S, I]", BF16, argument=name)
         for name, td in (("gate_pre_td", gate_pre_td), ("gate_act_td", gate_act_td), ("up_td", up_td))
     )
-    d_gate_up = _output(d_gate_up_td, (tokens, 2 * inner), "[S, 2I]", BF16, where, "d_gate_up_td")
-    rows = core_rows(tokens, s_base, run_with_lnc2, where=where, argument="s_base")
-    check_config(config, (rows.stop - rows.start, grad.K, inner), where=where, argument="config")
+    d_gate_up = _output(d_gate_up_td, (tokens, 2 * inner), "[S, 2I]", BF16, "d_gate_up_td")
+    rows = core_rows(tokens, s_base, run_with_lnc2, argument="s_base")
+    check_config(config, (rows.stop - rows.start, grad.K, inner), argument="config")
     scratch = call_scratch(d_gate_up.device)
     with torch.no_grad():
         step = Phase1Elementwise(gate_pre, gate_act, up, d_gate_up, clamp_limits or ClampLimits(), scratch)
         for tile in product_tiles([(grad, down)], scratch, rows=rows, k_major=(False, True)):
             step.run(tile)
         if scratch_td is not None:
-            target = _output(scratch_td, (2 * inner, tokens), "[2I, S]", BF16, where, "scratch_td")
+            target = _output(scratch_td, (2 * inner, tokens), "[2I, S]", BF16, "scratch_td")
             target[:, rows].copy_(d_gate_up[rows].t())
 
 
+@public
 def compute_phase2_hidden_states_grad_mxfp8(
     hidden_states_grad_td: TensorDescriptor,
     gate_up_weight_td: TensorDescriptor,
@@ -161,13 +167,21 @@ def compute_phase2_hidden_states_grad_mxfp8(
 
     Raises DTypeError, ShapeError or ConfigError for operands, buffers or rows that do not fit.
     """
-    where = "compute_phase2_hidden_states_grad_mxfp8"
-    _check_launch(where, dtype, fp8_x4_dtype, config, spill_reload, use_scale_packing, run_with_lnc2)
+    _check_launch(
+        "compute_phase2_hidden_states_grad_mxfp8",
+        dtype,
+        fp8_x4_dtype,
+        config,
+        spill_reload,
+        use_scale_packing,
+        run_with_lnc2,
+    )
     pair = (("d_gate_up_td", d_gate_up_td), ("gate_up_weight_td", gate_up_weight_td))
-    operands = _operands(where, use_scale_packing, *pair, False, mx_scale_rule)
-    _phase2(hidden_states_grad_td, [operands], config, s_base, run_with_lnc2, where)
+    operands = _operands(use_scale_packing, *pair, False, mx_scale_rule)
+    _phase2(hidden_states_grad_td, [operands], config, s_base, run_with_lnc2)
 
 
+@public
 def compute_phase2_hidden_states_grad_mxfp8_2_30(
     hidden_states_grad_td: TensorDescriptor,
     gate_weight_td: TensorDescriptor,
@@ -193,15 +207,22 @@ def compute_phase2_hidden_states_grad_mxfp8_2_30(
 
     Raises DTypeError, ShapeError or ConfigError for operands, buffers or rows that do not fit.
     """
-    where = "compute_phase2_hidden_states_grad_mxfp8_2_30"
-    _check_launch(where, dtype, fp8_x4_dtype, config, spill_reload, use_scale_packing, run_with_lnc2)
+    _check_launch(
+        "compute_phase2_hidden_states_grad_mxfp8_2_30",
+        dtype,
+        fp8_x4_dtype,
+        config,
+        spill_reload,
+        use_scale_packing,
+        run_with_lnc2,
+    )
     gate_pair = (("d_gate_td", d_gate_td), ("gate_weight_td", gate_weight_td))
     up_pair = (("d_up_td", d_up_td), ("up_weight_td", up_weight_td))
-    pairs = [_operands(where, use_scale_packing, *pair, True, mx_scale_rule) for pair in (gate_pair, up_pair)]
+    pairs = [_operands(use_scale_packing, *pair, True, mx_scale_rule) for pair in (gate_pair, up_pair)]
     (K, F), (tokens_K, tokens) = gate_weight_td.logical_shape, d_gate_td.logical_shape
-    check_logical(up_weight_td, K, F, "[H, I]", where=where, argument="up_weight_td")
-    check_logical(d_up_td, tokens_K, tokens, "[S, I]", where=where, argument="d_up_td")
-    _phase2(hidden_states_grad_td, pairs, config, s_base, run_with_lnc2, where)
+    check_logical(up_weight_td, K, F, "[H, I]", argument="up_weight_td")
+    check_logical(d_up_td, tokens_K, tokens, "[S, I]", argument="d_up_td")
+    _phase2(hidden_states_grad_td, pairs, config, s_base, run_with_lnc2)
 
 
 def _phase2(
@@ -210,15 +231,15 @@ def _phase2(
     config: MatmulMxfp8KernelConfig | None,
     s_base: int,
     lnc2: bool,
-    where: str,
 ) -> None:
     left, right = pairs[0]
-    out = _output(grad_td, (left.F, right.F), "[S, H]", _STORED, where, "hidden_states_grad_td")
-    rows = core_rows(left.F, s_base, lnc2, where=where, argument="s_base")
-    check_config(config, (rows.stop - rows.start, left.K, right.F), where=where, argument="config")
+    out = _output(grad_td, (left.F, right.F), "[S, H]", _STORED, "hidden_states_grad_td")
+    rows = core_rows(left.F, s_base, lnc2, argument="s_base")
+    check_config(config, (rows.stop - rows.start, left.K, right.F), argument="config")
     _store_product(out, pairs, rows, (False, True))
 
 
+@public
 def compute_phase3_gate_up_weight_grad_mxfp8(
     weight_grad_td: TensorDescriptor,
     hidden_states_T_td: TensorDescriptor,
@@ -242,22 +263,30 @@ def compute_phase3_gate_up_weight_grad_mxfp8(
 
     Raises DTypeError, ShapeError or ConfigError for operands or buffers that do not fit.
     """
-    where = "compute_phase3_gate_up_weight_grad_mxfp8"
-    _check_launch(where, dtype, fp8_x4_dtype, config, spill_reload, use_scale_packing, run_with_lnc2)
+    _check_launch(
+        "compute_phase3_gate_up_weight_grad_mxfp8",
+        dtype,
+        fp8_x4_dtype,
+        config,
+        spill_reload,
+        use_scale_packing,
+        run_with_lnc2,
+    )
     pair = (("grad_T_td", grad_T_td), ("hidden_states_T_td", hidden_states_T_td))
-    operands = _operands(where, use_scale_packing, *pair, lone_384, mx_scale_rule)
+    operands = _operands(use_scale_packing, *pair, lone_384, mx_scale_rule)
     both, hidden_size = operands[0].F, operands[1].F
-    out = _output(weight_grad_td, (both, hidden_size), "[2I, H]", _STORED, where, "weight_grad_td")
+    out = _output(weight_grad_td, (both, hidden_size), "[2I, H]", _STORED, "weight_grad_td")
     if core is None:
         rows = slice(0, both)
     else:
-        programs, number = _sharding(run_with_lnc2, core, where)
-        rows = core_rows(both, number * both // programs, run_with_lnc2, where=where, argument="core")
+        programs, number = _sharding(run_with_lnc2, core)
+        rows = core_rows(both, number * both // programs, run_with_lnc2, argument="core")
     size = (both // (2 if run_with_lnc2 else 1), operands[0].K, hidden_size)
-    check_config(config, size, where=where, argument="config")
+    check_config(config, size, argument="config")
     _store_product(out, [operands], rows, (True, True))
 
 
+@public
 def compute_phase4_down_weight_grad_mxfp8(
     down_weight_grad_td: TensorDescriptor,
     output_grad_T_td: TensorDescriptor,
@@ -280,14 +309,21 @@ def compute_phase4_down_weight_grad_mxfp8(
 
     Raises DTypeError, ShapeError or ConfigError for operands, buffers or rows that do not fit.
     """
-    where = "compute_phase4_down_weight_grad_mxfp8"
-    _check_launch(where, dtype, fp8_x4_dtype, config, spill_reload, use_scale_packing, run_with_lnc2)
+    _check_launch(
+        "compute_phase4_down_weight_grad_mxfp8",
+        dtype,
+        fp8_x4_dtype,
+        config,
+        spill_reload,
+        use_scale_packing,
+        run_with_lnc2,
+    )
     pair = (("output_grad_T_td", output_grad_T_td), ("intermediate_T_td", intermediate_T_td))
-    operands = _operands(where, use_scale_packing, *pair, lone_384, mx_scale_rule)
+    operands = _operands(use_scale_packing, *pair, lone_384, mx_scale_rule)
     shape = (operands[0].F, operands[1].F)
-    out = _output(down_weight_grad_td, shape, "[H, I]", _STORED, where, "down_weight_grad_td")
-    rows = core_rows(shape[0], h_base, run_with_lnc2, where=where, argument="h_base")
-    check_config(config, (rows.stop - rows.start, operands[0].K, shape[1]), where=where, argument="config")
+    out = _output(down_weight_grad_td, shape, "[H, I]", _STORED, "down_weight_grad_td")
+    rows = core_rows(shape[0], h_base, run_with_lnc2, argument="h_base")
+    check_config(config, (rows.stop - rows.start, operands[0].K, shape[1]), argument="config")
     _store_product(out, [operands], rows, (True, True))
 
 
@@ -300,7 +336,6 @@ def _store_product(
 
 
 def _operands(
-    where: str,
     use_scale_packing: bool,
     left: tuple[str, TensorDescriptor],
     right: tuple[str, TensorDescriptor],
@@ -308,35 +343,28 @@ def _operands(
     mx_scale_rule: str,
 ) -> tuple[MXOperand, MXOperand]:
     """Return both operands of one product, checked against each other."""
-    check_flags({"lone_384": lone_384}, where=where)
-    rule = scale_rule(mx_scale_rule, where=where)
+    check_flags({"lone_384": lone_384})
+    rule = scale_rule(mx_scale_rule)
     for name, td in (left, right):
-        check_descriptor(td, where=where, argument=name)
-        check_packing(td, use_scale_packing, where=where, argument=name)
-    operands = tuple(
-        MXOperand(td, where=where, argument=name, lone_384=lone_384, rule=rule) for name, td in (left, right)
-    )
+        check_descriptor(td, argument=name)
+        check_packing(td, use_scale_packing, argument=name)
+    operands = tuple(MXOperand(td, argument=name, lone_384=lone_384, rule=rule) for name, td in (left, right))
     K = operands[0].K
-    check_logical(right[1], K, operands[1].F, "[F, K]", where=where, argument=right[0])
+    check_logical(right[1], K, operands[1].F, "[F, K]", argument=right[0])
     if lone_384:
-        check_no_mix_at_384(dict((left, right)), K, where=where)
-    check_grouping({left[0]: operands[0], right[0]: operands[1]}, where=where)
+        check_no_mix_at_384(dict((left, right)), K)
+    check_grouping({left[0]: operands[0], right[0]: operands[1]})
     return operands[0], operands[1]
 
 
 def _output(
-    td: TensorDescriptor,
-    shape: tuple[int, int],
-    names: str,
-    dtypes: tuple[torch.dtype, ...],
-    where: str,
-    argument: str,
+    td: TensorDescriptor, shape: tuple[int, int], names: str, dtypes: tuple[torch.dtype, ...], argument: str
 ) -> Tensor:
-    return check_buffer(td.data, shape, names, dtypes, where=where, argument=argument)
+    return check_buffer(td.data, shape, names, dtypes, argument=argument)
 
 
 def _check_launch(
-    where: str,
+    kernel: str,
     dtype: torch.dtype,
     fp8_x4_dtype: object,
     config: MatmulMxfp8KernelConfig | None,
@@ -345,14 +373,12 @@ def _check_launch(
     run_with_lnc2: bool,
 ) -> None:
     flags = {"spill_reload": spill_reload, "use_scale_packing": use_scale_packing, "run_with_lnc2": run_with_lnc2}
-    check_launch({}, flags, fp8_x4_dtype, where=where)
+    check_launch({}, flags, fp8_x4_dtype)
     if dtype != torch.bfloat16:
-        raise refuse(
-            ConfigError,
-            where=where,
-            argument="dtype",
-            expected="torch.bfloat16, which every rounding point of the backward has",
-            got=str(dtype),
-            remedy="Pass fp32 output tensors to see unrounded sums.",
+        raise ConfigError.about(
+            "dtype",
+            "torch.bfloat16, which every rounding point of the backward has",
+            str(dtype),
+            "Pass fp32 output tensors to see unrounded sums.",
         )
-    note_launch(where, config=config, fp8_x4_dtype=fp8_x4_dtype, **flags)
+    note_launch(kernel, config=config, fp8_x4_dtype=fp8_x4_dtype, **flags)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_neuron_moe.backends.torch.compute import call_scratch
-from hf_neuron_moe.errors import ConfigError, refuse
+from hf_neuron_moe.errors import ConfigError, public
 from hf_neuron_moe.formats.constants import ScaleRule
 from hf_neuron_moe.kernels.checks import check_flags
 from hf_neuron_moe.kernels.launch_record import note_launch
@@ -45,6 +45,7 @@ _BF16 = (torch.bfloat16,)
 _STEP_ELEMENTS = 1 << 18
 
 
+@public
 def recompute_gate_up_projection(
     hidden_td: TensorDescriptor,
     gate_up_td: TensorDescriptor,
@@ -76,29 +77,27 @@ def recompute_gate_up_projection(
     """
     where = "recompute_gate_up_projection"
     flags = {"spill_reload": spill_reload, "use_scale_packing": use_scale_packing, "run_with_lnc2": run_with_lnc2}
-    check_launch({}, flags, fp8_x4_dtype, where=where)
-    _check_dtype(dtype, where)
-    check_options(clamp_limits, None, where=where)
-    check_flags({"lone_384": lone_384}, where=where)
-    rule = scale_rule(mx_scale_rule, where=where)
+    check_launch({}, flags, fp8_x4_dtype)
+    _check_dtype(dtype)
+    check_options(clamp_limits, None)
+    check_flags({"lone_384": lone_384})
+    rule = scale_rule(mx_scale_rule)
     operands = {"hidden_td": hidden_td, "gate_up_td": gate_up_td}
     for name, td in operands.items():
-        check_descriptor(td, where=where, argument=name)
-        check_packing(td, use_scale_packing, where=where, argument=name)
-    hidden, gate_up = (
-        MXOperand(td, where=where, argument=name, lone_384=lone_384, rule=rule) for name, td in operands.items()
-    )
-    check_logical(gate_up_td, hidden.K, gate_up.F, "[2I, H]", where=where, argument="gate_up_td")
+        check_descriptor(td, argument=name)
+        check_packing(td, use_scale_packing, argument=name)
+    hidden, gate_up = (MXOperand(td, argument=name, lone_384=lone_384, rule=rule) for name, td in operands.items())
+    check_logical(gate_up_td, hidden.K, gate_up.F, "[2I, H]", argument="gate_up_td")
     if lone_384:
-        check_no_mix_at_384(operands, hidden.K, where=where)
-    check_grouping({"hidden_td": hidden, "gate_up_td": gate_up}, where=where)
+        check_no_mix_at_384(operands, hidden.K)
+    check_grouping({"hidden_td": hidden, "gate_up_td": gate_up})
     shape = (hidden.F, gate_up.F // 2)
     gate_pre, up = (
-        None if td is None else check_buffer(td.data, shape, "[S, I]", _BF16, where=where, argument=name)
+        None if td is None else check_buffer(td.data, shape, "[S, I]", _BF16, argument=name)
         for name, td in (("gate_pre_td", gate_pre_td), ("up_td", up_td))
     )
-    rows = core_rows(hidden.F, s_base_offset, run_with_lnc2, where=where)
-    _check_configs(gate_config, up_config, (rows.stop - rows.start, hidden.K, shape[1]), run_with_lnc2, where)
+    rows = core_rows(hidden.F, s_base_offset, run_with_lnc2)
+    _check_configs(gate_config, up_config, (rows.stop - rows.start, hidden.K, shape[1]), run_with_lnc2)
     note_launch(where, gate_config=gate_config, up_config=up_config, fp8_x4_dtype=fp8_x4_dtype, **flags)
     limits, scratch = clamp_limits or ClampLimits(), call_scratch(hidden_td.data.device)  # type: ignore[union-attr]
     with torch.no_grad():
@@ -113,6 +112,7 @@ def recompute_gate_up_projection(
                 up[part].copy_(_clamp(tile.up, *bounds))
 
 
+@public
 def recompute_gate_act(
     gate_pre_td: TensorDescriptor,
     gate_act_td: TensorDescriptor,
@@ -124,15 +124,20 @@ def recompute_gate_act(
 
     Raises DTypeError, ShapeError or ConfigError for buffers or rows that do not fit.
     """
-    where = "recompute_gate_act"
     (gate_pre,), out, rows = _elementwise(
-        where, {"gate_pre_td": gate_pre_td}, ("gate_act_td", gate_act_td), s_base_offset, dtype, run_with_lnc2
+        "recompute_gate_act",
+        {"gate_pre_td": gate_pre_td},
+        ("gate_act_td", gate_act_td),
+        s_base_offset,
+        dtype,
+        run_with_lnc2,
     )
     with torch.no_grad():
         for part in _steps(rows, out):
             out[part].copy_(F.silu(gate_pre[part].float(), inplace=True))
 
 
+@public
 def recompute_intermediate(
     gate_act_td: TensorDescriptor,
     up_td: TensorDescriptor,
@@ -145,9 +150,8 @@ def recompute_intermediate(
 
     Raises DTypeError, ShapeError or ConfigError for buffers or rows that do not fit.
     """
-    where = "recompute_intermediate"
     (gate_act, up), out, rows = _elementwise(
-        where,
+        "recompute_intermediate",
         {"gate_act_td": gate_act_td, "up_td": up_td},
         ("intermediate_td", intermediate_td),
         s_base_offset,
@@ -253,7 +257,7 @@ def recompute_missing(
 
 
 def _elementwise(
-    where: str,
+    kernel: str,
     sources: dict[str, TensorDescriptor],
     target: tuple[str, TensorDescriptor],
     base: int,
@@ -261,26 +265,25 @@ def _elementwise(
     lnc2: bool,
 ) -> tuple[tuple[Tensor, ...], Tensor, slice]:
     """Check an elementwise step's tensors and return them with the rows of this core."""
-    _check_dtype(dtype, where)
-    check_flags({"run_with_lnc2": lnc2}, where=where)
+    _check_dtype(dtype)
+    check_flags({"run_with_lnc2": lnc2})
     name, td = target
     shape = (td.logical_shape[1], td.logical_shape[0])
-    out = check_buffer(td.data, shape, "[S, I]", _BF16, where=where, argument=name)
+    out = check_buffer(td.data, shape, "[S, I]", _BF16, argument=name)
     tensors = tuple(
-        check_buffer(source.data, shape, "[S, I]", _BF16, where=where, argument=argument)
-        for argument, source in sources.items()
+        check_buffer(source.data, shape, "[S, I]", _BF16, argument=argument) for argument, source in sources.items()
     )
-    note_launch(where, run_with_lnc2=lnc2)
-    return tensors, out, core_rows(shape[0], base, lnc2, where=where)
+    note_launch(kernel, run_with_lnc2=lnc2)
+    return tensors, out, core_rows(shape[0], base, lnc2)
 
 
 def _check_configs(
-    gate: MatmulMxfp8KernelConfig | None, up: MatmulMxfp8KernelConfig | None, size: Sizes, lnc2: bool, where: str
+    gate: MatmulMxfp8KernelConfig | None, up: MatmulMxfp8KernelConfig | None, size: Sizes, lnc2: bool
 ) -> None:
     for name, config in (("gate_config", gate), ("up_config", up)):
-        check_config(config, size, where=where, argument=name)
+        check_config(config, size, argument=name)
     automatic = automatic_config(*size, run_with_lnc2=lnc2)
-    check_shared_hidden_tiles(gate or automatic, up or automatic, where=where, arguments=("gate_config", "up_config"))
+    check_shared_hidden_tiles(gate or automatic, up or automatic, arguments=("gate_config", "up_config"))
 
 
 def _steps(rows: slice, out: Tensor) -> list[slice]:
@@ -296,13 +299,8 @@ def _clamp(values: Tensor, upper: float | None, lower: float | None) -> Tensor:
     return values
 
 
-def _check_dtype(dtype: torch.dtype, where: str) -> None:
+def _check_dtype(dtype: torch.dtype) -> None:
     if dtype != torch.bfloat16:
-        raise refuse(
-            ConfigError,
-            where=where,
-            argument="dtype",
-            expected="torch.bfloat16, the dtype of the checkpoints",
-            got=str(dtype),
-            remedy="Pass bf16 buffers.",
+        raise ConfigError.about(
+            "dtype", "torch.bfloat16, the dtype of the checkpoints", str(dtype), "Pass bf16 buffers."
         )

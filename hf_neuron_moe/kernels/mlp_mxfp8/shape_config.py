@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 
-from hf_neuron_moe.errors import ConfigError, refuse
+from hf_neuron_moe.errors import ConfigError, public
 from hf_neuron_moe.kernels.mlp_mxfp8.matmul_config import TILE_K, TILE_M, TILE_N, check_positive_int
 
 Counts = tuple[int, int, int]
@@ -118,21 +118,14 @@ def _as_arguments(config: MlpFwdConfig | MlpBwdConfig) -> dict[str, int]:
     return {f"{name}_tiles_{axis}": count for name, three in counts.items() for axis, count in zip("mnk", three)}
 
 
+@public("get_config_for_shape")
 def _check_shape(seq_len: int, hidden_size: int, intermediate_size: int, lnc: int) -> None:
-    where = "get_config_for_shape"
     sizes = {"seq_len": seq_len, "hidden_size": hidden_size, "intermediate_size": intermediate_size}
     for name, size in sizes.items():
-        check_positive_int(size, where=where, argument=name)
+        check_positive_int(size, argument=name)
     if lnc not in (1, 2):
-        raise refuse(
-            ConfigError,
-            where=where,
-            argument="lnc",
-            expected="1 or 2 (cores per logical core)",
-            got=repr(lnc),
-            remedy="Pass the launch's LNC.",
-        )
-    check_positive_int(seq_len // lnc, where=where, argument="seq_len // lnc")
+        raise ConfigError.about("lnc", "1 or 2 (cores per logical core)", repr(lnc), "Pass the launch's LNC.")
+    check_positive_int(seq_len // lnc, argument="seq_len // lnc")
 
 
 def _tiles(size: int, tile: int) -> int:
