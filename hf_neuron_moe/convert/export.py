@@ -14,7 +14,7 @@ import torch
 from hf_neuron_moe._version import __version__
 from hf_neuron_moe.convert.commit import check_destination, committed_folder, copy_file, write_file
 from hf_neuron_moe.convert.folder import check_conversion
-from hf_neuron_moe.convert.manifest import MANIFEST_FILE, Manifest, Piece, WrittenTensor, read_manifest
+from hf_neuron_moe.convert.manifest import MANIFEST_FILE, Manifest, Piece, WrittenTensor, load_manifest
 from hf_neuron_moe.convert.manifest_check import disagreements
 from hf_neuron_moe.convert.orientations import SCALES, SOURCE
 from hf_neuron_moe.convert.read import TensorReader, open_tensors
@@ -75,7 +75,7 @@ def export_checkpoint(
     """
     check_conversion(converted, "export")
     check_destination(destination, converted, force=None)
-    manifest = read_manifest(converted)
+    manifest = load_manifest(converted)
     stored = _check_files(converted, manifest)
     inexact = _inexact(manifest, stored)
     if inexact and not allow_inexact:

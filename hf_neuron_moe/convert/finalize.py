@@ -9,7 +9,7 @@ from hf_neuron_moe.convert.commit import check_destination, clear, disk_errors, 
 from hf_neuron_moe.convert.execute import Progress, make_shards, shards_of
 from hf_neuron_moe.convert.folder import check_checkpoint
 from hf_neuron_moe.convert.hub import resolve_source
-from hf_neuron_moe.convert.manifest import MANIFEST_FILE, Manifest, read_manifest
+from hf_neuron_moe.convert.manifest import MANIFEST_FILE, Manifest, load_manifest
 from hf_neuron_moe.convert.options import ConvertOptions
 from hf_neuron_moe.convert.parts import parts_to_repeat
 from hf_neuron_moe.convert.plan import plan_conversion
@@ -51,7 +51,7 @@ def finalize_checkpoint(
         check_checkpoint(folder)
         found = options_of(destination)
         if found is None and (destination / MANIFEST_FILE).is_file():
-            plan = plan_conversion(folder, read_manifest(destination).options)
+            plan = plan_conversion(folder, load_manifest(destination).options)
             if (manifest := finished_manifest(plan, destination)) is not None:
                 return manifest
         if found is None:

@@ -12,7 +12,7 @@ from typing import Any
 from hf_neuron_moe.convert.comparison import Comparison
 from hf_neuron_moe.convert.folder import check_checkpoint
 from hf_neuron_moe.convert.left import left_facts, left_notes
-from hf_neuron_moe.convert.manifest import MANIFEST_FILE, LeftModule, Manifest, WrittenTensor, read_manifest
+from hf_neuron_moe.convert.manifest import MANIFEST_FILE, LeftModule, Manifest, WrittenTensor, load_manifest
 from hf_neuron_moe.convert.manifest_check import disagreements
 from hf_neuron_moe.convert.orientations import SCALES, SOURCE
 from hf_neuron_moe.convert.probe import in_db, number
@@ -151,7 +151,7 @@ def inspect_checkpoint(
                 "Give a folder that `hf-neuron-moe convert` wrote, or leave the option out.",
             )
         return _inspect_source(directory)
-    manifest = read_manifest(directory)
+    manifest = load_manifest(directory)
     for file in dict.fromkeys(tensor.file for tensor in manifest.tensors):
         read_header(directory / file)
     tensors = {tensor.name: _facts(tensor) for tensor in manifest.tensors}

@@ -25,7 +25,7 @@ from hf_neuron_moe.convert.bounded import (
 from hf_neuron_moe.convert.checksums import SHA256, TensorChecksum
 from hf_neuron_moe.convert.options import ConvertOptions
 from hf_neuron_moe.convert.source import ITEM_BYTES, is_plain_name
-from hf_neuron_moe.errors import ConversionError, SourceDamageError
+from hf_neuron_moe.errors import ConversionError, SourceDamageError, naming
 
 MANIFEST_FILE = "neuron_moe_manifest.json"
 FORMAT_VERSION = 4
@@ -187,7 +187,13 @@ def header_metadata(tensors: Iterable[WrittenTensor]) -> dict[str, str]:
     }
 
 
-def read_manifest(directory: Path) -> Manifest:
+def read_manifest(directory: Path, where: str = "export") -> Manifest:
+    """Do what :func:`load_manifest` does for a caller who has no command: errors name `where`."""
+    with naming(where):
+        return load_manifest(directory)
+
+
+def load_manifest(directory: Path) -> Manifest:
     """Read the manifest of a converted checkpoint, also one of an earlier format version.
 
     Args:

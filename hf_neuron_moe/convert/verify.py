@@ -9,7 +9,7 @@ from typing import Any
 
 from hf_neuron_moe.convert.folder import check_checkpoint, check_conversion
 from hf_neuron_moe.convert.left import left_facts, left_notes
-from hf_neuron_moe.convert.manifest import MANIFEST_FILE, LeftModule, Manifest, read_manifest
+from hf_neuron_moe.convert.manifest import MANIFEST_FILE, LeftModule, Manifest, load_manifest
 from hf_neuron_moe.convert.probe import LayerProbe, probe_layers
 from hf_neuron_moe.convert.read import open_tensors
 from hf_neuron_moe.convert.verify_files import (
@@ -137,7 +137,7 @@ def verify_checkpoint(
         check_checkpoint(source)
     report = VerifyReport(converted)
     try:
-        manifest = read_manifest(converted)
+        manifest = load_manifest(converted)
     except ConversionError as error:
         report.add("manifest", [(MANIFEST_FILE, str(error))])
         report.skipped = dict.fromkeys(CHECKS[1:], "no manifest")

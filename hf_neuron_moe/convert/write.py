@@ -28,7 +28,7 @@ from hf_neuron_moe.convert.file_hashes import hash_file
 from hf_neuron_moe.convert.folder import check_checkpoint
 from hf_neuron_moe.convert.hub import resolve_source
 from hf_neuron_moe.convert.left import check_nothing_left, left_notes
-from hf_neuron_moe.convert.manifest import MANIFEST_FILE, Manifest, Piece, WrittenTensor, read_manifest
+from hf_neuron_moe.convert.manifest import MANIFEST_FILE, Manifest, Piece, WrittenTensor, load_manifest
 from hf_neuron_moe.convert.nonfinite import ON_NONFINITE
 from hf_neuron_moe.convert.options import ConvertOptions
 from hf_neuron_moe.convert.parts import check_part, part_of_shards
@@ -167,7 +167,7 @@ def finished_manifest(plan: ConversionPlan, destination: Path, *, force: bool = 
     if not (destination / MANIFEST_FILE).is_file():
         return None
     try:
-        manifest = read_manifest(destination)
+        manifest = load_manifest(destination)
     except ConversionError as error:
         if force:
             return None

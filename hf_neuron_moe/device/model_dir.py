@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from hf_neuron_moe.convert.assign import build_converted_model, build_meta_model
 from hf_neuron_moe.convert.folder import check_model, is_conversion
-from hf_neuron_moe.convert.manifest import read_manifest
+from hf_neuron_moe.convert.manifest import load_manifest
 from hf_neuron_moe.convert.source import read_header, read_source
 from hf_neuron_moe.device.usable import BlockGroup, block_groups
 from hf_neuron_moe.errors import ConfigError, SourceDamageError
@@ -80,7 +80,7 @@ def _place_codes(model: PreTrainedModel, folder: Path) -> None:
     from hf_neuron_moe.quantizers.placement import place
     from hf_neuron_moe.quantizers.stored import read_stored
 
-    files = sorted({tensor.file for tensor in read_manifest(folder).tensors})
+    files = sorted({tensor.file for tensor in load_manifest(folder).tensors})
     for file in files:
         read_header(folder / file)
     place(model, read_stored(str(folder / file) for file in files))

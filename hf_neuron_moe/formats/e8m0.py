@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hf_neuron_moe.checks import check_dtype
 from hf_neuron_moe.errors import public
-from hf_neuron_moe.formats.checks import check_dtype
 from hf_neuron_moe.formats.constants import E8M0_BIAS, E8M0_NAN, ElementFormat, ScaleRule
 
 # fp32: 1 sign bit, 8 exponent bits, 23 mantissa bits, bias 127 (IEEE 754 binary32).

@@ -7,7 +7,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.formats.constants import E2M1_VALUES, E4M3FN, ElementFormat
+from hf_neuron_moe.checks import check_dtype, check_multiple
+from hf_neuron_moe.formats.constants import E2M1_VALUES, E4M3FN, MX_BLOCK, ElementFormat
 
 # IEEE 754 binary16.
 HALF_MANTISSA_BITS = 10
@@ -89,3 +90,15 @@ def decode_table(fmt: ElementFormat, device: torch.device) -> Tensor:
         positive = torch.tensor(E2M1_VALUES, device=device)
         return torch.cat([positive, -positive])
     return torch.arange(256, dtype=torch.uint8, device=device).view(fmt.dtype).to(torch.float32)
+
+
+def codes_as_bytes(codes: Tensor, fmt: ElementFormat) -> Tensor:
+    """Return a uint8 view of uint8 codes or of `fmt`'s fp8 dtype; the bytes of another fp8 dtype would be misread."""
+    check_dtype(codes, (torch.uint8,) if fmt.dtype is None else (torch.uint8, fmt.dtype), "codes")
+    return codes.detach().view(torch.uint8)
+
+
+def check_contraction(size: int, argument: str = "K") -> None:
+    """Raise ShapeError for a contraction size that does not consist of whole MX blocks."""
+    fix = "Zero-pad the contraction axis of both operands; zero padding does not change the product."
+    check_multiple(size, MX_BLOCK, argument, remedy=fix)

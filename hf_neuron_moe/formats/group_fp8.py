@@ -17,8 +17,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.errors import ConfigError, public
-from hf_neuron_moe.formats.checks import (
+from hf_neuron_moe.checks import (
     check_dtype,
     check_equal_shape,
     check_float,
@@ -26,6 +25,7 @@ from hf_neuron_moe.formats.checks import (
     check_same_device,
     check_tensor,
 )
+from hf_neuron_moe.errors import ConfigError, public
 from hf_neuron_moe.formats.constants import E4M3FN, E5M2, ElementFormat, unknown_name
 from hf_neuron_moe.formats.elements import decode
 from hf_neuron_moe.formats.fp8_rounding import check_randomness, round_to_fp8_

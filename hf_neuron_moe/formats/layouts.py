@@ -23,16 +23,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.errors import ShapeError, public
-from hf_neuron_moe.formats.checks import (
+from hf_neuron_moe.checks import (
+    check_axes,
     check_dtype,
     check_equal_shape,
     check_multiple,
     check_same_device,
-    check_shape,
     check_tensor,
     is_whole,
 )
+from hf_neuron_moe.errors import ShapeError, public
 
 _PAIR_REMEDY = "The axis holds gate and up halves of equal size."
 
@@ -44,7 +44,7 @@ def split_gate_up(gate_up_2IH: Tensor) -> tuple[Tensor, Tensor]:
     Raises:
         ShapeError: not 2-D, or an odd number of rows.
     """
-    check_shape(gate_up_2IH, ("2I", "H"), argument="gate_up")
+    check_axes(gate_up_2IH, ("2I", "H"), argument="gate_up")
     check_multiple(gate_up_2IH.shape[0], 2, argument="gate_up.shape[0]", remedy=_PAIR_REMEDY)
     gate_IH, up_IH = gate_up_2IH.chunk(2, dim=0)
     return gate_IH, up_IH
@@ -59,7 +59,7 @@ def fuse_gate_up(gate_IH: Tensor, up_IH: Tensor) -> Tensor:
         DTypeError: different dtypes, of which one would change.
         DeviceError: different devices.
     """
-    check_shape(gate_IH, ("I", "H"), argument="gate")
+    check_axes(gate_IH, ("I", "H"), argument="gate")
     shape = tuple(gate_IH.shape)
     check_equal_shape(up_IH, shape, argument="up", because="the shape of gate")
     check_dtype(up_IH, (gate_IH.dtype,), argument="up")
@@ -74,7 +74,7 @@ def gate_up_hf_to_stacked(gate_up_hf: Tensor) -> Tensor:
     Raises:
         ShapeError: not 3-D, or an odd second axis.
     """
-    check_shape(gate_up_hf, ("E", "2I", "H"), argument="gate_up")
+    check_axes(gate_up_hf, ("E", "2I", "H"), argument="gate_up")
     check_multiple(gate_up_hf.shape[1], 2, argument="gate_up.shape[1]", remedy=_PAIR_REMEDY)
     return gate_up_hf.unflatten(1, (2, -1))
 
@@ -139,7 +139,7 @@ def down_hf_to_kernel(down_EHI: Tensor) -> Tensor:
     Raises:
         ShapeError: not 3-D.
     """
-    check_shape(down_EHI, ("E", "H", "I"), argument="down")
+    check_axes(down_EHI, ("E", "H", "I"), argument="down")
     return down_EHI.transpose(1, 2)
 
 
@@ -150,7 +150,7 @@ def down_kernel_to_hf(down_EIH: Tensor) -> Tensor:
     Raises:
         ShapeError: not 3-D.
     """
-    check_shape(down_EIH, ("E", "I", "H"), argument="down")
+    check_axes(down_EIH, ("E", "I", "H"), argument="down")
     return down_EIH.transpose(1, 2)
 
 
@@ -161,7 +161,7 @@ def gate_up_interleaved_to_kernel(gate_up_interleaved: Tensor) -> Tensor:
     Raises:
         ShapeError: not 3-D, or an odd last axis.
     """
-    check_shape(gate_up_interleaved, ("E", "H", "2I"), argument="gate_up")
+    check_axes(gate_up_interleaved, ("E", "H", "2I"), argument="gate_up")
     check_multiple(gate_up_interleaved.shape[2], 2, argument="gate_up.shape[2]", remedy=_PAIR_REMEDY)
     return gate_up_interleaved.unflatten(2, (-1, 2)).transpose(2, 3)
 
@@ -188,7 +188,7 @@ def bias_interleaved_to_kernel(bias_interleaved: Tensor) -> Tensor:
     Raises:
         ShapeError: not 2-D, or an odd last axis.
     """
-    check_shape(bias_interleaved, ("E", "2I"), argument="bias")
+    check_axes(bias_interleaved, ("E", "2I"), argument="bias")
     check_multiple(bias_interleaved.shape[1], 2, argument="bias.shape[1]", remedy=_PAIR_REMEDY)
     return bias_interleaved.unflatten(1, (-1, 2)).transpose(1, 2)
 
@@ -283,7 +283,7 @@ def release_up_limits(
 
 def _check_pair(tensor: Tensor, names: tuple[str, ...], axis: int, *, argument: str = "gate_up") -> None:
     """Check the number of dimensions and that `axis` holds exactly (gate, up)."""
-    check_shape(tensor, names, argument=argument)
+    check_axes(tensor, names, argument=argument)
     if tensor.shape[axis] != 2:
         raise ShapeError.about(
             f"{argument}.shape[{axis}]",

@@ -25,15 +25,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hf_neuron_moe.errors import ShapeError, public
-from hf_neuron_moe.formats.checks import (
+from hf_neuron_moe.checks import (
+    check_axes,
     check_dtype,
     check_equal_shape,
     check_float,
     check_multiple,
-    check_shape,
     is_whole,
 )
+from hf_neuron_moe.errors import ShapeError, public
 from hf_neuron_moe.formats.constants import (
     LANES,
     MX_BLOCK,
@@ -108,7 +108,7 @@ def quantize_moe_gate_up(
     """
     fmt = element_format(fmt)
     check_float(gate_up_EH2I, argument="gate_up")
-    check_shape(gate_up_EH2I, ("E", "H", "2", "I"), argument="gate_up")
+    check_axes(gate_up_EH2I, ("E", "H", "2", "I"), argument="gate_up")
     E, H, _, inter = gate_up_EH2I.shape
     check_equal_shape(gate_up_EH2I, (E, H, 2, inter), argument="gate_up", because="gate and up")
     check_multiple(H, TILE, argument="H", remedy=_HIDDEN_REMEDY)
@@ -132,7 +132,7 @@ def dequantize_moe_gate_up(weight: MoEWeightMX) -> Tensor:
         DTypeError: words or scales of another dtype.
         ShapeError: shapes that are not the documented ones.
     """
-    check_shape(weight.words, ("E", "128", "2", "H/512", "I"), argument="words")
+    check_axes(weight.words, ("E", "128", "2", "H/512", "I"), argument="words")
     E, _, _, tiles, inter = weight.words.shape
     expected = (E, PARTITIONS, 2, tiles, inter)
     check_equal_shape(weight.words, expected, argument="words", because="one word per partition")
@@ -164,7 +164,7 @@ def quantize_moe_down(
     """
     fmt = element_format(fmt)
     check_float(down_EIH, argument="down")
-    check_shape(down_EIH, ("E", "I", "H"), argument="down")
+    check_axes(down_EIH, ("E", "I", "H"), argument="down")
     E, inter, H = down_EIH.shape
     padded = padded_intermediate(inter)
     rows_FI = down_EIH.detach().transpose(1, 2).reshape(E * H, inter)
@@ -188,7 +188,7 @@ def dequantize_moe_down(weight: MoEWeightMX) -> Tensor:
         DTypeError: words or scales of another dtype.
         ShapeError: shapes that are not the documented ones.
     """
-    check_shape(weight.words, ("E", "pI", "ceil(I/512)", "H"), argument="words")
+    check_axes(weight.words, ("E", "pI", "ceil(I/512)", "H"), argument="words")
     E, partitions, tiles, H = weight.words.shape
     check_multiple(partitions, PATCH_ROWS, argument="words.shape[1] (pI)", remedy=_INTERMEDIATE_REMEDY)
     # Several tiles only exist when I >= 512, and then every one of them fills all partitions.
@@ -211,7 +211,7 @@ def moe_bias_to_lanes(bias_E2I: Tensor) -> Tensor:
     Raises:
         ShapeError: not 3-D with a second axis of 2, or I not a multiple of 32.
     """
-    check_shape(bias_E2I, ("E", "2", "I"), argument="bias")
+    check_axes(bias_E2I, ("E", "2", "I"), argument="bias")
     E, _, inter = bias_E2I.shape
     check_equal_shape(bias_E2I, (E, 2, inter), argument="bias", because="gate and up")
     padded = padded_intermediate(inter)
@@ -227,7 +227,7 @@ def moe_bias_from_lanes(bias_EQ2tJ: Tensor) -> Tensor:
     Raises:
         ShapeError: not 5-D with a third axis of 2 and a last axis of 4.
     """
-    check_shape(bias_EQ2tJ, ("E", "pI", "2", "ceil(I/512)", "4"), argument="bias")
+    check_axes(bias_EQ2tJ, ("E", "pI", "2", "ceil(I/512)", "4"), argument="bias")
     E, partitions, _, tiles, _ = bias_EQ2tJ.shape
     expected = (E, partitions, 2, tiles, LANES)
     check_equal_shape(bias_EQ2tJ, expected, argument="bias", because="gate and up, four lanes")
@@ -253,7 +253,7 @@ def pack_moe_scales(scales_EqXtF: Tensor) -> Tensor:
     """
     check_dtype(scales_EqXtF, SCALE_DTYPES, argument="scales")
     names = ("E", "16", "2", "tiles", "I") if scales_EqXtF.ndim == 5 else ("E", "pI/8", "tiles", "H")
-    check_shape(scales_EqXtF, names, argument="scales")
+    check_axes(scales_EqXtF, names, argument="scales")
     tiles_EqtXF = scales_EqXtF.detach().view(torch.uint8).movedim(-2, 2)
     E, rows, tiles, *rest = tiles_EqtXF.shape
     fewer = scales_EqXtF.ndim == 4 and tiles == 1 and rows < SCALE_ROWS
@@ -287,7 +287,7 @@ def unpack_moe_scales(packed_EPbXF: Tensor, tiles: int, rows: int = SCALE_ROWS) 
     """
     check_dtype(packed_EPbXF, SCALE_DTYPES, argument="packed")
     names = ("E", "128", "buffers", "2", "I") if packed_EPbXF.ndim == 5 else ("E", "128", "buffers", "H")
-    check_shape(packed_EPbXF, names, argument="packed")
+    check_axes(packed_EPbXF, names, argument="packed")
     experts, _, buffers, *rest = packed_EPbXF.shape
     expected = (experts, PARTITIONS, buffers, *rest)
     check_equal_shape(packed_EPbXF, expected, argument="packed", because="a buffer has 128 partitions")

@@ -16,17 +16,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from hf_neuron_moe.checks import check_axes, check_dtype, check_equal_shape, check_float, check_same_device, is_whole
 from hf_neuron_moe.errors import ShapeError, public
-from hf_neuron_moe.formats.checks import (
-    check_contraction,
-    check_dtype,
-    check_equal_shape,
-    check_float,
-    check_same_device,
-    check_shape,
-    codes_as_bytes,
-    is_whole,
-)
 from hf_neuron_moe.formats.constants import (
     LANES,
     MX_BLOCK,
@@ -38,7 +29,7 @@ from hf_neuron_moe.formats.constants import (
     element_format,
 )
 from hf_neuron_moe.formats.e8m0 import multiply_by_scale_
-from hf_neuron_moe.formats.elements import decode
+from hf_neuron_moe.formats.elements import check_contraction, codes_as_bytes, decode
 from hf_neuron_moe.formats.mx_operand import per_element, quantize_into, quantize_tiles
 from hf_neuron_moe.formats.swizzle import block_segments, check_swizzled, swizzle, unswizzle
 
@@ -98,7 +89,7 @@ def quantize_mx(
     rule = choose(ScaleRule, rule, argument="rule")
     scheme = choose(SwizzleScheme, scheme, argument="scheme")
     check_float(weight_FK, argument="weight_FK")
-    check_shape(weight_FK, ("F", "K"), argument="weight_FK")
+    check_axes(weight_FK, ("F", "K"), argument="weight_FK")
     check_contraction(weight_FK.shape[1], argument="weight_FK.shape[1] (K)")
     weight_FK = weight_FK.detach()
     if weight_FK.device.type == "cpu":
@@ -253,7 +244,7 @@ def dequantize_mx_natural(
     scheme = choose(SwizzleScheme, scheme, argument="scheme")
     codes_FK = codes_as_bytes(codes_FK, fmt)
     check_dtype(scales_BF, (torch.uint8, torch.float8_e8m0fnu), argument="scales")
-    check_shape(codes_FK, ("F", "K"), argument="codes")
+    check_axes(codes_FK, ("F", "K"), argument="codes")
     F, K = codes_FK.shape
     check_contraction(K, argument="codes.shape[1] (K)")
     because = f"compact scales of codes {list(codes_FK.shape)}"

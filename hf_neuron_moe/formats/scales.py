@@ -22,9 +22,10 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
+from hf_neuron_moe.checks import check_dtype, check_multiple
 from hf_neuron_moe.errors import ShapeError, public
-from hf_neuron_moe.formats.checks import check_contraction, check_dtype, check_multiple
 from hf_neuron_moe.formats.constants import MX_BLOCK, PACKED_SLAB_K, PACKED_SLAB_ROWS, choose
+from hf_neuron_moe.formats.elements import check_contraction
 
 QUADRANT_ROWS = 32
 QUADRANT_SCALES = 4

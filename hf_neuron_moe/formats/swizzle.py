@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hf_neuron_moe.checks import check_axes, check_dtype, check_multiple
 from hf_neuron_moe.errors import ShapeError, public
-from hf_neuron_moe.formats.checks import check_contraction, check_dtype, check_multiple, check_shape, codes_as_bytes
 from hf_neuron_moe.formats.constants import (
     LANES,
     MX_BLOCK,
@@ -28,6 +28,7 @@ from hf_neuron_moe.formats.constants import (
     choose,
     element_format,
 )
+from hf_neuron_moe.formats.elements import check_contraction, codes_as_bytes
 
 
 class Segment(NamedTuple):
@@ -130,7 +131,7 @@ def swizzle(weight_FK: Tensor, scheme: str | SwizzleScheme = "wrapX") -> Tensor:
         ShapeError: not 2-D, or K not a positive multiple of 32.
         ConfigError: unknown scheme.
     """
-    check_shape(weight_FK, ("F", "K"), argument="weight_FK")
+    check_axes(weight_FK, ("F", "K"), argument="weight_FK")
     weight_FK = weight_FK.detach()
     F, K = weight_FK.shape
     check_contraction(K, argument="weight_FK's last axis K")
@@ -176,7 +177,7 @@ def check_swizzled(tensor_P4F: Tensor, *, argument: str) -> tuple[int, int]:
     Raises:
         ShapeError: not 2-D, rows not a multiple of 8, or columns not a multiple of 4.
     """
-    check_shape(tensor_P4F, ("K/4", "4F"), argument=argument)
+    check_axes(tensor_P4F, ("K/4", "4F"), argument=argument)
     P, columns = tensor_P4F.shape
     remedy = "Swizzle the operand first; zero-pad K to a multiple of 32 before that."
     check_multiple(P, MX_BLOCK // LANES, argument=f"{argument}.shape[0] (K/4)", remedy=remedy)

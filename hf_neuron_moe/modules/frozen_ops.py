@@ -16,8 +16,8 @@ from hf_neuron_moe.backends import get_backend
 from hf_neuron_moe.backends.base import NOTHING
 from hf_neuron_moe.backends.mx_weights import MXExpertStack, MXLayout
 from hf_neuron_moe.backends.registration import fake_of, operator
+from hf_neuron_moe.checks import check_dtype, check_shape
 from hf_neuron_moe.errors import public
-from hf_neuron_moe.kernels.checks import check_dtype, check_shape
 from hf_neuron_moe.modules.ops import exact_dtypes, refuse_second_derivative
 from hf_neuron_moe.modules.ops_checks import check_no_transform
 

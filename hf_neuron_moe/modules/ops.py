@@ -20,8 +20,8 @@ from hf_neuron_moe.activation_policy import canonical_keep, keep_strings, parse_
 from hf_neuron_moe.backends import get_backend
 from hf_neuron_moe.backends.base import NOTHING
 from hf_neuron_moe.backends.registration import fake_of, operator
+from hf_neuron_moe.checks import check_multiple
 from hf_neuron_moe.errors import GradientError, public
-from hf_neuron_moe.kernels.checks import check_multiple
 from hf_neuron_moe.modules.ops_checks import COMPUTE_DTYPE, check_experts, check_mlp, check_no_transform
 
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
@@ -119,7 +119,7 @@ def experts(
     check_no_transform((x_TH, top_k_weights_TK, gate_up, down))
     check_experts(x_TH, top_k_index_TK, top_k_weights_TK, gate_up, down, transposed, precision)
     if precision == "mxfp8":
-        check_multiple(block_size, 128, "block_size", "MX groups need whole tiles", argument="the plan")
+        check_multiple(block_size, 128, "block_size of the plan", "MX groups need whole tiles")
     inputs = (x_TH.to(COMPUTE_DTYPE[precision]).contiguous(), top_k_index_TK, top_k_weights_TK, gate_up, down)
     if backend == "torch" and _plain_inference(inputs):
         with exact_dtypes(x_TH):

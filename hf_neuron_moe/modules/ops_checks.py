@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_neuron_moe.checks import check_dtype, check_multiple, check_same_device, check_shape
 from hf_neuron_moe.errors import ConfigError, DTypeError, GradientError, ShapeError, naming, nearest, public
-from hf_neuron_moe.kernels.checks import check_dtype, check_multiple, check_same_device, check_shape
 
 COMPUTE_DTYPE = {"bf16": torch.bfloat16, "mxfp8": torch.bfloat16, "fp32": torch.float32}
 _FLOATS = (torch.bfloat16, torch.float32, torch.float16)
@@ -112,7 +112,7 @@ def check_mlp(x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, pre
     check_precision(precision)
     tensors: dict[str, Tensor | None] = {"x_SH": x_SH, "gate_IH": gate_IH, "up_IH": up_IH, "down_HI": down_HI}
     for name, tensor in tensors.items():
-        check_dtype(tensor, _FLOATS, argument=name)  # type: ignore[arg-type]
+        check_dtype(tensor, _FLOATS, argument=name)
     check_shape(x_SH, (None, None), "[S, H]", argument="x_SH")
     check_shape(gate_IH, (None, x_SH.shape[1]), "[I, H]", argument="gate_IH")
     inner, hidden = gate_IH.shape
@@ -159,7 +159,7 @@ def check_experts(
     inner = both // 2
     shape = (gate_up.shape[0], inner, hidden) if transposed else (gate_up.shape[0], hidden, inner)
     check_shape(down, shape, names[1], argument="down")
-    check_multiple(both, 2, "2I", "gate, then up", argument="gate_up")
+    check_multiple(both, 2, "2I of gate_up", "gate, then up")
     check_same_device({**floats, "top_k_index_TK": index_TK})
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_neuron_moe.errors import ConfigError
-from hf_neuron_moe.kernels.mlp_mxfp8 import (
+from hf_neuron_moe.reference.mlp_mxfp8 import (
     ClampLimits,
     MatmulMxfp8KernelConfig,
     MlpBwdConfig,

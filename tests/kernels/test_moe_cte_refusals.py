@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from hf_neuron_moe.errors import ConfigError, DeviceError, DTypeError, NeuronMoEError, ShapeError
-from hf_neuron_moe.kernels import moe_cte_direct as direct
-from hf_neuron_moe.kernels import moe_cte_direct_mx as direct_mx
-from hf_neuron_moe.kernels.moe_cte import moe_cte
-from hf_neuron_moe.kernels.moe_types import (
+from hf_neuron_moe.reference import moe_cte_direct as direct
+from hf_neuron_moe.reference import moe_cte_direct_mx as direct_mx
+from hf_neuron_moe.reference.moe_cte import moe_cte
+from hf_neuron_moe.reference.moe_types import (
     BlockShardStrategy,
     MoECTEImplementation,
     MoECTESpec,

@@ -14,7 +14,7 @@ from hf_neuron_moe.backends.torch.compute import Scratch
 from hf_neuron_moe.errors import ConfigError, DTypeError, NeuronMoEError, ShapeError, naming
 from hf_neuron_moe.formats import MXTensor, fake_quantize_mx, pack_x4, quantize_mx, swizzle, to_oversized, to_packed
 from hf_neuron_moe.formats.constants import ScaleRule
-from hf_neuron_moe.kernels.mx_operand import MXOperand, TensorDescriptor
+from hf_neuron_moe.reference.mx_operand import MXOperand, TensorDescriptor
 from tests.refusals import refused
 
 

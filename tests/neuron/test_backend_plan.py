@@ -17,7 +17,7 @@ from hf_neuron_moe.backends.neuron.limits import Block, Device, block_sizes, che
 from hf_neuron_moe.backends.neuron.routing import block_count, route, routing_gradient, with_sink
 from hf_neuron_moe.backends.torch.kept import FP8Gating, FP8Rows, fp8_storage
 from hf_neuron_moe.errors import ConfigError, DTypeError, NeuronMoEError, ShapeError
-from hf_neuron_moe.kernels.routing import count_blocks
+from hf_neuron_moe.formats.block_plan import count_blocks
 from tests.refusals import refused
 
 TRN2, TRN3 = Device("trn2", 2), Device("trn3", 2)

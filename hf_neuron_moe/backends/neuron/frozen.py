@@ -25,11 +25,11 @@ from hf_neuron_moe.backends.neuron.limits import BF16_HIDDEN, BF16_HIDDEN_STEP, 
 from hf_neuron_moe.backends.neuron.routing import route, with_sink
 from hf_neuron_moe.backends.prepared import PreparedWeights
 from hf_neuron_moe.errors import ShapeError, public
+from hf_neuron_moe.formats.block_plan import choose_block_size
 from hf_neuron_moe.formats.constants import SwizzleScheme
 from hf_neuron_moe.formats.padding import LANES, padded_size
 from hf_neuron_moe.formats.scales import to_packed
 from hf_neuron_moe.formats.swizzle import swizzle, tile_segments
-from hf_neuron_moe.kernels.routing import choose_block_size
 
 _WORD_FORMATS = ("e4m3fn", "e2m1")
 """Element formats told by the width of their words. e5m2 words would need an option that not every release has."""

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_neuron_moe.kernels.routing import build_block_plan, expert_mask
+from hf_neuron_moe.formats.block_plan import build_block_plan, expert_mask
 
 
 class Routed(NamedTuple):
