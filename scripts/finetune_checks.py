@@ -42,7 +42,7 @@ from hf_neuron_moe.backends.neuron.limits import (
 )
 from hf_neuron_moe.convert.assign import build_meta_model
 from hf_neuron_moe.device.usable import NO_TRAINING, BlockGroup, block_groups
-from hf_neuron_moe.errors import ConfigError, NeuronMoEError, nearest
+from hf_neuron_moe.errors import ConfigError, NeuronMoEError, naming, nearest
 
 _ANY_SIZE = 1024
 """H and I that every kernel takes, for a model whose sizes are not known yet."""
@@ -260,7 +260,8 @@ def _meta_model(name: str, config: bytes) -> PreTrainedModel | str:
     with tempfile.TemporaryDirectory(prefix="hf-neuron-moe-") as folder:
         (Path(folder) / CONFIG_FILE).write_bytes(config)
         try:
-            return build_meta_model(Path(folder), "finetune")
+            with naming("finetune"):
+                return build_meta_model(Path(folder))
         except NeuronMoEError as error:
             return one_line(error).replace(folder, name)
 

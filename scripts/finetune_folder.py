@@ -164,9 +164,9 @@ def _check_file(path: Path) -> None:
         with safe_open(path, framework="pt"):
             return
     except FileNotFoundError as error:
-        raise damaged(path.name, "a file of the checkpoint", "no such file", _WHERE) from error
+        raise damaged(path.name, "a file of the checkpoint", "no such file").named(_WHERE) from error
     except SafetensorError as error:
-        raise damaged(path.name, "a safetensors file as long as its header says", error, _WHERE) from error
+        raise damaged(path.name, "a safetensors file as long as its header says", error).named(_WHERE) from error
 
 
 def _files_of(index: Path) -> list[str]:
@@ -174,5 +174,5 @@ def _files_of(index: Path) -> list[str]:
         content = json.loads(index.read_text(encoding="utf-8"))
         files = sorted(set(content["weight_map"].values()))
     except (ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
-        raise damaged(index.name, "JSON with a weight_map from tensor names to files", error, _WHERE) from error
+        raise damaged(index.name, "JSON with a weight_map from tensor names to files", error).named(_WHERE) from error
     return files
