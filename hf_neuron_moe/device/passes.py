@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from hf_neuron_moe.activation_policy import BF16_CHECKPOINTS, parse_keep
 from hf_neuron_moe.backends.neuron.limits import Block
-from hf_neuron_moe.backends.neuron.routing import block_count
+from hf_neuron_moe.backends.neuron.static_plan import block_count
 from hf_neuron_moe.device.figures import Chip
 from hf_neuron_moe.formats.padding import padded_size
 

@@ -14,9 +14,9 @@ from torch import nn
 
 from hf_neuron_moe.backends.mx_weights import MXExpertStack
 from hf_neuron_moe.backends.neuron.adapter import Adapter, Match
-from hf_neuron_moe.backends.neuron.frozen import NO_BACKWARD, kernel_need, why_not_frozen
 from hf_neuron_moe.backends.neuron.generations import FUNCTIONS, KERNEL_PRECISIONS
 from hf_neuron_moe.backends.neuron.limits import Block, Device, why_not
+from hf_neuron_moe.backends.neuron.quantized_experts import NO_BACKWARD, kernel_need, why_not_frozen
 from hf_neuron_moe.backends.neuron.versions import PLATFORMS
 from hf_neuron_moe.config import BLOCK_SIZES, NeuronMoEConfig
 from hf_neuron_moe.device.installed import CheckedAdapter

@@ -18,15 +18,10 @@ _HALF_FIELDS = {"e4m3fn": ~0x4000, "e5m2": -1}
 
 
 def encode_(scaled: Tensor, fmt: ElementFormat) -> Tensor:
-    """Round scaled values to element codes: clip to the largest finite value, then nearest, ties to even.
+    """Round fp32 values, overwriting them, to uint8 codes: clip to the largest finite value, nearest, ties to even.
 
-    Args:
-        scaled: fp32, overwritten. NaN stays NaN in the fp8 formats and becomes code 0 in E2M1 (whose callers put the
-            NaN in the block's scale).
-        fmt: element format.
-
-    Returns:
-        uint8 codes of the same shape; E2M1 codes are 0 to 15.
+    NaN stays NaN in the fp8 formats and becomes code 0 in E2M1, whose callers put the NaN in the block's scale. E2M1
+    codes are 0 to 15.
     """
     # torch's e5m2 cast overflows to infinity and older e4m3 casts to NaN: the clip makes both saturate.
     clipped = scaled.clamp_(-fmt.max, fmt.max)
@@ -44,14 +39,9 @@ def encode_(scaled: Tensor, fmt: ElementFormat) -> Tensor:
 
 
 def decode(codes: Tensor, fmt: ElementFormat) -> Tensor:
-    """Return the fp32 values of element codes.
+    """Return the exact fp32 values of uint8 codes, contiguous; E2M1 reads the low four bits.
 
-    Args:
-        codes: uint8, any shape. E2M1 reads the low four bits.
-        fmt: element format.
-
-    Returns:
-        fp32 of the same shape, contiguous, exact; NaN and infinity codes as the format defines them.
+    NaN and infinity codes are what the format defines.
     """
     if codes.device.type == "cpu":
         return _decode_through_half(codes, fmt)

@@ -17,14 +17,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.checks import (
-    check_dtype,
-    check_equal_shape,
-    check_float,
-    check_multiple,
-    check_same_device,
-    check_tensor,
-)
+from hf_neuron_moe.checks import check_dtype, check_equal_shape, check_float, check_multiple, check_same_device
 from hf_neuron_moe.errors import ConfigError, public
 from hf_neuron_moe.formats.constants import E4M3FN, E5M2, ElementFormat, unknown_name
 from hf_neuron_moe.formats.elements import decode
@@ -47,7 +40,7 @@ DEVICE_CHUNK = 1 << 25
 
 
 def fp8_format(fp8: str) -> ElementFormat:
-    """Resolve ``"e4m3"`` or ``"e5m2"``, in either case (COAT writes E4M3); ConfigError for anything else."""
+    """Return the format of ``"e4m3"`` or ``"e5m2"``, in either case (COAT writes E4M3)."""
     if isinstance(fp8, str) and fp8.lower() in FP8_FORMATS:
         return FP8_FORMATS[fp8.lower()]
     raise unknown_name(fp8, list(FP8_FORMATS), argument="fp8")
@@ -74,20 +67,9 @@ def scale_of_groups(values_MGQ: Tensor, fmt: ElementFormat) -> Tensor:
 
 @public
 def group_scales(x_MN: Tensor, group_size: int = DEFAULT_GROUP_SIZE, fp8: str = "e4m3") -> Tensor:
-    """Return every group's scale, ``bf16((max|x| + 1e-10) / fp8_max)``, computed in fp32.
+    """Return every group's scale ``bf16((max|x| + 1e-10) / fp8_max)``, computed in fp32: ``[..., N/group_size]``.
 
-    Args:
-        x_MN: ``[..., N]`` bf16, fp16 or fp32.
-        group_size: consecutive elements of the last axis that share a scale; divides N.
-        fp8: ``"e4m3"`` (max 448) or ``"e5m2"`` (max 57344).
-
-    Returns:
-        bf16 ``[..., N/group_size]``.
-
-    Raises:
-        DTypeError: `x_MN` is not bf16, fp16 or fp32.
-        ShapeError: N is not a positive multiple of `group_size`.
-        ConfigError: `group_size` is not positive, or unknown `fp8`.
+    `x_MN` is ``[..., N]`` bf16, fp16 or fp32; fp8_max is 448 for ``"e4m3"``, 57344 for ``"e5m2"``.
     """
     fmt = fp8_format(fp8)
     rows_MN = _rows(x_MN, group_size)
@@ -117,12 +99,6 @@ def group_quantize_fp8(
 
     Returns:
         Codes as float8_e4m3fn or float8_e5m2 ``[..., N]``, and scales as bf16 ``[..., N/group_size]``.
-
-    Raises:
-        DTypeError: `x_MN` is not bf16, fp16 or fp32.
-        ShapeError: N is not a positive multiple of `group_size`.
-        ConfigError: `group_size` is not positive, unknown `fp8`, `stochastic` is no bool, `generator` no generator.
-        DeviceError: `generator` belongs to another kind of device.
     """
     fmt = fp8_format(fp8)
     rows_MN = _rows(x_MN, group_size)
@@ -140,20 +116,9 @@ def group_quantize_fp8(
 
 @public
 def group_dequantize_fp8(codes_MN: Tensor, scales_MG: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return ``code * scale``, computed in fp32 and rounded once to `dtype`.
+    """Return ``code * scale`` as ``[..., N]``, computed in fp32 (exact for bf16 scales) and rounded once to `dtype`.
 
-    Args:
-        codes_MN: float8_e4m3fn or float8_e5m2 ``[..., N]``.
-        scales_MG: bf16 or fp32 ``[..., G]``, G a divisor of N.
-        dtype: dtype of the result.
-
-    Returns:
-        ``[..., N]`` of dtype `dtype`. The fp32 product of an FP8 code and a bf16 scale is exact.
-
-    Raises:
-        DTypeError: codes or scales of another dtype.
-        ShapeError: shapes that do not belong together.
-        DeviceError: scales on another device than the codes.
+    Codes are float8_e4m3fn or float8_e5m2 ``[..., N]``, scales bf16 or fp32 ``[..., G]``, G a divisor of N.
     """
     check_dtype(codes_MN, (torch.float8_e4m3fn, torch.float8_e5m2), argument="codes")
     check_dtype(scales_MG, (torch.bfloat16, torch.float32), argument="scales")
@@ -183,7 +148,6 @@ def dequantize_groups(codes_MN: Tensor, scales_MG: Tensor, fmt: ElementFormat) -
 
 def _rows(x_MN: Tensor, group_size: int) -> Tensor:
     """View ``[..., N]`` as ``[M, N]``, checked and detached."""
-    check_tensor(x_MN, argument="x")
     check_float(x_MN, argument="x")
     if isinstance(group_size, bool) or not isinstance(group_size, int) or group_size <= 0:
         raise ConfigError.about("group_size", "a positive number of elements", repr(group_size), "COAT uses 16.")

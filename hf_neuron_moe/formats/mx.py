@@ -22,6 +22,7 @@ from hf_neuron_moe.formats.constants import (
     LANES,
     MX_BLOCK,
     PATCH_ROWS,
+    SCALE_DTYPES,
     ElementFormat,
     ScaleRule,
     SwizzleScheme,
@@ -44,15 +45,11 @@ DEVICE_CHUNK = 1 << 26
 class MXTensor:
     """A quantised matmul operand in the kernels' layout.
 
-    Attributes:
-        codes: uint8 ``[K/4, 4F]``, swizzled; one code per byte. ``codes.view(fmt.dtype)`` is the fp8 tensor and
-            :func:`~hf_neuron_moe.formats.swizzle.pack_x4` gives the x4 words.
-        scales: uint8 ``[K/32, F]``, compact: entry ``[i, f]`` belongs to ``codes[8i:8i+8, 4f:4f+4]``.
-        fmt: element format of the codes.
+    ``codes.view(fmt.dtype)`` is the fp8 tensor and :func:`~hf_neuron_moe.formats.swizzle.pack_x4` gives the x4 words.
     """
 
-    codes: Tensor
-    scales: Tensor
+    codes: Tensor  # uint8 [K/4, 4F], swizzled; one code per byte
+    scales: Tensor  # uint8 [K/32, F], compact: entry [i, f] belongs to codes[8i:8i+8, 4f:4f+4]
     fmt: ElementFormat
 
 
@@ -71,19 +68,11 @@ def quantize_mx(
     :class:`ScaleRule` states every rule's behaviour).
 
     Args:
-        weight_FK: ``[F, K]`` bf16, fp16 or fp32, K a multiple of 32; any strides, any device. Never modified, and no
-            gradient flows.
+        weight_FK: ``[F, K]`` bf16, fp16 or fp32, K a multiple of 32; any strides (NKI takes bf16
+            and fp16; fp32 is for tests and offline conversion). No gradient flows.
         fmt: ``"e4m3fn"``, ``"e5m2"`` or ``"e2m1"``.
         rule: scale rule.
         scheme: which K values share a block, see :class:`SwizzleScheme`.
-
-    Returns:
-        Codes ``[K/4, 4F]`` and compact scales ``[K/32, F]``.
-
-    Raises:
-        DTypeError: `weight_FK` is not a bf16, fp16 or fp32 tensor.
-        ShapeError: it is not 2-D, or K is not a positive multiple of 32.
-        ConfigError: unknown format, rule or scheme.
     """
     fmt = element_format(fmt)
     rule = choose(ScaleRule, rule, argument="rule")
@@ -106,20 +95,9 @@ def quantize_mx(
 def quantize_mx_swizzled(
     swizzled_P4F: Tensor, *, fmt: str | ElementFormat = "e4m3fn", rule: str | ScaleRule = "neuron"
 ) -> MXTensor:
-    """Quantise an operand that is already swizzled, whatever the scheme; the blocks are its 8x4 patches.
+    """Quantise an operand ``[K/4, 4F]`` that is already swizzled, whatever the scheme; the blocks are its 8x4 patches.
 
-    Args:
-        swizzled_P4F: ``[K/4, 4F]`` bf16, fp16 or fp32.
-        fmt: element format.
-        rule: scale rule.
-
-    Returns:
-        Codes ``[K/4, 4F]`` and compact scales ``[K/32, F]``; equal to ``quantize_mx`` of the unswizzled operand.
-
-    Raises:
-        DTypeError: `swizzled_P4F` is not a bf16, fp16 or fp32 tensor.
-        ShapeError: it is not 2-D, its rows are not a multiple of 8 or its columns not a multiple of 4.
-        ConfigError: unknown format or rule.
+    The result equals ``quantize_mx`` of the unswizzled operand.
     """
     check_float(swizzled_P4F, argument="swizzled_P4F")
     check_swizzled(swizzled_P4F, argument="swizzled_P4F")
@@ -139,22 +117,12 @@ def dequantize_mx(codes_P4F: Tensor, scales_BF: Tensor, *, fmt: str | ElementFor
 
     Returns:
         fp32 ``[K/4, 4F]``, exact. Byte 255 and NaN codes give NaN, a product above fp32's range infinity.
-
-    Raises:
-        DTypeError: codes or scales of another dtype.
-        ShapeError: shapes that do not belong together.
-        DeviceError: scales on another device than the codes.
-        ConfigError: unknown format.
     """
     fmt = element_format(fmt)
     codes_P4F = codes_as_bytes(codes_P4F, fmt)
-    check_dtype(scales_BF, (torch.uint8, torch.float8_e8m0fnu), argument="scales")
     P, F = check_swizzled(codes_P4F, argument="codes")
     B = P // PATCH_ROWS
-    because = f"compact scales of codes {list(codes_P4F.shape)}"
-    check_equal_shape(scales_BF, (B, F), argument="scales", because=because)
-    check_same_device({"codes": codes_P4F, "scales": scales_BF})
-    scales_BF = scales_BF.detach().view(torch.uint8)
+    scales_BF = _scales_as_bytes(scales_BF, codes_P4F, B, F)
     out_P4F = torch.empty(P, LANES * F, dtype=torch.float32, device=codes_P4F.device)
     step = _rows_per_chunk(codes_P4F.device, PATCH_ROWS * LANES * F)
     for b in range(0, B, step):
@@ -174,7 +142,7 @@ def fake_quantize_mx(
     rule: str | ScaleRule = "neuron",
     scheme: str | SwizzleScheme = "wrapX",
 ) -> Tensor:
-    """Quantise and dequantise in place of layout: the values a kernel's matmul sees, where the caller left them.
+    """Return the values a kernel's matmul sees of `x`, as fp32 in the layout of `x`. Not differentiable.
 
     Args:
         x: bf16, fp16 or fp32, one or more dimensions.
@@ -182,26 +150,14 @@ def fake_quantize_mx(
         fmt: element format.
         rule: scale rule.
         scheme: which values along `axis` share a block.
-
-    Returns:
-        fp32 of the shape of `x`. Not differentiable.
-
-    Raises:
-        DTypeError: `x` is not a bf16, fp16 or fp32 tensor.
-        ShapeError: `axis` does not exist, or its size is not a positive multiple of 32.
-        ConfigError: unknown format, rule or scheme.
     """
     fmt = element_format(fmt)
     rule = choose(ScaleRule, rule, argument="rule")
     scheme = choose(SwizzleScheme, scheme, argument="scheme")
     check_float(x, argument="x")
     if not is_whole(axis) or not -x.ndim <= axis < x.ndim:
-        raise ShapeError.about(
-            "axis",
-            f"an axis of a tensor of shape {list(x.shape)}",
-            repr(axis),
-            "Pass the contraction axis of the matmul.",
-        )
+        expected = f"an axis of a tensor of shape {list(x.shape)}"
+        raise ShapeError.about("axis", expected, repr(axis), "Pass the contraction axis of the matmul.")
     moved = x.detach().movedim(axis, -1)
     K = moved.shape[-1]
     check_contraction(K, argument=f"x.shape[{axis}]")
@@ -229,34 +185,31 @@ def dequantize_mx_natural(
         scales_BF: compact ``[K/32, F]`` uint8 or float8_e8m0fnu, in the order of the scheme's blocks.
         fmt: element format of the codes.
         scheme: which K values share a block. The data do not tell.
-        out_FK: fp32 to write into, any strides; a new tensor where absent.
-
-    Returns:
-        fp32 ``[F, K]``, exact; `out_FK` where given.
-
-    Raises:
-        DTypeError: codes, scales or `out_FK` of another dtype.
-        ShapeError: shapes that do not belong together, or K not a positive multiple of 32.
-        DeviceError: tensors on different devices.
-        ConfigError: unknown format or scheme.
+        out_FK: fp32 ``[F, K]`` to write into and return, any strides; a new tensor where absent.
     """
     fmt = element_format(fmt)
     scheme = choose(SwizzleScheme, scheme, argument="scheme")
     codes_FK = codes_as_bytes(codes_FK, fmt)
-    check_dtype(scales_BF, (torch.uint8, torch.float8_e8m0fnu), argument="scales")
     check_axes(codes_FK, ("F", "K"), argument="codes")
     F, K = codes_FK.shape
     check_contraction(K, argument="codes.shape[1] (K)")
-    because = f"compact scales of codes {list(codes_FK.shape)}"
-    check_equal_shape(scales_BF, (K // MX_BLOCK, F), argument="scales", because=because)
+    scales_BF = _scales_as_bytes(scales_BF, codes_FK, K // MX_BLOCK, F)
     if out_FK is None:
         out_FK = torch.empty(F, K, dtype=torch.float32, device=codes_FK.device)
     check_dtype(out_FK, (torch.float32,), argument="out_FK")
     check_equal_shape(out_FK, (F, K), argument="out_FK", because="the shape of codes")
-    check_same_device({"codes": codes_FK, "scales": scales_BF, "out_FK": out_FK})
-    scales_FB = scales_BF.detach().view(torch.uint8).t().contiguous()
-    _dequantize_natural(codes_FK, scales_FB, out_FK, fmt, scheme)
+    check_same_device({"codes": codes_FK, "out_FK": out_FK})
+    _dequantize_natural(codes_FK, scales_BF.t().contiguous(), out_FK, fmt, scheme)
     return out_FK
+
+
+def _scales_as_bytes(scales_BF: Tensor, codes: Tensor, B: int, F: int) -> Tensor:
+    """Check the compact scales ``[B, F]`` of `codes` and return them as uint8."""
+    check_dtype(scales_BF, SCALE_DTYPES, argument="scales")
+    because = f"compact scales of codes {list(codes.shape)}"
+    check_equal_shape(scales_BF, (B, F), argument="scales", because=because)
+    check_same_device({"codes": codes, "scales": scales_BF})
+    return scales_BF.detach().view(torch.uint8)
 
 
 def _dequantize_natural(

@@ -24,14 +24,13 @@ from torch import Tensor
 
 from hf_neuron_moe.checks import check_dtype, check_multiple
 from hf_neuron_moe.errors import ShapeError, public
-from hf_neuron_moe.formats.constants import MX_BLOCK, PACKED_SLAB_K, PACKED_SLAB_ROWS, choose
+from hf_neuron_moe.formats.constants import MX_BLOCK, PACKED_SLAB_K, PACKED_SLAB_ROWS, SCALE_DTYPES, choose
 from hf_neuron_moe.formats.elements import check_contraction
 
 QUADRANT_ROWS = 32
 QUADRANT_SCALES = 4
 TILE_BLOCKS = 512 // MX_BLOCK
 SLAB_TILES = PACKED_SLAB_K // 512
-SCALE_DTYPES = (torch.uint8, torch.float8_e8m0fnu)
 
 
 class ScaleLayout(StrEnum):
@@ -44,12 +43,7 @@ class ScaleLayout(StrEnum):
 
 @public
 def scale_row_count(K: int, layout: str | ScaleLayout) -> int:
-    """Return the number of rows of a scale tensor.
-
-    Raises:
-        ShapeError: K is not a positive multiple of 32.
-        ConfigError: unknown layout.
-    """
+    """Return the number of rows of a scale tensor."""
     check_contraction(K)
     match choose(ScaleLayout, layout, argument="layout"):
         case ScaleLayout.COMPACT:
@@ -62,12 +56,7 @@ def scale_row_count(K: int, layout: str | ScaleLayout) -> int:
 
 @public
 def scale_rows(K: int, layout: str | ScaleLayout, device: torch.device | str | None = None) -> Tensor:
-    """Return which row holds each block row: int64 ``[K/32]``, strictly one row per block.
-
-    Raises:
-        ShapeError: K is not a positive multiple of 32.
-        ConfigError: unknown layout.
-    """
+    """Return which row holds each block row: int64 ``[K/32]``, strictly one row per block."""
     check_contraction(K)
     block = torch.arange(K // MX_BLOCK, device=device)
     match choose(ScaleLayout, layout, argument="layout"):
@@ -84,45 +73,27 @@ def scale_rows(K: int, layout: str | ScaleLayout, device: torch.device | str | N
 
 @public
 def detect_scale_layout(rows: int, K: int) -> ScaleLayout:
-    """Tell oversized from packed by the number of rows, as the kernels do.
+    """Tell oversized from packed scales by their number of rows, as the kernels do, which do not take compact ones.
 
     Packed iff ``rows == 128*ceil(K/2048)`` and ``rows != K/4``. For K = 512 both have 128 rows and the same content;
     the answer is then oversized.
-
-    Args:
-        rows: rows of the scale tensor.
-        K: contraction size of the operand.
-
-    Raises:
-        ShapeError: rows fit neither layout (compact scales do not either: no kernel takes them), or illegal K.
     """
-    if rows == scale_row_count(K, ScaleLayout.OVERSIZED):
+    oversized, packed = (scale_row_count(K, layout) for layout in (ScaleLayout.OVERSIZED, ScaleLayout.PACKED))
+    if rows == oversized:
         return ScaleLayout.OVERSIZED
-    if rows == scale_row_count(K, ScaleLayout.PACKED):
+    if rows == packed:
         return ScaleLayout.PACKED
-    oversized, packed = (scale_row_count(K, name) for name in ("oversized", "packed"))
     hint = " These are compact scales; expand them with to_oversized or to_packed." if rows == K // MX_BLOCK else ""
-    raise ShapeError.about(
-        "rows of the scales",
-        f"{oversized} (oversized) or {packed} (packed) for K={K}",
-        str(rows),
-        f"Check K and that the scales belong to this operand.{hint}",
-    )
+    expected = f"{oversized} (oversized) or {packed} (packed) for K={K}"
+    fix = f"Check K and that the scales belong to this operand.{hint}"
+    raise ShapeError.about("rows of the scales", expected, rows, fix)
 
 
 @public
 def to_oversized(compact_BF: Tensor) -> Tensor:
     """Expand compact scales ``[..., K/32, F]`` to oversized ``[..., K/4, F]``; unused rows are 0.
 
-    Args:
-        compact_BF: uint8 or float8_e8m0fnu.
-
-    Returns:
-        uint8 (the bytes of float8_e8m0fnu are the same).
-
-    Raises:
-        DTypeError: another dtype.
-        ShapeError: fewer than two dimensions, or no rows.
+    Scales come in as uint8 or float8_e8m0fnu, whose bytes are the same, and leave as uint8.
     """
     return _expand(compact_BF, ScaleLayout.OVERSIZED)
 
@@ -135,18 +106,9 @@ def to_packed(compact_BF: Tensor) -> Tensor:
 
 @public
 def to_compact(scales: Tensor, K: int) -> Tensor:
-    """Collect compact scales from oversized or packed ones; the layout is detected from the row count.
+    """Collect compact scales ``[..., K/32, F]``, uint8, from oversized or packed ones, which their row count tells.
 
-    Args:
-        scales: uint8 or float8_e8m0fnu, ``[..., K/4, F]`` or ``[..., 128*ceil(K/2048), F]``.
-        K: contraction size of the operand; the scales alone do not determine it.
-
-    Returns:
-        uint8 ``[..., K/32, F]``; rows that hold no block are dropped.
-
-    Raises:
-        DTypeError: another dtype.
-        ShapeError: fewer than two dimensions, illegal K, or a row count that fits neither layout.
+    Rows that hold no block are dropped. The scales alone do not determine K, the operand's contraction size.
     """
     scales = _as_bytes(scales)
     layout = detect_scale_layout(scales.shape[-2], K)
@@ -155,25 +117,20 @@ def to_compact(scales: Tensor, K: int) -> Tensor:
 
 @public
 def oversized_to_packed(oversized: Tensor) -> Tensor:
-    """Convert oversized scales ``[..., K/4, F]`` to packed ones; errors as :func:`to_compact`."""
+    """Convert oversized scales ``[..., K/4, F]`` to packed ones."""
     rows = _as_bytes(oversized).shape[-2]
     return to_packed(to_compact(oversized, 4 * rows))
 
 
 @public
 def packed_to_oversized(packed: Tensor, K: int) -> Tensor:
-    """Convert packed scales of an operand with contraction size K to oversized ones; errors as :func:`to_compact`."""
-    rows = _as_bytes(packed).shape[-2]
-    expected = scale_row_count(K, ScaleLayout.PACKED)
+    """Convert packed scales of an operand with contraction size K to oversized ones."""
+    packed = _as_bytes(packed)
+    rows, expected = packed.shape[-2], scale_row_count(K, ScaleLayout.PACKED)
     if rows != expected:
-        raise ShapeError.about(
-            "rows of the scales",
-            f"{expected} (packed, K={K})",
-            str(rows),
-            "Check K, and whether the scales are packed at all.",
-        )
-    compact = packed.detach().view(torch.uint8).index_select(-2, scale_rows(K, ScaleLayout.PACKED, packed.device))
-    return to_oversized(compact)
+        fix = "Check K, and whether the scales are packed at all."
+        raise ShapeError.about("rows of the scales", f"{expected} (packed, K={K})", rows, fix)
+    return to_oversized(packed.index_select(-2, scale_rows(K, ScaleLayout.PACKED, packed.device)))
 
 
 def _expand(compact_BF: Tensor, layout: ScaleLayout) -> Tensor:

@@ -51,16 +51,7 @@ def tile_segments(K: int, scheme: str | SwizzleScheme = "wrapX") -> list[Segment
     wrapX: as many tiles of 512 as fit; a remainder that is a multiple of 128 as one 256 tile if it fits and one 128
     tile if it fits; any other remainder as one tile (only operands prepared on the host can have one).
 
-    Args:
-        K: contraction size, a multiple of 32.
-        scheme: see :class:`SwizzleScheme`. ``"1x32"`` is the map with tiles of 4.
-
-    Returns:
-        At most three segments, in order, covering [0, K).
-
-    Raises:
-        ShapeError: K is not a positive multiple of 32.
-        ConfigError: unknown scheme.
+    ``"1x32"`` is the map with tiles of 4. Returns at most three segments, in order, covering [0, K).
     """
     scheme = choose(SwizzleScheme, scheme, argument="scheme")
     check_contraction(K)
@@ -88,7 +79,6 @@ def block_segments(K: int, scheme: str | SwizzleScheme = "wrapX") -> list[Segmen
 
     Every tile, seen as ``[4, s]``, consists of s/8 whole blocks of shape ``[4, 8]``, in the order of their rows in
     the compact scale tensor. That is :func:`tile_segments`, except that ``"1x32"`` yields runs of 32 elements.
-    Arguments and errors are those of :func:`tile_segments`.
     """
     if choose(SwizzleScheme, scheme, argument="scheme") is SwizzleScheme.CONSECUTIVE:
         check_contraction(K)
@@ -100,17 +90,7 @@ def block_segments(K: int, scheme: str | SwizzleScheme = "wrapX") -> list[Segmen
 def k_map(K: int, scheme: str | SwizzleScheme = "wrapX", device: torch.device | str | None = None) -> Tensor:
     """Return which K index lies at each swizzled row and lane.
 
-    Args:
-        K: contraction size, a multiple of 32.
-        scheme: see :class:`SwizzleScheme`.
-        device: device of the result.
-
-    Returns:
-        int64 ``[K/4, 4]``, a permutation of 0 to K-1: ``Z[p, 4f + j] = W[f, k_map[p, j]]``.
-
-    Raises:
-        ShapeError: K is not a positive multiple of 32.
-        ConfigError: unknown scheme.
+    That is int64 ``[K/4, 4]``, a permutation of 0 to K-1: ``Z[p, 4f + j] = W[f, k_map[p, j]]``.
     """
     check_contraction(K)
     return swizzle(torch.arange(K, device=device).unsqueeze(0), scheme)
@@ -120,16 +100,7 @@ def k_map(K: int, scheme: str | SwizzleScheme = "wrapX", device: torch.device | 
 def swizzle(weight_FK: Tensor, scheme: str | SwizzleScheme = "wrapX") -> Tensor:
     """Rearrange an operand ``[F, K]`` (a ``torch.nn.Linear`` weight, an activation) into the kernels' ``[K/4, 4F]``.
 
-    Args:
-        weight_FK: any dtype, any strides.
-        scheme: see :class:`SwizzleScheme`.
-
-    Returns:
-        ``[K/4, 4F]``, contiguous, same dtype. No value is changed and nothing is padded.
-
-    Raises:
-        ShapeError: not 2-D, or K not a positive multiple of 32.
-        ConfigError: unknown scheme.
+    Any dtype and strides come in, a contiguous tensor of that dtype comes out; nothing is rounded or padded.
     """
     check_axes(weight_FK, ("F", "K"), argument="weight_FK")
     weight_FK = weight_FK.detach()
@@ -147,19 +118,7 @@ def swizzle(weight_FK: Tensor, scheme: str | SwizzleScheme = "wrapX") -> Tensor:
 
 @public
 def unswizzle(swizzled_P4F: Tensor, scheme: str | SwizzleScheme = "wrapX") -> Tensor:
-    """Invert :func:`swizzle`.
-
-    Args:
-        swizzled_P4F: ``[K/4, 4F]``, any dtype.
-        scheme: the scheme it was swizzled with. The data do not tell.
-
-    Returns:
-        ``[F, K]``, contiguous, same dtype.
-
-    Raises:
-        ShapeError: not 2-D, rows not a multiple of 8, or columns not a multiple of 4.
-        ConfigError: unknown scheme.
-    """
+    """Return ``[F, K]``, contiguous, of ``[K/4, 4F]`` swizzled with `scheme` (the data do not tell which)."""
     P, F = check_swizzled(swizzled_P4F, argument="swizzled_P4F")
     swizzled_P4F = swizzled_P4F.detach()
     out_FK = swizzled_P4F.new_empty(F, P * LANES)
@@ -172,11 +131,7 @@ def unswizzle(swizzled_P4F: Tensor, scheme: str | SwizzleScheme = "wrapX") -> Te
 
 
 def check_swizzled(tensor_P4F: Tensor, *, argument: str) -> tuple[int, int]:
-    """Check the shape of a swizzled operand and return (P, F).
-
-    Raises:
-        ShapeError: not 2-D, rows not a multiple of 8, or columns not a multiple of 4.
-    """
+    """Check the shape of a swizzled operand and return (P, F)."""
     check_axes(tensor_P4F, ("K/4", "4F"), argument=argument)
     P, columns = tensor_P4F.shape
     remedy = "Swizzle the operand first; zero-pad K to a multiple of 32 before that."
@@ -196,53 +151,28 @@ def pack_x4(codes: Tensor, fmt: str | ElementFormat = "e4m3fn") -> Tensor:
         fmt: element format.
 
     Returns:
-        ``[..., F]`` int32 for fp8, int16 for fp4, holding the bits of NKI's unsigned words. For fp8 it is a view of
-        `codes` where those are contiguous.
-
-    Raises:
-        DTypeError: codes of another dtype.
-        ShapeError: no dimension, the last not a multiple of 4, or an fp4 code above 15.
-        ConfigError: unknown format.
+        ``[..., F]`` int32 (fp8; a view of contiguous codes) or int16 (fp4) with the bits of NKI's unsigned words.
     """
     fmt = element_format(fmt)
     codes = codes_as_bytes(codes, fmt)
     columns = codes.shape[-1] if codes.ndim else 0
-    remedy = "Pack whole quads: the last axis is 4F."
-    check_multiple(columns, LANES, argument="codes.shape[-1]", remedy=remedy)
+    check_multiple(columns, LANES, argument="codes.shape[-1]", remedy="Pack whole quads: the last axis is 4F.")
     if fmt.code_bits == 8:
         return codes.contiguous().view(fmt.carrier)
     if not codes.is_meta and bool((codes >> fmt.code_bits).any()):
-        raise ShapeError.about(
-            "codes",
-            f"{fmt.name} codes from 0 to {2**fmt.code_bits - 1}, one per byte",
-            f"a code of {int(codes.max())}",
-            "Pass unpacked codes.",
-        )
+        expected = f"{fmt.name} codes from 0 to {2**fmt.code_bits - 1}, one per byte"
+        raise ShapeError.about("codes", expected, f"a code of {int(codes.max())}", "Pass unpacked codes.")
     lanes = codes.to(torch.int32).unflatten(-1, (-1, LANES)).unbind(-1)
     return (lanes[0] | lanes[1] << 4 | lanes[2] << 8 | lanes[3] << 12).to(fmt.carrier)
 
 
 @public
 def unpack_x4(words: Tensor, fmt: str | ElementFormat = "e4m3fn") -> Tensor:
-    """Invert :func:`pack_x4`.
-
-    Args:
-        words: ``[..., F]`` int32 or uint32 for fp8, int16 or uint16 for fp4.
-        fmt: element format.
-
-    Returns:
-        ``[..., 4F]`` uint8 codes; for fp8 a view of `words` where those are contiguous.
-
-    Raises:
-        DTypeError: words of another dtype.
-        ShapeError: no dimension.
-        ConfigError: unknown format.
-    """
+    """Invert :func:`pack_x4`: uint8 codes ``[..., 4F]`` of signed or unsigned words, for fp8 a view where possible."""
     fmt = element_format(fmt)
     unsigned = torch.uint32 if fmt.carrier is torch.int32 else torch.uint16
     check_dtype(words, (fmt.carrier, unsigned), argument="words")
-    remedy = "Pass a tensor with at least one axis."
-    check_multiple(words.ndim, 1, argument="words.ndim", remedy=remedy)
+    check_multiple(words.ndim, 1, argument="words.ndim", remedy="Pass a tensor with at least one axis.")
     words = words.detach().contiguous()
     if fmt.code_bits == 8:
         return words.view(torch.uint8)

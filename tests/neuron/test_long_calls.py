@@ -184,7 +184,7 @@ def test_frozen_experts_choose_per_call(tmp_path: Path, short: Any, monkeypatch:
 
     expected = forward(40)
     double = short(monkeypatch, target="trn3")
-    monkeypatch.setattr(importlib.import_module("hf_neuron_moe.backends.neuron.frozen"), "FROZEN_TOKENS", 32)
+    monkeypatch.setattr(importlib.import_module("hf_neuron_moe.backends.neuron.quantized_experts"), "FROZEN_TOKENS", 32)
     block.neuron_config = replace(block.neuron_config, backend="neuron")
     forward(32)
     assert len(double.launches) == 1

@@ -21,9 +21,9 @@ from hf_neuron_moe.backends.neuron.adapter import Adapter
 from hf_neuron_moe.backends.neuron.copies import weight_copy_bytes
 from hf_neuron_moe.backends.neuron.dense import DenseKernels, fake_saved
 from hf_neuron_moe.backends.neuron.experts import ExpertKernels, Experts
-from hf_neuron_moe.backends.neuron.frozen import FROZEN_TOKENS, FrozenKernels
 from hf_neuron_moe.backends.neuron.launch import Launcher
 from hf_neuron_moe.backends.neuron.limits import Block, check_call, most_tokens, this_device, why_not, why_not_tokens
+from hf_neuron_moe.backends.neuron.quantized_experts import FROZEN_TOKENS, FrozenKernels
 from hf_neuron_moe.backends.prepared import FreshWeights, PreparedWeights
 from hf_neuron_moe.backends.torch.backend import TorchBackend
 from hf_neuron_moe.errors import BackendUnavailableError

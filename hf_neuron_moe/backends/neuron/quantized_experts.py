@@ -12,18 +12,15 @@ Letters: T tokens, K experts per token, E experts, H hidden, I intermediate.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from hf_neuron_moe.backends.mx_weights import NATURAL, SWIZZLED, WORDS, MXExpertStack, MXLayout
 from hf_neuron_moe.backends.neuron.adapter import Adapter
-from hf_neuron_moe.backends.neuron.launch import Launcher
-from hf_neuron_moe.backends.neuron.layouts import pad_axes
-from hf_neuron_moe.backends.neuron.limits import BF16_HIDDEN, BF16_HIDDEN_STEP, BF16_TOKENS, Device
-from hf_neuron_moe.backends.neuron.routing import route, with_sink
-from hf_neuron_moe.backends.prepared import PreparedWeights
+from hf_neuron_moe.backends.neuron.launch import Kernels
+from hf_neuron_moe.backends.neuron.limits import BF16_HIDDEN, BF16_HIDDEN_STEP, BF16_TOKENS, CALL_LENGTH, Device
+from hf_neuron_moe.backends.neuron.orientation import pad_axes
+from hf_neuron_moe.backends.neuron.static_plan import route, with_sink
 from hf_neuron_moe.errors import ShapeError, public
 from hf_neuron_moe.formats.block_plan import choose_block_size
 from hf_neuron_moe.formats.constants import SwizzleScheme
@@ -47,19 +44,8 @@ WIDE, _WIDE_INNER_STEP = "moe_forward_mx_wide", 1024
 """shard_on_i_mx: no largest H is documented, and I is divided in halves of whole tiles of 512."""
 
 
-@dataclass(frozen=True)
-class FrozenKernels:
-    """Forward of blocks with MX weights.
-
-    Attributes:
-        adapter: finds the wrapper kernels.
-        launch: calls them.
-        weights: prepared copies.
-    """
-
-    adapter: Adapter
-    launch: Launcher
-    weights: PreparedWeights
+class FrozenKernels(Kernels):
+    """Forward of blocks with MX weights."""
 
     def why_not(self, stack: MXExpertStack, device: Device, training: bool) -> str | None:
         """Return why the kernels cannot compute `stack` on `device`, or None."""
@@ -95,13 +81,10 @@ class FrozenKernels:
     def _experts(self, x_TH: Tensor, index_TK: Tensor, weight_TK: Tensor, stack: MXExpertStack) -> Tensor:
         tokens, top_k, count = x_TH.shape[0], index_TK.shape[1], stack.gate_up_codes.shape[0]
         if tokens > FROZEN_TOKENS:
-            raise ShapeError.about(
-                "the number of tokens (batch size times length)",
-                f"at most {FROZEN_TOKENS}",
-                str(tokens),
-                "Use smaller batches or shorter sequences.",
-            )
-        wide = _words_kernel(stack) == WIDE
+            fix = "Use smaller batches or shorter sequences."
+            raise ShapeError.about(CALL_LENGTH, f"at most {FROZEN_TOKENS}", tokens, fix)
+        need = _words_kernel(stack)
+        wide = need == WIDE
         sizes, each = ((256, 512), 1) if wide else ((128, 256, 512), 2)
         block_size = choose_block_size(tokens, top_k, count, choices=sizes, n_block_per_iter=each).block_size
         routed = route(index_TK, weight_TK, count, block_size, sink=True, per_iteration=each, dtype=torch.bfloat16)
@@ -111,7 +94,7 @@ class FrozenKernels:
             "down_proj_bias": x_TH.new_zeros((count, x_TH.shape[1])),
         }
         out, *_ = self.launch(
-            self.adapter.kernel(_words_kernel(stack), "moe_forward"),
+            self.adapter.kernel(need, "moe_forward"),
             hidden_states=with_sink(x_TH),
             expert_affinities_masked=routed.affinities,
             gate_up_proj_weight=_unsigned(stack.gate_up_codes),
@@ -137,17 +120,14 @@ def why_not_frozen(stack: MXExpertStack, device: Device, adapter: Adapter, *, tr
     if device.platform != "trn3":
         return f"the MXFP8 kernels run on Trn3 only, and this is {device.platform}"
     if stack.gate_up_codes.dim() > 2:
-        return _why_not_words(stack, device) or adapter.why_not(kernel_need(stack))
-    for name, layout, size in (
-        ("gate_up_proj", stack.gate_up_layout, stack.hidden),
-        ("down_proj", stack.down_layout, stack.inner),
-    ):
-        reason = _why_not_operand(layout, size)
-        if reason is not None:
+        return _why_not_words(stack, device) or adapter.why_not(_words_kernel(stack))
+    sides = {"gate_up_proj": (stack.gate_up_layout, stack.hidden), "down_proj": (stack.down_layout, stack.inner)}
+    for name, (layout, size) in sides.items():
+        if reason := _why_not_operand(layout, size):
             return f"{name}: {reason}"
     if stack.down_layout.matrix_shape(stack.down_codes.shape)[1] != stack.inner:
         return "down_proj holds more columns than the network has"
-    return adapter.why_not(kernel_need(stack))
+    return adapter.why_not("mlp_forward_quantized")
 
 
 def kernel_need(stack: MXExpertStack) -> str:

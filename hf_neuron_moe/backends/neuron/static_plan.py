@@ -15,29 +15,17 @@ from hf_neuron_moe.formats.block_plan import build_block_plan, expert_mask
 
 
 class Routed(NamedTuple):
-    """The routing operands of one kernel call.
+    """The routing operands of one kernel call."""
 
-    Attributes:
-        affinities: ``[T' * E, 1]``, dense, token-major, zero where not selected.
-        ids: int32 ``[N * B]``, token of every slot; unused slots hold the sink row T, or -1 without one.
-        blocks: int32 ``[N, 1]``, expert of every block.
-    """
-
-    affinities: Tensor
-    ids: Tensor
-    blocks: Tensor
+    affinities: Tensor  # [T' * E, 1], dense, token-major, zero where not selected
+    ids: Tensor  # int32 [N * B], token of every slot; unused slots hold the sink row T, or -1 without one
+    blocks: Tensor  # int32 [N, 1], expert of every block
 
 
 def block_count(pairs: int, experts: int, block_size: int, per_iteration: int) -> int:
-    """Return the worst-case N for `pairs` token-expert pairs; no value of a routing enters, so shapes are static.
+    """Return the worst-case N for `pairs` = T * min(K, E), of which only shapes enter; sizes may be symbolic.
 
-    Works on symbolic sizes too.
-
-    Args:
-        pairs: T * min(K, E).
-        experts: E.
-        block_size: B.
-        per_iteration: N is rounded up to a multiple of this: 2 where two cores share the blocks.
+    N is rounded up to a multiple of `per_iteration`: 2 where two cores share the blocks.
     """
     blocks = -(-(pairs - (experts - 1)) // block_size) + experts - 1
     return -(-blocks // per_iteration) * per_iteration
@@ -58,15 +46,9 @@ def route(
     The kernels have one slot and one affinity per token and expert. A token that names an expert twice gets the sum of
     both weights, which is what two slots would give: the affinity enters the result as a factor.
 
-    Args:
-        index_TK: expert ids; ids >= E belong to other ranks and take no slot.
-        weight_TK: routing weights.
-        experts: E.
-        block_size: B.
-        sink: unused slots point at a zero row T behind the tokens (T' = T + 1), which the forward of the bf16 pair
-            documents; without, they hold -1 and the kernel skips them (T' = T).
-        per_iteration: see :func:`block_count`.
-        dtype: of the affinities.
+    Expert ids >= E belong to other ranks and take no slot. With `sink`, unused slots point at a zero row T behind the
+    tokens (T' = T + 1), which the forward of the bf16 pair documents; without, they hold -1 and the kernel skips them
+    (T' = T). `dtype` is that of the affinities.
     """
     plan = build_block_plan(
         expert_mask(index_TK, experts),
@@ -75,29 +57,18 @@ def route(
         n_block_per_iter=per_iteration,
         skip_token=not sink,
     )
-    affinities = _summed_affinities(index_TK, weight_TK, experts, index_TK.shape[0] + sink).to(dtype)
-    return Routed(affinities, plan.token_position_to_id, plan.block_to_expert[:, None])
-
-
-def _summed_affinities(index_TK: Tensor, weight_TK: Tensor, experts: int, rows: int) -> Tensor:
-    """Return ``[rows * E, 1]`` fp32, token-major: of every token and expert the sum of the weights that name it."""
     index = index_TK.long()
     place_TK = torch.where((index >= 0) & (index < experts), index, experts)
     table = weight_TK.new_zeros((index.shape[0], experts + 1), dtype=torch.float32)
     summed_TE = table.scatter_add(1, place_TK, weight_TK.to(torch.float32))[:, :experts]
-    return F.pad(summed_TE, (0, 0, 0, rows - index.shape[0])).reshape(-1, 1)
+    affinities = F.pad(summed_TE, (0, 0, 0, int(sink))).reshape(-1, 1).to(dtype)
+    return Routed(affinities, plan.token_position_to_id, plan.block_to_expert[:, None])
 
 
 def routing_gradient(d_affinities: Tensor, index_TK: Tensor, experts: int, dtype: torch.dtype) -> Tensor:
-    """Return the gradient of the routing weights ``[T, K]``.
+    """Return the gradient of the routing weights ``[T, K]`` from the kernel's ``[T * E, 1]``.
 
     Only entries of selected pairs are read: the 2.29 backward leaves others undefined. Pairs of other ranks get zero.
-
-    Args:
-        d_affinities: ``[T * E, 1]`` from the kernel.
-        index_TK: the routing.
-        experts: E.
-        dtype: of the result.
     """
     d_TE = d_affinities.reshape(index_TK.shape[0], experts)
     index = index_TK.long()

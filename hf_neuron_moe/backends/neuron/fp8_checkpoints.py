@@ -4,8 +4,8 @@ The kernels write and read bf16. Torch operations quantize what a forward kernel
 backward kernel reads it; so the gradients are those of the kernels at rounded activations. The dense backward also
 takes the gate's activation and the intermediate, which are then COAT's; the experts' makes them from gate and up.
 
-Bytes and numbers are those of the torch backend's ``kept.py``. The operations differ: these look at no value, so that
-a program with them can be traced.
+Bytes and values are those of the torch backend's saved activations. The operations differ: these look at no value, so
+that a program with them can be traced.
 
 C columns, G groups of them.
 """

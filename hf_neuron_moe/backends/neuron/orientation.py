@@ -22,17 +22,9 @@ def pad_axes(tensor: Tensor, sizes: tuple[int, ...]) -> Tensor:
 
 
 def kernel_weight(weight: Tensor, axes: str, wanted: str, hidden: int, inner: int) -> Tensor:
-    """Return a weight in bf16, contiguous, padded and with its axes in the wanted order.
+    """Return a weight in bf16, contiguous, padded to the kernel's H and I, with its `axes` in the `wanted` order.
 
-    Args:
-        weight: with one axis per letter of `axes`.
-        axes: its axes.
-        wanted: the same letters in the kernel's order.
-        hidden: H the kernel gets.
-        inner: I the kernel gets.
-
-    Returns:
-        `weight` itself, or a view of it, where that is what is wanted.
+    That is `weight` itself, or a view of it, where it is so already.
     """
     turned = weight.permute([axes.index(axis) for axis in wanted])
     full = {"H": hidden, "I": inner}
@@ -41,16 +33,7 @@ def kernel_weight(weight: Tensor, axes: str, wanted: str, hidden: int, inner: in
 
 
 def stock_gradient(gradient: Tensor, axes: str, wanted: str, hidden: int, inner: int, dtype: torch.dtype) -> Tensor:
-    """Invert :func:`kernel_weight` for a gradient; contiguous, in `dtype`.
-
-    Args:
-        gradient: with one axis per letter of `axes`, padded.
-        axes: its axes.
-        wanted: the parameter's axes.
-        hidden: H of the parameter.
-        inner: I of the parameter.
-        dtype: of the parameter.
-    """
+    """Invert :func:`kernel_weight` for a gradient: contiguous, with H, I, axes and dtype of a parameter."""
     own = {"H": hidden, "I": inner}
     cut = gradient[tuple(slice(0, own[axis]) if axis in own else slice(None) for axis in axes)]
     return cut.permute([axes.index(axis) for axis in wanted]).to(dtype).contiguous()
