@@ -17,23 +17,14 @@ from hf_neuron_moe.reference.block_rows import BlockRows
 
 @dataclass(frozen=True)
 class KeptBlocks:
-    """Buffers of the returned activations, uninitialized until every run has been put and :meth:`finish` was called.
-
-    Attributes:
-        rows: the plan's real slots.
-        block_to_expert: int64 ``[N]``.
-        gate_up: ``[N, 2, I, B]``.
-        down: ``[N, B, H]``, or None.
-        idle_E2I: content of slots without a token, fp32.
-        idle_EH: likewise for `down`.
-    """
+    """Buffers of the returned activations, uninitialized until every run has been put and :meth:`finish` was called."""
 
     rows: BlockRows
-    block_to_expert: Tensor
-    gate_up: Tensor
-    down: Tensor | None
-    idle_E2I: Tensor
-    idle_EH: Tensor
+    block_to_expert: Tensor  # int64 [N]
+    gate_up: Tensor  # [N, 2, I, B]
+    down: Tensor | None  # [N, B, H]
+    idle_E2I: Tensor  # content of slots without a token, fp32
+    idle_EH: Tensor  # likewise for `down`
 
     def put_gate_up(self, run: int, gate_RI: Tensor, up_RI: Tensor) -> None:
         """Write the pre-activations of one run, in the buffers' dtype."""
@@ -71,9 +62,7 @@ class KeptBlocks:
 
     def finish(self) -> tuple[Tensor, Tensor | None]:
         """Fill the blocks without tokens and return both buffers."""
-        used = torch.zeros(self.rows.blocks, dtype=torch.bool, device=self.block_to_expert.device)
-        used[torch.div(self.rows.slot_R, self.rows.block_size, rounding_mode="floor")] = True
-        spare = (~used).nonzero().reshape(-1)
+        spare = (~self.rows.used_blocks()).nonzero().reshape(-1)
         expert = self.block_to_expert[spare]
         self.gate_up[spare] = self.idle_E2I[expert].to(self.gate_up.dtype)[..., None]
         if self.down is not None:
