@@ -6,7 +6,6 @@ intermediate, E experts, N blocks of B slots.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import NamedTuple
@@ -27,6 +26,7 @@ from hf_neuron_moe.reference.moe_types import (
     QuantizationConfig,
     SkipMode,
     as_member,
+    is_number,
 )
 
 FLOATS = (torch.bfloat16, torch.float32)
@@ -181,11 +181,10 @@ def resolved(given: Arguments) -> Arguments:
 def _option_rules(given: Arguments) -> Iterator[Rule]:
     """Rules of numbers, dtypes and names, and of the arguments that upstream accepts without effect."""
     values = {name: getattr(given, name) for name in (*CLAMP_LIMITS, "gate_up_activations_T", "down_activations")}
-    for name in CLAMP_LIMITS:  # NaN would make every clamped value NaN
-        fix = "None is no limit; a tensor's value is its .item()."
+    fix = "None is no limit; a tensor's value is its .item()."
+    for name in CLAMP_LIMITS:
         limit = values[name]
-        number = isinstance(limit, int | float) and not isinstance(limit, bool) and not math.isnan(limit)
-        yield Rule(limit is None or number, name, "None or a number that is not NaN", shown(limit), fix)
+        yield Rule(limit is None or is_number(limit), name, "None or a number that is not NaN", shown(limit), fix)
     two, fix = "torch.bfloat16 or torch.float32", "float32 leaves out the roundings between matmuls."
     yield Rule(given.compute_dtype in FLOATS, "compute_dtype", two, given.compute_dtype, fix)
     dtype, fix = given.accumulation_dtype, "None returns the dtype of hidden_states."
