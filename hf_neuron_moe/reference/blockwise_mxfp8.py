@@ -52,6 +52,7 @@ from hf_neuron_moe.reference.blockwise_checks import (
 from hf_neuron_moe.reference.blockwise_grads import BackwardCall, run_backward
 from hf_neuron_moe.reference.blockwise_mm_bwd import MoEBackward
 from hf_neuron_moe.reference.moe_cte_epilogue import clamp_
+from hf_neuron_moe.reference.moe_cte_kept import fill_blocks
 from hf_neuron_moe.reference.moe_types import (
     ActFnType,
     AffinityOption,
@@ -154,7 +155,7 @@ def _forward(
     total_TH = torch.zeros(hidden_states.shape, dtype=torch.float32, device=device)
     gate_up_N2IB = hidden_states.new_zeros((rows.blocks, 2, inner, rows.block_size))
     inter_NIB = hidden_states.new_zeros((rows.blocks, inner, rows.block_size))
-    loader = tile_loader("mxfp8", device)
+    loader, idle_I = tile_loader("mxfp8", device), hidden_states.new_zeros(inner)
     x, emit = RowSource(hidden_states, rows.token_R), add_rows(total_TH, rows.token_R)
     for (expert, start, end), first in zip(rows.runs, rows.first_slots, strict=True):
         gate_RI, up_RI, inter_RI = (hidden_states.new_empty((end - start, inner)) for _ in range(3))
@@ -169,22 +170,9 @@ def _forward(
             epilogue=_Epilogue(loader, scale_R[start:end, None], inter_RI, limits),
         )
         emit(start, end, out_RH)
-        for target, values_RI in zip(
-            (gate_up_N2IB[:, 0], gate_up_N2IB[:, 1], inter_NIB), (gate_RI, up_RI, inter_RI), strict=True
-        ):
-            _fill_blocks(target, values_RI, first // rows.block_size)
+        for target, values_RI in ((gate_up_N2IB[:, 0], gate_RI), (gate_up_N2IB[:, 1], up_RI), (inter_NIB, inter_RI)):
+            fill_blocks(target, values_RI, first // rows.block_size, idle_I)
     return MoEForwardMXFP8(total_TH.to(hidden_states.dtype), gate_up_N2IB, inter_NIB)
-
-
-def _fill_blocks(target_NIB: Tensor, values_RI: Tensor, block: int) -> None:
-    """Write one expert's rows, which start at `block`, tokens innermost."""
-    size = target_NIB.shape[2]
-    full = len(values_RI) // size
-    whole = values_RI[: full * size].view(full, size, values_RI.shape[1])
-    target_NIB[block : block + full].copy_(whole.transpose(1, 2))
-    rest = values_RI[full * size :]
-    if len(rest):
-        target_NIB[block + full, :, : len(rest)].copy_(rest.t())
 
 
 @dataclass(frozen=True)

@@ -28,21 +28,15 @@ class KeptBlocks:
 
     def put_gate_up(self, run: int, gate_RI: Tensor, up_RI: Tensor) -> None:
         """Write the pre-activations of one run, in the buffers' dtype."""
-        size, inner = self.rows.block_size, gate_RI.shape[1]
-        block, full, rest = self._blocks(run)
+        block, _, _ = self._blocks(run)
         idle_2I = self.idle_E2I[self.rows.runs[run][0]]
         for half, values_RI in enumerate((gate_RI, up_RI)):
-            if block < 0:
-                blocks, places = self._slots(run)
-                self.gate_up[blocks, half] = idle_2I[half, :, None].to(self.gate_up.dtype)
-                self.gate_up[blocks, half, :, places] = values_RI
+            if block >= 0:
+                fill_blocks(self.gate_up[:, half], values_RI, block, idle_2I[half])
                 continue
-            whole = values_RI[: full * size].view(full, size, inner)
-            self.gate_up[block : block + full, half].copy_(whole.transpose(1, 2))
-            if rest:
-                last_IB = self.gate_up[block + full, half]
-                last_IB[:, :rest].copy_(values_RI[full * size :].t())
-                last_IB[:, rest:] = idle_2I[half, :, None]
+            blocks, places = self._slots(run)
+            self.gate_up[blocks, half] = idle_2I[half, :, None].to(self.gate_up.dtype)
+            self.gate_up[blocks, half, :, places] = values_RI
 
     def put_down(self, run: int, down_RH: Tensor) -> None:
         """Write the down projections of one run, in any float dtype."""
@@ -80,3 +74,15 @@ class KeptBlocks:
         _, start, end = self.rows.runs[run]
         slot_R, size = self.rows.slot_R[start:end], self.rows.block_size
         return torch.div(slot_R, size, rounding_mode="floor"), slot_R % size
+
+
+def fill_blocks(target_NIB: Tensor, values_RI: Tensor, block: int, idle_I: Tensor) -> None:
+    """Write one expert's rows, which start at `block`, tokens innermost; slots after the last row get `idle_I`."""
+    size = target_NIB.shape[2]
+    full, rest = divmod(len(values_RI), size)
+    whole = values_RI[: full * size].view(full, size, values_RI.shape[1])
+    target_NIB[block : block + full].copy_(whole.transpose(1, 2))
+    if rest:
+        last_IB = target_NIB[block + full]
+        last_IB[:, :rest].copy_(values_RI[full * size :].t())
+        last_IB[:, rest:] = idle_I[:, None]
