@@ -47,16 +47,11 @@ def block_rows(
     *,
     without_gaps: bool = False,
 ) -> BlockRows:
-    """Collect the real slots of a plan.
+    """Check a plan and collect its real slots.
 
-    Args:
-        token_position_to_id: int ``[N * B]``; ids -1 and `tokens` mark unused slots.
-        block_to_expert: int ``[N]`` or ``[N, 1]``; the id E is allowed for blocks without tokens.
-        block_size: B.
-        tokens: number of real tokens T.
-        experts: E.
-        without_gaps: refuse unused slots before used ones of the same expert (MX groups are formed by slot, so such
-            gaps would change the numbers).
+    `token_position_to_id` is int ``[N * B]``, where -1 and T mark unused slots, `block_to_expert` int ``[N]`` or
+    ``[N, 1]``, where the id E is allowed for blocks without tokens. With `without_gaps`, unused slots before used ones
+    of the same expert are refused: MX groups are formed by slot, so such gaps would change the values.
     """
     block_to_expert = block_to_expert.reshape(-1).long()
     blocks = block_to_expert.numel()

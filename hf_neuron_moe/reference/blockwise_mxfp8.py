@@ -97,26 +97,16 @@ def blockwise_mm_fwd_mxfp8(
 ) -> MoEForwardMXFP8:
     """Forward of the experts in MXFP8, the affinity on the intermediate.
 
-    Args:
-        hidden_states: bf16 ``[T', H]``, H a multiple of 128.
-        expert_affinities_masked: bf16 or fp32 ``[T' * E, 1]``, dense and masked, token-major.
-        gate_up_proj_weight: bf16 ``[E, 2, I, H]``, 0 gate and 1 up (the stock fused layout), I a multiple of 128.
-        down_proj_weight: bf16 ``[E, H, I]``.
-        token_position_to_id: int ``[N * B]``; T (or -1 with ``skip_token``) marks unused slots, which come last.
-        block_to_expert: int ``[N]``.
-        block_size: B, one of 128 to 4096 in powers of two.
-        skip_dma: ``SkipMode``; ``skip_weight`` has no effect on values.
-        activation_function: SiLU.
-        clamp_limits: limits on gate and up before the activation; see `device_limits`.
-        gate_up_proj_scale: refused: the layout of pre-quantized weights is not documented.
-        down_proj_scale: refused likewise.
-        gate_and_up_proj_bias: refused: the documented kernel has no biases.
-        down_proj_bias: refused likewise.
-        device_limits: refuse clamp limits that bf16 does not hold, which the backward would miss; None is True here,
-            where hidden states are always bf16.
+    `hidden_states` are bf16 ``[T', H]``, `expert_affinities_masked` bf16 or fp32 ``[T' * E, 1]`` (dense and masked,
+    token-major), `gate_up_proj_weight` bf16 ``[E, 2, I, H]`` (0 gate and 1 up, the stock fused layout),
+    `down_proj_weight` bf16 ``[E, H, I]``; H and I are multiples of 128. The plan is `token_position_to_id`, int
+    ``[N * B]``, where T (or -1 with ``skip_token``) marks unused slots, which come last, `block_to_expert`, int
+    ``[N]``, and `block_size` B, one of 128 to 4096 in powers of two.
 
-    Returns:
-        Output, pre-activations and intermediate, see :class:`MoEForwardMXFP8`.
+    `clamp_limits` limit gate and up before the activation. Limits that bf16 does not hold are refused, because the
+    backward would miss them, unless `device_limits` is False. ``skip_weight`` of `skip_dma` has no effect on values.
+    Scales and biases are refused: the layout of pre-quantized weights is not documented, and the documented kernel has
+    no biases.
     """
     _check_unknown(
         gate_up_proj_scale=gate_up_proj_scale,
@@ -126,14 +116,16 @@ def blockwise_mm_fwd_mxfp8(
     )
     _check_only({"activation_function": (activation_function, ActFnType.SiLU)})
     limits = _checked_options(block_size, skip_dma, clamp_limits, device_limits)
-    tensors = {"hidden_states": hidden_states, "gate_up_proj_weight": gate_up_proj_weight}
-    tensors["down_proj_weight"] = down_proj_weight
-    plan = {"token_position_to_id": token_position_to_id, "block_to_expert": block_to_expert}
+    tensors = {
+        "hidden_states": hidden_states,
+        "gate_up_proj_weight": gate_up_proj_weight,
+        "down_proj_weight": down_proj_weight,
+        "expert_affinities_masked": expert_affinities_masked,
+        "token_position_to_id": token_position_to_id,
+        "block_to_expert": block_to_expert,
+    }
     _check_dtypes(tensors)
-    check_dtype(expert_affinities_masked, FLOATS, "expert_affinities_masked")
-    for name, ids in plan.items():
-        check_dtype(ids, INTEGERS, name)
-    check_same_device({**tensors, "expert_affinities_masked": expert_affinities_masked, **plan})
+    check_same_device(tensors)
     check_shape(hidden_states, (None, None), "[T', H]", "hidden_states")
     rows_in_table, hidden = hidden_states.shape
     check_shape(gate_up_proj_weight, (None, 2, None, hidden), "[E, 2, I, H]", "gate_up_proj_weight")
@@ -225,28 +217,11 @@ def blockwise_mm_bwd_mxfp8(
 ) -> MoEBackward:
     """Gradients of :func:`blockwise_mm_fwd_mxfp8` from its pre-activations.
 
-    Args:
-        hidden_states: bf16 ``[T', H]``, H a multiple of 128.
-        expert_affinities_masked: bf16 or fp32 ``[T' * E, 1]``.
-        gate_up_proj_weight: bf16 ``[E, H, 2, I]``: not the forward's layout. I a multiple of 128.
-        down_proj_weight: bf16 ``[E, I, H]``.
-        gate_up_proj_act_checkpoint_T: ``[N, 2, I, B]``, required.
-        token_position_to_id: int ``[N * B]``.
-        block_to_expert: int ``[N]``.
-        output_hidden_states_grad: bf16 ``[T', H]``.
-        block_size: B, one of 128 to 4096 in powers of two; a token's MX groups along the token axis lie in its block.
-        skip_dma: as in the forward.
-        shard_option: SHARD_ON_FREE.
-        affinity_option: AFFINITY_ON_I.
-        clamp_limits: the forward's limits, as strict masks; see `device_limits`.
-        bias: refused if True: the documented kernel has no biases.
-        activation_type: SiLU.
-        gate_up_proj_scale: refused: the layout of pre-quantized weights is not documented.
-        down_proj_scale: refused likewise.
-        device_limits: as in the forward.
+    Arguments are the forward's but for the weights, here bf16 ``[E, H, 2, I]`` and ``[E, I, H]``, the required
+    `gate_up_proj_act_checkpoint_T` ``[N, 2, I, B]`` and `output_hidden_states_grad`, bf16 ``[T', H]``. The limits are
+    strict masks here. A token's MX groups along the token axis lie in its block.
 
-    Returns:
-        ``[T', H]``, ``[T' * E, 1]``, ``[E, H, 2, I]`` and ``[E, I, H]`` in their operands' dtypes.
+    Returns ``[T', H]``, ``[T' * E, 1]``, ``[E, H, 2, I]`` and ``[E, I, H]`` in their operands' dtypes.
     """
     _check_unknown(
         gate_up_proj_scale=gate_up_proj_scale, down_proj_scale=down_proj_scale, bias=None if bias is False else bias
@@ -309,8 +284,9 @@ def _check_only(options: dict[str, tuple[object, ActFnType | ShardOption | Affin
 
 
 def _check_dtypes(tensors: dict[str, Tensor]) -> None:
+    others = {"expert_affinities_masked": FLOATS, "token_position_to_id": INTEGERS, "block_to_expert": INTEGERS}
     for name, tensor in tensors.items():
-        check_dtype(tensor, (torch.bfloat16,), name)
+        check_dtype(tensor, others.get(name, (torch.bfloat16,)), name)
 
 
 def _check_tiles(hidden: int, inner: int) -> None:

@@ -44,8 +44,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
-from typing import NamedTuple, ParamSpec, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -76,6 +76,16 @@ class MoEForward(NamedTuple):
     down_activations: Tensor | None
 
 
+def bound(name: str, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all arguments of a call of the function `name`, whose name stands in the error of a wrong one."""
+    try:
+        arguments = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{name}() {error}") from None
+    arguments.apply_defaults()
+    return arguments.arguments
+
+
 def _taking(record: Callable[P, RecordT]) -> Callable[[Callable[[RecordT], ReturnT]], Callable[P, ReturnT]]:
     """Make a function of a record one of the record's fields, with their order, defaults and documentation."""
     declared = inspect.signature(record)
@@ -83,10 +93,7 @@ def _taking(record: Callable[P, RecordT]) -> Callable[[Callable[[RecordT], Retur
     def decorate(function: Callable[[RecordT], ReturnT]) -> Callable[P, ReturnT]:
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> ReturnT:
-            try:
-                declared.bind(*args, **kwargs)
-            except TypeError as error:
-                raise TypeError(f"{function.__name__}() {error}") from None
+            bound(function.__name__, declared, args, kwargs)
             return function(record(*args, **kwargs))
 
         fields = (record.__doc__ or "").partition("Attributes:")[2]

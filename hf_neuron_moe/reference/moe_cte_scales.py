@@ -62,15 +62,9 @@ def read_scales(
 ) -> Scales:
     """Check FP8 scales and bring them into one form.
 
-    Args:
-        weights: scales of the gate and up projections and of the down projection, a pair of one kind of the table at
-            the top of this file.
-        inputs: activation scales per token ``[T', 1]`` or per expert, ``[E, 2, 1]`` and ``[E, 1]``. They multiply after
-            the weight scale: the caller has divided the hidden states by the first. No value is quantized here.
-        experts: E.
-        hidden: H.
-        inner: I.
-        rows: T'.
+    `weights` are of one kind of the table at the top of this file. `inputs` are activation scales per token
+    ``[T', 1]`` or per expert, ``[E, 2, 1]`` and ``[E, 1]``. They multiply after the weight scale: the caller has
+    divided the hidden states by the first. No value is quantized here.
     """
     (gate_up, down), (gate_up_in, down_in) = weights, inputs
     weighted = require_pair(gate_up, down, ("gate_up_proj_scale", "down_proj_scale"))

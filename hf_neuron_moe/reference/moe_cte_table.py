@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hf_neuron_moe.checks import Rule, check_rules, check_shape
 from hf_neuron_moe.errors import public
-from hf_neuron_moe.reference.moe_cte import MoEForward, forward
+from hf_neuron_moe.reference.moe_cte import MoEForward, bound, forward
 from hf_neuron_moe.reference.moe_cte_arguments import Arguments
 from hf_neuron_moe.reference.moe_types import (
     ExpertAffinityScaleMode,
@@ -171,12 +171,7 @@ def direct(name: str, module: str) -> Callable[..., MoEForward]:
     signature = signature_of(kernel)
 
     def call(*args: object, **kwargs: object) -> MoEForward:
-        try:
-            bound = signature.bind(*args, **kwargs)
-        except TypeError as error:
-            raise TypeError(f"{name}() {error}") from None
-        bound.apply_defaults()
-        return _run(kernel, bound.arguments)
+        return _run(kernel, bound(name, signature, args, kwargs))
 
     call.__name__ = call.__qualname__ = name
     call.__module__, call.__doc__ = module, kernel.text
