@@ -64,14 +64,9 @@ def count_blocks(
 ) -> int:
     """Return the worst-case number of blocks N for any routing of `tokens` to min(K, E) experts each.
 
-    Args:
-        tokens: T.
-        top_k: K.
-        experts: E; under expert parallelism those of this rank.
-        block_size: B.
-        n_block_per_iter: round N up to a multiple of this (2 where blocks are shared by two cores).
-        tighten: there are no more blocks than pairs: ``N <= T * min(K, E)``, as serving frameworks have it. Upstream's
-            plans do without, so leave it False where N has to be theirs.
+    Under expert parallelism E are the experts of this rank. N is rounded up to a multiple of `n_block_per_iter` (2
+    where blocks are shared by two cores). With `tighten` there are no more blocks than pairs, ``N <= T * min(K, E)``,
+    as serving frameworks have it. Upstream's plans do without, so leave it False where N has to be theirs.
     """
     sizes = {"T": tokens, "top_k": top_k, "E": experts, "block_size": block_size, "n_block_per_iter": n_block_per_iter}
     check_sizes(sizes)
@@ -94,15 +89,9 @@ def choose_block_size(
 ) -> BlockSizeChoice:
     """Choose the largest block size whose padding stays within bounds, or else the one with the least padding.
 
-    Larger blocks read each expert's weights less often; smaller ones waste fewer slots.
-
-    Args:
-        tokens: T.
-        top_k: K.
-        experts: E.
-        choices: sizes to choose from; the default are those every release's backward takes.
-        max_padding: share of slots that may stay empty, of the static N.
-        n_block_per_iter: as in :func:`count_blocks`.
+    Larger blocks read each expert's weights less often; smaller ones waste fewer slots. The default `choices` are the
+    sizes that every release's backward takes; `max_padding` is the share of the slots of the static N that may stay
+    empty. `n_block_per_iter` as in :func:`count_blocks`.
     """
     sizes = tuple(choices) if isinstance(choices, Iterable) else (choices,)
     for size in sizes:
@@ -176,14 +165,10 @@ def build_block_plan(
 def dropping_capacity(
     tokens: int, top_k: int, experts: int, capacity_factor: float, *, convention: str = "nki-library"
 ) -> int:
-    """Return the slots per expert of a dropping plan.
+    """Return the slots per expert of a dropping plan, for T over the whole batch and the E of this rank.
 
-    Args:
-        tokens: T, over the whole batch.
-        top_k: K.
-        experts: E of this rank.
-        capacity_factor: multiple of the slots that an even routing needs.
-        convention: "nki-library" ``T * K * factor // E``, or "nxd" ``ceil(T * K * factor / E)``.
+    `capacity_factor` is a multiple of the slots that an even routing needs. The capacity is ``T * K * factor // E`` by
+    the convention "nki-library", ``ceil(T * K * factor / E)`` by "nxd".
     """
     check_sizes({"T": tokens, "top_k": top_k, "E": experts})
     known, fix = convention in ("nki-library", "nxd"), "They round the capacity down and up."
@@ -249,12 +234,10 @@ def _local(top_k_index: Tensor, experts: int, first_expert: int) -> Tensor:
 
 @public
 def expert_mask(top_k_index: Tensor, experts: int, *, first_expert: int = 0) -> Tensor:
-    """Return the bool mask ``[T, E]`` of a top-k routing ``[T, K]``.
+    """Return the bool mask ``[T, E]`` of a top-k routing ``[T, K]`` of expert ids of 0 and above.
 
-    Args:
-        top_k_index: expert ids of 0 and above.
-        experts: E of this rank.
-        first_expert: id of its first expert; ids outside of ``first_expert .. first_expert + E - 1`` select nothing.
+    `first_expert` is the id of this rank's first expert; ids outside of ``first_expert .. first_expert + E - 1`` select
+    nothing.
     """
     check_routing(top_k_index)
     check_ids(experts, first_expert)

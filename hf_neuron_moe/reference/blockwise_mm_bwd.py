@@ -38,6 +38,7 @@ from hf_neuron_moe.reference.activations import act_, act_grad_
 from hf_neuron_moe.reference.block_rows import BlockRows, block_rows, check_one_block_per_expert
 from hf_neuron_moe.reference.blockwise_buffers import GradBuffers, check_buffers
 from hf_neuron_moe.reference.blockwise_checks import (
+    FLOATS,
     Operands,
     Options,
     check_block_size,
@@ -214,10 +215,8 @@ def blockwise_mm_bwd(
     )  # fmt: skip
     rows = _checked_rows(operands, options, buffers, device_limits, release)
     added = _affinity_bias(operands, options, bias, convention, upstream_affinity_grad)
-    fix = "Use the kernels' default, torch.bfloat16."
-    two = (torch.bfloat16, torch.float32)
-    rule = Rule(compute_dtype in two, "compute_dtype", "torch.bfloat16 or torch.float32", repr(compute_dtype), fix)
-    check_rules([rule])
+    fits, fix = compute_dtype in FLOATS, "Use the kernels' default, torch.bfloat16."
+    check_rules([Rule(fits, "compute_dtype", "torch.bfloat16 or torch.float32", repr(compute_dtype), fix)])
     precision = "fp32" if torch.float32 in (hidden_states.dtype, compute_dtype) else "bf16"
     call = BackwardCall(operands, rows, precision, options.on_hidden, _gating(options, skip_gate_proj), bias, added)
     results = run_backward(call, buffers)

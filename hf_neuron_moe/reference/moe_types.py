@@ -162,10 +162,8 @@ class ShardOnBlockConfig:
     @public("ShardOnBlockConfig")
     def __post_init__(self) -> None:
         for name, kind in (("block_sharding_strategy", BlockShardStrategy), ("quantization_type", QuantizationType)):
-            member = as_member(getattr(self, name), kind, argument=name)
-            object.__setattr__(self, name, member)
-        flags = ("non_overlapping_shards", "use_packed_scales")
-        check_flags({name: getattr(self, name) for name in flags})
+            object.__setattr__(self, name, as_member(getattr(self, name), kind, argument=name))
+        check_flags({name: getattr(self, name) for name in ("non_overlapping_shards", "use_packed_scales")})
         for name in ("n_block_per_iter", "n_static_blocks", "n_dynamic_blocks", "top_k", "ep_degree"):
             _check_count(getattr(self, name), name)
         check_record(self.weight_dtype, torch.dtype, argument="weight_dtype")
@@ -181,8 +179,8 @@ class ShardOnIConfig:
 
     @public("ShardOnIConfig")
     def __post_init__(self) -> None:
-        flags = ("checkpoint_activation", "expert_affinity_multiply_on_I")
-        check_flags({name: getattr(self, name) for name in flags})
+        names = ("checkpoint_activation", "expert_affinity_multiply_on_I")
+        check_flags({name: getattr(self, name) for name in names})
         if self.num_static_block is not None:
             _check_count(self.num_static_block, "num_static_block")
 
