@@ -17,33 +17,25 @@ from hf_neuron_moe.errors import ShapeError
 from hf_neuron_moe.reference.block_rows import BlockRows
 from hf_neuron_moe.reference.blockwise_checks import FLOATS, Operands
 
+BUFFERS = (
+    "hidden_states_grad_out",
+    "expert_affinities_masked_grad_out",
+    "gate_up_proj_weight_grad_out",
+    "down_proj_weight_grad_out",
+)
+
 
 @dataclass(frozen=True)
 class GradBuffers:
-    """Where results go; None stands for a new tensor."""
+    """Where results go: the ``*_grad_out`` arguments, None for a new tensor."""
 
-    hidden: Tensor | None = None  # [T', H]
-    affinity: Tensor | None = None  # [T' * E, 1]
-    gate_up: Tensor | None = None  # [E, H, 2, I]
-    down: Tensor | None = None  # [E, I, H]
+    hidden_states_grad_out: Tensor | None = None  # [T', H]
+    expert_affinities_masked_grad_out: Tensor | None = None  # [T' * E, 1]
+    gate_up_proj_weight_grad_out: Tensor | None = None  # [E, H, 2, I]
+    down_proj_weight_grad_out: Tensor | None = None  # [E, I, H]
     add: bool = False  # add to the buffers
     assign_rows: bool = False  # store the hidden gradient's rows instead of adding them
     dtype: torch.dtype | None = None  # of new weight and bias gradients; None is that of the weights
-
-    @property
-    def named(self) -> dict[str, Tensor | None]:
-        """The buffers under their argument names."""
-        return {
-            "hidden_states_grad_out": self.hidden,
-            "expert_affinities_masked_grad_out": self.affinity,
-            "gate_up_proj_weight_grad_out": self.gate_up,
-            "down_proj_weight_grad_out": self.down,
-        }
-
-    @property
-    def given(self) -> tuple[str, ...]:
-        """Names of the buffers that the caller passed."""
-        return tuple(name for name, buffer in self.named.items() if buffer is not None)
 
     def weights(self, operands: Operands) -> ExpertStack:
         """Return the weight gradients' memory as the experts write it."""
@@ -51,24 +43,27 @@ class GradBuffers:
         dtype = self.dtype or gate_up.dtype
         gate_up_out = torch.empty_like(gate_up, dtype=dtype, memory_format=torch.contiguous_format)
         down_out = torch.empty_like(down, dtype=dtype, memory_format=torch.contiguous_format)
-        gate_up_out = gate_up_out if self.gate_up is None else self.gate_up
-        down_out = down_out if self.down is None else self.down
+        if self.gate_up_proj_weight_grad_out is not None:
+            gate_up_out = self.gate_up_proj_weight_grad_out
+        if self.down_proj_weight_grad_out is not None:
+            down_out = self.down_proj_weight_grad_out
         return ExpertStack(gate_up_out.view(gate_up.shape[0], gate_up.shape[1], -1), down_out, transposed=True)
 
     def store_hidden(self, d_hidden: Tensor, rows: BlockRows, dtype: torch.dtype) -> Tensor:
         """Return the fp32 hidden gradient in `dtype`, or write it to the buffer and return that."""
-        if self.hidden is None:
+        out = self.hidden_states_grad_out
+        if out is None:
             return d_hidden.to(dtype)
         if not self.add:
-            return self.hidden.copy_(d_hidden)
+            return out.copy_(d_hidden)
         if self.assign_rows:
-            self.hidden[rows.token_R] = d_hidden[rows.token_R].to(self.hidden.dtype)
-            return self.hidden
-        return self.hidden.add_(d_hidden)
+            out[rows.token_R] = d_hidden[rows.token_R].to(out.dtype)
+            return out
+        return out.add_(d_hidden)
 
     def store_affinity(self, d_scale_R: Tensor, rows: BlockRows, affinities: Tensor, experts: int) -> Tensor:
         """Assign the pairs' gradients to a dense zero ``[T' * E, 1]``, or to the buffer, and return it."""
-        out = self.affinity
+        out = self.expert_affinities_masked_grad_out
         if out is None:
             out = torch.zeros(affinities.shape, dtype=affinities.dtype, device=affinities.device)
         elif not self.add:
@@ -85,9 +80,11 @@ def check_buffers(buffers: GradBuffers, operands: Operands, rows: BlockRows) -> 
         (operands.gate_up_proj_weight, "[E, H, 2, I]"),
         (operands.down_proj_weight, "[E, I, H]"),
     )
-    given = {name: buffer for name, buffer in buffers.named.items() if buffer is not None}
-    for (name, buffer), (like, words) in zip(buffers.named.items(), likes, strict=True):
+    given: dict[str, Tensor] = {}
+    for name, (like, words) in zip(BUFFERS, likes, strict=True):
+        buffer = getattr(buffers, name)
         if buffer is not None:
+            given[name] = buffer
             check_dtype(buffer, FLOATS, name)
             check_shape(buffer, tuple(like.shape), words, name)
             fix = "Allocate it with torch.empty of that shape."
@@ -98,7 +95,7 @@ def check_buffers(buffers: GradBuffers, operands: Operands, rows: BlockRows) -> 
 
 
 def _accumulation_rules(buffers: GradBuffers, given: dict[str, Tensor], rows: BlockRows) -> Iterator[Rule]:
-    missing = [name for name in buffers.named if name not in given]
+    missing = [name for name in BUFFERS if name not in given]
     fix = "Pass all four *_grad_out buffers to add to."
     expected = f"False without {missing[0] if missing else ''}"
     yield Rule(not (buffers.add and missing), "skip_grad_initialization", expected, "True", fix)

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from dataclasses import fields, replace
 from typing import NamedTuple
 
 import torch
@@ -36,7 +37,7 @@ from hf_neuron_moe.checks import Rule, check_flags, check_optional_flag, check_r
 from hf_neuron_moe.errors import NeuronMoEWarning, public
 from hf_neuron_moe.reference.activations import act_, act_grad_
 from hf_neuron_moe.reference.block_rows import BlockRows, block_rows, check_one_block_per_expert
-from hf_neuron_moe.reference.blockwise_buffers import GradBuffers, check_buffers
+from hf_neuron_moe.reference.blockwise_buffers import BUFFERS, GradBuffers, check_buffers
 from hf_neuron_moe.reference.blockwise_checks import (
     FLOATS,
     Operands,
@@ -58,6 +59,16 @@ from hf_neuron_moe.reference.moe_types import (
     SkipMode,
     as_member,
 )
+
+_SWITCHES = ("is_tensor_update_accumulating", "skip_grad_initialization", "skip_gate_proj", "upstream_affinity_grad")
+_LATER = {
+    "skip_grad_initialization": False,
+    "blocking_params": None,
+    "accumulation_dtype": None,
+    "skip_gate_proj": False,
+    **dict.fromkeys(BUFFERS),
+}
+"""Arguments that 2.29 does not have, with their defaults."""
 
 
 class MoEBackward(NamedTuple):
@@ -169,35 +180,19 @@ def blockwise_mm_bwd(
         Four gradients, or six with `bias`: hidden and affinity gradients in their operands' dtypes, the others in
         `accumulation_dtype` or the weights'. Entries without a contribution are zero.
     """
-    check_flags(
-        {
-            "is_tensor_update_accumulating": is_tensor_update_accumulating,
-            "skip_grad_initialization": skip_grad_initialization,
-            "bias": bias,
-            "skip_gate_proj": skip_gate_proj,
-            "upstream_affinity_grad": upstream_affinity_grad,
-        }
-    )
+    given = locals()
+    check_flags({name: given[name] for name in (*_SWITCHES, "bias")})
     check_optional_flag(device_limits, "device_limits")
     check_blocking(blocking_params)
     check_block_size(block_size, block_tile_size)
     check_record(skip_dma, SkipMode, "skip_dma")
     check_record(clamp_limits, ClampLimits, "clamp_limits")
     buffers = GradBuffers(
-        hidden_states_grad_out,
-        expert_affinities_masked_grad_out,
-        gate_up_proj_weight_grad_out,
-        down_proj_weight_grad_out,
+        **{name: given[name] for name in BUFFERS},
         add=skip_grad_initialization,
         assign_rows=not is_tensor_update_accumulating,
         dtype=accumulation_dtype,
     )
-    later = {
-        "skip_grad_initialization": skip_grad_initialization,
-        "blocking_params": blocking_params is not None,
-        "accumulation_dtype": accumulation_dtype is not None,
-        "skip_gate_proj": skip_gate_proj,
-    }
     options = Options(
         block_size=block_size,
         shard=read_shard_option(shard_option),
@@ -206,13 +201,11 @@ def blockwise_mm_bwd(
         activation=as_member(activation_type, ActFnType, argument="activation_type"),
         clamp_limits=clamp_limits or ClampLimits(),
         skip_token=skip_dma is not None and skip_dma.skip_token,
-        later=(*(name for name, given in later.items() if given), *buffers.given),
+        later=tuple(name for name, default in _LATER.items() if given[name] is not default),
     )
-    operands = Operands(
-        hidden_states, expert_affinities_masked, gate_up_proj_weight, down_proj_weight, gate_up_proj_act_checkpoint_T,
-        down_proj_act_checkpoint if options.on_hidden else None, token_position_to_id, block_to_expert,
-        output_hidden_states_grad, down_proj_bias,
-    )  # fmt: skip
+    operands = Operands(**{field.name: given[field.name] for field in fields(Operands)})
+    if not options.on_hidden:
+        operands = replace(operands, down_proj_act_checkpoint=None)
     rows = _checked_rows(operands, options, buffers, device_limits, release)
     added = _affinity_bias(operands, options, bias, convention, upstream_affinity_grad)
     fits, fix = compute_dtype in FLOATS, "Use the kernels' default, torch.bfloat16."
