@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.errors import ConfigError, DeviceError, DTypeError, ShapeError
+from hf_neuron_moe.errors import ConfigError, DeviceError, DTypeError, NeuronMoEError, ShapeError
 
 FLOATS = (torch.bfloat16, torch.float32, torch.float16)
 _PAD = "Zero-pad to the next multiple (padding with zeros is exact); patched modules do so themselves."
@@ -113,3 +114,27 @@ def check_record(value: object, kind: type, argument: str, optional: bool = True
 def shown(value: object) -> str:
     """Return a wrong argument as a message shows it: the value if it is short, else its type."""
     return repr(value) if value is None or isinstance(value, str | int | float) else f"a {type(value).__name__}"
+
+
+class Rule(NamedTuple):
+    """Whether a condition on an argument holds, and what the error says where it does not."""
+
+    holds: bool
+    argument: str
+    expected: str
+    got: object
+    fix: str
+    error: type[NeuronMoEError] = ConfigError
+
+
+def check_rules(rules: Iterable[Rule]) -> None:
+    """Raise the error of the first rule that does not hold."""
+    for rule in rules:
+        if not rule.holds:
+            raise rule.error.about(rule.argument, rule.expected, rule.got, rule.fix)
+
+
+def check_optional_flag(flag: object, name: str) -> None:
+    """Raise ConfigError for a switch that is neither None nor a bool."""
+    if flag is not None:
+        check_flags({name: flag})

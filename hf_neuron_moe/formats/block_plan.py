@@ -20,12 +20,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.checks import check_flags
+from hf_neuron_moe.checks import Rule, check_flags, check_rules
 from hf_neuron_moe.errors import ConfigError, ShapeError, nearest, public
 from hf_neuron_moe.formats.block_plan_checks import (
     check_distinct,
     check_finite,
-    check_first_expert,
+    check_ids,
     check_mask,
     check_routing,
     check_row_sums,
@@ -40,32 +40,22 @@ BLOCK_SIZES = (128, 256, 512, 1024)
 class BlockPlan(NamedTuple):
     """The integer inputs of ``moe_cte`` and ``blockwise_mm_bwd``.
 
-    Attributes:
-        token_position_to_id: int32 ``[N * B]``, token of every slot.
-        block_to_expert: int32 ``[N]``.
-        conditions: int32 ``[N + 1]``, 1 for blocks with real tokens, then a final 0; other consumers' vectors come
-            from :func:`hf_neuron_moe.reference.block_conditions.block_conditions`.
-        block_size: B.
+    ``conditions`` are 1 for blocks with real tokens, then a final 0; other consumers' vectors come from
+    :func:`hf_neuron_moe.reference.block_conditions.block_conditions`.
     """
 
-    token_position_to_id: Tensor
-    block_to_expert: Tensor
-    conditions: Tensor
-    block_size: int
+    token_position_to_id: Tensor  # int32 [N * B], token of every slot
+    block_to_expert: Tensor  # int32 [N]
+    conditions: Tensor  # int32 [N + 1]
+    block_size: int  # B
 
 
 class BlockSizeChoice(NamedTuple):
-    """A block size and what it costs.
+    """A block size and what it costs."""
 
-    Attributes:
-        block_size: B.
-        blocks: N.
-        padding: share of the N * B slots that no routing of this size fills.
-    """
-
-    block_size: int
-    blocks: int
-    padding: float
+    block_size: int  # B
+    blocks: int  # N
+    padding: float  # share of the N * B slots that no routing of this size fills
 
 
 @public
@@ -74,17 +64,9 @@ def count_blocks(
 ) -> int:
     """Return the worst-case number of blocks N for any routing of `tokens` to min(K, E) experts each.
 
-    Args:
-        tokens: T.
-        top_k: K.
-        experts: E; under expert parallelism those of this rank.
-        block_size: B.
-        n_block_per_iter: round N up to a multiple of this (2 where blocks are shared by two cores).
-        tighten: there are no more blocks than pairs: ``N <= T * min(K, E)``, as serving frameworks have it. Upstream's
-            plans do without, so leave it False where N has to be theirs.
-
-    Raises:
-        ShapeError: a size is not a positive integer.
+    Under expert parallelism E are the experts of this rank. N is rounded up to a multiple of `n_block_per_iter` (2
+    where blocks are shared by two cores). With `tighten` there are no more blocks than pairs, ``N <= T * min(K, E)``,
+    as serving frameworks have it. Upstream's plans do without, so leave it False where N has to be theirs.
     """
     sizes = {"T": tokens, "top_k": top_k, "E": experts, "block_size": block_size, "n_block_per_iter": n_block_per_iter}
     check_sizes(sizes)
@@ -107,32 +89,20 @@ def choose_block_size(
 ) -> BlockSizeChoice:
     """Choose the largest block size whose padding stays within bounds, or else the one with the least padding.
 
-    Larger blocks read each expert's weights less often; smaller ones waste fewer slots.
-
-    Args:
-        tokens: T.
-        top_k: K.
-        experts: E.
-        choices: sizes to choose from; the default are those every release's backward takes.
-        max_padding: share of slots that may stay empty, of the static N.
-        n_block_per_iter: as in :func:`count_blocks`.
-
-    Raises:
-        ShapeError: a size is not a positive integer, or there is no choice.
-        ConfigError: `max_padding` is no number of at least 0.
+    Larger blocks read each expert's weights less often; smaller ones waste fewer slots. The default `choices` are the
+    sizes that every release's backward takes; `max_padding` is the share of the slots of the static N that may stay
+    empty. `n_block_per_iter` as in :func:`count_blocks`.
     """
     sizes = tuple(choices) if isinstance(choices, Iterable) else (choices,)
     for size in sizes:
         check_sizes({"choices": size})
-    check_finite(max_padding, argument="max_padding", remedy="0.5 lets half of the slots stay empty.")
+    check_finite(max_padding, "max_padding", "0.5 lets half of the slots stay empty.")
     found = []
     for size in sorted(sizes):
         blocks = count_blocks(tokens, top_k, experts, size, n_block_per_iter=n_block_per_iter)
         found.append(BlockSizeChoice(size, blocks, 1 - tokens * min(top_k, experts) / (blocks * size)))
-    if not found:
-        raise ShapeError.about(
-            "choices", "at least one block size", "none", "Leave it out to choose from the documented sizes."
-        )
+    fix = "Leave it out to choose from the documented sizes."
+    check_rules([Rule(bool(found), "choices", "at least one block size", "none", fix, ShapeError)])
     fitting = [choice for choice in found if choice.padding <= max_padding]
     return fitting[-1] if fitting else min(found, key=lambda choice: choice.padding)
 
@@ -164,19 +134,10 @@ def build_block_plan(
 
     Returns:
         The plan, on the mask's device; no value is read back to the host.
-
-    Raises:
-        ShapeError: the mask is not 2-D or empty, a size is not positive, or T is too large for exact ids.
-        DTypeError: the mask is not a tensor of integers or booleans.
-        ConfigError: `spare_blocks` is unknown, `skip_token` or `tighten` no bool.
     """
     if spare_blocks not in SPARE_BLOCKS:
-        raise ConfigError.about(
-            "spare_blocks",
-            f"one of {', '.join(SPARE_BLOCKS)}",
-            repr(spare_blocks),
-            f"Choose one of these.{nearest(str(spare_blocks), list(SPARE_BLOCKS))}",
-        )
+        fix = f"Choose one of these.{nearest(str(spare_blocks), list(SPARE_BLOCKS))}"
+        raise ConfigError.about("spare_blocks", f"one of {', '.join(SPARE_BLOCKS)}", repr(spare_blocks), fix)
     tokens, experts = check_mask(expert_mask)
     sizes = {"T": tokens, "E": experts, "block_size": block_size, "top_k": top_k, "n_block_per_iter": n_block_per_iter}
     check_sizes(sizes)
@@ -204,26 +165,15 @@ def build_block_plan(
 def dropping_capacity(
     tokens: int, top_k: int, experts: int, capacity_factor: float, *, convention: str = "nki-library"
 ) -> int:
-    """Return the slots per expert of a dropping plan.
+    """Return the slots per expert of a dropping plan, for T over the whole batch and the E of this rank.
 
-    Args:
-        tokens: T, over the whole batch.
-        top_k: K.
-        experts: E of this rank.
-        capacity_factor: multiple of the slots that an even routing needs.
-        convention: "nki-library" ``T * K * factor // E``, or "nxd" ``ceil(T * K * factor / E)``.
-
-    Raises:
-        ShapeError: a size is not a positive integer, or no slot is left.
-        ConfigError: the convention is unknown, or the factor is no finite number of at least 0.
+    `capacity_factor` is a multiple of the slots that an even routing needs. The capacity is ``T * K * factor // E`` by
+    the convention "nki-library", ``ceil(T * K * factor / E)`` by "nxd".
     """
     check_sizes({"T": tokens, "top_k": top_k, "E": experts})
-    if convention not in ("nki-library", "nxd"):
-        raise ConfigError.about(
-            "convention", "'nki-library' or 'nxd'", repr(convention), "They round the capacity down and up."
-        )
-    remedy = "1 gives every expert its share of an even routing."
-    check_finite(capacity_factor, argument="capacity_factor", remedy=remedy)
+    known, fix = convention in ("nki-library", "nxd"), "They round the capacity down and up."
+    check_rules([Rule(known, "convention", "'nki-library' or 'nxd'", repr(convention), fix)])
+    check_finite(capacity_factor, "capacity_factor", "1 gives every expert its share of an even routing.")
     slots = tokens * top_k * capacity_factor
     capacity = math.ceil(slots / experts) if convention == "nxd" else int(slots // experts)
     check_sizes({"capacity": capacity})
@@ -244,11 +194,6 @@ def build_dropping_plan(
 
     Returns:
         The plan, on the mask's device; no value is read back to the host.
-
-    Raises:
-        ShapeError, DTypeError: as for :func:`build_block_plan`, or the priority does not fit the mask.
-        DeviceError: the priority is on another device than the mask.
-        ConfigError: `skip_token` is no bool.
     """
     tokens, experts = check_mask(expert_mask)
     check_sizes({"T": tokens, "E": experts, "capacity": capacity})
@@ -256,7 +201,7 @@ def build_dropping_plan(
     chosen = expert_mask.bool()
     rank_TE = chosen.cumsum(0)
     if priority is not None:
-        check_values(priority, expert_mask, "[T, E]", argument="priority", beside="expert_mask")
+        check_values({"expert_mask": expert_mask, "priority": priority}, "[T, E]")
         order_TE = priority.double().masked_fill(~chosen, -torch.inf).sort(dim=0, descending=True, stable=True).indices
         count_TE = torch.arange(1, tokens + 1, device=chosen.device)[:, None].expand(tokens, experts)
         rank_TE = torch.empty_like(order_TE).scatter_(0, order_TE, count_TE)
@@ -289,20 +234,13 @@ def _local(top_k_index: Tensor, experts: int, first_expert: int) -> Tensor:
 
 @public
 def expert_mask(top_k_index: Tensor, experts: int, *, first_expert: int = 0) -> Tensor:
-    """Return the bool mask ``[T, E]`` of a top-k routing ``[T, K]``.
+    """Return the bool mask ``[T, E]`` of a top-k routing ``[T, K]`` of expert ids of 0 and above.
 
-    Args:
-        top_k_index: expert ids of 0 and above.
-        experts: E of this rank.
-        first_expert: id of its first expert; ids outside of ``first_expert .. first_expert + E - 1`` select nothing.
-
-    Raises:
-        DTypeError, ShapeError: the routing is not a 2-D tensor of integers of 0 and above, `experts` no positive int.
-        ConfigError: `first_expert` is no int of at least 0.
+    `first_expert` is the id of this rank's first expert; ids outside of ``first_expert .. first_expert + E - 1`` select
+    nothing.
     """
     check_routing(top_k_index)
-    check_sizes({"experts": experts})
-    check_first_expert(first_expert)
+    check_ids(experts, first_expert)
     mask = torch.zeros((top_k_index.shape[0], experts + 1), dtype=torch.bool, device=top_k_index.device)
     return mask.scatter_(1, _local(top_k_index, experts, first_expert), True)[:, :experts]
 
@@ -317,21 +255,15 @@ def masked_affinities(
     `first_expert` as in :func:`expert_mask`. A row names an expert of this rank once at most: the table has one entry
     per pair, so one of two weights would be lost. That is checked where reading values costs nothing (on the CPU,
     outside of a trace).
-
-    Raises:
-        DTypeError, ShapeError: the routing is not a 2-D tensor of ids of 0 and above, or the weights do not fit it, or
-            a row names an expert twice.
-        DeviceError: the weights are on another device than the routing.
-        ConfigError: `first_expert` is no int of at least 0, `skip_token` no bool.
     """
     check_routing(top_k_index)
-    check_values(top_k_weights, top_k_index, "[T, K]", argument="top_k_weights", beside="top_k_index")
-    check_sizes({"experts": experts})
-    check_first_expert(first_expert)
+    check_values({"top_k_index": top_k_index, "top_k_weights": top_k_weights}, "[T, K]")
+    check_ids(experts, first_expert)
     check_flags({"skip_token": skip_token})
-    check_distinct(_local(top_k_index, experts, first_expert), experts)
+    local_TK = _local(top_k_index, experts, first_expert)
+    check_distinct(local_TK, experts)
     tokens = top_k_index.shape[0]
     rows = tokens if skip_token else tokens + 1
     dense = torch.zeros((rows, experts + 1), dtype=top_k_weights.dtype, device=top_k_weights.device)
-    dense[:tokens].scatter_(1, _local(top_k_index, experts, first_expert), top_k_weights)
+    dense[:tokens].scatter_(1, local_TK, top_k_weights)
     return dense[:, :experts].reshape(-1, 1)

@@ -63,11 +63,9 @@ from hf_neuron_moe.reference.moe_cte_direct import (
     blockwise_mm_baseline_shard_intermediate,
     blockwise_mm_baseline_shard_intermediate_hybrid,
     blockwise_mm_shard_intermediate_dropping,
-    bwmm_shard_on_block,
-)
-from hf_neuron_moe.reference.moe_cte_direct_mx import (
     blockwise_mm_shard_intermediate_mx,
     blockwise_mm_shard_intermediate_mx_hybrid,
+    bwmm_shard_on_block,
     bwmm_shard_on_block_mx,
 )
 from hf_neuron_moe.reference.moe_types import (

@@ -31,12 +31,7 @@ _TANH_CUBE = 0.044715
 
 
 def act(x: Tensor, kind: ActFnType) -> Tensor:
-    """Return the activation of `x` in `x`'s dtype; `x` is kept. Differentiable.
-
-    Args:
-        x: fp32 (or fp64), any shape.
-        kind: which activation.
-    """
+    """Return the activation of `x` (fp32 or fp64, any shape) in `x`'s dtype; `x` is kept. Differentiable."""
     if kind is ActFnType.SiLU:
         return F.silu(x)
     if kind is ActFnType.Swish:
@@ -58,12 +53,7 @@ def act_(x: Tensor, kind: ActFnType) -> Tensor:
 
 
 def act_grad(x: Tensor, kind: ActFnType) -> Tensor:
-    """Return the activation's derivative at `x` in `x`'s dtype; `x` is kept.
-
-    Args:
-        x: fp32 (or fp64) pre-activations, any shape.
-        kind: which activation.
-    """
+    """Return the activation's derivative at `x` (fp32 or fp64, any shape) in `x`'s dtype; `x` is kept."""
     return act_grad_(x.clone(), kind)
 
 

@@ -44,18 +44,11 @@ def block_conditions(plan: BlockPlan, consumer: str | MoECTEImplementation) -> T
     Args:
         plan: from ``build_block_plan``.
         consumer: one of the names in the table above, or a member of ``MoECTEImplementation`` of that name.
-
-    Raises:
-        ConfigError: the consumer reads no conditions.
     """
     name = consumer.name if isinstance(consumer, MoECTEImplementation) else consumer
     if name not in CONSUMERS:
-        raise ConfigError.about(
-            "consumer",
-            f"one of {', '.join(CONSUMERS)}",
-            repr(consumer),
-            f"Other implementations read no conditions.{nearest(str(name), list(CONSUMERS))}",
-        )
+        fix = f"Other implementations read no conditions.{nearest(str(name), list(CONSUMERS))}"
+        raise ConfigError.about("consumer", f"one of {', '.join(CONSUMERS)}", repr(consumer), fix)
     if name in ("shard_on_i_hybrid", "shard_on_i_mx_hybrid"):
         return plan.conditions
     if name == "shard_on_block_mx":

@@ -15,30 +15,27 @@ from hf_neuron_moe.errors import ShapeError
 
 @dataclass(frozen=True)
 class BlockRows:
-    """The real slots of a plan.
+    """The real slots of a plan."""
 
-    Attributes:
-        slot_R: position of each pair among the N * B slots.
-        token_R: its token.
-        expert_R: its expert.
-        runs: ``(expert, first row, end row)`` of every expert with rows.
-        blocks: N.
-        block_size: B.
-        first_slots: of every run, its first slot where its rows fill consecutive slots from the start of a block on
-            (as in every plan of ``build_block_plan``), else -1.
-    """
-
-    slot_R: Tensor
-    token_R: Tensor
-    expert_R: Tensor
-    runs: list[tuple[int, int, int]]
-    blocks: int
-    block_size: int
+    slot_R: Tensor  # position of each pair among the N * B slots
+    token_R: Tensor  # its token
+    expert_R: Tensor  # its expert
+    runs: list[tuple[int, int, int]]  # (expert, first row, end row) of every expert with rows
+    blocks: int  # N
+    block_size: int  # B
     first_slots: list[int]
+    """Of every run, its first slot where its rows fill consecutive slots from the start of a block on (as in every plan
+    of ``build_block_plan``), else -1."""
 
     def affinity(self, expert_affinities_masked: Tensor, experts: int) -> Tensor:
         """Return each pair's routing weight, fp32 ``[R]``."""
         return expert_affinities_masked.reshape(-1, experts)[self.token_R, self.expert_R].float()
+
+    def used_blocks(self) -> Tensor:
+        """Return which blocks have real tokens, bool ``[N]``."""
+        used = torch.zeros(self.blocks, dtype=torch.bool, device=self.slot_R.device)
+        used[torch.div(self.slot_R, self.block_size, rounding_mode="floor")] = True
+        return used
 
 
 def block_rows(
@@ -50,20 +47,11 @@ def block_rows(
     *,
     without_gaps: bool = False,
 ) -> BlockRows:
-    """Collect the real slots of a plan.
+    """Check a plan and collect its real slots.
 
-    Args:
-        token_position_to_id: int ``[N * B]``; ids -1 and `tokens` mark unused slots.
-        block_to_expert: int ``[N]`` or ``[N, 1]``; the id E is allowed for blocks without tokens.
-        block_size: B.
-        tokens: number of real tokens T.
-        experts: E.
-        without_gaps: refuse unused slots before used ones of the same expert (MX groups are formed by slot, so such
-            gaps would change the numbers).
-
-    Raises:
-        ShapeError: the sizes do not fit each other, an id is out of range, a token occurs twice for one expert, or
-            there is a gap.
+    `token_position_to_id` is int ``[N * B]``, where -1 and T mark unused slots, `block_to_expert` int ``[N]`` or
+    ``[N, 1]``, where the id E is allowed for blocks without tokens. With `without_gaps`, unused slots before used ones
+    of the same expert are refused: MX groups are formed by slot, so such gaps would change the values.
     """
     block_to_expert = block_to_expert.reshape(-1).long()
     blocks = block_to_expert.numel()
@@ -99,6 +87,13 @@ def _runs(
     table = torch.stack([count_E, end_E, torch.where(dense_E, first_E, -1)], 1).tolist()
     busy = [(expert, *row) for expert, row in enumerate(table) if row[0]]
     return [(expert, end - count, end) for expert, count, end, _ in busy], [first for *_, first in busy]
+
+
+def check_one_block_per_expert(block_to_expert: Tensor, experts: int, expected: str, fix: str) -> None:
+    """Raise ShapeError, with these words, for a dropping plan that is not one block per expert, in order."""
+    owners = block_to_expert.reshape(-1)
+    if owners.numel() != experts or not bool((owners == torch.arange(experts, device=owners.device)).all()):
+        raise ShapeError.about("block_to_expert", expected, owners.tolist(), fix)
 
 
 def _check_ids(ids: Tensor, block_to_expert: Tensor, expert_R: Tensor, tokens: int, experts: int) -> None:

@@ -5,54 +5,37 @@ Letters: T' rows of the token tensors, H hidden, I intermediate, E experts, R re
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from hf_neuron_moe.backends.torch.experts import ExpertStack
-from hf_neuron_moe.checks import check_dtype, check_same_device, check_shape
-from hf_neuron_moe.errors import ConfigError, ShapeError
+from hf_neuron_moe.checks import Rule, check_dtype, check_rules, check_same_device, check_shape
+from hf_neuron_moe.errors import ShapeError
 from hf_neuron_moe.reference.block_rows import BlockRows
 from hf_neuron_moe.reference.blockwise_checks import FLOATS, Operands
+
+BUFFERS = (
+    "hidden_states_grad_out",
+    "expert_affinities_masked_grad_out",
+    "gate_up_proj_weight_grad_out",
+    "down_proj_weight_grad_out",
+)
 
 
 @dataclass(frozen=True)
 class GradBuffers:
-    """Where results go.
+    """Where results go: the ``*_grad_out`` arguments, None for a new tensor."""
 
-    Attributes:
-        hidden: ``[T', H]`` or None, likewise the next three.
-        affinity: ``[T' * E, 1]``.
-        gate_up: ``[E, H, 2, I]``.
-        down: ``[E, I, H]``.
-        add: add to the buffers.
-        assign_rows: store the hidden gradient's rows instead of adding them.
-        dtype: dtype of new weight and bias gradients; None is that of the weights.
-    """
-
-    hidden: Tensor | None
-    affinity: Tensor | None
-    gate_up: Tensor | None
-    down: Tensor | None
-    add: bool = False
-    assign_rows: bool = False
-    dtype: torch.dtype | None = None
-
-    @property
-    def named(self) -> dict[str, Tensor | None]:
-        """The buffers under their argument names."""
-        return {
-            "hidden_states_grad_out": self.hidden,
-            "expert_affinities_masked_grad_out": self.affinity,
-            "gate_up_proj_weight_grad_out": self.gate_up,
-            "down_proj_weight_grad_out": self.down,
-        }
-
-    @property
-    def given(self) -> tuple[str, ...]:
-        """Names of the buffers that the caller passed."""
-        return tuple(name for name, buffer in self.named.items() if buffer is not None)
+    hidden_states_grad_out: Tensor | None = None  # [T', H]
+    expert_affinities_masked_grad_out: Tensor | None = None  # [T' * E, 1]
+    gate_up_proj_weight_grad_out: Tensor | None = None  # [E, H, 2, I]
+    down_proj_weight_grad_out: Tensor | None = None  # [E, I, H]
+    add: bool = False  # add to the buffers
+    assign_rows: bool = False  # store the hidden gradient's rows instead of adding them
+    dtype: torch.dtype | None = None  # of new weight and bias gradients; None is that of the weights
 
     def weights(self, operands: Operands) -> ExpertStack:
         """Return the weight gradients' memory as the experts write it."""
@@ -60,24 +43,27 @@ class GradBuffers:
         dtype = self.dtype or gate_up.dtype
         gate_up_out = torch.empty_like(gate_up, dtype=dtype, memory_format=torch.contiguous_format)
         down_out = torch.empty_like(down, dtype=dtype, memory_format=torch.contiguous_format)
-        gate_up_out = gate_up_out if self.gate_up is None else self.gate_up
-        down_out = down_out if self.down is None else self.down
+        if self.gate_up_proj_weight_grad_out is not None:
+            gate_up_out = self.gate_up_proj_weight_grad_out
+        if self.down_proj_weight_grad_out is not None:
+            down_out = self.down_proj_weight_grad_out
         return ExpertStack(gate_up_out.view(gate_up.shape[0], gate_up.shape[1], -1), down_out, transposed=True)
 
     def store_hidden(self, d_hidden: Tensor, rows: BlockRows, dtype: torch.dtype) -> Tensor:
         """Return the fp32 hidden gradient in `dtype`, or write it to the buffer and return that."""
-        if self.hidden is None:
+        out = self.hidden_states_grad_out
+        if out is None:
             return d_hidden.to(dtype)
         if not self.add:
-            return self.hidden.copy_(d_hidden)
+            return out.copy_(d_hidden)
         if self.assign_rows:
-            self.hidden[rows.token_R] = d_hidden[rows.token_R].to(self.hidden.dtype)
-            return self.hidden
-        return self.hidden.add_(d_hidden)
+            out[rows.token_R] = d_hidden[rows.token_R].to(out.dtype)
+            return out
+        return out.add_(d_hidden)
 
     def store_affinity(self, d_scale_R: Tensor, rows: BlockRows, affinities: Tensor, experts: int) -> Tensor:
         """Assign the pairs' gradients to a dense zero ``[T' * E, 1]``, or to the buffer, and return it."""
-        out = self.affinity
+        out = self.expert_affinities_masked_grad_out
         if out is None:
             out = torch.zeros(affinities.shape, dtype=affinities.dtype, device=affinities.device)
         elif not self.add:
@@ -87,57 +73,39 @@ class GradBuffers:
 
 
 def check_buffers(buffers: GradBuffers, operands: Operands, rows: BlockRows) -> None:
-    """Refuse buffers that do not fit their operands, and combinations that would compute something else.
-
-    Raises:
-        DTypeError, ShapeError, DeviceError, ConfigError: otherwise.
-    """
+    """Refuse buffers that do not fit their operands, and combinations that would compute something else."""
     likes = (
         (operands.hidden_states, "[T', H]"),
         (operands.expert_affinities_masked, "[T' * E, 1]"),
         (operands.gate_up_proj_weight, "[E, H, 2, I]"),
         (operands.down_proj_weight, "[E, I, H]"),
     )
-    given: dict[str, Tensor | None] = {"hidden_states": operands.hidden_states}
-    for (name, buffer), (like, words) in zip(buffers.named.items(), likes, strict=True):
-        if buffer is None:
-            continue
-        check_dtype(buffer, FLOATS, argument=name)
-        check_shape(buffer, tuple(like.shape), words, argument=name)
-        if not buffer.is_contiguous():
-            raise ShapeError.about(
-                name, "contiguous", f"strides {buffer.stride()}", "Allocate it with torch.empty of that shape."
-            )
-        given[name] = buffer
-    check_same_device(given)
-    _check_accumulation(buffers)
-    if buffers.assign_rows and rows.token_R.numel() != rows.token_R.unique().numel():
-        raise ConfigError.about(
-            "is_tensor_update_accumulating",
-            "True where a token goes to more than one expert",
-            "False",
-            "Plain stores keep the last expert's part only; they are for top_k = 1.",
-        )
+    given: dict[str, Tensor] = {}
+    for name, (like, words) in zip(BUFFERS, likes, strict=True):
+        buffer = getattr(buffers, name)
+        if buffer is not None:
+            given[name] = buffer
+            check_dtype(buffer, FLOATS, name)
+            check_shape(buffer, tuple(like.shape), words, name)
+            fix = "Allocate it with torch.empty of that shape."
+            strides = f"strides {buffer.stride()}"
+            check_rules([Rule(buffer.is_contiguous(), name, "contiguous", strides, fix, ShapeError)])
+    check_same_device({"hidden_states": operands.hidden_states, **given})
+    check_rules(_accumulation_rules(buffers, given, rows))
 
 
-def _check_accumulation(buffers: GradBuffers) -> None:
-    missing = [name for name, buffer in buffers.named.items() if buffer is None]
-    if buffers.add and missing:
-        raise ConfigError.about(
-            "skip_grad_initialization",
-            f"False without {missing[0]}",
-            "True",
-            "Pass all four *_grad_out buffers to add to.",
-        )
-    if buffers.dtype not in (None, *FLOATS):
-        raise ConfigError.about(
-            "accumulation_dtype", "None, torch.bfloat16 or torch.float32", repr(buffers.dtype), "Use torch.float32."
-        )
-    wide = [name for name, buffer in buffers.named.items() if buffer is not None and buffer.dtype == torch.float32]
-    if buffers.dtype == torch.bfloat16 and wide:
-        raise ConfigError.about(
-            "accumulation_dtype",
-            f"not lower than the buffers' ({wide[0]} is fp32)",
-            "torch.bfloat16",
-            "Leave it None or pass torch.float32.",
-        )
+def _accumulation_rules(buffers: GradBuffers, given: dict[str, Tensor], rows: BlockRows) -> Iterator[Rule]:
+    missing = [name for name in BUFFERS if name not in given]
+    fix = "Pass all four *_grad_out buffers to add to."
+    expected = f"False without {missing[0] if missing else ''}"
+    yield Rule(not (buffers.add and missing), "skip_grad_initialization", expected, "True", fix)
+    name, expected = "accumulation_dtype", "None, torch.bfloat16 or torch.float32"
+    yield Rule(buffers.dtype in (None, *FLOATS), name, expected, repr(buffers.dtype), "Use torch.float32.")
+    wide = [name for name, buffer in given.items() if buffer.dtype == torch.float32]
+    expected = f"not lower than the buffers' ({wide[0] if wide else ''} is fp32)"
+    fits = not (buffers.dtype == torch.bfloat16 and wide)
+    yield Rule(fits, name, expected, "torch.bfloat16", "Leave it None or pass torch.float32.")
+    name, expected = "is_tensor_update_accumulating", "True where a token goes to more than one expert"
+    fix = "Plain stores keep the last expert's part only; they are for top_k = 1."
+    fits = not buffers.assign_rows or rows.token_R.numel() == rows.token_R.unique().numel()
+    yield Rule(fits, name, expected, "False", fix)

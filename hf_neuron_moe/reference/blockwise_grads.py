@@ -33,21 +33,13 @@ _ROW_CHUNK = 1024
 
 @dataclass(frozen=True)
 class BlockedRows:
-    """Half of the pre-activations in the kernels' layout ``[N, 2, I, B]``, read as rows, tile by tile.
+    """Half of the pre-activations in the kernels' layout ``[N, 2, I, B]``, read as rows, tile by tile."""
 
-    Attributes:
-        values: the checkpoint.
-        half: 0 gate, 1 up.
-        slot_R: the rows' slots.
-        first: the slot of the first row if the rows lie in consecutive slots, else -1.
-        scratch: holds the tile in fp32.
-    """
-
-    values: Tensor
-    half: int
-    slot_R: Tensor
-    first: int
-    scratch: Scratch
+    values: Tensor  # the checkpoint
+    half: int  # 0 gate, 1 up
+    slot_R: Tensor  # the rows' slots
+    first: int  # the slot of the first row if the rows lie in consecutive slots, else -1
+    scratch: Scratch  # holds the tile in fp32
 
     @property
     def shape(self) -> torch.Size:
@@ -94,21 +86,13 @@ class BlockedCheckpoints(Checkpoints):
 
 @dataclass(frozen=True)
 class OutputSide:
-    """What only needs the output gradient: the affinity's gradient (where it sits on H) and the down bias's.
+    """What only needs the output gradient: the affinity's gradient (where it sits on H) and the down bias's."""
 
-    Attributes:
-        plan: the real slots.
-        grad: dL/d output ``[T', H]``.
-        scale_R: each pair's affinity, fp32.
-        down_checkpoint: ``[N, B, H]``, or None where the affinity's gradient comes from the intermediate.
-        down_bias: ``[E, H]`` to add to the checkpoint, or None.
-    """
-
-    plan: BlockRows
-    grad: Tensor
-    scale_R: Tensor
-    down_checkpoint: Tensor | None
-    down_bias: Tensor | None
+    plan: BlockRows  # the real slots
+    grad: Tensor  # dL/d output [T', H]
+    scale_R: Tensor  # each pair's affinity, fp32
+    down_checkpoint: Tensor | None  # [N, B, H]; None where the affinity's gradient comes from the intermediate
+    down_bias: Tensor | None  # [E, H], to add to the checkpoint
 
     def add_to_affinity(self, d_scale_R: Tensor) -> None:
         """Add ``sum_H dO * (down checkpoint + down bias)`` to every pair's entry."""
@@ -139,25 +123,15 @@ class OutputSide:
 
 @dataclass(frozen=True)
 class BackwardCall:
-    """One checked call of a backward kernel.
+    """One checked call of a backward kernel."""
 
-    Attributes:
-        operands: the tensors; the down checkpoint is None where it is not used.
-        rows: the plan's real slots.
-        precision: "bf16", "fp32" or "mxfp8".
-        on_hidden: whether the affinity sits on the output.
-        gating: activation and masks; None is plain SiLU.
-        bias: whether bias gradients are wanted.
-        affinity_bias: the down bias where the affinity's gradient lacks it, or None.
-    """
-
-    operands: Operands
-    rows: BlockRows
-    precision: str
-    on_hidden: bool
-    gating: Gating | None
-    bias: bool
-    affinity_bias: Tensor | None
+    operands: Operands  # the down checkpoint is None where it is not used
+    rows: BlockRows  # the plan's real slots
+    precision: str  # "bf16", "fp32" or "mxfp8"
+    on_hidden: bool  # whether the affinity sits on the output
+    gating: Gating | None  # activation and masks; None is plain SiLU
+    bias: bool  # whether bias gradients are wanted
+    affinity_bias: Tensor | None  # the down bias where the affinity's gradient lacks it
 
 
 @torch.no_grad()

@@ -26,26 +26,27 @@ from __future__ import annotations
 
 import functools
 import warnings
+from dataclasses import fields, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hf_neuron_moe.backends.torch.gating import Gating
-from hf_neuron_moe.checks import check_flags, check_record
-from hf_neuron_moe.errors import ConfigError, NeuronMoEWarning, public
+from hf_neuron_moe.checks import Rule, check_flags, check_optional_flag, check_record, check_rules
+from hf_neuron_moe.errors import NeuronMoEWarning, public
 from hf_neuron_moe.reference.activations import act_, act_grad_
-from hf_neuron_moe.reference.block_rows import BlockRows, block_rows
-from hf_neuron_moe.reference.blockwise_buffers import GradBuffers, check_buffers
+from hf_neuron_moe.reference.block_rows import BlockRows, block_rows, check_one_block_per_expert
+from hf_neuron_moe.reference.blockwise_buffers import BUFFERS, GradBuffers, check_buffers
 from hf_neuron_moe.reference.blockwise_checks import (
+    FLOATS,
     Operands,
     Options,
     check_block_size,
     check_blocking,
     check_device_limits,
-    check_dropping_plan,
     check_operands,
-    shard_option,
+    read_shard_option,
 )
 from hf_neuron_moe.reference.blockwise_grads import BackwardCall, run_backward
 from hf_neuron_moe.reference.moe_types import (
@@ -59,7 +60,15 @@ from hf_neuron_moe.reference.moe_types import (
     as_member,
 )
 
-_WHERE = "blockwise_mm_bwd"
+_SWITCHES = ("is_tensor_update_accumulating", "skip_grad_initialization", "skip_gate_proj", "upstream_affinity_grad")
+_LATER = {
+    "skip_grad_initialization": False,
+    "blocking_params": None,
+    "accumulation_dtype": None,
+    "skip_gate_proj": False,
+    **dict.fromkeys(BUFFERS),
+}
+"""Arguments that 2.29 does not have, with their defaults."""
 
 
 class MoEBackward(NamedTuple):
@@ -82,7 +91,7 @@ class MoEBiasBackward(NamedTuple):
     down_proj_bias_grad: Tensor
 
 
-@public(_WHERE)
+@public
 def blockwise_mm_bwd(
     hidden_states: Tensor,
     expert_affinities_masked: Tensor,
@@ -170,156 +179,89 @@ def blockwise_mm_bwd(
     Returns:
         Four gradients, or six with `bias`: hidden and affinity gradients in their operands' dtypes, the others in
         `accumulation_dtype` or the weights'. Entries without a contribution are zero.
-
-    Raises:
-        DTypeError, ShapeError, DeviceError, ConfigError: an argument breaks a rule above.
     """
-    flags: dict[str, object] = {
-        "is_tensor_update_accumulating": is_tensor_update_accumulating,
-        "skip_grad_initialization": skip_grad_initialization,
-        "bias": bias,
-        "skip_gate_proj": skip_gate_proj,
-        "upstream_affinity_grad": upstream_affinity_grad,
-    }
-    check_flags(flags if device_limits is None else flags | {"device_limits": device_limits})
+    given = locals()
+    check_flags({name: given[name] for name in (*_SWITCHES, "bias")})
+    check_optional_flag(device_limits, "device_limits")
     check_blocking(blocking_params)
-    later = {
-        "skip_grad_initialization": skip_grad_initialization,
-        "blocking_params": blocking_params is not None,
-        "accumulation_dtype": accumulation_dtype is not None,
-        "skip_gate_proj": skip_gate_proj,
-    }
+    check_block_size(block_size, block_tile_size)
+    check_record(skip_dma, SkipMode, "skip_dma")
+    check_record(clamp_limits, ClampLimits, "clamp_limits")
     buffers = GradBuffers(
-        hidden_states_grad_out,
-        expert_affinities_masked_grad_out,
-        gate_up_proj_weight_grad_out,
-        down_proj_weight_grad_out,
+        **{name: given[name] for name in BUFFERS},
         add=skip_grad_initialization,
         assign_rows=not is_tensor_update_accumulating,
         dtype=accumulation_dtype,
     )
-    options = _options(
-        block_size, block_tile_size, skip_dma, shard_option, affinity_option, kernel_type_option, activation_type,
-        clamp_limits, (*(name for name, given in later.items() if given), *buffers.given),
-    )  # fmt: skip
-    on_hidden = options.affinity is AffinityOption.AFFINITY_ON_H
-    operands = Operands(
-        hidden_states, expert_affinities_masked, gate_up_proj_weight, down_proj_weight, gate_up_proj_act_checkpoint_T,
-        down_proj_act_checkpoint if on_hidden else None, token_position_to_id, block_to_expert,
-        output_hidden_states_grad, down_proj_bias,
-    )  # fmt: skip
-    rows = _check(operands, options, buffers, on_hidden, device_limits, release)
+    options = Options(
+        block_size=block_size,
+        shard=read_shard_option(shard_option),
+        affinity=as_member(affinity_option, AffinityOption, argument="affinity_option"),
+        kernel_type=as_member(kernel_type_option, KernelTypeOption, argument="kernel_type_option"),
+        activation=as_member(activation_type, ActFnType, argument="activation_type"),
+        clamp_limits=clamp_limits or ClampLimits(),
+        skip_token=skip_dma is not None and skip_dma.skip_token,
+        later=tuple(name for name, default in _LATER.items() if given[name] is not default),
+    )
+    operands = Operands(**{field.name: given[field.name] for field in fields(Operands)})
+    if not options.on_hidden:
+        operands = replace(operands, down_proj_act_checkpoint=None)
+    rows = _checked_rows(operands, options, buffers, device_limits, release)
     added = _affinity_bias(operands, options, bias, convention, upstream_affinity_grad)
-    precision = _precision(operands, compute_dtype)
-    call = BackwardCall(operands, rows, precision, on_hidden, _gating(options, skip_gate_proj), bias, added)
+    fits, fix = compute_dtype in FLOATS, "Use the kernels' default, torch.bfloat16."
+    check_rules([Rule(fits, "compute_dtype", "torch.bfloat16 or torch.float32", repr(compute_dtype), fix)])
+    precision = "fp32" if torch.float32 in (hidden_states.dtype, compute_dtype) else "bf16"
+    call = BackwardCall(operands, rows, precision, options.on_hidden, _gating(options, skip_gate_proj), bias, added)
     results = run_backward(call, buffers)
     return MoEBiasBackward(*results) if bias else MoEBackward(*results[:4])
 
 
-@public(_WHERE)
-def _options(
-    block_size: int,
-    block_tile_size: int | None,
-    skip_dma: SkipMode | None,
-    shard: object,
-    affinity: object,
-    kernel_type: object,
-    activation: object,
-    clamp_limits: ClampLimits | None,
-    later: tuple[str, ...],
-) -> Options:
-    check_block_size(block_size, block_tile_size)
-    check_record(skip_dma, SkipMode, argument="skip_dma")
-    check_record(clamp_limits, ClampLimits, argument="clamp_limits")
-    return Options(
-        block_size=block_size,
-        shard=shard_option(shard),
-        affinity=as_member(affinity, AffinityOption, argument="affinity_option"),
-        kernel_type=as_member(kernel_type, KernelTypeOption, argument="kernel_type_option"),
-        activation=as_member(activation, ActFnType, argument="activation_type"),
-        clamp_limits=clamp_limits or ClampLimits(),
-        skip_token=skip_dma is not None and skip_dma.skip_token,
-        later=later,
-    )
-
-
-@public(_WHERE)
-def _check(
-    operands: Operands,
-    options: Options,
-    buffers: GradBuffers,
-    on_hidden: bool,
-    device_limits: bool | None,
-    release: str | None,
+def _checked_rows(
+    operands: Operands, options: Options, buffers: GradBuffers, device_limits: bool | None, release: str | None
 ) -> BlockRows:
     """Check what remains after the options; return the plan's rows."""
-    if on_hidden and operands.down_proj_act_checkpoint is None:
-        raise ConfigError.about(
-            "down_proj_act_checkpoint",
-            "given with AFFINITY_ON_H",
-            "None",
-            "Keep it in the forward, or use AFFINITY_ON_I on both sides.",
-        )
+    fits = not options.on_hidden or operands.down_proj_act_checkpoint is not None
+    fix = "Keep it in the forward, or use AFFINITY_ON_I on both sides."
+    check_rules([Rule(fits, "down_proj_act_checkpoint", "given with AFFINITY_ON_H", "None", fix)])
     check_operands(operands, options.block_size)
     limited = operands.hidden_states.dtype == torch.bfloat16 if device_limits is None else device_limits
     if limited or release is not None:
         check_device_limits(operands, options, release)
     table_rows, experts = operands.hidden_states.shape[0], operands.gate_up_proj_weight.shape[0]
+    plan = (operands.token_position_to_id, operands.block_to_expert)
     if options.kernel_type is KernelTypeOption.DROPPING:
-        check_dropping_plan(operands.block_to_expert, experts)
-    tokens = table_rows if options.skip_token else table_rows - 1
-    rows = block_rows(operands.token_position_to_id, operands.block_to_expert, options.block_size, tokens, experts)
+        expected = f"0..{experts - 1} with kernel_type_option DROPPING (block e is expert e)"
+        fix = "Use build_dropping_plan, or KernelTypeOption.DROPLESS."
+        check_one_block_per_expert(operands.block_to_expert, experts, expected, fix)
+    rows = block_rows(*plan, options.block_size, table_rows - (not options.skip_token), experts)
     check_buffers(buffers, operands, rows)
     return rows
 
 
-@public(_WHERE)
 def _affinity_bias(operands: Operands, options: Options, bias: bool, convention: str, upstream: bool) -> Tensor | None:
     """Return the down bias where the affinity's gradient still lacks it."""
-    if convention not in ("device", "golden"):
-        raise ConfigError.about(
-            "convention",
-            "'device' or 'golden'",
-            repr(convention),
-            "It says whether the down checkpoint is without the down bias (device) or with it (golden).",
-        )
-    on_hidden = options.affinity is AffinityOption.AFFINITY_ON_H
-    included = on_hidden and convention == "golden"
+    fix = "It says whether the down checkpoint is without the down bias (device) or with it (golden)."
+    fits = convention in ("device", "golden")
+    check_rules([Rule(fits, "convention", "'device' or 'golden'", repr(convention), fix)])
+    included = options.on_hidden and convention == "golden"
     if bias and operands.down_proj_bias is None and not included and not upstream:
-        golden = ", convention='golden' if the checkpoint contains it," if on_hidden else ""
+        golden = ", convention='golden' if the checkpoint contains it," if options.on_hidden else ""
         warnings.warn(
-            f"{_WHERE}: bias=True without down_proj_bias: the affinity's gradient is upstream's, which lacks the down "
-            f"bias. Pass down_proj_bias for the right one{golden} or upstream_affinity_grad=True to say that it is "
-            "meant.",
+            "blockwise_mm_bwd: bias=True without down_proj_bias: the affinity's gradient is upstream's, which lacks "
+            f"the down bias. Pass down_proj_bias for the right one{golden} or upstream_affinity_grad=True to say that "
+            "it is meant.",
             NeuronMoEWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
     return None if upstream or included else operands.down_proj_bias
-
-
-@public(_WHERE)
-def _precision(operands: Operands, compute_dtype: torch.dtype) -> str:
-    if compute_dtype not in (torch.bfloat16, torch.float32):
-        raise ConfigError.about(
-            "compute_dtype",
-            "torch.bfloat16 or torch.float32",
-            repr(compute_dtype),
-            "Use the kernels' default, torch.bfloat16.",
-        )
-    exact = torch.float32 in (operands.hidden_states.dtype, compute_dtype)
-    return "fp32" if exact else "bf16"
 
 
 def _gating(options: Options, skip_gate: bool) -> Gating | None:
     """Return the gate's rule, or None for plain SiLU."""
     limits, kind = options.clamp_limits, options.activation
-    silu = kind is ActFnType.SiLU
-    if silu and limits == ClampLimits() and not skip_gate:
+    if kind is not ActFnType.SiLU:
+        act, act_grad = functools.partial(act_, kind=kind), functools.partial(act_grad_, kind=kind)
+        return Gating(act, act_grad, gate_limits=limits.gate, up_limits=limits.up, skip_gate=skip_gate)
+    if limits == ClampLimits() and not skip_gate:
         return None
-    return Gating(
-        None if silu else functools.partial(act_, kind=kind),
-        None if silu else functools.partial(act_grad_, kind=kind),
-        gate_limits=(limits.non_linear_clamp_upper_limit, limits.non_linear_clamp_lower_limit),
-        up_limits=(limits.linear_clamp_upper_limit, limits.linear_clamp_lower_limit),
-        skip_gate=skip_gate,
-    )
+    return Gating(gate_limits=limits.gate, up_limits=limits.up, skip_gate=skip_gate)

@@ -1,310 +1,201 @@
-"""From the documented arguments of the blockwise MoE forward to a checked problem.
+"""The arguments of ``moe_cte``, declared once: names, order, defaults, what they are, and the checks of options.
 
 Legend: T real tokens, T' rows of the token tensors (T + 1 with a sink row, T with ``skip_token``), H hidden, I
-intermediate, E experts, N blocks of B slots, R real (token, expert) pairs.
+intermediate, E experts, N blocks of B slots.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from enum import Enum, auto
+from collections.abc import Iterator
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.backends.torch.ffn_forward import FFNWeights
-from hf_neuron_moe.checks import check_flags, check_record, check_shape, shown
-from hf_neuron_moe.errors import ConfigError, ShapeError
-from hf_neuron_moe.formats.constants import ScaleRule, choose
-from hf_neuron_moe.reference.block_rows import BlockRows, block_rows
+from hf_neuron_moe.checks import Rule, check_flags, check_optional_flag, check_record, check_rules, shown
+from hf_neuron_moe.errors import ShapeError
 from hf_neuron_moe.reference.moe_cte_epilogue import Limits
-from hf_neuron_moe.reference.moe_cte_operands import (
-    FLOATS,
-    Arguments,
-    check_conditions,
-    check_fp8_range,
-    check_plan,
-    check_tokens,
-    check_weights,
-    expert_weights,
-    mx_experts,
-    read_biases,
-    refuse_input_scales,
-    require_fp8_scales,
-    static_input_scales,
-    weight_scales,
-)
-from hf_neuron_moe.reference.moe_cte_rules import MX, Choices, Sizes, check_always, check_device_limits
-from hf_neuron_moe.reference.moe_cte_scales import Scales, read_scales
-from hf_neuron_moe.reference.moe_mx import MXExperts
+from hf_neuron_moe.reference.moe_cte_scales import require_pair
 from hf_neuron_moe.reference.moe_types import (
+    NO_SKIP,
     ActFnType,
     ExpertAffinityScaleMode,
     MoECTEImplementation,
     MoECTESpec,
-    QuantizationType,
+    QuantizationConfig,
     SkipMode,
     as_member,
+    is_number,
 )
 
+FLOATS = (torch.bfloat16, torch.float32)
 CONVENTIONS = ("device", "golden")
 GATE_LIMITS = ("gate_clamp_upper_limit", "gate_clamp_lower_limit")
 CLAMP_LIMITS = (*GATE_LIMITS, "up_clamp_upper_limit", "up_clamp_lower_limit")
 
 
-class Place(Enum):
-    """What the affinity multiplies."""
-
-    NOTHING = auto()
-    OUTPUT = auto()
-    INPUT = auto()
-    PRE_ACTIVATIONS = auto()
-    INTERMEDIATE = auto()
-
-
 @dataclass(frozen=True)
-class Problem:
-    """A checked call.
+class Arguments:
+    """The arguments of ``moe_cte`` under their documented names.
 
     Attributes:
-        hidden: ``[T', H]``.
-        rows: the plan's real slots.
-        block_to_expert: int64 ``[N]``, ids below E.
-        affinity_R: fp32.
-        weights: one expert's projections.
-        weights_are_exact: they are fp32 values that must not be rounded again.
-        experts: E.
-        inner: I.
-        bias_E2I: fp32.
-        down_bias_EH: fp32.
-        scales: FP8 scales.
-        limits: clamp limits.
-        choices: the options.
-        place: what the affinity multiplies.
-        rounded: dtype values between matmuls are rounded to.
-        mx: the MX weights, where there are any.
-        static_inputs: STATIC_MX input scales ``(gate_up [E], down [E])``.
-        mx_rule: scale rule of the online quantization.
-        golden: compute what the numpy reference does where the device differs.
-        keep: return the activations.
-        kept_dtype: their dtype.
-        output_dtype: of the output.
-        sink: whether the token tensors have a sink row.
+        hidden_states: bf16 or fp32 ``[T', H]``. fp32 (which no device takes) is computed in fp32 throughout.
+        expert_affinities_masked: bf16 or fp32 ``[T' * E, 1]``, dense, token-major, zero where not selected.
+        gate_up_proj_weight: ``[E, H, 2, I]`` (0 gate, 1 up): bf16, fp32 or float8_e4m3fn with scales. MX: x4 words
+            ``[E, 128, 2, H/512, I]``, see :mod:`hf_neuron_moe.formats.moe_mx`.
+        down_proj_weight: ``[E, I, H]`` in the same dtype. MX: ``[E, pI, ceil(I/512), H]``.
+        token_position_to_id: int ``[N * B]``; T (or -1 with skip_token) marks unused slots.
+        block_to_expert: int ``[N]``.
+        block_size: B.
+        spec: implementation and its options. MX weight storage is in ``spec.shard_on_block`` for all MX ones.
+        conditions: ``[N + 1]`` (hybrids, required) or ``[N + 2]`` (shard_on_block_mx): 1 for blocks with tokens.
+            Checked against the plan; without effect on values, and elsewhere accepted.
+        gate_and_up_proj_bias: ``[E, 2, I]``; MX ``[E, pI, 2, ceil(I/512), 4]``. Nothing adds 1 for gpt-oss: the caller
+            stores up_bias + 1 and shifts both up limits by 1.
+        down_proj_bias: ``[E, H]``.
+        quantization_config: scales, where not given directly.
+        gate_up_proj_scale: FP8 (shapes in :mod:`hf_neuron_moe.reference.moe_cte_scales`) or MX scales.
+        down_proj_scale: likewise.
+        gate_up_activations_T: must be None.
+        down_activations: must be None.
+        activation_function: of the gate.
+        skip_dma: skip_token says how the plan marks unused slots; skip_weight has no effect on values.
+        compute_dtype: dtype of the values between matmuls with bf16 hidden states: bf16, or fp32 for no rounding.
+        is_tensor_update_accumulating: False only where every token is in at most one block; no effect on values.
+        expert_affinities_scaling_mode: what the affinity multiplies. PRE_SCALE (and _DELAYED) multiplies the clamped
+            pre-activations in shard_on_i and the input in shard_on_block; by the golden convention always the input.
+        gate_clamp_upper_limit: limits of the pre-activations, None or a number. A backward from bf16 checkpoints needs
+            limits that bf16 holds, see ``blockwise_mm_bwd``.
+        gate_clamp_lower_limit: see above.
+        up_clamp_upper_limit: see above.
+        up_clamp_lower_limit: see above.
+        gate_up_in_scale: activation scale ``[T', 1]`` or ``[E, 2, 1]``, multiplied after the weight scale; with
+            STATIC_MX the scale the hidden states are quantized with.
+        down_in_scale: ``[T', 1]`` or ``[E, 1]``, likewise.
+        accumulation_dtype: dtype of the output; None is that of `hidden_states`. Sums are fp32 in any case and rounded
+            once, where the device rounds the running output of every block.
+        skip_gate_proj: ``h = act(u)``; the weights keep their layout.
+        convention: ``"device"``, or ``"golden"`` for upstream's numpy reference: PRE_SCALE and down activations as said
+            above, and MX without rounding h to bf16 before its quantization.
+        device_limits: enforce the kernels' limits; None enforces them for bf16 hidden states by the device convention.
+        mx_scale_rule: block scales of the online MX quantization: ``"neuron"`` (nki 0.5 and later: 2^(emax - 7) for
+            e4m3) or ``"floor"`` (earlier releases and their references: 2^(emax - 8)). Refused where nothing is
+            quantized by it.
     """
 
-    hidden: Tensor
-    rows: BlockRows
+    hidden_states: Tensor
+    expert_affinities_masked: Tensor
+    gate_up_proj_weight: Tensor
+    down_proj_weight: Tensor
+    token_position_to_id: Tensor
     block_to_expert: Tensor
-    affinity_R: Tensor
-    weights: Callable[[int], FFNWeights]
-    weights_are_exact: bool
-    experts: int
+    block_size: int
+    spec: MoECTESpec
+    conditions: Tensor | None = None
+    gate_and_up_proj_bias: Tensor | None = None
+    down_proj_bias: Tensor | None = None
+    quantization_config: QuantizationConfig | None = None
+    gate_up_proj_scale: Tensor | None = None
+    down_proj_scale: Tensor | None = None
+    gate_up_activations_T: Tensor | None = None
+    down_activations: Tensor | None = None
+    activation_function: ActFnType = ActFnType.SiLU
+    skip_dma: SkipMode = NO_SKIP
+    compute_dtype: torch.dtype = torch.bfloat16
+    is_tensor_update_accumulating: bool = True
+    expert_affinities_scaling_mode: ExpertAffinityScaleMode = ExpertAffinityScaleMode.POST_SCALE
+    gate_clamp_upper_limit: float | None = None
+    gate_clamp_lower_limit: float | None = None
+    up_clamp_upper_limit: float | None = None
+    up_clamp_lower_limit: float | None = None
+    gate_up_in_scale: Tensor | None = None
+    down_in_scale: Tensor | None = None
+    accumulation_dtype: torch.dtype | None = None
+    skip_gate_proj: bool = False
+    _: KW_ONLY
+    convention: str = "device"
+    device_limits: bool | None = None
+    mx_scale_rule: str = "neuron"
+
+    @property
+    def kind(self) -> MoECTEImplementation:
+        """The implementation."""
+        return self.spec.implementation
+
+    @property
+    def on_inner(self) -> bool:
+        """Whether the intermediate is multiplied by the affinity."""
+        return self.spec.shard_on_I.expert_affinity_multiply_on_I
+
+    @property
+    def limits(self) -> Limits:
+        """The clamp limits."""
+        return Limits(*(getattr(self, name) for name in CLAMP_LIMITS))
+
+    @property
+    def limited(self) -> bool:
+        """Whether the limits of the device hold."""
+        if self.device_limits is not None:
+            return self.device_limits
+        return self.hidden_states.dtype == torch.bfloat16 and self.convention == "device"
+
+
+class Sizes(NamedTuple):
+    """T, H, I, B, N of a call."""
+
+    tokens: int
+    hidden: int
     inner: int
-    bias_E2I: Tensor | None
-    down_bias_EH: Tensor | None
-    scales: Scales
-    limits: Limits
-    choices: Choices
-    place: Place
-    rounded: torch.dtype
-    mx: MXExperts | None
-    static_inputs: tuple[list[float], list[float]] | None
-    mx_rule: ScaleRule
-    golden: bool
-    keep: bool
-    kept_dtype: torch.dtype
-    output_dtype: torch.dtype
-    sink: bool
+    block: int
+    blocks: int
 
 
-def check_arguments(given: Arguments) -> Problem:
-    """Check a call against the documented rules and resolve its options.
+def resolved(given: Arguments) -> Arguments:
+    """Check what is no tensor; return the call with enum members for names and the scales of `quantization_config`.
 
-    Raises:
-        DTypeError, ShapeError, DeviceError, ConfigError: an argument breaks a rule.
+    Scales given directly (2.30 and later) win over those of the record.
     """
-    gate_up_scale, down_scale = weight_scales(given)
-    choices = _choices(given, gate_up_scale is not None)
-    spec, kind = choices.spec, choices.spec.implementation
-    _check_numbers(given)
-    check_tokens(given)
-    rows, hidden = given.hidden_states.shape
-    mx, static = None, None
-    if kind in MX:
-        mx = mx_experts(given, spec, gate_up_scale, down_scale)
-        experts, inner = mx.gate_up.shape[0], mx.inner
-    else:
-        experts, inner = check_weights(given)
-    table, name = given.expert_affinities_masked, "expert_affinities_masked"
-    check_shape(table, (rows * experts, 1), "[T' * E, 1]", argument=name)
-    sizes = (experts, hidden, inner, rows)
-    scales = Scales()
-    if mx is None:
-        scales = read_scales(gate_up_scale, down_scale, given.gate_up_in_scale, given.down_in_scale, sizes)
-        require_fp8_scales(given, gate_up_scale)
-    elif spec.shard_on_block.quantization_type is QuantizationType.STATIC_MX:
-        scales = read_scales(gate_up_scale, down_scale, None, None, sizes)
-        static = static_input_scales(given.gate_up_in_scale, given.down_in_scale, experts)
-    else:
-        refuse_input_scales(given)
-    tokens = rows - 1 if not choices.skip.skip_token else rows
-    limits_apply = given.device_limits
-    if limits_apply is None:
-        limits_apply = given.hidden_states.dtype == torch.bfloat16 and given.convention == "device"
-    run_sizes = Sizes(tokens, hidden, inner, given.block_size, given.block_to_expert.numel())
-    check_always(choices, run_sizes)
-    if limits_apply:
-        check_device_limits(choices, run_sizes)
-        check_fp8_range(given)
-    plan_ids = (given.token_position_to_id, given.block_to_expert, given.block_size)
-    plan = block_rows(*plan_ids, tokens, experts)
-    check_plan(plan, given.block_to_expert, experts, choices)
-    check_conditions(given.conditions, plan, spec, experts)
-    biases = read_biases(given, mx, experts, hidden, inner)
-    return _problem(given, choices, plan, mx, static, scales, biases, experts, inner)
-
-
-def _problem(
-    given: Arguments,
-    choices: Choices,
-    plan: BlockRows,
-    mx: MXExperts | None,
-    static: tuple[list[float], list[float]] | None,
-    scales: Scales,
-    biases: tuple[Tensor | None, Tensor | None],
-    experts: int,
-    inner: int,
-) -> Problem:
-    hidden, kind = given.hidden_states, choices.spec.implementation
-    in_fp32 = hidden.dtype == torch.float32 or given.compute_dtype == torch.float32
-    rounded = torch.float32 if in_fp32 else torch.bfloat16
-    golden = given.convention == "golden"
-    weight_dtype = given.gate_up_proj_weight.dtype
-    kept_dtype = rounded if rounded == torch.bfloat16 or weight_dtype not in FLOATS else weight_dtype
-    return Problem(
-        hidden=hidden,
-        rows=plan,
-        block_to_expert=given.block_to_expert.reshape(-1).long().clamp(max=experts - 1),
-        affinity_R=plan.affinity(given.expert_affinities_masked, experts),
-        weights=mx.expert if mx is not None else expert_weights(given, scales),
-        weights_are_exact=mx is not None or scales.gate_up_block is not None,
-        experts=experts,
-        inner=inner,
-        bias_E2I=biases[0],
-        down_bias_EH=biases[1],
-        scales=scales,
-        limits=Limits(
-            given.gate_clamp_upper_limit,
-            given.gate_clamp_lower_limit,
-            given.up_clamp_upper_limit,
-            given.up_clamp_lower_limit,
-        ),
-        choices=choices,
-        place=_place(choices, golden=golden),
-        rounded=rounded,
-        mx=mx,
-        static_inputs=static,
-        mx_rule=_mx_rule(given, online=mx is not None and static is None),
-        golden=golden,
-        keep=kind is MoECTEImplementation.shard_on_i_dropping or choices.spec.shard_on_I.checkpoint_activation,
-        kept_dtype=kept_dtype,
-        output_dtype=given.accumulation_dtype or hidden.dtype,
-        sink=not choices.skip.skip_token,
-    )
-
-
-def _mx_rule(given: Arguments, *, online: bool) -> ScaleRule:
-    """Return the rule of the online quantization; refuse a choice where nothing is quantized by it."""
-    rule = choose(ScaleRule, given.mx_scale_rule, argument="mx_scale_rule")
-    if not online and rule is not ScaleRule.NEURON:
-        raise ConfigError.about(
-            "mx_scale_rule",
-            "left at its default without online MX quantization",
-            repr(given.mx_scale_rule),
-            "Only the MX implementations quantize by it, and not with quantization_type=STATIC_MX.",
-        )
-    return rule
-
-
-def _place(choices: Choices, *, golden: bool) -> Place:
-    """Return what the affinity multiplies: PRE_SCALE means two things upstream."""
-    if choices.on_inner:
-        return Place.INTERMEDIATE
-    if choices.mode is ExpertAffinityScaleMode.NO_SCALE:
-        return Place.NOTHING
-    if choices.mode is ExpertAffinityScaleMode.POST_SCALE:
-        return Place.OUTPUT
-    on_input = golden or choices.spec.implementation is MoECTEImplementation.shard_on_block
-    return Place.INPUT if on_input else Place.PRE_ACTIVATIONS
-
-
-def _choices(given: Arguments, fp8_scales: bool) -> Choices:
+    check_record(given.quantization_config, QuantizationConfig, argument="quantization_config")
+    config = given.quantization_config or QuantizationConfig()
+    gate_up = config.gate_up_proj_scale if given.gate_up_proj_scale is None else given.gate_up_proj_scale
+    down = config.down_proj_scale if given.down_proj_scale is None else given.down_proj_scale
+    require_pair(gate_up, down, ("gate_up_proj_scale", "down_proj_scale"))
     check_record(given.spec, MoECTESpec, argument="spec", optional=False)
     check_record(given.skip_dma, SkipMode, argument="skip_dma", optional=False)
-    flags: dict[str, object] = {
-        "is_tensor_update_accumulating": given.is_tensor_update_accumulating,
-        "skip_gate_proj": given.skip_gate_proj,
-    }
-    check_flags(flags if given.device_limits is None else flags | {"device_limits": given.device_limits})
-    mode = as_member(
-        given.expert_affinities_scaling_mode, ExpertAffinityScaleMode, argument="expert_affinities_scaling_mode"
-    )
-    return Choices(
-        spec=given.spec,
-        activation=as_member(given.activation_function, ActFnType, argument="activation_function"),
-        mode=mode,
-        skip=given.skip_dma,
-        accumulating=given.is_tensor_update_accumulating,
-        fp8_scales=fp8_scales,
-        skip_gate=given.skip_gate_proj,
+    check_flags({name: getattr(given, name) for name in ("is_tensor_update_accumulating", "skip_gate_proj")})
+    check_optional_flag(given.device_limits, "device_limits")
+    name = "expert_affinities_scaling_mode"
+    mode = as_member(given.expert_affinities_scaling_mode, ExpertAffinityScaleMode, argument=name)
+    activation = as_member(given.activation_function, ActFnType, argument="activation_function")
+    check_rules(_option_rules(given))
+    return replace(
+        given,
+        gate_up_proj_scale=gate_up,
+        down_proj_scale=down,
+        expert_affinities_scaling_mode=mode,
+        activation_function=activation,
     )
 
 
-def _check_numbers(given: Arguments) -> None:
-    """Check dtypes, names and the arguments that upstream accepts without effect."""
+def _option_rules(given: Arguments) -> Iterator[Rule]:
+    """Rules of numbers, dtypes and names, and of the arguments that upstream accepts without effect."""
+    values = {name: getattr(given, name) for name in (*CLAMP_LIMITS, "gate_up_activations_T", "down_activations")}
+    fix = "None is no limit; a tensor's value is its .item()."
     for name in CLAMP_LIMITS:
-        _check_limit(getattr(given, name), name)
-    limited = [name for name in GATE_LIMITS if given.skip_gate_proj and getattr(given, name) is not None]
-    checks: list[tuple[bool, str, str, object, str]] = [
-        (
-            given.compute_dtype in FLOATS, "compute_dtype", "torch.bfloat16 or torch.float32", given.compute_dtype,
-            "float32 leaves out the roundings between matmuls.",
-        ),
-        (
-            given.accumulation_dtype in (None, *FLOATS), "accumulation_dtype", "None, torch.bfloat16 or torch.float32",
-            given.accumulation_dtype, "None returns the dtype of hidden_states.",
-        ),
-        (
-            given.convention in CONVENTIONS, "convention", f"one of {', '.join(CONVENTIONS)}", repr(given.convention),
-            "'device' is what the kernels compute, 'golden' what their numpy reference does.",
-        ),
-        (
-            not limited, ", ".join(limited), "None with skip_gate_proj", "a limit", "There is no gate to clamp.",
-        ),
-        (
-            given.gate_up_activations_T is None, "gate_up_activations_T", "None", "a tensor",
-            "Upstream never writes it; set spec.shard_on_I.checkpoint_activation and take the returned one.",
-        ),
-        (
-            given.down_activations is None, "down_activations", "None", "a tensor",
-            "Upstream never writes it; set spec.shard_on_I.checkpoint_activation and take the returned one.",
-        ),
-    ]  # fmt: skip
-    for fits, argument, expected, got, remedy in checks:
-        if not fits:
-            raise ConfigError.about(argument, expected, got, remedy)
-    if type(given.block_size) is not int or given.block_size <= 0:
-        raise ShapeError.about(
-            "block_size", "a positive int", repr(given.block_size), "Pass the block size the plan was made with."
-        )
-
-
-def _check_limit(limit: object, name: str) -> None:
-    """Refuse a clamp limit that is no number; NaN would make every clamped value NaN."""
-    number = isinstance(limit, int | float) and not isinstance(limit, bool) and not math.isnan(limit)
-    if limit is not None and not number:
-        raise ConfigError.about(
-            name, "None or a number that is not NaN", shown(limit), "None is no limit; a tensor's value is its .item()."
-        )
+        limit = values[name]
+        yield Rule(limit is None or is_number(limit), name, "None or a number that is not NaN", shown(limit), fix)
+    two, fix = "torch.bfloat16 or torch.float32", "float32 leaves out the roundings between matmuls."
+    yield Rule(given.compute_dtype in FLOATS, "compute_dtype", two, given.compute_dtype, fix)
+    dtype, fix = given.accumulation_dtype, "None returns the dtype of hidden_states."
+    yield Rule(dtype in (None, *FLOATS), "accumulation_dtype", f"None, {two}", dtype, fix)
+    fix = "'device' is what the kernels compute, 'golden' what their numpy reference does."
+    rule = f"one of {', '.join(CONVENTIONS)}"
+    yield Rule(given.convention in CONVENTIONS, "convention", rule, repr(given.convention), fix)
+    limited = [name for name in GATE_LIMITS if given.skip_gate_proj and values[name] is not None]
+    yield Rule(not limited, ", ".join(limited), "None with skip_gate_proj", "a limit", "There is no gate to clamp.")
+    fix = "Upstream never writes it; set spec.shard_on_I.checkpoint_activation and take the returned one."
+    for name in ("gate_up_activations_T", "down_activations"):
+        yield Rule(values[name] is None, name, "None", "a tensor", fix)
+    size, fix = given.block_size, "Pass the block size the plan was made with."
+    yield Rule(type(size) is int and size > 0, "block_size", "a positive int", repr(size), fix, ShapeError)

@@ -38,39 +38,22 @@ class Limits(NamedTuple):
 
 @dataclass(frozen=True)
 class ExpertEpilogue:
-    """One expert's :class:`hf_neuron_moe.backends.torch.ffn_forward.Epilogue`.
+    """One expert's :class:`hf_neuron_moe.backends.torch.ffn_forward.Epilogue`."""
 
-    Attributes:
-        activation: of the gate, or of up with `skip_gate`.
-        limits: clamp limits.
-        rounded: dtype the pre-activations are rounded to, fp32 for not at all.
-        rounded_product: dtype the intermediate is rounded to.
-        needs_gate: False if the gate is neither used nor kept.
-        skip_gate: the intermediate is ``act(up)``.
-        scale_2X: fp32 dequantization scales of gate and up, ``[2, I]`` or ``[2, 1]``.
-        scale_R1: fp32 activation scale of every row.
-        bias_2I: fp32.
-        pre_R1: factor on the clamped pre-activations.
-        post_R1: factor on the intermediate.
-        width: the intermediate's columns from here on are padding and set to zero.
-        quantize: rounds the intermediate's rows for an MX matmul, in place.
-        scratch: buffers for the roundings.
-    """
-
-    activation: ActFnType
+    activation: ActFnType  # of the gate, or of up with `skip_gate`
     limits: Limits
-    rounded: torch.dtype
-    rounded_product: torch.dtype
-    needs_gate: bool
-    skip_gate: bool
-    scale_2X: Tensor | None
-    scale_R1: Tensor | None
-    bias_2I: Tensor | None
-    pre_R1: Tensor | None
-    post_R1: Tensor | None
-    width: int
-    quantize: Callable[[Tensor], Tensor] | None
-    scratch: Scratch
+    rounded: torch.dtype  # of the pre-activations, fp32 for not rounded at all
+    rounded_product: torch.dtype  # of the intermediate
+    needs_gate: bool  # False if the gate is neither used nor kept
+    skip_gate: bool  # the intermediate is ``act(up)``
+    scale_2X: Tensor | None  # fp32 dequantization scales of gate and up, [2, I] or [2, 1]
+    scale_R1: Tensor | None  # fp32 activation scale of every row
+    bias_2I: Tensor | None  # fp32
+    pre_R1: Tensor | None  # factor on the clamped pre-activations
+    post_R1: Tensor | None  # factor on the intermediate
+    width: int  # the intermediate's columns from here on are padding and set to zero
+    quantize: Callable[[Tensor], Tensor] | None  # rounds the intermediate's rows for an MX matmul, in place
+    scratch: Scratch  # buffers for the roundings
 
     def pre_activations_(self, gate_RI: Tensor, up_RI: Tensor, rows: Span, columns: Span) -> None:
         """Scale, bias, clamp and round the sums in place."""

@@ -17,41 +17,26 @@ from hf_neuron_moe.reference.block_rows import BlockRows
 
 @dataclass(frozen=True)
 class KeptBlocks:
-    """Buffers of the returned activations, uninitialized until every run has been put and :meth:`finish` was called.
-
-    Attributes:
-        rows: the plan's real slots.
-        block_to_expert: int64 ``[N]``.
-        gate_up: ``[N, 2, I, B]``.
-        down: ``[N, B, H]``, or None.
-        idle_E2I: content of slots without a token, fp32.
-        idle_EH: likewise for `down`.
-    """
+    """Buffers of the returned activations, uninitialized until every run has been put and :meth:`finish` was called."""
 
     rows: BlockRows
-    block_to_expert: Tensor
-    gate_up: Tensor
-    down: Tensor | None
-    idle_E2I: Tensor
-    idle_EH: Tensor
+    block_to_expert: Tensor  # int64 [N]
+    gate_up: Tensor  # [N, 2, I, B]
+    down: Tensor | None  # [N, B, H]
+    idle_E2I: Tensor  # content of slots without a token, fp32
+    idle_EH: Tensor  # likewise for `down`
 
     def put_gate_up(self, run: int, gate_RI: Tensor, up_RI: Tensor) -> None:
         """Write the pre-activations of one run, in the buffers' dtype."""
-        size, inner = self.rows.block_size, gate_RI.shape[1]
-        block, full, rest = self._blocks(run)
+        block, _, _ = self._blocks(run)
         idle_2I = self.idle_E2I[self.rows.runs[run][0]]
         for half, values_RI in enumerate((gate_RI, up_RI)):
-            if block < 0:
-                blocks, places = self._slots(run)
-                self.gate_up[blocks, half] = idle_2I[half, :, None].to(self.gate_up.dtype)
-                self.gate_up[blocks, half, :, places] = values_RI
+            if block >= 0:
+                fill_blocks(self.gate_up[:, half], values_RI, block, idle_2I[half])
                 continue
-            whole = values_RI[: full * size].view(full, size, inner)
-            self.gate_up[block : block + full, half].copy_(whole.transpose(1, 2))
-            if rest:
-                last_IB = self.gate_up[block + full, half]
-                last_IB[:, :rest].copy_(values_RI[full * size :].t())
-                last_IB[:, rest:] = idle_2I[half, :, None]
+            blocks, places = self._slots(run)
+            self.gate_up[blocks, half] = idle_2I[half, :, None].to(self.gate_up.dtype)
+            self.gate_up[blocks, half, :, places] = values_RI
 
     def put_down(self, run: int, down_RH: Tensor) -> None:
         """Write the down projections of one run, in any float dtype."""
@@ -71,9 +56,7 @@ class KeptBlocks:
 
     def finish(self) -> tuple[Tensor, Tensor | None]:
         """Fill the blocks without tokens and return both buffers."""
-        used = torch.zeros(self.rows.blocks, dtype=torch.bool, device=self.block_to_expert.device)
-        used[torch.div(self.rows.slot_R, self.rows.block_size, rounding_mode="floor")] = True
-        spare = (~used).nonzero().reshape(-1)
+        spare = (~self.rows.used_blocks()).nonzero().reshape(-1)
         expert = self.block_to_expert[spare]
         self.gate_up[spare] = self.idle_E2I[expert].to(self.gate_up.dtype)[..., None]
         if self.down is not None:
@@ -91,3 +74,15 @@ class KeptBlocks:
         _, start, end = self.rows.runs[run]
         slot_R, size = self.rows.slot_R[start:end], self.rows.block_size
         return torch.div(slot_R, size, rounding_mode="floor"), slot_R % size
+
+
+def fill_blocks(target_NIB: Tensor, values_RI: Tensor, block: int, idle_I: Tensor) -> None:
+    """Write one expert's rows, which start at `block`, tokens innermost; slots after the last row get `idle_I`."""
+    size = target_NIB.shape[2]
+    full, rest = divmod(len(values_RI), size)
+    whole = values_RI[: full * size].view(full, size, values_RI.shape[1])
+    target_NIB[block : block + full].copy_(whole.transpose(1, 2))
+    if rest:
+        last_IB = target_NIB[block + full]
+        last_IB[:, :rest].copy_(values_RI[full * size :].t())
+        last_IB[:, rest:] = idle_I[:, None]

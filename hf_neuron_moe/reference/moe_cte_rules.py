@@ -11,19 +11,19 @@ Source: nki-library 2.29 ``moe_cte`` kernels; SquaredReLU, non-overlapping shard
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 
-from hf_neuron_moe.errors import ConfigError, ShapeError
+from hf_neuron_moe.checks import Rule
+from hf_neuron_moe.errors import ShapeError
+from hf_neuron_moe.reference.moe_cte_arguments import Arguments, Sizes
 from hf_neuron_moe.reference.moe_types import (
     ActFnType,
     BlockShardStrategy,
     ExpertAffinityScaleMode,
     MoECTEImplementation,
-    MoECTESpec,
     QuantizationType,
     ShardOnBlockConfig,
-    SkipMode,
 )
 
 _Impl = MoECTEImplementation
@@ -37,25 +37,15 @@ _PRE_SCALE_TOKENS = 512
 
 @dataclass(frozen=True)
 class Rules:
-    """Device limits of one implementation.
+    """Device limits of one implementation."""
 
-    Attributes:
-        block: B is a multiple of this.
-        inner: I is a multiple of this.
-        modes: affinity scaling modes.
-        on_inner: whether multiply-on-I exists.
-        fp8: whether FP8 scales are used.
-        skip_weight: whether weights can be reused between blocks.
-        max_hidden: largest H; the smallest is 512.
-    """
-
-    block: int
-    inner: int
-    modes: Set[ExpertAffinityScaleMode]
-    on_inner: bool = False
-    fp8: bool = False
-    skip_weight: bool = False
-    max_hidden: int | None = 8192
+    block: int  # B is a multiple of this
+    inner: int  # I is a multiple of this
+    modes: Set[ExpertAffinityScaleMode]  # affinity scaling modes
+    on_inner: bool = False  # whether multiply-on-I exists
+    fp8: bool = False  # whether FP8 scales are used
+    skip_weight: bool = False  # whether weights can be reused between blocks
+    max_hidden: int | None = 8192  # largest H; the smallest is 512
 
 
 _POST_PRE_NO = frozenset({_Mode.POST_SCALE, _Mode.PRE_SCALE, _Mode.NO_SCALE})
@@ -79,111 +69,6 @@ CONDITION_TAILS = {
     _Impl.shard_on_i_mx_hybrid: (1, 2),
 }
 """Zeros after the N block flags of ``conditions``; a second one is harmless to the I-sharded loops."""
-
-
-@dataclass(frozen=True)
-class Choices:
-    """The options the rules speak of, resolved."""
-
-    spec: MoECTESpec
-    activation: ActFnType
-    mode: ExpertAffinityScaleMode
-    skip: SkipMode
-    accumulating: bool
-    fp8_scales: bool
-    skip_gate: bool
-
-    @property
-    def on_inner(self) -> bool:
-        """Whether the intermediate is multiplied by the affinity."""
-        return self.spec.shard_on_I.expert_affinity_multiply_on_I
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """T, H, I, B, N of a call."""
-
-    tokens: int
-    hidden: int
-    inner: int
-    block: int
-    blocks: int
-
-
-def check_always(choices: Choices, sizes: Sizes) -> None:
-    """Refuse what has no defined result.
-
-    Raises:
-        ConfigError: an option that the implementation does not have.
-    """
-    spec, kind = choices.spec, choices.spec.implementation
-    name = kind.name
-    if kind in MX:
-        post = choices.mode is _Mode.POST_SCALE
-        _need(post, "expert_affinities_scaling_mode", f"POST_SCALE with {name}", choices.mode.name, _ON_OUTPUT)
-        _need(
-            not choices.on_inner,
-            "spec.shard_on_I.expert_affinity_multiply_on_I",
-            f"False with {name}",
-            True,
-            _ON_OUTPUT,
-        )
-        _need(not choices.skip_gate, "skip_gate_proj", f"False with {name}", True, "MX kernels have a gate.")
-    _check_unread(choices)
-    if kind not in CHECKPOINTS:
-        wanted = spec.shard_on_I.checkpoint_activation
-        remedy = "Only shard_on_i and shard_on_i_dropping return activations."
-        _need(not wanted, "spec.shard_on_I.checkpoint_activation", f"False with {name}", wanted, remedy)
-    if kind is _Impl.shard_on_block_mx:
-        remedy = "The kernel asserts it; accumulating is right for any plan."
-        _need(choices.accumulating, "is_tensor_update_accumulating", f"True with {name}", False, remedy)
-    _check_scheduling(choices, sizes)
-
-
-def check_device_limits(choices: Choices, sizes: Sizes) -> None:
-    """Refuse what the kernel of this implementation cannot run, or computes wrongly.
-
-    Raises:
-        ShapeError: T, H, I or B breaks a limit.
-        ConfigError: an option does.
-    """
-    kind = choices.spec.implementation
-    rules, name = RULES[kind], kind.name
-    _multiple(sizes.block, rules.block, "block_size of the plan", f"{name}'s row tiles")
-    _multiple(sizes.hidden, 512, "H of hidden_states", f"{name}'s tiles along H")
-    if rules.max_hidden is not None and sizes.hidden > rules.max_hidden:
-        raise _size("H of hidden_states", f"512 to {rules.max_hidden} ({name})", sizes.hidden)
-    inner_step = 512 if kind is _Impl.shard_on_block_mx and sizes.inner >= 512 else rules.inner
-    _multiple(sizes.inner, inner_step, "I of gate_up_proj_weight", f"{name}'s tiles along I")
-    if kind is _Impl.shard_on_block:
-        _multiple(sizes.tokens, 128, "T of hidden_states", "its last reduction covers whole tiles of rows")
-    allowed = MX_ACTIVATIONS if kind in MX else BF16_ACTIVATIONS
-    _need(
-        choices.activation in allowed,
-        "activation_function",
-        f"one of {', '.join(sorted(a.name for a in allowed))} with {name}",
-        choices.activation.name,
-        "The kernel leaves its buffer unwritten for others; in fp32 they are computed.",
-    )
-    _check_affinity_limits(choices, rules, sizes)
-    fits = not choices.skip_gate or kind is _Impl.shard_on_i
-    _need(fits, "skip_gate_proj", f"False with {name}", True, "Only shard_on_i has it (2.33).")
-    _need(
-        rules.fp8 or not choices.fp8_scales or kind in MX,
-        "gate_up_proj_scale",
-        f"None with {name}",
-        "a scale",
-        "This kernel accepts FP8 scales and ignores them; use shard_on_i or shard_on_i_hybrid.",
-    )
-    _need(
-        rules.skip_weight or not choices.skip.skip_weight,
-        "skip_dma.skip_weight",
-        f"False with {name}",
-        True,
-        "Only the block-sharded kernels reuse weights; it has no effect on values.",
-    )
-
-
 _BLOCK_MX = frozenset({_Impl.shard_on_block_mx})
 _READERS: dict[str, Set[MoECTEImplementation]] = {
     "n_block_per_iter": BLOCK,
@@ -198,84 +83,103 @@ _READERS: dict[str, Set[MoECTEImplementation]] = {
     "quantization_type": _BLOCK_MX,
 }
 """Which implementations read an option of ``ShardOnBlockConfig``."""
+_MODE, _ON_I = "expert_affinities_scaling_mode", "spec.shard_on_I.expert_affinity_multiply_on_I"
+_BLOCK_OPTION = "spec.shard_on_block."
+_ON_OUTPUT = "Its kernel multiplies the output by the affinity and ignores or asserts every other place."
+_OFF_DEVICE = "This is a limit of the device kernel; device_limits=False computes the mathematics."
 
 
-def _check_unread(choices: Choices) -> None:
-    """Refuse options that the implementation does not read; upstream ignores them silently."""
-    spec, kind = choices.spec, choices.spec.implementation
-    defaults, rule = ShardOnBlockConfig(), f"left at its default with {kind.name}"
+def always(given: Arguments, sizes: Sizes) -> Iterator[Rule]:
+    """Rules against what has no defined result."""
+    kind, mode, on_i = given.kind, given.expert_affinities_scaling_mode, given.spec.shard_on_I
+    without = f"False with {kind.name}"
+    if kind in MX:
+        yield Rule(mode is _Mode.POST_SCALE, _MODE, f"POST_SCALE with {kind.name}", mode.name, _ON_OUTPUT)
+        yield Rule(not given.on_inner, _ON_I, without, True, _ON_OUTPUT)
+        yield Rule(not given.skip_gate_proj, "skip_gate_proj", without, True, "MX kernels have a gate.")
+    yield from _unread(given)
+    if kind not in CHECKPOINTS:
+        name, fix = "checkpoint_activation", "Only shard_on_i and shard_on_i_dropping return activations."
+        yield Rule(not on_i.checkpoint_activation, f"spec.shard_on_I.{name}", without, on_i.checkpoint_activation, fix)
+    if kind is _Impl.shard_on_block_mx:
+        name, fix = "is_tensor_update_accumulating", "The kernel asserts it; accumulating is right for any plan."
+        yield Rule(given.is_tensor_update_accumulating, name, f"True with {kind.name}", False, fix)
+    static = on_i.num_static_block
+    if kind in HYBRID and static is not None:
+        fits, rule = 0 <= static <= sizes.blocks, f"0 to N = {sizes.blocks}"
+        yield Rule(fits, "spec.shard_on_I.num_static_block", rule, static, "None is N - E.")
+    if kind in BLOCK:
+        yield from _scheduling(given, sizes)
+
+
+def _unread(given: Arguments) -> Iterator[Rule]:
+    """Rules against options that the implementation does not read; upstream ignores them silently."""
+    kind, defaults, rule = given.kind, ShardOnBlockConfig(), f"left at its default with {given.kind.name}"
     for name, readers in _READERS.items():
-        given = getattr(spec.shard_on_block, name)
-        same = given == getattr(defaults, name) or given is QuantizationType.NONE
+        value = getattr(given.spec.shard_on_block, name)
+        same = value == getattr(defaults, name) or value is QuantizationType.NONE
         names = ", ".join(sorted(reader.name for reader in readers))
-        _need(kind in readers or same, f"spec.shard_on_block.{name}", rule, given, f"It is read by {names}.")
-    static = spec.shard_on_I.num_static_block
-    remedy = "Only the hybrids have a static loop before the dynamic one."
-    _need(kind in HYBRID or static is None, "spec.shard_on_I.num_static_block", rule, static, remedy)
+        yield Rule(kind in readers or same, _BLOCK_OPTION + name, rule, value, f"It is read by {names}.")
+    static, fix = given.spec.shard_on_I.num_static_block, "Only the hybrids have a static loop before the dynamic one."
+    yield Rule(kind in HYBRID or static is None, "spec.shard_on_I.num_static_block", rule, static, fix)
 
 
-def _check_affinity_limits(choices: Choices, rules: Rules, sizes: Sizes) -> None:
-    name = choices.spec.implementation.name
-    _need(
-        choices.mode in rules.modes or choices.on_inner,
-        "expert_affinities_scaling_mode",
-        f"one of {', '.join(sorted(mode.name for mode in rules.modes))} with {name}",
-        choices.mode.name,
-        "The kernel has no other.",
-    )
-    _need(
-        rules.on_inner or not choices.on_inner,
-        "spec.shard_on_I.expert_affinity_multiply_on_I",
-        f"False with {name}",
-        True,
-        _ON_OUTPUT,
-    )
-    reads_one_tile = choices.spec.implementation in (_Impl.shard_on_i, _Impl.shard_on_i_hybrid)
-    if reads_one_tile and choices.mode in _PRE and not choices.on_inner and sizes.block > _PRE_SCALE_TOKENS:
-        expected = f"at most {_PRE_SCALE_TOKENS} with PRE_SCALE and {name}"
-        raise _size("block_size", f"{expected} (it reuses the first 512 affinities)", sizes.block)
-
-
-def _check_scheduling(choices: Choices, sizes: Sizes) -> None:
-    """Check the options that divide the work; none changes a value."""
-    spec, kind, block = choices.spec, choices.spec.implementation, choices.spec.shard_on_block
-    if kind in HYBRID and spec.shard_on_I.num_static_block is not None:
-        static = spec.shard_on_I.num_static_block
-        fits = 0 <= static <= sizes.blocks
-        _need(fits, "spec.shard_on_I.num_static_block", f"0 to N = {sizes.blocks}", static, "None is N - E.")
-    if kind not in BLOCK:
-        return
+def _scheduling(given: Arguments, sizes: Sizes) -> Iterator[Rule]:
+    """Rules of the options that divide the work of the block-sharded kernels; none changes a value."""
+    block = given.spec.shard_on_block
     for name in ("n_block_per_iter", "top_k", "ep_degree"):
         value = getattr(block, name)
-        _need(value > 0, f"spec.shard_on_block.{name}", "a positive int", value, "Use 1.")
-    halves = block.block_sharding_strategy is BlockShardStrategy.HI_LO
-    remedy = "Kernels before 2.31 assert PING_PONG; since then HI_LO needs non_overlapping_shards=True."
-    fits = not halves or block.non_overlapping_shards
-    _need(fits, "spec.shard_on_block.block_sharding_strategy", "PING_PONG", "HI_LO", remedy)
-    if kind is _Impl.shard_on_block_mx:
+        yield Rule(value > 0, _BLOCK_OPTION + name, "a positive int", value, "Use 1.")
+    fits = block.block_sharding_strategy is not BlockShardStrategy.HI_LO or block.non_overlapping_shards
+    fix = "Kernels before 2.31 assert PING_PONG; since then HI_LO needs non_overlapping_shards=True."
+    yield Rule(fits, _BLOCK_OPTION + "block_sharding_strategy", "PING_PONG", "HI_LO", fix)
+    if given.kind is _Impl.shard_on_block_mx:
         static, dynamic, blocks = block.n_static_blocks, block.n_dynamic_blocks, sizes.blocks
         fits = static == -1 or (0 < static < blocks and static + dynamic == blocks)
         rule = f"-1, or between 0 and N = {blocks} with n_static_blocks + n_dynamic_blocks = N"
-        _need(fits, "spec.shard_on_block.n_static_blocks", rule, f"{static} + {dynamic}", "-1 is automatic.")
-        allowed = (QuantizationType.NONE, QuantizationType.MX, QuantizationType.STATIC_MX)
-        fits = block.quantization_type in allowed
-        rule, got = "MX or STATIC_MX", block.quantization_type
-        _need(fits, "spec.shard_on_block.quantization_type", rule, got, "Weights here are MX words.")
+        yield Rule(fits, _BLOCK_OPTION + "n_static_blocks", rule, f"{static} + {dynamic}", "-1 is automatic.")
+        kind = block.quantization_type
+        fits = kind in (QuantizationType.NONE, QuantizationType.MX, QuantizationType.STATIC_MX)
+        yield Rule(fits, _BLOCK_OPTION + "quantization_type", "MX or STATIC_MX", kind, "Weights here are MX words.")
 
 
-_ON_OUTPUT = "Its kernel multiplies the output by the affinity and ignores or asserts every other place."
+def device_limits(given: Arguments, sizes: Sizes) -> Iterator[Rule]:
+    """Rules against what the kernel of this implementation cannot run, or computes wrongly."""
+    kind, name, rules = given.kind, given.kind.name, RULES[given.kind]
+    without = f"False with {name}"
+    hidden, inner_step = sizes.hidden, rules.inner
+    yield _multiple(sizes.block, rules.block, "block_size of the plan", f"{name}'s row tiles")
+    yield _multiple(hidden, 512, "H of hidden_states", f"{name}'s tiles along H")
+    fits = rules.max_hidden is None or hidden <= rules.max_hidden
+    yield _size(fits, "H of hidden_states", f"512 to {rules.max_hidden} ({name})", hidden)
+    if kind is _Impl.shard_on_block_mx and sizes.inner >= 512:
+        inner_step = 512
+    yield _multiple(sizes.inner, inner_step, "I of gate_up_proj_weight", f"{name}'s tiles along I")
+    if kind is _Impl.shard_on_block:
+        yield _multiple(sizes.tokens, 128, "T of hidden_states", "its last reduction covers whole tiles of rows")
+    activation, allowed = given.activation_function, MX_ACTIVATIONS if kind in MX else BF16_ACTIVATIONS
+    rule = f"one of {', '.join(sorted(each.name for each in allowed))} with {name}"
+    fix = "The kernel leaves its buffer unwritten for others; in fp32 they are computed."
+    yield Rule(activation in allowed, "activation_function", rule, activation.name, fix)
+    mode = given.expert_affinities_scaling_mode
+    rule = f"one of {', '.join(sorted(each.name for each in rules.modes))} with {name}"
+    yield Rule(mode in rules.modes or given.on_inner, _MODE, rule, mode.name, "The kernel has no other.")
+    yield Rule(rules.on_inner or not given.on_inner, _ON_I, without, True, _ON_OUTPUT)
+    if kind in (_Impl.shard_on_i, _Impl.shard_on_i_hybrid) and mode in _PRE and not given.on_inner:
+        rule = f"at most {_PRE_SCALE_TOKENS} with PRE_SCALE and {name} (it reuses the first 512 affinities)"
+        yield _size(sizes.block <= _PRE_SCALE_TOKENS, "block_size", rule, sizes.block)
+    fits = not given.skip_gate_proj or kind is _Impl.shard_on_i
+    yield Rule(fits, "skip_gate_proj", without, True, "Only shard_on_i has it (2.33).")
+    fits = rules.fp8 or given.gate_up_proj_scale is None or kind in MX
+    fix = "This kernel accepts FP8 scales and ignores them; use shard_on_i or shard_on_i_hybrid."
+    yield Rule(fits, "gate_up_proj_scale", f"None with {name}", "a scale", fix)
+    fix = "Only the block-sharded kernels reuse weights; it has no effect on values."
+    yield Rule(rules.skip_weight or not given.skip_dma.skip_weight, "skip_dma.skip_weight", without, True, fix)
 
 
-def _need(condition: bool, argument: str, expected: str, got: object, remedy: str) -> None:
-    if not condition:
-        raise ConfigError.about(argument, expected, got, remedy)
+def _multiple(size: int, of: int, argument: str, rule: str) -> Rule:
+    return _size(size > 0 and size % of == 0, argument, f"a positive multiple of {of} ({rule})", size)
 
 
-def _multiple(size: int, of: int, argument: str, rule: str) -> None:
-    if size <= 0 or size % of:
-        raise _size(argument, f"a positive multiple of {of} ({rule})", size)
-
-
-def _size(argument: str, expected: str, got: int) -> ShapeError:
-    remedy = "This is a limit of the device kernel; device_limits=False computes the mathematics."
-    return ShapeError.about(argument, expected, str(got), remedy)
+def _size(fits: bool, argument: str, expected: str, got: int) -> Rule:
+    return Rule(fits, argument, expected, got, _OFF_DEVICE, ShapeError)

@@ -18,11 +18,11 @@ from hf_neuron_moe.backends.torch.compute import Compute, call_scratch
 from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints, Epilogue, RowSource, ffn_forward
 from hf_neuron_moe.backends.torch.tiling import Loader, tile_loader
 from hf_neuron_moe.reference.activations import act
-from hf_neuron_moe.reference.moe_cte_arguments import Place, Problem
 from hf_neuron_moe.reference.moe_cte_epilogue import ExpertEpilogue, clamp_
 from hf_neuron_moe.reference.moe_cte_kept import KeptBlocks
-from hf_neuron_moe.reference.moe_mx import ActivationQuantizer, quantize_static_
+from hf_neuron_moe.reference.moe_cte_problem import Place, Problem
 from hf_neuron_moe.reference.moe_types import ActFnType
+from hf_neuron_moe.reference.mx_experts import ActivationQuantizer, quantize_static_
 
 _ROW_CHUNK = 1024
 
@@ -63,14 +63,14 @@ def run(problem: Problem) -> Result:
 def _is_plain(problem: Problem) -> bool:
     """Whether the experts are ``silu(gate) * up`` with nothing in between, which the tiles do by themselves."""
     return (
-        problem.choices.activation is ActFnType.SiLU
-        and not problem.choices.skip_gate
+        problem.given.activation_function is ActFnType.SiLU
+        and not problem.given.skip_gate_proj
         and problem.mx is None
         and problem.bias_E2I is None
         and problem.scales.gate_up_E2X is None
         and problem.scales.gate_up_block is None
         and problem.place is not Place.PRE_ACTIVATIONS
-        and not any(limit is not None for limit in problem.limits)
+        and not any(limit is not None for limit in problem.given.limits)
     )
 
 
@@ -108,11 +108,11 @@ def _epilogue(problem: Problem, loader: Loader, expert: int, start: int, end: in
     if _is_plain(problem):
         return None
     scales, affinity_R1 = problem.scales, problem.affinity_R[start:end, None]
-    skip_gate = problem.choices.skip_gate
+    skip_gate = problem.given.skip_gate_proj
     token_R = problem.rows.token_R[start:end]
     return ExpertEpilogue(
-        activation=problem.choices.activation,
-        limits=problem.limits,
+        activation=problem.given.activation_function,
+        limits=problem.given.limits,
         rounded=torch.float32 if problem.mx is not None else problem.rounded,
         rounded_product=torch.float32 if problem.mx is not None and problem.golden else problem.rounded,
         needs_gate=problem.keep or not skip_gate,
@@ -176,10 +176,10 @@ def _idle_slots(problem: Problem) -> tuple[Tensor, Tensor]:
     shape = (problem.experts, 2, problem.inner)
     idle_E2I = problem.affinity_R.new_zeros(shape) if problem.bias_E2I is None else problem.bias_E2I.clone()
     for half in range(2):
-        clamp_(idle_E2I[:, half], *problem.limits.half(half))
+        clamp_(idle_E2I[:, half], *problem.given.limits.half(half))
     idle_E2I = idle_E2I.to(problem.rounded).float()
     idle_EH = problem.affinity_R.new_zeros((problem.experts, problem.hidden.shape[1]))
-    limited = any(limit is not None for limit in problem.limits)
+    limited = any(limit is not None for limit in problem.given.limits)
     nonzero = problem.bias_E2I is not None or limited
     if nonzero and problem.place not in (Place.INTERMEDIATE, Place.PRE_ACTIVATIONS):
         _project_idle_(problem, idle_E2I, idle_EH)
@@ -190,8 +190,8 @@ def _idle_slots(problem: Problem) -> tuple[Tensor, Tensor]:
 
 def _project_idle_(problem: Problem, idle_E2I: Tensor, idle_EH: Tensor) -> None:
     """Write the down projection of the zero row's intermediate into `idle_EH`."""
-    kind, up_EI = problem.choices.activation, idle_E2I[:, 1]
-    product_EI = act(up_EI, kind) if problem.choices.skip_gate else act(idle_E2I[:, 0], kind) * up_EI
+    kind, up_EI = problem.given.activation_function, idle_E2I[:, 1]
+    product_EI = act(up_EI, kind) if problem.given.skip_gate_proj else act(idle_E2I[:, 0], kind) * up_EI
     product_EI = product_EI.to(problem.rounded).float()
     for expert in problem.block_to_expert.unique().tolist():
         idle_EH[expert] = problem.weights(expert).down_HI.float() @ product_EI[expert]

@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.checks import check_flags, check_record, shown
+from hf_neuron_moe.checks import Rule, check_flags, check_record, check_rules, shown
 from hf_neuron_moe.errors import ConfigError, nearest, public
 
 
@@ -111,9 +111,8 @@ class KernelTypeOption(Enum):
 class SkipMode:
     """Which loads of unused slots and repeated experts the kernel skips.
 
-    Attributes:
-        skip_token: unused slots hold -1, and hidden states, affinities and output have no sink row (T' = T).
-        skip_weight: reuse the weights when a core's previous block had the same expert. No effect on values.
+    With `skip_token` unused slots hold -1, and hidden states, affinities and output have no sink row (T' = T).
+    `skip_weight` reuses the weights when a core's previous block had the same expert; no effect on values.
     """
 
     skip_token: bool = False
@@ -121,7 +120,7 @@ class SkipMode:
 
     @public("SkipMode")
     def __post_init__(self) -> None:
-        check_flags({"skip_token": self.skip_token, "skip_weight": self.skip_weight})
+        check_flags(vars(self))
 
 
 NO_SKIP = SkipMode()
@@ -163,10 +162,8 @@ class ShardOnBlockConfig:
     @public("ShardOnBlockConfig")
     def __post_init__(self) -> None:
         for name, kind in (("block_sharding_strategy", BlockShardStrategy), ("quantization_type", QuantizationType)):
-            member = as_member(getattr(self, name), kind, argument=name)
-            object.__setattr__(self, name, member)
-        flags = ("non_overlapping_shards", "use_packed_scales")
-        check_flags({name: getattr(self, name) for name in flags})
+            object.__setattr__(self, name, as_member(getattr(self, name), kind, argument=name))
+        check_flags({name: getattr(self, name) for name in ("non_overlapping_shards", "use_packed_scales")})
         for name in ("n_block_per_iter", "n_static_blocks", "n_dynamic_blocks", "top_k", "ep_degree"):
             _check_count(getattr(self, name), name)
         check_record(self.weight_dtype, torch.dtype, argument="weight_dtype")
@@ -174,22 +171,16 @@ class ShardOnBlockConfig:
 
 @dataclass(frozen=True)
 class ShardOnIConfig:
-    """Options of the implementations that divide the intermediate axis.
+    """Options of the implementations that divide the intermediate axis."""
 
-    Attributes:
-        checkpoint_activation: return the activations the backward needs.
-        expert_affinity_multiply_on_I: multiply the intermediate by the routing weight; overrides the scaling mode.
-        num_static_block: blocks of the hybrid's static loop. No effect on values.
-    """
-
-    checkpoint_activation: bool = False
-    expert_affinity_multiply_on_I: bool = False
-    num_static_block: int | None = None
+    checkpoint_activation: bool = False  # return the activations the backward needs
+    expert_affinity_multiply_on_I: bool = False  # multiply the intermediate by the routing weight, whatever the mode
+    num_static_block: int | None = None  # blocks of the hybrid's static loop, no effect on values
 
     @public("ShardOnIConfig")
     def __post_init__(self) -> None:
-        flags = ("checkpoint_activation", "expert_affinity_multiply_on_I")
-        check_flags({name: getattr(self, name) for name in flags})
+        names = ("checkpoint_activation", "expert_affinity_multiply_on_I")
+        check_flags({name: getattr(self, name) for name in names})
         if self.num_static_block is not None:
             _check_count(self.num_static_block, "num_static_block")
 
@@ -214,32 +205,33 @@ class MoECTESpec:
 
 @dataclass(frozen=True)
 class ClampLimits:
-    """Forward clamp limits as the backward takes them: linear is up, non-linear is gate. Not bounds on gradients.
-
-    Raises:
-        ConfigError: a limit that is no number, or an upper limit that is not above the lower one.
-    """
+    """Forward clamp limits as the backward takes them: linear is up, non-linear is gate. Not bounds on gradients."""
 
     linear_clamp_upper_limit: float | None = None
     linear_clamp_lower_limit: float | None = None
     non_linear_clamp_upper_limit: float | None = None
     non_linear_clamp_lower_limit: float | None = None
 
+    @public("ClampLimits")
     def __post_init__(self) -> None:
-        for branch in ("linear", "non_linear"):
-            upper, lower = (f"{branch}_clamp_{side}_limit" for side in ("upper", "lower"))
-            for name in (upper, lower):
-                value = getattr(self, name)
-                number = isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
-                if value is not None and not number:
-                    raise self._bad(name, "None or a number", repr(value), "Pass the limit that the forward clamps to.")
-            above, below = getattr(self, upper), getattr(self, lower)
-            if above is not None and below is not None and above <= below:
-                raise self._bad(upper, f"greater than {lower} = {below}", str(above), "Swap them, or leave one out.")
+        for branch, (upper, lower) in (("linear", self.up), ("non_linear", self.gate)):
+            names = (f"{branch}_clamp_upper_limit", f"{branch}_clamp_lower_limit")
+            fix = "Pass the limit that the forward clamps to."
+            for name, value in zip(names, (upper, lower)):
+                check_rules([Rule(value is None or is_number(value), name, "None or a number", repr(value), fix)])
+            if upper is not None and lower is not None and upper <= lower:
+                expected, fix = f"greater than {names[1]} = {lower}", "Swap them, or leave one out."
+                raise ConfigError.about(names[0], expected, upper, fix)
 
-    @staticmethod
-    def _bad(argument: str, expected: str, got: str, remedy: str) -> ConfigError:
-        return ConfigError.about(argument, expected, got, remedy).named("ClampLimits")
+    @property
+    def gate(self) -> tuple[float | None, float | None]:
+        """Upper and lower limit of the gate."""
+        return self.non_linear_clamp_upper_limit, self.non_linear_clamp_lower_limit
+
+    @property
+    def up(self) -> tuple[float | None, float | None]:
+        """Upper and lower limit of up."""
+        return self.linear_clamp_upper_limit, self.linear_clamp_lower_limit
 
 
 @dataclass(frozen=True)
@@ -295,6 +287,11 @@ BLOCKINGS = (
 EnumT = TypeVar("EnumT", bound=Enum)
 
 
+def is_number(value: object) -> bool:
+    """Return whether `value` can be a clamp limit: an int or a float, no bool and no NaN."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+
+
 def _check_count(value: object, argument: str) -> None:
     """Refuse anything but an int; ranges depend on the call and are checked there."""
     if type(value) is not int:
@@ -302,19 +299,11 @@ def _check_count(value: object, argument: str) -> None:
 
 
 def as_member(value: object, kind: type[EnumT], *, argument: str) -> EnumT:
-    """Return `value` as a member of `kind`; a member's name is accepted too.
-
-    Raises:
-        ConfigError: neither a member nor the name of one.
-    """
+    """Return `value`, a member of `kind` or the name of one, as a member; raise ConfigError for anything else."""
     if isinstance(value, kind):
         return value
     names = [member.name for member in kind]
     if isinstance(value, str) and value in names:
         return kind[value]
-    raise ConfigError.about(
-        argument,
-        f"a member of {kind.__name__} ({', '.join(names)}) or its name",
-        repr(value),
-        f"Pass {kind.__name__}.{names[0]} or another member.{nearest(str(value), names)}",
-    )
+    fix = f"Pass {kind.__name__}.{names[0]} or another member.{nearest(str(value), names)}"
+    raise ConfigError.about(argument, f"a member of {kind.__name__} ({', '.join(names)}) or its name", repr(value), fix)

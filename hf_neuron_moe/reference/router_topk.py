@@ -11,23 +11,50 @@ and `w_bias`).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.checks import check_dtype, check_flags, check_same_device, check_shape
-from hf_neuron_moe.errors import ConfigError, ShapeError, public
+from hf_neuron_moe.checks import (
+    Rule,
+    check_dtype,
+    check_flags,
+    check_optional_flag,
+    check_rules,
+    check_same_device,
+    check_shape,
+)
+from hf_neuron_moe.errors import ShapeError, public
 from hf_neuron_moe.reference.moe_types import RouterActFnType, as_member
-from hf_neuron_moe.reference.router_limits import check_device_limits
 
-_WHERE = "router_topk"
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _INTEGERS = (torch.int32, torch.int64, torch.uint32)
 _WITHOUT_FLOAT64 = ("mps",)
+_FLAGS = (
+    "router_pre_norm",
+    "norm_topk_prob",
+    "use_column_tiling",
+    "use_indirect_dma_scatter",
+    "return_eager_affi",
+    "use_PE_broadcast_w_bias",
+    "shard_on_tokens",
+    "skip_store_expert_index",
+    "skip_store_router_logits",
+)
+
+MAX_EXPERTS = 512
+"""The moving free size of one matmul."""
+
+PARTITIONS = 128
+"""Partitions of the tensor engine: H is tiled by it, and token tiles have this many rows."""
+
+MAX_TOP_K = 8
+"""The selection instruction finds eight maxima."""
 
 
-@public(_WHERE)
+@public
 def router_topk(
     x: Tensor,
     w: Tensor,
@@ -95,37 +122,34 @@ def router_topk(
 
     Returns:
         ``[router_logits, expert_index, expert_affinities]``, and the ``[T, K]`` affinities with `return_eager_affi`.
-
-    Raises:
-        DTypeError: a tensor of another dtype, or `w` not of the dtype of `x`.
-        ShapeError: shapes that do not belong together, K > E, or a device limit.
-        ConfigError: a missing or unknown option, a switch that is no bool, or a combination the device refuses.
-        DeviceError: operands on different devices.
     """
-    act = _required_activation(act_fn)
-    _check_layouts(x_hbm_layout, x_sb_layout)
-    flags = {
-        "router_pre_norm": router_pre_norm, "norm_topk_prob": norm_topk_prob, "use_column_tiling": use_column_tiling,
-        "use_indirect_dma_scatter": use_indirect_dma_scatter, "return_eager_affi": return_eager_affi,
-        "use_PE_broadcast_w_bias": use_PE_broadcast_w_bias, "shard_on_tokens": shard_on_tokens,
-        "skip_store_expert_index": skip_store_expert_index, "skip_store_router_logits": skip_store_router_logits,
-    }  # fmt: skip
-    check_flags(flags | ({} if device_limits is None else {"device_limits": device_limits}))
-    if skip_store_router_logits:
-        raise _refuse_skipping_logits()
+    given = locals()
+    act_fn = act_fn.upper() if isinstance(act_fn, str) else act_fn
+    act = as_member(act_fn, RouterActFnType, argument="act_fn")
+    check_rules(_option_rules(x_hbm_layout, x_sb_layout))
+    check_flags({name: given[name] for name in _FLAGS})
+    check_optional_flag(device_limits, "device_limits")
+    name, fix = "skip_store_router_logits", "Ignore the first result instead."
+    check_rules([Rule(not skip_store_router_logits, name, "False (upstream asserts it)", "True", fix)])
     _check_operands(x, w, w_bias, x_hbm_layout)
     T = x.shape[1 if x_hbm_layout == 0 else 0]
     H, E = w.shape
-    K = _required_k(k, E)
-    templates = {"router_logits": router_logits, "expert_affinities": expert_affinities, "expert_index": expert_index}
-    _check_templates(templates, {"router_logits": (T, E), "expert_affinities": (T, E), "expert_index": (T, K)})
+    whole = isinstance(k, int) and not isinstance(k, bool)
+    fix = "Pass k, for example 2 for Mixtral."
+    check_rules([Rule(whole, "k", "the number of experts per token", repr(k), fix)])
+    K, fix = k or 0, "A token cannot choose an expert twice."
+    check_rules([Rule(1 <= K <= E, "k", f"from 1 to E = {E}", K, fix, ShapeError)])
+    for name, shape, axes in (
+        ("router_logits", (T, E), "[T, E]"),
+        ("expert_affinities", (T, E), "[T, E]"),
+        ("expert_index", (T, K), "[T, K]"),
+    ):
+        if given[name] is not None:
+            check_dtype(given[name], _INTEGERS if name == "expert_index" else _FLOATS, name)
+            check_shape(given[name], shape, axes, name)
     if device_limits if device_limits is not None else x.dtype != torch.float32:
-        check_device_limits(
-            (T, H, E, K),
-            sigmoid_after_selection=act is RouterActFnType.SIGMOID and not router_pre_norm,
-            indirect_scatter=use_indirect_dma_scatter,
-            eager=return_eager_affi,
-        )
+        sigmoid_after_selection = act is RouterActFnType.SIGMOID and not router_pre_norm
+        check_rules(_device_rules((T, H, E, K), sigmoid_after_selection, use_indirect_dma_scatter, return_eager_affi))
     logits_TE = _logits(x, w, w_bias, transposed=x_hbm_layout == 0)
     # The logits that are returned decide, so that experts whose fp32 logits are equal are in order of their numbers.
     # A stable sort, so that ties are broken as argsort of the negated logits does: lower expert first.
@@ -191,59 +215,38 @@ def _dtype_of(template: Tensor | None, default: torch.dtype) -> torch.dtype:
     return default if template is None else template.dtype
 
 
-@public(_WHERE)
+def _option_rules(x_hbm_layout: int, x_sb_layout: int) -> Iterator[Rule]:
+    fix = "x_hbm_layout is 0 for x [H, T] and 1 for [T, H]; x_sb_layout has no effect on values."
+    for name, value, known in (("x_hbm_layout", x_hbm_layout, (0, 1)), ("x_sb_layout", x_sb_layout, (0, 1, 2))):
+        yield Rule(value in known, name, f"one of {', '.join(map(str, known))}", repr(value), fix)
+
+
 def _check_operands(x: Tensor, w: Tensor, w_bias: Tensor | None, x_hbm_layout: int) -> None:
-    check_dtype(x, _FLOATS, argument="x")
-    check_dtype(w, (x.dtype,), argument="w")
-    check_shape(w, (None, None), "[H, E]", argument="w")
+    check_dtype(x, _FLOATS, "x")
+    check_dtype(w, (x.dtype,), "w")
+    check_shape(w, (None, None), "[H, E]", "w")
     H, E = w.shape
     shape, names = ((H, None), "[H, T] (x_hbm_layout 0)") if x_hbm_layout == 0 else ((None, H), "[T, H]")
-    names = f"{names}, with the H of w {list(w.shape)},"
-    check_shape(x, shape, names, argument="x")
+    check_shape(x, shape, f"{names}, with the H of w {list(w.shape)},", "x")
     if w_bias is not None:
-        check_dtype(w_bias, _FLOATS, argument="w_bias")
-        expected: tuple[int, ...] = (E,) if w_bias.dim() == 1 else (1, E)
-        check_shape(w_bias, expected, "[1, E] or [E]", argument="w_bias")
+        check_dtype(w_bias, _FLOATS, "w_bias")
+        check_shape(w_bias, (E,) if w_bias.dim() == 1 else (1, E), "[1, E] or [E]", "w_bias")
     check_same_device({"x": x, "w": w, "w_bias": w_bias})
 
 
-@public(_WHERE)
-def _check_templates(templates: dict[str, Tensor | None], shapes: dict[str, tuple[int, int]]) -> None:
-    for name, template in templates.items():
-        if template is not None:
-            check_dtype(template, _INTEGERS if name == "expert_index" else _FLOATS, argument=name)
-            axes = "[T, K]" if name == "expert_index" else "[T, E]"
-            check_shape(template, shapes[name], axes, argument=name)
-
-
-@public(_WHERE)
-def _check_layouts(x_hbm_layout: int, x_sb_layout: int) -> None:
-    for argument, value, known in (("x_hbm_layout", x_hbm_layout, (0, 1)), ("x_sb_layout", x_sb_layout, (0, 1, 2))):
-        if value not in known:
-            raise ConfigError.about(
-                argument,
-                f"one of {', '.join(map(str, known))}",
-                repr(value),
-                "x_hbm_layout is 0 for x [H, T] and 1 for [T, H]; x_sb_layout has no effect on values.",
-            )
-
-
-@public(_WHERE)
-def _required_activation(act_fn: RouterActFnType | str | None) -> RouterActFnType:
-    act_fn = act_fn.upper() if isinstance(act_fn, str) else act_fn
-    return as_member(act_fn, RouterActFnType, argument="act_fn")
-
-
-@public(_WHERE)
-def _required_k(k: int | None, experts: int) -> int:
-    if isinstance(k, bool) or not isinstance(k, int):
-        raise ConfigError.about("k", "the number of experts per token", repr(k), "Pass k, for example 2 for Mixtral.")
-    if not 1 <= k <= experts:
-        raise ShapeError.about("k", f"from 1 to E = {experts}", str(k), "A token cannot choose an expert twice.")
-    return k
-
-
-def _refuse_skipping_logits() -> ConfigError:
-    return ConfigError.about(
-        "skip_store_router_logits", "False (upstream asserts it)", "True", "Ignore the first result instead."
-    ).named(_WHERE)
+def _device_rules(
+    sizes: tuple[int, int, int, int], sigmoid_after_selection: bool, indirect_scatter: bool, eager: bool
+) -> Iterator[Rule]:
+    """What the device's kernel can do (2.29), for T, H, E and K; values do not depend on any of it."""
+    T, H, E, K = sizes
+    fix = "Pass device_limits=False to compute the mathematical definition anyway."
+    yield Rule(E <= MAX_EXPERTS, "E of w", f"at most {MAX_EXPERTS}", E, fix, ShapeError)
+    yield Rule(H % PARTITIONS == 0, "H of w", f"a multiple of {PARTITIONS}", H, fix, ShapeError)
+    yield Rule(K <= MAX_TOP_K, "k", f"at most {MAX_TOP_K}", K, fix, ShapeError)
+    name, rule = "use_indirect_dma_scatter", "True for SIGMOID with router_pre_norm=False"
+    yield Rule(indirect_scatter or not sigmoid_after_selection, name, rule, "False", fix)
+    fits = not indirect_scatter or T <= PARTITIONS or T % PARTITIONS == 0
+    rule = f"at most {PARTITIONS} or a multiple of it with use_indirect_dma_scatter"
+    yield Rule(fits, "T of x", rule, T, fix, ShapeError)
+    rule = f"at most {PARTITIONS} with return_eager_affi"
+    yield Rule(not eager or T <= PARTITIONS, "T of x", rule, T, fix, ShapeError)

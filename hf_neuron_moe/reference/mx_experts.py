@@ -46,21 +46,13 @@ _UNIT_SCALE = 127
 
 @dataclass(frozen=True)
 class MXExperts:
-    """Checked MX weights of all experts.
+    """Checked MX weights of all experts."""
 
-    Attributes:
-        gate_up: words ``[E, 128, 2, H/512, I]``, int32 or int16.
-        down: words ``[E, pI, ceil(I/512), H]``.
-        gate_up_scale: uint8 as the caller gave them; None for STATIC_MX, where every byte is 127.
-        down_scale: likewise.
-        fmt: element format of both.
-    """
-
-    gate_up: Tensor
-    down: Tensor
-    gate_up_scale: Tensor | None
-    down_scale: Tensor | None
-    fmt: ElementFormat
+    gate_up: Tensor  # words [E, 128, 2, H/512, I], int32 or int16
+    down: Tensor  # words [E, pI, ceil(I/512), H]
+    gate_up_scale: Tensor | None  # uint8 as the caller gave them; None for STATIC_MX, where every byte is 127
+    down_scale: Tensor | None  # likewise
+    fmt: ElementFormat  # element format of both
 
     @property
     def inner(self) -> int:
@@ -79,10 +71,8 @@ class MXExperts:
 
 
 def read_mx_weights(
-    gate_up: Tensor,
-    down: Tensor,
-    gate_up_scale: Tensor | None,
-    down_scale: Tensor | None,
+    words: tuple[Tensor, Tensor],
+    scales: tuple[Tensor | None, Tensor | None],
     *,
     hidden: int,
     weight_dtype: torch.dtype | None,
@@ -91,64 +81,49 @@ def read_mx_weights(
     """Check MX weights and their byte scales.
 
     Args:
-        gate_up: x4 words ``[E, 128, 2, H/512, I]``: int32 or uint32 (fp8), int16 or uint16 (fp4).
-        down: x4 words ``[E, pI, ceil(I/512), H]``.
-        gate_up_scale: uint8 (or float8_e8m0fnu) ``[E, 16, 2, H/512, I]``; with `packed` ``[E, 128, ceil(H/2048), 2,
-            I]``; or block128 ``[E, 4, 2, H/512, ceil(I/128)]``. None for STATIC_MX.
-        down_scale: ``[E, pI/8, ceil(I/512), H]``; with `packed` ``[E, 128, ceil(I/2048), H]``; or block128 ``[E, 4,
-            ceil(I/512), ceil(H/128)]``.
+        words: gate and up x4 words ``[E, 128, 2, H/512, I]``: int32 or uint32 (fp8), int16 or uint16 (fp4); down words
+            ``[E, pI, ceil(I/512), H]``.
+        scales: uint8 (or float8_e8m0fnu); None for STATIC_MX. Of gate and up ``[E, 16, 2, H/512, I]``; with `packed`
+            ``[E, 128, ceil(H/2048), 2, I]``; or block128 ``[E, 4, 2, H/512, ceil(I/128)]``. Of down ``[E, pI/8,
+            ceil(I/512), H]``; with `packed` ``[E, 128, ceil(I/2048), H]``; or block128 ``[E, 4, ceil(I/512),
+            ceil(H/128)]``.
         hidden: H.
         weight_dtype: ``torch.float8_e4m3fn`` (or None) or ``torch.float8_e5m2`` of the 32-bit words; None for fp4.
         packed: the scales of four tiles share a buffer of 128 rows.
-
-    Raises:
-        DTypeError, ShapeError, ConfigError: an operand breaks a rule above.
     """
+    gate_up, down = words
     check_multiple(hidden, TILE, "H of hidden_states", "MX tiles along H are 512")
     fmt = _format(gate_up, weight_dtype)
-    check_dtype(down, tuple(kind for kind in _WORDS if _WORDS[kind] == fmt.carrier), argument="down_proj_weight")
+    check_dtype(down, tuple(kind for kind in _WORDS if _WORDS[kind] == fmt.carrier), "down_proj_weight")
     tiles = hidden // TILE
-    check_shape(gate_up, (None, PARTITIONS, 2, tiles, None), "[E, 128, 2, H/512, I]", argument="gate_up_proj_weight")
+    check_shape(gate_up, (None, PARTITIONS, 2, tiles, None), "[E, 128, 2, H/512, I]", "gate_up_proj_weight")
     experts, inner = gate_up.shape[0], gate_up.shape[-1]
     check_multiple(inner, 32, "I of gate_up_proj_weight", "an MX group is 8 partitions of 4 lanes")
     down_tiles = -(-inner // TILE)
     partitions = padded_intermediate(inner) // down_tiles // LANES
-    shape = (experts, partitions, down_tiles, hidden)
-    check_shape(down, shape, "[E, pI, ceil(I/512), H]", argument="down_proj_weight")
+    check_shape(down, (experts, partitions, down_tiles, hidden), "[E, pI, ceil(I/512), H]", "down_proj_weight")
+    gate_up_scale, down_scale = scales
     if gate_up_scale is not None and down_scale is not None:
-        extents = (experts, hidden, inner, partitions)
-        gate_up_scale = _check_scale(gate_up_scale, _gate_up_layouts(extents, packed), packed, "gate_up_proj_scale")
-        down_scale = _check_scale(down_scale, _down_layouts(extents, packed), packed, "down_proj_scale")
+        layouts = [
+            ((experts, _BLOCK128_ROWS, 2, tiles, -(-inner // 128)), "[E, 4, 2, H/512, ceil(I/128)]"),
+            ((experts, _BLOCK128_ROWS, down_tiles, -(-hidden // 128)), "[E, 4, ceil(I/512), ceil(H/128)]"),
+        ]
+        by_group = [
+            ((experts, 16, 2, tiles, inner), "[E, 16, 2, H/512, I]"),
+            ((experts, partitions // 8, down_tiles, hidden), "[E, pI/8, ceil(I/512), H]"),
+        ]
+        if packed:
+            by_group = [
+                ((experts, PARTITIONS, -(-tiles // LANES), 2, inner), "[E, 128, ceil(H/2048), 2, I]"),
+                ((experts, PARTITIONS, -(-down_tiles // LANES), hidden), "[E, 128, ceil(I/2048), H]"),
+            ]
+        gate_up_scale = _scale_bytes(gate_up_scale, [by_group[0], layouts[0]], packed, "gate_up_proj_scale")
+        down_scale = _scale_bytes(down_scale, [by_group[1], layouts[1]], packed, "down_proj_scale")
     return MXExperts(gate_up.view(fmt.carrier), down.view(fmt.carrier), gate_up_scale, down_scale, fmt)
 
 
-_Layouts = list[tuple[tuple[int, ...], str]]
-
-
-def _gate_up_layouts(extents: tuple[int, int, int, int], packed: bool) -> _Layouts:
-    """Return the shapes that gate/up scales may have, with their names: by group (or packed), by block of 128."""
-    experts, hidden, inner, _ = extents
-    tiles = hidden // TILE
-    by_group: _Layouts = [((experts, 16, 2, tiles, inner), "[E, 16, 2, H/512, I]")]
-    if packed:
-        by_group = [((experts, PARTITIONS, -(-tiles // LANES), 2, inner), "[E, 128, ceil(H/2048), 2, I]")]
-    blocks = (experts, _BLOCK128_ROWS, 2, tiles, -(-inner // 128))
-    return [*by_group, (blocks, "[E, 4, 2, H/512, ceil(I/128)]")]
-
-
-def _down_layouts(extents: tuple[int, int, int, int], packed: bool) -> _Layouts:
-    """The same for the down scales."""
-    experts, hidden, inner, partitions = extents
-    tiles = -(-inner // TILE)
-    by_group: _Layouts = [((experts, partitions // 8, tiles, hidden), "[E, pI/8, ceil(I/512), H]")]
-    if packed:
-        by_group = [((experts, PARTITIONS, -(-tiles // LANES), hidden), "[E, 128, ceil(I/2048), H]")]
-    blocks = (experts, _BLOCK128_ROWS, tiles, -(-hidden // 128))
-    return [*by_group, (blocks, "[E, 4, ceil(I/512), ceil(H/128)]")]
-
-
 def _format(words: Tensor, weight_dtype: torch.dtype | None) -> ElementFormat:
-    check_dtype(words, tuple(_WORDS), argument="gate_up_proj_weight")
+    check_dtype(words, tuple(_WORDS), "gate_up_proj_weight")
     if _WORDS[words.dtype] == torch.int16:
         if weight_dtype is None:
             return E2M1
@@ -158,30 +133,21 @@ def _format(words: Tensor, weight_dtype: torch.dtype | None) -> ElementFormat:
             return _FP8_FORMATS[weight_dtype]
         expected = "None, torch.float8_e4m3fn or torch.float8_e5m2 with 32-bit words"
         remedy = "32-bit words hold four fp8 codes; None means e4m3."
-    raise ConfigError.about("weight_dtype", expected, str(weight_dtype), remedy)
+    raise ConfigError.about("weight_dtype", expected, weight_dtype, remedy)
 
 
-def _check_scale(scale: Tensor, layouts: _Layouts, packed: bool, argument: str) -> Tensor:
+def _scale_bytes(scale: Tensor, layouts: list[tuple[tuple[int, ...], str]], packed: bool, argument: str) -> Tensor:
+    """Check one scale, whose shape is one of `layouts` (by group or packed, then by block of 128)."""
     if not isinstance(scale, Tensor) or scale.dtype not in (torch.uint8, torch.float8_e8m0fnu):
-        got = str(scale.dtype) if isinstance(scale, Tensor) else type(scale).__name__
-        raise DTypeError.about(
-            argument,
-            "a tensor of dtype uint8 or float8_e8m0fnu (an MX scale byte per group)",
-            got,
-            "Per-tensor fp32 scales belong to quantization_type=STATIC_MX.",
-        )
+        got = scale.dtype if isinstance(scale, Tensor) else type(scale).__name__
+        expected = "a tensor of dtype uint8 or float8_e8m0fnu (an MX scale byte per group)"
+        raise DTypeError.about(argument, expected, got, "Per-tensor fp32 scales belong to quantization_type=STATIC_MX.")
     if tuple(scale.shape) not in [shape for shape, _ in layouts]:
-        raise ShapeError.about(
-            argument,
-            "of shape " + " or, per 128 x 128 block, ".join(f"{words} = {list(shape)}" for shape, words in layouts),
-            str(list(scale.shape)),
-            "quantize_moe_gate_up and quantize_moe_down return scales of this shape"
-            + (
-                ", pack_moe_scales packs them."
-                if packed
-                else "; shard_on_block_mx alone reads packed ones, with use_packed_scales."
-            ),
-        )
+        words = " or, per 128 x 128 block, ".join(f"{words} = {list(shape)}" for shape, words in layouts)
+        tail = "; shard_on_block_mx alone reads packed ones, with use_packed_scales."
+        fix = "quantize_moe_gate_up and quantize_moe_down return scales of this shape"
+        fix += ", pack_moe_scales packs them." if packed else tail
+        raise ShapeError.about(argument, f"of shape {words}", list(scale.shape), fix)
     return scale.view(torch.uint8)
 
 
@@ -214,14 +180,9 @@ def _down_bytes(experts: MXExperts, one: slice) -> Tensor:
 
 @dataclass(frozen=True)
 class ActivationQuantizer:
-    """Rounds activations to MXFP8 e4m3 in place, one token per group; buffers come from `scratch`.
+    """Rounds activations to MXFP8 e4m3 in place, one token per group."""
 
-    Attributes:
-        rule: scale rule of nki 0.5 and later (NEURON), or FLOOR for earlier ones.
-        scratch: buffers.
-    """
-
-    rule: ScaleRule
+    rule: ScaleRule  # of nki 0.5 and later (NEURON), or FLOOR for earlier ones
     scratch: Scratch
 
     def hidden_(self, x_RH: Tensor) -> Tensor:
