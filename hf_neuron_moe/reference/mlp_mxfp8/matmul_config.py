@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 
 from hf_neuron_moe.checks import check_flags
-from hf_neuron_moe.errors import ConfigError, NeuronMoEError, public
+from hf_neuron_moe.errors import ConfigError, public
 from hf_neuron_moe.formats.constants import SwizzleScheme, unknown_name
+from hf_neuron_moe.reference.launch_record import check_positive_int
 
 TILE_M = 128
 """Rows of a tile: the tensor engine's partitions."""
@@ -93,11 +94,11 @@ class MatmulMxfp8KernelConfig:
     @public("MatmulMxfp8KernelConfig")
     def __post_init__(self) -> None:
         for name in ("M", "K", "N", "tile_m", "tile_k", "tile_n", *(f"TILES_IN_BLOCK_{axis}" for axis in "MNK")):
-            check_positive_int(getattr(self, name), argument=name)
+            check_positive_int(name, getattr(self, name))
         for axis in "MNK":
             load, block = getattr(self, f"TILES_IN_LOAD_{axis}"), getattr(self, f"TILES_IN_BLOCK_{axis}")
             if load is not None:
-                check_positive_int(load, argument=f"TILES_IN_LOAD_{axis}")
+                check_positive_int(f"TILES_IN_LOAD_{axis}", load)
                 if block % load:
                     raise ConfigError.about(
                         f"TILES_IN_LOAD_{axis}",
@@ -255,13 +256,3 @@ def automatic_config(M: int, K: int, N: int, *, run_with_lnc2: bool = True) -> M
         M=M, K=K, N=N, tile_n=tile_n, TILES_IN_BLOCK_M=m, TILES_IN_BLOCK_K=k, TILES_IN_BLOCK_N=n,
         run_with_lnc2=run_with_lnc2,
     )  # fmt: skip
-
-
-def check_positive_int(value: object, *, argument: str) -> None:
-    """Refuse anything that is not a positive integer (ConfigError)."""
-    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-        raise _not_positive(value, argument=argument)
-
-
-def _not_positive(value: object, *, argument: str) -> NeuronMoEError:
-    return ConfigError.about(argument, "a positive integer", repr(value), "Tile counts and sizes count whole tiles.")

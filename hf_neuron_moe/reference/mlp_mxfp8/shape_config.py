@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 
 from hf_neuron_moe.errors import ConfigError, public
-from hf_neuron_moe.reference.mlp_mxfp8.matmul_config import TILE_K, TILE_M, TILE_N, check_positive_int
+from hf_neuron_moe.reference.launch_record import check_positive_int
+from hf_neuron_moe.reference.mlp_mxfp8.matmul_config import TILE_K, TILE_M, TILE_N
 
 Counts = tuple[int, int, int]
 
@@ -122,10 +123,10 @@ def _as_arguments(config: MlpFwdConfig | MlpBwdConfig) -> dict[str, int]:
 def _check_shape(seq_len: int, hidden_size: int, intermediate_size: int, lnc: int) -> None:
     sizes = {"seq_len": seq_len, "hidden_size": hidden_size, "intermediate_size": intermediate_size}
     for name, size in sizes.items():
-        check_positive_int(size, argument=name)
+        check_positive_int(name, size)
     if lnc not in (1, 2):
         raise ConfigError.about("lnc", "1 or 2 (cores per logical core)", repr(lnc), "Pass the launch's LNC.")
-    check_positive_int(seq_len // lnc, argument="seq_len // lnc")
+    check_positive_int("seq_len // lnc", seq_len // lnc)
 
 
 def _tiles(size: int, tile: int) -> int:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_neuron_moe.backends.torch.compute import Scratch
-from hf_neuron_moe.reference.mx_operand import MXOperand
+from hf_neuron_moe.reference.described_operand import MXOperand
 
 ROWS = 512
 """Rows of a tile; the elementwise work between two products touches this many rows of a few buffers."""
