@@ -23,13 +23,9 @@ from hf_neuron_moe.reference.block_conditions import block_conditions
 from hf_neuron_moe.reference.blockwise_mm_bwd import MoEBackward, MoEBiasBackward, blockwise_mm_bwd
 from hf_neuron_moe.reference.blockwise_mxfp8 import MoEForwardMXFP8, blockwise_mm_bwd_mxfp8, blockwise_mm_fwd_mxfp8
 from hf_neuron_moe.reference.described_operand import MXOperand, TensorDescriptor
-from hf_neuron_moe.reference.fp8_mul import (
-    fp8_division_transpose,
-    fp8_mul_backward,
-    fp8_mul_forward,
-    fp8_silu_backward,
-    fp8_silu_forward,
-)
+from hf_neuron_moe.reference.fp8_division import fp8_division_transpose
+from hf_neuron_moe.reference.fp8_mul import fp8_mul_backward, fp8_mul_forward
+from hf_neuron_moe.reference.fp8_silu import fp8_silu_backward, fp8_silu_forward
 from hf_neuron_moe.reference.launch_record import KernelLaunch, record_launches
 from hf_neuron_moe.reference.mlp_mxfp8.backward import mlp_backward_mxfp8_base_nki, mlp_backward_mxfp8_nki
 from hf_neuron_moe.reference.mlp_mxfp8.backward_2_30 import mlp_backward_mxfp8_nki_2_30

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_neuron_moe.errors import ConfigError, DTypeError, NeuronMoEError, ShapeError
 from hf_neuron_moe.formats import group_dequantize_fp8, group_fp8, group_quantize_fp8
-from hf_neuron_moe.reference.fp8_mul import (
+from hf_neuron_moe.kernels import (
     fp8_division_transpose,
     fp8_mul_backward,
     fp8_mul_forward,

@@ -171,10 +171,13 @@ def run_phases(tensors: PhaseTensors, options: StepOptions, clamp_limits: ClampL
         clamp_limits=clamp_limits, lone_384=lone_384, **options,
     )  # fmt: skip
     if lone_384:
-        halves = (TensorDescriptor(half) for half in t.d_gate_up.data.chunk(2, dim=1))
-        compute_phase2_hidden_states_grad_mxfp8_2_30(t.hidden_states_grad, *t.weights_T, *halves, 0, bf16, **options)
+        gate_T, up_T = t.weights_T
+        d_gate, d_up = (TensorDescriptor(half) for half in t.d_gate_up.data.chunk(2, dim=1))
+        compute_phase2_hidden_states_grad_mxfp8_2_30(
+            t.hidden_states_grad, gate_T, up_T, d_gate, d_up, 0, bf16, **options
+        )
     else:
-        compute_phase2_hidden_states_grad_mxfp8(t.hidden_states_grad, *t.weights_T, t.d_gate_up, 0, bf16, **options)
+        compute_phase2_hidden_states_grad_mxfp8(t.hidden_states_grad, t.weights_T[0], t.d_gate_up, 0, bf16, **options)
     grad_T = TensorDescriptor(t.d_gate_up.data.t()) if t.scratch is None else t.scratch
     compute_phase3_gate_up_weight_grad_mxfp8(
         t.weight_grad, t.hidden_states_T, grad_T, bf16, lone_384=lone_384, **options

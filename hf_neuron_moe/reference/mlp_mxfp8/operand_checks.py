@@ -56,7 +56,7 @@ def describe(
         check_dtype(data, raw_dtypes, argument)
         check_shape(data, (None, None), raw_shape, argument)
     check_layout(data, swizzled=swizzled or quantized, quantized=quantized, argument=argument)
-    if quantized:
+    if scales is not None:
         check_scales(scales, *logical_shape(data, swizzled=True), argument=f"{prefix}_scales")
     td = TensorDescriptor(data, scales, swizzled)
     check_packing(td, call["use_scale_packing"], f"{prefix}_scales")
@@ -79,7 +79,7 @@ def check_packing(td: TensorDescriptor, use_scale_packing: bool, argument: str) 
         raise ConfigError.about(argument, expected, f"{td.scales.shape[0]} rows", fix)
 
 
-def check_descriptor(td: TensorDescriptor, argument: str) -> None:
+def check_descriptor(td: object, argument: str) -> None:
     """Raise DTypeError for no TensorDescriptor, ConfigError for the grouping 1x32, which no MLP kernel has."""
     if not isinstance(td, TensorDescriptor):
         fix = "Wrap the tensor: TensorDescriptor(tensor)."
