@@ -210,7 +210,7 @@ class BackwardOperands(NamedTuple):
         return tokens, hidden_size, self.gate_up.logical_shape[1] // 2
 
 
-class Scratch(NamedTuple):
+class ScratchBuffers(NamedTuple):
     """Buffers that release 2.30 leaves its intermediate results in; None is not wanted."""
 
     d_gate: Tensor | None = None
@@ -219,11 +219,14 @@ class Scratch(NamedTuple):
     recomputed: KeptActivations = KeptActivations()
 
 
+NO_BUFFERS = ScratchBuffers()
+
+
 def run_backward(
     operands: BackwardOperands,
     options: StepOptions,
     clamp_limits: ClampLimits | None = None,
-    scratch: Scratch = Scratch(),  # noqa: B008
+    scratch: ScratchBuffers = NO_BUFFERS,
 ) -> MLPBackward:
     """Recompute what is missing, run the four phases, return the gradients."""
     tokens, hidden_size, inner = operands.sizes

@@ -16,7 +16,7 @@ from hf_neuron_moe.checks import check_multiple, check_same_device
 from hf_neuron_moe.errors import public
 from hf_neuron_moe.reference.described_operand import TensorDescriptor
 from hf_neuron_moe.reference.launch_record import note_launch, scheduling
-from hf_neuron_moe.reference.mlp_mxfp8.backward import BackwardOperands, Scratch, run_backward
+from hf_neuron_moe.reference.mlp_mxfp8.backward import BackwardOperands, ScratchBuffers, run_backward
 from hf_neuron_moe.reference.mlp_mxfp8.operand_checks import (
     BF16,
     check_buffer,
@@ -136,7 +136,7 @@ def mlp_backward_mxfp8_nki_2_30(
         kept=kept,
     )
     with torch.no_grad():
-        scratch = Scratch(d_gate_scratch, d_up_scratch, silu_up_mul_gate_grad_T_scratch, recomputed)
+        scratch = ScratchBuffers(d_gate_scratch, d_up_scratch, silu_up_mul_gate_grad_T_scratch, recomputed)
         return run_backward(operands, step_options(call), scratch=scratch)
 
 
