@@ -12,12 +12,11 @@ import math
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.checks import check_flags
+from hf_neuron_moe.checks import FLOATS, check_flags
 from hf_neuron_moe.errors import ConfigError, ShapeError, public
 from hf_neuron_moe.formats.fp8_rounding import check_randomness
 from hf_neuron_moe.formats.group_fp8 import SCALE_EPSILON
 from hf_neuron_moe.reference.fp8_common import (
-    VALUE_DTYPES,
     as_rows,
     check_group_size,
     check_matrix,
@@ -26,10 +25,8 @@ from hf_neuron_moe.reference.fp8_common import (
     quantize_with_scale,
 )
 
-_WHERE = "fp8_division_transpose"
 
-
-@public(_WHERE)
+@public
 def fp8_division_transpose(
     x: Tensor,
     QB: int,
@@ -44,30 +41,19 @@ def fp8_division_transpose(
 
     ``code = fp8(x / s_y)`` with the division in fp32. Magnitudes beyond the format's range saturate.
 
-    Args:
-        x: bf16, fp16 or fp32 ``[M, N]`` or ``[b, s, N]``.
-        QB: group size of the operator that produced `x`; it must divide N and has no effect on values.
-        fp8type: ``"E4M3"``, ``"E5M2"``, or the torch dtype.
-        s_y: scale of one element, bf16 or fp32, positive and finite (checked where it is in host memory);
-            ``(max|x| + 1e-10) / fp8_max`` if None, in the dtype of `x`, or fp32 for fp16, which would round it to 0.
-        stochastic: unbiased stochastic rounding instead of nearest. Upstream's uses one fixed seed, always; here
-            every call draws new random numbers.
-        only_transposed: leave out the codes in the layout of `x`.
-        generator: source of the random numbers; unused unless `stochastic`.
+    * x: bf16, fp16 or fp32 ``[M, N]`` or ``[b, s, N]``.
+    * QB: group size of the operator that produced `x`; it must divide N and has no effect on values.
+    * fp8type: ``"E4M3"``, ``"E5M2"``, or the torch dtype.
+    * s_y: scale of one element, bf16 or fp32, positive and finite (checked where it is in host memory);
+      ``(max|x| + 1e-10) / fp8_max`` if None, in the dtype of `x`, or fp32 for fp16, which would round it to 0.
+    * stochastic: unbiased stochastic rounding instead of nearest, with random numbers of `generator`. Upstream's uses
+      one fixed seed, always; here every call draws new random numbers.
 
-    Returns:
-        ``(codes, s_y, codes_transposed)``: FP8 of the shape of `x`, the 0-d scale, FP8 ``[N, M]`` (2-D for 3-D input
-        too); or ``(codes_transposed, s_y)``.
-
-    Raises:
-        DTypeError: `x` or `s_y` of another dtype.
-        ShapeError: `x` is not 2-D or 3-D, N is no multiple of `QB`, or `s_y` has more than one element.
-        ConfigError: unknown `fp8type`, `QB` is not a positive integer, `s_y` is not positive and finite, a switch that
-            is no bool, or a `generator` that is none.
-        DeviceError: `generator` belongs to another kind of device.
+    Returns ``(codes, s_y, codes_transposed)``: FP8 of the shape of `x`, the 0-d scale, FP8 ``[N, M]`` (2-D for 3-D
+    input too); or ``(codes_transposed, s_y)`` if `only_transposed`.
     """
     fmt = fp8_type(fp8type)
-    check_matrix(x, VALUE_DTYPES, argument="x")
+    check_matrix(x, FLOATS, "x")
     check_group_size(QB, x.shape[-1])
     check_randomness(stochastic, generator, x.device)
     check_flags({"only_transposed": only_transposed})
@@ -81,9 +67,7 @@ def fp8_division_transpose(
     codes, transposed = quantize_with_scale(
         rows, scale, fmt, stochastic=stochastic, generator=generator, only_transposed=only_transposed
     )
-    if codes is None:
-        return transposed, scale
-    return codes.view(x.shape), scale, transposed
+    return (transposed, scale) if only_transposed else (codes.view(x.shape), scale, transposed)
 
 
 def _amax(rows_MN: Tensor) -> Tensor:
@@ -92,20 +76,14 @@ def _amax(rows_MN: Tensor) -> Tensor:
     return torch.maximum(low.neg(), high)
 
 
-@public(_WHERE)
 def _checked_scale(s_y: Tensor) -> Tensor:
-    check_scale_dtype(s_y, argument="s_y")
+    check_scale_dtype(s_y, "s_y")
     if s_y.numel() != 1:
-        raise ShapeError.about(
-            "s_y", "one scale for the whole tensor", str(list(s_y.shape)), "Reduce group scales with .max() first."
-        )
+        got, fix = str(list(s_y.shape)), "Reduce group scales with .max() first."
+        raise ShapeError.about("s_y", "one scale for the whole tensor", got, fix)
     scale = s_y.detach().reshape(())
     # Elsewhere, reading the value would wait for everything queued on the device.
     if scale.device.type == "cpu" and not 0 < float(scale) < math.inf:
-        raise ConfigError.about(
-            "s_y",
-            "positive and finite",
-            str(float(scale)),
-            "Pass (max|x| + 1e-10) / fp8_max, or None to have it computed.",
-        )
+        fix = "Pass (max|x| + 1e-10) / fp8_max, or None to have it computed."
+        raise ConfigError.about("s_y", "positive and finite", str(float(scale)), fix)
     return scale

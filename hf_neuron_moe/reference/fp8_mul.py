@@ -15,30 +15,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.checks import check_flags, check_same_device
+from hf_neuron_moe.checks import check_equal_shape, check_flags, check_same_device
 from hf_neuron_moe.errors import ConfigError, DTypeError, public
 from hf_neuron_moe.formats.group_fp8 import FP8_DTYPES, row_chunks, scale_of_groups
 from hf_neuron_moe.reference.fp8_common import (
-    VALUE_DTYPES,
     as_rows,
+    check_gradient,
     check_grouped,
-    check_like,
-    check_matrix,
-    check_rounding,
     dequantize_rows,
     fp8_type,
     quantize_with_scale,
 )
-from hf_neuron_moe.reference.fp8_division import fp8_division_transpose
-from hf_neuron_moe.reference.fp8_silu import fp8_silu_backward, fp8_silu_forward
-
-__all__ = [
-    "fp8_division_transpose",
-    "fp8_mul_backward",
-    "fp8_mul_forward",
-    "fp8_silu_backward",
-    "fp8_silu_forward",
-]
 
 
 @public
@@ -49,41 +36,23 @@ def fp8_mul_forward(
 
     The product is rounded to bf16 before it is divided by the scale, as upstream does.
 
-    Args:
-        x1: FP8 codes ``[M, N]`` or ``[b, s, N]``.
-        s_x1: their scales ``[..., N/QB]``, bf16 or fp32.
-        x2: FP8 codes of the shape and dtype of `x1`.
-        s_x2: their scales.
-        QB: group size, a divisor of N. (Upstream's tiles want a divisor of 16.)
-        transpose_output_2d: must be True for 3-D input, where upstream's False reinterprets the transpose's memory as
-            a 3-D tensor without meaning. No effect on 2-D input.
+    * x1, x2: FP8 codes ``[M, N]`` or ``[b, s, N]``, of one dtype. s_x1, s_x2: their scales ``[..., N/QB]``, bf16 or
+      fp32. QB: group size, a divisor of N. (Upstream's tiles want a divisor of 16.)
+    * transpose_output_2d: must be True for 3-D input, where upstream's False reinterprets the transpose's memory as a
+      3-D tensor without meaning. No effect on 2-D input.
 
-    Returns:
-        ``(codes, scale, codes_transposed)``: FP8 of the shape and dtype of `x1`, the 0-d scale in the dtype of `s_x1`,
-        and FP8 ``[N, M]``.
-
-    Raises:
-        DTypeError: codes that are not FP8 or of two different FP8 dtypes, or scales of another dtype.
-        ShapeError: shapes that do not belong together.
-        ConfigError: 3-D input without `transpose_output_2d`, one that is no bool, or `QB` is not a positive integer.
-        DeviceError: operands on different devices.
+    Returns ``(codes, scale, codes_transposed)``: FP8 of the shape and dtype of `x1`, the 0-d scale in the dtype of
+    `s_x1`, and FP8 ``[N, M]``.
     """
     check_flags({"transpose_output_2d": transpose_output_2d})
     _check_operands(x1, s_x1, x2, s_x2, QB)
     if x1.dtype != x2.dtype:
-        raise DTypeError.about(
-            "x2",
-            f"of dtype {x1.dtype} like x1 (one of them sets the range, the other the result's dtype)",
-            str(x2.dtype),
-            "Quantize both operands to the same FP8 format.",
-        )
+        expected = f"of dtype {x1.dtype} like x1 (one of them sets the range, the other the result's dtype)"
+        raise DTypeError.about("x2", expected, str(x2.dtype), "Quantize both operands to the same FP8 format.")
     if x1.ndim == 3 and not transpose_output_2d:
-        raise ConfigError.about(
-            "transpose_output_2d",
-            "True for 3-D input (the transpose of [b, s, N] is the 2-D [N, b*s])",
-            "False",
-            "Pass transpose_output_2d=True, or flatten the input to 2-D.",
-        )
+        expected = "True for 3-D input (the transpose of [b, s, N] is the 2-D [N, b*s])"
+        fix = "Pass transpose_output_2d=True, or flatten the input to 2-D."
+        raise ConfigError.about("transpose_output_2d", expected, "False", fix)
     fmt = FP8_DTYPES[x1.dtype]
     rows1, rows2, scales1, scales2 = (as_rows(tensor) for tensor in (x1, x2, s_x1, s_x2))
     product = torch.empty(rows1.shape, dtype=torch.bfloat16, device=x1.device)
@@ -94,7 +63,6 @@ def fp8_mul_forward(
         scales[rows] = scale_of_groups(values, fmt).to(scales.dtype)
     scale = scales.max()
     codes, transposed = quantize_with_scale(product, scale, fmt)
-    assert codes is not None
     return codes.view(x1.shape), scale, transposed
 
 
@@ -116,37 +84,21 @@ def fp8_mul_backward(
 
     ``y1 = bf16(g * v2)`` and ``y2 = bf16(g * v1)`` with ``v = code * scale`` in fp32.
 
-    Args:
-        x1: FP8 codes of the first factor (``silu(gate)``), ``[M, N]`` or ``[b, s, N]``.
-        s_x1: their scales ``[..., N/QB]``, bf16 or fp32.
-        x2: FP8 codes of the second factor (``up``), same shape.
-        s_x2: their scales.
-        g: gradient of the product, bf16 (documented), fp16 or fp32, same shape.
-        QB: group size, a divisor of N. (Upstream's tiles want a divisor of 16.)
-        fp8type: format of the quantised result: ``"E4M3"``, ``"E5M2"``, or the torch dtype.
-        stochastic: round `y2` to FP8 stochastically, unbiased. Upstream accepts the flag and rounds to nearest; here
-            it does what it says, and is refused where nothing is rounded to FP8.
-        output_quantized_transpose: quantise `y2` with one scale per tensor and return its transpose too.
-        generator: source of the random numbers; unused unless `stochastic`.
+    * x1, x2: FP8 codes of the factors (``silu(gate)`` and ``up``), ``[M, N]`` or ``[b, s, N]``. s_x1, s_x2: their
+      scales ``[..., N/QB]``, bf16 or fp32. QB: group size, a divisor of N. (Upstream's tiles want a divisor of 16.)
+    * g: gradient of the product, bf16 (documented), fp16 or fp32, same shape.
+    * output_quantized_transpose: quantise `y2` with one scale per tensor to `fp8type` (``"E4M3"``, ``"E5M2"``, or the
+      torch dtype) and return its transpose too.
+    * stochastic: round `y2` to FP8 stochastically, unbiased, with random numbers of `generator`. Upstream accepts the
+      flag and rounds to nearest; here it does what it says, and is an error where nothing is rounded to FP8.
 
-    Returns:
-        ``(y1, (y2, s_y2))``: bf16 gradients of the shape of `g` and bf16 group scales ``[..., N/QB]``, by which `y2`
-        is *not* divided; or ``(y1, (q, s_max, q_transposed))``: FP8 ``fp8(y2 / s_max)`` of the shape of `g`, the 0-d
-        bf16 maximum of the group scales, FP8 ``[N, M]``.
-
-    Raises:
-        DTypeError: operands of another dtype.
-        ShapeError: shapes that do not belong together.
-        ConfigError: unknown `fp8type`, `QB` is not a positive integer, `stochastic` without quantised output, a switch
-            that is no bool, or a `generator` that is none.
-        DeviceError: operands on different devices.
+    Returns ``(y1, (y2, s_y2))``: bf16 gradients of the shape of `g` and bf16 group scales ``[..., N/QB]``, by which
+    `y2` is *not* divided; or ``(y1, (q, s_max, q_transposed))``: FP8 ``fp8(y2 / s_max)`` of the shape of `g`, the 0-d
+    bf16 maximum of the group scales, FP8 ``[N, M]``.
     """
     fmt = fp8_type(fp8type)
     _check_operands(x1, s_x1, x2, s_x2, QB)
-    check_matrix(g, VALUE_DTYPES, argument="g")
-    check_like(g, tuple(x1.shape), argument="g", of="the shape of x1")
-    check_same_device({"x1": x1, "g": g})
-    check_rounding(stochastic, output_quantized_transpose, generator, g.device)
+    check_gradient(g, x1, "x1", stochastic, output_quantized_transpose, generator)
     rows1, rows2, scales1, scales2, gradient = (as_rows(tensor) for tensor in (x1, x2, s_x1, s_x2, g))
     y1 = torch.empty(rows1.shape, dtype=torch.bfloat16, device=x1.device)
     y2 = torch.empty_like(y1)
@@ -162,12 +114,11 @@ def fp8_mul_backward(
         return y1, (y2.view(g.shape), s_y2.view(s_x1.shape))
     scale = s_y2.max()
     codes, transposed = quantize_with_scale(y2, scale, fmt, stochastic=stochastic, generator=generator)
-    assert codes is not None
     return y1, (codes.view(g.shape), scale, transposed)
 
 
 def _check_operands(x1: Tensor, s_x1: Tensor, x2: Tensor, s_x2: Tensor, QB: int) -> None:
-    check_grouped(x1, s_x1, QB, names=("x1", "s_x1"))
-    check_grouped(x2, s_x2, QB, names=("x2", "s_x2"))
-    check_like(x2, tuple(x1.shape), argument="x2", of="the shape of x1")
-    check_same_device({"x1": x1, "s_x1": s_x1, "x2": x2, "s_x2": s_x2})
+    check_grouped(x1, s_x1, QB, "x1")
+    check_grouped(x2, s_x2, QB, "x2")
+    check_equal_shape(x2, tuple(x1.shape), "x2", "the shape of x1")
+    check_same_device({"x1": x1, "x2": x2})

@@ -11,17 +11,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.checks import check_same_device
 from hf_neuron_moe.errors import public
 from hf_neuron_moe.formats.fp8_rounding import round_to_fp8_
 from hf_neuron_moe.formats.group_fp8 import FP8_DTYPES, row_chunks, scale_of_groups
 from hf_neuron_moe.reference.fp8_common import (
-    VALUE_DTYPES,
     as_rows,
+    check_gradient,
     check_grouped,
-    check_like,
-    check_matrix,
-    check_rounding,
     dequantize_rows,
     fp8_type,
     quantize_with_scale,
@@ -35,22 +31,12 @@ def fp8_silu_forward(x: Tensor, s_x: Tensor, QB: int) -> tuple[Tensor, Tensor]:
     The values are divided by the fp32 scale; what is returned is that scale rounded to the dtype of `s_x`, as upstream
     does. (``formats.group_quantize_fp8`` rounds first and divides by the rounded scale.)
 
-    Args:
-        x: FP8 codes ``[M, N]`` or ``[b, s, N]``.
-        s_x: their scales ``[..., N/QB]``, bf16 or fp32.
-        QB: group size, a divisor of N. (Upstream's tiles want a divisor of 16.)
+    * x: FP8 codes ``[M, N]`` or ``[b, s, N]``. s_x: their scales ``[..., N/QB]``, bf16 or fp32.
+    * QB: group size, a divisor of N. (Upstream's tiles want a divisor of 16.)
 
-    Returns:
-        FP8 codes of the shape and dtype of `x`, and scales of the shape and dtype of `s_x`.
-
-    Raises:
-        DTypeError: operands of another dtype.
-        ShapeError: shapes that do not belong together.
-        ConfigError: `QB` is not a positive integer.
-        DeviceError: operands on different devices.
+    Returns FP8 codes of the shape and dtype of `x`, and scales of the shape and dtype of `s_x`.
     """
     check_grouped(x, s_x, QB)
-    check_same_device({"x": x, "s_x": s_x})
     fmt = FP8_DTYPES[x.dtype]
     codes, scales = as_rows(x), as_rows(s_x)
     out, s_out = torch.empty_like(codes), torch.empty_like(scales)
@@ -77,34 +63,20 @@ def fp8_silu_backward(
 ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
     """Differentiate SiLU at FP8 values: ``y = bf16((s + v*s*(1-s)) * g)`` with ``s = sigmoid(v)``.
 
-    Args:
-        x: FP8 codes of the pre-activation (``gate``), ``[M, N]`` or ``[b, s, N]``.
-        s_x: their scales ``[..., N/QB]``, bf16 or fp32.
-        g: gradient of the activation, bf16 (documented), fp16 or fp32, same shape as `x`.
-        QB: group size, a divisor of N. (Upstream's tiles want a divisor of 16.)
-        fp8type: format of the quantised result: ``"E4M3"``, ``"E5M2"``, or the torch dtype.
-        stochastic: round to FP8 stochastically, unbiased (upstream accepts the flag and rounds to nearest); refused
-            where nothing is rounded to FP8.
-        output_quantized_transpose: quantise with one scale per tensor and return the transpose too.
-        generator: source of the random numbers; unused unless `stochastic`.
+    * x: FP8 codes of the pre-activation (``gate``), ``[M, N]`` or ``[b, s, N]``. s_x: their scales ``[..., N/QB]``,
+      bf16 or fp32. QB: group size, a divisor of N. (Upstream's tiles want a divisor of 16.)
+    * g: gradient of the activation, bf16 (documented), fp16 or fp32, same shape as `x`.
+    * output_quantized_transpose: quantise with one scale per tensor to `fp8type` (``"E4M3"``, ``"E5M2"``, or the torch
+      dtype) and return the transpose too.
+    * stochastic: round to FP8 stochastically, unbiased, with random numbers of `generator` (upstream accepts the flag
+      and rounds to nearest); an error where nothing is rounded to FP8.
 
-    Returns:
-        ``(y, s_y)``: bf16 gradient, not divided by the bf16 group scales ``[..., N/QB]``; or ``(q, s_max,
-        q_transposed)``: FP8 of the shape of `x`, 0-d bf16 scale, FP8 ``[N, M]``.
-
-    Raises:
-        DTypeError: operands of another dtype.
-        ShapeError: shapes that do not belong together.
-        ConfigError: unknown `fp8type`, `QB` is not a positive integer, `stochastic` without quantised output, a switch
-            that is no bool, or a `generator` that is none.
-        DeviceError: operands on different devices.
+    Returns ``(y, s_y)``: bf16 gradient, not divided by the bf16 group scales ``[..., N/QB]``; or ``(q, s_max,
+    q_transposed)``: FP8 of the shape of `x`, 0-d bf16 scale, FP8 ``[N, M]``.
     """
     fmt = fp8_type(fp8type)
     check_grouped(x, s_x, QB)
-    check_matrix(g, VALUE_DTYPES, argument="g")
-    check_like(g, tuple(x.shape), argument="g", of="the shape of x")
-    check_same_device({"x": x, "s_x": s_x, "g": g})
-    check_rounding(stochastic, output_quantized_transpose, generator, g.device)
+    check_gradient(g, x, "x", stochastic, output_quantized_transpose, generator)
     codes, scales, gradient = (as_rows(tensor) for tensor in (x, s_x, g))
     y = torch.empty(codes.shape, dtype=torch.bfloat16, device=x.device)
     s_y = torch.empty(scales.shape, dtype=torch.bfloat16, device=x.device)
@@ -120,7 +92,6 @@ def fp8_silu_backward(
         return y.view(x.shape), s_y.view(s_x.shape)
     scale = s_y.max()
     quantized, transposed = quantize_with_scale(y, scale, fmt, stochastic=stochastic, generator=generator)
-    assert quantized is not None
     return quantized.view(x.shape), scale, transposed
 
 

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_neuron_moe.errors import ConfigError, DTypeError, NeuronMoEError, ShapeError
 from hf_neuron_moe.formats import group_dequantize_fp8, group_fp8, group_quantize_fp8
-from hf_neuron_moe.reference.fp8_mul import (
+from hf_neuron_moe.kernels import (
     fp8_division_transpose,
     fp8_mul_backward,
     fp8_mul_forward,
@@ -274,7 +274,7 @@ def test_stochastic_backward_is_unbiased_and_follows_its_generator() -> None:
         ({"QB": 24}, ShapeError, "QB", ""),
         ({"s_x1": torch.ones(4, 2)}, ShapeError, "s_x1", ""),
         ({"s_x2": torch.ones(1, 4, 4)}, ShapeError, "s_x2", ""),
-        ({"s_x1": torch.ones(4, 4, dtype=torch.uint8)}, DTypeError, "s_x1", r"got torch\.uint8"),
+        ({"s_x1": torch.ones(4, 4, dtype=torch.uint8)}, DTypeError, "s_x1", r"got uint8"),
         ({"x1": torch.ones(4, 64)}, DTypeError, "x1", ""),
         ({"x2": torch.ones(5, 64).to(torch.float8_e4m3fn), "s_x2": torch.ones(5, 4)}, ShapeError, "x2", ""),
         ({"g": torch.ones(4, 32)}, ShapeError, "g", ""),

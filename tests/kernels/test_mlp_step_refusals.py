@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_neuron_moe.errors import ConfigError, DTypeError, ShapeError
-from hf_neuron_moe.reference.mlp_mxfp8 import (
+from hf_neuron_moe.kernels import (
     MatmulMxfp8KernelConfig,
     MlpBwdMatmulConfig,
     TensorDescriptor,

@@ -6,37 +6,39 @@ Legend: S tokens, H hidden, I intermediate. The arithmetic is in :mod:`~hf_neuro
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hf_neuron_moe.checks import check_dtype, check_multiple, check_same_device, check_shape
 from hf_neuron_moe.errors import DTypeError, public
-from hf_neuron_moe.formats.constants import ScaleRule
-from hf_neuron_moe.reference.launch_record import note_launch
-from hf_neuron_moe.reference.mlp_mxfp8.arguments import (
+from hf_neuron_moe.reference.described_operand import TensorDescriptor
+from hf_neuron_moe.reference.launch_record import note_launch, scheduling
+from hf_neuron_moe.reference.mlp_mxfp8.matmul_config import MlpBwdMatmulConfig
+from hf_neuron_moe.reference.mlp_mxfp8.operand_checks import (
+    BF16,
+    Call,
     check_descriptor,
     check_even,
-    check_launch,
     check_logical,
     check_options,
     describe,
     scale_rule,
 )
-from hf_neuron_moe.reference.mlp_mxfp8.matmul_config import MlpBwdMatmulConfig
 from hf_neuron_moe.reference.mlp_mxfp8.phases import (
-    BF16,
-    StepOptions,
     compute_phase1_down_proj_mm_grad_mxfp8,
     compute_phase2_hidden_states_grad_mxfp8,
+    compute_phase2_hidden_states_grad_mxfp8_2_30,
     compute_phase3_gate_up_weight_grad_mxfp8,
     compute_phase4_down_weight_grad_mxfp8,
 )
-from hf_neuron_moe.reference.mlp_mxfp8.recompute import KeptActivations, recompute_missing
+from hf_neuron_moe.reference.mlp_mxfp8.recompute import KeptActivations, StepOptions, recompute_missing, step_options
 from hf_neuron_moe.reference.mlp_mxfp8.results import MLPBackward
 from hf_neuron_moe.reference.moe_types import ClampLimits
-from hf_neuron_moe.reference.mx_operand import TensorDescriptor
+
+PREPARED = ("gate_up_weights", "gate_up_weight_T", "down_weight_T", "output_grad_T", "hidden_states_T")
+"""Arguments of release 2.31 that may be pre-quantized, each with ``{name}_scales``."""
 
 
 @public
@@ -69,33 +71,22 @@ def mlp_backward_mxfp8_base_nki(
     scratch_td ``[2I, S]`` receives d_gate_up transposed; None reads the transposed view of d_gate_up instead. The
     operands are those of the phase functions, and so are the errors.
     """
-    where = "mlp_backward_mxfp8_base_nki"
-    launch = {"run_with_lnc2": run_with_lnc2, "spill_reload": spill_reload, "use_scale_packing": use_scale_packing}
-    check_launch({}, launch, fp8_x4_dtype)
+    call = dict(locals())
+    options = scheduling(call)
     check_options(clamp_limits, matmul_config)
-    rule = scale_rule(mx_scale_rule)
-    for name, td in (("output_grad_td", output_grad_td), ("down_weight_T_td", down_weight_T_td)):
-        check_descriptor(td, argument=name)
+    scale_rule(mx_scale_rule)
+    for name in ("output_grad_td", "down_weight_T_td"):
+        check_descriptor(call[name], name)
     if matmul_config is not None:
         (hidden_size, tokens), inner = output_grad_td.logical_shape, down_weight_T_td.logical_shape[1]
         matmul_config.backward_phases(tokens, hidden_size, inner, run_with_lnc2, "matmul_config.")
-    # Both cores' work at once, for which configurations of one core are not made.
-    bf16, common = torch.bfloat16, (fp8_x4_dtype, None, spill_reload)
-    options = StepOptions(use_scale_packing=use_scale_packing, run_with_lnc2=False, mx_scale_rule=rule.value)
-    compute_phase1_down_proj_mm_grad_mxfp8(
-        output_grad_td, gate_pre_td, gate_act_td, up_td, d_gate_up_td, scratch_td, down_weight_T_td, 0, bf16, *common,
-        clamp_limits=clamp_limits, **options,
+    tensors = PhaseTensors(
+        output_grad_td, gate_pre_td, gate_act_td, up_td, (gate_up_weight_T_td,), down_weight_T_td, d_gate_up_td,
+        hidden_states_T_td, output_grad_T_td, intermediate_T_td, scratch_td, hidden_states_grad_td, weight_grad_td,
+        down_weight_grad_td,
     )  # fmt: skip
-    compute_phase2_hidden_states_grad_mxfp8(
-        hidden_states_grad_td, gate_up_weight_T_td, d_gate_up_td, 0, bf16, *common, **options
-    )
-    assert d_gate_up_td.data is not None
-    grad_T_td = TensorDescriptor(d_gate_up_td.data.t()) if scratch_td is None else scratch_td
-    compute_phase3_gate_up_weight_grad_mxfp8(weight_grad_td, hidden_states_T_td, grad_T_td, bf16, *common, **options)
-    compute_phase4_down_weight_grad_mxfp8(
-        down_weight_grad_td, output_grad_T_td, intermediate_T_td, 0, bf16, *common, **options
-    )
-    note_launch(where, run_with_lnc2=run_with_lnc2, matmul_config=matmul_config)
+    run_phases(tensors, step_options(call), clamp_limits)
+    note_launch("mlp_backward_mxfp8_base_nki", options)
 
 
 @public
@@ -142,36 +133,74 @@ def mlp_backward_mxfp8_nki(
     Raises DTypeError, ShapeError, DeviceError or ConfigError for what breaks a rule. Upstream ignores a ``*_T`` tensor
     without scales and fp8_x4_dtype; both are refused here.
     """
-    where = "mlp_backward_mxfp8_nki"
-    flags = {"run_with_lnc2": run_with_lnc2, "spill_reload": spill_reload, "use_scale_packing": use_scale_packing}
-    check_launch({}, flags, fp8_x4_dtype)
-    prepared = {
-        "gate_up_weights": (gate_up_weights, gate_up_weights_scales),
-        "gate_up_weight_T": (gate_up_weight_T, gate_up_weight_T_scales),
-        "down_weight_T": (down_weight_T, down_weight_T_scales),
-        "output_grad_T": (output_grad_T, output_grad_T_scales),
-        "hidden_states_T": (hidden_states_T, hidden_states_T_scales),
-    }
-    kept = KeptActivations(gate_pre, gate_act, up, intermediate)
-    task = describe_backward(
-        output_grad, hidden_states, down_proj_weight, prepared, kept, use_scale_packing, run_with_lnc2
+    call = dict(locals())
+    options = scheduling(call)
+    operands = describe_backward(call, run_with_lnc2)
+    note_launch("mlp_backward_mxfp8_nki", options)
+    return run_2_31(operands, call, run_with_lnc2)
+
+
+class PhaseTensors(NamedTuple):
+    """What phases 1 to 4 read and fill, as :func:`mlp_backward_mxfp8_base_nki` takes it.
+
+    `weights_T` is the fused weight's transpose, or in release 2.30 those of gate and up.
+    """
+
+    output_grad: TensorDescriptor
+    gate_pre: TensorDescriptor
+    gate_act: TensorDescriptor
+    up: TensorDescriptor
+    weights_T: tuple[TensorDescriptor, ...]
+    down_weight_T: TensorDescriptor
+    d_gate_up: TensorDescriptor
+    hidden_states_T: TensorDescriptor
+    output_grad_T: TensorDescriptor
+    intermediate_T: TensorDescriptor
+    scratch: TensorDescriptor | None
+    hidden_states_grad: TensorDescriptor
+    weight_grad: TensorDescriptor
+    down_weight_grad: TensorDescriptor
+
+
+def run_phases(tensors: PhaseTensors, options: StepOptions, clamp_limits: ClampLimits | None = None) -> None:
+    """Run the four phases for both cores at once, for which configurations of one core are not made."""
+    t, bf16, lone_384 = tensors, torch.bfloat16, len(tensors.weights_T) == 2
+    assert t.d_gate_up.data is not None
+    compute_phase1_down_proj_mm_grad_mxfp8(
+        t.output_grad, t.gate_pre, t.gate_act, t.up, t.d_gate_up, t.scratch, t.down_weight_T, 0, bf16,
+        clamp_limits=clamp_limits, lone_384=lone_384, **options,
+    )  # fmt: skip
+    if lone_384:
+        gate_T, up_T = t.weights_T
+        d_gate, d_up = (TensorDescriptor(half) for half in t.d_gate_up.data.chunk(2, dim=1))
+        compute_phase2_hidden_states_grad_mxfp8_2_30(
+            t.hidden_states_grad, gate_T, up_T, d_gate, d_up, 0, bf16, **options
+        )
+    else:
+        compute_phase2_hidden_states_grad_mxfp8(t.hidden_states_grad, t.weights_T[0], t.d_gate_up, 0, bf16, **options)
+    grad_T = TensorDescriptor(t.d_gate_up.data.t()) if t.scratch is None else t.scratch
+    compute_phase3_gate_up_weight_grad_mxfp8(
+        t.weight_grad, t.hidden_states_T, grad_T, bf16, lone_384=lone_384, **options
     )
-    note_launch(where, matmul_config=matmul_config, fp8_x4_dtype=fp8_x4_dtype, **flags)
-    rule = scale_rule(mx_scale_rule)
-    return task.run(clamp_limits, matmul_config, use_scale_packing, run_with_lnc2, rule)
+    compute_phase4_down_weight_grad_mxfp8(
+        t.down_weight_grad, t.output_grad_T, t.intermediate_T, 0, bf16, lone_384=lone_384, **options
+    )
 
 
-@dataclass(frozen=True)
-class BackwardTask:
-    """The described operands of one backward of release 2.31 and later."""
+class BackwardOperands(NamedTuple):
+    """The described operands of one backward; `weights_T` as in :class:`PhaseTensors`.
+
+    `intermediate_T` None is the transposed checkpoint.
+    """
 
     output_grad: TensorDescriptor
     hidden_states: TensorDescriptor
     gate_up: TensorDescriptor
-    gate_up_T: TensorDescriptor
+    weights_T: tuple[TensorDescriptor, ...]
     down_T: TensorDescriptor
     output_grad_T: TensorDescriptor
     hidden_states_T: TensorDescriptor
+    intermediate_T: TensorDescriptor | None
     kept: KeptActivations
 
     @property
@@ -180,153 +209,138 @@ class BackwardTask:
         hidden_size, tokens = self.hidden_states.logical_shape
         return tokens, hidden_size, self.gate_up.logical_shape[1] // 2
 
-    def run(
-        self,
-        clamp_limits: ClampLimits | None,
-        matmul_config: MlpBwdMatmulConfig | None,
-        use_scale_packing: bool,
-        run_with_lnc2: bool,
-        rule: ScaleRule,
-    ) -> MLPBackward:
-        """Recompute what is missing, run the four phases, return the gradients."""
-        check_options(clamp_limits, matmul_config)
-        tokens, hidden_size, inner = self.sizes
-        if matmul_config is not None:
-            matmul_config.backward_phases(tokens, hidden_size, inner, run_with_lnc2, "matmul_config.")
-            matmul_config.recompute_phases(tokens, hidden_size, inner, run_with_lnc2, "matmul_config.")
-        assert self.output_grad.data is not None
-        device = self.output_grad.data.device
 
-        def empty(rows: int, columns: int) -> TensorDescriptor:
-            return TensorDescriptor(torch.empty((rows, columns), dtype=torch.bfloat16, device=device))
+class ScratchBuffers(NamedTuple):
+    """Buffers that release 2.30 leaves its intermediate results in; None is not wanted."""
 
-        found = recompute_missing(
-            self.kept, KeptActivations(), self.hidden_states, self.gate_up,
-            use_scale_packing=use_scale_packing, clamp_limits=clamp_limits, rule=rule,
-        )  # fmt: skip
-        gate_pre, gate_act, up = (TensorDescriptor(tensor) for tensor in (found.gate_pre, found.gate_act, found.up))
-        d_x, d_gate_up_weight, d_down = (
-            empty(tokens, hidden_size),
-            empty(2 * inner, hidden_size),
-            empty(hidden_size, inner),
-        )
-        mlp_backward_mxfp8_base_nki(
-            self.output_grad, gate_pre, gate_act, up, self.gate_up_T, self.down_T, empty(tokens, 2 * inner),
-            self.hidden_states_T, self.output_grad_T, TensorDescriptor(found.intermediate.t()), None,
-            d_x, d_gate_up_weight, d_down,
-            run_with_lnc2, matmul_config, use_scale_packing=use_scale_packing, clamp_limits=clamp_limits,
-            mx_scale_rule=rule.value,
-        )  # fmt: skip
-        assert d_x.data is not None and d_gate_up_weight.data is not None and d_down.data is not None
-        return MLPBackward(d_x.data, d_gate_up_weight.data, d_down.data)
+    d_gate: Tensor | None = None
+    d_up: Tensor | None = None
+    transposed: Tensor | None = None
+    recomputed: KeptActivations = KeptActivations()
 
 
-def describe_backward(
-    output_grad: Tensor,
-    hidden_states: Tensor,
-    down_proj_weight: Tensor | None,
-    prepared: dict[str, tuple[Tensor | None, Tensor | None]],
-    kept: KeptActivations,
-    use_scale_packing: bool,
-    run_with_lnc2: bool,
-) -> BackwardTask:
-    """Check the arguments of release 2.31 by name and describe them. Errors: :func:`mlp_backward_mxfp8_nki`."""
-    for name, tensor in (("output_grad", output_grad), ("hidden_states", hidden_states)):
-        check_dtype(tensor, BF16, argument=name)
-    check_shape(hidden_states, (None, None), "[S, H]", argument="hidden_states")
+NO_BUFFERS = ScratchBuffers()
+
+
+def run_backward(
+    operands: BackwardOperands,
+    options: StepOptions,
+    clamp_limits: ClampLimits | None = None,
+    scratch: ScratchBuffers = NO_BUFFERS,
+) -> MLPBackward:
+    """Recompute what is missing, run the four phases, return the gradients."""
+    tokens, hidden_size, inner = operands.sizes
+    grad = operands.output_grad.data
+    assert grad is not None
+    shapes = ((tokens, 2 * inner), (tokens, hidden_size), (2 * inner, hidden_size), (hidden_size, inner))
+    d_gate_up, *grads = (torch.empty(shape, dtype=torch.bfloat16, device=grad.device) for shape in shapes)
+    found = recompute_missing(
+        operands.kept, scratch.recomputed, operands.hidden_states, operands.gate_up, options,
+        clamp_limits, lone_384=len(operands.weights_T) == 2,
+    )  # fmt: skip
+    assert found.intermediate.data is not None
+    tensors = PhaseTensors(
+        operands.output_grad, found.gate_pre, found.gate_act, found.up, operands.weights_T, operands.down_T,
+        TensorDescriptor(d_gate_up), operands.hidden_states_T, operands.output_grad_T,
+        operands.intermediate_T or TensorDescriptor(found.intermediate.data.t()),
+        None if scratch.transposed is None else TensorDescriptor(scratch.transposed),
+        *(TensorDescriptor(grad) for grad in grads),
+    )  # fmt: skip
+    run_phases(tensors, options, clamp_limits)
+    for buffer, values in zip((scratch.d_gate, scratch.d_up), d_gate_up.chunk(2, dim=1)):
+        if buffer is not None:
+            buffer.copy_(values)
+    return MLPBackward(*grads)
+
+
+def run_2_31(operands: BackwardOperands, call: Call, run_with_lnc2: bool) -> MLPBackward:
+    """Do that for the arguments of release 2.31, whose options are checked here."""
+    limits, config = call["clamp_limits"], call["matmul_config"]
+    check_options(limits, config)
+    scale_rule(call["mx_scale_rule"])
+    if config is not None:
+        config.backward_phases(*operands.sizes, run_with_lnc2, "matmul_config.")
+        config.recompute_phases(*operands.sizes, run_with_lnc2, "matmul_config.")
+    grads = run_backward(operands, step_options(call), limits)
+    launch = {"run_with_lnc2": run_with_lnc2, "use_scale_packing": call["use_scale_packing"], "matmul_config": config}
+    note_launch("mlp_backward_mxfp8_base_nki", launch)
+    return grads
+
+
+def describe_backward(call: Call, run_with_lnc2: bool) -> BackwardOperands:
+    """Check the arguments of release 2.31 by name and describe its operands."""
+    output_grad, hidden_states, down = call["output_grad"], call["hidden_states"], call["down_proj_weight"]
+    check_dtype(output_grad, BF16, "output_grad")
+    check_dtype(hidden_states, BF16, "hidden_states")
+    check_shape(hidden_states, (None, None), "[S, H]", "hidden_states")
     tokens, hidden_size = hidden_states.shape
-    check_shape(output_grad, (tokens, hidden_size), "[S, H]", argument="output_grad")
-    _check_presence(prepared, down_proj_weight)
-    tds = {
-        name: describe(
-            tensor,
-            scales,
-            argument=name,
-            scales_argument=f"{name}_scales",
-            use_scale_packing=use_scale_packing,
-            raw_shape="[2I, H]",
-            raw_dtypes=BF16,
-        )
-        for name, (tensor, scales) in prepared.items()
-        if tensor is not None
-    }
-    gate_up = tds["gate_up_weights"]
-    inner = gate_up.logical_shape[1] // 2
+    check_shape(output_grad, (tokens, hidden_size), "[S, H]", "output_grad")
+    _check_presence(call)
+    tds = {name: describe(call, name, name, "[2I, H]", BF16) for name in PREPARED if call[name] is not None}
+    gate_up = tds.pop("gate_up_weights")
     _check_sizes(tokens, hidden_size, gate_up, run_with_lnc2)
+    inner = gate_up.logical_shape[1] // 2
     wanted = {
         "gate_up_weight_T": (2 * inner, hidden_size, "[H, 2I]"), "down_weight_T": (hidden_size, inner, "[I, H]"),
         "output_grad_T": (tokens, hidden_size, "[H, S]"), "hidden_states_T": (tokens, hidden_size, "[H, S]"),
     }  # fmt: skip
-    for name, (K, F, shape) in wanted.items():
-        if name in tds:
-            check_logical(tds[name], K, F, shape, argument=name)
-    if down_proj_weight is not None:
-        check_dtype(down_proj_weight, BF16, argument="down_proj_weight")
-        check_shape(down_proj_weight, (hidden_size, inner), "[H, I]", argument="down_proj_weight")
-    check_kept(kept, (tokens, inner))
-    given = {name: tensor for name, (tensor, _) in prepared.items()}
-    scales = {f"{name}_scales": scale for name, (_, scale) in prepared.items()}
-    everything = {"output_grad": output_grad, "hidden_states": hidden_states, "down_proj_weight": down_proj_weight}
-    check_same_device({**everything, **given, **scales, **vars(kept)})
+    for name, td in tds.items():
+        check_logical(td, *wanted[name], name)
+    if down is not None:
+        check_dtype(down, BF16, "down_proj_weight")
+        check_shape(down, (hidden_size, inner), "[H, I]", "down_proj_weight")
+    kept = KeptActivations(*(call[name] for name in ("gate_pre", "gate_act", "up", "intermediate")))
+    kept.check((tokens, inner))
+    check_same_device({name: value for name, value in call.items() if isinstance(value, Tensor)})
 
-    def transposed(tensor: Tensor | None) -> TensorDescriptor:
-        assert tensor is not None
-        return TensorDescriptor(tensor.t())
+    def transposed(name: str, tensor: Tensor) -> TensorDescriptor:
+        return tds[name] if name in tds else TensorDescriptor(tensor.t())
 
-    return BackwardTask(
+    return BackwardOperands(
         output_grad=TensorDescriptor(output_grad),
         hidden_states=TensorDescriptor(hidden_states),
         gate_up=gate_up,
-        gate_up_T=tds["gate_up_weight_T"] if "gate_up_weight_T" in tds else transposed(gate_up.data),
-        down_T=tds["down_weight_T"] if "down_weight_T" in tds else transposed(down_proj_weight),
-        output_grad_T=tds.get("output_grad_T", TensorDescriptor(output_grad.t())),
-        hidden_states_T=tds.get("hidden_states_T", TensorDescriptor(hidden_states.t())),
+        weights_T=(transposed("gate_up_weight_T", call["gate_up_weights"]),),
+        down_T=transposed("down_weight_T", down),
+        output_grad_T=transposed("output_grad_T", output_grad),
+        hidden_states_T=transposed("hidden_states_T", hidden_states),
+        intermediate_T=None,
         kept=kept,
     )
 
 
-def _check_presence(prepared: dict[str, tuple[Tensor | None, Tensor | None]], down_proj_weight: Tensor | None) -> None:
+def _check_presence(call: Call) -> None:
     """Which tensors have to be given, and which only together."""
+    given = {name for name, value in call.items() if value is not None}
 
-    def missing(argument: str, because: str, remedy: str) -> DTypeError:
-        return DTypeError.about(argument, f"given {because}", "None", remedy)
+    def need(argument: str, because: str, fix: str) -> None:
+        if argument not in given:
+            raise DTypeError.about(argument, f"given {because}", "None", fix)
 
-    for name, (tensor, scales) in prepared.items():
-        if tensor is None and scales is not None:
-            raise missing(name, f"with {name}_scales", "Scales describe a tensor of codes.")
-        if tensor is not None and scales is None and name != "gate_up_weights":
-            because = f"with {name}: without scales upstream ignores the tensor"
-            raise missing(
-                f"{name}_scales", because, "There is no raw or pre-swizzled form of this argument; leave it out."
-            )
-    if prepared["gate_up_weights"][0] is None:
-        raise missing("gate_up_weights", "always", "The recompute and the sizes come from it.")
-    if prepared["gate_up_weights"][1] is not None and prepared["gate_up_weight_T"][0] is None:
+    for name in PREPARED:
+        if f"{name}_scales" in given:
+            need(name, f"with {name}_scales", "Scales describe a tensor of codes.")
+        elif name in given and name != "gate_up_weights":
+            fix = "There is no raw or pre-swizzled form of this argument; leave it out."
+            need(f"{name}_scales", f"with {name}: without scales upstream ignores the tensor", fix)
+    need("gate_up_weights", "always", "The recompute and the sizes come from it.")
+    if "gate_up_weights_scales" in given:
         because = "with pre-quantized gate_up_weights: codes cannot be transposed"
-        raise missing("gate_up_weight_T", because, "Quantize the transpose from bf16, along K = 2I.")
-    if down_proj_weight is None and prepared["down_weight_T"][0] is None:
-        raise missing("down_proj_weight", "unless down_weight_T and its scales are", "Pass the parameter, [H, I].")
+        need("gate_up_weight_T", because, "Quantize the transpose from bf16, along K = 2I.")
+    if "down_weight_T" not in given:
+        need("down_proj_weight", "unless down_weight_T and its scales are", "Pass the parameter, [H, I].")
 
 
 def _check_sizes(tokens: int, hidden_size: int, gate_up: TensorDescriptor, run_with_lnc2: bool) -> None:
     both = gate_up.logical_shape[1]
     check_multiple(both, 2, "2I of gate_up_weights", "gate rows, then up rows")
     inner = both // 2
-    even = {"hidden_states": (tokens, "S"), "output_grad": (hidden_size, "H"), "gate_up_weights": (inner, "I")}
+    even = {"S of hidden_states": tokens, "H of output_grad": hidden_size, "I of gate_up_weights": inner}
     check_even(even, run_with_lnc2)
     rule = "output_grad is always raw, and phase 1 contracts over H"
     check_multiple(hidden_size, 128, "H of hidden_states", rule)
-    check_logical(gate_up, hidden_size, both, "[2I, H]", argument="gate_up_weights")
+    check_logical(gate_up, hidden_size, both, "[2I, H]", "gate_up_weights")
     rule = "tokens are the contraction axis of the weight gradients"
     check_multiple(tokens, 128, "S of hidden_states", rule)
     rule = "the kernel quantizes d_gate and d_up along I"
     check_multiple(inner, 128, "I of gate_up_weights", rule)
-
-
-def check_kept(kept: KeptActivations, shape: tuple[int, int], *, old_names: bool = False) -> None:
-    """Check the checkpoints by name (release 2.30 calls the intermediate hidden)."""
-    for name, tensor in vars(kept).items():
-        if tensor is not None:
-            argument = "hidden" if old_names and name == "intermediate" else name
-            check_dtype(tensor, BF16, argument=argument)
-            check_shape(tensor, shape, "[S, I]", argument=argument)

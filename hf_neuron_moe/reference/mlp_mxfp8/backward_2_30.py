@@ -8,39 +8,28 @@ axis of exactly 384 is one tile.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_neuron_moe.checks import check_multiple, check_same_device
 from hf_neuron_moe.errors import public
-from hf_neuron_moe.formats.constants import ScaleRule
-from hf_neuron_moe.reference.launch_record import note_launch
-from hf_neuron_moe.reference.mlp_mxfp8.arguments import (
+from hf_neuron_moe.reference.described_operand import TensorDescriptor
+from hf_neuron_moe.reference.launch_record import note_launch, scheduling
+from hf_neuron_moe.reference.mlp_mxfp8.backward import BackwardOperands, ScratchBuffers, run_backward
+from hf_neuron_moe.reference.mlp_mxfp8.operand_checks import (
+    BF16,
     check_buffer,
     check_even,
-    check_launch,
     check_logical,
     check_no_mix_at_384,
     check_raw_axis,
     describe,
     scale_rule,
 )
-from hf_neuron_moe.reference.mlp_mxfp8.backward import check_kept
-from hf_neuron_moe.reference.mlp_mxfp8.phases import (
-    BF16,
-    StepOptions,
-    compute_phase1_down_proj_mm_grad_mxfp8,
-    compute_phase2_hidden_states_grad_mxfp8_2_30,
-    compute_phase3_gate_up_weight_grad_mxfp8,
-    compute_phase4_down_weight_grad_mxfp8,
-)
-from hf_neuron_moe.reference.mlp_mxfp8.recompute import KeptActivations, recompute_missing
+from hf_neuron_moe.reference.mlp_mxfp8.recompute import KeptActivations, step_options
 from hf_neuron_moe.reference.mlp_mxfp8.results import MLPBackward
 from hf_neuron_moe.reference.mlp_mxfp8.shape_config import get_backward_config_for_shape
-from hf_neuron_moe.reference.mx_operand import TensorDescriptor
 
 get_config_for_shape = get_backward_config_for_shape
 """Upstream's name for it in the backward's module."""
@@ -59,6 +48,7 @@ _OPERANDS = {
 """Argument: prefix of its ``_scales`` and ``_is_swizzled``, contraction axis, free axis."""
 
 
+@public
 def mlp_backward_mxfp8_nki_2_30(
     output_hidden_states_grad: Tensor,
     hidden_states: Tensor,
@@ -118,165 +108,73 @@ def mlp_backward_mxfp8_nki_2_30(
     contracted over H is raw; scales in the announced layout; raw and prepared operands never mixed on a contraction of
     384 (d_gate, d_up and their transposes are always raw).
     """
-    # Sixty arguments: gathered by name once, checked and described by name below.
-    return _from_call(dict(locals()))
-
-
-@dataclass(frozen=True)
-class Scratch230:
-    """Buffers that the kernel leaves its intermediate results in; None is not wanted."""
-
-    d_gate: Tensor | None = None
-    d_up: Tensor | None = None
-    transposed: Tensor | None = None
-    recomputed: KeptActivations = field(default_factory=KeptActivations)
-
-
-def run_2_30(
-    tds: dict[str, TensorDescriptor],
-    kept: KeptActivations,
-    scratch: Scratch230,
-    *,
-    use_scale_packing: bool,
-    rule: ScaleRule,
-) -> MLPBackward:
-    """Check the operands against each other, recompute what is missing, run the four phases.
-
-    Args:
-        tds: the nine operands by argument name.
-        kept: the checkpoints.
-        scratch: buffers to fill.
-        use_scale_packing: layout of all scales.
-        rule: block scale rule.
-    """
-    tokens, hidden_size, inner = _check_operands(tds, kept)
-    grad = tds["output_hidden_states_grad"].data
-    assert grad is not None
-
-    def empty(rows: int, columns: int) -> Tensor:
-        return torch.empty((rows, columns), dtype=torch.bfloat16, device=grad.device)
-
-    found = recompute_missing(
-        kept, scratch.recomputed, tds["hidden_states"], tds["gate_up_weights"],
-        use_scale_packing=use_scale_packing, lone_384=True, rule=rule,
-    )  # fmt: skip
-    d_gate_up = empty(tokens, 2 * inner)
-    transposed = d_gate_up.t() if scratch.transposed is None else scratch.transposed
-    bf16, flags = (
-        torch.bfloat16,
-        StepOptions(use_scale_packing=use_scale_packing, run_with_lnc2=False, mx_scale_rule=rule.value),
-    )
-    gate_pre_td, gate_act_td, up_td = (TensorDescriptor(t) for t in (found.gate_pre, found.gate_act, found.up))
-    compute_phase1_down_proj_mm_grad_mxfp8(
-        tds["output_hidden_states_grad"], gate_pre_td, gate_act_td, up_td, TensorDescriptor(d_gate_up),
-        None if scratch.transposed is None else TensorDescriptor(transposed), tds["down_proj_weight_T"], 0, bf16,
-        lone_384=True, **flags,
-    )  # fmt: skip
-    d_gate, d_up = d_gate_up[:, :inner], d_gate_up[:, inner:]
-    for buffer, values in ((scratch.d_gate, d_gate), (scratch.d_up, d_up)):
-        if buffer is not None:
-            buffer.copy_(values)
-    grads = MLPBackward(empty(tokens, hidden_size), empty(2 * inner, hidden_size), empty(hidden_size, inner))
-    d_x_td, d_weight_td, d_down_td = (TensorDescriptor(tensor) for tensor in grads)
-    compute_phase2_hidden_states_grad_mxfp8_2_30(
-        d_x_td, tds["gate_proj_weight_T"], tds["up_proj_weight_T"], TensorDescriptor(d_gate), TensorDescriptor(d_up),
-        0, bf16, **flags,
-    )  # fmt: skip
-    compute_phase3_gate_up_weight_grad_mxfp8(
-        d_weight_td, tds["hidden_states_T"], TensorDescriptor(transposed), bf16, lone_384=True, **flags
-    )
-    compute_phase4_down_weight_grad_mxfp8(
-        d_down_td, tds["output_grad_T"], tds["hidden_T"], 0, bf16, lone_384=True, **flags
-    )
-    return grads
-
-
-@public("mlp_backward_mxfp8_nki_2_30")
-def _from_call(call: dict[str, Any]) -> MLPBackward:
-    """Check and describe the arguments of :func:`mlp_backward_mxfp8_nki_2_30`, then run it."""
-    where = "mlp_backward_mxfp8_nki_2_30"
-    tiles = {name: value for name, value in call.items() if "_tiles_" in name}
-    flags = {name: call[name] for name in ("run_with_lnc2", "spill_reload", "use_scale_packing")}
-    check_launch(tiles, flags, call["fp8_x4_dtype"])
-    rule = scale_rule(call["mx_scale_rule"])
+    call = dict(locals())
+    options = scheduling(call)
+    scale_rule(mx_scale_rule)
     tds = {
-        name: describe(
-            call[name],
-            call[f"{prefix}_scales"],
-            call[f"{prefix}_is_swizzled"],
-            argument=name,
-            scales_argument=f"{prefix}_scales",
-            use_scale_packing=call["use_scale_packing"],
-            raw_shape=f"[{free}, {contraction}]",
-            raw_dtypes=BF16,
-        )
+        name: describe(call, name, prefix, f"[{free}, {contraction}]", BF16)
         for name, (prefix, contraction, free) in _OPERANDS.items()
     }
-    kept = KeptActivations(call["gate_pre"], call["gate_act"], call["up"], call["hidden"])
-    sizes = _sizes(tds)
-    tokens, hidden_size, inner = (sizes[axis] for axis in "SHI")
-    _check_shapes(tds, sizes)
-    even = {
-        "output_hidden_states_grad": (tokens, "S"), "down_proj_weight_T": (inner, "I"),
-        "output_grad_T": (hidden_size, "H"),
-    }  # fmt: skip
-    check_even(even, call["run_with_lnc2"])
-    buffers = {name: call[name] for name in call if name.endswith("_scratch")}
-    for name, buffer in buffers.items():
-        turned = name == "silu_up_mul_gate_grad_T_scratch"
-        shape, names = ((2 * inner, tokens), "[2I, S]") if turned else ((tokens, inner), "[S, I]")
-        check_buffer(buffer, shape, names, BF16, argument=name)
+    kept = KeptActivations(gate_pre, gate_act, up, hidden)
+    sizes = _check_operands(tds, kept, run_with_lnc2)
+    recomputed = KeptActivations(gate_pre_scratch, gate_act_scratch, up_scratch, hidden_scratch)
+    for name in (name for name in call if name.endswith("_scratch")):
+        names = "2IS" if name == "silu_up_mul_gate_grad_T_scratch" else "SI"
+        rows, columns = names[:-1], names[-1]
+        check_buffer(call[name], (sizes[rows], sizes[columns]), f"[{rows}, {columns}]", name)
     check_same_device({name: value for name, value in call.items() if isinstance(value, Tensor)})
-    scratch = Scratch230(
-        call["d_gate_scratch"], call["d_up_scratch"], call["silu_up_mul_gate_grad_T_scratch"],
-        KeptActivations(*(call[f"{name}_scratch"] for name in ("gate_pre", "gate_act", "up", "hidden"))),
-    )  # fmt: skip
-    note_launch(where, fp8_x4_dtype=call["fp8_x4_dtype"], **tiles, **flags)
+    note_launch("mlp_backward_mxfp8_nki_2_30", options)
+    operands = BackwardOperands(
+        output_grad=tds["output_hidden_states_grad"],
+        hidden_states=tds["hidden_states"],
+        gate_up=tds["gate_up_weights"],
+        weights_T=(tds["gate_proj_weight_T"], tds["up_proj_weight_T"]),
+        down_T=tds["down_proj_weight_T"],
+        output_grad_T=tds["output_grad_T"],
+        hidden_states_T=tds["hidden_states_T"],
+        intermediate_T=tds["hidden_T"],
+        kept=kept,
+    )
     with torch.no_grad():
-        return run_2_30(tds, kept, scratch, use_scale_packing=call["use_scale_packing"], rule=rule)
+        scratch = ScratchBuffers(d_gate_scratch, d_up_scratch, silu_up_mul_gate_grad_T_scratch, recomputed)
+        return run_backward(operands, step_options(call), scratch=scratch)
+
+
+def _check_operands(tds: dict[str, TensorDescriptor], kept: KeptActivations, run_with_lnc2: bool) -> dict[str, int]:
+    """Check the nine operands against each other and the rules of the release; return S, H, I and 2I."""
+    sizes = _sizes(tds)
+    for name, (_, contraction, free) in _OPERANDS.items():
+        check_logical(tds[name], sizes[contraction], sizes[free], f"[{free}, {contraction}]", name)
+    even = {"output_hidden_states_grad": "S", "down_proj_weight_T": "I", "output_grad_T": "H"}
+    check_even({f"{axis} of {name}": sizes[axis] for name, axis in even.items()}, run_with_lnc2)
+    # Products by their contraction axis. d_gate, d_up and their transposes are always raw.
+    products = [
+        ("output_hidden_states_grad", "down_proj_weight_T", "H"),
+        ("gate_proj_weight_T", "d_gate (always)", "I"),
+        ("up_proj_weight_T", "d_up (always)", "I"),
+        ("hidden_states_T", "the transposed d_gate and d_up (always)", "S"),
+        ("output_grad_T", "hidden_T", "S"),
+    ]
+    if kept.gate_pre is None or kept.up is None:
+        products.append(("hidden_states", "gate_up_weights", "H"))
+    for name in (name for *names, axis in products if axis == "H" for name in names):
+        check_raw_axis(tds[name], "H", name)
+    rule = "the kernel always quantizes d_gate and d_up along I itself"
+    check_multiple(sizes["I"], 128, "I of down_proj_weight_T", rule)
+    rule = "the kernel always quantizes the transposes of d_gate and d_up along S itself"
+    check_multiple(sizes["S"], 128, "S of output_hidden_states_grad", rule)
+    kept.check((sizes["S"], sizes["I"]), {"intermediate": "hidden"})
+    raw = TensorDescriptor()
+    for *names, axis in products:
+        check_no_mix_at_384({name: tds.get(name, raw) for name in names}, sizes[axis])
+    return sizes
 
 
 def _sizes(tds: dict[str, TensorDescriptor]) -> dict[str, int]:
     """Return what most operands say about S, H, I and 2I, so that a wrong one does not accuse all others."""
     votes: dict[str, Counter[int]] = {axis: Counter() for axis in "SHI"}
     for name, (_, *axes) in _OPERANDS.items():
-        for axis, size in zip(axes, tds[name].logical_shape, strict=True):
+        for axis, size in zip(axes, tds[name].logical_shape):
             votes[axis[-1]][size // 2 if axis == "2I" else size] += 1
     sizes = {axis: counts.most_common(1)[0][0] for axis, counts in votes.items()}
     return sizes | {"2I": 2 * sizes["I"]}
-
-
-def _check_shapes(tds: dict[str, TensorDescriptor], sizes: dict[str, int]) -> None:
-    for name, (_, contraction, free) in _OPERANDS.items():
-        names = f"[{free}, {contraction}]"
-        check_logical(tds[name], sizes[contraction], sizes[free], names, argument=name)
-
-
-def _check_operands(tds: dict[str, TensorDescriptor], kept: KeptActivations) -> tuple[int, int, int]:
-    """Check the nine operands against each other and the rules of the release; return S, H and I."""
-    sizes = _sizes(tds)
-    tokens, hidden_size, inner = (sizes[axis] for axis in "SHI")
-    _check_shapes(tds, sizes)
-    needs_projection = kept.gate_pre is None or kept.up is None
-    contracted_over_H = ["output_hidden_states_grad", "down_proj_weight_T"]
-    contracted_over_H += ["hidden_states", "gate_up_weights"] if needs_projection else []
-    for name in contracted_over_H:
-        check_raw_axis(tds[name], tds[name].logical_shape[0], "H", argument=name)
-    rule = "the kernel always quantizes d_gate and d_up along I itself"
-    check_multiple(inner, 128, "I of down_proj_weight_T", rule)
-    rule = "the kernel always quantizes the transposes of d_gate and d_up along S itself"
-    check_multiple(tokens, 128, "S of output_hidden_states_grad", rule)
-    check_kept(kept, (tokens, inner), old_names=True)
-    always_raw = TensorDescriptor()
-    products = [
-        ({name: tds[name] for name in ("output_hidden_states_grad", "down_proj_weight_T")}, hidden_size),
-        ({"gate_proj_weight_T": tds["gate_proj_weight_T"], "d_gate (always)": always_raw}, inner),
-        ({"up_proj_weight_T": tds["up_proj_weight_T"], "d_up (always)": always_raw}, inner),
-        ({"hidden_states_T": tds["hidden_states_T"], "the transposed d_gate and d_up (always)": always_raw}, tokens),
-        ({name: tds[name] for name in ("output_grad_T", "hidden_T")}, tokens),
-    ]
-    if needs_projection:
-        products.append(({name: tds[name] for name in ("hidden_states", "gate_up_weights")}, hidden_size))
-    for operands, size in products:
-        check_no_mix_at_384(operands, size)
-    return tokens, hidden_size, inner

@@ -11,33 +11,28 @@ from torch import Tensor
 
 from hf_neuron_moe.checks import check_same_device
 from hf_neuron_moe.errors import public
-from hf_neuron_moe.reference.launch_record import note_launch
-from hf_neuron_moe.reference.mlp_mxfp8.arguments import (
-    check_buffer,
-    check_descriptor,
-    check_even,
-    check_grouping,
-    check_launch,
-    check_packing,
-    core_rows,
-    scale_rule,
-)
+from hf_neuron_moe.reference.described_operand import TensorDescriptor
+from hf_neuron_moe.reference.launch_record import note_launch, scheduling
 from hf_neuron_moe.reference.mlp_mxfp8.forward import (
-    STORED,
     ForwardBuffers,
     ForwardOperands,
-    check_forward,
-    describe_forward,
+    ForwardTensors,
     intermediate_operand,
     run_forward,
 )
+from hf_neuron_moe.reference.mlp_mxfp8.operand_checks import (
+    BF16,
+    STORED,
+    StepCall,
+    check_buffer,
+    check_even,
+    check_grouping,
+    scale_rule,
+)
 from hf_neuron_moe.reference.mlp_mxfp8.shape_config import get_forward_config_for_shape
-from hf_neuron_moe.reference.mx_operand import TensorDescriptor
 
 get_config_for_shape = get_forward_config_for_shape
 """Upstream's name for it in the forward's module."""
-
-_ROUNDED = (torch.bfloat16,)
 
 
 @public
@@ -82,34 +77,22 @@ def mlp_forward_mxfp8_nki(
     Upstream is silent and wrong about scales in the other layout, operands that do not fit each other and mixed modes
     at a contraction of 384, and ignores fp8_x4_dtype: all of these are refused here.
     """
-    where = "mlp_forward_mxfp8_nki"
-    tiles = {
-        "gate_up_tiles_m": gate_up_tiles_m, "gate_up_tiles_n": gate_up_tiles_n, "gate_up_tiles_k": gate_up_tiles_k,
-        "down_tiles_m": down_tiles_m, "down_tiles_n": down_tiles_n, "down_tiles_k": down_tiles_k,
-    }  # fmt: skip
-    flags = {"run_with_lnc2": run_with_lnc2, "spill_reload": spill_reload, "use_scale_packing": use_scale_packing}
-    check_launch(tiles, flags, fp8_x4_dtype)
+    call = dict(locals())
+    options = scheduling(call)
     rule = scale_rule(mx_scale_rule)
-    tds = describe_forward(
-        use_scale_packing,
-        hidden=(hidden, hidden_scales, hidden_is_swizzled),
-        gate_up=(gate_up_weights, gate_up_scales, gate_up_is_swizzled),
-        down=(down_weights, down_scales, down_is_swizzled),
-    )
-    check_even({"hidden": (tds[0].logical_shape[1], "S")}, run_with_lnc2)
-    tokens, hidden_size, inner = check_forward(*tds, dtype)
-    saves = {"save_gate_pre": save_gate_pre, "save_gate_act": save_gate_act, "save_up": save_up}
-    targets = {"intermediate_hbm": intermediate_hbm, **({} if save_hidden is None else {"save_hidden": save_hidden})}
-    for dtypes, buffers in ((_ROUNDED, targets), (STORED, {k: v for k, v in saves.items() if v is not None})):
-        for name, buffer in buffers.items():
-            check_buffer(buffer, (tokens, inner), "[S, I]", dtypes, argument=name)
-    check_same_device({"hidden": hidden, **targets, **saves})
-    note_launch(where, fp8_x4_dtype=fp8_x4_dtype, **tiles, **flags)
+    tds = ForwardTensors.of(call)
+    check_even({"S of hidden": tds.hidden.logical_shape[1]}, run_with_lnc2)
+    tokens, hidden_size, inner = tds.check(dtype)
+    saves = ("save_gate_pre", "save_gate_act", "save_up")
+    given = ["intermediate_hbm", *(name for name in (*saves, "save_hidden") if call[name] is not None)]
+    for name in given:
+        check_buffer(call[name], (tokens, inner), "[S, I]", name, STORED if name in saves else BF16)
+    check_same_device({name: call[name] for name in ("hidden", *given)})
+    note_launch("mlp_forward_mxfp8_nki", options)
     output = torch.empty((tokens, hidden_size), dtype=dtype, device=hidden.device)
-    with torch.no_grad():
-        intermediate = intermediate_hbm if save_hidden is None else save_hidden
-        saved = ForwardBuffers(save_gate_pre, save_gate_act, save_up)
-        run_forward(ForwardOperands.of(*tds, rule), intermediate, output, saved, slice(0, tokens))
+    intermediate = intermediate_hbm if save_hidden is None else save_hidden
+    saved = ForwardBuffers(save_gate_pre, save_gate_act, save_up)
+    run_forward(tds.operands(rule), intermediate, output, saved, slice(0, tokens))
     return output
 
 
@@ -146,32 +129,16 @@ def compute_fused_gate_up_down_mxfp8(
 
     Errors as :func:`mlp_forward_mxfp8`, and ConfigError for rows out of range.
     """
-    where = "compute_fused_gate_up_down_mxfp8"
-    tiles = {
-        "TILES_IN_BLOCK_M": TILES_IN_BLOCK_M, "TILES_IN_BLOCK_N_GU": TILES_IN_BLOCK_N_GU,
-        "TILES_IN_BLOCK_K_GU": TILES_IN_BLOCK_K_GU, "TILES_IN_BLOCK_M_DOWN": TILES_IN_BLOCK_M_DOWN,
-        "TILES_IN_BLOCK_N_DOWN": TILES_IN_BLOCK_N_DOWN, "TILES_IN_BLOCK_K_DOWN": TILES_IN_BLOCK_K_DOWN,
-    }  # fmt: skip
-    flags = {"spill_reload": spill_reload, "use_scale_packing": use_scale_packing, "run_with_lnc2": run_with_lnc2}
-    check_launch(tiles, flags, torch.float8_e4m3fn)
+    step = StepCall("compute_fused_gate_up_down_mxfp8", locals(), lone_384=True)
     names = ("hidden_td", "gate_up_td", "down_w_td")
-    tds = (hidden_td, gate_up_td, down_w_td)
-    for name, td in zip(names, tds, strict=True):
-        check_descriptor(td, argument=name)
-        check_packing(td, use_scale_packing, argument=name)
-    operands = ForwardOperands.of(*tds, scale_rule(mx_scale_rule), names)
-    tokens, hidden_size, inner = check_forward(*tds, dtype, names)
+    operands = ForwardOperands(*(step.operand(name) for name in names))
+    tokens, hidden_size, inner = ForwardTensors(hidden_td, gate_up_td, down_w_td, names).check(dtype)
     check_grouping({"hidden_td": operands.hidden, "gate_up_td": operands.gate_up})
-    rows, square = core_rows(tokens, s_base_offset, run_with_lnc2), (tokens, inner)
-    inter = check_buffer(int_td.data, square, "[S, I]", _ROUNDED, argument="int_td")
-    read_back = intermediate_operand(TensorDescriptor(inter), operands)
+    rows, square = step.rows("s_base_offset", tokens), (tokens, inner)
+    intermediate = step.buffer("int_td", square, "[S, I]")
+    read_back = intermediate_operand(TensorDescriptor(intermediate), operands)
     check_grouping({"down_w_td": operands.down, "int_td": read_back})
-    output = check_buffer(output_td.data, (tokens, hidden_size), "[S, H]", (dtype,), argument="output_td")
-    saves = {"save_gate_pre_td": save_gate_pre_td, "save_gate_act_td": save_gate_act_td, "save_up_td": save_up_td}
-    saved = [
-        None if td is None else check_buffer(td.data, square, "[S, I]", STORED, argument=name)
-        for name, td in saves.items()
-    ]
-    note_launch(where, s_base_offset=s_base_offset, **tiles, **flags)
-    with torch.no_grad():
-        run_forward(operands, inter, output, ForwardBuffers(*saved), rows)
+    output = step.buffer("output_td", (tokens, hidden_size), "[S, H]", (dtype,))
+    saves = ("save_gate_pre_td", "save_gate_act_td", "save_up_td")
+    saved = [step.buffer(name, square, "[S, I]", STORED) if step.call[name] is not None else None for name in saves]
+    run_forward(operands, intermediate, output, ForwardBuffers(*saved), rows)

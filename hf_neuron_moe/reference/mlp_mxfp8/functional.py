@@ -5,20 +5,17 @@ Legend: S tokens, H hidden, I intermediate.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from hf_neuron_moe.checks import check_flags
 from hf_neuron_moe.errors import ConfigError, public
-from hf_neuron_moe.formats.constants import ScaleRule
-from hf_neuron_moe.reference.mlp_mxfp8.arguments import check_options, scale_rule
-from hf_neuron_moe.reference.mlp_mxfp8.backward import describe_backward
-from hf_neuron_moe.reference.mlp_mxfp8.backward_2_30 import Scratch230, run_2_30
+from hf_neuron_moe.reference.described_operand import TensorDescriptor
+from hf_neuron_moe.reference.mlp_mxfp8.backward import PREPARED, describe_backward, run_2_31, run_backward
 from hf_neuron_moe.reference.mlp_mxfp8.matmul_config import MlpBwdMatmulConfig
-from hf_neuron_moe.reference.mlp_mxfp8.recompute import KeptActivations, recompute_missing
+from hf_neuron_moe.reference.mlp_mxfp8.operand_checks import check_options, scale_rule
+from hf_neuron_moe.reference.mlp_mxfp8.recompute import step_options
 from hf_neuron_moe.reference.mlp_mxfp8.results import MLPBackward
 from hf_neuron_moe.reference.moe_types import ClampLimits
-from hf_neuron_moe.reference.mx_operand import TensorDescriptor
 
 RELEASES = ("2.31", "2.30")
 
@@ -63,69 +60,23 @@ def mlp_backward_mxfp8(
     * Release 2.31 only: pre-quantized operands with scales, use_scale_packing, clamp_limits and matmul_config, as in
       :func:`~hf_neuron_moe.reference.mlp_mxfp8.backward.mlp_backward_mxfp8_nki`. Release 2.30's pre-quantized and
       pre-swizzled forms: :func:`~hf_neuron_moe.reference.mlp_mxfp8.backward_2_30.mlp_backward_mxfp8_nki_2_30`.
-
-    Raises DTypeError, ShapeError, DeviceError or ConfigError for an argument that breaks a rule above.
     """
-    prepared = {
-        "gate_up_weights": (gate_up_weights, gate_up_weights_scales),
-        "gate_up_weight_T": (gate_up_weight_T, gate_up_weight_T_scales),
-        "down_weight_T": (down_weight_T, down_weight_T_scales),
-        "output_grad_T": (output_grad_T, output_grad_T_scales),
-        "hidden_states_T": (hidden_states_T, hidden_states_T_scales),
-    }
+    call = dict(locals())
     if release not in RELEASES:
-        remedy = "Later releases compute as 2.31 does."
-        raise _bad("release", f"one of {', '.join(RELEASES)}", repr(release), remedy)
+        expected = f"one of {', '.join(RELEASES)}"
+        raise ConfigError.about("release", expected, repr(release), "Later releases compute as 2.31 does.")
     check_flags({"use_scale_packing": use_scale_packing})
-    rule = scale_rule(mx_scale_rule)
-    kept = KeptActivations(gate_pre, gate_act, up, intermediate)
-    task = describe_backward(
-        output_grad, hidden_states, down_proj_weight, prepared, kept, use_scale_packing, run_with_lnc2=False
-    )
+    operands = describe_backward(call, run_with_lnc2=False)
     if release == "2.31":
-        return task.run(clamp_limits, matmul_config, use_scale_packing, False, rule)
+        return run_2_31(operands, call, run_with_lnc2=False)
+    scale_rule(mx_scale_rule)
     check_options(clamp_limits, matmul_config)
-    newer: dict[str, object] = {"clamp_limits": clamp_limits, "matmul_config": matmul_config}
-    newer |= {f"{name}_scales": scales for name, (_, scales) in prepared.items()}
-    remedy = "Use release 2.31, or mlp_backward_mxfp8_nki_2_30 for that release's quantized operands."
-    for name, value in newer.items():
-        if value is not None:
-            raise _bad(name, 'None with release="2.30"', type(value).__name__, remedy)
+    fix = "Use release 2.31, or mlp_backward_mxfp8_nki_2_30 for that release's quantized operands."
+    for name in ("clamp_limits", "matmul_config", *(f"{name}_scales" for name in PREPARED)):
+        if call[name] is not None:
+            raise ConfigError.about(name, 'None with release="2.30"', type(call[name]).__name__, fix)
     if not use_scale_packing:
-        raise _bad("use_scale_packing", 'True with release="2.30", which takes no scales here', "False", remedy)
-    assert down_proj_weight is not None
-    return _raw_2_30(output_grad, hidden_states, gate_up_weights, down_proj_weight, kept, rule)
-
-
-def _raw_2_30(
-    output_grad: Tensor,
-    hidden_states: Tensor,
-    gate_up_weights: Tensor,
-    down_proj_weight: Tensor,
-    kept: KeptActivations,
-    rule: ScaleRule,
-) -> MLPBackward:
-    """Release 2.30 from parameters: the transposes it takes are views, hidden_T is the intermediate's."""
-    inner = gate_up_weights.shape[0] // 2
-    hidden_td, gate_up_td = TensorDescriptor(hidden_states), TensorDescriptor(gate_up_weights)
-    found = recompute_missing(
-        kept, KeptActivations(), hidden_td, gate_up_td, use_scale_packing=True, lone_384=True, rule=rule
-    )
-    operands = {
-        "output_hidden_states_grad": output_grad,
-        "hidden_states": hidden_states,
-        "gate_proj_weight_T": gate_up_weights[:inner].t(),
-        "up_proj_weight_T": gate_up_weights[inner:].t(),
-        "down_proj_weight_T": down_proj_weight.t(),
-        "gate_up_weights": gate_up_weights,
-        "hidden_states_T": hidden_states.t(),
-        "output_grad_T": output_grad.t(),
-        "hidden_T": found.intermediate.t(),
-    }
-    tds = {name: TensorDescriptor(tensor) for name, tensor in operands.items()}
-    with torch.no_grad():
-        return run_2_30(tds, KeptActivations(*found), Scratch230(), use_scale_packing=True, rule=rule)
-
-
-def _bad(argument: str, expected: str, got: str, remedy: str) -> ConfigError:
-    return ConfigError.about(argument, expected, got, remedy)
+        expected = 'True with release="2.30", which takes no scales here'
+        raise ConfigError.about("use_scale_packing", expected, "False", fix)
+    halves = tuple(TensorDescriptor(half.t()) for half in gate_up_weights.chunk(2))
+    return run_backward(operands._replace(weights_T=halves), step_options(call))

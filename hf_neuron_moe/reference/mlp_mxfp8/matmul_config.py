@@ -8,13 +8,14 @@ Letters: M, N rows and columns of the result, K contraction axis.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
 from hf_neuron_moe.checks import check_flags
-from hf_neuron_moe.errors import ConfigError, NeuronMoEError, public
+from hf_neuron_moe.errors import ConfigError, public
 from hf_neuron_moe.formats.constants import SwizzleScheme, unknown_name
+from hf_neuron_moe.reference.launch_record import check_positive_int
 
 TILE_M = 128
 """Rows of a tile: the tensor engine's partitions."""
@@ -24,11 +25,6 @@ TILE_K = 512
 
 TILE_N = 512
 """Columns of a tile: one bank of fp32 accumulators."""
-
-_FLAGS = (
-    "enable_scale_packing", "run_with_lnc2", "spill_reload", "enable_psum_copy_in", "lhs_is_swizzled",
-    "rhs_is_swizzled", "load_with_PE_swizzle",
-)  # fmt: skip
 
 MAX_BLOCK = 2048
 """A block of an automatic configuration is at most this wide (nki-library 2.31)."""
@@ -44,24 +40,11 @@ _WHERE = "MlpBwdMatmulConfig"
 class MatmulMxfp8KernelConfig:
     """How one matmul ``[M, K] x [N, K]^T`` is tiled; names and defaults are nki-library's.
 
-    Attributes:
-        M, K, N: sizes.
-        tile_m, tile_k, tile_n: tile sizes.
-        TILES_IN_BLOCK_M, TILES_IN_BLOCK_N, TILES_IN_BLOCK_K: tiles per block.
-        TILES_IN_LOAD_M, TILES_IN_LOAD_N, TILES_IN_LOAD_K: tiles per load; None is the whole block. They divide the
-            block's tiles.
-        block_loop_order, tile_loop_order: order of the loops, a permutation of ``"mnk"``.
-        float8_dtype: e4m3 only, as everywhere in the MLP.
-        enable_scale_packing: layout of spilled and supplied scales.
-        run_with_lnc2, lnc_2_shard_rhs: how two cores share the product.
-        spill_reload, enable_psum_copy_in, load_with_PE_swizzle: how operands and sums move.
-        lhs_is_swizzled, rhs_is_swizzled: modes of the operands.
-        quant_scheme: which K values share a block.
-        output_dtype: of the result.
-
-    Raises:
-        ConfigError: a size or count that is not a positive integer, loads that do not divide blocks, another loop
-            order, fp8 type or scheme, a switch that is no bool.
+    M, K, N are sizes, tile_* tile sizes. TILES_IN_BLOCK_* are tiles per block, TILES_IN_LOAD_* tiles per load, which
+    divide those; None is the whole block. Loop orders are permutations of ``"mnk"``. float8_dtype is e4m3 and
+    quant_scheme wrapX, as everywhere in the MLP. enable_scale_packing is the layout of spilled and supplied scales;
+    run_with_lnc2 and lnc_2_shard_rhs say how two cores share the product, lhs_is_swizzled and rhs_is_swizzled the modes
+    of the operands, and the other switches how operands and sums move. output_dtype is the result's.
     """
 
     M: int
@@ -93,31 +76,24 @@ class MatmulMxfp8KernelConfig:
     @public("MatmulMxfp8KernelConfig")
     def __post_init__(self) -> None:
         for name in ("M", "K", "N", "tile_m", "tile_k", "tile_n", *(f"TILES_IN_BLOCK_{axis}" for axis in "MNK")):
-            check_positive_int(getattr(self, name), argument=name)
+            check_positive_int(name, getattr(self, name))
         for axis in "MNK":
-            load, block = getattr(self, f"TILES_IN_LOAD_{axis}"), getattr(self, f"TILES_IN_BLOCK_{axis}")
+            name, block = f"TILES_IN_LOAD_{axis}", f"TILES_IN_BLOCK_{axis}"
+            load = getattr(self, name)
             if load is not None:
-                check_positive_int(load, argument=f"TILES_IN_LOAD_{axis}")
-                if block % load:
-                    raise ConfigError.about(
-                        f"TILES_IN_LOAD_{axis}",
-                        f"a divisor of TILES_IN_BLOCK_{axis} = {block}",
-                        str(load),
-                        "A block is loaded in whole groups of tiles.",
-                    )
-        self._check_options()
-
-    def _check_options(self) -> None:
-        names = _FLAGS if self.lnc_2_shard_rhs is None else (*_FLAGS, "lnc_2_shard_rhs")
-        check_flags({name: getattr(self, name) for name in names})
-        for name in ("block_loop_order", "tile_loop_order"):
-            order = getattr(self, name)
-            if not isinstance(order, str) or sorted(order) != sorted("mnk"):
-                raise unknown_name(getattr(self, name), ["mnk", "mkn", "nmk", "nkm", "kmn", "knm"], argument=name)
-        if self.float8_dtype != "float8_e4m3fn":
-            raise unknown_name(self.float8_dtype, ["float8_e4m3fn"], argument="float8_dtype")
-        if self.quant_scheme != SwizzleScheme.WRAPX.value:
-            raise unknown_name(self.quant_scheme, [SwizzleScheme.WRAPX.value], argument="quant_scheme")
+                check_positive_int(name, load)
+                if getattr(self, block) % load:
+                    expected = f"a divisor of {block} = {getattr(self, block)}"
+                    raise ConfigError.about(name, expected, str(load), "A block is loaded in whole groups of tiles.")
+        flags = {each.name for each in fields(self) if isinstance(each.default, bool)}
+        flags |= set() if self.lnc_2_shard_rhs is None else {"lnc_2_shard_rhs"}
+        check_flags({name: getattr(self, name) for name in sorted(flags)})
+        orders = ["mnk", "mkn", "nmk", "nkm", "kmn", "knm"]
+        allowed = {"block_loop_order": orders, "tile_loop_order": orders}
+        allowed |= {"float8_dtype": ["float8_e4m3fn"], "quant_scheme": [SwizzleScheme.WRAPX.value]}
+        for name, values in allowed.items():
+            if getattr(self, name) not in values:
+                raise unknown_name(getattr(self, name), values, argument=name)
         if self.output_dtype is not None and not isinstance(self.output_dtype, torch.dtype):
             raise ConfigError.about(
                 "output_dtype", "None or a torch.dtype", repr(self.output_dtype), "For example torch.bfloat16."
@@ -138,11 +114,7 @@ class MatmulMxfp8KernelConfig:
 
 @dataclass(frozen=True)
 class MlpBwdMatmulConfig:
-    """One optional configuration per matmul of the backward; None chooses automatically (nki-library 2.31).
-
-    Raises:
-        ConfigError: one of another type.
-    """
+    """One optional configuration per matmul of the backward; None chooses automatically (nki-library 2.31)."""
 
     recompute_gate: MatmulMxfp8KernelConfig | None = None
     recompute_up: MatmulMxfp8KernelConfig | None = None
@@ -160,47 +132,38 @@ class MlpBwdMatmulConfig:
     def resolve_backward_phases(
         self, seq_len: int, hidden_size: int, intermediate_size: int, run_with_lnc2: bool = True
     ) -> tuple[MatmulMxfp8KernelConfig, ...]:
-        """Return the configurations of phases 1 to 4, each checked against the problem (per core under LNC2).
-
-        Raises:
-            ConfigError: one whose M, K or N is not the phase's.
-        """
+        """Return the configurations of phases 1 to 4, each checked against the problem (per core under LNC2)."""
         return self.backward_phases(seq_len, hidden_size, intermediate_size, run_with_lnc2, "")
 
     def backward_phases(
-        self, seq_len: int, hidden_size: int, intermediate_size: int, run_with_lnc2: bool, prefix: str
+        self, S: int, H: int, inner: int, lnc2: bool, prefix: str
     ) -> tuple[MatmulMxfp8KernelConfig, ...]:
         """Do the same for a function whose argument this is; `prefix` stands before the fields' names in errors."""
-        check_flags({"run_with_lnc2": run_with_lnc2})
-        cores, S, H, inner = 2 if run_with_lnc2 else 1, seq_len, hidden_size, intermediate_size
+        check_flags({"run_with_lnc2": lnc2})
+        cores = 2 if lnc2 else 1
         sizes = {
             "phase1_down_proj": (S // cores, H, inner),
             "phase2_hidden_grad": (S // cores, 2 * inner, H),
             "phase3_wgrad": (2 * inner // cores, S, H),
             "phase4_wgrad": (H // cores, S, inner),
         }
-        return tuple(self._resolve(name, size, run_with_lnc2, prefix) for name, size in sizes.items())
+        return tuple(self._resolve(name, size, lnc2, prefix) for name, size in sizes.items())
 
     @public(_WHERE)
     def resolve_recompute_phases(
         self, seq_len: int, hidden_size: int, intermediate_size: int, run_with_lnc2: bool = True
     ) -> tuple[MatmulMxfp8KernelConfig, MatmulMxfp8KernelConfig]:
-        """Return the configurations of the gate and the up projection.
-
-        Raises:
-            ConfigError: sizes of another problem, or two that do not share the tiles of the hidden states.
-        """
+        """Return the configurations of the gate and the up projection, which share the tiles of the hidden states."""
         return self.recompute_phases(seq_len, hidden_size, intermediate_size, run_with_lnc2, "")
 
     def recompute_phases(
-        self, seq_len: int, hidden_size: int, intermediate_size: int, run_with_lnc2: bool, prefix: str
+        self, S: int, H: int, inner: int, lnc2: bool, prefix: str
     ) -> tuple[MatmulMxfp8KernelConfig, MatmulMxfp8KernelConfig]:
         """Do the same for a function whose argument this is; `prefix` stands before the fields' names in errors."""
-        check_flags({"run_with_lnc2": run_with_lnc2})
-        size = (seq_len // (2 if run_with_lnc2 else 1), hidden_size, intermediate_size)
-        gate, up = (self._resolve(name, size, run_with_lnc2, prefix) for name in ("recompute_gate", "recompute_up"))
-        arguments = tuple(f"{prefix}{name}" for name in ("recompute_gate", "recompute_up"))
-        check_shared_hidden_tiles(gate, up, arguments=arguments)
+        check_flags({"run_with_lnc2": lnc2})
+        size, names = (S // (2 if lnc2 else 1), H, inner), ("recompute_gate", "recompute_up")
+        gate, up = (self._resolve(name, size, lnc2, prefix) for name in names)
+        check_shared_hidden_tiles(gate, up, arguments=tuple(f"{prefix}{name}" for name in names))
         return gate, up
 
     def _resolve(self, name: str, size: Sizes, lnc2: bool, prefix: str) -> MatmulMxfp8KernelConfig:
@@ -210,37 +173,27 @@ class MlpBwdMatmulConfig:
 
 
 def check_config(config: object, size: Sizes | None, *, argument: str) -> None:
-    """Refuse (ConfigError) what is neither None nor a configuration for M, K, N = `size`; None for any size."""
+    """Raise ConfigError for what is neither None nor a configuration for M, K, N = `size`; None for any size."""
     if config is None:
         return
     if not isinstance(config, MatmulMxfp8KernelConfig):
-        raise ConfigError.about(
-            argument,
-            "None or a MatmulMxfp8KernelConfig",
-            type(config).__name__,
-            "Build it with MatmulMxfp8KernelConfig(M=..., K=..., N=...).",
-        )
-    if size is not None and size != (config.M, config.K, config.N):
-        raise ConfigError.about(
-            argument,
-            f"a configuration for M, K, N = {size}",
-            str((config.M, config.K, config.N)),
-            "Make it for the sizes of one core: rows of the result are halved under LNC2.",
-        )
+        fix = "Build it with MatmulMxfp8KernelConfig(M=..., K=..., N=...)."
+        raise ConfigError.about(argument, "None or a MatmulMxfp8KernelConfig", type(config).__name__, fix)
+    has = (config.M, config.K, config.N)
+    if size not in (None, has):
+        fix = "Make it for the sizes of one core: rows of the result are halved under LNC2."
+        raise ConfigError.about(argument, f"a configuration for M, K, N = {size}", str(has), fix)
 
 
 def check_shared_hidden_tiles(
     gate: MatmulMxfp8KernelConfig, up: MatmulMxfp8KernelConfig, *, arguments: tuple[str, ...]
 ) -> None:
-    """Refuse (ConfigError) configurations of the two projections that cut the hidden states into different tiles."""
+    """Raise ConfigError for configurations of both projections that cut the hidden states into different tiles."""
     for name in ("tile_m", "tile_k", "TILES_IN_BLOCK_M", "TILES_IN_BLOCK_K"):
-        if getattr(gate, name) != getattr(up, name):
-            raise ConfigError.about(
-                f"{arguments[1]}.{name}",
-                f"that of {arguments[0]}, {getattr(gate, name)} (both read the same hidden tiles)",
-                str(getattr(up, name)),
-                "Configure both alike.",
-            )
+        one, other = getattr(gate, name), getattr(up, name)
+        if one != other:
+            expected = f"that of {arguments[0]}, {one} (both read the same hidden tiles)"
+            raise ConfigError.about(f"{arguments[1]}.{name}", expected, str(other), "Configure both alike.")
 
 
 def automatic_config(M: int, K: int, N: int, *, run_with_lnc2: bool = True) -> MatmulMxfp8KernelConfig:
@@ -255,13 +208,3 @@ def automatic_config(M: int, K: int, N: int, *, run_with_lnc2: bool = True) -> M
         M=M, K=K, N=N, tile_n=tile_n, TILES_IN_BLOCK_M=m, TILES_IN_BLOCK_K=k, TILES_IN_BLOCK_N=n,
         run_with_lnc2=run_with_lnc2,
     )  # fmt: skip
-
-
-def check_positive_int(value: object, *, argument: str) -> None:
-    """Refuse anything that is not a positive integer (ConfigError)."""
-    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-        raise _not_positive(value, argument=argument)
-
-
-def _not_positive(value: object, *, argument: str) -> NeuronMoEError:
-    return ConfigError.about(argument, "a positive integer", repr(value), "Tile counts and sizes count whole tiles.")

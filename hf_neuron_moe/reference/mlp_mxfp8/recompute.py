@@ -6,43 +6,30 @@ gate_act and intermediate come from fp32 values, these from bf16 ones.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from hf_neuron_moe.backends.torch.compute import call_scratch
-from hf_neuron_moe.checks import check_flags
-from hf_neuron_moe.errors import ConfigError, public
-from hf_neuron_moe.formats.constants import ScaleRule
-from hf_neuron_moe.reference.launch_record import note_launch
-from hf_neuron_moe.reference.mlp_mxfp8.arguments import (
-    check_buffer,
-    check_descriptor,
-    check_grouping,
-    check_launch,
-    check_logical,
-    check_no_mix_at_384,
-    check_options,
-    check_packing,
-    core_rows,
-    scale_rule,
-)
+from hf_neuron_moe.checks import check_dtype, check_shape
+from hf_neuron_moe.errors import public
+from hf_neuron_moe.reference.described_operand import TensorDescriptor
 from hf_neuron_moe.reference.mlp_mxfp8.matmul_config import (
     MatmulMxfp8KernelConfig,
-    Sizes,
     automatic_config,
     check_config,
     check_shared_hidden_tiles,
 )
+from hf_neuron_moe.reference.mlp_mxfp8.operand_checks import BF16, Call, StepCall
 from hf_neuron_moe.reference.mlp_mxfp8.tiles import gate_up_tiles, row_tiles
 from hf_neuron_moe.reference.moe_types import ClampLimits
-from hf_neuron_moe.reference.mx_operand import MXOperand, TensorDescriptor
 
-_BF16 = (torch.bfloat16,)
 _STEP_ELEMENTS = 1 << 18
+_STORED = ("torch.bfloat16, the dtype of the checkpoints", "Pass bf16 buffers.")
 
 
 @public
@@ -72,33 +59,18 @@ def recompute_gate_up_projection(
       non-linear limits and up the linear ones.
     * gate_config, up_config: for M, K, N = S, H, I (half of S under LNC2), with the same tiles of the hidden states.
     * lone_384: group raw K = 384 as release 2.30 does. mx_scale_rule: block scales of what is quantized here.
-
-    Raises DTypeError, ShapeError or ConfigError for operands, buffers or rows that do not fit.
     """
-    where = "recompute_gate_up_projection"
-    flags = {"spill_reload": spill_reload, "use_scale_packing": use_scale_packing, "run_with_lnc2": run_with_lnc2}
-    check_launch({}, flags, fp8_x4_dtype)
-    _check_dtype(dtype)
-    check_options(clamp_limits, None)
-    check_flags({"lone_384": lone_384})
-    rule = scale_rule(mx_scale_rule)
-    operands = {"hidden_td": hidden_td, "gate_up_td": gate_up_td}
-    for name, td in operands.items():
-        check_descriptor(td, argument=name)
-        check_packing(td, use_scale_packing, argument=name)
-    hidden, gate_up = (MXOperand(td, argument=name, lone_384=lone_384, rule=rule) for name, td in operands.items())
-    check_logical(gate_up_td, hidden.K, gate_up.F, "[2I, H]", argument="gate_up_td")
-    if lone_384:
-        check_no_mix_at_384(operands, hidden.K)
-    check_grouping({"hidden_td": hidden, "gate_up_td": gate_up})
+    step = StepCall("recompute_gate_up_projection", locals(), _STORED)
+    hidden, gate_up = step.pair("hidden_td", "gate_up_td", "[2I, H]")
     shape = (hidden.F, gate_up.F // 2)
-    gate_pre, up = (
-        None if td is None else check_buffer(td.data, shape, "[S, I]", _BF16, argument=name)
-        for name, td in (("gate_pre_td", gate_pre_td), ("up_td", up_td))
-    )
-    rows = core_rows(hidden.F, s_base_offset, run_with_lnc2)
-    _check_configs(gate_config, up_config, (rows.stop - rows.start, hidden.K, shape[1]), run_with_lnc2)
-    note_launch(where, gate_config=gate_config, up_config=up_config, fp8_x4_dtype=fp8_x4_dtype, **flags)
+    gate_pre = None if gate_pre_td is None else step.buffer("gate_pre_td", shape, "[S, I]")
+    up = None if up_td is None else step.buffer("up_td", shape, "[S, I]")
+    rows = step.rows("s_base_offset", hidden.F)
+    size = (rows.stop - rows.start, hidden.K, shape[1])
+    automatic = automatic_config(*size, run_with_lnc2=run_with_lnc2)
+    for name, config in (("gate_config", gate_config), ("up_config", up_config)):
+        check_config(config, size, argument=name)
+    check_shared_hidden_tiles(gate_config or automatic, up_config or automatic, arguments=("gate_config", "up_config"))
     limits, scratch = clamp_limits or ClampLimits(), call_scratch(hidden_td.data.device)  # type: ignore[union-attr]
     with torch.no_grad():
         wanted = {"gate": gate_pre is not None, "up": up is not None}
@@ -120,21 +92,11 @@ def recompute_gate_act(
     dtype: torch.dtype,
     run_with_lnc2: bool = True,
 ) -> None:
-    """Fill the rows from s_base_offset on of gate_act with ``bf16(silu(gate_pre))``; both bf16 ``[S, I]``.
-
-    Raises DTypeError, ShapeError or ConfigError for buffers or rows that do not fit.
-    """
-    (gate_pre,), out, rows = _elementwise(
-        "recompute_gate_act",
-        {"gate_pre_td": gate_pre_td},
-        ("gate_act_td", gate_act_td),
-        s_base_offset,
-        dtype,
-        run_with_lnc2,
-    )
+    """Fill the rows from s_base_offset on of gate_act with ``bf16(silu(gate_pre))``; both bf16 ``[S, I]``."""
+    parts, (gate_act, gate_pre) = _elementwise("recompute_gate_act", locals(), "gate_act_td", "gate_pre_td")
     with torch.no_grad():
-        for part in _steps(rows, out):
-            out[part].copy_(F.silu(gate_pre[part].float(), inplace=True))
+        for part in parts:
+            gate_act[part].copy_(F.silu(gate_pre[part].float(), inplace=True))
 
 
 @public
@@ -146,22 +108,13 @@ def recompute_intermediate(
     dtype: torch.dtype,
     run_with_lnc2: bool = True,
 ) -> None:
-    """Fill the rows from s_base_offset on of the intermediate with ``bf16(gate_act * up)``; all bf16 ``[S, I]``.
-
-    Raises DTypeError, ShapeError or ConfigError for buffers or rows that do not fit.
-    """
-    (gate_act, up), out, rows = _elementwise(
-        "recompute_intermediate",
-        {"gate_act_td": gate_act_td, "up_td": up_td},
-        ("intermediate_td", intermediate_td),
-        s_base_offset,
-        dtype,
-        run_with_lnc2,
-    )
+    """Fill the rows from s_base_offset on of the intermediate with ``bf16(gate_act * up)``; all bf16 ``[S, I]``."""
+    names = ("intermediate_td", "gate_act_td", "up_td")
+    parts, (intermediate, gate_act, up) = _elementwise("recompute_intermediate", locals(), *names)
     with torch.no_grad():
-        for part in _steps(rows, out):
+        for part in parts:
             # bf16 times bf16 is exact in fp32: rounded once.
-            torch.mul(gate_act[part], up[part], out=out[part])
+            torch.mul(gate_act[part], up[part], out=intermediate[part])
 
 
 def recompute_hidden(
@@ -176,6 +129,27 @@ def recompute_hidden(
     recompute_intermediate(gate_act_td, up_td, hidden_td, s_base_offset, dtype, run_with_lnc2)
 
 
+class StepOptions(TypedDict):
+    """What the whole backward passes to each of its steps, which are for both cores together."""
+
+    fp8_x4_dtype: object
+    spill_reload: bool
+    use_scale_packing: bool
+    run_with_lnc2: bool
+    mx_scale_rule: str
+
+
+def step_options(call: Call) -> StepOptions:
+    """Return them for the arguments of a whole backward."""
+    return StepOptions(
+        fp8_x4_dtype=call.get("fp8_x4_dtype", torch.float8_e4m3fn),
+        spill_reload=call.get("spill_reload", True),
+        use_scale_packing=call["use_scale_packing"],
+        run_with_lnc2=False,
+        mx_scale_rule=call["mx_scale_rule"],
+    )
+
+
 @dataclass(frozen=True)
 class KeptActivations:
     """The four checkpoints ``[S, I]``, bf16, under the names of release 2.31; None was not kept."""
@@ -185,14 +159,22 @@ class KeptActivations:
     up: Tensor | None = None
     intermediate: Tensor | None = None
 
+    def check(self, shape: tuple[int, int], names: Mapping[str, str] | None = None) -> None:
+        """Raise DTypeError or ShapeError for a checkpoint that does not fit; `names` are arguments of other names."""
+        for name, tensor in vars(self).items():
+            if tensor is not None:
+                argument = (names or {}).get(name, name)
+                check_dtype(tensor, BF16, argument)
+                check_shape(tensor, shape, "[S, I]", argument)
+
 
 class Activations(NamedTuple):
     """The four checkpoints, all present."""
 
-    gate_pre: Tensor
-    gate_act: Tensor
-    up: Tensor
-    intermediate: Tensor
+    gate_pre: TensorDescriptor
+    gate_act: TensorDescriptor
+    up: TensorDescriptor
+    intermediate: TensorDescriptor
 
 
 def recompute_missing(
@@ -200,94 +182,49 @@ def recompute_missing(
     buffers: KeptActivations,
     hidden_td: TensorDescriptor,
     gate_up_td: TensorDescriptor,
-    *,
-    use_scale_packing: bool,
+    options: StepOptions,
     clamp_limits: ClampLimits | None = None,
     lone_384: bool = False,
-    rule: ScaleRule = ScaleRule.NEURON,
 ) -> Activations:
     """Return the four checkpoints, the missing ones recomputed in the order projections, gate_act, intermediate.
 
-    If gate_pre or up is missing the device recomputes both and goes on using the one that was kept; here the one that
-    nobody sees is left out.
-
-    Args:
-        kept: what the forward saved.
-        buffers: where recomputed values go; None is allocated where needed. A projection that was kept is recomputed
-            into its buffer too.
-        hidden_td: the forward's input; read only if a projection is missing.
-        gate_up_td: the fused weight; likewise.
-        use_scale_packing: layout of their scales.
-        clamp_limits: of the recomputed projections.
-        lone_384: group raw K = 384 as release 2.30 does.
-        rule: block scale rule.
+    `hidden_td` (the forward's input) and `gate_up_td` are read only if a projection is missing. If gate_pre or up is,
+    the device recomputes both and goes on using the one that was kept; here the one that nobody sees is left out. What
+    is recomputed goes to `buffers`, where None is allocated; a projection that was kept is recomputed into its buffer
+    too.
     """
     assert hidden_td.data is not None
     shape, device = (hidden_td.logical_shape[1], gate_up_td.logical_shape[1] // 2), hidden_td.data.device
+    found = {name: TensorDescriptor(tensor) for name, tensor in vars(kept).items() if tensor is not None}
 
-    def target(name: str) -> Tensor:
+    def target(name: str) -> TensorDescriptor:
         buffer: Tensor | None = getattr(buffers, name)
-        return torch.empty(shape, dtype=torch.bfloat16, device=device) if buffer is None else buffer
+        empty = torch.empty(shape, dtype=torch.bfloat16, device=device) if buffer is None else buffer
+        return TensorDescriptor(empty)
 
-    found: dict[str, Tensor | None] = dict(vars(kept))
     if kept.gate_pre is None or kept.up is None:
-        made = {
-            name: target(name)
-            for name in ("gate_pre", "up")
-            if found[name] is None or getattr(buffers, name) is not None
-        }
-        described = {name: TensorDescriptor(tensor) for name, tensor in made.items()}
+        wanted = [name for name in ("gate_pre", "up") if name not in found or getattr(buffers, name) is not None]
+        made = {name: target(name) for name in wanted}
         recompute_gate_up_projection(
-            hidden_td, gate_up_td, described.get("gate_pre"), described.get("up"), 0, torch.bfloat16,
-            use_scale_packing=use_scale_packing, run_with_lnc2=False, clamp_limits=clamp_limits, lone_384=lone_384,
-            mx_scale_rule=rule,
+            hidden_td, gate_up_td, made.get("gate_pre"), made.get("up"), 0, torch.bfloat16,
+            clamp_limits=clamp_limits, lone_384=lone_384, **options,
         )  # fmt: skip
-        found |= {name: tensor for name, tensor in made.items() if found[name] is None}
-    gate_pre, up = found["gate_pre"], found["up"]
-    assert gate_pre is not None and up is not None
-    gate_act, intermediate = kept.gate_act, kept.intermediate
-    if gate_act is None:
-        gate_act = target("gate_act")
-        recompute_gate_act(TensorDescriptor(gate_pre), TensorDescriptor(gate_act), 0, torch.bfloat16, False)
-    if intermediate is None:
-        intermediate = target("intermediate")
-        sources = (TensorDescriptor(gate_act), TensorDescriptor(up))
-        recompute_intermediate(*sources, TensorDescriptor(intermediate), 0, torch.bfloat16, False)
-    return Activations(gate_pre, gate_act, up, intermediate)
+        found = made | found
+    if kept.gate_act is None:
+        found["gate_act"] = target("gate_act")
+        recompute_gate_act(found["gate_pre"], found["gate_act"], 0, torch.bfloat16, False)
+    if kept.intermediate is None:
+        found["intermediate"] = target("intermediate")
+        recompute_intermediate(found["gate_act"], found["up"], found["intermediate"], 0, torch.bfloat16, False)
+    return Activations(**found)
 
 
-def _elementwise(
-    kernel: str,
-    sources: dict[str, TensorDescriptor],
-    target: tuple[str, TensorDescriptor],
-    base: int,
-    dtype: torch.dtype,
-    lnc2: bool,
-) -> tuple[tuple[Tensor, ...], Tensor, slice]:
-    """Check an elementwise step's tensors and return them with the rows of this core."""
-    _check_dtype(dtype)
-    check_flags({"run_with_lnc2": lnc2})
-    name, td = target
-    shape = (td.logical_shape[1], td.logical_shape[0])
-    out = check_buffer(td.data, shape, "[S, I]", _BF16, argument=name)
-    tensors = tuple(
-        check_buffer(source.data, shape, "[S, I]", _BF16, argument=argument) for argument, source in sources.items()
-    )
-    note_launch(kernel, run_with_lnc2=lnc2)
-    return tensors, out, core_rows(shape[0], base, lnc2)
-
-
-def _check_configs(
-    gate: MatmulMxfp8KernelConfig | None, up: MatmulMxfp8KernelConfig | None, size: Sizes, lnc2: bool
-) -> None:
-    for name, config in (("gate_config", gate), ("up_config", up)):
-        check_config(config, size, argument=name)
-    automatic = automatic_config(*size, run_with_lnc2=lnc2)
-    check_shared_hidden_tiles(gate or automatic, up or automatic, arguments=("gate_config", "up_config"))
-
-
-def _steps(rows: slice, out: Tensor) -> list[slice]:
-    return row_tiles(rows, max(1, _STEP_ELEMENTS // out.shape[1]))
+def _elementwise(kernel: str, call: Call, target: str, *sources: str) -> tuple[list[slice], list[Tensor]]:
+    """Check an elementwise step; return the rows of this core in parts, then its target and its sources."""
+    step = StepCall(kernel, call, _STORED)
+    shape = call[target].logical_shape[::-1]
+    tensors = [step.buffer(name, shape, "[S, I]") for name in (target, *sources)]
+    return row_tiles(step.rows("s_base_offset", shape[0]), max(1, _STEP_ELEMENTS // shape[1])), tensors
 
 
 def _clamp(values: Tensor, upper: float | None, lower: float | None) -> Tensor:
@@ -297,10 +234,3 @@ def _clamp(values: Tensor, upper: float | None, lower: float | None) -> Tensor:
     if lower is not None:
         values.clamp_(min=lower)
     return values
-
-
-def _check_dtype(dtype: torch.dtype) -> None:
-    if dtype != torch.bfloat16:
-        raise ConfigError.about(
-            "dtype", "torch.bfloat16, the dtype of the checkpoints", str(dtype), "Pass bf16 buffers."
-        )

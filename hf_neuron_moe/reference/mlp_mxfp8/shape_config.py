@@ -7,28 +7,34 @@ Sources: nki-library 2.30 ``mlp_fwd_mxfp8`` and ``mlp_bwd_mxfp8``; releases from
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from hf_neuron_moe.errors import ConfigError, public
-from hf_neuron_moe.reference.mlp_mxfp8.matmul_config import TILE_K, TILE_M, TILE_N, check_positive_int
+from hf_neuron_moe.reference.launch_record import check_positive_int
+from hf_neuron_moe.reference.mlp_mxfp8.matmul_config import TILE_K, TILE_M, TILE_N
 
 Counts = tuple[int, int, int]
 
 
+class _TileCounts:
+    """Rows of tile counts by matmul."""
+
+    def as_arguments(self) -> dict[str, int]:
+        """Return the tile arguments of the kernel function, ``mlp_forward_mxfp8_nki`` or the 2.30 backward."""
+        counts: dict[str, Counts] = vars(self)
+        return {f"{name}_tiles_{axis}": count for name, three in counts.items() for axis, count in zip("mnk", three)}
+
+
 @dataclass(frozen=True)
-class MlpFwdConfig:
+class MlpFwdConfig(_TileCounts):
     """Tiles per block (M, N, K) of the forward's matmuls; the defaults are those of the upstream record."""
 
     gate_up: Counts = (8, 2, 8)
     down: Counts = (8, 4, 8)
 
-    def as_arguments(self) -> dict[str, int]:
-        """Return the tile arguments of ``mlp_forward_mxfp8_nki``."""
-        return _as_arguments(self)
-
 
 @dataclass(frozen=True)
-class MlpBwdConfig:
+class MlpBwdConfig(_TileCounts):
     """Tiles per block (M, N, K) of the 2.30 backward's matmuls; the defaults are those of the upstream record."""
 
     phase1: Counts = (8, 4, 8)
@@ -36,10 +42,6 @@ class MlpBwdConfig:
     phase3: Counts = (4, 2, 8)
     phase4: Counts = (4, 2, 8)
     recompute: Counts = (8, 1, 8)
-
-    def as_arguments(self) -> dict[str, int]:
-        """Return the tile arguments of the 2.30 backward."""
-        return _as_arguments(self)
 
 
 _FORWARD = {
@@ -64,14 +66,7 @@ def get_forward_config_for_shape(seq_len: int, hidden_size: int, intermediate_si
 
     Automatic: M the largest of 16, 8, 4, 2, 1 that divides the row tiles of one core, N all column tiles, K one.
 
-    Args:
-        seq_len: S.
-        hidden_size: H.
-        intermediate_size: I.
-        lnc: cores that share S: 1 or 2.
-
-    Raises:
-        ConfigError: a size that is not a positive integer, or another `lnc`.
+    seq_len, hidden_size and intermediate_size are S, H and I; lnc is the cores that share S, 1 or 2.
     """
     _check_shape(seq_len, hidden_size, intermediate_size, lnc)
     recorded = _FORWARD.get((seq_len, hidden_size, intermediate_size))
@@ -86,7 +81,7 @@ def get_backward_config_for_shape(seq_len: int, hidden_size: int, intermediate_s
     """Return the 2.30 backward's tile counts: the recorded ones of four shapes, otherwise the automatic rule.
 
     Recorded K counts are lowered until they divide the K tiles. Automatic: M as in the forward, N the largest of 4, 2,
-    1 that divides the column tiles, K one. Arguments and errors as :func:`get_forward_config_for_shape`.
+    1 that divides the column tiles, K one. Arguments as :func:`get_forward_config_for_shape`.
     """
     _check_shape(seq_len, hidden_size, intermediate_size, lnc)
     S, H, inner = seq_len, hidden_size, intermediate_size
@@ -113,19 +108,14 @@ def get_backward_config_for_shape(seq_len: int, hidden_size: int, intermediate_s
     )
 
 
-def _as_arguments(config: MlpFwdConfig | MlpBwdConfig) -> dict[str, int]:
-    counts: dict[str, Counts] = asdict(config)
-    return {f"{name}_tiles_{axis}": count for name, three in counts.items() for axis, count in zip("mnk", three)}
-
-
 @public("get_config_for_shape")
 def _check_shape(seq_len: int, hidden_size: int, intermediate_size: int, lnc: int) -> None:
     sizes = {"seq_len": seq_len, "hidden_size": hidden_size, "intermediate_size": intermediate_size}
     for name, size in sizes.items():
-        check_positive_int(size, argument=name)
+        check_positive_int(name, size)
     if lnc not in (1, 2):
         raise ConfigError.about("lnc", "1 or 2 (cores per logical core)", repr(lnc), "Pass the launch's LNC.")
-    check_positive_int(seq_len // lnc, argument="seq_len // lnc")
+    check_positive_int("seq_len // lnc", seq_len // lnc)
 
 
 def _tiles(size: int, tile: int) -> int:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_neuron_moe.backends.torch.compute import Scratch
-from hf_neuron_moe.reference.mx_operand import MXOperand
+from hf_neuron_moe.reference.described_operand import MXOperand
 
 ROWS = 512
 """Rows of a tile; the elementwise work between two products touches this many rows of a few buffers."""
@@ -47,22 +47,17 @@ def product_tiles(
     scratch: Scratch,
     *,
     rows: slice,
-    columns: slice | None = None,
     k_major: tuple[bool, bool] = (False, False),
 ) -> Iterator[Tile]:
     """Yield the tiles of ``sum(left @ right^T for left, right in pairs)``, one fp32 accumulator for all pairs.
 
-    Args:
-        pairs: operands; all left ones have the same F, and so have all right ones.
-        scratch: owner of the buffers.
-        rows: part of M to compute.
-        columns: part of N to compute; all by default.
-        k_major: memory order of the left and the right values; a property of the product, not of the operands' modes,
-            so that all modes run the same GEMMs.
+    All left operands have the same F, and so have all right ones. `rows` is the part of M to compute. `k_major` is the
+    memory order of the left and the right values; a property of the product, not of the operands' modes, so that all
+    modes run the same GEMMs.
     """
-    first, last = (0, pairs[0][1].F) if columns is None else (columns.start, columns.stop)
+    last = pairs[0][1].F
     step = column_step(max(right.K for _, right in pairs))
-    for column in range(first, last, step):
+    for column in range(0, last, step):
         width = slice(column, min(column + step, last))
         rights = [
             right.load(width.start, width.stop, k_major=k_major[1], scratch=scratch, name=f"mx_right{number}")
@@ -94,13 +89,8 @@ def gate_up_tiles(
 ) -> Iterator[GateUpTile]:
     """Yield tiles of ``Q(X) Q(Wg)^T`` and ``Q(X) Q(Wu)^T``; X is quantized once for both.
 
-    Args:
-        hidden: X, F = S, K = H.
-        gate_up: fused weight, F = 2I (gate first), K = H.
-        scratch: owner of the buffers.
-        rows: part of S to compute.
-        gate: whether gate is wanted.
-        up: whether up is wanted.
+    `hidden` is X (F = S, K = H), `gate_up` the fused weight (F = 2I, gate first, K = H). `rows` is the part of S to
+    compute, `gate` and `up` say which of both is wanted.
     """
     inner = gate_up.F // 2
     wanted = [(name, offset) for name, offset, want in (("gate", 0, gate), ("up", inner, up)) if want]
