@@ -47,9 +47,12 @@ def record(report: Path) -> dict[str, Any]:
     (part,) = (part for part in data["parts"] if part["title"] == PART)
     return {
         "machine": data["machine"],
-        "options": data["options"],
+        "options": {name: value for name, value in data["options"].items() if name not in ("model", "out")},
         "model": part["model"],
-        "losses": {run["name"]: [round(loss, 4) for loss in run["step_losses"]] for run in part["runs"]},
+        "losses": {
+            run["name"].removeprefix("patched "): [round(loss, 4) for loss in run["step_losses"]]
+            for run in part["runs"]
+        },
     }
 
 
