@@ -20,9 +20,9 @@ from hf_neuron_moe.config import BLOCK_SIZES
 from hf_neuron_moe.errors import public
 
 if TYPE_CHECKING:
+    from hf_neuron_moe.device.device_report import BlockResult, DeviceReport
     from hf_neuron_moe.device.installed import Installation
-    from hf_neuron_moe.device.outcome import BlockResult, DeviceReport
-    from hf_neuron_moe.device.usable import Usable
+    from hf_neuron_moe.device.kernel_support import Usable
 
 
 def doctor(
@@ -98,8 +98,8 @@ def _judge_blocks(
     try:
         from hf_neuron_moe.backends.neuron.limits import Device
         from hf_neuron_moe.cli.conversion import quiet_transformers
+        from hf_neuron_moe.device.kernel_support import usable_kernels
         from hf_neuron_moe.device.model_dir import groups_of_folder
-        from hf_neuron_moe.device.usable import usable_kernels
     except ImportError as error:
         return [], f"that needs torch and transformers ({error})"
     quiet_transformers()
@@ -147,7 +147,7 @@ def verify_device(
         check_model_dir(folder, random_weights=random_weights)
         request.device_here()
         request.precision_here()
-        from hf_neuron_moe.device import verify
+        from hf_neuron_moe.device import device_verification
 
         shown: list[BlockResult] = []
 
@@ -156,8 +156,8 @@ def verify_device(
             if not as_json:
                 _show_block(block)
 
-        report = verify.verify_device(
-            verify.load_for_verification(folder, random_weights=random_weights),
+        report = device_verification.verify_device(
+            device_verification.load_for_verification(folder, random_weights=random_weights),
             progress=show,
             **vars(request),
         )

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from hf_neuron_moe.config import NeuronMoEConfig
-    from hf_neuron_moe.device.usable import BlockGroup
+    from hf_neuron_moe.device.kernel_support import BlockGroup
     from hf_neuron_moe.training.estimate import TrainingEstimate
 
 DTYPES = ("bf16", "fp16", "fp32")
@@ -102,8 +102,7 @@ def estimate(
         )
     floor = None
     if device is not None:
-        from hf_neuron_moe.device.roofline import roofline
-        from hf_neuron_moe.device.roofline_result import Step
+        from hf_neuron_moe.device.roofline import Step, roofline
 
         step = Step(result.tokens, block_size, trained=not lora_rank, checkpointing=gradient_checkpointing)
         floor = roofline(groups, device, precision, step, kept)
@@ -144,14 +143,14 @@ def _blocks_and_policies(
     model: nn.Module, configs: dict[str, NeuronMoEConfig]
 ) -> tuple[list[BlockGroup], dict[str, dict[str, str]] | None]:
     """The model's blocks and what they keep under each policy; before adapters are put on the model."""
+    from hf_neuron_moe.device.kernel_support import block_groups
     from hf_neuron_moe.device.roofline import kept_by_blocks
-    from hf_neuron_moe.device.usable import block_groups
     from hf_neuron_moe.errors import ConfigError, NothingToPatchError
 
     kept: dict[str, dict[str, str]] = {}
     for name, config in configs.items():
         try:
-            kept |= kept_by_blocks(model, {name: config})
+            kept[name] = kept_by_blocks(model, config)
         except (ConfigError, NothingToPatchError):  # the memory's estimate says why
             continue
     return block_groups(model), kept or None

@@ -12,7 +12,7 @@ HOME = "kernel"
 """The home of the weights that ``"auto"`` takes where Neuron kernels compute."""
 
 if TYPE_CHECKING:
-    from hf_neuron_moe.device.roofline_result import GroupFloor, Roofline
+    from hf_neuron_moe.device.roofline import GroupFloor, Roofline
 
 _HEADINGS = ("activations", "TFLOP", "again", "padding", "GiB", "compute", "memory", "least", "best B")
 
