@@ -18,6 +18,19 @@ WEIGHT_HOMES = ("auto", "stock", "kernel")
 BLOCK_SIZES = (128, 256, 512, 1024, 2048, 4096)
 """Tokens per block that ``blockwise_mm_bwd`` accepts (2048 and 4096 since release 2.33)."""
 
+# What `hf_neuron_moe.convert` takes.
+STORED_PRECISIONS = ("bf16", "mxfp8", "mxfp4")
+LAYOUTS = ("fused", "kernel")
+SCALE_LAYOUTS = ("packed", "oversized", "compact")
+SCALE_RULES = ("neuron", "floor", "ceil", "rceil", "even")
+PURPOSES = ("inference", "training", "lora")
+ON_NONFINITE = ("error", "keep")
+
+# What `hf_neuron_moe.training.estimate_training` takes.
+OPTIMIZERS = ("adamw", "adafactor", "sgd")
+MOST_TOKENS, MOST_RANK = 2**31 - 1, 65536
+"""Per step, and of adapters: their products with a model's sizes stay within the 63 bits of a tensor's bytes."""
+
 
 @dataclass(frozen=True)
 class NeuronMoEConfig:

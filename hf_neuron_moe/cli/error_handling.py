@@ -25,25 +25,13 @@ LONGEST_MESSAGE = 1800
 
 _ARGUMENT = re.compile(r"^(\w+): (\w+) must ")
 _OPTIONS = {
-    "precision": "--precision",
-    "layout": "--layout",
-    "swizzle": "--swizzle",
-    "scales": "--scales",
-    "scale_rule": "--scale-rule",
-    "purpose": "--for",
-    "tp_degree": "--tp-degree",
-    "pad": "--pad",
-    "max_shard_bytes": "--max-shard-size",
-    "source": "--source",
-    "backend": "--backend",
-    "device": "--device",
-    "tokens": "--tokens",
-    "layers": "--layers",
-    "seed": "--seed",
-    "block_size": "--block-size",
-    "random_weights": "--random-weights",
-}
-"""What a user of the command typed for the library's arguments, which its refusals begin with."""
+    name: f"--{name.replace('_', '-')}"
+    for name in (
+        *("precision", "layout", "swizzle", "scales", "scale_rule", "tp_degree", "pad", "source", "backend", "device"),
+        *("tokens", "layers", "seed", "block_size", "random_weights"),
+    )
+} | {"purpose": "--for", "max_shard_bytes": "--max-shard-size"}
+"""What a user of the command typed for the library's arguments, which its errors begin with."""
 
 _DEPENDENCIES = ("torch", "transformers", "accelerate", "safetensors", "huggingface_hub", "numpy", "xxhash")
 """Modules of what the package depends on; ``pip install --no-deps`` leaves them out."""
@@ -85,11 +73,7 @@ class Boundary:
         self.end(code, type(error).__name__, message)
 
     def end(self, code: ExitCode, name: str, message: str) -> None:
-        """Print the one line or the one object, and exit.
-
-        Raises:
-            SystemExit: always.
-        """
+        """Print the one line or the one object, and exit."""
         if self._as_json:
             facts = {"ok": False, "error": name, "kind": code.kind, "exit_code": code.code, "message": message}
             typer.echo(json.dumps(facts))
@@ -114,9 +98,6 @@ def run(app: typer.Typer, arguments: list[str]) -> None:
 
     ``--json`` and ``--debug`` may stand anywhere: whether a failure is told as JSON must be known before the arguments
     are understood.
-
-    Raises:
-        SystemExit: the command failed or was interrupted.
     """
     debug = "--debug" in arguments
     boundary = Boundary(as_json="--json" in arguments, debug=debug)

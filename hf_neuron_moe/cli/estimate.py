@@ -13,28 +13,21 @@ import typer
 
 from hf_neuron_moe.activation_policy import PRESETS, activations_from_text
 from hf_neuron_moe.backends.neuron.versions import PLATFORMS
-from hf_neuron_moe.cli.model_folder import model_folder
-from hf_neuron_moe.cli.options import BLOCK_PRECISIONS, BlockSize, Json, choice
+from hf_neuron_moe.cli.model_folder import model_folder, quiet_transformers
 from hf_neuron_moe.cli.roofline_text import gibibytes, show_roofline
-from hf_neuron_moe.errors import public
+from hf_neuron_moe.cli.shared_options import BlockSize, Json, choice
+from hf_neuron_moe.config import MOST_RANK, MOST_TOKENS, OPTIMIZERS, PRECISIONS, NeuronMoEConfig
+from hf_neuron_moe.errors import ConfigError, ConversionError, NothingToPatchError
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from hf_neuron_moe.config import NeuronMoEConfig
     from hf_neuron_moe.device.kernel_support import BlockGroup
     from hf_neuron_moe.training.estimate import TrainingEstimate
 
-DTYPES = ("bf16", "fp16", "fp32")
-MOST_TOKENS = 2**31 - 1
-MOST_RANK = 65536
-"""Of `estimate_training`, which the import of this module does not load; their products stay within 63 bits."""
-
-OPTIMIZERS = ("adamw", "adafactor", "sgd")
 _TORCH_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
-@public
 def estimate(
     model_dir: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="Folder with config.json, or such a file.")],
     tokens: Annotated[int | None, typer.Option(min=1, max=MOST_TOKENS, help="Tokens per step and device.")] = None,
@@ -47,8 +40,8 @@ def estimate(
             help="Preset, budget such as 512KiB/token, or a policy as a JSON object; repeatable. Default: all presets.",
         ),
     ] = None,
-    precision: Annotated[str, choice(BLOCK_PRECISIONS, text="Precision of the blocks.")] = "bf16",
-    dtype: Annotated[str | None, choice(DTYPES, text="Of the parameters. Default: config.json's.")] = None,
+    precision: Annotated[str, choice(PRECISIONS, text="Precision of the blocks.")] = "bf16",
+    dtype: Annotated[str | None, choice(tuple(_TORCH_NAMES), text="Of the parameters. Default: config.json's.")] = None,
     optimizer: Annotated[str, choice(OPTIMIZERS, text="Whose states are kept.")] = "adamw",
     lora_rank: Annotated[
         int,
@@ -68,8 +61,6 @@ def estimate(
     Parameters, gradients, optimizer states and the activations that each policy saves, beside stock transformers.
     Needs no weights and no memory. Temporaries and the device's own needs come on top.
     """
-    from hf_neuron_moe.cli.conversion import quiet_transformers
-    from hf_neuron_moe.config import NeuronMoEConfig
 
     configs = {}
     for text in activations or PRESETS:
@@ -119,7 +110,6 @@ def estimate(
         show_roofline(floor)
 
 
-@public("estimate")
 def _refuse_conversion(folder: Path) -> None:
     """What a step of a loaded conversion holds depends on its stored layouts, which are not estimated.
 
@@ -127,7 +117,6 @@ def _refuse_conversion(folder: Path) -> None:
         ConversionError: ``convert`` wrote the folder.
     """
     from hf_neuron_moe.convert.folder import is_conversion
-    from hf_neuron_moe.errors import ConversionError
 
     if is_conversion(folder):
         raise ConversionError.about(
@@ -145,7 +134,6 @@ def _blocks_and_policies(
     """The model's blocks and what they keep under each policy; before adapters are put on the model."""
     from hf_neuron_moe.device.kernel_support import block_groups
     from hf_neuron_moe.device.roofline import kept_by_blocks
-    from hf_neuron_moe.errors import ConfigError, NothingToPatchError
 
     kept: dict[str, dict[str, str]] = {}
     for name, config in configs.items():
