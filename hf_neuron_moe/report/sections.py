@@ -10,7 +10,7 @@ from typing import Any
 
 from hf_neuron_moe.errors import pattern_of, spelled_together
 from hf_neuron_moe.report.curves import band, differences
-from hf_neuron_moe.report.read import RunData, StudyData
+from hf_neuron_moe.report.run_data import RunData, StudyData
 from hf_neuron_moe.report.svg import bar_chart, heat_map, line_chart
 
 LEAST_DB = 6.0
