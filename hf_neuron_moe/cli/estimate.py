@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from contextlib import suppress
 from dataclasses import replace
 from math import isqrt
 from pathlib import Path
@@ -22,7 +23,6 @@ from hf_neuron_moe.errors import ConfigError, ConversionError, NothingToPatchErr
 if TYPE_CHECKING:
     from torch import nn
 
-    from hf_neuron_moe.device.kernel_support import BlockGroup
     from hf_neuron_moe.training.estimate import TrainingEstimate
 
 _TORCH_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -73,13 +73,16 @@ def estimate(
 
     quiet_transformers()
     with model_folder(model_dir) as folder:
-        _refuse_conversion(folder)
+        _check_is_original(folder)
         model = build_meta_model(folder)
     wanted = getattr(torch, _TORCH_NAMES[dtype]) if dtype else model.config.dtype
     model.to(wanted or torch.float32)  # type: ignore[arg-type]
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     batch, length = batch_of(tokens, batch, length, context)
-    groups, kept = _blocks_and_policies(model, configs) if device is not None else ([], {})
+    if device is not None:  # before adapters are put on the model
+        from hf_neuron_moe.device.kernel_support import block_groups
+
+        kept, groups = _kept_by_policies(model, configs), block_groups(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft's calls of what transformers will rename
         result = estimate_training(
@@ -110,12 +113,8 @@ def estimate(
         show_roofline(floor)
 
 
-def _refuse_conversion(folder: Path) -> None:
-    """What a step of a loaded conversion holds depends on its stored layouts, which are not estimated.
-
-    Raises:
-        ConversionError: ``convert`` wrote the folder.
-    """
+def _check_is_original(folder: Path) -> None:
+    """What a step of a loaded conversion holds depends on its stored layouts, which are not estimated."""
     from hf_neuron_moe.convert.folder import is_conversion
 
     if is_conversion(folder):
@@ -128,29 +127,21 @@ def _refuse_conversion(folder: Path) -> None:
         )
 
 
-def _blocks_and_policies(
-    model: nn.Module, configs: dict[str, NeuronMoEConfig]
-) -> tuple[list[BlockGroup], dict[str, dict[str, str]] | None]:
-    """The model's blocks and what they keep under each policy; before adapters are put on the model."""
-    from hf_neuron_moe.device.kernel_support import block_groups
+def _kept_by_policies(model: nn.Module, configs: dict[str, NeuronMoEConfig]) -> dict[str, dict[str, str]] | None:
+    """By policy what each block keeps; None if no policy can be had, for which the memory's estimate says why."""
     from hf_neuron_moe.device.roofline import kept_by_blocks
 
     kept: dict[str, dict[str, str]] = {}
     for name, config in configs.items():
-        try:
+        with suppress(ConfigError, NothingToPatchError):
             kept[name] = kept_by_blocks(model, config)
-        except (ConfigError, NothingToPatchError):  # the memory's estimate says why
-            continue
-    return block_groups(model), kept or None
+    return kept or None
 
 
 def batch_of(tokens: int | None, batch: int | None, length: int | None, context: int | None) -> tuple[int, int]:
-    """Make batch and length of what was given.
+    """Return batch and length for what was given.
 
     With `tokens` alone, sequences are as long as the model's context allows and divides them.
-
-    Raises:
-        typer.BadParameter: too little was given, or the three contradict each other.
     """
     if tokens is None:
         if length is None:
