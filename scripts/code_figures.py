@@ -328,7 +328,9 @@ def show(figures: Figures, listed: bool) -> None:
 
 def main() -> int:
     """Print the figures; return 1 if one is beyond its limit."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--list", action="store_true", help="print the places behind the figures")
     parser.add_argument("--root", type=Path, default=ROOT, help="a checkout of the project")

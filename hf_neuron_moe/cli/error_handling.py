@@ -10,7 +10,8 @@ import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType, TracebackType
+from types import FrameType
+from typing import Any, NoReturn
 
 import typer
 
@@ -37,79 +38,68 @@ _DEPENDENCIES = ("torch", "transformers", "accelerate", "safetensors", "huggingf
 """Modules of what the package depends on; ``pip install --no-deps`` leaves them out."""
 
 
-class Boundary:
-    """A context manager that reports what its block raises and ends the process with the kind's exit code."""
-
-    def __init__(self, *, as_json: bool, debug: bool) -> None:
-        self._as_json = as_json
-        self._debug = debug
-
-    def __enter__(self) -> Boundary:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None or isinstance(error, SystemExit):
-            return
-        if isinstance(error, _UsageError):
-            self._end_usage(error)
-        if self._debug:
-            traceback.print_exception(error)
-        code = exit_code_of(error)
-        message = printable(" ".join(str(error).split()), LONGEST_MESSAGE) or type(error).__name__
-        if isinstance(error, ConfigError):
-            message = _ARGUMENT.sub(lambda found: f"{found[1]}: {_OPTIONS.get(found[2], found[2])} must ", message)
-        elif isinstance(error, ModuleNotFoundError) and error.name in _DEPENDENCIES:
-            code = REFUSED
-            message = (
-                f"{error.name} is not installed, which this command needs: install the package with its dependencies"
-            )
-        elif code is INTERNAL:
-            hint = "" if self._debug else ". --debug shows where."
-            message = f"internal error, please report it: {type(error).__name__}: {message}{hint}"
-        elif code is INTERRUPTED:
-            message = "interrupted"
-        self.end(code, type(error).__name__, message)
-
-    def end(self, code: ExitCode, name: str, message: str) -> None:
-        """Print the one line or the one object, and exit."""
-        if self._as_json:
-            facts = {"ok": False, "error": name, "kind": code.kind, "exit_code": code.code, "message": message}
-            typer.echo(json.dumps(facts))
-        else:
-            typer.echo(message, err=True)
-        sys.exit(code.code)
-
-    def _end_usage(self, error: Exception) -> None:
-        """Unknown options and the like: with the usage lines in text, with the nearest name in both."""
-        given, known = getattr(error, "option_name", None), getattr(error, "possibilities", None)
-        if given and known:
-            error.message = f"No such option: {given}.{nearest(given, known)}"  # type: ignore[attr-defined]
-            error.possibilities = None  # type: ignore[attr-defined]
-        if self._as_json:
-            self.end(USAGE, "UsageError", error.format_message())  # type: ignore[attr-defined]
-        error.show()  # type: ignore[attr-defined]
-        sys.exit(USAGE.code)
-
-
 def run(app: typer.Typer, arguments: list[str]) -> None:
-    """Run the application with the process's arguments.
+    """Run the application with the process's arguments, and end the process unless it succeeds.
 
     ``--json`` and ``--debug`` may stand anywhere: whether a failure is told as JSON must be known before the arguments
     are understood.
     """
-    debug = "--debug" in arguments
-    boundary = Boundary(as_json="--json" in arguments, debug=debug)
-    with boundary, _terminated() as signals:
-        code = app([argument for argument in arguments if argument != "--debug"], standalone_mode=False)
-        if signals:
-            boundary.end(TERMINATED, "Terminated", "terminated")
-        if code == INTERRUPTED.code:
-            # typer has turned the KeyboardInterrupt into this number.
-            boundary.end(INTERRUPTED, "KeyboardInterrupt", "interrupted")
-        if code:
-            sys.exit(code)
+    as_json, debug = "--json" in arguments, "--debug" in arguments
+    try:
+        with _terminated() as signals:
+            code = app([argument for argument in arguments if argument != "--debug"], standalone_mode=False)
+            if signals:
+                _end(TERMINATED, "Terminated", "terminated", as_json)
+            if code == INTERRUPTED.code:
+                # typer has turned the KeyboardInterrupt into this number.
+                _end(INTERRUPTED, "KeyboardInterrupt", "interrupted", as_json)
+            if code:
+                sys.exit(code)
+    except _UsageError as error:
+        _end_usage(error, as_json)
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - every failure becomes an exit code
+        if debug:
+            traceback.print_exception(error)
+        code, message = _code_and_message(error, debug)
+        _end(code, type(error).__name__, message, as_json)
+
+
+def _code_and_message(error: BaseException, debug: bool) -> tuple[ExitCode, str]:
+    code = exit_code_of(error)
+    message = printable(" ".join(str(error).split()), LONGEST_MESSAGE) or type(error).__name__
+    if isinstance(error, ConfigError):
+        message = _ARGUMENT.sub(lambda found: f"{found[1]}: {_OPTIONS.get(found[2], found[2])} must ", message)
+    elif isinstance(error, ModuleNotFoundError) and error.name in _DEPENDENCIES:
+        needed = "which this command needs: install the package with its dependencies"
+        return REFUSED, f"{error.name} is not installed, {needed}"
+    elif code is INTERNAL:
+        hint = "" if debug else ". --debug shows where."
+        message = f"internal error, please report it: {type(error).__name__}: {message}{hint}"
+    elif code is INTERRUPTED:
+        message = "interrupted"
+    return code, message
+
+
+def _end(code: ExitCode, name: str, message: str, as_json: bool) -> NoReturn:
+    """Print the one line or the one object, and exit."""
+    if as_json:
+        facts = {"ok": False, "error": name, "kind": code.kind, "exit_code": code.code, "message": message}
+        typer.echo(json.dumps(facts))
+    else:
+        typer.echo(message, err=True)
+    sys.exit(code.code)
+
+
+def _end_usage(error: Any, as_json: bool) -> NoReturn:
+    """Unknown options and the like: with the usage lines in text, with the nearest name in both."""
+    given, known = getattr(error, "option_name", None), getattr(error, "possibilities", None)
+    if given and known:
+        error.message = f"No such option: {given}.{nearest(given, known)}"
+        error.possibilities = None
+    if as_json:
+        _end(USAGE, "UsageError", error.format_message(), as_json)
+    error.show()
+    sys.exit(USAGE.code)
 
 
 @contextmanager
