@@ -80,16 +80,11 @@ class Request:
         self._check_backend()
         count = device_count() if self.backend == "neuron" else None
         name = self.device if self.device is not None else "cpu" if count is None else "neuron:0"
-        if count == 0 and name != "cpu":
-            raise _no_device("the packages, and no device")
-        try:
-            device = torch.device(name)
-        except RuntimeError as error:
-            raise _no_device(f"a torch that knows no device {name}: the plugin is not loaded") from error
-        trouble = _why_not_adding(device)
+        trouble = "the packages, and no device" if count == 0 and name != "cpu" else _why_not_adding(name)
         if trouble is not None:
-            raise _no_device(trouble)
-        return device
+            fix = "Check the driver with `neuron-ls`, and that no other process holds the cores."
+            raise BackendUnavailableError.about("this machine", "one whose Neuron device works", trouble, fix)
+        return torch.device(name)
 
     def _check_backend(self) -> None:
         try:
@@ -125,16 +120,11 @@ class Request:
         return precision
 
 
-def _no_device(got: str) -> BackendUnavailableError:
-    return BackendUnavailableError.about(
-        "this machine",
-        "one whose Neuron device works",
-        got,
-        "Check the driver with `neuron-ls`, and that no other process holds the cores.",
-    )
-
-
-def _why_not_adding(device: torch.device) -> str | None:
+def _why_not_adding(name: str) -> str | None:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        return f"a torch that knows no device {name}: the plugin is not loaded"
     numbers = torch.arange(4, dtype=torch.float32)
     try:
         there = (numbers.to(device) + 1).cpu()

@@ -239,12 +239,13 @@ def load_section(run: RunData) -> str:
     if not logged:
         return section(title, missing("No experts: the model's patched blocks are dense, or nothing was logged."))
     modules = list(logged[-1]["experts"])
-    totals = {module: _totals(logged, module) for module in modules}
-    widest = max(len(load) for load in totals.values())
-    cells = []
-    for load in totals.values():
-        mean = sum(load) / len(load)
-        cells.append([count / mean if mean else None for count in load])
+    cells: list[list[float | None]] = []
+    for module in modules:
+        loads = [record["experts"][module]["load"] for record in logged if module in record["experts"]]
+        totals = [sum(column) for column in zip(*loads)]
+        mean = sum(totals) / len(totals)
+        cells.append([count / mean if mean else None for count in totals])
+    widest = max(map(len, cells))
     names, columns = short_names(modules), [str(expert) for expert in range(widest)]
     alt = "Load of every expert over its module's mean, over the whole run"
     drawing = heat_map(names, columns, cells, alt=alt, unit="x mean", low=0.0)
@@ -259,11 +260,6 @@ def load_section(run: RunData) -> str:
         chart = line_chart(lines, alt="Entropy of the expert load over the steps", x_label="step", y_label="entropy")
         drawn.append(figure(chart, "Entropy of the load (1: all experts alike), of some modules"))
     return section(title, figures(drawn))
-
-
-def _totals(logged: Sequence[Mapping[str, Any]], module: str) -> list[int]:
-    loads = [record["experts"][module]["load"] for record in logged if module in record["experts"]]
-    return [sum(column) for column in zip(*loads)]
 
 
 def environment_section(title: str, environment: Mapping[str, Any]) -> str:
