@@ -6,7 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from hf_neuron_moe.activation_policy import Activations, as_activations, check_for_precision, to_plain
+from hf_neuron_moe.activation_policy import (
+    Activations,
+    as_activations,
+    check_for_precision,
+    check_option_names,
+    to_plain,
+)
 from hf_neuron_moe.errors import ConfigError, nearest, public
 
 PRECISIONS = ("bf16", "mxfp8", "fp32")
@@ -17,6 +23,19 @@ FALLBACKS = ("refuse", "torch")
 WEIGHT_HOMES = ("auto", "stock", "kernel")
 BLOCK_SIZES = (128, 256, 512, 1024, 2048, 4096)
 """Tokens per block that ``blockwise_mm_bwd`` accepts (2048 and 4096 since release 2.33)."""
+
+# What `hf_neuron_moe.convert` takes.
+STORED_PRECISIONS = ("bf16", "mxfp8", "mxfp4")
+LAYOUTS = ("fused", "kernel")
+SCALE_LAYOUTS = ("packed", "oversized", "compact")
+SCALE_RULES = ("neuron", "floor", "ceil", "rceil", "even")
+PURPOSES = ("inference", "training", "lora")
+ON_NONFINITE = ("error", "keep")
+
+# What `hf_neuron_moe.training.estimate_training` takes.
+OPTIMIZERS = ("adamw", "adafactor", "sgd")
+MOST_TOKENS, MOST_RANK = 2**31 - 1, 65536
+"""Per step, and of adapters: their products with a model's sizes stay within the 63 bits of a tensor's bytes."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +81,7 @@ class NeuronMoEConfig:
     @public("NeuronMoEConfig")
     def __new__(cls, *args: Any, **options: Any) -> NeuronMoEConfig:
         """Refuse misspelt option names with the package's own error, before the generated ``__init__`` sees them."""
-        _check_names(options)
+        check_option_names(cls, options, "Remove or rename it.")
         return super().__new__(cls)
 
     @public("NeuronMoEConfig")
@@ -99,11 +118,7 @@ class NeuronMoEConfig:
     @classmethod
     @public("NeuronMoEConfig.from_dict")
     def from_dict(cls, options: Mapping[str, Any]) -> NeuronMoEConfig:
-        """Build a config from a mapping, refusing unknown option names.
-
-        Raises:
-            ConfigError: not a mapping, a key is not an option, or a value is not allowed.
-        """
+        """Build a config from a mapping; unknown option names are errors."""
         if not isinstance(options, Mapping):
             raise ConfigError.about(
                 "options",
@@ -111,7 +126,7 @@ class NeuronMoEConfig:
                 f"{options!r} ({type(options).__name__})",
                 'For example {"precision": "mxfp8"}.',
             )
-        _check_names(options)
+        check_option_names(cls, options, "Remove or rename it.")
         return cls(**options)
 
 
@@ -124,15 +139,3 @@ def _hint(name: str, value: object, allowed: tuple[str, ...]) -> str:
     if name == "backend" and value.lower() in ("cpu", "cuda", "gpu", "mps"):
         return " 'torch' computes on the device where the model is."
     return nearest(value, list(allowed))
-
-
-def _check_names(options: Mapping[str, Any]) -> None:
-    known = [f.name for f in fields(NeuronMoEConfig)]
-    for key in options:
-        if key not in known:
-            raise ConfigError.about(
-                "option name",
-                f"one of {', '.join(known)}",
-                repr(key),
-                f"Remove or rename it.{nearest(str(key), known)}",
-            )

@@ -41,7 +41,7 @@ from hf_neuron_moe.backends.neuron.limits import (
     why_not_tokens,
 )
 from hf_neuron_moe.convert.assign import build_meta_model
-from hf_neuron_moe.device.usable import NO_TRAINING, BlockGroup, block_groups
+from hf_neuron_moe.device.kernel_support import NO_TRAINING, BlockGroup, block_groups
 from hf_neuron_moe.errors import ConfigError, NeuronMoEError, naming, nearest
 
 _ANY_SIZE = 1024

@@ -17,7 +17,7 @@ from transformers.utils import (
 
 from hf_neuron_moe.convert.source import damaged
 from hf_neuron_moe.convert.write import INDEX_OUT
-from hf_neuron_moe.device.usable import NO_TRAINING
+from hf_neuron_moe.device.kernel_support import NO_TRAINING
 from hf_neuron_moe.errors import ConfigError, SourceDamageError
 from hf_neuron_moe.quantizers.config import PRECISIONS
 from hf_neuron_moe.quantizers.registration import QUANT_METHOD

@@ -24,7 +24,7 @@ from hf_neuron_moe.backends.neuron import versions
 from hf_neuron_moe.backends.neuron.adapter import Adapter
 from hf_neuron_moe.backends.neuron.limits import Device
 from hf_neuron_moe.device.installed import Installation, inspect_installation
-from hf_neuron_moe.device.usable import DOCUMENTED_SDK, DocumentedAdapter
+from hf_neuron_moe.device.kernel_support import DOCUMENTED_SDK, DocumentedAdapter
 from hf_neuron_moe.errors import ConfigError, NeuronMoEError
 
 CORES_PER_CHIP = 8

@@ -8,8 +8,6 @@ import torch
 
 from hf_neuron_moe.errors import SourceDamageError
 
-ON_NONFINITE = ("error", "keep")
-
 CHUNK_ELEMENTS = 1 << 19
 """Elements looked at together: what fits a core's cache."""
 

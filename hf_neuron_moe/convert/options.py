@@ -8,13 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from hf_neuron_moe.config import LAYOUTS, PURPOSES, SCALE_LAYOUTS, SCALE_RULES
+from hf_neuron_moe.config import STORED_PRECISIONS as PRECISIONS
 from hf_neuron_moe.errors import ConfigError, nearest, public
-
-PRECISIONS = ("bf16", "mxfp8", "mxfp4")
-LAYOUTS = ("fused", "kernel")
-SCALE_LAYOUTS = ("packed", "oversized", "compact")
-SCALE_RULES = ("neuron", "floor", "ceil", "rceil", "even")
-PURPOSES = ("inference", "training", "lora")
 
 FORWARD = "forward"
 BACKWARD = "backward"

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hf_neuron_moe._version import __version__
+from hf_neuron_moe.config import ON_NONFINITE
 from hf_neuron_moe.convert.commit import (
     check_destination,
     clear,
@@ -29,7 +30,6 @@ from hf_neuron_moe.convert.folder import check_checkpoint
 from hf_neuron_moe.convert.hub import resolve_source
 from hf_neuron_moe.convert.left import check_nothing_left, left_notes
 from hf_neuron_moe.convert.manifest import MANIFEST_FILE, Manifest, Piece, WrittenTensor, load_manifest
-from hf_neuron_moe.convert.nonfinite import ON_NONFINITE
 from hf_neuron_moe.convert.options import ConvertOptions
 from hf_neuron_moe.convert.parts import check_part, part_of_shards
 from hf_neuron_moe.convert.plan import ConversionPlan, plan_conversion

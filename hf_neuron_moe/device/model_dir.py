@@ -11,7 +11,7 @@ from hf_neuron_moe.convert.assign import build_converted_model, build_meta_model
 from hf_neuron_moe.convert.folder import check_model, is_conversion
 from hf_neuron_moe.convert.manifest import load_manifest
 from hf_neuron_moe.convert.source import read_header, read_source
-from hf_neuron_moe.device.usable import BlockGroup, block_groups
+from hf_neuron_moe.device.kernel_support import BlockGroup, block_groups
 from hf_neuron_moe.errors import ConfigError, SourceDamageError
 
 
@@ -19,13 +19,6 @@ def groups_of_folder(folder: Path) -> list[BlockGroup]:
     """Return the blocks of a checkpoint, a conversion or a ``config.json``, like ones together.
 
     Of a conversion those in MX come last, as they are stored; its bf16 ones are blocks like any other.
-
-    Args:
-        folder: the folder.
-
-    Raises:
-        SourceDamageError: there is no such folder, or a file of it is damaged or missing.
-        ConversionError: it is none of the three, or the part of a tensor-parallel rank.
     """
     check_model(folder)
     if not is_conversion(folder):
@@ -42,14 +35,7 @@ def groups_of_folder(folder: Path) -> list[BlockGroup]:
 def check_model_dir(folder: Path, *, random_weights: bool) -> None:
     """Refuse a folder whose blocks could not be compared on any machine; reads ``config.json`` and shards' headers.
 
-    Args:
-        folder: checkpoint or conversion; with `random_weights` a folder with ``config.json`` is enough.
-        random_weights: whether its weights are left alone.
-
-    Raises:
-        SourceDamageError: there is no such folder, a file is damaged or cut off, or the weights are not there.
-        ConversionError: ``config.json`` is missing or describes no known model.
-        ConfigError: random weights for a conversion.
+    With `random_weights` a folder with ``config.json`` is enough, and not for a conversion.
     """
     check_model(folder)
     if is_conversion(folder):

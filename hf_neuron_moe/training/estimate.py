@@ -15,18 +15,15 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_neuron_moe.config import NeuronMoEConfig
+from hf_neuron_moe.config import MOST_RANK, MOST_TOKENS, OPTIMIZERS, NeuronMoEConfig
 from hf_neuron_moe.errors import BackendUnavailableError, ConfigError, NothingToPatchError, nearest, public
 from hf_neuron_moe.patching import patch_model, unpatch_model
 from hf_neuron_moe.training.fake_forward import fake_saved_activations
 from hf_neuron_moe.training.saved_ledger import SavedActivations
 
 _WHERE = "estimate_training"
-OPTIMIZERS = ("adamw", "adafactor", "sgd")
 STOCK = "stock"
 _STEP_BYTES = 4
-MOST_TOKENS, MOST_RANK = 2**31 - 1, 65536
-"""Per step, and of adapters: their products with a model's sizes stay within the 63 bits of a tensor's bytes."""
 
 
 @dataclass(frozen=True)

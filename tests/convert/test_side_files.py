@@ -151,7 +151,7 @@ def test_a_log_gets_a_line_per_minute(checkpoint, tmp_path, monkeypatch):
     source = checkpoint("llama")
     code, quiet = command("convert", source, tmp_path / "one")
     assert code == 0 and "converting:" not in quiet
-    monkeypatch.setattr("hf_neuron_moe.cli.progress.LOG_SECONDS", 0.0)
+    monkeypatch.setattr("hf_neuron_moe.cli.progress_line.LOG_SECONDS", 0.0)
     code, printed = command("convert", source, tmp_path / "two")
     lines = [line for line in printed.splitlines() if line.startswith("converting: ")]
     assert code == 0 and len(lines) > 3 and "(100 %)" in lines[-1] and "peak" in lines[-1]

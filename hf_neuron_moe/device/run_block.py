@@ -19,17 +19,11 @@ from hf_neuron_moe.modules.frozen_block import FrozenBlock
 
 
 class Inputs(NamedTuple):
-    """Random operands of one call: normal rows as a norm layer makes them, and a routing for experts.
+    """Random operands of one call: normal rows as a norm layer makes them, and a routing for experts."""
 
-    Attributes:
-        x: ``[T, H]`` bf16.
-        routing: ids int64 ``[T, K]`` and weights fp32 ``[T, K]`` that sum to 1; empty for a dense MLP.
-        grad: ``[T, H]`` bf16, the gradient that arrives.
-    """
-
-    x: Tensor
-    routing: tuple[Tensor, ...]
-    grad: Tensor
+    x: Tensor  # [T, H] bf16
+    routing: tuple[Tensor, ...]  # ids int64 [T, K] and weights fp32 [T, K] that sum to 1; empty for a dense MLP
+    grad: Tensor  # [T, H] bf16, the gradient that arrives
 
 
 def random_inputs(block: NeuronBlock, tokens: int, seed: int) -> Inputs:
@@ -58,16 +52,8 @@ def run_block(
 ) -> tuple[dict[str, Tensor], float]:
     """Compute a block's output and, unless its weights are frozen codes, every gradient.
 
-    The block is moved to `device` for the time of the call.
-
-    Args:
-        block: a patched block.
-        inputs: of :func:`random_inputs`.
-        backend: name of the backend that computes.
-        device: where.
-
-    Returns:
-        The results by name, on the CPU, and the seconds they took, compilation included.
+    The block is moved to `device` for the time of the call. Returns the results by name, on the CPU, and the seconds
+    they took, compilation included.
     """
     frozen = isinstance(block, FrozenBlock)
     with _as(block, backend, device, training=not frozen), torch.set_grad_enabled(not frozen):

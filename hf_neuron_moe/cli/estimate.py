@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from contextlib import suppress
 from dataclasses import replace
 from math import isqrt
 from pathlib import Path
@@ -13,28 +14,20 @@ import typer
 
 from hf_neuron_moe.activation_policy import PRESETS, activations_from_text
 from hf_neuron_moe.backends.neuron.versions import PLATFORMS
-from hf_neuron_moe.cli.model_folder import model_folder
-from hf_neuron_moe.cli.options import BLOCK_PRECISIONS, BlockSize, Json, choice
+from hf_neuron_moe.cli.model_folder import model_folder, quiet_transformers
 from hf_neuron_moe.cli.roofline_text import gibibytes, show_roofline
-from hf_neuron_moe.errors import public
+from hf_neuron_moe.cli.shared_options import BlockSize, Json, choice
+from hf_neuron_moe.config import MOST_RANK, MOST_TOKENS, OPTIMIZERS, PRECISIONS, NeuronMoEConfig
+from hf_neuron_moe.errors import ConfigError, ConversionError, NothingToPatchError
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from hf_neuron_moe.config import NeuronMoEConfig
-    from hf_neuron_moe.device.usable import BlockGroup
     from hf_neuron_moe.training.estimate import TrainingEstimate
 
-DTYPES = ("bf16", "fp16", "fp32")
-MOST_TOKENS = 2**31 - 1
-MOST_RANK = 65536
-"""Of `estimate_training`, which the import of this module does not load; their products stay within 63 bits."""
-
-OPTIMIZERS = ("adamw", "adafactor", "sgd")
 _TORCH_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
-@public
 def estimate(
     model_dir: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="Folder with config.json, or such a file.")],
     tokens: Annotated[int | None, typer.Option(min=1, max=MOST_TOKENS, help="Tokens per step and device.")] = None,
@@ -47,8 +40,8 @@ def estimate(
             help="Preset, budget such as 512KiB/token, or a policy as a JSON object; repeatable. Default: all presets.",
         ),
     ] = None,
-    precision: Annotated[str, choice(BLOCK_PRECISIONS, text="Precision of the blocks.")] = "bf16",
-    dtype: Annotated[str | None, choice(DTYPES, text="Of the parameters. Default: config.json's.")] = None,
+    precision: Annotated[str, choice(PRECISIONS, text="Precision of the blocks.")] = "bf16",
+    dtype: Annotated[str | None, choice(tuple(_TORCH_NAMES), text="Of the parameters. Default: config.json's.")] = None,
     optimizer: Annotated[str, choice(OPTIMIZERS, text="Whose states are kept.")] = "adamw",
     lora_rank: Annotated[
         int,
@@ -68,8 +61,6 @@ def estimate(
     Parameters, gradients, optimizer states and the activations that each policy saves, beside stock transformers.
     Needs no weights and no memory. Temporaries and the device's own needs come on top.
     """
-    from hf_neuron_moe.cli.conversion import quiet_transformers
-    from hf_neuron_moe.config import NeuronMoEConfig
 
     configs = {}
     for text in activations or PRESETS:
@@ -82,13 +73,16 @@ def estimate(
 
     quiet_transformers()
     with model_folder(model_dir) as folder:
-        _refuse_conversion(folder)
+        _check_is_original(folder)
         model = build_meta_model(folder)
     wanted = getattr(torch, _TORCH_NAMES[dtype]) if dtype else model.config.dtype
     model.to(wanted or torch.float32)  # type: ignore[arg-type]
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     batch, length = batch_of(tokens, batch, length, context)
-    groups, kept = _blocks_and_policies(model, configs) if device is not None else ([], {})
+    if device is not None:  # before adapters are put on the model
+        from hf_neuron_moe.device.kernel_support import block_groups
+
+        kept, groups = _kept_by_policies(model, configs), block_groups(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft's calls of what transformers will rename
         result = estimate_training(
@@ -102,8 +96,7 @@ def estimate(
         )
     floor = None
     if device is not None:
-        from hf_neuron_moe.device.roofline import roofline
-        from hf_neuron_moe.device.roofline_result import Step
+        from hf_neuron_moe.device.roofline import Step, roofline
 
         step = Step(result.tokens, block_size, trained=not lora_rank, checkpointing=gradient_checkpointing)
         floor = roofline(groups, device, precision, step, kept)
@@ -120,15 +113,9 @@ def estimate(
         show_roofline(floor)
 
 
-@public("estimate")
-def _refuse_conversion(folder: Path) -> None:
-    """What a step of a loaded conversion holds depends on its stored layouts, which are not estimated.
-
-    Raises:
-        ConversionError: ``convert`` wrote the folder.
-    """
+def _check_is_original(folder: Path) -> None:
+    """What a step of a loaded conversion holds depends on its stored layouts, which are not estimated."""
     from hf_neuron_moe.convert.folder import is_conversion
-    from hf_neuron_moe.errors import ConversionError
 
     if is_conversion(folder):
         raise ConversionError.about(
@@ -140,30 +127,21 @@ def _refuse_conversion(folder: Path) -> None:
         )
 
 
-def _blocks_and_policies(
-    model: nn.Module, configs: dict[str, NeuronMoEConfig]
-) -> tuple[list[BlockGroup], dict[str, dict[str, str]] | None]:
-    """The model's blocks and what they keep under each policy; before adapters are put on the model."""
+def _kept_by_policies(model: nn.Module, configs: dict[str, NeuronMoEConfig]) -> dict[str, dict[str, str]] | None:
+    """By policy what each block keeps; None if no policy can be had, for which the memory's estimate says why."""
     from hf_neuron_moe.device.roofline import kept_by_blocks
-    from hf_neuron_moe.device.usable import block_groups
-    from hf_neuron_moe.errors import ConfigError, NothingToPatchError
 
     kept: dict[str, dict[str, str]] = {}
     for name, config in configs.items():
-        try:
-            kept |= kept_by_blocks(model, {name: config})
-        except (ConfigError, NothingToPatchError):  # the memory's estimate says why
-            continue
-    return block_groups(model), kept or None
+        with suppress(ConfigError, NothingToPatchError):
+            kept[name] = kept_by_blocks(model, config)
+    return kept or None
 
 
 def batch_of(tokens: int | None, batch: int | None, length: int | None, context: int | None) -> tuple[int, int]:
-    """Make batch and length of what was given.
+    """Return batch and length for what was given.
 
     With `tokens` alone, sequences are as long as the model's context allows and divides them.
-
-    Raises:
-        typer.BadParameter: too little was given, or the three contradict each other.
     """
     if tokens is None:
         if length is None:

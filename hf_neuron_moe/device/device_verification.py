@@ -18,11 +18,11 @@ from transformers import AutoModelForCausalLM
 from hf_neuron_moe.backends.neuron import versions
 from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.convert.assign import build_meta_model
-from hf_neuron_moe.device.compare import random_inputs, run_block
-from hf_neuron_moe.device.judge import BOUNDS, ERROR, FAIL, MISSING, NOT_RUN, TensorResult, compare
+from hf_neuron_moe.device.device_report import ORDER, BlockResult, DeviceReport
 from hf_neuron_moe.device.model_dir import check_model_dir
-from hf_neuron_moe.device.outcome import ORDER, BlockResult, DeviceReport
 from hf_neuron_moe.device.request import WHERE, Request
+from hf_neuron_moe.device.run_block import random_inputs, run_block
+from hf_neuron_moe.device.tolerances import BOUNDS, ERROR, FAIL, MISSING, NOT_RUN, TensorResult, compare
 from hf_neuron_moe.errors import (
     BackendUnavailableError,
     ConfigError,
@@ -33,20 +33,14 @@ from hf_neuron_moe.errors import (
 )
 from hf_neuron_moe.modules.block import NeuronBlock
 from hf_neuron_moe.modules.frozen_block import FrozenBlock
-from hf_neuron_moe.patching import PatchReport, patch_model, unpatch_model
+from hf_neuron_moe.patching import patch_model, unpatch_model
 
 
 @public(WHERE)
 def load_for_verification(folder: Path, *, random_weights: bool = False) -> nn.Module:
     """Return the model in a folder on the CPU, or on the meta device where its weights are not wanted.
 
-    Args:
-        folder: checkpoint or conversion; with `random_weights` a folder with ``config.json`` is enough.
-        random_weights: do not read the weights.
-
-    Raises:
-        ConversionError: there is no such model, or its weights are not there or cannot be read.
-        ConfigError: random weights for a conversion.
+    The folder is a checkpoint or a conversion; with `random_weights` one with ``config.json`` is enough.
     """
     check_model_dir(folder, random_weights=random_weights)
     if random_weights:
@@ -96,14 +90,6 @@ def verify_device(
         layers: only the first so many blocks; None for all.
         device: where the kernels run, see :meth:`~hf_neuron_moe.device.request.Request.device_here`.
         progress: called with every block's result.
-
-    Returns:
-        The report.
-
-    Raises:
-        BackendUnavailableError: the backend cannot run here, or the device does not work.
-        ConfigError: an option is outside its set, or not for this chip; found before anything is computed.
-        NothingToPatchError: no kernel computes any block.
     """
     request = Request(backend, precision, tokens, block_size, seed, layers, device)
     place, precision = request.device_here(), request.precision_here()
@@ -141,20 +127,15 @@ def _patched(model: nn.Module, config: NeuronMoEConfig) -> Iterator[list[BlockRe
     report = patch_model(model, config, strict=False)
     try:
         if not report.patched:
-            raise _nothing(report)
+            raise NothingToPatchError.about(
+                "model",
+                "a block that the kernels compute here",
+                "; ".join(sorted({entry.reason for entry in report.refused})),
+                "`hf-neuron-moe doctor MODEL_DIR` lists kernels and precisions.",
+            ).named(WHERE)
         yield [BlockResult(entry.name, entry.kind, NOT_RUN, note=entry.reason) for entry in report.refused]
     finally:
         unpatch_model(model)
-
-
-def _nothing(report: PatchReport) -> NothingToPatchError:
-    reasons = "; ".join(sorted({entry.reason for entry in report.refused}))
-    return NothingToPatchError.about(
-        "model",
-        "a block that the kernels compute here",
-        reasons,
-        "`hf-neuron-moe doctor MODEL_DIR` lists kernels and precisions.",
-    ).named(WHERE)
 
 
 def _verify_block(

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hf_neuron_moe.device.judge import (
+from hf_neuron_moe.device.tolerances import (
     BOUNDS,
     CLOSE,
     EQUAL,
@@ -71,23 +70,14 @@ _ADVICE = {
 
 @dataclass(frozen=True)
 class BlockResult:
-    """One block.
+    """One block."""
 
-    Attributes:
-        name: in the model.
-        kind: ``"mlp"`` or ``"experts"``, ``"frozen mlp"`` or ``"frozen experts"``.
-        verdict: the worst of its tensors; ``"error"`` where a call raised; ``"not run"`` where no kernel computes it.
-        tensors: output and gradients; empty where it did not run.
-        seconds: of the call on the device, compilation included.
-        note: why it did not run, or what was raised.
-    """
-
-    name: str
-    kind: str
-    verdict: str
-    tensors: tuple[TensorResult, ...] = ()
-    seconds: float = 0.0
-    note: str = ""
+    name: str  # in the model
+    kind: str  # "mlp" or "experts", "frozen mlp" or "frozen experts"
+    verdict: str  # the worst of its tensors; ERROR where a call raised; NOT_RUN where no kernel computes it
+    tensors: tuple[TensorResult, ...] = ()  # output and gradients; empty where it did not run
+    seconds: float = 0.0  # of the call on the device, compilation included
+    note: str = ""  # why it did not run, or what was raised
 
     @property
     def first_off(self) -> TensorResult | None:
@@ -101,31 +91,18 @@ class BlockResult:
 
 @dataclass(frozen=True)
 class DeviceReport:
-    """Result of :func:`~hf_neuron_moe.device.verify.verify_device`.
+    """Result of :func:`~hf_neuron_moe.device.device_verification.verify_device`."""
 
-    Attributes:
-        backend: ``"neuron"`` or ``"nki-sim"``.
-        device: where the kernels' tensors were.
-        target: the chip.
-        lnc: physical cores per logical core.
-        precision: of the blocks.
-        tokens: rows of the random input.
-        block_size: tokens per block of experts.
-        seed: of the inputs.
-        weights: ``"checkpoint"`` or ``"random"``.
-        blocks: in model order; those without kernels last.
-    """
-
-    backend: str
-    device: str
-    target: str
-    lnc: int
-    precision: str
-    tokens: int
-    block_size: int
-    seed: int
-    weights: str
-    blocks: tuple[BlockResult, ...]
+    backend: str  # "neuron" or "nki-sim"
+    device: str  # where the kernels' tensors were
+    target: str  # the chip
+    lnc: int  # physical cores per logical core
+    precision: str  # of the blocks
+    tokens: int  # rows of the random input
+    block_size: int  # tokens per block of experts
+    seed: int  # of the inputs
+    weights: str  # "checkpoint" or "random"
+    blocks: tuple[BlockResult, ...]  # in model order; those without kernels last
 
     @property
     def verdict(self) -> str:
@@ -136,6 +113,11 @@ class DeviceReport:
         if CLOSE in verdicts:
             return CLOSE
         return PASS if verdicts & {EQUAL, PASS} else NOT_RUN
+
+    @property
+    def verdicts(self) -> dict[str, int]:
+        """Number of blocks by verdict, the worst last."""
+        return {verdict: sum(block.verdict == verdict for block in self.blocks) for verdict in ORDER}
 
     @property
     def ok(self) -> bool:
@@ -163,7 +145,7 @@ class DeviceReport:
         ran = sum(bool(block.tensors) for block in self.blocks)
         place = f"{self.backend} on {self.device} ({self.target}, LNC {self.lnc})"
         how = f"{self.precision}, {self.tokens} tokens, {self.weights} weights"
-        counted = _counted(block.verdict for block in self.blocks)
+        counted = ", ".join(f"{count} {verdict}" for verdict, count in self.verdicts.items() if count)
         lines = [f"{ran} of {len(self.blocks)} blocks compared ({counted}): {_MEANING[self.verdict]} ({place}; {how})"]
         block = self.first_off
         if block is not None:
@@ -172,7 +154,6 @@ class DeviceReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values that ``json.dumps`` accepts."""
-        counts = {verdict: sum(block.verdict == verdict for block in self.blocks) for verdict in ORDER}
         first = self.first_off
         return {
             "ok": self.ok,
@@ -182,14 +163,9 @@ class DeviceReport:
             "advice": list(self.advice),
             "bounds": {precision: bounds._asdict() for precision, bounds in BOUNDS.items()},
             **asdict(self),
-            "verdicts": counts,
+            "verdicts": self.verdicts,
             "blocks": [block.to_dict() for block in self.blocks],
         }
-
-
-def _counted(verdicts: Iterable[str]) -> str:
-    found = list(verdicts)
-    return ", ".join(f"{found.count(verdict)} {verdict}" for verdict in ORDER if verdict in found)
 
 
 def _told(block: BlockResult) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,14 +11,6 @@ import typer
 from hf_neuron_moe.config import BLOCK_SIZES
 from hf_neuron_moe.errors import nearest
 
-PRECISIONS = ("bf16", "mxfp8", "mxfp4")
-BLOCK_PRECISIONS = ("bf16", "mxfp8", "fp32")
-LAYOUTS = ("fused", "kernel")
-SCALES = ("packed", "oversized", "compact")
-SCALE_RULES = ("neuron", "floor", "ceil", "rceil", "even")
-PURPOSES = ("inference", "training", "lora")
-NONFINITE = ("error", "keep")
-
 LEAST_BARE_BYTES = 1_000_000
 """Below this, a size is taken only with its unit."""
 
@@ -27,8 +18,8 @@ _SIZE = re.compile(r"(\d{1,30}(?:\.\d{1,30})?)\s*([kmgt]?)(i?)b?", re.IGNORECASE
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
-def one_of(known: tuple[str, ...]) -> Callable[[str | None], str | None]:
-    """Make an option's check: its value is one of `known`, or None where it was not given."""
+def choice(known: tuple[str, ...], *names: str, text: str) -> Any:
+    """Return an option that takes one of `known`; None where it was not given."""
 
     def check(value: str | None) -> str | None:
         if value is not None and value not in known:
@@ -36,20 +27,11 @@ def one_of(known: tuple[str, ...]) -> Callable[[str | None], str | None]:
             raise typer.BadParameter(f"{value!r} is not one of {choices}.{nearest(value, list(known))}")
         return value
 
-    return check
-
-
-def choice(known: tuple[str, ...], *names: str, text: str) -> Any:
-    """An option that takes one of `known`."""
-    return typer.Option(*names, help=text, metavar="|".join(known), callback=one_of(known))
+    return typer.Option(*names, help=text, metavar="|".join(known), callback=check)
 
 
 def size_in_bytes(text: str) -> int:
-    """Read ``5000000000``, ``5GB`` (powers of 1000) or ``5GiB`` (powers of 1024).
-
-    Raises:
-        typer.BadParameter: another form, or less than one byte.
-    """
+    """Read ``5000000000``, ``5GB`` (powers of 1000) or ``5GiB`` (powers of 1024)."""
     found = _SIZE.fullmatch(text.strip())
     nbytes = 0
     if found:
@@ -61,11 +43,7 @@ def size_in_bytes(text: str) -> int:
 
 
 def part_of(text: str | None) -> tuple[int, int] | None:
-    """Read ``I/N``: part I of N, counted from 1.
-
-    Raises:
-        typer.BadParameter: another form, or I outside 1 to N.
-    """
+    """Read ``I/N``: part I of N, counted from 1."""
     if text is None:
         return None
     found = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text)
@@ -76,18 +54,14 @@ def part_of(text: str | None) -> tuple[int, int] | None:
 
 
 def check_size(text: str) -> str:
-    """Check a size and leave it as it was given.
-
-    Raises:
-        typer.BadParameter: it is no size, or a small number without a unit: "5" is more likely meant to be 5 GB.
-    """
+    """Return a size as it was given; a small number without a unit is refused: "5" is more likely meant to be 5 GB."""
     if size_in_bytes(text) < LEAST_BARE_BYTES and not text.strip()[-1].isalpha():
         raise typer.BadParameter(f"{text!r} has no unit and would be bytes: write 500MB, 5GB, or {text.strip()}B.")
     return text
 
 
 def check_part(text: str | None) -> str | None:
-    """Check a part and leave it as it was given."""
+    """Return a part as it was given."""
     part_of(text)
     return text
 
@@ -97,6 +71,9 @@ AnySource = Annotated[
     str, typer.Argument(metavar="SRC", help="Folder with config.json and safetensors files, or a hub id org/name.")
 ]
 Destination = Annotated[Path, typer.Argument(metavar="DST", help="Folder to make.")]
+Original = Annotated[
+    Path | None, typer.Option("--source", metavar="SRC", help="The checkpoint it was made of, to compare with.")
+]
 Converted = Annotated[Path, typer.Argument(metavar="DST", help="Folder that convert wrote.")]
 BlockSize = Annotated[
     int, typer.Option(metavar="|".join(map(str, BLOCK_SIZES)), help="Tokens per block of experts.", show_default=True)

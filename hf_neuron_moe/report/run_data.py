@@ -11,31 +11,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hf_neuron_moe.errors import ReportError
+from hf_neuron_moe.errors import ReportError, public
 
 RUN_FOLDER, RUN_FILE = "neuron_moe", "run.json"
 METRICS_FILE, EVALUATIONS_FILE = "metrics.jsonl", "evaluations.jsonl"
 STUDY_FILE = "parity.json"
 STATE_FILE = "trainer_state.json"
 _EVALUATION, _LOSS = "eval_", "loss"
-_WHERE = "report"
 
 
 @dataclass(frozen=True)
 class RunData:
-    """One training run.
+    """One training run."""
 
-    Attributes:
-        name: name of its output folder.
-        run: content of ``run.json``: ``patch``, ``config``, ``environment``, ``model``.
-        metrics: objects of ``metrics.jsonl`` in their order; empty where nothing was logged.
-        evaluations: evaluation losses in the order of steps, by name: ``eval_loss``, or one per dataset.
-    """
-
-    name: str
-    run: dict[str, Any]
-    metrics: list[dict[str, Any]] = field(default_factory=list)
+    name: str  # of its output folder
+    run: dict[str, Any]  # content of run.json: patch, config, environment, model
+    metrics: list[dict[str, Any]] = field(default_factory=list)  # objects of metrics.jsonl in their order
     evaluations: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    """Evaluation losses in the order of steps, by name: ``eval_loss``, or one per dataset."""
 
     @property
     def entries(self) -> list[dict[str, Any]]:
@@ -68,18 +61,11 @@ class Contents:
     studies: list[StudyData] = field(default_factory=list)
 
 
+@public("report")
 def read_runs(directory: Path) -> Contents:
     """Read one run, one study, or all that lie directly in a directory.
 
-    Args:
-        directory: a trainer's output folder (or its ``neuron_moe`` folder), a folder with ``parity.json``, or a folder
-            of such folders.
-
-    Returns:
-        What was found.
-
-    Raises:
-        ReportError: there is no such directory, nothing of the kind is in it, or a file is damaged.
+    It is a trainer's output folder (or its ``neuron_moe`` folder), a folder with ``parity.json``, or a folder of those.
     """
     if not directory.is_dir():
         got = "a file" if directory.is_file() else "no such directory"
@@ -88,7 +74,7 @@ def read_runs(directory: Path) -> Contents:
     places = [directory, *(path for path in sorted(directory.iterdir()) if path.is_dir())]
     runs = [_run(folder, name) for folder, name in _run_folders(directory, places)]
     found = [place for place in places if (place / STUDY_FILE).is_file()]
-    studies = [StudyData(place.resolve().name, _study(place / STUDY_FILE)) for place in found]
+    studies = [StudyData(place.resolve().name, _object(place / STUDY_FILE, ("models",))) for place in found]
     if not runs and not studies:
         listed = ", ".join(sorted(path.name for path in directory.iterdir())[:6]) or "nothing"
         remedy = "Train with NeuronMoETrainer or NeuronMoECallback, or run benchmarks/parity.py, and give that folder."
@@ -132,10 +118,6 @@ def _history(path: Path) -> list[dict[str, Any]]:
         raise _damaged(path, "the Trainer's state with its log_history", str(error)) from error
 
 
-def _study(path: Path) -> dict[str, Any]:
-    return _object(path, ("models",))
-
-
 def _object(path: Path, needed: tuple[str, ...]) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -171,9 +153,9 @@ def _wrong(directory: Path, got: str, remedy: str) -> ReportError:
     expected = (
         f"a run's output folder (with {RUN_FOLDER}/{RUN_FILE}), one with {STUDY_FILE}, or a folder of such folders"
     )
-    return ReportError.about(str(directory), expected, got, remedy).named(_WHERE)
+    return ReportError.about(str(directory), expected, got, remedy)
 
 
 def _damaged(path: Path, expected: str, got: str) -> ReportError:
     remedy = "The file was cut off or changed; run again what wrote it."
-    return ReportError.about(str(path), expected, got, remedy).named(_WHERE)
+    return ReportError.about(str(path), expected, got, remedy)

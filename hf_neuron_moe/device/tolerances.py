@@ -7,7 +7,6 @@ tolerances of their tests.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -25,21 +24,14 @@ _CHUNK = 1 << 24
 
 
 class Bounds(NamedTuple):
-    """Where a comparison stops being good.
+    """Where a comparison stops being good."""
 
-    Attributes:
-        good_db: from this signal-to-noise ratio on, rounding at the documented points explains the difference.
-        least_db: below this one, the two are different functions.
-        relative: largest difference, relative to the largest value, that rounding explains.
-        slice_db: least ratio of a token, an expert or a column alone, against the mean energy of one if that is larger.
-        factor: largest deviation from 1 of the factor between the two. Rounding to nearest has no bias.
-    """
-
-    good_db: float
-    least_db: float
-    relative: float
+    good_db: float  # from this signal-to-noise ratio on, rounding at the documented points explains the difference
+    least_db: float  # below this one, the two are different functions
+    relative: float  # largest difference, relative to the largest value, that rounding explains
     slice_db: float
-    factor: float
+    """Least ratio of a token, an expert or a column alone, against the mean energy of one if that is larger."""
+    factor: float  # largest deviation from 1 of the factor between the two; rounding to nearest has no bias
 
 
 BF16_STEP = 2.0**-8
@@ -65,23 +57,14 @@ gives about 0 dB."""
 
 @dataclass(frozen=True)
 class TensorResult:
-    """One result of both backends.
+    """One result of both backends."""
 
-    Attributes:
-        name: ``"output"``, ``"grad input"``, ``"grad routing weights"`` or ``"grad "`` and the parameter's name.
-        max_relative: largest difference divided by the reference's largest value; None where one is not finite.
-        sqnr_db: signal-to-noise ratio in dB; None where not finite, infinite (``"inf"`` in JSON) where equal.
-        verdict: ``"equal"``, ``"pass"`` (rounding explains the difference), ``"close"`` (it does not) or ``"fail"``.
-        note: what is wrong, and where.
-        fault: the same as one of a few words, for programs; empty where nothing is.
-    """
-
-    name: str
-    max_relative: float | None
-    sqnr_db: float | None
-    verdict: str
-    note: str = ""
-    fault: str = ""
+    name: str  # "output", "grad input", "grad routing weights" or "grad " and the parameter's name
+    max_relative: float | None  # largest difference divided by the reference's largest value; None if not finite
+    sqnr_db: float | None  # signal-to-noise ratio in dB; None where not finite, infinite ("inf" in JSON) where equal
+    verdict: str  # EQUAL, PASS (rounding explains the difference), CLOSE (it does not) or FAIL
+    note: str = ""  # what is wrong, and where
+    fault: str = ""  # the same as one of a few words, for programs; empty where nothing is
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values; JSON has no infinity."""
@@ -90,21 +73,13 @@ class TensorResult:
 
 
 class _Slices(NamedTuple):
-    """Sums over everything but one axis, fp64.
+    """Sums over everything but one axis, fp64; the last two are None where they were not summed."""
 
-    Attributes:
-        word: what the axis counts.
-        signal: of the reference's squares.
-        noise: of the difference's squares.
-        power: of the result's squares; None where it was not summed.
-        bad: number of values that are not finite; None likewise.
-    """
-
-    word: str
-    signal: Tensor
-    noise: Tensor
-    power: Tensor | None = None
-    bad: Tensor | None = None
+    word: str  # what the axis counts
+    signal: Tensor  # of the reference's squares
+    noise: Tensor  # of the difference's squares
+    power: Tensor | None = None  # of the result's squares
+    bad: Tensor | None = None  # number of values that are not finite
 
 
 @dataclass(frozen=True)
@@ -135,37 +110,20 @@ class _Sums:
 
 
 def compare(name: str, found: Tensor, expected: Tensor, bounds: Bounds) -> TensorResult:
-    """Compare a result of the kernels with the reference, on the CPU and in fp64.
-
-    Args:
-        name: of the result; it decides what an axis is called.
-        found: of the kernels.
-        expected: of PyTorch, of the same shape.
-        bounds: of the precision.
-    """
+    """Compare a result of the kernels with PyTorch's, on the CPU and in fp64; `name` decides what an axis is called."""
     if found.shape != expected.shape:
         note = f"shape {tuple(found.shape)} instead of {tuple(expected.shape)}"
         return TensorResult(name, None, None, FAIL, note, SHAPE)
     if found.dtype == expected.dtype and torch.equal(found, expected):
         return TensorResult(name, 0.0, math.inf, EQUAL)
     sums = _sum_up(found, expected, _axis_words(name, found.dim()))
-    first = sums.axes[0]
-    assert first.bad is not None and first.power is not None
-    if bool(first.bad.any()):
-        count, where = int(first.bad.sum()), _listed(first.bad > 0, first.word)
-        return TensorResult(name, None, None, FAIL, f"{count} of {sums.count} values not finite: {where}", NOT_FINITE)
-    if not math.isfinite(sums.signal):
-        return TensorResult(
-            name, None, None, FAIL, "the reference itself is not finite: look at the weights", NOT_FINITE
-        )
-    if sums.signal == 0.0:
-        return TensorResult(name, None, None, FAIL, "not zero where the reference is", OTHER)
+    unreadable = _unreadable(sums)
+    if unreadable is not None:
+        return TensorResult(name, None, None, FAIL, *unreadable)
     if sums.noise == 0.0:  # zeros of different signs
         return TensorResult(name, 0.0, math.inf, EQUAL)
     relative, sqnr = sums.difference / sums.largest, sums.sqnr_db
-    if not bool(first.power.any()):
-        return TensorResult(name, relative, sqnr, FAIL, "all zeros: nothing was written", NOT_WRITTEN)
-    fault, note = _fault(sums, bounds)
+    note, fault = _fault(sums, bounds)
     if fault:
         return TensorResult(name, relative, sqnr, FAIL, note, fault)
     if sqnr >= bounds.good_db and relative <= bounds.relative:
@@ -174,10 +132,29 @@ def compare(name: str, found: Tensor, expected: Tensor, bounds: Bounds) -> Tenso
     return TensorResult(name, relative, sqnr, CLOSE, note, NOISE)
 
 
+def _unreadable(sums: _Sums) -> tuple[str, str] | None:
+    """Why there is no ratio of the two, in words and as a fault; None where there is one."""
+    first = sums.axes[0]
+    assert first.bad is not None
+    if bool(first.bad.any()):
+        where = _listed(first.bad > 0, first.word)
+        return f"{int(first.bad.sum())} of {sums.count} values not finite: {where}", NOT_FINITE
+    if not math.isfinite(sums.signal):
+        return "the reference itself is not finite: look at the weights", NOT_FINITE
+    if sums.signal == 0.0:
+        return "not zero where the reference is", OTHER
+    return None
+
+
 def _fault(sums: _Sums, bounds: Bounds) -> tuple[str, str]:
-    """What is systematically wrong, and in words; empty if the difference looks like noise."""
+    """What is systematically wrong, in words and as a fault; empty if the difference looks like noise."""
+    first = sums.axes[0]
+    if first.power is not None and not bool(first.power.any()):
+        return "all zeros: nothing was written", NOT_WRITTEN
     for axis in sums.axes:
-        off, total = _slices_off(axis, bounds.slice_db), len(axis.signal)
+        # Small slices are measured against the mean slice.
+        off = axis.noise > torch.maximum(axis.signal, axis.signal.mean()) * 10 ** (-bounds.slice_db / 10)
+        total = len(axis.signal)
         if not 0 < int(off.sum()) <= total // 2:
             continue
         where = _listed(off, axis.word)
@@ -185,20 +162,15 @@ def _fault(sums: _Sums, bounds: Bounds) -> tuple[str, str]:
             where = f"nothing was written: {where} of {total} zero"
         else:
             where = f"{where} of {total} off, the others agree"
-        last = axis is sums.axes[0] and axis.word == "token" and off.nonzero().flatten().tolist() == [total - 1]
-        return (LAST_ROW if last else PART), f"{where}{' (the last row)' if last else ''}"
+        if axis is first and axis.word == "token" and off.nonzero().flatten().tolist() == [total - 1]:
+            return f"{where} (the last row)", LAST_ROW
+        return where, PART
     deviation, spread = abs(sums.factor - 1), 4 * sums.remainder / math.sqrt(sums.count)
     if deviation > bounds.factor + spread and sums.remainder < 10 ** (-bounds.least_db / 20):
-        return SCALED, f"{sums.factor:.4g} times the reference"
+        return f"{sums.factor:.4g} times the reference", SCALED
     if sums.sqnr_db < bounds.least_db:
-        return OTHER, f"below {bounds.least_db:.0f} dB everywhere: another function or another layout"
+        return f"below {bounds.least_db:.0f} dB everywhere: another function or another layout", OTHER
     return "", ""
-
-
-def _slices_off(axis: _Slices, least_db: float) -> Tensor:
-    """Which slices have too much noise; small ones are measured against the mean slice."""
-    scale = torch.maximum(axis.signal, axis.signal.mean())
-    return axis.noise > scale * 10 ** (-least_db / 10)
 
 
 def _axis_words(name: str, dims: int) -> tuple[str, ...]:
@@ -226,35 +198,25 @@ def _sum_up(found: Tensor, expected: Tensor, words: tuple[str, ...]) -> _Sums:
     """Sum along every axis, a chunk of rows (all axes but the last) at a time."""
     shape = found.shape
     rows, columns = math.prod(shape[:-1]), shape[-1]
-    # Per row: signal, noise, product, power of the result, values that are not finite.
+    # Per row: signal, noise, power of the result, values that are not finite, product of the two.
     per_row = torch.zeros((5, rows), dtype=torch.float64)
     per_column = torch.zeros((2, columns), dtype=torch.float64)
     largest = difference = 0.0
-    for part, mine, theirs in _chunks(found.reshape(rows, columns), expected.reshape(rows, columns)):
+    step, pair = max(1, _CHUNK // max(1, columns)), (found.reshape(rows, columns), expected.reshape(rows, columns))
+    for part in (slice(start, start + step) for start in range(0, rows, step)):
+        mine, theirs = (values[part].detach().to("cpu", torch.float64) for values in pair)
         apart = mine - theirs
-        finite = torch.isfinite(mine)
-        products = (theirs.square(), apart.square(), mine * theirs, mine.square(), (~finite).double())
+        products = (theirs.square(), apart.square(), mine.square(), (~torch.isfinite(mine)).double(), mine * theirs)
         for index, product in enumerate(products):
             per_row[index, part] = product.sum(1)
         per_column += torch.stack([products[0].sum(0), products[1].sum(0)])
         largest = max(largest, float(theirs.abs().max()))
         difference = max(difference, float(apart.abs().max()))
-    signal_R, noise_R, cross_R, power_R, bad_R = per_row
     axes = []
     for axis in range(len(shape) - 1):
         others = [other for other in range(len(shape) - 1) if other != axis]
-        sums = [
-            values.view(shape[:-1]).sum(others) if others else values for values in (signal_R, noise_R, power_R, bad_R)
-        ]
-        axes.append(_Slices(words[axis], sums[0], sums[1], sums[2], sums[3]))
-    axes.append(_Slices(words[-1], per_column[0], per_column[1]))
-    signal, noise, cross = (float(values.sum()) for values in (signal_R, noise_R, cross_R))
+        sums = (values.view(shape[:-1]).sum(others) if others else values for values in per_row[:4])
+        axes.append(_Slices(words[axis], *sums))
+    axes.append(_Slices(words[-1], *per_column))
+    signal, noise, _, _, cross = (float(values.sum()) for values in per_row)
     return _Sums(tuple(axes), signal, noise, cross, found.numel(), largest, difference)
-
-
-def _chunks(found: Tensor, expected: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    step = max(1, _CHUNK // max(1, found.shape[1]))
-    for start in range(0, found.shape[0], step):
-        part = slice(start, start + step)
-        mine, theirs = (rows[part].detach().to("cpu", torch.float64) for rows in (found, expected))
-        yield part, mine, theirs

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from hf_neuron_moe.cli.options import Json
+from hf_neuron_moe.cli.shared_options import Json
 
 
 def report(

@@ -27,15 +27,11 @@ class Watch:
     """Counts bytes and seconds, and looks at the memory from a thread of its own.
 
     Steps are too far apart for that: when one is reported, what it needed is given back already.
-
-    Attributes:
-        done: bytes reported last.
-        peak: largest anonymous memory seen, in bytes.
     """
 
     def __init__(self) -> None:
-        self.done = 0
-        self.peak = 0
+        self.done = 0  # bytes reported last
+        self.peak = 0  # largest anonymous memory seen, in bytes
         self._start = time.monotonic()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._sample, name="memory", daemon=True)
@@ -68,12 +64,7 @@ class Watch:
 
 @contextmanager
 def watching(label: str, *, quiet: bool = False) -> Iterator[tuple[Watch, Update]]:
-    """Give a watch and the function that a long operation calls with its progress.
-
-    Args:
-        label: what is being done, such as "converting".
-        quiet: write nothing.
-    """
+    """Give a watch and the function that a long operation calls with its progress, which `quiet` does not show."""
     with Watch() as watch:
         if quiet:
             yield watch, watch.update
@@ -111,14 +102,8 @@ def _drawn(label: str, watch: Watch) -> Iterator[Update]:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-    columns = (
-        TextColumn(label),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("peak {task.fields[peak]}"),
-    )
+    measures = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    columns = (TextColumn(label), *measures, TextColumn("peak {task.fields[peak]}"))
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task(label, total=None, peak="")
 
