@@ -44,8 +44,8 @@ _REFUSALS = (
 check, it is whatever the first line of model code that meets the value raises."""
 
 
-_PLAIN = {"attn_implementation": "eager", "experts_implementation": None}
-"""Eager attention and transformers' own choice for experts. A name such as ``org/name`` would be fetched and run."""
+_PLAIN = {"attn_implementation": None, "experts_implementation": None}
+"""transformers' own choice, whatever ``config.json`` names: a name such as ``org/name`` would be fetched and run."""
 
 _NUMBER = re.compile(r"[0-9]+")
 
@@ -68,8 +68,9 @@ class Assignment:
 def build_meta_model(directory: Path, source: SourceCheckpoint | None = None) -> PreTrainedModel:
     """Build the checkpoint's model without memory for its weights.
 
-    Whatever attention and experts implementation ``config.json`` names, it is built with eager attention and with
-    transformers' own choice for experts: a checkpoint does not choose code that is run here.
+    Whatever attention and experts implementation ``config.json`` names, it is built with transformers' own choice (SDPA
+    where the model has it, so that memory is estimated as training will need it): a checkpoint does not choose code
+    that is run here.
 
     Args:
         directory: folder with ``config.json``.

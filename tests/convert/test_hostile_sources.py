@@ -173,3 +173,11 @@ def test_a_configuration_that_cannot_be_written_again_is_refused_at_once(checkpo
         with refused(SourceDamageError, path):
             convert_checkpoint(source, tmp_path / "dst")
     assert not (tmp_path / "dst.partial").exists()
+
+
+@pytest.mark.parametrize("named", ["eager", "some-org/attention", None])
+def test_a_checkpoint_does_not_choose_the_attention(named, checkpoint):
+    source = checkpoint("llama")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"attn_implementation": named}))
+    assert build_meta_model(source).config._attn_implementation == "sdpa"
