@@ -55,7 +55,7 @@ def verify(
     Checksums, coverage and finite values always; with --source also the source's checksums and a random probe through
     layers of both.
     """
-    from hf_neuron_moe.convert.verify import verify_checkpoint
+    from hf_neuron_moe.convert.audit.verify import verify_checkpoint
 
     with watching("verifying") as (_, progress):
         report = verify_checkpoint(
@@ -76,7 +76,7 @@ def inspect(
 
     Layouts, dtypes and sizes; with --source also the quantisation error of every converted tensor.
     """
-    from hf_neuron_moe.convert.inspect import inspect_checkpoint
+    from hf_neuron_moe.convert.audit.inspect import inspect_checkpoint
 
     with watching("comparing", quiet=source is None) as (_, progress):
         report = inspect_checkpoint(directory, source, progress=progress)

@@ -127,7 +127,7 @@ def _refuse_conversion(folder: Path) -> None:
     Raises:
         ConversionError: ``convert`` wrote the folder.
     """
-    from hf_neuron_moe.convert.folder import is_conversion
+    from hf_neuron_moe.convert.io.folder import is_conversion
     from hf_neuron_moe.errors import ConversionError
 
     if is_conversion(folder):

@@ -19,11 +19,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from hf_neuron_moe.convert.bounded import MAX_CONFIG_BYTES, read_json
 from hf_neuron_moe.convert.config_values import MAX_VALUE, Wrong, reason_of, wrong_value
 from hf_neuron_moe.convert.counts import excess, room_in, room_of
-from hf_neuron_moe.convert.folder import CONFIG_FILE, check_checkpoint, check_model
-from hf_neuron_moe.convert.source import SourceCheckpoint, SourceTensor, damaged, inside
+from hf_neuron_moe.convert.io.bounded import MAX_CONFIG_BYTES, read_json
+from hf_neuron_moe.convert.io.folder import CONFIG_FILE, check_checkpoint, check_model
+from hf_neuron_moe.convert.io.source import SourceCheckpoint, SourceTensor, damaged, inside
 from hf_neuron_moe.errors import ConversionError, nearest
 
 _BUILDING = threading.Lock()

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 
 from hf_neuron_moe._version import __version__
+from hf_neuron_moe.convert.layout.orientations import SCALES, SOURCE
 from hf_neuron_moe.convert.manifest import MANIFEST_FILE, WrittenTensor
 from hf_neuron_moe.convert.options import BACKWARD
-from hf_neuron_moe.convert.orientations import SCALES, SOURCE
 from hf_neuron_moe.convert.plan import ConversionPlan
 
 CARD_FILE = "README.md"

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from hf_neuron_moe.convert.card import CARD_FILE, with_section
-from hf_neuron_moe.convert.folder import CONFIG_FILE
+from hf_neuron_moe.convert.io.folder import CONFIG_FILE
+from hf_neuron_moe.convert.io.source import damaged
 from hf_neuron_moe.convert.options import ConvertOptions
 from hf_neuron_moe.convert.plan import ConversionPlan
-from hf_neuron_moe.convert.source import damaged
 from hf_neuron_moe.errors import public
 
 QUANT_METHOD = "neuron_moe"

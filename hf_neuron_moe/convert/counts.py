@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_neuron_moe.convert.config_values import Wrong, numbers
-from hf_neuron_moe.convert.source import (
+from hf_neuron_moe.convert.io.source import (
     INDEX_FILE,
     SINGLE_FILE,
     SourceCheckpoint,

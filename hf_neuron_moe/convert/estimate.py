@@ -20,22 +20,22 @@ from typing import Any
 
 import torch
 
-from hf_neuron_moe.convert.checksums import TensorChecksum
-from hf_neuron_moe.convert.commit import check_destination
 from hf_neuron_moe.convert.execute import Made, entries_of, memory_per_worker, shards_of, workers_for
-from hf_neuron_moe.convert.folder import check_checkpoint
-from hf_neuron_moe.convert.hub import resolve_source
+from hf_neuron_moe.convert.io.checksums import TensorChecksum
+from hf_neuron_moe.convert.io.folder import check_checkpoint
+from hf_neuron_moe.convert.io.hub import resolve_source
+from hf_neuron_moe.convert.io.shard import shard_header
+from hf_neuron_moe.convert.io.source import nbytes_of
+from hf_neuron_moe.convert.layout.orientations import SOURCE
+from hf_neuron_moe.convert.layout.relayout import TORCH_DTYPES, Scratch, scratch_bytes, store, stored_forms
+from hf_neuron_moe.convert.layout.tensor_parallel import FusedWeight
 from hf_neuron_moe.convert.left import check_nothing_left, left_facts, left_notes
 from hf_neuron_moe.convert.manifest import MANIFEST_FILE, LeftModule, Piece, WrittenTensor, header_metadata
 from hf_neuron_moe.convert.memory import anonymous_bytes
 from hf_neuron_moe.convert.options import ConvertOptions
-from hf_neuron_moe.convert.orientations import SOURCE
-from hf_neuron_moe.convert.parts import check_part, part_of_shards
 from hf_neuron_moe.convert.plan import ConversionPlan, plan_conversion
-from hf_neuron_moe.convert.relayout import TORCH_DTYPES, Scratch, scratch_bytes, store, stored_forms
-from hf_neuron_moe.convert.shard import shard_header
-from hf_neuron_moe.convert.source import nbytes_of
-from hf_neuron_moe.convert.tensor_parallel import FusedWeight
+from hf_neuron_moe.convert.transaction.commit import check_destination
+from hf_neuron_moe.convert.transaction.parts import check_part, part_of_shards
 from hf_neuron_moe.convert.workers import cores, working
 from hf_neuron_moe.convert.write import files_beside
 from hf_neuron_moe.errors import public

@@ -11,15 +11,15 @@ from functools import partial
 
 import torch
 
-from hf_neuron_moe.convert.file_hashes import PrefixHash, check_shard, entries_of, hash_file
+from hf_neuron_moe.convert.io.file_hashes import PrefixHash, check_shard, entries_of, hash_file
+from hf_neuron_moe.convert.io.nonfinite import check_finite, count_nonfinite
+from hf_neuron_moe.convert.io.shard import ShardWriter, in_file_order
+from hf_neuron_moe.convert.io.source import SourceTensor, damaged, nbytes_of
+from hf_neuron_moe.convert.io.tensors import CHUNK_BYTES, TORCH_DTYPES, TensorReader, open_tensors
+from hf_neuron_moe.convert.layout.relayout import SOURCE, Scratch, read_bytes, scratch_bytes, store
 from hf_neuron_moe.convert.manifest import Piece, WrittenTensor, header_metadata
-from hf_neuron_moe.convert.nonfinite import check_finite, count_nonfinite
 from hf_neuron_moe.convert.plan import ConversionPlan
-from hf_neuron_moe.convert.read import CHUNK_BYTES, TORCH_DTYPES, TensorReader, open_tensors
-from hf_neuron_moe.convert.relayout import SOURCE, Scratch, read_bytes, scratch_bytes, store
-from hf_neuron_moe.convert.resume import Job, ShardRecord, version_of
-from hf_neuron_moe.convert.shard import ShardWriter, in_file_order
-from hf_neuron_moe.convert.source import SourceTensor, damaged, nbytes_of
+from hf_neuron_moe.convert.transaction.resume import Job, ShardRecord, version_of
 from hf_neuron_moe.convert.workers import PerThread, Workers, cores, working
 from hf_neuron_moe.errors import public
 

@@ -12,17 +12,17 @@ from typing import Any
 import torch
 
 from hf_neuron_moe._version import __version__
-from hf_neuron_moe.convert.commit import check_destination, committed_folder, copy_file, write_file
-from hf_neuron_moe.convert.folder import check_conversion
+from hf_neuron_moe.convert.audit.manifest_check import disagreements
+from hf_neuron_moe.convert.audit.verify_files import altered_tensors, by_file, sha256_of
+from hf_neuron_moe.convert.io.folder import check_conversion
+from hf_neuron_moe.convert.io.shard import Entry, ShardWriter
+from hf_neuron_moe.convert.io.side_files import WEIGHT_SUFFIXES, make_parents, side_files
+from hf_neuron_moe.convert.io.source import INDEX_FILE, SINGLE_FILE, nbytes_of, read_header
+from hf_neuron_moe.convert.io.tensors import TensorReader, open_tensors
+from hf_neuron_moe.convert.layout.orientations import SCALES, SOURCE
+from hf_neuron_moe.convert.layout.relayout import restore
 from hf_neuron_moe.convert.manifest import MANIFEST_FILE, Manifest, Piece, WrittenTensor, load_manifest
-from hf_neuron_moe.convert.manifest_check import disagreements
-from hf_neuron_moe.convert.orientations import SCALES, SOURCE
-from hf_neuron_moe.convert.read import TensorReader, open_tensors
-from hf_neuron_moe.convert.relayout import restore
-from hf_neuron_moe.convert.shard import Entry, ShardWriter
-from hf_neuron_moe.convert.side_files import WEIGHT_SUFFIXES, make_parents, side_files
-from hf_neuron_moe.convert.source import INDEX_FILE, SINGLE_FILE, nbytes_of, read_header
-from hf_neuron_moe.convert.verify_files import altered_tensors, by_file, sha256_of
+from hf_neuron_moe.convert.transaction.commit import check_destination, committed_folder, copy_file, write_file
 from hf_neuron_moe.convert.write import Progress
 from hf_neuron_moe.errors import ConversionError, SourceDamageError, public
 

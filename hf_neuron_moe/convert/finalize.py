@@ -1,19 +1,19 @@
-"""Puts the parts of a conversion together (see :mod:`hf_neuron_moe.convert.parts`)."""
+"""Puts the parts of a conversion together (see :mod:`hf_neuron_moe.convert.transaction.parts`)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
 
-from hf_neuron_moe.convert.commit import check_destination, clear, disk_errors, partial_of, take_name
 from hf_neuron_moe.convert.execute import Progress, make_shards, shards_of
-from hf_neuron_moe.convert.folder import check_checkpoint
-from hf_neuron_moe.convert.hub import resolve_source
+from hf_neuron_moe.convert.io.folder import check_checkpoint
+from hf_neuron_moe.convert.io.hub import resolve_source
 from hf_neuron_moe.convert.manifest import MANIFEST_FILE, Manifest, load_manifest
 from hf_neuron_moe.convert.options import ConvertOptions
-from hf_neuron_moe.convert.parts import parts_to_repeat
 from hf_neuron_moe.convert.plan import plan_conversion
-from hf_neuron_moe.convert.resume import opened, options_of, parts_of
+from hf_neuron_moe.convert.transaction.commit import check_destination, clear, disk_errors, partial_of, take_name
+from hf_neuron_moe.convert.transaction.parts import parts_to_repeat
+from hf_neuron_moe.convert.transaction.resume import opened, options_of, parts_of
 from hf_neuron_moe.convert.write import finished_manifest, warn_of_losses, write_rest
 from hf_neuron_moe.errors import ConversionError, DestinationError, public
 

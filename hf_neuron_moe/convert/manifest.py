@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hf_neuron_moe.convert.bounded import (
+from hf_neuron_moe.convert.io.bounded import (
     MAX_MANIFEST_BYTES,
     is_name,
     is_natural,
@@ -22,9 +22,9 @@ from hf_neuron_moe.convert.bounded import (
     read_json,
     record,
 )
-from hf_neuron_moe.convert.checksums import SHA256, TensorChecksum
+from hf_neuron_moe.convert.io.checksums import SHA256, TensorChecksum
+from hf_neuron_moe.convert.io.source import ITEM_BYTES, is_plain_name
 from hf_neuron_moe.convert.options import ConvertOptions
-from hf_neuron_moe.convert.source import ITEM_BYTES, is_plain_name
 from hf_neuron_moe.errors import ConversionError, SourceDamageError, naming
 
 MANIFEST_FILE = "neuron_moe_manifest.json"
@@ -81,7 +81,7 @@ class WrittenTensor:
         file: its shard.
         dtype: safetensors dtype.
         shape: shape as stored.
-        layout: ``"source"`` (copied unchanged) or a layout name of :mod:`hf_neuron_moe.convert.orientations`.
+        layout: ``"source"`` (copied unchanged) or a layout name of :mod:`hf_neuron_moe.convert.layout.orientations`.
         weight: name of the fused weight it belongs to; a quantised weight has two tensors per orientation and rank.
         checksum: of its bytes, with the algorithm's name: ``"xxh3_128:..."``.
         scale_layout: where the block scales of a quantised weight lie: ``"compact"``, ``"oversized"`` or ``"packed"``;

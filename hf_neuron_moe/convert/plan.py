@@ -12,13 +12,13 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import Concatenate, MergeModulelist
 
 from hf_neuron_moe.convert.assign import Assignment, assign_sources, build_meta_model, natural_key
-from hf_neuron_moe.convert.folder import check_checkpoint
+from hf_neuron_moe.convert.io.folder import check_checkpoint
+from hf_neuron_moe.convert.io.source import SourceCheckpoint, SourceTensor, nbytes_of, read_source
+from hf_neuron_moe.convert.layout.orientations import SOURCE, StoredForm, stored_forms
+from hf_neuron_moe.convert.layout.relayout import TORCH_DTYPES
+from hf_neuron_moe.convert.layout.tensor_parallel import FusedWeight
 from hf_neuron_moe.convert.manifest import LeftModule, Piece, WrittenTensor
 from hf_neuron_moe.convert.options import ConvertOptions
-from hf_neuron_moe.convert.orientations import SOURCE, StoredForm, stored_forms
-from hf_neuron_moe.convert.relayout import TORCH_DTYPES
-from hf_neuron_moe.convert.source import SourceCheckpoint, SourceTensor, nbytes_of, read_source
-from hf_neuron_moe.convert.tensor_parallel import FusedWeight
 from hf_neuron_moe.errors import ConversionError, pattern_of, public, spelled_together
 from hf_neuron_moe.patching.discovery import EXPERTS, MLP, Candidate, discover
 

@@ -11,7 +11,19 @@ from dataclasses import replace
 from pathlib import Path
 
 from hf_neuron_moe._version import __version__
-from hf_neuron_moe.convert.commit import (
+from hf_neuron_moe.convert.config_json import rewritten_files
+from hf_neuron_moe.convert.execute import Made, Progress, bytes_of_all, make_shards, shards_of
+from hf_neuron_moe.convert.io.file_hashes import hash_file
+from hf_neuron_moe.convert.io.folder import check_checkpoint
+from hf_neuron_moe.convert.io.hub import resolve_source
+from hf_neuron_moe.convert.io.nonfinite import ON_NONFINITE
+from hf_neuron_moe.convert.io.side_files import side_files
+from hf_neuron_moe.convert.io.source import damaged, nbytes_of
+from hf_neuron_moe.convert.left import check_nothing_left, left_notes
+from hf_neuron_moe.convert.manifest import MANIFEST_FILE, Manifest, Piece, WrittenTensor, load_manifest
+from hf_neuron_moe.convert.options import ConvertOptions
+from hf_neuron_moe.convert.plan import ConversionPlan, plan_conversion
+from hf_neuron_moe.convert.transaction.commit import (
     check_destination,
     clear,
     copy_file,
@@ -22,20 +34,8 @@ from hf_neuron_moe.convert.commit import (
     take_name,
     write_file,
 )
-from hf_neuron_moe.convert.config_json import rewritten_files
-from hf_neuron_moe.convert.execute import Made, Progress, bytes_of_all, make_shards, shards_of
-from hf_neuron_moe.convert.file_hashes import hash_file
-from hf_neuron_moe.convert.folder import check_checkpoint
-from hf_neuron_moe.convert.hub import resolve_source
-from hf_neuron_moe.convert.left import check_nothing_left, left_notes
-from hf_neuron_moe.convert.manifest import MANIFEST_FILE, Manifest, Piece, WrittenTensor, load_manifest
-from hf_neuron_moe.convert.nonfinite import ON_NONFINITE
-from hf_neuron_moe.convert.options import ConvertOptions
-from hf_neuron_moe.convert.parts import check_part, part_of_shards
-from hf_neuron_moe.convert.plan import ConversionPlan, plan_conversion
-from hf_neuron_moe.convert.resume import Job, opened
-from hf_neuron_moe.convert.side_files import side_files
-from hf_neuron_moe.convert.source import damaged, nbytes_of
+from hf_neuron_moe.convert.transaction.parts import check_part, part_of_shards
+from hf_neuron_moe.convert.transaction.resume import Job, opened
 from hf_neuron_moe.errors import ConfigError, ConversionError, DestinationError, DiskError, NeuronMoEWarning, public
 
 INDEX_OUT = "neuron.safetensors.index.json"

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 from transformers.quantizers.base import HfQuantizer
 
 from hf_neuron_moe.errors import UnsupportedModelError, public
-from hf_neuron_moe.quantizers.config import NeuronMoEQuantizationConfig
+from hf_neuron_moe.quantizers.quantization_config import NeuronMoEQuantizationConfig
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-    from hf_neuron_moe.quantizers.placement import Placement
+    from hf_neuron_moe.quantizers.placeholders import Placement
 
 _WHERE = "from_pretrained"
 
@@ -86,7 +86,7 @@ class NeuronMoEQuantizer(HfQuantizer):
             ConversionError: index or headers of a local folder are damaged, disagree, or lead out of it.
         """
         from hf_neuron_moe.convert.write import INDEX_OUT
-        from hf_neuron_moe.quantizers.stored import check_folder
+        from hf_neuron_moe.quantizers.shard_layouts import check_folder
 
         folder = Path(getattr(config, "name_or_path", "") or "")
         if (folder / INDEX_OUT).is_file():
@@ -104,8 +104,8 @@ class NeuronMoEQuantizer(HfQuantizer):
         return dtype if kind in ("BF16", "F16", "F32", "F64") else None
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
-        from hf_neuron_moe.quantizers.placement import place
-        from hf_neuron_moe.quantizers.stored import FORWARD, read_stored
+        from hf_neuron_moe.quantizers.placeholders import place
+        from hf_neuron_moe.quantizers.shard_layouts import FORWARD, read_stored
 
         stored = read_stored(kwargs.get("checkpoint_files") or [])
         self.placement = place(model, stored)
@@ -125,7 +125,7 @@ class NeuronMoEQuantizer(HfQuantizer):
         return [item for item in weight_conversions if not (isinstance(item, WeightConverter) and takes(item))]
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
-        from hf_neuron_moe.quantizers.finish import finish
+        from hf_neuron_moe.quantizers.post_load import finish
 
         assert self.placement is not None
         finish(model, self.placement, self.quantization_config)
@@ -133,7 +133,7 @@ class NeuronMoEQuantizer(HfQuantizer):
 
     def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
         """Give the model float weights, for ``model.dequantize()``; it is an ordinary one afterwards."""
-        from hf_neuron_moe.quantizers.finish import dequantize
+        from hf_neuron_moe.quantizers.post_load import dequantize
 
         assert self.placement is not None
         dequantize(model, self.placement, model.dtype if dtype is None else dtype)

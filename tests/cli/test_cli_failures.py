@@ -27,9 +27,9 @@ from hf_neuron_moe.convert import (
     SCALE_RULES,
     ConvertOptions,
     convert_checkpoint,
-    disk,
-    nonfinite,
 )
+from hf_neuron_moe.convert.io import nonfinite
+from hf_neuron_moe.convert.transaction import disk
 from hf_neuron_moe.errors import ConversionError, NeuronMoEError, ShapeError
 
 

@@ -16,8 +16,9 @@ from safetensors.torch import load_file, save_file
 
 from hf_neuron_moe.cli.exit_codes import exit_code_of
 from hf_neuron_moe.cli.main import main
-from hf_neuron_moe.convert import ConvertOptions, commit, convert_checkpoint, disk
-from hf_neuron_moe.convert.read import open_tensors
+from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
+from hf_neuron_moe.convert.io.tensors import open_tensors
+from hf_neuron_moe.convert.transaction import commit, disk
 from hf_neuron_moe.errors import ConversionError, DestinationError, DiskError, SourceDamageError
 from tests.refusals import refused
 

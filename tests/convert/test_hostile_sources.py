@@ -13,7 +13,7 @@ import pytest
 
 from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint, plan_conversion
 from hf_neuron_moe.convert.assign import build_meta_model, natural_key
-from hf_neuron_moe.convert.source import read_header, read_source
+from hf_neuron_moe.convert.io.source import read_header, read_source
 from hf_neuron_moe.errors import ConversionError, SourceDamageError, printable
 from tests.convert.mutations import command, split_header, with_header
 from tests.refusals import refused

@@ -14,9 +14,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from hf_neuron_moe.convert import MANIFEST_FILE, ConvertOptions, convert_checkpoint, export_checkpoint, read_manifest
-from hf_neuron_moe.convert.nonfinite import check_finite
-from hf_neuron_moe.convert.read import open_tensors
-from hf_neuron_moe.convert.relayout import restore
+from hf_neuron_moe.convert.io.nonfinite import check_finite
+from hf_neuron_moe.convert.io.tensors import open_tensors
+from hf_neuron_moe.convert.layout.relayout import restore
 from hf_neuron_moe.errors import SourceDamageError
 from hf_neuron_moe.formats import fake_quantize_mx
 from tests.refusals import refused

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
-from hf_neuron_moe.convert import disk
-from hf_neuron_moe.convert.bounded import is_relative_path
+from hf_neuron_moe.convert.io.bounded import is_relative_path
+from hf_neuron_moe.convert.io.source import damaged, inside
 from hf_neuron_moe.convert.manifest import MANIFEST_FILE
-from hf_neuron_moe.convert.source import damaged, inside
+from hf_neuron_moe.convert.transaction import disk
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".index.json")
 

@@ -15,8 +15,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from hf_neuron_moe.convert import disk
-from hf_neuron_moe.convert.bounded import (
+from hf_neuron_moe.convert.io.bounded import (
     MAX_AXES,
     MAX_FILE_NAME,
     MAX_INDEX_BYTES,
@@ -28,6 +27,7 @@ from hf_neuron_moe.convert.bounded import (
     parse_json,
     read_json,
 )
+from hf_neuron_moe.convert.transaction import disk
 from hf_neuron_moe.errors import ConversionError, SourceDamageError
 
 ITEM_BYTES = {

@@ -9,12 +9,12 @@ from io import FileIO
 from pathlib import Path
 from types import TracebackType
 
-from hf_neuron_moe.convert import disk
-from hf_neuron_moe.convert.checksums import TensorChecksum
+from hf_neuron_moe.convert.io.checksums import TensorChecksum
+from hf_neuron_moe.convert.io.shard import Entry, in_file_order, shard_header
+from hf_neuron_moe.convert.io.source import nbytes_of
+from hf_neuron_moe.convert.io.tensors import CHUNK_BYTES
 from hf_neuron_moe.convert.manifest import WrittenTensor, header_metadata
-from hf_neuron_moe.convert.read import CHUNK_BYTES
-from hf_neuron_moe.convert.shard import Entry, in_file_order, shard_header
-from hf_neuron_moe.convert.source import nbytes_of
+from hf_neuron_moe.convert.transaction import disk
 
 
 def entries_of(tensors: Iterable[WrittenTensor]) -> list[Entry]:

@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from hf_neuron_moe.convert.bounded import MAX_MANIFEST_BYTES, read_json
+from hf_neuron_moe.convert.io.bounded import MAX_MANIFEST_BYTES, read_json
 from hf_neuron_moe.convert.manifest import MANIFEST_FILE
 from hf_neuron_moe.errors import ConversionError, SourceDamageError
 

@@ -7,7 +7,7 @@ from typing import Any
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from hf_neuron_moe.errors import ConfigError, nearest, public
-from hf_neuron_moe.quantizers.registration import QUANT_METHOD
+from hf_neuron_moe.quantizers.register import QUANT_METHOD
 
 PRECISIONS = ("bf16", "mxfp8", "mxfp4")
 LAYOUTS = ("fused", "kernel")

@@ -1,9 +1,9 @@
 """Fills the tensors of a weight from its source tensors, and cuts a source tensor out of them again.
 
 A fused weight is what Hugging Face's fused modules hold: ``[F, K]`` for a dense MLP, ``[E, F, K]`` for experts. The
-target layouts are those of :mod:`hf_neuron_moe.convert.orientations`.
+target layouts are those of :mod:`hf_neuron_moe.convert.layout.orientations`.
 
-E experts, F rows and K columns of one rank's matrix (:mod:`hf_neuron_moe.convert.tensor_parallel`).
+E experts, F rows and K columns of one rank's matrix (:mod:`hf_neuron_moe.convert.layout.tensor_parallel`).
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
-from hf_neuron_moe.convert.codecs import TRANSPOSED_ROWS, copy_transposed, decode, encode
-from hf_neuron_moe.convert.manifest import Piece, WrittenTensor
-from hf_neuron_moe.convert.nonfinite import check_finite, count_nonfinite
-from hf_neuron_moe.convert.options import FORWARD
-from hf_neuron_moe.convert.orientations import (
+from hf_neuron_moe.convert.io.nonfinite import check_finite, count_nonfinite
+from hf_neuron_moe.convert.io.source import nbytes_of
+from hf_neuron_moe.convert.layout.codecs import TRANSPOSED_ROWS, copy_transposed, decode, encode
+from hf_neuron_moe.convert.layout.orientations import (
     BF16_FUSED,
     BF16_KERNEL,
     SCALES,
@@ -27,8 +26,9 @@ from hf_neuron_moe.convert.orientations import (
     matrix_shape,
     stored_forms,
 )
-from hf_neuron_moe.convert.source import nbytes_of
-from hf_neuron_moe.convert.tensor_parallel import FusedWeight, Part, is_gate_up
+from hf_neuron_moe.convert.layout.tensor_parallel import FusedWeight, Part, is_gate_up
+from hf_neuron_moe.convert.manifest import Piece, WrittenTensor
+from hf_neuron_moe.convert.options import FORWARD
 from hf_neuron_moe.errors import public
 
 __all__ = [

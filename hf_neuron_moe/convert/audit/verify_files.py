@@ -14,16 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.convert.bounded import MAX_CONFIG_BYTES, MAX_INDEX_BYTES, read_json
-from hf_neuron_moe.convert.checksums import TensorChecksum
+from hf_neuron_moe.convert.audit.manifest_check import disagreements, fills
 from hf_neuron_moe.convert.config_json import QUANTIZATION_CONFIG, quantization_config
-from hf_neuron_moe.convert.folder import CONFIG_FILE
+from hf_neuron_moe.convert.io.bounded import MAX_CONFIG_BYTES, MAX_INDEX_BYTES, read_json
+from hf_neuron_moe.convert.io.checksums import TensorChecksum
+from hf_neuron_moe.convert.io.folder import CONFIG_FILE
+from hf_neuron_moe.convert.io.side_files import WEIGHT_SUFFIXES, files_below
+from hf_neuron_moe.convert.io.source import read_header
+from hf_neuron_moe.convert.io.tensors import TensorReader, open_tensors
+from hf_neuron_moe.convert.layout.orientations import FORWARD, MOE_WORDS, SCALES, SOURCE
 from hf_neuron_moe.convert.manifest import MANIFEST_FILE, Manifest, WrittenTensor, header_metadata
-from hf_neuron_moe.convert.manifest_check import disagreements, fills
-from hf_neuron_moe.convert.orientations import FORWARD, MOE_WORDS, SCALES, SOURCE
-from hf_neuron_moe.convert.read import TensorReader, open_tensors
-from hf_neuron_moe.convert.side_files import WEIGHT_SUFFIXES, files_below
-from hf_neuron_moe.convert.source import read_header
 from hf_neuron_moe.convert.write import INDEX_OUT
 from hf_neuron_moe.errors import ConversionError, printable, public
 

@@ -13,12 +13,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from hf_neuron_moe.convert.orientations import BF16_KERNEL, BF16_SWIZZLED
+from hf_neuron_moe.convert.layout.orientations import BF16_KERNEL, BF16_SWIZZLED
 from hf_neuron_moe.formats.swizzle import unswizzle
 from hf_neuron_moe.modules.block import stock_slot
 from hf_neuron_moe.modules.frozen_block import DOWN, GATE_UP
 from hf_neuron_moe.patching.discovery import Candidate
-from hf_neuron_moe.quantizers.stored import StoredTensor
+from hf_neuron_moe.quantizers.shard_layouts import StoredTensor
 
 
 class Landing(nn.Module):

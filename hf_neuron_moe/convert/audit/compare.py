@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hf_neuron_moe.convert.audit.operands import StoredOperand, read_operand
+from hf_neuron_moe.convert.io.tensors import TensorReader
+from hf_neuron_moe.convert.layout.orientations import SCALES, SOURCE
+from hf_neuron_moe.convert.layout.tensor_parallel import is_gate_up
 from hf_neuron_moe.convert.manifest import Manifest, WrittenTensor
-from hf_neuron_moe.convert.operands import StoredOperand, read_operand
 from hf_neuron_moe.convert.options import BACKWARD, FORWARD
-from hf_neuron_moe.convert.orientations import SCALES, SOURCE
-from hf_neuron_moe.convert.read import TensorReader
-from hf_neuron_moe.convert.tensor_parallel import is_gate_up
 
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
 

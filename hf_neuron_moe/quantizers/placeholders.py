@@ -14,8 +14,8 @@ from hf_neuron_moe.modules.frozen_experts import FrozenExperts
 from hf_neuron_moe.modules.frozen_mlp import FrozenSwiGLUMLP
 from hf_neuron_moe.patching.apply import Swap, all_slots
 from hf_neuron_moe.patching.discovery import Candidate, discover
-from hf_neuron_moe.quantizers.landing import Landing
-from hf_neuron_moe.quantizers.stored import BF16_LAYOUTS, FORWARD, WHERE, StoredTensor
+from hf_neuron_moe.quantizers.bf16_loader import Landing
+from hf_neuron_moe.quantizers.shard_layouts import BF16_LAYOUTS, FORWARD, WHERE, StoredTensor
 
 _FROZEN = NeuronMoEConfig(precision="mxfp8", backend="torch", weights="stock")
 

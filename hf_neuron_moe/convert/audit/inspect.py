@@ -9,15 +9,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hf_neuron_moe.convert.comparison import Comparison
-from hf_neuron_moe.convert.folder import check_checkpoint
+from hf_neuron_moe.convert.audit.compare import Comparison
+from hf_neuron_moe.convert.audit.manifest_check import disagreements
+from hf_neuron_moe.convert.audit.probe import in_db, number
+from hf_neuron_moe.convert.io.folder import check_checkpoint
+from hf_neuron_moe.convert.io.source import damaged, nbytes_of, read_header, read_source
+from hf_neuron_moe.convert.io.tensors import open_tensors
+from hf_neuron_moe.convert.layout.orientations import SCALES, SOURCE
 from hf_neuron_moe.convert.left import left_facts, left_notes
 from hf_neuron_moe.convert.manifest import MANIFEST_FILE, LeftModule, Manifest, WrittenTensor, load_manifest
-from hf_neuron_moe.convert.manifest_check import disagreements
-from hf_neuron_moe.convert.orientations import SCALES, SOURCE
-from hf_neuron_moe.convert.probe import in_db, number
-from hf_neuron_moe.convert.read import open_tensors
-from hf_neuron_moe.convert.source import damaged, nbytes_of, read_header, read_source
 from hf_neuron_moe.errors import ConfigError, SourceDamageError, printable, public
 
 Progress = Callable[[int, int], None]

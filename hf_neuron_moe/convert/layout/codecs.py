@@ -1,7 +1,8 @@
 """One matrix to its stored tensors and back, in the layouts that are more than a view.
 
-F rows and K columns of the matrix; see :mod:`hf_neuron_moe.convert.orientations` for the layouts. Rows are worked on in
-chunks: a block of values that share a scale lies in one row, so chunks change no bit, and temporaries stay small.
+F rows and K columns of the matrix; the layouts are those of :mod:`hf_neuron_moe.convert.layout.orientations`. Rows are
+worked on in chunks: a block of values that share a scale lies in one row, so chunks change no bit, and temporaries stay
+small.
 """
 
 from __future__ import annotations
@@ -10,8 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from hf_neuron_moe.convert.options import FORWARD
-from hf_neuron_moe.convert.orientations import (
+from hf_neuron_moe.convert.layout.orientations import (
     BF16_SWIZZLED,
     MOE_PACKED_SCALES,
     MX_FUSED_CODES,
@@ -21,7 +21,8 @@ from hf_neuron_moe.convert.orientations import (
     StoredForm,
     moe_precision,
 )
-from hf_neuron_moe.convert.tensor_parallel import Part
+from hf_neuron_moe.convert.layout.tensor_parallel import Part
+from hf_neuron_moe.convert.options import FORWARD
 from hf_neuron_moe.formats.constants import (
     E2M1,
     E4M3FN,

@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import torch
 
-from hf_neuron_moe.convert import disk
-from hf_neuron_moe.convert.checksums import TensorChecksum
-from hf_neuron_moe.convert.commit import sync
-from hf_neuron_moe.convert.source import ITEM_BYTES, nbytes_of
+from hf_neuron_moe.convert.io.checksums import TensorChecksum
+from hf_neuron_moe.convert.io.source import ITEM_BYTES, nbytes_of
+from hf_neuron_moe.convert.transaction import disk
+from hf_neuron_moe.convert.transaction.commit import sync
 
 _DTYPE_RANK = {dtype: rank for rank, dtype in enumerate(ITEM_BYTES)}
 

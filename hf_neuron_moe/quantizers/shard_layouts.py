@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 
 from hf_neuron_moe.backends.mx_weights import NATURAL, SWIZZLED, WORDS, MXLayout
-from hf_neuron_moe.convert.bounded import is_natural, parse_json, record
-from hf_neuron_moe.convert.orientations import (
+from hf_neuron_moe.convert.io.bounded import is_natural, parse_json, record
+from hf_neuron_moe.convert.io.source import SourceTensor, damaged, read_header, read_indexed
+from hf_neuron_moe.convert.layout.orientations import (
     BF16_FUSED,
     BF16_KERNEL,
     BF16_SWIZZLED,
@@ -20,7 +21,6 @@ from hf_neuron_moe.convert.orientations import (
     SCALES,
     SOURCE,
 )
-from hf_neuron_moe.convert.source import SourceTensor, damaged, read_header, read_indexed
 from hf_neuron_moe.convert.write import INDEX_OUT
 from hf_neuron_moe.errors import ConversionError, public
 from hf_neuron_moe.formats.constants import LANES
@@ -60,7 +60,7 @@ class StoredTensor:
 
     Attributes:
         name: its name there.
-        layout: a layout name of :mod:`hf_neuron_moe.convert.orientations`.
+        layout: a layout name of :mod:`hf_neuron_moe.convert.layout.orientations`.
         tensor: its dtype and shape.
         scale_layout: where the scales lie, None for bf16.
         orientation: ``"forward"`` or ``"backward"``.

@@ -26,9 +26,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hf_neuron_moe.convert.layout.tensor_parallel import FusedWeight, PadRule, Part, part_of
 from hf_neuron_moe.convert.manifest import WrittenTensor
 from hf_neuron_moe.convert.options import FORWARD, ConvertOptions
-from hf_neuron_moe.convert.tensor_parallel import FusedWeight, PadRule, Part, part_of
 from hf_neuron_moe.errors import ConversionError, public
 from hf_neuron_moe.formats.constants import MX_BLOCK, PACKED_SLAB_K, PACKED_SLAB_ROWS
 from hf_neuron_moe.formats.moe_mx import PARTITIONS, TILE, padded_intermediate

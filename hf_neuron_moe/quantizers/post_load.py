@@ -14,10 +14,10 @@ from hf_neuron_moe.patching.api import patch_model
 from hf_neuron_moe.patching.apply import PlanItem, all_slots, build, put_in, take_out
 from hf_neuron_moe.patching.discovery import Candidate
 from hf_neuron_moe.patching.lock import one_at_a_time
-from hf_neuron_moe.quantizers.config import NeuronMoEQuantizationConfig
-from hf_neuron_moe.quantizers.landing import give_weights
-from hf_neuron_moe.quantizers.placement import Placement
-from hf_neuron_moe.quantizers.stored import WHERE
+from hf_neuron_moe.quantizers.bf16_loader import give_weights
+from hf_neuron_moe.quantizers.placeholders import Placement
+from hf_neuron_moe.quantizers.quantization_config import NeuronMoEQuantizationConfig
+from hf_neuron_moe.quantizers.shard_layouts import WHERE
 
 
 @public(WHERE)

@@ -7,12 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hf_neuron_moe.convert.folder import check_checkpoint, check_conversion
-from hf_neuron_moe.convert.left import left_facts, left_notes
-from hf_neuron_moe.convert.manifest import MANIFEST_FILE, LeftModule, Manifest, load_manifest
-from hf_neuron_moe.convert.probe import LayerProbe, probe_layers
-from hf_neuron_moe.convert.read import open_tensors
-from hf_neuron_moe.convert.verify_files import (
+from hf_neuron_moe.convert.audit.probe import LayerProbe, probe_layers
+from hf_neuron_moe.convert.audit.verify_files import (
     check_coverage,
     check_files,
     check_finite,
@@ -20,6 +16,10 @@ from hf_neuron_moe.convert.verify_files import (
     check_strays,
     readable_files,
 )
+from hf_neuron_moe.convert.io.folder import check_checkpoint, check_conversion
+from hf_neuron_moe.convert.io.tensors import open_tensors
+from hf_neuron_moe.convert.left import left_facts, left_notes
+from hf_neuron_moe.convert.manifest import MANIFEST_FILE, LeftModule, Manifest, load_manifest
 from hf_neuron_moe.errors import ConversionError, printable, public
 
 Progress = Callable[[int, int], None]

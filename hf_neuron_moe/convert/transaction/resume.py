@@ -1,8 +1,8 @@
 """What an unfinished conversion remembers, so that another run can go on with it.
 
-The partial folder (:mod:`hf_neuron_moe.convert.commit`) says which conversion it belongs to. A finished shard has a
-record with the checksums of its tensors; the record is written after the shard has its name and is on the disk. A run
-that goes on reads such a shard once and compares: only bytes that are right are kept.
+The partial folder (see ``commit``) says which conversion it belongs to. A finished shard has a record with the
+checksums of its tensors; the record is written after the shard has its name and is on the disk. A resumed run reads
+such a shard once and compares: only bytes that are right are kept.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from hf_neuron_moe._version import __version__
-from hf_neuron_moe.convert import disk
-from hf_neuron_moe.convert.bounded import MAX_MANIFEST_BYTES, read_json, record
-from hf_neuron_moe.convert.commit import FOLDER, MARKER_FILE, empty, give_up, held, partial_of, put_back
+from hf_neuron_moe.convert.io.bounded import MAX_MANIFEST_BYTES, read_json, record
+from hf_neuron_moe.convert.io.side_files import make_parents
 from hf_neuron_moe.convert.options import ConvertOptions
 from hf_neuron_moe.convert.plan import ConversionPlan
-from hf_neuron_moe.convert.side_files import make_parents
+from hf_neuron_moe.convert.transaction import disk
+from hf_neuron_moe.convert.transaction.commit import FOLDER, MARKER_FILE, empty, give_up, held, partial_of, put_back
 from hf_neuron_moe.errors import DestinationError
 
 DONE = "done"

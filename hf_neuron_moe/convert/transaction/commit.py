@@ -20,9 +20,9 @@ from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 
-from hf_neuron_moe.convert import disk
+from hf_neuron_moe.convert.io.tensors import CHUNK_BYTES
 from hf_neuron_moe.convert.manifest import MANIFEST_FILE
-from hf_neuron_moe.convert.read import CHUNK_BYTES
+from hf_neuron_moe.convert.transaction import disk
 from hf_neuron_moe.errors import DestinationError, DiskError
 
 MARKER_FILE = ".hf-neuron-moe-partial"

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from hf_neuron_moe.convert.comparison import Block, Comparison, Pair, blocks_of, floor_db, sqnr_db
+from hf_neuron_moe.convert.audit.compare import Block, Comparison, Pair, blocks_of, floor_db, sqnr_db
+from hf_neuron_moe.convert.io.tensors import TensorReader
 from hf_neuron_moe.convert.manifest import Manifest
 from hf_neuron_moe.convert.options import FORWARD
-from hf_neuron_moe.convert.read import TensorReader
 
 TOKENS = 4
 """Random input vectors of a probed layer."""

@@ -40,7 +40,7 @@ def register(registry: ModuleType) -> None:
     Args:
         registry: the loaded module ``transformers.quantizers.auto``.
     """
-    from hf_neuron_moe.quantizers.config import NeuronMoEQuantizationConfig
+    from hf_neuron_moe.quantizers.quantization_config import NeuronMoEQuantizationConfig
     from hf_neuron_moe.quantizers.quantizer import NeuronMoEQuantizer
 
     if QUANT_METHOD not in registry.AUTO_QUANTIZATION_CONFIG_MAPPING:

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from hf_neuron_moe.convert import disk
-from hf_neuron_moe.convert.source import ITEM_BYTES, SourceTensor, damaged, read_header
+from hf_neuron_moe.convert.io.source import ITEM_BYTES, SourceTensor, damaged, read_header
+from hf_neuron_moe.convert.transaction import disk
 
 CHUNK_BYTES = 1 << 20
 """Bytes read at a time where they are only passed on: what fits a core's cache."""

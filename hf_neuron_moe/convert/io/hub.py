@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from hf_neuron_moe.convert.source import INDEX_FILE, SINGLE_FILE, inside, read_index
+from hf_neuron_moe.convert.io.source import INDEX_FILE, SINGLE_FILE, inside, read_index
 from hf_neuron_moe.errors import SourceDamageError
 
 _HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*?)(?:@(?P<revision>[\w./-]+))?")

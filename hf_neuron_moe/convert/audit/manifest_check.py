@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from hf_neuron_moe.convert.layout.orientations import SOURCE, stored_forms
+from hf_neuron_moe.convert.layout.relayout import TORCH_DTYPES
+from hf_neuron_moe.convert.layout.tensor_parallel import FusedWeight, is_gate_up
 from hf_neuron_moe.convert.manifest import Manifest, Piece, WrittenTensor
 from hf_neuron_moe.convert.options import ConvertOptions
-from hf_neuron_moe.convert.orientations import SOURCE, stored_forms
-from hf_neuron_moe.convert.relayout import TORCH_DTYPES
-from hf_neuron_moe.convert.tensor_parallel import FusedWeight, is_gate_up
 from hf_neuron_moe.errors import NeuronMoEError
 
 Found = list[tuple[str, str]]
