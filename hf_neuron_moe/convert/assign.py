@@ -52,35 +52,22 @@ _NUMBER = re.compile(r"[0-9]+")
 
 @dataclass
 class Assignment:
-    """The on-disk tensors that make up one in-memory tensor.
+    """The on-disk tensors that make up one in-memory tensor."""
 
-    Attributes:
-        target: name in the model's ``state_dict``.
-        converter: transformers' converter, or None where one on-disk tensor is the parameter itself.
-        sources: on-disk tensors by the converter's source pattern (``""`` without a converter), in natural order.
-    """
-
-    target: str
+    target: str  # Name in the model's ``state_dict``
     converter: WeightConverter | None
+    """transformers' converter, or None where one on-disk tensor is the parameter itself."""
     sources: dict[str, list[SourceTensor]] = field(default_factory=dict)
+    """On-disk tensors by the converter's source pattern (``""`` without a converter), in natural order."""
 
 
 def build_meta_model(directory: Path, source: SourceCheckpoint | None = None) -> PreTrainedModel:
     """Build the checkpoint's model without memory for its weights.
 
     Whatever attention and experts implementation ``config.json`` names, it is built with eager attention and with
-    transformers' own choice for experts: a checkpoint does not choose code that is run here.
-
-    Args:
-        directory: folder with ``config.json``.
-        source: its weights, where they were read. More layers or experts than they have are refused before they are
-            built; without `source`, the names in the folder's index or single file are asked.
-
-    Raises:
-        SourceDamageError: there is no such folder, or its ``config.json`` is no JSON object in UTF-8, or a link that
-            leaves the folder.
-        ConversionError: it is a conversion, or its ``config.json`` is missing, describes an
-            unknown model or one that cannot be, or is already quantised.
+    transformers' own choice for experts: a checkpoint does not choose code that is run here. More layers or experts
+    than the weights of `source` have are refused before they are built; without it, the names in the folder's index or
+    single file are asked.
     """
     check_checkpoint(directory)
     config, content = _read_config(directory, source)
@@ -96,15 +83,7 @@ def build_meta_model(directory: Path, source: SourceCheckpoint | None = None) ->
 
 
 def build_converted_model(directory: Path) -> PreTrainedModel:
-    """Build a conversion's model as its source's was, without memory for its weights.
-
-    Args:
-        directory: folder that ``convert`` wrote.
-
-    Raises:
-        SourceDamageError: its ``config.json`` is no JSON object in UTF-8, or a link that leaves the folder.
-        ConversionError: ``config.json`` is missing, or describes an unknown model or one that cannot be.
-    """
+    """Build a conversion's model as its source's was, without memory for its weights."""
     check_model(directory)
     config, content = _read_config(directory)
     return _on_meta(directory / CONFIG_FILE, config, content)
@@ -155,9 +134,6 @@ def assign_sources(model: PreTrainedModel, source: SourceCheckpoint) -> tuple[di
 
     Returns:
         Assignments by in-memory name, and the on-disk names that transformers knows and ignores.
-
-    Raises:
-        ConversionError: a tensor belongs nowhere, two claim one place, or a parameter has none.
     """
     transforms = get_model_conversion_mapping(model)
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]

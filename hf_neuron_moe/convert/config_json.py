@@ -46,9 +46,6 @@ def rewritten_files(plan: ConversionPlan) -> tuple[dict[str, bytes], dict[str, s
     Returns:
         Content by name, and the source's text by the same names (None for a file that it does not have): the latter is
         ``Manifest.replaced_files``.
-
-    Raises:
-        SourceDamageError: such a file of the source is not text in UTF-8, or ``config.json`` is no JSON object.
     """
     directory = plan.source.directory
     before: dict[str, str | None] = {CONFIG_FILE: _text(directory / CONFIG_FILE)}

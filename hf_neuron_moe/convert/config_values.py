@@ -44,19 +44,12 @@ _DTYPES = ("dtype", "torch_dtype")
 
 @dataclass(frozen=True)
 class Wrong:
-    """A value that no model has.
+    """A value that no model has."""
 
-    Attributes:
-        field: its place in ``config.json``, such as ``vision_config.depth``.
-        expected: the rule.
-        got: the value, cut.
-        remedy: what to do.
-    """
-
-    field: str
+    field: str  # Its place in ``config.json``, such as ``vision_config.depth``
     expected: str
-    got: str
-    remedy: str = "Correct it, or take config.json from where the weights came from."
+    got: str  # The value, cut
+    remedy: str = "Correct it, or take config.json from where the weights came from."  # What to do
 
 
 def wrong_value(content: dict[str, Any]) -> Wrong | None:

@@ -47,11 +47,7 @@ class Room:
 
 
 def room_of(source: SourceCheckpoint) -> Room:
-    """Return the room that a checkpoint's weights have: layers have numbers in names, experts have tensors or an axis.
-
-    Args:
-        source: its tensors.
-    """
+    """Return the room that a checkpoint's weights have: numbers in names for layers, tensors or an axis for experts."""
     return Room(_layers_of(source.tensors), _experts_of(source.tensors.values()), by_weights=True)
 
 
@@ -59,9 +55,6 @@ def room_in(directory: Path) -> Room:
     """Return the room that the weights in a folder have, as far as its index or single file can be read.
 
     What needs no weights works with an index alone, with damaged weights, and without any: then by fixed limits.
-
-    Args:
-        directory: the folder.
     """
     try:
         if (directory / INDEX_FILE).is_file():
@@ -75,12 +68,7 @@ def room_in(directory: Path) -> Room:
 
 
 def excess(content: Any, room: Room) -> Wrong | None:
-    """Return the first number of layers or experts in a configuration that is more than there is room for.
-
-    Args:
-        content: ``config.json``, parsed.
-        room: what its weights can fill.
-    """
+    """Return the first number of layers or experts in a configuration that is more than there is room for."""
     for place, name, number in numbers(content):
         if isinstance(number, float) and number.is_integer():
             number = int(number)

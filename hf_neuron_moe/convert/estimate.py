@@ -52,33 +52,20 @@ NO_CHECKSUM = "0" * 64
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a conversion will cost.
+    """What a conversion will cost."""
 
-    Attributes:
-        files: bytes of every file that will be written.
-        output_bytes: their sum.
-        converted_weights: weights that change their layout.
-        copied_tensors: tensors that do not.
-        source_bytes: bytes of tensors to read.
-        workers: threads that will work: fewer than asked for where their memory together would be too much.
-        peak_memory_bytes: largest memory that no file backs.
-        compute_seconds: reading, checksums and layouts.
-        disk_seconds: carrying the output to the destination's disk, at the speed it has now.
-        exact: whether `files` are exact. The manifest counts the values that bf16 does not hold, and for sources wider
-            than bf16 that number is known only afterwards: it may then be some bytes longer.
-        left: modules that stay in their source form.
-    """
-
-    files: dict[str, int]
+    files: dict[str, int]  # Bytes of every file that will be written
     output_bytes: int
-    converted_weights: int
-    copied_tensors: int
-    source_bytes: int
-    workers: int
-    peak_memory_bytes: int
-    compute_seconds: float
-    disk_seconds: float
+    converted_weights: int  # Weights that change their layout
+    copied_tensors: int  # Tensors that do not
+    source_bytes: int  # Bytes of tensors to read
+    workers: int  # Threads that will work: fewer than asked for where their memory together would be too much
+    peak_memory_bytes: int  # Largest memory that no file backs
+    compute_seconds: float  # Reading, checksums and layouts
+    disk_seconds: float  # Carrying the output to the destination's disk, at the speed it has now
     exact: bool
+    """Whether `files` are exact. The manifest counts the values that bf16 does not hold, and for sources wider than
+    bf16 that number is known only afterwards: it may then be some bytes longer."""
     left: dict[str, LeftModule] = field(default_factory=dict)
 
     @property
@@ -122,17 +109,8 @@ def estimate_conversion(
 ) -> Estimate:
     """Say what :func:`hf_neuron_moe.convert.convert_checkpoint` would write, without writing it.
 
-    Args:
-        source: as there; so are the other arguments.
-        destination: its disk is measured with a file that has no name and is gone afterwards.
-        options: what to write.
-        force: whether an earlier conversion at `destination` would be replaced.
-        workers: threads, one per core if None.
-        part: only this part's shards are counted.
-        strict: refuse a model of which a module would stay in its source form.
-
-    Raises:
-        ConversionError: what the conversion would refuse before it writes.
+    Arguments are those of ``convert_checkpoint``. The destination's disk is measured with a file that has no name and
+    is gone afterwards; of a `part`, only its shards are counted.
     """
     start = time.perf_counter()
     check_part(part)

@@ -72,10 +72,6 @@ def make_shards(
         whole: `shards` are all of the plan's; checksums of the shards and of every source file are told too.
         only_check: leave out what is not finished.
         on_nonfinite: ``"error"`` refuses NaN and infinite weights, ``"keep"`` takes them.
-
-    Raises:
-        SourceDamageError: a source file is damaged, or changed while it was read.
-        OSError: the operating system refused a call.
     """
     with open_tensors(plan.source.directory) as reader, working(workers_for(plan, workers)) as pool:
         report = progress or (lambda done, total: None)

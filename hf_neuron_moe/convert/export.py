@@ -32,17 +32,13 @@ NOTE_FILE = "neuron_moe_export.json"
 
 @dataclass(frozen=True)
 class ExportReport:
-    """What came back.
+    """What came back."""
 
-    Attributes:
-        tensors: number of tensors written.
-        inexact: source tensors whose values are not the original's bits: they went through quantisation or rounding.
-        statement: sentences that say what of those cannot come back, and why; empty where everything did.
-    """
-
-    tensors: int
+    tensors: int  # Number of tensors written
     inexact: tuple[str, ...]
+    """Source tensors whose values are not the original's bits: they went through quantisation or rounding."""
     statement: tuple[str, ...] = ()
+    """Sentences that say what of those cannot come back, and why; empty where everything did."""
 
     def to_dict(self) -> dict[str, Any]:
         """What ``--json`` prints."""
@@ -131,11 +127,7 @@ class _Checksums:
 
     @public("export")
     def compare(self, files: Iterable[str]) -> None:
-        """Check those of the shards that were not checked before.
-
-        Raises:
-            SourceDamageError: a shard's bytes are not those that were written; the message names the tensor.
-        """
+        """Check those of the shards that were not checked before."""
         for file in files:
             tensors = self._left.pop(file, None)
             if tensors is None:
@@ -168,11 +160,7 @@ def _restore(piece: Piece, tensors: list[WrittenTensor], reader: TensorReader) -
 
 @public("export")
 def _check_files(converted: Path, manifest: Manifest) -> dict[str, list[WrittenTensor]]:
-    """Compare shards with the manifest and group its tensors by weight.
-
-    Raises:
-        ConversionError: a shard or the manifest is damaged, or they do not agree.
-    """
+    """Compare shards with the manifest and group its tensors by weight."""
     stored: dict[str, list[WrittenTensor]] = {}
     expected: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
     for tensor in manifest.tensors:

@@ -41,11 +41,7 @@ def left_notes(left: Left | None) -> list[str]:
 
 @public("convert")
 def check_nothing_left(left: Left) -> None:
-    """Refuse a conversion that would leave modules in their source form, for ``strict``.
-
-    Raises:
-        ConversionError: there are some.
-    """
+    """Refuse a conversion that would leave modules in their source form, for ``strict``."""
     if not left:
         return
     raise ConversionError.about(

@@ -22,36 +22,29 @@ BACKWARD = "backward"
 
 @dataclass(frozen=True)
 class ConvertOptions:
-    """What to make of the MLP and expert weights.
-
-    Attributes:
-        precision: ``"bf16"``; ``"mxfp8"``, e4m3 codes with one scale byte per 32 values of the contraction axis; or
-            ``"mxfp4"``, e2m1 codes likewise, which only the inference kernels of experts take.
-        layout: ``"fused"`` keeps Hugging Face's axis order, ``"kernel"`` takes the kernels'.
-        max_shard_bytes: a shard is closed before it would grow beyond this; a larger weight gets its own.
-        swizzle: whether operands are interleaved as the MLP kernels read them. None: wherever the kernels need it, that
-            is for MX in kernel layout. True also stores dense bf16 weights so (the MLP forward's pre-swizzled mode).
-        scales: where block scales lie (:mod:`hf_neuron_moe.formats.scales`). None: compact in fused layout, packed for
-            the MLP kernels, and one row per 8 partitions for ``moe_cte``.
-        scale_rule: how a block's scale follows from its largest value; None: ``"neuron"`` for MXFP8 and ``"floor"`` for
-            MXFP4 (:func:`hf_neuron_moe.formats.quantize_moe_gate_up` says why).
-        purpose: ``"inference"`` writes what forward reads, and experts in MX kernel layout as ``moe_cte`` takes them;
-            ``"training"`` and ``"lora"`` add the transposed MX operands that the gradient of a block's input needs (a
-            weight's own gradient needs none, so that both write the same). None: ``"training"``, and ``"inference"``
-            for MXFP4.
-        tp_degree: ranks among which the I axis of every converted weight is split.
-        pad: add zeros to H and I up to the sizes that the kernels take.
-    """
+    """What to make of the MLP and expert weights."""
 
     precision: str = "bf16"
-    layout: str = "kernel"
+    """``"bf16"``; ``"mxfp8"``, e4m3 codes with one scale byte per 32 values of the contraction axis; or ``"mxfp4"``,
+    e2m1 codes likewise, which only the inference kernels of experts take."""
+    layout: str = "kernel"  # ``"fused"`` keeps Hugging Face's axis order, ``"kernel"`` takes the kernels'
     max_shard_bytes: int = 5_000_000_000
+    """A shard is closed before it would grow beyond this; a larger weight gets its own."""
     swizzle: bool | None = field(default=None, kw_only=True)
+    """Whether operands are interleaved as the MLP kernels read them. None: wherever the kernels need it, that is for MX
+    in kernel layout. True also stores dense bf16 weights so (the MLP forward's pre-swizzled mode)."""
     scales: str | None = field(default=None, kw_only=True)
+    """Where block scales lie (:mod:`hf_neuron_moe.formats.scales`). None: compact in fused layout, packed for the MLP
+    kernels, and one row per 8 partitions for ``moe_cte``."""
     scale_rule: str | None = field(default=None, kw_only=True)
+    """How a block's scale follows from its largest value; None: ``"neuron"`` for MXFP8 and ``"floor"`` for MXFP4
+    (:func:`hf_neuron_moe.formats.quantize_moe_gate_up` says why)."""
     purpose: str | None = field(default=None, kw_only=True)
-    tp_degree: int = field(default=1, kw_only=True)
-    pad: bool = field(default=False, kw_only=True)
+    """``"inference"`` writes what forward reads, and experts in MX kernel layout as ``moe_cte`` takes them;
+    ``"training"`` and ``"lora"`` add the transposed MX operands that the gradient of a block's input needs (a weight's
+    own gradient needs none, so that both write the same). None: ``"training"``, and ``"inference"`` for MXFP4."""
+    tp_degree: int = field(default=1, kw_only=True)  # Ranks among which the I axis of every converted weight is split
+    pad: bool = field(default=False, kw_only=True)  # Add zeros to H and I up to the sizes that the kernels take
 
     def __post_init__(self) -> None:
         _choice("precision", self.precision, PRECISIONS)

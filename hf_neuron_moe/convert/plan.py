@@ -25,23 +25,14 @@ from hf_neuron_moe.patching.discovery import EXPERTS, MLP, Candidate, discover
 
 @dataclass(frozen=True)
 class ConversionPlan:
-    """Everything a conversion will do.
-
-    Attributes:
-        source: the checkpoint to read.
-        options: what to make of it.
-        weights: weights to convert, by name.
-        copied: tensors copied unchanged, by name.
-        tensors: every tensor to write, with its shard; no checksums yet.
-        left: modules that stay in their source form although they look like MLPs or experts.
-    """
+    """Everything a conversion will do."""
 
     source: SourceCheckpoint
-    options: ConvertOptions
+    options: ConvertOptions  # What to make of it
     weights: dict[str, FusedWeight]
-    copied: dict[str, SourceTensor]
-    tensors: tuple[WrittenTensor, ...]
-    left: dict[str, LeftModule]
+    copied: dict[str, SourceTensor]  # Tensors copied unchanged, by name
+    tensors: tuple[WrittenTensor, ...]  # Every tensor to write, with its shard; no checksums yet
+    left: dict[str, LeftModule]  # Modules that stay in their source form although they look like MLPs or experts
 
     @property
     def output_bytes(self) -> int:
@@ -56,15 +47,7 @@ class ConversionPlan:
 
 @public("convert")
 def plan_conversion(directory: Path, options: ConvertOptions) -> ConversionPlan:
-    """Plan the conversion of a local checkpoint folder.
-
-    Args:
-        directory: holds ``config.json`` and safetensors files.
-        options: target precision and layout.
-
-    Raises:
-        ConversionError: the checkpoint is damaged, does not fit its configuration, or has nothing to convert.
-    """
+    """Plan the conversion of a local checkpoint folder."""
     check_checkpoint(directory)
     source = read_source(directory)
     model = build_meta_model(directory, source=source)

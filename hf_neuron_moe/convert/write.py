@@ -153,16 +153,8 @@ def _check_space(job: Job, shards: dict[str, list[WrittenTensor]]) -> None:
 def finished_manifest(plan: ConversionPlan, destination: Path, *, force: bool = False) -> Manifest | None:
     """The manifest at `destination` where it is the very result of `plan`, of the source's very bytes; else None.
 
-    A run that was killed after its last step leaves such a destination, and a partial folder to clear away.
-
-    Args:
-        plan: the conversion.
-        destination: where its result may be.
-        force: whether a damaged result may be replaced; it then counts as none.
-
-    Raises:
-        DestinationError: it was the result of `plan`, but a file is missing or has other bytes by now; or its manifest
-            is damaged.
+    A run that was killed after its last step leaves such a destination, and a partial folder to clear away. With
+    `force`, a damaged result counts as none.
     """
     if not (destination / MANIFEST_FILE).is_file():
         return None

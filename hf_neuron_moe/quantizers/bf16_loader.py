@@ -24,9 +24,7 @@ from hf_neuron_moe.quantizers.shard_layouts import StoredTensor
 class Landing(nn.Module):
     """Stands in for `candidate`'s module while weights are loaded.
 
-    Args:
-        candidate: the module and what it is.
-        tensors: converted tensors by role, ``gate_up_proj`` and ``down_proj``.
+    `tensors` are converted tensors by role, ``gate_up_proj`` and ``down_proj``.
     """
 
     def __init__(self, candidate: Candidate, tensors: Mapping[str, StoredTensor]) -> None:

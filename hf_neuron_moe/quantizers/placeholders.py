@@ -22,32 +22,18 @@ _FROZEN = NeuronMoEConfig(precision="mxfp8", backend="torch", weights="stock")
 
 @dataclass
 class Placement:
-    """Stand-ins in a model.
-
-    Attributes:
-        frozen: blocks that stay, with the modules they stand in for.
-        landings: those that make way for the original modules again.
-        swaps: bf16 blocks that were patched because they lie beside frozen ones.
-        names: in-memory names of all converted tensors.
-    """
+    """Stand-ins in a model."""
 
     frozen: list[tuple[FrozenBlock, Candidate]] = field(default_factory=list)
-    landings: list[Landing] = field(default_factory=list)
-    swaps: list[Swap] = field(default_factory=list)
-    names: set[str] = field(default_factory=set)
+    """Blocks that stay, with the modules they stand in for."""
+    landings: list[Landing] = field(default_factory=list)  # Those that make way for the original modules again
+    swaps: list[Swap] = field(default_factory=list)  # Bf16 blocks that were patched because they lie beside frozen ones
+    names: set[str] = field(default_factory=set)  # In-memory names of all converted tensors
 
 
 @public(WHERE)
 def place(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> Placement:
-    """Replace every module whose weights are stored converted.
-
-    Args:
-        model: as transformers makes it, on the meta device.
-        stored: the checkpoint's converted tensors by name.
-
-    Raises:
-        ConversionError: a converted tensor belongs to no module, or does not fit the model's sizes.
-    """
+    """Replace every module whose weights are stored converted."""
     placement, placed = Placement(), set()
     told: set[str] = set()
     slots = all_slots(model)

@@ -22,17 +22,7 @@ from hf_neuron_moe.quantizers.shard_layouts import WHERE
 
 @public(WHERE)
 def finish(model: PreTrainedModel, placement: Placement, options: NeuronMoEQuantizationConfig) -> None:
-    """Settle the frozen blocks, and put the original modules back where bf16 weights landed, patched.
-
-    Args:
-        model: the loaded model.
-        placement: its stand-ins.
-        options: what the checkpoint is.
-
-    Raises:
-        ConversionError: a converted tensor was not loaded.
-        UnsupportedModelError: bf16 weights were spread over several devices.
-    """
+    """Settle the frozen blocks, and put the original modules back where bf16 weights landed, patched."""
     model.config.__dict__.pop("transformers_weights", None)
     for stand_in in (*(block for block, _ in placement.frozen), *placement.landings):
         missing = [name for name, tensor in stand_in.state_dict(keep_vars=True).items() if tensor.is_meta]
@@ -71,10 +61,7 @@ def finish(model: PreTrainedModel, placement: Placement, options: NeuronMoEQuant
 def dequantize(model: PreTrainedModel, placement: Placement, dtype: torch.dtype) -> None:
     """Turn a frozen base into an ordinary model that has the codes' values as weights.
 
-    Args:
-        model: a model that :func:`finish` has finished.
-        placement: its stand-ins.
-        dtype: dtype of the weights; bf16 and wider hold MX values exactly, as far as their exponents reach.
+    bf16 and wider dtypes hold MX values exactly, as far as their exponents reach.
     """
     slots = all_slots(model)
     for block, candidate in placement.frozen:

@@ -25,9 +25,6 @@ class NeuronMoEQuantizationConfig(QuantizationConfigMixin):
         tp_degree: number of tensor-parallel ranks the tensors are split among.
         quant_method: ``"neuron_moe"``.
         **options: the conversion's other options, kept as they are.
-
-    Raises:
-        ConfigError: unknown precision, or the method is another one.
     """
 
     @public("quantization_config")

@@ -38,11 +38,7 @@ class NeuronMoEQuantizer(HfQuantizer):
 
     @public(_WHERE)
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse to quantise while loading, and parts of tensor-parallel ranks.
-
-        Raises:
-            UnsupportedModelError: as said.
-        """
+        """Refuse to quantise while loading, and parts of tensor-parallel ranks."""
         if not self.pre_quantized:
             raise UnsupportedModelError.about(
                 "quantization_config",
@@ -61,11 +57,7 @@ class NeuronMoEQuantizer(HfQuantizer):
 
     @public(_WHERE)
     def update_device_map(self, device_map: Any) -> Any:
-        """Refuse places that the blocks cannot be in.
-
-        Raises:
-            UnsupportedModelError: the disk, or several devices for bf16 layouts, whose blocks are patched afterwards.
-        """
+        """Refuse places that the blocks cannot be in."""
         places = {str(place) for place in device_map.values()} if isinstance(device_map, dict) else set()
         if "disk" in places or (self.quantization_config.dequantize and len(places) > 1):
             raise UnsupportedModelError.about(
@@ -81,9 +73,6 @@ class NeuronMoEQuantizer(HfQuantizer):
 
         Its own name keeps transformers without this package, which only warns of a method it does not know, from
         loading the tensors as if they were in its layouts.
-
-        Raises:
-            ConversionError: index or headers of a local folder are damaged, disagree, or lead out of it.
         """
         from hf_neuron_moe.convert.write import INDEX_OUT
         from hf_neuron_moe.quantizers.shard_layouts import check_folder
@@ -141,11 +130,7 @@ class NeuronMoEQuantizer(HfQuantizer):
 
     @public("save_pretrained")
     def is_serializable(self) -> bool:
-        """Refuse ``save_pretrained`` of frozen weights: they never change, and their folder exists.
-
-        Raises:
-            UnsupportedModelError: always; models loaded from bf16 layouts have no quantizer any more.
-        """
+        """Refuse ``save_pretrained`` of frozen weights: they never change, and their folder exists."""
         raise UnsupportedModelError.about(
             "model",
             "one with weights of its own",

@@ -35,11 +35,7 @@ def _wait() -> None:
 
 
 def register(registry: ModuleType) -> None:
-    """Add the quantizer and its configuration to transformers' tables, where they are not yet.
-
-    Args:
-        registry: the loaded module ``transformers.quantizers.auto``.
-    """
+    """Add the quantizer and its configuration to transformers' tables, where they are not yet."""
     from hf_neuron_moe.quantizers.quantization_config import NeuronMoEQuantizationConfig
     from hf_neuron_moe.quantizers.quantizer import NeuronMoEQuantizer
 

@@ -56,25 +56,15 @@ _V1_SCALES = {MX_FUSED_CODES: "compact", MX_KERNEL_CODES: "packed"}
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One converted tensor of a shard.
+    """One converted tensor of a shard."""
 
-    Attributes:
-        name: its name there.
-        layout: a layout name of :mod:`hf_neuron_moe.convert.layout.orientations`.
-        tensor: its dtype and shape.
-        scale_layout: where the scales lie, None for bf16.
-        orientation: ``"forward"`` or ``"backward"``.
-        tp_rank: rank whose part it is.
-        padding: zeros at the end of its H and I axes.
-    """
-
-    name: str
-    layout: str
-    tensor: FrozenTensor
-    scale_layout: str | None = None
-    orientation: str = FORWARD
-    tp_rank: int | None = None
-    padding: Mapping[str, int] = field(default_factory=dict)
+    name: str  # Its name there
+    layout: str  # A layout name of :mod:`hf_neuron_moe.convert.layout.orientations`
+    tensor: FrozenTensor  # Its dtype and shape
+    scale_layout: str | None = None  # Where the scales lie, None for bf16
+    orientation: str = FORWARD  # ``"forward"`` or ``"backward"``
+    tp_rank: int | None = None  # Rank whose part it is
+    padding: Mapping[str, int] = field(default_factory=dict)  # Zeros at the end of its H and I axes
 
     def sizes(self, *, gate_up: bool) -> tuple[int, int]:
         """Return the H and I of the network it belongs to, as it is stored; the tensor is one of values or codes."""
@@ -92,11 +82,7 @@ class StoredTensor:
 
     @public(WHERE)
     def mx_layout(self, *, gate_up: bool) -> MXLayout:
-        """How the codes are stored; the tensor is one of codes.
-
-        Raises:
-            ConversionError: a layout this version does not know.
-        """
+        """How the codes are stored; the tensor is one of codes."""
         scales = self.scale_layout or _V1_SCALES.get(self.layout, "")
         if self.layout == MX_FUSED_CODES:
             return MXLayout(arrangement=NATURAL, scales=scales)
@@ -128,15 +114,7 @@ class _Fact:
 
 @public(WHERE)
 def read_stored(files: Iterable[str]) -> dict[str, StoredTensor]:
-    """Describe the converted tensors of some shards, by name; copied tensors are left out.
-
-    Args:
-        files: paths of safetensors files.
-
-    Raises:
-        SourceDamageError: a file is missing or its header is damaged.
-        ConversionError: a file does not say how its tensors are stored, or holds a single rank's part.
-    """
+    """Describe the converted tensors of some shards, by name; copied tensors are left out."""
     stored: dict[str, StoredTensor] = {}
     for path in files:
         tensors, metadata = read_header(Path(path))
@@ -150,12 +128,7 @@ def read_stored(files: Iterable[str]) -> dict[str, StoredTensor]:
 
 @public(WHERE)
 def check_folder(directory: Path) -> None:
-    """Check the index and the headers of a conversion before transformers follows them.
-
-    Raises:
-        SourceDamageError: they are damaged, disagree, or lead out of the folder.
-        ConversionError: a file does not say how its tensors are stored, or holds a single rank's part.
-    """
+    """Check the index and the headers of a conversion before transformers follows them."""
     found = read_indexed(directory, INDEX_OUT)
     if found.index_metadata is None:
         raise damaged(f"{INDEX_OUT}: metadata", "an object", "none")

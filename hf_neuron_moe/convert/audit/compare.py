@@ -62,19 +62,12 @@ def sqnr_db(expected: Tensor, got: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Pair:
-    """What should be stored and what is.
+    """What should be stored and what is."""
 
-    Attributes:
-        name: tensor that stores it.
-        wanted: the original's values ``[F, K]`` in the operand's orientation, in the source's dtype.
-        held: the operand's values without its padding, fp32 ``[F, K]``.
-        stray: number of values in the padding that are not zero.
-    """
-
-    name: str
-    wanted: Tensor
-    held: Tensor
-    stray: int
+    name: str  # Tensor that stores it
+    wanted: Tensor  # The original's values ``[F, K]`` in the operand's orientation, in the source's dtype
+    held: Tensor  # The operand's values without its padding, fp32 ``[F, K]``
+    stray: int  # Number of values in the padding that are not zero
 
     @property
     def sqnr(self) -> float:
@@ -84,17 +77,11 @@ class Pair:
 
 @dataclass(frozen=True)
 class Block:
-    """A gate_up and a down weight that belong together: one MLP, or the experts of one layer.
+    """A gate_up and a down weight that belong together: one MLP, or the experts of one layer."""
 
-    Attributes:
-        name: their common prefix, without the last dot.
-        gate_up: name of the gate_up weight.
-        down: name of the down weight.
-    """
-
-    name: str
-    gate_up: str
-    down: str
+    name: str  # Their common prefix, without the last dot
+    gate_up: str  # Name of the gate_up weight
+    down: str  # Name of the down weight
 
 
 def blocks_of(manifest: Manifest) -> list[Block]:

@@ -28,28 +28,18 @@ MAX_CELL = 300
 
 @dataclass(frozen=True)
 class TensorFacts:
-    """One tensor.
-
-    Attributes:
-        name: its name in the file.
-        file: the file.
-        dtype: safetensors dtype.
-        shape: shape as stored.
-        nbytes: bytes of data.
-        layout: how its values lie.
-        details: orientation, rank, scale layout and padding, where they say something.
-        sqnr: signal to noise in dB against the source: the least of its experts. Infinite where equal, None where not
-            compared.
-    """
+    """One tensor."""
 
     name: str
     file: str
-    dtype: str
-    shape: tuple[int, ...]
+    dtype: str  # Safetensors dtype
+    shape: tuple[int, ...]  # Shape as stored
     nbytes: int
-    layout: str
-    details: str = ""
+    layout: str  # How its values lie
+    details: str = ""  # Orientation, rank, scale layout and padding, where they say something
     sqnr: float | None = None
+    """Signal to noise in dB against the source: the least of its experts. Infinite where equal, None where not
+    compared."""
 
     def to_dict(self) -> dict[str, Any]:
         """What ``--json`` prints."""
@@ -58,21 +48,14 @@ class TensorFacts:
 
 @dataclass(frozen=True)
 class InspectReport:
-    """A checkpoint's contents.
-
-    Attributes:
-        directory: the folder.
-        kind: ``"conversion"`` or ``"checkpoint"``.
-        options: the conversion's options; empty for a checkpoint.
-        tensors: every tensor.
-        left: modules that the conversion left in their source form; None for a checkpoint, and where it is not known.
-    """
+    """A checkpoint's contents."""
 
     directory: Path
-    kind: str
+    kind: str  # ``"conversion"`` or ``"checkpoint"``
     options: dict[str, Any]
     tensors: tuple[TensorFacts, ...]
     left: dict[str, LeftModule] | None = None
+    """Modules that the conversion left in their source form; None for a checkpoint, and where it is not known."""
 
     @property
     def layouts(self) -> dict[str, dict[str, int]]:
@@ -135,11 +118,6 @@ def inspect_checkpoint(
         directory: the folder.
         source: the checkpoint that a conversion was made of; every converted tensor is then compared with it.
         progress: called with bytes compared and bytes in all.
-
-    Raises:
-        SourceDamageError: files are missing or damaged, or the source's are not those that were converted.
-        ConversionError: neither a conversion nor a checkpoint.
-        ConfigError: `source` is given for an ordinary checkpoint.
     """
     if not (directory / MANIFEST_FILE).is_file():
         check_checkpoint(directory)

@@ -26,17 +26,11 @@ Read = Callable[[WrittenTensor, int | None], Tensor]
 
 @dataclass(frozen=True)
 class StoredOperand:
-    """The tensors that hold one orientation of one rank's part of a weight.
+    """The tensors that hold one orientation of one rank's part of a weight."""
 
-    Attributes:
-        values: bf16 values, codes or words.
-        scales: block scales, None for bf16.
-        has_experts: whether the first axis counts experts.
-    """
-
-    values: WrittenTensor
-    scales: WrittenTensor | None
-    has_experts: bool
+    values: WrittenTensor  # bf16 values, codes or words
+    scales: WrittenTensor | None  # Block scales, None for bf16
+    has_experts: bool  # Whether the first axis counts experts
 
     @property
     def experts(self) -> int:
@@ -47,10 +41,7 @@ class StoredOperand:
 def read_operand(operand: StoredOperand, expert: int | None, read: Read) -> Tensor:
     """Return one matrix as stored, padding included: fp32 ``[F, K]``.
 
-    Args:
-        operand: what to read.
-        expert: which expert, None for a weight without experts.
-        read: access to the tensors.
+    `expert` is None for a weight without experts.
     """
     values, layout = read(operand.values, expert), operand.values.layout
     if operand.scales is None:

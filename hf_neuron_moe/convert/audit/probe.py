@@ -26,25 +26,15 @@ LAYER_MARGIN_DB = 7.0
 
 @dataclass(frozen=True)
 class LayerProbe:
-    """One MLP, or one expert, compared with the source.
-
-    Attributes:
-        layer: its name.
-        expert: which expert, None for an MLP.
-        weights: signal to noise in dB of every stored matrix, by tensor name.
-        floors: the least that is right, by tensor name.
-        output: signal to noise of the layer's output for random inputs.
-        output_floor: the least that is right.
-        stray: values in the padding that are not zero, by tensor name.
-    """
+    """One MLP, or one expert, compared with the source."""
 
     layer: str
-    expert: int | None
-    weights: dict[str, float]
-    floors: dict[str, float]
-    output: float
-    output_floor: float
-    stray: dict[str, int]
+    expert: int | None  # Which expert, None for an MLP
+    weights: dict[str, float]  # Signal to noise in dB of every stored matrix, by tensor name
+    floors: dict[str, float]  # The least that is right, by tensor name
+    output: float  # Signal to noise of the layer's output for random inputs
+    output_floor: float  # The least that is right
+    stray: dict[str, int]  # Values in the padding that are not zero, by tensor name
 
     @property
     def faults(self) -> list[str]:

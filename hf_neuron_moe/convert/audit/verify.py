@@ -42,25 +42,16 @@ class Finding:
 
 @dataclass
 class VerifyReport:
-    """What was checked and what was found.
-
-    Attributes:
-        directory: the conversion.
-        done: what each check covered, by its name.
-        skipped: why a check did not run, by its name.
-        findings: everything that is wrong.
-        notes: what was seen and allowed.
-        probes: layers that were compared with the source.
-        left: modules that the conversion left in their source form; None where its manifest does not say.
-    """
+    """What was checked and what was found."""
 
     directory: Path
-    done: dict[str, str] = field(default_factory=dict)
-    skipped: dict[str, str] = field(default_factory=dict)
-    findings: list[Finding] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    probes: list[LayerProbe] = field(default_factory=list)
+    done: dict[str, str] = field(default_factory=dict)  # What each check covered, by its name
+    skipped: dict[str, str] = field(default_factory=dict)  # Why a check did not run, by its name
+    findings: list[Finding] = field(default_factory=list)  # Everything that is wrong
+    notes: list[str] = field(default_factory=list)  # What was seen and allowed
+    probes: list[LayerProbe] = field(default_factory=list)  # Layers that were compared with the source
     left: dict[str, LeftModule] | None = None
+    """Modules that the conversion left in their source form; None where its manifest does not say."""
 
     @property
     def ok(self) -> bool:
@@ -118,7 +109,8 @@ def verify_checkpoint(
 
     Without the source: checksums of all files, agreement of manifest, index, configuration and file headers, complete
     coverage of every weight, and finite values. With it also: the source's own checksums, and for some layers the
-    stored matrices and the layer's output for random inputs, against the source's.
+    stored matrices and the layer's output for random inputs, against the source's. What is wrong with the conversion is
+    no exception: it is in the report.
 
     Args:
         converted: folder that ``convert`` wrote.
@@ -127,10 +119,6 @@ def verify_checkpoint(
         seed: chooses layers, experts and inputs.
         on_nonfinite: ``"error"`` makes NaN and infinite values findings, ``"keep"`` notes.
         progress: called with bytes done and bytes in all.
-
-    Raises:
-        ConversionError: `converted` is no conversion, or `source` is no checkpoint. What is wrong with the conversion
-            is no exception: it is in the report.
     """
     check_conversion(converted, "verify")
     if source is not None:

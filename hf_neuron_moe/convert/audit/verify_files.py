@@ -176,11 +176,7 @@ def sha256_of(path: Path, step: Step) -> str:
 
 
 def altered_tensors(path: Path, tensors: list[WrittenTensor]) -> list[str]:
-    """Names of a shard's tensors whose bytes have another checksum than the manifest's.
-
-    Raises:
-        SourceDamageError: the shard cannot be read, or has no such tensor.
-    """
+    """Names of a shard's tensors whose bytes have another checksum than the manifest's."""
     names = []
     with open_tensors(path.parent) as reader:
         for tensor in tensors:

@@ -47,14 +47,7 @@ class _RepeatedNameError(ValueError):
 def read_json(path: Path, limit: int, *, unique: bool = False) -> Any:
     """Read a JSON file.
 
-    Args:
-        path: the file.
-        limit: bytes that it may have.
-        unique: refuse objects that have a key twice.
-
-    Raises:
-        ValueError: it is longer, or no JSON in UTF-8 as :func:`parse_json` takes it.
-        OSError: the operating system could not read it.
+    `unique` refuses objects that have a key twice. Raises ValueError for all of these.
     """
     size = path.stat().st_size
     if size > limit:
@@ -67,8 +60,7 @@ def read_json(path: Path, limit: int, *, unique: bool = False) -> Any:
 def parse_json(raw: bytes, *, unique: bool = False) -> Any:
     """Parse JSON in UTF-8 whose numbers have at most :data:`MAX_DIGITS` digits and whose text can be encoded again.
 
-    Raises:
-        ValueError: it is no such JSON, or `unique` is on and an object has a key twice.
+    Raises ValueError for what is no such JSON; with `unique` also for an object that has a key twice.
     """
     text = raw.decode("utf-8")
     try:
@@ -108,12 +100,8 @@ def is_natural(value: object) -> bool:
 def record(kind: type[RecordT], content: Any) -> RecordT:
     """Make a dataclass of parsed JSON, whose fields must be all known and have the declared types.
 
-    Args:
-        kind: a dataclass of str, int, bool, None, ``dict[str, ...]``, ``tuple[..., ...]``, other dataclasses and Any.
-        content: values by field name; fields with defaults may be left out.
-
-    Raises:
-        ValueError: a field is missing, unknown or of another type; so do the checks of `kind` itself.
+    Fields of `kind` are str, int, bool, None, ``dict[str, ...]``, ``tuple[..., ...]``, other dataclasses or Any; those
+    with defaults may be left out. Raises ValueError.
     """
     value = _typed(kind, content, kind.__name__)
     assert isinstance(value, kind)

@@ -27,11 +27,7 @@ class _Digest(Protocol):
 class TensorChecksum:
     """The checksum of a tensor's bytes, given front to back; its text starts with the algorithm's name.
 
-    Args:
-        like: a checksum's text whose algorithm to use.
-
-    Raises:
-        ValueError: no such algorithm is known.
+    The algorithm is that of the checksum `like`; a ValueError says that it is unknown.
     """
 
     def __init__(self, like: str = XXH3) -> None:

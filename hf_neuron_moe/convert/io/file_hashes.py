@@ -23,11 +23,7 @@ def entries_of(tensors: Iterable[WrittenTensor]) -> list[Entry]:
 
 
 def hash_file(path: Path) -> str:
-    """SHA-256 of a file.
-
-    Raises:
-        OSError: the operating system could not read it.
-    """
+    """SHA-256 of a file."""
     digest = hashlib.sha256()
     with disk.open_to_read(path) as file:
         for part in _parts(file, 0, path.stat().st_size):
@@ -38,16 +34,10 @@ def hash_file(path: Path) -> str:
 def check_shard(path: Path, tensors: Sequence[WrittenTensor], checksums: Mapping[str, str]) -> str | None:
     """Compare a shard with what is known of it.
 
-    Args:
-        path: the shard.
-        tensors: what it must hold.
-        checksums: of each tensor's bytes.
+    `checksums` are those of each tensor's bytes; `tensors` are what the file must hold.
 
     Returns:
         SHA-256 of the file, or None where anything differs.
-
-    Raises:
-        OSError: the operating system could not read it.
     """
     entries = in_file_order(entries_of(tensors))
     header = shard_header(entries, header_metadata(tensors))
@@ -76,10 +66,6 @@ class PrefixHash:
 
     A file is hashed front to back by one thread. Beside the threads that write, and while what they wrote is still in
     memory, that costs hardly any time; afterwards it would be a wait.
-
-    Args:
-        path: the file, its header written.
-        tensors: what will be in it.
     """
 
     def __init__(self, path: Path, tensors: Sequence[WrittenTensor]) -> None:

@@ -17,15 +17,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def check_checkpoint(directory: Path) -> None:
-    """Refuse what is not the folder of a Hugging Face checkpoint.
-
-    Args:
-        directory: what the user named.
-
-    Raises:
-        SourceDamageError: there is no such folder.
-        ConversionError: it is a file, a conversion, or has no ``config.json``.
-    """
+    """Refuse what is not the folder of a Hugging Face checkpoint."""
     _check_folder(directory, _MODEL_FOLDER)
     if is_conversion(directory):
         raise ConversionError.about(
@@ -38,15 +30,7 @@ def check_checkpoint(directory: Path) -> None:
 
 
 def check_model(directory: Path) -> None:
-    """Refuse what is not the folder of a model, be it a checkpoint, a conversion or ``config.json`` alone.
-
-    Args:
-        directory: what the user named.
-
-    Raises:
-        SourceDamageError: there is no such folder.
-        ConversionError: it is a file, or has no ``config.json``.
-    """
+    """Refuse what is not the folder of a model, be it a checkpoint, a conversion or ``config.json`` alone."""
     _check_folder(directory, _MODEL_FOLDER)
     if not (directory / CONFIG_FILE).is_file():
         raise ConversionError.about(
@@ -63,16 +47,7 @@ def is_conversion(directory: Path) -> bool:
 
 
 def check_conversion(directory: Path, verb: str) -> None:
-    """Refuse what is not a folder that ``convert`` wrote.
-
-    Args:
-        directory: what the user named.
-        verb: what is done with a conversion, for the message.
-
-    Raises:
-        SourceDamageError: there is no such folder.
-        ConversionError: it is a file, or it is no conversion.
-    """
+    """Refuse what is not a folder that ``convert`` wrote."""
     expected = f"a folder with {MANIFEST_FILE}, which `hf-neuron-moe convert` writes"
     _check_folder(directory, expected)
     if not is_conversion(directory):

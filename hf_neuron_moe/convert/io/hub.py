@@ -23,15 +23,8 @@ def resolve_source(source: Path | str) -> Path:
     A folder of that name wins. Otherwise ``huggingface_hub.snapshot_download`` decides, with its own environment
     variables for cache, token and offline mode; what is in the cache is not downloaded again.
 
-    Args:
-        source: a folder or a Hub id.
-
     Returns:
         A folder; where `source` is neither a folder nor has the form of a Hub id, it comes back unchanged.
-
-    Raises:
-        SourceDamageError: it has the form of a Hub id, and there is no such model or it cannot be reached; or its index
-            is damaged.
     """
     path = Path(source)
     name = source if isinstance(source, str) else source.as_posix()
@@ -66,9 +59,6 @@ def weights_of(snapshot: Path) -> list[str]:
     """Names of the weight files that belong to a checkpoint: those of its index, or the single one.
 
     A repository may hold the same weights a second time, such as ``consolidated.safetensors``.
-
-    Raises:
-        SourceDamageError: the index is damaged, or names files outside the folder.
     """
     if not (snapshot / INDEX_FILE).is_file():
         return [SINGLE_FILE]

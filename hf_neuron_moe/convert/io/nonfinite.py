@@ -23,16 +23,7 @@ _EXPONENTS = {
 
 
 def check_finite(values: torch.Tensor, *, file: str, name: str) -> None:
-    """Refuse values that are NaN or infinite.
-
-    Args:
-        values: any tensor; dtypes without infinity and NaN pass.
-        file: file they come from.
-        name: tensor they belong to.
-
-    Raises:
-        SourceDamageError: there are such values.
-    """
+    """Refuse values that are NaN or infinite."""
     bad = count_nonfinite(values)
     if not bad:
         return

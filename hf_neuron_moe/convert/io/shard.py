@@ -97,20 +97,13 @@ class ShardWriter:
             raise
 
     def write(self, name: str, tensor: torch.Tensor) -> str:
-        """Write one tensor's bytes and return their checksum.
-
-        Args:
-            name: an entry that was not written yet.
-            tensor: with the entry's number of bytes.
-        """
+        """Write one tensor's bytes and return their checksum."""
         return self.write_parts(name, (tensor,))
 
     def write_parts(self, name: str, parts: Iterable[torch.Tensor]) -> str:
         """Write one tensor from consecutive parts of its data and return the checksum of the whole.
 
-        Args:
-            name: an entry that was not written yet.
-            parts: tensors whose bytes, one after the other, are the tensor; each is used before the next is asked for.
+        Each part is used before the next is asked for.
         """
         stream = self.begin(name)
         for part in parts:

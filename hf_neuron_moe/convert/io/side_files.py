@@ -22,9 +22,6 @@ def side_files(folder: Path) -> dict[str, Path]:
 
     Hidden folders are left out, and so are folders with weights of their own (``original/``, ``checkpoint-500/``,
     ``onnx/``): they hold another model's files.
-
-    Raises:
-        SourceDamageError: a name that cannot be written everywhere, a link out of the folder, or too many files.
     """
     found: dict[str, Path] = {}
     for name in files_below(folder, skip=_is_other):

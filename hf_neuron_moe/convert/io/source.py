@@ -95,15 +95,8 @@ def damaged(subject: str, expected: str, got: object) -> SourceDamageError:
 def read_header(path: Path) -> tuple[dict[str, SourceTensor], dict[str, str]]:
     """Read and check one safetensors header.
 
-    Args:
-        path: the file.
-
     Returns:
         Tensors by name in the order of their data, and the file's metadata.
-
-    Raises:
-        SourceDamageError: there is no such file, or the header is cut off, not JSON, repeats a name, or does not
-            account for every byte of data.
     """
     if not path.is_file():
         raise damaged(path.name, "a file of the checkpoint", "no such file")
@@ -166,15 +159,7 @@ def _check_entries(file: str, header: dict[str, Any], data_start: int, data_byte
 
 
 def read_source(directory: Path) -> SourceCheckpoint:
-    """Describe the checkpoint in `directory` without reading a weight.
-
-    Args:
-        directory: the folder.
-
-    Raises:
-        ConversionError: there are no safetensors files, a name leaves the folder, a file is damaged, or index and files
-            disagree about which tensor is where.
-    """
+    """Describe the checkpoint in `directory` without reading a weight."""
     single, index = directory / SINGLE_FILE, directory / INDEX_FILE
     if not (single.exists() or index.exists()):
         raise _no_safetensors(directory)
@@ -192,16 +177,7 @@ def read_source(directory: Path) -> SourceCheckpoint:
 
 
 def read_indexed(directory: Path, index: str) -> SourceCheckpoint:
-    """Describe the tensors of the files that an index names.
-
-    Args:
-        directory: the folder.
-        index: the index's name in it.
-
-    Raises:
-        SourceDamageError: a name leaves the folder, a file is damaged, or index and files disagree about which tensor
-            is where.
-    """
+    """Describe the tensors of the files that an index names."""
     named, index_metadata = read_index(inside(directory, index))
     files = sorted(set(named.values()))
     tensors: dict[str, SourceTensor] = {}
@@ -222,11 +198,7 @@ def read_indexed(directory: Path, index: str) -> SourceCheckpoint:
 
 
 def read_index(path: Path) -> tuple[dict[str, str], dict[str, Any] | None]:
-    """File by tensor name, and the index's metadata.
-
-    Raises:
-        SourceDamageError: it is no index, or names files outside the folder.
-    """
+    """File by tensor name, and the index's metadata."""
     try:
         content = read_json(path, MAX_INDEX_BYTES, unique=True)
     except ValueError as error:

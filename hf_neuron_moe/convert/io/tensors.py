@@ -56,10 +56,6 @@ class TensorReader:
             expert: index on the tensor's first axis.
             buffer: bytes to read into, at least as many as are read: memory that was used before costs less than new.
             rows: a range without step.
-
-        Raises:
-            SourceDamageError: the file is damaged, has no such tensor, or became shorter.
-            OSError: the operating system could not read it.
         """
         handle, tensor = self._find(file, name)
         shape, start = tensor.shape, tensor.start

@@ -62,11 +62,8 @@ def encode(
 ) -> None:
     """Fill the stored tensors of one matrix.
 
-    Args:
-        matrix_FK: bf16, forward orientation, zeros included.
-        forms: forms of the weight that the matrix (of one expert) belongs to.
-        places: memory of each form, without the experts' axis.
-        gate_up: whether the matrix is gate and up, or down.
+    `matrix_FK` is bf16, in forward orientation, zeros included. `places` are the memory of each form, without the
+    experts' axis.
     """
     if forms[0].layout == BF16_SWIZZLED:
         for rows, chunk in _row_chunks(matrix_FK):
@@ -101,11 +98,8 @@ def decode(
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """Give chunks of a matrix' rows, with the place of each in `rows`.
 
-    Args:
-        layouts: layouts of values and scales.
-        stored: values and scales of one matrix, as :func:`encode` filled them.
-        part: which part of its weight the matrix is.
-        rows: the rows of the forward matrix that are wanted.
+    `layouts` and `stored` are those of values and scales, as :func:`encode` filled them; `rows` are rows of the forward
+    matrix.
 
     Yields:
         Start of the chunk behind ``rows.start``, and bf16 or fp32 values ``[f, K]``.

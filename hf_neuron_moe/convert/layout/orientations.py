@@ -68,29 +68,17 @@ _MOE_FORMATS = {layout: precision for precision, layout in MOE_WORDS.items()}
 
 @dataclass(frozen=True)
 class StoredForm:
-    """One tensor that stores (part of) a weight; attributes as of :class:`~hf_neuron_moe.convert.WrittenTensor`.
+    """One tensor that stores (part of) a weight; attributes as of :class:`~hf_neuron_moe.convert.WrittenTensor`."""
 
-    Attributes:
-        suffix: appended to the weight's name.
-        dtype: safetensors dtype.
-        shape: shape as stored.
-        layout: a layout name of this file.
-        part: which part of the weight it holds, the zeros it ends in included.
-        scale_layout: where block scales lie.
-        orientation: ``"forward"`` or ``"backward"``.
-        extra_zeros: zeros on the I axis beyond the part's, which the layout itself adds.
-        rule: scale rule of quantised values.
-    """
-
-    suffix: str
-    dtype: str
-    shape: tuple[int, ...]
-    layout: str
-    part: Part
-    scale_layout: str | None = None
-    orientation: str = FORWARD
-    extra_zeros: int = 0
-    rule: str = "neuron"
+    suffix: str  # Appended to the weight's name
+    dtype: str  # Safetensors dtype
+    shape: tuple[int, ...]  # Shape as stored
+    layout: str  # A layout name of this file
+    part: Part  # Which part of the weight it holds, the zeros it ends in included
+    scale_layout: str | None = None  # Where block scales lie
+    orientation: str = FORWARD  # ``"forward"`` or ``"backward"``
+    extra_zeros: int = 0  # Zeros on the I axis beyond the part's, which the layout itself adds
+    rule: str = "neuron"  # Scale rule of quantised values
 
     def written(self, weight: str) -> WrittenTensor:
         """Describe it as a tensor of a checkpoint, without its file and checksum."""
@@ -116,16 +104,10 @@ class StoredForm:
 def stored_forms(weight: FusedWeight, options: ConvertOptions, rank: int | None = None) -> tuple[StoredForm, ...]:
     """Describe the tensors that will hold one rank's part of `weight`.
 
-    Args:
-        weight: the weight.
-        options: what to make of it.
-        rank: tensor-parallel rank; None where ``options.tp_degree`` is 1.
+    `rank` is None where ``options.tp_degree`` is 1. A ConversionError says which size does not fit the layout.
 
     Returns:
         Values, then their scales if quantised, for each orientation in turn.
-
-    Raises:
-        ConversionError: the weight's sizes do not fit the layout, or the kernels that take it have no such form.
     """
     part = part_of(weight, rank, options.tp_degree, _pad_rule(weight, options))
     experts = weight.shape[:-2]
@@ -158,12 +140,7 @@ def moe_precision(layout: str) -> str | None:
 
 
 def matrix_shape(tensor: WrittenTensor, *, gate_up: bool) -> tuple[int, int]:
-    """Rows and columns of the matrix that a tensor of values holds, in its own orientation, zeros included.
-
-    Args:
-        tensor: a written tensor that holds values (not scales).
-        gate_up: whether its weight is gate and up, or down.
-    """
+    """Rows and columns of the matrix that a tensor of values holds, in its own orientation, zeros included."""
     if moe_precision(tensor.layout) is not None:
         if gate_up:
             *_, tiles, inner = tensor.shape

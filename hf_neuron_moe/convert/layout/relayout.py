@@ -140,9 +140,6 @@ def store(
         rounded: raised, per source tensor, by the number of values that bf16 does not hold bit for bit.
         on_nonfinite: ``"error"`` refuses NaN and infinity in the source, ``"keep"`` converts them.
         nonfinite: raised, per source tensor, by the number of NaN and infinite values that were kept.
-
-    Raises:
-        SourceDamageError: a source tensor has NaN or infinity and `on_nonfinite` is ``"error"``.
     """
     scratch.clear()
     first = forms[0]
@@ -175,13 +172,8 @@ def restore(
 ) -> torch.Tensor:
     """Cut one source tensor out of a converted weight: the way back of :func:`store`.
 
-    The tensors of all ranks are put together and padding is left out.
-
-    Args:
-        piece: the source tensor to make.
-        tensors: all tensors of its weight.
-        read: access to them by their place in `tensors`.
-        orientation: which tensors to take where a weight has both.
+    The tensors of all ranks are put together and padding is left out. `tensors` are all tensors of its weight; `read`
+    takes their places in that list.
 
     Returns:
         The tensor in the piece's dtype and shape, contiguous: the same bits for bf16 sources and layouts, the

@@ -22,17 +22,11 @@ PadRule = Callable[[str, int], int]
 
 @dataclass(frozen=True)
 class FusedWeight:
-    """One weight to convert.
+    """One weight to convert."""
 
-    Attributes:
-        name: its name in the converted checkpoint.
-        shape: ``[F, K]`` or ``[E, F, K]``.
-        pieces: the source tensors that fill it; all of one dtype.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    name: str  # Its name in the converted checkpoint
+    shape: tuple[int, ...]  # ``[F, K]`` or ``[E, F, K]``
+    pieces: tuple[Piece, ...]  # The source tensors that fill it; all of one dtype
 
     @property
     def is_gate_up(self) -> bool:
@@ -70,27 +64,16 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """The matrix of one rank: a range of the I axis, zeros behind it up to `width`, and zeros behind H.
+    """The matrix of one rank: a range of the I axis, zeros behind it up to `width`, and zeros behind H."""
 
-    Attributes:
-        gate_up: whether the I axis is that of rows, twice (gate, up), or of columns.
-        hidden: H of the model.
-        padded_hidden: rows or columns of the matrix for it.
-        intermediate: I of the model.
-        start: first intermediate value of this rank.
-        stop: one past its last.
-        width: intermediate values of the matrix, zeros included.
-        rank: None where nothing is split.
-    """
-
-    gate_up: bool
-    hidden: int
-    padded_hidden: int
-    intermediate: int
-    start: int
-    stop: int
-    width: int
-    rank: int | None = None
+    gate_up: bool  # Whether the I axis is that of rows, twice (gate, up), or of columns
+    hidden: int  # H of the model
+    padded_hidden: int  # Rows or columns of the matrix for it
+    intermediate: int  # I of the model
+    start: int  # First intermediate value of this rank
+    stop: int  # One past its last
+    width: int  # Intermediate values of the matrix, zeros included
+    rank: int | None = None  # None where nothing is split
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -125,9 +108,6 @@ def part_of(weight: FusedWeight, rank: int | None, ranks: int, padded: PadRule |
         rank: 0 to ranks-1, or None for one rank.
         ranks: tensor-parallel degree.
         padded: gives the size that H and each rank's I are padded to; None pads nothing.
-
-    Raises:
-        ConversionError: I does not divide evenly and nothing is padded, or a rank would get nothing but zeros.
     """
     hidden, inner = weight.hidden, weight.intermediate
     share = -(-inner // ranks)

@@ -33,12 +33,7 @@ OLD = "old"
 
 
 def check_destination(destination: Path, source: Path, *, force: bool | None) -> None:
-    """Refuse a destination that cannot be written, before any work is done.
-
-    Raises:
-        DestinationError: it exists and `force` is off, or it is a link or no earlier conversion; its parent does not
-            exist; it lies in the source or the source in it; or something not ours has the partial folder's name.
-    """
+    """Refuse a destination that cannot be written, before any work is done."""
     expected, remedy = "", ""
     home, target = source.resolve(), destination.resolve()
     partial = partial_of(destination)
@@ -71,10 +66,6 @@ def committed_folder(destination: Path) -> Iterator[Path]:
     """Give a folder to fill, which becomes `destination` when the block ends without an exception.
 
     The caller has run :func:`check_destination`. Files written inside must have been synced.
-
-    Raises:
-        DiskError: the operating system refused a call; nothing is left behind.
-        DestinationError: another process is writing this destination.
     """
     home = partial_of(destination)
     with disk_errors(destination), held(home, destination):
@@ -107,15 +98,8 @@ def is_free(partial: Path) -> bool:
 def held(home: Path, destination: Path, *, shared: bool = False) -> Iterator[None]:
     """Make the partial folder if need be, and keep other processes out of it while the block runs.
 
-    A lock ends with its process, however that ends. File systems without locks do without.
-
-    Args:
-        home: the partial folder.
-        destination: what is being made.
-        shared: let others in that ask for the same.
-
-    Raises:
-        DestinationError: another process holds it.
+    A lock ends with its process, however that ends. File systems without locks do without. `shared` lets others in that
+    ask for the same.
     """
     descriptor = _locked(home, shared=shared)
     if descriptor is None:
@@ -173,11 +157,7 @@ def _lock(descriptor: int, *, shared: bool) -> bool:
 
 @contextmanager
 def disk_errors(destination: Path) -> Iterator[None]:
-    """Turn errors of the operating system into refusals that say what is left.
-
-    Raises:
-        DiskError: the block raised an OSError.
-    """
+    """Turn errors of the operating system into refusals that say what is left."""
     try:
         yield
     except OSError as error:
@@ -209,11 +189,7 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def copy_file(source: Path, target: Path) -> str:
-    """Copy a file in chunks, sync it and return its SHA-256; what cannot be written completely is removed.
-
-    Raises:
-        OSError: the operating system refused a call.
-    """
+    """Copy a file in chunks, sync it and return its SHA-256; what cannot be written completely is removed."""
     digest = hashlib.sha256()
     buffer = memoryview(bytearray(CHUNK_BYTES))
     with disk.open_to_read(source) as original:

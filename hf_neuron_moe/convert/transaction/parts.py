@@ -16,11 +16,7 @@ ValueT = TypeVar("ValueT")
 
 @public("convert")
 def check_part(part: tuple[int, int] | None) -> None:
-    """Refuse what is no part.
-
-    Raises:
-        ConfigError: not 1 <= i <= n.
-    """
+    """Refuse what is no part."""
     if part is not None and not 1 <= part[0] <= part[1]:
         raise ConfigError.about(
             "part", "i of n with 1 <= i <= n", f"{part[0]} of {part[1]}", "Number the parts from 1."

@@ -34,19 +34,13 @@ PARTS = "parts"
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """What is known of a finished shard.
+    """What is known of a finished shard."""
 
-    Attributes:
-        checksums: of each tensor's bytes.
-        rounded: by source tensor, values that bf16 did not hold.
-        nonfinite: by source tensor, NaN and infinite values that were kept.
-        sources: version (:func:`version_of`) of each source file it was made of.
-    """
-
-    checksums: dict[str, str]
-    rounded: dict[str, int] = field(default_factory=dict)
+    checksums: dict[str, str]  # Of each tensor's bytes
+    rounded: dict[str, int] = field(default_factory=dict)  # By source tensor, values that bf16 did not hold
     sources: dict[str, str] = field(default_factory=dict)
-    nonfinite: dict[str, int] = field(default_factory=dict)
+    """Version (:func:`version_of`) of each source file it was made of."""
+    nonfinite: dict[str, int] = field(default_factory=dict)  # By source tensor, NaN and infinite values that were kept
 
 
 def fingerprint(plan: ConversionPlan) -> str:
@@ -170,18 +164,9 @@ def opened(
 ) -> Iterator[Job]:
     """Hold the partial folder of a conversion: a new one, or one of the same conversion that is to be continued.
 
-    When the block fails, a folder that may be continued stays without its temporary files, and any other goes.
-
-    Args:
-        destination: what is being made.
-        plan: the conversion.
-        resume: continue what is there.
-        part: continue what is there, beside other processes that do the same.
-        parts: number of parts, which a new partial folder remembers.
-
-    Raises:
-        DestinationError: another conversion's partial folder is there, or another process works in it.
-        OSError: the operating system refused a call.
+    When the block fails, a folder that may be continued stays without its temporary files, and any other goes. `resume`
+    continues what is there; `part` too, beside other processes that do the same. A new partial folder remembers the
+    number of `parts`.
     """
     job = Job(destination)
     with held(job.home, destination, shared=part):
