@@ -16,7 +16,7 @@ from transformers.utils import (
 )
 
 from hf_neuron_moe.convert.io.source import damaged
-from hf_neuron_moe.convert.write import INDEX_OUT
+from hf_neuron_moe.convert.manifest import INDEX_OUT
 from hf_neuron_moe.device.usable import NO_TRAINING
 from hf_neuron_moe.errors import ConfigError, SourceDamageError
 from hf_neuron_moe.quantizers.quantization_config import PRECISIONS

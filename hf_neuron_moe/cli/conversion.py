@@ -154,7 +154,7 @@ def _told_later() -> Iterator[None]:
 
 def _tell(manifest: Manifest, destination: object, watch: Watch, as_json: bool) -> None:
     from hf_neuron_moe.convert import nonfinite_note, rounding_note
-    from hf_neuron_moe.convert.left import left_facts, left_notes
+    from hf_neuron_moe.convert.notes import left_facts, left_notes
 
     copied = sum(tensor.layout == "source" for tensor in manifest.tensors)
     facts = {

@@ -19,8 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from hf_neuron_moe.convert.config_values import MAX_VALUE, Wrong, reason_of, wrong_value
-from hf_neuron_moe.convert.counts import excess, room_in, room_of
+from hf_neuron_moe.convert.config_values import MAX_VALUE, Wrong, excess, reason_of, room_in, room_of, wrong_value
 from hf_neuron_moe.convert.io.bounded import MAX_CONFIG_BYTES, read_json
 from hf_neuron_moe.convert.io.folder import CONFIG_FILE, check_checkpoint, check_model
 from hf_neuron_moe.convert.io.source import SourceCheckpoint, SourceTensor, damaged, inside
@@ -70,6 +69,11 @@ def build_meta_model(directory: Path, source: SourceCheckpoint | None = None) ->
     single file are asked.
     """
     check_checkpoint(directory)
+    return meta_model(directory, source)
+
+
+def meta_model(directory: Path, source: SourceCheckpoint | None = None) -> PreTrainedModel:
+    """Do what :func:`build_meta_model` does for a folder that was found to be a checkpoint's."""
     config, content = _read_config(directory, source)
     path = directory / CONFIG_FILE
     if "quantization_config" in content:
@@ -202,7 +206,7 @@ def _unplaced(name: str, target: str, known: list[str]) -> ConversionError:
         "part of the model that config.json describes",
         f"no parameter {target!r} there",
         f"Check that config.json belongs to these weights.{nearest(target, known)}",
-    ).named("convert")
+    )
 
 
 def _conflict(target: str, first: str, second: str) -> ConversionError:
@@ -211,7 +215,7 @@ def _conflict(target: str, first: str, second: str) -> ConversionError:
         "stored once",
         f"both {first} and {second}",
         "Remove the tensor that does not belong to the checkpoint.",
-    ).named("convert")
+    )
 
 
 def _missing(name: str) -> ConversionError:
@@ -220,4 +224,4 @@ def _missing(name: str) -> ConversionError:
         "stored in the checkpoint",
         "no tensor for it",
         "Check that config.json belongs to these weights and that no shard is missing.",
-    ).named("convert")
+    )

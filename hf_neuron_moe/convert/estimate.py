@@ -20,24 +20,20 @@ from typing import Any
 
 import torch
 
+from hf_neuron_moe.convert.commands import plan_for
 from hf_neuron_moe.convert.execute import Made, entries_of, memory_per_worker, shards_of, workers_for
 from hf_neuron_moe.convert.io.checksums import TensorChecksum
-from hf_neuron_moe.convert.io.folder import check_checkpoint
-from hf_neuron_moe.convert.io.hub import resolve_source
 from hf_neuron_moe.convert.io.shard import shard_header
-from hf_neuron_moe.convert.io.source import nbytes_of
 from hf_neuron_moe.convert.layout.orientations import SOURCE
 from hf_neuron_moe.convert.layout.relayout import TORCH_DTYPES, Scratch, scratch_bytes, store, stored_forms
 from hf_neuron_moe.convert.layout.tensor_parallel import FusedWeight
-from hf_neuron_moe.convert.left import check_nothing_left, left_facts, left_notes
 from hf_neuron_moe.convert.manifest import MANIFEST_FILE, LeftModule, Piece, WrittenTensor, header_metadata
-from hf_neuron_moe.convert.memory import anonymous_bytes
+from hf_neuron_moe.convert.notes import left_facts, left_notes
 from hf_neuron_moe.convert.options import ConvertOptions
-from hf_neuron_moe.convert.plan import ConversionPlan, plan_conversion
-from hf_neuron_moe.convert.transaction.commit import check_destination
+from hf_neuron_moe.convert.plan import ConversionPlan
+from hf_neuron_moe.convert.result import files_beside
 from hf_neuron_moe.convert.transaction.parts import check_part, part_of_shards
-from hf_neuron_moe.convert.workers import cores, working
-from hf_neuron_moe.convert.write import files_beside
+from hf_neuron_moe.convert.workers import anonymous_bytes, cores, working
 from hf_neuron_moe.errors import public
 
 SAMPLE_BYTES = 1 << 24
@@ -114,18 +110,12 @@ def estimate_conversion(
     """
     start = time.perf_counter()
     check_part(part)
-    folder = resolve_source(source)
-    check_checkpoint(folder)
-    check_destination(destination, folder, force=force)
-    plan = plan_conversion(folder, options or ConvertOptions())
-    if strict:
-        check_nothing_left(plan.left)
+    plan = plan_for(source, destination, options, force=force, strict=strict)
     planning = time.perf_counter() - start
     shards = part_of_shards(shards_of(plan), part)
     tensors = [tensor for group in shards.values() for tensor in group]
     files = {
-        file: len(shard_header(entries_of(group), header_metadata(group)))
-        + sum(nbytes_of(tensor.dtype, tensor.shape) for tensor in group)
+        file: len(shard_header(entries_of(group), header_metadata(group))) + sum(tensor.nbytes for tensor in group)
         for file, group in shards.items()
     }
     if part is None:
@@ -139,7 +129,7 @@ def estimate_conversion(
         output_bytes=output_bytes,
         converted_weights=len(weights & plan.weights.keys()),
         copied_tensors=len(weights - plan.weights.keys()),
-        source_bytes=sum(nbytes_of(piece.dtype, piece.shape) for piece in _pieces(plan, weights)),
+        source_bytes=sum(piece.nbytes for piece in _pieces(plan, weights)),
         workers=count,
         peak_memory_bytes=anonymous_bytes() + _held_bytes(plan, tensors, count),
         compute_seconds=compute,
@@ -186,7 +176,7 @@ def _pieces(plan: ConversionPlan, weights: set[str]) -> list[Piece]:
 
 def _compute_seconds(plan: ConversionPlan, weights: set[str], output_bytes: int, workers: int) -> float:
     """Add up the measured costs of every kind of work."""
-    source_bytes = sum(nbytes_of(piece.dtype, piece.shape) for piece in _pieces(plan, weights))
+    source_bytes = sum(piece.nbytes for piece in _pieces(plan, weights))
     reading, hashing = _read_cost(plan), _hash_cost()
     # Sources are read to be hashed and read again to be converted; shards are read again to be hashed.
     plain = source_bytes * (2 * reading + hashing) + output_bytes * (reading + hashing)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hf_neuron_moe.convert.io.bounded import (
     MAX_MANIFEST_BYTES,
@@ -23,11 +23,14 @@ from hf_neuron_moe.convert.io.bounded import (
     record,
 )
 from hf_neuron_moe.convert.io.checksums import SHA256, TensorChecksum
-from hf_neuron_moe.convert.io.source import ITEM_BYTES, is_plain_name
+from hf_neuron_moe.convert.io.source import ITEM_BYTES, is_plain_name, nbytes_of
 from hf_neuron_moe.convert.options import ConvertOptions
 from hf_neuron_moe.errors import ConversionError, SourceDamageError, naming
 
 MANIFEST_FILE = "neuron_moe_manifest.json"
+INDEX_OUT = "neuron.safetensors.index.json"
+"""Not transformers' names: a stock ``from_pretrained`` must stop here instead of misreading another layout."""
+
 FORMAT_VERSION = 4
 READABLE_VERSIONS = (1, 2, 3, FORMAT_VERSION)
 HEADER_VERSION = 2
@@ -37,6 +40,9 @@ CHECKSUM = "sha256"
 
 SHORT = "x" * 64
 """As long as the names of layouts and orientations are at most."""
+
+ItemT = TypeVar("ItemT")
+KeyT = TypeVar("KeyT")
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,11 @@ class Piece:
     """Index on the experts' axis, or None when the piece has that axis itself or there is none."""
     start: int = 0  # First row on the F axis
     transposed: bool = False  # The source holds ``[K, F]`` matrices
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its data."""
+        return nbytes_of(self.dtype, self.shape)
 
     @property
     def rows(self) -> slice:
@@ -82,6 +93,11 @@ class WrittenTensor:
     tp_rank: int | None = None  # Tensor-parallel rank whose part of the I axis it holds; None where nothing is split
     padding: dict[str, int] = field(default_factory=dict)
     """Zeros at the end of this tensor's H and I axes, by the axis' letter; axes without zeros are left out."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its data."""
+        return nbytes_of(self.dtype, self.shape)
 
     @property
     def group(self) -> tuple[str, int | None]:
@@ -124,10 +140,35 @@ class Manifest:
     left: dict[str, LeftModule] | None = None
     """Modules that stay in their source form, by name. None in a manifest of a version that did not say."""
 
+    @property
+    def pieces(self) -> list[Piece]:
+        """The pieces of all weights."""
+        return [piece for pieces in self.weights.values() for piece in pieces]
+
+    def by_weight(self) -> dict[str, list[WrittenTensor]]:
+        """The tensors that store each weight, in the manifest's order."""
+        return grouped(self.tensors, lambda tensor: tensor.weight)
+
+    def by_file(self) -> dict[str, list[WrittenTensor]]:
+        """The tensors of each shard, in the order of the shards' names."""
+        return grouped(sorted(self.tensors, key=lambda tensor: tensor.file), lambda tensor: tensor.file)
+
+    def was_rounded(self, piece: Piece) -> bool:
+        """Whether values of a source tensor may have lost bits in bf16."""
+        return piece.dtype != "BF16" if self.rounded is None else piece.source in self.rounded
+
     def to_json(self) -> str:
         """Serialise, with sorted keys and the checksum of the content (:func:`sealed`) as ``"sha256"``."""
         content = sealed({"format_version": FORMAT_VERSION, **asdict(self)})
         return json.dumps(content, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+
+
+def grouped(items: Iterable[ItemT], key: Callable[[ItemT], KeyT]) -> dict[KeyT, list[ItemT]]:
+    """Items by key; keys and items in the order in which they come."""
+    groups: dict[KeyT, list[ItemT]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
 def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -216,11 +257,11 @@ def _from_content(content: dict[str, Any]) -> Manifest:
         if not (all(map(is_natural, numbers)) and all(map(is_name, words)) and max(map(len, words[1:])) <= len(SHORT)):
             raise ValueError(f"tensor {tensor.name!r} with {words} and {numbers}")
         _check_tensor(tensor.name, tensor.dtype, tensor.shape)
-    for piece in (piece for pieces in manifest.weights.values() for piece in pieces):
+    for piece in manifest.pieces:
         if not (is_natural(piece.start) and is_natural(piece.expert or 0)):
             raise ValueError(f"source tensor {piece.source!r} at row {piece.start} of expert {piece.expert}")
         _check_tensor(piece.source, piece.dtype, piece.shape)
-    sources = {piece.source for pieces in manifest.weights.values() for piece in pieces}
+    sources = {piece.source for piece in manifest.pieces}
     for counts in (manifest.rounded or {}, manifest.nonfinite or {}):
         if not (counts.keys() <= sources and all(map(is_natural, counts.values()))):
             raise ValueError("counts of rounded or kept values of no source tensor")
@@ -234,8 +275,7 @@ def _from_content(content: dict[str, Any]) -> Manifest:
 
 def _check_file_names(manifest: Manifest) -> None:
     """Nothing is looked at outside the folder, whatever a manifest says."""
-    pieces = (piece for pieces in manifest.weights.values() for piece in pieces)
-    weights = {tensor.file for tensor in manifest.tensors} | {piece.file for piece in pieces}
+    weights = {tensor.file for tensor in manifest.tensors} | {piece.file for piece in manifest.pieces}
     bad = {name for name in weights if not is_plain_name(name)}
     bad |= {name for name in manifest.source_files if not is_plain_name(name)}
     bad |= {name for name in manifest.file_sha256.keys() | manifest.replaced_files if not is_relative_path(name)}

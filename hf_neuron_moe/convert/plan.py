@@ -11,13 +11,13 @@ from pathlib import Path
 from transformers import PreTrainedModel
 from transformers.core_model_loading import Concatenate, MergeModulelist
 
-from hf_neuron_moe.convert.assign import Assignment, assign_sources, build_meta_model, natural_key
+from hf_neuron_moe.convert.assign import Assignment, assign_sources, meta_model, natural_key
 from hf_neuron_moe.convert.io.folder import check_checkpoint
-from hf_neuron_moe.convert.io.source import SourceCheckpoint, SourceTensor, nbytes_of, read_source
+from hf_neuron_moe.convert.io.source import SourceCheckpoint, SourceTensor, read_source
 from hf_neuron_moe.convert.layout.orientations import SOURCE, StoredForm, stored_forms
 from hf_neuron_moe.convert.layout.relayout import TORCH_DTYPES
 from hf_neuron_moe.convert.layout.tensor_parallel import FusedWeight
-from hf_neuron_moe.convert.manifest import LeftModule, Piece, WrittenTensor
+from hf_neuron_moe.convert.manifest import LeftModule, Piece, WrittenTensor, grouped
 from hf_neuron_moe.convert.options import ConvertOptions
 from hf_neuron_moe.errors import ConversionError, pattern_of, public, spelled_together
 from hf_neuron_moe.patching.discovery import EXPERTS, MLP, Candidate, discover
@@ -37,7 +37,7 @@ class ConversionPlan:
     @property
     def output_bytes(self) -> int:
         """Bytes of tensor data that will be written."""
-        return sum(nbytes_of(tensor.dtype, tensor.shape) for tensor in self.tensors)
+        return sum(tensor.nbytes for tensor in self.tensors)
 
     def forms(self, group: Sequence[WrittenTensor]) -> tuple[StoredForm, ...]:
         """How the tensors of one group (equal ``WrittenTensor.group``) are filled, in their order."""
@@ -49,8 +49,14 @@ class ConversionPlan:
 def plan_conversion(directory: Path, options: ConvertOptions) -> ConversionPlan:
     """Plan the conversion of a local checkpoint folder."""
     check_checkpoint(directory)
+    return plan_of(directory, options)
+
+
+@public("convert")
+def plan_of(directory: Path, options: ConvertOptions) -> ConversionPlan:
+    """Plan the conversion of a folder that was found to be a checkpoint's."""
     source = read_source(directory)
-    model = build_meta_model(directory, source=source)
+    model = meta_model(directory, source)
     assignments, ignored = assign_sources(model, source)
     candidates = discover(model)
     refused = {candidate.name: candidate.reason for candidate in candidates if candidate.reason is not None}
@@ -85,9 +91,7 @@ def plan_conversion(directory: Path, options: ConvertOptions) -> ConversionPlan:
 
 def _reasons(refused: dict[str, str]) -> str:
     """Names and reasons, modules of one kind together."""
-    kinds: dict[tuple[str, str], list[str]] = {}
-    for name, reason in refused.items():
-        kinds.setdefault((pattern_of(name), reason), []).append(name)
+    kinds = grouped(refused, lambda name: (pattern_of(name), refused[name]))
     return "; ".join(f"{spelled_together(names)}: {reason}" for (_, reason), names in kinds.items())
 
 
@@ -130,7 +134,6 @@ def _weights_of(candidate: Candidate, assignments: dict[str, Assignment], model:
     return weights
 
 
-@public("convert")
 def _assignment(parameter: str, assignments: dict[str, Assignment]) -> Assignment:
     if parameter in assignments:
         return assignments[parameter]
@@ -142,7 +145,6 @@ def _assignment(parameter: str, assignments: dict[str, Assignment]) -> Assignmen
     )
 
 
-@public("convert")
 def _check_dtypes(weight: FusedWeight) -> None:
     dtypes = sorted({piece.dtype for piece in weight.pieces})
     if len(dtypes) > 1 or dtypes[0] not in TORCH_DTYPES:
@@ -154,7 +156,6 @@ def _check_dtypes(weight: FusedWeight) -> None:
         )
 
 
-@public("convert")
 def _pieces(assignment: Assignment, shape: tuple[int, ...], start: int, transposed: bool) -> list[Piece]:
     """Pieces of one in-memory parameter; `start` is its first row in the fused weight."""
     if assignment.converter is None:
@@ -189,7 +190,6 @@ def _pieces(assignment: Assignment, shape: tuple[int, ...], start: int, transpos
     return pieces
 
 
-@public("convert")
 def _expert_index(name: str, pattern: str, target: str) -> int:
     """The number that stands for ``*`` in transformers' source pattern."""
     before, _, after = pattern.partition("*")
@@ -204,7 +204,6 @@ def _expert_index(name: str, pattern: str, target: str) -> int:
     return int(found.group(1))
 
 
-@public("convert")
 def _check_shape(tensor: SourceTensor, shape: tuple[int, ...]) -> None:
     if tensor.shape != shape:
         raise ConversionError.about(
@@ -229,7 +228,6 @@ def _check_coverage(
     assert used | copied.keys() == source.tensors.keys()
 
 
-@public("convert")
 def _lay_out(
     weights: dict[str, FusedWeight], copied: dict[str, SourceTensor], options: ConvertOptions
 ) -> tuple[WrittenTensor, ...]:
@@ -267,7 +265,7 @@ def _shards(groups: dict[str, list[WrittenTensor]], max_bytes: int, stem: str) -
     shards: list[list[WrittenTensor]] = [[]]
     size = 0
     for name in sorted(groups, key=natural_key):
-        group_bytes = sum(nbytes_of(tensor.dtype, tensor.shape) for tensor in groups[name])
+        group_bytes = sum(tensor.nbytes for tensor in groups[name])
         if shards[-1] and size + group_bytes > max_bytes:
             shards.append([])
             size = 0

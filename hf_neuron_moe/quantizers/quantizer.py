@@ -74,7 +74,7 @@ class NeuronMoEQuantizer(HfQuantizer):
         Its own name keeps transformers without this package, which only warns of a method it does not know, from
         loading the tensors as if they were in its layouts.
         """
-        from hf_neuron_moe.convert.write import INDEX_OUT
+        from hf_neuron_moe.convert.manifest import INDEX_OUT
         from hf_neuron_moe.quantizers.shard_layouts import check_folder
 
         folder = Path(getattr(config, "name_or_path", "") or "")

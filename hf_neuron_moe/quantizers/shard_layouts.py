@@ -21,7 +21,7 @@ from hf_neuron_moe.convert.layout.orientations import (
     SCALES,
     SOURCE,
 )
-from hf_neuron_moe.convert.write import INDEX_OUT
+from hf_neuron_moe.convert.manifest import INDEX_OUT
 from hf_neuron_moe.errors import ConversionError, public
 from hf_neuron_moe.formats.constants import LANES
 from hf_neuron_moe.formats.moe_mx import HIDDEN_SCHEME, INTERMEDIATE_SCHEME

@@ -11,7 +11,7 @@ import pytest
 from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint, export_checkpoint
 from hf_neuron_moe.convert.audit.verify import verify_checkpoint
 from hf_neuron_moe.convert.estimate import estimate_conversion
-from hf_neuron_moe.convert.io.hub import resolve_source, weights_of
+from hf_neuron_moe.convert.io.folder import resolve_source, weights_of
 from hf_neuron_moe.convert.io.side_files import side_files
 from hf_neuron_moe.convert.manifest import MANIFEST_FILE
 from hf_neuron_moe.convert.transaction import commit

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hf_neuron_moe.convert.audit.compare import Comparison
+from hf_neuron_moe.convert.audit.compare import Comparison, in_db, number
 from hf_neuron_moe.convert.audit.manifest_check import disagreements
-from hf_neuron_moe.convert.audit.probe import in_db, number
 from hf_neuron_moe.convert.io.folder import check_checkpoint
-from hf_neuron_moe.convert.io.source import damaged, nbytes_of, read_header, read_source
+from hf_neuron_moe.convert.io.source import damaged, read_header, read_source
 from hf_neuron_moe.convert.io.tensors import open_tensors
 from hf_neuron_moe.convert.layout.orientations import SCALES, SOURCE
-from hf_neuron_moe.convert.left import left_facts, left_notes
 from hf_neuron_moe.convert.manifest import MANIFEST_FILE, LeftModule, Manifest, WrittenTensor, load_manifest
+from hf_neuron_moe.convert.notes import left_facts, left_notes
+from hf_neuron_moe.convert.workers import Progress, counting
 from hf_neuron_moe.errors import ConfigError, SourceDamageError, printable, public
-
-Progress = Callable[[int, int], None]
 
 MAX_CELL = 300
 """Characters of a name or a shape in a line of text."""
@@ -136,7 +133,7 @@ def inspect_checkpoint(
     if source is not None:
         check_checkpoint(source)
         _check_source(source, manifest)
-        for name, sqnr in _errors(directory, source, manifest, progress or (lambda done, total: None)).items():
+        for name, sqnr in _errors(directory, source, manifest, progress).items():
             tensors[name] = replace(tensors[name], sqnr=sqnr)
     return InspectReport(directory, "conversion", asdict(manifest.options), tuple(tensors.values()), manifest.left)
 
@@ -172,18 +169,17 @@ def _facts(tensor: WrittenTensor) -> TensorFacts:
         details.append(f"{tensor.scale_layout} scales")
     if tensor.padding:
         details.append("padded " + ", ".join(f"{axis} by {count}" for axis, count in sorted(tensor.padding.items())))
-    nbytes = nbytes_of(tensor.dtype, tensor.shape)
-    return TensorFacts(tensor.name, tensor.file, tensor.dtype, tensor.shape, nbytes, tensor.layout, ", ".join(details))
+    known = (tensor.name, tensor.file, tensor.dtype, tensor.shape, tensor.nbytes, tensor.layout)
+    return TensorFacts(*known, ", ".join(details))
 
 
 @public("inspect")
-def _errors(directory: Path, source: Path, manifest: Manifest, progress: Progress) -> dict[str, float]:
+def _errors(directory: Path, source: Path, manifest: Manifest, progress: Progress | None) -> dict[str, float]:
     """Signal to noise of every tensor that holds converted values, the least of its experts."""
     weights = dict.fromkeys(t.weight for t in manifest.tensors if t.layout not in (SOURCE, *SCALES))
     if missing := weights.keys() - manifest.weights.keys():
         raise damaged(f"{directory}/{MANIFEST_FILE}", "a manifest with the pieces of every weight", repr(min(missing)))
-    total = sum(nbytes_of(piece.dtype, piece.shape) for weight in weights for piece in manifest.weights[weight])
-    done = 0
+    step = counting(progress, sum(piece.nbytes for weight in weights for piece in manifest.weights[weight]))
     errors: dict[str, float] = {}
     with open_tensors(source) as original, open_tensors(directory) as stored:
         comparison = Comparison(manifest, original, stored)
@@ -194,8 +190,7 @@ def _errors(directory: Path, source: Path, manifest: Manifest, progress: Progres
                 for operand in comparison.operands(weight):
                     pair = comparison.pair(operand, matrix_FK, expert)
                     errors[pair.name] = _worse(errors.get(pair.name, math.inf), pair.sqnr)
-                done += matrix_FK.numel() * matrix_FK.itemsize
-                progress(done, total)
+                step(matrix_FK.numel() * matrix_FK.itemsize)
     return errors
 
 

@@ -25,14 +25,9 @@ def disagreements(manifest: Manifest) -> Found:
     Returns:
         Pairs of a weight and what is wrong with it.
     """
-    stored: dict[str, list[WrittenTensor]] = {}
-    for tensor in manifest.tensors:
-        stored.setdefault(tensor.weight, []).append(tensor)
-    found: Found = []
-    for weight, tensors in stored.items():
-        if weight in manifest.weights and (wrong := _wrong(weight, manifest.weights[weight], tensors, manifest)):
-            found.append((weight, wrong))
-    return found
+    known = {weight: tensors for weight, tensors in manifest.by_weight().items() if weight in manifest.weights}
+    wrong = {weight: _wrong(weight, manifest.weights[weight], tensors, manifest) for weight, tensors in known.items()}
+    return [(weight, message) for weight, message in wrong.items() if message]
 
 
 def fills(pieces: Sequence[Piece]) -> list[str]:

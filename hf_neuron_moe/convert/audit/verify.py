@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hf_neuron_moe.convert.audit.probe import LayerProbe, probe_layers
+from hf_neuron_moe.convert.audit.compare import LayerProbe, probe_layers
 from hf_neuron_moe.convert.audit.verify_files import (
     check_coverage,
     check_files,
@@ -18,11 +17,10 @@ from hf_neuron_moe.convert.audit.verify_files import (
 )
 from hf_neuron_moe.convert.io.folder import check_checkpoint, check_conversion
 from hf_neuron_moe.convert.io.tensors import open_tensors
-from hf_neuron_moe.convert.left import left_facts, left_notes
 from hf_neuron_moe.convert.manifest import MANIFEST_FILE, LeftModule, Manifest, load_manifest
+from hf_neuron_moe.convert.notes import left_facts, left_notes
+from hf_neuron_moe.convert.workers import Progress, counting
 from hf_neuron_moe.errors import ConversionError, printable, public
-
-Progress = Callable[[int, int], None]
 
 CHECKS = ("manifest", "files", "coverage", "finite", "source", "probe")
 """In the order in which they run."""
@@ -130,7 +128,7 @@ def verify_checkpoint(
         report.add("manifest", [(MANIFEST_FILE, str(error))])
         report.skipped = dict.fromkeys(CHECKS[1:], "no manifest")
         return report
-    _check(report, manifest, source, probes, seed, on_nonfinite, progress or (lambda done, total: None))
+    _check(report, manifest, source, probes, seed, on_nonfinite, progress)
     return report
 
 
@@ -141,7 +139,7 @@ def _check(
     probes: int,
     seed: int,
     on_nonfinite: str,
-    progress: Progress,
+    progress: Progress | None,
 ) -> None:
     converted = report.directory
     options = manifest.options
@@ -149,13 +147,7 @@ def _check(
     report.done["manifest"] = f"precision {options.precision}, layout {options.layout}, {len(manifest.tensors)} tensors"
     sizes = [path.stat().st_size for path in converted.iterdir() if path.is_file()]
     total = 2 * sum(sizes) + (sum(manifest.source_files.values()) if source is not None else 0)
-    done = 0
-
-    def step(nbytes: int) -> None:
-        nonlocal done
-        done = min(done + nbytes, total)
-        progress(done, total)
-
+    step = counting(progress, total)
     found, report.done["files"] = check_files(converted, manifest, step)
     report.add("files", found)
     found, hidden = check_strays(converted, manifest)
@@ -178,7 +170,7 @@ def _check(
             report.skipped["probe"] = "the files are damaged already"
         else:
             _probe(report, manifest, source, probes, seed)
-    progress(total, total)
+    step(total)
 
 
 @public("verify")

@@ -5,41 +5,36 @@ Every function returns findings as pairs of a subject (a file or tensor) and a m
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hf_neuron_moe.convert.audit.manifest_check import disagreements, fills
 from hf_neuron_moe.convert.config_json import QUANTIZATION_CONFIG, quantization_config
 from hf_neuron_moe.convert.io.bounded import MAX_CONFIG_BYTES, MAX_INDEX_BYTES, read_json
 from hf_neuron_moe.convert.io.checksums import TensorChecksum
+from hf_neuron_moe.convert.io.file_hashes import hash_file
 from hf_neuron_moe.convert.io.folder import CONFIG_FILE
+from hf_neuron_moe.convert.io.nonfinite import count_nonfinite
 from hf_neuron_moe.convert.io.side_files import WEIGHT_SUFFIXES, files_below
 from hf_neuron_moe.convert.io.source import read_header
-from hf_neuron_moe.convert.io.tensors import TensorReader, open_tensors
+from hf_neuron_moe.convert.io.tensors import TORCH_DTYPES, TensorReader, open_tensors
 from hf_neuron_moe.convert.layout.orientations import FORWARD, MOE_WORDS, SCALES, SOURCE
-from hf_neuron_moe.convert.manifest import MANIFEST_FILE, Manifest, WrittenTensor, header_metadata
-from hf_neuron_moe.convert.write import INDEX_OUT
+from hf_neuron_moe.convert.manifest import INDEX_OUT, MANIFEST_FILE, Manifest, WrittenTensor, header_metadata
 from hf_neuron_moe.errors import ConversionError, printable, public
 
 Found = list[tuple[str, str]]
 Step = Callable[[int], None]
 """Called with the bytes just read."""
 
-CHUNK_BYTES = 1 << 23
-
-_FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
-
 
 def check_files(converted: Path, manifest: Manifest, step: Step) -> tuple[Found, str]:
     """Compare every file's bytes with the manifest's checksums."""
     found: Found = []
-    shards = by_file(manifest)
+    shards = manifest.by_file()
     expected = manifest.file_sha256 or dict.fromkeys(shards, "")
     for file in shards:
         if file not in expected:
@@ -48,9 +43,9 @@ def check_files(converted: Path, manifest: Manifest, step: Step) -> tuple[Found,
         path = converted / file
         if path.is_symlink() or not path.is_file():
             found.append((file, "missing"))
-        elif file in shards and (not checksum or checksum != sha256_of(path, step)):
+        elif file in shards and (not checksum or checksum != hash_file(path, step)):
             found += _damage_of(path, shards[file], bool(checksum))
-        elif file not in shards and checksum != sha256_of(path, step):
+        elif file not in shards and checksum != hash_file(path, step):
             found.append((file, "its bytes are not those that were written"))
     return found, f"checksums of {len(expected)} files"
 
@@ -62,7 +57,7 @@ def check_strays(converted: Path, manifest: Manifest) -> tuple[Found, list[str]]
         Findings, and notes on hidden ones such as ``.gitattributes``, which no loader reads. A manifest of format
         version 1 does not list side files, so that only weights can be judged.
     """
-    known = {MANIFEST_FILE, *manifest.file_sha256, *by_file(manifest)}
+    known = {MANIFEST_FILE, *manifest.file_sha256, *manifest.by_file()}
     strays = sorted(name for name in files_below(converted) if name not in known)
     if not manifest.file_sha256:
         strays = [name for name in strays if name.endswith(WEIGHT_SUFFIXES) and name != INDEX_OUT]
@@ -81,14 +76,14 @@ def check_coverage(converted: Path, manifest: Manifest) -> tuple[Found, str]:
     found += [
         (weight, "the manifest does not say what it was made of") for weight in sorted(stored - manifest.weights.keys())
     ]
-    sources = [piece.source for pieces in manifest.weights.values() for piece in pieces]
+    sources = [piece.source for piece in manifest.pieces]
     found += [(name, "used twice") for name in _repeated(sources)]
     layouts = {tensor.weight: tensor.layout for tensor in manifest.tensors}
     for weight, pieces in manifest.weights.items():
         if layouts.get(weight) not in (None, SOURCE):
             found += [(weight, message) for message in fills(pieces)]
     found += [(weight, message) for weight, message in disagreements(manifest) if weight not in dict(found)]
-    for file, tensors in by_file(manifest).items():
+    for file, tensors in manifest.by_file().items():
         found += _header_differences(converted / file, tensors)
     found += _index_differences(converted / INDEX_OUT, manifest)
     found += _config_differences(converted / CONFIG_FILE, manifest)
@@ -132,11 +127,11 @@ def check_source(source: Path, manifest: Manifest, step: Step) -> tuple[Found, s
             found.append((f"source {file}", "missing"))
         elif path.stat().st_size != size:
             found.append((f"source {file}", f"{path.stat().st_size} bytes, converted were {size}"))
-        elif file in manifest.source_sha256 and sha256_of(path, step) != manifest.source_sha256[file]:
+        elif file in manifest.source_sha256 and hash_file(path, step) != manifest.source_sha256[file]:
             found.append((f"source {file}", "its bytes are not those that were converted"))
     if found:
         return found, f"{len(manifest.source_files)} files"
-    pieces = {p.source: (p.file, p.dtype, p.shape) for group in manifest.weights.values() for p in group}
+    pieces = {piece.source: (piece.file, piece.dtype, piece.shape) for piece in manifest.pieces}
     try:
         headers = [read_header(source / file)[0] for file in manifest.source_files]
     except ConversionError as error:
@@ -154,25 +149,7 @@ def check_source(source: Path, manifest: Manifest, step: Step) -> tuple[Found, s
 
 def readable_files(converted: Path, manifest: Manifest) -> set[str]:
     """Shards whose headers are whole and describe what the manifest says."""
-    return {file for file, tensors in by_file(manifest).items() if not _header_differences(converted / file, tensors)}
-
-
-def by_file(manifest: Manifest) -> dict[str, list[WrittenTensor]]:
-    """The manifest's tensors by shard, in the order of the shards' names."""
-    files: dict[str, list[WrittenTensor]] = {}
-    for tensor in sorted(manifest.tensors, key=lambda tensor: tensor.file):
-        files.setdefault(tensor.file, []).append(tensor)
-    return files
-
-
-def sha256_of(path: Path, step: Step) -> str:
-    """Checksum of a file, read in chunks."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
-            digest.update(chunk)
-            step(len(chunk))
-    return digest.hexdigest()
+    return {file for file, tensors in manifest.by_file().items() if not _header_differences(converted / file, tensors)}
 
 
 def altered_tensors(path: Path, tensors: list[WrittenTensor]) -> list[str]:
@@ -271,10 +248,8 @@ def _nonfinite(tensor: WrittenTensor, reader: TensorReader, step: Step) -> int:
 def _count(part: Tensor, tensor: WrittenTensor) -> int:
     if tensor.layout in SCALES or tensor.dtype == "F8_E8M0":
         return int((part == 255).sum())
-    if tensor.dtype in _FLOATS:
-        return int((~part.view(_FLOATS[tensor.dtype]).isfinite()).sum())
     if tensor.dtype == "F8_E4M3" or tensor.layout == MOE_WORDS["mxfp8"]:
         return int((part & 0x7F == 0x7F).sum())
     if tensor.dtype == "F8_E5M2":
         return int((part & 0x7F >= 0x7C).sum())
-    return 0
+    return count_nonfinite(part.view(TORCH_DTYPES[tensor.dtype]))

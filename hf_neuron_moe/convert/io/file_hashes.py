@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from io import FileIO
 from pathlib import Path
@@ -22,12 +22,13 @@ def entries_of(tensors: Iterable[WrittenTensor]) -> list[Entry]:
     return [Entry(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors]
 
 
-def hash_file(path: Path) -> str:
-    """SHA-256 of a file."""
+def hash_file(path: Path, step: Callable[[int], None] = lambda nbytes: None) -> str:
+    """SHA-256 of a file; `step` is called with the bytes just read."""
     digest = hashlib.sha256()
     with disk.open_to_read(path) as file:
         for part in _parts(file, 0, path.stat().st_size):
             digest.update(part)
+            step(part.nbytes)
     return digest.hexdigest()
 
 
