@@ -17,7 +17,7 @@ from hf_neuron_moe.convert.audit.verify_files import (
 )
 from hf_neuron_moe.convert.io.folder import check_checkpoint, check_conversion
 from hf_neuron_moe.convert.io.tensors import open_tensors
-from hf_neuron_moe.convert.manifest import MANIFEST_FILE, LeftModule, Manifest, load_manifest
+from hf_neuron_moe.convert.manifest import MANIFEST_FILE, LeftModule, Manifest, read_manifest
 from hf_neuron_moe.convert.notes import left_facts, left_notes
 from hf_neuron_moe.convert.workers import Progress, counting
 from hf_neuron_moe.errors import ConversionError, printable, public
@@ -123,7 +123,7 @@ def verify_checkpoint(
         check_checkpoint(source)
     report = VerifyReport(converted)
     try:
-        manifest = load_manifest(converted)
+        manifest = read_manifest(converted, "verify")
     except ConversionError as error:
         report.add("manifest", [(MANIFEST_FILE, str(error))])
         report.skipped = dict.fromkeys(CHECKS[1:], "no manifest")

@@ -24,7 +24,7 @@ from hf_neuron_moe.convert.io.source import read_header
 from hf_neuron_moe.convert.io.tensors import TORCH_DTYPES, TensorReader, open_tensors
 from hf_neuron_moe.convert.layout.orientations import FORWARD, MOE_WORDS, SCALES, SOURCE
 from hf_neuron_moe.convert.manifest import INDEX_OUT, MANIFEST_FILE, Manifest, WrittenTensor, header_metadata
-from hf_neuron_moe.errors import ConversionError, printable, public
+from hf_neuron_moe.errors import ConversionError, naming, printable, public
 
 Found = list[tuple[str, str]]
 Step = Callable[[int], None]
@@ -133,7 +133,8 @@ def check_source(source: Path, manifest: Manifest, step: Step) -> tuple[Found, s
         return found, f"{len(manifest.source_files)} files"
     pieces = {piece.source: (piece.file, piece.dtype, piece.shape) for piece in manifest.pieces}
     try:
-        headers = [read_header(source / file)[0] for file in manifest.source_files]
+        with naming("verify"):
+            headers = [read_header(source / file)[0] for file in manifest.source_files]
     except ConversionError as error:
         return [("source", str(error))], f"{len(manifest.source_files)} files"
     tensors = {t.name: (t.file, t.dtype, t.shape) for header in headers for t in header.values()}
@@ -186,7 +187,8 @@ def _header_differences(path: Path, tensors: list[WrittenTensor]) -> Found:
     if not path.is_file():
         return [(path.name, "missing")]
     try:
-        header, metadata = read_header(path)
+        with naming("verify"):
+            header, metadata = read_header(path)
     except ConversionError as error:
         return [(path.name, str(error))]
     expected = {tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors}
