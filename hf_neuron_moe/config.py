@@ -9,6 +9,8 @@ from typing import Any
 from hf_neuron_moe.activation_policy import Activations, as_activations, check_for_precision, to_plain
 from hf_neuron_moe.errors import ConfigError, nearest, public
 
+QUANT_METHOD = "neuron_moe"
+"""Value of ``quant_method`` in the ``quantization_config`` of a converted checkpoint."""
 PRECISIONS = ("bf16", "mxfp8", "fp32")
 BACKENDS = ("auto", "torch", "neuron", "nki-sim", "triton")
 PLANNED_BACKENDS = {"triton": "CUDA"}

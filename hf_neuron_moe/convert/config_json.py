@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_neuron_moe._version import __version__
+from hf_neuron_moe.config import QUANT_METHOD
 from hf_neuron_moe.convert.io.folder import CONFIG_FILE
 from hf_neuron_moe.convert.io.source import damaged
 from hf_neuron_moe.convert.layout.orientations import SCALES, SOURCE
@@ -19,8 +20,6 @@ from hf_neuron_moe.convert.manifest import MANIFEST_FILE, WrittenTensor
 from hf_neuron_moe.convert.options import BACKWARD, ConvertOptions
 from hf_neuron_moe.convert.plan import ConversionPlan
 from hf_neuron_moe.errors import public
-
-QUANT_METHOD = "neuron_moe"
 
 QUANTIZATION_CONFIG = "quantization_config"
 

@@ -81,7 +81,6 @@ def _tensors_of(
     return found
 
 
-@public(WHERE)
 def _stand_in(candidate: Candidate, tensors: Mapping[str, StoredTensor]) -> Landing | FrozenBlock:
     kind = FrozenSwiGLUMLP if candidate.roles is not None else FrozenExperts
     values = {role: tensors.get(role + kind.weight_suffix) for role in (GATE_UP, DOWN)}
@@ -109,7 +108,6 @@ def _stand_in(candidate: Candidate, tensors: Mapping[str, StoredTensor]) -> Land
     return frozen
 
 
-@public(WHERE)
 def _check_sizes(candidate: Candidate, tensors: Mapping[str, StoredTensor]) -> None:
     experts, hidden, inner = candidate.sizes
     for role, tensor in tensors.items():

@@ -95,7 +95,6 @@ def _values(block: FrozenBlock, candidate: Candidate, dtype: torch.dtype) -> tup
     return gate_up, down
 
 
-@public(WHERE)
 def _check_devices(model: PreTrainedModel) -> None:
     places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
     if len(places) > 1:

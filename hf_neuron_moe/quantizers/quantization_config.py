@@ -6,11 +6,12 @@ from typing import Any
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from hf_neuron_moe.config import QUANT_METHOD
 from hf_neuron_moe.errors import ConfigError, nearest, public
-from hf_neuron_moe.quantizers.register import QUANT_METHOD
 
 PRECISIONS = ("bf16", "mxfp8", "mxfp4")
 LAYOUTS = ("fused", "kernel")
+_DAMAGED = "The conversion is damaged, or a later version of hf-neuron-moe wrote it: convert the original again."
 
 
 class NeuronMoEQuantizationConfig(QuantizationConfigMixin):
@@ -36,40 +37,26 @@ class NeuronMoEQuantizationConfig(QuantizationConfigMixin):
         quant_method: str = QUANT_METHOD,
         **options: Any,
     ) -> None:
-        for name, value, allowed in (
-            ("precision", precision, PRECISIONS),
-            ("quant_method", quant_method, (QUANT_METHOD,)),
-        ):
+        known = {"precision": (precision, PRECISIONS), "quant_method": (quant_method, (QUANT_METHOD,))}
+        for name, (value, allowed) in known.items():
             if value not in allowed:
-                raise ConfigError.about(
-                    name,
-                    f"one of {', '.join(allowed)}",
-                    repr(value),
-                    f"Was it written by a later version of hf-neuron-moe?{nearest(str(value), list(allowed))}",
-                )
+                fix = f"Was it written by a later version of hf-neuron-moe?{nearest(str(value), list(allowed))}"
+                raise ConfigError.about(name, f"one of {', '.join(allowed)}", repr(value), fix)
         if type(tp_degree) is not int or tp_degree < 1:
-            raise _damaged("tp_degree", "a positive number", repr(tp_degree))
+            raise ConfigError.about("tp_degree", "a positive number", repr(tp_degree), _DAMAGED)
         if layout not in LAYOUTS:
-            raise _damaged("layout", f"one of {', '.join(LAYOUTS)}", repr(layout))
+            raise ConfigError.about("layout", f"one of {', '.join(LAYOUTS)}", repr(layout), _DAMAGED)
         self.quant_method = quant_method  # type: ignore[assignment] # the base class knows transformers' own ones only
         self.precision = precision
         self.layout = layout
         self.tp_degree = tp_degree
         for name, value in options.items():
             if hasattr(type(self), name) or not isinstance(value, (str, int, type(None))):
-                raise _damaged(name, "an option of a conversion: a text, a number or none", type(value).__name__)
+                expected = "an option of a conversion: a text, a number or none"
+                raise ConfigError.about(name, expected, type(value).__name__, _DAMAGED)
             setattr(self, name, value)
 
     @property
     def dequantize(self) -> bool:
         """Whether the loaded model is an ordinary, trainable one (transformers then forgets the configuration)."""
         return self.precision == "bf16"
-
-
-def _damaged(argument: str, expected: str, got: str) -> ConfigError:
-    return ConfigError.about(
-        argument,
-        expected,
-        got,
-        "The conversion is damaged, or a later version of hf-neuron-moe wrote it: convert the original again.",
-    ).named("quantization_config")

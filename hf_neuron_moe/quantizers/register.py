@@ -15,8 +15,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-QUANT_METHOD = "neuron_moe"
-"""Value of ``quant_method`` in the ``quantization_config`` of a converted checkpoint."""
+from hf_neuron_moe.config import QUANT_METHOD
 
 REGISTRY_MODULE = "transformers.quantizers.auto"
 

@@ -22,6 +22,7 @@ from hf_neuron_moe.convert.layout.orientations import (
     SOURCE,
 )
 from hf_neuron_moe.convert.manifest import INDEX_OUT
+from hf_neuron_moe.convert.options import FORWARD
 from hf_neuron_moe.errors import ConversionError, public
 from hf_neuron_moe.formats.constants import LANES
 from hf_neuron_moe.formats.moe_mx import HIDDEN_SCHEME, INTERMEDIATE_SCHEME
@@ -29,7 +30,6 @@ from hf_neuron_moe.modules.frozen_block import FrozenTensor
 
 LAYOUTS_KEY, TENSORS_KEY = "hf_neuron_moe.layouts", "hf_neuron_moe.tensors"
 BF16_LAYOUTS = (BF16_FUSED, BF16_KERNEL, BF16_SWIZZLED)
-FORWARD = "forward"
 WHERE = "from_pretrained"
 
 _DTYPES = {
@@ -41,7 +41,8 @@ _DTYPES = {
     "I16": torch.int16,
     "I32": torch.int32,
 }
-_FORMATS = {"mxfp8": "e4m3fn", "mxfp4": "e2m1"}
+_ARRANGEMENTS = {MX_FUSED_CODES: NATURAL, MX_KERNEL_CODES: SWIZZLED}
+_WORD_FORMATS = {MOE_WORDS["mxfp8"]: "e4m3fn", MOE_WORDS["mxfp4"]: "e2m1"}
 _FORMS: dict[str, tuple[tuple[str, ...], range]] = {
     **dict.fromkeys(BF16_LAYOUTS, (("BF16",), range(2, 4))),
     **dict.fromkeys((MX_FUSED_CODES, MX_KERNEL_CODES), (("F8_E4M3",), range(2, 4))),
@@ -84,20 +85,17 @@ class StoredTensor:
     def mx_layout(self, *, gate_up: bool) -> MXLayout:
         """How the codes are stored; the tensor is one of codes."""
         scales = self.scale_layout or _V1_SCALES.get(self.layout, "")
-        if self.layout == MX_FUSED_CODES:
-            return MXLayout(arrangement=NATURAL, scales=scales)
-        if self.layout == MX_KERNEL_CODES:
-            return MXLayout(arrangement=SWIZZLED, scales=scales)
-        precision = next((precision for precision, words in MOE_WORDS.items() if words == self.layout), None)
-        if precision is None:
-            raise ConversionError.about(
-                f"layout of {self.name}",
-                f"one of {', '.join((*BF16_LAYOUTS, MX_FUSED_CODES, MX_KERNEL_CODES, *MOE_WORDS.values()))}",
-                repr(self.layout),
-                "It was written by a later version of hf-neuron-moe; update the package.",
-            )
-        scheme = HIDDEN_SCHEME if gate_up else INTERMEDIATE_SCHEME
-        return MXLayout(_FORMATS[precision], WORDS, scheme.value, scales)
+        if self.layout in _ARRANGEMENTS:
+            return MXLayout(arrangement=_ARRANGEMENTS[self.layout], scales=scales)
+        if self.layout in _WORD_FORMATS:
+            scheme = HIDDEN_SCHEME if gate_up else INTERMEDIATE_SCHEME
+            return MXLayout(_WORD_FORMATS[self.layout], WORDS, scheme.value, scales)
+        raise ConversionError.about(
+            f"layout of {self.name}",
+            f"one of {', '.join((*BF16_LAYOUTS, *_ARRANGEMENTS, *_WORD_FORMATS))}",
+            repr(self.layout),
+            "It was written by a later version of hf-neuron-moe; update the package.",
+        )
 
 
 @dataclass(frozen=True)
@@ -135,7 +133,6 @@ def check_folder(directory: Path) -> None:
     read_stored(str(directory / file) for file in found.files)
 
 
-@public(WHERE)
 def _facts(path: str, metadata: Mapping[str, str]) -> dict[str, _Fact]:
     for key in (TENSORS_KEY, LAYOUTS_KEY):
         if key not in metadata:
@@ -157,7 +154,6 @@ def _facts(path: str, metadata: Mapping[str, str]) -> dict[str, _Fact]:
     )
 
 
-@public(WHERE)
 def _stored(tensor: SourceTensor, fact: _Fact) -> StoredTensor:
     allowed, axes = _FORMS.get(fact.layout, (tuple(_DTYPES), range(2, 7)))
     if tensor.dtype not in allowed or fact.tp_rank is not None:

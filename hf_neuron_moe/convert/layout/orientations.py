@@ -24,13 +24,17 @@ mxfp8_moe_words, mxfp4_... :mod:`~hf_neuron_moe.formats.moe_mx` ``moe_cte``'s MX
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
 
 from hf_neuron_moe.convert.layout.tensor_parallel import FusedWeight, PadRule, Part, part_of
 from hf_neuron_moe.convert.manifest import WrittenTensor
-from hf_neuron_moe.convert.options import FORWARD, ConvertOptions
+from hf_neuron_moe.convert.options import FORWARD, NO_COMPACT_SCALES, ConvertOptions
 from hf_neuron_moe.errors import ConversionError, public
-from hf_neuron_moe.formats.constants import MX_BLOCK, PACKED_SLAB_K, PACKED_SLAB_ROWS
+from hf_neuron_moe.formats.constants import LANES, MX_BLOCK, PACKED_SLAB_K, PACKED_SLAB_ROWS
 from hf_neuron_moe.formats.moe_mx import PARTITIONS, TILE, padded_intermediate
 from hf_neuron_moe.formats.scales import scale_row_count
 
@@ -62,6 +66,47 @@ _GROUPED_OTHERWISE = 384
 """Contraction size that the forward kernel takes as one tile when it quantises an operand itself, while a prepared one
 has tiles of 256 and 128: the two cannot be multiplied (nki-library 2.30 ``mlp_fwd_mxfp8``)."""
 
+
+class Bf16Layout(NamedTuple):
+    """A row of :data:`BF16_LAYOUTS`: how bf16 values of a matrix ``[F, K]``, or of each expert's, are stored."""
+
+    name: str
+    experts: bool | None  # Only for weights with experts, or without; None: for both
+    takes: Callable[[ConvertOptions], bool]  # Whether these options ask for it; the first row that fits wins
+    shape: Callable[[int, int], tuple[int, int]]  # Of the stored matrix, for F and K
+    matrix: Callable[[int, int], tuple[int, int]]  # F and K, for the stored matrix' shape
+    view: Callable[[Tensor], Tensor] | None  # The stored matrix seen as [F, K]; None where ``codecs`` fills it
+
+
+def _same(first: int, second: int) -> tuple[int, int]:
+    return first, second
+
+
+def _swapped(first: int, second: int) -> tuple[int, int]:
+    return second, first
+
+
+def _as_stored(matrix_FK: Tensor) -> Tensor:
+    return matrix_FK
+
+
+# Dense kernels take [F, K] as it is; the MoE kernels take [E, K, F] (gate_up [E, H, 2, I] with 2, I merged).
+BF16_LAYOUTS: tuple[Bf16Layout, ...] = (
+    Bf16Layout(
+        BF16_SWIZZLED,
+        None,
+        lambda options: bool(options.swizzle) and not options.quantized,
+        lambda F, K: (K // LANES, LANES * F),
+        lambda rows, columns: (columns // LANES, LANES * rows),
+        None,
+    ),
+    Bf16Layout(BF16_KERNEL, True, lambda options: options.layout == "kernel", _swapped, _swapped, Tensor.t),
+    Bf16Layout(BF16_KERNEL, False, lambda options: options.layout == "kernel", _same, _same, _as_stored),
+    Bf16Layout(BF16_FUSED, None, lambda options: True, _same, _same, _as_stored),
+)
+"""Every layout of bf16 values."""
+
+_OPERAND_SCALES = {"compact": MX_FUSED_SCALES, "packed": MX_KERNEL_SCALES, "oversized": MX_OVERSIZED_SCALES}
 _WORD_DTYPES = {"mxfp8": "U32", "mxfp4": "U16"}
 _MOE_FORMATS = {layout: precision for precision, layout in MOE_WORDS.items()}
 
@@ -101,6 +146,7 @@ class StoredForm:
         )
 
 
+@public("convert")
 def stored_forms(weight: FusedWeight, options: ConvertOptions, rank: int | None = None) -> tuple[StoredForm, ...]:
     """Describe the tensors that will hold one rank's part of `weight`.
 
@@ -110,23 +156,13 @@ def stored_forms(weight: FusedWeight, options: ConvertOptions, rank: int | None 
         Values, then their scales if quantised, for each orientation in turn.
     """
     part = part_of(weight, rank, options.tp_degree, _pad_rule(weight, options))
-    experts = weight.shape[:-2]
     if not _is_quantized(weight, options):
         return (_bf16_form(weight, options, part),)
     if reads_words(weight, options):
         return _moe_forms(weight, options, part)
-    forms: list[StoredForm] = []
-    for orientation in options.orientations:
-        F, K = part.shape if orientation == FORWARD else part.shape[::-1]
-        _check_blocks(weight, options, K)
-        suffix = "" if orientation == FORWARD else BACKWARD_SUFFIX
-        codes, code_shape, scales, rows = _operand_layout(weight, options, F, K)
-        where = _scale_layout(scales)
-        forms += [
-            StoredForm(suffix, "F8_E4M3", (*experts, *code_shape), codes, part, where, orientation, 0, options.rule),
-            StoredForm(suffix + SCALE_SUFFIX, "U8", (*experts, rows, F), scales, part, where, orientation),
-        ]
-    return tuple(forms)
+    return tuple(
+        form for orientation in options.orientations for form in _operand_forms(weight, options, part, orientation)
+    )
 
 
 def reads_words(weight: FusedWeight, options: ConvertOptions) -> bool:
@@ -148,9 +184,9 @@ def matrix_shape(tensor: WrittenTensor, *, gate_up: bool) -> tuple[int, int]:
         _, partitions, tiles, hidden = tensor.shape
         return hidden, 4 * partitions * tiles
     rows, columns = tensor.shape[-2:]
-    if tensor.layout in (BF16_SWIZZLED, MX_KERNEL_CODES):
-        return columns // 4, 4 * rows
-    return (columns, rows) if tensor.layout == BF16_KERNEL and len(tensor.shape) == 3 else (rows, columns)
+    if (row := bf16_layout(tensor.layout, len(tensor.shape) == 3)) is not None:
+        return row.matrix(rows, columns)
+    return (columns // LANES, LANES * rows) if tensor.layout == MX_KERNEL_CODES else (rows, columns)
 
 
 def _is_quantized(weight: FusedWeight, options: ConvertOptions) -> bool:
@@ -196,12 +232,17 @@ def _up(size: int, step: int) -> int:
     return -(-size // step) * step
 
 
-@public("convert")
+def bf16_layout(name: str, has_experts: bool) -> Bf16Layout | None:
+    """The row of a layout of bf16 values; None for codes, words and scales."""
+    return next((row for row in BF16_LAYOUTS if row.name == name and row.experts in (None, has_experts)), None)
+
+
 def _bf16_form(weight: FusedWeight, options: ConvertOptions, part: Part) -> StoredForm:
     F, K = part.shape
-    experts = weight.shape[:-2]
-    if options.swizzle and not options.quantized:
-        if experts:
+    rows = (row for row in BF16_LAYOUTS if row.experts in (None, weight.has_experts))
+    row = next(row for row in rows if row.takes(options))
+    if row.name == BF16_SWIZZLED:
+        if weight.has_experts:
             raise ConversionError.about(
                 f"swizzle of {weight.name}",
                 "off for experts in bf16: only the MLP forward reads bf16 operands that are swizzled",
@@ -209,47 +250,42 @@ def _bf16_form(weight: FusedWeight, options: ConvertOptions, part: Part) -> Stor
                 "Leave --swizzle out.",
             )
         _check_blocks(weight, options, K)
-        return StoredForm("", "BF16", (K // 4, 4 * F), BF16_SWIZZLED, part)
-    kernel = options.layout == "kernel"
-    # Dense kernels take [F, K] as it is; the MoE kernels take [E, K, F] (gate_up [E, H, 2, I] with 2, I merged).
-    shape = (*experts, K, F) if kernel and experts else (*experts, F, K)
-    return StoredForm("", "BF16", shape, BF16_KERNEL if kernel else BF16_FUSED, part)
+    return StoredForm("", "BF16", (*weight.shape[:-2], *row.shape(F, K)), row.name, part)
 
 
-@public("convert")
-def _operand_layout(
-    weight: FusedWeight, options: ConvertOptions, F: int, K: int
-) -> tuple[str, tuple[int, int], str, int]:
-    """Layout and shape of MX codes, and layout and rows of their scales."""
-    if options.layout == "fused":
-        return MX_FUSED_CODES, (F, K), MX_FUSED_SCALES, K // MX_BLOCK
-    scales = options.scales or "packed"
-    if scales == "compact":
-        raise ConversionError.about(
-            f"scales of {weight.name}",
-            "packed or oversized: the MLP kernels take no compact ones",
-            scales,
-            "Leave --scales out: each kernel then gets the layout it takes.",
-        )
-    layout = MX_KERNEL_SCALES if scales == "packed" else MX_OVERSIZED_SCALES
-    return MX_KERNEL_CODES, (K // 4, 4 * F), layout, scale_row_count(K, scales)
-
-
-def _scale_layout(layout: str) -> str:
-    return {MX_FUSED_SCALES: "compact", MX_KERNEL_SCALES: "packed", MX_OVERSIZED_SCALES: "oversized"}[layout]
+def _operand_forms(weight: FusedWeight, options: ConvertOptions, part: Part, orientation: str) -> list[StoredForm]:
+    """Codes and scales of one operand of the MLP kernels."""
+    F, K = part.shape if orientation == FORWARD else part.shape[::-1]
+    _check_blocks(weight, options, K)
+    experts, suffix = weight.shape[:-2], "" if orientation == FORWARD else BACKWARD_SUFFIX
+    fused = options.layout == "fused"
+    where = "compact" if fused else options.scales or "packed"
+    if where == "compact" and not fused:
+        remedy = "Leave --scales out: each kernel then gets the layout it takes."
+        raise ConversionError.about(f"scales of {weight.name}", NO_COMPACT_SCALES, where, remedy)
+    layout, shape = (MX_FUSED_CODES, (F, K)) if fused else (MX_KERNEL_CODES, (K // LANES, LANES * F))
+    rows, scales = K // MX_BLOCK if fused else scale_row_count(K, where), _OPERAND_SCALES[where]
+    return [
+        StoredForm(suffix, "F8_E4M3", (*experts, *shape), layout, part, where, orientation, 0, options.rule),
+        StoredForm(suffix + SCALE_SUFFIX, "U8", (*experts, rows, F), scales, part, where, orientation),
+    ]
 
 
 def _moe_forms(weight: FusedWeight, options: ConvertOptions, part: Part) -> tuple[StoredForm, ...]:
     """Words and scales as in the table of :mod:`hf_neuron_moe.formats.moe_mx`."""
     E, H, inner = weight.shape[0], part.padded_hidden, part.width
     scales = options.scales or "compact"
-    if H % TILE:
-        raise _refuse_moe(weight, f"a multiple of {TILE} (hidden size)", H, _remedy_for_size(options))
-    if inner % MX_BLOCK:
-        expected = f"a multiple of {MX_BLOCK} (intermediate size of a rank)"
-        raise _refuse_moe(weight, expected, inner, _remedy_for_size(options))
-    if scales == "oversized":
-        raise _refuse_moe(weight, "packed or compact (scales)", scales, "Leave --scales out.")
+    remedy = "Use --pad."
+    if options.precision != "mxfp4":  # with which no kernel trains
+        remedy = "Use --pad, or --for training, whose operands need multiples of 32 only."
+    for wrong, expected, got, fix in (
+        (H % TILE, f"a multiple of {TILE} (hidden size)", H, remedy),
+        (inner % MX_BLOCK, f"a multiple of {MX_BLOCK} (intermediate size of a rank)", inner, remedy),
+        (scales == "oversized", "packed or compact (scales)", scales, "Leave --scales out."),
+    ):
+        if wrong:
+            subject = f"size or scales of {weight.name}, for moe_cte's MX weights,"
+            raise ConversionError.about(subject, expected, got, fix)
     padded = padded_intermediate(inner)
     tiles = H // TILE if part.gate_up else -(-padded // TILE)
     partitions = PARTITIONS if part.gate_up else padded // tiles // 4
@@ -268,7 +304,6 @@ def _moe_forms(weight: FusedWeight, options: ConvertOptions, part: Part) -> tupl
     )
 
 
-@public("convert")
 def _check_blocks(weight: FusedWeight, options: ConvertOptions, K: int) -> None:
     if K % MX_BLOCK or K == 0:
         raise ConversionError.about(
@@ -277,15 +312,3 @@ def _check_blocks(weight: FusedWeight, options: ConvertOptions, K: int) -> None:
             K,
             "Use --pad (in kernel layout), or --precision bf16 without --swizzle for this model.",
         )
-
-
-def _remedy_for_size(options: ConvertOptions) -> str:
-    if options.precision == "mxfp4":  # no kernel trains with it
-        return "Use --pad."
-    return "Use --pad, or --for training, whose operands need multiples of 32 only."
-
-
-def _refuse_moe(weight: FusedWeight, expected: str, got: object, remedy: str) -> ConversionError:
-    return ConversionError.about(
-        f"size or scales of {weight.name}, for moe_cte's MX weights,", expected, got, remedy
-    ).named("convert")

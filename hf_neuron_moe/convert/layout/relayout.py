@@ -18,11 +18,10 @@ from hf_neuron_moe.convert.io.nonfinite import check_finite, count_nonfinite
 from hf_neuron_moe.convert.io.source import nbytes_of
 from hf_neuron_moe.convert.layout.codecs import TRANSPOSED_ROWS, copy_transposed, decode, encode
 from hf_neuron_moe.convert.layout.orientations import (
-    BF16_FUSED,
-    BF16_KERNEL,
     SCALES,
     SOURCE,
     StoredForm,
+    bf16_layout,
     matrix_shape,
     stored_forms,
 )
@@ -104,7 +103,7 @@ class Scratch:
 def scratch_bytes(weight: FusedWeight, forms: tuple[StoredForm, ...]) -> int:
     """Scratch memory that :func:`store` needs for one rank's part of a weight."""
     sizes = [nbytes_of(form.dtype, _shape_of_part(weight, form)) for form in forms]
-    if not _is_plain(forms[0].layout):
+    if _view_of(forms[0].layout, weight.has_experts) is None:
         sizes.append(nbytes_of("BF16", forms[0].part.shape))
     return sum(size + -size % SCRATCH_ALIGNMENT for size in sizes)
 
@@ -143,21 +142,18 @@ def store(
     """
     scratch.clear()
     first = forms[0]
-    plain = _is_plain(first.layout)
+    view = _view_of(first.layout, weight.has_experts)
     fill = _Filler(read, rounded, Counter() if nonfinite is None else nonfinite, on_nonfinite, first.part)
     stored = [scratch.take(_shape_of_part(weight, form), _STORED_DTYPES[form.dtype]) for form in forms]
     # Through bf16 whatever the source is: the kernels, and patched blocks, quantize bf16 weights.
-    if plain:
-        matrix_FK = _fused_view(stored[0], first.layout, has_experts=weight.has_experts)
-    else:
-        matrix_FK = scratch.take(first.part.shape, torch.bfloat16)
+    matrix_FK = scratch.take(first.part.shape, torch.bfloat16) if view is None else view(stored[0])
     if first.part.padding:
         matrix_FK.zero_()
     for expert in range(weight.shape[0]) if weight.has_experts else (None,):
         for piece in weight.pieces:
             if piece.expert in (None, expert):
                 fill(piece, expert, matrix_FK)
-        if not plain:
+        if view is None:
             encode(matrix_FK, forms, stored, gate_up=weight.is_gate_up)
         yield stored
 
@@ -185,13 +181,12 @@ def restore(
         for expert in range(piece.shape[0]) if piece.holds_experts else (piece.expert,):
             target_FK = _rows_first(out[expert] if piece.holds_experts else out, piece)
             stored = [read(index, expert) for index in indices]
-            if _is_plain(layouts[0]):
-                stored[0] = _fused_view(stored[0], layouts[0], has_experts=expert is not None)
+            view = _view_of(layouts[0], expert is not None)
             for block in part.blocks(piece.rows):
                 place_FK = target_FK[block.rows, block.columns]
                 rows = slice(block.row, block.row + len(place_FK))
-                if _is_plain(layouts[0]):
-                    place_FK.copy_(stored[0][rows, : place_FK.shape[1]])
+                if view is not None:
+                    place_FK.copy_(view(stored[0])[rows, : place_FK.shape[1]])
                 elif orientation == FORWARD:
                     for start, values_FK in decode(layouts, stored, part, rows):
                         place_FK[start : start + len(values_FK)].copy_(values_FK[:, : place_FK.shape[1]])
@@ -281,14 +276,10 @@ def _parts(tensors: Sequence[WrittenTensor], orientation: str) -> Iterator[tuple
         start += real
 
 
-def _is_plain(layout: str) -> bool:
-    """Whether values are stored as bf16 that a view can address."""
-    return layout in (BF16_FUSED, BF16_KERNEL)
-
-
-def _fused_view(stored: torch.Tensor, layout: str, *, has_experts: bool) -> torch.Tensor:
-    """View a stored bf16 weight, or one expert of it, as ``[..., F, K]``: the kernels' expert matrices are [K, F]."""
-    return stored.transpose(-1, -2) if has_experts and layout == BF16_KERNEL else stored
+def _view_of(layout: str, has_experts: bool) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """How to see a stored bf16 matrix as ``[F, K]``; None for layouts that are more than a view."""
+    row = bf16_layout(layout, has_experts)
+    return None if row is None else row.view
 
 
 def _rows_first(matrix: torch.Tensor, piece: Piece) -> torch.Tensor:
