@@ -77,12 +77,9 @@ def meta_model(directory: Path, source: SourceCheckpoint | None = None) -> PreTr
     config, content = _read_config(directory, source)
     path = directory / CONFIG_FILE
     if "quantization_config" in content:
-        raise ConversionError.about(
-            f"{path}: quantization_config",
-            "absent (weights in bf16, fp16 or fp32)",
-            "an already quantised checkpoint",
-            "Take the original checkpoint: quantising twice loses accuracy.",
-        )
+        expected = "absent (weights in bf16, fp16 or fp32)"
+        fix = "Take the original checkpoint: quantising twice loses accuracy."
+        raise ConversionError.about(f"{path}: quantization_config", expected, "an already quantised checkpoint", fix)
     return _on_meta(path, config, content)
 
 
@@ -192,36 +189,22 @@ def _bad_value(path: Path, wrong: Wrong) -> ConversionError:
 
 
 def _bad_config(path: Path, reason: str) -> ConversionError:
-    return ConversionError.about(
-        str(path),
-        "the configuration of a model, with values that transformers can build it from",
-        reason,
-        "Correct the values in that file, or take it from where the weights came from.",
-    )
+    expected = "the configuration of a model, with values that transformers can build it from"
+    fix = "Correct the values in that file, or take it from where the weights came from."
+    return ConversionError.about(str(path), expected, reason, fix)
 
 
 def _unplaced(name: str, target: str, known: list[str]) -> ConversionError:
-    return ConversionError.about(
-        f"tensor {name}",
-        "part of the model that config.json describes",
-        f"no parameter {target!r} there",
-        f"Check that config.json belongs to these weights.{nearest(target, known)}",
-    )
+    expected = "part of the model that config.json describes"
+    fix = f"Check that config.json belongs to these weights.{nearest(target, known)}"
+    return ConversionError.about(f"tensor {name}", expected, f"no parameter {target!r} there", fix)
 
 
 def _conflict(target: str, first: str, second: str) -> ConversionError:
-    return ConversionError.about(
-        f"parameter {target}",
-        "stored once",
-        f"both {first} and {second}",
-        "Remove the tensor that does not belong to the checkpoint.",
-    )
+    fix = "Remove the tensor that does not belong to the checkpoint."
+    return ConversionError.about(f"parameter {target}", "stored once", f"both {first} and {second}", fix)
 
 
 def _missing(name: str) -> ConversionError:
-    return ConversionError.about(
-        f"parameter {name}",
-        "stored in the checkpoint",
-        "no tensor for it",
-        "Check that config.json belongs to these weights and that no shard is missing.",
-    )
+    fix = "Check that config.json belongs to these weights and that no shard is missing."
+    return ConversionError.about(f"parameter {name}", "stored in the checkpoint", "no tensor for it", fix)

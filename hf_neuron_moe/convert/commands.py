@@ -174,12 +174,9 @@ def finalize_checkpoint(
             if (manifest := finished_manifest(plan, destination)) is not None:
                 return manifest
         if found is None:
-            raise DestinationError.about(
-                str(destination),
-                "what parts of a conversion were made for",
-                f"no unfinished conversion {partial_of(destination)}",
-                "Make the parts first, with `hf-neuron-moe convert --part I/N`.",
-            )
+            got = f"no unfinished conversion {partial_of(destination)}"
+            fix = "Make the parts first, with `hf-neuron-moe convert --part I/N`."
+            raise DestinationError.about(str(destination), "what parts of a conversion were made for", got, fix)
         plan = plan_of(folder, options or found)
         if (manifest := finished_manifest(plan, destination, force=force)) is not None:
             return manifest
@@ -191,12 +188,10 @@ def finalize_checkpoint(
             )
             missing = [file for file in shards if file not in made.files]
             if missing:
-                raise ConversionError.about(
-                    str(destination),
-                    f"complete, all {len(shards)} shards made of this source",
-                    f"{len(missing)} missing or damaged, such as {missing[0]}",
-                    f"{_what_to_run(shards, missing, parts_of(job))}; what is finished is kept.",
-                )
+                expected = f"complete, all {len(shards)} shards made of this source"
+                got = f"{len(missing)} missing or damaged, such as {missing[0]}"
+                fix = f"{_what_to_run(shards, missing, parts_of(job))}; what is finished is kept."
+                raise ConversionError.about(str(destination), expected, got, fix)
             manifest = write_rest(plan, job, made)
             take_name(job.home, destination)
             clear(job.home)

@@ -76,12 +76,9 @@ def export_checkpoint(
     stored = _check_files(converted, manifest)
     inexact = _inexact(manifest, stored)
     if inexact and not allow_inexact:
-        raise ConversionError.about(
-            str(converted),
-            "a conversion whose source can come back bit for bit",
-            f"{len(inexact)} tensors that were rounded or quantised, such as {inexact[0]}",
-            "Keep the original checkpoint; --allow-inexact exports the rounded or dequantised values.",
-        )
+        got = f"{len(inexact)} tensors that were rounded or quantised, such as {inexact[0]}"
+        fix = "Keep the original checkpoint; --allow-inexact exports the rounded or dequantised values."
+        raise ConversionError.about(str(converted), "a conversion whose source can come back bit for bit", got, fix)
     statement = _statement(manifest, stored, inexact)
     step = counting(progress, sum(piece.nbytes for piece in manifest.pieces))
     outputs: dict[str, list[tuple[str, Piece]]] = {}

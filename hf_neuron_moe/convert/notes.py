@@ -47,12 +47,9 @@ def check_nothing_left(left: Left) -> None:
     """Refuse a conversion that would leave modules in their source form, for ``strict``."""
     if not left:
         return
-    raise ConversionError.about(
-        "every MLP and experts module",
-        "one that the kernels can compute, with strict",
-        "; ".join(left_notes(left)),
-        "Leave --strict out to copy what these modules hold as it is.",
-    )
+    expected = "one that the kernels can compute, with strict"
+    fix = "Leave --strict out to copy what these modules hold as it is."
+    raise ConversionError.about("every MLP and experts module", expected, "; ".join(left_notes(left)), fix)
 
 
 def warn_of_losses(manifest: Manifest) -> None:

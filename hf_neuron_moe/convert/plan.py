@@ -68,20 +68,14 @@ def plan_of(directory: Path, options: ConvertOptions) -> ConversionPlan:
     }
     if not weights:
         reasons = _reasons(refused)
-        raise ConversionError.about(
-            str(directory),
-            "a model with SwiGLU MLPs or experts that the kernels can compute",
-            f"none ({reasons})" if reasons else "none",
-            "`hf-neuron-moe plan` lists every candidate with its reason.",
-        )
+        expected = "a model with SwiGLU MLPs or experts that the kernels can compute"
+        fix = "`hf-neuron-moe plan` lists every candidate with its reason."
+        raise ConversionError.about(str(directory), expected, f"none ({reasons})" if reasons else "none", fix)
     if options.precision == "mxfp4" and not any(weight.has_experts for weight in weights.values()):
         reasons = _reasons({c.name: c.reason for c in candidates if c.kind == EXPERTS and c.reason is not None})
-        raise ConversionError.about(
-            "precision mxfp4",
-            "used for a model with experts: no kernel computes dense MLPs with FP4 weights",
-            f"a model whose experts no kernel computes ({reasons})" if reasons else "a model without any",
-            "Use --precision mxfp8 or bf16.",
-        )
+        expected = "used for a model with experts: no kernel computes dense MLPs with FP4 weights"
+        got = f"a model whose experts no kernel computes ({reasons})" if reasons else "a model without any"
+        raise ConversionError.about("precision mxfp4", expected, got, "Use --precision mxfp8 or bf16.")
     used = {piece.source for weight in weights.values() for piece in weight.pieces}
     copied = {name: tensor for name, tensor in source.tensors.items() if name not in used}
     _check_coverage(source, assignments, ignored, used, copied)
@@ -137,23 +131,17 @@ def _weights_of(candidate: Candidate, assignments: dict[str, Assignment], model:
 def _assignment(parameter: str, assignments: dict[str, Assignment]) -> Assignment:
     if parameter in assignments:
         return assignments[parameter]
-    raise ConversionError.about(
-        f"parameter {parameter}",
-        "stored in the checkpoint under a name of its own",
-        "no tensor for it, because another parameter shares its memory",
-        "Save the model again with transformers, which stores a shared module once under its first name.",
-    )
+    got = "no tensor for it, because another parameter shares its memory"
+    fix = "Save the model again with transformers, which stores a shared module once under its first name."
+    raise ConversionError.about(f"parameter {parameter}", "stored in the checkpoint under a name of its own", got, fix)
 
 
 def _check_dtypes(weight: FusedWeight) -> None:
     dtypes = sorted({piece.dtype for piece in weight.pieces})
     if len(dtypes) > 1 or dtypes[0] not in TORCH_DTYPES:
-        raise ConversionError.about(
-            f"dtype of {weight.name}",
-            f"one of {', '.join(TORCH_DTYPES)} for all its tensors",
-            ", ".join(dtypes),
-            "Convert the original, unquantised checkpoint.",
-        )
+        expected = f"one of {', '.join(TORCH_DTYPES)} for all its tensors"
+        fix = "Convert the original, unquantised checkpoint."
+        raise ConversionError.about(f"dtype of {weight.name}", expected, ", ".join(dtypes), fix)
 
 
 def _pieces(assignment: Assignment, shape: tuple[int, ...], start: int, transposed: bool) -> list[Piece]:
@@ -164,12 +152,10 @@ def _pieces(assignment: Assignment, shape: tuple[int, ...], start: int, transpos
         return [Piece(tensor.name, tensor.file, tensor.dtype, tensor.shape, None, start, transposed)]
     kinds = [(type(operation), getattr(operation, "dim", None)) for operation in assignment.converter.operations]
     if kinds not in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)]) or len(shape) != 3 or transposed:
-        raise ConversionError.about(
-            f"on-disk form of {assignment.target}",
-            "the parameter itself, or one matrix per expert and projection",
-            " then ".join(kind.__name__ for kind, _ in kinds),
-            "Load the model and save it with save_original_format=False; that form can be converted.",
-        )
+        expected = "the parameter itself, or one matrix per expert and projection"
+        got = " then ".join(kind.__name__ for kind, _ in kinds)
+        fix = "Load the model and save it with save_original_format=False; that form can be converted."
+        raise ConversionError.about(f"on-disk form of {assignment.target}", expected, got, fix)
     E, F, K = shape
     rows = F // len(assignment.converter.source_patterns)
     pieces = []
@@ -177,12 +163,9 @@ def _pieces(assignment: Assignment, shape: tuple[int, ...], start: int, transpos
         tensors = assignment.sources.get(pattern, [])
         experts = [_expert_index(tensor.name, pattern, assignment.target) for tensor in tensors]
         if experts != list(range(E)):
-            raise ConversionError.about(
-                f"experts of {assignment.target} ({pattern})",
-                f"one tensor for each of experts 0 to {E - 1}",
-                experts,
-                "Check that config.json belongs to these weights and that no shard is missing.",
-            )
+            expected = f"one tensor for each of experts 0 to {E - 1}"
+            fix = "Check that config.json belongs to these weights and that no shard is missing."
+            raise ConversionError.about(f"experts of {assignment.target} ({pattern})", expected, experts, fix)
         for expert, tensor in zip(experts, tensors):
             _check_shape(tensor, (rows, K))
             pieces.append(Piece(tensor.name, tensor.file, tensor.dtype, tensor.shape, expert, start))
@@ -195,23 +178,17 @@ def _expert_index(name: str, pattern: str, target: str) -> int:
     before, _, after = pattern.partition("*")
     found = re.search(rf"([0-9]+){re.escape(after)}$", name)
     if found is None or not before:
-        raise ConversionError.about(
-            f"tensor {name}",
-            f"a name of the form {pattern}",
-            "one without an expert number",
-            f"It would become part of {target}; check where the checkpoint comes from.",
-        )
+        expected = f"a name of the form {pattern}"
+        fix = f"It would become part of {target}; check where the checkpoint comes from."
+        raise ConversionError.about(f"tensor {name}", expected, "one without an expert number", fix)
     return int(found.group(1))
 
 
 def _check_shape(tensor: SourceTensor, shape: tuple[int, ...]) -> None:
     if tensor.shape != shape:
-        raise ConversionError.about(
-            f"{tensor.file}: {tensor.name}",
-            f"of shape {list(shape)}, as config.json says",
-            list(tensor.shape),
-            "Check that config.json belongs to these weights.",
-        )
+        expected = f"of shape {list(shape)}, as config.json says"
+        fix = "Check that config.json belongs to these weights."
+        raise ConversionError.about(f"{tensor.file}: {tensor.name}", expected, list(tensor.shape), fix)
 
 
 def _check_coverage(
@@ -251,12 +228,8 @@ def _lay_out(
         files += _shards(groups, options.max_shard_bytes, f"neuron-tp-{rank:02d}-of-{options.tp_degree:02d}")
     names = Counter(tensor.name for tensor in files)
     for name in sorted(name for name, count in names.items() if count > 1):
-        raise ConversionError.about(
-            f"tensor {name}",
-            "written once",
-            "a source tensor and a converted weight of this name",
-            "Rename or remove the source tensor.",
-        )
+        got = "a source tensor and a converted weight of this name"
+        raise ConversionError.about(f"tensor {name}", "written once", got, "Rename or remove the source tensor.")
     return tuple(files)
 
 

@@ -53,12 +53,9 @@ def finished_manifest(plan: ConversionPlan, destination: Path, *, force: bool = 
 
 
 def _damaged_result(destination: Path, got: str) -> DestinationError:
-    return DestinationError.about(
-        str(destination),
-        "as it was when its conversion finished",
-        got.removesuffix("."),
-        "`hf-neuron-moe verify` tells more; convert again with --force to replace it.",
-    )
+    expected = "as it was when its conversion finished"
+    fix = "`hf-neuron-moe verify` tells more; convert again with --force to replace it."
+    return DestinationError.about(str(destination), expected, got.removesuffix("."), fix)
 
 
 def _damaged_files(directory: Path, manifest: Manifest) -> list[str]:

@@ -88,12 +88,10 @@ def _stand_in(candidate: Candidate, tensors: Mapping[str, StoredTensor]) -> Land
     whole = {role: tensor for role, tensor in values.items() if tensor is not None}
     plain = all(tensor.layout in BF16_LAYOUTS for tensor in whole.values())
     if candidate.reason is not None or len(whole) < 2 or any((scale is None) is not plain for scale in scales):
-        raise ConversionError.about(
-            f"converted weights of {candidate.name}",
-            "gate_up and down of a module that the kernels can compute, with scales if they are quantised",
-            f"{', '.join(sorted(tensors))}{f' ({candidate.reason})' if candidate.reason else ''}",
-            "The checkpoint is damaged, or this version of transformers builds the module differently.",
-        )
+        expected = "gate_up and down of a module that the kernels can compute, with scales if they are quantised"
+        got = f"{', '.join(sorted(tensors))}{f' ({candidate.reason})' if candidate.reason else ''}"
+        fix = "The checkpoint is damaged, or this version of transformers builds the module differently."
+        raise ConversionError.about(f"converted weights of {candidate.name}", expected, got, fix)
     _check_sizes(candidate, whole)
     if plain:
         return Landing(candidate, whole)
@@ -113,12 +111,9 @@ def _check_sizes(candidate: Candidate, tensors: Mapping[str, StoredTensor]) -> N
     for role, tensor in tensors.items():
         stored = (None if experts is None else tensor.tensor.shape[0], *tensor.sizes(gate_up=role == GATE_UP))
         if stored != candidate.sizes:
-            raise ConversionError.about(
-                f"tensor {tensor.name}",
-                f"made of {_named(experts, hidden, inner)}, as config.json says",
-                _named(*stored),
-                "config.json and the shards do not belong together.",
-            )
+            expected = f"made of {_named(experts, hidden, inner)}, as config.json says"
+            fix = "config.json and the shards do not belong together."
+            raise ConversionError.about(f"tensor {tensor.name}", expected, _named(*stored), fix)
 
 
 def _named(experts: int | None, hidden: int | None, inner: int | None) -> str:

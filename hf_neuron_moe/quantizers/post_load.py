@@ -27,12 +27,8 @@ def finish(model: PreTrainedModel, placement: Placement, options: NeuronMoEQuant
     for stand_in in (*(block for block, _ in placement.frozen), *placement.landings):
         missing = [name for name, tensor in stand_in.state_dict(keep_vars=True).items() if tensor.is_meta]
         if missing:
-            raise ConversionError.about(
-                missing[0],
-                "filled from the checkpoint",
-                "no values",
-                "Load it without disk offload; otherwise the checkpoint is damaged.",
-            )
+            fix = "Load it without disk offload; otherwise the checkpoint is damaged."
+            raise ConversionError.about(missing[0], "filled from the checkpoint", "no values", fix)
     for block, _ in placement.frozen:
         block.settle()
     if not placement.landings:
@@ -98,9 +94,6 @@ def _values(block: FrozenBlock, candidate: Candidate, dtype: torch.dtype) -> tup
 def _check_devices(model: PreTrainedModel) -> None:
     places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
     if len(places) > 1:
-        raise UnsupportedModelError.about(
-            "device_map",
-            "one device for a checkpoint in bf16 layouts, whose blocks are patched after loading",
-            ", ".join(sorted(places)),
-            "Load it on one device, or shard the loaded model afterwards.",
-        )
+        expected = "one device for a checkpoint in bf16 layouts, whose blocks are patched after loading"
+        fix = "Load it on one device, or shard the loaded model afterwards."
+        raise UnsupportedModelError.about("device_map", expected, ", ".join(sorted(places)), fix)

@@ -48,24 +48,18 @@ class NeuronMoEQuantizer(HfQuantizer):
                 "`hf-neuron-moe convert SRC DST`.",
             )
         if self.quantization_config.tp_degree > 1:
-            raise UnsupportedModelError.about(
-                "tp_degree",
-                "1: transformers loads whole weights",
-                self.quantization_config.tp_degree,
-                "Convert the original again without --tp-degree; the parts of ranks are for Neuron.",
-            )
+            expected = "1: transformers loads whole weights"
+            fix = "Convert the original again without --tp-degree; the parts of ranks are for Neuron."
+            raise UnsupportedModelError.about("tp_degree", expected, self.quantization_config.tp_degree, fix)
 
     @public(_WHERE)
     def update_device_map(self, device_map: Any) -> Any:
         """Refuse places that the blocks cannot be in."""
         places = {str(place) for place in device_map.values()} if isinstance(device_map, dict) else set()
         if "disk" in places or (self.quantization_config.dequantize and len(places) > 1):
-            raise UnsupportedModelError.about(
-                "device_map",
-                "one device, or several for an MX base, and no disk offload",
-                ", ".join(sorted(places)),
-                "Load it on one device, or shard the loaded model afterwards.",
-            )
+            expected = "one device, or several for an MX base, and no disk offload"
+            fix = "Load it on one device, or shard the loaded model afterwards."
+            raise UnsupportedModelError.about("device_map", expected, ", ".join(sorted(places)), fix)
         return device_map
 
     def update_attn_implementation(self, config: Any) -> Any:

@@ -90,12 +90,9 @@ class StoredTensor:
         if self.layout in _WORD_FORMATS:
             scheme = HIDDEN_SCHEME if gate_up else INTERMEDIATE_SCHEME
             return MXLayout(_WORD_FORMATS[self.layout], WORDS, scheme.value, scales)
-        raise ConversionError.about(
-            f"layout of {self.name}",
-            f"one of {', '.join((*BF16_LAYOUTS, *_ARRANGEMENTS, *_WORD_FORMATS))}",
-            repr(self.layout),
-            "It was written by a later version of hf-neuron-moe; update the package.",
-        )
+        expected = f"one of {', '.join((*BF16_LAYOUTS, *_ARRANGEMENTS, *_WORD_FORMATS))}"
+        fix = "It was written by a later version of hf-neuron-moe; update the package."
+        raise ConversionError.about(f"layout of {self.name}", expected, repr(self.layout), fix)
 
 
 @dataclass(frozen=True)
@@ -146,12 +143,9 @@ def _facts(path: str, metadata: Mapping[str, str]) -> dict[str, _Fact]:
             return {name: record(_Fact, fact) for name, fact in content.items()}
         except ValueError as error:
             raise damaged(f"{path}: {key}", "layouts of tensors by name", error) from error
-    raise ConversionError.about(
-        path,
-        "a shard that `hf-neuron-moe convert` wrote, with its layouts in the header",
-        "one without them",
-        "The folder's files do not belong together, or were saved by another tool: convert the original again.",
-    )
+    expected = "a shard that `hf-neuron-moe convert` wrote, with its layouts in the header"
+    fix = "The folder's files do not belong together, or were saved by another tool: convert the original again."
+    raise ConversionError.about(path, expected, "one without them", fix)
 
 
 def _stored(tensor: SourceTensor, fact: _Fact) -> StoredTensor:

@@ -119,12 +119,9 @@ def inspect_checkpoint(
     if not (directory / MANIFEST_FILE).is_file():
         check_checkpoint(directory)
         if source is not None:
-            raise ConfigError.about(
-                "source",
-                "left out for an ordinary checkpoint, which was made of nothing",
-                f"{source} with {directory}, which has no {MANIFEST_FILE}",
-                "Give a folder that `hf-neuron-moe convert` wrote, or leave the option out.",
-            )
+            expected = "left out for an ordinary checkpoint, which was made of nothing"
+            fix = "Give a folder that `hf-neuron-moe convert` wrote, or leave the option out."
+            raise ConfigError.about("source", expected, f"{source} with {directory}, which has no {MANIFEST_FILE}", fix)
         return _inspect_source(directory)
     manifest = load_manifest(directory)
     for file in dict.fromkeys(tensor.file for tensor in manifest.tensors):
@@ -153,12 +150,9 @@ def _check_source(source: Path, manifest: Manifest) -> None:
         path = source / file
         found = f"one of {path.stat().st_size} bytes" if path.is_file() else "no such file"
         if found != f"one of {size} bytes":
-            raise SourceDamageError.about(
-                f"{file} of {source}",
-                f"the file of {size} bytes that was converted",
-                found,
-                "Give the checkpoint that this conversion was made of; if this is it, download it again.",
-            )
+            expected = f"the file of {size} bytes that was converted"
+            fix = "Give the checkpoint that this conversion was made of; if this is it, download it again."
+            raise SourceDamageError.about(f"{file} of {source}", expected, found, fix)
 
 
 def _facts(tensor: WrittenTensor) -> TensorFacts:

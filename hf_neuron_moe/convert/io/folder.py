@@ -34,12 +34,9 @@ def check_checkpoint(directory: Path) -> None:
     """Refuse what is not the folder of a Hugging Face checkpoint."""
     _check_folder(directory, _MODEL_FOLDER)
     if is_conversion(directory):
-        raise ConversionError.about(
-            str(directory),
-            "a Hugging Face checkpoint",
-            f"a folder that `hf-neuron-moe convert` wrote{_options_of(directory)}",
-            f"Use the checkpoint it was made of, or rebuild that: `hf-neuron-moe export {directory} NEW`.",
-        )
+        got = f"a folder that `hf-neuron-moe convert` wrote{_options_of(directory)}"
+        fix = f"Use the checkpoint it was made of, or rebuild that: `hf-neuron-moe export {directory} NEW`."
+        raise ConversionError.about(str(directory), "a Hugging Face checkpoint", got, fix)
     check_model(directory)
 
 
@@ -47,12 +44,8 @@ def check_model(directory: Path) -> None:
     """Refuse what is not the folder of a model, be it a checkpoint, a conversion or ``config.json`` alone."""
     _check_folder(directory, _MODEL_FOLDER)
     if not (directory / CONFIG_FILE).is_file():
-        raise ConversionError.about(
-            str(directory),
-            f"a folder with {CONFIG_FILE}",
-            "a folder without it",
-            "Give the folder that save_pretrained wrote or that was downloaded from the Hub.",
-        )
+        fix = "Give the folder that save_pretrained wrote or that was downloaded from the Hub."
+        raise ConversionError.about(str(directory), f"a folder with {CONFIG_FILE}", "a folder without it", fix)
 
 
 def is_conversion(directory: Path) -> bool:

@@ -27,12 +27,8 @@ def check_finite(values: torch.Tensor, *, file: str, name: str) -> None:
     bad = count_nonfinite(values)
     if not bad:
         return
-    raise SourceDamageError.about(
-        f"{file}: {name}",
-        "of finite values",
-        f"{bad:,} NaN or infinite ones",
-        "Repair the checkpoint, or convert it as it is with --on-nonfinite keep.",
-    )
+    fix = "Repair the checkpoint, or convert it as it is with --on-nonfinite keep."
+    raise SourceDamageError.about(f"{file}: {name}", "of finite values", f"{bad:,} NaN or infinite ones", fix)
 
 
 def count_nonfinite(values: torch.Tensor) -> int:

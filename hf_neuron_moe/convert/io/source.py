@@ -164,12 +164,9 @@ def read_source(directory: Path) -> SourceCheckpoint:
     if not (single.exists() or index.exists()):
         raise _no_safetensors(directory)
     if single.exists() and index.exists():
-        raise SourceDamageError.about(
-            str(directory),
-            f"a folder with either {SINGLE_FILE} or {INDEX_FILE}",
-            "both",
-            "Remove the one that does not belong to the checkpoint.",
-        )
+        expected = f"a folder with either {SINGLE_FILE} or {INDEX_FILE}"
+        fix = "Remove the one that does not belong to the checkpoint."
+        raise SourceDamageError.about(str(directory), expected, "both", fix)
     if index.exists():
         return read_indexed(directory, INDEX_FILE)
     tensors, metadata = read_header(inside(directory, SINGLE_FILE))
@@ -208,12 +205,9 @@ def read_index(path: Path) -> tuple[dict[str, str], dict[str, Any] | None]:
         raise damaged(f"{path.name}: weight_map", "a map from tensor names to files", weight_map)
     for name, file in weight_map.items():
         if not is_plain_name(file):
-            raise SourceDamageError.about(
-                f"{path.name}: file of {name}",
-                f"the plain name of a .safetensors file in the same folder, at most {MAX_FILE_NAME} bytes",
-                repr(file),
-                "An index that points elsewhere is not followed; repair it.",
-            )
+            expected = f"the plain name of a .safetensors file in the same folder, at most {MAX_FILE_NAME} bytes"
+            fix = "An index that points elsewhere is not followed; repair it."
+            raise SourceDamageError.about(f"{path.name}: file of {name}", expected, repr(file), fix)
     metadata = content.get("metadata")
     return dict(weight_map), metadata if isinstance(metadata, dict) else None
 
@@ -227,12 +221,8 @@ def inside(directory: Path, file: str) -> Path:
     # huggingface_hub keeps snapshots/<commit>/file as links to blobs/<hash> of the same repository.
     blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else None
     if target.parent not in ((home / file).parent, blobs):
-        raise SourceDamageError.about(
-            file,
-            "a file inside the checkpoint folder",
-            f"a link to {target}",
-            "Copy the file into the folder if it belongs there.",
-        )
+        fix = "Copy the file into the folder if it belongs there."
+        raise SourceDamageError.about(file, "a file inside the checkpoint folder", f"a link to {target}", fix)
     return path
 
 
@@ -240,12 +230,9 @@ def _no_safetensors(directory: Path) -> ConversionError:
     """Refuse a folder without weights that could be read, and name those that it has."""
     if shards := sorted(path.name for path in directory.glob("*.safetensors")):
         more = f" and {len(shards) - 1} more" if len(shards) > 1 else ""
-        return SourceDamageError.about(
-            str(directory),
-            f"a folder with {SINGLE_FILE} or {INDEX_FILE}",
-            f"{shards[0]}{more} without either",
-            f"{INDEX_FILE} says which tensors belong to the checkpoint: download or save it again.",
-        )
+        expected = f"a folder with {SINGLE_FILE} or {INDEX_FILE}"
+        fix = f"{INDEX_FILE} says which tensors belong to the checkpoint: download or save it again."
+        return SourceDamageError.about(str(directory), expected, f"{shards[0]}{more} without either", fix)
     pickles = sorted(path.name for path in directory.glob("*.bin"))
     got, remedy = "a folder without them", "Give the folder that holds config.json and the weights."
     if pickles:

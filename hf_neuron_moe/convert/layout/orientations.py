@@ -243,12 +243,8 @@ def _bf16_form(weight: FusedWeight, options: ConvertOptions, part: Part) -> Stor
     row = next(row for row in rows if row.takes(options))
     if row.name == BF16_SWIZZLED:
         if weight.has_experts:
-            raise ConversionError.about(
-                f"swizzle of {weight.name}",
-                "off for experts in bf16: only the MLP forward reads bf16 operands that are swizzled",
-                "on",
-                "Leave --swizzle out.",
-            )
+            expected = "off for experts in bf16: only the MLP forward reads bf16 operands that are swizzled"
+            raise ConversionError.about(f"swizzle of {weight.name}", expected, "on", "Leave --swizzle out.")
         _check_blocks(weight, options, K)
     return StoredForm("", "BF16", (*weight.shape[:-2], *row.shape(F, K)), row.name, part)
 
@@ -306,9 +302,6 @@ def _moe_forms(weight: FusedWeight, options: ConvertOptions, part: Part) -> tupl
 
 def _check_blocks(weight: FusedWeight, options: ConvertOptions, K: int) -> None:
     if K % MX_BLOCK or K == 0:
-        raise ConversionError.about(
-            f"contraction size of {weight.name}",
-            f"a multiple of {MX_BLOCK} for {'MXFP8' if options.quantized else 'swizzled operands'}",
-            K,
-            "Use --pad (in kernel layout), or --precision bf16 without --swizzle for this model.",
-        )
+        expected = f"a multiple of {MX_BLOCK} for {'MXFP8' if options.quantized else 'swizzled operands'}"
+        fix = "Use --pad (in kernel layout), or --precision bf16 without --swizzle for this model."
+        raise ConversionError.about(f"contraction size of {weight.name}", expected, K, fix)

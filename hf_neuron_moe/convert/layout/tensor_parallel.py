@@ -112,12 +112,9 @@ def part_of(weight: FusedWeight, rank: int | None, ranks: int, padded: PadRule |
     hidden, inner = weight.hidden, weight.intermediate
     share = -(-inner // ranks)
     if (inner % ranks and padded is None) or share * (ranks - 1) >= inner > 0:
-        raise ConversionError.about(
-            f"intermediate size of {weight.name}",
-            f"divisible among {ranks} tensor-parallel ranks",
-            inner,
-            "Choose a --tp-degree that divides it" + (", or pad it with --pad." if inner % ranks else "."),
-        )
+        expected = f"divisible among {ranks} tensor-parallel ranks"
+        fix = "Choose a --tp-degree that divides it" + (", or pad it with --pad." if inner % ranks else ".")
+        raise ConversionError.about(f"intermediate size of {weight.name}", expected, inner, fix)
     start = share * (rank or 0)
     stop = min(start + share, inner)
     rows, width = (padded("H", hidden), padded("I", share)) if padded else (hidden, share)

@@ -103,12 +103,8 @@ def held(home: Path, destination: Path, *, shared: bool = False) -> Iterator[Non
     """
     descriptor = _locked(home, shared=shared)
     if descriptor is None:
-        raise DestinationError.about(
-            str(destination),
-            "written by one process, or by several with --part",
-            f"another process at work in {home.name}",
-            "Wait until it is done.",
-        )
+        expected, got = "written by one process, or by several with --part", f"another process at work in {home.name}"
+        raise DestinationError.about(str(destination), expected, got, "Wait until it is done.")
     try:
         yield
     finally:
@@ -167,12 +163,9 @@ def disk_errors(destination: Path) -> Iterator[None]:
             left = f"What is finished lies in {home}; --resume goes on with it."
             if not (home / FOLDER).exists() and destination.exists():
                 left = f"{destination} is complete; remove {home.name} beside it."
-        raise DiskError.about(
-            str(destination),
-            "written without an error of the operating system",
-            f"{type(error).__name__}: {error}",
-            f"{left} Check free space, permissions and the source's disk.",
-        ) from error
+        expected = "written without an error of the operating system"
+        fix = f"{left} Check free space, permissions and the source's disk."
+        raise DiskError.about(str(destination), expected, f"{type(error).__name__}: {error}", fix) from error
 
 
 def write_file(path: Path, content: bytes) -> None:

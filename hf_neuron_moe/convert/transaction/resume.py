@@ -188,12 +188,9 @@ def _begin(job: Job, plan: ConversionPlan, destination: Path, *, resume: bool, p
     put_back(job.home, destination)
     found = job.marker() if resume or part else None
     if found is not None and found.get("fingerprint") != content["fingerprint"]:
-        raise DestinationError.about(
-            str(destination),
-            "free, or an unfinished run of this very conversion",
-            f"an unfinished run of another source, version or options in {job.home.name}",
-            "Repeat the options of that run, or leave --resume and --part out to start over.",
-        )
+        got = f"an unfinished run of another source, version or options in {job.home.name}"
+        fix = "Repeat the options of that run, or leave --resume and --part out to start over."
+        raise DestinationError.about(str(destination), "free, or an unfinished run of this very conversion", got, fix)
     if found is not None:
         content[PARTS] = found.get(PARTS)
     if found is None and not part:
