@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from hf_neuron_moe.convert.config_values import MAX_VALUE, Wrong, excess, reason_of, room_in, room_of, wrong_value
+from hf_neuron_moe.convert.config_values import MAX_VALUE, excess, reason_of, room_in, room_of, wrong_value
 from hf_neuron_moe.convert.io.bounded import MAX_CONFIG_BYTES, read_json
 from hf_neuron_moe.convert.io.folder import CONFIG_FILE, check_checkpoint, check_model
 from hf_neuron_moe.convert.io.source import SourceCheckpoint, SourceTensor, damaged, inside
@@ -101,7 +101,7 @@ def _read_config(directory: Path, source: SourceCheckpoint | None = None) -> tup
         raise damaged(str(path), "a JSON object", type(content).__name__)
     room = room_of(source) if source is not None else room_in(directory)
     if wrong := wrong_value(content) or excess(content, room):
-        raise _bad_value(path, wrong)
+        raise ConversionError.about(f"{path}: {wrong.field}", wrong.expected, wrong.got, wrong.remedy)
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except _REFUSALS as error:
@@ -152,18 +152,22 @@ def assign_sources(model: PreTrainedModel, source: SourceCheckpoint) -> tuple[di
             if _matches(name, model._keys_to_ignore_on_load_unexpected):
                 ignored.append(name)
                 continue
-            raise _unplaced(name, target, list(state))
+            expected = "part of the model that config.json describes"
+            fix = f"Check that config.json belongs to these weights.{nearest(target, list(state))}"
+            raise ConversionError.about(f"tensor {name}", expected, f"no parameter {target!r} there", fix)
         assignment = assignments.setdefault(target, Assignment(target, converter))
         assignment.sources.setdefault(pattern or "", []).append(source.tensors[name])
         filled |= targets
         if assignment.converter is not converter or (converter is None and len(assignment.sources[""]) > 1):
             first = next(iter(assignment.sources.values()))[0].name
-            raise _conflict(target, first, name)
+            fix = "Remove the tensor that does not belong to the checkpoint."
+            raise ConversionError.about(f"parameter {target}", "stored once", f"both {first} and {name}", fix)
     tied = model.all_tied_weights_keys
     for name in state.keys() - filled:
         is_tied = name in tied or name in tied.values()
         if not is_tied and not _matches(name, model._keys_to_ignore_on_load_missing):
-            raise _missing(name)
+            fix = "Check that config.json belongs to these weights and that no shard is missing."
+            raise ConversionError.about(f"parameter {name}", "stored in the checkpoint", "no tensor for it", fix)
     return assignments, ignored
 
 
@@ -184,27 +188,7 @@ def _matches(name: str, patterns: object) -> bool:
     return isinstance(patterns, (list, tuple, set)) and any(re.search(pattern, name) for pattern in patterns)
 
 
-def _bad_value(path: Path, wrong: Wrong) -> ConversionError:
-    return ConversionError.about(f"{path}: {wrong.field}", wrong.expected, wrong.got, wrong.remedy)
-
-
 def _bad_config(path: Path, reason: str) -> ConversionError:
     expected = "the configuration of a model, with values that transformers can build it from"
     fix = "Correct the values in that file, or take it from where the weights came from."
     return ConversionError.about(str(path), expected, reason, fix)
-
-
-def _unplaced(name: str, target: str, known: list[str]) -> ConversionError:
-    expected = "part of the model that config.json describes"
-    fix = f"Check that config.json belongs to these weights.{nearest(target, known)}"
-    return ConversionError.about(f"tensor {name}", expected, f"no parameter {target!r} there", fix)
-
-
-def _conflict(target: str, first: str, second: str) -> ConversionError:
-    fix = "Remove the tensor that does not belong to the checkpoint."
-    return ConversionError.about(f"parameter {target}", "stored once", f"both {first} and {second}", fix)
-
-
-def _missing(name: str) -> ConversionError:
-    fix = "Check that config.json belongs to these weights and that no shard is missing."
-    return ConversionError.about(f"parameter {name}", "stored in the checkpoint", "no tensor for it", fix)

@@ -19,7 +19,6 @@ from hf_neuron_moe.convert.layout.orientations import SCALES, SOURCE
 from hf_neuron_moe.convert.manifest import MANIFEST_FILE, WrittenTensor
 from hf_neuron_moe.convert.options import BACKWARD, ConvertOptions
 from hf_neuron_moe.convert.plan import ConversionPlan
-from hf_neuron_moe.errors import public
 
 QUANTIZATION_CONFIG = "quantization_config"
 
@@ -77,7 +76,6 @@ def rewritten_files(plan: ConversionPlan) -> tuple[dict[str, bytes], dict[str, s
     return {name: text.encode() for name, text in after.items()}, before
 
 
-@public("convert")
 def _text(path: Path) -> str:
     """Read a file as text that encodes to the same bytes."""
     try:

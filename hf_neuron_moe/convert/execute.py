@@ -247,7 +247,6 @@ class _Run:
             self._versions[file] = self._version(file)
         return self._versions[file]
 
-    @public("convert")
     def _check_unchanged(self, versions: Mapping[str, str]) -> None:
         for name, version in versions.items():
             if self._version(name) != version:

@@ -109,7 +109,6 @@ class _Checksums:
         self._expected = manifest.file_sha256
         self._left = manifest.by_file()
 
-    @public("export")
     def compare(self, files: Iterable[str]) -> None:
         """Check those of the shards that were not checked before."""
         for file in files:
@@ -138,7 +137,6 @@ def _restore(piece: Piece, tensors: list[WrittenTensor], reader: TensorReader) -
     return restore(piece, tensors, read)
 
 
-@public("export")
 def _check_files(converted: Path, manifest: Manifest) -> dict[str, list[WrittenTensor]]:
     """Compare shards with the manifest and group its tensors by weight."""
     stored = manifest.by_weight()
@@ -169,7 +167,7 @@ def _disagrees(file: str, got: str) -> SourceDamageError:
         "what the manifest describes",
         got,
         "The conversion is damaged: `hf-neuron-moe verify` lists every difference; convert the original again.",
-    ).named("export")
+    )
 
 
 def _inexact(manifest: Manifest, stored: dict[str, list[WrittenTensor]]) -> tuple[str, ...]:
@@ -205,7 +203,6 @@ def _statement(manifest: Manifest, stored: dict[str, list[WrittenTensor]], inexa
     return tuple(sentences)
 
 
-@public("export")
 def _write_side_files(converted: Path, folder: Path, manifest: Manifest, *, exact: bool) -> None:
     names = {*side_files(converted), *manifest.file_sha256}
     for name in sorted(names - {MANIFEST_FILE} - manifest.replaced_files.keys()):

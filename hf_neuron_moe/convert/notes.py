@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from hf_neuron_moe.convert.manifest import LeftModule, Manifest, grouped
-from hf_neuron_moe.errors import ConversionError, NeuronMoEWarning, pattern_of, printable, public, spelled_together
+from hf_neuron_moe.errors import ConversionError, NeuronMoEWarning, pattern_of, printable, spelled_together
 
 Left = Mapping[str, LeftModule]
 
@@ -42,7 +42,6 @@ def left_notes(left: Left | None) -> list[str]:
     ]
 
 
-@public("convert")
 def check_nothing_left(left: Left) -> None:
     """Refuse a conversion that would leave modules in their source form, for ``strict``."""
     if not left:

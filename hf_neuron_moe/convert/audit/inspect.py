@@ -135,14 +135,12 @@ def inspect_checkpoint(
     return InspectReport(directory, "conversion", asdict(manifest.options), tuple(tensors.values()), manifest.left)
 
 
-@public("inspect")
 def _inspect_source(directory: Path) -> InspectReport:
     found = read_source(directory).tensors.values()
     tensors = [TensorFacts(t.name, t.file, t.dtype, t.shape, t.nbytes, "Hugging Face") for t in found]
     return InspectReport(directory, "checkpoint", {}, tuple(tensors))
 
 
-@public("inspect")
 def _check_source(source: Path, manifest: Manifest) -> None:
     for weight, wrong in disagreements(manifest):
         raise damaged(MANIFEST_FILE, "one that agrees with itself", f"{weight}, which is {wrong}")
@@ -167,7 +165,6 @@ def _facts(tensor: WrittenTensor) -> TensorFacts:
     return TensorFacts(*known, ", ".join(details))
 
 
-@public("inspect")
 def _errors(directory: Path, source: Path, manifest: Manifest, progress: Progress | None) -> dict[str, float]:
     """Signal to noise of every tensor that holds converted values, the least of its experts."""
     weights = dict.fromkeys(t.weight for t in manifest.tensors if t.layout not in (SOURCE, *SCALES))

@@ -173,7 +173,6 @@ def _check(
     step(total)
 
 
-@public("verify")
 def _probe(report: VerifyReport, manifest: Manifest, source: Path, probes: int, seed: int) -> None:
     with open_tensors(source) as original, open_tensors(report.directory) as stored:
         report.probes = probe_layers(manifest, original, stored, probes, seed)

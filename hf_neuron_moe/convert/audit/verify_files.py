@@ -24,7 +24,7 @@ from hf_neuron_moe.convert.io.source import read_header
 from hf_neuron_moe.convert.io.tensors import TORCH_DTYPES, TensorReader, open_tensors
 from hf_neuron_moe.convert.layout.orientations import FORWARD, MOE_WORDS, SCALES, SOURCE
 from hf_neuron_moe.convert.manifest import INDEX_OUT, MANIFEST_FILE, Manifest, WrittenTensor, header_metadata
-from hf_neuron_moe.errors import ConversionError, naming, printable, public
+from hf_neuron_moe.errors import ConversionError, naming, printable
 
 Found = list[tuple[str, str]]
 Step = Callable[[int], None]
@@ -90,7 +90,6 @@ def check_coverage(converted: Path, manifest: Manifest) -> tuple[Found, str]:
     return found, f"{len(sources)} source tensors in {len(manifest.weights)} weights, {len(names)} stored tensors"
 
 
-@public("verify")
 def check_finite(converted: Path, manifest: Manifest, files: set[str], step: Step) -> tuple[Found, str]:
     """Look for NaN and infinity in every tensor of the readable files, and in what the manifest says was kept.
 
@@ -117,7 +116,6 @@ def check_finite(converted: Path, manifest: Manifest, files: set[str], step: Ste
     return found, f"{looked} tensors"
 
 
-@public("verify")
 def check_source(source: Path, manifest: Manifest, step: Step) -> tuple[Found, str]:
     """Check that the source is the one the conversion was made of: sizes, checksums, tensors."""
     found: Found = []
@@ -170,7 +168,6 @@ def _repeated(names: list[str]) -> list[str]:
     return sorted(name for name, count in Counter(names).items() if count > 1)
 
 
-@public("verify")
 def _damage_of(path: Path, tensors: list[WrittenTensor], checksum_differs: bool) -> Found:
     """Say as closely as possible what is wrong with a shard: its header, or which tensors."""
     found = _header_differences(path, tensors)
@@ -182,7 +179,6 @@ def _damage_of(path: Path, tensors: list[WrittenTensor], checksum_differs: bool)
     return found
 
 
-@public("verify")
 def _header_differences(path: Path, tensors: list[WrittenTensor]) -> Found:
     if not path.is_file():
         return [(path.name, "missing")]

@@ -40,15 +40,8 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 RecordT = TypeVar("RecordT")
 
 
-class _RepeatedNameError(ValueError):
-    """A JSON object has one key twice; Python's parser would keep the last and say nothing."""
-
-
 def read_json(path: Path, limit: int, *, unique: bool = False) -> Any:
-    """Read a JSON file.
-
-    `unique` refuses objects that have a key twice. Raises ValueError for all of these.
-    """
+    """Read a JSON file as :func:`parse_json` takes it; ValueError also where it is longer than `limit` bytes."""
     size = path.stat().st_size
     if size > limit:
         raise ValueError(f"{size:,} bytes, more than the {limit:,} that such a file has at most")
@@ -60,7 +53,8 @@ def read_json(path: Path, limit: int, *, unique: bool = False) -> Any:
 def parse_json(raw: bytes, *, unique: bool = False) -> Any:
     """Parse JSON in UTF-8 whose numbers have at most :data:`MAX_DIGITS` digits and whose text can be encoded again.
 
-    Raises ValueError for what is no such JSON; with `unique` also for an object that has a key twice.
+    Raises ValueError for what is no such JSON; with `unique` also for an object that has a key twice, of which Python's
+    parser would keep the last and say nothing.
     """
     text = raw.decode("utf-8")
     try:
@@ -124,7 +118,7 @@ def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         seen: set[str] = set()
         for name, _ in pairs:
             if name in seen:
-                raise _RepeatedNameError(f"{name!r} appears twice")
+                raise ValueError(f"{name!r} appears twice")
             seen.add(name)
     return result
 

@@ -28,7 +28,6 @@ from hf_neuron_moe.convert.layout.orientations import (
 from hf_neuron_moe.convert.layout.tensor_parallel import FusedWeight, Part, is_gate_up
 from hf_neuron_moe.convert.manifest import Piece, WrittenTensor
 from hf_neuron_moe.convert.options import FORWARD
-from hf_neuron_moe.errors import public
 
 __all__ = [
     "SOURCE",
@@ -205,7 +204,6 @@ class _Filler:
         self._read, self._part = read, part
         self._rounded, self._nonfinite, self._on_nonfinite = rounded, nonfinite, on_nonfinite
 
-    @public("convert")
     def __call__(self, piece: Piece, expert: int | None, matrix_FK: torch.Tensor) -> None:
         for block in self._part.blocks(piece.rows):
             # Rows of the source are rows of the block, or its columns where the source is transposed.

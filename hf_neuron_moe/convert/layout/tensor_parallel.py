@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hf_neuron_moe.convert.manifest import Piece
-from hf_neuron_moe.errors import ConversionError, public
+from hf_neuron_moe.errors import ConversionError
 
 PadRule = Callable[[str, int], int]
 """Gives the size that an axis, ``"H"`` or ``"I"``, of some size is padded to."""
@@ -99,7 +99,6 @@ class Part:
                 yield Block(slice(first - piece_rows.start, last - piece_rows.start), slice(0, self.hidden), row)
 
 
-@public("convert")
 def part_of(weight: FusedWeight, rank: int | None, ranks: int, padded: PadRule | None) -> Part:
     """Cut one rank's part out of a weight.
 
