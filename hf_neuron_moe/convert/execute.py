@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from hf_neuron_moe.convert.io.file_hashes import PrefixHash, check_shard, entries_of, hash_file
-from hf_neuron_moe.convert.io.nonfinite import check_finite, count_nonfinite
+from hf_neuron_moe.convert.io.nonfinite import check_or_count
 from hf_neuron_moe.convert.io.shard import ShardWriter, in_file_order
 from hf_neuron_moe.convert.io.source import SourceTensor, damaged
 from hf_neuron_moe.convert.io.tensors import CHUNK_BYTES, TORCH_DTYPES, TensorReader, open_tensors
@@ -227,10 +227,7 @@ class _Run:
     def _copied_parts(self, source: SourceTensor, nonfinite: Counter[str]) -> Iterator[torch.Tensor]:
         for part in self._reader.chunks(source.file, source.name):
             values = part.view(TORCH_DTYPES[source.dtype])
-            if self._on_nonfinite == "error":
-                check_finite(values, file=source.file, name=source.name)
-            else:
-                nonfinite[source.name] += count_nonfinite(values)
+            check_or_count(values, self._on_nonfinite, nonfinite, file=source.file, name=source.name)
             yield part
 
     def _sources_of(self, tensors: list[WrittenTensor]) -> list[str]:

@@ -14,7 +14,7 @@ from hf_neuron_moe.convert.io.folder import check_checkpoint
 from hf_neuron_moe.convert.io.source import damaged, read_header, read_source
 from hf_neuron_moe.convert.io.tensors import open_tensors
 from hf_neuron_moe.convert.layout.orientations import SCALES, SOURCE
-from hf_neuron_moe.convert.manifest import MANIFEST_FILE, LeftModule, Manifest, WrittenTensor, load_manifest
+from hf_neuron_moe.convert.manifest import MANIFEST_FILE, LeftModule, Manifest, WrittenTensor, grouped, load_manifest
 from hf_neuron_moe.convert.notes import left_facts, left_notes
 from hf_neuron_moe.convert.workers import Progress, counting
 from hf_neuron_moe.errors import ConfigError, SourceDamageError, printable, public
@@ -98,11 +98,11 @@ class InspectReport:
         return "\n".join(lines)
 
     def _kinds(self) -> list[tuple[str, ...]]:
-        kinds: dict[tuple[str, ...], list[TensorFacts]] = {}
-        for tensor in self.tensors:
+        def kind(tensor: TensorFacts) -> tuple[str, ...]:
             pattern = re.sub(r"(?<=\.)\d+(?=\.)|(?<=\.tp)\d+$", "*", tensor.name)
-            kinds.setdefault((pattern, tensor.dtype, str(tensor.shape), tensor.layout), []).append(tensor)
-        return [_row(key[0], tensors) for key, tensors in kinds.items()]
+            return pattern, tensor.dtype, str(tensor.shape), tensor.layout
+
+        return [_row(key[0], tensors) for key, tensors in grouped(self.tensors, kind).items()]
 
 
 @public("inspect")

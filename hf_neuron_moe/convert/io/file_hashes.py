@@ -11,7 +11,6 @@ from types import TracebackType
 
 from hf_neuron_moe.convert.io.checksums import TensorChecksum
 from hf_neuron_moe.convert.io.shard import Entry, in_file_order, shard_header
-from hf_neuron_moe.convert.io.source import nbytes_of
 from hf_neuron_moe.convert.io.tensors import CHUNK_BYTES
 from hf_neuron_moe.convert.manifest import WrittenTensor, header_metadata
 from hf_neuron_moe.convert.transaction import disk
@@ -42,7 +41,7 @@ def check_shard(path: Path, tensors: Sequence[WrittenTensor], checksums: Mapping
     """
     entries = in_file_order(entries_of(tensors))
     header = shard_header(entries, header_metadata(tensors))
-    if path.stat().st_size != len(header) + sum(nbytes_of(entry.dtype, entry.shape) for entry in entries):
+    if path.stat().st_size != len(header) + sum(entry.nbytes for entry in entries):
         return None
     digest = hashlib.sha256()
     position = len(header)
@@ -52,13 +51,12 @@ def check_shard(path: Path, tensors: Sequence[WrittenTensor], checksums: Mapping
         digest.update(header)
         for entry in entries:
             own = TensorChecksum()
-            nbytes = nbytes_of(entry.dtype, entry.shape)
-            for part in _parts(file, position, nbytes):
+            for part in _parts(file, position, entry.nbytes):
                 own.update(part)
                 digest.update(part)
             if own.text() != checksums.get(entry.name):
                 return None
-            position += nbytes
+            position += entry.nbytes
     return digest.hexdigest()
 
 
@@ -93,7 +91,7 @@ class PrefixHash:
         self._complete.update(names)
         while self._left and self._left[-1].name in self._complete:
             entry = self._left.pop()
-            self._take(nbytes_of(entry.dtype, entry.shape))
+            self._take(entry.nbytes)
 
     def hexdigest(self) -> str:
         """The whole file's SHA-256; every tensor must be complete."""

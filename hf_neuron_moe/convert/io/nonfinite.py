@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 import torch
@@ -29,6 +30,14 @@ def check_finite(values: torch.Tensor, *, file: str, name: str) -> None:
         return
     fix = "Repair the checkpoint, or convert it as it is with --on-nonfinite keep."
     raise SourceDamageError.about(f"{file}: {name}", "of finite values", f"{bad:,} NaN or infinite ones", fix)
+
+
+def check_or_count(values: torch.Tensor, on_nonfinite: str, counts: Counter[str], *, file: str, name: str) -> None:
+    """Refuse NaN and infinity with ``"error"``; with ``"keep"`` add their number to that of tensor `name`."""
+    if on_nonfinite == "error":
+        check_finite(values, file=file, name=name)
+    else:
+        counts[name] += count_nonfinite(values)
 
 
 def count_nonfinite(values: torch.Tensor) -> int:

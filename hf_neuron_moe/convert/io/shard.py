@@ -27,6 +27,11 @@ class Entry(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its data."""
+        return nbytes_of(self.dtype, self.shape)
+
 
 def shard_header(entries: Iterable[Entry], metadata: Mapping[str, str]) -> bytes:
     """Everything of a safetensors file that comes before its data: the length, the JSON text, the padding.
@@ -37,7 +42,7 @@ def shard_header(entries: Iterable[Entry], metadata: Mapping[str, str]) -> bytes
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     position = 0
     for entry in in_file_order(entries):
-        end = position + nbytes_of(entry.dtype, entry.shape)
+        end = position + entry.nbytes
         header[entry.name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [position, end]}
         position = end
     raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
@@ -86,9 +91,8 @@ class ShardWriter:
         self._left: dict[str, tuple[int, int]] = {}
         position = len(header)
         for entry in ordered:
-            nbytes = nbytes_of(entry.dtype, entry.shape)
-            self._left[entry.name] = (position, nbytes)
-            position += nbytes
+            self._left[entry.name] = (position, entry.nbytes)
+            position += entry.nbytes
         self._file = disk.create(path)
         try:
             disk.write_at(self._file, memoryview(header), 0)

@@ -23,6 +23,7 @@ from hf_neuron_moe.convert.layout.orientations import (
 )
 from hf_neuron_moe.convert.layout.tensor_parallel import Part
 from hf_neuron_moe.convert.options import FORWARD
+from hf_neuron_moe.formats import moe_mx
 from hf_neuron_moe.formats.constants import (
     E2M1,
     E4M3FN,
@@ -32,16 +33,6 @@ from hf_neuron_moe.formats.constants import (
     ElementFormat,
     ScaleRule,
     SwizzleScheme,
-)
-from hf_neuron_moe.formats.moe_mx import (
-    TILE,
-    MoEWeightMX,
-    dequantize_moe_down,
-    dequantize_moe_gate_up,
-    pack_moe_scales,
-    quantize_moe_down,
-    quantize_moe_gate_up,
-    unpack_moe_scales,
 )
 from hf_neuron_moe.formats.mx import dequantize_mx, quantize_mx
 from hf_neuron_moe.formats.mx_operand import quantize_into
@@ -79,7 +70,7 @@ def encode(
         quantized = _quantize_moe(matrix_FK, _FORMATS[precision], form.rule, gate_up=gate_up)
         packed = forms[scales].layout in MOE_PACKED_SCALES.values()
         places[values].copy_(quantized.words[0])
-        places[scales].copy_((pack_moe_scales(quantized.scales) if packed else quantized.scales)[0])
+        places[scales].copy_((moe_mx.pack_moe_scales(quantized.scales) if packed else quantized.scales)[0])
 
 
 def copy_transposed(place_KF: torch.Tensor, matrix_FK: torch.Tensor) -> None:
@@ -109,7 +100,7 @@ def decode(
     if precision is not None:
         words, scales = stored
         if layouts[1] in MOE_PACKED_SCALES.values():
-            scales = unpack_moe_scales(scales[None], words.shape[-2], words.shape[0] // PATCH_ROWS)[0]
+            scales = moe_mx.unpack_moe_scales(scales[None], words.shape[-2], words.shape[0] // PATCH_ROWS)[0]
         yield 0, _dequantize_moe(words, scales, _FORMATS[precision], gate_up=part.gate_up)[rows]
         return
     values = stored[0] if layout == BF16_SWIZZLED else stored[0].view(torch.uint8)
@@ -145,19 +136,19 @@ def _encode_operand(
         scales.copy_(to_packed(compact_BF) if scale_layout == MX_KERNEL_SCALES else to_oversized(compact_BF))
 
 
-def _quantize_moe(matrix_FK: torch.Tensor, fmt: ElementFormat, rule: str, *, gate_up: bool) -> MoEWeightMX:
+def _quantize_moe(matrix_FK: torch.Tensor, fmt: ElementFormat, rule: str, *, gate_up: bool) -> moe_mx.MoEWeightMX:
     if gate_up:
         # [2I, H] -> [1, H, 2, I], all views
-        return quantize_moe_gate_up(matrix_FK.unflatten(0, (2, -1)).permute(2, 0, 1)[None], fmt=fmt, rule=rule)
-    return quantize_moe_down(matrix_FK.t()[None], fmt=fmt, rule=rule)
+        return moe_mx.quantize_moe_gate_up(matrix_FK.unflatten(0, (2, -1)).permute(2, 0, 1)[None], fmt=fmt, rule=rule)
+    return moe_mx.quantize_moe_down(matrix_FK.t()[None], fmt=fmt, rule=rule)
 
 
 def _dequantize_moe(words: torch.Tensor, scales: torch.Tensor, fmt: ElementFormat, *, gate_up: bool) -> torch.Tensor:
     """One expert's matrix [F, K] in fp32, K with the zeros that the layout adds."""
-    weight = MoEWeightMX(words[None], scales[None], fmt)
+    weight = moe_mx.MoEWeightMX(words[None], scales[None], fmt)
     if gate_up:
-        return dequantize_moe_gate_up(weight)[0].permute(1, 2, 0).reshape(-1, words.shape[-2] * TILE)
-    return dequantize_moe_down(weight)[0].t()
+        return moe_mx.dequantize_moe_gate_up(weight)[0].permute(1, 2, 0).reshape(-1, words.shape[-2] * moe_mx.TILE)
+    return moe_mx.dequantize_moe_down(weight)[0].t()
 
 
 def _row_chunks(matrix_FK: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
-from hf_neuron_moe.convert.io.nonfinite import check_finite, count_nonfinite
+from hf_neuron_moe.convert.io.nonfinite import check_or_count
 from hf_neuron_moe.convert.io.source import nbytes_of
 from hf_neuron_moe.convert.layout.codecs import TRANSPOSED_ROWS, copy_transposed, decode, encode
 from hf_neuron_moe.convert.layout.orientations import (
@@ -212,10 +212,7 @@ class _Filler:
             for start in range(wanted.start, wanted.stop, step):
                 rows = slice(start, min(start + step, wanted.stop))
                 read = self._read(piece, expert if piece.holds_experts else None, rows)[:, others]
-                if self._on_nonfinite == "error":
-                    check_finite(read, file=piece.file, name=piece.source)
-                else:
-                    self._nonfinite[piece.source] += count_nonfinite(read)
+                check_or_count(read, self._on_nonfinite, self._nonfinite, file=piece.file, name=piece.source)
                 values, done = _rows_first(read, piece), start - wanted.start
                 row, column = (block.row, done) if piece.transposed else (block.row + done, 0)
                 place = matrix_FK[row : row + values.shape[0], column : column + values.shape[1]]
