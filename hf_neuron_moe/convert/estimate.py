@@ -24,8 +24,8 @@ from hf_neuron_moe.convert.commands import plan_for
 from hf_neuron_moe.convert.execute import Made, entries_of, memory_per_worker, shards_of, workers_for
 from hf_neuron_moe.convert.io.checksums import TensorChecksum
 from hf_neuron_moe.convert.io.shard import shard_header
-from hf_neuron_moe.convert.layout.orientations import SOURCE
-from hf_neuron_moe.convert.layout.relayout import TORCH_DTYPES, Scratch, scratch_bytes, store, stored_forms
+from hf_neuron_moe.convert.layout.orientations import SOURCE, stored_forms
+from hf_neuron_moe.convert.layout.relayout import WEIGHT_DTYPES, Scratch, scratch_bytes, store
 from hf_neuron_moe.convert.layout.tensor_parallel import FusedWeight
 from hf_neuron_moe.convert.manifest import MANIFEST_FILE, LeftModule, Piece, WrittenTensor, header_metadata
 from hf_neuron_moe.convert.notes import left_facts, left_notes
@@ -207,7 +207,7 @@ def _relayout_cost(weight: FusedWeight, options: ConvertOptions) -> float:
     piece = Piece("sample", "sample", first.dtype, shape, 0 if weight.has_experts else None, 0, first.transposed)
     sample = FusedWeight(weight.name, (1, F, K) if weight.has_experts else (F, K), (piece,))
     forms = stored_forms(sample, replace(options, tp_degree=1))
-    values = torch.randn(shape).to(TORCH_DTYPES[first.dtype])
+    values = torch.randn(shape).to(WEIGHT_DTYPES[first.dtype])
     scratch = Scratch(scratch_bytes(sample, forms))
 
     def work() -> None:

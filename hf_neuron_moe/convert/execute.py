@@ -16,7 +16,8 @@ from hf_neuron_moe.convert.io.nonfinite import check_or_count
 from hf_neuron_moe.convert.io.shard import ShardWriter, in_file_order
 from hf_neuron_moe.convert.io.source import SourceTensor, damaged
 from hf_neuron_moe.convert.io.tensors import CHUNK_BYTES, TORCH_DTYPES, TensorReader, open_tensors
-from hf_neuron_moe.convert.layout.relayout import SOURCE, Scratch, read_bytes, scratch_bytes, store
+from hf_neuron_moe.convert.layout.orientations import SOURCE
+from hf_neuron_moe.convert.layout.relayout import Scratch, read_bytes, scratch_bytes, store
 from hf_neuron_moe.convert.manifest import Piece, WrittenTensor, grouped, header_metadata
 from hf_neuron_moe.convert.plan import ConversionPlan
 from hf_neuron_moe.convert.transaction.resume import Job, ShardRecord, version_of

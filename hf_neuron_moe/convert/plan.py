@@ -15,7 +15,7 @@ from hf_neuron_moe.convert.assign import Assignment, assign_sources, meta_model,
 from hf_neuron_moe.convert.io.folder import check_checkpoint
 from hf_neuron_moe.convert.io.source import SourceCheckpoint, SourceTensor, read_source
 from hf_neuron_moe.convert.layout.orientations import SOURCE, StoredForm, stored_forms
-from hf_neuron_moe.convert.layout.relayout import TORCH_DTYPES
+from hf_neuron_moe.convert.layout.relayout import WEIGHT_DTYPES
 from hf_neuron_moe.convert.layout.tensor_parallel import FusedWeight
 from hf_neuron_moe.convert.manifest import LeftModule, Piece, WrittenTensor, grouped
 from hf_neuron_moe.convert.options import ConvertOptions
@@ -138,8 +138,8 @@ def _assignment(parameter: str, assignments: dict[str, Assignment]) -> Assignmen
 
 def _check_dtypes(weight: FusedWeight) -> None:
     dtypes = sorted({piece.dtype for piece in weight.pieces})
-    if len(dtypes) > 1 or dtypes[0] not in TORCH_DTYPES:
-        expected = f"one of {', '.join(TORCH_DTYPES)} for all its tensors"
+    if len(dtypes) > 1 or dtypes[0] not in WEIGHT_DTYPES:
+        expected = f"one of {', '.join(WEIGHT_DTYPES)} for all its tensors"
         fix = "Convert the original, unquantised checkpoint."
         raise ConversionError.about(f"dtype of {weight.name}", expected, ", ".join(dtypes), fix)
 

@@ -13,7 +13,7 @@ from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint, read_manif
 from hf_neuron_moe.convert.audit.compare import BF16_FLOOR_DB, MX_FLOORS_DB, blocks_of, sqnr_db
 from hf_neuron_moe.convert.audit.inspect import inspect_checkpoint
 from hf_neuron_moe.convert.audit.operands import k_positions, scale_row_of
-from hf_neuron_moe.convert.layout.relayout import SOURCE
+from hf_neuron_moe.convert.layout.orientations import SOURCE
 from hf_neuron_moe.errors import NeuronMoEWarning
 from hf_neuron_moe.formats.mx import fake_quantize_mx
 from hf_neuron_moe.formats.scales import scale_rows

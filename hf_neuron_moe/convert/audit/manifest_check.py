@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hf_neuron_moe.convert.layout.orientations import SOURCE, stored_forms
-from hf_neuron_moe.convert.layout.relayout import TORCH_DTYPES
+from hf_neuron_moe.convert.layout.relayout import WEIGHT_DTYPES
 from hf_neuron_moe.convert.layout.tensor_parallel import FusedWeight, is_gate_up
 from hf_neuron_moe.convert.manifest import Manifest, Piece, WrittenTensor
 from hf_neuron_moe.convert.options import ConvertOptions
@@ -49,7 +49,7 @@ def _wrong(weight: str, pieces: Sequence[Piece], tensors: list[WrittenTensor], m
     if not pieces or fills(pieces):
         return "its source tensors do not fill it"
     fused = _fused(weight, pieces)
-    if {piece.dtype for piece in pieces} - TORCH_DTYPES.keys() or (is_gate_up(weight) and fused.shape[-2] % 2):
+    if {piece.dtype for piece in pieces} - WEIGHT_DTYPES.keys() or (is_gate_up(weight) and fused.shape[-2] % 2):
         return "made of tensors that no weight is made of"
     told, options = [_facts(tensor) for tensor in tensors], manifest.options
     if not any(told == _expected(fused, choice, options.orientations, len(tensors)) for choice in _possible(options)):

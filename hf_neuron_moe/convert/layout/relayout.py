@@ -19,32 +19,15 @@ from hf_neuron_moe.convert.io.source import nbytes_of
 from hf_neuron_moe.convert.layout.codecs import TRANSPOSED_ROWS, copy_transposed, decode, encode
 from hf_neuron_moe.convert.layout.orientations import (
     SCALES,
-    SOURCE,
     StoredForm,
     bf16_layout,
     matrix_shape,
-    stored_forms,
 )
 from hf_neuron_moe.convert.layout.tensor_parallel import FusedWeight, Part, is_gate_up
 from hf_neuron_moe.convert.manifest import Piece, WrittenTensor
 from hf_neuron_moe.convert.options import FORWARD
 
-__all__ = [
-    "SOURCE",
-    "TORCH_DTYPES",
-    "FusedWeight",
-    "ReadPiece",
-    "ReadStored",
-    "Scratch",
-    "StoredForm",
-    "read_bytes",
-    "restore",
-    "scratch_bytes",
-    "store",
-    "stored_forms",
-]
-
-TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+WEIGHT_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 """Dtypes a weight to convert may have on disk."""
 
 _STORED_DTYPES = {
@@ -174,7 +157,7 @@ def restore(
         The tensor in the piece's dtype and shape, contiguous: the same bits for bf16 sources and layouts, the
         dequantised values for MX.
     """
-    out = torch.empty(piece.shape, dtype=TORCH_DTYPES[piece.dtype])
+    out = torch.empty(piece.shape, dtype=WEIGHT_DTYPES[piece.dtype])
     for part, indices in _parts(tensors, orientation):
         layouts = [tensors[index].layout for index in indices]
         for expert in range(piece.shape[0]) if piece.holds_experts else (piece.expert,):
