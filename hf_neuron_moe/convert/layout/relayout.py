@@ -17,12 +17,7 @@ import torch
 from hf_neuron_moe.convert.io.nonfinite import check_or_count
 from hf_neuron_moe.convert.io.source import nbytes_of
 from hf_neuron_moe.convert.layout.codecs import TRANSPOSED_ROWS, copy_transposed, decode, encode
-from hf_neuron_moe.convert.layout.orientations import (
-    SCALES,
-    StoredForm,
-    bf16_layout,
-    matrix_shape,
-)
+from hf_neuron_moe.convert.layout.orientations import SCALES, StoredForm, bf16_layout, matrix_shape
 from hf_neuron_moe.convert.layout.tensor_parallel import FusedWeight, Part, is_gate_up
 from hf_neuron_moe.convert.manifest import Piece, WrittenTensor
 from hf_neuron_moe.convert.options import FORWARD

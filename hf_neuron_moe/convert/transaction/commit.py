@@ -168,12 +168,13 @@ def disk_errors(destination: Path) -> Iterator[None]:
         raise DiskError.about(str(destination), expected, f"{type(error).__name__}: {error}", fix) from error
 
 
-def write_file(path: Path, content: bytes) -> None:
-    """Write and sync a new file; what cannot be written completely is removed."""
+@contextmanager
+def _new_file(path: Path) -> Iterator[FileIO]:
+    """Give a new file, which is synced at the end; what cannot be written completely is removed."""
     file = disk.create(path)
     try:
         with file:
-            disk.write_at(file, memoryview(content), 0)
+            yield file
             sync(file)
     except OSError:
         with suppress(OSError):
@@ -181,24 +182,21 @@ def write_file(path: Path, content: bytes) -> None:
         raise
 
 
+def write_file(path: Path, content: bytes) -> None:
+    """Write and sync a new file; what cannot be written completely is removed."""
+    with _new_file(path) as file:
+        disk.write_at(file, memoryview(content), 0)
+
+
 def copy_file(source: Path, target: Path) -> str:
     """Copy a file in chunks, sync it and return its SHA-256; what cannot be written completely is removed."""
     digest = hashlib.sha256()
-    buffer = memoryview(bytearray(CHUNK_BYTES))
-    with disk.open_to_read(source) as original:
-        file = disk.create(target)
-        try:
-            with file:
-                position = 0
-                while count := disk.read_at(original, buffer, position):
-                    digest.update(buffer[:count])
-                    disk.write_at(file, buffer[:count], position)
-                    position += count
-                sync(file)
-        except OSError:
-            with suppress(OSError):
-                disk.unlink(target)
-            raise
+    buffer, position = memoryview(bytearray(CHUNK_BYTES)), 0
+    with disk.open_to_read(source) as original, _new_file(target) as file:
+        while count := disk.read_at(original, buffer, position):
+            digest.update(buffer[:count])
+            disk.write_at(file, buffer[:count], position)
+            position += count
     return digest.hexdigest()
 
 

@@ -131,8 +131,8 @@ class Job:
     def _source_path(self, file: str, version: str) -> Path:
         return self.home / SOURCES / f"{file}-{version}{RECORD_SUFFIX}"
 
-    def _write_record(self, path: Path, content: Mapping[str, Any]) -> None:
-        temporary = self.temporary(path.name)
+    def _write_record(self, path: Path, content: Mapping[str, Any], temporary: Path | None = None) -> None:
+        temporary = temporary or self.temporary(path.name)
         with disk.create(temporary) as file:
             disk.write_at(file, memoryview(json.dumps(content, sort_keys=True).encode()), 0)
             disk.fsync(file)
@@ -141,12 +141,8 @@ class Job:
 
     def start(self, content: Mapping[str, Any]) -> None:
         """Write the marker, whatever was there, and make the folders."""
-        temporary = self.home / f"{MARKER_FILE}.{secrets.token_hex(6)}"
-        with disk.create(temporary) as file:
-            disk.write_at(file, memoryview(json.dumps(content, sort_keys=True).encode()), 0)
-            disk.fsync(file)
-        disk.rename(temporary, self.home / MARKER_FILE)
-        disk.fsync_folder(self.home)  # before there is anything else in it that a power cut could leave without marker
+        # On the disk before there is anything else in the folder that a power cut could leave without marker.
+        self._write_record(self.home / MARKER_FILE, content, self.home / f"{MARKER_FILE}.{secrets.token_hex(6)}")
         for path in (self.folder, self.home / DONE, self.home / SOURCES):
             with suppress(FileExistsError):
                 disk.make_folder(path)
