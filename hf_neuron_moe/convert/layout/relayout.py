@@ -21,6 +21,7 @@ from hf_neuron_moe.convert.layout.orientations import SCALES, StoredForm, bf16_l
 from hf_neuron_moe.convert.layout.tensor_parallel import FusedWeight, Part, is_gate_up
 from hf_neuron_moe.convert.manifest import Piece, WrittenTensor
 from hf_neuron_moe.convert.options import FORWARD
+from hf_neuron_moe.errors import public
 
 WEIGHT_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 """Dtypes a weight to convert may have on disk."""
@@ -182,6 +183,7 @@ class _Filler:
         self._read, self._part = read, part
         self._rounded, self._nonfinite, self._on_nonfinite = rounded, nonfinite, on_nonfinite
 
+    @public("convert")
     def __call__(self, piece: Piece, expert: int | None, matrix_FK: torch.Tensor) -> None:
         for block in self._part.blocks(piece.rows):
             # Rows of the source are rows of the block, or its columns where the source is transposed.
