@@ -15,6 +15,8 @@ from hf_neuron_moe.activation_policy import (
 )
 from hf_neuron_moe.errors import ConfigError, nearest, public
 
+QUANT_METHOD = "neuron_moe"
+"""Value of ``quant_method`` in the ``quantization_config`` of a converted checkpoint."""
 PRECISIONS = ("bf16", "mxfp8", "fp32")
 BACKENDS = ("auto", "torch", "neuron", "nki-sim", "triton")
 PLANNED_BACKENDS = {"triton": "CUDA"}

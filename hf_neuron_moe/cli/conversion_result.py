@@ -28,7 +28,7 @@ def converting(label: str) -> Iterator[tuple[Watch, Update]]:
 def show_manifest(manifest: Manifest, destination: object, watch: Watch, as_json: bool) -> None:
     """Print what was written, in how much time and memory, and what is worth knowing about it."""
     from hf_neuron_moe.convert import nonfinite_note, rounding_note
-    from hf_neuron_moe.convert.left import left_facts, left_notes
+    from hf_neuron_moe.convert.notes import left_facts, left_notes
 
     copied = sum(tensor.layout == "source" for tensor in manifest.tensors)
     facts = {

@@ -74,7 +74,7 @@ def estimate(
     quiet_transformers()
     with model_folder(model_dir) as folder:
         _check_is_original(folder)
-        model = build_meta_model(folder)
+        model = build_meta_model(folder, attention=None)
     wanted = getattr(torch, _TORCH_NAMES[dtype]) if dtype else model.config.dtype
     model.to(wanted or torch.float32)  # type: ignore[arg-type]
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -115,7 +115,7 @@ def estimate(
 
 def _check_is_original(folder: Path) -> None:
     """What a step of a loaded conversion holds depends on its stored layouts, which are not estimated."""
-    from hf_neuron_moe.convert.folder import is_conversion
+    from hf_neuron_moe.convert.io.folder import is_conversion
 
     if is_conversion(folder):
         raise ConversionError.about(

@@ -22,7 +22,7 @@ def inspect(
 
     Layouts, dtypes and sizes; with --source also the quantisation error of every converted tensor.
     """
-    from hf_neuron_moe.convert.inspect import inspect_checkpoint
+    from hf_neuron_moe.convert.audit.inspect import inspect_checkpoint
 
     with watching("comparing", quiet=source is None) as (_, progress):
         report = inspect_checkpoint(directory, source, progress=progress)

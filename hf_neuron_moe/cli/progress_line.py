@@ -54,7 +54,7 @@ class Watch:
         self.done = done
 
     def _sample(self) -> None:
-        from hf_neuron_moe.convert.memory import anonymous_bytes
+        from hf_neuron_moe.convert.workers import anonymous_bytes
 
         while True:
             self.peak = max(self.peak, anonymous_bytes())

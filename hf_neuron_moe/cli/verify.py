@@ -28,7 +28,7 @@ def verify(
     Checksums, coverage and finite values always; with --source also the source's checksums and a random probe through
     layers of both.
     """
-    from hf_neuron_moe.convert.verify import verify_checkpoint
+    from hf_neuron_moe.convert.audit.verify import verify_checkpoint
 
     with watching("verifying") as (_, progress):
         report = verify_checkpoint(

@@ -19,11 +19,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from hf_neuron_moe.convert.bounded import MAX_CONFIG_BYTES, read_json
-from hf_neuron_moe.convert.config_values import MAX_VALUE, Wrong, reason_of, wrong_value
-from hf_neuron_moe.convert.counts import excess, room_in, room_of
-from hf_neuron_moe.convert.folder import CONFIG_FILE, check_checkpoint, check_model
-from hf_neuron_moe.convert.source import SourceCheckpoint, SourceTensor, damaged, inside
+from hf_neuron_moe.convert.config_values import MAX_VALUE, excess, reason_of, room_in, room_of, wrong_value
+from hf_neuron_moe.convert.io.bounded import MAX_CONFIG_BYTES, read_json
+from hf_neuron_moe.convert.io.folder import CONFIG_FILE, check_checkpoint, check_model
+from hf_neuron_moe.convert.io.source import SourceCheckpoint, SourceTensor, damaged, inside
 from hf_neuron_moe.errors import ConversionError, nearest
 
 _BUILDING = threading.Lock()
@@ -44,68 +43,49 @@ _REFUSALS = (
 check, it is whatever the first line of model code that meets the value raises."""
 
 
-_PLAIN = {"attn_implementation": None, "experts_implementation": None}
-"""transformers' own choice, whatever ``config.json`` names: a name such as ``org/name`` would be fetched and run."""
-
 _NUMBER = re.compile(r"[0-9]+")
 
 
 @dataclass
 class Assignment:
-    """The on-disk tensors that make up one in-memory tensor.
+    """The on-disk tensors that make up one in-memory tensor."""
 
-    Attributes:
-        target: name in the model's ``state_dict``.
-        converter: transformers' converter, or None where one on-disk tensor is the parameter itself.
-        sources: on-disk tensors by the converter's source pattern (``""`` without a converter), in natural order.
-    """
-
-    target: str
+    target: str  # Name in the model's ``state_dict``
     converter: WeightConverter | None
+    """transformers' converter, or None where one on-disk tensor is the parameter itself."""
     sources: dict[str, list[SourceTensor]] = field(default_factory=dict)
+    """On-disk tensors by the converter's source pattern (``""`` without a converter), in natural order."""
 
 
-def build_meta_model(directory: Path, source: SourceCheckpoint | None = None) -> PreTrainedModel:
+def build_meta_model(
+    directory: Path, source: SourceCheckpoint | None = None, attention: str | None = "eager"
+) -> PreTrainedModel:
     """Build the checkpoint's model without memory for its weights.
 
-    Whatever attention and experts implementation ``config.json`` names, it is built with transformers' own choice (SDPA
-    where the model has it, so that memory is estimated as training will need it): a checkpoint does not choose code
-    that is run here.
-
-    Args:
-        directory: folder with ``config.json``.
-        source: its weights, where they were read. More layers or experts than they have are refused before they are
-            built; without `source`, the names in the folder's index or single file are asked.
-
-    Raises:
-        SourceDamageError: there is no such folder, or its ``config.json`` is no JSON object in UTF-8, or a link that
-            leaves the folder.
-        ConversionError: it is a conversion, or its ``config.json`` is missing, describes an
-            unknown model or one that cannot be, or is already quantised.
+    Whatever ``config.json`` names, it is built with `attention` (None is the one that transformers would train with)
+    and with transformers' own choice for experts: a name such as ``org/name`` would be fetched and run. More layers or
+    experts than the weights of `source` have are refused before they are built; without it, the names in the folder's
+    index or single file are asked.
     """
     check_checkpoint(directory)
+    return meta_model(directory, source, attention)
+
+
+def meta_model(
+    directory: Path, source: SourceCheckpoint | None = None, attention: str | None = "eager"
+) -> PreTrainedModel:
+    """Do what :func:`build_meta_model` does for a folder that was found to be a checkpoint's."""
     config, content = _read_config(directory, source)
     path = directory / CONFIG_FILE
     if "quantization_config" in content:
-        raise ConversionError.about(
-            f"{path}: quantization_config",
-            "absent (weights in bf16, fp16 or fp32)",
-            "an already quantised checkpoint",
-            "Take the original checkpoint: quantising twice loses accuracy.",
-        )
-    return _on_meta(path, config, content)
+        expected = "absent (weights in bf16, fp16 or fp32)"
+        fix = "Take the original checkpoint: quantising twice loses accuracy."
+        raise ConversionError.about(f"{path}: quantization_config", expected, "an already quantised checkpoint", fix)
+    return _on_meta(path, config, content, attention)
 
 
 def build_converted_model(directory: Path) -> PreTrainedModel:
-    """Build a conversion's model as its source's was, without memory for its weights.
-
-    Args:
-        directory: folder that ``convert`` wrote.
-
-    Raises:
-        SourceDamageError: its ``config.json`` is no JSON object in UTF-8, or a link that leaves the folder.
-        ConversionError: ``config.json`` is missing, or describes an unknown model or one that cannot be.
-    """
+    """Build a conversion's model as its source's was, without memory for its weights."""
     check_model(directory)
     config, content = _read_config(directory)
     return _on_meta(directory / CONFIG_FILE, config, content)
@@ -122,7 +102,7 @@ def _read_config(directory: Path, source: SourceCheckpoint | None = None) -> tup
         raise damaged(str(path), "a JSON object", type(content).__name__)
     room = room_of(source) if source is not None else room_in(directory)
     if wrong := wrong_value(content) or excess(content, room):
-        raise _bad_value(path, wrong)
+        raise ConversionError.about(f"{path}: {wrong.field}", wrong.expected, wrong.got, wrong.remedy)
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except _REFUSALS as error:
@@ -130,10 +110,12 @@ def _read_config(directory: Path, source: SourceCheckpoint | None = None) -> tup
     return config, content
 
 
-def _on_meta(path: Path, config: PreTrainedConfig, content: dict[str, Any]) -> PreTrainedModel:
+def _on_meta(
+    path: Path, config: PreTrainedConfig, content: dict[str, Any], attention: str | None = "eager"
+) -> PreTrainedModel:
     try:
         with _BUILDING, torch.device("meta"):
-            model = _model_of(config, content)
+            model = _model_of(config, content, attention)
     except _REFUSALS as error:
         raise _bad_config(path, reason_of(error)) from error
     for name, param in model.named_parameters():
@@ -142,13 +124,14 @@ def _on_meta(path: Path, config: PreTrainedConfig, content: dict[str, Any]) -> P
     return model
 
 
-def _model_of(config: PreTrainedConfig, content: dict[str, Any]) -> PreTrainedModel:
+def _model_of(config: PreTrainedConfig, content: dict[str, Any], attention: str | None) -> PreTrainedModel:
     """Build the class that the checkpoint names, or the one for causal language modelling."""
+    plain = {"attn_implementation": attention, "experts_implementation": None}
     name = (content.get("architectures") or [""])[0]
     architecture = getattr(transformers, str(name), None)
     if isinstance(architecture, type) and issubclass(architecture, PreTrainedModel):
-        return architecture._from_config(config, **_PLAIN)
-    return AutoModelForCausalLM.from_config(config, trust_remote_code=False, **_PLAIN)
+        return architecture._from_config(config, **plain)
+    return AutoModelForCausalLM.from_config(config, trust_remote_code=False, **plain)
 
 
 def assign_sources(model: PreTrainedModel, source: SourceCheckpoint) -> tuple[dict[str, Assignment], list[str]]:
@@ -156,9 +139,6 @@ def assign_sources(model: PreTrainedModel, source: SourceCheckpoint) -> tuple[di
 
     Returns:
         Assignments by in-memory name, and the on-disk names that transformers knows and ignores.
-
-    Raises:
-        ConversionError: a tensor belongs nowhere, two claim one place, or a parameter has none.
     """
     transforms = get_model_conversion_mapping(model)
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
@@ -176,18 +156,22 @@ def assign_sources(model: PreTrainedModel, source: SourceCheckpoint) -> tuple[di
             if _matches(name, model._keys_to_ignore_on_load_unexpected):
                 ignored.append(name)
                 continue
-            raise _unplaced(name, target, list(state))
+            expected = "part of the model that config.json describes"
+            fix = f"Check that config.json belongs to these weights.{nearest(target, list(state))}"
+            raise ConversionError.about(f"tensor {name}", expected, f"no parameter {target!r} there", fix)
         assignment = assignments.setdefault(target, Assignment(target, converter))
         assignment.sources.setdefault(pattern or "", []).append(source.tensors[name])
         filled |= targets
         if assignment.converter is not converter or (converter is None and len(assignment.sources[""]) > 1):
             first = next(iter(assignment.sources.values()))[0].name
-            raise _conflict(target, first, name)
+            fix = "Remove the tensor that does not belong to the checkpoint."
+            raise ConversionError.about(f"parameter {target}", "stored once", f"both {first} and {name}", fix)
     tied = model.all_tied_weights_keys
     for name in state.keys() - filled:
         is_tied = name in tied or name in tied.values()
         if not is_tied and not _matches(name, model._keys_to_ignore_on_load_missing):
-            raise _missing(name)
+            fix = "Check that config.json belongs to these weights and that no shard is missing."
+            raise ConversionError.about(f"parameter {name}", "stored in the checkpoint", "no tensor for it", fix)
     return assignments, ignored
 
 
@@ -208,41 +192,7 @@ def _matches(name: str, patterns: object) -> bool:
     return isinstance(patterns, (list, tuple, set)) and any(re.search(pattern, name) for pattern in patterns)
 
 
-def _bad_value(path: Path, wrong: Wrong) -> ConversionError:
-    return ConversionError.about(f"{path}: {wrong.field}", wrong.expected, wrong.got, wrong.remedy)
-
-
 def _bad_config(path: Path, reason: str) -> ConversionError:
-    return ConversionError.about(
-        str(path),
-        "the configuration of a model, with values that transformers can build it from",
-        reason,
-        "Correct the values in that file, or take it from where the weights came from.",
-    )
-
-
-def _unplaced(name: str, target: str, known: list[str]) -> ConversionError:
-    return ConversionError.about(
-        f"tensor {name}",
-        "part of the model that config.json describes",
-        f"no parameter {target!r} there",
-        f"Check that config.json belongs to these weights.{nearest(target, known)}",
-    ).named("convert")
-
-
-def _conflict(target: str, first: str, second: str) -> ConversionError:
-    return ConversionError.about(
-        f"parameter {target}",
-        "stored once",
-        f"both {first} and {second}",
-        "Remove the tensor that does not belong to the checkpoint.",
-    ).named("convert")
-
-
-def _missing(name: str) -> ConversionError:
-    return ConversionError.about(
-        f"parameter {name}",
-        "stored in the checkpoint",
-        "no tensor for it",
-        "Check that config.json belongs to these weights and that no shard is missing.",
-    ).named("convert")
+    expected = "the configuration of a model, with values that transformers can build it from"
+    fix = "Correct the values in that file, or take it from where the weights came from."
+    return ConversionError.about(str(path), expected, reason, fix)

@@ -12,18 +12,19 @@ from typing import Any
 import torch
 
 from hf_neuron_moe._version import __version__
-from hf_neuron_moe.convert.commit import check_destination, committed_folder, copy_file, write_file
-from hf_neuron_moe.convert.folder import check_conversion
+from hf_neuron_moe.convert.audit.manifest_check import disagreements
+from hf_neuron_moe.convert.audit.verify_files import altered_tensors
+from hf_neuron_moe.convert.io.file_hashes import hash_file
+from hf_neuron_moe.convert.io.folder import check_conversion
+from hf_neuron_moe.convert.io.shard import Entry, ShardWriter
+from hf_neuron_moe.convert.io.side_files import WEIGHT_SUFFIXES, make_parents, side_files
+from hf_neuron_moe.convert.io.source import INDEX_FILE, SINGLE_FILE, read_header
+from hf_neuron_moe.convert.io.tensors import TensorReader, open_tensors
+from hf_neuron_moe.convert.layout.orientations import SCALES, SOURCE
+from hf_neuron_moe.convert.layout.relayout import restore
 from hf_neuron_moe.convert.manifest import MANIFEST_FILE, Manifest, Piece, WrittenTensor, load_manifest
-from hf_neuron_moe.convert.manifest_check import disagreements
-from hf_neuron_moe.convert.orientations import SCALES, SOURCE
-from hf_neuron_moe.convert.read import TensorReader, open_tensors
-from hf_neuron_moe.convert.relayout import restore
-from hf_neuron_moe.convert.shard import Entry, ShardWriter
-from hf_neuron_moe.convert.side_files import WEIGHT_SUFFIXES, make_parents, side_files
-from hf_neuron_moe.convert.source import INDEX_FILE, SINGLE_FILE, nbytes_of, read_header
-from hf_neuron_moe.convert.verify_files import altered_tensors, by_file, sha256_of
-from hf_neuron_moe.convert.write import Progress
+from hf_neuron_moe.convert.transaction.commit import check_destination, committed_folder, copy_file, write_file
+from hf_neuron_moe.convert.workers import Progress, counting
 from hf_neuron_moe.errors import ConversionError, SourceDamageError, public
 
 NOTE_FILE = "neuron_moe_export.json"
@@ -32,17 +33,13 @@ NOTE_FILE = "neuron_moe_export.json"
 
 @dataclass(frozen=True)
 class ExportReport:
-    """What came back.
+    """What came back."""
 
-    Attributes:
-        tensors: number of tensors written.
-        inexact: source tensors whose values are not the original's bits: they went through quantisation or rounding.
-        statement: sentences that say what of those cannot come back, and why; empty where everything did.
-    """
-
-    tensors: int
+    tensors: int  # Number of tensors written
     inexact: tuple[str, ...]
+    """Source tensors whose values are not the original's bits: they went through quantisation or rounding."""
     statement: tuple[str, ...] = ()
+    """Sentences that say what of those cannot come back, and why; empty where everything did."""
 
     def to_dict(self) -> dict[str, Any]:
         """What ``--json`` prints."""
@@ -79,14 +76,11 @@ def export_checkpoint(
     stored = _check_files(converted, manifest)
     inexact = _inexact(manifest, stored)
     if inexact and not allow_inexact:
-        raise ConversionError.about(
-            str(converted),
-            "a conversion whose source can come back bit for bit",
-            f"{len(inexact)} tensors that were rounded or quantised, such as {inexact[0]}",
-            "Keep the original checkpoint; --allow-inexact exports the rounded or dequantised values.",
-        )
+        got = f"{len(inexact)} tensors that were rounded or quantised, such as {inexact[0]}"
+        fix = "Keep the original checkpoint; --allow-inexact exports the rounded or dequantised values."
+        raise ConversionError.about(str(converted), "a conversion whose source can come back bit for bit", got, fix)
     statement = _statement(manifest, stored, inexact)
-    count = _Counter(progress, sum(_nbytes(piece) for pieces in manifest.weights.values() for piece in pieces))
+    step = counting(progress, sum(piece.nbytes for piece in manifest.pieces))
     outputs: dict[str, list[tuple[str, Piece]]] = {}
     for weight, pieces in manifest.weights.items():
         for piece in pieces:
@@ -99,26 +93,12 @@ def export_checkpoint(
                 for weight, piece in parts:
                     bytes_checked.compare(tensor.file for tensor in stored[weight])
                     writer.write(piece.source, _restore(piece, stored[weight], reader))
-                    count.add(_nbytes(piece))
+                    step(piece.nbytes)
         _write_side_files(converted, folder, manifest, exact=not inexact)
         if inexact:
             note = {"tool_version": __version__, "statement": statement, "inexact": inexact}
             write_file(folder / NOTE_FILE, (json.dumps(note, indent=1) + "\n").encode())
     return ExportReport(sum(len(parts) for parts in outputs.values()), inexact, statement)
-
-
-class _Counter:
-    """Adds bytes up for a progress function."""
-
-    def __init__(self, progress: Progress | None, total: int) -> None:
-        self._progress = progress
-        self._total = total
-        self._done = 0
-
-    def add(self, nbytes: int) -> None:
-        self._done += nbytes
-        if self._progress is not None:
-            self._progress(self._done, self._total)
 
 
 class _Checksums:
@@ -127,21 +107,16 @@ class _Checksums:
     def __init__(self, converted: Path, manifest: Manifest) -> None:
         self._converted = converted
         self._expected = manifest.file_sha256
-        self._left = by_file(manifest)
+        self._left = manifest.by_file()
 
-    @public("export")
     def compare(self, files: Iterable[str]) -> None:
-        """Check those of the shards that were not checked before.
-
-        Raises:
-            SourceDamageError: a shard's bytes are not those that were written; the message names the tensor.
-        """
+        """Check those of the shards that were not checked before."""
         for file in files:
             tensors = self._left.pop(file, None)
             if tensors is None:
                 continue
             path, expected = self._converted / file, self._expected.get(file)
-            if expected is not None and sha256_of(path, lambda nbytes: None) == expected:
+            if expected is not None and hash_file(path) == expected:
                 continue
             # Manifests of format version 1 have no checksums of files, only of tensors.
             altered = altered_tensors(path, tensors)
@@ -150,10 +125,6 @@ class _Checksums:
                 raise _disagrees(file, f"other bytes of {altered[0]}{more}")
             if expected is not None:
                 raise _disagrees(file, "other bytes in its header")
-
-
-def _nbytes(piece: Piece) -> int:
-    return nbytes_of(piece.dtype, piece.shape)
 
 
 def _restore(piece: Piece, tensors: list[WrittenTensor], reader: TensorReader) -> torch.Tensor:
@@ -166,30 +137,21 @@ def _restore(piece: Piece, tensors: list[WrittenTensor], reader: TensorReader) -
     return restore(piece, tensors, read)
 
 
-@public("export")
 def _check_files(converted: Path, manifest: Manifest) -> dict[str, list[WrittenTensor]]:
-    """Compare shards with the manifest and group its tensors by weight.
-
-    Raises:
-        ConversionError: a shard or the manifest is damaged, or they do not agree.
-    """
-    stored: dict[str, list[WrittenTensor]] = {}
-    expected: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
-    for tensor in manifest.tensors:
-        stored.setdefault(tensor.weight, []).append(tensor)
-        expected.setdefault(tensor.file, {})[tensor.name] = (tensor.dtype, tensor.shape)
+    """Compare shards with the manifest and group its tensors by weight."""
+    stored = manifest.by_weight()
     bad = sorted(name for name in manifest.replaced_files if name.endswith(WEIGHT_SUFFIXES) or name == NOTE_FILE)
     if bad:
         raise _disagrees(MANIFEST_FILE, f"file names {bad}")
-    sources = Counter(piece.source for pieces in manifest.weights.values() for piece in pieces)
+    sources = Counter(piece.source for piece in manifest.pieces)
     if twice := [name for name, count in sources.items() if count > 1]:
         raise _disagrees(MANIFEST_FILE, f"more than one place of {twice[0]}")
     if stored.keys() != manifest.weights.keys():
         raise _disagrees(MANIFEST_FILE, "weights without tensors, or tensors without weight")
     for weight, what in disagreements(manifest):
         raise _disagrees(MANIFEST_FILE, f"{weight}, which is {what}")
-    for file, tensors in expected.items():
-        path = converted / file
+    for file, group in manifest.by_file().items():
+        path, tensors = converted / file, {tensor.name: (tensor.dtype, tensor.shape) for tensor in group}
         if not path.is_file():
             raise _disagrees(file, "no such file")
         found = {name: (tensor.dtype, tensor.shape) for name, tensor in read_header(path)[0].items()}
@@ -205,18 +167,15 @@ def _disagrees(file: str, got: str) -> SourceDamageError:
         "what the manifest describes",
         got,
         "The conversion is damaged: `hf-neuron-moe verify` lists every difference; convert the original again.",
-    ).named("export")
+    )
 
 
 def _inexact(manifest: Manifest, stored: dict[str, list[WrittenTensor]]) -> tuple[str, ...]:
-    def was_rounded(piece: Piece) -> bool:
-        return piece.dtype != "BF16" if manifest.rounded is None else piece.source in manifest.rounded
-
     return tuple(
         piece.source
         for weight, pieces in manifest.weights.items()
         for piece in pieces
-        if stored[weight][0].layout != SOURCE and (_is_quantized(stored[weight]) or was_rounded(piece))
+        if stored[weight][0].layout != SOURCE and (_is_quantized(stored[weight]) or manifest.was_rounded(piece))
     )
 
 
@@ -244,7 +203,6 @@ def _statement(manifest: Manifest, stored: dict[str, list[WrittenTensor]], inexa
     return tuple(sentences)
 
 
-@public("export")
 def _write_side_files(converted: Path, folder: Path, manifest: Manifest, *, exact: bool) -> None:
     names = {*side_files(converted), *manifest.file_sha256}
     for name in sorted(names - {MANIFEST_FILE} - manifest.replaced_files.keys()):
@@ -257,11 +215,11 @@ def _write_side_files(converted: Path, folder: Path, manifest: Manifest, *, exac
     for name, text in sorted(manifest.replaced_files.items()):
         if text is not None:
             write_file(make_parents(folder, name), text.encode())
-    pieces = [piece for group in manifest.weights.values() for piece in group]
+    pieces = manifest.pieces
     if {piece.file for piece in pieces} == {SINGLE_FILE}:
         return
     index = {
-        "metadata": {"total_size": sum(_nbytes(piece) for piece in pieces)} | (manifest.source_index or {}),
+        "metadata": {"total_size": sum(piece.nbytes for piece in pieces)} | (manifest.source_index or {}),
         "weight_map": {piece.source: piece.file for piece in pieces},
     }
     write_file(folder / INDEX_FILE, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())

@@ -8,9 +8,9 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from hf_neuron_moe.convert.assign import build_converted_model, build_meta_model
-from hf_neuron_moe.convert.folder import check_model, is_conversion
+from hf_neuron_moe.convert.io.folder import check_model, is_conversion
+from hf_neuron_moe.convert.io.source import read_header, read_source
 from hf_neuron_moe.convert.manifest import load_manifest
-from hf_neuron_moe.convert.source import read_header, read_source
 from hf_neuron_moe.device.kernel_support import BlockGroup, block_groups
 from hf_neuron_moe.errors import ConfigError, SourceDamageError
 
@@ -63,8 +63,8 @@ def check_model_dir(folder: Path, *, random_weights: bool) -> None:
 
 def _place_codes(model: PreTrainedModel, folder: Path) -> None:
     """Put the blocks of a conversion's shards, whose headers account for all of their bytes, into its model."""
-    from hf_neuron_moe.quantizers.placement import place
-    from hf_neuron_moe.quantizers.stored import read_stored
+    from hf_neuron_moe.quantizers.placeholders import place
+    from hf_neuron_moe.quantizers.shard_layouts import read_stored
 
     files = sorted({tensor.file for tensor in load_manifest(folder).tensors})
     for file in files:

@@ -100,6 +100,19 @@ def test_estimate_refuses_in_words(options, code, message, model_dir, run):
     assert message in result.err + result.out
 
 
+@pytest.mark.parametrize("named", [None, "eager"])
+def test_estimate_counts_the_attention_that_training_uses(named, model_dir, run, tmp_path):
+    """SDPA keeps no scores of length x length, whatever config.json asks for."""
+    config = json.loads((model_dir / "config.json").read_text())
+    bare = tmp_path / "config.json"
+    bare.write_text(json.dumps(config | {"attn_implementation": named, "max_position_embeddings": 8192}))
+    short, long = (
+        json.loads(run("estimate", bare, "--batch", batch, "--length", 8192 // batch, "--json").out)["policies"][0]
+        for batch in (8, 1)
+    )
+    assert long["saved"] < 1.1 * short["saved"]
+
+
 def test_estimate_says_that_sequences_are_longer_than_the_context(model_dir, run):
     told = "longer than the 2048 positions"
     assert told in run("estimate", model_dir, "--length", 4096).out

@@ -28,8 +28,8 @@ from hf_neuron_moe.convert import (
     SCALE_RULES,
     ConvertOptions,
     convert_checkpoint,
-    disk,
 )
+from hf_neuron_moe.convert.transaction import disk
 from hf_neuron_moe.errors import ConversionError, NeuronMoEError, ShapeError
 
 

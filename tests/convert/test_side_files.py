@@ -8,14 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from hf_neuron_moe.convert import ConvertOptions, commit, convert_checkpoint, export_checkpoint
-from hf_neuron_moe.convert.commit import held, partial_of
+from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint, export_checkpoint
+from hf_neuron_moe.convert.audit.verify import verify_checkpoint
 from hf_neuron_moe.convert.estimate import estimate_conversion
-from hf_neuron_moe.convert.hub import resolve_source, weights_of
+from hf_neuron_moe.convert.io.folder import resolve_source, weights_of
+from hf_neuron_moe.convert.io.side_files import side_files
 from hf_neuron_moe.convert.manifest import MANIFEST_FILE
-from hf_neuron_moe.convert.side_files import side_files
-from hf_neuron_moe.convert.verify import verify_checkpoint
-from hf_neuron_moe.errors import DestinationError, SourceDamageError
+from hf_neuron_moe.convert.transaction import commit
+from hf_neuron_moe.convert.transaction.commit import held, partial_of
+from hf_neuron_moe.errors import DestinationError, SourceDamageError, naming
 from tests.convert.mutations import command
 from tests.convert.test_parts import hub_cache
 from tests.refusals import refused
@@ -140,7 +141,8 @@ def test_a_lock_on_a_removed_folder_is_none(tmp_path, monkeypatch):
         return lock(descriptor, shared=shared)
 
     monkeypatch.setattr(commit, "_lock", late)
-    with refused(DestinationError, tmp_path / "dst", got="another process"), held(home, tmp_path / "dst"):
+    expected = refused(DestinationError, tmp_path / "dst", got="another process")
+    with expected, naming("convert"), held(home, tmp_path / "dst"):
         raise AssertionError("two processes hold one folder")
     others[0].__exit__(None, None, None)
     with held(home, tmp_path / "dst"):
