@@ -114,7 +114,7 @@ def _resolve_neuron(name: str) -> str:
     if torch.compiler.is_compiling():  # what a program is traced with was resolved before; imports cannot be traced
         return name
     from hf_neuron_moe.backends.neuron.versions import toolchain
-    from hf_neuron_moe.backends.registration import register_again
+    from hf_neuron_moe.backends.operator_registration import register_again
 
     toolchain(simulator=name == "nki-sim")
     register_again()

@@ -18,11 +18,11 @@ from hf_neuron_moe.activation_policy import canonical_keep
 from hf_neuron_moe.backends import drop_weight_copies, release_gradient_memory
 from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.errors import NeuronMoEWarning, UnsupportedModelError
-from hf_neuron_moe.modules.activation import why_not_silu
 from hf_neuron_moe.modules.backend_choice import LongCalls, for_weights_of
 from hf_neuron_moe.modules.own_forward import check_own_forward
 from hf_neuron_moe.modules.saved_bytes import BlockShape, saved_bytes, saved_bytes_of_call, saved_bytes_per_call
 from hf_neuron_moe.modules.state_dict import WeightRule
+from hf_neuron_moe.modules.structure import CALL_HOOKS, has_call_hooks, why_not_silu
 
 _OWN_COPY = ("_parameters", "_buffers", "_modules")
 _SHARED = (
@@ -44,19 +44,6 @@ MODULE_INTERNALS = frozenset((*_OWN_COPY, *_SHARED, *_SCALARS))
 
 HOOK_DICTS = tuple(name for name in _SHARED if name.endswith("_hooks"))
 """Attributes of ``nn.Module`` that hold hooks, except the flags that accompany them."""
-
-CALL_HOOKS = {
-    "_forward_pre_hooks": "forward pre-hook",
-    "_forward_hooks": "forward hook",
-    "_backward_pre_hooks": "backward pre-hook",
-    "_backward_hooks": "backward hook",
-}
-"""Those that run when a module is called or differentiated, by the name a message gives them."""
-
-
-def has_call_hooks(module: nn.Module) -> bool:
-    """Return whether hooks run when `module` is called or differentiated."""
-    return any(getattr(module, kind) for kind in CALL_HOOKS)
 
 
 class NeuronBlock(nn.Module):

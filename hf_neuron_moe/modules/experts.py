@@ -17,10 +17,10 @@ from hf_neuron_moe.errors import ConfigError, UnsupportedModelError, public
 from hf_neuron_moe.modules import ops
 from hf_neuron_moe.modules.backend_choice import for_weights_of, usable_backend
 from hf_neuron_moe.modules.block import NeuronBlock, make_kernel_parameter
-from hf_neuron_moe.modules.experts_check import why_not_swiglu_experts
 from hf_neuron_moe.modules.ops_checks import check_hidden_states
 from hf_neuron_moe.modules.saved_bytes import BlockShape
 from hf_neuron_moe.modules.state_dict import KernelLayoutMixin, WeightRule
+from hf_neuron_moe.modules.structure import why_not_swiglu_experts
 
 
 def expert_rules(is_transposed: bool) -> tuple[WeightRule, ...]:

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from hf_neuron_moe.errors import public
 from hf_neuron_moe.modules import ops
-from hf_neuron_moe.modules.block import has_call_hooks
 from hf_neuron_moe.modules.ops_checks import COMPUTE_DTYPE, check_mlp, check_no_transform
+from hf_neuron_moe.modules.structure import has_call_hooks
 
 _LORA_LINEAR = ("peft.tuners.lora.layer", "Linear")
 

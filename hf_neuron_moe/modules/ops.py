@@ -19,7 +19,7 @@ from torch import Tensor
 from hf_neuron_moe.activation_policy import canonical_keep, keep_strings, parse_keep
 from hf_neuron_moe.backends import get_backend
 from hf_neuron_moe.backends.base import NOTHING
-from hf_neuron_moe.backends.registration import fake_of, operator
+from hf_neuron_moe.backends.operator_registration import fake_of, operator
 from hf_neuron_moe.checks import check_multiple
 from hf_neuron_moe.errors import GradientError, public
 from hf_neuron_moe.modules.ops_checks import COMPUTE_DTYPE, check_experts, check_mlp, check_no_transform

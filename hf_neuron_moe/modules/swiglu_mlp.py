@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.compiler import is_compiling
 from torch.nn import functional as F
 
@@ -20,14 +19,14 @@ from hf_neuron_moe.backends import drop_weight_copies, get_backend
 from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.errors import NeuronMoEWarning, UnsupportedModelError
 from hf_neuron_moe.modules import ops
-from hf_neuron_moe.modules.activation import why_not_silu
-from hf_neuron_moe.modules.block import CALL_HOOKS, NeuronBlock, has_call_hooks, make_kernel_parameter
+from hf_neuron_moe.modules.block import NeuronBlock, make_kernel_parameter
 from hf_neuron_moe.modules.low_rank import LowRank, is_lora_linear, low_rank_mlp, low_rank_of, why_not_low_rank
 from hf_neuron_moe.modules.ops_checks import check_hidden_states
 from hf_neuron_moe.modules.replaced_layers import NAME as REPLACED_LAYERS
 from hf_neuron_moe.modules.replaced_layers import ReplacedLayers, adapters_refused
 from hf_neuron_moe.modules.saved_bytes import BlockShape
 from hf_neuron_moe.modules.state_dict import KernelLayoutMixin, WeightRule
+from hf_neuron_moe.modules.structure import CALL_HOOKS, has_call_hooks, is_inert, why_not_plain_linear, why_not_silu
 
 
 @dataclass(frozen=True)
@@ -64,36 +63,6 @@ class DenseRoles:
             WeightRule("gate_up_proj", tuple(f"{name}.weight" for name in self.inputs)),
             WeightRule("down_proj", (f"{self.down}.weight",)),
         )
-
-
-def is_inert(value: Any) -> bool:
-    """Return whether an attribute is a dropout of 0, as a module without hooks or as a probability."""
-    if isinstance(value, nn.Module):
-        inert = type(value) is nn.Identity or (type(value) is nn.Dropout and value.p == 0)
-        return inert and not has_call_hooks(value) and "forward" not in value.__dict__
-    return type(value) in (int, float) and value == 0
-
-
-def why_not_plain_linear(module: Any) -> str | None:
-    """Return why `module` may compute something else than ``x @ weight.T``, or None for a plain linear layer."""
-    if type(module) is not nn.Linear:
-        return f"a {type(module).__module__}.{type(module).__qualname__}, not a plain torch.nn.Linear"
-    if getattr(module, "bias", None) is not None:
-        return "a linear layer with a bias"
-    if "forward" in module.__dict__:
-        return "a linear layer whose forward is overridden on the instance"
-    if has_call_hooks(module):
-        return "a linear layer with hooks"
-    weight: Any = module.weight
-    if type(weight) is Tensor and module.__dict__.get(
-        "_is_replica"
-    ):  # nn.DataParallel gives every device plain tensors
-        return None
-    if type(weight) is FakeTensor:  # a stand-in without values, in a forward that is run for its shapes
-        return None
-    if type(weight) is not nn.Parameter or type(weight.data) is not Tensor:
-        return f"a linear layer whose weight is a {type(weight).__name__} of {type(weight.data).__name__}"
-    return None
 
 
 class _Watch:

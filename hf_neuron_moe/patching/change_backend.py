@@ -9,7 +9,7 @@ from torch import nn
 
 from hf_neuron_moe.backends import get_backend, resolve_backend
 from hf_neuron_moe.errors import ConfigError, UnsupportedModelError, public
-from hf_neuron_moe.modules.frozen_block import FrozenBlock
+from hf_neuron_moe.modules.quantized_blocks import FrozenBlock
 from hf_neuron_moe.patching.lock import one_at_a_time
 
 _WHERE = "set_backend"

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from hf_neuron_moe.backends.base import NOTHING
-from hf_neuron_moe.backends.torch import routing
+from hf_neuron_moe.backends.torch import experts as routing
 from hf_neuron_moe.backends.torch.compute import FEW_ROWS
 from hf_neuron_moe.errors import ShapeError
 from hf_neuron_moe.modules import ops

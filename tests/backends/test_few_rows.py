@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_neuron_moe.backends.torch import few_rows, products
+from hf_neuron_moe.backends.torch.cpu import decode as few_rows
+from hf_neuron_moe.backends.torch.cpu import matmul as products
 from hf_neuron_moe.backends.torch.experts import ExpertStack
 from hf_neuron_moe.errors import ShapeError
 from hf_neuron_moe.modules import ops

@@ -23,8 +23,8 @@ from hf_neuron_moe.formats import (
     to_packed,
     unswizzle,
 )
-from hf_neuron_moe.modules import frozen_ops, ops
-from hf_neuron_moe.modules.frozen_ops import frozen_network
+from hf_neuron_moe.modules import ops, quantized_ops
+from hf_neuron_moe.modules.quantized_ops import frozen_network
 from tests.frozen_oracle import oracle
 from tests.refusals import refused
 
@@ -209,17 +209,17 @@ def test_operators_obey_torch(keep: str) -> None:
     names = "|".join((stack.gate_up_layout.key, stack.down_layout.key, "torch"))
     weights = torch.rand(5, 2)
     routed = (x.requires_grad_(), index, weights.requires_grad_())
-    torch.library.opcheck(frozen_ops.frozen_fwd, (*routed, *tensors, names, keep))
+    torch.library.opcheck(quantized_ops.frozen_fwd, (*routed, *tensors, names, keep))
     dense = stack_of(wide(256, 128), wide(128, 128, seed=1), "natural", "compact")
     dense_tensors = (dense.gate_up_codes, dense.gate_up_scales, dense.down_codes, dense.down_scales)
     torch.library.opcheck(
-        frozen_ops.frozen_fwd, (x, None, None, *dense_tensors, names.replace("swizzled", "natural"), keep)
+        quantized_ops.frozen_fwd, (x, None, None, *dense_tensors, names.replace("swizzled", "natural"), keep)
     )
-    saved = frozen_ops.frozen_fwd(*routed, *tensors, names, keep)[1:]
+    saved = quantized_ops.frozen_fwd(*routed, *tensors, names, keep)[1:]
     routed = (x.detach(), x.detach(), index, weights.detach())
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(
-        frozen_ops.frozen_bwd, (*routed, *tensors, *saved, names, keep, True, True), test_utils=checks
+        quantized_ops.frozen_bwd, (*routed, *tensors, *saved, names, keep, True, True), test_utils=checks
     )
 
 

@@ -10,7 +10,7 @@ from hf_neuron_moe.activation_policy import keep_strings
 from hf_neuron_moe.backends.mx_weights import MXExpertStack, MXLayout, held_form
 from hf_neuron_moe.errors import ConfigError, GradientError
 from hf_neuron_moe.formats import quantize_mx, unswizzle
-from hf_neuron_moe.modules.frozen_ops import frozen_network
+from hf_neuron_moe.modules.quantized_ops import frozen_network
 from hf_neuron_moe.modules.saved_bytes import BlockShape, saved_bytes
 from tests.refusals import refused
 

@@ -26,8 +26,7 @@ from hf_neuron_moe.errors import (
 )
 from hf_neuron_moe.formats import quantize_mx, unswizzle
 from hf_neuron_moe.modules import ops
-from hf_neuron_moe.modules.frozen_block import FrozenTensor
-from hf_neuron_moe.modules.frozen_mlp import FrozenSwiGLUMLP
+from hf_neuron_moe.modules.quantized_blocks import FrozenSwiGLUMLP, FrozenTensor
 from hf_neuron_moe.modules.swiglu_mlp import DenseRoles
 from tests.refusals import refused
 from tests.tiny_models import tiny_model

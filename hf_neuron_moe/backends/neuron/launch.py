@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from hf_neuron_moe.backends.neuron.versions import Toolchain
-from hf_neuron_moe.backends.registration import plugin_function
+from hf_neuron_moe.backends.operator_registration import plugin_function
 from hf_neuron_moe.errors import BackendUnavailableError, public
 
 Launch = Callable[..., tuple[Tensor, ...]]

@@ -13,26 +13,28 @@ from torch import Tensor
 from hf_neuron_moe.activation_policy import kept_up_columns, parse_keep
 from hf_neuron_moe.backends.base import Saved
 from hf_neuron_moe.backends.mx_weights import MXExpertStack
-from hf_neuron_moe.backends.torch import few_rows, generation
+from hf_neuron_moe.backends.torch import generation
+from hf_neuron_moe.backends.torch.cpu import decode
 from hf_neuron_moe.backends.torch.experts import (
     Emit,
     ExpertGrads,
     ExpertStack,
+    SortedPairs,
     add_rows,
     rows_per_run,
     run_experts_backward,
     run_experts_forward,
+    sort_pairs,
 )
 from hf_neuron_moe.backends.torch.ffn_backward import FFNBackward, FFNGrads
 from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints, FFNWeights, RowSource, ffn_forward
-from hf_neuron_moe.backends.torch.frozen import Runs, frozen_backward, frozen_forward
 from hf_neuron_moe.backends.torch.gating import Gating
 from hf_neuron_moe.backends.torch.gradient_memory import gradient_memory
 from hf_neuron_moe.backends.torch.grouped_backward import GroupedBackward, GroupedGrads
 from hf_neuron_moe.backends.torch.grouped_forward import GroupedWeights, Rows, grouped_forward, sum_over_experts
-from hf_neuron_moe.backends.torch.kept import FP8Gating, FP8Rows, fp8_storage
-from hf_neuron_moe.backends.torch.routing import SortedPairs, sort_pairs
-from hf_neuron_moe.backends.torch.tiling import make_loader
+from hf_neuron_moe.backends.torch.quantized import Runs, frozen_backward, frozen_forward
+from hf_neuron_moe.backends.torch.saved import FP8Gating, FP8Rows, fp8_storage
+from hf_neuron_moe.backends.torch.tiles import make_loader
 
 
 class TorchBackend:
@@ -74,7 +76,7 @@ class TorchBackend:
                 ffn_forward(RowSource(x_SH), views, loader, out, save=save, up_cut=up_cut)
         return out.to(x_SH.dtype), _with_input(saved, x_SH, keep)
 
-    mlp_few_rows = staticmethod(few_rows.mlp)
+    mlp_few_rows = staticmethod(decode.mlp)
 
     def mlp_backward(
         self,
@@ -148,8 +150,8 @@ class TorchBackend:
             # An estimate that needs no look at the routing: pairs spread evenly over as many experts as possible.
             spread = index_TK.numel() / min(index_TK.numel(), gate_up.shape[0])
             one_dtype = gate_up.dtype is down.dtype is x_TH.dtype
-            if one_dtype and few_rows.suit(precision, gate_up.dtype, x_TH.device, index_TK.numel(), spread):
-                return few_rows.experts(x_TH, index_TK, weight_TK, stack), _nothing(x_TH)
+            if one_dtype and decode.suit(precision, gate_up.dtype, x_TH.device, index_TK.numel(), spread):
+                return decode.experts(x_TH, index_TK, weight_TK, stack), _nothing(x_TH)
         pairs = sort_pairs(index_TK, gate_up.shape[0])
         scale = _sorted_scale(pairs, weight_TK)
         if not keep and generation.suits(precision, index_TK.numel(), gate_up):

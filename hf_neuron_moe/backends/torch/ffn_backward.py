@@ -23,13 +23,12 @@ import torch
 from torch import Tensor
 
 from hf_neuron_moe.backends.torch.compute import Scratch
+from hf_neuron_moe.backends.torch.cpu.matmul import matmul, matmul_into, matmul_over_rows_into
 from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints, FFNWeights, RowSource
 from hf_neuron_moe.backends.torch.gating import Gating
-from hf_neuron_moe.backends.torch.kept import take_tile
-from hf_neuron_moe.backends.torch.products import matmul, matmul_into, matmul_over_rows_into
-from hf_neuron_moe.backends.torch.projections import Projections, first_columns
+from hf_neuron_moe.backends.torch.saved import take_tile
 from hf_neuron_moe.backends.torch.swiglu_grad import SwiGLUGrad
-from hf_neuron_moe.backends.torch.tiling import Loader, Span, column_spans, row_spans
+from hf_neuron_moe.backends.torch.tiles import Loader, Projections, Span, column_spans, first_columns, row_spans
 from hf_neuron_moe.formats.padding import padded_size
 
 
@@ -70,7 +69,7 @@ class FFNBackward:
         recompute_loader: multiplies what was not kept; forms MX groups as the forward did, where that differs from
             `loader`.
         gating: activation and clamp masks; None is SiLU without clamps. mxfp8 takes the SiLU of a Gating only.
-        up_cut: the forward's, see :class:`~hf_neuron_moe.backends.torch.projections.Projections`.
+        up_cut: the forward's, see :class:`~hf_neuron_moe.backends.torch.tiles.Projections`.
     """
 
     dout: RowSource

@@ -25,10 +25,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_neuron_moe.backends.torch.kept import Kept, put_tile, take_rows
-from hf_neuron_moe.backends.torch.products import matmul_into
-from hf_neuron_moe.backends.torch.projections import Projections, first_columns
-from hf_neuron_moe.backends.torch.tiling import Loader, Span, column_spans, row_spans
+from hf_neuron_moe.backends.torch.cpu.matmul import matmul_into
+from hf_neuron_moe.backends.torch.saved import Kept, put_tile, take_rows
+from hf_neuron_moe.backends.torch.tiles import Loader, Projections, Span, column_spans, first_columns, row_spans
 from hf_neuron_moe.formats.padding import padded_size
 
 
@@ -123,7 +122,7 @@ def ffn_forward(
         scale_R1: fp32 ``[R, 1]`` factor on the intermediate (the expert's affinity), or None.
         block_size: rows per MoE block, or None for a dense MLP.
         epilogue: replaces ``silu(gate) * up * scale`` and its roundings; `scale_R1` is then not used.
-        up_cut: see :class:`~hf_neuron_moe.backends.torch.projections.Projections`.
+        up_cut: see :class:`~hf_neuron_moe.backends.torch.tiles.Projections`.
     """
     compute = loader.compute
     hidden, inner = weights.down_HI.shape

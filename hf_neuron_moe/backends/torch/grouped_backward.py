@@ -30,7 +30,7 @@ from hf_neuron_moe.backends.torch.grouped_products import (
     width_of,
 )
 from hf_neuron_moe.backends.torch.swiglu_grad import SwiGLUGrad
-from hf_neuron_moe.backends.torch.tiling import Loader, row_tiles
+from hf_neuron_moe.backends.torch.tiles import Loader, row_tiles
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,8 @@ from torch import Tensor
 from hf_neuron_moe.backends.torch.experts import ExpertStack
 from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints
 from hf_neuron_moe.backends.torch.grouped_products import ROW_MULTIPLE, Operand, Runs, project, project_sums, width_of
-from hf_neuron_moe.backends.torch.kept import put_tile, take_tile
-from hf_neuron_moe.backends.torch.tiling import Loader
+from hf_neuron_moe.backends.torch.saved import put_tile, take_tile
+from hf_neuron_moe.backends.torch.tiles import Loader
 
 BATCH = 1 << 22
 """Elements ``[r, I]`` of a batch's intermediate, from which on groups are processed in turns."""

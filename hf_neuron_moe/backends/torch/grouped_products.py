@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_neuron_moe.backends.torch.compute import bf16_matmul_is_fast
-from hf_neuron_moe.backends.torch.products import FEW_TOKENS, linear_into
-from hf_neuron_moe.backends.torch.tiling import Loader
+from hf_neuron_moe.backends.torch.cpu.matmul import FEW_TOKENS, linear_into
+from hf_neuron_moe.backends.torch.tiles import Loader
 from hf_neuron_moe.formats.padding import padded_size
 
 Runs = Sequence[tuple[int, int, int]]

@@ -29,8 +29,8 @@ from hf_neuron_moe.backends.torch.fake_quant import fake_quantize_
 from hf_neuron_moe.backends.torch.ffn_backward import FFNBackward, FFNGrads
 from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints, FFNWeights, RowSource, ffn_forward, project_gate_up
 from hf_neuron_moe.backends.torch.gating import Gating
-from hf_neuron_moe.backends.torch.kept import FP8Rows, Kept
-from hf_neuron_moe.backends.torch.tiling import Loader, Span
+from hf_neuron_moe.backends.torch.saved import FP8Rows, Kept
+from hf_neuron_moe.backends.torch.tiles import Loader, Span
 
 _FORWARD = Compute(torch.float32, torch.float32, mx=False, row_chunk=512)
 """Operands arrive rounded and quantised, so the matmuls are plain fp32."""

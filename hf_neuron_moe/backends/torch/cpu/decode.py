@@ -15,9 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_neuron_moe.backends.torch.compute import FEW_ROWS, bf16_matmul_is_fast, call_scratch
-from hf_neuron_moe.backends.torch.experts import ExpertStack, Runs, rows_per_run
-from hf_neuron_moe.backends.torch.products import LARGE_WEIGHT, SMALL_WEIGHT, linear_of_few, uses_onednn
-from hf_neuron_moe.backends.torch.routing import checked_ids, sort_pairs
+from hf_neuron_moe.backends.torch.cpu.matmul import LARGE_WEIGHT, SMALL_WEIGHT, linear_of_few, uses_onednn
+from hf_neuron_moe.backends.torch.experts import ExpertStack, Runs, checked_ids, rows_per_run, sort_pairs
 
 _ROWS_WORTH_CASTING = 5
 """Rows from which a bf16 weight is cast to fp32 by parts, without bf16 instructions."""

@@ -15,7 +15,7 @@ from hf_neuron_moe.activation_policy import canonical_keep, keep_strings, parse_
 from hf_neuron_moe.backends import get_backend
 from hf_neuron_moe.backends.base import NOTHING
 from hf_neuron_moe.backends.mx_weights import MXExpertStack, MXLayout
-from hf_neuron_moe.backends.registration import fake_of, operator
+from hf_neuron_moe.backends.operator_registration import fake_of, operator
 from hf_neuron_moe.checks import check_dtype, check_shape
 from hf_neuron_moe.errors import public
 from hf_neuron_moe.modules.ops import exact_dtypes, refuse_second_derivative
