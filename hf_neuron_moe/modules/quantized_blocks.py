@@ -20,7 +20,7 @@ from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.modules.backend_choice import usable_backend
 from hf_neuron_moe.modules.block import NeuronBlock
 from hf_neuron_moe.modules.quantized_ops import frozen_network
-from hf_neuron_moe.modules.saved_bytes import BlockShape
+from hf_neuron_moe.modules.saved_bytes import SavedBlock
 from hf_neuron_moe.modules.swiglu_mlp import DenseRoles
 
 _FOR_INFERENCE = "For inference call the model in eval() and under torch.no_grad() or torch.inference_mode()."
@@ -31,15 +31,12 @@ SCALE_SUFFIX = "_scale"
 
 @dataclass(frozen=True)
 class FrozenTensor:
-    """What is known of a stored tensor before its values are loaded.
-
-    Attributes:
-        dtype: dtype in the file.
-        shape: shape in the file.
-    """
+    """What is known of a stored tensor before its values are loaded."""
 
     dtype: torch.dtype
+    """Dtype in the file."""
     shape: tuple[int, ...]
+    """Shape in the file."""
 
 
 class FrozenBlock(NeuronBlock):
@@ -75,10 +72,10 @@ class FrozenBlock(NeuronBlock):
         return "bf16"
 
     @property
-    def neuron_shape(self) -> BlockShape:
+    def neuron_shape(self) -> SavedBlock:
         """What the block's kept bytes depend on."""
         stack, backend = self.neuron_stack, self.neuron_config.backend
-        return BlockShape("bf16", stack.hidden, stack.inner, self.neuron_top_k, backend, frozen=True)
+        return SavedBlock("bf16", stack.hidden, stack.inner, self.neuron_top_k, backend, frozen=True)
 
     def _hold_all(self, tensors: Mapping[str, FrozenTensor]) -> None:
         """Register the four tensors, still without values, by their names in the module."""
@@ -124,12 +121,12 @@ class FrozenBlock(NeuronBlock):
             x_TH = F.pad(x_TH, (0, stack.hidden - hidden))
         training = self._may_train(x_TH, weight_TK)
         # Where PyTorch may not take over, a call that is too long is the backend's to refuse.
-        tokens = x_TH.shape[0] if self.neuron_config.fallback == "torch" else 0
+        tokens = x_TH.shape[0] if self.neuron_config.fallback == "torch" else None
         backend = usable_backend(
             self.neuron_config,
             x_TH.device,
             type(self).__name__,
-            lambda kernels: kernels.why_not_frozen(stack, training=training, tokens=tokens),
+            lambda kernels: kernels.quantized_support(stack, tokens=tokens, training=training),
             self.neuron_told,
             _FOR_INFERENCE if training else "",
         )
@@ -154,15 +151,7 @@ class FrozenProjection(nn.Module):
 
 
 class FrozenExperts(FrozenBlock):
-    """Experts behind transformers' experts call, ``gate_up_proj`` and ``down_proj`` being MX codes.
-
-    Args:
-        original: the experts module to stand in for; its parameters are left out.
-        name: its name in the model, for messages.
-        config: the resolved configuration.
-        layouts: how the codes are stored.
-        tensors: the tensors to hold, by their names in the module.
-    """
+    """Experts behind transformers' experts call, ``gate_up_proj`` and ``down_proj`` being MX codes."""
 
     def __init__(
         self,
@@ -192,16 +181,7 @@ class FrozenExperts(FrozenBlock):
 
 
 class FrozenSwiGLUMLP(FrozenBlock):
-    """``down(silu(gate(x)) * up(x))`` with ``gate_up_proj.weight`` and ``down_proj.weight`` as MX codes.
-
-    Args:
-        original: the module to stand in for; its linear layers are left out.
-        name: its name in the model, for messages.
-        config: the resolved configuration.
-        layouts: how the codes are stored.
-        tensors: the tensors to hold, by their names in the module.
-        roles: which attribute of `original` plays which part.
-    """
+    """``down(silu(gate(x)) * up(x))`` with ``gate_up_proj.weight`` and ``down_proj.weight`` as MX codes."""
 
     weight_suffix = ".weight"
 

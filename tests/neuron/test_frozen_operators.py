@@ -16,8 +16,9 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoModelForCausalLM
 
-from hf_neuron_moe.activation_policy import canonical_keep
+from hf_neuron_moe.activation_policy import canonical_keep, parse_keep
 from hf_neuron_moe.backends import get_backend, resolve_backend
+from hf_neuron_moe.backends.spec import BlockCall, BlockSpec
 from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
 from hf_neuron_moe.modules import quantized_ops
 from hf_neuron_moe.modules.quantized_blocks import FrozenBlock
@@ -61,7 +62,8 @@ def operands(stack: Any, backend: str, *, grad: bool = False, keep: str = "") ->
         weight_TK, index_TK = torch.rand(20, 2).softmax(-1).topk(1, -1)
         routing = (index_TK, weight_TK.requires_grad_(grad))
     tensors = (stack.gate_up_codes, stack.gate_up_scales, stack.down_codes, stack.down_scales)
-    return x_TH, *routing, *tensors, "|".join((stack.gate_up_layout.key, stack.down_layout.key, backend)), keep
+    layouts = (stack.gate_up_layout, stack.down_layout)
+    return x_TH, *routing, *tensors, BlockCall(BlockSpec("bf16"), parse_keep(keep), backend, layouts=layouts).encode()
 
 
 def operator_of(name: str) -> Any:

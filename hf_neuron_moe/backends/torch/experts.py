@@ -20,19 +20,16 @@ from hf_neuron_moe.errors import ShapeError
 
 @dataclass(frozen=True)
 class SortedPairs:
-    """The pairs in expert order.
-
-    Attributes:
-        order_R: position of each sorted pair in the flattened ``[T, K]``.
-        token_R: token of each sorted pair.
-        slot_TK: position of each pair in sorted order; the inverse of the sort.
-        offsets: E + 1 row offsets on the host; pairs beyond the last one belong to other ranks.
-    """
+    """The pairs in expert order."""
 
     order_R: Tensor
+    """Position of each sorted pair in the flattened ``[T, K]``."""
     token_R: Tensor
+    """Token of each sorted pair."""
     slot_TK: Tensor
+    """Position of each pair in sorted order; the inverse of the sort."""
     offsets: list[int]
+    """E + 1 row offsets on the host; pairs beyond the last one belong to other ranks."""
 
     @property
     def runs(self) -> list[tuple[int, int, int]]:
@@ -55,11 +52,7 @@ def _negative_id(value: int) -> ShapeError:
 
 
 def checked_ids(index_TK: Tensor) -> list[int]:
-    """Return the expert ids ``[T * K]`` on the host.
-
-    Raises:
-        ShapeError: an id is negative.
-    """
+    """Return the expert ids ``[T * K]`` on the host."""
     flat: list[int] = index_TK.reshape(-1).tolist()
     if flat and min(flat) < 0:
         raise _negative_id(min(flat))
@@ -84,12 +77,7 @@ def _sort_by_hand(index_TK: Tensor, experts: int) -> SortedPairs:
 def sort_pairs(index_TK: Tensor, experts: int) -> SortedPairs:
     """Sort the pairs of a top-k routing by expert; tokens stay in ascending order within an expert.
 
-    Args:
-        index_TK: integer expert ids; ids >= `experts` are sentinels of expert parallelism and sort behind the rest.
-        experts: E.
-
-    Raises:
-        ShapeError: an id is negative.
+    Ids of `experts` and above are sentinels of expert parallelism and sort behind the rest; a negative one is an error.
     """
     if index_TK.numel() <= _BY_HAND and index_TK.device.type == "cpu":
         return _sort_by_hand(index_TK, experts)
@@ -121,6 +109,11 @@ class ExpertStack:
     gate_up: Tensor
     down: Tensor
     transposed: bool
+
+    @property
+    def inner(self) -> int:
+        """I."""
+        return self.down.shape[1 if self.transposed else 2]
 
     def expert(self, number: int) -> FFNWeights:
         """Return one expert's projections as ``[I, H]``, ``[I, H]`` and ``[H, I]`` views."""

@@ -25,19 +25,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hf_neuron_moe.backends.spec import FFNWeights as FFNWeights
 from hf_neuron_moe.backends.torch.cpu.matmul import matmul_into
 from hf_neuron_moe.backends.torch.saved import Kept, put_tile, take_rows
 from hf_neuron_moe.backends.torch.tiles import Loader, Projections, Span, column_spans, first_columns, row_spans
 from hf_neuron_moe.formats.padding import padded_size
-
-
-@dataclass(frozen=True)
-class FFNWeights:
-    """Views of the three projections in ``nn.Linear`` orientation; any strides, any float dtype."""
-
-    gate_IH: Tensor
-    up_IH: Tensor
-    down_HI: Tensor
 
 
 @dataclass(frozen=True)
@@ -161,12 +153,7 @@ def project_gate_up(
 ) -> None:
     """Make gate and up pre-activations again as :func:`ffn_forward` made them for its checkpoints.
 
-    Args:
-        x: the R input rows.
-        weights: the projections; down is not used.
-        loader: the forward's compute choice and the scratch buffers.
-        gate_RI: ``[R, I]`` to fill, in the dtype that the checkpoint would have; None if it was kept.
-        up_RI: the same for up.
+    `gate_RI` and `up_RI` are filled in the dtype that the checkpoint would have; None if it was saved.
     """
     inner, hidden = weights.up_IH.shape
     compute = loader.compute

@@ -53,16 +53,7 @@ def generation_copies() -> PreparedWeights:
 
 
 def suits(precision: str, rows: int, weight: Tensor) -> bool:
-    """Whether a call without gradients reads quantized copies of its weights.
-
-    Args:
-        precision: the block's.
-        rows: of the call; beyond a limit quantizing is no longer most of the time.
-        weight: one of the weights.
-
-    Raises:
-        ConfigError: the environment variable :data:`OPTION` is neither 0 nor 1.
-    """
+    """Whether a call without gradients reads quantized copies of its weights."""
     most = MOST_ROWS if bf16_matmul_is_fast(weight.device) else MOST_ROWS_OF_FP32
     few = precision == "mxfp8" and 0 < rows <= most and not weight.is_meta
     return few and environment_option(OPTION, "1", "0") == "1"

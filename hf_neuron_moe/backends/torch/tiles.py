@@ -177,15 +177,8 @@ def make_loader(
 ) -> Loader:
     """Return a loader for one call of a block.
 
-    Args:
-        precision: ``"bf16"``, ``"mxfp8"`` or ``"fp32"``.
-        device: where the operands are.
-        rows: average number of rows that share one weight; few rows are multiplied without casting the weights.
-        weight_dtype: dtype of the parameters.
-        lone_384: see :class:`Loader`.
-
-    Returns:
-        One with bf16 operands, for ``grouped_forward.py``, or one with fp32 operands, for tiles.
+    It has bf16 operands, for ``grouped_forward.py``, or fp32 operands, for tiles. `rows` is the average number of rows
+    that share one weight; few rows are multiplied without casting the weights.
     """
     compute = choose_compute(precision, device, rows_per_expert=rows, weight_dtype=weight_dtype)
     return Loader(compute, call_scratch(device), lone_384)

@@ -31,12 +31,7 @@ MOST_ROWS = 512
 def suit(precision: str, dtype: torch.dtype, device: torch.device, rows: int, rows_per_expert: float) -> bool:
     """Whether this many rows are better computed here than in tiles.
 
-    Args:
-        precision: ``"bf16"``, ``"mxfp8"`` or ``"fp32"``.
-        dtype: of the weights and the activations.
-        device: where they are.
-        rows: rows in all; none at all are left to the tiled path.
-        rows_per_expert: rows that share one weight.
+    `rows_per_expert` rows share one weight; no rows at all are left to the tiled path.
     """
     if not 0 < rows <= MOST_ROWS:
         return False
