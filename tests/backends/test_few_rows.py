@@ -47,7 +47,7 @@ def exact(x: Tensor, index: Tensor, weight: Tensor, stack: ExpertStack) -> Tenso
     for token, (ids, factors) in enumerate(zip(index.tolist(), weight.tolist(), strict=True)):
         for expert, factor in zip(ids, factors, strict=True):
             if expert < len(stack.gate_up):
-                gate, up, down = (w.double() for w in vars(stack.expert(expert)).values())
+                gate, up, down = (w.double() for w in stack.expert(expert))
                 row = x[token].double()
                 out[token] += factor * (down @ (F.silu(gate @ row) * (up @ row)))
     return out
