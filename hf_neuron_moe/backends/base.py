@@ -76,7 +76,10 @@ class Backend(Protocol):
     def support(
         self, shape: BlockShape, spec: BlockSpec, *, tokens: int | None = None, training: bool = True
     ) -> Support:
-        """Say whether forward and backward of a block, or a call of so many tokens, are computed."""
+        """Say whether forward and backward of a block are computed.
+
+        With `tokens`, asked before a call of so many, only the reason and the most tokens are told.
+        """
         ...
 
     def quantized_support(self, stack: MXExpertStack, *, tokens: int | None = None, training: bool = True) -> Support:

@@ -162,7 +162,7 @@ class _RegisteredExperts:
     def _backend(self, module: Any, hidden_states: Tensor) -> str:
         config = self.config
         # Where PyTorch may not take over, a call that is too long is the backend's to refuse.
-        tokens = hidden_states.shape[0] if config.fallback == "torch" else None
+        tokens = hidden_states.shape[0] if config.fallback == "torch" else 0
 
         def support(kernels: Backend) -> Support:
             shape = BlockShape("experts", *_sizes(module), len(module.down_proj))

@@ -121,7 +121,7 @@ class FrozenBlock(NeuronBlock):
             x_TH = F.pad(x_TH, (0, stack.hidden - hidden))
         training = self._may_train(x_TH, weight_TK)
         # Where PyTorch may not take over, a call that is too long is the backend's to refuse.
-        tokens = x_TH.shape[0] if self.neuron_config.fallback == "torch" else None
+        tokens = x_TH.shape[0] if self.neuron_config.fallback == "torch" else 0
         backend = usable_backend(
             self.neuron_config,
             x_TH.device,

@@ -118,7 +118,7 @@ class NeuronBackend:
         block = Block(shape.kind, spec.precision, shape.hidden, shape.inner, spec.block_size)
         most = most_tokens(block)
         reason = why_not(block, self.device, self.adapter) or why_not_tokens(most, tokens or 0)
-        if reason is not None:
+        if reason is not None or tokens is not None:
             return Support(reason, most)
         copies = weight_copy_bytes(self.adapter, block, shape.experts, shape.ordered, shape.dtype)
         return Support(None, most, copies, open_points(block), block.padded)
