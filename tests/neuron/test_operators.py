@@ -124,7 +124,7 @@ def test_backward_operators_pass_opcheck(name: str, machine: Start) -> None:
 
 def forward_and_backward(name: str, operands: tuple[Any, ...]) -> list[Tensor]:
     """The backend's own calls, as ``nki_op`` traces them under a compiler: without the operators around."""
-    backend = get_backend("neuron")
+    backend = get_backend(resolve_backend("neuron", torch.device("cpu")))
     *tensors, text = operands
     call, wants = BlockCall.decode(text), Wants()
     if name == "dense":
