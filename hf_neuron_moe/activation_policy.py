@@ -43,11 +43,18 @@ class Keep:
         names: which checkpoints are kept.
         fp8: whether gate_pre, up and the input are kept in FP8 groups instead of the compute dtype.
         whole_up: whether all columns of up are kept; without, the first :func:`kept_up_columns`.
+        text: the string itself.
     """
 
     names: frozenset[str] = frozenset()
     fp8: bool = False
     whole_up: bool = True
+    text: str = ""
+
+    @property
+    def backward(self) -> bool:
+        """Whether a backward may come."""
+        return bool(self.text)
 
     @property
     def keeps_input(self) -> bool:
@@ -62,12 +69,13 @@ class Keep:
 
 @functools.cache
 def parse_keep(keep: str) -> Keep:
-    """Read a canonical keep string; the empty one keeps nothing."""
+    """Read a canonical keep string; the empty one keeps nothing, for a backward that will not come."""
     if keep == "minimal":
-        return Keep(frozenset(BF16_CHECKPOINTS), whole_up=False)
+        return Keep(frozenset(BF16_CHECKPOINTS), whole_up=False, text=keep)
     if keep == "fp8":
-        return Keep(frozenset(BF16_CHECKPOINTS), fp8=True)
-    return Keep(frozenset(keep.split("+")) if keep not in ("", "recompute") else frozenset())
+        return Keep(frozenset(BF16_CHECKPOINTS), fp8=True, text=keep)
+    names = frozenset(keep.split("+")) if keep not in ("", "recompute") else frozenset[str]()
+    return Keep(names, text=keep)
 
 
 def kept_up_columns(intermediate: int) -> int:

@@ -18,7 +18,16 @@ from hf_neuron_moe.errors import ConfigError, nearest, public
 QUANT_METHOD = "neuron_moe"
 """Value of ``quant_method`` in the ``quantization_config`` of a converted checkpoint."""
 PRECISIONS = ("bf16", "mxfp8", "fp32")
-BACKENDS = ("auto", "torch", "neuron", "nki-sim", "triton")
+BACKENDS = {
+    "torch": "hf_neuron_moe.backends.torch.backend:TorchBackend",
+    "neuron": "hf_neuron_moe.backends.neuron.backend:NeuronBackend",
+    "nki-sim": "hf_neuron_moe.backends.neuron.backend:NeuronBackend",
+}
+"""Where the class of each backend is (:class:`hf_neuron_moe.backends.base.Backend`); imported when asked for."""
+DEFAULT_BACKEND = "torch"
+"""What computes on devices that :data:`DEVICE_BACKENDS` does not name."""
+DEVICE_BACKENDS = {"neuron": "neuron"}
+"""By device type: the backend that ``"auto"`` means there."""
 PLANNED_BACKENDS = {"triton": "CUDA"}
 """Names that are accepted and then refused as planned, and for what they are planned."""
 FALLBACKS = ("refuse", "torch")
@@ -90,7 +99,7 @@ class NeuronMoEConfig:
     def __post_init__(self) -> None:
         choices = {
             "precision": PRECISIONS,
-            "backend": BACKENDS,
+            "backend": ("auto", *BACKENDS, *PLANNED_BACKENDS),
             "weights": WEIGHT_HOMES,
             "fallback": FALLBACKS,
         }

@@ -32,7 +32,7 @@ from hf_neuron_moe.errors import (
     public,
 )
 from hf_neuron_moe.modules.block import NeuronBlock
-from hf_neuron_moe.modules.frozen_block import FrozenBlock
+from hf_neuron_moe.modules.quantized_blocks import FrozenBlock
 from hf_neuron_moe.patching import patch_model, unpatch_model
 
 

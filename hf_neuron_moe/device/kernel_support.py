@@ -21,7 +21,7 @@ from hf_neuron_moe.backends.neuron.versions import PLATFORMS
 from hf_neuron_moe.config import BLOCK_SIZES, NeuronMoEConfig
 from hf_neuron_moe.device.installed import CheckedAdapter
 from hf_neuron_moe.modules.block import stock_slot
-from hf_neuron_moe.modules.frozen_block import FrozenBlock
+from hf_neuron_moe.modules.quantized_blocks import FrozenBlock
 from hf_neuron_moe.patching.discovery import Candidate, discover
 
 DOCUMENTED_SDK = "2.33"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_neuron_moe.modules.block import NeuronBlock
-from hf_neuron_moe.modules.frozen_block import FrozenBlock
+from hf_neuron_moe.modules.quantized_blocks import FrozenBlock
 
 
 class Inputs(NamedTuple):

@@ -19,11 +19,7 @@ _FLOAT_SET = frozenset(_FLOATS)
 
 
 def check_no_transform(tensors: tuple[Tensor, ...]) -> None:
-    """Refuse tensors inside ``torch.func`` transforms (grad, vjp, jvp, vmap), for which the operators have no rules.
-
-    Raises:
-        GradientError: as said.
-    """
+    """Refuse tensors inside ``torch.func`` transforms (grad, vjp, jvp, vmap), for which the operators have no rules."""
     if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None:
         return
     if any(torch._C._functorch.is_functorch_wrapped_tensor(tensor) for tensor in tensors):
@@ -38,15 +34,7 @@ def check_no_transform(tensors: tuple[Tensor, ...]) -> None:
 def check_hidden_states(hidden_states: Any, weight: Tensor, axis: int, name: str) -> None:
     """Refuse under a block's name what its call cannot mean, before the operator refuses it under the kernels' names.
 
-    Args:
-        hidden_states: the block's input.
-        weight: one of the block's weights.
-        axis: the axis of `weight` that has H entries.
-        name: the block's name.
-
-    Raises:
-        DTypeError: `hidden_states` is no tensor, or it or `weight` has a dtype that the operators do not take.
-        ShapeError: `hidden_states` has no dimensions, or its last one is not H.
+    `axis` is the axis of `weight` that has H entries.
     """
     if (
         isinstance(hidden_states, Tensor)

@@ -93,15 +93,7 @@ def _behind(function: Any) -> list[Any]:
 
 @torch.compiler.assume_constant_result  # a forward is put on a block once, not by what it computes
 def check_own_forward(block: nn.Module, name: str) -> bool:
-    """Refuse to call a `block` that was taken over, or whose weights accelerate offloads by their stock names.
-
-    Args:
-        block: a patched block.
-        name: its name in the model.
-
-    Raises:
-        UnsupportedModelError: as :func:`is_taken_over` says, or the block's weights are offloaded and in kernel layout.
-    """
+    """Refuse to call a `block` that was taken over, or whose weights accelerate offloads by their stock names."""
     if isinstance(block, KernelLayoutMixin) and _is_offloaded(block):
         raise UnsupportedModelError.about(
             "weights",

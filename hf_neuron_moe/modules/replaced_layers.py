@@ -41,11 +41,7 @@ class ReplacedLayers(nn.Module):
             level.add_module(name, _ReplacedLinear(out_features, in_features))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute.
-
-        Raises:
-            UnsupportedModelError: `value` would take a replaced layer's place.
-        """
+        """Set an attribute."""
         if isinstance(value, nn.Module) and name in self.__dict__.get("_modules", ()):
             raise adapters_refused(self.neuron_name, name, f"a {type(value).__module__}.{type(value).__qualname__}")
         super().__setattr__(name, value)

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_neuron_moe.backends.registration import register_again
+from hf_neuron_moe.backends.operator_registration import register_again
 from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.errors import ConfigError, UnsupportedModelError, public
 from hf_neuron_moe.modules.block import stock_slot

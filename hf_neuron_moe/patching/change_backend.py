@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from torch import nn
 
 from hf_neuron_moe.backends import get_backend, resolve_backend
 from hf_neuron_moe.errors import ConfigError, UnsupportedModelError, public
-from hf_neuron_moe.modules.frozen_block import FrozenBlock
+from hf_neuron_moe.modules.quantized_blocks import FrozenBlock
 from hf_neuron_moe.patching.lock import one_at_a_time
 
 _WHERE = "set_backend"
@@ -67,5 +66,4 @@ def set_backend(model: nn.Module, backend: str, *, fallback: str = "refuse") -> 
 def _why_not(block: FrozenBlock, backend: str) -> str | None:
     stack = block.neuron_stack
     name = resolve_backend(backend, stack.gate_up_codes.device)
-    kernels: Any = get_backend(name)
-    return None if name == "torch" else kernels.why_not_frozen(stack, training=False)
+    return get_backend(name).quantized_support(stack, training=False).reason

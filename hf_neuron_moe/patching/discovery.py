@@ -16,16 +16,20 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from hf_neuron_moe.modules.activation import describe_activation, is_silu
-from hf_neuron_moe.modules.block import NeuronBlock, has_call_hooks
+from hf_neuron_moe.modules.block import NeuronBlock
 from hf_neuron_moe.modules.experts import expert_rules
-from hf_neuron_moe.modules.experts_check import (
-    is_decorated_experts,
-    why_not_swiglu_experts,
-)
 from hf_neuron_moe.modules.replaced_layers import ReplacedLayers
 from hf_neuron_moe.modules.state_dict import WeightRule
-from hf_neuron_moe.modules.swiglu_mlp import DenseRoles, is_inert, why_not_plain_linear
+from hf_neuron_moe.modules.structure import (
+    describe_activation,
+    has_call_hooks,
+    is_decorated_experts,
+    is_inert,
+    is_silu,
+    why_not_plain_linear,
+    why_not_swiglu_experts,
+)
+from hf_neuron_moe.modules.swiglu_mlp import DenseRoles
 from hf_neuron_moe.patching.formula import NotSwiGLU, dense_roles
 from hf_neuron_moe.patching.probe import probe_dense, probe_experts
 

@@ -19,7 +19,7 @@ from hf_neuron_moe.activation_policy import (
 from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.errors import ConfigError, public
 from hf_neuron_moe.modules.saved_bytes import (
-    BlockShape,
+    SavedBlock,
     recomputed_flops,
     saved_bytes,
     saved_bytes_of_call,
@@ -41,7 +41,7 @@ class PlannedBlock:
     """
 
     names: tuple[str, ...]
-    shape: BlockShape
+    shape: SavedBlock
 
 
 @public("patch_model")
@@ -69,7 +69,7 @@ def with_policies(
     return resolved, tuple(noted)
 
 
-def noted_policy(entry: PatchEntry, shape: BlockShape, policy: BlockActivations) -> PatchEntry:
+def noted_policy(entry: PatchEntry, shape: SavedBlock, policy: BlockActivations) -> PatchEntry:
     """Return the entry with a policy and what the block keeps with it."""
     keep = canonical_keep(policy, shape.precision)
     saved = saved_bytes(shape, keep)
@@ -79,12 +79,12 @@ def noted_policy(entry: PatchEntry, shape: BlockShape, policy: BlockActivations)
     return replace(entry, activations=str(policy), saved_bytes_per_token=saved, saved_bytes_per_call=per_call)
 
 
-def _shape(item: PlanItem) -> BlockShape:
+def _shape(item: PlanItem) -> SavedBlock:
     experts, hidden, inner = item.candidate.sizes
     assert hidden is not None and inner is not None, "a block of unknown sizes is refused"
     top_k = None if experts is None else item.candidate.top_k or 0
     config = item.config
-    return BlockShape(
+    return SavedBlock(
         config.precision, hidden, inner, top_k, config.backend, experts=experts, block_size=config.block_size
     )
 
@@ -154,7 +154,7 @@ def _solve(budget: ActivationBudget, blocks: Sequence[PlannedBlock]) -> list[Blo
     return [as_block(option.keep, block.shape.precision) for option, block in zip(plan.options, blocks, strict=True)]
 
 
-def _options(shape: BlockShape, budget: ActivationBudget) -> list[Option]:
+def _options(shape: SavedBlock, budget: ActivationBudget) -> list[Option]:
     """Every policy the block could have, presets first, so that they win over equal ones."""
 
     def saved(keep: str) -> float:

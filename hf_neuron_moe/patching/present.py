@@ -10,8 +10,8 @@ from torch import nn
 
 from hf_neuron_moe.errors import NeuronMoEWarning, UnsupportedModelError, pattern_of, public, spelled_together
 from hf_neuron_moe.modules.block import NeuronBlock
-from hf_neuron_moe.modules.frozen_block import FrozenBlock
 from hf_neuron_moe.modules.own_forward import described, is_taken_over, passes_by
+from hf_neuron_moe.modules.quantized_blocks import FrozenBlock
 from hf_neuron_moe.patching.apply import PatchState, Swap, states
 
 

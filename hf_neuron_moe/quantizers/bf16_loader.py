@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hf_neuron_moe.convert.layout.orientations import BF16_KERNEL, BF16_SWIZZLED
 from hf_neuron_moe.formats.swizzle import unswizzle
 from hf_neuron_moe.modules.block import stock_slot
-from hf_neuron_moe.modules.frozen_block import DOWN, GATE_UP
+from hf_neuron_moe.modules.quantized_blocks import DOWN, GATE_UP
 from hf_neuron_moe.patching.discovery import Candidate
 from hf_neuron_moe.quantizers.shard_layouts import StoredTensor
 

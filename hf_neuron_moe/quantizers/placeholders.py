@@ -9,9 +9,14 @@ from transformers import PreTrainedModel
 
 from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.errors import ConversionError, public
-from hf_neuron_moe.modules.frozen_block import DOWN, GATE_UP, SCALE_SUFFIX, FrozenBlock
-from hf_neuron_moe.modules.frozen_experts import FrozenExperts
-from hf_neuron_moe.modules.frozen_mlp import FrozenSwiGLUMLP
+from hf_neuron_moe.modules.quantized_blocks import (
+    DOWN,
+    GATE_UP,
+    SCALE_SUFFIX,
+    FrozenBlock,
+    FrozenExperts,
+    FrozenSwiGLUMLP,
+)
 from hf_neuron_moe.patching.apply import Swap, all_slots
 from hf_neuron_moe.patching.discovery import Candidate, discover
 from hf_neuron_moe.quantizers.bf16_loader import Landing

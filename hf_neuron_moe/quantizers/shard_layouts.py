@@ -26,7 +26,7 @@ from hf_neuron_moe.convert.options import FORWARD
 from hf_neuron_moe.errors import ConversionError, public
 from hf_neuron_moe.formats.constants import LANES
 from hf_neuron_moe.formats.moe_mx import HIDDEN_SCHEME, INTERMEDIATE_SCHEME
-from hf_neuron_moe.modules.frozen_block import FrozenTensor
+from hf_neuron_moe.modules.quantized_blocks import FrozenTensor
 
 LAYOUTS_KEY, TENSORS_KEY = "hf_neuron_moe.layouts", "hf_neuron_moe.tensors"
 BF16_LAYOUTS = (BF16_FUSED, BF16_KERNEL, BF16_SWIZZLED)

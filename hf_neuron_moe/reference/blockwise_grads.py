@@ -23,7 +23,7 @@ from hf_neuron_moe.backends.torch.experts import (
 )
 from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints, RowSource
 from hf_neuron_moe.backends.torch.gating import Gating
-from hf_neuron_moe.backends.torch.tiling import tile_loader
+from hf_neuron_moe.backends.torch.tiles import tile_loader
 from hf_neuron_moe.reference.block_rows import BlockRows
 from hf_neuron_moe.reference.blockwise_buffers import GradBuffers
 from hf_neuron_moe.reference.blockwise_checks import Operands

@@ -27,7 +27,7 @@ from torch import Tensor
 from hf_neuron_moe.backends.torch.experts import ExpertStack, add_rows
 from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints, RowSource, ffn_forward
 from hf_neuron_moe.backends.torch.gating import Gating
-from hf_neuron_moe.backends.torch.tiling import Loader, Span, tile_loader
+from hf_neuron_moe.backends.torch.tiles import Loader, Span, tile_loader
 from hf_neuron_moe.checks import (
     Rule,
     check_dtype,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hf_neuron_moe.backends.torch.compute import Scratch
-from hf_neuron_moe.backends.torch.tiling import Span
+from hf_neuron_moe.backends.torch.tiles import Span
 from hf_neuron_moe.reference.activations import act_
 from hf_neuron_moe.reference.moe_types import ActFnType
 

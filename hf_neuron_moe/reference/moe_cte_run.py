@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hf_neuron_moe.backends.torch.compute import Compute, call_scratch
 from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints, Epilogue, RowSource, ffn_forward
-from hf_neuron_moe.backends.torch.tiling import Loader, tile_loader
+from hf_neuron_moe.backends.torch.tiles import Loader, tile_loader
 from hf_neuron_moe.reference.activations import act
 from hf_neuron_moe.reference.moe_cte_epilogue import ExpertEpilogue, clamp_
 from hf_neuron_moe.reference.moe_cte_kept import KeptBlocks

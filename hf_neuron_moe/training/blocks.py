@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from hf_neuron_moe.modules.block import NeuronBlock
 from hf_neuron_moe.modules.experts import NeuronExperts
-from hf_neuron_moe.modules.frozen_block import FrozenBlock
-from hf_neuron_moe.modules.frozen_experts import FrozenExperts
+from hf_neuron_moe.modules.quantized_blocks import FrozenBlock, FrozenExperts
 from hf_neuron_moe.modules.swiglu_mlp import KernelLayoutSwiGLUMLP, NeuronSwiGLUMLP
 from hf_neuron_moe.patching.apply import states
 from hf_neuron_moe.patching.report import PATCHED, PatchEntry, PatchReport, merged

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.errors import ConfigError, UnsupportedModelError
 from hf_neuron_moe.modules.block import NeuronBlock
-from hf_neuron_moe.modules.frozen_block import FrozenBlock
+from hf_neuron_moe.modules.quantized_blocks import FrozenBlock
 from hf_neuron_moe.modules.state_dict import KernelLayoutMixin
 from hf_neuron_moe.modules.swiglu_mlp import KernelLayoutSwiGLUMLP
 from hf_neuron_moe.patching.api import patch_model, unpatch_model

@@ -15,7 +15,7 @@ from hf_neuron_moe.backends.neuron.experts import ExpertKernels, Experts
 from hf_neuron_moe.backends.neuron.generations import FUNCTIONS
 from hf_neuron_moe.backends.neuron.limits import Block, Device, block_sizes, check_call, most_tokens, why_not
 from hf_neuron_moe.backends.neuron.static_plan import block_count, route, routing_gradient, with_sink
-from hf_neuron_moe.backends.torch.kept import FP8Gating, FP8Rows, fp8_storage
+from hf_neuron_moe.backends.torch.saved import FP8Gating, FP8Rows, fp8_storage
 from hf_neuron_moe.errors import ConfigError, DTypeError, NeuronMoEError, ShapeError
 from hf_neuron_moe.formats.block_plan import count_blocks
 from tests.refusals import refused

@@ -27,7 +27,7 @@ from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
 from hf_neuron_moe.errors import NeuronMoEWarning, ShapeError
 from hf_neuron_moe.modules.block import NeuronBlock
 from hf_neuron_moe.modules.experts import register_experts_implementation
-from hf_neuron_moe.modules.frozen_block import FrozenBlock
+from hf_neuron_moe.modules.quantized_blocks import FrozenBlock
 from tests.neuron.small_runs import EXPERTS, EXPERTS_MX, Case
 from tests.refusals import refused
 from tests.tiny_models import tiny_model, tokens

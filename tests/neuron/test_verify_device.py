@@ -65,9 +65,9 @@ def test_the_kernels_pass_block_by_block(name: str, machine: Start) -> None:
 
 def spoil(monkeypatch: pytest.MonkeyPatch, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Let the forward of the machine's dense kernels return something else."""
-    from hf_neuron_moe.backends import get_backend
+    from hf_neuron_moe.backends import get_backend, resolve_backend
 
-    backend: Any = get_backend("neuron")
+    backend: Any = get_backend(resolve_backend("neuron", torch.device("cpu")))
     right = backend.mlp_forward
 
     def wrong(*arguments: Any) -> Any:

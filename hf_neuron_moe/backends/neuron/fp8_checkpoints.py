@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_neuron_moe.backends.torch.kept import GROUP, fp8_storage
+from hf_neuron_moe.backends.torch.saved import GROUP, fp8_storage
 from hf_neuron_moe.formats.constants import E4M3FN
 from hf_neuron_moe.formats.group_fp8 import SCALE_EPSILON
 

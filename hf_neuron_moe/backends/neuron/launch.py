@@ -10,8 +10,8 @@ from torch import Tensor
 
 from hf_neuron_moe.backends.neuron.adapter import Adapter
 from hf_neuron_moe.backends.neuron.versions import Toolchain
+from hf_neuron_moe.backends.operator_registration import plugin_function
 from hf_neuron_moe.backends.prepared import PreparedWeights
-from hf_neuron_moe.backends.registration import plugin_function
 from hf_neuron_moe.errors import BackendUnavailableError, public
 
 

@@ -145,7 +145,9 @@ def pairing() -> str | None:
 
 
 def _calls_kernels() -> bool:
-    from hf_neuron_moe.backends.registration import plugin_function  # imports torch, which this module does without
+    from hf_neuron_moe.backends.operator_registration import (
+        plugin_function,  # imports torch, which this module does without
+    )
 
     return any(plugin_function(name) is not None for name in ("nki_op", "wrap_nki"))
 

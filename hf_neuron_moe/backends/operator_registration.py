@@ -21,14 +21,12 @@ _registered: dict[str, Any] = {}
 """By module with operators: what they were registered with."""
 
 _twins: dict[int, Any] = {}
-"""By the id of an operator made by ``nki_op``: the operator that its body calls for the torch backend."""
+"""By the id of an operator made by ``nki_op``: the operator that its body calls where it is not traced into."""
 
 _made: list[Any] = []
 """All operators, kept alive: one that is replaced and then collected would take its successor out of the cache of
 ``torch.ops``. Whoever names an operator, as selective checkpointing does, would get another object than what is called.
 """
-
-_BACKEND_ARGUMENTS = ("backend", "names")
 
 
 def plugin_function(name: str) -> Callable[..., Any] | None:
@@ -42,14 +40,14 @@ def _definer() -> Callable[..., Any]:
     return torch.library.custom_op if nki_op is None else nki_op
 
 
-def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
+def operator(name: str, traced_into: Callable[[str], bool]) -> Callable[[Callable[..., Any]], Any]:
     """Return a decorator that makes a functional operator of a function with complete annotations.
 
     The result has ``register_autograd``; its fake comes with :func:`fake_of`. Registering a name again replaces it.
 
     Args:
-        name: ``"namespace::name"``. The function has an argument ``backend``, a backend's name, or ``names``, which
-            ends with ``|`` and a backend's name.
+        name: ``"namespace::name"``. The function has an argument ``call``.
+        traced_into: asked with ``call`` whether a compiler may trace into the body.
     """
 
     def register(body: Callable[..., Any]) -> Any:
@@ -60,13 +58,11 @@ def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
             return _made[-1]
         twin = torch.library.custom_op(f"{name}_torch", body, mutates_args=())
         signature = inspect.signature(body, eval_str=True)
-        backend = next(argument for argument in _BACKEND_ARGUMENTS if argument in signature.parameters)
 
         @functools.wraps(body)
         def traceable(*arguments: Any, **named: Any) -> Any:
             bound = signature.bind(*arguments, **named)
-            by_torch = bound.arguments[backend].rpartition("|")[2] == "torch"
-            return (twin if by_torch else body)(*bound.args)
+            return (body if traced_into(bound.arguments["call"]) else twin)(*bound.args)
 
         vars(traceable)["__signature__"] = signature  # types, where their names would be looked up in this module
         made = define(name, traceable, mutates_args=())

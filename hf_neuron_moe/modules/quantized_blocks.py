@@ -19,8 +19,9 @@ from hf_neuron_moe.backends.mx_weights import MXExpertStack, MXLayout, held_form
 from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.modules.backend_choice import usable_backend
 from hf_neuron_moe.modules.block import NeuronBlock
-from hf_neuron_moe.modules.frozen_ops import frozen_network
-from hf_neuron_moe.modules.saved_bytes import BlockShape
+from hf_neuron_moe.modules.quantized_ops import frozen_network
+from hf_neuron_moe.modules.saved_bytes import SavedBlock
+from hf_neuron_moe.modules.swiglu_mlp import DenseRoles
 
 _FOR_INFERENCE = "For inference call the model in eval() and under torch.no_grad() or torch.inference_mode()."
 
@@ -30,15 +31,12 @@ SCALE_SUFFIX = "_scale"
 
 @dataclass(frozen=True)
 class FrozenTensor:
-    """What is known of a stored tensor before its values are loaded.
-
-    Attributes:
-        dtype: dtype in the file.
-        shape: shape in the file.
-    """
+    """What is known of a stored tensor before its values are loaded."""
 
     dtype: torch.dtype
+    """Dtype in the file."""
     shape: tuple[int, ...]
+    """Shape in the file."""
 
 
 class FrozenBlock(NeuronBlock):
@@ -74,10 +72,10 @@ class FrozenBlock(NeuronBlock):
         return "bf16"
 
     @property
-    def neuron_shape(self) -> BlockShape:
+    def neuron_shape(self) -> SavedBlock:
         """What the block's kept bytes depend on."""
         stack, backend = self.neuron_stack, self.neuron_config.backend
-        return BlockShape("bf16", stack.hidden, stack.inner, self.neuron_top_k, backend, frozen=True)
+        return SavedBlock("bf16", stack.hidden, stack.inner, self.neuron_top_k, backend, frozen=True)
 
     def _hold_all(self, tensors: Mapping[str, FrozenTensor]) -> None:
         """Register the four tensors, still without values, by their names in the module."""
@@ -128,7 +126,7 @@ class FrozenBlock(NeuronBlock):
             self.neuron_config,
             x_TH.device,
             type(self).__name__,
-            lambda kernels: kernels.why_not_frozen(stack, training=training, tokens=tokens),
+            lambda kernels: kernels.quantized_support(stack, tokens=tokens, training=training),
             self.neuron_told,
             _FOR_INFERENCE if training else "",
         )
@@ -150,3 +148,58 @@ class FrozenBlock(NeuronBlock):
 
 class FrozenProjection(nn.Module):
     """Holds the codes and scales of one dense projection under the names ``weight`` and ``weight_scale``."""
+
+
+class FrozenExperts(FrozenBlock):
+    """Experts behind transformers' experts call, ``gate_up_proj`` and ``down_proj`` being MX codes."""
+
+    def __init__(
+        self,
+        original: nn.Module,
+        name: str,
+        config: NeuronMoEConfig,
+        layouts: Mapping[str, MXLayout],
+        tensors: Mapping[str, FrozenTensor],
+    ) -> None:
+        super().__init__(original, name, config, layouts, "act_fn")
+        for key in (GATE_UP, DOWN):
+            del self._parameters[key]
+        self._hold_all(tensors)
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Return the weighted sum of each token's experts.
+
+        Args:
+            hidden_states: ``[T, H]``.
+            top_k_index: ``[T, K]`` integer expert ids; ids of E and above add nothing.
+            top_k_weights: ``[T, K]`` routing weights.
+
+        Returns:
+            ``[T, H]`` in the dtype of `hidden_states`.
+        """
+        return self._compute(hidden_states, top_k_index, top_k_weights)
+
+
+class FrozenSwiGLUMLP(FrozenBlock):
+    """``down(silu(gate(x)) * up(x))`` with ``gate_up_proj.weight`` and ``down_proj.weight`` as MX codes."""
+
+    weight_suffix = ".weight"
+
+    def __init__(
+        self,
+        original: nn.Module,
+        name: str,
+        config: NeuronMoEConfig,
+        layouts: Mapping[str, MXLayout],
+        tensors: Mapping[str, FrozenTensor],
+        roles: DenseRoles,
+    ) -> None:
+        super().__init__(original, name, config, layouts, roles.activation)
+        for child in roles.linears:
+            del self._modules[child]
+        self._hold_all(tensors)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Apply the block to ``hidden_states`` ``[..., H]``; the result has its shape and dtype."""
+        x_SH = hidden_states.reshape(-1, hidden_states.shape[-1])
+        return self._compute(x_SH, None, None).reshape(hidden_states.shape)

@@ -1,7 +1,8 @@
-"""Which experts modules the operator computes: read from the flags that transformers puts on the instance.
+"""Which modules the operators compute: hooks, activations, linear layers, experts.
 
-Every class decorated with ``transformers.integrations.use_experts_implementation`` has the same call and describes
-its parameters by flags, so one rule covers all families.
+Experts are read from the flags that transformers puts on the instance. Every class decorated with
+``transformers.integrations.use_experts_implementation`` has the same call and describes its parameters by flags, so one
+rule covers all families.
 """
 
 from __future__ import annotations
@@ -10,10 +11,17 @@ from functools import cache
 from types import CodeType
 from typing import Any
 
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
-from hf_neuron_moe.modules.activation import describe_activation, is_silu
-from hf_neuron_moe.modules.block import has_call_hooks
+CALL_HOOKS = {
+    "_forward_pre_hooks": "forward pre-hook",
+    "_forward_hooks": "forward hook",
+    "_backward_pre_hooks": "backward pre-hook",
+    "_backward_hooks": "backward hook",
+}
+"""Those that run when a module is called or differentiated, by the name a message gives them."""
 
 EXPERT_FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 """Set by every transformers version since 5.17; later ones add ``has_post_expert_norm``."""
@@ -25,6 +33,62 @@ _FLAG_RULES: tuple[tuple[str, bool, str], ...] = (
     ("has_post_expert_norm", False, "it normalizes each expert's output"),
 )
 """Flag, the value the kernels need, and what the other value means."""
+
+
+def has_call_hooks(module: nn.Module) -> bool:
+    """Return whether hooks run when `module` is called or differentiated."""
+    return any(getattr(module, kind) for kind in CALL_HOOKS)
+
+
+def is_silu(activation: Any) -> bool:
+    """Return whether `activation` is SiLU: ``nn.SiLU``, transformers' module of that name, or ``F.silu`` itself."""
+    from transformers.activations import ACT2CLS
+
+    entries = (ACT2CLS[name] for name in ("silu", "swish") if name in ACT2CLS)
+    classes = {entry[0] if isinstance(entry, tuple) else entry for entry in entries}
+    return activation is F.silu or type(activation) in {nn.SiLU, *classes}
+
+
+def why_not_silu(activation: Any) -> str | None:
+    """Return what `activation` is, if that is not SiLU or is SiLU with a forward of its own; else None."""
+    if isinstance(activation, nn.Module) and "forward" in activation.__dict__:
+        return f"a {type(activation).__name__} whose forward is overridden on the instance"
+    return None if is_silu(activation) else describe_activation(activation)
+
+
+def describe_activation(activation: Any) -> str:
+    """Return a short name of an activation module or function."""
+    return getattr(activation, "__name__", type(activation).__name__)
+
+
+def is_inert(value: Any) -> bool:
+    """Return whether an attribute is a dropout of 0, as a module without hooks or as a probability."""
+    if isinstance(value, nn.Module):
+        inert = type(value) is nn.Identity or (type(value) is nn.Dropout and value.p == 0)
+        return inert and not has_call_hooks(value) and "forward" not in value.__dict__
+    return type(value) in (int, float) and value == 0
+
+
+def why_not_plain_linear(module: Any) -> str | None:
+    """Return why `module` may compute something else than ``x @ weight.T``, or None for a plain linear layer."""
+    if type(module) is not nn.Linear:
+        return f"a {type(module).__module__}.{type(module).__qualname__}, not a plain torch.nn.Linear"
+    if getattr(module, "bias", None) is not None:
+        return "a linear layer with a bias"
+    if "forward" in module.__dict__:
+        return "a linear layer whose forward is overridden on the instance"
+    if has_call_hooks(module):
+        return "a linear layer with hooks"
+    weight: Any = module.weight
+    if type(weight) is Tensor and module.__dict__.get(
+        "_is_replica"
+    ):  # nn.DataParallel gives every device plain tensors
+        return None
+    if type(weight) is FakeTensor:  # a stand-in without values, in a forward that is run for its shapes
+        return None
+    if type(weight) is not nn.Parameter or type(weight.data) is not Tensor:
+        return f"a linear layer whose weight is a {type(weight).__name__} of {type(weight.data).__name__}"
+    return None
 
 
 def is_decorated_experts(module: nn.Module) -> bool:

@@ -29,8 +29,8 @@ from hf_neuron_moe.backends.torch.fake_quant import fake_quantize_
 from hf_neuron_moe.backends.torch.ffn_backward import FFNBackward, FFNGrads
 from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints, FFNWeights, RowSource, ffn_forward, project_gate_up
 from hf_neuron_moe.backends.torch.gating import Gating
-from hf_neuron_moe.backends.torch.kept import FP8Rows, Kept
-from hf_neuron_moe.backends.torch.tiling import Loader, Span
+from hf_neuron_moe.backends.torch.saved import FP8Rows, Kept
+from hf_neuron_moe.backends.torch.tiles import Loader, Span
 
 _FORWARD = Compute(torch.float32, torch.float32, mx=False, row_chunk=512)
 """Operands arrive rounded and quantised, so the matmuls are plain fp32."""
@@ -84,7 +84,7 @@ class _Epilogue:
         return fake_quantize_(whole, 1, exponents, scheme=self.scheme)[:, :real]
 
 
-def frozen_forward(
+def quantized_forward(
     x: RowSource, runs: Runs, stack: MXExpertStack, emit: Emit, *, save: Checkpoints, scale_R: Tensor | None
 ) -> None:
     """Compute every run and hand its fp32 output rows to `emit`.
@@ -119,7 +119,7 @@ def frozen_forward(
         emit(start, end, out_RH)
 
 
-def frozen_backward(
+def quantized_backward(
     dout: RowSource,
     x: RowSource | None,
     runs: Runs,
@@ -133,16 +133,8 @@ def frozen_backward(
 ) -> None:
     """Compute the gradients of input rows and row factors; there are no others.
 
-    Args:
-        dout: rows of dL/dY.
-        x: the forward's input rows; None where gate and up were kept, which leaves no use for them.
-        runs: as in the forward.
-        stack: the weights.
-        saved: gate and up pre-activations; a missing one is made again.
-        scale_R: the forward's factors.
-        d_x: takes each run's fp32 rows of dX; None where not wanted.
-        d_scale_R: fp32 ``[R]`` to fill; None where not wanted.
-        gating: the SwiGLU product's backward where it is not the plain one.
+    `x` is None where gate and up were saved; a missing one is made again. `d_x` takes each run's fp32 rows of dX,
+    `d_scale_R` is fp32 ``[R]`` to fill; both are None where not wanted. Other arguments are the forward's.
     """
     scratch = call_scratch(dout.values.device)
     loader, forward = Loader(_BACKWARD, scratch, rounded_sources=True), Loader(_FORWARD, scratch)

@@ -12,17 +12,18 @@ import torch
 from torch import Tensor
 
 from hf_neuron_moe.activation_policy import canonical_keep, keep_strings, parse_keep
-from hf_neuron_moe.backends import get_backend
 from hf_neuron_moe.backends.base import NOTHING
-from hf_neuron_moe.backends.mx_weights import MXExpertStack, MXLayout
-from hf_neuron_moe.backends.registration import fake_of, operator
+from hf_neuron_moe.backends.mx_weights import MXExpertStack
+from hf_neuron_moe.backends.operator_registration import fake_of, operator
+from hf_neuron_moe.backends.spec import BlockCall, BlockSpec, Routing, Wants
 from hf_neuron_moe.checks import check_dtype, check_shape
 from hf_neuron_moe.errors import public
-from hf_neuron_moe.modules.ops import exact_dtypes, refuse_second_derivative
+from hf_neuron_moe.modules.ops import called, exact_dtypes, refuse_second_derivative, traced_into
 from hf_neuron_moe.modules.ops_checks import check_no_transform
 
 _FLOATS = (torch.bfloat16, torch.float32, torch.float16)
-_KEEPS = keep_strings("bf16")
+_SPEC = BlockSpec("bf16")
+_KEEPS = {keep: parse_keep(keep) for keep in keep_strings(_SPEC.precision)}
 
 
 @public
@@ -49,10 +50,6 @@ def frozen_network(
 
     Returns:
         ``[T, H]`` in the dtype of `x_TH`.
-
-    Raises:
-        ConfigError, DTypeError, ShapeError: an argument does not fit the weights.
-        GradientError: an argument belongs to a transform of ``torch.func``.
     """
     check_no_transform((x_TH,) if weight_TK is None else (x_TH, weight_TK))
     check_dtype(x_TH, _FLOATS, argument="x_TH")
@@ -64,9 +61,10 @@ def frozen_network(
         check_shape(weight_TK, tuple(index_TK.shape), "[T, K]", argument="weight_TK")
         index_TK, weight_TK = index_TK.to(torch.int64), weight_TK.to(torch.float32)
     if activations not in _KEEPS:
-        activations = canonical_keep(activations, "bf16")
+        activations = canonical_keep(activations, _SPEC.precision)
     inputs = [tensor for tensor in (x_TH, weight_TK) if tensor is not None]
     recording = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
+    keep, layouts = _KEEPS[activations] if recording else NOTHING, (stack.gate_up_layout, stack.down_layout)
     y_TH, _, _ = frozen_fwd(
         x_TH.to(torch.bfloat16).contiguous(),
         index_TK,
@@ -75,13 +73,12 @@ def frozen_network(
         stack.gate_up_scales,
         stack.down_codes,
         stack.down_scales,
-        "|".join((stack.gate_up_layout.key, stack.down_layout.key, backend)),
-        activations if recording else NOTHING,
+        BlockCall(_SPEC, keep, backend, layouts=layouts).encode(),
     )
     return y_TH.to(x_TH.dtype)
 
 
-@operator("hf_neuron_moe::frozen_fwd")
+@operator("hf_neuron_moe::frozen_fwd", traced_into)
 def frozen_fwd(
     x_TH: Tensor,
     index_TK: Tensor | None,
@@ -90,19 +87,16 @@ def frozen_fwd(
     gate_up_scales: Tensor,
     down_codes: Tensor,
     down_scales: Tensor,
-    names: str,
-    keep: str,
+    call: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Forward; returns y and the two tensors that the policy keeps.
-
-    `names` are both layouts and the backend, joined by ``|``.
-    """
-    stack = _stack((gate_up_codes, gate_up_scales, down_codes, down_scales), names)
+    """Forward; returns y and the two tensors that the policy keeps."""
+    what, kernels = called(call)
+    stack = MXExpertStack(gate_up_codes, gate_up_scales, down_codes, down_scales, *what.layouts)
     with exact_dtypes(x_TH):
-        return get_backend(_backend_of(names)).frozen_forward(x_TH, index_TK, weight_TK, stack, keep)
+        return kernels.quantized_forward(x_TH, _routing(index_TK, weight_TK), stack, what.keep)
 
 
-@operator("hf_neuron_moe::frozen_bwd")
+@operator("hf_neuron_moe::frozen_bwd", traced_into)
 def frozen_bwd(
     dout_TH: Tensor,
     x_TH: Tensor,
@@ -114,24 +108,24 @@ def frozen_bwd(
     down_scales: Tensor,
     saved_a: Tensor,
     saved_b: Tensor,
-    names: str,
-    keep: str,
+    call: str,
     wants_input: bool,
     wants_routing: bool,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of x and of the routing weights; empty where not wanted."""
-    stack = _stack((gate_up_codes, gate_up_scales, down_codes, down_scales), names)
-    operands = (dout_TH, x_TH, index_TK, weight_TK, stack, (saved_a, saved_b), keep)
+    what, kernels = called(call)
+    stack = MXExpertStack(gate_up_codes, gate_up_scales, down_codes, down_scales, *what.layouts)
+    operands = (dout_TH, x_TH, _routing(index_TK, weight_TK), stack, (saved_a, saved_b), what.keep)
     with exact_dtypes(dout_TH):
-        return get_backend(_backend_of(names)).frozen_backward(*operands, wants_input, wants_routing)
+        return kernels.quantized_backward(*operands, Wants(wants_input, wants_routing, False))
 
 
 @fake_of(frozen_fwd)
 def _(x_TH: Tensor, index_TK: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    *tensors, names, keep = rest[1:]
+    _, *tensors, call = rest
     rows = x_TH.shape[0] if index_TK is None else index_TK.numel()
-    inner = _stack(tuple(tensors), names).inner
-    saved = get_backend(_backend_of(names)).frozen_fake_saved(x_TH, rows, inner, keep)
+    what, kernels = called(call)
+    saved = kernels.quantized_fake_saved(x_TH, rows, MXExpertStack(*tensors, *what.layouts).inner, what.keep)
     return x_TH.new_empty(x_TH.shape), *saved
 
 
@@ -147,11 +141,11 @@ def _(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x_TH, index, weight, *tensors, ctx.names, ctx.keep = inputs
+    x_TH, index, weight, *tensors, ctx.call = inputs
     ctx.mark_non_differentiable(*output[1:])
     ctx.routed = index is not None
     routing = (index, weight) if ctx.routed else ()
-    kept_x = x_TH if parse_keep(ctx.keep).keeps_input_frozen else x_TH.new_empty(0)
+    kept_x = x_TH if BlockCall.decode(ctx.call).keep.keeps_input_frozen else x_TH.new_empty(0)
     ctx.save_for_backward(kept_x, *routing, *tensors, *output[1:])
 
 
@@ -159,20 +153,13 @@ def _backward(ctx: Any, dout_TH: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     (x_TH, *saved), needs = ctx.saved_tensors, ctx.needs_input_grad
     routing, tensors = (saved[:2], saved[2:]) if ctx.routed else ([None, None], saved)
     wants = (needs[0], ctx.routed and needs[2])
-    d_x, d_weight = frozen_bwd(dout_TH.contiguous(), x_TH, *routing, *tensors, ctx.names, ctx.keep, *wants)
-    return d_x if wants[0] else None, None, d_weight if wants[1] else None, *(None,) * 6
+    d_x, d_weight = frozen_bwd(dout_TH.contiguous(), x_TH, *routing, *tensors, ctx.call, *wants)
+    return d_x if wants[0] else None, None, d_weight if wants[1] else None, *(None,) * 5
 
 
 frozen_fwd.register_autograd(_backward, setup_context=_setup)
 frozen_bwd.register_autograd(refuse_second_derivative)
 
 
-def _stack(tensors: tuple[Tensor, ...], names: str) -> MXExpertStack:
-    gate_up, down, _ = names.split("|")
-    gate_up_codes, gate_up_scales, down_codes, down_scales = tensors
-    layouts = MXLayout.from_key(gate_up), MXLayout.from_key(down)
-    return MXExpertStack(gate_up_codes, gate_up_scales, down_codes, down_scales, *layouts)
-
-
-def _backend_of(names: str) -> str:
-    return names.rpartition("|")[2]
+def _routing(index_TK: Tensor | None, weight_TK: Tensor | None) -> Routing | None:
+    return None if index_TK is None or weight_TK is None else Routing(index_TK, weight_TK)

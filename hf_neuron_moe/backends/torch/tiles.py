@@ -5,6 +5,9 @@ Legend: R rows (tokens of one expert, or all tokens of a dense MLP), H hidden, I
 Tiles along I bound the converted weights (never a whole layer in fp32 unless MX groups force it), tiles along R bound
 the activations. In MX mode the cuts follow the contraction tiles of the format (512, then 256, then 128), because rows
 are the contraction axis of the weight gradients and I is that of the down projection and of the input gradient.
+
+A matrix product's fp32 sums depend on how it is cut and how its operands lie in memory. Gate and up are therefore made
+by :class:`Projections` in the forward and in a backward that makes them again, and have the same bits.
 """
 
 from __future__ import annotations
@@ -15,8 +18,8 @@ import torch
 from torch import Tensor
 
 from hf_neuron_moe.backends.torch.compute import Compute, Scratch, call_scratch, choose_compute, fp32_products
+from hf_neuron_moe.backends.torch.cpu.matmul import matmul, matmul_into, padded_rows
 from hf_neuron_moe.backends.torch.fake_quant import fake_quantize_, fake_quantize_tile_, integer_like
-from hf_neuron_moe.backends.torch.products import padded_rows
 from hf_neuron_moe.formats.padding import padded_size
 from hf_neuron_moe.formats.swizzle import tile_segments
 
@@ -174,15 +177,8 @@ def make_loader(
 ) -> Loader:
     """Return a loader for one call of a block.
 
-    Args:
-        precision: ``"bf16"``, ``"mxfp8"`` or ``"fp32"``.
-        device: where the operands are.
-        rows: average number of rows that share one weight; few rows are multiplied without casting the weights.
-        weight_dtype: dtype of the parameters.
-        lone_384: see :class:`Loader`.
-
-    Returns:
-        One with bf16 operands, for ``grouped_forward.py``, or one with fp32 operands, for tiles.
+    It has bf16 operands, for ``grouped_forward.py``, or fp32 operands, for tiles. `rows` is the average number of rows
+    that share one weight; few rows are multiplied without casting the weights.
     """
     compute = choose_compute(precision, device, rows_per_expert=rows, weight_dtype=weight_dtype)
     return Loader(compute, call_scratch(device), lone_384)
@@ -191,3 +187,64 @@ def make_loader(
 def tile_loader(precision: str, device: torch.device) -> Loader:
     """Return a loader of fp32 operands, on any device."""
     return Loader(fp32_products(precision), call_scratch(device))
+
+
+def first_columns(span: Span, columns: int | None) -> int:
+    """How many columns of `span` are among the first `columns` of the whole axis; all of them for None."""
+    return span.length if columns is None else min(max(columns - span.start, 0), span.length)
+
+
+class Projections:
+    """Gate and up of one span of the intermediate axis as matmul operands.
+
+    Up is multiplied in two parts where `up_cut` lies within the span: those columns of it that ``"minimal"`` keeps, and
+    the rest. Every policy cuts there, so that all have the same sums.
+
+    Args:
+        gate_IH: the whole gate projection, or None if no product with it is wanted.
+        up_IH: the whole up projection.
+        loader: the forward's loader, or one that forms the same operands.
+        span: the columns.
+        up_cut: number of columns of the whole up that are multiplied first; None for one product per span.
+        up_from: first column of the span that is wanted of up: 0, the place of the cut, or the span's length.
+    """
+
+    def __init__(
+        self,
+        gate_IH: Tensor | None,
+        up_IH: Tensor,
+        loader: Loader,
+        span: Span,
+        up_cut: int | None = None,
+        up_from: int = 0,
+    ) -> None:
+        hidden = up_IH.shape[1]
+        self.width = padded_size(hidden) if loader.compute.mx else hidden
+        self.gate_IH: Tensor | None = None
+        if gate_IH is not None:
+            part = slice(span.start, span.stop)
+            self.gate_IH = loader.load("gate", gate_IH[part], (span.size, self.width), mx_axis=1)[: span.length]
+        self.up_parts: list[tuple[int, int, Tensor]] = []
+        cut = first_columns(span, up_cut)
+        for name, begin, end in (("up", 0, cut), ("up_tail", cut, span.length)):
+            if begin < end and begin >= up_from:
+                rows = end - begin
+                if loader.compute.mx:
+                    rows = span.size if rows == span.length else padded_size(rows)
+                source = up_IH[span.start + begin : span.start + end]
+                operand_IH = loader.load(name, source, (rows, self.width), mx_axis=1)[: end - begin]
+                self.up_parts.append((begin, end, operand_IH))
+
+    def operand(self, x_RH: Tensor, rows: Span, loader: Loader) -> Tensor:
+        """Return `x_RH`, the rows of `rows`, as the left operand of both products: ``[rows.size, H]``, zero padded."""
+        return loader.load("x", x_RH, (rows.size, self.width), mx_axis=1)
+
+    def gate(self, x_RH: Tensor, out_RI: Tensor, rows: int) -> Tensor:
+        """Return the gate's sums, as :func:`~hf_neuron_moe.backends.torch.cpu.matmul.matmul` does with `out_RI`."""
+        assert self.gate_IH is not None
+        return matmul(x_RH, self.gate_IH.t(), out_RI, rows)
+
+    def up_into(self, out_RI: Tensor, x_RH: Tensor) -> None:
+        """Write the wanted columns of up into their places in `out_RI`, as wide as the span."""
+        for begin, end, operand_IH in self.up_parts:
+            matmul_into(out_RI[:, begin:end], x_RH, operand_IH.t(), accumulate=False)

@@ -44,19 +44,17 @@ class OneDNNRule:
 
     The order of the weights in memory does not matter here, so that it does not decide who multiplies. oneDNN's sums do
     not depend on it either; MKL's do for few rows or columns.
-
-    Attributes:
-        size: least M * K * N. Generating code takes about half a millisecond.
-        rows: least M, so that bringing a `right` with gaps together, which oneDNN asks for, costs little.
-        columns: least N for which a `left` that is not contiguous is worth copying, for the same reason.
-        every_shape: False leaves out shapes for which a `right` that lies row by row may be slow: with AVX2 between 0.6
-            and 1.1 of MKL's speed where K is large and N no power of two.
     """
 
     size: int
+    """Least M * K * N. Generating code takes about half a millisecond."""
     rows: int
+    """Least M, so that bringing a `right` with gaps together, which oneDNN asks for, costs little."""
     columns: int
+    """Least N for which a `left` that is not contiguous is worth copying, for the same reason."""
     every_shape: bool
+    """False leaves out shapes for which a `right` that lies row by row may be slow: with AVX2 between 0.6 and 1.1 of
+    MKL's speed where K is large and N no power of two."""
 
     def takes(self, rows: int, inner: int, columns: int, *, straight: bool = True) -> bool:
         """Whether oneDNN gets ``[rows, inner] @ [inner, columns]``.
@@ -96,14 +94,8 @@ def _is_amd() -> bool:
 def padded_rows(rows: int, weight: int, dtype: torch.dtype, device: torch.device) -> int:
     """Return how many rows a buffer of that many tokens should have for its products to go to oneDNN.
 
-    Args:
-        rows: number of tokens.
-        weight: K * N of the largest products with them.
-        dtype: the products' operands'.
-        device: where they are.
-
-    Returns:
-        The next multiple of :data:`TOKENS`, or `rows` where oneDNN would not multiply them anyway.
+    `weight` is K * N of the largest products with them. Rows that oneDNN would not multiply anyway are not padded to a
+    multiple of :data:`TOKENS`.
     """
     rule = _rule_for(dtype, device)
     if rule is None or rows < rule.rows or rows * weight < rule.size:
@@ -114,14 +106,7 @@ def padded_rows(rows: int, weight: int, dtype: torch.dtype, device: torch.device
 def matmul(left: Tensor, right: Tensor, out: Tensor, rows: int) -> Tensor:
     """Return ``left @ right`` in `out`, or in memory of the library's own, which saves a copy.
 
-    Args:
-        left: ``[M, K]``.
-        right: ``[K, N]`` of the same dtype.
-        out: ``[M, N]`` of the same dtype, dense.
-        rows: how many rows are wanted.
-
-    Returns:
-        Dense ``[M, N]``; the rows after `rows` may hold anything.
+    Operands are ``[M, K]`` and ``[K, N]`` of one dtype, `out` is dense ``[M, N]``; rows after `rows` may hold anything.
     """
     if _goes_to_onednn(left, right, rows):
         return _by_onednn(left, right)
@@ -132,11 +117,8 @@ def matmul(left: Tensor, right: Tensor, out: Tensor, rows: int) -> Tensor:
 def matmul_into(out: Tensor, left: Tensor, right: Tensor, *, accumulate: bool) -> None:
     """``out (+)= left @ right``.
 
-    Args:
-        out: ``[M, N]``, fp32 or the operands' dtype; may be a slice with unit column stride.
-        left: ``[M, K]``, or more rows (:func:`padded_rows`) with any values, which are left out.
-        right: ``[K, N]`` of the same dtype.
-        accumulate: add to `out` instead of overwriting it.
+    `out` is ``[M, N]``, fp32 or of the operands' dtype, and may be a slice with unit column stride. `left` may have
+    more rows than `out` (:func:`padded_rows`), with any values, which are left out.
     """
     rows = len(out)
     if _goes_to_onednn(left, right, rows):
@@ -148,12 +130,7 @@ def matmul_into(out: Tensor, left: Tensor, right: Tensor, *, accumulate: bool) -
 def matmul_over_rows_into(out: Tensor, left: Tensor, right: Tensor, rows: int, *, accumulate: bool) -> None:
     """``out (+)= left[:rows].T @ right[:rows]``, the sum over tokens that makes a weight's gradient.
 
-    Args:
-        out: ``[M, N]``, as in :func:`matmul_into`.
-        left: ``[R, M]``, R at least `rows`; zero after these.
-        right: ``[R, N]`` of the same dtype, zero after `rows` too.
-        rows: number of tokens.
-        accumulate: add to `out` instead of overwriting it.
+    `out` is as in :func:`matmul_into`. `left` ``[R, M]`` and `right` ``[R, N]`` are zero after `rows`.
     """
     (held, size), columns = left.shape, right.shape[1]
     rule = _rule_for(left.dtype, left.device)
@@ -169,10 +146,8 @@ def linear_into(out_RF: Tensor, x_RK: Tensor, weight_FK: Tensor) -> None:
     oneDNN takes any number of rows here. torch's own products change the number of their threads with the shape, for
     which the others of the process wait, at times for longer than the product takes.
 
-    Args:
-        out_RF: ``[R, F]`` fp32.
-        x_RK: ``[R, K]`` fp32, or more rows with any values, which are left out.
-        weight_FK: ``[F, K]`` fp32, row by row or column by column.
+    All are fp32. `x_RK` may have more rows than `out_RF`, with any values, which are left out; `weight_FK` lies row by
+    row or column by column.
     """
     known_rows = len(x_RK) % TOKENS == 0 or len(x_RK) <= FEW_TOKENS
     large = weight_FK.numel() >= SMALL_WEIGHT
@@ -188,12 +163,7 @@ def linear_of_few(x_RK: Tensor, weight_FK: Tensor) -> Tensor | None:
     Where reading the weight is most of the time, oneDNN reads it faster than MKL's products with a vector, and MKL's
     product with the weight on the left faster than with it on the right (2 to 4 columns).
 
-    Args:
-        x_RK: ``[R, K]`` fp32.
-        weight_FK: ``[F, K]`` fp32.
-
-    Returns:
-        ``[R, F]`` in any order of memory.
+    Operands are fp32; the result lies in any order of memory.
     """
     rows, size = len(x_RK), weight_FK.numel()
     if rows > FEW_TOKENS or size < SMALL_WEIGHT or not weight_FK.is_contiguous():

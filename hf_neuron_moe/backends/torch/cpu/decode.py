@@ -15,9 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_neuron_moe.backends.torch.compute import FEW_ROWS, bf16_matmul_is_fast, call_scratch
-from hf_neuron_moe.backends.torch.experts import ExpertStack, Runs, rows_per_run
-from hf_neuron_moe.backends.torch.products import LARGE_WEIGHT, SMALL_WEIGHT, linear_of_few, uses_onednn
-from hf_neuron_moe.backends.torch.routing import checked_ids, sort_pairs
+from hf_neuron_moe.backends.torch.cpu.matmul import LARGE_WEIGHT, SMALL_WEIGHT, linear_of_few, uses_onednn
+from hf_neuron_moe.backends.torch.experts import ExpertStack, Runs, checked_ids, rows_per_run, sort_pairs
 
 _ROWS_WORTH_CASTING = 5
 """Rows from which a bf16 weight is cast to fp32 by parts, without bf16 instructions."""
@@ -32,12 +31,7 @@ MOST_ROWS = 512
 def suit(precision: str, dtype: torch.dtype, device: torch.device, rows: int, rows_per_expert: float) -> bool:
     """Whether this many rows are better computed here than in tiles.
 
-    Args:
-        precision: ``"bf16"``, ``"mxfp8"`` or ``"fp32"``.
-        dtype: of the weights and the activations.
-        device: where they are.
-        rows: rows in all; none at all are left to the tiled path.
-        rows_per_expert: rows that share one weight.
+    `rows_per_expert` rows share one weight; no rows at all are left to the tiled path.
     """
     if not 0 < rows <= MOST_ROWS:
         return False
