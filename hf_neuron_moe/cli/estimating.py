@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from hf_neuron_moe.config import NeuronMoEConfig
     from hf_neuron_moe.device.usable import BlockGroup
-    from hf_neuron_moe.training.estimate import TrainingEstimate
+    from hf_neuron_moe.training.memory_estimate import TrainingEstimate
 
 DTYPES = ("bf16", "fp16", "fp32")
 MOST_TOKENS = 2**31 - 1
@@ -78,7 +78,7 @@ def estimate(
     import torch
 
     from hf_neuron_moe.convert.assign import build_meta_model
-    from hf_neuron_moe.training.estimate import estimate_training
+    from hf_neuron_moe.training.memory_estimate import estimate_training
 
     quiet_transformers()
     with model_folder(model_dir) as folder:

@@ -228,11 +228,6 @@ def remove(modules: list[nn.Module]) -> None:
             del module._load_state_dict_pre_hooks[key]
 
 
-def hooked_models(model: nn.Module) -> list[nn.Module]:
-    """Return the outermost transformers models in `model` that have the pre-hook."""
-    return [module for module in _roots(model) if _hook_ids(module)]
-
-
 def unhooked_models(model: nn.Module) -> list[nn.Module]:
     """Return the outermost transformers models in `model` that do not have the pre-hook."""
     return [module for module in _roots(model) if not _hook_ids(module)]
@@ -255,3 +250,20 @@ def _roots(model: nn.Module) -> list[nn.Module]:
 def _hook_ids(module: nn.Module) -> list[int]:
     hooks = module._load_state_dict_pre_hooks.items()
     return [key for key, wrapped in hooks if getattr(wrapped, "hook", None) is convert_checkpoint_names]
+
+
+def enable_moe_resume(model: nn.Module) -> None:
+    """Make ``model.load_state_dict`` read the model's checkpoint files, so that the stock Trainer resumes from them.
+
+    ``patch_model`` does this; here it is for models that are not patched, or not yet. Keys under in-memory names load
+    as before. Calling it again changes nothing.
+
+    Args:
+        model: a transformers model, or a module that contains some.
+    """
+    install(unhooked_models(model))
+
+
+def disable_moe_resume(model: nn.Module) -> None:
+    """Undo :func:`enable_moe_resume` on the model given to it; one without the hook is left as it is."""
+    remove(_roots(model))

@@ -15,8 +15,8 @@ from hf_neuron_moe.modules.experts import NeuronExperts
 from hf_neuron_moe.modules.frozen_block import FrozenBlock
 from hf_neuron_moe.modules.frozen_experts import FrozenExperts
 from hf_neuron_moe.modules.swiglu_mlp import KernelLayoutSwiGLUMLP, NeuronSwiGLUMLP
-from hf_neuron_moe.patching.apply import states
-from hf_neuron_moe.patching.report import PATCHED, PatchEntry, PatchReport, merged
+from hf_neuron_moe.patching.apply import report_of
+from hf_neuron_moe.patching.report import PATCHED, PatchEntry
 
 PROJECTIONS = ("gate", "up", "down")
 
@@ -85,7 +85,7 @@ def spread_rows(values_RK: Tensor, rows: int) -> Tensor:
 
 def patch_record(model: nn.Module) -> dict[str, Any]:
     """Return the patch report of `model` as plain values; of frozen blocks, which no patch made, one like it."""
-    report = _patch_report(model)
+    report = report_of(model)
     if report is not None:
         return report.to_dict()
     entries = []
@@ -108,17 +108,9 @@ def patch_record(model: nn.Module) -> dict[str, Any]:
 
 def config_record(model: nn.Module) -> dict[str, Any]:
     """Return the configuration that `model` was patched with as plain values; of frozen blocks that of the first."""
-    report = _patch_report(model)
+    report = report_of(model)
     config = report.config if report is not None else next(iter(patched_blocks(model).values())).neuron_config
     return config.to_dict()
-
-
-def _patch_report(model: nn.Module) -> PatchReport | None:
-    found = [state.report for _, state in states(model)]
-    if len(found) > 1:
-        names = {id(module): name for name, module in model.named_modules()}
-        return merged({names[id(holder)]: state.report for holder, state in states(model)})
-    return found[0] if found else None
 
 
 def _dense_weights(block: nn.Module) -> dict[str, Tensor]:

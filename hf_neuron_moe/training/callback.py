@@ -28,7 +28,7 @@ class NeuronMoECallback(TrainerCallback):
     as a fraction of the needed ones: 0.25 is 25 %), and of experts ``neuron/load_entropy`` (1 where all get the same),
     ``neuron/load_max_over_mean`` and ``neuron/dead_experts`` (no token since the last log). Under activation
     checkpointing there is ``neuron/routing_kept``: decisions that recomputation would have changed and replay did not
-    let it (:mod:`hf_neuron_moe.training.replay`). After sampled steps there are also ``neuron/sqnr_weights_db``,
+    let it (:mod:`hf_neuron_moe.patching.routing_replay`). After sampled steps there are ``neuron/sqnr_weights_db``,
     ``neuron/sqnr_inputs_db``, ``neuron/flushed``, ``neuron/saturated`` and ``neuron/amax``: what MXFP8 does to the
     weights and the blocks' inputs, whatever precision they compute in. Figures per module go to
     ``<output_dir>/neuron_moe/metrics.jsonl``, evaluations to ``evaluations.jsonl``, and ``run.json`` says what was run.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from hf_neuron_moe.patching.replay import routing_replay_stats
+from hf_neuron_moe.patching.checkpointing import routing_replay_stats
 from hf_neuron_moe.training.blocks import (
     block_sizes,
     device_of,
@@ -27,14 +27,15 @@ from hf_neuron_moe.training.blocks import (
 )
 from hf_neuron_moe.training.figures import (
     INPUT,
+    SAMPLED_ROWS,
     TENSORS,
     StepMetrics,
     health_record,
     load_figures,
     logs_of,
     padding_overhead,
+    quantization_health,
 )
-from hf_neuron_moe.training.health import SAMPLED_ROWS, quantization_health
 
 
 class ExpertCount:

@@ -11,7 +11,7 @@ import typer
 
 from hf_neuron_moe.activation_policy import PRESETS
 from hf_neuron_moe.cli.estimating import MOST_RANK, MOST_TOKENS, OPTIMIZERS, batch_of, gibibytes
-from hf_neuron_moe.training import estimate
+from hf_neuron_moe.training import memory_estimate
 
 
 def test_estimate_tells_a_table_or_one_object(model_dir, run):
@@ -117,8 +117,8 @@ def test_batch_and_length_follow_from_what_is_given():
         with pytest.raises(typer.BadParameter):
             batch_of(tokens, batch, length, 128)
     assert (gibibytes(3 * 1024**3 // 2), gibibytes(1024**2)) == ("1.50 GiB", "1.0 MiB")
-    assert OPTIMIZERS == estimate.OPTIMIZERS
-    assert (MOST_TOKENS, MOST_RANK) == (estimate.MOST_TOKENS, estimate.MOST_RANK)
+    assert OPTIMIZERS == memory_estimate.OPTIMIZERS
+    assert (MOST_TOKENS, MOST_RANK) == (memory_estimate.MOST_TOKENS, memory_estimate.MOST_RANK)
     assert batch_of(2 * 1_073_741_789, None, None, 2**31 - 1) == (1, 2 * 1_073_741_789)
     with pytest.raises(typer.BadParameter):  # of a prime: in no time, though there is no divisor to find
         batch_of(2**31 - 1, None, None, 2**31 - 2)
