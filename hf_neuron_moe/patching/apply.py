@@ -37,8 +37,7 @@ class Swap:
     name: str
     original: nn.Module
     replacement: NeuronBlock
-    places: int = 0
-    """Number of slots in which the replacement was registered."""
+    places: int = 0  # number of slots in which the replacement was registered
 
 
 @dataclass
@@ -52,10 +51,8 @@ class PatchState:
     swaps: list[Swap] = field(default_factory=list)
     resumable: list[nn.Module] = field(default_factory=list)
     """Models on which patching installed the checkpoint name conversion, and unpatching removes it."""
-    replaying: list[nn.Module] = field(default_factory=list)
-    """The same for routing replay."""
-    initializing: list[nn.Module] = field(default_factory=list)
-    """The same for ``init_weights``."""
+    replaying: list[nn.Module] = field(default_factory=list)  # the same for routing replay
+    initializing: list[nn.Module] = field(default_factory=list)  # the same for ``init_weights``
 
 
 @dataclass(frozen=True)
@@ -63,19 +60,15 @@ class PlanItem:
     """A candidate to be patched and its resolved configuration."""
 
     candidate: Candidate
-    config: NeuronMoEConfig
-    """Backend and layout of the weights are not ``"auto"``."""
+    config: NeuronMoEConfig  # backend and layout of the weights are not ``"auto"``
     refusal: str | None = None
     """Why the backend's kernels cannot compute it; None where they can, or where `config` allows PyTorch."""
-    fallback: str = ""
-    """The same reason where PyTorch computes it instead; else empty."""
-    weight_copy_bytes: int = 0
-    """Copies of its weights that the kernels need, in their orientation and dtype."""
+    fallback: str = ""  # the same reason where PyTorch computes it instead; else empty
+    weight_copy_bytes: int = 0  # copies of its weights that the kernels need, in their orientation and dtype
     most_tokens: int | None = None
     """Tokens of one call above which PyTorch computes it; None where kernels compute, or refuse, every call."""
     notes: tuple[str, ...] = ()
-    kernel_sizes: tuple[int, int] | None = None
-    """H and I as the kernels get them; None where PyTorch computes it."""
+    kernel_sizes: tuple[int, int] | None = None  # H and I as the kernels get them; None where PyTorch computes it
 
 
 def apply_plan(model: nn.Module, plan: Sequence[PlanItem], state: PatchState) -> None:

@@ -22,30 +22,19 @@ _SUMS = (1 << 9, 1 << 13)
 
 @dataclass(frozen=True)
 class Option:
-    """One policy that a block could have.
-
-    Attributes:
-        keep: its name.
-        saved: bytes per token that it keeps.
-        flops: operations per token that its backward computes again.
-    """
+    """One policy that a block could have."""
 
     keep: str
-    saved: float
-    flops: int
+    saved: float  # bytes per token that it keeps
+    flops: int  # operations per token that its backward computes again
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One option per block.
+    """One option per block."""
 
-    Attributes:
-        options: in the order of the blocks.
-        gap: operations per token by which the plan may be above the best one; 0 where it is the best.
-    """
-
-    options: tuple[Option, ...]
-    gap: float = 0.0
+    options: tuple[Option, ...]  # in the order of the blocks
+    gap: float = 0.0  # operations per token by which the plan may be above the best one; 0 where it is the best
 
     @property
     def saved(self) -> float:

@@ -25,17 +25,12 @@ from hf_neuron_moe.modules.state_dict import in_one_place
 
 @dataclass
 class Group:
-    """On-disk tensors that are converted together.
+    """On-disk tensors that are converted together."""
 
-    Attributes:
-        target: in-memory name of the (first) result.
-        converter: transformers' converter, None where the tensor is only renamed.
-        sources: on-disk name to the converter's pattern that matched it, in conversion order.
-    """
-
-    target: str
-    converter: Any
+    target: str  # in-memory name of the (first) result
+    converter: Any  # transformers' converter, None where the tensor is only renamed
     sources: dict[str, str | None] = field(default_factory=dict)
+    """On-disk name to the converter's pattern that matched it, in conversion order."""
 
 
 class StockView:
@@ -59,19 +54,12 @@ class StockView:
 
 @dataclass
 class NameMap:
-    """Between a model's in-memory state dict and its on-disk form.
+    """Between a model's in-memory state dict and its on-disk form."""
 
-    Attributes:
-        view: what conversions see of the model.
-        in_memory: in-memory name to meta tensor.
-        on_disk: on-disk name to meta tensor.
-        groups: the conversions that change a name or a tensor.
-    """
-
-    view: StockView
-    in_memory: dict[str, Tensor]
-    on_disk: dict[str, Tensor]
-    groups: list[Group]
+    view: StockView  # what conversions see of the model
+    in_memory: dict[str, Tensor]  # in-memory name to meta tensor
+    on_disk: dict[str, Tensor]  # on-disk name to meta tensor
+    groups: list[Group]  # the conversions that change a name or a tensor
 
     @classmethod
     def of(cls, model: Any, in_memory: dict[str, Tensor], conversions: list[Any]) -> NameMap:

@@ -46,31 +46,18 @@ _WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Candidate:
-    """A module that looks like an MLP or experts block.
-
-    Attributes:
-        name: first name in the model.
-        aliases: further names of the same object (a module shared by several layers).
-        kind: ``"mlp"`` or ``"experts"``.
-        module: the module itself.
-        reason: why the kernels cannot compute it; None where they can.
-        roles: which attribute plays which part, for a dense MLP that can be patched.
-        sizes: ``(E, H, I)``; E is None for a dense MLP.
-        top_k: experts per token; None for a dense MLP, 0 where the model does not say.
-        gated: False for two projections in a row, which no kernel here is meant for.
-        listed: number of MLPs in the ModuleList that holds it, which may be experts; 0 outside of such lists.
-    """
+    """A module that looks like an MLP or experts block."""
 
     name: str
-    aliases: tuple[str, ...]
-    kind: str
+    aliases: tuple[str, ...]  # further names of the same object (a module shared by several layers)
+    kind: str  # ``"mlp"`` or ``"experts"``
     module: nn.Module
-    reason: str | None = None
-    roles: DenseRoles | None = None
-    sizes: tuple[int | None, int | None, int | None] = (None, None, None)
-    top_k: int | None = None
-    gated: bool = True
-    listed: int = 0
+    reason: str | None = None  # why the kernels cannot compute it; None where they can
+    roles: DenseRoles | None = None  # which attribute plays which part, for a dense MLP that can be patched
+    sizes: tuple[int | None, int | None, int | None] = (None, None, None)  # ``(E, H, I)``; E is None for a dense MLP
+    top_k: int | None = None  # experts per token; None for a dense MLP, 0 where the model does not say
+    gated: bool = True  # False for two projections in a row, which no kernel here is meant for
+    listed: int = 0  # number of MLPs in the ModuleList that holds it, which may be experts; 0 outside of such lists
 
     @property
     def rules(self) -> tuple[WeightRule, ...]:

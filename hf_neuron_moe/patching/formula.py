@@ -80,9 +80,6 @@ def dense_roles(forward: Callable[..., Any], inert: frozenset[str] = frozenset()
     Args:
         forward: the function as found on the class.
         inert: names of the instance's attributes that are a dropout of 0.
-
-    Raises:
-        NotSwiGLU: the source is not available or computes something else; the message is the reason.
     """
     reader, body = _reader(forward, inert)
     roles = _match(reader.run(body))

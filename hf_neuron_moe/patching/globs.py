@@ -16,9 +16,6 @@ def check_globs(argument: str, globs: Sequence[str], blocks: Sequence[Sequence[s
         argument: ``"include"`` or ``"exclude"``.
         globs: globs over module names, as :mod:`fnmatch` reads them: ``*`` matches dots too.
         blocks: the names of each block; a block that is registered twice has two.
-
-    Raises:
-        ConfigError: a glob matches nothing; the message names one that is near it and matches.
     """
     for glob in globs:
         if not _matched(glob, blocks):

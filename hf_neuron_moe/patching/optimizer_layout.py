@@ -52,12 +52,7 @@ def unwatch(model: nn.Module) -> None:
 
 
 def check_before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Compare what the groups say about their state with the parameters as they are, and bring it up to date.
-
-    Raises:
-        UnsupportedModelError: a parameter's state was saved in another layout, or the optimizer was made before the
-            patch and holds parameters that it replaced; no parameter has been changed.
-    """
+    """Compare what the groups say about their state with the parameters as they are, and bring it up to date."""
     if torch.compiler.is_compiling():
         return
     replaced = [

@@ -33,10 +33,8 @@ class _Surroundings:
     model: nn.Module
     uses: Counter[int]
     """Of parameters, and of the layers that own them: tied are two blocks that have one of either in common."""
-    wrapped: set[int]
-    """Ids of the modules to which an adapter is attached."""
-    left_out: dict[int, nn.Module]
-    """See :func:`passed_by`."""
+    wrapped: set[int]  # ids of the modules to which an adapter is attached
+    left_out: dict[int, nn.Module]  # see :func:`passed_by`
 
 
 def plan_patch(

@@ -33,12 +33,7 @@ from hf_neuron_moe.patching.report import PatchEntry
 
 @dataclass(frozen=True)
 class PlannedBlock:
-    """A block that is to get a policy.
-
-    Attributes:
-        names: its names in the model.
-        shape: its sizes.
-    """
+    """A block that is to get a policy."""
 
     names: tuple[str, ...]
     shape: BlockShape
@@ -55,9 +50,6 @@ def with_policies(
         entries: the report's entries.
         config: the configuration as asked for.
         known: the names of every block of the model.
-
-    Raises:
-        ConfigError: see :func:`resolve`.
     """
     blocks = [PlannedBlock((item.candidate.name, *item.candidate.aliases), _shape(item)) for item in plan]
     own = resolve(config.activations, blocks, known)
@@ -98,9 +90,6 @@ def resolve(
         activations: what was asked for.
         blocks: the blocks to be patched.
         known: the names of every block of the model, for globs.
-
-    Raises:
-        ConfigError: a glob matches nothing, two match one block, or a budget is below what recomputation keeps.
     """
     if isinstance(activations, ActivationBudget):
         return _solve(activations, blocks)

@@ -15,54 +15,36 @@ PATCHED, SKIPPED, REFUSED = "patched", "skipped", "refused"
 
 @dataclass(frozen=True)
 class PatchEntry:
-    """One candidate module.
+    """One candidate module."""
 
-    Attributes:
-        name: module name in the model; further names of the same module follow in `aliases`.
-        kind: ``"mlp"`` or ``"experts"``.
-        class_name: the original's class.
-        status: ``"patched"``, ``"skipped"`` (by the caller's choice) or ``"refused"``.
-        reason: why it is not patched; empty for patched modules.
-        aliases: other names under which the same module object is registered.
-        experts: E, None for a dense MLP or where unknown.
-        hidden_size: H, None where unknown.
-        intermediate_size: I, None where unknown.
-        weights: home of the weights, ``"stock"`` or ``"kernel"``; None where not patched.
-        backend: backend that computes the block; None where not patched.
-        activations: the block's own activation policy by its name; None where not patched.
-        saved_bytes_per_token: what its operator keeps for backward, per token of its input, input and routing
-            included; None where not patched, or where the model does not say how many experts a token has.
-        saved_bytes_per_call: what every call keeps on top of that, whatever its tokens: kernels of experts keep whole
-            blocks, as many as the worst routing needs.
-        kernel_sizes: H and I as the Neuron kernels get them; None where PyTorch computes the block.
-        fallback: why PyTorch computes the block and not the kernels that were asked for; empty otherwise.
-        weight_copy_bytes: copies of the block's weights that its kernels read, in their orientation, sizes and dtype;
-            they are made once per optimizer step, and under FSDP for every call.
-        notes: what holds for some calls only, or is worth knowing beforehand; a sentence each, without its full stop.
-        gated: False for a block without a gate, which stays stock and which ``strict`` does not count.
-        products: how PyTorch multiplies in the block, which its processor decides; empty where it does not.
-    """
-
-    name: str
-    kind: str
+    name: str  # module name in the model; further names of the same module follow in `aliases`
+    kind: str  # ``"mlp"`` or ``"experts"``
     class_name: str
-    status: str
-    reason: str = ""
-    aliases: tuple[str, ...] = ()
-    experts: int | None = None
-    hidden_size: int | None = None
-    intermediate_size: int | None = None
-    weights: str | None = None
-    backend: str | None = None
-    activations: str | None = None
+    status: str  # ``"patched"``, ``"skipped"`` (by the caller's choice) or ``"refused"``
+    reason: str = ""  # why it is not patched; empty for patched modules
+    aliases: tuple[str, ...] = ()  # other names under which the same module object is registered
+    experts: int | None = None  # E, None for a dense MLP or where unknown
+    hidden_size: int | None = None  # H, None where unknown
+    intermediate_size: int | None = None  # I, None where unknown
+    weights: str | None = None  # home of the weights, ``"stock"`` or ``"kernel"``; None where not patched
+    backend: str | None = None  # backend that computes the block; None where not patched
+    activations: str | None = None  # the block's own activation policy by its name; None where not patched
     saved_bytes_per_token: float | None = None
-    fallback: str = ""
+    """What its operator keeps for backward, per token of its input, input and routing included; None where not patched,
+    or where the model does not say how many experts a token has."""
+    fallback: str = ""  # why PyTorch computes the block and not the kernels that were asked for; empty otherwise
     weight_copy_bytes: int = 0
+    """Copies of the block's weights that its kernels read, in their orientation, sizes and dtype; they are made once
+    per optimizer step, and under FSDP for every call."""
     notes: tuple[str, ...] = ()
+    """What holds for some calls only, or is worth knowing beforehand; a sentence each, without its full stop."""
     saved_bytes_per_call: float = 0.0
+    """What every call keeps on top of that, whatever its tokens: kernels of experts keep whole blocks, as many as the
+    worst routing needs."""
     kernel_sizes: tuple[int, int] | None = None
-    gated: bool = True
-    products: str = ""
+    """H and I as the Neuron kernels get them; None where PyTorch computes the block."""
+    gated: bool = True  # False for a block without a gate, which stays stock and which ``strict`` does not count
+    products: str = ""  # how PyTorch multiplies in the block, which its processor decides; empty where it does not
 
     @property
     def padded_sizes(self) -> tuple[int, int] | None:
@@ -93,18 +75,13 @@ class PatchEntry:
 
 @dataclass(frozen=True)
 class PatchReport:
-    """Result of :func:`hf_neuron_moe.patch_model`.
+    """Result of :func:`hf_neuron_moe.patch_model`."""
 
-    Attributes:
-        config: the configuration as asked for; the first part's where there are parts.
-        entries: every candidate module, in model order.
-        parts: only in what ``unpatch_model`` returns for a module that held several separately patched models: the
-            name of each in that module and its own report.
-    """
-
-    config: NeuronMoEConfig
-    entries: tuple[PatchEntry, ...]
+    config: NeuronMoEConfig  # the configuration as asked for; the first part's where there are parts
+    entries: tuple[PatchEntry, ...]  # every candidate module, in model order
     parts: tuple[tuple[str, PatchReport], ...] = ()
+    """Only in what ``unpatch_model`` returns for a module that held several separately patched models: the name of each
+    in that module and its own report."""
 
     def _with_status(self, status: str) -> tuple[PatchEntry, ...]:
         return tuple(entry for entry in self.entries if entry.status == status)

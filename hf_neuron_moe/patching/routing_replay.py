@@ -50,29 +50,21 @@ _RESULT: dict[str, Any] = {_TOPK: torch.return_types.topk, _MAX: torch.return_ty
 
 @dataclass
 class Decision:
-    """What one call chose.
+    """What one call chose."""
 
-    Attributes:
-        kind: ``"topk"``, ``"max"`` or ``"argmax"``.
-        indices: chosen positions along the dimension, as the call returned them, in the smallest integer type.
-    """
-
-    kind: str
-    indices: Tensor
+    kind: str  # ``"topk"``, ``"max"`` or ``"argmax"``
+    indices: Tensor  # chosen positions along the dimension, as the call returned them, in the smallest integer type
 
 
 @dataclass
 class ReplayStats:
-    """How often replay was needed.
-
-    Attributes:
-        decisions: rows decided in recomputations. A token makes one per ``topk`` of its router: one in most families,
-            several in group-limited ones.
-        changed: those of them that would have chosen another set without replay, per device.
-    """
+    """How often replay was needed."""
 
     decisions: int = 0
+    """Rows decided in recomputations. A token makes one per ``topk`` of its router: one in most families, several in
+    group-limited ones."""
     changed: dict[torch.device, Tensor] = field(default_factory=dict)
+    """Those of them that would have chosen another set without replay, per device."""
 
     def add(self, kept: Tensor, fresh: Tensor, dim: int) -> None:
         """Compare what was kept with what a recomputation would have chosen along `dim`; no synchronization."""

@@ -19,9 +19,6 @@ def plan_item(candidate: Candidate, config: NeuronMoEConfig) -> PlanItem:
 
     Where the backend's kernels cannot compute it, the item carries the reason: as `refusal`, or, with
     ``fallback="torch"``, as `fallback`, and PyTorch is its backend.
-
-    Raises:
-        BackendUnavailableError: the backend cannot run here.
     """
     device = next(iter(candidate.module.parameters())).device
     # A meta module has no device yet; the CPU is where transformers materializes it by default.

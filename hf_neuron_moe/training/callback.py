@@ -71,11 +71,7 @@ class NeuronMoECallback(TrainerCallback):
 
     @public(_WHERE)
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Patch the model, where a configuration was given: there is no optimizer yet, unless the caller made one.
-
-        Raises:
-            UnsupportedModelError: as :func:`patch_for_training` says.
-        """
+        """Patch the model, where a configuration was given: there is no optimizer yet, unless the caller made one."""
         if self.config is not None:
             patch_for_training(kwargs["model"], self.config, kwargs.get("optimizer"))
 
@@ -83,12 +79,7 @@ class NeuronMoECallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Begin to count, and write ``run.json``.
-
-        Raises:
-            UnsupportedModelError: the model is not patched and no configuration was given, or patching it now would
-                replace parameters that the optimizer has.
-        """
+        """Begin to count, and write ``run.json``."""
         model: nn.Module = kwargs["model"]
         if self.config is not None:
             patch_for_training(model, self.config, kwargs.get("optimizer"))
@@ -103,11 +94,7 @@ class NeuronMoECallback(TrainerCallback):
         self.begin(args, state, model)
 
     def begin(self, args: TrainingArguments, state: TrainerState, model: nn.Module) -> None:
-        """Begin to count in a patched `model`, and write ``run.json``.
-
-        Raises:
-            UnsupportedModelError: the run saves checkpoints, and the model has adapters that cannot be saved.
-        """
+        """Begin to count in a patched `model`, and write ``run.json``."""
         if args.save_strategy != "no":
             refuse_unsavable_adapters(model)
         self.detach()

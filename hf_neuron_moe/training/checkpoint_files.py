@@ -43,21 +43,13 @@ class State(Enum):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint folder as found.
-
-    Attributes:
-        folder: where it is.
-        step: optimizer steps before it was written, from its name; -1 under a name of another form.
-        state: whether it can be resumed from.
-        sequence: number of its mark; 0 without one.
-        problem: what is wrong with an incomplete one.
-    """
+    """A checkpoint folder as found."""
 
     folder: Path
-    step: int
-    state: State
-    sequence: int = 0
-    problem: str = ""
+    step: int  # optimizer steps before it was written, from its name; -1 under a name of another form
+    state: State  # whether it can be resumed from
+    sequence: int = 0  # number of its mark; 0 without one
+    problem: str = ""  # what is wrong with an incomplete one
 
 
 def begin(folder: Path) -> None:

@@ -42,18 +42,11 @@ class SafeCheckpointMixin(_Base):
       folder is made.
     """
 
-    _neuron_limit: tuple[int | None] | None = None
-    """``save_total_limit`` while it is taken out of the arguments."""
-    _neuron_push: str | None = None
-    """Folder to be pushed to the Hub once it is complete."""
+    _neuron_limit: tuple[int | None] | None = None  # ``save_total_limit`` while it is taken out of the arguments
+    _neuron_push: str | None = None  # folder to be pushed to the Hub once it is complete
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Train as the Trainer does, from a complete checkpoint if asked to resume.
-
-        Raises:
-            IncompleteCheckpointError: there is no complete checkpoint, or the one given by path is not complete.
-            NonFiniteWeightsError: the weights to start from are not finite. One step would spread NaN to all of them.
-        """
+        """Train as the Trainer does, from a complete checkpoint if asked to resume."""
         resume: str | bool | None = resume_from_checkpoint
         if resume is True:
             resume = self._last_complete()
@@ -64,11 +57,7 @@ class SafeCheckpointMixin(_Base):
         return super().train(resume, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model as the Trainer does, if its weights are finite.
-
-        Raises:
-            NonFiniteWeightsError: they are not; nothing was written.
-        """
+        """Save the model as the Trainer does, if its weights are finite."""
         if not self._is_saving:  # then it has been looked at
             self._refuse_nonfinite()
         super().save_model(output_dir, _internal_call)
@@ -163,9 +152,6 @@ def refuse_nonfinite(model: nn.Module) -> None:
     Args:
         model: parameters must be finite, and floating-point buffers that are saved must not be NaN (some models mask
             with infinity). Of sharded parameters, this process's part is looked at; meta tensors are passed over.
-
-    Raises:
-        NonFiniteWeightsError: the message names the first such parameter and its module.
     """
     problem = _first_nonfinite(model)
     if problem is not None:

@@ -28,11 +28,7 @@ class CpuFSDP2Mixin:
     args: Any
 
     def _build_accelerator_args(self, **options: Any) -> dict[str, Any]:
-        """Set the process-wide state up front; the Trainer's Accelerator then finds it as it does on GPUs.
-
-        Raises:
-            ConfigError: FSDP of version 1.
-        """
+        """Set the process-wide state up front; the Trainer's Accelerator then finds it as it does on GPUs."""
         arguments: dict[str, Any] = super()._build_accelerator_args(**options)  # type: ignore[misc]
         asked = self.args.fsdp_plugin_args is not None or os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
         if asked and PartialState().distributed_type == DistributedType.MULTI_CPU:
@@ -47,9 +43,6 @@ def shard_on_cpu(arguments: dict[str, Any]) -> None:
     Args:
         arguments: those of the ``Accelerator`` to be made afterwards. An ``fsdp_plugin`` among them is used, otherwise
             one from the environment that ``accelerate launch`` sets up.
-
-    Raises:
-        ConfigError: the plugin is of version 1, which refuses CPUs.
     """
     plugin = arguments.get("fsdp_plugin") or FullyShardedDataParallelPlugin()
     if plugin.fsdp_version != 2:

@@ -48,10 +48,6 @@ def fake_saved_activations(
 
     Returns:
         The counts, as autograd on a CPU would give them; attention is transformers' sdpa where the model supports it.
-
-    Raises:
-        UnsupportedModelError: the forward needs values, not only shapes.
-        ShapeError: the model does not take such a batch.
     """
     ledger = SavedLedger(model, blocks)
     was_training = model.training

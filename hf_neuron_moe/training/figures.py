@@ -39,16 +39,12 @@ TENSORS = (*PROJECTIONS, INPUT)
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """What was measured since the last logging step, over all ranks.
-
-    Attributes:
-        logs: one number per key, all keys beginning with ``neuron/``, for ``Trainer.log``. Of figures that every module
-            has, the mean over modules; of ``amax`` the largest.
-        record: the same per module, as a line of ``metrics.jsonl`` has it.
-    """
+    """What was measured since the last logging step, over all ranks."""
 
     logs: dict[str, float]
-    record: dict[str, Any]
+    """One number per key, all keys beginning with ``neuron/``, for ``Trainer.log``. Of figures that every module has,
+    the mean over modules; of ``amax`` the largest."""
+    record: dict[str, Any]  # the same per module, as a line of ``metrics.jsonl`` has it
 
 
 def load_figures(load: list[int]) -> dict[str, Any]:

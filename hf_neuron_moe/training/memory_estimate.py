@@ -31,24 +31,17 @@ MOST_TOKENS, MOST_RANK = 2**31 - 1, 65536
 
 @dataclass(frozen=True)
 class PolicyEstimate:
-    """Saved activations of one policy, in bytes, and the step's sum.
+    """Saved activations of one policy, in bytes, and the step's sum."""
 
-    Attributes:
-        name: the policy as it was asked for, or ``"stock"`` for the unpatched model.
-        saved_blocks: kept by the blocks that are patched (or would be), their inputs included. Under gradient
-            checkpointing: by those of the layer that is recomputed at the peak; 0 where the peak is before the first
-            recomputation.
-        saved_rest: kept by the rest of the model. Under gradient checkpointing: the layers' inputs, and the rest of the
-            layer that is recomputed at the peak, or what lies outside of the layers.
-        blocks_bytes_per_token: what the blocks keep per token without gradient checkpointing.
-        total: parameters, buffers, gradients, optimizer states and saved activations.
-    """
-
-    name: str
+    name: str  # the policy as it was asked for, or ``"stock"`` for the unpatched model
     saved_blocks: int
+    """Kept by the blocks that are patched (or would be), their inputs included. Under gradient checkpointing: by those
+    of the layer that is recomputed at the peak; 0 where the peak is before the first recomputation."""
     saved_rest: int
-    blocks_bytes_per_token: float
-    total: int
+    """Kept by the rest of the model. Under gradient checkpointing: the layers' inputs, and the rest of the layer that
+    is recomputed at the peak, or what lies outside of the layers."""
+    blocks_bytes_per_token: float  # what the blocks keep per token without gradient checkpointing
+    total: int  # parameters, buffers, gradients, optimizer states and saved activations
 
     @property
     def saved(self) -> int:
@@ -58,37 +51,23 @@ class PolicyEstimate:
 
 @dataclass(frozen=True)
 class TrainingEstimate:
-    """Result of :func:`estimate_training`; all sizes in bytes.
+    """Result of :func:`estimate_training`; all sizes in bytes."""
 
-    Attributes:
-        parameters: number of parameters, adapters included.
-        trainable: number of those that are trained.
-        parameter_bytes: bytes of parameters and buffers, tied ones once.
-        gradient_bytes: one gradient per trained parameter, in its dtype.
-        optimizer_bytes: the optimizer's states.
-        batch: sequences per step and device.
-        length: tokens per sequence.
-        optimizer: its name.
-        gradient_checkpointing: whether every layer is recomputed.
-        lora_rank: rank of the adapters; 0 trains everything.
-        patched: blocks that are patched.
-        policies: one entry per policy, then the stock model's, which is alone if no block can be patched.
-        refused: why, of the policies that the model's blocks cannot have, such as a budget below what they need.
-    """
-
-    parameters: int
-    trainable: int
-    parameter_bytes: int
-    gradient_bytes: int
+    parameters: int  # number of parameters, adapters included
+    trainable: int  # number of those that are trained
+    parameter_bytes: int  # bytes of parameters and buffers, tied ones once
+    gradient_bytes: int  # one gradient per trained parameter, in its dtype
     optimizer_bytes: int
-    batch: int
-    length: int
+    batch: int  # sequences per step and device
+    length: int  # tokens per sequence
     optimizer: str
-    gradient_checkpointing: bool
-    lora_rank: int
-    patched: int
+    gradient_checkpointing: bool  # whether every layer is recomputed
+    lora_rank: int  # rank of the adapters; 0 trains everything
+    patched: int  # blocks that are patched
     policies: tuple[PolicyEstimate, ...]
+    """One entry per policy, then the stock model's, which is alone if no block can be patched."""
     refused: Mapping[str, str] = field(default_factory=dict)
+    """Why, of the policies that the model's blocks cannot have, such as a budget below what they need."""
 
     @property
     def tokens(self) -> int:
@@ -226,9 +205,6 @@ def _patched_names(
 
     Returns:
         The names, and the configurations that were refused before one was taken.
-
-    Raises:
-        ConfigError: the first refusal, where all are refused.
     """
     refused: dict[str, ConfigError] = {}
     for name, config in configs.items():

@@ -32,9 +32,6 @@ def refuse_sharded_kernel_home(model: nn.Module) -> None:
 
     Args:
         model: a patched model, before it is sharded.
-
-    Raises:
-        ConfigError: a block owns its weights in the kernels' layout.
     """
     for name, module in model.named_modules():
         if isinstance(module, KernelLayoutMixin):
@@ -51,9 +48,6 @@ def refuse_unsavable_adapters(model: nn.Module) -> None:
 
     Args:
         model: a patched model, possibly in peft's wrapper.
-
-    Raises:
-        UnsupportedModelError: there are such adapters.
     """
     for name, module in model.named_modules():
         if isinstance(module, KernelLayoutSwiGLUMLP):
@@ -82,11 +76,6 @@ def patch_for_training(
         include: globs.
         exclude: globs.
         strict: whether blocks that cannot be patched are refused.
-
-    Raises:
-        UnsupportedModelError: the model cannot be patched, is patched with another configuration, or the optimizer
-            would go on with parameters that the model does not have any more; the model is as it was.
-        NothingToPatchError, ConfigError, BackendUnavailableError: as ``patch_model`` says.
     """
     unpatched = not any(True for _ in states(model))
     if unpatched and any(isinstance(module, FrozenBlock) for module in model.modules()):

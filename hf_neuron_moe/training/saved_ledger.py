@@ -22,23 +22,17 @@ from hf_neuron_moe.training.saved_tensors import Storages, noting_saved, storage
 
 @dataclass(frozen=True)
 class SavedActivations:
-    """What one forward pass keeps, in bytes.
+    """What one forward pass keeps, in bytes."""
 
-    Attributes:
-        blocks: storages that the counted blocks save, their inputs included.
-        rest: all other storages.
-        between_passes: what is left after the forward under gradient checkpointing: the layers' tensor arguments, and
-            storages saved outside of all layers (embedding, last norm, head, loss).
-        checkpointed: the most that is there at one time under gradient checkpointing: `between_passes`, or a recomputed
-            layer's storages and all that was kept until that layer began, whichever is more.
-        checkpointed_blocks: the part of it that counted blocks save; 0 where `between_passes` is the most.
-    """
-
-    blocks: int
-    rest: int
+    blocks: int  # storages that the counted blocks save, their inputs included
+    rest: int  # all other storages
     between_passes: int
+    """What is left after the forward under gradient checkpointing: the layers' tensor arguments, and storages saved
+    outside of all layers (embedding, last norm, head, loss)."""
     checkpointed: int
-    checkpointed_blocks: int
+    """The most that is there at one time under gradient checkpointing: `between_passes`, or a recomputed layer's
+    storages and all that was kept until that layer began, whichever is more."""
+    checkpointed_blocks: int  # the part of it that counted blocks save; 0 where `between_passes` is the most
 
     @property
     def total(self) -> int:
@@ -48,16 +42,13 @@ class SavedActivations:
 
 @dataclass
 class _LayerCall:
-    """One call of a layer.
-
-    Attributes:
-        kept: storages that gradient checkpointing would keep when the call begins and that were not kept before: those
-            saved outside since the last call, and the call's own tensor arguments.
-        own: storages that the layer saves; the ones already kept when it begins are counted there.
-    """
+    """One call of a layer."""
 
     kept: Storages
+    """Storages that gradient checkpointing would keep when the call begins and that were not kept before: those saved
+    outside since the last call, and the call's own tensor arguments."""
     own: Storages = field(default_factory=dict)
+    """Storages that the layer saves; the ones already kept when it begins are counted there."""
 
 
 class SavedLedger:

@@ -26,10 +26,8 @@ class ModuleSavedBytes:
     """What one module saved, summed over its forward calls."""
 
     calls: int = 0
-    tokens: int = 0
-    """Rows of the module's first tensor input (its elements over its last dimension)."""
-    activation_bytes: int = 0
-    """Storages that the module itself brought into being and keeps for backward."""
+    tokens: int = 0  # rows of the module's first tensor input (its elements over its last dimension)
+    activation_bytes: int = 0  # storages that the module itself brought into being and keeps for backward
     input_bytes: int = 0
     """Storages of the module's own inputs that it keeps for backward. Counted apart because the operator that produced
     the input often keeps the same storage, which then costs nothing extra."""
