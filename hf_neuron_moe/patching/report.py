@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -131,26 +131,16 @@ class PatchReport:
             f"(precision {self.config.precision}, activations {self.config.activations}, "
             f"block size {self.config.block_size})"
         ]
-        lines += _table([_HEADER, *(_row(entry) for entry in self.entries)])
-        lines += _padding_lines(self)
-        lines += _saved_lines(self)
-        lines += _product_lines(self)
-        lines += _copy_lines(self)
-        lines += _note_lines(self)
+        lines += _table(self.entries)
+        for part in (_padding_lines, _saved_lines, _product_lines, _copy_lines, _note_lines):
+            lines += part(self)
         if self.refused:
             lines.append("Refused blocks stay stock. Remove the reason, or name them in exclude=... to skip them.")
         return "\n".join(lines)
 
 
 def merged(parts: Mapping[str, PatchReport]) -> PatchReport:
-    """Return one report over separately patched parts of a module.
-
-    Args:
-        parts: reports by the name of their part in that module.
-
-    Returns:
-        A report whose entries have the names that the module has for them.
-    """
+    """Return one report over separately patched parts of a module, by their names in it, which its entries get too."""
 
     def within(part: str, name: str) -> str:
         return ".".join(filter(None, (part, name)))
@@ -166,54 +156,43 @@ def merged(parts: Mapping[str, PatchReport]) -> PatchReport:
 _TOKENS = 4096
 """Of the call for which the text says what is kept in all."""
 
-_HEADER = (
-    "module",
-    "kind",
-    "class",
-    "status",
-    "E",
-    "H",
-    "I",
-    "padded H x I",
-    "padding overhead",
-    "weights",
-    "backend",
-    "activations",
-    "KiB/token",
-    "reason",
-)
+_COLUMNS: dict[str, Callable[[PatchEntry], object]] = {
+    "module": lambda entry: " = ".join((entry.name, *entry.aliases)),
+    "kind": lambda entry: entry.kind,
+    "class": lambda entry: entry.class_name,
+    "status": lambda entry: entry.status,
+    "E": lambda entry: entry.experts,
+    "H": lambda entry: entry.hidden_size,
+    "I": lambda entry: entry.intermediate_size,
+    "padded H x I": lambda entry: entry.padded_sizes and "{} x {}".format(*entry.padded_sizes),
+    "padding overhead": lambda entry: _formatted(entry.padding_overhead_percent, "{:.1f} %"),
+    "weights": lambda entry: entry.weights,
+    "backend": lambda entry: entry.backend,
+    "activations": lambda entry: entry.activations,
+    "KiB/token": lambda entry: _formatted(entry.saved_bytes_per_token, "{:.2f}", 1024),
+    "reason": lambda entry: f"PyTorch instead of kernels: {entry.fallback}" if entry.fallback else entry.reason,
+}
 
 
-def _row(entry: PatchEntry) -> tuple[str, ...]:
-    padded, overhead = entry.padded_sizes, entry.padding_overhead_percent
-    saved = entry.saved_bytes_per_token
-    shown = (
-        " = ".join((entry.name, *entry.aliases)),
-        entry.kind,
-        entry.class_name,
-        entry.status,
-        entry.experts,
-        entry.hidden_size,
-        entry.intermediate_size,
-        None if padded is None else f"{padded[0]} x {padded[1]}",
-        None if overhead is None else f"{overhead:.1f} %",
-        entry.weights,
-        entry.backend,
-        entry.activations,
-        None if saved is None else f"{saved / 1024:.2f}",
-        f"PyTorch instead of kernels: {entry.fallback}" if entry.fallback else entry.reason,
-    )
-    return tuple("-" if value is None else str(value) for value in shown)
+def _formatted(value: float | None, form: str, unit: int = 1) -> str | None:
+    return None if value is None else form.format(value / unit)
+
+
+def _table(entries: Iterable[PatchEntry]) -> list[str]:
+    """A header and a line per entry; what is unknown or does not apply is a dash."""
+    values = [[column(entry) for column in _COLUMNS.values()] for entry in entries]
+    rows = [list(_COLUMNS), *(["-" if value is None else str(value) for value in row] for row in values)]
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
 
 
 def _padding_lines(report: PatchReport) -> list[str]:
     """What the column of that name means, where it says more than zero."""
-    if not any(entry.padding_overhead_percent for entry in report.entries):
-        return []
-    return [
+    text = (
         "Padding overhead: extra multiply-adds of the Neuron kernels, which pad H and I to multiples of 128 or more. "
         "The torch backend pads neither in bf16 and fp32, and in mxfp8 only where the blocks of scales need it."
-    ]
+    )
+    return [text] if any(entry.padding_overhead_percent for entry in report.entries) else []
 
 
 def _saved_lines(report: PatchReport) -> list[str]:
@@ -281,8 +260,3 @@ def _note_lines(report: PatchReport) -> list[str]:
         f"Note on {names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {note}."
         for note, names in blocks.items()
     ]
-
-
-def _table(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
