@@ -241,13 +241,10 @@ def _hook_ids(module: nn.Module) -> list[int]:
 
 
 def enable_moe_resume(model: nn.Module) -> None:
-    """Make ``model.load_state_dict`` read the model's checkpoint files, so that the stock Trainer resumes from them.
+    """Make ``load_state_dict`` of the transformers models in `model` read their checkpoint files, as resuming does.
 
     ``patch_model`` does this; here it is for models that are not patched, or not yet. Keys under in-memory names load
     as before. Calling it again changes nothing.
-
-    Args:
-        model: a transformers model, or a module that contains some.
     """
     install(unhooked_models(model))
 

@@ -17,7 +17,7 @@ from hf_neuron_moe.activation_policy import (
     keep_strings,
 )
 from hf_neuron_moe.config import NeuronMoEConfig
-from hf_neuron_moe.errors import ConfigError, public
+from hf_neuron_moe.errors import ConfigError
 from hf_neuron_moe.modules.saved_bytes import (
     BlockShape,
     recomputed_flops,
@@ -39,18 +39,10 @@ class PlannedBlock:
     shape: BlockShape
 
 
-@public("patch_model")
 def with_policies(
     plan: Sequence[PlanItem], entries: Sequence[PatchEntry], config: NeuronMoEConfig, known: Sequence[Sequence[str]]
 ) -> tuple[list[PlanItem], tuple[PatchEntry, ...]]:
-    """Give every planned block its own policy, and say so in its entry.
-
-    Args:
-        plan: the blocks to be patched.
-        entries: the report's entries.
-        config: the configuration as asked for.
-        known: the names of every block of the model.
-    """
+    """Give every planned block its own policy, and say so in its entry; `known` are the names of every block."""
     blocks = [PlannedBlock((item.candidate.name, *item.candidate.aliases), _shape(item)) for item in plan]
     own = resolve(config.activations, blocks, known)
     resolved = [

@@ -58,13 +58,8 @@ def device_of(block: NeuronBlock) -> torch.device:
 def sampled_weights(block: NeuronBlock, rows: int) -> dict[str, Tensor]:
     """Return up to `rows` rows of every projection, evenly spread, each row along the contraction axis of its matmul.
 
-    Args:
-        block: a patched block; one with frozen MX weights has none to quantise.
-        rows: the most rows per projection.
-
-    Returns:
-        ``{"gate": [R, H], "up": [R, H], "down": [R, I]}`` in the parameters' dtype, detached; of a sharded parameter
-        the rows that are on this rank.
+    ``{"gate": [R, H], "up": [R, H], "down": [R, I]}`` in the parameters' dtype, detached; of a sharded parameter the
+    rows that are on this rank. A block with frozen MX weights has none to quantise.
     """
     if isinstance(block, FrozenBlock):
         return {}

@@ -50,9 +50,8 @@ class NeuronMoECallback(TrainerCallback):
         self, config: NeuronMoEConfig | Mapping[str, Any] | None = None, health_steps: int | None = None
     ) -> None:
         if health_steps is not None and (type(health_steps) is not int or health_steps < 0):
-            raise ConfigError.about(
-                "health_steps", "a number of steps, 0 for never", repr(health_steps), "Leave it out for the default."
-            )
+            expected, fix = "a number of steps, 0 for never", "Leave it out for the default."
+            raise ConfigError.about("health_steps", expected, repr(health_steps), fix)
         self.config = config
         self.health_steps = health_steps
         self.sample_every = 0
@@ -88,8 +87,8 @@ class NeuronMoECallback(TrainerCallback):
                 "model",
                 "patched when training begins",
                 f"a {type(model).__name__} without patched blocks",
-                "Call patch_model(model, ...) before the Trainer is made (inside model_init where there is "
-                "one), give the callback a config, or use NeuronMoETrainer.",
+                "Call patch_model(model, ...) before the Trainer is made (inside model_init where there is one), "
+                "give the callback a config, or use NeuronMoETrainer.",
             )
         self.begin(args, state, model)
 

@@ -123,39 +123,29 @@ class SafeCheckpointMixin(_Base):
 
             broadcast_object_list(found)
         if found[0] is None:
-            raise IncompleteCheckpointError.about(
-                "resume_from_checkpoint=True",
-                f"used with a complete checkpoint in {output_dir}",
-                "none",
-                "Start without it, or give the path of a checkpoint that the stock Trainer wrote.",
-            )
+            expected = f"used with a complete checkpoint in {output_dir}"
+            fix = "Start without it, or give the path of a checkpoint that the stock Trainer wrote."
+            raise IncompleteCheckpointError.about("resume_from_checkpoint=True", expected, "none", fix)
         return str(found[0])
 
     def _refuse_nonfinite(self, where: str = "save_model") -> None:
         """Stop all processes if one of them has non-finite weights: alone it would leave the others waiting."""
         assert self.model is not None  # a Trainer that saves has one
-        problem = _first_nonfinite(self.model)
-        problems = [problem]
+        problems = [_first_nonfinite(self.model)]
         if self.args.world_size > 1:
             from accelerate.utils import gather_object
 
-            problems = gather_object([problem])
-        for found in problems:
-            if found is not None:
-                raise _nonfinite(found, where)
+            problems = gather_object(problems)
+        _refuse(problems, where)
 
 
-@public("save_model")
 def refuse_nonfinite(model: nn.Module) -> None:
-    """Refuse weights that must not be saved.
+    """Refuse weights that must not be saved; the error names the first such parameter and its module.
 
-    Args:
-        model: parameters must be finite, and floating-point buffers that are saved must not be NaN (some models mask
-            with infinity). Of sharded parameters, this process's part is looked at; meta tensors are passed over.
+    Parameters must be finite, and floating-point buffers that are saved must not be NaN (some models mask with
+    infinity). Of sharded parameters, this process's part is looked at; meta tensors are passed over.
     """
-    problem = _first_nonfinite(model)
-    if problem is not None:
-        raise _nonfinite(problem, "save_model")
+    _refuse([_first_nonfinite(model)], "save_model")
 
 
 _REMEDIES = {
@@ -165,8 +155,10 @@ _REMEDIES = {
 }
 
 
-def _nonfinite(problem: str, where: str) -> NonFiniteWeightsError:
-    return NonFiniteWeightsError.about("the model's weights", "finite", problem, _REMEDIES[where]).named(where)
+def _refuse(problems: list[str | None], where: str) -> None:
+    for problem in problems:
+        if problem is not None:
+            raise NonFiniteWeightsError.about("the model's weights", "finite", problem, _REMEDIES[where]).named(where)
 
 
 @torch.no_grad()
@@ -209,9 +201,8 @@ def _parts(tensor: Tensor | None) -> tuple[Tensor, ...]:
 def _refuse_incomplete(folder: Path) -> None:
     found = files.inspect(folder)
     if found.state is files.State.INCOMPLETE:
-        raise IncompleteCheckpointError.about(
-            "resume_from_checkpoint",
+        expected, fix = (
             "a checkpoint that was written to its end",
-            f"{folder}: {found.problem}",
             "resume_from_checkpoint=True takes the last complete one.",
         )
+        raise IncompleteCheckpointError.about("resume_from_checkpoint", expected, f"{folder}: {found.problem}", fix)

@@ -72,13 +72,9 @@ def padding_overhead(
 ) -> float:
     """Return the extra multiply-adds of the kernels as a fraction of the needed ones: 0.25 is 25 %.
 
-    H and I are padded to multiples of 128, and every expert's tokens to whole blocks.
-
-    Args:
-        sizes: E, H and I of every block.
-        positions: rows that dense blocks multiplied.
-        loads: token-expert pairs per expert, of the blocks with experts.
-        padded_rows: the same in whole blocks, summed over experts.
+    H and I are padded to multiples of 128, and every expert's tokens to whole blocks. `sizes` are E, H and I of every
+    block, `positions` the rows that dense blocks multiplied, `loads` the token-expert pairs per expert of the blocks
+    with experts, `padded_rows` the same in whole blocks, summed over experts.
     """
     needed = done = 0.0
     for name, (_, H, I) in sizes.items():  # noqa: E741
@@ -92,16 +88,11 @@ def quantization_health(rows_RK: Tensor) -> Tensor:
     """Return what MXFP8 (e4m3, Neuron scale rule) along K does to `rows_RK`.
 
     The rows are rounded to bf16 and zero padded to a multiple of 128 first, as the kernels get them (nki-library 2.31
-    ``mlp_fwd_mxfp8``); the padding does not count.
-
-    Args:
-        rows_RK: ``[R, K]``, any float dtype, any device.
-
-    Returns:
-        fp32 ``[4]`` on the same device, in the order of :data:`MEASURES`: the largest magnitude; the share of elements
-        that are not zero but become it; the share that gets the largest code, 448 times the scale (the Neuron rule
-        leaves headroom, so anything but 0 means infinities); and the signal-to-quantisation-noise ratio
-        ``10 log10(sum x^2 / sum (x - q)^2)`` in dB, infinite where nothing is lost. All NaN for no rows.
+    ``mlp_fwd_mxfp8``); the padding does not count. They have any float dtype and device. The result is fp32 ``[4]`` on
+    the same device, in the order of :data:`MEASURES`: the largest magnitude; the share of elements that are not zero
+    but become it; the share that gets the largest code, 448 times the scale (the Neuron rule leaves headroom, so
+    anything but 0 means infinities); and the signal-to-quantisation-noise ratio ``10 log10(sum x^2 / sum (x - q)^2)``
+    in dB, infinite where nothing is lost. All NaN for no rows.
     """
     if rows_RK.numel() == 0:
         return torch.full((len(MEASURES),), torch.nan, device=rows_RK.device)
@@ -121,12 +112,8 @@ def quantization_health(rows_RK: Tensor) -> Tensor:
 def health_record(blocks: Iterable[str], health_WM4: Tensor) -> dict[str, Any]:
     """Return the quantisation health per block and tensor over all ranks.
 
-    Each rank looked at its own inputs, and at its own part of sharded weights.
-
-    Args:
-        blocks: names of the blocks.
-        health_WM4: figures of every rank, in the order of the blocks and of :data:`TENSORS`; NaN of tensors that a
-            block does not have.
+    Each rank looked at its own inputs, and at its own part of sharded weights. The figures are in the order of the
+    blocks and of :data:`TENSORS`; NaN of tensors that a block does not have.
     """
     measured = [(name, tensor) for name in blocks for tensor in TENSORS]
     absent_WM = health_WM4[..., 1].isnan()  # a share is a number wherever there is an element, NaN or not

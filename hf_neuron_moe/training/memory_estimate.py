@@ -19,9 +19,7 @@ from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.errors import BackendUnavailableError, ConfigError, NothingToPatchError, nearest, public
 from hf_neuron_moe.patching import patch_model, unpatch_model
 from hf_neuron_moe.training.fake_forward import fake_saved_activations
-from hf_neuron_moe.training.saved_ledger import SavedActivations
 
-_WHERE = "estimate_training"
 OPTIMIZERS = ("adamw", "adafactor", "sgd")
 STOCK = "stock"
 _STEP_BYTES = 4
@@ -80,6 +78,7 @@ class TrainingEstimate:
         return asdict(self) | {"tokens": self.tokens, "policies": policies}
 
 
+@public
 def estimate_training(
     model: nn.Module,
     configs: Mapping[str, NeuronMoEConfig],
@@ -110,13 +109,9 @@ def estimate_training(
             two: the layers' inputs and what lies outside of the layers (last norm, head, loss), when the backward
             begins; or the layers' inputs and one recomputed layer. Head and loss are gone before a layer is recomputed.
 
-    Returns:
-        The estimate, in bytes.
-
     Raises:
         ConfigError: an option is outside its set, `model` is not on the meta device, or all policies are refused.
         BackendUnavailableError: adapters are asked for and peft is not installed.
-        UnsupportedModelError, ShapeError: the model as a whole cannot be patched, or takes no such batch.
     """
     _check(model, configs, batch, length, optimizer, lora_rank)
     names, refused = _patched_names(model, configs)
@@ -133,7 +128,11 @@ def estimate_training(
     def entry(name: str) -> PolicyEstimate:
         modules = [inner.get_submodule(block) for block in names]
         counted = fake_saved_activations(model, modules, batch=batch, length=length)
-        return _policy(name, counted, batch * length, sum(fixed.values()), gradient_checkpointing)
+        blocks, saved = counted.blocks, counted.total
+        if gradient_checkpointing:
+            blocks, saved = counted.checkpointed_blocks, counted.checkpointed
+        per_token = counted.blocks / (batch * length)
+        return PolicyEstimate(name, blocks, saved - blocks, per_token, sum(fixed.values()) + saved)
 
     policies = []
     for name, config in configs.items() if names else ():
@@ -170,12 +169,10 @@ def nbytes(tensors: Iterable[Tensor]) -> int:
 
 
 def optimizer_bytes(parameters: Iterable[Tensor], optimizer: str) -> int:
-    """Return the bytes of an optimizer's states for these parameters after its first step.
+    """Return the bytes of an optimizer's states for the trained parameters after its first step.
 
-    Args:
-        parameters: those that are trained.
-        optimizer: one of :data:`OPTIMIZERS`. AdamW is torch's (two moments in the parameter's dtype and a step count),
-            Adafactor transformers' (one mean over rows and one over columns, in fp32; vectors in full).
+    AdamW is torch's (two moments in the parameter's dtype and a step count), Adafactor transformers' (one mean over
+    rows and one over columns, in fp32; vectors in full).
     """
     if optimizer == "sgd":
         return 0
@@ -191,21 +188,10 @@ def _adafactor_elements(shape: Iterable[int]) -> int:
     return math.prod(sizes[:-1]) + math.prod([*sizes[:-2], sizes[-1]])
 
 
-def _policy(name: str, counted: SavedActivations, tokens: int, fixed_bytes: int, checkpointing: bool) -> PolicyEstimate:
-    blocks, saved = counted.blocks, counted.total
-    if checkpointing:
-        blocks, saved = counted.checkpointed_blocks, counted.checkpointed
-    return PolicyEstimate(name, blocks, saved - blocks, counted.blocks / tokens, fixed_bytes + saved)
-
-
 def _patched_names(
     model: nn.Module, configs: Mapping[str, NeuronMoEConfig]
 ) -> tuple[list[str], dict[str, ConfigError]]:
-    """Names of the blocks that are patched, none where the model has no such blocks.
-
-    Returns:
-        The names, and the configurations that were refused before one was taken.
-    """
+    """Names of the blocks that are patched, and the configurations that were refused before one was taken."""
     refused: dict[str, ConfigError] = {}
     for name, config in configs.items():
         try:
@@ -220,7 +206,6 @@ def _patched_names(
     raise next(iter(refused.values()))
 
 
-@public(_WHERE)
 def _with_adapters(model: nn.Module, blocks: list[str], rank: int) -> nn.Module:
     """Put LoRA adapters on the linear layers outside of the blocks and the head, with peft itself."""
     try:
@@ -245,20 +230,22 @@ def _check(
     limits = (("batch", batch, 1, MOST_TOKENS), ("length", length, 1, MOST_TOKENS), ("lora_rank", rank, 0, MOST_RANK))
     for argument, value, least, most in limits:
         if type(value) is not int or not least <= value <= most:
-            raise _bad(argument, f"an integer from {least} to {most:,}", repr(value), "Correct it.")
+            raise ConfigError.about(argument, f"an integer from {least} to {most:,}", repr(value), "Correct it.")
     if batch * length > MOST_TOKENS:
-        raise _bad("batch * length", f"at most {MOST_TOKENS:,} tokens", f"{batch * length:,}", "Take fewer.")
+        raise ConfigError.about(
+            "batch * length", f"at most {MOST_TOKENS:,} tokens", f"{batch * length:,}", "Take fewer."
+        )
     if optimizer not in OPTIMIZERS:
         hint = nearest(str(optimizer), list(OPTIMIZERS))
-        raise _bad("optimizer", f"one of {', '.join(OPTIMIZERS)}", repr(optimizer), f"Choose one of these.{hint}")
+        raise ConfigError.about(
+            "optimizer", f"one of {', '.join(OPTIMIZERS)}", repr(optimizer), f"Choose one of these.{hint}"
+        )
     if not configs or STOCK in configs:
         remedy = "Name the configurations after their policies; the stock model is always estimated too."
-        raise _bad("configs", f"at least one configuration, none of them named {STOCK!r}", repr(dict(configs)), remedy)
+        raise ConfigError.about(
+            "configs", f"at least one configuration, none of them named {STOCK!r}", repr(dict(configs)), remedy
+        )
     real = [name for name, param in model.named_parameters() if not param.is_meta]
     if real:
         remedy = "Build it inside `with torch.device('meta'):`; loading weights is not needed."
-        raise _bad("model", "on the meta device", f"a model whose {real[0]} has values", remedy)
-
-
-def _bad(argument: str, expected: str, got: str, remedy: str) -> ConfigError:
-    return ConfigError.about(argument, expected, got, remedy).named(_WHERE)
+        raise ConfigError.about("model", "on the meta device", f"a model whose {real[0]} has values", remedy)

@@ -39,13 +39,7 @@ from hf_neuron_moe.training.figures import (
 
 
 class ExpertCount:
-    """Token-expert pairs per expert of one module.
-
-    Args:
-        experts: E.
-        block_size: tokens per block of the blockwise kernels.
-        device: where the routing indices are.
-    """
+    """Token-expert pairs per expert of one module; `device` is where the routing indices are."""
 
     def __init__(self, experts: int, block_size: int, device: torch.device) -> None:
         self.block_size = block_size
@@ -71,9 +65,6 @@ class TrainingMonitor:
 
     Under ``torch.compile`` the inputs' quantisation health is not measured, since sampled steps would need a graph of
     their own; everything else is.
-
-    Args:
-        model: the model that the trainer calls, with patched blocks in it.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -83,7 +74,6 @@ class TrainingMonitor:
         self.sizes = {name: block_sizes(block) for name, block in self.blocks.items()}
         self.inside, self.sampling = 0, False
         self.inputs: dict[str, Tensor] = {}
-        self.health_M4: Tensor | None = None
         self.handles: list[RemovableHandle] = []
         self.counts = {
             name: ExpertCount(self.sizes[name][0], block.neuron_config.block_size, device_of(block))
@@ -92,15 +82,13 @@ class TrainingMonitor:
         }
         self.tokens = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.positions = torch.zeros(1, dtype=torch.int64, device=self.device)
-        self.replayed = routing_replay_stats(model)
-        self.elapsed = 0.0
-        self.restart_clock()
+        self._reset()
 
     def _reset(self) -> None:
         """Start anew, in the same tensors: a compiled model goes on writing to them."""
         for counter in self._counters():
             counter.zero_()
-        self.health_M4 = None
+        self.health_M4: Tensor | None = None
         self.replayed = routing_replay_stats(self.model)
         self.elapsed = 0.0
         self.restart_clock()
