@@ -31,11 +31,7 @@ from hf_neuron_moe.patching.probe import probe_dense, probe_experts
 
 MLP, EXPERTS = "mlp", "experts"
 
-_DENSE_NAMES = (
-    ("gate_proj", "up_proj", "down_proj"),
-    ("gate_up_proj", "down_proj"),
-    ("w1", "w3", "w2"),
-)
+_DENSE_NAMES = (("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj"), ("w1", "w3", "w2"))
 """Child or parameter names that make a module a candidate."""
 _DENSE_SUFFIXES = ("MLP", "Mlp", "FeedForward", "FFN", "GLU")
 _EXPERTS_SUFFIX = "Experts"
@@ -119,12 +115,16 @@ def _kind(module: nn.Module) -> str | None:
     direct_parameters = [param for param in module._parameters.values() if param is not None]
     if class_name.endswith(_EXPERTS_SUFFIX) and any(param.dim() == 3 for param in direct_parameters):
         return EXPERTS
-    owned = {**module._parameters, **module._modules}
-    if any(all(owned.get(part) is not None for part in parts) for parts in _DENSE_NAMES):
+    if _has_dense_names(module):
         return EXPERTS if any(param.dim() == 3 for param in direct_parameters) else MLP
     if class_name.endswith(_DENSE_SUFFIXES) and len(_matrices(module)) >= 2:
         return MLP
     return None
+
+
+def _has_dense_names(module: nn.Module) -> bool:
+    owned = {**module._parameters, **module._modules}
+    return any(all(owned.get(part) is not None for part in parts) for parts in _DENSE_NAMES)
 
 
 def _matrices(module: nn.Module) -> list[tuple[int, ...]]:
@@ -141,9 +141,8 @@ def _has_gate(kind: str, module: nn.Module) -> bool:
     """
     if kind == EXPERTS:
         return bool(getattr(module, "has_gate", True))
-    owned = {**module._parameters, **module._modules}
     matrices = _matrices(module)
-    if len(matrices) != 2 or any(all(owned.get(part) is not None for part in parts) for parts in _DENSE_NAMES):
+    if len(matrices) != 2 or _has_dense_names(module):
         return True
     (first_out, first_in), (second_out, second_in) = matrices
     return first_out != second_in or second_out == 2 * first_in

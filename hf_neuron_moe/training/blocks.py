@@ -5,6 +5,7 @@ Legend: E experts, H hidden size, I intermediate size, R rows, K contraction axi
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import torch
@@ -37,22 +38,14 @@ def has_experts(block: NeuronBlock) -> bool:
 
 def block_sizes(block: NeuronBlock) -> tuple[int, int, int]:
     """Return E (0 for a dense block), H and I; of frozen blocks with the zeros that the stored tensors contain."""
-    if isinstance(block, FrozenBlock):
-        stack = block.neuron_stack
-        experts = stack.gate_up_scales.shape[0] if has_experts(block) else 0
-        return experts, stack.hidden, stack.inner
-    if isinstance(block, NeuronExperts):
-        experts, *sizes = _base(block, "down_proj").shape
-        hidden, inner = sizes if not block.is_transposed else reversed(sizes)
-        return experts, hidden, inner
-    hidden, inner = _dense_weights(block)["down"].shape
-    return 0, hidden, inner
+    shape = block.neuron_shape
+    experts = block.neuron_stack.gate_up_scales.shape[0] if isinstance(block, FrozenExperts) else shape.experts
+    return experts or 0, shape.hidden, shape.intermediate
 
 
 def device_of(block: NeuronBlock) -> torch.device:
     """Device of the block's weights."""
-    tensors = [*block.parameters(), *block.buffers()]
-    return tensors[0].device
+    return next(chain(block.parameters(), block.buffers())).device
 
 
 def sampled_weights(block: NeuronBlock, rows: int) -> dict[str, Tensor]:
