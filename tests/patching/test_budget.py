@@ -118,7 +118,7 @@ def test_blocks_keep_as_much_as_the_budget_allows(share: float, precision: str, 
     floor = sum(saved_bytes(block.shape, "recompute") for block in blocks)
     most = sum(max(saved_bytes(block.shape, keep) for keep in lossless) for block in blocks)
     limit = floor + share * (most - floor)
-    plan = resolve(ActivationBudget(bytes_per_token=limit, allow_fp8=allow_fp8), blocks, [], "test")
+    plan = resolve(ActivationBudget(bytes_per_token=limit, allow_fp8=allow_fp8), blocks, [])
     keeps = [canonical_keep(policy, precision) for policy in plan]
     saved = sum(saved_bytes(block.shape, keep) for block, keep in zip(blocks, keeps, strict=True))
     flops = sum(recomputed_flops(block.shape, keep) for block, keep in zip(blocks, keeps, strict=True))
@@ -141,7 +141,7 @@ def test_many_layers_are_planned_at_once() -> None:
     blocks = [PlannedBlock((f"layers.{number}.mlp",), shape) for number, shape in enumerate(shapes)]
     floor, full = (sum(saved_bytes(shape, keep) for shape in shapes) for keep in ("recompute", "gate_pre+up"))
     limit = (floor + full) / 2
-    plan = resolve(ActivationBudget(total_bytes=limit * 8192, tokens=8192), blocks, [], "test")
+    plan = resolve(ActivationBudget(total_bytes=limit * 8192, tokens=8192), blocks, [])
     keeps = [canonical_keep(policy, shape.precision) for policy, shape in zip(plan, shapes, strict=True)]
     saved = sum(saved_bytes(shape, keep) for shape, keep in zip(shapes, keeps, strict=True))
     # What remains unused is less than the smallest step from one policy of some block to its next.
