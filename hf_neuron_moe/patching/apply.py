@@ -118,9 +118,9 @@ def build(item: PlanItem) -> Swap:
     return Swap(candidate.name, candidate.module, replacement)
 
 
-def put_in(model: nn.Module, swap: Swap, slots: Mapping[int, Sequence[Slot]] | None = None) -> None:
-    """Register the replacement wherever the original is registered; `slots` are the model's, if they are known."""
-    places = holders(model, swap.original) if slots is None else slots.get(id(swap.original), ())
+def put_in(model: nn.Module, swap: Swap, slots: Mapping[int, Sequence[Slot]]) -> None:
+    """Register the replacement wherever the original is registered; `slots` are the model's, or those of the swap."""
+    places = slots.get(id(swap.original), ())
     for parent, attr in places:
         parent._modules[attr] = swap.replacement
     swap.places = len(places)
@@ -130,14 +130,9 @@ def take_out(model: nn.Module, swap: Swap, slots: Mapping[int, Sequence[Slot]] |
     """Register the original, with the replacement's present state, wherever the replacement is registered."""
     restore_layout(swap.replacement, swap.original)
     give_back(swap.replacement, swap.original)
-    places = holders(model, swap.replacement) if slots is None else slots.get(id(swap.replacement), ())
+    places = (all_slots(model) if slots is None else slots).get(id(swap.replacement), ())
     for parent, attr in places:
         parent._modules[attr] = swap.original
-
-
-def holders(model: nn.Module, module: nn.Module) -> list[Slot]:
-    """Return every ``(parent, attribute)`` of `model` under which `module` is registered."""
-    return all_slots(model).get(id(module), [])
 
 
 def all_slots(model: nn.Module) -> dict[int, list[Slot]]:

@@ -154,18 +154,18 @@ def _judge(names: list[str], kind: str, module: nn.Module) -> Candidate:
         return replace(base, reason="it has no gate: two projections in a row")
     if kind == EXPERTS:
         sizes = _expert_sizes(module)
-        reason = _why_not_instance(module) or why_not_swiglu_experts(module) or _why_not_plain(module)
-        reason = reason or _why_not_dtypes(module) or probe_experts(module)
+        reason = _unsupported_instance(module) or why_not_swiglu_experts(module) or _unsupported_tensors(module)
+        reason = reason or _unsupported_dtypes(module) or probe_experts(module)
         return replace(base, reason=reason, sizes=sizes)
     try:
         roles = dense_roles(type(module).forward, _inert(module))
     except NotSwiGLU as answer:
         # What a reader looks for first: a missing gate or a wrapped layer explains more than the source does.
-        return replace(base, reason=_why_not_instance(module) or _why_dropout(module) or str(answer))
-    reason = _why_not_instance(module) or _why_not_roles(module, roles)
+        return replace(base, reason=_unsupported_instance(module) or _unsupported_dropout(module) or str(answer))
+    reason = _unsupported_instance(module) or _unsupported_roles(module, roles)
     if reason is not None:
         return replace(base, reason=reason)
-    reason = _why_not_shapes(module, roles) or _why_not_dtypes(module) or probe_dense(module, roles)
+    reason = _unsupported_shapes(module, roles) or _unsupported_dtypes(module) or probe_dense(module, roles)
     return replace(base, reason=reason, roles=roles, sizes=_dense_sizes(module, roles))
 
 
@@ -176,7 +176,7 @@ def _inert(module: nn.Module) -> frozenset[str]:
     return frozenset(name for name in (*children, *numbers) if is_inert(getattr(module, name)))
 
 
-def _why_dropout(module: nn.Module) -> str | None:
+def _unsupported_dropout(module: nn.Module) -> str | None:
     """Which dropouts keep `module` from being a SwiGLU; None where it would not be one without them."""
     active = {name: child.p for name, child in module._modules.items() if type(child) is nn.Dropout and child.p > 0}
     try:
@@ -187,7 +187,7 @@ def _why_dropout(module: nn.Module) -> str | None:
     return f"it has dropout, which the kernels do not have: {', '.join(named)}" if named else None
 
 
-def _why_not_instance(module: nn.Module) -> str | None:
+def _unsupported_instance(module: nn.Module) -> str | None:
     if hasattr(module, "_hf_hook") or hasattr(module, "_old_forward"):
         return "accelerate dispatches it through a hook (_hf_hook); patch the model before dispatching it"
     if "forward" in module.__dict__:
@@ -201,7 +201,7 @@ def _why_not_instance(module: nn.Module) -> str | None:
     return None
 
 
-def _why_not_roles(module: nn.Module, roles: DenseRoles) -> str | None:
+def _unsupported_roles(module: nn.Module, roles: DenseRoles) -> str | None:
     for name in roles.linears:
         child: Any = getattr(module, name, None)
         if not isinstance(child, nn.Module):
@@ -224,7 +224,7 @@ def _dense_sizes(module: nn.Module, roles: DenseRoles) -> tuple[None, int, int]:
     return None, H, I
 
 
-def _why_not_shapes(module: nn.Module, roles: DenseRoles) -> str | None:
+def _unsupported_shapes(module: nn.Module, roles: DenseRoles) -> str | None:
     _, H, I = _dense_sizes(module, roles)  # noqa: E741
     rows = I if len(roles.inputs) == 2 else 2 * I
     for name in roles.inputs:
@@ -247,7 +247,7 @@ def _expert_sizes(module: nn.Module) -> tuple[int | None, int | None, int | None
     return (E, second, first) if getattr(module, "is_transposed", False) else (E, first, second)
 
 
-def _why_not_plain(module: nn.Module) -> str | None:
+def _unsupported_tensors(module: nn.Module) -> str | None:
     """Why the experts' weights may be something else than numbers in memory: quantized or sharded subclasses."""
     parameters: dict[str, Any] = {**module._parameters}
     for name, param in parameters.items():
@@ -258,7 +258,7 @@ def _why_not_plain(module: nn.Module) -> str | None:
     return None
 
 
-def _why_not_dtypes(module: nn.Module) -> str | None:
+def _unsupported_dtypes(module: nn.Module) -> str | None:
     dtypes = {param.dtype for param in module.parameters()}
     if len(dtypes) > 1:
         return f"its weights have different dtypes ({', '.join(sorted(map(str, dtypes)))})"

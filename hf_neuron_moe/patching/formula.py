@@ -155,12 +155,10 @@ class _Reader:
                 halves = self.evaluate(value)
                 if isinstance(halves, Halves):
                     return Half(halves.whole, index)
-            case ast.Call(func=function, args=[argument], keywords=[]) if (
-                name := self.attribute(function)
-            ) is not None:
-                if name not in self.inert:
-                    return Part(name, self.evaluate(argument))
-                self.skipped.add(name)
+            case ast.Call(func=ast.Attribute(ast.Name(self.own), part), args=[argument], keywords=[]):
+                if part not in self.inert:
+                    return Part(part, self.evaluate(argument))
+                self.skipped.add(part)
                 return self.evaluate(argument)
             case ast.Call(func=function, args=arguments, keywords=keywords):
                 called = self.resolve(function)

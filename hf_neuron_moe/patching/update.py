@@ -103,7 +103,7 @@ def set_backend(model: nn.Module, backend: str, *, fallback: str = "refuse") -> 
         )
         raise unsupported("a model with frozen MX blocks", f"a {type(model).__name__} without any", fix)
     configs = {name: replace(block.neuron_config, backend=backend, fallback=fallback) for name, block in blocks.items()}
-    reasons = {name: _why_not(block, backend) for name, block in blocks.items()}
+    reasons = {name: _unsupported_reason(block, backend) for name, block in blocks.items()}
     refused = [(name, reason) for name, reason in reasons.items() if reason is not None]
     if refused and fallback != "torch":
         name, reason = refused[0]
@@ -119,7 +119,7 @@ def set_backend(model: nn.Module, backend: str, *, fallback: str = "refuse") -> 
     return reasons
 
 
-def _why_not(block: FrozenBlock, backend: str) -> str | None:
+def _unsupported_reason(block: FrozenBlock, backend: str) -> str | None:
     stack = block.neuron_stack
     name = resolve_backend(backend, stack.gate_up_codes.device)
     kernels: Any = get_backend(name)

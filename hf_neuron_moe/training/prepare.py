@@ -24,7 +24,7 @@ def is_patched(model: nn.Module) -> bool:
     return any(isinstance(module, NeuronBlock) for module in model.modules())
 
 
-def refuse_sharded_kernel_home(model: nn.Module) -> None:
+def refuse_sharded_kernel_layout(model: nn.Module) -> None:
     """Refuse weights in the kernels' layout where FSDP is to shard them.
 
     torch's distributed state dicts go by the names and shapes of parameters, which are not the stock ones there: such a

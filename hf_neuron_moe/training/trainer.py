@@ -13,7 +13,7 @@ from hf_neuron_moe.errors import ConfigError, public
 from hf_neuron_moe.training.arguments import NeuronMoEArguments
 from hf_neuron_moe.training.callback import NeuronMoECallback
 from hf_neuron_moe.training.checkpoints import SafeCheckpointMixin
-from hf_neuron_moe.training.prepare import is_patched, patch_for_training, refuse_sharded_kernel_home
+from hf_neuron_moe.training.prepare import is_patched, patch_for_training, refuse_sharded_kernel_layout
 
 
 class NeuronMoETrainerMixin(SafeCheckpointMixin):
@@ -48,7 +48,7 @@ class NeuronMoETrainerMixin(SafeCheckpointMixin):
         if not isinstance(model, nn.Module) and given.get("model_init") is None:
             _patch(self.accelerator.unwrap_model(self.model), self.args, self.optimizer)
         if self.is_fsdp_enabled and self.model is not None:
-            refuse_sharded_kernel_home(self.model)
+            refuse_sharded_kernel_layout(self.model)
         own = [callback for callback in self.callback_handler.callbacks if isinstance(callback, NeuronMoECallback)]
         self.neuron_callback = (own[0] if own else _TrainerCallback()).watch(self)
 
