@@ -82,13 +82,16 @@ class TrainingMonitor:
         }
         self.tokens = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.positions = torch.zeros(1, dtype=torch.int64, device=self.device)
-        self._reset()
+        self.health_M4: Tensor | None = None
+        self.replayed = routing_replay_stats(model)
+        self.elapsed = 0.0
+        self.restart_clock()
 
     def _reset(self) -> None:
         """Start anew, in the same tensors: a compiled model goes on writing to them."""
         for counter in self._counters():
             counter.zero_()
-        self.health_M4: Tensor | None = None
+        self.health_M4 = None
         self.replayed = routing_replay_stats(self.model)
         self.elapsed = 0.0
         self.restart_clock()
