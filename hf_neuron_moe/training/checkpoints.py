@@ -201,8 +201,6 @@ def _parts(tensor: Tensor | None) -> tuple[Tensor, ...]:
 def _refuse_incomplete(folder: Path) -> None:
     found = files.inspect(folder)
     if found.state is files.State.INCOMPLETE:
-        expected, fix = (
-            "a checkpoint that was written to its end",
-            "resume_from_checkpoint=True takes the last complete one.",
-        )
+        expected = "a checkpoint that was written to its end"
+        fix = "resume_from_checkpoint=True takes the last complete one."
         raise IncompleteCheckpointError.about("resume_from_checkpoint", expected, f"{folder}: {found.problem}", fix)

@@ -232,20 +232,16 @@ def _check(
         if type(value) is not int or not least <= value <= most:
             raise ConfigError.about(argument, f"an integer from {least} to {most:,}", repr(value), "Correct it.")
     if batch * length > MOST_TOKENS:
-        raise ConfigError.about(
-            "batch * length", f"at most {MOST_TOKENS:,} tokens", f"{batch * length:,}", "Take fewer."
-        )
+        expected = f"at most {MOST_TOKENS:,} tokens"
+        raise ConfigError.about("batch * length", expected, f"{batch * length:,}", "Take fewer.")
     if optimizer not in OPTIMIZERS:
-        hint = nearest(str(optimizer), list(OPTIMIZERS))
-        raise ConfigError.about(
-            "optimizer", f"one of {', '.join(OPTIMIZERS)}", repr(optimizer), f"Choose one of these.{hint}"
-        )
+        fix = f"Choose one of these.{nearest(str(optimizer), list(OPTIMIZERS))}"
+        raise ConfigError.about("optimizer", f"one of {', '.join(OPTIMIZERS)}", repr(optimizer), fix)
     if not configs or STOCK in configs:
-        remedy = "Name the configurations after their policies; the stock model is always estimated too."
-        raise ConfigError.about(
-            "configs", f"at least one configuration, none of them named {STOCK!r}", repr(dict(configs)), remedy
-        )
+        expected = f"at least one configuration, none of them named {STOCK!r}"
+        fix = "Name the configurations after their policies; the stock model is always estimated too."
+        raise ConfigError.about("configs", expected, repr(dict(configs)), fix)
     real = [name for name, param in model.named_parameters() if not param.is_meta]
     if real:
-        remedy = "Build it inside `with torch.device('meta'):`; loading weights is not needed."
-        raise ConfigError.about("model", "on the meta device", f"a model whose {real[0]} has values", remedy)
+        fix = "Build it inside `with torch.device('meta'):`; loading weights is not needed."
+        raise ConfigError.about("model", "on the meta device", f"a model whose {real[0]} has values", fix)
