@@ -8,6 +8,7 @@ ShapeError.about(argument, expected, got, fix)``, which keeps the four parts of 
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -232,3 +233,37 @@ def _ranges(numbers: list[int]) -> str:
     breaks = [0, *(place for place, (one, two) in enumerate(pairwise(numbers), 1) if two != one + 1), len(numbers)]
     runs = [(numbers[start], numbers[end - 1]) for start, end in pairwise(breaks)]
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def known_names(where: str, options: Sequence[str] = ()) -> Callable[[Callable[P, ReturnT]], Callable[P, ReturnT]]:
+    """Answer keywords that a function does not have with a ConfigError that names the nearest; keep the signature.
+
+    Args:
+        where: the function's name in messages.
+        options: names that belong into its argument `config`, where a message says so.
+    """
+
+    def decorate(function: Callable[P, ReturnT]) -> Callable[P, ReturnT]:
+        known = list(inspect.signature(function).parameters)
+
+        @functools.wraps(function)
+        def call(*args: P.args, **named: P.kwargs) -> ReturnT:
+            for name in named:
+                if name not in known:
+                    raise _unknown(where, name, named[name], known, options)
+            return function(*args, **named)
+
+        return call
+
+    return decorate
+
+
+def _unknown(where: str, name: str, value: Any, known: list[str], options: Sequence[str]) -> ConfigError:
+    shown = [option for option in known if option not in ("self", "model")]
+    hint = nearest(name, [*shown, *options])
+    if name in options:
+        hint = f" It is an option of the configuration: {where}(model, {{{name!r}: {value!r}}})."
+    elif any(repr(option) in hint for option in options):
+        hint += f" That is an option of the configuration, which is passed as config={{...}} to {where}."
+    expected = f"one of {', '.join(shown)}" if len(shown) < 20 else f"a field of {where}"
+    return ConfigError.about("argument name", expected, repr(name), f"Remove or rename it.{hint}").named(where)

@@ -23,7 +23,7 @@ from hf_neuron_moe.errors import ConfigError, ConversionError, NothingToPatchErr
 if TYPE_CHECKING:
     from torch import nn
 
-    from hf_neuron_moe.training.estimate import TrainingEstimate
+    from hf_neuron_moe.training.memory_estimate import TrainingEstimate
 
 _TORCH_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
@@ -69,7 +69,7 @@ def estimate(
     import torch
 
     from hf_neuron_moe.convert.assign import build_meta_model
-    from hf_neuron_moe.training.estimate import estimate_training
+    from hf_neuron_moe.training.memory_estimate import estimate_training
 
     quiet_transformers()
     with model_folder(model_dir) as folder:

@@ -25,17 +25,12 @@ from hf_neuron_moe.modules.state_dict import in_one_place
 
 @dataclass
 class Group:
-    """On-disk tensors that are converted together.
+    """On-disk tensors that are converted together."""
 
-    Attributes:
-        target: in-memory name of the (first) result.
-        converter: transformers' converter, None where the tensor is only renamed.
-        sources: on-disk name to the converter's pattern that matched it, in conversion order.
-    """
-
-    target: str
-    converter: Any
+    target: str  # in-memory name of the (first) result
+    converter: Any  # transformers' converter, None where the tensor is only renamed
     sources: dict[str, str | None] = field(default_factory=dict)
+    """On-disk name to the converter's pattern that matched it, in conversion order."""
 
 
 class StockView:
@@ -59,19 +54,12 @@ class StockView:
 
 @dataclass
 class NameMap:
-    """Between a model's in-memory state dict and its on-disk form.
+    """Between a model's in-memory state dict and its on-disk form."""
 
-    Attributes:
-        view: what conversions see of the model.
-        in_memory: in-memory name to meta tensor.
-        on_disk: on-disk name to meta tensor.
-        groups: the conversions that change a name or a tensor.
-    """
-
-    view: StockView
-    in_memory: dict[str, Tensor]
-    on_disk: dict[str, Tensor]
-    groups: list[Group]
+    view: StockView  # what conversions see of the model
+    in_memory: dict[str, Tensor]  # in-memory name to meta tensor
+    on_disk: dict[str, Tensor]  # on-disk name to meta tensor
+    groups: list[Group]  # the conversions that change a name or a tensor
 
     @classmethod
     def of(cls, model: Any, in_memory: dict[str, Tensor], conversions: list[Any]) -> NameMap:
@@ -228,11 +216,6 @@ def remove(modules: list[nn.Module]) -> None:
             del module._load_state_dict_pre_hooks[key]
 
 
-def hooked_models(model: nn.Module) -> list[nn.Module]:
-    """Return the outermost transformers models in `model` that have the pre-hook."""
-    return [module for module in _roots(model) if _hook_ids(module)]
-
-
 def unhooked_models(model: nn.Module) -> list[nn.Module]:
     """Return the outermost transformers models in `model` that do not have the pre-hook."""
     return [module for module in _roots(model) if not _hook_ids(module)]
@@ -255,3 +238,17 @@ def _roots(model: nn.Module) -> list[nn.Module]:
 def _hook_ids(module: nn.Module) -> list[int]:
     hooks = module._load_state_dict_pre_hooks.items()
     return [key for key, wrapped in hooks if getattr(wrapped, "hook", None) is convert_checkpoint_names]
+
+
+def enable_moe_resume(model: nn.Module) -> None:
+    """Make ``load_state_dict`` of the transformers models in `model` read their checkpoint files, as resuming does.
+
+    ``patch_model`` does this; here it is for models that are not patched, or not yet. Keys under in-memory names load
+    as before. Calling it again changes nothing.
+    """
+    install(unhooked_models(model))
+
+
+def disable_moe_resume(model: nn.Module) -> None:
+    """Undo :func:`enable_moe_resume` on the model given to it; one without the hook is left as it is."""
+    remove(_roots(model))

@@ -52,12 +52,7 @@ def unwatch(model: nn.Module) -> None:
 
 
 def check_before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Compare what the groups say about their state with the parameters as they are, and bring it up to date.
-
-    Raises:
-        UnsupportedModelError: a parameter's state was saved in another layout, or the optimizer was made before the
-            patch and holds parameters that it replaced; no parameter has been changed.
-    """
+    """Compare what the groups say about their state with the parameters as they are, and bring it up to date."""
     if torch.compiler.is_compiling():
         return
     replaced = [
@@ -67,7 +62,13 @@ def check_before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if param.requires_grad and REPLACED in param.__dict__
     ]
     if replaced:
-        raise _made_before(replaced)
+        raise UnsupportedModelError.about(
+            "the optimizer",
+            "made after patch_model(..., weights='kernel'), of the patched model's parameters",
+            f"one with {len(replaced)} that the patch replaced, such as {replaced[0]}, which would never be trained",
+            "Patch the model before the optimizer (or the Trainer) is made, or use weights='stock'. This step "
+            "changed no parameter.",
+        ).named("optimizer.step")
     kernel = {id(param): name for name, param in kernel_layout_parameters()}
     for group in optimizer.param_groups:
         now = [index for index, param in enumerate(group["params"]) if id(param) in kernel]
@@ -97,16 +98,6 @@ def _is_of_other_layout(param: Tensor, state: Any, *, marked: bool) -> bool:
 def _name_of(param: Tensor) -> str:
     names = (name for model in _watched for name, other in model.named_parameters() if other is param)
     return next(names, "a parameter that is not in a patched model")
-
-
-def _made_before(names: list[str]) -> UnsupportedModelError:
-    return UnsupportedModelError.about(
-        "the optimizer",
-        "made after patch_model(..., weights='kernel'), of the patched model's parameters",
-        f"one with {len(names)} that the patch replaced, such as {names[0]}, which would never be trained",
-        "Patch the model before the optimizer (or the Trainer) is made, or use weights='stock'. This step "
-        "changed no parameter.",
-    ).named("optimizer.step")
 
 
 def _other_layout(name: str, is_kernel: bool) -> UnsupportedModelError:

@@ -17,7 +17,7 @@ from hf_neuron_moe.activation_policy import (
     keep_strings,
 )
 from hf_neuron_moe.config import NeuronMoEConfig
-from hf_neuron_moe.errors import ConfigError, public
+from hf_neuron_moe.errors import ConfigError
 from hf_neuron_moe.modules.saved_bytes import (
     SavedBlock,
     recomputed_flops,
@@ -33,32 +33,16 @@ from hf_neuron_moe.patching.report import PatchEntry
 
 @dataclass(frozen=True)
 class PlannedBlock:
-    """A block that is to get a policy.
-
-    Attributes:
-        names: its names in the model.
-        shape: its sizes.
-    """
+    """A block that is to get a policy."""
 
     names: tuple[str, ...]
     shape: SavedBlock
 
 
-@public("patch_model")
 def with_policies(
     plan: Sequence[PlanItem], entries: Sequence[PatchEntry], config: NeuronMoEConfig, known: Sequence[Sequence[str]]
 ) -> tuple[list[PlanItem], tuple[PatchEntry, ...]]:
-    """Give every planned block its own policy, and say so in its entry.
-
-    Args:
-        plan: the blocks to be patched.
-        entries: the report's entries.
-        config: the configuration as asked for.
-        known: the names of every block of the model.
-
-    Raises:
-        ConfigError: see :func:`resolve`.
-    """
+    """Give every planned block its own policy, and say so in its entry; `known` are the names of every block."""
     blocks = [PlannedBlock((item.candidate.name, *item.candidate.aliases), _shape(item)) for item in plan]
     own = resolve(config.activations, blocks, known)
     resolved = [
@@ -98,9 +82,6 @@ def resolve(
         activations: what was asked for.
         blocks: the blocks to be patched.
         known: the names of every block of the model, for globs.
-
-    Raises:
-        ConfigError: a glob matches nothing, two match one block, or a budget is below what recomputation keeps.
     """
     if isinstance(activations, ActivationBudget):
         return _solve(activations, blocks)

@@ -24,17 +24,11 @@ def is_patched(model: nn.Module) -> bool:
     return any(isinstance(module, NeuronBlock) for module in model.modules())
 
 
-def refuse_sharded_kernel_home(model: nn.Module) -> None:
+def refuse_sharded_kernel_layout(model: nn.Module) -> None:
     """Refuse weights in the kernels' layout where FSDP is to shard them.
 
     torch's distributed state dicts go by the names and shapes of parameters, which are not the stock ones there: such a
     run may train, and fails or loads transposed weights when it saves and resumes.
-
-    Args:
-        model: a patched model, before it is sharded.
-
-    Raises:
-        ConfigError: a block owns its weights in the kernels' layout.
     """
     for name, module in model.named_modules():
         if isinstance(module, KernelLayoutMixin):
@@ -47,14 +41,7 @@ def refuse_sharded_kernel_home(model: nn.Module) -> None:
 
 
 def refuse_unsavable_adapters(model: nn.Module) -> None:
-    """Refuse, before a step is lost, to train adapters that cannot be saved: those on dense blocks in kernel layout.
-
-    Args:
-        model: a patched model, possibly in peft's wrapper.
-
-    Raises:
-        UnsupportedModelError: there are such adapters.
-    """
+    """Refuse, before a step is lost, to train adapters that cannot be saved: those on dense blocks in kernel layout."""
     for name, module in model.named_modules():
         if isinstance(module, KernelLayoutSwiGLUMLP):
             module.refuse_adapters(name)
@@ -73,20 +60,8 @@ def patch_for_training(
     """Patch `model` unless that would take parameters away from an optimizer that has them already.
 
     A model that is patched with the same arguments stays as it is. So does one that was loaded with frozen MX blocks,
-    which has nothing to patch and computes with the codes it was loaded with.
-
-    Args:
-        model: the model to train, possibly in peft's wrapper.
-        config: as for :func:`hf_neuron_moe.patch_model`, like the options that follow.
-        optimizer: the optimizer, where it exists already.
-        include: globs.
-        exclude: globs.
-        strict: whether blocks that cannot be patched are refused.
-
-    Raises:
-        UnsupportedModelError: the model cannot be patched, is patched with another configuration, or the optimizer
-            would go on with parameters that the model does not have any more; the model is as it was.
-        NothingToPatchError, ConfigError, BackendUnavailableError: as ``patch_model`` says.
+    which has nothing to patch and computes with the codes it was loaded with. An error leaves the model as it was.
+    `optimizer` is None where it does not exist yet; the other arguments are those of ``patch_model``.
     """
     unpatched = not any(True for _ in states(model))
     if unpatched and any(isinstance(module, FrozenBlock) for module in model.modules()):

@@ -50,29 +50,21 @@ _RESULT: dict[str, Any] = {_TOPK: torch.return_types.topk, _MAX: torch.return_ty
 
 @dataclass
 class Decision:
-    """What one call chose.
+    """What one call chose."""
 
-    Attributes:
-        kind: ``"topk"``, ``"max"`` or ``"argmax"``.
-        indices: chosen positions along the dimension, as the call returned them, in the smallest integer type.
-    """
-
-    kind: str
-    indices: Tensor
+    kind: str  # ``"topk"``, ``"max"`` or ``"argmax"``
+    indices: Tensor  # chosen positions along the dimension, as the call returned them, in the smallest integer type
 
 
 @dataclass
 class ReplayStats:
-    """How often replay was needed.
-
-    Attributes:
-        decisions: rows decided in recomputations. A token makes one per ``topk`` of its router: one in most families,
-            several in group-limited ones.
-        changed: those of them that would have chosen another set without replay, per device.
-    """
+    """How often replay was needed."""
 
     decisions: int = 0
+    """Rows decided in recomputations. A token makes one per ``topk`` of its router: one in most families, several in
+    group-limited ones."""
     changed: dict[torch.device, Tensor] = field(default_factory=dict)
+    """Those of them that would have chosen another set without replay, per device."""
 
     def add(self, kept: Tensor, fresh: Tensor, dim: int) -> None:
         """Compare what was kept with what a recomputation would have chosen along `dim`; no synchronization."""
@@ -175,7 +167,13 @@ class _Replaying(_Deciding):
         kept = self.decisions[self.next] if self.next < len(self.decisions) else None
         self.next += 1
         if kept is None or kept.kind != kind or not _fits(kept.indices, scores, dim, kind):
-            raise _other_decision(self.next, kept, kind, scores)
+            first = f"{kept.kind} with indices of shape {tuple(kept.indices.shape)}" if kept else "absent"
+            raise RoutingReplayError.about(
+                f"decision {self.next} of the recomputation",
+                f"the one of the first run ({first})",
+                f"{kind} of scores of shape {tuple(scores.shape)}",
+                "A checkpointed function must do the same in every run: look for state that the first run changed.",
+            ).named("replay_routing")
         if self.stats is not None:
             flat = kept.indices.ndim < scores.ndim
             if flat:
@@ -212,16 +210,6 @@ def _fits(indices: Tensor, scores: Tensor, dim: int, kind: str) -> bool:
     return indices.shape[:dim] + indices.shape[dim + 1 :] == rows and indices.shape[dim] <= scores.shape[dim]
 
 
-def _other_decision(number: int, kept: Decision | None, kind: str, scores: Tensor) -> RoutingReplayError:
-    first = f"{kept.kind} with indices of shape {tuple(kept.indices.shape)}" if kept else "absent"
-    return RoutingReplayError.about(
-        f"decision {number} of the recomputation",
-        f"the one of the first run ({first})",
-        f"{kind} of scores of shape {tuple(scores.shape)}",
-        "A checkpointed function must do the same in every run: look for state that the first run changed.",
-    ).named("replay_routing")
-
-
 class _Replayed:
     """A function that records in its first run and replays in the later ones."""
 
@@ -249,15 +237,13 @@ def replay_routing(function: Callable[..., Any], stats: ReplayStats | None = Non
     Make a new one for every call: ``checkpoint(replay_routing(layer), hidden, use_reentrant=False)``. Association and
     lifetime follow from that: the checkpoint holds the function, and the function holds what its first run chose. Works
     for reentrant and non-reentrant checkpoints, nested ones, several forwards before a backward and repeated backwards.
+    A recomputation whose decisions are of another kind or shape than the first run's raises
+    :class:`~hf_neuron_moe.errors.RoutingReplayError`.
 
     Args:
         function: what is checkpointed.
         stats: where to count decisions that would have changed. Leave it out together with a selective checkpoint's
             ``context_fn``, which accepts no operation in the recomputation that the first run did not have.
-
-    Returns:
-        A callable with the arguments of `function`. A recomputation whose decisions are of another kind or shape than
-        the first run's raises :class:`~hf_neuron_moe.errors.RoutingReplayError`.
     """
     return _Replayed(function, stats)
 
@@ -265,10 +251,8 @@ def replay_routing(function: Callable[..., Any], stats: ReplayStats | None = Non
 def replay_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """The same as a ``context_fn`` of non-reentrant checkpoints, where only the checkpoint's options can be set.
 
-    ``checkpoint(layer, hidden, use_reentrant=False, context_fn=replay_contexts)``
-
-    Returns:
-        The context of the forward and that of its recomputations.
+    ``checkpoint(layer, hidden, use_reentrant=False, context_fn=replay_contexts)``. Returned are the context of the
+    forward and that of its recomputations.
     """
     decisions: list[Decision] = []
     return _Recording(decisions), _Replaying(decisions, None)
@@ -277,14 +261,10 @@ def replay_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManag
 class ReplayingCheckpoint:
     """A checkpoint function whose recomputations keep the routing, to be used wherever one can be given.
 
-    For example ``checkpoint_wrapper(layer, checkpoint_fn=ReplayingCheckpoint(), use_reentrant=False)``.
-
-    Args:
-        inner: ``torch.utils.checkpoint.checkpoint`` or one with its signature.
-
-    Attributes:
-        stats: decisions in recomputations, and how many would have changed. Not counted where the checkpoint has a
-            ``context_fn``: a selective checkpoint accepts no operation that the first run did not have.
+    For example ``checkpoint_wrapper(layer, checkpoint_fn=ReplayingCheckpoint(), use_reentrant=False)``. `inner` has
+    the signature of ``torch.utils.checkpoint.checkpoint``. Its ``stats`` count decisions in recomputations, and how
+    many would have changed; not where the checkpoint has a ``context_fn``: a selective checkpoint accepts no operation
+    that the first run did not have.
     """
 
     def __init__(self, inner: Callable[..., Any] = checkpoint) -> None:
@@ -295,9 +275,6 @@ class ReplayingCheckpoint:
         """Call `inner` with `function` made to replay; without gradients nothing is recomputed, or recorded."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return self.inner(function, *args, **kwargs)
-        selective = "context_fn" in kwargs or "context_fn" in _bound_options(self.inner)
+        bound = self.inner.keywords if isinstance(self.inner, functools.partial) else {}
+        selective = "context_fn" in kwargs or "context_fn" in bound
         return self.inner(replay_routing(function, None if selective else self.stats), *args, **kwargs)
-
-
-def _bound_options(function: Callable[..., Any]) -> dict[str, Any]:
-    return function.keywords if isinstance(function, functools.partial) else {}

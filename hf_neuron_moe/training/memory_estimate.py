@@ -19,33 +19,24 @@ from hf_neuron_moe.config import MOST_RANK, MOST_TOKENS, OPTIMIZERS, NeuronMoECo
 from hf_neuron_moe.errors import BackendUnavailableError, ConfigError, NothingToPatchError, nearest, public
 from hf_neuron_moe.patching import patch_model, unpatch_model
 from hf_neuron_moe.training.fake_forward import fake_saved_activations
-from hf_neuron_moe.training.saved_ledger import SavedActivations
 
-_WHERE = "estimate_training"
 STOCK = "stock"
 _STEP_BYTES = 4
 
 
 @dataclass(frozen=True)
 class PolicyEstimate:
-    """Saved activations of one policy, in bytes, and the step's sum.
+    """Saved activations of one policy, in bytes, and the step's sum."""
 
-    Attributes:
-        name: the policy as it was asked for, or ``"stock"`` for the unpatched model.
-        saved_blocks: kept by the blocks that are patched (or would be), their inputs included. Under gradient
-            checkpointing: by those of the layer that is recomputed at the peak; 0 where the peak is before the first
-            recomputation.
-        saved_rest: kept by the rest of the model. Under gradient checkpointing: the layers' inputs, and the rest of the
-            layer that is recomputed at the peak, or what lies outside of the layers.
-        blocks_bytes_per_token: what the blocks keep per token without gradient checkpointing.
-        total: parameters, buffers, gradients, optimizer states and saved activations.
-    """
-
-    name: str
+    name: str  # the policy as it was asked for, or ``"stock"`` for the unpatched model
     saved_blocks: int
+    """Kept by the blocks that are patched (or would be), their inputs included. Under gradient checkpointing: by those
+    of the layer that is recomputed at the peak; 0 where the peak is before the first recomputation."""
     saved_rest: int
-    blocks_bytes_per_token: float
-    total: int
+    """Kept by the rest of the model. Under gradient checkpointing: the layers' inputs, and the rest of the layer that
+    is recomputed at the peak, or what lies outside of the layers."""
+    blocks_bytes_per_token: float  # what the blocks keep per token without gradient checkpointing
+    total: int  # parameters, buffers, gradients, optimizer states and saved activations
 
     @property
     def saved(self) -> int:
@@ -55,37 +46,23 @@ class PolicyEstimate:
 
 @dataclass(frozen=True)
 class TrainingEstimate:
-    """Result of :func:`estimate_training`; all sizes in bytes.
+    """Result of :func:`estimate_training`; all sizes in bytes."""
 
-    Attributes:
-        parameters: number of parameters, adapters included.
-        trainable: number of those that are trained.
-        parameter_bytes: bytes of parameters and buffers, tied ones once.
-        gradient_bytes: one gradient per trained parameter, in its dtype.
-        optimizer_bytes: the optimizer's states.
-        batch: sequences per step and device.
-        length: tokens per sequence.
-        optimizer: its name.
-        gradient_checkpointing: whether every layer is recomputed.
-        lora_rank: rank of the adapters; 0 trains everything.
-        patched: blocks that are patched.
-        policies: one entry per policy, then the stock model's, which is alone if no block can be patched.
-        refused: why, of the policies that the model's blocks cannot have, such as a budget below what they need.
-    """
-
-    parameters: int
-    trainable: int
-    parameter_bytes: int
-    gradient_bytes: int
+    parameters: int  # number of parameters, adapters included
+    trainable: int  # number of those that are trained
+    parameter_bytes: int  # bytes of parameters and buffers, tied ones once
+    gradient_bytes: int  # one gradient per trained parameter, in its dtype
     optimizer_bytes: int
-    batch: int
-    length: int
+    batch: int  # sequences per step and device
+    length: int  # tokens per sequence
     optimizer: str
-    gradient_checkpointing: bool
-    lora_rank: int
-    patched: int
+    gradient_checkpointing: bool  # whether every layer is recomputed
+    lora_rank: int  # rank of the adapters; 0 trains everything
+    patched: int  # blocks that are patched
     policies: tuple[PolicyEstimate, ...]
+    """One entry per policy, then the stock model's, which is alone if no block can be patched."""
     refused: Mapping[str, str] = field(default_factory=dict)
+    """Why, of the policies that the model's blocks cannot have, such as a budget below what they need."""
 
     @property
     def tokens(self) -> int:
@@ -98,6 +75,7 @@ class TrainingEstimate:
         return asdict(self) | {"tokens": self.tokens, "policies": policies}
 
 
+@public
 def estimate_training(
     model: nn.Module,
     configs: Mapping[str, NeuronMoEConfig],
@@ -128,13 +106,9 @@ def estimate_training(
             two: the layers' inputs and what lies outside of the layers (last norm, head, loss), when the backward
             begins; or the layers' inputs and one recomputed layer. Head and loss are gone before a layer is recomputed.
 
-    Returns:
-        The estimate, in bytes.
-
     Raises:
         ConfigError: an option is outside its set, `model` is not on the meta device, or all policies are refused.
         BackendUnavailableError: adapters are asked for and peft is not installed.
-        UnsupportedModelError, ShapeError: the model as a whole cannot be patched, or takes no such batch.
     """
     _check(model, configs, batch, length, optimizer, lora_rank)
     names, refused = _patched_names(model, configs)
@@ -151,7 +125,11 @@ def estimate_training(
     def entry(name: str) -> PolicyEstimate:
         modules = [inner.get_submodule(block) for block in names]
         counted = fake_saved_activations(model, modules, batch=batch, length=length)
-        return _policy(name, counted, batch * length, sum(fixed.values()), gradient_checkpointing)
+        blocks, saved = counted.blocks, counted.total
+        if gradient_checkpointing:
+            blocks, saved = counted.checkpointed_blocks, counted.checkpointed
+        per_token = counted.blocks / (batch * length)
+        return PolicyEstimate(name, blocks, saved - blocks, per_token, sum(fixed.values()) + saved)
 
     policies = []
     for name, config in configs.items() if names else ():
@@ -188,12 +166,10 @@ def nbytes(tensors: Iterable[Tensor]) -> int:
 
 
 def optimizer_bytes(parameters: Iterable[Tensor], optimizer: str) -> int:
-    """Return the bytes of an optimizer's states for these parameters after its first step.
+    """Return the bytes of an optimizer's states for the trained parameters after its first step.
 
-    Args:
-        parameters: those that are trained.
-        optimizer: one of :data:`OPTIMIZERS`. AdamW is torch's (two moments in the parameter's dtype and a step count),
-            Adafactor transformers' (one mean over rows and one over columns, in fp32; vectors in full).
+    AdamW is torch's (two moments in the parameter's dtype and a step count), Adafactor transformers' (one mean over
+    rows and one over columns, in fp32; vectors in full).
     """
     if optimizer == "sgd":
         return 0
@@ -209,24 +185,10 @@ def _adafactor_elements(shape: Iterable[int]) -> int:
     return math.prod(sizes[:-1]) + math.prod([*sizes[:-2], sizes[-1]])
 
 
-def _policy(name: str, counted: SavedActivations, tokens: int, fixed_bytes: int, checkpointing: bool) -> PolicyEstimate:
-    blocks, saved = counted.blocks, counted.total
-    if checkpointing:
-        blocks, saved = counted.checkpointed_blocks, counted.checkpointed
-    return PolicyEstimate(name, blocks, saved - blocks, counted.blocks / tokens, fixed_bytes + saved)
-
-
 def _patched_names(
     model: nn.Module, configs: Mapping[str, NeuronMoEConfig]
 ) -> tuple[list[str], dict[str, ConfigError]]:
-    """Names of the blocks that are patched, none where the model has no such blocks.
-
-    Returns:
-        The names, and the configurations that were refused before one was taken.
-
-    Raises:
-        ConfigError: the first refusal, where all are refused.
-    """
+    """Names of the blocks that are patched, and the configurations that were refused before one was taken."""
     refused: dict[str, ConfigError] = {}
     for name, config in configs.items():
         try:
@@ -241,7 +203,6 @@ def _patched_names(
     raise next(iter(refused.values()))
 
 
-@public(_WHERE)
 def _with_adapters(model: nn.Module, blocks: list[str], rank: int) -> nn.Module:
     """Put LoRA adapters on the linear layers outside of the blocks and the head, with peft itself."""
     try:
@@ -266,20 +227,18 @@ def _check(
     limits = (("batch", batch, 1, MOST_TOKENS), ("length", length, 1, MOST_TOKENS), ("lora_rank", rank, 0, MOST_RANK))
     for argument, value, least, most in limits:
         if type(value) is not int or not least <= value <= most:
-            raise _bad(argument, f"an integer from {least} to {most:,}", repr(value), "Correct it.")
+            raise ConfigError.about(argument, f"an integer from {least} to {most:,}", repr(value), "Correct it.")
     if batch * length > MOST_TOKENS:
-        raise _bad("batch * length", f"at most {MOST_TOKENS:,} tokens", f"{batch * length:,}", "Take fewer.")
+        expected = f"at most {MOST_TOKENS:,} tokens"
+        raise ConfigError.about("batch * length", expected, f"{batch * length:,}", "Take fewer.")
     if optimizer not in OPTIMIZERS:
-        hint = nearest(str(optimizer), list(OPTIMIZERS))
-        raise _bad("optimizer", f"one of {', '.join(OPTIMIZERS)}", repr(optimizer), f"Choose one of these.{hint}")
+        fix = f"Choose one of these.{nearest(str(optimizer), list(OPTIMIZERS))}"
+        raise ConfigError.about("optimizer", f"one of {', '.join(OPTIMIZERS)}", repr(optimizer), fix)
     if not configs or STOCK in configs:
-        remedy = "Name the configurations after their policies; the stock model is always estimated too."
-        raise _bad("configs", f"at least one configuration, none of them named {STOCK!r}", repr(dict(configs)), remedy)
+        expected = f"at least one configuration, none of them named {STOCK!r}"
+        fix = "Name the configurations after their policies; the stock model is always estimated too."
+        raise ConfigError.about("configs", expected, repr(dict(configs)), fix)
     real = [name for name, param in model.named_parameters() if not param.is_meta]
     if real:
-        remedy = "Build it inside `with torch.device('meta'):`; loading weights is not needed."
-        raise _bad("model", "on the meta device", f"a model whose {real[0]} has values", remedy)
-
-
-def _bad(argument: str, expected: str, got: str, remedy: str) -> ConfigError:
-    return ConfigError.about(argument, expected, got, remedy).named(_WHERE)
+        fix = "Build it inside `with torch.device('meta'):`; loading weights is not needed."
+        raise ConfigError.about("model", "on the meta device", f"a model whose {real[0]} has values", fix)

@@ -1,4 +1,4 @@
-"""Gives a patched model's activation checkpoints the replay of :mod:`hf_neuron_moe.modules.routing_replay`.
+"""Gives a patched model's activation checkpoints the replay of :mod:`hf_neuron_moe.patching.routing_replay`.
 
 transformers hands one checkpoint function to all layers in ``_set_gradient_checkpointing``, whenever checkpointing is
 switched on: by the user, by the Trainer, through peft's wrapper. While a model is patched, an attribute of the instance
@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_neuron_moe.modules.routing_replay import ReplayingCheckpoint, ReplayStats
+from hf_neuron_moe.patching.routing_replay import ReplayingCheckpoint, ReplayStats
 
 _SETTER = "_set_gradient_checkpointing"
 _FUNCTION = "_gradient_checkpointing_func"

@@ -19,9 +19,6 @@ def plan_item(candidate: Candidate, config: NeuronMoEConfig) -> PlanItem:
 
     Where the backend does not support it, the item carries the reason: as `refusal`, or, with ``fallback="torch"``, as
     `fallback`, and PyTorch is its backend.
-
-    Raises:
-        BackendUnavailableError: the backend cannot run here.
     """
     backend = resolve_backend(config.backend, _device(candidate))
     kernels = get_backend(backend)
