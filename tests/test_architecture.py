@@ -6,8 +6,14 @@ import ast
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+
+from hf_neuron_moe import patch_model
+from hf_neuron_moe.backends.torch import compute
+from tests.tiny_models import tiny_model
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
@@ -75,3 +81,28 @@ def test_config_is_reachable_without_torch_and_unknown_names_are_attribute_error
         "assert not hasattr(package, 'patch_modell')\n"
     )
     subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=PACKAGE_DIR.parent)
+
+
+def test_a_value_goes_through_the_files_of_the_documentation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files that a training forward with fp32 products enters; others lie behind one call each."""
+    monkeypatch.setattr(compute, "bf16_matmul_is_fast", lambda *_: False)
+    model = tiny_model("mixtral").to(torch.bfloat16).train()
+    patch_model(model, {"precision": "bf16"})
+    block = model.model.layers[0].mlp.experts
+    hidden, weights = torch.randn(64, block.down_proj.shape[1]).bfloat16().requires_grad_(), torch.full((64, 2), 0.5)
+    index = torch.stack([torch.arange(64) % 2, 2 + torch.arange(64) % 2], 1)
+    entered: dict[str, None] = {}
+
+    def profile(frame: Any, event: str, _: Any) -> None:
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(PACKAGE_DIR):
+            entered.setdefault(path.relative_to(PACKAGE_DIR).as_posix())
+
+    sys.setprofile(profile)
+    try:
+        block(hidden, index, weights)
+    finally:
+        sys.setprofile(None)
+    walk = code_figures.walk_of(code_figures.ROOT)
+    assert [name for name in entered if name in walk][:4] == walk[:4]
+    assert set(walk) <= entered.keys()

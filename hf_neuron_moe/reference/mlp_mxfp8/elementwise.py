@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_neuron_moe.backends.torch.compute import Scratch
-from hf_neuron_moe.reference.mlp_mxfp8.tiles import Tile, row_tiles
+from hf_neuron_moe.reference.mlp_mxfp8.product_tiles import Tile, row_tiles
 from hf_neuron_moe.reference.moe_types import ClampLimits
 
 _ELEMENTWISE_ROWS = 64

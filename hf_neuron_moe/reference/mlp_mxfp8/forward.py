@@ -30,8 +30,8 @@ from hf_neuron_moe.reference.mlp_mxfp8.operand_checks import (
     describe,
     scale_rule,
 )
+from hf_neuron_moe.reference.mlp_mxfp8.product_tiles import gate_up_tiles, product_tiles
 from hf_neuron_moe.reference.mlp_mxfp8.results import MLPForward
-from hf_neuron_moe.reference.mlp_mxfp8.tiles import gate_up_tiles, product_tiles
 
 _SAVES = ("save_gate_pre", "save_gate_act", "save_up", "save_hidden")
 

@@ -27,7 +27,7 @@ from hf_neuron_moe.reference.described_operand import TensorDescriptor
 from hf_neuron_moe.reference.mlp_mxfp8.elementwise import Phase1Elementwise
 from hf_neuron_moe.reference.mlp_mxfp8.matmul_config import MatmulMxfp8KernelConfig, check_config
 from hf_neuron_moe.reference.mlp_mxfp8.operand_checks import STORED, Call, Pair, StepCall, check_logical
-from hf_neuron_moe.reference.mlp_mxfp8.tiles import product_tiles
+from hf_neuron_moe.reference.mlp_mxfp8.product_tiles import product_tiles
 from hf_neuron_moe.reference.moe_types import ClampLimits
 
 

@@ -25,7 +25,7 @@ from hf_neuron_moe.reference.mlp_mxfp8.matmul_config import (
     check_shared_hidden_tiles,
 )
 from hf_neuron_moe.reference.mlp_mxfp8.operand_checks import BF16, Call, StepCall
-from hf_neuron_moe.reference.mlp_mxfp8.tiles import gate_up_tiles, row_tiles
+from hf_neuron_moe.reference.mlp_mxfp8.product_tiles import gate_up_tiles, row_tiles
 from hf_neuron_moe.reference.moe_types import ClampLimits
 
 _STEP_ELEMENTS = 1 << 18
