@@ -141,4 +141,5 @@ def compute_fused_gate_up_down_mxfp8(
     output = step.buffer("output_td", (tokens, hidden_size), "[S, H]", (dtype,))
     saves = ("save_gate_pre_td", "save_gate_act_td", "save_up_td")
     saved = [step.buffer(name, square, "[S, I]", STORED) if step.call[name] is not None else None for name in saves]
+    step.launch()
     run_forward(operands, intermediate, output, ForwardBuffers(*saved), rows)

@@ -181,7 +181,7 @@ class Pair(NamedTuple):
 
 
 class StepCall:
-    """One call of a documented step: its launch is checked and recorded, its arguments are checked when asked for.
+    """One call of a documented step: its arguments are checked when asked for, its launch is recorded after that.
 
     Args:
         kernel: name of the function.
@@ -195,12 +195,15 @@ class StepCall:
         self.lnc2: bool = call["run_with_lnc2"]
         self.lone_384: bool = call.get("lone_384", lone_384)
         self.rule = scale_rule(call.get("mx_scale_rule", ScaleRule.NEURON))
-        options = scheduling(call)
+        self._launch = kernel, scheduling(call)
         check_flags({"lone_384": self.lone_384})
         check_options(call.get("clamp_limits"))
         if bf16 is not None and call["dtype"] != torch.bfloat16:
             raise ConfigError.about("dtype", bf16[0], str(call["dtype"]), bf16[1])
-        note_launch(kernel, options)
+
+    def launch(self) -> None:
+        """Record the launch: every check is done."""
+        note_launch(*self._launch)
 
     def operand(self, name: str) -> MXOperand:
         """Return the operand in argument `name`."""

@@ -86,6 +86,7 @@ def compute_phase1_down_proj_mm_grad_mxfp8(
     transposed = None if scratch_td is None else step.buffer("scratch_td", (both, tokens), "[2I, S]")
     rows = step.rows("s_base", tokens)
     check_config(config, (rows.stop - rows.start, pair.left.K, inner), argument="config")
+    step.launch()
     scratch = call_scratch(d_gate_up.device)
     with torch.no_grad():
         elementwise = Phase1Elementwise(gate_pre, gate_act, up, d_gate_up, clamp_limits or ClampLimits(), scratch)
@@ -219,6 +220,7 @@ def _fill(step: StepCall, out: str, names: str, pairs: Sequence[Pair], rows: sli
     target = step.buffer(out, (left.F, right.F), names, STORED)
     share = left.F // 2 if step.lnc2 else left.F
     check_config(step.call["config"], (share, left.K, right.F), argument="config")
+    step.launch()
     with torch.no_grad():
         for tile in product_tiles(pairs, call_scratch(target.device), rows=rows, k_major=(left_k_major, True)):
             target[tile.rows, tile.columns].copy_(tile.values)

@@ -71,6 +71,7 @@ def recompute_gate_up_projection(
     for name, config in (("gate_config", gate_config), ("up_config", up_config)):
         check_config(config, size, argument=name)
     check_shared_hidden_tiles(gate_config or automatic, up_config or automatic, arguments=("gate_config", "up_config"))
+    step.launch()
     limits, scratch = clamp_limits or ClampLimits(), call_scratch(hidden_td.data.device)  # type: ignore[union-attr]
     with torch.no_grad():
         wanted = {"gate": gate_pre is not None, "up": up is not None}
@@ -224,7 +225,9 @@ def _elementwise(kernel: str, call: Call, target: str, *sources: str) -> tuple[l
     step = StepCall(kernel, call, _STORED)
     shape = call[target].logical_shape[::-1]
     tensors = [step.buffer(name, shape, "[S, I]") for name in (target, *sources)]
-    return row_tiles(step.rows("s_base_offset", shape[0]), max(1, _STEP_ELEMENTS // shape[1])), tensors
+    rows = step.rows("s_base_offset", shape[0])
+    step.launch()
+    return row_tiles(rows, max(1, _STEP_ELEMENTS // shape[1])), tensors
 
 
 def _clamp(values: Tensor, upper: float | None, lower: float | None) -> Tensor:
