@@ -327,7 +327,7 @@ def test_refusals_of_the_others() -> None:
         fp8_mul_forward(q1, s1, q2, s2, 16, 1)  # type: ignore[arg-type]
     with refused(ConfigError, "only_transposed"):
         fp8_division_transpose(g, 16, "E5M2", only_transposed=None)  # type: ignore[arg-type]
-    with refused(ConfigError, "stochastic", got="tensor(True)"):
+    with refused(ConfigError, "stochastic", got="a Tensor"):
         fp8_silu_backward(q1, s1, g, 16, "E5M2", stochastic=torch.tensor(True))  # type: ignore[arg-type]
     with refused(ShapeError, "QB", got="QB 48 for N 64"):
         fp8_division_transpose(g, 48, "E5M2")
