@@ -34,12 +34,12 @@ from torch import Tensor
 
 from benchmarks.blocks import CASES, Case, Progress, make_inputs, time_in_turns
 from benchmarks.setting import machine, restart_with_isa
+from hf_neuron_moe.formats.block_plan import build_block_plan, expert_mask, masked_affinities
 from hf_neuron_moe.formats.mx import quantize_mx
-from hf_neuron_moe.kernels.blockwise_mm_bwd import blockwise_mm_bwd
-from hf_neuron_moe.kernels.mlp_mxfp8 import mlp_backward_mxfp8, mlp_forward_mxfp8
-from hf_neuron_moe.kernels.moe_cte import moe_cte
-from hf_neuron_moe.kernels.moe_types import MoECTEImplementation, MoECTESpec, ShardOnIConfig
-from hf_neuron_moe.kernels.routing import build_block_plan, expert_mask, masked_affinities
+from hf_neuron_moe.kernels import mlp_backward_mxfp8, mlp_forward_mxfp8
+from hf_neuron_moe.reference.blockwise_mm_bwd import blockwise_mm_bwd
+from hf_neuron_moe.reference.moe_cte import moe_cte
+from hf_neuron_moe.reference.moe_types import MoECTEImplementation, MoECTESpec, ShardOnIConfig
 
 BLOCK = 256
 MLP = Case("mlp", 1024, 4096, 2048)

@@ -3,7 +3,7 @@
     python benchmarks/products.py --json out.json   # half a minute
     python benchmarks/products.py --isa avx2        # held to AVX2
 
-Where ``hf_neuron_moe/backends/torch/products.py`` leaves a product to torch, both do the same and the ratio
+Where ``hf_neuron_moe/backends/torch/cpu/matmul.py`` leaves a product to torch, both do the same and the ratio
 shows the measurement's noise. "first" is the first product of a shape, for which oneDNN generates code, of as many
 shapes as there are repeats.
 
@@ -34,7 +34,7 @@ from torch import Tensor
 
 from benchmarks.blocks import Progress, time_in_turns
 from benchmarks.setting import machine, restart_with_isa
-from hf_neuron_moe.backends.torch.products import matmul_into, matmul_over_rows_into, onednn_rule
+from hf_neuron_moe.backends.torch.cpu.matmul import matmul_into, matmul_over_rows_into, onednn_rule
 
 SHAPES = (
     (512, 512, 1792),

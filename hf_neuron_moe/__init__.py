@@ -14,7 +14,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from hf_neuron_moe._version import __version__
-from hf_neuron_moe.quantizers.registration import install as _register_quantizer
+from hf_neuron_moe.quantizers.register import install as _register_quantizer
 
 if TYPE_CHECKING:
     from hf_neuron_moe.activation_policy import ActivationBudget, ActivationPolicy

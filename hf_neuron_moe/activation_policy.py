@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from hf_neuron_moe.errors import ConfigError, nearest, refuse
+from hf_neuron_moe.errors import ConfigError, nearest, public
 
 CHECKPOINTS = ("gate_pre", "gate_act", "up", "intermediate")
 BF16_CHECKPOINTS = ("gate_pre", "up")
@@ -30,6 +30,7 @@ BF16_CHECKPOINTS = ("gate_pre", "up")
 PRESETS = ("full", "minimal", "fp8", "recompute")
 STORAGES = ("compute", "fp8")
 
+_HELP = "See help(hf_neuron_moe.NeuronMoEConfig)."
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _BUDGET = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)\s*/\s*([0-9]*)\s*tokens?\s*(\+\s*fp8)?\s*")
 
@@ -42,11 +43,18 @@ class Keep:
         names: which checkpoints are kept.
         fp8: whether gate_pre, up and the input are kept in FP8 groups instead of the compute dtype.
         whole_up: whether all columns of up are kept; without, the first :func:`kept_up_columns`.
+        text: the string itself.
     """
 
     names: frozenset[str] = frozenset()
     fp8: bool = False
     whole_up: bool = True
+    text: str = ""
+
+    @property
+    def backward(self) -> bool:
+        """Whether a backward may come."""
+        return bool(self.text)
 
     @property
     def keeps_input(self) -> bool:
@@ -61,12 +69,13 @@ class Keep:
 
 @functools.cache
 def parse_keep(keep: str) -> Keep:
-    """Read a canonical keep string; the empty one keeps nothing."""
+    """Read a canonical keep string; the empty one keeps nothing, for a backward that will not come."""
     if keep == "minimal":
-        return Keep(frozenset(BF16_CHECKPOINTS), whole_up=False)
+        return Keep(frozenset(BF16_CHECKPOINTS), whole_up=False, text=keep)
     if keep == "fp8":
-        return Keep(frozenset(BF16_CHECKPOINTS), fp8=True)
-    return Keep(frozenset(keep.split("+")) if keep not in ("", "recompute") else frozenset())
+        return Keep(frozenset(BF16_CHECKPOINTS), fp8=True, text=keep)
+    names = frozenset(keep.split("+")) if keep not in ("", "recompute") else frozenset[str]()
+    return Keep(names, text=keep)
 
 
 def kept_up_columns(intermediate: int) -> int:
@@ -80,27 +89,25 @@ def kept_up_columns(intermediate: int) -> int:
 
 @dataclass(frozen=True)
 class ActivationPolicy:
-    """Which checkpoints a block keeps, and how.
-
-    Attributes:
-        keep: names out of ``gate_pre``, ``gate_act``, ``up`` and ``intermediate``, or the name of a preset. What is
-            missing is computed again. The block's input and the routing are always kept.
-        storage: ``"compute"``: the dtype that the values have in the kernels (bf16; fp32 for ``precision="fp32"``);
-            ``"fp8"``: e4m3 in groups of 64 with one bf16 scale, gate_pre and up together, the input as well.
-        modules: exceptions: glob over module names -> preset name or policy. Globs are those of ``include`` and
-            ``exclude``; one that matches no block, and a block that two of them match, are refused. Held as sorted
-            pairs, so that a policy can be hashed.
-    """
+    """Which checkpoints a block keeps, and how."""
 
     keep: Any = ("gate_pre", "up")
+    """Names out of ``gate_pre``, ``gate_act``, ``up`` and ``intermediate``, or the name of a preset. What is missing is
+    computed again. The block's input and the routing are always kept."""
     storage: str = "compute"
+    """``"compute"``: the dtype that the values have in the kernels (bf16; fp32 for ``precision="fp32"``); ``"fp8"``:
+    e4m3 in groups of 64 with one bf16 scale, gate_pre and up together, the input as well."""
     modules: Any = ()
+    """Exceptions: glob over module names -> preset name or policy. Globs are those of ``include`` and ``exclude``; one
+    that matches no block, and a block that two of them match, are refused. Held as sorted pairs to be hashable."""
 
+    @public("ActivationPolicy")
     def __new__(cls, *args: Any, **options: Any) -> ActivationPolicy:
         """Refuse misspelt option names with the package's own error."""
-        _check_names(cls, options)
+        check_option_names(cls, options, _HELP)
         return super().__new__(cls)
 
+    @public("activations")
     def __post_init__(self) -> None:
         object.__setattr__(self, "keep", _checked_keep(self.keep))
         if self.storage not in STORAGES:
@@ -140,24 +147,20 @@ class ActivationBudget:
 
     The plan recomputes the fewest floating-point operations that the budget allows, and never exceeds it; for dozens of
     blocks of different sizes it may be near the fewest. It is lossless unless `allow_fp8`.
-
-    Attributes:
-        bytes_per_token: bytes per token of input, all patched blocks together.
-        total_bytes: instead of it, bytes for `tokens` tokens.
-        tokens: tokens of one forward pass (batch size times length), with `total_bytes`.
-        allow_fp8: whether the plan may use the preset ``"fp8"``, which loses something.
     """
 
-    bytes_per_token: float | None = None
-    total_bytes: float | None = None
-    tokens: int | None = None
-    allow_fp8: bool = False
+    bytes_per_token: float | None = None  # bytes per token of input, all patched blocks together
+    total_bytes: float | None = None  # instead of it, bytes for `tokens` tokens
+    tokens: int | None = None  # tokens of one forward pass (batch size times length), with `total_bytes`
+    allow_fp8: bool = False  # whether the plan may use the preset "fp8", which loses something
 
+    @public("ActivationBudget")
     def __new__(cls, *args: Any, **options: Any) -> ActivationBudget:
         """Refuse misspelt option names with the package's own error."""
-        _check_names(cls, options)
+        check_option_names(cls, options, _HELP)
         return super().__new__(cls)
 
+    @public("activations")
     def __post_init__(self) -> None:
         given = [name for name in ("bytes_per_token", "total_bytes", "tokens") if getattr(self, name) is not None]
         for name in given:
@@ -200,16 +203,13 @@ BlockActivations = str | ActivationPolicy
 """What one block has: a preset's name, or a policy without exceptions."""
 
 
+@public("activations")
 def as_activations(value: Any) -> Activations:
     """Read every form that ``NeuronMoEConfig(activations=...)`` takes.
 
-    Args:
-        value: a preset's name; names of checkpoints joined by ``+``; a budget such as ``"48KiB/token"``,
-            ``"2GiB/8192tokens"`` or ``"24KiB/token+fp8"`` (which allows FP8); a policy, a budget, or the mapping that
-            their ``to_dict`` returns.
-
-    Raises:
-        ConfigError: it is none of these.
+    These are a preset's name; names of checkpoints joined by ``+``; a budget such as ``"48KiB/token"``,
+    ``"2GiB/8192tokens"`` or ``"24KiB/token+fp8"`` (which allows FP8); a policy, a budget, or the mapping that their
+    ``to_dict`` returns.
     """
     if isinstance(value, ActivationPolicy | ActivationBudget):
         return value
@@ -232,27 +232,15 @@ def as_activations(value: Any) -> Activations:
     raise _refuse("activations", _FORMS, value, nearest_of=(*PRESETS, *CHECKPOINTS, "48KiB/token", "2GiB/8192tokens"))
 
 
-def activations_from_text(text: str, where: str, argument: str) -> Any:
-    """Read what a command line gives: a JSON object as the mapping it is, any other text as it is.
-
-    Args:
-        text: the option's value.
-        where: who refuses.
-        argument: the option's name.
-
-    Returns:
-        What :func:`as_activations` reads.
-
-    Raises:
-        ConfigError: it begins like a JSON object and is none.
-    """
+def activations_from_text(text: str, argument: str) -> Any:
+    """Read the value of the command line's option `argument`: a JSON object as a mapping, any other text as it is."""
     if not text.lstrip().startswith("{"):
         return text
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
         expected, got = "a name, a budget or a JSON object", f"{text!r} ({error})"
-        raise _refuse(argument, expected, got, where=where) from error
+        raise _refuse(argument, expected, got) from error
 
 
 _FORMS = (
@@ -266,6 +254,7 @@ def to_plain(activations: Activations) -> str | dict[str, Any]:
     return activations if isinstance(activations, str) else activations.to_dict()
 
 
+@public("activations")
 def check_for_precision(activations: Activations, precision: str) -> None:
     """Refuse checkpoints that the precision's kernels do not have (ConfigError)."""
     if not isinstance(activations, ActivationPolicy):
@@ -282,15 +271,11 @@ def check_for_precision(activations: Activations, precision: str) -> None:
 
 
 @functools.cache
+@public("activations")
 def canonical_keep(activations: Activations, precision: str) -> str:
-    """Return the string that operators and backends take.
+    """Return the string that operators and backends take for one block's policy, without exceptions.
 
-    Args:
-        activations: one block's policy, without exceptions.
-        precision: ``"bf16"``, ``"mxfp8"`` or ``"fp32"``; it decides what ``"full"`` means.
-
-    Raises:
-        ConfigError: it is no such policy, or the precision's kernels lack a checkpoint.
+    The precision decides what ``"full"`` means.
     """
     policy = as_activations(activations)
     if isinstance(policy, ActivationBudget) or (isinstance(policy, ActivationPolicy) and policy.modules):
@@ -320,6 +305,7 @@ def _name(policy: BlockActivations) -> str:
     return policy if isinstance(policy, str) else policy.name
 
 
+@public("activations")
 def _checked_keep(keep: Any) -> str | tuple[str, ...]:
     if isinstance(keep, str) and keep in PRESETS:
         return keep
@@ -332,6 +318,7 @@ def _checked_keep(keep: Any) -> str | tuple[str, ...]:
     return tuple(name for name in CHECKPOINTS if name in keep)
 
 
+@public("activations")
 def _checked_modules(modules: Any) -> tuple[tuple[str, BlockActivations], ...]:
     pairs = modules.items() if isinstance(modules, Mapping) else modules
     if isinstance(modules, str) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
@@ -347,11 +334,13 @@ def _checked_modules(modules: Any) -> tuple[tuple[str, BlockActivations], ...]:
     return tuple(sorted(checked, key=lambda pair: pair[0]))
 
 
-def _check_names(kind: type, options: Mapping[str, Any]) -> None:
+def check_option_names(kind: type, options: Mapping[str, Any], fix: str) -> None:
+    """Raise ConfigError for names that are no fields of the dataclass `kind`."""
     known = [f.name for f in fields(kind)]
     for key in options:
         if key not in known:
-            raise _refuse("option name", f"one of {', '.join(known)}", key, nearest_of=known, where=kind.__name__)
+            hint = nearest(str(key), known)
+            raise ConfigError.about("option name", f"one of {', '.join(known)}", repr(key), fix + hint)
 
 
 def _refuse(
@@ -359,10 +348,9 @@ def _refuse(
     expected: str,
     got: object,
     *,
-    remedy: str = "See help(hf_neuron_moe.NeuronMoEConfig).",
+    remedy: str = _HELP,
     nearest_of: Any = (),
-    where: str = "activations",
 ) -> ConfigError:
     shown = got if isinstance(got, str) and (" " in got or not nearest_of) else repr(got)
     hint = nearest(got, list(nearest_of)) if isinstance(got, str) else ""
-    return refuse(ConfigError, where=where, argument=argument, expected=expected, got=shown, remedy=remedy + hint)
+    return ConfigError.about(argument, expected, shown, remedy + hint)

@@ -6,17 +6,47 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from hf_neuron_moe.activation_policy import Activations, as_activations, check_for_precision, to_plain
-from hf_neuron_moe.errors import ConfigError, nearest, refuse
+from hf_neuron_moe.activation_policy import (
+    Activations,
+    as_activations,
+    check_for_precision,
+    check_option_names,
+    to_plain,
+)
+from hf_neuron_moe.errors import ConfigError, nearest, public
 
+QUANT_METHOD = "neuron_moe"
+"""Value of ``quant_method`` in the ``quantization_config`` of a converted checkpoint."""
 PRECISIONS = ("bf16", "mxfp8", "fp32")
-BACKENDS = ("auto", "torch", "neuron", "nki-sim", "triton")
+BACKENDS = {
+    "torch": "hf_neuron_moe.backends.torch.backend:TorchBackend",
+    "neuron": "hf_neuron_moe.backends.neuron.backend:NeuronBackend",
+    "nki-sim": "hf_neuron_moe.backends.neuron.backend:NeuronBackend",
+}
+"""Where the class of each backend is (:class:`hf_neuron_moe.backends.base.Backend`); imported when asked for."""
+DEFAULT_BACKEND = "torch"
+"""What computes on devices that :data:`DEVICE_BACKENDS` does not name."""
+DEVICE_BACKENDS = {"neuron": "neuron"}
+"""By device type: the backend that ``"auto"`` means there."""
 PLANNED_BACKENDS = {"triton": "CUDA"}
 """Names that are accepted and then refused as planned, and for what they are planned."""
 FALLBACKS = ("refuse", "torch")
 WEIGHT_HOMES = ("auto", "stock", "kernel")
 BLOCK_SIZES = (128, 256, 512, 1024, 2048, 4096)
 """Tokens per block that ``blockwise_mm_bwd`` accepts (2048 and 4096 since release 2.33)."""
+
+# What `hf_neuron_moe.convert` takes.
+STORED_PRECISIONS = ("bf16", "mxfp8", "mxfp4")
+LAYOUTS = ("fused", "kernel")
+SCALE_LAYOUTS = ("packed", "oversized", "compact")
+SCALE_RULES = ("neuron", "floor", "ceil", "rceil", "even")
+PURPOSES = ("inference", "training", "lora")
+ON_NONFINITE = ("error", "keep")
+
+# What `hf_neuron_moe.training.estimate_training` takes.
+OPTIMIZERS = ("adamw", "adafactor", "sgd")
+MOST_TOKENS, MOST_RANK = 2**31 - 1, 65536
+"""Per step, and of adapters: their products with a model's sizes stay within the 63 bits of a tensor's bytes."""
 
 
 @dataclass(frozen=True)
@@ -59,15 +89,17 @@ class NeuronMoEConfig:
     activations: Activations = "minimal"
     fallback: str = "refuse"
 
+    @public("NeuronMoEConfig")
     def __new__(cls, *args: Any, **options: Any) -> NeuronMoEConfig:
         """Refuse misspelt option names with the package's own error, before the generated ``__init__`` sees them."""
-        _check_names(options, "NeuronMoEConfig")
+        check_option_names(cls, options, "Remove or rename it.")
         return super().__new__(cls)
 
+    @public("NeuronMoEConfig")
     def __post_init__(self) -> None:
         choices = {
             "precision": PRECISIONS,
-            "backend": BACKENDS,
+            "backend": ("auto", *BACKENDS, *PLANNED_BACKENDS),
             "weights": WEIGHT_HOMES,
             "fallback": FALLBACKS,
         }
@@ -76,24 +108,17 @@ class NeuronMoEConfig:
             if value not in allowed:
                 allowed = tuple(choice for choice in allowed if choice not in PLANNED_BACKENDS)
                 hint = _hint(name, value, allowed)
-                raise refuse(
-                    ConfigError,
-                    where="NeuronMoEConfig",
-                    argument=name,
-                    expected=f"one of {', '.join(allowed)}",
-                    got=repr(value),
-                    remedy=f"Choose one of these.{hint}",
+                raise ConfigError.about(
+                    name, f"one of {', '.join(allowed)}", repr(value), f"Choose one of these.{hint}"
                 )
         object.__setattr__(self, "activations", as_activations(self.activations))
         check_for_precision(self.activations, self.precision)
         if type(self.block_size) is not int or self.block_size not in BLOCK_SIZES:
-            raise refuse(
-                ConfigError,
-                where="NeuronMoEConfig",
-                argument="block_size",
-                expected=f"one of {BLOCK_SIZES}",
-                got=repr(self.block_size),
-                remedy="512 suits most models; smaller blocks pad less when experts get few tokens.",
+            raise ConfigError.about(
+                "block_size",
+                f"one of {BLOCK_SIZES}",
+                repr(self.block_size),
+                "512 suits most models; smaller blocks pad less when experts get few tokens.",
             )
 
     def to_dict(self) -> dict[str, Any]:
@@ -102,22 +127,17 @@ class NeuronMoEConfig:
         return values | {"activations": to_plain(self.activations)}
 
     @classmethod
+    @public("NeuronMoEConfig.from_dict")
     def from_dict(cls, options: Mapping[str, Any]) -> NeuronMoEConfig:
-        """Build a config from a mapping, refusing unknown option names.
-
-        Raises:
-            ConfigError: not a mapping, a key is not an option, or a value is not allowed.
-        """
+        """Build a config from a mapping; unknown option names are errors."""
         if not isinstance(options, Mapping):
-            raise refuse(
-                ConfigError,
-                where="NeuronMoEConfig.from_dict",
-                argument="options",
-                expected="a mapping of option names to values",
-                got=f"{options!r} ({type(options).__name__})",
-                remedy='For example {"precision": "mxfp8"}.',
+            raise ConfigError.about(
+                "options",
+                "a mapping of option names to values",
+                f"{options!r} ({type(options).__name__})",
+                'For example {"precision": "mxfp8"}.',
             )
-        _check_names(options, "NeuronMoEConfig.from_dict")
+        check_option_names(cls, options, "Remove or rename it.")
         return cls(**options)
 
 
@@ -130,17 +150,3 @@ def _hint(name: str, value: object, allowed: tuple[str, ...]) -> str:
     if name == "backend" and value.lower() in ("cpu", "cuda", "gpu", "mps"):
         return " 'torch' computes on the device where the model is."
     return nearest(value, list(allowed))
-
-
-def _check_names(options: Mapping[str, Any], where: str) -> None:
-    known = [f.name for f in fields(NeuronMoEConfig)]
-    for key in options:
-        if key not in known:
-            raise refuse(
-                ConfigError,
-                where=where,
-                argument="option name",
-                expected=f"one of {', '.join(known)}",
-                got=repr(key),
-                remedy=f"Remove or rename it.{nearest(str(key), known)}",
-            )

@@ -1,16 +1,19 @@
 """The package's exceptions: what is refused, where, what came instead, and what to do about it.
 
 Every class also derives from the built-in exception a caller would expect (``ValueError``, ``TypeError``, ...), so
-code that does not know this package still catches it. Raise them through :func:`refuse`, which keeps the four parts of
-a message in one order.
+code that does not know this package still catches it. Raise them as ``raise
+ShapeError.about(argument, expected, got, fix)``, which keeps the four parts of a message in one order.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
-from typing import TypeVar
+from typing import Any, ParamSpec, Self, TypeVar, overload
 
 _NUMBER = re.compile(r"\d+")
 _NEAR = 0.65
@@ -30,6 +33,33 @@ class NeuronMoEError(Exception):
 
     where: str = ""
     argument: str = ""
+
+    @classmethod
+    def about(cls, argument: str, expected: str, got: object, fix: str) -> Self:
+        """Build an error with the parts of its message in their fixed order; :func:`public` adds whose it is.
+
+        Args:
+            argument: name of the offending argument, option or module.
+            expected: the rule, in words.
+            got: what came instead.
+            fix: what the caller can do.
+
+        Returns:
+            The error; the caller raises it.
+        """
+        gap = "" if fix.startswith("\n") else " "
+        argument, expected, came = (printable(text) for text in (argument, expected, str(got)))
+        error = cls(f"{argument} must be {expected}, got {came}.{gap}{printable(fix)}")
+        error.argument = argument
+        return error
+
+    def named(self, where: str) -> Self:
+        """Say whose error this is, where no :func:`public` function around it does; return the error."""
+        self.where = where
+        return self
+
+    def __str__(self) -> str:
+        return f"{self.where}: {super().__str__()}" if self.where else super().__str__()
 
 
 class ConfigError(NeuronMoEError, ValueError):
@@ -104,36 +134,45 @@ class NeuronMoEWarning(UserWarning):
     """Something works, but not in the way a reader of the configuration would assume."""
 
 
-ErrorT = TypeVar("ErrorT", bound=NeuronMoEError)
+P = ParamSpec("P")
+ReturnT = TypeVar("ReturnT")
 
 
-def refuse(
-    kind: type[ErrorT],
-    *,
-    where: str,
-    argument: str,
-    expected: str,
-    got: object,
-    remedy: str,
-) -> ErrorT:
-    """Build an exception with the message's parts in their fixed order.
+@overload
+def public(function: Callable[P, ReturnT], /) -> Callable[P, ReturnT]: ...
+@overload
+def public(name: str, /) -> Callable[[Callable[P, ReturnT]], Callable[P, ReturnT]]: ...
+def public(named: Any, /) -> Any:
+    """Put a function's name, or another one, in front of the messages of errors that leave it.
 
-    Args:
-        kind: exception class.
-        where: public function or module that refuses.
-        argument: name of the offending argument, option or module.
-        expected: the rule, in words.
-        got: what came instead.
-        remedy: what the caller can do.
-
-    Returns:
-        The exception; the caller raises it.
+    An error keeps the first name that it gets: the innermost decorated function names itself. Only errors of
+    :meth:`NeuronMoEError.about` are named.
     """
-    gap = "" if remedy.startswith("\n") else " "
-    argument, expected, told = (printable(text) for text in (argument, expected, str(got)))
-    error = kind(f"{where}: {argument} must be {expected}, got {told}.{gap}{printable(remedy)}")
-    error.where, error.argument = where, argument
-    return error
+    if isinstance(named, str):
+        return lambda function: _naming(function, named)
+    return _naming(named, named.__name__)
+
+
+def _naming(function: Callable[P, ReturnT], name: str) -> Callable[P, ReturnT]:
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> ReturnT:
+        try:
+            return function(*args, **kwargs)
+        except NeuronMoEError as error:
+            error.where = error.where or (name if error.argument else "")
+            raise
+
+    return call
+
+
+@contextmanager
+def naming(name: str) -> Iterator[None]:
+    """Do what :func:`public` does for a block of code, with a name that is known only when it runs."""
+    try:
+        yield
+    except NeuronMoEError as error:
+        error.where = error.where or (name if error.argument else "")
+        raise
 
 
 def printable(text: str, limit: int = MESSAGE_PART) -> str:
@@ -194,3 +233,37 @@ def _ranges(numbers: list[int]) -> str:
     breaks = [0, *(place for place, (one, two) in enumerate(pairwise(numbers), 1) if two != one + 1), len(numbers)]
     runs = [(numbers[start], numbers[end - 1]) for start, end in pairwise(breaks)]
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def known_names(where: str, options: Sequence[str] = ()) -> Callable[[Callable[P, ReturnT]], Callable[P, ReturnT]]:
+    """Answer keywords that a function does not have with a ConfigError that names the nearest; keep the signature.
+
+    Args:
+        where: the function's name in messages.
+        options: names that belong into its argument `config`, where a message says so.
+    """
+
+    def decorate(function: Callable[P, ReturnT]) -> Callable[P, ReturnT]:
+        known = list(inspect.signature(function).parameters)
+
+        @functools.wraps(function)
+        def call(*args: P.args, **named: P.kwargs) -> ReturnT:
+            for name in named:
+                if name not in known:
+                    raise _unknown(where, name, named[name], known, options)
+            return function(*args, **named)
+
+        return call
+
+    return decorate
+
+
+def _unknown(where: str, name: str, value: Any, known: list[str], options: Sequence[str]) -> ConfigError:
+    shown = [option for option in known if option not in ("self", "model")]
+    hint = nearest(name, [*shown, *options])
+    if name in options:
+        hint = f" It is an option of the configuration: {where}(model, {{{name!r}: {value!r}}})."
+    elif any(repr(option) in hint for option in options):
+        hint += f" That is an option of the configuration, which is passed as config={{...}} to {where}."
+    expected = f"one of {', '.join(shown)}" if len(shown) < 20 else f"a field of {where}"
+    return ConfigError.about("argument name", expected, repr(name), f"Remove or rename it.{hint}").named(where)

@@ -30,7 +30,7 @@ with importing(__name__):
         from transformers import default_data_collator, set_seed
 
         from hf_neuron_moe import NeuronMoETrainer
-        from hf_neuron_moe.errors import ConfigError, NeuronMoEError, NeuronMoEWarning, refuse
+        from hf_neuron_moe.errors import ConfigError, NeuronMoEError, NeuronMoEWarning
         from hf_neuron_moe.training import find_last_complete
         from hf_neuron_moe.training.cpu_fsdp import CpuFSDP2Mixin
     except ModuleNotFoundError as error:
@@ -92,14 +92,12 @@ def told_processes(count: int, kind: DistributedType, device: torch.device) -> s
 def check_evaluation(options: Options, held_out: Dataset | None) -> None:
     """Refuse evaluation during training that has no text, before the model is loaded."""
     if options.training.eval_strategy != "no" and held_out is None:
-        raise refuse(
-            ConfigError,
-            where="finetune",
-            argument="eval_strategy",
-            expected="used with eval_files, eval_split or eval_share",
-            got="none of them",
-            remedy="Name evaluation text, or set eval_strategy: 'no'.",
-        )
+        raise ConfigError.about(
+            "eval_strategy",
+            "used with eval_files, eval_split or eval_share",
+            "none of them",
+            "Name evaluation text, or set eval_strategy: 'no'.",
+        ).named("finetune")
 
 
 def checkpoint_to_resume(options: Options) -> str | bool | None:

@@ -41,8 +41,8 @@ from hf_neuron_moe.backends.neuron.limits import (
     why_not_tokens,
 )
 from hf_neuron_moe.convert.assign import build_meta_model
-from hf_neuron_moe.device.usable import NO_TRAINING, BlockGroup, block_groups
-from hf_neuron_moe.errors import ConfigError, NeuronMoEError, nearest, refuse
+from hf_neuron_moe.device.kernel_support import NO_TRAINING, BlockGroup, block_groups
+from hf_neuron_moe.errors import ConfigError, NeuronMoEError, naming, nearest
 
 _ANY_SIZE = 1024
 """H and I that every kernel takes, for a model whose sizes are not known yet."""
@@ -260,7 +260,8 @@ def _meta_model(name: str, config: bytes) -> PreTrainedModel | str:
     with tempfile.TemporaryDirectory(prefix="hf-neuron-moe-") as folder:
         (Path(folder) / CONFIG_FILE).write_bytes(config)
         try:
-            return build_meta_model(Path(folder), "finetune")
+            with naming("finetune"):
+                return build_meta_model(Path(folder))
         except NeuronMoEError as error:
             return one_line(error).replace(folder, name)
 
@@ -308,4 +309,4 @@ def _judge(block: Block, options: Options, device: Device, adapter: Adapter) -> 
 
 
 def _bad(argument: str, expected: str, got: str, remedy: str) -> ConfigError:
-    return refuse(ConfigError, where="finetune", argument=argument, expected=expected, got=got, remedy=remedy)
+    return ConfigError.about(argument, expected, got, remedy).named("finetune")

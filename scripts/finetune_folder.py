@@ -15,12 +15,12 @@ from transformers.utils import (
     WEIGHTS_NAME,
 )
 
-from hf_neuron_moe.convert.source import damaged
-from hf_neuron_moe.convert.write import INDEX_OUT
-from hf_neuron_moe.device.usable import NO_TRAINING
-from hf_neuron_moe.errors import ConfigError, SourceDamageError, refuse
-from hf_neuron_moe.quantizers.config import PRECISIONS
-from hf_neuron_moe.quantizers.registration import QUANT_METHOD
+from hf_neuron_moe.convert.io.source import damaged
+from hf_neuron_moe.convert.manifest import INDEX_OUT
+from hf_neuron_moe.device.kernel_support import NO_TRAINING
+from hf_neuron_moe.errors import ConfigError, SourceDamageError
+from hf_neuron_moe.quantizers.quantization_config import PRECISIONS
+from hf_neuron_moe.quantizers.register import QUANT_METHOD
 
 CONFIG_FILE = "config.json"
 MARK = "quantization_config"
@@ -88,14 +88,12 @@ def check_frozen(lora: LoraOptions) -> None:
     """
     if lora.lora_rank and not lora.lora_merge:
         return
-    raise refuse(
-        ConfigError,
-        where=_WHERE,
-        argument="lora_merge" if lora.lora_rank else "lora_rank",
-        expected="off" if lora.lora_rank else "positive",
-        got="a checkpoint whose blocks are frozen MX codes",
-        remedy="Train adapters on it and keep them apart, or `hf-neuron-moe export` it first.",
-    )
+    raise ConfigError.about(
+        "lora_merge" if lora.lora_rank else "lora_rank",
+        "off" if lora.lora_rank else "positive",
+        "a checkpoint whose blocks are frozen MX codes",
+        "Train adapters on it and keep them apart, or `hf-neuron-moe export` it first.",
+    ).named(_WHERE)
 
 
 def check_frozen_backend(backend: str, fallback: str) -> None:
@@ -110,15 +108,13 @@ def check_frozen_backend(backend: str, fallback: str) -> None:
     """
     if backend == "torch" or fallback == "torch":
         return
-    raise refuse(
-        ConfigError,
-        where=_WHERE,
-        argument="neuron_fallback",
-        expected=f"torch for a frozen MX base on backend {backend}",
-        got=f"{fallback!r}, and {NO_TRAINING}",
-        remedy="Set neuron_fallback: torch, with which PyTorch computes its blocks on the device in training; or train "
+    raise ConfigError.about(
+        "neuron_fallback",
+        f"torch for a frozen MX base on backend {backend}",
+        f"{fallback!r}, and {NO_TRAINING}",
+        "Set neuron_fallback: torch, with which PyTorch computes its blocks on the device in training; or train "
         "from the original checkpoint, or from a conversion in bf16.",
-    )
+    ).named(_WHERE)
 
 
 def check_weights(name: str, *, needed: bool = True) -> list[str]:
@@ -154,14 +150,12 @@ def check_weights(name: str, *, needed: bool = True) -> list[str]:
 
 
 def _without_weights(name: str) -> SourceDamageError:
-    return refuse(
-        SourceDamageError,
-        where=_WHERE,
-        argument="model",
-        expected="a folder with weights",
-        got=f"{name!r}, which has no file of them",
-        remedy="Name another folder, or download the weights into this one.",
-    )
+    return SourceDamageError.about(
+        "model",
+        "a folder with weights",
+        f"{name!r}, which has no file of them",
+        "Name another folder, or download the weights into this one.",
+    ).named(_WHERE)
 
 
 def _check_file(path: Path) -> None:
@@ -170,9 +164,9 @@ def _check_file(path: Path) -> None:
         with safe_open(path, framework="pt"):
             return
     except FileNotFoundError as error:
-        raise damaged(path.name, "a file of the checkpoint", "no such file", _WHERE) from error
+        raise damaged(path.name, "a file of the checkpoint", "no such file").named(_WHERE) from error
     except SafetensorError as error:
-        raise damaged(path.name, "a safetensors file as long as its header says", error, _WHERE) from error
+        raise damaged(path.name, "a safetensors file as long as its header says", error).named(_WHERE) from error
 
 
 def _files_of(index: Path) -> list[str]:
@@ -180,5 +174,5 @@ def _files_of(index: Path) -> list[str]:
         content = json.loads(index.read_text(encoding="utf-8"))
         files = sorted(set(content["weight_map"].values()))
     except (ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
-        raise damaged(index.name, "JSON with a weight_map from tensor names to files", error, _WHERE) from error
+        raise damaged(index.name, "JSON with a weight_map from tensor names to files", error).named(_WHERE) from error
     return files

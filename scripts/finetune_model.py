@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from hf_neuron_moe import NeuronMoETrainingArguments, PatchReport, patch_model, set_backend, unpatch_model
 from hf_neuron_moe.backends import resolve_backend
-from hf_neuron_moe.errors import ConfigError, NeuronMoEError, refuse
-from hf_neuron_moe.modules.frozen_block import FrozenBlock
+from hf_neuron_moe.errors import ConfigError, NeuronMoEError
+from hf_neuron_moe.modules.quantized_blocks import FrozenBlock
 from hf_neuron_moe.training.prepare import is_patched, refuse_unsavable_adapters
 
 
@@ -30,14 +30,12 @@ def load_tokenizer(options: ModelOptions) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(name, revision=revision)
     except (OSError, ValueError) as error:
-        raise refuse(
-            ConfigError,
-            where="finetune",
-            argument="tokenizer" if options.tokenizer else "model",
-            expected="a folder or hub id with a tokenizer",
-            got=f"{name!r}: {str(error).strip().splitlines()[0].rstrip('.')}",
-            remedy="Correct the name, or name another with --tokenizer.",
-        ) from error
+        raise ConfigError.about(
+            "tokenizer" if options.tokenizer else "model",
+            "a folder or hub id with a tokenizer",
+            f"{name!r}: {str(error).strip().splitlines()[0].rstrip('.')}",
+            "Correct the name, or name another with --tokenizer.",
+        ).named("finetune") from error
 
 
 def load_model(options: ModelOptions) -> PreTrainedModel:
@@ -56,14 +54,12 @@ def load_model(options: ModelOptions) -> PreTrainedModel:
     except NeuronMoEError:
         raise
     except (OSError, ValueError) as error:
-        raise refuse(
-            ConfigError,
-            where="finetune",
-            argument="model",
-            expected="a causal language model that transformers can load",
-            got=f"{options.model!r}: {' '.join(str(error).split()).rstrip('.')}",
-            remedy="Correct model or attn_implementation, or download the weights first.",
-        ) from error
+        raise ConfigError.about(
+            "model",
+            "a causal language model that transformers can load",
+            f"{options.model!r}: {' '.join(str(error).split()).rstrip('.')}",
+            "Correct model or attn_implementation, or download the weights first.",
+        ).named("finetune") from error
 
 
 def has_frozen_base(model: nn.Module) -> bool:
@@ -145,14 +141,12 @@ def with_adapters(model: PreTrainedModel, options: LoraOptions) -> PreTrainedMod
             warnings.filterwarnings("ignore", r"`is_gradient_checkpointing` is deprecated", FutureWarning)
             adapted = get_peft_model(model, config)
     except ValueError as error:
-        raise refuse(
-            ConfigError,
-            where="finetune",
-            argument="lora_targets, lora_parameters",
-            expected="names of the model's linear layers and parameters",
-            got=f"what peft refuses: {str(error).rstrip('.')}",
-            remedy="Blocks in kernel layout and frozen MX blocks have no layers inside: name others.",
-        ) from error
+        raise ConfigError.about(
+            "lora_targets, lora_parameters",
+            "names of the model's linear layers and parameters",
+            f"what peft refuses: {str(error).rstrip('.')}",
+            "Blocks in kernel layout and frozen MX blocks have no layers inside: name others.",
+        ).named("finetune") from error
     refuse_unsavable_adapters(adapted)
     return adapted
 

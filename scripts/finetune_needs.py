@@ -14,7 +14,7 @@ from transformers.integrations import (
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.utils import is_liger_kernel_available
 
-from hf_neuron_moe.errors import ConfigError, nearest, refuse
+from hf_neuron_moe.errors import ConfigError, nearest
 
 _DISTRIBUTIONS = {"azure_ml": "azureml-sdk", "flyte": "flytekit"}
 """What is installed for an integration, where its name is another."""
@@ -106,4 +106,4 @@ def check_upload(token: str | None) -> None:
 
 
 def _bad(argument: str, expected: str, got: str, remedy: str) -> ConfigError:
-    return refuse(ConfigError, where="finetune", argument=argument, expected=expected, got=got, remedy=remedy)
+    return ConfigError.about(argument, expected, got, remedy).named("finetune")

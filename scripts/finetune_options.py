@@ -23,7 +23,7 @@ from transformers.integrations import is_deepspeed_available
 
 from hf_neuron_moe import NeuronMoETrainingArguments
 from hf_neuron_moe.backends import resolve_backend
-from hf_neuron_moe.errors import ConfigError, NeuronMoEError, nearest, refuse
+from hf_neuron_moe.errors import ConfigError, NeuronMoEError, nearest
 
 DESCRIPTION = """Fine-tune a causal language model, dense or mixture of experts, whole or with LoRA, on text.
 
@@ -177,14 +177,12 @@ def parse(argv: Sequence[str]) -> Options:
     given, unknown = parser.parse_known_args(list(argv), given)
     known = known_options()
     for word in unknown:
-        raise refuse(
-            ConfigError,
-            where=_PLACE,
-            argument="option",
-            expected="one that --help-all lists",
-            got=word,
-            remedy=remedy_for(word.lstrip("-").replace("-", "_").partition("=")[0], known),
-        )
+        raise ConfigError.about(
+            "option",
+            "one that --help-all lists",
+            word,
+            remedy_for(word.lstrip("-").replace("-", "_").partition("=")[0], known),
+        ).named(_PLACE)
     typed = {key: value for key, value in vars(given).items() if value is not _ABSENT}
     config = typed.pop("config", None)
     values = {**_renamed(read_yaml(config, parser) if config else {}), **_renamed(typed)}
@@ -336,4 +334,4 @@ DTYPES = ("auto", "float32", "bfloat16")
 
 
 def _bad(where: str, argument: str, expected: str, got: object, remedy: str) -> ConfigError:
-    return refuse(ConfigError, where=where, argument=argument, expected=expected, got=got, remedy=remedy)
+    return ConfigError.about(argument, expected, got, remedy).named(where)

@@ -9,7 +9,7 @@ from finetune_options import ModelOptions
 from huggingface_hub import HfApi, constants, hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 
-from hf_neuron_moe.errors import ConfigError, refuse
+from hf_neuron_moe.errors import ConfigError
 
 HUB_TIMEOUT_S = 10.0
 HTTP_ERROR: type[Exception] = HfHubHTTPError.__bases__[0]
@@ -122,4 +122,4 @@ def _no_such(argument: str, name: str, why: str) -> ConfigError:
 
 
 def _bad(argument: str, expected: str, got: str, remedy: str) -> ConfigError:
-    return refuse(ConfigError, where="finetune", argument=argument, expected=expected, got=got, remedy=remedy)
+    return ConfigError.about(argument, expected, got, remedy).named("finetune")

@@ -23,7 +23,7 @@ from datasets.exceptions import DatasetsError
 from finetune_options import DataOptions, files_of
 from transformers import PreTrainedTokenizerBase
 
-from hf_neuron_moe.errors import ConfigError, NeuronMoEWarning, nearest, refuse
+from hf_neuron_moe.errors import ConfigError, NeuronMoEWarning, nearest
 
 BUILDERS = {".jsonl": "json", ".json": "json", ".txt": "text", ".parquet": "parquet"}
 """Which loader of `datasets` reads which files."""
@@ -227,4 +227,4 @@ def first(rows: Blocks, count: int) -> Blocks:
 
 
 def _bad(argument: str, expected: str, got: str, remedy: str) -> ConfigError:
-    return refuse(ConfigError, where="finetune", argument=argument, expected=expected, got=got, remedy=remedy)
+    return ConfigError.about(argument, expected, got, remedy).named("finetune")

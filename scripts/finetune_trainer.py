@@ -11,7 +11,7 @@ from finetune_places import one_line
 from transformers import TrainingArguments
 from transformers.training_args import ParallelMode
 
-from hf_neuron_moe.errors import ConfigError, nearest, refuse
+from hf_neuron_moe.errors import ConfigError, nearest
 
 
 def check_trainer(training: TrainingArguments) -> None:
@@ -64,4 +64,4 @@ def check_compile_backend(training: TrainingArguments) -> None:
 
 
 def _bad(argument: str, expected: str, got: str, remedy: str) -> ConfigError:
-    return refuse(ConfigError, where="finetune", argument=argument, expected=expected, got=got, remedy=remedy)
+    return ConfigError.about(argument, expected, got, remedy).named("finetune")

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from hf_neuron_moe import kernels
-from hf_neuron_moe.kernels.moe_cte_rules import BF16_ACTIVATIONS, MX, MX_ACTIVATIONS, RULES
+from hf_neuron_moe.reference.moe_cte_rules import BF16_ACTIVATIONS, MX, MX_ACTIVATIONS, RULES
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 STATUSES = {

@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 from transformers import MixtralConfig
 
-from hf_neuron_moe.convert.shard import Entry, ShardWriter
-from hf_neuron_moe.convert.source import INDEX_FILE, nbytes_of
+from hf_neuron_moe.convert.io.shard import Entry, ShardWriter
+from hf_neuron_moe.convert.io.source import INDEX_FILE, nbytes_of
 
 POOL = 1 << 24
 """Random values; every tensor repeats them from a place of its own. Drawing gigabytes would take minutes."""

@@ -24,8 +24,8 @@ from hf_neuron_moe.backends.neuron import versions
 from hf_neuron_moe.backends.neuron.adapter import Adapter
 from hf_neuron_moe.backends.neuron.limits import Device
 from hf_neuron_moe.device.installed import Installation, inspect_installation
-from hf_neuron_moe.device.usable import DOCUMENTED_SDK, DocumentedAdapter
-from hf_neuron_moe.errors import ConfigError, NeuronMoEError, refuse
+from hf_neuron_moe.device.kernel_support import DOCUMENTED_SDK, DocumentedAdapter
+from hf_neuron_moe.errors import ConfigError, NeuronMoEError
 
 CORES_PER_CHIP = 8
 """Physical NeuronCores on a Trn2 and on a Trn3 chip."""
@@ -163,7 +163,7 @@ def check_devices(found: Installation, count: int) -> None:
 
 
 def _bad(argument: str, expected: str, got: object, remedy: str) -> ConfigError:
-    return refuse(ConfigError, where="neuron_run", argument=argument, expected=expected, got=got, remedy=remedy)
+    return ConfigError.about(argument, expected, got, remedy).named("neuron_run")
 
 
 if __name__ == "__main__":

@@ -36,4 +36,4 @@ workers="${TEST_WORKERS:-$((cores < 4 ? cores : 4))}"
 # One worker per core, so each keeps to one thread; nothing in the tests may reach for the network.
 export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((workers > 1 ? 1 : cores))}"
-$bin/python -m pytest -n "$workers" --dist worksteal "${pytest_arguments[@]+"${pytest_arguments[@]}"}"
+$bin/python -m pytest -n "$workers" --dist worksteal --durations=25 "${pytest_arguments[@]+"${pytest_arguments[@]}"}"

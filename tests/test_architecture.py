@@ -1,4 +1,4 @@
-"""The rooms' imports point down only, and importing the package is cheap."""
+"""Imports of the package point down, in no circle, and importing it is cheap."""
 
 from __future__ import annotations
 
@@ -6,92 +6,63 @@ import ast
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-PACKAGE = "hf_neuron_moe"
-PACKAGE_DIR = Path(__file__).resolve().parent.parent / PACKAGE
+from hf_neuron_moe import patch_model
+from hf_neuron_moe.backends.torch import compute
+from tests.tiny_models import tiny_model
 
-# A room may import the rooms of its row, itself, and nothing else of the package.
-BASE = {"errors", "activation_policy", "config", "_version"}
-ALLOWED = {
-    "errors": set[str](),
-    "_version": set[str](),
-    "activation_policy": {"errors"},
-    "config": {"errors", "activation_policy"},
-    "formats": {"errors"},
-    "backends": BASE | {"formats"},
-    "kernels": BASE | {"formats", "backends"},
-    # Above the kernels' room, whose plans and limits it uses; backends/__init__.py imports it when it is asked for.
-    "backends.neuron": BASE | {"formats", "backends", "kernels"},
-    "modules": BASE | {"formats", "backends", "kernels"},
-    "patching": BASE | {"formats", "backends", "kernels", "modules"},
-    "training": BASE | {"formats", "backends", "kernels", "modules", "patching"},
-    "convert": BASE | {"formats", "patching"},
-    "quantizers": BASE | {"formats", "backends", "modules", "patching", "convert"},
-    "device": BASE | {"formats", "backends", "kernels", "modules", "patching", "convert", "quantizers"},
-    "report": {"errors", "_version"},
-    "cli": BASE | {"backends", "patching", "training", "convert", "device", "report"},
-    "__init__": BASE | {"patching", "quantizers", "training"},
-}
-FILES = sorted(PACKAGE_DIR.rglob("*.py"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
+
+import code_figures
+
+PACKAGE_DIR = code_figures.ROOT / code_figures.PACKAGE
 
 
-def room_of(path: Path) -> str:
-    """Name of the room a source file belongs to: the top-level one, or one of those listed that lie in it."""
-    parts = path.relative_to(PACKAGE_DIR).with_suffix("").parts
-    inner = ".".join(parts[:2])
-    return inner if inner in ALLOWED else parts[0]
+@pytest.fixture(scope="module")
+def figures() -> code_figures.Figures:
+    return code_figures.measure()
 
 
-def imported_rooms(source: str, path: Path) -> set[str]:
-    """Rooms of the package that a file imports anywhere, inside functions too."""
-    package_parts = (PACKAGE, *path.relative_to(PACKAGE_DIR).parts[:-1])
-    rooms = set()
-    for node in ast.walk(ast.parse(source, str(path))):
-        names: list[str] = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            base = package_parts[: len(package_parts) - node.level + 1] if node.level else ()
-            module = ".".join([*base, *([node.module] if node.module else [])])
-            names = [module] if module != PACKAGE else [f"{PACKAGE}.{alias.name}" for alias in node.names]
-        for name in names:
-            if name.split(".")[0] == PACKAGE:
-                rooms.add(name.split(".")[1] if "." in name else "__init__")
-    return rooms
+def test_imports_point_down(figures: code_figures.Figures) -> None:
+    assert figures.up == []
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE_DIR)))
-def test_imports_point_down(path: Path) -> None:
-    room = room_of(path)
-    assert room in ALLOWED, f"{room} is not a room of docs/architecture.md"
-    upward = imported_rooms(path.read_text(encoding="utf-8"), path) - ALLOWED[room] - {room}
-    assert not upward, f"{path.name} in {room} imports {sorted(upward)}"
+def test_no_circles_between_packages_and_files(figures: code_figures.Figures) -> None:
+    assert (figures.package_circles, figures.file_circles) == ([], [])
+
+
+def test_every_package_has_a_row(figures: code_figures.Figures) -> None:
+    assert figures.by_package.keys() <= code_figures.ALLOWED.keys()
 
 
 @pytest.mark.parametrize(
-    ("source", "rooms"),
+    ("source", "modules"),
     [
-        ("from hf_neuron_moe.modules.ops import x", {"modules"}),
-        ("import hf_neuron_moe.cli.main", {"cli"}),
-        ("def f():\n    from hf_neuron_moe import patching", {"patching"}),
-        ("from . import swizzle", {"formats"}),
-        ("from ..kernels import x", {"kernels"}),
-        ("from ..kernels.routing import x", {"kernels"}),
+        ("from hf_neuron_moe.modules.ops import x", {("modules", "ops")}),
+        ("import hf_neuron_moe.cli.main", {("cli", "main")}),
+        ("def f():\n    from hf_neuron_moe import patching", {("patching", "__init__")}),
+        ("from . import swizzle", {("formats", "swizzle")}),
+        ("from ..modules import ops", {("modules", "ops")}),
+        ("from ..modules.ops import x", {("modules", "ops")}),
+        ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from hf_neuron_moe.cli.main import app", set()),
         ("import torch", set()),
     ],
 )
-def test_import_reader_sees_every_form(source: str, rooms: set[str]) -> None:
-    assert imported_rooms(source, PACKAGE_DIR / "formats" / "mx.py") == rooms
+def test_import_reader_sees_every_form(source: str, modules: set[tuple[str, ...]]) -> None:
+    files = {code_figures.module_of(path, code_figures.ROOT) for path in PACKAGE_DIR.rglob("*.py")}
+    assert set(code_figures.imports_of(ast.parse(source), ("formats", "mx"), files)) == modules
 
 
-def test_no_room_is_allowed_to_import_in_a_circle() -> None:
-    remaining = {room: set(below) for room, below in ALLOWED.items()}
-    while remaining:
-        leaves = {room for room, below in remaining.items() if not below & remaining.keys()}
-        assert leaves, f"circular permissions among {sorted(remaining)}"
-        remaining = {room: below for room, below in remaining.items() if room not in leaves}
+def test_circles_are_found() -> None:
+    assert code_figures.circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == ["b <-> c"]
+
+
+def test_permissions_allow_no_circle() -> None:
+    assert code_figures.circles({name: set(below) for name, below in code_figures.ALLOWED.items()}) == []
 
 
 def test_importing_the_package_imports_neither_torch_nor_transformers() -> None:
@@ -110,3 +81,28 @@ def test_config_is_reachable_without_torch_and_unknown_names_are_attribute_error
         "assert not hasattr(package, 'patch_modell')\n"
     )
     subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=PACKAGE_DIR.parent)
+
+
+def test_a_value_goes_through_the_files_of_the_documentation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files that a training forward with fp32 products enters; others lie behind one call each."""
+    monkeypatch.setattr(compute, "bf16_matmul_is_fast", lambda *_: False)
+    model = tiny_model("mixtral").to(torch.bfloat16).train()
+    patch_model(model, {"precision": "bf16"})
+    block = model.model.layers[0].mlp.experts
+    hidden, weights = torch.randn(64, block.down_proj.shape[1]).bfloat16().requires_grad_(), torch.full((64, 2), 0.5)
+    index = torch.stack([torch.arange(64) % 2, 2 + torch.arange(64) % 2], 1)
+    entered: dict[str, None] = {}
+
+    def profile(frame: Any, event: str, _: Any) -> None:
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(PACKAGE_DIR):
+            entered.setdefault(path.relative_to(PACKAGE_DIR).as_posix())
+
+    sys.setprofile(profile)
+    try:
+        block(hidden, index, weights)
+    finally:
+        sys.setprofile(None)
+    walk = code_figures.walk_of(code_figures.ROOT)
+    assert [name for name in entered if name in walk][:4] == walk[:4]
+    assert set(walk) <= entered.keys()

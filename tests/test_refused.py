@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hf_neuron_moe.errors import ConfigError, NothingToPatchError, PatchError, ShapeError, refuse
+from hf_neuron_moe.errors import ConfigError, NothingToPatchError, PatchError, ShapeError
 from tests.refusals import refused
 
 
@@ -22,7 +22,7 @@ from tests.refusals import refused
     ],
 )
 def test_another_error_fails(kind: Any, argument: str, options: dict[str, str]) -> None:
-    error = refuse(NothingToPatchError, where="here", argument="H", expected="even", got="15", remedy="Pad it.")
+    error = NothingToPatchError.about("H", "even", "15", "Pad it.").named("here")
     with refused(NothingToPatchError, "H", "Pad", got="15", where="here"):
         raise error
     with pytest.raises((AssertionError, NothingToPatchError)), refused(kind, argument, **options):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
+import importlib
 import sys
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from hf_neuron_moe.config import PLANNED_BACKENDS
-from hf_neuron_moe.errors import BackendUnavailableError, ConfigError, nearest, refuse
+from hf_neuron_moe.config import BACKENDS, DEFAULT_BACKEND, DEVICE_BACKENDS, PLANNED_BACKENDS
+from hf_neuron_moe.errors import BackendUnavailableError, ConfigError, nearest, public
 
 if TYPE_CHECKING:
     import torch
@@ -19,57 +19,64 @@ if TYPE_CHECKING:
 NEURON_BACKENDS = ("neuron", "nki-sim")
 """Those that call nkilib's kernels."""
 
-_WITHOUT_COPIES = "+no-copies"
-_KNOWN = ("auto", "torch", *NEURON_BACKENDS, *PLANNED_BACKENDS)
 
-
+@public
 def resolve_backend(name: str, device: torch.device) -> str:
     """Turn a configured backend name into the one that will run on `device`.
 
     Args:
-        name: ``"auto"``, ``"torch"``, ``"neuron"``, ``"nki-sim"`` or ``"triton"``.
+        name: ``"auto"``, or a backend of :data:`hf_neuron_moe.config.BACKENDS`.
         device: where the model's parameters are. ``"neuron"`` is not refused for other devices: a model may be moved
             after it was patched.
 
     Returns:
         The backend's name; for ``"auto"`` that is ``"neuron"`` on Neuron devices and ``"torch"`` elsewhere.
-
-    Raises:
-        ConfigError: unknown name.
-        BackendUnavailableError: the named backend cannot run here.
     """
+    import torch
+
     if name == "auto":
-        name = "neuron" if device.type == "neuron" else "torch"
-    if name == "torch":
+        name = DEVICE_BACKENDS.get(device.type, DEFAULT_BACKEND)
+    if name in BACKENDS:
+        # What a program is traced with was resolved before; imports cannot be traced.
+        if torch.compiler.is_compiling():
+            return name
+        kind = _load(name)  # each time: what it depends on may have been installed since
+        error = kind.unavailable_reason(name)
+        if error is not None:
+            raise error
+        if kind.traceable:
+            from hf_neuron_moe.backends.operator_registration import register_again
+
+            register_again()
         return name
-    if name in NEURON_BACKENDS:
-        return _resolve_neuron(name)
     if name in PLANNED_BACKENDS:
-        raise refuse(
-            BackendUnavailableError,
-            where="resolve_backend",
-            argument="backend",
-            expected="one that this release implements: auto, torch, neuron or nki-sim",
-            got=f"{name!r}, which is planned",
-            remedy=f"The {PLANNED_BACKENDS[name]} backend is not part of this release. Use backend='torch': it "
+        raise BackendUnavailableError.about(
+            "backend",
+            "one that this release implements: auto, torch, neuron or nki-sim",
+            f"{name!r}, which is planned",
+            f"The {PLANNED_BACKENDS[name]} backend is not part of this release. Use backend='torch': it "
             "computes the same contract on any device.",
         )
-    raise refuse(
-        ConfigError,
-        where="resolve_backend",
-        argument="backend",
-        expected=f"one of {', '.join(_KNOWN)}",
-        got=repr(name),
-        remedy=f"Choose one of these.{nearest(name, list(_KNOWN))}",
+    known = ["auto", *BACKENDS, *PLANNED_BACKENDS]
+    raise ConfigError.about(
+        "backend", f"one of {', '.join(known)}", repr(name), f"Choose one of these.{nearest(name, known)}"
     )
 
 
-def without_copies(name: str) -> str:
-    """Return the name for :func:`get_backend` of the same backend, keeping no copies of weights between calls.
+@public
+def get_backend(name: str) -> Backend:
+    """Return the backend object for a name that :func:`resolve_backend` returned."""
+    if name not in BACKENDS:
+        raise BackendUnavailableError.about(
+            "name", f"one of {', '.join(BACKENDS)}", repr(name), "Pass the result of resolve_backend."
+        )
+    instance: Backend = (_classes.get(name) or _load(name)).instance(name)
+    return instance
 
-    For weights that are gathered for one call. The torch backend keeps none anyway.
-    """
-    return name if name == "torch" or name.endswith(_WITHOUT_COPIES) else name + _WITHOUT_COPIES
+
+def is_traceable(name: str) -> bool:
+    """Return whether programs may trace into the operators' bodies where this backend computes."""
+    return bool((_classes.get(name) or _load(name)).traceable)
 
 
 def drop_weight_copies(weights: Iterable[Tensor]) -> int:
@@ -77,11 +84,8 @@ def drop_weight_copies(weights: Iterable[Tensor]) -> int:
 
     Backends that are not loaded are not loaded for it.
     """
-    neuron = sys.modules.get(f"{__name__}.neuron.backend")
-    generation = sys.modules.get(f"{__name__}.torch.generation")
     sources = list(weights)
-    dropped = 0 if generation is None else generation.generation_copies().drop(sources)
-    return dropped + (0 if neuron is None else neuron.drop_copies(sources))
+    return sum(kind.drop_weight_copies(sources) for kind in set(_classes.values()))
 
 
 def release_gradient_memory() -> None:
@@ -91,41 +95,11 @@ def release_gradient_memory() -> None:
         memory.gradient_memory().release()
 
 
-def get_backend(name: str) -> Backend:
-    """Return the backend object for a name that :func:`resolve_backend` or :func:`without_copies` returned."""
-    if name == "torch":
-        return _torch_backend()
-    plain = name.removesuffix(_WITHOUT_COPIES)
-    if plain in NEURON_BACKENDS:
-        from hf_neuron_moe.backends.neuron.backend import neuron_backend
-
-        backend = neuron_backend(plain)
-        return backend if plain == name else backend.without_copies
-    raise refuse(
-        BackendUnavailableError,
-        where="get_backend",
-        argument="name",
-        expected=f"one of torch, {', '.join(NEURON_BACKENDS)}",
-        got=repr(name),
-        remedy="Pass the result of resolve_backend.",
-    )
+_classes: dict[str, Any] = {}
+"""By name in the table: the classes that were imported."""
 
 
-@functools.cache
-def _torch_backend() -> Backend:
-    from hf_neuron_moe.backends.torch.backend import TorchBackend
-
-    return TorchBackend()
-
-
-def _resolve_neuron(name: str) -> str:
-    import torch
-
-    if torch.compiler.is_compiling():  # what a program is traced with was resolved before; imports cannot be traced
-        return name
-    from hf_neuron_moe.backends.neuron.versions import toolchain
-    from hf_neuron_moe.backends.registration import register_again
-
-    toolchain(simulator=name == "nki-sim")
-    register_again()
-    return name
+def _load(name: str) -> Any:
+    module, _, kind = BACKENDS[name].partition(":")
+    _classes[name] = getattr(importlib.import_module(module), kind)
+    return _classes[name]

@@ -1,78 +1,107 @@
-"""What a backend computes. One implementation per way to compute; chosen once, visibly, from device and availability.
+"""What a backend is and computes. One implementation per way to compute; chosen once, visibly, from device and options.
+
+A new backend is a folder with a class of this protocol and a row in :data:`hf_neuron_moe.config.BACKENDS`.
 
 Legend: S or T tokens, H hidden, I intermediate, E experts, K experts per token, R = T * K token-expert pairs.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Iterable
+from typing import ClassVar, Protocol, Self
 
+import torch
 from torch import Tensor
 
+from hf_neuron_moe.activation_policy import Keep, parse_keep
 from hf_neuron_moe.backends.mx_weights import MXExpertStack
+from hf_neuron_moe.backends.spec import BlockShape, BlockSpec, ExpertWeights, FFNWeights, Routing, Support, Wants
+from hf_neuron_moe.errors import BackendUnavailableError
 
-NOTHING = ""
+NOTHING = parse_keep("")
 """Policy of a forward whose backward will not come."""
 
 Saved = tuple[Tensor, Tensor, Tensor, Tensor]
-"""What a forward kept for its backward: four tensors whose meaning is the policy's; unused ones are empty."""
+"""What a forward saved for its backward: four tensors whose meaning is the policy's; unused ones are empty."""
 
 
 class Backend(Protocol):
-    """Forward and backward of the two blocks; all functional, results are returned and never written into arguments.
+    """Forward and backward of the blocks; all functional, results are returned and never written into arguments.
 
-    ``precision`` is ``"bf16"``, ``"mxfp8"`` or ``"fp32"``. Activations arrive and leave in bf16 (fp32 for ``"fp32"``);
-    weights have any float dtype and are read in the precision asked for; weight gradients have the weights' dtype.
+    Activations arrive and leave in bf16 (fp32 for the precision ``"fp32"``); weights have any float dtype and are read
+    in the precision asked for; weight gradients have the weights' dtype.
 
-    ``keep`` is the activation policy as a canonical string (:func:`~hf_neuron_moe.activation_policy.parse_keep` reads
-    it), or :data:`NOTHING`. A forward returns its result and :data:`Saved`:
+    ``keep`` is the activation policy, or :data:`NOTHING`. A forward returns its result and :data:`Saved`:
 
-    * ``"fp8"``: codes ``[2, R, I]`` and scales ``[2, R, G]`` of gate and up, codes ``[S, H]`` and scales of the input,
-      which then need not be kept itself: the backward ignores its ``x``;
+    * in FP8: codes ``[2, R, I]`` and scales ``[2, R, G]`` of gate and up, codes ``[S, H]`` and scales of the input,
+      which then need not be saved itself: the backward ignores its ``x``;
     * otherwise gate, up, gate_act and intermediate ``[R, I]`` in the compute dtype, of ``"minimal"`` only the first
       columns of up; what the policy does not keep is empty, and the backward makes it again.
 
-    Every policy but ``"fp8"`` gives the same gradients, and all give the same ``y``: in the torch backend bit for bit.
-    On Neuron the bf16 experts' forward rounds gate and up to bf16 before it uses them where it saves them, and has them
-    in fp32 where it does not, so that ``y`` of the two differs by that rounding; the backward always reads saved ones.
+    Every policy but FP8 gives the same gradients, and all give the same ``y``: in the torch backend bit for bit. On
+    Neuron the bf16 experts' forward rounds gate and up to bf16 before it uses them where it saves them, and has them in
+    fp32 where it does not, so that ``y`` of the two differs by that rounding; the backward always reads saved ones.
 
     R is S for the dense MLP and the token-expert pairs in expert order for experts.
     """
 
     name: str
+    traceable: ClassVar[bool]
+    """Whether ``torch.compile`` may trace into forward and backward, where the plugin's ``nki_op`` does that."""
+    universal: ClassVar[bool]
+    """Whether it computes every block on every device, so that :meth:`support` need not be asked."""
+    default_layout: ClassVar[str]
+    """Weight layout of ``weights="auto"``: ``"stock"`` or ``"kernel"``."""
 
-    def fake_saved(self, x: Tensor, rows: int, intermediate: int, keep: str) -> Saved:
-        """Return uninitialized tensors of the shapes and dtypes that :meth:`mlp_forward` keeps of `rows` rows.
+    @classmethod
+    def instance(cls, name: str) -> Self:
+        """Return the backend for a name of the table: the same object while the machine stays the same."""
+        ...
+
+    @classmethod
+    def unavailable_reason(cls, name: str) -> BackendUnavailableError | None:
+        """Return the error that says why it cannot run here, or None."""
+        ...
+
+    @classmethod
+    def drop_weight_copies(cls, weights: Iterable[Tensor]) -> int:
+        """Drop the copies of `weights` that are kept between calls; return their bytes."""
+        ...
+
+    @property
+    def without_copies(self) -> Self:
+        """The same backend for weights that are gathered for one call: it keeps no copies of them."""
+        ...
+
+    def support(
+        self, shape: BlockShape, spec: BlockSpec, *, tokens: int | None = None, training: bool = True
+    ) -> Support:
+        """Say whether forward and backward of a block are computed.
+
+        With `tokens`, asked before a call of so many, only the reason and the most tokens are told.
+        """
+        ...
+
+    def quantized_support(self, stack: MXExpertStack, *, tokens: int | None = None, training: bool = True) -> Support:
+        """Say the same for a block with MX weights; without `training` its forward is enough."""
+        ...
+
+    def describe_products(self, precision: str, device: torch.device) -> str:
+        """Return in words how PyTorch multiplies where there are many rows; empty where kernels do."""
+        ...
+
+    def fake_saved(self, x: Tensor, shape: BlockShape, spec: BlockSpec, keep: Keep) -> Saved:
+        """Return uninitialized tensors of the shapes and dtypes that a forward saves of the tokens `x`.
 
         They are made with ``x.new_empty``.
         """
         ...
 
-    def fake_experts_saved(
-        self,
-        x_TH: Tensor,
-        index_TK: Tensor,
-        gate_up: Tensor,
-        down: Tensor,
-        transposed: bool,
-        precision: str,
-        block_size: int,
-        keep: str,
-    ) -> Saved:
-        """Return the same for :meth:`experts_forward`; arguments as there."""
+    def quantized_fake_saved(self, x: Tensor, rows: int, inner: int, keep: Keep) -> tuple[Tensor, Tensor]:
+        """Return the same for :meth:`quantized_forward`; `rows` is R."""
         ...
 
-    def frozen_fake_saved(self, x: Tensor, rows: int, intermediate: int, keep: str) -> tuple[Tensor, Tensor]:
-        """Return the same for :meth:`frozen_forward`."""
-        ...
-
-    def mlp_forward(
-        self, x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, precision: str, keep: str
-    ) -> tuple[Tensor, Saved]:
-        """Return ``y [S, H]`` and what is kept."""
-        ...
-
-    def mlp_few_rows(
+    def mlp_decode(
         self, x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, precision: str
     ) -> Tensor | None:
         """Return ``y [S, H]`` for inference if the backend has a shorter way for so few rows, else None.
@@ -81,86 +110,65 @@ class Backend(Protocol):
         """
         ...
 
+    def mlp_forward(self, x_SH: Tensor, weights: FFNWeights, spec: BlockSpec, keep: Keep) -> tuple[Tensor, Saved]:
+        """Return ``y [S, H]`` and what is saved."""
+        ...
+
     def mlp_backward(
         self,
         dout_SH: Tensor,
         x_SH: Tensor,
-        gate_IH: Tensor,
-        up_IH: Tensor,
-        down_HI: Tensor,
+        weights: FFNWeights,
         saved: Saved,
-        precision: str,
-        keep: str,
-        wants_input: bool,
-        wants_weights: bool,
+        spec: BlockSpec,
+        keep: Keep,
+        wants: Wants,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the gradients of x, gate, up and down; those not wanted are empty."""
         ...
 
     def experts_forward(
-        self,
-        x_TH: Tensor,
-        index_TK: Tensor,
-        weight_TK: Tensor,
-        gate_up: Tensor,
-        down: Tensor,
-        transposed: bool,
-        precision: str,
-        block_size: int,
-        keep: str,
+        self, x_TH: Tensor, routing: Routing, weights: ExpertWeights, spec: BlockSpec, keep: Keep
     ) -> tuple[Tensor, Saved]:
-        """Return ``y [T, H]`` and what is kept.
-
-        `gate_up` and `down` are ``[E, 2I, H]`` and ``[E, H, I]``, or ``[E, H, 2I]`` and ``[E, I, H]`` if `transposed`.
-        Pairs whose expert id is E or larger belong to other ranks and contribute nothing.
-        """
+        """Return ``y [T, H]`` and what is saved."""
         ...
 
     def experts_backward(
         self,
         dout_TH: Tensor,
         x_TH: Tensor,
-        index_TK: Tensor,
-        weight_TK: Tensor,
-        gate_up: Tensor,
-        down: Tensor,
+        routing: Routing,
+        weights: ExpertWeights,
         saved: Saved,
-        transposed: bool,
-        precision: str,
-        block_size: int,
-        keep: str,
-        wants_input: bool,
-        wants_routing: bool,
-        wants_weights: bool,
+        spec: BlockSpec,
+        keep: Keep,
+        wants: Wants,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the gradients of x, the routing weights, gate_up and down; those not wanted are empty."""
         ...
 
-    def frozen_forward(
-        self, x_TH: Tensor, index_TK: Tensor | None, weight_TK: Tensor | None, stack: MXExpertStack, keep: str
+    def quantized_forward(
+        self, x_TH: Tensor, routing: Routing | None, stack: MXExpertStack, keep: Keep
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return ``y [T, H]`` of an MX network and two tensors that are kept.
+        """Return ``y [T, H]`` of an MX network and two tensors that are saved.
 
         They are gate and up pre-activations ``[R, I]`` in bf16, each empty where `keep` does not name it, or the codes
-        and scales of both in FP8. ``"minimal"`` keeps both whole and needs no input. `index_TK` and `weight_TK` are
-        None for a dense MLP; otherwise as in :meth:`experts_forward`.
+        and scales of both in FP8. ``"minimal"`` keeps both whole and needs no input. A dense MLP has no routing.
         """
         ...
 
-    def frozen_backward(
+    def quantized_backward(
         self,
         dout_TH: Tensor,
         x_TH: Tensor,
-        index_TK: Tensor | None,
-        weight_TK: Tensor | None,
+        routing: Routing | None,
         stack: MXExpertStack,
         saved: tuple[Tensor, Tensor],
-        keep: str,
-        wants_input: bool,
-        wants_routing: bool,
+        keep: Keep,
+        wants: Wants,
     ) -> tuple[Tensor, Tensor]:
         """Return the gradients of x and of the routing weights; those not wanted are empty. The weights have none.
 
-        `x_TH` may be empty where gate and up were kept.
+        `x_TH` may be empty where gate and up were saved.
         """
         ...

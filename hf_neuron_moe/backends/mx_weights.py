@@ -24,7 +24,7 @@ from dataclasses import astuple, dataclass, replace
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.errors import ConfigError, refuse
+from hf_neuron_moe.errors import ConfigError, public
 from hf_neuron_moe.formats.constants import LANES, MX_BLOCK, PATCH_ROWS, SwizzleScheme, element_format
 from hf_neuron_moe.formats.moe_mx import HIDDEN_SCHEME, TILE, unpack_moe_scales
 from hf_neuron_moe.formats.mx import dequantize_mx_natural
@@ -42,22 +42,20 @@ COLUMN_TILE = 2048
 
 @dataclass(frozen=True)
 class MXLayout:
-    """How the codes and scales of one projection are stored.
-
-    Attributes:
-        fmt: element format, ``"e4m3fn"``, ``"e5m2"`` or ``"e2m1"``.
-        arrangement: ``"natural"``, ``"swizzled"`` (both one code per byte) or ``"words"``.
-        scheme: which K values share a block, see :class:`~hf_neuron_moe.formats.constants.SwizzleScheme`.
-        scales: ``"compact"``, ``"oversized"`` or ``"packed"``.
-    """
+    """How the codes and scales of one projection are stored."""
 
     fmt: str = "e4m3fn"
+    """Element format, ``"e4m3fn"``, ``"e5m2"`` or ``"e2m1"``."""
     arrangement: str = NATURAL
+    """``"natural"``, ``"swizzled"`` (both one code per byte) or ``"words"``."""
     scheme: str = SwizzleScheme.WRAPX.value
+    """Which K values share a block, see :class:`~hf_neuron_moe.formats.constants.SwizzleScheme`."""
     scales: str = ScaleLayout.COMPACT.value
+    """``"compact"``, ``"oversized"`` or ``"packed"``."""
 
+    @public("MXLayout")
     def __post_init__(self) -> None:
-        element_format(self.fmt, where="MXLayout")
+        element_format(self.fmt)
         known = {
             "arrangement": list(ARRANGEMENTS),
             "scheme": [scheme.value for scheme in SCHEMES],
@@ -65,13 +63,8 @@ class MXLayout:
         }
         for name, allowed in known.items():
             if getattr(self, name) not in allowed:
-                raise refuse(
-                    ConfigError,
-                    where="MXLayout",
-                    argument=name,
-                    expected=f"one of {', '.join(allowed)}",
-                    got=repr(getattr(self, name)),
-                    remedy="Choose one of these.",
+                raise ConfigError.about(
+                    name, f"one of {', '.join(allowed)}", repr(getattr(self, name)), "Choose one of these."
                 )
 
     @property
@@ -99,23 +92,21 @@ class MXLayout:
 
 @dataclass(frozen=True)
 class MXMatrix:
-    """One projection ``[F, K]`` as codes and scales.
-
-    Attributes:
-        codes: uint8, or x4 words in their integer carrier, as `layout` arranges them.
-        scales: uint8, compact.
-        layout: arrangement of both.
-    """
+    """One projection ``[F, K]`` as codes and scales."""
 
     codes: Tensor
+    """uint8, or x4 words in their integer carrier, as `layout` arranges them."""
     scales: Tensor
+    """uint8, compact."""
     layout: MXLayout
+    """Arrangement of both."""
 
     @property
     def shape(self) -> tuple[int, int]:
         """``(F, K)``, the zeros included that the arrangement adds."""
         return self.layout.matrix_shape(self.codes.shape)
 
+    @public("MXMatrix")
     def values(self, rows: slice, columns: slice, out_FK: Tensor) -> Tensor:
         """Write the values of a part into fp32 `out_FK` and return it.
 
@@ -124,7 +115,7 @@ class MXMatrix:
             columns: part of K that starts and ends at borders of contraction tiles (:func:`column_tiles`).
             out_FK: fp32, of the part's shape.
         """
-        fmt, scheme = element_format(self.layout.fmt, where="MXMatrix"), self.layout.scheme
+        fmt, scheme = element_format(self.layout.fmt), self.layout.scheme
         codes_FK, scales_BF = {NATURAL: self._natural, SWIZZLED: self._swizzled, WORDS: self._words}[
             self.layout.arrangement
         ](rows, columns)
@@ -155,15 +146,12 @@ class MXMatrix:
 
 @dataclass(frozen=True)
 class MXProjections:
-    """Gate and up (the rows of one ``[2I, H]``, gate first) and down ``[H, I]`` of one network.
-
-    Attributes:
-        gate_up: gate and up.
-        down: down; its K may be larger than I, with zeros at the end.
-    """
+    """Gate and up (the rows of one ``[2I, H]``, gate first) and down ``[H, I]`` of one network."""
 
     gate_up: MXMatrix
+    """Gate and up."""
     down: MXMatrix
+    """Down; its K may be larger than I, with zeros at the end."""
 
     @property
     def hidden(self) -> int:
@@ -228,13 +216,8 @@ def held_form(codes: Tensor, scales: Tensor, layout: MXLayout) -> tuple[Tensor, 
     ``module.to(dtype)``, and torch has few operators for unsigned words. Packed scales of a small K are mostly holes,
     and oversized ones are eight times as many as there are blocks.
 
-    Args:
-        codes: as `layout` arranges them, in the file's dtype; experts' axis in front or not.
-        scales: the same.
-        layout: how they are stored.
-
-    Returns:
-        Codes, compact scales, and the layout that describes these.
+    `codes` and `scales` have the file's dtypes, with the experts' axis in front or not. Returned are codes, compact
+    scales, and the layout that describes these.
     """
     signed = {torch.uint32: torch.int32, torch.uint16: torch.int16, torch.int32: torch.int32, torch.int16: torch.int16}
     codes, scales = codes.view(signed.get(codes.dtype, torch.uint8)), scales.view(torch.uint8)

@@ -9,7 +9,7 @@ import typer
 
 if TYPE_CHECKING:
     from hf_neuron_moe.device.installed import Installation
-    from hf_neuron_moe.device.usable import Usable
+    from hf_neuron_moe.device.kernel_support import Usable
 
 
 _NEEDS_OF_KIND = {"mlp": "mlp_", "experts": "moe_"}

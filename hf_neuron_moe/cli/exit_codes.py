@@ -30,19 +30,7 @@ INTERNAL = ExitCode(70, "internal", "a defect of this program; --debug shows whe
 INTERRUPTED = ExitCode(130, "interrupted", "stopped from the keyboard (SIGINT)")
 TERMINATED = ExitCode(143, "interrupted", "stopped by SIGTERM, as job schedulers do before a kill")
 
-EXIT_CODES = (
-    DONE,
-    REFUSED,
-    USAGE,
-    SOURCE,
-    DESTINATION,
-    DISK,
-    VERIFY,
-    CLOSE,
-    INTERNAL,
-    INTERRUPTED,
-    TERMINATED,
-)
+EXIT_CODES = (DONE, REFUSED, USAGE, SOURCE, DESTINATION, DISK, VERIFY, CLOSE, INTERNAL, INTERRUPTED, TERMINATED)
 
 _BY_CLASS: tuple[tuple[type[BaseException], ExitCode], ...] = (
     (SourceDamageError, SOURCE),

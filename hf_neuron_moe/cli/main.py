@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-import json
+import importlib
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from hf_neuron_moe._version import __version__
-from hf_neuron_moe.cli.boundary import run
-from hf_neuron_moe.cli.checking import export, inspect, verify
-from hf_neuron_moe.cli.conversion import convert, finalize, quiet_transformers
-from hf_neuron_moe.cli.diagnosing import doctor, verify_device
-from hf_neuron_moe.cli.estimating import estimate
+from hf_neuron_moe.cli.error_handling import run
 from hf_neuron_moe.cli.exit_codes import EXIT_CODES
-from hf_neuron_moe.cli.options import BLOCK_PRECISIONS, Json, choice
-from hf_neuron_moe.cli.reporting import report
+from hf_neuron_moe.errors import public
 
-_CODES = ", ".join(f"{code.code} {code.kind}" for code in EXIT_CODES)
-
-app = typer.Typer(
-    add_completion=False,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    help="Neuron's numbers and weight layouts for Hugging Face models.",
-    epilog=f"Exit codes: {_CODES}.",
+COMMANDS = (
+    "plan",
+    "convert",
+    "finalize",
+    "export",
+    "verify",
+    "inspect",
+    "estimate",
+    "report",
+    "doctor",
+    "verify-device",
 )
+"""One row per command: the function of that name in the module of that name in this folder, with ``_`` for ``-``."""
 
 
 def _tell_version(asked: bool) -> None:
@@ -37,7 +34,6 @@ def _tell_version(asked: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def settings(
     debug: Annotated[bool, typer.Option("--debug", help="Show a traceback on errors.")] = False,
     version: Annotated[
@@ -47,30 +43,27 @@ def settings(
     """Neuron's numbers and weight layouts for Hugging Face models."""
 
 
-@app.command()
-def plan(
-    model_dir: Annotated[
-        Path, typer.Argument(metavar="MODEL_DIR", help="Folder with config.json; no weights are needed.")
-    ],
-    precision: Annotated[str, choice(BLOCK_PRECISIONS, text="Precision of the blocks.")] = "bf16",
-    as_json: Json = False,
-) -> None:
-    """Show what patch_model would do with a model."""
-    from hf_neuron_moe.convert.assign import build_meta_model
-    from hf_neuron_moe.patching import patch_model
-
-    quiet_transformers()
-    patched = patch_model(build_meta_model(model_dir, "plan"), {"precision": precision}, strict=False)
-    typer.echo(json.dumps({"ok": True, **patched.to_dict()}, indent=1) if as_json else str(patched))
-
-
-for _command in (convert, finalize, export, verify, inspect, estimate, report, doctor, verify_device):
-    app.command()(_command)
+def application() -> typer.Typer:
+    """Return the application with the commands of :data:`COMMANDS`."""
+    codes = ", ".join(f"{code.code} {code.kind}" for code in EXIT_CODES)
+    app = typer.Typer(
+        add_completion=False,
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        help=settings.__doc__,
+        epilog=f"Exit codes: {codes}.",
+    )
+    app.callback()(settings)
+    for command in COMMANDS:
+        name = command.replace("-", "_")
+        app.command(command)(public(getattr(importlib.import_module(f"hf_neuron_moe.cli.{name}"), name)))
+    return app
 
 
 def main() -> None:
     """Entry point of ``hf-neuron-moe``."""
-    run(app, sys.argv[1:])
+    run(application(), sys.argv[1:])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""MODEL_DIR of the commands that need no weights: a folder, or its ``config.json`` alone."""
+"""The model that a command looks at: a folder, or its ``config.json`` alone."""
 
 from __future__ import annotations
 
@@ -25,3 +25,10 @@ def model_folder(path: Path) -> Iterator[Path]:
         except NeuronMoEError as error:  # which names the copy
             told = str(error).replace(str(copy), str(path)).replace(folder, str(path))
             raise type(error)(told) from error
+
+
+def quiet_transformers() -> None:
+    """Keep transformers' notes about generation configs and the like out of the output."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()

@@ -12,31 +12,35 @@ HOME = "kernel"
 """The home of the weights that ``"auto"`` takes where Neuron kernels compute."""
 
 if TYPE_CHECKING:
-    from hf_neuron_moe.device.roofline_result import GroupFloor, Roofline
+    from hf_neuron_moe.device.roofline import GroupFloor, Roofline
 
+_IN_PLACE = 'With fallback="torch" PyTorch computes them, padded to multiples of 128 (tokens too)'
 _HEADINGS = ("activations", "TFLOP", "again", "padding", "GiB", "compute", "memory", "least", "best B")
 
 
 def show_roofline(floor: Roofline) -> None:
     """Print the floors by block, their sums by policy, what is left out and why, and what does not fit."""
-    for line in _head(floor):
-        typer.echo(line)
+    typer.echo("\n".join(_lines(floor)))
+
+
+def _lines(floor: Roofline) -> Iterator[str]:
+    yield from _head(floor)
     for group, parts in groupby(floor.computed, key=lambda part: part.group):
-        typer.echo(f"\n{group.label}")
-        _show_table(parts)
-    typer.echo()
+        yield f"\n{group.label}"
+        yield from _table(parts)
+    yield ""
     if floor.computed:
         sums = ", ".join(f"{name} {_milliseconds(seconds)} ms" for name, seconds in floor.seconds.items())
-        typer.echo(f"All blocks with kernels, at least, per step: {sums}")
+        yield f"All blocks with kernels, at least, per step: {sums}"
     else:
-        typer.echo("No kernel computes a block of this model in this way.")
+        yield "No kernel computes a block of this model in this way."
     if any(floor.discarded_seconds.values()):
-        most = max(floor.discarded_seconds.values())
-        typer.echo(
-            f"The documented backward kernels also make the gradients of frozen weights: {_milliseconds(most)} ms more."
-        )
-    _show_left_out(floor)
-    _show_memory(floor)
+        most = _milliseconds(max(floor.discarded_seconds.values()))
+        yield f"The documented backward kernels also make the gradients of frozen weights: {most} ms more."
+    yield from _left_out(floor)
+    if floor.memory:
+        yield from _copies(floor)
+        yield from _memory(floor)
 
 
 def _head(floor: Roofline) -> Iterator[str]:
@@ -55,58 +59,47 @@ def _head(floor: Roofline) -> Iterator[str]:
     yield "the least time. Blocks: count x kind (hidden, intermediate size), experts with their number in front."
 
 
-def _show_left_out(floor: Roofline) -> None:
+def _left_out(floor: Roofline) -> Iterator[str]:
     left = [part for part in floor.groups if part.reason is not None]
-    if not left:
-        return
-    typer.echo("\nNot in the sum, since no Neuron kernel computes them:")
+    if left:
+        yield "\nNot in the sum, since no Neuron kernel computes them:"
     for group, parts in groupby(left, key=lambda part: part.group):
         rows = list(parts)
-        typer.echo(f"{group.label}: {rows[0].reason}")
+        yield f"{group.label}: {rows[0].reason}"
         if any(part.floor for part in rows):
-            typer.echo(
-                '  With fallback="torch" PyTorch computes them, padded to multiples of 128 (tokens too); then at least:'
-            )
-            _show_table(rows)
+            yield f"  {_IN_PLACE}; then at least:"
+            yield from _table(rows)
 
 
-def _show_memory(floor: Roofline) -> None:
-    if not floor.memory:
-        return
-    _show_copies(floor)
+def _memory(floor: Roofline) -> Iterator[str]:
     limit, too_large = f"{gibibytes(floor.core.memory)} of a logical core of {floor.core.name}", floor.too_large()
-    counted = f"with the copies of weights={HOME}, before temporaries" if floor.copies else "before temporaries"
+    copies = f"with the copies of weights={HOME}"
     if not too_large:
-        typer.echo(f"\nMemory: every total above, {counted}, fits into the {limit}.")
+        counted = f"{copies}, before temporaries" if floor.copies else "before temporaries"
+        yield f"\nMemory: every total above, {counted}, fits into the {limit}."
         more = [name for name in floor.too_large("stock") if name in floor.policies]
         if more:
-            typer.echo(f"  With the copies of weights=stock it is more than that: {', '.join(more)}")
+            yield f"  With the copies of weights=stock it is more than that: {', '.join(more)}"
         return
-    typer.echo(f"\nMemory: more than the {limit}{f', with the copies of weights={HOME}' if floor.copies else ''}:")
-    for name in too_large:
-        typer.echo(f"  {name}: {gibibytes(floor.held(name))}")
+    yield f"\nMemory: more than the {limit}{f', {copies}' if floor.copies else ''}:"
+    yield from (f"  {name}: {gibibytes(floor.held(name))}" for name in too_large)
     fits = [name for name in floor.memory if name not in too_large]
     if fits:
-        typer.echo(f"  within it, before temporaries: {', '.join(fits)}")
-    typer.echo(
-        "FSDP2 shards parameters, gradients and states over cores. Activations are each core's own: fewer tokens,"
-    )
-    typer.echo("another policy or gradient checkpointing make them smaller.")
+        yield f"  within it, before temporaries: {', '.join(fits)}"
+    yield "FSDP2 shards parameters, gradients and states over cores. Activations are each core's own: fewer tokens,"
+    yield "another policy or gradient checkpointing make them smaller."
 
 
-def _show_copies(floor: Roofline) -> None:
+def _copies(floor: Roofline) -> Iterator[str]:
     if not floor.copies:
         return
-    typer.echo("\nWeight copies in the form that the kernels read, kept until the optimizer's step:")
-    for home, copies in floor.copies.items():
-        typer.echo(
-            f"  weights={home:<8}{gibibytes(copies.total):>12} of all blocks, "
-            f"{gibibytes(copies.largest_block)} of the largest"
-        )
-    typer.echo("  Under FSDP2 (weights=stock) none are kept, and the largest block's exist at a time.")
+    yield "\nWeight copies in the form that the kernels read, kept until the optimizer's step:"
+    for home, (total, largest) in floor.copies.items():
+        yield f"  weights={home:<8}{gibibytes(total):>12} of all blocks, {gibibytes(largest)} of the largest"
+    yield "  Under FSDP2 (weights=stock) none are kept, and the largest block's exist at a time."
 
 
-def _show_table(parts: Iterable[GroupFloor]) -> None:
+def _table(parts: Iterable[GroupFloor]) -> Iterator[str]:
     rows: list[tuple[str, ...]] = [_HEADINGS]
     for part in parts:
         at = part.floor
@@ -126,7 +119,7 @@ def _show_table(parts: Iterable[GroupFloor]) -> None:
     widths = [max(map(len, column)) for column in zip(*rows)]
     for first, *others in rows:
         cells = [cell.rjust(width) for cell, width in zip(others, widths[1:])]
-        typer.echo(f"  {first.ljust(widths[0])}  {'  '.join(cells)}")
+        yield f"  {first.ljust(widths[0])}  {'  '.join(cells)}"
 
 
 def _milliseconds(seconds: float) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from hf_neuron_moe.config import LAYOUTS, PURPOSES, SCALE_LAYOUTS, SCALE_RULES
+from hf_neuron_moe.config import STORED_PRECISIONS as PRECISIONS
+from hf_neuron_moe.convert.commands import convert_checkpoint, finalize_checkpoint
 from hf_neuron_moe.convert.export import ExportReport, export_checkpoint
-from hf_neuron_moe.convert.finalize import finalize_checkpoint
 from hf_neuron_moe.convert.manifest import MANIFEST_FILE, Manifest, read_manifest
-from hf_neuron_moe.convert.options import LAYOUTS, PRECISIONS, PURPOSES, SCALE_LAYOUTS, SCALE_RULES, ConvertOptions
+from hf_neuron_moe.convert.notes import nonfinite_note, rounding_note
+from hf_neuron_moe.convert.options import ConvertOptions
 from hf_neuron_moe.convert.plan import ConversionPlan, plan_conversion
-from hf_neuron_moe.convert.write import convert_checkpoint, nonfinite_note, rounding_note
 
 __all__ = [
     "LAYOUTS",

@@ -19,12 +19,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from hf_neuron_moe.convert.bounded import MAX_CONFIG_BYTES, read_json
-from hf_neuron_moe.convert.config_values import MAX_VALUE, Wrong, reason_of, wrong_value
-from hf_neuron_moe.convert.counts import excess, room_in, room_of
-from hf_neuron_moe.convert.folder import CONFIG_FILE, check_checkpoint, check_model
-from hf_neuron_moe.convert.source import SourceCheckpoint, SourceTensor, damaged, inside
-from hf_neuron_moe.errors import ConversionError, nearest, refuse
+from hf_neuron_moe.convert.config_values import MAX_VALUE, excess, reason_of, room_in, room_of, wrong_value
+from hf_neuron_moe.convert.io.bounded import MAX_CONFIG_BYTES, read_json
+from hf_neuron_moe.convert.io.folder import CONFIG_FILE, check_checkpoint, check_model
+from hf_neuron_moe.convert.io.source import SourceCheckpoint, SourceTensor, damaged, inside
+from hf_neuron_moe.errors import ConversionError, nearest
 
 _BUILDING = threading.Lock()
 """transformers sets the default dtype of the whole process while it builds a model, and restores what it found."""
@@ -44,118 +43,95 @@ _REFUSALS = (
 check, it is whatever the first line of model code that meets the value raises."""
 
 
-_PLAIN = {"attn_implementation": "eager", "experts_implementation": None}
-"""Eager attention and transformers' own choice for experts. A name such as ``org/name`` would be fetched and run."""
-
 _NUMBER = re.compile(r"[0-9]+")
 
 
 @dataclass
 class Assignment:
-    """The on-disk tensors that make up one in-memory tensor.
+    """The on-disk tensors that make up one in-memory tensor."""
 
-    Attributes:
-        target: name in the model's ``state_dict``.
-        converter: transformers' converter, or None where one on-disk tensor is the parameter itself.
-        sources: on-disk tensors by the converter's source pattern (``""`` without a converter), in natural order.
-    """
-
-    target: str
+    target: str  # Name in the model's ``state_dict``
     converter: WeightConverter | None
+    """transformers' converter, or None where one on-disk tensor is the parameter itself."""
     sources: dict[str, list[SourceTensor]] = field(default_factory=dict)
+    """On-disk tensors by the converter's source pattern (``""`` without a converter), in natural order."""
 
 
 def build_meta_model(
-    directory: Path, where: str = "convert", source: SourceCheckpoint | None = None
+    directory: Path, source: SourceCheckpoint | None = None, attention: str | None = "eager"
 ) -> PreTrainedModel:
     """Build the checkpoint's model without memory for its weights.
 
-    Whatever attention and experts implementation ``config.json`` names, it is built with eager attention and with
-    transformers' own choice for experts: a checkpoint does not choose code that is run here.
-
-    Args:
-        directory: folder with ``config.json``.
-        where: command that refuses.
-        source: its weights, where they were read. More layers or experts than they have are refused before they are
-            built; without `source`, the names in the folder's index or single file are asked.
-
-    Raises:
-        SourceDamageError: there is no such folder, or its ``config.json`` is no JSON object in UTF-8, or a link that
-            leaves the folder.
-        ConversionError: it is a conversion, or its ``config.json`` is missing, describes an
-            unknown model or one that cannot be, or is already quantised.
+    Whatever ``config.json`` names, it is built with `attention` (None is the one that transformers would train with)
+    and with transformers' own choice for experts: a name such as ``org/name`` would be fetched and run. More layers or
+    experts than the weights of `source` have are refused before they are built; without it, the names in the folder's
+    index or single file are asked.
     """
-    check_checkpoint(directory, where)
-    config, content = _read_config(directory, where, source)
+    check_checkpoint(directory)
+    return meta_model(directory, source, attention)
+
+
+def meta_model(
+    directory: Path, source: SourceCheckpoint | None = None, attention: str | None = "eager"
+) -> PreTrainedModel:
+    """Do what :func:`build_meta_model` does for a folder that was found to be a checkpoint's."""
+    config, content = _read_config(directory, source)
     path = directory / CONFIG_FILE
     if "quantization_config" in content:
-        raise refuse(
-            ConversionError,
-            where=where,
-            argument=f"{path}: quantization_config",
-            expected="absent (weights in bf16, fp16 or fp32)",
-            got="an already quantised checkpoint",
-            remedy="Take the original checkpoint: quantising twice loses accuracy.",
-        )
-    return _on_meta(path, config, content, where)
+        expected = "absent (weights in bf16, fp16 or fp32)"
+        fix = "Take the original checkpoint: quantising twice loses accuracy."
+        raise ConversionError.about(f"{path}: quantization_config", expected, "an already quantised checkpoint", fix)
+    return _on_meta(path, config, content, attention)
 
 
-def build_converted_model(directory: Path, where: str) -> PreTrainedModel:
-    """Build a conversion's model as its source's was, without memory for its weights.
-
-    Args:
-        directory: folder that ``convert`` wrote.
-        where: command that refuses.
-
-    Raises:
-        SourceDamageError: its ``config.json`` is no JSON object in UTF-8, or a link that leaves the folder.
-        ConversionError: ``config.json`` is missing, or describes an unknown model or one that cannot be.
-    """
-    check_model(directory, where)
-    config, content = _read_config(directory, where)
-    return _on_meta(directory / CONFIG_FILE, config, content, where)
+def build_converted_model(directory: Path) -> PreTrainedModel:
+    """Build a conversion's model as its source's was, without memory for its weights."""
+    check_model(directory)
+    config, content = _read_config(directory)
+    return _on_meta(directory / CONFIG_FILE, config, content)
 
 
-def _read_config(
-    directory: Path, where: str, source: SourceCheckpoint | None = None
-) -> tuple[PreTrainedConfig, dict[str, Any]]:
+def _read_config(directory: Path, source: SourceCheckpoint | None = None) -> tuple[PreTrainedConfig, dict[str, Any]]:
     """The configuration as transformers reads it, and the file's content."""
     path = directory / CONFIG_FILE
     try:
-        content = read_json(inside(directory, CONFIG_FILE, where), MAX_CONFIG_BYTES)
+        content = read_json(inside(directory, CONFIG_FILE), MAX_CONFIG_BYTES)
     except ValueError as error:
-        raise damaged(str(path), "JSON in UTF-8", f"{type(error).__name__}: {error}", where) from error
+        raise damaged(str(path), "JSON in UTF-8", f"{type(error).__name__}: {error}") from error
     if not isinstance(content, dict):
-        raise damaged(str(path), "a JSON object", type(content).__name__, where)
-    room = room_of(source) if source is not None else room_in(directory, where)
+        raise damaged(str(path), "a JSON object", type(content).__name__)
+    room = room_of(source) if source is not None else room_in(directory)
     if wrong := wrong_value(content) or excess(content, room):
-        raise _bad_value(where, path, wrong)
+        raise ConversionError.about(f"{path}: {wrong.field}", wrong.expected, wrong.got, wrong.remedy)
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except _REFUSALS as error:
-        raise _bad_config(where, path, reason_of(error)) from error
+        raise _bad_config(path, reason_of(error)) from error
     return config, content
 
 
-def _on_meta(path: Path, config: PreTrainedConfig, content: dict[str, Any], where: str) -> PreTrainedModel:
+def _on_meta(
+    path: Path, config: PreTrainedConfig, content: dict[str, Any], attention: str | None = "eager"
+) -> PreTrainedModel:
     try:
         with _BUILDING, torch.device("meta"):
-            model = _model_of(config, content)
+            model = _model_of(config, content, attention)
     except _REFUSALS as error:
-        raise _bad_config(where, path, reason_of(error)) from error
+        raise _bad_config(path, reason_of(error)) from error
     for name, param in model.named_parameters():
         if max(param.shape, default=0) > MAX_VALUE:
-            raise _bad_config(where, path, f"{name} of shape {list(param.shape)}")
+            raise _bad_config(path, f"{name} of shape {list(param.shape)}")
     return model
 
 
-def _model_of(config: PreTrainedConfig, content: dict[str, Any]) -> PreTrainedModel:
+def _model_of(config: PreTrainedConfig, content: dict[str, Any], attention: str | None) -> PreTrainedModel:
     """Build the class that the checkpoint names, or the one for causal language modelling."""
+    plain = {"attn_implementation": attention, "experts_implementation": None}
     name = (content.get("architectures") or [""])[0]
     architecture = getattr(transformers, str(name), None)
     if isinstance(architecture, type) and issubclass(architecture, PreTrainedModel):
-        return architecture._from_config(config, **_PLAIN)
-    return AutoModelForCausalLM.from_config(config, trust_remote_code=False, **_PLAIN)
+        return architecture._from_config(config, **plain)
+    return AutoModelForCausalLM.from_config(config, trust_remote_code=False, **plain)
 
 
 def assign_sources(model: PreTrainedModel, source: SourceCheckpoint) -> tuple[dict[str, Assignment], list[str]]:
@@ -163,9 +139,6 @@ def assign_sources(model: PreTrainedModel, source: SourceCheckpoint) -> tuple[di
 
     Returns:
         Assignments by in-memory name, and the on-disk names that transformers knows and ignores.
-
-    Raises:
-        ConversionError: a tensor belongs nowhere, two claim one place, or a parameter has none.
     """
     transforms = get_model_conversion_mapping(model)
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
@@ -183,18 +156,22 @@ def assign_sources(model: PreTrainedModel, source: SourceCheckpoint) -> tuple[di
             if _matches(name, model._keys_to_ignore_on_load_unexpected):
                 ignored.append(name)
                 continue
-            raise _unplaced(name, target, list(state))
+            expected = "part of the model that config.json describes"
+            fix = f"Check that config.json belongs to these weights.{nearest(target, list(state))}"
+            raise ConversionError.about(f"tensor {name}", expected, f"no parameter {target!r} there", fix)
         assignment = assignments.setdefault(target, Assignment(target, converter))
         assignment.sources.setdefault(pattern or "", []).append(source.tensors[name])
         filled |= targets
         if assignment.converter is not converter or (converter is None and len(assignment.sources[""]) > 1):
             first = next(iter(assignment.sources.values()))[0].name
-            raise _conflict(target, first, name)
+            fix = "Remove the tensor that does not belong to the checkpoint."
+            raise ConversionError.about(f"parameter {target}", "stored once", f"both {first} and {name}", fix)
     tied = model.all_tied_weights_keys
     for name in state.keys() - filled:
         is_tied = name in tied or name in tied.values()
         if not is_tied and not _matches(name, model._keys_to_ignore_on_load_missing):
-            raise _missing(name)
+            fix = "Check that config.json belongs to these weights and that no shard is missing."
+            raise ConversionError.about(f"parameter {name}", "stored in the checkpoint", "no tensor for it", fix)
     return assignments, ignored
 
 
@@ -215,56 +192,7 @@ def _matches(name: str, patterns: object) -> bool:
     return isinstance(patterns, (list, tuple, set)) and any(re.search(pattern, name) for pattern in patterns)
 
 
-def _bad_value(where: str, path: Path, wrong: Wrong) -> ConversionError:
-    return refuse(
-        ConversionError,
-        where=where,
-        argument=f"{path}: {wrong.field}",
-        expected=wrong.expected,
-        got=wrong.got,
-        remedy=wrong.remedy,
-    )
-
-
-def _bad_config(where: str, path: Path, reason: str) -> ConversionError:
-    return refuse(
-        ConversionError,
-        where=where,
-        argument=str(path),
-        expected="the configuration of a model, with values that transformers can build it from",
-        got=reason,
-        remedy="Correct the values in that file, or take it from where the weights came from.",
-    )
-
-
-def _unplaced(name: str, target: str, known: list[str]) -> ConversionError:
-    return refuse(
-        ConversionError,
-        where="convert",
-        argument=f"tensor {name}",
-        expected="part of the model that config.json describes",
-        got=f"no parameter {target!r} there",
-        remedy=f"Check that config.json belongs to these weights.{nearest(target, known)}",
-    )
-
-
-def _conflict(target: str, first: str, second: str) -> ConversionError:
-    return refuse(
-        ConversionError,
-        where="convert",
-        argument=f"parameter {target}",
-        expected="stored once",
-        got=f"both {first} and {second}",
-        remedy="Remove the tensor that does not belong to the checkpoint.",
-    )
-
-
-def _missing(name: str) -> ConversionError:
-    return refuse(
-        ConversionError,
-        where="convert",
-        argument=f"parameter {name}",
-        expected="stored in the checkpoint",
-        got="no tensor for it",
-        remedy="Check that config.json belongs to these weights and that no shard is missing.",
-    )
+def _bad_config(path: Path, reason: str) -> ConversionError:
+    expected = "the configuration of a model, with values that transformers can build it from"
+    fix = "Correct the values in that file, or take it from where the weights came from."
+    return ConversionError.about(str(path), expected, reason, fix)

@@ -7,18 +7,35 @@ The texts that the source had are kept in the manifest, so that export gives the
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from hf_neuron_moe.convert.card import CARD_FILE, with_section
-from hf_neuron_moe.convert.folder import CONFIG_FILE
-from hf_neuron_moe.convert.options import ConvertOptions
+from hf_neuron_moe._version import __version__
+from hf_neuron_moe.config import QUANT_METHOD
+from hf_neuron_moe.convert.io.folder import CONFIG_FILE
+from hf_neuron_moe.convert.io.source import damaged
+from hf_neuron_moe.convert.layout.orientations import SCALES, SOURCE
+from hf_neuron_moe.convert.manifest import MANIFEST_FILE, WrittenTensor
+from hf_neuron_moe.convert.options import BACKWARD, ConvertOptions
 from hf_neuron_moe.convert.plan import ConversionPlan
-from hf_neuron_moe.convert.source import damaged
-
-QUANT_METHOD = "neuron_moe"
 
 QUANTIZATION_CONFIG = "quantization_config"
+
+CARD_FILE = "README.md"
+
+TITLE = "## Weight layout"
+
+_PRECISIONS = {
+    "bf16": "bfloat16",
+    "mxfp8": "MXFP8: e4m3 codes with one power-of-two scale per 32 values of each contraction axis",
+    "mxfp4": "MXFP4: e2m1 codes with one power-of-two scale per 32 values of each contraction axis (experts only)",
+}
+_PURPOSES = {
+    "inference": "inference: what the forward reads",
+    "training": "training: what the forward and the gradient of a block's input read",
+    "lora": "adapters on frozen weights: what the forward and the gradient of a block's input read",
+}
 
 
 def quantization_config(options: ConvertOptions) -> dict[str, Any]:
@@ -45,9 +62,6 @@ def rewritten_files(plan: ConversionPlan) -> tuple[dict[str, bytes], dict[str, s
     Returns:
         Content by name, and the source's text by the same names (None for a file that it does not have): the latter is
         ``Manifest.replaced_files``.
-
-    Raises:
-        SourceDamageError: such a file of the source is not text in UTF-8, or ``config.json`` is no JSON object.
     """
     directory = plan.source.directory
     before: dict[str, str | None] = {CONFIG_FILE: _text(directory / CONFIG_FILE)}
@@ -68,3 +82,60 @@ def _text(path: Path) -> str:
         return path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
         raise damaged(path.name, "text in UTF-8", error) from error
+
+
+def with_section(card: str | None, plan: ConversionPlan) -> str:
+    """Append the section that describes `plan` to a model card, or start one with it."""
+    if not card:
+        return section(plan)
+    return f"{card}{'' if card.endswith(chr(10)) else chr(10)}\n{section(plan)}"
+
+
+def section(plan: ConversionPlan) -> str:
+    """Describe a conversion in Markdown; the same plan gives the same text."""
+    options = plan.options
+    rows = [("precision", _PRECISIONS[options.precision]), ("layout", _layout(plan)), ("for", _purpose(plan))]
+    if options.quantized:
+        rows.append(("scale rule", options.rule))
+    if options.tp_degree > 1:
+        rows.append(("tensor parallelism", f"I axis split among {options.tp_degree} ranks, each with files of its own"))
+    if options.pad:
+        rows.append(("padding", _padding(plan.tensors)))
+    rows.append(("kept as they were", _kept(plan)))
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows)
+    export = "hf-neuron-moe export DIR NEW" + (" --allow-inexact" if options.quantized else "")
+    loss = "" if not options.quantized else " The values come back as the quantised ones; the original's bits are gone."
+    return (
+        f"{TITLE}\n\n"
+        f"The MLP and expert weights of this checkpoint were rearranged with hf-neuron-moe {__version__} for the "
+        "kernels of AWS Trainium. Stock transformers cannot read them; `import hf_neuron_moe` first.\n\n"
+        f"| | |\n|---|---|\n{table}\n\n"
+        f"`{MANIFEST_FILE}` lists every tensor with its layout and checksum. `hf-neuron-moe verify DIR` checks them, "
+        f"and `{export}` gives a stock checkpoint back.{loss}\n"
+    )
+
+
+def _layout(plan: ConversionPlan) -> str:
+    counts = Counter(t.layout for t in plan.tensors if t.layout != SOURCE and t.layout not in SCALES)
+    return ", ".join(f"{layout} ({count} tensors)" for layout, count in sorted(counts.items()))
+
+
+def _purpose(plan: ConversionPlan) -> str:
+    backward = any(tensor.orientation == BACKWARD for tensor in plan.tensors)
+    text = _PURPOSES[plan.options.purpose or "training"]
+    return text if backward or plan.options.purpose == "inference" else f"{text}, which are the same tensors in bf16"
+
+
+def _padding(tensors: tuple[WrittenTensor, ...]) -> str:
+    most: dict[str, int] = {}
+    for tensor in tensors:
+        for axis, zeros in tensor.padding.items():
+            most[axis] = max(most.get(axis, 0), zeros)
+    if not most:
+        return "none needed"
+    return "zeros at the end of " + " and ".join(f"{axis} (up to {most[axis]})" for axis in sorted(most))
+
+
+def _kept(plan: ConversionPlan) -> str:
+    text = f"{len(plan.copied)} tensors: router, norms, embeddings, attention"
+    return text + (f"; {len(plan.left)} modules that the kernels cannot compute" if plan.left else "")

@@ -20,24 +20,21 @@ from typing import Any
 
 import torch
 
-from hf_neuron_moe.convert.checksums import TensorChecksum
-from hf_neuron_moe.convert.commit import check_destination
+from hf_neuron_moe.convert.commands import plan_for
 from hf_neuron_moe.convert.execute import Made, entries_of, memory_per_worker, shards_of, workers_for
-from hf_neuron_moe.convert.folder import check_checkpoint
-from hf_neuron_moe.convert.hub import resolve_source
-from hf_neuron_moe.convert.left import check_nothing_left, left_facts, left_notes
+from hf_neuron_moe.convert.io.checksums import TensorChecksum
+from hf_neuron_moe.convert.io.shard import shard_header
+from hf_neuron_moe.convert.layout.orientations import SOURCE, stored_forms
+from hf_neuron_moe.convert.layout.relayout import WEIGHT_DTYPES, Scratch, scratch_bytes, store
+from hf_neuron_moe.convert.layout.tensor_parallel import FusedWeight
 from hf_neuron_moe.convert.manifest import MANIFEST_FILE, LeftModule, Piece, WrittenTensor, header_metadata
-from hf_neuron_moe.convert.memory import anonymous_bytes
+from hf_neuron_moe.convert.notes import left_facts, left_notes
 from hf_neuron_moe.convert.options import ConvertOptions
-from hf_neuron_moe.convert.orientations import SOURCE
-from hf_neuron_moe.convert.parts import check_part, part_of_shards
-from hf_neuron_moe.convert.plan import ConversionPlan, plan_conversion
-from hf_neuron_moe.convert.relayout import TORCH_DTYPES, Scratch, scratch_bytes, store, stored_forms
-from hf_neuron_moe.convert.shard import shard_header
-from hf_neuron_moe.convert.source import nbytes_of
-from hf_neuron_moe.convert.tensor_parallel import FusedWeight
-from hf_neuron_moe.convert.workers import cores, working
-from hf_neuron_moe.convert.write import files_beside
+from hf_neuron_moe.convert.plan import ConversionPlan
+from hf_neuron_moe.convert.result import files_beside
+from hf_neuron_moe.convert.transaction.parts import check_part, part_of_shards
+from hf_neuron_moe.convert.workers import anonymous_bytes, cores, working
+from hf_neuron_moe.errors import public
 
 SAMPLE_BYTES = 1 << 24
 """Bytes read, hashed and written in a measurement."""
@@ -51,33 +48,20 @@ NO_CHECKSUM = "0" * 64
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a conversion will cost.
+    """What a conversion will cost."""
 
-    Attributes:
-        files: bytes of every file that will be written.
-        output_bytes: their sum.
-        converted_weights: weights that change their layout.
-        copied_tensors: tensors that do not.
-        source_bytes: bytes of tensors to read.
-        workers: threads that will work: fewer than asked for where their memory together would be too much.
-        peak_memory_bytes: largest memory that no file backs.
-        compute_seconds: reading, checksums and layouts.
-        disk_seconds: carrying the output to the destination's disk, at the speed it has now.
-        exact: whether `files` are exact. The manifest counts the values that bf16 does not hold, and for sources wider
-            than bf16 that number is known only afterwards: it may then be some bytes longer.
-        left: modules that stay in their source form.
-    """
-
-    files: dict[str, int]
+    files: dict[str, int]  # Bytes of every file that will be written
     output_bytes: int
-    converted_weights: int
-    copied_tensors: int
-    source_bytes: int
-    workers: int
-    peak_memory_bytes: int
-    compute_seconds: float
-    disk_seconds: float
+    converted_weights: int  # Weights that change their layout
+    copied_tensors: int  # Tensors that do not
+    source_bytes: int  # Bytes of tensors to read
+    workers: int  # Threads that will work: fewer than asked for where their memory together would be too much
+    peak_memory_bytes: int  # Largest memory that no file backs
+    compute_seconds: float  # Reading, checksums and layouts
+    disk_seconds: float  # Carrying the output to the destination's disk, at the speed it has now
     exact: bool
+    """Whether `files` are exact. The manifest counts the values that bf16 does not hold, and for sources wider than
+    bf16 that number is known only afterwards: it may then be some bytes longer."""
     left: dict[str, LeftModule] = field(default_factory=dict)
 
     @property
@@ -108,6 +92,7 @@ class Estimate:
         )
 
 
+@public("convert")
 def estimate_conversion(
     source: Path | str,
     destination: Path,
@@ -120,32 +105,17 @@ def estimate_conversion(
 ) -> Estimate:
     """Say what :func:`hf_neuron_moe.convert.convert_checkpoint` would write, without writing it.
 
-    Args:
-        source: as there; so are the other arguments.
-        destination: its disk is measured with a file that has no name and is gone afterwards.
-        options: what to write.
-        force: whether an earlier conversion at `destination` would be replaced.
-        workers: threads, one per core if None.
-        part: only this part's shards are counted.
-        strict: refuse a model of which a module would stay in its source form.
-
-    Raises:
-        ConversionError: what the conversion would refuse before it writes.
+    Arguments are those of ``convert_checkpoint``. The destination's disk is measured with a file that has no name and
+    is gone afterwards; of a `part`, only its shards are counted.
     """
     start = time.perf_counter()
     check_part(part)
-    folder = resolve_source(source)
-    check_checkpoint(folder, "convert")
-    check_destination(destination, folder, force=force)
-    plan = plan_conversion(folder, options or ConvertOptions())
-    if strict:
-        check_nothing_left(plan.left)
+    plan = plan_for(source, destination, options, force=force, strict=strict)
     planning = time.perf_counter() - start
     shards = part_of_shards(shards_of(plan), part)
     tensors = [tensor for group in shards.values() for tensor in group]
     files = {
-        file: len(shard_header(entries_of(group), header_metadata(group)))
-        + sum(nbytes_of(tensor.dtype, tensor.shape) for tensor in group)
+        file: len(shard_header(entries_of(group), header_metadata(group))) + sum(tensor.nbytes for tensor in group)
         for file, group in shards.items()
     }
     if part is None:
@@ -159,7 +129,7 @@ def estimate_conversion(
         output_bytes=output_bytes,
         converted_weights=len(weights & plan.weights.keys()),
         copied_tensors=len(weights - plan.weights.keys()),
-        source_bytes=sum(nbytes_of(piece.dtype, piece.shape) for piece in _pieces(plan, weights)),
+        source_bytes=sum(piece.nbytes for piece in _pieces(plan, weights)),
         workers=count,
         peak_memory_bytes=anonymous_bytes() + _held_bytes(plan, tensors, count),
         compute_seconds=compute,
@@ -206,7 +176,7 @@ def _pieces(plan: ConversionPlan, weights: set[str]) -> list[Piece]:
 
 def _compute_seconds(plan: ConversionPlan, weights: set[str], output_bytes: int, workers: int) -> float:
     """Add up the measured costs of every kind of work."""
-    source_bytes = sum(nbytes_of(piece.dtype, piece.shape) for piece in _pieces(plan, weights))
+    source_bytes = sum(piece.nbytes for piece in _pieces(plan, weights))
     reading, hashing = _read_cost(plan), _hash_cost()
     # Sources are read to be hashed and read again to be converted; shards are read again to be hashed.
     plain = source_bytes * (2 * reading + hashing) + output_bytes * (reading + hashing)
@@ -237,7 +207,7 @@ def _relayout_cost(weight: FusedWeight, options: ConvertOptions) -> float:
     piece = Piece("sample", "sample", first.dtype, shape, 0 if weight.has_experts else None, 0, first.transposed)
     sample = FusedWeight(weight.name, (1, F, K) if weight.has_experts else (F, K), (piece,))
     forms = stored_forms(sample, replace(options, tp_degree=1))
-    values = torch.randn(shape).to(TORCH_DTYPES[first.dtype])
+    values = torch.randn(shape).to(WEIGHT_DTYPES[first.dtype])
     scratch = Scratch(scratch_bytes(sample, forms))
 
     def work() -> None:

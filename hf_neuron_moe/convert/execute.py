@@ -11,19 +11,18 @@ from functools import partial
 
 import torch
 
-from hf_neuron_moe.convert.file_hashes import PrefixHash, check_shard, entries_of, hash_file
-from hf_neuron_moe.convert.manifest import Piece, WrittenTensor, header_metadata
-from hf_neuron_moe.convert.nonfinite import check_finite, count_nonfinite
+from hf_neuron_moe.convert.io.file_hashes import PrefixHash, check_shard, entries_of, hash_file
+from hf_neuron_moe.convert.io.nonfinite import check_or_count
+from hf_neuron_moe.convert.io.shard import ShardWriter, in_file_order
+from hf_neuron_moe.convert.io.source import SourceTensor, damaged
+from hf_neuron_moe.convert.io.tensors import CHUNK_BYTES, TORCH_DTYPES, TensorReader, open_tensors
+from hf_neuron_moe.convert.layout.orientations import SOURCE
+from hf_neuron_moe.convert.layout.relayout import Scratch, read_bytes, scratch_bytes, store
+from hf_neuron_moe.convert.manifest import Piece, WrittenTensor, grouped, header_metadata
 from hf_neuron_moe.convert.plan import ConversionPlan
-from hf_neuron_moe.convert.read import CHUNK_BYTES, TORCH_DTYPES, TensorReader, open_tensors
-from hf_neuron_moe.convert.relayout import SOURCE, Scratch, read_bytes, scratch_bytes, store
-from hf_neuron_moe.convert.resume import Job, ShardRecord, version_of
-from hf_neuron_moe.convert.shard import ShardWriter, in_file_order
-from hf_neuron_moe.convert.source import SourceTensor, damaged, nbytes_of
-from hf_neuron_moe.convert.workers import PerThread, Workers, cores, working
-
-Progress = Callable[[int, int], None]
-"""Called with bytes written and bytes in all."""
+from hf_neuron_moe.convert.transaction.resume import Job, ShardRecord, version_of
+from hf_neuron_moe.convert.workers import PerThread, Progress, Workers, cores, counting, working
+from hf_neuron_moe.errors import public
 
 FREE_BYTES = 128 * 2**20
 """Memory that several workers may use together beyond twice the largest weight."""
@@ -42,12 +41,10 @@ class Made:
 
 def shards_of(plan: ConversionPlan) -> dict[str, list[WrittenTensor]]:
     """The tensors of each shard, in the plan's order."""
-    shards: dict[str, list[WrittenTensor]] = {}
-    for tensor in plan.tensors:
-        shards.setdefault(tensor.file, []).append(tensor)
-    return shards
+    return grouped(plan.tensors, lambda tensor: tensor.file)
 
 
+@public("convert")
 def make_shards(
     plan: ConversionPlan,
     job: Job,
@@ -70,14 +67,10 @@ def make_shards(
         whole: `shards` are all of the plan's; checksums of the shards and of every source file are told too.
         only_check: leave out what is not finished.
         on_nonfinite: ``"error"`` refuses NaN and infinite weights, ``"keep"`` takes them.
-
-    Raises:
-        SourceDamageError: a source file is damaged, or changed while it was read.
-        OSError: the operating system refused a call.
     """
     with open_tensors(plan.source.directory) as reader, working(workers_for(plan, workers)) as pool:
-        report = progress or (lambda done, total: None)
-        run = _Run(plan, job, reader, pool, report, bytes_of_all(shards.values()), on_nonfinite)
+        step = counting(progress, bytes_of_all(shards.values()))
+        run = _Run(plan, job, reader, pool, step, on_nonfinite)
         finished = run.check_finished(shards)
         for file, tensors in shards.items():
             if file not in finished and not only_check:
@@ -101,7 +94,7 @@ def memory_per_worker(plan: ConversionPlan) -> int:
 
 def bytes_of_all(shards: Iterable[Sequence[WrittenTensor]]) -> int:
     """Bytes of tensor data in shards."""
-    return sum(nbytes_of(tensor.dtype, tensor.shape) for tensors in shards for tensor in tensors)
+    return sum(tensor.nbytes for tensors in shards for tensor in tensors)
 
 
 def _scratch_bytes(plan: ConversionPlan) -> int:
@@ -123,8 +116,7 @@ class _Run:
         job: Job,
         reader: TensorReader,
         workers: Workers,
-        progress: Progress,
-        total: int,
+        step: Callable[[int], None],
         on_nonfinite: str,
     ) -> None:
         self.made = Made()
@@ -133,9 +125,7 @@ class _Run:
         self._job = job
         self._reader = reader
         self._workers = workers
-        self._progress = progress
-        self._total = total
-        self._done = 0
+        self._step = step
         self._memory = PerThread(
             lambda: (Scratch(_scratch_bytes(plan)), torch.empty(_read_bytes(plan), dtype=torch.uint8))
         )
@@ -157,15 +147,13 @@ class _Run:
             if sha256 is not None:
                 self._add_shard(records[file])
                 self.made.files[file] = sha256
-                self._advance(bytes_of_all([shards[file]]))
+                self._step(bytes_of_all([shards[file]]))
                 finished.add(file)
         return finished
 
     def make_shard(self, file: str, tensors: list[WrittenTensor], *, hash_file: bool) -> None:
         """Write one shard, let it take its place and record it."""
-        groups: dict[tuple[str, int | None], list[WrittenTensor]] = {}
-        for tensor in tensors:
-            groups.setdefault(tensor.group, []).append(tensor)
+        groups = grouped(tensors, lambda tensor: tensor.group)
         versions = {name: self._first_version(name) for name in self._sources_of(tensors)}
         record = ShardRecord({}, {}, versions)
         # Source files are hashed as a whole just before they are read in pieces: the second time they are in memory.
@@ -177,7 +165,8 @@ class _Run:
         with ShardWriter(path, entries, header_metadata(tensors)) as writer, PrefixHash(path, tensors) as prefix:
             tasks += [partial(self._make_group, group, writer, record) for group in ordered]
             for number, nbytes in enumerate(self._workers.run(tasks), -hashed):
-                self._advance(nbytes)
+                if nbytes:
+                    self._step(nbytes)
                 if hash_file and number >= 0:
                     prefix.follow(tensor.name for tensor in ordered[number])
         self._check_unchanged(versions)
@@ -239,10 +228,7 @@ class _Run:
     def _copied_parts(self, source: SourceTensor, nonfinite: Counter[str]) -> Iterator[torch.Tensor]:
         for part in self._reader.chunks(source.file, source.name):
             values = part.view(TORCH_DTYPES[source.dtype])
-            if self._on_nonfinite == "error":
-                check_finite(values, file=source.file, name=source.name)
-            else:
-                nonfinite[source.name] += count_nonfinite(values)
+            check_or_count(values, self._on_nonfinite, nonfinite, file=source.file, name=source.name)
             yield part
 
     def _sources_of(self, tensors: list[WrittenTensor]) -> list[str]:
@@ -281,8 +267,3 @@ class _Run:
         self.made.tensors |= record.checksums
         self.made.rounded.update(record.rounded)
         self.made.nonfinite.update(record.nonfinite)
-
-    def _advance(self, nbytes: int) -> None:
-        if nbytes:
-            self._done += nbytes
-            self._progress(self._done, self._total)

@@ -12,19 +12,20 @@ from typing import Any
 import torch
 
 from hf_neuron_moe._version import __version__
-from hf_neuron_moe.convert.commit import check_destination, committed_folder, copy_file, write_file
-from hf_neuron_moe.convert.folder import check_conversion
-from hf_neuron_moe.convert.manifest import MANIFEST_FILE, Manifest, Piece, WrittenTensor, read_manifest
-from hf_neuron_moe.convert.manifest_check import disagreements
-from hf_neuron_moe.convert.orientations import SCALES, SOURCE
-from hf_neuron_moe.convert.read import TensorReader, open_tensors
-from hf_neuron_moe.convert.relayout import restore
-from hf_neuron_moe.convert.shard import Entry, ShardWriter
-from hf_neuron_moe.convert.side_files import WEIGHT_SUFFIXES, make_parents, side_files
-from hf_neuron_moe.convert.source import INDEX_FILE, SINGLE_FILE, nbytes_of, read_header
-from hf_neuron_moe.convert.verify_files import altered_tensors, by_file, sha256_of
-from hf_neuron_moe.convert.write import Progress
-from hf_neuron_moe.errors import ConversionError, SourceDamageError, refuse
+from hf_neuron_moe.convert.audit.manifest_check import disagreements
+from hf_neuron_moe.convert.audit.verify_files import altered_tensors
+from hf_neuron_moe.convert.io.file_hashes import hash_file
+from hf_neuron_moe.convert.io.folder import check_conversion
+from hf_neuron_moe.convert.io.shard import Entry, ShardWriter
+from hf_neuron_moe.convert.io.side_files import WEIGHT_SUFFIXES, make_parents, side_files
+from hf_neuron_moe.convert.io.source import INDEX_FILE, SINGLE_FILE, read_header
+from hf_neuron_moe.convert.io.tensors import TensorReader, open_tensors
+from hf_neuron_moe.convert.layout.orientations import SCALES, SOURCE
+from hf_neuron_moe.convert.layout.relayout import restore
+from hf_neuron_moe.convert.manifest import MANIFEST_FILE, Manifest, Piece, WrittenTensor, load_manifest
+from hf_neuron_moe.convert.transaction.commit import check_destination, committed_folder, copy_file, write_file
+from hf_neuron_moe.convert.workers import Progress, counting
+from hf_neuron_moe.errors import ConversionError, SourceDamageError, public
 
 NOTE_FILE = "neuron_moe_export.json"
 """Lies in exports whose values are not all the original's bits."""
@@ -32,23 +33,20 @@ NOTE_FILE = "neuron_moe_export.json"
 
 @dataclass(frozen=True)
 class ExportReport:
-    """What came back.
+    """What came back."""
 
-    Attributes:
-        tensors: number of tensors written.
-        inexact: source tensors whose values are not the original's bits: they went through quantisation or rounding.
-        statement: sentences that say what of those cannot come back, and why; empty where everything did.
-    """
-
-    tensors: int
+    tensors: int  # Number of tensors written
     inexact: tuple[str, ...]
+    """Source tensors whose values are not the original's bits: they went through quantisation or rounding."""
     statement: tuple[str, ...] = ()
+    """Sentences that say what of those cannot come back, and why; empty where everything did."""
 
     def to_dict(self) -> dict[str, Any]:
         """What ``--json`` prints."""
         return {"tensors": self.tensors, "inexact_tensors": len(self.inexact), "statement": list(self.statement)}
 
 
+@public("export")
 def export_checkpoint(
     converted: Path, destination: Path, *, allow_inexact: bool = False, progress: Progress | None = None
 ) -> ExportReport:
@@ -73,53 +71,34 @@ def export_checkpoint(
             unusable; it is then what it was before.
     """
     check_conversion(converted, "export")
-    check_destination(destination, converted, force=False, where="export")
-    manifest = read_manifest(converted)
+    check_destination(destination, converted, force=None)
+    manifest = load_manifest(converted)
     stored = _check_files(converted, manifest)
     inexact = _inexact(manifest, stored)
     if inexact and not allow_inexact:
-        raise refuse(
-            ConversionError,
-            where="export",
-            argument=str(converted),
-            expected="a conversion whose source can come back bit for bit",
-            got=f"{len(inexact)} tensors that were rounded or quantised, such as {inexact[0]}",
-            remedy="Keep the original checkpoint; --allow-inexact exports the rounded or dequantised values.",
-        )
+        got = f"{len(inexact)} tensors that were rounded or quantised, such as {inexact[0]}"
+        fix = "Keep the original checkpoint; --allow-inexact exports the rounded or dequantised values."
+        raise ConversionError.about(str(converted), "a conversion whose source can come back bit for bit", got, fix)
     statement = _statement(manifest, stored, inexact)
-    count = _Counter(progress, sum(_nbytes(piece) for pieces in manifest.weights.values() for piece in pieces))
+    step = counting(progress, sum(piece.nbytes for piece in manifest.pieces))
     outputs: dict[str, list[tuple[str, Piece]]] = {}
     for weight, pieces in manifest.weights.items():
         for piece in pieces:
             outputs.setdefault(piece.file, []).append((weight, piece))
     bytes_checked = _Checksums(converted, manifest)
-    with committed_folder(destination, "export") as folder, open_tensors(converted) as reader:
+    with committed_folder(destination) as folder, open_tensors(converted) as reader:
         for file, parts in sorted(outputs.items()):
             entries = (Entry(piece.source, piece.dtype, piece.shape) for _, piece in parts)
             with ShardWriter(folder / file, entries, manifest.source_metadata.get(file, {})) as writer:
                 for weight, piece in parts:
                     bytes_checked.compare(tensor.file for tensor in stored[weight])
                     writer.write(piece.source, _restore(piece, stored[weight], reader))
-                    count.add(_nbytes(piece))
+                    step(piece.nbytes)
         _write_side_files(converted, folder, manifest, exact=not inexact)
         if inexact:
             note = {"tool_version": __version__, "statement": statement, "inexact": inexact}
             write_file(folder / NOTE_FILE, (json.dumps(note, indent=1) + "\n").encode())
     return ExportReport(sum(len(parts) for parts in outputs.values()), inexact, statement)
-
-
-class _Counter:
-    """Adds bytes up for a progress function."""
-
-    def __init__(self, progress: Progress | None, total: int) -> None:
-        self._progress = progress
-        self._total = total
-        self._done = 0
-
-    def add(self, nbytes: int) -> None:
-        self._done += nbytes
-        if self._progress is not None:
-            self._progress(self._done, self._total)
 
 
 class _Checksums:
@@ -128,32 +107,24 @@ class _Checksums:
     def __init__(self, converted: Path, manifest: Manifest) -> None:
         self._converted = converted
         self._expected = manifest.file_sha256
-        self._left = by_file(manifest)
+        self._left = manifest.by_file()
 
     def compare(self, files: Iterable[str]) -> None:
-        """Check those of the shards that were not checked before.
-
-        Raises:
-            SourceDamageError: a shard's bytes are not those that were written; the message names the tensor.
-        """
+        """Check those of the shards that were not checked before."""
         for file in files:
             tensors = self._left.pop(file, None)
             if tensors is None:
                 continue
             path, expected = self._converted / file, self._expected.get(file)
-            if expected is not None and sha256_of(path, lambda nbytes: None) == expected:
+            if expected is not None and hash_file(path) == expected:
                 continue
             # Manifests of format version 1 have no checksums of files, only of tensors.
-            altered = altered_tensors(path, tensors, "export")
+            altered = altered_tensors(path, tensors)
             if altered:
                 more = f" and {len(altered) - 1} other tensors" if len(altered) > 1 else ""
                 raise _disagrees(file, f"other bytes of {altered[0]}{more}")
             if expected is not None:
                 raise _disagrees(file, "other bytes in its header")
-
-
-def _nbytes(piece: Piece) -> int:
-    return nbytes_of(piece.dtype, piece.shape)
 
 
 def _restore(piece: Piece, tensors: list[WrittenTensor], reader: TensorReader) -> torch.Tensor:
@@ -167,31 +138,23 @@ def _restore(piece: Piece, tensors: list[WrittenTensor], reader: TensorReader) -
 
 
 def _check_files(converted: Path, manifest: Manifest) -> dict[str, list[WrittenTensor]]:
-    """Compare shards with the manifest and group its tensors by weight.
-
-    Raises:
-        ConversionError: a shard or the manifest is damaged, or they do not agree.
-    """
-    stored: dict[str, list[WrittenTensor]] = {}
-    expected: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
-    for tensor in manifest.tensors:
-        stored.setdefault(tensor.weight, []).append(tensor)
-        expected.setdefault(tensor.file, {})[tensor.name] = (tensor.dtype, tensor.shape)
+    """Compare shards with the manifest and group its tensors by weight."""
+    stored = manifest.by_weight()
     bad = sorted(name for name in manifest.replaced_files if name.endswith(WEIGHT_SUFFIXES) or name == NOTE_FILE)
     if bad:
         raise _disagrees(MANIFEST_FILE, f"file names {bad}")
-    sources = Counter(piece.source for pieces in manifest.weights.values() for piece in pieces)
+    sources = Counter(piece.source for piece in manifest.pieces)
     if twice := [name for name, count in sources.items() if count > 1]:
         raise _disagrees(MANIFEST_FILE, f"more than one place of {twice[0]}")
     if stored.keys() != manifest.weights.keys():
         raise _disagrees(MANIFEST_FILE, "weights without tensors, or tensors without weight")
     for weight, what in disagreements(manifest):
         raise _disagrees(MANIFEST_FILE, f"{weight}, which is {what}")
-    for file, tensors in expected.items():
-        path = converted / file
+    for file, group in manifest.by_file().items():
+        path, tensors = converted / file, {tensor.name: (tensor.dtype, tensor.shape) for tensor in group}
         if not path.is_file():
             raise _disagrees(file, "no such file")
-        found = {name: (tensor.dtype, tensor.shape) for name, tensor in read_header(path, "export")[0].items()}
+        found = {name: (tensor.dtype, tensor.shape) for name, tensor in read_header(path)[0].items()}
         if found != tensors:
             wrong = sorted(name for name in found.keys() | tensors.keys() if found.get(name) != tensors.get(name))
             raise _disagrees(file, f"something else for {wrong[0]}")
@@ -199,25 +162,20 @@ def _check_files(converted: Path, manifest: Manifest) -> dict[str, list[WrittenT
 
 
 def _disagrees(file: str, got: str) -> SourceDamageError:
-    return refuse(
-        SourceDamageError,
-        where="export",
-        argument=file,
-        expected="what the manifest describes",
-        got=got,
-        remedy="The conversion is damaged: `hf-neuron-moe verify` lists every difference; convert the original again.",
+    return SourceDamageError.about(
+        file,
+        "what the manifest describes",
+        got,
+        "The conversion is damaged: `hf-neuron-moe verify` lists every difference; convert the original again.",
     )
 
 
 def _inexact(manifest: Manifest, stored: dict[str, list[WrittenTensor]]) -> tuple[str, ...]:
-    def was_rounded(piece: Piece) -> bool:
-        return piece.dtype != "BF16" if manifest.rounded is None else piece.source in manifest.rounded
-
     return tuple(
         piece.source
         for weight, pieces in manifest.weights.items()
         for piece in pieces
-        if stored[weight][0].layout != SOURCE and (_is_quantized(stored[weight]) or was_rounded(piece))
+        if stored[weight][0].layout != SOURCE and (_is_quantized(stored[weight]) or manifest.was_rounded(piece))
     )
 
 
@@ -246,7 +204,7 @@ def _statement(manifest: Manifest, stored: dict[str, list[WrittenTensor]], inexa
 
 
 def _write_side_files(converted: Path, folder: Path, manifest: Manifest, *, exact: bool) -> None:
-    names = {*side_files(converted, "export"), *manifest.file_sha256}
+    names = {*side_files(converted), *manifest.file_sha256}
     for name in sorted(names - {MANIFEST_FILE} - manifest.replaced_files.keys()):
         if name.endswith(WEIGHT_SUFFIXES) or (name == NOTE_FILE and not exact):
             continue
@@ -257,11 +215,11 @@ def _write_side_files(converted: Path, folder: Path, manifest: Manifest, *, exac
     for name, text in sorted(manifest.replaced_files.items()):
         if text is not None:
             write_file(make_parents(folder, name), text.encode())
-    pieces = [piece for group in manifest.weights.values() for piece in group]
+    pieces = manifest.pieces
     if {piece.file for piece in pieces} == {SINGLE_FILE}:
         return
     index = {
-        "metadata": {"total_size": sum(_nbytes(piece) for piece in pieces)} | (manifest.source_index or {}),
+        "metadata": {"total_size": sum(piece.nbytes for piece in pieces)} | (manifest.source_index or {}),
         "weight_map": {piece.source: piece.file for piece in pieces},
     }
     write_file(folder / INDEX_FILE, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())

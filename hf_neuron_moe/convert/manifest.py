@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from hf_neuron_moe.convert.bounded import (
+from hf_neuron_moe.convert.io.bounded import (
     MAX_MANIFEST_BYTES,
     is_name,
     is_natural,
@@ -22,12 +22,15 @@ from hf_neuron_moe.convert.bounded import (
     read_json,
     record,
 )
-from hf_neuron_moe.convert.checksums import SHA256, TensorChecksum
+from hf_neuron_moe.convert.io.checksums import SHA256, TensorChecksum
+from hf_neuron_moe.convert.io.source import ITEM_BYTES, is_plain_name, nbytes_of
 from hf_neuron_moe.convert.options import ConvertOptions
-from hf_neuron_moe.convert.source import ITEM_BYTES, is_plain_name
-from hf_neuron_moe.errors import ConversionError, SourceDamageError, refuse
+from hf_neuron_moe.errors import ConversionError, SourceDamageError, naming
 
 MANIFEST_FILE = "neuron_moe_manifest.json"
+INDEX_OUT = "neuron.safetensors.index.json"
+"""Not transformers' names: a stock ``from_pretrained`` must stop here instead of misreading another layout."""
+
 FORMAT_VERSION = 4
 READABLE_VERSIONS = (1, 2, 3, FORMAT_VERSION)
 HEADER_VERSION = 2
@@ -38,28 +41,27 @@ CHECKSUM = "sha256"
 SHORT = "x" * 64
 """As long as the names of layouts and orientations are at most."""
 
+ItemT = TypeVar("ItemT")
+KeyT = TypeVar("KeyT")
+
 
 @dataclass(frozen=True)
 class Piece:
-    """One source tensor's place in a fused weight ``[F, K]`` or ``[E, F, K]``.
+    """One source tensor's place in a fused weight ``[F, K]`` or ``[E, F, K]``."""
 
-    Attributes:
-        source: name in the source checkpoint.
-        file: source file that holds it.
-        dtype: safetensors dtype there.
-        shape: shape there.
-        expert: index on the experts' axis, or None when the piece has that axis itself or there is none.
-        start: first row on the F axis.
-        transposed: the source holds ``[K, F]`` matrices.
-    """
-
-    source: str
-    file: str
-    dtype: str
-    shape: tuple[int, ...]
+    source: str  # Name in the source checkpoint
+    file: str  # Source file that holds it
+    dtype: str  # Safetensors dtype there
+    shape: tuple[int, ...]  # Shape there
     expert: int | None = None
-    start: int = 0
-    transposed: bool = False
+    """Index on the experts' axis, or None when the piece has that axis itself or there is none."""
+    start: int = 0  # First row on the F axis
+    transposed: bool = False  # The source holds ``[K, F]`` matrices
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its data."""
+        return nbytes_of(self.dtype, self.shape)
 
     @property
     def rows(self) -> slice:
@@ -74,34 +76,28 @@ class Piece:
 
 @dataclass(frozen=True)
 class WrittenTensor:
-    """One tensor of the converted checkpoint.
+    """One tensor of the converted checkpoint."""
 
-    Attributes:
-        name: its name in the shard.
-        file: its shard.
-        dtype: safetensors dtype.
-        shape: shape as stored.
-        layout: ``"source"`` (copied unchanged) or a layout name of :mod:`hf_neuron_moe.convert.orientations`.
-        weight: name of the fused weight it belongs to; a quantised weight has two tensors per orientation and rank.
-        checksum: of its bytes, with the algorithm's name: ``"xxh3_128:..."``.
-        scale_layout: where the block scales of a quantised weight lie: ``"compact"``, ``"oversized"`` or ``"packed"``;
-            the same for its codes and its scales, None where there are none.
-        orientation: ``"forward"``, or ``"backward"`` for the transposed matrix, quantised along its own last axis.
-        tp_rank: tensor-parallel rank whose part of the I axis it holds; None where nothing is split.
-        padding: zeros at the end of this tensor's H and I axes, by the axis' letter; axes without zeros are left out.
-    """
-
-    name: str
+    name: str  # Its name in the shard
     file: str
-    dtype: str
-    shape: tuple[int, ...]
-    layout: str
-    weight: str
-    checksum: str = ""
+    dtype: str  # Safetensors dtype
+    shape: tuple[int, ...]  # Shape as stored
+    layout: str  # ``"source"`` (copied unchanged) or a layout name of :mod:`hf_neuron_moe.convert.layout.orientations`
+    weight: str  # Name of the fused weight it belongs to; a quantised weight has two tensors per orientation and rank
+    checksum: str = ""  # Of its bytes, with the algorithm's name: ``"xxh3_128:..."``
     scale_layout: str | None = None
+    """Where the block scales of a quantised weight lie: ``"compact"``, ``"oversized"`` or ``"packed"``; the same for
+    its codes and its scales, None where there are none."""
     orientation: str = "forward"
-    tp_rank: int | None = None
+    """``"forward"``, or ``"backward"`` for the transposed matrix, quantised along its own last axis."""
+    tp_rank: int | None = None  # Tensor-parallel rank whose part of the I axis it holds; None where nothing is split
     padding: dict[str, int] = field(default_factory=dict)
+    """Zeros at the end of this tensor's H and I axes, by the axis' letter; axes without zeros are left out."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its data."""
+        return nbytes_of(self.dtype, self.shape)
 
     @property
     def group(self) -> tuple[str, int | None]:
@@ -111,60 +107,68 @@ class WrittenTensor:
 
 @dataclass(frozen=True)
 class LeftModule:
-    """A module that looks like an MLP or experts and stays in its source form.
+    """A module that looks like an MLP or experts and stays in its source form."""
 
-    Attributes:
-        reason: why no kernel computes it.
-        tensors: number of its source tensors.
-        nbytes: their bytes.
-    """
-
-    reason: str
-    tensors: int
+    reason: str  # Why no kernel computes it
+    tensors: int  # Number of its source tensors
     nbytes: int
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """Contents of ``neuron_moe_manifest.json``.
+    """Contents of ``neuron_moe_manifest.json``."""
 
-    Attributes:
-        tool_version: version of this package that wrote the checkpoint.
-        options: options of the conversion.
-        source_files: bytes of each source file.
-        source_sha256: checksum of each source file.
-        source_metadata: safetensors ``__metadata__`` of each source file.
-        weights: pieces of every weight by its name; a copied tensor is one piece.
-        tensors: every tensor written.
-        rounded: by source tensor, the number of its values that bf16 does not hold bit for bit; tensors without such
-            values are left out. None in a manifest of a version that did not count.
-        nonfinite: by source tensor, the number of its NaN and infinite values, which were kept because that was asked
-            for; tensors without are left out. None in a manifest of a version that did not count.
-        file_sha256: checksum of each file written but this one.
-        source_index: ``metadata`` of the source's index; None where it has no index, or one without.
-        replaced_files: by name, the text in the source of each side file that was written differently; None for one
-            that the source does not have.
-        left: modules that stay in their source form, by name. None in a manifest of a version that did not say.
-    """
-
-    tool_version: str
-    options: ConvertOptions
-    source_files: dict[str, int]
-    source_metadata: dict[str, dict[str, str]]
-    weights: dict[str, tuple[Piece, ...]]
-    tensors: tuple[WrittenTensor, ...] = field(default=())
+    tool_version: str  # Version of this package that wrote the checkpoint
+    options: ConvertOptions  # Options of the conversion
+    source_files: dict[str, int]  # Bytes of each source file
+    source_metadata: dict[str, dict[str, str]]  # Safetensors ``__metadata__`` of each source file
+    weights: dict[str, tuple[Piece, ...]]  # Pieces of every weight by its name; a copied tensor is one piece
+    tensors: tuple[WrittenTensor, ...] = field(default=())  # Every tensor written
     rounded: dict[str, int] | None = None
+    """By source tensor, the number of its values that bf16 does not hold bit for bit; tensors without such values are
+    left out. None in a manifest of a version that did not count."""
     nonfinite: dict[str, int] | None = None
-    source_sha256: dict[str, str] = field(default_factory=dict)
-    file_sha256: dict[str, str] = field(default_factory=dict)
+    """By source tensor, the number of its NaN and infinite values, which were kept because that was asked for; tensors
+    without are left out. None in a manifest of a version that did not count."""
+    source_sha256: dict[str, str] = field(default_factory=dict)  # Checksum of each source file
+    file_sha256: dict[str, str] = field(default_factory=dict)  # Checksum of each file written but this one
     replaced_files: dict[str, str | None] = field(default_factory=dict)
+    """By name, the text in the source of each side file that was written differently; None for one that the source does
+    not have."""
     source_index: dict[str, Any] | None = None
+    """``metadata`` of the source's index; None where it has no index, or one without."""
     left: dict[str, LeftModule] | None = None
+    """Modules that stay in their source form, by name. None in a manifest of a version that did not say."""
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """The pieces of all weights."""
+        return [piece for pieces in self.weights.values() for piece in pieces]
+
+    def by_weight(self) -> dict[str, list[WrittenTensor]]:
+        """The tensors that store each weight, in the manifest's order."""
+        return grouped(self.tensors, lambda tensor: tensor.weight)
+
+    def by_file(self) -> dict[str, list[WrittenTensor]]:
+        """The tensors of each shard, in the order of the shards' names."""
+        return grouped(sorted(self.tensors, key=lambda tensor: tensor.file), lambda tensor: tensor.file)
+
+    def was_rounded(self, piece: Piece) -> bool:
+        """Whether values of a source tensor may have lost bits in bf16."""
+        return piece.dtype != "BF16" if self.rounded is None else piece.source in self.rounded
 
     def to_json(self) -> str:
         """Serialise, with sorted keys and the checksum of the content (:func:`sealed`) as ``"sha256"``."""
         content = sealed({"format_version": FORMAT_VERSION, **asdict(self)})
         return json.dumps(content, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+
+
+def grouped(items: Iterable[ItemT], key: Callable[[ItemT], KeyT]) -> dict[KeyT, list[ItemT]]:
+    """Items by key; keys and items in the order in which they come."""
+    groups: dict[KeyT, list[ItemT]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
 def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -188,16 +192,13 @@ def header_metadata(tensors: Iterable[WrittenTensor]) -> dict[str, str]:
 
 
 def read_manifest(directory: Path, where: str = "export") -> Manifest:
-    """Read the manifest of a converted checkpoint, also one of an earlier format version.
+    """Do what :func:`load_manifest` does for a caller who has no command: errors name `where`."""
+    with naming(where):
+        return load_manifest(directory)
 
-    Args:
-        directory: the converted checkpoint.
-        where: command that refuses.
 
-    Raises:
-        SourceDamageError: it was altered or is damaged.
-        ConversionError: there is none, or a later format version wrote it.
-    """
+def load_manifest(directory: Path) -> Manifest:
+    """Read the manifest of a converted checkpoint, also one of an earlier format version."""
     path = directory / MANIFEST_FILE
     kind: type[ConversionError] = ConversionError
     remedy = "Give the folder that `hf-neuron-moe convert` wrote."
@@ -219,13 +220,8 @@ def read_manifest(directory: Path, where: str = "export") -> Manifest:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         got, cause, kind = f"{type(error).__name__}: {error}", error, SourceDamageError
         remedy = "The conversion is damaged: convert the original again."
-    raise refuse(
-        kind,
-        where=where,
-        argument=str(path),
-        expected=f"a manifest of format version {' or '.join(map(str, READABLE_VERSIONS))}",
-        got=got,
-        remedy=remedy,
+    raise kind.about(
+        str(path), f"a manifest of format version {' or '.join(map(str, READABLE_VERSIONS))}", got, remedy
     ) from cause
 
 
@@ -261,11 +257,11 @@ def _from_content(content: dict[str, Any]) -> Manifest:
         if not (all(map(is_natural, numbers)) and all(map(is_name, words)) and max(map(len, words[1:])) <= len(SHORT)):
             raise ValueError(f"tensor {tensor.name!r} with {words} and {numbers}")
         _check_tensor(tensor.name, tensor.dtype, tensor.shape)
-    for piece in (piece for pieces in manifest.weights.values() for piece in pieces):
+    for piece in manifest.pieces:
         if not (is_natural(piece.start) and is_natural(piece.expert or 0)):
             raise ValueError(f"source tensor {piece.source!r} at row {piece.start} of expert {piece.expert}")
         _check_tensor(piece.source, piece.dtype, piece.shape)
-    sources = {piece.source for pieces in manifest.weights.values() for piece in pieces}
+    sources = {piece.source for piece in manifest.pieces}
     for counts in (manifest.rounded or {}, manifest.nonfinite or {}):
         if not (counts.keys() <= sources and all(map(is_natural, counts.values()))):
             raise ValueError("counts of rounded or kept values of no source tensor")
@@ -279,8 +275,7 @@ def _from_content(content: dict[str, Any]) -> Manifest:
 
 def _check_file_names(manifest: Manifest) -> None:
     """Nothing is looked at outside the folder, whatever a manifest says."""
-    pieces = (piece for pieces in manifest.weights.values() for piece in pieces)
-    weights = {tensor.file for tensor in manifest.tensors} | {piece.file for piece in pieces}
+    weights = {tensor.file for tensor in manifest.tensors} | {piece.file for piece in manifest.pieces}
     bad = {name for name in weights if not is_plain_name(name)}
     bad |= {name for name in manifest.source_files if not is_plain_name(name)}
     bad |= {name for name in manifest.file_sha256.keys() | manifest.replaced_files if not is_relative_path(name)}

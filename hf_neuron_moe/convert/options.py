@@ -8,13 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from hf_neuron_moe.errors import ConfigError, nearest, refuse
+from hf_neuron_moe.config import LAYOUTS, PURPOSES, SCALE_LAYOUTS, SCALE_RULES
+from hf_neuron_moe.config import STORED_PRECISIONS as PRECISIONS
+from hf_neuron_moe.errors import ConfigError, nearest, public
 
-PRECISIONS = ("bf16", "mxfp8", "mxfp4")
-LAYOUTS = ("fused", "kernel")
-SCALE_LAYOUTS = ("packed", "oversized", "compact")
-SCALE_RULES = ("neuron", "floor", "ceil", "rceil", "even")
-PURPOSES = ("inference", "training", "lora")
+NO_COMPACT_SCALES = "packed or oversized: the MLP kernels take no compact ones"
 
 FORWARD = "forward"
 BACKWARD = "backward"
@@ -22,52 +20,52 @@ BACKWARD = "backward"
 
 @dataclass(frozen=True)
 class ConvertOptions:
-    """What to make of the MLP and expert weights.
-
-    Attributes:
-        precision: ``"bf16"``; ``"mxfp8"``, e4m3 codes with one scale byte per 32 values of the contraction axis; or
-            ``"mxfp4"``, e2m1 codes likewise, which only the inference kernels of experts take.
-        layout: ``"fused"`` keeps Hugging Face's axis order, ``"kernel"`` takes the kernels'.
-        max_shard_bytes: a shard is closed before it would grow beyond this; a larger weight gets its own.
-        swizzle: whether operands are interleaved as the MLP kernels read them. None: wherever the kernels need it, that
-            is for MX in kernel layout. True also stores dense bf16 weights so (the MLP forward's pre-swizzled mode).
-        scales: where block scales lie (:mod:`hf_neuron_moe.formats.scales`). None: compact in fused layout, packed for
-            the MLP kernels, and one row per 8 partitions for ``moe_cte``.
-        scale_rule: how a block's scale follows from its largest value; None: ``"neuron"`` for MXFP8 and ``"floor"`` for
-            MXFP4 (:func:`hf_neuron_moe.formats.quantize_moe_gate_up` says why).
-        purpose: ``"inference"`` writes what forward reads, and experts in MX kernel layout as ``moe_cte`` takes them;
-            ``"training"`` and ``"lora"`` add the transposed MX operands that the gradient of a block's input needs (a
-            weight's own gradient needs none, so that both write the same). None: ``"training"``, and ``"inference"``
-            for MXFP4.
-        tp_degree: ranks among which the I axis of every converted weight is split.
-        pad: add zeros to H and I up to the sizes that the kernels take.
-    """
+    """What to make of the MLP and expert weights."""
 
     precision: str = "bf16"
-    layout: str = "kernel"
+    """``"bf16"``; ``"mxfp8"``, e4m3 codes with one scale byte per 32 values of the contraction axis; or ``"mxfp4"``,
+    e2m1 codes likewise, which only the inference kernels of experts take."""
+    layout: str = "kernel"  # ``"fused"`` keeps Hugging Face's axis order, ``"kernel"`` takes the kernels'
     max_shard_bytes: int = 5_000_000_000
+    """A shard is closed before it would grow beyond this; a larger weight gets its own."""
     swizzle: bool | None = field(default=None, kw_only=True)
+    """Whether operands are interleaved as the MLP kernels read them. None: wherever the kernels need it, that is for MX
+    in kernel layout. True also stores dense bf16 weights so (the MLP forward's pre-swizzled mode)."""
     scales: str | None = field(default=None, kw_only=True)
+    """Where block scales lie (:mod:`hf_neuron_moe.formats.scales`). None: compact in fused layout, packed for the MLP
+    kernels, and one row per 8 partitions for ``moe_cte``."""
     scale_rule: str | None = field(default=None, kw_only=True)
+    """How a block's scale follows from its largest value; None: ``"neuron"`` for MXFP8 and ``"floor"`` for MXFP4
+    (:func:`hf_neuron_moe.formats.quantize_moe_gate_up` says why)."""
     purpose: str | None = field(default=None, kw_only=True)
-    tp_degree: int = field(default=1, kw_only=True)
-    pad: bool = field(default=False, kw_only=True)
+    """``"inference"`` writes what forward reads, and experts in MX kernel layout as ``moe_cte`` takes them;
+    ``"training"`` and ``"lora"`` add the transposed MX operands that the gradient of a block's input needs (a weight's
+    own gradient needs none, so that both write the same). None: ``"training"``, and ``"inference"`` for MXFP4."""
+    tp_degree: int = field(default=1, kw_only=True)  # Ranks among which the I axis of every converted weight is split
+    pad: bool = field(default=False, kw_only=True)  # Add zeros to H and I up to the sizes that the kernels take
 
+    @public("convert")
     def __post_init__(self) -> None:
-        _choice("precision", self.precision, PRECISIONS)
-        _choice("layout", self.layout, LAYOUTS)
         if self.purpose is None:
             object.__setattr__(self, "purpose", "inference" if self.precision == "mxfp4" else "training")
-        _choice("purpose", self.purpose, PURPOSES)
-        _choice("scales", self.scales, (*SCALE_LAYOUTS, None))
-        _choice("scale_rule", self.scale_rule, (*SCALE_RULES, None))
-        _choice("swizzle", self.swizzle, (True, False, None))
-        _choice("pad", self.pad, (True, False))
-        _positive("max_shard_bytes", self.max_shard_bytes, "number of bytes", "Leave it out for 5 GB shards.")
-        _positive("tp_degree", self.tp_degree, "number of ranks", "Leave it out for one rank.")
-        self._check_bf16()
-        self._check_fp4()
-        self._check_layout()
+        for name, allowed in _CHOICES.items():
+            _choice(name, getattr(self, name), allowed)
+        for name, what, fix in _COUNTS:
+            value = getattr(self, name)
+            if type(value) is not int or value <= 0:
+                raise ConfigError.about(name, f"a positive {what}", repr(value), fix)
+        kernel = self.layout == "kernel"
+        cases = {
+            "bf16": not self.quantized,
+            "mxfp4": self.precision == "mxfp4",
+            "fused": not kernel,
+            "MX kernel": kernel and self.quantized,
+            "trained kernel": kernel and self.purpose != "inference",
+        }
+        for case, name, allowed, expected in _RULES:
+            if cases[case] and getattr(self, name) not in allowed:
+                fix = _FIXES.get((case, name), "Leave the option out, or use --layout kernel with MX.")
+                raise ConfigError.about(name, expected, repr(getattr(self, name)), fix)
 
     @property
     def quantized(self) -> bool:
@@ -89,37 +87,37 @@ class ConvertOptions:
         """Orientations that are written: bf16 needs one, since transposing it costs no accuracy."""
         return (FORWARD,) if self.purpose == "inference" or not self.quantized else (FORWARD, BACKWARD)
 
-    def _check_bf16(self) -> None:
-        if self.quantized:
-            return
-        for name in ("scales", "scale_rule"):
-            if getattr(self, name) is not None:
-                _senseless(name, "left out with precision bf16, which has no block scales", getattr(self, name))
 
-    def _check_fp4(self) -> None:
-        if self.precision != "mxfp4":
-            return
-        if self.purpose != "inference":
-            remedy = "Use --for inference, or --precision mxfp8."
-            _senseless("purpose", "inference with mxfp4: no kernel computes gradients with FP4", self.purpose, remedy)
-        if self.layout != "kernel":
-            remedy = "Use --layout kernel, or --precision mxfp8."
-            _senseless("layout", "kernel with mxfp4: only moe_cte reads FP4, in its own layout", self.layout, remedy)
-
-    def _check_layout(self) -> None:
-        if self.layout == "fused":
-            if self.swizzle:
-                _senseless("swizzle", "off in fused layout, which keeps Hugging Face's axis order", self.swizzle)
-            if self.pad:
-                _senseless("pad", "off in fused layout, whose sizes are Hugging Face's", self.pad)
-            if self.scales not in (None, "compact"):
-                _senseless("scales", "compact in fused layout: the others belong to swizzled codes", self.scales)
-            return
-        if self.quantized and self.swizzle is False:
-            _senseless("swizzle", "on for MX in kernel layout: the kernels read no other quantised operand", False)
-        if self.scales == "compact" and self.purpose != "inference":
-            remedy = "Use packed or oversized scales, or --layout fused."
-            _senseless("scales", "packed or oversized: the MLP kernels take no compact ones", self.scales, remedy)
+_CHOICES: dict[str, tuple[object, ...]] = {
+    "precision": PRECISIONS,
+    "layout": LAYOUTS,
+    "purpose": PURPOSES,
+    "scales": (*SCALE_LAYOUTS, None),
+    "scale_rule": (*SCALE_RULES, None),
+    "swizzle": (True, False, None),
+    "pad": (True, False),
+}
+_COUNTS = (
+    ("max_shard_bytes", "number of bytes", "Leave it out for 5 GB shards."),
+    ("tp_degree", "number of ranks", "Leave it out for one rank."),
+)
+_RULES = (
+    ("bf16", "scales", (None,), "left out with precision bf16, which has no block scales"),
+    ("bf16", "scale_rule", (None,), "left out with precision bf16, which has no block scales"),
+    ("mxfp4", "purpose", ("inference",), "inference with mxfp4: no kernel computes gradients with FP4"),
+    ("mxfp4", "layout", ("kernel",), "kernel with mxfp4: only moe_cte reads FP4, in its own layout"),
+    ("fused", "swizzle", (None, False), "off in fused layout, which keeps Hugging Face's axis order"),
+    ("fused", "pad", (False,), "off in fused layout, whose sizes are Hugging Face's"),
+    ("fused", "scales", (None, "compact"), "compact in fused layout: the others belong to swizzled codes"),
+    ("MX kernel", "swizzle", (None, True), "on for MX in kernel layout: the kernels read no other quantised operand"),
+    ("trained kernel", "scales", (None, "packed", "oversized"), NO_COMPACT_SCALES),
+)
+"""Which options go together: in which case, which option has to be one of which values, and that rule in words."""
+_FIXES = {
+    ("mxfp4", "purpose"): "Use --for inference, or --precision mxfp8.",
+    ("mxfp4", "layout"): "Use --layout kernel, or --precision mxfp8.",
+    ("trained kernel", "scales"): "Use packed or oversized scales, or --layout fused.",
+}
 
 
 def _choice(name: str, value: object, allowed: Sequence[object]) -> None:
@@ -128,25 +126,4 @@ def _choice(name: str, value: object, allowed: Sequence[object]) -> None:
         return
     known = [str(choice) for choice in allowed if choice is not None]
     hint = nearest(value, known) if isinstance(value, str) else ""
-    raise refuse(
-        ConfigError,
-        where="convert",
-        argument=name,
-        expected=f"one of {', '.join(known)}",
-        got=repr(value),
-        remedy=f"Choose one of these.{hint}",
-    )
-
-
-def _positive(name: str, value: object, what: str, remedy: str) -> None:
-    if type(value) is int and value > 0:
-        return
-    raise refuse(
-        ConfigError, where="convert", argument=name, expected=f"a positive {what}", got=repr(value), remedy=remedy
-    )
-
-
-def _senseless(
-    name: str, expected: str, got: object, remedy: str = "Leave the option out, or use --layout kernel with MX."
-) -> None:
-    raise refuse(ConfigError, where="convert", argument=name, expected=expected, got=repr(got), remedy=remedy)
+    raise ConfigError.about(name, f"one of {', '.join(known)}", repr(value), f"Choose one of these.{hint}")

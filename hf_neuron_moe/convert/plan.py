@@ -11,42 +11,33 @@ from pathlib import Path
 from transformers import PreTrainedModel
 from transformers.core_model_loading import Concatenate, MergeModulelist
 
-from hf_neuron_moe.convert.assign import Assignment, assign_sources, build_meta_model, natural_key
-from hf_neuron_moe.convert.folder import check_checkpoint
-from hf_neuron_moe.convert.manifest import LeftModule, Piece, WrittenTensor
+from hf_neuron_moe.convert.assign import Assignment, assign_sources, meta_model, natural_key
+from hf_neuron_moe.convert.io.folder import check_checkpoint
+from hf_neuron_moe.convert.io.source import SourceCheckpoint, SourceTensor, read_source
+from hf_neuron_moe.convert.layout.orientations import SOURCE, StoredForm, stored_forms
+from hf_neuron_moe.convert.layout.relayout import WEIGHT_DTYPES
+from hf_neuron_moe.convert.layout.tensor_parallel import FusedWeight
+from hf_neuron_moe.convert.manifest import LeftModule, Piece, WrittenTensor, grouped
 from hf_neuron_moe.convert.options import ConvertOptions
-from hf_neuron_moe.convert.orientations import SOURCE, StoredForm, stored_forms
-from hf_neuron_moe.convert.relayout import TORCH_DTYPES
-from hf_neuron_moe.convert.source import SourceCheckpoint, SourceTensor, nbytes_of, read_source
-from hf_neuron_moe.convert.tensor_parallel import FusedWeight
-from hf_neuron_moe.errors import ConversionError, pattern_of, refuse, spelled_together
+from hf_neuron_moe.errors import ConversionError, pattern_of, public, spelled_together
 from hf_neuron_moe.patching.discovery import EXPERTS, MLP, Candidate, discover
 
 
 @dataclass(frozen=True)
 class ConversionPlan:
-    """Everything a conversion will do.
-
-    Attributes:
-        source: the checkpoint to read.
-        options: what to make of it.
-        weights: weights to convert, by name.
-        copied: tensors copied unchanged, by name.
-        tensors: every tensor to write, with its shard; no checksums yet.
-        left: modules that stay in their source form although they look like MLPs or experts.
-    """
+    """Everything a conversion will do."""
 
     source: SourceCheckpoint
-    options: ConvertOptions
+    options: ConvertOptions  # What to make of it
     weights: dict[str, FusedWeight]
-    copied: dict[str, SourceTensor]
-    tensors: tuple[WrittenTensor, ...]
-    left: dict[str, LeftModule]
+    copied: dict[str, SourceTensor]  # Tensors copied unchanged, by name
+    tensors: tuple[WrittenTensor, ...]  # Every tensor to write, with its shard; no checksums yet
+    left: dict[str, LeftModule]  # Modules that stay in their source form although they look like MLPs or experts
 
     @property
     def output_bytes(self) -> int:
         """Bytes of tensor data that will be written."""
-        return sum(nbytes_of(tensor.dtype, tensor.shape) for tensor in self.tensors)
+        return sum(tensor.nbytes for tensor in self.tensors)
 
     def forms(self, group: Sequence[WrittenTensor]) -> tuple[StoredForm, ...]:
         """How the tensors of one group (equal ``WrittenTensor.group``) are filled, in their order."""
@@ -54,19 +45,18 @@ class ConversionPlan:
         return stored_forms(self.weights[weight], self.options, rank)
 
 
+@public("convert")
 def plan_conversion(directory: Path, options: ConvertOptions) -> ConversionPlan:
-    """Plan the conversion of a local checkpoint folder.
+    """Plan the conversion of a local checkpoint folder."""
+    check_checkpoint(directory)
+    return plan_of(directory, options)
 
-    Args:
-        directory: holds ``config.json`` and safetensors files.
-        options: target precision and layout.
 
-    Raises:
-        ConversionError: the checkpoint is damaged, does not fit its configuration, or has nothing to convert.
-    """
-    check_checkpoint(directory, "convert")
+@public("convert")
+def plan_of(directory: Path, options: ConvertOptions) -> ConversionPlan:
+    """Plan the conversion of a folder that was found to be a checkpoint's."""
     source = read_source(directory)
-    model = build_meta_model(directory, source=source)
+    model = meta_model(directory, source)
     assignments, ignored = assign_sources(model, source)
     candidates = discover(model)
     refused = {candidate.name: candidate.reason for candidate in candidates if candidate.reason is not None}
@@ -78,24 +68,14 @@ def plan_conversion(directory: Path, options: ConvertOptions) -> ConversionPlan:
     }
     if not weights:
         reasons = _reasons(refused)
-        raise refuse(
-            ConversionError,
-            where="convert",
-            argument=str(directory),
-            expected="a model with SwiGLU MLPs or experts that the kernels can compute",
-            got=f"none ({reasons})" if reasons else "none",
-            remedy="`hf-neuron-moe plan` lists every candidate with its reason.",
-        )
+        expected = "a model with SwiGLU MLPs or experts that the kernels can compute"
+        fix = "`hf-neuron-moe plan` lists every candidate with its reason."
+        raise ConversionError.about(str(directory), expected, f"none ({reasons})" if reasons else "none", fix)
     if options.precision == "mxfp4" and not any(weight.has_experts for weight in weights.values()):
         reasons = _reasons({c.name: c.reason for c in candidates if c.kind == EXPERTS and c.reason is not None})
-        raise refuse(
-            ConversionError,
-            where="convert",
-            argument="precision mxfp4",
-            expected="used for a model with experts: no kernel computes dense MLPs with FP4 weights",
-            got=f"a model whose experts no kernel computes ({reasons})" if reasons else "a model without any",
-            remedy="Use --precision mxfp8 or bf16.",
-        )
+        expected = "used for a model with experts: no kernel computes dense MLPs with FP4 weights"
+        got = f"a model whose experts no kernel computes ({reasons})" if reasons else "a model without any"
+        raise ConversionError.about("precision mxfp4", expected, got, "Use --precision mxfp8 or bf16.")
     used = {piece.source for weight in weights.values() for piece in weight.pieces}
     copied = {name: tensor for name, tensor in source.tensors.items() if name not in used}
     _check_coverage(source, assignments, ignored, used, copied)
@@ -105,9 +85,7 @@ def plan_conversion(directory: Path, options: ConvertOptions) -> ConversionPlan:
 
 def _reasons(refused: dict[str, str]) -> str:
     """Names and reasons, modules of one kind together."""
-    kinds: dict[tuple[str, str], list[str]] = {}
-    for name, reason in refused.items():
-        kinds.setdefault((pattern_of(name), reason), []).append(name)
+    kinds = grouped(refused, lambda name: (pattern_of(name), refused[name]))
     return "; ".join(f"{spelled_together(names)}: {reason}" for (_, reason), names in kinds.items())
 
 
@@ -153,27 +131,17 @@ def _weights_of(candidate: Candidate, assignments: dict[str, Assignment], model:
 def _assignment(parameter: str, assignments: dict[str, Assignment]) -> Assignment:
     if parameter in assignments:
         return assignments[parameter]
-    raise refuse(
-        ConversionError,
-        where="convert",
-        argument=f"parameter {parameter}",
-        expected="stored in the checkpoint under a name of its own",
-        got="no tensor for it, because another parameter shares its memory",
-        remedy="Save the model again with transformers, which stores a shared module once under its first name.",
-    )
+    got = "no tensor for it, because another parameter shares its memory"
+    fix = "Save the model again with transformers, which stores a shared module once under its first name."
+    raise ConversionError.about(f"parameter {parameter}", "stored in the checkpoint under a name of its own", got, fix)
 
 
 def _check_dtypes(weight: FusedWeight) -> None:
     dtypes = sorted({piece.dtype for piece in weight.pieces})
-    if len(dtypes) > 1 or dtypes[0] not in TORCH_DTYPES:
-        raise refuse(
-            ConversionError,
-            where="convert",
-            argument=f"dtype of {weight.name}",
-            expected=f"one of {', '.join(TORCH_DTYPES)} for all its tensors",
-            got=", ".join(dtypes),
-            remedy="Convert the original, unquantised checkpoint.",
-        )
+    if len(dtypes) > 1 or dtypes[0] not in WEIGHT_DTYPES:
+        expected = f"one of {', '.join(WEIGHT_DTYPES)} for all its tensors"
+        fix = "Convert the original, unquantised checkpoint."
+        raise ConversionError.about(f"dtype of {weight.name}", expected, ", ".join(dtypes), fix)
 
 
 def _pieces(assignment: Assignment, shape: tuple[int, ...], start: int, transposed: bool) -> list[Piece]:
@@ -184,14 +152,10 @@ def _pieces(assignment: Assignment, shape: tuple[int, ...], start: int, transpos
         return [Piece(tensor.name, tensor.file, tensor.dtype, tensor.shape, None, start, transposed)]
     kinds = [(type(operation), getattr(operation, "dim", None)) for operation in assignment.converter.operations]
     if kinds not in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)]) or len(shape) != 3 or transposed:
-        raise refuse(
-            ConversionError,
-            where="convert",
-            argument=f"on-disk form of {assignment.target}",
-            expected="the parameter itself, or one matrix per expert and projection",
-            got=" then ".join(kind.__name__ for kind, _ in kinds),
-            remedy="Load the model and save it with save_original_format=False; that form can be converted.",
-        )
+        expected = "the parameter itself, or one matrix per expert and projection"
+        got = " then ".join(kind.__name__ for kind, _ in kinds)
+        fix = "Load the model and save it with save_original_format=False; that form can be converted."
+        raise ConversionError.about(f"on-disk form of {assignment.target}", expected, got, fix)
     E, F, K = shape
     rows = F // len(assignment.converter.source_patterns)
     pieces = []
@@ -199,14 +163,9 @@ def _pieces(assignment: Assignment, shape: tuple[int, ...], start: int, transpos
         tensors = assignment.sources.get(pattern, [])
         experts = [_expert_index(tensor.name, pattern, assignment.target) for tensor in tensors]
         if experts != list(range(E)):
-            raise refuse(
-                ConversionError,
-                where="convert",
-                argument=f"experts of {assignment.target} ({pattern})",
-                expected=f"one tensor for each of experts 0 to {E - 1}",
-                got=experts,
-                remedy="Check that config.json belongs to these weights and that no shard is missing.",
-            )
+            expected = f"one tensor for each of experts 0 to {E - 1}"
+            fix = "Check that config.json belongs to these weights and that no shard is missing."
+            raise ConversionError.about(f"experts of {assignment.target} ({pattern})", expected, experts, fix)
         for expert, tensor in zip(experts, tensors):
             _check_shape(tensor, (rows, K))
             pieces.append(Piece(tensor.name, tensor.file, tensor.dtype, tensor.shape, expert, start))
@@ -219,27 +178,17 @@ def _expert_index(name: str, pattern: str, target: str) -> int:
     before, _, after = pattern.partition("*")
     found = re.search(rf"([0-9]+){re.escape(after)}$", name)
     if found is None or not before:
-        raise refuse(
-            ConversionError,
-            where="convert",
-            argument=f"tensor {name}",
-            expected=f"a name of the form {pattern}",
-            got="one without an expert number",
-            remedy=f"It would become part of {target}; check where the checkpoint comes from.",
-        )
+        expected = f"a name of the form {pattern}"
+        fix = f"It would become part of {target}; check where the checkpoint comes from."
+        raise ConversionError.about(f"tensor {name}", expected, "one without an expert number", fix)
     return int(found.group(1))
 
 
 def _check_shape(tensor: SourceTensor, shape: tuple[int, ...]) -> None:
     if tensor.shape != shape:
-        raise refuse(
-            ConversionError,
-            where="convert",
-            argument=f"{tensor.file}: {tensor.name}",
-            expected=f"of shape {list(shape)}, as config.json says",
-            got=list(tensor.shape),
-            remedy="Check that config.json belongs to these weights.",
-        )
+        expected = f"of shape {list(shape)}, as config.json says"
+        fix = "Check that config.json belongs to these weights."
+        raise ConversionError.about(f"{tensor.file}: {tensor.name}", expected, list(tensor.shape), fix)
 
 
 def _check_coverage(
@@ -279,14 +228,8 @@ def _lay_out(
         files += _shards(groups, options.max_shard_bytes, f"neuron-tp-{rank:02d}-of-{options.tp_degree:02d}")
     names = Counter(tensor.name for tensor in files)
     for name in sorted(name for name, count in names.items() if count > 1):
-        raise refuse(
-            ConversionError,
-            where="convert",
-            argument=f"tensor {name}",
-            expected="written once",
-            got="a source tensor and a converted weight of this name",
-            remedy="Rename or remove the source tensor.",
-        )
+        got = "a source tensor and a converted weight of this name"
+        raise ConversionError.about(f"tensor {name}", "written once", got, "Rename or remove the source tensor.")
     return tuple(files)
 
 
@@ -295,7 +238,7 @@ def _shards(groups: dict[str, list[WrittenTensor]], max_bytes: int, stem: str) -
     shards: list[list[WrittenTensor]] = [[]]
     size = 0
     for name in sorted(groups, key=natural_key):
-        group_bytes = sum(nbytes_of(tensor.dtype, tensor.shape) for tensor in groups[name])
+        group_bytes = sum(tensor.nbytes for tensor in groups[name])
         if shards[-1] and size + group_bytes > max_bytes:
             shards.append([])
             size = 0

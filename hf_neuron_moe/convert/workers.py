@@ -11,11 +11,28 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Generic, TypeVar
 
 import torch
 
 ResultT = TypeVar("ResultT")
+
+Progress = Callable[[int, int], None]
+"""Called with bytes done and bytes in all, on the calling thread."""
+
+
+def counting(progress: Progress | None, total: int) -> Callable[[int], None]:
+    """A function that adds up the bytes it is called with, at most `total`, and passes the sum on."""
+    done = 0
+
+    def step(nbytes: int) -> None:
+        nonlocal done
+        done = min(done + nbytes, total)
+        if progress is not None:
+            progress(done, total)
+
+    return step
 
 
 def cores() -> int:
@@ -83,3 +100,15 @@ class PerThread(Generic[ResultT]):
         if not hasattr(self._local, "value"):
             self._local.value = self._make()
         return self._local.value
+
+
+def anonymous_bytes() -> int:
+    """Bytes of anonymous memory in use; 0 where the system does not tell.
+
+    Pages of mapped files are not counted: the system takes them back when it needs them.
+    """
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon")), 0)

@@ -1,4 +1,6 @@
-"""The Neuron stack on this machine, package by package; imports no torch unless the stack's own packages do.
+"""The Neuron stack on this machine, package by package, and what to do first where its kernels cannot run.
+
+Imports no torch unless the stack's own packages do.
 
 Sources: Neuron SDK 2.33 release notes; the packages of these names on PyPI, which say that they are the wrong ones.
 """
@@ -18,7 +20,6 @@ from hf_neuron_moe._version import __version__
 from hf_neuron_moe.backends.neuron import versions
 from hf_neuron_moe.backends.neuron.adapter import Adapter, Match
 from hf_neuron_moe.backends.neuron.generations import BF16_OPEN, FUNCTIONS
-from hf_neuron_moe.device.first_step import BROKEN, COMPILER, MISSING, OK, PLACEHOLDER, first_steps, why_not_running
 from hf_neuron_moe.errors import NeuronMoEError
 
 _PLACEHOLDER_MARKS = ("WRONG PACKAGE", "does not publish installable wheels")
@@ -46,92 +47,84 @@ ENVIRONMENT = (
 )
 """Variables that change what the stack does; those that are set are reported."""
 
+OK, MISSING, PLACEHOLDER, BROKEN = "ok", "missing", "placeholder", "broken"
+"""States of a package."""
+
+COMPILER = "neuronxcc"
+"""Module of the compiler's package."""
+
+_SYSTEM = "Linux x86_64"
+_OLDEST_PYTHON = (3, 12)
+_INSTALLATION = "docs/neuron.md, Installation"
 
 _OPEN = dict.fromkeys(("moe_forward", "moe_backward"), BF16_OPEN)
 """By the kernel: what the documents leave open about it."""
 
-
-_BROKEN = (ImportError, OSError, RuntimeError, AttributeError, ValueError, TypeError, SyntaxError)
+_FAILURES = (ImportError, OSError, RuntimeError, AttributeError, ValueError, TypeError, SyntaxError)
 """What an installation whose parts do not fit together raises where it is asked about itself."""
 
 
 @dataclass(frozen=True)
 class Package:
-    """One package of the Neuron stack.
+    """One package of the Neuron stack."""
 
-    Attributes:
-        name: of the distribution.
-        module: what is imported of it.
-        version: None where none is stated.
-        state: ``"ok"``, ``"missing"``, ``"placeholder"`` (PyPI's package of that name, which has no code) or
-            ``"broken"`` (installed and not importable).
-        note: why, where it is not ``"ok"``; of the plugin also that it belongs to another torch.
-    """
-
-    name: str
-    module: str
-    version: str | None
-    state: str
-    note: str = ""
+    name: str  # of the distribution
+    module: str  # what is imported of it
+    version: str | None  # None where none is stated
+    state: str  # OK, MISSING, PLACEHOLDER (PyPI's package of that name, which has no code) or BROKEN (not importable)
+    note: str = ""  # why, where it is not OK; of the plugin also that it belongs to another torch
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """How one of the kernels that are called is met by the installed nkilib.
+    """How one of the kernels that are called is met by the installed nkilib."""
 
-    Attributes:
-        need: the package's name for it, such as ``"moe_forward"``.
-        function: nkilib's name.
-        generation: the first release with the installed argument set; None where it cannot be called.
-        reason: why not.
-        note: what the documents leave open about it.
-    """
-
-    need: str
-    function: str
-    generation: str | None
-    reason: str = ""
-    note: str = ""
+    need: str  # the package's name for it, such as "moe_forward"
+    function: str  # nkilib's name
+    generation: str | None  # the first release with the installed argument set; None where it cannot be called
+    reason: str = ""  # why not
+    note: str = ""  # what the documents leave open about it
 
 
 @dataclass(frozen=True)
 class Installation:
-    """What :func:`inspect_installation` found.
+    """What :func:`inspect_installation` found."""
 
-    Attributes:
-        reason: why ``backend="neuron"`` cannot run here; None where it can.
-        simulator_reason: the same for ``backend="nki-sim"``.
-        sdk: Neuron SDK that the installed nki belongs to, such as ``"2.33"``.
-        python: its version.
-        machine: operating system and architecture.
-        others: versions of this package and of those it builds on; None where not installed.
-        packages: the Neuron stack.
-        target: ``"trn2"`` or ``"trn3"`` and where that is known from; None with the reason where it cannot be told.
-        lnc: physical cores per logical core and where that is known from.
-        devices: logical cores that the runtime offers; None where there is no runtime.
-        environment: the variables of :data:`ENVIRONMENT` that are set.
-        kernels: the kernels that this package calls.
-        torch_reason: why ``backend="torch"`` cannot run here; None where torch is there.
-    """
-
-    reason: str | None
-    simulator_reason: str | None
-    sdk: str | None
+    reason: str | None  # why backend="neuron" cannot run here; None where it can
+    simulator_reason: str | None  # the same for backend="nki-sim"
+    sdk: str | None  # Neuron SDK that the installed nki belongs to, such as "2.33"
     python: str
-    machine: str
-    others: dict[str, str | None]
-    packages: tuple[Package, ...]
-    target: tuple[str | None, str]
-    lnc: tuple[str | None, str]
-    devices: int | None
-    environment: dict[str, str]
-    kernels: tuple[Kernel, ...]
-    torch_reason: str | None = None
+    machine: str  # operating system and architecture
+    others: dict[str, str | None]  # versions of this package and of those it builds on; None where not installed
+    packages: tuple[Package, ...]  # the Neuron stack
+    target: tuple[str | None, str]  # "trn2" or "trn3" and where that is known from; None with the reason if it is not
+    lnc: tuple[str | None, str]  # physical cores per logical core and where that is known from
+    devices: int | None  # logical cores that the runtime offers; None where there is no runtime
+    environment: dict[str, str]  # the variables of ENVIRONMENT that are set
+    kernels: tuple[Kernel, ...]  # those that this package calls
+    torch_reason: str | None = None  # why backend="torch" cannot run here; None where torch is there
+
+    @property
+    def compiler(self) -> Package:
+        """The compiler's package."""
+        return next(package for package in self.packages if package.module == COMPILER)
 
     @property
     def why_not(self) -> str | None:
         """Why no Neuron kernel can run here: packages, compiler, device, kernels' arguments; None where one can."""
-        return why_not_running(self)
+        if self.reason is not None:
+            return self.reason
+        if self.compiler.state != OK:
+            return f"{self.compiler.name} is {self.compiler.state}, and it compiles the kernels"
+        if self.devices is None:
+            return "there is no runtime: torch has no torch.neuron, which torch-neuronx registers"
+        if self.devices == 0:
+            return "the packages are here, and the runtime offers no logical core"
+        if self.target[0] is None or self.lnc[0] is None:
+            return self.target[1] if self.target[0] is None else self.lnc[1]
+        if all(kernel.generation is None for kernel in self.kernels):
+            return "none of the kernels can be called: " + self.kernels[0].reason
+        return None
 
     @property
     def usable(self) -> bool:
@@ -140,8 +133,8 @@ class Installation:
 
     @property
     def first_steps(self) -> tuple[str, ...]:
-        """What to do, see :func:`~hf_neuron_moe.device.first_step.first_steps`."""
-        return first_steps(self)
+        """What to do, the first thing first; later ones are told as far as they are known already."""
+        return _first_steps(self)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values that ``json.dumps`` accepts."""
@@ -154,10 +147,9 @@ class Installation:
 def inspect_installation() -> Installation:
     """Look at the Neuron stack; whatever is missing is told and not raised."""
     packages = tuple(_package(module, name) for module, name in versions.PACKAGES.items())
-    reason, simulator_reason = _said(versions.why_unavailable), _said(lambda: versions.why_unavailable(simulator=True))
     return Installation(
-        reason=reason,
-        simulator_reason=simulator_reason,
+        reason=_said(versions.why_unavailable),
+        simulator_reason=_said(lambda: versions.why_unavailable(simulator=True)),
         sdk=_said(versions.sdk_generation),
         python=platform.python_version(),
         machine=f"{platform.system()} {platform.machine()}",
@@ -179,7 +171,7 @@ class CheckedAdapter(Adapter):
         """Return the match, or none with what was raised."""
         try:
             return super().match(need)
-        except _BROKEN as error:
+        except _FAILURES as error:
             return Match(FUNCTIONS[need][0], None, reason=f"nkilib fails: {type(error).__name__}: {error}")
 
 
@@ -202,14 +194,14 @@ def _said(ask: Callable[[], str | None]) -> str | None:
     """The answer, or the refusal in its place: a diagnosis goes on."""
     try:
         return ask()
-    except (NeuronMoEError, *_BROKEN) as error:
+    except (NeuronMoEError, *_FAILURES) as error:
         return str(error)
 
 
 def _detected(ask: Callable[[], versions.Detected]) -> tuple[str | None, str]:
     try:
         found = ask()
-    except (NeuronMoEError, *_BROKEN) as error:
+    except (NeuronMoEError, *_FAILURES) as error:
         return None, str(error)
     return found.name, found.told
 
@@ -247,18 +239,60 @@ def _is_placeholder(distribution: str) -> bool:
 
 def _kernels(packages: tuple[Package, ...]) -> tuple[Kernel, ...]:
     library = next(package for package in packages if package.module == "nkilib")
-    if library.state != OK:
-        absent = f"nkilib is {library.state}"
-        return tuple(Kernel(need, name, None, absent, _OPEN.get(need, "")) for need, (name, _) in FUNCTIONS.items())
     adapter = CheckedAdapter()
-    found = ((need, adapter.match(need)) for need in FUNCTIONS)
-    return tuple(
-        Kernel(
-            need,
-            match.function,
-            match.generation.name if match.generation else None,
-            match.reason,
-            _OPEN.get(need, ""),
+    kernels = []
+    for need, (name, _) in FUNCTIONS.items():
+        match = adapter.match(need) if library.state == OK else Match(name, None, reason=f"nkilib is {library.state}")
+        generation = match.generation.name if match.generation else None
+        kernels.append(Kernel(need, match.function, generation, match.reason, _OPEN.get(need, "")))
+    return tuple(kernels)
+
+
+def _first_steps(found: Installation) -> tuple[str, ...]:
+    if found.usable:
+        return ("`hf-neuron-moe verify-device MODEL_DIR --layers 1` compares a block with PyTorch.",)
+    if found.others.get("torch") is None:
+        return (f"Install this package with what it needs, torch and transformers: {_INSTALLATION}.",)
+    if found.machine != _SYSTEM:
+        return (f"Go to a Trn2 or Trn3 instance: AWS's packages are for {_SYSTEM}, and this is {found.machine}.",)
+    # nkilib also comes with the compiler: where that is still to be installed, it is no step of its own.
+    bundled = {"nkilib"} if found.compiler.state != OK else set()
+    replaced = [each.name for each in found.packages if each.state == PLACEHOLDER]
+    broken = [each.name for each in found.packages if each.state == BROKEN]
+    missing = [each.name for each in found.packages if each.state == MISSING and each.module not in bundled]
+    steps = _machine_steps(found) if replaced or missing else []
+    if replaced:
+        steps.append(f"`pip uninstall -y {' '.join(replaced)}`: PyPI's placeholders, which have no code.")
+    if replaced or missing:
+        steps.append(f"Install {', '.join(replaced + missing)} from AWS's own index ({_INSTALLATION}).")
+    elif broken:
+        steps.append(
+            f"Install {', '.join(broken)} again, all of one SDK release, and torch-neuronx of torch's minor version "
+            f"({_INSTALLATION}); the table below says what each raised when it was imported."
         )
-        for need, match in found
-    )
+    return tuple(steps) or (_other_step(found),)
+
+
+def _machine_steps(found: Installation) -> list[str]:
+    """What comes before packages: a chip, and a Python that AWS has wheels for."""
+    steps = []
+    if found.target[0] is None or found.target[1] == versions.ASSUMED:
+        steps.append("Go to a Trn2 or Trn3 instance: none was recognized here.")
+    if tuple(int(part) for part in found.python.split(".")[:2]) < _OLDEST_PYTHON:
+        steps.append(f"Make an environment of Python 3.12 or 3.13: AWS has no wheels for {found.python}.")
+    return steps
+
+
+def _other_step(found: Installation) -> str:
+    """Every package can be imported."""
+    if found.reason is not None:
+        return f"Make an environment with the packages of SDK 2.33 from AWS's own index ({_INSTALLATION})."
+    if found.devices is None:
+        return (
+            f"Unset TORCH_DEVICE_BACKEND_AUTOLOAD, or install the native torch-neuronx of SDK 2.33 ({_INSTALLATION})."
+        )
+    if found.devices == 0:
+        return "Run `neuron-ls`: it shows driver and cores. Another process may hold them, or the driver is missing."
+    if found.target[0] is None or found.lnc[0] is None:
+        return "Correct or unset that variable."
+    return f"Install the nki-library of SDK 2.33, or unset NKILIB_FORCE_BUNDLED_LIBRARY ({_INSTALLATION})."

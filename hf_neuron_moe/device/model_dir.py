@@ -8,91 +8,71 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from hf_neuron_moe.convert.assign import build_converted_model, build_meta_model
-from hf_neuron_moe.convert.folder import check_model, is_conversion
-from hf_neuron_moe.convert.manifest import read_manifest
-from hf_neuron_moe.convert.source import read_header, read_source
-from hf_neuron_moe.device.usable import BlockGroup, block_groups
-from hf_neuron_moe.errors import ConfigError, SourceDamageError, refuse
+from hf_neuron_moe.convert.io.folder import check_model, is_conversion
+from hf_neuron_moe.convert.io.source import read_header, read_source
+from hf_neuron_moe.convert.manifest import load_manifest
+from hf_neuron_moe.device.kernel_support import BlockGroup, block_groups
+from hf_neuron_moe.errors import ConfigError, SourceDamageError
 
 
-def groups_of_folder(folder: Path, where: str) -> list[BlockGroup]:
+def groups_of_folder(folder: Path) -> list[BlockGroup]:
     """Return the blocks of a checkpoint, a conversion or a ``config.json``, like ones together.
 
     Of a conversion those in MX come last, as they are stored; its bf16 ones are blocks like any other.
-
-    Args:
-        folder: the folder.
-        where: command that refuses.
-
-    Raises:
-        SourceDamageError: there is no such folder, or a file of it is damaged or missing.
-        ConversionError: it is none of the three, or the part of a tensor-parallel rank.
     """
-    check_model(folder, where)
+    check_model(folder)
     if not is_conversion(folder):
-        return block_groups(build_meta_model(folder, where))
-    model = _converted_model(folder, where)
+        return block_groups(build_meta_model(folder))
+    model = _converted_model(folder)
     stock = block_groups(model)
-    _place_codes(model, folder, where)
+    _place_codes(model, folder)
     frozen = [group for group in block_groups(model) if group.codes]
     taken = {name for group in frozen for name in group.names}
     others = [replace(group, names=tuple(name for name in group.names if name not in taken)) for group in stock]
     return [group for group in others if group.names] + frozen
 
 
-def check_model_dir(folder: Path, where: str, *, random_weights: bool) -> None:
+def check_model_dir(folder: Path, *, random_weights: bool) -> None:
     """Refuse a folder whose blocks could not be compared on any machine; reads ``config.json`` and shards' headers.
 
-    Args:
-        folder: checkpoint or conversion; with `random_weights` a folder with ``config.json`` is enough.
-        where: command that refuses.
-        random_weights: whether its weights are left alone.
-
-    Raises:
-        SourceDamageError: there is no such folder, a file is damaged or cut off, or the weights are not there.
-        ConversionError: ``config.json`` is missing or describes no known model.
-        ConfigError: random weights for a conversion.
+    With `random_weights` a folder with ``config.json`` is enough, and not for a conversion.
     """
-    check_model(folder, where)
+    check_model(folder)
     if is_conversion(folder):
         if random_weights:
-            raise refuse(
-                ConfigError,
-                where=where,
-                argument="random_weights",
-                expected="off for a conversion, whose layouts are read with its weights",
-                got="on",
-                remedy="Leave --random-weights out, or give the checkpoint that it was made of.",
+            raise ConfigError.about(
+                "random_weights",
+                "off for a conversion, whose layouts are read with its weights",
+                "on",
+                "Leave --random-weights out, or give the checkpoint that it was made of.",
             )
-        _place_codes(_converted_model(folder, where), folder, where)
+        _place_codes(_converted_model(folder), folder)
         return
-    build_meta_model(folder, where)
+    build_meta_model(folder)
     if random_weights:
         return
     if not any(folder.glob("*.safetensors*")):
-        raise refuse(
-            SourceDamageError,
-            where=where,
-            argument=str(folder),
-            expected="a folder with the weights in safetensors files",
-            got="config.json without them",
-            remedy="Give the checkpoint's folder, or compare on random weights: --random-weights.",
+        raise SourceDamageError.about(
+            str(folder),
+            "a folder with the weights in safetensors files",
+            "config.json without them",
+            "Give the checkpoint's folder, or compare on random weights: --random-weights.",
         )
-    read_source(folder, where)
+    read_source(folder)
 
 
-def _place_codes(model: PreTrainedModel, folder: Path, where: str) -> None:
+def _place_codes(model: PreTrainedModel, folder: Path) -> None:
     """Put the blocks of a conversion's shards, whose headers account for all of their bytes, into its model."""
-    from hf_neuron_moe.quantizers.placement import place
-    from hf_neuron_moe.quantizers.stored import read_stored
+    from hf_neuron_moe.quantizers.placeholders import place
+    from hf_neuron_moe.quantizers.shard_layouts import read_stored
 
-    files = sorted({tensor.file for tensor in read_manifest(folder, where).tensors})
+    files = sorted({tensor.file for tensor in load_manifest(folder).tensors})
     for file in files:
-        read_header(folder / file, where)
+        read_header(folder / file)
     place(model, read_stored(str(folder / file) for file in files))
 
 
-def _converted_model(folder: Path, where: str) -> PreTrainedModel:
+def _converted_model(folder: Path) -> PreTrainedModel:
     import hf_neuron_moe.quantizers  # noqa: F401 - makes transformers know converted checkpoints
 
-    return build_converted_model(folder, where)
+    return build_converted_model(folder)

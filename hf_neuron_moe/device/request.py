@@ -13,17 +13,18 @@ from hf_neuron_moe.backends.neuron.generations import KERNEL_PRECISIONS
 from hf_neuron_moe.backends.neuron.limits import BF16_TOKENS, Block, Device, why_not
 from hf_neuron_moe.config import BLOCK_SIZES
 from hf_neuron_moe.device.installed import device_count
-from hf_neuron_moe.device.usable import DOCUMENTED_LNC, DocumentedAdapter
-from hf_neuron_moe.errors import BackendUnavailableError, ConfigError, nearest, refuse
+from hf_neuron_moe.device.kernel_support import DOCUMENTED_LNC, DocumentedAdapter
+from hf_neuron_moe.errors import BackendUnavailableError, ConfigError, nearest, public
 
 WHERE = "verify_device"
+_SIZES = ", ".join(map(str, BLOCK_SIZES))
 _USUAL_SIZES = (4096, 2048)
 """H and I that every kernel takes."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """The arguments of :func:`~hf_neuron_moe.device.verify.verify_device`, which are explained there.
+    """The arguments of :func:`~hf_neuron_moe.device.device_verification.verify_device`, which are explained there.
 
     Raises:
         ConfigError: an argument is outside its set; no machine was looked at.
@@ -37,29 +38,36 @@ class Request:
     layers: int | None = None
     device: str | None = None
 
+    @public(WHERE)
     def __post_init__(self) -> None:
-        _check_one_of("backend", self.backend, NEURON_BACKENDS)
-        if self.precision is not None:
-            _check_one_of("precision", self.precision, KERNEL_PRECISIONS)
-        for argument, value in (("tokens", self.tokens), ("layers", self.layers)):
-            if value is not None and (type(value) is not int or value < 1):
-                raise _bad(argument, "a positive integer", repr(value), "Correct it.")
-        if type(self.seed) is not int or not -(2**63) <= self.seed < 2**63:
-            raise _bad("seed", "an integer of 64 bits", repr(self.seed), "Correct it.")
-        if self.block_size not in BLOCK_SIZES:
-            sizes = ", ".join(map(str, BLOCK_SIZES))
-            raise _bad("block_size", f"one of {sizes}", repr(self.block_size), "Choose one of these.")
+        for argument, known in (("backend", NEURON_BACKENDS), ("precision", (None, *KERNEL_PRECISIONS))):
+            value = getattr(self, argument)
+            if value not in known:
+                names = [name for name in known if name is not None]
+                fix = f"Choose one of these.{nearest(str(value), names)}"
+                raise ConfigError.about(argument, f"one of {', '.join(names)}", repr(value), fix)
+        rules = (
+            ("tokens", _is_count(self.tokens), "a positive integer", "Correct it."),
+            ("layers", self.layers is None or _is_count(self.layers), "a positive integer", "Correct it."),
+            ("seed", type(self.seed) is int and -(2**63) <= self.seed < 2**63, "an integer of 64 bits", "Correct it."),
+            ("block_size", self.block_size in BLOCK_SIZES, f"one of {_SIZES}", "Choose one of these."),
+        )
+        for argument, holds, expected, fix in rules:
+            if not holds:
+                raise ConfigError.about(argument, expected, repr(getattr(self, argument)), fix)
         if self.precision is not None:
             self._check_tokens(self.precision)
-        if self.device is not None and not _is_device(self.device):
-            remedy = "`hf-neuron-moe doctor` tells how many there are."
-            raise _bad("device", "a device such as neuron:0", repr(self.device), remedy)
+        # Kernels run on Neuron's devices, or on the CPU where the plugin has no device type.
+        if self.device is not None and re.fullmatch(r"neuron(:\d+)?|cpu", self.device) is None:
+            fix = "`hf-neuron-moe doctor` tells how many there are."
+            raise ConfigError.about("device", "a device such as neuron:0", repr(self.device), fix)
 
     def _check_tokens(self, precision: str) -> None:
         if precision == "bf16" and self.tokens > BF16_TOKENS:  # only experts have kernels in bf16
-            remedy = "Take fewer; a run splits its batches likewise."
-            raise _bad("tokens", f"at most {BF16_TOKENS:,} in bf16, as moe_cte takes", f"{self.tokens:,}", remedy)
+            fix, expected = "Take fewer; a run splits its batches likewise.", f"at most {BF16_TOKENS:,} in bf16"
+            raise ConfigError.about("tokens", f"{expected}, as moe_cte takes", f"{self.tokens:,}", fix)
 
+    @public(WHERE)
     def device_here(self) -> torch.device:
         """Return where the kernels' tensors belong, after a first sum there: the device that was asked for.
 
@@ -72,16 +80,11 @@ class Request:
         self._check_backend()
         count = device_count() if self.backend == "neuron" else None
         name = self.device if self.device is not None else "cpu" if count is None else "neuron:0"
-        if count == 0 and name != "cpu":
-            raise _no_device("the packages, and no device")
-        try:
-            device = torch.device(name)
-        except RuntimeError as error:
-            raise _no_device(f"a torch that knows no device {name}: the plugin is not loaded") from error
-        trouble = _why_not_adding(device)
+        trouble = "the packages, and no device" if count == 0 and name != "cpu" else _why_not_adding(name)
         if trouble is not None:
-            raise _no_device(trouble)
-        return device
+            fix = "Check the driver with `neuron-ls`, and that no other process holds the cores."
+            raise BackendUnavailableError.about("this machine", "one whose Neuron device works", trouble, fix)
+        return torch.device(name)
 
     def _check_backend(self) -> None:
         try:
@@ -93,15 +96,11 @@ class Request:
             remedy = (
                 "`hf-neuron-moe doctor` says what to do first. There is nothing to verify without Neuron's kernels."
             )
-            raise refuse(
-                BackendUnavailableError,
-                where=WHERE,
-                argument="this machine",
-                expected=f"one where backend={self.backend!r} can run",
-                got=f"one where {reason}",
-                remedy=remedy,
+            raise BackendUnavailableError.about(
+                "this machine", f"one where backend={self.backend!r} can run", f"one where {reason}", remedy
             ) from error
 
+    @public(WHERE)
     def precision_here(self) -> str:
         """Return the precision that was asked for, or the one that this machine's chip has kernels for.
 
@@ -116,23 +115,16 @@ class Request:
         ]
         if None not in reasons:
             got = f"{precision!r}: {reasons[0]} (known from {platform.source})"
-            raise _bad("precision", "one that this chip has kernels for", got, "Leave it out.")
+            raise ConfigError.about("precision", "one that this chip has kernels for", got, "Leave it out.")
         self._check_tokens(precision)
         return precision
 
 
-def _no_device(got: str) -> BackendUnavailableError:
-    return refuse(
-        BackendUnavailableError,
-        where=WHERE,
-        argument="this machine",
-        expected="one whose Neuron device works",
-        got=got,
-        remedy="Check the driver with `neuron-ls`, and that no other process holds the cores.",
-    )
-
-
-def _why_not_adding(device: torch.device) -> str | None:
+def _why_not_adding(name: str) -> str | None:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        return f"a torch that knows no device {name}: the plugin is not loaded"
     numbers = torch.arange(4, dtype=torch.float32)
     try:
         there = (numbers.to(device) + 1).cpu()
@@ -141,16 +133,5 @@ def _why_not_adding(device: torch.device) -> str | None:
     return None if torch.equal(there, numbers + 1) else f"{device}, on which 0 1 2 3 plus 1 is {there.tolist()}"
 
 
-def _is_device(name: str) -> bool:
-    """Whether kernels may run on a device of this name: Neuron's, or the CPU where the plugin has no device type."""
-    return re.fullmatch(r"neuron(:\d+)?|cpu", name) is not None
-
-
-def _check_one_of(argument: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        remedy = f"Choose one of these.{nearest(str(value), list(known))}"
-        raise _bad(argument, f"one of {', '.join(known)}", repr(value), remedy)
-
-
-def _bad(argument: str, expected: str, got: str, remedy: str) -> ConfigError:
-    return refuse(ConfigError, where=WHERE, argument=argument, expected=expected, got=got, remedy=remedy)
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 1

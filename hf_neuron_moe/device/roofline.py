@@ -6,21 +6,169 @@ kernels' documents describe; what the chip overlaps, launches and synchronizes i
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from hf_neuron_moe.backends.neuron.copies import weight_copy_bytes
 from hf_neuron_moe.backends.neuron.limits import Block, Device, block_sizes, most_tokens, why_not, why_not_tokens
 from hf_neuron_moe.config import NeuronMoEConfig
-from hf_neuron_moe.device.figures import CHIPS, Chip
-from hf_neuron_moe.device.passes import Floor, Work, dense_floor, needed_flops, routed_floor
-from hf_neuron_moe.device.roofline_result import HOMES, GroupFloor, Roofline, Step
-from hf_neuron_moe.device.usable import DOCUMENTED_LNC, BlockGroup, DocumentedAdapter
+from hf_neuron_moe.device.kernel_support import DOCUMENTED_LNC, BlockGroup, DocumentedAdapter
+from hf_neuron_moe.device.roofline_math import ASSUMPTIONS, CHIPS, SOURCE, Chip, Floor, Step, floor_of, needed_flops
 from hf_neuron_moe.formats.padding import padded_size
 from hf_neuron_moe.modules.block import NeuronBlock
 from hf_neuron_moe.patching import patch_model, unpatch_model
+
+HOMES = ("kernel", "stock")
+"""``NeuronMoEConfig(weights=...)``; the first is what ``"auto"`` takes where Neuron kernels compute."""
+
+
+class Copies(NamedTuple):
+    """Bytes of weight copies, kept from a step's first training forward to its optimizer's step."""
+
+    total: int  # of all blocks
+    largest_block: int  # of the block with most; under FSDP, where none are kept, what exists at a time
+
+
+@dataclass(frozen=True)
+class GroupFloor:
+    """Blocks that are alike and keep the same, on one chip."""
+
+    group: BlockGroup
+    keep: str  # canonical keep string; empty where the block cannot be patched
+    policies: Mapping[str, int]  # by name of a policy, how many of the blocks keep this under it
+    flops: float = 0.0  # operations of one block without padding and recomputation
+    floor: Floor | None = None  # of one block at the block size that was asked for; None where nothing can be said
+    choices: tuple[Floor, ...] = ()  # the same at every block size that the kernels take
+    discarded_seconds: float = 0.0  # what the documented backward adds for gradients of frozen weights
+    reason: str | None = None
+    """Why no Neuron kernel computes these blocks; the floor is then that of PyTorch in their place, padded to multiples
+    of 128; None of blocks that PyTorch's own modules compute too."""
+    copy_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Of the copies of one block's weights that the kernels read, by weight layout (:data:`HOMES`); empty where no
+    kernel computes it."""
+
+    @property
+    def padding_overhead_percent(self) -> float | None:
+        """Operations on padding, in percent of those that are needed."""
+        if self.floor is None:
+            return None
+        return 100 * ((self.floor.padded_flops - self.floor.recomputed_flops) / self.flops - 1)
+
+    @property
+    def best_block_size(self) -> int | None:
+        """The block size with the least time; None for dense blocks."""
+        return min(self.choices, key=lambda choice: choice.seconds).block_size if self.choices else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values."""
+        return {
+            "kind": self.group.kind,
+            "names": list(self.group.names),
+            "experts": self.group.experts,
+            "top_k": self.group.top_k,
+            "hidden_size": self.group.hidden,
+            "intermediate_size": self.group.inner,
+            "keep": self.keep,
+            "policies": dict(self.policies),
+            "kernel": {"usable": self.reason is None, "reason": self.reason},
+            "flops": self.flops,
+            "padding_overhead_percent": self.padding_overhead_percent,
+            "floor": self.floor and self.floor.to_dict(),
+            "discarded_seconds": self.discarded_seconds,
+            "weight_copy_bytes": dict(self.copy_bytes),
+            "best_block_size": self.best_block_size,
+            "block_sizes": [choice.to_dict() for choice in self.choices],
+        }
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """Result of :func:`roofline`."""
+
+    core: Chip  # figures of one logical core
+    precision: str
+    step: Step
+    policies: tuple[str, ...]  # names of the activation policies
+    groups: tuple[GroupFloor, ...]  # the model's blocks, those that the kernels compute first
+    memory: Mapping[str, int] = field(default_factory=dict)  # by policy, the bytes of a step; empty if not given
+
+    @property
+    def computed(self) -> tuple[GroupFloor, ...]:
+        """Those that the kernels compute."""
+        return tuple(part for part in self.groups if part.reason is None)
+
+    @property
+    def left_out(self) -> dict[str, str]:
+        """By label, the blocks that no kernel computes and why."""
+        return {part.group.label: part.reason for part in self.groups if part.reason is not None}
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """By policy, of all blocks that the kernels compute."""
+        return self._sums([(part, part.floor.seconds) for part in self.computed if part.floor is not None])
+
+    @property
+    def discarded_seconds(self) -> dict[str, float]:
+        """By policy, what the kernels add for gradients of frozen weights."""
+        return self._sums([(part, part.discarded_seconds) for part in self.computed])
+
+    def _sums(self, seconds: list[tuple[GroupFloor, float]]) -> dict[str, float]:
+        return {name: sum(part.policies.get(name, 0) * each for part, each in seconds) for name in self.policies}
+
+    @property
+    def copies(self) -> dict[str, Copies]:
+        """By weight layout, the copies of all blocks that the kernels compute; empty where they compute none."""
+        sizes: dict[str, list[tuple[int, int]]] = defaultdict(list)
+        for part in {part.group: part for part in self.computed}.values():
+            for home, size in part.copy_bytes.items():
+                sizes[home].append((size, len(part.group.names)))
+        return {
+            home: Copies(sum(size * count for size, count in found), max(size for size, _ in found))
+            for home, found in sizes.items()
+        }
+
+    def held(self, policy: str, home: str = HOMES[0]) -> int:
+        """Return the bytes that a step holds, copies included; the stock model has none."""
+        copies = self.copies.get(home) if policy in self.policies else None
+        return self.memory[policy] + (copies.total if copies else 0)
+
+    def too_large(self, home: str = HOMES[0]) -> dict[str, int]:
+        """By policy, the bytes by which a step exceeds a logical core's memory."""
+        excess = {name: self.held(name, home) - self.core.memory for name in self.memory}
+        return {name: size for name, size in excess.items() if size > 0}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values that ``json.dumps`` accepts."""
+        return {
+            "kind": "estimate from published figures; nothing was measured",
+            "source": SOURCE,
+            "assumptions": list(ASSUMPTIONS),
+            "device": self.core.name,
+            "logical_core": {"lnc": DOCUMENTED_LNC, **asdict(self.core)},
+            "precision": self.precision,
+            **asdict(self.step),
+            "blocks": [part.to_dict() for part in self.groups],
+            "seconds": self.seconds,
+            "discarded_seconds": self.discarded_seconds,
+            "left_out": self.left_out,
+            "memory": {
+                "of_a_logical_core": self.core.memory,
+                "weight_copies": {home: copies._asdict() for home, copies in self.copies.items()},
+                "policies": {
+                    name: {
+                        "bytes": size,
+                        "with_copies": {home: self.held(name, home) for home in HOMES},
+                        "fits": name not in self.too_large(),
+                    }
+                    for name, size in self.memory.items()
+                },
+            },
+        }
 
 
 @dataclass(frozen=True)
@@ -33,23 +181,16 @@ class TorchBlock(Block):
         return padded_size(self.hidden), padded_size(self.inner)
 
 
-def kept_by_blocks(model: nn.Module, configs: Mapping[str, NeuronMoEConfig]) -> dict[str, dict[str, str]]:
-    """Return by policy and block what the block keeps, as a canonical string; budgets and exceptions are resolved.
+def kept_by_blocks(model: nn.Module, config: NeuronMoEConfig) -> dict[str, str]:
+    """Return by block what it keeps, as a canonical string; budgets and exceptions are resolved.
 
-    Args:
-        model: unpatched, and unpatched afterwards; at least one block can be patched.
-        configs: by name of the policy.
+    The model is unpatched before and afterwards; at least one block can be patched.
     """
-    kept = {}
-    for name, config in configs.items():
-        patch_model(model, config, strict=False)
-        try:
-            kept[name] = {
-                block.neuron_name: block.neuron_keep for block in model.modules() if isinstance(block, NeuronBlock)
-            }
-        finally:
-            unpatch_model(model)
-    return kept
+    patch_model(model, config, strict=False)
+    try:
+        return {block.neuron_name: block.neuron_keep for block in model.modules() if isinstance(block, NeuronBlock)}
+    finally:
+        unpatch_model(model)
 
 
 def roofline(
@@ -62,21 +203,20 @@ def roofline(
     """Estimate the least time of forward and backward of a model's blocks on one logical core.
 
     Args:
-        groups: of :func:`~hf_neuron_moe.device.usable.block_groups`.
+        groups: of :func:`~hf_neuron_moe.device.kernel_support.block_groups`.
         chip: ``"trn2"`` or ``"trn3"``.
         precision: ``"bf16"``, ``"mxfp8"`` or ``"fp32"``.
         step: tokens and options.
-        kept: of :func:`kept_by_blocks`; None: every block keeps gate and up.
+        kept: by policy what :func:`kept_by_blocks` returns; None: every block keeps gate and up.
     """
     core = CHIPS[chip].core(DOCUMENTED_LNC)
     kept = {"minimal": {}} if kept is None else kept
     parts = []
     for group in groups:
-        by_keep: dict[str, dict[str, int]] = {}
+        by_keep: dict[str, Counter[str]] = defaultdict(Counter)
         for policy, keeps in kept.items():
             for name in group.names:
-                counts = by_keep.setdefault(keeps.get(name, "minimal"), {})
-                counts[policy] = counts.get(policy, 0) + 1
+                by_keep[keeps.get(name, "minimal")][policy] += 1
         parts += [_group_floor(group, keep, counts, core, precision, step) for keep, counts in by_keep.items()]
     parts.sort(key=lambda part: part.reason is not None)
     return Roofline(core, precision, step, tuple(kept), tuple(parts))
@@ -86,38 +226,37 @@ def _group_floor(
     group: BlockGroup, keep: str, policies: Mapping[str, int], core: Chip, precision: str, step: Step
 ) -> GroupFloor:
     if group.hidden is None or group.inner is None:
-        return GroupFloor(group, "", policies, 0.0, None, (), 0.0, group.reason or "its sizes are not known")
+        return GroupFloor(group, "", policies, reason=group.reason or "its sizes are not known")
+    result = partial(GroupFloor, group, keep, policies)
     block, adapter = group.block(precision, step.block_size), DocumentedAdapter()
     pairs = step.tokens * (1 if group.top_k is None else min(group.top_k, group.experts or 0))
     if not pairs:
-        unknown = group.reason or "the model does not say how many experts a token has"
-        return GroupFloor(group, keep, policies, 0.0, None, (), 0.0, unknown)
+        return result(reason=group.reason or "the model does not say how many experts a token has")
     reason = group.reason or why_not(block, Device(core.name, DOCUMENTED_LNC), adapter)
     if reason is None:
         reason = why_not_tokens(most_tokens(block), step.tokens)
         if reason is not None:
             reason += f", and a step has {step.tokens:,}: take smaller micro-batches and accumulate gradients"
-    work = Work(step.tokens, keep, step.trained and not group.codes, step.checkpointing)
-    flops = needed_flops(pairs, block, trained=work.trained)
+    step = replace(step, trained=step.trained and not group.codes)
+    flops = needed_flops(pairs, block, trained=step.trained)
     if precision not in core.flops or (group.reason is not None and not group.codes):
-        reason = reason or f"{core.name} has no {precision}"
-        return GroupFloor(group, keep, policies, flops, None, (), 0.0, reason)
+        return result(flops, reason=reason or f"{core.name} has no {precision}")
+
+    def floor(block: Block, step: Step = step) -> Floor:
+        return floor_of(block, core, step, keep, group.top_k, group.experts)
+
     if reason is not None:
         # PyTorch in a kernel's place takes every block size, so there is none to recommend.
-        in_place = _floor_of(group, TorchBlock(**vars(block)), core, work)
-        return GroupFloor(group, keep, policies, flops, in_place, (), 0.0, reason)
-    floor = _floor_of(group, block, core, work)
+        return result(flops, floor(TorchBlock(**vars(block))), reason=reason)
     sizes = block_sizes(block, adapter) if group.experts is not None else ()
-    choices = tuple(_floor_of(group, group.block(precision, size), core, work) for size in sizes)
-    whole = floor if work.trained else _floor_of(group, block, core, replace(work, trained=True))
-    copies = {
-        home: weight_copy_bytes(adapter, block, group.experts, home == "kernel" or group.ordered, group.dtype)
-        for home in HOMES
-    }
-    return GroupFloor(group, keep, policies, flops, floor, choices, whole.seconds - floor.seconds, None, copies)
-
-
-def _floor_of(group: BlockGroup, block: Block, core: Chip, work: Work) -> Floor:
-    if group.experts is None or group.top_k is None:
-        return dense_floor(block, core, work)
-    return routed_floor(block, core, work, group.top_k, group.experts)
+    least = floor(block)
+    return result(
+        flops,
+        least,
+        choices=tuple(floor(group.block(precision, size)) for size in sizes),
+        discarded_seconds=floor(block, replace(step, trained=True)).seconds - least.seconds,
+        copy_bytes={
+            home: weight_copy_bytes(adapter, block, group.experts, home == "kernel" or group.ordered, group.dtype)
+            for home in HOMES
+        },
+    )

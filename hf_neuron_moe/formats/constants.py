@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import torch
 
-from hf_neuron_moe.errors import ConfigError, NeuronMoEError, nearest, refuse
+from hf_neuron_moe.errors import ConfigError, NeuronMoEError, nearest
 
 MX_BLOCK = 32
 """Elements that share one scale byte (OCP MX v1.0, section 5.1)."""
@@ -41,38 +41,28 @@ PACKED_SLAB_ROWS = 128
 PACKED_SLAB_K = 2048
 """Contraction elements served by one packed slab: four 512-wide K tiles (nki-library 2.31)."""
 
-FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""Dtypes that can be quantised. NKI takes bf16 and fp16; fp32 is for tests and offline conversion."""
+SCALE_DTYPES = (torch.uint8, torch.float8_e8m0fnu)
+"""Dtypes of scale bytes: plain bytes and torch's name for them."""
 
 
 @dataclass(frozen=True)
 class ElementFormat:
     """One MX element format.
 
-    Attributes:
-        name: name used in the arguments of this package.
-        exponent_bits: width of the exponent field.
-        mantissa_bits: width of the stored mantissa.
-        bias: exponent bias.
-        emax: exponent of the largest binade (OCP MX v1.0, table 1).
-        max: largest finite magnitude.
-        min_subnormal: smallest magnitude above zero.
-        code_bits: bits of one code. Codes of narrower formats occupy the low bits of one byte before packing.
-        dtype: torch dtype with the same bytes, or None where torch has no unpacked one.
-        carrier: torch dtype of one x4 word. The bits are those of the unsigned word NKI uses; torch's signed type of
-            the same width has full operator support.
+    The carrier is signed where NKI's word is unsigned: the bits are the same, and torch's signed types have full
+    operator support.
     """
 
     name: str
     exponent_bits: int
-    mantissa_bits: int
+    mantissa_bits: int  # stored ones
     bias: int
-    emax: int
-    max: float
-    min_subnormal: float
-    code_bits: int
-    dtype: torch.dtype | None
-    carrier: torch.dtype
+    emax: int  # exponent of the largest binade (OCP MX v1.0, table 1)
+    max: float  # largest finite magnitude
+    min_subnormal: float  # smallest magnitude above zero
+    code_bits: int  # codes of narrower formats occupy the low bits of one byte before packing
+    dtype: torch.dtype | None  # torch's with the same bytes; None where torch has no unpacked one
+    carrier: torch.dtype  # of one x4 word
 
 
 E4M3FN = ElementFormat("e4m3fn", 4, 3, 7, 8, 448.0, 2.0**-9, 8, torch.float8_e4m3fn, torch.int32)
@@ -139,45 +129,24 @@ class SwizzleScheme(StrEnum):
 Choice = TypeVar("Choice", bound=StrEnum)
 
 
-def choose(kind: type[Choice], value: str | Choice, *, argument: str, where: str) -> Choice:
-    """Resolve the name of an option.
-
-    Args:
-        kind: the option's enumeration.
-        value: a member or its value, e.g. ``"neuron"``.
-        argument: argument named in the error.
-        where: function named in the error.
-
-    Raises:
-        ConfigError: unknown name.
-    """
+def choose(kind: type[Choice], value: str | Choice, *, argument: str) -> Choice:
+    """Return the member of `kind` for a member or its value, e.g. ``"neuron"``; `argument` names it in the error."""
     known = [member.value for member in kind]
     if value in known:
         return kind(value)
-    raise unknown_name(value, known, argument=argument, where=where)
+    raise unknown_name(value, known, argument=argument)
 
 
-def element_format(fmt: str | ElementFormat, *, where: str) -> ElementFormat:
-    """Resolve a format name: ``"e4m3fn"``, ``"e5m2"``, ``"e2m1"`` or an :class:`ElementFormat`.
-
-    Raises:
-        ConfigError: unknown name.
-    """
+def element_format(fmt: str | ElementFormat) -> ElementFormat:
+    """Return the format of ``"e4m3fn"``, ``"e5m2"``, ``"e2m1"`` or an :class:`ElementFormat`."""
     if isinstance(fmt, ElementFormat):
         return fmt
     if isinstance(fmt, str) and fmt in ELEMENT_FORMATS:
         return ELEMENT_FORMATS[fmt]
-    raise unknown_name(fmt, list(ELEMENT_FORMATS), argument="fmt", where=where)
+    raise unknown_name(fmt, list(ELEMENT_FORMATS), argument="fmt")
 
 
-def unknown_name(value: object, known: list[str], *, argument: str, where: str) -> NeuronMoEError:
-    """Build the refusal of a value that is none of the known names, with the nearest of them."""
+def unknown_name(value: object, known: list[str], *, argument: str) -> NeuronMoEError:
+    """Return the error for a value that is none of the known names, with the nearest of them."""
     hint = nearest(value, known) if isinstance(value, str) else ""
-    return refuse(
-        ConfigError,
-        where=where,
-        argument=argument,
-        expected=f"one of {', '.join(known)}",
-        got=repr(value),
-        remedy=f"Choose one of these.{hint}",
-    )
+    return ConfigError.about(argument, f"one of {', '.join(known)}", repr(value), f"Choose one of these.{hint}")

@@ -11,8 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.formats.checks import check_dtype
-from hf_neuron_moe.formats.constants import E8M0_BIAS, E8M0_NAN, ElementFormat, ScaleRule
+from hf_neuron_moe.checks import check_dtype
+from hf_neuron_moe.errors import public
+from hf_neuron_moe.formats.constants import E8M0_BIAS, E8M0_NAN, SCALE_DTYPES, ElementFormat, ScaleRule
 
 # fp32: 1 sign bit, 8 exponent bits, 23 mantissa bits, bias 127 (IEEE 754 binary32).
 MANTISSA_BITS = 23
@@ -38,35 +39,23 @@ def power_of_two(exponent: Tensor) -> Tensor:
     return ((exponent.to(torch.int32) + E8M0_BIAS) << MANTISSA_BITS).view(torch.float32)
 
 
+@public
 def e8m0_to_float32(scales: Tensor) -> Tensor:
-    """Decode scale bytes.
+    """Return the fp32 values 2**(byte - 127) of scale bytes, uint8 or float8_e8m0fnu of any shape.
 
-    Args:
-        scales: uint8 or float8_e8m0fnu, any shape.
-
-    Returns:
-        fp32 of the same shape: 2**(byte - 127); byte 0 is the denormal 2**-127, byte 255 is NaN.
-
-    Raises:
-        DTypeError: another dtype.
+    Byte 0 is the denormal 2**-127, byte 255 is NaN.
     """
-    check_dtype(scales, (torch.uint8, torch.float8_e8m0fnu), where="e8m0_to_float32", argument="scales")
+    check_dtype(scales, SCALE_DTYPES, argument="scales")
     byte = scales.detach().view(torch.uint8).to(torch.int32)
     bits = torch.where(byte == 0, 1 << (MANTISSA_BITS - 1), byte << MANTISSA_BITS)
     return bits.masked_fill_(byte == E8M0_NAN, FP32_NAN_BITS).view(torch.float32)
 
 
 def scale_bytes(amax_bits: Tensor, fmt: ElementFormat, rule: ScaleRule) -> Tensor:
-    """Choose the scale byte of blocks from the bits of their largest magnitudes.
+    """Return the uint8 scale byte of blocks by the rules of :class:`ScaleRule`.
 
-    Args:
-        amax_bits: int32, fp32 bits (sign cleared) of every block's largest magnitude. Inf and NaN compare above all
-            finite values, as their bits do.
-        fmt: element format.
-        rule: scale rule; :class:`ScaleRule` says what each does.
-
-    Returns:
-        uint8 of the same shape.
+    `amax_bits` are the fp32 bits, sign cleared, of every block's largest magnitude as int32. Inf and NaN compare above
+    all finite values, as their bits do.
     """
     exponent = amax_bits >> MANTISSA_BITS
     mantissa = amax_bits & MANTISSA_MASK
@@ -91,15 +80,10 @@ def scale_bytes(amax_bits: Tensor, fmt: ElementFormat, rule: ScaleRule) -> Tenso
 
 
 def divide_by_scale_(x: Tensor, byte: Tensor) -> Tensor:
-    """Divide by 2**(byte - 127).
+    """Divide fp32 `x`, which may be overwritten, by 2**(byte - 127); 255 yields NaN.
 
-    Args:
-        x: fp32, overwritten.
-        byte: uint8, broadcastable to `x`. Byte 255 yields NaN.
-
-    Returns:
-        The quotient: exact where its magnitude is at least 2**-100 or zero, below 2**-30 elsewhere; signs are kept.
-        It may or may not be the storage of `x`.
+    `byte` is uint8, broadcastable to `x`. The quotient is exact where its magnitude is at least 2**-100 or zero, below
+    2**-30 elsewhere; signs are kept. It may or may not be the storage of `x`.
     """
     first, second = _factors(E8M0_BIAS - byte.to(torch.int32), byte)
     if not _any_below(byte, DENORMAL_BYTES):
@@ -115,15 +99,10 @@ def divide_by_scale_(x: Tensor, byte: Tensor) -> Tensor:
 
 
 def multiply_by_scale_(values: Tensor, byte: Tensor) -> Tensor:
-    """Multiply decoded elements by 2**(byte - 127).
+    """Multiply fp32 values of element codes, which may be overwritten, by 2**(byte - 127); byte 255 yields NaN.
 
-    Args:
-        values: fp32 values of element codes, overwritten.
-        byte: uint8, broadcastable to `values`. Byte 255 yields NaN.
-
-    Returns:
-        The product, exact also where it is an fp32 denormal; overflow gives infinity. It may or may not be the storage
-        of `values`.
+    `byte` is uint8, broadcastable to `values`. The product is exact also where it is an fp32 denormal; overflow gives
+    infinity. It may or may not be the storage of `values`.
     """
     exponent = byte.to(torch.int32) - E8M0_BIAS
     first, second = _factors(exponent, byte)

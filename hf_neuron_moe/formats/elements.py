@@ -7,7 +7,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.formats.constants import E2M1_VALUES, E4M3FN, ElementFormat
+from hf_neuron_moe.checks import check_dtype, check_multiple
+from hf_neuron_moe.formats.constants import E2M1_VALUES, E4M3FN, MX_BLOCK, ElementFormat
 
 # IEEE 754 binary16.
 HALF_MANTISSA_BITS = 10
@@ -17,15 +18,10 @@ _HALF_FIELDS = {"e4m3fn": ~0x4000, "e5m2": -1}
 
 
 def encode_(scaled: Tensor, fmt: ElementFormat) -> Tensor:
-    """Round scaled values to element codes: clip to the largest finite value, then nearest, ties to even.
+    """Round fp32 values, overwriting them, to uint8 codes: clip to the largest finite value, nearest, ties to even.
 
-    Args:
-        scaled: fp32, overwritten. NaN stays NaN in the fp8 formats and becomes code 0 in E2M1 (whose callers put the
-            NaN in the block's scale).
-        fmt: element format.
-
-    Returns:
-        uint8 codes of the same shape; E2M1 codes are 0 to 15.
+    NaN stays NaN in the fp8 formats and becomes code 0 in E2M1, whose callers put the NaN in the block's scale. E2M1
+    codes are 0 to 15.
     """
     # torch's e5m2 cast overflows to infinity and older e4m3 casts to NaN: the clip makes both saturate.
     clipped = scaled.clamp_(-fmt.max, fmt.max)
@@ -43,14 +39,9 @@ def encode_(scaled: Tensor, fmt: ElementFormat) -> Tensor:
 
 
 def decode(codes: Tensor, fmt: ElementFormat) -> Tensor:
-    """Return the fp32 values of element codes.
+    """Return the exact fp32 values of uint8 codes, contiguous; E2M1 reads the low four bits.
 
-    Args:
-        codes: uint8, any shape. E2M1 reads the low four bits.
-        fmt: element format.
-
-    Returns:
-        fp32 of the same shape, contiguous, exact; NaN and infinity codes as the format defines them.
+    NaN and infinity codes are what the format defines.
     """
     if codes.device.type == "cpu":
         return _decode_through_half(codes, fmt)
@@ -89,3 +80,15 @@ def decode_table(fmt: ElementFormat, device: torch.device) -> Tensor:
         positive = torch.tensor(E2M1_VALUES, device=device)
         return torch.cat([positive, -positive])
     return torch.arange(256, dtype=torch.uint8, device=device).view(fmt.dtype).to(torch.float32)
+
+
+def codes_as_bytes(codes: Tensor, fmt: ElementFormat) -> Tensor:
+    """Return a uint8 view of uint8 codes or of `fmt`'s fp8 dtype; the bytes of another fp8 dtype would be misread."""
+    check_dtype(codes, (torch.uint8,) if fmt.dtype is None else (torch.uint8, fmt.dtype), "codes")
+    return codes.detach().view(torch.uint8)
+
+
+def check_contraction(size: int, argument: str = "K") -> None:
+    """Raise ShapeError for a contraction size that does not consist of whole MX blocks."""
+    fix = "Zero-pad the contraction axis of both operands; zero padding does not change the product."
+    check_multiple(size, MX_BLOCK, argument, remedy=fix)

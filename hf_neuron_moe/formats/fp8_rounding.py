@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.errors import ConfigError, DeviceError, refuse
+from hf_neuron_moe.checks import check_flags
+from hf_neuron_moe.errors import ConfigError, DeviceError
 from hf_neuron_moe.formats.constants import ElementFormat
 from hf_neuron_moe.formats.e8m0 import MAGNITUDE_MASK, MANTISSA_BITS
 
@@ -18,16 +19,10 @@ from hf_neuron_moe.formats.e8m0 import MAGNITUDE_MASK, MANTISSA_BITS
 def round_to_fp8_(
     scaled: Tensor, fmt: ElementFormat, *, stochastic: bool = False, generator: torch.Generator | None = None
 ) -> Tensor:
-    """Round fp32 values to FP8; magnitudes beyond the largest finite code saturate and NaN stays NaN.
+    """Round fp32 values, overwriting them, to FP8 of ``fmt.dtype``: nearest with ties to even, or `stochastic`.
 
-    Args:
-        scaled: fp32, any shape, overwritten.
-        fmt: E4M3FN or E5M2.
-        stochastic: round up or down at random, unbiased, instead of to nearest with ties to even.
-        generator: source of the random numbers, on the device of `scaled`; torch's default one if None.
-
-    Returns:
-        ``fmt.dtype`` of the same shape.
+    Magnitudes beyond the largest finite code saturate and NaN stays NaN. The generator is on the device of `scaled`;
+    torch's default one if None.
     """
     assert fmt.dtype is not None
     clipped = scaled.clamp_(-fmt.max, fmt.max)
@@ -36,51 +31,17 @@ def round_to_fp8_(
     return clipped.to(fmt.dtype)
 
 
-def check_randomness(
-    stochastic: object, generator: object, device: torch.device, *, where: str, argument: str = "x"
-) -> None:
-    """Check what callers pass on to :func:`round_to_fp8_`.
-
-    Args:
-        stochastic: a bool.
-        generator: a torch.Generator on `device`, or None.
-        device: device of the values.
-        where: function named in the error.
-        argument: name of the values.
-
-    Raises:
-        ConfigError: `stochastic` or `generator` of another type.
-        DeviceError: `generator` on another kind of device.
-    """
-    if not isinstance(stochastic, bool):
-        raise refuse(
-            ConfigError,
-            where=where,
-            argument="stochastic",
-            expected="True or False",
-            got=repr(stochastic),
-            remedy="Pass a bool.",
-        )
+def check_randomness(stochastic: object, generator: object, device: torch.device, *, argument: str = "x") -> None:
+    """Check what callers pass on to :func:`round_to_fp8_`, for values on `device` that they call `argument`."""
+    check_flags({"stochastic": stochastic})
     if generator is None:
         return
     if not isinstance(generator, torch.Generator):
-        raise refuse(
-            ConfigError,
-            where=where,
-            argument="generator",
-            expected="a torch.Generator or None",
-            got=type(generator).__name__,
-            remedy="Build it with torch.Generator(device).manual_seed(seed).",
-        )
+        fix = "Build it with torch.Generator(device).manual_seed(seed)."
+        raise ConfigError.about("generator", "a torch.Generator or None", type(generator).__name__, fix)
     if generator.device.type != device.type:
-        raise refuse(
-            DeviceError,
-            where=where,
-            argument="generator",
-            expected=f"on {device.type} like {argument}",
-            got=str(generator.device),
-            remedy=f"Build it with torch.Generator({device.type!r}).",
-        )
+        fix = f"Build it with torch.Generator({device.type!r})."
+        raise DeviceError.about("generator", f"on {device.type} like {argument}", generator.device, fix)
 
 
 def _to_grid_stochastic(values: Tensor, fmt: ElementFormat, generator: torch.Generator | None) -> Tensor:

@@ -17,15 +17,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.errors import ConfigError, refuse
-from hf_neuron_moe.formats.checks import (
-    check_dtype,
-    check_equal_shape,
-    check_float,
-    check_multiple,
-    check_same_device,
-    check_tensor,
-)
+from hf_neuron_moe.checks import check_dtype, check_equal_shape, check_float, check_multiple, check_same_device
+from hf_neuron_moe.errors import ConfigError, public
 from hf_neuron_moe.formats.constants import E4M3FN, E5M2, ElementFormat, unknown_name
 from hf_neuron_moe.formats.elements import decode
 from hf_neuron_moe.formats.fp8_rounding import check_randomness, round_to_fp8_
@@ -46,11 +39,11 @@ DEVICE_CHUNK = 1 << 25
 """Elements worked on at a time elsewhere."""
 
 
-def fp8_format(fp8: str, *, where: str) -> ElementFormat:
-    """Resolve ``"e4m3"`` or ``"e5m2"``, in either case (COAT writes E4M3); ConfigError for anything else."""
+def fp8_format(fp8: str) -> ElementFormat:
+    """Return the format of ``"e4m3"`` or ``"e5m2"``, in either case (COAT writes E4M3)."""
     if isinstance(fp8, str) and fp8.lower() in FP8_FORMATS:
         return FP8_FORMATS[fp8.lower()]
-    raise unknown_name(fp8, list(FP8_FORMATS), argument="fp8", where=where)
+    raise unknown_name(fp8, list(FP8_FORMATS), argument="fp8")
 
 
 def row_chunks(rows_MN: Tensor) -> Iterator[slice]:
@@ -72,31 +65,21 @@ def scale_of_groups(values_MGQ: Tensor, fmt: ElementFormat) -> Tensor:
     return values_MGQ.abs().amax(dim=-1).add_(SCALE_EPSILON).div_(fp8_max)
 
 
+@public
 def group_scales(x_MN: Tensor, group_size: int = DEFAULT_GROUP_SIZE, fp8: str = "e4m3") -> Tensor:
-    """Return every group's scale, ``bf16((max|x| + 1e-10) / fp8_max)``, computed in fp32.
+    """Return every group's scale ``bf16((max|x| + 1e-10) / fp8_max)``, computed in fp32: ``[..., N/group_size]``.
 
-    Args:
-        x_MN: ``[..., N]`` bf16, fp16 or fp32.
-        group_size: consecutive elements of the last axis that share a scale; divides N.
-        fp8: ``"e4m3"`` (max 448) or ``"e5m2"`` (max 57344).
-
-    Returns:
-        bf16 ``[..., N/group_size]``.
-
-    Raises:
-        DTypeError: `x_MN` is not bf16, fp16 or fp32.
-        ShapeError: N is not a positive multiple of `group_size`.
-        ConfigError: `group_size` is not positive, or unknown `fp8`.
+    `x_MN` is ``[..., N]`` bf16, fp16 or fp32; fp8_max is 448 for ``"e4m3"``, 57344 for ``"e5m2"``.
     """
-    where = "group_scales"
-    fmt = fp8_format(fp8, where=where)
-    rows_MN = _rows(x_MN, group_size, where=where)
+    fmt = fp8_format(fp8)
+    rows_MN = _rows(x_MN, group_size)
     scales_MG = torch.empty(rows_MN.shape[0], rows_MN.shape[1] // group_size, dtype=torch.bfloat16, device=x_MN.device)
     for rows in row_chunks(rows_MN):
         scales_MG[rows] = scale_of_groups(rows_MN[rows].to(torch.float32).unflatten(-1, (-1, group_size)), fmt)
     return scales_MG.view(*x_MN.shape[:-1], -1)
 
 
+@public
 def group_quantize_fp8(
     x_MN: Tensor,
     group_size: int = DEFAULT_GROUP_SIZE,
@@ -116,17 +99,10 @@ def group_quantize_fp8(
 
     Returns:
         Codes as float8_e4m3fn or float8_e5m2 ``[..., N]``, and scales as bf16 ``[..., N/group_size]``.
-
-    Raises:
-        DTypeError: `x_MN` is not bf16, fp16 or fp32.
-        ShapeError: N is not a positive multiple of `group_size`.
-        ConfigError: `group_size` is not positive, unknown `fp8`, `stochastic` is no bool, `generator` no generator.
-        DeviceError: `generator` belongs to another kind of device.
     """
-    where = "group_quantize_fp8"
-    fmt = fp8_format(fp8, where=where)
-    rows_MN = _rows(x_MN, group_size, where=where)
-    check_randomness(stochastic, generator, x_MN.device, where=where)
+    fmt = fp8_format(fp8)
+    rows_MN = _rows(x_MN, group_size)
+    check_randomness(stochastic, generator, x_MN.device)
     M, N = rows_MN.shape
     codes_MN = torch.empty(M, N, dtype=fmt.dtype, device=x_MN.device)
     scales_MG = torch.empty(M, N // group_size, dtype=torch.bfloat16, device=x_MN.device)
@@ -138,33 +114,22 @@ def group_quantize_fp8(
     return codes_MN.view(x_MN.shape), scales_MG.view(*x_MN.shape[:-1], -1)
 
 
+@public
 def group_dequantize_fp8(codes_MN: Tensor, scales_MG: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return ``code * scale``, computed in fp32 and rounded once to `dtype`.
+    """Return ``code * scale`` as ``[..., N]``, computed in fp32 (exact for bf16 scales) and rounded once to `dtype`.
 
-    Args:
-        codes_MN: float8_e4m3fn or float8_e5m2 ``[..., N]``.
-        scales_MG: bf16 or fp32 ``[..., G]``, G a divisor of N.
-        dtype: dtype of the result.
-
-    Returns:
-        ``[..., N]`` of dtype `dtype`. The fp32 product of an FP8 code and a bf16 scale is exact.
-
-    Raises:
-        DTypeError: codes or scales of another dtype.
-        ShapeError: shapes that do not belong together.
-        DeviceError: scales on another device than the codes.
+    Codes are float8_e4m3fn or float8_e5m2 ``[..., N]``, scales bf16 or fp32 ``[..., G]``, G a divisor of N.
     """
-    where = "group_dequantize_fp8"
-    check_dtype(codes_MN, (torch.float8_e4m3fn, torch.float8_e5m2), where=where, argument="codes")
-    check_dtype(scales_MG, (torch.bfloat16, torch.float32), where=where, argument="scales")
+    check_dtype(codes_MN, (torch.float8_e4m3fn, torch.float8_e5m2), argument="codes")
+    check_dtype(scales_MG, (torch.bfloat16, torch.float32), argument="scales")
     groups = scales_MG.shape[-1] if scales_MG.ndim else 0
     remedy = "The scales' last axis has one entry per group."
-    check_multiple(groups, 1, where=where, argument="scales.shape[-1]", remedy=remedy)
+    check_multiple(groups, 1, argument="scales.shape[-1]", remedy=remedy)
     columns = codes_MN.shape[-1] if codes_MN.ndim else 0
-    check_multiple(columns, groups, where=where, argument="codes.shape[-1]", remedy=remedy)
+    check_multiple(columns, groups, argument="codes.shape[-1]", remedy=remedy)
     expected = (*codes_MN.shape[:-1], groups)
-    check_equal_shape(scales_MG, expected, where=where, argument="scales", because="one row of scales per row of codes")
-    check_same_device({"codes": codes_MN, "scales": scales_MG}, where=where)
+    check_equal_shape(scales_MG, expected, argument="scales", because="one row of scales per row of codes")
+    check_same_device({"codes": codes_MN, "scales": scales_MG})
     if codes_MN.numel() == 0:
         return torch.empty(codes_MN.shape, dtype=dtype, device=codes_MN.device)
     codes = codes_MN.detach().view(torch.uint8).reshape(-1, codes_MN.shape[-1])
@@ -181,20 +146,12 @@ def dequantize_groups(codes_MN: Tensor, scales_MG: Tensor, fmt: ElementFormat) -
     return values.mul_(scales_MG.to(torch.float32).unsqueeze(-1))
 
 
-def _rows(x_MN: Tensor, group_size: int, *, where: str) -> Tensor:
+def _rows(x_MN: Tensor, group_size: int) -> Tensor:
     """View ``[..., N]`` as ``[M, N]``, checked and detached."""
-    check_tensor(x_MN, where=where, argument="x")
-    check_float(x_MN, where=where, argument="x")
+    check_float(x_MN, argument="x")
     if isinstance(group_size, bool) or not isinstance(group_size, int) or group_size <= 0:
-        raise refuse(
-            ConfigError,
-            where=where,
-            argument="group_size",
-            expected="a positive number of elements",
-            got=repr(group_size),
-            remedy="COAT uses 16.",
-        )
+        raise ConfigError.about("group_size", "a positive number of elements", repr(group_size), "COAT uses 16.")
     columns = x_MN.shape[-1] if x_MN.ndim else 0
     remedy = "Pad the last axis, or choose a group size that divides it."
-    check_multiple(columns, group_size, where=where, argument="x.shape[-1]", remedy=remedy)
+    check_multiple(columns, group_size, argument="x.shape[-1]", remedy=remedy)
     return x_MN.detach().reshape(-1, columns)

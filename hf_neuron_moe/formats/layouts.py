@@ -23,76 +23,55 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.errors import ShapeError, refuse
-from hf_neuron_moe.formats.checks import (
+from hf_neuron_moe.checks import (
+    check_axes,
     check_dtype,
     check_equal_shape,
     check_multiple,
     check_same_device,
-    check_shape,
     check_tensor,
     is_whole,
 )
+from hf_neuron_moe.errors import ShapeError, public
 
-_PAIR_REMEDY = "The axis holds gate and up halves of equal size."
+_HF, _STACKED, _KERNEL, _INTERLEAVED = ("E", "2I", "H"), ("E", "2", "I", "H"), ("E", "H", "2", "I"), ("E", "H", "2I")
+_BIAS = ("E", "2", "I")
 
 
+@public
 def split_gate_up(gate_up_2IH: Tensor) -> tuple[Tensor, Tensor]:
-    """Split a dense fused projection ``[2I, H]`` into (gate ``[I, H]``, up ``[I, H]``): two views.
-
-    Raises:
-        ShapeError: not 2-D, or an odd number of rows.
-    """
-    check_shape(gate_up_2IH, ("2I", "H"), where="split_gate_up", argument="gate_up")
-    check_multiple(gate_up_2IH.shape[0], 2, where="split_gate_up", argument="gate_up.shape[0]", remedy=_PAIR_REMEDY)
+    """Split a dense fused projection ``[2I, H]`` into (gate ``[I, H]``, up ``[I, H]``): two views."""
+    _check_layout(gate_up_2IH, ("2I", "H"), "gate_up")
     gate_IH, up_IH = gate_up_2IH.chunk(2, dim=0)
     return gate_IH, up_IH
 
 
+@public
 def fuse_gate_up(gate_IH: Tensor, up_IH: Tensor) -> Tensor:
-    """Concatenate gate ``[I, H]`` and up ``[I, H]`` to ``[2I, H]``, gate first. Copies.
-
-    Raises:
-        ShapeError: not 2-D, or different shapes.
-        DTypeError: different dtypes, of which one would change.
-        DeviceError: different devices.
-    """
-    check_shape(gate_IH, ("I", "H"), where="fuse_gate_up", argument="gate")
-    shape = tuple(gate_IH.shape)
-    check_equal_shape(up_IH, shape, where="fuse_gate_up", argument="up", because="the shape of gate")
-    check_dtype(up_IH, (gate_IH.dtype,), where="fuse_gate_up", argument="up")
-    check_same_device({"gate": gate_IH, "up": up_IH}, where="fuse_gate_up")
+    """Concatenate gate ``[I, H]`` and up ``[I, H]`` of one dtype and device to ``[2I, H]``, gate first. Copies."""
+    check_axes(gate_IH, ("I", "H"), argument="gate")
+    check_equal_shape(up_IH, tuple(gate_IH.shape), argument="up", because="the shape of gate")
+    check_dtype(up_IH, (gate_IH.dtype,), argument="up")
+    check_same_device({"gate": gate_IH, "up": up_IH})
     return torch.cat([gate_IH, up_IH])
 
 
+@public
 def gate_up_hf_to_stacked(gate_up_hf: Tensor) -> Tensor:
-    """View hf ``[E, 2I, H]`` as stacked ``[E, 2, I, H]``. Always a view.
-
-    Raises:
-        ShapeError: not 3-D, or an odd second axis.
-    """
-    where = "gate_up_hf_to_stacked"
-    check_shape(gate_up_hf, ("E", "2I", "H"), where=where, argument="gate_up")
-    check_multiple(gate_up_hf.shape[1], 2, where=where, argument="gate_up.shape[1]", remedy=_PAIR_REMEDY)
+    """View hf ``[E, 2I, H]`` as stacked ``[E, 2, I, H]``. Always a view."""
+    _check_layout(gate_up_hf, _HF, "gate_up")
     return gate_up_hf.unflatten(1, (2, -1))
 
 
+@public
 def gate_up_stacked_to_hf(gate_up_E2IH: Tensor) -> Tensor:
-    """Merge stacked ``[E, 2, I, H]`` to hf ``[E, 2I, H]``. A view of contiguous input, else a copy.
-
-    Raises:
-        ShapeError: not 4-D with a second axis of 2.
-    """
-    _check_pair(gate_up_E2IH, ("E", "2", "I", "H"), 1, where="gate_up_stacked_to_hf")
+    """Merge stacked ``[E, 2, I, H]`` to hf ``[E, 2I, H]``. A view of contiguous input, else a copy."""
+    _check_layout(gate_up_E2IH, _STACKED, "gate_up")
     return gate_up_E2IH.flatten(1, 2)
 
 
 def gate_up_hf_to_kernel(gate_up_hf: Tensor) -> Tensor:
-    """View hf ``[E, 2I, H]`` as kernel ``[E, H, 2, I]``. Always a view; call ``contiguous()`` to own it.
-
-    Raises:
-        ShapeError: not 3-D, or an odd second axis.
-    """
+    """View hf ``[E, 2I, H]`` as kernel ``[E, H, 2, I]``. Always a view; call ``contiguous()`` to own it."""
     return gate_up_stacked_to_kernel(gate_up_hf_to_stacked(gate_up_hf))
 
 
@@ -100,154 +79,112 @@ def gate_up_kernel_to_hf(gate_up_EH2I: Tensor) -> Tensor:
     """Return kernel ``[E, H, 2, I]`` as hf ``[E, 2I, H]``.
 
     A view where the input is one that :func:`gate_up_hf_to_kernel` made; of a contiguous kernel tensor, a copy.
-
-    Raises:
-        ShapeError: not 4-D with a third axis of 2.
     """
     return gate_up_stacked_to_hf(gate_up_kernel_to_stacked(gate_up_EH2I))
 
 
+@public
 def gate_up_stacked_to_kernel(gate_up_E2IH: Tensor) -> Tensor:
-    """View stacked ``[E, 2, I, H]`` as kernel ``[E, H, 2, I]``. Always a view.
-
-    Raises:
-        ShapeError: not 4-D with a second axis of 2.
-    """
-    _check_pair(gate_up_E2IH, ("E", "2", "I", "H"), 1, where="gate_up_stacked_to_kernel")
+    """View stacked ``[E, 2, I, H]`` as kernel ``[E, H, 2, I]``. Always a view."""
+    _check_layout(gate_up_E2IH, _STACKED, "gate_up")
     return gate_up_E2IH.permute(0, 3, 1, 2)
 
 
+@public
 def gate_up_kernel_to_stacked(gate_up_EH2I: Tensor) -> Tensor:
-    """View kernel ``[E, H, 2, I]`` as stacked ``[E, 2, I, H]``. Always a view.
-
-    Raises:
-        ShapeError: not 4-D with a third axis of 2.
-    """
-    _check_pair(gate_up_EH2I, ("E", "H", "2", "I"), 2, where="gate_up_kernel_to_stacked")
+    """View kernel ``[E, H, 2, I]`` as stacked ``[E, 2, I, H]``. Always a view."""
+    _check_layout(gate_up_EH2I, _KERNEL, "gate_up")
     return gate_up_EH2I.permute(0, 2, 3, 1)
 
 
+@public
 def down_hf_to_kernel(down_EHI: Tensor) -> Tensor:
-    """View hf ``[E, H, I]`` as kernel ``[E, I, H]``. Always a view.
-
-    Raises:
-        ShapeError: not 3-D.
-    """
-    check_shape(down_EHI, ("E", "H", "I"), where="down_hf_to_kernel", argument="down")
+    """View hf ``[E, H, I]`` as kernel ``[E, I, H]``. Always a view."""
+    check_axes(down_EHI, ("E", "H", "I"), argument="down")
     return down_EHI.transpose(1, 2)
 
 
+@public
 def down_kernel_to_hf(down_EIH: Tensor) -> Tensor:
-    """View kernel ``[E, I, H]`` as hf ``[E, H, I]``. Always a view.
-
-    Raises:
-        ShapeError: not 3-D.
-    """
-    check_shape(down_EIH, ("E", "I", "H"), where="down_kernel_to_hf", argument="down")
+    """View kernel ``[E, I, H]`` as hf ``[E, H, I]``. Always a view."""
+    check_axes(down_EIH, ("E", "I", "H"), argument="down")
     return down_EIH.transpose(1, 2)
 
 
+@public
 def gate_up_interleaved_to_kernel(gate_up_interleaved: Tensor) -> Tensor:
-    """View gpt-oss ``[E, H, 2I]`` (even columns gate, odd up) as kernel ``[E, H, 2, I]``. Always a view.
-
-    Raises:
-        ShapeError: not 3-D, or an odd last axis.
-    """
-    where = "gate_up_interleaved_to_kernel"
-    check_shape(gate_up_interleaved, ("E", "H", "2I"), where=where, argument="gate_up")
-    check_multiple(gate_up_interleaved.shape[2], 2, where=where, argument="gate_up.shape[2]", remedy=_PAIR_REMEDY)
+    """View gpt-oss ``[E, H, 2I]`` (even columns gate, odd up) as kernel ``[E, H, 2, I]``. Always a view."""
+    _check_layout(gate_up_interleaved, _INTERLEAVED, "gate_up")
     return gate_up_interleaved.unflatten(2, (-1, 2)).transpose(2, 3)
 
 
+@public
 def gate_up_kernel_to_interleaved(gate_up_EH2I: Tensor) -> Tensor:
     """Return kernel ``[E, H, 2, I]`` as gpt-oss ``[E, H, 2I]``.
 
     A view where the input is one that :func:`gate_up_interleaved_to_kernel` made; otherwise a copy.
-
-    Raises:
-        ShapeError: not 4-D with a third axis of 2.
     """
-    _check_pair(gate_up_EH2I, ("E", "H", "2", "I"), 2, where="gate_up_kernel_to_interleaved")
+    _check_layout(gate_up_EH2I, _KERNEL, "gate_up")
     return gate_up_EH2I.transpose(2, 3).flatten(2, 3)
 
 
+@public
 def bias_interleaved_to_kernel(bias_interleaved: Tensor) -> Tensor:
     """View the gpt-oss bias ``[E, 2I]`` (even gate, odd up) as kernel ``[E, 2, I]``. Always a view; adds nothing.
 
     The kernels expect :func:`absorb_up_offset` of the result.
-
-    Raises:
-        ShapeError: not 2-D, or an odd last axis.
     """
-    where = "bias_interleaved_to_kernel"
-    check_shape(bias_interleaved, ("E", "2I"), where=where, argument="bias")
-    check_multiple(bias_interleaved.shape[1], 2, where=where, argument="bias.shape[1]", remedy=_PAIR_REMEDY)
+    _check_layout(bias_interleaved, ("E", "2I"), "bias")
     return bias_interleaved.unflatten(1, (-1, 2)).transpose(1, 2)
 
 
+@public
 def bias_kernel_to_interleaved(bias_E2I: Tensor) -> Tensor:
-    """Return kernel bias ``[E, 2, I]`` as gpt-oss ``[E, 2I]``; a view of a view of the latter, else a copy.
-
-    Raises:
-        ShapeError: not 3-D with a second axis of 2.
-    """
-    _check_pair(bias_E2I, ("E", "2", "I"), 1, where="bias_kernel_to_interleaved", argument="bias")
+    """Return kernel bias ``[E, 2, I]`` as gpt-oss ``[E, 2I]``; a view of a view of the latter, else a copy."""
+    _check_layout(bias_E2I, _BIAS, "bias")
     return bias_E2I.transpose(1, 2).flatten(1, 2)
 
 
+@public
 def slice_intermediate(tensor: Tensor, axis: int, rank: int, world_size: int) -> Tensor:
     """View one tensor-parallel rank's part of an I axis.
 
     For kernel layouts the axis is 3 of gate_up ``[E, H, 2, I]``, 2 of its bias ``[E, 2, I]`` and 1 of down
     ``[E, I, H]``. The down bias has no I axis: outputs of the ranks are summed, so one rank adds it, or each a share.
 
+    A fused axis 2I cannot be sliced so: its halves would be torn apart.
+
     Args:
-        tensor: any tensor with a separate I axis (never the fused 2I: its halves would be torn apart).
-        axis: the I axis.
+        tensor: any tensor with a separate I axis.
+        axis: the I axis, which has I/world_size elements in the result.
         rank: 0 to world_size-1.
         world_size: tensor-parallel degree; divides I.
-
-    Returns:
-        A view with I/world_size elements along `axis`.
-
-    Raises:
-        ShapeError: no such axis, I not divisible, or a rank outside the group.
     """
-    where = "slice_intermediate"
-    check_tensor(tensor, where=where, argument="tensor")
+    check_tensor(tensor, argument="tensor")
     whole = all(map(is_whole, (axis, rank, world_size)))
     if not whole or not -tensor.ndim <= axis < tensor.ndim or not 0 <= rank < world_size:
-        raise refuse(
-            ShapeError,
-            where=where,
-            argument="axis, rank and world_size",
-            expected=f"an axis of a {tensor.ndim}-D tensor and 0 <= rank < world_size",
-            got=f"axis {axis}, rank {rank}, world_size {world_size}",
-            remedy="Pass this rank's index in its tensor-parallel group.",
+        raise ShapeError.about(
+            "axis, rank and world_size",
+            f"an axis of a {tensor.ndim}-D tensor and 0 <= rank < world_size",
+            f"axis {axis}, rank {rank}, world_size {world_size}",
+            "Pass this rank's index in its tensor-parallel group.",
         )
     remedy = "Choose a tensor-parallel degree that divides I, or zero-pad I (padding does not change the output)."
-    check_multiple(tensor.shape[axis], world_size, where=where, argument=f"shape[{axis}]", remedy=remedy)
+    check_multiple(tensor.shape[axis], world_size, argument=f"shape[{axis}]", remedy=remedy)
     width = tensor.shape[axis] // world_size
     return tensor.narrow(axis, rank * width, width)
 
 
+@public
 def absorb_up_offset(bias_E2I: Tensor, offset: float = 1.0) -> Tensor:
     """Add gpt-oss's ``up + 1`` to the up half of a kernel bias ``[E, 2, I]``, since the kernels add nothing themselves.
 
     Shift the up clamp limits with :func:`absorb_up_limits` too. The bias gradient needs no correction.
 
-    Args:
-        bias_E2I: floating point.
-        offset: the model's constant.
-
-    Returns:
-        fp32 copy. bf16 would lose the low bits of small biases for good: round it where the kernel is called, and keep
-        the original for saving.
-
-    Raises:
-        ShapeError: not 3-D with a second axis of 2.
+    Returns an fp32 copy. bf16 would lose the low bits of small biases for good: round it where the kernel is called,
+    and keep the original for saving.
     """
-    _check_pair(bias_E2I, ("E", "2", "I"), 1, where="absorb_up_offset", argument="bias")
+    _check_layout(bias_E2I, _BIAS, "bias")
     return bias_E2I.to(torch.float32) + bias_E2I.new_tensor([0.0, offset], dtype=torch.float32).view(1, 2, 1)
 
 
@@ -273,15 +210,14 @@ def release_up_limits(
     return absorb_up_limits(lower, upper, -offset)
 
 
-def _check_pair(tensor: Tensor, names: tuple[str, ...], axis: int, *, where: str, argument: str = "gate_up") -> None:
-    """Check the number of dimensions and that `axis` holds exactly (gate, up)."""
-    check_shape(tensor, names, where=where, argument=argument)
-    if tensor.shape[axis] != 2:
-        raise refuse(
-            ShapeError,
-            where=where,
-            argument=f"{argument}.shape[{axis}]",
-            expected=f"2 (gate and up) in layout [{', '.join(names)}]",
-            got=str(list(tensor.shape)),
-            remedy="Check which layout the tensor is in.",
-        )
+def _check_layout(tensor: Tensor, names: tuple[str, ...], argument: str) -> None:
+    """Check a tensor's axes: one named 2I holds two halves, one named 2 exactly (gate, up)."""
+    check_axes(tensor, names, argument=argument)
+    for axis, name in enumerate(names):
+        if name == "2I":
+            remedy = "The axis holds gate and up halves of equal size."
+            check_multiple(tensor.shape[axis], 2, argument=f"{argument}.shape[{axis}]", remedy=remedy)
+        if name == "2" and tensor.shape[axis] != 2:
+            expected = f"2 (gate and up) in layout [{', '.join(names)}]"
+            fix = "Check which layout the tensor is in."
+            raise ShapeError.about(f"{argument}.shape[{axis}]", expected, list(tensor.shape), fix)

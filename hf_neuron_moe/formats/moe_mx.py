@@ -25,19 +25,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hf_neuron_moe.errors import ShapeError, refuse
-from hf_neuron_moe.formats.checks import (
-    check_dtype,
-    check_equal_shape,
-    check_float,
-    check_multiple,
-    check_shape,
-    is_whole,
-)
+from hf_neuron_moe.checks import check_axes, check_dtype, check_equal_shape, check_float, check_multiple, is_whole
+from hf_neuron_moe.errors import ShapeError, public
 from hf_neuron_moe.formats.constants import (
     LANES,
     MX_BLOCK,
     PATCH_ROWS,
+    SCALE_DTYPES,
     TILE_SIZES,
     ElementFormat,
     ScaleRule,
@@ -45,7 +39,6 @@ from hf_neuron_moe.formats.constants import (
     element_format,
 )
 from hf_neuron_moe.formats.mx import dequantize_mx, quantize_mx
-from hf_neuron_moe.formats.scales import SCALE_DTYPES
 from hf_neuron_moe.formats.swizzle import pack_x4, unpack_x4, unswizzle
 
 TILE = TILE_SIZES[0]
@@ -65,174 +58,133 @@ _INTERMEDIATE_REMEDY = "Zero-pad the intermediate axis of gate, up and down; pad
 
 @dataclass(frozen=True)
 class MoEWeightMX:
-    """One quantised expert projection in the kernels' layout.
+    """One quantised expert projection in the kernels' layout; shapes in the table at the top of this file."""
 
-    Attributes:
-        words: x4 words, int32 (fp8) or int16 (fp4); shapes in the table at the top of this file.
-        scales: uint8.
-        fmt: element format.
-    """
-
-    words: Tensor
-    scales: Tensor
+    words: Tensor  # x4 words, int32 (fp8) or int16 (fp4)
+    scales: Tensor  # uint8
     fmt: ElementFormat
 
 
+@public
 def padded_intermediate(size: int) -> int:
-    """Return the intermediate size the kernels work on: I below 512, else the next multiple of 512.
-
-    Raises:
-        ShapeError: I is not a positive multiple of 32.
-    """
-    check_multiple(size, MX_BLOCK, where="padded_intermediate", argument="I", remedy=_INTERMEDIATE_REMEDY)
+    """Return the intermediate size the kernels work on: I below 512, else the next multiple of 512."""
+    check_multiple(size, MX_BLOCK, argument="I", remedy=_INTERMEDIATE_REMEDY)
     return size if size < TILE else -(-size // TILE) * TILE
 
 
+@public
 def quantize_moe_gate_up(
     gate_up_EH2I: Tensor, *, fmt: str | ElementFormat = "e4m3fn", rule: str | ScaleRule | None = None
 ) -> MoEWeightMX:
-    """Quantise gate and up projections along H.
+    """Quantise gate and up projections ``[E, H, 2, I]`` (bf16, fp16 or fp32, any strides) along H.
 
-    Args:
-        gate_up_EH2I: kernel layout ``[E, H, 2, I]``, bf16, fp16 or fp32, any strides.
-        fmt: ``"e4m3fn"``, ``"e5m2"`` or ``"e2m1"``.
-        rule: scale rule; these kernels take any scales. None is Neuron's own for FP8, and OCP's FLOOR for FP4, which no
-            Neuron instruction produces: with a scale twice as large FP4 would not use half of its few codes.
-
-    Raises:
-        DTypeError: not bf16, fp16 or fp32.
-        ShapeError: not 4-D with a third axis of 2, or H not a multiple of 512.
-        ConfigError: unknown format or rule.
+    The kernels take the scales of any `rule`. None is Neuron's own for FP8, and OCP's FLOOR for FP4, which no Neuron
+    instruction produces: with a scale twice as large FP4 would not use half of its few codes.
     """
-    where = "quantize_moe_gate_up"
-    fmt = element_format(fmt, where=where)
-    check_float(gate_up_EH2I, where=where, argument="gate_up")
-    check_shape(gate_up_EH2I, ("E", "H", "2", "I"), where=where, argument="gate_up")
+    fmt = element_format(fmt)
+    check_float(gate_up_EH2I, argument="gate_up")
+    check_axes(gate_up_EH2I, ("E", "H", "2", "I"), argument="gate_up")
     E, H, _, inter = gate_up_EH2I.shape
-    check_equal_shape(gate_up_EH2I, (E, H, 2, inter), where=where, argument="gate_up", because="gate and up")
-    check_multiple(H, TILE, where=where, argument="H", remedy=_HIDDEN_REMEDY)
+    check_equal_shape(gate_up_EH2I, (E, H, 2, inter), argument="gate_up", because="gate and up")
+    check_multiple(H, TILE, argument="H", remedy=_HIDDEN_REMEDY)
     rows_FH = gate_up_EH2I.permute(0, 2, 3, 1).reshape(E * 2 * inter, H)
-    quantized = quantize_mx(rows_FH, fmt=fmt, rule=_usual_rule(fmt) if rule is None else rule, scheme=HIDDEN_SCHEME)
-    words_tQE2I = pack_x4(quantized.codes, fmt).view(H // TILE, PARTITIONS, E, 2, inter)
-    scales_tqE2I = quantized.scales.view(H // TILE, PARTITIONS // PATCH_ROWS, E, 2, inter)
-    order = (2, 1, 3, 0, 4)
-    return MoEWeightMX(words_tQE2I.permute(order).contiguous(), scales_tqE2I.permute(order).contiguous(), fmt)
+    return _quantize_rows(rows_FH, fmt, rule, HIDDEN_SCHEME, (E, 2, inter), (2, 1, 3, 0, 4))
 
 
-def _usual_rule(fmt: ElementFormat) -> str:
-    return "neuron" if fmt.code_bits == 8 else "floor"
+def _quantize_rows(
+    rows_FK: Tensor,
+    fmt: ElementFormat,
+    rule: str | ScaleRule | None,
+    scheme: SwizzleScheme,
+    free: tuple[int, ...],
+    order: tuple[int, ...],
+) -> MoEWeightMX:
+    """Quantise ``[F, K]``; words ``[tiles, Q, *free]`` and scales ``[tiles, q, *free]`` get their axes in `order`."""
+    if rule is None:
+        rule = "neuron" if fmt.code_bits == 8 else "floor"
+    quantized = quantize_mx(rows_FK, fmt=fmt, rule=rule, scheme=scheme)
+    tiles = -(-rows_FK.shape[1] // TILE)
+    words = pack_x4(quantized.codes, fmt).view(tiles, -1, *free).permute(order).contiguous()
+    return MoEWeightMX(words, quantized.scales.view(tiles, -1, *free).permute(order).contiguous(), fmt)
 
 
+def _dequantize_rows(weight: MoEWeightMX, scheme: SwizzleScheme, F: int, order: tuple[int, ...]) -> Tensor:
+    """Invert :func:`_quantize_rows`: fp32 ``[F, K]``; `order` brings tiles and partitions to the front."""
+    words_PF = weight.words.permute(order).reshape(-1, F)
+    scales_BF = weight.scales.permute(order).reshape(-1, F)
+    return unswizzle(dequantize_mx(unpack_x4(words_PF, weight.fmt), scales_BF, fmt=weight.fmt), scheme)
+
+
+@public
 def dequantize_moe_gate_up(weight: MoEWeightMX) -> Tensor:
-    """Return gate and up projections as fp32 ``[E, H, 2, I]``.
-
-    Raises:
-        DTypeError: words or scales of another dtype.
-        ShapeError: shapes that are not the documented ones.
-    """
-    where = "dequantize_moe_gate_up"
-    check_shape(weight.words, ("E", "128", "2", "H/512", "I"), where=where, argument="words")
+    """Return gate and up projections as fp32 ``[E, H, 2, I]``."""
+    check_axes(weight.words, ("E", "128", "2", "H/512", "I"), argument="words")
     E, _, _, tiles, inter = weight.words.shape
     expected = (E, PARTITIONS, 2, tiles, inter)
-    check_equal_shape(weight.words, expected, where=where, argument="words", because="one word per partition")
+    check_equal_shape(weight.words, expected, argument="words", because="one word per partition")
     expected = (E, PARTITIONS // PATCH_ROWS, 2, tiles, inter)
-    check_equal_shape(weight.scales, expected, where=where, argument="scales", because="one row per 8 partitions")
-    order = (3, 1, 0, 2, 4)
-    F = E * 2 * inter
-    words_PF = weight.words.permute(order).reshape(tiles * PARTITIONS, F)
-    scales_BF = weight.scales.permute(order).reshape(-1, F)
-    values = dequantize_mx(unpack_x4(words_PF, weight.fmt), scales_BF, fmt=weight.fmt)
-    return unswizzle(values, HIDDEN_SCHEME).view(E, 2, inter, tiles * TILE).permute(0, 3, 1, 2)
+    check_equal_shape(weight.scales, expected, argument="scales", because="one row per 8 partitions")
+    rows_FH = _dequantize_rows(weight, HIDDEN_SCHEME, E * 2 * inter, (3, 1, 0, 2, 4))
+    return rows_FH.view(E, 2, inter, tiles * TILE).permute(0, 3, 1, 2)
 
 
+@public
 def quantize_moe_down(
     down_EIH: Tensor, *, fmt: str | ElementFormat = "e4m3fn", rule: str | ScaleRule | None = None
 ) -> MoEWeightMX:
-    """Quantise down projections along I.
+    """Quantise down projections ``[E, I, H]`` (bf16, fp16 or fp32, any strides) along I, a multiple of 32.
 
-    Args:
-        down_EIH: kernel layout ``[E, I, H]``, bf16, fp16 or fp32, I a multiple of 32; any strides.
-        fmt: element format.
-        rule: scale rule, see :func:`quantize_moe_gate_up`.
-
-    Raises:
-        DTypeError: not bf16, fp16 or fp32.
-        ShapeError: not 3-D, or I not a multiple of 32.
-        ConfigError: unknown format or rule.
+    :func:`quantize_moe_gate_up` says what a `rule` of None is.
     """
-    where = "quantize_moe_down"
-    fmt = element_format(fmt, where=where)
-    check_float(down_EIH, where=where, argument="down")
-    check_shape(down_EIH, ("E", "I", "H"), where=where, argument="down")
+    fmt = element_format(fmt)
+    check_float(down_EIH, argument="down")
+    check_axes(down_EIH, ("E", "I", "H"), argument="down")
     E, inter, H = down_EIH.shape
     padded = padded_intermediate(inter)
     rows_FI = down_EIH.detach().transpose(1, 2).reshape(E * H, inter)
     if padded != inter:
         rows_FI = pad(rows_FI, (0, padded - inter))
-    quantized = quantize_mx(
-        rows_FI, fmt=fmt, rule=_usual_rule(fmt) if rule is None else rule, scheme=INTERMEDIATE_SCHEME
-    )
-    tiles = -(-padded // TILE)
-    words_tQEH = pack_x4(quantized.codes, fmt).view(tiles, -1, E, H)
-    scales_tqEH = quantized.scales.view(tiles, -1, E, H)
-    order = (2, 1, 0, 3)
-    return MoEWeightMX(words_tQEH.permute(order).contiguous(), scales_tqEH.permute(order).contiguous(), fmt)
+    return _quantize_rows(rows_FI, fmt, rule, INTERMEDIATE_SCHEME, (E, H), (2, 1, 0, 3))
 
 
+@public
 def dequantize_moe_down(weight: MoEWeightMX) -> Tensor:
-    """Return down projections as fp32 ``[E, padded I, H]``.
-
-    Raises:
-        DTypeError: words or scales of another dtype.
-        ShapeError: shapes that are not the documented ones.
-    """
-    where = "dequantize_moe_down"
-    check_shape(weight.words, ("E", "pI", "ceil(I/512)", "H"), where=where, argument="words")
+    """Return down projections as fp32 ``[E, padded I, H]``."""
+    check_axes(weight.words, ("E", "pI", "ceil(I/512)", "H"), argument="words")
     E, partitions, tiles, H = weight.words.shape
-    check_multiple(partitions, PATCH_ROWS, where=where, argument="words.shape[1] (pI)", remedy=_INTERMEDIATE_REMEDY)
+    check_multiple(partitions, PATCH_ROWS, argument="words.shape[1] (pI)", remedy=_INTERMEDIATE_REMEDY)
     # Several tiles only exist when I >= 512, and then every one of them fills all partitions.
     expected = (E, partitions if tiles == 1 and partitions < PARTITIONS else PARTITIONS, tiles, H)
-    check_equal_shape(weight.words, expected, where=where, argument="words", because="pI of the intermediate size")
+    check_equal_shape(weight.words, expected, argument="words", because="pI of the intermediate size")
     expected = (E, partitions // PATCH_ROWS, tiles, H)
-    check_equal_shape(weight.scales, expected, where=where, argument="scales", because="one row per 8 partitions")
-    order = (2, 1, 0, 3)
-    F = E * H
-    words_PF = weight.words.permute(order).reshape(tiles * partitions, F)
-    scales_BF = weight.scales.permute(order).reshape(-1, F)
-    values = dequantize_mx(unpack_x4(words_PF, weight.fmt), scales_BF, fmt=weight.fmt)
-    return unswizzle(values, INTERMEDIATE_SCHEME).view(E, H, -1).transpose(1, 2)
+    check_equal_shape(weight.scales, expected, argument="scales", because="one row per 8 partitions")
+    rows_FI = _dequantize_rows(weight, INTERMEDIATE_SCHEME, E * H, (2, 1, 0, 3))
+    return rows_FI.view(E, H, -1).transpose(1, 2)
 
 
+@public
 def moe_bias_to_lanes(bias_E2I: Tensor) -> Tensor:
-    """Arrange the gate/up bias ``[E, 2, I]`` as ``[E, pI, 2, ceil(I/512), 4]``: a copy, zero where I is padded.
-
-    Raises:
-        ShapeError: not 3-D with a second axis of 2, or I not a multiple of 32.
-    """
-    where = "moe_bias_to_lanes"
-    check_shape(bias_E2I, ("E", "2", "I"), where=where, argument="bias")
+    """Arrange the gate/up bias ``[E, 2, I]`` as ``[E, pI, 2, ceil(I/512), 4]``: a copy, zero where I is padded."""
+    check_axes(bias_E2I, ("E", "2", "I"), argument="bias")
     E, _, inter = bias_E2I.shape
-    check_equal_shape(bias_E2I, (E, 2, inter), where=where, argument="bias", because="gate and up")
+    check_equal_shape(bias_E2I, (E, 2, inter), argument="bias", because="gate and up")
     padded = padded_intermediate(inter)
     tiles = -(-padded // TILE)
     lanes_E2tJQ = pad(bias_E2I, (0, padded - inter)).view(E, 2, tiles, LANES, -1)
     return lanes_E2tJQ.permute(0, 4, 1, 2, 3).contiguous()
 
 
+@public
 def moe_bias_from_lanes(bias_EQ2tJ: Tensor) -> Tensor:
-    """Invert :func:`moe_bias_to_lanes`: ``[E, 2, padded I]``.
-
-    Raises:
-        ShapeError: not 5-D with a third axis of 2 and a last axis of 4.
-    """
-    where = "moe_bias_from_lanes"
-    check_shape(bias_EQ2tJ, ("E", "pI", "2", "ceil(I/512)", "4"), where=where, argument="bias")
+    """Invert :func:`moe_bias_to_lanes`: ``[E, 2, padded I]``."""
+    check_axes(bias_EQ2tJ, ("E", "pI", "2", "ceil(I/512)", "4"), argument="bias")
     E, partitions, _, tiles, _ = bias_EQ2tJ.shape
     expected = (E, partitions, 2, tiles, LANES)
-    check_equal_shape(bias_EQ2tJ, expected, where=where, argument="bias", because="gate and up, four lanes")
+    check_equal_shape(bias_EQ2tJ, expected, argument="bias", because="gate and up, four lanes")
     return bias_EQ2tJ.permute(0, 2, 3, 4, 1).reshape(E, 2, -1)
 
 
+@public
 def pack_moe_scales(scales_EqXtF: Tensor) -> Tensor:
     """Pack MoE scales of four tiles into each 128-partition buffer (``use_packed_scales``, nki-library 2.31).
 
@@ -240,24 +192,20 @@ def pack_moe_scales(scales_EqXtF: Tensor) -> Tensor:
     are 0, among them those of rows that an I below 512 does not have. The number of slots is inferred, not documented.
 
     Args:
-        scales_EqXtF: ``[E, q, ..., tiles, F]``: gate_up ``[E, 16, 2, H/512, I]`` or down ``[E, pI/8, ceil(I/512), H]``.
+        scales_EqXtF: gate_up ``[E, 16, 2, H/512, I]`` or down ``[E, pI/8, ceil(I/512), H]``; with several tiles the
+            down scales have 16 rows too.
 
     Returns:
         uint8: gate_up ``[E, 128, ceil(tiles/4), 2, I]``, down ``[E, 128, ceil(tiles/4), H]``.
-
-    Raises:
-        DTypeError: not uint8 or float8_e8m0fnu.
-        ShapeError: not 4-D or 5-D, or not 16 scale rows (down: 1 to 16, and 16 if there are several tiles).
     """
-    where = "pack_moe_scales"
-    check_dtype(scales_EqXtF, SCALE_DTYPES, where=where, argument="scales")
+    check_dtype(scales_EqXtF, SCALE_DTYPES, argument="scales")
     names = ("E", "16", "2", "tiles", "I") if scales_EqXtF.ndim == 5 else ("E", "pI/8", "tiles", "H")
-    check_shape(scales_EqXtF, names, where=where, argument="scales")
+    check_axes(scales_EqXtF, names, argument="scales")
     tiles_EqtXF = scales_EqXtF.detach().view(torch.uint8).movedim(-2, 2)
     E, rows, tiles, *rest = tiles_EqtXF.shape
     fewer = scales_EqXtF.ndim == 4 and tiles == 1 and rows < SCALE_ROWS
     expected = (E, rows if fewer else SCALE_ROWS, *scales_EqXtF.shape[2:])
-    check_equal_shape(scales_EqXtF, expected, where=where, argument="scales", because="a row per 8 of 128 partitions")
+    check_equal_shape(scales_EqXtF, expected, argument="scales", because="a row per 8 of 128 partitions")
     buffers = -(-tiles // LANES)
     padded = tiles_EqtXF.new_zeros(E, SCALE_ROWS, buffers * LANES, *rest)
     padded[:, :rows, :tiles] = tiles_EqtXF
@@ -268,6 +216,7 @@ def pack_moe_scales(scales_EqXtF: Tensor) -> Tensor:
     return out.view(E, PARTITIONS, buffers, *rest)
 
 
+@public
 def unpack_moe_scales(packed_EPbXF: Tensor, tiles: int, rows: int = SCALE_ROWS) -> Tensor:
     """Invert :func:`pack_moe_scales`.
 
@@ -278,26 +227,19 @@ def unpack_moe_scales(packed_EPbXF: Tensor, tiles: int, rows: int = SCALE_ROWS) 
 
     Returns:
         uint8 ``[E, 16, 2, tiles, I]`` or ``[E, rows, tiles, H]``.
-
-    Raises:
-        DTypeError: not uint8 or float8_e8m0fnu.
-        ShapeError: not 4-D or 5-D with 128 partitions, or `tiles` or `rows` that it cannot hold.
     """
-    where = "unpack_moe_scales"
-    check_dtype(packed_EPbXF, SCALE_DTYPES, where=where, argument="packed")
+    check_dtype(packed_EPbXF, SCALE_DTYPES, argument="packed")
     names = ("E", "128", "buffers", "2", "I") if packed_EPbXF.ndim == 5 else ("E", "128", "buffers", "H")
-    check_shape(packed_EPbXF, names, where=where, argument="packed")
+    check_axes(packed_EPbXF, names, argument="packed")
     experts, _, buffers, *rest = packed_EPbXF.shape
     expected = (experts, PARTITIONS, buffers, *rest)
-    check_equal_shape(packed_EPbXF, expected, where=where, argument="packed", because="a buffer has 128 partitions")
+    check_equal_shape(packed_EPbXF, expected, argument="packed", because="a buffer has 128 partitions")
     if not is_whole(tiles) or -(-tiles // LANES) != buffers or not is_whole(rows) or not 0 < rows <= SCALE_ROWS:
-        raise refuse(
-            ShapeError,
-            where=where,
-            argument="tiles and rows",
-            expected=f"whole numbers: tiles that fill {buffers} buffers of {LANES}, and 1 to {SCALE_ROWS} rows",
-            got=f"tiles {tiles!r}, rows {rows!r}",
-            remedy="tiles is ceil(I/512) of a down projection and H/512 of gate_up.",
+        raise ShapeError.about(
+            "tiles and rows",
+            f"whole numbers: tiles that fill {buffers} buffers of {LANES}, and 1 to {SCALE_ROWS} rows",
+            f"tiles {tiles!r}, rows {rows!r}",
+            "tiles is ceil(I/512) of a down projection and H/512 of gate_up.",
         )
     packed_EPbXF = packed_EPbXF.detach().view(torch.uint8)
     # Partition 32*quadrant + 4*slot + row; slots 4..7 are unused.

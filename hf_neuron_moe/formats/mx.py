@@ -16,21 +16,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.errors import ShapeError, refuse
-from hf_neuron_moe.formats.checks import (
-    check_contraction,
-    check_dtype,
-    check_equal_shape,
-    check_float,
-    check_same_device,
-    check_shape,
-    codes_as_bytes,
-    is_whole,
-)
+from hf_neuron_moe.checks import check_axes, check_dtype, check_equal_shape, check_float, check_same_device, is_whole
+from hf_neuron_moe.errors import ShapeError, public
 from hf_neuron_moe.formats.constants import (
     LANES,
     MX_BLOCK,
     PATCH_ROWS,
+    SCALE_DTYPES,
     ElementFormat,
     ScaleRule,
     SwizzleScheme,
@@ -38,7 +30,7 @@ from hf_neuron_moe.formats.constants import (
     element_format,
 )
 from hf_neuron_moe.formats.e8m0 import multiply_by_scale_
-from hf_neuron_moe.formats.elements import decode
+from hf_neuron_moe.formats.elements import check_contraction, codes_as_bytes, decode
 from hf_neuron_moe.formats.mx_operand import per_element, quantize_into, quantize_tiles
 from hf_neuron_moe.formats.swizzle import block_segments, check_swizzled, swizzle, unswizzle
 
@@ -53,18 +45,15 @@ DEVICE_CHUNK = 1 << 26
 class MXTensor:
     """A quantised matmul operand in the kernels' layout.
 
-    Attributes:
-        codes: uint8 ``[K/4, 4F]``, swizzled; one code per byte. ``codes.view(fmt.dtype)`` is the fp8 tensor and
-            :func:`~hf_neuron_moe.formats.swizzle.pack_x4` gives the x4 words.
-        scales: uint8 ``[K/32, F]``, compact: entry ``[i, f]`` belongs to ``codes[8i:8i+8, 4f:4f+4]``.
-        fmt: element format of the codes.
+    ``codes.view(fmt.dtype)`` is the fp8 tensor and :func:`~hf_neuron_moe.formats.swizzle.pack_x4` gives the x4 words.
     """
 
-    codes: Tensor
-    scales: Tensor
+    codes: Tensor  # uint8 [K/4, 4F], swizzled; one code per byte
+    scales: Tensor  # uint8 [K/32, F], compact: entry [i, f] belongs to codes[8i:8i+8, 4f:4f+4]
     fmt: ElementFormat
 
 
+@public
 def quantize_mx(
     weight_FK: Tensor,
     *,
@@ -79,27 +68,18 @@ def quantize_mx(
     :class:`ScaleRule` states every rule's behaviour).
 
     Args:
-        weight_FK: ``[F, K]`` bf16, fp16 or fp32, K a multiple of 32; any strides, any device. Never modified, and no
-            gradient flows.
+        weight_FK: ``[F, K]`` bf16, fp16 or fp32, K a multiple of 32; any strides (NKI takes bf16
+            and fp16; fp32 is for tests and offline conversion). No gradient flows.
         fmt: ``"e4m3fn"``, ``"e5m2"`` or ``"e2m1"``.
         rule: scale rule.
         scheme: which K values share a block, see :class:`SwizzleScheme`.
-
-    Returns:
-        Codes ``[K/4, 4F]`` and compact scales ``[K/32, F]``.
-
-    Raises:
-        DTypeError: `weight_FK` is not a bf16, fp16 or fp32 tensor.
-        ShapeError: it is not 2-D, or K is not a positive multiple of 32.
-        ConfigError: unknown format, rule or scheme.
     """
-    where = "quantize_mx"
-    fmt = element_format(fmt, where=where)
-    rule = choose(ScaleRule, rule, argument="rule", where=where)
-    scheme = choose(SwizzleScheme, scheme, argument="scheme", where=where)
-    check_float(weight_FK, where=where, argument="weight_FK")
-    check_shape(weight_FK, ("F", "K"), where=where, argument="weight_FK")
-    check_contraction(weight_FK.shape[1], where=where, argument="weight_FK.shape[1] (K)")
+    fmt = element_format(fmt)
+    rule = choose(ScaleRule, rule, argument="rule")
+    scheme = choose(SwizzleScheme, scheme, argument="scheme")
+    check_float(weight_FK, argument="weight_FK")
+    check_axes(weight_FK, ("F", "K"), argument="weight_FK")
+    check_contraction(weight_FK.shape[1], argument="weight_FK.shape[1] (K)")
     weight_FK = weight_FK.detach()
     if weight_FK.device.type == "cpu":
         F, K = weight_FK.shape
@@ -111,31 +91,22 @@ def quantize_mx(
     return MXTensor(swizzle(codes_FK, scheme), scales_FB.t().contiguous(), fmt)
 
 
+@public
 def quantize_mx_swizzled(
     swizzled_P4F: Tensor, *, fmt: str | ElementFormat = "e4m3fn", rule: str | ScaleRule = "neuron"
 ) -> MXTensor:
-    """Quantise an operand that is already swizzled, whatever the scheme; the blocks are its 8x4 patches.
+    """Quantise an operand ``[K/4, 4F]`` that is already swizzled, whatever the scheme; the blocks are its 8x4 patches.
 
-    Args:
-        swizzled_P4F: ``[K/4, 4F]`` bf16, fp16 or fp32.
-        fmt: element format.
-        rule: scale rule.
-
-    Returns:
-        Codes ``[K/4, 4F]`` and compact scales ``[K/32, F]``; equal to ``quantize_mx`` of the unswizzled operand.
-
-    Raises:
-        DTypeError: `swizzled_P4F` is not a bf16, fp16 or fp32 tensor.
-        ShapeError: it is not 2-D, its rows are not a multiple of 8 or its columns not a multiple of 4.
-        ConfigError: unknown format or rule.
+    The result equals ``quantize_mx`` of the unswizzled operand.
     """
-    check_float(swizzled_P4F, where="quantize_mx_swizzled", argument="swizzled_P4F")
-    check_swizzled(swizzled_P4F, where="quantize_mx_swizzled", argument="swizzled_P4F")
+    check_float(swizzled_P4F, argument="swizzled_P4F")
+    check_swizzled(swizzled_P4F, argument="swizzled_P4F")
     # A patch is exactly what the 1x32 scheme makes of 32 consecutive values.
     consecutive = SwizzleScheme.CONSECUTIVE
     return quantize_mx(unswizzle(swizzled_P4F, consecutive), fmt=fmt, rule=rule, scheme=consecutive)
 
 
+@public
 def dequantize_mx(codes_P4F: Tensor, scales_BF: Tensor, *, fmt: str | ElementFormat = "e4m3fn") -> Tensor:
     """Return ``code * 2**(byte - 127)`` in the swizzled layout.
 
@@ -146,23 +117,12 @@ def dequantize_mx(codes_P4F: Tensor, scales_BF: Tensor, *, fmt: str | ElementFor
 
     Returns:
         fp32 ``[K/4, 4F]``, exact. Byte 255 and NaN codes give NaN, a product above fp32's range infinity.
-
-    Raises:
-        DTypeError: codes or scales of another dtype.
-        ShapeError: shapes that do not belong together.
-        DeviceError: scales on another device than the codes.
-        ConfigError: unknown format.
     """
-    where = "dequantize_mx"
-    fmt = element_format(fmt, where=where)
-    codes_P4F = codes_as_bytes(codes_P4F, fmt, where=where)
-    check_dtype(scales_BF, (torch.uint8, torch.float8_e8m0fnu), where=where, argument="scales")
-    P, F = check_swizzled(codes_P4F, where=where, argument="codes")
+    fmt = element_format(fmt)
+    codes_P4F = codes_as_bytes(codes_P4F, fmt)
+    P, F = check_swizzled(codes_P4F, argument="codes")
     B = P // PATCH_ROWS
-    because = f"compact scales of codes {list(codes_P4F.shape)}"
-    check_equal_shape(scales_BF, (B, F), where=where, argument="scales", because=because)
-    check_same_device({"codes": codes_P4F, "scales": scales_BF}, where=where)
-    scales_BF = scales_BF.detach().view(torch.uint8)
+    scales_BF = _scales_as_bytes(scales_BF, codes_P4F, B, F)
     out_P4F = torch.empty(P, LANES * F, dtype=torch.float32, device=codes_P4F.device)
     step = _rows_per_chunk(codes_P4F.device, PATCH_ROWS * LANES * F)
     for b in range(0, B, step):
@@ -173,6 +133,7 @@ def dequantize_mx(codes_P4F: Tensor, scales_BF: Tensor, *, fmt: str | ElementFor
     return out_P4F
 
 
+@public
 def fake_quantize_mx(
     x: Tensor,
     axis: int = -1,
@@ -181,7 +142,7 @@ def fake_quantize_mx(
     rule: str | ScaleRule = "neuron",
     scheme: str | SwizzleScheme = "wrapX",
 ) -> Tensor:
-    """Quantise and dequantise in place of layout: the values a kernel's matmul sees, where the caller left them.
+    """Return the values a kernel's matmul sees of `x`, as fp32 in the layout of `x`. Not differentiable.
 
     Args:
         x: bf16, fp16 or fp32, one or more dimensions.
@@ -189,32 +150,17 @@ def fake_quantize_mx(
         fmt: element format.
         rule: scale rule.
         scheme: which values along `axis` share a block.
-
-    Returns:
-        fp32 of the shape of `x`. Not differentiable.
-
-    Raises:
-        DTypeError: `x` is not a bf16, fp16 or fp32 tensor.
-        ShapeError: `axis` does not exist, or its size is not a positive multiple of 32.
-        ConfigError: unknown format, rule or scheme.
     """
-    where = "fake_quantize_mx"
-    fmt = element_format(fmt, where=where)
-    rule = choose(ScaleRule, rule, argument="rule", where=where)
-    scheme = choose(SwizzleScheme, scheme, argument="scheme", where=where)
-    check_float(x, where=where, argument="x")
+    fmt = element_format(fmt)
+    rule = choose(ScaleRule, rule, argument="rule")
+    scheme = choose(SwizzleScheme, scheme, argument="scheme")
+    check_float(x, argument="x")
     if not is_whole(axis) or not -x.ndim <= axis < x.ndim:
-        raise refuse(
-            ShapeError,
-            where=where,
-            argument="axis",
-            expected=f"an axis of a tensor of shape {list(x.shape)}",
-            got=repr(axis),
-            remedy="Pass the contraction axis of the matmul.",
-        )
+        expected = f"an axis of a tensor of shape {list(x.shape)}"
+        raise ShapeError.about("axis", expected, repr(axis), "Pass the contraction axis of the matmul.")
     moved = x.detach().movedim(axis, -1)
     K = moved.shape[-1]
-    check_contraction(K, where=where, argument=f"x.shape[{axis}]")
+    check_contraction(K, argument=f"x.shape[{axis}]")
     x_FK = moved.reshape(moved.numel() // K, K)
     codes_FK, scales_FB = _quantize_natural(x_FK, fmt, rule, scheme)
     out_FK = torch.empty(x_FK.shape, dtype=torch.float32, device=x.device)
@@ -222,6 +168,7 @@ def fake_quantize_mx(
     return out_FK.view(moved.shape).movedim(-1, axis)
 
 
+@public
 def dequantize_mx_natural(
     codes_FK: Tensor,
     scales_BF: Tensor,
@@ -238,35 +185,31 @@ def dequantize_mx_natural(
         scales_BF: compact ``[K/32, F]`` uint8 or float8_e8m0fnu, in the order of the scheme's blocks.
         fmt: element format of the codes.
         scheme: which K values share a block. The data do not tell.
-        out_FK: fp32 to write into, any strides; a new tensor where absent.
-
-    Returns:
-        fp32 ``[F, K]``, exact; `out_FK` where given.
-
-    Raises:
-        DTypeError: codes, scales or `out_FK` of another dtype.
-        ShapeError: shapes that do not belong together, or K not a positive multiple of 32.
-        DeviceError: tensors on different devices.
-        ConfigError: unknown format or scheme.
+        out_FK: fp32 ``[F, K]`` to write into and return, any strides; a new tensor where absent.
     """
-    where = "dequantize_mx_natural"
-    fmt = element_format(fmt, where=where)
-    scheme = choose(SwizzleScheme, scheme, argument="scheme", where=where)
-    codes_FK = codes_as_bytes(codes_FK, fmt, where=where)
-    check_dtype(scales_BF, (torch.uint8, torch.float8_e8m0fnu), where=where, argument="scales")
-    check_shape(codes_FK, ("F", "K"), where=where, argument="codes")
+    fmt = element_format(fmt)
+    scheme = choose(SwizzleScheme, scheme, argument="scheme")
+    codes_FK = codes_as_bytes(codes_FK, fmt)
+    check_axes(codes_FK, ("F", "K"), argument="codes")
     F, K = codes_FK.shape
-    check_contraction(K, where=where, argument="codes.shape[1] (K)")
-    because = f"compact scales of codes {list(codes_FK.shape)}"
-    check_equal_shape(scales_BF, (K // MX_BLOCK, F), where=where, argument="scales", because=because)
+    check_contraction(K, argument="codes.shape[1] (K)")
+    scales_BF = _scales_as_bytes(scales_BF, codes_FK, K // MX_BLOCK, F)
     if out_FK is None:
         out_FK = torch.empty(F, K, dtype=torch.float32, device=codes_FK.device)
-    check_dtype(out_FK, (torch.float32,), where=where, argument="out_FK")
-    check_equal_shape(out_FK, (F, K), where=where, argument="out_FK", because="the shape of codes")
-    check_same_device({"codes": codes_FK, "scales": scales_BF, "out_FK": out_FK}, where=where)
-    scales_FB = scales_BF.detach().view(torch.uint8).t().contiguous()
-    _dequantize_natural(codes_FK, scales_FB, out_FK, fmt, scheme)
+    check_dtype(out_FK, (torch.float32,), argument="out_FK")
+    check_equal_shape(out_FK, (F, K), argument="out_FK", because="the shape of codes")
+    check_same_device({"codes": codes_FK, "out_FK": out_FK})
+    _dequantize_natural(codes_FK, scales_BF.t().contiguous(), out_FK, fmt, scheme)
     return out_FK
+
+
+def _scales_as_bytes(scales_BF: Tensor, codes: Tensor, B: int, F: int) -> Tensor:
+    """Check the compact scales ``[B, F]`` of `codes` and return them as uint8."""
+    check_dtype(scales_BF, SCALE_DTYPES, argument="scales")
+    because = f"compact scales of codes {list(codes.shape)}"
+    check_equal_shape(scales_BF, (B, F), argument="scales", because=because)
+    check_same_device({"codes": codes, "scales": scales_BF})
+    return scales_BF.detach().view(torch.uint8)
 
 
 def _dequantize_natural(

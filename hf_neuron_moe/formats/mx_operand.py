@@ -49,13 +49,8 @@ def quantize_into(
 ) -> None:
     """Write what :func:`~hf_neuron_moe.formats.mx.quantize_mx` returns into memory of the caller.
 
-    Args:
-        weight_FK: ``[F, K]`` bf16, fp16 or fp32 on a CPU, K a multiple of 32; any strides. Read once.
-        codes_P4F: uint8 ``[K/4, 4F]``; rows are contiguous and begin at whole words.
-        scales_BF: uint8 ``[K/32, F]``, any strides.
-        fmt: element format.
-        rule: scale rule.
-        scheme: which K values share a block.
+    The weight is bf16, fp16 or fp32 on a CPU with any strides, K a multiple of 32, and read once. Rows of the codes are
+    contiguous and begin at whole words; scales have any strides. Both are uint8.
     """
     F, K = weight_FK.shape
     words_PF = codes_P4F.view(torch.int32)
@@ -82,12 +77,8 @@ def quantize_into(
 def quantize_tiles(tile_RJs: Tensor, byte_Rb: Tensor, codes_RJs: Tensor, fmt: ElementFormat, rule: ScaleRule) -> None:
     """Quantise tiles through fp32, whatever they hold.
 
-    Args:
-        tile_RJs: ``[..., 4, s]`` bf16, fp16 or fp32, any strides.
-        byte_Rb: uint8 ``[..., s/8]`` to write: one scale byte per ``[4, 8]`` block.
-        codes_RJs: uint8 ``[..., 4, s]`` to write.
-        fmt: element format.
-        rule: scale rule.
+    Tiles ``[..., 4, s]`` are bf16, fp16 or fp32 of any strides. Written are uint8 codes ``[..., 4, s]`` and one scale
+    byte per ``[4, 8]`` block, ``[..., s/8]``.
     """
     tile_RJs = tile_RJs.to(torch.float32, copy=True)
     byte = scale_bytes(_block_amax_bits(tile_RJs), fmt, rule)
@@ -161,18 +152,11 @@ def _join_lanes(lanes: list[Tensor], words: Tensor) -> None:
 def _quantize_halves(
     values: Tensor, codes: Tensor, lane_axis: int, fmt: ElementFormat, rule: ScaleRule
 ) -> Tensor | None:
-    """Quantise a bf16 piece without leaving 16 bits.
+    """Quantise a bf16 piece into contiguous uint8 `codes` of its shape, without leaving 16 bits.
 
-    Args:
-        values: any dtype, with the lanes' axis at `lane_axis` and the rows of a tile at the next.
-        codes: uint8 of the same shape, contiguous, to write.
-        lane_axis: 2 or 1.
-        fmt: element format.
-        rule: scale rule.
-
-    Returns:
-        Scale bytes, the shape of `values` without the lanes and with an eighth of the rows; None, and nothing useful in
-        `codes`, where a block needs fp32, the values are no bf16, or the format is no torch dtype.
+    The lanes lie at `lane_axis`, the rows of a tile at the next. Returns scale bytes, the shape of `values` without the
+    lanes and with an eighth of the rows; None, and nothing useful in `codes`, where a block needs fp32, the values are
+    no bf16, or the format is no torch dtype.
     """
     if values.dtype is not torch.bfloat16 or fmt.dtype is None:
         return None

@@ -19,12 +19,8 @@ def padded_size(size: int) -> int:
 def overhead_percent(hidden: int, intermediate: int, padded: tuple[int, int] | None = None) -> float:
     """Return the extra multiply-adds that padding costs, in percent of the block's own.
 
-    Every matmul of a SwiGLU block has an H and an I axis, so its cost grows with the product of the two.
-
-    Args:
-        hidden: H.
-        intermediate: I.
-        padded: both as a kernel gets them; None for multiples of 128.
+    Every matmul of a SwiGLU block has an H and an I axis, so its cost grows with the product of the two. `padded` are
+    both as a kernel gets them; None for multiples of 128.
     """
     H, I = padded or (padded_size(hidden), padded_size(intermediate))  # noqa: E741
     return 100.0 * (H * I / (hidden * intermediate) - 1.0)

@@ -22,15 +22,15 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.errors import ShapeError, refuse
-from hf_neuron_moe.formats.checks import check_contraction, check_dtype, check_multiple
-from hf_neuron_moe.formats.constants import MX_BLOCK, PACKED_SLAB_K, PACKED_SLAB_ROWS, choose
+from hf_neuron_moe.checks import check_dtype, check_multiple
+from hf_neuron_moe.errors import ShapeError, public
+from hf_neuron_moe.formats.constants import MX_BLOCK, PACKED_SLAB_K, PACKED_SLAB_ROWS, SCALE_DTYPES, choose
+from hf_neuron_moe.formats.elements import check_contraction
 
 QUADRANT_ROWS = 32
 QUADRANT_SCALES = 4
 TILE_BLOCKS = 512 // MX_BLOCK
 SLAB_TILES = PACKED_SLAB_K // 512
-SCALE_DTYPES = (torch.uint8, torch.float8_e8m0fnu)
 
 
 class ScaleLayout(StrEnum):
@@ -41,16 +41,11 @@ class ScaleLayout(StrEnum):
     PACKED = "packed"
 
 
+@public
 def scale_row_count(K: int, layout: str | ScaleLayout) -> int:
-    """Return the number of rows of a scale tensor.
-
-    Raises:
-        ShapeError: K is not a positive multiple of 32.
-        ConfigError: unknown layout.
-    """
-    where = "scale_row_count"
-    check_contraction(K, where=where)
-    match choose(ScaleLayout, layout, argument="layout", where=where):
+    """Return the number of rows of a scale tensor."""
+    check_contraction(K)
+    match choose(ScaleLayout, layout, argument="layout"):
         case ScaleLayout.COMPACT:
             return K // MX_BLOCK
         case ScaleLayout.OVERSIZED:
@@ -59,17 +54,12 @@ def scale_row_count(K: int, layout: str | ScaleLayout) -> int:
             return PACKED_SLAB_ROWS * -(-K // PACKED_SLAB_K)
 
 
+@public
 def scale_rows(K: int, layout: str | ScaleLayout, device: torch.device | str | None = None) -> Tensor:
-    """Return which row holds each block row: int64 ``[K/32]``, strictly one row per block.
-
-    Raises:
-        ShapeError: K is not a positive multiple of 32.
-        ConfigError: unknown layout.
-    """
-    where = "scale_rows"
-    check_contraction(K, where=where)
+    """Return which row holds each block row: int64 ``[K/32]``, strictly one row per block."""
+    check_contraction(K)
     block = torch.arange(K // MX_BLOCK, device=device)
-    match choose(ScaleLayout, layout, argument="layout", where=where):
+    match choose(ScaleLayout, layout, argument="layout"):
         case ScaleLayout.COMPACT:
             return block
         case ScaleLayout.OVERSIZED:
@@ -81,109 +71,79 @@ def scale_rows(K: int, layout: str | ScaleLayout, device: torch.device | str | N
             return slab + quadrant + QUADRANT_SCALES * (tile % SLAB_TILES) + row % QUADRANT_SCALES
 
 
+@public
 def detect_scale_layout(rows: int, K: int) -> ScaleLayout:
-    """Tell oversized from packed by the number of rows, as the kernels do.
+    """Tell oversized from packed scales by their number of rows, as the kernels do, which do not take compact ones.
 
     Packed iff ``rows == 128*ceil(K/2048)`` and ``rows != K/4``. For K = 512 both have 128 rows and the same content;
     the answer is then oversized.
-
-    Args:
-        rows: rows of the scale tensor.
-        K: contraction size of the operand.
-
-    Raises:
-        ShapeError: rows fit neither layout (compact scales do not either: no kernel takes them), or illegal K.
     """
-    if rows == scale_row_count(K, ScaleLayout.OVERSIZED):
+    oversized, packed = (scale_row_count(K, layout) for layout in (ScaleLayout.OVERSIZED, ScaleLayout.PACKED))
+    if rows == oversized:
         return ScaleLayout.OVERSIZED
-    if rows == scale_row_count(K, ScaleLayout.PACKED):
+    if rows == packed:
         return ScaleLayout.PACKED
-    oversized, packed = (scale_row_count(K, name) for name in ("oversized", "packed"))
     hint = " These are compact scales; expand them with to_oversized or to_packed." if rows == K // MX_BLOCK else ""
-    raise refuse(
-        ShapeError,
-        where="detect_scale_layout",
-        argument="rows of the scales",
-        expected=f"{oversized} (oversized) or {packed} (packed) for K={K}",
-        got=str(rows),
-        remedy=f"Check K and that the scales belong to this operand.{hint}",
-    )
+    expected = f"{oversized} (oversized) or {packed} (packed) for K={K}"
+    fix = f"Check K and that the scales belong to this operand.{hint}"
+    raise ShapeError.about("rows of the scales", expected, rows, fix)
 
 
+@public
 def to_oversized(compact_BF: Tensor) -> Tensor:
     """Expand compact scales ``[..., K/32, F]`` to oversized ``[..., K/4, F]``; unused rows are 0.
 
-    Args:
-        compact_BF: uint8 or float8_e8m0fnu.
-
-    Returns:
-        uint8 (the bytes of float8_e8m0fnu are the same).
-
-    Raises:
-        DTypeError: another dtype.
-        ShapeError: fewer than two dimensions, or no rows.
+    Scales come in as uint8 or float8_e8m0fnu, whose bytes are the same, and leave as uint8.
     """
-    return _expand(compact_BF, ScaleLayout.OVERSIZED, where="to_oversized")
+    return _expand(compact_BF, ScaleLayout.OVERSIZED)
 
 
+@public
 def to_packed(compact_BF: Tensor) -> Tensor:
     """Pack compact scales ``[..., K/32, F]`` to ``[..., 128*ceil(K/2048), F]``; otherwise as :func:`to_oversized`."""
-    return _expand(compact_BF, ScaleLayout.PACKED, where="to_packed")
+    return _expand(compact_BF, ScaleLayout.PACKED)
 
 
+@public
 def to_compact(scales: Tensor, K: int) -> Tensor:
-    """Collect compact scales from oversized or packed ones; the layout is detected from the row count.
+    """Collect compact scales ``[..., K/32, F]``, uint8, from oversized or packed ones, which their row count tells.
 
-    Args:
-        scales: uint8 or float8_e8m0fnu, ``[..., K/4, F]`` or ``[..., 128*ceil(K/2048), F]``.
-        K: contraction size of the operand; the scales alone do not determine it.
-
-    Returns:
-        uint8 ``[..., K/32, F]``; rows that hold no block are dropped.
-
-    Raises:
-        DTypeError: another dtype.
-        ShapeError: fewer than two dimensions, illegal K, or a row count that fits neither layout.
+    Rows that hold no block are dropped. The scales alone do not determine K, the operand's contraction size.
     """
-    scales = _as_bytes(scales, where="to_compact")
+    scales = _as_bytes(scales)
     layout = detect_scale_layout(scales.shape[-2], K)
     return scales.index_select(-2, scale_rows(K, layout, scales.device))
 
 
+@public
 def oversized_to_packed(oversized: Tensor) -> Tensor:
-    """Convert oversized scales ``[..., K/4, F]`` to packed ones; errors as :func:`to_compact`."""
-    rows = _as_bytes(oversized, where="oversized_to_packed").shape[-2]
+    """Convert oversized scales ``[..., K/4, F]`` to packed ones."""
+    rows = _as_bytes(oversized).shape[-2]
     return to_packed(to_compact(oversized, 4 * rows))
 
 
+@public
 def packed_to_oversized(packed: Tensor, K: int) -> Tensor:
-    """Convert packed scales of an operand with contraction size K to oversized ones; errors as :func:`to_compact`."""
-    rows = _as_bytes(packed, where="packed_to_oversized").shape[-2]
-    expected = scale_row_count(K, ScaleLayout.PACKED)
+    """Convert packed scales of an operand with contraction size K to oversized ones."""
+    packed = _as_bytes(packed)
+    rows, expected = packed.shape[-2], scale_row_count(K, ScaleLayout.PACKED)
     if rows != expected:
-        raise refuse(
-            ShapeError,
-            where="packed_to_oversized",
-            argument="rows of the scales",
-            expected=f"{expected} (packed, K={K})",
-            got=str(rows),
-            remedy="Check K, and whether the scales are packed at all.",
-        )
-    compact = packed.detach().view(torch.uint8).index_select(-2, scale_rows(K, ScaleLayout.PACKED, packed.device))
-    return to_oversized(compact)
+        fix = "Check K, and whether the scales are packed at all."
+        raise ShapeError.about("rows of the scales", f"{expected} (packed, K={K})", rows, fix)
+    return to_oversized(packed.index_select(-2, scale_rows(K, ScaleLayout.PACKED, packed.device)))
 
 
-def _expand(compact_BF: Tensor, layout: ScaleLayout, *, where: str) -> Tensor:
-    compact_BF = _as_bytes(compact_BF, where=where)
+def _expand(compact_BF: Tensor, layout: ScaleLayout) -> Tensor:
+    compact_BF = _as_bytes(compact_BF)
     *batch, B, F = compact_BF.shape
     K = B * MX_BLOCK
     out = compact_BF.new_zeros(*batch, scale_row_count(K, layout), F)
     return out.index_copy_(-2, scale_rows(K, layout, compact_BF.device), compact_BF)
 
 
-def _as_bytes(scales: Tensor, *, where: str) -> Tensor:
-    check_dtype(scales, SCALE_DTYPES, where=where, argument="scales")
+def _as_bytes(scales: Tensor) -> Tensor:
+    check_dtype(scales, SCALE_DTYPES, argument="scales")
     remedy = "Pass scales of shape [rows, F], with leading axes for experts if any."
-    check_multiple(max(scales.ndim - 1, 0), 1, where=where, argument="scales.ndim - 1", remedy=remedy)
-    check_multiple(scales.shape[-2], 1, where=where, argument="rows of the scales", remedy=remedy)
+    check_multiple(max(scales.ndim - 1, 0), 1, argument="scales.ndim - 1", remedy=remedy)
+    check_multiple(scales.shape[-2], 1, argument="rows of the scales", remedy=remedy)
     return scales.detach().view(torch.uint8)

@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.errors import ShapeError, refuse
-from hf_neuron_moe.formats.checks import check_contraction, check_dtype, check_multiple, check_shape, codes_as_bytes
+from hf_neuron_moe.checks import check_axes, check_dtype, check_multiple
+from hf_neuron_moe.errors import ShapeError, public
 from hf_neuron_moe.formats.constants import (
     LANES,
     MX_BLOCK,
@@ -28,6 +28,7 @@ from hf_neuron_moe.formats.constants import (
     choose,
     element_format,
 )
+from hf_neuron_moe.formats.elements import check_contraction, codes_as_bytes
 
 
 class Segment(NamedTuple):
@@ -43,25 +44,17 @@ class Segment(NamedTuple):
         return self.start + self.tile * self.tiles
 
 
+@public
 def tile_segments(K: int, scheme: str | SwizzleScheme = "wrapX") -> list[Segment]:
     """Split a contraction axis into runs of equal swizzle tiles.
 
     wrapX: as many tiles of 512 as fit; a remainder that is a multiple of 128 as one 256 tile if it fits and one 128
     tile if it fits; any other remainder as one tile (only operands prepared on the host can have one).
 
-    Args:
-        K: contraction size, a multiple of 32.
-        scheme: see :class:`SwizzleScheme`. ``"1x32"`` is the map with tiles of 4.
-
-    Returns:
-        At most three segments, in order, covering [0, K).
-
-    Raises:
-        ShapeError: K is not a positive multiple of 32.
-        ConfigError: unknown scheme.
+    ``"1x32"`` is the map with tiles of 4. Returns at most three segments, in order, covering [0, K).
     """
-    scheme = choose(SwizzleScheme, scheme, argument="scheme", where="tile_segments")
-    check_contraction(K, where="tile_segments")
+    scheme = choose(SwizzleScheme, scheme, argument="scheme")
+    check_contraction(K)
     if scheme is SwizzleScheme.CONSECUTIVE:
         return [Segment(0, LANES, K // LANES)]
     if scheme is SwizzleScheme.ONE_TILE:
@@ -80,56 +73,39 @@ def tile_segments(K: int, scheme: str | SwizzleScheme = "wrapX") -> list[Segment
     return segments
 
 
+@public
 def block_segments(K: int, scheme: str | SwizzleScheme = "wrapX") -> list[Segment]:
     """Split a contraction axis into runs in which MX blocks are easy to address.
 
     Every tile, seen as ``[4, s]``, consists of s/8 whole blocks of shape ``[4, 8]``, in the order of their rows in
     the compact scale tensor. That is :func:`tile_segments`, except that ``"1x32"`` yields runs of 32 elements.
-    Arguments and errors are those of :func:`tile_segments`.
     """
-    if choose(SwizzleScheme, scheme, argument="scheme", where="block_segments") is SwizzleScheme.CONSECUTIVE:
-        check_contraction(K, where="block_segments")
+    if choose(SwizzleScheme, scheme, argument="scheme") is SwizzleScheme.CONSECUTIVE:
+        check_contraction(K)
         return [Segment(0, MX_BLOCK, K // MX_BLOCK)]
     return tile_segments(K, scheme)
 
 
+@public
 def k_map(K: int, scheme: str | SwizzleScheme = "wrapX", device: torch.device | str | None = None) -> Tensor:
     """Return which K index lies at each swizzled row and lane.
 
-    Args:
-        K: contraction size, a multiple of 32.
-        scheme: see :class:`SwizzleScheme`.
-        device: device of the result.
-
-    Returns:
-        int64 ``[K/4, 4]``, a permutation of 0 to K-1: ``Z[p, 4f + j] = W[f, k_map[p, j]]``.
-
-    Raises:
-        ShapeError: K is not a positive multiple of 32.
-        ConfigError: unknown scheme.
+    That is int64 ``[K/4, 4]``, a permutation of 0 to K-1: ``Z[p, 4f + j] = W[f, k_map[p, j]]``.
     """
-    check_contraction(K, where="k_map")
+    check_contraction(K)
     return swizzle(torch.arange(K, device=device).unsqueeze(0), scheme)
 
 
+@public
 def swizzle(weight_FK: Tensor, scheme: str | SwizzleScheme = "wrapX") -> Tensor:
     """Rearrange an operand ``[F, K]`` (a ``torch.nn.Linear`` weight, an activation) into the kernels' ``[K/4, 4F]``.
 
-    Args:
-        weight_FK: any dtype, any strides.
-        scheme: see :class:`SwizzleScheme`.
-
-    Returns:
-        ``[K/4, 4F]``, contiguous, same dtype. No value is changed and nothing is padded.
-
-    Raises:
-        ShapeError: not 2-D, or K not a positive multiple of 32.
-        ConfigError: unknown scheme.
+    Any dtype and strides come in, a contiguous tensor of that dtype comes out; nothing is rounded or padded.
     """
-    check_shape(weight_FK, ("F", "K"), where="swizzle", argument="weight_FK")
+    check_axes(weight_FK, ("F", "K"), argument="weight_FK")
     weight_FK = weight_FK.detach()
     F, K = weight_FK.shape
-    check_contraction(K, where="swizzle", argument="weight_FK's last axis K")
+    check_contraction(K, argument="weight_FK's last axis K")
     segments = tile_segments(K, scheme)
     out_P4F = weight_FK.new_empty(K // LANES, LANES * F)
     for start, tile, tiles in segments:
@@ -140,21 +116,10 @@ def swizzle(weight_FK: Tensor, scheme: str | SwizzleScheme = "wrapX") -> Tensor:
     return out_P4F
 
 
+@public
 def unswizzle(swizzled_P4F: Tensor, scheme: str | SwizzleScheme = "wrapX") -> Tensor:
-    """Invert :func:`swizzle`.
-
-    Args:
-        swizzled_P4F: ``[K/4, 4F]``, any dtype.
-        scheme: the scheme it was swizzled with. The data do not tell.
-
-    Returns:
-        ``[F, K]``, contiguous, same dtype.
-
-    Raises:
-        ShapeError: not 2-D, rows not a multiple of 8, or columns not a multiple of 4.
-        ConfigError: unknown scheme.
-    """
-    P, F = check_swizzled(swizzled_P4F, where="unswizzle", argument="swizzled_P4F")
+    """Return ``[F, K]``, contiguous, of ``[K/4, 4F]`` swizzled with `scheme` (the data do not tell which)."""
+    P, F = check_swizzled(swizzled_P4F, argument="swizzled_P4F")
     swizzled_P4F = swizzled_P4F.detach()
     out_FK = swizzled_P4F.new_empty(F, P * LANES)
     for start, tile, tiles in tile_segments(P * LANES, scheme):
@@ -165,20 +130,17 @@ def unswizzle(swizzled_P4F: Tensor, scheme: str | SwizzleScheme = "wrapX") -> Te
     return out_FK
 
 
-def check_swizzled(tensor_P4F: Tensor, *, where: str, argument: str) -> tuple[int, int]:
-    """Check the shape of a swizzled operand and return (P, F).
-
-    Raises:
-        ShapeError: not 2-D, rows not a multiple of 8, or columns not a multiple of 4.
-    """
-    check_shape(tensor_P4F, ("K/4", "4F"), where=where, argument=argument)
+def check_swizzled(tensor_P4F: Tensor, *, argument: str) -> tuple[int, int]:
+    """Check the shape of a swizzled operand and return (P, F)."""
+    check_axes(tensor_P4F, ("K/4", "4F"), argument=argument)
     P, columns = tensor_P4F.shape
     remedy = "Swizzle the operand first; zero-pad K to a multiple of 32 before that."
-    check_multiple(P, MX_BLOCK // LANES, where=where, argument=f"{argument}.shape[0] (K/4)", remedy=remedy)
-    check_multiple(columns, LANES, where=where, argument=f"{argument}.shape[1] (4F)", remedy=remedy)
+    check_multiple(P, MX_BLOCK // LANES, argument=f"{argument}.shape[0] (K/4)", remedy=remedy)
+    check_multiple(columns, LANES, argument=f"{argument}.shape[1] (4F)", remedy=remedy)
     return P, columns // LANES
 
 
+@public
 def pack_x4(codes: Tensor, fmt: str | ElementFormat = "e4m3fn") -> Tensor:
     """Pack four neighbouring codes into one hardware word, code 0 in the lowest bits.
 
@@ -189,54 +151,28 @@ def pack_x4(codes: Tensor, fmt: str | ElementFormat = "e4m3fn") -> Tensor:
         fmt: element format.
 
     Returns:
-        ``[..., F]`` int32 for fp8, int16 for fp4, holding the bits of NKI's unsigned words. For fp8 it is a view of
-        `codes` where those are contiguous.
-
-    Raises:
-        DTypeError: codes of another dtype.
-        ShapeError: no dimension, the last not a multiple of 4, or an fp4 code above 15.
-        ConfigError: unknown format.
+        ``[..., F]`` int32 (fp8; a view of contiguous codes) or int16 (fp4) with the bits of NKI's unsigned words.
     """
-    fmt = element_format(fmt, where="pack_x4")
-    codes = codes_as_bytes(codes, fmt, where="pack_x4")
+    fmt = element_format(fmt)
+    codes = codes_as_bytes(codes, fmt)
     columns = codes.shape[-1] if codes.ndim else 0
-    remedy = "Pack whole quads: the last axis is 4F."
-    check_multiple(columns, LANES, where="pack_x4", argument="codes.shape[-1]", remedy=remedy)
+    check_multiple(columns, LANES, argument="codes.shape[-1]", remedy="Pack whole quads: the last axis is 4F.")
     if fmt.code_bits == 8:
         return codes.contiguous().view(fmt.carrier)
     if not codes.is_meta and bool((codes >> fmt.code_bits).any()):
-        raise refuse(
-            ShapeError,
-            where="pack_x4",
-            argument="codes",
-            expected=f"{fmt.name} codes from 0 to {2**fmt.code_bits - 1}, one per byte",
-            got=f"a code of {int(codes.max())}",
-            remedy="Pass unpacked codes.",
-        )
+        expected = f"{fmt.name} codes from 0 to {2**fmt.code_bits - 1}, one per byte"
+        raise ShapeError.about("codes", expected, f"a code of {int(codes.max())}", "Pass unpacked codes.")
     lanes = codes.to(torch.int32).unflatten(-1, (-1, LANES)).unbind(-1)
     return (lanes[0] | lanes[1] << 4 | lanes[2] << 8 | lanes[3] << 12).to(fmt.carrier)
 
 
+@public
 def unpack_x4(words: Tensor, fmt: str | ElementFormat = "e4m3fn") -> Tensor:
-    """Invert :func:`pack_x4`.
-
-    Args:
-        words: ``[..., F]`` int32 or uint32 for fp8, int16 or uint16 for fp4.
-        fmt: element format.
-
-    Returns:
-        ``[..., 4F]`` uint8 codes; for fp8 a view of `words` where those are contiguous.
-
-    Raises:
-        DTypeError: words of another dtype.
-        ShapeError: no dimension.
-        ConfigError: unknown format.
-    """
-    fmt = element_format(fmt, where="unpack_x4")
+    """Invert :func:`pack_x4`: uint8 codes ``[..., 4F]`` of signed or unsigned words, for fp8 a view where possible."""
+    fmt = element_format(fmt)
     unsigned = torch.uint32 if fmt.carrier is torch.int32 else torch.uint16
-    check_dtype(words, (fmt.carrier, unsigned), where="unpack_x4", argument="words")
-    remedy = "Pass a tensor with at least one axis."
-    check_multiple(words.ndim, 1, where="unpack_x4", argument="words.ndim", remedy=remedy)
+    check_dtype(words, (fmt.carrier, unsigned), argument="words")
+    check_multiple(words.ndim, 1, argument="words.ndim", remedy="Pass a tensor with at least one axis.")
     words = words.detach().contiguous()
     if fmt.code_bits == 8:
         return words.view(torch.uint8)

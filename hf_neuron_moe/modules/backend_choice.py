@@ -8,27 +8,25 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
-from hf_neuron_moe.backends import get_backend, resolve_backend, without_copies
+from hf_neuron_moe.backends import get_backend, resolve_backend
+from hf_neuron_moe.backends.base import Backend
+from hf_neuron_moe.backends.spec import Support
 from hf_neuron_moe.config import NeuronMoEConfig
-from hf_neuron_moe.errors import ConfigError, NeuronMoEWarning, refuse
+from hf_neuron_moe.errors import ConfigError, NeuronMoEWarning
 
 
 @dataclass
 class LongCalls:
-    """What becomes of calls with more tokens than the kernels take: PyTorch computes them.
-
-    Attributes:
-        most: number of tokens that the kernels take.
-        told: whether it was said; the blocks of a model share one object.
-    """
+    """What becomes of calls with more tokens than the kernels take: PyTorch computes them."""
 
     most: int
+    """Number of tokens that the kernels take."""
     told: bool = False
+    """Whether it was said; the blocks of a model share one object."""
 
     def take(self, tokens: int, name: str) -> bool:
         """Return whether PyTorch computes a call of `tokens` tokens to the block `name`."""
@@ -44,22 +42,21 @@ class LongCalls:
         return True
 
 
-def for_weights_of(name: str, module: nn.Module) -> str:
-    """Return the backend for a call to `module`: one that keeps no copies where these would outlive the weights.
+def caches_weights(module: nn.Module) -> bool:
+    """Return whether a backend may keep copies of the weights of `module` after a call: not where they outlive these.
 
     That is so where FSDP gathers the weights for the call: both of its versions mark the modules whose parameters they
     manage, for ``torch.compile``. And in evaluation mode, also where autograd records it: weights are exchanged there
     through ``.data``, which nothing tells of.
     """
-    gathered = getattr(module, "_is_fsdp_managed_module", False)
-    return without_copies(name) if gathered or not module.training else name
+    return module.training and not getattr(module, "_is_fsdp_managed_module", False)
 
 
 def usable_backend(
     config: NeuronMoEConfig,
     device: torch.device,
     what: str,
-    why_not: Callable[[Any], str | None],
+    support: Callable[[Backend], Support],
     told: set[str],
     remedy: str = "",
 ) -> str:
@@ -69,18 +66,13 @@ def usable_backend(
         config: backend and fallback.
         device: of the call's operands.
         what: the block, for messages.
-        why_not: asks a backend with kernels why it cannot compute the block; None where it can.
+        support: asks a backend whether it computes the block.
         told: what was warned of already; the blocks of a model share it, and it is added to.
         remedy: what else can be done about a refusal.
-
-    Raises:
-        BackendUnavailableError: the backend cannot run here.
-        ConfigError: its kernels cannot compute the block and ``fallback`` is ``"refuse"``.
     """
     name = resolve_backend(config.backend, device)
-    if name == "torch":
-        return name
-    reason = why_not(get_backend(name))
+    kernels = get_backend(name)
+    reason = None if kernels.universal else support(kernels).reason
     if reason is None:
         return name
     if config.fallback == "torch":
@@ -88,12 +80,10 @@ def usable_backend(
         if not torch.compiler.is_compiling() and message not in told:
             told.add(message)
             warnings.warn(message, NeuronMoEWarning, stacklevel=3)
-        return "torch"
-    raise refuse(
-        ConfigError,
-        where=what,
-        argument="backend",
-        expected="one whose kernels compute the block",
-        got=f"{name!r}: {reason}",
-        remedy=f"Use fallback='torch' to compute it with PyTorch on the same device.{remedy and ' '}{remedy}",
-    )
+        return config.fallback
+    raise ConfigError.about(
+        "backend",
+        "one whose kernels compute the block",
+        f"{name!r}: {reason}",
+        f"Use fallback='torch' to compute it with PyTorch on the same device.{remedy and ' '}{remedy}",
+    ).named(what)

@@ -17,12 +17,12 @@ from torch import nn
 from hf_neuron_moe.activation_policy import canonical_keep
 from hf_neuron_moe.backends import drop_weight_copies, release_gradient_memory
 from hf_neuron_moe.config import NeuronMoEConfig
-from hf_neuron_moe.errors import NeuronMoEWarning, UnsupportedModelError, refuse
-from hf_neuron_moe.modules.activation import why_not_silu
-from hf_neuron_moe.modules.backend_choice import LongCalls, for_weights_of
+from hf_neuron_moe.errors import NeuronMoEWarning, UnsupportedModelError
+from hf_neuron_moe.modules.backend_choice import LongCalls
 from hf_neuron_moe.modules.own_forward import check_own_forward
-from hf_neuron_moe.modules.saved_bytes import BlockShape, saved_bytes, saved_bytes_of_call, saved_bytes_per_call
+from hf_neuron_moe.modules.saved_bytes import SavedBlock, saved_bytes, saved_bytes_of_call, saved_bytes_per_call
 from hf_neuron_moe.modules.state_dict import WeightRule
+from hf_neuron_moe.modules.structure import CALL_HOOKS, has_call_hooks, why_not_silu
 
 _OWN_COPY = ("_parameters", "_buffers", "_modules")
 _SHARED = (
@@ -44,19 +44,6 @@ MODULE_INTERNALS = frozenset((*_OWN_COPY, *_SHARED, *_SCALARS))
 
 HOOK_DICTS = tuple(name for name in _SHARED if name.endswith("_hooks"))
 """Attributes of ``nn.Module`` that hold hooks, except the flags that accompany them."""
-
-CALL_HOOKS = {
-    "_forward_pre_hooks": "forward pre-hook",
-    "_forward_hooks": "forward hook",
-    "_backward_pre_hooks": "backward pre-hook",
-    "_backward_hooks": "backward hook",
-}
-"""Those that run when a module is called or differentiated, by the name a message gives them."""
-
-
-def has_call_hooks(module: nn.Module) -> bool:
-    """Return whether hooks run when `module` is called or differentiated."""
-    return any(getattr(module, kind) for kind in CALL_HOOKS)
 
 
 class NeuronBlock(nn.Module):
@@ -96,11 +83,7 @@ class NeuronBlock(nn.Module):
         _release_with(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the block like any module.
-
-        Raises:
-            UnsupportedModelError: another forward was put on the block, and it does not lead to the block's own.
-        """
+        """Call the block like any module."""
         if "forward" in self.__dict__:
             check_own_forward(self, self.neuron_name)
         return super().__call__(*args, **kwargs)
@@ -112,7 +95,7 @@ class NeuronBlock(nn.Module):
 
     @property
     @abstractmethod
-    def neuron_shape(self) -> BlockShape:
+    def neuron_shape(self) -> SavedBlock:
         """What the block's kept bytes depend on."""
 
     @property
@@ -131,8 +114,7 @@ class NeuronBlock(nn.Module):
     def saved_bytes(self, tokens: int) -> int:
         """Return the bytes that the block's operator keeps of a call with so many tokens, input and routing included.
 
-        Args:
-            tokens: of the call; no more than the kernels take, where they compute it.
+        Where kernels compute it, a call has no more tokens than they take.
         """
         return saved_bytes_of_call(self.neuron_shape, self.neuron_keep, tokens)
 
@@ -148,12 +130,10 @@ class NeuronBlock(nn.Module):
 
     def _call_backend(self, tokens: int) -> str:
         """Return the name of the backend for a call of `tokens` tokens."""
-        planned = self.neuron_config.backend
-        if planned == "torch" or (
-            self.neuron_long_calls is not None and self.neuron_long_calls.take(tokens, self.neuron_name)
-        ):
-            return "torch"
-        return for_weights_of(planned, self)
+        config, long_calls = self.neuron_config, self.neuron_long_calls
+        if long_calls is not None and long_calls.take(tokens, self.neuron_name):
+            return config.fallback
+        return config.backend
 
     def _remember_activation(self, name: str | None) -> None:
         """Note the activation that was found to be SiLU; not through setattr, which would register a second child."""
@@ -170,22 +150,17 @@ class NeuronBlock(nn.Module):
         """Mind what happened since to the activation, which the operator computes itself.
 
         A hook on it is warned of once.
-
-        Raises:
-            UnsupportedModelError: it is not SiLU any more.
         """
         if name is None:
             return
         now = self._attribute(name)
         if not self._is_known_silu(now) and why_not_silu(now) is not None:
-            raise refuse(
-                UnsupportedModelError,
-                where=self.neuron_name,
-                argument=name,
-                expected="SiLU, as when the block was patched",
-                got=str(why_not_silu(now)),
-                remedy="The kernels have no other activation: unpatch the model before changing it.",
-            )
+            raise UnsupportedModelError.about(
+                name,
+                "SiLU, as when the block was patched",
+                str(why_not_silu(now)),
+                "The kernels have no other activation: unpatch the model before changing it.",
+            ).named(self.neuron_name)
         if isinstance(now, nn.Module) and has_call_hooks(now) and not self.neuron_warned:
             self._warn_ignored_hooks(f"{self.neuron_name}.{name}", now)
 

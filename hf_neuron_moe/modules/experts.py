@@ -12,34 +12,26 @@ import torch
 from torch import Tensor, nn
 
 from hf_neuron_moe.activation_policy import canonical_keep
+from hf_neuron_moe.backends.base import Backend
+from hf_neuron_moe.backends.spec import BlockShape, BlockSpec, Support
 from hf_neuron_moe.config import NeuronMoEConfig
-from hf_neuron_moe.errors import ConfigError, UnsupportedModelError, refuse
+from hf_neuron_moe.errors import ConfigError, UnsupportedModelError, public
 from hf_neuron_moe.modules import ops
-from hf_neuron_moe.modules.backend_choice import for_weights_of, usable_backend
+from hf_neuron_moe.modules.backend_choice import caches_weights, usable_backend
 from hf_neuron_moe.modules.block import NeuronBlock, make_kernel_parameter
-from hf_neuron_moe.modules.experts_check import why_not_swiglu_experts
 from hf_neuron_moe.modules.ops_checks import check_hidden_states
-from hf_neuron_moe.modules.saved_bytes import BlockShape
+from hf_neuron_moe.modules.saved_bytes import SavedBlock
 from hf_neuron_moe.modules.state_dict import KernelLayoutMixin, WeightRule
+from hf_neuron_moe.modules.structure import why_not_swiglu_experts
 
 
 def expert_rules(is_transposed: bool) -> tuple[WeightRule, ...]:
-    """Return the kernel home's parameters ``gate_up_proj [E, H, 2I]`` and ``down_proj [E, I, H]``.
-
-    Args:
-        is_transposed: the stock parameters are in that order already.
-    """
+    """Return the kernel home's parameters ``gate_up_proj [E, H, 2I]`` and ``down_proj [E, I, H]``."""
     return tuple(WeightRule(name, (name,), transposed=not is_transposed) for name in ("gate_up_proj", "down_proj"))
 
 
 class NeuronExperts(NeuronBlock):
-    """SwiGLU experts computed by the operator, their weights in the original 3-D parameters.
-
-    Args:
-        original: the experts module to stand in for; its parameters are shared, not copied.
-        name: its name in the model, for messages.
-        config: the resolved configuration.
-    """
+    """SwiGLU experts computed by the operator, their weights in the original 3-D parameters."""
 
     is_transposed: bool
     gate_up_proj: nn.Parameter
@@ -50,25 +42,20 @@ class NeuronExperts(NeuronBlock):
         self._remember_activation("act_fn")
 
     @property
-    def neuron_shape(self) -> BlockShape:
+    def neuron_shape(self) -> SavedBlock:
         """What the block's kept bytes depend on."""
         experts, first, second = self.down_proj.shape
         hidden, inner = (second, first) if self.is_transposed else (first, second)
         config, top_k = self.neuron_config, self.neuron_top_k or 0
-        return BlockShape(
+        return SavedBlock(
             config.precision, hidden, inner, top_k, config.backend, experts=experts, block_size=config.block_size
         )
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the weighted sum of each token's experts.
 
-        Args:
-            hidden_states: ``[T, H]``.
-            top_k_index: ``[T, K]`` integer expert ids; ids of E and above belong to another rank and add nothing.
-            top_k_weights: ``[T, K]`` routing weights.
-
-        Returns:
-            ``[T, H]`` in the dtype of `hidden_states`.
+        `hidden_states` are ``[T, H]``, as is the result; `top_k_index` and `top_k_weights` ``[T, K]``. Ids of E and
+        above belong to another rank and add nothing.
         """
         self._check_activation("act_fn")
         config, down, transposed = self.neuron_config, self.down_proj, self.is_transposed
@@ -85,6 +72,7 @@ class NeuronExperts(NeuronBlock):
             backend=self._call_backend(hidden_states.shape[0]),
             activations=self.neuron_keep,
             training=self.training,
+            cache_weights=caches_weights(self),
         )
 
 
@@ -102,6 +90,7 @@ class KernelLayoutExperts(KernelLayoutMixin, NeuronExperts):
         self.is_transposed = True
 
 
+@public
 def register_experts_implementation(
     config: NeuronMoEConfig | Mapping[str, Any] | None = None, name: str = "neuron_moe"
 ) -> Callable[..., Tensor]:
@@ -119,35 +108,26 @@ def register_experts_implementation(
 
     Returns:
         The registered function.
-
-    Raises:
-        ConfigError: `name` belongs to another implementation, or `config` asks for the kernel home or for a policy that
-            only `patch_model` can resolve.
     """
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    where = "register_experts_implementation"
     options = NeuronMoEConfig() if config is None else config
     if not isinstance(options, NeuronMoEConfig):
         options = NeuronMoEConfig.from_dict(options)
     if options.weights == "kernel":
-        raise refuse(
-            ConfigError,
-            where=where,
-            argument="config.weights",
-            expected="'auto' or 'stock', since the parameters stay the model's own",
-            got="'kernel'",
-            remedy="Use patch_model for weights in kernel layout.",
+        raise ConfigError.about(
+            "config.weights",
+            "'auto' or 'stock', since the parameters stay the model's own",
+            "'kernel'",
+            "Use patch_model for weights in kernel layout.",
         )
     existing = ALL_EXPERTS_FUNCTIONS.get(name)
     if name == "eager" or (existing is not None and not isinstance(existing, _RegisteredExperts)):
-        raise refuse(
-            ConfigError,
-            where=where,
-            argument="name",
-            expected="a name that no other experts implementation has",
-            got=repr(name),
-            remedy="Choose another name, for example 'neuron_moe'.",
+        raise ConfigError.about(
+            "name",
+            "a name that no other experts implementation has",
+            repr(name),
+            "Choose another name, for example 'neuron_moe'.",
         )
     function = _RegisteredExperts(options)
     ALL_EXPERTS_FUNCTIONS.register(name, function)
@@ -176,19 +156,20 @@ class _RegisteredExperts:
             backend=self._backend(module, hidden_states),
             activations=self.keep,
             training=module.training,
+            cache_weights=caches_weights(module),
         )
 
     def _backend(self, module: Any, hidden_states: Tensor) -> str:
-        config, (hidden, inner) = self.config, _sizes(module)
+        config = self.config
         # Where PyTorch may not take over, a call that is too long is the backend's to refuse.
         tokens = hidden_states.shape[0] if config.fallback == "torch" else 0
 
-        def why_not(kernels: Any) -> str | None:
-            reason: str | None = kernels.why_not_experts(config.precision, hidden, inner, config.block_size, tokens)
-            return reason
+        def support(kernels: Backend) -> Support:
+            shape = BlockShape("experts", *_sizes(module), len(module.down_proj))
+            spec = BlockSpec(config.precision, config.block_size, module.is_transposed)
+            return kernels.support(shape, spec, tokens=tokens)
 
-        name = usable_backend(config, hidden_states.device, type(module).__name__, why_not, self.told)
-        return for_weights_of(name, module)
+        return usable_backend(config, hidden_states.device, type(module).__name__, support, self.told)
 
 
 def _sizes(module: Any) -> tuple[int, int]:
@@ -198,15 +179,14 @@ def _sizes(module: Any) -> tuple[int, int]:
 
 
 @torch.compiler.assume_constant_result  # decided once per compiled module: the flags are set when it is made
+@public("experts implementation of hf_neuron_moe")
 def _check_supported(module: nn.Module) -> bool:
     reason = why_not_swiglu_experts(module)
     if reason is not None:
-        raise refuse(
-            UnsupportedModelError,
-            where="experts implementation of hf_neuron_moe",
-            argument=type(module).__name__,
-            expected="a plain SwiGLU experts module",
-            got=f"one that the kernels cannot compute: {reason}",
-            remedy="Use model.set_experts_implementation('grouped_mm') for this model.",
+        raise UnsupportedModelError.about(
+            type(module).__name__,
+            "a plain SwiGLU experts module",
+            f"one that the kernels cannot compute: {reason}",
+            "Use model.set_experts_implementation('grouped_mm') for this model.",
         )
     return True

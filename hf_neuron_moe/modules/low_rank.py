@@ -17,28 +17,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_neuron_moe.activation_policy import parse_keep
+from hf_neuron_moe.backends.spec import BlockCall, BlockSpec
+from hf_neuron_moe.errors import public
 from hf_neuron_moe.modules import ops
-from hf_neuron_moe.modules.block import has_call_hooks
 from hf_neuron_moe.modules.ops_checks import COMPUTE_DTYPE, check_mlp, check_no_transform
+from hf_neuron_moe.modules.structure import has_call_hooks
 
 _LORA_LINEAR = ("peft.tuners.lora.layer", "Linear")
 
 
 @dataclass(frozen=True)
 class LowRank:
-    """A linear layer's weight and what its active adapters add to it.
-
-    Attributes:
-        weight_ON: the base weight.
-        a_RN: factor applied to the input; None where nothing is added.
-        b_OR: factor applied after it; None where nothing is added.
-        scaling: factor of their product.
-    """
+    """A linear layer's weight and what its active adapters add to it."""
 
     weight_ON: Tensor
+    """The base weight."""
     a_RN: Tensor | None = None
+    """Factor applied to the input; None where nothing is added."""
     b_OR: Tensor | None = None
+    """Factor applied after it; None where nothing is added."""
     scaling: float = 1.0
+    """Factor of their product."""
 
     @property
     def effective(self) -> Tensor:
@@ -93,38 +93,28 @@ def low_rank_of(layer: Any) -> LowRank:
     return LowRank(weight_ON, torch.cat(factors_a), torch.cat(scaled_b, dim=1))
 
 
+@public("swiglu_mlp")
 def low_rank_mlp(
-    x_SH: Tensor, layers: Sequence[LowRank], *, precision: str, backend: str, activations: str, training: bool
+    x_SH: Tensor, layers: Sequence[LowRank], *, precision: str, activations: str, training: bool, **where: Any
 ) -> Tensor:
     """``down(silu(gate(x)) * up(x))`` whose weights have adapters, in `precision`, differentiable.
 
-    Args:
-        x_SH: ``[S, H]``, any float dtype.
-        layers: gate ``[I, H]``, up ``[I, H]`` and down ``[H, I]``; or gate_up ``[2I, H]``, gate rows first, and down.
-        precision: as in :func:`hf_neuron_moe.modules.ops.swiglu_mlp`.
-        backend: likewise.
-        activations: likewise; a canonical keep string.
-        training: likewise.
-
-    Returns:
-        ``[S, H]`` in the dtype of `x_SH`.
-
-    Raises:
-        DTypeError, ShapeError, DeviceError: an argument does not fit the others.
-        GradientError: `x_SH` belongs to a transform of ``torch.func``.
+    `layers` are gate ``[I, H]``, up ``[I, H]`` and down ``[H, I]``; or gate_up ``[2I, H]``, gate rows first, and down.
+    Other arguments and the result are those of :func:`hf_neuron_moe.modules.ops.swiglu_mlp`; `where` has `backend` and
+    `cache_weights`, `activations` is a canonical keep string.
     """
-    check_no_transform("swiglu_mlp", (x_SH,))
+    check_no_transform((x_SH,))
     learned = [tensor for layer in layers for tensor in (layer.weight_ON, layer.a_RN, layer.b_OR) if tensor is not None]
     if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in (x_SH, *learned)):
         with ops.exact_dtypes(x_SH):  # no autocast of the factors' product
             weights = _three([layer.effective for layer in layers])
-        options: dict[str, Any] = {"precision": precision, "backend": backend, "activations": activations}
-        return ops.swiglu_mlp(x_SH, *weights, **options, training=training)
+        return ops.swiglu_mlp(x_SH, *weights, precision=precision, activations=activations, training=training, **where)
     check_mlp(x_SH, *_three([layer.weight_ON for layer in layers]), precision)
     tensors = [tensor for layer in layers for tensor in (layer.weight_ON, layer.a_RN, layer.b_OR)]
     scalings = tuple(layer.scaling for layer in layers)
     compute_SH = x_SH.to(COMPUTE_DTYPE[precision])
-    y_SH: Tensor = _LowRankMLP.apply(compute_SH, scalings, (precision, backend, activations), *tensors)
+    call = BlockCall(BlockSpec(precision), parse_keep(activations), **where).encode()
+    y_SH: Tensor = _LowRankMLP.apply(compute_SH, scalings, call, *tensors)
     return y_SH.to(x_SH.dtype)
 
 
@@ -132,23 +122,22 @@ class _LowRankMLP(torch.autograd.Function):
     """The operator on changed weights, which are made again for its backward."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x_SH: Tensor, scalings: tuple[float, ...], options: tuple[str, str, str], *tensors: Tensor | None
-    ) -> Tensor:
-        ctx.scalings, ctx.options = scalings, options
+    def forward(ctx: Any, x_SH: Tensor, scalings: tuple[float, ...], call: str, *tensors: Tensor | None) -> Tensor:
+        ctx.scalings, ctx.call = scalings, call
         weights = _three(_all_effective(tensors, scalings, x_SH))
-        y_SH, *saved = ops.mlp_fwd(x_SH, *weights, *options)
-        ctx.save_for_backward(ops._kept_input(x_SH, options[2]), *tensors, *saved)
+        y_SH, *saved = ops.mlp_fwd(x_SH, *weights, call)
+        kept_SH = ops.saved_input(x_SH, BlockCall.decode(call).keep)
+        ctx.save_for_backward(kept_SH, *tensors, *saved)
         return y_SH
 
     @staticmethod
     def backward(ctx: Any, dout_SH: Tensor) -> tuple[Tensor | None, ...]:
         x_SH, *rest = ctx.saved_tensors
-        tensors, saved = rest[: -len(_SAVED)], rest[-len(_SAVED) :]
+        tensors, saved = rest[:-_SAVED], rest[-_SAVED:]
         needs = ctx.needs_input_grad[3:]
         weights = _three(_all_effective(tensors, ctx.scalings, dout_SH))
         wants = (ctx.needs_input_grad[0], any(needs))
-        dx, *d_weights = ops.mlp_bwd(dout_SH.contiguous(), x_SH, *weights, *saved, *ctx.options, *wants)
+        dx, *d_weights = ops.mlp_bwd(dout_SH.contiguous(), x_SH, *weights, *saved, ctx.call, *wants)
         grads: list[Tensor | None] = []
         if len(tensors) == 6 and wants[1]:
             d_weights = [torch.cat(d_weights[:2]), d_weights[2]]
@@ -159,8 +148,8 @@ class _LowRankMLP(torch.autograd.Function):
         return dx if wants[0] else None, None, None, *grads
 
 
-_SAVED = ("a", "b", "c", "d")
-"""What the operator keeps: four tensors."""
+_SAVED = 4
+"""Number of tensors that the operator saves."""
 
 
 def _layer_grads(

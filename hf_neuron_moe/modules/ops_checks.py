@@ -10,45 +10,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.errors import ConfigError, DTypeError, GradientError, ShapeError, nearest, refuse
-from hf_neuron_moe.kernels.checks import check_dtype, check_multiple, check_same_device, check_shape
+from hf_neuron_moe.checks import check_dtype, check_multiple, check_same_device, check_shape
+from hf_neuron_moe.errors import ConfigError, DTypeError, GradientError, ShapeError, naming, nearest, public
 
 COMPUTE_DTYPE = {"bf16": torch.bfloat16, "mxfp8": torch.bfloat16, "fp32": torch.float32}
 _FLOATS = (torch.bfloat16, torch.float32, torch.float16)
 _FLOAT_SET = frozenset(_FLOATS)
 
 
-def check_no_transform(where: str, tensors: tuple[Tensor, ...]) -> None:
-    """Refuse tensors inside ``torch.func`` transforms (grad, vjp, jvp, vmap), for which the operators have no rules.
-
-    Raises:
-        GradientError: as said.
-    """
+def check_no_transform(tensors: tuple[Tensor, ...]) -> None:
+    """Refuse tensors inside ``torch.func`` transforms (grad, vjp, jvp, vmap), for which the operators have no rules."""
     if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None:
         return
     if any(torch._C._functorch.is_functorch_wrapped_tensor(tensor) for tensor in tensors):
-        raise refuse(
-            GradientError,
-            where=where,
-            argument="every argument",
-            expected="a tensor outside of torch.func's transforms, for which the operators have no rules",
-            got="one inside of grad, vjp, jvp, vmap or another one",
-            remedy="Use backward() or torch.autograd.grad, or call unpatch_model(model) first.",
+        raise GradientError.about(
+            "every argument",
+            "a tensor outside of torch.func's transforms, for which the operators have no rules",
+            "one inside of grad, vjp, jvp, vmap or another one",
+            "Use backward() or torch.autograd.grad, or call unpatch_model(model) first.",
         )
 
 
-def check_hidden_states(hidden_states: Any, weight: Tensor, axis: int, where: str) -> None:
+def check_hidden_states(hidden_states: Any, weight: Tensor, axis: int, name: str) -> None:
     """Refuse under a block's name what its call cannot mean, before the operator refuses it under the kernels' names.
 
-    Args:
-        hidden_states: the block's input.
-        weight: one of the block's weights.
-        axis: the axis of `weight` that has H entries.
-        where: the block's name.
-
-    Raises:
-        DTypeError: `hidden_states` is no tensor, or it or `weight` has a dtype that the operators do not take.
-        ShapeError: `hidden_states` has no dimensions, or its last one is not H.
+    `axis` is the axis of `weight` that has H entries.
     """
     if (
         isinstance(hidden_states, Tensor)
@@ -58,47 +44,47 @@ def check_hidden_states(hidden_states: Any, weight: Tensor, axis: int, where: st
         and weight.dtype in _FLOAT_SET
     ):
         return
+    with naming(name):
+        _check_hidden_states(hidden_states, weight, axis)
+
+
+def _check_hidden_states(hidden_states: Any, weight: Tensor, axis: int) -> None:
     if not isinstance(hidden_states, Tensor):
-        check_dtype(hidden_states, _FLOATS, where=where, argument="hidden_states")
+        check_dtype(hidden_states, _FLOATS, argument="hidden_states")
     hidden, given = weight.shape[axis], list(hidden_states.shape)
     if not given or given[-1] != hidden:
-        raise refuse(
-            ShapeError,
-            where=where,
-            argument="hidden_states",
-            expected=f"a tensor of shape [..., H] with H={hidden}",
-            got=str(given),
-            remedy="Its last axis has the features.",
+        raise ShapeError.about(
+            "hidden_states",
+            f"a tensor of shape [..., H] with H={hidden}",
+            str(given),
+            "Its last axis has the features.",
         )
     cast = f"Convert it, for example with .to({weight.dtype})."
     if weight.dtype not in _FLOAT_SET:
         cast = "Cast the model to one of these, for example model.to(torch.bfloat16)."
     for argument, tensor in (("hidden_states", hidden_states), ("the weights", weight)):
         if tensor.dtype not in _FLOAT_SET:
-            raise refuse(
-                DTypeError,
-                where=where,
-                argument=argument,
-                expected=f"of dtype {' or '.join(str(dtype).removeprefix('torch.') for dtype in _FLOATS)}",
-                got=str(tensor.dtype),
-                remedy=cast,
+            raise DTypeError.about(
+                argument,
+                f"of dtype {' or '.join(str(dtype).removeprefix('torch.') for dtype in _FLOATS)}",
+                str(tensor.dtype),
+                cast,
             )
 
 
-def check_precision(precision: str, where: str) -> None:
+def check_precision(precision: str) -> None:
     """Refuse an unknown precision (ConfigError)."""
     if precision not in COMPUTE_DTYPE:
         known = list(COMPUTE_DTYPE)
-        raise refuse(
-            ConfigError,
-            where=where,
-            argument="precision",
-            expected=f"one of {', '.join(known)}",
-            got=repr(precision),
-            remedy=f"Choose one of these.{nearest(str(precision), known)}",
+        raise ConfigError.about(
+            "precision",
+            f"one of {', '.join(known)}",
+            repr(precision),
+            f"Choose one of these.{nearest(str(precision), known)}",
         )
 
 
+@public("swiglu_mlp")
 def check_mlp(x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, precision: str) -> None:
     """Check the arguments of :func:`~hf_neuron_moe.modules.ops.swiglu_mlp` against each other."""
     if (
@@ -111,19 +97,19 @@ def check_mlp(x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, pre
         and x_SH.device == gate_IH.device == up_IH.device == down_HI.device
     ):
         return  # the usual case in a few microseconds; what follows finds out what is wrong
-    where = "swiglu_mlp"
-    check_precision(precision, where)
+    check_precision(precision)
     tensors: dict[str, Tensor | None] = {"x_SH": x_SH, "gate_IH": gate_IH, "up_IH": up_IH, "down_HI": down_HI}
     for name, tensor in tensors.items():
-        check_dtype(tensor, _FLOATS, where=where, argument=name)  # type: ignore[arg-type]
-    check_shape(x_SH, (None, None), "[S, H]", where=where, argument="x_SH")
-    check_shape(gate_IH, (None, x_SH.shape[1]), "[I, H]", where=where, argument="gate_IH")
+        check_dtype(tensor, _FLOATS, argument=name)
+    check_shape(x_SH, (None, None), "[S, H]", argument="x_SH")
+    check_shape(gate_IH, (None, x_SH.shape[1]), "[I, H]", argument="gate_IH")
     inner, hidden = gate_IH.shape
-    check_shape(up_IH, (inner, hidden), "[I, H]", where=where, argument="up_IH")
-    check_shape(down_HI, (hidden, inner), "[H, I]", where=where, argument="down_HI")
-    check_same_device(tensors, where=where)
+    check_shape(up_IH, (inner, hidden), "[I, H]", argument="up_IH")
+    check_shape(down_HI, (hidden, inner), "[H, I]", argument="down_HI")
+    check_same_device(tensors)
 
 
+@public("experts")
 def check_experts(
     x_TH: Tensor,
     index_TK: Tensor,
@@ -146,26 +132,23 @@ def check_experts(
         and (*index_TK.shape[:1], *gate_up.shape) == _expected_sizes(x_TH, down, transposed)
     ):
         return
-    where = "experts"
-    check_precision(precision, where)
+    check_precision(precision)
     floats = {"x_TH": x_TH, "top_k_weights_TK": weights_TK, "gate_up": gate_up, "down": down}
     for name, tensor in floats.items():
-        check_dtype(tensor, _FLOATS, where=where, argument=name)
-    check_dtype(index_TK, (torch.int64, torch.int32), where=where, argument="top_k_index_TK")
-    check_shape(x_TH, (None, None), "[T, H]", where=where, argument="x_TH")
+        check_dtype(tensor, _FLOATS, argument=name)
+    check_dtype(index_TK, (torch.int64, torch.int32), argument="top_k_index_TK")
+    check_shape(x_TH, (None, None), "[T, H]", argument="x_TH")
     tokens, hidden = x_TH.shape
-    check_shape(index_TK, (tokens, None), "[T, K]", where=where, argument="top_k_index_TK")
-    check_shape(weights_TK, tuple(index_TK.shape), "[T, K]", where=where, argument="top_k_weights_TK")
+    check_shape(index_TK, (tokens, None), "[T, K]", argument="top_k_index_TK")
+    check_shape(weights_TK, tuple(index_TK.shape), "[T, K]", argument="top_k_weights_TK")
     names = ("[E, H, 2I]", "[E, I, H]") if transposed else ("[E, 2I, H]", "[E, H, I]")
-    check_shape(
-        gate_up, (None, hidden, None) if transposed else (None, None, hidden), names[0], where=where, argument="gate_up"
-    )
+    check_shape(gate_up, (None, hidden, None) if transposed else (None, None, hidden), names[0], argument="gate_up")
     both = gate_up.shape[2 if transposed else 1]
     inner = both // 2
     shape = (gate_up.shape[0], inner, hidden) if transposed else (gate_up.shape[0], hidden, inner)
-    check_shape(down, shape, names[1], where=where, argument="down")
-    check_multiple(both, 2, "2I", "gate, then up", where=where, argument="gate_up")
-    check_same_device({**floats, "top_k_index_TK": index_TK}, where=where)
+    check_shape(down, shape, names[1], argument="down")
+    check_multiple(both, 2, "2I of gate_up", "gate, then up")
+    check_same_device({**floats, "top_k_index_TK": index_TK})
 
 
 def _expected_sizes(x_TH: Tensor, down: Tensor, transposed: bool) -> tuple[int, ...]:

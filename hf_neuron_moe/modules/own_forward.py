@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_neuron_moe.errors import UnsupportedModelError, refuse
+from hf_neuron_moe.errors import UnsupportedModelError
 from hf_neuron_moe.modules.state_dict import KernelLayoutMixin
 
 
@@ -93,35 +93,23 @@ def _behind(function: Any) -> list[Any]:
 
 @torch.compiler.assume_constant_result  # a forward is put on a block once, not by what it computes
 def check_own_forward(block: nn.Module, name: str) -> bool:
-    """Refuse to call a `block` that was taken over, or whose weights accelerate offloads by their stock names.
-
-    Args:
-        block: a patched block.
-        name: its name in the model.
-
-    Raises:
-        UnsupportedModelError: as :func:`is_taken_over` says, or the block's weights are offloaded and in kernel layout.
-    """
+    """Refuse to call a `block` that was taken over, or whose weights accelerate offloads by their stock names."""
     if isinstance(block, KernelLayoutMixin) and _is_offloaded(block):
-        raise refuse(
-            UnsupportedModelError,
-            where=name,
-            argument="weights",
-            expected="in memory while they are in kernel layout",
-            got="weights that accelerate offloads, which finds them by their stock names and shapes",
-            remedy="Load the model again and patch it with weights='stock', or do not offload it.",
-        )
+        raise UnsupportedModelError.about(
+            "weights",
+            "in memory while they are in kernel layout",
+            "weights that accelerate offloads, which finds them by their stock names and shapes",
+            "Load the model again and patch it with weights='stock', or do not offload it.",
+        ).named(name)
     if is_taken_over(block):
         forward = block.__dict__["forward"]
-        raise refuse(
-            UnsupportedModelError,
-            where=name,
-            argument="forward",
-            expected="the patched block's own",
-            got=described(forward) + ", put on the block later",
-            remedy="If you passed use_liger_kernel=True, leave it out or pass liger_kernel_config={'swiglu': False}. "
+        raise UnsupportedModelError.about(
+            "forward",
+            "the patched block's own",
+            described(forward) + ", put on the block later",
+            "If you passed use_liger_kernel=True, leave it out or pass liger_kernel_config={'swiglu': False}. "
             f"If not, delete the forward (`del block.forward`), or unpatch the model and pass exclude=[{name!r}].",
-        )
+        ).named(name)
     return True
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_neuron_moe.errors import NeuronMoEError, UnsupportedModelError, refuse
+from hf_neuron_moe.errors import NeuronMoEError, UnsupportedModelError
 
 NAME = "replaced_layers"
 """Attribute of a block in kernel layout."""
@@ -41,11 +41,7 @@ class ReplacedLayers(nn.Module):
             level.add_module(name, _ReplacedLinear(out_features, in_features))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute.
-
-        Raises:
-            UnsupportedModelError: `value` would take a replaced layer's place.
-        """
+        """Set an attribute."""
         if isinstance(value, nn.Module) and name in self.__dict__.get("_modules", ()):
             raise adapters_refused(self.neuron_name, name, f"a {type(value).__module__}.{type(value).__qualname__}")
         super().__setattr__(name, value)
@@ -70,13 +66,11 @@ class _ReplacedLinear(nn.Linear):
 def adapters_refused(block: str, layers: str, got: str) -> NeuronMoEError:
     """Return the error for adapters on `layers`, whose weights the block has in kernel layout."""
     inside = block.rpartition(".")[2] or block
-    return refuse(
-        UnsupportedModelError,
-        where=block,
-        argument=layers,
-        expected="without adapters of its own while the block's weights are in kernel layout",
-        got=got,
-        remedy="Load the model again (layers in front of this one may have adapters by now) and patch it with "
+    return UnsupportedModelError.about(
+        layers,
+        "without adapters of its own while the block's weights are in kernel layout",
+        got,
+        "Load the model again (layers in front of this one may have adapters by now) and patch it with "
         f"weights='stock'. Or target the parameters: target_parameters=['{inside}.gate_up_proj', "
         f"'{inside}.down_proj'], and merge before saving.",
-    )
+    ).named(block)

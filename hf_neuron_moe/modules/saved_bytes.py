@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 
-from hf_neuron_moe.activation_policy import kept_up_columns, parse_keep
+from hf_neuron_moe.activation_policy import Keep, kept_up_columns, parse_keep
 from hf_neuron_moe.backends import get_backend
+from hf_neuron_moe.backends.spec import BlockShape, BlockSpec
+from hf_neuron_moe.config import DEFAULT_BACKEND
 from hf_neuron_moe.modules.ops_checks import COMPUTE_DTYPE
 
 ROUTING_BYTES = torch.int64.itemsize + torch.float32.itemsize
@@ -28,47 +30,39 @@ _SILU_FLOPS = 4
 
 
 @dataclass(frozen=True)
-class BlockShape:
-    """What the bytes and operations of one block depend on.
-
-    Attributes:
-        precision: ``"bf16"``, ``"mxfp8"`` or ``"fp32"``.
-        hidden: H.
-        intermediate: I.
-        top_k: K of routed experts; None for a dense MLP; 0 where it is not known.
-        backend: a name that :func:`~hf_neuron_moe.backends.resolve_backend` returned.
-        frozen: whether the weights are MX codes, which have no gradient that would read the input.
-        experts: E; None for a dense MLP and where no kernel keeps blocks of tokens.
-        block_size: tokens per block, read for experts.
-    """
+class SavedBlock:
+    """What the bytes and operations of one block depend on."""
 
     precision: str
+    """``"bf16"``, ``"mxfp8"`` or ``"fp32"``."""
     hidden: int
+    """H."""
     intermediate: int
+    """I."""
     top_k: int | None = None
-    backend: str = "torch"
+    """K of routed experts; None for a dense MLP; 0 where it is not known."""
+    backend: str = DEFAULT_BACKEND
+    """A name that :func:`~hf_neuron_moe.backends.resolve_backend` returned."""
     frozen: bool = False
+    """Whether the weights are MX codes, which have no gradient that would read the input."""
     experts: int | None = None
+    """E; None for a dense MLP and where no kernel keeps blocks of tokens."""
     block_size: int = _TILE
+    """Tokens per block, read for experts."""
 
 
-def saved_bytes(shape: BlockShape, keep: str) -> float:
+def saved_bytes(shape: SavedBlock, keep: str) -> float:
     """Return the bytes per token that the block's operator keeps: input, routing and checkpoints.
 
     A model that also keeps the block's input or its routing elsewhere, as most do, pays for those once. What comes on
     top with every call is :func:`saved_bytes_per_call`.
 
-    Args:
-        shape: the block.
-        keep: a canonical keep string.
-
-    Returns:
-        A whole number, or NaN where `shape` does not know the number of experts per token.
+    NaN where `shape` does not know the number of experts per token.
     """
     return _line_of(shape, keep)[0]
 
 
-def saved_bytes_per_call(shape: BlockShape, keep: str) -> float:
+def saved_bytes_per_call(shape: SavedBlock, keep: str) -> float:
     """Return the bytes that every call keeps whatever its tokens, on top of :func:`saved_bytes` per token.
 
     Kernels of experts keep whole blocks, as many as the worst routing needs: E - 1 more than full ones would be. The
@@ -77,42 +71,36 @@ def saved_bytes_per_call(shape: BlockShape, keep: str) -> float:
     return _line_of(shape, keep)[1]
 
 
-def saved_bytes_of_call(shape: BlockShape, keep: str, tokens: int) -> int:
+def saved_bytes_of_call(shape: SavedBlock, keep: str, tokens: int) -> int:
     """Return the bytes that the block's operator keeps of a call with so many tokens.
 
-    Args:
-        shape: the block; it knows the number of experts per token.
-        keep: a canonical keep string.
-        tokens: T.
+    `shape` knows the number of experts per token.
     """
     x = torch.empty((tokens, shape.hidden), dtype=COMPUTE_DTYPE[shape.precision], device="meta")
     kept = parse_keep(keep)
-    tensors = [*_checkpoints(shape, keep, x)]
+    tensors = [*_checkpoints(shape, kept, x)]
     if kept.keeps_input_frozen if shape.frozen else kept.keeps_input:
         tensors.append(x)
     routing = 0 if shape.top_k is None else shape.top_k * ROUTING_BYTES
     return sum(tensor.nbytes for tensor in tensors) + routing * tokens
 
 
-def _checkpoints(shape: BlockShape, keep: str, x: torch.Tensor) -> Sequence[torch.Tensor]:
-    backend, inner = get_backend(shape.backend), shape.intermediate
-    if shape.experts is None or shape.top_k is None:
-        make = backend.frozen_fake_saved if shape.frozen else backend.fake_saved
-        return make(x, x.shape[0] * (shape.top_k or 1), inner, keep)
-    gate_up, down = (
-        x.new_empty((shape.experts, *sizes)) for sizes in ((2 * inner, shape.hidden), (shape.hidden, inner))
-    )
-    index = torch.empty((x.shape[0], shape.top_k), dtype=torch.int64, device="meta")
-    return backend.fake_experts_saved(x, index, gate_up, down, False, shape.precision, shape.block_size, keep)
+def _checkpoints(shape: SavedBlock, keep: Keep, x: torch.Tensor) -> Sequence[torch.Tensor]:
+    backend = get_backend(shape.backend)
+    if shape.frozen:
+        return backend.quantized_fake_saved(x, x.shape[0] * (shape.top_k or 1), shape.intermediate, keep)
+    kind = "mlp" if shape.top_k is None else "experts"
+    sizes = BlockShape(kind, shape.hidden, shape.intermediate, shape.experts, shape.top_k)
+    return backend.fake_saved(x, sizes, BlockSpec(shape.precision, shape.block_size), keep)
 
 
-def _line_of(shape: BlockShape, keep: str) -> tuple[float, float]:
+def _line_of(shape: SavedBlock, keep: str) -> tuple[float, float]:
     backend: Any = get_backend(shape.backend)
     return _line(backend, shape, keep)
 
 
 @functools.cache
-def _line(backend: Any, shape: BlockShape, keep: str) -> tuple[float, float]:
+def _line(backend: Any, shape: SavedBlock, keep: str) -> tuple[float, float]:
     """Bytes per token and per call, of calls whose tokens fill whole tiles and an even number of whole blocks.
 
     What the kernels keep depends on their release, so the backend is part of the question.
@@ -124,7 +112,7 @@ def _line(backend: Any, shape: BlockShape, keep: str) -> tuple[float, float]:
     return (twice - once) / step, 2.0 * once - twice
 
 
-def recomputed_flops(shape: BlockShape, keep: str) -> int:
+def recomputed_flops(shape: SavedBlock, keep: str) -> int:
     """Return the floating-point operations per token that the backward spends on what was not kept.
 
     A multiplication and its addition count as two.

@@ -18,17 +18,14 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class WeightRule:
-    """How one kernel-layout parameter is made of stock tensors.
-
-    Attributes:
-        kernel: parameter name in the module of the kernel home.
-        stock: state_dict names (relative to the module) of equally shaped stock tensors, stacked along dim 0.
-        transposed: the kernel layout exchanges the last two dimensions.
-    """
+    """How one kernel-layout parameter is made of stock tensors."""
 
     kernel: str
+    """Parameter name in the module of the kernel home."""
     stock: tuple[str, ...]
+    """State_dict names (relative to the module) of equally shaped stock tensors, stacked along dim 0."""
     transposed: bool = False
+    """The kernel layout exchanges the last two dimensions."""
 
     @property
     def keeps_layout(self) -> bool:

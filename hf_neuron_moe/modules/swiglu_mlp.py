@@ -12,45 +12,41 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.compiler import is_compiling
 from torch.nn import functional as F
 
 from hf_neuron_moe.backends import drop_weight_copies, get_backend
 from hf_neuron_moe.config import NeuronMoEConfig
-from hf_neuron_moe.errors import NeuronMoEWarning, UnsupportedModelError, refuse
+from hf_neuron_moe.errors import NeuronMoEWarning, UnsupportedModelError
 from hf_neuron_moe.modules import ops
-from hf_neuron_moe.modules.activation import why_not_silu
-from hf_neuron_moe.modules.block import CALL_HOOKS, NeuronBlock, has_call_hooks, make_kernel_parameter
+from hf_neuron_moe.modules.backend_choice import caches_weights
+from hf_neuron_moe.modules.block import NeuronBlock, make_kernel_parameter
 from hf_neuron_moe.modules.low_rank import LowRank, is_lora_linear, low_rank_mlp, low_rank_of, why_not_low_rank
 from hf_neuron_moe.modules.ops_checks import check_hidden_states
 from hf_neuron_moe.modules.replaced_layers import NAME as REPLACED_LAYERS
 from hf_neuron_moe.modules.replaced_layers import ReplacedLayers, adapters_refused
-from hf_neuron_moe.modules.saved_bytes import BlockShape
+from hf_neuron_moe.modules.saved_bytes import SavedBlock
 from hf_neuron_moe.modules.state_dict import KernelLayoutMixin, WeightRule
+from hf_neuron_moe.modules.structure import CALL_HOOKS, has_call_hooks, is_inert, why_not_plain_linear, why_not_silu
 
 
 @dataclass(frozen=True)
 class DenseRoles:
-    """Which attribute of a dense MLP plays which part.
-
-    Attributes:
-        inputs: names of the linear layers before the product: ``(gate, up)`` or the single fused one ``(gate_up,)``
-            whose first I rows are the gate.
-        down: name of the linear layer after the product.
-        activation: name of the activation's attribute; None where forward calls the function itself.
-        half_size: name of the attribute, or the number, that a fused projection is split by; None where it is cut in
-            the middle.
-        extra_arguments: forward takes arguments that it does not use.
-        inert: names of attributes that change nothing while they are as they are: a dropout of 0.
-    """
+    """Which attribute of a dense MLP plays which part."""
 
     inputs: tuple[str, ...]
+    """Names of the linear layers before the product: ``(gate, up)`` or the single fused one ``(gate_up,)`` whose first
+    I rows are the gate."""
     down: str
+    """Name of the linear layer after the product."""
     activation: str | None
+    """Name of the activation's attribute; None where forward calls the function itself."""
     half_size: str | int | None = None
+    """Name of the attribute, or the number, that a fused projection is split by; None where it is cut in the middle."""
     extra_arguments: bool = False
+    """Forward takes arguments that it does not use."""
     inert: tuple[str, ...] = ()
+    """Names of attributes that change nothing while they are as they are: a dropout of 0."""
 
     @property
     def linears(self) -> tuple[str, ...]:
@@ -64,36 +60,6 @@ class DenseRoles:
             WeightRule("gate_up_proj", tuple(f"{name}.weight" for name in self.inputs)),
             WeightRule("down_proj", (f"{self.down}.weight",)),
         )
-
-
-def is_inert(value: Any) -> bool:
-    """Return whether an attribute is a dropout of 0, as a module without hooks or as a probability."""
-    if isinstance(value, nn.Module):
-        inert = type(value) is nn.Identity or (type(value) is nn.Dropout and value.p == 0)
-        return inert and not has_call_hooks(value) and "forward" not in value.__dict__
-    return type(value) in (int, float) and value == 0
-
-
-def why_not_plain_linear(module: Any) -> str | None:
-    """Return why `module` may compute something else than ``x @ weight.T``, or None for a plain linear layer."""
-    if type(module) is not nn.Linear:
-        return f"a {type(module).__module__}.{type(module).__qualname__}, not a plain torch.nn.Linear"
-    if getattr(module, "bias", None) is not None:
-        return "a linear layer with a bias"
-    if "forward" in module.__dict__:
-        return "a linear layer whose forward is overridden on the instance"
-    if has_call_hooks(module):
-        return "a linear layer with hooks"
-    weight: Any = module.weight
-    if type(weight) is Tensor and module.__dict__.get(
-        "_is_replica"
-    ):  # nn.DataParallel gives every device plain tensors
-        return None
-    if type(weight) is FakeTensor:  # a stand-in without values, in a forward that is run for its shapes
-        return None
-    if type(weight) is not nn.Parameter or type(weight.data) is not Tensor:
-        return f"a linear layer whose weight is a {type(weight).__name__} of {type(weight.data).__name__}"
-    return None
 
 
 class _Watch:
@@ -110,7 +76,7 @@ class _Watch:
         watched = [layer for _, layer in layers if layer is not None]
         watched += [activation] if isinstance(activation, nn.Module) else []
         self.hooks = [getattr(module, kind) for module in watched for kind in CALL_HOOKS]
-        self.few_rows = get_backend(backend).mlp_few_rows
+        self.decode = get_backend(backend).mlp_decode
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """Copy and pickle as None: a copied block has layers of its own to look at."""
@@ -146,12 +112,6 @@ class NeuronSwiGLUMLP(NeuronBlock):
     The linear layers are the original's own, under their names. LoRA that peft puts on them later is computed by the
     operator (:mod:`hf_neuron_moe.modules.low_rank`). If a layer is wrapped otherwise or gets a hook, the block computes
     through the layers instead and warns once, so that nothing is ignored silently.
-
-    Args:
-        original: the module to stand in for; its linear layers are shared, not copied.
-        name: its name in the model, for messages.
-        config: the resolved configuration.
-        roles: which of its attributes plays which part.
     """
 
     def __init__(self, original: nn.Module, name: str, config: NeuronMoEConfig, roles: DenseRoles) -> None:
@@ -163,12 +123,12 @@ class NeuronSwiGLUMLP(NeuronBlock):
         self._remember_activation(roles.activation)
 
     @property
-    def neuron_shape(self) -> BlockShape:
+    def neuron_shape(self) -> SavedBlock:
         """What the block's kept bytes depend on."""
         # Asked for after adapters were put on the layers too, which then have the sizes but not the weight.
         down: Any = self._modules.get(self.neuron_roles.down)
         hidden, inner = self._weights()[2].shape if down is None else (down.out_features, down.in_features)
-        return BlockShape(self.neuron_config.precision, hidden, inner, None, self.neuron_config.backend)
+        return SavedBlock(self.neuron_config.precision, hidden, inner, None, self.neuron_config.backend)
 
     def _why_not_fused(self) -> str | None:
         if self.neuron_watch is not None and self.neuron_watch.unchanged(self) is not None:
@@ -212,12 +172,7 @@ class NeuronSwiGLUMLP(NeuronBlock):
         return (*_halves(weights[0]), weights[1])
 
     def forward(self, hidden_states: Tensor, *unused: Any, **unused_by_name: Any) -> Tensor:
-        """Apply the block to ``hidden_states`` ``[..., H]``; the result has its shape and dtype.
-
-        Raises:
-            TypeError: further arguments are given, and the original does not take any.
-            UnsupportedModelError: a dropout is not 0 any more.
-        """
+        """Apply the block to ``hidden_states`` ``[..., H]``; the result has its shape and dtype."""
         if (unused or unused_by_name) and not self.neuron_roles.extra_arguments:
             raise TypeError(f"{self.neuron_name}: forward takes hidden_states only")
         if self.training and self.neuron_roles.inert:
@@ -244,8 +199,9 @@ class NeuronSwiGLUMLP(NeuronBlock):
             "backend": self._call_backend(x_SH.shape[0]),
             "activations": self.neuron_keep,
             "training": self.training,
+            "cache_weights": caches_weights(self),
         }
-        if config.backend != "torch":
+        if self.neuron_adapted or self.neuron_merged:
             self._note_merged()
         if layers:
             out_SH = low_rank_mlp(x_SH, layers, **options)
@@ -256,14 +212,12 @@ class NeuronSwiGLUMLP(NeuronBlock):
     def _check_inert(self) -> None:
         for name in self.neuron_roles.inert:
             if not is_inert(self._attribute(name)):
-                raise refuse(
-                    UnsupportedModelError,
-                    where=self.neuron_name,
-                    argument=name,
-                    expected="a dropout of 0 without hooks, as when the block was patched",
-                    got=f"{self._attribute(name)!r}",
-                    remedy="The kernels have no dropout: unpatch the model before changing it.",
-                )
+                raise UnsupportedModelError.about(
+                    name,
+                    "a dropout of 0 without hooks, as when the block was patched",
+                    f"{self._attribute(name)!r}",
+                    "The kernels have no dropout: unpatch the model before changing it.",
+                ).named(self.neuron_name)
 
     def _note_merged(self) -> None:
         """Drop the copies of the weights where adapters were merged or taken out since the last call.
@@ -292,7 +246,7 @@ class NeuronSwiGLUMLP(NeuronBlock):
         flat = len(shape) == 2
         x_SH = hidden_states if flat else hidden_states.reshape(-1, shape[-1])
         gate_IH, up_IH, down_HI = weights
-        y_SH = watch.few_rows(x_SH, gate_IH, up_IH, down_HI, self.neuron_config.precision)
+        y_SH = watch.decode(x_SH, gate_IH, up_IH, down_HI, self.neuron_config.precision)
         return y_SH if y_SH is None or flat else y_SH.view(shape)
 
     def _through_layers(self, hidden_states: Tensor, reason: str) -> Tensor:
@@ -352,20 +306,15 @@ class KernelLayoutSwiGLUMLP(KernelLayoutMixin, NeuronSwiGLUMLP):
 
         Args:
             name: the block's present name, which tells of peft's wrapper around it.
-
-        Raises:
-            UnsupportedModelError: peft wraps the block.
         """
         if name.endswith(".base_layer"):
-            raise refuse(
-                UnsupportedModelError,
-                where=self.neuron_name,
-                argument="the block",
-                expected="without adapters on its parameters in kernel layout when it is saved",
-                got="adapters that no stock model could load",
-                remedy="Call merge_and_unload() before saving. Or patch with weights='stock' and target the layers "
+            raise UnsupportedModelError.about(
+                "the block",
+                "without adapters on its parameters in kernel layout when it is saved",
+                "adapters that no stock model could load",
+                "Call merge_and_unload() before saving. Or patch with weights='stock' and target the layers "
                 f"{', '.join(self.neuron_roles.linears)} (target_modules).",
-            )
+            ).named(self.neuron_name)
 
     def _weights(self) -> tuple[Tensor, Tensor, Tensor]:
         return (*_halves(self.gate_up_proj), self.down_proj)

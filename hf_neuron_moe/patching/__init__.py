@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from hf_neuron_moe.patching.api import patch_model, unpatch_model
-from hf_neuron_moe.patching.change_backend import set_backend
-from hf_neuron_moe.patching.change_policy import set_activations
-from hf_neuron_moe.patching.refresh import refresh_weights
 from hf_neuron_moe.patching.report import PatchEntry, PatchReport
+from hf_neuron_moe.patching.update import refresh_weights, set_activations, set_backend
 
 __all__ = [
     "PatchEntry",

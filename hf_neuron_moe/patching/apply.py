@@ -16,12 +16,15 @@ from hf_neuron_moe.modules.backend_choice import LongCalls
 from hf_neuron_moe.modules.block import NeuronBlock, give_back, release_layout, restore_layout
 from hf_neuron_moe.modules.experts import KernelLayoutExperts, NeuronExperts
 from hf_neuron_moe.modules.swiglu_mlp import KernelLayoutSwiGLUMLP, NeuronSwiGLUMLP
-from hf_neuron_moe.patching import checkpoint_names, init_weights, optimizer_layout, replay
+from hf_neuron_moe.patching import checkpoint_names, checkpointing, init_weights, optimizer_layout
 from hf_neuron_moe.patching.discovery import Candidate
-from hf_neuron_moe.patching.report import PatchReport
+from hf_neuron_moe.patching.report import PatchReport, merged
 
 Slot = tuple[nn.Module, str]
 """A parent and the attribute under which it has a module registered."""
+
+Request = tuple[NeuronMoEConfig, tuple[str, ...], tuple[str, ...]]
+"""Config, include and exclude as asked for."""
 
 STATE = "_hf_neuron_moe_state"
 """Attribute of the patched model that holds its :class:`PatchState`; it is neither a submodule nor a parameter."""
@@ -34,57 +37,38 @@ class Swap:
     name: str
     original: nn.Module
     replacement: NeuronBlock
-    places: int = 0
-    """Number of slots in which the replacement was registered."""
+    places: int = 0  # number of slots in which the replacement was registered
 
 
 @dataclass
 class PatchState:
-    """What is needed to answer a second call and to undo the first.
-
-    Attributes:
-        report: result of the call that patched the model.
-        request: the arguments of that call: config, include, exclude.
-        swaps: replaced modules.
-        prefix: what came before the names within the patched model (``"base_model.model"`` for an adapter's wrapper).
-        resumable: models on which patching installed the checkpoint name conversion, and unpatching removes it.
-        replaying: models on which patching installed routing replay, and unpatching removes it.
-        initializing: models whose ``init_weights`` patching taught the blocks, until they are unpatched.
-    """
+    """What is needed to answer a second call and to undo the first."""
 
     report: PatchReport
-    request: tuple[NeuronMoEConfig, tuple[str, ...], tuple[str, ...]]
+    request: Request
     prefix: str = ""
+    """What came before the names within the patched model (``"base_model.model"`` for an adapter's wrapper)."""
     swaps: list[Swap] = field(default_factory=list)
     resumable: list[nn.Module] = field(default_factory=list)
-    replaying: list[nn.Module] = field(default_factory=list)
-    initializing: list[nn.Module] = field(default_factory=list)
+    """Models on which patching installed the checkpoint name conversion, and unpatching removes it."""
+    replaying: list[nn.Module] = field(default_factory=list)  # the same for routing replay
+    initializing: list[nn.Module] = field(default_factory=list)  # the same for ``init_weights``
 
 
 @dataclass(frozen=True)
 class PlanItem:
-    """A candidate to be patched and its resolved configuration.
-
-    Attributes:
-        candidate: the module.
-        config: backend and home of the weights are not ``"auto"``.
-        refusal: why the backend's kernels cannot compute it; None where they can, or where `config` allows PyTorch.
-        fallback: the same reason where PyTorch computes it instead; else empty.
-        weight_copy_bytes: bytes of copies of its weights that the kernels need, in their orientation and dtype.
-        most_tokens: number of tokens of one call above which PyTorch computes it; None where the kernels compute, or
-            refuse, every call.
-        notes: for the report.
-        kernel_sizes: H and I as the kernels get them; None where PyTorch computes it.
-    """
+    """A candidate to be patched and its resolved configuration."""
 
     candidate: Candidate
-    config: NeuronMoEConfig
+    config: NeuronMoEConfig  # backend and layout of the weights are not ``"auto"``
     refusal: str | None = None
-    fallback: str = ""
-    weight_copy_bytes: int = 0
+    """Why the backend's kernels cannot compute it; None where they can, or where `config` allows PyTorch."""
+    fallback: str = ""  # the same reason where PyTorch computes it instead; else empty
+    weight_copy_bytes: int = 0  # copies of its weights that the kernels need, in their orientation and dtype
     most_tokens: int | None = None
+    """Tokens of one call above which PyTorch computes it; None where kernels compute, or refuse, every call."""
     notes: tuple[str, ...] = ()
-    kernel_sizes: tuple[int, int] | None = None
+    kernel_sizes: tuple[int, int] | None = None  # H and I as the kernels get them; None where PyTorch computes it
 
 
 def apply_plan(model: nn.Module, plan: Sequence[PlanItem], state: PatchState) -> None:
@@ -106,9 +90,9 @@ def apply_plan(model: nn.Module, plan: Sequence[PlanItem], state: PatchState) ->
         undo.callback(checkpoint_names.remove, state.resumable)
         checkpoint_names.install(state.resumable)
         if any(entry.kind == "experts" for entry in state.report.entries):
-            state.replaying.extend(replay.unreplaying_models(model))
-            undo.callback(replay.remove, state.replaying)
-            replay.install(state.replaying)
+            state.replaying.extend(checkpointing.unreplaying_models(model))
+            undo.callback(checkpointing.remove, state.replaying)
+            checkpointing.install(state.replaying)
         state.initializing.extend(init_weights.uninstalled_models(model))
         undo.callback(init_weights.remove, state.initializing)
         init_weights.install(state.initializing)
@@ -134,9 +118,9 @@ def build(item: PlanItem) -> Swap:
     return Swap(candidate.name, candidate.module, replacement)
 
 
-def put_in(model: nn.Module, swap: Swap, slots: Mapping[int, Sequence[Slot]] | None = None) -> None:
-    """Register the replacement wherever the original is registered; `slots` are the model's, if they are known."""
-    places = holders(model, swap.original) if slots is None else slots.get(id(swap.original), ())
+def put_in(model: nn.Module, swap: Swap, slots: Mapping[int, Sequence[Slot]]) -> None:
+    """Register the replacement wherever the original is registered; `slots` are the model's, or those of the swap."""
+    places = slots.get(id(swap.original), ())
     for parent, attr in places:
         parent._modules[attr] = swap.replacement
     swap.places = len(places)
@@ -146,14 +130,9 @@ def take_out(model: nn.Module, swap: Swap, slots: Mapping[int, Sequence[Slot]] |
     """Register the original, with the replacement's present state, wherever the replacement is registered."""
     restore_layout(swap.replacement, swap.original)
     give_back(swap.replacement, swap.original)
-    places = holders(model, swap.replacement) if slots is None else slots.get(id(swap.replacement), ())
+    places = (all_slots(model) if slots is None else slots).get(id(swap.replacement), ())
     for parent, attr in places:
         parent._modules[attr] = swap.original
-
-
-def holders(model: nn.Module, module: nn.Module) -> list[Slot]:
-    """Return every ``(parent, attribute)`` of `model` under which `module` is registered."""
-    return all_slots(model).get(id(module), [])
 
 
 def all_slots(model: nn.Module) -> dict[int, list[Slot]]:
@@ -174,11 +153,21 @@ def states(model: nn.Module) -> Iterator[tuple[nn.Module, PatchState]]:
             yield module, state
 
 
+def report_of(model: nn.Module) -> PatchReport | None:
+    """Return the report of a patched model, or all of its parts' under the names that `model` has for them."""
+    found = list(states(model))
+    if len(found) < 2:
+        return found[0][1].report if found else None
+    names = {id(module): name for name, module in model.named_modules()}
+    # The entries' own names begin with the way from an adapter's wrapper to the patched model inside.
+    return merged({names[id(part)].removesuffix(state.prefix).removesuffix("."): state.report for part, state in found})
+
+
 def undo_patch(model: nn.Module, state: PatchState) -> None:
     """Take every replacement out of `model`. If it is interrupted, calling it again finishes the work."""
     drop_weight_copies(model.parameters())
     checkpoint_names.remove(state.resumable)
-    replay.remove(state.replaying)
+    checkpointing.remove(state.replaying)
     init_weights.remove(state.initializing)
     optimizer_layout.unwatch(model)
     with torch.inference_mode(False):  # the original parameters get new tensors, to be trained again

@@ -22,30 +22,19 @@ _SUMS = (1 << 9, 1 << 13)
 
 @dataclass(frozen=True)
 class Option:
-    """One policy that a block could have.
-
-    Attributes:
-        keep: its name.
-        saved: bytes per token that it keeps.
-        flops: operations per token that its backward computes again.
-    """
+    """One policy that a block could have."""
 
     keep: str
-    saved: float
-    flops: int
+    saved: float  # bytes per token that it keeps
+    flops: int  # operations per token that its backward computes again
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One option per block.
+    """One option per block."""
 
-    Attributes:
-        options: in the order of the blocks.
-        gap: operations per token by which the plan may be above the best one; 0 where it is the best.
-    """
-
-    options: tuple[Option, ...]
-    gap: float = 0.0
+    options: tuple[Option, ...]  # in the order of the blocks
+    gap: float = 0.0  # operations per token by which the plan may be above the best one; 0 where it is the best
 
     @property
     def saved(self) -> float:
@@ -64,14 +53,8 @@ def cheapest_plan(blocks: Sequence[Sequence[Option]], limit: float) -> Plan | No
     The plan is the best one, and among plans with equally many operations the one that keeps the fewest bytes, unless
     there are more sums to keep than a search may; several dozens of blocks of different sizes can have so many. Then
     the plan's `gap` says how far from the best one it is at most: never more than the largest step between two policies
-    of one block, and for 64 sizes about a thousandth of the operations that recomputing everything takes, or less.
-
-    Args:
-        blocks: each block's options.
-        limit: most bytes per token, all blocks together.
-
-    Returns:
-        The plan; None where even the smallest options exceed the limit.
+    of one block, and for 64 sizes about a thousandth of the operations that recomputing everything takes, or less. None
+    where even the smallest options exceed the limit (bytes per token, all blocks together).
     """
     own = [_undominated(options) for options in blocks]
     if sum(options[0].saved for options in own) > limit:
@@ -96,8 +79,7 @@ def cheapest_plan(blocks: Sequence[Sequence[Option]], limit: float) -> Plan | No
 def _bought(blocks: Sequence[Sequence[Option]], limit: float) -> tuple[Plan, float]:
     """Buy the steps between policies, those first that save the most operations per byte, as long as they fit.
 
-    Returns:
-        The plan, and the price: operations per byte of the first step that did not fit; 0 if all fit.
+    Returned are the plan and the price: operations per byte of the first step that did not fit; 0 if all fit.
     """
     steps = []
     for number, options in enumerate(blocks):
@@ -138,18 +120,11 @@ def _search(
 
     A sum's surplus is what it costs, bytes at their price, above the least that its blocks can cost. A plan's
     operations are the bound, its surplus, and the price of the room it leaves: no plan of more surplus than `slack`
-    is as good as the one that is known.
+    is as good as the one that is known. At most `most` sums are kept after each block; equal blocks are best in a row,
+    as many of their sums coincide.
 
-    Args:
-        blocks: each block's options, undominated; equal blocks best in a row, as many of their sums coincide.
-        limit: most bytes per token.
-        price: operations per byte.
-        slack: operations of the known plan above the bound.
-        most: sums to keep after each block.
-
-    Returns:
-        The best plan found, None if none as good as the known one was found, and by how many operations sums were
-        thinned out: so much more than the best plan's may its operations be, or the known one's.
+    Returned are the best plan found, None if none as good as the known one was found, and by how many operations sums
+    were thinned out: so much more than the best plan's may its operations be, or the known one's.
     """
     least_left = sum(options[0].saved for options in blocks)
     slack += 1e-9 * sum(option.flops + price * option.saved for options in blocks for option in options)  # roundings
@@ -194,9 +169,8 @@ def _thinned(
 ) -> tuple[npt.NDArray[np.intp], float]:
     """Divide the range of operations into `most` equal parts and keep the sum of each that has the fewest bytes.
 
-    Returns:
-        The sums that are left, and the width of a part: what was left out has no more than so many operations less
-        than a sum that was kept and has fewer bytes.
+    Returned are the sums that are left, and the width of a part: what was left out has no more than so many operations
+    less than a sum that was kept and has fewer bytes.
     """
     flops = flops_S[kept]
     width = -(-int(flops[0] - flops[-1] + 1) // most)

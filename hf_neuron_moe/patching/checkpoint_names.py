@@ -19,23 +19,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_neuron_moe.errors import UnsupportedModelError, refuse
+from hf_neuron_moe.errors import UnsupportedModelError, public
 from hf_neuron_moe.modules.state_dict import in_one_place
 
 
 @dataclass
 class Group:
-    """On-disk tensors that are converted together.
+    """On-disk tensors that are converted together."""
 
-    Attributes:
-        target: in-memory name of the (first) result.
-        converter: transformers' converter, None where the tensor is only renamed.
-        sources: on-disk name to the converter's pattern that matched it, in conversion order.
-    """
-
-    target: str
-    converter: Any
+    target: str  # in-memory name of the (first) result
+    converter: Any  # transformers' converter, None where the tensor is only renamed
     sources: dict[str, str | None] = field(default_factory=dict)
+    """On-disk name to the converter's pattern that matched it, in conversion order."""
 
 
 class StockView:
@@ -59,19 +54,12 @@ class StockView:
 
 @dataclass
 class NameMap:
-    """Between a model's in-memory state dict and its on-disk form.
+    """Between a model's in-memory state dict and its on-disk form."""
 
-    Attributes:
-        view: what conversions see of the model.
-        in_memory: in-memory name to meta tensor.
-        on_disk: on-disk name to meta tensor.
-        groups: the conversions that change a name or a tensor.
-    """
-
-    view: StockView
-    in_memory: dict[str, Tensor]
-    on_disk: dict[str, Tensor]
-    groups: list[Group]
+    view: StockView  # what conversions see of the model
+    in_memory: dict[str, Tensor]  # in-memory name to meta tensor
+    on_disk: dict[str, Tensor]  # on-disk name to meta tensor
+    groups: list[Group]  # the conversions that change a name or a tensor
 
     @classmethod
     def of(cls, model: Any, in_memory: dict[str, Tensor], conversions: list[Any]) -> NameMap:
@@ -169,6 +157,7 @@ def convert_checkpoint_names(
             return
 
 
+@public("load_state_dict")
 def _is_on_disk_form(
     names: NameMap, group: Group, given: Mapping[str, Tensor], from_disk: bool, state_dict: Mapping[str, Any]
 ) -> bool:
@@ -184,13 +173,11 @@ def _is_on_disk_form(
         return True
     if hasattr(state_dict, "_metadata"):  # set by Module.state_dict, absent from a dict read from a file
         return False
-    raise refuse(
-        UnsupportedModelError,
-        where="load_state_dict",
-        argument=", ".join(given),
-        expected="recognizable as on-disk or in-memory form, which have the same names and shapes in this model",
-        got="a plain dict of tensors",
-        remedy="Pass the result of model.state_dict() itself, or load the checkpoint with from_pretrained.",
+    raise UnsupportedModelError.about(
+        ", ".join(given),
+        "recognizable as on-disk or in-memory form, which have the same names and shapes in this model",
+        "a plain dict of tensors",
+        "Pass the result of model.state_dict() itself, or load the checkpoint with from_pretrained.",
     )
 
 
@@ -229,11 +216,6 @@ def remove(modules: list[nn.Module]) -> None:
             del module._load_state_dict_pre_hooks[key]
 
 
-def hooked_models(model: nn.Module) -> list[nn.Module]:
-    """Return the outermost transformers models in `model` that have the pre-hook."""
-    return [module for module in _roots(model) if _hook_ids(module)]
-
-
 def unhooked_models(model: nn.Module) -> list[nn.Module]:
     """Return the outermost transformers models in `model` that do not have the pre-hook."""
     return [module for module in _roots(model) if not _hook_ids(module)]
@@ -256,3 +238,17 @@ def _roots(model: nn.Module) -> list[nn.Module]:
 def _hook_ids(module: nn.Module) -> list[int]:
     hooks = module._load_state_dict_pre_hooks.items()
     return [key for key, wrapped in hooks if getattr(wrapped, "hook", None) is convert_checkpoint_names]
+
+
+def enable_moe_resume(model: nn.Module) -> None:
+    """Make ``load_state_dict`` of the transformers models in `model` read their checkpoint files, as resuming does.
+
+    ``patch_model`` does this; here it is for models that are not patched, or not yet. Keys under in-memory names load
+    as before. Calling it again changes nothing.
+    """
+    install(unhooked_models(model))
+
+
+def disable_moe_resume(model: nn.Module) -> None:
+    """Undo :func:`enable_moe_resume` on the model given to it; one without the hook is left as it is."""
+    remove(_roots(model))

@@ -16,26 +16,26 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from hf_neuron_moe.modules.activation import describe_activation, is_silu
-from hf_neuron_moe.modules.block import NeuronBlock, has_call_hooks
+from hf_neuron_moe.modules.block import NeuronBlock
 from hf_neuron_moe.modules.experts import expert_rules
-from hf_neuron_moe.modules.experts_check import (
-    is_decorated_experts,
-    why_not_swiglu_experts,
-)
 from hf_neuron_moe.modules.replaced_layers import ReplacedLayers
 from hf_neuron_moe.modules.state_dict import WeightRule
-from hf_neuron_moe.modules.swiglu_mlp import DenseRoles, is_inert, why_not_plain_linear
+from hf_neuron_moe.modules.structure import (
+    describe_activation,
+    has_call_hooks,
+    is_decorated_experts,
+    is_inert,
+    is_silu,
+    why_not_plain_linear,
+    why_not_swiglu_experts,
+)
+from hf_neuron_moe.modules.swiglu_mlp import DenseRoles
 from hf_neuron_moe.patching.formula import NotSwiGLU, dense_roles
 from hf_neuron_moe.patching.probe import probe_dense, probe_experts
 
 MLP, EXPERTS = "mlp", "experts"
 
-_DENSE_NAMES = (
-    ("gate_proj", "up_proj", "down_proj"),
-    ("gate_up_proj", "down_proj"),
-    ("w1", "w3", "w2"),
-)
+_DENSE_NAMES = (("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj"), ("w1", "w3", "w2"))
 """Child or parameter names that make a module a candidate."""
 _DENSE_SUFFIXES = ("MLP", "Mlp", "FeedForward", "FFN", "GLU")
 _EXPERTS_SUFFIX = "Experts"
@@ -46,31 +46,18 @@ _WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Candidate:
-    """A module that looks like an MLP or experts block.
-
-    Attributes:
-        name: first name in the model.
-        aliases: further names of the same object (a module shared by several layers).
-        kind: ``"mlp"`` or ``"experts"``.
-        module: the module itself.
-        reason: why the kernels cannot compute it; None where they can.
-        roles: which attribute plays which part, for a dense MLP that can be patched.
-        sizes: ``(E, H, I)``; E is None for a dense MLP.
-        top_k: experts per token; None for a dense MLP, 0 where the model does not say.
-        gated: False for two projections in a row, which no kernel here is meant for.
-        listed: number of MLPs in the ModuleList that holds it, which may be experts; 0 outside of such lists.
-    """
+    """A module that looks like an MLP or experts block."""
 
     name: str
-    aliases: tuple[str, ...]
-    kind: str
+    aliases: tuple[str, ...]  # further names of the same object (a module shared by several layers)
+    kind: str  # ``"mlp"`` or ``"experts"``
     module: nn.Module
-    reason: str | None = None
-    roles: DenseRoles | None = None
-    sizes: tuple[int | None, int | None, int | None] = (None, None, None)
-    top_k: int | None = None
-    gated: bool = True
-    listed: int = 0
+    reason: str | None = None  # why the kernels cannot compute it; None where they can
+    roles: DenseRoles | None = None  # which attribute plays which part, for a dense MLP that can be patched
+    sizes: tuple[int | None, int | None, int | None] = (None, None, None)  # ``(E, H, I)``; E is None for a dense MLP
+    top_k: int | None = None  # experts per token; None for a dense MLP, 0 where the model does not say
+    gated: bool = True  # False for two projections in a row, which no kernel here is meant for
+    listed: int = 0  # number of MLPs in the ModuleList that holds it, which may be experts; 0 outside of such lists
 
     @property
     def rules(self) -> tuple[WeightRule, ...]:
@@ -132,12 +119,16 @@ def _kind(module: nn.Module) -> str | None:
     direct_parameters = [param for param in module._parameters.values() if param is not None]
     if class_name.endswith(_EXPERTS_SUFFIX) and any(param.dim() == 3 for param in direct_parameters):
         return EXPERTS
-    owned = {**module._parameters, **module._modules}
-    if any(all(owned.get(part) is not None for part in parts) for parts in _DENSE_NAMES):
+    if _has_dense_names(module):
         return EXPERTS if any(param.dim() == 3 for param in direct_parameters) else MLP
     if class_name.endswith(_DENSE_SUFFIXES) and len(_matrices(module)) >= 2:
         return MLP
     return None
+
+
+def _has_dense_names(module: nn.Module) -> bool:
+    owned = {**module._parameters, **module._modules}
+    return any(all(owned.get(part) is not None for part in parts) for parts in _DENSE_NAMES)
 
 
 def _matrices(module: nn.Module) -> list[tuple[int, ...]]:
@@ -154,9 +145,8 @@ def _has_gate(kind: str, module: nn.Module) -> bool:
     """
     if kind == EXPERTS:
         return bool(getattr(module, "has_gate", True))
-    owned = {**module._parameters, **module._modules}
     matrices = _matrices(module)
-    if len(matrices) != 2 or any(all(owned.get(part) is not None for part in parts) for parts in _DENSE_NAMES):
+    if len(matrices) != 2 or _has_dense_names(module):
         return True
     (first_out, first_in), (second_out, second_in) = matrices
     return first_out != second_in or second_out == 2 * first_in
@@ -168,18 +158,18 @@ def _judge(names: list[str], kind: str, module: nn.Module) -> Candidate:
         return replace(base, reason="it has no gate: two projections in a row")
     if kind == EXPERTS:
         sizes = _expert_sizes(module)
-        reason = _why_not_instance(module) or why_not_swiglu_experts(module) or _why_not_plain(module)
-        reason = reason or _why_not_dtypes(module) or probe_experts(module)
+        reason = _unsupported_instance(module) or why_not_swiglu_experts(module) or _unsupported_tensors(module)
+        reason = reason or _unsupported_dtypes(module) or probe_experts(module)
         return replace(base, reason=reason, sizes=sizes)
     try:
         roles = dense_roles(type(module).forward, _inert(module))
     except NotSwiGLU as answer:
         # What a reader looks for first: a missing gate or a wrapped layer explains more than the source does.
-        return replace(base, reason=_why_not_instance(module) or _why_dropout(module) or str(answer))
-    reason = _why_not_instance(module) or _why_not_roles(module, roles)
+        return replace(base, reason=_unsupported_instance(module) or _unsupported_dropout(module) or str(answer))
+    reason = _unsupported_instance(module) or _unsupported_roles(module, roles)
     if reason is not None:
         return replace(base, reason=reason)
-    reason = _why_not_shapes(module, roles) or _why_not_dtypes(module) or probe_dense(module, roles)
+    reason = _unsupported_shapes(module, roles) or _unsupported_dtypes(module) or probe_dense(module, roles)
     return replace(base, reason=reason, roles=roles, sizes=_dense_sizes(module, roles))
 
 
@@ -190,7 +180,7 @@ def _inert(module: nn.Module) -> frozenset[str]:
     return frozenset(name for name in (*children, *numbers) if is_inert(getattr(module, name)))
 
 
-def _why_dropout(module: nn.Module) -> str | None:
+def _unsupported_dropout(module: nn.Module) -> str | None:
     """Which dropouts keep `module` from being a SwiGLU; None where it would not be one without them."""
     active = {name: child.p for name, child in module._modules.items() if type(child) is nn.Dropout and child.p > 0}
     try:
@@ -201,7 +191,7 @@ def _why_dropout(module: nn.Module) -> str | None:
     return f"it has dropout, which the kernels do not have: {', '.join(named)}" if named else None
 
 
-def _why_not_instance(module: nn.Module) -> str | None:
+def _unsupported_instance(module: nn.Module) -> str | None:
     if hasattr(module, "_hf_hook") or hasattr(module, "_old_forward"):
         return "accelerate dispatches it through a hook (_hf_hook); patch the model before dispatching it"
     if "forward" in module.__dict__:
@@ -215,7 +205,7 @@ def _why_not_instance(module: nn.Module) -> str | None:
     return None
 
 
-def _why_not_roles(module: nn.Module, roles: DenseRoles) -> str | None:
+def _unsupported_roles(module: nn.Module, roles: DenseRoles) -> str | None:
     for name in roles.linears:
         child: Any = getattr(module, name, None)
         if not isinstance(child, nn.Module):
@@ -238,7 +228,7 @@ def _dense_sizes(module: nn.Module, roles: DenseRoles) -> tuple[None, int, int]:
     return None, H, I
 
 
-def _why_not_shapes(module: nn.Module, roles: DenseRoles) -> str | None:
+def _unsupported_shapes(module: nn.Module, roles: DenseRoles) -> str | None:
     _, H, I = _dense_sizes(module, roles)  # noqa: E741
     rows = I if len(roles.inputs) == 2 else 2 * I
     for name in roles.inputs:
@@ -261,7 +251,7 @@ def _expert_sizes(module: nn.Module) -> tuple[int | None, int | None, int | None
     return (E, second, first) if getattr(module, "is_transposed", False) else (E, first, second)
 
 
-def _why_not_plain(module: nn.Module) -> str | None:
+def _unsupported_tensors(module: nn.Module) -> str | None:
     """Why the experts' weights may be something else than numbers in memory: quantized or sharded subclasses."""
     parameters: dict[str, Any] = {**module._parameters}
     for name, param in parameters.items():
@@ -272,7 +262,7 @@ def _why_not_plain(module: nn.Module) -> str | None:
     return None
 
 
-def _why_not_dtypes(module: nn.Module) -> str | None:
+def _unsupported_dtypes(module: nn.Module) -> str | None:
     dtypes = {param.dtype for param in module.parameters()}
     if len(dtypes) > 1:
         return f"its weights have different dtypes ({', '.join(sorted(map(str, dtypes)))})"

@@ -80,9 +80,6 @@ def dense_roles(forward: Callable[..., Any], inert: frozenset[str] = frozenset()
     Args:
         forward: the function as found on the class.
         inert: names of the instance's attributes that are a dropout of 0.
-
-    Raises:
-        NotSwiGLU: the source is not available or computes something else; the message is the reason.
     """
     reader, body = _reader(forward, inert)
     roles = _match(reader.run(body))
@@ -125,10 +122,8 @@ class _Reader:
         self.scope = scope
         self.extra = extra
         self.inert = inert
-        self.skipped = set[str]()
-        """Attributes of `inert` that were met."""
-        self.half_sizes = set[str | int]()
-        """Attributes and numbers that a tensor is split by."""
+        self.skipped = set[str]()  # attributes of `inert` that were met
+        self.half_sizes = set[str | int]()  # attributes and numbers that a tensor is split by
 
     def run(self, body: list[ast.stmt]) -> Expression:
         for statement in body:
@@ -160,40 +155,37 @@ class _Reader:
                 halves = self.evaluate(value)
                 if isinstance(halves, Halves):
                     return Half(halves.whole, index)
-            case ast.Call(func=ast.Attribute(value=ast.Name(id=owner), attr=attr), args=[argument], keywords=[]) if (
-                owner == self.own
-            ):
-                if attr in self.inert:
-                    self.skipped.add(attr)
-                    return self.evaluate(argument)
-                return Part(attr, self.evaluate(argument))
-            case ast.Call(func=function, args=[argument, *rest], keywords=keywords) if self.resolve(
-                function
-            ) is F.dropout and self.is_inert_dropout(rest, keywords):
+            case ast.Call(func=ast.Attribute(ast.Name(self.own), part), args=[argument], keywords=[]):
+                if part not in self.inert:
+                    return Part(part, self.evaluate(argument))
+                self.skipped.add(part)
                 return self.evaluate(argument)
-            case ast.Call(func=function, args=[argument], keywords=[]) if self.resolve(function) in _SIGMOIDS:
-                return Sigmoid(self.evaluate(argument))
-            case ast.Call(func=ast.Attribute(value=argument, attr="sigmoid"), args=[], keywords=[]):
-                return Sigmoid(self.evaluate(argument))
-            case ast.Call(func=function, args=[whole, *rest], keywords=keywords) if self.resolve(
-                function
-            ) is torch.split and self.is_split_in_two(rest, keywords):
-                return Halves(self.evaluate(whole))
-            case ast.Call(func=ast.Attribute(value=whole, attr="split"), args=rest, keywords=keywords) if (
-                self.is_split_in_two(rest, keywords)
-            ):
-                return Halves(self.evaluate(whole))
-            case ast.Call(func=function, args=[argument], keywords=[]) if self.resolve(function) is F.silu:
-                return Part(None, self.evaluate(argument))
-            case ast.Call(func=function, args=[whole, *rest], keywords=keywords) if _is_halves(rest, keywords) and (
-                self.resolve(function) is torch.chunk
-            ):
-                return Halves(self.evaluate(whole))
-            case ast.Call(func=ast.Attribute(value=whole, attr="chunk"), args=rest, keywords=keywords) if _is_halves(
-                rest, keywords
-            ):
-                return Halves(self.evaluate(whole))
+            case ast.Call(func=function, args=arguments, keywords=keywords):
+                called = self.resolve(function)
+                if called is None and isinstance(function, ast.Attribute) and function.attr in _METHODS:
+                    called, arguments = _METHODS[function.attr], [function.value, *arguments]
+                found = self.call(called, arguments, keywords)
+                if found is not None:
+                    return found
         raise NotSwiGLU(f"its forward computes `{_line(node)}`, {_EXPECTED}")
+
+    def call(self, function: object, arguments: list[ast.expr], keywords: list[ast.keyword]) -> Expression | None:
+        """What a call of a function computes whose first argument is a tensor; None if that is not known."""
+        if not arguments:
+            return None
+        whole, *rest = arguments
+        alone = not rest and not keywords
+        if function in _SIGMOIDS and alone:
+            return Sigmoid(self.evaluate(whole))
+        if function is F.silu and alone:
+            return Part(None, self.evaluate(whole))
+        if function is F.dropout and self.is_inert_dropout(rest, keywords):
+            return self.evaluate(whole)
+        if function is torch.split and self.is_split_in_two(rest, keywords):
+            return Halves(self.evaluate(whole))
+        if function is torch.chunk and _is_halves(rest, keywords):
+            return Halves(self.evaluate(whole))
+        return None
 
     def attribute(self, node: ast.expr | None) -> str | None:
         """The name in ``self.<name>``; None for anything else."""
@@ -243,6 +235,8 @@ class _Reader:
 
 
 _SIGMOIDS = (torch.sigmoid, F.sigmoid)
+_METHODS = {"sigmoid": torch.sigmoid, "split": torch.split, "chunk": torch.chunk}
+"""Functions by the name of the tensor method that computes the same."""
 
 
 def _product(left: Expression, right: Expression) -> Expression:
@@ -271,11 +265,9 @@ def _line(node: ast.AST) -> str:
 
 
 def _match(result: Expression) -> DenseRoles:
-    match result:
-        case Part(name=str() as down, argument=Product(left=left, right=right)):
-            pass
-        case _:
-            raise NotSwiGLU(f"its forward is not one projection of a product of two branches, {_EXPECTED}")
+    if not (isinstance(result, Part) and result.name is not None and isinstance(result.argument, Product)):
+        raise NotSwiGLU(f"its forward is not one projection of a product of two branches, {_EXPECTED}")
+    down, left, right = result.name, result.argument.left, result.argument.right
     for gated, up in ((left, right), (right, left)):
         match gated, up:
             case Part(name=act, argument=Part(name=str() as g, argument=Input())), Part(

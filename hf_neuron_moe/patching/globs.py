@@ -6,31 +6,15 @@ import difflib
 import fnmatch
 from collections.abc import Iterator, Sequence
 
-from hf_neuron_moe.errors import ConfigError, refuse
+from hf_neuron_moe.errors import ConfigError
 
 
-def check_globs(where: str, argument: str, globs: Sequence[str], blocks: Sequence[Sequence[str]]) -> None:
-    """Refuse globs that match no block.
-
-    Args:
-        where: public function that refuses.
-        argument: ``"include"`` or ``"exclude"``.
-        globs: globs over module names, as :mod:`fnmatch` reads them: ``*`` matches dots too.
-        blocks: the names of each block; a block that is registered twice has two.
-
-    Raises:
-        ConfigError: a glob matches nothing; the message names one that is near it and matches.
-    """
+def check_globs(argument: str, globs: Sequence[str], blocks: Sequence[Sequence[str]]) -> None:
+    """Refuse globs, as :mod:`fnmatch` reads them, that match none of the names of any block."""
     for glob in globs:
         if not _matched(glob, blocks):
-            raise refuse(
-                ConfigError,
-                where=where,
-                argument=argument,
-                expected="globs that match the name of an MLP or experts block",
-                got=repr(glob),
-                remedy=_hint(glob, blocks),
-            )
+            expected = "globs that match the name of an MLP or experts block"
+            raise ConfigError.about(argument, expected, repr(glob), _hint(glob, blocks))
 
 
 def _hint(glob: str, blocks: Sequence[Sequence[str]]) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from torch import nn
 
 from hf_neuron_moe.modules.block import NeuronBlock
-from hf_neuron_moe.modules.frozen_block import FrozenBlock
+from hf_neuron_moe.modules.quantized_blocks import FrozenBlock
 from hf_neuron_moe.modules.stock_init import init_as_stock
 
 _INIT = "_init_weights"

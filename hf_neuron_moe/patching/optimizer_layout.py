@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from hf_neuron_moe.errors import UnsupportedModelError, refuse
+from hf_neuron_moe.errors import UnsupportedModelError
 from hf_neuron_moe.modules.block import REPLACED
 from hf_neuron_moe.modules.state_dict import kernel_layout_parameters
 
@@ -52,12 +52,7 @@ def unwatch(model: nn.Module) -> None:
 
 
 def check_before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Compare what the groups say about their state with the parameters as they are, and bring it up to date.
-
-    Raises:
-        UnsupportedModelError: a parameter's state was saved in another layout, or the optimizer was made before the
-            patch and holds parameters that it replaced; no parameter has been changed.
-    """
+    """Compare what the groups say about their state with the parameters as they are, and bring it up to date."""
     if torch.compiler.is_compiling():
         return
     replaced = [
@@ -67,7 +62,13 @@ def check_before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if param.requires_grad and REPLACED in param.__dict__
     ]
     if replaced:
-        raise _made_before(replaced)
+        raise UnsupportedModelError.about(
+            "the optimizer",
+            "made after patch_model(..., weights='kernel'), of the patched model's parameters",
+            f"one with {len(replaced)} that the patch replaced, such as {replaced[0]}, which would never be trained",
+            "Patch the model before the optimizer (or the Trainer) is made, or use weights='stock'. This step "
+            "changed no parameter.",
+        ).named("optimizer.step")
     kernel = {id(param): name for name, param in kernel_layout_parameters()}
     for group in optimizer.param_groups:
         now = [index for index, param in enumerate(group["params"]) if id(param) in kernel]
@@ -99,26 +100,12 @@ def _name_of(param: Tensor) -> str:
     return next(names, "a parameter that is not in a patched model")
 
 
-def _made_before(names: list[str]) -> UnsupportedModelError:
-    return refuse(
-        UnsupportedModelError,
-        where="optimizer.step",
-        argument="the optimizer",
-        expected="made after patch_model(..., weights='kernel'), of the patched model's parameters",
-        got=f"one with {len(names)} that the patch replaced, such as {names[0]}, which would never be trained",
-        remedy="Patch the model before the optimizer (or the Trainer) is made, or use weights='stock'. This step "
-        "changed no parameter.",
-    )
-
-
 def _other_layout(name: str, is_kernel: bool) -> UnsupportedModelError:
     now, then = ("kernel", "stock") if is_kernel else ("stock", "kernel")
-    return refuse(
-        UnsupportedModelError,
-        where="optimizer.step",
-        argument=f"optimizer state of {name}",
-        expected=f"in the layout of its parameter, which is the {now} one",
-        got=f"a loaded state in {then} layout, whose moments belong to other elements",
-        remedy=f"Patch with weights={then!r}, as in the run that saved it, or resume with a new optimizer (without the "
+    return UnsupportedModelError.about(
+        f"optimizer state of {name}",
+        f"in the layout of its parameter, which is the {now} one",
+        f"a loaded state in {then} layout, whose moments belong to other elements",
+        f"Patch with weights={then!r}, as in the run that saved it, or resume with a new optimizer (without the "
         "checkpoint's optimizer.pt and scheduler.pt). This step changed no parameter.",
-    )
+    ).named("optimizer.step")

@@ -17,9 +17,9 @@ from hf_neuron_moe.activation_policy import (
     keep_strings,
 )
 from hf_neuron_moe.config import NeuronMoEConfig
-from hf_neuron_moe.errors import ConfigError, refuse
+from hf_neuron_moe.errors import ConfigError
 from hf_neuron_moe.modules.saved_bytes import (
-    BlockShape,
+    SavedBlock,
     recomputed_flops,
     saved_bytes,
     saved_bytes_of_call,
@@ -33,33 +33,18 @@ from hf_neuron_moe.patching.report import PatchEntry
 
 @dataclass(frozen=True)
 class PlannedBlock:
-    """A block that is to get a policy.
-
-    Attributes:
-        names: its names in the model.
-        shape: its sizes.
-    """
+    """A block that is to get a policy."""
 
     names: tuple[str, ...]
-    shape: BlockShape
+    shape: SavedBlock
 
 
 def with_policies(
     plan: Sequence[PlanItem], entries: Sequence[PatchEntry], config: NeuronMoEConfig, known: Sequence[Sequence[str]]
 ) -> tuple[list[PlanItem], tuple[PatchEntry, ...]]:
-    """Give every planned block its own policy, and say so in its entry.
-
-    Args:
-        plan: the blocks to be patched.
-        entries: the report's entries.
-        config: the configuration as asked for.
-        known: the names of every block of the model.
-
-    Raises:
-        ConfigError: see :func:`resolve`.
-    """
+    """Give every planned block its own policy, and say so in its entry; `known` are the names of every block."""
     blocks = [PlannedBlock((item.candidate.name, *item.candidate.aliases), _shape(item)) for item in plan]
-    own = resolve(config.activations, blocks, known, "patch_model")
+    own = resolve(config.activations, blocks, known)
     resolved = [
         replace(item, config=replace(item.config, activations=policy)) for item, policy in zip(plan, own, strict=True)
     ]
@@ -68,7 +53,7 @@ def with_policies(
     return resolved, tuple(noted)
 
 
-def noted_policy(entry: PatchEntry, shape: BlockShape, policy: BlockActivations) -> PatchEntry:
+def noted_policy(entry: PatchEntry, shape: SavedBlock, policy: BlockActivations) -> PatchEntry:
     """Return the entry with a policy and what the block keeps with it."""
     keep = canonical_keep(policy, shape.precision)
     saved = saved_bytes(shape, keep)
@@ -78,18 +63,18 @@ def noted_policy(entry: PatchEntry, shape: BlockShape, policy: BlockActivations)
     return replace(entry, activations=str(policy), saved_bytes_per_token=saved, saved_bytes_per_call=per_call)
 
 
-def _shape(item: PlanItem) -> BlockShape:
+def _shape(item: PlanItem) -> SavedBlock:
     experts, hidden, inner = item.candidate.sizes
     assert hidden is not None and inner is not None, "a block of unknown sizes is refused"
     top_k = None if experts is None else item.candidate.top_k or 0
     config = item.config
-    return BlockShape(
+    return SavedBlock(
         config.precision, hidden, inner, top_k, config.backend, experts=experts, block_size=config.block_size
     )
 
 
 def resolve(
-    activations: Activations, blocks: Sequence[PlannedBlock], known: Sequence[Sequence[str]], where: str
+    activations: Activations, blocks: Sequence[PlannedBlock], known: Sequence[Sequence[str]]
 ) -> list[BlockActivations]:
     """Return each block's own policy: a preset's name, or a policy without exceptions.
 
@@ -97,31 +82,25 @@ def resolve(
         activations: what was asked for.
         blocks: the blocks to be patched.
         known: the names of every block of the model, for globs.
-        where: public function that refuses.
-
-    Raises:
-        ConfigError: a glob matches nothing, two match one block, or a budget is below what recomputation keeps.
     """
     if isinstance(activations, ActivationBudget):
-        return _solve(activations, blocks, where)
+        return _solve(activations, blocks)
     if isinstance(activations, str) or not activations.modules:
         return [activations] * len(blocks)
     exceptions = dict(activations.modules)
-    check_globs(where, "activations.modules", list(exceptions), known)
+    check_globs("activations.modules", list(exceptions), known)
     rest = _plain(ActivationPolicy(keep=activations.keep, storage=activations.storage))
-    return [_exception(exceptions, block.names, where) or rest for block in blocks]
+    return [_exception(exceptions, block.names) or rest for block in blocks]
 
 
-def _exception(exceptions: Mapping[str, BlockActivations], names: Sequence[str], where: str) -> BlockActivations | None:
+def _exception(exceptions: Mapping[str, BlockActivations], names: Sequence[str]) -> BlockActivations | None:
     matching = [glob for glob in exceptions if fnmatch.filter(names, glob)]
     if len(matching) > 1:
-        raise refuse(
-            ConfigError,
-            where=where,
-            argument="activations.modules",
-            expected="made of globs of which at most one matches a block",
-            got=f"{' and '.join(map(repr, matching))}, which both match {names[0]!r}",
-            remedy="Make one of them narrower.",
+        raise ConfigError.about(
+            "activations.modules",
+            "made of globs of which at most one matches a block",
+            f"{' and '.join(map(repr, matching))}, which both match {names[0]!r}",
+            "Make one of them narrower.",
         )
     return _plain(exceptions[matching[0]]) if matching else None
 
@@ -131,36 +110,32 @@ def _plain(policy: BlockActivations) -> BlockActivations:
     return policy.keep if isinstance(policy, ActivationPolicy) and isinstance(policy.keep, str) else policy
 
 
-def _solve(budget: ActivationBudget, blocks: Sequence[PlannedBlock], where: str) -> list[BlockActivations]:
+def _solve(budget: ActivationBudget, blocks: Sequence[PlannedBlock]) -> list[BlockActivations]:
     for block in blocks:
         if block.shape.top_k == 0:
-            raise refuse(
-                ConfigError,
-                where=where,
-                argument="activations",
-                expected="a preset or a policy for a model that does not say how many experts a token has",
-                got=f"{budget}, to be divided among blocks such as {block.names[0]!r}",
-                remedy="Name the checkpoints instead, for example activations='minimal'.",
+            raise ConfigError.about(
+                "activations",
+                "a preset or a policy for a model that does not say how many experts a token has",
+                f"{budget}, to be divided among blocks such as {block.names[0]!r}",
+                "Name the checkpoints instead, for example activations='minimal'.",
             )
     options = [_options(block.shape, budget) for block in blocks]
     plan = cheapest_plan(options, budget.limit)
     if plan is None:
         floor = sum(min(option.saved for option in choices) for choices in options)
         least = "fp8 or recompute" if budget.allow_fp8 else "recompute"
-        raise refuse(
-            ConfigError,
-            where=where,
-            argument="activations",
-            expected=f"a budget of at least {floor:.0f} bytes per token ({floor / 1024:.2f}KiB/token), what the "
+        raise ConfigError.about(
+            "activations",
+            f"a budget of at least {floor:.0f} bytes per token ({floor / 1024:.2f}KiB/token), what the "
             f"{len(blocks)} blocks keep when each has the least it can ({least})",
-            got=f"{budget.limit:.0f} bytes per token",
-            remedy="Raise the budget, patch fewer blocks (include, exclude), or add gradient checkpointing with "
+            f"{budget.limit:.0f} bytes per token",
+            "Raise the budget, patch fewer blocks (include, exclude), or add gradient checkpointing with "
             "activations='recompute'.",
         )
     return [as_block(option.keep, block.shape.precision) for option, block in zip(plan.options, blocks, strict=True)]
 
 
-def _options(shape: BlockShape, budget: ActivationBudget) -> list[Option]:
+def _options(shape: SavedBlock, budget: ActivationBudget) -> list[Option]:
     """Every policy the block could have, presets first, so that they win over equal ones."""
 
     def saved(keep: str) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -15,54 +15,36 @@ PATCHED, SKIPPED, REFUSED = "patched", "skipped", "refused"
 
 @dataclass(frozen=True)
 class PatchEntry:
-    """One candidate module.
+    """One candidate module."""
 
-    Attributes:
-        name: module name in the model; further names of the same module follow in `aliases`.
-        kind: ``"mlp"`` or ``"experts"``.
-        class_name: the original's class.
-        status: ``"patched"``, ``"skipped"`` (by the caller's choice) or ``"refused"``.
-        reason: why it is not patched; empty for patched modules.
-        aliases: other names under which the same module object is registered.
-        experts: E, None for a dense MLP or where unknown.
-        hidden_size: H, None where unknown.
-        intermediate_size: I, None where unknown.
-        weights: home of the weights, ``"stock"`` or ``"kernel"``; None where not patched.
-        backend: backend that computes the block; None where not patched.
-        activations: the block's own activation policy by its name; None where not patched.
-        saved_bytes_per_token: what its operator keeps for backward, per token of its input, input and routing
-            included; None where not patched, or where the model does not say how many experts a token has.
-        saved_bytes_per_call: what every call keeps on top of that, whatever its tokens: kernels of experts keep whole
-            blocks, as many as the worst routing needs.
-        kernel_sizes: H and I as the Neuron kernels get them; None where PyTorch computes the block.
-        fallback: why PyTorch computes the block and not the kernels that were asked for; empty otherwise.
-        weight_copy_bytes: copies of the block's weights that its kernels read, in their orientation, sizes and dtype;
-            they are made once per optimizer step, and under FSDP for every call.
-        notes: what holds for some calls only, or is worth knowing beforehand; a sentence each, without its full stop.
-        gated: False for a block without a gate, which stays stock and which ``strict`` does not count.
-        products: how PyTorch multiplies in the block, which its processor decides; empty where it does not.
-    """
-
-    name: str
-    kind: str
+    name: str  # module name in the model; further names of the same module follow in `aliases`
+    kind: str  # ``"mlp"`` or ``"experts"``
     class_name: str
-    status: str
-    reason: str = ""
-    aliases: tuple[str, ...] = ()
-    experts: int | None = None
-    hidden_size: int | None = None
-    intermediate_size: int | None = None
-    weights: str | None = None
-    backend: str | None = None
-    activations: str | None = None
+    status: str  # ``"patched"``, ``"skipped"`` (by the caller's choice) or ``"refused"``
+    reason: str = ""  # why it is not patched; empty for patched modules
+    aliases: tuple[str, ...] = ()  # other names under which the same module object is registered
+    experts: int | None = None  # E, None for a dense MLP or where unknown
+    hidden_size: int | None = None  # H, None where unknown
+    intermediate_size: int | None = None  # I, None where unknown
+    weights: str | None = None  # home of the weights, ``"stock"`` or ``"kernel"``; None where not patched
+    backend: str | None = None  # backend that computes the block; None where not patched
+    activations: str | None = None  # the block's own activation policy by its name; None where not patched
     saved_bytes_per_token: float | None = None
-    fallback: str = ""
+    """What its operator keeps for backward, per token of its input, input and routing included; None where not patched,
+    or where the model does not say how many experts a token has."""
+    fallback: str = ""  # why PyTorch computes the block and not the kernels that were asked for; empty otherwise
     weight_copy_bytes: int = 0
+    """Copies of the block's weights that its kernels read, in their orientation, sizes and dtype; they are made once
+    per optimizer step, and under FSDP for every call."""
     notes: tuple[str, ...] = ()
+    """What holds for some calls only, or is worth knowing beforehand; a sentence each, without its full stop."""
     saved_bytes_per_call: float = 0.0
+    """What every call keeps on top of that, whatever its tokens: kernels of experts keep whole blocks, as many as the
+    worst routing needs."""
     kernel_sizes: tuple[int, int] | None = None
-    gated: bool = True
-    products: str = ""
+    """H and I as the Neuron kernels get them; None where PyTorch computes the block."""
+    gated: bool = True  # False for a block without a gate, which stays stock and which ``strict`` does not count
+    products: str = ""  # how PyTorch multiplies in the block, which its processor decides; empty where it does not
 
     @property
     def padded_sizes(self) -> tuple[int, int] | None:
@@ -93,18 +75,13 @@ class PatchEntry:
 
 @dataclass(frozen=True)
 class PatchReport:
-    """Result of :func:`hf_neuron_moe.patch_model`.
+    """Result of :func:`hf_neuron_moe.patch_model`."""
 
-    Attributes:
-        config: the configuration as asked for; the first part's where there are parts.
-        entries: every candidate module, in model order.
-        parts: only in what ``unpatch_model`` returns for a module that held several separately patched models: the
-            name of each in that module and its own report.
-    """
-
-    config: NeuronMoEConfig
-    entries: tuple[PatchEntry, ...]
+    config: NeuronMoEConfig  # the configuration as asked for; the first part's where there are parts
+    entries: tuple[PatchEntry, ...]  # every candidate module, in model order
     parts: tuple[tuple[str, PatchReport], ...] = ()
+    """Only in what ``unpatch_model`` returns for a module that held several separately patched models: the name of each
+    in that module and its own report."""
 
     def _with_status(self, status: str) -> tuple[PatchEntry, ...]:
         return tuple(entry for entry in self.entries if entry.status == status)
@@ -154,26 +131,16 @@ class PatchReport:
             f"(precision {self.config.precision}, activations {self.config.activations}, "
             f"block size {self.config.block_size})"
         ]
-        lines += _table([_HEADER, *(_row(entry) for entry in self.entries)])
-        lines += _padding_lines(self)
-        lines += _saved_lines(self)
-        lines += _product_lines(self)
-        lines += _copy_lines(self)
-        lines += _note_lines(self)
+        lines += _table(self.entries)
+        for part in (_padding_lines, _saved_lines, _product_lines, _copy_lines, _note_lines):
+            lines += part(self)
         if self.refused:
             lines.append("Refused blocks stay stock. Remove the reason, or name them in exclude=... to skip them.")
         return "\n".join(lines)
 
 
 def merged(parts: Mapping[str, PatchReport]) -> PatchReport:
-    """Return one report over separately patched parts of a module.
-
-    Args:
-        parts: reports by the name of their part in that module.
-
-    Returns:
-        A report whose entries have the names that the module has for them.
-    """
+    """Return one report over separately patched parts of a module, by their names in it, which its entries get too."""
 
     def within(part: str, name: str) -> str:
         return ".".join(filter(None, (part, name)))
@@ -189,54 +156,43 @@ def merged(parts: Mapping[str, PatchReport]) -> PatchReport:
 _TOKENS = 4096
 """Of the call for which the text says what is kept in all."""
 
-_HEADER = (
-    "module",
-    "kind",
-    "class",
-    "status",
-    "E",
-    "H",
-    "I",
-    "padded H x I",
-    "padding overhead",
-    "weights",
-    "backend",
-    "activations",
-    "KiB/token",
-    "reason",
-)
+_COLUMNS: dict[str, Callable[[PatchEntry], object]] = {
+    "module": lambda entry: " = ".join((entry.name, *entry.aliases)),
+    "kind": lambda entry: entry.kind,
+    "class": lambda entry: entry.class_name,
+    "status": lambda entry: entry.status,
+    "E": lambda entry: entry.experts,
+    "H": lambda entry: entry.hidden_size,
+    "I": lambda entry: entry.intermediate_size,
+    "padded H x I": lambda entry: entry.padded_sizes and "{} x {}".format(*entry.padded_sizes),
+    "padding overhead": lambda entry: _formatted(entry.padding_overhead_percent, "{:.1f} %"),
+    "weights": lambda entry: entry.weights,
+    "backend": lambda entry: entry.backend,
+    "activations": lambda entry: entry.activations,
+    "KiB/token": lambda entry: _formatted(entry.saved_bytes_per_token, "{:.2f}", 1024),
+    "reason": lambda entry: f"PyTorch instead of kernels: {entry.fallback}" if entry.fallback else entry.reason,
+}
 
 
-def _row(entry: PatchEntry) -> tuple[str, ...]:
-    padded, overhead = entry.padded_sizes, entry.padding_overhead_percent
-    saved = entry.saved_bytes_per_token
-    shown = (
-        " = ".join((entry.name, *entry.aliases)),
-        entry.kind,
-        entry.class_name,
-        entry.status,
-        entry.experts,
-        entry.hidden_size,
-        entry.intermediate_size,
-        None if padded is None else f"{padded[0]} x {padded[1]}",
-        None if overhead is None else f"{overhead:.1f} %",
-        entry.weights,
-        entry.backend,
-        entry.activations,
-        None if saved is None else f"{saved / 1024:.2f}",
-        f"PyTorch instead of kernels: {entry.fallback}" if entry.fallback else entry.reason,
-    )
-    return tuple("-" if value is None else str(value) for value in shown)
+def _formatted(value: float | None, form: str, unit: int = 1) -> str | None:
+    return None if value is None else form.format(value / unit)
+
+
+def _table(entries: Iterable[PatchEntry]) -> list[str]:
+    """A header and a line per entry; what is unknown or does not apply is a dash."""
+    values = [[column(entry) for column in _COLUMNS.values()] for entry in entries]
+    rows = [list(_COLUMNS), *(["-" if value is None else str(value) for value in row] for row in values)]
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
 
 
 def _padding_lines(report: PatchReport) -> list[str]:
     """What the column of that name means, where it says more than zero."""
-    if not any(entry.padding_overhead_percent for entry in report.entries):
-        return []
-    return [
+    text = (
         "Padding overhead: extra multiply-adds of the Neuron kernels, which pad H and I to multiples of 128 or more. "
         "The torch backend pads neither in bf16 and fp32, and in mxfp8 only where the blocks of scales need it."
-    ]
+    )
+    return [text] if any(entry.padding_overhead_percent for entry in report.entries) else []
 
 
 def _saved_lines(report: PatchReport) -> list[str]:
@@ -304,8 +260,3 @@ def _note_lines(report: PatchReport) -> list[str]:
         f"Note on {names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {note}."
         for note, names in blocks.items()
     ]
-
-
-def _table(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]

@@ -1,6 +1,6 @@
 """Loads converted checkpoints through ``from_pretrained``: the quantization method ``"neuron_moe"`` of transformers.
 
-``import hf_neuron_moe`` registers it (:mod:`hf_neuron_moe.quantizers.registration`); nothing has to be imported from
+``import hf_neuron_moe`` registers it (:mod:`hf_neuron_moe.quantizers.register`); nothing has to be imported from
 here. The names below are loaded when they are first used.
 """
 
@@ -10,13 +10,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hf_neuron_moe.quantizers.config import NeuronMoEQuantizationConfig
+    from hf_neuron_moe.quantizers.quantization_config import NeuronMoEQuantizationConfig
     from hf_neuron_moe.quantizers.quantizer import NeuronMoEQuantizer
 
 __all__ = ["NeuronMoEQuantizationConfig", "NeuronMoEQuantizer"]
 
 _HOME = {
-    "NeuronMoEQuantizationConfig": "hf_neuron_moe.quantizers.config",
+    "NeuronMoEQuantizationConfig": "hf_neuron_moe.quantizers.quantization_config",
     "NeuronMoEQuantizer": "hf_neuron_moe.quantizers.quantizer",
 }
 

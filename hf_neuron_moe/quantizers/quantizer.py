@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from transformers.quantizers.base import HfQuantizer
 
-from hf_neuron_moe.errors import UnsupportedModelError, refuse
-from hf_neuron_moe.quantizers.config import NeuronMoEQuantizationConfig
+from hf_neuron_moe.errors import UnsupportedModelError, public
+from hf_neuron_moe.quantizers.quantization_config import NeuronMoEQuantizationConfig
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-    from hf_neuron_moe.quantizers.placement import Placement
+    from hf_neuron_moe.quantizers.placeholders import Placement
 
 _WHERE = "from_pretrained"
 
@@ -36,48 +36,30 @@ class NeuronMoEQuantizer(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
         self.placement: Placement | None = None
 
+    @public(_WHERE)
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse to quantise while loading, and parts of tensor-parallel ranks.
-
-        Raises:
-            UnsupportedModelError: as said.
-        """
+        """Refuse to quantise while loading, and parts of tensor-parallel ranks."""
         if not self.pre_quantized:
-            raise refuse(
-                UnsupportedModelError,
-                where=_WHERE,
-                argument="quantization_config",
-                expected="left out for a checkpoint that is not converted",
-                got=type(self.quantization_config).__name__,
-                remedy="Load the model without it and call patch_model, or convert the checkpoint first: "
+            raise UnsupportedModelError.about(
+                "quantization_config",
+                "left out for a checkpoint that is not converted",
+                type(self.quantization_config).__name__,
+                "Load the model without it and call patch_model, or convert the checkpoint first: "
                 "`hf-neuron-moe convert SRC DST`.",
             )
         if self.quantization_config.tp_degree > 1:
-            raise refuse(
-                UnsupportedModelError,
-                where=_WHERE,
-                argument="tp_degree",
-                expected="1: transformers loads whole weights",
-                got=self.quantization_config.tp_degree,
-                remedy="Convert the original again without --tp-degree; the parts of ranks are for Neuron.",
-            )
+            expected = "1: transformers loads whole weights"
+            fix = "Convert the original again without --tp-degree; the parts of ranks are for Neuron."
+            raise UnsupportedModelError.about("tp_degree", expected, self.quantization_config.tp_degree, fix)
 
+    @public(_WHERE)
     def update_device_map(self, device_map: Any) -> Any:
-        """Refuse places that the blocks cannot be in.
-
-        Raises:
-            UnsupportedModelError: the disk, or several devices for bf16 layouts, whose blocks are patched afterwards.
-        """
+        """Refuse places that the blocks cannot be in."""
         places = {str(place) for place in device_map.values()} if isinstance(device_map, dict) else set()
         if "disk" in places or (self.quantization_config.dequantize and len(places) > 1):
-            raise refuse(
-                UnsupportedModelError,
-                where=_WHERE,
-                argument="device_map",
-                expected="one device, or several for an MX base, and no disk offload",
-                got=", ".join(sorted(places)),
-                remedy="Load it on one device, or shard the loaded model afterwards.",
-            )
+            expected = "one device, or several for an MX base, and no disk offload"
+            fix = "Load it on one device, or shard the loaded model afterwards."
+            raise UnsupportedModelError.about("device_map", expected, ", ".join(sorted(places)), fix)
         return device_map
 
     def update_attn_implementation(self, config: Any) -> Any:
@@ -85,12 +67,9 @@ class NeuronMoEQuantizer(HfQuantizer):
 
         Its own name keeps transformers without this package, which only warns of a method it does not know, from
         loading the tensors as if they were in its layouts.
-
-        Raises:
-            ConversionError: index or headers of a local folder are damaged, disagree, or lead out of it.
         """
-        from hf_neuron_moe.convert.write import INDEX_OUT
-        from hf_neuron_moe.quantizers.stored import check_folder
+        from hf_neuron_moe.convert.manifest import INDEX_OUT
+        from hf_neuron_moe.quantizers.shard_layouts import check_folder
 
         folder = Path(getattr(config, "name_or_path", "") or "")
         if (folder / INDEX_OUT).is_file():
@@ -108,8 +87,8 @@ class NeuronMoEQuantizer(HfQuantizer):
         return dtype if kind in ("BF16", "F16", "F32", "F64") else None
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
-        from hf_neuron_moe.quantizers.placement import place
-        from hf_neuron_moe.quantizers.stored import FORWARD, read_stored
+        from hf_neuron_moe.quantizers.placeholders import place
+        from hf_neuron_moe.quantizers.shard_layouts import FORWARD, read_stored
 
         stored = read_stored(kwargs.get("checkpoint_files") or [])
         self.placement = place(model, stored)
@@ -129,7 +108,7 @@ class NeuronMoEQuantizer(HfQuantizer):
         return [item for item in weight_conversions if not (isinstance(item, WeightConverter) and takes(item))]
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
-        from hf_neuron_moe.quantizers.finish import finish
+        from hf_neuron_moe.quantizers.post_load import finish
 
         assert self.placement is not None
         finish(model, self.placement, self.quantization_config)
@@ -137,25 +116,20 @@ class NeuronMoEQuantizer(HfQuantizer):
 
     def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
         """Give the model float weights, for ``model.dequantize()``; it is an ordinary one afterwards."""
-        from hf_neuron_moe.quantizers.finish import dequantize
+        from hf_neuron_moe.quantizers.post_load import dequantize
 
         assert self.placement is not None
         dequantize(model, self.placement, model.dtype if dtype is None else dtype)
         return model
 
+    @public("save_pretrained")
     def is_serializable(self) -> bool:
-        """Refuse ``save_pretrained`` of frozen weights: they never change, and their folder exists.
-
-        Raises:
-            UnsupportedModelError: always; models loaded from bf16 layouts have no quantizer any more.
-        """
-        raise refuse(
-            UnsupportedModelError,
-            where="save_pretrained",
-            argument="model",
-            expected="one with weights of its own",
-            got="a frozen MX base",
-            remedy="Save its adapters (PeftModel.save_pretrained) and keep the folder it was loaded from; "
+        """Refuse ``save_pretrained`` of frozen weights: they never change, and their folder exists."""
+        raise UnsupportedModelError.about(
+            "model",
+            "one with weights of its own",
+            "a frozen MX base",
+            "Save its adapters (PeftModel.save_pretrained) and keep the folder it was loaded from; "
             "`hf-neuron-moe export FOLDER NEW --allow-inexact`, or model.dequantize() before saving, makes an ordinary "
             "checkpoint of its values.",
         )

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from hf_neuron_moe.report.page import render, write_report
-from hf_neuron_moe.report.read import Contents, RunData, StudyData, read_runs
+from hf_neuron_moe.report.run_data import Contents, RunData, StudyData, read_runs
 
 __all__ = ["Contents", "RunData", "StudyData", "read_runs", "render", "write_report"]

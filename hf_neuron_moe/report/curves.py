@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 
 from hf_neuron_moe.report.svg import Line, Point
@@ -34,46 +34,29 @@ def thinned(points: Sequence[Point]) -> list[int]:
 def band(name: str, curves: Sequence[Sequence[float]], steps: Sequence[float] | None = None) -> Line:
     """Return the mean of several curves with a band from the lowest to the highest.
 
-    Args:
-        name: name of the line.
-        curves: losses of every seed; steps that not all have are left out.
-        steps: x of the values; None counts from 1.
+    Steps that not all have are left out. `steps` are the x of the values; None counts from 1.
     """
     count = min(len(curve) for curve in curves)
-    rows = [smoothed(curve[:count], window_of(count)) for curve in curves]
-    xs = list(steps[:count]) if steps is not None else [float(step) for step in range(1, count + 1)]
-    points = [(x, statistics.fmean(column)) for x, column in zip(xs, zip(*rows))]
-    # The first means are over fewer steps than the others, and so noisy that they would set the scale.
-    kept = [index for index in thinned(points) if index >= window_of(count) - 1]
-    lows = [min(row[index] for row in rows) for index in kept] if len(rows) > 1 else []
-    highs = [max(row[index] for row in rows) for index in kept] if len(rows) > 1 else []
-    return Line(name, [points[index] for index in kept], lows, highs)
+    window = window_of(count)
+    columns = list(zip(*(smoothed(curve[:count], window) for curve in curves)))
+    return _line(name, steps or range(1, count + 1), columns, window - 1)
 
 
 def band_of_runs(name: str, curves: Sequence[Sequence[Point]], window: int | None = None) -> Line:
     """Return the mean of several runs, up to the end of the longest, with a band from the lowest to the highest.
 
-    Args:
-        name: name of the line.
-        curves: steps and values of every run, in the order of steps. Mean and band at a step are over the runs that
-            have it.
-        window: logged values to average over; None for a twentieth of the run.
+    Mean and band at a step are over the runs that have it. `window` is the number of logged values to average over;
+    None for a twentieth of the run.
     """
     window = window_of(max(len(curve) for curve in curves)) if window is None else window
     values: dict[float, list[float]] = {}
     for curve in curves:
         means = smoothed([loss for _, loss in curve], window)
-        for index, ((step, _), mean) in enumerate(zip(curve, means)):
-            # The first means are over fewer steps than the others, and so noisy that they would set the scale.
-            if index >= min(window, len(curve)) - 1:
-                values.setdefault(step, []).append(mean)
+        first = min(window, len(curve)) - 1
+        for (step, _), mean in list(zip(curve, means))[first:]:
+            values.setdefault(step, []).append(mean)
     steps = sorted(values)
-    points = [(step, statistics.fmean(values[step])) for step in steps]
-    kept = thinned(points)
-    several = len(curves) > 1
-    lows = [min(values[steps[index]]) for index in kept] if several else []
-    highs = [max(values[steps[index]]) for index in kept] if several else []
-    return Line(name, [points[index] for index in kept], lows, highs)
+    return _line(name, steps, [values[step] for step in steps], several=len(curves) > 1)
 
 
 def differences(
@@ -88,10 +71,20 @@ def differences(
             rows.append([100 * (mine / theirs - 1) for mine, theirs in pairs])
     if not rows:
         return None
-    count = min(len(row) for row in rows)
-    points = [(float(i + 1), statistics.fmean(row[i] for row in rows)) for i in range(count)]
-    kept = [index for index in thinned(points) if index >= window_of(count) - 1]
-    several = len(rows) > 1
-    lows = [min(row[index] for row in rows) for index in kept] if several else []
-    highs = [max(row[index] for row in rows) for index in kept] if several else []
+    columns = list(zip(*rows))
+    return _line(name, range(1, len(columns) + 1), columns, window_of(len(columns)) - 1)
+
+
+def _line(
+    name: str, xs: Iterable[float], columns: Sequence[Sequence[float]], first: int = 0, several: bool | None = None
+) -> Line:
+    """Means and extremes of the values at every x.
+
+    The first smoothed values are over fewer steps than the others, and so noisy that they would set the scale: points
+    before `first` are not drawn.
+    """
+    points = [(float(x), statistics.fmean(column)) for x, column in zip(xs, columns)]
+    kept = [index for index in thinned(points) if index >= first]
+    several = len(columns[0]) > 1 if several is None else several
+    lows, highs = ([edge(columns[index]) for index in kept] if several else [] for edge in (min, max))
     return Line(name, [points[index] for index in kept], lows, highs)

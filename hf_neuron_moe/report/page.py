@@ -8,10 +8,9 @@ from html import escape
 from pathlib import Path
 
 from hf_neuron_moe._version import __version__
-from hf_neuron_moe.errors import ConversionError, DestinationError, DiskError, refuse
-from hf_neuron_moe.report.progress import progress_section
-from hf_neuron_moe.report.read import Contents
-from hf_neuron_moe.report.runs import losses_section, runs_table
+from hf_neuron_moe.errors import ConversionError, DestinationError, DiskError, public
+from hf_neuron_moe.report.run_data import Contents
+from hf_neuron_moe.report.runs import losses_section, progress_section, runs_table
 from hf_neuron_moe.report.sections import (
     bytes_section,
     environment_section,
@@ -60,11 +59,7 @@ dt{color:var(--soft)}dd{margin:0;overflow-wrap:anywhere}
 
 
 def render(contents: Contents) -> str:
-    """Return the page as one HTML document without references to other files.
-
-    Args:
-        contents: what :func:`hf_neuron_moe.report.read_runs` found.
-    """
+    """Return the page as one HTML document without references to other files."""
     body = [study_sections(study) for study in contents.studies]
     if contents.runs:
         body += [runs_table(contents.runs), losses_section(contents.runs), progress_section(contents.runs)]
@@ -103,16 +98,9 @@ def _environments(contents: Contents) -> list[tuple[str, dict[str, object]]]:
     return distinct
 
 
+@public("report")
 def write_report(contents: Contents, path: Path) -> int:
-    """Write the page whole or not at all.
-
-    Returns:
-        Its size in bytes.
-
-    Raises:
-        DestinationError: there is no such folder, or `path` is one.
-        DiskError: the operating system does not let it be written there.
-    """
+    """Write the page whole or not at all; return its size in bytes."""
     if path.is_dir() or not path.parent.is_dir():
         got = "a folder" if path.is_dir() else f"a name in {path.parent}, which is no folder"
         raise _unwritable(DestinationError, path, got, "Name a file (-o FILE.html) in a folder that exists.")
@@ -134,4 +122,4 @@ def write_report(contents: Contents, path: Path) -> int:
 
 def _unwritable(kind: type[ConversionError], path: Path, got: str | None, remedy: str) -> ConversionError:
     expected = "a file that can be written"
-    return refuse(kind, where="report", argument=str(path), expected=expected, got=got, remedy=remedy)
+    return kind.about(str(path), expected, got, remedy)

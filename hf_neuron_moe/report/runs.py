@@ -1,4 +1,4 @@
-"""The sections over all runs of a folder: the table of runs, and their loss curves by configuration."""
+"""The sections over all runs of a folder: the table of runs, and by configuration what they log over their steps."""
 
 from __future__ import annotations
 
@@ -9,26 +9,27 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_neuron_moe.report.curves import band_of_runs
-from hf_neuron_moe.report.read import RunData
+from hf_neuron_moe.report.run_data import RunData
 from hf_neuron_moe.report.sections import figure, figures, kib, missing, note, section, table
-from hf_neuron_moe.report.svg import Point, line_chart
+from hf_neuron_moe.report.svg import Line, Point, line_chart
 
 Facts = dict[str, str]
+
+_LOGGED = (
+    ("learning_rate", "Learning rate", "learning rate"),
+    ("grad_norm", "Gradient norm", "gradient norm"),
+    ("tokens_per_second", "Throughput", "tokens/s"),
+)
+"""Key of the metrics, title of the figure, label of its axis."""
 
 
 @dataclass
 class Group:
-    """Runs of one configuration.
+    """Runs of one configuration."""
 
-    Attributes:
-        facts: what the runs have in common, in words, by name.
-        runs: the runs.
-        curves: logged steps and losses of each.
-    """
-
-    facts: Facts
+    facts: Facts  # what the runs have in common, in words, by name
     runs: list[RunData]
-    curves: list[list[Point]]
+    curves: list[list[Point]]  # logged steps and losses of each
 
     @property
     def reached(self) -> int:
@@ -72,10 +73,10 @@ def grouped(runs: Sequence[RunData]) -> dict[str, list[Group]]:
     """Return the runs that logged losses, by model and configuration."""
     models: dict[str, list[Group]] = defaultdict(list)
     for run in runs:
-        logged = {float(r["step"]): float(r["loss"]) for r in run.metrics if r.get("loss") is not None}
-        if not logged:
+        curve = _logged(run, "loss")
+        if not curve:
             continue
-        groups, facts, curve = models[str(run.run.get("model", "?"))], configuration(run), sorted(logged.items())
+        groups, facts = models[str(run.run.get("model", "?"))], configuration(run)
         known = next((group for group in groups if group.facts == facts), None)
         if known is None:
             groups.append(Group(facts, [run], [curve]))
@@ -83,6 +84,12 @@ def grouped(runs: Sequence[RunData]) -> dict[str, list[Group]]:
             known.runs.append(run)
             known.curves.append(curve)
     return models
+
+
+def _logged(run: RunData, key: str) -> list[Point]:
+    """Steps and values of a metric, as far as it was logged; of a step that was logged twice the later value."""
+    values = {float(record["step"]): float(record[key]) for record in run.metrics if record.get(key) is not None}
+    return sorted(values.items())
 
 
 def labels(groups: Sequence[Group]) -> list[str]:
@@ -116,6 +123,38 @@ def _losses_figure(model: str, groups: Sequence[Group]) -> str:
         if group.reached < len(group.runs):
             told += f"; {name}: {group.reached} of {len(group.runs)} runs reach step {group.end:g}"
     return figure(chart, told)
+
+
+def progress_section(runs: Sequence[RunData]) -> str:
+    """Evaluation loss, learning rate, gradient norm and throughput over the steps, one figure each per model."""
+    drawn = []
+    for model, groups in grouped(runs).items():
+        names = labels(groups)
+        evaluated: list[Line] = []
+        datasets = list(dict.fromkeys(key for group in groups for run in group.runs for key in run.evaluations))
+        for dataset in datasets:
+            called = names if len(datasets) == 1 else [f"{name}; {dataset}" for name in names]
+            curves = [[run.evaluations.get(dataset, []) for run in group.runs] for group in groups]
+            evaluated += _lines(called, curves)
+        courses = [("Evaluation loss", "evaluation loss (nats)", evaluated)]
+        for key, title, axis in _LOGGED:
+            curves = [[_logged(run, key) for run in group.runs] for group in groups]
+            courses.append((title, axis, _lines(names, curves)))
+        drawn += [_course_figure(model, title, axis, lines) for title, axis, lines in courses if lines]
+    return section("Course of training", figures(drawn) if drawn else missing("Nothing else was logged."))
+
+
+def _lines(names: Sequence[str], curves: Sequence[Sequence[list[Point]]]) -> list[Line]:
+    """A line per configuration whose runs have the curve, as logged."""
+    known = [(name, [curve for curve in of_runs if curve]) for name, of_runs in zip(names, curves)]
+    return [band_of_runs(name, of_runs, window=1) for name, of_runs in known if of_runs]
+
+
+def _course_figure(model: str, title: str, axis: str, lines: Sequence[Line]) -> str:
+    alt = f"{title} of {model} over the steps, by configuration: {' | '.join(line.name for line in lines)}"
+    chart = line_chart(lines, alt=alt, x_label="step", y_label=axis)
+    told = "; bands: lowest to highest of several runs" if any(line.low for line in lines) else ""
+    return figure(chart, f"{model}: {title.lower()} as logged{told}")
 
 
 def runs_table(runs: Sequence[RunData]) -> str:

@@ -10,11 +10,12 @@ from typing import Any
 
 from hf_neuron_moe.errors import pattern_of, spelled_together
 from hf_neuron_moe.report.curves import band, differences
-from hf_neuron_moe.report.read import RunData, StudyData
+from hf_neuron_moe.report.run_data import RunData, StudyData
 from hf_neuron_moe.report.svg import bar_chart, heat_map, line_chart
 
 LEAST_DB = 6.0
 """Range of a scale of colours: smaller differences of SQNR should not look large."""
+_MAP_KEYS = ("kind", "class_name", "experts", "hidden_size", "intermediate_size", "status", "activations")
 _STATUS = {"patched": "ok", "skipped": "skipped", "refused": "bad"}
 
 
@@ -68,7 +69,9 @@ def study_sections(study: StudyData) -> str:
     """Loss curves and differences of a parity study, its table, and what the variants save."""
     drawn = []
     for model, variants in study.content["models"].items():
-        lines = [band(name, list(seeds.values())) for name, seeds in variants.items() if seeds and not _is_fp32(name)]
+        # The short comparison of exact policies has a row of the table and no line.
+        shown = {name: seeds for name, seeds in variants.items() if seeds and not name.startswith("fp32,")}
+        lines = [band(name, list(seeds.values())) for name, seeds in shown.items()]
         seeds = max((len(seeds) for seeds in variants.values()), default=0)
         alt = f"Training loss of {model} over the steps, by variant: {', '.join(line.name for line in lines)}"
         chart = line_chart(lines, alt=alt, x_label="step", y_label="loss (nats)")
@@ -86,12 +89,9 @@ def study_sections(study: StudyData) -> str:
             drawn.append(
                 figure(chart, f"{model}: difference of the averaged loss on the same batches; {_bands(seeds)}")
             )
-    return section(f"Loss curves: {study.name}", figures(drawn) + _study_table(study)) + _study_bytes(study)
-
-
-def _is_fp32(variant: str) -> bool:
-    """Whether the curve belongs to the short comparison of exact policies, which has a line of its own."""
-    return variant.startswith("fp32,")
+    losses = section(f"Loss curves: {study.name}", figures(drawn) + _study_table(study))
+    saved = study.content.get("saved_bytes_per_token") or {}
+    return losses + (_bytes_figures(saved) if saved else "")
 
 
 def _bands(seeds: int) -> str:
@@ -128,17 +128,15 @@ def _study_table(study: StudyData) -> str:
     return table(("model", "variant", "last-100 mean", "seeds' spread", "difference", "goal"), rows) if rows else ""
 
 
-def _study_bytes(study: StudyData) -> str:
+def _bytes_figures(saved: Mapping[str, Mapping[str, float]]) -> str:
+    """A figure per model of what its blocks keep, by policy."""
     drawn = []
-    for model, values in (study.content.get("saved_bytes_per_token") or {}).items():
-        drawn.append(_bytes_figure(model, values))
-    return section("Saved for backward", figures(drawn)) if drawn else ""
-
-
-def _bytes_figure(model: str, values: Mapping[str, float]) -> str:
-    shown = {name: value / 1024 for name, value in values.items()}
-    alt = f"KiB per token that the blocks of {model} keep for backward, by policy"
-    return figure(bar_chart(shown, alt=alt, unit="KiB/token"), f"{model}: kept by all patched blocks together")
+    for model, values in saved.items():
+        shown = {name: value / 1024 for name, value in values.items()}
+        alt = f"KiB per token that the blocks of {model} keep for backward, by policy"
+        chart = bar_chart(shown, alt=alt, unit="KiB/token")
+        drawn.append(figure(chart, f"{model}: kept by all patched blocks together"))
+    return section("Saved for backward", figures(drawn))
 
 
 def map_section(runs: Sequence[RunData]) -> str:
@@ -164,13 +162,8 @@ def _map(run: RunData) -> str:
     """The entries, those that differ in their numbers only in one row."""
     groups: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for entry in run.entries:
-        facts = (
-            pattern_of(entry["name"]),
-            *(str(entry.get(key) or "-") for key in ("kind", "class_name", "experts", "hidden_size")),
-            *(str(entry.get(key) or "-") for key in ("intermediate_size", "status", "activations")),
-            kib(entry.get("saved_bytes_per_token")),
-            str(entry.get("reason") or "-"),
-        )
+        cells = [str(entry.get(key) or "-") for key in (*_MAP_KEYS, "reason")]
+        facts = (pattern_of(entry["name"]), *cells[:-1], kib(entry.get("saved_bytes_per_token")), cells[-1])
         groups[facts].append(entry["name"])
     rows = [
         (f"{spelled_together(names)} ({len(names)})" if len(names) > 1 else names[0], *facts[1:])
@@ -190,7 +183,7 @@ def bytes_section(runs: Sequence[RunData]) -> str:
             values[str(run.run.get("model", "?"))][run.policy] = sum(kept)
     if not values:
         return section("Saved for backward", missing("The patch report has no saved bytes."))
-    return section("Saved for backward", figures(_bytes_figure(model, known) for model, known in values.items()))
+    return _bytes_figures(values)
 
 
 def health_section(run: RunData) -> str:
@@ -246,22 +239,17 @@ def load_section(run: RunData) -> str:
     if not logged:
         return section(title, missing("No experts: the model's patched blocks are dense, or nothing was logged."))
     modules = list(logged[-1]["experts"])
-    totals = {module: _totals(logged, module) for module in modules}
-    widest = max(len(load) for load in totals.values())
-    cells = []
-    for load in totals.values():
-        mean = sum(load) / len(load)
-        cells.append([count / mean if mean else None for count in load])
-    drawing = heat_map(
-        short_names(modules),
-        [str(expert) for expert in range(widest)],
-        cells,
-        alt="Load of every expert over its module's mean, over the whole run",
-        unit="x mean",
-        low=0.0,
-    )
+    cells: list[list[float | None]] = []
+    for module in modules:
+        loads = [record["experts"][module]["load"] for record in logged if module in record["experts"]]
+        totals = [sum(column) for column in zip(*loads)]
+        mean = sum(totals) / len(totals)
+        cells.append([count / mean if mean else None for count in totals])
+    widest = max(map(len, cells))
+    names, columns = short_names(modules), [str(expert) for expert in range(widest)]
+    alt = "Load of every expert over its module's mean, over the whole run"
+    drawing = heat_map(names, columns, cells, alt=alt, unit="x mean", low=0.0)
     drawn = [figure(drawing, "Tokens per expert over the module's mean, whole run; 0 is a dead expert")]
-    names = short_names(modules)
     lines = []
     for name, module in list(zip(names, modules))[:: max(1, len(modules) // 6)][:6]:
         known = [(record["step"], record["experts"][module]["entropy"]) for record in logged]
@@ -272,11 +260,6 @@ def load_section(run: RunData) -> str:
         chart = line_chart(lines, alt="Entropy of the expert load over the steps", x_label="step", y_label="entropy")
         drawn.append(figure(chart, "Entropy of the load (1: all experts alike), of some modules"))
     return section(title, figures(drawn))
-
-
-def _totals(logged: Sequence[Mapping[str, Any]], module: str) -> list[int]:
-    loads = [record["experts"][module]["load"] for record in logged if module in record["experts"]]
-    return [sum(column) for column in zip(*loads)]
 
 
 def environment_section(title: str, environment: Mapping[str, Any]) -> str:

@@ -6,7 +6,7 @@ All figures are drawn on a narrow canvas, so that their text stays readable at a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
@@ -67,7 +67,7 @@ def line_chart(lines: Sequence[Line], *, alt: str, x_label: str, y_label: str) -
         left = _LEFT + across * (WIDTH - _LEFT - _RIGHT)
         return f"{left:.1f},{LINE_HEIGHT - _BOTTOM - up * (LINE_HEIGHT - _TOP - _BOTTOM):.1f}"
 
-    parts = _axes(x_low, x_high, y_low, y_high, place, x_label, y_label)
+    parts = _axes((x_low, x_high), (y_low, y_high), place, x_label, y_label)
     for index, line in enumerate(lines):
         color = f"c{index % COLORS}"
         if line.low:
@@ -178,16 +178,15 @@ def _range(values: Sequence[float], pad: float = 0.0) -> tuple[float, float]:
 
 
 def _axes(
-    x_low: float, x_high: float, y_low: float, y_high: float, place: object, x_label: str, y_label: str
+    x_range: Point, y_range: Point, place: Callable[[float, float], str], x_label: str, y_label: str
 ) -> list[str]:
-    assert callable(place)
     parts = []
-    for value in ticks(y_low, y_high):
-        (x_left, y), (x_right, _) = (place(x, value).split(",") for x in (x_low, x_high))
+    for value in ticks(*y_range):
+        (x_left, y), (x_right, _) = (place(x, value).split(",") for x in x_range)
         parts.append(f'<line class="grid" x1="{x_left}" y1="{y}" x2="{x_right}" y2="{y}"/>')
         parts.append(f'<text class="end" x="{_LEFT - 5}" y="{float(y) + 4:.1f}">{short(value)}</text>')
-    for value in ticks(x_low, x_high):
-        x, bottom = place(value, y_low).split(",")
+    for value in ticks(*x_range):
+        x, bottom = place(value, y_range[0]).split(",")
         parts.append(f'<text class="cell" x="{x}" y="{float(bottom) + 14:.1f}">{short(value)}</text>')
     middle = (_LEFT + WIDTH - _RIGHT) / 2
     parts.append(f'<text class="cell" x="{middle}" y="{LINE_HEIGHT - 3}">{escape(x_label)}</text>')

@@ -1,5 +1,11 @@
 """Training: a Trainer that patches and measures, what the stock Trainer needs beside the patched blocks, estimates.
 
+Routing replay: a token that activation checkpointing recomputes keeps its experts. ``patch_model`` installs it for the
+checkpoints that transformers makes (``gradient_checkpointing=True``, reentrant or not) and ``unpatch_model`` takes it
+out; nothing has to be switched on. Without checkpointing it does nothing at all. If you call ``torch.utils.checkpoint``
+directly, use :func:`replay_routing` for one call, :class:`ReplayingCheckpoint` where a checkpoint function can be
+given, or :func:`replay_contexts` where a ``context_fn`` can.
+
 The names that bring in transformers' Trainer, which takes seconds to import, are loaded when they are first used.
 """
 
@@ -8,22 +14,17 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from hf_neuron_moe.patching.checkpoint_names import disable_moe_resume, enable_moe_resume
+from hf_neuron_moe.patching.checkpointing import routing_replay_stats
+from hf_neuron_moe.patching.routing_replay import ReplayingCheckpoint, ReplayStats, replay_contexts, replay_routing
 from hf_neuron_moe.training.checkpoint_files import find_last_complete, mark_complete
 from hf_neuron_moe.training.checkpoints import SafeCheckpointMixin, refuse_nonfinite
-from hf_neuron_moe.training.replay import (
-    ReplayingCheckpoint,
-    ReplayStats,
-    replay_contexts,
-    replay_routing,
-    routing_replay_stats,
-)
-from hf_neuron_moe.training.resume import disable_moe_resume, enable_moe_resume
 from hf_neuron_moe.training.saved_tensors import SavedBytes, measure_saved_bytes
 
 if TYPE_CHECKING:
     from hf_neuron_moe.training.arguments import NeuronMoEArguments, NeuronMoETrainingArguments
     from hf_neuron_moe.training.callback import NeuronMoECallback
-    from hf_neuron_moe.training.estimate import TrainingEstimate, estimate_training
+    from hf_neuron_moe.training.memory_estimate import TrainingEstimate, estimate_training
     from hf_neuron_moe.training.trainer import NeuronMoETrainer, NeuronMoETrainerMixin
 
 __all__ = [
@@ -49,20 +50,18 @@ __all__ = [
     "routing_replay_stats",
 ]
 
-_HOME = {
-    "NeuronMoEArguments": "hf_neuron_moe.training.arguments",
-    "NeuronMoECallback": "hf_neuron_moe.training.callback",
-    "NeuronMoETrainer": "hf_neuron_moe.training.trainer",
-    "NeuronMoETrainerMixin": "hf_neuron_moe.training.trainer",
-    "NeuronMoETrainingArguments": "hf_neuron_moe.training.arguments",
-    "TrainingEstimate": "hf_neuron_moe.training.estimate",
-    "estimate_training": "hf_neuron_moe.training.estimate",
+_LAZY = {
+    "arguments": ("NeuronMoEArguments", "NeuronMoETrainingArguments"),
+    "callback": ("NeuronMoECallback",),
+    "memory_estimate": ("TrainingEstimate", "estimate_training"),
+    "trainer": ("NeuronMoETrainer", "NeuronMoETrainerMixin"),
 }
+_HOME = {name: module for module, names in _LAZY.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOME[name]), name)
+    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
     globals()[name] = value
     return value

@@ -2,20 +2,48 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
 
 from transformers import TrainingArguments
 
 from hf_neuron_moe.activation_policy import activations_from_text, to_plain
 from hf_neuron_moe.config import NeuronMoEConfig
-from hf_neuron_moe.errors import ConfigError, refuse
-from hf_neuron_moe.patching.option_names import with_checked_fields
+from hf_neuron_moe.errors import ConfigError, known_names, public
 
 DEFAULT_HEALTH_STEPS = 100
+Class = TypeVar("Class", bound=type)
 
 
-@with_checked_fields
+def _with_known_names(cls: Class) -> Class:
+    """Answer misspelt fields of the dataclass `cls` with the nearest; classes derived from it make their own."""
+    made: Any = cls  # a type checker refuses to exchange the constructor of what may be a subclass
+    made.__init__ = known_names(cls.__name__)(made.__init__)
+    return cls
+
+
+def _option(name: str, meaning: str) -> Any:
+    """A field with the default that :class:`NeuronMoEConfig` has for its option `name`."""
+    return field(default=getattr(NeuronMoEConfig(), name), metadata={"help": meaning})
+
+
+def _are_globs(value: Any) -> bool:
+    return value is None or all(isinstance(glob, str) for glob in value)
+
+
+_RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("neuron_include", _are_globs, "None or globs over module names"),
+    ("neuron_exclude", _are_globs, "None or globs over module names"),
+    ("neuron_include", lambda globs: globs is None or bool(globs), "None or at least one glob over module names"),
+    ("neuron_patch", lambda flag: isinstance(flag, bool), "a bool"),
+    ("neuron_strict", lambda flag: isinstance(flag, bool), "a bool"),
+    ("neuron_health_steps", lambda steps: type(steps) is int and steps >= 0, "a number of steps, 0 for never"),
+)
+"""Field, rule, and the rule in words."""
+
+
+@_with_known_names
 @dataclass
 class NeuronMoEArguments:
     """The fields that :class:`NeuronMoETrainerMixin` reads, to be combined with any class of training arguments.
@@ -32,32 +60,21 @@ class NeuronMoEArguments:
     neuron_patch: bool = field(
         default=True, metadata={"help": "Replace the model's SwiGLU MLPs and experts before the optimizer is made."}
     )
-    neuron_precision: str = field(
-        default="bf16", metadata={"help": "Numbers that patched blocks compute with: bf16, mxfp8 or fp32."}
+    neuron_precision: str = _option("precision", "Numbers that patched blocks compute with: bf16, mxfp8 or fp32.")
+    neuron_backend: str = _option(
+        "backend",
+        "What computes patched blocks: auto (by the device at patching), torch, neuron or nki-sim. Say neuron on a "
+        "Neuron machine: models are patched on the CPU, before they are moved.",
     )
-    neuron_backend: str = field(
-        default="auto",
-        metadata={
-            "help": "What computes patched blocks: auto (by the device at patching), torch, neuron or nki-sim. Say "
-            "neuron on a Neuron machine: models are patched on the CPU, before they are moved."
-        },
+    neuron_fallback: str = _option(
+        "fallback", "What becomes of blocks that the backend's kernels cannot compute: refuse or torch."
     )
-    neuron_fallback: str = field(
-        default="refuse",
-        metadata={"help": "What becomes of blocks that the backend's kernels cannot compute: refuse or torch."},
-    )
-    neuron_weights: str = field(
-        default="auto", metadata={"help": "Layout of patched weights in memory: auto, stock or kernel."}
-    )
-    neuron_block_size: int = field(
-        default=512, metadata={"help": "Tokens per block of the blockwise MoE kernels: 128, 256, ... 4096."}
-    )
-    neuron_activations: str = field(
-        default="minimal",
-        metadata={
-            "help": "What patched blocks keep for backward: the name of a preset, a budget of bytes, or an activation "
-            "policy as a JSON object."
-        },
+    neuron_weights: str = _option("weights", "Layout of patched weights in memory: auto, stock or kernel.")
+    neuron_block_size: int = _option("block_size", "Tokens per block of the blockwise MoE kernels: 128, 256, ... 4096.")
+    neuron_activations: str = _option(
+        "activations",
+        "What patched blocks keep for backward: the name of a preset, a budget of bytes, or an activation policy as a "
+        "JSON object.",
     )
     neuron_include: list[str] | None = field(
         default=None, metadata={"help": "Globs over module names: only these are patched."}
@@ -78,24 +95,16 @@ class NeuronMoEArguments:
     )
 
     def __post_init__(self) -> None:
-        """Check the values, then let the other base class do its part.
-
-        Raises:
-            ConfigError: a value is not allowed.
-        """
+        """Check the values, then let the other base class do its part."""
         for name in ("neuron_include", "neuron_exclude"):
+            if isinstance(getattr(self, name), str):
+                setattr(self, name, [getattr(self, name)])
+        for name, holds, expected in _RULES:
             value = getattr(self, name)
-            if isinstance(value, str):
-                setattr(self, name, [value])
-            elif value is not None and not all(isinstance(glob, str) for glob in value):
-                raise _refusal(name, "None or globs over module names", value)
-        if self.neuron_include is not None and not self.neuron_include:
-            raise _refusal("neuron_include", "None or at least one glob over module names", self.neuron_include)
-        for name in ("neuron_patch", "neuron_strict"):
-            if not isinstance(getattr(self, name), bool):
-                raise _refusal(name, "a bool", getattr(self, name))
-        if type(self.neuron_health_steps) is not int or self.neuron_health_steps < 0:
-            raise _refusal("neuron_health_steps", "a number of steps, 0 for never", self.neuron_health_steps)
+            if not holds(value):
+                got = value if isinstance(value, str) else repr(value)
+                fix = "See help(hf_neuron_moe.NeuronMoETrainingArguments)."
+                raise ConfigError.about(name, expected, got, fix).named("NeuronMoEArguments")
         config = self.neuron_config()
         given: Any = self.neuron_activations
         if not isinstance(given, str | dict):  # the Trainer writes its arguments into JSON files
@@ -105,40 +114,21 @@ class NeuronMoEArguments:
         if following is not None:
             following()
 
+    @public("NeuronMoEArguments")
     def neuron_config(self) -> NeuronMoEConfig:
-        """Return what patched blocks compute and keep.
-
-        Raises:
-            ConfigError: a value is not allowed.
-        """
-        activations = self.neuron_activations
-        if isinstance(activations, str):
-            activations = activations_from_text(activations, "NeuronMoEArguments", "neuron_activations")
-        return NeuronMoEConfig(
-            precision=self.neuron_precision,
-            backend=self.neuron_backend,
-            weights=self.neuron_weights,
-            block_size=self.neuron_block_size,
-            activations=activations,
-            fallback=self.neuron_fallback,
-        )
+        """Return what patched blocks compute and keep."""
+        options: dict[str, Any] = {
+            option.name: getattr(self, f"neuron_{option.name}") for option in fields(NeuronMoEConfig)
+        }
+        if isinstance(options["activations"], str):
+            options["activations"] = activations_from_text(options["activations"], "neuron_activations")
+        return NeuronMoEConfig(**options)
 
 
-@with_checked_fields
+@_with_known_names
 @dataclass
 class NeuronMoETrainingArguments(NeuronMoEArguments, TrainingArguments):
     """transformers' ``TrainingArguments`` and the fields of :class:`NeuronMoEArguments`.
 
     ``HfArgumentParser(NeuronMoETrainingArguments)`` reads them from the command line, a dict, JSON or YAML.
     """
-
-
-def _refusal(name: str, expected: str, got: object) -> ConfigError:
-    return refuse(
-        ConfigError,
-        where="NeuronMoEArguments",
-        argument=name,
-        expected=expected,
-        got=got if isinstance(got, str) else repr(got),
-        remedy="See help(hf_neuron_moe.NeuronMoETrainingArguments).",
-    )

@@ -5,6 +5,7 @@ Legend: E experts, H hidden size, I intermediate size, R rows, K contraction axi
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import torch
@@ -12,11 +13,10 @@ from torch import Tensor, nn
 
 from hf_neuron_moe.modules.block import NeuronBlock
 from hf_neuron_moe.modules.experts import NeuronExperts
-from hf_neuron_moe.modules.frozen_block import FrozenBlock
-from hf_neuron_moe.modules.frozen_experts import FrozenExperts
+from hf_neuron_moe.modules.quantized_blocks import FrozenBlock, FrozenExperts
 from hf_neuron_moe.modules.swiglu_mlp import KernelLayoutSwiGLUMLP, NeuronSwiGLUMLP
-from hf_neuron_moe.patching.apply import states
-from hf_neuron_moe.patching.report import PATCHED, PatchEntry, PatchReport, merged
+from hf_neuron_moe.patching.apply import report_of
+from hf_neuron_moe.patching.report import PATCHED, PatchEntry
 
 PROJECTIONS = ("gate", "up", "down")
 
@@ -37,34 +37,21 @@ def has_experts(block: NeuronBlock) -> bool:
 
 def block_sizes(block: NeuronBlock) -> tuple[int, int, int]:
     """Return E (0 for a dense block), H and I; of frozen blocks with the zeros that the stored tensors contain."""
-    if isinstance(block, FrozenBlock):
-        stack = block.neuron_stack
-        experts = stack.gate_up_scales.shape[0] if has_experts(block) else 0
-        return experts, stack.hidden, stack.inner
-    if isinstance(block, NeuronExperts):
-        experts, *sizes = _base(block, "down_proj").shape
-        hidden, inner = sizes if not block.is_transposed else reversed(sizes)
-        return experts, hidden, inner
-    hidden, inner = _dense_weights(block)["down"].shape
-    return 0, hidden, inner
+    shape = block.neuron_shape
+    experts = block.neuron_stack.gate_up_scales.shape[0] if isinstance(block, FrozenExperts) else shape.experts
+    return experts or 0, shape.hidden, shape.intermediate
 
 
 def device_of(block: NeuronBlock) -> torch.device:
     """Device of the block's weights."""
-    tensors = [*block.parameters(), *block.buffers()]
-    return tensors[0].device
+    return next(chain(block.parameters(), block.buffers())).device
 
 
 def sampled_weights(block: NeuronBlock, rows: int) -> dict[str, Tensor]:
     """Return up to `rows` rows of every projection, evenly spread, each row along the contraction axis of its matmul.
 
-    Args:
-        block: a patched block; one with frozen MX weights has none to quantise.
-        rows: the most rows per projection.
-
-    Returns:
-        ``{"gate": [R, H], "up": [R, H], "down": [R, I]}`` in the parameters' dtype, detached; of a sharded parameter
-        the rows that are on this rank.
+    ``{"gate": [R, H], "up": [R, H], "down": [R, I]}`` in the parameters' dtype, detached; of a sharded parameter the
+    rows that are on this rank. A block with frozen MX weights has none to quantise.
     """
     if isinstance(block, FrozenBlock):
         return {}
@@ -85,7 +72,7 @@ def spread_rows(values_RK: Tensor, rows: int) -> Tensor:
 
 def patch_record(model: nn.Module) -> dict[str, Any]:
     """Return the patch report of `model` as plain values; of frozen blocks, which no patch made, one like it."""
-    report = _patch_report(model)
+    report = report_of(model)
     if report is not None:
         return report.to_dict()
     entries = []
@@ -108,17 +95,9 @@ def patch_record(model: nn.Module) -> dict[str, Any]:
 
 def config_record(model: nn.Module) -> dict[str, Any]:
     """Return the configuration that `model` was patched with as plain values; of frozen blocks that of the first."""
-    report = _patch_report(model)
+    report = report_of(model)
     config = report.config if report is not None else next(iter(patched_blocks(model).values())).neuron_config
     return config.to_dict()
-
-
-def _patch_report(model: nn.Module) -> PatchReport | None:
-    found = [state.report for _, state in states(model)]
-    if len(found) > 1:
-        names = {id(module): name for name, module in model.named_modules()}
-        return merged({names[id(holder)]: state.report for holder, state in states(model)})
-    return found[0] if found else None
 
 
 def _dense_weights(block: nn.Module) -> dict[str, Tensor]:

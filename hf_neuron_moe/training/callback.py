@@ -9,7 +9,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_neuron_moe.config import NeuronMoEConfig
-from hf_neuron_moe.errors import ConfigError, UnsupportedModelError, refuse
+from hf_neuron_moe.errors import ConfigError, UnsupportedModelError, public
 from hf_neuron_moe.training.arguments import DEFAULT_HEALTH_STEPS
 from hf_neuron_moe.training.blocks import config_record, patch_record
 from hf_neuron_moe.training.figures import StepMetrics
@@ -28,7 +28,7 @@ class NeuronMoECallback(TrainerCallback):
     as a fraction of the needed ones: 0.25 is 25 %), and of experts ``neuron/load_entropy`` (1 where all get the same),
     ``neuron/load_max_over_mean`` and ``neuron/dead_experts`` (no token since the last log). Under activation
     checkpointing there is ``neuron/routing_kept``: decisions that recomputation would have changed and replay did not
-    let it (:mod:`hf_neuron_moe.training.replay`). After sampled steps there are also ``neuron/sqnr_weights_db``,
+    let it (:mod:`hf_neuron_moe.patching.routing_replay`). After sampled steps there are ``neuron/sqnr_weights_db``,
     ``neuron/sqnr_inputs_db``, ``neuron/flushed``, ``neuron/saturated`` and ``neuron/amax``: what MXFP8 does to the
     weights and the blocks' inputs, whatever precision they compute in. Figures per module go to
     ``<output_dir>/neuron_moe/metrics.jsonl``, evaluations to ``evaluations.jsonl``, and ``run.json`` says what was run.
@@ -45,18 +45,13 @@ class NeuronMoECallback(TrainerCallback):
             arguments' ``neuron_health_steps``, or 100 where they have none.
     """
 
+    @public(_WHERE)
     def __init__(
         self, config: NeuronMoEConfig | Mapping[str, Any] | None = None, health_steps: int | None = None
     ) -> None:
         if health_steps is not None and (type(health_steps) is not int or health_steps < 0):
-            raise refuse(
-                ConfigError,
-                where=_WHERE,
-                argument="health_steps",
-                expected="a number of steps, 0 for never",
-                got=repr(health_steps),
-                remedy="Leave it out for the default.",
-            )
+            expected, fix = "a number of steps, 0 for never", "Leave it out for the default."
+            raise ConfigError.about("health_steps", expected, repr(health_steps), fix)
         self.config = config
         self.health_steps = health_steps
         self.sample_every = 0
@@ -73,45 +68,32 @@ class NeuronMoECallback(TrainerCallback):
         handler.callbacks.insert(0, self)
         return self
 
+    @public(_WHERE)
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Patch the model, where a configuration was given: there is no optimizer yet, unless the caller made one.
-
-        Raises:
-            UnsupportedModelError: as :func:`patch_for_training` says.
-        """
+        """Patch the model, where a configuration was given: there is no optimizer yet, unless the caller made one."""
         if self.config is not None:
-            patch_for_training(_WHERE, kwargs["model"], self.config, kwargs.get("optimizer"))
+            patch_for_training(kwargs["model"], self.config, kwargs.get("optimizer"))
 
+    @public(_WHERE)
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Begin to count, and write ``run.json``.
-
-        Raises:
-            UnsupportedModelError: the model is not patched and no configuration was given, or patching it now would
-                replace parameters that the optimizer has.
-        """
+        """Begin to count, and write ``run.json``."""
         model: nn.Module = kwargs["model"]
         if self.config is not None:
-            patch_for_training(_WHERE, model, self.config, kwargs.get("optimizer"))
+            patch_for_training(model, self.config, kwargs.get("optimizer"))
         elif not is_patched(model):
-            raise refuse(
-                UnsupportedModelError,
-                where=_WHERE,
-                argument="model",
-                expected="patched when training begins",
-                got=f"a {type(model).__name__} without patched blocks",
-                remedy="Call patch_model(model, ...) before the Trainer is made (inside model_init where there is "
-                "one), give the callback a config, or use NeuronMoETrainer.",
+            raise UnsupportedModelError.about(
+                "model",
+                "patched when training begins",
+                f"a {type(model).__name__} without patched blocks",
+                "Call patch_model(model, ...) before the Trainer is made (inside model_init where there is one), "
+                "give the callback a config, or use NeuronMoETrainer.",
             )
         self.begin(args, state, model)
 
     def begin(self, args: TrainingArguments, state: TrainerState, model: nn.Module) -> None:
-        """Begin to count in a patched `model`, and write ``run.json``.
-
-        Raises:
-            UnsupportedModelError: the run saves checkpoints, and the model has adapters that cannot be saved.
-        """
+        """Begin to count in a patched `model`, and write ``run.json``."""
         if args.save_strategy != "no":
             refuse_unsavable_adapters(model)
         self.detach()

@@ -43,21 +43,13 @@ class State(Enum):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint folder as found.
-
-    Attributes:
-        folder: where it is.
-        step: optimizer steps before it was written, from its name; -1 under a name of another form.
-        state: whether it can be resumed from.
-        sequence: number of its mark; 0 without one.
-        problem: what is wrong with an incomplete one.
-    """
+    """A checkpoint folder as found."""
 
     folder: Path
-    step: int
-    state: State
-    sequence: int = 0
-    problem: str = ""
+    step: int  # optimizer steps before it was written, from its name; -1 under a name of another form
+    state: State  # whether it can be resumed from
+    sequence: int = 0  # number of its mark; 0 without one
+    problem: str = ""  # what is wrong with an incomplete one
 
 
 def begin(folder: Path) -> None:
@@ -81,13 +73,8 @@ def begin(folder: Path) -> None:
 def mark_complete(folder: str | os.PathLike[str]) -> None:
     """Bring a checkpoint to the disk and mark it as complete, as the last thing done to it.
 
-    Call it when all processes have written their files. Returns when files, names and mark are on the disk.
-
-    Args:
-        folder: the checkpoint. Files added later do not matter; those it has now must not be changed any more.
-
-    Raises:
-        OSError: the system refused a call; the folder is not marked.
+    Call it when all processes have written their files. Returns when files, names and mark are on the disk; after an
+    ``OSError`` the folder is not marked. Files added later do not matter; those it has now must not be changed.
     """
     home = Path(folder)
     files: dict[str, int] = {}
@@ -110,24 +97,27 @@ def inspect(folder: Path) -> Checkpoint:
     """Say what a checkpoint folder is."""
     match = _FOLDER.match(folder.name)
     step = int(match[1]) if match else -1
+
+    def incomplete(problem: str, sequence: int = 0) -> Checkpoint:
+        return Checkpoint(folder, step, State.INCOMPLETE, sequence, problem)
+
     if not (folder / COMPLETE_FILE).is_file():
         if (folder / SAVING_FILE).exists():
-            return Checkpoint(folder, step, State.INCOMPLETE, problem="its writing was interrupted")
+            return incomplete("its writing was interrupted")
         if folder.is_dir() and not any(folder.iterdir()):
-            return Checkpoint(folder, step, State.INCOMPLETE, problem="it is empty")
+            return incomplete("it is empty")
         return Checkpoint(folder, step, State.UNMARKED)
     try:
         mark = json.loads((folder / COMPLETE_FILE).read_text(encoding="utf-8"))
         sequence, files = int(mark["sequence"]), dict(mark["files"])
     except (ValueError, KeyError, TypeError):
-        return Checkpoint(folder, step, State.INCOMPLETE, problem=f"{COMPLETE_FILE} cannot be read")
+        return incomplete(f"{COMPLETE_FILE} cannot be read")
     for name, size in files.items():
         path = folder / name
         if not path.is_file():
-            return Checkpoint(folder, step, State.INCOMPLETE, sequence, f"{name} is missing")
+            return incomplete(f"{name} is missing", sequence)
         if path.stat().st_size != size:
-            problem = f"{name} has {path.stat().st_size} bytes instead of {size}"
-            return Checkpoint(folder, step, State.INCOMPLETE, sequence, problem)
+            return incomplete(f"{name} has {path.stat().st_size} bytes instead of {size}", sequence)
     return Checkpoint(folder, step, State.COMPLETE, sequence)
 
 
@@ -144,15 +134,9 @@ def find_last_complete(output_dir: str | os.PathLike[str]) -> Path | None:
     Incomplete ones are never chosen and are named in a warning. Neither are those of the stock Trainer, which have no
     mark: whoever knows such a one to be whole gives its path. They are named where none with a mark has their step.
 
-    Args:
-        output_dir: the run's ``output_dir``.
-
     Returns:
         The complete checkpoint that was written last, also if folders of an earlier run have higher steps; None if
         there is none.
-
-    Warns:
-        NeuronMoEWarning: some folders were passed over.
     """
     found = checkpoints_in(output_dir)
     complete = [each for each in found if each.state is State.COMPLETE]
@@ -172,13 +156,9 @@ def find_last_complete(output_dir: str | os.PathLike[str]) -> Path | None:
 def rotate(output_dir: str | os.PathLike[str], limit: int | None, keep: str | None = None) -> None:
     """Remove what is not needed any more, once a new checkpoint is complete.
 
-    Checkpoints that were set aside go. With a `limit`, so do all complete ones but the last `limit`, `keep` among
-    them, and incomplete ones. The last complete one never goes, and unmarked ones are left alone.
-
-    Args:
-        output_dir: the run's folder.
-        limit: ``save_total_limit``; None or 0 keeps all.
-        keep: the best checkpoint, which stays.
+    Checkpoints that were set aside go. With a `limit` (``save_total_limit``; None or 0 keeps all), so do all complete
+    ones but the last `limit`, the best one `keep` among them, and incomplete ones. The last complete one never goes,
+    and unmarked ones are left alone.
     """
     found = checkpoints_in(output_dir)
     complete = [each.folder for each in found if each.state is State.COMPLETE]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from hf_neuron_moe.errors import IncompleteCheckpointError, NonFiniteWeightsError, refuse
+from hf_neuron_moe.errors import IncompleteCheckpointError, NonFiniteWeightsError, public
 from hf_neuron_moe.training import checkpoint_files as files
 from hf_neuron_moe.training.checkpoint_files import find_last_complete, mark_complete
 
@@ -42,18 +42,11 @@ class SafeCheckpointMixin(_Base):
       folder is made.
     """
 
-    _neuron_limit: tuple[int | None] | None = None
-    """``save_total_limit`` while it is taken out of the arguments."""
-    _neuron_push: str | None = None
-    """Folder to be pushed to the Hub once it is complete."""
+    _neuron_limit: tuple[int | None] | None = None  # ``save_total_limit`` while it is taken out of the arguments
+    _neuron_push: str | None = None  # folder to be pushed to the Hub once it is complete
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Train as the Trainer does, from a complete checkpoint if asked to resume.
-
-        Raises:
-            IncompleteCheckpointError: there is no complete checkpoint, or the one given by path is not complete.
-            NonFiniteWeightsError: the weights to start from are not finite. One step would spread NaN to all of them.
-        """
+        """Train as the Trainer does, from a complete checkpoint if asked to resume."""
         resume: str | bool | None = resume_from_checkpoint
         if resume is True:
             resume = self._last_complete()
@@ -64,11 +57,7 @@ class SafeCheckpointMixin(_Base):
         return super().train(resume, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model as the Trainer does, if its weights are finite.
-
-        Raises:
-            NonFiniteWeightsError: they are not; nothing was written.
-        """
+        """Save the model as the Trainer does, if its weights are finite."""
         if not self._is_saving:  # then it has been looked at
             self._refuse_nonfinite()
         super().save_model(output_dir, _internal_call)
@@ -124,6 +113,7 @@ class SafeCheckpointMixin(_Base):
             (self.args.save_total_limit,) = self._neuron_limit
             self._neuron_limit = None
 
+    @public("train")
     def _last_complete(self) -> str:
         """The folder to resume from; all processes take the one that the main process found."""
         output_dir = str(self.args.output_dir)
@@ -133,43 +123,29 @@ class SafeCheckpointMixin(_Base):
 
             broadcast_object_list(found)
         if found[0] is None:
-            raise refuse(
-                IncompleteCheckpointError,
-                where="train",
-                argument="resume_from_checkpoint=True",
-                expected=f"used with a complete checkpoint in {output_dir}",
-                got="none",
-                remedy="Start without it, or give the path of a checkpoint that the stock Trainer wrote.",
-            )
+            expected = f"used with a complete checkpoint in {output_dir}"
+            fix = "Start without it, or give the path of a checkpoint that the stock Trainer wrote."
+            raise IncompleteCheckpointError.about("resume_from_checkpoint=True", expected, "none", fix)
         return str(found[0])
 
     def _refuse_nonfinite(self, where: str = "save_model") -> None:
         """Stop all processes if one of them has non-finite weights: alone it would leave the others waiting."""
         assert self.model is not None  # a Trainer that saves has one
-        problem = _first_nonfinite(self.model)
-        problems = [problem]
+        problems = [_first_nonfinite(self.model)]
         if self.args.world_size > 1:
             from accelerate.utils import gather_object
 
-            problems = gather_object([problem])
-        for found in problems:
-            if found is not None:
-                raise _nonfinite(found, where)
+            problems = gather_object(problems)
+        _refuse(problems, where)
 
 
 def refuse_nonfinite(model: nn.Module) -> None:
-    """Refuse weights that must not be saved.
+    """Refuse weights that must not be saved; the error names the first such parameter and its module.
 
-    Args:
-        model: parameters must be finite, and floating-point buffers that are saved must not be NaN (some models mask
-            with infinity). Of sharded parameters, this process's part is looked at; meta tensors are passed over.
-
-    Raises:
-        NonFiniteWeightsError: the message names the first such parameter and its module.
+    Parameters must be finite, and floating-point buffers that are saved must not be NaN (some models mask with
+    infinity). Of sharded parameters, this process's part is looked at; meta tensors are passed over.
     """
-    problem = _first_nonfinite(model)
-    if problem is not None:
-        raise _nonfinite(problem, "save_model")
+    _refuse([_first_nonfinite(model)], "save_model")
 
 
 _REMEDIES = {
@@ -179,15 +155,10 @@ _REMEDIES = {
 }
 
 
-def _nonfinite(problem: str, where: str) -> NonFiniteWeightsError:
-    return refuse(
-        NonFiniteWeightsError,
-        where=where,
-        argument="the model's weights",
-        expected="finite",
-        got=problem,
-        remedy=_REMEDIES[where],
-    )
+def _refuse(problems: list[str | None], where: str) -> None:
+    for problem in problems:
+        if problem is not None:
+            raise NonFiniteWeightsError.about("the model's weights", "finite", problem, _REMEDIES[where]).named(where)
 
 
 @torch.no_grad()
@@ -226,14 +197,10 @@ def _parts(tensor: Tensor | None) -> tuple[Tensor, ...]:
     return tuple(piece.float() for piece in local.flatten().split(_PART))
 
 
+@public("train")
 def _refuse_incomplete(folder: Path) -> None:
     found = files.inspect(folder)
     if found.state is files.State.INCOMPLETE:
-        raise refuse(
-            IncompleteCheckpointError,
-            where="train",
-            argument="resume_from_checkpoint",
-            expected="a checkpoint that was written to its end",
-            got=f"{folder}: {found.problem}",
-            remedy="resume_from_checkpoint=True takes the last complete one.",
-        )
+        expected = "a checkpoint that was written to its end"
+        fix = "resume_from_checkpoint=True takes the last complete one."
+        raise IncompleteCheckpointError.about("resume_from_checkpoint", expected, f"{folder}: {found.problem}", fix)

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
-from hf_neuron_moe.errors import ConfigError, refuse
+from hf_neuron_moe.errors import ConfigError, public
 
 
 class CpuFSDP2Mixin:
@@ -28,11 +28,7 @@ class CpuFSDP2Mixin:
     args: Any
 
     def _build_accelerator_args(self, **options: Any) -> dict[str, Any]:
-        """Set the process-wide state up front; the Trainer's Accelerator then finds it as it does on GPUs.
-
-        Raises:
-            ConfigError: FSDP of version 1.
-        """
+        """Set the process-wide state up front; the Trainer's Accelerator then finds it as it does on GPUs."""
         arguments: dict[str, Any] = super()._build_accelerator_args(**options)  # type: ignore[misc]
         asked = self.args.fsdp_plugin_args is not None or os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
         if asked and PartialState().distributed_type == DistributedType.MULTI_CPU:
@@ -40,26 +36,17 @@ class CpuFSDP2Mixin:
         return arguments
 
 
+@public("CpuFSDP2Mixin")
 def shard_on_cpu(arguments: dict[str, Any]) -> None:
     """Switch accelerate's process-wide state from several CPU processes to FSDP2 over them.
 
-    Args:
-        arguments: those of the ``Accelerator`` to be made afterwards. An ``fsdp_plugin`` among them is used, otherwise
-            one from the environment that ``accelerate launch`` sets up.
-
-    Raises:
-        ConfigError: the plugin is of version 1, which refuses CPUs.
+    `arguments` are those of the ``Accelerator`` to be made afterwards. An ``fsdp_plugin`` among them is used, otherwise
+    one from the environment that ``accelerate launch`` sets up.
     """
     plugin = arguments.get("fsdp_plugin") or FullyShardedDataParallelPlugin()
     if plugin.fsdp_version != 2:
-        raise refuse(
-            ConfigError,
-            where="CpuFSDP2Mixin",
-            argument="fsdp_version",
-            expected="2 on CPUs",
-            got=plugin.fsdp_version,
-            remedy="Set fsdp_version: 2 in accelerate's configuration.",
-        )
+        fix = "Set fsdp_version: 2 in accelerate's configuration."
+        raise ConfigError.about("fsdp_version", "2 on CPUs", plugin.fsdp_version, fix)
     state = Accelerator(**arguments).state
     if arguments.get("mixed_precision") not in (None, "no"):
         plugin.set_mixed_precision(arguments["mixed_precision"])

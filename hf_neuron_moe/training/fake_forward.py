@@ -25,13 +25,14 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
-from hf_neuron_moe.errors import NeuronMoEError, ShapeError, UnsupportedModelError, refuse
+from hf_neuron_moe.errors import NeuronMoEError, ShapeError, UnsupportedModelError
 from hf_neuron_moe.training.saved_ledger import SavedActivations, SavedLedger
 
 _WHERE = "estimate_training"
 _ATTENTION = "hf_neuron_moe_shapes_only"
 """Name of an attention implementation that is transformers' sdpa with a mask made from shapes alone."""
 
+_MEASURE_IT = "Measure it instead: hf_neuron_moe.training.measure_saved_bytes counts a real forward pass."
 _DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
 
 
@@ -40,18 +41,13 @@ def fake_saved_activations(
 ) -> SavedActivations:
     """Run one training forward pass of a causal language model by shapes alone, and count what it saves.
 
+    The counts are those that autograd on a CPU would give; attention is transformers' sdpa where the model supports it.
+
     Args:
         model: a transformers model (or an adapter's wrapper) on the meta device; it is not changed.
         blocks: its modules that are counted apart.
         batch: sequences (B).
         length: tokens per sequence (L).
-
-    Returns:
-        The counts, as autograd on a CPU would give them; attention is transformers' sdpa where the model supports it.
-
-    Raises:
-        UnsupportedModelError: the forward needs values, not only shapes.
-        ShapeError: the model does not take such a batch.
     """
     ledger = SavedLedger(model, blocks)
     was_training = model.training
@@ -68,9 +64,14 @@ def fake_saved_activations(
         except NeuronMoEError:
             raise
         except _DATA_DEPENDENT as error:
-            raise _needs_values(model, error) from error
+            expected, fix = "a model whose forward needs shapes only", _MEASURE_IT
+            got = f"{type(model).__name__}, which asks for a tensor's values ({type(error).__name__}: {error})"
+            raise UnsupportedModelError.about("model", expected, got, fix).named(_WHERE) from error
         except (RuntimeError, ValueError, IndexError) as error:
-            raise _no_such_batch(model, batch, length, error) from error
+            reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"  # frames of C++ come below
+            got = f"{batch} x {length} tokens, at which {type(model).__name__} stops with {reason}"
+            expected, fix = "a batch that the model takes", "Take a shorter length."
+            raise ShapeError.about("batch and length", expected, got, fix).named(_WHERE) from error
         finally:
             model.train(was_training)
     return ledger.result()
@@ -126,26 +127,3 @@ def _mask_from_shapes(**options: Any) -> Tensor | None:
     """No mask where plain causal attention does, else transformers' own."""
     local_size = options.get("local_size")
     return None if local_size is None or options["kv_length"] <= local_size else sdpa_mask(**options)
-
-
-def _needs_values(model: nn.Module, error: BaseException) -> UnsupportedModelError:
-    return refuse(
-        UnsupportedModelError,
-        where=_WHERE,
-        argument="model",
-        expected="a model whose forward needs shapes only",
-        got=f"{type(model).__name__}, which asks for a tensor's values ({type(error).__name__}: {error})",
-        remedy="Measure it instead: hf_neuron_moe.training.measure_saved_bytes counts a real forward pass.",
-    )
-
-
-def _no_such_batch(model: nn.Module, batch: int, length: int, error: BaseException) -> ShapeError:
-    reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"  # frames of C++ come below
-    return refuse(
-        ShapeError,
-        where=_WHERE,
-        argument="batch and length",
-        expected="a batch that the model takes",
-        got=f"{batch} x {length} tokens, at which {type(model).__name__} stops with {reason}",
-        remedy="Take a shorter length.",
-    )

@@ -1,6 +1,10 @@
-"""From counts to the figures that are logged.
+"""From counts and samples to the figures that are logged.
 
-Legend: E experts, H hidden size, I intermediate size, M tensors measured, W ranks.
+How MXFP8 quantisation treats a tensor does not depend on the precision a block computes with, so a bf16 run shows what
+mxfp8 would do to it.
+
+Legend: E experts, H hidden size, I intermediate size, M tensors measured, W ranks, R rows, K contraction axis of the
+matmul that the rows are an operand of.
 """
 
 from __future__ import annotations
@@ -11,11 +15,22 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from hf_neuron_moe.formats.mx import dequantize_mx_natural, quantize_mx
 from hf_neuron_moe.formats.padding import padded_size
+from hf_neuron_moe.formats.swizzle import unswizzle
 from hf_neuron_moe.training.blocks import PROJECTIONS
-from hf_neuron_moe.training.health import MEASURES
+
+MEASURES = ("amax", "flushed", "saturated", "sqnr_db")
+"""The four figures of :func:`quantization_health`, in their order."""
+
+SAMPLED_ROWS = 64
+"""Rows taken of every tensor: the figures of a projection then rest on 64 K values, whatever its size."""
+
+_MAGNITUDE, _LARGEST_CODE = 0x7F, 0x7E
+"""Bits of an e4m3 code without its sign, and those of its largest finite value, 448."""
 
 INPUT = "input"
 TENSORS = (*PROJECTIONS, INPUT)
@@ -24,16 +39,12 @@ TENSORS = (*PROJECTIONS, INPUT)
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """What was measured since the last logging step, over all ranks.
-
-    Attributes:
-        logs: one number per key, all keys beginning with ``neuron/``, for ``Trainer.log``. Of figures that every module
-            has, the mean over modules; of ``amax`` the largest.
-        record: the same per module, as a line of ``metrics.jsonl`` has it.
-    """
+    """What was measured since the last logging step, over all ranks."""
 
     logs: dict[str, float]
-    record: dict[str, Any]
+    """One number per key, all keys beginning with ``neuron/``, for ``Trainer.log``. Of figures that every module has,
+    the mean over modules; of ``amax`` the largest."""
+    record: dict[str, Any]  # the same per module, as a line of ``metrics.jsonl`` has it
 
 
 def load_figures(load: list[int]) -> dict[str, Any]:
@@ -61,13 +72,9 @@ def padding_overhead(
 ) -> float:
     """Return the extra multiply-adds of the kernels as a fraction of the needed ones: 0.25 is 25 %.
 
-    H and I are padded to multiples of 128, and every expert's tokens to whole blocks.
-
-    Args:
-        sizes: E, H and I of every block.
-        positions: rows that dense blocks multiplied.
-        loads: token-expert pairs per expert, of the blocks with experts.
-        padded_rows: the same in whole blocks, summed over experts.
+    H and I are padded to multiples of 128, and every expert's tokens to whole blocks. `sizes` are E, H and I of every
+    block, `positions` the rows that dense blocks multiplied, `loads` the token-expert pairs per expert of the blocks
+    with experts, `padded_rows` the same in whole blocks, summed over experts.
     """
     needed = done = 0.0
     for name, (_, H, I) in sizes.items():  # noqa: E741
@@ -77,15 +84,36 @@ def padding_overhead(
     return done / needed - 1.0 if needed else 0.0
 
 
+def quantization_health(rows_RK: Tensor) -> Tensor:
+    """Return what MXFP8 (e4m3, Neuron scale rule) along K does to `rows_RK`.
+
+    The rows are rounded to bf16 and zero padded to a multiple of 128 first, as the kernels get them (nki-library 2.31
+    ``mlp_fwd_mxfp8``); the padding does not count. They have any float dtype and device. The result is fp32 ``[4]`` on
+    the same device, in the order of :data:`MEASURES`: the largest magnitude; the share of elements that are not zero
+    but become it; the share that gets the largest code, 448 times the scale (the Neuron rule leaves headroom, so
+    anything but 0 means infinities); and the signal-to-quantisation-noise ratio ``10 log10(sum x^2 / sum (x - q)^2)``
+    in dB, infinite where nothing is lost. All NaN for no rows.
+    """
+    if rows_RK.numel() == 0:
+        return torch.full((len(MEASURES),), torch.nan, device=rows_RK.device)
+    K = rows_RK.shape[1]
+    values = rows_RK.detach().float()
+    quantized = quantize_mx(F.pad(values.to(torch.bfloat16), (0, padded_size(K) - K)))
+    codes_RK = unswizzle(quantized.codes)
+    restored = dequantize_mx_natural(codes_RK, quantized.scales)[:, :K]
+    magnitude = codes_RK[:, :K].bitwise_and_(_MAGNITUDE)
+    flushed = ((magnitude == 0) & (values != 0)).float().mean()
+    saturated = (magnitude == _LARGEST_CODE).float().mean()
+    noise = (values - restored).square().sum()
+    sqnr = 10.0 * torch.log10(values.square().sum() / noise)
+    return torch.stack([values.abs().amax(), flushed, saturated, sqnr])
+
+
 def health_record(blocks: Iterable[str], health_WM4: Tensor) -> dict[str, Any]:
     """Return the quantisation health per block and tensor over all ranks.
 
-    Each rank looked at its own inputs, and at its own part of sharded weights.
-
-    Args:
-        blocks: names of the blocks.
-        health_WM4: figures of every rank, in the order of the blocks and of :data:`TENSORS`; NaN of tensors that a
-            block does not have.
+    Each rank looked at its own inputs, and at its own part of sharded weights. The figures are in the order of the
+    blocks and of :data:`TENSORS`; NaN of tensors that a block does not have.
     """
     measured = [(name, tensor) for name in blocks for tensor in TENSORS]
     absent_WM = health_WM4[..., 1].isnan()  # a share is a number wherever there is an element, NaN or not

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from hf_neuron_moe.patching.replay import routing_replay_stats
+from hf_neuron_moe.patching.checkpointing import routing_replay_stats
 from hf_neuron_moe.training.blocks import (
     block_sizes,
     device_of,
@@ -27,24 +27,19 @@ from hf_neuron_moe.training.blocks import (
 )
 from hf_neuron_moe.training.figures import (
     INPUT,
+    SAMPLED_ROWS,
     TENSORS,
     StepMetrics,
     health_record,
     load_figures,
     logs_of,
     padding_overhead,
+    quantization_health,
 )
-from hf_neuron_moe.training.health import SAMPLED_ROWS, quantization_health
 
 
 class ExpertCount:
-    """Token-expert pairs per expert of one module.
-
-    Args:
-        experts: E.
-        block_size: tokens per block of the blockwise kernels.
-        device: where the routing indices are.
-    """
+    """Token-expert pairs per expert of one module; `device` is where the routing indices are."""
 
     def __init__(self, experts: int, block_size: int, device: torch.device) -> None:
         self.block_size = block_size
@@ -70,9 +65,6 @@ class TrainingMonitor:
 
     Under ``torch.compile`` the inputs' quantisation health is not measured, since sampled steps would need a graph of
     their own; everything else is.
-
-    Args:
-        model: the model that the trainer calls, with patched blocks in it.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -82,7 +74,6 @@ class TrainingMonitor:
         self.sizes = {name: block_sizes(block) for name, block in self.blocks.items()}
         self.inside, self.sampling = 0, False
         self.inputs: dict[str, Tensor] = {}
-        self.health_M4: Tensor | None = None
         self.handles: list[RemovableHandle] = []
         self.counts = {
             name: ExpertCount(self.sizes[name][0], block.neuron_config.block_size, device_of(block))
@@ -91,6 +82,7 @@ class TrainingMonitor:
         }
         self.tokens = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.positions = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.health_M4: Tensor | None = None
         self.replayed = routing_replay_stats(model)
         self.elapsed = 0.0
         self.restart_clock()

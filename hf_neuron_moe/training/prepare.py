@@ -9,9 +9,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hf_neuron_moe.config import NeuronMoEConfig
-from hf_neuron_moe.errors import ConfigError, UnsupportedModelError, refuse
+from hf_neuron_moe.errors import ConfigError, UnsupportedModelError
 from hf_neuron_moe.modules.block import NeuronBlock
-from hf_neuron_moe.modules.frozen_block import FrozenBlock
+from hf_neuron_moe.modules.quantized_blocks import FrozenBlock
 from hf_neuron_moe.modules.state_dict import KernelLayoutMixin
 from hf_neuron_moe.modules.swiglu_mlp import KernelLayoutSwiGLUMLP
 from hf_neuron_moe.patching.api import patch_model, unpatch_model
@@ -24,40 +24,24 @@ def is_patched(model: nn.Module) -> bool:
     return any(isinstance(module, NeuronBlock) for module in model.modules())
 
 
-def refuse_sharded_kernel_home(where: str, model: nn.Module) -> None:
+def refuse_sharded_kernel_layout(model: nn.Module) -> None:
     """Refuse weights in the kernels' layout where FSDP is to shard them.
 
     torch's distributed state dicts go by the names and shapes of parameters, which are not the stock ones there: such a
     run may train, and fails or loads transposed weights when it saves and resumes.
-
-    Args:
-        where: who refuses.
-        model: a patched model, before it is sharded.
-
-    Raises:
-        ConfigError: a block owns its weights in the kernels' layout.
     """
     for name, module in model.named_modules():
         if isinstance(module, KernelLayoutMixin):
-            raise refuse(
-                ConfigError,
-                where=where,
-                argument="neuron_weights",
-                expected="'stock' under FSDP, whose checkpoints go by the stock names and shapes ('auto': torch only)",
-                got=f"'kernel', for {name}",
-                remedy="Set neuron_weights='stock'; the numbers are the same.",
+            raise ConfigError.about(
+                "neuron_weights",
+                "'stock' under FSDP, whose checkpoints go by the stock names and shapes ('auto': torch only)",
+                f"'kernel', for {name}",
+                "Set neuron_weights='stock'; the numbers are the same.",
             )
 
 
 def refuse_unsavable_adapters(model: nn.Module) -> None:
-    """Refuse, before a step is lost, to train adapters that cannot be saved: those on dense blocks in kernel layout.
-
-    Args:
-        model: a patched model, possibly in peft's wrapper.
-
-    Raises:
-        UnsupportedModelError: there are such adapters.
-    """
+    """Refuse, before a step is lost, to train adapters that cannot be saved: those on dense blocks in kernel layout."""
     for name, module in model.named_modules():
         if isinstance(module, KernelLayoutSwiGLUMLP):
             module.refuse_adapters(name)
@@ -65,7 +49,6 @@ def refuse_unsavable_adapters(model: nn.Module) -> None:
 
 @one_at_a_time
 def patch_for_training(
-    where: str,
     model: nn.Module,
     config: NeuronMoEConfig | Mapping[str, Any],
     optimizer: Optimizer | None,
@@ -77,21 +60,8 @@ def patch_for_training(
     """Patch `model` unless that would take parameters away from an optimizer that has them already.
 
     A model that is patched with the same arguments stays as it is. So does one that was loaded with frozen MX blocks,
-    which has nothing to patch and computes with the codes it was loaded with.
-
-    Args:
-        where: who patches, for messages.
-        model: the model to train, possibly in peft's wrapper.
-        config: as for :func:`hf_neuron_moe.patch_model`, like the options that follow.
-        optimizer: the optimizer, where it exists already.
-        include: globs.
-        exclude: globs.
-        strict: whether blocks that cannot be patched are refused.
-
-    Raises:
-        UnsupportedModelError: the model cannot be patched, is patched with another configuration, or the optimizer
-            would go on with parameters that the model does not have any more; the model is as it was.
-        NothingToPatchError, ConfigError, BackendUnavailableError: as ``patch_model`` says.
+    which has nothing to patch and computes with the codes it was loaded with. An error leaves the model as it was.
+    `optimizer` is None where it does not exist yet; the other arguments are those of ``patch_model``.
     """
     unpatched = not any(True for _ in states(model))
     if unpatched and any(isinstance(module, FrozenBlock) for module in model.modules()):
@@ -104,12 +74,10 @@ def patch_for_training(
     held = {id(param) for group in optimizer.param_groups for param in group["params"]}
     if lost & held:
         unpatch_model(model)
-        raise refuse(
-            UnsupportedModelError,
-            where=where,
-            argument="model",
-            expected="patched before its optimizer is made, since its weights move into another layout",
-            got=f"an unpatched model and an optimizer with {len(lost & held)} of the parameters that would be replaced",
-            remedy="Call patch_model(model, config) before the optimizer and the Trainer are made, use "
+        raise UnsupportedModelError.about(
+            "model",
+            "patched before its optimizer is made, since its weights move into another layout",
+            f"an unpatched model and an optimizer with {len(lost & held)} of the parameters that would be replaced",
+            "Call patch_model(model, config) before the optimizer and the Trainer are made, use "
             "NeuronMoETrainer, or keep the parameters with weights='stock'. Nothing was changed.",
         )

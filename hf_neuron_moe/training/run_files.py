@@ -25,22 +25,16 @@ _PACKAGES = ("hf-neuron-moe", "torch", "transformers", "accelerate", "peft", "tr
 
 
 class RunFiles:
-    """Writer of a run's files; used by rank 0 only.
-
-    Args:
-        output_dir: the trainer's output folder; None is the present one.
-    """
+    """Writer of a run's files, below the trainer's output folder (None is the present one); used by rank 0 only."""
 
     def __init__(self, output_dir: str | Path | None) -> None:
         self.folder = Path(output_dir or ".") / FOLDER
 
     def begin(self, run: Mapping[str, Any], step: int) -> None:
-        """Write ``run.json``, and keep of earlier metrics what belongs to this run.
+        """Write `run` into ``run.json``, and keep of earlier metrics what belongs to this run.
 
-        Args:
-            run: its content.
-            step: the step that training continues from, 0 for a new run. Lines of later steps are dropped, which a run
-                that was interrupted after its last checkpoint wrote and this one will write again.
+        Training continues from `step`, 0 for a new run. Lines of later steps are dropped, which a run that was
+        interrupted after its last checkpoint wrote and this one will write again.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         _replace(self.folder / RUN_FILE, json.dumps(_plain(run), indent=1, allow_nan=False) + "\n")
@@ -56,17 +50,10 @@ class RunFiles:
 
 
 def training_record(args: TrainingArguments, state: TrainerState, model: nn.Module) -> dict[str, Any]:
-    """Return what of the training arguments and the model makes runs comparable.
+    """Return what of the training arguments, the state when training begins and the model makes runs comparable.
 
-    Args:
-        args: the trainer's arguments.
-        state: its state when training begins.
-        model: what is trained, with its adapters.
-
-    Returns:
-        ``learning_rate``, ``batch_size_per_process``, ``accumulation_steps``, ``processes``, ``max_steps``, ``seed``,
-        ``resumed_from_step`` (0 for a new run), ``parameters`` and ``trainable_parameters`` (numbers of elements),
-        ``adapter`` (peft's kind, null without) and ``lora_rank`` (null where the kind has no rank).
+    ``resumed_from_step`` is 0 for a new run; ``parameters`` and ``trainable_parameters`` are numbers of elements,
+    adapters included; ``adapter`` is peft's kind, null without; ``lora_rank`` is null where the kind has no rank.
     """
     sizes = [(getattr(param, "ds_numel", param.numel()), param.requires_grad) for param in model.parameters()]
     adapters = next((found for found in map(_adapters, model.modules()) if found), {})

@@ -13,34 +13,26 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-_Sizes = dict[StorageWeakRef, int]
-"""Bytes of distinct storages."""
+from hf_neuron_moe.training.saved_tensors import Storages, noting_saved, storages_of
 
 
 @dataclass(frozen=True)
 class SavedActivations:
-    """What one forward pass keeps, in bytes.
+    """What one forward pass keeps, in bytes."""
 
-    Attributes:
-        blocks: storages that the counted blocks save, their inputs included.
-        rest: all other storages.
-        between_passes: what is left after the forward under gradient checkpointing: the layers' tensor arguments, and
-            storages saved outside of all layers (embedding, last norm, head, loss).
-        checkpointed: the most that is there at one time under gradient checkpointing: `between_passes`, or a recomputed
-            layer's storages and all that was kept until that layer began, whichever is more.
-        checkpointed_blocks: the part of it that counted blocks save; 0 where `between_passes` is the most.
-    """
-
-    blocks: int
-    rest: int
+    blocks: int  # storages that the counted blocks save, their inputs included
+    rest: int  # all other storages
     between_passes: int
+    """What is left after the forward under gradient checkpointing: the layers' tensor arguments, and storages saved
+    outside of all layers (embedding, last norm, head, loss)."""
     checkpointed: int
-    checkpointed_blocks: int
+    """The most that is there at one time under gradient checkpointing: `between_passes`, or a recomputed layer's
+    storages and all that was kept until that layer began, whichever is more."""
+    checkpointed_blocks: int  # the part of it that counted blocks save; 0 where `between_passes` is the most
 
     @property
     def total(self) -> int:
@@ -50,16 +42,13 @@ class SavedActivations:
 
 @dataclass
 class _LayerCall:
-    """One call of a layer.
+    """One call of a layer."""
 
-    Attributes:
-        kept: storages that gradient checkpointing would keep when the call begins and that were not kept before: those
-            saved outside since the last call, and the call's own tensor arguments.
-        own: storages that the layer saves; the ones already kept when it begins are counted there.
-    """
-
-    kept: _Sizes
-    own: _Sizes = field(default_factory=dict)
+    kept: Storages
+    """Storages that gradient checkpointing would keep when the call begins and that were not kept before: those saved
+    outside since the last call, and the call's own tensor arguments."""
+    own: Storages = field(default_factory=dict)
+    """Storages that the layer saves; the ones already kept when it begins are counted there."""
 
 
 class SavedLedger:
@@ -70,16 +59,16 @@ class SavedLedger:
         self._blocks = list(blocks)
         self._block_depth = 0
         self._layer_depth = 0
-        self._owned: set[StorageWeakRef] = set()
-        self._saved: _Sizes = {}
+        self._owned: Storages = {}
+        self._saved: Storages = {}
         self._in_blocks: set[StorageWeakRef] = set()
         self._calls: list[_LayerCall] = []
-        self._outside: _Sizes = {}  # since the last call of a layer
+        self._outside: Storages = {}  # since the last call of a layer
 
     @contextmanager
     def watching(self, owned: Iterable[Tensor]) -> Iterator[None]:
         """Count inside the block; storages of `owned` tensors (parameters, buffers, labels) are left out."""
-        self._owned = {StorageWeakRef(tensor.untyped_storage()) for tensor in owned}
+        self._owned = storages_of(owned)
         handles: list[Any] = []
         for block in self._blocks:
             handles.append(block.register_forward_pre_hook(self._enter_block))
@@ -89,7 +78,7 @@ class SavedLedger:
                 handles.append(module.register_forward_pre_hook(self._enter_layer, with_kwargs=True))
                 handles.append(module.register_forward_hook(self._leave_layer, always_call=True))
         try:
-            with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
+            with noting_saved(self._owned, self._note):
                 yield
         finally:
             for handle in handles:
@@ -98,7 +87,7 @@ class SavedLedger:
     def result(self) -> SavedActivations:
         """Return the sums over everything seen."""
         blocks = sum(size for ref, size in self._saved.items() if ref in self._in_blocks)
-        kept: _Sizes = {}
+        kept: Storages = {}
         moments: list[tuple[int, int]] = []  # all bytes, those of blocks
         for call in self._calls:
             kept |= call.kept
@@ -109,14 +98,14 @@ class SavedLedger:
         highest, highest_blocks = max([(between, 0), *moments], key=lambda moment: moment[0])
         return SavedActivations(blocks, sum(self._saved.values()) - blocks, between, highest, highest_blocks)
 
-    def _pack(self, tensor: Tensor) -> Tensor:
-        ref = StorageWeakRef(tensor.untyped_storage())
-        if ref not in self._owned:
-            place = self._calls[-1].own if self._layer_depth else self._outside
-            self._saved[ref] = place[ref] = tensor.untyped_storage().nbytes()
-            if self._block_depth:
-                self._in_blocks.add(ref)
-        return tensor
+    def _note(self, saved: Storages) -> None:
+        self._saved |= saved
+        if self._layer_depth:
+            self._calls[-1].own |= saved
+        else:
+            self._outside |= saved
+        if self._block_depth:
+            self._in_blocks |= saved.keys()
 
     def _enter_block(self, *_: Any) -> None:
         self._block_depth += 1
@@ -130,10 +119,8 @@ class SavedLedger:
             return
         self._calls.append(_LayerCall(self._outside))
         self._outside = {}
-        for tensor in _tensors((*args, *kwargs.values())):
-            ref = StorageWeakRef(tensor.untyped_storage())
-            if ref not in self._owned:
-                self._calls[-1].kept[ref] = tensor.untyped_storage().nbytes()
+        arguments = storages_of(_tensors((*args, *kwargs.values())))
+        self._calls[-1].kept |= {storage: size for storage, size in arguments.items() if storage not in self._owned}
 
     def _leave_layer(self, *_: Any) -> None:
         self._layer_depth -= 1
@@ -145,7 +132,3 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
             yield value
         elif isinstance(value, tuple | list):
             yield from _tensors(value)
-
-
-def _unpack(tensor: Tensor) -> Tensor:
-    return tensor

@@ -7,35 +7,30 @@ entered and off when it is left, so nothing the rest of the model saves is count
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from hf_neuron_moe.errors import ConfigError, DeviceError, ShapeError, refuse
+from hf_neuron_moe.errors import ConfigError, DeviceError, ShapeError, public
 
 _WHERE = "measure_saved_bytes"
 
 
 @dataclass
 class ModuleSavedBytes:
-    """What one module saved, summed over its calls.
-
-    Attributes:
-        calls: number of forward calls counted.
-        tokens: rows of the module's first tensor input (its elements over its last dimension), summed over the calls.
-        activation_bytes: bytes of storages the module itself brought into being and keeps for backward.
-        input_bytes: bytes of storages of the module's own inputs that it keeps for backward. Counted apart because the
-            operator that produced the input often keeps the same storage, which then costs nothing extra.
-    """
+    """What one module saved, summed over its forward calls."""
 
     calls: int = 0
-    tokens: int = 0
-    activation_bytes: int = 0
+    tokens: int = 0  # rows of the module's first tensor input (its elements over its last dimension)
+    activation_bytes: int = 0  # storages that the module itself brought into being and keeps for backward
     input_bytes: int = 0
+    """Storages of the module's own inputs that it keeps for backward. Counted apart because the operator that produced
+    the input often keeps the same storage, which then costs nothing extra."""
 
     @property
     def total_bytes(self) -> int:
@@ -75,62 +70,58 @@ class SavedBytes:
         return sum(entry.bytes_per_token for entry in self.modules.values())
 
 
+Storages = dict[StorageWeakRef, int]
+"""Bytes of distinct storages. A whole storage stays alive even when only a view of it is saved."""
+
+
+def storages_of(tensors: Iterable[Tensor]) -> Storages:
+    """Return the storages of `tensors`."""
+    return {StorageWeakRef(storage): storage.nbytes() for storage in (each.untyped_storage() for each in tensors)}
+
+
+def noting_saved(owned: Storages, note: Callable[[Storages], None]) -> saved_tensors_hooks:
+    """Return a context in which `note` gets each storage that autograd saves and that is not in `owned`."""
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = storages_of([tensor])
+        if not storage.keys() <= owned.keys():
+            note(storage)
+        return tensor
+
+    return saved_tensors_hooks(pack, lambda tensor: tensor)
+
+
 class _Call:
-    """One forward call of one module: its pack hook and what that has seen."""
+    """One forward call of one module: its hooks and what they have seen."""
 
     def __init__(self, module: nn.Module, inputs: list[Tensor]) -> None:
         self.tokens = inputs[0].numel() // inputs[0].shape[-1]
-        self.owned = {_storage_key(t) for t in [*module.parameters(), *module.buffers()]}
-        self.inputs = {_storage_key(t) for t in inputs}
-        self.seen: dict[tuple[str, int], int] = {}
-        self.hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
-
-    def _pack(self, tensor: Tensor) -> Tensor:
-        key = _storage_key(tensor)
-        if key not in self.owned:
-            # The whole storage stays alive even when only a view of it is saved.
-            self.seen[key] = tensor.untyped_storage().nbytes()
-        return tensor
+        self.inputs = storages_of(inputs)
+        self.seen: Storages = {}
+        self.hooks = noting_saved(storages_of([*module.parameters(), *module.buffers()]), self.seen.update)
 
     def add_to(self, entry: ModuleSavedBytes) -> None:
         entry.calls += 1
         entry.tokens += self.tokens
-        for key, nbytes in self.seen.items():
-            if key in self.inputs:
+        for storage, nbytes in self.seen.items():
+            if storage in self.inputs:
                 entry.input_bytes += nbytes
             else:
                 entry.activation_bytes += nbytes
 
 
-def _storage_key(tensor: Tensor) -> tuple[str, int]:
-    return str(tensor.device), tensor.untyped_storage().data_ptr()
-
-
-def _unpack(tensor: Tensor) -> Tensor:
-    return tensor
-
-
+@public(_WHERE)
 def _tensor_inputs(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """Return the call's tensor arguments, refusing calls whose storages or rows cannot be counted."""
     inputs = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    argument = f"first tensor input of {name!r}"
     if not inputs or inputs[0].ndim == 0 or inputs[0].numel() == 0:
-        raise refuse(
-            ShapeError,
-            where=_WHERE,
-            argument=f"first tensor input of {name!r}",
-            expected="a tensor [..., features] with at least one row",
-            got=f"shape {tuple(inputs[0].shape)}" if inputs else "no tensor input",
-            remedy="Measure a module that is called with its hidden states.",
-        )
+        got = f"shape {tuple(inputs[0].shape)}" if inputs else "no tensor input"
+        fix = "Measure a module that is called with its hidden states."
+        raise ShapeError.about(argument, "a tensor [..., features] with at least one row", got, fix)
     if inputs[0].device.type == "meta":
-        raise refuse(
-            DeviceError,
-            where=_WHERE,
-            argument=f"first tensor input of {name!r}",
-            expected="on a device with memory",
-            got="a meta tensor",
-            remedy="Materialize the model first; meta storages have no identity to count.",
-        )
+        fix = "Materialize the model first; meta storages have no identity to count."
+        raise DeviceError.about(argument, "on a device with memory", "a meta tensor", fix)
     return inputs
 
 
@@ -155,29 +146,18 @@ class _Meter:
         call.add_to(self.entry)
 
 
+@public(_WHERE)
 def _check_modules(modules: Mapping[str, nn.Module]) -> None:
     """Refuse an empty mapping and modules that contain one another (their counts would overlap)."""
     if not modules:
-        raise refuse(
-            ConfigError,
-            where=_WHERE,
-            argument="modules",
-            expected="a mapping with at least one module",
-            got="an empty one",
-            remedy="Pass for example {name: model.get_submodule(name) for name in names}.",
-        )
+        fix = "Pass for example {name: model.get_submodule(name) for name in names}."
+        raise ConfigError.about("modules", "a mapping with at least one module", "an empty one", fix)
     identities = {id(module): name for name, module in modules.items()}
     for name, module in modules.items():
         inner = [identities[id(m)] for m in module.modules() if id(m) in identities and identities[id(m)] != name]
         if inner:
-            raise refuse(
-                ConfigError,
-                where=_WHERE,
-                argument="modules",
-                expected="modules of which none contains or equals another",
-                got=f"{name!r} and {inner[0]!r}",
-                remedy="Measure them in two runs.",
-            )
+            expected = "modules of which none contains or equals another"
+            raise ConfigError.about("modules", expected, f"{name!r} and {inner[0]!r}", "Measure them in two runs.")
 
 
 @contextmanager
@@ -197,11 +177,6 @@ def measure_saved_bytes(modules: Mapping[str, nn.Module]) -> Iterator[SavedBytes
 
     Yields:
         The counts; they grow with every forward call of a named module and stay readable after the block.
-
-    Raises:
-        ConfigError: `modules` is empty, or one module contains another.
-        ShapeError: a named module is called without a tensor of at least one row.
-        DeviceError: a named module is called on the meta device.
     """
     _check_modules(modules)
     result = SavedBytes()

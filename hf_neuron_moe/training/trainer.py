@@ -9,11 +9,11 @@ from typing import Any
 from torch import nn
 from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
-from hf_neuron_moe.errors import ConfigError, refuse
+from hf_neuron_moe.errors import ConfigError, public
 from hf_neuron_moe.training.arguments import NeuronMoEArguments
 from hf_neuron_moe.training.callback import NeuronMoECallback
 from hf_neuron_moe.training.checkpoints import SafeCheckpointMixin
-from hf_neuron_moe.training.prepare import is_patched, patch_for_training, refuse_sharded_kernel_home
+from hf_neuron_moe.training.prepare import is_patched, patch_for_training, refuse_sharded_kernel_layout
 
 
 class NeuronMoETrainerMixin(SafeCheckpointMixin):
@@ -30,13 +30,13 @@ class NeuronMoETrainerMixin(SafeCheckpointMixin):
     about checkpoints at :class:`hf_neuron_moe.training.checkpoints.SafeCheckpointMixin`.
 
     Raises:
-        UnsupportedModelError: the model cannot be patched, is patched with another configuration already, or was
-            passed together with an optimizer of parameters that patching replaces.
+        UnsupportedModelError: the model is patched with another configuration already, or was passed together with an
+            optimizer of parameters that patching replaces. Else as :func:`hf_neuron_moe.patch_model` says.
         ConfigError: FSDP is to shard weights in the kernels' layout, or ``model`` is a name and the other class is
             transformers' Trainer, which takes none.
-        ConfigError, NothingToPatchError, BackendUnavailableError: as :func:`hf_neuron_moe.patch_model` says.
     """
 
+    @public("NeuronMoETrainer")
     def __init__(self, *positional: Any, **named: Any) -> None:
         given = _given(super().__init__, positional, named)
         if getattr(super().__init__, "__func__", None) is Trainer.__init__:
@@ -48,7 +48,7 @@ class NeuronMoETrainerMixin(SafeCheckpointMixin):
         if not isinstance(model, nn.Module) and given.get("model_init") is None:
             _patch(self.accelerator.unwrap_model(self.model), self.args, self.optimizer)
         if self.is_fsdp_enabled and self.model is not None:
-            refuse_sharded_kernel_home("NeuronMoETrainer", self.model)
+            refuse_sharded_kernel_layout(self.model)
         own = [callback for callback in self.callback_handler.callbacks if isinstance(callback, NeuronMoECallback)]
         self.neuron_callback = (own[0] if own else _TrainerCallback()).watch(self)
 
@@ -89,22 +89,17 @@ class _TrainerCallback(NeuronMoECallback):
 def _refuse_name(model: Any) -> None:
     """Refuse a name where transformers' Trainer would fail on it; trainers of TRL load it."""
     if isinstance(model, str | PathLike):
-        raise refuse(
-            ConfigError,
-            where="NeuronMoETrainer",
-            argument="model",
-            expected="a model: transformers' Trainer does not load one by its name",
-            got=repr(model),
-            remedy=f"Pass AutoModelForCausalLM.from_pretrained({str(model)!r}), or a function as model_init.",
-        )
+        expected = "a model: transformers' Trainer does not load one by its name"
+        fix = f"Pass AutoModelForCausalLM.from_pretrained({str(model)!r}), or a function as model_init."
+        raise ConfigError.about("model", expected, repr(model), fix)
 
 
+@public("NeuronMoETrainer")
 def _patch(model: nn.Module, args: Any, optimizer: Any) -> None:
     options = args if isinstance(args, NeuronMoEArguments) else NeuronMoEArguments()
     if not options.neuron_patch or (options is not args and is_patched(model)):
         return
     patch_for_training(
-        "NeuronMoETrainer",
         model,
         options.neuron_config(),
         optimizer,

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from hf_neuron_moe.backends.base import NOTHING
-from hf_neuron_moe.backends.torch import routing
+from hf_neuron_moe.activation_policy import parse_keep
+from hf_neuron_moe.backends.spec import BlockCall, BlockSpec
+from hf_neuron_moe.backends.torch import experts as routing
 from hf_neuron_moe.backends.torch.compute import FEW_ROWS
 from hf_neuron_moe.errors import ShapeError
 from hf_neuron_moe.modules import ops
@@ -225,7 +226,7 @@ def test_frozen_weights_cost_no_gradient(monkeypatch: pytest.MonkeyPatch) -> Non
     original = TorchBackend.experts_backward
 
     def spy(self: TorchBackend, *args: Any) -> Any:
-        seen.append(args[-3:])
+        seen.append(args[-1])
         return original(self, *args)
 
     monkeypatch.setattr(TorchBackend, "experts_backward", spy)
@@ -302,16 +303,17 @@ def test_compiles_without_a_graph_break() -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "mxfp8"])
-@pytest.mark.parametrize("keep", [NOTHING, "minimal", "fp8", "recompute", "up", "gate_pre+gate_act+up+intermediate"])
+@pytest.mark.parametrize("keep", ["", "minimal", "fp8", "recompute", "up", "gate_pre+gate_act+up+intermediate"])
 def test_opcheck_forward(precision: str, keep: str) -> None:
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     tensors = [t.detach() for t in mlp_tensors(12, 32, 48)]
     needs = [t.requires_grad_(bool(keep)) for t in (tensors[0].to(dtype), *tensors[1:])]
-    torch.library.opcheck(ops.mlp_fwd, (*needs, precision, "torch", keep))
+    call = BlockCall(BlockSpec(precision, 128), parse_keep(keep), "torch").encode()
+    torch.library.opcheck(ops.mlp_fwd, (*needs, call))
     x, index, weights, gate_up, down = (t.detach() for t in expert_tensors(12, 32, 48, 4, 2, False, idle=0))
     floats = [t.requires_grad_(bool(keep)) for t in (x.to(dtype), weights, gate_up, down)]
     operands = (floats[0], index, *floats[1:])
-    torch.library.opcheck(ops.moe_fwd, (*operands, False, precision, 128, "torch", keep))
+    torch.library.opcheck(ops.moe_fwd, (*operands, call))
 
 
 @pytest.mark.parametrize("wanted", [(True, True, True), (True, False, False), (False, True, True)])
@@ -321,11 +323,13 @@ def test_opcheck_backward(wanted: tuple[bool, bool, bool]) -> None:
     checks = ("test_schema", "test_faketensor")
     empty = (torch.empty(0), torch.empty(0))
     pre = (torch.randn(12, 48), torch.randn(12, 48), *empty)
-    mlp_args = (dout, x, gate, up, down, *pre, "fp32", "torch", "minimal", wanted[0], wanted[2])
+    call = BlockCall(BlockSpec("fp32", 128), parse_keep("minimal"), "torch")
+    transposed = call._replace(spec=BlockSpec("fp32", 128, transposed=True))
+    mlp_args = (dout, x, gate, up, down, *pre, call.encode(), wanted[0], wanted[2])
     torch.library.opcheck(ops.mlp_bwd, mlp_args, test_utils=checks)
     x, index, weights, gate_up, down = (t.detach() for t in expert_tensors(12, 32, 48, 4, 2, True))
     pre = (torch.randn(24, 48), torch.randn(24, 48), *empty)
-    moe_args = (dout, x, index, weights, gate_up, down, *pre, True, "fp32", 128, "torch", "minimal", *wanted)
+    moe_args = (dout, x, index, weights, gate_up, down, *pre, transposed.encode(), *wanted)
     torch.library.opcheck(ops.moe_bwd, moe_args, test_utils=checks)
 
 

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_neuron_moe.backends.torch.kept import GROUP, FP8Rows, fp8_storage
+from hf_neuron_moe.backends.torch.saved import GROUP, FP8Rows, fp8_storage
 from hf_neuron_moe.errors import ConfigError
 from hf_neuron_moe.formats.group_fp8 import group_dequantize_fp8, group_quantize_fp8
-from hf_neuron_moe.kernels.fp8_mul import fp8_mul_backward, fp8_silu_backward, fp8_silu_forward
+from hf_neuron_moe.kernels import fp8_mul_backward, fp8_silu_backward, fp8_silu_forward
 from hf_neuron_moe.modules import ops
 from tests.refusals import refused
 

@@ -8,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from hf_neuron_moe.activation_policy import parse_keep
 from hf_neuron_moe.backends.mx_weights import MXExpertStack, MXLayout, held_form
+from hf_neuron_moe.backends.spec import BlockCall, BlockSpec
 from hf_neuron_moe.errors import ConfigError, ShapeError
 from hf_neuron_moe.formats import (
     dequantize_moe_down,
@@ -23,8 +25,8 @@ from hf_neuron_moe.formats import (
     to_packed,
     unswizzle,
 )
-from hf_neuron_moe.modules import frozen_ops, ops
-from hf_neuron_moe.modules.frozen_ops import frozen_network
+from hf_neuron_moe.modules import ops, quantized_ops
+from hf_neuron_moe.modules.quantized_ops import frozen_network
 from tests.frozen_oracle import oracle
 from tests.refusals import refused
 
@@ -206,21 +208,20 @@ def test_operators_obey_torch(keep: str) -> None:
     stack = stack_of(wide(3, 256, 128), wide(3, 128, 128, seed=1), "swizzled", "packed")
     x, index = wide(5, 128, seed=2), torch.tensor([[0, 1], [2, 0], [1, 1], [2, 2], [0, 2]])
     tensors = (stack.gate_up_codes, stack.gate_up_scales, stack.down_codes, stack.down_scales)
-    names = "|".join((stack.gate_up_layout.key, stack.down_layout.key, "torch"))
+    layouts = (stack.gate_up_layout, stack.down_layout)
+    call = BlockCall(BlockSpec("bf16"), parse_keep(keep), "torch", layouts=layouts).encode()
     weights = torch.rand(5, 2)
     routed = (x.requires_grad_(), index, weights.requires_grad_())
-    torch.library.opcheck(frozen_ops.frozen_fwd, (*routed, *tensors, names, keep))
+    torch.library.opcheck(quantized_ops.frozen_fwd, (*routed, *tensors, call))
     dense = stack_of(wide(256, 128), wide(128, 128, seed=1), "natural", "compact")
     dense_tensors = (dense.gate_up_codes, dense.gate_up_scales, dense.down_codes, dense.down_scales)
     torch.library.opcheck(
-        frozen_ops.frozen_fwd, (x, None, None, *dense_tensors, names.replace("swizzled", "natural"), keep)
+        quantized_ops.frozen_fwd, (x, None, None, *dense_tensors, call.replace("swizzled", "natural"))
     )
-    saved = frozen_ops.frozen_fwd(*routed, *tensors, names, keep)[1:]
+    saved = quantized_ops.frozen_fwd(*routed, *tensors, call)[1:]
     routed = (x.detach(), x.detach(), index, weights.detach())
     checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(
-        frozen_ops.frozen_bwd, (*routed, *tensors, *saved, names, keep, True, True), test_utils=checks
-    )
+    torch.library.opcheck(quantized_ops.frozen_bwd, (*routed, *tensors, *saved, call, True, True), test_utils=checks)
 
 
 def test_nothing_is_kept_without_gradients_and_weights_are_not_copied() -> None:

@@ -10,8 +10,8 @@ from hf_neuron_moe.activation_policy import keep_strings
 from hf_neuron_moe.backends.mx_weights import MXExpertStack, MXLayout, held_form
 from hf_neuron_moe.errors import ConfigError, GradientError
 from hf_neuron_moe.formats import quantize_mx, unswizzle
-from hf_neuron_moe.modules.frozen_ops import frozen_network
-from hf_neuron_moe.modules.saved_bytes import BlockShape, saved_bytes
+from hf_neuron_moe.modules.quantized_ops import frozen_network
+from hf_neuron_moe.modules.saved_bytes import SavedBlock, saved_bytes
 from tests.refusals import refused
 
 HIDDEN = 128
@@ -58,7 +58,7 @@ def run(stack: MXExpertStack, routed: bool, tokens: int, keep: str) -> tuple[lis
 def test_same_bits_and_the_bytes_foretold(routed: bool, inner: int, tokens: int) -> None:
     """Several chunks of rows, and several tiles of the intermediate axis."""
     stack = stack_of(inner, 3 if routed else None)
-    shape = BlockShape("bf16", HIDDEN, inner, 2 if routed else None, frozen=True)
+    shape = SavedBlock("bf16", HIDDEN, inner, 2 if routed else None, frozen=True)
     expected, _ = run(stack, routed, tokens, "full")
     for keep in LOSSLESS:
         results, kept = run(stack, routed, tokens, keep)

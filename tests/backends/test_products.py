@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hf_neuron_moe import patch_model
-from hf_neuron_moe.backends.torch import products
-from hf_neuron_moe.backends.torch.products import (
+from hf_neuron_moe.backends.torch.cpu import matmul as products
+from hf_neuron_moe.backends.torch.cpu.matmul import (
     TOKENS,
     OneDNNRule,
     matmul,

@@ -14,11 +14,10 @@ import torch
 from transformers import CLIPVisionConfig, LlavaConfig, MixtralConfig
 
 from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
-from hf_neuron_moe.device.first_step import BROKEN, MISSING, OK, PLACEHOLDER
-from hf_neuron_moe.device.installed import ENVIRONMENT, Package, inspect_installation
-from hf_neuron_moe.device.judge import BOUNDS
-from hf_neuron_moe.device.usable import block_groups, usable_kernels
-from hf_neuron_moe.device.verify import load_for_verification
+from hf_neuron_moe.device.device_verification import load_for_verification
+from hf_neuron_moe.device.installed import BROKEN, ENVIRONMENT, MISSING, OK, PLACEHOLDER, Package, inspect_installation
+from hf_neuron_moe.device.kernel_support import block_groups, usable_kernels
+from hf_neuron_moe.device.tolerances import BOUNDS
 from tests.neuron.double.contract import Double
 from tests.neuron.double.install import installed
 from tests.tiny_models import tiny_model

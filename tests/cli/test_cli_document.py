@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_neuron_moe.convert.comparison import BF16_FLOOR_DB, MX_FLOORS_DB
+from hf_neuron_moe.convert.audit.compare import BF16_FLOOR_DB, MX_FLOORS_DB
 
 
 @pytest.fixture(scope="module")

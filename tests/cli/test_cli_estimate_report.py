@@ -10,8 +10,7 @@ import pytest
 import typer
 
 from hf_neuron_moe.activation_policy import PRESETS
-from hf_neuron_moe.cli.estimating import MOST_RANK, MOST_TOKENS, OPTIMIZERS, batch_of, gibibytes
-from hf_neuron_moe.training import estimate
+from hf_neuron_moe.cli.estimate import batch_of, gibibytes
 
 
 def test_estimate_tells_a_table_or_one_object(model_dir, run):
@@ -101,6 +100,19 @@ def test_estimate_refuses_in_words(options, code, message, model_dir, run):
     assert message in result.err + result.out
 
 
+@pytest.mark.parametrize("named", [None, "eager"])
+def test_estimate_counts_the_attention_that_training_uses(named, model_dir, run, tmp_path):
+    """SDPA keeps no scores of length x length, whatever config.json asks for."""
+    config = json.loads((model_dir / "config.json").read_text())
+    bare = tmp_path / "config.json"
+    bare.write_text(json.dumps(config | {"attn_implementation": named, "max_position_embeddings": 8192}))
+    short, long = (
+        json.loads(run("estimate", bare, "--batch", batch, "--length", 8192 // batch, "--json").out)["policies"][0]
+        for batch in (8, 1)
+    )
+    assert long["saved"] < 1.1 * short["saved"]
+
+
 def test_estimate_says_that_sequences_are_longer_than_the_context(model_dir, run):
     told = "longer than the 2048 positions"
     assert told in run("estimate", model_dir, "--length", 4096).out
@@ -117,8 +129,6 @@ def test_batch_and_length_follow_from_what_is_given():
         with pytest.raises(typer.BadParameter):
             batch_of(tokens, batch, length, 128)
     assert (gibibytes(3 * 1024**3 // 2), gibibytes(1024**2)) == ("1.50 GiB", "1.0 MiB")
-    assert OPTIMIZERS == estimate.OPTIMIZERS
-    assert (MOST_TOKENS, MOST_RANK) == (estimate.MOST_TOKENS, estimate.MOST_RANK)
     assert batch_of(2 * 1_073_741_789, None, None, 2**31 - 1) == (1, 2 * 1_073_741_789)
     with pytest.raises(typer.BadParameter):  # of a prime: in no time, though there is no divisor to find
         batch_of(2**31 - 1, None, None, 2**31 - 2)

@@ -17,8 +17,9 @@ import pytest
 
 import hf_neuron_moe.convert
 from hf_neuron_moe import errors
-from hf_neuron_moe.cli import exit_codes, options
+from hf_neuron_moe.cli import exit_codes, shared_options
 from hf_neuron_moe.cli.exit_codes import EXIT_CODES, exit_code_of
+from hf_neuron_moe.config import ON_NONFINITE
 from hf_neuron_moe.convert import (
     LAYOUTS,
     PRECISIONS,
@@ -27,9 +28,8 @@ from hf_neuron_moe.convert import (
     SCALE_RULES,
     ConvertOptions,
     convert_checkpoint,
-    disk,
-    nonfinite,
 )
+from hf_neuron_moe.convert.transaction import disk
 from hf_neuron_moe.errors import ConversionError, NeuronMoEError, ShapeError
 
 
@@ -307,17 +307,14 @@ def test_values_that_make_no_sense_are_usage_errors(option, value, run):
     [("5GB", 5 * 10**9), ("2GiB", 2**31), ("500mb", 5 * 10**8), ("1.5 kB", 1500), ("77", 77), ("3T", 3 * 10**12)],
 )
 def test_sizes(text, nbytes):
-    assert options.size_in_bytes(text) == nbytes
+    assert shared_options.size_in_bytes(text) == nbytes
 
 
-def test_the_command_line_offers_what_the_library_takes():
-    assert options.PRECISIONS == PRECISIONS
-    assert options.LAYOUTS == LAYOUTS
-    assert options.SCALES == SCALE_LAYOUTS
-    assert options.SCALE_RULES == SCALE_RULES
-    assert options.PURPOSES == PURPOSES
-    assert options.NONFINITE == nonfinite.ON_NONFINITE
-    assert options.size_in_bytes("5GB") == ConvertOptions().max_shard_bytes
+def test_the_command_line_offers_what_the_library_takes(run):
+    told = run("convert", "--help").out
+    for known in (PRECISIONS, LAYOUTS, SCALE_LAYOUTS, SCALE_RULES, PURPOSES, ON_NONFINITE):
+        assert "|".join(known) in told
+    assert shared_options.size_in_bytes("5GB") == ConvertOptions().max_shard_bytes
 
 
 def test_exit_codes_are_distinct_and_chosen_by_class():

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_neuron_moe.cli.progress import in_words, watching
+from hf_neuron_moe.cli.progress_line import in_words, watching
 
 
 class Terminal(io.StringIO):

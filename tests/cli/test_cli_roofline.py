@@ -14,12 +14,10 @@ import torch
 
 from hf_neuron_moe import NeuronMoEConfig, patch_model, unpatch_model
 from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
-from hf_neuron_moe.device.figures import CHIPS
-from hf_neuron_moe.device.passes import ASSUMPTIONS, Floor
-from hf_neuron_moe.device.roofline import kept_by_blocks, roofline
-from hf_neuron_moe.device.roofline_result import Roofline, Step
-from hf_neuron_moe.device.usable import BlockGroup, block_groups
-from hf_neuron_moe.device.verify import load_for_verification
+from hf_neuron_moe.device.device_verification import load_for_verification
+from hf_neuron_moe.device.kernel_support import BlockGroup, block_groups
+from hf_neuron_moe.device.roofline import Roofline, Step, kept_by_blocks, roofline
+from hf_neuron_moe.device.roofline_math import ASSUMPTIONS, CHIPS, Floor
 from tests.neuron.double.contract import Double
 from tests.neuron.double.install import installed
 from tests.tiny_models import tiny_model
@@ -172,7 +170,7 @@ def test_policies_are_resolved_block_by_block():
         model = tiny_model("llama", num_hidden_layers=3)
     exception = {"keep": "minimal", "modules": {"model.layers.1.*": "recompute"}}
     configs = {name: NeuronMoEConfig(activations=value) for name, value in {"full": "full", "mixed": exception}.items()}
-    kept = kept_by_blocks(model, configs)
+    kept = {name: kept_by_blocks(model, config) for name, config in configs.items()}
     assert list(kept["mixed"].values()) == ["minimal", "recompute", "minimal"]
     line = roofline(block_groups(model), "trn3", "mxfp8", Step(256), kept)
     counts = {part.keep: dict(part.policies) for part in line.groups}

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hf_neuron_moe.convert import disk
+from hf_neuron_moe.convert.transaction import disk
 
 CALLS = (
     "create",

@@ -15,8 +15,8 @@ from typing import Any
 
 import typer
 
-from hf_neuron_moe.cli.boundary import run
-from hf_neuron_moe.cli.main import app
+from hf_neuron_moe.cli.error_handling import run
+from hf_neuron_moe.cli.main import application
 
 SEED = 20261122
 
@@ -139,7 +139,7 @@ def mutate_any(raw: bytes, chance: random.Random) -> bytes:
     return mutate_text(raw, chance) if raw[:1] == b"{" else mutate_bytes(raw, chance)
 
 
-COMMAND = typer.main.get_command(app)
+COMMAND = typer.main.get_command(application())
 """Made once: typer reads every signature anew for each call."""
 
 

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from hf_neuron_moe.convert import MANIFEST_FILE, ConvertOptions, commit, convert_checkpoint, export_checkpoint, shard
+from hf_neuron_moe.convert import MANIFEST_FILE, ConvertOptions, convert_checkpoint, export_checkpoint
+from hf_neuron_moe.convert.io import shard
 from hf_neuron_moe.convert.manifest import sealed
+from hf_neuron_moe.convert.transaction import commit
 from hf_neuron_moe.errors import ConversionError, DestinationError, DiskError, SourceDamageError
 from tests.refusals import refused
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from hf_neuron_moe.convert.assign import build_meta_model
-from hf_neuron_moe.convert.bounded import is_name
-from hf_neuron_moe.convert.shard import Entry, ShardWriter
-from hf_neuron_moe.convert.source import read_header
+from hf_neuron_moe.convert.io.bounded import is_name
+from hf_neuron_moe.convert.io.shard import Entry, ShardWriter
+from hf_neuron_moe.convert.io.source import read_header
 
 DTYPES = {
     "F64": torch.float64,

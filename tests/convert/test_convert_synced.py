@@ -9,15 +9,8 @@ from typing import Any
 
 import pytest
 
-from hf_neuron_moe.convert import (
-    ConvertOptions,
-    commit,
-    convert_checkpoint,
-    disk,
-    export_checkpoint,
-    finalize_checkpoint,
-    resume,
-)
+from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint, export_checkpoint, finalize_checkpoint
+from hf_neuron_moe.convert.transaction import commit, disk, resume
 
 OPTIONS = ConvertOptions("bf16", "kernel", max_shard_bytes=40_000)
 

@@ -16,9 +16,10 @@ from safetensors.torch import load_file, save_file
 
 from hf_neuron_moe.cli.exit_codes import exit_code_of
 from hf_neuron_moe.cli.main import main
-from hf_neuron_moe.convert import ConvertOptions, commit, convert_checkpoint, disk
-from hf_neuron_moe.convert.read import open_tensors
-from hf_neuron_moe.errors import ConversionError, DestinationError, DiskError, SourceDamageError
+from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
+from hf_neuron_moe.convert.io.tensors import open_tensors
+from hf_neuron_moe.convert.transaction import commit, disk
+from hf_neuron_moe.errors import ConversionError, DestinationError, DiskError, SourceDamageError, naming
 from tests.refusals import refused
 
 INDEX = "model.safetensors.index.json"
@@ -187,9 +188,11 @@ def test_a_file_that_shrinks_while_it_is_open_is_damage_and_no_crash(checkpoint,
     with open_tensors(source) as reader:
         reader.read(path.name, "model.norm.weight")
         path.write_bytes(path.read_bytes()[:2000])
-        with refused(SourceDamageError, "model.safetensors: model.norm.weight", got="a file that ends before them"):
+        short = refused(SourceDamageError, "model.safetensors: model.norm.weight", got="a file that ends before them")
+        with short, naming("convert"):
             reader.read(path.name, "model.norm.weight")
-        with refused(SourceDamageError, "model.safetensors: model.nothing.weight", got="a header without it"):
+        absent = refused(SourceDamageError, "model.safetensors: model.nothing.weight", got="a header without it")
+        with absent, naming("convert"):
             reader.read(path.name, "model.nothing.weight")
 
 

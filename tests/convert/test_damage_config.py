@@ -13,7 +13,7 @@ from hf_neuron_moe.cli.main import main
 from hf_neuron_moe.convert import assign
 from hf_neuron_moe.convert.assign import build_meta_model
 from hf_neuron_moe.convert.config_values import reason_of
-from hf_neuron_moe.errors import ConversionError
+from hf_neuron_moe.errors import ConversionError, naming
 from tests.refusals import refused
 
 REFUSED, DAMAGE = 1, 3
@@ -101,8 +101,9 @@ def test_a_long_model_type_leaves_the_message_whole(checkpoint):
     source = checkpoint("llama")
     path = source / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": "llama" * 1000}))
-    with refused(ConversionError, f"{path}: model_type", "Custom code from a checkpoint is never run") as caught:
-        build_meta_model(source, "plan")
+    expected = refused(ConversionError, f"{path}: model_type", "Custom code from a checkpoint is never run")
+    with expected as caught, naming("plan"):
+        build_meta_model(source)
     assert len(str(caught.value)) < 500 + len(str(path))
 
 
@@ -126,7 +127,7 @@ def test_layers_are_compared_with_names_where_no_weights_are_needed(shard, comma
 def test_weights_that_cannot_be_read_do_not_keep_a_plan_from_being_made(checkpoint):
     source = checkpoint("mixtral")
     (source / "model.safetensors").write_bytes(b"x")
-    assert build_meta_model(source, "plan").config.num_hidden_layers == 2
+    assert build_meta_model(source).config.num_hidden_layers == 2
 
 
 def test_a_configuration_that_lies_elsewhere_is_not_followed(checkpoint, tmp_path, monkeypatch, capsys):

@@ -68,7 +68,7 @@ def test_what_a_conversion_refuses_is_refused(checkpoint, tmp_path):
 MEASURE = """
 import json, sys
 from pathlib import Path
-from hf_neuron_moe.cli.progress import watching
+from hf_neuron_moe.cli.progress_line import watching
 from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
 from hf_neuron_moe.convert.estimate import estimate_conversion
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint, export_checkpoint, read_manifest
+from hf_neuron_moe.convert.io.source import read_header
 from hf_neuron_moe.convert.manifest import MANIFEST_FILE, sealed
-from hf_neuron_moe.convert.source import read_header
 from hf_neuron_moe.errors import SourceDamageError
 from tests.refusals import refused
 

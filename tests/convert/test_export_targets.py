@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file
 
 from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint, export_checkpoint, read_manifest
-from hf_neuron_moe.convert.comparison import MX_FLOORS_DB, Comparison, sqnr_db
+from hf_neuron_moe.convert.audit.compare import MX_FLOORS_DB, Comparison, sqnr_db
 from hf_neuron_moe.convert.export import NOTE_FILE
-from hf_neuron_moe.convert.orientations import SOURCE
-from hf_neuron_moe.convert.read import open_tensors
+from hf_neuron_moe.convert.io.tensors import open_tensors
+from hf_neuron_moe.convert.layout.orientations import SOURCE
 from hf_neuron_moe.errors import ConversionError
 from tests.refusals import refused
 

@@ -13,8 +13,8 @@ import pytest
 
 from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint, plan_conversion
 from hf_neuron_moe.convert.assign import build_meta_model, natural_key
-from hf_neuron_moe.convert.source import read_header, read_source
-from hf_neuron_moe.errors import ConversionError, SourceDamageError, printable, refuse
+from hf_neuron_moe.convert.io.source import read_header, read_source
+from hf_neuron_moe.errors import ConversionError, SourceDamageError, naming, printable
 from tests.convert.mutations import command, split_header, with_header
 from tests.refusals import refused
 
@@ -39,7 +39,7 @@ def test_dimensions_of_thousands_of_digits(count, tmp_path):
     text = f'{{"x": {{"dtype": "BF16", "shape": [{dimensions}], "data_offsets": [0, 0]}}}}'
     path = write_header(tmp_path / "model.safetensors", text.encode())
     start = time.process_time()
-    with refused(SourceDamageError, "model.safetensors: header", got="a number of 4,000 digits"):
+    with refused(SourceDamageError, "model.safetensors: header", got="a number of 4,000 digits"), naming("convert"):
         read_header(path)
     assert time.process_time() - start < 1
 
@@ -56,7 +56,7 @@ def test_dimensions_of_thousands_of_digits(count, tmp_path):
 )
 def test_entries_that_are_none(changes, argument, says, tmp_path):
     path = write_header(tmp_path / "model.safetensors", {"x": entry(**changes)})
-    with refused(SourceDamageError, argument, says):
+    with refused(SourceDamageError, argument, says), naming("convert"):
         read_header(path)
 
 
@@ -86,7 +86,8 @@ def test_a_repeated_name_is_found_in_linear_time(checkpoint):
     names = ", ".join(f'"model.x{number}": "a.safetensors"' for number in range(30_000))
     (source / INDEX).write_text(f'{{"weight_map": {{{names}, "model.x29999": "a.safetensors"}}}}')
     start = time.process_time()
-    with refused(SourceDamageError, "model.safetensors.index.json", got="'model.x29999' appears twice"):
+    twice = refused(SourceDamageError, "model.safetensors.index.json", got="'model.x29999' appears twice")
+    with twice, naming("convert"):
         read_source(source)
     assert time.process_time() - start < 2  # 19 s when every name was counted
 
@@ -107,8 +108,8 @@ def test_counts_are_compared_with_the_weights_before_a_model_is_built(changes, f
     start = time.process_time()
     with refused(ConversionError, f"{path}: {field}", got=told):
         plan_conversion(source, ConvertOptions())
-    with refused(ConversionError, f"{path}: {field}", got=told, where="plan"):
-        build_meta_model(source, "plan")
+    with refused(ConversionError, f"{path}: {field}", got=told, where="plan"), naming("plan"):
+        build_meta_model(source)
     assert time.process_time() - start < 1
 
 
@@ -130,7 +131,7 @@ def test_a_file_name_that_no_file_system_takes(checkpoint):
     content = json.loads((source / INDEX).read_text())
     content["weight_map"]["lm_head.weight"] = "x" * 250 + ".safetensors"
     (source / INDEX).write_text(json.dumps(content))
-    with refused(SourceDamageError, "model.safetensors.index.json: file of lm_head.weight"):
+    with refused(SourceDamageError, "model.safetensors.index.json: file of lm_head.weight"), naming("convert"):
         read_source(source)
 
 
@@ -158,7 +159,7 @@ def test_nothing_of_a_file_reaches_the_terminal_as_it_is(checkpoint, tmp_path):
 
 
 def test_messages_are_cut_and_printable():
-    error = refuse(ConversionError, where="here", argument="a\x1bb", expected="x", got="y" * 10**6, remedy="Do\nthis.")
+    error = ConversionError.about("a\x1bb", "x", "y" * 10**6, "Do\nthis.").named("here")
     assert len(str(error)) < 1000 and "a\\x1bb" in str(error) and str(error).endswith("Do\nthis.")
     assert printable("fine: ä, 漢") == "fine: ä, 漢"
     assert printable("\ud800\u202e") == "\\ud800\\u202e"

@@ -10,15 +10,9 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from hf_neuron_moe.cli.main import main
-from hf_neuron_moe.convert import (
-    ConvertOptions,
-    convert_checkpoint,
-    finalize_checkpoint,
-    nonfinite_note,
-    read_manifest,
-    relayout,
-)
-from hf_neuron_moe.convert.verify import verify_checkpoint
+from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint, finalize_checkpoint, nonfinite_note, read_manifest
+from hf_neuron_moe.convert.audit.verify import verify_checkpoint
+from hf_neuron_moe.convert.layout import relayout
 from hf_neuron_moe.errors import SourceDamageError
 from tests.refusals import refused
 

@@ -11,8 +11,8 @@ import torch
 from transformers import Llama4ForCausalLM, Llama4TextConfig
 
 from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint, export_checkpoint, read_manifest
-from hf_neuron_moe.convert.left import left_facts, left_notes
 from hf_neuron_moe.convert.manifest import MANIFEST_FILE, LeftModule, sealed
+from hf_neuron_moe.convert.notes import left_facts, left_notes
 from hf_neuron_moe.errors import ConversionError, NeuronMoEWarning
 from tests.convert.mutations import command
 from tests.refusals import refused

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, GraniteConfig
 
 from hf_neuron_moe import patch_model, unpatch_model
 from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint, export_checkpoint
-from hf_neuron_moe.convert.verify import verify_checkpoint
+from hf_neuron_moe.convert.audit.verify import verify_checkpoint
 from hf_neuron_moe.errors import ConversionError
 from tests.refusals import refused
 from tests.tiny_models import VOCAB, tiny_config, tokens

@@ -14,20 +14,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hf_neuron_moe.convert import (
-    MANIFEST_FILE,
-    ConvertOptions,
-    commit,
-    convert_checkpoint,
-    disk,
-    execute,
-    finalize_checkpoint,
-    resume,
-)
+from hf_neuron_moe.convert import MANIFEST_FILE, ConvertOptions, convert_checkpoint, execute, finalize_checkpoint
 from hf_neuron_moe.convert.execute import memory_per_worker, workers_for
-from hf_neuron_moe.convert.parts import part_of_shards
 from hf_neuron_moe.convert.plan import plan_conversion
-from hf_neuron_moe.convert.resume import Job
+from hf_neuron_moe.convert.transaction import commit, disk, resume
+from hf_neuron_moe.convert.transaction.parts import part_of_shards
+from hf_neuron_moe.convert.transaction.resume import Job
 from hf_neuron_moe.convert.workers import Workers, cores, working
 from hf_neuron_moe.errors import ConfigError, ConversionError, DestinationError, DiskError, SourceDamageError
 from tests.refusals import refused
@@ -275,9 +267,9 @@ def test_source_changed_between_two_shards(after, workers, checkpoint, tmp_path,
 def test_one_process_at_a_time(checkpoint, tmp_path):
     source, target = checkpoint("llama"), tmp_path / "dst"
     home = commit.partial_of(target)
-    with commit.held(home, "test", target), refused(DestinationError, target, got="another process"):
+    with commit.held(home, target), refused(DestinationError, target, got="another process"):
         convert_checkpoint(source, target, SMALL)
-    with commit.held(home, "test", target, shared=True):
+    with commit.held(home, target, shared=True):
         convert_checkpoint(source, target, SMALL, part=(1, 1))
         with refused(DestinationError, target, got="another process"):
             finalize_checkpoint(source, target)

@@ -8,14 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from hf_neuron_moe.convert import ConvertOptions, commit, convert_checkpoint, export_checkpoint
-from hf_neuron_moe.convert.commit import held, partial_of
+from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint, export_checkpoint
+from hf_neuron_moe.convert.audit.verify import verify_checkpoint
 from hf_neuron_moe.convert.estimate import estimate_conversion
-from hf_neuron_moe.convert.hub import resolve_source, weights_of
+from hf_neuron_moe.convert.io.folder import resolve_source, weights_of
+from hf_neuron_moe.convert.io.side_files import side_files
 from hf_neuron_moe.convert.manifest import MANIFEST_FILE
-from hf_neuron_moe.convert.side_files import side_files
-from hf_neuron_moe.convert.verify import verify_checkpoint
-from hf_neuron_moe.errors import DestinationError, SourceDamageError
+from hf_neuron_moe.convert.transaction import commit
+from hf_neuron_moe.convert.transaction.commit import held, partial_of
+from hf_neuron_moe.errors import DestinationError, SourceDamageError, naming
 from tests.convert.mutations import command
 from tests.convert.test_parts import hub_cache
 from tests.refusals import refused
@@ -121,10 +122,10 @@ def test_only_the_files_of_the_index_are_fetched(checkpoint, tmp_path, monkeypat
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     assert resolve_source("some-org/tiny") == snapshot
     shards = sorted(path.name for path in plain.glob("*.safetensors"))
-    assert [name for name in asked[1][0] if name.endswith("safetensors")] == shards == weights_of(plain, "convert")
+    assert [name for name in asked[1][0] if name.endswith("safetensors")] == shards == weights_of(plain)
     assert not [name for name in asked[0][0] if name.endswith("safetensors")]
     assert all("original/*" in ignored for _, ignored in asked)
-    assert weights_of(checkpoint("llama"), "convert") == ["model.safetensors"]
+    assert weights_of(checkpoint("llama")) == ["model.safetensors"]
 
 
 def test_a_lock_on_a_removed_folder_is_none(tmp_path, monkeypatch):
@@ -134,16 +135,17 @@ def test_a_lock_on_a_removed_folder_is_none(tmp_path, monkeypatch):
     def late(descriptor: int, *, shared: bool) -> bool:
         if not others:
             home.rmdir()
-            third = held(home, "convert", tmp_path / "dst")
+            third = held(home, tmp_path / "dst")
             others.append(third)
             third.__enter__()
         return lock(descriptor, shared=shared)
 
     monkeypatch.setattr(commit, "_lock", late)
-    with refused(DestinationError, tmp_path / "dst", got="another process"), held(home, "convert", tmp_path / "dst"):
+    expected = refused(DestinationError, tmp_path / "dst", got="another process")
+    with expected, naming("convert"), held(home, tmp_path / "dst"):
         raise AssertionError("two processes hold one folder")
     others[0].__exit__(None, None, None)
-    with held(home, "convert", tmp_path / "dst"):
+    with held(home, tmp_path / "dst"):
         assert home.is_dir()
 
 
@@ -151,7 +153,7 @@ def test_a_log_gets_a_line_per_minute(checkpoint, tmp_path, monkeypatch):
     source = checkpoint("llama")
     code, quiet = command("convert", source, tmp_path / "one")
     assert code == 0 and "converting:" not in quiet
-    monkeypatch.setattr("hf_neuron_moe.cli.progress.LOG_SECONDS", 0.0)
+    monkeypatch.setattr("hf_neuron_moe.cli.progress_line.LOG_SECONDS", 0.0)
     code, printed = command("convert", source, tmp_path / "two")
     lines = [line for line in printed.splitlines() if line.startswith("converting: ")]
     assert code == 0 and len(lines) > 3 and "(100 %)" in lines[-1] and "peak" in lines[-1]

@@ -14,10 +14,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from hf_neuron_moe.convert import MANIFEST_FILE, ConvertOptions, convert_checkpoint, export_checkpoint, read_manifest
-from hf_neuron_moe.convert.nonfinite import check_finite
-from hf_neuron_moe.convert.read import open_tensors
-from hf_neuron_moe.convert.relayout import restore
-from hf_neuron_moe.errors import SourceDamageError
+from hf_neuron_moe.convert.io.nonfinite import check_finite
+from hf_neuron_moe.convert.io.tensors import open_tensors
+from hf_neuron_moe.convert.layout.relayout import restore
+from hf_neuron_moe.errors import SourceDamageError, naming
 from hf_neuron_moe.formats import fake_quantize_mx
 from tests.refusals import refused
 
@@ -211,7 +211,7 @@ def test_every_bit_pattern_of_a_dtype_is_judged_as_isfinite_does(dtype):
         finite = values.isfinite()
         check_finite(values[finite], file="f", name="n")
         for value in values[~finite][::13]:
-            with refused(SourceDamageError, "f: n", got="1 NaN or infinite"):
+            with refused(SourceDamageError, "f: n", got="1 NaN or infinite"), naming("convert"):
                 check_finite(torch.stack([torch.zeros((), dtype=dtype), value]), file="f", name="n")
     check_finite(torch.full((3,), 255, dtype=torch.uint8), file="f", name="n")
     check_finite(torch.empty(0, 4, dtype=dtype), file="f", name="n")

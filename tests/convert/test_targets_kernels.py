@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
+from hf_neuron_moe.formats.block_plan import build_block_plan, expert_mask, masked_affinities
 from hf_neuron_moe.kernels import mlp_backward_mxfp8, mlp_forward_mxfp8, moe_cte
-from hf_neuron_moe.kernels.moe_types import ActFnType, MoECTEImplementation, MoECTESpec, ShardOnBlockConfig
-from hf_neuron_moe.kernels.routing import build_block_plan, expert_mask, masked_affinities
+from hf_neuron_moe.reference.moe_types import ActFnType, MoECTEImplementation, MoECTESpec, ShardOnBlockConfig
 from tests.tiny_models import tiny_model
 
 TOKENS = 128

@@ -12,10 +12,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from hf_neuron_moe.convert import ConvertOptions
+from hf_neuron_moe.convert.layout.orientations import StoredForm, stored_forms
+from hf_neuron_moe.convert.layout.relayout import Scratch, read_bytes, restore, scratch_bytes, store
+from hf_neuron_moe.convert.layout.tensor_parallel import FusedWeight, Part, part_of
 from hf_neuron_moe.convert.manifest import Piece, WrittenTensor
-from hf_neuron_moe.convert.orientations import StoredForm, stored_forms
-from hf_neuron_moe.convert.relayout import Scratch, read_bytes, restore, scratch_bytes, store
-from hf_neuron_moe.convert.tensor_parallel import FusedWeight, Part, part_of
 from hf_neuron_moe.errors import ConversionError, SourceDamageError
 from hf_neuron_moe.formats import fake_quantize_mx, quantize_mx, unswizzle
 from tests.refusals import refused
@@ -160,7 +160,7 @@ def test_what_is_stored_comes_back_whatever_the_pieces_and_options_are(data):
 @pytest.mark.parametrize("role", ["gate_up_proj", "down_proj"])
 def test_transposed_sources_are_stored_like_others(role, transposed, read_at_a_time, monkeypatch):
     if read_at_a_time:
-        monkeypatch.setattr("hf_neuron_moe.convert.relayout.READ_BYTES", read_at_a_time)
+        monkeypatch.setattr("hf_neuron_moe.convert.layout.relayout.READ_BYTES", read_at_a_time)
     matrix = torch.randn(3, 64, 96).bfloat16()
     on_disk = matrix.transpose(1, 2).contiguous() if transposed else matrix
     weight = FusedWeight(

@@ -17,11 +17,11 @@ import xxhash
 from safetensors.torch import load_file, save_file
 
 from hf_neuron_moe.convert import MANIFEST_FILE, ConvertOptions, convert_checkpoint, read_manifest
-from hf_neuron_moe.convert.inspect import inspect_checkpoint
+from hf_neuron_moe.convert.audit.inspect import inspect_checkpoint
+from hf_neuron_moe.convert.audit.verify import VerifyReport, verify_checkpoint
+from hf_neuron_moe.convert.io.source import read_header
+from hf_neuron_moe.convert.io.tensors import open_tensors
 from hf_neuron_moe.convert.manifest import sealed
-from hf_neuron_moe.convert.read import open_tensors
-from hf_neuron_moe.convert.source import read_header
-from hf_neuron_moe.convert.verify import VerifyReport, verify_checkpoint
 from hf_neuron_moe.errors import ConversionError, SourceDamageError
 from tests.refusals import refused
 

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint, read_manifest
-from hf_neuron_moe.convert.comparison import BF16_FLOOR_DB, MX_FLOORS_DB, blocks_of, sqnr_db
-from hf_neuron_moe.convert.inspect import inspect_checkpoint
-from hf_neuron_moe.convert.operands import k_positions, scale_row_of
-from hf_neuron_moe.convert.relayout import SOURCE
+from hf_neuron_moe.convert.audit.compare import BF16_FLOOR_DB, MX_FLOORS_DB, blocks_of, sqnr_db
+from hf_neuron_moe.convert.audit.inspect import inspect_checkpoint
+from hf_neuron_moe.convert.audit.operands import k_positions, scale_row_of
+from hf_neuron_moe.convert.layout.orientations import SOURCE
 from hf_neuron_moe.errors import NeuronMoEWarning
 from hf_neuron_moe.formats.mx import fake_quantize_mx
 from hf_neuron_moe.formats.scales import scale_rows

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.kernels.activations import act
-from hf_neuron_moe.kernels.moe_types import ActFnType, ClampLimits
+from hf_neuron_moe.reference.activations import act
+from hf_neuron_moe.reference.moe_types import ActFnType, ClampLimits
 
 
 @dataclass

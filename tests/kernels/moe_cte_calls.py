@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from hf_neuron_moe.kernels.moe_types import (
+from hf_neuron_moe.formats.block_plan import build_block_plan, expert_mask, masked_affinities
+from hf_neuron_moe.reference.moe_types import (
     ActFnType,
     ExpertAffinityScaleMode,
     MoECTEImplementation,
@@ -15,7 +16,6 @@ from hf_neuron_moe.kernels.moe_types import (
     ShardOnBlockConfig,
     ShardOnIConfig,
 )
-from hf_neuron_moe.kernels.routing import build_block_plan, expert_mask, masked_affinities
 
 Arguments = dict[str, Any]
 T, H, I, E, B = 128, 512, 16, 2, 256  # noqa: E741

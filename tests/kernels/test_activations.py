@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_neuron_moe.kernels.activations import act, act_, act_grad, act_grad_
-from hf_neuron_moe.kernels.moe_types import ActFnType
+from hf_neuron_moe.reference.activations import act, act_, act_grad, act_grad_
+from hf_neuron_moe.reference.moe_types import ActFnType
 from tests.kernels.moe_oracle import ACTIVATIONS
 
 KINDS = pytest.mark.parametrize("kind", list(ActFnType))

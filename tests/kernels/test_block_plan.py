@@ -15,9 +15,7 @@ from safetensors.torch import load_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_neuron_moe.errors import ConfigError, DeviceError, DTypeError, NeuronMoEError, ShapeError
-from hf_neuron_moe.kernels.block_conditions import block_conditions
-from hf_neuron_moe.kernels.moe_types import MoECTEImplementation
-from hf_neuron_moe.kernels.routing import (
+from hf_neuron_moe.formats.block_plan import (
     build_block_plan,
     build_dropping_plan,
     choose_block_size,
@@ -26,6 +24,8 @@ from hf_neuron_moe.kernels.routing import (
     expert_mask,
     masked_affinities,
 )
+from hf_neuron_moe.reference.block_conditions import block_conditions
+from hf_neuron_moe.reference.moe_types import MoECTEImplementation
 from tests.refusals import refused
 
 GOLDEN = Path(__file__).parents[1] / "golden"

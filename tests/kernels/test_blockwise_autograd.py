@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_neuron_moe.backends.torch import compute
-from hf_neuron_moe.kernels.blockwise_mm_bwd import blockwise_mm_bwd
-from hf_neuron_moe.kernels.moe_types import ActFnType, ClampLimits, SkipMode
-from hf_neuron_moe.kernels.routing import build_block_plan, build_dropping_plan, expert_mask, masked_affinities
+from hf_neuron_moe.formats.block_plan import build_block_plan, build_dropping_plan, expert_mask, masked_affinities
+from hf_neuron_moe.reference.blockwise_mm_bwd import blockwise_mm_bwd
+from hf_neuron_moe.reference.moe_types import ActFnType, ClampLimits, SkipMode
 
 sys.path.insert(0, str(Path(__file__).parent))
 import blockwise_oracle

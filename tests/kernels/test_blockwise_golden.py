@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from hf_neuron_moe.kernels.blockwise_mm_bwd import MoEBackward, MoEBiasBackward, blockwise_mm_bwd
-from hf_neuron_moe.kernels.moe_types import ActFnType, ClampLimits, SkipMode
+from hf_neuron_moe.reference.blockwise_mm_bwd import MoEBackward, MoEBiasBackward, blockwise_mm_bwd
+from hf_neuron_moe.reference.moe_types import ActFnType, ClampLimits, SkipMode
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 CALLS: dict[str, dict[str, Any]] = {

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from hf_neuron_moe.errors import ConfigError, DTypeError, NeuronMoEError, ShapeError
-from hf_neuron_moe.kernels.blockwise_mxfp8 import blockwise_mm_bwd_mxfp8, blockwise_mm_fwd_mxfp8
-from hf_neuron_moe.kernels.moe_types import ClampLimits, SkipMode
-from hf_neuron_moe.kernels.routing import build_block_plan, expert_mask, masked_affinities
+from hf_neuron_moe.formats.block_plan import build_block_plan, expert_mask, masked_affinities
+from hf_neuron_moe.reference.blockwise_mxfp8 import blockwise_mm_bwd_mxfp8, blockwise_mm_fwd_mxfp8
+from hf_neuron_moe.reference.moe_types import ClampLimits, SkipMode
 from tests.refusals import refused
 
 sys.path.insert(0, str(Path(__file__).parent))

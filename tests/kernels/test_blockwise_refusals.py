@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from hf_neuron_moe.errors import ConfigError, DeviceError, DTypeError, NeuronMoEError, NeuronMoEWarning, ShapeError
-from hf_neuron_moe.kernels.blockwise_mm_bwd import blockwise_mm_bwd
-from hf_neuron_moe.kernels.moe_types import (
+from hf_neuron_moe.formats.block_plan import build_block_plan, expert_mask, masked_affinities
+from hf_neuron_moe.reference.blockwise_mm_bwd import blockwise_mm_bwd
+from hf_neuron_moe.reference.moe_types import (
     ClampLimits,
     DownProjOutputGradBlocking,
     HiddenGradBlocking,
     ShardOption229,
 )
-from hf_neuron_moe.kernels.routing import build_block_plan, expert_mask, masked_affinities
 from tests.refusals import Arguments, BrokenCall, Case, bf16, message_of, named
 
 T, H, I, E, B = 20, 128, 64, 3, 128  # noqa: E741

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hf_neuron_moe.kernels.fp8_mul import (
+from hf_neuron_moe.kernels import (
     fp8_mul_backward,
     fp8_mul_forward,
     fp8_silu_backward,

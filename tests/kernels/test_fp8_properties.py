@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_neuron_moe.errors import ConfigError, DTypeError, NeuronMoEError, ShapeError
 from hf_neuron_moe.formats import group_dequantize_fp8, group_fp8, group_quantize_fp8
-from hf_neuron_moe.kernels.fp8_mul import (
+from hf_neuron_moe.kernels import (
     fp8_division_transpose,
     fp8_mul_backward,
     fp8_mul_forward,
@@ -274,7 +274,7 @@ def test_stochastic_backward_is_unbiased_and_follows_its_generator() -> None:
         ({"QB": 24}, ShapeError, "QB", ""),
         ({"s_x1": torch.ones(4, 2)}, ShapeError, "s_x1", ""),
         ({"s_x2": torch.ones(1, 4, 4)}, ShapeError, "s_x2", ""),
-        ({"s_x1": torch.ones(4, 4, dtype=torch.uint8)}, DTypeError, "s_x1", r"got torch\.uint8"),
+        ({"s_x1": torch.ones(4, 4, dtype=torch.uint8)}, DTypeError, "s_x1", r"got uint8"),
         ({"x1": torch.ones(4, 64)}, DTypeError, "x1", ""),
         ({"x2": torch.ones(5, 64).to(torch.float8_e4m3fn), "s_x2": torch.ones(5, 4)}, ShapeError, "x2", ""),
         ({"g": torch.ones(4, 32)}, ShapeError, "g", ""),
@@ -327,7 +327,7 @@ def test_refusals_of_the_others() -> None:
         fp8_mul_forward(q1, s1, q2, s2, 16, 1)  # type: ignore[arg-type]
     with refused(ConfigError, "only_transposed"):
         fp8_division_transpose(g, 16, "E5M2", only_transposed=None)  # type: ignore[arg-type]
-    with refused(ConfigError, "stochastic", got="tensor(True)"):
+    with refused(ConfigError, "stochastic", got="a Tensor"):
         fp8_silu_backward(q1, s1, g, 16, "E5M2", stochastic=torch.tensor(True))  # type: ignore[arg-type]
     with refused(ShapeError, "QB", got="QB 48 for N 64"):
         fp8_division_transpose(g, 48, "E5M2")

@@ -8,14 +8,12 @@ import pytest
 import torch
 
 from hf_neuron_moe.errors import ConfigError
-from hf_neuron_moe.kernels.mlp_mxfp8 import (
+from hf_neuron_moe.kernels import (
     ClampLimits,
     MatmulMxfp8KernelConfig,
     MlpBwdConfig,
     MlpBwdMatmulConfig,
     MlpFwdConfig,
-    backward_2_30,
-    forward_device,
     get_backward_config_for_shape,
     get_forward_config_for_shape,
     mlp_backward_mxfp8,
@@ -23,6 +21,7 @@ from hf_neuron_moe.kernels.mlp_mxfp8 import (
     mlp_forward_mxfp8_nki,
     record_launches,
 )
+from hf_neuron_moe.reference.mlp_mxfp8 import backward_2_30, forward_device
 from tests.refusals import refused
 
 

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from hf_neuron_moe.kernels.mlp_mxfp8 import mlp_backward_mxfp8, mlp_forward_mxfp8
+from hf_neuron_moe.kernels import mlp_backward_mxfp8, mlp_forward_mxfp8
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 FILES = [

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from hf_neuron_moe.formats import pack_x4, quantize_mx, swizzle, to_oversized, to_packed
-from hf_neuron_moe.kernels.mlp_mxfp8 import (
+from hf_neuron_moe.kernels import (
     mlp_backward_mxfp8,
     mlp_backward_mxfp8_nki,
     mlp_backward_mxfp8_nki_2_30,

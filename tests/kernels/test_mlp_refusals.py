@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hf_neuron_moe.errors import ConfigError, DeviceError, DTypeError, ShapeError
 from hf_neuron_moe.formats import quantize_mx, swizzle, to_oversized, to_packed
-from hf_neuron_moe.kernels.mlp_mxfp8 import (
+from hf_neuron_moe.kernels import (
     MatmulMxfp8KernelConfig,
     MlpBwdMatmulConfig,
     mlp_backward_mxfp8,

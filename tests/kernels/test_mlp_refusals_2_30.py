@@ -7,7 +7,7 @@ import torch
 
 from hf_neuron_moe.errors import ConfigError, DeviceError, DTypeError, ShapeError
 from hf_neuron_moe.formats import quantize_mx, swizzle, to_oversized, to_packed
-from hf_neuron_moe.kernels.mlp_mxfp8 import mlp_backward_mxfp8_nki_2_30
+from hf_neuron_moe.kernels import mlp_backward_mxfp8_nki_2_30
 from tests.refusals import Arguments, BrokenCall, Case, bf16, broken_calls, x4
 
 S, H, I = 128, 128, 256  # noqa: E741

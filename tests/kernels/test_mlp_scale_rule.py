@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_neuron_moe.formats import pack_x4, quantize_mx, to_packed
-from hf_neuron_moe.kernels.mlp_mxfp8 import (
+from hf_neuron_moe.kernels import (
     TensorDescriptor,
     compute_fused_gate_up_down_mxfp8,
     compute_phase2_hidden_states_grad_mxfp8,

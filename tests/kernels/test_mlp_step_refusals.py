@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_neuron_moe.errors import ConfigError, DTypeError, ShapeError
-from hf_neuron_moe.kernels.mlp_mxfp8 import (
+from hf_neuron_moe.kernels import (
     MatmulMxfp8KernelConfig,
     MlpBwdMatmulConfig,
     TensorDescriptor,
@@ -22,6 +22,7 @@ from hf_neuron_moe.kernels.mlp_mxfp8 import (
     mlp_backward_mxfp8_base_nki,
     recompute_gate_act,
     recompute_gate_up_projection,
+    record_launches,
 )
 from tests.refusals import Arguments, BrokenCall, message_of, named
 
@@ -123,8 +124,11 @@ STEP_CALLS = named(
 
 @pytest.mark.parametrize("call", STEP_CALLS)
 def test_steps_refuse(call: BrokenCall) -> None:
-    call.function(**call.arguments())
-    call.check()
+    with record_launches() as launches:
+        call.function(**call.arguments())
+        made = len(launches)
+        call.check()
+    assert len(launches) == made, "a failed call launches nothing"
 
 
 LIMITS = {"clamp_limits": (1.0, -1.0)}

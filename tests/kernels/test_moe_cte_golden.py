@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from hf_neuron_moe.kernels.moe_cte import MoEForward, moe_cte
-from hf_neuron_moe.kernels.moe_types import (
+from hf_neuron_moe.reference.moe_cte import MoEForward, moe_cte
+from hf_neuron_moe.reference.moe_types import (
     ActFnType,
     ExpertAffinityScaleMode,
     MoECTEImplementation,

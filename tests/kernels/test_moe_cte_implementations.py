@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_neuron_moe.backends.torch.compute import release_scratch
-from hf_neuron_moe.kernels import moe_cte_direct as direct
-from hf_neuron_moe.kernels import moe_cte_direct_mx as direct_mx
-from hf_neuron_moe.kernels.moe_cte import MoEForward, moe_cte
-from hf_neuron_moe.kernels.moe_types import (
+from hf_neuron_moe.formats.block_plan import build_block_plan, expert_mask, masked_affinities
+from hf_neuron_moe.reference import moe_cte_direct as direct
+from hf_neuron_moe.reference.moe_cte import MoEForward, moe_cte
+from hf_neuron_moe.reference.moe_types import (
     ActFnType,
     ExpertAffinityScaleMode,
     MoECTEImplementation,
@@ -25,7 +25,6 @@ from hf_neuron_moe.kernels.moe_types import (
     ShardOnIConfig,
     SkipMode,
 )
-from hf_neuron_moe.kernels.routing import build_block_plan, expert_mask, masked_affinities
 from tests.kernels.moe_oracle import ACTIVATIONS, Model
 from tests.kernels.test_moe_cte_mx import MXCase
 
@@ -181,9 +180,9 @@ def test_direct_positions_swap_the_up_limits() -> None:
 @pytest.mark.parametrize(
     ("kernel", "kind"),
     [
-        (direct_mx.bwmm_shard_on_block_mx, "shard_on_block_mx"),
-        (direct_mx.blockwise_mm_shard_intermediate_mx, "shard_on_i_mx"),
-        (direct_mx.blockwise_mm_shard_intermediate_mx_hybrid, "shard_on_i_mx_hybrid"),
+        (direct.bwmm_shard_on_block_mx, "shard_on_block_mx"),
+        (direct.blockwise_mm_shard_intermediate_mx, "shard_on_i_mx"),
+        (direct.blockwise_mm_shard_intermediate_mx_hybrid, "shard_on_i_mx_hybrid"),
     ],
 )
 def test_direct_mx_kernels_equal_moe_cte(kernel: Callable[..., MoEForward], kind: str) -> None:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from hf_neuron_moe.errors import ConfigError, NeuronMoEError, ShapeError
-from hf_neuron_moe.kernels.moe_cte import moe_cte
-from hf_neuron_moe.kernels.moe_types import (
+from hf_neuron_moe.reference.moe_cte import moe_cte
+from hf_neuron_moe.reference.moe_types import (
     ActFnType,
     SkipMode,
 )

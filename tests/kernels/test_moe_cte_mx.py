@@ -17,9 +17,9 @@ from hf_neuron_moe.formats import (
     quantize_moe_down,
     quantize_moe_gate_up,
 )
-from hf_neuron_moe.kernels.moe_cte import MoEForward, moe_cte
-from hf_neuron_moe.kernels.moe_mx import unpack_moe_scales
-from hf_neuron_moe.kernels.moe_types import (
+from hf_neuron_moe.formats.block_plan import build_block_plan, expert_mask, masked_affinities
+from hf_neuron_moe.reference.moe_cte import MoEForward, moe_cte
+from hf_neuron_moe.reference.moe_types import (
     ActFnType,
     MoECTEImplementation,
     MoECTESpec,
@@ -27,7 +27,7 @@ from hf_neuron_moe.kernels.moe_types import (
     ShardOnBlockConfig,
     SkipMode,
 )
-from hf_neuron_moe.kernels.routing import build_block_plan, expert_mask, masked_affinities
+from hf_neuron_moe.reference.mx_experts import unpack_moe_scales
 from tests.kernels.moe_oracle import Model
 
 DTYPES = {"e4m3fn": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "e2m1": None}

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_neuron_moe.kernels.moe_cte import MoEForward, moe_cte
-from hf_neuron_moe.kernels.moe_types import (
+from hf_neuron_moe.formats.block_plan import build_block_plan, expert_mask, masked_affinities
+from hf_neuron_moe.reference.moe_cte import MoEForward, moe_cte
+from hf_neuron_moe.reference.moe_types import (
     ActFnType,
     ExpertAffinityScaleMode,
     MoECTEImplementation,
@@ -20,7 +21,6 @@ from hf_neuron_moe.kernels.moe_types import (
     ShardOnIConfig,
     SkipMode,
 )
-from hf_neuron_moe.kernels.routing import build_block_plan, expert_mask, masked_affinities
 from tests.kernels.moe_oracle import Model
 
 FP32 = 1e-6

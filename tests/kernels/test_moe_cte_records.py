@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from hf_neuron_moe.errors import ConfigError, ShapeError
-from hf_neuron_moe.kernels.moe_cte import moe_cte
-from hf_neuron_moe.kernels.moe_types import MoECTESpec, ShardOnBlockConfig, ShardOnIConfig, SkipMode
-from hf_neuron_moe.kernels.routing import build_block_plan, expert_mask, masked_affinities
+from hf_neuron_moe.formats.block_plan import build_block_plan, expert_mask, masked_affinities
+from hf_neuron_moe.reference.moe_cte import moe_cte
+from hf_neuron_moe.reference.moe_types import MoECTESpec, ShardOnBlockConfig, ShardOnIConfig, SkipMode
 from tests.kernels.moe_cte_calls import E, H, mx_arguments, spec
 from tests.refusals import refused
 

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from hf_neuron_moe.errors import ConfigError, DeviceError, DTypeError, NeuronMoEError, ShapeError
-from hf_neuron_moe.kernels import moe_cte_direct as direct
-from hf_neuron_moe.kernels import moe_cte_direct_mx as direct_mx
-from hf_neuron_moe.kernels.moe_cte import moe_cte
-from hf_neuron_moe.kernels.moe_types import (
+from hf_neuron_moe.reference import moe_cte_direct as direct
+from hf_neuron_moe.reference.moe_cte import moe_cte
+from hf_neuron_moe.reference.moe_types import (
     BlockShardStrategy,
     MoECTEImplementation,
     MoECTESpec,
@@ -338,14 +337,14 @@ def test_the_unbroken_calls_are_accepted(given: Arguments) -> None:
             ShapeError,
             "down_activations",
         ),
-        (direct_mx.blockwise_mm_shard_intermediate_mx, mx_arguments(), ConfigError, "expert_affinities_scaling_mode"),
+        (direct.blockwise_mm_shard_intermediate_mx, mx_arguments(), ConfigError, "expert_affinities_scaling_mode"),
         (
-            direct_mx.blockwise_mm_shard_intermediate_mx,
+            direct.blockwise_mm_shard_intermediate_mx,
             mx_arguments() | {"use_block128_scales": True},
             ConfigError,
             "use_block128_scales",
         ),
-        (direct_mx.bwmm_shard_on_block_mx, mx_arguments() | {"block_size": None}, ShapeError, "block_size"),
+        (direct.bwmm_shard_on_block_mx, mx_arguments() | {"block_size": None}, ShapeError, "block_size"),
     ],
 )
 def test_direct_kernels_refuse_under_their_own_name(

@@ -11,10 +11,10 @@ from hypothesis import given
 from torch import Tensor
 
 from hf_neuron_moe.backends.torch.compute import Scratch
-from hf_neuron_moe.errors import ConfigError, DTypeError, NeuronMoEError, ShapeError
+from hf_neuron_moe.errors import ConfigError, DTypeError, NeuronMoEError, ShapeError, naming
 from hf_neuron_moe.formats import MXTensor, fake_quantize_mx, pack_x4, quantize_mx, swizzle, to_oversized, to_packed
 from hf_neuron_moe.formats.constants import ScaleRule
-from hf_neuron_moe.kernels.mx_operand import MXOperand, TensorDescriptor
+from hf_neuron_moe.reference.described_operand import MXOperand, TensorDescriptor
 from tests.refusals import refused
 
 
@@ -90,7 +90,7 @@ def test_defaults_of_an_empty_descriptor() -> None:
 def test_every_mode_gives_the_quantized_values(K: int, F: int, mode: str, k_major: bool, data: st.DataObject) -> None:
     torch.manual_seed(K + F)
     raw = values_of(F, K)
-    operand = MXOperand(describe(raw, mode), where="kernel", argument="operand")
+    operand = MXOperand(describe(raw, mode), argument="operand")
     wanted = fake_quantize_mx(raw)
     assert torch.equal(operand.dequantized(), wanted)
     start = data.draw(st.integers(0, F - 1))
@@ -104,7 +104,7 @@ def test_every_mode_gives_the_quantized_values(K: int, F: int, mode: str, k_majo
 @pytest.mark.parametrize("K", [32, 96, 544, 608])
 def test_prepared_operands_of_any_whole_blocks(mode: str, K: int) -> None:
     raw = values_of(6, K)
-    operand = MXOperand(describe(raw, mode), where="kernel", argument="operand")
+    operand = MXOperand(describe(raw, mode), argument="operand")
     assert torch.equal(operand.dequantized(), fake_quantize_mx(raw))
 
 
@@ -116,7 +116,7 @@ def test_unused_scale_rows_do_not_matter() -> None:
         clean, ones = expand(quantized.scales), expand(torch.ones_like(quantized.scales))
         dirty = torch.where(ones == 0, 255, clean).to(torch.uint8)
         assert not torch.equal(dirty, clean)
-        operand = MXOperand(TensorDescriptor(pack_x4(quantized.codes), dirty), where="kernel", argument="operand")
+        operand = MXOperand(TensorDescriptor(pack_x4(quantized.codes), dirty), argument="operand")
         assert torch.equal(operand.dequantized(), fake_quantize_mx(raw))
 
 
@@ -126,7 +126,7 @@ def test_grouping_options_of_raw_operands() -> None:
     assert not torch.equal(single, default)
 
     def values(td: TensorDescriptor, lone_384: bool = False) -> Tensor:
-        return MXOperand(td, where="kernel", argument="operand", lone_384=lone_384).dequantized()
+        return MXOperand(td, argument="operand", lone_384=lone_384).dequantized()
 
     assert torch.equal(values(TensorDescriptor(raw)), default)
     assert torch.equal(values(TensorDescriptor(raw), lone_384=True), single)
@@ -144,14 +144,14 @@ def test_scale_rules_are_those_of_the_formats(rule: str, K: int) -> None:
     raw = values_of(16, K)
     for lone in (False, True):
         scheme = "wrapX_single" if lone and K == 384 else "wrapX"
-        operand = MXOperand(TensorDescriptor(raw), where="", argument="", lone_384=lone, rule=ScaleRule(rule))
+        operand = MXOperand(TensorDescriptor(raw), argument="", lone_384=lone, rule=ScaleRule(rule))
         expected = fake_quantize_mx(raw, rule=rule, scheme=scheme)
         assert torch.equal(operand.dequantized(), expected)
         scratch = Scratch(raw.device)
         assert torch.equal(operand.load(3, 11, k_major=True, scratch=scratch, name="x"), expected[3:11])
     quantized = quantize_mx(raw)
     td = TensorDescriptor(pack_x4(quantized.codes), to_packed(quantized.scales))
-    kept = MXOperand(td, where="", argument="", rule=ScaleRule(rule)).dequantized()
+    kept = MXOperand(td, argument="", rule=ScaleRule(rule)).dequantized()
     assert torch.equal(kept, fake_quantize_mx(raw)), "codes stay as they are"
 
 
@@ -159,9 +159,9 @@ def test_k_major_raw_data_need_512_columns() -> None:
     raw = values_of(512, 128)
     td = TensorDescriptor(raw.t().contiguous(), is_f_by_k=False)
     assert td.logical_shape == (128, 512) and td.is_raw
-    assert torch.equal(MXOperand(td, where="kernel", argument="x").dequantized(), fake_quantize_mx(raw))
-    with refused(ShapeError, "F of x", got="256"):
-        MXOperand(TensorDescriptor(raw[:256].t(), is_f_by_k=False), where="kernel", argument="x")
+    assert torch.equal(MXOperand(td, argument="x").dequantized(), fake_quantize_mx(raw))
+    with refused(ShapeError, "F of x", got="256"), naming("kernel"):
+        MXOperand(TensorDescriptor(raw[:256].t(), is_f_by_k=False), argument="x")
 
 
 CODES = quantize_mx(torch.ones(8, 128))
@@ -171,7 +171,7 @@ CODES = quantize_mx(torch.ones(8, 128))
     ("kind", "argument", "says", "fields"),
     [
         (DTypeError, "data", r"got torch\.uint8", {"data": CODES.codes, "scales": to_packed(CODES.scales)}),
-        (DTypeError, "data", r"got torch\.float32", {"data": torch.ones(32, 32), "is_swizzled": True}),
+        (DTypeError, "data", r"got float32", {"data": torch.ones(32, 32), "is_swizzled": True}),
         (DTypeError, "data", "got list", {"data": [[1.0]]}),
         (ShapeError, "data", "", {"data": torch.ones(8).bfloat16()}),
         (ShapeError, "K/4 of data", "", {"data": torch.ones(12, 32).bfloat16(), "is_swizzled": True}),
@@ -233,5 +233,5 @@ def test_descriptor_refuses(kind: type[NeuronMoEError], argument: str, says: str
     ],
 )
 def test_operand_refuses(kind: type[NeuronMoEError], argument: str, says: str, td: TensorDescriptor) -> None:
-    with refused(kind, argument, says):
-        MXOperand(td, where="kernel", argument="x")
+    with refused(kind, argument, says), naming("kernel"):
+        MXOperand(td, argument="x")

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.kernels.mlp_mxfp8 import mlp_backward_mxfp8, mlp_forward_mxfp8
+from hf_neuron_moe.kernels import mlp_backward_mxfp8, mlp_forward_mxfp8
 
 sys.path.insert(0, str(Path(__file__).parent))
 import mx_oracle

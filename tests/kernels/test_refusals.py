@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from hf_neuron_moe.errors import ConfigError, DeviceError, DTypeError, NeuronMoEError, ShapeError
-from hf_neuron_moe.kernels.blockwise_mm_bwd import blockwise_mm_bwd
-from hf_neuron_moe.kernels.routing import build_block_plan, count_blocks, expert_mask, masked_affinities
+from hf_neuron_moe.formats.block_plan import build_block_plan, count_blocks, expert_mask, masked_affinities
 from hf_neuron_moe.modules import ops
+from hf_neuron_moe.reference.blockwise_mm_bwd import blockwise_mm_bwd
 from tests.refusals import Arguments, BrokenCall, Case, Suite, bf16, broken_calls, message_of
 
 S, H, I, T, E, B = 128, 128, 256, 20, 3, 128  # noqa: E741

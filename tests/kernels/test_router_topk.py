@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from hf_neuron_moe.errors import ConfigError, DTypeError, NeuronMoEError, ShapeError
-from hf_neuron_moe.kernels.moe_types import RouterActFnType
-from hf_neuron_moe.kernels.router_topk import router_topk
+from hf_neuron_moe.reference.moe_types import RouterActFnType
+from hf_neuron_moe.reference.router_topk import router_topk
 from tests.refusals import refused
 
 CANCELLED = 1e-13

@@ -12,7 +12,7 @@ from hf_neuron_moe import patch_model, unpatch_model
 from hf_neuron_moe.activation_policy import keep_strings
 from hf_neuron_moe.modules import ops
 from hf_neuron_moe.modules.block import NeuronBlock
-from hf_neuron_moe.modules.saved_bytes import BlockShape, recomputed_flops, saved_bytes
+from hf_neuron_moe.modules.saved_bytes import SavedBlock, recomputed_flops, saved_bytes
 from hf_neuron_moe.training import measure_saved_bytes
 from tests.tiny_models import tiny_model, tokens
 
@@ -53,7 +53,7 @@ def test_what_a_block_says_is_what_is_measured(family: str, dtype: torch.dtype) 
 @pytest.mark.parametrize("name", LIMITS)
 def test_the_promised_limits_hold(name: str) -> None:
     (hidden, inner, top_k), limits = LIMITS[name]
-    shape = BlockShape("bf16", hidden, inner, top_k)
+    shape = SavedBlock("bf16", hidden, inner, top_k)
     for policy, limit in limits.items():
         assert saved_bytes(shape, policy) <= limit * 1024, policy
 
@@ -62,7 +62,7 @@ def test_the_promised_limits_hold(name: str) -> None:
 def test_the_promised_limits_hold_at_full_width(name: str) -> None:
     """The same, measured on real blocks; the number of experts does not matter, so there are only as many as used."""
     (hidden, inner, top_k), limits = LIMITS[name]
-    shape, rows, kept = BlockShape("bf16", hidden, inner, top_k), 32, dict[int, int]()
+    shape, rows, kept = SavedBlock("bf16", hidden, inner, top_k), 32, dict[int, int]()
     draw = torch.bfloat16
     x = torch.randn(rows, hidden, dtype=draw, requires_grad=True)
     weights = [torch.full((inner, hidden), 0.01, dtype=draw, requires_grad=True) for _ in range(2)]
@@ -90,7 +90,7 @@ def test_the_promised_limits_hold_at_full_width(name: str) -> None:
 
 
 def test_what_is_kept_less_is_computed_more() -> None:
-    shape = BlockShape("mxfp8", 256, 1024, 2)
+    shape = SavedBlock("mxfp8", 256, 1024, 2)
     everything = "gate_pre+gate_act+up+intermediate"
     assert recomputed_flops(shape, everything) == 0
     chain = (everything, "gate_pre+up+intermediate", "gate_pre+up", "minimal", "gate_pre", "recompute")
@@ -101,8 +101,8 @@ def test_what_is_kept_less_is_computed_more() -> None:
 
 
 def test_a_model_that_does_not_say_its_top_k_has_no_figure() -> None:
-    assert saved_bytes(BlockShape("bf16", 64, 64, 0), "minimal") != saved_bytes(
-        BlockShape("bf16", 64, 64, 2), "minimal"
+    assert saved_bytes(SavedBlock("bf16", 64, 64, 0), "minimal") != saved_bytes(
+        SavedBlock("bf16", 64, 64, 2), "minimal"
     )
     model = tiny_model("mixtral")
     for layer in model.model.layers:
@@ -116,6 +116,6 @@ def test_a_model_that_does_not_say_its_top_k_has_no_figure() -> None:
 
 def test_frozen_blocks_keep_all_of_up_and_repeat_none_of_it() -> None:
     """The last eighth of up is left out only where a weight gradient reads the input, and so could give it again."""
-    trained, frozen = (BlockShape("mxfp8", 64, 1024, None, frozen=frozen) for frozen in (False, True))
+    trained, frozen = (SavedBlock("mxfp8", 64, 1024, None, frozen=frozen) for frozen in (False, True))
     assert recomputed_flops(frozen, "minimal") == recomputed_flops(frozen, "gate_pre+up")
     assert recomputed_flops(trained, "minimal") == recomputed_flops(trained, "gate_pre+up") + 2 * 64 * 128

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_neuron_moe.backends.torch import compute, generation, tiling
+from hf_neuron_moe.backends.torch import compute, generation, tiles
 from tests.neuron.double.contract import Double
 from tests.neuron.double.install import installed
 
@@ -31,7 +31,7 @@ def mxfp8_in_fp32() -> Iterator[None]:
 
     # Not the tests' own monkeypatch: that has to be undone before the machine is.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiling, "choose_compute", choose)
+        patch.setattr(tiles, "choose_compute", choose)
         patch.setattr(generation, "environment_option", lambda *_: "0")
         # For processes that a test starts; in this one they must not be read.
         patch.setattr(compute, "environment_option", lambda *_: "auto")

@@ -110,6 +110,7 @@ def train_on_fakes(name: str) -> dict[str, Any]:
 def trace_bodies(name: str) -> dict[str, Any]:
     """The backend's own calls on fake neuron tensors, kernels included, as a compiler traces an operator's body."""
     from hf_neuron_moe.backends import get_backend
+    from tests.flat_backend import flat
     from tests.neuron.double.contract import Double
     from tests.neuron.double.install import installed
     from tests.neuron.small_runs import CASES
@@ -117,7 +118,7 @@ def trace_bodies(name: str) -> dict[str, Any]:
     case = CASES[name]
     H, inner = case.sizes["hidden_size"], case.sizes["intermediate_size"]
     with tempfile.TemporaryDirectory() as folder, installed(Path(folder), Double(target=case.target)) as found:
-        backend = get_backend("neuron")
+        backend = flat(get_backend("neuron"))
         with FakeTensorMode():
 
             def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

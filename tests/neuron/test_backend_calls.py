@@ -26,9 +26,9 @@ from hf_neuron_moe.errors import (
 )
 from hf_neuron_moe.formats import quantize_mx, unswizzle
 from hf_neuron_moe.modules import ops
-from hf_neuron_moe.modules.frozen_block import FrozenTensor
-from hf_neuron_moe.modules.frozen_mlp import FrozenSwiGLUMLP
+from hf_neuron_moe.modules.quantized_blocks import FrozenSwiGLUMLP, FrozenTensor
 from hf_neuron_moe.modules.swiglu_mlp import DenseRoles
+from tests.flat_backend import flat
 from tests.refusals import refused
 from tests.tiny_models import tiny_model
 
@@ -38,7 +38,7 @@ Machine = Callable[..., Any]
 
 
 def neuron() -> Any:
-    return get_backend(resolve_backend("neuron", CPU))
+    return flat(get_backend(resolve_backend("neuron", CPU)))
 
 
 def rows() -> tuple[Tensor, Tensor]:
@@ -67,12 +67,12 @@ LOSSLESS = ("minimal", "recompute", "up", "gate_pre+gate_act+up+intermediate")
 @pytest.mark.parametrize(("release", "lnc"), [((2, 30), 2), ((2, 31), 1), ((2, 33), 2)])
 def test_the_dense_pair_equals_the_torch_backend(machine: Machine, release: tuple[int, int], lnc: int) -> None:
     machine(release=release, lnc=lnc)
-    kernels, torch_backend, (x, dout), weights = neuron(), get_backend("torch"), rows(), dense()
+    kernels, torch_backend, (x, dout), weights = neuron(), flat(get_backend("torch")), rows(), dense()
     for keep in LOSSLESS:
         y, saved = kernels.mlp_forward(x, *weights, "mxfp8", keep)
         expected, expected_saved = torch_backend.mlp_forward(x, *weights, "mxfp8", keep)
         assert torch.equal(y, expected)
-        fakes = kernels.fake_saved(x, T, I, keep)
+        fakes = kernels.fake_mlp_saved(x, I, keep)
         assert [(t.shape, t.dtype) for t in fakes] == [(t.shape, t.dtype) for t in saved]
         grads = kernels.mlp_backward(dout, x, *weights, saved, "mxfp8", keep, True, True)
         stock = torch_backend.mlp_backward(dout, x, *weights, expected_saved, "mxfp8", keep, True, True)
@@ -90,7 +90,7 @@ def test_the_expert_pairs_equal_the_torch_backend(
     machine: Machine, release: tuple[int, int], precision: str, transposed: bool
 ) -> None:
     machine(release=release, target="trn3" if precision == "mxfp8" else "trn2")
-    kernels, torch_backend, (x, dout) = neuron(), get_backend("torch"), rows()
+    kernels, torch_backend, (x, dout) = neuron(), flat(get_backend("torch")), rows()
     operands = experts(transposed)
     options = (transposed, precision, B)
     # bf16: affinities in bf16 (2^-9) and, from 2.31 on, on the intermediate, where the torch backend rounds once less.
@@ -116,7 +116,7 @@ def test_the_expert_pairs_equal_the_torch_backend(
 
 def test_fp8_checkpoints_cost_what_fp8_loses(machine: Machine) -> None:
     machine()
-    kernels, torch_backend, (x, dout), weights = neuron(), get_backend("torch"), rows(), dense()
+    kernels, torch_backend, (x, dout), weights = neuron(), flat(get_backend("torch")), rows(), dense()
     y, saved = kernels.mlp_forward(x, *weights, "mxfp8", "fp8")
     expected, expected_saved = torch_backend.mlp_forward(x, *weights, "mxfp8", "fp8")
     assert torch.equal(y, expected)
@@ -136,7 +136,7 @@ def any_platform() -> Any:
 
 def test_two_precisions_share_weights_but_no_copies(machine: Machine) -> None:
     machine()
-    kernels, torch_backend, (x, _) = any_platform(), get_backend("torch"), rows()
+    kernels, torch_backend, (x, _) = any_platform(), flat(get_backend("torch")), rows()
     operands = experts(transposed=False)
     for precision, bound in (("bf16", 0.02), ("mxfp8", 0.0), ("bf16", 0.02)):
         y = kernels.experts_forward(x, *operands, False, precision, B, "")[0]
@@ -156,7 +156,7 @@ def test_a_forward_that_keeps_something_else_is_refused(machine: Machine) -> Non
         with refused(BackendUnavailableError, "the experts' forward kernel", told):
             kernels.experts_forward(x, *operands, False, "mxfp8", 2 * B, "minimal")
         y = kernels.experts_forward(x, *operands, False, "mxfp8", 2 * B, "recompute")[0]
-        assert torch.equal(y, get_backend("torch").experts_forward(x, *operands, False, "mxfp8", 2 * B, "")[0])
+        assert torch.equal(y, flat(get_backend("torch")).experts_forward(x, *operands, False, "mxfp8", 2 * B, "")[0])
 
 
 def test_no_tokens_need_no_kernel(machine: Machine) -> None:
@@ -231,9 +231,9 @@ def frozen_stack(arrangement: str, hidden: int = 256, inner: int = 128) -> MXExp
 def test_frozen_weights_go_through_the_kernel_as_codes(machine: Machine, arrangement: str) -> None:
     machine()
     kernels, stack, x = neuron(), frozen_stack(arrangement), torch.randn(T, 256).bfloat16()
-    assert kernels.why_not_frozen(stack, training=False) is None
-    y = kernels.frozen_forward(x, None, None, stack, "")[0]
-    expected = get_backend("torch").frozen_forward(x, None, None, stack, "")[0]
+    assert kernels.quantized_support(stack, training=False).reason is None
+    y = kernels.quantized_forward(x, None, None, stack, "")[0]
+    expected = flat(get_backend("torch")).quantized_forward(x, None, None, stack, "")[0]
     # The kernel quantizes the activations, the torch backend reads them in bf16: E4M3 steps of 2^-4 at most.
     assert y.shape == expected.shape and deviation(y, expected) < 0.05
 
@@ -252,7 +252,7 @@ def test_frozen_weights_that_no_kernel_takes(
     machine: Machine, stack: MXExpertStack, training: bool, reason: str
 ) -> None:
     machine()
-    assert reason in str(neuron().why_not_frozen(stack, training))
+    assert reason in str(neuron().quantized_support(stack, training=training).reason)
 
 
 def frozen_block(stack: MXExpertStack, **options: Any) -> FrozenSwiGLUMLP:
@@ -351,7 +351,7 @@ def test_the_operators_bodies_can_be_traced(machine: Machine, keep: str, through
         assert not reads and kernels.prepared_bytes == 0
 
     trace(lambda *given: kernels.mlp_forward(*given, "mxfp8", keep), x, *weights)
-    saved = kernels.fake_saved(x, T, I, keep)
+    saved = kernels.fake_mlp_saved(x, I, keep)
     trace(
         lambda grad, own, *rest: kernels.mlp_backward(grad, own, *rest[:3], rest[3:], "mxfp8", keep, True, True),
         dout, x, *weights, *saved,

@@ -9,15 +9,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_neuron_moe.backends.neuron import kept
+from hf_neuron_moe.backends.neuron import fp8_checkpoints
 from hf_neuron_moe.backends.neuron.adapter import Match
 from hf_neuron_moe.backends.neuron.experts import ExpertKernels, Experts
 from hf_neuron_moe.backends.neuron.generations import FUNCTIONS
 from hf_neuron_moe.backends.neuron.limits import Block, Device, block_sizes, check_call, most_tokens, why_not
-from hf_neuron_moe.backends.neuron.routing import block_count, route, routing_gradient, with_sink
-from hf_neuron_moe.backends.torch.kept import FP8Gating, FP8Rows, fp8_storage
+from hf_neuron_moe.backends.neuron.static_plan import block_count, route, routing_gradient, with_sink
+from hf_neuron_moe.backends.torch.saved import FP8Gating, FP8Rows, fp8_storage
 from hf_neuron_moe.errors import ConfigError, DTypeError, NeuronMoEError, ShapeError
-from hf_neuron_moe.kernels.routing import count_blocks
+from hf_neuron_moe.formats.block_plan import count_blocks
 from tests.refusals import refused
 
 TRN2, TRN3 = Device("trn2", 2), Device("trn3", 2)
@@ -84,17 +84,17 @@ def test_fp8_checkpoints_are_those_of_the_torch_backend(columns: int) -> None:
     rows[0] = 0
     codes, scales = fp8_storage(rows, (7,), columns)
     FP8Rows(codes, scales).put(slice(None), slice(0, columns), rows)
-    own_codes, own_scales = kept.pack(rows)
+    own_codes, own_scales = fp8_checkpoints.pack(rows)
     assert torch.equal(own_codes, codes) and torch.equal(own_scales, scales)
-    fakes = kept.fake_pack(rows, (7, columns))
+    fakes = fp8_checkpoints.fake_pack(rows, (7, columns))
     assert [(t.shape, t.dtype) for t in fakes] == [(t.shape, t.dtype) for t in (own_codes, own_scales)]
     values = FP8Rows(codes, scales).take(slice(None), slice(0, columns))
-    assert torch.equal(kept.unpack(own_codes, own_scales), values.bfloat16())
-    both = [kept.pack(torch.stack([rows, rows.flip(0)]))]
+    assert torch.equal(fp8_checkpoints.unpack(own_codes, own_scales), values.bfloat16())
+    both = [fp8_checkpoints.pack(torch.stack([rows, rows.flip(0)]))]
     gate, up = (FP8Rows(both[0][0][i], both[0][1][i]).take(slice(None), slice(0, columns)) for i in (0, 1))
     product, act = torch.empty_like(gate), torch.empty_like(gate)
     FP8Gating().product(gate, up, product, act)
-    found = kept.coat_checkpoints(*both[0])
+    found = fp8_checkpoints.coat_checkpoints(*both[0])
     expected = {"gate_pre": gate, "up": up, "gate_act": act, "intermediate": product}
     assert all(torch.equal(found[name], expected[name].bfloat16()) for name in expected)
 

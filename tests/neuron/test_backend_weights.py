@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from hf_neuron_moe.backends.neuron.layouts import (
+from hf_neuron_moe.backends.neuron.orientation import (
     fuse_gate_up,
     fused_for_kernel,
     kernel_weight,

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
 from hf_neuron_moe.errors import BackendUnavailableError, NeuronMoEError
-from hf_neuron_moe.modules.frozen_block import FrozenBlock
-from hf_neuron_moe.modules.frozen_ops import frozen_network
+from hf_neuron_moe.modules.quantized_blocks import FrozenBlock
+from hf_neuron_moe.modules.quantized_ops import frozen_network
 from tests.refusals import refused
 from tests.tiny_models import tiny_model
 

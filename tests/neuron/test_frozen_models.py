@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from hf_neuron_moe import set_backend
 from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
 from hf_neuron_moe.errors import BackendUnavailableError, ConfigError, NeuronMoEWarning, UnsupportedModelError
-from hf_neuron_moe.modules.frozen_block import FrozenBlock
+from hf_neuron_moe.modules.quantized_blocks import FrozenBlock
 from tests.refusals import refused
 from tests.tiny_models import tiny_model
 

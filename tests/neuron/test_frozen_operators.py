@@ -16,11 +16,12 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoModelForCausalLM
 
-from hf_neuron_moe.activation_policy import canonical_keep
+from hf_neuron_moe.activation_policy import canonical_keep, parse_keep
 from hf_neuron_moe.backends import get_backend, resolve_backend
+from hf_neuron_moe.backends.spec import BlockCall, BlockSpec
 from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
-from hf_neuron_moe.modules import frozen_ops
-from hf_neuron_moe.modules.frozen_block import FrozenBlock
+from hf_neuron_moe.modules import quantized_ops
+from hf_neuron_moe.modules.quantized_blocks import FrozenBlock
 from tests.tiny_models import tiny_model
 
 Start = Callable[..., SimpleNamespace]
@@ -61,37 +62,38 @@ def operands(stack: Any, backend: str, *, grad: bool = False, keep: str = "") ->
         weight_TK, index_TK = torch.rand(20, 2).softmax(-1).topk(1, -1)
         routing = (index_TK, weight_TK.requires_grad_(grad))
     tensors = (stack.gate_up_codes, stack.gate_up_scales, stack.down_codes, stack.down_scales)
-    return x_TH, *routing, *tensors, "|".join((stack.gate_up_layout.key, stack.down_layout.key, backend)), keep
+    layouts = (stack.gate_up_layout, stack.down_layout)
+    return x_TH, *routing, *tensors, BlockCall(BlockSpec("bf16"), parse_keep(keep), backend, layouts=layouts).encode()
 
 
 def operator_of(name: str) -> Any:
     """An operator as it is registered for the machine that runs now."""
     resolve_backend("neuron", torch.device("cpu"))
     get_backend("neuron")
-    return getattr(frozen_ops, name)
+    return getattr(quantized_ops, name)
 
 
 def test_operators_are_registered_through_nki_op_and_again_without_it(
     machine: Start, stacks: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hf_neuron_moe.backends.registration import plugin_function, register_again
+    from hf_neuron_moe.backends.operator_registration import plugin_function, register_again
 
-    plain = getattr(frozen_ops, NAMES[0])
+    plain = getattr(quantized_ops, NAMES[0])
     double = machine().double
     now = operator_of(NAMES[0])
     assert now is not plain, "the plugin came after the operators"
     assert {f"hf_neuron_moe::{name}" for name in NAMES} <= set(double.operators)
-    assert all(type(getattr(frozen_ops, name)) is torch.library.CustomOpDef for name in NAMES)
+    assert all(type(getattr(quantized_ops, name)) is torch.library.CustomOpDef for name in NAMES)
     registered = len(double.operators)
     assert operator_of(NAMES[0]) is now and len(double.operators) == registered, "once per plugin"
     for home in ("torch_neuronx", "torch_neuronx.nki_hop"):
         monkeypatch.delitem(sys.modules, home)
     assert plugin_function("nki_op") is None
     register_again()
-    assert getattr(frozen_ops, NAMES[0]) is not now and len(double.operators) == registered
+    assert getattr(quantized_ops, NAMES[0]) is not now and len(double.operators) == registered
     stack = stacks["llama"]
     x_TH = (torch.randn(20, stack.hidden) * 0.3).bfloat16().requires_grad_()
-    frozen_ops.frozen_network(x_TH, None, None, stack, backend="torch").sum().backward()
+    quantized_ops.frozen_network(x_TH, None, None, stack, backend="torch").sum().backward()
     assert x_TH.grad is not None and x_TH.grad.isfinite().all()
 
 
@@ -131,7 +133,7 @@ def test_a_compiled_network_is_one_graph_per_shape(family: str, machine: Start, 
     operator_of("frozen_fwd")
 
     def network(x_TH: Tensor, index_TK: Tensor | None, weight_TK: Tensor | None) -> Tensor:
-        return frozen_ops.frozen_network(x_TH, index_TK, weight_TK, stack, backend="neuron")
+        return quantized_ops.frozen_network(x_TH, index_TK, weight_TK, stack, backend="neuron")
 
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(network, backend=counter, fullgraph=True, dynamic=False)

@@ -27,7 +27,7 @@ from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
 from hf_neuron_moe.errors import NeuronMoEWarning, ShapeError
 from hf_neuron_moe.modules.block import NeuronBlock
 from hf_neuron_moe.modules.experts import register_experts_implementation
-from hf_neuron_moe.modules.frozen_block import FrozenBlock
+from hf_neuron_moe.modules.quantized_blocks import FrozenBlock
 from tests.neuron.small_runs import EXPERTS, EXPERTS_MX, Case
 from tests.refusals import refused
 from tests.tiny_models import tiny_model, tokens
@@ -184,7 +184,7 @@ def test_frozen_experts_choose_per_call(tmp_path: Path, short: Any, monkeypatch:
 
     expected = forward(40)
     double = short(monkeypatch, target="trn3")
-    monkeypatch.setattr(importlib.import_module("hf_neuron_moe.backends.neuron.frozen"), "FROZEN_TOKENS", 32)
+    monkeypatch.setattr(importlib.import_module("hf_neuron_moe.backends.neuron.quantized_experts"), "FROZEN_TOKENS", 32)
     block.neuron_config = replace(block.neuron_config, backend="neuron")
     forward(32)
     assert len(double.launches) == 1

@@ -18,7 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from hf_neuron_moe import patch_model
+from hf_neuron_moe.activation_policy import parse_keep
 from hf_neuron_moe.backends import get_backend, resolve_backend
+from hf_neuron_moe.backends.spec import BlockCall, BlockSpec, FFNWeights, Routing, Wants
 from hf_neuron_moe.modules import ops
 from tests.neuron.small_runs import CASES, DENSE, EXPERTS, EXPERTS_MX, SOME_SLOW, Case
 from tests.tiny_models import tokens
@@ -39,7 +41,7 @@ def mlp_operands(grad: bool = False) -> tuple[Any, ...]:
     H, inner = DENSE.sizes["hidden_size"], DENSE.sizes["intermediate_size"]
     shapes = ((S, H), (inner, H), (inner, H), (H, inner))
     tensors = [(torch.randn(shape) * 0.2).bfloat16().requires_grad_(grad) for shape in shapes]
-    return *tensors, "mxfp8", "neuron", "minimal"
+    return *tensors, BlockCall(BlockSpec("mxfp8"), parse_keep("minimal"), "neuron").encode()
 
 
 def expert_operands(case: Case, grad: bool = False) -> tuple[Any, ...]:
@@ -49,7 +51,8 @@ def expert_operands(case: Case, grad: bool = False) -> tuple[Any, ...]:
     gate_up = (torch.randn(experts, 2 * inner, H) * 0.2).bfloat16().requires_grad_(grad)
     down = (torch.randn(experts, H, inner) * 0.2).bfloat16().requires_grad_(grad)
     weights = weights.requires_grad_(grad)
-    return x, index, weights, gate_up, down, False, case.precision, case.block_size, "neuron", "minimal"
+    spec = BlockSpec(case.precision, case.block_size)
+    return x, index, weights, gate_up, down, BlockCall(spec, parse_keep("minimal"), "neuron").encode()
 
 
 OPERATORS = {
@@ -121,15 +124,16 @@ def test_backward_operators_pass_opcheck(name: str, machine: Start) -> None:
 
 def forward_and_backward(name: str, operands: tuple[Any, ...]) -> list[Tensor]:
     """The backend's own calls, as ``nki_op`` traces them under a compiler: without the operators around."""
-    backend = get_backend("neuron")
+    backend = get_backend(resolve_backend("neuron", torch.device("cpu")))
+    *tensors, text = operands
+    call, wants = BlockCall.decode(text), Wants()
     if name == "dense":
-        y, saved = backend.mlp_forward(*operands[:4], *operands[4:5], operands[6])
-        options = (operands[4], operands[6], True, True)
-        return [y, *saved, *backend.mlp_backward(torch.ones_like(y), *operands[:4], saved, *options)]
-    transposed, precision, block, _, keep = operands[5:]
-    y, saved = backend.experts_forward(*operands[:5], transposed, precision, block, keep)
-    options = (transposed, precision, block, keep, True, True, True)
-    return [y, *saved, *backend.experts_backward(torch.ones_like(y), *operands[:5], saved, *options)]
+        given = (tensors[0], FFNWeights(*tensors[1:]))
+        y, saved = backend.mlp_forward(*given, call.spec, call.keep)
+        return [y, *saved, *backend.mlp_backward(torch.ones_like(y), *given, saved, call.spec, call.keep, wants)]
+    routed = (tensors[0], Routing(tensors[1], tensors[2]), (tensors[3], tensors[4]))
+    y, saved = backend.experts_forward(*routed, call.spec, call.keep)
+    return [y, *saved, *backend.experts_backward(torch.ones_like(y), *routed, saved, call.spec, call.keep, wants)]
 
 
 @pytest.mark.parametrize("name", SOME_SLOW)
@@ -163,7 +167,8 @@ def test_bodies_for_the_torch_backend_stay_whole(name: str, machine: Start) -> N
     """A compiler traces the bodies also where PyTorch computes the block: that looks at values and stays one node."""
     double = machine(target=CASES[name].target).double
     kind, make = OPERATORS[name]
-    operands = ["torch" if value == "neuron" else value for value in make()]
+    *tensors, text = make()
+    operands = [*tensors, BlockCall.decode(text)._replace(backend="torch").encode()]
     registered(f"{kind}_fwd")
     body = double.bodies[f"hf_neuron_moe::{kind}_fwd"]
     real = body(*operands)

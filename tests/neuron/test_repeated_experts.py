@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hf_neuron_moe.backends.neuron.routing import route
+from hf_neuron_moe.backends.neuron.static_plan import route
 from hf_neuron_moe.modules import ops
 
 Start = Callable[..., SimpleNamespace]

@@ -65,7 +65,7 @@ def test_the_copies_of_one_block_are_what_a_sharded_run_needs_at_a_time(machine:
     report = patch_model(model, {**EXPERTS.options, "backend": "neuron", "weights": "stock"})
     shard(model)
     made: list[int] = []
-    store = get_backend("neuron+no-copies").weights
+    store = get_backend("neuron").without_copies.weights  # type: ignore[attr-defined]
 
     def counting(form: str, build: Any, *sources: Any, keep: bool = True) -> Any:
         copy = build(*sources)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_neuron_moe.device.judge import BOUNDS, compare
-from hf_neuron_moe.device.outcome import BlockResult, DeviceReport
-from hf_neuron_moe.device.roofline import roofline
-from hf_neuron_moe.device.roofline_result import Step
-from hf_neuron_moe.device.usable import BlockGroup
+from hf_neuron_moe.device.device_report import BlockResult, DeviceReport
+from hf_neuron_moe.device.kernel_support import BlockGroup
+from hf_neuron_moe.device.roofline import Step, roofline
+from hf_neuron_moe.device.tolerances import BOUNDS, compare
 
 
 @pytest.mark.parametrize(("share", "verdict"), [(0.01, "pass"), (0.03, "close")])

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from hf_neuron_moe.cli.main import main
-from hf_neuron_moe.device.compare import random_inputs, run_block
-from hf_neuron_moe.device.judge import BOUNDS, compare
-from hf_neuron_moe.device.verify import load_for_verification, verify_device
+from hf_neuron_moe.device.device_verification import load_for_verification, verify_device
+from hf_neuron_moe.device.run_block import random_inputs, run_block
+from hf_neuron_moe.device.tolerances import BOUNDS, compare
 from hf_neuron_moe.errors import BackendUnavailableError, ConfigError, NothingToPatchError
 from hf_neuron_moe.modules.block import NeuronBlock
 from tests.neuron.small_runs import CASES, DENSE, EXPERTS, Case
@@ -65,9 +65,9 @@ def test_the_kernels_pass_block_by_block(name: str, machine: Start) -> None:
 
 def spoil(monkeypatch: pytest.MonkeyPatch, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Let the forward of the machine's dense kernels return something else."""
-    from hf_neuron_moe.backends import get_backend
+    from hf_neuron_moe.backends import get_backend, resolve_backend
 
-    backend: Any = get_backend("neuron")
+    backend: Any = get_backend(resolve_backend("neuron", torch.device("cpu")))
     right = backend.mlp_forward
 
     def wrong(*arguments: Any) -> Any:

@@ -16,9 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.device.judge import BOUNDS, compare
-from hf_neuron_moe.device.outcome import BlockResult, DeviceReport
-from hf_neuron_moe.device.verify import verify_device
+from hf_neuron_moe.device.device_report import BlockResult, DeviceReport
+from hf_neuron_moe.device.device_verification import verify_device
+from hf_neuron_moe.device.tolerances import BOUNDS, compare
 from tests.neuron.double import mlp, moe_backward, moe_forward
 from tests.neuron.double.memory import KernelTensor
 from tests.neuron.small_runs import DENSE, EXPERTS

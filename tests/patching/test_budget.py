@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_neuron_moe.activation_policy import ActivationBudget, canonical_keep, keep_strings
-from hf_neuron_moe.modules.saved_bytes import BlockShape, recomputed_flops, saved_bytes
+from hf_neuron_moe.modules.saved_bytes import SavedBlock, recomputed_flops, saved_bytes
 from hf_neuron_moe.patching import budget
 from hf_neuron_moe.patching.budget import Option, cheapest_plan
 from hf_neuron_moe.patching.policies import PlannedBlock, resolve
@@ -83,7 +83,7 @@ def lower_bound(blocks: list[list[Option]], limit: float) -> float:
 @pytest.mark.parametrize("share", [0.3, 0.7])
 @pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
 def test_no_two_of_64_blocks_are_equal(precision: str, share: float) -> None:
-    shapes = [BlockShape(precision, 4096, 1000 + 61 * number, None) for number in range(64)]
+    shapes = [SavedBlock(precision, 4096, 1000 + 61 * number, None) for number in range(64)]
     keeps = sorted(keep_strings(precision) - {"fp8"})
     blocks = [[Option(keep, saved_bytes(s, keep), recomputed_flops(s, keep)) for keep in keeps] for s in shapes]
     floor, most = (sum(pick(one.saved for one in options) for options in blocks) for pick in (min, max))
@@ -100,9 +100,9 @@ def test_no_two_of_64_blocks_are_equal(precision: str, share: float) -> None:
 
 def mixed_blocks(precision: str) -> list[PlannedBlock]:
     shapes = [
-        BlockShape(precision, 64, 640, None),
-        BlockShape(precision, 64, 520, 2),
-        BlockShape(precision, 64, 96, None),
+        SavedBlock(precision, 64, 640, None),
+        SavedBlock(precision, 64, 520, 2),
+        SavedBlock(precision, 64, 96, None),
     ]
     return [PlannedBlock((f"layers.{number}.mlp",), shape) for number, shape in enumerate(shapes)]
 
@@ -118,7 +118,7 @@ def test_blocks_keep_as_much_as_the_budget_allows(share: float, precision: str, 
     floor = sum(saved_bytes(block.shape, "recompute") for block in blocks)
     most = sum(max(saved_bytes(block.shape, keep) for keep in lossless) for block in blocks)
     limit = floor + share * (most - floor)
-    plan = resolve(ActivationBudget(bytes_per_token=limit, allow_fp8=allow_fp8), blocks, [], "test")
+    plan = resolve(ActivationBudget(bytes_per_token=limit, allow_fp8=allow_fp8), blocks, [])
     keeps = [canonical_keep(policy, precision) for policy in plan]
     saved = sum(saved_bytes(block.shape, keep) for block, keep in zip(blocks, keeps, strict=True))
     flops = sum(recomputed_flops(block.shape, keep) for block, keep in zip(blocks, keeps, strict=True))
@@ -136,12 +136,12 @@ def test_blocks_keep_as_much_as_the_budget_allows(share: float, precision: str, 
 
 def test_many_layers_are_planned_at_once() -> None:
     """30 layers of experts with a shared expert each, and 6 layers of which no two are equal."""
-    shapes = [BlockShape("mxfp8", 4096, 1536, 8), BlockShape("mxfp8", 4096, 1536, None)] * 30
-    shapes += [BlockShape("bf16", 2048, 1024 + 128 * number, None) for number in range(6)]
+    shapes = [SavedBlock("mxfp8", 4096, 1536, 8), SavedBlock("mxfp8", 4096, 1536, None)] * 30
+    shapes += [SavedBlock("bf16", 2048, 1024 + 128 * number, None) for number in range(6)]
     blocks = [PlannedBlock((f"layers.{number}.mlp",), shape) for number, shape in enumerate(shapes)]
     floor, full = (sum(saved_bytes(shape, keep) for shape in shapes) for keep in ("recompute", "gate_pre+up"))
     limit = (floor + full) / 2
-    plan = resolve(ActivationBudget(total_bytes=limit * 8192, tokens=8192), blocks, [], "test")
+    plan = resolve(ActivationBudget(total_bytes=limit * 8192, tokens=8192), blocks, [])
     keeps = [canonical_keep(policy, shape.precision) for policy, shape in zip(plan, shapes, strict=True)]
     saved = sum(saved_bytes(shape, keep) for shape, keep in zip(shapes, keeps, strict=True))
     # What remains unused is less than the smallest step from one policy of some block to its next.

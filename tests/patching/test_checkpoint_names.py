@@ -16,7 +16,7 @@ from transformers.trainer_utils import load_sharded_checkpoint
 from hf_neuron_moe import patch_model, unpatch_model
 from hf_neuron_moe.errors import UnsupportedModelError
 from hf_neuron_moe.patching import checkpoint_names
-from hf_neuron_moe.training.resume import disable_moe_resume, enable_moe_resume
+from hf_neuron_moe.training import disable_moe_resume, enable_moe_resume
 from tests.refusals import refused
 from tests.tiny_models import FAMILIES, HOMES, MOE, tiny_config, tiny_model, tokens
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hf_neuron_moe import patch_model, unpatch_model
-from hf_neuron_moe.training.replay import ReplayingCheckpoint, routing_replay_stats
+from hf_neuron_moe.training import ReplayingCheckpoint, routing_replay_stats
 from tests.tiny_models import tiny_model, tokens
 
 

@@ -97,7 +97,7 @@ CHANGES: dict[str, Callable[[nn.Module], Any]] = {
     "unpatch_model": unpatch_model,
     "set_activations": lambda model: set_activations(model, "full"),
     "set_backend": lambda model: set_backend(model, "torch"),
-    "patch_for_training": lambda model: patch_for_training("test", model, {}, None),
+    "patch_for_training": lambda model: patch_for_training(model, {}, None),
 }
 
 

@@ -14,11 +14,11 @@ from hf_neuron_moe.patching import (
     api,
     apply,
     checkpoint_names,
+    checkpointing,
     discovery,
     init_weights,
-    kernels,
     optimizer_layout,
-    replay,
+    support,
 )
 from tests.tiny_models import HOMES, assert_same_snapshot, snapshot, tiny_model, tokens
 
@@ -31,7 +31,7 @@ STEPS: dict[str, tuple[Any, str]] = {
     "discover": (api, "discover"),
     "judge": (discovery, "_judge"),
     "probe": (discovery, "probe_experts"),
-    "backend": (kernels, "resolve_backend"),
+    "backend": (support, "resolve_backend"),
     "build": (apply, "build"),
     "kernel parameter of experts": (experts, "make_kernel_parameter"),
     "kernel parameter of mlp": (swiglu_mlp, "make_kernel_parameter"),
@@ -39,8 +39,8 @@ STEPS: dict[str, tuple[Any, str]] = {
     "release": (apply, "release_layout"),
     "release one weight": (block, "stock_slot"),
     "resume hook": (checkpoint_names, "install"),
-    "routing replay": (replay, "install"),
-    "routing replay of one model": (replay, "_wrap"),
+    "routing replay": (checkpointing, "install"),
+    "routing replay of one model": (checkpointing, "_wrap"),
     "init_weights": (init_weights, "install"),
     "optimizer hook": (optimizer_layout, "watch"),
 }

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from hf_neuron_moe.formats import fake_quantize_mx
-from hf_neuron_moe.modules.frozen_block import FrozenBlock
+from hf_neuron_moe.modules.quantized_blocks import FrozenBlock
 from tests.frozen_oracle import oracle
 from tests.quantizers.conftest import Converted, Source, load, patched
 

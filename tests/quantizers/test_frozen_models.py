@@ -16,8 +16,7 @@ from hf_neuron_moe import patch_model, unpatch_model
 from hf_neuron_moe.convert import export_checkpoint
 from hf_neuron_moe.errors import UnsupportedModelError
 from hf_neuron_moe.formats import fake_quantize_mx
-from hf_neuron_moe.modules.frozen_block import FrozenBlock
-from hf_neuron_moe.modules.frozen_experts import FrozenExperts
+from hf_neuron_moe.modules.quantized_blocks import FrozenBlock, FrozenExperts
 from tests.frozen_oracle import oracle
 from tests.quantizers.conftest import SIZES, UNEVEN, WORDS, Converted, Source, load, patched
 from tests.refusals import refused

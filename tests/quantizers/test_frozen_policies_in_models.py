@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_neuron_moe import set_activations
-from hf_neuron_moe.modules.frozen_block import FrozenBlock
+from hf_neuron_moe.modules.quantized_blocks import FrozenBlock
 from hf_neuron_moe.training import measure_saved_bytes
 from tests.quantizers.conftest import SIZES, UNEVEN, WORDS, Converted, load
 from tests.tiny_models import tokens

@@ -12,12 +12,12 @@ from torch import nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from hf_neuron_moe.convert.orientations import BF16_FUSED
+from hf_neuron_moe.convert.layout.orientations import BF16_FUSED
 from hf_neuron_moe.errors import ConversionError
-from hf_neuron_moe.modules.frozen_block import FrozenTensor
+from hf_neuron_moe.modules.quantized_blocks import FrozenTensor
 from hf_neuron_moe.patching.discovery import discover
-from hf_neuron_moe.quantizers.landing import Landing
-from hf_neuron_moe.quantizers.stored import TENSORS_KEY, StoredTensor, read_stored
+from hf_neuron_moe.quantizers.bf16_loader import Landing
+from hf_neuron_moe.quantizers.shard_layouts import TENSORS_KEY, StoredTensor, read_stored
 
 H, I = 32, 48  # noqa: E741
 

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2MoeConfig
 
 from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
-from hf_neuron_moe.convert.write import INDEX_OUT
+from hf_neuron_moe.convert.manifest import INDEX_OUT
 from hf_neuron_moe.errors import NeuronMoEError
 from tests.convert.mutations import (
     MOST_SECONDS,

@@ -11,10 +11,10 @@ from transformers import AutoModel, AutoModelForCausalLM
 from hf_neuron_moe import patch_model
 from hf_neuron_moe.backends.torch.compute import bf16_matmul_is_fast
 from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
+from hf_neuron_moe.convert.io.tensors import open_tensors
 from hf_neuron_moe.convert.manifest import read_manifest
-from hf_neuron_moe.convert.read import open_tensors
 from hf_neuron_moe.formats import fake_quantize_mx, to_compact
-from hf_neuron_moe.modules.frozen_block import FrozenBlock
+from hf_neuron_moe.modules.quantized_blocks import FrozenBlock
 from tests.quantizers.conftest import SIZES, UNEVEN, WORDS, Converted, Source, load, patched
 from tests.tiny_models import FAMILIES, tokens
 

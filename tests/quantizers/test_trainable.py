@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import Trainer, TrainingArguments
 
 from hf_neuron_moe import NeuronMoEConfig, patch_model, unpatch_model
-from hf_neuron_moe.quantizers.landing import Landing
+from hf_neuron_moe.quantizers.bf16_loader import Landing
 from tests.quantizers.conftest import UNEVEN, Converted, Source, load, patched
 from tests.tiny_models import FAMILIES, tokens
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hf_neuron_moe.errors import DestinationError, DiskError, ReportError
-from hf_neuron_moe.report import read, read_runs, render, write_report
+from hf_neuron_moe.report import read_runs, render, run_data, write_report
 from hf_neuron_moe.report.curves import band, band_of_runs, differences, smoothed, thinned
 from hf_neuron_moe.report.runs import grouped, labels
 from hf_neuron_moe.report.sections import short_names
@@ -252,8 +252,8 @@ def test_the_files_of_a_real_run_are_understood(tmp_path: Path) -> None:
     from hf_neuron_moe.training import run_files
     from tests.tiny_models import tiny_model, tokens
 
-    assert (read.RUN_FOLDER, read.RUN_FILE) == (run_files.FOLDER, run_files.RUN_FILE)
-    assert (read.METRICS_FILE, read.EVALUATIONS_FILE) == (run_files.METRICS_FILE, run_files.EVALUATIONS_FILE)
+    assert (run_data.RUN_FOLDER, run_data.RUN_FILE) == (run_files.FOLDER, run_files.RUN_FILE)
+    assert (run_data.METRICS_FILE, run_data.EVALUATIONS_FILE) == (run_files.METRICS_FILE, run_files.EVALUATIONS_FILE)
 
     class Rows(Dataset):
         ids = tokens(8, 16)

@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 
 from hf_neuron_moe.backends.neuron.limits import Device
 from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
-from hf_neuron_moe.device.usable import DocumentedAdapter
+from hf_neuron_moe.device.kernel_support import DocumentedAdapter
 from hf_neuron_moe.errors import BackendUnavailableError, ConfigError, NeuronMoEWarning, SourceDamageError
 from tests.neuron.double.contract import Double
 from tests.neuron.double.install import installed

@@ -14,7 +14,7 @@ import torch
 from make_kernel_docs import DocumentationError, load, render
 
 from hf_neuron_moe import kernels
-from hf_neuron_moe.kernels.moe_cte_rules import RULES
+from hf_neuron_moe.reference.moe_cte_rules import RULES
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ PACKAGES = {
     "formats",
     "backends/torch",
     "backends/neuron",
-    "kernels",
+    "reference",
     "modules",
     "patching",
     "training",

@@ -6,7 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint, export_checkpoint
-from hf_neuron_moe.convert.source import read_header
+from hf_neuron_moe.convert.io.source import read_header
 from scripts.make_synthetic_mixtral import make_checkpoint
 
 

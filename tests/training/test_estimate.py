@@ -18,8 +18,8 @@ from hf_neuron_moe import NeuronMoEConfig, patch_model
 from hf_neuron_moe.activation_policy import PRESETS
 from hf_neuron_moe.backends.torch.compute import release_scratch
 from hf_neuron_moe.errors import ConfigError, ShapeError
-from hf_neuron_moe.training.estimate import TrainingEstimate, estimate_training, optimizer_bytes
 from hf_neuron_moe.training.fake_forward import fake_saved_activations
+from hf_neuron_moe.training.memory_estimate import TrainingEstimate, estimate_training, optimizer_bytes
 from tests.refusals import refused
 from tests.tiny_models import tiny_config, tokens
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from hf_neuron_moe import patch_model
 from hf_neuron_moe.formats import fake_quantize_mx
 from hf_neuron_moe.training.blocks import PROJECTIONS, patched_blocks, sampled_weights
-from hf_neuron_moe.training.health import quantization_health
+from hf_neuron_moe.training.figures import quantization_health
 from tests.tiny_models import HOMES, tiny_model
 
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, Glm4MoeConfig, Trainer, TrainingA
 
 from hf_neuron_moe import patch_model
 from hf_neuron_moe.errors import RoutingReplayError
-from hf_neuron_moe.training.replay import (
+from hf_neuron_moe.training import (
     ReplayingCheckpoint,
     ReplayStats,
     replay_contexts,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,14 @@ def test_defaults_are_those_of_the_configuration(tmp_path: Path) -> None:
     assert arguments.neuron_config() == NeuronMoEConfig()
     assert arguments.neuron_health_steps == 100
     assert not parse("--no_neuron_patch").neuron_patch
+
+
+def test_every_option_of_the_configuration_is_a_field_with_its_default() -> None:
+    of_arguments = {each.name: each.default for each in fields(NeuronMoEArguments)}
+    of_config = {f"neuron_{each.name}": each.default for each in fields(NeuronMoEConfig)}
+    assert of_config.items() <= of_arguments.items()
+    others = {"neuron_patch", "neuron_include", "neuron_exclude", "neuron_strict", "neuron_health_steps"}
+    assert of_arguments.keys() - of_config.keys() == others
 
 
 def test_an_activation_policy_comes_as_json_or_as_a_mapping(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -26,21 +26,13 @@ _KERNELS = "hf_neuron_moe.backends.neuron.nki_kernels"
 
 @dataclass(frozen=True)
 class Match:
-    """How a need is met by the installed nkilib.
+    """How a need is met by the installed nkilib."""
 
-    Attributes:
-        function: name of nkilib's function.
-        generation: the argument set that fits; None if none does.
-        parameters: the installed function's arguments.
-        reason: why none fits.
-        layout: order of the checkpoint of gate and up, of the MXFP8 experts' kernels.
-    """
-
-    function: str
-    generation: Generation | None
-    parameters: frozenset[str] = frozenset()
-    reason: str = ""
-    layout: str = TRANSPOSED
+    function: str  # nkilib's name of it
+    generation: Generation | None  # the argument set that fits
+    parameters: frozenset[str] = frozenset()  # the installed function's arguments
+    reason: str = ""  # why no generation fits
+    layout: str = TRANSPOSED  # of the checkpoint of gate and up, of the MXFP8 experts' kernels
 
 
 def match(need: str) -> Match:
@@ -51,18 +43,18 @@ def match(need: str) -> Match:
         own = generation.function or name
         parameters, reason = _read(own)
         if reason is None:
-            reason, layout = _why_not(generation, parameters), TRANSPOSED
+            reason, layout = next(_mismatches(generation, parameters), None), TRANSPOSED
             if reason is None and generation.checkpoint:
                 layout, reason = _layout(generation, parameters)
             if reason is None:
                 return Match(own, generation, frozenset(parameters), layout=layout)
             reason = f"not {generation.name}'s: {reason}"
         reasons.setdefault(own, []).append(reason)
-    return Match(name, None, frozenset(_read(name)[0]), "; ".join(_told(own, why) for own, why in reasons.items()))
+    return Match(name, None, frozenset(_read(name)[0]), "; ".join(_joined(own, why) for own, why in reasons.items()))
 
 
 def _read(name: str) -> tuple[dict[str, inspect.Parameter], str | None]:
-    """The installed function's arguments, or why they are not known."""
+    """Return the installed function's arguments, or why they are not known."""
     function = find_object(name)
     if function is None:
         return {}, f"the installed nkilib has no {name}"
@@ -72,23 +64,10 @@ def _read(name: str) -> tuple[dict[str, inspect.Parameter], str | None]:
     return {key: found for key, found in signature.parameters.items() if found.kind is not found.VAR_KEYWORD}, None
 
 
-def _told(name: str, reasons: list[str]) -> str:
+def _joined(name: str, reasons: list[str]) -> str:
     if not reasons[0].startswith("not "):
         return reasons[0]
     return f"the installed {name} has unknown arguments ({'; '.join(reasons)})"
-
-
-def _why_not(generation: Generation, parameters: dict[str, inspect.Parameter]) -> str | None:
-    missing = generation.needed - parameters.keys()
-    if missing:
-        return f"no {', '.join(sorted(missing))}"
-    foreign = generation.foreign & parameters.keys()
-    if foreign:
-        return f"has {', '.join(sorted(foreign))}"
-    extra = {key for key, found in parameters.items() if found.default is found.empty} - generation.passed
-    if extra:
-        return f"needs {', '.join(sorted(extra))}"
-    return other_default(parameters, generation.defaults) or _why_not_objects(generation)
 
 
 def _layout(generation: Generation, parameters: dict[str, inspect.Parameter]) -> tuple[str, str | None]:
@@ -96,39 +75,44 @@ def _layout(generation: Generation, parameters: dict[str, inspect.Parameter]) ->
     return gate_up_layout({key: found.default for key, found in parameters.items()}, records[0] if records else None)
 
 
-def _why_not_objects(generation: Generation) -> str | None:
-    """Which enum, member, record or field that the wrappers use is not there."""
+def _mismatches(generation: Generation, parameters: dict[str, inspect.Parameter]) -> Iterator[str]:
+    """Yield what the installed function, its enums and its records have otherwise than the wrappers need."""
+    if missing := generation.needed - parameters.keys():
+        yield f"no {_listed(missing)}"
+    if foreign := generation.foreign & parameters.keys():
+        yield f"has {_listed(foreign)}"
+    required = {key for key, found in parameters.items() if found.default is found.empty}
+    if extra := required - generation.passed:
+        yield f"needs {_listed(extra)}"
+    if default := other_default(parameters, generation.defaults):
+        yield default
     for name, member in generation.members:
         kind = find_object(name)
-        if kind is None:
-            return f"{shown_name(name)} not found"
         if not hasattr(kind, member):
-            return f"{shown_name(name)} has no {member}"
+            yield f"{shown_name(name)} not found" if kind is None else f"{shown_name(name)} has no {member}"
     for name, needed in generation.records:
         kind = find_object(name)
         if kind is None:
-            return f"{shown_name(name)} not found"
-        reason = _why_not_record(shown_name(name), needed, record_fields(kind))
-        if reason is not None:
-            return reason
-    return None
+            yield f"{shown_name(name)} not found"
+        elif (known := record_fields(kind)) is not None:
+            yield from _record_mismatches(shown_name(name), needed, known)
 
 
-def _why_not_record(name: str, needed: frozenset[str], known: frozenset[str] | None) -> str | None:
-    if known is None:
-        return None
+def _record_mismatches(name: str, needed: frozenset[str], known: frozenset[str]) -> Iterator[str]:
     if not known:
-        return f"{name} takes no options"
-    if not needed <= known:
-        return f"{name} has no {', '.join(sorted(needed - known))}"
+        yield f"{name} takes no options"
+    if missing := needed - known:
+        yield f"{name} has no {_listed(missing)}"
     for field, (kind, member) in COMPANIONS.items():
-        found = find_object(kind)
-        if any(other.endswith(field) for other in known) and not hasattr(found, member):
-            return f"{name} has {field.lstrip('_')}, and {kind}.{member} is not found"
-    unset = {other for other in known if other.endswith("_swizzle_mode")} - set(SWIZZLE_MODES)
-    if unset:  # their defaults are for a single expert
-        return f"{name} also has {', '.join(sorted(unset))}"
-    return None
+        if any(other.endswith(field) for other in known) and not hasattr(find_object(kind), member):
+            yield f"{name} has {field.lstrip('_')}, and {kind}.{member} is not found"
+    # The defaults of others are for a single expert.
+    if unset := {other for other in known if other.endswith("_swizzle_mode")} - set(SWIZZLE_MODES):
+        yield f"{name} also has {_listed(unset)}"
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))
 
 
 class Adapter:
@@ -148,11 +132,14 @@ class Adapter:
         reasons = [found.reason for found in map(self.match, needs) if found.generation is None]
         return "; ".join(reasons) or None
 
-    def generation(self, need: str) -> str:
-        """Return the first release with the installed argument set."""
+    def _installed(self, need: str) -> Generation:
         found = self.match(need).generation
         assert found is not None, "ask why_not first"
-        return found.name
+        return found
+
+    def generation(self, need: str) -> str:
+        """Return the first release with the installed argument set."""
+        return self._installed(need).name
 
     def turned(self, need: str) -> bool:
         """Return whether the installed kernel has the checkpoint of gate and up as ``[N, 2, B, I]``."""
@@ -160,9 +147,7 @@ class Adapter:
 
     def kernel(self, need: str, name: str) -> Callable[..., Any]:
         """Return the wrapper kernel `name` of the generation that is installed."""
-        found = self.match(need).generation
-        assert found is not None, "ask why_not first"
-        return getattr(self._module(found.module), name)
+        return getattr(self._module(self._installed(need).module), name)
 
     @functools.cache  # noqa: B019 - an adapter lives as long as its backend, which lives as long as the process
     def _module(self, name: str) -> ModuleType:

@@ -19,7 +19,7 @@ from typing import Any
 from hf_neuron_moe.backends.neuron.nkilib_objects import find_object
 from hf_neuron_moe.backends.neuron.signatures import UNKNOWN, field_defaults
 
-TRANSPOSED, DIRECT = "TRANSPOSED", "DIRECT"
+TRANSPOSED, DIRECT = _ORDERS = "TRANSPOSED", "DIRECT"
 """``[N, 2, I, B]`` and ``[N, 2, B, I]``."""
 
 _RECORD, _ARGUMENT = "MXFP8MOECheckpointConfig", "checkpoint_config"
@@ -28,14 +28,11 @@ _ORIENTATION = "gate_up_proj_act_td"
 
 
 def gate_up_layout(defaults: Mapping[str, Any], config: Any | None) -> tuple[str, str | None]:
-    """Return the order of the checkpoint of gate and up in an installed kernel, and why that is not known.
+    """Return the order of the checkpoint of gate and up in an installed kernel, or any order and why it is not known.
 
     Args:
         defaults: the kernel's arguments with their defaults.
         config: the record of options that it takes; None if its options are arguments.
-
-    Returns:
-        The order, and None; or any order and the reason.
     """
     known = field_defaults(config)
     options = {**defaults, **(known if known is not None else {_ARGUMENT: UNKNOWN})}
@@ -46,20 +43,16 @@ def gate_up_layout(defaults: Mapping[str, Any], config: Any | None) -> tuple[str
         if fields is None:
             return TRANSPOSED, f"{_ARGUMENT} is of a record whose fields cannot be read"
         found |= _layouts(fields)
-    named = {name: _name(value) for name, value in found.items()}
-    unknown = [f"{name} defaults to {value!r}" for name, value in found.items() if named[name] is None]
+    named = {name: value.name if isinstance(value, Enum) else value for name, value in found.items()}
+    unknown = [f"{name} defaults to {found[name]!r}" for name, order in named.items() if order not in _ORDERS]
     if unknown:
         return TRANSPOSED, "; ".join(unknown)
-    orders = {name for name in named.values() if name} | ({TRANSPOSED} if _ORIENTATION in options else set())
-    if len(orders) > 1:
-        return TRANSPOSED, f"{', '.join([*named, *({_ORIENTATION} & options.keys())])} contradict each other"
-    return (orders or {TRANSPOSED}).pop(), None
+    if _ORIENTATION in options:
+        named[_ORIENTATION] = TRANSPOSED
+    if len(set(named.values())) > 1:
+        return TRANSPOSED, f"{', '.join(named)} contradict each other"
+    return next(iter(named.values()), TRANSPOSED), None
 
 
 def _layouts(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name.startswith("gate_up") and name.endswith("_layout")}
-
-
-def _name(value: Any) -> str | None:
-    name = value.name if isinstance(value, Enum) else value
-    return name if name in (TRANSPOSED, DIRECT) else None

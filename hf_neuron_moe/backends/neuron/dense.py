@@ -5,7 +5,6 @@ Letters: S tokens, H hidden, I intermediate. Tokens, H and I are padded to multi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -14,12 +13,11 @@ from torch import Tensor
 
 from hf_neuron_moe.activation_policy import parse_keep
 from hf_neuron_moe.backends.base import Saved
-from hf_neuron_moe.backends.neuron import kept
-from hf_neuron_moe.backends.neuron.adapter import Adapter
-from hf_neuron_moe.backends.neuron.launch import Launcher
-from hf_neuron_moe.backends.neuron.layouts import fused_for_kernel, kernel_weight, pad_axes, stock_gradient
+from hf_neuron_moe.backends.neuron.fp8_checkpoints import coat_checkpoints, fake_pack, pack, unpack
+from hf_neuron_moe.backends.neuron.launch import Kernels
 from hf_neuron_moe.backends.neuron.limits import Block
-from hf_neuron_moe.backends.prepared import PreparedWeights, kept_for
+from hf_neuron_moe.backends.neuron.orientation import fused_for_kernel, kernel_weight, pad_axes, stock_gradient
+from hf_neuron_moe.backends.prepared import kept_for
 from hf_neuron_moe.formats.padding import padded_size
 
 _ORDER = ("gate_pre", "up", "gate_act", "intermediate")
@@ -30,24 +28,13 @@ def fake_saved(x_SH: Tensor, tokens: int, block: Block, keep: str) -> Saved:
     """Return uninitialized tensors like those that :meth:`DenseKernels.forward` keeps of `tokens` rows."""
     policy, (hidden, inner), rows = parse_keep(keep), block.padded, padded_size(tokens)
     if policy.fp8:
-        return *kept.fake_pack(x_SH, (2, rows, inner)), *kept.fake_pack(x_SH, (padded_size(x_SH.shape[0]), hidden))
+        return *fake_pack(x_SH, (2, rows, inner)), *fake_pack(x_SH, (padded_size(x_SH.shape[0]), hidden))
     gate, up, act, inter = (x_SH.new_empty((rows, inner) if name in policy.names else 0) for name in _ORDER)
     return gate, up, act, inter
 
 
-@dataclass(frozen=True)
-class DenseKernels:
-    """Forward and backward of the dense MLP.
-
-    Attributes:
-        adapter: finds the wrapper kernels.
-        launch: calls them.
-        weights: prepared copies.
-    """
-
-    adapter: Adapter
-    launch: Launcher
-    weights: PreparedWeights
+class DenseKernels(Kernels):
+    """Forward and backward of the dense MLP."""
 
     def _operands(
         self, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, block: Block, *, training: bool = True
@@ -62,8 +49,12 @@ class DenseKernels:
     def prepare(self, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, block: Block) -> None:
         """Make every copy that forward and backward read."""
         self._operands(gate_IH, up_IH, down_HI, block)
-        if self.adapter.generation("mlp_backward") == "2.30":
+        if self._reads_transposes:
             self._transposed(gate_IH, up_IH, down_HI, block)
+
+    @property
+    def _reads_transposes(self) -> bool:
+        return self.adapter.generation("mlp_backward") == "2.30"
 
     def _run_forward(
         self, x_SH: Tensor, gate_up_2IH: Tensor, down_HI: Tensor, names: frozenset[str]
@@ -76,8 +67,7 @@ class DenseKernels:
             down_weights=down_HI,
             run_with_lnc2=self.launch.lnc == 2,
         )
-        checkpoints = dict(zip(("gate_pre", "up"), pre_activations))
-        return out_SH, _with_products(checkpoints, names)
+        return out_SH, _with_products(dict(zip(("gate_pre", "up"), pre_activations)), names)
 
     def forward(
         self, x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, block: Block, keep: str
@@ -92,7 +82,7 @@ class DenseKernels:
         out_SH = out_SH[:tokens, : block.hidden].contiguous()
         if policy.fp8:
             both = torch.stack([checkpoints["gate_pre"], checkpoints["up"]])
-            return out_SH, (*kept.pack(both), *kept.pack(padded))
+            return out_SH, (*pack(both), *pack(padded))
         gate, up, act, inter = (checkpoints[name] if name in policy.names else x_SH.new_empty(0) for name in _ORDER)
         return out_SH, (gate, up, act, inter)
 
@@ -115,15 +105,14 @@ class DenseKernels:
         rows = (padded_size(tokens), hidden)
         dout = pad_axes(dout_SH, rows)
         if policy.fp8:
-            checkpoints, x = kept.coat_checkpoints(saved[0], saved[1]), kept.unpack(saved[2], saved[3])
+            checkpoints, x = coat_checkpoints(saved[0], saved[1]), unpack(saved[2], saved[3])
         else:
             x = pad_axes(x_SH, rows)
             checkpoints = {name: tensor for name, tensor in zip(_ORDER, saved) if name in policy.names}
         operands = self._operands(gate_IH, up_IH, down_HI, block)
-        if self.adapter.generation("mlp_backward") == "2.30":
-            d_x, d_gate_up, d_down = self._backward_2_30(
-                dout, x, *operands, self._transposed(gate_IH, up_IH, down_HI, block), checkpoints
-            )
+        if self._reads_transposes:
+            transposed = self._transposed(gate_IH, up_IH, down_HI, block)
+            d_x, d_gate_up, d_down = self._backward_2_30(dout, x, *operands, transposed, checkpoints)
         else:
             d_x, d_gate_up, d_down = self.launch(
                 self.adapter.kernel("mlp_backward", "mlp_backward"),
@@ -167,9 +156,8 @@ class DenseKernels:
             _, made = self._run_forward(x_SH, gate_up_2IH, down_HI, frozenset({"gate_pre", "up"}))
             checkpoints = {name: made[name] for name in ("gate_pre", "up")} | checkpoints
         checkpoints = _with_products(checkpoints, frozenset({"intermediate"}))
-        inner = checkpoints["intermediate"]
-        given = {name: checkpoints.get(name) for name in ("gate_pre", "gate_act", "up")}
-        result = self.launch(
+        inner = checkpoints.pop("intermediate")
+        d_x, d_gate_up, d_down, *_ = self.launch(
             self.adapter.kernel("mlp_backward", "mlp_backward"),
             output_hidden_states_grad=dout_SH,
             hidden_states=x_SH,
@@ -180,9 +168,9 @@ class DenseKernels:
             run_with_lnc2=self.launch.lnc == 2,
             hidden=inner,
             **transposed,
-            **given,
+            **checkpoints,
         )
-        return result[0], result[1], result[2]
+        return d_x, d_gate_up, d_down
 
 
 def _with_products(checkpoints: dict[str, Tensor], names: frozenset[str]) -> dict[str, Tensor]:

@@ -13,20 +13,13 @@ from torch import Tensor
 
 from hf_neuron_moe.activation_policy import BF16_CHECKPOINTS, parse_keep
 from hf_neuron_moe.backends.base import Saved
-from hf_neuron_moe.backends.neuron import kept
-from hf_neuron_moe.backends.neuron.adapter import Adapter
-from hf_neuron_moe.backends.neuron.launch import Launcher
-from hf_neuron_moe.backends.neuron.layouts import (
-    kernel_weight,
-    pad_axes,
-    split_axes,
-    split_gate_up,
-    stock_gradient,
-)
+from hf_neuron_moe.backends.neuron.fp8_checkpoints import fake_pack, pack, unpack
+from hf_neuron_moe.backends.neuron.launch import Kernels
 from hf_neuron_moe.backends.neuron.limits import Block
-from hf_neuron_moe.backends.neuron.routing import Routed, block_count, route, routing_gradient, with_sink
-from hf_neuron_moe.backends.prepared import PreparedWeights, kept_for
-from hf_neuron_moe.errors import BackendUnavailableError, refuse
+from hf_neuron_moe.backends.neuron.orientation import kernel_weight, pad_axes, split_axes, split_gate_up, stock_gradient
+from hf_neuron_moe.backends.neuron.static_plan import Routed, block_count, route, routing_gradient, with_sink
+from hf_neuron_moe.backends.prepared import kept_for
+from hf_neuron_moe.errors import BackendUnavailableError, public
 
 _BACKWARD_AXES = ("EH2I", "EIH")
 """Orientation of both weights in every backward and in the bf16 forward."""
@@ -34,19 +27,12 @@ _BACKWARD_AXES = ("EH2I", "EIH")
 
 @dataclass(frozen=True)
 class Experts:
-    """A stack of experts as the operator has it.
+    """A stack of experts as the operator has it."""
 
-    Attributes:
-        gate_up: ``[E, 2I, H]``, or ``[E, H, 2I]`` if `transposed`.
-        down: ``[E, H, I]``, or ``[E, I, H]`` if `transposed`.
-        transposed: which.
-        block: their sizes and options.
-    """
-
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Tensor  # [E, 2I, H], or [E, H, 2I] if `transposed`
+    down: Tensor  # [E, H, I], or [E, I, H] if `transposed`
     transposed: bool
-    block: Block
+    block: Block  # their sizes and options
 
     @property
     def count(self) -> int:
@@ -59,25 +45,14 @@ def keeps_checkpoints(keep: str) -> bool:
     return parse_keep(keep).names.issuperset(BF16_CHECKPOINTS)
 
 
-@dataclass(frozen=True)
-class ExpertKernels:
-    """Forward and backward of the experts.
-
-    Attributes:
-        adapter: finds the wrapper kernels.
-        launch: calls them.
-        weights: prepared copies.
-    """
-
-    adapter: Adapter
-    launch: Launcher
-    weights: PreparedWeights
+class ExpertKernels(Kernels):
+    """Forward and backward of the experts."""
 
     def fake_saved(self, x_TH: Tensor, top_k: int, experts: Experts, keep: str) -> Saved:
         """Return uninitialized tensors like those that :meth:`forward` keeps."""
-        nothing = [x_TH.new_empty(0) for _ in range(4)]
+        nothing = x_TH.new_empty(0), x_TH.new_empty(0), x_TH.new_empty(0), x_TH.new_empty(0)
         if not keeps_checkpoints(keep):
-            return nothing[0], nothing[1], nothing[2], nothing[3]
+            return nothing
         block = experts.block
         (hidden, inner), size, tokens = block.padded, block.block_size, x_TH.shape[0]
         blocks = 0
@@ -86,7 +61,7 @@ class ExpertKernels:
             blocks = block_count(pairs, experts.count, size, _per_iteration(block))
         shape = (blocks, 2, inner, size)
         if parse_keep(keep).fp8:
-            return *kept.fake_pack(x_TH, shape), *kept.fake_pack(x_TH, (tokens, block.hidden))
+            return *fake_pack(x_TH, shape), *fake_pack(x_TH, (tokens, block.hidden))
         down = x_TH.new_empty((blocks, size, hidden)) if self._on_output(block) else nothing[1]
         return x_TH.new_empty(shape), down, nothing[2], nothing[3]
 
@@ -95,30 +70,19 @@ class ExpertKernels:
         return block.precision == "bf16" and self.adapter.generation("moe_backward") == "2.29"
 
     def _route(self, index_TK: Tensor, weight_TK: Tensor, experts: Experts, *, sink: bool) -> Routed:
-        block = experts.block
-        return route(
-            index_TK,
-            weight_TK,
-            experts.count,
-            block.block_size,
-            sink=sink,
-            per_iteration=_per_iteration(block),
-            # The bf16 pair documents one float dtype for all its tensors, the MXFP8 pair fp32 affinities.
-            dtype=torch.bfloat16 if block.precision == "bf16" else torch.float32,
-        )
+        size, each = experts.block.block_size, _per_iteration(experts.block)
+        # The bf16 pair documents one float dtype for all its tensors, the MXFP8 pair fp32 affinities.
+        dtype = torch.bfloat16 if experts.block.precision == "bf16" else torch.float32
+        return route(index_TK, weight_TK, experts.count, size, sink=sink, per_iteration=each, dtype=dtype)
 
     def _weights(self, experts: Experts, wanted: tuple[str, str], *, training: bool = True) -> dict[str, Tensor]:
         """The kernels' weight arguments in the wanted orientations; copies are kept while training."""
         (hidden, inner), axes = experts.block.padded, split_axes(experts.transposed)
-        names = ("gate_up_proj_weight", "down_proj_weight")
-        sources = (experts.gate_up, experts.down)
+        named = {"gate_up_proj_weight": experts.gate_up, "down_proj_weight": experts.down}
         result = {}
-        for name, source, own, order in zip(names, sources, axes, wanted):
-            turn = partial(kernel_weight, axes=own, wanted=order, hidden=hidden, inner=inner)
-            split = partial(_split, transposed=experts.transposed, turn=turn)
-            result[name] = self.weights.get(
-                f"{order} {hidden}x{inner}", split if "2" in own else turn, source, keep=training
-            )
+        for (name, source), own, order in zip(named.items(), axes, wanted):
+            turn = partial(_turned, transposed=experts.transposed, axes=own, wanted=order, hidden=hidden, inner=inner)
+            result[name] = self.weights.get(f"{order} {hidden}x{inner}", turn, source, keep=training)
         return result
 
     def prepare(self, experts: Experts) -> None:
@@ -176,10 +140,8 @@ class ExpertKernels:
         if not keeps:
             return out_TH, saved
         if parse_keep(keep).fp8:
-            return out_TH, (
-                *kept.pack(self._used_slots(checkpoints[0], index_TK, weight_TK, experts)),
-                *kept.pack(x_TH),
-            )
+            used = self._used_slots(checkpoints[0], index_TK, weight_TK, experts)
+            return out_TH, (*pack(used), *pack(x_TH))
         down = checkpoints[1] if self._on_output(experts.block) else saved[1]
         return out_TH, (checkpoints[0], down, saved[2], saved[3])
 
@@ -202,7 +164,8 @@ class ExpertKernels:
         """Return the gradients of x, the routing weights, gate_up and down; the kernel makes all of them."""
         block, tokens = experts.block, dout_TH.shape[0]
         if not tokens:
-            zeros = [torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (weight_TK, *_parameters(experts))]
+            like = (weight_TK, experts.gate_up, experts.down)
+            zeros = [torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in like]
             return torch.zeros_like(dout_TH), zeros[0], zeros[1], zeros[2]
         gate_up_ckpt, down_ckpt, x_TH = self._checkpoints(x_TH, index_TK, weight_TK, experts, saved, keep)
         rows = (tokens, block.padded[0])
@@ -220,19 +183,12 @@ class ExpertKernels:
             block_size=block.block_size,
             **self._weights(experts, _BACKWARD_AXES),
         )
-        stock = [
-            stock_gradient(grad, have, own, block.hidden, block.inner, weight.dtype)
-            for grad, have, own, weight in zip(
-                (d_gate_up, d_down), _BACKWARD_AXES, split_axes(experts.transposed), _parameters(experts)
-            )
-        ]
+        axes, sizes = split_axes(experts.transposed), (block.hidden, block.inner)
+        d_gate_up = stock_gradient(d_gate_up, _BACKWARD_AXES[0], axes[0], *sizes, experts.gate_up.dtype)
+        d_gate_up = d_gate_up.view(experts.gate_up.shape)
+        d_down = stock_gradient(d_down, _BACKWARD_AXES[1], axes[1], *sizes, experts.down.dtype)
         d_weight = routing_gradient(d_affinities, index_TK, experts.count, weight_TK.dtype)
-        return (
-            d_x[:, : block.hidden].contiguous(),
-            d_weight,
-            stock[0].view(experts.gate_up.shape),
-            stock[1],
-        )
+        return d_x[:, : block.hidden].contiguous(), d_weight, d_gate_up, d_down
 
     def _checkpoints(
         self, x_TH: Tensor, index_TK: Tensor, weight_TK: Tensor, experts: Experts, saved: Saved, keep: str
@@ -240,7 +196,7 @@ class ExpertKernels:
         """Gate and up, the down projection where the backward reads it, and the input."""
         on_output = self._on_output(experts.block)
         if parse_keep(keep).fp8:
-            gate_up, x_TH = kept.unpack(saved[0], saved[1]), kept.unpack(saved[2], saved[3])
+            gate_up, x_TH = unpack(saved[0], saved[1]), unpack(saved[2], saved[3])
             if not on_output:
                 return gate_up, None, x_TH
         elif keeps_checkpoints(keep):
@@ -249,26 +205,19 @@ class ExpertKernels:
         return made[0], made[1] if on_output else None, x_TH
 
 
+@public("neuron backend")
 def _check_checkpoints(found: list[Tensor], shape: tuple[int, ...]) -> None:
     """Refuse a forward that keeps less than documented, or in another order: the backward would read nonsense."""
-    if found and tuple(found[0].shape) == shape:
-        return
-    raise refuse(
-        BackendUnavailableError,
-        where="neuron backend",
-        argument="the experts' forward kernel",
-        expected=f"gate and up {shape} behind the output",
-        got=f"{tuple(found[0].shape)}" if found else "the output alone",
-        remedy="Install the nki-library of SDK 2.33, or use fallback='torch'.",
-    )
+    got = tuple(found[0].shape) if found else "the output alone"
+    if got != shape:
+        expected = f"gate and up {shape} behind the output"
+        fix = "Install the nki-library of SDK 2.33, or use fallback='torch'."
+        raise BackendUnavailableError.about("the experts' forward kernel", expected, got, fix)
 
 
-def _parameters(experts: Experts) -> tuple[Tensor, Tensor]:
-    return experts.gate_up, experts.down
-
-
-def _split(gate_up: Tensor, transposed: bool, turn: partial[Tensor]) -> Tensor:
-    return turn(split_gate_up(gate_up, transposed))
+def _turned(weight: Tensor, transposed: bool, axes: str, wanted: str, hidden: int, inner: int) -> Tensor:
+    apart = split_gate_up(weight, transposed) if "2" in axes else weight
+    return kernel_weight(apart, axes, wanted, hidden, inner)
 
 
 def _per_iteration(block: Block) -> int:

@@ -16,14 +16,14 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
+KERNEL_PRECISIONS = ("bf16", "mxfp8")
+"""Those that some kernel pair computes in."""
+
 _ROUTED = _names(
     "hidden_states expert_affinities_masked gate_up_proj_weight down_proj_weight token_position_to_id block_to_expert "
     "block_size"
 )
 _BACKWARD = _ROUTED | {"gate_up_proj_act_checkpoint_T", "output_hidden_states_grad"}
-KERNEL_PRECISIONS = ("bf16", "mxfp8")
-"""Those that some kernel pair computes in."""
-
 _CHECKPOINTS = _names("gate_pre gate_act up run_with_lnc2")
 _MLP_FORWARD = _names("hidden gate_up_weights down_weights intermediate_hbm run_with_lnc2")
 _SCALES = _names("gate_up_proj_scale down_proj_scale")
@@ -67,10 +67,7 @@ BF16_OPEN = (
 )
 """About ``moe_forward`` and ``moe_backward``."""
 
-COMPANIONS = {
-    "gate_up_proj_act_td": ("TensorOrientation", "K_BY_F"),
-    "_swizzle_mode": ("SwizzleMode", "DGT"),
-}
+COMPANIONS = {"gate_up_proj_act_td": ("TensorOrientation", "K_BY_F"), "_swizzle_mode": ("SwizzleMode", "DGT")}
 """By the end of a record's field: an enum and the member that the field must be set to."""
 
 
@@ -78,30 +75,20 @@ COMPANIONS = {
 class Generation:
     """One argument set of an nkilib function.
 
-    Attributes:
-        name: the first release with it.
-        module: our module of wrapper kernels, in ``nki_kernels``.
-        needed: arguments that the wrappers pass and the function must have.
-        offered: arguments that the wrappers pass if the function has them.
-        defaults: arguments that the wrappers leave alone, with the documented default that they count on: a truth
-            value, or the name of an enum's member.
-        foreign: arguments that only other generations have.
-        members: pairs of an enum and a member that it must have.
-        records: pairs of a record that the wrappers make and the fields that it must have.
-        function: the function, where it is not the one of the other generations.
-        checkpoint: the function's checkpoint of gate and up may have either order.
+    `defaults` has arguments that the wrappers leave alone, with the documented default that they count on: a truth
+    value, or the name of an enum's member.
     """
 
-    name: str
-    module: str
-    needed: frozenset[str]
-    offered: frozenset[str] = frozenset()
+    name: str  # the first release with it
+    module: str  # our module of wrapper kernels, in nki_kernels
+    needed: frozenset[str]  # arguments that the wrappers pass and the function must have
+    offered: frozenset[str] = frozenset()  # arguments that the wrappers pass if the function has them
     defaults: Mapping[str, bool | str] = field(default_factory=dict, hash=False)
-    foreign: frozenset[str] = frozenset()
-    members: tuple[tuple[str, str], ...] = ()
-    records: tuple[tuple[str, frozenset[str]], ...] = ()
-    function: str = ""
-    checkpoint: bool = False
+    foreign: frozenset[str] = frozenset()  # arguments that only other generations have
+    members: tuple[tuple[str, str], ...] = ()  # pairs of an enum and a member that it must have
+    records: tuple[tuple[str, frozenset[str]], ...] = ()  # of a record that the wrappers make and fields it must have
+    function: str = ""  # nkilib's, where it is not the one of the other generations
+    checkpoint: bool = False  # the function's checkpoint of gate and up may have either order
 
     @property
     def passed(self) -> frozenset[str]:
@@ -109,162 +96,127 @@ class Generation:
         return self.needed | self.offered
 
 
-_SKIPS = ("BackwardSkipMode", frozenset({"skip_token"}))
-_SPEC = ("MoECTESpec", frozenset({"implementation"}))
+_SKIPS = (("BackwardSkipMode", frozenset({"skip_token"})),)
+
+_MLP_FORWARD_2_30 = Generation("2.30", "mlp_forward", _MLP_FORWARD | {"save_gate_pre", "save_up"})
+_MLP_FORWARD_QUANTIZED_2_30 = Generation(
+    "2.30",
+    "mlp_forward_quantized",
+    _MLP_FORWARD | {"gate_up_scales", "down_scales"},
+    defaults={"use_scale_packing": True},
+)
+_MLP_BACKWARD_2_31 = Generation(
+    "2.31",
+    "mlp_backward",
+    _CHECKPOINTS | _names("output_grad hidden_states down_proj_weight gate_up_weights intermediate"),
+)
+_MLP_BACKWARD_2_30 = Generation(
+    "2.30",
+    "mlp_backward_2_30",
+    _CHECKPOINTS
+    | _names(
+        "output_hidden_states_grad hidden_states gate_proj_weight_T up_proj_weight_T down_proj_weight_T "
+        "gate_up_weights d_gate_scratch d_up_scratch hidden_states_T output_grad_T hidden_T "
+        "silu_up_mul_gate_grad_T_scratch gate_pre_scratch gate_act_scratch up_scratch hidden_scratch hidden"
+    ),
+)
+_MOE_FORWARD_2_29 = Generation(
+    "2.29",
+    "moe_forward",
+    _ROUTED | {"spec"},
+    defaults=_CTE_DEFAULTS,
+    members=(("MoECTEImplementation", "shard_on_i"),),
+    records=(
+        ("MoECTESpec", frozenset({"implementation", "shard_on_I"})),
+        ("ShardOnIConfig", frozenset({"checkpoint_activation", "expert_affinity_multiply_on_I"})),
+    ),
+)
+_MOE_BACKWARD_2_31 = Generation(
+    "2.31",
+    "moe_backward",
+    _BACKWARD | _names("down_proj_act_checkpoint skip_dma shard_option affinity_option"),
+    defaults=_BWD_DEFAULTS,
+    members=(("ShardOption", "SHARD_ON_FREE"), ("AffinityOption", "AFFINITY_ON_I")),
+    records=_SKIPS,
+)
+_MOE_BACKWARD_2_29 = Generation(
+    "2.29",
+    "moe_backward_2_29",
+    _BACKWARD | _names("down_proj_act_checkpoint skip_dma"),
+    defaults=_BWD_DEFAULTS | {"affinity_option": "AFFINITY_ON_H"},
+    foreign=_names("hidden_states_grad_out accumulation_dtype"),
+    records=_SKIPS,
+)
+_MOE_FORWARD_MXFP8_2_33 = Generation(
+    "2.33",
+    "moe_forward_mxfp8",
+    _ROUTED | {"config"},
+    members=(("ShardOption", "SHARD_ON_BLOCK"),),
+    records=(*_SKIPS, ("MXFP8MOEFwdConfig", frozenset())),
+    checkpoint=True,
+)
+_MOE_FORWARD_MXFP8_2_32 = Generation(
+    "2.32",
+    "moe_forward_mxfp8",
+    _ROUTED,
+    _PAIR_OPTIONS,
+    _PAIR_DEFAULTS,
+    foreign=frozenset({"config"}),
+    members=(("ShardOption", "SHARD_ON_BLOCK"),),
+    records=_SKIPS,
+    checkpoint=True,
+)
+_MOE_BACKWARD_MXFP8_2_33 = Generation(
+    "2.33",
+    "moe_backward_mxfp8",
+    _BACKWARD | {"config"},
+    members=(("ShardOption", "SHARD_ON_FREE"),),
+    records=(*_SKIPS, ("MXFP8MOEBwdConfig", frozenset())),
+    checkpoint=True,
+)
+_MOE_BACKWARD_MXFP8_2_31 = Generation(
+    "2.31",
+    "moe_backward_mxfp8",
+    _BACKWARD,
+    _PAIR_OPTIONS,
+    _PAIR_DEFAULTS | dict.fromkeys(SWIZZLE_MODES, "DGT"),
+    foreign=frozenset({"config"}),
+    members=(("ShardOption", "SHARD_ON_FREE"),),
+    records=_SKIPS,
+    checkpoint=True,
+)
+_MOE_FORWARD_MX_2_30 = Generation(
+    "2.30",
+    "moe_forward_mx",
+    _ROUTED | _SCALES | _BIASES | {"spec"},
+    defaults=_CTE_DEFAULTS,
+    members=(("MoECTEImplementation", "shard_on_block_mx"),),
+    records=(("MoECTESpec", frozenset({"implementation"})),),
+)
+_MOE_FORWARD_MX_2_29 = Generation(
+    "2.29",
+    "moe_forward_mx_direct",
+    _ROUTED | _SCALES | _BIASES,
+    defaults=_CTE_DEFAULTS,
+    function="bwmm_shard_on_block_mx",
+)
+_MOE_FORWARD_MX_WIDE_2_29 = Generation(
+    "2.29",
+    "moe_forward_mx_wide",
+    _ROUTED | _SCALES | _BIASES | {"expert_affinities_scaling_mode"},
+    defaults={key: value for key, value in _CTE_DEFAULTS.items() if "scaling" not in key},
+    members=(("ExpertAffinityScaleMode", "POST_SCALE"),),
+)
 
 FUNCTIONS: dict[str, tuple[str, tuple[Generation, ...]]] = {
-    "mlp_forward": (
-        "mlp_forward_mxfp8_nki",
-        (Generation("2.30", "mlp_forward", _MLP_FORWARD | {"save_gate_pre", "save_up"}),),
-    ),
-    "mlp_forward_quantized": (
-        "mlp_forward_mxfp8_nki",
-        (
-            Generation(
-                "2.30",
-                "mlp_forward_quantized",
-                _MLP_FORWARD | {"gate_up_scales", "down_scales"},
-                defaults={"use_scale_packing": True},
-            ),
-        ),
-    ),
-    "mlp_backward": (
-        "mlp_backward_mxfp8_nki",
-        (
-            Generation(
-                "2.31",
-                "mlp_backward",
-                _CHECKPOINTS | _names("output_grad hidden_states down_proj_weight gate_up_weights intermediate"),
-            ),
-            Generation(
-                "2.30",
-                "mlp_backward_2_30",
-                _CHECKPOINTS
-                | _names(
-                    "output_hidden_states_grad hidden_states gate_proj_weight_T up_proj_weight_T down_proj_weight_T "
-                    "gate_up_weights d_gate_scratch d_up_scratch hidden_states_T output_grad_T hidden_T "
-                    "silu_up_mul_gate_grad_T_scratch gate_pre_scratch gate_act_scratch up_scratch hidden_scratch "
-                    "hidden"
-                ),
-            ),
-        ),
-    ),
-    "moe_forward": (
-        "moe_cte",
-        (
-            Generation(
-                "2.29",
-                "moe_forward",
-                _ROUTED | {"spec"},
-                defaults=_CTE_DEFAULTS,
-                members=(("MoECTEImplementation", "shard_on_i"),),
-                records=(
-                    ("MoECTESpec", frozenset({"implementation", "shard_on_I"})),
-                    ("ShardOnIConfig", frozenset({"checkpoint_activation", "expert_affinity_multiply_on_I"})),
-                ),
-            ),
-        ),
-    ),
-    "moe_backward": (
-        "blockwise_mm_bwd",
-        (
-            Generation(
-                "2.31",
-                "moe_backward",
-                _BACKWARD | _names("down_proj_act_checkpoint skip_dma shard_option affinity_option"),
-                defaults=_BWD_DEFAULTS,
-                members=(("ShardOption", "SHARD_ON_FREE"), ("AffinityOption", "AFFINITY_ON_I")),
-                records=(_SKIPS,),
-            ),
-            Generation(
-                "2.29",
-                "moe_backward_2_29",
-                _BACKWARD | _names("down_proj_act_checkpoint skip_dma"),
-                defaults=_BWD_DEFAULTS | {"affinity_option": "AFFINITY_ON_H"},
-                foreign=_names("hidden_states_grad_out accumulation_dtype"),
-                records=(_SKIPS,),
-            ),
-        ),
-    ),
-    "moe_forward_mxfp8": (
-        "blockwise_mm_fwd_mxfp8",
-        (
-            Generation(
-                "2.33",
-                "moe_forward_mxfp8",
-                _ROUTED | {"config"},
-                members=(("ShardOption", "SHARD_ON_BLOCK"),),
-                records=(_SKIPS, ("MXFP8MOEFwdConfig", frozenset())),
-                checkpoint=True,
-            ),
-            Generation(
-                "2.32",
-                "moe_forward_mxfp8",
-                _ROUTED,
-                _PAIR_OPTIONS,
-                _PAIR_DEFAULTS,
-                foreign=frozenset({"config"}),
-                members=(("ShardOption", "SHARD_ON_BLOCK"),),
-                records=(_SKIPS,),
-                checkpoint=True,
-            ),
-        ),
-    ),
-    "moe_backward_mxfp8": (
-        "blockwise_mm_bwd_mxfp8",
-        (
-            Generation(
-                "2.33",
-                "moe_backward_mxfp8",
-                _BACKWARD | {"config"},
-                members=(("ShardOption", "SHARD_ON_FREE"),),
-                records=(_SKIPS, ("MXFP8MOEBwdConfig", frozenset())),
-                checkpoint=True,
-            ),
-            Generation(
-                "2.31",
-                "moe_backward_mxfp8",
-                _BACKWARD,
-                _PAIR_OPTIONS,
-                _PAIR_DEFAULTS | dict.fromkeys(SWIZZLE_MODES, "DGT"),
-                foreign=frozenset({"config"}),
-                members=(("ShardOption", "SHARD_ON_FREE"),),
-                records=(_SKIPS,),
-                checkpoint=True,
-            ),
-        ),
-    ),
-    "moe_forward_mx": (
-        "moe_cte",
-        (
-            Generation(
-                "2.30",
-                "moe_forward_mx",
-                _ROUTED | _SCALES | _BIASES | {"spec"},
-                defaults=_CTE_DEFAULTS,
-                members=(("MoECTEImplementation", "shard_on_block_mx"),),
-                records=(_SPEC,),
-            ),
-            Generation(
-                "2.29",
-                "moe_forward_mx_direct",
-                _ROUTED | _SCALES | _BIASES,
-                defaults=_CTE_DEFAULTS,
-                function="bwmm_shard_on_block_mx",
-            ),
-        ),
-    ),
-    "moe_forward_mx_wide": (
-        "blockwise_mm_shard_intermediate_mx",
-        (
-            Generation(
-                "2.29",
-                "moe_forward_mx_wide",
-                _ROUTED | _SCALES | _BIASES | {"expert_affinities_scaling_mode"},
-                defaults={key: value for key, value in _CTE_DEFAULTS.items() if "scaling" not in key},
-                members=(("ExpertAffinityScaleMode", "POST_SCALE"),),
-            ),
-        ),
-    ),
+    "mlp_forward": ("mlp_forward_mxfp8_nki", (_MLP_FORWARD_2_30,)),
+    "mlp_forward_quantized": ("mlp_forward_mxfp8_nki", (_MLP_FORWARD_QUANTIZED_2_30,)),
+    "mlp_backward": ("mlp_backward_mxfp8_nki", (_MLP_BACKWARD_2_31, _MLP_BACKWARD_2_30)),
+    "moe_forward": ("moe_cte", (_MOE_FORWARD_2_29,)),
+    "moe_backward": ("blockwise_mm_bwd", (_MOE_BACKWARD_2_31, _MOE_BACKWARD_2_29)),
+    "moe_forward_mxfp8": ("blockwise_mm_fwd_mxfp8", (_MOE_FORWARD_MXFP8_2_33, _MOE_FORWARD_MXFP8_2_32)),
+    "moe_backward_mxfp8": ("blockwise_mm_bwd_mxfp8", (_MOE_BACKWARD_MXFP8_2_33, _MOE_BACKWARD_MXFP8_2_31)),
+    "moe_forward_mx": ("moe_cte", (_MOE_FORWARD_MX_2_30, _MOE_FORWARD_MX_2_29)),
+    "moe_forward_mx_wide": ("blockwise_mm_shard_intermediate_mx", (_MOE_FORWARD_MX_WIDE_2_29,)),
 }
 """By what this package needs: the name of nkilib's function, and its generations, the newest first."""

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from hf_neuron_moe.backends.neuron.adapter import Adapter
 from hf_neuron_moe.backends.neuron.versions import Toolchain
-from hf_neuron_moe.backends.registration import plugin_function
-from hf_neuron_moe.errors import BackendUnavailableError, refuse
-
-Launch = Callable[..., tuple[Tensor, ...]]
+from hf_neuron_moe.backends.operator_registration import plugin_function
+from hf_neuron_moe.backends.prepared import PreparedWeights
+from hf_neuron_moe.errors import BackendUnavailableError, public
 
 
 class Launcher:
-    """Launches kernels on the grid ``(LNC,)``.
-
-    Args:
-        toolchain: the imported stack; without a plugin the simulator runs the kernels.
-        lnc: physical cores per logical core.
-    """
+    """Launches kernels on the grid ``(LNC,)``, physical cores per logical core; without a plugin in the simulator."""
 
     def __init__(self, toolchain: Toolchain, lnc: int) -> None:
         self.lnc = int(lnc)
@@ -29,13 +25,12 @@ class Launcher:
         self._wrap = plugin_function("wrap_nki") if toolchain.torch_neuronx is not None else None
         self._wrapped: dict[Any, Any] = {}
 
+    @public("neuron backend")
     def __call__(self, kernel: Callable[..., Any], /, **arguments: Any) -> tuple[Tensor, ...]:
         """Run `kernel`; tensors are made contiguous, arguments that are None are left out.
 
-        Numbers are compile-time constants of the kernel, so each new value compiles it anew.
-
-        Raises:
-            BackendUnavailableError: the kernel returned nothing, as an entry without a branch for its options does.
+        Numbers are compile-time constants of the kernel, so each new value compiles it anew. An entry without a branch
+        for its options returns None, which is an error here.
         """
         given = {
             name: self._operand(value) if isinstance(value, Tensor) else value
@@ -44,13 +39,11 @@ class Launcher:
         }
         result = self._grid(kernel)(**given)
         if result is None:
-            raise refuse(
-                BackendUnavailableError,
-                where="neuron backend",
-                argument=getattr(kernel, "__name__", type(kernel).__name__),
-                expected="a kernel that returns its outputs",
-                got="None, so the installed nkilib has no branch for these options",
-                remedy="Install the nki-library of SDK 2.33, or use backend='torch'.",
+            raise BackendUnavailableError.about(
+                getattr(kernel, "__name__", type(kernel).__name__),
+                "a kernel that returns its outputs",
+                "None, so the installed nkilib has no branch for these options",
+                "Install the nki-library of SDK 2.33, or use backend='torch'.",
             )
         return tuple(result) if isinstance(result, tuple | list) else (result,)
 
@@ -65,3 +58,12 @@ class Launcher:
         if kernel not in self._wrapped:
             self._wrapped[kernel] = kernel if self._wrap is None else self._wrap(kernel)
         return self._wrapped[kernel][(self.lnc,)]
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What forward and backward of a kind of block call: found wrapper kernels, a launcher, prepared weights."""
+
+    adapter: Adapter
+    launch: Launcher
+    weights: PreparedWeights

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from hf_neuron_moe.backends.neuron import versions
 from hf_neuron_moe.backends.neuron.adapter import Adapter
 from hf_neuron_moe.backends.neuron.generations import BF16_OPEN
-from hf_neuron_moe.errors import ConfigError, DTypeError, ShapeError, refuse
+from hf_neuron_moe.errors import ConfigError, DTypeError, ShapeError, public
 from hf_neuron_moe.formats.padding import LANES
 
 BF16_HIDDEN_STEP, BF16_HIDDEN = 512, (512, 8192)
@@ -25,6 +25,8 @@ BF16_BLOCK_STEP = 256
 BF16_TOKENS = 32768
 MAX_TOKENS = (1 << 24) - 1
 """Token ids pass through fp32 on the chip and are exact below 2**24, the sink row's included."""
+
+CALL_LENGTH = "the number of tokens (batch size times length)"
 
 SMALL_BLOCKS, LARGE_BLOCKS = (128, 256, 512, 1024), (2048, 4096)
 
@@ -39,46 +41,28 @@ _NEEDS = {
 
 @dataclass(frozen=True)
 class Device:
-    """What the kernels run on.
+    """What the kernels run on."""
 
-    Attributes:
-        platform: ``"trn2"`` or ``"trn3"``.
-        lnc: physical cores per logical core.
-        assumed: whether nothing on the machine says which platform it is.
-    """
-
-    platform: str
-    lnc: int
-    assumed: bool = False
+    platform: str  # "trn2" or "trn3"
+    lnc: int  # physical cores per logical core
+    assumed: bool = False  # nothing on the machine says which platform it is
 
 
 def this_device() -> Device:
-    """Return what this machine's kernels run on.
-
-    Raises:
-        ConfigError: the environment names no known platform or number of cores.
-    """
+    """Return what this machine's kernels run on."""
     platform = versions.platform()
     return Device(platform.name, versions.lnc(), assumed=platform.source == versions.ASSUMED)
 
 
 @dataclass(frozen=True)
 class Block:
-    """A block as its kernels see it.
+    """A block as its kernels see it."""
 
-    Attributes:
-        kind: ``"mlp"`` or ``"experts"``.
-        precision: ``"bf16"``, ``"mxfp8"`` or ``"fp32"``.
-        hidden: H.
-        inner: I.
-        block_size: B, read for experts only.
-    """
-
-    kind: str
-    precision: str
-    hidden: int
-    inner: int
-    block_size: int = 512
+    kind: str  # "mlp" or "experts"
+    precision: str  # "bf16", "mxfp8" or "fp32"
+    hidden: int  # H
+    inner: int  # I
+    block_size: int = 512  # B, read for experts only
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -109,18 +93,15 @@ def why_not(block: Block, device: Device, adapter: Adapter) -> str | None:
         return f"{BF16_ON_TRN2}, and this is {device.platform}; precision='mxfp8' has a kernel pair there"
     if block.kind == "experts" and device.lnc != 2:
         return "the experts' backward needs two physical cores per logical core (LNC 2), and LNC is 1"
-    return adapter.why_not(*block.needs) or _why_not_sizes(block, adapter)
+    return adapter.why_not(*block.needs) or (_why_not_sizes(block, adapter) if block.kind == "experts" else None)
 
 
 def _why_not_sizes(block: Block, adapter: Adapter) -> str | None:
-    if block.kind == "mlp":
-        return None
     allowed = block_sizes(block, adapter)
     if block.block_size not in allowed:
         return f"the kernels take block sizes {', '.join(map(str, allowed))}, and block_size is {block.block_size}"
-    hidden = block.padded[0]
     low, high = BF16_HIDDEN
-    if block.precision == "bf16" and not low <= hidden <= high:
+    if block.precision == "bf16" and not low <= block.padded[0] <= high:
         return f"moe_cte takes a hidden size of {low} to {high}, and it is {block.hidden}"
     return None
 
@@ -135,43 +116,21 @@ def block_sizes(block: Block, adapter: Adapter) -> tuple[int, ...]:
     return tuple(size for size in SMALL_BLOCKS + large if size % BF16_BLOCK_STEP == 0)
 
 
+@public("neuron backend")
 def check_call(block: Block, tokens: int, dtype_name: str, device: Device, adapter: Adapter) -> None:
-    """Refuse what :func:`why_not` names, and calls that are too long or not in bf16.
-
-    Raises:
-        ConfigError: the block as such has no kernels here.
-        DTypeError: activations that are not bf16.
-        ShapeError: too many tokens for a plan.
-    """
+    """Refuse what :func:`why_not` names, and calls that are too long or not in bf16."""
     reason = why_not(block, device, adapter)
     if reason is not None:
-        raise refuse(
-            ConfigError,
-            where="neuron backend",
-            argument=f"the {block.kind} block (H={block.hidden}, I={block.inner}, precision={block.precision})",
-            expected="one that the installed kernels compute",
-            got=reason,
-            remedy="Patch with fallback='torch' to compute such blocks without the kernels, or change the option.",
-        )
+        argument = f"the {block.kind} block (H={block.hidden}, I={block.inner}, precision={block.precision})"
+        fix = "Patch with fallback='torch' to compute such blocks without the kernels, or change the option."
+        raise ConfigError.about(argument, "one that the installed kernels compute", reason, fix)
     if dtype_name != "torch.bfloat16":
-        raise refuse(
-            DTypeError,
-            where="neuron backend",
-            argument="hidden states",
-            expected="torch.bfloat16",
-            got=dtype_name,
-            remedy="The operators cast to it; call them instead of the backend.",
-        )
+        fix = "The operators cast to it; call them instead of the backend."
+        raise DTypeError.about("hidden states", "torch.bfloat16", dtype_name, fix)
     most = most_tokens(block)
     if most is not None and tokens > most:
-        raise refuse(
-            ShapeError,
-            where="neuron backend",
-            argument="the number of tokens (batch size times length)",
-            expected=f"at most {most} in {block.precision}",
-            got=str(tokens),
-            remedy="Use smaller micro-batches or shorter sequences.",
-        )
+        fix = "Use smaller micro-batches or shorter sequences."
+        raise ShapeError.about(CALL_LENGTH, f"at most {most} in {block.precision}", tokens, fix)
 
 
 def open_points(block: Block) -> tuple[str, ...]:

@@ -11,46 +11,31 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from hf_neuron_moe.errors import BackendUnavailableError, refuse
+from hf_neuron_moe.errors import BackendUnavailableError, public
 
 _CORE = "nkilib.core"
 _EXPERIMENTAL = "nkilib.experimental"
+_MLP = f"{_EXPERIMENTAL}.mlp_mxfp8"
 _MOE_CTE = (f"{_CORE}.moe.moe_cte", f"{_CORE}.moe.moe_cte.moe_cte")
 _MXFP8 = f"{_EXPERIMENTAL}.moe_mxfp8"
 _BACKWARD = (f"{_EXPERIMENTAL}.moe.bwd.moe_bwd_parameters", f"{_EXPERIMENTAL}.moe.bwd", _MXFP8)
 _DESCRIPTORS = (f"{_EXPERIMENTAL}.mxfp_utils.mxfp8_utils.common_dataclasses",)
 
 HOMES: dict[str, tuple[str, ...]] = {
-    "mlp_forward_mxfp8_nki": (
-        f"{_EXPERIMENTAL}.mlp_mxfp8.mlp_fwd_mxfp8",
-        f"{_EXPERIMENTAL}.mlp_mxfp8.mlp_fwd_mxfp8.mlp_fwd_mxfp8_kernel",
-        f"{_EXPERIMENTAL}.mlp_mxfp8",
-    ),
-    "mlp_backward_mxfp8_nki": (
-        f"{_EXPERIMENTAL}.mlp_mxfp8.mlp_bwd_mxfp8",
-        f"{_EXPERIMENTAL}.mlp_mxfp8.mlp_bwd_mxfp8.mlp_bwd_mxfp8_kernel",
-        f"{_EXPERIMENTAL}.mlp_mxfp8",
-    ),
-    "moe_cte": _MOE_CTE,
-    "MoECTESpec": _MOE_CTE,
-    "MoECTEImplementation": _MOE_CTE,
-    "ShardOnIConfig": _MOE_CTE,
-    "ShardOnBlockConfig": _MOE_CTE,
+    "mlp_forward_mxfp8_nki": (f"{_MLP}.mlp_fwd_mxfp8", f"{_MLP}.mlp_fwd_mxfp8.mlp_fwd_mxfp8_kernel", _MLP),
+    "mlp_backward_mxfp8_nki": (f"{_MLP}.mlp_bwd_mxfp8", f"{_MLP}.mlp_bwd_mxfp8.mlp_bwd_mxfp8_kernel", _MLP),
+    **dict.fromkeys(("moe_cte", "MoECTESpec", "MoECTEImplementation", "ShardOnIConfig"), _MOE_CTE),
     "bwmm_shard_on_block_mx": (f"{_CORE}.moe.moe_cte.bwmm_shard_on_block_mx", *_MOE_CTE),
     "blockwise_mm_shard_intermediate_mx": (f"{_CORE}.moe.moe_cte.bwmm_shard_on_I_mx", *_MOE_CTE),
     "ExpertAffinityScaleMode": (f"{_CORE}.utils.common_types",),
     "blockwise_mm_bwd": (f"{_EXPERIMENTAL}.moe.bwd.blockwise_mm_backward", f"{_EXPERIMENTAL}.moe.bwd"),
-    "AffinityOption": _BACKWARD,
-    "ShardOption": _BACKWARD,
-    "BackwardSkipMode": _BACKWARD,
+    **dict.fromkeys(("AffinityOption", "ShardOption", "BackwardSkipMode"), _BACKWARD),
     "blockwise_mm_fwd_mxfp8": (f"{_MXFP8}.fwd.blockwise_mm_forward_mxfp8", _MXFP8),
     "blockwise_mm_bwd_mxfp8": (f"{_MXFP8}.bwd.blockwise_mm_backward_mxfp8", _MXFP8),
     "MXFP8MOEFwdConfig": (f"{_MXFP8}.fwd.config", f"{_MXFP8}.fwd.moe_fwd_mxfp8_config", _MXFP8),
     "MXFP8MOEBwdConfig": (f"{_MXFP8}.bwd.config", _MXFP8),
     "MXFP8MOECheckpointConfig": (f"{_MXFP8}.moe_mxfp8_checkpoint_config", f"{_MXFP8}.fwd.config", _MXFP8),
-    "TensorDescriptor": _DESCRIPTORS,
-    "TensorOrientation": _DESCRIPTORS,
-    "SwizzleMode": _DESCRIPTORS,
+    **dict.fromkeys(("TensorDescriptor", "TensorOrientation", "SwizzleMode"), _DESCRIPTORS),
 }
 """Modules to look in, in order, by the name used here."""
 
@@ -97,20 +82,12 @@ def _modules_in(package: str) -> list[str]:
     return sorted({package, *inner, *(name for name in sys.modules if name.startswith(f"{package}."))})
 
 
+@public("neuron backend")
 def nkilib_object(name: str) -> Any:
-    """Return an object of nkilib by its name in :data:`HOMES`.
-
-    Raises:
-        BackendUnavailableError: the installed release does not have it where any known release has it.
-    """
+    """Return an object of nkilib by its name in :data:`HOMES`."""
     found = find_object(name)
     if found is None:
-        raise refuse(
-            BackendUnavailableError,
-            where="neuron backend",
-            argument="nkilib",
-            expected=f"a release with {shown_name(name)} in {' or '.join(HOMES[name])}",
-            got="one without",
-            remedy="Install the nki-library of SDK 2.33, or unset NKILIB_FORCE_BUNDLED_LIBRARY.",
-        )
+        expected = f"a release with {shown_name(name)} in {' or '.join(HOMES[name])}"
+        fix = "Install the nki-library of SDK 2.33, or unset NKILIB_FORCE_BUNDLED_LIBRARY."
+        raise BackendUnavailableError.about("nkilib", expected, "one without", fix)
     return found

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from hf_neuron_moe.errors import BackendUnavailableError, ConfigError, refuse
+from hf_neuron_moe.errors import BackendUnavailableError, ConfigError, public
 
 MINIMUM_NKI = (0, 7, 0)
 MINIMUM_TORCH_NEURONX = (2, 13, 3)
@@ -47,24 +47,16 @@ _PRODUCT_NAME = Path("/sys/devices/virtual/dmi/id/product_name")
 _INDEX = "Install torch-neuronx, nki and neuronx-cc of SDK 2.33 or later from AWS's own Neuron package index"
 
 
+@public
 def release(version: str) -> tuple[int, ...]:
     """Return the release numbers of a version: ``(0, 7, 0)`` for ``"0.7.0b1"``, which PEP 440 orders before 0.7.0.
 
     Beta containers of SDK 2.33 ship ``nki 0.7.0b1``, so releases are compared and pre-release marks are not.
-
-    Raises:
-        ConfigError: there are no release numbers in it.
     """
     found = re.match(r"\s*v?(?:\d+!)?(\d+(?:\.\d+)*)", version)
     if found is None:
-        raise refuse(
-            ConfigError,
-            where="release",
-            argument="version",
-            expected="a version such as 0.7.0b1",
-            got=repr(version),
-            remedy="Pass the version as the package states it.",
-        )
+        fix = "Pass the version as the package states it."
+        raise ConfigError.about("version", "a version such as 0.7.0b1", repr(version), fix)
     return tuple(int(number) for number in found[1].split("."))
 
 
@@ -91,17 +83,11 @@ def sdk_generation() -> str | None:
 
 @dataclass(frozen=True)
 class Toolchain:
-    """The imported modules.
+    """The imported modules."""
 
-    Attributes:
-        nki: the kernel language.
-        nkilib: the kernel library.
-        torch_neuronx: the device's plugin; None for the simulator, which works without.
-    """
-
-    nki: ModuleType
-    nkilib: ModuleType
-    torch_neuronx: ModuleType | None
+    nki: ModuleType  # the kernel language
+    nkilib: ModuleType  # the kernel library
+    torch_neuronx: ModuleType | None  # the device's plugin; None for the simulator, which works without
 
 
 def import_reason(module: str) -> str | None:
@@ -109,19 +95,16 @@ def import_reason(module: str) -> str | None:
     try:
         importlib.import_module(module)
     except ImportError as error:
-        return _why_absent(module) if error.name == module else f"{module} fails to import: {error}"
+        if error.name != module:
+            return f"{module} fails to import: {error}"
+        package, version = PACKAGES[module], installed_version(module)
+        if version is None:
+            return f"{package} is not installed"
+        return f"{package} {version} is installed and has no module {module}, as PyPI's placeholders have none"
     except (OSError, RuntimeError, AttributeError, ValueError, TypeError, SyntaxError) as error:
         # Missing drivers, mixed versions, wheels of a later Python.
         return f"{module} fails to import: {type(error).__name__}: {error}"
     return None
-
-
-def _why_absent(module: str) -> str:
-    """Nothing of that name can be imported, although a distribution of its name may be there."""
-    version = installed_version(module)
-    if version is None:
-        return f"{PACKAGES[module]} is not installed"
-    return f"{PACKAGES[module]} {version} is installed and has no module {module}, as PyPI's placeholders have none"
 
 
 def why_unavailable(*, simulator: bool = False) -> str | None:
@@ -162,27 +145,21 @@ def pairing() -> str | None:
 
 
 def _calls_kernels() -> bool:
-    from hf_neuron_moe.backends.registration import plugin_function  # imports torch, which this module does without
+    from hf_neuron_moe.backends.operator_registration import (
+        plugin_function,  # imports torch, which this module does without
+    )
 
     return any(plugin_function(name) is not None for name in ("nki_op", "wrap_nki"))
 
 
+@public("resolve_backend")
 def toolchain(*, simulator: bool = False) -> Toolchain:
-    """Import and return the Neuron stack.
-
-    Raises:
-        BackendUnavailableError: it cannot be used here, see :func:`why_unavailable`.
-    """
+    """Import and return the Neuron stack."""
     reason = why_unavailable(simulator=simulator)
     if reason is not None:
-        raise refuse(
-            BackendUnavailableError,
-            where="resolve_backend",
-            argument="backend",
-            expected="one that can run here",
-            got=f"{'nki-sim' if simulator else 'neuron'!r}: {reason}",
-            remedy=f"{_INDEX}. Use backend='torch' elsewhere: it computes the same contract on any device.",
-        )
+        got = f"{'nki-sim' if simulator else 'neuron'!r}: {reason}"
+        fix = f"{_INDEX}. Use backend='torch' elsewhere: it computes the same contract on any device."
+        raise BackendUnavailableError.about("backend", "one that can run here", got, fix)
     plugin = None if simulator else sys.modules["torch_neuronx"]
     return Toolchain(sys.modules["nki"], sys.modules["nkilib"], plugin)
 
@@ -201,39 +178,32 @@ class Detected:
         return f"{self.source}; {self.contradiction}" if self.contradiction else self.source
 
 
+@public("neuron backend")
 def platform() -> Detected:
-    """Return ``"trn1"``, ``"trn2"`` or ``"trn3"``; without any sign of a device NKI's own default, trn3.
-
-    Raises:
-        ConfigError: ``NEURON_PLATFORM_TARGET_OVERRIDE`` names no platform.
-    """
-    override = os.environ.get(_PLATFORM_OVERRIDE, "").strip().lower()
+    """Return ``"trn1"``, ``"trn2"`` or ``"trn3"``; without any sign of a device NKI's own default, trn3."""
+    override = _variable(_PLATFORM_OVERRIDE).lower()
     if override:
         name = _GENERATIONS.get(override, override)
         if name not in _PLATFORM_NAMES:
-            raise refuse(
-                ConfigError,
-                where="neuron backend",
-                argument=_PLATFORM_OVERRIDE,
-                expected="one of trn1, trn2, trn3, gen2, gen3, gen4",
-                got=repr(override),
-                remedy="Correct or unset the environment variable.",
-            )
+            expected = "one of trn1, trn2, trn3, gen2, gen3, gen4"
+            fix = "Correct or unset the environment variable."
+            raise ConfigError.about(_PLATFORM_OVERRIDE, expected, repr(override), fix)
         return Detected(name, _PLATFORM_OVERRIDE)
     ask = _runtime_function("get_platform_target")
     if ask is not None:
         return Detected(_platform_name(ask()), "torch_neuronx")
-    return _platform_of_machine()
+    signs = {"NEURON_CC_FLAGS": _compiler_flag("--target"), "the machine's product name": _product_name()}
+    for source, sign in signs.items():
+        name = _platform_name(sign or "")
+        if name in _PLATFORM_NAMES:
+            return Detected(name, source)
+    return Detected("trn3", ASSUMED)
 
 
 def platforms_asked_for() -> dict[str, str]:
-    """Return the platform that each environment variable names, for those that name one.
-
-    Raises:
-        ConfigError: ``NEURON_PLATFORM_TARGET_OVERRIDE`` names no platform, or ``NEURON_CC_FLAGS`` cannot be read.
-    """
+    """Return the platform that each environment variable names, for those that name one."""
     asked = {}
-    if os.environ.get(_PLATFORM_OVERRIDE, "").strip():
+    if _variable(_PLATFORM_OVERRIDE):
         asked[_PLATFORM_OVERRIDE] = platform().name
     target = _compiler_flag("--target")
     if target:
@@ -248,35 +218,25 @@ def _platform_name(found: object) -> str:
     return name if name in _PLATFORM_NAMES else text
 
 
-def _platform_of_machine() -> Detected:
-    target = _platform_name(_compiler_flag("--target") or "")
-    if target in _PLATFORM_NAMES:
-        return Detected(target, "NEURON_CC_FLAGS")
-    name = _platform_name(_product_name().partition(".")[0])
-    if name in _PLATFORM_NAMES:
-        return Detected(name, "the machine's product name")
-    return Detected("trn3", ASSUMED)
-
-
+@public("neuron backend")
 def _compiler_flag(*names: str) -> str | None:
     """The last value of a flag in ``NEURON_CC_FLAGS``, in either spelling; None where it is not there."""
     try:
         flags = shlex.split(os.environ.get("NEURON_CC_FLAGS", ""))
     except ValueError as error:
-        raise refuse(
-            ConfigError,
-            where="neuron backend",
-            argument="NEURON_CC_FLAGS",
-            expected="flags as a shell would take them",
-            got=f"{os.environ['NEURON_CC_FLAGS']!r} ({error})",
-            remedy="Close its quotation marks.",
-        ) from None
+        got = f"{os.environ['NEURON_CC_FLAGS']!r} ({error})"
+        fix = "Close its quotation marks."
+        raise ConfigError.about("NEURON_CC_FLAGS", "flags as a shell would take them", got, fix) from None
     found = None
     for flag, following in zip(flags, [*flags[1:], ""]):
         name, equals, value = flag.partition("=")
         if name in names:
             found = value if equals else following
     return found
+
+
+def _variable(name: str) -> str:
+    return os.environ.get(name, "").strip()
 
 
 @functools.cache
@@ -287,21 +247,19 @@ def _product_name() -> str:
         return ""
 
 
+@public("neuron backend")
 def logical_cores() -> Detected:
     """Return how many physical cores form a logical one (LNC): ``"1"`` or ``"2"``, the launch grid of every kernel.
 
     :data:`LNC_OVERRIDE` decides, then torch-neuronx's ``get_logical_neuron_cores()``, then
     ``NEURON_LOGICAL_NC_CONFIG``, then ``--lnc`` or ``--logical-nc-config`` in ``NEURON_CC_FLAGS``; without any of them
     it is 2, the default of Trn2 and Trn3. Whoever says otherwise is named in the result.
-
-    Raises:
-        ConfigError: it is neither 1 nor 2.
     """
     ask = _runtime_function("get_logical_neuron_cores")
     said = {
-        LNC_OVERRIDE: os.environ.get(LNC_OVERRIDE, "").strip(),
+        LNC_OVERRIDE: _variable(LNC_OVERRIDE),
         "torch_neuronx": "" if ask is None else str(ask()),
-        "NEURON_LOGICAL_NC_CONFIG": os.environ.get("NEURON_LOGICAL_NC_CONFIG", "").strip(),
+        "NEURON_LOGICAL_NC_CONFIG": _variable("NEURON_LOGICAL_NC_CONFIG"),
         "NEURON_CC_FLAGS": (_compiler_flag("--lnc", "--logical-nc-config") or "").strip(),
     }
     known = {source: value for source, value in said.items() if value}
@@ -310,14 +268,8 @@ def logical_cores() -> Detected:
     source, value = next(iter(known.items()))
     others = [f"{other} says {theirs}" for other, theirs in known.items() if theirs != value]
     if value not in ("1", "2"):
-        raise refuse(
-            ConfigError,
-            where="neuron backend",
-            argument=f"LNC ({source})",
-            expected="1 or 2",
-            got=repr(value),
-            remedy=_LNC_REMEDIES.get(source, f"Set {source} to 1 or 2, or unset it."),
-        )
+        fix = _LNC_REMEDIES.get(source, f"Set {source} to 1 or 2, or unset it.")
+        raise ConfigError.about(f"LNC ({source})", "1 or 2", repr(value), fix)
     return Detected(value, source, f"but {', '.join(others)}: make them agree" if others else "")
 
 

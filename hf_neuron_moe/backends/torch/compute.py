@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.errors import ConfigError, refuse
+from hf_neuron_moe.errors import ConfigError, public
 
 FEW_ROWS = 12
 """Rows per expert up to which a bf16 matrix-vector product beats casting the weights, without bf16 instructions."""
@@ -19,20 +19,17 @@ FEW_ROWS = 12
 
 @dataclass(frozen=True)
 class Compute:
-    """One precision on one device.
-
-    Attributes:
-        operand: dtype of the matmuls' operands and results in memory. bf16 values are exact in fp32, so fp32 matmuls of
-            bf16 (or MXFP8) values compute the same products; only the order of the fp32 sums differs.
-        rounded: dtype that values between matmuls are rounded to (bf16), or fp32 for no rounding.
-        mx: whether both operands of every matmul are rounded to MXFP8 along its contraction axis first.
-        row_chunk: rows processed at a time; bounds the temporaries and keeps them in cache.
-    """
+    """One precision on one device."""
 
     operand: torch.dtype
+    """Dtype of the matmuls' operands and results in memory. bf16 values are exact in fp32, so fp32 matmuls of bf16 (or
+    MXFP8) values compute the same products; only the order of the fp32 sums differs."""
     rounded: torch.dtype
+    """Dtype that values between matmuls are rounded to (bf16), or fp32 for no rounding."""
     mx: bool
+    """Whether both operands of every matmul are rounded to MXFP8 along its contraction axis first."""
     row_chunk: int
+    """Rows processed at a time; bounds the temporaries and keeps them in cache."""
 
 
 _IN_FP32 = {
@@ -77,9 +74,6 @@ def bf16_matmul_is_fast(device: torch.device) -> bool:
 
     Processor, build and the environment variable :data:`OPTION` decide, never a measurement: all processes of a run,
     and a run and its continuation, compute the same.
-
-    Raises:
-        ConfigError: the variable has another value than ``auto``, ``native`` or ``fp32``.
     """
     option = environment_option(OPTION, "auto", "native", "fp32")
     if option != "auto":
@@ -88,21 +82,16 @@ def bf16_matmul_is_fast(device: torch.device) -> bool:
 
 
 @functools.cache
+@public("the torch backend")
 def environment_option(name: str, *values: str) -> str:
-    """Return the environment variable `name`, which is read once: one of `values`, the first where it is unset.
-
-    Raises:
-        ConfigError: it has another value.
-    """
+    """Return the environment variable `name`, which is read once: one of `values`, the first where it is unset."""
     value = os.environ.get(name, values[0])
     if value not in values:
-        raise refuse(
-            ConfigError,
-            where="the torch backend",
-            argument=f"the environment variable {name}",
-            expected=" or ".join(map(repr, values)),
-            got=repr(value),
-            remedy="Unset it, or set one of these before Python starts.",
+        raise ConfigError.about(
+            f"the environment variable {name}",
+            " or ".join(map(repr, values)),
+            repr(value),
+            "Unset it, or set one of these before Python starts.",
         )
     return value
 

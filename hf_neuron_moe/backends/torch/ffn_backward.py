@@ -10,7 +10,7 @@ Legend: R rows, H hidden, I intermediate. With ``d_int = dY Wd`` (fp32, never ro
 bf16 rounds ``h * a``, ``d_gate`` and ``d_up`` once before they enter a matmul (nki-library ``blockwise_mm_bwd``,
 AFFINITY_ON_I). mxfp8 rounds as ``mlp_bwd_mxfp8`` does: ``silu'(g)``, ``silu'(g) * u``, ``d_gate``, ``d_up``, a
 recomputed ``silu(g)`` and a recomputed ``h``, each to bf16; operands are quantized along each matmul's own contraction
-axis: H for ``d_int``, 2I (gate and up as one axis, releases 2.31 and later) or I (2.30) for dX, rows for weights.
+axis: H for ``d_int``, 2I (gate and up as one axis, as releases from 2.31 on) for dX, rows for weights.
 
 Other activations and clamp masks come with a :class:`Gating`; a mask multiplies d_gate or d_up.
 """
@@ -23,13 +23,12 @@ import torch
 from torch import Tensor
 
 from hf_neuron_moe.backends.torch.compute import Scratch
+from hf_neuron_moe.backends.torch.cpu.matmul import matmul, matmul_into, matmul_over_rows_into
 from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints, FFNWeights, RowSource
 from hf_neuron_moe.backends.torch.gating import Gating
-from hf_neuron_moe.backends.torch.kept import take_tile
-from hf_neuron_moe.backends.torch.products import matmul, matmul_into, matmul_over_rows_into
-from hf_neuron_moe.backends.torch.projections import Projections, first_columns
+from hf_neuron_moe.backends.torch.saved import take_tile
 from hf_neuron_moe.backends.torch.swiglu_grad import SwiGLUGrad
-from hf_neuron_moe.backends.torch.tiling import Loader, Span, column_spans, row_spans
+from hf_neuron_moe.backends.torch.tiles import Loader, Projections, Span, column_spans, first_columns, row_spans
 from hf_neuron_moe.formats.padding import padded_size
 
 
@@ -55,36 +54,30 @@ class FFNGrads:
 
 @dataclass(frozen=True)
 class FFNBackward:
-    """The backward of :func:`~hf_neuron_moe.backends.torch.ffn_forward.ffn_forward`; :meth:`run` fills `grads`.
-
-    Attributes:
-        dout: the R rows of dL/dY.
-        x: the R input rows of the forward.
-        weights: the projections.
-        loader: carries the compute choice and the scratch buffers.
-        grads: outputs.
-        saved: what was kept. Gate and up, or the last columns of up, are multiplied again where they are missing.
-        scale_R1: the factor the forward applied to the intermediate.
-        block_size: rows per MoE block, or None for a dense MLP.
-        fused_phase2: quantize ``[d_gate, d_up]`` along one axis of 2I (True) or each along I (mxfp8 only).
-        recompute_loader: multiplies what was not kept; forms MX groups as the forward did, where that differs from
-            `loader`.
-        gating: activation and clamp masks; None is SiLU without clamps. mxfp8 takes the SiLU of a Gating only.
-        up_cut: the forward's, see :class:`~hf_neuron_moe.backends.torch.projections.Projections`.
-    """
+    """The backward of :func:`~hf_neuron_moe.backends.torch.ffn_forward.ffn_forward`; :meth:`run` fills `grads`."""
 
     dout: RowSource
+    """The R rows of dL/dY."""
     x: RowSource
+    """The R input rows of the forward."""
     weights: FFNWeights
+    """The projections."""
     loader: Loader
+    """Carries the compute choice and the scratch buffers."""
     grads: FFNGrads
+    """Outputs."""
     saved: Checkpoints
+    """What was kept. Gate and up, or the last columns of up, are multiplied again where they are missing."""
     scale_R1: Tensor | None = None
+    """The factor the forward applied to the intermediate."""
     block_size: int | None = None
-    fused_phase2: bool = True
+    """Rows per MoE block, or None for a dense MLP."""
     recompute_loader: Loader | None = None
+    """Multiplies what was not kept; forms MX groups as the forward did, where that differs from `loader`."""
     gating: Gating | None = None
+    """Activation and clamp masks; None is SiLU without clamps. mxfp8 takes the SiLU of a Gating only."""
     up_cut: int | None = None
+    """The forward's, see :class:`~hf_neuron_moe.backends.torch.tiles.Projections`."""
 
     def run(self) -> None:
         """Write all gradients that are wanted."""
@@ -155,8 +148,7 @@ class _Tile:
         both = loader.scratch.get("gate_up", (2 * size, shape[1]), loader.compute.operand)
         loader.fill(both[:size], weights.gate_IH[part])
         loader.fill(both[size:], weights.up_IH[part])
-        for quantized in (both,) if self.task.fused_phase2 else (both[:size], both[size:]):
-            loader.quantize(quantized, axis=0)
+        loader.quantize(both, axis=0)
         return both[:size], both[size:]
 
     def backward(self, rows: Span, *, first: bool) -> None:
@@ -195,10 +187,9 @@ class _Tile:
             self._add_input_grad(task.grads.x_RH[rows.start : rows.stop], inner)
 
     def _add_input_grad(self, out_RH: Tensor, inner: _InnerGrads) -> None:
-        """Multiply with the weights, in MX after quantizing along I or 2I; the first tile overwrites `out_RH`."""
+        """Multiply with the weights, in MX after quantizing along 2I; the first tile overwrites `out_RH`."""
         if inner.joined is not None:
-            for part in (inner.joined,) if self.task.fused_phase2 else (inner.gate, inner.up):
-                self.task.loader.quantize(part, axis=1)
+            self.task.loader.quantize(inner.joined, axis=1)
         accumulate = not self.first
         if not self.gating.skip_gate:
             matmul_into(out_RH, inner.gate, self.gate_IH[:, : self.hidden], accumulate=accumulate)

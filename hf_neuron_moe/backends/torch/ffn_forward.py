@@ -25,20 +25,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_neuron_moe.backends.torch.kept import Kept, put_tile, take_rows
-from hf_neuron_moe.backends.torch.products import matmul_into
-from hf_neuron_moe.backends.torch.projections import Projections, first_columns
-from hf_neuron_moe.backends.torch.tiling import Loader, Span, column_spans, row_spans
+from hf_neuron_moe.backends.spec import FFNWeights as FFNWeights
+from hf_neuron_moe.backends.torch.cpu.matmul import matmul_into
+from hf_neuron_moe.backends.torch.saved import Kept, put_tile, take_rows
+from hf_neuron_moe.backends.torch.tiles import Loader, Projections, Span, column_spans, first_columns, row_spans
 from hf_neuron_moe.formats.padding import padded_size
-
-
-@dataclass(frozen=True)
-class FFNWeights:
-    """Views of the three projections in ``nn.Linear`` orientation; any strides, any float dtype."""
-
-    gate_IH: Tensor
-    up_IH: Tensor
-    down_HI: Tensor
 
 
 @dataclass(frozen=True)
@@ -123,7 +114,7 @@ def ffn_forward(
         scale_R1: fp32 ``[R, 1]`` factor on the intermediate (the expert's affinity), or None.
         block_size: rows per MoE block, or None for a dense MLP.
         epilogue: replaces ``silu(gate) * up * scale`` and its roundings; `scale_R1` is then not used.
-        up_cut: see :class:`~hf_neuron_moe.backends.torch.projections.Projections`.
+        up_cut: see :class:`~hf_neuron_moe.backends.torch.tiles.Projections`.
     """
     compute = loader.compute
     hidden, inner = weights.down_HI.shape
@@ -162,12 +153,7 @@ def project_gate_up(
 ) -> None:
     """Make gate and up pre-activations again as :func:`ffn_forward` made them for its checkpoints.
 
-    Args:
-        x: the R input rows.
-        weights: the projections; down is not used.
-        loader: the forward's compute choice and the scratch buffers.
-        gate_RI: ``[R, I]`` to fill, in the dtype that the checkpoint would have; None if it was kept.
-        up_RI: the same for up.
+    `gate_RI` and `up_RI` are filled in the dtype that the checkpoint would have; None if it was saved.
     """
     inner, hidden = weights.up_IH.shape
     compute = loader.compute

@@ -18,25 +18,22 @@ Limits = tuple[float | None, float | None]
 
 @dataclass(frozen=True)
 class Gating:
-    """How gate and up become the intermediate; the default is SiLU without limits.
-
-    Attributes:
-        act_: the activation; None is SiLU.
-        act_grad_: its derivative; None is that of SiLU.
-        gate_limits: the forward's limits on the gate pre-activation.
-        up_limits: its limits on the up pre-activation.
-        skip_gate: the intermediate is ``act(up)``; the gate is unused, its gradients are zero and up is not masked
-            (nki-library 2.33 ``skip_gate_proj``).
-    """
+    """How gate and up become the intermediate; the default is SiLU without limits."""
 
     rounds_itself: ClassVar[bool] = False
     """Whether :meth:`product` and :meth:`slope` have rounding points of their own, which then replace mxfp8's."""
 
     act_: InPlace | None = None
+    """The activation; None is SiLU."""
     act_grad_: InPlace | None = None
+    """Its derivative; None is that of SiLU."""
     gate_limits: Limits = (None, None)
+    """The forward's limits on the gate pre-activation."""
     up_limits: Limits = (None, None)
+    """Its limits on the up pre-activation."""
     skip_gate: bool = False
+    """The intermediate is ``act(up)``; the gate is unused, its gradients are zero and up is not masked (nki-library
+    2.33 ``skip_gate_proj``)."""
 
     def product(self, gate: Tensor, up: Tensor, out: Tensor, act: Tensor) -> Tensor:
         """Write the intermediate into `out` and the activation into `act`; return `out`."""

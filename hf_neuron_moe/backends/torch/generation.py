@@ -23,8 +23,8 @@ from hf_neuron_moe.backends.torch.compute import (
     environment_option,
     operands_in_bf16,
 )
-from hf_neuron_moe.backends.torch.experts import ExpertStack
-from hf_neuron_moe.backends.torch.few_rows import MOST_ROWS
+from hf_neuron_moe.backends.torch.cpu.decode import MOST_ROWS
+from hf_neuron_moe.backends.torch.experts import ExpertStack, SortedPairs
 from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints
 from hf_neuron_moe.backends.torch.grouped_forward import (
     GroupedWeights,
@@ -34,14 +34,13 @@ from hf_neuron_moe.backends.torch.grouped_forward import (
     sum_over_experts,
 )
 from hf_neuron_moe.backends.torch.grouped_products import Operand, PackedWeight
-from hf_neuron_moe.backends.torch.routing import SortedPairs
-from hf_neuron_moe.backends.torch.tiling import Loader
+from hf_neuron_moe.backends.torch.tiles import Loader
 from hf_neuron_moe.formats.padding import padded_size
 
 OPTION = "HF_NEURON_MOE_GENERATION_COPIES"
 """Environment variable: ``0`` quantizes the weights in every call, ``1`` or unset keeps them quantized."""
 MOST_ROWS_OF_FP32 = 64
-"""The same as :data:`~hf_neuron_moe.backends.torch.few_rows.MOST_ROWS` where bf16 products are slow: beyond, tiles of
+"""The same as :data:`~hf_neuron_moe.backends.torch.cpu.decode.MOST_ROWS` where bf16 products are slow: beyond, tiles of
 fp32 are faster although they quantize anew."""
 _ROWS = 1 << 18
 """Elements that are quantized at a time."""
@@ -54,16 +53,7 @@ def generation_copies() -> PreparedWeights:
 
 
 def suits(precision: str, rows: int, weight: Tensor) -> bool:
-    """Whether a call without gradients reads quantized copies of its weights.
-
-    Args:
-        precision: the block's.
-        rows: of the call; beyond a limit quantizing is no longer most of the time.
-        weight: one of the weights.
-
-    Raises:
-        ConfigError: the environment variable :data:`OPTION` is neither 0 nor 1.
-    """
+    """Whether a call without gradients reads quantized copies of its weights."""
     most = MOST_ROWS if bf16_matmul_is_fast(weight.device) else MOST_ROWS_OF_FP32
     few = precision == "mxfp8" and 0 < rows <= most and not weight.is_meta
     return few and environment_option(OPTION, "1", "0") == "1"

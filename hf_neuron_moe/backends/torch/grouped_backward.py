@@ -30,7 +30,7 @@ from hf_neuron_moe.backends.torch.grouped_products import (
     width_of,
 )
 from hf_neuron_moe.backends.torch.swiglu_grad import SwiGLUGrad
-from hf_neuron_moe.backends.torch.tiling import Loader, row_tiles
+from hf_neuron_moe.backends.torch.tiles import Loader, row_tiles
 
 
 @dataclass(frozen=True)
@@ -48,31 +48,28 @@ class GroupedGrads:
 
 @dataclass(frozen=True)
 class GroupedBackward:
-    """The backward of :func:`grouped_forward`; :meth:`run` fills `grads`.
-
-    Attributes:
-        dout_TH: dL/dY of the tokens.
-        x_TH: the forward's input.
-        rows: the forward's.
-        weights: the projections.
-        loader: bf16 operands, MX-quantized or not.
-        grads: results.
-        saved: what the forward saved; what is missing is multiplied again.
-        up_cut: the forward's.
-        recompute_loader: forms the operands of the forward's products, where that differs.
-        gating: the SwiGLU product's backward where it is not the plain one.
-    """
+    """The backward of :func:`grouped_forward`; :meth:`run` fills `grads`."""
 
     dout_TH: Tensor
+    """DL/dY of the tokens."""
     x_TH: Tensor
+    """The forward's input."""
     rows: Rows
+    """The forward's."""
     weights: GroupedWeights
+    """The projections."""
     loader: Loader
+    """Bf16 operands, MX-quantized or not."""
     grads: GroupedGrads
+    """Results."""
     saved: Checkpoints
+    """What the forward saved; what is missing is multiplied again."""
     up_cut: int | None
+    """The forward's."""
     recompute_loader: Loader
+    """Forms the operands of the forward's products, where that differs."""
     gating: Gating | None = None
+    """The SwiGLU product's backward where it is not the plain one."""
 
     def run(self) -> None:
         """Write all gradients that are wanted."""

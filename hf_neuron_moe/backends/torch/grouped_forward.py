@@ -28,8 +28,8 @@ from torch import Tensor
 from hf_neuron_moe.backends.torch.experts import ExpertStack
 from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints
 from hf_neuron_moe.backends.torch.grouped_products import ROW_MULTIPLE, Operand, Runs, project, project_sums, width_of
-from hf_neuron_moe.backends.torch.kept import put_tile, take_tile
-from hf_neuron_moe.backends.torch.tiling import Loader
+from hf_neuron_moe.backends.torch.saved import put_tile, take_tile
+from hf_neuron_moe.backends.torch.tiles import Loader
 
 BATCH = 1 << 22
 """Elements ``[r, I]`` of a batch's intermediate, from which on groups are processed in turns."""
@@ -99,21 +99,18 @@ class ReadyWeights:
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a call in group order.
-
-    Attributes:
-        runs: which rows belong to which group.
-        count: R; rows behind the last run belong to groups of other ranks.
-        token_R: which token each row is; None where rows are the tokens.
-        scale_R: fp32 factor on each row's intermediate, or None.
-        block_size: rows per MoE block; None for a dense MLP.
-    """
+    """The rows of a call in group order."""
 
     runs: Runs
+    """Which rows belong to which group."""
     count: int
+    """R; rows behind the last run belong to groups of other ranks."""
     token_R: Tensor | None = None
+    """Which token each row is; None where rows are the tokens."""
     scale_R: Tensor | None = None
+    """fp32 factor on each row's intermediate, or None."""
     block_size: int | None = None
+    """Rows per MoE block; None for a dense MLP."""
 
     @classmethod
     def of_dense(cls, tokens: int) -> Rows:
@@ -200,9 +197,7 @@ class PreActivations:
     def multiply(self, x_rH: Tensor, *, missing_only: bool = False) -> None:
         """Make the products: rounded to bf16, in mxfp8 their fp32 sums.
 
-        Args:
-            x_rH: the batch's input rows as an operand.
-            missing_only: leave out what was saved.
+        `x_rH` are the batch's input rows as an operand. With `missing_only`, what was saved is left out.
         """
         loader = self.loader
         gate, up, cut = self.weights.gate_GIH, self.weights.up_GIH, self.cut
@@ -237,9 +232,7 @@ class PreActivations:
     def values(self, chunk: slice, *, rounded: bool) -> tuple[Tensor, Tensor]:
         """Return gate and up of a chunk in fp32: of the products where they were made, else what was saved.
 
-        Args:
-            chunk: rows of the batch.
-            rounded: round the sums as they would have been saved.
+        With `rounded`, sums are rounded as they would have been saved.
         """
         shape, scratch = (chunk.stop - chunk.start, self.weights.inner), self.loader.scratch
         gate, up = (scratch.get(f"{name}_fp32", shape, torch.float32) for name in ("gate", "up"))
@@ -319,12 +312,7 @@ def _save_products(pre: PreActivations, save: Checkpoints, chunk: slice) -> None
 
 
 def sum_over_experts(out_RH: Tensor, slot_TK: Tensor) -> Tensor:
-    """Add each token's rows in fp32: ``[T, H]``.
-
-    Args:
-        out_RH: the rows in group order.
-        slot_TK: where each token's rows are.
-    """
+    """Add each token's rows in fp32: ``[T, H]``."""
     shape = (len(slot_TK), out_RH.shape[1])
     if not slot_TK.shape[1]:
         return torch.zeros(shape, dtype=torch.float32, device=out_RH.device)

@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_neuron_moe.backends.torch.compute import bf16_matmul_is_fast
-from hf_neuron_moe.backends.torch.products import FEW_TOKENS, linear_into
-from hf_neuron_moe.backends.torch.tiling import Loader
+from hf_neuron_moe.backends.torch.cpu.matmul import FEW_TOKENS, linear_into
+from hf_neuron_moe.backends.torch.tiles import Loader
 from hf_neuron_moe.formats.padding import padded_size
 
 Runs = Sequence[tuple[int, int, int]]
@@ -53,9 +53,6 @@ class PackedWeight:
     """A weight ``[G, N, K]`` in the order in which oneDNN multiplies few rows fastest, in parts that fit the caches.
 
     oneDNN brings a weight into that order in every call, which takes most of the time of a product of few rows.
-
-    Args:
-        weight_GNK: bf16 operands.
     """
 
     def __init__(self, weight_GNK: Tensor) -> None:
@@ -132,12 +129,7 @@ def project(
 def project_sums(left_RK: Tensor, weight_GNK: Operand, runs: Runs, loader: Loader, out_RN: Tensor) -> None:
     """``left @ weight^T``, group by group, in fp32.
 
-    Args:
-        left_RK: as of :func:`project`.
-        weight_GNK: as of :func:`project`, not packed.
-        runs: rows of each group.
-        loader: casts, or quantizes along K.
-        out_RN: fp32 result.
+    Arguments are those of :func:`project`; the weight is not packed, `out_RN` is fp32.
     """
     assert isinstance(weight_GNK, Tensor)
     scratch, left32_RK, rows = loader.scratch, left_RK, len(left_RK)

@@ -15,17 +15,14 @@ from hf_neuron_moe.backends.torch.gating import Gating, mask_
 
 
 class SwiGLUGrad(NamedTuple):
-    """How the values between the products are made: see the module ``ffn_backward`` for the rounding points.
-
-    Attributes:
-        gating: the activation and its clamp masks.
-        mx: round as ``mlp_bwd_mxfp8`` does.
-        round_: rounds fp32 values to the compute dtype in place.
-    """
+    """How the values between the products are made: see the module ``ffn_backward`` for the rounding points."""
 
     gating: Gating
+    """The activation and its clamp masks."""
     mx: bool
+    """Round as ``mlp_bwd_mxfp8`` does."""
     round_: Callable[[Tensor], Tensor]
+    """Rounds fp32 values to the compute dtype in place."""
 
     def fill(
         self,
@@ -42,16 +39,8 @@ class SwiGLUGrad(NamedTuple):
     ) -> None:
         """Write d_gate, d_up and the scaled intermediate into `results` ``[3, R, I]``, not rounded.
 
-        Args:
-            results: to fill.
-            d_int: gradient of the intermediate ``[R, I]``; overwritten.
-            gate: gate pre-activations.
-            up: up pre-activations.
-            act: a buffer for the activation.
-            kept_act: the activation, where the policy saved it (mxfp8).
-            kept_product: ``act * up``, where the policy saved it (mxfp8).
-            scale_R1: the forward's factor on the intermediate.
-            d_scale_R: gradient of the factor, added to.
+        `d_int`, the gradient of the intermediate ``[R, I]``, is overwritten; `act` is a buffer. `kept_act` and
+        `kept_product` are the activation and ``act * up`` where the policy saved them (mxfp8). `d_scale_R` is added to.
         """
         d_gate, d_up, product = results
         self._activate(gate, up, act, product, kept_act, kept_product)

@@ -1,0 +1,168 @@
+"""Draw docs/figures/front.svg, the README's picture.
+
+    python docs/figures/front.py                                     # draws from docs/figures/front.json
+    python docs/figures/front.py --record demo_output/report.json    # takes the losses of a demo first
+
+Left: the training losses of one part of the demo. Right: the table of saved KiB per token in docs/concepts.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+FIGURES = Path(__file__).resolve().parent
+RECORD, PICTURE, CONCEPTS = FIGURES / "front.json", FIGURES / "front.svg", FIGURES.parent / "concepts.md"
+PART = "Mixture of experts"
+BLOCKS = ("Llama-3-8B MLP", "Qwen3-30B-A3B experts")
+RUNS = {"stock fp32": "stock", "bf16": "bf16", "mxfp8": "mxfp8"}  # name in the report: class in the picture
+
+WIDTH, HEIGHT = 880, 350
+LEFT, TOP, BOTTOM, PLOT = 56, 84, 284, 350  # the curves' frame: left, top and bottom edge, width
+BARS, BAR_WIDTH, ROW = 600, 200, 15.5  # the bars: left edge, width of the largest, height of a row
+
+STYLE = """
+  .back { fill: #ffffff; stroke: #d1d9e0 } .grid { stroke: #d1d9e0 }
+  text { fill: #1f2328; font: 12px -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif }
+  .title { font-size: 14px; font-weight: 600 } .muted { fill: #59636e }
+  .line { fill: none; stroke-linejoin: round }
+  .line.stock { stroke: #afb8c1; stroke-width: 6 } .bar.stock { fill: #8c959f }
+  .line.bf16 { stroke: #0969da; stroke-width: 2.2 } .bar { fill: #0969da }
+  .line.mxfp8 { stroke: #bc4c00; stroke-width: 2; stroke-dasharray: 5 4 }
+  @media (prefers-color-scheme: dark) {
+    .back { fill: #0d1117; stroke: #3d444d } .grid { stroke: #3d444d }
+    text { fill: #f0f6fc } .muted { fill: #9198a1 }
+    .line.stock { stroke: #656c76 } .bar.stock { fill: #656c76 }
+    .line.bf16 { stroke: #58a6ff } .bar { fill: #58a6ff } .line.mxfp8 { stroke: #ffa657 }
+  }
+"""
+
+
+def record(report: Path) -> dict[str, Any]:
+    """Return what the picture needs of a demo's report: machine, options, and the losses of every step."""
+    data = json.loads(report.read_text(encoding="utf-8"))
+    (part,) = (part for part in data["parts"] if part["title"] == PART)
+    return {
+        "machine": data["machine"],
+        "options": {name: value for name, value in data["options"].items() if name not in ("model", "out")},
+        "model": part["model"],
+        "losses": {
+            run["name"].removeprefix("patched "): [round(loss, 4) for loss in run["step_losses"]]
+            for run in part["runs"]
+        },
+    }
+
+
+def saved_bytes(page: str) -> dict[str, dict[str, float]]:
+    """Return KiB per token by block and policy, from the table in docs/concepts.md."""
+    lines = page.splitlines()
+    head = next(index for index, line in enumerate(lines) if line.startswith("| | stock | `full`"))
+    policies = [cell.strip(" `") for cell in lines[head].split("|")[2:-1]]
+    rows = {}
+    for line in lines[head + 2 :]:
+        if not line.startswith("|"):
+            break
+        name, *cells = (cell.strip() for cell in line.split("|")[1:-1])
+        rows[name] = dict(zip(policies, map(float, cells), strict=True))
+    return rows
+
+
+def text(x: float, y: float, content: str, *, kind: str = "", anchor: str = "start") -> str:
+    """Return a line of text; `kind` is its class."""
+    return f'<text x="{x:g}" y="{y:g}" class="{kind}" text-anchor="{anchor}">{content}</text>'
+
+
+def curves(losses: dict[str, list[float]]) -> list[str]:
+    """Return the left half: axes, a legend, and one line per run."""
+    steps = len(next(iter(losses.values())))
+    low = int(min(map(min, losses.values())) * 2) / 2
+    high = int(max(map(max, losses.values())) * 2 + 1) / 2
+    marks = [low + step / 2 for step in range(round((high - low) * 2) + 1)]
+    marks = marks[:: max(1, len(marks) // 5)]
+
+    def place(step: int, loss: float) -> str:
+        x = LEFT + (step - 1) * PLOT / (steps - 1)
+        return f"{x:.1f},{BOTTOM - (loss - low) * (BOTTOM - TOP) / (high - low):.1f}"
+
+    parts = []
+    for mark in marks:
+        y = float(place(1, mark).split(",")[1])
+        parts.append(f'<line class="grid" x1="{LEFT}" y1="{y:g}" x2="{LEFT + PLOT}" y2="{y:g}"/>')
+        parts.append(text(LEFT - 8, y + 4, f"{mark:g}", kind="muted", anchor="end"))
+    for step in (1, *range(4, steps + 1, 4)):
+        x = float(place(step, low).split(",")[0])
+        parts.append(text(x, BOTTOM + 18, str(step), kind="muted", anchor="middle"))
+    parts.append(text(LEFT + PLOT / 2, BOTTOM + 36, "training step", kind="muted", anchor="middle"))
+    for number, (name, kind) in enumerate(RUNS.items()):
+        points = " ".join(place(step, loss) for step, loss in enumerate(losses[name], start=1))
+        parts.append(f'<polyline class="line {kind}" points="{points}"/>')
+        x = LEFT + 60 + 112 * number
+        parts.append(f'<line class="line {kind}" x1="{x}" y1="{TOP - 14}" x2="{x + 26}" y2="{TOP - 14}"/>')
+        parts.append(text(x + 32, TOP - 10, name))
+    return parts
+
+
+def bars(rows: dict[str, dict[str, float]]) -> list[str]:
+    """Return the right half: one bar per policy for each block."""
+    parts, y = [], 74.0
+    largest = max(max(rows[block].values()) for block in BLOCKS)
+    for block in BLOCKS:
+        parts.append(text(BARS - 100, y, block))
+        y += 9
+        for policy, kib in rows[block].items():
+            width = BAR_WIDTH * kib / largest
+            kind = "bar stock" if policy == "stock" else "bar"
+            size = f'width="{width:.1f}" height="{ROW - 3.5:g}"'
+            parts.append(f'<rect class="{kind}" x="{BARS}" y="{y:g}" {size} rx="2"/>')
+            name = "stock bf16" if policy == "stock" else policy
+            parts.append(text(BARS - 8, y + 10, name, kind="muted", anchor="end"))
+            parts.append(text(BARS + width + 6, y + 10, f"{kib:.1f}"))
+            y += ROW
+        y += 26
+    return parts
+
+
+def draw(recorded: dict[str, Any], rows: dict[str, dict[str, float]]) -> str:
+    """Return the picture. It has its own background, so that it can be read on any page."""
+    losses = recorded["losses"]
+    ends = ", ".join(f"{name} {values[0]:.2f} to {values[-1]:.2f}" for name, values in losses.items())
+    saved = "; ".join(f"{block} " + ", ".join(f"{p} {k:.1f}" for p, k in rows[block].items()) for block in BLOCKS)
+    title = "Losses of the demo, and saved bytes per token by activation policy"
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
+            'aria-labelledby="title desc">',
+            f'<title id="title">{title}</title>',
+            f'<desc id="desc">Training loss, first to last step: {ends}. KiB saved per token: {saved}.</desc>',
+            f"<style>{STYLE}</style>",
+            f'<rect class="back" x="0.5" y="0.5" width="{WIDTH - 1}" height="{HEIGHT - 1}" rx="8"/>',
+            text(20, 34, "Training loss of the demo's Mixtral (nats)", kind="title"),
+            *curves(losses),
+            text(BARS - 100, 34, "Saved for backward, KiB per token and block", kind="title"),
+            *bars(rows),
+            text(BARS - 100, HEIGHT - 16, "bf16 blocks; policies of NeuronMoEConfig(activations=...)", kind="muted"),
+            "</svg>",
+            "",
+        ]
+    )
+
+
+def main() -> None:
+    """Record if asked to, and draw."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--record", type=Path, help="a demo's report.json")
+    arguments = parser.parse_args()
+    if arguments.record is not None:
+        text_of = json.dumps(record(arguments.record), indent=1)
+        RECORD.write_text(re.sub(r"\n +(?=[-\d\]])", " ", text_of) + "\n", encoding="utf-8")
+    recorded = json.loads(RECORD.read_text(encoding="utf-8"))
+    PICTURE.write_text(draw(recorded, saved_bytes(CONCEPTS.read_text(encoding="utf-8"))), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""What an operator computes, as objects, and as the one string that stands for them in ``torch.library``'s schemas.
+
+Legend: T tokens, H hidden, I intermediate, E experts, K experts per token.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_neuron_moe.activation_policy import Keep, parse_keep
+from hf_neuron_moe.backends.mx_weights import MXLayout
+
+
+class FFNWeights(NamedTuple):
+    """Views of the three projections in ``nn.Linear`` orientation; any strides, any float dtype."""
+
+    gate_IH: Tensor
+    up_IH: Tensor
+    down_HI: Tensor
+
+
+ExpertWeights = tuple[Tensor, Tensor]
+"""``gate_up`` and ``down``: ``[E, 2I, H]`` (gate rows first) and ``[E, H, I]``, or the transpose of both."""
+
+
+class Routing(NamedTuple):
+    """Which experts a token goes to; pairs whose id is E or larger belong to other ranks and contribute nothing."""
+
+    index_TK: Tensor
+    weight_TK: Tensor
+
+
+class Wants(NamedTuple):
+    """Which gradients somebody reads."""
+
+    input: bool = True
+    routing: bool = True
+    weights: bool = True
+
+
+class BlockSpec(NamedTuple):
+    """What is computed."""
+
+    precision: str
+    """``"bf16"``, ``"mxfp8"`` or ``"fp32"``."""
+    block_size: int = 512
+    """Tokens per block of the blockwise kernels; read for experts only."""
+    transposed: bool = False
+    """Experts' weights are ``[E, H, 2I]`` and ``[E, I, H]``; never guessed from shapes."""
+
+
+class BlockShape(NamedTuple):
+    """Sizes of a block and of its weights, without values."""
+
+    kind: str
+    """``"mlp"`` or ``"experts"``."""
+    hidden: int
+    inner: int
+    experts: int | None = None
+    top_k: int | None = None
+    """K; None for a dense MLP."""
+    ordered: bool = False
+    """The weights lie as kernels read them: gate and up in one tensor (dense), or transposed (experts)."""
+    dtype: torch.dtype = torch.bfloat16
+    """Of the weights."""
+
+
+class Support(NamedTuple):
+    """A backend's answer to whether it computes a block."""
+
+    reason: str | None = None
+    """Why it does not; None where it does."""
+    most_tokens: int | None = None
+    """Tokens of one call that it takes; None for any number."""
+    weight_copy_bytes: int = 0
+    """Copies of the weights that it needs, in its own orientation, sizes and dtype."""
+    notes: tuple[str, ...] = ()
+    """For the report."""
+    kernel_sizes: tuple[int, int] | None = None
+    """H and I as its kernels get them; None where nothing is padded."""
+
+
+class BlockCall(NamedTuple):
+    """One operator call."""
+
+    spec: BlockSpec
+    keep: Keep
+    backend: str
+    cache_weights: bool = True
+    """Whether the backend may keep copies of the weights for the next call."""
+    layouts: tuple[MXLayout, ...] = ()
+    """Of quantized weights: how gate_up and down are stored."""
+
+    def encode(self) -> str:
+        """Return the call as the string argument of an operator; :meth:`decode` is the inverse."""
+        spec = self.spec
+        options = f"{spec.precision}|{spec.block_size}|{spec.transposed:d}|{self.keep.text}"
+        layouts = "".join([f"|{layout.key}" for layout in self.layouts])
+        return f"{options}|{self.backend}|{self.cache_weights:d}{layouts}"
+
+    @staticmethod
+    @functools.cache
+    def decode(text: str) -> BlockCall:
+        """Read what :meth:`encode` wrote."""
+        precision, block_size, transposed, keep, backend, cache_weights, *layouts = text.split("|")
+        spec = BlockSpec(precision, int(block_size), transposed == "1")
+        layout_pair = tuple(MXLayout.from_key(key) for key in layouts)
+        return BlockCall(spec, parse_keep(keep), backend, cache_weights == "1", layout_pair)

@@ -1,0 +1,1 @@
+"""Matrix products and generation of the torch backend, tuned to CPUs."""

@@ -1,0 +1,205 @@
+"""Inference with so few rows per weight that reading the weights is all that counts: generation.
+
+Legend: R token-expert pairs in expert order, H hidden, I intermediate.
+
+No tiles: each expert costs two products straight from the parameters, and everything between them is done once for all
+rows. Only where a processor without bf16 instructions has oneDNN to multiply in fp32, and enough rows, are bf16 weights
+cast, part by part. Rounding points are those of the tiled path. Used where nothing is kept for a backward and the
+parameters already have the matmuls' dtype.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hf_neuron_moe.backends.torch.compute import FEW_ROWS, bf16_matmul_is_fast, call_scratch
+from hf_neuron_moe.backends.torch.cpu.matmul import LARGE_WEIGHT, SMALL_WEIGHT, linear_of_few, uses_onednn
+from hf_neuron_moe.backends.torch.experts import ExpertStack, Runs, checked_ids, rows_per_run, sort_pairs
+
+_ROWS_WORTH_CASTING = 5
+"""Rows from which a bf16 weight is cast to fp32 by parts, without bf16 instructions."""
+_LONG_ROWS_WORTH_CASTING = 8
+"""The same for more than 2048 columns."""
+_CAST_AT_ONCE = 1 << 20
+"""Elements of a weight cast to fp32 at a time, which stay in the caches."""
+MOST_ROWS = 512
+"""Beyond this many rows in all the tiled path is as fast, and its temporaries are bounded."""
+
+
+def suit(precision: str, dtype: torch.dtype, device: torch.device, rows: int, rows_per_expert: float) -> bool:
+    """Whether this many rows are better computed here than in tiles.
+
+    `rows_per_expert` rows share one weight; no rows at all are left to the tiled path.
+    """
+    if not 0 < rows <= MOST_ROWS:
+        return False
+    if precision == "fp32":
+        return dtype is torch.float32
+    if precision != "bf16" or dtype is not torch.bfloat16:
+        return False
+    return rows_per_expert <= FEW_ROWS or bf16_matmul_is_fast(device)
+
+
+def mlp(x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, precision: str) -> Tensor | None:
+    """Return the dense MLP's output in the dtype of `x_SH`; None where operands or rows ask for the tiled path."""
+    if precision == "bf16" and x_SH.dtype is torch.bfloat16 and x_SH.dim() == 2 and x_SH.shape[0] == 1:
+        # What follows below, by as few steps as possible: after all those weights the functions themselves come from
+        # memory again, which at one row takes a few percent of the time. Rounding into gate spares allocating.
+        try:
+            gate_1I, up_1I = F.linear(x_SH, gate_IH), F.linear(x_SH, up_IH)
+            if up_1I.shape == gate_1I.shape:
+                act_1I = F.silu(gate_1I.float(), inplace=True).mul_(up_1I)
+                out_1H = F.linear(gate_1I.copy_(act_1I), down_HI)
+                return out_1H if out_1H.shape == x_SH.shape else None  # functional.linear takes vectors and any H
+        except RuntimeError:  # operands that do not fit: the tiled path casts them, or says what is wrong
+            pass
+        return None
+    dtype, shape = x_SH.dtype, gate_IH.shape
+    if not (gate_IH.dtype is up_IH.dtype is down_HI.dtype is dtype) or x_SH.dim() != 2 or len(shape) != 2:
+        return None
+    rows, hidden = x_SH.shape
+    if up_IH.shape != shape or shape[1] != hidden or down_HI.shape != (hidden, shape[0]):
+        return None
+    if not suit(precision, dtype, x_SH.device, rows, rows):
+        return None
+    gate_SI, up_SI = _linear(x_SH, gate_IH), _linear(x_SH, up_IH)
+    return _linear(_gated(gate_SI, up_SI, None), down_HI).contiguous()
+
+
+def experts(x_TH: Tensor, index_TK: Tensor, weight_TK: Tensor, stack: ExpertStack) -> Tensor:
+    """Return the experts' weighted sum in the dtype of `x_TH`, which is that of the weights."""
+    gate_up, down = stack.gate_up, stack.down
+    if not stack.transposed:
+        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+    if len(x_TH) == 1:
+        return _one_token(x_TH, index_TK, weight_TK, gate_up, down)
+    pairs = sort_pairs(index_TK, len(gate_up))
+    runs, ends_E = pairs.runs, None
+    if 2 * len(runs) > len(gate_up) and _can_be_grouped(stack) and not _better_single(x_TH, stack, runs):
+        ends_E = torch.tensor(pairs.offsets[1:], dtype=torch.int32)
+    x_RH = x_TH.index_select(0, pairs.token_R)
+    scale_R = weight_TK.reshape(-1).index_select(0, pairs.order_R)
+    gate_RI, up_RI = _times_experts(x_RH, gate_up, runs, ends_E).chunk(2, dim=1)
+    out_RH = _times_experts(_gated(gate_RI, up_RI, scale_R), down, runs, ends_E)
+    if pairs.offsets[-1] < len(out_RH):
+        out_RH[pairs.offsets[-1] :].zero_()
+    out_TKH = out_RH.index_select(0, pairs.slot_TK.reshape(-1)).view(*index_TK.shape, x_TH.shape[1])
+    return out_TKH.sum(1, dtype=torch.float32).to(x_TH.dtype)
+
+
+def _one_token(x_1H: Tensor, index_1K: Tensor, weight_1K: Tensor, gate_up_EH2I: Tensor, down_EIH: Tensor) -> Tensor:
+    """The same for a single token, whose rows need neither sorting nor gathering."""
+    top_k, experts = index_1K.shape[1], len(down_EIH)
+    ids = [(slot, expert) for slot, expert in enumerate(checked_ids(index_1K)) if expert < experts]
+    gate_up_K2I = x_1H.new_empty((top_k, gate_up_EH2I.shape[2]))
+    for slot, expert in ids:
+        _multiply(x_1H, gate_up_EH2I[expert], gate_up_K2I[slot : slot + 1])
+    gate_KI, up_KI = gate_up_K2I.chunk(2, dim=1)
+    inter_KI = _gated(gate_KI, up_KI, weight_1K.reshape(-1))
+    out_1KH = x_1H.new_zeros((1, top_k, x_1H.shape[1]))
+    for slot, expert in ids:
+        _multiply(inter_KI[slot : slot + 1], down_EIH[expert], out_1KH[:, slot])
+    return out_1KH.sum(1, dtype=torch.float32).to(x_1H.dtype)
+
+
+def _times_experts(x_RK: Tensor, weight_EKN: Tensor, runs: Runs, ends_E: Tensor | None) -> Tensor:
+    """Return each row times its expert's matrix ``[R, N]``; rows of other ranks' experts hold anything.
+
+    With `ends_E`, the experts' last rows, by torch's grouped product: it multiplies the same runs without coming back
+    to Python between them, but looks at every expert, idle or not.
+    """
+    if ends_E is not None:
+        return F.grouped_mm(x_RK, weight_EKN, offs=ends_E)
+    out_RN = x_RK.new_empty((len(x_RK), weight_EKN.shape[2]))
+    for expert, start, end in runs:
+        _multiply(x_RK[start:end], weight_EKN[expert], out_RN[start:end])
+    return out_RN
+
+
+def _multiply(x_RK: Tensor, weight_KN: Tensor, out_RN: Tensor) -> None:
+    """``out = x W``."""
+    faster = _faster_linear(x_RK, weight_KN.t())
+    if faster is None:
+        torch.mm(x_RK, weight_KN, out=out_RN)
+    else:
+        out_RN.copy_(faster)
+
+
+def _linear(x_RK: Tensor, weight_FK: Tensor) -> Tensor:
+    """Return ``x W^T`` in any order of memory."""
+    faster = _faster_linear(x_RK, weight_FK)
+    if faster is not None:
+        return faster
+    few = 1 < len(x_RK) <= FEW_ROWS
+    return _times_rows(x_RK, weight_FK) if few and _rows_one_by_one(x_RK) else F.linear(x_RK, weight_FK)
+
+
+def _faster_linear(x_RK: Tensor, weight_FK: Tensor) -> Tensor | None:
+    """Return ``x W^T`` by what is faster than torch's product; None where nothing is."""
+    if x_RK.dtype is torch.float32:
+        return linear_of_few(x_RK, weight_FK)
+    return _through_fp32(x_RK, weight_FK) if _worth_casting(x_RK, weight_FK) else None
+
+
+def _worth_casting(x_RK: Tensor, weight_FK: Tensor) -> bool:
+    """Whether there are enough bf16 rows for their weight to be cast, without bf16 instructions."""
+    least = _ROWS_WORTH_CASTING if x_RK.shape[1] <= 2048 else _LONG_ROWS_WORTH_CASTING
+    if len(x_RK) < least or weight_FK.numel() < LARGE_WEIGHT or not weight_FK.is_contiguous():
+        return False
+    return _rows_one_by_one(x_RK) and uses_onednn(x_RK.device)
+
+
+def _through_fp32(x_RK: Tensor, weight_FK: Tensor) -> Tensor:
+    """Return ``x W^T`` of bf16 operands, the same products with the same single rounding, by fp32 parts of W."""
+    out_RF, scratch = x_RK.new_empty((len(x_RK), len(weight_FK))), call_scratch(x_RK.device)
+    x32_RK, step = x_RK.float(), max(_CAST_AT_ONCE // weight_FK.shape[1], 1)
+    for out_Rf, part_fK in zip(out_RF.split(step, dim=1), weight_FK.split(step), strict=True):
+        part32_fK = scratch.get("few_rows", tuple(part_fK.shape), torch.float32).copy_(part_fK)
+        product = linear_of_few(x32_RK, part32_fK)
+        out_Rf.copy_(F.linear(x32_RK, part32_fK) if product is None else product)
+    return out_RF
+
+
+def _better_single(x_TH: Tensor, stack: ExpertStack, runs: Runs) -> bool:
+    """Whether :func:`_multiply` has something faster than the grouped product for the experts of `runs`."""
+    if stack.transposed or not uses_onednn(x_TH.device):
+        return False
+    if x_TH.dtype is torch.float32:
+        return stack.down[0].numel() >= SMALL_WEIGHT
+    many = rows_per_run(runs) >= _ROWS_WORTH_CASTING  # for a single expert the first cast costs more than it brings
+    return many and stack.down[0].numel() >= LARGE_WEIGHT and _rows_one_by_one(x_TH)
+
+
+def _can_be_grouped(stack: ExpertStack) -> bool:
+    """Whether torch's grouped product takes weights, rows and sums: all strides multiples of 16 bytes, on a CPU."""
+    weights = (stack.gate_up, stack.down)
+    aligned = all(size * stack.down.element_size() % 16 == 0 for size in stack.down.shape[1:])
+    return aligned and all(weight.is_cpu and weight.is_contiguous() for weight in weights)
+
+
+def _rows_one_by_one(x_RK: Tensor) -> bool:
+    """Whether a product of several rows takes longer than one product per row.
+
+    Without bf16 instructions torch's bf16 matrix product takes a tenth longer than as many matrix-vector products.
+    """
+    return x_RK.dtype is torch.bfloat16 and not bf16_matmul_is_fast(x_RK.device)
+
+
+def _times_rows(x_RK: Tensor, weight_FK: Tensor) -> Tensor:
+    """Return ``x W^T``, row by row."""
+    out_RF = x_RK.new_empty((len(x_RK), len(weight_FK)))
+    for row_K, target_F in zip(x_RK.unbind(0), out_RF.unbind(0)):
+        torch.mv(weight_FK, row_K, out=target_F)
+    return out_RF
+
+
+def _gated(gate_RI: Tensor, up_RI: Tensor, scale_R: Tensor | None) -> Tensor:
+    """``silu(gate) * up [* scale]`` in fp32, rounded once; may overwrite `gate_RI`."""
+    if gate_RI.dtype is torch.float32:
+        act = F.silu(gate_RI, inplace=True)
+        return act.mul_(up_RI) if scale_R is None else act.mul_(up_RI).mul_(scale_R[:, None])
+    # In place, cast afterwards: out= with operands of two dtypes goes through temporaries and takes five times as long.
+    act = F.silu(gate_RI.float(), inplace=True).mul_(up_RI)
+    return (act if scale_R is None else act.mul_(scale_R[:, None])).to(gate_RI.dtype)

@@ -1,0 +1,250 @@
+"""How one feed-forward network is cut into tiles, and how tiles are brought into matmul operands.
+
+Legend: R rows (tokens of one expert, or all tokens of a dense MLP), H hidden, I intermediate size.
+
+Tiles along I bound the converted weights (never a whole layer in fp32 unless MX groups force it), tiles along R bound
+the activations. In MX mode the cuts follow the contraction tiles of the format (512, then 256, then 128), because rows
+are the contraction axis of the weight gradients and I is that of the down projection and of the input gradient.
+
+A matrix product's fp32 sums depend on how it is cut and how its operands lie in memory. Gate and up are therefore made
+by :class:`Projections` in the forward and in a backward that makes them again, and have the same bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_neuron_moe.backends.torch.compute import Compute, Scratch, call_scratch, choose_compute, fp32_products
+from hf_neuron_moe.backends.torch.cpu.matmul import matmul, matmul_into, padded_rows
+from hf_neuron_moe.backends.torch.fake_quant import fake_quantize_, fake_quantize_tile_, integer_like
+from hf_neuron_moe.formats.padding import padded_size
+from hf_neuron_moe.formats.swizzle import tile_segments
+
+_COLUMN_TILE = 2048
+
+
+@dataclass(frozen=True)
+class Span:
+    """Positions ``start..stop`` of an axis, held in a tile of `size` >= ``stop - start``.
+
+    ``lane``: distance of the four lanes of an MX block where the span is a part of one contraction tile, else 0. A
+    tile that is not full is held only up to its last lane with real positions; the others are zero and change nothing.
+    """
+
+    start: int
+    stop: int
+    size: int
+    lane: int = 0
+
+    @property
+    def length(self) -> int:
+        return self.stop - self.start
+
+
+def row_spans(rows: int, loader: Loader, block_size: int | None, hidden: int, inner: int) -> list[Span]:
+    """Cut `rows` into spans that are processed together.
+
+    Args:
+        rows: number of rows R.
+        loader: decides between plain chunks, padded as the products like it, and MX contraction tiles.
+        block_size: rows per block of the blockwise MoE kernels; None for a dense MLP, whose weight gradients contract
+            over all (padded) rows at once.
+        hidden: H of the products.
+        inner: I, the whole axis.
+    """
+    compute = loader.compute
+    if not compute.mx:
+        weight = hidden * min(inner, _COLUMN_TILE)
+        step = -(-rows // -(-rows // compute.row_chunk))
+        spans = []
+        for start in range(0, rows, step):
+            stop = min(start + step, rows)
+            size = padded_rows(stop - start, weight, compute.operand, loader.scratch.device)
+            spans.append(Span(start, stop, size))
+        return spans
+    return row_tiles(rows, block_size)
+
+
+def row_tiles(rows: int, block_size: int | None) -> list[Span]:
+    """Cut `rows` into the contraction tiles of a sum over them in MX; arguments as of :func:`row_spans`."""
+    block = block_size if block_size is not None else padded_size(rows)
+    tiles = [(first + start, size) for first in range(0, rows, block) for start, size in _contraction_tiles(block)]
+    spans = []
+    for start, size in tiles:
+        length, lane = min(size, rows - start), size // 4
+        if length > 0:
+            spans.append(Span(start, start + length, -(-length // lane) * lane, lane))
+    return spans
+
+
+def _contraction_tiles(length: int) -> list[tuple[int, int]]:
+    """Return ``(start, size)`` of every MX tile of a contraction axis of `length`."""
+    return [
+        (segment.start + number * segment.tile, segment.tile)
+        for segment in tile_segments(length)
+        for number in range(segment.tiles)
+    ]
+
+
+def column_spans(columns: int, compute: Compute) -> list[Span]:
+    """Cut the intermediate axis into spans; one single span where MX groups reach over the border of gate and up."""
+    if not compute.mx:
+        return [
+            Span(start, min(start + _COLUMN_TILE, columns), min(_COLUMN_TILE, columns - start))
+            for start in range(0, columns, _COLUMN_TILE)
+        ]
+    total = padded_size(columns)
+    step = _COLUMN_TILE if total % 512 == 0 else total
+    return [Span(start, min(start + step, columns), min(step, total - start)) for start in range(0, total, step)]
+
+
+@dataclass
+class Loader:
+    """Brings slices of tensors into operand dtype: cast, rounded, zero padded and MX quantized as asked."""
+
+    compute: Compute
+    scratch: Scratch
+    lone_384: bool = False
+    """Treat a contraction axis of exactly 384 as one tile, as ``mlp_fwd_mxfp8`` does with raw operands."""
+    rounded_sources: bool = False
+    """Whether fp32 sources are known to hold values of the compute's rounded dtype, so that none need be rounded."""
+    ready_weights: bool = False
+    """Whether weights are operands already (bf16 products only)."""
+
+    def load(
+        self, name: str, source: Tensor, shape: tuple[int, int], *, mx_axis: int | None = None, lane: int = 0
+    ) -> Tensor:
+        """Return `source` [r, c] as an operand of `shape`, zero padded; in MX mode quantized along `mx_axis`.
+
+        With `lane` the rows are one contraction tile (:meth:`quantize_rows`). Without anything to do the source itself
+        is returned, so the caller must not write into the result.
+        """
+        compute = self.compute
+        if not compute.mx:
+            exact = self.rounded_sources or compute.rounded in (source.dtype, compute.operand)
+            if exact and source.dtype == compute.operand and tuple(source.shape) == shape:
+                return source
+            mx_axis, lane = None, 0
+        if not compute.mx and source.stride(0) == 1 and source.stride(1) != 1:
+            # A straight copy of weights in the kernels' layout; matmuls take either orientation.
+            buffer = self.scratch.get(name, shape[::-1], compute.operand).t()
+        else:
+            buffer = self.scratch.get(name, shape, compute.operand)
+        self.fill(buffer, source)
+        if lane:
+            return self.quantize_rows(buffer, lane)
+        return buffer if mx_axis is None else self.quantize(buffer, mx_axis)
+
+    def fill(self, buffer: Tensor, source: Tensor) -> None:
+        """Copy `source` into the corner of `buffer`, rounded to the compute dtype, and zero the rest."""
+        rows, columns = source.shape
+        if rows < buffer.shape[0]:
+            buffer[rows:].zero_()
+        if columns < buffer.shape[1]:
+            buffer[:rows, columns:].zero_()
+        corner = buffer[:rows, :columns]
+        rounded = self.compute.rounded
+        if rounded not in (source.dtype, self.compute.operand):
+            staged = self.scratch.get("rounding", (rows, columns), rounded)
+            corner.copy_(staged.copy_(source))
+        else:
+            corner.copy_(source)
+
+    def quantize(self, buffer: Tensor, axis: int) -> Tensor:
+        """Round `buffer` to MXFP8 along `axis` in place (MX mode only)."""
+        exponents = self.scratch.get("exponents", (buffer.numel(),), integer_like(buffer.dtype))
+        scheme = "wrapX_single" if self.lone_384 and buffer.shape[axis] == 384 else "wrapX"
+        return fake_quantize_(buffer, axis, exponents, scheme=scheme)
+
+    def quantize_rows(self, buffer: Tensor, lane: int) -> Tensor:
+        """Round `buffer`, whose rows are (the first lanes of) one contraction tile, to MXFP8 along its rows."""
+        exponents = self.scratch.get("exponents", (buffer.numel(),), integer_like(buffer.dtype))
+        return fake_quantize_tile_(buffer, 0, lane, exponents)
+
+    def round_(self, values: Tensor) -> Tensor:
+        """Round fp32 `values` to the compute dtype in place."""
+        if values.dtype != self.compute.rounded:
+            staged = self.scratch.get("rounding", tuple(values.shape), self.compute.rounded)
+            values.copy_(staged.copy_(values))
+        return values
+
+
+def make_loader(
+    precision: str, device: torch.device, rows: float, weight_dtype: torch.dtype, *, lone_384: bool = False
+) -> Loader:
+    """Return a loader for one call of a block.
+
+    It has bf16 operands, for ``grouped_forward.py``, or fp32 operands, for tiles. `rows` is the average number of rows
+    that share one weight; few rows are multiplied without casting the weights.
+    """
+    compute = choose_compute(precision, device, rows_per_expert=rows, weight_dtype=weight_dtype)
+    return Loader(compute, call_scratch(device), lone_384)
+
+
+def tile_loader(precision: str, device: torch.device) -> Loader:
+    """Return a loader of fp32 operands, on any device."""
+    return Loader(fp32_products(precision), call_scratch(device))
+
+
+def first_columns(span: Span, columns: int | None) -> int:
+    """How many columns of `span` are among the first `columns` of the whole axis; all of them for None."""
+    return span.length if columns is None else min(max(columns - span.start, 0), span.length)
+
+
+class Projections:
+    """Gate and up of one span of the intermediate axis as matmul operands.
+
+    Up is multiplied in two parts where `up_cut` lies within the span: those columns of it that ``"minimal"`` keeps, and
+    the rest. Every policy cuts there, so that all have the same sums.
+
+    Args:
+        gate_IH: the whole gate projection, or None if no product with it is wanted.
+        up_IH: the whole up projection.
+        loader: the forward's loader, or one that forms the same operands.
+        span: the columns.
+        up_cut: number of columns of the whole up that are multiplied first; None for one product per span.
+        up_from: first column of the span that is wanted of up: 0, the place of the cut, or the span's length.
+    """
+
+    def __init__(
+        self,
+        gate_IH: Tensor | None,
+        up_IH: Tensor,
+        loader: Loader,
+        span: Span,
+        up_cut: int | None = None,
+        up_from: int = 0,
+    ) -> None:
+        hidden = up_IH.shape[1]
+        self.width = padded_size(hidden) if loader.compute.mx else hidden
+        self.gate_IH: Tensor | None = None
+        if gate_IH is not None:
+            part = slice(span.start, span.stop)
+            self.gate_IH = loader.load("gate", gate_IH[part], (span.size, self.width), mx_axis=1)[: span.length]
+        self.up_parts: list[tuple[int, int, Tensor]] = []
+        cut = first_columns(span, up_cut)
+        for name, begin, end in (("up", 0, cut), ("up_tail", cut, span.length)):
+            if begin < end and begin >= up_from:
+                rows = end - begin
+                if loader.compute.mx:
+                    rows = span.size if rows == span.length else padded_size(rows)
+                source = up_IH[span.start + begin : span.start + end]
+                operand_IH = loader.load(name, source, (rows, self.width), mx_axis=1)[: end - begin]
+                self.up_parts.append((begin, end, operand_IH))
+
+    def operand(self, x_RH: Tensor, rows: Span, loader: Loader) -> Tensor:
+        """Return `x_RH`, the rows of `rows`, as the left operand of both products: ``[rows.size, H]``, zero padded."""
+        return loader.load("x", x_RH, (rows.size, self.width), mx_axis=1)
+
+    def gate(self, x_RH: Tensor, out_RI: Tensor, rows: int) -> Tensor:
+        """Return the gate's sums, as :func:`~hf_neuron_moe.backends.torch.cpu.matmul.matmul` does with `out_RI`."""
+        assert self.gate_IH is not None
+        return matmul(x_RH, self.gate_IH.t(), out_RI, rows)
+
+    def up_into(self, out_RI: Tensor, x_RH: Tensor) -> None:
+        """Write the wanted columns of up into their places in `out_RI`, as wide as the span."""
+        for begin, end, operand_IH in self.up_parts:
+            matmul_into(out_RI[:, begin:end], x_RH, operand_IH.t(), accumulate=False)

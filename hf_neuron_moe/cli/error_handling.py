@@ -1,0 +1,121 @@
+"""Between the commands and the shell: every failure becomes one line or one JSON object, and an exit code."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, NoReturn
+
+import typer
+
+from hf_neuron_moe.cli.exit_codes import INTERNAL, INTERRUPTED, REFUSED, TERMINATED, USAGE, ExitCode, exit_code_of
+from hf_neuron_moe.errors import ConfigError, nearest, printable
+
+_UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+"""click's UsageError. typer brings its own copy of click in newer versions, and this class is in either."""
+
+LONGEST_MESSAGE = 1800
+"""Characters of the one line of a failure: what a file says may be megabytes."""
+
+_ARGUMENT = re.compile(r"^(\w+): (\w+) must ")
+_OPTIONS = {
+    name: f"--{name.replace('_', '-')}"
+    for name in (
+        *("precision", "layout", "swizzle", "scales", "scale_rule", "tp_degree", "pad", "source", "backend", "device"),
+        *("tokens", "layers", "seed", "block_size", "random_weights"),
+    )
+} | {"purpose": "--for", "max_shard_bytes": "--max-shard-size"}
+"""What a user of the command typed for the library's arguments, which its errors begin with."""
+
+_DEPENDENCIES = ("torch", "transformers", "accelerate", "safetensors", "huggingface_hub", "numpy", "xxhash")
+"""Modules of what the package depends on; ``pip install --no-deps`` leaves them out."""
+
+
+def run(app: typer.Typer, arguments: list[str]) -> None:
+    """Run the application with the process's arguments, and end the process unless it succeeds.
+
+    ``--json`` and ``--debug`` may stand anywhere: whether a failure is told as JSON must be known before the arguments
+    are understood.
+    """
+    as_json, debug = "--json" in arguments, "--debug" in arguments
+    try:
+        with _terminated() as signals:
+            code = app([argument for argument in arguments if argument != "--debug"], standalone_mode=False)
+            if signals:
+                _end(TERMINATED, "Terminated", "terminated", as_json)
+            if code == INTERRUPTED.code:
+                # typer has turned the KeyboardInterrupt into this number.
+                _end(INTERRUPTED, "KeyboardInterrupt", "interrupted", as_json)
+            if code:
+                sys.exit(code)
+    except _UsageError as error:
+        _end_usage(error, as_json)
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - every failure becomes an exit code
+        if debug:
+            traceback.print_exception(error)
+        code, message = _code_and_message(error, debug)
+        _end(code, type(error).__name__, message, as_json)
+
+
+def _code_and_message(error: BaseException, debug: bool) -> tuple[ExitCode, str]:
+    code = exit_code_of(error)
+    message = printable(" ".join(str(error).split()), LONGEST_MESSAGE) or type(error).__name__
+    if isinstance(error, ConfigError):
+        message = _ARGUMENT.sub(lambda found: f"{found[1]}: {_OPTIONS.get(found[2], found[2])} must ", message)
+    elif isinstance(error, ModuleNotFoundError) and error.name in _DEPENDENCIES:
+        needed = "which this command needs: install the package with its dependencies"
+        return REFUSED, f"{error.name} is not installed, {needed}"
+    elif code is INTERNAL:
+        hint = "" if debug else ". --debug shows where."
+        message = f"internal error, please report it: {type(error).__name__}: {message}{hint}"
+    elif code is INTERRUPTED:
+        message = "interrupted"
+    return code, message
+
+
+def _end(code: ExitCode, name: str, message: str, as_json: bool) -> NoReturn:
+    """Print the one line or the one object, and exit."""
+    if as_json:
+        facts = {"ok": False, "error": name, "kind": code.kind, "exit_code": code.code, "message": message}
+        typer.echo(json.dumps(facts))
+    else:
+        typer.echo(message, err=True)
+    sys.exit(code.code)
+
+
+def _end_usage(error: Any, as_json: bool) -> NoReturn:
+    """Unknown options and the like: with the usage lines in text, with the nearest name in both."""
+    given, known = getattr(error, "option_name", None), getattr(error, "possibilities", None)
+    if given and known:
+        error.message = f"No such option: {given}.{nearest(given, known)}"
+        error.possibilities = None
+    if as_json:
+        _end(USAGE, "UsageError", error.format_message(), as_json)
+    error.show()
+    sys.exit(USAGE.code)
+
+
+@contextmanager
+def _terminated() -> Iterator[list[int]]:
+    """Let SIGTERM unwind the stack as Ctrl-C does, so that what a conversion holds is put in order."""
+    received: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield received
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,202 @@
+"""The command ``estimate``: what a training step will need, from ``config.json`` alone."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from contextlib import suppress
+from dataclasses import replace
+from math import isqrt
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hf_neuron_moe.activation_policy import PRESETS, activations_from_text
+from hf_neuron_moe.backends.neuron.versions import PLATFORMS
+from hf_neuron_moe.cli.model_folder import model_folder, quiet_transformers
+from hf_neuron_moe.cli.roofline_text import gibibytes, show_roofline
+from hf_neuron_moe.cli.shared_options import BlockSize, Json, choice
+from hf_neuron_moe.config import MOST_RANK, MOST_TOKENS, OPTIMIZERS, PRECISIONS, NeuronMoEConfig
+from hf_neuron_moe.errors import ConfigError, ConversionError, NothingToPatchError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from hf_neuron_moe.training.memory_estimate import TrainingEstimate
+
+_TORCH_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+def estimate(
+    model_dir: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="Folder with config.json, or such a file.")],
+    tokens: Annotated[int | None, typer.Option(min=1, max=MOST_TOKENS, help="Tokens per step and device.")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, max=MOST_TOKENS, help="Sequences per step and device.")] = None,
+    length: Annotated[int | None, typer.Option(min=1, max=MOST_TOKENS, help="Tokens per sequence.")] = None,
+    activations: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="POLICY",
+            help="Preset, budget such as 512KiB/token, or a policy as a JSON object; repeatable. Default: all presets.",
+        ),
+    ] = None,
+    precision: Annotated[str, choice(PRECISIONS, text="Precision of the blocks.")] = "bf16",
+    dtype: Annotated[str | None, choice(tuple(_TORCH_NAMES), text="Of the parameters. Default: config.json's.")] = None,
+    optimizer: Annotated[str, choice(OPTIMIZERS, text="Whose states are kept.")] = "adamw",
+    lora_rank: Annotated[
+        int,
+        typer.Option(min=0, max=MOST_RANK, help="Rank of LoRA adapters outside of the blocks; 0: train everything."),
+    ] = 0,
+    gradient_checkpointing: Annotated[
+        bool, typer.Option("--gradient-checkpointing", help="Keep the layers' inputs and recompute each layer.")
+    ] = False,
+    device: Annotated[
+        str | None, choice(PLATFORMS, text="Also the least time of the blocks on a logical core, by published figures.")
+    ] = None,
+    block_size: BlockSize = 512,
+    as_json: Json = False,
+) -> None:
+    """Estimate the memory of a training step, and with --device the least time its blocks take.
+
+    Parameters, gradients, optimizer states and the activations that each policy saves, beside stock transformers.
+    Needs no weights and no memory. Temporaries and the device's own needs come on top.
+    """
+
+    configs = {}
+    for text in activations or PRESETS:
+        policy = activations_from_text(text, "--activations")
+        configs[text] = NeuronMoEConfig(precision=precision, activations=policy, block_size=block_size)
+    import torch
+
+    from hf_neuron_moe.convert.assign import build_meta_model
+    from hf_neuron_moe.training.memory_estimate import estimate_training
+
+    quiet_transformers()
+    with model_folder(model_dir) as folder:
+        _check_is_original(folder)
+        model = build_meta_model(folder, attention=None)
+    wanted = getattr(torch, _TORCH_NAMES[dtype]) if dtype else model.config.dtype
+    model.to(wanted or torch.float32)  # type: ignore[arg-type]
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    batch, length = batch_of(tokens, batch, length, context)
+    if device is not None:  # before adapters are put on the model
+        from hf_neuron_moe.device.kernel_support import block_groups
+
+        kept, groups = _kept_by_policies(model, configs), block_groups(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft's calls of what transformers will rename
+        result = estimate_training(
+            model,
+            configs,
+            batch=batch,
+            length=length,
+            optimizer=optimizer,
+            lora_rank=lora_rank,
+            gradient_checkpointing=gradient_checkpointing,
+        )
+    floor = None
+    if device is not None:
+        from hf_neuron_moe.device.roofline import Step, roofline
+
+        step = Step(result.tokens, block_size, trained=not lora_rank, checkpointing=gradient_checkpointing)
+        floor = roofline(groups, device, precision, step, kept)
+        floor = replace(floor, memory={policy.name: policy.total for policy in result.policies})
+    if as_json:
+        facts = {"ok": True, "model": str(model_dir), "dtype": str(model.dtype).removeprefix("torch.")}
+        times = {} if floor is None else {"roofline": floor.to_dict()}
+        typer.echo(json.dumps(facts | {"precision": precision} | result.to_dict() | times))
+        return
+    _show(result, f"{type(model).__name__}, {str(model.dtype).removeprefix('torch.')}, blocks in {precision}")
+    if context is not None and length > context:
+        typer.echo(f"The sequences are longer than the {context} positions that config.json gives the model.")
+    if floor is not None:
+        show_roofline(floor)
+
+
+def _check_is_original(folder: Path) -> None:
+    """What a step of a loaded conversion holds depends on its stored layouts, which are not estimated."""
+    from hf_neuron_moe.convert.io.folder import is_conversion
+
+    if is_conversion(folder):
+        raise ConversionError.about(
+            str(folder),
+            "an original checkpoint",
+            "a conversion",
+            "The config.json of the checkpoint it was made of is enough. `hf-neuron-moe doctor` judges the "
+            "blocks of a conversion itself, and `hf-neuron-moe inspect` tells their bytes.",
+        )
+
+
+def _kept_by_policies(model: nn.Module, configs: dict[str, NeuronMoEConfig]) -> dict[str, dict[str, str]] | None:
+    """By policy what each block keeps; None if no policy can be had, for which the memory's estimate says why."""
+    from hf_neuron_moe.device.roofline import kept_by_blocks
+
+    kept: dict[str, dict[str, str]] = {}
+    for name, config in configs.items():
+        with suppress(ConfigError, NothingToPatchError):
+            kept[name] = kept_by_blocks(model, config)
+    return kept or None
+
+
+def batch_of(tokens: int | None, batch: int | None, length: int | None, context: int | None) -> tuple[int, int]:
+    """Return batch and length for what was given.
+
+    With `tokens` alone, sequences are as long as the model's context allows and divides them.
+    """
+    if tokens is None:
+        if length is None:
+            raise typer.BadParameter("give --tokens, or --length (and --batch).")
+        if (batch or 1) * length > MOST_TOKENS:
+            raise typer.BadParameter(f"--batch {batch} times --length {length} is more than {MOST_TOKENS:,} tokens.")
+        return batch or 1, length
+    if batch is not None and length is not None and batch * length != tokens:
+        raise typer.BadParameter(f"--batch {batch} times --length {length} is not --tokens {tokens}.")
+    part = batch or length
+    if part is not None and tokens % part:
+        raise typer.BadParameter(f"--tokens {tokens} is not a multiple of {part}.")
+    if length is None and batch is None:
+        longest = min(tokens, context or tokens)
+        pairs = ((size, tokens // size) for size in range(1, isqrt(tokens) + 1) if tokens % size == 0)
+        length = max(size for pair in pairs for size in pair if size <= longest)
+        if length * 8 < longest:
+            raise typer.BadParameter(f"--tokens {tokens} has no divisor near {longest}: give --length too.")
+    length = length if length is not None else tokens // (batch or 1)
+    return tokens // length, length
+
+
+def _show(result: TrainingEstimate, title: str) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = Console()
+    share = "" if result.trainable == result.parameters else f" ({result.trainable:,} trained)"
+    console.print(f"{title}: {result.parameters:,} parameters{share}, {result.patched} blocks patched", soft_wrap=True)
+    batch = f"{result.batch} x {result.length} = {result.tokens:,} tokens per step"
+    console.print(f"{batch}{', gradient checkpointing' if result.gradient_checkpointing else ''}", soft_wrap=True)
+    fixed = {
+        "parameters and buffers": result.parameter_bytes,
+        "gradients": result.gradient_bytes,
+        f"{result.optimizer} states": result.optimizer_bytes,
+    }
+    for name, size in fixed.items():
+        console.print(f"  {name:<24}{gibibytes(size):>12}")
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("activations", overflow="fold")
+    for heading in ("KiB/token in blocks", "saved: blocks", "saved: rest", "total"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for policy in result.policies:
+        kib = policy.blocks_bytes_per_token / 1024
+        sizes = (policy.saved_blocks, policy.saved_rest, policy.total)
+        table.add_row(policy.name, f"{kib:,.1f}", *(gibibytes(size) for size in sizes))
+    for name, reason in result.refused.items():
+        table.add_row(escape(f"{name}: refused: {reason}"), *["-"] * 4)
+    console.print(table)
+    if result.gradient_checkpointing and any(policy.saved_blocks == 0 for policy in result.policies):
+        console.print(
+            "Blocks at 0: the peak is the head's and the loss's, before a layer is recomputed.", soft_wrap=True
+        )
+    if not result.patched:
+        console.print("No block can be patched; `hf-neuron-moe plan` says why.", soft_wrap=True)
+    console.print("Total: all of the above. Temporaries and the device's own needs come on top.", soft_wrap=True)

@@ -1,0 +1,37 @@
+"""The command ``export``: the checkpoint that a conversion was made of."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hf_neuron_moe.cli.progress_line import watching
+from hf_neuron_moe.cli.shared_options import Converted, Json
+
+
+def export(
+    converted: Converted,
+    destination: Annotated[Path, typer.Argument(metavar="NEW", help="Folder to make.")],
+    allow_inexact: Annotated[
+        bool, typer.Option("--allow-inexact", help="Export rounded or dequantised values where the bits are gone.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Rebuild the checkpoint a conversion was made of.
+
+    Bit for bit from bf16 layouts; from MX only the dequantised values, and only with --allow-inexact.
+    """
+    from hf_neuron_moe.convert import export_checkpoint
+
+    with watching("exporting") as (_, progress):
+        report = export_checkpoint(converted, destination, allow_inexact=allow_inexact, progress=progress)
+    if as_json:
+        typer.echo(json.dumps({"ok": True, "destination": str(destination), **report.to_dict()}))
+        return
+    exactness = "all bit for bit" if not report.inexact else f"{len(report.inexact)} of them not bit for bit"
+    typer.echo(f"{report.tensors} tensors written to {destination}, {exactness}")
+    for line in report.statement:
+        typer.echo(f"note: {line}")

@@ -1,0 +1,29 @@
+"""The command ``inspect``: what a checkpoint holds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hf_neuron_moe.cli.progress_line import watching
+from hf_neuron_moe.cli.shared_options import Json, Original
+
+
+def inspect(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Conversion, or an ordinary checkpoint.")],
+    source: Original = None,
+    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor, not one line per kind.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Say what a checkpoint holds.
+
+    Layouts, dtypes and sizes; with --source also the quantisation error of every converted tensor.
+    """
+    from hf_neuron_moe.convert.audit.inspect import inspect_checkpoint
+
+    with watching("comparing", quiet=source is None) as (_, progress):
+        report = inspect_checkpoint(directory, source, progress=progress)
+    typer.echo(json.dumps(report.to_dict()) if as_json else report.to_text(every=tensors))

@@ -1,0 +1,123 @@
+"""Progress on standard error: a line that moves on a terminal, a line per minute in a log.
+
+Both show bytes, bytes per second, time left and peak memory.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import typer
+
+Update = Callable[[int, int], None]
+"""Called with bytes done and bytes in all."""
+
+SAMPLE_SECONDS = 0.02
+"""Between two looks at the memory, each of about 30 microseconds."""
+
+LOG_SECONDS = 60.0
+"""Between two lines in a log: what takes less has none."""
+
+
+class Watch:
+    """Counts bytes and seconds, and looks at the memory from a thread of its own.
+
+    Steps are too far apart for that: when one is reported, what it needed is given back already.
+    """
+
+    def __init__(self) -> None:
+        self.done = 0  # bytes reported last
+        self.peak = 0  # largest anonymous memory seen, in bytes
+        self._start = time.monotonic()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._sample, name="memory", daemon=True)
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self._start
+
+    def update(self, done: int, total: int) -> None:
+        """Take note of a step."""
+        self.done = done
+
+    def _sample(self) -> None:
+        from hf_neuron_moe.convert.workers import anonymous_bytes
+
+        while True:
+            self.peak = max(self.peak, anonymous_bytes())
+            if self._stop.wait(SAMPLE_SECONDS):
+                return
+
+
+@contextmanager
+def watching(label: str, *, quiet: bool = False) -> Iterator[tuple[Watch, Update]]:
+    """Give a watch and the function that a long operation calls with its progress, which `quiet` does not show."""
+    with Watch() as watch:
+        if quiet:
+            yield watch, watch.update
+        elif sys.stderr.isatty():
+            with _drawn(label, watch) as update:
+                yield watch, update
+        else:
+            yield watch, _logged(label, watch)
+
+
+def _logged(label: str, watch: Watch) -> Update:
+    """Write a line when a minute has passed since the last one."""
+    last = watch.seconds
+
+    def update(done: int, total: int) -> None:
+        nonlocal last
+        watch.update(done, total)
+        now = watch.seconds
+        if now - last < LOG_SECONDS:
+            return
+        last = now
+        left = now * (total - done) / max(done, 1)
+        share = 100 * done // max(total, 1)
+        typer.echo(
+            f"{label}: {in_words(done)} of {in_words(total)} ({share} %), {in_words(done / now)}/s, about "
+            f"{left / 60:,.0f} min left, peak {in_words(watch.peak)}",
+            err=True,
+        )
+
+    return update
+
+
+@contextmanager
+def _drawn(label: str, watch: Watch) -> Iterator[Update]:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    measures = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    columns = (TextColumn(label), *measures, TextColumn("peak {task.fields[peak]}"))
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task(label, total=None, peak="")
+
+        def update(done: int, total: int) -> None:
+            watch.update(done, total)
+            bar.update(task, completed=done, total=total, peak=in_words(watch.peak))
+
+        yield update
+
+
+def in_words(nbytes: float) -> str:
+    """A number of bytes for people: ``512 B``, ``1.5 MB``; powers of 1000 as disks and networks count."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(nbytes) < 1000:
+            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.2f} TB"

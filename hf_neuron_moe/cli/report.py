@@ -1,0 +1,35 @@
+"""The command ``report``: one HTML page about training runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hf_neuron_moe.cli.shared_options import Json
+
+
+def report(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Output folder of a run or of several.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Default: report.html in RUN_DIR.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Make one HTML page of a run's files.
+
+    Patch map, loss curves, saved bytes, quantisation health, expert load, environment; reads the files of
+    NeuronMoETrainer and the parity.json of the parity study. The page is one file and loads nothing from a network.
+    """
+    from hf_neuron_moe.report import read_runs, write_report
+
+    contents = read_runs(run_dir)
+    target = output if output is not None else run_dir / "report.html"
+    size = write_report(contents, target)
+    facts = {"runs": len(contents.runs), "studies": len(contents.studies), "bytes": size}
+    if as_json:
+        typer.echo(json.dumps({"ok": True, "report": str(target), **facts}))
+    else:
+        typer.echo(f"{target}: {size / 1024:,.0f} KiB; runs: {facts['runs']}, parity studies: {facts['studies']}")

@@ -1,0 +1,80 @@
+"""Options of several commands, with checks that name the nearest valid value. Loads no torch."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hf_neuron_moe.config import BLOCK_SIZES
+from hf_neuron_moe.errors import nearest
+
+LEAST_BARE_BYTES = 1_000_000
+"""Below this, a size is taken only with its unit."""
+
+_SIZE = re.compile(r"(\d{1,30}(?:\.\d{1,30})?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+def choice(known: tuple[str, ...], *names: str, text: str) -> Any:
+    """Return an option that takes one of `known`; None where it was not given."""
+
+    def check(value: str | None) -> str | None:
+        if value is not None and value not in known:
+            choices = ", ".join(known)
+            raise typer.BadParameter(f"{value!r} is not one of {choices}.{nearest(value, list(known))}")
+        return value
+
+    return typer.Option(*names, help=text, metavar="|".join(known), callback=check)
+
+
+def size_in_bytes(text: str) -> int:
+    """Read ``5000000000``, ``5GB`` (powers of 1000) or ``5GiB`` (powers of 1024)."""
+    found = _SIZE.fullmatch(text.strip())
+    nbytes = 0
+    if found:
+        number, prefix, binary = found.groups()
+        nbytes = int(float(number) * (1024 if binary else 1000) ** _POWERS[prefix.lower()])
+    if nbytes < 1:
+        raise typer.BadParameter(f"{text!r} is not a size such as 500MB, 5GB or 2GiB.")
+    return nbytes
+
+
+def part_of(text: str | None) -> tuple[int, int] | None:
+    """Read ``I/N``: part I of N, counted from 1."""
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text)
+    index, count = map(int, found.groups()) if found else (0, 0)
+    if not 1 <= index <= count:
+        raise typer.BadParameter(f"{text!r} is not a part I/N with I from 1 to N, such as 1/4.")
+    return index, count
+
+
+def check_size(text: str) -> str:
+    """Return a size as it was given; a small number without a unit is refused: "5" is more likely meant to be 5 GB."""
+    if size_in_bytes(text) < LEAST_BARE_BYTES and not text.strip()[-1].isalpha():
+        raise typer.BadParameter(f"{text!r} has no unit and would be bytes: write 500MB, 5GB, or {text.strip()}B.")
+    return text
+
+
+def check_part(text: str | None) -> str | None:
+    """Return a part as it was given."""
+    part_of(text)
+    return text
+
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text, on errors too.")]
+AnySource = Annotated[
+    str, typer.Argument(metavar="SRC", help="Folder with config.json and safetensors files, or a hub id org/name.")
+]
+Destination = Annotated[Path, typer.Argument(metavar="DST", help="Folder to make.")]
+Original = Annotated[
+    Path | None, typer.Option("--source", metavar="SRC", help="The checkpoint it was made of, to compare with.")
+]
+Converted = Annotated[Path, typer.Argument(metavar="DST", help="Folder that convert wrote.")]
+BlockSize = Annotated[
+    int, typer.Option(metavar="|".join(map(str, BLOCK_SIZES)), help="Tokens per block of experts.", show_default=True)
+]

@@ -1,0 +1,138 @@
+"""Reads a stored operand back as a plain matrix, by the index formulas of the kernels' documents.
+
+This is the second opinion that ``verify`` and ``inspect`` need: nothing here calls the functions that wrote the
+operand, so a mistake in a swizzle, a scale's place or an expert's axis shows as a wrong number instead of cancelling
+out. It is not fast.
+
+F rows of the matrix, K contraction axis, P = K/4 swizzled rows, Q partitions, t tiles, j = 4 lanes of an x4 word.
+Formulas: nki-library 2.31 ``mlp_fwd_mxfp8`` (swizzle and scale layouts), 2.29 ``moe_cte`` (words of experts).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_neuron_moe.convert.manifest import WrittenTensor
+
+E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+Read = Callable[[WrittenTensor, int | None], Tensor]
+"""Reads a stored tensor; with an expert index, that expert's part."""
+
+
+@dataclass(frozen=True)
+class StoredOperand:
+    """The tensors that hold one orientation of one rank's part of a weight."""
+
+    values: WrittenTensor  # bf16 values, codes or words
+    scales: WrittenTensor | None  # Block scales, None for bf16
+    has_experts: bool  # Whether the first axis counts experts
+
+    @property
+    def experts(self) -> int:
+        """Number of matrices."""
+        return self.values.shape[0] if self.has_experts else 1
+
+
+def read_operand(operand: StoredOperand, expert: int | None, read: Read) -> Tensor:
+    """Return one matrix as stored, padding included: fp32 ``[F, K]``.
+
+    `expert` is None for a weight without experts.
+    """
+    values, layout = read(operand.values, expert), operand.values.layout
+    if operand.scales is None:
+        return _read_bf16(values, layout, operand.has_experts)
+    scales = read(operand.scales, expert).view(torch.uint8)
+    scale_layout = operand.values.scale_layout
+    if layout.endswith("_moe_words"):
+        return _read_words(values, scales, fp4=layout.startswith("mxfp4"), packed=scale_layout == "packed")
+    codes = values.view(torch.uint8)
+    if layout.endswith("_fused_codes"):
+        K = codes.shape[1]
+        rows = k_positions(K)[0] // 8
+        return _e4m3(codes) * _power(scales[scale_row_of(rows, K, scale_layout)].t())
+    K = 4 * codes.shape[0]
+    row_K, lane_K = k_positions(K)
+    quads_PFj = codes.view(K // 4, -1, 4)
+    return _e4m3(quads_PFj[row_K, :, lane_K].t()) * _power(scales[scale_row_of(row_K // 8, K, scale_layout)].t())
+
+
+def k_positions(K: int) -> tuple[Tensor, Tensor]:
+    """Return for every k of a swizzled contraction axis its row and its lane: int64 ``[K]`` each.
+
+    A tile from k0 of size T puts ``k0 + j*T/4 + p`` into row ``k0/4 + p``, lane j. Tiles are 512 as long as they fit; a
+    rest that is a multiple of 128 is cut into 256 and 128; any other rest is one tile.
+    """
+    rows, lanes, start = [], [], 0
+    while start < K:
+        rest = K - start
+        size = 512 if rest >= 512 else rest if rest % 128 else 256 if rest >= 256 else 128
+        inside = torch.arange(size)
+        rows.append(start // 4 + inside % (size // 4))
+        lanes.append(inside // (size // 4))
+        start += size
+    return torch.cat(rows), torch.cat(lanes)
+
+
+def scale_row_of(block: Tensor, K: int, layout: str | None) -> Tensor:
+    """Return the row of a scale tensor that holds block rows; a block is 8 swizzled rows."""
+    if layout == "oversized":
+        return 32 * (block // 4) + block % 4
+    if layout == "packed":
+        tile, rest = block // 16, block % 16
+        return 128 * (tile // 4) + 32 * (rest // 4) + 4 * (tile % 4) + rest % 4
+    return block
+
+
+def _read_bf16(values: Tensor, layout: str, has_experts: bool) -> Tensor:
+    if layout == "bf16_swizzled":
+        row_K, lane_K = k_positions(4 * values.shape[0])
+        return values.view(values.shape[0], -1, 4)[row_K, :, lane_K].t().float()
+    # The MoE kernels take an expert's matrix with the contraction axis first, the MLP kernels as Linear has it.
+    return (values.t() if layout == "bf16_kernel" and has_experts else values).float()
+
+
+def _read_words(words: Tensor, scales: Tensor, *, fp4: bool, packed: bool) -> Tensor:
+    """One expert of ``moe_cte``'s MX weights: gate_up ``[128, 2, t, I]`` along H, down ``[Q, t, H]`` along I."""
+    lanes = _lanes(words, fp4)  # [..., 4]
+    partition = torch.arange(words.shape[0])
+    if words.ndim == 4:
+        scales_Q2tI = _unpack_rows(scales, words.shape[2]).movedim(1, 2) if packed else scales
+        matrix_Q2tIj = lanes * _power(scales_Q2tI[partition // 8])[..., None]
+        # h = j*(H/4) + t*128 + q: [2, I, j, t, q]
+        return matrix_Q2tIj.permute(1, 3, 4, 2, 0).reshape(2 * words.shape[3], -1)
+    scales_QtH = _unpack_rows(scales, words.shape[1]) if packed else scales
+    matrix_QtHj = lanes * _power(scales_QtH[partition // 8])[..., None]
+    # i = t*512 + j*Q + q: [H, t, j, q]
+    return matrix_QtHj.permute(2, 1, 3, 0).reshape(words.shape[2], -1)
+
+
+def _unpack_rows(packed_QbX: Tensor, tiles: int) -> Tensor:
+    """Take ``[16, tiles, ...]`` out of packed scales ``[128, ceil(tiles/4), ...]``: 4 rows of a quadrant per tile."""
+    tile, row = torch.arange(tiles), torch.arange(16)[:, None]
+    return packed_QbX[32 * (row // 4) + 4 * (tile % 4) + row % 4, tile // 4]
+
+
+def _lanes(words: Tensor, fp4: bool) -> Tensor:
+    """Decode x4 words, lane 0 in the lowest bits: fp32 with one more axis of 4."""
+    raw = words.contiguous().view(torch.uint8)
+    if not fp4:
+        return _e4m3(raw.view(*words.shape, 4))
+    nibbles = torch.stack([raw & 15, raw >> 4], -1).view(*words.shape, 4)
+    magnitude = torch.tensor(E2M1_MAGNITUDES)[(nibbles & 7).long()]
+    return torch.where(nibbles >= 8, -magnitude, magnitude)
+
+
+def _e4m3(codes: Tensor) -> Tensor:
+    return codes.contiguous().view(torch.float8_e4m3fn).float()
+
+
+def _power(scales: Tensor) -> Tensor:
+    """2**(byte - 127); byte 255 is NaN."""
+    powers = torch.ldexp(torch.ones(256), torch.arange(256) - 127)
+    powers[255] = torch.nan
+    return powers[scales.long()]

@@ -1,0 +1,207 @@
+"""Carries out a conversion: bounded memory, several threads, the output folder complete or absent.
+
+What a caller names is checked here once: source folder or Hub id, destination, part, number of threads.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from hf_neuron_moe.config import ON_NONFINITE
+from hf_neuron_moe.convert.execute import bytes_of_all, make_shards, shards_of
+from hf_neuron_moe.convert.io.folder import checkpoint_folder
+from hf_neuron_moe.convert.manifest import MANIFEST_FILE, Manifest, WrittenTensor, load_manifest
+from hf_neuron_moe.convert.notes import check_nothing_left, warn_of_losses
+from hf_neuron_moe.convert.options import ConvertOptions
+from hf_neuron_moe.convert.plan import ConversionPlan, plan_of
+from hf_neuron_moe.convert.result import finished_manifest, write_rest
+from hf_neuron_moe.convert.transaction.commit import check_destination, clear, disk_errors, partial_of, take_name
+from hf_neuron_moe.convert.transaction.parts import check_part, part_of_shards, parts_to_repeat
+from hf_neuron_moe.convert.transaction.resume import Job, opened, options_of, parts_of
+from hf_neuron_moe.convert.workers import Progress
+from hf_neuron_moe.errors import ConfigError, ConversionError, DestinationError, DiskError, public
+
+
+@public("convert")
+def convert_checkpoint(
+    source: Path | str,
+    destination: Path,
+    options: ConvertOptions | None = None,
+    *,
+    force: bool = False,
+    resume: bool = False,
+    part: tuple[int, int] | None = None,
+    workers: int | None = None,
+    on_nonfinite: str = "error",
+    strict: bool = False,
+    progress: Progress | None = None,
+) -> Manifest | None:
+    """Convert a checkpoint.
+
+    Modules that look like MLPs or experts and that no kernel computes stay in their source form: ``manifest.left``
+    names them, and a :class:`NeuronMoEWarning` tells of them.
+
+    Sources wider than bf16 lose bits where their values need them: the manifest counts those values per tensor
+    (``manifest.rounded``), and a :class:`NeuronMoEWarning` tells when ``precision="bf16"`` rounded any.
+
+    A run that fails leaves nothing behind, unless `resume` or `part` is given: then finished shards stay in
+    ``DST.partial`` for the next run. So they do when the process is killed.
+
+    Args:
+        source: folder with ``config.json`` and safetensors files, which is never written to, or a Hub id.
+        destination: folder to make. Its files are shards ``neuron-*.safetensors``, an index, the source's
+            configuration and tokenizer files, and the manifest.
+        options: what to write.
+        force: replace an earlier conversion at `destination` once the new one is complete.
+        resume: go on with an unfinished run of the same source and options; a new run where there is none. A finished
+            one is read and compared with its checksums.
+        part: (i, n) makes the i-th of n disjoint sets of shards only, i from 1 to n. Other processes, here or
+            elsewhere, make the others; :func:`hf_neuron_moe.convert.finalize_checkpoint` puts them together.
+        workers: threads, one per core if None; fewer where they would together hold more than twice the largest weight
+            and 128 MiB. The bytes written do not depend on it.
+        on_nonfinite: ``"error"`` refuses NaN and infinite weights, ``"keep"`` converts them as they are.
+        strict: refuse a model of which a module would stay in its source form.
+        progress: called with bytes written and bytes in all, on the calling thread.
+
+    Returns:
+        The manifest that was written; None for a part.
+
+    Raises:
+        SourceDamageError: the source's files contradict themselves, or hold weights that are not finite.
+        DestinationError: the destination is taken or cannot be used.
+        DiskError: the operating system refused a call.
+        ConversionError: the source is no checkpoint that can be converted.
+        ConfigError: an option has a value outside its documented set.
+
+        In all these cases `destination` is what it was before.
+    """
+    _check_arguments(workers, on_nonfinite)
+    check_part(part)
+    with disk_errors(destination):
+        plan = plan_for(source, destination, options, force=force, strict=strict, resume=resume)
+        if resume:
+            if part is None and (manifest := finished_manifest(plan, destination, force=force)) is not None:
+                return manifest
+            check_destination(destination, plan.source.directory, force=force)
+        parts = part[1] if part is not None else None
+        with opened(destination, plan, resume=resume, part=part is not None, parts=parts) as job:
+            shards = part_of_shards(shards_of(plan), part)
+            _check_space(job, shards)
+            made = make_shards(
+                plan, job, shards, workers=workers, progress=progress, whole=part is None, on_nonfinite=on_nonfinite
+            )
+            if part is not None:
+                job.leave()
+                return None
+            manifest = write_rest(plan, job, made)
+            take_name(job.home, destination)
+            clear(job.home)
+    warn_of_losses(manifest)
+    return manifest
+
+
+def plan_for(
+    source: Path | str,
+    destination: Path,
+    options: ConvertOptions | None,
+    *,
+    force: bool,
+    strict: bool,
+    resume: bool = False,
+) -> ConversionPlan:
+    """Find and check a source, and a destination if it is not one to go on with, and plan the conversion."""
+    folder = checkpoint_folder(source)
+    if not resume:
+        check_destination(destination, folder, force=force)
+    plan = plan_of(folder, options or ConvertOptions())
+    if strict:
+        check_nothing_left(plan.left)
+    return plan
+
+
+def _check_arguments(workers: int | None, on_nonfinite: str) -> None:
+    if workers is not None and workers < 1:
+        raise ConfigError.about("workers", "a positive number of threads", workers, "Leave it out for one per core.")
+    if on_nonfinite not in ON_NONFINITE:
+        expected = f"one of {', '.join(ON_NONFINITE)}"
+        raise ConfigError.about("on_nonfinite", expected, repr(on_nonfinite), "Choose one of these.")
+
+
+def _check_space(job: Job, shards: dict[str, list[WrittenTensor]]) -> None:
+    """Refuse before hours of work what the disk cannot hold."""
+    needed = bytes_of_all(tensors for file, tensors in shards.items() if job.shard_record(file) is None)
+    free = shutil.disk_usage(job.home).free
+    if needed > free:
+        expected, got = f"on a disk with {needed:,} free bytes", f"one with {free:,}"
+        raise DiskError.about(str(job.home.parent), expected, got, "Free some space or choose another destination.")
+
+
+@public("finalize")
+def finalize_checkpoint(
+    source: Path | str,
+    destination: Path,
+    options: ConvertOptions | None = None,
+    *,
+    force: bool = False,
+    workers: int | None = None,
+    progress: Progress | None = None,
+) -> Manifest:
+    """Check that all shards of a conversion are there and right, and let it become `destination`.
+
+    The result is byte for byte what one :func:`hf_neuron_moe.convert.convert_checkpoint` without parts writes. Parts
+    are kept when this fails; calling it again after it succeeded changes nothing.
+
+    Args:
+        source: what the parts were made of.
+        destination: what the parts were made for.
+        options: what the parts were made with; None takes it from them.
+        force: replace an earlier conversion.
+        workers: threads that read the shards back, one per core if None.
+        progress: called with bytes checked and bytes in all.
+
+    Raises:
+        ConversionError: a shard is missing, has other bytes than its part recorded, or was made of another source.
+        DestinationError: there are no parts, they belong to another conversion, or `destination` is taken.
+        DiskError: the operating system refused a call.
+    """
+    with disk_errors(destination):
+        folder = checkpoint_folder(source)
+        found = options_of(destination)
+        if found is None and (destination / MANIFEST_FILE).is_file():
+            plan = plan_of(folder, load_manifest(destination).options)
+            if (manifest := finished_manifest(plan, destination)) is not None:
+                return manifest
+        if found is None:
+            got = f"no unfinished conversion {partial_of(destination)}"
+            fix = "Make the parts first, with `hf-neuron-moe convert --part I/N`."
+            raise DestinationError.about(str(destination), "what parts of a conversion were made for", got, fix)
+        plan = plan_of(folder, options or found)
+        if (manifest := finished_manifest(plan, destination, force=force)) is not None:
+            return manifest
+        check_destination(destination, folder, force=force)
+        with opened(destination, plan, resume=True, part=False) as job:
+            shards = shards_of(plan)
+            made = make_shards(
+                plan, job, shards, workers=workers, progress=progress, only_check=True, on_nonfinite="keep"
+            )
+            missing = [file for file in shards if file not in made.files]
+            if missing:
+                expected = f"complete, all {len(shards)} shards made of this source"
+                got = f"{len(missing)} missing or damaged, such as {missing[0]}"
+                fix = f"{_what_to_run(shards, missing, parts_of(job))}; what is finished is kept."
+                raise ConversionError.about(str(destination), expected, got, fix)
+            manifest = write_rest(plan, job, made)
+            take_name(job.home, destination)
+            clear(job.home)
+    warn_of_losses(manifest)
+    return manifest
+
+
+def _what_to_run(shards: Iterable[str], missing: list[str], count: int | None) -> str:
+    if count is None:
+        return "Run the same `hf-neuron-moe convert` with --resume"
+    parts = [f"{index}/{count}" for index in parts_to_repeat(shards, missing, count)]
+    several = f" and {len(parts) - 8} more" if len(parts) > 8 else ""
+    return f"Run `hf-neuron-moe convert` again with --part {', '.join(parts[:8])}{several}"

@@ -1,0 +1,1 @@
+"""Reads and writes checkpoint folders: safetensors files, their headers and hashes, JSON within bounds."""

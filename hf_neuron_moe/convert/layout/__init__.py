@@ -1,0 +1,1 @@
+"""The stored layouts: which tensors hold a weight, and how its values get there and back."""

@@ -1,0 +1,307 @@
+"""Target layouts: the tensors that hold a weight, for each purpose, precision and kernel.
+
+E experts, F rows and K columns of a matrix, K being the contraction axis of the matmul that reads it. Forward, gate_up
+is [2I, H] and down [H, I]. Backward, the gradient of the input contracts over the other axis: gate_up transposed,
+[H, 2I] with gate and up as one axis (nki-library 2.31 ``mlp_bwd_mxfp8``), and down transposed, [I, H]. Quantised values
+cannot be transposed, since their blocks lie along K, so each orientation is quantised from bf16.
+
+========================== ================================= =====================================================
+layout                     shape                             who reads it
+========================== ================================= =====================================================
+bf16_fused                 [(E,) F, K]                       Hugging Face's fused modules
+bf16_kernel                [F, K]; experts [E, K, F]         MLP kernels; ``moe_cte`` and ``blockwise_mm_bwd``
+bf16_swizzled              [K/4, 4F]                         MLP forward, pre-swizzled mode
+mxfp8_fused_codes          [(E,) F, K]                       no kernel: codes in Hugging Face's axis order
+mxfp8_compact_scales       [(E,) K/32, F]
+mxfp8_swizzled_codes       [(E,) K/4, 4F]                    MLP kernels, one matrix per expert
+mxfp8_packed_scales        [(E,) 128*ceil(K/2048), F]
+mxfp8_oversized_scales     [(E,) K/4, F]
+mxfp8_moe_words, mxfp4_... :mod:`~hf_neuron_moe.formats.moe_mx` ``moe_cte``'s MX implementations
+..._moe_scales             the same, one row per 8 partitions
+..._moe_packed_scales      the same, four tiles in a buffer  ``use_packed_scales``
+========================== ================================= =====================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from hf_neuron_moe.convert.layout.tensor_parallel import FusedWeight, PadRule, Part, part_of
+from hf_neuron_moe.convert.manifest import WrittenTensor
+from hf_neuron_moe.convert.options import FORWARD, NO_COMPACT_SCALES, ConvertOptions
+from hf_neuron_moe.errors import ConversionError, public
+from hf_neuron_moe.formats.constants import LANES, MX_BLOCK, PACKED_SLAB_K, PACKED_SLAB_ROWS
+from hf_neuron_moe.formats.moe_mx import PARTITIONS, TILE, padded_intermediate
+from hf_neuron_moe.formats.scales import scale_row_count
+
+SOURCE = "source"
+BF16_FUSED = "bf16_fused"
+BF16_KERNEL = "bf16_kernel"
+BF16_SWIZZLED = "bf16_swizzled"
+MX_FUSED_CODES = "mxfp8_fused_codes"
+MX_FUSED_SCALES = "mxfp8_compact_scales"
+MX_KERNEL_CODES = "mxfp8_swizzled_codes"
+MX_KERNEL_SCALES = "mxfp8_packed_scales"
+MX_OVERSIZED_SCALES = "mxfp8_oversized_scales"
+MOE_WORDS = {"mxfp8": "mxfp8_moe_words", "mxfp4": "mxfp4_moe_words"}
+MOE_SCALES = {"mxfp8": "mxfp8_moe_scales", "mxfp4": "mxfp4_moe_scales"}
+MOE_PACKED_SCALES = {"mxfp8": "mxfp8_moe_packed_scales", "mxfp4": "mxfp4_moe_packed_scales"}
+
+SCALE_SUFFIX = "_scale"
+"""Appended to a weight's name for its block scales."""
+
+BACKWARD_SUFFIX = "_T"
+"""Appended to a weight's name for the transposed matrix of the backward."""
+
+SCALES = frozenset(
+    {MX_FUSED_SCALES, MX_KERNEL_SCALES, MX_OVERSIZED_SCALES, *MOE_SCALES.values(), *MOE_PACKED_SCALES.values()}
+)
+"""Layouts of tensors that hold block scales."""
+
+_GROUPED_OTHERWISE = 384
+"""Contraction size that the forward kernel takes as one tile when it quantises an operand itself, while a prepared one
+has tiles of 256 and 128: the two cannot be multiplied (nki-library 2.30 ``mlp_fwd_mxfp8``)."""
+
+
+class Bf16Layout(NamedTuple):
+    """A row of :data:`BF16_LAYOUTS`: how bf16 values of a matrix ``[F, K]``, or of each expert's, are stored."""
+
+    name: str
+    experts: bool | None  # Only for weights with experts, or without; None: for both
+    takes: Callable[[ConvertOptions], bool]  # Whether these options ask for it; the first row that fits wins
+    shape: Callable[[int, int], tuple[int, int]]  # Of the stored matrix, for F and K
+    matrix: Callable[[int, int], tuple[int, int]]  # F and K, for the stored matrix' shape
+    view: Callable[[Tensor], Tensor] | None  # The stored matrix seen as [F, K]; None where ``codecs`` fills it
+
+
+def _same(first: int, second: int) -> tuple[int, int]:
+    return first, second
+
+
+def _swapped(first: int, second: int) -> tuple[int, int]:
+    return second, first
+
+
+def _as_stored(matrix_FK: Tensor) -> Tensor:
+    return matrix_FK
+
+
+# Dense kernels take [F, K] as it is; the MoE kernels take [E, K, F] (gate_up [E, H, 2, I] with 2, I merged).
+BF16_LAYOUTS: tuple[Bf16Layout, ...] = (
+    Bf16Layout(
+        BF16_SWIZZLED,
+        None,
+        lambda options: bool(options.swizzle) and not options.quantized,
+        lambda F, K: (K // LANES, LANES * F),
+        lambda rows, columns: (columns // LANES, LANES * rows),
+        None,
+    ),
+    Bf16Layout(BF16_KERNEL, True, lambda options: options.layout == "kernel", _swapped, _swapped, Tensor.t),
+    Bf16Layout(BF16_KERNEL, False, lambda options: options.layout == "kernel", _same, _same, _as_stored),
+    Bf16Layout(BF16_FUSED, None, lambda options: True, _same, _same, _as_stored),
+)
+"""Every layout of bf16 values."""
+
+_OPERAND_SCALES = {"compact": MX_FUSED_SCALES, "packed": MX_KERNEL_SCALES, "oversized": MX_OVERSIZED_SCALES}
+_WORD_DTYPES = {"mxfp8": "U32", "mxfp4": "U16"}
+_MOE_FORMATS = {layout: precision for precision, layout in MOE_WORDS.items()}
+
+
+@dataclass(frozen=True)
+class StoredForm:
+    """One tensor that stores (part of) a weight; attributes as of :class:`~hf_neuron_moe.convert.WrittenTensor`."""
+
+    suffix: str  # Appended to the weight's name
+    dtype: str  # Safetensors dtype
+    shape: tuple[int, ...]  # Shape as stored
+    layout: str  # A layout name of this file
+    part: Part  # Which part of the weight it holds, the zeros it ends in included
+    scale_layout: str | None = None  # Where block scales lie
+    orientation: str = FORWARD  # ``"forward"`` or ``"backward"``
+    extra_zeros: int = 0  # Zeros on the I axis beyond the part's, which the layout itself adds
+    rule: str = "neuron"  # Scale rule of quantised values
+
+    def written(self, weight: str) -> WrittenTensor:
+        """Describe it as a tensor of a checkpoint, without its file and checksum."""
+        padding = dict(self.part.padding)
+        if self.extra_zeros:
+            padding["I"] = padding.get("I", 0) + self.extra_zeros
+        rank = self.part.rank
+        suffix = self.suffix if rank is None else f"{self.suffix}.tp{rank}"
+        return WrittenTensor(
+            name=weight + suffix,
+            file="",
+            dtype=self.dtype,
+            shape=self.shape,
+            layout=self.layout,
+            weight=weight,
+            scale_layout=self.scale_layout,
+            orientation=self.orientation,
+            tp_rank=rank,
+            padding=padding,
+        )
+
+
+@public("convert")
+def stored_forms(weight: FusedWeight, options: ConvertOptions, rank: int | None = None) -> tuple[StoredForm, ...]:
+    """Describe the tensors that will hold one rank's part of `weight`.
+
+    `rank` is None where ``options.tp_degree`` is 1. A ConversionError says which size does not fit the layout.
+
+    Returns:
+        Values, then their scales if quantised, for each orientation in turn.
+    """
+    part = part_of(weight, rank, options.tp_degree, _pad_rule(weight, options))
+    if not _is_quantized(weight, options):
+        return (_bf16_form(weight, options, part),)
+    if reads_words(weight, options):
+        return _moe_forms(weight, options, part)
+    return tuple(
+        form for orientation in options.orientations for form in _operand_forms(weight, options, part, orientation)
+    )
+
+
+def reads_words(weight: FusedWeight, options: ConvertOptions) -> bool:
+    """Whether `weight` is stored as ``moe_cte``'s MX implementations take it."""
+    return weight.has_experts and options.quantized and options.layout == "kernel" and options.purpose == "inference"
+
+
+def moe_precision(layout: str) -> str | None:
+    """Precision of ``moe_cte`` words; None for another layout."""
+    return _MOE_FORMATS.get(layout)
+
+
+def matrix_shape(tensor: WrittenTensor, *, gate_up: bool) -> tuple[int, int]:
+    """Rows and columns of the matrix that a tensor of values holds, in its own orientation, zeros included."""
+    if moe_precision(tensor.layout) is not None:
+        if gate_up:
+            *_, tiles, inner = tensor.shape
+            return 2 * inner, tiles * TILE
+        _, partitions, tiles, hidden = tensor.shape
+        return hidden, 4 * partitions * tiles
+    rows, columns = tensor.shape[-2:]
+    if (row := bf16_layout(tensor.layout, len(tensor.shape) == 3)) is not None:
+        return row.matrix(rows, columns)
+    return (columns // LANES, LANES * rows) if tensor.layout == MX_KERNEL_CODES else (rows, columns)
+
+
+def _is_quantized(weight: FusedWeight, options: ConvertOptions) -> bool:
+    """MXFP4 is for experts; a shared expert or a dense layer beside them stays bf16, as no kernel takes it in FP4."""
+    return options.quantized and (weight.has_experts or options.precision != "mxfp4")
+
+
+def _pad_rule(weight: FusedWeight, options: ConvertOptions) -> PadRule | None:
+    """The sizes that the kernels take which will read `weight`."""
+    if not options.pad:
+        return None
+    if reads_words(weight, options):
+        return _pad_words
+    if weight.has_experts and not options.quantized:
+        return _pad_experts
+    stays_bf16 = options.quantized and not _is_quantized(weight, options)
+    return _pad_operand if options.swizzled and not stays_bf16 else _pad_lanes
+
+
+def _pad_words(axis: str, size: int) -> int:
+    """``moe_cte``'s MX implementations: H in 512s; I below 512 in 32s, else in 512s."""
+    small = _up(size, MX_BLOCK)
+    return small if axis == "I" and small < TILE else _up(size, TILE)
+
+
+def _pad_experts(axis: str, size: int) -> int:
+    """``moe_cte``: H in 512s; ``blockwise_mm_bwd``: I in 32s on each of two cores."""
+    return _up(size, TILE if axis == "H" else 2 * MX_BLOCK)
+
+
+def _pad_lanes(axis: str, size: int) -> int:
+    """MLP kernels: 128s."""
+    return _up(size, PARTITIONS)
+
+
+def _pad_operand(axis: str, size: int) -> int:
+    """MLP kernels with prepared weights: 128s, but not 384."""
+    lanes = _up(size, PARTITIONS)
+    return TILE if lanes == _GROUPED_OTHERWISE else lanes
+
+
+def _up(size: int, step: int) -> int:
+    return -(-size // step) * step
+
+
+def bf16_layout(name: str, has_experts: bool) -> Bf16Layout | None:
+    """The row of a layout of bf16 values; None for codes, words and scales."""
+    return next((row for row in BF16_LAYOUTS if row.name == name and row.experts in (None, has_experts)), None)
+
+
+def _bf16_form(weight: FusedWeight, options: ConvertOptions, part: Part) -> StoredForm:
+    F, K = part.shape
+    rows = (row for row in BF16_LAYOUTS if row.experts in (None, weight.has_experts))
+    row = next(row for row in rows if row.takes(options))
+    if row.name == BF16_SWIZZLED:
+        if weight.has_experts:
+            expected = "off for experts in bf16: only the MLP forward reads bf16 operands that are swizzled"
+            raise ConversionError.about(f"swizzle of {weight.name}", expected, "on", "Leave --swizzle out.")
+        _check_blocks(weight, options, K)
+    return StoredForm("", "BF16", (*weight.shape[:-2], *row.shape(F, K)), row.name, part)
+
+
+def _operand_forms(weight: FusedWeight, options: ConvertOptions, part: Part, orientation: str) -> list[StoredForm]:
+    """Codes and scales of one operand of the MLP kernels."""
+    F, K = part.shape if orientation == FORWARD else part.shape[::-1]
+    _check_blocks(weight, options, K)
+    experts, suffix = weight.shape[:-2], "" if orientation == FORWARD else BACKWARD_SUFFIX
+    fused = options.layout == "fused"
+    where = "compact" if fused else options.scales or "packed"
+    if where == "compact" and not fused:
+        remedy = "Leave --scales out: each kernel then gets the layout it takes."
+        raise ConversionError.about(f"scales of {weight.name}", NO_COMPACT_SCALES, where, remedy)
+    layout, shape = (MX_FUSED_CODES, (F, K)) if fused else (MX_KERNEL_CODES, (K // LANES, LANES * F))
+    rows, scales = K // MX_BLOCK if fused else scale_row_count(K, where), _OPERAND_SCALES[where]
+    return [
+        StoredForm(suffix, "F8_E4M3", (*experts, *shape), layout, part, where, orientation, 0, options.rule),
+        StoredForm(suffix + SCALE_SUFFIX, "U8", (*experts, rows, F), scales, part, where, orientation),
+    ]
+
+
+def _moe_forms(weight: FusedWeight, options: ConvertOptions, part: Part) -> tuple[StoredForm, ...]:
+    """Words and scales as in the table of :mod:`hf_neuron_moe.formats.moe_mx`."""
+    E, H, inner = weight.shape[0], part.padded_hidden, part.width
+    scales = options.scales or "compact"
+    remedy = "Use --pad."
+    if options.precision != "mxfp4":  # with which no kernel trains
+        remedy = "Use --pad, or --for training, whose operands need multiples of 32 only."
+    for wrong, expected, got, fix in (
+        (H % TILE, f"a multiple of {TILE} (hidden size)", H, remedy),
+        (inner % MX_BLOCK, f"a multiple of {MX_BLOCK} (intermediate size of a rank)", inner, remedy),
+        (scales == "oversized", "packed or compact (scales)", scales, "Leave --scales out."),
+    ):
+        if wrong:
+            subject = f"size or scales of {weight.name}, for moe_cte's MX weights,"
+            raise ConversionError.about(subject, expected, got, fix)
+    padded = padded_intermediate(inner)
+    tiles = H // TILE if part.gate_up else -(-padded // TILE)
+    partitions = PARTITIONS if part.gate_up else padded // tiles // 4
+    tail: tuple[int, ...] = (tiles, inner) if part.gate_up else (tiles, H)
+    pair: tuple[int, ...] = (2,) if part.gate_up else ()
+    precision, rule = options.precision, options.rule
+    rows, layout = (E, partitions // 8, *pair, *tail), MOE_SCALES[precision]
+    if scales == "packed":
+        buffers = -(-tiles * TILE // PACKED_SLAB_K)
+        rows, layout = (E, PACKED_SLAB_ROWS, buffers, *pair, tail[-1]), MOE_PACKED_SCALES[precision]
+    extra = 0 if part.gate_up else padded - inner
+    words = (E, partitions, *pair, *tail)
+    return (
+        StoredForm("", _WORD_DTYPES[precision], words, MOE_WORDS[precision], part, scales, FORWARD, extra, rule),
+        StoredForm(SCALE_SUFFIX, "U8", rows, layout, part, scales, FORWARD, extra),
+    )
+
+
+def _check_blocks(weight: FusedWeight, options: ConvertOptions, K: int) -> None:
+    if K % MX_BLOCK or K == 0:
+        expected = f"a multiple of {MX_BLOCK} for {'MXFP8' if options.quantized else 'swizzled operands'}"
+        fix = "Use --pad (in kernel layout), or --precision bf16 without --swizzle for this model."
+        raise ConversionError.about(f"contraction size of {weight.name}", expected, K, fix)

@@ -1,0 +1,89 @@
+"""What a conversion leaves in its source form, rounds and keeps, in sentences.
+
+Left are modules that look like MLPs or experts and that no kernel computes.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from hf_neuron_moe.convert.manifest import LeftModule, Manifest, grouped
+from hf_neuron_moe.errors import ConversionError, NeuronMoEWarning, pattern_of, printable, spelled_together
+
+Left = Mapping[str, LeftModule]
+
+
+def left_facts(left: Left | None) -> dict[str, Any] | None:
+    """What ``--json`` prints: modules by name, and their tensors and bytes together; None where it is not known."""
+    if left is None:
+        return None
+    return {
+        "modules": {name: asdict(module) for name, module in left.items()},
+        "tensors": sum(module.tensors for module in left.values()),
+        "bytes": sum(module.nbytes for module in left.values()),
+    }
+
+
+def left_notes(left: Left | None) -> list[str]:
+    """One sentence for each kind of module and reason; none where nothing is left."""
+    left = left or {}
+    kinds = grouped(left, lambda name: (pattern_of(name), left[name].reason))
+    return [
+        printable(
+            f"{len(names)} {'modules' if len(names) > 1 else 'module'} left in source form "
+            f"({sum(left[name].tensors for name in names):,} tensors, "
+            f"{sum(left[name].nbytes for name in names):,} bytes): {spelled_together(names)}: {reason}"
+        )
+        for (_, reason), names in kinds.items()
+    ]
+
+
+def check_nothing_left(left: Left) -> None:
+    """Refuse a conversion that would leave modules in their source form, for ``strict``."""
+    if not left:
+        return
+    expected = "one that the kernels can compute, with strict"
+    fix = "Leave --strict out to copy what these modules hold as it is."
+    raise ConversionError.about("every MLP and experts module", expected, "; ".join(left_notes(left)), fix)
+
+
+def warn_of_losses(manifest: Manifest) -> None:
+    """Warn when a bf16 conversion rounded values, and when modules stayed in their source form."""
+    for note in left_notes(manifest.left):
+        warnings.warn(f"convert: {note}", NeuronMoEWarning, stacklevel=4)
+    if manifest.options.precision == "bf16" and manifest.rounded:
+        warnings.warn(f"convert: {rounding_note(manifest)}", NeuronMoEWarning, stacklevel=4)
+
+
+def rounding_note(manifest: Manifest) -> str:
+    """Say in one sentence how many values a conversion rounded to bf16; empty where it rounded none."""
+    rounded = manifest.rounded or {}
+    if not rounded:
+        return ""
+    pieces = {piece.source: piece for piece in manifest.pieces}
+    values = sum(math.prod(pieces[name].shape) for name in rounded)
+    kinds = "/".join(sorted({pieces[name].dtype for name in rounded}))
+    return (
+        f"{sum(rounded.values()):,} of {values:,} {kinds} values in {len(rounded)} tensors (first: {min(rounded)}) do "
+        "not fit bf16 and were rounded; keep the original checkpoint, export cannot bring them back."
+    )
+
+
+def nonfinite_note(manifest: Manifest) -> str:
+    """Say in one sentence how many NaN and infinite values a conversion kept; empty where it kept none."""
+    kept = manifest.nonfinite or {}
+    if not kept:
+        return ""
+    effect = "they are in the weights as they were."
+    if manifest.options.quantized:
+        effect = (
+            "in MX such a value spoils its whole block, whose other values become zero or NaN, and an infinity may "
+            "turn into the largest finite code under the largest scale."
+        )
+    return (
+        f"{sum(kept.values()):,} NaN or infinite values in {len(kept)} tensors (first: {min(kept)}) were kept: {effect}"
+    )

@@ -1,0 +1,133 @@
+"""What a finished conversion has besides its shards: index, side files and manifest; and whether one is there."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from hf_neuron_moe._version import __version__
+from hf_neuron_moe.convert.config_json import rewritten_files
+from hf_neuron_moe.convert.execute import Made
+from hf_neuron_moe.convert.io.file_hashes import hash_file
+from hf_neuron_moe.convert.io.side_files import side_files
+from hf_neuron_moe.convert.io.source import damaged
+from hf_neuron_moe.convert.manifest import INDEX_OUT, MANIFEST_FILE, Manifest, Piece, WrittenTensor, load_manifest
+from hf_neuron_moe.convert.plan import ConversionPlan
+from hf_neuron_moe.convert.transaction.commit import clear, copy_file, held, is_free, partial_of, write_file
+from hf_neuron_moe.convert.transaction.resume import Job
+from hf_neuron_moe.errors import ConversionError, DestinationError, public
+
+
+def finished_manifest(plan: ConversionPlan, destination: Path, *, force: bool = False) -> Manifest | None:
+    """The manifest at `destination` where it is the very result of `plan`, of the source's very bytes; else None.
+
+    A run that was killed after its last step leaves such a destination, and a partial folder to clear away. With
+    `force`, a damaged result counts as none.
+    """
+    if not (destination / MANIFEST_FILE).is_file():
+        return None
+    try:
+        manifest = load_manifest(destination)
+    except ConversionError as error:
+        if force:
+            return None
+        raise _damaged_result(destination, str(error)) from error
+    planned = [replace(tensor, checksum="") for tensor in plan.tensors]
+    if manifest.options != plan.options or [replace(tensor, checksum="") for tensor in manifest.tensors] != planned:
+        return None
+    folder = plan.source.directory
+    sizes = {file: (folder / file).stat().st_size for file in plan.source.files}
+    if manifest.source_files != sizes or manifest.source_sha256 != {file: hash_file(folder / file) for file in sizes}:
+        return None
+    if damage := _damaged_files(destination, manifest):
+        if force:
+            return None
+        raise _damaged_result(destination, f"{len(damage)} missing or altered files, such as {damage[0]}")
+    partial = partial_of(destination)
+    if partial.exists() and is_free(partial):
+        with held(partial, destination):
+            clear(partial)
+    return manifest
+
+
+def _damaged_result(destination: Path, got: str) -> DestinationError:
+    expected = "as it was when its conversion finished"
+    fix = "`hf-neuron-moe verify` tells more; convert again with --force to replace it."
+    return DestinationError.about(str(destination), expected, got.removesuffix("."), fix)
+
+
+def _damaged_files(directory: Path, manifest: Manifest) -> list[str]:
+    """Files of a finished conversion that are missing or do not have the bytes that were written."""
+    files = {**dict.fromkeys(manifest.by_file(), ""), **manifest.file_sha256}
+    return sorted(
+        name
+        for name, sha256 in files.items()
+        if not (directory / name).is_file() or hash_file(directory / name) != sha256
+    )
+
+
+@public("convert")
+def write_rest(plan: ConversionPlan, job: Job, made: Made) -> Manifest:
+    """Write everything but the shards into the future folder, the manifest last."""
+    files, manifest = files_beside(plan, made)
+    job.drop_strangers({*made.files, *files})
+    for name, content in files.items():
+        _publish(job, name, content, manifest.file_sha256[name])
+    _publish(job, MANIFEST_FILE, manifest.to_json().encode())
+    return manifest
+
+
+def files_beside(plan: ConversionPlan, made: Made) -> tuple[dict[str, bytes | Path], Manifest]:
+    """Make the content of every file beside the shards, or say which to copy, by its path in the folder.
+
+    Returns:
+        These, and the manifest, which knows all their checksums.
+    """
+    tensors = [replace(tensor, checksum=made.tensors[tensor.name]) for tensor in plan.tensors]
+    changed, replaced = rewritten_files(plan)
+    files: dict[str, bytes | Path] = {**side_files(plan.source.directory), **changed}
+    files[INDEX_OUT] = _index(tensors).encode()
+    checksums = {name: _sha256(content) for name, content in files.items()}
+    manifest = _manifest(plan, tensors, made)
+    return files, replace(manifest, replaced_files=replaced, file_sha256={**made.files, **checksums})
+
+
+def _publish(job: Job, name: str, content: bytes | Path, sha256: str = "") -> None:
+    path = job.temporary(name)
+    if isinstance(content, bytes):
+        write_file(path, content)
+    elif copy_file(content, path) != sha256:
+        raise damaged(name, "left alone during the conversion", "a file that was changed meanwhile")
+    job.publish(name)
+
+
+def _sha256(content: bytes | Path) -> str:
+    return hashlib.sha256(content).hexdigest() if isinstance(content, bytes) else hash_file(content)
+
+
+def _manifest(plan: ConversionPlan, tensors: list[WrittenTensor], made: Made) -> Manifest:
+    source = plan.source
+    weights = {name: weight.pieces for name, weight in plan.weights.items()}
+    weights |= {t.name: (Piece(t.name, t.file, t.dtype, t.shape),) for t in plan.copied.values()}
+    return Manifest(
+        tool_version=__version__,
+        options=plan.options,
+        source_files={file: (source.directory / file).stat().st_size for file in source.files},
+        source_metadata={file: dict(metadata) for file, metadata in source.metadata.items()},
+        weights=weights,
+        tensors=tuple(tensors),
+        rounded=dict(made.rounded),
+        nonfinite=dict(made.nonfinite),
+        source_sha256=made.sources,
+        file_sha256=made.files,
+        left=dict(plan.left),
+        source_index=None if source.index_metadata is None else dict(source.index_metadata),
+    )
+
+
+def _index(tensors: list[WrittenTensor]) -> str:
+    total = sum(tensor.nbytes for tensor in tensors)
+    content = {"metadata": {"total_size": total}, "weight_map": {tensor.name: tensor.file for tensor in tensors}}
+    return json.dumps(content, indent=2, sort_keys=True) + "\n"

@@ -1,0 +1,247 @@
+"""Output folders that appear complete or not at all.
+
+Everything is written into ``DST.partial`` beside DST: the future folder, and what a resumed run needs to know. Only
+when the folder is complete and on the disk does it take the name DST, in one step, also where an earlier conversion has
+that name. Names inside the partial folder::
+
+    .hf-neuron-moe-partial   what is being made; while it is there the partial folder is ours
+    folder/                  what becomes DST
+    writing-*/               files being written by one process
+    done/, sources/          records of finished shards and of source files' checksums
+    old/                     an earlier conversion on its way out, where names cannot be swapped in one step
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from io import FileIO
+from pathlib import Path
+
+from hf_neuron_moe.convert.io.tensors import CHUNK_BYTES
+from hf_neuron_moe.convert.manifest import MANIFEST_FILE
+from hf_neuron_moe.convert.transaction import disk
+from hf_neuron_moe.errors import DestinationError, DiskError
+
+MARKER_FILE = ".hf-neuron-moe-partial"
+"""Lies in every partial folder, so that only folders of ours are ever cleared away."""
+
+FOLDER = "folder"
+OLD = "old"
+
+
+def check_destination(destination: Path, source: Path, *, force: bool | None) -> None:
+    """Refuse a destination that cannot be written, before any work is done."""
+    expected, remedy = "", ""
+    home, target = source.resolve(), destination.resolve()
+    partial = partial_of(destination)
+    if target == home or home in target.parents or target in home.parents:
+        expected, got = "a folder outside the source", "one that contains the other"
+        remedy = "Choose another destination."
+    elif not target.parent.is_dir():
+        expected, got = "in an existing folder", f"no folder {target.parent}"
+        remedy = "Make the parent folder first."
+    elif (destination.exists() or destination.is_symlink()) and not force:
+        expected, got = "a name that is not taken", "an existing one"
+        remedy = "Choose another, or remove it first."
+        if force is not None:
+            remedy = "Choose another, or use --force to replace an earlier conversion."
+    elif destination.is_symlink():
+        expected, got = "a folder's own name", f"a link to {target}"
+        remedy = "Give the folder itself; replacing it here would leave that one as it is and lose the link."
+    elif destination.exists() and not (destination / MANIFEST_FILE).is_file():
+        expected, got = "new, or an earlier conversion", f"something without {MANIFEST_FILE}"
+        remedy = "--force replaces conversions only; remove it yourself if it is not needed."
+    elif not is_free(partial):
+        expected, got = f"a name with {partial.name} free", "a folder of that name that is not an unfinished conversion"
+        remedy = "Move it away, or choose another destination."
+    if expected:
+        raise DestinationError.about(str(destination), expected, got, remedy)
+
+
+@contextmanager
+def committed_folder(destination: Path) -> Iterator[Path]:
+    """Give a folder to fill, which becomes `destination` when the block ends without an exception.
+
+    The caller has run :func:`check_destination`. Files written inside must have been synced.
+    """
+    home = partial_of(destination)
+    with disk_errors(destination), held(home, destination):
+        try:
+            empty(home)
+            disk.create(home / MARKER_FILE).close()
+            disk.make_folder(home / FOLDER)
+            yield home / FOLDER
+            take_name(home, destination)
+            clear(home)
+        except BaseException:
+            give_up(home, destination)
+            raise
+
+
+def partial_of(destination: Path) -> Path:
+    """The folder in which `destination` is made."""
+    return destination.with_name(destination.name + ".partial")
+
+
+def is_free(partial: Path) -> bool:
+    """Whether this name is unused, or is an unfinished conversion's: one killed at once has no marker, but no files."""
+    if not partial.is_dir():
+        return not (partial.exists() or partial.is_symlink())
+    names = [entry.name for entry in partial.iterdir()]
+    return MARKER_FILE in names or all(name.startswith(MARKER_FILE) for name in names)
+
+
+@contextmanager
+def held(home: Path, destination: Path, *, shared: bool = False) -> Iterator[None]:
+    """Make the partial folder if need be, and keep other processes out of it while the block runs.
+
+    A lock ends with its process, however that ends. File systems without locks do without. `shared` lets others in that
+    ask for the same.
+    """
+    descriptor = _locked(home, shared=shared)
+    if descriptor is None:
+        expected, got = "written by one process, or by several with --part", f"another process at work in {home.name}"
+        raise DestinationError.about(str(destination), expected, got, "Wait until it is done.")
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _locked(home: Path, *, shared: bool) -> int | None:
+    """Make the partial folder if need be and lock it; None where another process holds it.
+
+    Between opening and locking, its owner may finish and remove it, and a third process may make a folder of the same
+    name: a lock on the removed one keeps nobody out, so the folder has to be the one that has the name.
+    """
+    while True:
+        with suppress(FileExistsError):
+            disk.make_folder(home)
+        try:
+            descriptor = os.open(home, os.O_RDONLY)
+        except FileNotFoundError:
+            continue
+        mine = False
+        try:
+            if not _lock(descriptor, shared=shared):
+                return None
+            with suppress(FileNotFoundError):
+                mine = os.path.samestat(os.fstat(descriptor), os.stat(home))
+            if mine:
+                return descriptor
+        finally:
+            if not mine:
+                os.close(descriptor)
+
+
+def _lock(descriptor: int, *, shared: bool) -> bool:
+    try:
+        import fcntl
+    except ImportError:  # not on Windows
+        return True
+    try:
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True  # a network file system that knows no locks on folders
+    return True
+
+
+@contextmanager
+def disk_errors(destination: Path) -> Iterator[None]:
+    """Turn errors of the operating system into refusals that say what is left."""
+    try:
+        yield
+    except OSError as error:
+        home = partial_of(destination)
+        left = "Nothing was left behind."
+        if home.exists():
+            left = f"What is finished lies in {home}; --resume goes on with it."
+            if not (home / FOLDER).exists() and destination.exists():
+                left = f"{destination} is complete; remove {home.name} beside it."
+        expected = "written without an error of the operating system"
+        fix = f"{left} Check free space, permissions and the source's disk."
+        raise DiskError.about(str(destination), expected, f"{type(error).__name__}: {error}", fix) from error
+
+
+@contextmanager
+def _new_file(path: Path) -> Iterator[FileIO]:
+    """Give a new file, which is synced at the end; what cannot be written completely is removed."""
+    file = disk.create(path)
+    try:
+        with file:
+            yield file
+            sync(file)
+    except OSError:
+        with suppress(OSError):
+            disk.unlink(path)
+        raise
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write and sync a new file; what cannot be written completely is removed."""
+    with _new_file(path) as file:
+        disk.write_at(file, memoryview(content), 0)
+
+
+def copy_file(source: Path, target: Path) -> str:
+    """Copy a file in chunks, sync it and return its SHA-256; what cannot be written completely is removed."""
+    digest = hashlib.sha256()
+    buffer, position = memoryview(bytearray(CHUNK_BYTES)), 0
+    with disk.open_to_read(source) as original, _new_file(target) as file:
+        while count := disk.read_at(original, buffer, position):
+            digest.update(buffer[:count])
+            disk.write_at(file, buffer[:count], position)
+            position += count
+    return digest.hexdigest()
+
+
+def sync(file: FileIO) -> None:
+    """Fsync an open file."""
+    disk.fsync(file)
+
+
+def take_name(home: Path, destination: Path) -> None:
+    """Let the finished folder take its final name; an earlier conversion keeps that name until this moment."""
+    folder, old = home / FOLDER, home / OLD
+    disk.fsync_folder(folder)
+    if not (destination.exists() or destination.is_symlink()):
+        disk.rename(folder, destination)
+    elif not disk.exchange(folder, destination):
+        disk.rename(destination, old)
+        try:
+            disk.rename(folder, destination)
+        except OSError:
+            disk.rename(old, destination)
+            raise
+    disk.fsync_folder(destination.parent)
+
+
+def put_back(home: Path, destination: Path) -> None:
+    """Undo half a replacement: a run was killed between the two renames of :func:`take_name`."""
+    if (home / OLD).is_dir() and not destination.exists():
+        disk.rename(home / OLD, destination)
+        disk.fsync_folder(destination.parent)
+
+
+def empty(home: Path) -> None:
+    """Remove what the partial folder holds, its marker last."""
+    for entry in sorted(home.iterdir(), key=lambda entry: (entry.name.startswith(MARKER_FILE), entry.name)):
+        disk.remove_tree(entry)
+
+
+def clear(home: Path) -> None:
+    """Remove the partial folder."""
+    empty(home)
+    disk.remove_folder(home)
+
+
+def give_up(home: Path, destination: Path) -> None:
+    """Remove the partial folder after a failure, as far as the system lets us."""
+    with suppress(OSError):
+        put_back(home, destination)
+        clear(home)

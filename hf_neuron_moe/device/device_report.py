@@ -1,0 +1,176 @@
+"""What ``verify_device`` found, block by block, what it means as a whole, and what to do about it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hf_neuron_moe.device.tolerances import (
+    BOUNDS,
+    CLOSE,
+    EQUAL,
+    ERROR,
+    FAIL,
+    LAST_ROW,
+    MISSING,
+    NOT_FINITE,
+    NOT_RUN,
+    NOT_WRITTEN,
+    OTHER,
+    PART,
+    PASS,
+    SCALED,
+    SHAPE,
+    TensorResult,
+)
+
+ORDER = (EQUAL, PASS, CLOSE, NOT_RUN, FAIL, ERROR)
+"""Verdicts, the worst last; a block has that of its worst tensor."""
+
+_AGREES = "the kernels compute what PyTorch does, up to rounding"
+_MEANING = {
+    PASS: _AGREES,
+    CLOSE: "NOT CONFIRMED: the difference is more than rounding explains, and less than that of another function",
+    FAIL: "WRONG: the kernels do not compute what PyTorch does",
+    NOT_RUN: "NOTHING COMPARED: no kernel ran",
+}
+
+_CAUSES = {
+    SHAPE: "the installed nkilib returns another form than its documents say",
+    MISSING: "the kernel returns no such gradient",
+    NOT_FINITE: "memory that a kernel did not write, or scales read in another layout",
+    NOT_WRITTEN: "the kernel did not write its output, or it was not returned",
+    LAST_ROW: "moe_cte documents T+1 rows and blockwise_mm_bwd T: so it looks if a kernel counts them otherwise",
+    PART: "blocks of tokens or experts that were dropped, or written elsewhere",
+    SCALED: "a factor that is applied twice, or not at all",
+    OTHER: "another layout of weights or scales than documented",
+}
+
+_REPORT = "Report the output of `hf-neuron-moe doctor --json` and of this command with --json."
+_ADVICE = {
+    PASS: ("Next: a run of a few steps (docs/neuron.md, first-run checklist).",),
+    CLOSE: (
+        "Next: repeat it with another --seed and with --tokens 2048. If the same tensors stay close, it is no chance: "
+        "do not train with these kernels before the reason is known.",
+        _REPORT,
+    ),
+    FAIL: (
+        'Next: do not train with these kernels; backend="torch" computes the same on any device. Repeat it with '
+        "--layers 1 --random-weights: if that is wrong too, the weights are not the reason.",
+        _REPORT,
+    ),
+    ERROR: (
+        "Next: set NEURON_LAUNCH_BLOCKING=1 and repeat it with --layers 1 --tokens 128, so that the error shows where "
+        "it arises; see docs/neuron.md, Troubleshooting.",
+        _REPORT,
+    ),
+    NOT_RUN: ("Next: the reasons are above; `hf-neuron-moe doctor MODEL_DIR` lists what the kernels compute.",),
+}
+
+
+@dataclass(frozen=True)
+class BlockResult:
+    """One block."""
+
+    name: str  # in the model
+    kind: str  # "mlp" or "experts", "frozen mlp" or "frozen experts"
+    verdict: str  # the worst of its tensors; ERROR where a call raised; NOT_RUN where no kernel computes it
+    tensors: tuple[TensorResult, ...] = ()  # output and gradients; empty where it did not run
+    seconds: float = 0.0  # of the call on the device, compilation included
+    note: str = ""  # why it did not run, or what was raised
+
+    @property
+    def first_off(self) -> TensorResult | None:
+        """The first of its tensors that rounding does not explain."""
+        return next((tensor for tensor in self.tensors if tensor.verdict in (CLOSE, FAIL)), None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values."""
+        return asdict(self) | {"tensors": [tensor.to_dict() for tensor in self.tensors]}
+
+
+@dataclass(frozen=True)
+class DeviceReport:
+    """Result of :func:`~hf_neuron_moe.device.device_verification.verify_device`."""
+
+    backend: str  # "neuron" or "nki-sim"
+    device: str  # where the kernels' tensors were
+    target: str  # the chip
+    lnc: int  # physical cores per logical core
+    precision: str  # of the blocks
+    tokens: int  # rows of the random input
+    block_size: int  # tokens per block of experts
+    seed: int  # of the inputs
+    weights: str  # "checkpoint" or "random"
+    blocks: tuple[BlockResult, ...]  # in model order; those without kernels last
+
+    @property
+    def verdict(self) -> str:
+        """``"pass"``, ``"close"`` or ``"fail"``, the worst of the blocks that ran; ``"not run"`` where none did."""
+        verdicts = {block.verdict for block in self.blocks}
+        if verdicts & {FAIL, ERROR}:
+            return FAIL
+        if CLOSE in verdicts:
+            return CLOSE
+        return PASS if verdicts & {EQUAL, PASS} else NOT_RUN
+
+    @property
+    def verdicts(self) -> dict[str, int]:
+        """Number of blocks by verdict, the worst last."""
+        return {verdict: sum(block.verdict == verdict for block in self.blocks) for verdict in ORDER}
+
+    @property
+    def ok(self) -> bool:
+        """Whether at least one block ran, and rounding explains every difference."""
+        return self.verdict == PASS
+
+    @property
+    def first_off(self) -> BlockResult | None:
+        """The first block in model order that raised or that rounding does not explain."""
+        return next((block for block in self.blocks if block.verdict in (CLOSE, FAIL, ERROR)), None)
+
+    @property
+    def advice(self) -> tuple[str, ...]:
+        """What the first fault looks like, and what to do next."""
+        block = self.first_off
+        if block is None:
+            return _ADVICE[self.verdict]
+        tensor = block.first_off
+        cause = _CAUSES.get(tensor.fault, "") if tensor is not None else ""
+        next_steps = _ADVICE[ERROR if tensor is None else self.verdict]
+        return ((f"Looks like: {cause}.",) if cause else ()) + next_steps
+
+    def summary(self) -> str:
+        """Return the outcome in a few lines: how many blocks, what it means, where it begins, what to do."""
+        ran = sum(bool(block.tensors) for block in self.blocks)
+        place = f"{self.backend} on {self.device} ({self.target}, LNC {self.lnc})"
+        how = f"{self.precision}, {self.tokens} tokens, {self.weights} weights"
+        counted = ", ".join(f"{count} {verdict}" for verdict, count in self.verdicts.items() if count)
+        lines = [f"{ran} of {len(self.blocks)} blocks compared ({counted}): {_MEANING[self.verdict]} ({place}; {how})"]
+        block = self.first_off
+        if block is not None:
+            lines.append(f"First: {block.name}: {_told(block)}")
+        return "\n".join([*lines, *self.advice])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values that ``json.dumps`` accepts."""
+        first = self.first_off
+        return {
+            "ok": self.ok,
+            "verdict": self.verdict,
+            "meaning": _MEANING[self.verdict],
+            "first_off": None if first is None else {"name": first.name, "what": _told(first)},
+            "advice": list(self.advice),
+            "bounds": {precision: bounds._asdict() for precision, bounds in BOUNDS.items()},
+            **asdict(self),
+            "verdicts": self.verdicts,
+            "blocks": [block.to_dict() for block in self.blocks],
+        }
+
+
+def _told(block: BlockResult) -> str:
+    tensor = block.first_off
+    if tensor is None:
+        return f"{block.verdict}: {block.note}"
+    level = "" if tensor.sqnr_db is None else f" at {tensor.sqnr_db:.1f} dB"
+    return f"{tensor.name} {tensor.verdict}{level}: {tensor.note}"

@@ -1,0 +1,209 @@
+"""Which kernels compute which of a model's blocks, on this machine and by the documents of the newest SDK.
+
+E experts, H hidden size, I intermediate size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_neuron_moe.backends.mx_weights import MXExpertStack
+from hf_neuron_moe.backends.neuron.adapter import Adapter, Match
+from hf_neuron_moe.backends.neuron.generations import FUNCTIONS, KERNEL_PRECISIONS
+from hf_neuron_moe.backends.neuron.limits import Block, Device, why_not
+from hf_neuron_moe.backends.neuron.quantized_experts import NO_BACKWARD, kernel_need, why_not_frozen
+from hf_neuron_moe.backends.neuron.versions import PLATFORMS
+from hf_neuron_moe.config import BLOCK_SIZES, NeuronMoEConfig
+from hf_neuron_moe.device.installed import CheckedAdapter
+from hf_neuron_moe.modules.block import stock_slot
+from hf_neuron_moe.modules.quantized_blocks import FrozenBlock
+from hf_neuron_moe.patching.discovery import Candidate, discover
+
+DOCUMENTED_SDK = "2.33"
+DOCUMENTED_LNC = 2
+HERE = "here"
+NO_TRAINING = f"MX codes are not trained: {NO_BACKWARD}"
+_FURTHER = {"moe_backward": frozenset({"skip_gate_proj"})}
+"""Arguments of the newest argument sets that the wrappers do not pass, but whose presence the limits ask for."""
+
+
+class DocumentedAdapter(Adapter):
+    """Answers as if the nkilib of :data:`DOCUMENTED_SDK` were installed; has no kernels."""
+
+    def match(self, need: str) -> Match:
+        """Return the newest generation of `need`."""
+        name, (newest, *_) = FUNCTIONS[need]
+        return Match(name, newest, newest.passed | _FURTHER.get(need, frozenset()))
+
+
+@dataclass(frozen=True)
+class BlockGroup:
+    """Blocks of one model that are alike."""
+
+    kind: str  # "mlp" or "experts"
+    names: tuple[str, ...]  # in the model
+    experts: int | None  # E; None for a dense MLP
+    top_k: int | None  # experts per token; None for a dense MLP, 0 where the model does not say
+    hidden: int | None  # H; None where unknown
+    inner: int | None  # I; None where unknown
+    reason: str | None  # why patch_model leaves them alone on any backend; None where it patches them
+    gated: bool = True  # False for blocks without a gate, which stay stock and which --strict does not count
+    codes: bool = False  # whether their weights are MX codes of a conversion
+    ordered: bool = False
+    """Whether transformers' own parameters have the kernels' order: gate and up in one (dense), or ``[E, H, 2I]`` and
+    ``[E, I, H]`` (experts)."""
+    dtype: torch.dtype = torch.bfloat16  # of the parameters
+    stack: MXExpertStack | None = field(default=None, compare=False, repr=False)
+    """Of blocks with MX codes, the first one's tensors, which may be on the meta device."""
+
+    def block(self, precision: str, block_size: int) -> Block:
+        """Return the block as its kernels see it; the sizes are known."""
+        assert self.hidden is not None and self.inner is not None, "blocks without a reason have sizes"
+        return Block(self.kind, precision, self.hidden, self.inner, block_size)
+
+    @property
+    def label(self) -> str:
+        """``"32 x experts 8 x (4096, 14336)"``."""
+        count = "" if self.experts is None else f" {self.experts} x"
+        sizes = "" if self.hidden is None else f"{count} ({self.hidden}, {self.inner})"
+        kind = f"frozen {self.kind}" if self.codes else self.kind
+        return f"{len(self.names)} x {kind}{sizes}"
+
+    @property
+    def stored(self) -> str:
+        """How codes are stored, for people: ``"e4m3fn codes, words"``; empty for others."""
+        if self.stack is None:
+            return ""
+        layouts = (self.stack.gate_up_layout, self.stack.down_layout)
+        return " and ".join(dict.fromkeys(f"{layout.fmt} codes, {layout.arrangement}" for layout in layouts))
+
+
+@dataclass(frozen=True)
+class Usable:
+    """Whether the kernels of one precision compute a group of blocks; frozen MX blocks in inference."""
+
+    group: BlockGroup
+    precision: str  # "bf16" or "mxfp8"; of frozen MX blocks how they are stored
+    kernels: tuple[str, ...]  # nkilib's forward and backward for them; empty where none are documented
+    here: str | None  # why not on this machine; None where they do
+    documented: dict[str, str | None]  # by chip, why not with SDK 2.33 there; None where they do
+    block_size: int  # that the answers are for: the configuration's default if none was asked for
+    block_sizes: dict[str, tuple[int, ...]]
+    """:data:`HERE` and by chip, those that the kernels take; empty for dense and for frozen blocks, and where there are
+    no kernels."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values."""
+        group = self.group
+        return {
+            "kind": group.kind,
+            "names": list(group.names),
+            "experts": group.experts,
+            "hidden_size": group.hidden,
+            "intermediate_size": group.inner,
+            "gated": group.gated,
+            "precision": self.precision,
+            "kernels": list(self.kernels),
+            "frozen": group.codes,
+            "training": NO_TRAINING if group.codes else None,
+            "block_size": self.block_size if group.experts is not None and not group.codes else None,
+            "here": self._answer(HERE, self.here),
+            "documented": {name: self._answer(name, why) for name, why in self.documented.items()},
+        }
+
+    def _answer(self, place: str, reason: str | None) -> dict[str, Any]:
+        return {"usable": reason is None, "reason": reason, "block_sizes": list(self.block_sizes.get(place, ()))}
+
+
+def block_groups(model: nn.Module) -> list[BlockGroup]:
+    """Return a model's blocks, like ones together, in model order; the model may be on the meta device.
+
+    Blocks with MX weights, which a conversion has and which are not trained, come last.
+    """
+    groups: dict[tuple[BlockGroup, Any], list[str]] = {}
+    for found in discover(model):
+        ordered, dtype = _form(found)
+        experts, hidden, inner = found.sizes
+        group = BlockGroup(found.kind, (), experts, found.top_k, hidden, inner, found.reason, found.gated)
+        groups.setdefault((replace(group, ordered=ordered, dtype=dtype), None), []).append(found.name)
+    for name, block in model.named_modules():
+        if isinstance(block, FrozenBlock):
+            stack, shape = block.neuron_stack, block.neuron_shape
+            experts = stack.gate_up_codes.shape[0] if stack.gate_up_codes.dim() > 2 else None
+            kind, sizes = "mlp" if experts is None else "experts", (shape.hidden, shape.intermediate)
+            group = BlockGroup(kind, (), experts, shape.top_k, *sizes, NO_TRAINING, codes=True, stack=stack)
+            stored = (stack.gate_up_layout, stack.down_layout, stack.down_codes.shape)
+            groups.setdefault((group, stored), []).append(name)
+    return [replace(group, names=tuple(names)) for (group, _), names in groups.items()]
+
+
+def _form(found: Candidate) -> tuple[bool, torch.dtype]:
+    """Whether the parameters have the kernels' order, and their dtype."""
+    if found.reason is not None:
+        return False, torch.bfloat16
+    ordered = len(found.roles.inputs) == 1 if found.roles is not None else bool(found.module.is_transposed)
+    weight = getattr(*stock_slot(found.module, found.rules[0].stock[0]))
+    return ordered, weight.dtype
+
+
+def usable_kernels(
+    groups: Iterable[BlockGroup],
+    here: Device | None,
+    unavailable: str | None,
+    block_size: int | None = None,
+    lnc: int = DOCUMENTED_LNC,
+) -> list[Usable]:
+    """Ask for every group and precision whether there are kernels; for frozen MX blocks whether there is a forward.
+
+    Args:
+        groups: of :func:`block_groups`.
+        here: this machine's chip; None where it cannot be told.
+        unavailable: why no kernel runs on this machine at all, or None.
+        block_size: tokens per block of experts; None for what the configuration takes by default.
+        lnc: physical cores per logical core, for the answers by the documents.
+    """
+    size = NeuronMoEConfig().block_size if block_size is None else block_size
+    documented = DocumentedAdapter()
+    places: _Places = {name: (Device(name, lnc), documented) for name in PLATFORMS}
+    if here is None:
+        unavailable = unavailable or "the chip is not known"
+    elif unavailable is None:
+        places[HERE] = here, CheckedAdapter()
+    answers = []
+    for group in groups:
+        for precision in KERNEL_PRECISIONS if group.stack is None else (group.stored,):
+            kernels, reasons, sizes = _answers(group, precision, places, size)
+            why_not_here = reasons.pop(HERE, unavailable)
+            answers.append(Usable(group, precision, kernels, why_not_here, reasons, size, sizes))
+    return answers
+
+
+_Places = dict[str, tuple[Device, Adapter]]
+"""Devices and what is known of their kernels: :data:`HERE` unless no kernel runs here, and the documented chips."""
+
+
+def _answers(
+    group: BlockGroup, precision: str, places: _Places, size: int
+) -> tuple[tuple[str, ...], dict[str, str | None], dict[str, tuple[int, ...]]]:
+    """Kernels for a group, by place why not, and the block sizes that they take."""
+    if group.stack is not None:
+        codes = {
+            name: why_not_frozen(group.stack, device, adapter, training=False)
+            for name, (device, adapter) in places.items()
+        }
+        return (FUNCTIONS[kernel_need(group.stack)][0],), codes, {}
+    if group.reason is not None:
+        return (), dict.fromkeys((*PLATFORMS, HERE), group.reason), {}
+    block = group.block(precision, size)
+    reasons = {name: why_not(block, device, adapter) for name, (device, adapter) in places.items()}
+    blocks = {} if group.experts is None else {size: group.block(precision, size) for size in BLOCK_SIZES}
+    sizes = {
+        name: tuple(size for size, block in blocks.items() if why_not(block, device, adapter) is None)
+        for name, (device, adapter) in places.items()
+    }
+    return tuple(FUNCTIONS[need][0] for need in block.needs), reasons, sizes

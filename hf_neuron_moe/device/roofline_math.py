@@ -1,0 +1,185 @@
+"""Operations and bytes of a block's forward and backward on a logical core, and the least time: an estimate.
+
+Counted is the scheme that the kernels' documents describe. T tokens, K experts per token, E experts, H hidden,
+I intermediate (both as the kernels get them, padded), N blocks of B slots. Bytes are those of bf16 values: MXFP8
+operands are quantized on the chip.
+
+Sources: nki-library 2.29 to 2.33 ``mlp_mxfp8`` (phases of the backward, what is computed again where no checkpoint is
+given), ``moe_cte`` and ``blockwise_mm_bwd``. Chips: AWS Neuron documentation, "Trainium2 architecture" and "Trainium3
+architecture" (about-neuron/arch), figures per chip; the pages of the cores give about 5 % less for bf16 on Trn2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hf_neuron_moe.activation_policy import BF16_CHECKPOINTS, parse_keep
+from hf_neuron_moe.backends.neuron.limits import Block
+from hf_neuron_moe.backends.neuron.static_plan import block_count
+from hf_neuron_moe.formats.padding import padded_size
+
+SOURCE = "AWS Neuron documentation, about-neuron/arch, Trainium2 and Trainium3, figures per chip divided by cores"
+PHYSICAL_CORES = 8
+BYTES = 2
+_FP8 = (1 + 2 / 64) / 2
+"""A value in FP8 groups, a byte and a share of a bf16 scale for 64, in bf16 values."""
+
+ASSUMPTIONS = (
+    "one logical core of two physical ones (LNC 2) computes the tokens; a process of a run has one",
+    "matmuls at the published dense peak, memory at the published bandwidth, each pass (forward, forward again under "
+    "gradient checkpointing, backward) the longer of the two; the least time is their sum, so it may exceed both",
+    "2 bytes per value, in MXFP8 too: its operands pass through the memory in bf16 and are quantized on the chip",
+    "sizes with padding: T to 128 (dense blocks), H and I to the kernels' multiples; P = T * K pairs, N blocks of B",
+    "N = ceil((P - (E - 1)) / B) + E - 1, the static worst case, which the kernels are compiled for; in mxfp8 rounded "
+    "up to an even number, since two cores share the blocks",
+    "dense, forward: x in and y out (2 T H), weights (3 H I), the intermediate out and in (2 T I); gate and up out "
+    "(2 T I) if anything is kept, 5 T I more if their products are",
+    "dense, backward: dy in and dx out (2 T H), weights (3 H I), every checkpoint in (T I each); trained: x in (T H), "
+    "gradients out (3 H I); gate and up not kept: x in (T H), two weights in (2 H I), both out and in (4 T I)",
+    "experts, forward: x in, y read and added to (3 P H), weights once per block (3 N H I); gate and up out (2 N B I) "
+    "if kept",
+    "experts, backward: dy in, dx read and added to (3 P H), weights once per block (3 N H I), gate and up in (2 N B I)"
+    "; trained: x in (P H), gradients read and added to once per block (6 N H I); gate and up not kept: the forward "
+    "with gate and up out once more",
+    "activations='fp8': gate, up (experts: 2 N B I) and x (T H) in once more and out at 33/64 of 2 bytes; in the "
+    "backward in at that, and out in bf16 (dense: 8 T I for gate, up and their products)",
+    "gradient checkpointing computes every forward twice; elementwise work is free, its memory is not",
+    "frozen weights get no gradient; the documented backward kernels compute it all the same, which is told apart",
+    "blocks that no kernel computes are listed, and not in the sum; their times are those of PyTorch's padding, to 128",
+)
+"""What :func:`floor_of` counts, for whoever checks a number by hand."""
+
+
+@dataclass(frozen=True)
+class Chip:
+    """Published figures of a chip, or of a part of one."""
+
+    name: str
+    flops: dict[str, float]  # dense peak in FLOP/s by precision; what the chip cannot do is missing
+    bandwidth: float  # of its memory, in bytes per second
+    memory: int  # in bytes
+
+    def core(self, lnc: int = 2) -> Chip:
+        """Return a logical core of `lnc` physical ones, as one process of a run has it."""
+        share = lnc / PHYSICAL_CORES
+        flops = {precision: peak * share for precision, peak in self.flops.items()}
+        return Chip(self.name, flops, self.bandwidth * share, int(self.memory * share))
+
+
+CHIPS = {
+    "trn2": Chip("trn2", {"bf16": 667e12, "fp32": 181e12}, 2.9e12, 96 * 2**30),
+    "trn3": Chip("trn3", {"bf16": 671e12, "mxfp8": 2517e12, "fp32": 183e12}, 4.9e12, 144 * 2**30),
+}
+"""Trn2's 1,299 TFLOP/s in FP8 are of a format that is not MX (e4m3 up to 240), which no kernel here uses."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a training step asks of all blocks."""
+
+    tokens: int  # T per step and device
+    block_size: int = 512  # B of experts
+    trained: bool = True  # whether the blocks' weights have gradients; False for LoRA outside of them
+    checkpointing: bool = False  # gradient checkpointing: every forward runs again before the backward
+
+
+@dataclass(frozen=True)
+class Floor:
+    """One training step of one block at one block size."""
+
+    block_size: int | None  # B; None for a dense MLP
+    padded_flops: float  # with all padding, recomputation included
+    recomputed_flops: float  # those of them that compute again what was computed before
+    bytes: float  # through the device's memory
+    compute_seconds: float  # operations at the peak
+    memory_seconds: float  # bytes at the bandwidth
+    seconds: float  # sum over the passes (forward, forward again, backward), each the longer of the two
+
+    @property
+    def bound(self) -> str:
+        """``"compute"`` or ``"memory"``: which takes longer."""
+        return "compute" if self.compute_seconds >= self.memory_seconds else "memory"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values."""
+        return asdict(self) | {"bound": self.bound}
+
+
+def needed_flops(pairs: int, block: Block, *, trained: bool) -> float:
+    """Return the operations of forward and backward on T (or T * K) rows without padding: 3 matmuls, and 3 or 6."""
+    return (18.0 if trained else 12.0) * pairs * block.hidden * block.inner
+
+
+def floor_of(
+    block: Block, core: Chip, step: Step, keep: str, top_k: int | None = None, experts: int | None = None
+) -> Floor:
+    """Return the floor of a dense MLP, or of experts of which a token has `top_k`.
+
+    `keep` is the canonical keep string of the block's activation policy.
+    """
+    if top_k is None or experts is None:
+        return _dense_floor(block, core, step, keep)
+    return _routed_floor(block, core, step, keep, top_k, experts)
+
+
+def _dense_floor(block: Block, core: Chip, step: Step, keep: str) -> Floor:
+    (hidden, inner), rows = block.padded, padded_size(step.tokens)
+    row, wide, weights = rows * hidden, rows * inner, 3 * hidden * inner
+    kept, matmul = parse_keep(keep), 2.0 * rows * hidden * inner
+    products = 5 * wide if kept.names & {"gate_act", "intermediate"} else 0  # read and written by torch operations
+    # x and y, weights, the intermediate out and in; gate and up out if any checkpoint is kept.
+    forward: float = 2 * row + weights + 2 * wide + (2 * wide if kept.names else 0) + products
+    # dout and dx, weights, checkpoints in; the weights' gradients out, and x in for them.
+    backward: float = 2 * row + weights + (weights + row if step.trained else 0)
+    again = 0.0
+    if kept.fp8:
+        forward += 2 * wide + 2 * _FP8 * wide + row + _FP8 * row
+        backward += 2 * _FP8 * wide + 8 * wide + _FP8 * row + row
+    else:
+        backward += len(kept.names) * wide
+        if not kept.names.issuperset(BF16_CHECKPOINTS):  # both are made again: x and two weights in, gate and up out
+            again = 2 * matmul
+            backward += row + 2 * weights / 3 + 4 * wide
+    return _floor(None, core.flops[block.precision], core, step, 3 * matmul, again, (forward, backward))
+
+
+def _routed_floor(block: Block, core: Chip, step: Step, keep: str, top_k: int, experts: int) -> Floor:
+    (hidden, inner), size, pairs = block.padded, block.block_size, step.tokens * min(top_k, experts)
+    blocks = block_count(pairs, experts, size, 2 if block.precision == "mxfp8" else 1)
+    slots, row, weights, x = blocks * size, pairs * hidden, blocks * 3 * hidden * inner, step.tokens * hidden
+    kept, checkpoint = parse_keep(keep), 2 * slots * inner
+    keeps = kept.names.issuperset(BF16_CHECKPOINTS)
+    three = 6.0 * slots * hidden * inner
+    # x in, y added to, weights once per block; gate and up out, as [N, 2, I, B].
+    plain = 3 * row + weights
+    forward: float = plain + (checkpoint if keeps else 0)
+    # dout in, dx added to, weights and checkpoint in; x in and the weights' gradients added to once per block.
+    backward: float = 3 * row + weights + checkpoint + (row + 2 * weights if step.trained else 0)
+    again = 0.0
+    if kept.fp8:
+        forward += checkpoint + _FP8 * checkpoint + x + _FP8 * x
+        backward += _FP8 * checkpoint + checkpoint + _FP8 * x + x
+    elif not keeps:  # there is no other way to the checkpoint than the forward kernel
+        again = three
+        backward += plain + checkpoint
+    return _floor(size, core.flops[block.precision], core, step, three, again, (forward, backward))
+
+
+def _floor(
+    size: int | None, peak: float, core: Chip, step: Step, three: float, again: float, values: tuple[float, float]
+) -> Floor:
+    """Three matmuls forward; backward three for the input and three for the weights, and what is made again."""
+    backward_flops = three * (2 if step.trained else 1) + again
+    passes = [(three, values[0])] * (2 if step.checkpointing else 1) + [(backward_flops, values[1])]
+    compute = [flops / peak for flops, _ in passes]
+    memory = [BYTES * moved / core.bandwidth for _, moved in passes]
+    return Floor(
+        block_size=size,
+        padded_flops=sum(flops for flops, _ in passes),
+        recomputed_flops=again + (three if step.checkpointing else 0.0),
+        bytes=sum(BYTES * moved for _, moved in passes),
+        compute_seconds=sum(compute),
+        memory_seconds=sum(memory),
+        seconds=sum(map(max, compute, memory)),
+    )

@@ -1,0 +1,269 @@
+"""The block plan of the blockwise MoE kernels: which tokens each block gathers, which expert multiplies them.
+
+Legend: T tokens, E experts, K experts per token, B tokens per block, N blocks.
+
+Blocks are expert-major; an expert without tokens gets no block; within an expert tokens ascend; spare blocks go to the
+last expert; unused slots hold the sink id T, or -1 with ``skip_token``. N depends on shapes only, so that a traced
+program has static shapes: ``N = ceil((T*K - (E-1)) / B) + E - 1``, rounded up to a multiple of `n_block_per_iter`.
+
+A dropping plan has one block per expert; what exceeds its capacity is dropped.
+
+Source: nki-library 2.29 ``moe_cte`` test utilities (``get_n_blocks``, token position generation).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_neuron_moe.checks import Rule, check_flags, check_rules
+from hf_neuron_moe.errors import ConfigError, ShapeError, nearest, public
+from hf_neuron_moe.formats.block_plan_checks import (
+    check_distinct,
+    check_finite,
+    check_ids,
+    check_mask,
+    check_routing,
+    check_row_sums,
+    check_sizes,
+    check_values,
+)
+
+SPARE_BLOCKS = ("last", "split", "unassigned")
+BLOCK_SIZES = (128, 256, 512, 1024)
+
+
+class BlockPlan(NamedTuple):
+    """The integer inputs of ``moe_cte`` and ``blockwise_mm_bwd``.
+
+    ``conditions`` are 1 for blocks with real tokens, then a final 0; other consumers' vectors come from
+    :func:`hf_neuron_moe.reference.block_conditions.block_conditions`.
+    """
+
+    token_position_to_id: Tensor  # int32 [N * B], token of every slot
+    block_to_expert: Tensor  # int32 [N]
+    conditions: Tensor  # int32 [N + 1]
+    block_size: int  # B
+
+
+class BlockSizeChoice(NamedTuple):
+    """A block size and what it costs."""
+
+    block_size: int  # B
+    blocks: int  # N
+    padding: float  # share of the N * B slots that no routing of this size fills
+
+
+@public
+def count_blocks(
+    tokens: int, top_k: int, experts: int, block_size: int, *, n_block_per_iter: int = 1, tighten: bool = False
+) -> int:
+    """Return the worst-case number of blocks N for any routing of `tokens` to min(K, E) experts each.
+
+    Under expert parallelism E are the experts of this rank. N is rounded up to a multiple of `n_block_per_iter` (2
+    where blocks are shared by two cores). With `tighten` there are no more blocks than pairs, ``N <= T * min(K, E)``,
+    as serving frameworks have it. Upstream's plans do without, so leave it False where N has to be theirs.
+    """
+    sizes = {"T": tokens, "top_k": top_k, "E": experts, "block_size": block_size, "n_block_per_iter": n_block_per_iter}
+    check_sizes(sizes)
+    pairs = tokens * min(top_k, experts)
+    blocks = -(-(pairs - (experts - 1)) // block_size) + experts - 1
+    if tighten:
+        blocks = min(blocks, pairs)
+    return -(-blocks // n_block_per_iter) * n_block_per_iter
+
+
+@public
+def choose_block_size(
+    tokens: int,
+    top_k: int,
+    experts: int,
+    *,
+    choices: tuple[int, ...] = BLOCK_SIZES,
+    max_padding: float = 0.5,
+    n_block_per_iter: int = 1,
+) -> BlockSizeChoice:
+    """Choose the largest block size whose padding stays within bounds, or else the one with the least padding.
+
+    Larger blocks read each expert's weights less often; smaller ones waste fewer slots. The default `choices` are the
+    sizes that every release's backward takes; `max_padding` is the share of the slots of the static N that may stay
+    empty. `n_block_per_iter` as in :func:`count_blocks`.
+    """
+    sizes = tuple(choices) if isinstance(choices, Iterable) else (choices,)
+    for size in sizes:
+        check_sizes({"choices": size})
+    check_finite(max_padding, "max_padding", "0.5 lets half of the slots stay empty.")
+    found = []
+    for size in sorted(sizes):
+        blocks = count_blocks(tokens, top_k, experts, size, n_block_per_iter=n_block_per_iter)
+        found.append(BlockSizeChoice(size, blocks, 1 - tokens * min(top_k, experts) / (blocks * size)))
+    fix = "Leave it out to choose from the documented sizes."
+    check_rules([Rule(bool(found), "choices", "at least one block size", "none", fix, ShapeError)])
+    fitting = [choice for choice in found if choice.padding <= max_padding]
+    return fitting[-1] if fitting else min(found, key=lambda choice: choice.padding)
+
+
+@public
+def build_block_plan(
+    expert_mask: Tensor,
+    block_size: int,
+    *,
+    top_k: int,
+    n_block_per_iter: int = 1,
+    skip_token: bool = False,
+    spare_blocks: str = "last",
+    tighten: bool = False,
+) -> BlockPlan:
+    """Lay out a routing in blocks.
+
+    Args:
+        expert_mask: ``[T, E]``, nonzero where token t goes to expert e; at most min(K, E) per row.
+        block_size: B.
+        top_k: K.
+        n_block_per_iter: round N up to a multiple of this (2 where blocks are shared by two cores).
+        skip_token: mark unused slots with -1 instead of the sink row T.
+        spare_blocks: whose the blocks without tokens are: "last", the last expert's; "split", half of them (rounded
+            down) the middle expert's (E - 1) // 2, following its own blocks; "unassigned", marked with the id E. The
+            last is what newer references skip, and 2.29 kernels take it with ``skip_weight`` only. "split" is not for
+            the hybrids: they run as many blocks as `conditions` has flags set, and would stop before the last ones.
+        tighten: as in :func:`count_blocks`.
+
+    Returns:
+        The plan, on the mask's device; no value is read back to the host.
+    """
+    if spare_blocks not in SPARE_BLOCKS:
+        fix = f"Choose one of these.{nearest(str(spare_blocks), list(SPARE_BLOCKS))}"
+        raise ConfigError.about("spare_blocks", f"one of {', '.join(SPARE_BLOCKS)}", repr(spare_blocks), fix)
+    tokens, experts = check_mask(expert_mask)
+    sizes = {"T": tokens, "E": experts, "block_size": block_size, "top_k": top_k, "n_block_per_iter": n_block_per_iter}
+    check_sizes(sizes)
+    check_flags({"skip_token": skip_token, "tighten": tighten})
+    check_row_sums(expert_mask, top_k)
+    blocks = count_blocks(tokens, top_k, experts, block_size, n_block_per_iter=n_block_per_iter, tighten=tighten)
+    chosen = expert_mask.bool()
+    rank_TE = chosen.cumsum(0)
+    blocks_E = -(-rank_TE[-1] // block_size)
+    if spare_blocks == "split":
+        middle_E = torch.arange(experts, device=chosen.device) == (experts - 1) // 2
+        blocks_E = blocks_E + middle_E * ((blocks - blocks_E.sum()) // 2)
+    end_E = blocks_E.cumsum(0)
+    first_slot_E = torch.nn.functional.pad(end_E[:-1], (1, 0)) * block_size
+    # Ranks count from one, so slot 0 collects everything that was not chosen and is cut off afterwards.
+    slot_TE = torch.where(chosen, first_slot_E + rank_TE, 0)
+    ids = _scatter_tokens(slot_TE, blocks * block_size, -1 if skip_token else tokens)
+    block_N = torch.arange(blocks, device=chosen.device)
+    passed_E = end_E if spare_blocks == "unassigned" else end_E[:-1]
+    block_to_expert = (passed_E[None] <= block_N[:, None]).sum(1).to(torch.int32)
+    return BlockPlan(ids, block_to_expert, _flags(ids, blocks, tokens), block_size)
+
+
+@public
+def dropping_capacity(
+    tokens: int, top_k: int, experts: int, capacity_factor: float, *, convention: str = "nki-library"
+) -> int:
+    """Return the slots per expert of a dropping plan, for T over the whole batch and the E of this rank.
+
+    `capacity_factor` is a multiple of the slots that an even routing needs. The capacity is ``T * K * factor // E`` by
+    the convention "nki-library", ``ceil(T * K * factor / E)`` by "nxd".
+    """
+    check_sizes({"T": tokens, "top_k": top_k, "E": experts})
+    known, fix = convention in ("nki-library", "nxd"), "They round the capacity down and up."
+    check_rules([Rule(known, "convention", "'nki-library' or 'nxd'", repr(convention), fix)])
+    check_finite(capacity_factor, "capacity_factor", "1 gives every expert its share of an even routing.")
+    slots = tokens * top_k * capacity_factor
+    capacity = math.ceil(slots / experts) if convention == "nxd" else int(slots // experts)
+    check_sizes({"capacity": capacity})
+    return capacity
+
+
+@public
+def build_dropping_plan(
+    expert_mask: Tensor, capacity: int, *, skip_token: bool = False, priority: Tensor | None = None
+) -> BlockPlan:
+    """Lay out a routing with one block of `capacity` slots per expert.
+
+    Args:
+        expert_mask: ``[T, E]``, nonzero where token t goes to expert e.
+        capacity: B, slots per expert; see :func:`dropping_capacity`.
+        skip_token: mark unused slots with -1 instead of the sink row T.
+        priority: ``[T, E]``, an expert keeps its tokens of highest priority, in that order; None keeps the first.
+
+    Returns:
+        The plan, on the mask's device; no value is read back to the host.
+    """
+    tokens, experts = check_mask(expert_mask)
+    check_sizes({"T": tokens, "E": experts, "capacity": capacity})
+    check_flags({"skip_token": skip_token})
+    chosen = expert_mask.bool()
+    rank_TE = chosen.cumsum(0)
+    if priority is not None:
+        check_values({"expert_mask": expert_mask, "priority": priority}, "[T, E]")
+        order_TE = priority.double().masked_fill(~chosen, -torch.inf).sort(dim=0, descending=True, stable=True).indices
+        count_TE = torch.arange(1, tokens + 1, device=chosen.device)[:, None].expand(tokens, experts)
+        rank_TE = torch.empty_like(order_TE).scatter_(0, order_TE, count_TE)
+    first_slot_E = torch.arange(experts, device=chosen.device) * capacity
+    slot_TE = torch.where(chosen & (rank_TE <= capacity), first_slot_E + rank_TE, 0)
+    ids = _scatter_tokens(slot_TE, experts * capacity, -1 if skip_token else tokens)
+    owners = torch.arange(experts, device=chosen.device, dtype=torch.int32)
+    return BlockPlan(ids, owners, _flags(ids, experts, tokens), capacity)
+
+
+def _scatter_tokens(slot_TE: Tensor, slots: int, sink: int) -> Tensor:
+    """Return the token of every slot; 1-based slots, 0 is thrown away."""
+    tokens, experts = slot_TE.shape
+    ids_TE = torch.arange(tokens, device=slot_TE.device, dtype=torch.int32)[:, None].expand(tokens, experts)
+    filled = torch.full((slots + 1,), sink, dtype=torch.int32, device=slot_TE.device)
+    return filled.scatter_(0, slot_TE.reshape(-1), ids_TE.reshape(-1))[1:]
+
+
+def _flags(ids: Tensor, blocks: int, tokens: int) -> Tensor:
+    """Return 1 for every block with real tokens, then a 0."""
+    real_N = ((ids >= 0) & (ids < tokens)).view(blocks, -1).any(1)
+    return torch.nn.functional.pad(real_N.to(torch.int32), (0, 1))
+
+
+def _local(top_k_index: Tensor, experts: int, first_expert: int) -> Tensor:
+    """Return ids relative to `first_expert`; those of other ranks become E."""
+    local = top_k_index.long() - first_expert
+    return torch.where((local >= 0) & (local < experts), local, experts)
+
+
+@public
+def expert_mask(top_k_index: Tensor, experts: int, *, first_expert: int = 0) -> Tensor:
+    """Return the bool mask ``[T, E]`` of a top-k routing ``[T, K]`` of expert ids of 0 and above.
+
+    `first_expert` is the id of this rank's first expert; ids outside of ``first_expert .. first_expert + E - 1`` select
+    nothing.
+    """
+    check_routing(top_k_index)
+    check_ids(experts, first_expert)
+    mask = torch.zeros((top_k_index.shape[0], experts + 1), dtype=torch.bool, device=top_k_index.device)
+    return mask.scatter_(1, _local(top_k_index, experts, first_expert), True)[:, :experts]
+
+
+@public
+def masked_affinities(
+    top_k_index: Tensor, top_k_weights: Tensor, experts: int, *, skip_token: bool = False, first_expert: int = 0
+) -> Tensor:
+    """Return ``expert_affinities_masked``: dense ``[T', E]`` flattened token-major to ``[T' * E, 1]``.
+
+    T' is T + 1 with a zero sink row, or T with `skip_token`. Entries of experts that were not chosen are zero.
+    `first_expert` as in :func:`expert_mask`. A row names an expert of this rank once at most: the table has one entry
+    per pair, so one of two weights would be lost. That is checked where reading values costs nothing (on the CPU,
+    outside of a trace).
+    """
+    check_routing(top_k_index)
+    check_values({"top_k_index": top_k_index, "top_k_weights": top_k_weights}, "[T, K]")
+    check_ids(experts, first_expert)
+    check_flags({"skip_token": skip_token})
+    local_TK = _local(top_k_index, experts, first_expert)
+    check_distinct(local_TK, experts)
+    tokens = top_k_index.shape[0]
+    rows = tokens if skip_token else tokens + 1
+    dense = torch.zeros((rows, experts + 1), dtype=top_k_weights.dtype, device=top_k_weights.device)
+    dense[:tokens].scatter_(1, local_TK, top_k_weights)
+    return dense[:, :experts].reshape(-1, 1)

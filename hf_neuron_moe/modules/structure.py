@@ -1,0 +1,146 @@
+"""Which modules the operators compute: hooks, activations, linear layers, experts.
+
+Experts are read from the flags that transformers puts on the instance. Every class decorated with
+``transformers.integrations.use_experts_implementation`` has the same call and describes its parameters by flags, so one
+rule covers all families.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from types import CodeType
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+CALL_HOOKS = {
+    "_forward_pre_hooks": "forward pre-hook",
+    "_forward_hooks": "forward hook",
+    "_backward_pre_hooks": "backward pre-hook",
+    "_backward_hooks": "backward hook",
+}
+"""Those that run when a module is called or differentiated, by the name a message gives them."""
+
+EXPERT_FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
+"""Set by every transformers version since 5.17; later ones add ``has_post_expert_norm``."""
+
+_FLAG_RULES: tuple[tuple[str, bool, str], ...] = (
+    ("has_gate", True, "it has no gate projection"),
+    ("has_bias", False, "its projections have a bias"),
+    ("is_concatenated", True, "its gate and up rows are interleaved, not concatenated"),
+    ("has_post_expert_norm", False, "it normalizes each expert's output"),
+)
+"""Flag, the value the kernels need, and what the other value means."""
+
+
+def has_call_hooks(module: nn.Module) -> bool:
+    """Return whether hooks run when `module` is called or differentiated."""
+    return any(getattr(module, kind) for kind in CALL_HOOKS)
+
+
+def is_silu(activation: Any) -> bool:
+    """Return whether `activation` is SiLU: ``nn.SiLU``, transformers' module of that name, or ``F.silu`` itself."""
+    from transformers.activations import ACT2CLS
+
+    entries = (ACT2CLS[name] for name in ("silu", "swish") if name in ACT2CLS)
+    classes = {entry[0] if isinstance(entry, tuple) else entry for entry in entries}
+    return activation is F.silu or type(activation) in {nn.SiLU, *classes}
+
+
+def why_not_silu(activation: Any) -> str | None:
+    """Return what `activation` is, if that is not SiLU or is SiLU with a forward of its own; else None."""
+    if isinstance(activation, nn.Module) and "forward" in activation.__dict__:
+        return f"a {type(activation).__name__} whose forward is overridden on the instance"
+    return None if is_silu(activation) else describe_activation(activation)
+
+
+def describe_activation(activation: Any) -> str:
+    """Return a short name of an activation module or function."""
+    return getattr(activation, "__name__", type(activation).__name__)
+
+
+def is_inert(value: Any) -> bool:
+    """Return whether an attribute is a dropout of 0, as a module without hooks or as a probability."""
+    if isinstance(value, nn.Module):
+        inert = type(value) is nn.Identity or (type(value) is nn.Dropout and value.p == 0)
+        return inert and not has_call_hooks(value) and "forward" not in value.__dict__
+    return type(value) in (int, float) and value == 0
+
+
+def why_not_plain_linear(module: Any) -> str | None:
+    """Return why `module` may compute something else than ``x @ weight.T``, or None for a plain linear layer."""
+    if type(module) is not nn.Linear:
+        return f"a {type(module).__module__}.{type(module).__qualname__}, not a plain torch.nn.Linear"
+    if getattr(module, "bias", None) is not None:
+        return "a linear layer with a bias"
+    if "forward" in module.__dict__:
+        return "a linear layer whose forward is overridden on the instance"
+    if has_call_hooks(module):
+        return "a linear layer with hooks"
+    weight: Any = module.weight
+    if type(weight) is Tensor and module.__dict__.get(
+        "_is_replica"
+    ):  # nn.DataParallel gives every device plain tensors
+        return None
+    if type(weight) is FakeTensor:  # a stand-in without values, in a forward that is run for its shapes
+        return None
+    if type(weight) is not nn.Parameter or type(weight.data) is not Tensor:
+        return f"a linear layer whose weight is a {type(weight).__name__} of {type(weight.data).__name__}"
+    return None
+
+
+def is_decorated_experts(module: nn.Module) -> bool:
+    """Return whether `module` carries the flags that ``use_experts_implementation`` sets."""
+    return all(flag in module.__dict__ for flag in EXPERT_FLAGS)
+
+
+@cache
+def _dispatching_forward() -> CodeType:
+    """The code of the forward that the decorator installs; the same object for every decorated class."""
+    from transformers.integrations.moe import use_experts_implementation
+
+    @use_experts_implementation
+    class _Probe(nn.Module):
+        def forward(self) -> None:
+            """Never called."""
+
+    return _Probe.forward.__code__
+
+
+def why_not_swiglu_experts(module: Any) -> str | None:
+    """Return why the operator cannot compute `module`, or None where its flags and parts say that it can."""
+    from transformers.integrations.moe import _default_apply_gate
+
+    if not is_decorated_experts(module):
+        return "its class is not decorated with transformers' use_experts_implementation"
+    forward = type(module).forward
+    if module.__dict__.get("_is_hooked") and "forward" in module.__dict__:
+        return "transformers' tensor or expert parallelism wraps its forward, which is not supported"
+    if forward.__code__ is not _dispatching_forward() or "forward" in module.__dict__:
+        return "its forward is not the one that use_experts_implementation installs"
+    for flag, needed, meaning in _FLAG_RULES:
+        value = getattr(module, flag, needed)  # a version without the flag has no experts it would describe
+        if bool(value) is not needed:
+            return f"{meaning} ({flag}={value})"
+    if "_apply_gate" in module.__dict__ or type(module)._apply_gate is not _default_apply_gate:
+        return f"its gate is not silu(gate) * up: {type(module).__name__} defines its own _apply_gate"
+    activation = getattr(module, "act_fn", None)
+    if not is_silu(activation):
+        return f"its activation is {describe_activation(activation)}, the kernels have SiLU"
+    if isinstance(activation, nn.Module) and has_call_hooks(activation):
+        return "its act_fn has hooks, which the operator would not call"
+    return _why_not_shapes(module)
+
+
+def _why_not_shapes(module: Any) -> str | None:
+    gate_up, down = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
+    if gate_up is None or down is None or gate_up.dim() != 3 or down.dim() != 3:
+        return "it has no 3-D parameters gate_up_proj and down_proj"
+    E, first, second = gate_up.shape
+    hidden, double = (first, second) if module.is_transposed else (second, first)
+    expected = (E, double // 2, hidden) if module.is_transposed else (E, hidden, double // 2)
+    if double % 2 or tuple(down.shape) != expected:
+        return f"its parameters do not fit together: gate_up_proj {tuple(gate_up.shape)}, down_proj {tuple(down.shape)}"
+    return None

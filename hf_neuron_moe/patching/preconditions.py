@@ -1,0 +1,321 @@
+"""What must hold of a model that is to be patched, or comes back patched; every error leaves it as it is.
+
+Models that are refused as a whole; where a patch is recorded and what of it is still in place; plans that leave
+blocks out.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_neuron_moe.errors import (
+    NeuronMoEWarning,
+    NothingToPatchError,
+    UnsupportedModelError,
+    pattern_of,
+    spelled_together,
+)
+from hf_neuron_moe.modules.block import NeuronBlock
+from hf_neuron_moe.modules.own_forward import described, is_taken_over, passes_by
+from hf_neuron_moe.modules.quantized_blocks import FrozenBlock
+from hf_neuron_moe.patching.apply import PatchState, Swap, states
+from hf_neuron_moe.patching.report import PatchEntry, PatchReport
+
+_WRAPPERS = {
+    "DistributedDataParallel": "Patch the inner model before wrapping it.",
+    "DataParallel": "Patch the inner model before wrapping it.",
+    "FullyShardedDataParallel": "Patch the model before FSDP wraps it.",
+    "DeepSpeedEngine": "Patch the model before deepspeed.initialize.",
+    "OptimizedModule": "Patch the uncompiled model and compile it again: "
+    "patch_model(model._orig_mod), then torch.compile(model._orig_mod).",
+}
+_FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_NOT_QUANTIZED = (
+    "Load it without quantization_config, or call model.dequantize() where its method has that. A GGUF file is "
+    "dequantized while loading, but stays marked as quantized: load its state_dict() into a model made by from_config."
+)
+_PATCH_FIRST = (
+    "Patch the model before adapters are put on its MLPs: patch_model(model), then get_peft_model(model, ...). "
+    "Adapters on attention may be there already."
+)
+
+
+def unsupported(expected: str, got: str, fix: str) -> UnsupportedModelError:
+    """Return the error about a model as a whole."""
+    return UnsupportedModelError.about("model", expected, got, fix)
+
+
+def changed(expected: str, got: str, remedy: str = "Call unpatch_model(model) first") -> UnsupportedModelError:
+    """Return the error for a patched model that is not as it has to be."""
+    return unsupported(expected, got, f"{remedy}; nothing was changed.")
+
+
+def check_model(model: Any) -> None:
+    """Refuse what is no ``nn.Module``, or is quantized, sharded, offloaded, wrapped or compiled."""
+    if not isinstance(model, nn.Module):
+        raise unsupported("a torch.nn.Module", type(model).__name__, "Pass the model object, not its name or config.")
+    for name, module in model.named_modules():
+        for wrapper, remedy in _WRAPPERS.items():
+            if any(base.__name__ == wrapper for base in type(module).__mro__):
+                raise unsupported("a plain, unwrapped model", f"{wrapper}{_at(name)}", remedy)
+    for expected, find, remedy in _RULES:
+        found = find(model)
+        if found is not None:
+            raise unsupported(expected, found, remedy)
+
+
+def _at(name: str) -> str:
+    return f" at {name!r}" if name else ""
+
+
+def _quantized(model: nn.Module) -> str | None:
+    for name, module in model.named_modules():
+        if getattr(module, "is_quantized", False) is True or getattr(module, "hf_quantizer", None) is not None:
+            method = getattr(module, "quantization_method", None)
+            return f"a quantized model{_at(name)}" + (f" ({getattr(method, 'value', method)})" if method else "")
+        if type(module).__module__.startswith("bitsandbytes."):
+            return f"a {type(module).__name__} of bitsandbytes{_at(name)}"
+    for name, param in model.named_parameters():
+        if param.dtype not in _FLOAT_DTYPES:
+            return f"the parameter {name!r} of dtype {param.dtype}"
+    return None
+
+
+def _sharded_at_loading(model: nn.Module) -> str | None:
+    for name, module in model.named_modules():
+        if getattr(module, "is_distributed_loading_by_transformers", False) is True:
+            asked = getattr(getattr(module, "config", None), "distributed_config", None)
+            sizes = {key: getattr(asked, key, None) for key in ("tp_size", "ep_size", "fsdp_size")}
+            named = ", ".join(f"{key}={size}" for key, size in sizes.items() if size not in (None, 1))
+            return f"one that from_pretrained sharded{_at(name)}" + (f" ({named})" if named else "")
+    return None
+
+
+def _sharded(model: nn.Module) -> str | None:
+    for name, module in model.named_modules():
+        if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
+            return f"a model sharded by fully_shard{_at(name)}"
+    for name, param in model.named_parameters():
+        if type(param.data).__name__ == "DTensor" or type(param).__name__ == "DTensor":
+            return f"a sharded model: {name!r} is a DTensor"
+        if hasattr(param, "ds_id"):
+            return f"a model partitioned by DeepSpeed ZeRO-3: {name!r} carries a ds_id"
+    return None
+
+
+def _offloaded(model: nn.Module) -> str | None:
+    for module in model.modules():
+        places = {str(place) for place in (getattr(module, "hf_device_map", None) or {}).values()}
+        if "disk" in places or ("cpu" in places and len(places) > 1):
+            return f"a model offloaded by accelerate (hf_device_map: {', '.join(sorted(places))})"
+    return None
+
+
+_RULES: tuple[tuple[str, Callable[[nn.Module], str | None], str], ...] = (
+    ("a model without quantization", _quantized, _NOT_QUANTIZED),
+    (
+        "a model that transformers did not shard while loading",
+        _sharded_at_loading,
+        "Load it without distributed_config, tp_plan and device_map, patch it, then shard it with FSDP (accelerate or "
+        "fully_shard) or wrap it with DDP. Patched blocks do not support tensor or expert parallelism.",
+    ),
+    ("a model whose weights are whole", _sharded, "Patch the model first and shard it afterwards."),
+    ("a model whose weights are in memory", _offloaded, "Load it without disk or CPU offload."),
+)
+
+
+def inner_model(model: nn.Module) -> tuple[nn.Module, str]:
+    """Return the model inside peft's wrappers, or `model` itself, and its name in `model`.
+
+    The patch is recorded there, since ``merge_and_unload`` and ``unload`` hand back the inner model alone.
+    """
+    home = model
+    while True:
+        kinds = {base.__name__ for base in type(home).__mro__ if base.__module__.partition(".")[0] == "peft"}
+        if kinds & {"PeftModel", "PeftMixedModel"}:
+            inside = home.get_base_model()  # type: ignore[operator]
+        elif "BaseTuner" in kinds:
+            inside = home.model
+        else:
+            break
+        if inside is home or not isinstance(inside, nn.Module):
+            break
+        home = inside
+    return home, next(name for name, module in model.named_modules() if module is home)
+
+
+def check_not_patched_elsewhere(model: nn.Module, home: nn.Module) -> None:
+    """Refuse an unpatched `model` with parts that were patched separately, or through another object."""
+    parts = {id(holder): state for holder, state in states(home)}
+    names = [(name, parts[id(module)]) for name, module in home.named_modules() if id(module) in parts]
+    if names:
+        listed = ", ".join(f"{name!r} ({_blocks(len(state.swaps))})" for name, state in names)
+        calls = ", ".join(f"unpatch_model(<{name}>)" for name, _ in names)
+        raise unsupported(
+            "a model that is not patched yet, or that was patched as a whole",
+            f"a {type(model).__name__} of which a part is patched: {listed}",
+            f"Unpatch that first ({calls}), then patch the outer model; nothing was changed.",
+        )
+    _refuse_foreign_blocks(home)
+
+
+def not_patched_here(model: object) -> UnsupportedModelError:
+    """Return the error for `model`, which holds no record of a patch to undo; it says which case it is."""
+    expected, kind = "a model that patch_model has patched", type(model).__name__
+    if not isinstance(model, nn.Module):
+        fix = "Pass the model object, not its name or report."
+        return unsupported(expected, f"{kind}, which is no torch.nn.Module", fix)
+    if any(isinstance(module, FrozenBlock) for module in model.modules()):
+        fix = "They replaced nothing; model.dequantize() gives it ordinary weights."
+        return unsupported(expected, f"a {kind} that was loaded with frozen MX blocks", fix)
+    _refuse_foreign_blocks(model)
+    got = f"an unpatched {kind}: nothing in it is patched (any more)"
+    return unsupported(expected, got, "Nothing needs to be undone.")
+
+
+def _refuse_foreign_blocks(model: nn.Module) -> None:
+    blocks = [name for name, module in model.named_modules() if isinstance(module, NeuronBlock)]
+    if blocks:
+        raise unsupported(
+            "the object that patch_model was called on",
+            f"a {type(model).__name__} with {_blocks(len(blocks))} (first: {blocks[0] or 'itself'!r}) patched "
+            "through an outer or another object",
+            "Call unpatch_model on the object that was passed to patch_model; nothing was changed.",
+        )
+
+
+def displaced(home: nn.Module, state: PatchState) -> list[str]:
+    """Return the names of replaced modules whose replacement is no longer wherever it was put."""
+    present = Counter(id(child) for module in home.modules() for child in module._modules.values())
+    return [swap.name for swap in state.swaps if present[id(swap.replacement)] < swap.places]
+
+
+def check_called(home: nn.Module, blocks: Iterable[tuple[str, nn.Module]]) -> None:
+    """Refuse a model with a forward that goes past a patched block: put on the block, or on the MoE block around it.
+
+    `blocks` are all patched ones with their names.
+    """
+    named = list(blocks)
+    expected = "as patch_model left it"
+    taken = [name for name, block in named if is_taken_over(block)]
+    if taken:
+        raise changed(expected, f"a model whose patched blocks have another forward: {', '.join(taken)}")
+    around = passed_by(home)
+    # Experts only: what is around a dense MLP has more to do than to call it.
+    passed = {
+        name: id(block)
+        for name, block in named
+        if id(block) in around and getattr(block, "neuron_top_k", None) is not None
+    }
+    if passed:
+        forwards = {described(around[key].__dict__["forward"]) for key in passed.values()}
+        raise changed(
+            expected,
+            f"a model whose patched experts do not run: {', '.join(passed)}; "
+            f"the forward put on the module around them ({', '.join(sorted(forwards))}) does not call them",
+            "Delete that forward (`del block.forward`), or call unpatch_model(model)",
+        )
+
+
+def passed_by(home: nn.Module) -> dict[int, nn.Module]:
+    """Return, by the id of each module that a forward on the module around it leaves out, the module around it."""
+    found: dict[int, nn.Module] = {}
+    for parent in home.modules():
+        for child in parent._modules.values() if "forward" in parent.__dict__ else ():
+            if child is not None and passes_by(parent, child):
+                inside = child
+                while isinstance(base := inside._modules.get("base_layer"), nn.Module):  # in an adapter's wrapper
+                    inside = base
+                found[id(inside)] = parent
+    return found
+
+
+def warn_of_lost_forwards(swaps: Iterable[Swap]) -> None:
+    """Warn of what was put on patched blocks as their forward, which goes when they are taken out."""
+    lost: dict[tuple[str, str], list[str]] = {}
+    for swap in swaps:
+        block = swap.replacement
+        forward = block.__dict__.get("forward")
+        if forward is not None and getattr(forward, "__func__", None) is not type(block).forward:
+            lost.setdefault((described(forward), pattern_of(swap.name)), []).append(swap.name)
+    for (function, _), names in lost.items():
+        warnings.warn(
+            f"unpatch_model: the forward {function} that was put on {spelled_together(names)} is dropped with the "
+            "patched block. Put it on the original block if you need it there.",
+            NeuronMoEWarning,
+            stacklevel=4,
+        )
+
+
+def _blocks(count: int) -> str:
+    return f"{count} block" if count == 1 else f"{count} blocks"
+
+
+def check_outcome(model: nn.Module, report: PatchReport, strict: bool) -> None:
+    """Refuse a plan that patches nothing, or with `strict` not every gated block that is not excluded."""
+    listed = "".join(f"\n  {line}" for line in _reasons(report.refused))
+    if not report.patched:
+        raise NothingToPatchError.about(
+            "model",
+            "a model with SwiGLU MLPs or experts that the kernels can compute",
+            f"a {type(model).__name__} {_counted(report)}{':' + listed if listed else ''}",
+            ("\n" if listed else "") + _what_to_do(report),
+        )
+    counted = [entry for entry in report.refused if entry.gated]
+    if strict and counted:
+        raise unsupported(
+            "a model whose gated MLP and experts blocks can all be patched (strict=True)",
+            f"{len(counted)} that cannot:" + "".join(f"\n  {line}" for line in _reasons(counted)),
+            f"\n{_PATCH_FIRST} Or name them in exclude=...; strict=False leaves them stock."
+            if _has_adapters(report)
+            else "\nName them in exclude=..., or pass strict=False to leave them stock.",
+        )
+
+
+def _reasons(entries: Iterable[PatchEntry]) -> list[str]:
+    """The reasons, each once for all blocks of a class whose names differ in their numbers only."""
+    groups: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+    for entry in entries:
+        groups[pattern_of(entry.name), entry.class_name, entry.reason].append(entry.name or "the model")
+    return [
+        f"{spelled_together(names)} ({f'{len(names)} x ' if len(names) > 1 else ''}{class_name}): {reason}"
+        for (_, class_name, reason), names in groups.items()
+    ]
+
+
+def _counted(report: PatchReport) -> str:
+    """How many blocks the model has, and that none of them can be patched."""
+    count = len(report.entries)
+    if not count:
+        return "without MLP or experts blocks"
+    blocks = f"with {count} MLP or experts block{'s' if count > 1 else ''}"
+    if report.skipped:
+        return f"{blocks}, {len(report.skipped)} of them skipped and {len(report.refused)} refused"
+    return f"{blocks}, {'none of which' if count > 1 else 'which'} can{'' if count > 1 else 'not'} be patched"
+
+
+def _has_adapters(report: PatchReport) -> bool:
+    return any("peft." in entry.reason for entry in report.refused)
+
+
+def _what_to_do(report: PatchReport) -> str:
+    """The remedy where nothing is left to patch."""
+    if report.skipped:
+        return f"include and exclude leave nothing: make them match blocks such as {report.skipped[0].name!r}."
+    if _has_adapters(report):
+        return _PATCH_FIRST
+    if report.refused:
+        return (
+            "If a reason names something you added (hooks, adapters, an option, ...), remove it and patch again; "
+            "otherwise train this model as it is. strict=False does not help: no block would be left to patch."
+        )
+    return (
+        "Pass the model that holds such blocks, before it is compiled or wrapped; a model without any is trained as "
+        "it is."
+    )

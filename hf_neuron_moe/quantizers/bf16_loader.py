@@ -1,0 +1,93 @@
+"""Places where bf16 tensors in another layout land, and how they become a module's own weights.
+
+transformers fills parameters by name and shape. A landing has those of the converted file; once they are filled, the
+original module gets its weights from them, without a copy where the layout is the one the patched block will have.
+
+E experts, F rows, K columns, H hidden, I intermediate size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from hf_neuron_moe.convert.layout.orientations import BF16_KERNEL, BF16_SWIZZLED
+from hf_neuron_moe.formats.swizzle import unswizzle
+from hf_neuron_moe.modules.block import stock_slot
+from hf_neuron_moe.modules.quantized_blocks import DOWN, GATE_UP
+from hf_neuron_moe.patching.discovery import Candidate
+from hf_neuron_moe.quantizers.shard_layouts import StoredTensor
+
+
+class Landing(nn.Module):
+    """Stands in for `candidate`'s module while weights are loaded.
+
+    `tensors` are converted tensors by role, ``gate_up_proj`` and ``down_proj``.
+    """
+
+    def __init__(self, candidate: Candidate, tensors: Mapping[str, StoredTensor]) -> None:
+        super().__init__()
+        self.candidate = candidate
+        self.tensors = dict(tensors)
+        dense, dtype = candidate.roles is not None, next(candidate.module.parameters()).dtype
+        for role, stored in tensors.items():
+            param = nn.Parameter(torch.empty(stored.tensor.shape, dtype=dtype, device="meta"))
+            if dense:
+                home = nn.Module()
+                home.register_parameter("weight", param)
+                self.add_module(role, home)
+            else:
+                self.register_parameter(role, param)
+
+    def role(self, role: str) -> nn.Parameter:
+        """Return the parameter of a role."""
+        dense = self.candidate.roles is not None
+        return self.get_parameter(f"{role}.weight" if dense else role)
+
+    def hand_over(self, home: str) -> nn.Module:
+        """Give the original module the loaded weights and return it; `home` as in :func:`give_weights`."""
+        gate_up, down = (self._forward_matrix(role) for role in (GATE_UP, DOWN))
+        return give_weights(self.candidate, gate_up, down, home).train(self.training)
+
+    def _forward_matrix(self, role: str) -> Tensor:
+        """The weight as ``[F, K]`` or ``[E, F, K]``, without padding."""
+        stored, value = self.tensors[role], self.role(role).detach()
+        if stored.layout == BF16_SWIZZLED:
+            value = unswizzle(value)
+        elif stored.layout == BF16_KERNEL and value.ndim == 3:
+            value = value.transpose(-1, -2)
+        extra_hidden, extra_inner = (stored.padding.get(axis, 0) for axis in "HI")
+        if not extra_hidden and not extra_inner:
+            return value
+        if role == DOWN:
+            return value[..., : value.shape[-2] - extra_hidden, : value.shape[-1] - extra_inner].contiguous()
+        halves = value.unflatten(-2, (2, -1))
+        inner, hidden = halves.shape[-2] - extra_inner, halves.shape[-1] - extra_hidden
+        return halves[..., :inner, :hidden].flatten(-3, -2).contiguous()
+
+
+def give_weights(candidate: Candidate, gate_up: Tensor, down: Tensor, home: str) -> nn.Module:
+    """Make a module's own weights of fused ones and return the module.
+
+    Args:
+        candidate: the module, usually still on the meta device.
+        gate_up: ``[2I, H]`` or ``[E, 2I, H]``.
+        down: ``[H, I]`` or ``[E, H, I]``.
+        home: where the weights will be kept, ``"stock"`` or ``"kernel"``. For the kernel home nothing is copied.
+    """
+    if candidate.roles is not None:
+        inputs = gate_up.chunk(len(candidate.roles.inputs))
+        values = dict(zip((f"{name}.weight" for name in candidate.roles.linears), (*inputs, down)))
+        # Halves of one tensor would be taken for tied weights where they stay as they are.
+        copied = home == "stock" and len(inputs) == 2
+        values = {name: value.clone() if copied and value is not down else value for name, value in values.items()}
+    else:
+        values = {GATE_UP: gate_up, DOWN: down}
+        if candidate.module.is_transposed:
+            values = {name: value.transpose(-1, -2) for name, value in values.items()}
+    for name, value in values.items():
+        slot, leaf = stock_slot(candidate.module, name)
+        slot._parameters[leaf] = nn.Parameter(value.contiguous() if home == "stock" else value)
+    return candidate.module

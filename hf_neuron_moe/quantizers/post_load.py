@@ -1,0 +1,99 @@
+"""What is done to a model once transformers has filled it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_neuron_moe.config import NeuronMoEConfig
+from hf_neuron_moe.errors import ConversionError, UnsupportedModelError, public
+from hf_neuron_moe.modules.block import release_layout
+from hf_neuron_moe.modules.quantized_blocks import FrozenBlock
+from hf_neuron_moe.patching.api import patch_model
+from hf_neuron_moe.patching.apply import PlanItem, all_slots, build, put_in, take_out
+from hf_neuron_moe.patching.discovery import Candidate
+from hf_neuron_moe.patching.lock import one_at_a_time
+from hf_neuron_moe.quantizers.bf16_loader import give_weights
+from hf_neuron_moe.quantizers.placeholders import Placement
+from hf_neuron_moe.quantizers.quantization_config import NeuronMoEQuantizationConfig
+from hf_neuron_moe.quantizers.shard_layouts import WHERE
+
+
+@public(WHERE)
+def finish(model: PreTrainedModel, placement: Placement, options: NeuronMoEQuantizationConfig) -> None:
+    """Settle the frozen blocks, and put the original modules back where bf16 weights landed, patched."""
+    model.config.__dict__.pop("transformers_weights", None)
+    for stand_in in (*(block for block, _ in placement.frozen), *placement.landings):
+        missing = [name for name, tensor in stand_in.state_dict(keep_vars=True).items() if tensor.is_meta]
+        if missing:
+            fix = "Load it without disk offload; otherwise the checkpoint is damaged."
+            raise ConversionError.about(missing[0], "filled from the checkpoint", "no values", fix)
+    for block, _ in placement.frozen:
+        block.settle()
+    if not placement.landings:
+        return
+    _check_devices(model)
+    home = "kernel" if options.layout == "kernel" else "stock"
+    config = NeuronMoEConfig(precision="bf16", backend="torch", weights=home)
+    slots = all_slots(model)
+    while placement.landings:
+        landing = placement.landings.pop(0)
+        candidate, original = landing.candidate, landing.hand_over(home)
+        for parent, attribute in slots[id(landing)]:
+            parent._modules[attribute] = original
+        if placement.frozen:  # a bf16 block beside frozen ones: patch_model would refuse the model as quantised
+            swap = build(PlanItem(candidate, config))
+            put_in(model, swap, {id(swap.original): slots[id(landing)]})
+            release_layout(swap.replacement, swap.original)
+            placement.swaps.append(swap)
+    if not placement.frozen:
+        # What was matched while loading belongs to the converted names; saving starts from the model's own again.
+        model.__dict__.pop("_weight_conversions", None)
+        patch_model(model, NeuronMoEConfig(precision="bf16", weights=home), strict=False)
+
+
+@one_at_a_time
+def dequantize(model: PreTrainedModel, placement: Placement, dtype: torch.dtype) -> None:
+    """Turn a frozen base into an ordinary model that has the codes' values as weights.
+
+    bf16 and wider dtypes hold MX values exactly, as far as their exponents reach.
+    """
+    slots = all_slots(model)
+    for block, candidate in placement.frozen:
+        original = give_weights(candidate, *_values(block, candidate, dtype), "stock").train(block.training)
+        for parent, attribute in slots.get(id(block), ()):
+            parent._modules[attribute] = original
+    for swap in placement.swaps:
+        take_out(model, swap, slots)
+    placement.frozen.clear()
+    placement.swaps.clear()
+    model.__dict__.pop("_weight_conversions", None)
+
+
+def _values(block: FrozenBlock, candidate: Candidate, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Fused gate_up and down of a block, without padding; an expert at a time in fp32."""
+    stack, (experts, hidden, inner) = block.neuron_stack, candidate.sizes
+    assert hidden is not None and inner is not None
+    device, leading = stack.gate_up_codes.device, () if experts is None else (experts,)
+    gate_up = torch.empty((*leading, 2 * inner, hidden), dtype=dtype, device=device)
+    down = torch.empty((*leading, hidden, inner), dtype=dtype, device=device)
+    for number in [None] if experts is None else range(experts):
+        weights = stack.expert(number)
+        parts = (gate_up, down) if number is None else (gate_up[number], down[number])
+        for half in range(2):
+            rows, whole = slice(half * stack.inner, half * stack.inner + inner), slice(0, stack.hidden)
+            values = weights.gate_up.values(rows, whole, torch.empty(inner, stack.hidden, device=device))
+            parts[0][half * inner : (half + 1) * inner].copy_(values[:, :hidden])
+        K = weights.down.shape[1]
+        values = weights.down.values(slice(0, hidden), slice(0, K), torch.empty(hidden, K, device=device))
+        parts[1].copy_(values[:, :inner])
+    return gate_up, down
+
+
+def _check_devices(model: PreTrainedModel) -> None:
+    places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
+    if len(places) > 1:
+        expected = "one device for a checkpoint in bf16 layouts, whose blocks are patched after loading"
+        fix = "Load it on one device, or shard the loaded model afterwards."
+        raise UnsupportedModelError.about("device_map", expected, ", ".join(sorted(places)), fix)

@@ -1,0 +1,62 @@
+"""The ``quantization_config`` of a converted checkpoint's ``config.json``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from hf_neuron_moe.config import QUANT_METHOD
+from hf_neuron_moe.errors import ConfigError, nearest, public
+
+PRECISIONS = ("bf16", "mxfp8", "mxfp4")
+LAYOUTS = ("fused", "kernel")
+_DAMAGED = "The conversion is damaged, or a later version of hf-neuron-moe wrote it: convert the original again."
+
+
+class NeuronMoEQuantizationConfig(QuantizationConfigMixin):
+    """What ``hf-neuron-moe convert`` made.
+
+    It tells a reader which conversion this is. How a single tensor is stored is recorded with the tensor, in its
+    shard's header, and loading goes by that.
+
+    Args:
+        precision: ``"bf16"``, ``"mxfp8"`` or ``"mxfp4"``.
+        layout: ``"fused"`` or ``"kernel"``.
+        tp_degree: number of tensor-parallel ranks the tensors are split among.
+        quant_method: ``"neuron_moe"``.
+        **options: the conversion's other options, kept as they are.
+    """
+
+    @public("quantization_config")
+    def __init__(
+        self,
+        precision: str = "mxfp8",
+        layout: str = "kernel",
+        tp_degree: int = 1,
+        quant_method: str = QUANT_METHOD,
+        **options: Any,
+    ) -> None:
+        known = {"precision": (precision, PRECISIONS), "quant_method": (quant_method, (QUANT_METHOD,))}
+        for name, (value, allowed) in known.items():
+            if value not in allowed:
+                fix = f"Was it written by a later version of hf-neuron-moe?{nearest(str(value), list(allowed))}"
+                raise ConfigError.about(name, f"one of {', '.join(allowed)}", repr(value), fix)
+        if type(tp_degree) is not int or tp_degree < 1:
+            raise ConfigError.about("tp_degree", "a positive number", repr(tp_degree), _DAMAGED)
+        if layout not in LAYOUTS:
+            raise ConfigError.about("layout", f"one of {', '.join(LAYOUTS)}", repr(layout), _DAMAGED)
+        self.quant_method = quant_method  # type: ignore[assignment] # the base class knows transformers' own ones only
+        self.precision = precision
+        self.layout = layout
+        self.tp_degree = tp_degree
+        for name, value in options.items():
+            if hasattr(type(self), name) or not isinstance(value, (str, int, type(None))):
+                expected = "an option of a conversion: a text, a number or none"
+                raise ConfigError.about(name, expected, type(value).__name__, _DAMAGED)
+            setattr(self, name, value)
+
+    @property
+    def dequantize(self) -> bool:
+        """Whether the loaded model is an ordinary, trainable one (transformers then forgets the configuration)."""
+        return self.precision == "bf16"

@@ -1,0 +1,171 @@
+"""What the shards of a converted checkpoint say about their tensors: layouts are read, never guessed from shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from hf_neuron_moe.backends.mx_weights import NATURAL, SWIZZLED, WORDS, MXLayout
+from hf_neuron_moe.convert.io.bounded import is_natural, parse_json, record
+from hf_neuron_moe.convert.io.source import SourceTensor, damaged, read_header, read_indexed
+from hf_neuron_moe.convert.layout.orientations import (
+    BF16_FUSED,
+    BF16_KERNEL,
+    BF16_SWIZZLED,
+    MOE_WORDS,
+    MX_FUSED_CODES,
+    MX_KERNEL_CODES,
+    SCALES,
+    SOURCE,
+)
+from hf_neuron_moe.convert.manifest import INDEX_OUT
+from hf_neuron_moe.convert.options import FORWARD
+from hf_neuron_moe.errors import ConversionError, public
+from hf_neuron_moe.formats.constants import LANES
+from hf_neuron_moe.formats.moe_mx import HIDDEN_SCHEME, INTERMEDIATE_SCHEME
+from hf_neuron_moe.modules.quantized_blocks import FrozenTensor
+
+LAYOUTS_KEY, TENSORS_KEY = "hf_neuron_moe.layouts", "hf_neuron_moe.tensors"
+BF16_LAYOUTS = (BF16_FUSED, BF16_KERNEL, BF16_SWIZZLED)
+WHERE = "from_pretrained"
+
+_DTYPES = {
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "U8": torch.uint8,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "I16": torch.int16,
+    "I32": torch.int32,
+}
+_ARRANGEMENTS = {MX_FUSED_CODES: NATURAL, MX_KERNEL_CODES: SWIZZLED}
+_WORD_FORMATS = {MOE_WORDS["mxfp8"]: "e4m3fn", MOE_WORDS["mxfp4"]: "e2m1"}
+_FORMS: dict[str, tuple[tuple[str, ...], range]] = {
+    **dict.fromkeys(BF16_LAYOUTS, (("BF16",), range(2, 4))),
+    **dict.fromkeys((MX_FUSED_CODES, MX_KERNEL_CODES), (("F8_E4M3",), range(2, 4))),
+    MOE_WORDS["mxfp8"]: (("U32", "I32"), range(4, 6)),
+    MOE_WORDS["mxfp4"]: (("U16", "I16"), range(4, 6)),
+    **dict.fromkeys(SCALES, (("U8",), range(2, 6))),
+}
+"""Dtypes and numbers of axes of the layouts."""
+_V1_SCALES = {MX_FUSED_CODES: "compact", MX_KERNEL_CODES: "packed"}
+"""Where the scales of version 1 lie, which did not record it."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One converted tensor of a shard."""
+
+    name: str  # Its name there
+    layout: str  # A layout name of :mod:`hf_neuron_moe.convert.layout.orientations`
+    tensor: FrozenTensor  # Its dtype and shape
+    scale_layout: str | None = None  # Where the scales lie, None for bf16
+    orientation: str = FORWARD  # ``"forward"`` or ``"backward"``
+    tp_rank: int | None = None  # Rank whose part it is
+    padding: Mapping[str, int] = field(default_factory=dict)  # Zeros at the end of its H and I axes
+
+    def sizes(self, *, gate_up: bool) -> tuple[int, int]:
+        """Return the H and I of the network it belongs to, as it is stored; the tensor is one of values or codes."""
+        rows, columns = self._matrix_shape(gate_up)
+        hidden, inner = (columns, rows // 2) if gate_up else (rows, columns)
+        return hidden - self.padding.get("H", 0), inner - self.padding.get("I", 0)
+
+    def _matrix_shape(self, gate_up: bool) -> tuple[int, int]:
+        *experts, first, second = self.tensor.shape
+        if self.layout == BF16_SWIZZLED:
+            return second // LANES, LANES * first
+        if self.layout in BF16_LAYOUTS:
+            return (second, first) if self.layout == BF16_KERNEL and experts else (first, second)
+        return self.mx_layout(gate_up=gate_up).matrix_shape(self.tensor.shape)
+
+    @public(WHERE)
+    def mx_layout(self, *, gate_up: bool) -> MXLayout:
+        """How the codes are stored; the tensor is one of codes."""
+        scales = self.scale_layout or _V1_SCALES.get(self.layout, "")
+        if self.layout in _ARRANGEMENTS:
+            return MXLayout(arrangement=_ARRANGEMENTS[self.layout], scales=scales)
+        if self.layout in _WORD_FORMATS:
+            scheme = HIDDEN_SCHEME if gate_up else INTERMEDIATE_SCHEME
+            return MXLayout(_WORD_FORMATS[self.layout], WORDS, scheme.value, scales)
+        expected = f"one of {', '.join((*BF16_LAYOUTS, *_ARRANGEMENTS, *_WORD_FORMATS))}"
+        fix = "It was written by a later version of hf-neuron-moe; update the package."
+        raise ConversionError.about(f"layout of {self.name}", expected, repr(self.layout), fix)
+
+
+@dataclass(frozen=True)
+class _Fact:
+    """What a shard's header says about one tensor; version 1 said the layout only."""
+
+    layout: str = SOURCE
+    scale_layout: str | None = None
+    orientation: str | None = None
+    tp_rank: int | None = None
+    padding: dict[str, int] | None = None
+    weight: str = ""
+
+
+@public(WHERE)
+def read_stored(files: Iterable[str]) -> dict[str, StoredTensor]:
+    """Describe the converted tensors of some shards, by name; copied tensors are left out."""
+    stored: dict[str, StoredTensor] = {}
+    for path in files:
+        tensors, metadata = read_header(Path(path))
+        facts = _facts(path, metadata)
+        for name, tensor in tensors.items():
+            fact = facts.get(name, _Fact())
+            if fact.layout != SOURCE:
+                stored[name] = _stored(tensor, fact)
+    return stored
+
+
+@public(WHERE)
+def check_folder(directory: Path) -> None:
+    """Check the index and the headers of a conversion before transformers follows them."""
+    found = read_indexed(directory, INDEX_OUT)
+    if found.index_metadata is None:
+        raise damaged(f"{INDEX_OUT}: metadata", "an object", "none")
+    read_stored(str(directory / file) for file in found.files)
+
+
+def _facts(path: str, metadata: Mapping[str, str]) -> dict[str, _Fact]:
+    for key in (TENSORS_KEY, LAYOUTS_KEY):
+        if key not in metadata:
+            continue
+        try:
+            content = parse_json(metadata[key].encode())
+            if not isinstance(content, dict):
+                raise ValueError(f"{type(content).__name__} instead of an object")
+            if key == LAYOUTS_KEY:
+                content = {name: {"layout": layout} for name, layout in content.items()}
+            return {name: record(_Fact, fact) for name, fact in content.items()}
+        except ValueError as error:
+            raise damaged(f"{path}: {key}", "layouts of tensors by name", error) from error
+    expected = "a shard that `hf-neuron-moe convert` wrote, with its layouts in the header"
+    fix = "The folder's files do not belong together, or were saved by another tool: convert the original again."
+    raise ConversionError.about(path, expected, "one without them", fix)
+
+
+def _stored(tensor: SourceTensor, fact: _Fact) -> StoredTensor:
+    allowed, axes = _FORMS.get(fact.layout, (tuple(_DTYPES), range(2, 7)))
+    if tensor.dtype not in allowed or fact.tp_rank is not None:
+        raise ConversionError.about(
+            f"tensor {tensor.name}",
+            "a whole converted weight",
+            f"dtype {tensor.dtype}" if fact.tp_rank is None else f"the part of tensor-parallel rank {fact.tp_rank}",
+            "Convert the original without --tp-degree to load it in transformers; ranks' parts are for Neuron.",
+        )
+    padding = fact.padding or {}
+    if len(tensor.shape) not in axes or 0 in tensor.shape or not all(map(is_natural, padding.values())):
+        got = f"shape {list(tensor.shape)} with {padding or 'no'} zeros"
+        raise damaged(f"tensor {tensor.name}", f"of the form of {fact.layout}", got)
+    return StoredTensor(
+        name=tensor.name,
+        layout=fact.layout,
+        tensor=FrozenTensor(_DTYPES[tensor.dtype], tensor.shape),
+        scale_layout=fact.scale_layout,
+        orientation=fact.orientation or FORWARD,
+        padding=padding,
+    )

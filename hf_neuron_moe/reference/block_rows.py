@@ -1,0 +1,110 @@
+"""The real slots of a block plan as rows in expert order, ready for the tiled experts.
+
+Letters: N blocks of B slots, E experts, R real (token, expert) pairs, C columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_neuron_moe.errors import ShapeError
+
+
+@dataclass(frozen=True)
+class BlockRows:
+    """The real slots of a plan."""
+
+    slot_R: Tensor  # position of each pair among the N * B slots
+    token_R: Tensor  # its token
+    expert_R: Tensor  # its expert
+    runs: list[tuple[int, int, int]]  # (expert, first row, end row) of every expert with rows
+    blocks: int  # N
+    block_size: int  # B
+    first_slots: list[int]
+    """Of every run, its first slot where its rows fill consecutive slots from the start of a block on (as in every plan
+    of ``build_block_plan``), else -1."""
+
+    def affinity(self, expert_affinities_masked: Tensor, experts: int) -> Tensor:
+        """Return each pair's routing weight, fp32 ``[R]``."""
+        return expert_affinities_masked.reshape(-1, experts)[self.token_R, self.expert_R].float()
+
+    def used_blocks(self) -> Tensor:
+        """Return which blocks have real tokens, bool ``[N]``."""
+        used = torch.zeros(self.blocks, dtype=torch.bool, device=self.slot_R.device)
+        used[torch.div(self.slot_R, self.block_size, rounding_mode="floor")] = True
+        return used
+
+
+def block_rows(
+    token_position_to_id: Tensor,
+    block_to_expert: Tensor,
+    block_size: int,
+    tokens: int,
+    experts: int,
+    *,
+    without_gaps: bool = False,
+) -> BlockRows:
+    """Check a plan and collect its real slots.
+
+    `token_position_to_id` is int ``[N * B]``, where -1 and T mark unused slots, `block_to_expert` int ``[N]`` or
+    ``[N, 1]``, where the id E is allowed for blocks without tokens. With `without_gaps`, unused slots before used ones
+    of the same expert are refused: MX groups are formed by slot, so such gaps would change the values.
+    """
+    block_to_expert = block_to_expert.reshape(-1).long()
+    blocks = block_to_expert.numel()
+    name = "token_position_to_id"
+    fits = token_position_to_id.numel() == blocks * block_size
+    _require(fits, name, f"of size N * block_size = {blocks * block_size}", str(list(token_position_to_id.shape)))
+    ids = token_position_to_id.reshape(-1).long()
+    slot_R = ((ids >= 0) & (ids < tokens)).nonzero().reshape(-1)
+    expert_R = block_to_expert[torch.div(slot_R, block_size, rounding_mode="floor")]
+    _check_ids(ids, block_to_expert, expert_R, tokens, experts)
+    if bool((expert_R.diff() < 0).any()):
+        expert_R, order = expert_R.sort(stable=True)
+        slot_R = slot_R[order]
+    token_R = ids[slot_R]
+    pairs = torch.bincount(token_R * experts + expert_R, minlength=1)
+    _require(int(pairs.max()) <= 1, name, "made of tokens that occur once per expert", "a repeated pair")
+    runs, first_slots = _runs(slot_R, expert_R, block_size, experts)
+    if without_gaps and -1 in first_slots:
+        expert = runs[first_slots.index(-1)][0]
+        _require(False, name, "filled without gaps per expert", f"gaps at expert {expert}")
+    return BlockRows(slot_R, token_R, expert_R, runs, blocks, block_size, first_slots)
+
+
+def _runs(
+    slot_R: Tensor, expert_R: Tensor, block_size: int, experts: int
+) -> tuple[list[tuple[int, int, int]], list[int]]:
+    """Return the experts' runs of rows and their first slots; one copy to the host."""
+    count_E = torch.bincount(expert_R, minlength=experts)
+    end_E = count_E.cumsum(0)
+    padded = torch.nn.functional.pad(slot_R, (0, 1))  # so that an idle last expert reads something
+    first_E, last_E = padded[end_E - count_E], padded[(end_E - 1).clamp(min=0)]
+    dense_E = (last_E - first_E == count_E - 1) & (first_E % block_size == 0)
+    table = torch.stack([count_E, end_E, torch.where(dense_E, first_E, -1)], 1).tolist()
+    busy = [(expert, *row) for expert, row in enumerate(table) if row[0]]
+    return [(expert, end - count, end) for expert, count, end, _ in busy], [first for *_, first in busy]
+
+
+def check_one_block_per_expert(block_to_expert: Tensor, experts: int, expected: str, fix: str) -> None:
+    """Raise ShapeError, with these words, for a dropping plan that is not one block per expert, in order."""
+    owners = block_to_expert.reshape(-1)
+    if owners.numel() != experts or not bool((owners == torch.arange(experts, device=owners.device)).all()):
+        raise ShapeError.about("block_to_expert", expected, owners.tolist(), fix)
+
+
+def _check_ids(ids: Tensor, block_to_expert: Tensor, expert_R: Tensor, tokens: int, experts: int) -> None:
+    in_range = bool(((ids >= -1) & (ids <= tokens)).all())
+    _require(in_range, "token_position_to_id", f"made of ids -1..{tokens}", "an id outside of that")
+    allowed = bool(((block_to_expert >= 0) & (block_to_expert <= experts)).all())
+    used = allowed and bool((expert_R < experts).all())
+    rule = f"made of ids 0..{experts - 1} (and {experts} for blocks without tokens)"
+    _require(used, "block_to_expert", rule, str(block_to_expert.tolist()))
+
+
+def _require(condition: bool, argument: str, expected: str, got: str) -> None:
+    if not condition:
+        raise ShapeError.about(argument, expected, got, "Use build_block_plan.")

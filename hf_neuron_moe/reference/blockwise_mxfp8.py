@@ -1,0 +1,294 @@
+"""The MXFP8 training pair of the blockwise experts: ``blockwise_mm_fwd_mxfp8`` and ``blockwise_mm_bwd_mxfp8``.
+
+Letters: T' rows of the token tensors (T + 1 with a zero sink row, or T with ``skip_token``), H hidden, I intermediate,
+E experts, N blocks of B slots.
+
+Every matmul's operands are rounded to MXFP8 along its contraction axis (block scales of nki 0.5 and later), along the
+token axis block by block; the roundings to bf16 in between are those of ``mlp_fwd_mxfp8`` and ``mlp_bwd_mxfp8`` (2.31).
+
+What is known of upstream's pair: the weights' layouts (which differ between forward and backward), SiLU only, the
+affinity on the intermediate only, ``SHARD_ON_FREE`` only, which checkpoints are returned and needed, bf16 activations,
+blocks of 128 to 4096. Not known, and refused here: the layout of pre-quantized weights and their scales, and biases
+(no bias argument is known, nor whether checkpoints would include one). Upstream's argument names beyond those of
+``moe_cte`` and ``blockwise_mm_bwd`` are not known either; these functions use the same names as those two.
+
+Sources: nki-library 2.31 and 2.32 ``experimental.moe_mxfp8``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hf_neuron_moe.backends.torch.experts import ExpertStack, add_rows
+from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints, RowSource, ffn_forward
+from hf_neuron_moe.backends.torch.gating import Gating
+from hf_neuron_moe.backends.torch.tiles import Loader, Span, tile_loader
+from hf_neuron_moe.checks import (
+    Rule,
+    check_dtype,
+    check_multiple,
+    check_optional_flag,
+    check_record,
+    check_rules,
+    check_same_device,
+    check_shape,
+)
+from hf_neuron_moe.errors import ShapeError, public
+from hf_neuron_moe.reference.block_rows import BlockRows, block_rows
+from hf_neuron_moe.reference.blockwise_buffers import GradBuffers
+from hf_neuron_moe.reference.blockwise_checks import (
+    FLOATS,
+    INTEGERS,
+    Operands,
+    check_bf16_limits,
+    check_block_size,
+    check_operands,
+)
+from hf_neuron_moe.reference.blockwise_grads import BackwardCall, run_backward
+from hf_neuron_moe.reference.blockwise_mm_bwd import MoEBackward
+from hf_neuron_moe.reference.moe_cte_epilogue import clamp_
+from hf_neuron_moe.reference.moe_cte_kept import fill_blocks
+from hf_neuron_moe.reference.moe_types import (
+    ActFnType,
+    AffinityOption,
+    ClampLimits,
+    ShardOption,
+    SkipMode,
+    as_member,
+)
+
+BLOCK_SIZES = (128, 256, 512, 1024, 2048, 4096)
+
+
+class MoEForwardMXFP8(NamedTuple):
+    """Output ``[T', H]``, clamped pre-activations ``[N, 2, I, B]``, intermediate times affinity ``[N, I, B]``.
+
+    All bf16. Slots without a token are zero.
+    """
+
+    output: Tensor
+    gate_up_activations_T: Tensor
+    intermediate_T: Tensor
+
+
+@public
+def blockwise_mm_fwd_mxfp8(
+    hidden_states: Tensor,
+    expert_affinities_masked: Tensor,
+    gate_up_proj_weight: Tensor,
+    down_proj_weight: Tensor,
+    token_position_to_id: Tensor,
+    block_to_expert: Tensor,
+    block_size: int,
+    *,
+    skip_dma: SkipMode | None = None,
+    activation_function: ActFnType | str = ActFnType.SiLU,
+    clamp_limits: ClampLimits | None = None,
+    gate_up_proj_scale: Tensor | None = None,
+    down_proj_scale: Tensor | None = None,
+    gate_and_up_proj_bias: Tensor | None = None,
+    down_proj_bias: Tensor | None = None,
+    device_limits: bool | None = None,
+) -> MoEForwardMXFP8:
+    """Forward of the experts in MXFP8, the affinity on the intermediate.
+
+    `hidden_states` are bf16 ``[T', H]``, `expert_affinities_masked` bf16 or fp32 ``[T' * E, 1]`` (dense and masked,
+    token-major), `gate_up_proj_weight` bf16 ``[E, 2, I, H]`` (0 gate and 1 up, the stock fused layout),
+    `down_proj_weight` bf16 ``[E, H, I]``; H and I are multiples of 128. The plan is `token_position_to_id`, int
+    ``[N * B]``, where T (or -1 with ``skip_token``) marks unused slots, which come last, `block_to_expert`, int
+    ``[N]``, and `block_size` B, one of 128 to 4096 in powers of two.
+
+    `clamp_limits` limit gate and up before the activation. Limits that bf16 does not hold are refused, because the
+    backward would miss them, unless `device_limits` is False. ``skip_weight`` of `skip_dma` has no effect on values.
+    Scales and biases are refused: the layout of pre-quantized weights is not documented, and the documented kernel has
+    no biases.
+    """
+    _check_unknown(
+        gate_up_proj_scale=gate_up_proj_scale,
+        down_proj_scale=down_proj_scale,
+        gate_and_up_proj_bias=gate_and_up_proj_bias,
+        down_proj_bias=down_proj_bias,
+    )
+    _check_only({"activation_function": (activation_function, ActFnType.SiLU)})
+    limits = _checked_options(block_size, skip_dma, clamp_limits, device_limits)
+    tensors = {
+        "hidden_states": hidden_states,
+        "gate_up_proj_weight": gate_up_proj_weight,
+        "down_proj_weight": down_proj_weight,
+        "expert_affinities_masked": expert_affinities_masked,
+        "token_position_to_id": token_position_to_id,
+        "block_to_expert": block_to_expert,
+    }
+    _check_dtypes(tensors)
+    check_same_device(tensors)
+    check_shape(hidden_states, (None, None), "[T', H]", "hidden_states")
+    rows_in_table, hidden = hidden_states.shape
+    check_shape(gate_up_proj_weight, (None, 2, None, hidden), "[E, 2, I, H]", "gate_up_proj_weight")
+    experts, _, inner, _ = gate_up_proj_weight.shape
+    check_shape(down_proj_weight, (experts, hidden, inner), "[E, H, I]", "down_proj_weight")
+    check_shape(expert_affinities_masked, (rows_in_table * experts, 1), "[T' * E, 1]", "expert_affinities_masked")
+    _check_tiles(hidden, inner)
+    tokens = rows_in_table - int(skip_dma is None or not skip_dma.skip_token)
+    rows = block_rows(token_position_to_id, block_to_expert, block_size, tokens, experts, without_gaps=True)
+    stack = ExpertStack(gate_up_proj_weight.flatten(1, 2), down_proj_weight, transposed=False)
+    return _forward(hidden_states, rows.affinity(expert_affinities_masked, experts), stack, rows, limits)
+
+
+@torch.no_grad()
+def _forward(
+    hidden_states: Tensor, scale_R: Tensor, stack: ExpertStack, rows: BlockRows, limits: ClampLimits
+) -> MoEForwardMXFP8:
+    inner, device = stack.down.shape[2], hidden_states.device
+    total_TH = torch.zeros(hidden_states.shape, dtype=torch.float32, device=device)
+    gate_up_N2IB = hidden_states.new_zeros((rows.blocks, 2, inner, rows.block_size))
+    inter_NIB = hidden_states.new_zeros((rows.blocks, inner, rows.block_size))
+    loader, idle_I = tile_loader("mxfp8", device), hidden_states.new_zeros(inner)
+    x, emit = RowSource(hidden_states, rows.token_R), add_rows(total_TH, rows.token_R)
+    for (expert, start, end), first in zip(rows.runs, rows.first_slots, strict=True):
+        gate_RI, up_RI, inter_RI = (hidden_states.new_empty((end - start, inner)) for _ in range(3))
+        out_RH = loader.scratch.get("expert_out", (end - start, hidden_states.shape[1]), torch.float32)
+        ffn_forward(
+            x.rows(start, end),
+            stack.expert(expert),
+            loader,
+            out_RH,
+            save=Checkpoints(gate_RI, up_RI),
+            block_size=rows.block_size,
+            epilogue=_Epilogue(loader, scale_R[start:end, None], inter_RI, limits),
+        )
+        emit(start, end, out_RH)
+        for target, values_RI in ((gate_up_N2IB[:, 0], gate_RI), (gate_up_N2IB[:, 1], up_RI), (inter_NIB, inter_RI)):
+            fill_blocks(target, values_RI, first // rows.block_size, idle_I)
+    return MoEForwardMXFP8(total_TH.to(hidden_states.dtype), gate_up_N2IB, inter_NIB)
+
+
+@dataclass(frozen=True)
+class _Epilogue:
+    """Clamp, ``silu(gate) * up * affinity``, keep it in bf16, and quantize it along the intermediate axis."""
+
+    loader: Loader
+    scale_R1: Tensor
+    inter_RI: Tensor
+    limits: ClampLimits
+
+    @property
+    def needs_gate(self) -> bool:
+        return True
+
+    def pre_activations_(self, gate_RI: Tensor, up_RI: Tensor, rows: Span, columns: Span) -> None:
+        clamp_(gate_RI, *self.limits.gate)
+        clamp_(up_RI, *self.limits.up)
+
+    def intermediate(self, gate_RI: Tensor, up_RI: Tensor, rows: Span, columns: Span) -> Tensor:
+        part = slice(rows.start, rows.stop)
+        product = F.silu(gate_RI, inplace=True).mul_(up_RI).mul_(self.scale_R1[part])
+        kept = self.inter_RI[part, columns.start : columns.stop].copy_(product)
+        buffer = self.loader.scratch.get("inter", (rows.length, columns.size), torch.float32)
+        self.loader.fill(buffer, kept)
+        return self.loader.quantize(buffer, axis=1)
+
+
+@public
+def blockwise_mm_bwd_mxfp8(
+    hidden_states: Tensor,
+    expert_affinities_masked: Tensor,
+    gate_up_proj_weight: Tensor,
+    down_proj_weight: Tensor,
+    gate_up_proj_act_checkpoint_T: Tensor,
+    token_position_to_id: Tensor,
+    block_to_expert: Tensor,
+    output_hidden_states_grad: Tensor,
+    block_size: int,
+    *,
+    skip_dma: SkipMode | None = None,
+    shard_option: ShardOption | str = ShardOption.SHARD_ON_FREE,
+    affinity_option: AffinityOption | str = AffinityOption.AFFINITY_ON_I,
+    clamp_limits: ClampLimits | None = None,
+    bias: bool = False,
+    activation_type: ActFnType | str = ActFnType.SiLU,
+    gate_up_proj_scale: Tensor | None = None,
+    down_proj_scale: Tensor | None = None,
+    device_limits: bool | None = None,
+) -> MoEBackward:
+    """Gradients of :func:`blockwise_mm_fwd_mxfp8` from its pre-activations.
+
+    Arguments are the forward's but for the weights, here bf16 ``[E, H, 2, I]`` and ``[E, I, H]``, the required
+    `gate_up_proj_act_checkpoint_T` ``[N, 2, I, B]`` and `output_hidden_states_grad`, bf16 ``[T', H]``. The limits are
+    strict masks here. A token's MX groups along the token axis lie in its block.
+
+    Returns ``[T', H]``, ``[T' * E, 1]``, ``[E, H, 2, I]`` and ``[E, I, H]`` in their operands' dtypes.
+    """
+    _check_unknown(
+        gate_up_proj_scale=gate_up_proj_scale, down_proj_scale=down_proj_scale, bias=None if bias is False else bias
+    )
+    _check_only(
+        {
+            "activation_type": (activation_type, ActFnType.SiLU),
+            "shard_option": (shard_option, ShardOption.SHARD_ON_FREE),
+            "affinity_option": (affinity_option, AffinityOption.AFFINITY_ON_I),
+        }
+    )
+    limits = _checked_options(block_size, skip_dma, clamp_limits, device_limits)
+    operands = Operands(
+        hidden_states, expert_affinities_masked, gate_up_proj_weight, down_proj_weight, gate_up_proj_act_checkpoint_T,
+        None, token_position_to_id, block_to_expert, output_hidden_states_grad,
+    )  # fmt: skip
+    names = ("hidden_states", "gate_up_proj_weight", "down_proj_weight", "output_hidden_states_grad")
+    _check_dtypes({name: getattr(operands, name) for name in names})
+    check_operands(operands, block_size)
+    _check_tiles(hidden_states.shape[1], gate_up_proj_weight.shape[3])
+    tokens = len(hidden_states) - int(skip_dma is None or not skip_dma.skip_token)
+    rows = block_rows(
+        token_position_to_id, block_to_expert, block_size, tokens, len(down_proj_weight), without_gaps=True
+    )
+    gating = Gating(gate_limits=limits.gate, up_limits=limits.up)
+    call = BackwardCall(operands, rows, "mxfp8", on_hidden=False, gating=gating, bias=False, affinity_bias=None)
+    return MoEBackward(*run_backward(call, GradBuffers()))
+
+
+def _check_unknown(**arguments: object) -> None:
+    """Refuse arguments whose meaning upstream does not document."""
+    for name, value in arguments.items():
+        fix = "The layout of pre-quantized weights is not documented; pass bf16 weights."
+        if "bias" in name:
+            fix = "Upstream documents no biases for the MXFP8 training pair."
+        got = "a tensor" if isinstance(value, Tensor) else repr(value)
+        check_rules([Rule(value is None, name, "None" if name != "bias" else "False", got, fix)])
+
+
+def _checked_options(
+    block_size: int, skip_dma: SkipMode | None, limits: ClampLimits | None, device_limits: bool | None
+) -> ClampLimits:
+    """Check what is no tensor; return the limits."""
+    check_block_size(block_size)
+    fix = "Build the plan with one of these."
+    check_rules([Rule(block_size in BLOCK_SIZES, "block_size", f"one of {BLOCK_SIZES}", block_size, fix, ShapeError)])
+    check_record(skip_dma, SkipMode, "skip_dma")
+    check_record(limits, ClampLimits, "clamp_limits")
+    check_optional_flag(device_limits, "device_limits")
+    if limits is not None and device_limits is not False:
+        check_bf16_limits(limits)
+    return limits or ClampLimits()
+
+
+def _check_only(options: dict[str, tuple[object, ActFnType | ShardOption | AffinityOption]]) -> None:
+    for name, (value, member) in options.items():
+        fits, expected = as_member(value, type(member), argument=name) is member, "the MXFP8 training pair has no other"
+        fix = "Use moe_cte and blockwise_mm_bwd for the others."
+        check_rules([Rule(fits, name, f"{member.name} ({expected})", value, fix)])
+
+
+def _check_dtypes(tensors: dict[str, Tensor]) -> None:
+    others = {"expert_affinities_masked": FLOATS, "token_position_to_id": INTEGERS, "block_to_expert": INTEGERS}
+    for name, tensor in tensors.items():
+        check_dtype(tensor, others.get(name, (torch.bfloat16,)), name)
+
+
+def _check_tiles(hidden: int, inner: int) -> None:
+    check_multiple(hidden, 128, "H of hidden_states", "MX groups need whole tiles")
+    check_multiple(inner, 128, "I of gate_up_proj_weight", "MX groups need whole tiles")

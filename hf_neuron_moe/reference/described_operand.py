@@ -1,0 +1,297 @@
+"""One operand of an MX matmul, in any of the layouts the kernels read, and the description upstream gives it.
+
+Letters: F free axis, K contraction axis. The layouts (nki-library 2.30 ``TensorDescriptor`` and its loaders):
+
+============== =================================================== ==========================================
+mode           data                                                scales
+============== =================================================== ==========================================
+raw            bf16 or fp16 ``[F, K]``                             none: quantized along K when loaded
+pre-swizzled   bf16 ``[K/4, 4F]``                                  none: quantized when loaded
+pre-quantized  x4 words int32 or uint32 ``[K/4, F]``, or           ``[K/4, F]`` (oversized) or
+               float8_e4m3fn ``[K/4, 4F]``: the same bytes         ``[128*ceil(K/2048), F]`` (packed)
+============== =================================================== ==========================================
+
+All of them give the same values to a matmul as long as they were made from the same bf16 tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+
+import torch
+from torch import Tensor
+
+from hf_neuron_moe.backends.torch.compute import Scratch
+from hf_neuron_moe.backends.torch.fake_quant import fake_quantize_
+from hf_neuron_moe.checks import check_dtype, check_flags, check_multiple
+from hf_neuron_moe.errors import ConfigError, DTypeError, ShapeError, naming, public
+from hf_neuron_moe.formats.constants import LANES, MX_BLOCK, ScaleRule, SwizzleScheme, unknown_name
+from hf_neuron_moe.formats.mx import dequantize_mx, fake_quantize_mx
+from hf_neuron_moe.formats.scales import SCALE_DTYPES, ScaleLayout, detect_scale_layout, scale_row_count, to_compact
+from hf_neuron_moe.formats.swizzle import unswizzle
+
+RAW_DTYPES = (torch.bfloat16, torch.float16)
+"""What the raw loader takes (nki-library 2.30)."""
+
+X4_DTYPES = (torch.int32, torch.uint32)
+"""Words of four e4m3 codes; torch's signed type carries the bits of NKI's unsigned one."""
+
+_LOAD_ELEMENTS = 1 << 18
+"""Elements brought into operand form at a time on a CPU: 1 MiB of fp32, half a core's second-level cache or less."""
+
+_GATHER = ("indirect_dma", "scalar_offset", "effective_f_dim")
+"""Beginnings of the names of fields that describe a load through an index."""
+
+_SCHEMES = [SwizzleScheme.WRAPX.value, SwizzleScheme.CONSECUTIVE.value]
+
+
+@dataclass(frozen=True)
+class TensorDescriptor:
+    """A tensor with what upstream's loaders know about it; the fields and their defaults are nki-library's.
+
+    * data, scales: see the layouts at the top of this file. Outputs are described too (raw, ``[F, K]``). Scales are
+      uint8 or float8_e8m0fnu.
+    * is_swizzled: data is ``[K/4, 4F]``; forced True when quantized. is_quantized: None becomes "scales are given".
+    * is_f_by_k: orientation. None becomes True for raw data, False otherwise. False for raw data means ``[K, F]`` with
+      F a multiple of 512 (no MLP kernel uses it).
+    * is_x4: data are x4 words; set from the dtype. scales_are_packed: set from the row count: ``128*ceil(K/2048)`` rows
+      that are not ``K/4``.
+    * is_col_parallel_sharded: two cores hold one half of F each; changes only the sharded shapes.
+    * quant_scheme: ``"wrapX"`` or ``"1x32"``: which K values share a block. fast_dma_transpose: raw loader variant that
+      groups the whole remainder of K after tiles of 512 as one tile.
+    * vector_offset_pattern_*, load_with_PE_swizzle: how the device moves the data; no effect on values.
+    * indirect_dma_vector_offset, scalar_offset, scalar_offset_scales, effective_f_dim, effective_f_dim_scales,
+      skip_dma: gather loads of the blockwise MoE kernels; errors here, index the tensor instead.
+
+    Derived: is_unswizzled_bf16 (data is raw), physical_shape (of data), logical_shape ``(K, F)``; the sharded ones are
+    those per core, F halved where sharded.
+    """
+
+    data: Tensor | None = None
+    scales: Tensor | None = None
+    is_swizzled: bool = False
+    is_f_by_k: bool | None = None
+    is_x4: bool = False
+    scales_are_packed: bool = False
+    is_col_parallel_sharded: bool = False
+    is_quantized: bool | None = None
+    vector_offset_pattern_512: Tensor | None = None
+    vector_offset_pattern_256: Tensor | None = None
+    vector_offset_pattern_128: Tensor | None = None
+    quant_scheme: str = "wrapX"
+    load_with_PE_swizzle: bool = False
+    fast_dma_transpose: bool = False
+    indirect_dma_vector_offset: Tensor | None = None
+    scalar_offset: Tensor | None = None
+    scalar_offset_scales: Tensor | None = None
+    effective_f_dim: int | None = None
+    effective_f_dim_scales: int | None = None
+    skip_dma: object = None
+    is_unswizzled_bf16: bool = field(init=False, default=False)
+    physical_shape: tuple[int, ...] = field(init=False, default=())
+    logical_shape: tuple[int, int] = field(init=False, default=(0, 0))
+    sharded_physical_shape: tuple[int, ...] = field(init=False, default=())
+    sharded_logical_shape: tuple[int, int] = field(init=False, default=(0, 0))
+
+    @public("TensorDescriptor")
+    def __post_init__(self) -> None:
+        self._check_options()
+        quantized = self.scales is not None or bool(self.is_quantized)
+        swizzled = self.is_swizzled or quantized
+        by_row = not swizzled if self.is_f_by_k is None else self.is_f_by_k
+        if swizzled and by_row:
+            expected = "False for swizzled or quantized data, which is K-major"
+            raise ConfigError.about("is_f_by_k", expected, "True", "Leave it None.")
+        derived = {"is_quantized": quantized, "is_swizzled": swizzled, "is_f_by_k": by_row}
+        derived["is_unswizzled_bf16"] = not swizzled
+        self._set(**derived)
+        if self.data is not None:
+            check_layout(self.data, swizzled=swizzled, quantized=quantized)
+            self._set_shapes(self.data, swizzled, by_row)
+
+    def _set(self, **derived: object) -> None:
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
+
+    def _check_options(self) -> None:
+        values = {each.name: getattr(self, each.name) for each in fields(self) if each.init}
+        switches = {each.name for each in fields(self) if each.default is False}
+        switches |= {name for name in ("is_f_by_k", "is_quantized") if values[name] is not None}
+        check_flags({name: value for name, value in values.items() if name in switches})
+        if self.quant_scheme not in _SCHEMES:
+            raise unknown_name(self.quant_scheme, _SCHEMES, argument="quant_scheme")
+        if self.scales is not None and self.is_quantized is False:
+            fix = "Leave it None: it follows from the scales."
+            raise ConfigError.about("is_quantized", "True where scales are given", "False", fix)
+        if self.is_x4 and self.data is not None and self.data.dtype not in X4_DTYPES:
+            fix = "Leave it False: it follows from the dtype. View fp8 codes as int32 to make words of them."
+            got = f"True with {self.data.dtype}"
+            raise ConfigError.about("is_x4", "False unless data are int32 or uint32 words", got, fix)
+        for name, value in values.items():
+            given = name.startswith(_GATHER) and value is not None
+            if given or (name == "skip_dma" and value not in (None, False)):
+                expected = "None: loads through an index are not part of the MLP kernels"
+                raise ConfigError.about(
+                    name, expected, type(value).__name__, "Index the tensor first (torch.index_select)."
+                )
+
+    def _set_shapes(self, data: Tensor, swizzled: bool, by_row: bool) -> None:
+        K, F = logical_shape(data, swizzled=swizzled, by_row=by_row)
+        packed = self.scales_are_packed
+        if self.scales is not None:
+            layout = check_scales(self.scales, K, F, argument="scales")
+            rows = scale_row_count(K, ScaleLayout.PACKED)
+            if packed and len(self.scales) != rows:
+                expected = f"False unless the scales have the {rows} packed rows of K={K}"
+                fix = "Leave it False: it follows from the rows. formats.oversized_to_packed converts."
+                raise ConfigError.about("scales_are_packed", expected, f"True with {len(self.scales)} rows", fix)
+            packed = packed or layout is ScaleLayout.PACKED
+        rows, columns = data.shape
+        halves = 2 if self.is_col_parallel_sharded else 1
+        self._set(
+            is_x4=self.is_x4 or data.dtype in X4_DTYPES,
+            scales_are_packed=packed,
+            physical_shape=(rows, columns),
+            logical_shape=(K, F),
+            sharded_physical_shape=(rows // halves, columns) if by_row else (rows, columns // halves),
+            sharded_logical_shape=(K, F // halves),
+        )
+
+    @property
+    def is_raw(self) -> bool:
+        """Whether the kernel itself swizzles and quantizes this operand."""
+        return self.is_unswizzled_bf16
+
+
+def logical_shape(data: Tensor, *, swizzled: bool, by_row: bool = False) -> tuple[int, int]:
+    """Return K and F of swizzled data (``[K/4, F]`` in x4 words), of raw ``[F, K]`` if `by_row`, or ``[K, F]``."""
+    rows, columns = data.shape
+    if swizzled:
+        return LANES * rows, columns if data.dtype in X4_DTYPES else columns // LANES
+    return (columns, rows) if by_row else (rows, columns)
+
+
+def check_layout(data: Tensor, *, swizzled: bool, quantized: bool, argument: str = "data") -> None:
+    """Check one operand's data against its mode: dtype, a matrix, whole MX blocks.
+
+    Raw bytes (uint8) are a DTypeError where codes are due: upstream would read them as e5m2.
+    """
+    if not quantized:
+        check_dtype(data, (torch.bfloat16,) if swizzled else (*RAW_DTYPES, torch.float32), argument)
+    elif isinstance(data, Tensor) and data.dtype not in (*X4_DTYPES, torch.float8_e4m3fn):
+        expected = "of dtype int32 or uint32 (x4 words) or float8_e4m3fn, because it has scales"
+        fix = "Without scales a bf16 tensor is quantized by the kernel."
+        if data.dtype == torch.uint8:
+            fix = "Bytes do not say which fp8 format they hold; view them as one of these dtypes."
+        raise DTypeError.about(argument, expected, str(data.dtype), fix)
+    if data.ndim != 2 or 0 in data.shape:
+        fix = "Flatten leading axes; one matmul operand is two-dimensional."
+        raise ShapeError.about(argument, "a non-empty matrix", str(list(data.shape)), fix)
+    if swizzled:
+        rule = "swizzled rows are K/4, and an MX block has 8 of them"
+        check_multiple(data.shape[0], MX_BLOCK // LANES, f"K/4 of {argument}", rule)
+        if data.dtype not in X4_DTYPES:
+            check_multiple(data.shape[1], LANES, f"4F of {argument}", "a swizzled row has 4 lanes per position of F")
+
+
+def check_scales(scales: Tensor, K: int, F: int, *, argument: str) -> ScaleLayout:
+    """Check dtype and shape of block scales against their operand; return their layout."""
+    check_dtype(scales, SCALE_DTYPES, argument)
+    oversized, packed = (scale_row_count(K, layout) for layout in (ScaleLayout.OVERSIZED, ScaleLayout.PACKED))
+    if scales.ndim != 2 or scales.shape[0] not in (oversized, packed) or scales.shape[1] != F:
+        expected = f"of shape [{oversized}, {F}] (oversized) or [{packed}, {F}] (packed) for K={K}"
+        fix = "Compact scales are expanded by hf_neuron_moe.formats.to_packed or to_oversized."
+        raise ShapeError.about(argument, expected, str(list(scales.shape)), fix)
+    return detect_scale_layout(scales.shape[0], K)
+
+
+def check_loadable(td: TensorDescriptor, argument: str) -> None:
+    """Apply the loaders' rules to an operand (nki-library 2.30)."""
+    if td.data is None or (td.is_quantized and td.scales is None):
+        expected = "described with its data, and with its scales if it is quantized"
+        raise ConfigError.about(argument, expected, "None", "Give the TensorDescriptor both.")
+    K, F = td.logical_shape
+    if not td.is_raw:
+        check_multiple(F, 2, f"F of {argument}", "tiles have an even free size")
+        return
+    check_dtype(td.data, RAW_DTYPES, argument)
+    check_multiple(K, 128, f"K of {argument}", "the contraction axis of a tensor that the kernel quantizes")
+    whole, rule = (8, "the loader reads groups of 8 rows") if td.is_f_by_k else (512, "the loader of K-major raw data")
+    check_multiple(F, whole, f"F of {argument}", rule)
+
+
+class MXOperand:
+    """The fp32 values that a matmul sees of one described operand; K, F and `scheme` say how K is grouped.
+
+    Args:
+        td: the operand. The loaders read bf16 or fp16 raw data, codes with scales, and whole tiles.
+        where: function named in errors; empty where a function around this one names itself.
+        argument: argument named in errors.
+        lone_384: a raw operand with K of exactly 384 is one tile, as in ``mlp_fwd_mxfp8`` and the 2.30 backward.
+        rule: block scale rule of an operand that is quantized when loaded.
+    """
+
+    def __init__(
+        self,
+        td: TensorDescriptor,
+        *,
+        where: str = "",
+        argument: str,
+        lone_384: bool = False,
+        rule: ScaleRule = ScaleRule.NEURON,
+    ) -> None:
+        with naming(where):
+            check_loadable(td, argument)
+        self.td, self.rule = td, rule
+        self.K, self.F = td.logical_shape
+        self.scheme = SwizzleScheme(td.quant_scheme)
+        one_tile = (lone_384 and self.K == 384) or td.fast_dma_transpose
+        if td.is_raw and one_tile and self.scheme is SwizzleScheme.WRAPX:
+            self.scheme = SwizzleScheme.WRAPX_SINGLE
+        self._compact = None if td.scales is None else to_compact(td.scales, self.K)
+
+    def load(self, start: int, stop: int, *, k_major: bool, scratch: Scratch, name: str) -> Tensor:
+        """Return the positions ``start..stop`` of F as fp32 ``[F', K]``, exact MX values.
+
+        They are held as ``[K, F']`` in memory if `k_major` (the result is a transposed view), in the buffer `name` of
+        `scratch`, which is valid until that name is used again.
+        """
+        size = stop - start
+        buffer = scratch.get(name, (self.K, size) if k_major else (size, self.K), torch.float32)
+        step = max(16, _LOAD_ELEMENTS // self.K) if buffer.device.type == "cpu" else size
+        for first in range(0, size, step):
+            width = min(step, size - first)
+            part = buffer.narrow(1 if k_major else 0, first, width)
+            self._fill(part, start + first, start + first + width, k_major, scratch)
+        return buffer.t() if k_major else buffer
+
+    def dequantized(self) -> Tensor:
+        """Return all values as fp32 ``[F, K]``."""
+        assert self.td.data is not None
+        return self.load(0, self.F, k_major=False, scratch=Scratch(self.td.data.device), name="all")
+
+    def _fill(self, part: Tensor, start: int, stop: int, k_major: bool, scratch: Scratch) -> None:
+        natural_FK = self._natural(start, stop)
+        part.copy_(natural_FK.t() if k_major else natural_FK)
+        if self._compact is None:
+            axis = 0 if k_major else 1
+            if self.scheme is SwizzleScheme.CONSECUTIVE or self.rule is not ScaleRule.NEURON:
+                part.copy_(fake_quantize_mx(part, axis, rule=self.rule, scheme=self.scheme))
+            else:
+                exponents = scratch.get("exponents", (part.numel(),), torch.int32)
+                fake_quantize_(part, axis, exponents, scheme=self.scheme)
+
+    def _natural(self, start: int, stop: int) -> Tensor:
+        """Return ``[F', K]``: dequantized fp32, or values that have yet to be quantized."""
+        data = self.td.data
+        assert data is not None
+        if self.td.is_raw:
+            return data[start:stop] if self.td.is_f_by_k else data[:, start:stop].t()
+        lanes = slice(LANES * start, LANES * stop)
+        if self._compact is None:
+            return unswizzle(data[:, lanes], self.scheme)
+        if self.td.is_x4:
+            codes = data.view(torch.int32)[:, start:stop].contiguous().view(torch.uint8)
+        else:
+            codes = data.view(torch.uint8)[:, lanes]
+        return unswizzle(dequantize_mx(codes, self._compact[:, start:stop]), self.scheme)

@@ -1,0 +1,240 @@
+"""What the MXFP8 MLP functions share: operands checked under their arguments' names, and the call of one step.
+
+A documented function hands its arguments on as one mapping of names (`call`, its ``locals()``), from which its operands
+are described here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_neuron_moe.checks import check_dtype, check_flags, check_multiple, check_shape
+from hf_neuron_moe.errors import ConfigError, DTypeError, ShapeError
+from hf_neuron_moe.formats.constants import ScaleRule, SwizzleScheme, choose
+from hf_neuron_moe.formats.scales import ScaleLayout, scale_row_count
+from hf_neuron_moe.reference.described_operand import (
+    RAW_DTYPES,
+    MXOperand,
+    TensorDescriptor,
+    check_layout,
+    check_scales,
+    logical_shape,
+)
+from hf_neuron_moe.reference.launch_record import note_launch, scheduling
+from hf_neuron_moe.reference.mlp_mxfp8.matmul_config import TILE_K, MlpBwdMatmulConfig
+from hf_neuron_moe.reference.moe_types import ClampLimits
+
+Call = Mapping[str, Any]
+"""Arguments of a documented function by name."""
+
+BF16 = (torch.bfloat16,)
+STORED = (torch.bfloat16, torch.float32)
+"""Dtypes of results: the device's, and fp32 to see the accumulators."""
+
+
+def describe(
+    call: Call, argument: str, prefix: str, raw_shape: str, raw_dtypes: tuple[torch.dtype, ...] = RAW_DTYPES
+) -> TensorDescriptor:
+    """Check one operand under its argument's name and describe it.
+
+    Args:
+        call: has the operand, its ``{prefix}_scales`` and ``{prefix}_is_swizzled`` if the function takes these, and
+            ``use_scale_packing``, the layout that the kernel is told the scales have.
+        argument: name of the operand.
+        prefix: of its companions' names.
+        raw_shape: the raw layout in words, e.g. ``"[S, H]"``.
+        raw_dtypes: dtypes of the raw mode.
+    """
+    data, scales, swizzled = call[argument], call.get(f"{prefix}_scales"), call.get(f"{prefix}_is_swizzled", False)
+    quantized = scales is not None
+    check_flags({f"{prefix}_is_swizzled": swizzled})
+    if not quantized and not swizzled:
+        check_dtype(data, raw_dtypes, argument)
+        check_shape(data, (None, None), raw_shape, argument)
+    check_layout(data, swizzled=swizzled or quantized, quantized=quantized, argument=argument)
+    if scales is not None:
+        check_scales(scales, *logical_shape(data, swizzled=True), argument=f"{prefix}_scales")
+    td = TensorDescriptor(data, scales, swizzled)
+    check_packing(td, call["use_scale_packing"], f"{prefix}_scales")
+    return td
+
+
+def check_packing(td: TensorDescriptor, use_scale_packing: bool, argument: str) -> None:
+    """Raise ConfigError for scales in the other layout than the kernel is told; K = 512 fits both.
+
+    Upstream computes garbage then.
+    """
+    if td.scales is None:
+        return
+    K = td.logical_shape[0]
+    oversized, packed = (scale_row_count(K, layout) for layout in (ScaleLayout.OVERSIZED, ScaleLayout.PACKED))
+    if oversized != packed and td.scales_are_packed != use_scale_packing:
+        rows = packed if use_scale_packing else oversized
+        expected = f"in the layout that use_scale_packing={use_scale_packing} announces: {rows} rows for K={K}"
+        fix = "Convert the scales (formats.oversized_to_packed, packed_to_oversized) or flip the flag."
+        raise ConfigError.about(argument, expected, f"{td.scales.shape[0]} rows", fix)
+
+
+def check_descriptor(td: object, argument: str) -> None:
+    """Raise DTypeError for no TensorDescriptor, ConfigError for the grouping 1x32, which no MLP kernel has."""
+    if not isinstance(td, TensorDescriptor):
+        fix = "Wrap the tensor: TensorDescriptor(tensor)."
+        raise DTypeError.about(argument, "a TensorDescriptor", type(td).__name__, fix)
+    if td.quant_scheme != SwizzleScheme.WRAPX.value:
+        fix = "Quantize the tensor from its bf16 values in the wrapX scheme."
+        got = repr(td.quant_scheme)
+        raise ConfigError.about(f"{argument}.quant_scheme", "wrapX, the one grouping of the MLP kernels", got, fix)
+
+
+def check_grouping(operands: Mapping[str, MXOperand]) -> None:
+    """Raise ConfigError for operands of one product whose last 384 contraction elements are grouped differently.
+
+    ``fast_dma_transpose`` groups a remainder of 384 as one tile, every other loader as 256 + 128.
+    """
+    K = next(iter(operands.values())).K
+    if K % TILE_K == 384 and len({operand.scheme for operand in operands.values()}) > 1:
+        name = next(name for name, operand in operands.items() if operand.td.fast_dma_transpose)
+        raise ConfigError.about(
+            f"{name}.fast_dma_transpose",
+            f"alike for both operands of a product with K={K}, whose remainder of 384 it groups as one tile",
+            "True for this one only",
+            "Set it for both, or for none.",
+        )
+
+
+def check_no_mix_at_384(operands: Mapping[str, TensorDescriptor], K: int) -> None:
+    """Raise ConfigError for raw and host-prepared operands of one product with K of exactly 384.
+
+    The kernel groups a raw operand with K = 384 as one tile, host-prepared data are 256 + 128: the products would pair
+    other elements (nki-library 2.30 forward and backward).
+    """
+    prepared = [name for name, td in operands.items() if not td.is_raw]
+    raw = [name for name, td in operands.items() if td.is_raw]
+    if K == 384 and prepared and raw:
+        raise ConfigError.about(
+            prepared[0],
+            f"raw like {raw[0]}, because their contraction axis is exactly 384",
+            "swizzled or quantized data, which groups 384 as 256 + 128 and not as one tile",
+            "Pass both raw, or pad the axis to 512 with zeros.",
+        )
+
+
+def check_logical(td: TensorDescriptor, K: int, F: int, names: str, argument: str) -> None:
+    """Raise ShapeError for an operand whose logical ``[F, K]``, in words `names`, the others do not imply."""
+    if td.logical_shape != (K, F):
+        layout = "" if td.is_raw else f" (here as [K/4, {'F' if td.is_x4 else '4F'}])"
+        raise ShapeError.about(
+            argument,
+            f"of shape {names} = [{F}, {K}]{layout}",
+            f"{list(td.physical_shape)}, which is [{td.logical_shape[1]}, {td.logical_shape[0]}]",
+            "Both operands of a product have one contraction axis; check which axis is which.",
+        )
+
+
+def check_raw_axis(td: TensorDescriptor, name: str, argument: str) -> None:
+    """Raise ShapeError for a raw operand whose contraction axis, called `name`, is no multiple of 128."""
+    if td.is_raw:
+        rule = "needed by the transposing loader while this operand is neither swizzled nor quantized"
+        check_multiple(td.logical_shape[0], 128, f"{name} of {argument}", rule)
+
+
+def check_options(clamp_limits: object = None, matmul_config: object = None) -> None:
+    """Raise ConfigError for option records of another type."""
+    records = (("clamp_limits", clamp_limits, ClampLimits), ("matmul_config", matmul_config, MlpBwdMatmulConfig))
+    for name, value, kind in records:
+        if value is not None and not isinstance(value, kind):
+            fix = f"Build it with {kind.__name__}(...)."
+            raise ConfigError.about(name, f"None or a {kind.__name__}", type(value).__name__, fix)
+
+
+def scale_rule(mx_scale_rule: str) -> ScaleRule:
+    """Resolve the block scale rule's name (ConfigError for an unknown one)."""
+    return choose(ScaleRule, mx_scale_rule, argument="mx_scale_rule")
+
+
+def check_even(sizes: Mapping[str, int], run_with_lnc2: bool) -> None:
+    """Raise ShapeError for odd sizes, by name, that two cores cannot share."""
+    if run_with_lnc2:
+        for name, size in sizes.items():
+            check_multiple(size, 2, name, "run_with_lnc2 halves it")
+
+
+def check_buffer(
+    buffer: Tensor | None, shape: tuple[int, int], names: str, argument: str, dtypes: tuple[torch.dtype, ...] = BF16
+) -> Tensor:
+    """Return an output buffer; raise DTypeError or ShapeError for None, another dtype or another shape."""
+    checked: Tensor = buffer  # type: ignore[assignment]  # the next line refuses None
+    check_dtype(checked, dtypes, argument)
+    check_shape(checked, shape, names, argument)
+    return checked
+
+
+class Pair(NamedTuple):
+    """The operands of one product ``left @ right^T``: ``[M, K]`` and ``[N, K]``."""
+
+    left: MXOperand
+    right: MXOperand
+
+
+class StepCall:
+    """One call of a documented step: its arguments are checked when asked for, its launch is recorded after that.
+
+    Args:
+        kernel: name of the function.
+        call: its arguments.
+        bf16: for `dtype` where only bf16 will do: the rule in words, and what to do.
+        lone_384: whether it groups a raw contraction of exactly 384 as one tile, where `call` does not say so.
+    """
+
+    def __init__(self, kernel: str, call: Call, bf16: tuple[str, str] | None = None, lone_384: bool = False) -> None:
+        self.call = dict(call)
+        self.lnc2: bool = call["run_with_lnc2"]
+        self.lone_384: bool = call.get("lone_384", lone_384)
+        self.rule = scale_rule(call.get("mx_scale_rule", ScaleRule.NEURON))
+        self._launch = kernel, scheduling(call)
+        check_flags({"lone_384": self.lone_384})
+        check_options(call.get("clamp_limits"))
+        if bf16 is not None and call["dtype"] != torch.bfloat16:
+            raise ConfigError.about("dtype", bf16[0], str(call["dtype"]), bf16[1])
+
+    def launch(self) -> None:
+        """Record the launch: every check is done."""
+        note_launch(*self._launch)
+
+    def operand(self, name: str) -> MXOperand:
+        """Return the operand in argument `name`."""
+        td = self.call[name]
+        check_descriptor(td, name)
+        check_packing(td, self.call["use_scale_packing"], name)
+        return MXOperand(td, argument=name, lone_384=self.lone_384, rule=self.rule)
+
+    def pair(self, left: str, right: str, shape: str = "[F, K]") -> Pair:
+        """Return both operands of one product, checked against each other; `shape` is the right one's in words."""
+        pair = Pair(self.operand(left), self.operand(right))
+        check_logical(pair.right.td, pair.left.K, pair.right.F, shape, right)
+        if self.lone_384:
+            check_no_mix_at_384({left: pair.left.td, right: pair.right.td}, pair.left.K)
+        check_grouping({left: pair.left, right: pair.right})
+        return pair
+
+    def buffer(self, name: str, shape: tuple[int, int], names: str, dtypes: tuple[torch.dtype, ...] = BF16) -> Tensor:
+        """Return the tensor that argument `name` describes, of `shape` (in words `names`)."""
+        return check_buffer(self.call[name].data, shape, names, name, dtypes)
+
+    def rows(self, argument: str, size: int, base: int | None = None) -> slice:
+        """Return the rows of this core: from `base`, half of `size` under LNC2, else all of it.
+
+        `base` is what `argument` says unless it is given.
+        """
+        check_even({"rows of S": size}, self.lnc2)
+        length = size // 2 if self.lnc2 else size
+        base = self.call[argument] if base is None else base
+        if isinstance(base, bool) or not isinstance(base, int) or not 0 <= base <= size - length:
+            expected = f"an int of at least 0 and at most {size - length}"
+            fix = "It is the first row of a core's share: 0 for the first core, half the rows for the second."
+            raise ConfigError.about(argument, expected, repr(base), fix)
+        return slice(base, base + length)

@@ -1,0 +1,226 @@
+"""The four phases of the MXFP8 MLP backward (nki-library 2.31 ``mlp_bwd_mxfp8``) on descriptors.
+
+Legend: S tokens, H hidden, I intermediate; G = dL/dY ``[S, H]``. ``Q_K`` quantizes to MXFP8 e4m3 along K.
+
+    1  d_int = Q_H(G) Q_H(Wd^T)^T  (fp32, never rounded by itself), then per element, each result rounded to bf16:
+       silu'(gate_pre);  silu' * up;  d_gate = d_int * (silu' * up);  d_up = d_int * gate_act
+    2  dX = Q_2I([d_gate, d_up]) Q_2I([Wg^T, Wu^T])^T      (2.30: two products along I into one fp32 accumulator)
+    3  [dWg; dWu] = Q_S([d_gate, d_up]^T) Q_S(X^T)^T
+    4  dWd = Q_S(G^T) Q_S(intermediate^T)^T
+
+Each function fills its output descriptors' tensors and returns nothing, as upstream's do. With ``run_with_lnc2`` it
+does the share of one core; the whole backward calls it once for everything. `mx_scale_rule` is the block scale rule of
+what a phase quantizes itself (``"neuron"``, or ``"floor"`` of earlier releases), `config` is for the M, K, N of one
+core's product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hf_neuron_moe.backends.torch.compute import call_scratch
+from hf_neuron_moe.checks import check_flags
+from hf_neuron_moe.errors import ConfigError, public
+from hf_neuron_moe.reference.described_operand import TensorDescriptor
+from hf_neuron_moe.reference.mlp_mxfp8.elementwise import Phase1Elementwise
+from hf_neuron_moe.reference.mlp_mxfp8.matmul_config import MatmulMxfp8KernelConfig, check_config
+from hf_neuron_moe.reference.mlp_mxfp8.operand_checks import STORED, Call, Pair, StepCall, check_logical
+from hf_neuron_moe.reference.mlp_mxfp8.product_tiles import product_tiles
+from hf_neuron_moe.reference.moe_types import ClampLimits
+
+
+@public
+def get_program_sharding_info(run_with_lnc2: bool, core: int = 0) -> tuple[int, int]:
+    """Return ``(number of programs, id of this one)``: ``(2, core)`` under LNC2, otherwise ``(1, 0)``.
+
+    `core` is which of the two to stand for; the device asks its runtime, a host has no id of its own.
+    """
+    return _sharding(run_with_lnc2, core)
+
+
+def _sharding(run_with_lnc2: bool, core: int) -> tuple[int, int]:
+    check_flags({"run_with_lnc2": run_with_lnc2})
+    if isinstance(core, bool) or core not in (0, 1):
+        raise ConfigError.about("core", "0 or 1", repr(core), "LNC2 pairs two cores.")
+    return (2, core) if run_with_lnc2 else (1, 0)
+
+
+@public
+def compute_phase1_down_proj_mm_grad_mxfp8(
+    output_grad_td: TensorDescriptor,
+    gate_pre_td: TensorDescriptor,
+    gate_act_td: TensorDescriptor,
+    up_td: TensorDescriptor,
+    d_gate_up_td: TensorDescriptor,
+    scratch_td: TensorDescriptor | None,
+    down_weight_td: TensorDescriptor,
+    s_base: int,
+    dtype: torch.dtype,
+    fp8_x4_dtype: object = torch.float8_e4m3fn,
+    config: MatmulMxfp8KernelConfig | None = None,
+    spill_reload: bool = True,
+    use_scale_packing: bool = True,
+    run_with_lnc2: bool = True,
+    clamp_limits: ClampLimits | None = None,
+    *,
+    lone_384: bool = False,
+    mx_scale_rule: str = "neuron",
+) -> None:
+    """Fill the rows from s_base on of d_gate_up ``[S, 2I]`` and the same columns of its transpose ``[2I, S]``.
+
+    * output_grad_td: F = S, K = H. down_weight_td: F = I, K = H (the transpose of the parameter). Any mode.
+    * gate_pre_td, gate_act_td, up_td: bf16 ``[S, I]``. d_gate_up_td: bf16, gate columns first.
+    * scratch_td: bf16 ``[2I, S]``, or None where the caller transposes d_gate_up itself.
+    * dtype: bf16, the dtype of the rounding points. lone_384: group raw K = 384 as release 2.30 does.
+    * clamp_limits: multiplies d_gate (d_up) by 0 where gate_pre (up) is not strictly inside the non-linear (linear)
+      limits; NaN stays NaN. A value that the recompute saturated is ``bf16(limit)``, which may lie inside.
+    """
+    step = _step("compute_phase1_down_proj_mm_grad_mxfp8", locals())
+    pair = step.pair("output_grad_td", "down_weight_td")
+    tokens, inner = pair.left.F, pair.right.F
+    square, both = (tokens, inner), 2 * inner
+    gate_pre, gate_act, up = (step.buffer(name, square, "[S, I]") for name in ("gate_pre_td", "gate_act_td", "up_td"))
+    d_gate_up = step.buffer("d_gate_up_td", (tokens, both), "[S, 2I]")
+    transposed = None if scratch_td is None else step.buffer("scratch_td", (both, tokens), "[2I, S]")
+    rows = step.rows("s_base", tokens)
+    check_config(config, (rows.stop - rows.start, pair.left.K, inner), argument="config")
+    step.launch()
+    scratch = call_scratch(d_gate_up.device)
+    with torch.no_grad():
+        elementwise = Phase1Elementwise(gate_pre, gate_act, up, d_gate_up, clamp_limits or ClampLimits(), scratch)
+        for tile in product_tiles([pair], scratch, rows=rows, k_major=(False, True)):
+            elementwise.run(tile)
+        if transposed is not None:
+            transposed[:, rows].copy_(d_gate_up[rows].t())
+
+
+@public
+def compute_phase2_hidden_states_grad_mxfp8(
+    hidden_states_grad_td: TensorDescriptor,
+    gate_up_weight_td: TensorDescriptor,
+    d_gate_up_td: TensorDescriptor,
+    s_base: int,
+    dtype: torch.dtype,
+    fp8_x4_dtype: object = torch.float8_e4m3fn,
+    config: MatmulMxfp8KernelConfig | None = None,
+    spill_reload: bool = True,
+    use_scale_packing: bool = True,
+    run_with_lnc2: bool = True,
+    *,
+    mx_scale_rule: str = "neuron",
+) -> None:
+    """Fill the rows from s_base on of dX ``[S, H]``, one product with K = 2I (release 2.31 and later).
+
+    * gate_up_weight_td: F = H, K = 2I (gate, then up: the fused weight's transpose). d_gate_up_td: raw, F = S, K = 2I.
+    * hidden_states_grad_td: bf16 or fp32.
+    """
+    step = _step("compute_phase2_hidden_states_grad_mxfp8", locals())
+    pair = step.pair("d_gate_up_td", "gate_up_weight_td")
+    _fill(step, "hidden_states_grad_td", "[S, H]", [pair], step.rows("s_base", pair.left.F))
+
+
+@public
+def compute_phase2_hidden_states_grad_mxfp8_2_30(
+    hidden_states_grad_td: TensorDescriptor,
+    gate_weight_td: TensorDescriptor,
+    up_weight_td: TensorDescriptor,
+    d_gate_td: TensorDescriptor,
+    d_up_td: TensorDescriptor,
+    s_base: int,
+    dtype: torch.dtype,
+    fp8_x4_dtype: object = torch.float8_e4m3fn,
+    config: MatmulMxfp8KernelConfig | None = None,
+    spill_reload: bool = True,
+    use_scale_packing: bool = True,
+    run_with_lnc2: bool = True,
+    *,
+    mx_scale_rule: str = "neuron",
+) -> None:
+    """Fill the rows from s_base on of dX ``[S, H]`` as release 2.30 does: K = I twice, gate first, one accumulator.
+
+    The values differ from :func:`compute_phase2_hidden_states_grad_mxfp8` unless I is a multiple of 512, where no
+    MX group reaches over the border of gate and up.
+
+    * gate_weight_td, up_weight_td: F = H, K = I (transposes of the parameters). d_gate_td, d_up_td: raw, F = S, K = I.
+    """
+    step = _step("compute_phase2_hidden_states_grad_mxfp8_2_30", locals(), lone_384=True)
+    pairs = [step.pair("d_gate_td", "gate_weight_td"), step.pair("d_up_td", "up_weight_td")]
+    check_logical(up_weight_td, *gate_weight_td.logical_shape, "[H, I]", "up_weight_td")
+    check_logical(d_up_td, *d_gate_td.logical_shape, "[S, I]", "d_up_td")
+    _fill(step, "hidden_states_grad_td", "[S, H]", pairs, step.rows("s_base", pairs[0].left.F))
+
+
+@public
+def compute_phase3_gate_up_weight_grad_mxfp8(
+    weight_grad_td: TensorDescriptor,
+    hidden_states_T_td: TensorDescriptor,
+    grad_T_td: TensorDescriptor,
+    dtype: torch.dtype,
+    fp8_x4_dtype: object = torch.float8_e4m3fn,
+    config: MatmulMxfp8KernelConfig | None = None,
+    spill_reload: bool = True,
+    use_scale_packing: bool = True,
+    run_with_lnc2: bool = True,
+    *,
+    core: int | None = None,
+    lone_384: bool = False,
+    mx_scale_rule: str = "neuron",
+) -> None:
+    """Fill ``[dWg; dWu]`` ``[2I, H]``, contracted over S.
+
+    * hidden_states_T_td: F = H, K = S. grad_T_td: raw, F = 2I, K = S. weight_grad_td: bf16 or fp32.
+    * core: under LNC2 core 0 makes the gate rows and core 1 the up rows; None (a host) makes both.
+    * lone_384: group raw K = 384 as release 2.30 does.
+    """
+    step = _step("compute_phase3_gate_up_weight_grad_mxfp8", locals())
+    pair = step.pair("grad_T_td", "hidden_states_T_td")
+    rows = slice(0, pair.left.F)
+    if core is not None:
+        programs, number = _sharding(run_with_lnc2, core)
+        rows = step.rows("core", pair.left.F, number * pair.left.F // programs)
+    _fill(step, "weight_grad_td", "[2I, H]", [pair], rows, left_k_major=True)
+
+
+@public
+def compute_phase4_down_weight_grad_mxfp8(
+    down_weight_grad_td: TensorDescriptor,
+    output_grad_T_td: TensorDescriptor,
+    intermediate_T_td: TensorDescriptor,
+    h_base: int,
+    dtype: torch.dtype,
+    fp8_x4_dtype: object = torch.float8_e4m3fn,
+    config: MatmulMxfp8KernelConfig | None = None,
+    spill_reload: bool = True,
+    use_scale_packing: bool = True,
+    run_with_lnc2: bool = True,
+    *,
+    lone_384: bool = False,
+    mx_scale_rule: str = "neuron",
+) -> None:
+    """Fill the rows from h_base on of dWd ``[H, I]`` (half of H under LNC2), contracted over S.
+
+    * output_grad_T_td: F = H, K = S. intermediate_T_td: F = I, K = S. down_weight_grad_td: bf16 or fp32.
+    * lone_384: group raw K = 384 as release 2.30 does.
+    """
+    step = _step("compute_phase4_down_weight_grad_mxfp8", locals())
+    pair = step.pair("output_grad_T_td", "intermediate_T_td")
+    _fill(step, "down_weight_grad_td", "[H, I]", [pair], step.rows("h_base", pair.left.F), left_k_major=True)
+
+
+def _step(kernel: str, call: Call, lone_384: bool = False) -> StepCall:
+    rule = "torch.bfloat16, which every rounding point of the backward has"
+    return StepCall(kernel, call, (rule, "Pass fp32 output tensors to see unrounded sums."), lone_384)
+
+
+def _fill(step: StepCall, out: str, names: str, pairs: Sequence[Pair], rows: slice, left_k_major: bool = False) -> None:
+    """Store the sum of the products of `pairs` in the rows of the tensor in argument `out`, of shape `names`."""
+    left, right = pairs[0]
+    target = step.buffer(out, (left.F, right.F), names, STORED)
+    share = left.F // 2 if step.lnc2 else left.F
+    check_config(step.call["config"], (share, left.K, right.F), argument="config")
+    step.launch()
+    with torch.no_grad():
+        for tile in product_tiles(pairs, call_scratch(target.device), rows=rows, k_major=(left_k_major, True)):
+            target[tile.rows, tile.columns].copy_(tile.values)

@@ -1,0 +1,309 @@
+"""Enumerations and configuration records of the blockwise MoE kernels, with the documented names and values.
+
+Sources: nki-library 2.29 ``core.moe.moe_cte`` and ``core.utils.common_types``; ``experimental.moe.bwd`` 2.29 for the
+backward's options, 2.31 and 2.33 for what came later. The enums keep upstream's member names and numbers.
+
+Legend: E experts, H hidden, I intermediate, N blocks of B tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from hf_neuron_moe.checks import Rule, check_flags, check_record, check_rules, shown
+from hf_neuron_moe.errors import ConfigError, nearest, public
+
+
+class ActFnType(Enum):
+    """Activation of the gate; ``Swish`` is ``x * sigmoid(1.702 x)`` and not SiLU. SquaredReLU came with 2.33."""
+
+    SiLU = 0
+    GELU = 1
+    GELU_Tanh_Approx = 2
+    Swish = 3
+    SquaredReLU = 4
+
+
+class ExpertAffinityScaleMode(Enum):
+    """Where the routing weight multiplies: nowhere, the output, the input, or the input as shard_on_i delays it."""
+
+    NO_SCALE = 0
+    POST_SCALE = 1
+    PRE_SCALE = 2
+    PRE_SCALE_DELAYED = 3
+
+
+class RouterActFnType(Enum):
+    """Activation of the router's logits."""
+
+    SIGMOID = 0
+    SOFTMAX = 1
+
+
+class QuantizationType(Enum):
+    """What a weight scale means."""
+
+    NONE = 0
+    STATIC = 1
+    ROW = 2
+    MX = 3
+    STATIC_MX = 4
+    ROW_MX = 5
+
+
+class MoECTEImplementation(Enum):
+    """The seven implementations of ``moe_cte``."""
+
+    shard_on_block = 0
+    shard_on_i = 1
+    shard_on_i_hybrid = 2
+    shard_on_i_dropping = 3
+    shard_on_block_mx = 4
+    shard_on_i_mx = 5
+    shard_on_i_mx_hybrid = 6
+
+
+class BlockShardStrategy(Enum):
+    """How two cores divide the blocks."""
+
+    HI_LO = 0
+    PING_PONG = 1
+
+
+class ShardOption(Enum):
+    """What two cores of the backward divide; members and numbers of 2.31 and later."""
+
+    SHARD_ON_FREE = 0
+    SHARD_ON_HIDDEN = 1
+    SHARD_ON_BLOCK = 2
+
+
+class ShardOption229(Enum):
+    """What two cores of the backward divide; members and numbers of 2.29, which ignores the choice."""
+
+    AUTO = 0
+    SHARD_ON_HIDDEN = 1
+    SHARD_ON_INTERMEDIATE = 2
+    BASELINE_LNC1 = 3
+
+
+class AffinityOption(Enum):
+    """Where the forward multiplied by the routing weight: after the down projection (H) or before it (I)."""
+
+    AFFINITY_ON_H = 0
+    AFFINITY_ON_I = 1
+
+
+class KernelTypeOption(Enum):
+    """Which plan the blocks follow."""
+
+    DROPPING = 0
+    DROPLESS = 1
+
+
+@dataclass(frozen=True)
+class SkipMode:
+    """Which loads of unused slots and repeated experts the kernel skips.
+
+    With `skip_token` unused slots hold -1, and hidden states, affinities and output have no sink row (T' = T).
+    `skip_weight` reuses the weights when a core's previous block had the same expert; no effect on values.
+    """
+
+    skip_token: bool = False
+    skip_weight: bool = False
+
+    @public("SkipMode")
+    def __post_init__(self) -> None:
+        check_flags(vars(self))
+
+
+NO_SKIP = SkipMode()
+"""The documented default of ``skip_dma``."""
+
+
+@dataclass(frozen=True)
+class QuantizationConfig:
+    """Dequantization scales of the two projections; the direct arguments of 2.30 and later win over it."""
+
+    gate_up_proj_scale: Tensor | None = None
+    down_proj_scale: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class ShardOnBlockConfig:
+    """Options of ``shard_on_block`` and ``shard_on_block_mx``.
+
+    The first four schedule work; `use_packed_scales`, `weight_dtype` and `quantization_type` say how MX weights are
+    stored (2.31 and later). `top_k` and `ep_degree` size static loops upstream and have no effect on values. An option
+    that the implementation does not read must be left at its default.
+
+    `weight_dtype` is what the 32-bit words hold: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``. None means e4m3fn,
+    and e5m2 words read so give wrong numbers without an error: the words themselves cannot tell. 16-bit words are fp4
+    and take None.
+    """
+
+    n_block_per_iter: int = 1
+    block_sharding_strategy: BlockShardStrategy = BlockShardStrategy.PING_PONG
+    n_static_blocks: int = -1
+    n_dynamic_blocks: int = 55
+    non_overlapping_shards: bool = False
+    use_packed_scales: bool = False
+    weight_dtype: torch.dtype | None = None
+    top_k: int = 1
+    ep_degree: int = 1
+    quantization_type: QuantizationType = QuantizationType.MX
+
+    @public("ShardOnBlockConfig")
+    def __post_init__(self) -> None:
+        for name, kind in (("block_sharding_strategy", BlockShardStrategy), ("quantization_type", QuantizationType)):
+            object.__setattr__(self, name, as_member(getattr(self, name), kind, argument=name))
+        check_flags({name: getattr(self, name) for name in ("non_overlapping_shards", "use_packed_scales")})
+        for name in ("n_block_per_iter", "n_static_blocks", "n_dynamic_blocks", "top_k", "ep_degree"):
+            _check_count(getattr(self, name), name)
+        check_record(self.weight_dtype, torch.dtype, argument="weight_dtype")
+
+
+@dataclass(frozen=True)
+class ShardOnIConfig:
+    """Options of the implementations that divide the intermediate axis."""
+
+    checkpoint_activation: bool = False  # return the activations the backward needs
+    expert_affinity_multiply_on_I: bool = False  # multiply the intermediate by the routing weight, whatever the mode
+    num_static_block: int | None = None  # blocks of the hybrid's static loop, no effect on values
+
+    @public("ShardOnIConfig")
+    def __post_init__(self) -> None:
+        names = ("checkpoint_activation", "expert_affinity_multiply_on_I")
+        check_flags({name: getattr(self, name) for name in names})
+        if self.num_static_block is not None:
+            _check_count(self.num_static_block, "num_static_block")
+
+
+@dataclass(frozen=True)
+class MoECTESpec:
+    """Implementation and its options; a missing configuration is filled with its defaults."""
+
+    implementation: MoECTEImplementation
+    shard_on_block: ShardOnBlockConfig = None  # type: ignore[assignment]
+    shard_on_I: ShardOnIConfig = None  # type: ignore[assignment]
+
+    @public("MoECTESpec")
+    def __post_init__(self) -> None:
+        kind = as_member(self.implementation, MoECTEImplementation, argument="implementation")
+        object.__setattr__(self, "implementation", kind)
+        for name, default in (("shard_on_block", ShardOnBlockConfig), ("shard_on_I", ShardOnIConfig)):
+            check_record(getattr(self, name), default, argument=name)
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, default())
+
+
+@dataclass(frozen=True)
+class ClampLimits:
+    """Forward clamp limits as the backward takes them: linear is up, non-linear is gate. Not bounds on gradients."""
+
+    linear_clamp_upper_limit: float | None = None
+    linear_clamp_lower_limit: float | None = None
+    non_linear_clamp_upper_limit: float | None = None
+    non_linear_clamp_lower_limit: float | None = None
+
+    @public("ClampLimits")
+    def __post_init__(self) -> None:
+        for branch, (upper, lower) in (("linear", self.up), ("non_linear", self.gate)):
+            names = (f"{branch}_clamp_upper_limit", f"{branch}_clamp_lower_limit")
+            fix = "Pass the limit that the forward clamps to."
+            for name, value in zip(names, (upper, lower)):
+                check_rules([Rule(value is None or is_number(value), name, "None or a number", repr(value), fix)])
+            if upper is not None and lower is not None and upper <= lower:
+                expected, fix = f"greater than {names[1]} = {lower}", "Swap them, or leave one out."
+                raise ConfigError.about(names[0], expected, upper, fix)
+
+    @property
+    def gate(self) -> tuple[float | None, float | None]:
+        """Upper and lower limit of the gate."""
+        return self.non_linear_clamp_upper_limit, self.non_linear_clamp_lower_limit
+
+    @property
+    def up(self) -> tuple[float | None, float | None]:
+        """Upper and lower limit of up."""
+        return self.linear_clamp_upper_limit, self.linear_clamp_lower_limit
+
+
+@dataclass(frozen=True)
+class DownProjOutputGradBlocking:
+    """Tile counts of the down projection's output gradient. Tuning only."""
+
+    block_h: int = 8
+
+
+@dataclass(frozen=True)
+class GateUpOutputGradBlocking:
+    """Tile counts of the gate and up output gradients. Tuning only."""
+
+    block_h: int = 8
+    block_b: int = 2
+    block_i: int = 2
+
+
+@dataclass(frozen=True)
+class DownWeightGradBlocking:
+    """Tile counts of the down projection's weight gradient. Tuning only."""
+
+    block_h: int = 2
+    block_b: int = 4
+    block_i: int = 8
+
+
+@dataclass(frozen=True)
+class HiddenGradBlocking:
+    """Tile counts of the hidden states' gradient. Tuning only."""
+
+    block_h: int = 2
+    block_b: int = 4
+    block_i: int = 8
+
+
+@dataclass(frozen=True)
+class GateUpWeightGradBlocking:
+    """Tile counts of the gate and up weight gradients. Tuning only."""
+
+    block_h: int = 4
+    block_b: int = 4
+    block_i: int = 4
+
+
+BLOCKINGS = (
+    DownProjOutputGradBlocking,
+    GateUpOutputGradBlocking,
+    DownWeightGradBlocking,
+    HiddenGradBlocking,
+    GateUpWeightGradBlocking,
+)
+EnumT = TypeVar("EnumT", bound=Enum)
+
+
+def is_number(value: object) -> bool:
+    """Return whether `value` can be a clamp limit: an int or a float, no bool and no NaN."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+
+
+def _check_count(value: object, argument: str) -> None:
+    """Refuse anything but an int; ranges depend on the call and are checked there."""
+    if type(value) is not int:
+        raise ConfigError.about(argument, "an int", shown(value), "Pass a count.")
+
+
+def as_member(value: object, kind: type[EnumT], *, argument: str) -> EnumT:
+    """Return `value`, a member of `kind` or the name of one, as a member; raise ConfigError for anything else."""
+    if isinstance(value, kind):
+        return value
+    names = [member.name for member in kind]
+    if isinstance(value, str) and value in names:
+        return kind[value]
+    fix = f"Pass {kind.__name__}.{names[0]} or another member.{nearest(str(value), names)}"
+    raise ConfigError.about(argument, f"a member of {kind.__name__} ({', '.join(names)}) or its name", repr(value), fix)

@@ -1,0 +1,252 @@
+"""The mixture-of-experts router: logits, the k best experts of every token, their routing weights.
+
+Legend: T tokens, H hidden, E experts, K experts per token.
+
+Source: nki-library 2.29 ``core.router_topk.router_topk`` and its torch reference. Products of bf16 and fp16 operands
+are summed in fp32, and everything after them is fp32. fp32 operands never reach the device: they are summed and
+activated in float64 (fp32 where a device has no float64) and every result is rounded to fp32 once, because an fp32
+logit of 32 already puts an error of 2e-6 into its affinity. Results are returned and differentiable (towards `x`, `w`
+and `w_bias`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_neuron_moe.checks import (
+    Rule,
+    check_dtype,
+    check_flags,
+    check_optional_flag,
+    check_rules,
+    check_same_device,
+    check_shape,
+)
+from hf_neuron_moe.errors import ShapeError, public
+from hf_neuron_moe.reference.moe_types import RouterActFnType, as_member
+
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+_INTEGERS = (torch.int32, torch.int64, torch.uint32)
+_WITHOUT_FLOAT64 = ("mps",)
+_FLAGS = (
+    "router_pre_norm",
+    "norm_topk_prob",
+    "use_column_tiling",
+    "use_indirect_dma_scatter",
+    "return_eager_affi",
+    "use_PE_broadcast_w_bias",
+    "shard_on_tokens",
+    "skip_store_expert_index",
+    "skip_store_router_logits",
+)
+
+MAX_EXPERTS = 512
+"""The moving free size of one matmul."""
+
+PARTITIONS = 128
+"""Partitions of the tensor engine: H is tiled by it, and token tiles have this many rows."""
+
+MAX_TOP_K = 8
+"""The selection instruction finds eight maxima."""
+
+
+@public
+def router_topk(
+    x: Tensor,
+    w: Tensor,
+    w_bias: Tensor | None = None,
+    router_logits: Tensor | None = None,
+    expert_affinities: Tensor | None = None,
+    expert_index: Tensor | None = None,
+    act_fn: RouterActFnType | str | None = None,
+    k: int | None = None,
+    x_hbm_layout: int = 1,
+    x_sb_layout: int = 0,
+    router_pre_norm: bool = True,
+    norm_topk_prob: bool = False,
+    use_column_tiling: bool = False,
+    use_indirect_dma_scatter: bool = False,
+    return_eager_affi: bool = False,
+    use_PE_broadcast_w_bias: bool = False,
+    shard_on_tokens: bool = False,
+    skip_store_expert_index: bool = False,
+    skip_store_router_logits: bool = False,
+    *,
+    device_limits: bool | None = None,
+) -> list[Tensor | None]:
+    """Route tokens: ``logits = x @ w + w_bias``, the K largest of every token, and their affinities.
+
+    ================ =============== =================================================================
+    router_pre_norm  norm_topk_prob  affinities ``[T, E]``
+    ================ =============== =================================================================
+    False            (no effect)     `act_fn` over the K selected logits, zero elsewhere
+    True             False           `act_fn` over all E logits, dense and unmasked; multiply by the selection before
+                                     ``moe_cte``
+    True             True            `act_fn` over all E logits, the K selected ones divided by their sum, zero
+                                     elsewhere
+    ================ =============== =================================================================
+
+    Selection is by the logits, in descending order; of equal logits the expert with the lower number comes first.
+
+    Args:
+        x: ``[H, T]`` (`x_hbm_layout` 0) or ``[T, H]`` (1), bf16, fp16 or fp32.
+        w: ``[H, E]`` of the dtype of `x`.
+        w_bias: ``[1, E]`` or ``[E]``, bf16, fp16 or fp32.
+        router_logits: ``[T, E]``; upstream's caller allocates the three outputs. Here they only name the dtype of the
+            result that is returned (fp32 without one) and are never written.
+        expert_affinities: ``[T, E]``, likewise.
+        expert_index: ``[T, K]`` int32, int64 or uint32, likewise (int32 without one).
+        act_fn: ``RouterActFnType.SOFTMAX`` or ``SIGMOID``, or the name in either case. Required.
+        k: K, from 1 to E. Required.
+        x_hbm_layout: layout of `x`; see there. Upstream has no default.
+        x_sb_layout: 0, 1 or 2, the layout of an `x` on the chip. No effect on values.
+        router_pre_norm: activate before selecting.
+        norm_topk_prob: divide the selected affinities by their sum; no effect unless `router_pre_norm`.
+        use_column_tiling: no effect on values.
+        use_indirect_dma_scatter: no effect on values; checked by the device's rules.
+        return_eager_affi: also return the affinities of the selected experts, ``[T, K]``. Before normalisation was
+            asked for, upstream computes none (`router_pre_norm` without `norm_topk_prob`); here they are the selected
+            entries of the dense affinities.
+        use_PE_broadcast_w_bias: no effect on values.
+        shard_on_tokens: no effect on values.
+        skip_store_expert_index: return None in place of the index.
+        skip_store_router_logits: True is refused, as upstream's assertion does.
+        device_limits: also enforce what the device can do: E <= 512, H % 128 == 0, K <= 8, SIGMOID without
+            `router_pre_norm` only with `use_indirect_dma_scatter`, that only with T <= 128 or T % 128 == 0,
+            `return_eager_affi` only with T <= 128. None: enforce it unless `x` is fp32, in which the device does not
+            compute.
+
+    Returns:
+        ``[router_logits, expert_index, expert_affinities]``, and the ``[T, K]`` affinities with `return_eager_affi`.
+    """
+    given = locals()
+    act_fn = act_fn.upper() if isinstance(act_fn, str) else act_fn
+    act = as_member(act_fn, RouterActFnType, argument="act_fn")
+    check_rules(_option_rules(x_hbm_layout, x_sb_layout))
+    check_flags({name: given[name] for name in _FLAGS})
+    check_optional_flag(device_limits, "device_limits")
+    name, fix = "skip_store_router_logits", "Ignore the first result instead."
+    check_rules([Rule(not skip_store_router_logits, name, "False (upstream asserts it)", "True", fix)])
+    _check_operands(x, w, w_bias, x_hbm_layout)
+    T = x.shape[1 if x_hbm_layout == 0 else 0]
+    H, E = w.shape
+    whole = isinstance(k, int) and not isinstance(k, bool)
+    fix = "Pass k, for example 2 for Mixtral."
+    check_rules([Rule(whole, "k", "the number of experts per token", repr(k), fix)])
+    K, fix = k or 0, "A token cannot choose an expert twice."
+    check_rules([Rule(1 <= K <= E, "k", f"from 1 to E = {E}", K, fix, ShapeError)])
+    for name, shape, axes in (
+        ("router_logits", (T, E), "[T, E]"),
+        ("expert_affinities", (T, E), "[T, E]"),
+        ("expert_index", (T, K), "[T, K]"),
+    ):
+        if given[name] is not None:
+            check_dtype(given[name], _INTEGERS if name == "expert_index" else _FLOATS, name)
+            check_shape(given[name], shape, axes, name)
+    if device_limits if device_limits is not None else x.dtype != torch.float32:
+        sigmoid_after_selection = act is RouterActFnType.SIGMOID and not router_pre_norm
+        check_rules(_device_rules((T, H, E, K), sigmoid_after_selection, use_indirect_dma_scatter, return_eager_affi))
+    logits_TE = _logits(x, w, w_bias, transposed=x_hbm_layout == 0)
+    # The logits that are returned decide, so that experts whose fp32 logits are equal are in order of their numbers.
+    # A stable sort, so that ties are broken as argsort of the negated logits does: lower expert first.
+    index_TK = torch.sort(logits_TE.detach().to(torch.float32), dim=-1, descending=True, stable=True).indices[:, :K]
+    affinities_TE, selected_TK = _affinities(logits_TE, index_TK, act, router_pre_norm, norm_topk_prob)
+    index = None if skip_store_expert_index else index_TK.to(_dtype_of(expert_index, torch.int32))
+    affinity_dtype = _dtype_of(expert_affinities, torch.float32)
+    results = [logits_TE.to(_dtype_of(router_logits, torch.float32)), index, affinities_TE.to(affinity_dtype)]
+    return [*results, selected_TK.to(affinity_dtype)] if return_eager_affi else results
+
+
+def _logits(x: Tensor, w: Tensor, w_bias: Tensor | None, *, transposed: bool) -> Tensor:
+    """Return ``[T, E]``, float64 for fp32 operands; products of bf16 values are exact in fp32, only sums round."""
+    hidden_TH = x.t() if transposed else x
+    wide = torch.float64 if x.dtype == torch.float32 and x.device.type not in _WITHOUT_FLOAT64 else torch.float32
+    logits_TE = hidden_TH.to(wide) @ w.to(wide)
+    return logits_TE if w_bias is None else logits_TE + w_bias.to(wide).reshape(1, -1)
+
+
+class _Sigmoid(torch.autograd.Function):
+    """Sigmoid whose slope is ``s(x) * s(-x)``: autograd's ``s * (1 - s)`` has no digits left where s is close to 1."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.sigmoid()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        slope: Tensor = _sigmoid(x) * _sigmoid(-x)
+        return grad * slope
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    values: Tensor = _Sigmoid.apply(x)
+    return values
+
+
+def _affinities(
+    logits_TE: Tensor, index_TK: Tensor, act: RouterActFnType, pre_norm: bool, normalize: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the affinities ``[T, E]`` and those of the selected experts ``[T, K]``."""
+
+    def activate(values: Tensor) -> Tensor:
+        return values.softmax(dim=-1) if act is RouterActFnType.SOFTMAX else _sigmoid(values)
+
+    if not pre_norm:
+        selected_TK = activate(logits_TE.gather(1, index_TK))
+        return torch.zeros_like(logits_TE).scatter(1, index_TK, selected_TK), selected_TK
+    dense_TE = activate(logits_TE)
+    selected_TK = dense_TE.gather(1, index_TK)
+    if not normalize:
+        return dense_TE, selected_TK
+    selected_TK = selected_TK / selected_TK.sum(dim=-1, keepdim=True)
+    return torch.zeros_like(logits_TE).scatter(1, index_TK, selected_TK), selected_TK
+
+
+def _dtype_of(template: Tensor | None, default: torch.dtype) -> torch.dtype:
+    return default if template is None else template.dtype
+
+
+def _option_rules(x_hbm_layout: int, x_sb_layout: int) -> Iterator[Rule]:
+    fix = "x_hbm_layout is 0 for x [H, T] and 1 for [T, H]; x_sb_layout has no effect on values."
+    for name, value, known in (("x_hbm_layout", x_hbm_layout, (0, 1)), ("x_sb_layout", x_sb_layout, (0, 1, 2))):
+        yield Rule(value in known, name, f"one of {', '.join(map(str, known))}", repr(value), fix)
+
+
+def _check_operands(x: Tensor, w: Tensor, w_bias: Tensor | None, x_hbm_layout: int) -> None:
+    check_dtype(x, _FLOATS, "x")
+    check_dtype(w, (x.dtype,), "w")
+    check_shape(w, (None, None), "[H, E]", "w")
+    H, E = w.shape
+    shape, names = ((H, None), "[H, T] (x_hbm_layout 0)") if x_hbm_layout == 0 else ((None, H), "[T, H]")
+    check_shape(x, shape, f"{names}, with the H of w {list(w.shape)},", "x")
+    if w_bias is not None:
+        check_dtype(w_bias, _FLOATS, "w_bias")
+        check_shape(w_bias, (E,) if w_bias.dim() == 1 else (1, E), "[1, E] or [E]", "w_bias")
+    check_same_device({"x": x, "w": w, "w_bias": w_bias})
+
+
+def _device_rules(
+    sizes: tuple[int, int, int, int], sigmoid_after_selection: bool, indirect_scatter: bool, eager: bool
+) -> Iterator[Rule]:
+    """What the device's kernel can do (2.29), for T, H, E and K; values do not depend on any of it."""
+    T, H, E, K = sizes
+    fix = "Pass device_limits=False to compute the mathematical definition anyway."
+    yield Rule(E <= MAX_EXPERTS, "E of w", f"at most {MAX_EXPERTS}", E, fix, ShapeError)
+    yield Rule(H % PARTITIONS == 0, "H of w", f"a multiple of {PARTITIONS}", H, fix, ShapeError)
+    yield Rule(K <= MAX_TOP_K, "k", f"at most {MAX_TOP_K}", K, fix, ShapeError)
+    name, rule = "use_indirect_dma_scatter", "True for SIGMOID with router_pre_norm=False"
+    yield Rule(indirect_scatter or not sigmoid_after_selection, name, rule, "False", fix)
+    fits = not indirect_scatter or T <= PARTITIONS or T % PARTITIONS == 0
+    rule = f"at most {PARTITIONS} or a multiple of it with use_indirect_dma_scatter"
+    yield Rule(fits, "T of x", rule, T, fix, ShapeError)
+    rule = f"at most {PARTITIONS} with return_eager_affi"
+    yield Rule(not eager or T <= PARTITIONS, "T of x", rule, T, fix, ShapeError)

@@ -1,0 +1,161 @@
+"""The files a report is made from: those of runs in ``neuron_moe/``, and ``parity.json``.
+
+Evaluations of runs of earlier versions stand only in the ``trainer_state.json`` that the Trainer writes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hf_neuron_moe.errors import ReportError, public
+
+RUN_FOLDER, RUN_FILE = "neuron_moe", "run.json"
+METRICS_FILE, EVALUATIONS_FILE = "metrics.jsonl", "evaluations.jsonl"
+STUDY_FILE = "parity.json"
+STATE_FILE = "trainer_state.json"
+_EVALUATION, _LOSS = "eval_", "loss"
+
+
+@dataclass(frozen=True)
+class RunData:
+    """One training run."""
+
+    name: str  # of its output folder
+    run: dict[str, Any]  # content of run.json: patch, config, environment, model
+    metrics: list[dict[str, Any]] = field(default_factory=list)  # objects of metrics.jsonl in their order
+    evaluations: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    """Evaluation losses in the order of steps, by name: ``eval_loss``, or one per dataset."""
+
+    @property
+    def entries(self) -> list[dict[str, Any]]:
+        """Entries of the patch report: one per candidate module."""
+        return list(self.run.get("patch", {}).get("entries", []))
+
+    @property
+    def policy(self) -> str:
+        """Precision and activation policy in a few words."""
+        config = self.run.get("config", {})
+        activations = config.get("activations", "?")
+        policy = activations if isinstance(activations, str) else json.dumps(activations)
+        return f"{config.get('precision', '?')}, {policy}"
+
+
+@dataclass(frozen=True)
+class StudyData:
+    """One parity study: content of its ``parity.json``."""
+
+    name: str
+    content: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Contents:
+    """Everything found in a directory."""
+
+    title: str
+    runs: list[RunData] = field(default_factory=list)
+    studies: list[StudyData] = field(default_factory=list)
+
+
+@public("report")
+def read_runs(directory: Path) -> Contents:
+    """Read one run, one study, or all that lie directly in a directory.
+
+    It is a trainer's output folder (or its ``neuron_moe`` folder), a folder with ``parity.json``, or a folder of those.
+    """
+    if not directory.is_dir():
+        got = "a file" if directory.is_file() else "no such directory"
+        raise _wrong(directory, got, "Give the output_dir of a run of NeuronMoETrainer.")
+    title = directory.resolve().name
+    places = [directory, *(path for path in sorted(directory.iterdir()) if path.is_dir())]
+    runs = [_run(folder, name) for folder, name in _run_folders(directory, places)]
+    found = [place for place in places if (place / STUDY_FILE).is_file()]
+    studies = [StudyData(place.resolve().name, _object(place / STUDY_FILE, ("models",))) for place in found]
+    if not runs and not studies:
+        listed = ", ".join(sorted(path.name for path in directory.iterdir())[:6]) or "nothing"
+        remedy = "Train with NeuronMoETrainer or NeuronMoECallback, or run benchmarks/parity.py, and give that folder."
+        raise _wrong(directory, f"a directory with {listed}", remedy)
+    return Contents(title, runs, studies)
+
+
+def _run_folders(directory: Path, places: list[Path]) -> Iterator[tuple[Path, str]]:
+    if (directory / RUN_FILE).is_file():
+        yield directory, directory.resolve().parent.name
+        return
+    for place in places:
+        if (place / RUN_FOLDER / RUN_FILE).is_file():
+            yield place / RUN_FOLDER, place.resolve().name
+
+
+def _run(folder: Path, name: str) -> RunData:
+    run = _object(folder / RUN_FILE, ("patch", "config"))
+    metrics, evaluations = (list(_lines(folder / file)) for file in (METRICS_FILE, EVALUATIONS_FILE))
+    return RunData(name, run, metrics, _evaluations(evaluations or _history(folder.parent / STATE_FILE)))
+
+
+def _evaluations(records: list[dict[str, Any]]) -> dict[str, list[tuple[float, float]]]:
+    """Evaluation losses by name; a step that was evaluated twice has the later one."""
+    found: dict[str, dict[float, float]] = {}
+    for record in records:
+        for key, value in record.items():
+            if key.startswith(_EVALUATION) and key.endswith(_LOSS) and isinstance(value, int | float):
+                found.setdefault(key, {})[float(record["step"])] = float(value)
+    return {key: sorted(losses.items()) for key, losses in found.items()}
+
+
+def _history(path: Path) -> list[dict[str, Any]]:
+    """What the Trainer logged, by its own file; empty where there is none."""
+    if not path.is_file():
+        return []
+    try:
+        history = json.loads(path.read_text(encoding="utf-8")).get("log_history")
+        return [record for record in history if isinstance(record.get("step"), int)]
+    except (ValueError, AttributeError, TypeError) as error:
+        raise _damaged(path, "the Trainer's state with its log_history", str(error)) from error
+
+
+def _object(path: Path, needed: tuple[str, ...]) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise _damaged(path, "JSON in UTF-8", str(error)) from error
+    lacking = [key for key in needed if not isinstance(content, dict) or not isinstance(content.get(key), dict)]
+    if lacking:
+        raise _damaged(path, f"a JSON object with the objects {', '.join(needed)}", f"one without {lacking[0]}")
+    assert isinstance(content, dict)
+    return content
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of a file, none where there is none; a last line that was cut off by the run's end is left out."""
+    if not path.is_file():
+        return
+    lines = path.read_text(encoding="utf-8").split("\n")
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            if number == len(lines):
+                return
+            raise _damaged(path, "one JSON object per line", f"line {number}: {error}") from error
+        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+            raise _damaged(path, "one JSON object with a step per line", f"line {number}: {line[:40]}")
+        yield record
+
+
+def _wrong(directory: Path, got: str, remedy: str) -> ReportError:
+    expected = (
+        f"a run's output folder (with {RUN_FOLDER}/{RUN_FILE}), one with {STUDY_FILE}, or a folder of such folders"
+    )
+    return ReportError.about(str(directory), expected, got, remedy)
+
+
+def _damaged(path: Path, expected: str, got: str) -> ReportError:
+    remedy = "The file was cut off or changed; run again what wrote it."
+    return ReportError.about(str(path), expected, got, remedy)

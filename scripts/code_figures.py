@@ -1,0 +1,351 @@
+"""Print how large and how tangled the package is: lines, checks, parameters, imports, names.
+
+    python scripts/code_figures.py            # a table
+    python scripts/code_figures.py --json     # the same as JSON
+    python scripts/code_figures.py --list     # the functions, imports and names behind the figures too
+
+The limits are those that docs/architecture.md promises; a figure beyond its limit makes the exit code 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import re
+import sys
+import tokenize
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = "hf_neuron_moe"
+
+GROUND = frozenset({"errors", "activation_policy", "config", "_version", "_lazy"})
+# What each package may import besides itself, from the bottom up. Names with a dot are packages within one.
+ALLOWED: dict[str, frozenset[str]] = {
+    "errors": frozenset(),
+    "_version": frozenset(),
+    "_lazy": frozenset(),
+    "activation_policy": frozenset({"errors"}),
+    "config": frozenset({"errors", "activation_policy"}),
+    "checks": GROUND,
+    "formats": GROUND | {"checks"},
+    "backends": GROUND | {"checks", "formats"},
+    "reference": GROUND | {"checks", "formats", "backends"},
+    "kernels": frozenset({"formats", "reference"}),
+    "modules": GROUND | {"checks", "formats", "backends"},
+    "patching": GROUND | {"checks", "formats", "backends", "modules"},
+    "training": GROUND | {"checks", "formats", "backends", "modules", "patching"},
+    "convert": GROUND | {"checks", "formats", "patching"},
+    "quantizers": GROUND | {"checks", "formats", "backends", "modules", "patching", "convert"},
+    "device": GROUND | {"checks", "formats", "backends", "modules", "patching", "convert", "quantizers"},
+    "report": GROUND,
+    "cli": GROUND | {"backends", "patching", "training", "convert", "device", "report"},
+    "__init__": GROUND | {"patching", "quantizers", "training"},
+}
+
+LIMITS = {
+    "lines": 31_000,
+    "validation_percent": 12.0,
+    "functions_with_many_parameters": 40,
+    "imports_up": 0,
+    "circles_between_packages": 0,
+    "circles_between_files": 0,
+    "files_of_a_value": 7,
+    "longest_file": 400,
+    "shared_names": 0,
+}
+MANY = 7
+# Files whose name says the same in both folders: what a backend is, and how it computes experts. A file of a command
+# line's verb has the verb's name, as the module has that does the work.
+MEANT_TWINS = frozenset({"__init__.py", "backend.py", "experts.py"})
+VERBS = "cli/"
+CHECK_NAME = re.compile(r"_?(check|require|validate|why_not|unsupported_reason)")
+BUILDERS = frozenset({"refuse", "about"})
+WALK = re.compile(r"^## A value's way$(.*?)^## ", re.MULTILINE | re.DOTALL)
+
+
+@dataclass
+class Figures:
+    """What is measured, and behind each figure the places that make it up."""
+
+    lines: int = 0
+    code_lines: int = 0
+    docstring_lines: int = 0
+    validation_lines: int = 0
+    files: int = 0
+    longest_file: int = 0
+    by_package: dict[str, int] = field(default_factory=dict)
+    many_parameters: list[str] = field(default_factory=list)
+    up: list[str] = field(default_factory=list)
+    package_circles: list[str] = field(default_factory=list)
+    file_circles: list[str] = field(default_factory=list)
+    twins: list[str] = field(default_factory=list)
+    walk: list[str] = field(default_factory=list)
+
+    def measures(self) -> dict[str, float]:
+        """Return the figures that have a limit."""
+        return {
+            "lines": self.lines,
+            "validation_percent": round(100 * self.validation_lines / self.code_lines, 1),
+            "functions_with_many_parameters": len(self.many_parameters),
+            "imports_up": len(self.up),
+            "circles_between_packages": len(self.package_circles),
+            "circles_between_files": len(self.file_circles),
+            "files_of_a_value": len(self.walk),
+            "longest_file": self.longest_file,
+            "shared_names": len(self.twins),
+        }
+
+
+def module_of(path: Path, root: Path) -> tuple[str, ...]:
+    """Return ``("formats", "mx")`` for ``hf_neuron_moe/formats/mx.py``; a package's own file is its ``__init__``."""
+    return path.relative_to(root / PACKAGE).with_suffix("").parts
+
+
+def package_of(module: tuple[str, ...]) -> str:
+    """Return the row of :data:`ALLOWED` that a module belongs to."""
+    inner = ".".join(module[:2])
+    return inner if inner in ALLOWED else module[0]
+
+
+def imports_of(tree: ast.AST, module: tuple[str, ...], files: set[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
+    """Yield every module of the package that a file imports, inside functions too, but not for type checkers alone."""
+    for_types = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        for inner in ast.walk(node)
+    }
+    here = (PACKAGE, *module[:-1])
+    for node in ast.walk(tree):
+        names: list[tuple[str, ...]] = []
+        if node in for_types:
+            continue
+        if isinstance(node, ast.Import):
+            names = [tuple(alias.name.split(".")) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = here[: len(here) - node.level + 1] if node.level else ()
+            stem = (*base, *(node.module.split(".") if node.module else ()))
+            names = [(*stem, alias.name) for alias in node.names]
+        yield from (resolved(name[1:], files) for name in names if name[:1] == (PACKAGE,))
+
+
+def resolved(name: tuple[str, ...], files: set[tuple[str, ...]]) -> tuple[str, ...]:
+    """Return the module that a dotted name lies in: itself, a package's ``__init__``, or its parent."""
+    for candidate in (name, (*name, "__init__"), name[:-1], (*name[:-1], "__init__")):
+        if candidate in files:
+            return candidate
+    return name[:1] or ("__init__",)
+
+
+def circles(edges: dict[str, set[str]]) -> list[str]:
+    """Return the strongly connected groups of more than one node, each as ``a <-> b``."""
+    order: list[str] = []
+    seen: set[str] = set()
+
+    def visit(node: str, graph: dict[str, set[str]], into: list[str]) -> None:
+        stack = [(node, iter(sorted(graph.get(node, ()))))]
+        seen.add(node)
+        while stack:
+            current, followers = stack[-1]
+            for follower in followers:
+                if follower not in seen:
+                    seen.add(follower)
+                    stack.append((follower, iter(sorted(graph.get(follower, ())))))
+                    break
+            else:
+                stack.pop()
+                into.append(current)
+
+    for node in sorted(edges):
+        if node not in seen:
+            visit(node, edges, order)
+    backwards: dict[str, set[str]] = defaultdict(set)
+    for node, followers in edges.items():
+        for follower in followers:
+            backwards[follower].add(node)
+    seen.clear()
+    groups = []
+    for node in reversed(order):
+        if node not in seen:
+            group: list[str] = []
+            visit(node, backwards, group)
+            if len(group) > 1:
+                groups.append(" <-> ".join(sorted(group)))
+    return sorted(groups)
+
+
+def lines_of_code(path: Path, tree: ast.Module) -> tuple[set[int], set[int]]:
+    """Return the numbers of a file's lines that hold code, and of those that hold docstrings."""
+    docstrings: set[int] = set()
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list):
+            for statement in body:
+                value = statement.value if isinstance(statement, ast.Expr) else None
+                if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                    docstrings.update(range(statement.lineno, (statement.end_lineno or 0) + 1))
+    code: set[int] = set()
+    blank = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    with tokenize.open(path) as file:
+        for token in tokenize.generate_tokens(file.readline):
+            if token.type not in blank:
+                code.update(range(token.start[0], token.end[0] + 1))
+    return code - docstrings, docstrings
+
+
+def validation_of(tree: ast.Module) -> set[int]:
+    """Return the numbers of the lines that only check.
+
+    These are raises, statements that call a check or build an error, branches and loops with nothing else in them, and
+    the whole of functions whose name says that they check.
+    """
+    found: set[int] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.stmt) and _only_checks(node):
+            found.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return found
+
+
+def _only_checks(node: ast.stmt) -> bool:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return bool(CHECK_NAME.match(node.name))
+    if isinstance(node, ast.If | ast.For):
+        return not node.orelse and all(_only_checks(each) for each in node.body)
+    if isinstance(node, ast.Raise):
+        return True
+    if isinstance(node, ast.Expr | ast.Assign | ast.Return) and isinstance(node.value, ast.Call):
+        name = node.value.func
+        called = name.id if isinstance(name, ast.Name) else name.attr if isinstance(name, ast.Attribute) else ""
+        return bool(CHECK_NAME.match(called)) or called in BUILDERS
+    return False
+
+
+def functions_of(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    """Yield every function with its dotted name."""
+
+    def walk(node: ast.AST, above: str) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+        for child in ast.iter_child_nodes(node):
+            name = above
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                name = f"{above}.{child.name}".lstrip(".")
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield name, child
+            yield from walk(child, name)
+
+    return walk(tree, "")
+
+
+def parameters_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Return the number of a function's parameters, without ``self`` and ``cls``."""
+    arguments = function.args
+    names = [each.arg for each in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+    stars = (arguments.vararg is not None) + (arguments.kwarg is not None)
+    return len([name for name in names if name not in ("self", "cls")]) + stars
+
+
+def documented_names(root: Path) -> set[str]:
+    """Return the kernel functions of docs/kernels.toml: their signatures are AWS's, not ours."""
+    import tomllib
+
+    data = tomllib.loads((root / "docs" / "kernels.toml").read_text(encoding="utf-8"))
+    return {function["name"] for system in data["system"] for function in system["function"]}
+
+
+def walk_of(root: Path) -> list[str]:
+    """Return the files of "A value's way" in docs/architecture.md, in their order."""
+    text = WALK.search((root / "docs" / "architecture.md").read_text(encoding="utf-8"))
+    found: list[str] = []
+    for line in text.group(1).split("\n\nOn Trainium")[0].splitlines() if text else []:
+        if re.match(r"\d+\. ", line):
+            found += [name for name in re.findall(r"^\d+\. `([\w/]+\.py)`", line) if name not in found]
+    return found
+
+
+def measure(root: Path = ROOT) -> Figures:
+    """Read the package under `root` and return its figures."""
+    figures = Figures()
+    documented = documented_names(root)
+    paths = sorted((root / PACKAGE).rglob("*.py"))
+    files = {module_of(path, root) for path in paths}
+    by_name: dict[str, list[str]] = defaultdict(list)
+    file_edges: dict[str, set[str]] = defaultdict(set)
+    package_edges: dict[str, set[str]] = defaultdict(set)
+    for path in paths:
+        shown, module = str(path.relative_to(root / PACKAGE)), module_of(path, root)
+        text = path.read_text(encoding="utf-8")
+        tree = ast.parse(text, shown)
+        package, length = package_of(module), len(text.splitlines())
+        figures.files += 1
+        figures.lines += length
+        figures.longest_file = max(figures.longest_file, length)
+        figures.by_package[package] = figures.by_package.get(package, 0) + length
+        code, docstrings = lines_of_code(path, tree)
+        figures.code_lines += len(code)
+        figures.docstring_lines += len(docstrings)
+        figures.validation_lines += len(validation_of(tree) & code)
+        if not shown.startswith(VERBS):
+            by_name[path.name].append(shown)
+        for name, function in functions_of(tree):
+            count = parameters_of(function)
+            if count > MANY and name.split(".")[-1] not in documented:
+                figures.many_parameters.append(f"{shown}: {name} ({count})")
+        for target in imports_of(tree, module, files):
+            other = package_of(target)
+            if other != package and other not in ALLOWED.get(package, frozenset()):
+                figures.up.append(f"{shown} imports {'.'.join(target)}")
+            if other != package:
+                package_edges[package].add(other)
+            if target != module and target[-1] != "__init__":
+                file_edges[".".join(module)].add(".".join(target))
+    figures.up = sorted(set(figures.up))
+    figures.package_circles = circles(package_edges)
+    figures.file_circles = circles(file_edges)
+    figures.twins = [
+        f"{name}: {', '.join(places)}"
+        for name, places in sorted(by_name.items())
+        if len(places) > 1 and name not in MEANT_TWINS
+    ]
+    figures.walk = walk_of(root)
+    return figures
+
+
+def show(figures: Figures, listed: bool) -> None:
+    """Print the figures beside their limits."""
+    for name, value in figures.measures().items():
+        mark = "" if value <= LIMITS[name] else "  <- beyond"
+        print(f"{name.replace('_', ' '):34}{value:>10,}   at most {LIMITS[name]:>8,}{mark}")
+    print(f"\n{figures.files} files, {figures.code_lines:,} lines of code, {figures.docstring_lines:,} of docstrings")
+    for package, lines in sorted(figures.by_package.items(), key=lambda item: -item[1]):
+        print(f"  {package:20}{lines:>8,}")
+    if listed:
+        for title in ("many_parameters", "up", "package_circles", "file_circles", "twins", "walk"):
+            print(f"\n{title.replace('_', ' ')}")
+            for each in getattr(figures, title):
+                print(f"  {each}")
+
+
+def main() -> int:
+    """Print the figures; return 1 if one is beyond its limit."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--list", action="store_true", help="print the places behind the figures")
+    parser.add_argument("--root", type=Path, default=ROOT, help="a checkout of the project")
+    options = parser.parse_args()
+    figures = measure(options.root.resolve())
+    measures = figures.measures()
+    if options.json:
+        print(json.dumps({"measures": measures, "limits": LIMITS} | asdict(figures), indent=1))
+    else:
+        show(figures, options.list)
+    return int(any(measures[name] > limit for name, limit in LIMITS.items()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,56 @@
+"""The public names and their signatures are those of public.json: nothing is lost or renamed by accident.
+
+After an addition:
+
+    python -m pytest tests/test_public.py --update-messages
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib
+import inspect
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SNAPSHOT = Path(__file__).with_name("public.json")
+PACKAGES = ("", ".kernels", ".formats", ".convert", ".training", ".patching", ".quantizers")
+ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+def described(value: Any) -> str:
+    """Return an enum's members, a callable's parameters with their defaults, or the type of anything else."""
+    if isinstance(value, enum.EnumMeta):
+        return ", ".join(f"{member.name}={member.value!r}" for member in value)
+    if not callable(value):
+        return type(value).__name__
+    try:
+        signature = inspect.signature(value)
+    except ValueError:
+        return "no signature"
+    parameters = [parameter.replace(annotation=parameter.empty) for parameter in signature.parameters.values()]
+    plain = signature.replace(parameters=parameters, return_annotation=signature.empty)
+    return ADDRESS.sub("", str(plain))
+
+
+def surface() -> dict[str, dict[str, str]]:
+    """Return the description of every public name by package."""
+    found = {}
+    for name in PACKAGES:
+        package = importlib.import_module(f"hf_neuron_moe{name}")
+        found[package.__name__] = {each: described(getattr(package, each)) for each in sorted(package.__all__)}
+    return found
+
+
+def test_public_names_and_signatures(request: pytest.FixtureRequest) -> None:
+    found = surface()
+    if request.config.getoption("--update-messages"):
+        SNAPSHOT.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    known = json.loads(SNAPSHOT.read_text(encoding="utf-8"))
+    for package, names in known.items():
+        assert found[package] == names, package
+    assert found.keys() == known.keys()

@@ -1,0 +1,1 @@
+"""A backend of another package: one class, and one row in the table of backends."""
