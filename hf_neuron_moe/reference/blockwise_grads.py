@@ -17,8 +17,8 @@ from hf_neuron_moe.backends.torch.compute import Scratch
 from hf_neuron_moe.backends.torch.experts import (
     ExpertGrads,
     ExpertStack,
+    RowSums,
     ScaledRows,
-    add_rows,
     run_experts_backward,
 )
 from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints, RowSource
@@ -157,7 +157,7 @@ def run_backward(call: BackwardCall, buffers: GradBuffers) -> tuple[Tensor, ...]
         loader,
         ExpertGrads(
             weights,
-            add_rows(d_hidden, rows.token_R),
+            RowSums(d_hidden, rows.token_R),
             None if call.on_hidden else d_scale_R,
             rounded=torch.bfloat16 if mx else torch.float32,
             add=buffers.add,

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_neuron_moe.backends.torch.experts import ExpertStack, add_rows
+from hf_neuron_moe.backends.torch.experts import ExpertStack, RowSums
 from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints, RowSource, ffn_forward
 from hf_neuron_moe.backends.torch.gating import Gating
 from hf_neuron_moe.backends.torch.tiles import Loader, Span, tile_loader
@@ -148,7 +148,7 @@ def _forward(
     gate_up_N2IB = hidden_states.new_zeros((rows.blocks, 2, inner, rows.block_size))
     inter_NIB = hidden_states.new_zeros((rows.blocks, inner, rows.block_size))
     loader, idle_I = tile_loader("mxfp8", device), hidden_states.new_zeros(inner)
-    x, emit = RowSource(hidden_states, rows.token_R), add_rows(total_TH, rows.token_R)
+    x, emit = RowSource(hidden_states, rows.token_R), RowSums(total_TH, rows.token_R)
     for (expert, start, end), first in zip(rows.runs, rows.first_slots, strict=True):
         gate_RI, up_RI, inter_RI = (hidden_states.new_empty((end - start, inner)) for _ in range(3))
         out_RH = loader.scratch.get("expert_out", (end - start, hidden_states.shape[1]), torch.float32)

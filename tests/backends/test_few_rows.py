@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from hf_neuron_moe.backends.spec import Routing
 from hf_neuron_moe.backends.torch.cpu import decode as few_rows
 from hf_neuron_moe.backends.torch.cpu import matmul as products
 from hf_neuron_moe.backends.torch.experts import ExpertStack
@@ -41,6 +42,10 @@ def operands(
     return x, index, weight, ExpertStack(gate_up, down, transposed)
 
 
+def experts_of(x: Tensor, index: Tensor, weight: Tensor, stack: ExpertStack) -> Tensor:
+    return few_rows.experts(x, Routing(index, weight), (stack.gate_up, stack.down), stack.transposed)
+
+
 def exact(x: Tensor, index: Tensor, weight: Tensor, stack: ExpertStack) -> Tensor:
     """Token by token in float64."""
     out = torch.zeros(x.shape, dtype=torch.float64)
@@ -66,10 +71,10 @@ def test_grouped_and_single_products_agree(
     tokens: int, experts: int, top_k: int, sizes: tuple[int, int], transposed: bool, dtype: torch.dtype
 ) -> None:
     args = operands(tokens, experts, top_k, sizes, transposed, dtype)
-    out = few_rows.experts(*args)
+    out = experts_of(*args)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(few_rows, "_can_be_grouped", lambda stack: False)
-        assert torch.equal(few_rows.experts(*args), out)
+        assert torch.equal(experts_of(*args), out)
     expected = exact(*args)
     assert (out.double() - expected).norm() <= BOUND[dtype] * max(expected.norm().item(), 1e-3)
 
@@ -80,7 +85,7 @@ def test_the_grouped_product_is_for_busy_experts(monkeypatch: pytest.MonkeyPatch
     seen = []
     grouped = F.grouped_mm
     monkeypatch.setattr(F, "grouped_mm", lambda *args, **options: seen.append(1) or grouped(*args, **options))
-    few_rows.experts(*operands(tokens, 8, 2, (16, 16), False, torch.float32))
+    experts_of(*operands(tokens, 8, 2, (16, 16), False, torch.float32))
     assert len(seen) == calls
 
 
@@ -118,7 +123,7 @@ def test_experts_by_onednn_and_through_fp32_are_right(
 ) -> None:
     for tokens in (1, 2, 5, 8, 16, 40, 90):
         args = operands(tokens, 4, 2, sizes, transposed, dtype)
-        out, expected = few_rows.experts(*args), exact(*args)
+        out, expected = experts_of(*args), exact(*args)
         assert out.is_contiguous()
         assert (out.double() - expected).norm() <= BOUND[dtype] * expected.norm()
     if transposed:

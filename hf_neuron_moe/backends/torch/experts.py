@@ -1,21 +1,29 @@
 """Token-expert pairs sorted by expert, and the feed-forward network of each expert over its run of sorted rows.
 
-Legend: T tokens, K experts per token, R = T * K rows (pairs in expert order), H hidden, I intermediate, E experts.
+A dense MLP is one expert whose rows are the tokens.
+
+Legend: T tokens, K experts per token, R = T * K rows (pairs in expert order), H hidden, I intermediate, E experts,
+G groups: the experts of a layer, or one for a dense MLP.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
+from hf_neuron_moe.backends.torch.compute import Scratch
 from hf_neuron_moe.backends.torch.ffn_backward import FFNBackward, FFNGrads
 from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints, FFNWeights, RowSource, ffn_forward
 from hf_neuron_moe.backends.torch.gating import Gating
 from hf_neuron_moe.backends.torch.tiles import Loader, Span
 from hf_neuron_moe.errors import ShapeError
+
+Runs = Sequence[tuple[int, int, int]]
+"""``(group, first row, end row)``, ascending and without gaps; groups without rows are left out."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +41,7 @@ class SortedPairs:
 
     @property
     def runs(self) -> list[tuple[int, int, int]]:
-        """``(expert, first row, end row)`` of every expert that has rows."""
+        """The experts that have rows."""
         bounds = zip(self.offsets, self.offsets[1:], strict=False)
         return [(expert, start, end) for expert, (start, end) in enumerate(bounds) if end > start]
 
@@ -42,20 +50,20 @@ _BY_HAND = 64
 """Up to this many pairs sorting a Python list takes less time than dispatching torch's operators."""
 
 
-def _negative_id(value: int) -> ShapeError:
-    return ShapeError.about(
-        "top_k_index",
-        "made of expert ids of 0 and above",
-        f"the id {value}",
-        "Mark pairs that belong to no expert of this rank with an id of at least the number of experts.",
-    ).named("experts")
+def _check_lowest(expert: int) -> None:
+    if expert < 0:
+        raise ShapeError.about(
+            "top_k_index",
+            "made of expert ids of 0 and above",
+            f"the id {expert}",
+            "Mark pairs that belong to no expert of this rank with an id of at least the number of experts.",
+        ).named("experts")
 
 
 def checked_ids(index_TK: Tensor) -> list[int]:
     """Return the expert ids ``[T * K]`` on the host."""
     flat: list[int] = index_TK.reshape(-1).tolist()
-    if flat and min(flat) < 0:
-        raise _negative_id(min(flat))
+    _check_lowest(min(flat, default=0))
     return flat
 
 
@@ -82,52 +90,143 @@ def sort_pairs(index_TK: Tensor, experts: int) -> SortedPairs:
     if index_TK.numel() <= _BY_HAND and index_TK.device.type == "cpu":
         return _sort_by_hand(index_TK, experts)
     flat = index_TK.reshape(-1).clamp(max=experts)
-    lowest = int(flat.min()) if flat.numel() else 0
-    if lowest < 0:
-        raise _negative_id(lowest)
+    _check_lowest(int(flat.min()) if flat.numel() else 0)
     order = torch.argsort(flat, stable=True)
-    counts = torch.bincount(flat, minlength=experts + 1)[:experts].tolist()
     offsets = [0]
-    for count in counts:
+    for count in torch.bincount(flat, minlength=experts + 1)[:experts].tolist():
         offsets.append(offsets[-1] + count)
     slot = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
     token = torch.div(order, index_TK.shape[1], rounding_mode="floor")
     return SortedPairs(order, token, slot.view(index_TK.shape), offsets)
 
 
-Runs = Sequence[tuple[int, int, int]]
-"""``(expert, first row, end row)``, ascending and without gaps."""
+def rows_per_run(runs: Runs) -> float:
+    """Average number of rows of the experts that have any."""
+    return runs[-1][2] / len(runs) if runs else 0.0
 
-Emit = Callable[[int, int, Tensor], None]
-"""Takes ``(first row, end row, values)``: fp32 ``[end - first, H]``, valid only during the call."""
+
+class RowSums(NamedTuple):
+    """The fp32 total ``[T, H]`` to which each run's rows are added, in their tokens' places."""
+
+    total_TH: Tensor
+    token_R: Tensor | None
+    """None where rows are the tokens, which are then written."""
+
+    def buffer(self, start: int, end: int, scratch: Scratch) -> Tensor:
+        """Return where to make the rows of a run: in the total itself if they are tokens."""
+        if self.token_R is None:
+            return self.total_TH[start:end]
+        return scratch.get("expert_out", (end - start, self.total_TH.shape[1]), torch.float32)
+
+    def __call__(self, start: int, end: int, rows_RH: Tensor) -> None:
+        """Add the rows of :meth:`buffer`.
+
+        A token occurs at most once per run and runs come in order, so the sums are deterministic on every device.
+        """
+        if self.token_R is not None:
+            self.total_TH.index_add_(0, self.token_R[start:end], rows_RH)
 
 
 @dataclass(frozen=True)
-class ExpertStack:
-    """Stacked projections: ``[E, 2I, H]`` and ``[E, H, I]``, or ``[E, H, 2I]`` and ``[E, I, H]`` if `transposed`."""
+class Rows:
+    """The rows of a call in group order."""
 
-    gate_up: Tensor
-    down: Tensor
-    transposed: bool
+    runs: Runs
+    count: int
+    """R; rows behind the last run belong to experts of other ranks."""
+    token_R: Tensor | None = None
+    """Which token each row is; None where rows are the tokens."""
+    slot_TK: Tensor | None = None
+    """The rows of each token; None where rows are the tokens."""
+    scale_R: Tensor | None = None
+    """fp32 factor on each row's intermediate, or None."""
+    block_size: int | None = None
+    """Rows per MoE block; None for a dense MLP, whose weight gradients contract over all rows at once."""
+
+    @classmethod
+    def of_dense(cls, tokens: int) -> Rows:
+        """Return the rows of a dense MLP."""
+        return cls([(0, 0, tokens)] if tokens else [], tokens)
+
+    @classmethod
+    def of_pairs(cls, pairs: SortedPairs, weight_TK: Tensor, block_size: int | None = None) -> Rows:
+        """Return sorted pairs, with their routing weights as factors."""
+        scale_R = weight_TK.reshape(-1).index_select(0, pairs.order_R).float()
+        return cls(pairs.runs, len(scale_R), pairs.token_R, pairs.slot_TK, scale_R, block_size)
+
+    @property
+    def end(self) -> int:
+        """The end of the last run."""
+        return self.runs[-1][2] if self.runs else 0
+
+    def source(self, values_TH: Tensor) -> RowSource:
+        """Return the rows of a tensor of tokens."""
+        return RowSource(values_TH, self.token_R)
+
+    def sums(self, like_TH: Tensor) -> RowSums:
+        """Return a total of zeros."""
+        return RowSums(torch.zeros(like_TH.shape, dtype=torch.float32, device=like_TH.device), self.token_R)
+
+    def scale(self, start: int, end: int) -> Tensor | None:
+        """Return the factors of some rows ``[r, 1]``."""
+        return None if self.scale_R is None else self.scale_R[start:end, None]
+
+
+@dataclass
+class GroupedWeights:
+    """Projections, or their gradients, as views in ``nn.Linear`` orientation: any strides, any float dtype."""
+
+    gate_GIH: Tensor
+    up_GIH: Tensor
+    down_GHI: Tensor
+    gate_up_G2IH: Tensor | None = None
+    """Both where gate and up lie in one tensor."""
+
+    @classmethod
+    def of_dense(cls, weights: FFNWeights) -> GroupedWeights:
+        """Return a dense MLP's projections as those of one group."""
+        gate_IH, up_IH, down_HI = weights
+        both, inner, stride = None, gate_IH.shape[0], gate_IH.stride()
+        one_storage = gate_IH.untyped_storage().data_ptr() == up_IH.untyped_storage().data_ptr()
+        behind = up_IH.storage_offset() - gate_IH.storage_offset() == inner * stride[0]
+        if one_storage and behind and up_IH.stride() == stride:
+            both = gate_IH.as_strided((1, 2 * inner, gate_IH.shape[1]), (0, *stride))
+        return cls(gate_IH[None], up_IH[None], down_HI[None], both)
 
     @property
     def inner(self) -> int:
         """I."""
-        return self.down.shape[1 if self.transposed else 2]
+        return self.gate_GIH.shape[1]
 
     def expert(self, number: int) -> FFNWeights:
-        """Return one expert's projections as ``[I, H]``, ``[I, H]`` and ``[H, I]`` views."""
-        gate_up_2IH = self.gate_up[number].t() if self.transposed else self.gate_up[number]
-        down_HI = self.down[number].t() if self.transposed else self.down[number]
-        intermediate = gate_up_2IH.shape[0] // 2
-        return FFNWeights(gate_up_2IH[:intermediate], gate_up_2IH[intermediate:], down_HI)
+        """Return one group's projections."""
+        return FFNWeights(self.gate_GIH[number], self.up_GIH[number], self.down_GHI[number])
+
+    def both(self, scratch: Scratch) -> Tensor:
+        """Return gate and up as ``[G, 2I, H]``."""
+        if self.gate_up_G2IH is not None:
+            return self.gate_up_G2IH
+        groups, inner, hidden = self.gate_GIH.shape
+        both = scratch.get("gate_up", (groups, 2 * inner, hidden), self.gate_GIH.dtype)
+        both[:, :inner].copy_(self.gate_GIH)
+        both[:, inner:].copy_(self.up_GIH)
+        return both
 
     def zero_without(self, runs: Runs) -> None:
-        """Write zeros to the experts that have no rows."""
-        busy = {expert for expert, _, _ in runs}
-        for expert in set(range(self.gate_up.shape[0])) - busy:
-            self.gate_up[expert].zero_()
-            self.down[expert].zero_()
+        """Write zeros to the groups that have no rows."""
+        for number in set(range(len(self.down_GHI))) - {group for group, _, _ in runs}:
+            for part in (self.gate_GIH, self.up_GIH, self.down_GHI):
+                part[number].zero_()
+
+
+class ExpertStack(GroupedWeights):
+    """Stacked projections: ``[E, 2I, H]`` and ``[E, H, I]``, or ``[E, H, 2I]`` and ``[E, I, H]`` if `transposed`."""
+
+    def __init__(self, gate_up: Tensor, down: Tensor, transposed: bool) -> None:
+        self.gate_up, self.down, self.transposed = gate_up, down, transposed
+        both = gate_up.transpose(1, 2) if transposed else gate_up
+        inner = both.shape[1] // 2
+        super().__init__(both[:, :inner], both[:, inner:], down.transpose(1, 2) if transposed else down, both)
 
 
 @dataclass(frozen=True)
@@ -138,8 +237,8 @@ class ExpertGrads:
     ``add`` the weight gradients are added and idle experts left alone. ``bias_E2I`` is fp32, its idle rows are kept.
     """
 
-    weights: ExpertStack | None
-    x: Emit | None
+    weights: GroupedWeights | None
+    x: RowSums | None
     scale_R: Tensor | None
     rounded: torch.dtype = torch.float32
     add: bool = False
@@ -156,110 +255,116 @@ class ScaledRows(RowSource):
     scale_R: Tensor | None = None
     rounded: torch.dtype = torch.float32
 
-    def rows(self, start: int, end: int) -> ScaledRows:
+    def rows(self, start: int, end: int) -> Self:
         """Return the source of the rows ``start..end``."""
-        part = super().rows(start, end)
-        scale_R = None if self.scale_R is None else self.scale_R[start:end]
-        return ScaledRows(part.values, part.index, scale_R, self.rounded)
+        return replace(super().rows(start, end), scale_R=None if self.scale_R is None else self.scale_R[start:end])
 
     def take(self, span: Span) -> Tensor:
         """Return the rows of `span`."""
         rows_RH = super().take(span)
         if self.scale_R is None:
             return rows_RH
-        scale_R1 = self.scale_R[span.start : span.stop, None]
+        scale_R1 = self.scale_R[span.part, None]
         if self.rounded == rows_RH.dtype and self.index is not None:
             return rows_RH.mul_(scale_R1)  # a gather made fresh rows
         return (rows_RH * scale_R1).to(self.rounded)
 
 
-def add_rows(total_TH: Tensor, token_R: Tensor) -> Emit:
-    """Return an :data:`Emit` that adds each run's rows to their tokens' rows of `total_TH`.
-
-    A token occurs at most once per run and runs come in order, so the sums are deterministic on every device.
-    """
-
-    def emit(start: int, end: int, rows_RH: Tensor) -> None:
-        total_TH.index_add_(0, token_R[start:end], rows_RH)
-
-    return emit
-
-
-def rows_per_run(runs: Runs) -> float:
-    """Average number of rows of the experts that have any."""
-    return runs[-1][2] / len(runs) if runs else 0.0
-
-
-def run_experts_forward(
-    x: RowSource,
-    runs: Runs,
-    stack: ExpertStack,
-    loader: Loader,
-    emit: Emit,
-    *,
-    save: Checkpoints,
-    scale_R: Tensor | None,
-    block_size: int,
-    up_cut: int | None = None,
-) -> None:
-    """Compute every run and hand its output rows to `emit`; other arguments as in :func:`ffn_forward`."""
-    for expert, start, end in runs:
-        out_RH = loader.scratch.get("expert_out", (end - start, x.values.shape[1]), torch.float32)
+def run_experts_forward(x_TH: Tensor, rows: Rows, weights: GroupedWeights, loader: Loader, save: Checkpoints) -> Tensor:
+    """Return the sum of each token's rows, fp32 ``[T, H]``, and fill `save`: :func:`ffn_forward` run by run."""
+    x, sums = rows.source(x_TH), rows.sums(x_TH)
+    for expert, start, end in rows.runs:
+        out_RH = sums.buffer(start, end, loader.scratch)
         ffn_forward(
             x.rows(start, end),
-            stack.expert(expert),
+            weights.expert(expert),
             loader,
             out_RH,
             save=save.rows(start, end),
-            scale_R1=None if scale_R is None else scale_R[start:end, None],
-            block_size=block_size,
-            up_cut=up_cut,
+            scale_R1=rows.scale(start, end),
+            block_size=rows.block_size,
         )
-        emit(start, end, out_RH)
+        sums(start, end, out_RH)
+    return sums.total_TH
 
 
 def run_experts_backward(
     dout: RowSource,
     x: RowSource,
     runs: Runs,
-    stack: ExpertStack,
+    stack: GroupedWeights,
     loader: Loader,
     grads: ExpertGrads,
     *,
     saved: Checkpoints,
     scale_R: Tensor | None,
-    block_size: int,
+    block_size: int | None,
+    recompute_loader: Loader | None = None,
     gating: Gating | None = None,
-    up_cut: int | None = None,
 ) -> None:
     """Fill `grads`; arguments as in :class:`FFNBackward`."""
     for expert, start, end in runs:
-        dx_RH = None
-        if grads.x is not None:
-            dx_RH = loader.scratch.get("expert_out", (end - start, x.values.shape[1]), torch.float32)
-        weights = None if grads.weights is None else grads.weights.expert(expert)
+        dx_RH = None if grads.x is None else grads.x.buffer(start, end, loader.scratch)
         FFNBackward(
             dout.rows(start, end),
             x.rows(start, end),
             stack.expert(expert),
             loader,
             FFNGrads(
-                gate_IH=None if weights is None else weights.gate_IH,
-                up_IH=None if weights is None else weights.up_IH,
-                down_HI=None if weights is None else weights.down_HI,
-                x_RH=dx_RH,
-                scale_R=None if grads.scale_R is None else grads.scale_R[start:end],
+                None if grads.weights is None else grads.weights.expert(expert),
+                dx_RH,
+                None if grads.scale_R is None else grads.scale_R[start:end],
                 rounded=grads.rounded,
                 add=grads.add,
                 bias_2I=None if grads.bias_E2I is None else grads.bias_E2I[expert],
             ),
-            saved=saved.rows(start, end),
+            saved.rows(start, end),
             scale_R1=None if scale_R is None else scale_R[start:end, None],
             block_size=block_size,
+            recompute_loader=recompute_loader,
             gating=gating,
-            up_cut=up_cut,
         ).run()
         if grads.x is not None and dx_RH is not None:
             grads.x(start, end, dx_RH)
     if grads.weights is not None and not grads.add:
         grads.weights.zero_without(runs)
+
+
+@dataclass(frozen=True)
+class BlockBackward:
+    """The backward of a block over all its rows: by tiles here, by bf16 products of whole layers in a subclass."""
+
+    dout_TH: Tensor
+    x_TH: Tensor
+    rows: Rows
+    weights: GroupedWeights
+    loader: Loader
+    saved: Checkpoints
+    d_weights: GroupedWeights | None
+    """Overwritten; None where it is not wanted, as all results."""
+    d_scale_R: Tensor | None
+    """fp32, zero before."""
+    wants_input: bool
+    recompute_loader: Loader | None = None
+    """Forms the operands of the forward's products where that differs."""
+    gating: Gating | None = None
+    rounded: torch.dtype = torch.float32
+    """As in :class:`FFNGrads`."""
+
+    def run(self) -> Tensor | None:
+        """Write the gradients that are wanted; return that of the tokens ``[T, H]``, fp32."""
+        rows, sums = self.rows, self.rows.sums(self.x_TH) if self.wants_input else None
+        run_experts_backward(
+            rows.source(self.dout_TH),
+            rows.source(self.x_TH),
+            rows.runs,
+            self.weights,
+            self.loader,
+            ExpertGrads(self.d_weights, sums, self.d_scale_R, self.rounded),
+            saved=self.saved,
+            scale_R=rows.scale_R,
+            block_size=rows.block_size,
+            recompute_loader=self.recompute_loader,
+            gating=self.gating,
+        )
+        return None if sums is None else sums.total_TH

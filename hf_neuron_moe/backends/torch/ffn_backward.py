@@ -22,34 +22,30 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.backends.torch.compute import Scratch
 from hf_neuron_moe.backends.torch.cpu.matmul import matmul, matmul_into, matmul_over_rows_into
 from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints, FFNWeights, RowSource
 from hf_neuron_moe.backends.torch.gating import Gating
 from hf_neuron_moe.backends.torch.saved import take_tile
 from hf_neuron_moe.backends.torch.swiglu_grad import SwiGLUGrad
 from hf_neuron_moe.backends.torch.tiles import Loader, Projections, Span, column_spans, first_columns, row_spans
-from hf_neuron_moe.formats.padding import padded_size
 
 
 @dataclass(frozen=True)
 class FFNGrads:
-    """Where results go; None means not wanted and not computed.
+    """Where results go; None means not wanted and not computed."""
 
-    ``gate_IH``, ``up_IH``, ``down_HI``: weight gradients, views with any strides, all three or none.
-    ``x_RH``: fp32. ``scale_R``: fp32. ``rounded``: dtype the fp32 weight-gradient sums are rounded to before they are
-    stored. ``add``: add to the weight gradients instead of overwriting them. ``bias_2I``: fp32 row sums of d_gate, then
-    of d_up.
-    """
-
-    gate_IH: Tensor | None
-    up_IH: Tensor | None
-    down_HI: Tensor | None
+    weights: FFNWeights | None
+    """Views with any strides."""
     x_RH: Tensor | None
+    """fp32."""
     scale_R: Tensor | None = None
+    """fp32."""
     rounded: torch.dtype = torch.float32
+    """What the fp32 sums of weight gradients are rounded to before they are stored."""
     add: bool = False
+    """Add to the weight gradients instead of overwriting them."""
     bias_2I: Tensor | None = None
+    """fp32 row sums of d_gate, then of d_up."""
 
 
 @dataclass(frozen=True)
@@ -61,32 +57,26 @@ class FFNBackward:
     x: RowSource
     """The R input rows of the forward."""
     weights: FFNWeights
-    """The projections."""
     loader: Loader
-    """Carries the compute choice and the scratch buffers."""
     grads: FFNGrads
-    """Outputs."""
     saved: Checkpoints
-    """What was kept. Gate and up, or the last columns of up, are multiplied again where they are missing."""
+    """Gate and up, or the last columns of up, are multiplied again where they are missing."""
     scale_R1: Tensor | None = None
     """The factor the forward applied to the intermediate."""
     block_size: int | None = None
     """Rows per MoE block, or None for a dense MLP."""
     recompute_loader: Loader | None = None
-    """Multiplies what was not kept; forms MX groups as the forward did, where that differs from `loader`."""
+    """Multiplies what was not saved; forms MX groups as the forward did, where that differs from `loader`."""
     gating: Gating | None = None
     """Activation and clamp masks; None is SiLU without clamps. mxfp8 takes the SiLU of a Gating only."""
-    up_cut: int | None = None
-    """The forward's, see :class:`~hf_neuron_moe.backends.torch.tiles.Projections`."""
 
     def run(self) -> None:
         """Write all gradients that are wanted."""
-        compute = self.loader.compute
         hidden, inner = self.weights.down_HI.shape
         spans = row_spans(len(self.x), self.loader, self.block_size, hidden, inner)
         if self.grads.scale_R is not None:
             self.grads.scale_R.zero_()
-        for number, columns in enumerate(column_spans(inner, compute)):
+        for number, columns in enumerate(column_spans(inner, self.loader.compute)):
             tile = _Tile(self, columns, first=number == 0)
             for index, rows in enumerate(spans):
                 tile.backward(rows, first=index == 0)
@@ -101,55 +91,68 @@ class _InnerGrads:
     """Gradients of gate and up and the scaled intermediate of some rows, operands of the last products: ``[R, I]``.
 
     They have as many rows as the tile; those after the real ones are zero.
-
-    ``joined`` is the ``[R, 2I]`` of which gate and up are the halves, in MX only.
     """
 
     gate: Tensor
     up: Tensor
     inter: Tensor
     joined: Tensor | None = None
+    """The ``[R, 2I]`` of which gate and up are the halves, in MX only."""
 
 
 class _Tile:
     """One span of the intermediate axis: its weights as operands, its weight-gradient sums in fp32."""
 
     def __init__(self, task: FFNBackward, columns: Span, *, first: bool) -> None:
-        loader, weights, scratch = task.loader, task.weights, task.loader.scratch
+        loader, weights, saved = task.loader, task.weights, task.saved
         self.task, self.columns, self.first = task, columns, first
         self.mx = loader.compute.mx
         self.gating = task.gating or _SILU
         self.hidden = weights.down_HI.shape[0]
-        self.padded_hidden = padded_size(self.hidden) if self.mx else self.hidden
-        part, shape = slice(columns.start, columns.stop), (columns.size, self.padded_hidden)
-        saved = task.saved
+        self.padded_hidden = loader.width(self.hidden)
+        self.part, shape = columns.part, (columns.size, self.padded_hidden)
         self.stored = 0 if saved.up is None else first_columns(columns, saved.up.shape[1])
         self.recompute = task.recompute_loader or loader
         self.again: Projections | None = None
         if saved.gate is None or self.stored < columns.length:
             gate_IH = weights.gate_IH if saved.gate is None else None
-            self.again = Projections(gate_IH, weights.up_IH, self.recompute, columns, task.up_cut, self.stored)
-        self.down_HI = loader.load("down", weights.down_HI[:, part], shape[::-1], mx_axis=0)
+            self.again = Projections(gate_IH, weights.up_IH, self.recompute, columns, saved.up_cut, self.stored)
+        self.down_HI = loader.load("down", weights.down_HI[:, self.part], shape[::-1], mx_axis=0)
         if task.grads.x_RH is not None:
-            self.gate_IH, self.up_IH = self._input_grad_operands(part, shape)
+            self.gate_IH, self.up_IH = self._input_grad_operands(shape)
         self.direct = _takes_sums(task.grads, loader)
-        grads, inner_hidden = task.grads, (columns.size, self.hidden)
-        if grads.gate_IH is not None and grads.down_HI is not None and not self.direct:
-            self.gate_sum = _scratch_like(grads.gate_IH, scratch, "gate_sum", inner_hidden)
-            self.up_sum = _scratch_like(grads.gate_IH, scratch, "up_sum", inner_hidden)
-            self.down_sum = _scratch_like(grads.down_HI, scratch, "down_sum", (self.hidden, columns.length))
+        self.sums = self._weight_sums()
 
-    def _input_grad_operands(self, part: slice, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    def _input_grad_operands(self, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Gate and up as right operands of dX; in MX halves of one buffer, quantized along 2I."""
-        loader, weights, size = self.task.loader, self.task.weights, shape[0]
+        loader, size = self.task.loader, shape[0]
+        gate_IH, up_IH = self.task.weights.gate_IH[self.part], self.task.weights.up_IH[self.part]
         if not self.mx:
-            gate_IH, up_IH = weights.gate_IH[part], weights.up_IH[part]
             return loader.load("gate_dx", gate_IH, shape), loader.load("up_dx", up_IH, shape)
         both = loader.scratch.get("gate_up", (2 * size, shape[1]), loader.compute.operand)
-        loader.fill(both[:size], weights.gate_IH[part])
-        loader.fill(both[size:], weights.up_IH[part])
+        loader.fill(both[:size], gate_IH)
+        loader.fill(both[size:], up_IH)
         loader.quantize(both, axis=0)
         return both[:size], both[size:]
+
+    def _weight_sums(self) -> FFNWeights | None:
+        """Where the fp32 sums of the weight gradients are made: in their own memory, or in some that runs as theirs."""
+        wanted = self.task.grads.weights
+        if wanted is None:
+            return None
+        if self.direct:
+            return FFNWeights(wanted.gate_IH[self.part], wanted.up_IH[self.part], wanted.down_HI[:, self.part])
+
+        def scratch(name: str, target: Tensor, *shape: int) -> Tensor:
+            by_column = target.stride(0) == 1
+            buffer = self.task.loader.scratch.get(name, shape[::-1] if by_column else shape, torch.float32)
+            return buffer.t() if by_column else buffer
+
+        return FFNWeights(
+            scratch("gate_sum", wanted.gate_IH, self.columns.size, self.hidden),
+            scratch("up_sum", wanted.gate_IH, self.columns.size, self.hidden),
+            scratch("down_sum", wanted.down_HI, self.hidden, self.columns.length),
+        )
 
     def backward(self, rows: Span, *, first: bool) -> None:
         """Add the rows' part to the sums and to dX; `first` rows overwrite the sums instead."""
@@ -158,12 +161,12 @@ class _Tile:
         dout_RH = loader.load("dout", dout, shape_RH, mx_axis=1)
         d_int = loader.scratch.get("d_int", (rows.size, self.columns.length), loader.compute.operand)
         d_int = matmul(dout_RH, self.down_HI[:, : self.columns.length], d_int, rows.length)[: rows.length]
-        x_RH = None if self.again is None else self.again.operand(x, rows, self.recompute)
+        x_RH = None if self.again is None else self.again.operand(x, rows)
         gate, up = self._pre_activations(rows, x_RH)
         inner = self._elementwise(rows, d_int, gate, up)
         if task.grads.bias_2I is not None:
             self._add_bias_grads(inner, rows, task.grads.bias_2I, first=first)
-        if task.grads.gate_IH is not None:
+        if self.sums is not None:
             x_op = x_RH if self.recompute is loader and not self.mx else None
             if x_op is None:
                 x_op = loader.load("x", x, shape_RH, lane=rows.lane)[:, : self.hidden]
@@ -176,15 +179,13 @@ class _Tile:
                 ]
                 loader.quantize_rows(inner.inter, rows.lane)
             products = [
-                (target, left[:, : len(target)], x_op)
-                for target, left in zip(self._gate_up_sums(), lefts, strict=True)
-                if target is not None
+                (target, left[:, : len(target)], x_op) for target, left in zip(self.sums[:2], lefts, strict=True)
             ]
-            products.append((self._down_sum(), dout_op, inner.inter[:, : self.columns.length]))
-            for target, left, right in products:
+            products.append((self.sums.down_HI, dout_op, inner.inter[:, : self.columns.length]))
+            for target, left, right in products[1:] if self.gating.skip_gate else products:
                 matmul_over_rows_into(target, left, right, rows.length, accumulate=not first)
         if task.grads.x_RH is not None:
-            self._add_input_grad(task.grads.x_RH[rows.start : rows.stop], inner)
+            self._add_input_grad(task.grads.x_RH[rows.part], inner)
 
     def _add_input_grad(self, out_RH: Tensor, inner: _InnerGrads) -> None:
         """Multiply with the weights, in MX after quantizing along 2I; the first tile overwrites `out_RH`."""
@@ -196,49 +197,32 @@ class _Tile:
             accumulate = True
         matmul_into(out_RH, inner.up, self.up_IH[:, : self.hidden], accumulate=accumulate)
 
-    def _gate_up_sums(self) -> tuple[Tensor | None, Tensor]:
-        """Where the sums of gate and up belong; none of a gate that is not used."""
-        if self.direct:
-            assert self.task.grads.gate_IH is not None and self.task.grads.up_IH is not None
-            part = slice(self.columns.start, self.columns.stop)
-            gate, up = self.task.grads.gate_IH[part], self.task.grads.up_IH[part]
-        else:
-            gate, up = self.gate_sum, self.up_sum
-        return None if self.gating.skip_gate else gate, up
-
-    def _down_sum(self) -> Tensor:
-        if not self.direct:
-            return self.down_sum
-        assert self.task.grads.down_HI is not None
-        return self.task.grads.down_HI[:, self.columns.start : self.columns.stop]
-
     def _add_bias_grads(self, inner: _InnerGrads, rows: Span, bias_2I: Tensor, *, first: bool) -> None:
         """Add the row sums of d_gate and d_up to their places in `bias_2I`; `first` rows overwrite it."""
-        columns = self.columns
         for bias_I, part in zip(bias_2I.chunk(2), (inner.gate, inner.up), strict=True):
-            target = bias_I[columns.start : columns.stop]
-            sums = part[: rows.length, : columns.length].sum(0, dtype=torch.float32)
+            target = bias_I[self.part]
+            sums = part[: rows.length, : self.columns.length].sum(0, dtype=torch.float32)
             target.copy_(sums) if first else target.add_(sums)
 
     def _pre_activations(self, rows: Span, x_RH: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return gate and up of these rows in fp32, multiplying `x_RH` again for what was not kept.
+        """Return gate and up of these rows in fp32, multiplying `x_RH` again for what was not saved.
 
         The gate is contiguous, however it was come by: where a vectorized loop ends decides about the last bit of an
         exponential.
         """
         saved, columns, scratch, stored = self.task.saved, self.columns, self.task.loader.scratch, self.stored
-        row_part, shape = slice(rows.start, rows.stop), (rows.length, columns.length)
+        shape = (rows.length, columns.length)
         if saved.gate is None:
             assert self.again is not None and x_RH is not None
             buffer = scratch.get("gate_fp32", (rows.size, columns.length), torch.float32)
             gate = self.recompute.round_(self.again.gate(x_RH, buffer, rows.length)[: rows.length])
         else:
-            gate = take_tile(saved.gate, row_part, slice(columns.start, columns.stop))
+            gate = take_tile(saved.gate, rows.part, self.part)
             if gate.dtype != torch.float32 or not gate.is_contiguous():
                 gate = scratch.get("gate_fp32", shape, torch.float32).copy_(gate)
         kept_up = None
         if saved.up is not None:
-            kept_up = take_tile(saved.up, row_part, slice(columns.start, columns.start + stored))
+            kept_up = take_tile(saved.up, rows.part, slice(columns.start, columns.start + stored))
             if kept_up.dtype == torch.float32 and stored == columns.length:
                 return gate, kept_up
         up = scratch.get("up_fp32", shape, torch.float32)
@@ -258,8 +242,7 @@ class _Tile:
         # One buffer: one pass rounds all three.
         results = scratch.get("d_gate_up_inter", (3, rows.size, shape[1]), torch.float32)
         results[:, rows.length :].zero_()
-        row_part = slice(rows.start, rows.stop)
-        part, saved = (row_part, slice(self.columns.start, self.columns.stop)), task.saved
+        part, saved = (rows.part, self.part), task.saved
         SwiGLUGrad(self.gating, self.mx, loader.round_).fill(
             results[:, : rows.length],
             d_int,
@@ -268,8 +251,8 @@ class _Tile:
             act,
             kept_act=None if saved.gate_act is None else saved.gate_act[part],
             kept_product=None if saved.intermediate is None else saved.intermediate[part],
-            scale_R1=None if task.scale_R1 is None else task.scale_R1[row_part],
-            d_scale_R=None if task.grads.scale_R is None else task.grads.scale_R[row_part],
+            scale_R1=None if task.scale_R1 is None else task.scale_R1[rows.part],
+            d_scale_R=None if task.grads.scale_R is None else task.grads.scale_R[rows.part],
         )
         if not self.mx:
             return _InnerGrads(*loader.round_(results))
@@ -283,41 +266,28 @@ class _Tile:
 
     def store_weight_grads(self) -> None:
         """Round the finished fp32 sums and copy them to where the caller wants them."""
-        grads, columns = self.task.grads, self.columns
-        if grads.gate_IH is None or grads.up_IH is None or grads.down_HI is None:
-            return
-        part = slice(columns.start, columns.stop)
-        if self.direct:
-            if self.gating.skip_gate:
-                grads.gate_IH[part].zero_()
+        grads, sums = self.task.grads, self.sums
+        if grads.weights is None or sums is None:
             return
         if self.gating.skip_gate:
-            self.gate_sum.zero_()
-        for target, total in ((grads.gate_IH[part], self.gate_sum), (grads.up_IH[part], self.up_sum)):
-            _store(target, total[: columns.length], grads.rounded, add=grads.add)
-        _store(grads.down_HI[:, part], self.down_sum, grads.rounded, add=grads.add)
+            sums.gate_IH.zero_()
+        if self.direct:
+            return
+        gate_IH, up_IH, down_HI, length = *grads.weights, self.columns.length
+        pairs = (
+            (gate_IH[self.part], sums.gate_IH[:length]),
+            (up_IH[self.part], sums.up_IH[:length]),
+            (down_HI[:, self.part], sums.down_HI),
+        )
+        for target, total in pairs:
+            if grads.add:
+                target.add_(total.to(grads.rounded))
+            else:  # the copy itself rounds where it can
+                target.copy_(total if target.dtype == grads.rounded else total.to(grads.rounded))
 
 
 def _takes_sums(grads: FFNGrads, loader: Loader) -> bool:
     """Whether the weight gradients' own memory can take the sums: fp32, dense, nothing to add to or round."""
-    targets = (grads.gate_IH, grads.up_IH, grads.down_HI)
-    if loader.compute.mx or grads.add or grads.rounded != torch.float32:
+    if grads.weights is None or loader.compute.mx or grads.add or grads.rounded != torch.float32:
         return False
-    return all(target is not None and target.dtype == torch.float32 and 1 in target.stride() for target in targets)
-
-
-def _scratch_like(
-    target: Tensor, scratch: Scratch, name: str, shape: tuple[int, int], dtype: torch.dtype = torch.float32
-) -> Tensor:
-    """Return a matrix whose memory runs as `target`'s does, so that copies between them are straight."""
-    if target.stride(0) == 1:
-        return scratch.get(name, shape[::-1], dtype).t()
-    return scratch.get(name, shape, dtype)
-
-
-def _store(target: Tensor, total: Tensor, rounded: torch.dtype, *, add: bool) -> None:
-    """Round `total` to `rounded` and write it, or add it, to `target`; the copy itself rounds where it can."""
-    if add:
-        target.add_(total.to(rounded))
-    else:
-        target.copy_(total if target.dtype == rounded else total.to(rounded))
+    return all(target.dtype == torch.float32 and 1 in target.stride() for target in grads.weights)

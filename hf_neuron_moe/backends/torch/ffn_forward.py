@@ -18,8 +18,8 @@ Biases, clamps, other activations and their roundings come with an :class:`Epilo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import Protocol, Self
 
 import torch
 import torch.nn.functional as F
@@ -27,9 +27,8 @@ from torch import Tensor
 
 from hf_neuron_moe.backends.spec import FFNWeights as FFNWeights
 from hf_neuron_moe.backends.torch.cpu.matmul import matmul_into
-from hf_neuron_moe.backends.torch.saved import Kept, put_tile, take_rows
+from hf_neuron_moe.backends.torch.saved import Kept, put_tile
 from hf_neuron_moe.backends.torch.tiles import Loader, Projections, Span, column_spans, first_columns, row_spans
-from hf_neuron_moe.formats.padding import padded_size
 
 
 @dataclass(frozen=True)
@@ -44,12 +43,17 @@ class Checkpoints:
     up: Kept | None = None
     gate_act: Tensor | None = None
     intermediate: Tensor | None = None
+    up_cut: int | None = field(default=None, kw_only=True)
+    """How many columns of up are multiplied first, whatever is saved (:class:`Projections`); None for all."""
 
     def rows(self, start: int, end: int) -> Checkpoints:
         """Return views of the rows ``start..end``."""
-        gate, up = (None if part is None else take_rows(part, start, end) for part in (self.gate, self.up))
-        others = (self.gate_act, self.intermediate)
-        return Checkpoints(gate, up, *(None if part is None else part[start:end] for part in others))
+        gate, up = (
+            part[start:end] if isinstance(part, Tensor) else None if part is None else part.rows(start, end)
+            for part in (self.gate, self.up)
+        )
+        others = (None if part is None else part[start:end] for part in (self.gate_act, self.intermediate))
+        return Checkpoints(gate, up, *others, up_cut=self.up_cut)
 
 
 @dataclass(frozen=True)
@@ -59,16 +63,15 @@ class RowSource:
     values: Tensor
     index: Tensor | None = None
 
-    def rows(self, start: int, end: int) -> RowSource:
+    def rows(self, start: int, end: int) -> Self:
         """Return the source of the rows ``start..end``."""
         if self.index is None:
-            return RowSource(self.values[start:end])
-        return RowSource(self.values, self.index[start:end])
+            return replace(self, values=self.values[start:end])
+        return replace(self, index=self.index[start:end])
 
     def take(self, span: Span) -> Tensor:
-        if self.index is None:
-            return self.values[span.start : span.stop]
-        return self.values.index_select(0, self.index[span.start : span.stop])
+        """Return the rows of `span`."""
+        return self.values[span.part] if self.index is None else self.values.index_select(0, self.index[span.part])
 
     def __len__(self) -> int:
         return len(self.values) if self.index is None else len(self.index)
@@ -101,32 +104,22 @@ def ffn_forward(
     scale_R1: Tensor | None = None,
     block_size: int | None = None,
     epilogue: Epilogue | None = None,
-    up_cut: int | None = None,
 ) -> None:
-    """Write ``(silu(x Wg^T) * x Wu^T * scale) Wd^T`` into `out_RH` (fp32) and the checkpoints into `save`.
+    """Write ``(silu(x Wg^T) * x Wu^T * scale) Wd^T`` of the rows `x` into `out_RH` (fp32).
 
-    Args:
-        x: the R input rows.
-        weights: the projections.
-        loader: carries the :class:`Compute` and the scratch buffers.
-        out_RH: fp32 result, overwritten.
-        save: buffers to fill; those that are None are not kept.
-        scale_R1: fp32 ``[R, 1]`` factor on the intermediate (the expert's affinity), or None.
-        block_size: rows per MoE block, or None for a dense MLP.
-        epilogue: replaces ``silu(gate) * up * scale`` and its roundings; `scale_R1` is then not used.
-        up_cut: see :class:`~hf_neuron_moe.backends.torch.tiles.Projections`.
+    What `save` has buffers for is saved. `scale_R1` is a fp32 factor on the intermediate (the expert's affinity).
+    `block_size` is the rows per MoE block, None for a dense MLP. An `epilogue` replaces ``silu(gate) * up * scale`` and
+    its roundings; `scale_R1` is then not used.
     """
     compute = loader.compute
     hidden, inner = weights.down_HI.shape
-    padded_hidden = padded_size(hidden) if compute.mx else hidden
     needs_gate = epilogue is None or epilogue.needs_gate
+    gate_IH = weights.gate_IH if needs_gate else None
     for number, columns in enumerate(column_spans(inner, compute)):
-        part = slice(columns.start, columns.stop)
-        gate_IH = weights.gate_IH if needs_gate else None
-        projections = Projections(gate_IH, weights.up_IH, loader, columns, up_cut)
-        down_HI = loader.load("down", weights.down_HI[:, part], (padded_hidden, columns.size), mx_axis=1)
+        projections = Projections(gate_IH, weights.up_IH, loader, columns, save.up_cut)
+        down_HI = loader.load("down", weights.down_HI[:, columns.part], (loader.width(hidden), columns.size), mx_axis=1)
         for rows in row_spans(len(x), loader, block_size, hidden, inner):
-            x_RH = projections.operand(x.take(rows), rows, loader)
+            x_RH = projections.operand(x.take(rows), rows)
             sums_RI = loader.scratch.get("gate_out", (rows.size, columns.length), compute.operand)
             if needs_gate:
                 sums_RI = projections.gate(x_RH, sums_RI, rows.length)
@@ -134,7 +127,7 @@ def ffn_forward(
             up_RI = loader.scratch.get("up_out", (rows.length, columns.length), compute.operand)
             projections.up_into(up_RI, x_RH)
             if epilogue is None:
-                scale = None if scale_R1 is None else scale_R1[rows.start : rows.stop]
+                scale = None if scale_R1 is None else scale_R1[rows.part]
                 inter_RI = _activate(sums_RI, up_RI, loader, save, rows, columns, scale)
             else:
                 epilogue.pre_activations_(gate_RI, up_RI, rows, columns)
@@ -144,8 +137,7 @@ def ffn_forward(
                     padded_RI = loader.scratch.get("inter_rows", (rows.size, inter_RI.shape[1]), inter_RI.dtype)
                     padded_RI[: rows.length].copy_(inter_RI)
                     inter_RI = padded_RI
-            out = out_RH[rows.start : rows.stop]
-            matmul_into(out, inter_RI, down_HI[:hidden, : inter_RI.shape[1]].t(), accumulate=number > 0)
+            matmul_into(out_RH[rows.part], inter_RI, down_HI[:hidden, : inter_RI.shape[1]].t(), accumulate=number > 0)
 
 
 def project_gate_up(
@@ -156,14 +148,12 @@ def project_gate_up(
     `gate_RI` and `up_RI` are filled in the dtype that the checkpoint would have; None if it was saved.
     """
     inner, hidden = weights.up_IH.shape
-    compute = loader.compute
-    for columns in column_spans(inner, compute):
+    for columns in column_spans(inner, loader.compute):
         gate_IH, wanted = None if gate_RI is None else weights.gate_IH, 0 if up_RI is not None else columns.length
         projections = Projections(gate_IH, weights.up_IH, loader, columns, up_from=wanted)
         for rows in row_spans(len(x), loader, None, hidden, inner):
-            x_RH = projections.operand(x.take(rows), rows, loader)
-            part = slice(rows.start, rows.stop), slice(columns.start, columns.stop)
-            sums = loader.scratch.get("gate_out", (rows.size, columns.length), compute.operand)
+            x_RH, part = projections.operand(x.take(rows), rows), (rows.part, columns.part)
+            sums = loader.scratch.get("gate_out", (rows.size, columns.length), loader.compute.operand)
             if gate_RI is not None:
                 gate_RI[part].copy_(projections.gate(x_RH, sums, rows.length)[: rows.length])
             if up_RI is not None:
@@ -180,7 +170,7 @@ def _activate(
     columns: Span,
     scale_R1: Tensor | None,
 ) -> Tensor:
-    """Keep the checkpoints and return the rounded intermediate as the down projection's operand.
+    """Save what is wanted and return the rounded intermediate as the down projection's operand.
 
     `sums_RI`, the gate, and what is returned have ``rows.size`` rows; those after the real ones are not used.
     """
@@ -189,11 +179,10 @@ def _activate(
     gate_kept, up_kept = _keep(save, gate_RI, up_RI, rows, columns)
     if not compute.mx and compute.rounded != torch.float32:
         stored = 0 if up_kept is None else up_kept.shape[1]
-        _round_like(loader, gate_RI, gate_kept)
-        _round_like(loader, up_RI[:, :stored], up_kept)
-        _round_like(loader, up_RI[:, stored:], None)
-    if save.gate_act is not None or save.intermediate is not None:
-        _keep_products(gate_RI, up_RI, loader, save, rows, columns)
+        for values, kept in ((gate_RI, gate_kept), (up_RI[:, :stored], up_kept), (up_RI[:, stored:], None)):
+            # A checkpoint that already holds the rounded values saves a pass.
+            loader.round_(values) if kept is None else values.copy_(kept)
+    save_products(gate_RI, up_RI, loader, save, (rows.part, columns.part))
     inter_RI = F.silu(gate_RI, inplace=True).mul_(up_RI)
     if scale_R1 is not None:
         inter_RI.mul_(scale_R1)
@@ -209,32 +198,29 @@ def _activate(
 def _keep(
     save: Checkpoints, gate_RI: Tensor, up_RI: Tensor, rows: Span, columns: Span
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Copy this tile's pre-activations into the checkpoints that are wanted; return those parts of them."""
-    part = slice(rows.start, rows.stop)
+    """Save this tile's pre-activations where they are wanted; return those parts of the checkpoints."""
     gate = up = None
     if save.gate is not None:
-        gate = put_tile(save.gate, part, slice(columns.start, columns.stop), gate_RI)
+        gate = put_tile(save.gate, rows.part, columns.part, gate_RI)
     if save.up is not None:
         stored = first_columns(columns, save.up.shape[1])
-        up = put_tile(save.up, part, slice(columns.start, columns.start + stored), up_RI[:, :stored])
+        up = put_tile(save.up, rows.part, slice(columns.start, columns.start + stored), up_RI[:, :stored])
     return gate, up
 
 
-def _keep_products(gate32: Tensor, up32: Tensor, loader: Loader, save: Checkpoints, rows: Span, columns: Span) -> None:
-    """Keep ``silu(gate)`` and ``silu(gate) * up`` of the rounded gate and up, as a backward would make them again."""
-    part, scratch = (slice(rows.start, rows.stop), slice(columns.start, columns.stop)), loader.scratch
-    shape = tuple(gate32.shape)
+def save_products(
+    gate32: Tensor, up32: Tensor, loader: Loader, save: Checkpoints, part: slice | tuple[slice, slice]
+) -> None:
+    """Save ``silu(gate)`` and ``silu(gate) * up`` of the rounded gate and up, as a backward would make them again.
+
+    They go to `part` of the checkpoints, where those are wanted.
+    """
+    if save.gate_act is None and save.intermediate is None:
+        return
+    shape, scratch = tuple(gate32.shape), loader.scratch
     gate = loader.round_(scratch.get("kept_gate", shape, torch.float32).copy_(gate32))
     act = loader.round_(torch.ops.aten.silu.out(gate, out=scratch.get("kept_act", shape, torch.float32)))
     if save.gate_act is not None:
         save.gate_act[part].copy_(act)
     if save.intermediate is not None:
         save.intermediate[part].copy_(act.mul_(loader.round_(gate.copy_(up32))))
-
-
-def _round_like(loader: Loader, values: Tensor, kept: Tensor | None) -> None:
-    """Round fp32 `values` in place; a checkpoint that already holds the rounded ones saves a pass."""
-    if kept is None:
-        loader.round_(values)
-    else:
-        values.copy_(kept)

@@ -24,15 +24,9 @@ from hf_neuron_moe.backends.torch.compute import (
     operands_in_bf16,
 )
 from hf_neuron_moe.backends.torch.cpu.decode import MOST_ROWS
-from hf_neuron_moe.backends.torch.experts import ExpertStack, SortedPairs
+from hf_neuron_moe.backends.torch.experts import ExpertStack, Rows
 from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints
-from hf_neuron_moe.backends.torch.grouped_forward import (
-    GroupedWeights,
-    ReadyWeights,
-    Rows,
-    grouped_forward,
-    sum_over_experts,
-)
+from hf_neuron_moe.backends.torch.grouped_forward import ReadyWeights, grouped_forward
 from hf_neuron_moe.backends.torch.grouped_products import Operand, PackedWeight
 from hf_neuron_moe.backends.torch.tiles import Loader
 from hf_neuron_moe.formats.padding import padded_size
@@ -64,20 +58,17 @@ def mlp(x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor) -> Tensor
     loader = _loader(x_SH.device, lone_384=True)
     gate, up = (_copy(weight[None], weight, "summed", loader) for weight in (gate_IH, up_IH))
     ready = ReadyWeights(gate, up, _copy(down_HI[None], down_HI, "packed", loader))
-    rows = Rows.of_dense(len(x_SH))
-    return grouped_forward(x_SH, rows, ready, loader, save=Checkpoints(), up_cut=None)
+    return grouped_forward(x_SH, Rows.of_dense(len(x_SH)), ready, loader, Checkpoints())
 
 
-def experts(x_TH: Tensor, pairs: SortedPairs, scale_R: Tensor, stack: ExpertStack) -> Tensor:
+def experts(x_TH: Tensor, rows: Rows, stack: ExpertStack) -> Tensor:
     """Return the experts' weighted sum, bf16 ``[T, H]``."""
-    loader, views = _loader(x_TH.device, lone_384=False), GroupedWeights.of_experts(stack)
-    gate_up = _copy(views.both(loader), stack.gate_up, "summed", loader)
+    loader = _loader(x_TH.device, lone_384=False)
+    gate_up = _copy(stack.both(loader.scratch), stack.gate_up, "summed", loader)
     assert isinstance(gate_up, Tensor)
     gate, up = gate_up.chunk(2, dim=1)
-    ready = ReadyWeights(gate, up, _copy(views.down_GHI, stack.down, "packed", loader))
-    rows = Rows(pairs.runs, len(scale_R), pairs.token_R, scale_R)
-    out_RH = grouped_forward(x_TH, rows, ready, loader, save=Checkpoints(), up_cut=None)
-    return sum_over_experts(out_RH, pairs.slot_TK).to(x_TH.dtype)
+    ready = ReadyWeights(gate, up, _copy(stack.down_GHI, stack.down, "packed", loader))
+    return grouped_forward(x_TH, rows, ready, loader, Checkpoints()).to(x_TH.dtype)
 
 
 def _loader(device: torch.device, *, lone_384: bool) -> Loader:

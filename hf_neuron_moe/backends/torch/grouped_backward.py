@@ -5,82 +5,42 @@ Legend: as in ``grouped_forward``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_neuron_moe.backends.torch.fake_quant import fake_quantize_tile_
-from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints
+from hf_neuron_moe.backends.torch.experts import BlockBackward, GroupedWeights
 from hf_neuron_moe.backends.torch.gating import Gating
 from hf_neuron_moe.backends.torch.grouped_forward import (
     CHUNK,
     Batch,
-    GroupedWeights,
     PreActivations,
-    Rows,
+    sum_over_experts,
     tokens_operand,
 )
-from hf_neuron_moe.backends.torch.grouped_products import (
-    each_run,
-    project,
-    project_over_rows,
-    project_sums,
-    width_of,
-)
+from hf_neuron_moe.backends.torch.grouped_products import each_run, project, project_over_rows, project_sums
 from hf_neuron_moe.backends.torch.swiglu_grad import SwiGLUGrad
-from hf_neuron_moe.backends.torch.tiles import Loader, row_tiles
+from hf_neuron_moe.backends.torch.tiles import row_tiles
 
 
-@dataclass(frozen=True)
-class GroupedGrads:
-    """Where the backward's results go; None means not wanted.
+class GroupedBackward(BlockBackward):
+    """The backward of ``grouped_forward``."""
 
-    ``weights``: gradients of gate, up and down, views as of the weights; groups without rows are left alone.
-    ``x_RH``: bf16 ``[R, H]``. ``scale_R``: fp32, zero before.
-    """
-
-    weights: GroupedWeights | None = None
-    x_RH: Tensor | None = None
-    scale_R: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class GroupedBackward:
-    """The backward of :func:`grouped_forward`; :meth:`run` fills `grads`."""
-
-    dout_TH: Tensor
-    """DL/dY of the tokens."""
-    x_TH: Tensor
-    """The forward's input."""
-    rows: Rows
-    """The forward's."""
-    weights: GroupedWeights
-    """The projections."""
-    loader: Loader
-    """Bf16 operands, MX-quantized or not."""
-    grads: GroupedGrads
-    """Results."""
-    saved: Checkpoints
-    """What the forward saved; what is missing is multiplied again."""
-    up_cut: int | None
-    """The forward's."""
-    recompute_loader: Loader
-    """Forms the operands of the forward's products, where that differs."""
-    gating: Gating | None = None
-    """The SwiGLU product's backward where it is not the plain one."""
-
-    def run(self) -> None:
-        """Write all gradients that are wanted."""
-        inner, operand = self.weights.inner, self.loader.compute.operand
+    def run(self) -> Tensor | None:
+        """Write the gradients that are wanted; return that of the tokens ``[T, H]``: bf16 (dense) or fp32."""
+        inner, rows, recompute_loader = self.weights.inner, self.rows, self.recompute_loader or self.loader
+        if self.d_weights is not None:
+            self.d_weights.zero_without(rows.runs)
+        dx_RH = both_G2IH = None
+        if self.wants_input:
+            dx_RH = self.x_TH.new_empty((rows.count, self.x_TH.shape[1]), dtype=self.loader.compute.operand)
+            both_G2IH = self.weights.both(self.loader.scratch)
         kept_up = 0 if self.saved.up is None else self.saved.up.shape[1]
-        again = self.saved.gate is None or kept_up < inner
-        dout_op = tokens_operand(self.dout_TH, self.loader)
-        x_op = tokens_operand(self.x_TH, self.recompute_loader) if again else None
-        both_G2IH = self.weights.both(self.loader) if self.grads.x_RH is not None else None
-        for batch in self.rows.batches(inner):
-            pre = PreActivations(self.weights, batch, self.recompute_loader, self.saved, self.up_cut)
+        dout_op, x_op = tokens_operand(self.dout_TH, self.loader), None
+        if self.saved.gate is None or kept_up < inner:
+            x_op = tokens_operand(self.x_TH, recompute_loader)
+        for batch in Batch.cut(rows, inner):
+            pre = PreActivations(self.weights, batch, recompute_loader, self.saved)
             x_rH = None
             if x_op is not None:
                 x_rH = batch.take(x_op)
@@ -88,12 +48,11 @@ class GroupedBackward:
             dout_rH = batch.take(dout_op)
             d_int = self._intermediate_grad(batch, dout_rH)
             d_gate_up, inter = self._between(batch, pre, d_int)
-            if self.grads.weights is not None:
-                plain = not self.loader.compute.mx and self.x_TH.dtype == self.dout_TH.dtype == operand
-                sources = (dout_rH, batch.take(self.x_TH) if x_rH is None else x_rH) if plain else None
-                self._weight_grads(batch, self.grads.weights, d_gate_up, inter, sources)
-            if both_G2IH is not None and self.grads.x_RH is not None:
-                self._input_grad(batch, self.grads.x_RH, d_gate_up, both_G2IH)
+            if self.d_weights is not None:
+                self._weight_grads(batch, self.d_weights, d_gate_up, inter, (dout_rH, x_rH))
+            if dx_RH is not None and both_G2IH is not None:
+                self._input_grad(batch, dx_RH, d_gate_up, both_G2IH)
+        return None if dx_RH is None else sum_over_experts(dx_RH, rows)
 
     def _intermediate_grad(self, batch: Batch, dout_rH: Tensor) -> list[Tensor]:
         """Return ``dY Wd`` of a batch as tensors ``[r, I]`` to be added: the fp32 sums, or bf16 parts of them."""
@@ -110,10 +69,10 @@ class GroupedBackward:
     def _between(self, batch: Batch, pre: PreActivations, parts: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Return ``[d_gate | d_up]`` and the scaled intermediate of a batch, bf16; add to the factors' gradients."""
         loader, inner = self.loader, self.weights.inner
-        scratch, width, operand = loader.scratch, width_of(inner, loader), loader.compute.operand
+        scratch, width, operand = loader.scratch, loader.width(inner), loader.compute.operand
         d_gate_up = scratch.get("d_gate_up", (batch.size, 2 * width), operand)
         inter = scratch.get("inter", (batch.size, width), operand)
-        math = SwiGLUGrad(self.gating or Gating(), loader.compute.mx, self._round_)
+        math = SwiGLUGrad(self.gating or Gating(), loader.compute.mx, loader.round_)
         for chunk in batch.chunks(inner):
             shape, part = (chunk.stop - chunk.start, inner), batch.global_part(chunk)
             gate, up = pre.values(chunk, rounded=True)
@@ -130,15 +89,11 @@ class GroupedBackward:
                 kept_act=None if self.saved.gate_act is None else self.saved.gate_act[part],
                 kept_product=None if self.saved.intermediate is None else self.saved.intermediate[part],
                 scale_R1=batch.scale(chunk),
-                d_scale_R=None if self.grads.scale_R is None else self.grads.scale_R[part],
+                d_scale_R=None if self.d_scale_R is None else self.d_scale_R[part],
             )
             for target, values in zip((d_gate_up[:, :width], d_gate_up[:, width:], inter), results, strict=True):
                 loader.fill(target[chunk], values)
         return d_gate_up, inter
-
-    def _round_(self, values: Tensor) -> Tensor:
-        staged = self.loader.scratch.get("rounding", tuple(values.shape), self.loader.compute.rounded)
-        return values.copy_(staged.copy_(values))
 
     def _weight_grads(
         self,
@@ -146,14 +101,19 @@ class GroupedBackward:
         grads: GroupedWeights,
         d_gate_up: Tensor,
         inter: Tensor,
-        sources: tuple[Tensor, Tensor] | None,
+        sources: tuple[Tensor, Tensor | None],
     ) -> None:
-        """Sum over each group's rows; in MX every operand is quantized along them first."""
-        inner, width = self.weights.inner, inter.shape[1]
-        dout_rH, x_rH = sources or (batch.take(self.dout_TH), batch.take(self.x_TH))
+        """Sum over each group's rows; in MX every operand is quantized along them first.
+
+        `sources` are the batch's rows of dY and x, the latter where they were made, as the loaders' operands.
+        """
+        inner, width, compute = self.weights.inner, inter.shape[1], self.loader.compute
+        plain = not compute.mx and self.x_TH.dtype == self.dout_TH.dtype == compute.operand
+        dout_rH, x_rH = sources if plain else (batch.take(self.dout_TH), None)
+        x_rH = batch.take(self.x_TH) if x_rH is None else x_rH
         whole = grads.gate_up_G2IH is not None and width == inner
         for group, dout, x, both, product in each_run(batch.runs, dout_rH, x_rH, d_gate_up, inter[:, :inner]):
-            if sources is None:
+            if not plain:
                 dout, x, both, product = (
                     self._over_rows(name, part)
                     for name, part in (("dout", dout), ("x", x), ("d_gate_up", both), ("inter", product))
@@ -175,9 +135,7 @@ class GroupedBackward:
         for tile in tiles:
             step = max(CHUNK // tile.size, 1)
             for first in range(0, columns, step):
-                part = operand[tile.start : tile.start + tile.size, first : first + step]
-                exponents = loader.scratch.get("exponents", (part.numel(),), torch.int16)
-                fake_quantize_tile_(part, 0, tile.lane, exponents)
+                loader.quantize_rows(operand[tile.start : tile.start + tile.size, first : first + step], tile.lane)
         return operand
 
     def _input_grad(self, batch: Batch, out_RH: Tensor, d_gate_up: Tensor, both_G2IH: Tensor) -> None:

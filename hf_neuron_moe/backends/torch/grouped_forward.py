@@ -18,16 +18,16 @@ K experts per token. Widths are those of the operands: padded to whole MX groups
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_neuron_moe.backends.torch.experts import ExpertStack
-from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints
-from hf_neuron_moe.backends.torch.grouped_products import ROW_MULTIPLE, Operand, Runs, project, project_sums, width_of
+from hf_neuron_moe.backends.torch.experts import GroupedWeights, Rows, Runs
+from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints, save_products
+from hf_neuron_moe.backends.torch.grouped_products import ROW_MULTIPLE, Operand, project, project_sums
 from hf_neuron_moe.backends.torch.saved import put_tile, take_tile
 from hf_neuron_moe.backends.torch.tiles import Loader
 
@@ -35,52 +35,6 @@ BATCH = 1 << 22
 """Elements ``[r, I]`` of a batch's intermediate, from which on groups are processed in turns."""
 CHUNK = 1 << 19
 """Elements between the products that are processed at a time."""
-
-
-@dataclass(frozen=True)
-class GroupedWeights:
-    """Views of the projections in ``nn.Linear`` orientation, any strides and any float dtype.
-
-    ``gate_up`` is ``[G, 2I, H]`` where gate and up lie in one tensor, else None.
-    """
-
-    gate_GIH: Tensor
-    up_GIH: Tensor
-    down_GHI: Tensor
-    gate_up_G2IH: Tensor | None = None
-
-    @classmethod
-    def of_dense(cls, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor) -> GroupedWeights:
-        """Return a dense MLP's projections, or their gradients, as those of one group."""
-        both, inner, stride = None, gate_IH.shape[0], gate_IH.stride()
-        one_storage = gate_IH.untyped_storage().data_ptr() == up_IH.untyped_storage().data_ptr()
-        behind = up_IH.storage_offset() - gate_IH.storage_offset() == inner * stride[0]
-        if one_storage and behind and up_IH.stride() == stride:
-            both = gate_IH.as_strided((1, 2 * inner, gate_IH.shape[1]), (0, *stride))
-        return cls(gate_IH[None], up_IH[None], down_HI[None], both)
-
-    @classmethod
-    def of_experts(cls, stack: ExpertStack) -> GroupedWeights:
-        """Return stacked projections, or their gradients, with an expert as a group."""
-        gate_up_E2IH = stack.gate_up.transpose(1, 2) if stack.transposed else stack.gate_up
-        down_EHI = stack.down.transpose(1, 2) if stack.transposed else stack.down
-        inner = down_EHI.shape[2]
-        return cls(gate_up_E2IH[:, :inner], gate_up_E2IH[:, inner:], down_EHI, gate_up_E2IH)
-
-    @property
-    def inner(self) -> int:
-        """I."""
-        return self.gate_GIH.shape[1]
-
-    def both(self, loader: Loader) -> Tensor:
-        """Return ``[G, 2I, H]``."""
-        if self.gate_up_G2IH is not None:
-            return self.gate_up_G2IH
-        groups, inner, hidden = self.gate_GIH.shape
-        both = loader.scratch.get("gate_up", (groups, 2 * inner, hidden), self.gate_GIH.dtype)
-        both[:, :inner].copy_(self.gate_GIH)
-        both[:, inner:].copy_(self.up_GIH)
-        return both
 
 
 @dataclass(frozen=True)
@@ -97,52 +51,26 @@ class ReadyWeights:
         return self.gate_GIH.shape[1]
 
 
-@dataclass(frozen=True)
-class Rows:
-    """The rows of a call in group order."""
-
-    runs: Runs
-    """Which rows belong to which group."""
-    count: int
-    """R; rows behind the last run belong to groups of other ranks."""
-    token_R: Tensor | None = None
-    """Which token each row is; None where rows are the tokens."""
-    scale_R: Tensor | None = None
-    """fp32 factor on each row's intermediate, or None."""
-    block_size: int | None = None
-    """Rows per MoE block; None for a dense MLP."""
-
-    @classmethod
-    def of_dense(cls, tokens: int) -> Rows:
-        """Return the rows of a dense MLP."""
-        return cls([(0, 0, tokens)] if tokens else [], tokens)
-
-    @property
-    def end(self) -> int:
-        """The end of the last run."""
-        return self.runs[-1][2] if self.runs else 0
-
-    def batches(self, inner: int) -> Iterator[Batch]:
-        """Cut the runs into batches."""
-        batch: list[tuple[int, int, int]] = []
-        for run in self.runs:
-            if batch and (run[2] - batch[0][1]) * inner > BATCH:
-                yield Batch(self, batch)
-                batch = []
-            batch.append(run)
-        if batch:
-            yield Batch(self, batch)
-
-
 class Batch:
     """Some whole runs: where they lie among the rows, and their rows of a tensor."""
 
-    def __init__(self, rows: Rows, runs: Sequence[tuple[int, int, int]]) -> None:
-        self.rows, self.start, self.stop = rows, runs[0][1], runs[-1][2]
-        self.runs = [(group, start - self.start, stop - self.start) for group, start, stop in runs]
-        self.part = slice(self.start, self.stop)
-        self.length = self.stop - self.start
+    def __init__(self, rows: Rows, runs: Runs) -> None:
+        self.rows, self.start, stop = rows, runs[0][1], runs[-1][2]
+        self.runs = [(group, start - self.start, end - self.start) for group, start, end in runs]
+        self.part, self.length = slice(self.start, stop), stop - self.start
         self.size = -(-self.length // ROW_MULTIPLE) * ROW_MULTIPLE
+
+    @classmethod
+    def cut(cls, rows: Rows, inner: int) -> Iterator[Batch]:
+        """Cut the runs of a call into batches."""
+        batch: list[tuple[int, int, int]] = []
+        for run in rows.runs:
+            if batch and (run[2] - batch[0][1]) * inner > BATCH:
+                yield cls(rows, batch)
+                batch = []
+            batch.append(run)
+        if batch:
+            yield cls(rows, batch)
 
     def take(self, values_TH: Tensor) -> Tensor:
         """Return the batch's rows of a tensor of tokens."""
@@ -161,16 +89,14 @@ class Batch:
 
     def scale(self, chunk: slice) -> Tensor | None:
         """Return the factors of a chunk ``[r, 1]``."""
-        scale_R = self.rows.scale_R
-        return None if scale_R is None else scale_R[self.global_part(chunk), None]
+        return self.rows.scale(self.start + chunk.start, self.start + chunk.stop)
 
 
 def tokens_operand(values_TH: Tensor, loader: Loader) -> Tensor:
     """Return tokens as left operands with H as contraction axis; each is quantized once, whatever experts it has."""
-    width = width_of(values_TH.shape[1], loader)
     if not loader.compute.mx and values_TH.dtype == loader.compute.operand:
         return values_TH
-    operand = values_TH.new_empty((len(values_TH), width), dtype=loader.compute.operand)
+    operand = values_TH.new_empty((len(values_TH), loader.width(values_TH.shape[1])), dtype=loader.compute.operand)
     loader.fill(operand, values_TH)
     return loader.quantize(operand, axis=1) if loader.compute.mx else operand
 
@@ -183,21 +109,16 @@ class PreActivations:
     """
 
     def __init__(
-        self,
-        weights: GroupedWeights | ReadyWeights,
-        batch: Batch,
-        loader: Loader,
-        saved: Checkpoints,
-        up_cut: int | None,
-    ):
+        self, weights: GroupedWeights | ReadyWeights, batch: Batch, loader: Loader, saved: Checkpoints
+    ) -> None:
         self.weights, self.batch, self.loader, self.saved = weights, batch, loader, saved
-        self.cut = weights.inner if up_cut is None else min(up_cut, weights.inner)
+        self.cut = weights.inner if saved.up_cut is None else min(saved.up_cut, weights.inner)
         self.made: dict[str, Tensor] = {}
 
     def multiply(self, x_rH: Tensor, *, missing_only: bool = False) -> None:
-        """Make the products: rounded to bf16, in mxfp8 their fp32 sums.
+        """Multiply the batch's input rows, an operand: results are rounded to bf16, in mxfp8 fp32 sums.
 
-        `x_rH` are the batch's input rows as an operand. With `missing_only`, what was saved is left out.
+        With `missing_only`, what was saved is left out.
         """
         loader = self.loader
         gate, up, cut = self.weights.gate_GIH, self.weights.up_GIH, self.cut
@@ -210,12 +131,9 @@ class PreActivations:
             if missing_only and is_saved:
                 continue
             shape = (self.batch.size, weight_GNH.shape[1])
-            if loader.compute.mx:
-                self.made[name] = loader.scratch.get(name, shape, torch.float32)
-                project_sums(x_rH, weight_GNH, self.batch.runs, loader, self.made[name])
-            else:
-                self.made[name] = loader.scratch.get(name, shape, loader.compute.operand)
-                project(x_rH, weight_GNH, self.batch.runs, loader, self.made[name])
+            dtype, multiply = (torch.float32, project_sums) if loader.compute.mx else (loader.compute.operand, project)
+            self.made[name] = loader.scratch.get(name, shape, dtype)
+            multiply(x_rH, weight_GNH, self.batch.runs, loader, self.made[name])
 
     def save(self, chunk: slice) -> None:
         """Copy a chunk's rounded values to where the policy saves them."""
@@ -248,8 +166,7 @@ class PreActivations:
         if name in self.made:
             target.copy_(self.made[name][chunk])
             if rounded and self.made[name].dtype == torch.float32:
-                staged = self.loader.scratch.get("rounding", tuple(target.shape), self.loader.compute.rounded)
-                target.copy_(staged.copy_(target))
+                self.loader.round_(target)
             return
         kept = self.saved.gate if name == "gate" else self.saved.up
         assert kept is not None
@@ -257,36 +174,24 @@ class PreActivations:
 
 
 def grouped_forward(
-    x_TH: Tensor,
-    rows: Rows,
-    weights: GroupedWeights | ReadyWeights,
-    loader: Loader,
-    *,
-    save: Checkpoints,
-    up_cut: int | None,
+    x_TH: Tensor, rows: Rows, weights: GroupedWeights | ReadyWeights, loader: Loader, save: Checkpoints
 ) -> Tensor:
-    """Return ``(silu(x Wg^T) * x Wu^T * scale) Wd^T`` of each row, bf16 ``[R, H]``, and fill `save`.
+    """Return ``(silu(x Wg^T) * x Wu^T * scale) Wd^T`` of each token ``[T, H]``, and fill `save`.
 
-    Args:
-        x_TH: the tokens.
-        rows: which of them go to which group.
-        weights: the projections.
-        loader: bf16 operands, MX-quantized or not, and the scratch buffers.
-        save: buffers of the saved activations; those that are None are not saved.
-        up_cut: number of columns of up that are multiplied first; None for all.
+    The result is bf16 for a dense MLP, else the fp32 sum over the token's experts. The loader has bf16 operands,
+    MX-quantized or not.
     """
     compute, scratch, inner = loader.compute, loader.scratch, weights.inner
-    x_op, width = tokens_operand(x_TH, loader), width_of(inner, loader)
+    x_op, width = tokens_operand(x_TH, loader), loader.width(inner)
     out_RH = x_TH.new_empty((rows.count, x_TH.shape[1]), dtype=compute.operand)
-    for batch in rows.batches(inner):
-        pre = PreActivations(weights, batch, loader, save, up_cut)
+    for batch in Batch.cut(rows, inner):
+        pre = PreActivations(weights, batch, loader, save)
         pre.multiply(batch.take(x_op))
         inter_rI = scratch.get("inter", (batch.size, width), compute.operand)
         for chunk in batch.chunks(inner):
             pre.save(chunk)
             gate, up = pre.values(chunk, rounded=False)
-            if save.gate_act is not None or save.intermediate is not None:
-                _save_products(pre, save, chunk)
+            save_products(gate, up, loader, save, batch.global_part(chunk))
             product = F.silu(gate, inplace=True).mul_(up)
             scale_r1 = batch.scale(chunk)
             if scale_r1 is not None:
@@ -295,24 +200,16 @@ def grouped_forward(
             if compute.mx:
                 loader.quantize(inter_rI[chunk], axis=1)
         project(inter_rI, weights.down_GHI, batch.runs, loader, out_RH[batch.part])
+    return sum_over_experts(out_RH, rows)
+
+
+def sum_over_experts(out_RH: Tensor, rows: Rows) -> Tensor:
+    """Add each token's rows in fp32: ``[T, H]``; those of other ranks' experts are zeros. Rows that are tokens stay."""
+    slot_TK = rows.slot_TK
+    if slot_TK is None:
+        return out_RH
     if rows.end < rows.count:
         out_RH[rows.end :].zero_()
-    return out_RH
-
-
-def _save_products(pre: PreActivations, save: Checkpoints, chunk: slice) -> None:
-    """Save ``silu(gate)`` and ``silu(gate) * up`` of the rounded gate and up, as a backward would make them again."""
-    part = pre.batch.global_part(chunk)
-    gate, *ups = (made[chunk].to(torch.bfloat16) for made in pre.made.values())
-    act = F.silu(gate.float(), inplace=True).to(torch.bfloat16)
-    if save.gate_act is not None:
-        save.gate_act[part].copy_(act)
-    if save.intermediate is not None:
-        save.intermediate[part].copy_(act.mul_(torch.cat(ups, dim=1)))
-
-
-def sum_over_experts(out_RH: Tensor, slot_TK: Tensor) -> Tensor:
-    """Add each token's rows in fp32: ``[T, H]``."""
     shape = (len(slot_TK), out_RH.shape[1])
     if not slot_TK.shape[1]:
         return torch.zeros(shape, dtype=torch.float32, device=out_RH.device)
@@ -320,6 +217,6 @@ def sum_over_experts(out_RH: Tensor, slot_TK: Tensor) -> Tensor:
     for first in range(0, len(slot_TK), step := max(CHUNK // out_RH.shape[1], 1)):
         part = total_TH[first : first + step]
         for number, slot_t in enumerate(slot_TK[first : first + step].unbind(1)):
-            rows = out_RH.index_select(0, slot_t)
-            part.copy_(rows) if number == 0 else part.add_(rows)
+            out_tH = out_RH.index_select(0, slot_t)
+            part.copy_(out_tH) if number == 0 else part.add_(out_tH)
     return total_TH

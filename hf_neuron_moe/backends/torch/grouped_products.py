@@ -16,8 +16,8 @@ Legend: G groups (experts, or one for a dense MLP), R rows in group order, N col
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,11 +25,8 @@ from torch import Tensor
 
 from hf_neuron_moe.backends.torch.compute import bf16_matmul_is_fast
 from hf_neuron_moe.backends.torch.cpu.matmul import FEW_TOKENS, linear_into
+from hf_neuron_moe.backends.torch.experts import Runs
 from hf_neuron_moe.backends.torch.tiles import Loader
-from hf_neuron_moe.formats.padding import padded_size
-
-Runs = Sequence[tuple[int, int, int]]
-"""``(group, first row, end row)``, ascending and without gaps; empty groups are left out."""
 
 ROW_MULTIPLE = 16
 """Rows are multiplied in multiples of so many where the buffers have them: libraries keep code for every number."""
@@ -39,14 +36,6 @@ PIECE = 1 << 20
 """Elements of a weight that are cast or quantized at a time; they stay in the caches until they are multiplied."""
 TILE = 512
 """A contraction axis of a multiple of it has the same MX groups wherever a group's weight begins."""
-
-
-class _Piece(NamedTuple):
-    """Weights as operands: of the groups from `group` on, the columns from `column` on; ``[g, n, K]``."""
-
-    group: int
-    column: int
-    values: Tensor
 
 
 class PackedWeight:
@@ -93,15 +82,11 @@ Operand = Tensor | PackedWeight
 def project(
     left_RK: Tensor, weight_GNK: Operand, runs: Runs, loader: Loader, high_RN: Tensor, low_RN: Tensor | None = None
 ) -> None:
-    """``left @ weight^T``, group by group.
+    """``high = left @ weight^T``, group by group, and where it is wanted ``low``, the sum minus `high_RN`; all bf16.
 
-    Args:
-        left_RK: bf16, K padded and quantized as the loader's precision asks. Rows after the last run's may be read.
-        weight_GNK: ``[G, N, K]``, any float dtype and any strides, K not padded; or packed operands.
-        runs: rows of each group.
-        loader: casts, or quantizes along K.
-        high_RN: bf16 result. Rows after a run's are overwritten, before the next run's are written.
-        low_RN: the sum minus `high_RN`, rounded to bf16; None where it is not wanted.
+    `left_RK` is padded and quantized along K as the loader's precision asks; rows after the last run's may be read. The
+    weight has any float dtype and any strides, its K is not padded; the loader casts it, or quantizes it along K. Rows
+    after a run's are overwritten, before the next run's are written.
     """
     if isinstance(weight_GNK, PackedWeight):
         assert low_RN is None, "packed weights are multiplied once"
@@ -127,10 +112,7 @@ def project(
 
 
 def project_sums(left_RK: Tensor, weight_GNK: Operand, runs: Runs, loader: Loader, out_RN: Tensor) -> None:
-    """``left @ weight^T``, group by group, in fp32.
-
-    Arguments are those of :func:`project`; the weight is not packed, `out_RN` is fp32.
-    """
+    """The fp32 sums of :func:`project`, of a weight that is not packed."""
     assert isinstance(weight_GNK, Tensor)
     scratch, left32_RK, rows = loader.scratch, left_RK, len(left_RK)
     if not left_RK.is_cuda:
@@ -156,10 +138,10 @@ def _each(
 ) -> Iterator[tuple[int, int, int, Tensor]]:
     """For every part of a group's weight: the group's first and end row, the part's first column, its ``[n, K]``."""
     wanted = {group: (start, end) for group, start, end in runs}
-    for piece in _pieces(weight_GNK, wanted, loader, width, cut=cut):
-        for group, weight_NK in enumerate(piece.values.unbind(0), piece.group):
+    for first, column, values_gnK in _pieces(weight_GNK, wanted, loader, width, cut=cut):
+        for group, weight_NK in enumerate(values_gnK.unbind(0), first):
             if group in wanted:
-                yield *wanted[group], piece.column, weight_NK
+                yield *wanted[group], column, weight_NK
 
 
 def each_run(runs: Runs, *tensors_R: Tensor) -> Iterator[tuple[Any, ...]]:
@@ -209,13 +191,16 @@ def _in_one_call(left_RK: Tensor, weight_GNK: Tensor, runs: Runs, loader: Loader
 
 def _pieces(
     weight_GNK: Tensor, wanted: dict[int, tuple[int, int]], loader: Loader, width: int, *, cut: bool
-) -> Iterator[_Piece]:
-    """Cut the weights into parts that are cast together; groups that are not wanted are left out."""
+) -> Iterator[tuple[int, int, Tensor]]:
+    """Cut the weights into operands that are made together: first group and column, ``[g, n, K]``.
+
+    Groups that are not wanted are left out.
+    """
     groups, columns, size = weight_GNK.shape
     if loader.ready_weights or (not loader.compute.mx and weight_GNK.dtype == loader.compute.operand):
         step = max(PIECE // width, TILE) if cut else columns
         for column in range(0, columns, step):
-            yield _Piece(0, column, weight_GNK[:, column : column + step])
+            yield 0, column, weight_GNK[:, column : column + step]
         return
     by_column = weight_GNK.stride(2) != 1 and weight_GNK.stride(1) == 1
     together = max(PIECE // (columns * width), 1) if not by_column or size % TILE == 0 else 1
@@ -225,7 +210,7 @@ def _pieces(
         if not any(number in wanted for number in range(group, group + len(part))):
             continue
         for column in range(0, columns, step):
-            yield _Piece(group, column, _operand(part[:, column : column + step], loader, width, by_column))
+            yield group, column, _operand(part[:, column : column + step], loader, width, by_column)
 
 
 def _operand(source_GNK: Tensor, loader: Loader, width: int, by_column: bool) -> Tensor:
@@ -236,15 +221,10 @@ def _operand(source_GNK: Tensor, loader: Loader, width: int, by_column: bool) ->
     groups, columns, size = source_GNK.shape
     shape = (groups, width, columns) if by_column else (groups, columns, width)
     buffer = loader.scratch.get("grouped_weight", shape, loader.compute.operand)
-    corner = buffer[:, :size] if by_column else buffer[..., :size]
-    corner.copy_(source_GNK.transpose(1, 2) if by_column else source_GNK)
+    operand_GNK = buffer.transpose(1, 2) if by_column else buffer
+    operand_GNK[..., :size].copy_(source_GNK)
     if size < width:
-        (buffer[:, size:] if by_column else buffer[..., size:]).zero_()
+        operand_GNK[..., size:].zero_()
     if loader.compute.mx:
         loader.quantize(buffer.flatten(0, 1), axis=0 if by_column else 1)
-    return buffer.transpose(1, 2) if by_column else buffer
-
-
-def width_of(size: int, loader: Loader) -> int:
-    """Return how long a contraction axis of `size` is held."""
-    return padded_size(size) if loader.compute.mx else size
+    return operand_GNK

@@ -15,7 +15,6 @@ activations counts as the identity, and no weight gradient exists.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,8 +23,7 @@ from torch.nn import functional as F
 
 from hf_neuron_moe.backends.mx_weights import WORDS, MXExpertStack, MXProjections, column_tiles
 from hf_neuron_moe.backends.torch.compute import Compute, call_scratch
-from hf_neuron_moe.backends.torch.experts import Emit
-from hf_neuron_moe.backends.torch.fake_quant import fake_quantize_
+from hf_neuron_moe.backends.torch.experts import Rows
 from hf_neuron_moe.backends.torch.ffn_backward import FFNBackward, FFNGrads
 from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints, FFNWeights, RowSource, ffn_forward, project_gate_up
 from hf_neuron_moe.backends.torch.gating import Gating
@@ -36,9 +34,6 @@ _FORWARD = Compute(torch.float32, torch.float32, mx=False, row_chunk=512)
 """Operands arrive rounded and quantised, so the matmuls are plain fp32."""
 
 _BACKWARD = Compute(torch.float32, torch.bfloat16, mx=False, row_chunk=1024)
-
-Runs = Sequence[tuple[int | None, int, int]]
-"""``(expert, first row, end row)``; one run without an expert for a dense MLP."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +47,8 @@ class _QuantizedRows(RowSource):
         """Return the rows of `span` in fp32."""
         assert self.loader is not None
         rows_RH = super().take(span)
-        scratch = self.loader.scratch
-        values = scratch.get("frozen_x", tuple(rows_RH.shape), torch.float32).copy_(rows_RH)
-        return fake_quantize_(values, 1, scratch.get("exponents", (values.numel(),), torch.int32), scheme=self.scheme)
+        values = self.loader.scratch.get("frozen_x", tuple(rows_RH.shape), torch.float32).copy_(rows_RH)
+        return self.loader.quantize(values, 1, self.scheme)
 
 
 @dataclass(frozen=True)
@@ -74,100 +68,91 @@ class _Epilogue:
         """Return the down projection's operand."""
         product = F.silu(gate_RI, inplace=True).mul_(up_RI)
         if self.scale_R1 is not None:
-            product.mul_(self.scale_R1[rows.start : rows.stop])
+            product.mul_(self.scale_R1[rows.part])
         scratch, real = self.loader.scratch, columns.length
         rounded = scratch.get("rounding", tuple(product.shape), torch.bfloat16).copy_(product)
         whole = scratch.get("frozen_inter", (len(product), self.width), torch.float32)
         whole[:, :real].copy_(rounded)
         whole[:, real:].zero_()
-        exponents = scratch.get("exponents", (whole.numel(),), torch.int32)
-        return fake_quantize_(whole, 1, exponents, scheme=self.scheme)[:, :real]
+        return self.loader.quantize(whole, 1, self.scheme)[:, :real]
 
 
-def quantized_forward(
-    x: RowSource, runs: Runs, stack: MXExpertStack, emit: Emit, *, save: Checkpoints, scale_R: Tensor | None
-) -> None:
-    """Compute every run and hand its fp32 output rows to `emit`.
+def quantized_forward(x_TH: Tensor, rows: Rows, stack: MXExpertStack, save: Checkpoints) -> Tensor:
+    """Return the sum of each token's rows, fp32 ``[T, H]``, and save gate and up pre-activations, either or none.
 
-    Args:
-        x: input rows, bf16 (or fp32 holding such values).
-        runs: which rows belong to which expert.
-        stack: the weights.
-        emit: takes ``(first row, end row, values [R, H])``.
-        save: buffers for the gate and up pre-activations ``[R, I]``, either or none.
-        scale_R: fp32 factor on every row's intermediate, or with words on its output; None is no factor.
+    `x_TH` is bf16, or fp32 holding such values. With words the rows' factors multiply the output.
     """
-    loader = Loader(_FORWARD, call_scratch(x.values.device))
-    for expert, start, end in runs:
-        weights, shape = stack.expert(expert), (end - start, stack.hidden)
-        out_RH = loader.scratch.get("expert_out", shape, torch.float32)
-        scale_R1 = None if scale_R is None else scale_R[start:end, None]
-        rows = x.rows(start, end)
-        rows = _QuantizedRows(rows.values, rows.index, loader, weights.gate_up.layout.scheme)
+    loader = Loader(_FORWARD, call_scratch(x_TH.device))
+    sums = rows.sums(x_TH)
+    for expert, start, end in rows.runs:
+        weights = stack.expert(None if rows.token_R is None else expert)
+        out_RH, scale_R1 = sums.buffer(start, end, loader.scratch), rows.scale(start, end)
+        x = _QuantizedRows(x_TH, rows.token_R, loader, weights.gate_up.layout.scheme).rows(start, end)
         afterwards = weights.down.layout.arrangement == WORDS
         for columns in column_tiles(weights.down):
             first = columns.start == 0
-            part_RH = out_RH if first else loader.scratch.get("frozen_out", shape, torch.float32)
+            part_RH = out_RH if first else loader.scratch.get("frozen_out", tuple(out_RH.shape), torch.float32)
             inside_R1 = None if afterwards else scale_R1
             epilogue = _Epilogue(loader, weights.down.layout.scheme, columns.stop - columns.start, inside_R1)
             tile, kept = _tile(weights, columns, loader), _part(save, start, end, columns)
-            ffn_forward(rows, tile, loader, part_RH, save=kept, epilogue=epilogue)
+            ffn_forward(x, tile, loader, part_RH, save=kept, epilogue=epilogue)
             if not first:
                 out_RH.add_(part_RH)
         if afterwards and scale_R1 is not None:
             out_RH.mul_(scale_R1)
-        emit(start, end, out_RH)
+        sums(start, end, out_RH)
+    return sums.total_TH
 
 
 def quantized_backward(
-    dout: RowSource,
-    x: RowSource | None,
-    runs: Runs,
+    dout_TH: Tensor,
+    x_TH: Tensor,
+    rows: Rows,
     stack: MXExpertStack,
-    *,
     saved: Checkpoints,
-    scale_R: Tensor | None,
-    d_x: Emit | None,
     d_scale_R: Tensor | None,
+    *,
+    wants_input: bool,
     gating: Gating | None = None,
-) -> None:
-    """Compute the gradients of input rows and row factors; there are no others.
+) -> Tensor | None:
+    """Return the gradient of the tokens, fp32 ``[T, H]``, and fill that of the rows' factors; there are no others.
 
-    `x` is None where gate and up were saved; a missing one is made again. `d_x` takes each run's fp32 rows of dX,
-    `d_scale_R` is fp32 ``[R]`` to fill; both are None where not wanted. Other arguments are the forward's.
+    `x_TH` is empty where gate and up were saved; a missing one is made again. `d_scale_R` is fp32 ``[R]``, zero before.
     """
-    scratch = call_scratch(dout.values.device)
+    scratch = call_scratch(dout_TH.device)
     loader, forward = Loader(_BACKWARD, scratch, rounded_sources=True), Loader(_FORWARD, scratch)
-    for expert, start, end in runs:
-        weights, shape = stack.expert(expert), (end - start, stack.hidden)
-        total_RH = None if d_x is None else loader.scratch.get("expert_out", shape, torch.float32)
-        if d_scale_R is not None:
-            d_scale_R[start:end].zero_()
+    sums = rows.sums(dout_TH) if wants_input else None
+    for expert, start, end in rows.runs:
+        weights = stack.expert(None if rows.token_R is None else expert)
+        dout = rows.source(dout_TH).rows(start, end)
+        total_RH = None if sums is None else sums.buffer(start, end, scratch)
         for columns in column_tiles(weights.down):
             first = columns.start == 0
-            part_RH = total_RH if first or total_RH is None else loader.scratch.get("frozen_out", shape, torch.float32)
-            part_R = None if d_scale_R is None else loader.scratch.get("frozen_scale", (end - start,), torch.float32)
+            part_RH = total_RH
+            if total_RH is not None and not first:
+                part_RH = scratch.get("frozen_out", tuple(total_RH.shape), torch.float32)
+            part_R = None if d_scale_R is None else scratch.get("frozen_scale", (end - start,), torch.float32)
             tile, kept = _tile(weights, columns, loader), _part(saved, start, end, columns)
-            if x is not None:
-                rows = x.rows(start, end)
-                scheme = weights.gate_up.layout.scheme
-                kept = _completed(kept, _QuantizedRows(rows.values, rows.index, forward, scheme), tile, forward)
+            if len(x_TH):
+                x = _QuantizedRows(x_TH, rows.token_R, forward, weights.gate_up.layout.scheme).rows(start, end)
+                kept = _completed(kept, x, tile, forward)
             FFNBackward(
-                dout.rows(start, end),
-                dout.rows(start, end),  # of the forward's input only the number of rows is read
+                dout,
+                dout,  # of the forward's input only the number of rows is read
                 tile,
                 loader,
-                FFNGrads(None, None, None, part_RH, part_R),
+                FFNGrads(None, part_RH, part_R),
                 kept,
-                scale_R1=None if scale_R is None else scale_R[start:end, None],
+                scale_R1=rows.scale(start, end),
                 gating=gating,
             ).run()
             if total_RH is not None and part_RH is not None and not first:
                 total_RH.add_(part_RH)
             if d_scale_R is not None and part_R is not None:
                 d_scale_R[start:end].add_(part_R)
-        if d_x is not None and total_RH is not None:
-            d_x(start, end, total_RH)
+        if sums is not None and total_RH is not None:
+            sums(start, end, total_RH)
+    return None if sums is None else sums.total_TH
 
 
 def _tile(weights: MXProjections, columns: slice, loader: Loader) -> FFNWeights:
@@ -190,10 +175,11 @@ def _tile(weights: MXProjections, columns: slice, loader: Loader) -> FFNWeights:
 def _part(checkpoints: Checkpoints, start: int, end: int, columns: slice) -> Checkpoints:
     def part(kept: Kept | None) -> Kept | None:
         if isinstance(kept, FP8Rows):
-            return kept.rows(start, end).columns(columns)
-        return kept[start:end, columns] if isinstance(kept, Tensor) else None
+            return kept.columns(columns)
+        return kept[:, columns] if isinstance(kept, Tensor) else None
 
-    return Checkpoints(part(checkpoints.gate), part(checkpoints.up))
+    rows = checkpoints.rows(start, end)
+    return Checkpoints(part(rows.gate), part(rows.up))
 
 
 def _completed(kept: Checkpoints, x: RowSource, tile: FFNWeights, forward: Loader) -> Checkpoints:

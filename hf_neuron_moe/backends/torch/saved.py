@@ -37,11 +37,9 @@ class FP8Rows:
 
     @property
     def shape(self) -> torch.Size:
-        """Shape of the activation."""
         return self.codes.shape
 
     def rows(self, start: int, end: int) -> FP8Rows:
-        """Return views of the rows ``start..end``."""
         return FP8Rows(self.codes[start:end], self.scales[start:end])
 
     def columns(self, part: slice) -> FP8Rows:
@@ -87,9 +85,8 @@ Kept = Tensor | StoredRows
 
 def fp8_storage(anchor: Tensor, leading: tuple[int, ...], columns: int) -> tuple[Tensor, Tensor]:
     """Return uninitialized codes ``[*leading, columns]`` and scales ``[*leading, G]`` where `anchor` is."""
-    groups = -(-columns // GROUP)
     codes = anchor.new_empty((*leading, columns), dtype=torch.uint8)
-    return codes, anchor.new_empty((*leading, groups), dtype=torch.bfloat16)
+    return codes, anchor.new_empty((*leading, -(-columns // GROUP)), dtype=torch.bfloat16)
 
 
 def put_tile(kept: Kept, rows: slice, columns: slice, values: Tensor) -> Tensor:
@@ -103,11 +100,6 @@ def put_tile(kept: Kept, rows: slice, columns: slice, values: Tensor) -> Tensor:
 def take_tile(kept: Kept, rows: slice, columns: slice) -> Tensor:
     """Return a kept tile in the dtype it was kept in; in fp32 from another form than a matrix."""
     return kept[rows, columns] if isinstance(kept, Tensor) else kept.take(rows, columns)
-
-
-def take_rows(kept: Kept, start: int, end: int) -> Kept:
-    """Return the rows ``start..end``."""
-    return kept[start:end] if isinstance(kept, Tensor) else kept.rows(start, end)
 
 
 class FP8Gating(Gating):
@@ -136,9 +128,8 @@ def _round_groups_(values_RI: Tensor) -> None:
     """Round fp32 `values_RI` to group FP8 in place as ``fp8_silu_forward`` does: divided by the unrounded scale."""
     columns = values_RI.shape[1]
     groups_RGQ = F.pad(values_RI, (0, -columns % GROUP)).unflatten(1, (-1, GROUP))
-    scale_RG1 = (
-        groups_RGQ.abs().amax(-1, keepdim=True).add_(SCALE_EPSILON).div_(torch.full_like(values_RI[:1, :1], E4M3FN.max))
-    )
+    largest = torch.full_like(values_RI[:1, :1], E4M3FN.max)
+    scale_RG1 = groups_RGQ.abs().amax(-1, keepdim=True).add_(SCALE_EPSILON).div_(largest)
     codes = round_to_fp8_(groups_RGQ / scale_RG1, E4M3FN)
     rounded = codes.to(torch.float32).mul_(scale_RG1.to(torch.bfloat16).to(torch.float32))
     values_RI.copy_(rounded.flatten(1)[:, :columns])

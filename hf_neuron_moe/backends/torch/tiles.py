@@ -43,50 +43,44 @@ class Span:
     def length(self) -> int:
         return self.stop - self.start
 
+    @property
+    def part(self) -> slice:
+        return slice(self.start, self.stop)
+
 
 def row_spans(rows: int, loader: Loader, block_size: int | None, hidden: int, inner: int) -> list[Span]:
-    """Cut `rows` into spans that are processed together.
+    """Cut `rows` into spans that are processed together: MX contraction tiles, or chunks padded as the products like.
 
-    Args:
-        rows: number of rows R.
-        loader: decides between plain chunks, padded as the products like it, and MX contraction tiles.
-        block_size: rows per block of the blockwise MoE kernels; None for a dense MLP, whose weight gradients contract
-            over all (padded) rows at once.
-        hidden: H of the products.
-        inner: I, the whole axis.
+    `block_size` is as in :func:`row_tiles`; `inner` is the whole axis I.
     """
     compute = loader.compute
-    if not compute.mx:
-        weight = hidden * min(inner, _COLUMN_TILE)
-        step = -(-rows // -(-rows // compute.row_chunk))
-        spans = []
-        for start in range(0, rows, step):
-            stop = min(start + step, rows)
-            size = padded_rows(stop - start, weight, compute.operand, loader.scratch.device)
-            spans.append(Span(start, stop, size))
-        return spans
-    return row_tiles(rows, block_size)
-
-
-def row_tiles(rows: int, block_size: int | None) -> list[Span]:
-    """Cut `rows` into the contraction tiles of a sum over them in MX; arguments as of :func:`row_spans`."""
-    block = block_size if block_size is not None else padded_size(rows)
-    tiles = [(first + start, size) for first in range(0, rows, block) for start, size in _contraction_tiles(block)]
+    if compute.mx:
+        return row_tiles(rows, block_size)
+    weight = hidden * min(inner, _COLUMN_TILE)
+    step = -(-rows // -(-rows // compute.row_chunk))
     spans = []
-    for start, size in tiles:
-        length, lane = min(size, rows - start), size // 4
-        if length > 0:
-            spans.append(Span(start, start + length, -(-length // lane) * lane, lane))
+    for start in range(0, rows, step):
+        stop = min(start + step, rows)
+        size = padded_rows(stop - start, weight, compute.operand, loader.scratch.device)
+        spans.append(Span(start, stop, size))
     return spans
 
 
-def _contraction_tiles(length: int) -> list[tuple[int, int]]:
-    """Return ``(start, size)`` of every MX tile of a contraction axis of `length`."""
-    return [
-        (segment.start + number * segment.tile, segment.tile)
-        for segment in tile_segments(length)
-        for number in range(segment.tiles)
-    ]
+def row_tiles(rows: int, block_size: int | None) -> list[Span]:
+    """Cut `rows` into the contraction tiles of a sum over them in MX.
+
+    `block_size` is the rows per block of the blockwise MoE kernels; None for a dense MLP, whose weight gradients
+    contract over all (padded) rows at once.
+    """
+    block = padded_size(rows) if block_size is None else block_size
+    spans = []
+    for first in range(0, rows, block):
+        for segment in tile_segments(block):
+            lane, begin = segment.tile // 4, first + segment.start
+            for start in range(begin, min(begin + segment.tile * segment.tiles, rows), segment.tile):
+                length = min(segment.tile, rows - start)
+                spans.append(Span(start, start + length, -(-length // lane) * lane, lane))
+    return spans
 
 
 def column_spans(columns: int, compute: Compute) -> list[Span]:
@@ -113,6 +107,10 @@ class Loader:
     """Whether fp32 sources are known to hold values of the compute's rounded dtype, so that none need be rounded."""
     ready_weights: bool = False
     """Whether weights are operands already (bf16 products only)."""
+
+    def width(self, size: int) -> int:
+        """Return how long a contraction axis of `size` is held: whole MX groups."""
+        return padded_size(size) if self.compute.mx else size
 
     def load(
         self, name: str, source: Tensor, shape: tuple[int, int], *, mx_axis: int | None = None, lane: int = 0
@@ -146,30 +144,31 @@ class Loader:
         if columns < buffer.shape[1]:
             buffer[:rows, columns:].zero_()
         corner = buffer[:rows, :columns]
-        rounded = self.compute.rounded
-        if rounded not in (source.dtype, self.compute.operand):
-            staged = self.scratch.get("rounding", (rows, columns), rounded)
-            corner.copy_(staged.copy_(source))
-        else:
+        if self.compute.rounded in (source.dtype, self.compute.operand):
             corner.copy_(source)
-
-    def quantize(self, buffer: Tensor, axis: int) -> Tensor:
-        """Round `buffer` to MXFP8 along `axis` in place (MX mode only)."""
-        exponents = self.scratch.get("exponents", (buffer.numel(),), integer_like(buffer.dtype))
-        scheme = "wrapX_single" if self.lone_384 and buffer.shape[axis] == 384 else "wrapX"
-        return fake_quantize_(buffer, axis, exponents, scheme=scheme)
-
-    def quantize_rows(self, buffer: Tensor, lane: int) -> Tensor:
-        """Round `buffer`, whose rows are (the first lanes of) one contraction tile, to MXFP8 along its rows."""
-        exponents = self.scratch.get("exponents", (buffer.numel(),), integer_like(buffer.dtype))
-        return fake_quantize_tile_(buffer, 0, lane, exponents)
+        else:
+            self._round_into(corner, source)
 
     def round_(self, values: Tensor) -> Tensor:
         """Round fp32 `values` to the compute dtype in place."""
-        if values.dtype != self.compute.rounded:
-            staged = self.scratch.get("rounding", tuple(values.shape), self.compute.rounded)
-            values.copy_(staged.copy_(values))
-        return values
+        return values if values.dtype == self.compute.rounded else self._round_into(values, values)
+
+    def _round_into(self, target: Tensor, source: Tensor) -> Tensor:
+        staged = self.scratch.get("rounding", tuple(source.shape), self.compute.rounded)
+        return target.copy_(staged.copy_(source))
+
+    def quantize(self, buffer: Tensor, axis: int, scheme: str = "wrapX") -> Tensor:
+        """Round `buffer` to MXFP8 along `axis` in place (MX mode only)."""
+        if self.lone_384 and buffer.shape[axis] == 384:
+            scheme = "wrapX_single"
+        return fake_quantize_(buffer, axis, self._exponents(buffer), scheme=scheme)
+
+    def quantize_rows(self, buffer: Tensor, lane: int) -> Tensor:
+        """Round `buffer`, whose rows are (the first lanes of) one contraction tile, to MXFP8 along its rows."""
+        return fake_quantize_tile_(buffer, 0, lane, self._exponents(buffer))
+
+    def _exponents(self, buffer: Tensor) -> Tensor:
+        return self.scratch.get("exponents", (buffer.numel(),), integer_like(buffer.dtype))
 
 
 def make_loader(
@@ -197,16 +196,11 @@ def first_columns(span: Span, columns: int | None) -> int:
 class Projections:
     """Gate and up of one span of the intermediate axis as matmul operands.
 
-    Up is multiplied in two parts where `up_cut` lies within the span: those columns of it that ``"minimal"`` keeps, and
-    the rest. Every policy cuts there, so that all have the same sums.
+    Up is multiplied in two parts where `up_cut`, a number of columns of the whole axis, lies within the span: those
+    that ``"minimal"`` keeps, and the rest. Every policy cuts there, so that all have the same sums.
 
-    Args:
-        gate_IH: the whole gate projection, or None if no product with it is wanted.
-        up_IH: the whole up projection.
-        loader: the forward's loader, or one that forms the same operands.
-        span: the columns.
-        up_cut: number of columns of the whole up that are multiplied first; None for one product per span.
-        up_from: first column of the span that is wanted of up: 0, the place of the cut, or the span's length.
+    A `gate_IH` of None is not multiplied. `up_from` is the first column of the span that is wanted of up: 0, the place
+    of the cut, or the span's length.
     """
 
     def __init__(
@@ -218,12 +212,11 @@ class Projections:
         up_cut: int | None = None,
         up_from: int = 0,
     ) -> None:
-        hidden = up_IH.shape[1]
-        self.width = padded_size(hidden) if loader.compute.mx else hidden
+        self.loader, self.width = loader, loader.width(up_IH.shape[1])
         self.gate_IH: Tensor | None = None
         if gate_IH is not None:
-            part = slice(span.start, span.stop)
-            self.gate_IH = loader.load("gate", gate_IH[part], (span.size, self.width), mx_axis=1)[: span.length]
+            operand_IH = loader.load("gate", gate_IH[span.part], (span.size, self.width), mx_axis=1)
+            self.gate_IH = operand_IH[: span.length]
         self.up_parts: list[tuple[int, int, Tensor]] = []
         cut = first_columns(span, up_cut)
         for name, begin, end in (("up", 0, cut), ("up_tail", cut, span.length)):
@@ -235,9 +228,9 @@ class Projections:
                 operand_IH = loader.load(name, source, (rows, self.width), mx_axis=1)[: end - begin]
                 self.up_parts.append((begin, end, operand_IH))
 
-    def operand(self, x_RH: Tensor, rows: Span, loader: Loader) -> Tensor:
+    def operand(self, x_RH: Tensor, rows: Span) -> Tensor:
         """Return `x_RH`, the rows of `rows`, as the left operand of both products: ``[rows.size, H]``, zero padded."""
-        return loader.load("x", x_RH, (rows.size, self.width), mx_axis=1)
+        return self.loader.load("x", x_RH, (rows.size, self.width), mx_axis=1)
 
     def gate(self, x_RH: Tensor, out_RI: Tensor, rows: int) -> Tensor:
         """Return the gate's sums, as :func:`~hf_neuron_moe.backends.torch.cpu.matmul.matmul` does with `out_RI`."""

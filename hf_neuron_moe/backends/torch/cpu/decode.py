@@ -2,10 +2,9 @@
 
 Legend: R token-expert pairs in expert order, H hidden, I intermediate.
 
-No tiles: each expert costs two products straight from the parameters, and everything between them is done once for all
-rows. Only where a processor without bf16 instructions has oneDNN to multiply in fp32, and enough rows, are bf16 weights
-cast, part by part. Rounding points are those of the tiled path. Used where nothing is kept for a backward and the
-parameters already have the matmuls' dtype.
+No tiles: each expert costs two products straight from the parameters, which have the matmuls' dtype, and everything
+between them is done once for all rows. Only a processor without bf16 instructions but with oneDNN casts bf16 weights,
+part by part, for enough rows. Rounding points are those of the tiled path. Nothing is saved for a backward.
 """
 
 from __future__ import annotations
@@ -14,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hf_neuron_moe.backends.spec import ExpertWeights, Routing
 from hf_neuron_moe.backends.torch.compute import FEW_ROWS, bf16_matmul_is_fast, call_scratch
 from hf_neuron_moe.backends.torch.cpu.matmul import LARGE_WEIGHT, SMALL_WEIGHT, linear_of_few, uses_onednn
-from hf_neuron_moe.backends.torch.experts import ExpertStack, Runs, checked_ids, rows_per_run, sort_pairs
+from hf_neuron_moe.backends.torch.experts import Runs, checked_ids, rows_per_run, sort_pairs
 
 _ROWS_WORTH_CASTING = 5
 """Rows from which a bf16 weight is cast to fp32 by parts, without bf16 instructions."""
@@ -37,9 +37,8 @@ def suit(precision: str, dtype: torch.dtype, device: torch.device, rows: int, ro
         return False
     if precision == "fp32":
         return dtype is torch.float32
-    if precision != "bf16" or dtype is not torch.bfloat16:
-        return False
-    return rows_per_expert <= FEW_ROWS or bf16_matmul_is_fast(device)
+    fits = precision == "bf16" and dtype is torch.bfloat16
+    return fits and (rows_per_expert <= FEW_ROWS or bf16_matmul_is_fast(device))
 
 
 def mlp(x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, precision: str) -> Tensor | None:
@@ -68,16 +67,17 @@ def mlp(x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, precision
     return _linear(_gated(gate_SI, up_SI, None), down_HI).contiguous()
 
 
-def experts(x_TH: Tensor, index_TK: Tensor, weight_TK: Tensor, stack: ExpertStack) -> Tensor:
+def experts(x_TH: Tensor, routing: Routing, weights: ExpertWeights, transposed: bool) -> Tensor:
     """Return the experts' weighted sum in the dtype of `x_TH`, which is that of the weights."""
-    gate_up, down = stack.gate_up, stack.down
-    if not stack.transposed:
+    (index_TK, weight_TK), (gate_up, down) = routing, weights
+    if not transposed:
         gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
     if len(x_TH) == 1:
         return _one_token(x_TH, index_TK, weight_TK, gate_up, down)
     pairs = sort_pairs(index_TK, len(gate_up))
     runs, ends_E = pairs.runs, None
-    if 2 * len(runs) > len(gate_up) and _can_be_grouped(stack) and not _better_single(x_TH, stack, runs):
+    busy = 2 * len(runs) > len(gate_up)
+    if busy and _can_be_grouped(weights) and (transposed or not _better_single(x_TH, weights[1], runs)):
         ends_E = torch.tensor(pairs.offsets[1:], dtype=torch.int32)
     x_RH = x_TH.index_select(0, pairs.token_R)
     scale_R = weight_TK.reshape(-1).index_select(0, pairs.order_R)
@@ -107,8 +107,7 @@ def _one_token(x_1H: Tensor, index_1K: Tensor, weight_1K: Tensor, gate_up_EH2I: 
 def _times_experts(x_RK: Tensor, weight_EKN: Tensor, runs: Runs, ends_E: Tensor | None) -> Tensor:
     """Return each row times its expert's matrix ``[R, N]``; rows of other ranks' experts hold anything.
 
-    With `ends_E`, the experts' last rows, by torch's grouped product: it multiplies the same runs without coming back
-    to Python between them, but looks at every expert, idle or not.
+    With `ends_E`, the experts' last rows, by torch's grouped product, which looks at every expert, idle or not.
     """
     if ends_E is not None:
         return F.grouped_mm(x_RK, weight_EKN, offs=ends_E)
@@ -132,23 +131,22 @@ def _linear(x_RK: Tensor, weight_FK: Tensor) -> Tensor:
     faster = _faster_linear(x_RK, weight_FK)
     if faster is not None:
         return faster
-    few = 1 < len(x_RK) <= FEW_ROWS
-    return _times_rows(x_RK, weight_FK) if few and _rows_one_by_one(x_RK) else F.linear(x_RK, weight_FK)
+    if not 1 < len(x_RK) <= FEW_ROWS or not _rows_one_by_one(x_RK):
+        return F.linear(x_RK, weight_FK)
+    out_RF = x_RK.new_empty((len(x_RK), len(weight_FK)))
+    for row_K, target_F in zip(x_RK.unbind(0), out_RF.unbind(0)):
+        torch.mv(weight_FK, row_K, out=target_F)
+    return out_RF
 
 
 def _faster_linear(x_RK: Tensor, weight_FK: Tensor) -> Tensor | None:
     """Return ``x W^T`` by what is faster than torch's product; None where nothing is."""
     if x_RK.dtype is torch.float32:
         return linear_of_few(x_RK, weight_FK)
-    return _through_fp32(x_RK, weight_FK) if _worth_casting(x_RK, weight_FK) else None
-
-
-def _worth_casting(x_RK: Tensor, weight_FK: Tensor) -> bool:
-    """Whether there are enough bf16 rows for their weight to be cast, without bf16 instructions."""
     least = _ROWS_WORTH_CASTING if x_RK.shape[1] <= 2048 else _LONG_ROWS_WORTH_CASTING
     if len(x_RK) < least or weight_FK.numel() < LARGE_WEIGHT or not weight_FK.is_contiguous():
-        return False
-    return _rows_one_by_one(x_RK) and uses_onednn(x_RK.device)
+        return None
+    return _through_fp32(x_RK, weight_FK) if _rows_one_by_one(x_RK) and uses_onednn(x_RK.device) else None
 
 
 def _through_fp32(x_RK: Tensor, weight_FK: Tensor) -> Tensor:
@@ -162,20 +160,20 @@ def _through_fp32(x_RK: Tensor, weight_FK: Tensor) -> Tensor:
     return out_RF
 
 
-def _better_single(x_TH: Tensor, stack: ExpertStack, runs: Runs) -> bool:
+def _better_single(x_TH: Tensor, down: Tensor, runs: Runs) -> bool:
     """Whether :func:`_multiply` has something faster than the grouped product for the experts of `runs`."""
-    if stack.transposed or not uses_onednn(x_TH.device):
+    if not uses_onednn(x_TH.device):
         return False
     if x_TH.dtype is torch.float32:
-        return stack.down[0].numel() >= SMALL_WEIGHT
+        return down[0].numel() >= SMALL_WEIGHT
     many = rows_per_run(runs) >= _ROWS_WORTH_CASTING  # for a single expert the first cast costs more than it brings
-    return many and stack.down[0].numel() >= LARGE_WEIGHT and _rows_one_by_one(x_TH)
+    return many and down[0].numel() >= LARGE_WEIGHT and _rows_one_by_one(x_TH)
 
 
-def _can_be_grouped(stack: ExpertStack) -> bool:
+def _can_be_grouped(weights: ExpertWeights) -> bool:
     """Whether torch's grouped product takes weights, rows and sums: all strides multiples of 16 bytes, on a CPU."""
-    weights = (stack.gate_up, stack.down)
-    aligned = all(size * stack.down.element_size() % 16 == 0 for size in stack.down.shape[1:])
+    down = weights[1]
+    aligned = all(size * down.element_size() % 16 == 0 for size in down.shape[1:])
     return aligned and all(weight.is_cpu and weight.is_contiguous() for weight in weights)
 
 
@@ -185,14 +183,6 @@ def _rows_one_by_one(x_RK: Tensor) -> bool:
     Without bf16 instructions torch's bf16 matrix product takes a tenth longer than as many matrix-vector products.
     """
     return x_RK.dtype is torch.bfloat16 and not bf16_matmul_is_fast(x_RK.device)
-
-
-def _times_rows(x_RK: Tensor, weight_FK: Tensor) -> Tensor:
-    """Return ``x W^T``, row by row."""
-    out_RF = x_RK.new_empty((len(x_RK), len(weight_FK)))
-    for row_K, target_F in zip(x_RK.unbind(0), out_RF.unbind(0)):
-        torch.mv(weight_FK, row_K, out=target_F)
-    return out_RF
 
 
 def _gated(gate_RI: Tensor, up_RI: Tensor, scale_R: Tensor | None) -> Tensor:

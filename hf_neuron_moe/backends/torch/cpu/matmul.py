@@ -1,17 +1,14 @@
 """Matrix products ``out (+)= left @ right`` by the library of torch's that is fastest on this processor.
 
-torch gives fp32 products to MKL, whose code for processors that are not Intel's ends at AVX2. oneDNN, which torch
-carries too, generates its code for what the processor has: on an AMD processor it was faster with AVX2 and about twice
-as fast with AVX-512 (``benchmarks/products.py``). There it gets the products that are large enough.
+torch gives fp32 products to MKL, which uses at most AVX2 on processors that are not Intel's. oneDNN, also a part of
+torch, was faster on an AMD processor with AVX2 and about twice as fast with AVX-512 (``benchmarks/products.py``). There
+it gets the products that are large enough. Processor, shapes and strides decide, never a measurement: an fp32 sum's
+last bits depend on the library, and a resumed run must have those of the run that it continues.
 
-The choice depends on the processor and on the operands' shapes and strides, never on a measurement: an fp32 sum's last
-bits depend on the library, and a resumed run must find those of the run it goes on with. oneDNN is reached by the
-operator that ``torch.compile`` uses for linear layers. It is not in torch's documentation, so it is looked for first;
-``torch.backends.mkldnn.enabled = False`` leaves everything to torch's default.
-
-oneDNN generates code for every shape, and it and torch keep that of the last 1024, half a MiB each. Routing makes other
-numbers of rows in every step. So operands are held in buffers of a multiple of 16 rows (:func:`padded_rows`), which
-oneDNN multiplies whole; MKL multiplies the real rows only.
+oneDNN is reached by the operator that ``torch.compile`` uses for linear layers, which torch does not document.
+``torch.backends.mkldnn.enabled = False`` leaves everything to torch's default. oneDNN generates code for every shape,
+and it and torch keep that of the last 1024, half a MiB each, while routing makes other numbers of rows in every step.
+So buffers have a multiple of 16 rows (:func:`padded_rows`), which oneDNN multiplies whole, MKL only the real ones.
 
 Legend: M, K, N as in ``[M, K] @ [K, N]``; R tokens.
 """
@@ -30,8 +27,7 @@ TOKENS = 16
 """oneDNN multiplies whole multiples of so many tokens."""
 
 FEW_TOKENS = 32
-"""Up to so many rows :func:`linear_of_few` may do better: generation. They are not padded, so each number of them is a
-shape of its own."""
+"""Up to so many rows :func:`linear_of_few` may do better. They are not padded: each number is a shape of its own."""
 SMALL_WEIGHT = 1 << 17
 """Elements below which a weight is read so fast that calls take most of the time."""
 LARGE_WEIGHT = 1 << 19
@@ -40,10 +36,9 @@ LARGE_WEIGHT = 1 << 19
 
 @dataclass(frozen=True)
 class OneDNNRule:
-    """Which fp32 products oneDNN takes, by their shapes and the order of `left`.
+    """Which fp32 products oneDNN takes, by their shapes and the order of `left`, whatever the weights' order is.
 
-    The order of the weights in memory does not matter here, so that it does not decide who multiplies. oneDNN's sums do
-    not depend on it either; MKL's do for few rows or columns.
+    oneDNN's sums do not depend on that order; MKL's do for few rows or columns.
     """
 
     size: int
@@ -53,18 +48,16 @@ class OneDNNRule:
     columns: int
     """Least N for which a `left` that is not contiguous is worth copying, for the same reason."""
     every_shape: bool
-    """False leaves out shapes for which a `right` that lies row by row may be slow: with AVX2 between 0.6 and 1.1 of
-    MKL's speed where K is large and N no power of two."""
+    """False leaves out shapes for which a `right` that lies row by row may be slow: with AVX2 0.6 to 1.1 of MKL's speed
+    where K is large and N no power of two."""
 
     def takes(self, rows: int, inner: int, columns: int, *, straight: bool = True) -> bool:
         """Whether oneDNN gets ``[rows, inner] @ [inner, columns]``.
 
-        Tokens are counted without padding: where two ways of computing the same pad them differently, the same library
-        multiplies. `straight` is a left operand that lies row by row, without gaps.
+        Tokens are counted without padding, which two ways of computing the same may do differently. `straight` is a
+        left operand that lies row by row, without gaps.
         """
-        if rows < self.rows or rows * inner * columns < self.size:
-            return False
-        if columns < self.columns and not straight:
+        if rows < self.rows or rows * inner * columns < self.size or (columns < self.columns and not straight):
             return False
         return self.every_shape or inner <= 640 or (columns >= 512 and columns.bit_count() == 1)
 
@@ -79,23 +72,17 @@ _RULES = {
 def onednn_rule() -> OneDNNRule | None:
     """Return this processor's rule, or None where torch's own choice stays."""
     built = torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()
-    if not built or not hasattr(torch.ops.mkldnn, "_linear_pointwise") or not _is_amd():
+    if not built or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return None
-    return _RULES.get(torch.backends.cpu.get_cpu_capability())
-
-
-def _is_amd() -> bool:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        return "AuthenticAMD" in cpuinfo.read_text(encoding="utf-8", errors="replace")
-    return "AuthenticAMD" in platform.processor()  # Windows tells it there
+    cpuinfo = Path("/proc/cpuinfo")  # elsewhere, Windows has the name in platform.processor()
+    name = cpuinfo.read_text(encoding="utf-8", errors="replace") if cpuinfo.is_file() else platform.processor()
+    return _RULES.get(torch.backends.cpu.get_cpu_capability()) if "AuthenticAMD" in name else None
 
 
 def padded_rows(rows: int, weight: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Return how many rows a buffer of that many tokens should have for its products to go to oneDNN.
+    """Return how many rows a buffer of that many tokens should have; `weight` is K * N of the largest products.
 
-    `weight` is K * N of the largest products with them. Rows that oneDNN would not multiply anyway are not padded to a
-    multiple of :data:`TOKENS`.
+    It is a multiple of :data:`TOKENS` where products may go to oneDNN.
     """
     rule = _rule_for(dtype, device)
     if rule is None or rows < rule.rows or rows * weight < rule.size:
@@ -115,10 +102,9 @@ def matmul(left: Tensor, right: Tensor, out: Tensor, rows: int) -> Tensor:
 
 
 def matmul_into(out: Tensor, left: Tensor, right: Tensor, *, accumulate: bool) -> None:
-    """``out (+)= left @ right``.
+    """``out (+)= left @ right``; rows of `left` beyond those of `out` are left out.
 
-    `out` is ``[M, N]``, fp32 or of the operands' dtype, and may be a slice with unit column stride. `left` may have
-    more rows than `out` (:func:`padded_rows`), with any values, which are left out.
+    `out` is ``[M, N]``, fp32 or of the operands' dtype, and may be a slice with unit column stride.
     """
     rows = len(out)
     if _goes_to_onednn(left, right, rows):
@@ -144,10 +130,8 @@ def linear_into(out_RF: Tensor, x_RK: Tensor, weight_FK: Tensor) -> None:
     """``out = x W^T`` of operands that were just made in fp32 and still lie in the caches.
 
     oneDNN takes any number of rows here. torch's own products change the number of their threads with the shape, for
-    which the others of the process wait, at times for longer than the product takes.
-
-    All are fp32. `x_RK` may have more rows than `out_RF`, with any values, which are left out; `weight_FK` lies row by
-    row or column by column.
+    which the others of the process wait, at times for longer than the product takes. All are fp32; rows of `x_RK`
+    beyond those of `out_RF` are left out; `weight_FK` lies row by row or column by column.
     """
     known_rows = len(x_RK) % TOKENS == 0 or len(x_RK) <= FEW_TOKENS
     large = weight_FK.numel() >= SMALL_WEIGHT
@@ -158,12 +142,10 @@ def linear_into(out_RF: Tensor, x_RK: Tensor, weight_FK: Tensor) -> None:
 
 
 def linear_of_few(x_RK: Tensor, weight_FK: Tensor) -> Tensor | None:
-    """Return ``x W^T`` of a few rows by what is faster than torch's own choice; None where nothing is known to be.
+    """Return ``x W^T`` of a few fp32 rows, in any order of memory, by what is faster than torch's choice; else None.
 
     Where reading the weight is most of the time, oneDNN reads it faster than MKL's products with a vector, and MKL's
     product with the weight on the left faster than with it on the right (2 to 4 columns).
-
-    Operands are fp32; the result lies in any order of memory.
     """
     rows, size = len(x_RK), weight_FK.numel()
     if rows > FEW_TOKENS or size < SMALL_WEIGHT or not weight_FK.is_contiguous():
