@@ -117,10 +117,8 @@ class TorchBackend:
             wants_input=wants.input,
             recompute_loader=replace(loader, lone_384=True),
             gating=_gating(keep),
-            rounded=_rounded(spec),
         ).run()
         d_gate, d_up, d_down = grads or (None, None, None)
-        dx_SH = None if dx_SH is None else dx_SH.to(x_SH.dtype)
         return _or_empty(dx_SH, x_SH), _or_empty(d_gate, x_SH), _or_empty(d_up, x_SH), _or_empty(d_down, x_SH)
 
     def experts_forward(
@@ -168,11 +166,9 @@ class TorchBackend:
             d_scale_R=d_scale_R,
             wants_input=wants.input,
             gating=_gating(keep),
-            rounded=_rounded(spec),
         ).run()
         d_weight_TK = _routing_grad(d_scale_R, rows, routing.weight_TK)
         d_gate_up, d_down = (None, None) if grads is None else (grads.gate_up, grads.down)
-        dx_TH = None if dx_TH is None else dx_TH.to(x_TH.dtype)
         return _or_empty(dx_TH, x_TH), _or_empty(d_weight_TK, x_TH), _or_empty(d_gate_up, x_TH), _or_empty(d_down, x_TH)
 
     def quantized_forward(
@@ -180,7 +176,7 @@ class TorchBackend:
     ) -> tuple[Tensor, Tensor, Tensor]:
         rows = _quantized_rows(x_TH, routing, stack)
         saved = self.quantized_fake_saved(x_TH, rows.count, stack.inner, keep)
-        out_TH = quantized_forward(x_TH, rows, stack, _quantized_checkpoints(saved, keep, stack))
+        out_TH = quantized_forward(x_TH, rows, stack, _checkpoints((*saved, *saved), keep, stack.inner))
         return out_TH.to(x_TH.dtype), *saved
 
     def quantized_backward(
@@ -194,12 +190,12 @@ class TorchBackend:
         wants: Wants,
     ) -> tuple[Tensor, Tensor]:
         rows = _quantized_rows(dout_TH, routing, stack)
-        checkpoints, d_scale_R = _quantized_checkpoints(saved, keep, stack), _scale_grads(rows, wants)
+        checkpoints = _checkpoints((*saved, *saved), keep, stack.inner)  # only gate and up are read
+        d_scale_R = _scale_grads(rows, wants)
         dx_TH = quantized_backward(
             dout_TH, x_TH, rows, stack, checkpoints, d_scale_R, wants_input=wants.input, gating=_gating(keep)
         )
         d_weight_TK = None if routing is None else _routing_grad(d_scale_R, rows, routing.weight_TK)
-        dx_TH = None if dx_TH is None else dx_TH.to(dout_TH.dtype)
         return _or_empty(dx_TH, dout_TH), _or_empty(d_weight_TK, dout_TH)
 
 
@@ -242,11 +238,6 @@ def _checkpoints(saved: Saved, keep: Keep, inner: int) -> Checkpoints:
     return Checkpoints(*kept, up_cut=up_cut)
 
 
-def _quantized_checkpoints(saved: tuple[Tensor, Tensor], keep: Keep, stack: MXExpertStack) -> Checkpoints:
-    """What a quantized network saves; without weight gradients there is no use for more."""
-    return _checkpoints((*saved, saved[0], saved[0]), keep, stack.inner)
-
-
 def _input(saved: Saved, x: Tensor, keep: Keep, dtype: torch.dtype) -> Tensor:
     """The block's input as the backward sees it."""
     if not keep.fp8:
@@ -256,11 +247,6 @@ def _input(saved: Saved, x: Tensor, keep: Keep, dtype: torch.dtype) -> Tensor:
 
 def _gating(keep: Keep) -> Gating | None:
     return FP8Gating() if keep.fp8 else None
-
-
-def _rounded(spec: BlockSpec) -> torch.dtype:
-    """What the fp32 sums of weight gradients are rounded to before they are stored."""
-    return torch.bfloat16 if spec.precision == "mxfp8" else torch.float32
 
 
 def _routed(routing: Routing, experts: int, block_size: int | None = None) -> Rows:

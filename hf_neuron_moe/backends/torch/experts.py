@@ -348,23 +348,22 @@ class BlockBackward:
     recompute_loader: Loader | None = None
     """Forms the operands of the forward's products where that differs."""
     gating: Gating | None = None
-    rounded: torch.dtype = torch.float32
-    """As in :class:`FFNGrads`."""
 
     def run(self) -> Tensor | None:
-        """Write the gradients that are wanted; return that of the tokens ``[T, H]``, fp32."""
+        """Write the gradients that are wanted; return that of the tokens ``[T, H]``."""
         rows, sums = self.rows, self.rows.sums(self.x_TH) if self.wants_input else None
+        rounded = torch.bfloat16 if self.loader.compute.mx else torch.float32
         run_experts_backward(
             rows.source(self.dout_TH),
             rows.source(self.x_TH),
             rows.runs,
             self.weights,
             self.loader,
-            ExpertGrads(self.d_weights, sums, self.d_scale_R, self.rounded),
+            ExpertGrads(self.d_weights, sums, self.d_scale_R, rounded),
             saved=self.saved,
             scale_R=rows.scale_R,
             block_size=rows.block_size,
             recompute_loader=self.recompute_loader,
             gating=self.gating,
         )
-        return None if sums is None else sums.total_TH
+        return None if sums is None else sums.total_TH.to(self.x_TH.dtype)

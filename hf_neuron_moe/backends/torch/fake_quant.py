@@ -48,17 +48,11 @@ _EXACT_FROM_FIELD = 230
 
 
 def fake_quantize_(values: Tensor, axis: int, scratch: Tensor | None = None, *, scheme: str = "wrapX") -> Tensor:
-    """Round `values` to MXFP8 (e4m3, Neuron scale rule) in place, blocks along `axis`.
+    """Round `values` to MXFP8 (e4m3, Neuron scale rule) in place, blocks along `axis`; return them.
 
-    Args:
-        values: fp32 or bf16 ``[R, C]`` with unit stride in the last dimension; the size of `axis` is a multiple of 128.
-        axis: 0 or 1, the contraction axis of the matmul the values are an operand of.
-        scratch: buffer of at least ``values.numel()`` elements, int32 for fp32 and int16 for bf16; allocated when
-            absent.
-        scheme: name of a wrapX variant of :class:`hf_neuron_moe.formats.constants.SwizzleScheme`.
-
-    Returns:
-        `values`.
+    They are fp32 or bf16 ``[R, C]`` with unit stride in the last dimension; `axis`, 0 or 1, is a multiple of 128 long.
+    `scratch` has at least as many elements, int32 for fp32 and int16 for bf16. `scheme` is a wrapX variant of
+    :class:`hf_neuron_moe.formats.constants.SwizzleScheme`.
     """
     if not values.numel():
         return values
@@ -71,17 +65,10 @@ def fake_quantize_(values: Tensor, axis: int, scratch: Tensor | None = None, *, 
 
 
 def fake_quantize_tile_(values: Tensor, axis: int, lane: int, scratch: Tensor) -> Tensor:
-    """Round equal contraction tiles in place, whatever their size.
+    """Round equal contraction tiles in place, whatever their size; otherwise as :func:`fake_quantize_`.
 
-    Args:
-        values: fp32 or bf16 ``[R, C]``. Along axis 1 any number of tiles of 4 lanes; along axis 0 likewise, or less
-            than one tile: its first lanes, the missing ones standing for zeros.
-        axis: 0 or 1.
-        lane: distance of the lanes of a block, a quarter of the tile; a multiple of 8.
-        scratch: as in :func:`fake_quantize_`.
-
-    Returns:
-        `values`.
+    Along `axis` there is any number of tiles of 4 lanes; along axis 0 also less than one tile: its first lanes, the
+    missing ones standing for zeros. `lane` is the distance of a block's lanes, a quarter of the tile; a multiple of 8.
     """
     bits = _BITS[values.dtype]
     exponents = scratch[: values.numel()].view(values.shape)

@@ -35,17 +35,15 @@ class FFNGrads:
     """Where results go; None means not wanted and not computed."""
 
     weights: FFNWeights | None
-    """Views with any strides."""
+    """Views with any strides; the other results are fp32."""
     x_RH: Tensor | None
-    """fp32."""
     scale_R: Tensor | None = None
-    """fp32."""
     rounded: torch.dtype = torch.float32
     """What the fp32 sums of weight gradients are rounded to before they are stored."""
     add: bool = False
     """Add to the weight gradients instead of overwriting them."""
     bias_2I: Tensor | None = None
-    """fp32 row sums of d_gate, then of d_up."""
+    """Row sums of d_gate, then of d_up."""
 
 
 @dataclass(frozen=True)
@@ -120,8 +118,8 @@ class _Tile:
         self.down_HI = loader.load("down", weights.down_HI[:, self.part], shape[::-1], mx_axis=0)
         if task.grads.x_RH is not None:
             self.gate_IH, self.up_IH = self._input_grad_operands(shape)
-        self.direct = _takes_sums(task.grads, loader)
-        self.sums = self._weight_sums()
+        self.direct = False
+        self.sums = None if task.grads.weights is None else self._weight_sums(task.grads.weights)
 
     def _input_grad_operands(self, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Gate and up as right operands of dX; in MX halves of one buffer, quantized along 2I."""
@@ -135,11 +133,15 @@ class _Tile:
         loader.quantize(both, axis=0)
         return both[:size], both[size:]
 
-    def _weight_sums(self) -> FFNWeights | None:
-        """Where the fp32 sums of the weight gradients are made: in their own memory, or in some that runs as theirs."""
-        wanted = self.task.grads.weights
-        if wanted is None:
-            return None
+    def _weight_sums(self, wanted: FFNWeights) -> FFNWeights:
+        """Where the fp32 sums of the weight gradients are made.
+
+        In their own memory (`direct`) if that is fp32 and dense and nothing is added or rounded, else in some that runs
+        as theirs.
+        """
+        grads = self.task.grads
+        if not self.mx and not grads.add and grads.rounded == torch.float32:
+            self.direct = all(part.dtype == torch.float32 and 1 in part.stride() for part in wanted)
         if self.direct:
             return FFNWeights(wanted.gate_IH[self.part], wanted.up_IH[self.part], wanted.down_HI[:, self.part])
 
@@ -165,7 +167,9 @@ class _Tile:
         gate, up = self._pre_activations(rows, x_RH)
         inner = self._elementwise(rows, d_int, gate, up)
         if task.grads.bias_2I is not None:
-            self._add_bias_grads(inner, rows, task.grads.bias_2I, first=first)
+            for bias_I, part in zip(task.grads.bias_2I.chunk(2), (inner.gate, inner.up), strict=True):
+                sums = part[: rows.length, : self.columns.length].sum(0, dtype=torch.float32)
+                bias_I[self.part].copy_(sums) if first else bias_I[self.part].add_(sums)
         if self.sums is not None:
             x_op = x_RH if self.recompute is loader and not self.mx else None
             if x_op is None:
@@ -178,12 +182,10 @@ class _Tile:
                     for name, part in (("d_gate_rows", inner.gate), ("d_up_rows", inner.up))
                 ]
                 loader.quantize_rows(inner.inter, rows.lane)
-            products = [
-                (target, left[:, : len(target)], x_op) for target, left in zip(self.sums[:2], lefts, strict=True)
-            ]
+            products = [(sums, left[:, : len(sums)], x_op) for sums, left in zip(self.sums[:2], lefts, strict=True)]
             products.append((self.sums.down_HI, dout_op, inner.inter[:, : self.columns.length]))
-            for target, left, right in products[1:] if self.gating.skip_gate else products:
-                matmul_over_rows_into(target, left, right, rows.length, accumulate=not first)
+            for sums, left, right in products[1:] if self.gating.skip_gate else products:
+                matmul_over_rows_into(sums, left, right, rows.length, accumulate=not first)
         if task.grads.x_RH is not None:
             self._add_input_grad(task.grads.x_RH[rows.part], inner)
 
@@ -196,13 +198,6 @@ class _Tile:
             matmul_into(out_RH, inner.gate, self.gate_IH[:, : self.hidden], accumulate=accumulate)
             accumulate = True
         matmul_into(out_RH, inner.up, self.up_IH[:, : self.hidden], accumulate=accumulate)
-
-    def _add_bias_grads(self, inner: _InnerGrads, rows: Span, bias_2I: Tensor, *, first: bool) -> None:
-        """Add the row sums of d_gate and d_up to their places in `bias_2I`; `first` rows overwrite it."""
-        for bias_I, part in zip(bias_2I.chunk(2), (inner.gate, inner.up), strict=True):
-            target = bias_I[self.part]
-            sums = part[: rows.length, : self.columns.length].sum(0, dtype=torch.float32)
-            target.copy_(sums) if first else target.add_(sums)
 
     def _pre_activations(self, rows: Span, x_RH: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return gate and up of these rows in fp32, multiplying `x_RH` again for what was not saved.
@@ -284,10 +279,3 @@ class _Tile:
                 target.add_(total.to(grads.rounded))
             else:  # the copy itself rounds where it can
                 target.copy_(total if target.dtype == grads.rounded else total.to(grads.rounded))
-
-
-def _takes_sums(grads: FFNGrads, loader: Loader) -> bool:
-    """Whether the weight gradients' own memory can take the sums: fp32, dense, nothing to add to or round."""
-    if grads.weights is None or loader.compute.mx or grads.add or grads.rounded != torch.float32:
-        return False
-    return all(target.dtype == torch.float32 and 1 in target.stride() for target in grads.weights)

@@ -1,10 +1,8 @@
 """Generation in mxfp8: few rows, no gradients, and weights that are quantized once instead of for every token.
 
-The quantized values are kept in bf16, which holds them exactly: as many bytes as bf16 weights have, next to the weights
-themselves. Codes would take half, but bringing them back would cost more than the products of a token. A copy is made
-in the first such call and dropped when its weight changes (``backends/prepared.py``), when the module changes between
-training and evaluation, and by ``refresh_weights``. With the environment variable :data:`OPTION` set to 0 there are
-none.
+The copies are in bf16, which holds the values exactly: as many bytes as bf16 weights have. Codes would take half, but
+decoding them would cost more than a token's products. A copy is made in the first such call and dropped when its weight
+changes (``backends/prepared.py``), when the module changes between training and evaluation, and by ``refresh_weights``.
 
 Legend: G groups, N columns of a product's result, K its contraction axis, I intermediate, H hidden, E experts.
 """
@@ -17,19 +15,13 @@ import torch
 from torch import Tensor
 
 from hf_neuron_moe.backends.prepared import PreparedWeights
-from hf_neuron_moe.backends.torch.compute import (
-    bf16_matmul_is_fast,
-    call_scratch,
-    environment_option,
-    operands_in_bf16,
-)
+from hf_neuron_moe.backends.torch.compute import bf16_matmul_is_fast, call_scratch, environment_option, operands_in_bf16
 from hf_neuron_moe.backends.torch.cpu.decode import MOST_ROWS
 from hf_neuron_moe.backends.torch.experts import ExpertStack, Rows
 from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints
 from hf_neuron_moe.backends.torch.grouped_forward import ReadyWeights, grouped_forward
 from hf_neuron_moe.backends.torch.grouped_products import Operand, PackedWeight
 from hf_neuron_moe.backends.torch.tiles import Loader
-from hf_neuron_moe.formats.padding import padded_size
 
 OPTION = "HF_NEURON_MOE_GENERATION_COPIES"
 """Environment variable: ``0`` quantizes the weights in every call, ``1`` or unset keeps them quantized."""
@@ -55,7 +47,7 @@ def suits(precision: str, rows: int, weight: Tensor) -> bool:
 
 def mlp(x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor) -> Tensor:
     """Return the dense MLP's output, bf16 ``[S, H]``."""
-    loader = _loader(x_SH.device, lone_384=True)
+    loader = Loader(operands_in_bf16("mxfp8"), call_scratch(x_SH.device), lone_384=True, ready_weights=True)
     gate, up = (_copy(weight[None], weight, "summed", loader) for weight in (gate_IH, up_IH))
     ready = ReadyWeights(gate, up, _copy(down_HI[None], down_HI, "packed", loader))
     return grouped_forward(x_SH, Rows.of_dense(len(x_SH)), ready, loader, Checkpoints())
@@ -63,7 +55,7 @@ def mlp(x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor) -> Tensor
 
 def experts(x_TH: Tensor, rows: Rows, stack: ExpertStack) -> Tensor:
     """Return the experts' weighted sum, bf16 ``[T, H]``."""
-    loader = _loader(x_TH.device, lone_384=False)
+    loader = Loader(operands_in_bf16("mxfp8"), call_scratch(x_TH.device), ready_weights=True)
     gate_up = _copy(stack.both(loader.scratch), stack.gate_up, "summed", loader)
     assert isinstance(gate_up, Tensor)
     gate, up = gate_up.chunk(2, dim=1)
@@ -71,27 +63,17 @@ def experts(x_TH: Tensor, rows: Rows, stack: ExpertStack) -> Tensor:
     return grouped_forward(x_TH, rows, ready, loader, Checkpoints()).to(x_TH.dtype)
 
 
-def _loader(device: torch.device, *, lone_384: bool) -> Loader:
-    return Loader(operands_in_bf16("mxfp8"), call_scratch(device), lone_384, ready_weights=True)
-
-
 def _copy(weight_GNK: Tensor, source: Tensor, form: str, loader: Loader) -> Operand:
     """The operand of a view of `source`: ``"packed"`` or ``"summed"``; the view's strides say its orientation."""
 
     def build(_: Tensor) -> Operand:
-        operand_GNK = _quantized(weight_GNK, loader)
+        groups, columns, size = weight_GNK.shape
+        operand_GNK = weight_GNK.new_zeros((groups, columns, loader.width(size)), dtype=torch.bfloat16)
+        operand_GNK[..., :size].copy_(weight_GNK)
+        rows_RK = operand_GNK.flatten(0, 1)
+        for part in rows_RK.split(max(_ROWS // rows_RK.shape[1], 1)):
+            loader.quantize(part, axis=1)
         return PackedWeight(operand_GNK) if form == "packed" and PackedWeight.suits(operand_GNK) else operand_GNK
 
     key = f"{form}:{weight_GNK.stride()}:{loader.lone_384}"
     return generation_copies().get(key, build, source, sampled=True)
-
-
-def _quantized(weight_GNK: Tensor, loader: Loader) -> Tensor:
-    """Return ``[G, N, K]`` in bf16, zero padded and quantized along K."""
-    groups, columns, size = weight_GNK.shape
-    operand_GNK = weight_GNK.new_zeros((groups, columns, padded_size(size)), dtype=torch.bfloat16)
-    operand_GNK[..., :size].copy_(weight_GNK)
-    rows_RK = operand_GNK.flatten(0, 1)
-    for part in rows_RK.split(max(_ROWS // rows_RK.shape[1], 1)):
-        loader.quantize(part, axis=1)
-    return operand_GNK

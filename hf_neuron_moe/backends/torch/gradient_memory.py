@@ -1,14 +1,11 @@
 """Memory of weight gradients on CPUs that the next step uses again.
 
-The C library gives large blocks back to the system when they are freed, so that a step's gradients are new pages, each
-of which costs a page fault at its first write: on the machine of docs/performance.md ten times as long as the write.
-What is smaller than :data:`SMALLEST` it keeps by itself.
-
-A tensor made here holds a NumPy array, a view of the kept memory that nothing else refers to. When the last tensor
-that shares the memory is gone, so is the array, and the memory is free for the next tensor of its size. What is free
-is never more than gradients took at one time. It is released when a block leaves training mode or is deleted; tensors
-that were in use then give their memory back to the system. Experts computed by a registered implementation, without a
-block, release nothing.
+The C library gives large blocks back to the system when they are freed. A step's gradients are then new pages, each of
+which costs a page fault: on the machine of docs/performance.md ten times as long as the write. A tensor made here holds
+a NumPy array, a view of the kept memory that nothing else refers to. When the last tensor that shares the memory is
+gone, so is the array, and the memory is free for the next tensor of its size. What is free is never more than gradients
+took at one time. It is released when a block leaves training mode or is deleted; tensors that were in use then give
+their memory back to the system. Experts computed by a registered implementation, without a block, release nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ import torch
 from torch import Tensor
 
 SMALLEST = 1 << 25
-"""Bytes; glibc takes no smaller block from the system by itself (``DEFAULT_MMAP_THRESHOLD_MAX``)."""
+"""Bytes; smaller blocks the C library keeps by itself (glibc's ``DEFAULT_MMAP_THRESHOLD_MAX``)."""
 
 
 class GradientMemory:

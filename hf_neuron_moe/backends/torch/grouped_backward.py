@@ -27,7 +27,7 @@ class GroupedBackward(BlockBackward):
     """The backward of ``grouped_forward``."""
 
     def run(self) -> Tensor | None:
-        """Write the gradients that are wanted; return that of the tokens ``[T, H]``: bf16 (dense) or fp32."""
+        """Write the gradients that are wanted; return that of the tokens ``[T, H]``."""
         inner, rows, recompute_loader = self.weights.inner, self.rows, self.recompute_loader or self.loader
         if self.d_weights is not None:
             self.d_weights.zero_without(rows.runs)
@@ -52,7 +52,7 @@ class GroupedBackward(BlockBackward):
                 self._weight_grads(batch, self.d_weights, d_gate_up, inter, (dout_rH, x_rH))
             if dx_RH is not None and both_G2IH is not None:
                 self._input_grad(batch, dx_RH, d_gate_up, both_G2IH)
-        return None if dx_RH is None else sum_over_experts(dx_RH, rows)
+        return None if dx_RH is None else sum_over_experts(dx_RH, rows).to(self.x_TH.dtype)
 
     def _intermediate_grad(self, batch: Batch, dout_rH: Tensor) -> list[Tensor]:
         """Return ``dY Wd`` of a batch as tensors ``[r, I]`` to be added: the fp32 sums, or bf16 parts of them."""

@@ -47,12 +47,11 @@ class PackedWeight:
     def __init__(self, weight_GNK: Tensor) -> None:
         self.shape, self.nbytes = weight_GNK.shape, weight_GNK.nbytes
         step = max(PIECE // weight_GNK.shape[2], 64)
+        parts = [slice(column, column + step) for column in range(0, weight_GNK.shape[1], step)]
         pack = torch.ops.mkldnn._reorder_linear_weight
         self.groups = [
-            [(column, min(step, len(weight_NK) - column), pack(weight_NK[column : column + step].contiguous(), 1))
-             for column in range(0, len(weight_NK), step)]
-            for weight_NK in weight_GNK.unbind(0)
-        ]  # fmt: skip
+            [(part, pack(weight_NK[part].contiguous(), 1)) for part in parts] for weight_NK in weight_GNK.unbind(0)
+        ]
 
     @staticmethod
     def suits(weight: Tensor) -> bool:
@@ -70,9 +69,8 @@ class PackedWeight:
         """As :func:`project`."""
         for group, start, end in runs:
             rows = left_RK[start:end].contiguous()
-            for column, size, weight in self.groups[group]:
-                product = torch.ops.mkldnn._linear_pointwise(rows, weight, None, "none", [], "")
-                out_RN[start:end, column : column + size].copy_(product)
+            for part, weight in self.groups[group]:
+                out_RN[start:end, part].copy_(torch.ops.mkldnn._linear_pointwise(rows, weight, None, "none", [], ""))
 
 
 Operand = Tensor | PackedWeight
@@ -160,11 +158,10 @@ def project_over_rows(left_RM: Tensor, right_RN: Tensor, out_MN: Tensor) -> None
     """``out = left^T @ right``, the sum over all rows, in the dtype of `out_MN` (any strides, one of them 1)."""
     if out_MN.stride(-1) != 1:
         left_RM, right_RN, out_MN = right_RN, left_RM, out_MN.t()
-    if out_MN.dtype == left_RM.dtype and out_MN.stride(-1) == 1:
-        _multiply(left_RM.t(), right_RN, out_MN, None)
-    else:
-        product = left_RM.new_empty(out_MN.shape)
-        _multiply(left_RM.t(), right_RN, product, None)
+    direct = out_MN.dtype == left_RM.dtype and out_MN.stride(-1) == 1
+    product = out_MN if direct else left_RM.new_empty(out_MN.shape)
+    _multiply(left_RM.t(), right_RN, product, None)
+    if not direct:
         out_MN.copy_(product)
 
 

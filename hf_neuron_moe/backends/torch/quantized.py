@@ -115,7 +115,7 @@ def quantized_backward(
     wants_input: bool,
     gating: Gating | None = None,
 ) -> Tensor | None:
-    """Return the gradient of the tokens, fp32 ``[T, H]``, and fill that of the rows' factors; there are no others.
+    """Return the gradient of the tokens ``[T, H]`` and fill that of the rows' factors; there are no others.
 
     `x_TH` is empty where gate and up were saved; a missing one is made again. `d_scale_R` is fp32 ``[R]``, zero before.
     """
@@ -152,7 +152,7 @@ def quantized_backward(
                 d_scale_R[start:end].add_(part_R)
         if sums is not None and total_RH is not None:
             sums(start, end, total_RH)
-    return None if sums is None else sums.total_TH
+    return None if sums is None else sums.total_TH.to(dout_TH.dtype)
 
 
 def _tile(weights: MXProjections, columns: slice, loader: Loader) -> FFNWeights:

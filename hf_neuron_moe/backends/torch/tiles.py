@@ -3,11 +3,11 @@
 Legend: R rows (tokens of one expert, or all tokens of a dense MLP), H hidden, I intermediate size.
 
 Tiles along I bound the converted weights (never a whole layer in fp32 unless MX groups force it), tiles along R bound
-the activations. In MX mode the cuts follow the contraction tiles of the format (512, then 256, then 128), because rows
-are the contraction axis of the weight gradients and I is that of the down projection and of the input gradient.
+the activations. In MX the cuts follow the contraction tiles of the format (512, then 256, then 128): rows are the
+contraction axis of the weight gradients, I is that of the down projection and of the input gradient.
 
-A matrix product's fp32 sums depend on how it is cut and how its operands lie in memory. Gate and up are therefore made
-by :class:`Projections` in the forward and in a backward that makes them again, and have the same bits.
+A product's fp32 sums depend on how it is cut and how its operands lie in memory. :class:`Projections` therefore makes
+gate and up in the forward and in a backward that makes them again, with the same bits.
 """
 
 from __future__ import annotations
@@ -28,16 +28,14 @@ _COLUMN_TILE = 2048
 
 @dataclass(frozen=True)
 class Span:
-    """Positions ``start..stop`` of an axis, held in a tile of `size` >= ``stop - start``.
-
-    ``lane``: distance of the four lanes of an MX block where the span is a part of one contraction tile, else 0. A
-    tile that is not full is held only up to its last lane with real positions; the others are zero and change nothing.
-    """
+    """Positions ``start..stop`` of an axis, held in a tile of `size` >= ``stop - start``."""
 
     start: int
     stop: int
     size: int
     lane: int = 0
+    """Distance of the four lanes of an MX block where the span is a part of one contraction tile, else 0. A tile that
+    is not full is held only up to its last lane with real positions; the others are zero and change nothing."""
 
     @property
     def length(self) -> int:
@@ -174,10 +172,9 @@ class Loader:
 def make_loader(
     precision: str, device: torch.device, rows: float, weight_dtype: torch.dtype, *, lone_384: bool = False
 ) -> Loader:
-    """Return a loader for one call of a block.
+    """Return a loader for one call of a block: bf16 operands for ``grouped_forward.py``, or fp32 operands for tiles.
 
-    It has bf16 operands, for ``grouped_forward.py``, or fp32 operands, for tiles. `rows` is the average number of rows
-    that share one weight; few rows are multiplied without casting the weights.
+    `rows` is the average number of rows that share one weight; few rows are multiplied without casting the weights.
     """
     compute = choose_compute(precision, device, rows_per_expert=rows, weight_dtype=weight_dtype)
     return Loader(compute, call_scratch(device), lone_384)
