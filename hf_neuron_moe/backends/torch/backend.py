@@ -25,7 +25,6 @@ from hf_neuron_moe.backends.torch.experts import (
     Rows,
     rows_per_run,
     run_experts_forward,
-    sort_pairs,
 )
 from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints
 from hf_neuron_moe.backends.torch.gating import Gating
@@ -132,7 +131,7 @@ class TorchBackend:
             one_dtype = gate_up.dtype is down.dtype is x_TH.dtype
             if one_dtype and decode.suit(spec.precision, gate_up.dtype, x_TH.device, count, spread):
                 return decode.experts(x_TH, routing, weights, spec.transposed), _nothing(x_TH)
-        rows, stack = _routed(routing, len(down), spec.block_size), ExpertStack(*weights, spec.transposed)
+        rows, stack = Rows.of_routing(routing, len(down), spec.block_size), ExpertStack(*weights, spec.transposed)
         if not keep.backward and generation.suits(spec.precision, count, gate_up):
             return generation.experts(x_TH, rows, stack), _nothing(x_TH)
         loader = make_loader(spec.precision, x_TH.device, rows_per_run(rows.runs), gate_up.dtype)
@@ -149,7 +148,8 @@ class TorchBackend:
         keep: Keep,
         wants: Wants,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        rows, stack = _routed(routing, len(weights[1]), spec.block_size), ExpertStack(*weights, spec.transposed)
+        rows = Rows.of_routing(routing, len(weights[1]), spec.block_size)
+        stack = ExpertStack(*weights, spec.transposed)
         loader = make_loader(spec.precision, dout_TH.device, rows_per_run(rows.runs), stack.gate_up.dtype)
         x_TH = _input(saved, x_TH, keep, dout_TH.dtype)
         empty = gradient_memory().empty_like
@@ -249,12 +249,8 @@ def _gating(keep: Keep) -> Gating | None:
     return FP8Gating() if keep.fp8 else None
 
 
-def _routed(routing: Routing, experts: int, block_size: int | None = None) -> Rows:
-    return Rows.of_pairs(sort_pairs(routing.index_TK, experts), routing.weight_TK, block_size)
-
-
 def _quantized_rows(x: Tensor, routing: Routing | None, stack: MXExpertStack) -> Rows:
-    return Rows.of_dense(len(x)) if routing is None else _routed(routing, len(stack.gate_up_codes))
+    return Rows.of_dense(len(x)) if routing is None else Rows.of_routing(routing, len(stack.gate_up_codes))
 
 
 def _scale_grads(rows: Rows, wants: Wants) -> Tensor | None:

@@ -15,6 +15,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
+from hf_neuron_moe.backends.spec import Routing
 from hf_neuron_moe.backends.torch.compute import Scratch
 from hf_neuron_moe.backends.torch.ffn_backward import FFNBackward, FFNGrads
 from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints, FFNWeights, RowSource, ffn_forward
@@ -101,7 +102,7 @@ def sort_pairs(index_TK: Tensor, experts: int) -> SortedPairs:
 
 
 def rows_per_run(runs: Runs) -> float:
-    """Average number of rows of the experts that have any."""
+    """Return the average number of rows of the experts that have any."""
     return runs[-1][2] / len(runs) if runs else 0.0
 
 
@@ -149,18 +150,17 @@ class Rows:
         return cls([(0, 0, tokens)] if tokens else [], tokens)
 
     @classmethod
-    def of_pairs(cls, pairs: SortedPairs, weight_TK: Tensor, block_size: int | None = None) -> Rows:
-        """Return sorted pairs, with their routing weights as factors."""
-        scale_R = weight_TK.reshape(-1).index_select(0, pairs.order_R).float()
+    def of_routing(cls, routing: Routing, experts: int, block_size: int | None = None) -> Rows:
+        """Return the sorted pairs, with their routing weights as factors."""
+        pairs = sort_pairs(routing.index_TK, experts)
+        scale_R = routing.weight_TK.reshape(-1).index_select(0, pairs.order_R).float()
         return cls(pairs.runs, len(scale_R), pairs.token_R, pairs.slot_TK, scale_R, block_size)
 
     @property
     def end(self) -> int:
-        """The end of the last run."""
         return self.runs[-1][2] if self.runs else 0
 
     def source(self, values_TH: Tensor) -> RowSource:
-        """Return the rows of a tensor of tokens."""
         return RowSource(values_TH, self.token_R)
 
     def sums(self, like_TH: Tensor) -> RowSums:
@@ -195,7 +195,6 @@ class GroupedWeights:
 
     @property
     def inner(self) -> int:
-        """I."""
         return self.gate_GIH.shape[1]
 
     def expert(self, number: int) -> FFNWeights:
@@ -214,8 +213,9 @@ class GroupedWeights:
 
     def zero_without(self, runs: Runs) -> None:
         """Write zeros to the groups that have no rows."""
+        gate_up = (self.gate_GIH, self.up_GIH) if self.gate_up_G2IH is None else (self.gate_up_G2IH,)
         for number in set(range(len(self.down_GHI))) - {group for group, _, _ in runs}:
-            for part in (self.gate_GIH, self.up_GIH, self.down_GHI):
+            for part in (*gate_up, self.down_GHI):
                 part[number].zero_()
 
 

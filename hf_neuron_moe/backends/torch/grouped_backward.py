@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_neuron_moe.backends.torch.experts import BlockBackward, GroupedWeights
+from hf_neuron_moe.backends.torch.experts import BlockBackward
 from hf_neuron_moe.backends.torch.gating import Gating
 from hf_neuron_moe.backends.torch.grouped_forward import (
     CHUNK,
@@ -49,7 +49,7 @@ class GroupedBackward(BlockBackward):
             d_int = self._intermediate_grad(batch, dout_rH)
             d_gate_up, inter = self._between(batch, pre, d_int)
             if self.d_weights is not None:
-                self._weight_grads(batch, self.d_weights, d_gate_up, inter, (dout_rH, x_rH))
+                self._weight_grads(batch, d_gate_up, inter, dout_rH, x_rH)
             if dx_RH is not None and both_G2IH is not None:
                 self._input_grad(batch, dx_RH, d_gate_up, both_G2IH)
         return None if dx_RH is None else sum_over_experts(dx_RH, rows).to(self.x_TH.dtype)
@@ -96,21 +96,19 @@ class GroupedBackward(BlockBackward):
         return d_gate_up, inter
 
     def _weight_grads(
-        self,
-        batch: Batch,
-        grads: GroupedWeights,
-        d_gate_up: Tensor,
-        inter: Tensor,
-        sources: tuple[Tensor, Tensor | None],
+        self, batch: Batch, d_gate_up: Tensor, inter: Tensor, dout_rH: Tensor, x_rH: Tensor | None
     ) -> None:
         """Sum over each group's rows; in MX every operand is quantized along them first.
 
-        `sources` are the batch's rows of dY and x, the latter where they were made, as the loaders' operands.
+        `dout_rH` and `x_rH`, the latter if it was needed before, are operands of the products along H.
         """
-        inner, width, compute = self.weights.inner, inter.shape[1], self.loader.compute
+        grads, inner, width, compute = self.d_weights, self.weights.inner, inter.shape[1], self.loader.compute
+        assert grads is not None
         plain = not compute.mx and self.x_TH.dtype == self.dout_TH.dtype == compute.operand
-        dout_rH, x_rH = sources if plain else (batch.take(self.dout_TH), None)
-        x_rH = batch.take(self.x_TH) if x_rH is None else x_rH
+        if not plain:
+            dout_rH = batch.take(self.dout_TH)
+        if x_rH is None or not plain:
+            x_rH = batch.take(self.x_TH)
         whole = grads.gate_up_G2IH is not None and width == inner
         for group, dout, x, both, product in each_run(batch.runs, dout_rH, x_rH, d_gate_up, inter[:, :inner]):
             if not plain:

@@ -47,7 +47,6 @@ class ReadyWeights:
 
     @property
     def inner(self) -> int:
-        """I."""
         return self.gate_GIH.shape[1]
 
 
@@ -88,7 +87,6 @@ class Batch:
         return slice(self.start + chunk.start, self.start + chunk.stop)
 
     def scale(self, chunk: slice) -> Tensor | None:
-        """Return the factors of a chunk ``[r, 1]``."""
         return self.rows.scale(self.start + chunk.start, self.start + chunk.stop)
 
 
@@ -104,8 +102,8 @@ def tokens_operand(values_TH: Tensor, loader: Loader) -> Tensor:
 class PreActivations:
     """Gate and up of a batch: products of the forward, or of a backward for what was not saved.
 
-    Gate, the first columns of up and its other columns are products of their own, whatever is saved, so that a value
-    has the same bits wherever it is made.
+    Gate, the first columns of up and its others are separate products, whatever is saved: a value has the same bits
+    wherever it is made.
     """
 
     def __init__(
@@ -154,23 +152,18 @@ class PreActivations:
         """
         shape, scratch = (chunk.stop - chunk.start, self.weights.inner), self.loader.scratch
         gate, up = (scratch.get(f"{name}_fp32", shape, torch.float32) for name in ("gate", "up"))
-        self._fill(gate, "gate", chunk, rounded)
+        targets = {"gate": gate, "up": up}
         if "up_tail" in self.made:
-            self._fill(up[:, : self.cut], "up", chunk, rounded)
-            self._fill(up[:, self.cut :], "up_tail", chunk, rounded)
-        else:
-            self._fill(up, "up", chunk, rounded)
+            targets |= {"up": up[:, : self.cut], "up_tail": up[:, self.cut :]}
+        for name, target in targets.items():
+            made, kept = self.made.get(name), self.saved.gate if name == "gate" else self.saved.up
+            if made is not None:
+                target.copy_(made[chunk])
+                if rounded and made.dtype == torch.float32:
+                    self.loader.round_(target)
+            elif kept is not None:
+                target.copy_(take_tile(kept, self.batch.global_part(chunk), slice(0, target.shape[1])))
         return gate, up
-
-    def _fill(self, target: Tensor, name: str, chunk: slice, rounded: bool) -> None:
-        if name in self.made:
-            target.copy_(self.made[name][chunk])
-            if rounded and self.made[name].dtype == torch.float32:
-                self.loader.round_(target)
-            return
-        kept = self.saved.gate if name == "gate" else self.saved.up
-        assert kept is not None
-        target.copy_(take_tile(kept, self.batch.global_part(chunk), slice(0, target.shape[1])))
 
 
 def grouped_forward(

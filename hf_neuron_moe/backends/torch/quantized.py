@@ -2,15 +2,14 @@
 
 Legend: R rows, H hidden, I intermediate, T tokens.
 
-Forward: rows are rounded to MXFP8 in the groups that the weights' codes were made in, the weights are taken as they
-are, and everything else is as in the mxfp8 path of
-:func:`~hf_neuron_moe.backends.torch.ffn_forward.ffn_forward`: fp32 sums, the activation reads them, the product is
-rounded to bf16 once and then to MXFP8. An expert's affinity multiplies that product, as in the MXFP8 training pair;
-with experts stored as words it multiplies the down projection's sums, as in ``moe_cte``'s MX implementations.
+Forward: rows are rounded to MXFP8 in the groups that the weights' codes were made in; the rest is the mxfp8 path of
+``ffn_forward``: fp32 sums, the activation reads them, the product is rounded to bf16 once and then to MXFP8. An
+expert's affinity multiplies that product, as in the MXFP8 training pair; with experts stored as words it multiplies the
+down projection's sums, as in ``moe_cte``'s MX implementations.
 
-Backward: there is one orientation of the codes, so nothing could be quantised along the other axis without changing the
-weights. The gradient with respect to the input is that of the bf16 kernels with the codes' values as weights: rounding
-activations counts as the identity, and no weight gradient exists.
+Backward: the codes have one orientation, so nothing could be quantised along the other axis without changing the
+weights. The input's gradient is that of the bf16 kernels with the codes' values as weights: rounding activations counts
+as the identity, and no weight gradient exists.
 """
 
 from __future__ import annotations
@@ -157,18 +156,15 @@ def quantized_backward(
 
 def _tile(weights: MXProjections, columns: slice, loader: Loader) -> FFNWeights:
     """The values of one part of the intermediate axis, fp32, without zeros that the arrangement added."""
-    hidden, inner = weights.hidden, weights.inner
-    width, size = columns.stop - columns.start, min(columns.stop, inner) - columns.start
-
-    def buffer(name: str, *shape: int) -> Tensor:
-        return loader.scratch.get(name, shape, torch.float32)
-
-    every, gate = slice(0, hidden), slice(columns.start, columns.start + size)
-    up = slice(inner + gate.start, inner + gate.stop)
+    hidden, inner, scratch = weights.hidden, weights.inner, loader.scratch
+    every, gate = slice(0, hidden), slice(columns.start, min(columns.stop, inner))
+    up, size = slice(inner + gate.start, inner + gate.stop), gate.stop - gate.start
+    gate_IH, up_IH = (scratch.get(name, (size, hidden), torch.float32) for name in ("frozen_gate", "frozen_up"))
+    down_HI = scratch.get("frozen_down", (hidden, columns.stop - columns.start), torch.float32)
     return FFNWeights(
-        weights.gate_up.values(gate, every, buffer("frozen_gate", size, hidden)),
-        weights.gate_up.values(up, every, buffer("frozen_up", size, hidden)),
-        weights.down.values(every, columns, buffer("frozen_down", hidden, width))[:, :size],
+        weights.gate_up.values(gate, every, gate_IH),
+        weights.gate_up.values(up, every, up_IH),
+        weights.down.values(every, columns, down_HI)[:, :size],
     )
 
 
@@ -184,10 +180,9 @@ def _part(checkpoints: Checkpoints, start: int, end: int, columns: slice) -> Che
 
 def _completed(kept: Checkpoints, x: RowSource, tile: FFNWeights, forward: Loader) -> Checkpoints:
     """Make the missing pre-activations of a part of the intermediate axis again, rounded to bf16 as kept ones are."""
-    missing = [
+    gate_RI, up_RI = (
         x.values.new_empty((len(x), len(tile.up_IH)), dtype=torch.bfloat16) if part is None else None
         for part in (kept.gate, kept.up)
-    ]
-    project_gate_up(x, tile, forward, *missing)
-    gate, up = (part if again is None else again for part, again in zip((kept.gate, kept.up), missing, strict=True))
-    return Checkpoints(gate, up)
+    )
+    project_gate_up(x, tile, forward, gate_RI, up_RI)
+    return Checkpoints(kept.gate if gate_RI is None else gate_RI, kept.up if up_RI is None else up_RI)
