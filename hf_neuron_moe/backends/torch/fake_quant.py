@@ -8,10 +8,8 @@ the last place of the sum is the step. For bf16 values the constant is ``1.5 * 2
 the sum once. (What fp32 cannot hold next to the constant is far below half a step.) With the Neuron scale rule
 (``s = emax - 7``, ``emax`` the block's largest exponent) no finite value saturates.
 
-Blocks are 8 neighboring positions times 4 lanes along the contraction axis, the lanes a quarter of a tile apart
-(tiles of 512, then 256, then 128), in the natural layout of the tensor.
-
-Source of the rule: NKI ``quantize_mx`` (SDK 2.32 documentation) and the wrapX swizzle of nki-library 2.30.
+Blocks are 8 neighboring positions times 4 lanes along the contraction axis, the lanes a quarter of a tile apart (tiles
+of 512, then 256, then 128). Sources: NKI ``quantize_mx`` (SDK 2.32), the wrapX swizzle of nki-library 2.30.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from hf_neuron_moe.formats.swizzle import tile_segments
 
 
 class _Bits(NamedTuple):
-    """A float format's bits as integers, and the constant whose last place is the step of a value below twice 2^0."""
+    """A float format's bits as integers, and the constant whose last place is the step of a value below 2."""
 
     integer: torch.dtype
     magnitude: int
@@ -51,8 +49,8 @@ def fake_quantize_(values: Tensor, axis: int, scratch: Tensor | None = None, *, 
     """Round `values` to MXFP8 (e4m3, Neuron scale rule) in place, blocks along `axis`; return them.
 
     They are fp32 or bf16 ``[R, C]`` with unit stride in the last dimension; `axis`, 0 or 1, is a multiple of 128 long.
-    `scratch` has at least as many elements, int32 for fp32 and int16 for bf16. `scheme` is a wrapX variant of
-    :class:`hf_neuron_moe.formats.constants.SwizzleScheme`.
+    `scratch` has at least as many elements, int32 for fp32, int16 for bf16; None is allocated. `scheme` is a wrapX
+    variant of :class:`hf_neuron_moe.formats.constants.SwizzleScheme`.
     """
     if not values.numel():
         return values

@@ -11,9 +11,7 @@ Where values are rounded (to bf16 unless the precision is fp32), after fp32 accu
 
 The checkpoints ``gate_act`` and ``intermediate`` (mxfp8) are made from the rounded gate and up, as
 ``recompute_gate_act`` and ``recompute_intermediate`` of ``mlp_bwd_mxfp8`` make them. ``mlp_fwd_mxfp8`` itself would
-write those of its fp32 sums, which nothing but the sums can bring back: gradients would then depend on what was kept.
-
-Biases, clamps, other activations and their roundings come with an :class:`Epilogue`.
+write those of its fp32 sums, which cannot be made again: gradients would then depend on what was saved.
 """
 
 from __future__ import annotations
@@ -33,15 +31,13 @@ from hf_neuron_moe.backends.torch.tiles import Loader, Projections, Span, column
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """Activations kept for the backward, each ``[R, I]`` or None; `up` may hold only its first columns.
-
-    ``gate`` and ``up`` are pre-activations; ``gate_act = silu(gate)`` and ``intermediate = gate_act * up`` of the
-    rounded ones, each rounded itself, are kept by mxfp8 only.
-    """
+    """Activations saved for the backward, each ``[R, I]`` or None."""
 
     gate: Kept | None = None
     up: Kept | None = None
+    """Pre-activation as `gate`, perhaps only its first columns."""
     gate_act: Tensor | None = None
+    """``silu(gate)`` of the rounded gate, rounded itself; mxfp8 only, as `intermediate`, which is that times up."""
     intermediate: Tensor | None = None
     up_cut: int | None = field(default=None, kw_only=True)
     """How many columns of up are multiplied first, whatever is saved (:class:`Projections`); None for all."""
@@ -78,7 +74,7 @@ class RowSource:
 
 
 class Epilogue(Protocol):
-    """What becomes of the fp32 sums of one tile, where that is not ``silu(gate) * up``; rounding is its business.
+    """What the fp32 sums of one tile become other than ``silu(gate) * up``: biases, clamps, activations and roundings.
 
     With one, the loader's matmul operands are fp32 and not MX-quantized.
     """
@@ -143,10 +139,7 @@ def ffn_forward(
 def project_gate_up(
     x: RowSource, weights: FFNWeights, loader: Loader, gate_RI: Tensor | None, up_RI: Tensor | None
 ) -> None:
-    """Make gate and up pre-activations again as :func:`ffn_forward` made them for its checkpoints.
-
-    `gate_RI` and `up_RI` are filled in the dtype that the checkpoint would have; None if it was saved.
-    """
+    """Make gate and up pre-activations again as :func:`ffn_forward` made them for its checkpoints; None was saved."""
     inner, hidden = weights.up_IH.shape
     for columns in column_spans(inner, loader.compute):
         gate_IH, wanted = None if gate_RI is None else weights.gate_IH, 0 if up_RI is not None else columns.length
@@ -211,10 +204,7 @@ def _keep(
 def save_products(
     gate32: Tensor, up32: Tensor, loader: Loader, save: Checkpoints, part: slice | tuple[slice, slice]
 ) -> None:
-    """Save ``silu(gate)`` and ``silu(gate) * up`` of the rounded gate and up, as a backward would make them again.
-
-    They go to `part` of the checkpoints, where those are wanted.
-    """
+    """Save ``silu(gate)`` and ``silu(gate) * up`` of the rounded gate and up in `part` of `save`, where wanted."""
     if save.gate_act is None and save.intermediate is None:
         return
     shape, scratch = tuple(gate32.shape), loader.scratch

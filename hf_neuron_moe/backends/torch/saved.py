@@ -1,4 +1,4 @@
-"""Activations kept for the backward: in the compute dtype, or in FP8 with one bf16 scale per group.
+"""Activations saved for the backward: in the compute dtype, or in FP8 with one bf16 scale per group.
 
 Legend: R rows, I intermediate, H hidden, G groups of a row.
 
@@ -47,7 +47,7 @@ class FP8Rows:
         return FP8Rows(self.codes[:, part], self.scales[:, _groups(part)])
 
     def put(self, rows: slice, columns: slice, values: Tensor) -> Tensor:
-        """Keep a tile that starts at a whole group; return its values rounded to bf16, which is what is quantized."""
+        """Save a tile that starts at a whole group; return its values rounded to bf16, which is what is quantized."""
         rounded = values.to(torch.bfloat16)
         if not rounded.numel():
             return rounded
@@ -69,18 +69,16 @@ class StoredRows(Protocol):
     """A ``[R, I]`` activation in another form than a matrix, brought back tile by tile."""
 
     @property
-    def shape(self) -> torch.Size:
-        """Shape of the activation."""
+    def shape(self) -> torch.Size: ...
 
-    def rows(self, start: int, end: int) -> StoredRows:
-        """Return the rows ``start..end``."""
+    def rows(self, start: int, end: int) -> StoredRows: ...
 
     def take(self, rows: slice, columns: slice) -> Tensor:
         """Return a tile in fp32, valid until the next call."""
 
 
 Kept = Tensor | StoredRows
-"""A kept activation ``[R, I]``."""
+"""A saved activation ``[R, I]``."""
 
 
 def fp8_storage(anchor: Tensor, leading: tuple[int, ...], columns: int) -> tuple[Tensor, Tensor]:
@@ -90,7 +88,7 @@ def fp8_storage(anchor: Tensor, leading: tuple[int, ...], columns: int) -> tuple
 
 
 def put_tile(kept: Kept, rows: slice, columns: slice, values: Tensor) -> Tensor:
-    """Keep a tile; return the tile as it was rounded."""
+    """Save a tile; return it as it was rounded."""
     if isinstance(kept, FP8Rows):
         return kept.put(rows, columns, values)
     assert isinstance(kept, Tensor), "only matrices and FP8 rows are written tile by tile"
@@ -98,7 +96,7 @@ def put_tile(kept: Kept, rows: slice, columns: slice, values: Tensor) -> Tensor:
 
 
 def take_tile(kept: Kept, rows: slice, columns: slice) -> Tensor:
-    """Return a kept tile in the dtype it was kept in; in fp32 from another form than a matrix."""
+    """Return a saved tile, in fp32 from another form than a matrix."""
     return kept[rows, columns] if isinstance(kept, Tensor) else kept.take(rows, columns)
 
 

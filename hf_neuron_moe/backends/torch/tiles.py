@@ -181,12 +181,12 @@ def make_loader(
 
 
 def tile_loader(precision: str, device: torch.device) -> Loader:
-    """Return a loader of fp32 operands, on any device."""
+    """Return a loader of fp32 operands."""
     return Loader(fp32_products(precision), call_scratch(device))
 
 
 def first_columns(span: Span, columns: int | None) -> int:
-    """How many columns of `span` are among the first `columns` of the whole axis; all of them for None."""
+    """Return how many columns of `span` are among the first `columns` of the whole axis; all of them for None."""
     return span.length if columns is None else min(max(columns - span.start, 0), span.length)
 
 
