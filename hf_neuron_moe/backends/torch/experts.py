@@ -31,14 +31,10 @@ Runs = Sequence[tuple[int, int, int]]
 class SortedPairs:
     """The pairs in expert order."""
 
-    order_R: Tensor
-    """Position of each sorted pair in the flattened ``[T, K]``."""
-    token_R: Tensor
-    """Token of each sorted pair."""
-    slot_TK: Tensor
-    """Position of each pair in sorted order; the inverse of the sort."""
-    offsets: list[int]
-    """E + 1 row offsets on the host; pairs beyond the last one belong to other ranks."""
+    order_R: Tensor  # position of each sorted pair in the flattened ``[T, K]``
+    token_R: Tensor  # token of each sorted pair
+    slot_TK: Tensor  # position of each pair in sorted order; the inverse of the sort
+    offsets: list[int]  # E + 1 row offsets on the host; pairs beyond the last one belong to other ranks
 
     @property
     def runs(self) -> list[tuple[int, int, int]]:
@@ -47,8 +43,7 @@ class SortedPairs:
         return [(expert, start, end) for expert, (start, end) in enumerate(bounds) if end > start]
 
 
-_BY_HAND = 64
-"""Up to this many pairs sorting a Python list takes less time than dispatching torch's operators."""
+_BY_HAND = 64  # up to this many pairs sorting a Python list takes less time than dispatching torch's operators
 
 
 def _check_lowest(expert: int) -> None:
@@ -110,8 +105,7 @@ class RowSums(NamedTuple):
     """The fp32 total ``[T, H]`` to which each run's rows are added, in their tokens' places."""
 
     total_TH: Tensor
-    token_R: Tensor | None
-    """None where rows are the tokens, which are then written."""
+    token_R: Tensor | None  # None where rows are the tokens, which are then written
 
     def buffer(self, start: int, end: int, scratch: Scratch) -> Tensor:
         """Return where to make the rows of a run: in the total itself if they are tokens."""
@@ -133,14 +127,10 @@ class Rows:
     """The rows of a call in group order."""
 
     runs: Runs
-    count: int
-    """R; rows behind the last run belong to experts of other ranks."""
-    token_R: Tensor | None = None
-    """Which token each row is; None where rows are the tokens."""
-    slot_TK: Tensor | None = None
-    """The rows of each token; None where rows are the tokens."""
-    scale_R: Tensor | None = None
-    """fp32 factor on each row's intermediate, or None."""
+    count: int  # R; rows behind the last run belong to experts of other ranks
+    token_R: Tensor | None = None  # which token each row is; None where rows are the tokens
+    slot_TK: Tensor | None = None  # the rows of each token; None where rows are the tokens
+    scale_R: Tensor | None = None  # fp32 factor on each row's intermediate, or None
     block_size: int | None = None
     """Rows per MoE block; None for a dense MLP, whose weight gradients contract over all rows at once."""
 
@@ -179,8 +169,7 @@ class GroupedWeights:
     gate_GIH: Tensor
     up_GIH: Tensor
     down_GHI: Tensor
-    gate_up_G2IH: Tensor | None = None
-    """Both where gate and up lie in one tensor."""
+    gate_up_G2IH: Tensor | None = None  # both where gate and up lie in one tensor
 
     @classmethod
     def of_dense(cls, weights: FFNWeights) -> GroupedWeights:
@@ -340,13 +329,10 @@ class BlockBackward:
     weights: GroupedWeights
     loader: Loader
     saved: Checkpoints
-    d_weights: GroupedWeights | None
-    """Overwritten; None where it is not wanted, as all results."""
-    d_scale_R: Tensor | None
-    """fp32, zero before."""
+    d_weights: GroupedWeights | None  # overwritten; None where it is not wanted, as all results
+    d_scale_R: Tensor | None  # fp32, zero before
     wants_input: bool
-    recompute_loader: Loader | None = None
-    """Forms the operands of the forward's products where that differs."""
+    recompute_loader: Loader | None = None  # forms the operands of the forward's products where that differs
     gating: Gating | None = None
 
     def run(self) -> Tensor | None:

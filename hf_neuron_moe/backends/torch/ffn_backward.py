@@ -34,35 +34,26 @@ from hf_neuron_moe.backends.torch.tiles import Loader, Projections, Span, column
 class FFNGrads:
     """Where results go; None means not wanted and not computed."""
 
-    weights: FFNWeights | None
-    """Views with any strides; the other results are fp32."""
+    weights: FFNWeights | None  # views with any strides; the other results are fp32
     x_RH: Tensor | None
     scale_R: Tensor | None = None
-    rounded: torch.dtype = torch.float32
-    """What the fp32 sums of weight gradients are rounded to before they are stored."""
-    add: bool = False
-    """Add to the weight gradients instead of overwriting them."""
-    bias_2I: Tensor | None = None
-    """Row sums of d_gate, then of d_up."""
+    rounded: torch.dtype = torch.float32  # what the fp32 sums of weight gradients are rounded to before they are stored
+    add: bool = False  # add to the weight gradients instead of overwriting them
+    bias_2I: Tensor | None = None  # row sums of d_gate, then of d_up
 
 
 @dataclass(frozen=True)
 class FFNBackward:
     """The backward of :func:`~hf_neuron_moe.backends.torch.ffn_forward.ffn_forward`; :meth:`run` fills `grads`."""
 
-    dout: RowSource
-    """The R rows of dL/dY."""
-    x: RowSource
-    """The R input rows of the forward."""
+    dout: RowSource  # the R rows of dL/dY
+    x: RowSource  # the R input rows of the forward
     weights: FFNWeights
     loader: Loader
     grads: FFNGrads
-    saved: Checkpoints
-    """Gate and up, or the last columns of up, are multiplied again where they are missing."""
-    scale_R1: Tensor | None = None
-    """The factor the forward applied to the intermediate."""
-    block_size: int | None = None
-    """Rows per MoE block, or None for a dense MLP."""
+    saved: Checkpoints  # gate and up, or the last columns of up, are multiplied again where they are missing
+    scale_R1: Tensor | None = None  # the factor the forward applied to the intermediate
+    block_size: int | None = None  # rows per MoE block, or None for a dense MLP
     recompute_loader: Loader | None = None
     """Multiplies what was not saved; forms MX groups as the forward did, where that differs from `loader`."""
     gating: Gating | None = None
@@ -94,8 +85,7 @@ class _InnerGrads:
     gate: Tensor
     up: Tensor
     inter: Tensor
-    joined: Tensor | None = None
-    """The ``[R, 2I]`` of which gate and up are the halves, in MX only."""
+    joined: Tensor | None = None  # the ``[R, 2I]`` of which gate and up are the halves, in MX only
 
 
 class _Tile:

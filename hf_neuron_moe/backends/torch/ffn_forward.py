@@ -34,8 +34,7 @@ class Checkpoints:
     """Activations saved for the backward, each ``[R, I]`` or None."""
 
     gate: Kept | None = None
-    up: Kept | None = None
-    """Pre-activation as `gate`, perhaps only its first columns."""
+    up: Kept | None = None  # pre-activation as `gate`, perhaps only its first columns
     gate_act: Tensor | None = None
     """``silu(gate)`` of the rounded gate, rounded itself; mxfp8 only, as `intermediate`, which is that times up."""
     intermediate: Tensor | None = None

@@ -28,8 +28,7 @@ OPTION = "HF_NEURON_MOE_GENERATION_COPIES"
 MOST_ROWS_OF_FP32 = 64
 """The same as :data:`~hf_neuron_moe.backends.torch.cpu.decode.MOST_ROWS` where bf16 products are slow: beyond, tiles of
 fp32 are faster although they quantize anew."""
-_ROWS = 1 << 18
-"""Elements that are quantized at a time."""
+_ROWS = 1 << 18  # elements that are quantized at a time
 
 
 @functools.cache

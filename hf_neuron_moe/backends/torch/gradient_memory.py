@@ -17,8 +17,7 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
-SMALLEST = 1 << 25
-"""Bytes; smaller blocks the C library keeps by itself (glibc's ``DEFAULT_MMAP_THRESHOLD_MAX``)."""
+SMALLEST = 1 << 25  # bytes; smaller blocks the C library keeps by itself (glibc's ``DEFAULT_MMAP_THRESHOLD_MAX``)
 
 
 class GradientMemory:

@@ -30,12 +30,10 @@ from hf_neuron_moe.backends.torch.tiles import Loader
 
 ROW_MULTIPLE = 16
 """Rows are multiplied in multiples of so many where the buffers have them: libraries keep code for every number."""
-FEW_ROWS = 64
-"""Up to so many rows per group one call for all groups saves more time than it costs."""
+FEW_ROWS = 64  # up to so many rows per group one call for all groups saves more time than it costs
 PIECE = 1 << 20
 """Elements of a weight that are cast or quantized at a time; they stay in the caches until they are multiplied."""
-TILE = 512
-"""A contraction axis of a multiple of it has the same MX groups wherever a group's weight begins."""
+TILE = 512  # a contraction axis of a multiple of it has the same MX groups wherever a group's weight begins
 
 
 class PackedWeight:
@@ -73,8 +71,7 @@ class PackedWeight:
                 out_RN[start:end, part].copy_(torch.ops.mkldnn._linear_pointwise(rows, weight, None, "none", [], ""))
 
 
-Operand = Tensor | PackedWeight
-"""A weight ``[G, N, K]``."""
+Operand = Tensor | PackedWeight  # a weight ``[G, N, K]``
 
 
 def project(

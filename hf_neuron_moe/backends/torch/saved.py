@@ -21,8 +21,7 @@ from hf_neuron_moe.formats.constants import E4M3FN
 from hf_neuron_moe.formats.fp8_rounding import round_to_fp8_
 from hf_neuron_moe.formats.group_fp8 import SCALE_EPSILON, group_dequantize_fp8, group_quantize_fp8
 
-GROUP = 64
-"""Elements that share a scale."""
+GROUP = 64  # elements that share a scale
 
 
 @dataclass(frozen=True)
@@ -77,8 +76,7 @@ class StoredRows(Protocol):
         """Return a tile in fp32, valid until the next call."""
 
 
-Kept = Tensor | StoredRows
-"""A saved activation ``[R, I]``."""
+Kept = Tensor | StoredRows  # a saved activation ``[R, I]``
 
 
 def fp8_storage(anchor: Tensor, leading: tuple[int, ...], columns: int) -> tuple[Tensor, Tensor]:

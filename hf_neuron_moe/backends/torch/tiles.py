@@ -83,13 +83,8 @@ def row_tiles(rows: int, block_size: int | None) -> list[Span]:
 
 def column_spans(columns: int, compute: Compute) -> list[Span]:
     """Cut the intermediate axis into spans; one single span where MX groups reach over the border of gate and up."""
-    if not compute.mx:
-        return [
-            Span(start, min(start + _COLUMN_TILE, columns), min(_COLUMN_TILE, columns - start))
-            for start in range(0, columns, _COLUMN_TILE)
-        ]
-    total = padded_size(columns)
-    step = _COLUMN_TILE if total % 512 == 0 else total
+    total = padded_size(columns) if compute.mx else columns
+    step = total if compute.mx and total % 512 else _COLUMN_TILE
     return [Span(start, min(start + step, columns), min(step, total - start)) for start in range(0, total, step)]
 
 
@@ -103,8 +98,7 @@ class Loader:
     """Treat a contraction axis of exactly 384 as one tile, as ``mlp_fwd_mxfp8`` does with raw operands."""
     rounded_sources: bool = False
     """Whether fp32 sources are known to hold values of the compute's rounded dtype, so that none need be rounded."""
-    ready_weights: bool = False
-    """Whether weights are operands already (bf16 products only)."""
+    ready_weights: bool = False  # whether weights are operands already (bf16 products only)
 
     def width(self, size: int) -> int:
         """Return how long a contraction axis of `size` is held: whole MX groups."""

@@ -18,14 +18,10 @@ from hf_neuron_moe.backends.torch.compute import FEW_ROWS, bf16_matmul_is_fast, 
 from hf_neuron_moe.backends.torch.cpu.matmul import LARGE_WEIGHT, SMALL_WEIGHT, linear_of_few, uses_onednn
 from hf_neuron_moe.backends.torch.experts import Runs, checked_ids, rows_per_run, sort_pairs
 
-_ROWS_WORTH_CASTING = 5
-"""Rows from which a bf16 weight is cast to fp32 by parts, without bf16 instructions."""
-_LONG_ROWS_WORTH_CASTING = 8
-"""The same for more than 2048 columns."""
-_CAST_AT_ONCE = 1 << 20
-"""Elements of a weight cast to fp32 at a time, which stay in the caches."""
-MOST_ROWS = 512
-"""Beyond this many rows in all the tiled path is as fast, and its temporaries are bounded."""
+_ROWS_WORTH_CASTING = 5  # rows from which a bf16 weight is cast to fp32 by parts, without bf16 instructions
+_LONG_ROWS_WORTH_CASTING = 8  # the same for more than 2048 columns
+_CAST_AT_ONCE = 1 << 20  # elements of a weight cast to fp32 at a time, which stay in the caches
+MOST_ROWS = 512  # beyond this many rows in all the tiled path is as fast, and its temporaries are bounded
 
 
 def suit(precision: str, dtype: torch.dtype, device: torch.device, rows: int, rows_per_expert: float) -> bool:

@@ -23,15 +23,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-TOKENS = 16
-"""oneDNN multiplies whole multiples of so many tokens."""
+TOKENS = 16  # oneDNN multiplies whole multiples of so many tokens
 
 FEW_TOKENS = 32
 """Up to so many rows :func:`linear_of_few` may do better. They are not padded: each number is a shape of its own."""
-SMALL_WEIGHT = 1 << 17
-"""Elements below which a weight is read so fast that calls take most of the time."""
-LARGE_WEIGHT = 1 << 19
-"""Elements from which reading a weight still is most of the time at 5 rows and more."""
+SMALL_WEIGHT = 1 << 17  # elements below which a weight is read so fast that calls take most of the time
+LARGE_WEIGHT = 1 << 19  # elements from which reading a weight still is most of the time at 5 rows and more
 
 
 @dataclass(frozen=True)
@@ -41,12 +38,9 @@ class OneDNNRule:
     oneDNN's sums do not depend on that order; MKL's do for few rows or columns.
     """
 
-    size: int
-    """Least M * K * N. Generating code takes about half a millisecond."""
-    rows: int
-    """Least M, so that bringing a `right` with gaps together, which oneDNN asks for, costs little."""
-    columns: int
-    """Least N for which a `left` that is not contiguous is worth copying, for the same reason."""
+    size: int  # least M * K * N. Generating code takes about half a millisecond.
+    rows: int  # least M, so that bringing a `right` with gaps together, which oneDNN asks for, costs little
+    columns: int  # least N for which a `left` that is not contiguous is worth copying, for the same reason
     every_shape: bool
     """False leaves out shapes for which a `right` that lies row by row may be slow: with AVX2 0.6 to 1.1 of MKL's speed
     where K is large and N no power of two."""
