@@ -114,10 +114,7 @@ class RowSums(NamedTuple):
         return scratch.get("expert_out", (end - start, self.total_TH.shape[1]), torch.float32)
 
     def __call__(self, start: int, end: int, rows_RH: Tensor) -> None:
-        """Add the rows of :meth:`buffer`.
-
-        A token occurs at most once per run and runs come in order, so the sums are deterministic on every device.
-        """
+        """Add the rows; a token occurs once per run and runs come in order, so the sums are deterministic."""
         if self.token_R is not None:
             self.total_TH.index_add_(0, self.token_R[start:end], rows_RH)
 
@@ -131,8 +128,7 @@ class Rows:
     token_R: Tensor | None = None  # which token each row is; None where rows are the tokens
     slot_TK: Tensor | None = None  # the rows of each token; None where rows are the tokens
     scale_R: Tensor | None = None  # fp32 factor on each row's intermediate, or None
-    block_size: int | None = None
-    """Rows per MoE block; None for a dense MLP, whose weight gradients contract over all rows at once."""
+    block_size: int | None = None  # rows per MoE block; None for a dense MLP
 
     @classmethod
     def of_dense(cls, tokens: int) -> Rows:
@@ -220,28 +216,21 @@ class ExpertStack(GroupedWeights):
 
 @dataclass(frozen=True)
 class ExpertGrads:
-    """Where results go; None means not wanted. ``weights`` is overwritten whole, idle experts with zeros.
+    """Where results go; None means not wanted. Other fields are those of :class:`FFNGrads`."""
 
-    ``x`` receives each run's rows of dX; ``scale_R`` is fp32 in row order; ``rounded`` as in :class:`FFNGrads`. With
-    ``add`` the weight gradients are added and idle experts left alone. ``bias_E2I`` is fp32, its idle rows are kept.
-    """
-
-    weights: GroupedWeights | None
+    weights: GroupedWeights | None  # overwritten whole, idle experts with zeros; with `add`, those are left alone
     x: RowSums | None
-    scale_R: Tensor | None
+    scale_R: Tensor | None  # in row order
     rounded: torch.dtype = torch.float32
     add: bool = False
-    bias_E2I: Tensor | None = None
+    bias_E2I: Tensor | None = None  # the rows of idle experts are left alone
 
 
 @dataclass(frozen=True)
 class ScaledRows(RowSource):
-    """Rows times a factor each, rounded to `rounded`: what enters a matmul where the affinity sits on the output.
+    """Rows times a factor each, rounded to `rounded`: what enters a matmul where the affinity sits on the output."""
 
-    ``scale_R`` is fp32, one factor per row.
-    """
-
-    scale_R: Tensor | None = None
+    scale_R: Tensor | None = None  # fp32
     rounded: torch.dtype = torch.float32
 
     def rows(self, start: int, end: int) -> Self:

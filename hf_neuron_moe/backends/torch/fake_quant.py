@@ -38,11 +38,10 @@ _BITS = {
     torch.float32: _Bits(torch.int32, 0x7FFFFFFF, 0x7F800000, 1 << 23, 1.5 * 2.0**20),
     torch.bfloat16: _Bits(torch.int16, 0x7FFF, 0x7F80, 1 << 7, 1.5 * 2.0**4),
 }
+# Fields between a block's largest exponent and that of the smallest normal e4m3 code: (emax - 7) - 6 = emax - 13.
 _SUBNORMAL_FIELDS = 13
-"""Fields between a block's largest exponent and that of the smallest normal e4m3 code: (emax - 7) - 6 = emax - 13."""
-_EXACT_BELOW_FIELD = 16
-_EXACT_FROM_FIELD = 230
-"""Outside these fields the constant over- or underflows fp32; such a tensor takes the byte-exact path."""
+# Outside these fields the constant over- or underflows fp32; such a tensor takes the byte-exact path.
+_EXACT_BELOW_FIELD, _EXACT_FROM_FIELD = 16, 230
 
 
 def fake_quantize_(values: Tensor, axis: int, scratch: Tensor | None = None, *, scheme: str = "wrapX") -> Tensor:

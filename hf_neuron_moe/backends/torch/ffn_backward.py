@@ -54,8 +54,7 @@ class FFNBackward:
     saved: Checkpoints  # gate and up, or the last columns of up, are multiplied again where they are missing
     scale_R1: Tensor | None = None  # the factor the forward applied to the intermediate
     block_size: int | None = None  # rows per MoE block, or None for a dense MLP
-    recompute_loader: Loader | None = None
-    """Multiplies what was not saved; forms MX groups as the forward did, where that differs from `loader`."""
+    recompute_loader: Loader | None = None  # multiplies what was not saved, in the forward's MX groups if they differ
     gating: Gating | None = None
     """Activation and clamp masks; None is SiLU without clamps. mxfp8 takes the SiLU of a Gating only."""
 

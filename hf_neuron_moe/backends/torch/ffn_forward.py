@@ -35,11 +35,9 @@ class Checkpoints:
 
     gate: Kept | None = None
     up: Kept | None = None  # pre-activation as `gate`, perhaps only its first columns
-    gate_act: Tensor | None = None
-    """``silu(gate)`` of the rounded gate, rounded itself; mxfp8 only, as `intermediate`, which is that times up."""
-    intermediate: Tensor | None = None
-    up_cut: int | None = field(default=None, kw_only=True)
-    """How many columns of up are multiplied first, whatever is saved (:class:`Projections`); None for all."""
+    gate_act: Tensor | None = None  # ``silu(gate)`` of the rounded gate, rounded itself (mxfp8 only)
+    intermediate: Tensor | None = None  # ``gate_act * up``, likewise
+    up_cut: int | None = field(default=None, kw_only=True)  # columns of up that are multiplied first; None for all
 
     def rows(self, start: int, end: int) -> Checkpoints:
         """Return views of the rows ``start..end``."""

@@ -25,9 +25,7 @@ from hf_neuron_moe.backends.torch.tiles import Loader
 
 OPTION = "HF_NEURON_MOE_GENERATION_COPIES"
 """Environment variable: ``0`` quantizes the weights in every call, ``1`` or unset keeps them quantized."""
-MOST_ROWS_OF_FP32 = 64
-"""The same as :data:`~hf_neuron_moe.backends.torch.cpu.decode.MOST_ROWS` where bf16 products are slow: beyond, tiles of
-fp32 are faster although they quantize anew."""
+MOST_ROWS_OF_FP32 = 64  # where bf16 products are slow; beyond, tiles of fp32 are faster although they quantize anew
 _ROWS = 1 << 18  # elements that are quantized at a time
 
 

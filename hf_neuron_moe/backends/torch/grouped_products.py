@@ -28,11 +28,9 @@ from hf_neuron_moe.backends.torch.cpu.matmul import FEW_TOKENS, linear_into
 from hf_neuron_moe.backends.torch.experts import Runs
 from hf_neuron_moe.backends.torch.tiles import Loader
 
-ROW_MULTIPLE = 16
-"""Rows are multiplied in multiples of so many where the buffers have them: libraries keep code for every number."""
+ROW_MULTIPLE = 16  # so many rows are multiplied together where buffers have them: libraries keep code for each number
 FEW_ROWS = 64  # up to so many rows per group one call for all groups saves more time than it costs
-PIECE = 1 << 20
-"""Elements of a weight that are cast or quantized at a time; they stay in the caches until they are multiplied."""
+PIECE = 1 << 20  # elements of a weight that are cast or quantized at a time, which stay in the caches
 TILE = 512  # a contraction axis of a multiple of it has the same MX groups wherever a group's weight begins
 
 

@@ -94,11 +94,9 @@ class Loader:
 
     compute: Compute
     scratch: Scratch
-    lone_384: bool = False
-    """Treat a contraction axis of exactly 384 as one tile, as ``mlp_fwd_mxfp8`` does with raw operands."""
-    rounded_sources: bool = False
-    """Whether fp32 sources are known to hold values of the compute's rounded dtype, so that none need be rounded."""
-    ready_weights: bool = False  # whether weights are operands already (bf16 products only)
+    lone_384: bool = False  # a contraction axis of 384 is one tile, as in ``mlp_fwd_mxfp8`` with raw operands
+    rounded_sources: bool = False  # fp32 sources hold values of the compute's rounded dtype: none need be rounded
+    ready_weights: bool = False  # weights are operands already (bf16 products only)
 
     def width(self, size: int) -> int:
         """Return how long a contraction axis of `size` is held: whole MX groups."""

@@ -25,8 +25,7 @@ from torch import Tensor
 
 TOKENS = 16  # oneDNN multiplies whole multiples of so many tokens
 
-FEW_TOKENS = 32
-"""Up to so many rows :func:`linear_of_few` may do better. They are not padded: each number is a shape of its own."""
+FEW_TOKENS = 32  # most rows of `linear_of_few`; they are not padded: each number of them is a shape of its own
 SMALL_WEIGHT = 1 << 17  # elements below which a weight is read so fast that calls take most of the time
 LARGE_WEIGHT = 1 << 19  # elements from which reading a weight still is most of the time at 5 rows and more
 
