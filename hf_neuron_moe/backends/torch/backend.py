@@ -154,7 +154,7 @@ class TorchBackend:
         x_TH = _input(saved, x_TH, keep, dout_TH.dtype)
         empty = gradient_memory().empty_like
         grads = ExpertStack(empty(weights[0]), empty(weights[1]), spec.transposed) if wants.weights else None
-        d_scale_R = _scale_grads(rows, wants)
+        d_scale_R = torch.zeros_like(rows.scale_R) if wants.routing and rows.scale_R is not None else None
         dx_TH = _way_back(loader)(
             dout_TH,
             x_TH,
@@ -191,7 +191,7 @@ class TorchBackend:
     ) -> tuple[Tensor, Tensor]:
         rows = _quantized_rows(dout_TH, routing, stack)
         checkpoints = _checkpoints((*saved, *saved), keep, stack.inner)  # only gate and up are read
-        d_scale_R = _scale_grads(rows, wants)
+        d_scale_R = torch.zeros_like(rows.scale_R) if wants.routing and rows.scale_R is not None else None
         dx_TH = quantized_backward(
             dout_TH, x_TH, rows, stack, checkpoints, d_scale_R, wants_input=wants.input, gating=_gating(keep)
         )
@@ -251,10 +251,6 @@ def _gating(keep: Keep) -> Gating | None:
 
 def _quantized_rows(x: Tensor, routing: Routing | None, stack: MXExpertStack) -> Rows:
     return Rows.of_dense(len(x)) if routing is None else Rows.of_routing(routing, len(stack.gate_up_codes))
-
-
-def _scale_grads(rows: Rows, wants: Wants) -> Tensor | None:
-    return torch.zeros_like(rows.scale_R) if wants.routing and rows.scale_R is not None else None
 
 
 def _routing_grad(d_scale_R: Tensor | None, rows: Rows, weight_TK: Tensor) -> Tensor | None:

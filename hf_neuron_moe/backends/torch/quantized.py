@@ -14,7 +14,7 @@ as the identity, and no weight gradient exists.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -39,12 +39,11 @@ _BACKWARD = Compute(torch.float32, torch.bfloat16, mx=False, row_chunk=1024)
 class _QuantizedRows(RowSource):
     """Rows rounded to MXFP8 along H when they are taken."""
 
-    loader: Loader | None = None
-    scheme: str = ""
+    loader: Loader = field(kw_only=True)
+    scheme: str = field(kw_only=True)
 
     def take(self, span: Span) -> Tensor:
         """Return the rows of `span` in fp32."""
-        assert self.loader is not None
         rows_RH = super().take(span)
         values = self.loader.scratch.get("frozen_x", tuple(rows_RH.shape), torch.float32).copy_(rows_RH)
         return self.loader.quantize(values, 1, self.scheme)
@@ -81,12 +80,11 @@ def quantized_forward(x_TH: Tensor, rows: Rows, stack: MXExpertStack, save: Chec
 
     `x_TH` is bf16, or fp32 holding such values. With words the rows' factors multiply the output.
     """
-    loader = Loader(_FORWARD, call_scratch(x_TH.device))
-    sums = rows.sums(x_TH)
+    loader, sums = Loader(_FORWARD, call_scratch(x_TH.device)), rows.sums(x_TH)
+    x = _QuantizedRows(x_TH, rows.token_R, loader=loader, scheme=stack.gate_up_layout.scheme)
     for expert, start, end in rows.runs:
         weights = stack.expert(None if rows.token_R is None else expert)
         out_RH, scale_R1 = sums.buffer(start, end, loader.scratch), rows.scale(start, end)
-        x = _QuantizedRows(x_TH, rows.token_R, loader, weights.gate_up.layout.scheme).rows(start, end)
         afterwards = weights.down.layout.arrangement == WORDS
         for columns in column_tiles(weights.down):
             first = columns.start == 0
@@ -94,7 +92,7 @@ def quantized_forward(x_TH: Tensor, rows: Rows, stack: MXExpertStack, save: Chec
             inside_R1 = None if afterwards else scale_R1
             epilogue = _Epilogue(loader, weights.down.layout.scheme, columns.stop - columns.start, inside_R1)
             tile, kept = _tile(weights, columns, loader), _part(save, start, end, columns)
-            ffn_forward(x, tile, loader, part_RH, save=kept, epilogue=epilogue)
+            ffn_forward(x.rows(start, end), tile, loader, part_RH, save=kept, epilogue=epilogue)
             if not first:
                 out_RH.add_(part_RH)
         if afterwards and scale_R1 is not None:
@@ -120,6 +118,7 @@ def quantized_backward(
     """
     scratch = call_scratch(dout_TH.device)
     loader, forward = Loader(_BACKWARD, scratch, rounded_sources=True), Loader(_FORWARD, scratch)
+    x = _QuantizedRows(x_TH, rows.token_R, loader=forward, scheme=stack.gate_up_layout.scheme)
     sums = rows.sums(dout_TH) if wants_input else None
     for expert, start, end in rows.runs:
         weights = stack.expert(None if rows.token_R is None else expert)
@@ -133,18 +132,10 @@ def quantized_backward(
             part_R = None if d_scale_R is None else scratch.get("frozen_scale", (end - start,), torch.float32)
             tile, kept = _tile(weights, columns, loader), _part(saved, start, end, columns)
             if len(x_TH):
-                x = _QuantizedRows(x_TH, rows.token_R, forward, weights.gate_up.layout.scheme).rows(start, end)
-                kept = _completed(kept, x, tile, forward)
-            FFNBackward(
-                dout,
-                dout,  # of the forward's input only the number of rows is read
-                tile,
-                loader,
-                FFNGrads(None, part_RH, part_R),
-                kept,
-                scale_R1=rows.scale(start, end),
-                gating=gating,
-            ).run()
+                kept = _completed(kept, x.rows(start, end), tile, forward)
+            grads, scale_R1 = FFNGrads(None, part_RH, part_R), rows.scale(start, end)
+            # Of the forward's input only the number of rows is read.
+            FFNBackward(dout, dout, tile, loader, grads, kept, scale_R1, gating=gating).run()
             if total_RH is not None and part_RH is not None and not first:
                 total_RH.add_(part_RH)
             if d_scale_R is not None and part_R is not None:
