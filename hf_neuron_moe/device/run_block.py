@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_neuron_moe.modules.block import NeuronBlock
-from hf_neuron_moe.modules.quantized_blocks import FrozenBlock
+from hf_neuron_moe.modules.quantized_blocks import QuantizedBlock
 
 
 class Inputs(NamedTuple):
@@ -29,9 +29,8 @@ class Inputs(NamedTuple):
 def random_inputs(block: NeuronBlock, tokens: int, seed: int) -> Inputs:
     """Make the operands of a call, on the CPU."""
     generator = torch.Generator().manual_seed(seed)
-    shape, experts = block.neuron_shape, _experts(block)
-    x, grad = (torch.randn(tokens, shape.hidden, generator=generator).bfloat16() for _ in range(2))
-    top_k = shape.top_k
+    top_k, hidden, experts = block.neuron_shape.top_k, block.neuron_shape.hidden, _experts(block)
+    x, grad = (torch.randn(tokens, hidden, generator=generator).bfloat16() for _ in range(2))
     if top_k is None or experts is None:
         return Inputs(x, (), grad)
     scores = torch.rand(tokens, experts, generator=generator)
@@ -40,7 +39,7 @@ def random_inputs(block: NeuronBlock, tokens: int, seed: int) -> Inputs:
 
 
 def _experts(block: NeuronBlock) -> int | None:
-    if isinstance(block, FrozenBlock):
+    if isinstance(block, QuantizedBlock):
         codes = block.neuron_stack.gate_up_codes
         return int(codes.shape[0]) if codes.dim() > 2 else None
     down = block._parameters.get("down_proj")
@@ -55,7 +54,7 @@ def run_block(
     The block is moved to `device` for the time of the call. Returns the results by name, on the CPU, and the seconds
     they took, compilation included.
     """
-    frozen = isinstance(block, FrozenBlock)
+    frozen = isinstance(block, QuantizedBlock)
     with _as(block, backend, device, training=not frozen), torch.set_grad_enabled(not frozen):
         x = inputs.x.to(device).requires_grad_(not frozen)
         routing = [tensor.to(device) for tensor in inputs.routing]

@@ -18,7 +18,7 @@ from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.errors import ConfigError, UnsupportedModelError, public
 from hf_neuron_moe.modules import ops
 from hf_neuron_moe.modules.backend_choice import caches_weights, usable_backend
-from hf_neuron_moe.modules.block import NeuronBlock, make_kernel_parameter
+from hf_neuron_moe.modules.block import NeuronBlock
 from hf_neuron_moe.modules.ops_checks import check_hidden_states
 from hf_neuron_moe.modules.saved_bytes import SavedBlock
 from hf_neuron_moe.modules.state_dict import KernelLayoutMixin, WeightRule
@@ -43,7 +43,6 @@ class NeuronExperts(NeuronBlock):
 
     @property
     def neuron_shape(self) -> SavedBlock:
-        """What the block's kept bytes depend on."""
         experts, first, second = self.down_proj.shape
         hidden, inner = (second, first) if self.is_transposed else (first, second)
         config, top_k = self.neuron_config, self.neuron_top_k or 0
@@ -81,11 +80,7 @@ class KernelLayoutExperts(KernelLayoutMixin, NeuronExperts):
 
     def __init__(self, original: nn.Module, name: str, config: NeuronMoEConfig) -> None:
         super().__init__(original, name, config)
-        rules = expert_rules(self.is_transposed)
-        self.neuron_rules = rules
-        self.neuron_stock_order = tuple(key for key in original._parameters if key in {rule.kernel for rule in rules})
-        for rule in rules:
-            self.register_parameter(rule.kernel, make_kernel_parameter(original, rule))
+        self._own_weights(original, expert_rules(self.is_transposed))
         # The flag describes the parameters as they are now; peft's target_parameters reads it.
         self.is_transposed = True
 

@@ -20,7 +20,7 @@ from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.errors import NeuronMoEWarning, UnsupportedModelError
 from hf_neuron_moe.modules import ops
 from hf_neuron_moe.modules.backend_choice import caches_weights
-from hf_neuron_moe.modules.block import NeuronBlock, make_kernel_parameter
+from hf_neuron_moe.modules.block import NeuronBlock
 from hf_neuron_moe.modules.low_rank import LowRank, is_lora_linear, low_rank_mlp, low_rank_of, why_not_low_rank
 from hf_neuron_moe.modules.ops_checks import check_hidden_states
 from hf_neuron_moe.modules.replaced_layers import NAME as REPLACED_LAYERS
@@ -124,7 +124,6 @@ class NeuronSwiGLUMLP(NeuronBlock):
 
     @property
     def neuron_shape(self) -> SavedBlock:
-        """What the block's kept bytes depend on."""
         # Asked for after adapters were put on the layers too, which then have the sizes but not the weight.
         down: Any = self._modules.get(self.neuron_roles.down)
         hidden, inner = self._weights()[2].shape if down is None else (down.out_features, down.in_features)
@@ -274,15 +273,9 @@ class KernelLayoutSwiGLUMLP(KernelLayoutMixin, NeuronSwiGLUMLP):
 
     def __init__(self, original: nn.Module, name: str, config: NeuronMoEConfig, roles: DenseRoles) -> None:
         super().__init__(original, name, config, roles)
-        self.neuron_rules = roles.rules
-        self.neuron_stock_order = tuple(f"{name}.weight" for name in original._modules if name in roles.linears)
-        made = {rule.kernel: make_kernel_parameter(original, rule) for rule in roles.rules}
-        layers: dict[str, Any] = {child: original.get_submodule(child) for child in roles.linears}
+        layers: dict[str, Any] = {child: self._modules.pop(child) for child in roles.linears}
         shapes = {child: (layer.out_features, layer.in_features) for child, layer in layers.items()}
-        for child in roles.linears:
-            del self._modules[child]
-        for key, param in made.items():
-            self.register_parameter(key, param)
+        self._own_weights(original, roles.rules)
         self.add_module(REPLACED_LAYERS, ReplacedLayers(self.neuron_name, shapes))
 
     def _why_not_fused(self) -> str | None:

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.errors import ConversionError, UnsupportedModelError, public
 from hf_neuron_moe.modules.block import release_layout
-from hf_neuron_moe.modules.quantized_blocks import FrozenBlock
+from hf_neuron_moe.modules.quantized_blocks import QuantizedBlock
 from hf_neuron_moe.patching.api import patch_model
 from hf_neuron_moe.patching.apply import PlanItem, all_slots, build, put_in, take_out
 from hf_neuron_moe.patching.discovery import Candidate
@@ -71,7 +71,7 @@ def dequantize(model: PreTrainedModel, placement: Placement, dtype: torch.dtype)
     model.__dict__.pop("_weight_conversions", None)
 
 
-def _values(block: FrozenBlock, candidate: Candidate, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _values(block: QuantizedBlock, candidate: Candidate, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Fused gate_up and down of a block, without padding; an expert at a time in fp32."""
     stack, (experts, hidden, inner) = block.neuron_stack, candidate.sizes
     assert hidden is not None and inner is not None
