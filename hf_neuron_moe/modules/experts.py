@@ -43,11 +43,10 @@ class NeuronExperts(NeuronBlock):
 
     @property
     def neuron_shape(self) -> SavedBlock:
-        experts, first, second = self.down_proj.shape
-        hidden, inner = (second, first) if self.is_transposed else (first, second)
-        config, top_k = self.neuron_config, self.neuron_top_k or 0
+        (hidden, inner), config = _sizes(self), self.neuron_config
+        block_size, experts, top_k = config.block_size, len(self.down_proj), self.neuron_top_k or 0
         return SavedBlock(
-            config.precision, hidden, inner, top_k, config.backend, experts=experts, block_size=config.block_size
+            config.precision, hidden, inner, top_k, config.backend, experts=experts, block_size=block_size
         )
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -92,17 +91,13 @@ def register_experts_implementation(
     """Register the experts operator in transformers, for models that are not to be patched.
 
     Afterwards ``model.set_experts_implementation(name)`` or ``from_pretrained(..., experts_implementation=name)``
-    selects it. Parameters and checkpoints stay transformers' own. The registration is process-wide and happens only
-    through this call. Models under transformers' tensor or expert parallelism are not supported: their first call
-    raises an error.
+    selects it, process-wide. Parameters and checkpoints stay transformers' own. Under transformers' tensor or expert
+    parallelism the first call raises an error.
 
     Args:
         config: precision, backend, block size and activations (a preset, or a policy without exceptions);
             ``weights`` must be ``"auto"`` or ``"stock"``.
         name: implementation name; an existing implementation of another origin is not replaced.
-
-    Returns:
-        The registered function.
     """
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -110,20 +105,16 @@ def register_experts_implementation(
     if not isinstance(options, NeuronMoEConfig):
         options = NeuronMoEConfig.from_dict(options)
     if options.weights == "kernel":
-        raise ConfigError.about(
-            "config.weights",
-            "'auto' or 'stock', since the parameters stay the model's own",
-            "'kernel'",
-            "Use patch_model for weights in kernel layout.",
-        )
+        expected = "'auto' or 'stock', since the parameters stay the model's own"
+        fix = "Use patch_model for weights in kernel layout."
+        raise ConfigError.about("config.weights", expected, "'kernel'", fix)
     existing = ALL_EXPERTS_FUNCTIONS.get(name)
     if name == "eager" or (existing is not None and not isinstance(existing, _RegisteredExperts)):
-        raise ConfigError.about(
-            "name",
+        expected, fix = (
             "a name that no other experts implementation has",
-            repr(name),
             "Choose another name, for example 'neuron_moe'.",
         )
+        raise ConfigError.about("name", expected, repr(name), fix)
     function = _RegisteredExperts(options)
     ALL_EXPERTS_FUNCTIONS.register(name, function)
     return function
@@ -135,7 +126,7 @@ class _RegisteredExperts:
     def __init__(self, config: NeuronMoEConfig) -> None:
         self.config = config
         self.keep = canonical_keep(config.activations, config.precision)
-        self.told: set[str] = set()
+        self.warned: set[str] = set()
 
     def __call__(self, module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         _check_supported(module)
@@ -164,7 +155,7 @@ class _RegisteredExperts:
             spec = BlockSpec(config.precision, config.block_size, module.is_transposed)
             return kernels.support(shape, spec, tokens=tokens)
 
-        return usable_backend(config, hidden_states.device, type(module).__name__, support, self.told)
+        return usable_backend(config, hidden_states.device, type(module).__name__, support, self.warned)
 
 
 def _sizes(module: Any) -> tuple[int, int]:
@@ -178,10 +169,7 @@ def _sizes(module: Any) -> tuple[int, int]:
 def _check_supported(module: nn.Module) -> bool:
     reason = why_not_swiglu_experts(module)
     if reason is not None:
-        raise UnsupportedModelError.about(
-            type(module).__name__,
-            "a plain SwiGLU experts module",
-            f"one that the kernels cannot compute: {reason}",
-            "Use model.set_experts_implementation('grouped_mm') for this model.",
-        )
+        got = f"one that the kernels cannot compute: {reason}"
+        fix = "Use model.set_experts_implementation('grouped_mm') for this model."
+        raise UnsupportedModelError.about(type(module).__name__, "a plain SwiGLU experts module", got, fix)
     return True

@@ -57,13 +57,15 @@ def place(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> Placeme
         placement.names |= {f"{candidate.name}.{name}" if candidate.name else name for name in stand_in.state_dict()}
     lost = sorted(name for name, tensor in stored.items() if name not in placed and tensor.orientation == FORWARD)
     if lost:
-        raise ConversionError.about(
-            f"tensor {lost[0]}",
+        expected, got = (
             "the weight of an MLP or experts module of this model",
             f"no such module in {type(model).__name__}",
-            "config.json and the shards do not belong together, or the transformers version builds this family "
-            "differently from the one that converted it: convert the original again.",
         )
+        fix = (
+            "config.json and the shards do not belong together, or the transformers version builds this family "
+            "differently from the one that converted it: convert the original again."
+        )
+        raise ConversionError.about(f"tensor {lost[0]}", expected, got, fix)
     return placement
 
 
