@@ -282,7 +282,6 @@ def _name(policy: BlockActivations) -> str:
     return policy if isinstance(policy, str) else policy.name
 
 
-@public("activations")
 def _checked_keep(keep: Any) -> str | tuple[str, ...]:
     if isinstance(keep, str) and keep in PRESETS:
         return keep
@@ -295,7 +294,6 @@ def _checked_keep(keep: Any) -> str | tuple[str, ...]:
     return tuple(name for name in CHECKPOINTS if name in keep)
 
 
-@public("activations")
 def _checked_modules(modules: Any) -> tuple[tuple[str, BlockActivations], ...]:
     pairs = modules.items() if isinstance(modules, Mapping) else modules
     if isinstance(modules, str) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):

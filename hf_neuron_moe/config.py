@@ -122,8 +122,12 @@ class NeuronMoEConfig:
     def from_dict(cls, options: Mapping[str, Any]) -> NeuronMoEConfig:
         """Build a config from a mapping; unknown option names are errors."""
         if not isinstance(options, Mapping):
-            expected, got = "a mapping of option names to values", f"{options!r} ({type(options).__name__})"
-            raise ConfigError.about("options", expected, got, 'For example {"precision": "mxfp8"}.')
+            raise ConfigError.about(
+                "options",
+                "a mapping of option names to values",
+                f"{options!r} ({type(options).__name__})",
+                'For example {"precision": "mxfp8"}.',
+            )
         check_option_names(cls, options, "Remove or rename it.")
         return cls(**options)
 

@@ -53,9 +53,6 @@ _SYSTEM = "Linux x86_64"
 _OLDEST_PYTHON = (3, 12)
 _INSTALLATION = "docs/neuron.md, Installation"
 
-_OPEN = dict.fromkeys(("moe_forward", "moe_backward"), BF16_OPEN)
-"""By the kernel: what the documents leave open about it."""
-
 _FAILURES = (ImportError, OSError, RuntimeError, AttributeError, ValueError, TypeError, SyntaxError)
 """What an installation whose parts do not fit together raises where it is asked about itself."""
 
@@ -186,6 +183,14 @@ class Installation:
 def inspect_installation() -> Installation:
     """Look at the Neuron stack; what is missing is reported and not raised."""
     packages = tuple(_package(module, name) for module, name in versions.PACKAGES.items())
+    library = next(package for package in packages if package.module == "nkilib")
+    adapter = CheckedAdapter()
+    kernels = []
+    for need, (name, _) in FUNCTIONS.items():
+        match = adapter.match(need) if library.state == OK else Match(name, None, reason=f"nkilib is {library.state}")
+        generation = match.generation.name if match.generation else None
+        note = BF16_OPEN if need in ("moe_forward", "moe_backward") else ""
+        kernels.append(Kernel(need, match.function, generation, match.reason, note))
     try:
         devices = device_count()
     except (RuntimeError, OSError):  # what the runtime raises where the driver is missing
@@ -202,7 +207,7 @@ def inspect_installation() -> Installation:
         lnc=_detected(versions.logical_cores),
         devices=devices,
         environment={name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
-        kernels=_kernels(packages),
+        kernels=tuple(kernels),
         torch_reason=None if importlib.util.find_spec("torch") is not None else "torch is not installed",
     )
 
@@ -271,14 +276,3 @@ def _is_placeholder(distribution: str) -> bool:
         return False
     told = f"{metadata.get_payload()} {metadata['Description'] or ''}"  # type: ignore[attr-defined]
     return any(mark in told for mark in _PLACEHOLDER_MARKS)
-
-
-def _kernels(packages: tuple[Package, ...]) -> tuple[Kernel, ...]:
-    library = next(package for package in packages if package.module == "nkilib")
-    adapter = CheckedAdapter()
-    kernels = []
-    for need, (name, _) in FUNCTIONS.items():
-        match = adapter.match(need) if library.state == OK else Match(name, None, reason=f"nkilib is {library.state}")
-        generation = match.generation.name if match.generation else None
-        kernels.append(Kernel(need, match.function, generation, match.reason, _OPEN.get(need, "")))
-    return tuple(kernels)

@@ -25,24 +25,7 @@ from hf_neuron_moe.modules.state_dict import WeightRule
 from hf_neuron_moe.modules.structure import CALL_HOOKS, has_call_hooks, why_not_silu
 
 _OWN_COPY = ("_parameters", "_buffers", "_modules")
-_SHARED = (
-    "_non_persistent_buffers_set",
-    "_backward_pre_hooks",
-    "_backward_hooks",
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
-_SCALARS = ("training", "_is_full_backward_hook")
-MODULE_INTERNALS = frozenset((*_OWN_COPY, *_SHARED, *_SCALARS))
-
-HOOK_DICTS = tuple(name for name in _SHARED if name.endswith("_hooks"))
+HOOK_DICTS = tuple(name for name in nn.Module().__dict__ if name.endswith("_hooks"))
 """Attributes of ``nn.Module`` that hold hooks, except the flags that accompany them."""
 
 
@@ -65,10 +48,7 @@ class NeuronBlock(nn.Module):
     def __init__(self, original: nn.Module, name: str, config: NeuronMoEConfig) -> None:
         super().__init__()
         for key, value in original.__dict__.items():
-            if key in _OWN_COPY:
-                self.__dict__[key] = value.copy()
-            elif key in _SHARED or key in _SCALARS or key not in MODULE_INTERNALS:
-                self.__dict__[key] = value
+            self.__dict__[key] = value.copy() if key in _OWN_COPY else value
         self.neuron_name = name
         self.neuron_stock_class: type[nn.Module] = type(original)
         self.neuron_config = config
@@ -145,13 +125,11 @@ class NeuronBlock(nn.Module):
         now = self._attribute(name)
         # The object seen at patching, as it was, is known at a glance that costs no import.
         known = now is self.__dict__["neuron_silu"] and "forward" not in getattr(now, "__dict__", ())
-        if not known and why_not_silu(now) is not None:
-            raise UnsupportedModelError.about(
-                name,
-                "SiLU, as when the block was patched",
-                str(why_not_silu(now)),
-                "The kernels have no other activation: unpatch the model before changing it.",
-            ).named(self.neuron_name)
+        reason = None if known else why_not_silu(now)
+        if reason is not None:
+            expected = "SiLU, as when the block was patched"
+            fix = "The kernels have no other activation: unpatch the model before changing it."
+            raise UnsupportedModelError.about(name, expected, reason, fix).named(self.neuron_name)
         if not isinstance(now, nn.Module) or self.neuron_warned or not has_call_hooks(now):
             return
         self.neuron_warned = True
@@ -169,7 +147,7 @@ class NeuronBlock(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        """Show what the block computes and where its weights live."""
+        """Show what the block computes and its weight layout."""
         config = self.neuron_config
         return f"precision={config.precision}, weights={config.weights}, backend={config.backend}"
 

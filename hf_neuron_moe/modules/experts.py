@@ -56,22 +56,33 @@ class NeuronExperts(NeuronBlock):
         above belong to another rank and add nothing.
         """
         self._check_activation("act_fn")
-        config, down, transposed = self.neuron_config, self.down_proj, self.is_transposed
-        check_hidden_states(hidden_states, down, 2 if transposed else 1, self.neuron_name)
-        return ops.experts(
-            hidden_states,
-            top_k_index,
-            top_k_weights,
-            self.gate_up_proj,
-            down,
-            transposed=transposed,
-            precision=config.precision,
-            block_size=config.block_size,
-            backend=self._call_backend(hidden_states.shape[0]),
-            activations=self.neuron_keep,
-            training=self.training,
-            cache_weights=caches_weights(self),
-        )
+        config, axis = self.neuron_config, 2 if self.is_transposed else 1
+        check_hidden_states(hidden_states, self.down_proj, axis, self.neuron_name)
+        inputs, backend = (hidden_states, top_k_index, top_k_weights), self._call_backend(hidden_states.shape[0])
+        return _compute(self, inputs, config, backend, self.neuron_keep)
+
+
+def _compute(
+    module: Any, inputs: tuple[Tensor, Tensor, Tensor], config: NeuronMoEConfig, backend: str, keep: str
+) -> Tensor:
+    return ops.experts(
+        *inputs,
+        module.gate_up_proj,
+        module.down_proj,
+        transposed=module.is_transposed,
+        precision=config.precision,
+        block_size=config.block_size,
+        backend=backend,
+        activations=keep,
+        training=module.training,
+        cache_weights=caches_weights(module),
+    )
+
+
+def _sizes(module: Any) -> tuple[int, int]:
+    """H and I of an experts module."""
+    shape = module.down_proj.shape
+    return (shape[2], shape[1]) if module.is_transposed else (shape[1], shape[2])
 
 
 class KernelLayoutExperts(KernelLayoutMixin, NeuronExperts):
@@ -110,10 +121,8 @@ def register_experts_implementation(
         raise ConfigError.about("config.weights", expected, "'kernel'", fix)
     existing = ALL_EXPERTS_FUNCTIONS.get(name)
     if name == "eager" or (existing is not None and not isinstance(existing, _RegisteredExperts)):
-        expected, fix = (
-            "a name that no other experts implementation has",
-            "Choose another name, for example 'neuron_moe'.",
-        )
+        expected = "a name that no other experts implementation has"
+        fix = "Choose another name, for example 'neuron_moe'."
         raise ConfigError.about("name", expected, repr(name), fix)
     function = _RegisteredExperts(options)
     ALL_EXPERTS_FUNCTIONS.register(name, function)
@@ -130,22 +139,6 @@ class _RegisteredExperts:
 
     def __call__(self, module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         _check_supported(module)
-        return ops.experts(
-            hidden_states,
-            top_k_index,
-            top_k_weights,
-            module.gate_up_proj,
-            module.down_proj,
-            transposed=module.is_transposed,
-            precision=self.config.precision,
-            block_size=self.config.block_size,
-            backend=self._backend(module, hidden_states),
-            activations=self.keep,
-            training=module.training,
-            cache_weights=caches_weights(module),
-        )
-
-    def _backend(self, module: Any, hidden_states: Tensor) -> str:
         config = self.config
         # Where PyTorch may not take over, a call that is too long is the backend's to refuse.
         tokens = hidden_states.shape[0] if config.fallback == "torch" else 0
@@ -155,13 +148,8 @@ class _RegisteredExperts:
             spec = BlockSpec(config.precision, config.block_size, module.is_transposed)
             return kernels.support(shape, spec, tokens=tokens)
 
-        return usable_backend(config, hidden_states.device, type(module).__name__, support, self.warned)
-
-
-def _sizes(module: Any) -> tuple[int, int]:
-    """H and I of an experts module."""
-    shape = module.down_proj.shape
-    return (shape[2], shape[1]) if module.is_transposed else (shape[1], shape[2])
+        backend = usable_backend(config, hidden_states.device, type(module).__name__, support, self.warned)
+        return _compute(module, (hidden_states, top_k_index, top_k_weights), config, backend, self.keep)
 
 
 @torch.compiler.assume_constant_result  # decided once per compiled module: the flags are set when it is made

@@ -117,7 +117,7 @@ def low_rank_mlp(
     if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in learned):
         weights = _effective_weights(layers, x_SH)
         return ops.swiglu_mlp(x_SH, *weights, precision=precision, activations=activations, training=training, **where)
-    check_mlp(x_SH, *_three([layer.weight_ON for layer in layers]), precision)
+    check_mlp(x_SH, *three_weights([layer.weight_ON for layer in layers]), precision)
     compute_SH = x_SH.to(COMPUTE_DTYPE[precision])
     call = BlockCall(BlockSpec(precision), parse_keep(activations), **where).encode()
     y_SH: Tensor = _LowRankMLP.apply(compute_SH, tuple(layer.scaling for layer in layers), call, *tensors)
@@ -153,7 +153,7 @@ class _LowRankMLP(torch.autograd.Function):
 
 
 def _layers(tensors: Sequence[Any], scalings: Sequence[float]) -> list[LowRank]:
-    return [LowRank(*tensors[3 * place : 3 * place + 3], scaling) for place, scaling in enumerate(scalings)]
+    return [LowRank(*parts) for parts in zip(tensors[::3], tensors[1::3], tensors[2::3], scalings)]
 
 
 def _layer_grads(d_weight_ON: Tensor, layer: LowRank, needs: Sequence[bool]) -> list[Tensor | None]:
@@ -169,12 +169,14 @@ def _layer_grads(d_weight_ON: Tensor, layer: LowRank, needs: Sequence[bool]) -> 
 
 def _effective_weights(layers: Sequence[LowRank], anchor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     with ops.exact_dtypes(anchor):  # no autocast of the factors' product
-        return _three([layer.effective() for layer in layers])
+        return three_weights([layer.effective() for layer in layers])
 
 
-def _three(weights: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Gate, up and down of three weights, or of a fused one and down."""
+def three_weights(weights: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return gate, up and down of three weights, or of a fused one ``[2I, H]`` and down."""
     if len(weights) == 3:
         return weights[0], weights[1], weights[2]
-    gate_IH, up_IH = weights[0].chunk(2)
+    gate_up = weights[0]
+    # unbind of a view: its backward writes both gradients into one tensor, where two slices would add two full ones.
+    gate_IH, up_IH = gate_up.view(2, gate_up.shape[0] // 2, gate_up.shape[1]).unbind(0)
     return gate_IH, up_IH, weights[1]

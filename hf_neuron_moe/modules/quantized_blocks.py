@@ -87,15 +87,16 @@ class QuantizedBlock(NeuronBlock):
         names = self.tensor_names()
         for role, codes, scales in zip((GATE_UP, DOWN), names[::2], names[1::2]):
             held = held_form(self.get_buffer(codes), self.get_buffer(scales), self.neuron_layouts[role])
-            for key, tensor in zip((codes, scales), held):
-                self._hold(key, tensor)
+            self._hold(codes, held[0])
+            self._hold(scales, held[1])
             self.neuron_layouts[role] = held[2]
 
     @property
     def neuron_stack(self) -> MXExpertStack:
         """The weights as the backend takes them."""
+        gate_up, gate_up_scales, down, down_scales = map(self.get_buffer, self.tensor_names())
         layouts = self.neuron_layouts
-        return MXExpertStack(*map(self.get_buffer, self.tensor_names()), layouts[GATE_UP], layouts[DOWN])
+        return MXExpertStack(gate_up, gate_up_scales, down, down_scales, layouts[GATE_UP], layouts[DOWN])
 
     def _compute(self, x_TH: Tensor, index_TK: Tensor | None, weight_TK: Tensor | None) -> Tensor:
         self._check_activation(self.neuron_activation)

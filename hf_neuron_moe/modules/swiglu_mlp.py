@@ -21,7 +21,7 @@ from hf_neuron_moe.errors import NeuronMoEWarning, UnsupportedModelError
 from hf_neuron_moe.modules import ops
 from hf_neuron_moe.modules.backend_choice import caches_weights
 from hf_neuron_moe.modules.block import NeuronBlock
-from hf_neuron_moe.modules.low_rank import is_lora_linear, low_rank_mlp, low_rank_of, why_not_low_rank
+from hf_neuron_moe.modules.low_rank import is_lora_linear, low_rank_mlp, low_rank_of, three_weights, why_not_low_rank
 from hf_neuron_moe.modules.ops_checks import check_hidden_states
 from hf_neuron_moe.modules.replaced_layers import NAME as REPLACED_LAYERS
 from hf_neuron_moe.modules.replaced_layers import ReplacedLayers, adapters_refused
@@ -160,9 +160,7 @@ class NeuronSwiGLUMLP(NeuronBlock):
             weights = [self.get_submodule(name).weight for name in roles.linears]
         else:
             weights = [children[name]._parameters["weight"] for name in roles.linears]  # type: ignore[union-attr]
-        if len(roles.inputs) == 2:
-            return weights[0], weights[1], weights[2]
-        return (*_halves(weights[0]), weights[1])
+        return three_weights(weights)
 
     def forward(self, hidden_states: Tensor, *unused: Any, **unused_by_name: Any) -> Tensor:
         """Apply the block to ``hidden_states`` ``[..., H]``; the result has its shape and dtype."""
@@ -298,10 +296,4 @@ class KernelLayoutSwiGLUMLP(KernelLayoutMixin, NeuronSwiGLUMLP):
             raise UnsupportedModelError.about("the block", expected, got, fix).named(self.neuron_name)
 
     def _weights(self) -> tuple[Tensor, Tensor, Tensor]:
-        return (*_halves(self.gate_up_proj), self.down_proj)
-
-
-def _halves(gate_up_2IH: Tensor) -> tuple[Tensor, Tensor]:
-    # unbind of a view: its backward writes both gradients into one tensor, where two slices would add two full ones.
-    gate_IH, up_IH = gate_up_2IH.view(2, gate_up_2IH.shape[0] // 2, gate_up_2IH.shape[1]).unbind(0)
-    return gate_IH, up_IH
+        return three_weights((self.gate_up_proj, self.down_proj))
