@@ -103,21 +103,34 @@ class Installation:
         return next(package for package in self.packages if package.module == COMPILER)
 
     @property
+    def _obstacle(self) -> tuple[str, str] | None:
+        """The first reason why no Neuron kernel can run here, and what to do where every package can be imported."""
+        if self.reason is not None:
+            step = "Make an environment with the packages of SDK 2.33 from AWS's own index"
+            return self.reason, f"{step} ({_INSTALLATION})."
+        if self.compiler.state != OK:
+            return f"{self.compiler.name} is {self.compiler.state}, and it compiles the kernels", ""
+        if self.devices is None:
+            reason = "there is no runtime: torch has no torch.neuron, which torch-neuronx registers"
+            step = "Unset TORCH_DEVICE_BACKEND_AUTOLOAD, or install the native torch-neuronx of SDK 2.33"
+            return reason, f"{step} ({_INSTALLATION})."
+        if self.devices == 0:
+            step = (
+                "Run `neuron-ls`: it shows driver and cores. Another process may hold them, or the driver is missing."
+            )
+            return "the packages are here, and the runtime offers no logical core", step
+        for value, source in (self.target, self.lnc):
+            if value is None:
+                return source, "Correct or unset that variable."
+        if all(kernel.generation is None for kernel in self.kernels):
+            step = "Install the nki-library of SDK 2.33, or unset NKILIB_FORCE_BUNDLED_LIBRARY"
+            return f"none of the kernels can be called: {self.kernels[0].reason}", f"{step} ({_INSTALLATION})."
+        return None
+
+    @property
     def why_not(self) -> str | None:
         """Why no Neuron kernel can run here: packages, compiler, device, kernels' arguments; None where one can."""
-        if self.reason is not None:
-            return self.reason
-        if self.compiler.state != OK:
-            return f"{self.compiler.name} is {self.compiler.state}, and it compiles the kernels"
-        if self.devices is None:
-            return "there is no runtime: torch has no torch.neuron, which torch-neuronx registers"
-        if self.devices == 0:
-            return "the packages are here, and the runtime offers no logical core"
-        if self.target[0] is None or self.lnc[0] is None:
-            return self.target[1] if self.target[0] is None else self.lnc[1]
-        if all(kernel.generation is None for kernel in self.kernels):
-            return "none of the kernels can be called: " + self.kernels[0].reason
-        return None
+        return self._obstacle[0] if self._obstacle is not None else None
 
     @property
     def usable(self) -> bool:
@@ -133,17 +146,18 @@ class Installation:
     @property
     def first_steps(self) -> tuple[str, ...]:
         """What to do, the first thing first; later ones as far as they are known already."""
-        if self.usable:
+        obstacle = self._obstacle
+        if obstacle is None:
             return ("`hf-neuron-moe verify-device MODEL_DIR --layers 1` compares a block with PyTorch.",)
         if self.others.get("torch") is None:
             return (f"Install this package with what it needs, torch and transformers: {_INSTALLATION}.",)
         if self.machine != _SYSTEM:
             return (f"Go to a Trn2 or Trn3 instance: AWS's packages are for {_SYSTEM}, and this is {self.machine}.",)
-        by_state = {
-            state: [each.name for each in self.packages if each.state == state and not self._is_bundled(each)]
-            for state in (PLACEHOLDER, BROKEN, MISSING)
-        }
-        replaced, broken, missing = by_state.values()
+        # nkilib also comes with the compiler: where that is still to be installed, it is no step of its own.
+        bundled = () if self.compiler.state == OK else ("nkilib",)
+        replaced = [each.name for each in self.packages if each.state == PLACEHOLDER]
+        broken = [each.name for each in self.packages if each.state == BROKEN]
+        missing = [each.name for each in self.packages if each.state == MISSING and each.module not in bundled]
         steps = []
         if (replaced or missing) and (self.target[0] is None or self.target[1] == versions.ASSUMED):
             steps.append("Go to a Trn2 or Trn3 instance: none was recognized here.")
@@ -158,26 +172,7 @@ class Installation:
                 f"Install {', '.join(broken)} again, all of one SDK release, and torch-neuronx of torch's minor "
                 f"version ({_INSTALLATION}); the table below says what each raised when it was imported."
             )
-        return tuple(steps) or (self._step_with_packages,)
-
-    def _is_bundled(self, package: Package) -> bool:
-        """Whether a missing package is no step of its own: nkilib comes with the compiler, which is missing too."""
-        return package.module == "nkilib" and package.state == MISSING and self.compiler.state != OK
-
-    @property
-    def _step_with_packages(self) -> str:
-        """What to do where every package can be imported."""
-        if self.reason is not None:
-            return f"Make an environment with the packages of SDK 2.33 from AWS's own index ({_INSTALLATION})."
-        if self.devices is None:
-            native = "install the native torch-neuronx of SDK 2.33"
-            return f"Unset TORCH_DEVICE_BACKEND_AUTOLOAD, or {native} ({_INSTALLATION})."
-        if self.devices == 0:
-            hint = "Another process may hold them, or the driver is missing."
-            return f"Run `neuron-ls`: it shows driver and cores. {hint}"
-        if self.target[0] is None or self.lnc[0] is None:
-            return "Correct or unset that variable."
-        return f"Install the nki-library of SDK 2.33, or unset NKILIB_FORCE_BUNDLED_LIBRARY ({_INSTALLATION})."
+        return tuple(steps) or (obstacle[1],)
 
 
 def inspect_installation() -> Installation:

@@ -142,9 +142,8 @@ def block_groups(model: nn.Module) -> list[BlockGroup]:
     for name, block in model.named_modules():
         if isinstance(block, QuantizedBlock):
             stack, shape = block.neuron_stack, block.neuron_shape
-            experts = stack.gate_up_codes.shape[0] if stack.gate_up_codes.dim() > 2 else None
-            kind, sizes = "mlp" if experts is None else "experts", (shape.hidden, shape.intermediate)
-            group = BlockGroup(kind, (), experts, shape.top_k, *sizes, NO_TRAINING, codes=True, stack=stack)
+            kind, sizes = "mlp" if shape.experts is None else "experts", (shape.hidden, shape.intermediate)
+            group = BlockGroup(kind, (), shape.experts, shape.top_k, *sizes, NO_TRAINING, codes=True, stack=stack)
             stored = (stack.gate_up_layout, stack.down_layout, stack.down_codes.shape)
             groups.setdefault((group, stored), []).append(name)
     return [replace(group, names=tuple(names)) for (group, _), names in groups.items()]

@@ -29,21 +29,13 @@ class Inputs(NamedTuple):
 def random_inputs(block: NeuronBlock, tokens: int, seed: int) -> Inputs:
     """Make the operands of a call, on the CPU."""
     generator = torch.Generator().manual_seed(seed)
-    top_k, hidden, experts = block.neuron_shape.top_k, block.neuron_shape.hidden, _experts(block)
-    x, grad = (torch.randn(tokens, hidden, generator=generator).bfloat16() for _ in range(2))
-    if top_k is None or experts is None:
+    shape = block.neuron_shape
+    x, grad = (torch.randn(tokens, shape.hidden, generator=generator).bfloat16() for _ in range(2))
+    if shape.top_k is None or shape.experts is None:
         return Inputs(x, (), grad)
-    scores = torch.rand(tokens, experts, generator=generator)
-    weights, ids = scores.softmax(-1).topk(min(max(top_k, 1), experts), -1)
+    scores = torch.rand(tokens, shape.experts, generator=generator)
+    weights, ids = scores.softmax(-1).topk(min(max(shape.top_k, 1), shape.experts), -1)
     return Inputs(x, (ids, weights / weights.sum(-1, keepdim=True)), grad)
-
-
-def _experts(block: NeuronBlock) -> int | None:
-    if isinstance(block, QuantizedBlock):
-        codes = block.neuron_stack.gate_up_codes
-        return int(codes.shape[0]) if codes.dim() > 2 else None
-    down = block._parameters.get("down_proj")
-    return int(down.shape[0]) if down is not None and down.dim() == 3 else None
 
 
 def run_block(

@@ -33,8 +33,9 @@ class LowRank(NamedTuple):
     b_OR: Tensor | None = None  # factor applied after it
     scaling: float = 1.0  # factor of their product
 
+    @property
     def effective(self) -> Tensor:
-        """Return the weight with what is added to it, ``[O, N]`` in the weight's dtype.
+        """The weight with what is added to it, ``[O, N]`` in the weight's dtype.
 
         As in peft's merging the product is formed in the factors' dtype (on CPUs in fp32 for half types), then added.
         """
@@ -169,7 +170,7 @@ def _layer_grads(d_weight_ON: Tensor, layer: LowRank, needs: Sequence[bool]) -> 
 
 def _effective_weights(layers: Sequence[LowRank], anchor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     with ops.exact_dtypes(anchor):  # no autocast of the factors' product
-        return three_weights([layer.effective() for layer in layers])
+        return three_weights([layer.effective for layer in layers])
 
 
 def three_weights(weights: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:

@@ -64,7 +64,9 @@ class QuantizedBlock(NeuronBlock):
     @property
     def neuron_shape(self) -> SavedBlock:
         stack, backend = self.neuron_stack, self.neuron_config.backend
-        return SavedBlock("bf16", stack.hidden, stack.inner, self.neuron_top_k, backend, frozen=True)
+        experts = len(stack.gate_up_codes) if stack.gate_up_codes.dim() > 2 else None
+        sizes = (stack.hidden, stack.inner, self.neuron_top_k)
+        return SavedBlock("bf16", *sizes, backend, frozen=True, experts=experts)
 
     @classmethod
     def tensor_names(cls) -> tuple[str, str, str, str]:

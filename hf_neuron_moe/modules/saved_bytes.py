@@ -38,7 +38,7 @@ class SavedBlock:
     top_k: int | None = None  # K of routed experts; None for a dense MLP; 0 where it is not known
     backend: str = DEFAULT_BACKEND  # a name that `resolve_backend` returned
     frozen: bool = False  # whether the weights are MX codes, which have no gradient that would read the input
-    experts: int | None = None  # E; None for a dense MLP and where no kernel keeps blocks of tokens
+    experts: int | None = None  # E; None for a dense MLP
     block_size: int = _TILE  # tokens per block, read for experts
 
     @property
