@@ -1,15 +1,20 @@
-"""The first run on a machine: every patched block through the Neuron kernels and through PyTorch, layer by layer."""
+"""The first run on a machine: every patched block through the Neuron kernels and through PyTorch, layer by layer.
+
+T tokens, H hidden size, K experts per token.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from hf_neuron_moe.backends.neuron import versions
@@ -18,7 +23,6 @@ from hf_neuron_moe.convert.assign import build_meta_model
 from hf_neuron_moe.device.device_report import ORDER, BlockResult, DeviceReport
 from hf_neuron_moe.device.model_dir import check_model_dir
 from hf_neuron_moe.device.request import WHERE, Request
-from hf_neuron_moe.device.run_block import Inputs, random_inputs, run_block
 from hf_neuron_moe.device.tolerances import BOUNDS, ERROR, FAIL, MISSING, NOT_RUN, TensorResult, compare
 from hf_neuron_moe.errors import (
     BackendUnavailableError,
@@ -157,3 +161,65 @@ def _with_values(block: NeuronBlock, seed: int) -> Iterator[None]:
         yield
     finally:
         block.to("meta")
+
+
+class Inputs(NamedTuple):
+    """Random operands of one call: normal rows as a norm layer makes them, and a routing for experts."""
+
+    x: Tensor  # [T, H] bf16
+    routing: tuple[Tensor, ...]  # ids int64 [T, K] and weights fp32 [T, K] that sum to 1; empty for a dense MLP
+    grad: Tensor  # [T, H] bf16, the gradient that arrives
+
+
+def random_inputs(block: NeuronBlock, tokens: int, seed: int) -> Inputs:
+    """Make the operands of a call, on the CPU."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = block.neuron_shape
+    x, grad = (torch.randn(tokens, shape.hidden, generator=generator).bfloat16() for _ in range(2))
+    if shape.top_k is None or shape.experts is None:
+        return Inputs(x, (), grad)
+    scores = torch.rand(tokens, shape.experts, generator=generator)
+    weights, ids = scores.softmax(-1).topk(min(max(shape.top_k, 1), shape.experts), -1)
+    return Inputs(x, (ids, weights / weights.sum(-1, keepdim=True)), grad)
+
+
+def run_block(
+    block: NeuronBlock, inputs: Inputs, backend: str, device: torch.device
+) -> tuple[dict[str, Tensor], float]:
+    """Compute a block's output and, unless its weights are frozen codes, every gradient.
+
+    The block is moved to `device` for the time of the call. Returns the results by name, on the CPU, and the seconds
+    they took, compilation included.
+    """
+    frozen = isinstance(block, QuantizedBlock)
+    with _as(block, backend, device, training=not frozen), torch.set_grad_enabled(not frozen):
+        x = inputs.x.to(device).requires_grad_(not frozen)
+        routing = [tensor.to(device) for tensor in inputs.routing]
+        wanted = {"input": x}
+        if routing and not frozen:
+            wanted["routing weights"] = routing[1].requires_grad_()
+        wanted |= dict(block.named_parameters()) if not frozen else {}
+        begin = time.perf_counter()
+        y = block(x, *routing)
+        results = {"output": y}
+        if not frozen:
+            grads = torch.autograd.grad(y, list(wanted.values()), inputs.grad.to(device), allow_unused=True)
+            results |= {f"grad {name}": grad for name, grad in zip(wanted, grads) if grad is not None}
+        done = {name: tensor.detach().to("cpu") for name, tensor in results.items()}
+        return done, time.perf_counter() - begin
+
+
+@contextmanager
+def _as(block: NeuronBlock, backend: str, device: torch.device, *, training: bool) -> Iterator[None]:
+    """The block with another backend, mode and device, and no other one in its place; all as before afterwards."""
+    config, mode, home = block.neuron_config, block.training, next(block.buffers(), next(block.parameters(), None))
+    block.neuron_config = replace(config, backend=backend, fallback="refuse")
+    block.train(training)
+    try:
+        block.to(device)
+        yield
+    finally:
+        block.neuron_config = config
+        block.train(mode)
+        if home is not None:
+            block.to(home.device)

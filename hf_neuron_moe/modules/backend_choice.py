@@ -73,9 +73,6 @@ def usable_backend(
             warned.add(message)
             warnings.warn(message, NeuronMoEWarning, stacklevel=3)
         return config.fallback
-    raise ConfigError.about(
-        "backend",
-        "one whose kernels compute the block",
-        f"{name!r}: {reason}",
-        f"Use fallback='torch' to compute it with PyTorch on the same device.{remedy and ' '}{remedy}",
-    ).named(what)
+    fix = f"Use fallback='torch' to compute it with PyTorch on the same device.{remedy and ' '}{remedy}"
+    expected = "one whose kernels compute the block"
+    raise ConfigError.about("backend", expected, f"{name!r}: {reason}", fix).named(what)

@@ -187,7 +187,7 @@ def make_kernel_parameter(original: nn.Module, rule: WeightRule) -> nn.Parameter
 
     Where the layout is the stock one, that is the original ``nn.Parameter`` itself.
     """
-    sources = [_slot_parameter(*stock_slot(original, name)) for name in rule.stock]
+    sources = [original.get_parameter(name) for name in rule.stock]
     if rule.keeps_layout:
         return sources[0]
     param = nn.Parameter(rule.to_kernel([p.detach() for p in sources]), requires_grad=sources[0].requires_grad)
@@ -203,7 +203,7 @@ def release_layout(replacement: NeuronBlock, original: nn.Module) -> None:
         if rule.keeps_layout:
             continue
         for name in rule.stock:
-            param = _slot_parameter(*stock_slot(original, name))
+            param = original.get_parameter(name)
             param.data = param.data.new_empty(0)
             param.grad = None
             param.__dict__[REPLACED] = f"{replacement.neuron_name}.{name}"
@@ -218,30 +218,19 @@ def restore_layout(replacement: NeuronBlock, original: nn.Module) -> None:
             slot._parameters[leaf] = kernel
             continue
         grads: tuple[Any, ...] = rule.to_stock(kernel.grad) if kernel.grad is not None else (None,) * len(rule.stock)
-        for name, value, grad in zip(rule.stock, rule.to_stock(kernel.detach()), grads):
-            slot, leaf = stock_slot(original, name)
-            _refill(slot, leaf, value.clone(memory_format=torch.contiguous_format), grad, kernel.requires_grad)
-
-
-def _refill(slot: nn.Module, leaf: str, value: torch.Tensor, grad: torch.Tensor | None, requires_grad: bool) -> None:
-    param = _slot_parameter(slot, leaf)
-    param.__dict__.pop(REPLACED, None)
-    param.grad = None
-    if torch._has_compatible_shallow_copy_type(param.data, value):
-        param.data = value
-    else:  # another device type since patching (for example meta): a parameter cannot change its kind of storage
-        param = nn.Parameter(value)
-        slot._parameters[leaf] = param
-    param.requires_grad_(requires_grad)
-    if grad is not None:
-        param.grad = grad.clone(memory_format=torch.contiguous_format)
-
-
-def _slot_parameter(slot: nn.Module, leaf: str) -> nn.Parameter:
-    param = slot._parameters[leaf]
-    if param is None:
-        raise AttributeError(f"{type(slot).__name__}.{leaf} is None")
-    return param
+        for name, view, grad in zip(rule.stock, rule.to_stock(kernel.detach()), grads):
+            param, value = original.get_parameter(name), view.clone(memory_format=torch.contiguous_format)
+            param.__dict__.pop(REPLACED, None)
+            param.grad = None
+            if torch._has_compatible_shallow_copy_type(param.data, value):
+                param.data = value
+            else:  # another device type since patching (for example meta): a parameter cannot change its storage's kind
+                param = nn.Parameter(value)
+                slot, leaf = stock_slot(original, name)
+                slot._parameters[leaf] = param
+            param.requires_grad_(kernel.requires_grad)
+            if grad is not None:
+                param.grad = grad.clone(memory_format=torch.contiguous_format)
 
 
 def _release_with(block: nn.Module) -> None:

@@ -66,8 +66,10 @@ def _active(layer: Any) -> list[str]:
 def why_not_low_rank(layer: Any) -> str | None:
     """Return why a LoRA `layer` does more than add a product of low rank to its weight, or None.
 
-    The base layer itself and hooks on the LoRA layer are the caller's matter.
+    The base layer itself is the caller's matter.
     """
+    if has_call_hooks(layer):
+        return "a LoRA layer with hooks"
     for adapter in _active(layer):
         if adapter in layer.lora_variant:
             return f"a LoRA layer of the variant {type(layer.lora_variant[adapter]).__name__}"

@@ -20,12 +20,9 @@ def check_no_transform(tensors: tuple[Tensor, ...]) -> None:
     if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None:
         return
     if any(torch._C._functorch.is_functorch_wrapped_tensor(tensor) for tensor in tensors):
-        raise GradientError.about(
-            "every argument",
-            "a tensor outside of torch.func's transforms, for which the operators have no rules",
-            "one inside of grad, vjp, jvp, vmap or another one",
-            "Use backward() or torch.autograd.grad, or call unpatch_model(model) first.",
-        )
+        expected = "a tensor outside of torch.func's transforms, for which the operators have no rules"
+        fix = "Use backward() or torch.autograd.grad, or call unpatch_model(model) first."
+        raise GradientError.about("every argument", expected, "one inside of grad, vjp, jvp, vmap or another one", fix)
 
 
 def check_hidden_states(hidden_states: Any, weight: Tensor, axis: int, name: str) -> None:

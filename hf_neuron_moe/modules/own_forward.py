@@ -94,12 +94,10 @@ def check_own_forward(block: nn.Module, name: str) -> bool:
     hook = block.__dict__.get("_hf_hook")
     offloaded = any(getattr(each, "offload", False) for each in getattr(hook, "hooks", (hook,)))
     if offloaded and isinstance(block, KernelLayoutMixin):
-        raise UnsupportedModelError.about(
-            "weights",
-            "in memory while they are in kernel layout",
-            "weights that accelerate offloads, which finds them by their stock names and shapes",
-            "Load the model again and patch it with weights='stock', or do not offload it.",
-        ).named(name)
+        expected = "in memory while they are in kernel layout"
+        got = "weights that accelerate offloads, which finds them by their stock names and shapes"
+        fix = "Load the model again and patch it with weights='stock', or do not offload it."
+        raise UnsupportedModelError.about("weights", expected, got, fix).named(name)
     if is_taken_over(block):
         got = described(block.__dict__["forward"]) + ", put on the block later"
         fix = (

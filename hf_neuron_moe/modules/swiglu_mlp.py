@@ -129,8 +129,12 @@ class NeuronSwiGLUMLP(NeuronBlock):
         self.neuron_watch = None
         self.neuron_adapted = False
         for name in roles.linears:
-            layer = self.get_submodule(name)
-            reason = self._why_not_adapted(layer) if is_lora_linear(layer) else why_not_plain_linear(layer)
+            layer: Any = self.get_submodule(name)
+            if is_lora_linear(layer):
+                self.neuron_adapted = True
+                reason = why_not_low_rank(layer) or why_not_plain_linear(layer.base_layer)
+            else:
+                reason = why_not_plain_linear(layer)
             if reason is not None:
                 return f"{name} is {reason}"
         activation = None
@@ -145,13 +149,6 @@ class NeuronSwiGLUMLP(NeuronBlock):
         if not self.neuron_adapted and not is_compiling():
             self.neuron_watch = _Watch(self, roles, activation, self.neuron_config.backend)
         return None
-
-    def _why_not_adapted(self, layer: Any) -> str | None:
-        """Why a LoRA layer has to be called as a layer; if it has not, the block notes that it has adapters."""
-        self.neuron_adapted = True
-        if has_call_hooks(layer):
-            return "a LoRA layer with hooks"
-        return why_not_low_rank(layer) or why_not_plain_linear(layer.base_layer)
 
     def _weights(self) -> tuple[Tensor, Tensor, Tensor]:
         roles, children = self.neuron_roles, self._modules

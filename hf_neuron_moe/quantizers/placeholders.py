@@ -42,10 +42,11 @@ def place(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> Placeme
     placement, placed, slots = Placement(), set(), all_slots(model)
     warned: set[str] = set()
     for candidate in discover(model):
-        tensors = _tensors_of(candidate, model, stored)
+        kind = QuantizedSwiGLUMLP if candidate.roles is not None else QuantizedExperts
+        tensors = _tensors_of(candidate.name, kind, model, stored)
         if not tensors:
             continue
-        stand_in = _stand_in(candidate, tensors)
+        stand_in = _stand_in(candidate, kind, tensors)
         for parent, attribute in slots.get(id(candidate.module), ()):
             parent._modules[attribute] = stand_in
         if isinstance(stand_in, Landing):
@@ -70,11 +71,10 @@ def place(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> Placeme
 
 
 def _tensors_of(
-    candidate: Candidate, model: PreTrainedModel, stored: Mapping[str, StoredTensor]
+    module: str, kind: type[QuantizedBlock], model: PreTrainedModel, stored: Mapping[str, StoredTensor]
 ) -> dict[str, StoredTensor]:
-    """The candidate's converted tensors by their names in the module; empty where it was left in source form."""
-    prefix = f"{candidate.name}." if candidate.name else ""
-    kind = QuantizedSwiGLUMLP if candidate.roles is not None else QuantizedExperts
+    """A module's converted tensors by their names in it; empty where it was left in source form."""
+    prefix = f"{module}." if module else ""
     base = f"{model.base_model_prefix}."
     found: dict[str, StoredTensor] = {}
     for name in kind.tensor_names():
@@ -86,8 +86,9 @@ def _tensors_of(
     return found
 
 
-def _stand_in(candidate: Candidate, tensors: Mapping[str, StoredTensor]) -> Landing | QuantizedBlock:
-    kind = QuantizedSwiGLUMLP if candidate.roles is not None else QuantizedExperts
+def _stand_in(
+    candidate: Candidate, kind: type[QuantizedBlock], tensors: Mapping[str, StoredTensor]
+) -> Landing | QuantizedBlock:
     values = {role: tensors.get(role + kind.weight_suffix) for role in (GATE_UP, DOWN)}
     scales = [tensors.get(role + kind.weight_suffix + SCALE_SUFFIX) for role in (GATE_UP, DOWN)]
     whole = {role: tensor for role, tensor in values.items() if tensor is not None}
