@@ -110,16 +110,6 @@ class _Sums:
     def sqnr_db(self) -> float:
         return 10 * math.log10(self.signal / self.noise)
 
-    @property
-    def factor(self) -> float:
-        """By least squares: the result is this times the reference, and a remainder."""
-        return self.cross / self.signal
-
-    @property
-    def remainder(self) -> float:
-        """Root of the remainder's energy relative to the reference's."""
-        return math.sqrt(max(0.0, self.noise / self.signal - (self.factor - 1) ** 2))
-
 
 _AXES = {
     "output": ("token", "column"),
@@ -179,9 +169,12 @@ def _fault(sums: _Sums, bounds: Bounds) -> tuple[str, str]:
         if axis is first and axis.word == "token" and off.nonzero().flatten().tolist() == [total - 1]:
             return f"{where} (the last row)", LAST_ROW
         return where, PART
-    deviation, spread = abs(sums.factor - 1), 4 * sums.remainder / math.sqrt(sums.count)
-    if deviation > bounds.factor + spread and sums.remainder < 10 ** (-bounds.least_db / 20):
-        return f"{sums.factor:.4g} times the reference", SCALED
+    # By least squares, the result is this factor times the reference, and a remainder (relative root of its energy).
+    factor = sums.cross / sums.signal
+    remainder = math.sqrt(max(0.0, sums.noise / sums.signal - (factor - 1) ** 2))
+    spread = 4 * remainder / math.sqrt(sums.count)
+    if abs(factor - 1) > bounds.factor + spread and remainder < 10 ** (-bounds.least_db / 20):
+        return f"{factor:.4g} times the reference", SCALED
     if sums.sqnr_db < bounds.least_db:
         return f"below {bounds.least_db:.0f} dB everywhere: another function or another layout", OTHER
     return "", ""

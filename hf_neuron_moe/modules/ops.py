@@ -44,18 +44,14 @@ def swiglu_mlp(
 ) -> Tensor:
     """Return ``(silu(x Wg^T) * x Wu^T) Wd^T``, ``[S, H]`` in the dtype of `x_SH`; differentiable.
 
-    Args:
-        x_SH: ``[S, H]``, any float dtype; read in bf16 (fp32 for ``"fp32"``).
-        gate_IH: ``[I, H]``.
-        up_IH: ``[I, H]``.
-        down_HI: ``[H, I]``.
-        precision: ``"bf16"``, ``"mxfp8"`` or ``"fp32"``.
-        backend: what :func:`hf_neuron_moe.backends.resolve_backend` returned.
-        activations: what is kept for the backward: a preset's name or a canonical keep string, see
-            :mod:`hf_neuron_moe.activation_policy`.
-        training: compute what a recorded forward computes also where nothing is recorded, to the last bit: the first
-            pass of a reentrant checkpoint is one. Otherwise inference may take a shorter way for few rows.
-        cache_weights: whether the backend may keep copies of the weights for the next call.
+    `x_SH` is ``[S, H]`` in any float dtype, read in bf16 (fp32 for `precision` ``"fp32"``; others are ``"bf16"`` and
+    ``"mxfp8"``); `gate_IH` and `up_IH` are ``[I, H]``, `down_HI` ``[H, I]``. `backend` is what
+    :func:`hf_neuron_moe.backends.resolve_backend` returned. `activations` says what is saved for the backward, as a
+    preset's name or a canonical keep string (:mod:`hf_neuron_moe.activation_policy`). `cache_weights` lets the backend
+    keep copies of the weights for the next call.
+
+    With `training` the result is that of a recorded forward to the last bit also where nothing is recorded, as in the
+    first pass of a reentrant checkpoint. Otherwise inference may take a shorter way for few rows.
     """
     operands = (x_SH, gate_IH, up_IH, down_HI)
     check_no_transform(operands)

@@ -30,13 +30,9 @@ SCALE_SUFFIX = "_scale"
 class QuantizedBlock(NeuronBlock):
     """Base of the blocks with MX weights.
 
-    Args:
-        original: the module to stand in for, usually on the meta device; its weights are not used.
-        name: its name in the model, for messages.
-        config: the resolved configuration; its precision is that of the activations.
-        layouts: how the codes of ``gate_up_proj`` and of ``down_proj`` are stored.
-        tensors: codes and scales, by :meth:`tensor_names`; on the meta device until they are loaded.
-        roles: of a dense MLP's attributes; None for experts.
+    `original`, whose weights are not used, is usually on the meta device. The precision of `config` is that of the
+    activations. `layouts` say by role how codes are stored; `tensors` are codes and scales by :meth:`tensor_names`, on
+    the meta device until they are loaded. `roles` are those of a dense MLP's attributes, None for experts.
     """
 
     weight_suffix = ""

@@ -48,10 +48,9 @@ class SavedBlock:
 
 
 def saved_bytes(shape: SavedBlock, keep: str) -> float:
-    """Return the bytes per token that the block's operator saves: input, routing and checkpoints.
+    """Return the bytes per token that the operator saves, input and routing included; NaN where K is not known.
 
-    A model that also keeps the block's input or its routing elsewhere, as most do, pays for those once. What comes on
-    top with every call is :func:`saved_bytes_per_call`. NaN where the number of experts per token is not known.
+    A model that also keeps the block's input or its routing elsewhere, as most do, pays for those once.
     """
     return _line(shape.kernels, shape, keep)[0]
 
