@@ -203,7 +203,8 @@ def release_layout(replacement: NeuronBlock, original: nn.Module) -> None:
         if rule.keeps_layout:
             continue
         for name in rule.stock:
-            param = original.get_parameter(name)
+            slot, leaf = stock_slot(original, name)
+            param = slot.get_parameter(leaf)
             param.data = param.data.new_empty(0)
             param.grad = None
             param.__dict__[REPLACED] = f"{replacement.neuron_name}.{name}"
