@@ -1,13 +1,11 @@
-"""What a block keeps from forward to backward: presets, explicit policies, byte budgets. Imports no torch.
+"""What a block saves from forward to backward: presets, explicit policies, byte budgets. Imports no torch.
 
-The four tensors that can be kept are the checkpoints of nki-library's ``mlp_fwd_mxfp8``, each ``[rows, I]``:
+The four tensors that can be saved are the checkpoints of nki-library's ``mlp_fwd_mxfp8``, each ``[rows, I]``:
 
     gate_pre = x Wg^T      up = x Wu^T      gate_act = silu(gate_pre)      intermediate = gate_act * up
 
 The bf16 kernels keep ``gate_pre`` and ``up`` only. What is not kept is computed again in the backward, by the torch
-backend bit for bit.
-
-Operators and backends take a policy as one short canonical string, which :func:`parse_keep` reads and
+backend bit for bit. Operators and backends take a policy as one canonical string, which :func:`parse_keep` reads and
 :func:`canonical_keep` writes: ``"minimal"``, ``"fp8"``, ``"recompute"``, or names joined by ``+`` (``"gate_pre+up"``).
 """
 
@@ -17,9 +15,9 @@ import functools
 import itertools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypeGuard
 
 from hf_neuron_moe.errors import ConfigError, nearest, public
 
@@ -37,19 +35,12 @@ _BUDGET = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)\s*/\s*([0-9]*)\s*t
 
 @dataclass(frozen=True)
 class Keep:
-    """A canonical keep string, read.
+    """A canonical keep string, read."""
 
-    Attributes:
-        names: which checkpoints are kept.
-        fp8: whether gate_pre, up and the input are kept in FP8 groups instead of the compute dtype.
-        whole_up: whether all columns of up are kept; without, the first :func:`kept_up_columns`.
-        text: the string itself.
-    """
-
-    names: frozenset[str] = frozenset()
-    fp8: bool = False
-    whole_up: bool = True
-    text: str = ""
+    names: frozenset[str] = frozenset()  # which checkpoints are kept
+    fp8: bool = False  # gate_pre, up and the input are kept in FP8 groups instead of the compute dtype
+    whole_up: bool = True  # all columns of up are kept, not only the first `kept_up_columns`
+    text: str = ""  # the string itself
 
     @property
     def backward(self) -> bool:
@@ -70,16 +61,14 @@ class Keep:
 @functools.cache
 def parse_keep(keep: str) -> Keep:
     """Read a canonical keep string; the empty one keeps nothing, for a backward that will not come."""
-    if keep == "minimal":
-        return Keep(frozenset(BF16_CHECKPOINTS), whole_up=False, text=keep)
-    if keep == "fp8":
-        return Keep(frozenset(BF16_CHECKPOINTS), fp8=True, text=keep)
+    if keep in ("minimal", "fp8"):
+        return Keep(frozenset(BF16_CHECKPOINTS), fp8=keep == "fp8", whole_up=keep != "minimal", text=keep)
     names = frozenset(keep.split("+")) if keep not in ("", "recompute") else frozenset[str]()
     return Keep(names, text=keep)
 
 
 def kept_up_columns(intermediate: int) -> int:
-    """Columns of up that ``"minimal"`` keeps: seven eighths of them, all of less than 512.
+    """Return the columns of up that ``"minimal"`` keeps: seven eighths of them, all of less than 512.
 
     One eighth recomputed costs 1/72 of a step's multiplications and brings the kept bytes of a Mixtral-shaped block
     below 0.45 of what the stock experts keep.
@@ -113,12 +102,9 @@ class ActivationPolicy:
         if self.storage not in STORAGES:
             raise _refuse("storage", f"one of {', '.join(STORAGES)}", self.storage, nearest_of=STORAGES)
         if self.storage == "fp8" and self.keep != BF16_CHECKPOINTS:
-            raise _refuse(
-                "storage",
-                "'compute' unless exactly gate_pre and up are kept: they are what COAT's backward reads in FP8",
-                f"'fp8' with keep={self.keep!r}",
-                remedy="Use keep=('gate_pre', 'up') with storage='fp8', which is the preset 'fp8'.",
-            )
+            expected = "'compute' unless exactly gate_pre and up are kept: they are what COAT's backward reads in FP8"
+            fix = "Use keep=('gate_pre', 'up') with storage='fp8', which is the preset 'fp8'."
+            raise _refuse("storage", expected, f"'fp8' with keep={self.keep!r}", fix)
         object.__setattr__(self, "modules", _checked_modules(self.modules))
 
     @property
@@ -131,8 +117,7 @@ class ActivationPolicy:
         return "+".join(self.keep) or "recompute"
 
     def __str__(self) -> str:
-        exceptions = "".join(f", {glob}: {_name(policy)}" for glob, policy in self.modules)
-        return self.name + exceptions
+        return self.name + "".join(f", {glob}: {_name(policy)}" for glob, policy in self.modules)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values that ``json.dumps`` accepts; :func:`as_activations` is the inverse."""
@@ -171,9 +156,8 @@ class ActivationBudget:
         if not isinstance(self.allow_fp8, bool):
             raise _refuse("allow_fp8", "a bool", self.allow_fp8)
         if given not in (["bytes_per_token"], ["total_bytes", "tokens"]):
-            raise _refuse(
-                "budget", "either bytes_per_token, or total_bytes and tokens", f"{', '.join(given) or 'neither'}"
-            )
+            expected = "either bytes_per_token, or total_bytes and tokens"
+            raise _refuse("budget", expected, ", ".join(given) or "neither")
 
     @property
     def limit(self) -> float:
@@ -207,26 +191,25 @@ BlockActivations = str | ActivationPolicy
 def as_activations(value: Any) -> Activations:
     """Read every form that ``NeuronMoEConfig(activations=...)`` takes.
 
-    These are a preset's name; names of checkpoints joined by ``+``; a budget such as ``"48KiB/token"``,
-    ``"2GiB/8192tokens"`` or ``"24KiB/token+fp8"`` (which allows FP8); a policy, a budget, or the mapping that their
-    ``to_dict`` returns.
+    That is a preset's name, names of checkpoints joined by ``+``, a budget such as ``"48KiB/token"``,
+    ``"2GiB/8192tokens"`` or ``"24KiB/token+fp8"`` (which allows FP8), a policy, a budget, or the mapping of these.
     """
     if isinstance(value, ActivationPolicy | ActivationBudget):
         return value
     if isinstance(value, Mapping):
-        known = {f.name for f in fields(ActivationBudget)}
         options = {str(key): item for key, item in value.items()}
-        return ActivationBudget(**options) if known & set(options) else ActivationPolicy(**options)
+        budget_names = {f.name for f in fields(ActivationBudget)}
+        return ActivationBudget(**options) if budget_names & options.keys() else ActivationPolicy(**options)
     if not isinstance(value, str):
         raise _refuse("activations", _FORMS, value, nearest_of=PRESETS)
     if value in PRESETS:
         return value
     budget = _BUDGET.fullmatch(value)
     if budget is not None and budget[2].upper() in _UNITS:
-        size = float(budget[1]) * _UNITS[budget[2].upper()]
+        size, fp8 = float(budget[1]) * _UNITS[budget[2].upper()], bool(budget[4])
         if budget[3]:
-            return ActivationBudget(total_bytes=size, tokens=int(budget[3]), allow_fp8=bool(budget[4]))
-        return ActivationBudget(bytes_per_token=size, allow_fp8=bool(budget[4]))
+            return ActivationBudget(total_bytes=size, tokens=int(budget[3]), allow_fp8=fp8)
+        return ActivationBudget(bytes_per_token=size, allow_fp8=fp8)
     if value and set(value.split("+")) <= set(CHECKPOINTS):
         return ActivationPolicy(keep=tuple(value.split("+")))
     raise _refuse("activations", _FORMS, value, nearest_of=(*PRESETS, *CHECKPOINTS, "48KiB/token", "2GiB/8192tokens"))
@@ -239,8 +222,7 @@ def activations_from_text(text: str, argument: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        expected, got = "a name, a budget or a JSON object", f"{text!r} ({error})"
-        raise _refuse(argument, expected, got) from error
+        raise _refuse(argument, "a name, a budget or a JSON object", f"{text!r} ({error})") from error
 
 
 _FORMS = (
@@ -260,26 +242,22 @@ def check_for_precision(activations: Activations, precision: str) -> None:
     if not isinstance(activations, ActivationPolicy):
         return
     for policy in (activations, *(policy for _, policy in activations.modules)):
-        absent = [] if isinstance(policy, str) else _absent(policy, precision)
+        names = () if isinstance(policy, str) or isinstance(policy.keep, str) else policy.keep
+        absent = [name for name in names if name not in _kernel_checkpoints(precision)]
         if absent:
-            raise _refuse(
-                "activations",
-                f"made of checkpoints that the {precision} kernels have ({', '.join(BF16_CHECKPOINTS)})",
-                f"{' and '.join(absent)}, which only the mxfp8 kernels write",
-                remedy="They cost an elementwise pass over gate_pre and up in the backward: leave them out.",
-            )
+            expected = f"made of checkpoints that the {precision} kernels have ({', '.join(BF16_CHECKPOINTS)})"
+            got = f"{' and '.join(absent)}, which only the mxfp8 kernels write"
+            fix = "They cost an elementwise pass over gate_pre and up in the backward: leave them out."
+            raise _refuse("activations", expected, got, fix)
 
 
 @functools.cache
 @public("activations")
 def canonical_keep(activations: Activations, precision: str) -> str:
-    """Return the string that operators and backends take for one block's policy, without exceptions.
-
-    The precision decides what ``"full"`` means.
-    """
+    """Return the string that operators and backends take for one block's policy; `precision` decides on "full"."""
     policy = as_activations(activations)
-    if isinstance(policy, ActivationBudget) or (isinstance(policy, ActivationPolicy) and policy.modules):
-        raise _refuse("activations", "one block's policy", str(policy), remedy="patch_model resolves the others.")
+    if not _is_of_one_block(policy):
+        raise _refuse("activations", "one block's policy", str(policy), "patch_model resolves the others.")
     check_for_precision(policy, precision)
     name = _name(policy)
     return "+".join(_kernel_checkpoints(precision)) if name == "full" else name
@@ -296,16 +274,14 @@ def _kernel_checkpoints(precision: str) -> tuple[str, ...]:
     return CHECKPOINTS if precision == "mxfp8" else BF16_CHECKPOINTS
 
 
-def _absent(policy: ActivationPolicy, precision: str) -> list[str]:
-    names = () if isinstance(policy.keep, str) else policy.keep
-    return [name for name in names if name not in _kernel_checkpoints(precision)]
+def _is_of_one_block(policy: Activations) -> TypeGuard[BlockActivations]:
+    return isinstance(policy, str) or (isinstance(policy, ActivationPolicy) and not policy.modules)
 
 
 def _name(policy: BlockActivations) -> str:
     return policy if isinstance(policy, str) else policy.name
 
 
-@public("activations")
 def _checked_keep(keep: Any) -> str | tuple[str, ...]:
     if isinstance(keep, str) and keep in PRESETS:
         return keep
@@ -318,7 +294,6 @@ def _checked_keep(keep: Any) -> str | tuple[str, ...]:
     return tuple(name for name in CHECKPOINTS if name in keep)
 
 
-@public("activations")
 def _checked_modules(modules: Any) -> tuple[tuple[str, BlockActivations], ...]:
     pairs = modules.items() if isinstance(modules, Mapping) else modules
     if isinstance(modules, str) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
@@ -328,7 +303,7 @@ def _checked_modules(modules: Any) -> tuple[tuple[str, BlockActivations], ...]:
         if not isinstance(glob, str):
             raise _refuse("modules", "a mapping whose keys are globs over module names", glob)
         policy = as_activations(value)
-        if isinstance(policy, ActivationBudget) or (isinstance(policy, ActivationPolicy) and policy.modules):
+        if not _is_of_one_block(policy):
             raise _refuse(f"modules[{glob!r}]", "a preset or a policy without exceptions of its own", value)
         checked.append((glob, policy))
     return tuple(sorted(checked, key=lambda pair: pair[0]))
@@ -344,13 +319,9 @@ def check_option_names(kind: type, options: Mapping[str, Any], fix: str) -> None
 
 
 def _refuse(
-    argument: str,
-    expected: str,
-    got: object,
-    *,
-    remedy: str = _HELP,
-    nearest_of: Any = (),
+    argument: str, expected: str, got: object, fix: str = _HELP, *, nearest_of: Iterable[str] = ()
 ) -> ConfigError:
-    shown = got if isinstance(got, str) and (" " in got or not nearest_of) else repr(got)
-    hint = nearest(got, list(nearest_of)) if isinstance(got, str) else ""
-    return ConfigError.about(argument, expected, shown, remedy + hint)
+    near = list(nearest_of)
+    shown = got if isinstance(got, str) and (" " in got or not near) else repr(got)
+    hint = nearest(got, near) if isinstance(got, str) else ""
+    return ConfigError.about(argument, expected, shown, fix + hint)

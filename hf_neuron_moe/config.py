@@ -55,19 +55,16 @@ class NeuronMoEConfig:
 
     Attributes:
         precision: ``"bf16"``: operands of every matmul are bfloat16, accumulation is fp32. ``"mxfp8"``: both operands
-            of every matmul are quantised to MXFP8 (e4m3, Neuron block-scale rule) along that matmul's contraction axis.
-            ``"fp32"``: exact; for tests and for CPUs. The blocks compute in this precision whatever the dtype of the
-            model's parameters is; the rest of the model is not touched.
-        backend: ``"torch"`` computes the kernels' contract with PyTorch on any device. ``"auto"`` chooses by device.
-            ``"neuron"`` calls nkilib's kernels, ``"nki-sim"`` the same in NKI's simulator. What cannot run is refused
-            with the reason, as is ``"triton"``, which this release does not have.
-        weights: ``"stock"`` leaves the parameters in Hugging Face's layout and reads them through views;
-            ``"kernel"`` moves them into the kernels' layout (dense ``[2I, H]``, experts ``[E, H, 2I]`` and
-            ``[E, I, H]``). ``"auto"`` is ``"stock"`` on the torch backend. ``state_dict`` has the stock keys and
-            layouts in either case, and the numbers are the same.
+            of every matmul are quantized to MXFP8 (e4m3, Neuron block-scale rule) along its contraction axis.
+            ``"fp32"``: exact; for tests and for CPUs. This holds whatever the dtype of the parameters is.
+        backend: ``"torch"`` computes the kernels' contract with PyTorch on any device, ``"neuron"`` calls nkilib's
+            kernels, ``"nki-sim"`` the same in NKI's simulator. ``"auto"`` chooses by device.
+        weights: ``"stock"`` leaves the parameters in Hugging Face's layout and reads them through views; ``"kernel"``
+            moves them into the kernels' layout (dense ``[2I, H]``, experts ``[E, H, 2I]`` and ``[E, I, H]``).
+            ``"auto"`` is ``"stock"`` on the torch backend. ``state_dict`` and results are the same in either case.
         block_size: tokens per block of the blockwise MoE kernels. It decides which tokens share an MX scale in the
             weight gradients of ``"mxfp8"``; it does not change ``"bf16"`` and ``"fp32"`` results.
-        activations: what a block keeps for its backward. ``"full"``: its input and every checkpoint that the kernels of
+        activations: what a block saves for its backward. ``"full"``: its input and every checkpoint that the kernels of
             this precision have (gate_pre and up; for ``"mxfp8"`` also gate_act and intermediate). ``"minimal"``: its
             input, gate_pre and seven eighths of the columns of up. ``"recompute"``: the input only. These three give
             the same gradients, on the torch backend bit for bit; on Neuron bf16 experts that keep gate_pre and up
@@ -77,9 +74,9 @@ class NeuronMoEConfig:
             Also an :class:`~hf_neuron_moe.activation_policy.ActivationPolicy` (which checkpoints, with exceptions by
             glob), a budget (:class:`~hf_neuron_moe.activation_policy.ActivationBudget`, or ``"48KiB/token"``,
             ``"2GiB/8192tokens"``) that ``patch_model`` solves per module, or the mapping of either.
-        fallback: what becomes of a block that the chosen backend's kernels cannot compute (a precision, shape or
-            option they do not have). ``"refuse"``: it is refused with the reason. ``"torch"``: PyTorch computes it on
-            the model's device, and the report says so and why.
+        fallback: for a block that the backend's kernels cannot compute (a precision, shape or option they do not have):
+            ``"refuse"`` is an error with the reason, ``"torch"`` computes it with PyTorch on the model's device, and
+            the report says so and why.
     """
 
     precision: str = "bf16"
@@ -107,19 +104,13 @@ class NeuronMoEConfig:
             value = getattr(self, name)
             if value not in allowed:
                 allowed = tuple(choice for choice in allowed if choice not in PLANNED_BACKENDS)
-                hint = _hint(name, value, allowed)
-                raise ConfigError.about(
-                    name, f"one of {', '.join(allowed)}", repr(value), f"Choose one of these.{hint}"
-                )
+                fix = f"Choose one of these.{_hint(name, value, allowed)}"
+                raise ConfigError.about(name, f"one of {', '.join(allowed)}", repr(value), fix)
         object.__setattr__(self, "activations", as_activations(self.activations))
         check_for_precision(self.activations, self.precision)
         if type(self.block_size) is not int or self.block_size not in BLOCK_SIZES:
-            raise ConfigError.about(
-                "block_size",
-                f"one of {BLOCK_SIZES}",
-                repr(self.block_size),
-                "512 suits most models; smaller blocks pad less when experts get few tokens.",
-            )
+            fix = "512 suits most models; smaller blocks pad less when experts get few tokens."
+            raise ConfigError.about("block_size", f"one of {BLOCK_SIZES}", repr(self.block_size), fix)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the options as plain values that ``json.dumps`` accepts; :meth:`from_dict` is the inverse."""

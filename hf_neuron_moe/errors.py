@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, ParamSpec, Self, TypeVar, overload
@@ -267,3 +267,10 @@ def _unknown(where: str, name: str, value: Any, known: list[str], options: Seque
         hint += f" That is an option of the configuration, which is passed as config={{...}} to {where}."
     expected = f"one of {', '.join(shown)}" if len(shown) < 20 else f"a field of {where}"
     return ConfigError.about("argument name", expected, repr(name), f"Remove or rename it.{hint}").named(where)
+
+
+def not_one_of(argument: str, value: object, known: Iterable[str]) -> ConfigError:
+    """Return the error for a name that is not among the `known` ones, with the nearest of them."""
+    names = list(known)
+    fix = f"Choose one of these.{nearest(str(value), names)}"
+    return ConfigError.about(argument, f"one of {', '.join(names)}", repr(value), fix)

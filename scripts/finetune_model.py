@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from hf_neuron_moe import NeuronMoETrainingArguments, PatchReport, patch_model, set_backend, unpatch_model
 from hf_neuron_moe.backends import resolve_backend
 from hf_neuron_moe.errors import ConfigError, NeuronMoEError
-from hf_neuron_moe.modules.quantized_blocks import FrozenBlock
+from hf_neuron_moe.modules.quantized_blocks import QuantizedBlock
 from hf_neuron_moe.training.prepare import is_patched, refuse_unsavable_adapters
 
 
@@ -64,7 +64,7 @@ def load_model(options: ModelOptions) -> PreTrainedModel:
 
 def has_frozen_base(model: nn.Module) -> bool:
     """Whether blocks of `model` hold MX codes instead of trainable weights."""
-    return any(isinstance(module, FrozenBlock) for module in model.modules())
+    return any(isinstance(module, QuantizedBlock) for module in model.modules())
 
 
 def patch(model: PreTrainedModel, training: NeuronMoETrainingArguments, lora: LoraOptions) -> PatchReport | None:
@@ -110,7 +110,9 @@ def _choose_backend(model: PreTrainedModel, training: NeuronMoETrainingArguments
 
 def told_unpatched(model: nn.Module) -> str:
     """Say what a model is that :func:`patch` had nothing to patch in."""
-    backends = sorted({module.neuron_config.backend for module in model.modules() if isinstance(module, FrozenBlock)})
+    backends = sorted(
+        {module.neuron_config.backend for module in model.modules() if isinstance(module, QuantizedBlock)}
+    )
     if not backends:
         return "nothing patched: neuron_patch is off"
     kernels = "" if backends == ["torch"] else "; its kernels compute inference where they can, PyTorch all training"

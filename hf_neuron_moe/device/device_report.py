@@ -5,45 +5,16 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hf_neuron_moe.device.tolerances import (
-    BOUNDS,
-    CLOSE,
-    EQUAL,
-    ERROR,
-    FAIL,
-    LAST_ROW,
-    MISSING,
-    NOT_FINITE,
-    NOT_RUN,
-    NOT_WRITTEN,
-    OTHER,
-    PART,
-    PASS,
-    SCALED,
-    SHAPE,
-    TensorResult,
-)
+from hf_neuron_moe.device.tolerances import BOUNDS, CAUSES, CLOSE, EQUAL, ERROR, FAIL, NOT_RUN, PASS, TensorResult
 
 ORDER = (EQUAL, PASS, CLOSE, NOT_RUN, FAIL, ERROR)
 """Verdicts, the worst last; a block has that of its worst tensor."""
 
-_AGREES = "the kernels compute what PyTorch does, up to rounding"
 _MEANING = {
-    PASS: _AGREES,
+    PASS: "the kernels compute what PyTorch does, up to rounding",
     CLOSE: "NOT CONFIRMED: the difference is more than rounding explains, and less than that of another function",
     FAIL: "WRONG: the kernels do not compute what PyTorch does",
     NOT_RUN: "NOTHING COMPARED: no kernel ran",
-}
-
-_CAUSES = {
-    SHAPE: "the installed nkilib returns another form than its documents say",
-    MISSING: "the kernel returns no such gradient",
-    NOT_FINITE: "memory that a kernel did not write, or scales read in another layout",
-    NOT_WRITTEN: "the kernel did not write its output, or it was not returned",
-    LAST_ROW: "moe_cte documents T+1 rows and blockwise_mm_bwd T: so it looks if a kernel counts them otherwise",
-    PART: "blocks of tokens or experts that were dropped, or written elsewhere",
-    SCALED: "a factor that is applied twice, or not at all",
-    OTHER: "another layout of weights or scales than documented",
 }
 
 _REPORT = "Report the output of `hf-neuron-moe doctor --json` and of this command with --json."
@@ -84,6 +55,15 @@ class BlockResult:
         """The first of its tensors that rounding does not explain."""
         return next((tensor for tensor in self.tensors if tensor.verdict in (CLOSE, FAIL)), None)
 
+    @property
+    def finding(self) -> str:
+        """What was found at :attr:`first_off`, or why the block did not run."""
+        tensor = self.first_off
+        if tensor is None:
+            return f"{self.verdict}: {self.note}"
+        level = "" if tensor.sqnr_db is None else f" at {tensor.sqnr_db:.1f} dB"
+        return f"{tensor.name} {tensor.verdict}{level}: {tensor.note}"
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain values."""
         return asdict(self) | {"tensors": [tensor.to_dict() for tensor in self.tensors]}
@@ -105,19 +85,19 @@ class DeviceReport:
     blocks: tuple[BlockResult, ...]  # in model order; those without kernels last
 
     @property
-    def verdict(self) -> str:
-        """``"pass"``, ``"close"`` or ``"fail"``, the worst of the blocks that ran; ``"not run"`` where none did."""
-        verdicts = {block.verdict for block in self.blocks}
-        if verdicts & {FAIL, ERROR}:
-            return FAIL
-        if CLOSE in verdicts:
-            return CLOSE
-        return PASS if verdicts & {EQUAL, PASS} else NOT_RUN
-
-    @property
     def verdicts(self) -> dict[str, int]:
         """Number of blocks by verdict, the worst last."""
         return {verdict: sum(block.verdict == verdict for block in self.blocks) for verdict in ORDER}
+
+    @property
+    def verdict(self) -> str:
+        """``"pass"``, ``"close"`` or ``"fail"``, the worst of the blocks that ran; ``"not run"`` where none did."""
+        number = self.verdicts
+        if number[FAIL] or number[ERROR]:
+            return FAIL
+        if number[CLOSE]:
+            return CLOSE
+        return PASS if number[EQUAL] or number[PASS] else NOT_RUN
 
     @property
     def ok(self) -> bool:
@@ -136,9 +116,10 @@ class DeviceReport:
         if block is None:
             return _ADVICE[self.verdict]
         tensor = block.first_off
-        cause = _CAUSES.get(tensor.fault, "") if tensor is not None else ""
-        next_steps = _ADVICE[ERROR if tensor is None else self.verdict]
-        return ((f"Looks like: {cause}.",) if cause else ()) + next_steps
+        if tensor is None:
+            return _ADVICE[ERROR]
+        cause = CAUSES.get(tensor.fault)
+        return (*((f"Looks like: {cause}.",) if cause else ()), *_ADVICE[self.verdict])
 
     def summary(self) -> str:
         """Return the outcome in a few lines: how many blocks, what it means, where it begins, what to do."""
@@ -149,7 +130,7 @@ class DeviceReport:
         lines = [f"{ran} of {len(self.blocks)} blocks compared ({counted}): {_MEANING[self.verdict]} ({place}; {how})"]
         block = self.first_off
         if block is not None:
-            lines.append(f"First: {block.name}: {_told(block)}")
+            lines.append(f"First: {block.name}: {block.finding}")
         return "\n".join([*lines, *self.advice])
 
     def to_dict(self) -> dict[str, Any]:
@@ -159,18 +140,10 @@ class DeviceReport:
             "ok": self.ok,
             "verdict": self.verdict,
             "meaning": _MEANING[self.verdict],
-            "first_off": None if first is None else {"name": first.name, "what": _told(first)},
+            "first_off": None if first is None else {"name": first.name, "what": first.finding},
             "advice": list(self.advice),
             "bounds": {precision: bounds._asdict() for precision, bounds in BOUNDS.items()},
             **asdict(self),
             "verdicts": self.verdicts,
             "blocks": [block.to_dict() for block in self.blocks],
         }
-
-
-def _told(block: BlockResult) -> str:
-    tensor = block.first_off
-    if tensor is None:
-        return f"{block.verdict}: {block.note}"
-    level = "" if tensor.sqnr_db is None else f" at {tensor.sqnr_db:.1f} dB"
-    return f"{tensor.name} {tensor.verdict}{level}: {tensor.note}"

@@ -1,18 +1,20 @@
 """The first run on a machine: every patched block through the Neuron kernels and through PyTorch, layer by layer.
 
-Nothing in this package has run on a device; this shows whether it works on yours.
+T tokens, H hidden size, K experts per token.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from hf_neuron_moe.backends.neuron import versions
@@ -21,7 +23,6 @@ from hf_neuron_moe.convert.assign import build_meta_model
 from hf_neuron_moe.device.device_report import ORDER, BlockResult, DeviceReport
 from hf_neuron_moe.device.model_dir import check_model_dir
 from hf_neuron_moe.device.request import WHERE, Request
-from hf_neuron_moe.device.run_block import random_inputs, run_block
 from hf_neuron_moe.device.tolerances import BOUNDS, ERROR, FAIL, MISSING, NOT_RUN, TensorResult, compare
 from hf_neuron_moe.errors import (
     BackendUnavailableError,
@@ -32,7 +33,7 @@ from hf_neuron_moe.errors import (
     public,
 )
 from hf_neuron_moe.modules.block import NeuronBlock
-from hf_neuron_moe.modules.quantized_blocks import FrozenBlock
+from hf_neuron_moe.modules.quantized_blocks import QuantizedBlock
 from hf_neuron_moe.patching import patch_model, unpatch_model
 
 
@@ -52,67 +53,49 @@ def load_for_verification(folder: Path, *, random_weights: bool = False) -> nn.M
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True)
     except (SafetensorError, OSError, RuntimeError, ValueError) as error:
-        raise SourceDamageError.about(
-            str(folder),
-            "a checkpoint whose weights transformers can read",
-            f"{type(error).__name__}: {error}",
-            "Repair it, or compare on random weights: --random-weights.",
-        ) from error
+        expected, got = "a checkpoint whose weights transformers can read", f"{type(error).__name__}: {error}"
+        fix = "Repair it, or compare on random weights: --random-weights."
+        raise SourceDamageError.about(str(folder), expected, got, fix) from error
     kinds = [type(module) for module in model.modules() if isinstance(module, NeuronBlock)]
-    if kinds and not any(issubclass(kind, FrozenBlock) for kind in kinds):
+    if kinds and not any(issubclass(kind, QuantizedBlock) for kind in kinds):
         unpatch_model(model)  # a conversion in bf16 comes patched; it is patched again as it is to be compared
     return model
 
 
 def verify_device(
-    model: nn.Module,
-    *,
-    backend: str = "neuron",
-    precision: str | None = None,
-    tokens: int = 256,
-    block_size: int = 512,
-    seed: int = 0,
-    layers: int | None = None,
-    device: str | None = None,
-    progress: Callable[[BlockResult], None] | None = None,
+    model: nn.Module, *, progress: Callable[[BlockResult], None] | None = None, **options: Any
 ) -> DeviceReport:
     """Compare the Neuron backend with the torch backend, block by block, on random input.
 
     The model is patched for the time of the call. Blocks on the meta device get random weights, one at a time.
 
     Args:
-        model: with stock blocks, or a converted checkpoint whose frozen blocks are compared in inference.
-        backend: ``"neuron"``, or ``"nki-sim"`` for NKI's simulator (then take few tokens and a tiny model).
-        precision: of the blocks; None for the one that the chip has kernels for, bf16 on Trn2 and mxfp8 on Trn3.
-        tokens: rows of the random input.
-        block_size: tokens per block of experts.
-        seed: of inputs and random weights.
-        layers: only the first so many blocks; None for all.
-        device: where the kernels run, see :meth:`~hf_neuron_moe.device.request.Request.device_here`.
+        model: with stock blocks, or a converted checkpoint whose MX blocks are compared in inference.
         progress: called with every block's result.
+        **options: the fields of :class:`~hf_neuron_moe.device.request.Request`.
     """
-    request = Request(backend, precision, tokens, block_size, seed, layers, device)
+    request = Request(**options)
     place, precision = request.device_here(), request.precision_here()
-    config = NeuronMoEConfig(precision=precision, backend=backend, block_size=block_size)
+    config = NeuronMoEConfig(precision=precision, backend=request.backend, block_size=request.block_size)
+    results: list[BlockResult] = []
+    failed: dict[Any, str] = {}
     with _patched(model, config) as refused:
         blocks = [(name, module) for name, module in model.named_modules() if isinstance(module, NeuronBlock)]
         meta = any(param.is_meta for param in model.parameters())
-        results: list[BlockResult] = []
-        failed: dict[Any, str] = {}
-        for number, (name, block) in enumerate(blocks[:layers]):
-            result = _verify_block(name, block, place, backend, tokens, seed + number, failed)
-            results.append(result)
+        for number, (name, block) in enumerate(blocks[: request.layers]):
+            inputs = random_inputs(block, request.tokens, request.seed + number)
+            results.append(_verify_block(name, block, inputs, (request.backend, place), request.seed + number, failed))
             if progress is not None:
-                progress(result)
+                progress(results[-1])
     return DeviceReport(
-        backend=backend,
+        backend=request.backend,
         device=str(place),
         target=versions.platform().name,
         lnc=versions.lnc(),
         precision=precision,
-        tokens=tokens,
-        block_size=block_size,
-        seed=seed,
+        tokens=request.tokens,
+        block_size=request.block_size,
+        seed=request.seed,
         weights="random" if meta else "checkpoint",
         blocks=(*results, *refused),
     )
@@ -121,38 +104,34 @@ def verify_device(
 @contextmanager
 def _patched(model: nn.Module, config: NeuronMoEConfig) -> Iterator[list[BlockResult]]:
     """The model patched; yields the blocks that cannot be. Frozen blocks need no patching."""
-    if any(isinstance(module, FrozenBlock) for module in model.modules()):
+    if any(isinstance(module, QuantizedBlock) for module in model.modules()):
         yield []
         return
     report = patch_model(model, config, strict=False)
     try:
         if not report.patched:
-            raise NothingToPatchError.about(
-                "model",
-                "a block that the kernels compute here",
-                "; ".join(sorted({entry.reason for entry in report.refused})),
-                "`hf-neuron-moe doctor MODEL_DIR` lists kernels and precisions.",
-            ).named(WHERE)
+            got = "; ".join(sorted({entry.reason for entry in report.refused}))
+            fix = "`hf-neuron-moe doctor MODEL_DIR` lists kernels and precisions."
+            raise NothingToPatchError.about("model", "a block that the kernels compute here", got, fix).named(WHERE)
         yield [BlockResult(entry.name, entry.kind, NOT_RUN, note=entry.reason) for entry in report.refused]
     finally:
         unpatch_model(model)
 
 
 def _verify_block(
-    name: str, block: NeuronBlock, device: torch.device, backend: str, tokens: int, seed: int, failed: dict[Any, str]
+    name: str, block: NeuronBlock, inputs: Inputs, place: tuple[str, torch.device], seed: int, failed: dict[Any, str]
 ) -> BlockResult:
     """Compare one block; where a like one raised before, it is not tried again: compilations take minutes."""
-    frozen = isinstance(block, FrozenBlock)
+    frozen = isinstance(block, QuantizedBlock)
     kind = ("frozen " if frozen else "") + ("mlp" if block.neuron_shape.top_k is None else "experts")
     alike = (kind, block.neuron_shape)
     if alike in failed:
         return BlockResult(name, kind, NOT_RUN, note=f"like {failed[alike]}, not tried again")
-    inputs = random_inputs(block, tokens, seed)
     bounds = BOUNDS["mxfp8" if frozen else block.neuron_config.precision]
     try:
         with _with_values(block, seed):
             expected, _ = run_block(block, inputs, "torch", torch.device("cpu"))
-            found, seconds = run_block(block, inputs, backend, device)
+            found, seconds = run_block(block, inputs, *place)
     except (NeuronMoEError, RuntimeError) as error:  # what the compiler and the runtime raise
         failed[alike] = name
         unsupported = isinstance(error, ConfigError | BackendUnavailableError)
@@ -169,7 +148,7 @@ def _verify_block(
 
 @contextmanager
 def _with_values(block: NeuronBlock, seed: int) -> Iterator[None]:
-    """Random weights for a block on the meta device, as long as it is looked at; others have theirs."""
+    """Random weights for a block on the meta device, as long as it is looked at."""
     if not any(param.is_meta for param in block.parameters()):
         yield
         return
@@ -177,9 +156,70 @@ def _with_values(block: NeuronBlock, seed: int) -> Iterator[None]:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for param in block.parameters():
-            hidden = block.neuron_shape.hidden
-            param.copy_(torch.randn(param.shape, generator=generator) * hidden**-0.5)
+            param.copy_(torch.randn(param.shape, generator=generator) * block.neuron_shape.hidden**-0.5)
     try:
         yield
     finally:
         block.to("meta")
+
+
+class Inputs(NamedTuple):
+    """Random operands of one call: normal rows as a norm layer makes them, and a routing for experts."""
+
+    x: Tensor  # [T, H] bf16
+    routing: tuple[Tensor, ...]  # ids int64 [T, K] and weights fp32 [T, K] that sum to 1; empty for a dense MLP
+    grad: Tensor  # [T, H] bf16, the gradient that arrives
+
+
+def random_inputs(block: NeuronBlock, tokens: int, seed: int) -> Inputs:
+    """Make the operands of a call, on the CPU."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = block.neuron_shape
+    x, grad = (torch.randn(tokens, shape.hidden, generator=generator).bfloat16() for _ in range(2))
+    if shape.top_k is None or shape.experts is None:
+        return Inputs(x, (), grad)
+    scores = torch.rand(tokens, shape.experts, generator=generator)
+    weights, ids = scores.softmax(-1).topk(min(max(shape.top_k, 1), shape.experts), -1)
+    return Inputs(x, (ids, weights / weights.sum(-1, keepdim=True)), grad)
+
+
+def run_block(
+    block: NeuronBlock, inputs: Inputs, backend: str, device: torch.device
+) -> tuple[dict[str, Tensor], float]:
+    """Compute a block's output and, unless its weights are frozen codes, every gradient.
+
+    The block is moved to `device` for the time of the call. Returns the results by name, on the CPU, and the seconds
+    they took, compilation included.
+    """
+    frozen = isinstance(block, QuantizedBlock)
+    with _as(block, backend, device, training=not frozen), torch.set_grad_enabled(not frozen):
+        x = inputs.x.to(device).requires_grad_(not frozen)
+        routing = [tensor.to(device) for tensor in inputs.routing]
+        wanted = {"input": x}
+        if routing and not frozen:
+            wanted["routing weights"] = routing[1].requires_grad_()
+        wanted |= dict(block.named_parameters()) if not frozen else {}
+        begin = time.perf_counter()
+        y = block(x, *routing)
+        results = {"output": y}
+        if not frozen:
+            grads = torch.autograd.grad(y, list(wanted.values()), inputs.grad.to(device), allow_unused=True)
+            results |= {f"grad {name}": grad for name, grad in zip(wanted, grads) if grad is not None}
+        done = {name: tensor.detach().to("cpu") for name, tensor in results.items()}
+        return done, time.perf_counter() - begin
+
+
+@contextmanager
+def _as(block: NeuronBlock, backend: str, device: torch.device, *, training: bool) -> Iterator[None]:
+    """The block with another backend, mode and device, and no other one in its place; all as before afterwards."""
+    config, mode, home = block.neuron_config, block.training, next(block.buffers(), next(block.parameters(), None))
+    block.neuron_config = replace(config, backend=backend, fallback="refuse")
+    block.train(training)
+    try:
+        block.to(device)
+        yield
+    finally:
+        block.neuron_config = config
+        block.train(mode)
+        if home is not None:
+            block.to(home.device)

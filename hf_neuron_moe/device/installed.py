@@ -1,8 +1,6 @@
 """The Neuron stack on this machine, package by package, and what to do first where its kernels cannot run.
 
-Imports no torch unless the stack's own packages do.
-
-Sources: Neuron SDK 2.33 release notes; the packages of these names on PyPI, which say that they are the wrong ones.
+Imports no torch unless the stack's own packages do. Source: Neuron SDK 2.33 release notes.
 """
 
 from __future__ import annotations
@@ -24,7 +22,6 @@ from hf_neuron_moe.errors import NeuronMoEError
 
 _PLACEHOLDER_MARKS = ("WRONG PACKAGE", "does not publish installable wheels")
 """What AWS's placeholders on PyPI say in their description, and some when they are imported."""
-
 _OTHERS = ("torch", "transformers", "accelerate", "peft", "safetensors", "numpy")
 ENVIRONMENT = (
     "NEURON_PLATFORM_TARGET_OVERRIDE",
@@ -52,13 +49,9 @@ OK, MISSING, PLACEHOLDER, BROKEN = "ok", "missing", "placeholder", "broken"
 
 COMPILER = "neuronxcc"
 """Module of the compiler's package."""
-
 _SYSTEM = "Linux x86_64"
 _OLDEST_PYTHON = (3, 12)
 _INSTALLATION = "docs/neuron.md, Installation"
-
-_OPEN = dict.fromkeys(("moe_forward", "moe_backward"), BF16_OPEN)
-"""By the kernel: what the documents leave open about it."""
 
 _FAILURES = (ImportError, OSError, RuntimeError, AttributeError, ValueError, TypeError, SyntaxError)
 """What an installation whose parts do not fit together raises where it is asked about itself."""
@@ -110,43 +103,93 @@ class Installation:
         return next(package for package in self.packages if package.module == COMPILER)
 
     @property
+    def _obstacle(self) -> tuple[str, str] | None:
+        """The first reason why no Neuron kernel can run here, and what to do where every package can be imported."""
+        if self.reason is not None:
+            step = "Make an environment with the packages of SDK 2.33 from AWS's own index"
+            return self.reason, f"{step} ({_INSTALLATION})."
+        if self.compiler.state != OK:
+            return f"{self.compiler.name} is {self.compiler.state}, and it compiles the kernels", ""
+        if self.devices is None:
+            reason = "there is no runtime: torch has no torch.neuron, which torch-neuronx registers"
+            step = "Unset TORCH_DEVICE_BACKEND_AUTOLOAD, or install the native torch-neuronx of SDK 2.33"
+            return reason, f"{step} ({_INSTALLATION})."
+        if self.devices == 0:
+            step = (
+                "Run `neuron-ls`: it shows driver and cores. Another process may hold them, or the driver is missing."
+            )
+            return "the packages are here, and the runtime offers no logical core", step
+        for value, source in (self.target, self.lnc):
+            if value is None:
+                return source, "Correct or unset that variable."
+        if all(kernel.generation is None for kernel in self.kernels):
+            step = "Install the nki-library of SDK 2.33, or unset NKILIB_FORCE_BUNDLED_LIBRARY"
+            return f"none of the kernels can be called: {self.kernels[0].reason}", f"{step} ({_INSTALLATION})."
+        return None
+
+    @property
     def why_not(self) -> str | None:
         """Why no Neuron kernel can run here: packages, compiler, device, kernels' arguments; None where one can."""
-        if self.reason is not None:
-            return self.reason
-        if self.compiler.state != OK:
-            return f"{self.compiler.name} is {self.compiler.state}, and it compiles the kernels"
-        if self.devices is None:
-            return "there is no runtime: torch has no torch.neuron, which torch-neuronx registers"
-        if self.devices == 0:
-            return "the packages are here, and the runtime offers no logical core"
-        if self.target[0] is None or self.lnc[0] is None:
-            return self.target[1] if self.target[0] is None else self.lnc[1]
-        if all(kernel.generation is None for kernel in self.kernels):
-            return "none of the kernels can be called: " + self.kernels[0].reason
-        return None
+        return self._obstacle[0] if self._obstacle is not None else None
 
     @property
     def usable(self) -> bool:
         """Whether Neuron kernels can run here."""
         return self.why_not is None
 
-    @property
-    def first_steps(self) -> tuple[str, ...]:
-        """What to do, the first thing first; later ones are told as far as they are known already."""
-        return _first_steps(self)
-
     def to_dict(self) -> dict[str, Any]:
         """Return plain values that ``json.dumps`` accepts."""
-        values = asdict(self)
-        for key in ("target", "lnc"):
-            values[key] = dict(zip(("value", "source"), values[key]))
-        return {"usable": self.usable, "why_not": self.why_not, "first_steps": list(self.first_steps), **values}
+        pairs = {key: dict(zip(("value", "source"), getattr(self, key))) for key in ("target", "lnc")}
+        summary = {"usable": self.usable, "why_not": self.why_not, "first_steps": list(self.first_steps)}
+        return {**summary, **asdict(self), **pairs}
+
+    @property
+    def first_steps(self) -> tuple[str, ...]:
+        """What to do, the first thing first; later ones as far as they are known already."""
+        obstacle = self._obstacle
+        if obstacle is None:
+            return ("`hf-neuron-moe verify-device MODEL_DIR --layers 1` compares a block with PyTorch.",)
+        if self.others.get("torch") is None:
+            return (f"Install this package with what it needs, torch and transformers: {_INSTALLATION}.",)
+        if self.machine != _SYSTEM:
+            return (f"Go to a Trn2 or Trn3 instance: AWS's packages are for {_SYSTEM}, and this is {self.machine}.",)
+        # nkilib also comes with the compiler: where that is still to be installed, it is no step of its own.
+        bundled = () if self.compiler.state == OK else ("nkilib",)
+        replaced = [each.name for each in self.packages if each.state == PLACEHOLDER]
+        broken = [each.name for each in self.packages if each.state == BROKEN]
+        missing = [each.name for each in self.packages if each.state == MISSING and each.module not in bundled]
+        steps = []
+        if (replaced or missing) and (self.target[0] is None or self.target[1] == versions.ASSUMED):
+            steps.append("Go to a Trn2 or Trn3 instance: none was recognized here.")
+        if (replaced or missing) and tuple(map(int, self.python.split(".")[:2])) < _OLDEST_PYTHON:
+            steps.append(f"Make an environment of Python 3.12 or 3.13: AWS has no wheels for {self.python}.")
+        if replaced:
+            steps.append(f"`pip uninstall -y {' '.join(replaced)}`: PyPI's placeholders, which have no code.")
+        if replaced or missing:
+            steps.append(f"Install {', '.join(replaced + missing)} from AWS's own index ({_INSTALLATION}).")
+        elif broken:
+            steps.append(
+                f"Install {', '.join(broken)} again, all of one SDK release, and torch-neuronx of torch's minor "
+                f"version ({_INSTALLATION}); the table below says what each raised when it was imported."
+            )
+        return tuple(steps) or (obstacle[1],)
 
 
 def inspect_installation() -> Installation:
-    """Look at the Neuron stack; whatever is missing is told and not raised."""
+    """Look at the Neuron stack; what is missing is reported and not raised."""
     packages = tuple(_package(module, name) for module, name in versions.PACKAGES.items())
+    library = next(package for package in packages if package.module == "nkilib")
+    adapter = CheckedAdapter()
+    kernels = []
+    for need, (name, _) in FUNCTIONS.items():
+        match = adapter.match(need) if library.state == OK else Match(name, None, reason=f"nkilib is {library.state}")
+        generation = match.generation.name if match.generation else None
+        note = BF16_OPEN if need in ("moe_forward", "moe_backward") else ""
+        kernels.append(Kernel(need, match.function, generation, match.reason, note))
+    try:
+        devices = device_count()
+    except (RuntimeError, OSError):  # what the runtime raises where the driver is missing
+        devices = 0
     return Installation(
         reason=_said(versions.why_unavailable),
         simulator_reason=_said(lambda: versions.why_unavailable(simulator=True)),
@@ -157,9 +200,9 @@ def inspect_installation() -> Installation:
         packages=packages,
         target=_detected(versions.platform),
         lnc=_detected(versions.logical_cores),
-        devices=_devices(),
+        devices=devices,
         environment={name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
-        kernels=_kernels(packages),
+        kernels=tuple(kernels),
         torch_reason=None if importlib.util.find_spec("torch") is not None else "torch is not installed",
     )
 
@@ -183,15 +226,8 @@ def device_count() -> int | None:
     return int(neuron.device_count()) if neuron.is_available() else 0
 
 
-def _devices() -> int | None:
-    try:
-        return device_count()
-    except (RuntimeError, OSError):  # what the runtime raises where the driver is missing
-        return 0
-
-
 def _said(ask: Callable[[], str | None]) -> str | None:
-    """The answer, or the refusal in its place: a diagnosis goes on."""
+    """The answer, or the error in its place: a diagnosis goes on."""
     try:
         return ask()
     except (NeuronMoEError, *_FAILURES) as error:
@@ -218,9 +254,9 @@ def _package(module: str, name: str) -> Package:
     # The compiler is a program: importing it here would tell nothing that its version does not.
     reason = None if module == COMPILER and version is not None else versions.import_reason(module)
     if _is_placeholder(name) or (module == "nki" and reason is None and not hasattr(sys.modules["nki"], "jit")):
-        note = "PyPI's package of this name has no code; the real one comes from AWS's own index"
         if module == "nkilib" and reason is None:
             return Package(name, module, None, OK, "nkilib comes with neuronx-cc; PyPI's nki-library adds nothing")
+        note = "PyPI's package of this name has no code; the real one comes from AWS's own index"
         return Package(name, module, version, PLACEHOLDER, note)
     if reason is not None:
         state = MISSING if version is None and "not installed" in reason else BROKEN
@@ -235,64 +271,3 @@ def _is_placeholder(distribution: str) -> bool:
         return False
     told = f"{metadata.get_payload()} {metadata['Description'] or ''}"  # type: ignore[attr-defined]
     return any(mark in told for mark in _PLACEHOLDER_MARKS)
-
-
-def _kernels(packages: tuple[Package, ...]) -> tuple[Kernel, ...]:
-    library = next(package for package in packages if package.module == "nkilib")
-    adapter = CheckedAdapter()
-    kernels = []
-    for need, (name, _) in FUNCTIONS.items():
-        match = adapter.match(need) if library.state == OK else Match(name, None, reason=f"nkilib is {library.state}")
-        generation = match.generation.name if match.generation else None
-        kernels.append(Kernel(need, match.function, generation, match.reason, _OPEN.get(need, "")))
-    return tuple(kernels)
-
-
-def _first_steps(found: Installation) -> tuple[str, ...]:
-    if found.usable:
-        return ("`hf-neuron-moe verify-device MODEL_DIR --layers 1` compares a block with PyTorch.",)
-    if found.others.get("torch") is None:
-        return (f"Install this package with what it needs, torch and transformers: {_INSTALLATION}.",)
-    if found.machine != _SYSTEM:
-        return (f"Go to a Trn2 or Trn3 instance: AWS's packages are for {_SYSTEM}, and this is {found.machine}.",)
-    # nkilib also comes with the compiler: where that is still to be installed, it is no step of its own.
-    bundled = {"nkilib"} if found.compiler.state != OK else set()
-    replaced = [each.name for each in found.packages if each.state == PLACEHOLDER]
-    broken = [each.name for each in found.packages if each.state == BROKEN]
-    missing = [each.name for each in found.packages if each.state == MISSING and each.module not in bundled]
-    steps = _machine_steps(found) if replaced or missing else []
-    if replaced:
-        steps.append(f"`pip uninstall -y {' '.join(replaced)}`: PyPI's placeholders, which have no code.")
-    if replaced or missing:
-        steps.append(f"Install {', '.join(replaced + missing)} from AWS's own index ({_INSTALLATION}).")
-    elif broken:
-        steps.append(
-            f"Install {', '.join(broken)} again, all of one SDK release, and torch-neuronx of torch's minor version "
-            f"({_INSTALLATION}); the table below says what each raised when it was imported."
-        )
-    return tuple(steps) or (_other_step(found),)
-
-
-def _machine_steps(found: Installation) -> list[str]:
-    """What comes before packages: a chip, and a Python that AWS has wheels for."""
-    steps = []
-    if found.target[0] is None or found.target[1] == versions.ASSUMED:
-        steps.append("Go to a Trn2 or Trn3 instance: none was recognized here.")
-    if tuple(int(part) for part in found.python.split(".")[:2]) < _OLDEST_PYTHON:
-        steps.append(f"Make an environment of Python 3.12 or 3.13: AWS has no wheels for {found.python}.")
-    return steps
-
-
-def _other_step(found: Installation) -> str:
-    """Every package can be imported."""
-    if found.reason is not None:
-        return f"Make an environment with the packages of SDK 2.33 from AWS's own index ({_INSTALLATION})."
-    if found.devices is None:
-        return (
-            f"Unset TORCH_DEVICE_BACKEND_AUTOLOAD, or install the native torch-neuronx of SDK 2.33 ({_INSTALLATION})."
-        )
-    if found.devices == 0:
-        return "Run `neuron-ls`: it shows driver and cores. Another process may hold them, or the driver is missing."
-    if found.target[0] is None or found.lnc[0] is None:
-        return "Correct or unset that variable."
-    return f"Install the nki-library of SDK 2.33, or unset NKILIB_FORCE_BUNDLED_LIBRARY ({_INSTALLATION})."

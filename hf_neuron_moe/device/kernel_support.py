@@ -21,8 +21,8 @@ from hf_neuron_moe.backends.neuron.versions import PLATFORMS
 from hf_neuron_moe.config import BLOCK_SIZES, NeuronMoEConfig
 from hf_neuron_moe.device.installed import CheckedAdapter
 from hf_neuron_moe.modules.block import stock_slot
-from hf_neuron_moe.modules.quantized_blocks import FrozenBlock
-from hf_neuron_moe.patching.discovery import Candidate, discover
+from hf_neuron_moe.modules.quantized_blocks import QuantizedBlock
+from hf_neuron_moe.patching.discovery import discover
 
 DOCUMENTED_SDK = "2.33"
 DOCUMENTED_LNC = 2
@@ -74,6 +74,16 @@ class BlockGroup:
         kind = f"frozen {self.kind}" if self.codes else self.kind
         return f"{len(self.names)} x {kind}{sizes}"
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return names and sizes as plain values."""
+        return {
+            "kind": self.kind,
+            "names": list(self.names),
+            "experts": self.experts,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.inner,
+        }
+
     @property
     def stored(self) -> str:
         """How codes are stored, for people: ``"e4m3fn codes, words"``; empty for others."""
@@ -85,39 +95,35 @@ class BlockGroup:
 
 @dataclass(frozen=True)
 class Usable:
-    """Whether the kernels of one precision compute a group of blocks; frozen MX blocks in inference."""
+    """Whether the kernels of one precision compute a group of blocks; MX blocks in inference."""
 
     group: BlockGroup
-    precision: str  # "bf16" or "mxfp8"; of frozen MX blocks how they are stored
+    precision: str  # "bf16" or "mxfp8"; of MX blocks how they are stored
     kernels: tuple[str, ...]  # nkilib's forward and backward for them; empty where none are documented
     here: str | None  # why not on this machine; None where they do
     documented: dict[str, str | None]  # by chip, why not with SDK 2.33 there; None where they do
-    block_size: int  # that the answers are for: the configuration's default if none was asked for
+    block_size: int  # that the answers are for
     block_sizes: dict[str, tuple[int, ...]]
-    """:data:`HERE` and by chip, those that the kernels take; empty for dense and for frozen blocks, and where there are
-    no kernels."""
+    """:data:`HERE` and by chip, those that the kernels take; empty for all but trainable experts with kernels."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values."""
         group = self.group
+
+        def answer(place: str, reason: str | None) -> dict[str, Any]:
+            return {"usable": reason is None, "reason": reason, "block_sizes": list(self.block_sizes.get(place, ()))}
+
         return {
-            "kind": group.kind,
-            "names": list(group.names),
-            "experts": group.experts,
-            "hidden_size": group.hidden,
-            "intermediate_size": group.inner,
+            **group.to_dict(),
             "gated": group.gated,
             "precision": self.precision,
             "kernels": list(self.kernels),
             "frozen": group.codes,
             "training": NO_TRAINING if group.codes else None,
             "block_size": self.block_size if group.experts is not None and not group.codes else None,
-            "here": self._answer(HERE, self.here),
-            "documented": {name: self._answer(name, why) for name, why in self.documented.items()},
+            "here": answer(HERE, self.here),
+            "documented": {name: answer(name, why) for name, why in self.documented.items()},
         }
-
-    def _answer(self, place: str, reason: str | None) -> dict[str, Any]:
-        return {"usable": reason is None, "reason": reason, "block_sizes": list(self.block_sizes.get(place, ()))}
 
 
 def block_groups(model: nn.Module) -> list[BlockGroup]:
@@ -127,28 +133,20 @@ def block_groups(model: nn.Module) -> list[BlockGroup]:
     """
     groups: dict[tuple[BlockGroup, Any], list[str]] = {}
     for found in discover(model):
-        ordered, dtype = _form(found)
-        experts, hidden, inner = found.sizes
-        group = BlockGroup(found.kind, (), experts, found.top_k, hidden, inner, found.reason, found.gated)
-        groups.setdefault((replace(group, ordered=ordered, dtype=dtype), None), []).append(found.name)
+        group = BlockGroup(found.kind, (), found.sizes[0], found.top_k, *found.sizes[1:], found.reason, found.gated)
+        if found.reason is None:
+            ordered = len(found.roles.inputs) == 1 if found.roles is not None else bool(found.module.is_transposed)
+            weight = getattr(*stock_slot(found.module, found.rules[0].stock[0]))
+            group = replace(group, ordered=ordered, dtype=weight.dtype)
+        groups.setdefault((group, None), []).append(found.name)
     for name, block in model.named_modules():
-        if isinstance(block, FrozenBlock):
+        if isinstance(block, QuantizedBlock):
             stack, shape = block.neuron_stack, block.neuron_shape
-            experts = stack.gate_up_codes.shape[0] if stack.gate_up_codes.dim() > 2 else None
-            kind, sizes = "mlp" if experts is None else "experts", (shape.hidden, shape.intermediate)
-            group = BlockGroup(kind, (), experts, shape.top_k, *sizes, NO_TRAINING, codes=True, stack=stack)
+            kind, sizes = "mlp" if shape.experts is None else "experts", (shape.hidden, shape.intermediate)
+            group = BlockGroup(kind, (), shape.experts, shape.top_k, *sizes, NO_TRAINING, codes=True, stack=stack)
             stored = (stack.gate_up_layout, stack.down_layout, stack.down_codes.shape)
             groups.setdefault((group, stored), []).append(name)
     return [replace(group, names=tuple(names)) for (group, _), names in groups.items()]
-
-
-def _form(found: Candidate) -> tuple[bool, torch.dtype]:
-    """Whether the parameters have the kernels' order, and their dtype."""
-    if found.reason is not None:
-        return False, torch.bfloat16
-    ordered = len(found.roles.inputs) == 1 if found.roles is not None else bool(found.module.is_transposed)
-    weight = getattr(*stock_slot(found.module, found.rules[0].stock[0]))
-    return ordered, weight.dtype
 
 
 def usable_kernels(
@@ -158,14 +156,11 @@ def usable_kernels(
     block_size: int | None = None,
     lnc: int = DOCUMENTED_LNC,
 ) -> list[Usable]:
-    """Ask for every group and precision whether there are kernels; for frozen MX blocks whether there is a forward.
+    """Ask for every group and precision whether there are kernels; for MX blocks whether there is a forward.
 
-    Args:
-        groups: of :func:`block_groups`.
-        here: this machine's chip; None where it cannot be told.
-        unavailable: why no kernel runs on this machine at all, or None.
-        block_size: tokens per block of experts; None for what the configuration takes by default.
-        lnc: physical cores per logical core, for the answers by the documents.
+    `here` is this machine's chip, None where it cannot be told, and `unavailable` why no kernel runs on it at all.
+    `block_size` is that of experts, None for the configuration's default; `lnc`, physical cores per logical core, is
+    for the answers by the documents.
     """
     size = NeuronMoEConfig().block_size if block_size is None else block_size
     documented = DocumentedAdapter()
@@ -177,9 +172,7 @@ def usable_kernels(
     answers = []
     for group in groups:
         for precision in KERNEL_PRECISIONS if group.stack is None else (group.stored,):
-            kernels, reasons, sizes = _answers(group, precision, places, size)
-            why_not_here = reasons.pop(HERE, unavailable)
-            answers.append(Usable(group, precision, kernels, why_not_here, reasons, size, sizes))
+            answers.append(_answer(group, precision, places, size, unavailable))
     return answers
 
 
@@ -187,23 +180,19 @@ _Places = dict[str, tuple[Device, Adapter]]
 """Devices and what is known of their kernels: :data:`HERE` unless no kernel runs here, and the documented chips."""
 
 
-def _answers(
-    group: BlockGroup, precision: str, places: _Places, size: int
-) -> tuple[tuple[str, ...], dict[str, str | None], dict[str, tuple[int, ...]]]:
-    """Kernels for a group, by place why not, and the block sizes that they take."""
+def _answer(group: BlockGroup, precision: str, places: _Places, size: int, unavailable: str | None) -> Usable:
+    kernels: tuple[str, ...] = ()
+    sizes: dict[str, tuple[int, ...]] = {}
     if group.stack is not None:
-        codes = {
-            name: why_not_frozen(group.stack, device, adapter, training=False)
-            for name, (device, adapter) in places.items()
-        }
-        return (FUNCTIONS[kernel_need(group.stack)][0],), codes, {}
-    if group.reason is not None:
-        return (), dict.fromkeys((*PLATFORMS, HERE), group.reason), {}
-    block = group.block(precision, size)
-    reasons = {name: why_not(block, device, adapter) for name, (device, adapter) in places.items()}
-    blocks = {} if group.experts is None else {size: group.block(precision, size) for size in BLOCK_SIZES}
-    sizes = {
-        name: tuple(size for size, block in blocks.items() if why_not(block, device, adapter) is None)
-        for name, (device, adapter) in places.items()
-    }
-    return tuple(FUNCTIONS[need][0] for need in block.needs), reasons, sizes
+        kernels = (FUNCTIONS[kernel_need(group.stack)][0],)
+        reasons = {name: why_not_frozen(group.stack, *place, training=False) for name, place in places.items()}
+    elif group.reason is not None:
+        reasons = dict.fromkeys((*PLATFORMS, HERE), group.reason)
+    else:
+        block = group.block(precision, size)
+        kernels = tuple(FUNCTIONS[need][0] for need in block.needs)
+        reasons = {name: why_not(block, *place) for name, place in places.items()}
+        blocks = [] if group.experts is None else [group.block(precision, each) for each in BLOCK_SIZES]
+        for name, place in places.items():
+            sizes[name] = tuple(each.block_size for each in blocks if why_not(each, *place) is None)
+    return Usable(group, precision, kernels, reasons.pop(HERE, unavailable), reasons, size, sizes)

@@ -18,7 +18,7 @@ from hf_neuron_moe.errors import ConfigError, SourceDamageError
 def groups_of_folder(folder: Path) -> list[BlockGroup]:
     """Return the blocks of a checkpoint, a conversion or a ``config.json``, like ones together.
 
-    Of a conversion those in MX come last, as they are stored; its bf16 ones are blocks like any other.
+    Of a conversion those in MX come last, as they are stored.
     """
     check_model(folder)
     if not is_conversion(folder):
@@ -40,24 +40,18 @@ def check_model_dir(folder: Path, *, random_weights: bool) -> None:
     check_model(folder)
     if is_conversion(folder):
         if random_weights:
-            raise ConfigError.about(
-                "random_weights",
-                "off for a conversion, whose layouts are read with its weights",
-                "on",
-                "Leave --random-weights out, or give the checkpoint that it was made of.",
-            )
+            expected = "off for a conversion, whose layouts are read with its weights"
+            fix = "Leave --random-weights out, or give the checkpoint that it was made of."
+            raise ConfigError.about("random_weights", expected, "on", fix)
         _place_codes(_converted_model(folder), folder)
         return
     build_meta_model(folder)
     if random_weights:
         return
     if not any(folder.glob("*.safetensors*")):
-        raise SourceDamageError.about(
-            str(folder),
-            "a folder with the weights in safetensors files",
-            "config.json without them",
-            "Give the checkpoint's folder, or compare on random weights: --random-weights.",
-        )
+        expected = "a folder with the weights in safetensors files"
+        fix = "Give the checkpoint's folder, or compare on random weights: --random-weights."
+        raise SourceDamageError.about(str(folder), expected, "config.json without them", fix)
     read_source(folder)
 
 

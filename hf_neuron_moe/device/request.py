@@ -14,55 +14,49 @@ from hf_neuron_moe.backends.neuron.limits import BF16_TOKENS, Block, Device, why
 from hf_neuron_moe.config import BLOCK_SIZES
 from hf_neuron_moe.device.installed import device_count
 from hf_neuron_moe.device.kernel_support import DOCUMENTED_LNC, DocumentedAdapter
-from hf_neuron_moe.errors import BackendUnavailableError, ConfigError, nearest, public
+from hf_neuron_moe.errors import BackendUnavailableError, ConfigError, not_one_of, public
 
 WHERE = "verify_device"
-_SIZES = ", ".join(map(str, BLOCK_SIZES))
 _USUAL_SIZES = (4096, 2048)
 """H and I that every kernel takes."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """The arguments of :func:`~hf_neuron_moe.device.device_verification.verify_device`, which are explained there.
+    """The options of :func:`~hf_neuron_moe.device.device_verification.verify_device`; checked without a machine."""
 
-    Raises:
-        ConfigError: an argument is outside its set; no machine was looked at.
-    """
-
-    backend: str = "neuron"
-    precision: str | None = None
-    tokens: int = 256
-    block_size: int = 512
-    seed: int = 0
-    layers: int | None = None
-    device: str | None = None
+    backend: str = "neuron"  # or "nki-sim" for NKI's simulator (then take few tokens and a tiny model)
+    precision: str | None = None  # of the blocks; None for the one that the chip has kernels for
+    tokens: int = 256  # rows of the random input
+    block_size: int = 512  # tokens per block of experts
+    seed: int = 0  # of inputs and random weights
+    layers: int | None = None  # only the first so many blocks; None for all
+    device: str | None = None  # where the kernels run; None as :meth:`device_here` chooses
 
     @public(WHERE)
     def __post_init__(self) -> None:
-        for argument, known in (("backend", NEURON_BACKENDS), ("precision", (None, *KERNEL_PRECISIONS))):
-            value = getattr(self, argument)
-            if value not in known:
-                names = [name for name in known if name is not None]
-                fix = f"Choose one of these.{nearest(str(value), names)}"
-                raise ConfigError.about(argument, f"one of {', '.join(names)}", repr(value), fix)
+        if self.backend not in NEURON_BACKENDS:
+            raise not_one_of("backend", self.backend, NEURON_BACKENDS)
+        if self.precision not in (None, *KERNEL_PRECISIONS):
+            raise not_one_of("precision", self.precision, KERNEL_PRECISIONS)
         rules = (
-            ("tokens", _is_count(self.tokens), "a positive integer", "Correct it."),
-            ("layers", self.layers is None or _is_count(self.layers), "a positive integer", "Correct it."),
-            ("seed", type(self.seed) is int and -(2**63) <= self.seed < 2**63, "an integer of 64 bits", "Correct it."),
-            ("block_size", self.block_size in BLOCK_SIZES, f"one of {_SIZES}", "Choose one of these."),
+            ("tokens", _is_count(self.tokens), "a positive integer"),
+            ("layers", self.layers is None or _is_count(self.layers), "a positive integer"),
+            ("seed", type(self.seed) is int and -(2**63) <= self.seed < 2**63, "an integer of 64 bits"),
         )
-        for argument, holds, expected, fix in rules:
+        for argument, holds, expected in rules:
             if not holds:
-                raise ConfigError.about(argument, expected, repr(getattr(self, argument)), fix)
-        if self.precision is not None:
-            self._check_tokens(self.precision)
+                raise ConfigError.about(argument, expected, repr(getattr(self, argument)), "Correct it.")
+        if self.block_size not in BLOCK_SIZES:
+            sizes = ", ".join(map(str, BLOCK_SIZES))
+            raise ConfigError.about("block_size", f"one of {sizes}", repr(self.block_size), "Choose one of these.")
+        self._check_tokens(self.precision)
         # Kernels run on Neuron's devices, or on the CPU where the plugin has no device type.
         if self.device is not None and re.fullmatch(r"neuron(:\d+)?|cpu", self.device) is None:
             fix = "`hf-neuron-moe doctor` tells how many there are."
             raise ConfigError.about("device", "a device such as neuron:0", repr(self.device), fix)
 
-    def _check_tokens(self, precision: str) -> None:
+    def _check_tokens(self, precision: str | None) -> None:
         if precision == "bf16" and self.tokens > BF16_TOKENS:  # only experts have kernels in bf16
             fix, expected = "Take fewer; a run splits its batches likewise.", f"at most {BF16_TOKENS:,} in bf16"
             raise ConfigError.about("tokens", f"{expected}, as moe_cte takes", f"{self.tokens:,}", fix)
@@ -73,11 +67,16 @@ class Request:
 
         Without one it is the first Neuron device, or the CPU for the simulator. Where the plugin is loaded and makes no
         device of its own, its operators take CPU tensors, and the report says so.
-
-        Raises:
-            BackendUnavailableError: the backend cannot run here, the runtime offers no core, or the device cannot add.
         """
-        self._check_backend()
+        try:
+            resolve_backend(self.backend, torch.device("cpu"))
+        except BackendUnavailableError as error:
+            reason = versions.why_unavailable(simulator=self.backend != "neuron")
+            if reason is None:
+                raise
+            fix = "`hf-neuron-moe doctor` says what to do first. There is nothing to verify without Neuron's kernels."
+            expected = f"one where backend={self.backend!r} can run"
+            raise BackendUnavailableError.about("this machine", expected, f"one where {reason}", fix) from error
         count = device_count() if self.backend == "neuron" else None
         name = self.device if self.device is not None else "cpu" if count is None else "neuron:0"
         trouble = "the packages, and no device" if count == 0 and name != "cpu" else _why_not_adding(name)
@@ -86,33 +85,14 @@ class Request:
             raise BackendUnavailableError.about("this machine", "one whose Neuron device works", trouble, fix)
         return torch.device(name)
 
-    def _check_backend(self) -> None:
-        try:
-            resolve_backend(self.backend, torch.device("cpu"))
-        except BackendUnavailableError as error:
-            reason = versions.why_unavailable(simulator=self.backend != "neuron")
-            if reason is None:
-                raise
-            remedy = (
-                "`hf-neuron-moe doctor` says what to do first. There is nothing to verify without Neuron's kernels."
-            )
-            raise BackendUnavailableError.about(
-                "this machine", f"one where backend={self.backend!r} can run", f"one where {reason}", remedy
-            ) from error
-
     @public(WHERE)
     def precision_here(self) -> str:
-        """Return the precision that was asked for, or the one that this machine's chip has kernels for.
-
-        Raises:
-            ConfigError: the chip has no kernels of that precision, or not for so many tokens.
-        """
+        """Return the precision that was asked for, or the one that this machine's chip has kernels for."""
         platform = versions.platform()
         chip = Device(platform.name, DOCUMENTED_LNC, assumed=platform.source == versions.ASSUMED)
         precision = self.precision or ("mxfp8" if platform.name == "trn3" else "bf16")
-        reasons = [
-            why_not(Block(kind, precision, *_USUAL_SIZES), chip, DocumentedAdapter()) for kind in ("experts", "mlp")
-        ]
+        blocks = (Block(kind, precision, *_USUAL_SIZES) for kind in ("experts", "mlp"))
+        reasons = [why_not(block, chip, DocumentedAdapter()) for block in blocks]
         if None not in reasons:
             got = f"{precision!r}: {reasons[0]} (known from {platform.source})"
             raise ConfigError.about("precision", "one that this chip has kernels for", got, "Leave it out.")

@@ -1,13 +1,13 @@
 """The least time that a training step of a model's blocks takes on a chip, by published figures: an estimate.
 
-Counted are the matmuls of forward and backward and what must pass through the device's memory in the scheme that the
-kernels' documents describe; what the chip overlaps, launches and synchronizes is not. Nothing here was measured.
+Counted are matmuls and what must pass through the device's memory in the documented scheme; what the chip overlaps,
+launches and synchronizes is not. Nothing here was measured.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -49,8 +49,7 @@ class GroupFloor:
     """Why no Neuron kernel computes these blocks; the floor is then that of PyTorch in their place, padded to multiples
     of 128; None of blocks that PyTorch's own modules compute too."""
     copy_bytes: Mapping[str, int] = field(default_factory=dict)
-    """Of the copies of one block's weights that the kernels read, by weight layout (:data:`HOMES`); empty where no
-    kernel computes it."""
+    """Of the copies of one block's weights, by weight layout (:data:`HOMES`); empty where no kernel computes it."""
 
     @property
     def padding_overhead_percent(self) -> float | None:
@@ -67,12 +66,8 @@ class GroupFloor:
     def to_dict(self) -> dict[str, Any]:
         """Return plain values."""
         return {
-            "kind": self.group.kind,
-            "names": list(self.group.names),
-            "experts": self.group.experts,
+            **self.group.to_dict(),
             "top_k": self.group.top_k,
-            "hidden_size": self.group.hidden,
-            "intermediate_size": self.group.inner,
             "keep": self.keep,
             "policies": dict(self.policies),
             "kernel": {"usable": self.reason is None, "reason": self.reason},
@@ -99,7 +94,7 @@ class Roofline:
 
     @property
     def computed(self) -> tuple[GroupFloor, ...]:
-        """Those that the kernels compute."""
+        """The blocks that the kernels compute."""
         return tuple(part for part in self.groups if part.reason is None)
 
     @property
@@ -110,26 +105,27 @@ class Roofline:
     @property
     def seconds(self) -> dict[str, float]:
         """By policy, of all blocks that the kernels compute."""
-        return self._sums([(part, part.floor.seconds) for part in self.computed if part.floor is not None])
+        return self._sums(lambda part: part.floor.seconds if part.floor is not None else 0.0)
 
     @property
     def discarded_seconds(self) -> dict[str, float]:
         """By policy, what the kernels add for gradients of frozen weights."""
-        return self._sums([(part, part.discarded_seconds) for part in self.computed])
+        return self._sums(lambda part: part.discarded_seconds)
 
-    def _sums(self, seconds: list[tuple[GroupFloor, float]]) -> dict[str, float]:
-        return {name: sum(part.policies.get(name, 0) * each for part, each in seconds) for name in self.policies}
+    def _sums(self, seconds: Callable[[GroupFloor], float]) -> dict[str, float]:
+        parts = self.computed
+        return {name: sum(part.policies.get(name, 0) * seconds(part) for part in parts) for name in self.policies}
 
     @property
     def copies(self) -> dict[str, Copies]:
         """By weight layout, the copies of all blocks that the kernels compute; empty where they compute none."""
-        sizes: dict[str, list[tuple[int, int]]] = defaultdict(list)
-        for part in {part.group: part for part in self.computed}.values():
-            for home, size in part.copy_bytes.items():
-                sizes[home].append((size, len(part.group.names)))
+        parts = {part.group: part for part in self.computed if part.copy_bytes}.values()
         return {
-            home: Copies(sum(size * count for size, count in found), max(size for size, _ in found))
-            for home, found in sizes.items()
+            home: Copies(
+                sum(part.copy_bytes[home] * len(part.group.names) for part in parts),
+                max(part.copy_bytes[home] for part in parts),
+            )
+            for home in (HOMES if parts else ())
         }
 
     def held(self, policy: str, home: str = HOMES[0]) -> int:
@@ -159,16 +155,13 @@ class Roofline:
             "memory": {
                 "of_a_logical_core": self.core.memory,
                 "weight_copies": {home: copies._asdict() for home, copies in self.copies.items()},
-                "policies": {
-                    name: {
-                        "bytes": size,
-                        "with_copies": {home: self.held(name, home) for home in HOMES},
-                        "fits": name not in self.too_large(),
-                    }
-                    for name, size in self.memory.items()
-                },
+                "policies": {name: self._memory_of(name, size) for name, size in self.memory.items()},
             },
         }
+
+    def _memory_of(self, policy: str, size: int) -> dict[str, Any]:
+        with_copies = {home: self.held(policy, home) for home in HOMES}
+        return {"bytes": size, "with_copies": with_copies, "fits": with_copies[HOMES[0]] <= self.core.memory}
 
 
 @dataclass(frozen=True)
@@ -202,12 +195,8 @@ def roofline(
 ) -> Roofline:
     """Estimate the least time of forward and backward of a model's blocks on one logical core.
 
-    Args:
-        groups: of :func:`~hf_neuron_moe.device.kernel_support.block_groups`.
-        chip: ``"trn2"`` or ``"trn3"``.
-        precision: ``"bf16"``, ``"mxfp8"`` or ``"fp32"``.
-        step: tokens and options.
-        kept: by policy what :func:`kept_by_blocks` returns; None: every block keeps gate and up.
+    `groups` are those of :func:`~hf_neuron_moe.device.kernel_support.block_groups`, `chip` is ``"trn2"`` or ``"trn3"``.
+    `kept` has by policy what :func:`kept_by_blocks` returns; without it every block keeps gate and up.
     """
     core = CHIPS[chip].core(DOCUMENTED_LNC)
     kept = {"minimal": {}} if kept is None else kept
@@ -249,14 +238,12 @@ def _group_floor(
         # PyTorch in a kernel's place takes every block size, so there is none to recommend.
         return result(flops, floor(TorchBlock(**vars(block))), reason=reason)
     sizes = block_sizes(block, adapter) if group.experts is not None else ()
-    least = floor(block)
+    least, trained = floor(block), floor(block, replace(step, trained=True))
+    copies = partial(weight_copy_bytes, adapter, block, group.experts)
     return result(
         flops,
         least,
         choices=tuple(floor(group.block(precision, size)) for size in sizes),
-        discarded_seconds=floor(block, replace(step, trained=True)).seconds - least.seconds,
-        copy_bytes={
-            home: weight_copy_bytes(adapter, block, group.experts, home == "kernel" or group.ordered, group.dtype)
-            for home in HOMES
-        },
+        discarded_seconds=trained.seconds - least.seconds,
+        copy_bytes={home: copies(home == "kernel" or group.ordered, group.dtype) for home in HOMES},
     )

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hf_neuron_moe.activation_policy import BF16_CHECKPOINTS, parse_keep
+from hf_neuron_moe.activation_policy import BF16_CHECKPOINTS, Keep, parse_keep
 from hf_neuron_moe.backends.neuron.limits import Block
 from hf_neuron_moe.backends.neuron.static_plan import block_count
 from hf_neuron_moe.formats.padding import padded_size
@@ -119,14 +119,32 @@ def floor_of(
     `keep` is the canonical keep string of the block's activation policy.
     """
     if top_k is None or experts is None:
-        return _dense_floor(block, core, step, keep)
-    return _routed_floor(block, core, step, keep, top_k, experts)
+        three, again, *moved = _dense(block, step, parse_keep(keep))
+    else:
+        three, again, *moved = _routed(block, step, parse_keep(keep), top_k, experts)
+    # Three matmuls forward; backward three for the input and three for the weights, and what is made again.
+    flops = [three] * (2 if step.checkpointing else 1) + [three * (2 if step.trained else 1) + again]
+    values = [moved[0]] * (2 if step.checkpointing else 1) + [moved[1]]
+    compute = [each / core.flops[block.precision] for each in flops]
+    memory = [BYTES * each / core.bandwidth for each in values]
+    return Floor(
+        block_size=None if top_k is None or experts is None else block.block_size,
+        padded_flops=sum(flops),
+        recomputed_flops=again + (three if step.checkpointing else 0.0),
+        bytes=sum(BYTES * each for each in values),
+        compute_seconds=sum(compute),
+        memory_seconds=sum(memory),
+        seconds=sum(map(max, compute, memory)),
+    )
 
 
-def _dense_floor(block: Block, core: Chip, step: Step, keep: str) -> Floor:
+_Counts = tuple[float, float, float, float]
+"""Operations of a forward's three matmuls and of what the backward makes again; values moved forward and backward."""
+
+
+def _dense(block: Block, step: Step, kept: Keep) -> _Counts:
     (hidden, inner), rows = block.padded, padded_size(step.tokens)
-    row, wide, weights = rows * hidden, rows * inner, 3 * hidden * inner
-    kept, matmul = parse_keep(keep), 2.0 * rows * hidden * inner
+    row, wide, weights, matmul = rows * hidden, rows * inner, 3 * hidden * inner, 2.0 * rows * hidden * inner
     products = 5 * wide if kept.names & {"gate_act", "intermediate"} else 0  # read and written by torch operations
     # x and y, weights, the intermediate out and in; gate and up out if any checkpoint is kept.
     forward: float = 2 * row + weights + 2 * wide + (2 * wide if kept.names else 0) + products
@@ -141,45 +159,24 @@ def _dense_floor(block: Block, core: Chip, step: Step, keep: str) -> Floor:
         if not kept.names.issuperset(BF16_CHECKPOINTS):  # both are made again: x and two weights in, gate and up out
             again = 2 * matmul
             backward += row + 2 * weights / 3 + 4 * wide
-    return _floor(None, core.flops[block.precision], core, step, 3 * matmul, again, (forward, backward))
+    return 3 * matmul, again, forward, backward
 
 
-def _routed_floor(block: Block, core: Chip, step: Step, keep: str, top_k: int, experts: int) -> Floor:
+def _routed(block: Block, step: Step, kept: Keep, top_k: int, experts: int) -> _Counts:
     (hidden, inner), size, pairs = block.padded, block.block_size, step.tokens * min(top_k, experts)
     blocks = block_count(pairs, experts, size, 2 if block.precision == "mxfp8" else 1)
     slots, row, weights, x = blocks * size, pairs * hidden, blocks * 3 * hidden * inner, step.tokens * hidden
-    kept, checkpoint = parse_keep(keep), 2 * slots * inner
-    keeps = kept.names.issuperset(BF16_CHECKPOINTS)
-    three = 6.0 * slots * hidden * inner
+    checkpoint, keeps = 2 * slots * inner, kept.names.issuperset(BF16_CHECKPOINTS)
+    three, again = 6.0 * slots * hidden * inner, 0.0
     # x in, y added to, weights once per block; gate and up out, as [N, 2, I, B].
     plain = 3 * row + weights
     forward: float = plain + (checkpoint if keeps else 0)
     # dout in, dx added to, weights and checkpoint in; x in and the weights' gradients added to once per block.
     backward: float = 3 * row + weights + checkpoint + (row + 2 * weights if step.trained else 0)
-    again = 0.0
     if kept.fp8:
         forward += checkpoint + _FP8 * checkpoint + x + _FP8 * x
         backward += _FP8 * checkpoint + checkpoint + _FP8 * x + x
     elif not keeps:  # there is no other way to the checkpoint than the forward kernel
         again = three
         backward += plain + checkpoint
-    return _floor(size, core.flops[block.precision], core, step, three, again, (forward, backward))
-
-
-def _floor(
-    size: int | None, peak: float, core: Chip, step: Step, three: float, again: float, values: tuple[float, float]
-) -> Floor:
-    """Three matmuls forward; backward three for the input and three for the weights, and what is made again."""
-    backward_flops = three * (2 if step.trained else 1) + again
-    passes = [(three, values[0])] * (2 if step.checkpointing else 1) + [(backward_flops, values[1])]
-    compute = [flops / peak for flops, _ in passes]
-    memory = [BYTES * moved / core.bandwidth for _, moved in passes]
-    return Floor(
-        block_size=size,
-        padded_flops=sum(flops for flops, _ in passes),
-        recomputed_flops=again + (three if step.checkpointing else 0.0),
-        bytes=sum(BYTES * moved for _, moved in passes),
-        compute_seconds=sum(compute),
-        memory_seconds=sum(memory),
-        seconds=sum(map(max, compute, memory)),
-    )
+    return three, again, forward, backward

@@ -19,6 +19,18 @@ SHAPE, MISSING, NOT_FINITE, NOT_WRITTEN = "shape", "missing", "not finite", "not
 LAST_ROW, PART, SCALED, NOISE, OTHER = "last row", "part", "scaled", "noise", "other function"
 """What can be wrong with a result: the values of :attr:`TensorResult.fault`."""
 
+CAUSES = {
+    SHAPE: "the installed nkilib returns another form than its documents say",
+    MISSING: "the kernel returns no such gradient",
+    NOT_FINITE: "memory that a kernel did not write, or scales read in another layout",
+    NOT_WRITTEN: "the kernel did not write its output, or it was not returned",
+    LAST_ROW: "moe_cte documents T+1 rows and blockwise_mm_bwd T: so it looks if a kernel counts them otherwise",
+    PART: "blocks of tokens or experts that were dropped, or written elsewhere",
+    SCALED: "a factor that is applied twice, or not at all",
+    OTHER: "another layout of weights or scales than documented",
+}
+"""By fault, what it looks like."""
+
 _CHUNK = 1 << 24
 """Values looked at together: gradients of large experts have a thousand million."""
 
@@ -98,15 +110,13 @@ class _Sums:
     def sqnr_db(self) -> float:
         return 10 * math.log10(self.signal / self.noise)
 
-    @property
-    def factor(self) -> float:
-        """By least squares: the result is this times the reference, and a remainder."""
-        return self.cross / self.signal
 
-    @property
-    def remainder(self) -> float:
-        """Root of the remainder's energy relative to the reference's."""
-        return math.sqrt(max(0.0, self.noise / self.signal - (self.factor - 1) ** 2))
+_AXES = {
+    "output": ("token", "column"),
+    "grad input": ("token", "column"),
+    "grad routing weights": ("token", "choice"),
+}
+"""What the axes of a result count; those of a weight's gradient are expert, row and column."""
 
 
 def compare(name: str, found: Tensor, expected: Tensor, bounds: Bounds) -> TensorResult:
@@ -116,10 +126,18 @@ def compare(name: str, found: Tensor, expected: Tensor, bounds: Bounds) -> Tenso
         return TensorResult(name, None, None, FAIL, note, SHAPE)
     if found.dtype == expected.dtype and torch.equal(found, expected):
         return TensorResult(name, 0.0, math.inf, EQUAL)
-    sums = _sum_up(found, expected, _axis_words(name, found.dim()))
-    unreadable = _unreadable(sums)
-    if unreadable is not None:
-        return TensorResult(name, None, None, FAIL, *unreadable)
+    sums = _sum_up(found, expected, _AXES.get(name, ("expert", "row", "column")[-found.dim() :]))
+    first = sums.axes[0]
+    assert first.bad is not None
+    if bool(first.bad.any()):
+        where = _listed(first.bad > 0, first.word)
+        note = f"{int(first.bad.sum())} of {sums.count} values not finite: {where}"
+        return TensorResult(name, None, None, FAIL, note, NOT_FINITE)
+    if not math.isfinite(sums.signal):
+        note = "the reference itself is not finite: look at the weights"
+        return TensorResult(name, None, None, FAIL, note, NOT_FINITE)
+    if sums.signal == 0.0:
+        return TensorResult(name, None, None, FAIL, "not zero where the reference is", OTHER)
     if sums.noise == 0.0:  # zeros of different signs
         return TensorResult(name, 0.0, math.inf, EQUAL)
     relative, sqnr = sums.difference / sums.largest, sums.sqnr_db
@@ -130,20 +148,6 @@ def compare(name: str, found: Tensor, expected: Tensor, bounds: Bounds) -> Tenso
         return TensorResult(name, relative, sqnr, PASS)
     note = f"more than rounding explains: {bounds.good_db:.0f} dB and {bounds.relative:.0e} of the largest value"
     return TensorResult(name, relative, sqnr, CLOSE, note, NOISE)
-
-
-def _unreadable(sums: _Sums) -> tuple[str, str] | None:
-    """Why there is no ratio of the two, in words and as a fault; None where there is one."""
-    first = sums.axes[0]
-    assert first.bad is not None
-    if bool(first.bad.any()):
-        where = _listed(first.bad > 0, first.word)
-        return f"{int(first.bad.sum())} of {sums.count} values not finite: {where}", NOT_FINITE
-    if not math.isfinite(sums.signal):
-        return "the reference itself is not finite: look at the weights", NOT_FINITE
-    if sums.signal == 0.0:
-        return "not zero where the reference is", OTHER
-    return None
 
 
 def _fault(sums: _Sums, bounds: Bounds) -> tuple[str, str]:
@@ -165,20 +169,15 @@ def _fault(sums: _Sums, bounds: Bounds) -> tuple[str, str]:
         if axis is first and axis.word == "token" and off.nonzero().flatten().tolist() == [total - 1]:
             return f"{where} (the last row)", LAST_ROW
         return where, PART
-    deviation, spread = abs(sums.factor - 1), 4 * sums.remainder / math.sqrt(sums.count)
-    if deviation > bounds.factor + spread and sums.remainder < 10 ** (-bounds.least_db / 20):
-        return f"{sums.factor:.4g} times the reference", SCALED
+    # By least squares, the result is this factor times the reference, and a remainder (relative root of its energy).
+    factor = sums.cross / sums.signal
+    remainder = math.sqrt(max(0.0, sums.noise / sums.signal - (factor - 1) ** 2))
+    spread = 4 * remainder / math.sqrt(sums.count)
+    if abs(factor - 1) > bounds.factor + spread and remainder < 10 ** (-bounds.least_db / 20):
+        return f"{factor:.4g} times the reference", SCALED
     if sums.sqnr_db < bounds.least_db:
         return f"below {bounds.least_db:.0f} dB everywhere: another function or another layout", OTHER
     return "", ""
-
-
-def _axis_words(name: str, dims: int) -> tuple[str, ...]:
-    if name == "grad routing weights":
-        return "token", "choice"
-    if name in ("output", "grad input"):
-        return "token", "column"
-    return ("expert", "row", "column")[-dims:]
 
 
 def _listed(chosen: Tensor, word: str) -> str:

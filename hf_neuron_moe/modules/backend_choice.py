@@ -21,19 +21,17 @@ from hf_neuron_moe.errors import ConfigError, NeuronMoEWarning
 
 @dataclass
 class LongCalls:
-    """What becomes of calls with more tokens than the kernels take: PyTorch computes them."""
+    """Calls with more tokens than the kernels take, which PyTorch computes; the blocks of a model share one object."""
 
-    most: int
-    """Number of tokens that the kernels take."""
-    told: bool = False
-    """Whether it was said; the blocks of a model share one object."""
+    most: int  # number of tokens that the kernels take
+    warned: bool = False
 
     def take(self, tokens: int, name: str) -> bool:
         """Return whether PyTorch computes a call of `tokens` tokens to the block `name`."""
         if tokens <= self.most:
             return False
-        if not torch.compiler.is_compiling() and not self.told:  # in this order: a compiler would watch told
-            self.told = True
+        if not torch.compiler.is_compiling() and not self.warned:  # in this order: a compiler would watch warned
+            self.warned = True
             message = (
                 f"{name}: calls of more than {self.most:,} tokens are computed by PyTorch and not by the kernels, "
                 f"and this one has {tokens:,}. Smaller micro-batches or shorter sequences use the kernels."
@@ -43,11 +41,10 @@ class LongCalls:
 
 
 def caches_weights(module: nn.Module) -> bool:
-    """Return whether a backend may keep copies of the weights of `module` after a call: not where they outlive these.
+    """Return whether a backend may keep copies of the weights of `module` after a call.
 
-    That is so where FSDP gathers the weights for the call: both of its versions mark the modules whose parameters they
-    manage, for ``torch.compile``. And in evaluation mode, also where autograd records it: weights are exchanged there
-    through ``.data``, which nothing tells of.
+    Not where FSDP gathers the weights for the call: both of its versions mark modules for ``torch.compile``. Nor in
+    evaluation mode, where weights are exchanged through ``.data``, which no version counter shows.
     """
     return module.training and not getattr(module, "_is_fsdp_managed_module", False)
 
@@ -57,18 +54,13 @@ def usable_backend(
     device: torch.device,
     what: str,
     support: Callable[[Backend], Support],
-    told: set[str],
+    warned: set[str],
     remedy: str = "",
 ) -> str:
     """Return the name of the backend for a call: the configured one, or torch where `config` lets it fall back.
 
-    Args:
-        config: backend and fallback.
-        device: of the call's operands.
-        what: the block, for messages.
-        support: asks a backend whether it computes the block.
-        told: what was warned of already; the blocks of a model share it, and it is added to.
-        remedy: what else can be done about a refusal.
+    `device` is that of the operands, `what` the block for messages, `support` asks a backend whether it computes the
+    block. `warned` holds the warnings given, which the blocks of a model share. `remedy` is added to an error.
     """
     name = resolve_backend(config.backend, device)
     kernels = get_backend(name)
@@ -77,13 +69,10 @@ def usable_backend(
         return name
     if config.fallback == "torch":
         message = f"{what} is computed by PyTorch and not by the kernels: {reason}."
-        if not torch.compiler.is_compiling() and message not in told:
-            told.add(message)
+        if not torch.compiler.is_compiling() and message not in warned:
+            warned.add(message)
             warnings.warn(message, NeuronMoEWarning, stacklevel=3)
         return config.fallback
-    raise ConfigError.about(
-        "backend",
-        "one whose kernels compute the block",
-        f"{name!r}: {reason}",
-        f"Use fallback='torch' to compute it with PyTorch on the same device.{remedy and ' '}{remedy}",
-    ).named(what)
+    fix = f"Use fallback='torch' to compute it with PyTorch on the same device.{remedy and ' '}{remedy}"
+    expected = "one whose kernels compute the block"
+    raise ConfigError.about("backend", expected, f"{name!r}: {reason}", fix).named(what)

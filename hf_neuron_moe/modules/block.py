@@ -25,55 +25,34 @@ from hf_neuron_moe.modules.state_dict import WeightRule
 from hf_neuron_moe.modules.structure import CALL_HOOKS, has_call_hooks, why_not_silu
 
 _OWN_COPY = ("_parameters", "_buffers", "_modules")
-_SHARED = (
-    "_non_persistent_buffers_set",
-    "_backward_pre_hooks",
-    "_backward_hooks",
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
-_SCALARS = ("training", "_is_full_backward_hook")
-MODULE_INTERNALS = frozenset((*_OWN_COPY, *_SHARED, *_SCALARS))
-
-HOOK_DICTS = tuple(name for name in _SHARED if name.endswith("_hooks"))
+HOOK_DICTS = tuple(name for name in nn.Module().__dict__ if name.endswith("_hooks"))
 """Attributes of ``nn.Module`` that hold hooks, except the flags that accompany them."""
 
 
 class NeuronBlock(nn.Module):
     """Base of the replacement modules.
 
-    Args:
-        original: the module to stand in for; it is read, not changed.
-        name: its name in the model, for messages.
-        config: the resolved configuration (``backend`` and ``weights`` are not ``"auto"``, ``activations`` is this
-            block's own policy).
+    It stands in for `original`, which is read and not changed, and whose name in the model is `name`. `config` is
+    resolved: ``backend`` and ``weights`` are not ``"auto"``, ``activations`` is this block's own policy.
     """
 
     neuron_rules: tuple[WeightRule, ...] = ()
+    """How the parameters in kernel layout are made of the stock ones; empty in stock layout."""
+    neuron_stock_order: tuple[str, ...] = ()
+    """State_dict names of the weights that `neuron_rules` read, in the original's order."""
     neuron_top_k: int | None = None
     """Experts per token as the model states it, 0 where it does not; None for a dense MLP."""
-
     neuron_long_calls: LongCalls | None = None
     """Calls that PyTorch computes for their length; None where none are, or where they are refused."""
 
     def __init__(self, original: nn.Module, name: str, config: NeuronMoEConfig) -> None:
         super().__init__()
         for key, value in original.__dict__.items():
-            if key in _OWN_COPY:
-                self.__dict__[key] = value.copy()
-            elif key in _SHARED or key in _SCALARS or key not in MODULE_INTERNALS:
-                self.__dict__[key] = value
+            self.__dict__[key] = value.copy() if key in _OWN_COPY else value
         self.neuron_name = name
         self.neuron_stock_class: type[nn.Module] = type(original)
         self.neuron_config = config
-        self.neuron_keep = canonical_keep(config.activations, self.neuron_shape_precision)
+        self.neuron_keep = canonical_keep(config.activations, config.precision)
         self.neuron_warned = False
         _release_with(self)
 
@@ -89,40 +68,29 @@ class NeuronBlock(nn.Module):
         return super().__call__(*args, **kwargs)
 
     @property
-    def neuron_shape_precision(self) -> str:
-        """Precision of the kernels whose checkpoints the block keeps."""
-        return self.neuron_config.precision
-
-    @property
     @abstractmethod
     def neuron_shape(self) -> SavedBlock:
-        """What the block's kept bytes depend on."""
+        """What the bytes of the block's saved activations depend on."""
 
     @property
     def saved_bytes_per_token(self) -> float:
-        """Bytes that the block's operator keeps for backward, per token of its input, by its shapes and policy.
+        """Bytes per token of the input that the operator saves for backward, input and routing included.
 
-        The input and the routing are included. NaN where the model does not say how many experts a token has.
+        NaN where the model does not say how many experts a token has.
         """
         return saved_bytes(self.neuron_shape, self.neuron_keep)
 
     @property
     def saved_bytes_per_call(self) -> float:
-        """Bytes that every call keeps on top of :attr:`saved_bytes_per_token`: of the kernels' unfilled blocks."""
+        """Bytes that every call saves on top of :attr:`saved_bytes_per_token`: of the kernels' unfilled blocks."""
         return saved_bytes_per_call(self.neuron_shape, self.neuron_keep)
 
     def saved_bytes(self, tokens: int) -> int:
-        """Return the bytes that the block's operator keeps of a call with so many tokens, input and routing included.
-
-        Where kernels compute it, a call has no more tokens than they take.
-        """
+        """Return the bytes that the operator saves of a call with so many tokens, at most as many as kernels take."""
         return saved_bytes_of_call(self.neuron_shape, self.neuron_keep, tokens)
 
     def train(self, mode: bool = True) -> Self:
-        """Set training or evaluation mode; a change drops the copies of the block's weights and spare memory.
-
-        Weights are exchanged around an evaluation (averages of them, merged adapters), often through ``.data``.
-        """
+        """Set the mode; a change drops the copies of the weights, which are exchanged around an evaluation."""
         if mode != self.training:
             drop_weight_copies(self.parameters())
             release_gradient_memory()
@@ -135,6 +103,14 @@ class NeuronBlock(nn.Module):
             return config.fallback
         return config.backend
 
+    def _own_weights(self, original: nn.Module, rules: tuple[WeightRule, ...]) -> None:
+        """Register the parameters in kernel layout that `rules` make of the original's."""
+        stock = {name for rule in rules for name in rule.stock}
+        names = (name for name, _ in original.named_parameters(remove_duplicate=False))
+        self.neuron_rules, self.neuron_stock_order = rules, tuple(name for name in names if name in stock)
+        for rule in rules:
+            self.register_parameter(rule.kernel, make_kernel_parameter(original, rule))
+
     def _remember_activation(self, name: str | None) -> None:
         """Note the activation that was found to be SiLU; not through setattr, which would register a second child."""
         self.__dict__["neuron_silu"] = None if name is None else self._attribute(name)
@@ -142,44 +118,36 @@ class NeuronBlock(nn.Module):
     def _attribute(self, name: str) -> Any:
         return self._modules.get(name, self.__dict__.get(name))
 
-    def _is_known_silu(self, activation: Any) -> bool:
-        """Whether `activation` is the object seen at patching, as it was: a glance that costs no import."""
-        return activation is self.__dict__["neuron_silu"] and "forward" not in getattr(activation, "__dict__", ())
-
     def _check_activation(self, name: str | None) -> None:
-        """Mind what happened since to the activation, which the operator computes itself.
-
-        A hook on it is warned of once.
-        """
+        """Raise for an activation that is SiLU no more; warn once of hooks on it, which the operator does not call."""
         if name is None:
             return
         now = self._attribute(name)
-        if not self._is_known_silu(now) and why_not_silu(now) is not None:
-            raise UnsupportedModelError.about(
-                name,
-                "SiLU, as when the block was patched",
-                str(why_not_silu(now)),
-                "The kernels have no other activation: unpatch the model before changing it.",
-            ).named(self.neuron_name)
-        if isinstance(now, nn.Module) and has_call_hooks(now) and not self.neuron_warned:
-            self._warn_ignored_hooks(f"{self.neuron_name}.{name}", now)
-
-    def _warn_ignored_hooks(self, name: str, child: nn.Module) -> None:
+        # The object seen at patching, as it was, is known at a glance that costs no import.
+        known = now is self.__dict__["neuron_silu"] and "forward" not in getattr(now, "__dict__", ())
+        reason = None if known else why_not_silu(now)
+        if reason is not None:
+            expected = "SiLU, as when the block was patched"
+            fix = "The kernels have no other activation: unpatch the model before changing it."
+            raise UnsupportedModelError.about(name, expected, reason, fix).named(self.neuron_name)
+        if not isinstance(now, nn.Module) or self.neuron_warned or not has_call_hooks(now):
+            return
         self.neuron_warned = True
         hooks = [
             f"{meaning} {getattr(hook, '__qualname__', type(hook).__name__)}"
             for kind, meaning in CALL_HOOKS.items()
-            for hook in getattr(child, kind).values()
+            for hook in getattr(now, kind).values()
         ]
         warnings.warn(
-            f"{name} has a hook that is not called: {', '.join(hooks)}. The patched block computes the activation "
-            f"inside its operator. Remove the hook, or unpatch the model and pass exclude=[{self.neuron_name!r}].",
+            f"{self.neuron_name}.{name} has a hook that is not called: {', '.join(hooks)}. The patched block computes "
+            f"the activation inside its operator. Remove the hook, or unpatch the model and pass "
+            f"exclude=[{self.neuron_name!r}].",
             NeuronMoEWarning,
-            stacklevel=4,
+            stacklevel=3,
         )
 
     def extra_repr(self) -> str:
-        """Show what the block computes and where its weights live."""
+        """Show what the block computes and its weight layout."""
         config = self.neuron_config
         return f"precision={config.precision}, weights={config.weights}, backend={config.backend}"
 
@@ -190,21 +158,18 @@ def give_back(replacement: NeuronBlock, original: nn.Module) -> None:
     Children and parameters present in both come back as they are now; attributes that the original had follow the
     replacement's present values. Weights in kernel layout are handled by :func:`restore_layout`.
     """
+    moved = {rule.kernel for rule in replacement.neuron_rules if not rule.keeps_layout}
     for kind in _OWN_COPY:
         mine, theirs = replacement.__dict__[kind], original.__dict__[kind]
-        theirs.update({key: mine[key] for key in theirs if key in mine and not _is_kernel_only(replacement, kind, key)})
-    if replacement.training != original.training:  # layers that the kernel home has no use for did not follow along
-        for slot, _ in (stock_slot(original, name) for rule in replacement.neuron_rules for name in rule.stock):
-            slot.training = replacement.training
-    for key in original.__dict__:
-        kept_out = key == "is_transposed" and bool(replacement.neuron_rules)
-        if key in replacement.__dict__ and key not in _OWN_COPY and not kept_out:
-            original.__dict__[key] = replacement.__dict__[key]
-
-
-def _is_kernel_only(replacement: NeuronBlock, kind: str, key: str) -> bool:
-    changed = {rule.kernel for rule in replacement.neuron_rules if not rule.keeps_layout}
-    return kind == "_parameters" and key in changed
+        kept_out = moved if kind == "_parameters" else ()
+        theirs.update({key: mine[key] for key in theirs if key in mine and key not in kept_out})
+    if replacement.training != original.training:  # the layers that weights in kernel layout replaced
+        for rule in replacement.neuron_rules:
+            for name in rule.stock:
+                stock_slot(original, name)[0].training = replacement.training
+    layout_flag = {"is_transposed"} if replacement.neuron_rules else set()
+    for key in original.__dict__.keys() & replacement.__dict__.keys() - {*_OWN_COPY, *layout_flag}:
+        original.__dict__[key] = replacement.__dict__[key]
 
 
 def stock_slot(module: nn.Module, stock_name: str) -> tuple[nn.Module, str]:
@@ -222,7 +187,7 @@ def make_kernel_parameter(original: nn.Module, rule: WeightRule) -> nn.Parameter
 
     Where the layout is the stock one, that is the original ``nn.Parameter`` itself.
     """
-    sources = [_slot_parameter(*stock_slot(original, name)) for name in rule.stock]
+    sources = [original.get_parameter(name) for name in rule.stock]
     if rule.keeps_layout:
         return sources[0]
     param = nn.Parameter(rule.to_kernel([p.detach() for p in sources]), requires_grad=sources[0].requires_grad)
@@ -238,7 +203,8 @@ def release_layout(replacement: NeuronBlock, original: nn.Module) -> None:
         if rule.keeps_layout:
             continue
         for name in rule.stock:
-            param = _slot_parameter(*stock_slot(original, name))
+            slot, leaf = stock_slot(original, name)
+            param = slot.get_parameter(leaf)
             param.data = param.data.new_empty(0)
             param.grad = None
             param.__dict__[REPLACED] = f"{replacement.neuron_name}.{name}"
@@ -253,30 +219,19 @@ def restore_layout(replacement: NeuronBlock, original: nn.Module) -> None:
             slot._parameters[leaf] = kernel
             continue
         grads: tuple[Any, ...] = rule.to_stock(kernel.grad) if kernel.grad is not None else (None,) * len(rule.stock)
-        for name, value, grad in zip(rule.stock, rule.to_stock(kernel.detach()), grads):
-            slot, leaf = stock_slot(original, name)
-            _refill(slot, leaf, value.clone(memory_format=torch.contiguous_format), grad, kernel.requires_grad)
-
-
-def _refill(slot: nn.Module, leaf: str, value: torch.Tensor, grad: torch.Tensor | None, requires_grad: bool) -> None:
-    param = _slot_parameter(slot, leaf)
-    param.__dict__.pop(REPLACED, None)
-    param.grad = None
-    if torch._has_compatible_shallow_copy_type(param.data, value):
-        param.data = value
-    else:  # another device type since patching (for example meta): a parameter cannot change its kind of storage
-        param = nn.Parameter(value)
-        slot._parameters[leaf] = param
-    param.requires_grad_(requires_grad)
-    if grad is not None:
-        param.grad = grad.clone(memory_format=torch.contiguous_format)
-
-
-def _slot_parameter(slot: nn.Module, leaf: str) -> nn.Parameter:
-    param = slot._parameters[leaf]
-    if param is None:
-        raise AttributeError(f"{type(slot).__name__}.{leaf} is None")
-    return param
+        for name, view, grad in zip(rule.stock, rule.to_stock(kernel.detach()), grads):
+            param, value = original.get_parameter(name), view.clone(memory_format=torch.contiguous_format)
+            param.__dict__.pop(REPLACED, None)
+            param.grad = None
+            if torch._has_compatible_shallow_copy_type(param.data, value):
+                param.data = value
+            else:  # another device type since patching (for example meta): a parameter cannot change its storage's kind
+                param = nn.Parameter(value)
+                slot, leaf = stock_slot(original, name)
+                slot._parameters[leaf] = param
+            param.requires_grad_(kernel.requires_grad)
+            if grad is not None:
+                param.grad = grad.clone(memory_format=torch.contiguous_format)
 
 
 def _release_with(block: nn.Module) -> None:

@@ -18,7 +18,7 @@ from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.errors import ConfigError, UnsupportedModelError, public
 from hf_neuron_moe.modules import ops
 from hf_neuron_moe.modules.backend_choice import caches_weights, usable_backend
-from hf_neuron_moe.modules.block import NeuronBlock, make_kernel_parameter
+from hf_neuron_moe.modules.block import NeuronBlock
 from hf_neuron_moe.modules.ops_checks import check_hidden_states
 from hf_neuron_moe.modules.saved_bytes import SavedBlock
 from hf_neuron_moe.modules.state_dict import KernelLayoutMixin, WeightRule
@@ -43,12 +43,10 @@ class NeuronExperts(NeuronBlock):
 
     @property
     def neuron_shape(self) -> SavedBlock:
-        """What the block's kept bytes depend on."""
-        experts, first, second = self.down_proj.shape
-        hidden, inner = (second, first) if self.is_transposed else (first, second)
-        config, top_k = self.neuron_config, self.neuron_top_k or 0
+        (hidden, inner), config = _sizes(self), self.neuron_config
+        block_size, experts, top_k = config.block_size, len(self.down_proj), self.neuron_top_k or 0
         return SavedBlock(
-            config.precision, hidden, inner, top_k, config.backend, experts=experts, block_size=config.block_size
+            config.precision, hidden, inner, top_k, config.backend, experts=experts, block_size=block_size
         )
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -58,22 +56,33 @@ class NeuronExperts(NeuronBlock):
         above belong to another rank and add nothing.
         """
         self._check_activation("act_fn")
-        config, down, transposed = self.neuron_config, self.down_proj, self.is_transposed
-        check_hidden_states(hidden_states, down, 2 if transposed else 1, self.neuron_name)
-        return ops.experts(
-            hidden_states,
-            top_k_index,
-            top_k_weights,
-            self.gate_up_proj,
-            down,
-            transposed=transposed,
-            precision=config.precision,
-            block_size=config.block_size,
-            backend=self._call_backend(hidden_states.shape[0]),
-            activations=self.neuron_keep,
-            training=self.training,
-            cache_weights=caches_weights(self),
-        )
+        config, axis = self.neuron_config, 2 if self.is_transposed else 1
+        check_hidden_states(hidden_states, self.down_proj, axis, self.neuron_name)
+        inputs, backend = (hidden_states, top_k_index, top_k_weights), self._call_backend(hidden_states.shape[0])
+        return _compute(self, inputs, config, backend, self.neuron_keep)
+
+
+def _compute(
+    module: Any, inputs: tuple[Tensor, Tensor, Tensor], config: NeuronMoEConfig, backend: str, keep: str
+) -> Tensor:
+    return ops.experts(
+        *inputs,
+        module.gate_up_proj,
+        module.down_proj,
+        transposed=module.is_transposed,
+        precision=config.precision,
+        block_size=config.block_size,
+        backend=backend,
+        activations=keep,
+        training=module.training,
+        cache_weights=caches_weights(module),
+    )
+
+
+def _sizes(module: Any) -> tuple[int, int]:
+    """H and I of an experts module."""
+    shape = module.down_proj.shape
+    return (shape[2], shape[1]) if module.is_transposed else (shape[1], shape[2])
 
 
 class KernelLayoutExperts(KernelLayoutMixin, NeuronExperts):
@@ -81,11 +90,7 @@ class KernelLayoutExperts(KernelLayoutMixin, NeuronExperts):
 
     def __init__(self, original: nn.Module, name: str, config: NeuronMoEConfig) -> None:
         super().__init__(original, name, config)
-        rules = expert_rules(self.is_transposed)
-        self.neuron_rules = rules
-        self.neuron_stock_order = tuple(key for key in original._parameters if key in {rule.kernel for rule in rules})
-        for rule in rules:
-            self.register_parameter(rule.kernel, make_kernel_parameter(original, rule))
+        self._own_weights(original, expert_rules(self.is_transposed))
         # The flag describes the parameters as they are now; peft's target_parameters reads it.
         self.is_transposed = True
 
@@ -97,17 +102,13 @@ def register_experts_implementation(
     """Register the experts operator in transformers, for models that are not to be patched.
 
     Afterwards ``model.set_experts_implementation(name)`` or ``from_pretrained(..., experts_implementation=name)``
-    selects it. Parameters and checkpoints stay transformers' own. The registration is process-wide and happens only
-    through this call. Models under transformers' tensor or expert parallelism are not supported: their first call
-    raises an error.
+    selects it, process-wide. Parameters and checkpoints stay transformers' own. Under transformers' tensor or expert
+    parallelism the first call raises an error.
 
     Args:
         config: precision, backend, block size and activations (a preset, or a policy without exceptions);
             ``weights`` must be ``"auto"`` or ``"stock"``.
         name: implementation name; an existing implementation of another origin is not replaced.
-
-    Returns:
-        The registered function.
     """
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -115,20 +116,14 @@ def register_experts_implementation(
     if not isinstance(options, NeuronMoEConfig):
         options = NeuronMoEConfig.from_dict(options)
     if options.weights == "kernel":
-        raise ConfigError.about(
-            "config.weights",
-            "'auto' or 'stock', since the parameters stay the model's own",
-            "'kernel'",
-            "Use patch_model for weights in kernel layout.",
-        )
+        expected = "'auto' or 'stock', since the parameters stay the model's own"
+        fix = "Use patch_model for weights in kernel layout."
+        raise ConfigError.about("config.weights", expected, "'kernel'", fix)
     existing = ALL_EXPERTS_FUNCTIONS.get(name)
     if name == "eager" or (existing is not None and not isinstance(existing, _RegisteredExperts)):
-        raise ConfigError.about(
-            "name",
-            "a name that no other experts implementation has",
-            repr(name),
-            "Choose another name, for example 'neuron_moe'.",
-        )
+        expected = "a name that no other experts implementation has"
+        fix = "Choose another name, for example 'neuron_moe'."
+        raise ConfigError.about("name", expected, repr(name), fix)
     function = _RegisteredExperts(options)
     ALL_EXPERTS_FUNCTIONS.register(name, function)
     return function
@@ -140,26 +135,10 @@ class _RegisteredExperts:
     def __init__(self, config: NeuronMoEConfig) -> None:
         self.config = config
         self.keep = canonical_keep(config.activations, config.precision)
-        self.told: set[str] = set()
+        self.warned: set[str] = set()
 
     def __call__(self, module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         _check_supported(module)
-        return ops.experts(
-            hidden_states,
-            top_k_index,
-            top_k_weights,
-            module.gate_up_proj,
-            module.down_proj,
-            transposed=module.is_transposed,
-            precision=self.config.precision,
-            block_size=self.config.block_size,
-            backend=self._backend(module, hidden_states),
-            activations=self.keep,
-            training=module.training,
-            cache_weights=caches_weights(module),
-        )
-
-    def _backend(self, module: Any, hidden_states: Tensor) -> str:
         config = self.config
         # Where PyTorch may not take over, a call that is too long is the backend's to refuse.
         tokens = hidden_states.shape[0] if config.fallback == "torch" else 0
@@ -169,13 +148,8 @@ class _RegisteredExperts:
             spec = BlockSpec(config.precision, config.block_size, module.is_transposed)
             return kernels.support(shape, spec, tokens=tokens)
 
-        return usable_backend(config, hidden_states.device, type(module).__name__, support, self.told)
-
-
-def _sizes(module: Any) -> tuple[int, int]:
-    """H and I of an experts module."""
-    shape = module.down_proj.shape
-    return (shape[2], shape[1]) if module.is_transposed else (shape[1], shape[2])
+        backend = usable_backend(config, hidden_states.device, type(module).__name__, support, self.warned)
+        return _compute(module, (hidden_states, top_k_index, top_k_weights), config, backend, self.keep)
 
 
 @torch.compiler.assume_constant_result  # decided once per compiled module: the flags are set when it is made
@@ -183,10 +157,7 @@ def _sizes(module: Any) -> tuple[int, int]:
 def _check_supported(module: nn.Module) -> bool:
     reason = why_not_swiglu_experts(module)
     if reason is not None:
-        raise UnsupportedModelError.about(
-            type(module).__name__,
-            "a plain SwiGLU experts module",
-            f"one that the kernels cannot compute: {reason}",
-            "Use model.set_experts_implementation('grouped_mm') for this model.",
-        )
+        got = f"one that the kernels cannot compute: {reason}"
+        fix = "Use model.set_experts_implementation('grouped_mm') for this model."
+        raise UnsupportedModelError.about(type(module).__name__, "a plain SwiGLU experts module", got, fix)
     return True

@@ -1,9 +1,8 @@
 """LoRA on the linear layers of a dense MLP, computed by the MLP's operator as a change of their weights.
 
-The operator multiplies with ``W + scaling * B A``, which is what merging the adapter makes of W, so that the block with
-an adapter and the block with it merged have the same numbers in every precision. (With several active adapters the sum
-is rounded once here and once per adapter in merging.) Nothing of a weight's size is kept for the backward: the changed
-weights are made again there.
+The operator multiplies with ``W + scaling * B A``, as merging makes it: the results are those of the merged block in
+every precision. (Of several active adapters the sum is rounded once here, in merging once per adapter.) The changed
+weights are not kept for the backward but made again there.
 
 Legend: S tokens, H hidden, I intermediate, O and N outputs and inputs of one linear layer, R rank.
 """
@@ -11,8 +10,7 @@ Legend: S tokens, H hidden, I intermediate, O and N outputs and inputs of one li
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,23 +25,29 @@ from hf_neuron_moe.modules.structure import has_call_hooks
 _LORA_LINEAR = ("peft.tuners.lora.layer", "Linear")
 
 
-@dataclass(frozen=True)
-class LowRank:
+class LowRank(NamedTuple):
     """A linear layer's weight and what its active adapters add to it."""
 
-    weight_ON: Tensor
-    """The base weight."""
-    a_RN: Tensor | None = None
-    """Factor applied to the input; None where nothing is added."""
-    b_OR: Tensor | None = None
-    """Factor applied after it; None where nothing is added."""
-    scaling: float = 1.0
-    """Factor of their product."""
+    weight_ON: Tensor  # the base weight
+    a_RN: Tensor | None = None  # factor applied to the input; None where nothing is added
+    b_OR: Tensor | None = None  # factor applied after it
+    scaling: float = 1.0  # factor of their product
 
     @property
     def effective(self) -> Tensor:
-        """The weight with what is added to it, ``[O, N]`` in the weight's dtype."""
-        return _effective(self.weight_ON, self.a_RN, self.b_OR, self.scaling)
+        """The weight with what is added to it, ``[O, N]`` in the weight's dtype.
+
+        As in peft's merging the product is formed in the factors' dtype (on CPUs in fp32 for half types), then added.
+        """
+        weight_ON, a_RN, b_OR, scaling = self
+        if a_RN is None or b_OR is None:
+            return weight_ON
+        dtype = b_OR.dtype
+        if b_OR.device.type == "cpu" and dtype in (torch.bfloat16, torch.float16):
+            product_ON = ((b_OR.float() @ a_RN.float()) * scaling).to(dtype)
+        else:
+            product_ON = (b_OR @ a_RN) * scaling
+        return (weight_ON + product_ON).to(weight_ON.dtype)
 
 
 def is_lora_linear(layer: Any) -> bool:
@@ -52,13 +56,20 @@ def is_lora_linear(layer: Any) -> bool:
     return (kind.__module__, kind.__qualname__) == _LORA_LINEAR
 
 
+def _active(layer: Any) -> list[str]:
+    """Names of the adapters that add something now."""
+    if layer.disable_adapters or layer.merged:
+        return []
+    return [adapter for adapter in layer.active_adapters if adapter in layer.lora_A]
+
+
 def why_not_low_rank(layer: Any) -> str | None:
     """Return why a LoRA `layer` does more than add a product of low rank to its weight, or None.
 
-    The base layer itself and hooks on the LoRA layer are the caller's matter.
+    The base layer itself is the caller's matter.
     """
-    if layer.disable_adapters or layer.merged:
-        return None
+    if has_call_hooks(layer):
+        return "a LoRA layer with hooks"
     for adapter in _active(layer):
         if adapter in layer.lora_variant:
             return f"a LoRA layer of the variant {type(layer.lora_variant[adapter]).__name__}"
@@ -81,7 +92,7 @@ def low_rank_of(layer: Any) -> LowRank:
     if not is_lora_linear(layer):
         return LowRank(layer.weight)
     weight_ON = layer.base_layer.weight
-    active = [] if layer.disable_adapters or layer.merged else _active(layer)
+    active = _active(layer)
     if not active:
         return LowRank(weight_ON)
     factors_a = [layer.lora_A[adapter].weight for adapter in active]
@@ -97,66 +108,60 @@ def low_rank_of(layer: Any) -> LowRank:
 def low_rank_mlp(
     x_SH: Tensor, layers: Sequence[LowRank], *, precision: str, activations: str, training: bool, **where: Any
 ) -> Tensor:
-    """``down(silu(gate(x)) * up(x))`` whose weights have adapters, in `precision`, differentiable.
+    """Return ``down(silu(gate(x)) * up(x))`` whose weights have adapters, in `precision`, differentiable.
 
     `layers` are gate ``[I, H]``, up ``[I, H]`` and down ``[H, I]``; or gate_up ``[2I, H]``, gate rows first, and down.
     Other arguments and the result are those of :func:`hf_neuron_moe.modules.ops.swiglu_mlp`; `where` has `backend` and
     `cache_weights`, `activations` is a canonical keep string.
     """
     check_no_transform((x_SH,))
-    learned = [tensor for layer in layers for tensor in (layer.weight_ON, layer.a_RN, layer.b_OR) if tensor is not None]
-    if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in (x_SH, *learned)):
-        with ops.exact_dtypes(x_SH):  # no autocast of the factors' product
-            weights = _three([layer.effective for layer in layers])
+    tensors = [tensor for layer in layers for tensor in layer[:3]]
+    learned = [x_SH, *(tensor for tensor in tensors if tensor is not None)]
+    if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in learned):
+        weights = _effective_weights(layers, x_SH)
         return ops.swiglu_mlp(x_SH, *weights, precision=precision, activations=activations, training=training, **where)
-    check_mlp(x_SH, *_three([layer.weight_ON for layer in layers]), precision)
-    tensors = [tensor for layer in layers for tensor in (layer.weight_ON, layer.a_RN, layer.b_OR)]
-    scalings = tuple(layer.scaling for layer in layers)
+    check_mlp(x_SH, *three_weights([layer.weight_ON for layer in layers]), precision)
     compute_SH = x_SH.to(COMPUTE_DTYPE[precision])
     call = BlockCall(BlockSpec(precision), parse_keep(activations), **where).encode()
-    y_SH: Tensor = _LowRankMLP.apply(compute_SH, scalings, call, *tensors)
+    y_SH: Tensor = _LowRankMLP.apply(compute_SH, tuple(layer.scaling for layer in layers), call, *tensors)
     return y_SH.to(x_SH.dtype)
 
 
 class _LowRankMLP(torch.autograd.Function):
-    """The operator on changed weights, which are made again for its backward."""
+    """The operator on changed weights; weight, a and b of one layer follow those of another in `tensors`."""
 
     @staticmethod
     def forward(ctx: Any, x_SH: Tensor, scalings: tuple[float, ...], call: str, *tensors: Tensor | None) -> Tensor:
         ctx.scalings, ctx.call = scalings, call
-        weights = _three(_all_effective(tensors, scalings, x_SH))
+        weights = _effective_weights(_layers(tensors, scalings), x_SH)
         y_SH, *saved = ops.mlp_fwd(x_SH, *weights, call)
-        kept_SH = ops.saved_input(x_SH, BlockCall.decode(call).keep)
+        kept_SH = x_SH if BlockCall.decode(call).keep.keeps_input else x_SH.new_empty(0)
         ctx.save_for_backward(kept_SH, *tensors, *saved)
         return y_SH
 
     @staticmethod
     def backward(ctx: Any, dout_SH: Tensor) -> tuple[Tensor | None, ...]:
         x_SH, *rest = ctx.saved_tensors
-        tensors, saved = rest[:-_SAVED], rest[-_SAVED:]
-        needs = ctx.needs_input_grad[3:]
-        weights = _three(_all_effective(tensors, ctx.scalings, dout_SH))
+        count = 3 * len(ctx.scalings)
+        layers, saved, needs = _layers(rest[:count], ctx.scalings), rest[count:], ctx.needs_input_grad[3:]
         wants = (ctx.needs_input_grad[0], any(needs))
+        weights = _effective_weights(layers, dout_SH)
         dx, *d_weights = ops.mlp_bwd(dout_SH.contiguous(), x_SH, *weights, *saved, ctx.call, *wants)
-        grads: list[Tensor | None] = []
-        if len(tensors) == 6 and wants[1]:
+        if len(layers) == 2 and wants[1]:
             d_weights = [torch.cat(d_weights[:2]), d_weights[2]]
         with ops.exact_dtypes(dout_SH):
-            for place, scaling in enumerate(ctx.scalings):
-                some = slice(3 * place, 3 * place + 3)
-                grads += _layer_grads(d_weights[place], tensors[some], needs[some], scaling)
+            per_layer = zip(d_weights, layers, (needs[:3], needs[3:6], needs[6:]))
+            grads = [grad for arguments in per_layer for grad in _layer_grads(*arguments)]
         return dx if wants[0] else None, None, None, *grads
 
 
-_SAVED = 4
-"""Number of tensors that the operator saves."""
+def _layers(tensors: Sequence[Any], scalings: Sequence[float]) -> list[LowRank]:
+    return [LowRank(*parts) for parts in zip(tensors[::3], tensors[1::3], tensors[2::3], scalings)]
 
 
-def _layer_grads(
-    d_weight_ON: Tensor, tensors: Sequence[Tensor | None], needs: Sequence[bool], scaling: float
-) -> list[Tensor | None]:
+def _layer_grads(d_weight_ON: Tensor, layer: LowRank, needs: Sequence[bool]) -> list[Tensor | None]:
     """Gradients of a layer's weight and factors, from that of their sum; None where not asked for."""
-    _, a_RN, b_OR = tensors
+    _, a_RN, b_OR, scaling = layer
     d_a = d_b = None
     if a_RN is not None and b_OR is not None:
         d_product_ON = d_weight_ON.to(b_OR.dtype) if any(needs[1:]) else d_weight_ON
@@ -165,35 +170,16 @@ def _layer_grads(
     return [d_weight_ON if needs[0] else None, d_a, d_b]
 
 
-def _all_effective(tensors: Sequence[Tensor | None], scalings: Sequence[float], anchor: Tensor) -> list[Tensor]:
-    weights = []
-    with ops.exact_dtypes(anchor):
-        for place, scaling in enumerate(scalings):
-            weight_ON, a_RN, b_OR = tensors[3 * place : 3 * place + 3]
-            if weight_ON is not None:
-                weights.append(_effective(weight_ON, a_RN, b_OR, scaling))
-    return weights
+def _effective_weights(layers: Sequence[LowRank], anchor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    with ops.exact_dtypes(anchor):  # no autocast of the factors' product
+        return three_weights([layer.effective for layer in layers])
 
 
-def _effective(weight_ON: Tensor, a_RN: Tensor | None, b_OR: Tensor | None, scaling: float) -> Tensor:
-    """The sum as peft's merging forms it: a product in the factors' dtype (on CPUs fp32 for half types), then added."""
-    if a_RN is None or b_OR is None:
-        return weight_ON
-    dtype = b_OR.dtype
-    if b_OR.device.type == "cpu" and dtype in (torch.bfloat16, torch.float16):
-        product_ON = ((b_OR.float() @ a_RN.float()) * scaling).to(dtype)
-    else:
-        product_ON = (b_OR @ a_RN) * scaling
-    return (weight_ON + product_ON).to(weight_ON.dtype)
-
-
-def _three(weights: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Gate, up and down of three weights, or of a fused one and down."""
+def three_weights(weights: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return gate, up and down of three weights, or of a fused one ``[2I, H]`` and down."""
     if len(weights) == 3:
         return weights[0], weights[1], weights[2]
-    gate_IH, up_IH = weights[0].chunk(2)
+    gate_up = weights[0]
+    # unbind of a view: its backward writes both gradients into one tensor, where two slices would add two full ones.
+    gate_IH, up_IH = gate_up.view(2, gate_up.shape[0] // 2, gate_up.shape[1]).unbind(0)
     return gate_IH, up_IH, weights[1]
-
-
-def _active(layer: Any) -> list[str]:
-    return [adapter for adapter in layer.active_adapters if adapter in layer.lora_A]

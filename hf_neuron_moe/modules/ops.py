@@ -2,15 +2,14 @@
 
 Legend: S or T tokens, H hidden, I intermediate, E experts, K experts per token, R = T * K pairs in expert order.
 
-Saved for backward are the block's input (in the compute dtype), the routing, and what the activation policy keeps (see
-:class:`hf_neuron_moe.backends.base.Backend`); everything else is recomputed. Weights are saved as references. No
-gradient is computed that nobody asked for. There are no second derivatives: the backwards refuse to be differentiated.
-
-Operators take a :class:`~hf_neuron_moe.backends.spec.BlockCall` as one string, `call`.
+Saved for backward are the block's input (in the compute dtype), the routing, what the activation policy keeps (see
+:class:`hf_neuron_moe.backends.base.Backend`), and references to the weights. Operators take a
+:class:`~hf_neuron_moe.backends.spec.BlockCall` as one string, `call`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -43,23 +42,16 @@ def swiglu_mlp(
     training: bool = False,
     cache_weights: bool = True,
 ) -> Tensor:
-    """``(silu(x Wg^T) * x Wu^T) Wd^T`` in `precision`, differentiable.
+    """Return ``(silu(x Wg^T) * x Wu^T) Wd^T``, ``[S, H]`` in the dtype of `x_SH`; differentiable.
 
-    Args:
-        x_SH: ``[S, H]``, any float dtype; read in bf16 (fp32 for ``"fp32"``).
-        gate_IH: ``[I, H]``.
-        up_IH: ``[I, H]``.
-        down_HI: ``[H, I]``.
-        precision: ``"bf16"``, ``"mxfp8"`` or ``"fp32"``.
-        backend: what :func:`hf_neuron_moe.backends.resolve_backend` returned.
-        activations: what is kept for the backward: a preset's name or a canonical keep string, see
-            :mod:`hf_neuron_moe.activation_policy`.
-        training: compute what a recorded forward computes also where nothing is recorded, to the last bit: the first
-            pass of a reentrant checkpoint is one. Otherwise inference may take a shorter way for few rows.
-        cache_weights: whether the backend may keep copies of the weights for the next call.
+    `x_SH` is ``[S, H]`` in any float dtype, read in bf16 (fp32 for `precision` ``"fp32"``; others are ``"bf16"`` and
+    ``"mxfp8"``); `gate_IH` and `up_IH` are ``[I, H]``, `down_HI` ``[H, I]``. `backend` is what
+    :func:`hf_neuron_moe.backends.resolve_backend` returned. `activations` says what is saved for the backward, as a
+    preset's name or a canonical keep string (:mod:`hf_neuron_moe.activation_policy`). `cache_weights` lets the backend
+    keep copies of the weights for the next call.
 
-    Returns:
-        ``[S, H]`` in the dtype of `x_SH`.
+    With `training` the result is that of a recorded forward to the last bit also where nothing is recorded, as in the
+    first pass of a reentrant checkpoint. Otherwise inference may take a shorter way for few rows.
     """
     operands = (x_SH, gate_IH, up_IH, down_HI)
     check_no_transform(operands)
@@ -74,7 +66,7 @@ def swiglu_mlp(
         with exact_dtypes(x_SH):
             y_SH, _ = kernels.mlp_forward(inputs[0], FFNWeights(*inputs[1:]), spec, _UNRECORDED[training])
     else:
-        keep = _policy(inputs, activations, precision, training)
+        keep = recorded_policy(inputs, activations, precision, training)
         y_SH = mlp_fwd(*inputs, BlockCall(spec, keep, backend, cache_weights).encode())[0]
     return y_SH.to(x_SH.dtype)
 
@@ -95,24 +87,13 @@ def experts(
     training: bool = False,
     cache_weights: bool = True,
 ) -> Tensor:
-    """``sum_k weight_k * expert_k(x)`` with gated SiLU experts in `precision`, differentiable.
+    """Return ``sum_k weight_k * expert_k(x)`` of gated SiLU experts, ``[T, H]`` in the dtype of `x_TH`; differentiable.
 
-    Args:
-        x_TH: ``[T, H]``, any float dtype; read in bf16 (fp32 for ``"fp32"``).
-        top_k_index_TK: integer expert ids ``[T, K]``; ids >= E are dropped.
-        top_k_weights_TK: ``[T, K]``, any float dtype; read in fp32.
-        gate_up: ``[E, 2I, H]`` (gate rows first), or ``[E, H, 2I]`` if `transposed`.
-        down: ``[E, H, I]``, or ``[E, I, H]`` if `transposed`.
-        transposed: which of the two layouts the weights have; never guessed from shapes.
-        precision: ``"bf16"``, ``"mxfp8"`` or ``"fp32"``.
-        block_size: tokens per block of the blockwise kernels; matters for mxfp8 weight gradients only.
-        backend: as in :func:`swiglu_mlp`.
-        activations: as in :func:`swiglu_mlp`.
-        training: as in :func:`swiglu_mlp`.
-        cache_weights: as in :func:`swiglu_mlp`.
-
-    Returns:
-        ``[T, H]`` in the dtype of `x_TH`.
+    `x_TH` is ``[T, H]``; `top_k_index_TK` integer expert ids ``[T, K]``, of which those >= E are dropped;
+    `top_k_weights_TK` ``[T, K]`` in any float dtype, read in fp32. `gate_up` is ``[E, 2I, H]`` (gate rows first) and
+    `down` ``[E, H, I]``; if `transposed`, which is never guessed from shapes, ``[E, H, 2I]`` and ``[E, I, H]``.
+    `block_size`, tokens per block of the blockwise kernels, matters for mxfp8 weight gradients only. The other
+    arguments are those of :func:`swiglu_mlp`.
     """
     check_no_transform((x_TH, top_k_weights_TK, gate_up, down))
     check_experts(x_TH, top_k_index_TK, top_k_weights_TK, gate_up, down, transposed, precision)
@@ -125,7 +106,7 @@ def experts(
             routing = Routing(top_k_index_TK, top_k_weights_TK)
             y_TH, _ = kernels.experts_forward(inputs[0], routing, (gate_up, down), spec, _UNRECORDED[training])
     else:
-        keep = _policy(inputs, activations, precision, training)
+        keep = recorded_policy(inputs, activations, precision, training)
         # What is saved of the routing has one form, whatever the router's dtypes.
         routing = Routing(top_k_index_TK.to(torch.int64), top_k_weights_TK.to(torch.float32))
         y_TH = moe_fwd(inputs[0], *routing, gate_up, down, BlockCall(spec, keep, backend, cache_weights).encode())[0]
@@ -136,8 +117,8 @@ _UNRECORDED = {False: NOTHING, True: parse_keep("recompute")}
 """Policy where no backward will come: of those that keep nothing, the one that computes as training does."""
 
 
-def _policy(inputs: tuple[Tensor, ...], activations: str, precision: str, training: bool) -> Keep:
-    """The policy where a backward may come, else one that keeps nothing."""
+def recorded_policy(inputs: tuple[Tensor, ...], activations: str, precision: str, training: bool = False) -> Keep:
+    """Return the policy where a backward may come, else one that keeps nothing."""
     if activations not in _KEEPS[precision]:
         activations = canonical_keep(activations, precision)
     recording = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
@@ -183,9 +164,6 @@ def traced_into(text: str) -> bool:
     return is_traceable(BlockCall.decode(text).backend)
 
 
-_Grads = tuple[Tensor, Tensor, Tensor, Tensor]
-
-
 @operator("hf_neuron_moe::mlp_fwd", traced_into)
 def mlp_fwd(
     x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, call: str
@@ -225,13 +203,6 @@ def _(x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, call: str) 
     (spec, keep, *_), kernels = called(call)
     saved = kernels.fake_saved(x_SH, BlockShape("mlp", *down_HI.shape), spec, keep)
     return x_SH.new_empty(x_SH.shape), *saved
-
-
-@fake_of(mlp_bwd)
-def _(dout: Tensor, x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, *rest: Any) -> _Grads:
-    *_, wants_input, wants_weights = rest
-    d_gate, d_up, d_down = (_like(w, wants_weights, dout) for w in (gate_IH, up_IH, down_HI))
-    return _like(dout, wants_input, dout), d_gate, d_up, d_down
 
 
 @operator("hf_neuron_moe::moe_fwd", traced_into)
@@ -280,47 +251,8 @@ def _(
     return x_TH.new_empty(x_TH.shape), *kernels.fake_saved(x_TH, shape, spec, keep)
 
 
-@fake_of(moe_bwd)
-def _(
-    dout: Tensor, x_TH: Tensor, index_TK: Tensor, weight_TK: Tensor, gate_up: Tensor, down: Tensor, *rest: Any
-) -> _Grads:
-    *_, wants_input, wants_routing, wants_weights = rest
-    return (
-        _like(dout, wants_input, dout),
-        _like(weight_TK, wants_routing, dout),
-        _like(gate_up, wants_weights, dout),
-        _like(down, wants_weights, dout),
-    )
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, *tensors, ctx.call = inputs
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)  # no zeros in the place of gradients that nobody computes
-    ctx.save_for_backward(saved_input(x, BlockCall.decode(ctx.call).keep), *tensors, *output[1:])
-
-
-def _mlp_backward(ctx: Any, dout_SH: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    needs = ctx.needs_input_grad
-    if dout_SH is None:  # what uses the output has no gradient for it
-        return (None,) * len(needs)
-    grads = mlp_bwd(dout_SH.contiguous(), *ctx.saved_tensors, ctx.call, needs[0], any(needs[1:4]))
-    return *(grad if need else None for grad, need in zip(grads, needs, strict=False)), None
-
-
-def _moe_backward(ctx: Any, dout_TH: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    needs = ctx.needs_input_grad
-    if dout_TH is None:
-        return (None,) * len(needs)
-    wants = (needs[0], needs[2], needs[3] or needs[4])
-    d_x, d_weight, d_gate_up, d_down = moe_bwd(dout_TH.contiguous(), *ctx.saved_tensors, ctx.call, *wants)
-    grads = (d_x, None, d_weight, d_gate_up, d_down)
-    return *(grad if need else None for grad, need in zip(grads, needs, strict=False)), None
-
-
 @public("backward of a patched block")
-def refuse_second_derivative(ctx: Any, *grads: Any) -> Any:
-    """Stand in for the autograd formula that the backwards do not have."""
+def _refuse_second_derivative(ctx: Any, *grads: Any) -> Any:
     raise GradientError.about(
         "the backward itself",
         "differentiated at most once: the kernels have no second derivative",
@@ -329,17 +261,47 @@ def refuse_second_derivative(ctx: Any, *grads: Any) -> Any:
     )
 
 
-mlp_fwd.register_autograd(_mlp_backward, setup_context=_setup)
-mlp_bwd.register_autograd(refuse_second_derivative)
-moe_fwd.register_autograd(_moe_backward, setup_context=_setup)
-moe_bwd.register_autograd(refuse_second_derivative)
+def set_derivative(
+    forward: Any, backward: Any, wanted: tuple[tuple[int, ...], ...], keeps_input: Callable[[Keep], bool]
+) -> None:
+    """Make the operator `backward` the derivative of `forward`, and refuse to differentiate it once more.
+
+    Args:
+        forward: takes the block's input first and the call last, returns the result and what it saves.
+        backward: takes the gradient of the result, the inputs of `forward` but the call, what it saved, the call, and
+            a flag for each entry of `wanted`.
+        wanted: by flag, the places of the inputs whose gradients it asks for; `backward` returns them in this order,
+            empty where not asked for.
+        keeps_input: whether a policy keeps the input for the backward as it came.
+    """
+    places = [(place, flag) for flag, group in enumerate(wanted) for place in group]
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        x, *tensors, ctx.call = inputs
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)  # no zeros in the place of gradients that nobody computes
+        kept_x = x if keeps_input(BlockCall.decode(ctx.call).keep) else x.new_empty(0)
+        ctx.save_for_backward(kept_x, *tensors, *output[1:])
+
+    def differentiate(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+        needs = ctx.needs_input_grad
+        grads: list[Tensor | None] = [None] * len(needs)
+        if dout is not None:  # else what uses the output has no gradient for it
+            flags = [any(needs[place] for place in group) for group in wanted]
+            found = backward(dout.contiguous(), *ctx.saved_tensors, ctx.call, *flags)
+            for (place, _flag), grad in zip(places, found, strict=True):
+                grads[place] = grad if needs[place] else None
+        return tuple(grads)
+
+    @fake_of(backward)
+    def _(dout: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        inputs, flags = (dout, *rest), rest[-len(wanted) :]  # x, which may be saved empty, has a gradient like dout
+        asked = ((inputs[place], flags[flag]) for place, flag in places)
+        return tuple(each.new_empty(each.shape) if wants else dout.new_empty(0) for each, wants in asked)
+
+    forward.register_autograd(differentiate, setup_context=save)
+    backward.register_autograd(_refuse_second_derivative)
 
 
-def saved_input(x: Tensor, keep: Keep) -> Tensor:
-    """Return the block's input as autograd saves it: not at all where the policy keeps it in another form."""
-    return x if keep.keeps_input else x.new_empty(0)
-
-
-def _like(tensor: Tensor, wanted: bool, anchor: Tensor) -> Tensor:
-    """Fake of a gradient: contiguous, of `tensor`'s shape and dtype; or empty, in the dtype the backend gives."""
-    return tensor.new_empty(tensor.shape) if wanted else anchor.new_empty(0)
+set_derivative(mlp_fwd, mlp_bwd, ((0,), (1, 2, 3)), lambda keep: keep.keeps_input)
+set_derivative(moe_fwd, moe_bwd, ((0,), (2,), (3, 4)), lambda keep: keep.keeps_input)

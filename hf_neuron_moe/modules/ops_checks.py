@@ -1,38 +1,32 @@
-"""Argument checks of the operators' public functions.
-
-Legend: S or T tokens, H hidden, I intermediate, E experts, K experts per token.
-"""
+"""Argument checks of the operators' public functions; letters as in :mod:`hf_neuron_moe.modules.ops`."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.checks import check_dtype, check_multiple, check_same_device, check_shape
-from hf_neuron_moe.errors import ConfigError, DTypeError, GradientError, ShapeError, naming, nearest, public
+from hf_neuron_moe.checks import FLOATS, check_dtype, check_float, check_multiple, check_same_device, check_shape
+from hf_neuron_moe.errors import DTypeError, GradientError, ShapeError, naming, not_one_of, public
 
 COMPUTE_DTYPE = {"bf16": torch.bfloat16, "mxfp8": torch.bfloat16, "fp32": torch.float32}
-_FLOATS = (torch.bfloat16, torch.float32, torch.float16)
-_FLOAT_SET = frozenset(_FLOATS)
+_FLOAT_SET = frozenset(FLOATS)
 
 
 def check_no_transform(tensors: tuple[Tensor, ...]) -> None:
-    """Refuse tensors inside ``torch.func`` transforms (grad, vjp, jvp, vmap), for which the operators have no rules."""
+    """Raise for tensors inside ``torch.func``'s transforms, for which the operators have no rules."""
     if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None:
         return
     if any(torch._C._functorch.is_functorch_wrapped_tensor(tensor) for tensor in tensors):
-        raise GradientError.about(
-            "every argument",
-            "a tensor outside of torch.func's transforms, for which the operators have no rules",
-            "one inside of grad, vjp, jvp, vmap or another one",
-            "Use backward() or torch.autograd.grad, or call unpatch_model(model) first.",
-        )
+        expected = "a tensor outside of torch.func's transforms, for which the operators have no rules"
+        fix = "Use backward() or torch.autograd.grad, or call unpatch_model(model) first."
+        raise GradientError.about("every argument", expected, "one inside of grad, vjp, jvp, vmap or another one", fix)
 
 
 def check_hidden_states(hidden_states: Any, weight: Tensor, axis: int, name: str) -> None:
-    """Refuse under a block's name what its call cannot mean, before the operator refuses it under the kernels' names.
+    """Raise for what a block's call cannot mean, under its `name`; the operator would name the kernels' arguments.
 
     `axis` is the axis of `weight` that has H entries.
     """
@@ -45,43 +39,26 @@ def check_hidden_states(hidden_states: Any, weight: Tensor, axis: int, name: str
     ):
         return
     with naming(name):
-        _check_hidden_states(hidden_states, weight, axis)
+        if not isinstance(hidden_states, Tensor):
+            check_float(hidden_states, "hidden_states")
+        hidden, given = weight.shape[axis], list(hidden_states.shape)
+        if not given or given[-1] != hidden:
+            expected = f"a tensor of shape [..., H] with H={hidden}"
+            raise ShapeError.about("hidden_states", expected, str(given), "Its last axis has the features.")
+        cast = f"Convert it, for example with .to({weight.dtype})."
+        if weight.dtype not in _FLOAT_SET:
+            cast = "Cast the model to one of these, for example model.to(torch.bfloat16)."
+        for argument, tensor in (("hidden_states", hidden_states), ("the weights", weight)):
+            if tensor.dtype not in _FLOAT_SET:
+                floats = " or ".join(str(dtype).removeprefix("torch.") for dtype in FLOATS)
+                raise DTypeError.about(argument, f"of dtype {floats}", str(tensor.dtype), cast)
 
 
-def _check_hidden_states(hidden_states: Any, weight: Tensor, axis: int) -> None:
-    if not isinstance(hidden_states, Tensor):
-        check_dtype(hidden_states, _FLOATS, argument="hidden_states")
-    hidden, given = weight.shape[axis], list(hidden_states.shape)
-    if not given or given[-1] != hidden:
-        raise ShapeError.about(
-            "hidden_states",
-            f"a tensor of shape [..., H] with H={hidden}",
-            str(given),
-            "Its last axis has the features.",
-        )
-    cast = f"Convert it, for example with .to({weight.dtype})."
-    if weight.dtype not in _FLOAT_SET:
-        cast = "Cast the model to one of these, for example model.to(torch.bfloat16)."
-    for argument, tensor in (("hidden_states", hidden_states), ("the weights", weight)):
-        if tensor.dtype not in _FLOAT_SET:
-            raise DTypeError.about(
-                argument,
-                f"of dtype {' or '.join(str(dtype).removeprefix('torch.') for dtype in _FLOATS)}",
-                str(tensor.dtype),
-                cast,
-            )
-
-
-def check_precision(precision: str) -> None:
-    """Refuse an unknown precision (ConfigError)."""
+def _check_precision_and_floats(precision: str, tensors: Mapping[str, Tensor | None]) -> None:
     if precision not in COMPUTE_DTYPE:
-        known = list(COMPUTE_DTYPE)
-        raise ConfigError.about(
-            "precision",
-            f"one of {', '.join(known)}",
-            repr(precision),
-            f"Choose one of these.{nearest(str(precision), known)}",
-        )
+        raise not_one_of("precision", precision, COMPUTE_DTYPE)
+    for name, tensor in tensors.items():
+        check_float(tensor, name)
 
 
 @public("swiglu_mlp")
@@ -97,15 +74,13 @@ def check_mlp(x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, pre
         and x_SH.device == gate_IH.device == up_IH.device == down_HI.device
     ):
         return  # the usual case in a few microseconds; what follows finds out what is wrong
-    check_precision(precision)
     tensors: dict[str, Tensor | None] = {"x_SH": x_SH, "gate_IH": gate_IH, "up_IH": up_IH, "down_HI": down_HI}
-    for name, tensor in tensors.items():
-        check_dtype(tensor, _FLOATS, argument=name)
-    check_shape(x_SH, (None, None), "[S, H]", argument="x_SH")
-    check_shape(gate_IH, (None, x_SH.shape[1]), "[I, H]", argument="gate_IH")
+    _check_precision_and_floats(precision, tensors)
+    check_shape(x_SH, (None, None), "[S, H]", "x_SH")
+    check_shape(gate_IH, (None, x_SH.shape[1]), "[I, H]", "gate_IH")
     inner, hidden = gate_IH.shape
-    check_shape(up_IH, (inner, hidden), "[I, H]", argument="up_IH")
-    check_shape(down_HI, (hidden, inner), "[H, I]", argument="down_HI")
+    check_shape(up_IH, (inner, hidden), "[I, H]", "up_IH")
+    check_shape(down_HI, (hidden, inner), "[H, I]", "down_HI")
     check_same_device(tensors)
 
 
@@ -132,21 +107,18 @@ def check_experts(
         and (*index_TK.shape[:1], *gate_up.shape) == _expected_sizes(x_TH, down, transposed)
     ):
         return
-    check_precision(precision)
     floats = {"x_TH": x_TH, "top_k_weights_TK": weights_TK, "gate_up": gate_up, "down": down}
-    for name, tensor in floats.items():
-        check_dtype(tensor, _FLOATS, argument=name)
-    check_dtype(index_TK, (torch.int64, torch.int32), argument="top_k_index_TK")
-    check_shape(x_TH, (None, None), "[T, H]", argument="x_TH")
+    _check_precision_and_floats(precision, floats)
+    check_dtype(index_TK, (torch.int64, torch.int32), "top_k_index_TK")
+    check_shape(x_TH, (None, None), "[T, H]", "x_TH")
     tokens, hidden = x_TH.shape
-    check_shape(index_TK, (tokens, None), "[T, K]", argument="top_k_index_TK")
-    check_shape(weights_TK, tuple(index_TK.shape), "[T, K]", argument="top_k_weights_TK")
+    check_shape(index_TK, (tokens, None), "[T, K]", "top_k_index_TK")
+    check_shape(weights_TK, tuple(index_TK.shape), "[T, K]", "top_k_weights_TK")
     names = ("[E, H, 2I]", "[E, I, H]") if transposed else ("[E, 2I, H]", "[E, H, I]")
-    check_shape(gate_up, (None, hidden, None) if transposed else (None, None, hidden), names[0], argument="gate_up")
+    check_shape(gate_up, (None, hidden, None) if transposed else (None, None, hidden), names[0], "gate_up")
     both = gate_up.shape[2 if transposed else 1]
-    inner = both // 2
-    shape = (gate_up.shape[0], inner, hidden) if transposed else (gate_up.shape[0], hidden, inner)
-    check_shape(down, shape, names[1], argument="down")
+    sizes = (both // 2, hidden) if transposed else (hidden, both // 2)
+    check_shape(down, (gate_up.shape[0], *sizes), names[1], "down")
     check_multiple(both, 2, "2I of gate_up", "gate, then up")
     check_same_device({**floats, "top_k_index_TK": index_TK})
 

@@ -7,6 +7,7 @@ Wrappers that call what they found (accelerate's hooks, a timer, ``torch.compile
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterator
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
@@ -24,7 +25,8 @@ def is_taken_over(block: nn.Module) -> bool:
     closures, defaults, attributes of callable objects, and what ``functools.wraps`` and ``torch.compile`` note about
     the function they wrap.
     """
-    return "forward" in block.__dict__ and not _leads_to(type(block).forward, block.__dict__["forward"])
+    found = block.__dict__.get("forward")
+    return found is not None and all(here is not type(block).forward for here in _reached(found, _behind))
 
 
 def passes_by(parent: nn.Module, block: nn.Module) -> bool:
@@ -36,40 +38,35 @@ def passes_by(parent: nn.Module, block: nn.Module) -> bool:
     if "forward" not in parent.__dict__:
         return False
     kind, names = type(parent), {attr for attr, child in parent._modules.items() if child is block}
-    pending, seen = [parent.__dict__["forward"]], set[int]()
+
+    def behind(here: Any) -> list[Any]:
+        if not isinstance(here, FunctionType):
+            return _behind(here)
+        words = set(_words(here.__code__))
+        methods = [getattr(kind, word) for word in words if isinstance(getattr(kind, word, None), FunctionType)]
+        return [*methods, *(here.__globals__[word] for word in words & here.__globals__.keys()), *_behind(here)]
+
+    return not any(
+        here is kind.forward or here is block or (isinstance(here, FunctionType) and names & {*_words(here.__code__)})
+        for here in _reached(parent.__dict__["forward"], behind)
+    )
+
+
+def _reached(start: Any, behind: Callable[[Any], list[Any]]) -> Iterator[Any]:
+    """Yield `start` and what lies behind it, every object once."""
+    pending, seen = [start], set[int]()
     while pending:
         here = pending.pop()
-        if here is kind.forward or here is block:
-            return False
-        if id(here) in seen:
-            continue
-        seen.add(id(here))
-        if isinstance(here, FunctionType):
-            words = set(_words(here.__code__))
-            if words & names:
-                return False
-            pending.extend(getattr(kind, word) for word in words if isinstance(getattr(kind, word, None), FunctionType))
-            pending.extend(here.__globals__[word] for word in words & here.__globals__.keys())
-        pending.extend(_behind(here))
-    return True
+        if id(here) not in seen:
+            seen.add(id(here))
+            yield here
+            pending.extend(behind(here))
 
 
 def _words(code: CodeType) -> list[str]:
     """Names and texts in a function's code, and in that of functions within."""
     inner = [word for each in code.co_consts if isinstance(each, CodeType) for word in _words(each)]
     return [*code.co_names, *(each for each in code.co_consts if isinstance(each, str)), *inner]
-
-
-def _leads_to(own: Any, found: Any) -> bool:
-    pending, seen = [found], set[int]()
-    while pending:
-        here = pending.pop()
-        if here is own:
-            return True
-        if id(here) not in seen:
-            seen.add(id(here))
-            pending.extend(_behind(here))
-    return False
 
 
 def _behind(function: Any) -> list[Any]:
@@ -94,28 +91,21 @@ def _behind(function: Any) -> list[Any]:
 @torch.compiler.assume_constant_result  # a forward is put on a block once, not by what it computes
 def check_own_forward(block: nn.Module, name: str) -> bool:
     """Refuse to call a `block` that was taken over, or whose weights accelerate offloads by their stock names."""
-    if isinstance(block, KernelLayoutMixin) and _is_offloaded(block):
-        raise UnsupportedModelError.about(
-            "weights",
-            "in memory while they are in kernel layout",
-            "weights that accelerate offloads, which finds them by their stock names and shapes",
-            "Load the model again and patch it with weights='stock', or do not offload it.",
-        ).named(name)
-    if is_taken_over(block):
-        forward = block.__dict__["forward"]
-        raise UnsupportedModelError.about(
-            "forward",
-            "the patched block's own",
-            described(forward) + ", put on the block later",
-            "If you passed use_liger_kernel=True, leave it out or pass liger_kernel_config={'swiglu': False}. "
-            f"If not, delete the forward (`del block.forward`), or unpatch the model and pass exclude=[{name!r}].",
-        ).named(name)
-    return True
-
-
-def _is_offloaded(block: nn.Module) -> bool:
     hook = block.__dict__.get("_hf_hook")
-    return any(getattr(each, "offload", False) for each in getattr(hook, "hooks", (hook,)))
+    offloaded = any(getattr(each, "offload", False) for each in getattr(hook, "hooks", (hook,)))
+    if offloaded and isinstance(block, KernelLayoutMixin):
+        expected = "in memory while they are in kernel layout"
+        got = "weights that accelerate offloads, which finds them by their stock names and shapes"
+        fix = "Load the model again and patch it with weights='stock', or do not offload it."
+        raise UnsupportedModelError.about("weights", expected, got, fix).named(name)
+    if is_taken_over(block):
+        got = described(block.__dict__["forward"]) + ", put on the block later"
+        fix = (
+            "If you passed use_liger_kernel=True, leave it out or pass liger_kernel_config={'swiglu': False}. "
+            f"If not, delete the forward (`del block.forward`), or unpatch the model and pass exclude=[{name!r}]."
+        )
+        raise UnsupportedModelError.about("forward", "the patched block's own", got, fix).named(name)
+    return True
 
 
 def described(forward: Any) -> str:

@@ -1,20 +1,18 @@
-"""What blocks with frozen MX weights share: codes and scales as buffers, under the names the converted files have.
+"""Blocks with MX weights: codes and scales as buffers, under the names that the converted files have.
 
-A frozen block has no trainable weights and no float ones either: one byte per weight (half a byte in FP4) and one per
-32 weights. It computes with exactly these codes. Adapters go on other modules, or around the whole block.
-
-H hidden size, I intermediate size; both may be padded in the stored tensors.
+They have no trainable weights and no float ones: one byte per weight (half a byte in FP4) and one per 32 weights.
+Adapters go on other modules, or around the whole block. H hidden size, I intermediate size; both may be padded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hf_neuron_moe.activation_policy import canonical_keep
 from hf_neuron_moe.backends.mx_weights import MXExpertStack, MXLayout, held_form
 from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.modules.backend_choice import usable_backend
@@ -29,25 +27,12 @@ GATE_UP, DOWN = "gate_up_proj", "down_proj"
 SCALE_SUFFIX = "_scale"
 
 
-@dataclass(frozen=True)
-class FrozenTensor:
-    """What is known of a stored tensor before its values are loaded."""
+class QuantizedBlock(NeuronBlock):
+    """Base of the blocks with MX weights.
 
-    dtype: torch.dtype
-    """Dtype in the file."""
-    shape: tuple[int, ...]
-    """Shape in the file."""
-
-
-class FrozenBlock(NeuronBlock):
-    """Base of the frozen blocks.
-
-    Args:
-        original: the module to stand in for, usually on the meta device; its weights are not used.
-        name: its name in the model, for messages.
-        config: the resolved configuration; its precision is that of the activations.
-        layouts: how the codes of ``gate_up_proj`` and of ``down_proj`` are stored.
-        activation: name of the activation's attribute, None where forward calls the function itself.
+    `original`, whose weights are not used, is usually on the meta device. The precision of `config` is that of the
+    activations. `layouts` say by role how codes are stored; `tensors` are codes and scales by :meth:`tensor_names`, on
+    the meta device until they are loaded. `roles` are those of a dense MLP's attributes, None for experts.
     """
 
     weight_suffix = ""
@@ -58,29 +43,26 @@ class FrozenBlock(NeuronBlock):
         name: str,
         config: NeuronMoEConfig,
         layouts: Mapping[str, MXLayout],
-        activation: str | None,
+        tensors: Mapping[str, Tensor],
+        roles: DenseRoles | None = None,
     ) -> None:
         super().__init__(original, name, config)
+        self.neuron_keep = canonical_keep(config.activations, "bf16")  # the backward is that of the bf16 kernels
         self.neuron_layouts = dict(layouts)
-        self.neuron_told: set[str] = set()
-        self.neuron_activation = activation
-        self._remember_activation(activation)
-
-    @property
-    def neuron_shape_precision(self) -> str:
-        """The backward is that of the bf16 kernels, with the codes' values as weights."""
-        return "bf16"
+        self.neuron_fallbacks_warned: set[str] = set()
+        self.neuron_activation = "act_fn" if roles is None else roles.activation
+        self._remember_activation(self.neuron_activation)
+        for replaced in (GATE_UP, DOWN) if roles is None else roles.linears:
+            del (self._parameters if roles is None else self._modules)[replaced]
+        for key in self.tensor_names():
+            self._hold(key, tensors[key])
 
     @property
     def neuron_shape(self) -> SavedBlock:
-        """What the block's kept bytes depend on."""
         stack, backend = self.neuron_stack, self.neuron_config.backend
-        return SavedBlock("bf16", stack.hidden, stack.inner, self.neuron_top_k, backend, frozen=True)
-
-    def _hold_all(self, tensors: Mapping[str, FrozenTensor]) -> None:
-        """Register the four tensors, still without values, by their names in the module."""
-        for key in self.tensor_names():
-            self._hold(key, torch.empty(tensors[key].shape, dtype=tensors[key].dtype, device="meta"))
+        experts = len(stack.gate_up_codes) if stack.gate_up_codes.dim() > 2 else None
+        sizes = (stack.hidden, stack.inner, self.neuron_top_k)
+        return SavedBlock("bf16", *sizes, backend, frozen=True, experts=experts)
 
     @classmethod
     def tensor_names(cls) -> tuple[str, str, str, str]:
@@ -94,7 +76,7 @@ class FrozenBlock(NeuronBlock):
         home: nn.Module = self
         if path:
             if path not in self._modules:
-                self.add_module(path, FrozenProjection())
+                self.add_module(path, QuantizedProjection())
             home = self.get_submodule(path)
         home.register_buffer(leaf, tensor)
 
@@ -119,7 +101,9 @@ class FrozenBlock(NeuronBlock):
         stack, hidden = self.neuron_stack, x_TH.shape[1]
         if stack.hidden > hidden:  # zeros that the conversion added meet zeros here
             x_TH = F.pad(x_TH, (0, stack.hidden - hidden))
-        training = self._may_train(x_TH, weight_TK)
+        # Whether a backward may come, now or in the second pass of a checkpointed one.
+        inputs = [x_TH] if weight_TK is None else [x_TH, weight_TK]
+        training = self.training or (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs))
         # Where PyTorch may not take over, a call that is too long is the backend's to refuse.
         tokens = x_TH.shape[0] if self.neuron_config.fallback == "torch" else 0
         backend = usable_backend(
@@ -127,77 +111,38 @@ class FrozenBlock(NeuronBlock):
             x_TH.device,
             type(self).__name__,
             lambda kernels: kernels.quantized_support(stack, tokens=tokens, training=training),
-            self.neuron_told,
+            self.neuron_fallbacks_warned,
             _FOR_INFERENCE if training else "",
         )
         keep = self.neuron_keep
         return frozen_network(x_TH, index_TK, weight_TK, stack, backend=backend, activations=keep)[:, :hidden]
 
-    def _may_train(self, *inputs: Tensor | None) -> bool:
-        """Whether a backward may come, now or in the second pass of a checkpointed one."""
-        recorded = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs)
-        return self.training or recorded
-
     def extra_repr(self) -> str:
         """Show the element format and the sizes held."""
-        stack = self.neuron_stack
-        return (
-            f"frozen {stack.gate_up_layout.fmt}, {stack.gate_up_layout.arrangement}, H={stack.hidden}, I={stack.inner}"
-        )
+        stack, layout = self.neuron_stack, self.neuron_layouts[GATE_UP]
+        return f"frozen {layout.fmt}, {layout.arrangement}, H={stack.hidden}, I={stack.inner}"
 
 
-class FrozenProjection(nn.Module):
+class QuantizedProjection(nn.Module):
     """Holds the codes and scales of one dense projection under the names ``weight`` and ``weight_scale``."""
 
 
-class FrozenExperts(FrozenBlock):
+class QuantizedExperts(QuantizedBlock):
     """Experts behind transformers' experts call, ``gate_up_proj`` and ``down_proj`` being MX codes."""
 
-    def __init__(
-        self,
-        original: nn.Module,
-        name: str,
-        config: NeuronMoEConfig,
-        layouts: Mapping[str, MXLayout],
-        tensors: Mapping[str, FrozenTensor],
-    ) -> None:
-        super().__init__(original, name, config, layouts, "act_fn")
-        for key in (GATE_UP, DOWN):
-            del self._parameters[key]
-        self._hold_all(tensors)
-
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Return the weighted sum of each token's experts.
+        """Return the weighted sum of each token's experts, ``[T, H]`` in the dtype of `hidden_states`.
 
-        Args:
-            hidden_states: ``[T, H]``.
-            top_k_index: ``[T, K]`` integer expert ids; ids of E and above add nothing.
-            top_k_weights: ``[T, K]`` routing weights.
-
-        Returns:
-            ``[T, H]`` in the dtype of `hidden_states`.
+        `hidden_states` are ``[T, H]``; `top_k_index` ``[T, K]`` integer expert ids, of which those of E and above add
+        nothing; `top_k_weights` ``[T, K]``.
         """
         return self._compute(hidden_states, top_k_index, top_k_weights)
 
 
-class FrozenSwiGLUMLP(FrozenBlock):
+class QuantizedSwiGLUMLP(QuantizedBlock):
     """``down(silu(gate(x)) * up(x))`` with ``gate_up_proj.weight`` and ``down_proj.weight`` as MX codes."""
 
     weight_suffix = ".weight"
-
-    def __init__(
-        self,
-        original: nn.Module,
-        name: str,
-        config: NeuronMoEConfig,
-        layouts: Mapping[str, MXLayout],
-        tensors: Mapping[str, FrozenTensor],
-        roles: DenseRoles,
-    ) -> None:
-        super().__init__(original, name, config, layouts, roles.activation)
-        for child in roles.linears:
-            del self._modules[child]
-        self._hold_all(tensors)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Apply the block to ``hidden_states`` ``[..., H]``; the result has its shape and dtype."""

@@ -1,11 +1,8 @@
 """Stand-ins for the linear layers of a dense block whose weights live in the kernel layout.
 
-peft goes by the modules that it finds. Without the layers, ``target_modules="all-linear"`` would pass the MLPs by
-without a word; with stand-ins under their names, it meets them and is stopped.
-
-peft compares a target with a module's whole name or with its end. The stand-ins lie below the block's own name
-(``model.layers.0.mlp.replaced_layers.model.layers.0.mlp.up_proj``), so that full names, as peft writes them into an
-adapter's configuration, meet them too.
+peft goes by the modules that it finds, and compares a target with a module's whole name or with its end. Without the
+layers, ``target_modules="all-linear"`` would pass the MLPs by without a word. The stand-ins lie below the block's own
+name (``model.layers.0.mlp.replaced_layers.model.layers.0.mlp.up_proj``), so that full names meet them too.
 """
 
 from __future__ import annotations
@@ -24,9 +21,7 @@ NAME = "replaced_layers"
 class ReplacedLayers(nn.Module):
     """Holds a stand-in for each replaced linear layer, and lets nothing be put in its place.
 
-    Args:
-        block: name of the block in the model.
-        shapes: ``(out_features, in_features)`` by layer name.
+    `block` is the block's name in the model; `shapes` are ``(out_features, in_features)`` by layer name.
     """
 
     def __init__(self, block: str, shapes: dict[str, tuple[int, int]]) -> None:

@@ -1,4 +1,4 @@
-"""What a block keeps for its backward and what it computes again, per token of its input, from shapes alone.
+"""What a block saves for its backward and what it computes again, per token of its input, from shapes alone.
 
 H hidden size, I intermediate size, K experts per token (1 for a dense MLP).
 """
@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from hf_neuron_moe.activation_policy import Keep, kept_up_columns, parse_keep
+from hf_neuron_moe.activation_policy import kept_up_columns, parse_keep
 from hf_neuron_moe.backends import get_backend
 from hf_neuron_moe.backends.spec import BlockShape, BlockSpec
 from hf_neuron_moe.config import DEFAULT_BACKEND
@@ -33,70 +32,36 @@ _SILU_FLOPS = 4
 class SavedBlock:
     """What the bytes and operations of one block depend on."""
 
-    precision: str
-    """``"bf16"``, ``"mxfp8"`` or ``"fp32"``."""
-    hidden: int
-    """H."""
-    intermediate: int
-    """I."""
-    top_k: int | None = None
-    """K of routed experts; None for a dense MLP; 0 where it is not known."""
-    backend: str = DEFAULT_BACKEND
-    """A name that :func:`~hf_neuron_moe.backends.resolve_backend` returned."""
-    frozen: bool = False
-    """Whether the weights are MX codes, which have no gradient that would read the input."""
-    experts: int | None = None
-    """E; None for a dense MLP and where no kernel keeps blocks of tokens."""
-    block_size: int = _TILE
-    """Tokens per block, read for experts."""
+    precision: str  # "bf16", "mxfp8" or "fp32"
+    hidden: int  # H
+    intermediate: int  # I
+    top_k: int | None = None  # K of routed experts; None for a dense MLP; 0 where it is not known
+    backend: str = DEFAULT_BACKEND  # a name that `resolve_backend` returned
+    frozen: bool = False  # whether the weights are MX codes, which have no gradient that would read the input
+    experts: int | None = None  # E; None for a dense MLP
+    block_size: int = _TILE  # tokens per block, read for experts
+
+    @property
+    def kernels(self) -> Any:
+        """The backend itself."""
+        return get_backend(self.backend)
 
 
 def saved_bytes(shape: SavedBlock, keep: str) -> float:
-    """Return the bytes per token that the block's operator keeps: input, routing and checkpoints.
+    """Return the bytes per token that the operator saves, input and routing included; NaN where K is not known.
 
-    A model that also keeps the block's input or its routing elsewhere, as most do, pays for those once. What comes on
-    top with every call is :func:`saved_bytes_per_call`.
-
-    NaN where `shape` does not know the number of experts per token.
+    A model that also keeps the block's input or its routing elsewhere, as most do, pays for those once.
     """
-    return _line_of(shape, keep)[0]
+    return _line(shape.kernels, shape, keep)[0]
 
 
 def saved_bytes_per_call(shape: SavedBlock, keep: str) -> float:
-    """Return the bytes that every call keeps whatever its tokens, on top of :func:`saved_bytes` per token.
+    """Return the bytes that every call saves whatever its tokens, on top of :func:`saved_bytes` per token.
 
     Kernels of experts keep whole blocks, as many as the worst routing needs: E - 1 more than full ones would be. The
     figure holds for calls whose tokens fill whole blocks; others keep up to a tile or a block per expert more or less.
     """
-    return _line_of(shape, keep)[1]
-
-
-def saved_bytes_of_call(shape: SavedBlock, keep: str, tokens: int) -> int:
-    """Return the bytes that the block's operator keeps of a call with so many tokens.
-
-    `shape` knows the number of experts per token.
-    """
-    x = torch.empty((tokens, shape.hidden), dtype=COMPUTE_DTYPE[shape.precision], device="meta")
-    kept = parse_keep(keep)
-    tensors = [*_checkpoints(shape, kept, x)]
-    if kept.keeps_input_frozen if shape.frozen else kept.keeps_input:
-        tensors.append(x)
-    routing = 0 if shape.top_k is None else shape.top_k * ROUTING_BYTES
-    return sum(tensor.nbytes for tensor in tensors) + routing * tokens
-
-
-def _checkpoints(shape: SavedBlock, keep: Keep, x: torch.Tensor) -> Sequence[torch.Tensor]:
-    backend = get_backend(shape.backend)
-    if shape.frozen:
-        return backend.quantized_fake_saved(x, x.shape[0] * (shape.top_k or 1), shape.intermediate, keep)
-    kind = "mlp" if shape.top_k is None else "experts"
-    sizes = BlockShape(kind, shape.hidden, shape.intermediate, shape.experts, shape.top_k)
-    return backend.fake_saved(x, sizes, BlockSpec(shape.precision, shape.block_size), keep)
-
-
-def _line_of(shape: SavedBlock, keep: str) -> tuple[float, float]:
-    backend: Any = get_backend(shape.backend)
-    return _line(backend, shape, keep)
+    return _line(shape.kernels, shape, keep)[1]
 
 
 @functools.cache
@@ -110,6 +75,21 @@ def _line(backend: Any, shape: SavedBlock, keep: str) -> tuple[float, float]:
     step = 2 * max(_TILE, shape.block_size)
     once, twice = (saved_bytes_of_call(shape, keep, count * step) for count in (1, 2))
     return (twice - once) / step, 2.0 * once - twice
+
+
+def saved_bytes_of_call(shape: SavedBlock, keep: str, tokens: int) -> int:
+    """Return the bytes that the operator saves of a call with so many tokens; `shape` knows K."""
+    x = torch.empty((tokens, shape.hidden), dtype=COMPUTE_DTYPE[shape.precision], device="meta")
+    kept, backend, K = parse_keep(keep), shape.kernels, shape.top_k
+    tensors: list[torch.Tensor]
+    if shape.frozen:
+        tensors = [*backend.quantized_fake_saved(x, tokens * (K or 1), shape.intermediate, kept)]
+    else:
+        sizes = BlockShape("mlp" if K is None else "experts", shape.hidden, shape.intermediate, shape.experts, K)
+        tensors = [*backend.fake_saved(x, sizes, BlockSpec(shape.precision, shape.block_size), kept)]
+    if kept.keeps_input_frozen if shape.frozen else kept.keeps_input:
+        tensors.append(x)
+    return sum(tensor.nbytes for tensor in tensors) + (K or 0) * ROUTING_BYTES * tokens
 
 
 def recomputed_flops(shape: SavedBlock, keep: str) -> int:

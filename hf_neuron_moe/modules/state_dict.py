@@ -1,7 +1,7 @@
 """Weights in kernel layout behind a stock ``state_dict``.
 
-A module of the ``"kernel"`` home owns parameters in the kernels' layout. Everything that goes through ``state_dict``
-and ``load_state_dict`` still has the original names and layouts: checkpoints stay readable without this package.
+Everything that goes through ``state_dict`` and ``load_state_dict`` has the original names and layouts: checkpoints stay
+readable without this package.
 """
 
 from __future__ import annotations
@@ -20,16 +20,13 @@ from torch import Tensor, nn
 class WeightRule:
     """How one kernel-layout parameter is made of stock tensors."""
 
-    kernel: str
-    """Parameter name in the module of the kernel home."""
-    stock: tuple[str, ...]
-    """State_dict names (relative to the module) of equally shaped stock tensors, stacked along dim 0."""
-    transposed: bool = False
-    """The kernel layout exchanges the last two dimensions."""
+    kernel: str  # parameter name in the block
+    stock: tuple[str, ...]  # state_dict names, relative to the module, of equally shaped tensors, stacked along dim 0
+    transposed: bool = False  # whether the kernel layout exchanges the last two dimensions
 
     @property
     def keeps_layout(self) -> bool:
-        """Whether the parameter is the stock tensor as it is, so that the same ``nn.Parameter`` serves both homes."""
+        """Whether the parameter is the stock tensor as it is, so that one ``nn.Parameter`` serves both layouts."""
         return len(self.stock) == 1 and not self.transposed
 
     def to_kernel(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -123,11 +120,10 @@ class KernelLayoutMixin(nn.Module):
                 continue
             # A checkpoint with one half of a fused weight replaces that half, as it would in the stock module.
             parts = [given.get(name, current[name]) for name in rule.stock]
-            if any(part.is_meta for part in parts) != all(part.is_meta for part in parts):
+            if len({part.is_meta for part in parts}) > 1:
                 absent = [prefix + name for name in rule.stock if name not in given]
-                error_msgs.append(
-                    f"{prefix}{rule.kernel} is on the meta device and {absent} are not in the checkpoint."
-                )
+                message = f"{prefix}{rule.kernel} is on the meta device and {absent} are not in the checkpoint."
+                error_msgs.append(message)
                 continue
             own[prefix + rule.kernel] = rule.to_kernel(in_one_place(parts))
         kernel_missing: list[str] = []

@@ -6,7 +6,7 @@ of the original class that has the block's weights, in stock layout.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -19,39 +19,34 @@ _FLAG = "_is_hf_initialized"
 
 
 def init_as_stock(block: NeuronBlock, init: Callable[[nn.Module], None]) -> None:
-    """Initialise the weights of `block` in place.
+    """Initialise the weights of a trainable block in place; `init` initialises one module by its class.
 
     The values are those that the original module would get, also from the same state of the random number generator.
-
-    Args:
-        block: a trainable block in either layout.
-        init: initialises one module by its class.
     """
     if not isinstance(block, KernelLayoutMixin):
         init(_shell(block, block._parameters, {}))
         return
-    pairs = {name: (view, _copy(view, param)) for name, view, param in _stock_views(block)}
+    views = {}
+    for rule in block.neuron_rules:
+        param = block.get_parameter(rule.kernel)
+        for name, view in zip(rule.stock, rule.to_stock(param.detach())):
+            views[name] = view, _copy(view, param)
     kernel_names = {rule.kernel for rule in block.neuron_rules}
     parameters = {name: param for name, param in block._parameters.items() if name not in kernel_names}
     layers: dict[str, nn.Module] = {}
     for name in block.neuron_stock_order:
-        layer, _, leaf = name.rpartition(".")
-        if layer:
-            layers[layer] = _linear(pairs[name][1])
-            init(layers[layer])
-        else:
-            parameters[leaf] = pairs[name][1]
+        path, _, leaf = name.rpartition(".")
+        if not path:
+            parameters[leaf] = views[name][1]
+            continue
+        weight = views[name][1]
+        layer = layers[path] = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+        layer.weight = weight
+        init(layer)
     init(_shell(block, parameters, layers))
     with torch.no_grad():
-        for view, copy in pairs.values():
+        for view, copy in views.values():
             view.copy_(copy)
-
-
-def _stock_views(block: KernelLayoutMixin) -> Iterator[tuple[str, Tensor, nn.Parameter]]:
-    for rule in block.neuron_rules:
-        param = block.get_parameter(rule.kernel)
-        for name, view in zip(rule.stock, rule.to_stock(param.detach())):
-            yield name, view, param
 
 
 def _copy(view: Tensor, param: nn.Parameter) -> nn.Parameter:
@@ -59,12 +54,6 @@ def _copy(view: Tensor, param: nn.Parameter) -> nn.Parameter:
     if getattr(param, _FLAG, False):
         setattr(copy, _FLAG, True)
     return copy
-
-
-def _linear(weight: nn.Parameter) -> nn.Linear:
-    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    layer.weight = weight
-    return layer
 
 
 def _shell(

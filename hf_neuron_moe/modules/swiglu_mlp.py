@@ -20,8 +20,8 @@ from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.errors import NeuronMoEWarning, UnsupportedModelError
 from hf_neuron_moe.modules import ops
 from hf_neuron_moe.modules.backend_choice import caches_weights
-from hf_neuron_moe.modules.block import NeuronBlock, make_kernel_parameter
-from hf_neuron_moe.modules.low_rank import LowRank, is_lora_linear, low_rank_mlp, low_rank_of, why_not_low_rank
+from hf_neuron_moe.modules.block import NeuronBlock
+from hf_neuron_moe.modules.low_rank import is_lora_linear, low_rank_mlp, low_rank_of, three_weights, why_not_low_rank
 from hf_neuron_moe.modules.ops_checks import check_hidden_states
 from hf_neuron_moe.modules.replaced_layers import NAME as REPLACED_LAYERS
 from hf_neuron_moe.modules.replaced_layers import ReplacedLayers, adapters_refused
@@ -37,16 +37,12 @@ class DenseRoles:
     inputs: tuple[str, ...]
     """Names of the linear layers before the product: ``(gate, up)`` or the single fused one ``(gate_up,)`` whose first
     I rows are the gate."""
-    down: str
-    """Name of the linear layer after the product."""
-    activation: str | None
-    """Name of the activation's attribute; None where forward calls the function itself."""
+    down: str  # name of the linear layer after the product
+    activation: str | None  # name of the activation's attribute; None where forward calls the function itself
     half_size: str | int | None = None
     """Name of the attribute, or the number, that a fused projection is split by; None where it is cut in the middle."""
-    extra_arguments: bool = False
-    """Forward takes arguments that it does not use."""
-    inert: tuple[str, ...] = ()
-    """Names of attributes that change nothing while they are as they are: a dropout of 0."""
+    extra_arguments: bool = False  # whether forward takes arguments that it does not use
+    inert: tuple[str, ...] = ()  # names of attributes that change nothing while they are as they are: a dropout of 0
 
     @property
     def linears(self) -> tuple[str, ...]:
@@ -55,11 +51,9 @@ class DenseRoles:
 
     @property
     def rules(self) -> tuple[WeightRule, ...]:
-        """The kernel home's parameters ``gate_up_proj [2I, H]`` and ``down_proj [H, I]``."""
-        return (
-            WeightRule("gate_up_proj", tuple(f"{name}.weight" for name in self.inputs)),
-            WeightRule("down_proj", (f"{self.down}.weight",)),
-        )
+        """The parameters in kernel layout: ``gate_up_proj [2I, H]`` and ``down_proj [H, I]``."""
+        gate_up = WeightRule("gate_up_proj", tuple(f"{name}.weight" for name in self.inputs))
+        return gate_up, WeightRule("down_proj", (f"{self.down}.weight",))
 
 
 class _Watch:
@@ -109,9 +103,8 @@ class _Watch:
 class NeuronSwiGLUMLP(NeuronBlock):
     """A dense SwiGLU MLP computed by the operator, its weights in the original linear layers.
 
-    The linear layers are the original's own, under their names. LoRA that peft puts on them later is computed by the
-    operator (:mod:`hf_neuron_moe.modules.low_rank`). If a layer is wrapped otherwise or gets a hook, the block computes
-    through the layers instead and warns once, so that nothing is ignored silently.
+    LoRA that peft puts on the layers is computed by the operator (:mod:`hf_neuron_moe.modules.low_rank`). If a layer is
+    wrapped otherwise or gets a hook, the block computes through the layers instead and warns once.
     """
 
     def __init__(self, original: nn.Module, name: str, config: NeuronMoEConfig, roles: DenseRoles) -> None:
@@ -124,7 +117,6 @@ class NeuronSwiGLUMLP(NeuronBlock):
 
     @property
     def neuron_shape(self) -> SavedBlock:
-        """What the block's kept bytes depend on."""
         # Asked for after adapters were put on the layers too, which then have the sizes but not the weight.
         down: Any = self._modules.get(self.neuron_roles.down)
         hidden, inner = self._weights()[2].shape if down is None else (down.out_features, down.in_features)
@@ -137,28 +129,26 @@ class NeuronSwiGLUMLP(NeuronBlock):
         self.neuron_watch = None
         self.neuron_adapted = False
         for name in roles.linears:
-            layer = self.get_submodule(name)
-            reason = self._why_not_adapted(layer) if is_lora_linear(layer) else why_not_plain_linear(layer)
+            layer: Any = self.get_submodule(name)
+            if is_lora_linear(layer):
+                self.neuron_adapted = True
+                reason = why_not_low_rank(layer) or why_not_plain_linear(layer.base_layer)
+            else:
+                reason = why_not_plain_linear(layer)
             if reason is not None:
                 return f"{name} is {reason}"
-        activation = None if roles.activation is None else self._attribute(roles.activation)
+        activation = None
         if roles.activation is not None:
+            activation = self._attribute(roles.activation)
             changed = why_not_silu(activation)
             if changed is not None:
                 return f"{roles.activation} is {changed}"
             if isinstance(activation, nn.Module) and has_call_hooks(activation):
                 return f"{roles.activation} has hooks"
         # Not while a compiler looks on, which could not make the object again in its graph.
-        keep_watch = not self.neuron_adapted and not is_compiling()
-        self.neuron_watch = _Watch(self, roles, activation, self.neuron_config.backend) if keep_watch else None
+        if not self.neuron_adapted and not is_compiling():
+            self.neuron_watch = _Watch(self, roles, activation, self.neuron_config.backend)
         return None
-
-    def _why_not_adapted(self, layer: Any) -> str | None:
-        """Why a LoRA layer has to be called as a layer; if it has not, the block notes that it has adapters."""
-        self.neuron_adapted = True
-        if has_call_hooks(layer):
-            return "a LoRA layer with hooks"
-        return why_not_low_rank(layer) or why_not_plain_linear(layer.base_layer)
 
     def _weights(self) -> tuple[Tensor, Tensor, Tensor]:
         roles, children = self.neuron_roles, self._modules
@@ -167,9 +157,7 @@ class NeuronSwiGLUMLP(NeuronBlock):
             weights = [self.get_submodule(name).weight for name in roles.linears]
         else:
             weights = [children[name]._parameters["weight"] for name in roles.linears]  # type: ignore[union-attr]
-        if len(roles.inputs) == 2:
-            return weights[0], weights[1], weights[2]
-        return (*_halves(weights[0]), weights[1])
+        return three_weights(weights)
 
     def forward(self, hidden_states: Tensor, *unused: Any, **unused_by_name: Any) -> Tensor:
         """Apply the block to ``hidden_states`` ``[..., H]``; the result has its shape and dtype."""
@@ -184,12 +172,9 @@ class NeuronSwiGLUMLP(NeuronBlock):
         reason = self._why_not_fused()
         if reason is not None:
             return self._through_layers(hidden_states, reason)
-        layers: list[LowRank] = []
-        weights: tuple[Tensor, ...] = ()
-        if self.neuron_adapted:
-            layers = [low_rank_of(self.get_submodule(name)) for name in self.neuron_roles.linears]
-        else:
-            weights = self._weights()
+        names = self.neuron_roles.linears if self.neuron_adapted else ()
+        layers = [low_rank_of(self.get_submodule(name)) for name in names]
+        weights: tuple[Tensor, ...] = () if layers else self._weights()
         down_HI = layers[-1].weight_ON if layers else weights[-1]
         check_hidden_states(hidden_states, down_HI, 0, self.neuron_name)
         config, flat = self.neuron_config, hidden_states.dim() == 2
@@ -211,13 +196,11 @@ class NeuronSwiGLUMLP(NeuronBlock):
 
     def _check_inert(self) -> None:
         for name in self.neuron_roles.inert:
-            if not is_inert(self._attribute(name)):
-                raise UnsupportedModelError.about(
-                    name,
-                    "a dropout of 0 without hooks, as when the block was patched",
-                    f"{self._attribute(name)!r}",
-                    "The kernels have no dropout: unpatch the model before changing it.",
-                ).named(self.neuron_name)
+            now = self._attribute(name)
+            if not is_inert(now):
+                expected = "a dropout of 0 without hooks, as when the block was patched"
+                fix = "The kernels have no dropout: unpatch the model before changing it."
+                raise UnsupportedModelError.about(name, expected, repr(now), fix).named(self.neuron_name)
 
     def _note_merged(self) -> None:
         """Drop the copies of the weights where adapters were merged or taken out since the last call.
@@ -231,10 +214,10 @@ class NeuronSwiGLUMLP(NeuronBlock):
             drop_weight_copies(self.parameters())
 
     def _generate(self, hidden_states: Tensor) -> Tensor | None:
-        """The usual case of generation by as few steps as possible; None where anything is unusual.
+        """The usual case of generation; None where anything is unusual.
 
-        Between two calls the weights of the whole model go through the caches, so that every line that runs here, and
-        every object that it touches, comes from memory again.
+        Between two calls the weights of the whole model go through the caches, so that every line and object here
+        comes from memory again: they are as few as possible.
         """
         watch = self.neuron_watch
         if watch is None or is_compiling() or not hidden_states.is_cpu:
@@ -274,15 +257,9 @@ class KernelLayoutSwiGLUMLP(KernelLayoutMixin, NeuronSwiGLUMLP):
 
     def __init__(self, original: nn.Module, name: str, config: NeuronMoEConfig, roles: DenseRoles) -> None:
         super().__init__(original, name, config, roles)
-        self.neuron_rules = roles.rules
-        self.neuron_stock_order = tuple(f"{name}.weight" for name in original._modules if name in roles.linears)
-        made = {rule.kernel: make_kernel_parameter(original, rule) for rule in roles.rules}
-        layers: dict[str, Any] = {child: original.get_submodule(child) for child in roles.linears}
+        layers: dict[str, Any] = {child: self._modules.pop(child) for child in roles.linears}
         shapes = {child: (layer.out_features, layer.in_features) for child, layer in layers.items()}
-        for child in roles.linears:
-            del self._modules[child]
-        for key, param in made.items():
-            self.register_parameter(key, param)
+        self._own_weights(original, roles.rules)
         self.add_module(REPLACED_LAYERS, ReplacedLayers(self.neuron_name, shapes))
 
     def _why_not_fused(self) -> str | None:
@@ -302,25 +279,18 @@ class KernelLayoutSwiGLUMLP(KernelLayoutMixin, NeuronSwiGLUMLP):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def refuse_adapters(self, name: str) -> None:
-        """Refuse to save adapters on the parameters, which stock models do not have: peft would ignore them there.
+        """Raise for adapters on the parameters that are to be saved: peft would ignore them in stock models.
 
-        Args:
-            name: the block's present name, which tells of peft's wrapper around it.
+        `name` is the block's present one, which shows peft's wrapper around it.
         """
         if name.endswith(".base_layer"):
-            raise UnsupportedModelError.about(
-                "the block",
-                "without adapters on its parameters in kernel layout when it is saved",
-                "adapters that no stock model could load",
+            expected = "without adapters on its parameters in kernel layout when it is saved"
+            fix = (
                 "Call merge_and_unload() before saving. Or patch with weights='stock' and target the layers "
-                f"{', '.join(self.neuron_roles.linears)} (target_modules).",
-            ).named(self.neuron_name)
+                f"{', '.join(self.neuron_roles.linears)} (target_modules)."
+            )
+            got = "adapters that no stock model could load"
+            raise UnsupportedModelError.about("the block", expected, got, fix).named(self.neuron_name)
 
     def _weights(self) -> tuple[Tensor, Tensor, Tensor]:
-        return (*_halves(self.gate_up_proj), self.down_proj)
-
-
-def _halves(gate_up_2IH: Tensor) -> tuple[Tensor, Tensor]:
-    # unbind of a view: its backward writes both gradients into one tensor, where two slices would add two full ones.
-    gate_IH, up_IH = gate_up_2IH.view(2, gate_up_2IH.shape[0] // 2, gate_up_2IH.shape[1]).unbind(0)
-    return gate_IH, up_IH
+        return three_weights((self.gate_up_proj, self.down_proj))

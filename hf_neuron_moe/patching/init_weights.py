@@ -12,7 +12,7 @@ from collections.abc import Callable
 from torch import nn
 
 from hf_neuron_moe.modules.block import NeuronBlock
-from hf_neuron_moe.modules.quantized_blocks import FrozenBlock
+from hf_neuron_moe.modules.quantized_blocks import QuantizedBlock
 from hf_neuron_moe.modules.stock_init import init_as_stock
 
 _INIT = "_init_weights"
@@ -46,7 +46,7 @@ def remove(models: list[nn.Module]) -> None:
 def _init_any(model: nn.Module, original: Callable[[nn.Module], None] | None, module: nn.Module) -> None:
     """Stand in for ``_init_weights`` of `model`."""
     init = functools.partial(getattr(type(model), _INIT), model) if original is None else original
-    if isinstance(module, NeuronBlock) and not isinstance(module, FrozenBlock):
+    if isinstance(module, NeuronBlock) and not isinstance(module, QuantizedBlock):
         init_as_stock(module, init)
     else:
         init(module)

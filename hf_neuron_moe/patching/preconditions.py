@@ -23,7 +23,7 @@ from hf_neuron_moe.errors import (
 )
 from hf_neuron_moe.modules.block import NeuronBlock
 from hf_neuron_moe.modules.own_forward import described, is_taken_over, passes_by
-from hf_neuron_moe.modules.quantized_blocks import FrozenBlock
+from hf_neuron_moe.modules.quantized_blocks import QuantizedBlock
 from hf_neuron_moe.patching.apply import PatchState, Swap, states
 from hf_neuron_moe.patching.report import PatchEntry, PatchReport
 
@@ -171,7 +171,7 @@ def not_patched_here(model: object) -> UnsupportedModelError:
     if not isinstance(model, nn.Module):
         fix = "Pass the model object, not its name or report."
         return unsupported(expected, f"{kind}, which is no torch.nn.Module", fix)
-    if any(isinstance(module, FrozenBlock) for module in model.modules()):
+    if any(isinstance(module, QuantizedBlock) for module in model.modules()):
         fix = "They replaced nothing; model.dequantize() gives it ordinary weights."
         return unsupported(expected, f"a {kind} that was loaded with frozen MX blocks", fix)
     _refuse_foreign_blocks(model)

@@ -12,7 +12,7 @@ from hf_neuron_moe.activation_policy import ActivationBudget, as_activations, ca
 from hf_neuron_moe.backends import drop_weight_copies, get_backend, resolve_backend
 from hf_neuron_moe.errors import ConfigError, public
 from hf_neuron_moe.modules.block import NeuronBlock
-from hf_neuron_moe.modules.quantized_blocks import FrozenBlock
+from hf_neuron_moe.modules.quantized_blocks import QuantizedBlock
 from hf_neuron_moe.patching.apply import PatchState, states
 from hf_neuron_moe.patching.lock import one_at_a_time
 from hf_neuron_moe.patching.policies import PlannedBlock, noted_policy, resolve
@@ -95,7 +95,7 @@ def set_backend(model: nn.Module, backend: str, *, fallback: str = "refuse") -> 
     Returns:
         By block name, why the backend's kernels cannot compute the block's inference, or None where they can.
     """
-    blocks = {name: module for name, module in model.named_modules() if isinstance(module, FrozenBlock)}
+    blocks = {name: module for name, module in model.named_modules() if isinstance(module, QuantizedBlock)}
     if not blocks:
         fix = (
             "For other models the backend is chosen when they are patched: "
@@ -115,11 +115,11 @@ def set_backend(model: nn.Module, backend: str, *, fallback: str = "refuse") -> 
         )
     for name, block in blocks.items():
         block.neuron_config = configs[name]
-        block.neuron_told.clear()
+        block.neuron_fallbacks_warned.clear()
     return reasons
 
 
-def _unsupported_reason(block: FrozenBlock, backend: str) -> str | None:
+def _unsupported_reason(block: QuantizedBlock, backend: str) -> str | None:
     stack = block.neuron_stack
     name = resolve_backend(backend, stack.gate_up_codes.device)
     return get_backend(name).quantized_support(stack, training=False).reason

@@ -1,9 +1,7 @@
-"""Places where bf16 tensors in another layout land, and how they become a module's own weights.
+"""Places for bf16 tensors in another layout, and how they become a module's own weights.
 
 transformers fills parameters by name and shape. A landing has those of the converted file; once they are filled, the
-original module gets its weights from them, without a copy where the layout is the one the patched block will have.
-
-E experts, F rows, K columns, H hidden, I intermediate size.
+original module gets its weights from them. E experts, F rows, K columns, H hidden, I intermediate size.
 """
 
 from __future__ import annotations
@@ -31,25 +29,21 @@ class Landing(nn.Module):
         super().__init__()
         self.candidate = candidate
         self.tensors = dict(tensors)
-        dense, dtype = candidate.roles is not None, next(candidate.module.parameters()).dtype
+        dtype = next(candidate.module.parameters()).dtype
         for role, stored in tensors.items():
-            param = nn.Parameter(torch.empty(stored.tensor.shape, dtype=dtype, device="meta"))
-            if dense:
-                home = nn.Module()
-                home.register_parameter("weight", param)
+            home, leaf = (self, role) if candidate.roles is None else (nn.Module(), "weight")
+            home.register_parameter(leaf, nn.Parameter(torch.empty(stored.tensor.shape, dtype=dtype, device="meta")))
+            if home is not self:
                 self.add_module(role, home)
-            else:
-                self.register_parameter(role, param)
 
     def role(self, role: str) -> nn.Parameter:
         """Return the parameter of a role."""
-        dense = self.candidate.roles is not None
-        return self.get_parameter(f"{role}.weight" if dense else role)
+        return self.get_parameter(role if self.candidate.roles is None else f"{role}.weight")
 
-    def hand_over(self, home: str) -> nn.Module:
-        """Give the original module the loaded weights and return it; `home` as in :func:`give_weights`."""
+    def hand_over(self, layout: str) -> nn.Module:
+        """Give the original module the loaded weights and return it; `layout` as in :func:`give_weights`."""
         gate_up, down = (self._forward_matrix(role) for role in (GATE_UP, DOWN))
-        return give_weights(self.candidate, gate_up, down, home).train(self.training)
+        return give_weights(self.candidate, gate_up, down, layout).train(self.training)
 
     def _forward_matrix(self, role: str) -> Tensor:
         """The weight as ``[F, K]`` or ``[E, F, K]``, without padding."""
@@ -68,20 +62,17 @@ class Landing(nn.Module):
         return halves[..., :inner, :hidden].flatten(-3, -2).contiguous()
 
 
-def give_weights(candidate: Candidate, gate_up: Tensor, down: Tensor, home: str) -> nn.Module:
-    """Make a module's own weights of fused ones and return the module.
+def give_weights(candidate: Candidate, gate_up: Tensor, down: Tensor, layout: str) -> nn.Module:
+    """Make the weights of a module, which may be on the meta device, of fused ones; return the module.
 
-    Args:
-        candidate: the module, usually still on the meta device.
-        gate_up: ``[2I, H]`` or ``[E, 2I, H]``.
-        down: ``[H, I]`` or ``[E, H, I]``.
-        home: where the weights will be kept, ``"stock"`` or ``"kernel"``. For the kernel home nothing is copied.
+    `gate_up` is ``[2I, H]`` or ``[E, 2I, H]``, `down` ``[H, I]`` or ``[E, H, I]``. `layout` is where the weights will
+    be kept, ``"stock"`` or ``"kernel"``; for ``"kernel"`` nothing is copied.
     """
     if candidate.roles is not None:
         inputs = gate_up.chunk(len(candidate.roles.inputs))
         values = dict(zip((f"{name}.weight" for name in candidate.roles.linears), (*inputs, down)))
         # Halves of one tensor would be taken for tied weights where they stay as they are.
-        copied = home == "stock" and len(inputs) == 2
+        copied = layout == "stock" and len(inputs) == 2
         values = {name: value.clone() if copied and value is not down else value for name, value in values.items()}
     else:
         values = {GATE_UP: gate_up, DOWN: down}
@@ -89,5 +80,5 @@ def give_weights(candidate: Candidate, gate_up: Tensor, down: Tensor, home: str)
             values = {name: value.transpose(-1, -2) for name, value in values.items()}
     for name, value in values.items():
         slot, leaf = stock_slot(candidate.module, name)
-        slot._parameters[leaf] = nn.Parameter(value.contiguous() if home == "stock" else value)
+        slot._parameters[leaf] = nn.Parameter(value.contiguous() if layout == "stock" else value)
     return candidate.module

@@ -13,81 +13,82 @@ from hf_neuron_moe.modules.quantized_blocks import (
     DOWN,
     GATE_UP,
     SCALE_SUFFIX,
-    FrozenBlock,
-    FrozenExperts,
-    FrozenSwiGLUMLP,
+    QuantizedBlock,
+    QuantizedExperts,
+    QuantizedSwiGLUMLP,
 )
 from hf_neuron_moe.patching.apply import Swap, all_slots
 from hf_neuron_moe.patching.discovery import Candidate, discover
 from hf_neuron_moe.quantizers.bf16_loader import Landing
 from hf_neuron_moe.quantizers.shard_layouts import BF16_LAYOUTS, FORWARD, WHERE, StoredTensor
 
-_FROZEN = NeuronMoEConfig(precision="mxfp8", backend="torch", weights="stock")
+_CONFIG = NeuronMoEConfig(precision="mxfp8", backend="torch", weights="stock")
 
 
 @dataclass
 class Placement:
     """Stand-ins in a model."""
 
-    frozen: list[tuple[FrozenBlock, Candidate]] = field(default_factory=list)
+    frozen: list[tuple[QuantizedBlock, Candidate]] = field(default_factory=list)
     """Blocks that stay, with the modules they stand in for."""
-    landings: list[Landing] = field(default_factory=list)  # Those that make way for the original modules again
-    swaps: list[Swap] = field(default_factory=list)  # Bf16 blocks that were patched because they lie beside frozen ones
-    names: set[str] = field(default_factory=set)  # In-memory names of all converted tensors
+    landings: list[Landing] = field(default_factory=list)  # those that make way for the original modules again
+    swaps: list[Swap] = field(default_factory=list)  # bf16 blocks, patched because they lie beside quantized ones
+    names: set[str] = field(default_factory=set)  # in-memory names of all converted tensors
 
 
 @public(WHERE)
 def place(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> Placement:
     """Replace every module whose weights are stored converted."""
-    placement, placed = Placement(), set()
-    told: set[str] = set()
-    slots = all_slots(model)
+    placement, placed, slots = Placement(), set(), all_slots(model)
+    warned: set[str] = set()
     for candidate in discover(model):
-        tensors = _tensors_of(candidate, model, stored)
+        kind = QuantizedSwiGLUMLP if candidate.roles is not None else QuantizedExperts
+        tensors = _tensors_of(candidate.name, kind, model, stored)
         if not tensors:
             continue
-        stand_in = _stand_in(candidate, tensors)
+        stand_in = _stand_in(candidate, kind, tensors)
         for parent, attribute in slots.get(id(candidate.module), ()):
             parent._modules[attribute] = stand_in
         if isinstance(stand_in, Landing):
             placement.landings.append(stand_in)
         else:
-            stand_in.neuron_told = told
+            stand_in.neuron_fallbacks_warned = warned
             placement.frozen.append((stand_in, candidate))
         placed |= {tensor.name for tensor in tensors.values()}
         placement.names |= {f"{candidate.name}.{name}" if candidate.name else name for name in stand_in.state_dict()}
     lost = sorted(name for name, tensor in stored.items() if name not in placed and tensor.orientation == FORWARD)
     if lost:
-        raise ConversionError.about(
-            f"tensor {lost[0]}",
+        expected, got = (
             "the weight of an MLP or experts module of this model",
             f"no such module in {type(model).__name__}",
-            "config.json and the shards do not belong together, or the transformers version builds this family "
-            "differently from the one that converted it: convert the original again.",
         )
+        fix = (
+            "config.json and the shards do not belong together, or the transformers version builds this family "
+            "differently from the one that converted it: convert the original again."
+        )
+        raise ConversionError.about(f"tensor {lost[0]}", expected, got, fix)
     return placement
 
 
 def _tensors_of(
-    candidate: Candidate, model: PreTrainedModel, stored: Mapping[str, StoredTensor]
+    module: str, kind: type[QuantizedBlock], model: PreTrainedModel, stored: Mapping[str, StoredTensor]
 ) -> dict[str, StoredTensor]:
-    """The candidate's converted tensors by their names in the module; empty where it was left in source form."""
-    prefix = f"{candidate.name}." if candidate.name else ""
-    kind = FrozenSwiGLUMLP if candidate.roles is not None else FrozenExperts
+    """A module's converted tensors by their names in it; empty where it was left in source form."""
+    prefix = f"{module}." if module else ""
     base = f"{model.base_model_prefix}."
     found: dict[str, StoredTensor] = {}
     for name in kind.tensor_names():
         full = prefix + name
         # A headless model's names have no prefix where the file's have one, and the other way round.
-        for known in (full, base + full, full.removeprefix(base)):
-            if known in stored:
-                found[name] = stored[known]
-                break
+        known = next((each for each in (full, base + full, full.removeprefix(base)) if each in stored), None)
+        if known is not None:
+            found[name] = stored[known]
     return found
 
 
-def _stand_in(candidate: Candidate, tensors: Mapping[str, StoredTensor]) -> Landing | FrozenBlock:
-    kind = FrozenSwiGLUMLP if candidate.roles is not None else FrozenExperts
+def _stand_in(
+    candidate: Candidate, kind: type[QuantizedBlock], tensors: Mapping[str, StoredTensor]
+) -> Landing | QuantizedBlock:
     values = {role: tensors.get(role + kind.weight_suffix) for role in (GATE_UP, DOWN)}
     scales = [tensors.get(role + kind.weight_suffix + SCALE_SUFFIX) for role in (GATE_UP, DOWN)]
     whole = {role: tensor for role, tensor in values.items() if tensor is not None}
@@ -97,28 +98,24 @@ def _stand_in(candidate: Candidate, tensors: Mapping[str, StoredTensor]) -> Land
         got = f"{', '.join(sorted(tensors))}{f' ({candidate.reason})' if candidate.reason else ''}"
         fix = "The checkpoint is damaged, or this version of transformers builds the module differently."
         raise ConversionError.about(f"converted weights of {candidate.name}", expected, got, fix)
-    _check_sizes(candidate, whole)
+    for role, tensor in whole.items():
+        _check_sizes(candidate.sizes, tensor, gate_up=role == GATE_UP)
     if plain:
         return Landing(candidate, whole)
     layouts = {role: tensor.mx_layout(gate_up=role == GATE_UP) for role, tensor in whole.items()}
     held = {name: tensor.tensor for name, tensor in tensors.items()}
-    frozen: FrozenBlock
-    if candidate.roles is not None:
-        frozen = FrozenSwiGLUMLP(candidate.module, candidate.name, _FROZEN, layouts, held, candidate.roles)
-    else:
-        frozen = FrozenExperts(candidate.module, candidate.name, _FROZEN, layouts, held)
-        frozen.neuron_top_k = candidate.top_k
-    return frozen
+    block = kind(candidate.module, candidate.name, _CONFIG, layouts, held, candidate.roles)
+    if candidate.roles is None:
+        block.neuron_top_k = candidate.top_k
+    return block
 
 
-def _check_sizes(candidate: Candidate, tensors: Mapping[str, StoredTensor]) -> None:
-    experts, hidden, inner = candidate.sizes
-    for role, tensor in tensors.items():
-        stored = (None if experts is None else tensor.tensor.shape[0], *tensor.sizes(gate_up=role == GATE_UP))
-        if stored != candidate.sizes:
-            expected = f"made of {_named(experts, hidden, inner)}, as config.json says"
-            fix = "config.json and the shards do not belong together."
-            raise ConversionError.about(f"tensor {tensor.name}", expected, _named(*stored), fix)
+def _check_sizes(sizes: tuple[int | None, int | None, int | None], tensor: StoredTensor, *, gate_up: bool) -> None:
+    stored = (None if sizes[0] is None else tensor.tensor.shape[0], *tensor.sizes(gate_up=gate_up))
+    if stored != sizes:
+        expected = f"made of {_named(*sizes)}, as config.json says"
+        fix = "config.json and the shards do not belong together."
+        raise ConversionError.about(f"tensor {tensor.name}", expected, _named(*stored), fix)
 
 
 def _named(experts: int | None, hidden: int | None, inner: int | None) -> str:

@@ -9,20 +9,20 @@ from transformers import PreTrainedModel
 from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.errors import ConversionError, UnsupportedModelError, public
 from hf_neuron_moe.modules.block import release_layout
-from hf_neuron_moe.modules.quantized_blocks import FrozenBlock
+from hf_neuron_moe.modules.quantized_blocks import QuantizedBlock
 from hf_neuron_moe.patching.api import patch_model
 from hf_neuron_moe.patching.apply import PlanItem, all_slots, build, put_in, take_out
 from hf_neuron_moe.patching.discovery import Candidate
 from hf_neuron_moe.patching.lock import one_at_a_time
 from hf_neuron_moe.quantizers.bf16_loader import give_weights
 from hf_neuron_moe.quantizers.placeholders import Placement
-from hf_neuron_moe.quantizers.quantization_config import NeuronMoEQuantizationConfig
+from hf_neuron_moe.quantizers.quantization_config import ONE_DEVICE, NeuronMoEQuantizationConfig
 from hf_neuron_moe.quantizers.shard_layouts import WHERE
 
 
 @public(WHERE)
 def finish(model: PreTrainedModel, placement: Placement, options: NeuronMoEQuantizationConfig) -> None:
-    """Settle the frozen blocks, and put the original modules back where bf16 weights landed, patched."""
+    """Settle the MX blocks, and put the original modules back where bf16 weights landed, patched."""
     model.config.__dict__.pop("transformers_weights", None)
     for stand_in in (*(block for block, _ in placement.frozen), *placement.landings):
         missing = [name for name, tensor in stand_in.state_dict(keep_vars=True).items() if tensor.is_meta]
@@ -33,16 +33,19 @@ def finish(model: PreTrainedModel, placement: Placement, options: NeuronMoEQuant
         block.settle()
     if not placement.landings:
         return
-    _check_devices(model)
-    home = "kernel" if options.layout == "kernel" else "stock"
-    config = NeuronMoEConfig(precision="bf16", backend="torch", weights=home)
+    devices = {str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()}
+    if len(devices) > 1:
+        expected = "one device for a checkpoint in bf16 layouts, whose blocks are patched after loading"
+        raise UnsupportedModelError.about("device_map", expected, ", ".join(sorted(devices)), ONE_DEVICE)
+    layout = "kernel" if options.layout == "kernel" else "stock"
+    config = NeuronMoEConfig(precision="bf16", backend="torch", weights=layout)
     slots = all_slots(model)
     while placement.landings:
         landing = placement.landings.pop(0)
-        candidate, original = landing.candidate, landing.hand_over(home)
+        candidate, original = landing.candidate, landing.hand_over(layout)
         for parent, attribute in slots[id(landing)]:
             parent._modules[attribute] = original
-        if placement.frozen:  # a bf16 block beside frozen ones: patch_model would refuse the model as quantised
+        if placement.frozen:  # a bf16 block next to MX ones: patch_model would refuse the model as quantized
             swap = build(PlanItem(candidate, config))
             put_in(model, swap, {id(swap.original): slots[id(landing)]})
             release_layout(swap.replacement, swap.original)
@@ -50,12 +53,12 @@ def finish(model: PreTrainedModel, placement: Placement, options: NeuronMoEQuant
     if not placement.frozen:
         # What was matched while loading belongs to the converted names; saving starts from the model's own again.
         model.__dict__.pop("_weight_conversions", None)
-        patch_model(model, NeuronMoEConfig(precision="bf16", weights=home), strict=False)
+        patch_model(model, NeuronMoEConfig(precision="bf16", weights=layout), strict=False)
 
 
 @one_at_a_time
 def dequantize(model: PreTrainedModel, placement: Placement, dtype: torch.dtype) -> None:
-    """Turn a frozen base into an ordinary model that has the codes' values as weights.
+    """Turn an MX base into an ordinary model that has the codes' values as weights.
 
     bf16 and wider dtypes hold MX values exactly, as far as their exponents reach.
     """
@@ -71,7 +74,7 @@ def dequantize(model: PreTrainedModel, placement: Placement, dtype: torch.dtype)
     model.__dict__.pop("_weight_conversions", None)
 
 
-def _values(block: FrozenBlock, candidate: Candidate, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _values(block: QuantizedBlock, candidate: Candidate, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Fused gate_up and down of a block, without padding; an expert at a time in fp32."""
     stack, (experts, hidden, inner) = block.neuron_stack, candidate.sizes
     assert hidden is not None and inner is not None
@@ -80,20 +83,12 @@ def _values(block: FrozenBlock, candidate: Candidate, dtype: torch.dtype) -> tup
     down = torch.empty((*leading, hidden, inner), dtype=dtype, device=device)
     for number in [None] if experts is None else range(experts):
         weights = stack.expert(number)
-        parts = (gate_up, down) if number is None else (gate_up[number], down[number])
+        rows_of = (gate_up, down) if number is None else (gate_up[number], down[number])
         for half in range(2):
             rows, whole = slice(half * stack.inner, half * stack.inner + inner), slice(0, stack.hidden)
             values = weights.gate_up.values(rows, whole, torch.empty(inner, stack.hidden, device=device))
-            parts[0][half * inner : (half + 1) * inner].copy_(values[:, :hidden])
+            rows_of[0][half * inner : (half + 1) * inner].copy_(values[:, :hidden])
         K = weights.down.shape[1]
         values = weights.down.values(slice(0, hidden), slice(0, K), torch.empty(hidden, K, device=device))
-        parts[1].copy_(values[:, :inner])
+        rows_of[1].copy_(values[:, :inner])
     return gate_up, down
-
-
-def _check_devices(model: PreTrainedModel) -> None:
-    places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
-    if len(places) > 1:
-        expected = "one device for a checkpoint in bf16 layouts, whose blocks are patched after loading"
-        fix = "Load it on one device, or shard the loaded model afterwards."
-        raise UnsupportedModelError.about("device_map", expected, ", ".join(sorted(places)), fix)

@@ -6,19 +6,18 @@ from typing import Any
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from hf_neuron_moe.config import QUANT_METHOD
+from hf_neuron_moe.config import LAYOUTS, QUANT_METHOD
+from hf_neuron_moe.config import STORED_PRECISIONS as PRECISIONS
 from hf_neuron_moe.errors import ConfigError, nearest, public
 
-PRECISIONS = ("bf16", "mxfp8", "mxfp4")
-LAYOUTS = ("fused", "kernel")
+ONE_DEVICE = "Load it on one device, or shard the loaded model afterwards."
 _DAMAGED = "The conversion is damaged, or a later version of hf-neuron-moe wrote it: convert the original again."
 
 
 class NeuronMoEQuantizationConfig(QuantizationConfigMixin):
-    """What ``hf-neuron-moe convert`` made.
+    """What ``hf-neuron-moe convert`` made: which conversion this is.
 
-    It tells a reader which conversion this is. How a single tensor is stored is recorded with the tensor, in its
-    shard's header, and loading goes by that.
+    How a single tensor is stored is recorded in its shard's header, and loading goes by that.
 
     Args:
         precision: ``"bf16"``, ``"mxfp8"`` or ``"mxfp4"``.
@@ -37,8 +36,10 @@ class NeuronMoEQuantizationConfig(QuantizationConfigMixin):
         quant_method: str = QUANT_METHOD,
         **options: Any,
     ) -> None:
-        known = {"precision": (precision, PRECISIONS), "quant_method": (quant_method, (QUANT_METHOD,))}
-        for name, (value, allowed) in known.items():
+        for name, value, allowed in (
+            ("precision", precision, PRECISIONS),
+            ("quant_method", quant_method, (QUANT_METHOD,)),
+        ):
             if value not in allowed:
                 fix = f"Was it written by a later version of hf-neuron-moe?{nearest(str(value), list(allowed))}"
                 raise ConfigError.about(name, f"one of {', '.join(allowed)}", repr(value), fix)
@@ -47,9 +48,7 @@ class NeuronMoEQuantizationConfig(QuantizationConfigMixin):
         if layout not in LAYOUTS:
             raise ConfigError.about("layout", f"one of {', '.join(LAYOUTS)}", repr(layout), _DAMAGED)
         self.quant_method = quant_method  # type: ignore[assignment] # the base class knows transformers' own ones only
-        self.precision = precision
-        self.layout = layout
-        self.tp_degree = tp_degree
+        self.precision, self.layout, self.tp_degree = precision, layout, tp_degree
         for name, value in options.items():
             if hasattr(type(self), name) or not isinstance(value, (str, int, type(None))):
                 expected = "an option of a conversion: a text, a number or none"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from transformers.quantizers.base import HfQuantizer
 
 from hf_neuron_moe.errors import UnsupportedModelError, public
-from hf_neuron_moe.quantizers.quantization_config import NeuronMoEQuantizationConfig
+from hf_neuron_moe.quantizers.quantization_config import ONE_DEVICE, NeuronMoEQuantizationConfig
 
 if TYPE_CHECKING:
     import torch
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     from hf_neuron_moe.quantizers.placeholders import Placement
 
-_WHERE = "from_pretrained"
 
 _BACKWARD_OPERANDS = r"(gate_up|down)_proj(\.weight)?_T(_scale)?$"
 """Transposed operands of a conversion for training: the device's own backward reads them, this one does not."""
@@ -36,37 +35,34 @@ class NeuronMoEQuantizer(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
         self.placement: Placement | None = None
 
-    @public(_WHERE)
+    @public("from_pretrained")
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse to quantise while loading, and parts of tensor-parallel ranks."""
+        """Raise where transformers is to quantize while loading, and for parts of tensor-parallel ranks."""
         if not self.pre_quantized:
-            raise UnsupportedModelError.about(
-                "quantization_config",
-                "left out for a checkpoint that is not converted",
-                type(self.quantization_config).__name__,
+            fix = (
                 "Load the model without it and call patch_model, or convert the checkpoint first: "
-                "`hf-neuron-moe convert SRC DST`.",
+                "`hf-neuron-moe convert SRC DST`."
             )
+            expected, got = "left out for a checkpoint that is not converted", type(self.quantization_config).__name__
+            raise UnsupportedModelError.about("quantization_config", expected, got, fix)
         if self.quantization_config.tp_degree > 1:
             expected = "1: transformers loads whole weights"
             fix = "Convert the original again without --tp-degree; the parts of ranks are for Neuron."
             raise UnsupportedModelError.about("tp_degree", expected, self.quantization_config.tp_degree, fix)
 
-    @public(_WHERE)
+    @public("from_pretrained")
     def update_device_map(self, device_map: Any) -> Any:
-        """Refuse places that the blocks cannot be in."""
+        """Raise for places that the blocks cannot be in."""
         places = {str(place) for place in device_map.values()} if isinstance(device_map, dict) else set()
         if "disk" in places or (self.quantization_config.dequantize and len(places) > 1):
             expected = "one device, or several for an MX base, and no disk offload"
-            fix = "Load it on one device, or shard the loaded model afterwards."
-            raise UnsupportedModelError.about("device_map", expected, ", ".join(sorted(places)), fix)
+            raise UnsupportedModelError.about("device_map", expected, ", ".join(sorted(places)), ONE_DEVICE)
         return device_map
 
     def update_attn_implementation(self, config: Any) -> Any:
         """Name the checkpoint's index to transformers, which hands the configuration round before it looks for files.
 
-        Its own name keeps transformers without this package, which only warns of a method it does not know, from
-        loading the tensors as if they were in its layouts.
+        Its own name keeps transformers without this package from loading the tensors as if they were in its layouts.
         """
         from hf_neuron_moe.convert.manifest import INDEX_OUT
         from hf_neuron_moe.quantizers.shard_layouts import check_folder
@@ -124,15 +120,13 @@ class NeuronMoEQuantizer(HfQuantizer):
 
     @public("save_pretrained")
     def is_serializable(self) -> bool:
-        """Refuse ``save_pretrained`` of frozen weights: they never change, and their folder exists."""
-        raise UnsupportedModelError.about(
-            "model",
-            "one with weights of its own",
-            "a frozen MX base",
+        """Raise at ``save_pretrained`` of MX weights: they never change, and their folder exists."""
+        fix = (
             "Save its adapters (PeftModel.save_pretrained) and keep the folder it was loaded from; "
             "`hf-neuron-moe export FOLDER NEW --allow-inexact`, or model.dequantize() before saving, makes an ordinary "
-            "checkpoint of its values.",
+            "checkpoint of its values."
         )
+        raise UnsupportedModelError.about("model", "one with weights of its own", "a frozen MX base", fix)
 
     @property
     def is_trainable(self) -> bool:

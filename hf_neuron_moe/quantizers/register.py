@@ -1,8 +1,7 @@
 """Registers the quantization method with transformers without importing it.
 
-If transformers' quantizers are loaded already, they learn of the method at once; otherwise when they are loaded, which
-happens on the first use of a model. Until then ``import hf_neuron_moe`` costs neither transformers nor torch. The
-process keeps no trace of the waiting: the finder takes itself out, and the module gets its own loader back.
+If transformers' quantizers are not loaded yet, a finder waits for them, so that ``import hf_neuron_moe`` costs neither
+transformers nor torch. It takes itself out afterwards, and the module gets its own loader back.
 """
 
 from __future__ import annotations

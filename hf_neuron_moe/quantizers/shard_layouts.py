@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from hf_neuron_moe.backends.mx_weights import NATURAL, SWIZZLED, WORDS, MXLayout
 from hf_neuron_moe.convert.io.bounded import is_natural, parse_json, record
@@ -26,7 +27,6 @@ from hf_neuron_moe.convert.options import FORWARD
 from hf_neuron_moe.errors import ConversionError, public
 from hf_neuron_moe.formats.constants import LANES
 from hf_neuron_moe.formats.moe_mx import HIDDEN_SCHEME, INTERMEDIATE_SCHEME
-from hf_neuron_moe.modules.quantized_blocks import FrozenTensor
 
 LAYOUTS_KEY, TENSORS_KEY = "hf_neuron_moe.layouts", "hf_neuron_moe.tensors"
 BF16_LAYOUTS = (BF16_FUSED, BF16_KERNEL, BF16_SWIZZLED)
@@ -51,6 +51,7 @@ _FORMS: dict[str, tuple[tuple[str, ...], range]] = {
     **dict.fromkeys(SCALES, (("U8",), range(2, 6))),
 }
 """Dtypes and numbers of axes of the layouts."""
+
 _V1_SCALES = {MX_FUSED_CODES: "compact", MX_KERNEL_CODES: "packed"}
 """Where the scales of version 1 lie, which did not record it."""
 
@@ -59,27 +60,24 @@ _V1_SCALES = {MX_FUSED_CODES: "compact", MX_KERNEL_CODES: "packed"}
 class StoredTensor:
     """One converted tensor of a shard."""
 
-    name: str  # Its name there
-    layout: str  # A layout name of :mod:`hf_neuron_moe.convert.layout.orientations`
-    tensor: FrozenTensor  # Its dtype and shape
-    scale_layout: str | None = None  # Where the scales lie, None for bf16
-    orientation: str = FORWARD  # ``"forward"`` or ``"backward"``
-    tp_rank: int | None = None  # Rank whose part it is
-    padding: Mapping[str, int] = field(default_factory=dict)  # Zeros at the end of its H and I axes
+    name: str  # there
+    layout: str  # a layout name of :mod:`hf_neuron_moe.convert.layout.orientations`
+    tensor: Tensor  # its dtype and shape, on the meta device
+    scale_layout: str | None = None  # where the scales lie, None for bf16
+    orientation: str = FORWARD  # "forward" or "backward"
+    padding: Mapping[str, int] = field(default_factory=dict)  # zeros at the end of its H and I axes
 
     def sizes(self, *, gate_up: bool) -> tuple[int, int]:
         """Return the H and I of the network it belongs to, as it is stored; the tensor is one of values or codes."""
-        rows, columns = self._matrix_shape(gate_up)
-        hidden, inner = (columns, rows // 2) if gate_up else (rows, columns)
-        return hidden - self.padding.get("H", 0), inner - self.padding.get("I", 0)
-
-    def _matrix_shape(self, gate_up: bool) -> tuple[int, int]:
         *experts, first, second = self.tensor.shape
         if self.layout == BF16_SWIZZLED:
-            return second // LANES, LANES * first
-        if self.layout in BF16_LAYOUTS:
-            return (second, first) if self.layout == BF16_KERNEL and experts else (first, second)
-        return self.mx_layout(gate_up=gate_up).matrix_shape(self.tensor.shape)
+            rows, columns = second // LANES, LANES * first
+        elif self.layout in BF16_LAYOUTS:
+            rows, columns = (second, first) if self.layout == BF16_KERNEL and experts else (first, second)
+        else:
+            rows, columns = self.mx_layout(gate_up=gate_up).matrix_shape(self.tensor.shape)
+        hidden, inner = (columns, rows // 2) if gate_up else (rows, columns)
+        return hidden - self.padding.get("H", 0), inner - self.padding.get("I", 0)
 
     @public(WHERE)
     def mx_layout(self, *, gate_up: bool) -> MXLayout:
@@ -151,21 +149,15 @@ def _facts(path: str, metadata: Mapping[str, str]) -> dict[str, _Fact]:
 def _stored(tensor: SourceTensor, fact: _Fact) -> StoredTensor:
     allowed, axes = _FORMS.get(fact.layout, (tuple(_DTYPES), range(2, 7)))
     if tensor.dtype not in allowed or fact.tp_rank is not None:
-        raise ConversionError.about(
-            f"tensor {tensor.name}",
-            "a whole converted weight",
-            f"dtype {tensor.dtype}" if fact.tp_rank is None else f"the part of tensor-parallel rank {fact.tp_rank}",
-            "Convert the original without --tp-degree to load it in transformers; ranks' parts are for Neuron.",
-        )
+        got = f"dtype {tensor.dtype}"
+        if fact.tp_rank is not None:
+            got = f"the part of tensor-parallel rank {fact.tp_rank}"
+        fix = "Convert the original without --tp-degree to load it in transformers; ranks' parts are for Neuron."
+        raise ConversionError.about(f"tensor {tensor.name}", "a whole converted weight", got, fix)
     padding = fact.padding or {}
     if len(tensor.shape) not in axes or 0 in tensor.shape or not all(map(is_natural, padding.values())):
         got = f"shape {list(tensor.shape)} with {padding or 'no'} zeros"
         raise damaged(f"tensor {tensor.name}", f"of the form of {fact.layout}", got)
-    return StoredTensor(
-        name=tensor.name,
-        layout=fact.layout,
-        tensor=FrozenTensor(_DTYPES[tensor.dtype], tensor.shape),
-        scale_layout=fact.scale_layout,
-        orientation=fact.orientation or FORWARD,
-        padding=padding,
-    )
+    described = torch.empty(tensor.shape, dtype=_DTYPES[tensor.dtype], device="meta")
+    orientation = fact.orientation or FORWARD
+    return StoredTensor(tensor.name, fact.layout, described, fact.scale_layout, orientation, padding)

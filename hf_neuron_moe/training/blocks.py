@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hf_neuron_moe.modules.block import NeuronBlock
 from hf_neuron_moe.modules.experts import NeuronExperts
-from hf_neuron_moe.modules.quantized_blocks import FrozenBlock, FrozenExperts
+from hf_neuron_moe.modules.quantized_blocks import QuantizedBlock, QuantizedExperts
 from hf_neuron_moe.modules.swiglu_mlp import KernelLayoutSwiGLUMLP, NeuronSwiGLUMLP
 from hf_neuron_moe.patching.apply import report_of
 from hf_neuron_moe.patching.report import PATCHED, PatchEntry
@@ -32,13 +32,13 @@ def patched_blocks(model: nn.Module) -> dict[str, NeuronBlock]:
 
 def has_experts(block: NeuronBlock) -> bool:
     """Whether tokens are routed to experts in `block`."""
-    return isinstance(block, NeuronExperts | FrozenExperts)
+    return isinstance(block, NeuronExperts | QuantizedExperts)
 
 
 def block_sizes(block: NeuronBlock) -> tuple[int, int, int]:
     """Return E (0 for a dense block), H and I; of frozen blocks with the zeros that the stored tensors contain."""
     shape = block.neuron_shape
-    experts = block.neuron_stack.gate_up_scales.shape[0] if isinstance(block, FrozenExperts) else shape.experts
+    experts = block.neuron_stack.gate_up_scales.shape[0] if isinstance(block, QuantizedExperts) else shape.experts
     return experts or 0, shape.hidden, shape.intermediate
 
 
@@ -53,7 +53,7 @@ def sampled_weights(block: NeuronBlock, rows: int) -> dict[str, Tensor]:
     ``{"gate": [R, H], "up": [R, H], "down": [R, I]}`` in the parameters' dtype, detached; of a sharded parameter the
     rows that are on this rank. A block with frozen MX weights has none to quantise.
     """
-    if isinstance(block, FrozenBlock):
+    if isinstance(block, QuantizedBlock):
         return {}
     if isinstance(block, NeuronExperts):
         gate_up, down = _local(_base(block, "gate_up_proj")), _local(_base(block, "down_proj"))
@@ -86,7 +86,7 @@ def patch_record(model: nn.Module) -> dict[str, Any]:
             experts=experts or None,
             hidden_size=hidden,
             intermediate_size=inner,
-            weights="frozen" if isinstance(block, FrozenBlock) else block.neuron_config.weights,
+            weights="frozen" if isinstance(block, QuantizedBlock) else block.neuron_config.weights,
             backend=block.neuron_config.backend,
         )
         entries.append(entry.to_dict())

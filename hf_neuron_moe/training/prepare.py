@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.errors import ConfigError, UnsupportedModelError
 from hf_neuron_moe.modules.block import NeuronBlock
-from hf_neuron_moe.modules.quantized_blocks import FrozenBlock
+from hf_neuron_moe.modules.quantized_blocks import QuantizedBlock
 from hf_neuron_moe.modules.state_dict import KernelLayoutMixin
 from hf_neuron_moe.modules.swiglu_mlp import KernelLayoutSwiGLUMLP
 from hf_neuron_moe.patching.api import patch_model, unpatch_model
@@ -64,7 +64,7 @@ def patch_for_training(
     `optimizer` is None where it does not exist yet; the other arguments are those of ``patch_model``.
     """
     unpatched = not any(True for _ in states(model))
-    if unpatched and any(isinstance(module, FrozenBlock) for module in model.modules()):
+    if unpatched and any(isinstance(module, QuantizedBlock) for module in model.modules()):
         return
     before = {id(param) for param in model.parameters()}
     patch_model(model, config, include=include, exclude=exclude, strict=strict)

@@ -26,7 +26,7 @@ from hf_neuron_moe.errors import (
 )
 from hf_neuron_moe.formats import quantize_mx, unswizzle
 from hf_neuron_moe.modules import ops
-from hf_neuron_moe.modules.quantized_blocks import FrozenSwiGLUMLP, FrozenTensor
+from hf_neuron_moe.modules.quantized_blocks import QuantizedSwiGLUMLP
 from hf_neuron_moe.modules.swiglu_mlp import DenseRoles
 from tests.flat_backend import flat
 from tests.refusals import refused
@@ -255,15 +255,15 @@ def test_frozen_weights_that_no_kernel_takes(
     assert reason in str(neuron().quantized_support(stack, training=training).reason)
 
 
-def frozen_block(stack: MXExpertStack, **options: Any) -> FrozenSwiGLUMLP:
+def frozen_block(stack: MXExpertStack, **options: Any) -> QuantizedSwiGLUMLP:
     """A block of a loaded conversion: made without values, then filled."""
     original = tiny_model("llama", hidden_size=256, intermediate_size=128).model.layers[0].mlp
-    names = FrozenSwiGLUMLP.tensor_names()
+    names = QuantizedSwiGLUMLP.tensor_names()
     tensors = (stack.gate_up_codes, stack.gate_up_scales, stack.down_codes, stack.down_scales)
-    known = {name: FrozenTensor(tensor.dtype, tuple(tensor.shape)) for name, tensor in zip(names, tensors)}
+    known = {name: tensor.to("meta") for name, tensor in zip(names, tensors)}
     layouts = {"gate_up_proj": stack.gate_up_layout, "down_proj": stack.down_layout}
     roles = DenseRoles(("gate_proj", "up_proj"), "down_proj", "act_fn")
-    block = FrozenSwiGLUMLP(original, "mlp", NeuronMoEConfig(backend="neuron", **options), layouts, known, roles)
+    block = QuantizedSwiGLUMLP(original, "mlp", NeuronMoEConfig(backend="neuron", **options), layouts, known, roles)
     for name, tensor in zip(names, tensors):
         block._hold(name, tensor)
     return block.eval()
@@ -277,7 +277,7 @@ def test_a_frozen_block_trains_with_pytorch_only_if_allowed(machine: Machine) ->
         by_kernel = strict(x)
     with refused(ConfigError, "backend", "fallback='torch'"):
         strict(x)
-    with pytest.warns(NeuronMoEWarning, match="FrozenSwiGLUMLP is computed by PyTorch"):
+    with pytest.warns(NeuronMoEWarning, match="QuantizedSwiGLUMLP is computed by PyTorch"):
         by_torch = allowed(x)
     by_torch.sum().backward()
     assert x.grad is not None and x.grad.isfinite().all() and deviation(by_kernel, by_torch.detach()) < 0.05

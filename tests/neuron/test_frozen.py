@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
 from hf_neuron_moe.errors import BackendUnavailableError, NeuronMoEError
-from hf_neuron_moe.modules.quantized_blocks import FrozenBlock
+from hf_neuron_moe.modules.quantized_blocks import QuantizedBlock
 from hf_neuron_moe.modules.quantized_ops import frozen_network
 from tests.refusals import refused
 from tests.tiny_models import tiny_model
@@ -33,7 +33,7 @@ def stack_of(folder: Path, family: str, sizes: dict[str, int], **options: Any) -
     tiny_model(family, num_hidden_layers=1, **sizes).bfloat16().save_pretrained(folder / "source")
     convert_checkpoint(folder / "source", folder / "converted", ConvertOptions(**{"precision": "mxfp8", **options}))
     model = AutoModelForCausalLM.from_pretrained(folder / "converted")
-    block = next(module for module in model.modules() if isinstance(module, FrozenBlock))
+    block = next(module for module in model.modules() if isinstance(module, QuantizedBlock))
     return block.neuron_stack
 
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from hf_neuron_moe import set_backend
 from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
 from hf_neuron_moe.errors import BackendUnavailableError, ConfigError, NeuronMoEWarning, UnsupportedModelError
-from hf_neuron_moe.modules.quantized_blocks import FrozenBlock
+from hf_neuron_moe.modules.quantized_blocks import QuantizedBlock
 from tests.refusals import refused
 from tests.tiny_models import tiny_model
 
@@ -37,7 +37,7 @@ def load(folder: Path) -> Any:
 
 
 def backends(model: Any) -> set[str]:
-    return {block.neuron_config.backend for block in model.modules() if isinstance(block, FrozenBlock)}
+    return {block.neuron_config.backend for block in model.modules() if isinstance(block, QuantizedBlock)}
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ from hf_neuron_moe.backends import get_backend, resolve_backend
 from hf_neuron_moe.backends.spec import BlockCall, BlockSpec
 from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
 from hf_neuron_moe.modules import quantized_ops
-from hf_neuron_moe.modules.quantized_blocks import FrozenBlock
+from hf_neuron_moe.modules.quantized_blocks import QuantizedBlock
 from tests.tiny_models import tiny_model
 
 Start = Callable[..., SimpleNamespace]
@@ -50,7 +50,7 @@ def stacks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         tiny_model(family, num_hidden_layers=1, **sizes).bfloat16().save_pretrained(folder / "source")
         convert_checkpoint(folder / "source", folder / "converted", options)
         model = AutoModelForCausalLM.from_pretrained(folder / "converted")
-        found[family] = next(module for module in model.modules() if isinstance(module, FrozenBlock)).neuron_stack
+        found[family] = next(module for module in model.modules() if isinstance(module, QuantizedBlock)).neuron_stack
     return found
 
 

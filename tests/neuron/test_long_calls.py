@@ -27,7 +27,7 @@ from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
 from hf_neuron_moe.errors import NeuronMoEWarning, ShapeError
 from hf_neuron_moe.modules.block import NeuronBlock
 from hf_neuron_moe.modules.experts import register_experts_implementation
-from hf_neuron_moe.modules.quantized_blocks import FrozenBlock
+from hf_neuron_moe.modules.quantized_blocks import QuantizedBlock
 from tests.neuron.small_runs import EXPERTS, EXPERTS_MX, Case
 from tests.refusals import refused
 from tests.tiny_models import tiny_model, tokens
@@ -173,7 +173,7 @@ def test_frozen_experts_choose_per_call(tmp_path: Path, short: Any, monkeypatch:
     options = ConvertOptions(precision="mxfp8", purpose="inference")
     convert_checkpoint(tmp_path / "source", tmp_path / "converted", options)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "converted").eval()
-    block, second = (module for module in model.modules() if isinstance(module, FrozenBlock))
+    block, second = (module for module in model.modules() if isinstance(module, QuantizedBlock))
     x_TH = (torch.randn(40, 512) * 0.3).bfloat16()
     weight_TK, index_TK = torch.rand(40, 2).softmax(-1).topk(1, -1)
 
@@ -192,7 +192,7 @@ def test_frozen_experts_choose_per_call(tmp_path: Path, short: Any, monkeypatch:
         forward(40)
     block.neuron_config = replace(block.neuron_config, fallback="torch")
     (message,) = told(lambda: [forward(40) for _ in range(2)])
-    assert "FrozenExperts" in message and "at most 32 tokens per call" in message
+    assert "QuantizedExperts" in message and "at most 32 tokens per call" in message
     assert torch.equal(forward(40), expected) and len(double.launches) == 1
     block, used = second, block
     block.neuron_config = used.neuron_config

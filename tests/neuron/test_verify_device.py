@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from hf_neuron_moe.cli.main import main
-from hf_neuron_moe.device.device_verification import load_for_verification, verify_device
-from hf_neuron_moe.device.run_block import random_inputs, run_block
+from hf_neuron_moe.device.device_verification import load_for_verification, random_inputs, run_block, verify_device
 from hf_neuron_moe.device.tolerances import BOUNDS, compare
 from hf_neuron_moe.errors import BackendUnavailableError, ConfigError, NothingToPatchError
 from hf_neuron_moe.modules.block import NeuronBlock

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_neuron_moe import patch_model, unpatch_model
-from hf_neuron_moe.modules import block, experts, swiglu_mlp
+from hf_neuron_moe.modules import block
 from hf_neuron_moe.patching import (
     api,
     apply,
@@ -33,8 +33,7 @@ STEPS: dict[str, tuple[Any, str]] = {
     "probe": (discovery, "probe_experts"),
     "backend": (support, "resolve_backend"),
     "build": (apply, "build"),
-    "kernel parameter of experts": (experts, "make_kernel_parameter"),
-    "kernel parameter of mlp": (swiglu_mlp, "make_kernel_parameter"),
+    "kernel parameter of experts and mlp": (block, "make_kernel_parameter"),
     "put in": (apply, "put_in"),
     "release": (apply, "release_layout"),
     "release one weight": (block, "stock_slot"),

@@ -10,15 +10,15 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from hf_neuron_moe.formats import fake_quantize_mx
-from hf_neuron_moe.modules.quantized_blocks import FrozenBlock
+from hf_neuron_moe.modules.quantized_blocks import QuantizedBlock
 from tests.frozen_oracle import oracle
 from tests.quantizers.conftest import Converted, Source, load, patched
 
 SIZES = {"hidden_size": 256, "intermediate_size": 512}
 
 
-def blocks(model: nn.Module) -> list[FrozenBlock]:
-    return [module for module in model.modules() if isinstance(module, FrozenBlock)]
+def blocks(model: nn.Module) -> list[QuantizedBlock]:
+    return [module for module in model.modules() if isinstance(module, QuantizedBlock)]
 
 
 @pytest.mark.parametrize("layout", ["fused", "kernel"])

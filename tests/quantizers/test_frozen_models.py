@@ -16,7 +16,7 @@ from hf_neuron_moe import patch_model, unpatch_model
 from hf_neuron_moe.convert import export_checkpoint
 from hf_neuron_moe.errors import UnsupportedModelError
 from hf_neuron_moe.formats import fake_quantize_mx
-from hf_neuron_moe.modules.quantized_blocks import FrozenBlock, FrozenExperts
+from hf_neuron_moe.modules.quantized_blocks import QuantizedBlock, QuantizedExperts
 from tests.frozen_oracle import oracle
 from tests.quantizers.conftest import SIZES, UNEVEN, WORDS, Converted, Source, load, patched
 from tests.refusals import refused
@@ -30,8 +30,8 @@ def logits(model: Any) -> torch.Tensor:
         return model(tokens()).logits
 
 
-def blocks(model: nn.Module) -> dict[str, FrozenBlock]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, FrozenBlock)}
+def blocks(model: nn.Module) -> dict[str, QuantizedBlock]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, QuantizedBlock)}
 
 
 class ReadableMLP(nn.Module):
@@ -72,7 +72,7 @@ def test_gradients_are_exact_for_the_codes_values(source: Source, converted: Con
     model = load(converted(family, precision="mxfp8"), dtype=torch.float32)
     readable = load(source(family), dtype=torch.float32)
     for name, block in blocks(model).items():
-        kind = ReadableExperts if isinstance(block, FrozenExperts) else ReadableMLP
+        kind = ReadableExperts if isinstance(block, QuantizedExperts) else ReadableMLP
         readable.set_submodule(name, kind(readable.get_submodule(name)))
     grads = []
     for one in (model, readable):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_neuron_moe import set_activations
-from hf_neuron_moe.modules.quantized_blocks import FrozenBlock
+from hf_neuron_moe.modules.quantized_blocks import QuantizedBlock
 from hf_neuron_moe.training import measure_saved_bytes
 from tests.quantizers.conftest import SIZES, UNEVEN, WORDS, Converted, load
 from tests.tiny_models import tokens
@@ -25,7 +25,7 @@ def test_policies_of_a_loaded_model(
     family: str, sizes: dict[str, int], options: dict[str, str], converted: Converted
 ) -> None:
     model = load(converted(family, sizes, **options)).train()
-    blocks = {name: module for name, module in model.named_modules() if isinstance(module, FrozenBlock)}
+    blocks = {name: module for name, module in model.named_modules() if isinstance(module, QuantizedBlock)}
     embeddings, ids, results = model.get_input_embeddings(), tokens(), {}
     for policy in ("full", "minimal", "recompute", "up", "fp8"):
         assert set(set_activations(model, policy)) == set(blocks)

@@ -14,7 +14,6 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from hf_neuron_moe.convert.layout.orientations import BF16_FUSED
 from hf_neuron_moe.errors import ConversionError
-from hf_neuron_moe.modules.quantized_blocks import FrozenTensor
 from hf_neuron_moe.patching.discovery import discover
 from hf_neuron_moe.quantizers.bf16_loader import Landing
 from hf_neuron_moe.quantizers.shard_layouts import TENSORS_KEY, StoredTensor, read_stored
@@ -33,7 +32,9 @@ def test_padding_is_cut_off_and_halves_get_memory_of_their_own(padding: dict[str
     }
     model = nn.ModuleDict({"block": LlamaMLP(LlamaConfig(hidden_size=H, intermediate_size=I))})
     stored = {
-        role: StoredTensor(role, BF16_FUSED, FrozenTensor(torch.bfloat16, tuple(value.shape)), padding=padding)
+        role: StoredTensor(
+            role, BF16_FUSED, torch.empty(value.shape, dtype=torch.bfloat16, device="meta"), padding=padding
+        )
         for role, value in wide.items()
     }
     assert [tensor.sizes(gate_up=role == "gate_up_proj") for role, tensor in stored.items()] == [(H, I), (H, I)]

@@ -14,7 +14,7 @@ from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint
 from hf_neuron_moe.convert.io.tensors import open_tensors
 from hf_neuron_moe.convert.manifest import read_manifest
 from hf_neuron_moe.formats import fake_quantize_mx, to_compact
-from hf_neuron_moe.modules.quantized_blocks import FrozenBlock
+from hf_neuron_moe.modules.quantized_blocks import QuantizedBlock
 from tests.quantizers.conftest import SIZES, UNEVEN, WORDS, Converted, Source, load, patched
 from tests.tiny_models import FAMILIES, tokens
 
@@ -137,7 +137,7 @@ def test_the_model_holds_the_file_s_codes_and_little_else(
                 stored = to_compact(stored, hidden if "gate_up" in tensor.name else inner)
             assert torch.equal(held, stored)
             weights += 0 if tensor.name.endswith("_scale") else held.numel()
-    blocks = [module for module in model.modules() if isinstance(module, FrozenBlock)]
+    blocks = [module for module in model.modules() if isinstance(module, QuantizedBlock)]
     state = [tensor for block in blocks for tensor in block.state_dict().values()]
     # One byte per weight and one per 32 weights, nothing else.
     assert sum(tensor.nbytes for tensor in state) == weights * 33 // 32
@@ -155,7 +155,7 @@ WORD_TARGETS: list[tuple[str, dict[str, Any]]] = [
 def test_moe_cte_words_are_read_back(converted: Converted, family: str, options: dict[str, Any]) -> None:
     """Groups along H differ from the patched blocks' ones, so what is compared are the weights' values."""
     model, plain = load(converted(family, WORDS, **options)), load(converted(family, WORDS, precision="bf16"))
-    blocks = {name: module for name, module in model.named_modules() if isinstance(module, FrozenBlock)}
+    blocks = {name: module for name, module in model.named_modules() if isinstance(module, QuantizedBlock)}
     experts = {name: block for name, block in blocks.items() if name.endswith("experts")}
     assert experts
     for name, block in experts.items():
