@@ -20,21 +20,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.checks import Rule, check_flags, check_rules
-from hf_neuron_moe.errors import ConfigError, ShapeError, nearest, public
-from hf_neuron_moe.formats.block_plan_checks import (
-    check_distinct,
-    check_finite,
-    check_ids,
-    check_mask,
-    check_routing,
-    check_row_sums,
-    check_sizes,
-    check_values,
-)
+from hf_neuron_moe.checks import Rule, check_dtype, check_flags, check_rules, check_same_device, check_shape
+from hf_neuron_moe.errors import ConfigError, DTypeError, ShapeError, nearest, public
 
 SPARE_BLOCKS = ("last", "split", "unassigned")
 BLOCK_SIZES = (128, 256, 512, 1024)
+_MAX_TOKEN_ID = 1 << 24
+"""Ids pass through fp32 on the chip and are exact only below this."""
+_INTEGERS = (torch.int64, torch.int32)
+_VALUES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, *_INTEGERS)
 
 
 class BlockPlan(NamedTuple):
@@ -68,8 +62,7 @@ def count_blocks(
     where blocks are shared by two cores). With `tighten` there are no more blocks than pairs, ``N <= T * min(K, E)``,
     as serving frameworks have it. Upstream's plans do without, so leave it False where N has to be theirs.
     """
-    sizes = {"T": tokens, "top_k": top_k, "E": experts, "block_size": block_size, "n_block_per_iter": n_block_per_iter}
-    check_sizes(sizes)
+    _check_sizes(T=tokens, top_k=top_k, E=experts, block_size=block_size, n_block_per_iter=n_block_per_iter)
     pairs = tokens * min(top_k, experts)
     blocks = -(-(pairs - (experts - 1)) // block_size) + experts - 1
     if tighten:
@@ -95,8 +88,8 @@ def choose_block_size(
     """
     sizes = tuple(choices) if isinstance(choices, Iterable) else (choices,)
     for size in sizes:
-        check_sizes({"choices": size})
-    check_finite(max_padding, "max_padding", "0.5 lets half of the slots stay empty.")
+        _check_sizes(choices=size)
+    _check_finite(max_padding, "max_padding", "0.5 lets half of the slots stay empty.")
     found = []
     for size in sorted(sizes):
         blocks = count_blocks(tokens, top_k, experts, size, n_block_per_iter=n_block_per_iter)
@@ -120,29 +113,25 @@ def build_block_plan(
 ) -> BlockPlan:
     """Lay out a routing in blocks.
 
-    Args:
-        expert_mask: ``[T, E]``, nonzero where token t goes to expert e; at most min(K, E) per row.
-        block_size: B.
-        top_k: K.
-        n_block_per_iter: round N up to a multiple of this (2 where blocks are shared by two cores).
-        skip_token: mark unused slots with -1 instead of the sink row T.
-        spare_blocks: whose the blocks without tokens are: "last", the last expert's; "split", half of them (rounded
-            down) the middle expert's (E - 1) // 2, following its own blocks; "unassigned", marked with the id E. The
-            last is what newer references skip, and 2.29 kernels take it with ``skip_weight`` only. "split" is not for
-            the hybrids: they run as many blocks as `conditions` has flags set, and would stop before the last ones.
-        tighten: as in :func:`count_blocks`.
+    `expert_mask` is ``[T, E]``, nonzero where token t goes to expert e; at most min(K, E) per row. `n_block_per_iter`
+    and `tighten` as in :func:`count_blocks`. With `skip_token` unused slots are -1 instead of the sink row T. The plan
+    is on the mask's device; no value is read back to the host.
 
-    Returns:
-        The plan, on the mask's device; no value is read back to the host.
+    `spare_blocks` says whose the blocks without tokens are: "last", the last expert's; "split", half of them (rounded
+    down) the middle expert's (E - 1) // 2, following its own blocks; "unassigned", marked with the id E, which newer
+    references skip and 2.29 kernels take with ``skip_weight`` only. "split" is not for the hybrids: they run as many
+    blocks as `conditions` has flags set, and would stop before the last ones.
     """
     if spare_blocks not in SPARE_BLOCKS:
         fix = f"Choose one of these.{nearest(str(spare_blocks), list(SPARE_BLOCKS))}"
         raise ConfigError.about("spare_blocks", f"one of {', '.join(SPARE_BLOCKS)}", repr(spare_blocks), fix)
-    tokens, experts = check_mask(expert_mask)
-    sizes = {"T": tokens, "E": experts, "block_size": block_size, "top_k": top_k, "n_block_per_iter": n_block_per_iter}
-    check_sizes(sizes)
+    tokens, experts = _check_mask(expert_mask)
+    _check_sizes(T=tokens, E=experts, block_size=block_size, top_k=top_k, n_block_per_iter=n_block_per_iter)
     check_flags({"skip_token": skip_token, "tighten": tighten})
-    check_row_sums(expert_mask, top_k)
+    most = int(expert_mask.bool().sum(1).max()) if _readable(expert_mask) else 0
+    expected = f"made of rows with at most top_k = {top_k} experts"
+    fix = "Pass the top_k of the routing: it decides how many blocks there are."
+    check_rules([Rule(most <= top_k, "expert_mask", expected, f"a row with {most}", fix, ShapeError)])
     blocks = count_blocks(tokens, top_k, experts, block_size, n_block_per_iter=n_block_per_iter, tighten=tighten)
     chosen = expert_mask.bool()
     rank_TE = chosen.cumsum(0)
@@ -170,13 +159,13 @@ def dropping_capacity(
     `capacity_factor` is a multiple of the slots that an even routing needs. The capacity is ``T * K * factor // E`` by
     the convention "nki-library", ``ceil(T * K * factor / E)`` by "nxd".
     """
-    check_sizes({"T": tokens, "top_k": top_k, "E": experts})
+    _check_sizes(T=tokens, top_k=top_k, E=experts)
     known, fix = convention in ("nki-library", "nxd"), "They round the capacity down and up."
     check_rules([Rule(known, "convention", "'nki-library' or 'nxd'", repr(convention), fix)])
-    check_finite(capacity_factor, "capacity_factor", "1 gives every expert its share of an even routing.")
+    _check_finite(capacity_factor, "capacity_factor", "1 gives every expert its share of an even routing.")
     slots = tokens * top_k * capacity_factor
     capacity = math.ceil(slots / experts) if convention == "nxd" else int(slots // experts)
-    check_sizes({"capacity": capacity})
+    _check_sizes(capacity=capacity)
     return capacity
 
 
@@ -186,22 +175,16 @@ def build_dropping_plan(
 ) -> BlockPlan:
     """Lay out a routing with one block of `capacity` slots per expert.
 
-    Args:
-        expert_mask: ``[T, E]``, nonzero where token t goes to expert e.
-        capacity: B, slots per expert; see :func:`dropping_capacity`.
-        skip_token: mark unused slots with -1 instead of the sink row T.
-        priority: ``[T, E]``, an expert keeps its tokens of highest priority, in that order; None keeps the first.
-
-    Returns:
-        The plan, on the mask's device; no value is read back to the host.
+    Mask, `skip_token` and result as in :func:`build_block_plan`; `capacity` is B, see :func:`dropping_capacity`. An
+    expert keeps its tokens of highest `priority` ``[T, E]``, in that order; without one, its first.
     """
-    tokens, experts = check_mask(expert_mask)
-    check_sizes({"T": tokens, "E": experts, "capacity": capacity})
+    tokens, experts = _check_mask(expert_mask)
+    _check_sizes(T=tokens, E=experts, capacity=capacity)
     check_flags({"skip_token": skip_token})
     chosen = expert_mask.bool()
     rank_TE = chosen.cumsum(0)
     if priority is not None:
-        check_values({"expert_mask": expert_mask, "priority": priority}, "[T, E]")
+        _check_values({"expert_mask": expert_mask, "priority": priority}, "[T, E]")
         order_TE = priority.double().masked_fill(~chosen, -torch.inf).sort(dim=0, descending=True, stable=True).indices
         count_TE = torch.arange(1, tokens + 1, device=chosen.device)[:, None].expand(tokens, experts)
         rank_TE = torch.empty_like(order_TE).scatter_(0, order_TE, count_TE)
@@ -239,8 +222,7 @@ def expert_mask(top_k_index: Tensor, experts: int, *, first_expert: int = 0) -> 
     `first_expert` is the id of this rank's first expert; ids outside of ``first_expert .. first_expert + E - 1`` select
     nothing.
     """
-    check_routing(top_k_index)
-    check_ids(experts, first_expert)
+    _check_routing(top_k_index, experts, first_expert)
     mask = torch.zeros((top_k_index.shape[0], experts + 1), dtype=torch.bool, device=top_k_index.device)
     return mask.scatter_(1, _local(top_k_index, experts, first_expert), True)[:, :experts]
 
@@ -256,14 +238,74 @@ def masked_affinities(
     per pair, so one of two weights would be lost. That is checked where reading values costs nothing (on the CPU,
     outside of a trace).
     """
-    check_routing(top_k_index)
-    check_values({"top_k_index": top_k_index, "top_k_weights": top_k_weights}, "[T, K]")
-    check_ids(experts, first_expert)
+    _check_routing(top_k_index, experts, first_expert)
+    _check_values({"top_k_index": top_k_index, "top_k_weights": top_k_weights}, "[T, K]")
     check_flags({"skip_token": skip_token})
     local_TK = _local(top_k_index, experts, first_expert)
-    check_distinct(local_TK, experts)
+    if _readable(local_TK):
+        ordered = local_TK.sort(1).values
+        twice_T = ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] < experts)).any(1)
+        if bool(twice_T.any()):
+            got = f"row {int(twice_T.nonzero()[0])} with one twice"
+            fix = "Add the weights of a repeated expert, and give the other place an id of E or above."
+            raise ShapeError.about("top_k_index", "made of rows that name an expert once", got, fix)
     tokens = top_k_index.shape[0]
     rows = tokens if skip_token else tokens + 1
     dense = torch.zeros((rows, experts + 1), dtype=top_k_weights.dtype, device=top_k_weights.device)
     dense[:tokens].scatter_(1, local_TK, top_k_weights)
     return dense[:, :experts].reshape(-1, 1)
+
+
+def _readable(tensor: Tensor) -> bool:
+    """Whether looking at values costs nothing and breaks no trace: an ordinary tensor in host memory."""
+    if torch.compiler.is_compiling():  # first: the rest cannot be traced
+        return False
+    return type(tensor) is Tensor and tensor.device.type == "cpu" and not torch._is_functional_tensor(tensor)
+
+
+def _check_mask(mask: Tensor) -> tuple[int, int]:
+    """Check a ``[T, E]`` mask of bools or integers; return T and E."""
+    fits = isinstance(mask, Tensor) and not mask.is_floating_point()
+    got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+    fix = "Pass expert_mask(top_k_index, experts)."
+    check_rules([Rule(fits, "expert_mask", "a bool or integer tensor", got, fix, DTypeError)])
+    check_shape(mask, (None, None), "[T, E]", "expert_mask")
+    return mask.shape[0], mask.shape[1]
+
+
+def _check_sizes(**sizes: int) -> None:
+    """Check sizes for positive ints; T has to be exact in fp32 too."""
+    for name, value in sizes.items():
+        expected, fix, limit = "positive, an int", "Pass a positive size.", math.inf
+        if name == "T":
+            expected, limit = f"positive and below {_MAX_TOKEN_ID}, an int", _MAX_TOKEN_ID
+            fix = "Ids are exact below 2**24; split longer inputs."
+        fits = type(value) is int and 0 < value < limit
+        check_rules([Rule(fits, name, expected, repr(value), fix, ShapeError)])
+
+
+def _check_routing(top_k_index: Tensor, experts: int, first_expert: int) -> None:
+    """Check a ``[T, K]`` of ids of 0 and above, the values where they can be read, and whose experts are here."""
+    check_dtype(top_k_index, _INTEGERS, "top_k_index")
+    check_shape(top_k_index, (None, None), "[T, K]", "top_k_index")
+    least = int(top_k_index.min()) if _readable(top_k_index) and top_k_index.numel() else 0
+    expected = "made of expert ids of 0 and above"
+    fix = "Mark pairs without an expert with an id of at least the number of experts."
+    check_rules([Rule(least >= 0, "top_k_index", expected, f"the id {least}", fix, ShapeError)])
+    _check_sizes(experts=experts)
+    fits, fix = type(first_expert) is int and first_expert >= 0, "It is the id of this rank's first expert."
+    check_rules([Rule(fits, "first_expert", "an int of at least 0", repr(first_expert), fix)])
+
+
+def _check_values(tensors: dict[str, Tensor], names: str) -> None:
+    """Check that the second tensor, by argument name, has the shape and the device of the first, in any dtype."""
+    (_, like), (argument, values) = tensors.items()
+    check_dtype(values, _VALUES, argument)
+    check_shape(values, tuple(like.shape), names, argument)
+    check_same_device(tensors)
+
+
+def _check_finite(number: object, argument: str, fix: str) -> None:
+    """Check for a finite number of at least 0."""
+    fits = isinstance(number, int | float) and not isinstance(number, bool) and 0 <= number < math.inf
+    check_rules([Rule(fits, argument, "a finite number of at least 0", repr(number), fix)])

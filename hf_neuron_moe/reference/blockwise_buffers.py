@@ -5,6 +5,7 @@ Letters: T' rows of the token tensors, H hidden, I intermediate, E experts, R re
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -14,15 +15,16 @@ from torch import Tensor
 from hf_neuron_moe.backends.torch.experts import ExpertStack
 from hf_neuron_moe.checks import Rule, check_dtype, check_rules, check_same_device, check_shape
 from hf_neuron_moe.errors import ShapeError
-from hf_neuron_moe.reference.block_rows import BlockRows
-from hf_neuron_moe.reference.blockwise_checks import FLOATS, Operands
+from hf_neuron_moe.reference.block_rows import FLOATS, BlockRows
+from hf_neuron_moe.reference.blockwise_checks import Operands
 
-BUFFERS = (
-    "hidden_states_grad_out",
-    "expert_affinities_masked_grad_out",
-    "gate_up_proj_weight_grad_out",
-    "down_proj_weight_grad_out",
-)
+BUFFERS = {
+    "hidden_states_grad_out": "[T', H]",
+    "expert_affinities_masked_grad_out": "[T' * E, 1]",
+    "gate_up_proj_weight_grad_out": "[E, H, 2, I]",
+    "down_proj_weight_grad_out": "[E, I, H]",
+}
+"""Arguments for buffers, each of the shape of the operand in its name."""
 
 
 @dataclass(frozen=True)
@@ -39,15 +41,11 @@ class GradBuffers:
 
     def weights(self, operands: Operands) -> ExpertStack:
         """Return the weight gradients' memory as the experts write it."""
-        gate_up, down = operands.gate_up_proj_weight, operands.down_proj_weight
-        dtype = self.dtype or gate_up.dtype
-        gate_up_out = torch.empty_like(gate_up, dtype=dtype, memory_format=torch.contiguous_format)
-        down_out = torch.empty_like(down, dtype=dtype, memory_format=torch.contiguous_format)
-        if self.gate_up_proj_weight_grad_out is not None:
-            gate_up_out = self.gate_up_proj_weight_grad_out
-        if self.down_proj_weight_grad_out is not None:
-            down_out = self.down_proj_weight_grad_out
-        return ExpertStack(gate_up_out.view(gate_up.shape[0], gate_up.shape[1], -1), down_out, transposed=True)
+        gate_up, down = self.gate_up_proj_weight_grad_out, self.down_proj_weight_grad_out
+        new = functools.partial(torch.empty_like, dtype=self.dtype, memory_format=torch.contiguous_format)
+        gate_up = new(operands.gate_up_proj_weight) if gate_up is None else gate_up
+        down = new(operands.down_proj_weight) if down is None else down
+        return ExpertStack(gate_up.flatten(2), down, transposed=True)
 
     def store_hidden(self, d_hidden: Tensor, rows: BlockRows, dtype: torch.dtype) -> Tensor:
         """Return the fp32 hidden gradient in `dtype`, or write it to the buffer and return that."""
@@ -73,39 +71,29 @@ class GradBuffers:
 
 
 def check_buffers(buffers: GradBuffers, operands: Operands, rows: BlockRows) -> None:
-    """Refuse buffers that do not fit their operands, and combinations that would compute something else."""
-    likes = (
-        (operands.hidden_states, "[T', H]"),
-        (operands.expert_affinities_masked, "[T' * E, 1]"),
-        (operands.gate_up_proj_weight, "[E, H, 2, I]"),
-        (operands.down_proj_weight, "[E, I, H]"),
-    )
-    given: dict[str, Tensor] = {}
-    for name, (like, words) in zip(BUFFERS, likes, strict=True):
-        buffer = getattr(buffers, name)
-        if buffer is not None:
-            given[name] = buffer
-            check_dtype(buffer, FLOATS, name)
-            check_shape(buffer, tuple(like.shape), words, name)
-            fix = "Allocate it with torch.empty of that shape."
-            strides = f"strides {buffer.stride()}"
-            check_rules([Rule(buffer.is_contiguous(), name, "contiguous", strides, fix, ShapeError)])
+    """Raise for buffers that do not fit their operands, and combinations that would compute something else."""
+    given = {name: getattr(buffers, name) for name in BUFFERS if getattr(buffers, name) is not None}
+    for name, buffer in given.items():
+        check_dtype(buffer, FLOATS, name)
+        check_shape(buffer, getattr(operands, name.removesuffix("_grad_out")).shape, BUFFERS[name], name)
+        fix = "Allocate it with torch.empty of that shape."
+        strides = f"strides {buffer.stride()}"
+        check_rules([Rule(buffer.is_contiguous(), name, "contiguous", strides, fix, ShapeError)])
     check_same_device({"hidden_states": operands.hidden_states, **given})
     check_rules(_accumulation_rules(buffers, given, rows))
 
 
 def _accumulation_rules(buffers: GradBuffers, given: dict[str, Tensor], rows: BlockRows) -> Iterator[Rule]:
-    missing = [name for name in BUFFERS if name not in given]
+    missing = [name for name in BUFFERS if name not in given] if buffers.add else []
     fix = "Pass all four *_grad_out buffers to add to."
-    expected = f"False without {missing[0] if missing else ''}"
-    yield Rule(not (buffers.add and missing), "skip_grad_initialization", expected, "True", fix)
-    name, expected = "accumulation_dtype", "None, torch.bfloat16 or torch.float32"
-    yield Rule(buffers.dtype in (None, *FLOATS), name, expected, repr(buffers.dtype), "Use torch.float32.")
+    yield Rule(not missing, "skip_grad_initialization", f"False without {''.join(missing[:1])}", "True", fix)
+    name, rule = "accumulation_dtype", "None, torch.bfloat16 or torch.float32"
+    yield Rule(buffers.dtype in (None, *FLOATS), name, rule, repr(buffers.dtype), "Use torch.float32.")
     wide = [name for name, buffer in given.items() if buffer.dtype == torch.float32]
-    expected = f"not lower than the buffers' ({wide[0] if wide else ''} is fp32)"
-    fits = not (buffers.dtype == torch.bfloat16 and wide)
-    yield Rule(fits, name, expected, "torch.bfloat16", "Leave it None or pass torch.float32.")
-    name, expected = "is_tensor_update_accumulating", "True where a token goes to more than one expert"
+    fits = not wide or buffers.dtype != torch.bfloat16
+    rule = f"not lower than the buffers' ({''.join(wide[:1])} is fp32)"
+    yield Rule(fits, name, rule, "torch.bfloat16", "Leave it None or pass torch.float32.")
+    name, rule = "is_tensor_update_accumulating", "True where a token goes to more than one expert"
     fix = "Plain stores keep the last expert's part only; they are for top_k = 1."
     fits = not buffers.assign_rows or rows.token_R.numel() == rows.token_R.unique().numel()
-    yield Rule(fits, name, expected, "False", fix)
+    yield Rule(fits, name, rule, "False", fix)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hf_neuron_moe.checks import Rule, check_dtype, check_rules, check_same_device, check_shape, shown
 from hf_neuron_moe.errors import ConfigError, ShapeError
+from hf_neuron_moe.reference.block_rows import FLOATS, INTEGERS
 from hf_neuron_moe.reference.moe_types import (
     BLOCKINGS,
     ActFnType,
@@ -24,14 +25,13 @@ from hf_neuron_moe.reference.moe_types import (
     as_member,
 )
 
-FLOATS = (torch.bfloat16, torch.float32)
-INTEGERS = (torch.int32, torch.int64)
 RELEASES = ("2.29", "2.31")
 _BLOCK_SIZES = {"2.29": (128, 256, 512, 1024), "2.31": (128, 256, 512, 1024, 2048, 4096)}
 _ACTIVATIONS = {
     "2.29": (ActFnType.SiLU, ActFnType.Swish),
     "2.31": (ActFnType.SiLU, ActFnType.Swish, ActFnType.SquaredReLU),
 }
+_SHARDS: dict[str, type[ShardOption] | type[ShardOption229]] = {"2.29": ShardOption229, "2.31": ShardOption}
 _CORES = 2
 _OPTIONAL = ("down_proj_act_checkpoint", "down_proj_bias")
 _OFF_DEVICE = "Change it, or pass device_limits=False for the mathematical definition."
@@ -73,7 +73,7 @@ class Options:
 
 
 def check_operands(operands: Operands, block_size: int) -> None:
-    """Refuse operands whose dtypes, shapes or devices do not fit each other."""
+    """Raise for operands whose dtypes, shapes or devices do not fit each other."""
     given = {name: tensor for name, tensor in vars(operands).items() if tensor is not None or name not in _OPTIONAL}
     for name, tensor in given.items():
         check_dtype(tensor, INTEGERS if name in ("token_position_to_id", "block_to_expert") else FLOATS, name)
@@ -87,32 +87,20 @@ def check_operands(operands: Operands, block_size: int) -> None:
     slots, expected = operands.token_position_to_id.numel(), f"of size N * block_size = {blocks * block_size}"
     fits = slots == blocks * block_size
     check_rules([Rule(fits, "token_position_to_id", expected, slots, "Use build_block_plan.", ShapeError)])
-    shapes: dict[str, tuple[tuple[int | None, ...], str]] = {
-        "down_proj_weight": ((experts, inner, hidden), "[E, I, H]"),
-        "expert_affinities_masked": ((rows * experts, 1), "[T' * E, 1]"),
-        "gate_up_proj_act_checkpoint_T": ((blocks, 2, inner, block_size), "[N, 2, I, B]"),
-        "output_hidden_states_grad": ((rows, hidden), "[T', H]"),
-        "down_proj_act_checkpoint": ((blocks, block_size, hidden), "[N, B, H]"),
-        "down_proj_bias": ((experts, hidden), "[E, H]"),
-    }
-    for name, (shape, words) in shapes.items():
+    for name, shape, words in (
+        ("down_proj_weight", (experts, inner, hidden), "[E, I, H]"),
+        ("expert_affinities_masked", (rows * experts, 1), "[T' * E, 1]"),
+        ("gate_up_proj_act_checkpoint_T", (blocks, 2, inner, block_size), "[N, 2, I, B]"),
+        ("output_hidden_states_grad", (rows, hidden), "[T', H]"),
+        ("down_proj_act_checkpoint", (blocks, block_size, hidden), "[N, B, H]"),
+        ("down_proj_bias", (experts, hidden), "[E, H]"),
+    ):
         if name in given:
             check_shape(given[name], shape, words, name)
 
 
-def check_block_size(block_size: int, block_tile_size: int | None = None) -> None:
-    """Refuse sizes that are no positive ints, and tiles that do not divide the block."""
-    fix = "Pass the block size the plan was made with."
-    for name, value in (("block_size", block_size), ("block_tile_size", block_tile_size)):
-        fits = (value is None and name != "block_size") or (type(value) is int and value > 0)
-        check_rules([Rule(fits, name, "a positive int", repr(value), fix, ShapeError)])
-    expected, fix = f"a divisor of block_size = {block_size}", "It only tiles the block on the device; leave it None."
-    fits = block_tile_size is None or block_size % block_tile_size == 0
-    check_rules([Rule(fits, "block_tile_size", expected, block_tile_size, fix, ShapeError)])
-
-
 def check_blocking(value: object) -> None:
-    """Refuse `blocking_params` that hold anything but blocking records, singly or in a tuple, list or dict."""
+    """Raise for `blocking_params` that hold anything but blocking records, singly or in a tuple, list or dict."""
     held = value if isinstance(value, list | tuple) else [value]
     held = list(value.values()) if isinstance(value, dict) else held
     counts = [count for item in held if isinstance(item, BLOCKINGS) for count in vars(item).values()]
@@ -132,7 +120,7 @@ def read_shard_option(value: object) -> ShardOption | ShardOption229:
 
 
 def check_device_limits(operands: Operands, options: Options, release: str | None) -> None:
-    """Refuse what no release's device kernel takes, or what `release` does not take; the newest one names the rule."""
+    """Raise for what no release's device kernel takes, or `release` does not take; the newest one names the rule."""
     if release not in (None, *RELEASES):
         expected, fix = f"None or one of {', '.join(RELEASES)}", "2.31 stands for the later ones too."
         raise ConfigError.about("release", expected, repr(release), fix)
@@ -146,7 +134,7 @@ def check_device_limits(operands: Operands, options: Options, release: str | Non
 
 
 def check_bf16_limits(limits: ClampLimits) -> None:
-    """Refuse clamp limits that bf16 does not hold.
+    """Raise for clamp limits that bf16 does not hold.
 
     The masks compare bf16 checkpoints with the limits. A value clamped to 0.7 is kept as 0.69921875, which would count
     as inside and get a gradient; so forward and backward have to use the rounded limit.
@@ -160,8 +148,7 @@ def check_bf16_limits(limits: ClampLimits) -> None:
 
 def _device_rules(operands: Operands, options: Options, release: str) -> Iterator[Rule]:
     """The documented rules of one release, sizes first."""
-    old, members = release == "2.29", ShardOption229 if release == "2.29" else ShardOption
-    block, step = options.block_size, 32 * _CORES
+    old, block, step = release == "2.29", options.block_size, 32 * _CORES
     hidden, inner = operands.hidden_states.shape[1], operands.gate_up_proj_weight.shape[3]
     sizes = _BLOCK_SIZES[release]
     yield Rule(block in sizes, "block_size", f"one of {sizes}", block, _OFF_DEVICE, ShapeError)
@@ -171,15 +158,14 @@ def _device_rules(operands: Operands, options: Options, release: str) -> Iterato
     rule += ", or even with block_size 128 from 2.31 on"
     yield Rule(fits, "I of gate_up_proj_weight", rule, inner, _OFF_DEVICE, ShapeError)
 
-    shard, on_hidden = options.shard.name, options.on_hidden
+    shard, members, on_hidden = options.shard.name, _SHARDS[release].__members__, options.on_hidden
     fits, rule = options.kernel_type is not KernelTypeOption.DROPPING, "DROPLESS (no release's kernel has dropping)"
     yield Rule(fits, "kernel_type_option", rule, "DROPPING", _OFF_DEVICE)
-    names = ", ".join(members.__members__)
-    yield Rule(shard in members.__members__, "shard_option", f"one of {names}", shard, _OFF_DEVICE)
+    yield Rule(shard in members, "shard_option", f"one of {', '.join(members)}", shard, _OFF_DEVICE)
     rule = "AFFINITY_ON_H (AFFINITY_ON_I is ignored)"
     yield Rule(not old or on_hidden, "affinity_option", rule, options.affinity.name, _OFF_DEVICE)
     rule = "left out (it came with a later release)"
-    yield Rule(not (old and options.later), options.later[0] if options.later else "", rule, "a value", _OFF_DEVICE)
+    yield Rule(not (old and options.later), "".join(options.later[:1]), rule, "a value", _OFF_DEVICE)
     fits = old or not on_hidden or shard != "SHARD_ON_HIDDEN"
     rule = "SHARD_ON_FREE or SHARD_ON_BLOCK with AFFINITY_ON_H"
     yield Rule(fits, "shard_option", rule, "SHARD_ON_HIDDEN, the default", _OFF_DEVICE)

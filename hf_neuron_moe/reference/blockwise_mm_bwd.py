@@ -34,15 +34,19 @@ from torch import Tensor
 
 from hf_neuron_moe.backends.torch.gating import Gating
 from hf_neuron_moe.checks import Rule, check_flags, check_optional_flag, check_record, check_rules
-from hf_neuron_moe.errors import NeuronMoEWarning, public
+from hf_neuron_moe.errors import NeuronMoEWarning, ShapeError, public
 from hf_neuron_moe.reference.activations import act_, act_grad_
-from hf_neuron_moe.reference.block_rows import BlockRows, block_rows, check_one_block_per_expert
+from hf_neuron_moe.reference.block_rows import (
+    FLOATS,
+    BlockRows,
+    block_rows,
+    check_block_size,
+    check_one_block_per_expert,
+)
 from hf_neuron_moe.reference.blockwise_buffers import BUFFERS, GradBuffers, check_buffers
 from hf_neuron_moe.reference.blockwise_checks import (
-    FLOATS,
     Operands,
     Options,
-    check_block_size,
     check_blocking,
     check_device_limits,
     check_operands,
@@ -130,61 +134,40 @@ def blockwise_mm_bwd(
 ) -> MoEBackward | MoEBiasBackward:
     """Gradients of the blockwise experts from the forward's checkpoints.
 
-    Upstream's arguments come first, in the order of 2.31 and later; the keyword-only ones are this package's.
+    Upstream's arguments come first, in the order of 2.31 and later; the keyword-only ones are this package's. All are
+    described in docs/kernels.md.
 
-    Args:
-        hidden_states: bf16 or fp32 ``[T', H]``. fp32 is computed in fp32, whatever `compute_dtype` says.
-        expert_affinities_masked: ``[T' * E, 1]``, dense and masked, token-major.
-        gate_up_proj_weight: ``[E, H, 2, I]``, 0 gate and 1 up.
-        down_proj_weight: ``[E, I, H]``.
-        gate_up_proj_act_checkpoint_T: ``[N, 2, I, B]`` pre-activations after bias and clamp.
-        down_proj_act_checkpoint: ``[N, B, H]`` down projection before the affinity; unused by AFFINITY_ON_I.
-        token_position_to_id: int ``[N * B]``; T (or -1 with ``skip_token``) marks unused slots.
-        block_to_expert: int ``[N]``.
-        output_hidden_states_grad: ``[T', H]``.
-        block_size: B.
-        skip_dma: ``SkipMode``; ``skip_weight`` has no effect on values.
-        compute_dtype: bf16, or fp32 for bf16 operands without rounding between the matmuls.
-        is_tensor_update_accumulating: False stores rows of the hidden gradient instead of adding them, for plans that
-            use every token once. It never adds to a caller's gradients.
-        skip_grad_initialization: add to the four ``*_grad_out`` buffers instead of overwriting them. Affinity entries
-            are assigned, as upstream assigns them; entries of pairs outside of the plan are kept.
-        shard_option: no effect on values; see `device_limits`.
-        affinity_option: where the forward multiplied by the affinity.
-        kernel_type_option: DROPPING needs one block per expert in order; no release implements it, so it is refused as
-            a device limit.
-        clamp_limits: the forward's limits, as strict masks on the checkpoints: no bounds on gradients.
-        bias: the forward had biases: return their gradients too, and see `down_proj_bias`.
-        activation_type: any ``ActFnType`` (upstream: SiLU and Swish, later SquaredReLU).
-        block_tile_size: tiling on the device, a divisor of B; no effect on values.
-        blocking_params: the records ``*Blocking``, singly or in a tuple, list or dict: tuning on the device; no effect
-            on values.
-        hidden_states_grad_out: buffer for the result, written and returned; likewise the next three.
-        expert_affinities_masked_grad_out: ``[T' * E, 1]``.
-        gate_up_proj_weight_grad_out: ``[E, H, 2, I]``.
-        down_proj_weight_grad_out: ``[E, I, H]``.
-        accumulation_dtype: dtype of the weight and bias gradients without a buffer (default: the weights'). Sums are
-            fp32 in any case.
-        skip_gate_proj: the forward was ``act(up)``; gate gradients are zero and up is not masked.
-        down_proj_bias: ``[E, H]``, for the affinity's gradient: upstream leaves ``sum_H dO * down_proj_bias`` out
-            wherever the bias is not in the down checkpoint, and always with AFFINITY_ON_I. A call with
-            `bias` and without it gives upstream's gradient and warns (:class:`NeuronMoEWarning`), unless the checkpoint
-            contains it (AFFINITY_ON_H by the golden convention) or `upstream_affinity_grad` is set.
-        convention: ``"device"``: the down checkpoint is without the down bias, as kernels save it; ``"golden"``: with
-            it, as upstream's references save it, so that AFFINITY_ON_H adds nothing.
-        upstream_affinity_grad: leave the bias out of the affinity's gradient as upstream does.
-        device_limits: enforce the shapes and option pairs that device kernels take; None: for bf16 `hidden_states`.
-        release: whose limits: "2.29", "2.31" (and later), or None for those of either.
+    Operands are bf16 or fp32 (fp32 `hidden_states` are computed in fp32, whatever `compute_dtype` says):
+    `hidden_states` and `output_hidden_states_grad` ``[T', H]``, `expert_affinities_masked` ``[T' * E, 1]`` (dense and
+    masked, token-major), `gate_up_proj_weight` ``[E, H, 2, I]`` (0 gate, 1 up), `down_proj_weight` ``[E, I, H]``,
+    `gate_up_proj_act_checkpoint_T` ``[N, 2, I, B]`` (after bias and clamp), `down_proj_act_checkpoint` ``[N, B, H]``
+    (before the affinity; unused by AFFINITY_ON_I). In `token_position_to_id`, int ``[N * B]``, T (or -1 with
+    ``skip_token``) marks unused slots; `block_to_expert` is int ``[N]``. `clamp_limits` are strict masks on the
+    checkpoints, no bounds on gradients.
 
-    Returns:
-        Four gradients, or six with `bias`: hidden and affinity gradients in their operands' dtypes, the others in
-        `accumulation_dtype` or the weights'. Entries without a contribution are zero.
+    The four ``*_grad_out`` buffers have the shapes of the results, are written and returned. With
+    `skip_grad_initialization` they are added to; affinity entries are assigned, as upstream does, and entries of pairs
+    outside of the plan are kept. ``is_tensor_update_accumulating=False`` stores rows of the hidden gradient
+    instead of adding them, for plans that use every token once; it never adds to a caller's gradients.
+
+    `bias` says that the forward had biases. Upstream leaves ``sum_H dO * down_proj_bias`` out of the affinity's
+    gradient wherever the bias is not in the down checkpoint (`convention` "device"; "golden" checkpoints contain it),
+    and always with AFFINITY_ON_I. With `down_proj_bias` ``[E, H]`` it is added; a call without it warns
+    (:class:`NeuronMoEWarning`) unless the checkpoint contains it or `upstream_affinity_grad` is set.
+
+    Returns four gradients, or six with `bias`: hidden and affinity gradients in their operands' dtypes, the others in
+    `accumulation_dtype` or the weights'. Sums are fp32 in any case; entries without a contribution are zero.
     """
     given = locals()
     check_flags({name: given[name] for name in (*_SWITCHES, "bias")})
     check_optional_flag(device_limits, "device_limits")
     check_blocking(blocking_params)
-    check_block_size(block_size, block_tile_size)
+    check_block_size(block_size)
+    if block_tile_size is not None:
+        check_block_size(block_tile_size, "block_tile_size")
+        rule, fix = f"a divisor of block_size = {block_size}", "It only tiles the block on the device; leave it None."
+        fits = block_size % block_tile_size == 0
+        check_rules([Rule(fits, "block_tile_size", rule, block_tile_size, fix, ShapeError)])
     check_record(skip_dma, SkipMode, "skip_dma")
     check_record(clamp_limits, ClampLimits, "clamp_limits")
     buffers = GradBuffers(
@@ -227,13 +210,13 @@ def _checked_rows(
     limited = operands.hidden_states.dtype == torch.bfloat16 if device_limits is None else device_limits
     if limited or release is not None:
         check_device_limits(operands, options, release)
-    table_rows, experts = operands.hidden_states.shape[0], operands.gate_up_proj_weight.shape[0]
+    tokens, experts = len(operands.hidden_states) - (not options.skip_token), len(operands.gate_up_proj_weight)
     plan = (operands.token_position_to_id, operands.block_to_expert)
     if options.kernel_type is KernelTypeOption.DROPPING:
         expected = f"0..{experts - 1} with kernel_type_option DROPPING (block e is expert e)"
         fix = "Use build_dropping_plan, or KernelTypeOption.DROPLESS."
         check_one_block_per_expert(operands.block_to_expert, experts, expected, fix)
-    rows = block_rows(*plan, options.block_size, table_rows - (not options.skip_token), experts)
+    rows = block_rows(*plan, options.block_size, tokens, experts)
     check_buffers(buffers, operands, rows)
     return rows
 
@@ -259,9 +242,8 @@ def _affinity_bias(operands: Operands, options: Options, bias: bool, convention:
 def _gating(options: Options, skip_gate: bool) -> Gating | None:
     """Return the gate's rule, or None for plain SiLU."""
     limits, kind = options.clamp_limits, options.activation
+    gating = Gating(gate_limits=limits.gate, up_limits=limits.up, skip_gate=skip_gate)
     if kind is not ActFnType.SiLU:
         act, act_grad = functools.partial(act_, kind=kind), functools.partial(act_grad_, kind=kind)
-        return Gating(act, act_grad, gate_limits=limits.gate, up_limits=limits.up, skip_gate=skip_gate)
-    if limits == ClampLimits() and not skip_gate:
-        return None
-    return Gating(gate_limits=limits.gate, up_limits=limits.up, skip_gate=skip_gate)
+        return replace(gating, act_=act, act_grad_=act_grad)
+    return None if gating == Gating() else gating

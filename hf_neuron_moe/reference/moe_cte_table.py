@@ -21,27 +21,19 @@ from hf_neuron_moe.checks import Rule, check_rules, check_shape
 from hf_neuron_moe.errors import public
 from hf_neuron_moe.reference.moe_cte import MoEForward, bound, forward
 from hf_neuron_moe.reference.moe_cte_arguments import Arguments
-from hf_neuron_moe.reference.moe_types import (
-    ExpertAffinityScaleMode,
-    MoECTEImplementation,
-    MoECTESpec,
-    QuantizationType,
-    ShardOnBlockConfig,
-    ShardOnIConfig,
-)
+from hf_neuron_moe.reference.moe_cte_rules import MX
+from hf_neuron_moe.reference.moe_types import ExpertAffinityScaleMode as _Mode
+from hf_neuron_moe.reference.moe_types import MoECTEImplementation as _Kind
+from hf_neuron_moe.reference.moe_types import MoECTESpec, QuantizationType, ShardOnBlockConfig, ShardOnIConfig
 
-_Kind, _Mode = MoECTEImplementation, ExpertAffinityScaleMode
 _CONFIGS = (ShardOnBlockConfig, ShardOnIConfig)
 _OPTIONS = {kind: [field.name for field in fields(kind)] for kind in _CONFIGS}
 _RENAMED = {"gate_up_hidden_scale": "gate_up_in_scale", "down_hidden_scale": "down_in_scale"}
 """Names of the direct kernels for arguments of ``moe_cte``."""
 _CLAIMS = {
-    name: Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=kind)
-    for name, default, kind in (
-        ("is_block_quant", None, "bool | None"),
-        ("is_per_tensor", None, "bool | None"),
-        ("use_block128_scales", False, "bool"),
-    )
+    "is_block_quant": Parameter("is_block_quant", Parameter.KEYWORD_ONLY, default=None, annotation="bool | None"),
+    "is_per_tensor": Parameter("is_per_tensor", Parameter.KEYWORD_ONLY, default=None, annotation="bool | None"),
+    "use_block128_scales": Parameter("use_block128_scales", Parameter.KEYWORD_ONLY, default=False, annotation="bool"),
 }
 """Arguments that only repeat what the shape of ``gate_up_proj_scale`` says, and must agree with it."""
 
@@ -59,7 +51,7 @@ _CLAMPS = f"{_GATE} up_clamp_lower_limit up_clamp_upper_limit"
 class Kernel(NamedTuple):
     """One direct kernel."""
 
-    implementation: MoECTEImplementation
+    implementation: _Kind
     text: str  # its docstring
     positional: str  # arguments in order
     keywords: str = ""  # arguments by keyword, before ``convention`` and ``device_limits``
@@ -154,14 +146,16 @@ def signature_of(kernel: Kernel) -> inspect.Signature:
     known = dict(_CLAIMS)
     for record in (Arguments, *_CONFIGS):
         known |= inspect.signature(record).parameters
-    ending = "convention device_limits" + (" mx_scale_rule" if kernel.implementation.name.find("_mx") > 0 else "")
-    positional, keywords = kernel.positional.split(), f"{kernel.keywords} {ending}".split()
+    ending = "convention device_limits" + (" mx_scale_rule" if kernel.implementation in MX else "")
     parameters = []
-    for name in (*positional, *keywords):
-        declared, kind = known[_RENAMED.get(name, name)], Parameter.KEYWORD_ONLY
-        if name in positional:
-            kind = Parameter.POSITIONAL_OR_KEYWORD  # type: ignore[assignment]
-        parameters.append(declared.replace(name=name, kind=kind, default=kernel.defaults.get(name, declared.default)))
+    for names, kind in (
+        (kernel.positional, Parameter.POSITIONAL_OR_KEYWORD),
+        (f"{kernel.keywords} {ending}", Parameter.KEYWORD_ONLY),
+    ):
+        for name in names.split():
+            declared = known[_RENAMED.get(name, name)]
+            default = kernel.defaults.get(name, declared.default)
+            parameters.append(declared.replace(name=name, kind=kind, default=default))
     return inspect.Signature(parameters, return_annotation="MoEForward")
 
 
@@ -203,12 +197,12 @@ def _claim(name: str, claimed: object, scale: object) -> Rule:
     """A claim on the shape of the gate and up scale: ``[E, H/256, 2, I/256, 128]``, ``[E, 2, 1]``, four block rows."""
     shape = tuple(scale.shape) if isinstance(scale, Tensor) else ()
     fix = "Leave it out, or pass scales of the other kind."
-    if name == "is_block_quant":
-        found = len(shape) == 5
-    elif name == "is_per_tensor":
-        found = len(shape) == 3 and shape[1] * shape[2] == 2
-    else:
-        found = len(shape) > 1 and shape[1] == 4
+    if name == "use_block128_scales":
         fix = "One scale byte per 128 x 128 block has four rows, one per group of 8 partitions sixteen."
+    found = {
+        "is_block_quant": len(shape) == 5,
+        "is_per_tensor": len(shape) == 3 and shape[1] * shape[2] == 2,
+        "use_block128_scales": len(shape) > 1 and shape[1] == 4,
+    }[name]
     holds = claimed is found or (claimed is None and name != "use_block128_scales")
     return Rule(holds, name, f"{found}, as the shape of gate_up_proj_scale says", claimed, fix)
