@@ -19,9 +19,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from hf_neuron_moe.checks import Rule, check_dtype, check_flags, check_rules, check_same_device, check_shape
-from hf_neuron_moe.errors import ConfigError, DTypeError, ShapeError, nearest, public
+from hf_neuron_moe.errors import DTypeError, ShapeError, public
+from hf_neuron_moe.formats.constants import unknown_name
 
 SPARE_BLOCKS = ("last", "split", "unassigned")
 BLOCK_SIZES = (128, 256, 512, 1024)
@@ -123,8 +125,7 @@ def build_block_plan(
     blocks as `conditions` has flags set, and would stop before the last ones.
     """
     if spare_blocks not in SPARE_BLOCKS:
-        fix = f"Choose one of these.{nearest(str(spare_blocks), list(SPARE_BLOCKS))}"
-        raise ConfigError.about("spare_blocks", f"one of {', '.join(SPARE_BLOCKS)}", repr(spare_blocks), fix)
+        raise unknown_name(spare_blocks, list(SPARE_BLOCKS), argument="spare_blocks")
     tokens, experts = _check_mask(expert_mask)
     _check_sizes(T=tokens, E=experts, block_size=block_size, top_k=top_k, n_block_per_iter=n_block_per_iter)
     check_flags({"skip_token": skip_token, "tighten": tighten})
@@ -140,14 +141,13 @@ def build_block_plan(
         middle_E = torch.arange(experts, device=chosen.device) == (experts - 1) // 2
         blocks_E = blocks_E + middle_E * ((blocks - blocks_E.sum()) // 2)
     end_E = blocks_E.cumsum(0)
-    first_slot_E = torch.nn.functional.pad(end_E[:-1], (1, 0)) * block_size
+    first_slot_E = pad(end_E[:-1], (1, 0)) * block_size
     # Ranks count from one, so slot 0 collects everything that was not chosen and is cut off afterwards.
     slot_TE = torch.where(chosen, first_slot_E + rank_TE, 0)
-    ids = _scatter_tokens(slot_TE, blocks * block_size, -1 if skip_token else tokens)
     block_N = torch.arange(blocks, device=chosen.device)
     passed_E = end_E if spare_blocks == "unassigned" else end_E[:-1]
     block_to_expert = (passed_E[None] <= block_N[:, None]).sum(1).to(torch.int32)
-    return BlockPlan(ids, block_to_expert, _flags(ids, blocks, tokens), block_size)
+    return _plan(slot_TE, block_to_expert, block_size, skip_token)
 
 
 @public
@@ -190,23 +190,19 @@ def build_dropping_plan(
         rank_TE = torch.empty_like(order_TE).scatter_(0, order_TE, count_TE)
     first_slot_E = torch.arange(experts, device=chosen.device) * capacity
     slot_TE = torch.where(chosen & (rank_TE <= capacity), first_slot_E + rank_TE, 0)
-    ids = _scatter_tokens(slot_TE, experts * capacity, -1 if skip_token else tokens)
     owners = torch.arange(experts, device=chosen.device, dtype=torch.int32)
-    return BlockPlan(ids, owners, _flags(ids, experts, tokens), capacity)
+    return _plan(slot_TE, owners, capacity, skip_token)
 
 
-def _scatter_tokens(slot_TE: Tensor, slots: int, sink: int) -> Tensor:
-    """Return the token of every slot; 1-based slots, 0 is thrown away."""
-    tokens, experts = slot_TE.shape
+def _plan(slot_TE: Tensor, block_to_expert: Tensor, block_size: int, skip_token: bool) -> BlockPlan:
+    """Return the plan in which every pair has its slot, counted from 1; slot 0 is thrown away."""
+    (tokens, experts), blocks = slot_TE.shape, len(block_to_expert)
     ids_TE = torch.arange(tokens, device=slot_TE.device, dtype=torch.int32)[:, None].expand(tokens, experts)
-    filled = torch.full((slots + 1,), sink, dtype=torch.int32, device=slot_TE.device)
-    return filled.scatter_(0, slot_TE.reshape(-1), ids_TE.reshape(-1))[1:]
-
-
-def _flags(ids: Tensor, blocks: int, tokens: int) -> Tensor:
-    """Return 1 for every block with real tokens, then a 0."""
+    sink = -1 if skip_token else tokens
+    filled = torch.full((blocks * block_size + 1,), sink, dtype=torch.int32, device=slot_TE.device)
+    ids = filled.scatter_(0, slot_TE.reshape(-1), ids_TE.reshape(-1))[1:]
     real_N = ((ids >= 0) & (ids < tokens)).view(blocks, -1).any(1)
-    return torch.nn.functional.pad(real_N.to(torch.int32), (0, 1))
+    return BlockPlan(ids, block_to_expert, pad(real_N.to(torch.int32), (0, 1)), block_size)
 
 
 def _local(top_k_index: Tensor, experts: int, first_expert: int) -> Tensor:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.checks import Rule, check_dtype, check_rules, check_same_device, check_shape, shown
+from hf_neuron_moe.checks import Rule, check_dtype, check_layouts, check_rules, check_same_device, shown
 from hf_neuron_moe.errors import ConfigError, ShapeError
 from hf_neuron_moe.reference.block_rows import FLOATS, INTEGERS
 from hf_neuron_moe.reference.moe_types import (
@@ -34,6 +34,16 @@ _ACTIVATIONS = {
 _SHARDS: dict[str, type[ShardOption] | type[ShardOption229]] = {"2.29": ShardOption229, "2.31": ShardOption}
 _CORES = 2
 _OPTIONAL = ("down_proj_act_checkpoint", "down_proj_bias")
+_LAYOUTS = {
+    "hidden_states": "[T', H]",
+    "gate_up_proj_weight": "[E, H, 2, I]",
+    "down_proj_weight": "[E, I, H]",
+    "expert_affinities_masked": "[T' * E, 1]",
+    "gate_up_proj_act_checkpoint_T": "[N, 2, I, B]",
+    "output_hidden_states_grad": "[T', H]",
+    "down_proj_act_checkpoint": "[N, B, H]",
+    "down_proj_bias": "[E, H]",
+}
 _OFF_DEVICE = "Change it, or pass device_limits=False for the mathematical definition."
 
 
@@ -72,31 +82,17 @@ class Options:
         return self.affinity is AffinityOption.AFFINITY_ON_H
 
 
-def check_operands(operands: Operands, block_size: int) -> None:
-    """Raise for operands whose dtypes, shapes or devices do not fit each other."""
+def check_operands(operands: Operands, block_size: int) -> dict[str, int]:
+    """Raise for operands whose dtypes, shapes or devices do not fit each other; return the sizes of their axes."""
     given = {name: tensor for name, tensor in vars(operands).items() if tensor is not None or name not in _OPTIONAL}
     for name, tensor in given.items():
         check_dtype(tensor, INTEGERS if name in ("token_position_to_id", "block_to_expert") else FLOATS, name)
     check_dtype(operands.down_proj_weight, (operands.gate_up_proj_weight.dtype,), "down_proj_weight")
     check_same_device(given)
-    check_shape(operands.hidden_states, (None, None), "[T', H]", "hidden_states")
-    rows, hidden = operands.hidden_states.shape
-    weight = operands.gate_up_proj_weight
-    check_shape(weight, (None, hidden, 2, None), "[E, H, 2, I]", "gate_up_proj_weight")
-    experts, inner, blocks = weight.shape[0], weight.shape[3], operands.block_to_expert.numel()
-    slots, expected = operands.token_position_to_id.numel(), f"of size N * block_size = {blocks * block_size}"
-    fits = slots == blocks * block_size
+    blocks, slots = operands.block_to_expert.numel(), operands.token_position_to_id.numel()
+    expected, fits = f"of size N * block_size = {blocks * block_size}", slots == blocks * block_size
     check_rules([Rule(fits, "token_position_to_id", expected, slots, "Use build_block_plan.", ShapeError)])
-    for name, shape, words in (
-        ("down_proj_weight", (experts, inner, hidden), "[E, I, H]"),
-        ("expert_affinities_masked", (rows * experts, 1), "[T' * E, 1]"),
-        ("gate_up_proj_act_checkpoint_T", (blocks, 2, inner, block_size), "[N, 2, I, B]"),
-        ("output_hidden_states_grad", (rows, hidden), "[T', H]"),
-        ("down_proj_act_checkpoint", (blocks, block_size, hidden), "[N, B, H]"),
-        ("down_proj_bias", (experts, hidden), "[E, H]"),
-    ):
-        if name in given:
-            check_shape(given[name], shape, words, name)
+    return check_layouts(given, _LAYOUTS, N=blocks, B=block_size)
 
 
 def check_blocking(value: object) -> None:

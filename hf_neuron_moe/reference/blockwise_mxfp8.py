@@ -32,12 +32,12 @@ from hf_neuron_moe.backends.torch.tiles import Loader, Span, tile_loader
 from hf_neuron_moe.checks import (
     Rule,
     check_dtype,
+    check_layouts,
     check_multiple,
     check_optional_flag,
     check_record,
     check_rules,
     check_same_device,
-    check_shape,
 )
 from hf_neuron_moe.errors import ShapeError, public
 from hf_neuron_moe.reference.block_rows import FLOATS, INTEGERS, BlockRows, block_rows, check_block_size
@@ -65,6 +65,13 @@ _ONLY: dict[str, Enum] = {
     "affinity_option": AffinityOption.AFFINITY_ON_I,
 }
 """Options that the pair knows a single member of."""
+_LAYOUTS = {
+    "hidden_states": "[T', H]",
+    "gate_up_proj_weight": "[E, 2, I, H]",
+    "down_proj_weight": "[E, H, I]",
+    "expert_affinities_masked": "[T' * E, 1]",
+}
+"""Of the forward's tensors."""
 _DTYPES = {"expert_affinities_masked": FLOATS, "token_position_to_id": INTEGERS, "block_to_expert": INTEGERS}
 """Dtypes of the tensors that are not bf16."""
 
@@ -117,15 +124,11 @@ def blockwise_mm_fwd_mxfp8(
     names = ("hidden_states", "gate_up_proj_weight", "down_proj_weight", *_DTYPES)
     _check_dtypes(given, names)
     check_same_device({name: given[name] for name in names})
-    check_shape(hidden_states, (None, None), "[T', H]", "hidden_states")
-    rows_in_table, hidden = hidden_states.shape
-    check_shape(gate_up_proj_weight, (None, 2, None, hidden), "[E, 2, I, H]", "gate_up_proj_weight")
-    experts, _, inner, _ = gate_up_proj_weight.shape
-    check_shape(down_proj_weight, (experts, hidden, inner), "[E, H, I]", "down_proj_weight")
-    check_shape(expert_affinities_masked, (rows_in_table * experts, 1), "[T' * E, 1]", "expert_affinities_masked")
-    rows = _checked_rows(given, experts, inner)
+    sizes = check_layouts(given, _LAYOUTS)
+    rows = _checked_rows(given, sizes)
     stack = ExpertStack(gate_up_proj_weight.flatten(1, 2), down_proj_weight, transposed=False)
-    return _forward(hidden_states, rows.affinity(expert_affinities_masked, experts), stack, rows, limits)
+    scale_R = rows.affinity(expert_affinities_masked, sizes["E"])
+    return _forward(hidden_states, scale_R, stack, rows, limits)
 
 
 @torch.no_grad()
@@ -219,8 +222,7 @@ def blockwise_mm_bwd_mxfp8(
         None, token_position_to_id, block_to_expert, output_hidden_states_grad,
     )  # fmt: skip
     _check_dtypes(given, ("hidden_states", "gate_up_proj_weight", "down_proj_weight", "output_hidden_states_grad"))
-    check_operands(operands, block_size)
-    rows = _checked_rows(given, len(down_proj_weight), gate_up_proj_weight.shape[3])
+    rows = _checked_rows(given, check_operands(operands, block_size))
     gating = Gating(gate_limits=limits.gate, up_limits=limits.up)
     call = BackwardCall(operands, rows, "mxfp8", on_hidden=False, gating=gating, bias=False, affinity_bias=None)
     return MoEBackward(*run_backward(call, GradBuffers()))
@@ -258,11 +260,10 @@ def _check_dtypes(given: dict[str, Any], names: tuple[str, ...]) -> None:
         check_dtype(given[name], _DTYPES.get(name, (torch.bfloat16,)), name)
 
 
-def _checked_rows(given: dict[str, Any], experts: int, inner: int) -> BlockRows:
+def _checked_rows(given: dict[str, Any], sizes: dict[str, int]) -> BlockRows:
     """Check sizes and plan of a call; return the plan's rows."""
-    rows, hidden = given["hidden_states"].shape
-    check_multiple(hidden, 128, "H of hidden_states", "MX groups need whole tiles")
-    check_multiple(inner, 128, "I of gate_up_proj_weight", "MX groups need whole tiles")
-    tokens = rows - int(given["skip_dma"] is None or not given["skip_dma"].skip_token)
+    check_multiple(sizes["H"], 128, "H of hidden_states", "MX groups need whole tiles")
+    check_multiple(sizes["I"], 128, "I of gate_up_proj_weight", "MX groups need whole tiles")
+    tokens = sizes["T'"] - int(given["skip_dma"] is None or not given["skip_dma"].skip_token)
     plan = (given["token_position_to_id"], given["block_to_expert"])
-    return block_rows(*plan, given["block_size"], tokens, experts, without_gaps=True)
+    return block_rows(*plan, given["block_size"], tokens, sizes["E"], without_gaps=True)

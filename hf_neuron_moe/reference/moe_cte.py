@@ -30,11 +30,7 @@ Where upstream is silent or wrong:
 * Errors always: options that the implementation does not read, one bias or scale without its partner, FP8 weights
   without scales, activation buffers (never written upstream), activations where none are returned, any MX affinity mode
   but POST_SCALE (ignored or asserted upstream), ``conditions`` that miss a block with tokens, non-accumulating updates
-  of a token in several blocks.
-* Errors as device limits (see `device_limits`): the shapes of each kernel, GELU outside of MX (the kernel leaves its
-  buffer unwritten), FP8 scales where they are ignored, PRE_SCALE in shard_on_i with B > 512, dropping with B not a
-  multiple of 1024, shard_on_block with T not a multiple of 128, affinity modes and skip_weight that a kernel asserts
-  off.
+  of a token in several blocks. The device's own limits are in ``moe_cte_rules``.
 
 Sources: nki-library 2.29 ``core.moe.moe_cte``; 2.30 direct scales, 2.31 activation scales and MX storage options, 2.33
 ``accumulation_dtype``, ``skip_gate_proj`` and SquaredReLU.

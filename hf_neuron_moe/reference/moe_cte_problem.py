@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hf_neuron_moe.backends.torch.experts import ExpertStack
 from hf_neuron_moe.backends.torch.ffn_forward import FFNWeights
-from hf_neuron_moe.checks import Rule, check_dtype, check_rules, check_same_device, check_shape
+from hf_neuron_moe.checks import Rule, check_dtype, check_layouts, check_rules, check_same_device
 from hf_neuron_moe.errors import ConfigError, DTypeError, ShapeError
 from hf_neuron_moe.formats.constants import ScaleRule, choose
 from hf_neuron_moe.formats.moe_mx import moe_bias_from_lanes
@@ -30,8 +30,14 @@ from hf_neuron_moe.reference.moe_cte_arguments import Arguments, require_pair, r
 from hf_neuron_moe.reference.moe_cte_rules import BLOCK, HYBRID, MX, always, device_limits
 from hf_neuron_moe.reference.moe_cte_scales import FP8, SCALE_BLOCK, Scales, read_scales
 from hf_neuron_moe.reference.moe_types import ExpertAffinityScaleMode, MoECTEImplementation
-from hf_neuron_moe.reference.mx_experts import read_mx_weights
+from hf_neuron_moe.reference.mx_experts import MX_LAYOUTS, read_mx_weights
 
+LAYOUTS = {
+    "hidden_states": "[T', H]",
+    "gate_up_proj_weight": "[E, H, 2, I]",
+    "down_proj_weight": "[E, I, H]",
+    "expert_affinities_masked": "[T' * E, 1]",
+}
 _LARGEST_E4M3 = 0x77
 """Code of 240, the largest finite value of the device's e4m3; 256 to 448 of e4m3fn are its infinity and NaNs."""
 
@@ -94,11 +100,10 @@ class Problem:
 def check_arguments(given: Arguments) -> Problem:
     """Check a call against the documented rules and resolve its options."""
     given = resolved(given)
-    _check_tokens(given)
+    _check_tensors(given)
     mx = read_mx_weights(given) if given.kind in MX else None
-    experts, inner = _check_weights(given) if mx is None else (mx.gate_up.shape[0], mx.inner)
-    affinities = given.expert_affinities_masked
-    check_shape(affinities, (len(given.hidden_states) * experts, 1), "[T' * E, 1]", "expert_affinities_masked")
+    sizes = check_layouts(vars(given), LAYOUTS if mx is None else MX_LAYOUTS)
+    experts, inner = sizes["E"], sizes["I"]
     scales = read_scales(given, experts, inner)
     check_rules(always(given))
     if given.limited:
@@ -107,11 +112,11 @@ def check_arguments(given: Arguments) -> Problem:
     plan = block_rows(given.token_position_to_id, given.block_to_expert, given.block_size, given.tokens, experts)
     _check_plan(plan, given, experts)
     check_rules(_condition_rules(given, plan, experts))
-    bias, down_bias = _read_biases(given, None if mx is None else mx.down.shape, experts, inner)
+    bias, down_bias = _read_biases(given, sizes)
     return Problem(
         given=given,
         rows=plan,
-        affinity_R=plan.affinity(affinities, experts),
+        affinity_R=plan.affinity(given.expert_affinities_masked, experts),
         weights=_expert_weights(given, scales) if mx is None else mx.expert,
         experts=experts,
         inner=inner,
@@ -124,25 +129,17 @@ def check_arguments(given: Arguments) -> Problem:
     )
 
 
-def _check_tokens(given: Arguments) -> None:
+def _check_tensors(given: Arguments) -> None:
     """Check hidden states, affinities and the plan's tensors, and that all operands share a device."""
-    check_dtype(given.hidden_states, FLOATS, "hidden_states")
-    check_shape(given.hidden_states, (None, None), "[T', H]", "hidden_states")
-    check_dtype(given.expert_affinities_masked, FLOATS, "expert_affinities_masked")
+    for name in ("hidden_states", "expert_affinities_masked"):
+        check_dtype(getattr(given, name), FLOATS, name)
     for name in ("token_position_to_id", "block_to_expert"):
         check_dtype(getattr(given, name), INTEGERS, name)
+    check_layouts(vars(given), {"hidden_states": "[T', H]"})
     check_same_device({name: value for name, value in vars(given).items() if isinstance(value, Tensor)})
-
-
-def _check_weights(given: Arguments) -> tuple[int, int]:
-    """Check weights ``[E, H, 2, I]`` and ``[E, I, H]``; return E and I."""
-    gate_up, down, hidden = given.gate_up_proj_weight, given.down_proj_weight, given.hidden_states.shape[1]
-    check_dtype(gate_up, (*FLOATS, FP8), "gate_up_proj_weight")
-    check_dtype(down, (gate_up.dtype,), "down_proj_weight")
-    check_shape(gate_up, (None, hidden, 2, None), "[E, H, 2, I]", "gate_up_proj_weight")
-    experts, inner = gate_up.shape[0], gate_up.shape[3]
-    check_shape(down, (experts, inner, hidden), "[E, I, H]", "down_proj_weight")
-    return experts, inner
+    if given.kind not in MX:
+        check_dtype(given.gate_up_proj_weight, (*FLOATS, FP8), "gate_up_proj_weight")
+        check_dtype(given.down_proj_weight, (given.gate_up_proj_weight.dtype,), "down_proj_weight")
 
 
 def _check_fp8_range(given: Arguments) -> None:
@@ -172,9 +169,7 @@ def _expert_weights(given: Arguments, scales: Scales) -> Callable[[int], FFNWeig
     return dequantize
 
 
-def _read_biases(
-    given: Arguments, down_words: torch.Size | None, experts: int, inner: int
-) -> tuple[Tensor | None, Tensor | None]:
+def _read_biases(given: Arguments, sizes: dict[str, int]) -> tuple[Tensor | None, Tensor | None]:
     """Return the biases as fp32 ``[E, 2, I]`` (with MX words, I padded to whole tiles) and ``[E, H]``."""
     gate_up, down = given.gate_and_up_proj_bias, given.down_proj_bias
     names = ("gate_and_up_proj_bias", "down_proj_bias")
@@ -183,13 +178,10 @@ def _read_biases(
         return None, None
     check_dtype(gate_up, FLOATS, names[0])
     check_dtype(down, FLOATS, names[1])
-    check_shape(down, (experts, given.hidden_states.shape[1]), "[E, H]", names[1])
-    if down_words is None:
-        check_shape(gate_up, (experts, 2, inner), "[E, 2, I]", names[0])
-        return gate_up.float(), down.float()
-    _, partitions, tiles, _ = down_words
-    check_shape(gate_up, (experts, partitions, 2, tiles, 4), "[E, pI, 2, ceil(I/512), 4]", names[0])
-    return moe_bias_from_lanes(gate_up).float(), down.float()
+    mx = given.kind in MX
+    layout = "[E, pI, 2, ceil(I/512), 4]" if mx else "[E, 2, I]"
+    check_layouts(vars(given), {names[1]: "[E, H]", names[0]: layout}, **sizes)
+    return (moe_bias_from_lanes(gate_up) if mx else gate_up).float(), down.float()
 
 
 def _check_plan(plan: BlockRows, given: Arguments, experts: int) -> None:

@@ -2,16 +2,8 @@
 
 Legend: E experts, H hidden, I intermediate, T' rows of the token tensors. A scale multiplies the fp32 result of its
 matmul before the bias; only 256 x 256 block scales multiply the weights, because they change along the contraction.
-
-================  ============================================  =========================================
-meaning           gate_up_proj_scale                            down_proj_scale
-================  ============================================  =========================================
-output channel    ``[E,1,2I]`` or ``[1,1,2I]``, gate first      ``[E,1,H]`` or ``[1,1,H]``
-tensor            ``[E,1,2]``, ``[1,1,2]`` or ``[E,2,1]``       ``[E,1,1]``, ``[1,1,1]`` or ``[E,1]``
-256 x 256 block   ``[E,H/256,2,I/256,128]``, copies at the end  ``[E,I/256,H/256,128]``
-================  ============================================  =========================================
-
-Upstream's generator also knows a down scale pre-permuted to ``[E,128,H/128]``; no kernel takes it, so it is refused.
+docs/kernels.md has a table of the shapes. Upstream's generator also knows a down scale pre-permuted to
+``[E,128,H/128]``; no kernel takes it, so it is an error.
 
 Activation scales are per token, ``[T', 1]``, or per expert, ``[E, 2, 1]`` and ``[E, 1]``. They multiply after the
 weight scale: the caller has divided the hidden states by the first. With STATIC_MX activations are quantized with them.

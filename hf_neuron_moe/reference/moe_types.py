@@ -9,15 +9,17 @@ Legend: E experts, H hidden, I intermediate, N blocks of B tokens.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.checks import Rule, check_flags, check_record, check_rules, shown
+from hf_neuron_moe.checks import check_flags, check_record, shown
 from hf_neuron_moe.errors import ConfigError, nearest, public
+
+EnumT = TypeVar("EnumT", bound=Enum)
 
 
 class ActFnType(Enum):
@@ -107,6 +109,40 @@ class KernelTypeOption(Enum):
     DROPLESS = 1
 
 
+def is_number(value: object) -> bool:
+    """Return whether `value` can be a clamp limit: an int or a float, no bool and no NaN."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+
+
+def _check_fields(record: SkipMode | ShardOnBlockConfig | ShardOnIConfig) -> None:
+    """Check fields for the types of their defaults, switches, counts and enums; names become members."""
+    for field in fields(record):
+        value, default = getattr(record, field.name), field.default
+        if isinstance(default, Enum):
+            object.__setattr__(record, field.name, as_member(value, type(default), argument=field.name))
+        elif isinstance(default, bool):
+            check_flags({field.name: value})
+        elif isinstance(default, int):
+            _check_count(value, field.name)
+
+
+def _check_count(value: object, argument: str) -> None:
+    """Raise for anything but an int; ranges depend on the call and are checked there."""
+    if type(value) is not int:
+        raise ConfigError.about(argument, "an int", shown(value), "Pass a count.")
+
+
+def as_member(value: object, kind: type[EnumT], *, argument: str) -> EnumT:
+    """Return `value`, a member of `kind` or the name of one, as a member; raise ConfigError for anything else."""
+    if isinstance(value, kind):
+        return value
+    names = [member.name for member in kind]
+    if isinstance(value, str) and value in names:
+        return kind[value]
+    fix = f"Pass {kind.__name__}.{names[0]} or another member.{nearest(str(value), names)}"
+    raise ConfigError.about(argument, f"a member of {kind.__name__} ({', '.join(names)}) or its name", repr(value), fix)
+
+
 @dataclass(frozen=True)
 class SkipMode:
     """Which loads of unused slots and repeated experts the kernel skips.
@@ -120,7 +156,7 @@ class SkipMode:
 
     @public("SkipMode")
     def __post_init__(self) -> None:
-        check_flags(vars(self))
+        _check_fields(self)
 
 
 NO_SKIP = SkipMode()
@@ -161,11 +197,7 @@ class ShardOnBlockConfig:
 
     @public("ShardOnBlockConfig")
     def __post_init__(self) -> None:
-        for name, kind in (("block_sharding_strategy", BlockShardStrategy), ("quantization_type", QuantizationType)):
-            object.__setattr__(self, name, as_member(getattr(self, name), kind, argument=name))
-        check_flags({name: getattr(self, name) for name in ("non_overlapping_shards", "use_packed_scales")})
-        for name in ("n_block_per_iter", "n_static_blocks", "n_dynamic_blocks", "top_k", "ep_degree"):
-            _check_count(getattr(self, name), name)
+        _check_fields(self)
         check_record(self.weight_dtype, torch.dtype, argument="weight_dtype")
 
 
@@ -179,8 +211,7 @@ class ShardOnIConfig:
 
     @public("ShardOnIConfig")
     def __post_init__(self) -> None:
-        names = ("checkpoint_activation", "expert_affinity_multiply_on_I")
-        check_flags({name: getattr(self, name) for name in names})
+        _check_fields(self)
         if self.num_static_block is not None:
             _check_count(self.num_static_block, "num_static_block")
 
@@ -214,14 +245,14 @@ class ClampLimits:
 
     @public("ClampLimits")
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value is not None and not is_number(value):
+                fix = "Pass the limit that the forward clamps to."
+                raise ConfigError.about(name, "None or a number", repr(value), fix)
         for branch, (upper, lower) in (("linear", self.up), ("non_linear", self.gate)):
-            names = (f"{branch}_clamp_upper_limit", f"{branch}_clamp_lower_limit")
-            fix = "Pass the limit that the forward clamps to."
-            for name, value in zip(names, (upper, lower)):
-                check_rules([Rule(value is None or is_number(value), name, "None or a number", repr(value), fix)])
             if upper is not None and lower is not None and upper <= lower:
-                expected, fix = f"greater than {names[1]} = {lower}", "Swap them, or leave one out."
-                raise ConfigError.about(names[0], expected, upper, fix)
+                expected = f"greater than {branch}_clamp_lower_limit = {lower}"
+                raise ConfigError.about(f"{branch}_clamp_upper_limit", expected, upper, "Swap them, or leave one out.")
 
     @property
     def gate(self) -> tuple[float | None, float | None]:
@@ -284,26 +315,3 @@ BLOCKINGS = (
     HiddenGradBlocking,
     GateUpWeightGradBlocking,
 )
-EnumT = TypeVar("EnumT", bound=Enum)
-
-
-def is_number(value: object) -> bool:
-    """Return whether `value` can be a clamp limit: an int or a float, no bool and no NaN."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
-
-
-def _check_count(value: object, argument: str) -> None:
-    """Refuse anything but an int; ranges depend on the call and are checked there."""
-    if type(value) is not int:
-        raise ConfigError.about(argument, "an int", shown(value), "Pass a count.")
-
-
-def as_member(value: object, kind: type[EnumT], *, argument: str) -> EnumT:
-    """Return `value`, a member of `kind` or the name of one, as a member; raise ConfigError for anything else."""
-    if isinstance(value, kind):
-        return value
-    names = [member.name for member in kind]
-    if isinstance(value, str) and value in names:
-        return kind[value]
-    fix = f"Pass {kind.__name__}.{names[0]} or another member.{nearest(str(value), names)}"
-    raise ConfigError.about(argument, f"a member of {kind.__name__} ({', '.join(names)}) or its name", repr(value), fix)

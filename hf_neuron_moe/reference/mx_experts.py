@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 from hf_neuron_moe.backends.torch.compute import Scratch
 from hf_neuron_moe.backends.torch.fake_quant import fake_quantize_tile_
 from hf_neuron_moe.backends.torch.ffn_forward import FFNWeights
-from hf_neuron_moe.checks import check_dtype, check_multiple, check_shape
+from hf_neuron_moe.checks import check_dtype, check_layouts, check_multiple
 from hf_neuron_moe.errors import ConfigError, DTypeError, ShapeError
 from hf_neuron_moe.formats.constants import E2M1, E4M3FN, E5M2, LANES, ElementFormat, ScaleRule
 from hf_neuron_moe.formats.moe_mx import (
@@ -40,6 +40,12 @@ from hf_neuron_moe.formats.mx import fake_quantize_mx
 from hf_neuron_moe.reference.moe_cte_arguments import Arguments
 from hf_neuron_moe.reference.moe_types import QuantizationType
 
+MX_LAYOUTS = {
+    "hidden_states": "[T', H]",
+    "gate_up_proj_weight": "[E, 128, 2, H/512, I]",
+    "down_proj_weight": "[E, pI, ceil(I/512), H]",
+    "expert_affinities_masked": "[T' * E, 1]",
+}
 _WORDS = {torch.int32: torch.int32, torch.uint32: torch.int32, torch.int16: torch.int16, torch.uint16: torch.int16}
 _FP8_FORMATS = {None: E4M3FN, torch.float8_e4m3fn: E4M3FN, torch.float8_e5m2: E5M2}
 _BLOCK128_ROWS = 4
@@ -103,13 +109,13 @@ def read_mx_weights(given: Arguments) -> MXExperts:
     check_multiple(hidden, TILE, "H of hidden_states", "MX tiles along H are 512")
     fmt = _format(gate_up, options.weight_dtype)
     check_dtype(down, tuple(kind for kind in _WORDS if _WORDS[kind] == fmt.carrier), "down_proj_weight")
-    shape = (None, PARTITIONS, 2, hidden // TILE, None)
-    check_shape(gate_up, shape, "[E, 128, 2, H/512, I]", "gate_up_proj_weight")
-    experts, inner = gate_up.shape[0], gate_up.shape[-1]
+    sizes = {"H": hidden, "H/512": hidden // TILE}
+    weights = {"gate_up_proj_weight": gate_up}
+    inner = check_layouts(weights, MX_LAYOUTS, **sizes)["I"]
     check_multiple(inner, 32, "I of gate_up_proj_weight", "an MX group is 8 partitions of 4 lanes")
     tiles = -(-inner // TILE)
-    partitions = padded_intermediate(inner) // tiles // LANES
-    check_shape(down, (experts, partitions, tiles, hidden), "[E, pI, ceil(I/512), H]", "down_proj_weight")
+    sizes |= {"E": len(gate_up), "pI": padded_intermediate(inner) // tiles // LANES, "ceil(I/512)": tiles}
+    check_layouts({"down_proj_weight": down}, MX_LAYOUTS, **sizes)
     words = gate_up.view(fmt.carrier), down.view(fmt.carrier)
     if options.quantization_type is QuantizationType.STATIC_MX:
         return MXExperts(*words, None, None, fmt)
@@ -119,17 +125,15 @@ def read_mx_weights(given: Arguments) -> MXExperts:
 
 
 def _format(words: Tensor, weight_dtype: torch.dtype | None) -> ElementFormat:
+    """Return the element format of words."""
     check_dtype(words, tuple(_WORDS), "gate_up_proj_weight")
+    formats, expected = _FP8_FORMATS, "None, torch.float8_e4m3fn or torch.float8_e5m2 with 32-bit words"
+    fix = "32-bit words hold four fp8 codes; None means e4m3."
     if _WORDS[words.dtype] == torch.int16:
-        if weight_dtype is None:
-            return E2M1
-        expected, remedy = "None with 16-bit words", "16-bit words hold four fp4 e2m1 codes."
-    else:
-        if weight_dtype in _FP8_FORMATS:
-            return _FP8_FORMATS[weight_dtype]
-        expected = "None, torch.float8_e4m3fn or torch.float8_e5m2 with 32-bit words"
-        remedy = "32-bit words hold four fp8 codes; None means e4m3."
-    raise ConfigError.about("weight_dtype", expected, weight_dtype, remedy)
+        formats, expected, fix = {None: E2M1}, "None with 16-bit words", "16-bit words hold four fp4 e2m1 codes."
+    if weight_dtype not in formats:
+        raise ConfigError.about("weight_dtype", expected, weight_dtype, fix)
+    return formats[weight_dtype]
 
 
 def _scale_bytes(scale: Tensor, words: Tensor, packed: bool, argument: str) -> Tensor:

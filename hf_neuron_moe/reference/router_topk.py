@@ -22,6 +22,7 @@ from hf_neuron_moe.checks import (
     Rule,
     check_dtype,
     check_flags,
+    check_layouts,
     check_optional_flag,
     check_rules,
     check_same_device,
@@ -31,6 +32,7 @@ from hf_neuron_moe.errors import ShapeError, public
 from hf_neuron_moe.reference.moe_types import RouterActFnType, as_member
 
 _INTEGERS = (torch.int32, torch.int64, torch.uint32)
+_OUTPUTS = {"router_logits": "[T, E]", "expert_affinities": "[T, E]", "expert_index": "[T, K]"}
 _WITHOUT_FLOAT64 = ("mps",)
 _FLAGS = (
     "router_pre_norm",
@@ -109,14 +111,10 @@ def router_topk(
     (H, E), T, K = w.shape, x.shape[1 if x_hbm_layout == 0 else 0], k or 0
     fix = "A token cannot choose an expert twice."
     check_rules([Rule(1 <= K <= E, "k", f"from 1 to E = {E}", K, fix, ShapeError)])
-    for name, dtypes, shape, axes in (
-        ("router_logits", FLOATS, (T, E), "[T, E]"),
-        ("expert_affinities", FLOATS, (T, E), "[T, E]"),
-        ("expert_index", _INTEGERS, (T, K), "[T, K]"),
-    ):
+    for name in _OUTPUTS:
         if given[name] is not None:
-            check_dtype(given[name], dtypes, name)
-            check_shape(given[name], shape, axes, name)
+            check_dtype(given[name], _INTEGERS if name == "expert_index" else FLOATS, name)
+    check_layouts(given, _OUTPUTS, T=T, E=E, K=K)
     if device_limits if device_limits is not None else x.dtype != torch.float32:
         sigmoid_after_selection = act is RouterActFnType.SIGMOID and not router_pre_norm
         check_rules(_device_rules((T, H, E, K), sigmoid_after_selection, use_indirect_dma_scatter, return_eager_affi))
