@@ -5,7 +5,6 @@ Legend: T tokens, E experts, K experts per token, B tokens per block, N blocks.
 Blocks are expert-major; an expert without tokens gets no block; within an expert tokens ascend; spare blocks go to the
 last expert; unused slots hold the sink id T, or -1 with ``skip_token``. N depends on shapes only, so that a traced
 program has static shapes: ``N = ceil((T*K - (E-1)) / B) + E - 1``, rounded up to a multiple of `n_block_per_iter`.
-
 A dropping plan has one block per expert; what exceeds its capacity is dropped.
 
 Source: nki-library 2.29 ``moe_cte`` test utilities (``get_n_blocks``, token position generation).
@@ -27,22 +26,17 @@ from hf_neuron_moe.formats.constants import unknown_name
 
 SPARE_BLOCKS = ("last", "split", "unassigned")
 BLOCK_SIZES = (128, 256, 512, 1024)
-_MAX_TOKEN_ID = 1 << 24
-"""Ids pass through fp32 on the chip and are exact only below this."""
+_MAX_TOKEN_ID = 1 << 24  # ids pass through fp32 on the chip and are exact only below this
 _INTEGERS = (torch.int64, torch.int32)
 _VALUES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, *_INTEGERS)
 
 
 class BlockPlan(NamedTuple):
-    """The integer inputs of ``moe_cte`` and ``blockwise_mm_bwd``.
-
-    ``conditions`` are 1 for blocks with real tokens, then a final 0; other consumers' vectors come from
-    :func:`hf_neuron_moe.reference.block_conditions.block_conditions`.
-    """
+    """The integer inputs of ``moe_cte`` and ``blockwise_mm_bwd``."""
 
     token_position_to_id: Tensor  # int32 [N * B], token of every slot
     block_to_expert: Tensor  # int32 [N]
-    conditions: Tensor  # int32 [N + 1]
+    conditions: Tensor  # int32 [N + 1], 1 for blocks with real tokens, then a 0; see block_conditions for other forms
     block_size: int  # B
 
 
@@ -84,9 +78,8 @@ def choose_block_size(
 ) -> BlockSizeChoice:
     """Choose the largest block size whose padding stays within bounds, or else the one with the least padding.
 
-    Larger blocks read each expert's weights less often; smaller ones waste fewer slots. The default `choices` are the
-    sizes that every release's backward takes; `max_padding` is the share of the slots of the static N that may stay
-    empty. `n_block_per_iter` as in :func:`count_blocks`.
+    Larger blocks read each expert's weights less often; smaller ones waste fewer slots. The default `choices` are those
+    of every release's backward; `max_padding` is the share of the slots of the static N that may stay empty.
     """
     sizes = tuple(choices) if isinstance(choices, Iterable) else (choices,)
     for size in sizes:
@@ -196,7 +189,7 @@ def build_dropping_plan(
 
 def _plan(slot_TE: Tensor, block_to_expert: Tensor, block_size: int, skip_token: bool) -> BlockPlan:
     """Return the plan in which every pair has its slot, counted from 1; slot 0 is thrown away."""
-    (tokens, experts), blocks = slot_TE.shape, len(block_to_expert)
+    (tokens, experts), blocks = slot_TE.shape, block_to_expert.shape[0]
     ids_TE = torch.arange(tokens, device=slot_TE.device, dtype=torch.int32)[:, None].expand(tokens, experts)
     sink = -1 if skip_token else tokens
     filled = torch.full((blocks * block_size + 1,), sink, dtype=torch.int32, device=slot_TE.device)
@@ -205,22 +198,15 @@ def _plan(slot_TE: Tensor, block_to_expert: Tensor, block_size: int, skip_token:
     return BlockPlan(ids, block_to_expert, pad(real_N.to(torch.int32), (0, 1)), block_size)
 
 
-def _local(top_k_index: Tensor, experts: int, first_expert: int) -> Tensor:
-    """Return ids relative to `first_expert`; those of other ranks become E."""
-    local = top_k_index.long() - first_expert
-    return torch.where((local >= 0) & (local < experts), local, experts)
-
-
 @public
 def expert_mask(top_k_index: Tensor, experts: int, *, first_expert: int = 0) -> Tensor:
     """Return the bool mask ``[T, E]`` of a top-k routing ``[T, K]`` of expert ids of 0 and above.
 
-    `first_expert` is the id of this rank's first expert; ids outside of ``first_expert .. first_expert + E - 1`` select
-    nothing.
+    `first_expert` is the id of this rank's first expert; ids that are not of this rank's E select nothing.
     """
-    _check_routing(top_k_index, experts, first_expert)
-    mask = torch.zeros((top_k_index.shape[0], experts + 1), dtype=torch.bool, device=top_k_index.device)
-    return mask.scatter_(1, _local(top_k_index, experts, first_expert), True)[:, :experts]
+    local_TK = _local_ids(top_k_index, experts, first_expert)
+    mask = torch.zeros((local_TK.shape[0], experts + 1), dtype=torch.bool, device=local_TK.device)
+    return mask.scatter_(1, local_TK, True)[:, :experts]
 
 
 @public
@@ -230,14 +216,12 @@ def masked_affinities(
     """Return ``expert_affinities_masked``: dense ``[T', E]`` flattened token-major to ``[T' * E, 1]``.
 
     T' is T + 1 with a zero sink row, or T with `skip_token`. Entries of experts that were not chosen are zero.
-    `first_expert` as in :func:`expert_mask`. A row names an expert of this rank once at most: the table has one entry
-    per pair, so one of two weights would be lost. That is checked where reading values costs nothing (on the CPU,
-    outside of a trace).
+    `first_expert` as in :func:`expert_mask`. A row names an expert of this rank once at most, because the table has one
+    entry per pair; that is checked where reading values costs nothing (on the CPU, outside of a trace).
     """
-    _check_routing(top_k_index, experts, first_expert)
+    local_TK = _local_ids(top_k_index, experts, first_expert)
     _check_values({"top_k_index": top_k_index, "top_k_weights": top_k_weights}, "[T, K]")
     check_flags({"skip_token": skip_token})
-    local_TK = _local(top_k_index, experts, first_expert)
     if _readable(local_TK):
         ordered = local_TK.sort(1).values
         twice_T = ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] < experts)).any(1)
@@ -280,8 +264,8 @@ def _check_sizes(**sizes: int) -> None:
         check_rules([Rule(fits, name, expected, repr(value), fix, ShapeError)])
 
 
-def _check_routing(top_k_index: Tensor, experts: int, first_expert: int) -> None:
-    """Check a ``[T, K]`` of ids of 0 and above, the values where they can be read, and whose experts are here."""
+def _local_ids(top_k_index: Tensor, experts: int, first_expert: int) -> Tensor:
+    """Return checked ids ``[T, K]`` (0 and above) relative to `first_expert`; those of other ranks become E."""
     check_dtype(top_k_index, _INTEGERS, "top_k_index")
     check_shape(top_k_index, (None, None), "[T, K]", "top_k_index")
     least = int(top_k_index.min()) if _readable(top_k_index) and top_k_index.numel() else 0
@@ -291,6 +275,8 @@ def _check_routing(top_k_index: Tensor, experts: int, first_expert: int) -> None
     _check_sizes(experts=experts)
     fits, fix = type(first_expert) is int and first_expert >= 0, "It is the id of this rank's first expert."
     check_rules([Rule(fits, "first_expert", "an int of at least 0", repr(first_expert), fix)])
+    local = top_k_index.long() - first_expert
+    return torch.where((local >= 0) & (local < experts), local, experts)
 
 
 def _check_values(tensors: dict[str, Tensor], names: str) -> None:

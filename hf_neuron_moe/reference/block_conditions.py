@@ -10,9 +10,9 @@ consumer                                            shape           content
 ``shard_on_block_hybrid``                           [2, ..+1]       a row per core (low and high half), each then 0
 ==================================================  ==============  ==============================================
 
-Upstream's generator for block sharding is one pair short whenever the number of spare blocks is odd. 2.29 kernels do
-not read that vector; in a loop of one's own ``shard_on_block`` is the right one. For ``shard_on_block_hybrid``
-(experimental) the documentation describes one row and the newest test passes both rows flattened.
+Upstream's generator for block sharding is one pair short if the number of spare blocks is odd. 2.29 kernels do not read
+it; in your own loop use ``shard_on_block``. For ``shard_on_block_hybrid`` (experimental) the documentation describes
+one row and the newest test passes both rows flattened.
 
 Sources: nki-library 2.29 ``moe_cte`` test utilities; NxD and vllm-neuron, which take any real token per block.
 """

@@ -14,7 +14,15 @@ from hf_neuron_moe.errors import ShapeError
 
 FLOATS = (torch.bfloat16, torch.float32)
 INTEGERS = (torch.int32, torch.int64)
-"""Dtypes of the blockwise kernels' values and of a plan's ids."""
+ROUTING = {"expert_affinities_masked": FLOATS, "token_position_to_id": INTEGERS, "block_to_expert": INTEGERS}
+"""Dtypes of a routing."""
+LAYOUTS = {
+    "hidden_states": "[T', H]",
+    "gate_up_proj_weight": "[E, H, 2, I]",
+    "down_proj_weight": "[E, I, H]",
+    "expert_affinities_masked": "[T' * E, 1]",
+}
+"""Shapes of what all blockwise functions have; T' are the rows of the token tensors."""
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints, RowSource
 from hf_neuron_moe.backends.torch.gating import Gating
 from hf_neuron_moe.backends.torch.tiles import tile_loader
 from hf_neuron_moe.reference.block_rows import BlockRows
-from hf_neuron_moe.reference.blockwise_buffers import GradBuffers
-from hf_neuron_moe.reference.blockwise_checks import Operands
+from hf_neuron_moe.reference.blockwise_arguments import BackwardArguments
+from hf_neuron_moe.reference.blockwise_buffers import grad_weights, store_affinity, store_hidden
 
 _ROW_CHUNK = 1024
 
@@ -69,12 +69,11 @@ class BlockedRows:
 class BackwardCall:
     """One checked call of a backward kernel."""
 
-    operands: Operands  # the down checkpoint is None where it is not used
+    given: BackwardArguments  # the down checkpoint is None where it is not used
     rows: BlockRows  # the plan's real slots
     precision: str  # "bf16", "fp32" or "mxfp8"
     on_hidden: bool  # whether the affinity sits on the output
     gating: Gating | None  # activation and masks; None is plain SiLU
-    bias: bool  # whether bias gradients are wanted
     affinity_bias: Tensor | None  # the down bias where the affinity's gradient lacks it
 
     def output_grad_rows(self, *, by_expert: bool) -> Iterator[tuple[int, slice, Tensor]]:
@@ -83,11 +82,11 @@ class BackwardCall:
             for first in range(start, end, _ROW_CHUNK):
                 rows = slice(first, min(first + _ROW_CHUNK, end))
                 index_R = self.rows.token_R[rows]
-                yield expert, rows, self.operands.output_hidden_states_grad.index_select(0, index_R).float()
+                yield expert, rows, self.given.output_hidden_states_grad.index_select(0, index_R).float()
 
     def add_to_affinity(self, d_scale_R: Tensor) -> None:
         """Add ``sum_H dO * (down checkpoint + down bias)`` to every pair's entry."""
-        checkpoint, bias = self.operands.down_proj_act_checkpoint, self.affinity_bias
+        checkpoint, bias = self.given.down_proj_act_checkpoint, self.affinity_bias
         if checkpoint is None and bias is None:
             return
         for expert, rows, grad_RH in self.output_grad_rows(by_expert=bias is not None):
@@ -100,7 +99,7 @@ class BackwardCall:
 
     def down_bias_grad(self, scale_R: Tensor) -> Tensor:
         """Return ``sum_rows dO * a`` per expert, fp32 ``[E, H]``."""
-        experts, _, hidden = self.operands.down_proj_weight.shape
+        experts, _, hidden = self.given.down_proj_weight.shape
         total_EH = torch.zeros((experts, hidden), dtype=torch.float32, device=scale_R.device)
         for expert, rows, grad_RH in self.output_grad_rows(by_expert=True):
             total_EH[expert].addmv_(grad_RH.t(), scale_R[rows])
@@ -108,33 +107,33 @@ class BackwardCall:
 
 
 @torch.no_grad()
-def run_backward(call: BackwardCall, buffers: GradBuffers) -> tuple[Tensor, ...]:
+def run_backward(call: BackwardCall) -> tuple[Tensor, ...]:
     """Return hidden, affinity, gate-up and down gradients, then, where wanted, those of the biases."""
-    operands, rows = call.operands, call.rows
-    experts, _, _, inner = operands.gate_up_proj_weight.shape
-    hidden_states, checkpoint = operands.hidden_states, operands.gate_up_proj_act_checkpoint_T
+    given, rows = call.given, call.rows
+    experts, _, _, inner = given.gate_up_proj_weight.shape
+    hidden_states, checkpoint = given.hidden_states, given.gate_up_proj_act_checkpoint_T
     zeros = functools.partial(torch.zeros, dtype=torch.float32, device=hidden_states.device)
     loader = tile_loader(call.precision, hidden_states.device)
     gate, up = (BlockedRows(checkpoint, half, rows, loader.scratch) for half in range(2))
-    scale_R = rows.affinity(operands.expert_affinities_masked, experts)
+    scale_R = rows.affinity(given.expert_affinities_masked, experts)
     d_hidden, d_scale_R = zeros(hidden_states.shape), zeros(len(rows.token_R))
-    d_bias = zeros((experts, 2 * inner)) if call.bias else None
-    weights = buffers.weights(operands)
-    d_out = RowSource(operands.output_hidden_states_grad, rows.token_R)
+    d_bias = zeros((experts, 2 * inner)) if given.bias else None
+    weights = grad_weights(given)
+    d_out = RowSource(given.output_hidden_states_grad, rows.token_R)
     if call.on_hidden:
         d_out = ScaledRows(d_out.values, rows.token_R, scale_R, loader.compute.rounded)
     run_experts_backward(
         d_out,
         RowSource(hidden_states, rows.token_R),
         rows.runs,
-        ExpertStack(operands.gate_up_proj_weight.flatten(2), operands.down_proj_weight, transposed=True),
+        ExpertStack(given.gate_up_proj_weight.flatten(2), given.down_proj_weight, transposed=True),
         loader,
         ExpertGrads(
             weights,
             add_rows(d_hidden, rows.token_R),
             None if call.on_hidden else d_scale_R,
             rounded=torch.bfloat16 if call.precision == "mxfp8" else torch.float32,
-            add=buffers.add,
+            add=given.skip_grad_initialization,
             bias_E2I=d_bias,
         ),
         saved=Checkpoints(gate, up),
@@ -144,9 +143,9 @@ def run_backward(call: BackwardCall, buffers: GradBuffers) -> tuple[Tensor, ...]
     )
     call.add_to_affinity(d_scale_R)
     results = (
-        buffers.store_hidden(d_hidden, rows, hidden_states.dtype),
-        buffers.store_affinity(d_scale_R, rows, operands.expert_affinities_masked, experts),
-        weights.gate_up.view(operands.gate_up_proj_weight.shape),
+        store_hidden(given, d_hidden, rows),
+        store_affinity(given, d_scale_R, rows),
+        weights.gate_up.view(given.gate_up_proj_weight.shape),
         weights.down,
     )
     if d_bias is None:

@@ -6,13 +6,9 @@ E experts, N blocks of B slots.
 Every matmul's operands are rounded to MXFP8 along its contraction axis (block scales of nki 0.5 and later), along the
 token axis block by block; the roundings to bf16 in between are those of ``mlp_fwd_mxfp8`` and ``mlp_bwd_mxfp8`` (2.31).
 
-What is known of upstream's pair: the weights' layouts (which differ between forward and backward), SiLU only, the
-affinity on the intermediate only, ``SHARD_ON_FREE`` only, which checkpoints are returned and needed, bf16 activations,
-blocks of 128 to 4096. Not known, and refused here: the layout of pre-quantized weights and their scales, and biases
-(no bias argument is known, nor whether checkpoints would include one). Upstream's argument names beyond those of
-``moe_cte`` and ``blockwise_mm_bwd`` are not known either; these functions use the same names as those two.
-
-Sources: nki-library 2.31 and 2.32 ``experimental.moe_mxfp8``.
+Not known of upstream's pair, and an error here: the layout of pre-quantized weights and their scales, and biases (nor
+whether checkpoints would include one). Argument names beyond those of ``moe_cte`` and ``blockwise_mm_bwd`` are not
+known either; these functions use the same names. Sources: nki-library 2.31 and 2.32 ``experimental.moe_mxfp8``.
 """
 
 from __future__ import annotations
@@ -40,9 +36,8 @@ from hf_neuron_moe.checks import (
     check_same_device,
 )
 from hf_neuron_moe.errors import ShapeError, public
-from hf_neuron_moe.reference.block_rows import FLOATS, INTEGERS, BlockRows, block_rows, check_block_size
-from hf_neuron_moe.reference.blockwise_buffers import GradBuffers
-from hf_neuron_moe.reference.blockwise_checks import Operands, check_bf16_limits, check_operands
+from hf_neuron_moe.reference.block_rows import LAYOUTS, ROUTING, BlockRows, block_rows, check_block_size
+from hf_neuron_moe.reference.blockwise_arguments import BackwardArguments, check_bf16_limits, check_operands
 from hf_neuron_moe.reference.blockwise_grads import BackwardCall, run_backward
 from hf_neuron_moe.reference.blockwise_mm_bwd import MoEBackward
 from hf_neuron_moe.reference.moe_cte_saved import clamp_, fill_blocks
@@ -56,8 +51,13 @@ from hf_neuron_moe.reference.moe_types import (
 )
 
 BLOCK_SIZES = (128, 256, 512, 1024, 2048, 4096)
-_SCALES = ("gate_up_proj_scale", "down_proj_scale")
-_BIASES = ("gate_and_up_proj_bias", "down_proj_bias", "bias")
+_UNKNOWN = dict.fromkeys(
+    ("gate_up_proj_scale", "down_proj_scale"),
+    "The layout of pre-quantized weights is not documented; pass bf16 weights.",
+) | dict.fromkeys(
+    ("gate_and_up_proj_bias", "down_proj_bias", "bias"), "Upstream documents no biases for the MXFP8 training pair."
+)
+"""Arguments whose meaning upstream does not document, and what to do without them."""
 _ONLY: dict[str, Enum] = {
     "activation_function": ActFnType.SiLU,
     "activation_type": ActFnType.SiLU,
@@ -65,15 +65,8 @@ _ONLY: dict[str, Enum] = {
     "affinity_option": AffinityOption.AFFINITY_ON_I,
 }
 """Options that the pair knows a single member of."""
-_LAYOUTS = {
-    "hidden_states": "[T', H]",
-    "gate_up_proj_weight": "[E, 2, I, H]",
-    "down_proj_weight": "[E, H, I]",
-    "expert_affinities_masked": "[T' * E, 1]",
-}
+_LAYOUTS = LAYOUTS | {"gate_up_proj_weight": "[E, 2, I, H]", "down_proj_weight": "[E, H, I]"}
 """Of the forward's tensors."""
-_DTYPES = {"expert_affinities_masked": FLOATS, "token_position_to_id": INTEGERS, "block_to_expert": INTEGERS}
-"""Dtypes of the tensors that are not bf16."""
 
 
 class MoEForwardMXFP8(NamedTuple):
@@ -114,14 +107,12 @@ def blockwise_mm_fwd_mxfp8(
     ``[N * B]``, where T (or -1 with ``skip_token``) marks unused slots, which come last, `block_to_expert`, int
     ``[N]``, and `block_size` B, one of 128 to 4096 in powers of two.
 
-    `clamp_limits` limit gate and up before the activation. Limits that bf16 does not hold are refused, because the
+    `clamp_limits` limit gate and up before the activation. Limits that bf16 does not hold are an error, because the
     backward would miss them, unless `device_limits` is False. ``skip_weight`` of `skip_dma` has no effect on values.
-    Scales and biases are refused: the layout of pre-quantized weights is not documented, and the documented kernel has
-    no biases.
     """
     given = locals()
     limits = _checked_options(given)
-    names = ("hidden_states", "gate_up_proj_weight", "down_proj_weight", *_DTYPES)
+    names = ("hidden_states", "gate_up_proj_weight", "down_proj_weight", *ROUTING)
     _check_dtypes(given, names)
     check_same_device({name: given[name] for name in names})
     sizes = check_layouts(given, _LAYOUTS)
@@ -161,16 +152,13 @@ def _forward(
 
 @dataclass(frozen=True)
 class _Epilogue:
-    """Clamp, ``silu(gate) * up * affinity``, keep it in bf16, and quantize it along the intermediate axis."""
+    """Clamp, ``silu(gate) * up * affinity``, save it in bf16, and quantize it along the intermediate axis."""
 
     loader: Loader
     scale_R1: Tensor
     inter_RI: Tensor
     limits: ClampLimits
-
-    @property
-    def needs_gate(self) -> bool:
-        return True
+    needs_gate: bool = True
 
     def pre_activations_(self, gate_RI: Tensor, up_RI: Tensor, rows: Span, columns: Span) -> None:
         clamp_(gate_RI, *self.limits.gate)
@@ -179,9 +167,9 @@ class _Epilogue:
     def intermediate(self, gate_RI: Tensor, up_RI: Tensor, rows: Span, columns: Span) -> Tensor:
         part = slice(rows.start, rows.stop)
         product = F.silu(gate_RI, inplace=True).mul_(up_RI).mul_(self.scale_R1[part])
-        kept = self.inter_RI[part, columns.start : columns.stop].copy_(product)
+        saved = self.inter_RI[part, columns.start : columns.stop].copy_(product)
         buffer = self.loader.scratch.get("inter", (rows.length, columns.size), torch.float32)
-        self.loader.fill(buffer, kept)
+        self.loader.fill(buffer, saved)
         return self.loader.quantize(buffer, axis=1)
 
 
@@ -217,27 +205,24 @@ def blockwise_mm_bwd_mxfp8(
     """
     given = locals()
     limits = _checked_options(given)
-    operands = Operands(
+    names = ("hidden_states", "gate_up_proj_weight", "down_proj_weight", "output_hidden_states_grad")
+    _check_dtypes(given, names)
+    arguments = BackwardArguments(
         hidden_states, expert_affinities_masked, gate_up_proj_weight, down_proj_weight, gate_up_proj_act_checkpoint_T,
-        None, token_position_to_id, block_to_expert, output_hidden_states_grad,
+        None, token_position_to_id, block_to_expert, output_hidden_states_grad, block_size,
     )  # fmt: skip
-    _check_dtypes(given, ("hidden_states", "gate_up_proj_weight", "down_proj_weight", "output_hidden_states_grad"))
-    rows = _checked_rows(given, check_operands(operands, block_size))
+    rows = _checked_rows(given, check_operands(arguments))
     gating = Gating(gate_limits=limits.gate, up_limits=limits.up)
-    call = BackwardCall(operands, rows, "mxfp8", on_hidden=False, gating=gating, bias=False, affinity_bias=None)
-    return MoEBackward(*run_backward(call, GradBuffers()))
+    call = BackwardCall(arguments, rows, "mxfp8", on_hidden=False, gating=gating, affinity_bias=None)
+    return MoEBackward(*run_backward(call))
 
 
 def _checked_options(given: dict[str, Any]) -> ClampLimits:
     """Check what is no tensor of a call, by argument name; return the limits."""
-    for names, fix in (
-        (_SCALES, "The layout of pre-quantized weights is not documented; pass bf16 weights."),
-        (_BIASES, "Upstream documents no biases for the MXFP8 training pair."),
-    ):
-        for name in names:
-            value, unset = given.get(name), False if name == "bias" else None
-            got = "a tensor" if isinstance(value, Tensor) else repr(value)
-            check_rules([Rule(name not in given or value is unset, name, repr(unset), got, fix)])
+    for name, fix in _UNKNOWN.items():
+        value, unset = given.get(name), False if name == "bias" else None
+        got = "a tensor" if isinstance(value, Tensor) else repr(value)
+        check_rules([Rule(name not in given or value is unset, name, repr(unset), got, fix)])
     for name, member in _ONLY.items():
         expected = f"{member.name} (the MXFP8 training pair has no other)"
         fix = "Use moe_cte and blockwise_mm_bwd for the others."
@@ -257,7 +242,7 @@ def _checked_options(given: dict[str, Any]) -> ClampLimits:
 
 def _check_dtypes(given: dict[str, Any], names: tuple[str, ...]) -> None:
     for name in names:
-        check_dtype(given[name], _DTYPES.get(name, (torch.bfloat16,)), name)
+        check_dtype(given[name], ROUTING.get(name, (torch.bfloat16,)), name)
 
 
 def _checked_rows(given: dict[str, Any], sizes: dict[str, int]) -> BlockRows:

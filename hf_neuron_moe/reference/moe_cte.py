@@ -38,10 +38,7 @@ Sources: nki-library 2.29 ``core.moe.moe_cte``; 2.30 direct scales, 2.31 activat
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, ParamSpec
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,8 +47,7 @@ from hf_neuron_moe.errors import public
 from hf_neuron_moe.reference.moe_cte_arguments import Arguments
 from hf_neuron_moe.reference.moe_cte_problem import check_arguments
 from hf_neuron_moe.reference.moe_cte_run import run
-
-P = ParamSpec("P")
+from hf_neuron_moe.reference.moe_types import taking
 
 
 class MoEForward(NamedTuple):
@@ -66,32 +62,6 @@ class MoEForward(NamedTuple):
     down_activations: Tensor | None  # [N, B, H] after the scale, before bias and affinity; None with the affinity on I
 
 
-def bound(name: str, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all arguments of a call of the function `name`, whose name stands in the error of a wrong one."""
-    try:
-        arguments = signature.bind(*args, **kwargs)
-    except TypeError as error:
-        raise TypeError(f"{name}() {error}") from None
-    arguments.apply_defaults()
-    return arguments.arguments
-
-
-def _taking(record: Callable[P, Arguments]) -> Callable[[Callable[[Arguments], MoEForward]], Callable[P, MoEForward]]:
-    """Give a function of a record the record's fields as its arguments, with their order, types and defaults."""
-    declared = inspect.signature(record)
-
-    def decorate(function: Callable[[Arguments], MoEForward]) -> Callable[P, MoEForward]:
-        @functools.wraps(function)
-        def call(*args: P.args, **kwargs: P.kwargs) -> MoEForward:
-            bound(function.__name__, declared, args, kwargs)
-            return function(record(*args, **kwargs))
-
-        call.__dict__["__signature__"] = declared.replace(return_annotation="MoEForward")
-        return call
-
-    return decorate
-
-
 @torch.no_grad()
 def forward(arguments: Arguments) -> MoEForward:
     """Check and compute a call; :func:`moe_cte` and the direct kernels end here."""
@@ -99,7 +69,7 @@ def forward(arguments: Arguments) -> MoEForward:
 
 
 @public
-@_taking(Arguments)
+@taking(Arguments)
 def moe_cte(arguments: Arguments) -> MoEForward:
     """Forward of the experts over a block plan: the output, and the activations that the implementation returns.
 

@@ -7,7 +7,7 @@ intermediate, E experts, N blocks of B slots.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -131,7 +131,7 @@ def resolved(given: Arguments) -> Arguments:
     require_pair(gate_up, down, ("gate_up_proj_scale", "down_proj_scale"))
     check_record(given.spec, MoECTESpec, argument="spec", optional=False)
     check_record(given.skip_dma, SkipMode, argument="skip_dma", optional=False)
-    check_flags({name: getattr(given, name) for name in ("is_tensor_update_accumulating", "skip_gate_proj")})
+    check_flags({field.name: getattr(given, field.name) for field in fields(given) if field.type == "bool"})
     check_optional_flag(given.device_limits, "device_limits")
     name = "expert_affinities_scaling_mode"
     mode = as_member(given.expert_affinities_scaling_mode, ExpertAffinityScaleMode, argument=name)

@@ -22,6 +22,8 @@ from hf_neuron_moe.formats.moe_mx import moe_bias_from_lanes
 from hf_neuron_moe.reference.block_rows import (
     FLOATS,
     INTEGERS,
+    LAYOUTS,
+    ROUTING,
     BlockRows,
     block_rows,
     check_one_block_per_expert,
@@ -32,12 +34,6 @@ from hf_neuron_moe.reference.moe_cte_scales import FP8, SCALE_BLOCK, Scales, rea
 from hf_neuron_moe.reference.moe_types import ExpertAffinityScaleMode, MoECTEImplementation
 from hf_neuron_moe.reference.mx_experts import MX_LAYOUTS, read_mx_weights
 
-LAYOUTS = {
-    "hidden_states": "[T', H]",
-    "gate_up_proj_weight": "[E, H, 2, I]",
-    "down_proj_weight": "[E, I, H]",
-    "expert_affinities_masked": "[T' * E, 1]",
-}
 _LARGEST_E4M3 = 0x77
 """Code of 240, the largest finite value of the device's e4m3; 256 to 448 of e4m3fn are its infinity and NaNs."""
 
@@ -131,10 +127,8 @@ def check_arguments(given: Arguments) -> Problem:
 
 def _check_tensors(given: Arguments) -> None:
     """Check hidden states, affinities and the plan's tensors, and that all operands share a device."""
-    for name in ("hidden_states", "expert_affinities_masked"):
-        check_dtype(getattr(given, name), FLOATS, name)
-    for name in ("token_position_to_id", "block_to_expert"):
-        check_dtype(getattr(given, name), INTEGERS, name)
+    for name in ("hidden_states", *ROUTING):
+        check_dtype(getattr(given, name), ROUTING.get(name, FLOATS), name)
     check_layouts(vars(given), {"hidden_states": "[T', H]"})
     check_same_device({name: value for name, value in vars(given).items() if isinstance(value, Tensor)})
     if given.kind not in MX:

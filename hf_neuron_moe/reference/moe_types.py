@@ -2,16 +2,17 @@
 
 Sources: nki-library 2.29 ``core.moe.moe_cte`` and ``core.utils.common_types``; ``experimental.moe.bwd`` 2.29 for the
 backward's options, 2.31 and 2.33 for what came later. The enums keep upstream's member names and numbers.
-
-Legend: E experts, H hidden, I intermediate, N blocks of B tokens.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
-from typing import TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +21,9 @@ from hf_neuron_moe.checks import check_flags, check_record, shown
 from hf_neuron_moe.errors import ConfigError, nearest, public
 
 EnumT = TypeVar("EnumT", bound=Enum)
+P = ParamSpec("P")
+RecordT = TypeVar("RecordT")
+ReturnT = TypeVar("ReturnT")
 
 
 class ActFnType(Enum):
@@ -115,21 +119,15 @@ def is_number(value: object) -> bool:
 
 
 def _check_fields(record: SkipMode | ShardOnBlockConfig | ShardOnIConfig) -> None:
-    """Check fields for the types of their defaults, switches, counts and enums; names become members."""
+    """Check the types of switches, counts (whose ranges depend on the call) and enums; names become members."""
     for field in fields(record):
-        value, default = getattr(record, field.name), field.default
-        if isinstance(default, Enum):
-            object.__setattr__(record, field.name, as_member(value, type(default), argument=field.name))
-        elif isinstance(default, bool):
-            check_flags({field.name: value})
-        elif isinstance(default, int):
-            _check_count(value, field.name)
-
-
-def _check_count(value: object, argument: str) -> None:
-    """Raise for anything but an int; ranges depend on the call and are checked there."""
-    if type(value) is not int:
-        raise ConfigError.about(argument, "an int", shown(value), "Pass a count.")
+        name, value = field.name, getattr(record, field.name)
+        if isinstance(field.default, Enum):
+            object.__setattr__(record, name, as_member(value, type(field.default), argument=name))
+        elif field.type == "bool":
+            check_flags({name: value})
+        elif type(value) is not int and (field.type == "int" or (field.type == "int | None" and value is not None)):
+            raise ConfigError.about(name, "an int", shown(value), "Pass a count.")
 
 
 def as_member(value: object, kind: type[EnumT], *, argument: str) -> EnumT:
@@ -141,6 +139,33 @@ def as_member(value: object, kind: type[EnumT], *, argument: str) -> EnumT:
         return kind[value]
     fix = f"Pass {kind.__name__}.{names[0]} or another member.{nearest(str(value), names)}"
     raise ConfigError.about(argument, f"a member of {kind.__name__} ({', '.join(names)}) or its name", repr(value), fix)
+
+
+def bound(name: str, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all arguments of a call of the function `name`, whose name stands in the error of a wrong one."""
+    try:
+        arguments = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{name}() {error}") from None
+    arguments.apply_defaults()
+    return arguments.arguments
+
+
+def taking(record: Callable[P, RecordT]) -> Callable[[Callable[[RecordT], ReturnT]], Callable[P, ReturnT]]:
+    """Give a function of a record the record's fields as its arguments, with their order, types and defaults."""
+    declared = inspect.signature(record)
+
+    def decorate(function: Callable[[RecordT], ReturnT]) -> Callable[P, ReturnT]:
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> ReturnT:
+            bound(function.__name__, declared, args, kwargs)
+            return function(record(*args, **kwargs))
+
+        returns = function.__annotations__["return"]
+        call.__dict__["__signature__"] = declared.replace(return_annotation=returns)
+        return call
+
+    return decorate
 
 
 @dataclass(frozen=True)
@@ -159,8 +184,7 @@ class SkipMode:
         _check_fields(self)
 
 
-NO_SKIP = SkipMode()
-"""The documented default of ``skip_dma``."""
+NO_SKIP = SkipMode()  # the documented default of skip_dma
 
 
 @dataclass(frozen=True)
@@ -173,15 +197,9 @@ class QuantizationConfig:
 
 @dataclass(frozen=True)
 class ShardOnBlockConfig:
-    """Options of ``shard_on_block`` and ``shard_on_block_mx``.
+    """Options of ``shard_on_block`` and ``shard_on_block_mx``; any that an implementation does not read must be unset.
 
-    The first four schedule work; `use_packed_scales`, `weight_dtype` and `quantization_type` say how MX weights are
-    stored (2.31 and later). `top_k` and `ep_degree` size static loops upstream and have no effect on values. An option
-    that the implementation does not read must be left at its default.
-
-    `weight_dtype` is what the 32-bit words hold: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``. None means e4m3fn,
-    and e5m2 words read so give wrong numbers without an error: the words themselves cannot tell. 16-bit words are fp4
-    and take None.
+    Those without a comment schedule work or size static loops and have no effect on values. The MX ones came with 2.31.
     """
 
     n_block_per_iter: int = 1
@@ -189,11 +207,13 @@ class ShardOnBlockConfig:
     n_static_blocks: int = -1
     n_dynamic_blocks: int = 55
     non_overlapping_shards: bool = False
-    use_packed_scales: bool = False
+    use_packed_scales: bool = False  # four tiles of MX scale rows per buffer of 128
+    # What 32-bit words hold: torch.float8_e4m3fn or torch.float8_e5m2. None means e4m3fn, and e5m2 words read so give
+    # wrong numbers without an error: the words themselves cannot tell. 16-bit words are fp4 and take None.
     weight_dtype: torch.dtype | None = None
     top_k: int = 1
     ep_degree: int = 1
-    quantization_type: QuantizationType = QuantizationType.MX
+    quantization_type: QuantizationType = QuantizationType.MX  # MX or STATIC_MX
 
     @public("ShardOnBlockConfig")
     def __post_init__(self) -> None:
@@ -212,8 +232,6 @@ class ShardOnIConfig:
     @public("ShardOnIConfig")
     def __post_init__(self) -> None:
         _check_fields(self)
-        if self.num_static_block is not None:
-            _check_count(self.num_static_block, "num_static_block")
 
 
 @dataclass(frozen=True)

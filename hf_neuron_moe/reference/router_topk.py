@@ -94,9 +94,7 @@ def router_topk(
     caller allocates, only name the dtypes of the results (without them fp32, fp32, int32) and are never written.
     `skip_store_router_logits` is an error, as upstream's assertion. docs/kernels.md describes every argument.
 
-    `device_limits` also enforces what the device can do: E <= 512, H % 128 == 0, K <= 8, SIGMOID without
-    `router_pre_norm` only with `use_indirect_dma_scatter`, that only with T <= 128 or T % 128 == 0, `return_eager_affi`
-    only with T <= 128. None enforces it unless `x` is fp32, in which the device does not compute.
+    `device_limits` also enforces what the device can do; None: unless `x` is fp32, in which it does not compute.
 
     Returns ``[router_logits, expert_index, expert_affinities]``, the index None with `skip_store_expert_index`; with
     `return_eager_affi` then the ``[T, K]`` affinities of the selected experts. For dense affinities upstream computes
@@ -111,9 +109,11 @@ def router_topk(
     (H, E), T, K = w.shape, x.shape[1 if x_hbm_layout == 0 else 0], k or 0
     fix = "A token cannot choose an expert twice."
     check_rules([Rule(1 <= K <= E, "k", f"from 1 to E = {E}", K, fix, ShapeError)])
+    dtypes = {"router_logits": torch.float32, "expert_affinities": torch.float32, "expert_index": torch.int32}
     for name in _OUTPUTS:
         if given[name] is not None:
             check_dtype(given[name], _INTEGERS if name == "expert_index" else FLOATS, name)
+            dtypes[name] = given[name].dtype
     check_layouts(given, _OUTPUTS, T=T, E=E, K=K)
     if device_limits if device_limits is not None else x.dtype != torch.float32:
         sigmoid_after_selection = act is RouterActFnType.SIGMOID and not router_pre_norm
@@ -123,9 +123,9 @@ def router_topk(
     # A stable sort, so that ties are broken as argsort of the negated logits does: lower expert first.
     index_TK = torch.sort(logits_TE.detach().to(torch.float32), dim=-1, descending=True, stable=True).indices[:, :K]
     affinities_TE, selected_TK = _affinities(logits_TE, index_TK, act, router_pre_norm, norm_topk_prob)
-    index = None if skip_store_expert_index else index_TK.to(_dtype_of(expert_index, torch.int32))
-    affinity_dtype = _dtype_of(expert_affinities, torch.float32)
-    results = [logits_TE.to(_dtype_of(router_logits, torch.float32)), index, affinities_TE.to(affinity_dtype)]
+    index = None if skip_store_expert_index else index_TK.to(dtypes["expert_index"])
+    affinity_dtype = dtypes["expert_affinities"]
+    results = [logits_TE.to(dtypes["router_logits"]), index, affinities_TE.to(affinity_dtype)]
     return [*results, selected_TK.to(affinity_dtype)] if return_eager_affi else results
 
 
@@ -177,10 +177,6 @@ def _affinities(
         return dense_TE, selected_TK
     selected_TK = selected_TK / selected_TK.sum(dim=-1, keepdim=True)
     return torch.zeros_like(logits_TE).scatter(1, index_TK, selected_TK), selected_TK
-
-
-def _dtype_of(template: Tensor | None, default: torch.dtype) -> torch.dtype:
-    return default if template is None else template.dtype
 
 
 def _option_rules(x_hbm_layout: int, x_sb_layout: int, skip_logits: bool, k: int | None) -> Iterator[Rule]:
