@@ -24,7 +24,7 @@ from hf_neuron_moe.checks import (
     shown,
 )
 from hf_neuron_moe.errors import ConfigError, ShapeError
-from hf_neuron_moe.reference.block_rows import FLOATS, LAYOUTS, ROUTING, check_block_size
+from hf_neuron_moe.reference.block_rows import FLOATS, LAYOUTS, ROUTING, BlockRows, check_block_size
 from hf_neuron_moe.reference.moe_types import (
     BLOCKINGS,
     ActFnType,
@@ -188,6 +188,35 @@ def _check_blocking(value: object) -> None:
     expected = f"None or made of {', '.join(kind.__name__ for kind in BLOCKINGS)} with positive counts"
     fix = "It only tiles the matmuls on the device; leave it None."
     check_rules([Rule(fits, "blocking_params", expected, shown(value), fix)])
+
+
+def check_buffers(given: BackwardArguments, rows: BlockRows, sizes: dict[str, int]) -> None:
+    """Raise for buffers that do not fit their operands, and combinations that would compute something else."""
+    buffers = {name: getattr(given, name) for name in BUFFERS if getattr(given, name) is not None}
+    for name, buffer in buffers.items():
+        check_dtype(buffer, FLOATS, name)
+        check_layouts(buffers, {name: BUFFERS[name]}, **sizes)
+        fix = "Allocate it with torch.empty of that shape."
+        strides = f"strides {buffer.stride()}"
+        check_rules([Rule(buffer.is_contiguous(), name, "contiguous", strides, fix, ShapeError)])
+    check_same_device({"hidden_states": given.hidden_states, **buffers})
+    check_rules(_accumulation_rules(given, buffers, rows))
+
+
+def _accumulation_rules(given: BackwardArguments, buffers: dict[str, Tensor], rows: BlockRows) -> Iterator[Rule]:
+    missing = [name for name in BUFFERS if name not in buffers] if given.skip_grad_initialization else []
+    fix = "Pass all four *_grad_out buffers to add to."
+    yield Rule(not missing, "skip_grad_initialization", f"False without {''.join(missing[:1])}", "True", fix)
+    name, dtype, rule = "accumulation_dtype", given.accumulation_dtype, "None, torch.bfloat16 or torch.float32"
+    yield Rule(dtype in (None, *FLOATS), name, rule, repr(dtype), "Use torch.float32.")
+    wide = [name for name, buffer in buffers.items() if buffer.dtype == torch.float32]
+    fits = not wide or dtype != torch.bfloat16
+    rule = f"not lower than the buffers' ({''.join(wide[:1])} is fp32)"
+    yield Rule(fits, name, rule, "torch.bfloat16", "Leave it None or pass torch.float32.")
+    name, rule = "is_tensor_update_accumulating", "True where a token goes to more than one expert"
+    fix = "Plain stores keep the last expert's part only; they are for top_k = 1."
+    fits = given.is_tensor_update_accumulating or rows.token_R.numel() == rows.token_R.unique().numel()
+    yield Rule(fits, name, rule, "False", fix)
 
 
 def check_device_limits(given: BackwardArguments, options: Options) -> None:

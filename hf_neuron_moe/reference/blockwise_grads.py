@@ -26,7 +26,6 @@ from hf_neuron_moe.backends.torch.gating import Gating
 from hf_neuron_moe.backends.torch.tiles import tile_loader
 from hf_neuron_moe.reference.block_rows import BlockRows
 from hf_neuron_moe.reference.blockwise_arguments import BackwardArguments
-from hf_neuron_moe.reference.blockwise_buffers import grad_weights, store_affinity, store_hidden
 
 _ROW_CHUNK = 1024
 
@@ -118,7 +117,7 @@ def run_backward(call: BackwardCall) -> tuple[Tensor, ...]:
     scale_R = rows.affinity(given.expert_affinities_masked, experts)
     d_hidden, d_scale_R = zeros(hidden_states.shape), zeros(len(rows.token_R))
     d_bias = zeros((experts, 2 * inner)) if given.bias else None
-    weights = grad_weights(given)
+    weights = _grad_weights(given)
     d_out = RowSource(given.output_hidden_states_grad, rows.token_R)
     if call.on_hidden:
         d_out = ScaledRows(d_out.values, rows.token_R, scale_R, loader.compute.rounded)
@@ -143,8 +142,8 @@ def run_backward(call: BackwardCall) -> tuple[Tensor, ...]:
     )
     call.add_to_affinity(d_scale_R)
     results = (
-        store_hidden(given, d_hidden, rows),
-        store_affinity(given, d_scale_R, rows),
+        _store_hidden(given, d_hidden, rows),
+        _store_affinity(given, d_scale_R, rows),
         weights.gate_up.view(given.gate_up_proj_weight.shape),
         weights.down,
     )
@@ -152,3 +151,36 @@ def run_backward(call: BackwardCall) -> tuple[Tensor, ...]:
         return results
     d_bias_E2I = d_bias.view(experts, 2, inner).to(weights.gate_up.dtype)
     return (*results, d_bias_E2I, call.down_bias_grad(scale_R).to(weights.down.dtype))
+
+
+def _grad_weights(given: BackwardArguments) -> ExpertStack:
+    """Return the weight gradients' memory as the experts write it."""
+    gate_up, down = given.gate_up_proj_weight_grad_out, given.down_proj_weight_grad_out
+    new = functools.partial(torch.empty_like, dtype=given.accumulation_dtype, memory_format=torch.contiguous_format)
+    gate_up = new(given.gate_up_proj_weight) if gate_up is None else gate_up
+    down = new(given.down_proj_weight) if down is None else down
+    return ExpertStack(gate_up.flatten(2), down, transposed=True)
+
+
+def _store_hidden(given: BackwardArguments, d_hidden: Tensor, rows: BlockRows) -> Tensor:
+    """Return the fp32 hidden gradient in the operand's dtype, or write it to the buffer and return that."""
+    out = given.hidden_states_grad_out
+    if out is None:
+        return d_hidden.to(given.hidden_states.dtype)
+    if not given.skip_grad_initialization:
+        return out.copy_(d_hidden)
+    if not given.is_tensor_update_accumulating:
+        out[rows.token_R] = d_hidden[rows.token_R].to(out.dtype)
+        return out
+    return out.add_(d_hidden)
+
+
+def _store_affinity(given: BackwardArguments, d_scale_R: Tensor, rows: BlockRows) -> Tensor:
+    """Assign the pairs' gradients to a dense zero ``[T' * E, 1]``, or to the buffer, and return it."""
+    out = given.expert_affinities_masked_grad_out
+    if out is None:
+        out = torch.zeros_like(given.expert_affinities_masked, memory_format=torch.contiguous_format)
+    elif not given.skip_grad_initialization:
+        out.zero_()
+    out[rows.token_R * len(given.down_proj_weight) + rows.expert_R, 0] = d_scale_R.to(out.dtype)
+    return out

@@ -40,11 +40,11 @@ from hf_neuron_moe.reference.block_rows import BlockRows, block_rows, check_one_
 from hf_neuron_moe.reference.blockwise_arguments import (
     BackwardArguments,
     Options,
+    check_buffers,
     check_device_limits,
     check_operands,
     check_options,
 )
-from hf_neuron_moe.reference.blockwise_buffers import check_buffers
 from hf_neuron_moe.reference.blockwise_grads import BackwardCall, run_backward
 from hf_neuron_moe.reference.moe_types import ActFnType, taking
 
