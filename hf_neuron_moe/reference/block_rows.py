@@ -35,9 +35,9 @@ class BlockRows:
     runs: list[tuple[int, int, int]]  # (expert, first row, end row) of every expert with rows
     blocks: int  # N
     block_size: int  # B
+    # Of every run, its first slot if its rows fill consecutive slots from the start of a block on (as in every plan of
+    # build_block_plan), else -1.
     first_slots: list[int]
-    """Of every run, its first slot where its rows fill consecutive slots from the start of a block on (as in every plan
-    of ``build_block_plan``), else -1."""
 
     def affinity(self, expert_affinities_masked: Tensor, experts: int) -> Tensor:
         """Return each pair's routing weight, fp32 ``[R]``."""
@@ -68,7 +68,7 @@ def block_rows(
 
     `token_position_to_id` is int ``[N * B]``, where -1 and T mark unused slots, `block_to_expert` int ``[N]`` or
     ``[N, 1]``, where the id E is allowed for blocks without tokens. With `without_gaps`, unused slots before used ones
-    of the same expert are refused: MX groups are formed by slot, so such gaps would change the values.
+    of the same expert are an error: MX groups are formed by slot, so such gaps would change the values.
     """
     owner_N, ids = block_to_expert.reshape(-1).long(), token_position_to_id.reshape(-1).long()
     blocks, name = len(owner_N), "token_position_to_id"

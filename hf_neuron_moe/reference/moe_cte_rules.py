@@ -1,4 +1,4 @@
-"""What each of the seven implementations of ``moe_cte`` takes, and the refusals that follow.
+"""What each of the seven implementations of ``moe_cte`` takes, and the rules that follow.
 
 Legend: T real tokens, H hidden, I intermediate, N blocks of B slots.
 
@@ -31,8 +31,7 @@ _Mode = ExpertAffinityScaleMode
 _PRE = (_Mode.PRE_SCALE, _Mode.PRE_SCALE_DELAYED)
 BF16_ACTIVATIONS = frozenset({ActFnType.SiLU, ActFnType.Swish, ActFnType.SquaredReLU})
 MX_ACTIVATIONS = frozenset(ActFnType) - {ActFnType.SquaredReLU}
-_PRE_SCALE_TOKENS = 512
-"""Tokens of one PSUM tile; shard_on_i reads the affinities of the first tile for all of them."""
+_PRE_SCALE_TOKENS = 512  # of one PSUM tile; shard_on_i reads the affinities of the first tile for all of them
 
 
 @dataclass(frozen=True)

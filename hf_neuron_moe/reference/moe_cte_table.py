@@ -28,8 +28,8 @@ from hf_neuron_moe.reference.moe_types import MoECTESpec, QuantizationType, Shar
 
 _CONFIGS = (ShardOnBlockConfig, ShardOnIConfig)
 _OPTIONS = {kind: [field.name for field in fields(kind)] for kind in _CONFIGS}
+# Names of the direct kernels for arguments of moe_cte.
 _RENAMED = {"gate_up_hidden_scale": "gate_up_in_scale", "down_hidden_scale": "down_in_scale"}
-"""Names of the direct kernels for arguments of ``moe_cte``."""
 _CLAIMS = {
     "is_block_quant": Parameter("is_block_quant", Parameter.KEYWORD_ONLY, default=None, annotation="bool | None"),
     "is_per_tensor": Parameter("is_per_tensor", Parameter.KEYWORD_ONLY, default=None, annotation="bool | None"),

@@ -48,7 +48,7 @@ MX_LAYOUTS = LAYOUTS | {
 _WORDS = {torch.int32: torch.int32, torch.uint32: torch.int32, torch.int16: torch.int16, torch.uint16: torch.int16}
 _FP8_FORMATS = {None: E4M3FN, torch.float8_e4m3fn: E4M3FN, torch.float8_e5m2: E5M2}
 _BLOCK128_ROWS = 4
-_UNIT_SCALE = 127
+_UNIT_SCALE = 127  # the byte of 2^0
 _SCALES = {
     "gate_up_proj_scale": ("[E, 16, 2, H/512, I]", "[E, 128, ceil(H/2048), 2, I]", "[E, 4, 2, H/512, ceil(I/128)]"),
     "down_proj_scale": ("[E, pI/8, ceil(I/512), H]", "[E, 128, ceil(I/2048), H]", "[E, 4, ceil(I/512), ceil(H/128)]"),
@@ -66,16 +66,12 @@ class MXExperts:
     down_scale: Tensor | None  # likewise
     fmt: ElementFormat  # element format of both
 
-    @property
-    def inner(self) -> int:
-        """I."""
-        return self.gate_up.shape[-1]
-
     def expert(self, number: int) -> FFNWeights:
         """Return one expert's projections in fp32, the intermediate axis padded to whole tiles."""
         gate_up_H2I = dequantize_moe_gate_up(self._expert(number, self.gate_up, self.gate_up_scale))[0]
-        padded = padded_intermediate(self.inner)
-        gate_IH, up_IH = (pad(gate_up_H2I[:, half].t(), (0, 0, 0, padded - self.inner)) for half in range(2))
+        inner = gate_up_H2I.shape[2]
+        padding = (0, 0, 0, padded_intermediate(inner) - inner)
+        gate_IH, up_IH = (pad(gate_up_H2I[:, half].t(), padding) for half in range(2))
         down_IH = dequantize_moe_down(self._expert(number, self.down, self.down_scale))[0]
         return FFNWeights(gate_IH, up_IH, down_IH.t())
 
@@ -109,8 +105,7 @@ def read_mx_weights(given: Arguments) -> MXExperts:
     fmt = _format(gate_up, options.weight_dtype)
     check_dtype(down, tuple(kind for kind in _WORDS if _WORDS[kind] == fmt.carrier), "down_proj_weight")
     sizes = {"H": hidden, "H/512": hidden // TILE}
-    weights = {"gate_up_proj_weight": gate_up}
-    inner = check_layouts(weights, MX_LAYOUTS, **sizes)["I"]
+    inner = check_layouts({"gate_up_proj_weight": gate_up}, MX_LAYOUTS, **sizes)["I"]
     check_multiple(inner, 32, "I of gate_up_proj_weight", "an MX group is 8 partitions of 4 lanes")
     tiles = -(-inner // TILE)
     sizes |= {"E": len(gate_up), "pI": padded_intermediate(inner) // tiles // LANES, "ceil(I/512)": tiles}
@@ -118,9 +113,9 @@ def read_mx_weights(given: Arguments) -> MXExperts:
     words = gate_up.view(fmt.carrier), down.view(fmt.carrier)
     if options.quantization_type is QuantizationType.STATIC_MX:
         return MXExperts(*words, None, None, fmt)
-    packed = options.use_packed_scales
-    gate_up_bytes = _scale_bytes(gate_up_scale, gate_up, packed, "gate_up_proj_scale")
-    return MXExperts(*words, gate_up_bytes, _scale_bytes(down_scale, down, packed, "down_proj_scale"), fmt)
+    gate_up_bytes = _scale_bytes(gate_up_scale, gate_up, options.use_packed_scales, "gate_up_proj_scale")
+    down_bytes = _scale_bytes(down_scale, down, options.use_packed_scales, "down_proj_scale")
+    return MXExperts(*words, gate_up_bytes, down_bytes, fmt)
 
 
 def _format(words: Tensor, weight_dtype: torch.dtype | None) -> ElementFormat:
