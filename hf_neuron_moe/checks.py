@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -138,3 +139,21 @@ def check_optional_flag(flag: object, name: str) -> None:
     """Raise ConfigError for a switch that is neither None nor a bool."""
     if flag is not None:
         check_flags({name: flag})
+
+
+def check_layouts(given: Mapping[str, Tensor | None], layouts: Mapping[str, str], **sizes: int) -> dict[str, int]:
+    """Check tensors, by argument name, against layouts such as ``[E, H, 2, I]`` and each other; None is left out.
+
+    A letter stands for a size of `sizes` or else that of its first axis; ``T' * E`` is a product. Returns all sizes.
+    """
+    for name, layout in layouts.items():
+        tensor, axes = given.get(name), layout[1:-1].split(", ")
+        if tensor is None:
+            continue
+        shape: list[int | None] = []
+        for axis in axes:
+            factors = [int(factor) if factor.isdigit() else sizes.get(factor) for factor in axis.split(" * ")]
+            shape.append(None if None in factors else math.prod(factor for factor in factors if factor is not None))
+        check_shape(tensor, shape, layout, name)
+        sizes |= dict(zip(axes, tensor.shape))
+    return sizes

@@ -10,9 +10,9 @@ consumer                                            shape           content
 ``shard_on_block_hybrid``                           [2, ..+1]       a row per core (low and high half), each then 0
 ==================================================  ==============  ==============================================
 
-Upstream's generator for block sharding is one pair short whenever the number of spare blocks is odd. 2.29 kernels do
-not read that vector; in a loop of one's own ``shard_on_block`` is the right one. For ``shard_on_block_hybrid``
-(experimental) the documentation describes one row and the newest test passes both rows flattened.
+Upstream's generator for block sharding is one pair short if the number of spare blocks is odd. 2.29 kernels do not read
+it; in your own loop use ``shard_on_block``. For ``shard_on_block_hybrid`` (experimental) the documentation describes
+one row and the newest test passes both rows flattened.
 
 Sources: nki-library 2.29 ``moe_cte`` test utilities; NxD and vllm-neuron, which take any real token per block.
 """
@@ -27,29 +27,22 @@ from hf_neuron_moe.errors import ConfigError, nearest, public
 from hf_neuron_moe.formats.block_plan import BlockPlan
 from hf_neuron_moe.reference.moe_types import MoECTEImplementation
 
-CONSUMERS = (
-    "shard_on_i_hybrid",
-    "shard_on_i_mx_hybrid",
-    "shard_on_block_mx",
-    "shard_on_block",
-    "shard_on_block_upstream",
-    "shard_on_block_hybrid",
-)
+_HYBRIDS = ("shard_on_i_hybrid", "shard_on_i_mx_hybrid")
+_OF_BLOCKS = ("shard_on_block_mx", "shard_on_block", "shard_on_block_upstream", "shard_on_block_hybrid")
+CONSUMERS = (*_HYBRIDS, *_OF_BLOCKS)
 
 
 @public
 def block_conditions(plan: BlockPlan, consumer: str | MoECTEImplementation) -> Tensor:
-    """Return the int32 vector that `consumer` reads; no value is read back to the host.
+    """Return the int32 vector of a plan that `consumer` reads; no value is read back to the host.
 
-    Args:
-        plan: from ``build_block_plan``.
-        consumer: one of the names in the table above, or a member of ``MoECTEImplementation`` of that name.
+    `consumer` is one of the names in the table above, or a member of ``MoECTEImplementation`` of that name.
     """
     name = consumer.name if isinstance(consumer, MoECTEImplementation) else consumer
     if name not in CONSUMERS:
         fix = f"Other implementations read no conditions.{nearest(str(name), list(CONSUMERS))}"
         raise ConfigError.about("consumer", f"one of {', '.join(CONSUMERS)}", repr(consumer), fix)
-    if name in ("shard_on_i_hybrid", "shard_on_i_mx_hybrid"):
+    if name in _HYBRIDS:
         return plan.conditions
     if name == "shard_on_block_mx":
         return pad(plan.conditions, (0, 1))

@@ -12,6 +12,18 @@ from torch import Tensor
 
 from hf_neuron_moe.errors import ShapeError
 
+FLOATS = (torch.bfloat16, torch.float32)
+INTEGERS = (torch.int32, torch.int64)
+ROUTING = {"expert_affinities_masked": FLOATS, "token_position_to_id": INTEGERS, "block_to_expert": INTEGERS}
+"""Dtypes of a routing."""
+LAYOUTS = {
+    "hidden_states": "[T', H]",
+    "gate_up_proj_weight": "[E, H, 2, I]",
+    "down_proj_weight": "[E, I, H]",
+    "expert_affinities_masked": "[T' * E, 1]",
+}
+"""Shapes of what all blockwise functions have; T' are the rows of the token tensors."""
+
 
 @dataclass(frozen=True)
 class BlockRows:
@@ -23,9 +35,9 @@ class BlockRows:
     runs: list[tuple[int, int, int]]  # (expert, first row, end row) of every expert with rows
     blocks: int  # N
     block_size: int  # B
+    # Of every run, its first slot if its rows fill consecutive slots from the start of a block on (as in every plan of
+    # build_block_plan), else -1.
     first_slots: list[int]
-    """Of every run, its first slot where its rows fill consecutive slots from the start of a block on (as in every plan
-    of ``build_block_plan``), else -1."""
 
     def affinity(self, expert_affinities_masked: Tensor, experts: int) -> Tensor:
         """Return each pair's routing weight, fp32 ``[R]``."""
@@ -34,8 +46,13 @@ class BlockRows:
     def used_blocks(self) -> Tensor:
         """Return which blocks have real tokens, bool ``[N]``."""
         used = torch.zeros(self.blocks, dtype=torch.bool, device=self.slot_R.device)
-        used[torch.div(self.slot_R, self.block_size, rounding_mode="floor")] = True
+        used[self.slot_R // self.block_size] = True
         return used
+
+    def places(self, run: int) -> tuple[Tensor, Tensor]:
+        """Return block and place in it of every row of a run."""
+        _, start, end = self.runs[run]
+        return self.slot_R[start:end] // self.block_size, self.slot_R[start:end] % self.block_size
 
 
 def block_rows(
@@ -51,17 +68,19 @@ def block_rows(
 
     `token_position_to_id` is int ``[N * B]``, where -1 and T mark unused slots, `block_to_expert` int ``[N]`` or
     ``[N, 1]``, where the id E is allowed for blocks without tokens. With `without_gaps`, unused slots before used ones
-    of the same expert are refused: MX groups are formed by slot, so such gaps would change the values.
+    of the same expert are an error: MX groups are formed by slot, so such gaps would change the values.
     """
-    block_to_expert = block_to_expert.reshape(-1).long()
-    blocks = block_to_expert.numel()
-    name = "token_position_to_id"
-    fits = token_position_to_id.numel() == blocks * block_size
-    _require(fits, name, f"of size N * block_size = {blocks * block_size}", str(list(token_position_to_id.shape)))
-    ids = token_position_to_id.reshape(-1).long()
+    owner_N, ids = block_to_expert.reshape(-1).long(), token_position_to_id.reshape(-1).long()
+    blocks, name = len(owner_N), "token_position_to_id"
+    fits = len(ids) == blocks * block_size
+    _require(fits, name, f"of size N * block_size = {blocks * block_size}", list(token_position_to_id.shape))
     slot_R = ((ids >= 0) & (ids < tokens)).nonzero().reshape(-1)
-    expert_R = block_to_expert[torch.div(slot_R, block_size, rounding_mode="floor")]
-    _check_ids(ids, block_to_expert, expert_R, tokens, experts)
+    expert_R = owner_N[slot_R // block_size]
+    in_range = bool(((ids >= -1) & (ids <= tokens)).all())
+    _require(in_range, name, f"made of ids -1..{tokens}", "an id outside of that")
+    known = bool(((owner_N >= 0) & (owner_N <= experts)).all()) and bool((expert_R < experts).all())
+    rule = f"made of ids 0..{experts - 1} (and {experts} for blocks without tokens)"
+    _require(known, "block_to_expert", rule, owner_N.tolist())
     if bool((expert_R.diff() < 0).any()):
         expert_R, order = expert_R.sort(stable=True)
         slot_R = slot_R[order]
@@ -89,6 +108,12 @@ def _runs(
     return [(expert, end - count, end) for expert, count, end, _ in busy], [first for *_, first in busy]
 
 
+def check_block_size(size: object, argument: str = "block_size") -> None:
+    """Raise ShapeError for what is not a positive int."""
+    if type(size) is not int or size <= 0:
+        raise ShapeError.about(argument, "a positive int", repr(size), "Pass the block size the plan was made with.")
+
+
 def check_one_block_per_expert(block_to_expert: Tensor, experts: int, expected: str, fix: str) -> None:
     """Raise ShapeError, with these words, for a dropping plan that is not one block per expert, in order."""
     owners = block_to_expert.reshape(-1)
@@ -96,15 +121,6 @@ def check_one_block_per_expert(block_to_expert: Tensor, experts: int, expected: 
         raise ShapeError.about("block_to_expert", expected, owners.tolist(), fix)
 
 
-def _check_ids(ids: Tensor, block_to_expert: Tensor, expert_R: Tensor, tokens: int, experts: int) -> None:
-    in_range = bool(((ids >= -1) & (ids <= tokens)).all())
-    _require(in_range, "token_position_to_id", f"made of ids -1..{tokens}", "an id outside of that")
-    allowed = bool(((block_to_expert >= 0) & (block_to_expert <= experts)).all())
-    used = allowed and bool((expert_R < experts).all())
-    rule = f"made of ids 0..{experts - 1} (and {experts} for blocks without tokens)"
-    _require(used, "block_to_expert", rule, str(block_to_expert.tolist()))
-
-
-def _require(condition: bool, argument: str, expected: str, got: str) -> None:
-    if not condition:
+def _require(holds: bool, argument: str, expected: str, got: object) -> None:
+    if not holds:
         raise ShapeError.about(argument, expected, got, "Use build_block_plan.")

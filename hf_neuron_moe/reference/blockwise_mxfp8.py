@@ -6,19 +6,16 @@ E experts, N blocks of B slots.
 Every matmul's operands are rounded to MXFP8 along its contraction axis (block scales of nki 0.5 and later), along the
 token axis block by block; the roundings to bf16 in between are those of ``mlp_fwd_mxfp8`` and ``mlp_bwd_mxfp8`` (2.31).
 
-What is known of upstream's pair: the weights' layouts (which differ between forward and backward), SiLU only, the
-affinity on the intermediate only, ``SHARD_ON_FREE`` only, which checkpoints are returned and needed, bf16 activations,
-blocks of 128 to 4096. Not known, and refused here: the layout of pre-quantized weights and their scales, and biases
-(no bias argument is known, nor whether checkpoints would include one). Upstream's argument names beyond those of
-``moe_cte`` and ``blockwise_mm_bwd`` are not known either; these functions use the same names as those two.
-
-Sources: nki-library 2.31 and 2.32 ``experimental.moe_mxfp8``.
+Not known of upstream's pair, and an error here: the layout of pre-quantized weights and their scales, and biases (nor
+whether checkpoints would include one). Argument names beyond those of ``moe_cte`` and ``blockwise_mm_bwd`` are not
+known either; these functions use the same names. Sources: nki-library 2.31 and 2.32 ``experimental.moe_mxfp8``.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from enum import Enum
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -31,28 +28,19 @@ from hf_neuron_moe.backends.torch.tiles import Loader, Span, tile_loader
 from hf_neuron_moe.checks import (
     Rule,
     check_dtype,
+    check_layouts,
     check_multiple,
     check_optional_flag,
     check_record,
     check_rules,
     check_same_device,
-    check_shape,
 )
 from hf_neuron_moe.errors import ShapeError, public
-from hf_neuron_moe.reference.block_rows import BlockRows, block_rows
-from hf_neuron_moe.reference.blockwise_buffers import GradBuffers
-from hf_neuron_moe.reference.blockwise_checks import (
-    FLOATS,
-    INTEGERS,
-    Operands,
-    check_bf16_limits,
-    check_block_size,
-    check_operands,
-)
+from hf_neuron_moe.reference.block_rows import LAYOUTS, ROUTING, BlockRows, block_rows, check_block_size
+from hf_neuron_moe.reference.blockwise_arguments import BackwardArguments, check_bf16_limits, check_operands
 from hf_neuron_moe.reference.blockwise_grads import BackwardCall, run_backward
 from hf_neuron_moe.reference.blockwise_mm_bwd import MoEBackward
-from hf_neuron_moe.reference.moe_cte_epilogue import clamp_
-from hf_neuron_moe.reference.moe_cte_kept import fill_blocks
+from hf_neuron_moe.reference.moe_cte_saved import clamp_, fill_blocks
 from hf_neuron_moe.reference.moe_types import (
     ActFnType,
     AffinityOption,
@@ -63,6 +51,22 @@ from hf_neuron_moe.reference.moe_types import (
 )
 
 BLOCK_SIZES = (128, 256, 512, 1024, 2048, 4096)
+_UNKNOWN = dict.fromkeys(
+    ("gate_up_proj_scale", "down_proj_scale"),
+    "The layout of pre-quantized weights is not documented; pass bf16 weights.",
+) | dict.fromkeys(
+    ("gate_and_up_proj_bias", "down_proj_bias", "bias"), "Upstream documents no biases for the MXFP8 training pair."
+)
+"""Arguments whose meaning upstream does not document, and what to do without them."""
+_ONLY: dict[str, Enum] = {
+    "activation_function": ActFnType.SiLU,
+    "activation_type": ActFnType.SiLU,
+    "shard_option": ShardOption.SHARD_ON_FREE,
+    "affinity_option": AffinityOption.AFFINITY_ON_I,
+}
+"""Options that the pair knows a single member of."""
+_LAYOUTS = LAYOUTS | {"gate_up_proj_weight": "[E, 2, I, H]", "down_proj_weight": "[E, H, I]"}
+"""Of the forward's tensors."""
 
 
 class MoEForwardMXFP8(NamedTuple):
@@ -103,40 +107,19 @@ def blockwise_mm_fwd_mxfp8(
     ``[N * B]``, where T (or -1 with ``skip_token``) marks unused slots, which come last, `block_to_expert`, int
     ``[N]``, and `block_size` B, one of 128 to 4096 in powers of two.
 
-    `clamp_limits` limit gate and up before the activation. Limits that bf16 does not hold are refused, because the
+    `clamp_limits` limit gate and up before the activation. Limits that bf16 does not hold are an error, because the
     backward would miss them, unless `device_limits` is False. ``skip_weight`` of `skip_dma` has no effect on values.
-    Scales and biases are refused: the layout of pre-quantized weights is not documented, and the documented kernel has
-    no biases.
     """
-    _check_unknown(
-        gate_up_proj_scale=gate_up_proj_scale,
-        down_proj_scale=down_proj_scale,
-        gate_and_up_proj_bias=gate_and_up_proj_bias,
-        down_proj_bias=down_proj_bias,
-    )
-    _check_only({"activation_function": (activation_function, ActFnType.SiLU)})
-    limits = _checked_options(block_size, skip_dma, clamp_limits, device_limits)
-    tensors = {
-        "hidden_states": hidden_states,
-        "gate_up_proj_weight": gate_up_proj_weight,
-        "down_proj_weight": down_proj_weight,
-        "expert_affinities_masked": expert_affinities_masked,
-        "token_position_to_id": token_position_to_id,
-        "block_to_expert": block_to_expert,
-    }
-    _check_dtypes(tensors)
-    check_same_device(tensors)
-    check_shape(hidden_states, (None, None), "[T', H]", "hidden_states")
-    rows_in_table, hidden = hidden_states.shape
-    check_shape(gate_up_proj_weight, (None, 2, None, hidden), "[E, 2, I, H]", "gate_up_proj_weight")
-    experts, _, inner, _ = gate_up_proj_weight.shape
-    check_shape(down_proj_weight, (experts, hidden, inner), "[E, H, I]", "down_proj_weight")
-    check_shape(expert_affinities_masked, (rows_in_table * experts, 1), "[T' * E, 1]", "expert_affinities_masked")
-    _check_tiles(hidden, inner)
-    tokens = rows_in_table - int(skip_dma is None or not skip_dma.skip_token)
-    rows = block_rows(token_position_to_id, block_to_expert, block_size, tokens, experts, without_gaps=True)
+    given = locals()
+    limits = _checked_options(given)
+    names = ("hidden_states", "gate_up_proj_weight", "down_proj_weight", *ROUTING)
+    _check_dtypes(given, names)
+    check_same_device({name: given[name] for name in names})
+    sizes = check_layouts(given, _LAYOUTS)
+    rows = _checked_rows(given, sizes)
     stack = ExpertStack(gate_up_proj_weight.flatten(1, 2), down_proj_weight, transposed=False)
-    return _forward(hidden_states, rows.affinity(expert_affinities_masked, experts), stack, rows, limits)
+    scale_R = rows.affinity(expert_affinities_masked, sizes["E"])
+    return _forward(hidden_states, scale_R, stack, rows, limits)
 
 
 @torch.no_grad()
@@ -169,16 +152,13 @@ def _forward(
 
 @dataclass(frozen=True)
 class _Epilogue:
-    """Clamp, ``silu(gate) * up * affinity``, keep it in bf16, and quantize it along the intermediate axis."""
+    """Clamp, ``silu(gate) * up * affinity``, save it in bf16, and quantize it along the intermediate axis."""
 
     loader: Loader
     scale_R1: Tensor
     inter_RI: Tensor
     limits: ClampLimits
-
-    @property
-    def needs_gate(self) -> bool:
-        return True
+    needs_gate: bool = True
 
     def pre_activations_(self, gate_RI: Tensor, up_RI: Tensor, rows: Span, columns: Span) -> None:
         clamp_(gate_RI, *self.limits.gate)
@@ -187,9 +167,9 @@ class _Epilogue:
     def intermediate(self, gate_RI: Tensor, up_RI: Tensor, rows: Span, columns: Span) -> Tensor:
         part = slice(rows.start, rows.stop)
         product = F.silu(gate_RI, inplace=True).mul_(up_RI).mul_(self.scale_R1[part])
-        kept = self.inter_RI[part, columns.start : columns.stop].copy_(product)
+        saved = self.inter_RI[part, columns.start : columns.stop].copy_(product)
         buffer = self.loader.scratch.get("inter", (rows.length, columns.size), torch.float32)
-        self.loader.fill(buffer, kept)
+        self.loader.fill(buffer, saved)
         return self.loader.quantize(buffer, axis=1)
 
 
@@ -223,72 +203,52 @@ def blockwise_mm_bwd_mxfp8(
 
     Returns ``[T', H]``, ``[T' * E, 1]``, ``[E, H, 2, I]`` and ``[E, I, H]`` in their operands' dtypes.
     """
-    _check_unknown(
-        gate_up_proj_scale=gate_up_proj_scale, down_proj_scale=down_proj_scale, bias=None if bias is False else bias
-    )
-    _check_only(
-        {
-            "activation_type": (activation_type, ActFnType.SiLU),
-            "shard_option": (shard_option, ShardOption.SHARD_ON_FREE),
-            "affinity_option": (affinity_option, AffinityOption.AFFINITY_ON_I),
-        }
-    )
-    limits = _checked_options(block_size, skip_dma, clamp_limits, device_limits)
-    operands = Operands(
-        hidden_states, expert_affinities_masked, gate_up_proj_weight, down_proj_weight, gate_up_proj_act_checkpoint_T,
-        None, token_position_to_id, block_to_expert, output_hidden_states_grad,
-    )  # fmt: skip
+    given = locals()
+    limits = _checked_options(given)
     names = ("hidden_states", "gate_up_proj_weight", "down_proj_weight", "output_hidden_states_grad")
-    _check_dtypes({name: getattr(operands, name) for name in names})
-    check_operands(operands, block_size)
-    _check_tiles(hidden_states.shape[1], gate_up_proj_weight.shape[3])
-    tokens = len(hidden_states) - int(skip_dma is None or not skip_dma.skip_token)
-    rows = block_rows(
-        token_position_to_id, block_to_expert, block_size, tokens, len(down_proj_weight), without_gaps=True
-    )
+    _check_dtypes(given, names)
+    arguments = BackwardArguments(
+        hidden_states, expert_affinities_masked, gate_up_proj_weight, down_proj_weight, gate_up_proj_act_checkpoint_T,
+        None, token_position_to_id, block_to_expert, output_hidden_states_grad, block_size,
+    )  # fmt: skip
+    rows = _checked_rows(given, check_operands(arguments))
     gating = Gating(gate_limits=limits.gate, up_limits=limits.up)
-    call = BackwardCall(operands, rows, "mxfp8", on_hidden=False, gating=gating, bias=False, affinity_bias=None)
-    return MoEBackward(*run_backward(call, GradBuffers()))
+    call = BackwardCall(arguments, rows, "mxfp8", on_hidden=False, gating=gating, affinity_bias=None)
+    return MoEBackward(*run_backward(call))
 
 
-def _check_unknown(**arguments: object) -> None:
-    """Refuse arguments whose meaning upstream does not document."""
-    for name, value in arguments.items():
-        fix = "The layout of pre-quantized weights is not documented; pass bf16 weights."
-        if "bias" in name:
-            fix = "Upstream documents no biases for the MXFP8 training pair."
+def _checked_options(given: dict[str, Any]) -> ClampLimits:
+    """Check what is no tensor of a call, by argument name; return the limits."""
+    for name, fix in _UNKNOWN.items():
+        value, unset = given.get(name), False if name == "bias" else None
         got = "a tensor" if isinstance(value, Tensor) else repr(value)
-        check_rules([Rule(value is None, name, "None" if name != "bias" else "False", got, fix)])
-
-
-def _checked_options(
-    block_size: int, skip_dma: SkipMode | None, limits: ClampLimits | None, device_limits: bool | None
-) -> ClampLimits:
-    """Check what is no tensor; return the limits."""
-    check_block_size(block_size)
-    fix = "Build the plan with one of these."
-    check_rules([Rule(block_size in BLOCK_SIZES, "block_size", f"one of {BLOCK_SIZES}", block_size, fix, ShapeError)])
-    check_record(skip_dma, SkipMode, "skip_dma")
+        check_rules([Rule(name not in given or value is unset, name, repr(unset), got, fix)])
+    for name, member in _ONLY.items():
+        expected = f"{member.name} (the MXFP8 training pair has no other)"
+        fix = "Use moe_cte and blockwise_mm_bwd for the others."
+        fits = name not in given or as_member(given[name], type(member), argument=name) is member
+        check_rules([Rule(fits, name, expected, given.get(name), fix)])
+    size, fix = given["block_size"], "Build the plan with one of these."
+    check_block_size(size)
+    check_rules([Rule(size in BLOCK_SIZES, "block_size", f"one of {BLOCK_SIZES}", size, fix, ShapeError)])
+    limits: ClampLimits | None = given["clamp_limits"]
+    check_record(given["skip_dma"], SkipMode, "skip_dma")
     check_record(limits, ClampLimits, "clamp_limits")
-    check_optional_flag(device_limits, "device_limits")
-    if limits is not None and device_limits is not False:
+    check_optional_flag(given["device_limits"], "device_limits")
+    if limits is not None and given["device_limits"] is not False:
         check_bf16_limits(limits)
     return limits or ClampLimits()
 
 
-def _check_only(options: dict[str, tuple[object, ActFnType | ShardOption | AffinityOption]]) -> None:
-    for name, (value, member) in options.items():
-        fits, expected = as_member(value, type(member), argument=name) is member, "the MXFP8 training pair has no other"
-        fix = "Use moe_cte and blockwise_mm_bwd for the others."
-        check_rules([Rule(fits, name, f"{member.name} ({expected})", value, fix)])
+def _check_dtypes(given: dict[str, Any], names: tuple[str, ...]) -> None:
+    for name in names:
+        check_dtype(given[name], ROUTING.get(name, (torch.bfloat16,)), name)
 
 
-def _check_dtypes(tensors: dict[str, Tensor]) -> None:
-    others = {"expert_affinities_masked": FLOATS, "token_position_to_id": INTEGERS, "block_to_expert": INTEGERS}
-    for name, tensor in tensors.items():
-        check_dtype(tensor, others.get(name, (torch.bfloat16,)), name)
-
-
-def _check_tiles(hidden: int, inner: int) -> None:
-    check_multiple(hidden, 128, "H of hidden_states", "MX groups need whole tiles")
-    check_multiple(inner, 128, "I of gate_up_proj_weight", "MX groups need whole tiles")
+def _checked_rows(given: dict[str, Any], sizes: dict[str, int]) -> BlockRows:
+    """Check sizes and plan of a call; return the plan's rows."""
+    check_multiple(sizes["H"], 128, "H of hidden_states", "MX groups need whole tiles")
+    check_multiple(sizes["I"], 128, "I of gate_up_proj_weight", "MX groups need whole tiles")
+    tokens = sizes["T'"] - int(given["skip_dma"] is None or not given["skip_dma"].skip_token)
+    plan = (given["token_position_to_id"], given["block_to_expert"])
+    return block_rows(*plan, given["block_size"], tokens, sizes["E"], without_gaps=True)

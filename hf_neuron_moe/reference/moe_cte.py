@@ -27,14 +27,10 @@ Where upstream is silent or wrong:
   added once (each core adds it); multiply-on-I keeps the down bias as ``a * bias`` (2.29 drops it); shard_on_block with
   PRE_SCALE and skip_token, or without affinity and with a bias; shard_on_i without accumulation and with a bias, but
   no affinity on the output; MX without biases.
-* Refused always: options that the implementation does not read, one bias or scale without its partner, FP8 weights
+* Errors always: options that the implementation does not read, one bias or scale without its partner, FP8 weights
   without scales, activation buffers (never written upstream), activations where none are returned, any MX affinity mode
   but POST_SCALE (ignored or asserted upstream), ``conditions`` that miss a block with tokens, non-accumulating updates
-  of a token in several blocks.
-* Refused as device limits (see `device_limits`): the shapes of each kernel, GELU outside of MX (the kernel leaves its
-  buffer unwritten), FP8 scales where they are ignored, PRE_SCALE in shard_on_i with B > 512, dropping with B not a
-  multiple of 1024, shard_on_block with T not a multiple of 128, affinity modes and skip_weight that a kernel asserts
-  off.
+  of a token in several blocks. The device's own limits are in ``moe_cte_rules``.
 
 Sources: nki-library 2.29 ``core.moe.moe_cte``; 2.30 direct scales, 2.31 activation scales and MX storage options, 2.33
 ``accumulation_dtype``, ``skip_gate_proj`` and SquaredReLU.
@@ -42,10 +38,7 @@ Sources: nki-library 2.29 ``core.moe.moe_cte``; 2.30 direct scales, 2.31 activat
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,68 +47,33 @@ from hf_neuron_moe.errors import public
 from hf_neuron_moe.reference.moe_cte_arguments import Arguments
 from hf_neuron_moe.reference.moe_cte_problem import check_arguments
 from hf_neuron_moe.reference.moe_cte_run import run
-
-P = ParamSpec("P")
-RecordT = TypeVar("RecordT")
-ReturnT = TypeVar("ReturnT")
+from hf_neuron_moe.reference.moe_types import taking
 
 
 class MoEForward(NamedTuple):
     """What the forward returns; the activations are None unless the implementation returns them.
 
-    Attributes:
-        output: ``[T', H]``, a sink row is zero.
-        gate_up_activations_T: ``[N, 2, I, B]`` pre-activations after scale, bias and clamp, before PRE_SCALE. The
-            golden convention's PRE_SCALE multiplies the input, so they contain the affinity there.
-        down_activations: ``[N, B, H]``, the down projection after its scale and before the affinity; before the down
-            bias by the device's convention, after it by the golden one. None where the affinity sits on I.
+    By the golden convention PRE_SCALE multiplies the input, so that the pre-activations contain the affinity, and the
+    down activations contain the down bias.
     """
 
-    output: Tensor
-    gate_up_activations_T: Tensor | None
-    down_activations: Tensor | None
+    output: Tensor  # [T', H], a sink row is zero
+    gate_up_activations_T: Tensor | None  # [N, 2, I, B] pre-activations after scale, bias and clamp, before PRE_SCALE
+    down_activations: Tensor | None  # [N, B, H] after the scale, before bias and affinity; None with the affinity on I
 
 
-def bound(name: str, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all arguments of a call of the function `name`, whose name stands in the error of a wrong one."""
-    try:
-        arguments = signature.bind(*args, **kwargs)
-    except TypeError as error:
-        raise TypeError(f"{name}() {error}") from None
-    arguments.apply_defaults()
-    return arguments.arguments
-
-
-def _taking(record: Callable[P, RecordT]) -> Callable[[Callable[[RecordT], ReturnT]], Callable[P, ReturnT]]:
-    """Make a function of a record one of the record's fields, with their order, defaults and documentation."""
-    declared = inspect.signature(record)
-
-    def decorate(function: Callable[[RecordT], ReturnT]) -> Callable[P, ReturnT]:
-        @functools.wraps(function)
-        def call(*args: P.args, **kwargs: P.kwargs) -> ReturnT:
-            bound(function.__name__, declared, args, kwargs)
-            return function(record(*args, **kwargs))
-
-        fields = (record.__doc__ or "").partition("Attributes:")[2]
-        call.__doc__ = f"{(function.__doc__ or '').rstrip()}\n\n    Args:{fields}"
-        call.__dict__["__signature__"] = declared.replace(return_annotation="MoEForward")
-        return call
-
-    return decorate
-
-
+@torch.no_grad()
 def forward(arguments: Arguments) -> MoEForward:
     """Check and compute a call; :func:`moe_cte` and the direct kernels end here."""
-    with torch.no_grad():
-        return MoEForward(*run(check_arguments(arguments)))
+    return MoEForward(*run(check_arguments(arguments)))
 
 
 @public
-@_taking(Arguments)
+@taking(Arguments)
 def moe_cte(arguments: Arguments) -> MoEForward:
-    """Forward of the experts over a block plan.
+    """Forward of the experts over a block plan: the output, and the activations that the implementation returns.
 
-    Returns the output, and the activations where the implementation returns them. The arguments are the fields of
-    :class:`~hf_neuron_moe.reference.moe_cte_arguments.Arguments`.
+    The arguments are the fields of :class:`~hf_neuron_moe.reference.moe_cte_arguments.Arguments`, described there and
+    in docs/kernels.md.
     """
     return forward(arguments)

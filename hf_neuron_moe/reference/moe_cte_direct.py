@@ -1,12 +1,9 @@
 """The kernels behind ``moe_cte`` under their own names, with their own argument orders and defaults.
 
-They compute what :func:`hf_neuron_moe.reference.moe_cte.moe_cte` does for the same implementation and refuse what it
-refuses; tensors, options and results are described there. Positions matter here: the order of the up clamp limits is
-swapped in the I-sharded kernels, and `block_size` moves behind the scales in the MX ones. The last two keyword
-arguments (three in the MX kernels) are those of ``moe_cte``.
-
-Where a default differs from upstream, its docstring says so. The signatures are made from ``moe_cte_table``; the
-``.pyi`` file beside this one, which editors and mypy read, is written by ``python scripts/make_kernel_stubs.py``.
+They compute and check what :func:`hf_neuron_moe.reference.moe_cte.moe_cte` does for the same implementation. Positions
+matter here: the order of the up clamp limits is swapped in the I-sharded kernels, and `block_size` moves behind the
+scales in the MX ones. The signatures are made from ``moe_cte_table``; the ``.pyi`` file next to this one, which editors
+and mypy read, is written by ``python scripts/make_kernel_stubs.py``.
 """
 
 from hf_neuron_moe.reference.moe_cte_table import KERNELS, direct

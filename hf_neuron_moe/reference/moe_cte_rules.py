@@ -1,4 +1,4 @@
-"""What each of the seven implementations of ``moe_cte`` takes, and the refusals that follow.
+"""What each of the seven implementations of ``moe_cte`` takes, and the rules that follow.
 
 Legend: T real tokens, H hidden, I intermediate, N blocks of B slots.
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from hf_neuron_moe.checks import Rule
 from hf_neuron_moe.errors import ShapeError
-from hf_neuron_moe.reference.moe_cte_arguments import Arguments, Sizes
+from hf_neuron_moe.reference.moe_cte_arguments import Arguments
 from hf_neuron_moe.reference.moe_types import (
     ActFnType,
     BlockShardStrategy,
@@ -31,8 +31,7 @@ _Mode = ExpertAffinityScaleMode
 _PRE = (_Mode.PRE_SCALE, _Mode.PRE_SCALE_DELAYED)
 BF16_ACTIVATIONS = frozenset({ActFnType.SiLU, ActFnType.Swish, ActFnType.SquaredReLU})
 MX_ACTIVATIONS = frozenset(ActFnType) - {ActFnType.SquaredReLU}
-_PRE_SCALE_TOKENS = 512
-"""Tokens of one PSUM tile; shard_on_i reads the affinities of the first tile for all of them."""
+_PRE_SCALE_TOKENS = 512  # of one PSUM tile; shard_on_i reads the affinities of the first tile for all of them
 
 
 @dataclass(frozen=True)
@@ -63,100 +62,83 @@ MX = frozenset({_Impl.shard_on_block_mx, _Impl.shard_on_i_mx, _Impl.shard_on_i_m
 HYBRID = frozenset({_Impl.shard_on_i_hybrid, _Impl.shard_on_i_mx_hybrid})
 BLOCK = frozenset({_Impl.shard_on_block, _Impl.shard_on_block_mx})
 CHECKPOINTS = frozenset({_Impl.shard_on_i, _Impl.shard_on_i_dropping})
-CONDITION_TAILS = {
-    _Impl.shard_on_block_mx: (2,),
-    _Impl.shard_on_i_hybrid: (1, 2),
-    _Impl.shard_on_i_mx_hybrid: (1, 2),
-}
-"""Zeros after the N block flags of ``conditions``; a second one is harmless to the I-sharded loops."""
-_BLOCK_MX = frozenset({_Impl.shard_on_block_mx})
 _READERS: dict[str, Set[MoECTEImplementation]] = {
     "n_block_per_iter": BLOCK,
-    "block_sharding_strategy": frozenset({_Impl.shard_on_block}),
-    "n_static_blocks": _BLOCK_MX,
-    "n_dynamic_blocks": _BLOCK_MX,
-    "non_overlapping_shards": frozenset({_Impl.shard_on_block}),
-    "use_packed_scales": _BLOCK_MX,
+    "block_sharding_strategy": BLOCK - MX,
+    "n_static_blocks": BLOCK & MX,
+    "n_dynamic_blocks": BLOCK & MX,
+    "non_overlapping_shards": BLOCK - MX,
+    "use_packed_scales": BLOCK & MX,
     "weight_dtype": MX,
     "top_k": BLOCK,
     "ep_degree": BLOCK,
-    "quantization_type": _BLOCK_MX,
+    "quantization_type": BLOCK & MX,
 }
 """Which implementations read an option of ``ShardOnBlockConfig``."""
-_MODE, _ON_I = "expert_affinities_scaling_mode", "spec.shard_on_I.expert_affinity_multiply_on_I"
-_BLOCK_OPTION = "spec.shard_on_block."
+_BLOCK_OPTION, _I_OPTION = "spec.shard_on_block.", "spec.shard_on_I."
+_MODE, _ON_I = "expert_affinities_scaling_mode", f"{_I_OPTION}expert_affinity_multiply_on_I"
 _ON_OUTPUT = "Its kernel multiplies the output by the affinity and ignores or asserts every other place."
 _OFF_DEVICE = "This is a limit of the device kernel; device_limits=False computes the mathematics."
 
 
-def always(given: Arguments, sizes: Sizes) -> Iterator[Rule]:
+def always(given: Arguments) -> Iterator[Rule]:
     """Rules against what has no defined result."""
     kind, mode, on_i = given.kind, given.expert_affinities_scaling_mode, given.spec.shard_on_I
-    without = f"False with {kind.name}"
+    without, default = f"False with {kind.name}", f"left at its default with {kind.name}"
     if kind in MX:
         yield Rule(mode is _Mode.POST_SCALE, _MODE, f"POST_SCALE with {kind.name}", mode.name, _ON_OUTPUT)
         yield Rule(not given.on_inner, _ON_I, without, True, _ON_OUTPUT)
         yield Rule(not given.skip_gate_proj, "skip_gate_proj", without, True, "MX kernels have a gate.")
-    yield from _unread(given)
-    if kind not in CHECKPOINTS:
-        name, fix = "checkpoint_activation", "Only shard_on_i and shard_on_i_dropping return activations."
-        yield Rule(not on_i.checkpoint_activation, f"spec.shard_on_I.{name}", without, on_i.checkpoint_activation, fix)
-    if kind is _Impl.shard_on_block_mx:
-        name, fix = "is_tensor_update_accumulating", "The kernel asserts it; accumulating is right for any plan."
-        yield Rule(given.is_tensor_update_accumulating, name, f"True with {kind.name}", False, fix)
-    static = on_i.num_static_block
-    if kind in HYBRID and static is not None:
-        fits, rule = 0 <= static <= sizes.blocks, f"0 to N = {sizes.blocks}"
-        yield Rule(fits, "spec.shard_on_I.num_static_block", rule, static, "None is N - E.")
-    if kind in BLOCK:
-        yield from _scheduling(given, sizes)
-
-
-def _unread(given: Arguments) -> Iterator[Rule]:
-    """Rules against options that the implementation does not read; upstream ignores them silently."""
-    kind, defaults, rule = given.kind, ShardOnBlockConfig(), f"left at its default with {given.kind.name}"
-    for name, readers in _READERS.items():
+    for name, readers in _READERS.items():  # options that the implementation does not read; upstream ignores them
         value = getattr(given.spec.shard_on_block, name)
-        same = value == getattr(defaults, name) or value is QuantizationType.NONE
+        unset = value == getattr(ShardOnBlockConfig, name) or value is QuantizationType.NONE
         names = ", ".join(sorted(reader.name for reader in readers))
-        yield Rule(kind in readers or same, _BLOCK_OPTION + name, rule, value, f"It is read by {names}.")
-    static, fix = given.spec.shard_on_I.num_static_block, "Only the hybrids have a static loop before the dynamic one."
-    yield Rule(kind in HYBRID or static is None, "spec.shard_on_I.num_static_block", rule, static, fix)
+        yield Rule(kind in readers or unset, _BLOCK_OPTION + name, default, value, f"It is read by {names}.")
+    static, blocks = on_i.num_static_block, given.block_to_expert.numel()
+    fix = "Only the hybrids have a static loop before the dynamic one."
+    yield Rule(kind in HYBRID or static is None, _I_OPTION + "num_static_block", default, static, fix)
+    fits = kind in CHECKPOINTS or not on_i.checkpoint_activation
+    fix = "Only shard_on_i and shard_on_i_dropping return activations."
+    yield Rule(fits, _I_OPTION + "checkpoint_activation", without, on_i.checkpoint_activation, fix)
+    name, fix = "is_tensor_update_accumulating", "The kernel asserts it; accumulating is right for any plan."
+    fits = kind is not _Impl.shard_on_block_mx or given.is_tensor_update_accumulating
+    yield Rule(fits, name, f"True with {kind.name}", False, fix)
+    fits, rule = static is None or 0 <= static <= blocks, f"0 to N = {blocks}"
+    yield Rule(fits, _I_OPTION + "num_static_block", rule, static, "None is N - E.")
+    if kind in BLOCK:
+        yield from _scheduling(given, blocks)
 
 
-def _scheduling(given: Arguments, sizes: Sizes) -> Iterator[Rule]:
+def _scheduling(given: Arguments, blocks: int) -> Iterator[Rule]:
     """Rules of the options that divide the work of the block-sharded kernels; none changes a value."""
-    block = given.spec.shard_on_block
+    options = given.spec.shard_on_block
     for name in ("n_block_per_iter", "top_k", "ep_degree"):
-        value = getattr(block, name)
+        value = getattr(options, name)
         yield Rule(value > 0, _BLOCK_OPTION + name, "a positive int", value, "Use 1.")
-    fits = block.block_sharding_strategy is not BlockShardStrategy.HI_LO or block.non_overlapping_shards
+    fits = options.block_sharding_strategy is not BlockShardStrategy.HI_LO or options.non_overlapping_shards
     fix = "Kernels before 2.31 assert PING_PONG; since then HI_LO needs non_overlapping_shards=True."
     yield Rule(fits, _BLOCK_OPTION + "block_sharding_strategy", "PING_PONG", "HI_LO", fix)
-    if given.kind is _Impl.shard_on_block_mx:
-        static, dynamic, blocks = block.n_static_blocks, block.n_dynamic_blocks, sizes.blocks
+    if given.kind in MX:
+        static, dynamic, kind = options.n_static_blocks, options.n_dynamic_blocks, options.quantization_type
         fits = static == -1 or (0 < static < blocks and static + dynamic == blocks)
         rule = f"-1, or between 0 and N = {blocks} with n_static_blocks + n_dynamic_blocks = N"
         yield Rule(fits, _BLOCK_OPTION + "n_static_blocks", rule, f"{static} + {dynamic}", "-1 is automatic.")
-        kind = block.quantization_type
         fits = kind in (QuantizationType.NONE, QuantizationType.MX, QuantizationType.STATIC_MX)
         yield Rule(fits, _BLOCK_OPTION + "quantization_type", "MX or STATIC_MX", kind, "Weights here are MX words.")
 
 
-def device_limits(given: Arguments, sizes: Sizes) -> Iterator[Rule]:
+def device_limits(given: Arguments, inner: int) -> Iterator[Rule]:
     """Rules against what the kernel of this implementation cannot run, or computes wrongly."""
-    kind, name, rules = given.kind, given.kind.name, RULES[given.kind]
-    without = f"False with {name}"
-    hidden, inner_step = sizes.hidden, rules.inner
-    yield _multiple(sizes.block, rules.block, "block_size of the plan", f"{name}'s row tiles")
+    kind, name, rules, block = given.kind, given.kind.name, RULES[given.kind], given.block_size
+    without, hidden = f"False with {name}", given.hidden_states.shape[1]
+    yield _multiple(block, rules.block, "block_size of the plan", f"{name}'s row tiles")
     yield _multiple(hidden, 512, "H of hidden_states", f"{name}'s tiles along H")
     fits = rules.max_hidden is None or hidden <= rules.max_hidden
     yield _size(fits, "H of hidden_states", f"512 to {rules.max_hidden} ({name})", hidden)
-    if kind is _Impl.shard_on_block_mx and sizes.inner >= 512:
-        inner_step = 512
-    yield _multiple(sizes.inner, inner_step, "I of gate_up_proj_weight", f"{name}'s tiles along I")
+    step = 512 if kind is _Impl.shard_on_block_mx and inner >= 512 else rules.inner
+    yield _multiple(inner, step, "I of gate_up_proj_weight", f"{name}'s tiles along I")
     if kind is _Impl.shard_on_block:
-        yield _multiple(sizes.tokens, 128, "T of hidden_states", "its last reduction covers whole tiles of rows")
+        yield _multiple(given.tokens, 128, "T of hidden_states", "its last reduction covers whole tiles of rows")
     activation, allowed = given.activation_function, MX_ACTIVATIONS if kind in MX else BF16_ACTIVATIONS
     rule = f"one of {', '.join(sorted(each.name for each in allowed))} with {name}"
     fix = "The kernel leaves its buffer unwritten for others; in fp32 they are computed."
@@ -167,7 +149,7 @@ def device_limits(given: Arguments, sizes: Sizes) -> Iterator[Rule]:
     yield Rule(rules.on_inner or not given.on_inner, _ON_I, without, True, _ON_OUTPUT)
     if kind in (_Impl.shard_on_i, _Impl.shard_on_i_hybrid) and mode in _PRE and not given.on_inner:
         rule = f"at most {_PRE_SCALE_TOKENS} with PRE_SCALE and {name} (it reuses the first 512 affinities)"
-        yield _size(sizes.block <= _PRE_SCALE_TOKENS, "block_size", rule, sizes.block)
+        yield _size(block <= _PRE_SCALE_TOKENS, "block_size", rule, block)
     fits = not given.skip_gate_proj or kind is _Impl.shard_on_i
     yield Rule(fits, "skip_gate_proj", without, True, "Only shard_on_i has it (2.33).")
     fits = rules.fp8 or given.gate_up_proj_scale is None or kind in MX

@@ -19,29 +19,21 @@ from torch import Tensor
 
 from hf_neuron_moe.checks import Rule, check_rules, check_shape
 from hf_neuron_moe.errors import public
-from hf_neuron_moe.reference.moe_cte import MoEForward, bound, forward
+from hf_neuron_moe.reference.moe_cte import MoEForward, forward
 from hf_neuron_moe.reference.moe_cte_arguments import Arguments
-from hf_neuron_moe.reference.moe_types import (
-    ExpertAffinityScaleMode,
-    MoECTEImplementation,
-    MoECTESpec,
-    QuantizationType,
-    ShardOnBlockConfig,
-    ShardOnIConfig,
-)
+from hf_neuron_moe.reference.moe_cte_rules import MX
+from hf_neuron_moe.reference.moe_types import ExpertAffinityScaleMode as _Mode
+from hf_neuron_moe.reference.moe_types import MoECTEImplementation as _Kind
+from hf_neuron_moe.reference.moe_types import MoECTESpec, QuantizationType, ShardOnBlockConfig, ShardOnIConfig, bound
 
-_Kind, _Mode = MoECTEImplementation, ExpertAffinityScaleMode
 _CONFIGS = (ShardOnBlockConfig, ShardOnIConfig)
 _OPTIONS = {kind: [field.name for field in fields(kind)] for kind in _CONFIGS}
+# Names of the direct kernels for arguments of moe_cte.
 _RENAMED = {"gate_up_hidden_scale": "gate_up_in_scale", "down_hidden_scale": "down_in_scale"}
-"""Names of the direct kernels for arguments of ``moe_cte``."""
 _CLAIMS = {
-    name: Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=kind)
-    for name, default, kind in (
-        ("is_block_quant", None, "bool | None"),
-        ("is_per_tensor", None, "bool | None"),
-        ("use_block128_scales", False, "bool"),
-    )
+    "is_block_quant": Parameter("is_block_quant", Parameter.KEYWORD_ONLY, default=None, annotation="bool | None"),
+    "is_per_tensor": Parameter("is_per_tensor", Parameter.KEYWORD_ONLY, default=None, annotation="bool | None"),
+    "use_block128_scales": Parameter("use_block128_scales", Parameter.KEYWORD_ONLY, default=False, annotation="bool"),
 }
 """Arguments that only repeat what the shape of ``gate_up_proj_scale`` says, and must agree with it."""
 
@@ -59,7 +51,7 @@ _CLAMPS = f"{_GATE} up_clamp_lower_limit up_clamp_upper_limit"
 class Kernel(NamedTuple):
     """One direct kernel."""
 
-    implementation: MoECTEImplementation
+    implementation: _Kind
     text: str  # its docstring
     positional: str  # arguments in order
     keywords: str = ""  # arguments by keyword, before ``convention`` and ``device_limits``
@@ -70,58 +62,40 @@ class Kernel(NamedTuple):
 KERNELS = {
     "bwmm_shard_on_block": Kernel(
         _Kind.shard_on_block,
-        """``moe_cte`` with ``shard_on_block``: blocks are divided between two cores.
-
-    `down_activations` must be None (upstream never writes it).
-    """,
+        "``moe_cte`` with ``shard_on_block``: blocks are divided between two cores. `down_activations` must be None.",
         f"{_BF16} {_PROJECTIONS} down_activations {_DTYPES} {_AFFINITY} n_block_per_iter {_GATE} up_clamp_upper_limit "
         "up_clamp_lower_limit block_sharding_strategy",
     ),
     "blockwise_mm_baseline_shard_intermediate": Kernel(
         _Kind.shard_on_i,
-        """``moe_cte`` with ``shard_on_i``; the affinity multiplies the pre-activations by default (PRE_SCALE).
-
-    Positions are those of 2.29; what 2.31 and 2.33 inserted is by keyword. `is_block_quant` and `is_per_tensor` are
-    read off the scales' shapes; when given, they must agree with them.
-    """,
+        "``moe_cte`` with ``shard_on_i``; the affinity multiplies the pre-activations by default (PRE_SCALE).",
         f"{_BF16} {_PROJECTIONS} {_DTYPES} {_AFFINITY} {_CLAMPS} checkpoint_activation expert_affinity_multiply_on_I",
         "gate_up_hidden_scale down_hidden_scale is_block_quant is_per_tensor accumulation_dtype skip_gate_proj",
         {"expert_affinities_scaling_mode": _Mode.PRE_SCALE},
     ),
     "blockwise_mm_baseline_shard_intermediate_hybrid": Kernel(
         _Kind.shard_on_i_hybrid,
-        """``moe_cte`` with ``shard_on_i_hybrid``: static blocks, then a loop over those with tokens.
-
-    Activation buffers must be None.
-    """,
+        "``moe_cte`` with ``shard_on_i_hybrid``: static blocks, then a loop over those with tokens.",
         f"conditions {_BF16} num_static_block {_PROJECTIONS} {_BUFFERS} {_DTYPES} {_AFFINITY} {_CLAMPS}",
         defaults={"conditions": Parameter.empty},
     ),
     "blockwise_mm_shard_intermediate_dropping": Kernel(
         _Kind.shard_on_i_dropping,
-        """``moe_cte`` with ``shard_on_i_dropping``: block e is expert e; always returns its activations.
-
-    Upstream's default mode is PRE_SCALE, which this kernel does not read: it multiplies the output. Here the default
-    says so.
-    """,
+        "``moe_cte`` with ``shard_on_i_dropping``: block e is expert e; always returns its activations.",
+        # Upstream's default mode is PRE_SCALE, which its kernel does not read: it multiplies the output.
         f"{_BF16} {_PROJECTIONS} {_DTYPES} {_AFFINITY} expert_affinity_multiply_on_I {_CLAMPS}",
     ),
     "blockwise_mm_baseline_shard_hidden": Kernel(
         _Kind.shard_on_i,
-        """Training forward that divides H between cores: SiLU, no bias, clamp or quantization (experimental upstream).
-
-    Unlike the others it writes the activations into `gate_up_activations_T` ``[N, 2, I, B]`` and `down_activations`
-    ``[N, B, H]`` where they are given, and returns those same tensors. Limits are those of ``shard_on_i``.
-    """,
+        "Training forward that divides H between cores: SiLU, no bias, clamp or quantization (experimental upstream). "
+        "Writes `gate_up_activations_T` ``[N, 2, I, B]`` and `down_activations` ``[N, B, H]`` where they are given "
+        "and returns those same tensors. Limits are those of ``shard_on_i``.",
         f"{_BF16} {_BUFFERS} skip_dma compute_dtype {_AFFINITY}",
         writes=True,
     ),
     "bwmm_shard_on_block_mx": Kernel(
         _Kind.shard_on_block_mx,
-        """``moe_cte`` with ``shard_on_block_mx``; `block_size` is required although its position has a default.
-
-    ``quantization_type=NONE`` means MX, as upstream. Activation buffers must be None.
-    """,
+        "``moe_cte`` with ``shard_on_block_mx``. `block_size` is required; ``quantization_type=NONE`` means MX.",
         f"{_TENSORS} {_PLAN} conditions {_PROJECTIONS} block_size n_static_blocks n_dynamic_blocks {_BUFFERS} "
         f"{_DTYPES} weight_dtype {_AFFINITY} {_CLAMPS}",
         "top_k ep_degree use_packed_scales quantization_type gate_up_in_scale down_in_scale accumulation_dtype",
@@ -129,10 +103,7 @@ KERNELS = {
     ),
     "blockwise_mm_shard_intermediate_mx": Kernel(
         _Kind.shard_on_i_mx,
-        """``moe_cte`` with ``shard_on_i_mx``. The default PRE_SCALE is refused, as upstream asserts: pass POST_SCALE.
-
-    `use_block128_scales` must agree with the shape of `gate_up_proj_scale` (``[E, 4, 2, H/512, ceil(I/128)]``).
-    """,
+        "``moe_cte`` with ``shard_on_i_mx``. The default PRE_SCALE is an error, as upstream asserts: pass POST_SCALE.",
         f"{_TENSORS} {_PLAN} {_PROJECTIONS} block_size {_DTYPES} weight_dtype {_AFFINITY} {_CLAMPS} "
         "use_block128_scales",
         "accumulation_dtype",
@@ -140,7 +111,7 @@ KERNELS = {
     ),
     "blockwise_mm_shard_intermediate_mx_hybrid": Kernel(
         _Kind.shard_on_i_mx_hybrid,
-        """``moe_cte`` with ``shard_on_i_mx_hybrid``: static blocks, then a loop over those with tokens.""",
+        "``moe_cte`` with ``shard_on_i_mx_hybrid``: static blocks, then a loop over those with tokens.",
         f"conditions {_TENSORS} {_PLAN} {_PROJECTIONS} block_size num_static_block {_DTYPES} "
         f"weight_dtype {_AFFINITY} {_CLAMPS}",
         "accumulation_dtype",
@@ -154,14 +125,16 @@ def signature_of(kernel: Kernel) -> inspect.Signature:
     known = dict(_CLAIMS)
     for record in (Arguments, *_CONFIGS):
         known |= inspect.signature(record).parameters
-    ending = "convention device_limits" + (" mx_scale_rule" if kernel.implementation.name.find("_mx") > 0 else "")
-    positional, keywords = kernel.positional.split(), f"{kernel.keywords} {ending}".split()
+    ending = "convention device_limits" + (" mx_scale_rule" if kernel.implementation in MX else "")
     parameters = []
-    for name in (*positional, *keywords):
-        declared, kind = known[_RENAMED.get(name, name)], Parameter.KEYWORD_ONLY
-        if name in positional:
-            kind = Parameter.POSITIONAL_OR_KEYWORD  # type: ignore[assignment]
-        parameters.append(declared.replace(name=name, kind=kind, default=kernel.defaults.get(name, declared.default)))
+    for names, kind in (
+        (kernel.positional, Parameter.POSITIONAL_OR_KEYWORD),
+        (f"{kernel.keywords} {ending}", Parameter.KEYWORD_ONLY),
+    ):
+        for name in names.split():
+            declared = known[_RENAMED.get(name, name)]
+            default = kernel.defaults.get(name, declared.default)
+            parameters.append(declared.replace(name=name, kind=kind, default=default))
     return inspect.Signature(parameters, return_annotation="MoEForward")
 
 
@@ -203,12 +176,12 @@ def _claim(name: str, claimed: object, scale: object) -> Rule:
     """A claim on the shape of the gate and up scale: ``[E, H/256, 2, I/256, 128]``, ``[E, 2, 1]``, four block rows."""
     shape = tuple(scale.shape) if isinstance(scale, Tensor) else ()
     fix = "Leave it out, or pass scales of the other kind."
-    if name == "is_block_quant":
-        found = len(shape) == 5
-    elif name == "is_per_tensor":
-        found = len(shape) == 3 and shape[1] * shape[2] == 2
-    else:
-        found = len(shape) > 1 and shape[1] == 4
+    if name == "use_block128_scales":
         fix = "One scale byte per 128 x 128 block has four rows, one per group of 8 partitions sixteen."
+    found = {
+        "is_block_quant": len(shape) == 5,
+        "is_per_tensor": len(shape) == 3 and shape[1] * shape[2] == 2,
+        "use_block128_scales": len(shape) > 1 and shape[1] == 4,
+    }[name]
     holds = claimed is found or (claimed is None and name != "use_block128_scales")
     return Rule(holds, name, f"{found}, as the shape of gate_up_proj_scale says", claimed, fix)

@@ -2,22 +2,28 @@
 
 Sources: nki-library 2.29 ``core.moe.moe_cte`` and ``core.utils.common_types``; ``experimental.moe.bwd`` 2.29 for the
 backward's options, 2.31 and 2.33 for what came later. The enums keep upstream's member names and numbers.
-
-Legend: E experts, H hidden, I intermediate, N blocks of B tokens.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from enum import Enum
-from typing import TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.checks import Rule, check_flags, check_record, check_rules, shown
+from hf_neuron_moe.checks import check_flags, check_record, shown
 from hf_neuron_moe.errors import ConfigError, nearest, public
+
+EnumT = TypeVar("EnumT", bound=Enum)
+P = ParamSpec("P")
+RecordT = TypeVar("RecordT")
+ReturnT = TypeVar("ReturnT")
 
 
 class ActFnType(Enum):
@@ -107,6 +113,61 @@ class KernelTypeOption(Enum):
     DROPLESS = 1
 
 
+def is_number(value: object) -> bool:
+    """Return whether `value` can be a clamp limit: an int or a float, no bool and no NaN."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+
+
+def _check_fields(record: SkipMode | ShardOnBlockConfig | ShardOnIConfig) -> None:
+    """Check the types of switches, counts (whose ranges depend on the call) and enums; names become members."""
+    for field in fields(record):
+        name, value = field.name, getattr(record, field.name)
+        if isinstance(field.default, Enum):
+            object.__setattr__(record, name, as_member(value, type(field.default), argument=name))
+        elif field.type == "bool":
+            check_flags({name: value})
+        elif type(value) is not int and (field.type == "int" or (field.type == "int | None" and value is not None)):
+            raise ConfigError.about(name, "an int", shown(value), "Pass a count.")
+
+
+def as_member(value: object, kind: type[EnumT], *, argument: str) -> EnumT:
+    """Return `value`, a member of `kind` or the name of one, as a member; raise ConfigError for anything else."""
+    if isinstance(value, kind):
+        return value
+    names = [member.name for member in kind]
+    if isinstance(value, str) and value in names:
+        return kind[value]
+    fix = f"Pass {kind.__name__}.{names[0]} or another member.{nearest(str(value), names)}"
+    raise ConfigError.about(argument, f"a member of {kind.__name__} ({', '.join(names)}) or its name", repr(value), fix)
+
+
+def bound(name: str, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all arguments of a call of the function `name`, whose name stands in the error of a wrong one."""
+    try:
+        arguments = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{name}() {error}") from None
+    arguments.apply_defaults()
+    return arguments.arguments
+
+
+def taking(record: Callable[P, RecordT]) -> Callable[[Callable[[RecordT], ReturnT]], Callable[P, ReturnT]]:
+    """Give a function of a record the record's fields as its arguments, with their order, types and defaults."""
+    declared = inspect.signature(record)
+
+    def decorate(function: Callable[[RecordT], ReturnT]) -> Callable[P, ReturnT]:
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> ReturnT:
+            bound(function.__name__, declared, args, kwargs)
+            return function(record(*args, **kwargs))
+
+        returns = function.__annotations__["return"]
+        call.__dict__["__signature__"] = declared.replace(return_annotation=returns)
+        return call
+
+    return decorate
+
+
 @dataclass(frozen=True)
 class SkipMode:
     """Which loads of unused slots and repeated experts the kernel skips.
@@ -120,11 +181,10 @@ class SkipMode:
 
     @public("SkipMode")
     def __post_init__(self) -> None:
-        check_flags(vars(self))
+        _check_fields(self)
 
 
-NO_SKIP = SkipMode()
-"""The documented default of ``skip_dma``."""
+NO_SKIP = SkipMode()  # the documented default of skip_dma
 
 
 @dataclass(frozen=True)
@@ -137,15 +197,9 @@ class QuantizationConfig:
 
 @dataclass(frozen=True)
 class ShardOnBlockConfig:
-    """Options of ``shard_on_block`` and ``shard_on_block_mx``.
+    """Options of ``shard_on_block`` and ``shard_on_block_mx``; any that an implementation does not read must be unset.
 
-    The first four schedule work; `use_packed_scales`, `weight_dtype` and `quantization_type` say how MX weights are
-    stored (2.31 and later). `top_k` and `ep_degree` size static loops upstream and have no effect on values. An option
-    that the implementation does not read must be left at its default.
-
-    `weight_dtype` is what the 32-bit words hold: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``. None means e4m3fn,
-    and e5m2 words read so give wrong numbers without an error: the words themselves cannot tell. 16-bit words are fp4
-    and take None.
+    Those without a comment schedule work or size static loops and have no effect on values. The MX ones came with 2.31.
     """
 
     n_block_per_iter: int = 1
@@ -153,19 +207,17 @@ class ShardOnBlockConfig:
     n_static_blocks: int = -1
     n_dynamic_blocks: int = 55
     non_overlapping_shards: bool = False
-    use_packed_scales: bool = False
+    use_packed_scales: bool = False  # four tiles of MX scale rows per buffer of 128
+    # What 32-bit words hold: torch.float8_e4m3fn or torch.float8_e5m2. None means e4m3fn, and e5m2 words read so give
+    # wrong numbers without an error: the words themselves cannot tell. 16-bit words are fp4 and take None.
     weight_dtype: torch.dtype | None = None
     top_k: int = 1
     ep_degree: int = 1
-    quantization_type: QuantizationType = QuantizationType.MX
+    quantization_type: QuantizationType = QuantizationType.MX  # MX or STATIC_MX
 
     @public("ShardOnBlockConfig")
     def __post_init__(self) -> None:
-        for name, kind in (("block_sharding_strategy", BlockShardStrategy), ("quantization_type", QuantizationType)):
-            object.__setattr__(self, name, as_member(getattr(self, name), kind, argument=name))
-        check_flags({name: getattr(self, name) for name in ("non_overlapping_shards", "use_packed_scales")})
-        for name in ("n_block_per_iter", "n_static_blocks", "n_dynamic_blocks", "top_k", "ep_degree"):
-            _check_count(getattr(self, name), name)
+        _check_fields(self)
         check_record(self.weight_dtype, torch.dtype, argument="weight_dtype")
 
 
@@ -179,10 +231,7 @@ class ShardOnIConfig:
 
     @public("ShardOnIConfig")
     def __post_init__(self) -> None:
-        names = ("checkpoint_activation", "expert_affinity_multiply_on_I")
-        check_flags({name: getattr(self, name) for name in names})
-        if self.num_static_block is not None:
-            _check_count(self.num_static_block, "num_static_block")
+        _check_fields(self)
 
 
 @dataclass(frozen=True)
@@ -214,14 +263,14 @@ class ClampLimits:
 
     @public("ClampLimits")
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value is not None and not is_number(value):
+                fix = "Pass the limit that the forward clamps to."
+                raise ConfigError.about(name, "None or a number", repr(value), fix)
         for branch, (upper, lower) in (("linear", self.up), ("non_linear", self.gate)):
-            names = (f"{branch}_clamp_upper_limit", f"{branch}_clamp_lower_limit")
-            fix = "Pass the limit that the forward clamps to."
-            for name, value in zip(names, (upper, lower)):
-                check_rules([Rule(value is None or is_number(value), name, "None or a number", repr(value), fix)])
             if upper is not None and lower is not None and upper <= lower:
-                expected, fix = f"greater than {names[1]} = {lower}", "Swap them, or leave one out."
-                raise ConfigError.about(names[0], expected, upper, fix)
+                expected = f"greater than {branch}_clamp_lower_limit = {lower}"
+                raise ConfigError.about(f"{branch}_clamp_upper_limit", expected, upper, "Swap them, or leave one out.")
 
     @property
     def gate(self) -> tuple[float | None, float | None]:
@@ -284,26 +333,3 @@ BLOCKINGS = (
     HiddenGradBlocking,
     GateUpWeightGradBlocking,
 )
-EnumT = TypeVar("EnumT", bound=Enum)
-
-
-def is_number(value: object) -> bool:
-    """Return whether `value` can be a clamp limit: an int or a float, no bool and no NaN."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
-
-
-def _check_count(value: object, argument: str) -> None:
-    """Refuse anything but an int; ranges depend on the call and are checked there."""
-    if type(value) is not int:
-        raise ConfigError.about(argument, "an int", shown(value), "Pass a count.")
-
-
-def as_member(value: object, kind: type[EnumT], *, argument: str) -> EnumT:
-    """Return `value`, a member of `kind` or the name of one, as a member; raise ConfigError for anything else."""
-    if isinstance(value, kind):
-        return value
-    names = [member.name for member in kind]
-    if isinstance(value, str) and value in names:
-        return kind[value]
-    fix = f"Pass {kind.__name__}.{names[0]} or another member.{nearest(str(value), names)}"
-    raise ConfigError.about(argument, f"a member of {kind.__name__} ({', '.join(names)}) or its name", repr(value), fix)

@@ -18,9 +18,11 @@ import torch
 from torch import Tensor
 
 from hf_neuron_moe.checks import (
+    FLOATS,
     Rule,
     check_dtype,
     check_flags,
+    check_layouts,
     check_optional_flag,
     check_rules,
     check_same_device,
@@ -29,8 +31,8 @@ from hf_neuron_moe.checks import (
 from hf_neuron_moe.errors import ShapeError, public
 from hf_neuron_moe.reference.moe_types import RouterActFnType, as_member
 
-_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _INTEGERS = (torch.int32, torch.int64, torch.uint32)
+_OUTPUTS = {"router_logits": "[T, E]", "expert_affinities": "[T, E]", "expert_index": "[T, K]"}
 _WITHOUT_FLOAT64 = ("mps",)
 _FLAGS = (
     "router_pre_norm",
@@ -43,15 +45,9 @@ _FLAGS = (
     "skip_store_expert_index",
     "skip_store_router_logits",
 )
-
-MAX_EXPERTS = 512
-"""The moving free size of one matmul."""
-
-PARTITIONS = 128
-"""Partitions of the tensor engine: H is tiled by it, and token tiles have this many rows."""
-
-MAX_TOP_K = 8
-"""The selection instruction finds eight maxima."""
+MAX_EXPERTS = 512  # the moving free size of one matmul
+PARTITIONS = 128  # of the tensor engine: H is tiled by it, and token tiles have this many rows
+MAX_TOP_K = 8  # the selection instruction finds eight maxima
 
 
 @public
@@ -92,61 +88,33 @@ def router_topk(
 
     Selection is by the logits, in descending order; of equal logits the expert with the lower number comes first.
 
-    Args:
-        x: ``[H, T]`` (`x_hbm_layout` 0) or ``[T, H]`` (1), bf16, fp16 or fp32.
-        w: ``[H, E]`` of the dtype of `x`.
-        w_bias: ``[1, E]`` or ``[E]``, bf16, fp16 or fp32.
-        router_logits: ``[T, E]``; upstream's caller allocates the three outputs. Here they only name the dtype of the
-            result that is returned (fp32 without one) and are never written.
-        expert_affinities: ``[T, E]``, likewise.
-        expert_index: ``[T, K]`` int32, int64 or uint32, likewise (int32 without one).
-        act_fn: ``RouterActFnType.SOFTMAX`` or ``SIGMOID``, or the name in either case. Required.
-        k: K, from 1 to E. Required.
-        x_hbm_layout: layout of `x`; see there. Upstream has no default.
-        x_sb_layout: 0, 1 or 2, the layout of an `x` on the chip. No effect on values.
-        router_pre_norm: activate before selecting.
-        norm_topk_prob: divide the selected affinities by their sum; no effect unless `router_pre_norm`.
-        use_column_tiling: no effect on values.
-        use_indirect_dma_scatter: no effect on values; checked by the device's rules.
-        return_eager_affi: also return the affinities of the selected experts, ``[T, K]``. Before normalisation was
-            asked for, upstream computes none (`router_pre_norm` without `norm_topk_prob`); here they are the selected
-            entries of the dense affinities.
-        use_PE_broadcast_w_bias: no effect on values.
-        shard_on_tokens: no effect on values.
-        skip_store_expert_index: return None in place of the index.
-        skip_store_router_logits: True is refused, as upstream's assertion does.
-        device_limits: also enforce what the device can do: E <= 512, H % 128 == 0, K <= 8, SIGMOID without
-            `router_pre_norm` only with `use_indirect_dma_scatter`, that only with T <= 128 or T % 128 == 0,
-            `return_eager_affi` only with T <= 128. None: enforce it unless `x` is fp32, in which the device does not
-            compute.
+    `x` is ``[H, T]`` (`x_hbm_layout` 0) or ``[T, H]`` (1), bf16, fp16 or fp32, `w` ``[H, E]`` of the same dtype,
+    `w_bias` ``[1, E]`` or ``[E]``, bf16, fp16 or fp32. `act_fn` (a member or its name in either case) and `k` are
+    required. `router_logits` ``[T, E]``, `expert_affinities` ``[T, E]`` and `expert_index` ``[T, K]``, which upstream's
+    caller allocates, only name the dtypes of the results (without them fp32, fp32, int32) and are never written.
+    `skip_store_router_logits` is an error, as upstream's assertion. docs/kernels.md describes every argument.
 
-    Returns:
-        ``[router_logits, expert_index, expert_affinities]``, and the ``[T, K]`` affinities with `return_eager_affi`.
+    `device_limits` also enforces what the device can do; None: unless `x` is fp32, in which it does not compute.
+
+    Returns ``[router_logits, expert_index, expert_affinities]``, the index None with `skip_store_expert_index`; with
+    `return_eager_affi` then the ``[T, K]`` affinities of the selected experts. For dense affinities upstream computes
+    none; here they are the selected entries.
     """
     given = locals()
-    act_fn = act_fn.upper() if isinstance(act_fn, str) else act_fn
-    act = as_member(act_fn, RouterActFnType, argument="act_fn")
-    check_rules(_option_rules(x_hbm_layout, x_sb_layout))
+    act = as_member(act_fn.upper() if isinstance(act_fn, str) else act_fn, RouterActFnType, argument="act_fn")
     check_flags({name: given[name] for name in _FLAGS})
     check_optional_flag(device_limits, "device_limits")
-    name, fix = "skip_store_router_logits", "Ignore the first result instead."
-    check_rules([Rule(not skip_store_router_logits, name, "False (upstream asserts it)", "True", fix)])
+    check_rules(_option_rules(x_hbm_layout, x_sb_layout, skip_store_router_logits, k))
     _check_operands(x, w, w_bias, x_hbm_layout)
-    T = x.shape[1 if x_hbm_layout == 0 else 0]
-    H, E = w.shape
-    whole = isinstance(k, int) and not isinstance(k, bool)
-    fix = "Pass k, for example 2 for Mixtral."
-    check_rules([Rule(whole, "k", "the number of experts per token", repr(k), fix)])
-    K, fix = k or 0, "A token cannot choose an expert twice."
+    (H, E), T, K = w.shape, x.shape[1 if x_hbm_layout == 0 else 0], k or 0
+    fix = "A token cannot choose an expert twice."
     check_rules([Rule(1 <= K <= E, "k", f"from 1 to E = {E}", K, fix, ShapeError)])
-    for name, shape, axes in (
-        ("router_logits", (T, E), "[T, E]"),
-        ("expert_affinities", (T, E), "[T, E]"),
-        ("expert_index", (T, K), "[T, K]"),
-    ):
+    dtypes = {"router_logits": torch.float32, "expert_affinities": torch.float32, "expert_index": torch.int32}
+    for name in _OUTPUTS:
         if given[name] is not None:
-            check_dtype(given[name], _INTEGERS if name == "expert_index" else _FLOATS, name)
-            check_shape(given[name], shape, axes, name)
+            check_dtype(given[name], _INTEGERS if name == "expert_index" else FLOATS, name)
+            dtypes[name] = given[name].dtype
+    check_layouts(given, _OUTPUTS, T=T, E=E, K=K)
     if device_limits if device_limits is not None else x.dtype != torch.float32:
         sigmoid_after_selection = act is RouterActFnType.SIGMOID and not router_pre_norm
         check_rules(_device_rules((T, H, E, K), sigmoid_after_selection, use_indirect_dma_scatter, return_eager_affi))
@@ -155,9 +123,9 @@ def router_topk(
     # A stable sort, so that ties are broken as argsort of the negated logits does: lower expert first.
     index_TK = torch.sort(logits_TE.detach().to(torch.float32), dim=-1, descending=True, stable=True).indices[:, :K]
     affinities_TE, selected_TK = _affinities(logits_TE, index_TK, act, router_pre_norm, norm_topk_prob)
-    index = None if skip_store_expert_index else index_TK.to(_dtype_of(expert_index, torch.int32))
-    affinity_dtype = _dtype_of(expert_affinities, torch.float32)
-    results = [logits_TE.to(_dtype_of(router_logits, torch.float32)), index, affinities_TE.to(affinity_dtype)]
+    index = None if skip_store_expert_index else index_TK.to(dtypes["expert_index"])
+    affinity_dtype = dtypes["expert_affinities"]
+    results = [logits_TE.to(dtypes["router_logits"]), index, affinities_TE.to(affinity_dtype)]
     return [*results, selected_TK.to(affinity_dtype)] if return_eager_affi else results
 
 
@@ -211,25 +179,25 @@ def _affinities(
     return torch.zeros_like(logits_TE).scatter(1, index_TK, selected_TK), selected_TK
 
 
-def _dtype_of(template: Tensor | None, default: torch.dtype) -> torch.dtype:
-    return default if template is None else template.dtype
-
-
-def _option_rules(x_hbm_layout: int, x_sb_layout: int) -> Iterator[Rule]:
+def _option_rules(x_hbm_layout: int, x_sb_layout: int, skip_logits: bool, k: int | None) -> Iterator[Rule]:
     fix = "x_hbm_layout is 0 for x [H, T] and 1 for [T, H]; x_sb_layout has no effect on values."
     for name, value, known in (("x_hbm_layout", x_hbm_layout, (0, 1)), ("x_sb_layout", x_sb_layout, (0, 1, 2))):
         yield Rule(value in known, name, f"one of {', '.join(map(str, known))}", repr(value), fix)
+    name, fix = "skip_store_router_logits", "Ignore the first result instead."
+    yield Rule(not skip_logits, name, "False (upstream asserts it)", "True", fix)
+    fits, fix = type(k) is int, "Pass k, for example 2 for Mixtral."
+    yield Rule(fits, "k", "the number of experts per token", repr(k), fix)
 
 
 def _check_operands(x: Tensor, w: Tensor, w_bias: Tensor | None, x_hbm_layout: int) -> None:
-    check_dtype(x, _FLOATS, "x")
+    check_dtype(x, FLOATS, "x")
     check_dtype(w, (x.dtype,), "w")
     check_shape(w, (None, None), "[H, E]", "w")
     H, E = w.shape
     shape, names = ((H, None), "[H, T] (x_hbm_layout 0)") if x_hbm_layout == 0 else ((None, H), "[T, H]")
     check_shape(x, shape, f"{names}, with the H of w {list(w.shape)},", "x")
     if w_bias is not None:
-        check_dtype(w_bias, _FLOATS, "w_bias")
+        check_dtype(w_bias, FLOATS, "w_bias")
         check_shape(w_bias, (E,) if w_bias.dim() == 1 else (1, E), "[1, E] or [E]", "w_bias")
     check_same_device({"x": x, "w": w, "w_bias": w_bias})
 

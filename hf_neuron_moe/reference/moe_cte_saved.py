@@ -1,0 +1,123 @@
+"""The activations that ``moe_cte`` returns, written block by block as the experts are computed.
+
+Legend: R rows of one expert, H hidden, I intermediate, E experts, N blocks of B slots.
+
+A slot without a token holds what the kernel computes for the sink row: its expert's activations of a zero input.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_neuron_moe.reference.activations import act
+from hf_neuron_moe.reference.block_rows import BlockRows
+from hf_neuron_moe.reference.moe_cte_problem import Place, Problem
+
+
+@dataclass(frozen=True)
+class SavedBlocks:
+    """Buffers of the returned activations, uninitialized until every run has been put and :meth:`finish` was called."""
+
+    rows: BlockRows
+    block_to_expert: Tensor  # int64 [N], ids below E
+    gate_up: Tensor  # [N, 2, I, B]
+    down: Tensor | None  # [N, B, H]
+    idle_E2I: Tensor  # content of slots without a token, fp32
+    idle_EH: Tensor  # likewise for `down`
+
+    def put_gate_up(self, run: int, gate_RI: Tensor, up_RI: Tensor) -> None:
+        """Write the pre-activations of one run, in the buffers' dtype."""
+        first, idle_2I = self.rows.first_slots[run], self.idle_E2I[self.rows.runs[run][0]]
+        for half, values_RI in enumerate((gate_RI, up_RI)):
+            if first >= 0:
+                fill_blocks(self.gate_up[:, half], values_RI, first // self.rows.block_size, idle_2I[half])
+                continue
+            blocks, places = self.rows.places(run)
+            self.gate_up[blocks, half] = idle_2I[half, :, None].to(self.gate_up.dtype)
+            self.gate_up[blocks, half, :, places] = values_RI
+
+    def put_down(self, run: int, down_RH: Tensor) -> None:
+        """Write the down projections of one run, in any float dtype."""
+        if self.down is None:
+            return
+        first, count = self.rows.first_slots[run], len(down_RH)
+        idle_H = self.idle_EH[self.rows.runs[run][0]].to(self.down.dtype)
+        if first < 0:
+            blocks, places = self.rows.places(run)
+            self.down[blocks] = idle_H
+            self.down[blocks, places] = down_RH.to(self.down.dtype)
+            return
+        slots_SH = self.down.view(-1, down_RH.shape[1])[first : first + count + -count % self.rows.block_size]
+        slots_SH[:count].copy_(down_RH)
+        slots_SH[count:] = idle_H
+
+    def finish(self) -> tuple[Tensor, Tensor | None]:
+        """Fill the blocks without tokens and return both buffers."""
+        spare = (~self.rows.used_blocks()).nonzero().reshape(-1)
+        expert = self.block_to_expert[spare]
+        self.gate_up[spare] = self.idle_E2I[expert].to(self.gate_up.dtype)[..., None]
+        if self.down is not None:
+            self.down[spare] = self.idle_EH[expert].to(self.down.dtype)[:, None]
+        return self.gate_up, self.down
+
+
+def fill_blocks(target_NIB: Tensor, values_RI: Tensor, block: int, idle_I: Tensor) -> None:
+    """Write one expert's rows, which start at `block`, tokens innermost; slots after the last row get `idle_I`."""
+    size = target_NIB.shape[2]
+    full, rest = divmod(len(values_RI), size)
+    whole = values_RI[: full * size].view(full, size, values_RI.shape[1])
+    target_NIB[block : block + full].copy_(whole.transpose(1, 2))
+    if rest:
+        last_IB = target_NIB[block + full]
+        last_IB[:, :rest].copy_(values_RI[full * size :].t())
+        last_IB[:, rest:] = idle_I[:, None]
+
+
+def clamp_(values: Tensor, upper: float | None, lower: float | None) -> Tensor:
+    """Clamp in place: minimum with `upper`, then maximum with `lower`; None is no limit."""
+    if upper is not None:
+        values.clamp_(max=upper)
+    if lower is not None:
+        values.clamp_(min=lower)
+    return values
+
+
+def saved_blocks(problem: Problem) -> SavedBlocks | None:
+    """Return buffers for the activations, if they are saved; there is no down activation with the affinity on I."""
+    if not problem.saves:
+        return None
+    rows, dtype, device = problem.rows, problem.saved_dtype, problem.hidden.device
+    gate_up = torch.empty((rows.blocks, 2, problem.inner, rows.block_size), dtype=dtype, device=device)
+    down = None
+    if problem.place is not Place.INTERMEDIATE:
+        down = torch.empty((rows.blocks, rows.block_size, problem.hidden.shape[1]), dtype=dtype, device=device)
+    block_to_expert = problem.given.block_to_expert.reshape(-1).long().clamp(max=problem.experts - 1)
+    return SavedBlocks(rows, block_to_expert, gate_up, down, *_idle_slots(problem, block_to_expert))
+
+
+def _idle_slots(problem: Problem, block_to_expert: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each expert's activations of a zero row with affinity zero: ``[E, 2, I]`` and ``[E, H]``."""
+    shape = (problem.experts, 2, problem.inner)
+    idle_E2I = problem.affinity_R.new_zeros(shape) if problem.bias_E2I is None else problem.bias_E2I.clone()
+    for half, limits in enumerate(problem.given.limits):
+        clamp_(idle_E2I[:, half], *limits)
+    idle_E2I = idle_E2I.to(problem.rounded).float()
+    idle_EH = problem.affinity_R.new_zeros((problem.experts, problem.hidden.shape[1]))
+    nonzero = problem.bias_E2I is not None or problem.given.clamped
+    if nonzero and problem.place not in (Place.INTERMEDIATE, Place.PRE_ACTIVATIONS):
+        kind, up_EI = problem.given.activation_function, idle_E2I[:, 1]
+        product_EI = act(up_EI, kind) if problem.given.skip_gate_proj else act(idle_E2I[:, 0], kind) * up_EI
+        product_EI = product_EI.to(problem.rounded).float()
+        for expert in block_to_expert.unique().tolist():
+            idle_EH[expert] = problem.weights(expert).down_HI.float() @ product_EI[expert]
+        if problem.scales.down_EX is not None:
+            idle_EH.mul_(problem.scales.down_EX)
+        if problem.scales.down_in_T is not None:
+            # A slot without a token reads the sink row's scale, or nothing where there is none.
+            idle_EH.mul_(0.0 if problem.given.skip_dma.skip_token else problem.scales.down_in_T[-1])
+    if problem.golden and problem.down_bias_EH is not None:
+        idle_EH.add_(problem.down_bias_EH)
+    return idle_E2I, idle_EH
