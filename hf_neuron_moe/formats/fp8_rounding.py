@@ -1,8 +1,7 @@
 """fp32 values to FP8: nearest, or stochastic.
 
-Stochastic rounding goes up with a probability equal to the distance travelled since the grid point below, so that the
-expectation of the result is the value itself. It is done on fp32 bits: a random number below one FP8 step is added to
-the magnitude, then everything below the step is cut off. Values on the grid therefore never move.
+Stochastic rounding goes up with a probability equal to the distance from the grid point below, so that the expectation
+is the value itself: a random number below one FP8 step is added to the fp32 bits, then everything below it is cut off.
 """
 
 from __future__ import annotations

@@ -2,10 +2,8 @@
 
 Letters: F free axis, K contraction axis, n tiles, J = 4 lanes, p consecutive rows of a swizzled tile. A piece is
 ``[F, n, J, p]`` where K is contiguous, and ``[n, J, p, F]`` where F is, as in a transposed matrix. Every pass finds the
-piece in a core's cache, and every code is moved once: the codes of four lanes become one word at its final place.
-
-bf16 pieces are scaled on their own 16 bits. That is exact where a piece has no NaN, no infinity and no scale near
-fp32's denormals. All other pieces go through fp32 (:func:`quantize_tiles`).
+piece in a core's cache, and every code is moved once, four lanes as one word. bf16 pieces without NaN, infinity and
+scales near fp32's denormals are scaled on their own 16 bits, exactly; all others go through fp32.
 """
 
 from __future__ import annotations
@@ -23,19 +21,15 @@ from hf_neuron_moe.formats.swizzle import block_segments
 PIECE = 1 << 18
 """Elements of a piece: what one pass leaves is still in a core's cache at the next, and few calls cost little."""
 
-LEAST_ROWS = 64
-"""F values of a piece with contiguous K: their words lie side by side at the end."""
-
-LEAST_COLUMNS = 512
-"""F values of a piece with contiguous F: whole cache lines, and few calls."""
+LEAST_ROWS = 64  # f values of a piece with contiguous K: their words lie side by side at the end
+LEAST_COLUMNS = 512  # f values of a piece with contiguous F: whole cache lines, and few calls
 
 # bf16 has 1 sign bit, 8 exponent bits with fp32's bias, and 7 mantissa bits: the upper half of fp32.
 _MAGNITUDE = 0x7FFF
 _INFINITY = 0x7F80
 _MANTISSA_BITS = 7
 _HALF_BITS = 16
-_INVERSE = 254
-"""Exponent field of 2**(127 - byte), plus the byte."""
+_INVERSE = 254  # exponent field of 2**(127 - byte), plus the byte
 
 
 def quantize_into(
