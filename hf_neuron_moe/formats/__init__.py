@@ -10,15 +10,7 @@ and other option values, DeviceError for operands on different devices.
 
 from __future__ import annotations
 
-from hf_neuron_moe.formats.constants import (
-    E2M1,
-    E4M3FN,
-    E5M2,
-    ELEMENT_FORMATS,
-    ElementFormat,
-    ScaleRule,
-    SwizzleScheme,
-)
+from hf_neuron_moe.formats.constants import E2M1, E4M3FN, E5M2, ELEMENT_FORMATS, ElementFormat, ScaleRule, SwizzleScheme
 from hf_neuron_moe.formats.e8m0 import e8m0_to_float32
 from hf_neuron_moe.formats.group_fp8 import group_dequantize_fp8, group_quantize_fp8, group_scales
 from hf_neuron_moe.formats.moe_mx import (

@@ -267,7 +267,7 @@ def _run_phases(t: Mapping[str, Any], options: Mapping[str, Any], clamp_limits: 
 
 
 def _run_2_31(operands: Mapping[str, TensorDescriptor], call: Call, run_with_lnc2: bool) -> MLPBackward:
-    """Do that for the arguments of release 2.31, whose options are checked here."""
+    """Run a backward with the arguments of release 2.31, whose options are checked here."""
     config: MlpBwdMatmulConfig | None = call["matmul_config"]
     check_records(call)
     scale_rule(call["mx_scale_rule"])

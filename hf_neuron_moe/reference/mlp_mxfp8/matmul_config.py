@@ -64,18 +64,14 @@ class MatmulMxfp8KernelConfig:
         for name in ("M", "K", "N", "tile_m", "tile_k", "tile_n", *(f"TILES_IN_BLOCK_{axis}" for axis in "MNK")):
             check_positive_int(name, getattr(self, name))
         for axis in "MNK":
-            name, block, load = (
-                f"TILES_IN_LOAD_{axis}",
-                f"TILES_IN_BLOCK_{axis}",
-                getattr(self, f"TILES_IN_LOAD_{axis}"),
-            )
+            load, block = getattr(self, f"TILES_IN_LOAD_{axis}"), getattr(self, f"TILES_IN_BLOCK_{axis}")
             if load is not None:
-                check_positive_int(name, load)
+                check_positive_int(f"TILES_IN_LOAD_{axis}", load)
                 expected, fix = (
-                    f"a divisor of {block} = {getattr(self, block)}",
+                    f"a divisor of TILES_IN_BLOCK_{axis} = {block}",
                     "A block is loaded in whole groups of tiles.",
                 )
-                check_rules([Rule(getattr(self, block) % load == 0, name, expected, load, fix)])
+                check_rules([Rule(block % load == 0, f"TILES_IN_LOAD_{axis}", expected, load, fix)])
         flags = {each.name for each in fields(self) if isinstance(each.default, bool)}
         flags |= set() if self.lnc_2_shard_rhs is None else {"lnc_2_shard_rhs"}
         check_flags({name: getattr(self, name) for name in sorted(flags)})

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from hf_neuron_moe.backends.torch.compute import Scratch, call_scratch
+from hf_neuron_moe.backends.torch.gating import mask_
 from hf_neuron_moe.checks import check_flags
 from hf_neuron_moe.errors import ConfigError, public
 from hf_neuron_moe.reference.described_operand import MXOperand, TensorDescriptor
@@ -114,21 +115,9 @@ def _gate_up_grads(d_int: Tensor, parts: Sequence[Tensor], limits: ClampLimits, 
     d_act = slope.mul_(up)
     d_up.copy_(factor.copy_(gate_act).mul_(d_int))
     d_gate.copy_(factor.copy_(d_act).mul_(d_int))
-    _mask(d_gate, gate_pre, *limits.gate)
-    _mask(d_up, up, *limits.up)
-
-
-def _mask(grad: Tensor, values: Tensor, upper: float | None, lower: float | None) -> None:
-    """Multiply by 1 strictly inside the limits and by 0 elsewhere; limits are compared in fp32, not rounded to bf16."""
-    if upper is None and lower is None:
-        return
-    values32 = values.float()
-    inside = torch.ones_like(values32, dtype=torch.bool)
-    if upper is not None:
-        inside &= values32 < upper
-    if lower is not None:
-        inside &= values32 > lower
-    grad.mul_(inside)
+    # Limits are compared in fp32, not rounded to bf16.
+    mask_(d_gate, gate, limits.gate)
+    mask_(d_up, factor.copy_(up), limits.up)
 
 
 @public

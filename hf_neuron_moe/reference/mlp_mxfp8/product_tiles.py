@@ -61,12 +61,7 @@ def product_tiles(
 
 
 def gate_up_tiles(
-    hidden: MXOperand,
-    gate_up: MXOperand,
-    scratch: Scratch,
-    *,
-    rows: slice,
-    wanted: Collection[str] = ("gate", "up"),
+    hidden: MXOperand, gate_up: MXOperand, scratch: Scratch, *, rows: slice, wanted: Collection[str] = ("gate", "up")
 ) -> Iterator[tuple[slice, slice, dict[str, Tensor]]]:
     """Yield rows, columns of I, and by name the fp32 tiles of ``Q(X) Q(Wg)^T`` and ``Q(X) Q(Wu)^T`` that are `wanted`.
 

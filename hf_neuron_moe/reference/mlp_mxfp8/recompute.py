@@ -78,7 +78,9 @@ def recompute_gate_up_projection(
     with torch.no_grad():
         for part, columns, made in gate_up_tiles(hidden, gate_up, scratch, rows=rows, wanted=targets):
             for name, values in made.items():
-                targets[name][part, columns].copy_(_clamp(values, *bounds[name]))
+                upper, lower = bounds[name]
+                clamped = values if upper is lower is None else values.clamp_(lower, upper)
+                targets[name][part, columns].copy_(clamped)
 
 
 @public
@@ -178,12 +180,3 @@ def _elementwise(kernel: str, call: Call, target: str, *sources: str) -> tuple[l
     rows = step.rows("s_base_offset", shape[0])
     step.launch()
     return cut(rows, max(1, _STEP_ELEMENTS // shape[1])), tensors
-
-
-def _clamp(values: Tensor, upper: float | None, lower: float | None) -> Tensor:
-    """``max(min(x, upper), lower)`` in place, in this order; a missing limit does nothing."""
-    if upper is not None:
-        values.clamp_(max=upper)
-    if lower is not None:
-        values.clamp_(min=lower)
-    return values
