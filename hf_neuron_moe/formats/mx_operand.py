@@ -75,7 +75,10 @@ def quantize_tiles(tile_RJs: Tensor, byte_Rb: Tensor, codes_RJs: Tensor, fmt: El
     byte per ``[4, 8]`` block, ``[..., s/8]``.
     """
     tile_RJs = tile_RJs.to(torch.float32, copy=True)
-    byte = scale_bytes(_block_amax_bits(tile_RJs), fmt, rule)
+    # Non-negative floats order as their bits do, with Inf above the finite values and NaN above Inf.
+    magnitude = tile_RJs.view(torch.int32) & MAGNITUDE_MASK
+    amax_bits = magnitude.amax(dim=-2).unflatten(-1, (-1, PATCH_ROWS)).amax(dim=-1)
+    byte = scale_bytes(amax_bits, fmt, rule)
     byte_Rb.copy_(byte)
     codes_RJs.copy_(encode_(divide_by_scale_(tile_RJs, per_element(byte)), fmt))
 
@@ -83,15 +86,6 @@ def quantize_tiles(tile_RJs: Tensor, byte_Rb: Tensor, codes_RJs: Tensor, fmt: El
 def per_element(byte_Rb: Tensor) -> Tensor:
     """Spread scale bytes ``[..., s/8]`` over tiles: ``[..., 1, s]``."""
     return byte_Rb.repeat_interleave(PATCH_ROWS, dim=-1).unsqueeze(-2)
-
-
-def _block_amax_bits(tile_RJs: Tensor) -> Tensor:
-    """Bits of the largest magnitude of every ``[4, 8]`` block of fp32 tiles ``[..., 4, s]``: int32 ``[..., s/8]``.
-
-    Non-negative floats order as their bits do, with Inf above the finite values and NaN above Inf.
-    """
-    magnitude = tile_RJs.view(torch.int32) & MAGNITUDE_MASK
-    return magnitude.amax(dim=-2).unflatten(-1, (-1, PATCH_ROWS)).amax(dim=-1)
 
 
 def _pieces(F: int, tiles: int, run: int, least: int) -> Iterator[tuple[slice, slice, slice]]:

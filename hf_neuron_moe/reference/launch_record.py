@@ -62,14 +62,12 @@ def _check_fp8_x4_dtype(argument: str, value: object) -> None:
         raise ConfigError.about(argument, expected, repr(value), "Leave the default; the kernel has no e5m2 path.")
 
 
-def _check_flag(argument: str, value: object) -> None:
-    check_flags({argument: value})
-
-
 SCHEDULING: dict[str, Callable[[str, object], None] | None] = {
     "tiles": check_positive_int,  # every argument with "tiles" in its name
     "fp8_x4_dtype": _check_fp8_x4_dtype,
-    **dict.fromkeys(("run_with_lnc2", "spill_reload", "use_scale_packing"), _check_flag),
+    **dict.fromkeys(
+        ("run_with_lnc2", "spill_reload", "use_scale_packing"), lambda name, flag: check_flags({name: flag})
+    ),
     # Checked where the sizes are known.
     **dict.fromkeys(("config", "gate_config", "up_config", "matmul_config", "s_base_offset")),
 }
