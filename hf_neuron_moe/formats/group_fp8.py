@@ -19,8 +19,7 @@ from torch import Tensor
 from hf_neuron_moe.checks import check_dtype, check_equal_shape, check_float, check_multiple, check_same_device
 from hf_neuron_moe.errors import ConfigError, public
 from hf_neuron_moe.formats.constants import E4M3FN, E5M2, ElementFormat, unknown_name
-from hf_neuron_moe.formats.elements import decode
-from hf_neuron_moe.formats.fp8_rounding import check_randomness, round_to_fp8_
+from hf_neuron_moe.formats.elements import check_randomness, decode, round_to_fp8_
 
 SCALE_EPSILON = 1e-10
 """Added to a group's largest magnitude so that an all-zero group has a usable scale (COAT: SCALE_MIN_THRES)."""

@@ -31,7 +31,7 @@ from hf_neuron_moe.checks import (
 )
 from hf_neuron_moe.errors import ConfigError, DTypeError, ShapeError, nearest, public
 from hf_neuron_moe.formats.constants import E4M3FN, E5M2, ElementFormat
-from hf_neuron_moe.formats.fp8_rounding import check_randomness, round_to_fp8_
+from hf_neuron_moe.formats.elements import check_randomness, round_to_fp8_
 from hf_neuron_moe.formats.group_fp8 import FP8_DTYPES, SCALE_EPSILON, dequantize_groups, row_chunks, scale_of_groups
 
 SCALE_DTYPES = (torch.bfloat16, torch.float32)
