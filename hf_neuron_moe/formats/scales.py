@@ -44,14 +44,14 @@ class ScaleLayout(StrEnum):
 def scale_row_count(K: int, layout: str | ScaleLayout) -> int:
     """Return the number of rows of a scale tensor."""
     check_contraction(K)
-    oversized, packed = kernel_row_counts(K)
-    rows = {ScaleLayout.COMPACT: K // MX_BLOCK, ScaleLayout.OVERSIZED: oversized, ScaleLayout.PACKED: packed}
+    packed = PACKED_SLAB_ROWS * -(-K // PACKED_SLAB_K)
+    rows = {ScaleLayout.COMPACT: K // MX_BLOCK, ScaleLayout.OVERSIZED: K // 4, ScaleLayout.PACKED: packed}
     return rows[choose(ScaleLayout, layout, argument="layout")]
 
 
 def kernel_row_counts(K: int) -> tuple[int, int]:
     """Return the rows of oversized and of packed scales, which the kernels take."""
-    return K // 4, PACKED_SLAB_ROWS * -(-K // PACKED_SLAB_K)
+    return scale_row_count(K, ScaleLayout.OVERSIZED), scale_row_count(K, ScaleLayout.PACKED)
 
 
 @public
@@ -78,7 +78,6 @@ def detect_scale_layout(rows: int, K: int) -> ScaleLayout:
     Packed iff ``rows == 128*ceil(K/2048)`` and ``rows != K/4``. For K = 512 both have 128 rows and the same content;
     the answer is then oversized.
     """
-    check_contraction(K)
     oversized, packed = kernel_row_counts(K)
     if rows in (oversized, packed):
         return ScaleLayout.OVERSIZED if rows == oversized else ScaleLayout.PACKED

@@ -20,15 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.checks import (
-    FLOATS,
-    Rule,
-    check_dtype,
-    check_equal_shape,
-    check_flags,
-    check_rules,
-    check_same_device,
-)
+from hf_neuron_moe.checks import FLOATS, check_dtype, check_equal_shape, check_flags, check_same_device
 from hf_neuron_moe.errors import ConfigError, DTypeError, ShapeError, nearest, public
 from hf_neuron_moe.formats.constants import E4M3FN, E5M2, ElementFormat
 from hf_neuron_moe.formats.elements import check_randomness, round_to_fp8_
@@ -114,16 +106,13 @@ def fp8_mul_forward(
     """
     check_flags({"transpose_output_2d": transpose_output_2d})
     one, two = _factors(x1, s_x1, x2, s_x2, QB)
-    expected = f"of dtype {x1.dtype} like x1 (one of them sets the range, the other the result's dtype)"
-    fix = "Quantize both operands to the same FP8 format."
-    batched = "True for 3-D input (the transpose of [b, s, N] is the 2-D [N, b*s])"
-    flatten = "Pass transpose_output_2d=True, or flatten the input to 2-D."
-    check_rules(
-        [
-            Rule(x1.dtype == x2.dtype, "x2", expected, x2.dtype, fix, DTypeError),
-            Rule(x1.ndim == 2 or transpose_output_2d, "transpose_output_2d", batched, "False", flatten),
-        ]
-    )
+    if x1.dtype != x2.dtype:
+        expected = f"of dtype {x1.dtype} like x1 (one of them sets the range, the other the result's dtype)"
+        raise DTypeError.about("x2", expected, str(x2.dtype), "Quantize both operands to the same FP8 format.")
+    if x1.ndim == 3 and not transpose_output_2d:
+        expected = "True for 3-D input (the transpose of [b, s, N] is the 2-D [N, b*s])"
+        fix = "Pass transpose_output_2d=True, or flatten the input to 2-D."
+        raise ConfigError.about("transpose_output_2d", expected, "False", fix)
     product = torch.empty(one.codes.shape, dtype=torch.bfloat16, device=x1.device)
     scales = torch.empty_like(one.scales)
     for rows in row_chunks(product):

@@ -13,15 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.checks import (
-    Rule,
-    check_dtype,
-    check_flags,
-    check_multiple,
-    check_rules,
-    check_same_device,
-    check_shape,
-)
+from hf_neuron_moe.checks import check_dtype, check_flags, check_multiple, check_same_device, check_shape
 from hf_neuron_moe.errors import ConfigError, DTypeError, public
 from hf_neuron_moe.reference.described_operand import TensorDescriptor
 from hf_neuron_moe.reference.launch_record import note_launch, scheduling
@@ -106,12 +98,13 @@ def mlp_backward_mxfp8(
         return _run_2_31(operands, call, run_with_lnc2=False)
     scale_rule(mx_scale_rule)
     check_records(call)
-    expected = 'with release="2.30"'
     fix = "Use release 2.31, or mlp_backward_mxfp8_nki_2_30 for that release's quantized operands."
     for name in ("clamp_limits", "matmul_config", *(f"{name}_scales" for name in _PREPARED)):
-        check_rules([Rule(call[name] is None, name, f"None {expected}", type(call[name]).__name__, fix)])
-    expected = f"True {expected}, which takes no scales here"
-    check_rules([Rule(use_scale_packing, "use_scale_packing", expected, "False", fix)])
+        if call[name] is not None:
+            raise ConfigError.about(name, 'None with release="2.30"', type(call[name]).__name__, fix)
+    if not use_scale_packing:
+        expected = 'True with release="2.30", which takes no scales here'
+        raise ConfigError.about("use_scale_packing", expected, "False", fix)
     gate_T, up_T = (TensorDescriptor(half.t()) for half in gate_up_weights.chunk(2))
     operands |= {"gate_proj_weight_T": gate_T, "up_proj_weight_T": up_T}
     return run_backward(operands, step_options(call))
