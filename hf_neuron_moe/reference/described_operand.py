@@ -54,13 +54,11 @@ class TensorDescriptor:
     data: Tensor | None = None  # this and the scales: see the layouts at the top of this file
     scales: Tensor | None = None  # uint8 or float8_e8m0fnu
     is_swizzled: bool = False  # data is [K/4, 4F]; forced True when quantized
-    is_f_by_k: bool | None = (
-        None  # None: raw data only. False for raw data is [K, F], F a multiple of 512 (not in MLPs)
-    )
+    is_f_by_k: bool | None = None  # None: whether raw. False for raw data: [K, F], F a multiple of 512 (no MLP kernel)
     is_x4: bool = False  # data are x4 words; set from the dtype
     scales_are_packed: bool = False  # set from the row count: 128*ceil(K/2048) rows that are not K/4
     is_col_parallel_sharded: bool = False  # two cores hold one half of F each; changes only the sharded shapes
-    is_quantized: bool | None = None  # None: scales are given
+    is_quantized: bool | None = None  # None: whether scales are given
     vector_offset_pattern_512: Tensor | None = None  # how the device moves the data, as the next two; no effect
     vector_offset_pattern_256: Tensor | None = None
     vector_offset_pattern_128: Tensor | None = None

@@ -78,9 +78,9 @@ def recompute_gate_up_projection(
     with torch.no_grad():
         for part, columns, made in gate_up_tiles(hidden, gate_up, scratch, rows=rows, wanted=targets):
             for name, values in made.items():
-                upper, lower = bounds[name]
-                clamped = values if upper is lower is None else values.clamp_(lower, upper)
-                targets[name][part, columns].copy_(clamped)
+                if bounds[name] != (None, None):
+                    values.clamp_(min=bounds[name][1], max=bounds[name][0])
+                targets[name][part, columns].copy_(values)
 
 
 @public
@@ -163,7 +163,7 @@ def recompute_missing(
             hidden, gate_up, made.get("gate_pre"), made.get("up"), 0, bf16,
             clamp_limits=clamp_limits, lone_384=lone_384, **options,
         )  # fmt: skip
-        found |= made | found
+        found |= made | found  # what was kept is used
     if "gate_act" not in found:
         found["gate_act"] = target("gate_act")
         recompute_gate_act(found["gate_pre"], found["gate_act"], 0, bf16, False)
