@@ -10,15 +10,7 @@ and other option values, DeviceError for operands on different devices.
 
 from __future__ import annotations
 
-from hf_neuron_moe.formats.constants import (
-    E2M1,
-    E4M3FN,
-    E5M2,
-    ELEMENT_FORMATS,
-    ElementFormat,
-    ScaleRule,
-    SwizzleScheme,
-)
+from hf_neuron_moe.formats.constants import E2M1, E4M3FN, E5M2, ELEMENT_FORMATS, ElementFormat, ScaleRule, SwizzleScheme
 from hf_neuron_moe.formats.e8m0 import e8m0_to_float32
 from hf_neuron_moe.formats.group_fp8 import group_dequantize_fp8, group_quantize_fp8, group_scales
 from hf_neuron_moe.formats.moe_mx import (
@@ -54,47 +46,5 @@ from hf_neuron_moe.formats.scales import (
 )
 from hf_neuron_moe.formats.swizzle import k_map, pack_x4, swizzle, tile_segments, unpack_x4, unswizzle
 
-__all__ = [
-    "E2M1",
-    "E4M3FN",
-    "E5M2",
-    "ELEMENT_FORMATS",
-    "ElementFormat",
-    "MXTensor",
-    "MoEWeightMX",
-    "ScaleLayout",
-    "ScaleRule",
-    "SwizzleScheme",
-    "dequantize_moe_down",
-    "dequantize_moe_gate_up",
-    "dequantize_mx",
-    "dequantize_mx_natural",
-    "detect_scale_layout",
-    "e8m0_to_float32",
-    "fake_quantize_mx",
-    "group_dequantize_fp8",
-    "group_quantize_fp8",
-    "group_scales",
-    "k_map",
-    "moe_bias_from_lanes",
-    "moe_bias_to_lanes",
-    "oversized_to_packed",
-    "pack_moe_scales",
-    "pack_x4",
-    "packed_to_oversized",
-    "padded_intermediate",
-    "quantize_moe_down",
-    "quantize_moe_gate_up",
-    "quantize_mx",
-    "quantize_mx_swizzled",
-    "scale_row_count",
-    "scale_rows",
-    "swizzle",
-    "tile_segments",
-    "to_compact",
-    "to_oversized",
-    "to_packed",
-    "unpack_moe_scales",
-    "unpack_x4",
-    "unswizzle",
-]
+__all__ = ["ELEMENT_FORMATS"]  # the rest knows its module
+__all__ += [name for name, value in list(globals().items()) if getattr(value, "__module__", "").startswith(__name__)]

@@ -17,41 +17,20 @@ import torch
 
 from hf_neuron_moe.errors import ConfigError, NeuronMoEError, nearest
 
-MX_BLOCK = 32
-"""Elements that share one scale byte (OCP MX v1.0, section 5.1)."""
-
-PATCH_ROWS = 8
-"""Rows of the swizzled tensor in one block (NKI: 8 partitions share a scale)."""
-
-LANES = 4
-"""Columns of the swizzled tensor in one block; also the elements of one x4 word (NKI: ``*_x4`` dtypes)."""
-
-TILE_SIZES = (512, 256, 128)
-"""K tile sizes of the wrapX swizzle, largest first (nki-library 2.31 swizzle helper)."""
-
-E8M0_BIAS = 127
-"""A scale byte b means 2**(b - 127) (OCP MX v1.0, section 5.4.1)."""
-
-E8M0_NAN = 255
-"""The only E8M0 byte that is not a power of two (OCP MX v1.0, section 5.4.1)."""
-
-PACKED_SLAB_ROWS = 128
-"""Rows of one slab of the packed scale layout: all partitions of the array (nki-library 2.31)."""
-
-PACKED_SLAB_K = 2048
-"""Contraction elements served by one packed slab: four 512-wide K tiles (nki-library 2.31)."""
-
-SCALE_DTYPES = (torch.uint8, torch.float8_e8m0fnu)
-"""Dtypes of scale bytes: plain bytes and torch's name for them."""
+MX_BLOCK = 32  # elements that share one scale byte (OCP MX v1.0, section 5.1)
+PATCH_ROWS = 8  # rows of the swizzled tensor in one block (NKI: 8 partitions share a scale)
+LANES = 4  # columns of the swizzled tensor in one block; also the elements of one x4 word (NKI: ``*_x4`` dtypes)
+TILE_SIZES = (512, 256, 128)  # k tile sizes of the wrapX swizzle, largest first (nki-library 2.31 swizzle helper)
+E8M0_BIAS = 127  # a scale byte b means 2**(b - 127) (OCP MX v1.0, section 5.4.1)
+E8M0_NAN = 255  # the only E8M0 byte that is not a power of two (OCP MX v1.0, section 5.4.1)
+PACKED_SLAB_ROWS = 128  # rows of one slab of the packed scale layout: all partitions of the array (nki-library 2.31)
+PACKED_SLAB_K = 2048  # contraction elements served by one packed slab: four 512-wide K tiles (nki-library 2.31)
+SCALE_DTYPES = (torch.uint8, torch.float8_e8m0fnu)  # dtypes of scale bytes: plain bytes and torch's name for them
 
 
 @dataclass(frozen=True)
 class ElementFormat:
-    """One MX element format.
-
-    The carrier is signed where NKI's word is unsigned: the bits are the same, and torch's signed types have full
-    operator support.
-    """
+    """One MX element format."""
 
     name: str
     exponent_bits: int
@@ -62,7 +41,7 @@ class ElementFormat:
     min_subnormal: float  # smallest magnitude above zero
     code_bits: int  # codes of narrower formats occupy the low bits of one byte before packing
     dtype: torch.dtype | None  # torch's with the same bytes; None where torch has no unpacked one
-    carrier: torch.dtype  # of one x4 word
+    carrier: torch.dtype  # of one x4 word; signed where NKI's is unsigned, as torch's signed types have all operators
 
 
 E4M3FN = ElementFormat("e4m3fn", 4, 3, 7, 8, 448.0, 2.0**-9, 8, torch.float8_e4m3fn, torch.int32)

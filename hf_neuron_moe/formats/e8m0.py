@@ -1,9 +1,8 @@
 """Block scales: the byte of a block, and exact multiplication and division by 2**(byte - 127).
 
-2**-127, the value of byte 0, is an fp32 denormal, and so are the smallest values a block can hold. Processors can be
-told to flush denormals to zero (``torch.set_flush_denormal``), and accelerators may do so always. Everything here
-takes exponents from integer bit fields, multiplies by normal powers of two only, and builds denormals as integers, so
-no result depends on that setting.
+2**-127, the value of byte 0, is an fp32 denormal, which processors can be told to flush to zero
+(``torch.set_flush_denormal``). Nothing here depends on that: exponents are integer bit fields, factors normal powers
+of two, and denormals are built as integers.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ SIGN_MASK = -0x80000000
 EXPONENT_ALL_ONES = 255
 FP32_NAN_BITS = 0x7FC00000
 SMALLEST_NORMAL_EXPONENT = -126
-UNIT_EXPONENT = -149
-"""Exponent of the smallest fp32 denormal."""
+UNIT_EXPONENT = -149  # exponent of the smallest fp32 denormal
 
 DENORMAL_BYTES = 32
 """Blocks with a scale byte below this may involve fp32 denormals.

@@ -1,4 +1,4 @@
-"""Element codes: scaled fp32 values to bytes and back."""
+"""Element codes: scaled fp32 values to bytes and back, rounded to nearest or, for FP8, stochastically."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.checks import check_dtype, check_multiple
+from hf_neuron_moe.checks import check_dtype, check_flags, check_multiple
+from hf_neuron_moe.errors import ConfigError, DeviceError
 from hf_neuron_moe.formats.constants import E2M1_VALUES, E4M3FN, MX_BLOCK, ElementFormat
+from hf_neuron_moe.formats.e8m0 import MAGNITUDE_MASK, MANTISSA_BITS
 
 # IEEE 754 binary16.
 HALF_MANTISSA_BITS = 10
@@ -23,19 +25,48 @@ def encode_(scaled: Tensor, fmt: ElementFormat) -> Tensor:
     NaN stays NaN in the fp8 formats and becomes code 0 in E2M1, whose callers put the NaN in the block's scale. E2M1
     codes are 0 to 15.
     """
+    if fmt.dtype is not None:
+        return round_to_fp8_(scaled, fmt).view(torch.uint8)
+    sign = torch.signbit(scaled).to(torch.uint8) << (fmt.code_bits - 1)
+    magnitude = scaled.clamp_(-fmt.max, fmt.max).nan_to_num_(nan=0.0).abs_()
+    # Steps are 1/2 below 2, 1 below 4 and 2 above, and torch.round is to even: equal to even codes in each range.
+    upper = torch.where(magnitude < 4, magnitude.round() + 2, (magnitude / 2).round_() + 4)
+    code = torch.where(magnitude < 2, (magnitude * 2).round_(), upper)
+    return code.to(torch.uint8) | sign
+
+
+def round_to_fp8_(
+    scaled: Tensor, fmt: ElementFormat, *, stochastic: bool = False, generator: torch.Generator | None = None
+) -> Tensor:
+    """Round fp32 values, overwriting them, to FP8 of ``fmt.dtype``: nearest with ties to even, or `stochastic`.
+
+    Magnitudes beyond the largest finite code saturate and NaN stays NaN. The generator is on the device of `scaled`;
+    torch's default one if None.
+    """
+    assert fmt.dtype is not None
     # torch's e5m2 cast overflows to infinity and older e4m3 casts to NaN: the clip makes both saturate.
     clipped = scaled.clamp_(-fmt.max, fmt.max)
-    if fmt.dtype is not None:
-        return clipped.to(fmt.dtype).view(torch.uint8)
-    sign = torch.signbit(clipped).to(torch.uint8) << (fmt.code_bits - 1)
-    magnitude = clipped.nan_to_num_(nan=0.0).abs_()
-    # Steps are 1/2 below 2, 1 below 4 and 2 above, and torch.round is to even: equal to even codes in each range.
-    code = torch.where(
-        magnitude < 2,
-        (magnitude * 2).round_(),
-        torch.where(magnitude < 4, magnitude.round() + 2, (magnitude / 2).round_() + 4),
-    )
-    return code.to(torch.uint8) | sign
+    if stochastic:
+        clipped = _to_grid_stochastic(clipped, fmt, generator)
+    return clipped.to(fmt.dtype)
+
+
+def _to_grid_stochastic(values: Tensor, fmt: ElementFormat, generator: torch.Generator | None) -> Tensor:
+    """Move finite values within the format's range to one of their two neighbours on its grid; NaN stays NaN.
+
+    The probability of the upper one is the distance from the lower one, so that the expectation is the value itself: a
+    random number below one FP8 step is added to the fp32 bits, then everything below it is cut off.
+    """
+    step_bits = MANTISSA_BITS - fmt.mantissa_bits
+    smallest_normal = 2.0 ** (1 - fmt.bias)
+    noise = torch.randint(0, 1 << step_bits, values.shape, generator=generator, dtype=torch.int32, device=values.device)
+    magnitude = values.abs()
+    # The grid below the smallest normal is that of the binade above it, shifted down: shift there and back.
+    shift = torch.where(magnitude < smallest_normal, smallest_normal, 0.0)
+    bits = (magnitude + shift).view(torch.int32) & MAGNITUDE_MASK
+    bits = bits.add_(noise).bitwise_and_(-(1 << step_bits))
+    rounded = torch.copysign(bits.view(torch.float32) - shift, values)
+    return torch.where(values.isnan(), values, rounded)
 
 
 def decode(codes: Tensor, fmt: ElementFormat) -> Tensor:
@@ -92,3 +123,16 @@ def check_contraction(size: int, argument: str = "K") -> None:
     """Raise ShapeError for a contraction size that does not consist of whole MX blocks."""
     fix = "Zero-pad the contraction axis of both operands; zero padding does not change the product."
     check_multiple(size, MX_BLOCK, argument, remedy=fix)
+
+
+def check_randomness(stochastic: object, generator: object, device: torch.device, *, argument: str = "x") -> None:
+    """Check what callers pass on to :func:`round_to_fp8_`, for values on `device` that they call `argument`."""
+    check_flags({"stochastic": stochastic})
+    if generator is None:
+        return
+    if not isinstance(generator, torch.Generator):
+        fix = "Build it with torch.Generator(device).manual_seed(seed)."
+        raise ConfigError.about("generator", "a torch.Generator or None", type(generator).__name__, fix)
+    if generator.device.type != device.type:
+        fix = f"Build it with torch.Generator({device.type!r})."
+        raise DeviceError.about("generator", f"on {device.type} like {argument}", generator.device, fix)

@@ -2,12 +2,11 @@
 
 The storage format of saved activations in COAT ("Compressing Optimizer States and Activation for Memory-Efficient FP8
 Training", ICLR 2025): ``value = code * scale``, groups of 16 by default.
+The scale is rounded to bf16 *before* the division, so that code * scale is the nearest value the stored pair can
+express; rounding is to nearest, ties to even, and saturates at the largest finite code. A group with NaN has a NaN
+scale, and one with Inf an infinite scale: both dequantise to NaN throughout.
 
 Letters: M rows, N columns, G = N/group_size groups of a row.
-
-Choices made here: the scale is rounded to bf16 *before* the division, so that code * scale is the nearest value the
-stored pair can express; rounding is to nearest, ties to even, and saturates at the largest finite code. A group with
-NaN has a NaN scale, and one with Inf has an infinite scale: both dequantise to NaN throughout.
 """
 
 from __future__ import annotations
@@ -20,23 +19,17 @@ from torch import Tensor
 from hf_neuron_moe.checks import check_dtype, check_equal_shape, check_float, check_multiple, check_same_device
 from hf_neuron_moe.errors import ConfigError, public
 from hf_neuron_moe.formats.constants import E4M3FN, E5M2, ElementFormat, unknown_name
-from hf_neuron_moe.formats.elements import decode
-from hf_neuron_moe.formats.fp8_rounding import check_randomness, round_to_fp8_
+from hf_neuron_moe.formats.elements import check_randomness, decode, round_to_fp8_
 
 SCALE_EPSILON = 1e-10
 """Added to a group's largest magnitude so that an all-zero group has a usable scale (COAT: SCALE_MIN_THRES)."""
-
-DEFAULT_GROUP_SIZE = 16
-"""COAT's group size for activations."""
+DEFAULT_GROUP_SIZE = 16  # COAT's group size for activations
 
 FP8_FORMATS = {"e4m3": E4M3FN, "e5m2": E5M2}
 FP8_DTYPES = {torch.float8_e4m3fn: E4M3FN, torch.float8_e5m2: E5M2}
 
-CPU_CHUNK = 1 << 17
-"""Elements worked on at a time on CPUs."""
-
-DEVICE_CHUNK = 1 << 25
-"""Elements worked on at a time elsewhere."""
+CPU_CHUNK = 1 << 17  # elements worked on at a time on CPUs
+DEVICE_CHUNK = 1 << 25  # elements worked on at a time elsewhere
 
 
 def fp8_format(fp8: str) -> ElementFormat:
@@ -47,10 +40,7 @@ def fp8_format(fp8: str) -> ElementFormat:
 
 
 def row_chunks(rows_MN: Tensor) -> Iterator[slice]:
-    """Yield slices of the first axis that hold a bounded number of elements.
-
-    An fp32 copy of a chunk and what is computed from it stay in a core's cache (CPUs), or below a few hundred MiB.
-    """
+    """Yield slices of the rows whose fp32 copies fit into a core's cache (CPUs), or a few hundred MiB."""
     rows, columns = rows_MN.shape
     chunk = CPU_CHUNK if rows_MN.device.type == "cpu" else DEVICE_CHUNK
     step = max(1, chunk // columns)
@@ -88,17 +78,10 @@ def group_quantize_fp8(
     stochastic: bool = False,
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Quantise to FP8 with one bf16 scale per group.
+    """Quantise ``[..., N]`` bf16, fp16 or fp32 to FP8 with one bf16 scale per `group_size` elements of a row.
 
-    Args:
-        x_MN: ``[..., N]`` bf16, fp16 or fp32; not modified, and no gradient flows.
-        group_size: consecutive elements of the last axis that share a scale; divides N.
-        fp8: ``"e4m3"`` or ``"e5m2"``.
-        stochastic: unbiased stochastic rounding instead of nearest.
-        generator: source of the random numbers; unused unless `stochastic`.
-
-    Returns:
-        Codes as float8_e4m3fn or float8_e5m2 ``[..., N]``, and scales as bf16 ``[..., N/group_size]``.
+    Rounds to nearest, or stochastically and unbiased with random numbers of `generator`. No gradient flows. Returns
+    codes as float8_e4m3fn (``"e4m3"``) or float8_e5m2 (``"e5m2"``) ``[..., N]``, and scales ``[..., N/group_size]``.
     """
     fmt = fp8_format(fp8)
     rows_MN = _rows(x_MN, group_size)
@@ -122,11 +105,9 @@ def group_dequantize_fp8(codes_MN: Tensor, scales_MG: Tensor, dtype: torch.dtype
     """
     check_dtype(codes_MN, (torch.float8_e4m3fn, torch.float8_e5m2), argument="codes")
     check_dtype(scales_MG, (torch.bfloat16, torch.float32), argument="scales")
-    groups = scales_MG.shape[-1] if scales_MG.ndim else 0
-    remedy = "The scales' last axis has one entry per group."
+    groups, remedy = scales_MG.shape[-1] if scales_MG.ndim else 0, "The scales' last axis has one entry per group."
     check_multiple(groups, 1, argument="scales.shape[-1]", remedy=remedy)
-    columns = codes_MN.shape[-1] if codes_MN.ndim else 0
-    check_multiple(columns, groups, argument="codes.shape[-1]", remedy=remedy)
+    check_multiple(codes_MN.shape[-1] if codes_MN.ndim else 0, groups, argument="codes.shape[-1]", remedy=remedy)
     expected = (*codes_MN.shape[:-1], groups)
     check_equal_shape(scales_MG, expected, argument="scales", because="one row of scales per row of codes")
     check_same_device({"codes": codes_MN, "scales": scales_MG})

@@ -1,8 +1,6 @@
 """Weight layouts of Hugging Face and of the kernels, and the way between them.
 
-Letters: E experts, H hidden, I intermediate (per tensor-parallel rank where sharded).
-
-Names of the expert layouts used here:
+Letters: E experts, H hidden, I intermediate (per tensor-parallel rank where sharded). The expert layouts:
 
 ============ ========= ================================================================================
 name         gate_up   who
@@ -13,9 +11,8 @@ kernel       [E,H,2,I] nki-library 2.29 ``moe_cte``: index 0 gate, 1 up; ``x @ W
 interleaved  [E,H,2I]  gpt-oss: even columns gate, odd columns up; down [E,I,H], as the kernels' already
 ============ ========= ================================================================================
 
-Every function here returns a view wherever the strides allow it, and says so. Gradients flow through them (they are
-``view``, ``permute`` and ``cat``), dtypes and values never change. Layouts are not guessed from shapes: [E,H,2I] and
-[E,2I,H] cannot be told apart when H == 2I.
+Every function here returns a view wherever the strides allow it, and says so. Gradients flow through them, dtypes and
+values never change. Layouts are not guessed from shapes: [E,H,2I] and [E,2I,H] cannot be told apart when H == 2I.
 """
 
 from __future__ import annotations
@@ -41,8 +38,7 @@ _BIAS = ("E", "2", "I")
 @public
 def split_gate_up(gate_up_2IH: Tensor) -> tuple[Tensor, Tensor]:
     """Split a dense fused projection ``[2I, H]`` into (gate ``[I, H]``, up ``[I, H]``): two views."""
-    _check_layout(gate_up_2IH, ("2I", "H"), "gate_up")
-    gate_IH, up_IH = gate_up_2IH.chunk(2, dim=0)
+    gate_IH, up_IH = _checked(gate_up_2IH, ("2I", "H"), "gate_up").chunk(2, dim=0)
     return gate_IH, up_IH
 
 
@@ -59,15 +55,13 @@ def fuse_gate_up(gate_IH: Tensor, up_IH: Tensor) -> Tensor:
 @public
 def gate_up_hf_to_stacked(gate_up_hf: Tensor) -> Tensor:
     """View hf ``[E, 2I, H]`` as stacked ``[E, 2, I, H]``. Always a view."""
-    _check_layout(gate_up_hf, _HF, "gate_up")
-    return gate_up_hf.unflatten(1, (2, -1))
+    return _checked(gate_up_hf, _HF, "gate_up").unflatten(1, (2, -1))
 
 
 @public
 def gate_up_stacked_to_hf(gate_up_E2IH: Tensor) -> Tensor:
     """Merge stacked ``[E, 2, I, H]`` to hf ``[E, 2I, H]``. A view of contiguous input, else a copy."""
-    _check_layout(gate_up_E2IH, _STACKED, "gate_up")
-    return gate_up_E2IH.flatten(1, 2)
+    return _checked(gate_up_E2IH, _STACKED, "gate_up").flatten(1, 2)
 
 
 def gate_up_hf_to_kernel(gate_up_hf: Tensor) -> Tensor:
@@ -86,36 +80,31 @@ def gate_up_kernel_to_hf(gate_up_EH2I: Tensor) -> Tensor:
 @public
 def gate_up_stacked_to_kernel(gate_up_E2IH: Tensor) -> Tensor:
     """View stacked ``[E, 2, I, H]`` as kernel ``[E, H, 2, I]``. Always a view."""
-    _check_layout(gate_up_E2IH, _STACKED, "gate_up")
-    return gate_up_E2IH.permute(0, 3, 1, 2)
+    return _checked(gate_up_E2IH, _STACKED, "gate_up").permute(0, 3, 1, 2)
 
 
 @public
 def gate_up_kernel_to_stacked(gate_up_EH2I: Tensor) -> Tensor:
     """View kernel ``[E, H, 2, I]`` as stacked ``[E, 2, I, H]``. Always a view."""
-    _check_layout(gate_up_EH2I, _KERNEL, "gate_up")
-    return gate_up_EH2I.permute(0, 2, 3, 1)
+    return _checked(gate_up_EH2I, _KERNEL, "gate_up").permute(0, 2, 3, 1)
 
 
 @public
 def down_hf_to_kernel(down_EHI: Tensor) -> Tensor:
     """View hf ``[E, H, I]`` as kernel ``[E, I, H]``. Always a view."""
-    check_axes(down_EHI, ("E", "H", "I"), argument="down")
-    return down_EHI.transpose(1, 2)
+    return _checked(down_EHI, ("E", "H", "I"), "down").transpose(1, 2)
 
 
 @public
 def down_kernel_to_hf(down_EIH: Tensor) -> Tensor:
     """View kernel ``[E, I, H]`` as hf ``[E, H, I]``. Always a view."""
-    check_axes(down_EIH, ("E", "I", "H"), argument="down")
-    return down_EIH.transpose(1, 2)
+    return _checked(down_EIH, ("E", "I", "H"), "down").transpose(1, 2)
 
 
 @public
 def gate_up_interleaved_to_kernel(gate_up_interleaved: Tensor) -> Tensor:
     """View gpt-oss ``[E, H, 2I]`` (even columns gate, odd up) as kernel ``[E, H, 2, I]``. Always a view."""
-    _check_layout(gate_up_interleaved, _INTERLEAVED, "gate_up")
-    return gate_up_interleaved.unflatten(2, (-1, 2)).transpose(2, 3)
+    return _checked(gate_up_interleaved, _INTERLEAVED, "gate_up").unflatten(2, (-1, 2)).transpose(2, 3)
 
 
 @public
@@ -124,8 +113,7 @@ def gate_up_kernel_to_interleaved(gate_up_EH2I: Tensor) -> Tensor:
 
     A view where the input is one that :func:`gate_up_interleaved_to_kernel` made; otherwise a copy.
     """
-    _check_layout(gate_up_EH2I, _KERNEL, "gate_up")
-    return gate_up_EH2I.transpose(2, 3).flatten(2, 3)
+    return _checked(gate_up_EH2I, _KERNEL, "gate_up").transpose(2, 3).flatten(2, 3)
 
 
 @public
@@ -134,41 +122,30 @@ def bias_interleaved_to_kernel(bias_interleaved: Tensor) -> Tensor:
 
     The kernels expect :func:`absorb_up_offset` of the result.
     """
-    _check_layout(bias_interleaved, ("E", "2I"), "bias")
-    return bias_interleaved.unflatten(1, (-1, 2)).transpose(1, 2)
+    return _checked(bias_interleaved, ("E", "2I"), "bias").unflatten(1, (-1, 2)).transpose(1, 2)
 
 
 @public
 def bias_kernel_to_interleaved(bias_E2I: Tensor) -> Tensor:
     """Return kernel bias ``[E, 2, I]`` as gpt-oss ``[E, 2I]``; a view of a view of the latter, else a copy."""
-    _check_layout(bias_E2I, _BIAS, "bias")
-    return bias_E2I.transpose(1, 2).flatten(1, 2)
+    return _checked(bias_E2I, _BIAS, "bias").transpose(1, 2).flatten(1, 2)
 
 
 @public
 def slice_intermediate(tensor: Tensor, axis: int, rank: int, world_size: int) -> Tensor:
-    """View one tensor-parallel rank's part of an I axis.
+    """View one tensor-parallel rank's part of the I axis `axis`, which `world_size` divides; 0 <= rank < world_size.
 
     For kernel layouts the axis is 3 of gate_up ``[E, H, 2, I]``, 2 of its bias ``[E, 2, I]`` and 1 of down
     ``[E, I, H]``. The down bias has no I axis: outputs of the ranks are summed, so one rank adds it, or each a share.
-
     A fused axis 2I cannot be sliced so: its halves would be torn apart.
-
-    Args:
-        tensor: any tensor with a separate I axis.
-        axis: the I axis, which has I/world_size elements in the result.
-        rank: 0 to world_size-1.
-        world_size: tensor-parallel degree; divides I.
     """
     check_tensor(tensor, argument="tensor")
     whole = all(map(is_whole, (axis, rank, world_size)))
     if not whole or not -tensor.ndim <= axis < tensor.ndim or not 0 <= rank < world_size:
-        raise ShapeError.about(
-            "axis, rank and world_size",
-            f"an axis of a {tensor.ndim}-D tensor and 0 <= rank < world_size",
-            f"axis {axis}, rank {rank}, world_size {world_size}",
-            "Pass this rank's index in its tensor-parallel group.",
-        )
+        expected = f"an axis of a {tensor.ndim}-D tensor and 0 <= rank < world_size"
+        got = f"axis {axis}, rank {rank}, world_size {world_size}"
+        fix = "Pass this rank's index in its tensor-parallel group."
+        raise ShapeError.about("axis, rank and world_size", expected, got, fix)
     remedy = "Choose a tensor-parallel degree that divides I, or zero-pad I (padding does not change the output)."
     check_multiple(tensor.shape[axis], world_size, argument=f"shape[{axis}]", remedy=remedy)
     width = tensor.shape[axis] // world_size
@@ -184,8 +161,9 @@ def absorb_up_offset(bias_E2I: Tensor, offset: float = 1.0) -> Tensor:
     Returns an fp32 copy. bf16 would lose the low bits of small biases for good: round it where the kernel is called,
     and keep the original for saving.
     """
-    _check_layout(bias_E2I, _BIAS, "bias")
-    return bias_E2I.to(torch.float32) + bias_E2I.new_tensor([0.0, offset], dtype=torch.float32).view(1, 2, 1)
+    return _checked(bias_E2I, _BIAS, "bias").to(torch.float32) + bias_E2I.new_tensor(
+        [0.0, offset], dtype=torch.float32
+    ).view(1, 2, 1)
 
 
 def release_up_offset(bias_E2I: Tensor, offset: float = 1.0) -> Tensor:
@@ -210,8 +188,8 @@ def release_up_limits(
     return absorb_up_limits(lower, upper, -offset)
 
 
-def _check_layout(tensor: Tensor, names: tuple[str, ...], argument: str) -> None:
-    """Check a tensor's axes: one named 2I holds two halves, one named 2 exactly (gate, up)."""
+def _checked(tensor: Tensor, names: tuple[str, ...], argument: str) -> Tensor:
+    """Return a tensor whose axes fit: one named 2I holds two halves, one named 2 exactly (gate, up)."""
     check_axes(tensor, names, argument=argument)
     for axis, name in enumerate(names):
         if name == "2I":
@@ -221,3 +199,4 @@ def _check_layout(tensor: Tensor, names: tuple[str, ...], argument: str) -> None
             expected = f"2 (gate and up) in layout [{', '.join(names)}]"
             fix = "Check which layout the tensor is in."
             raise ShapeError.about(f"{argument}.shape[{axis}]", expected, list(tensor.shape), fix)
+    return tensor

@@ -43,8 +43,7 @@ from hf_neuron_moe.formats.swizzle import pack_x4, unpack_x4, unswizzle
 
 TILE = TILE_SIZES[0]
 PARTITIONS = TILE // LANES
-SCALE_ROWS = PARTITIONS // PATCH_ROWS
-"""Scale rows of a whole tile: one per 8 partitions."""
+SCALE_ROWS = PARTITIONS // PATCH_ROWS  # scale rows of a whole tile: one per 8 partitions
 
 HIDDEN_SCHEME = SwizzleScheme.ONE_TILE
 """Scheme with which :func:`fake_quantize_mx` groups a hidden axis as these weights do."""
@@ -65,6 +64,14 @@ class MoEWeightMX:
     fmt: ElementFormat
 
 
+def _extents(tensor: Tensor, axes: tuple[str, ...], argument: str, because: str) -> torch.Size:
+    """Return a tensor's extents; those of `axes` named by a number have to be that number."""
+    check_axes(tensor, axes, argument)
+    expected = tuple(int(name) if name.isdigit() else extent for name, extent in zip(axes, tensor.shape))
+    check_equal_shape(tensor, expected, argument, because)
+    return tensor.shape
+
+
 @public
 def padded_intermediate(size: int) -> int:
     """Return the intermediate size the kernels work on: I below 512, else the next multiple of 512."""
@@ -83,9 +90,7 @@ def quantize_moe_gate_up(
     """
     fmt = element_format(fmt)
     check_float(gate_up_EH2I, argument="gate_up")
-    check_axes(gate_up_EH2I, ("E", "H", "2", "I"), argument="gate_up")
-    E, H, _, inter = gate_up_EH2I.shape
-    check_equal_shape(gate_up_EH2I, (E, H, 2, inter), argument="gate_up", because="gate and up")
+    E, H, _, inter = _extents(gate_up_EH2I, ("E", "H", "2", "I"), "gate_up", "gate and up")
     check_multiple(H, TILE, argument="H", remedy=_HIDDEN_REMEDY)
     rows_FH = gate_up_EH2I.permute(0, 2, 3, 1).reshape(E * 2 * inter, H)
     return _quantize_rows(rows_FH, fmt, rule, HIDDEN_SCHEME, (E, 2, inter), (2, 1, 3, 0, 4))
@@ -118,11 +123,9 @@ def _dequantize_rows(weight: MoEWeightMX, scheme: SwizzleScheme, F: int, order: 
 @public
 def dequantize_moe_gate_up(weight: MoEWeightMX) -> Tensor:
     """Return gate and up projections as fp32 ``[E, H, 2, I]``."""
-    check_axes(weight.words, ("E", "128", "2", "H/512", "I"), argument="words")
-    E, _, _, tiles, inter = weight.words.shape
-    expected = (E, PARTITIONS, 2, tiles, inter)
-    check_equal_shape(weight.words, expected, argument="words", because="one word per partition")
-    expected = (E, PARTITIONS // PATCH_ROWS, 2, tiles, inter)
+    axes = ("E", "128", "2", "H/512", "I")
+    E, _, _, tiles, inter = _extents(weight.words, axes, "words", "one word per partition")
+    expected = (E, SCALE_ROWS, 2, tiles, inter)
     check_equal_shape(weight.scales, expected, argument="scales", because="one row per 8 partitions")
     rows_FH = _dequantize_rows(weight, HIDDEN_SCHEME, E * 2 * inter, (3, 1, 0, 2, 4))
     return rows_FH.view(E, 2, inter, tiles * TILE).permute(0, 3, 1, 2)
@@ -165,9 +168,7 @@ def dequantize_moe_down(weight: MoEWeightMX) -> Tensor:
 @public
 def moe_bias_to_lanes(bias_E2I: Tensor) -> Tensor:
     """Arrange the gate/up bias ``[E, 2, I]`` as ``[E, pI, 2, ceil(I/512), 4]``: a copy, zero where I is padded."""
-    check_axes(bias_E2I, ("E", "2", "I"), argument="bias")
-    E, _, inter = bias_E2I.shape
-    check_equal_shape(bias_E2I, (E, 2, inter), argument="bias", because="gate and up")
+    E, _, inter = _extents(bias_E2I, ("E", "2", "I"), "bias", "gate and up")
     padded = padded_intermediate(inter)
     tiles = -(-padded // TILE)
     lanes_E2tJQ = pad(bias_E2I, (0, padded - inter)).view(E, 2, tiles, LANES, -1)
@@ -177,11 +178,8 @@ def moe_bias_to_lanes(bias_E2I: Tensor) -> Tensor:
 @public
 def moe_bias_from_lanes(bias_EQ2tJ: Tensor) -> Tensor:
     """Invert :func:`moe_bias_to_lanes`: ``[E, 2, padded I]``."""
-    check_axes(bias_EQ2tJ, ("E", "pI", "2", "ceil(I/512)", "4"), argument="bias")
-    E, partitions, _, tiles, _ = bias_EQ2tJ.shape
-    expected = (E, partitions, 2, tiles, LANES)
-    check_equal_shape(bias_EQ2tJ, expected, argument="bias", because="gate and up, four lanes")
-    return bias_EQ2tJ.permute(0, 2, 3, 4, 1).reshape(E, 2, -1)
+    _extents(bias_EQ2tJ, ("E", "pI", "2", "ceil(I/512)", "4"), "bias", "gate and up, four lanes")
+    return bias_EQ2tJ.permute(0, 2, 3, 4, 1).reshape(len(bias_EQ2tJ), 2, -1)
 
 
 @public
@@ -191,12 +189,8 @@ def pack_moe_scales(scales_EqXtF: Tensor) -> Tensor:
     Tile t goes to buffer t//4, slot t%4; its rows 4n to 4n+3 to partitions ``32n + 4*slot`` onward. Other partitions
     are 0, among them those of rows that an I below 512 does not have. The number of slots is inferred, not documented.
 
-    Args:
-        scales_EqXtF: gate_up ``[E, 16, 2, H/512, I]`` or down ``[E, pI/8, ceil(I/512), H]``; with several tiles the
-            down scales have 16 rows too.
-
-    Returns:
-        uint8: gate_up ``[E, 128, ceil(tiles/4), 2, I]``, down ``[E, 128, ceil(tiles/4), H]``.
+    Scales are gate_up ``[E, 16, 2, H/512, I]`` or down ``[E, pI/8, ceil(I/512), H]``, with several tiles 16 rows too.
+    Returns uint8: gate_up ``[E, 128, ceil(tiles/4), 2, I]``, down ``[E, 128, ceil(tiles/4), H]``.
     """
     check_dtype(scales_EqXtF, SCALE_DTYPES, argument="scales")
     names = ("E", "16", "2", "tiles", "I") if scales_EqXtF.ndim == 5 else ("E", "pI/8", "tiles", "H")
@@ -218,15 +212,10 @@ def pack_moe_scales(scales_EqXtF: Tensor) -> Tensor:
 
 @public
 def unpack_moe_scales(packed_EPbXF: Tensor, tiles: int, rows: int = SCALE_ROWS) -> Tensor:
-    """Invert :func:`pack_moe_scales`.
+    """Invert :func:`pack_moe_scales`: uint8 ``[E, 16, 2, tiles, I]`` or ``[E, rows, tiles, H]``.
 
-    Args:
-        packed_EPbXF: uint8, gate_up ``[E, 128, ceil(tiles/4), 2, I]`` or down ``[E, 128, ceil(tiles/4), H]``.
-        tiles: number of 512-wide tiles.
-        rows: scale rows of a tile: 16, or pI/8 for a down projection with I below 512. A packed buffer does not say.
-
-    Returns:
-        uint8 ``[E, 16, 2, tiles, I]`` or ``[E, rows, tiles, H]``.
+    `tiles` are the 512-wide ones. `rows` are the scale rows of a tile, which a packed buffer does not say: 16, or pI/8
+    for a down projection with I below 512.
     """
     check_dtype(packed_EPbXF, SCALE_DTYPES, argument="packed")
     names = ("E", "128", "buffers", "2", "I") if packed_EPbXF.ndim == 5 else ("E", "128", "buffers", "H")
@@ -235,12 +224,9 @@ def unpack_moe_scales(packed_EPbXF: Tensor, tiles: int, rows: int = SCALE_ROWS) 
     expected = (experts, PARTITIONS, buffers, *rest)
     check_equal_shape(packed_EPbXF, expected, argument="packed", because="a buffer has 128 partitions")
     if not is_whole(tiles) or -(-tiles // LANES) != buffers or not is_whole(rows) or not 0 < rows <= SCALE_ROWS:
-        raise ShapeError.about(
-            "tiles and rows",
-            f"whole numbers: tiles that fill {buffers} buffers of {LANES}, and 1 to {SCALE_ROWS} rows",
-            f"tiles {tiles!r}, rows {rows!r}",
-            "tiles is ceil(I/512) of a down projection and H/512 of gate_up.",
-        )
+        rule = f"whole numbers: tiles that fill {buffers} buffers of {LANES}, and 1 to {SCALE_ROWS} rows"
+        fix = "tiles is ceil(I/512) of a down projection and H/512 of gate_up."
+        raise ShapeError.about("tiles and rows", rule, f"tiles {tiles!r}, rows {rows!r}", fix)
     packed_EPbXF = packed_EPbXF.detach().view(torch.uint8)
     # Partition 32*quadrant + 4*slot + row; slots 4..7 are unused.
     slots = packed_EPbXF.reshape(experts, 4, 8, 4, buffers, *rest)[:, :, :LANES]

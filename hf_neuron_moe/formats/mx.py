@@ -34,11 +34,8 @@ from hf_neuron_moe.formats.elements import check_contraction, codes_as_bytes, de
 from hf_neuron_moe.formats.mx_operand import per_element, quantize_into, quantize_tiles
 from hf_neuron_moe.formats.swizzle import block_segments, check_swizzled, swizzle, unswizzle
 
-CPU_CHUNK = 1 << 18
-"""Elements worked on at a time on CPUs: the fp32 copy and its temporaries stay in a core's cache."""
-
-DEVICE_CHUNK = 1 << 26
-"""Elements worked on at a time elsewhere: bounds the temporaries to a few hundred MiB."""
+CPU_CHUNK = 1 << 18  # elements worked on at a time on CPUs: the fp32 copy and its temporaries stay in a core's cache
+DEVICE_CHUNK = 1 << 26  # elements worked on at a time elsewhere: bounds the temporaries to a few hundred MiB
 
 
 @dataclass(frozen=True)
@@ -61,22 +58,14 @@ def quantize_mx(
     rule: str | ScaleRule = "neuron",
     scheme: str | SwizzleScheme = "wrapX",
 ) -> MXTensor:
-    """Quantise an operand along its last axis and swizzle it.
+    """Quantise an operand ``[F, K]`` (bf16, fp16 or fp32, any strides) along K, a multiple of 32, and swizzle it.
 
     ``scale = 2**(byte - 127)`` with the byte of `rule`, clamped to 0 from below; ``code = RNE(clip(x / scale))``. With
     the default rule zero blocks get byte 0, Inf becomes the largest finite code, NaN stays NaN (NKI ``quantize_mx``;
-    :class:`ScaleRule` states every rule's behaviour).
-
-    Args:
-        weight_FK: ``[F, K]`` bf16, fp16 or fp32, K a multiple of 32; any strides (NKI takes bf16
-            and fp16; fp32 is for tests and offline conversion). No gradient flows.
-        fmt: ``"e4m3fn"``, ``"e5m2"`` or ``"e2m1"``.
-        rule: scale rule.
-        scheme: which K values share a block, see :class:`SwizzleScheme`.
+    :class:`ScaleRule` states every rule's behaviour). `scheme` says which K values share a block. No gradient flows.
+    NKI takes bf16 and fp16; fp32 is for tests and offline conversion.
     """
-    fmt = element_format(fmt)
-    rule = choose(ScaleRule, rule, argument="rule")
-    scheme = choose(SwizzleScheme, scheme, argument="scheme")
+    fmt, rule, scheme = _chosen(fmt, rule, scheme)
     check_float(weight_FK, argument="weight_FK")
     check_axes(weight_FK, ("F", "K"), argument="weight_FK")
     check_contraction(weight_FK.shape[1], argument="weight_FK.shape[1] (K)")
@@ -108,15 +97,10 @@ def quantize_mx_swizzled(
 
 @public
 def dequantize_mx(codes_P4F: Tensor, scales_BF: Tensor, *, fmt: str | ElementFormat = "e4m3fn") -> Tensor:
-    """Return ``code * 2**(byte - 127)`` in the swizzled layout.
+    """Return ``code * 2**(byte - 127)`` as fp32 in the swizzled layout ``[K/4, 4F]``, exact.
 
-    Args:
-        codes_P4F: ``[K/4, 4F]`` uint8 codes, or the fp8 dtype of `fmt`.
-        scales_BF: compact ``[K/32, F]`` uint8 or float8_e8m0fnu.
-        fmt: element format of the codes.
-
-    Returns:
-        fp32 ``[K/4, 4F]``, exact. Byte 255 and NaN codes give NaN, a product above fp32's range infinity.
+    Codes are uint8 ``[K/4, 4F]`` or the fp8 dtype of `fmt`, scales compact ``[K/32, F]`` uint8 or float8_e8m0fnu. Byte
+    255 and NaN codes give NaN, a product above fp32's range infinity.
     """
     fmt = element_format(fmt)
     codes_P4F = codes_as_bytes(codes_P4F, fmt)
@@ -144,16 +128,10 @@ def fake_quantize_mx(
 ) -> Tensor:
     """Return the values a kernel's matmul sees of `x`, as fp32 in the layout of `x`. Not differentiable.
 
-    Args:
-        x: bf16, fp16 or fp32, one or more dimensions.
-        axis: the contraction axis of the matmul that will use the result; its size is a multiple of 32.
-        fmt: element format.
-        rule: scale rule.
-        scheme: which values along `axis` share a block.
+    `x` is bf16, fp16 or fp32 of any shape; `axis`, of a multiple of 32 elements, is the contraction axis of the matmul
+    that will use the result.
     """
-    fmt = element_format(fmt)
-    rule = choose(ScaleRule, rule, argument="rule")
-    scheme = choose(SwizzleScheme, scheme, argument="scheme")
+    fmt, rule, scheme = _chosen(fmt, rule, scheme)
     check_float(x, argument="x")
     if not is_whole(axis) or not -x.ndim <= axis < x.ndim:
         expected = f"an axis of a tensor of shape {list(x.shape)}"
@@ -164,7 +142,7 @@ def fake_quantize_mx(
     x_FK = moved.reshape(moved.numel() // K, K)
     codes_FK, scales_FB = _quantize_natural(x_FK, fmt, rule, scheme)
     out_FK = torch.empty(x_FK.shape, dtype=torch.float32, device=x.device)
-    _dequantize_natural(codes_FK, scales_FB, out_FK, fmt, scheme)
+    _for_each_chunk(codes_FK, scales_FB, out_FK, scheme, partial(_dequantize_tiles, fmt=fmt))
     return out_FK.view(moved.shape).movedim(-1, axis)
 
 
@@ -177,18 +155,15 @@ def dequantize_mx_natural(
     scheme: str | SwizzleScheme = "wrapX",
     out_FK: Tensor | None = None,
 ) -> Tensor:
-    """Return ``code * 2**(byte - 127)`` of codes that were left, or put back, in the operand's own layout.
+    """Return ``code * 2**(byte - 127)`` as fp32 ``[F, K]`` of codes in the operand's own layout.
 
-    Args:
-        codes_FK: ``[F, K]`` uint8 codes, or the fp8 dtype of `fmt`; any strides. What
-            ``unswizzle(mx.codes, scheme)`` gives for an :class:`MXTensor`.
-        scales_BF: compact ``[K/32, F]`` uint8 or float8_e8m0fnu, in the order of the scheme's blocks.
-        fmt: element format of the codes.
-        scheme: which K values share a block. The data do not tell.
-        out_FK: fp32 ``[F, K]`` to write into and return, any strides; a new tensor where absent.
+    * codes_FK: uint8 ``[F, K]``, or the fp8 dtype of `fmt`; any strides. ``unswizzle(mx.codes, scheme)`` of an
+      :class:`MXTensor`.
+    * scales_BF: compact ``[K/32, F]`` uint8 or float8_e8m0fnu, in the order of the scheme's blocks. The data do not
+      tell the scheme.
+    * out_FK: fp32 ``[F, K]`` to write into and return, any strides; a new tensor where absent.
     """
-    fmt = element_format(fmt)
-    scheme = choose(SwizzleScheme, scheme, argument="scheme")
+    fmt, _, scheme = _chosen(fmt, ScaleRule.NEURON, scheme)
     codes_FK = codes_as_bytes(codes_FK, fmt)
     check_axes(codes_FK, ("F", "K"), argument="codes")
     F, K = codes_FK.shape
@@ -199,8 +174,15 @@ def dequantize_mx_natural(
     check_dtype(out_FK, (torch.float32,), argument="out_FK")
     check_equal_shape(out_FK, (F, K), argument="out_FK", because="the shape of codes")
     check_same_device({"codes": codes_FK, "out_FK": out_FK})
-    _dequantize_natural(codes_FK, scales_BF.t().contiguous(), out_FK, fmt, scheme)
+    _for_each_chunk(codes_FK, scales_BF.t().contiguous(), out_FK, scheme, partial(_dequantize_tiles, fmt=fmt))
     return out_FK
+
+
+def _chosen(
+    fmt: str | ElementFormat, rule: str | ScaleRule, scheme: str | SwizzleScheme
+) -> tuple[ElementFormat, ScaleRule, SwizzleScheme]:
+    chosen = element_format(fmt), choose(ScaleRule, rule, argument="rule")
+    return *chosen, choose(SwizzleScheme, scheme, argument="scheme")
 
 
 def _scales_as_bytes(scales_BF: Tensor, codes: Tensor, B: int, F: int) -> Tensor:
@@ -212,13 +194,8 @@ def _scales_as_bytes(scales_BF: Tensor, codes: Tensor, B: int, F: int) -> Tensor
     return scales_BF.detach().view(torch.uint8)
 
 
-def _dequantize_natural(
-    codes_FK: Tensor, scales_FB: Tensor, out_FK: Tensor, fmt: ElementFormat, scheme: SwizzleScheme
-) -> None:
-    def dequantize_tiles(tile_RJs: Tensor, byte_Rb: Tensor, out_RJs: Tensor) -> None:
-        out_RJs.copy_(multiply_by_scale_(decode(tile_RJs, fmt), per_element(byte_Rb)))
-
-    _for_each_chunk(codes_FK, scales_FB, out_FK, scheme, dequantize_tiles)
+def _dequantize_tiles(tile_RJs: Tensor, byte_Rb: Tensor, out_RJs: Tensor, fmt: ElementFormat) -> None:
+    out_RJs.copy_(multiply_by_scale_(decode(tile_RJs, fmt), per_element(byte_Rb)))
 
 
 def _quantize_natural(
@@ -228,7 +205,6 @@ def _quantize_natural(
     F, K = x_FK.shape
     codes_FK = torch.empty(F, K, dtype=torch.uint8, device=x_FK.device)
     scales_FB = torch.empty(F, K // MX_BLOCK, dtype=torch.uint8, device=x_FK.device)
-
     _for_each_chunk(x_FK, scales_FB, codes_FK, scheme, partial(quantize_tiles, fmt=fmt, rule=rule))
     return codes_FK, scales_FB
 

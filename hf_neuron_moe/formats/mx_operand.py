@@ -2,10 +2,8 @@
 
 Letters: F free axis, K contraction axis, n tiles, J = 4 lanes, p consecutive rows of a swizzled tile. A piece is
 ``[F, n, J, p]`` where K is contiguous, and ``[n, J, p, F]`` where F is, as in a transposed matrix. Every pass finds the
-piece in a core's cache, and every code is moved once: the codes of four lanes become one word at its final place.
-
-bf16 pieces are scaled on their own 16 bits. That is exact where a piece has no NaN, no infinity and no scale near
-fp32's denormals. All other pieces go through fp32 (:func:`quantize_tiles`).
+piece in a core's cache, and every code is moved once, four lanes as one word. bf16 pieces without NaN, infinity and
+scales near fp32's denormals are scaled on their own 16 bits, exactly; all others go through fp32.
 """
 
 from __future__ import annotations
@@ -23,19 +21,15 @@ from hf_neuron_moe.formats.swizzle import block_segments
 PIECE = 1 << 18
 """Elements of a piece: what one pass leaves is still in a core's cache at the next, and few calls cost little."""
 
-LEAST_ROWS = 64
-"""F values of a piece with contiguous K: their words lie side by side at the end."""
-
-LEAST_COLUMNS = 512
-"""F values of a piece with contiguous F: whole cache lines, and few calls."""
+LEAST_ROWS = 64  # f values of a piece with contiguous K: their words lie side by side at the end
+LEAST_COLUMNS = 512  # f values of a piece with contiguous F: whole cache lines, and few calls
 
 # bf16 has 1 sign bit, 8 exponent bits with fp32's bias, and 7 mantissa bits: the upper half of fp32.
 _MAGNITUDE = 0x7FFF
 _INFINITY = 0x7F80
 _MANTISSA_BITS = 7
 _HALF_BITS = 16
-_INVERSE = 254
-"""Exponent field of 2**(127 - byte), plus the byte."""
+_INVERSE = 254  # exponent field of 2**(127 - byte), plus the byte
 
 
 def quantize_into(
@@ -81,7 +75,10 @@ def quantize_tiles(tile_RJs: Tensor, byte_Rb: Tensor, codes_RJs: Tensor, fmt: El
     byte per ``[4, 8]`` block, ``[..., s/8]``.
     """
     tile_RJs = tile_RJs.to(torch.float32, copy=True)
-    byte = scale_bytes(_block_amax_bits(tile_RJs), fmt, rule)
+    # Non-negative floats order as their bits do, with Inf above the finite values and NaN above Inf.
+    magnitude = tile_RJs.view(torch.int32) & MAGNITUDE_MASK
+    amax_bits = magnitude.amax(dim=-2).unflatten(-1, (-1, PATCH_ROWS)).amax(dim=-1)
+    byte = scale_bytes(amax_bits, fmt, rule)
     byte_Rb.copy_(byte)
     codes_RJs.copy_(encode_(divide_by_scale_(tile_RJs, per_element(byte)), fmt))
 
@@ -89,15 +86,6 @@ def quantize_tiles(tile_RJs: Tensor, byte_Rb: Tensor, codes_RJs: Tensor, fmt: El
 def per_element(byte_Rb: Tensor) -> Tensor:
     """Spread scale bytes ``[..., s/8]`` over tiles: ``[..., 1, s]``."""
     return byte_Rb.repeat_interleave(PATCH_ROWS, dim=-1).unsqueeze(-2)
-
-
-def _block_amax_bits(tile_RJs: Tensor) -> Tensor:
-    """Bits of the largest magnitude of every ``[4, 8]`` block of fp32 tiles ``[..., 4, s]``: int32 ``[..., s/8]``.
-
-    Non-negative floats order as their bits do, with Inf above the finite values and NaN above Inf.
-    """
-    magnitude = tile_RJs.view(torch.int32) & MAGNITUDE_MASK
-    return magnitude.amax(dim=-2).unflatten(-1, (-1, PATCH_ROWS)).amax(dim=-1)
 
 
 def _pieces(F: int, tiles: int, run: int, least: int) -> Iterator[tuple[slice, slice, slice]]:

@@ -27,8 +27,7 @@ from hf_neuron_moe.errors import ShapeError, public
 from hf_neuron_moe.formats.constants import MX_BLOCK, PACKED_SLAB_K, PACKED_SLAB_ROWS, SCALE_DTYPES, choose
 from hf_neuron_moe.formats.elements import check_contraction
 
-QUADRANT_ROWS = 32
-QUADRANT_SCALES = 4
+QUADRANT_ROWS, QUADRANT_SCALES = 32, 4
 TILE_BLOCKS = 512 // MX_BLOCK
 SLAB_TILES = PACKED_SLAB_K // 512
 
@@ -45,13 +44,14 @@ class ScaleLayout(StrEnum):
 def scale_row_count(K: int, layout: str | ScaleLayout) -> int:
     """Return the number of rows of a scale tensor."""
     check_contraction(K)
-    match choose(ScaleLayout, layout, argument="layout"):
-        case ScaleLayout.COMPACT:
-            return K // MX_BLOCK
-        case ScaleLayout.OVERSIZED:
-            return K // 4
-        case ScaleLayout.PACKED:
-            return PACKED_SLAB_ROWS * -(-K // PACKED_SLAB_K)
+    packed = PACKED_SLAB_ROWS * -(-K // PACKED_SLAB_K)
+    rows = {ScaleLayout.COMPACT: K // MX_BLOCK, ScaleLayout.OVERSIZED: K // 4, ScaleLayout.PACKED: packed}
+    return rows[choose(ScaleLayout, layout, argument="layout")]
+
+
+def kernel_row_counts(K: int) -> tuple[int, int]:
+    """Return the rows of oversized and of packed scales, which the kernels take."""
+    return scale_row_count(K, ScaleLayout.OVERSIZED), scale_row_count(K, ScaleLayout.PACKED)
 
 
 @public
@@ -78,11 +78,9 @@ def detect_scale_layout(rows: int, K: int) -> ScaleLayout:
     Packed iff ``rows == 128*ceil(K/2048)`` and ``rows != K/4``. For K = 512 both have 128 rows and the same content;
     the answer is then oversized.
     """
-    oversized, packed = (scale_row_count(K, layout) for layout in (ScaleLayout.OVERSIZED, ScaleLayout.PACKED))
-    if rows == oversized:
-        return ScaleLayout.OVERSIZED
-    if rows == packed:
-        return ScaleLayout.PACKED
+    oversized, packed = kernel_row_counts(K)
+    if rows in (oversized, packed):
+        return ScaleLayout.OVERSIZED if rows == oversized else ScaleLayout.PACKED
     hint = " These are compact scales; expand them with to_oversized or to_packed." if rows == K // MX_BLOCK else ""
     expected = f"{oversized} (oversized) or {packed} (packed) for K={K}"
     fix = f"Check K and that the scales belong to this operand.{hint}"
@@ -91,10 +89,7 @@ def detect_scale_layout(rows: int, K: int) -> ScaleLayout:
 
 @public
 def to_oversized(compact_BF: Tensor) -> Tensor:
-    """Expand compact scales ``[..., K/32, F]`` to oversized ``[..., K/4, F]``; unused rows are 0.
-
-    Scales come in as uint8 or float8_e8m0fnu, whose bytes are the same, and leave as uint8.
-    """
+    """Expand compact scales ``[..., K/32, F]`` (uint8 or e8m0) to oversized uint8 ``[..., K/4, F]``, 0 where unused."""
     return _expand(compact_BF, ScaleLayout.OVERSIZED)
 
 
@@ -106,10 +101,7 @@ def to_packed(compact_BF: Tensor) -> Tensor:
 
 @public
 def to_compact(scales: Tensor, K: int) -> Tensor:
-    """Collect compact scales ``[..., K/32, F]``, uint8, from oversized or packed ones, which their row count tells.
-
-    Rows that hold no block are dropped. The scales alone do not determine K, the operand's contraction size.
-    """
+    """Collect compact uint8 scales ``[..., K/32, F]`` from oversized or packed ones, for contraction size K."""
     scales = _as_bytes(scales)
     layout = detect_scale_layout(scales.shape[-2], K)
     return scales.index_select(-2, scale_rows(K, layout, scales.device))

@@ -144,14 +144,9 @@ def check_swizzled(tensor_P4F: Tensor, *, argument: str) -> tuple[int, int]:
 def pack_x4(codes: Tensor, fmt: str | ElementFormat = "e4m3fn") -> Tensor:
     """Pack four neighbouring codes into one hardware word, code 0 in the lowest bits.
 
-    fp8: codes 0x11, 0x22, 0x33, 0x44 become 0x44332211. fp4: nibbles 1, 2, 3, 4 become 0x4321.
-
-    Args:
-        codes: ``[..., 4F]`` uint8 codes (fp4: 0 to 15), or the fp8 dtype of `fmt`.
-        fmt: element format.
-
-    Returns:
-        ``[..., F]`` int32 (fp8; a view of contiguous codes) or int16 (fp4) with the bits of NKI's unsigned words.
+    fp8: codes 0x11, 0x22, 0x33, 0x44 become 0x44332211. fp4: nibbles 1, 2, 3, 4 become 0x4321. Codes are uint8
+    ``[..., 4F]`` (fp4: 0 to 15) or the fp8 dtype of `fmt`. Returns ``[..., F]`` int32 (fp8; a view of contiguous codes)
+    or int16 (fp4) with the bits of NKI's unsigned words.
     """
     fmt = element_format(fmt)
     codes = codes_as_bytes(codes, fmt)

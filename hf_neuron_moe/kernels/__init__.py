@@ -23,16 +23,35 @@ from hf_neuron_moe.reference.block_conditions import block_conditions
 from hf_neuron_moe.reference.blockwise_mm_bwd import MoEBackward, MoEBiasBackward, blockwise_mm_bwd
 from hf_neuron_moe.reference.blockwise_mxfp8 import MoEForwardMXFP8, blockwise_mm_bwd_mxfp8, blockwise_mm_fwd_mxfp8
 from hf_neuron_moe.reference.described_operand import MXOperand, TensorDescriptor
-from hf_neuron_moe.reference.fp8_division import fp8_division_transpose
-from hf_neuron_moe.reference.fp8_mul import fp8_mul_backward, fp8_mul_forward
-from hf_neuron_moe.reference.fp8_silu import fp8_silu_backward, fp8_silu_forward
+from hf_neuron_moe.reference.fp8_operators import (
+    fp8_division_transpose,
+    fp8_mul_backward,
+    fp8_mul_forward,
+    fp8_silu_backward,
+    fp8_silu_forward,
+)
 from hf_neuron_moe.reference.launch_record import KernelLaunch, record_launches
-from hf_neuron_moe.reference.mlp_mxfp8.backward import mlp_backward_mxfp8_base_nki, mlp_backward_mxfp8_nki
+from hf_neuron_moe.reference.mlp_mxfp8.backward import (
+    MLPBackward,
+    mlp_backward_mxfp8,
+    mlp_backward_mxfp8_base_nki,
+    mlp_backward_mxfp8_nki,
+)
 from hf_neuron_moe.reference.mlp_mxfp8.backward_2_30 import mlp_backward_mxfp8_nki_2_30
-from hf_neuron_moe.reference.mlp_mxfp8.forward import mlp_forward_mxfp8
-from hf_neuron_moe.reference.mlp_mxfp8.forward_device import compute_fused_gate_up_down_mxfp8, mlp_forward_mxfp8_nki
-from hf_neuron_moe.reference.mlp_mxfp8.functional import mlp_backward_mxfp8
-from hf_neuron_moe.reference.mlp_mxfp8.matmul_config import MatmulMxfp8KernelConfig, MlpBwdMatmulConfig
+from hf_neuron_moe.reference.mlp_mxfp8.forward import (
+    MLPForward,
+    compute_fused_gate_up_down_mxfp8,
+    mlp_forward_mxfp8,
+    mlp_forward_mxfp8_nki,
+)
+from hf_neuron_moe.reference.mlp_mxfp8.matmul_config import (
+    MatmulMxfp8KernelConfig,
+    MlpBwdConfig,
+    MlpBwdMatmulConfig,
+    MlpFwdConfig,
+    get_backward_config_for_shape,
+    get_forward_config_for_shape,
+)
 from hf_neuron_moe.reference.mlp_mxfp8.phases import (
     compute_phase1_down_proj_mm_grad_mxfp8,
     compute_phase2_hidden_states_grad_mxfp8,
@@ -46,13 +65,6 @@ from hf_neuron_moe.reference.mlp_mxfp8.recompute import (
     recompute_gate_up_projection,
     recompute_hidden,
     recompute_intermediate,
-)
-from hf_neuron_moe.reference.mlp_mxfp8.results import MLPBackward, MLPForward
-from hf_neuron_moe.reference.mlp_mxfp8.shape_config import (
-    MlpBwdConfig,
-    MlpFwdConfig,
-    get_backward_config_for_shape,
-    get_forward_config_for_shape,
 )
 from hf_neuron_moe.reference.moe_cte import MoEForward, moe_cte
 from hf_neuron_moe.reference.moe_cte_direct import (

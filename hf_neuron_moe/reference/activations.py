@@ -43,22 +43,11 @@ def act(x: Tensor, kind: ActFnType) -> Tensor:
 
 def act_(x: Tensor, kind: ActFnType) -> Tensor:
     """Replace `x` by its activation and return it; see :func:`act`."""
-    if kind is ActFnType.SiLU:
-        return F.silu(x, inplace=True)
-    if kind is ActFnType.Swish:
-        return x.mul_(torch.sigmoid(x * SWISH_BETA))
-    if kind is ActFnType.SquaredReLU:
-        return x.clamp_(min=0).square_()
-    return x.copy_(act(x, kind))
-
-
-def act_grad(x: Tensor, kind: ActFnType) -> Tensor:
-    """Return the activation's derivative at `x` (fp32 or fp64, any shape) in `x`'s dtype; `x` is kept."""
-    return act_grad_(x.clone(), kind)
+    return F.silu(x, inplace=True) if kind is ActFnType.SiLU else x.copy_(act(x, kind))
 
 
 def act_grad_(x: Tensor, kind: ActFnType) -> Tensor:
-    """Replace `x` by the activation's derivative at it and return it; see :func:`act_grad`."""
+    """Replace `x` (fp32 or fp64, any shape) by the activation's derivative at it and return it."""
     if kind is ActFnType.SquaredReLU:
         return x.clamp_(min=0).mul_(2)
     if kind in (ActFnType.SiLU, ActFnType.Swish):

@@ -23,15 +23,14 @@ from torch import Tensor
 
 from hf_neuron_moe.backends.torch.compute import Scratch
 from hf_neuron_moe.backends.torch.fake_quant import fake_quantize_
-from hf_neuron_moe.checks import check_dtype, check_flags, check_multiple
+from hf_neuron_moe.checks import Rule, check_dtype, check_flags, check_multiple, check_rules
 from hf_neuron_moe.errors import ConfigError, DTypeError, ShapeError, naming, public
 from hf_neuron_moe.formats.constants import LANES, MX_BLOCK, ScaleRule, SwizzleScheme, unknown_name
 from hf_neuron_moe.formats.mx import dequantize_mx, fake_quantize_mx
-from hf_neuron_moe.formats.scales import SCALE_DTYPES, ScaleLayout, detect_scale_layout, scale_row_count, to_compact
+from hf_neuron_moe.formats.scales import SCALE_DTYPES, ScaleLayout, detect_scale_layout, kernel_row_counts, to_compact
 from hf_neuron_moe.formats.swizzle import unswizzle
 
-RAW_DTYPES = (torch.bfloat16, torch.float16)
-"""What the raw loader takes (nki-library 2.30)."""
+RAW_DTYPES = (torch.bfloat16, torch.float16)  # what the raw loader takes (nki-library 2.30)
 
 X4_DTYPES = (torch.int32, torch.uint32)
 """Words of four e4m3 codes; torch's signed type carries the bits of NKI's unsigned one."""
@@ -49,48 +48,33 @@ _SCHEMES = [SwizzleScheme.WRAPX.value, SwizzleScheme.CONSECUTIVE.value]
 class TensorDescriptor:
     """A tensor with what upstream's loaders know about it; the fields and their defaults are nki-library's.
 
-    * data, scales: see the layouts at the top of this file. Outputs are described too (raw, ``[F, K]``). Scales are
-      uint8 or float8_e8m0fnu.
-    * is_swizzled: data is ``[K/4, 4F]``; forced True when quantized. is_quantized: None becomes "scales are given".
-    * is_f_by_k: orientation. None becomes True for raw data, False otherwise. False for raw data means ``[K, F]`` with
-      F a multiple of 512 (no MLP kernel uses it).
-    * is_x4: data are x4 words; set from the dtype. scales_are_packed: set from the row count: ``128*ceil(K/2048)`` rows
-      that are not ``K/4``.
-    * is_col_parallel_sharded: two cores hold one half of F each; changes only the sharded shapes.
-    * quant_scheme: ``"wrapX"`` or ``"1x32"``: which K values share a block. fast_dma_transpose: raw loader variant that
-      groups the whole remainder of K after tiles of 512 as one tile.
-    * vector_offset_pattern_*, load_with_PE_swizzle: how the device moves the data; no effect on values.
-    * indirect_dma_vector_offset, scalar_offset, scalar_offset_scales, effective_f_dim, effective_f_dim_scales,
-      skip_dma: gather loads of the blockwise MoE kernels; errors here, index the tensor instead.
-
-    Derived: is_unswizzled_bf16 (data is raw), physical_shape (of data), logical_shape ``(K, F)``; the sharded ones are
-    those per core, F halved where sharded.
+    Outputs are described too (raw, ``[F, K]``). Gather loads are those of the blockwise MoE kernels.
     """
 
-    data: Tensor | None = None
-    scales: Tensor | None = None
-    is_swizzled: bool = False
-    is_f_by_k: bool | None = None
-    is_x4: bool = False
-    scales_are_packed: bool = False
-    is_col_parallel_sharded: bool = False
-    is_quantized: bool | None = None
-    vector_offset_pattern_512: Tensor | None = None
+    data: Tensor | None = None  # this and the scales: see the layouts at the top of this file
+    scales: Tensor | None = None  # uint8 or float8_e8m0fnu
+    is_swizzled: bool = False  # data is [K/4, 4F]; forced True when quantized
+    is_f_by_k: bool | None = None  # None: whether raw. False for raw data: [K, F], F a multiple of 512 (no MLP kernel)
+    is_x4: bool = False  # data are x4 words; set from the dtype
+    scales_are_packed: bool = False  # set from the row count: 128*ceil(K/2048) rows that are not K/4
+    is_col_parallel_sharded: bool = False  # two cores hold one half of F each; changes only the sharded shapes
+    is_quantized: bool | None = None  # None: whether scales are given
+    vector_offset_pattern_512: Tensor | None = None  # how the device moves the data, as the next two; no effect
     vector_offset_pattern_256: Tensor | None = None
     vector_offset_pattern_128: Tensor | None = None
-    quant_scheme: str = "wrapX"
-    load_with_PE_swizzle: bool = False
-    fast_dma_transpose: bool = False
-    indirect_dma_vector_offset: Tensor | None = None
+    quant_scheme: str = "wrapX"  # or "1x32": which K values share a block
+    load_with_PE_swizzle: bool = False  # no effect on values
+    fast_dma_transpose: bool = False  # raw loader that groups the whole remainder of K after tiles of 512 as one tile
+    indirect_dma_vector_offset: Tensor | None = None  # gather loads, to the end: errors here, index the tensor instead
     scalar_offset: Tensor | None = None
     scalar_offset_scales: Tensor | None = None
     effective_f_dim: int | None = None
     effective_f_dim_scales: int | None = None
     skip_dma: object = None
-    is_unswizzled_bf16: bool = field(init=False, default=False)
-    physical_shape: tuple[int, ...] = field(init=False, default=())
-    logical_shape: tuple[int, int] = field(init=False, default=(0, 0))
-    sharded_physical_shape: tuple[int, ...] = field(init=False, default=())
+    is_unswizzled_bf16: bool = field(init=False, default=False)  # data is raw
+    physical_shape: tuple[int, ...] = field(init=False, default=())  # of data
+    logical_shape: tuple[int, int] = field(init=False, default=(0, 0))  # (K, F)
+    sharded_physical_shape: tuple[int, ...] = field(init=False, default=())  # per core
     sharded_logical_shape: tuple[int, int] = field(init=False, default=(0, 0))
 
     @public("TensorDescriptor")
@@ -99,12 +83,9 @@ class TensorDescriptor:
         quantized = self.scales is not None or bool(self.is_quantized)
         swizzled = self.is_swizzled or quantized
         by_row = not swizzled if self.is_f_by_k is None else self.is_f_by_k
-        if swizzled and by_row:
-            expected = "False for swizzled or quantized data, which is K-major"
-            raise ConfigError.about("is_f_by_k", expected, "True", "Leave it None.")
-        derived = {"is_quantized": quantized, "is_swizzled": swizzled, "is_f_by_k": by_row}
-        derived["is_unswizzled_bf16"] = not swizzled
-        self._set(**derived)
+        expected = "False for swizzled or quantized data, which is K-major"
+        check_rules([Rule(not (swizzled and by_row), "is_f_by_k", expected, "True", "Leave it None.")])
+        self._set(is_quantized=quantized, is_swizzled=swizzled, is_f_by_k=by_row, is_unswizzled_bf16=not swizzled)
         if self.data is not None:
             check_layout(self.data, swizzled=swizzled, quantized=quantized)
             self._set_shapes(self.data, swizzled, by_row)
@@ -120,31 +101,29 @@ class TensorDescriptor:
         check_flags({name: value for name, value in values.items() if name in switches})
         if self.quant_scheme not in _SCHEMES:
             raise unknown_name(self.quant_scheme, _SCHEMES, argument="quant_scheme")
-        if self.scales is not None and self.is_quantized is False:
-            fix = "Leave it None: it follows from the scales."
-            raise ConfigError.about("is_quantized", "True where scales are given", "False", fix)
-        if self.is_x4 and self.data is not None and self.data.dtype not in X4_DTYPES:
+        raw_scales = self.scales is not None and self.is_quantized is False
+        fix = "Leave it None: it follows from the scales."
+        rules = [Rule(not raw_scales, "is_quantized", "True where scales are given", "False", fix)]
+        if self.is_x4 and self.data is not None:
+            expected, got = "False unless data are int32 or uint32 words", f"True with {self.data.dtype}"
             fix = "Leave it False: it follows from the dtype. View fp8 codes as int32 to make words of them."
-            got = f"True with {self.data.dtype}"
-            raise ConfigError.about("is_x4", "False unless data are int32 or uint32 words", got, fix)
+            rules.append(Rule(self.data.dtype in X4_DTYPES, "is_x4", expected, got, fix))
+        expected = "None: loads through an index are not part of the MLP kernels"
+        fix = "Index the tensor first (torch.index_select)."
         for name, value in values.items():
-            given = name.startswith(_GATHER) and value is not None
-            if given or (name == "skip_dma" and value not in (None, False)):
-                expected = "None: loads through an index are not part of the MLP kernels"
-                raise ConfigError.about(
-                    name, expected, type(value).__name__, "Index the tensor first (torch.index_select)."
-                )
+            given = value is not None if name.startswith(_GATHER) else name == "skip_dma" and value not in (None, False)
+            rules.append(Rule(not given, name, expected, type(value).__name__, fix))
+        check_rules(rules)
 
     def _set_shapes(self, data: Tensor, swizzled: bool, by_row: bool) -> None:
         K, F = logical_shape(data, swizzled=swizzled, by_row=by_row)
         packed = self.scales_are_packed
         if self.scales is not None:
-            layout = check_scales(self.scales, K, F, argument="scales")
-            rows = scale_row_count(K, ScaleLayout.PACKED)
-            if packed and len(self.scales) != rows:
-                expected = f"False unless the scales have the {rows} packed rows of K={K}"
-                fix = "Leave it False: it follows from the rows. formats.oversized_to_packed converts."
-                raise ConfigError.about("scales_are_packed", expected, f"True with {len(self.scales)} rows", fix)
+            layout, rows = check_scales(self.scales, K, F, argument="scales"), len(self.scales)
+            expected = f"False unless the scales have the {kernel_row_counts(K)[1]} packed rows of K={K}"
+            fix = "Leave it False: it follows from the rows. formats.oversized_to_packed converts."
+            fits = not packed or rows == kernel_row_counts(K)[1]
+            check_rules([Rule(fits, "scales_are_packed", expected, f"True with {rows} rows", fix)])
             packed = packed or layout is ScaleLayout.PACKED
         rows, columns = data.shape
         halves = 2 if self.is_col_parallel_sharded else 1
@@ -197,7 +176,7 @@ def check_layout(data: Tensor, *, swizzled: bool, quantized: bool, argument: str
 def check_scales(scales: Tensor, K: int, F: int, *, argument: str) -> ScaleLayout:
     """Check dtype and shape of block scales against their operand; return their layout."""
     check_dtype(scales, SCALE_DTYPES, argument)
-    oversized, packed = (scale_row_count(K, layout) for layout in (ScaleLayout.OVERSIZED, ScaleLayout.PACKED))
+    oversized, packed = kernel_row_counts(K)
     if scales.ndim != 2 or scales.shape[0] not in (oversized, packed) or scales.shape[1] != F:
         expected = f"of shape [{oversized}, {F}] (oversized) or [{packed}, {F}] (packed) for K={K}"
         fix = "Compact scales are expanded by hf_neuron_moe.formats.to_packed or to_oversized."
@@ -223,12 +202,10 @@ def check_loadable(td: TensorDescriptor, argument: str) -> None:
 class MXOperand:
     """The fp32 values that a matmul sees of one described operand; K, F and `scheme` say how K is grouped.
 
-    Args:
-        td: the operand. The loaders read bf16 or fp16 raw data, codes with scales, and whole tiles.
-        where: function named in errors; empty where a function around this one names itself.
-        argument: argument named in errors.
-        lone_384: a raw operand with K of exactly 384 is one tile, as in ``mlp_fwd_mxfp8`` and the 2.30 backward.
-        rule: block scale rule of an operand that is quantized when loaded.
+    The loaders read bf16 or fp16 raw data, codes with scales, and whole tiles. `where` and `argument` are named in
+    errors (`where` is empty where a function around this one names itself). With `lone_384` a raw operand with K of
+    exactly 384 is one tile, as in ``mlp_fwd_mxfp8`` and the 2.30 backward. `rule` is the block scale rule of an operand
+    that is quantized when loaded.
     """
 
     def __init__(

@@ -1,11 +1,8 @@
-"""What a kernel call would have been launched with on the device: checked, kept for whoever asks, otherwise unused.
+"""What a kernel call would have been launched with on the device: checked and recorded, without effect on values::
 
-Tile counts, spilling and the number of cores do not change a kernel's values, so the functions here accept them only to
-check them. ``record_launches`` shows them::
-
-    with record_launches() as launches:
-        mlp_forward_mxfp8_nki(hidden, gate_up, down, scratch, gate_up_tiles_n=2)
-    launches[0].options["gate_up_tiles_n"]
+with record_launches() as launches:
+    mlp_forward_mxfp8_nki(hidden, gate_up, down, scratch, gate_up_tiles_n=2)
+launches[0].options["gate_up_tiles_n"]
 """
 
 from __future__ import annotations
@@ -59,10 +56,6 @@ def check_positive_int(argument: str, value: object) -> None:
         raise ConfigError.about(argument, "a positive integer", repr(value), "Tile counts and sizes count whole tiles.")
 
 
-def _check_flag(argument: str, value: object) -> None:
-    check_flags({argument: value})
-
-
 def _check_fp8_x4_dtype(argument: str, value: object) -> None:
     if value not in FP8_X4_DTYPES:
         expected = "float8_e4m3fn_x4 (upstream ignores this argument: every operand is e4m3)"
@@ -71,28 +64,21 @@ def _check_fp8_x4_dtype(argument: str, value: object) -> None:
 
 SCHEDULING: dict[str, Callable[[str, object], None] | None] = {
     "tiles": check_positive_int,  # every argument with "tiles" in its name
-    "run_with_lnc2": _check_flag,
-    "spill_reload": _check_flag,
-    "use_scale_packing": _check_flag,
     "fp8_x4_dtype": _check_fp8_x4_dtype,
+    **dict.fromkeys(
+        ("run_with_lnc2", "spill_reload", "use_scale_packing"), lambda name, flag: check_flags({name: flag})
+    ),
     # Checked where the sizes are known.
-    "config": None,
-    "gate_config": None,
-    "up_config": None,
-    "matmul_config": None,
-    "s_base_offset": None,
+    **dict.fromkeys(("config", "gate_config", "up_config", "matmul_config", "s_base_offset")),
 }
 """Options that say how the device does its work, each with its check. None of them changes a value here."""
 
 
 def scheduling(call: Mapping[str, object]) -> dict[str, object]:
     """Return the options of `call`, arguments by name, that :data:`SCHEDULING` lists, each checked."""
-    found = {}
-    for name, value in call.items():
-        kind = "tiles" if "tiles" in name.lower() else name
-        if kind in SCHEDULING:
-            check = SCHEDULING[kind]
-            if check is not None:
-                check(name, value)
-            found[name] = value
+    kinds = {name: "tiles" if "tiles" in name.lower() else name for name in call}
+    found = {name: call[name] for name, kind in kinds.items() if kind in SCHEDULING}
+    for name, value in found.items():
+        if check := SCHEDULING[kinds[name]]:
+            check(name, value)
     return found

@@ -36,7 +36,7 @@ from hf_neuron_moe.formats import (
     unpack_x4,
     unswizzle,
 )
-from hf_neuron_moe.formats.fp8_rounding import round_to_fp8_
+from hf_neuron_moe.formats.elements import round_to_fp8_
 
 SCHEMES = ["wrapX", "wrapX_single", "one_tile", "1x32"]
 ALL_BF16 = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)

@@ -21,7 +21,7 @@ from hf_neuron_moe.kernels import (
     mlp_forward_mxfp8_nki,
     record_launches,
 )
-from hf_neuron_moe.reference.mlp_mxfp8 import backward_2_30, forward_device
+from hf_neuron_moe.reference.mlp_mxfp8 import backward_2_30, forward
 from tests.refusals import refused
 
 
@@ -69,7 +69,7 @@ def test_backward_table(shape: tuple[int, int, int], phases: tuple[tuple[int, in
 
 
 def test_documented_name_of_both_lookups() -> None:
-    assert forward_device.get_config_for_shape(2048, 1024, 1024) == MlpFwdConfig((8, 2, 1), (8, 2, 1))
+    assert forward.get_config_for_shape(2048, 1024, 1024) == MlpFwdConfig((8, 2, 1), (8, 2, 1))
     assert backward_2_30.get_config_for_shape(2432, 1408, 1408) == MlpBwdConfig(*((2, 1, 1),) * 5)
 
 
@@ -175,7 +175,7 @@ def test_recompute_configs_share_the_hidden_tiles() -> None:
 
 
 def test_records_take_configurations_only() -> None:
-    with refused(ConfigError, "phase3_wgrad", got="dict"):
+    with refused(ConfigError, "phase3_wgrad", got="a dict"):
         MlpBwdMatmulConfig(phase3_wgrad={})  # type: ignore[arg-type]
     with refused(ConfigError, "run_with_lnc2", got="2", where="MlpBwdMatmulConfig"):
         MlpBwdMatmulConfig().resolve_backward_phases(256, 128, 256, 2)  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hf_neuron_moe.backends.torch.gating import Gating
 from hf_neuron_moe.formats.constants import E4M3FN
-from hf_neuron_moe.formats.fp8_rounding import round_to_fp8_
+from hf_neuron_moe.formats.elements import round_to_fp8_
 from hf_neuron_moe.formats.group_fp8 import SCALE_EPSILON, group_dequantize_fp8, group_quantize_fp8
 
 GROUP = 64  # elements that share a scale

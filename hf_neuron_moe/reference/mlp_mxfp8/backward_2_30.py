@@ -16,7 +16,8 @@ from hf_neuron_moe.checks import check_multiple, check_same_device
 from hf_neuron_moe.errors import public
 from hf_neuron_moe.reference.described_operand import TensorDescriptor
 from hf_neuron_moe.reference.launch_record import note_launch, scheduling
-from hf_neuron_moe.reference.mlp_mxfp8.backward import BackwardOperands, ScratchBuffers, run_backward
+from hf_neuron_moe.reference.mlp_mxfp8.backward import MLPBackward, run_backward
+from hf_neuron_moe.reference.mlp_mxfp8.matmul_config import get_backward_config_for_shape
 from hf_neuron_moe.reference.mlp_mxfp8.operand_checks import (
     BF16,
     check_buffer,
@@ -27,9 +28,7 @@ from hf_neuron_moe.reference.mlp_mxfp8.operand_checks import (
     describe,
     scale_rule,
 )
-from hf_neuron_moe.reference.mlp_mxfp8.recompute import KeptActivations, step_options
-from hf_neuron_moe.reference.mlp_mxfp8.results import MLPBackward
-from hf_neuron_moe.reference.mlp_mxfp8.shape_config import get_backward_config_for_shape
+from hf_neuron_moe.reference.mlp_mxfp8.recompute import step_options
 
 get_config_for_shape = get_backward_config_for_shape
 """Upstream's name for it in the backward's module."""
@@ -46,6 +45,15 @@ _OPERANDS = {
     "hidden_T": ("hidden_T", "S", "I"),
 }
 """Argument: prefix of its ``_scales`` and ``_is_swizzled``, contraction axis, free axis."""
+
+_RENAMED = {
+    "output_hidden_states_grad": "output_grad",
+    "down_proj_weight_T": "down_weight_T",
+    "hidden_T": "intermediate_T",
+    "hidden": "intermediate",
+    "silu_up_mul_gate_grad_T": "scratch",
+}
+"""Tensors that :func:`run_backward` knows under another name; buffers without their ``_scratch``."""
 
 
 @public
@@ -93,20 +101,15 @@ def mlp_backward_mxfp8_nki_2_30(
 ) -> MLPBackward:  # fmt: skip
     """Run the backward as documented for nki-library 2.30 (there ``mlp_backward_mxfp8_nki``).
 
-    * Raw operands bf16: output_hidden_states_grad, hidden_states ``[S, H]``; gate_proj_weight_T, up_proj_weight_T
+    * Raw operands are bf16: output_hidden_states_grad, hidden_states ``[S, H]``; gate_proj_weight_T, up_proj_weight_T
       ``[H, I]``; down_proj_weight_T ``[I, H]``; gate_up_weights ``[2I, H]``; hidden_states_T, output_grad_T ``[H, S]``;
       hidden_T ``[I, S]``. Each may be pre-swizzled ``[K/4, 4F]`` or, with scales, x4 ``[K/4, F]``.
     * gate_pre, gate_act, up, hidden: bf16 ``[S, I]`` checkpoints, each may be missing.
-    * Overwritten, all bf16: d_gate_scratch, d_up_scratch ``[S, I]``; silu_up_mul_gate_grad_T_scratch ``[2I, S]`` (both
-      transposed); gate_pre_scratch and up_scratch (both, if either is missing), gate_act_scratch and hidden_scratch
-      (where missing) ``[S, I]``.
-    * hidden_T is what phase 4 reads, always: neither the hidden checkpoint nor hidden_scratch affects a gradient.
+    * Overwritten: silu_up_mul_gate_grad_T_scratch, bf16 ``[2I, S]``, d_gate and d_up transposed; the others bf16
+      ``[S, I]``, those of checkpoints where these are missing (of gate_pre and up both, if either is).
+    * S and I are multiples of 128, H too while an operand contracted over H is raw, all even for run_with_lnc2. Raw and
+      prepared operands are never mixed on a contraction of 384 (d_gate, d_up and their transposes are always raw).
     * mx_scale_rule: ``"neuron"`` (nki 0.5 and later) or ``"floor"`` (earlier), for everything quantized here.
-    * Tile counts are positive and recorded; run_with_lnc2 needs even sizes. fp8_x4_dtype: e4m3.
-
-    Raises DTypeError, ShapeError, DeviceError or ConfigError: S and I must be multiples of 128, H too while an operand
-    contracted over H is raw; scales in the announced layout; raw and prepared operands never mixed on a contraction of
-    384 (d_gate, d_up and their transposes are always raw).
     """
     call = dict(locals())
     options = scheduling(call)
@@ -115,33 +118,23 @@ def mlp_backward_mxfp8_nki_2_30(
         name: describe(call, name, prefix, f"[{free}, {contraction}]", BF16)
         for name, (prefix, contraction, free) in _OPERANDS.items()
     }
-    kept = KeptActivations(gate_pre, gate_act, up, hidden)
+    kept = {name: call[name] for name in ("gate_pre", "gate_act", "up", "hidden") if call[name] is not None}
     sizes = _check_operands(tds, kept, run_with_lnc2)
-    recomputed = KeptActivations(gate_pre_scratch, gate_act_scratch, up_scratch, hidden_scratch)
-    for name in (name for name in call if name.endswith("_scratch")):
-        names = "2IS" if name == "silu_up_mul_gate_grad_T_scratch" else "SI"
-        rows, columns = names[:-1], names[-1]
-        check_buffer(call[name], (sizes[rows], sizes[columns]), f"[{rows}, {columns}]", name)
+    scratch = {name.removesuffix("_scratch"): tensor for name, tensor in call.items() if name.endswith("_scratch")}
+    for name, tensor in scratch.items():
+        rows, columns = ("2I", "S") if name.endswith("_T") else ("S", "I")
+        check_buffer(tensor, (sizes[rows], sizes[columns]), f"[{rows}, {columns}]", f"{name}_scratch")
     check_same_device({name: value for name, value in call.items() if isinstance(value, Tensor)})
     note_launch("mlp_backward_mxfp8_nki_2_30", options)
-    operands = BackwardOperands(
-        output_grad=tds["output_hidden_states_grad"],
-        hidden_states=tds["hidden_states"],
-        gate_up=tds["gate_up_weights"],
-        weights_T=(tds["gate_proj_weight_T"], tds["up_proj_weight_T"]),
-        down_T=tds["down_proj_weight_T"],
-        output_grad_T=tds["output_grad_T"],
-        hidden_states_T=tds["hidden_states_T"],
-        intermediate_T=tds["hidden_T"],
-        kept=kept,
-    )
+    described = tds | {name: TensorDescriptor(tensor) for name, tensor in kept.items()}
+    operands = {_RENAMED.get(name, name): td for name, td in described.items()}
+    buffers = {_RENAMED.get(name, name): tensor for name, tensor in scratch.items()}
     with torch.no_grad():
-        scratch = ScratchBuffers(d_gate_scratch, d_up_scratch, silu_up_mul_gate_grad_T_scratch, recomputed)
-        return run_backward(operands, step_options(call), scratch=scratch)
+        return run_backward(operands, step_options(call), buffers=buffers)
 
 
-def _check_operands(tds: dict[str, TensorDescriptor], kept: KeptActivations, run_with_lnc2: bool) -> dict[str, int]:
-    """Check the nine operands against each other and the rules of the release; return S, H, I and 2I."""
+def _check_operands(tds: dict[str, TensorDescriptor], kept: dict[str, Tensor], run_with_lnc2: bool) -> dict[str, int]:
+    """Check the nine operands and the checkpoints against each other and the rules; return S, H, I and 2I."""
     sizes = _sizes(tds)
     for name, (_, contraction, free) in _OPERANDS.items():
         check_logical(tds[name], sizes[contraction], sizes[free], f"[{free}, {contraction}]", name)
@@ -155,7 +148,7 @@ def _check_operands(tds: dict[str, TensorDescriptor], kept: KeptActivations, run
         ("hidden_states_T", "the transposed d_gate and d_up (always)", "S"),
         ("output_grad_T", "hidden_T", "S"),
     ]
-    if kept.gate_pre is None or kept.up is None:
+    if not {"gate_pre", "up"} <= kept.keys():
         products.append(("hidden_states", "gate_up_weights", "H"))
     for name in (name for *names, axis in products if axis == "H" for name in names):
         check_raw_axis(tds[name], "H", name)
@@ -163,7 +156,8 @@ def _check_operands(tds: dict[str, TensorDescriptor], kept: KeptActivations, run
     check_multiple(sizes["I"], 128, "I of down_proj_weight_T", rule)
     rule = "the kernel always quantizes the transposes of d_gate and d_up along S itself"
     check_multiple(sizes["S"], 128, "S of output_hidden_states_grad", rule)
-    kept.check((sizes["S"], sizes["I"]), {"intermediate": "hidden"})
+    for name, tensor in kept.items():
+        check_buffer(tensor, (sizes["S"], sizes["I"]), "[S, I]", name)
     raw = TensorDescriptor()
     for *names, axis in products:
         check_no_mix_at_384({name: tds.get(name, raw) for name in names}, sizes[axis])

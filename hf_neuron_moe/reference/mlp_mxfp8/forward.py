@@ -4,12 +4,13 @@ Legend: S tokens, H hidden, I intermediate. ``Q_K`` quantizes to MXFP8 e4m3 alon
 
     gate = Q_H(X) Q_H(Wg)^T    up = Q_H(X) Q_H(Wu)^T    intermediate = bf16(silu(gate) * up)
     Y = Q_I(intermediate) Q_I(Wd)^T
+
+Tile counts, spilling and LNC change no value: :func:`~hf_neuron_moe.reference.launch_record.record_launches`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,13 +18,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_neuron_moe.backends.torch.compute import call_scratch
-from hf_neuron_moe.checks import check_flags, check_multiple, check_same_device
+from hf_neuron_moe.checks import Rule, check_flags, check_multiple, check_rules, check_same_device
 from hf_neuron_moe.errors import ConfigError, public
-from hf_neuron_moe.formats.constants import ScaleRule
 from hf_neuron_moe.reference.described_operand import MXOperand, TensorDescriptor
+from hf_neuron_moe.reference.launch_record import note_launch, scheduling
+from hf_neuron_moe.reference.mlp_mxfp8.matmul_config import get_forward_config_for_shape
 from hf_neuron_moe.reference.mlp_mxfp8.operand_checks import (
+    BF16,
     STORED,
     Call,
+    StepCall,
+    check_buffer,
+    check_even,
+    check_grouping,
     check_logical,
     check_no_mix_at_384,
     check_raw_axis,
@@ -31,9 +38,19 @@ from hf_neuron_moe.reference.mlp_mxfp8.operand_checks import (
     scale_rule,
 )
 from hf_neuron_moe.reference.mlp_mxfp8.product_tiles import gate_up_tiles, product_tiles
-from hf_neuron_moe.reference.mlp_mxfp8.results import MLPForward
 
-_SAVES = ("save_gate_pre", "save_gate_act", "save_up", "save_hidden")
+get_config_for_shape = get_forward_config_for_shape
+"""Upstream's name for it in the forward's module."""
+
+
+class MLPForward(NamedTuple):
+    """``output [S, H]``; the checkpoints ``[S, I]`` are None unless asked for."""
+
+    output: Tensor
+    gate_pre: Tensor | None
+    gate_act: Tensor | None
+    up: Tensor | None
+    hidden: Tensor | None
 
 
 @public
@@ -58,140 +75,207 @@ def mlp_forward_mxfp8(
 ) -> MLPForward:
     """Compute what ``mlp_forward_mxfp8_nki`` computes; every buffer is returned, no argument is written to.
 
-    Each operand comes raw, pre-swizzled (``*_is_swizzled``) or pre-quantized (``*_scales``), independently:
+    Each operand comes raw (hidden ``[S, H]``, gate_up_weights ``[2I, H]``, down_weights ``[H, I]``), pre-swizzled
+    (``*_is_swizzled``) or pre-quantized (``*_scales``), in the layouts of
+    :mod:`~hf_neuron_moe.reference.described_operand`, independently of the others.
 
-    =============== ============= ==================== ===================================================
-    operand         raw           pre-swizzled bf16    pre-quantized x4 (or float8_e4m3fn with 4F columns)
-    =============== ============= ==================== ===================================================
-    hidden          ``[S, H]``    ``[H/4, 4S]``        ``[H/4, S]``
-    gate_up_weights ``[2I, H]``   ``[H/4, 8I]``        ``[H/4, 2I]``
-    down_weights    ``[H, I]``    ``[I/4, 4H]``        ``[I/4, H]``
-    =============== ============= ==================== ===================================================
-
-    * S is a multiple of 8, I of 128, and H of 128 unless both its users are prepared. Raw tensors are bf16 or fp16.
-    * gate_up_weights: gate rows first, then up rows.
-    * save_gate_pre, save_up: return the pre-activations, rounded once from the fp32 accumulator; save_gate_act:
-      ``silu(gate)``, rounded once from the fp32 gate; save_hidden: the intermediate ``silu(gate) * up``.
+    * S is a multiple of 8, I of 128, and H of 128 unless both its users are prepared. Raw tensors are bf16 or fp16,
+      gate rows before up rows. Raw and prepared operands are never mixed on a contraction of 384 (upstream: garbage).
+    * save_*: return the pre-activations, ``silu(gate)`` and ``silu(gate) * up``, each rounded once from fp32.
     * dtype: of the output and the checkpoints: bf16, or fp32 to see the accumulators (down reads bf16 either way).
-    * use_scale_packing: layout of the given scales (uint8 or float8_e8m0fnu): packed ``[128*ceil(K/2048), F]`` or
-      oversized ``[K/4, F]``.
-    * mx_scale_rule: block scales of everything that is quantized here: ``"neuron"`` (nki 0.5 and later,
-      ``2^(emax - 7)``) or ``"floor"`` (earlier releases, ``2^(emax - 8)``).
-
-    Raises ConfigError for raw and prepared operands mixed on a contraction of exactly 384 (upstream: garbage).
+    * use_scale_packing: whether given scales (uint8 or float8_e8m0fnu) are packed or oversized.
+    * mx_scale_rule: block scales of what is quantized here: ``"neuron"`` (nki 0.5 and later, ``2^(emax - 7)``) or
+      ``"floor"`` (earlier, ``2^(emax - 8)``).
     """
     call = dict(locals())
-    _check_switches({name: call[name] for name in _SAVES})
-    check_flags({"use_scale_packing": use_scale_packing})
-    tds = ForwardTensors.of(call)
-    tokens, hidden_size, inner = tds.check(dtype)
-    shape, device = (tokens, inner), hidden.device
-    kept = (save_gate_pre, save_gate_act, save_up, save_hidden and dtype != torch.bfloat16)
-    saved = ForwardBuffers(*(torch.empty(shape, dtype=dtype, device=device) if want else None for want in kept))
-    intermediate = torch.empty(shape, dtype=torch.bfloat16, device=device)
-    output = torch.empty((tokens, hidden_size), dtype=dtype, device=device)
-    run_forward(tds.operands(scale_rule(mx_scale_rule)), intermediate, output, saved, slice(0, tokens))
-    product = (intermediate if saved.product is None else saved.product) if save_hidden else None
-    return MLPForward(output, saved.gate_pre, saved.gate_act, saved.up, product)
+    saves = ("save_gate_pre", "save_gate_act", "save_up", "save_hidden")
+    expected = "True or False: this function returns what it saves"
+    fix = "Pass True, or call mlp_forward_mxfp8_nki, which fills its caller's buffers."
+    check_rules(Rule(not isinstance(call[name], Tensor), name, expected, "a tensor", fix) for name in saves)
+    check_flags({name: call[name] for name in (*saves, "use_scale_packing")})
+    tds = _describe(call)
+    tokens, hidden_size, inner = _check_operands(tds, dtype)
+    kept = {"gate_pre": save_gate_pre, "gate_act": save_gate_act, "up": save_up}
+    kept["product"] = save_hidden and dtype != torch.bfloat16
+    saved = {name: hidden.new_empty(tokens, inner, dtype=dtype) for name, want in kept.items() if want}
+    intermediate = hidden.new_empty(tokens, inner, dtype=torch.bfloat16)
+    output = hidden.new_empty(tokens, hidden_size, dtype=dtype)
+    _run(_operands(tds, mx_scale_rule), intermediate, output, saved, slice(0, tokens))
+    product = saved.get("product", intermediate) if save_hidden else None
+    return MLPForward(output, saved.get("gate_pre"), saved.get("gate_act"), saved.get("up"), product)
 
 
-def _check_switches(saves: Mapping[str, object]) -> None:
-    for name, value in saves.items():
-        if isinstance(value, Tensor):
-            expected = "True or False: this function returns what it saves"
-            fix = "Pass True, or call mlp_forward_mxfp8_nki, which fills its caller's buffers."
-            raise ConfigError.about(name, expected, "a tensor", fix)
-    check_flags(saves)
+@public
+def mlp_forward_mxfp8_nki(
+    hidden: Tensor,
+    gate_up_weights: Tensor,
+    down_weights: Tensor,
+    intermediate_hbm: Tensor,
+    run_with_lnc2: bool = True,
+    gate_up_tiles_m: int = 8,
+    gate_up_tiles_n: int = 1,
+    gate_up_tiles_k: int = 8,
+    down_tiles_m: int = 8,
+    down_tiles_n: int = 1,
+    down_tiles_k: int = 8,
+    fp8_x4_dtype: object = torch.float8_e4m3fn,
+    save_gate_pre: Tensor | None = None,
+    save_gate_act: Tensor | None = None,
+    save_up: Tensor | None = None,
+    save_hidden: Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    spill_reload: bool = True,
+    use_scale_packing: bool = True,
+    hidden_scales: Tensor | None = None,
+    gate_up_scales: Tensor | None = None,
+    down_scales: Tensor | None = None,
+    hidden_is_swizzled: bool = False,
+    gate_up_is_swizzled: bool = False,
+    down_is_swizzled: bool = False,
+    *,
+    mx_scale_rule: str = "neuron",
+) -> Tensor:
+    """Run the forward as documented for nki-library 2.30 to 2.33; return the output ``[S, H]`` of `dtype`.
+
+    Operands and errors are those of :func:`mlp_forward_mxfp8`. intermediate_hbm, bf16 ``[S, I]``, receives the
+    intermediate, or save_hidden where it is given; save_gate_pre, save_gate_act and save_up, ``[S, I]`` bf16 or fp32,
+    receive the fp32 values, cast once. run_with_lnc2 needs an even S, fp8_x4_dtype is e4m3.
+
+    Upstream is silent and wrong about scales in the other layout, operands that do not fit each other and mixed modes
+    at a contraction of 384, and ignores fp8_x4_dtype: all of these are errors here.
+    """
+    call = dict(locals())
+    options = scheduling(call)
+    scale_rule(mx_scale_rule)
+    tds = _describe(call)
+    check_even({"S of hidden": tds["hidden"].logical_shape[1]}, run_with_lnc2)
+    tokens, hidden_size, inner = _check_operands(tds, dtype)
+    saves = ("save_gate_pre", "save_gate_act", "save_up")
+    given = ["intermediate_hbm", *(name for name in (*saves, "save_hidden") if call[name] is not None)]
+    for name in given:
+        check_buffer(call[name], (tokens, inner), "[S, I]", name, STORED if name in saves else BF16)
+    check_same_device({name: call[name] for name in ("hidden", *given)})
+    note_launch("mlp_forward_mxfp8_nki", options)
+    output = hidden.new_empty(tokens, hidden_size, dtype=dtype)
+    saved = {name.removeprefix("save_"): call[name] for name in given if name in saves}
+    intermediate = intermediate_hbm if save_hidden is None else save_hidden
+    _run(_operands(tds, mx_scale_rule), intermediate, output, saved, slice(0, tokens))
+    return output
 
 
-@dataclass(frozen=True)
-class ForwardBuffers:
-    """Buffers ``[S, I]`` that receive fp32 values, each cast once; None is not kept."""
+@public
+def compute_fused_gate_up_down_mxfp8(
+    hidden_td: TensorDescriptor,
+    gate_up_td: TensorDescriptor,
+    down_w_td: TensorDescriptor,
+    int_td: TensorDescriptor,
+    output_td: TensorDescriptor,
+    s_base_offset: int,
+    dtype: torch.dtype,
+    TILES_IN_BLOCK_M: int = 8,
+    TILES_IN_BLOCK_N_GU: int = 1,
+    TILES_IN_BLOCK_K_GU: int = 8,
+    TILES_IN_BLOCK_M_DOWN: int = 8,
+    TILES_IN_BLOCK_N_DOWN: int = 1,
+    TILES_IN_BLOCK_K_DOWN: int = 8,
+    save_gate_pre_td: TensorDescriptor | None = None,
+    save_gate_act_td: TensorDescriptor | None = None,
+    save_up_td: TensorDescriptor | None = None,
+    spill_reload: bool = True,
+    use_scale_packing: bool = True,
+    run_with_lnc2: bool = True,
+    *,
+    mx_scale_rule: str = "neuron",
+) -> None:
+    """Run one core's share of the forward: rows from s_base_offset on, half of S under LNC2, otherwise all of S.
 
-    gate_pre: Tensor | None = None
-    gate_act: Tensor | None = None
-    up: Tensor | None = None
-    product: Tensor | None = None
+    * hidden_td (F = S, K = H), gate_up_td (F = 2I, K = H), down_w_td (F = H, K = I): operands in any mode.
+    * int_td (bf16 ``[S, I]``) and output_td (``[S, H]`` of `dtype`, bf16 or fp32): this core's rows are overwritten.
+    * save_gate_pre_td, save_gate_act_td, save_up_td: ``[S, I]`` bf16 or fp32, likewise; None is not kept.
+    """
+    step = StepCall("compute_fused_gate_up_down_mxfp8", locals(), lone_384=True)
+    names = ("hidden_td", "gate_up_td", "down_w_td")
+    operands = [step.operand(name) for name in names]
+    tokens, hidden_size, inner = _check_operands({name: step.call[name] for name in names}, dtype)
+    check_grouping({"hidden_td": operands[0], "gate_up_td": operands[1]})
+    rows, square = step.rows("s_base_offset", tokens), (tokens, inner)
+    intermediate = step.buffer("int_td", square, "[S, I]")
+    check_grouping({"down_w_td": operands[2], "int_td": _left_of_down(intermediate, operands[2])})
+    output = step.buffer("output_td", (tokens, hidden_size), "[S, H]", (dtype,))
+    saves = {name: f"save_{name}_td" for name in ("gate_pre", "gate_act", "up")}
+    saved = step.optional_buffers(saves, square, STORED)
+    step.launch()
+    _run(operands, intermediate, output, saved, rows)
 
 
-class ForwardOperands(NamedTuple):
-    """The three operands as the engine loads them."""
+def _describe(call: Call) -> dict[str, TensorDescriptor]:
+    """Check and describe the operands among the arguments of a whole forward."""
+    return {
+        "hidden": describe(call, "hidden", "hidden", "[S, H]"),
+        "gate_up_weights": describe(call, "gate_up_weights", "gate_up", "[2I, H]"),
+        "down_weights": describe(call, "down_weights", "down", "[H, I]"),
+    }
 
-    hidden: MXOperand
-    gate_up: MXOperand
-    down: MXOperand
+
+def _operands(tds: Mapping[str, TensorDescriptor], mx_scale_rule: str) -> list[MXOperand]:
+    """Return the operands as the engine loads them."""
+    rule = scale_rule(mx_scale_rule)
+    return [MXOperand(td, argument=name, lone_384=True, rule=rule) for name, td in tds.items()]
 
 
-class ForwardTensors(NamedTuple):
-    """The three operands described, with the names of their arguments."""
-
-    hidden: TensorDescriptor
-    gate_up: TensorDescriptor
-    down: TensorDescriptor
-    names: tuple[str, str, str] = ("hidden", "gate_up_weights", "down_weights")
-
-    @staticmethod
-    def of(call: Call) -> ForwardTensors:
-        """Check and describe the operands among the arguments of a whole forward."""
-        return ForwardTensors(
-            describe(call, "hidden", "hidden", "[S, H]"),
-            describe(call, "gate_up_weights", "gate_up", "[2I, H]"),
-            describe(call, "down_weights", "down", "[H, I]"),
-        )
-
-    def operands(self, rule: ScaleRule) -> ForwardOperands:
-        """Return them as the engine loads them."""
-        described = zip(self[:3], self.names)
-        return ForwardOperands(*(MXOperand(td, argument=name, lone_384=True, rule=rule) for td, name in described))
-
-    def check(self, dtype: torch.dtype) -> tuple[int, int, int]:
-        """Check the operands against each other and the result's dtype; return S, H and I."""
-        hidden, gate_up, down, (hidden_name, gate_up_name, down_name) = self
-        if dtype not in STORED:
-            fix = "The kernel stores bf16; fp32 shows the accumulators."
-            raise ConfigError.about("dtype", "torch.bfloat16 or torch.float32", str(dtype), fix)
-        (hidden_size, tokens), both = hidden.logical_shape, gate_up.logical_shape[1]
-        check_raw_axis(hidden, "H", hidden_name)
-        check_raw_axis(gate_up, "H", gate_up_name)
-        check_logical(gate_up, hidden_size, both, "[2I, H]", gate_up_name)
-        check_multiple(both, 2, f"2I of {gate_up_name}", "gate rows, then up rows")
-        inner = both // 2
-        rule = "the contraction axis of down, whose left operand the kernel always quantizes itself"
-        check_multiple(inner, 128, f"I of {gate_up_name}", rule)
-        check_logical(down, inner, hidden_size, "[H, I]", down_name)
-        check_multiple(tokens, 8, f"S of {hidden_name}", "the loader reads groups of 8 rows")
-        check_no_mix_at_384({hidden_name: hidden, gate_up_name: gate_up}, hidden_size)
-        if not down.is_raw:
-            check_no_mix_at_384({down_name: down, "the intermediate, which is always raw": TensorDescriptor()}, inner)
-        data = {name: td.data for td, name in zip(self[:3], self.names)}
-        check_same_device(data | {f"scales of {name}": td.scales for td, name in zip(self[:3], self.names)})
-        return tokens, hidden_size, inner
+def _check_operands(tds: Mapping[str, TensorDescriptor], dtype: torch.dtype) -> tuple[int, int, int]:
+    """Check hidden, gate_up and down, by argument, against each other and the result's dtype; return S, H and I."""
+    (hidden_name, hidden), (gate_up_name, gate_up), (down_name, down) = tds.items()
+    if dtype not in STORED:
+        fix = "The kernel stores bf16; fp32 shows the accumulators."
+        raise ConfigError.about("dtype", "torch.bfloat16 or torch.float32", str(dtype), fix)
+    (hidden_size, tokens), both = hidden.logical_shape, gate_up.logical_shape[1]
+    check_raw_axis(hidden, "H", hidden_name)
+    check_raw_axis(gate_up, "H", gate_up_name)
+    check_logical(gate_up, hidden_size, both, "[2I, H]", gate_up_name)
+    check_multiple(both, 2, f"2I of {gate_up_name}", "gate rows, then up rows")
+    inner = both // 2
+    rule = "the contraction axis of down, whose left operand the kernel always quantizes itself"
+    check_multiple(inner, 128, f"I of {gate_up_name}", rule)
+    check_logical(down, inner, hidden_size, "[H, I]", down_name)
+    check_multiple(tokens, 8, f"S of {hidden_name}", "the loader reads groups of 8 rows")
+    check_no_mix_at_384({hidden_name: hidden, gate_up_name: gate_up}, hidden_size)
+    check_no_mix_at_384({down_name: down, "the intermediate, which is always raw": TensorDescriptor()}, inner)
+    data = {name: td.data for name, td in tds.items()}
+    check_same_device(data | {f"scales of {name}": td.scales for name, td in tds.items()})
+    return tokens, hidden_size, inner
 
 
 @torch.no_grad()
-def run_forward(
-    operands: ForwardOperands, intermediate: Tensor, output: Tensor, saved: ForwardBuffers, rows: slice
+def _run(
+    operands: Sequence[MXOperand], intermediate: Tensor, output: Tensor, saved: Mapping[str, Tensor], rows: slice
 ) -> None:
-    """Fill the rows of all buffers: gate, up and the activation first, then one down product over all of them."""
+    """Fill the rows of all buffers: gate, up and the activation first, then one down product over all of them.
+
+    `saved` are those of the buffers `gate_pre`, `gate_act`, `up` and `product` ``[S, I]`` that are wanted; they receive
+    fp32 values, each cast once.
+    """
+    hidden, gate_up, down = operands
     scratch = call_scratch(output.device)
-    for part, columns, gate, up in gate_up_tiles(operands.hidden, operands.gate_up, scratch, rows=rows):
-        assert gate is not None and up is not None
-        for buffer, values in ((saved.gate_pre, gate), (saved.up, up)):
-            if buffer is not None:
-                buffer[part, columns].copy_(values)
+    for part, columns, made in gate_up_tiles(hidden, gate_up, scratch, rows=rows):
+        views = {name: buffer[part, columns] for name, buffer in saved.items()}
+        gate, up = made["gate"], made["up"]
+        _store(views, gate_pre=gate, up=up)
         act = F.silu(gate, inplace=True)
-        if saved.gate_act is not None:
-            saved.gate_act[part, columns].copy_(act)
+        _store(views, gate_act=act)
         product = act.mul_(up)
-        if saved.product is not None:
-            saved.product[part, columns].copy_(product)
+        _store(views, product=product)
         intermediate[part, columns].copy_(product)
-    inter = intermediate_operand(TensorDescriptor(intermediate), operands)
-    for tile in product_tiles([(inter, operands.down)], scratch, rows=rows):
-        output[tile.rows, tile.columns].copy_(tile.values)
+    for part, columns, values in product_tiles([(_left_of_down(intermediate, down), down)], scratch, rows=rows):
+        output[part, columns].copy_(values)
 
 
-@public("mlp_forward_mxfp8")
-def intermediate_operand(td: TensorDescriptor, operands: ForwardOperands) -> MXOperand:
+def _store(views: Mapping[str, Tensor], **made: Tensor) -> None:
+    for name, values in made.items():
+        if name in views:
+            views[name].copy_(values)
+
+
+def _left_of_down(intermediate: Tensor, down: MXOperand) -> MXOperand:
     """Return the left operand of down, which the kernel always quantizes itself."""
-    return MXOperand(td, argument="intermediate", lone_384=True, rule=operands.down.rule)
+    return MXOperand(TensorDescriptor(intermediate), argument="intermediate", lone_384=True, rule=down.rule)

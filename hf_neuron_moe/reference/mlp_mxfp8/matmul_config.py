@@ -1,51 +1,37 @@
-"""Tile configuration of single matmuls: the records of nki-library 2.31 ``matmul_mxfp8`` and ``mlp_bwd_mxfp8``.
+"""How matmuls are tiled on the device: records of nki-library 2.31 for single ones, tile counts of 2.30 by shape.
 
 They change the order of the device's fp32 sums at most, never a quantized value, and have no effect here beyond their
-validation.
+validation. Letters: M, N rows and columns of the result, K contraction axis.
 
-Letters: M, N rows and columns of the result, K contraction axis.
+Sources: nki-library 2.31 ``matmul_mxfp8`` and ``mlp_bwd_mxfp8``; 2.30 ``mlp_fwd_mxfp8`` and ``mlp_bwd_mxfp8`` for the
+counts by shape, which :class:`MlpBwdMatmulConfig` replaced in the backward.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 
-from hf_neuron_moe.checks import check_flags
+from hf_neuron_moe.checks import Rule, check_flags, check_record, check_rules
 from hf_neuron_moe.errors import ConfigError, public
 from hf_neuron_moe.formats.constants import SwizzleScheme, unknown_name
 from hf_neuron_moe.reference.launch_record import check_positive_int
 
-TILE_M = 128
-"""Rows of a tile: the tensor engine's partitions."""
+TILE_M = 128  # rows of a tile: the tensor engine's partitions
+TILE_K = 512  # contraction elements of one MX matmul instruction
+TILE_N = 512  # columns of a tile: one bank of fp32 accumulators
+MAX_BLOCK = 2048  # a block of an automatic configuration is at most this wide (nki-library 2.31)
 
-TILE_K = 512
-"""Contraction elements of one MX matmul instruction."""
-
-TILE_N = 512
-"""Columns of a tile: one bank of fp32 accumulators."""
-
-MAX_BLOCK = 2048
-"""A block of an automatic configuration is at most this wide (nki-library 2.31)."""
-
+PHASES = ("phase1_down_proj", "phase2_hidden_grad", "phase3_wgrad", "phase4_wgrad")
+PROJECTIONS = ("recompute_gate", "recompute_up")  # fields of :class:`MlpBwdMatmulConfig`
 
 Sizes = tuple[int, int, int]
-"""M, K, N."""
-
-_WHERE = "MlpBwdMatmulConfig"
 
 
 @dataclass(frozen=True)
 class MatmulMxfp8KernelConfig:
-    """How one matmul ``[M, K] x [N, K]^T`` is tiled; names and defaults are nki-library's.
-
-    M, K, N are sizes, tile_* tile sizes. TILES_IN_BLOCK_* are tiles per block, TILES_IN_LOAD_* tiles per load, which
-    divide those; None is the whole block. Loop orders are permutations of ``"mnk"``. float8_dtype is e4m3 and
-    quant_scheme wrapX, as everywhere in the MLP. enable_scale_packing is the layout of spilled and supplied scales;
-    run_with_lnc2 and lnc_2_shard_rhs say how two cores share the product, lhs_is_swizzled and rhs_is_swizzled the modes
-    of the operands, and the other switches how operands and sums move. output_dtype is the result's.
-    """
+    """How one matmul ``[M, K] x [N, K]^T`` is tiled; names and defaults are nki-library's."""
 
     M: int
     K: int
@@ -56,35 +42,36 @@ class MatmulMxfp8KernelConfig:
     TILES_IN_BLOCK_M: int = 1
     TILES_IN_BLOCK_N: int = 1
     TILES_IN_BLOCK_K: int = 1
-    TILES_IN_LOAD_M: int | None = None
+    TILES_IN_LOAD_M: int | None = None  # a divisor of those in a block; None is the whole block
     TILES_IN_LOAD_N: int | None = None
     TILES_IN_LOAD_K: int | None = None
-    block_loop_order: str = "mnk"
+    block_loop_order: str = "mnk"  # a permutation, as the next
     tile_loop_order: str = "mnk"
-    float8_dtype: str = "float8_e4m3fn"
-    enable_scale_packing: bool = False
-    run_with_lnc2: bool = True
+    float8_dtype: str = "float8_e4m3fn"  # as everywhere in the MLP, and so is quant_scheme
+    enable_scale_packing: bool = False  # layout of spilled and supplied scales
+    run_with_lnc2: bool = True  # with the next: how two cores share the product
     lnc_2_shard_rhs: bool | None = None
-    spill_reload: bool = False
+    spill_reload: bool = False  # this switch and those without a comment: how operands and sums move
     enable_psum_copy_in: bool = True
-    lhs_is_swizzled: bool = True
+    lhs_is_swizzled: bool = True  # with the next: the modes of the operands
     rhs_is_swizzled: bool = True
     load_with_PE_swizzle: bool = False
     quant_scheme: str = "wrapX"
-    output_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None  # the result's
 
     @public("MatmulMxfp8KernelConfig")
     def __post_init__(self) -> None:
         for name in ("M", "K", "N", "tile_m", "tile_k", "tile_n", *(f"TILES_IN_BLOCK_{axis}" for axis in "MNK")):
             check_positive_int(name, getattr(self, name))
         for axis in "MNK":
-            name, block = f"TILES_IN_LOAD_{axis}", f"TILES_IN_BLOCK_{axis}"
-            load = getattr(self, name)
+            load, block = getattr(self, f"TILES_IN_LOAD_{axis}"), getattr(self, f"TILES_IN_BLOCK_{axis}")
             if load is not None:
-                check_positive_int(name, load)
-                if getattr(self, block) % load:
-                    expected = f"a divisor of {block} = {getattr(self, block)}"
-                    raise ConfigError.about(name, expected, str(load), "A block is loaded in whole groups of tiles.")
+                check_positive_int(f"TILES_IN_LOAD_{axis}", load)
+                expected, fix = (
+                    f"a divisor of TILES_IN_BLOCK_{axis} = {block}",
+                    "A block is loaded in whole groups of tiles.",
+                )
+                check_rules([Rule(block % load == 0, f"TILES_IN_LOAD_{axis}", expected, load, fix)])
         flags = {each.name for each in fields(self) if isinstance(each.default, bool)}
         flags |= set() if self.lnc_2_shard_rhs is None else {"lnc_2_shard_rhs"}
         check_flags({name: getattr(self, name) for name in sorted(flags)})
@@ -94,10 +81,9 @@ class MatmulMxfp8KernelConfig:
         for name, values in allowed.items():
             if getattr(self, name) not in values:
                 raise unknown_name(getattr(self, name), values, argument=name)
-        if self.output_dtype is not None and not isinstance(self.output_dtype, torch.dtype):
-            raise ConfigError.about(
-                "output_dtype", "None or a torch.dtype", repr(self.output_dtype), "For example torch.bfloat16."
-            )
+        dtype = self.output_dtype
+        known = dtype is None or isinstance(dtype, torch.dtype)
+        check_rules([Rule(known, "output_dtype", "None or a torch.dtype", repr(dtype), "For example torch.bfloat16.")])
 
     @property
     def tiles(self) -> tuple[int, int, int]:
@@ -123,66 +109,58 @@ class MlpBwdMatmulConfig:
     phase3_wgrad: MatmulMxfp8KernelConfig | None = None
     phase4_wgrad: MatmulMxfp8KernelConfig | None = None
 
-    @public(_WHERE)
+    @public("MlpBwdMatmulConfig")
     def __post_init__(self) -> None:
         for name, config in vars(self).items():
             check_config(config, None, argument=name)
 
-    @public(_WHERE)
+    @public("MlpBwdMatmulConfig")
     def resolve_backward_phases(
         self, seq_len: int, hidden_size: int, intermediate_size: int, run_with_lnc2: bool = True
     ) -> tuple[MatmulMxfp8KernelConfig, ...]:
         """Return the configurations of phases 1 to 4, each checked against the problem (per core under LNC2)."""
-        return self.backward_phases(seq_len, hidden_size, intermediate_size, run_with_lnc2, "")
+        return self.resolve(PHASES, (seq_len, hidden_size, intermediate_size), run_with_lnc2)
 
-    def backward_phases(
-        self, S: int, H: int, inner: int, lnc2: bool, prefix: str
+    @public("MlpBwdMatmulConfig")
+    def resolve_recompute_phases(
+        self, seq_len: int, hidden_size: int, intermediate_size: int, run_with_lnc2: bool = True
     ) -> tuple[MatmulMxfp8KernelConfig, ...]:
-        """Do the same for a function whose argument this is; `prefix` stands before the fields' names in errors."""
+        """Return the configurations of the gate and the up projection, which share the tiles of the hidden states."""
+        return self.resolve(PROJECTIONS, (seq_len, hidden_size, intermediate_size), run_with_lnc2)
+
+    def resolve(
+        self, names: tuple[str, ...], problem: Sizes, lnc2: bool, prefix: str = ""
+    ) -> tuple[MatmulMxfp8KernelConfig, ...]:
+        """Return the configurations of some fields, all phases or both projections, for a `problem` of S, H and I.
+
+        `prefix` stands before the fields' names in errors of a function whose argument this is.
+        """
         check_flags({"run_with_lnc2": lnc2})
-        cores = 2 if lnc2 else 1
+        (S, H, inner), cores = problem, 2 if lnc2 else 1
         sizes = {
+            "recompute_gate": (S // cores, H, inner),
+            "recompute_up": (S // cores, H, inner),
             "phase1_down_proj": (S // cores, H, inner),
             "phase2_hidden_grad": (S // cores, 2 * inner, H),
             "phase3_wgrad": (2 * inner // cores, S, H),
             "phase4_wgrad": (H // cores, S, inner),
         }
-        return tuple(self._resolve(name, size, lnc2, prefix) for name, size in sizes.items())
-
-    @public(_WHERE)
-    def resolve_recompute_phases(
-        self, seq_len: int, hidden_size: int, intermediate_size: int, run_with_lnc2: bool = True
-    ) -> tuple[MatmulMxfp8KernelConfig, MatmulMxfp8KernelConfig]:
-        """Return the configurations of the gate and the up projection, which share the tiles of the hidden states."""
-        return self.recompute_phases(seq_len, hidden_size, intermediate_size, run_with_lnc2, "")
-
-    def recompute_phases(
-        self, S: int, H: int, inner: int, lnc2: bool, prefix: str
-    ) -> tuple[MatmulMxfp8KernelConfig, MatmulMxfp8KernelConfig]:
-        """Do the same for a function whose argument this is; `prefix` stands before the fields' names in errors."""
-        check_flags({"run_with_lnc2": lnc2})
-        size, names = (S // (2 if lnc2 else 1), H, inner), ("recompute_gate", "recompute_up")
-        gate, up = (self._resolve(name, size, lnc2, prefix) for name in names)
-        check_shared_hidden_tiles(gate, up, arguments=tuple(f"{prefix}{name}" for name in names))
-        return gate, up
-
-    def _resolve(self, name: str, size: Sizes, lnc2: bool, prefix: str) -> MatmulMxfp8KernelConfig:
-        config: MatmulMxfp8KernelConfig | None = getattr(self, name)
-        check_config(config, size, argument=f"{prefix}{name}")
-        return automatic_config(*size, run_with_lnc2=lnc2) if config is None else config
+        found = []
+        for name in names:
+            check_config(getattr(self, name), sizes[name], argument=f"{prefix}{name}")
+            found.append(getattr(self, name) or automatic_config(*sizes[name], run_with_lnc2=lnc2))
+        if names == PROJECTIONS:
+            check_shared_hidden_tiles(found[0], found[1], arguments=tuple(f"{prefix}{name}" for name in names))
+        return tuple(found)
 
 
 def check_config(config: object, size: Sizes | None, *, argument: str) -> None:
     """Raise ConfigError for what is neither None nor a configuration for M, K, N = `size`; None for any size."""
-    if config is None:
-        return
-    if not isinstance(config, MatmulMxfp8KernelConfig):
-        fix = "Build it with MatmulMxfp8KernelConfig(M=..., K=..., N=...)."
-        raise ConfigError.about(argument, "None or a MatmulMxfp8KernelConfig", type(config).__name__, fix)
-    has = (config.M, config.K, config.N)
-    if size not in (None, has):
+    check_record(config, MatmulMxfp8KernelConfig, argument)
+    if isinstance(config, MatmulMxfp8KernelConfig):
+        has = (config.M, config.K, config.N)
         fix = "Make it for the sizes of one core: rows of the result are halved under LNC2."
-        raise ConfigError.about(argument, f"a configuration for M, K, N = {size}", str(has), fix)
+        check_rules([Rule(size in (None, has), argument, f"a configuration for M, K, N = {size}", has, fix)])
 
 
 def check_shared_hidden_tiles(
@@ -197,9 +175,10 @@ def check_shared_hidden_tiles(
 
 
 def automatic_config(M: int, K: int, N: int, *, run_with_lnc2: bool = True) -> MatmulMxfp8KernelConfig:
-    """Return where upstream's automatic choice starts: tile_n the largest of 512, 256, 128 that divides N, blocks of at
-    most 16 x 2 x 8 tiles and 2048 positions. Upstream then fits the blocks to the on-chip memory, which is not modeled.
-    """  # noqa: D205
+    """Return where upstream's automatic choice starts, before it fits blocks to the on-chip memory (not modeled).
+
+    tile_n is the largest of 512, 256, 128 that divides N; blocks have at most 16 x 2 x 8 tiles and 2048 positions.
+    """
     tile_n = next((size for size in (512, 256, 128) if N % size == 0), TILE_N)
     counts = (-(-M // TILE_M), -(-K // TILE_K), -(-N // tile_n))
     limits = ((16, TILE_M), (8, TILE_K), (2, tile_n))
@@ -208,3 +187,105 @@ def automatic_config(M: int, K: int, N: int, *, run_with_lnc2: bool = True) -> M
         M=M, K=K, N=N, tile_n=tile_n, TILES_IN_BLOCK_M=m, TILES_IN_BLOCK_K=k, TILES_IN_BLOCK_N=n,
         run_with_lnc2=run_with_lnc2,
     )  # fmt: skip
+
+
+Counts = tuple[int, int, int]
+
+
+class _TileCounts:
+    """Rows of tile counts by matmul: tiles of 128 x 512 x 512 per block along M, N and K."""
+
+    def as_arguments(self) -> dict[str, int]:
+        """Return the tile arguments of the kernel function, ``mlp_forward_mxfp8_nki`` or the 2.30 backward."""
+        counts: dict[str, Counts] = vars(self)
+        return {f"{name}_tiles_{axis}": count for name, three in counts.items() for axis, count in zip("mnk", three)}
+
+
+@dataclass(frozen=True)
+class MlpFwdConfig(_TileCounts):
+    """Tiles per block (M, N, K) of the forward's matmuls; the defaults are those of the upstream record."""
+
+    gate_up: Counts = (8, 2, 8)
+    down: Counts = (8, 4, 8)
+
+
+@dataclass(frozen=True)
+class MlpBwdConfig(_TileCounts):
+    """Tiles per block (M, N, K) of the 2.30 backward's matmuls; the defaults are those of the upstream record."""
+
+    phase1: Counts = (8, 4, 8)
+    phase2: Counts = (8, 4, 8)
+    phase3: Counts = (4, 2, 8)
+    phase4: Counts = (4, 2, 8)
+    recompute: Counts = (8, 1, 8)
+
+
+_FORWARD = {
+    (4096, 4096, 12288): MlpFwdConfig((8, 2, 8), (8, 4, 8)),
+    (4096, 4096, 6144): MlpFwdConfig((8, 2, 8), (8, 4, 4)),
+    (4096, 4096, 3072): MlpFwdConfig((8, 2, 8), (8, 8, 2)),
+    (4096, 4096, 1536): MlpFwdConfig((8, 1, 8), (8, 8, 1)),
+    (4096, 5120, 6400): MlpFwdConfig((8, 1, 8), (8, 8, 1)),
+    (4096, 5120, 3200): MlpFwdConfig((8, 1, 8), (8, 8, 1)),
+}
+_WIDE = MlpBwdConfig((8, 4, 8), (8, 4, 8), (8, 2, 8), (8, 4, 8), (8, 4, 8))
+_BACKWARD = {
+    (4096, 4096, 12288): _WIDE,
+    (4096, 4096, 6144): _WIDE,
+    (4096, 4096, 3072): MlpBwdConfig((8, 3, 8), (8, 4, 3), (4, 2, 8), (8, 3, 8), (8, 3, 8)),
+    (4096, 4096, 1536): MlpBwdConfig((8, 3, 8), (8, 8, 2), (2, 4, 8), (8, 3, 8), (8, 3, 8)),
+}
+
+
+def get_forward_config_for_shape(seq_len: int, hidden_size: int, intermediate_size: int, lnc: int = 2) -> MlpFwdConfig:
+    """Return the forward's tile counts: the recorded ones of six shapes, otherwise the automatic rule.
+
+    Automatic: M the largest of 16, 8, 4, 2, 1 that divides the row tiles of one core, N all column tiles, K one. The
+    sizes are S, H and I; lnc is the cores that share S, 1 or 2.
+    """
+    _check_shape(seq_len, hidden_size, intermediate_size, lnc)
+    if recorded := _FORWARD.get((seq_len, hidden_size, intermediate_size)):
+        return recorded
+    rows = seq_len // lnc
+    m = _largest_divisor(_tiles(rows, min(TILE_M, rows)), (16, 8, 4, 2, 1))
+    return MlpFwdConfig((m, _tiles(intermediate_size, TILE_N), 1), (m, _tiles(hidden_size, TILE_N), 1))
+
+
+def get_backward_config_for_shape(seq_len: int, hidden_size: int, intermediate_size: int, lnc: int = 2) -> MlpBwdConfig:
+    """Return the 2.30 backward's tile counts: the recorded ones of four shapes, otherwise the automatic rule.
+
+    Recorded K counts are lowered until they divide the K tiles. Automatic: M as in the forward, N the largest of 4, 2,
+    1 that divides the column tiles, K one. Arguments as :func:`get_forward_config_for_shape`.
+    """
+    _check_shape(seq_len, hidden_size, intermediate_size, lnc)
+    S, H, inner = seq_len, hidden_size, intermediate_size
+    contraction = {"phase1": H, "phase2": inner, "phase3": S, "phase4": S, "recompute": H}
+    if recorded := _BACKWARD.get((S, H, inner)):
+        lowered = {}
+        for name, size in contraction.items():
+            m, n, k = getattr(recorded, name)
+            lowered[name] = (m, n, _largest_divisor(_tiles(size, TILE_K), range(k, 0, -1)))
+        return replace(recorded, **lowered)
+    # Upstream sizes phase 3 by I/lnc rows, although a core has I of the 2I there.
+    results = ((S, inner), (S, H), (inner, H), (H, inner), (S, inner))
+    row_tiles = (_largest_divisor(_tiles(rows // lnc, TILE_M), (16, 8, 4, 2, 1)) for rows, _ in results)
+    column_tiles = (_largest_divisor(_tiles(columns, TILE_N), (4, 2, 1)) for _, columns in results)
+    return MlpBwdConfig(*((m, n, 1) for m, n in zip(row_tiles, column_tiles)))
+
+
+@public("get_config_for_shape")
+def _check_shape(seq_len: int, hidden_size: int, intermediate_size: int, lnc: int) -> None:
+    sizes = {"seq_len": seq_len, "hidden_size": hidden_size, "intermediate_size": intermediate_size}
+    for name, size in sizes.items():
+        check_positive_int(name, size)
+    if lnc not in (1, 2):
+        raise ConfigError.about("lnc", "1 or 2 (cores per logical core)", repr(lnc), "Pass the launch's LNC.")
+    check_positive_int("seq_len // lnc", seq_len // lnc)
+
+
+def _tiles(size: int, tile: int) -> int:
+    return -(-size // tile)
+
+
+def _largest_divisor(count: int, candidates: tuple[int, ...] | range) -> int:
+    return next(candidate for candidate in candidates if count % candidate == 0)

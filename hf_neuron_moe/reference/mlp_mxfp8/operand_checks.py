@@ -1,21 +1,21 @@
 """What the MXFP8 MLP functions share: operands checked under their arguments' names, and the call of one step.
 
 A documented function hands its arguments on as one mapping of names (`call`, its ``locals()``), from which its operands
-are described here.
+are described here. Letters: F free axis, K contraction axis.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.checks import check_dtype, check_flags, check_multiple, check_shape
+from hf_neuron_moe.checks import check_dtype, check_flags, check_multiple, check_record, check_shape
 from hf_neuron_moe.errors import ConfigError, DTypeError, ShapeError
 from hf_neuron_moe.formats.constants import ScaleRule, SwizzleScheme, choose
-from hf_neuron_moe.formats.scales import ScaleLayout, scale_row_count
+from hf_neuron_moe.formats.scales import kernel_row_counts
 from hf_neuron_moe.reference.described_operand import (
     RAW_DTYPES,
     MXOperand,
@@ -32,8 +32,7 @@ Call = Mapping[str, Any]
 """Arguments of a documented function by name."""
 
 BF16 = (torch.bfloat16,)
-STORED = (torch.bfloat16, torch.float32)
-"""Dtypes of results: the device's, and fp32 to see the accumulators."""
+STORED = (torch.bfloat16, torch.float32)  # dtypes of results: the device's, and fp32 to see the accumulators
 
 
 def describe(
@@ -41,13 +40,8 @@ def describe(
 ) -> TensorDescriptor:
     """Check one operand under its argument's name and describe it.
 
-    Args:
-        call: has the operand, its ``{prefix}_scales`` and ``{prefix}_is_swizzled`` if the function takes these, and
-            ``use_scale_packing``, the layout that the kernel is told the scales have.
-        argument: name of the operand.
-        prefix: of its companions' names.
-        raw_shape: the raw layout in words, e.g. ``"[S, H]"``.
-        raw_dtypes: dtypes of the raw mode.
+    Its scales are ``{prefix}_scales``. `raw_shape`, in words, and `raw_dtypes` are for an operand without, which is not
+    ``{prefix}_is_swizzled``.
     """
     data, scales, swizzled = call[argument], call.get(f"{prefix}_scales"), call.get(f"{prefix}_is_swizzled", False)
     quantized = scales is not None
@@ -64,14 +58,11 @@ def describe(
 
 
 def check_packing(td: TensorDescriptor, use_scale_packing: bool, argument: str) -> None:
-    """Raise ConfigError for scales in the other layout than the kernel is told; K = 512 fits both.
-
-    Upstream computes garbage then.
-    """
+    """Raise ConfigError for scales in the other layout than the kernel is told, which upstream turns into garbage."""
     if td.scales is None:
         return
     K = td.logical_shape[0]
-    oversized, packed = (scale_row_count(K, layout) for layout in (ScaleLayout.OVERSIZED, ScaleLayout.PACKED))
+    oversized, packed = kernel_row_counts(K)
     if oversized != packed and td.scales_are_packed != use_scale_packing:
         rows = packed if use_scale_packing else oversized
         expected = f"in the layout that use_scale_packing={use_scale_packing} announces: {rows} rows for K={K}"
@@ -98,12 +89,9 @@ def check_grouping(operands: Mapping[str, MXOperand]) -> None:
     K = next(iter(operands.values())).K
     if K % TILE_K == 384 and len({operand.scheme for operand in operands.values()}) > 1:
         name = next(name for name, operand in operands.items() if operand.td.fast_dma_transpose)
-        raise ConfigError.about(
-            f"{name}.fast_dma_transpose",
-            f"alike for both operands of a product with K={K}, whose remainder of 384 it groups as one tile",
-            "True for this one only",
-            "Set it for both, or for none.",
-        )
+        expected = f"alike for both operands of a product with K={K}, whose remainder of 384 it groups as one tile"
+        fix = "Set it for both, or for none."
+        raise ConfigError.about(f"{name}.fast_dma_transpose", expected, "True for this one only", fix)
 
 
 def check_no_mix_at_384(operands: Mapping[str, TensorDescriptor], K: int) -> None:
@@ -112,27 +100,21 @@ def check_no_mix_at_384(operands: Mapping[str, TensorDescriptor], K: int) -> Non
     The kernel groups a raw operand with K = 384 as one tile, host-prepared data are 256 + 128: the products would pair
     other elements (nki-library 2.30 forward and backward).
     """
-    prepared = [name for name, td in operands.items() if not td.is_raw]
     raw = [name for name, td in operands.items() if td.is_raw]
+    prepared = [name for name in operands if name not in raw]
     if K == 384 and prepared and raw:
-        raise ConfigError.about(
-            prepared[0],
-            f"raw like {raw[0]}, because their contraction axis is exactly 384",
-            "swizzled or quantized data, which groups 384 as 256 + 128 and not as one tile",
-            "Pass both raw, or pad the axis to 512 with zeros.",
-        )
+        expected = f"raw like {raw[0]}, because their contraction axis is exactly 384"
+        got = "swizzled or quantized data, which groups 384 as 256 + 128 and not as one tile"
+        raise ConfigError.about(prepared[0], expected, got, "Pass both raw, or pad the axis to 512 with zeros.")
 
 
 def check_logical(td: TensorDescriptor, K: int, F: int, names: str, argument: str) -> None:
     """Raise ShapeError for an operand whose logical ``[F, K]``, in words `names`, the others do not imply."""
     if td.logical_shape != (K, F):
         layout = "" if td.is_raw else f" (here as [K/4, {'F' if td.is_x4 else '4F'}])"
-        raise ShapeError.about(
-            argument,
-            f"of shape {names} = [{F}, {K}]{layout}",
-            f"{list(td.physical_shape)}, which is [{td.logical_shape[1]}, {td.logical_shape[0]}]",
-            "Both operands of a product have one contraction axis; check which axis is which.",
-        )
+        got = f"{list(td.physical_shape)}, which is [{td.logical_shape[1]}, {td.logical_shape[0]}]"
+        fix = "Both operands of a product have one contraction axis; check which axis is which."
+        raise ShapeError.about(argument, f"of shape {names} = [{F}, {K}]{layout}", got, fix)
 
 
 def check_raw_axis(td: TensorDescriptor, name: str, argument: str) -> None:
@@ -142,13 +124,10 @@ def check_raw_axis(td: TensorDescriptor, name: str, argument: str) -> None:
         check_multiple(td.logical_shape[0], 128, f"{name} of {argument}", rule)
 
 
-def check_options(clamp_limits: object = None, matmul_config: object = None) -> None:
-    """Raise ConfigError for option records of another type."""
-    records = (("clamp_limits", clamp_limits, ClampLimits), ("matmul_config", matmul_config, MlpBwdMatmulConfig))
-    for name, value, kind in records:
-        if value is not None and not isinstance(value, kind):
-            fix = f"Build it with {kind.__name__}(...)."
-            raise ConfigError.about(name, f"None or a {kind.__name__}", type(value).__name__, fix)
+def check_records(call: Call) -> None:
+    """Raise ConfigError for clamp limits and a matmul configuration, where `call` has them, of another type."""
+    check_record(call.get("clamp_limits"), ClampLimits, "clamp_limits")
+    check_record(call.get("matmul_config"), MlpBwdMatmulConfig, "matmul_config")
 
 
 def scale_rule(mx_scale_rule: str) -> ScaleRule:
@@ -166,28 +145,18 @@ def check_even(sizes: Mapping[str, int], run_with_lnc2: bool) -> None:
 def check_buffer(
     buffer: Tensor | None, shape: tuple[int, int], names: str, argument: str, dtypes: tuple[torch.dtype, ...] = BF16
 ) -> Tensor:
-    """Return an output buffer; raise DTypeError or ShapeError for None, another dtype or another shape."""
+    """Return a tensor of `dtypes` and `shape`, in words `names`; raise DTypeError or ShapeError for anything else."""
     checked: Tensor = buffer  # type: ignore[assignment]  # the next line refuses None
     check_dtype(checked, dtypes, argument)
     check_shape(checked, shape, names, argument)
     return checked
 
 
-class Pair(NamedTuple):
-    """The operands of one product ``left @ right^T``: ``[M, K]`` and ``[N, K]``."""
-
-    left: MXOperand
-    right: MXOperand
-
-
 class StepCall:
     """One call of a documented step: its arguments are checked when asked for, its launch is recorded after that.
 
-    Args:
-        kernel: name of the function.
-        call: its arguments.
-        bf16: for `dtype` where only bf16 will do: the rule in words, and what to do.
-        lone_384: whether it groups a raw contraction of exactly 384 as one tile, where `call` does not say so.
+    `bf16` is for a step that takes no other `dtype`: the rule in words, and what to do. `lone_384` says whether the
+    step groups a raw contraction of exactly 384 as one tile, where `call` does not.
     """
 
     def __init__(self, kernel: str, call: Call, bf16: tuple[str, str] | None = None, lone_384: bool = False) -> None:
@@ -197,7 +166,7 @@ class StepCall:
         self.rule = scale_rule(call.get("mx_scale_rule", ScaleRule.NEURON))
         self._launch = kernel, scheduling(call)
         check_flags({"lone_384": self.lone_384})
-        check_options(call.get("clamp_limits"))
+        check_records(call)
         if bf16 is not None and call["dtype"] != torch.bfloat16:
             raise ConfigError.about("dtype", bf16[0], str(call["dtype"]), bf16[1])
 
@@ -212,24 +181,28 @@ class StepCall:
         check_packing(td, self.call["use_scale_packing"], name)
         return MXOperand(td, argument=name, lone_384=self.lone_384, rule=self.rule)
 
-    def pair(self, left: str, right: str, shape: str = "[F, K]") -> Pair:
-        """Return both operands of one product, checked against each other; `shape` is the right one's in words."""
-        pair = Pair(self.operand(left), self.operand(right))
-        check_logical(pair.right.td, pair.left.K, pair.right.F, shape, right)
+    def pair(self, left: str, right: str, shape: str = "[F, K]") -> tuple[MXOperand, MXOperand]:
+        """Return ``[M, K]`` and ``[N, K]`` of one product, checked; `shape` is the right one's in words."""
+        one, other = self.operand(left), self.operand(right)
+        check_logical(other.td, one.K, other.F, shape, right)
         if self.lone_384:
-            check_no_mix_at_384({left: pair.left.td, right: pair.right.td}, pair.left.K)
-        check_grouping({left: pair.left, right: pair.right})
-        return pair
+            check_no_mix_at_384({left: one.td, right: other.td}, one.K)
+        check_grouping({left: one, right: other})
+        return one, other
 
     def buffer(self, name: str, shape: tuple[int, int], names: str, dtypes: tuple[torch.dtype, ...] = BF16) -> Tensor:
         """Return the tensor that argument `name` describes, of `shape` (in words `names`)."""
         return check_buffer(self.call[name].data, shape, names, name, dtypes)
 
-    def rows(self, argument: str, size: int, base: int | None = None) -> slice:
-        """Return the rows of this core: from `base`, half of `size` under LNC2, else all of it.
+    def optional_buffers(
+        self, arguments: Mapping[str, str], shape: tuple[int, int], dtypes: tuple[torch.dtype, ...] = BF16
+    ) -> dict[str, Tensor]:
+        """Return the ``[S, I]`` tensors of those `arguments`, given by what they hold, that are not None."""
+        given = {held: name for held, name in arguments.items() if self.call[name] is not None}
+        return {held: self.buffer(name, shape, "[S, I]", dtypes) for held, name in given.items()}
 
-        `base` is what `argument` says unless it is given.
-        """
+    def rows(self, argument: str, size: int, base: int | None = None) -> slice:
+        """Return the rows of this core: from `base`, or what `argument` says, half of `size` under LNC2, else all."""
         check_even({"rows of S": size}, self.lnc2)
         length = size // 2 if self.lnc2 else size
         base = self.call[argument] if base is None else base

@@ -11,7 +11,7 @@ Legend: S tokens, H hidden, I intermediate; G = dL/dY ``[S, H]``. ``Q_K`` quanti
 Each function fills its output descriptors' tensors and returns nothing, as upstream's do. With ``run_with_lnc2`` it
 does the share of one core; the whole backward calls it once for everything. `mx_scale_rule` is the block scale rule of
 what a phase quantizes itself (``"neuron"``, or ``"floor"`` of earlier releases), `config` is for the M, K, N of one
-core's product.
+core's product, and `lone_384` groups a raw K of 384 as release 2.30 does.
 """
 
 from __future__ import annotations
@@ -19,25 +19,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
-from hf_neuron_moe.backends.torch.compute import call_scratch
+from hf_neuron_moe.backends.torch.compute import Scratch, call_scratch
+from hf_neuron_moe.backends.torch.gating import mask_
 from hf_neuron_moe.checks import check_flags
 from hf_neuron_moe.errors import ConfigError, public
-from hf_neuron_moe.reference.described_operand import TensorDescriptor
-from hf_neuron_moe.reference.mlp_mxfp8.elementwise import Phase1Elementwise
+from hf_neuron_moe.reference.described_operand import MXOperand, TensorDescriptor
 from hf_neuron_moe.reference.mlp_mxfp8.matmul_config import MatmulMxfp8KernelConfig, check_config
-from hf_neuron_moe.reference.mlp_mxfp8.operand_checks import STORED, Call, Pair, StepCall, check_logical
+from hf_neuron_moe.reference.mlp_mxfp8.operand_checks import STORED, StepCall, check_logical
 from hf_neuron_moe.reference.mlp_mxfp8.product_tiles import product_tiles
 from hf_neuron_moe.reference.moe_types import ClampLimits
+
+_BF16 = (
+    "torch.bfloat16, which every rounding point of the backward has",
+    "Pass fp32 output tensors to see unrounded sums.",
+)
+_ELEMENTWISE_ROWS = 64  # rows of one elementwise step: its fp32 buffers stay in a core's second-level cache
 
 
 @public
 def get_program_sharding_info(run_with_lnc2: bool, core: int = 0) -> tuple[int, int]:
-    """Return ``(number of programs, id of this one)``: ``(2, core)`` under LNC2, otherwise ``(1, 0)``.
-
-    `core` is which of the two to stand for; the device asks its runtime, a host has no id of its own.
-    """
-    return _sharding(run_with_lnc2, core)
+    """Return ``(number of programs, id of this one)``: ``(2, core)`` under LNC2, otherwise ``(1, 0)``."""
+    return _sharding(run_with_lnc2, core)  # the device asks its runtime, a host has no id of its own
 
 
 def _sharding(run_with_lnc2: bool, core: int) -> tuple[int, int]:
@@ -73,27 +77,47 @@ def compute_phase1_down_proj_mm_grad_mxfp8(
     * output_grad_td: F = S, K = H. down_weight_td: F = I, K = H (the transpose of the parameter). Any mode.
     * gate_pre_td, gate_act_td, up_td: bf16 ``[S, I]``. d_gate_up_td: bf16, gate columns first.
     * scratch_td: bf16 ``[2I, S]``, or None where the caller transposes d_gate_up itself.
-    * dtype: bf16, the dtype of the rounding points. lone_384: group raw K = 384 as release 2.30 does.
+    * dtype: bf16, the dtype of the rounding points.
     * clamp_limits: multiplies d_gate (d_up) by 0 where gate_pre (up) is not strictly inside the non-linear (linear)
       limits; NaN stays NaN. A value that the recompute saturated is ``bf16(limit)``, which may lie inside.
     """
-    step = _step("compute_phase1_down_proj_mm_grad_mxfp8", locals())
-    pair = step.pair("output_grad_td", "down_weight_td")
-    tokens, inner = pair.left.F, pair.right.F
-    square, both = (tokens, inner), 2 * inner
-    gate_pre, gate_act, up = (step.buffer(name, square, "[S, I]") for name in ("gate_pre_td", "gate_act_td", "up_td"))
-    d_gate_up = step.buffer("d_gate_up_td", (tokens, both), "[S, 2I]")
-    transposed = None if scratch_td is None else step.buffer("scratch_td", (both, tokens), "[2I, S]")
+    step = StepCall("compute_phase1_down_proj_mm_grad_mxfp8", locals(), _BF16)
+    grad, weight = step.pair("output_grad_td", "down_weight_td")
+    tokens, inner = grad.F, weight.F
+    saved = [step.buffer(name, (tokens, inner), "[S, I]") for name in ("gate_pre_td", "gate_act_td", "up_td")]
+    d_gate_up = step.buffer("d_gate_up_td", (tokens, 2 * inner), "[S, 2I]")
+    transposed = None if scratch_td is None else step.buffer("scratch_td", (2 * inner, tokens), "[2I, S]")
     rows = step.rows("s_base", tokens)
-    check_config(config, (rows.stop - rows.start, pair.left.K, inner), argument="config")
+    check_config(config, (rows.stop - rows.start, grad.K, inner), argument="config")
     step.launch()
     scratch = call_scratch(d_gate_up.device)
     with torch.no_grad():
-        elementwise = Phase1Elementwise(gate_pre, gate_act, up, d_gate_up, clamp_limits or ClampLimits(), scratch)
-        for tile in product_tiles([pair], scratch, rows=rows, k_major=(False, True)):
-            elementwise.run(tile)
+        for part, columns, d_int in product_tiles([(grad, weight)], scratch, rows=rows, k_major=(False, True)):
+            for first in range(0, len(d_int), _ELEMENTWISE_ROWS):
+                d_int_RI = d_int[first : first + _ELEMENTWISE_ROWS]
+                some = slice(part.start + first, part.start + first + len(d_int_RI))
+                parts = [tensor[some, columns] for tensor in (*saved, *d_gate_up.chunk(2, dim=1))]
+                _gate_up_grads(d_int_RI, parts, clamp_limits or ClampLimits(), scratch)
         if transposed is not None:
             transposed[:, rows].copy_(d_gate_up[rows].t())
+
+
+def _gate_up_grads(d_int: Tensor, parts: Sequence[Tensor], limits: ClampLimits, scratch: Scratch) -> None:
+    """Overwrite d_gate and d_up in some rows; `parts` are gate_pre, gate_act, up, d_gate and d_up there."""
+    gate_pre, gate_act, up, d_gate, d_up = parts
+    shape = tuple(d_int.shape)
+    factor = scratch.get("mx_factor", shape, torch.float32)
+    one = torch.ones((), dtype=torch.float32, device=d_int.device).expand(shape)
+    gate = scratch.get("mx_gate_fp32", shape, torch.float32).copy_(gate_pre)
+    torch.ops.aten.silu_backward.grad_input(one, gate, grad_input=factor)
+    slope = scratch.get("mx_slope", shape, torch.bfloat16).copy_(factor)
+    # bf16 times bf16 is exact in fp32: these products are rounded once.
+    d_act = slope.mul_(up)
+    d_up.copy_(factor.copy_(gate_act).mul_(d_int))
+    d_gate.copy_(factor.copy_(d_act).mul_(d_int))
+    # Limits are compared in fp32, not rounded to bf16.
+    mask_(d_gate, gate, limits.gate)
+    mask_(d_up, factor.copy_(up), limits.up)
 
 
 @public
@@ -116,9 +140,9 @@ def compute_phase2_hidden_states_grad_mxfp8(
     * gate_up_weight_td: F = H, K = 2I (gate, then up: the fused weight's transpose). d_gate_up_td: raw, F = S, K = 2I.
     * hidden_states_grad_td: bf16 or fp32.
     """
-    step = _step("compute_phase2_hidden_states_grad_mxfp8", locals())
+    step = StepCall("compute_phase2_hidden_states_grad_mxfp8", locals(), _BF16)
     pair = step.pair("d_gate_up_td", "gate_up_weight_td")
-    _fill(step, "hidden_states_grad_td", "[S, H]", [pair], step.rows("s_base", pair.left.F))
+    _fill(step, "hidden_states_grad_td", "[S, H]", [pair], step.rows("s_base", pair[0].F))
 
 
 @public
@@ -145,11 +169,11 @@ def compute_phase2_hidden_states_grad_mxfp8_2_30(
 
     * gate_weight_td, up_weight_td: F = H, K = I (transposes of the parameters). d_gate_td, d_up_td: raw, F = S, K = I.
     """
-    step = _step("compute_phase2_hidden_states_grad_mxfp8_2_30", locals(), lone_384=True)
+    step = StepCall("compute_phase2_hidden_states_grad_mxfp8_2_30", locals(), _BF16, lone_384=True)
     pairs = [step.pair("d_gate_td", "gate_weight_td"), step.pair("d_up_td", "up_weight_td")]
     check_logical(up_weight_td, *gate_weight_td.logical_shape, "[H, I]", "up_weight_td")
     check_logical(d_up_td, *d_gate_td.logical_shape, "[S, I]", "d_up_td")
-    _fill(step, "hidden_states_grad_td", "[S, H]", pairs, step.rows("s_base", pairs[0].left.F))
+    _fill(step, "hidden_states_grad_td", "[S, H]", pairs, step.rows("s_base", pairs[0][0].F))
 
 
 @public
@@ -172,14 +196,14 @@ def compute_phase3_gate_up_weight_grad_mxfp8(
 
     * hidden_states_T_td: F = H, K = S. grad_T_td: raw, F = 2I, K = S. weight_grad_td: bf16 or fp32.
     * core: under LNC2 core 0 makes the gate rows and core 1 the up rows; None (a host) makes both.
-    * lone_384: group raw K = 384 as release 2.30 does.
     """
-    step = _step("compute_phase3_gate_up_weight_grad_mxfp8", locals())
+    step = StepCall("compute_phase3_gate_up_weight_grad_mxfp8", locals(), _BF16)
     pair = step.pair("grad_T_td", "hidden_states_T_td")
-    rows = slice(0, pair.left.F)
+    both = pair[0].F
+    rows = slice(0, both)
     if core is not None:
         programs, number = _sharding(run_with_lnc2, core)
-        rows = step.rows("core", pair.left.F, number * pair.left.F // programs)
+        rows = step.rows("core", both, number * both // programs)
     _fill(step, "weight_grad_td", "[2I, H]", [pair], rows, left_k_major=True)
 
 
@@ -202,19 +226,20 @@ def compute_phase4_down_weight_grad_mxfp8(
     """Fill the rows from h_base on of dWd ``[H, I]`` (half of H under LNC2), contracted over S.
 
     * output_grad_T_td: F = H, K = S. intermediate_T_td: F = I, K = S. down_weight_grad_td: bf16 or fp32.
-    * lone_384: group raw K = 384 as release 2.30 does.
     """
-    step = _step("compute_phase4_down_weight_grad_mxfp8", locals())
+    step = StepCall("compute_phase4_down_weight_grad_mxfp8", locals(), _BF16)
     pair = step.pair("output_grad_T_td", "intermediate_T_td")
-    _fill(step, "down_weight_grad_td", "[H, I]", [pair], step.rows("h_base", pair.left.F), left_k_major=True)
+    _fill(step, "down_weight_grad_td", "[H, I]", [pair], step.rows("h_base", pair[0].F), left_k_major=True)
 
 
-def _step(kernel: str, call: Call, lone_384: bool = False) -> StepCall:
-    rule = "torch.bfloat16, which every rounding point of the backward has"
-    return StepCall(kernel, call, (rule, "Pass fp32 output tensors to see unrounded sums."), lone_384)
-
-
-def _fill(step: StepCall, out: str, names: str, pairs: Sequence[Pair], rows: slice, left_k_major: bool = False) -> None:
+def _fill(
+    step: StepCall,
+    out: str,
+    names: str,
+    pairs: Sequence[tuple[MXOperand, MXOperand]],
+    rows: slice,
+    left_k_major: bool = False,
+) -> None:
     """Store the sum of the products of `pairs` in the rows of the tensor in argument `out`, of shape `names`."""
     left, right = pairs[0]
     target = step.buffer(out, (left.F, right.F), names, STORED)
@@ -222,5 +247,6 @@ def _fill(step: StepCall, out: str, names: str, pairs: Sequence[Pair], rows: sli
     check_config(step.call["config"], (share, left.K, right.F), argument="config")
     step.launch()
     with torch.no_grad():
-        for tile in product_tiles(pairs, call_scratch(target.device), rows=rows, k_major=(left_k_major, True)):
-            target[tile.rows, tile.columns].copy_(tile.values)
+        scratch = call_scratch(target.device)
+        for part, columns, values in product_tiles(pairs, scratch, rows=rows, k_major=(left_k_major, True)):
+            target[part, columns].copy_(values)

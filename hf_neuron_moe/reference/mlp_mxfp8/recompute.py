@@ -7,15 +7,13 @@ gate_act and intermediate come from fp32 values, these from bf16 ones.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import NamedTuple, TypedDict
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from hf_neuron_moe.backends.torch.compute import call_scratch
-from hf_neuron_moe.checks import check_dtype, check_shape
 from hf_neuron_moe.errors import public
 from hf_neuron_moe.reference.described_operand import TensorDescriptor
 from hf_neuron_moe.reference.mlp_mxfp8.matmul_config import (
@@ -24,11 +22,13 @@ from hf_neuron_moe.reference.mlp_mxfp8.matmul_config import (
     check_config,
     check_shared_hidden_tiles,
 )
-from hf_neuron_moe.reference.mlp_mxfp8.operand_checks import BF16, Call, StepCall
-from hf_neuron_moe.reference.mlp_mxfp8.product_tiles import gate_up_tiles, row_tiles
+from hf_neuron_moe.reference.mlp_mxfp8.operand_checks import Call, StepCall
+from hf_neuron_moe.reference.mlp_mxfp8.product_tiles import cut, gate_up_tiles
 from hf_neuron_moe.reference.moe_types import ClampLimits
 
 _STEP_ELEMENTS = 1 << 18
+CHECKPOINTS = ("gate_pre", "gate_act", "up", "intermediate")
+"""What the backward needs of the forward: bf16 ``[S, I]``, under the names of release 2.31."""
 _STORED = ("torch.bfloat16, the dtype of the checkpoints", "Pass bf16 buffers.")
 
 
@@ -58,13 +58,12 @@ def recompute_gate_up_projection(
     * clamp_limits: the fp32 accumulators become ``max(min(x, upper), lower)`` before they are rounded; gate takes the
       non-linear limits and up the linear ones.
     * gate_config, up_config: for M, K, N = S, H, I (half of S under LNC2), with the same tiles of the hidden states.
-    * lone_384: group raw K = 384 as release 2.30 does. mx_scale_rule: block scales of what is quantized here.
+    * lone_384: group raw K = 384 as release 2.30 does.
     """
     step = StepCall("recompute_gate_up_projection", locals(), _STORED)
     hidden, gate_up = step.pair("hidden_td", "gate_up_td", "[2I, H]")
     shape = (hidden.F, gate_up.F // 2)
-    gate_pre = None if gate_pre_td is None else step.buffer("gate_pre_td", shape, "[S, I]")
-    up = None if up_td is None else step.buffer("up_td", shape, "[S, I]")
+    targets = step.optional_buffers({"gate": "gate_pre_td", "up": "up_td"}, shape)
     rows = step.rows("s_base_offset", hidden.F)
     size = (rows.stop - rows.start, hidden.K, shape[1])
     automatic = automatic_config(*size, run_with_lnc2=run_with_lnc2)
@@ -72,17 +71,16 @@ def recompute_gate_up_projection(
         check_config(config, size, argument=name)
     check_shared_hidden_tiles(gate_config or automatic, up_config or automatic, arguments=("gate_config", "up_config"))
     step.launch()
-    limits, scratch = clamp_limits or ClampLimits(), call_scratch(hidden_td.data.device)  # type: ignore[union-attr]
+    limits = clamp_limits or ClampLimits()
+    bounds = {"gate": limits.gate, "up": limits.up}
+    assert hidden_td.data is not None
+    scratch = call_scratch(hidden_td.data.device)
     with torch.no_grad():
-        wanted = {"gate": gate_pre is not None, "up": up is not None}
-        for tile in gate_up_tiles(hidden, gate_up, scratch, rows=rows, **wanted):
-            part = (tile.rows, tile.columns)
-            if gate_pre is not None and tile.gate is not None:
-                bounds = (limits.non_linear_clamp_upper_limit, limits.non_linear_clamp_lower_limit)
-                gate_pre[part].copy_(_clamp(tile.gate, *bounds))
-            if up is not None and tile.up is not None:
-                bounds = (limits.linear_clamp_upper_limit, limits.linear_clamp_lower_limit)
-                up[part].copy_(_clamp(tile.up, *bounds))
+        for part, columns, made in gate_up_tiles(hidden, gate_up, scratch, rows=rows, wanted=targets):
+            for name, values in made.items():
+                if bounds[name] != (None, None):
+                    values.clamp_(min=bounds[name][1], max=bounds[name][0])
+                targets[name][part, columns].copy_(values)
 
 
 @public
@@ -130,94 +128,48 @@ def recompute_hidden(
     recompute_intermediate(gate_act_td, up_td, hidden_td, s_base_offset, dtype, run_with_lnc2)
 
 
-class StepOptions(TypedDict):
-    """What the whole backward passes to each of its steps, which are for both cores together."""
-
-    fp8_x4_dtype: object
-    spill_reload: bool
-    use_scale_packing: bool
-    run_with_lnc2: bool
-    mx_scale_rule: str
-
-
-def step_options(call: Call) -> StepOptions:
-    """Return them for the arguments of a whole backward."""
-    return StepOptions(
-        fp8_x4_dtype=call.get("fp8_x4_dtype", torch.float8_e4m3fn),
-        spill_reload=call.get("spill_reload", True),
-        use_scale_packing=call["use_scale_packing"],
-        run_with_lnc2=False,
-        mx_scale_rule=call["mx_scale_rule"],
-    )
-
-
-@dataclass(frozen=True)
-class KeptActivations:
-    """The four checkpoints ``[S, I]``, bf16, under the names of release 2.31; None was not kept."""
-
-    gate_pre: Tensor | None = None
-    gate_act: Tensor | None = None
-    up: Tensor | None = None
-    intermediate: Tensor | None = None
-
-    def check(self, shape: tuple[int, int], names: Mapping[str, str] | None = None) -> None:
-        """Raise DTypeError or ShapeError for a checkpoint that does not fit; `names` are arguments of other names."""
-        for name, tensor in vars(self).items():
-            if tensor is not None:
-                argument = (names or {}).get(name, name)
-                check_dtype(tensor, BF16, argument)
-                check_shape(tensor, shape, "[S, I]", argument)
-
-
-class Activations(NamedTuple):
-    """The four checkpoints, all present."""
-
-    gate_pre: TensorDescriptor
-    gate_act: TensorDescriptor
-    up: TensorDescriptor
-    intermediate: TensorDescriptor
+def step_options(call: Call) -> dict[str, Any]:
+    """Return what a whole backward with these arguments passes to each of its steps, which are for both cores."""
+    defaults = {"fp8_x4_dtype": torch.float8_e4m3fn, "spill_reload": True, "use_scale_packing": True}
+    options = {name: call.get(name, default) for name, default in defaults.items()}
+    return options | {"run_with_lnc2": False, "mx_scale_rule": call["mx_scale_rule"]}
 
 
 def recompute_missing(
-    kept: KeptActivations,
-    buffers: KeptActivations,
-    hidden_td: TensorDescriptor,
-    gate_up_td: TensorDescriptor,
-    options: StepOptions,
-    clamp_limits: ClampLimits | None = None,
-    lone_384: bool = False,
-) -> Activations:
-    """Return the four checkpoints, the missing ones recomputed in the order projections, gate_act, intermediate.
+    found: dict[str, TensorDescriptor],
+    buffers: Mapping[str, Tensor],
+    options: Mapping[str, Any],
+    clamp_limits: ClampLimits | None,
+    lone_384: bool,
+) -> None:
+    """Add the missing :data:`CHECKPOINTS` to `found`: projections first, then gate_act, then the intermediate.
 
-    `hidden_td` (the forward's input) and `gate_up_td` are read only if a projection is missing. If gate_pre or up is,
-    the device recomputes both and goes on using the one that was kept; here the one that nobody sees is left out. What
-    is recomputed goes to `buffers`, where None is allocated; a projection that was kept is recomputed into its buffer
-    too.
+    `found` also has `hidden_states` and `gate_up_weights`, which are read only if a projection is missing. The device
+    then recomputes both and goes on using the one that was kept; here the one that nobody sees is left out. What is
+    recomputed goes to `buffers`, or is allocated; a kept projection is recomputed into its buffer too.
     """
-    assert hidden_td.data is not None
-    shape, device = (hidden_td.logical_shape[1], gate_up_td.logical_shape[1] // 2), hidden_td.data.device
-    found = {name: TensorDescriptor(tensor) for name, tensor in vars(kept).items() if tensor is not None}
+    hidden, gate_up, bf16 = found["hidden_states"], found["gate_up_weights"], torch.bfloat16
+    shape = (hidden.logical_shape[1], gate_up.logical_shape[1] // 2)
+    assert hidden.data is not None
+    device = hidden.data.device
 
     def target(name: str) -> TensorDescriptor:
-        buffer: Tensor | None = getattr(buffers, name)
-        empty = torch.empty(shape, dtype=torch.bfloat16, device=device) if buffer is None else buffer
+        empty = torch.empty(shape, dtype=bf16, device=device) if name not in buffers else buffers[name]
         return TensorDescriptor(empty)
 
-    if kept.gate_pre is None or kept.up is None:
-        wanted = [name for name in ("gate_pre", "up") if name not in found or getattr(buffers, name) is not None]
-        made = {name: target(name) for name in wanted}
+    if not {"gate_pre", "up"} <= found.keys():
+        made = {name: target(name) for name in ("gate_pre", "up") if name not in found or name in buffers}
         recompute_gate_up_projection(
-            hidden_td, gate_up_td, made.get("gate_pre"), made.get("up"), 0, torch.bfloat16,
+            hidden, gate_up, made.get("gate_pre"), made.get("up"), 0, bf16,
             clamp_limits=clamp_limits, lone_384=lone_384, **options,
         )  # fmt: skip
-        found = made | found
-    if kept.gate_act is None:
+        found |= made | found  # what was kept is used
+    if "gate_act" not in found:
         found["gate_act"] = target("gate_act")
-        recompute_gate_act(found["gate_pre"], found["gate_act"], 0, torch.bfloat16, False)
-    if kept.intermediate is None:
+        recompute_gate_act(found["gate_pre"], found["gate_act"], 0, bf16, False)
+    if "intermediate" not in found:
         found["intermediate"] = target("intermediate")
-        recompute_intermediate(found["gate_act"], found["up"], found["intermediate"], 0, torch.bfloat16, False)
-    return Activations(**found)
+        recompute_intermediate(found["gate_act"], found["up"], found["intermediate"], 0, bf16, False)
 
 
 def _elementwise(kernel: str, call: Call, target: str, *sources: str) -> tuple[list[slice], list[Tensor]]:
@@ -227,13 +179,4 @@ def _elementwise(kernel: str, call: Call, target: str, *sources: str) -> tuple[l
     tensors = [step.buffer(name, shape, "[S, I]") for name in (target, *sources)]
     rows = step.rows("s_base_offset", shape[0])
     step.launch()
-    return row_tiles(rows, max(1, _STEP_ELEMENTS // shape[1])), tensors
-
-
-def _clamp(values: Tensor, upper: float | None, lower: float | None) -> Tensor:
-    """``max(min(x, upper), lower)`` in place, in this order; a missing limit does nothing."""
-    if upper is not None:
-        values.clamp_(max=upper)
-    if lower is not None:
-        values.clamp_(min=lower)
-    return values
+    return cut(rows, max(1, _STEP_ELEMENTS // shape[1])), tensors
