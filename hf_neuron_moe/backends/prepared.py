@@ -27,6 +27,8 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from hf_neuron_moe.activation_policy import Keep
+
 _Place = tuple[Any, int, tuple[int, ...], tuple[int, ...], torch.dtype]
 T = TypeVar("T")
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
@@ -59,8 +61,7 @@ class PreparedWeights:
             if cache is not None:
                 cache.clear()
 
-        self._hook = register_optimizer_step_post_hook(after_step)
-        weakref.finalize(self, self._hook.remove)
+        weakref.finalize(self, register_optimizer_step_post_hook(after_step).remove)
 
     @property
     def nbytes(self) -> int:
@@ -78,11 +79,7 @@ class PreparedWeights:
         self._copies = {key: copy for key, copy in self._copies.items() if not copy.orphaned()}
 
     def drop(self, sources: Iterable[Tensor]) -> int:
-        """Drop the copies made of `sources`, of views of them, or of what they are views of.
-
-        Returns:
-            Bytes of the dropped copies.
-        """
+        """Drop the copies made of `sources`, of views of them, or of what they are views of; return their bytes."""
         gone = {_storage(source) for source in sources if type(source) in _PLAIN_TYPES}
         with self._lock:
             before = self.nbytes
@@ -94,19 +91,14 @@ class PreparedWeights:
     def get(self, form: str, build: Callable[..., T], *sources: Tensor, keep: bool = True, sampled: bool = False) -> T:
         """Return ``build(*sources)``, or the copy made before from the same state of the sources.
 
-        Results that share memory with a source cost nothing and are not kept. While a program is traced nothing is
-        looked up: the graph has the copying in it.
-
-        Args:
-            form: name of what `build` makes; everything that `build` depends on besides the sources is in it.
-            build: maps the sources to the prepared tensor.
-            *sources: the weights.
-            keep: whether a backward will come; else the weights are read anew.
-            sampled: also compare some values of the sources.
+        `form` names what `build` makes: everything that `build` depends on besides the sources is in it. Without
+        `keep`, for calls without a backward, the weights are read anew. With `sampled` some of their values are
+        compared as well. Results that share memory with a source cost nothing and are not kept. While a program is
+        traced nothing is looked up: the graph has the copying in it.
         """
         if not keep or not all(_has_a_version(source) for source in sources):
             return build(*sources)
-        key = (form, tuple(_place(source) for source in sources))
+        key = form, tuple(_place(source) for source in sources)
         versions = tuple(source._version for source in sources)
         known = self._copies.get(key)
         samples = tuple(_sample(source) for source in sources) if sampled else ()
@@ -133,7 +125,7 @@ class FreshWeights(PreparedWeights):
 
 
 class CountedWeights(PreparedWeights):
-    """Counts the bytes that copies would take; for tensors on the meta device."""
+    """Counts the bytes that copies of tensors on the meta device would take."""
 
     def __init__(self) -> None:
         self._sizes: dict[tuple[str, tuple[_Place, ...]], int] = {}
@@ -144,20 +136,19 @@ class CountedWeights(PreparedWeights):
         return sum(self._sizes.values())
 
     def get(self, form: str, build: Callable[..., T], *sources: Tensor, keep: bool = True, sampled: bool = False) -> T:
-        """Return ``build(*sources)`` and count it if it is a copy."""
-        made = build(*sources)
-        assert isinstance(made, Tensor), "sizes are counted of tensors"
+        """Return ``build(*sources)``, a tensor, and count it if it is a copy."""
+        made: Any = build(*sources)
         if all(_storage(made) != _storage(source) for source in sources):
             self._sizes[form, tuple(_place(source) for source in sources)] = made.nbytes
         return made
 
 
-def kept_for(keep: str) -> bool:
+def kept_for(keep: Keep) -> bool:
     """Whether copies made by a forward with this policy are kept.
 
     ``"recompute"`` is also the policy of calls in training mode without a backward; a backward keeps its own anyway.
     """
-    return keep not in ("", "recompute")
+    return bool(keep.names)
 
 
 def is_traced(tensor: Tensor) -> bool:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_neuron_moe.backends.torch.saved import GROUP, fp8_storage
+from hf_neuron_moe.backends.torch.saved import GROUP
 from hf_neuron_moe.formats.constants import E4M3FN
 from hf_neuron_moe.formats.group_fp8 import SCALE_EPSILON
 
@@ -47,11 +47,6 @@ def coat_checkpoints(codes: Tensor, scales: Tensor) -> dict[str, Tensor]:
     act = rounded.flatten(-2)[..., : gate.shape[-1]]
     made = {"gate_pre": gate, "up": up, "gate_act": act, "intermediate": act * up}
     return {name: value.to(torch.bfloat16) for name, value in made.items()}
-
-
-def fake_pack(x: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Return uninitialized tensors of the shapes and dtypes that :func:`pack` returns for rows of `shape`."""
-    return fp8_storage(x, shape[:-1], shape[-1])
 
 
 def _groups(rows: Tensor) -> Tensor:

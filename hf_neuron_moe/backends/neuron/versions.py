@@ -127,6 +127,12 @@ def why_unavailable(*, simulator: bool = False) -> str | None:
     return None if simulator or platform().name in PLATFORMS else f"{platform().name} is neither Trn2 nor Trn3"
 
 
+def _calls_kernels() -> bool:
+    from hf_neuron_moe.backends.operator_registration import plugin_function  # imports torch, this module does not
+
+    return any(plugin_function(name) is not None for name in ("nki_op", "wrap_nki"))
+
+
 def pairing() -> str | None:
     """Return why the installed torch-neuronx does not go with the installed torch, or None.
 
@@ -142,14 +148,6 @@ def pairing() -> str | None:
         return None
     wanted = ".".join(map(str, release(plugin)[:2]))
     return f"torch-neuronx {plugin} is documented with torch {wanted}, and torch is {torch}: install a matching pair"
-
-
-def _calls_kernels() -> bool:
-    from hf_neuron_moe.backends.operator_registration import (
-        plugin_function,  # imports torch, which this module does without
-    )
-
-    return any(plugin_function(name) is not None for name in ("nki_op", "wrap_nki"))
 
 
 @public("resolve_backend")
@@ -185,30 +183,23 @@ def platform() -> Detected:
     if override:
         name = _GENERATIONS.get(override, override)
         if name not in _PLATFORM_NAMES:
-            expected = "one of trn1, trn2, trn3, gen2, gen3, gen4"
-            fix = "Correct or unset the environment variable."
+            expected, fix = "one of trn1, trn2, trn3, gen2, gen3, gen4", "Correct or unset the environment variable."
             raise ConfigError.about(_PLATFORM_OVERRIDE, expected, repr(override), fix)
         return Detected(name, _PLATFORM_OVERRIDE)
     ask = _runtime_function("get_platform_target")
     if ask is not None:
         return Detected(_platform_name(ask()), "torch_neuronx")
     signs = {"NEURON_CC_FLAGS": _compiler_flag("--target"), "the machine's product name": _product_name()}
-    for source, sign in signs.items():
-        name = _platform_name(sign or "")
-        if name in _PLATFORM_NAMES:
-            return Detected(name, source)
-    return Detected("trn3", ASSUMED)
+    found = {source: _platform_name(sign or "") for source, sign in signs.items()}
+    known = (Detected(name, source) for source, name in found.items() if name in _PLATFORM_NAMES)
+    return next(known, Detected("trn3", ASSUMED))
 
 
 def platforms_asked_for() -> dict[str, str]:
     """Return the platform that each environment variable names, for those that name one."""
-    asked = {}
-    if _variable(_PLATFORM_OVERRIDE):
-        asked[_PLATFORM_OVERRIDE] = platform().name
     target = _compiler_flag("--target")
-    if target:
-        asked["NEURON_CC_FLAGS"] = _platform_name(target)
-    return asked
+    asked = {_PLATFORM_OVERRIDE: platform().name} if _variable(_PLATFORM_OVERRIDE) else {}
+    return asked | ({"NEURON_CC_FLAGS": _platform_name(target)} if target else {})
 
 
 def _platform_name(found: object) -> str:
@@ -221,13 +212,12 @@ def _platform_name(found: object) -> str:
 @public("neuron backend")
 def _compiler_flag(*names: str) -> str | None:
     """The last value of a flag in ``NEURON_CC_FLAGS``, in either spelling; None where it is not there."""
+    text, found = os.environ.get("NEURON_CC_FLAGS", ""), None
     try:
-        flags = shlex.split(os.environ.get("NEURON_CC_FLAGS", ""))
+        flags = shlex.split(text)
     except ValueError as error:
-        got = f"{os.environ['NEURON_CC_FLAGS']!r} ({error})"
-        fix = "Close its quotation marks."
-        raise ConfigError.about("NEURON_CC_FLAGS", "flags as a shell would take them", got, fix) from None
-    found = None
+        expected, fix = "flags as a shell would take them", "Close its quotation marks."
+        raise ConfigError.about("NEURON_CC_FLAGS", expected, f"{text!r} ({error})", fix) from None
     for flag, following in zip(flags, [*flags[1:], ""]):
         name, equals, value = flag.partition("=")
         if name in names:
@@ -251,9 +241,8 @@ def _product_name() -> str:
 def logical_cores() -> Detected:
     """Return how many physical cores form a logical one (LNC): ``"1"`` or ``"2"``, the launch grid of every kernel.
 
-    :data:`LNC_OVERRIDE` decides, then torch-neuronx's ``get_logical_neuron_cores()``, then
-    ``NEURON_LOGICAL_NC_CONFIG``, then ``--lnc`` or ``--logical-nc-config`` in ``NEURON_CC_FLAGS``; without any of them
-    it is 2, the default of Trn2 and Trn3. Whoever says otherwise is named in the result.
+    The first source that says so decides; without any it is 2, the default of Trn2 and Trn3. Sources that say otherwise
+    are named in the result.
     """
     ask = _runtime_function("get_logical_neuron_cores")
     said = {
@@ -262,15 +251,15 @@ def logical_cores() -> Detected:
         "NEURON_LOGICAL_NC_CONFIG": _variable("NEURON_LOGICAL_NC_CONFIG"),
         "NEURON_CC_FLAGS": (_compiler_flag("--lnc", "--logical-nc-config") or "").strip(),
     }
-    known = {source: value for source, value in said.items() if value}
+    known = [(source, value) for source, value in said.items() if value]
     if not known:
         return Detected("2", "the default of Trn2 and Trn3")
-    source, value = next(iter(known.items()))
-    others = [f"{other} says {theirs}" for other, theirs in known.items() if theirs != value]
+    source, value = known[0]
     if value not in ("1", "2"):
         fix = _LNC_REMEDIES.get(source, f"Set {source} to 1 or 2, or unset it.")
         raise ConfigError.about(f"LNC ({source})", "1 or 2", repr(value), fix)
-    return Detected(value, source, f"but {', '.join(others)}: make them agree" if others else "")
+    others = ", ".join(f"{other} says {theirs}" for other, theirs in known if theirs != value)
+    return Detected(value, source, others and f"but {others}: make them agree")
 
 
 def lnc() -> int:
