@@ -1,4 +1,4 @@
-"""What a backend is and computes. One implementation per way to compute; chosen once, visibly, from device and options.
+"""What a backend is and computes; one is chosen once, visibly, from device and options.
 
 A new backend is a folder with a class of this protocol and a row in :data:`hf_neuron_moe.config.BACKENDS`.
 
@@ -74,10 +74,7 @@ class Backend(Protocol):
     def support(
         self, shape: BlockShape, spec: BlockSpec, *, tokens: int | None = None, training: bool = True
     ) -> Support:
-        """Say whether forward and backward of a block are computed.
-
-        With `tokens`, asked before a call of so many, only the reason and the most tokens are told.
-        """
+        """Say whether forward and backward of a block are computed; with `tokens`, before a call, without the costs."""
 
     def quantized_support(self, stack: MXExpertStack, *, tokens: int | None = None, training: bool = True) -> Support:
         """Say the same for a block with MX weights; without `training` its forward is enough."""
@@ -86,10 +83,7 @@ class Backend(Protocol):
         """Return in words how PyTorch multiplies where there are many rows; empty where kernels do."""
 
     def fake_saved(self, x: Tensor, shape: BlockShape, spec: BlockSpec, keep: Keep) -> Saved:
-        """Return uninitialized tensors of the shapes and dtypes that a forward saves of the tokens `x`.
-
-        They are made with ``x.new_empty``.
-        """
+        """Return what a forward saves of the tokens `x` as uninitialized tensors, made with ``x.new_empty``."""
 
     def quantized_fake_saved(self, x: Tensor, rows: int, inner: int, keep: Keep) -> tuple[Tensor, Tensor]:
         """Return the same for :meth:`quantized_forward`; `rows` is R."""
@@ -99,7 +93,7 @@ class Backend(Protocol):
     ) -> Tensor | None:
         """Return ``y [S, H]`` for inference if the backend has a shorter way for so few rows, else None.
 
-        Called for every token generated, before any argument is checked or converted: anything unusual is None.
+        Called for every token, before arguments are checked or converted: anything unusual is None.
         """
 
     def mlp_forward(self, x_SH: Tensor, weights: FFNWeights, spec: BlockSpec, keep: Keep) -> tuple[Tensor, Saved]:
@@ -138,10 +132,10 @@ class Backend(Protocol):
     def quantized_forward(
         self, x_TH: Tensor, routing: Routing | None, stack: MXExpertStack, keep: Keep
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return ``y [T, H]`` of an MX network and two tensors that are saved.
+        """Return ``y [T, H]`` of an MX network, of a dense MLP without routing, and two tensors that are saved.
 
         They are gate and up pre-activations ``[R, I]`` in bf16, each empty where `keep` does not name it, or the codes
-        and scales of both in FP8. ``"minimal"`` keeps both whole and needs no input. A dense MLP has no routing.
+        and scales of both in FP8. ``"minimal"`` keeps both whole and needs no input.
         """
 
     def quantized_backward(

@@ -46,14 +46,10 @@ _COLUMN_TILE = 2048
 class MXLayout:
     """How the codes and scales of one projection are stored."""
 
-    fmt: str = "e4m3fn"
-    """Element format, ``"e4m3fn"``, ``"e5m2"`` or ``"e2m1"``."""
-    arrangement: str = NATURAL
-    """``"natural"``, ``"swizzled"`` (both one code per byte) or ``"words"``."""
-    scheme: str = SwizzleScheme.WRAPX.value
-    """Which K values share a block, see :class:`~hf_neuron_moe.formats.constants.SwizzleScheme`."""
-    scales: str = ScaleLayout.COMPACT.value
-    """``"compact"``, ``"oversized"`` or ``"packed"``."""
+    fmt: str = "e4m3fn"  # element format, "e4m3fn", "e5m2" or "e2m1"
+    arrangement: str = NATURAL  # "natural", "swizzled" (both one code per byte) or "words"
+    scheme: str = SwizzleScheme.WRAPX.value  # which K values share a block
+    scales: str = ScaleLayout.COMPACT.value  # "compact", "oversized" or "packed"
 
     @public("MXLayout")
     def __post_init__(self) -> None:
@@ -90,10 +86,8 @@ class MXLayout:
 class MXMatrix:
     """One projection ``[F, K]`` as codes and scales, both arranged as `layout` says."""
 
-    codes: Tensor
-    """uint8, or x4 words in their integer carrier."""
-    scales: Tensor
-    """uint8, compact."""
+    codes: Tensor  # uint8, or x4 words in their integer carrier
+    scales: Tensor  # uint8, compact
     layout: MXLayout
 
     @property
@@ -137,10 +131,8 @@ class MXMatrix:
 class MXProjections:
     """The projections of one network."""
 
-    gate_up: MXMatrix
-    """``[2I, H]``, gate first."""
-    down: MXMatrix
-    """``[H, I]``; its K may be larger than I, with zeros at the end."""
+    gate_up: MXMatrix  # [2I, H], gate first
+    down: MXMatrix  # [H, I]; its K may be larger than I, with zeros at the end
 
     @property
     def hidden(self) -> int:
@@ -189,10 +181,8 @@ class MXExpertStack:
 def column_tiles(down: MXMatrix) -> list[slice]:
     """Cut the contraction axis of a down projection where none of its blocks is cut."""
     K = down.shape[1]
-    segments = tile_segments(K, down.layout.scheme)
-    if segments[0].tile > _COLUMN_TILE or _COLUMN_TILE % segments[0].tile:
-        return [slice(0, K)]
-    return [slice(start, min(start + _COLUMN_TILE, K)) for start in range(0, K, _COLUMN_TILE)]
+    step = K if _COLUMN_TILE % tile_segments(K, down.layout.scheme)[0].tile else _COLUMN_TILE
+    return [slice(start, min(start + step, K)) for start in range(0, K, step)]
 
 
 def held_form(codes: Tensor, scales: Tensor, layout: MXLayout) -> tuple[Tensor, Tensor, MXLayout]:

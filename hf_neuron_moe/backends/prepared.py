@@ -1,16 +1,14 @@
 """Weights in the form that a kernel or a product reads: copies that are kept while their sources stay the same.
 
 A copy belongs to a state of its sources: their storages, places in these, and version counters, which every in-place
-change that autograd sees advances. Writes through ``.data`` do not advance them, so all copies are also dropped after
-every optimizer step, and none are kept for calls without a backward: adapters are merged through ``.data`` between
-such calls. A write through ``.data`` between two training calls, with no optimizer step in between, is not seen:
-:meth:`PreparedWeights.drop` is for what knows of one. Copies for generation (``sampled``) outlive such writes, so some
-of their sources' values are compared at every call: what changes a weight everywhere, as merging an adapter or
-exchanging it with its average does, is seen.
+change that autograd sees advances. Writes through ``.data`` do not advance them, as when adapters are merged. So all
+copies are dropped after every optimizer step, and calls without a backward keep none; a write between two training
+calls of one step is not seen (:meth:`PreparedWeights.drop` is for what knows of one). Copies for generation
+(``sampled``) stay, so some of their sources' values are compared at every call: what changes a weight everywhere, as
+merging an adapter or exchanging it with its average does, is seen.
 
-No copies are kept of weights that FSDP gathers for a call (:class:`FreshWeights`): the full weights are temporary,
-and their copies would make every layer's stay. Forward and backward then make their own. The same goes for calls in
-evaluation mode that autograd records.
+No copies are kept of weights that FSDP gathers for a call, nor in evaluation mode where autograd records
+(:class:`FreshWeights`): the weights are temporary, and their copies would make every layer's stay.
 """
 
 from __future__ import annotations
@@ -177,10 +175,7 @@ _SAMPLES = 512
 
 def _sample(tensor: Tensor) -> Tensor:
     """Return copies of values from all over `tensor`, as their bits: NaN equals itself then."""
-    flat = tensor.detach().as_strided((tensor.numel(),), (1,)) if _is_dense(tensor) else tensor.detach().reshape(-1)
+    dense = tensor.is_contiguous() or (tensor.ndim > 1 and tensor.transpose(-1, -2).is_contiguous())
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,)) if dense else tensor.detach().reshape(-1)
     step = max(flat.numel() // _SAMPLES, 1) | 1  # odd, so that it does not stay in one column
     return flat[::step].clone().view(torch.uint8)
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    return tensor.is_contiguous() or (tensor.ndim > 1 and tensor.transpose(-1, -2).is_contiguous())

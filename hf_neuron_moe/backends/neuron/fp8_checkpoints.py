@@ -1,11 +1,9 @@
 """Checkpoints in group FP8 between forward and backward, where the policy asks for it.
 
-The kernels write and read bf16. Torch operations quantize what a forward kernel wrote, and bring it back before the
-backward kernel reads it; so the gradients are those of the kernels at rounded activations. The dense backward also
-takes the gate's activation and the intermediate, which are then COAT's; the experts' makes them from gate and up.
-
-Bytes and values are those of the torch backend's saved activations. The operations differ: these look at no value, so
-that a program with them can be traced.
+The kernels write and read bf16: torch operations quantize what a forward kernel wrote, and bring it back before the
+backward kernel reads it. The dense backward also takes the gate's activation and the intermediate, which are then
+COAT's; the experts' makes them from gate and up. Bytes and values are those of the torch backend's saved activations,
+by operations that look at no value and can be traced.
 
 C columns, G groups of them.
 """

@@ -17,20 +17,15 @@ from hf_neuron_moe.formats.padding import LANES
 
 BF16_HIDDEN_STEP, BF16_HIDDEN = 512, (512, 8192)
 """shard_on_i: H in steps and within bounds."""
-
 BF16_INNER_STEP = 64
 """shard_on_i takes multiples of 16, ``blockwise_mm_bwd`` 32 per core of two."""
-
 BF16_BLOCK_STEP = 256
 BF16_TOKENS = 32768
 """Tokens of one call to ``moe_cte``, with bf16 weights and with MX words."""
 MAX_TOKENS = (1 << 24) - 1
 """Token ids pass through fp32 on the chip and are exact below 2**24, the sink row's included."""
-
 SMALL_BLOCKS, LARGE_BLOCKS = (128, 256, 512, 1024), (2048, 4096)
-
 ON_TRN3 = "the MXFP8 kernels run on Trn3 only"
-
 _NEEDS = {
     ("mlp", "mxfp8"): ("mlp_forward", "mlp_backward"),
     ("experts", "mxfp8"): ("moe_forward_mxfp8", "moe_backward_mxfp8"),

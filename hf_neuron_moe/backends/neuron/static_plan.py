@@ -41,13 +41,11 @@ def route(
     per_iteration: int,
     dtype: torch.dtype,
 ) -> Routed:
-    """Lay out a routing for the kernels, with affinities of `dtype`.
+    """Lay out a routing for the kernels, with affinities of `dtype`; expert ids >= E are other ranks' and take no slot.
 
     The kernels have one slot and one affinity per token and expert. A token that names an expert twice gets the sum of
-    both weights, which is what two slots would give: the affinity enters the result as a factor.
-
-    Expert ids >= E belong to other ranks and take no slot. With `sink`, unused slots point at a zero row T behind the
-    tokens, which the forward of the bf16 pair documents; without, they hold -1 and the kernel skips them.
+    both weights, which is what two slots would give: the affinity enters the result as a factor. With `sink`, unused
+    slots point at a zero row T behind the tokens, as the bf16 forward documents; without, the kernel skips them.
     """
     plan = build_block_plan(
         expert_mask(index_TK, experts),

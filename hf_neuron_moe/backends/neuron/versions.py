@@ -25,26 +25,21 @@ MINIMUM_TORCH_NEURONX = (2, 13, 3)
 MINIMUM_PYTHON = (3, 12)
 PACKAGES = {"nki": "nki", "nkilib": "nki-library", "torch_neuronx": "torch-neuronx", "neuronxcc": "neuronx-cc"}
 """Distribution that provides each module; nkilib also comes bundled with neuronx-cc."""
-
 PLATFORMS = ("trn2", "trn3")
 _GENERATIONS = {"gen2": "trn1", "gen3": "trn2", "gen4": "trn3"}
 _PLATFORM_NAMES = frozenset(_GENERATIONS.values())
 ASSUMED = "assumed, as NKI does where it sees no device"
 LNC_OVERRIDE = "HF_NEURON_MOE_LNC"
 """This package's own variable for the number of physical cores per logical core."""
-
 _LNC_REMEDIES = {
     "torch_neuronx": f"Set {LNC_OVERRIDE} to 1 or 2, which wins over what torch_neuronx says.",
     "NEURON_CC_FLAGS": "Correct --lnc or --logical-nc-config in NEURON_CC_FLAGS, or leave it out there.",
 }
 """What to do about a bad LNC, where it is not simply a variable of its own."""
-
 _PLATFORM_OVERRIDE = "NEURON_PLATFORM_TARGET_OVERRIDE"
 _SDK_OF_NKI = {(0, 2): "2.28", (0, 3): "2.29", (0, 4): "2.30", (0, 5): "2.31", (0, 6): "2.32", (0, 7): "2.33"}
 _PRODUCT_NAME = Path("/sys/devices/virtual/dmi/id/product_name")
 """EC2's name of the instance type, for example ``trn2.48xlarge``."""
-
-_INDEX = "Install torch-neuronx, nki and neuronx-cc of SDK 2.33 or later from AWS's own Neuron package index"
 
 
 @public
@@ -156,7 +151,10 @@ def toolchain(*, simulator: bool = False) -> Toolchain:
     reason = why_unavailable(simulator=simulator)
     if reason is not None:
         got = f"{'nki-sim' if simulator else 'neuron'!r}: {reason}"
-        fix = f"{_INDEX}. Use backend='torch' elsewhere: it computes the same contract on any device."
+        fix = (
+            "Install torch-neuronx, nki and neuronx-cc of SDK 2.33 or later from AWS's own Neuron package index. "
+            "Use backend='torch' elsewhere: it computes the same contract on any device."
+        )
         raise BackendUnavailableError.about("backend", "one that can run here", got, fix)
     plugin = None if simulator else sys.modules["torch_neuronx"]
     return Toolchain(sys.modules["nki"], sys.modules["nkilib"], plugin)
@@ -172,7 +170,7 @@ class Detected:
 
     @property
     def told(self) -> str:
-        """The source and the contradiction, for people."""
+        """The source and the contradiction."""
         return f"{self.source}; {self.contradiction}" if self.contradiction else self.source
 
 
