@@ -128,28 +128,11 @@ class MXMatrix:
 
 
 @dataclass(frozen=True)
-class MXProjections:
-    """The projections of one network."""
-
-    gate_up: MXMatrix  # [2I, H], gate first
-    down: MXMatrix  # [H, I]; its K may be larger than I, with zeros at the end
-
-    @property
-    def hidden(self) -> int:
-        """H."""
-        return self.gate_up.shape[1]
-
-    @property
-    def inner(self) -> int:
-        """I."""
-        return self.gate_up.shape[0] // 2
-
-
-@dataclass(frozen=True)
 class MXExpertStack:
-    """The projections of E experts, or of a dense MLP: tensors and layouts as :class:`MXMatrix` has them.
+    """The projections of E experts, or of one network: tensors and layouts as :class:`MXMatrix` has them.
 
-    Experts have an axis E in front.
+    Experts have an axis E in front. Gate and up are the rows of one ``[2I, H]``, gate first. Down is ``[H, I]``; its K
+    may be larger than I, with zeros at the end.
     """
 
     gate_up_codes: Tensor
@@ -169,13 +152,22 @@ class MXExpertStack:
         """I, padding included."""
         return self.gate_up_layout.matrix_shape(self.gate_up_codes.shape)[0] // 2
 
-    def expert(self, number: int | None) -> MXProjections:
-        """Return one expert's projections; None for a dense MLP."""
+    @property
+    def gate_up(self) -> MXMatrix:
+        """Gate and up; of experts only its shape is one of a matrix."""
+        return MXMatrix(self.gate_up_codes, self.gate_up_scales, self.gate_up_layout)
+
+    @property
+    def down(self) -> MXMatrix:
+        """Down, likewise."""
+        return MXMatrix(self.down_codes, self.down_scales, self.down_layout)
+
+    def expert(self, number: int | None) -> MXExpertStack:
+        """Return one expert's network; None for a dense MLP."""
+        if number is None:
+            return self
         tensors = (self.gate_up_codes, self.gate_up_scales, self.down_codes, self.down_scales)
-        gate_up, gate_up_scales, down, down_scales = (t if number is None else t[number] for t in tensors)
-        return MXProjections(
-            MXMatrix(gate_up, gate_up_scales, self.gate_up_layout), MXMatrix(down, down_scales, self.down_layout)
-        )
+        return MXExpertStack(*(tensor[number] for tensor in tensors), self.gate_up_layout, self.down_layout)
 
 
 def column_tiles(down: MXMatrix) -> list[slice]:

@@ -1,9 +1,8 @@
 """How operators are registered: by the Neuron plugin's ``nki_op`` where that is loaded, by ``torch.library`` elsewhere.
 
-``nki_op`` returns an ordinary custom operator; its difference is that ``torch.compile`` traces into the body, so that
-a kernel becomes a node of the graph. The torch backend looks at values and cannot be traced: where ``nki_op`` is there,
-the body calls a second operator for it, which stays whole. torch loads the plugin when it is imported itself; only
-where that is switched off, or a plugin comes later, operators that exist already are registered again.
+``torch.compile`` traces into the body of an operator of ``nki_op``, so that a kernel becomes a node of the graph. The
+torch backend looks at values and cannot be traced: there the body calls a second operator, which stays whole. torch
+loads the plugin when it is imported itself; where one comes later, operators that exist are registered again.
 """
 
 from __future__ import annotations

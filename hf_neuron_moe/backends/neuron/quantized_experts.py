@@ -3,9 +3,8 @@
 Dense MLPs go through ``mlp_fwd_mxfp8`` with codes and packed scales, experts whose weights are words through
 ``moe_cte`` shard_on_block_mx, or, where H is above what that takes, the kernel of shard_on_i_mx itself.
 
-Training goes through the torch backend: ``mlp_backward_mxfp8_nki`` takes pre-quantized weights only together with
-operands quantized along the other axis, which a loaded model does not hold; of the experts' MXFP8 backward no document
-says how it takes them.
+Training goes through the torch backend: see :data:`NO_BACKWARD`; of the experts' MXFP8 backward no document says how it
+takes pre-quantized weights.
 
 Letters: T tokens, K experts per token, E experts, H hidden, I intermediate.
 """
@@ -15,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.backends.mx_weights import NATURAL, SWIZZLED, WORDS, MXExpertStack, MXLayout
+from hf_neuron_moe.backends.mx_weights import NATURAL, SWIZZLED, WORDS, MXExpertStack, MXMatrix
 from hf_neuron_moe.backends.neuron.adapter import Adapter
 from hf_neuron_moe.backends.neuron.launch import Kernels
 from hf_neuron_moe.backends.neuron.limits import BF16_HIDDEN, BF16_HIDDEN_STEP, ON_TRN3, Device
@@ -55,26 +54,27 @@ class FrozenKernels(Kernels):
         return out_TH[:tokens].contiguous()
 
     def _dense(self, x_TH: Tensor, stack: MXExpertStack) -> Tensor:
-        gate_up = self._operand("gate_up", stack.gate_up_codes, stack.gate_up_scales, stack.gate_up_layout)
-        down = self._operand("down", stack.down_codes, stack.down_scales, stack.down_layout)
+        gate_up, gate_up_scales = self._operand("gate_up", stack.gate_up)
+        down, down_scales = self._operand("down", stack.down)
         out_TH, *_ = self.run(
             "mlp_forward_quantized",
             "mlp_forward_quantized",
             hidden=pad_axes(x_TH, (padded_size(x_TH.shape[0]), x_TH.shape[1])),
-            gate_up_weights=gate_up[0],
-            down_weights=down[0],
-            gate_up_scales=gate_up[1],
-            down_scales=down[1],
+            gate_up_weights=gate_up,
+            down_weights=down,
+            gate_up_scales=gate_up_scales,
+            down_scales=down_scales,
             run_with_lnc2=self.launch.lnc == 2,
         )
         return out_TH
 
-    def _operand(self, name: str, codes: Tensor, scales: Tensor, layout: MXLayout) -> tuple[Tensor, Tensor]:
+    def _operand(self, name: str, matrix: MXMatrix) -> tuple[Tensor, Tensor]:
         """Codes as float8_e4m3fn ``[K/4, 4F]`` and scales as ``use_scale_packing`` asks for them."""
-        if layout.arrangement == NATURAL:
-            codes = self.weights.get(f"frozen {name} {layout.scheme}", lambda own: swizzle(own, layout.scheme), codes)
+        codes, scheme = matrix.codes, matrix.layout.scheme
+        if matrix.layout.arrangement == NATURAL:
+            codes = self.weights.get(f"frozen {name} {scheme}", lambda own: swizzle(own, scheme), codes)
         # Raw bytes would be read as e5m2: the kernel goes by the dtype's name.
-        return codes.view(torch.float8_e4m3fn), self.weights.get(f"frozen {name} scales", to_packed, scales)
+        return codes.view(torch.float8_e4m3fn), self.weights.get(f"frozen {name} scales", to_packed, matrix.scales)
 
     def _experts(self, x_TH: Tensor, routing: Routing, stack: MXExpertStack) -> Tensor:
         (tokens, hidden), top_k, count = x_TH.shape, routing.index_TK.shape[1], stack.gate_up_codes.shape[0]
@@ -156,6 +156,6 @@ def _why_not_codes(stack: MXExpertStack) -> str | None:
             return f"{name}: at a contraction axis of exactly 384 the kernel groups activations and codes differently"
         if tile_segments(size, layout.scheme) != tile_segments(size, SwizzleScheme.WRAPX):
             return f"{kernel} groups activations as {SwizzleScheme.WRAPX.value}, and the codes are {layout.scheme}"
-    if stack.down_layout.matrix_shape(stack.down_codes.shape)[1] != stack.inner:
+    if stack.down.shape[1] != stack.inner:
         return "down_proj holds more columns than the network has"
     return None

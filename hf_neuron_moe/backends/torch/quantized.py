@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_neuron_moe.backends.mx_weights import WORDS, MXExpertStack, MXProjections, column_tiles
+from hf_neuron_moe.backends.mx_weights import WORDS, MXExpertStack, column_tiles
 from hf_neuron_moe.backends.torch.compute import Compute, call_scratch
 from hf_neuron_moe.backends.torch.experts import Emit
 from hf_neuron_moe.backends.torch.fake_quant import fake_quantize_
@@ -170,7 +170,7 @@ def quantized_backward(
             d_x(start, end, total_RH)
 
 
-def _tile(weights: MXProjections, columns: slice, loader: Loader) -> FFNWeights:
+def _tile(weights: MXExpertStack, columns: slice, loader: Loader) -> FFNWeights:
     """The values of one part of the intermediate axis, fp32, without zeros that the arrangement added."""
     hidden, inner = weights.hidden, weights.inner
     width, size = columns.stop - columns.start, min(columns.stop, inner) - columns.start
