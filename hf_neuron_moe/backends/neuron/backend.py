@@ -9,7 +9,7 @@ import copy
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -186,15 +186,8 @@ class NeuronBackend:
         return self._quantized.forward(x_TH, routing, stack), x_TH.new_empty(0), x_TH.new_empty(0)
 
     def quantized_backward(
-        self,
-        dout_TH: Tensor,
-        x_TH: Tensor,
-        routing: Routing | None,
-        stack: MXExpertStack,
-        saved: tuple[Tensor, Tensor],
-        keep: Keep,
-        wants: Wants,
-    ) -> tuple[Tensor, Tensor]:
+        self, dout_TH: Tensor, x_TH: Tensor, routing: Routing | None, stack: MXExpertStack, *rest: Any
+    ) -> NoReturn:
         raise _no_quantized_kernel(str(self.quantized_support(stack).reason))
 
     def _checked(self, block: Block, rows: Tensor) -> Block:

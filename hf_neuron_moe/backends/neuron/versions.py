@@ -131,8 +131,7 @@ def _calls_kernels() -> bool:
 def pairing() -> str | None:
     """Return why the installed torch-neuronx does not go with the installed torch, or None.
 
-    AWS names matching pairs only: 2.13.3 for torch 2.13, 2.14.3 for torch 2.14. Another pair is told and not refused:
-    no document says what it does.
+    AWS names matching pairs only, 2.13.3 for torch 2.13 and 2.14.3 for torch 2.14; another one is told, not refused.
     """
     plugin = installed_version("torch_neuronx")
     try:
@@ -239,8 +238,7 @@ def _product_name() -> str:
 def logical_cores() -> Detected:
     """Return how many physical cores form a logical one (LNC): ``"1"`` or ``"2"``, the launch grid of every kernel.
 
-    The first source that says so decides; without any it is 2, the default of Trn2 and Trn3. Sources that say otherwise
-    are named in the result.
+    The first source that says so decides, without any the default of Trn2 and Trn3; the result names contradictions.
     """
     ask = _runtime_function("get_logical_neuron_cores")
     said = {
