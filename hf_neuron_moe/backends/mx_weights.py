@@ -166,8 +166,8 @@ class MXExpertStack:
         """Return one expert's network; None for a dense MLP."""
         if number is None:
             return self
-        tensors = (self.gate_up_codes, self.gate_up_scales, self.down_codes, self.down_scales)
-        return MXExpertStack(*(tensor[number] for tensor in tensors), self.gate_up_layout, self.down_layout)
+        names = ("gate_up_codes", "gate_up_scales", "down_codes", "down_scales")
+        return replace(self, **{name: getattr(self, name)[number] for name in names})
 
 
 def column_tiles(down: MXMatrix) -> list[slice]:

@@ -21,13 +21,10 @@ BF16_OPEN = (
 )
 """About ``moe_forward`` and ``moe_backward``."""
 
-SWIZZLE_MODES = tuple(
-    f"{operand}_swizzle_mode"
-    for operand in (
-        "output_grad", "down_weight", "d_gate_up", "gate_up_weight", "d_gate_up_t", "hidden_states_t", "output_grad_t",
-        "scaled_intermediate_t",
-    )
-)  # fmt: skip
+_SWIZZLED = (
+    "output_grad down_weight d_gate_up gate_up_weight d_gate_up_t hidden_states_t output_grad_t scaled_intermediate_t"
+)
+SWIZZLE_MODES = tuple(f"{operand}_swizzle_mode" for operand in _SWIZZLED.split())
 """Options of the backward: only the mode DGT knows several experts, and the default may be another one."""
 
 COMPANIONS = {"gate_up_proj_act_td": ("TensorOrientation", "K_BY_F"), "_swizzle_mode": ("SwizzleMode", "DGT")}
