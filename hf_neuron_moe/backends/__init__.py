@@ -22,61 +22,56 @@ NEURON_BACKENDS = ("neuron", "nki-sim")
 
 @public
 def resolve_backend(name: str, device: torch.device) -> str:
-    """Turn a configured backend name into the one that will run on `device`.
+    """Turn a configured backend name into the one that will run on `device`, where the model's parameters are.
 
-    Args:
-        name: ``"auto"``, or a backend of :data:`hf_neuron_moe.config.BACKENDS`.
-        device: where the model's parameters are. ``"neuron"`` is not refused for other devices: a model may be moved
-            after it was patched.
-
-    Returns:
-        The backend's name; for ``"auto"`` that is ``"neuron"`` on Neuron devices and ``"torch"`` elsewhere.
+    ``"auto"`` is ``"neuron"`` on Neuron devices and ``"torch"`` elsewhere. ``"neuron"`` is not refused for other
+    devices: a model may be moved after it was patched.
     """
     import torch
 
     if name == "auto":
         name = DEVICE_BACKENDS.get(device.type, DEFAULT_BACKEND)
-    if name in BACKENDS:
-        # What a program is traced with was resolved before; imports cannot be traced.
-        if torch.compiler.is_compiling():
-            return name
-        kind = _load(name)  # each time: what it depends on may have been installed since
-        error = kind.unavailable_reason(name)
-        if error is not None:
-            raise error
-        if kind.traceable:
-            from hf_neuron_moe.backends.operator_registration import register_again
-
-            register_again()
-        return name
     if name in PLANNED_BACKENDS:
-        raise BackendUnavailableError.about(
-            "backend",
+        expected, got = (
             "one that this release implements: auto, torch, neuron or nki-sim",
             f"{name!r}, which is planned",
-            f"The {PLANNED_BACKENDS[name]} backend is not part of this release. Use backend='torch': it "
-            "computes the same contract on any device.",
         )
-    known = ["auto", *BACKENDS, *PLANNED_BACKENDS]
-    raise ConfigError.about(
-        "backend", f"one of {', '.join(known)}", repr(name), f"Choose one of these.{nearest(name, known)}"
-    )
+        fix = (
+            f"The {PLANNED_BACKENDS[name]} backend is not part of this release. Use backend='torch': it computes the "
+            "same contract on any device."
+        )
+        raise BackendUnavailableError.about("backend", expected, got, fix)
+    if name not in BACKENDS:
+        known = ["auto", *BACKENDS, *PLANNED_BACKENDS]
+        fix = f"Choose one of these.{nearest(name, known)}"
+        raise ConfigError.about("backend", f"one of {', '.join(known)}", repr(name), fix)
+    # What a program is traced with was resolved before; imports cannot be traced.
+    if torch.compiler.is_compiling():
+        return name
+    kind = _load(name)  # each time: what it depends on may have been installed since
+    error = kind.unavailable_reason(name)
+    if error is not None:
+        raise error
+    if kind.traceable:
+        from hf_neuron_moe.backends.operator_registration import register_again
+
+        register_again()
+    return name
 
 
 @public
 def get_backend(name: str) -> Backend:
     """Return the backend object for a name that :func:`resolve_backend` returned."""
     if name not in BACKENDS:
-        raise BackendUnavailableError.about(
-            "name", f"one of {', '.join(BACKENDS)}", repr(name), "Pass the result of resolve_backend."
-        )
-    instance: Backend = (_classes.get(name) or _load(name)).instance(name)
+        expected, fix = f"one of {', '.join(BACKENDS)}", "Pass the result of resolve_backend."
+        raise BackendUnavailableError.about("name", expected, repr(name), fix)
+    instance: Backend = _class_of(name).instance(name)
     return instance
 
 
 def is_traceable(name: str) -> bool:
     """Return whether programs may trace into the operators' bodies where this backend computes."""
-    return bool((_classes.get(name) or _load(name)).traceable)
+    return bool(_class_of(name).traceable)
 
 
 def drop_weight_copies(weights: Iterable[Tensor]) -> int:
@@ -97,6 +92,10 @@ def release_gradient_memory() -> None:
 
 _classes: dict[str, Any] = {}
 """By name in the table: the classes that were imported."""
+
+
+def _class_of(name: str) -> Any:
+    return _classes.get(name) or _load(name)
 
 
 def _load(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""What a backend is and computes. One implementation per way to compute; chosen once, visibly, from device and options.
+"""What a backend is and computes; one is chosen once, visibly, from device and options.
 
 A new backend is a folder with a class of this protocol and a row in :data:`hf_neuron_moe.config.BACKENDS`.
 
@@ -24,6 +24,9 @@ NOTHING = parse_keep("")
 Saved = tuple[Tensor, Tensor, Tensor, Tensor]
 """What a forward saved for its backward: four tensors whose meaning is the policy's; unused ones are empty."""
 
+Grads = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Gradients of a backward; those that nobody wants are empty."""
+
 
 class Backend(Protocol):
     """Forward and backward of the blocks; all functional, results are returned and never written into arguments.
@@ -31,7 +34,8 @@ class Backend(Protocol):
     Activations arrive and leave in bf16 (fp32 for the precision ``"fp32"``); weights have any float dtype and are read
     in the precision asked for; weight gradients have the weights' dtype.
 
-    ``keep`` is the activation policy, or :data:`NOTHING`. A forward returns its result and :data:`Saved`:
+    ``keep`` is the activation policy, or :data:`NOTHING`. A forward returns its result and :data:`Saved` (R = S for the
+    dense MLP):
 
     * in FP8: codes ``[2, R, I]`` and scales ``[2, R, G]`` of gate and up, codes ``[S, H]`` and scales of the input,
       which then need not be saved itself: the backward ignores its ``x``;
@@ -41,8 +45,6 @@ class Backend(Protocol):
     Every policy but FP8 gives the same gradients, and all give the same ``y``: in the torch backend bit for bit. On
     Neuron the bf16 experts' forward rounds gate and up to bf16 before it uses them where it saves them, and has them in
     fp32 where it does not, so that ``y`` of the two differs by that rounding; the backward always reads saved ones.
-
-    R is S for the dense MLP and the token-expert pairs in expert order for experts.
     """
 
     name: str
@@ -56,63 +58,46 @@ class Backend(Protocol):
     @classmethod
     def instance(cls, name: str) -> Self:
         """Return the backend for a name of the table: the same object while the machine stays the same."""
-        ...
 
     @classmethod
     def unavailable_reason(cls, name: str) -> BackendUnavailableError | None:
         """Return the error that says why it cannot run here, or None."""
-        ...
 
     @classmethod
     def drop_weight_copies(cls, weights: Iterable[Tensor]) -> int:
         """Drop the copies of `weights` that are kept between calls; return their bytes."""
-        ...
 
     @property
     def without_copies(self) -> Self:
         """The same backend for weights that are gathered for one call: it keeps no copies of them."""
-        ...
 
     def support(
         self, shape: BlockShape, spec: BlockSpec, *, tokens: int | None = None, training: bool = True
     ) -> Support:
-        """Say whether forward and backward of a block are computed.
-
-        With `tokens`, asked before a call of so many, only the reason and the most tokens are told.
-        """
-        ...
+        """Say whether forward and backward of a block are computed; with `tokens`, before a call, without the costs."""
 
     def quantized_support(self, stack: MXExpertStack, *, tokens: int | None = None, training: bool = True) -> Support:
         """Say the same for a block with MX weights; without `training` its forward is enough."""
-        ...
 
     def describe_products(self, precision: str, device: torch.device) -> str:
         """Return in words how PyTorch multiplies where there are many rows; empty where kernels do."""
-        ...
 
     def fake_saved(self, x: Tensor, shape: BlockShape, spec: BlockSpec, keep: Keep) -> Saved:
-        """Return uninitialized tensors of the shapes and dtypes that a forward saves of the tokens `x`.
-
-        They are made with ``x.new_empty``.
-        """
-        ...
+        """Return what a forward saves of the tokens `x` as uninitialized tensors, made with ``x.new_empty``."""
 
     def quantized_fake_saved(self, x: Tensor, rows: int, inner: int, keep: Keep) -> tuple[Tensor, Tensor]:
         """Return the same for :meth:`quantized_forward`; `rows` is R."""
-        ...
 
     def mlp_decode(
         self, x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, precision: str
     ) -> Tensor | None:
         """Return ``y [S, H]`` for inference if the backend has a shorter way for so few rows, else None.
 
-        Called for every token generated, before any argument is checked or converted: anything unusual is None.
+        Called for every token, before arguments are checked or converted: anything unusual is None.
         """
-        ...
 
     def mlp_forward(self, x_SH: Tensor, weights: FFNWeights, spec: BlockSpec, keep: Keep) -> tuple[Tensor, Saved]:
         """Return ``y [S, H]`` and what is saved."""
-        ...
 
     def mlp_backward(
         self,
@@ -123,15 +108,13 @@ class Backend(Protocol):
         spec: BlockSpec,
         keep: Keep,
         wants: Wants,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the gradients of x, gate, up and down; those not wanted are empty."""
-        ...
+    ) -> Grads:
+        """Return the gradients of x, gate, up and down."""
 
     def experts_forward(
         self, x_TH: Tensor, routing: Routing, weights: ExpertWeights, spec: BlockSpec, keep: Keep
     ) -> tuple[Tensor, Saved]:
         """Return ``y [T, H]`` and what is saved."""
-        ...
 
     def experts_backward(
         self,
@@ -143,19 +126,17 @@ class Backend(Protocol):
         spec: BlockSpec,
         keep: Keep,
         wants: Wants,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the gradients of x, the routing weights, gate_up and down; those not wanted are empty."""
-        ...
+    ) -> Grads:
+        """Return the gradients of x, the routing weights, gate_up and down."""
 
     def quantized_forward(
         self, x_TH: Tensor, routing: Routing | None, stack: MXExpertStack, keep: Keep
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return ``y [T, H]`` of an MX network and two tensors that are saved.
+        """Return ``y [T, H]`` of an MX network, of a dense MLP without routing, and two tensors that are saved.
 
         They are gate and up pre-activations ``[R, I]`` in bf16, each empty where `keep` does not name it, or the codes
-        and scales of both in FP8. ``"minimal"`` keeps both whole and needs no input. A dense MLP has no routing.
+        and scales of both in FP8. ``"minimal"`` keeps both whole and needs no input.
         """
-        ...
 
     def quantized_backward(
         self,
@@ -171,4 +152,3 @@ class Backend(Protocol):
 
         `x_TH` may be empty where gate and up were saved.
         """
-        ...

@@ -32,11 +32,13 @@ from hf_neuron_moe.formats.scales import ScaleLayout, to_compact
 from hf_neuron_moe.formats.swizzle import tile_segments, unpack_x4, unswizzle
 
 NATURAL, SWIZZLED, WORDS = "natural", "swizzled", "words"
-ARRANGEMENTS = (NATURAL, SWIZZLED, WORDS)
-SCHEMES = (SwizzleScheme.WRAPX, SwizzleScheme.WRAPX_SINGLE, SwizzleScheme.ONE_TILE)
-"""Schemes in which the kernels quantise activations, so that both operands of a matmul form the same blocks."""
-
-COLUMN_TILE = 2048
+_KNOWN = {
+    "arrangement": (NATURAL, SWIZZLED, WORDS),
+    # In which the kernels quantise activations, so that both operands of a matmul form the same blocks.
+    "scheme": (SwizzleScheme.WRAPX, SwizzleScheme.WRAPX_SINGLE, SwizzleScheme.ONE_TILE),
+    "scales": tuple(ScaleLayout),
+}
+_COLUMN_TILE = 2048
 """Contraction elements of the down projection brought to fp32 at a time; a multiple of every scheme's largest tile."""
 
 
@@ -44,28 +46,18 @@ COLUMN_TILE = 2048
 class MXLayout:
     """How the codes and scales of one projection are stored."""
 
-    fmt: str = "e4m3fn"
-    """Element format, ``"e4m3fn"``, ``"e5m2"`` or ``"e2m1"``."""
-    arrangement: str = NATURAL
-    """``"natural"``, ``"swizzled"`` (both one code per byte) or ``"words"``."""
-    scheme: str = SwizzleScheme.WRAPX.value
-    """Which K values share a block, see :class:`~hf_neuron_moe.formats.constants.SwizzleScheme`."""
-    scales: str = ScaleLayout.COMPACT.value
-    """``"compact"``, ``"oversized"`` or ``"packed"``."""
+    fmt: str = "e4m3fn"  # element format, "e4m3fn", "e5m2" or "e2m1"
+    arrangement: str = NATURAL  # "natural", "swizzled" (both one code per byte) or "words"
+    scheme: str = SwizzleScheme.WRAPX.value  # which K values share a block
+    scales: str = ScaleLayout.COMPACT.value  # "compact", "oversized" or "packed"
 
     @public("MXLayout")
     def __post_init__(self) -> None:
         element_format(self.fmt)
-        known = {
-            "arrangement": list(ARRANGEMENTS),
-            "scheme": [scheme.value for scheme in SCHEMES],
-            "scales": [layout.value for layout in ScaleLayout],
-        }
-        for name, allowed in known.items():
+        for name, allowed in _KNOWN.items():
             if getattr(self, name) not in allowed:
-                raise ConfigError.about(
-                    name, f"one of {', '.join(allowed)}", repr(getattr(self, name)), "Choose one of these."
-                )
+                expected, got = f"one of {', '.join(allowed)}", repr(getattr(self, name))
+                raise ConfigError.about(name, expected, got, "Choose one of these.")
 
     @property
     def key(self) -> str:
@@ -92,14 +84,11 @@ class MXLayout:
 
 @dataclass(frozen=True)
 class MXMatrix:
-    """One projection ``[F, K]`` as codes and scales."""
+    """One projection ``[F, K]`` as codes and scales, both arranged as `layout` says."""
 
-    codes: Tensor
-    """uint8, or x4 words in their integer carrier, as `layout` arranges them."""
-    scales: Tensor
-    """uint8, compact."""
+    codes: Tensor  # uint8, or x4 words in their integer carrier
+    scales: Tensor  # uint8, compact
     layout: MXLayout
-    """Arrangement of both."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -108,28 +97,22 @@ class MXMatrix:
 
     @public("MXMatrix")
     def values(self, rows: slice, columns: slice, out_FK: Tensor) -> Tensor:
-        """Write the values of a part into fp32 `out_FK` and return it.
+        """Write the values of a part into fp32 `out_FK`, which has its shape, and return it.
 
-        Args:
-            rows: part of F; of a gate_up in words, of either the gate or up.
-            columns: part of K that starts and ends at borders of contraction tiles (:func:`column_tiles`).
-            out_FK: fp32, of the part's shape.
+        `rows` are part of F; of a gate_up in words, of either the gate or up. `columns` are a part of K that starts and
+        ends at borders of contraction tiles (:func:`column_tiles`).
         """
         fmt, scheme = element_format(self.layout.fmt), self.layout.scheme
-        codes_FK, scales_BF = {NATURAL: self._natural, SWIZZLED: self._swizzled, WORDS: self._words}[
-            self.layout.arrangement
-        ](rows, columns)
+        if self.layout.arrangement == WORDS:
+            codes_FK, scales_BF = self._words(rows, columns)
+        else:
+            scales_BF = self.scales[columns.start // MX_BLOCK : columns.stop // MX_BLOCK, rows]
+            if self.layout.arrangement == NATURAL:
+                codes_FK = self.codes[rows, columns]
+            else:
+                lanes = slice(LANES * rows.start, LANES * rows.stop)
+                codes_FK = unswizzle(self.codes[columns.start // LANES : columns.stop // LANES, lanes], scheme)
         return dequantize_mx_natural(codes_FK, scales_BF, fmt=fmt, scheme=scheme, out_FK=out_FK)
-
-    def _natural(self, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
-        return self.codes[rows, columns], self._operand_scales(rows, columns)
-
-    def _swizzled(self, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
-        part = self.codes[columns.start // LANES : columns.stop // LANES, LANES * rows.start : LANES * rows.stop]
-        return unswizzle(part, self.layout.scheme), self._operand_scales(rows, columns)
-
-    def _operand_scales(self, rows: slice, columns: slice) -> Tensor:
-        return self.scales[columns.start // MX_BLOCK : columns.stop // MX_BLOCK, rows]
 
     def _words(self, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
         words, scales = self.codes, self.scales
@@ -145,33 +128,11 @@ class MXMatrix:
 
 
 @dataclass(frozen=True)
-class MXProjections:
-    """Gate and up (the rows of one ``[2I, H]``, gate first) and down ``[H, I]`` of one network."""
-
-    gate_up: MXMatrix
-    """Gate and up."""
-    down: MXMatrix
-    """Down; its K may be larger than I, with zeros at the end."""
-
-    @property
-    def hidden(self) -> int:
-        """H."""
-        return self.gate_up.shape[1]
-
-    @property
-    def inner(self) -> int:
-        """I."""
-        return self.gate_up.shape[0] // 2
-
-
-@dataclass(frozen=True)
 class MXExpertStack:
-    """The projections of E experts, or of a dense MLP, whose tensors have no experts' axis.
+    """The projections of E experts, or of one network: tensors and layouts as :class:`MXMatrix` has them.
 
-    Attributes:
-        gate_up_codes, gate_up_scales, down_codes, down_scales: as :class:`MXMatrix` has them, `E` in front where
-            there are experts.
-        gate_up_layout, down_layout: how they are stored.
+    Experts have an axis E in front. Gate and up are the rows of one ``[2I, H]``, gate first. Down is ``[H, I]``; its K
+    may be larger than I, with zeros at the end.
     """
 
     gate_up_codes: Tensor
@@ -191,33 +152,37 @@ class MXExpertStack:
         """I, padding included."""
         return self.gate_up_layout.matrix_shape(self.gate_up_codes.shape)[0] // 2
 
-    def expert(self, number: int | None) -> MXProjections:
-        """Return one expert's projections; None for a dense MLP."""
-        tensors = (self.gate_up_codes, self.gate_up_scales, self.down_codes, self.down_scales)
-        gate_up, gate_up_scales, down, down_scales = (t if number is None else t[number] for t in tensors)
-        return MXProjections(
-            MXMatrix(gate_up, gate_up_scales, self.gate_up_layout), MXMatrix(down, down_scales, self.down_layout)
-        )
+    @property
+    def gate_up(self) -> MXMatrix:
+        """Gate and up; of experts only its shape is one of a matrix."""
+        return MXMatrix(self.gate_up_codes, self.gate_up_scales, self.gate_up_layout)
+
+    @property
+    def down(self) -> MXMatrix:
+        """Down, likewise."""
+        return MXMatrix(self.down_codes, self.down_scales, self.down_layout)
+
+    def expert(self, number: int | None) -> MXExpertStack:
+        """Return one expert's network; None for a dense MLP."""
+        if number is None:
+            return self
+        names = ("gate_up_codes", "gate_up_scales", "down_codes", "down_scales")
+        return replace(self, **{name: getattr(self, name)[number] for name in names})
 
 
 def column_tiles(down: MXMatrix) -> list[slice]:
     """Cut the contraction axis of a down projection where none of its blocks is cut."""
     K = down.shape[1]
-    segments = tile_segments(K, down.layout.scheme)
-    if segments[0].tile > COLUMN_TILE or COLUMN_TILE % segments[0].tile:
-        return [slice(0, K)]
-    return [slice(start, min(start + COLUMN_TILE, K)) for start in range(0, K, COLUMN_TILE)]
+    step = K if _COLUMN_TILE % tile_segments(K, down.layout.scheme)[0].tile else _COLUMN_TILE
+    return [slice(start, min(start + step, K)) for start in range(0, K, step)]
 
 
 def held_form(codes: Tensor, scales: Tensor, layout: MXLayout) -> tuple[Tensor, Tensor, MXLayout]:
-    """Return stored codes and scales as a module holds them: the same bits, without the holes of other scale layouts.
+    """Return stored codes and scales, of a file's dtypes, as a module holds them, and the layout that describes these.
 
-    Codes are viewed as uint8, words as the signed integer of their width: floating-point codes would be cast by
-    ``module.to(dtype)``, and torch has few operators for unsigned words. Packed scales of a small K are mostly holes,
-    and oversized ones are eight times as many as there are blocks.
-
-    `codes` and `scales` have the file's dtypes, with the experts' axis in front or not. Returned are codes, compact
-    scales, and the layout that describes these.
+    The bits stay the same. Codes are viewed as uint8, words as the signed integer of their width: floating-point codes
+    would be cast by ``module.to(dtype)``, and torch has few operators for unsigned words. Scales become compact: packed
+    ones of a small K are mostly holes, and oversized ones are eight times as many as there are blocks.
     """
     signed = {torch.uint32: torch.int32, torch.uint16: torch.int16, torch.int32: torch.int32, torch.int16: torch.int16}
     codes, scales = codes.view(signed.get(codes.dtype, torch.uint8)), scales.view(torch.uint8)

@@ -1,9 +1,8 @@
 """How operators are registered: by the Neuron plugin's ``nki_op`` where that is loaded, by ``torch.library`` elsewhere.
 
-``nki_op`` returns an ordinary custom operator; its difference is that ``torch.compile`` traces into the body, so that
-a kernel becomes a node of the graph. The torch backend looks at values and cannot be traced: where ``nki_op`` is there,
-the body calls a second operator for it, which stays whole. torch loads the plugin when it is imported itself; only
-where that is switched off, or a plugin comes later, operators that exist already are registered again.
+``torch.compile`` traces into the body of an operator of ``nki_op``, so that a kernel becomes a node of the graph. The
+torch backend looks at values and cannot be traced: there the body calls a second operator, which stays whole. torch
+loads the plugin when it is imported itself; where one comes later, operators that exist are registered again.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ _twins: dict[int, Any] = {}
 
 _made: list[Any] = []
 """All operators, kept alive: one that is replaced and then collected would take its successor out of the cache of
-``torch.ops``. Whoever names an operator, as selective checkpointing does, would get another object than what is called.
-"""
+``torch.ops``, and selective checkpointing, which names an operator, would get another object than what is called."""
 
 
 def plugin_function(name: str) -> Callable[..., Any] | None:
@@ -36,18 +34,14 @@ def plugin_function(name: str) -> Callable[..., Any] | None:
 
 
 def _definer() -> Callable[..., Any]:
-    nki_op = plugin_function("nki_op")
-    return torch.library.custom_op if nki_op is None else nki_op
+    return plugin_function("nki_op") or torch.library.custom_op
 
 
 def operator(name: str, traced_into: Callable[[str], bool]) -> Callable[[Callable[..., Any]], Any]:
-    """Return a decorator that makes a functional operator of a function with complete annotations.
+    """Return a decorator that makes the functional operator ``"namespace::name"`` of a completely annotated function.
 
+    The function has an argument ``call``, with which `traced_into` is asked whether a compiler may trace into the body.
     The result has ``register_autograd``; its fake comes with :func:`fake_of`. Registering a name again replaces it.
-
-    Args:
-        name: ``"namespace::name"``. The function has an argument ``call``.
-        traced_into: asked with ``call`` whether a compiler may trace into the body.
     """
 
     def register(body: Callable[..., Any]) -> Any:

@@ -1,16 +1,14 @@
 """Weights in the form that a kernel or a product reads: copies that are kept while their sources stay the same.
 
 A copy belongs to a state of its sources: their storages, places in these, and version counters, which every in-place
-change that autograd sees advances. Writes through ``.data`` do not advance them, so all copies are also dropped after
-every optimizer step, and none are kept for calls without a backward: adapters are merged through ``.data`` between
-such calls. A write through ``.data`` between two training calls, with no optimizer step in between, is not seen:
-:meth:`PreparedWeights.drop` is for what knows of one. Copies for generation (``sampled``) outlive such writes, so some
-of their sources' values are compared at every call: what changes a weight everywhere, as merging an adapter or
-exchanging it with its average does, is seen.
+change that autograd sees advances. Writes through ``.data`` do not advance them, as when adapters are merged. So all
+copies are dropped after every optimizer step, and calls without a backward keep none; a write between two training
+calls of one step is not seen (:meth:`PreparedWeights.drop` is for what knows of one). Copies for generation
+(``sampled``) stay, so some of their sources' values are compared at every call: what changes a weight everywhere, as
+merging an adapter or exchanging it with its average does, is seen.
 
-No copies are kept of weights that FSDP gathers for a call (:class:`FreshWeights`): the full weights are temporary,
-and their copies would make every layer's stay. Forward and backward then make their own. The same goes for calls in
-evaluation mode that autograd records.
+No copies are kept of weights that FSDP gathers for a call, nor in evaluation mode where autograd records
+(:class:`FreshWeights`): the weights are temporary, and their copies would make every layer's stay.
 """
 
 from __future__ import annotations
@@ -26,6 +24,8 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from hf_neuron_moe.activation_policy import Keep
 
 _Place = tuple[Any, int, tuple[int, ...], tuple[int, ...], torch.dtype]
 T = TypeVar("T")
@@ -59,8 +59,7 @@ class PreparedWeights:
             if cache is not None:
                 cache.clear()
 
-        self._hook = register_optimizer_step_post_hook(after_step)
-        weakref.finalize(self, self._hook.remove)
+        weakref.finalize(self, register_optimizer_step_post_hook(after_step).remove)
 
     @property
     def nbytes(self) -> int:
@@ -78,11 +77,7 @@ class PreparedWeights:
         self._copies = {key: copy for key, copy in self._copies.items() if not copy.orphaned()}
 
     def drop(self, sources: Iterable[Tensor]) -> int:
-        """Drop the copies made of `sources`, of views of them, or of what they are views of.
-
-        Returns:
-            Bytes of the dropped copies.
-        """
+        """Drop the copies made of `sources`, of views of them, or of what they are views of; return their bytes."""
         gone = {_storage(source) for source in sources if type(source) in _PLAIN_TYPES}
         with self._lock:
             before = self.nbytes
@@ -94,19 +89,14 @@ class PreparedWeights:
     def get(self, form: str, build: Callable[..., T], *sources: Tensor, keep: bool = True, sampled: bool = False) -> T:
         """Return ``build(*sources)``, or the copy made before from the same state of the sources.
 
-        Results that share memory with a source cost nothing and are not kept. While a program is traced nothing is
-        looked up: the graph has the copying in it.
-
-        Args:
-            form: name of what `build` makes; everything that `build` depends on besides the sources is in it.
-            build: maps the sources to the prepared tensor.
-            *sources: the weights.
-            keep: whether a backward will come; else the weights are read anew.
-            sampled: also compare some values of the sources.
+        `form` names what `build` makes: everything that `build` depends on besides the sources is in it. Without
+        `keep`, for calls without a backward, the weights are read anew. With `sampled` some of their values are
+        compared as well. Results that share memory with a source cost nothing and are not kept. While a program is
+        traced nothing is looked up: the graph has the copying in it.
         """
         if not keep or not all(_has_a_version(source) for source in sources):
             return build(*sources)
-        key = (form, tuple(_place(source) for source in sources))
+        key = form, tuple(_place(source) for source in sources)
         versions = tuple(source._version for source in sources)
         known = self._copies.get(key)
         samples = tuple(_sample(source) for source in sources) if sampled else ()
@@ -133,7 +123,7 @@ class FreshWeights(PreparedWeights):
 
 
 class CountedWeights(PreparedWeights):
-    """Counts the bytes that copies would take; for tensors on the meta device."""
+    """Counts the bytes that copies of tensors on the meta device would take."""
 
     def __init__(self) -> None:
         self._sizes: dict[tuple[str, tuple[_Place, ...]], int] = {}
@@ -144,20 +134,19 @@ class CountedWeights(PreparedWeights):
         return sum(self._sizes.values())
 
     def get(self, form: str, build: Callable[..., T], *sources: Tensor, keep: bool = True, sampled: bool = False) -> T:
-        """Return ``build(*sources)`` and count it if it is a copy."""
-        made = build(*sources)
-        assert isinstance(made, Tensor), "sizes are counted of tensors"
+        """Return ``build(*sources)``, a tensor, and count it if it is a copy."""
+        made: Any = build(*sources)
         if all(_storage(made) != _storage(source) for source in sources):
             self._sizes[form, tuple(_place(source) for source in sources)] = made.nbytes
         return made
 
 
-def kept_for(keep: str) -> bool:
+def kept_for(keep: Keep) -> bool:
     """Whether copies made by a forward with this policy are kept.
 
     ``"recompute"`` is also the policy of calls in training mode without a backward; a backward keeps its own anyway.
     """
-    return keep not in ("", "recompute")
+    return bool(keep.names)
 
 
 def is_traced(tensor: Tensor) -> bool:
@@ -186,10 +175,7 @@ _SAMPLES = 512
 
 def _sample(tensor: Tensor) -> Tensor:
     """Return copies of values from all over `tensor`, as their bits: NaN equals itself then."""
-    flat = tensor.detach().as_strided((tensor.numel(),), (1,)) if _is_dense(tensor) else tensor.detach().reshape(-1)
+    dense = tensor.is_contiguous() or (tensor.ndim > 1 and tensor.transpose(-1, -2).is_contiguous())
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,)) if dense else tensor.detach().reshape(-1)
     step = max(flat.numel() // _SAMPLES, 1) | 1  # odd, so that it does not stay in one column
     return flat[::step].clone().view(torch.uint8)
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    return tensor.is_contiguous() or (tensor.ndim > 1 and tensor.transpose(-1, -2).is_contiguous())

@@ -56,32 +56,23 @@ class BlockSpec(NamedTuple):
 class BlockShape(NamedTuple):
     """Sizes of a block and of its weights, without values."""
 
-    kind: str
-    """``"mlp"`` or ``"experts"``."""
+    kind: str  # "mlp" or "experts"
     hidden: int
     inner: int
     experts: int | None = None
-    top_k: int | None = None
-    """K; None for a dense MLP."""
-    ordered: bool = False
-    """The weights lie as kernels read them: gate and up in one tensor (dense), or transposed (experts)."""
-    dtype: torch.dtype = torch.bfloat16
-    """Of the weights."""
+    top_k: int | None = None  # K; None for a dense MLP
+    ordered: bool = False  # the weights lie as kernels read them: gate and up in one tensor, or experts transposed
+    dtype: torch.dtype = torch.bfloat16  # of the weights
 
 
 class Support(NamedTuple):
     """A backend's answer to whether it computes a block."""
 
-    reason: str | None = None
-    """Why it does not; None where it does."""
-    most_tokens: int | None = None
-    """Tokens of one call that it takes; None for any number."""
-    weight_copy_bytes: int = 0
-    """Copies of the weights that it needs, in its own orientation, sizes and dtype."""
-    notes: tuple[str, ...] = ()
-    """For the report."""
-    kernel_sizes: tuple[int, int] | None = None
-    """H and I as its kernels get them; None where nothing is padded."""
+    reason: str | None = None  # why it does not; None where it does
+    most_tokens: int | None = None  # tokens of one call that it takes; None for any number
+    weight_copy_bytes: int = 0  # copies of the weights that it needs, in its own orientation, sizes and dtype
+    notes: tuple[str, ...] = ()  # for the report
+    kernel_sizes: tuple[int, int] | None = None  # H and I as its kernels get them; None where nothing is padded
 
 
 class BlockCall(NamedTuple):
@@ -90,10 +81,8 @@ class BlockCall(NamedTuple):
     spec: BlockSpec
     keep: Keep
     backend: str
-    cache_weights: bool = True
-    """Whether the backend may keep copies of the weights for the next call."""
-    layouts: tuple[MXLayout, ...] = ()
-    """Of quantized weights: how gate_up and down are stored."""
+    cache_weights: bool = True  # whether the backend may keep copies of the weights for the next call
+    layouts: tuple[MXLayout, ...] = ()  # of quantized weights: how gate_up and down are stored
 
     def encode(self) -> str:
         """Return the call as the string argument of an operator; :meth:`decode` is the inverse."""

@@ -9,12 +9,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hf_neuron_moe.activation_policy import parse_keep
 from hf_neuron_moe.backends.neuron import fp8_checkpoints
 from hf_neuron_moe.backends.neuron.adapter import Match
 from hf_neuron_moe.backends.neuron.experts import ExpertKernels, Experts
 from hf_neuron_moe.backends.neuron.generations import FUNCTIONS
 from hf_neuron_moe.backends.neuron.limits import Block, Device, block_sizes, check_call, most_tokens, why_not
-from hf_neuron_moe.backends.neuron.static_plan import block_count, route, routing_gradient, with_sink
+from hf_neuron_moe.backends.neuron.orientation import pad_axes
+from hf_neuron_moe.backends.neuron.static_plan import block_count, route, routing_gradient
+from hf_neuron_moe.backends.spec import Routing
 from hf_neuron_moe.backends.torch.saved import FP8Gating, FP8Rows, fp8_storage
 from hf_neuron_moe.errors import ConfigError, DTypeError, NeuronMoEError, ShapeError
 from hf_neuron_moe.formats.block_plan import count_blocks
@@ -57,14 +60,14 @@ def test_slots_point_at_the_sink_row_or_nowhere() -> None:
     weight = torch.tensor([[0.25, 0.75], [0.5, 0.125], [0.875, 1.0]])
     sink = route(index, weight, 3, 128, sink=True, per_iteration=1, dtype=torch.bfloat16)
     none = route(index, weight, 3, 128, sink=False, per_iteration=2, dtype=torch.float32)
-    assert sink.affinities.shape == (12, 1) and sink.affinities.dtype == torch.bfloat16
-    assert none.affinities.shape == (9, 1) and none.affinities.dtype == torch.float32
-    assert none.affinities.view(3, 3).tolist() == [[0.25, 0, 0.75], [0, 0.125, 0.5], [1.0, 0, 0]]
-    assert sink.affinities.view(4, 3)[3].eq(0).all()
-    assert set(sink.ids.tolist()) == {0, 1, 2, 3} and set(none.ids.tolist()) == {-1, 0, 1, 2}
-    assert none.ids.dtype == none.blocks.dtype == torch.int32 and len(none.blocks) % 2 == 0
-    real = none.ids.view(len(none.blocks), 128)
-    for block, expert in zip(real, none.blocks[:, 0].tolist()):
+    assert sink.expert_affinities_masked.shape == (12, 1) and sink.expert_affinities_masked.dtype == torch.bfloat16
+    assert none.expert_affinities_masked.shape == (9, 1) and none.expert_affinities_masked.dtype == torch.float32
+    assert none.expert_affinities_masked.view(3, 3).tolist() == [[0.25, 0, 0.75], [0, 0.125, 0.5], [1.0, 0, 0]]
+    assert sink.expert_affinities_masked.view(4, 3)[3].eq(0).all()
+    (_, sink_ids, _), (_, ids, blocks) = sink, none
+    assert set(sink_ids.tolist()) == {0, 1, 2, 3} and set(ids.tolist()) == {-1, 0, 1, 2}
+    assert ids.dtype == blocks.dtype == torch.int32 and len(blocks) % 2 == 0
+    for block, expert in zip(ids.view(len(blocks), 128), blocks[:, 0].tolist()):
         assert all(expert in index[token].tolist() for token in block[block >= 0].tolist())
 
 
@@ -75,7 +78,7 @@ def test_the_routing_gradient_reads_selected_entries_only() -> None:
 
 
 def test_the_sink_row_is_zero() -> None:
-    assert with_sink(torch.ones(2, 3)).tolist() == [[1.0] * 3, [1.0] * 3, [0.0] * 3]
+    assert pad_axes(torch.ones(2, 3), (3, 3)).tolist() == [[1.0] * 3, [1.0] * 3, [0.0] * 3]
 
 
 @pytest.mark.parametrize("columns", [64, 100, 256])
@@ -86,7 +89,7 @@ def test_fp8_checkpoints_are_those_of_the_torch_backend(columns: int) -> None:
     FP8Rows(codes, scales).put(slice(None), slice(0, columns), rows)
     own_codes, own_scales = fp8_checkpoints.pack(rows)
     assert torch.equal(own_codes, codes) and torch.equal(own_scales, scales)
-    fakes = fp8_checkpoints.fake_pack(rows, (7, columns))
+    fakes = fp8_storage(rows, (7,), columns)
     assert [(t.shape, t.dtype) for t in fakes] == [(t.shape, t.dtype) for t in (own_codes, own_scales)]
     values = FP8Rows(codes, scales).take(slice(None), slice(0, columns))
     assert torch.equal(fp8_checkpoints.unpack(own_codes, own_scales), values.bfloat16())
@@ -184,10 +187,9 @@ def test_two_cores_share_whole_blocks_in_mxfp8_only(precision: str, blocks: int)
             return "2.33"
 
     kernels = ExpertKernels(Released(), None, None)  # type: ignore[arg-type] -- nothing is called
-    weights = torch.empty(2, 512, 256), torch.empty(2, 256, 256)
-    experts = Experts(*weights, transposed=False, block=Block("experts", precision, 256, 256, 128))
+    block = Block("experts", precision, 256, 256, 128)
     x = torch.empty(256, 256, dtype=torch.bfloat16)
-    assert kernels.fake_saved(x, 1, experts, "gate_pre+up")[0].shape == (blocks, 2, 256, 128)
+    assert kernels.fake_saved(x, 1, 2, block, parse_keep("gate_pre+up"))[0].shape == (blocks, 2, 256, 128)
 
 
 def test_slots_without_a_token_are_zero_before_they_share_a_scale() -> None:
@@ -198,5 +200,5 @@ def test_slots_without_a_token_are_zero_before_they_share_a_scale() -> None:
     slots = torch.full((2, 2, 4, 128), torch.nan)
     slots[0, :, :, :1] = 1
     slots[1, :, :, :2] = 2
-    used = kernels._used_slots(slots, index, weight, experts)
+    used = kernels._used_slots(slots, Routing(index, weight), experts)
     assert torch.equal(used, slots.nan_to_num(nan=0.0))

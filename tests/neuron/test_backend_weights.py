@@ -19,7 +19,6 @@ from hf_neuron_moe.backends.neuron.orientation import (
     kernel_weight,
     pad_axes,
     split_axes,
-    split_gate_up,
     stock_gradient,
 )
 from hf_neuron_moe.backends.prepared import CountedWeights, PreparedWeights
@@ -36,7 +35,7 @@ def test_orientations_and_padding_are_undone_by_the_gradient(
     own = split_axes(transposed)[0]
     full = {"hidden": hidden + more[0], "inner": inner + more[1]}
     for wanted in ("EH2I", "E2IH", "EI2H"):
-        turned = kernel_weight(split_gate_up(weight, transposed), own, wanted, **full)
+        turned = kernel_weight(weight, own, wanted, **full)
         assert turned.is_contiguous() and turned.dtype == torch.bfloat16
         sizes = {"E": experts, "2": 2, "H": full["hidden"], "I": full["inner"]}
         assert tuple(turned.shape) == tuple(sizes[axis] for axis in wanted)
@@ -49,7 +48,7 @@ def test_orientations_and_padding_are_undone_by_the_gradient(
 def test_gate_is_index_zero_of_the_kernels_pair() -> None:
     gate, up = torch.full((2, 3), 1.0), torch.full((2, 3), 2.0)
     stock = torch.cat([gate, up])[None]
-    turned = kernel_weight(split_gate_up(stock, False), "E2IH", "EH2I", 3, 2)
+    turned = kernel_weight(stock, "E2IH", "EH2I", 3, 2)
     assert turned[0, :, 0].unique().tolist() == [1.0] and turned[0, :, 1].unique().tolist() == [2.0]
 
 

@@ -105,7 +105,6 @@ def short(machine: Start) -> Callable[..., Any]:
         double = machine(**options).double
         monkeypatch.setattr(importlib.import_module("hf_neuron_moe.backends.neuron.limits"), "BF16_TOKENS", 32)
         monkeypatch.setattr(importlib.import_module("hf_neuron_moe.backends.neuron.limits"), "MAX_TOKENS", 32)
-        monkeypatch.setattr(importlib.import_module("hf_neuron_moe.backends.neuron.backend"), "FROZEN_TOKENS", 32)
         return double
 
     return start
@@ -184,7 +183,6 @@ def test_frozen_experts_choose_per_call(tmp_path: Path, short: Any, monkeypatch:
 
     expected = forward(40)
     double = short(monkeypatch, target="trn3")
-    monkeypatch.setattr(importlib.import_module("hf_neuron_moe.backends.neuron.quantized_experts"), "FROZEN_TOKENS", 32)
     block.neuron_config = replace(block.neuron_config, backend="neuron")
     forward(32)
     assert len(double.launches) == 1

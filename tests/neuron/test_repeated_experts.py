@@ -71,7 +71,7 @@ def test_the_sum_needs_no_values() -> None:
     """A device's program is traced: the same operations must make the sum there."""
     index, weight = torch.tensor([[1, 1]]), torch.tensor([[0.25, 0.5]])
     options = {"sink": True, "per_iteration": 1, "dtype": torch.bfloat16}
-    assert route(index, weight, 2, 128, **options).affinities.flatten().tolist() == [0, 0.75, 0, 0]
+    assert route(index, weight, 2, 128, **options).expert_affinities_masked.flatten().tolist() == [0, 0.75, 0, 0]
     with FakeTensorMode() as mode:
-        made = route(mode.from_tensor(index), mode.from_tensor(weight), 2, 128, **options).affinities
+        made = route(mode.from_tensor(index), mode.from_tensor(weight), 2, 128, **options).expert_affinities_masked
         assert made.shape == (4, 1) and made.dtype == torch.bfloat16

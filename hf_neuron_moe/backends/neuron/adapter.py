@@ -13,6 +13,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from types import ModuleType
 from typing import Any
 
@@ -34,23 +35,29 @@ class Match:
     reason: str = ""  # why no generation fits
     layout: str = TRANSPOSED  # of the checkpoint of gate and up, of the MXFP8 experts' kernels
 
+    @property
+    def installed(self) -> Generation:
+        """The generation, where there is one."""
+        assert self.generation is not None, "ask why_not first"
+        return self.generation
+
 
 def match(need: str) -> Match:
     """Find the generation of an nkilib function that is installed."""
     name, generations = FUNCTIONS[need]
-    reasons: dict[str, list[str]] = {}
-    for generation in generations:
-        own = generation.function or name
+    reasons = []
+    for own, known in groupby(generations, lambda generation: generation.function or name):
         parameters, reason = _read(own)
-        if reason is None:
-            reason, layout = next(_mismatches(generation, parameters), None), TRANSPOSED
-            if reason is None and generation.checkpoint:
-                layout, reason = _layout(generation, parameters)
-            if reason is None:
+        unfit = []
+        for generation in known if reason is None else ():
+            mismatch, layout = next(_mismatches(generation, parameters), None), TRANSPOSED
+            if mismatch is None and generation.checkpoint:
+                layout, mismatch = _layout(generation, parameters)
+            if mismatch is None:
                 return Match(own, generation, frozenset(parameters), layout=layout)
-            reason = f"not {generation.name}'s: {reason}"
-        reasons.setdefault(own, []).append(reason)
-    return Match(name, None, frozenset(_read(name)[0]), "; ".join(_joined(own, why) for own, why in reasons.items()))
+            unfit.append(f"not {generation.name}'s: {mismatch}")
+        reasons.append(reason or f"the installed {own} has unknown arguments ({'; '.join(unfit)})")
+    return Match(name, None, reason="; ".join(reasons))
 
 
 def _read(name: str) -> tuple[dict[str, inspect.Parameter], str | None]:
@@ -62,12 +69,6 @@ def _read(name: str) -> tuple[dict[str, inspect.Parameter], str | None]:
     if signature is None:
         return {}, f"the arguments of the installed {name} cannot be read"
     return {key: found for key, found in signature.parameters.items() if found.kind is not found.VAR_KEYWORD}, None
-
-
-def _joined(name: str, reasons: list[str]) -> str:
-    if not reasons[0].startswith("not "):
-        return reasons[0]
-    return f"the installed {name} has unknown arguments ({'; '.join(reasons)})"
 
 
 def _layout(generation: Generation, parameters: dict[str, inspect.Parameter]) -> tuple[str, str | None]:
@@ -90,12 +91,12 @@ def _mismatches(generation: Generation, parameters: dict[str, inspect.Parameter]
         kind = find_object(name)
         if not hasattr(kind, member):
             yield f"{shown_name(name)} not found" if kind is None else f"{shown_name(name)} has no {member}"
-    for name, needed in generation.records:
+    for name, fields in generation.records:
         kind = find_object(name)
         if kind is None:
             yield f"{shown_name(name)} not found"
         elif (known := record_fields(kind)) is not None:
-            yield from _record_mismatches(shown_name(name), needed, known)
+            yield from _record_mismatches(shown_name(name), frozenset(fields.split()), known)
 
 
 def _record_mismatches(name: str, needed: frozenset[str], known: frozenset[str]) -> Iterator[str]:
@@ -132,22 +133,17 @@ class Adapter:
         reasons = [found.reason for found in map(self.match, needs) if found.generation is None]
         return "; ".join(reasons) or None
 
-    def _installed(self, need: str) -> Generation:
-        found = self.match(need).generation
-        assert found is not None, "ask why_not first"
-        return found
-
     def generation(self, need: str) -> str:
-        """Return the first release with the installed argument set."""
-        return self._installed(need).name
+        """Return the first release with the installed argument set; :meth:`why_not` was None."""
+        return self.match(need).installed.name
 
     def turned(self, need: str) -> bool:
         """Return whether the installed kernel has the checkpoint of gate and up as ``[N, 2, B, I]``."""
         return self.match(need).layout == DIRECT
 
     def kernel(self, need: str, name: str) -> Callable[..., Any]:
-        """Return the wrapper kernel `name` of the generation that is installed."""
-        return getattr(self._module(self._installed(need).module), name)
+        """Return the wrapper kernel `name` of the generation that is installed; :meth:`why_not` was None."""
+        return getattr(self._module(self.match(need).installed.module), name)
 
     @functools.cache  # noqa: B019 - an adapter lives as long as its backend, which lives as long as the process
     def _module(self, name: str) -> ModuleType:

@@ -7,38 +7,31 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from hf_neuron_moe.activation_policy import Keep
-from hf_neuron_moe.backends.base import Saved
+from hf_neuron_moe.backends.base import Grads, Saved
 from hf_neuron_moe.backends.mx_weights import MXExpertStack
-from hf_neuron_moe.backends.neuron import versions
+from hf_neuron_moe.backends.neuron import limits, versions
 from hf_neuron_moe.backends.neuron.adapter import Adapter
 from hf_neuron_moe.backends.neuron.copies import weight_copy_bytes
 from hf_neuron_moe.backends.neuron.dense import DenseKernels, fake_saved
 from hf_neuron_moe.backends.neuron.experts import ExpertKernels, Experts
+from hf_neuron_moe.backends.neuron.generations import BF16_OPEN
 from hf_neuron_moe.backends.neuron.launch import Launcher
-from hf_neuron_moe.backends.neuron.limits import (
-    Block,
-    check_call,
-    most_tokens,
-    open_points,
-    this_device,
-    why_not,
-    why_not_tokens,
-)
-from hf_neuron_moe.backends.neuron.quantized_experts import FROZEN_TOKENS, FrozenKernels
+from hf_neuron_moe.backends.neuron.limits import Block, most_tokens, why_not_tokens
+from hf_neuron_moe.backends.neuron.quantized_experts import FrozenKernels, why_not_frozen
 from hf_neuron_moe.backends.prepared import FreshWeights, PreparedWeights
 from hf_neuron_moe.backends.spec import BlockShape, BlockSpec, ExpertWeights, FFNWeights, Routing, Support, Wants
 from hf_neuron_moe.backends.torch.backend import TorchBackend
 from hf_neuron_moe.errors import BackendUnavailableError
 
-NEURON, SIMULATOR = "neuron", "nki-sim"
+SIMULATOR = "nki-sim"
 
 
 class NeuronBackend:
@@ -57,28 +50,25 @@ class NeuronBackend:
     universal = False
     default_layout = "kernel"
 
-    def __init__(self, name: str = NEURON) -> None:
+    def __init__(self, name: str = "neuron") -> None:
         self.name = name
         toolchain = versions.toolchain(simulator=name == SIMULATOR)
-        self.adapter = Adapter()
-        self.device = this_device()
-        self.weights = PreparedWeights()
-        launch = Launcher(toolchain, self.device.lnc)
-        self._dense = DenseKernels(self.adapter, launch, self.weights)
-        self._experts = ExpertKernels(self.adapter, launch, self.weights)
-        self._quantized = FrozenKernels(self.adapter, launch, self.weights)
+        self.adapter, self.device, self.weights = Adapter(), limits.this_device(), PreparedWeights()
+        parts = self.adapter, Launcher(toolchain, self.device.lnc), self.weights
+        self._dense, self._experts, self._quantized = DenseKernels(*parts), ExpertKernels(*parts), FrozenKernels(*parts)
         self._torch = TorchBackend()
         self._without_copies = self._with(FreshWeights())
 
     @classmethod
     def instance(cls, name: str) -> NeuronBackend:
         """Return the backend for the Neuron stack that is installed now, the same object while that stays the same."""
-        if name in _backends and torch.compiler.is_compiling():  # looking at the machine cannot be traced
-            return _backends[name]
-        if name not in _backends or _machines[name] != _machine():
-            _backends[name] = cls(name)
-            _machines[name] = _machine()
-        return _backends[name]
+        known = _backends.get(name)
+        if known is not None and torch.compiler.is_compiling():  # looking at the machine cannot be traced
+            return known[1]
+        if known is None or known[0] != _machine():
+            made = cls(name)  # first: it imports what the machine is known by
+            known = _backends[name] = _machine(), made
+        return known[1]
 
     @classmethod
     def unavailable_reason(cls, name: str) -> BackendUnavailableError | None:
@@ -91,7 +81,7 @@ class NeuronBackend:
     @classmethod
     def drop_weight_copies(cls, weights: Iterable[Tensor]) -> int:
         sources = list(weights)
-        return sum(backend.weights.drop(sources) for backend in _backends.values())
+        return sum(backend.weights.drop(sources) for _, backend in _backends.values())
 
     @property
     def without_copies(self) -> NeuronBackend:
@@ -100,11 +90,9 @@ class NeuronBackend:
     def _with(self, weights: PreparedWeights) -> NeuronBackend:
         """Return this backend with another store of copies; kernels, launcher and device are shared."""
         twin = copy.copy(self)
-        twin.weights = weights
-        twin._dense = replace(self._dense, weights=weights)
-        twin._experts = replace(self._experts, weights=weights)
-        twin._quantized = replace(self._quantized, weights=weights)
-        twin._without_copies = twin
+        twin.weights, twin._without_copies = weights, twin
+        for part in ("_dense", "_experts", "_quantized"):
+            setattr(twin, part, replace(getattr(self, part), weights=weights))
         return twin
 
     @property
@@ -115,29 +103,28 @@ class NeuronBackend:
     def support(
         self, shape: BlockShape, spec: BlockSpec, *, tokens: int | None = None, training: bool = True
     ) -> Support:
-        block = Block(shape.kind, spec.precision, shape.hidden, shape.inner, spec.block_size)
+        block = Block.of(shape, spec)
         most = most_tokens(block)
-        reason = why_not(block, self.device, self.adapter) or why_not_tokens(most, tokens or 0)
+        reason = limits.why_not(block, self.device, self.adapter) or why_not_tokens(most, tokens or 0)
         if reason is not None or tokens is not None:
             return Support(reason, most)
         copies = weight_copy_bytes(self.adapter, block, shape.experts, shape.ordered, shape.dtype)
-        return Support(None, most, copies, open_points(block), block.padded)
+        open_points = (BF16_OPEN,) if block.precision == "bf16" else ()
+        return Support(None, most, copies, open_points, block.padded)
 
     def quantized_support(self, stack: MXExpertStack, *, tokens: int | None = None, training: bool = True) -> Support:
-        most = FROZEN_TOKENS if stack.gate_up_codes.dim() > 2 else None
-        reason = self._quantized.why_not(stack, self.device, training) or why_not_tokens(most, tokens or 0)
-        return Support(reason, most)
+        most = limits.BF16_TOKENS if stack.gate_up_codes.dim() > 2 else None
+        reason = why_not_frozen(stack, self.device, self.adapter, training=training)
+        return Support(reason or why_not_tokens(most, tokens or 0), most)
 
     def describe_products(self, precision: str, device: torch.device) -> str:
         return ""
 
     def fake_saved(self, x: Tensor, shape: BlockShape, spec: BlockSpec, keep: Keep) -> Saved:
-        block = Block(shape.kind, spec.precision, shape.hidden, shape.inner, spec.block_size)
+        block = Block.of(shape, spec)
         if shape.experts is None or shape.top_k is None:
-            return fake_saved(x, x.shape[0] * (shape.top_k or 1), block, keep.text)
-        gate_up = x.new_empty((shape.experts, 2 * shape.inner, shape.hidden), device="meta")
-        down = x.new_empty((shape.experts, shape.hidden, shape.inner), device="meta")
-        return self._experts.fake_saved(x, shape.top_k, Experts(gate_up, down, False, block), keep.text)
+            return fake_saved(x, x.shape[0] * (shape.top_k or 1), block, keep)
+        return self._experts.fake_saved(x, shape.top_k, shape.experts, block, keep)
 
     def quantized_fake_saved(self, x: Tensor, rows: int, inner: int, keep: Keep) -> tuple[Tensor, Tensor]:
         return self._torch.quantized_fake_saved(x, rows, inner, keep)
@@ -146,8 +133,8 @@ class NeuronBackend:
         return None
 
     def mlp_forward(self, x_SH: Tensor, weights: FFNWeights, spec: BlockSpec, keep: Keep) -> tuple[Tensor, Saved]:
-        block = self._checked(Block("mlp", spec.precision, *weights[2].shape), x_SH)
-        return self._dense.forward(x_SH, *weights, block, keep.text)
+        block = self._checked(Block("mlp", spec.precision, *weights.down_HI.shape), x_SH)
+        return self._dense.forward(x_SH, weights, block, keep)
 
     def mlp_backward(
         self,
@@ -158,18 +145,18 @@ class NeuronBackend:
         spec: BlockSpec,
         keep: Keep,
         wants: Wants,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        block = self._checked(Block("mlp", spec.precision, *weights[2].shape), dout_SH)
-        d_x, *d_weights = self._dense.backward(dout_SH, x_SH, *weights, saved, block, keep.text)
-        d_gate, d_up, d_down = (_wanted(grad, wants.weights, dout_SH) for grad in d_weights)
-        return _wanted(d_x, wants.input, dout_SH), d_gate, d_up, d_down
+    ) -> Grads:
+        block = self._checked(Block("mlp", spec.precision, *weights.down_HI.shape), dout_SH)
+        if not dout_SH.shape[0]:
+            grads = _zeros(dout_SH, *weights)
+        else:
+            grads = self._dense.backward(dout_SH, x_SH, weights, saved, block, keep)
+        return _only((wants.input, wants.weights, wants.weights, wants.weights), grads, dout_SH)
 
     def experts_forward(
         self, x_TH: Tensor, routing: Routing, weights: ExpertWeights, spec: BlockSpec, keep: Keep
     ) -> tuple[Tensor, Saved]:
-        experts = _experts(weights, spec)
-        self._checked(experts.block, x_TH)
-        return self._experts.forward(x_TH, *routing, experts, keep.text)
+        return self._experts.forward(x_TH, routing, self._checked_experts(weights, spec, x_TH), keep)
 
     def experts_backward(
         self,
@@ -181,44 +168,42 @@ class NeuronBackend:
         spec: BlockSpec,
         keep: Keep,
         wants: Wants,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        experts = _experts(weights, spec)
-        self._checked(experts.block, dout_TH)
-        grads = self._experts.backward(dout_TH, x_TH, *routing, experts, saved, keep.text)
-        wanted = (wants.input, wants.routing, wants.weights, wants.weights)
-        d_x, d_weight, d_gate_up, d_down = (_wanted(grad, want, dout_TH) for grad, want in zip(grads, wanted))
-        return d_x, d_weight, d_gate_up, d_down
+    ) -> Grads:
+        experts = self._checked_experts(weights, spec, dout_TH)
+        if not dout_TH.shape[0]:
+            grads = _zeros(dout_TH, routing.weight_TK, *weights)
+        else:
+            grads = self._experts.backward(dout_TH, x_TH, routing, experts, saved, keep)
+        return _only((wants.input, wants.routing, wants.weights, wants.weights), grads, dout_TH)
 
     def quantized_forward(
         self, x_TH: Tensor, routing: Routing | None, stack: MXExpertStack, keep: Keep
     ) -> tuple[Tensor, Tensor, Tensor]:
-        reason = self.quantized_support(stack, training=keep.backward).reason
-        if reason is not None:
-            raise _no_quantized_kernel(reason)
-        index_TK, weight_TK = routing or (None, None)
-        out_TH = self._quantized.forward(x_TH, index_TK, weight_TK, stack)
-        return out_TH, x_TH.new_empty(0), x_TH.new_empty(0)
+        support = self.quantized_support(stack, training=keep.backward)
+        if support.reason is not None:
+            raise _no_quantized_kernel(support.reason)
+        limits.check_length(support.most_tokens, x_TH.shape[0])
+        return self._quantized.forward(x_TH, routing, stack), x_TH.new_empty(0), x_TH.new_empty(0)
 
     def quantized_backward(
-        self,
-        dout_TH: Tensor,
-        x_TH: Tensor,
-        routing: Routing | None,
-        stack: MXExpertStack,
-        saved: tuple[Tensor, Tensor],
-        keep: Keep,
-        wants: Wants,
-    ) -> tuple[Tensor, Tensor]:
+        self, dout_TH: Tensor, x_TH: Tensor, routing: Routing | None, stack: MXExpertStack, *rest: Any
+    ) -> NoReturn:
         raise _no_quantized_kernel(str(self.quantized_support(stack).reason))
 
     def _checked(self, block: Block, rows: Tensor) -> Block:
-        """Refuse what the kernels would not take, before one is called."""
-        check_call(block, rows.shape[0], str(rows.dtype), self.device, self.adapter)
+        """Return `block`; what the kernels would not take is refused before one is called."""
+        limits.check_call(block, rows.shape[0], str(rows.dtype), self.device, self.adapter)
         return block
 
+    def _checked_experts(self, weights: ExpertWeights, spec: BlockSpec, rows: Tensor) -> Experts:
+        gate_up, down = weights
+        inner, hidden = down.shape[1:] if spec.transposed else down.shape[:0:-1]
+        block = Block("experts", spec.precision, hidden, inner, spec.block_size)
+        return Experts(gate_up, down, spec.transposed, self._checked(block, rows))
 
-_machines: dict[str, tuple[Any, ...]] = {}
-_backends: dict[str, NeuronBackend] = {}
+
+_backends: dict[str, tuple[tuple[Any, ...], NeuronBackend]] = {}
+"""By name: the machine that it was made for, and the backend."""
 
 
 def _machine() -> tuple[Any, ...]:
@@ -227,20 +212,19 @@ def _machine() -> tuple[Any, ...]:
     return *modules, versions.platform(), versions.lnc()
 
 
-def _experts(weights: ExpertWeights, spec: BlockSpec) -> Experts:
-    gate_up, down = weights
-    inner, hidden = down.shape[1:] if spec.transposed else down.shape[:0:-1]
-    return Experts(gate_up, down, spec.transposed, Block("experts", spec.precision, hidden, inner, spec.block_size))
+def _zeros(*like: Tensor) -> Grads:
+    """Gradients of a call without tokens."""
+    one, two, three, four = (torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in like)
+    return one, two, three, four
 
 
-def _wanted(grad: Tensor, wanted: bool, anchor: Tensor) -> Tensor:
-    return grad if wanted else anchor.new_empty(0)
+def _only(wanted: Sequence[bool], grads: Grads, dout: Tensor) -> Grads:
+    """Return the gradients that are wanted, and empty tensors for others."""
+    one, two, three, four = (grad if want else dout.new_empty(0) for grad, want in zip(grads, wanted))
+    return one, two, three, four
 
 
 def _no_quantized_kernel(reason: str) -> BackendUnavailableError:
-    return BackendUnavailableError.about(
-        "a block with MX weights",
-        "one that the installed kernels compute",
-        reason,
-        "Use fallback='torch' to compute such blocks without the kernels.",
-    ).named("neuron backend")
+    argument, fix = "a block with MX weights", "Use fallback='torch' to compute such blocks without the kernels."
+    error = BackendUnavailableError.about(argument, "one that the installed kernels compute", reason, fix)
+    return error.named("neuron backend")

@@ -30,9 +30,7 @@ _ORIENTATION = "gate_up_proj_act_td"
 def gate_up_layout(defaults: Mapping[str, Any], config: Any | None) -> tuple[str, str | None]:
     """Return the order of the checkpoint of gate and up in an installed kernel, or any order and why it is not known.
 
-    Args:
-        defaults: the kernel's arguments with their defaults.
-        config: the record of options that it takes; None if its options are arguments.
+    `defaults` are its arguments with their defaults, `config` is the record of options that it takes, if there is one.
     """
     known = field_defaults(config)
     options = {**defaults, **(known if known is not None else {_ARGUMENT: UNKNOWN})}

@@ -11,169 +11,141 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_neuron_moe.activation_policy import parse_keep
-from hf_neuron_moe.backends.base import Saved
-from hf_neuron_moe.backends.neuron.fp8_checkpoints import coat_checkpoints, fake_pack, pack, unpack
+from hf_neuron_moe.activation_policy import Keep
+from hf_neuron_moe.backends.base import Grads, Saved
+from hf_neuron_moe.backends.neuron.fp8_checkpoints import coat_checkpoints, pack, unpack
 from hf_neuron_moe.backends.neuron.launch import Kernels
 from hf_neuron_moe.backends.neuron.limits import Block
-from hf_neuron_moe.backends.neuron.orientation import fused_for_kernel, kernel_weight, pad_axes, stock_gradient
+from hf_neuron_moe.backends.neuron.orientation import fused_for_kernel, pad_axes, stock_gradient
 from hf_neuron_moe.backends.prepared import kept_for
+from hf_neuron_moe.backends.spec import FFNWeights
+from hf_neuron_moe.backends.torch.saved import fp8_storage
 from hf_neuron_moe.formats.padding import padded_size
 
 _ORDER = ("gate_pre", "up", "gate_act", "intermediate")
 """Order of the checkpoints in :data:`~hf_neuron_moe.backends.base.Saved`."""
 
+Checkpoints = dict[str, Tensor]
 
-def fake_saved(x_SH: Tensor, tokens: int, block: Block, keep: str) -> Saved:
+
+def fake_saved(x_SH: Tensor, tokens: int, block: Block, keep: Keep) -> Saved:
     """Return uninitialized tensors like those that :meth:`DenseKernels.forward` keeps of `tokens` rows."""
-    policy, (hidden, inner), rows = parse_keep(keep), block.padded, padded_size(tokens)
-    if policy.fp8:
-        return *fake_pack(x_SH, (2, rows, inner)), *fake_pack(x_SH, (padded_size(x_SH.shape[0]), hidden))
-    gate, up, act, inter = (x_SH.new_empty((rows, inner) if name in policy.names else 0) for name in _ORDER)
+    (hidden, inner), rows = block.padded, padded_size(tokens)
+    if keep.fp8:
+        return *fp8_storage(x_SH, (2, rows), inner), *fp8_storage(x_SH, (padded_size(x_SH.shape[0]),), hidden)
+    gate, up, act, inter = (x_SH.new_empty((rows, inner) if name in keep.names else 0) for name in _ORDER)
     return gate, up, act, inter
 
 
 class DenseKernels(Kernels):
     """Forward and backward of the dense MLP."""
 
-    def _operands(
-        self, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, block: Block, *, training: bool = True
-    ) -> tuple[Tensor, Tensor]:
-        """Gate and up ``[2I, H]`` and down ``[H, I]``, bf16 and padded; copies are kept while training."""
+    def prepare(self, weights: FFNWeights, block: Block) -> None:
+        """Make every copy that forward and backward read."""
+        self._operands(weights, block)
+        if self._reads_transposes:
+            self._transposes(weights, block)
+
+    def _operands(self, weights: FFNWeights, block: Block, *, training: bool = True) -> tuple[Tensor, Tensor]:
+        """Gate and up ``[2I, H]`` and down ``[H, I]``, bf16 and padded."""
         hidden, inner = block.padded
         fuse = partial(fused_for_kernel, hidden=hidden, inner=inner)
-        turn = partial(kernel_weight, axes="HI", wanted="HI", hidden=hidden, inner=inner)
-        gate_up_2IH = self.weights.get(f"2IH {hidden}x{inner}", fuse, gate_IH, up_IH, keep=training)
-        return gate_up_2IH, self.weights.get(f"HI {hidden}x{inner}", turn, down_HI, keep=training)
-
-    def prepare(self, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, block: Block) -> None:
-        """Make every copy that forward and backward read."""
-        self._operands(gate_IH, up_IH, down_HI, block)
-        if self._reads_transposes:
-            self._transposed(gate_IH, up_IH, down_HI, block)
+        gate_up_2IH = self.weights.get(f"2IH {hidden}x{inner}", fuse, weights.gate_IH, weights.up_IH, keep=training)
+        return gate_up_2IH, self.weight(weights.down_HI, "HI", "HI", block, training=training)
 
     @property
     def _reads_transposes(self) -> bool:
         return self.adapter.generation("mlp_backward") == "2.30"
 
+    def _transposes(self, weights: FFNWeights, block: Block) -> dict[str, Tensor]:
+        """The copies that 2.30 reads: gate and up ``[H, I]``, down ``[I, H]``."""
+        return {
+            "gate_proj_weight_T": self.weight(weights.gate_IH, "IH", "HI", block),
+            "up_proj_weight_T": self.weight(weights.up_IH, "IH", "HI", block),
+            "down_proj_weight_T": self.weight(weights.down_HI, "HI", "IH", block),
+        }
+
+    def forward(self, x_SH: Tensor, weights: FFNWeights, block: Block, keep: Keep) -> tuple[Tensor, Saved]:
+        """Return ``y [S, H]`` and what is kept: checkpoints ``[S, I]``, padded as the kernels have them."""
+        tokens = x_SH.shape[0]
+        if not tokens:
+            return torch.zeros_like(x_SH), fake_saved(x_SH, 0, block, keep)
+        padded = pad_axes(x_SH, (padded_size(tokens), block.padded[0]))
+        operands = self._operands(weights, block, training=kept_for(keep))
+        out_SH, checkpoints = self._run_forward(padded, operands, keep.names)
+        out_SH = out_SH[:tokens, : block.hidden].contiguous()
+        if keep.fp8:
+            both = torch.stack([checkpoints["gate_pre"], checkpoints["up"]])
+            return out_SH, (*pack(both), *pack(padded))
+        gate, up, act, inter = (checkpoints[name] if name in keep.names else x_SH.new_empty(0) for name in _ORDER)
+        return out_SH, (gate, up, act, inter)
+
     def _run_forward(
-        self, x_SH: Tensor, gate_up_2IH: Tensor, down_HI: Tensor, names: frozenset[str]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+        self, x_SH: Tensor, operands: tuple[Tensor, Tensor], names: frozenset[str]
+    ) -> tuple[Tensor, Checkpoints]:
         """Return y and the checkpoints in `names` (and those that they are made from), all padded."""
-        out_SH, _, *pre_activations = self.launch(
-            self.adapter.kernel("mlp_forward", "mlp_forward_keeping" if names else "mlp_forward"),
+        out_SH, _, *pre_activations = self.run(
+            "mlp_forward",
+            "mlp_forward_keeping" if names else "mlp_forward",
             hidden=x_SH,
-            gate_up_weights=gate_up_2IH,
-            down_weights=down_HI,
+            gate_up_weights=operands[0],
+            down_weights=operands[1],
             run_with_lnc2=self.launch.lnc == 2,
         )
         return out_SH, _with_products(dict(zip(("gate_pre", "up"), pre_activations)), names)
 
-    def forward(
-        self, x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, block: Block, keep: str
-    ) -> tuple[Tensor, Saved]:
-        """Return ``y [S, H]`` and what is kept: checkpoints ``[S, I]``, padded as the kernels have them."""
-        tokens, policy = x_SH.shape[0], parse_keep(keep)
-        if not tokens:
-            return torch.zeros_like(x_SH), fake_saved(x_SH, 0, block, keep)
-        padded = pad_axes(x_SH, (padded_size(tokens), block.padded[0]))
-        weights = self._operands(gate_IH, up_IH, down_HI, block, training=kept_for(keep))
-        out_SH, checkpoints = self._run_forward(padded, *weights, policy.names)
-        out_SH = out_SH[:tokens, : block.hidden].contiguous()
-        if policy.fp8:
-            both = torch.stack([checkpoints["gate_pre"], checkpoints["up"]])
-            return out_SH, (*pack(both), *pack(padded))
-        gate, up, act, inter = (checkpoints[name] if name in policy.names else x_SH.new_empty(0) for name in _ORDER)
-        return out_SH, (gate, up, act, inter)
-
     def backward(
-        self,
-        dout_SH: Tensor,
-        x_SH: Tensor,
-        gate_IH: Tensor,
-        up_IH: Tensor,
-        down_HI: Tensor,
-        saved: Saved,
-        block: Block,
-        keep: str,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the gradients of x, gate, up and down; the kernel makes all of them."""
-        tokens, policy, (hidden, inner) = dout_SH.shape[0], parse_keep(keep), block.padded
-        if not tokens:
-            zeros = [torch.zeros(w.shape, dtype=w.dtype, device=w.device) for w in (gate_IH, up_IH, down_HI)]
-            return torch.zeros_like(dout_SH), zeros[0], zeros[1], zeros[2]
+        self, dout_SH: Tensor, x_SH: Tensor, weights: FFNWeights, saved: Saved, block: Block, keep: Keep
+    ) -> Grads:
+        """Return the gradients of x, gate, up and down for at least one token; the kernel makes all of them."""
+        tokens, (hidden, inner) = dout_SH.shape[0], block.padded
         rows = (padded_size(tokens), hidden)
         dout = pad_axes(dout_SH, rows)
-        if policy.fp8:
+        if keep.fp8:
             checkpoints, x = coat_checkpoints(saved[0], saved[1]), unpack(saved[2], saved[3])
         else:
+            checkpoints = {name: tensor for name, tensor in zip(_ORDER, saved) if name in keep.names}
             x = pad_axes(x_SH, rows)
-            checkpoints = {name: tensor for name, tensor in zip(_ORDER, saved) if name in policy.names}
-        operands = self._operands(gate_IH, up_IH, down_HI, block)
+        operands = self._operands(weights, block)
         if self._reads_transposes:
-            transposed = self._transposed(gate_IH, up_IH, down_HI, block)
-            d_x, d_gate_up, d_down = self._backward_2_30(dout, x, *operands, transposed, checkpoints)
+            further = self._arguments_2_30(dout, x, operands, checkpoints) | self._transposes(weights, block)
         else:
-            d_x, d_gate_up, d_down = self.launch(
-                self.adapter.kernel("mlp_backward", "mlp_backward"),
-                output_grad=dout,
-                hidden_states=x,
-                down_proj_weight=operands[1],
-                gate_up_weights=operands[0],
-                run_with_lnc2=self.launch.lnc == 2,
-                **checkpoints,
-            )
+            further = {"output_grad": dout, "down_proj_weight": operands[1], **checkpoints}
+        d_x, d_gate_up, d_down, *_ = self.run(
+            "mlp_backward",
+            "mlp_backward",
+            hidden_states=x,
+            gate_up_weights=operands[0],
+            run_with_lnc2=self.launch.lnc == 2,
+            **further,
+        )
         sizes = {"hidden": block.hidden, "inner": block.inner}
         d_gate, d_up = (
             # Never views of the kernel's one output: results of an operator must not share memory.
             stock_gradient(half.clone(), "IH", "IH", dtype=weight.dtype, **sizes)
-            for half, weight in zip(d_gate_up.split(inner), (gate_IH, up_IH))
+            for half, weight in zip(d_gate_up.split(inner), (weights.gate_IH, weights.up_IH))
         )
-        d_down = stock_gradient(d_down, "HI", "HI", dtype=down_HI.dtype, **sizes)
+        d_down = stock_gradient(d_down, "HI", "HI", dtype=weights.down_HI.dtype, **sizes)
         return d_x[:tokens, : block.hidden].contiguous(), d_gate, d_up, d_down
 
-    def _transposed(self, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, block: Block) -> dict[str, Tensor]:
-        """The transposed copies that 2.30 reads: gate and up ``[H, I]``, down ``[I, H]``."""
-        hidden, inner = block.padded
-        turned = {}
-        for name, weight, axes in (("gate", gate_IH, "IH"), ("up", up_IH, "IH"), ("down", down_HI, "HI")):
-            turn = partial(kernel_weight, axes=axes, wanted=axes[::-1], hidden=hidden, inner=inner)
-            turned[f"{name}_proj_weight_T"] = self.weights.get(f"{axes[::-1]} of {axes} {hidden}x{inner}", turn, weight)
-        return turned
+    def _arguments_2_30(
+        self, dout_SH: Tensor, x_SH: Tensor, operands: tuple[Tensor, Tensor], checkpoints: Checkpoints
+    ) -> dict[str, Tensor]:
+        """What the kernel of 2.30 reads instead: transposes, and the caller's own intermediate.
 
-    def _backward_2_30(
-        self,
-        dout_SH: Tensor,
-        x_SH: Tensor,
-        gate_up_2IH: Tensor,
-        down_HI: Tensor,
-        transposed: dict[str, Tensor],
-        checkpoints: dict[str, Tensor],
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Call the kernel of 2.30, which reads transposed copies and the caller's own intermediate."""
+        The down gradient is made from that: what the kernel recomputes does not enter it.
+        """
         if not checkpoints.keys() >= {"gate_pre", "up"}:
-            # The down gradient is made from the caller's intermediate: what the kernel recomputes does not enter it.
-            _, made = self._run_forward(x_SH, gate_up_2IH, down_HI, frozenset({"gate_pre", "up"}))
+            _, made = self._run_forward(x_SH, operands, frozenset({"gate_pre", "up"}))
             checkpoints = {name: made[name] for name in ("gate_pre", "up")} | checkpoints
         checkpoints = _with_products(checkpoints, frozenset({"intermediate"}))
         inner = checkpoints.pop("intermediate")
-        d_x, d_gate_up, d_down, *_ = self.launch(
-            self.adapter.kernel("mlp_backward", "mlp_backward"),
-            output_hidden_states_grad=dout_SH,
-            hidden_states=x_SH,
-            gate_up_weights=gate_up_2IH,
-            hidden_states_T=x_SH.t(),
-            output_grad_T=dout_SH.t(),
-            hidden_T=inner.t(),
-            run_with_lnc2=self.launch.lnc == 2,
-            hidden=inner,
-            **transposed,
-            **checkpoints,
-        )
-        return d_x, d_gate_up, d_down
+        rows = {"output_hidden_states_grad": dout_SH, "hidden": inner}
+        turned = {"hidden_states_T": x_SH.t(), "output_grad_T": dout_SH.t(), "hidden_T": inner.t()}
+        return rows | turned | checkpoints
 
 
-def _with_products(checkpoints: dict[str, Tensor], names: frozenset[str]) -> dict[str, Tensor]:
+def _with_products(checkpoints: Checkpoints, names: frozenset[str]) -> Checkpoints:
     """Add the gate's activation and the intermediate where `names` has them, as the backward kernel would make them.
 
     The forward kernel would save them rounded from its fp32 sums; then gradients would depend on what is kept.

@@ -6,20 +6,21 @@ Letters: T tokens, K experts per token, E experts, H hidden, I intermediate, N b
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.activation_policy import BF16_CHECKPOINTS, parse_keep
-from hf_neuron_moe.backends.base import Saved
-from hf_neuron_moe.backends.neuron.fp8_checkpoints import fake_pack, pack, unpack
+from hf_neuron_moe.activation_policy import BF16_CHECKPOINTS, Keep
+from hf_neuron_moe.backends.base import Grads, Saved
+from hf_neuron_moe.backends.neuron.fp8_checkpoints import pack, unpack
 from hf_neuron_moe.backends.neuron.launch import Kernels
 from hf_neuron_moe.backends.neuron.limits import Block
-from hf_neuron_moe.backends.neuron.orientation import kernel_weight, pad_axes, split_axes, split_gate_up, stock_gradient
-from hf_neuron_moe.backends.neuron.static_plan import Routed, block_count, route, routing_gradient, with_sink
+from hf_neuron_moe.backends.neuron.orientation import pad_axes, split_axes, stock_gradient
+from hf_neuron_moe.backends.neuron.static_plan import Routed, block_count, route, routing_gradient
 from hf_neuron_moe.backends.prepared import kept_for
-from hf_neuron_moe.errors import BackendUnavailableError, public
+from hf_neuron_moe.backends.spec import Routing
+from hf_neuron_moe.backends.torch.saved import fp8_storage
+from hf_neuron_moe.errors import BackendUnavailableError
 
 _BACKWARD_AXES = ("EH2I", "EIH")
 """Orientation of both weights in every backward and in the bf16 forward."""
@@ -40,184 +41,154 @@ class Experts:
         return self.gate_up.shape[0]
 
 
-def keeps_checkpoints(keep: str) -> bool:
+def keeps_checkpoints(keep: Keep) -> bool:
     """Whether a policy keeps the kernels' checkpoint: it holds gate and up together, or is made again."""
-    return parse_keep(keep).names.issuperset(BF16_CHECKPOINTS)
+    return keep.names.issuperset(BF16_CHECKPOINTS)
 
 
 class ExpertKernels(Kernels):
     """Forward and backward of the experts."""
 
-    def fake_saved(self, x_TH: Tensor, top_k: int, experts: Experts, keep: str) -> Saved:
+    def fake_saved(self, x_TH: Tensor, top_k: int, experts: int, block: Block, keep: Keep) -> Saved:
         """Return uninitialized tensors like those that :meth:`forward` keeps."""
         nothing = x_TH.new_empty(0), x_TH.new_empty(0), x_TH.new_empty(0), x_TH.new_empty(0)
         if not keeps_checkpoints(keep):
             return nothing
-        block = experts.block
-        (hidden, inner), size, tokens = block.padded, block.block_size, x_TH.shape[0]
-        blocks = 0
+        (hidden, inner), size, tokens, blocks = block.padded, block.block_size, x_TH.shape[0], 0
         if not (isinstance(tokens, int) and tokens == 0):
-            pairs = tokens * min(top_k, experts.count)
-            blocks = block_count(pairs, experts.count, size, _per_iteration(block))
+            blocks = block_count(tokens * min(top_k, experts), experts, size, _per_iteration(block))
         shape = (blocks, 2, inner, size)
-        if parse_keep(keep).fp8:
-            return *fake_pack(x_TH, shape), *fake_pack(x_TH, (tokens, block.hidden))
+        if keep.fp8:
+            return *fp8_storage(x_TH, shape[:-1], size), *fp8_storage(x_TH, (tokens,), block.hidden)
         down = x_TH.new_empty((blocks, size, hidden)) if self._on_output(block) else nothing[1]
         return x_TH.new_empty(shape), down, nothing[2], nothing[3]
-
-    def _on_output(self, block: Block) -> bool:
-        """Whether the affinity multiplies the output: then the backward reads a checkpoint of the down projection."""
-        return block.precision == "bf16" and self.adapter.generation("moe_backward") == "2.29"
-
-    def _route(self, index_TK: Tensor, weight_TK: Tensor, experts: Experts, *, sink: bool) -> Routed:
-        size, each = experts.block.block_size, _per_iteration(experts.block)
-        # The bf16 pair documents one float dtype for all its tensors, the MXFP8 pair fp32 affinities.
-        dtype = torch.bfloat16 if experts.block.precision == "bf16" else torch.float32
-        return route(index_TK, weight_TK, experts.count, size, sink=sink, per_iteration=each, dtype=dtype)
-
-    def _weights(self, experts: Experts, wanted: tuple[str, str], *, training: bool = True) -> dict[str, Tensor]:
-        """The kernels' weight arguments in the wanted orientations; copies are kept while training."""
-        (hidden, inner), axes = experts.block.padded, split_axes(experts.transposed)
-        named = {"gate_up_proj_weight": experts.gate_up, "down_proj_weight": experts.down}
-        result = {}
-        for (name, source), own, order in zip(named.items(), axes, wanted):
-            turn = partial(_turned, transposed=experts.transposed, axes=own, wanted=order, hidden=hidden, inner=inner)
-            result[name] = self.weights.get(f"{order} {hidden}x{inner}", turn, source, keep=training)
-        return result
 
     def prepare(self, experts: Experts) -> None:
         """Make every copy that forward and backward read."""
         for axes in {self._forward_axes(experts.block), _BACKWARD_AXES}:
             self._weights(experts, axes)
 
+    def _weights(self, experts: Experts, wanted: tuple[str, str], *, training: bool = True) -> dict[str, Tensor]:
+        """The kernels' weight arguments in the wanted orientations."""
+        names, own = ("gate_up_proj_weight", "down_proj_weight"), split_axes(experts.transposed)
+        return {
+            name: self.weight(source, axes, order, experts.block, training=training)
+            for name, source, axes, order in zip(names, (experts.gate_up, experts.down), own, wanted)
+        }
+
     def _forward_axes(self, block: Block) -> tuple[str, str]:
         if block.precision == "bf16":
             return _BACKWARD_AXES
         return ("EI2H" if self.adapter.generation("moe_forward_mxfp8") == "2.33" else "E2IH"), "EHI"
 
+    def _on_output(self, block: Block) -> bool:
+        """Whether the affinity multiplies the output: then the backward reads a checkpoint of the down projection."""
+        return block.precision == "bf16" and self.adapter.generation("moe_backward") == "2.29"
+
+    def _route(self, routing: Routing, experts: Experts, *, sink: bool) -> Routed:
+        block, each = experts.block, _per_iteration(experts.block)
+        # The bf16 pair documents one float dtype for all its tensors, the MXFP8 pair fp32 affinities.
+        dtype = torch.bfloat16 if block.precision == "bf16" else torch.float32
+        return route(*routing, experts.count, block.block_size, sink=sink, per_iteration=each, dtype=dtype)
+
+    def forward(self, x_TH: Tensor, routing: Routing, experts: Experts, keep: Keep) -> tuple[Tensor, Saved]:
+        """Return ``y [T, H]`` and what is kept: gate and up ``[N, 2, I, B]`` and, for 2.29, down ``[N, B, H]``."""
+        saved = self.fake_saved(x_TH, routing.index_TK.shape[1], experts.count, experts.block, keep)
+        if not x_TH.shape[0]:
+            return torch.zeros_like(x_TH), saved
+        keeps = keeps_checkpoints(keep)
+        out_TH, checkpoints = self._run_forward(x_TH, routing, experts, checkpoint=keeps, training=kept_for(keep))
+        out_TH = out_TH[:, : experts.block.hidden].contiguous()
+        if not keeps:
+            return out_TH, saved
+        if keep.fp8:
+            return out_TH, (*pack(self._used_slots(checkpoints[0], routing, experts)), *pack(x_TH))
+        down = checkpoints[1] if self._on_output(experts.block) else saved[1]
+        return out_TH, (checkpoints[0], down, saved[2], saved[3])
+
     def _run_forward(
-        self,
-        x_TH: Tensor,
-        index_TK: Tensor,
-        weight_TK: Tensor,
-        experts: Experts,
-        checkpoint: bool,
-        training: bool = True,
-    ) -> tuple[Tensor, ...]:
+        self, x_TH: Tensor, routing: Routing, experts: Experts, *, checkpoint: bool, training: bool = True
+    ) -> tuple[Tensor, list[Tensor]]:
         """Return y ``[T, H]``, padded, and the checkpoints that the kernel returned, gate and up ``[N, 2, I, B]``."""
-        block, bf16 = experts.block, experts.block.precision == "bf16"
-        routed = self._route(index_TK, weight_TK, experts, sink=bf16)
-        rows = pad_axes(x_TH, (x_TH.shape[0], block.padded[0]))
+        block, tokens, bf16 = experts.block, x_TH.shape[0], experts.block.precision == "bf16"
+        routed = self._route(routing, experts, sink=bf16)
+        rows = (tokens + 1 if bf16 else tokens, block.padded[0])  # the sink row is the last one
         need = "moe_forward" if bf16 else "moe_forward_mxfp8"
         options = {"checkpoint": checkpoint, "affinity_on_i": not self._on_output(block)} if bf16 else {}
-        out_TH, *checkpoints = self.launch(
-            self.adapter.kernel(need, "moe_forward"),
-            hidden_states=with_sink(rows) if bf16 else rows,
-            expert_affinities_masked=routed.affinities,
-            token_position_to_id=routed.ids,
-            block_to_expert=routed.blocks,
+        out_TH, *checkpoints = self.run(
+            need,
+            "moe_forward",
+            hidden_states=pad_axes(x_TH, rows),
             block_size=block.block_size,
+            **routed._asdict(),
             **self._weights(experts, self._forward_axes(block), training=training),
             **options,
         )
         if checkpoint:
-            turned = self.adapter.turned(need)
-            slots = (block.block_size, block.padded[1]) if turned else (block.padded[1], block.block_size)
-            _check_checkpoints(checkpoints, (routed.blocks.shape[0], 2, *slots))
+            turned, slots = self.adapter.turned(need), (block.padded[1], block.block_size)
+            expected = (routed.block_to_expert.shape[0], 2, *(slots[::-1] if turned else slots))
+            _check_checkpoints(checkpoints, expected)
             checkpoints = [checkpoints[0].mT.contiguous(), *checkpoints[1:]] if turned else checkpoints
-        return out_TH[: x_TH.shape[0]], *checkpoints
+        return out_TH[:tokens], checkpoints
 
-    def forward(
-        self, x_TH: Tensor, index_TK: Tensor, weight_TK: Tensor, experts: Experts, keep: str
-    ) -> tuple[Tensor, Saved]:
-        """Return ``y [T, H]`` and what is kept: gate and up ``[N, 2, I, B]`` and, for 2.29, down ``[N, B, H]``."""
-        saved = self.fake_saved(x_TH, index_TK.shape[1], experts, keep)
-        if not x_TH.shape[0]:
-            return torch.zeros_like(x_TH), saved
-        keeps = keeps_checkpoints(keep)
-        out_TH, *checkpoints = self._run_forward(x_TH, index_TK, weight_TK, experts, keeps, kept_for(keep))
-        out_TH = out_TH[:, : experts.block.hidden].contiguous()
-        if not keeps:
-            return out_TH, saved
-        if parse_keep(keep).fp8:
-            used = self._used_slots(checkpoints[0], index_TK, weight_TK, experts)
-            return out_TH, (*pack(used), *pack(x_TH))
-        down = checkpoints[1] if self._on_output(experts.block) else saved[1]
-        return out_TH, (checkpoints[0], down, saved[2], saved[3])
-
-    def _used_slots(self, checkpoint_N2IB: Tensor, index_TK: Tensor, weight_TK: Tensor, experts: Experts) -> Tensor:
+    def _used_slots(self, checkpoint_N2IB: Tensor, routing: Routing, experts: Experts) -> Tensor:
         """Zero the slots without a token: they share FP8 groups with others, and no document says what is in them."""
-        ids = self._route(index_TK, weight_TK, experts, sink=False).ids
+        ids = self._route(routing, experts, sink=False).token_position_to_id
         used = (ids >= 0).view(checkpoint_N2IB.shape[0], 1, 1, -1)
         return torch.where(used, checkpoint_N2IB, 0)
 
     def backward(
-        self,
-        dout_TH: Tensor,
-        x_TH: Tensor,
-        index_TK: Tensor,
-        weight_TK: Tensor,
-        experts: Experts,
-        saved: Saved,
-        keep: str,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the gradients of x, the routing weights, gate_up and down; the kernel makes all of them."""
-        block, tokens = experts.block, dout_TH.shape[0]
-        if not tokens:
-            like = (weight_TK, experts.gate_up, experts.down)
-            zeros = [torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in like]
-            return torch.zeros_like(dout_TH), zeros[0], zeros[1], zeros[2]
-        gate_up_ckpt, down_ckpt, x_TH = self._checkpoints(x_TH, index_TK, weight_TK, experts, saved, keep)
-        rows = (tokens, block.padded[0])
-        routed = self._route(index_TK, weight_TK, experts, sink=False)
+        self, dout_TH: Tensor, x_TH: Tensor, routing: Routing, experts: Experts, saved: Saved, keep: Keep
+    ) -> Grads:
+        """Return the gradients of x, the routing weights, gate_up and down for at least one token.
+
+        The kernel makes all of them.
+        """
+        block, rows = experts.block, (dout_TH.shape[0], experts.block.padded[0])
+        gate_up_ckpt, down_ckpt, x_TH = self._checkpoints(x_TH, routing, experts, saved, keep)
         need = "moe_backward" if block.precision == "bf16" else "moe_backward_mxfp8"
-        d_x, d_affinities, d_gate_up, d_down = self.launch(
-            self.adapter.kernel(need, "moe_backward"),
+        d_x, d_affinities, d_gate_up, d_down = self.run(
+            need,
+            "moe_backward",
             hidden_states=pad_axes(x_TH, rows),
-            expert_affinities_masked=routed.affinities,
             gate_up_proj_act_checkpoint_T=gate_up_ckpt.mT if self.adapter.turned(need) else gate_up_ckpt,
             down_proj_act_checkpoint=down_ckpt,
-            token_position_to_id=routed.ids,
-            block_to_expert=routed.blocks,
             output_hidden_states_grad=pad_axes(dout_TH, rows),
             block_size=block.block_size,
+            **self._route(routing, experts, sink=False)._asdict(),
             **self._weights(experts, _BACKWARD_AXES),
         )
-        axes, sizes = split_axes(experts.transposed), (block.hidden, block.inner)
-        d_gate_up = stock_gradient(d_gate_up, _BACKWARD_AXES[0], axes[0], *sizes, experts.gate_up.dtype)
-        d_gate_up = d_gate_up.view(experts.gate_up.shape)
-        d_down = stock_gradient(d_down, _BACKWARD_AXES[1], axes[1], *sizes, experts.down.dtype)
-        d_weight = routing_gradient(d_affinities, index_TK, experts.count, weight_TK.dtype)
+        d_gate_up, d_down = (
+            stock_gradient(grad, axes, own, block.hidden, block.inner, weight.dtype)
+            for grad, axes, own, weight in zip(
+                (d_gate_up, d_down), _BACKWARD_AXES, split_axes(experts.transposed), (experts.gate_up, experts.down)
+            )
+        )
+        d_weight = routing_gradient(d_affinities, routing.index_TK, experts.count, routing.weight_TK.dtype)
         return d_x[:, : block.hidden].contiguous(), d_weight, d_gate_up, d_down
 
     def _checkpoints(
-        self, x_TH: Tensor, index_TK: Tensor, weight_TK: Tensor, experts: Experts, saved: Saved, keep: str
+        self, x_TH: Tensor, routing: Routing, experts: Experts, saved: Saved, keep: Keep
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Gate and up, the down projection where the backward reads it, and the input."""
         on_output = self._on_output(experts.block)
-        if parse_keep(keep).fp8:
-            gate_up, x_TH = unpack(saved[0], saved[1]), unpack(saved[2], saved[3])
+        if keep.fp8:
+            x_TH = unpack(saved[2], saved[3])
             if not on_output:
-                return gate_up, None, x_TH
+                return unpack(saved[0], saved[1]), None, x_TH
         elif keeps_checkpoints(keep):
             return saved[0], saved[1] if on_output else None, x_TH
-        _, *made = self._run_forward(x_TH, index_TK, weight_TK, experts, checkpoint=True)
+        _, made = self._run_forward(x_TH, routing, experts, checkpoint=True)
         return made[0], made[1] if on_output else None, x_TH
 
 
-@public("neuron backend")
 def _check_checkpoints(found: list[Tensor], shape: tuple[int, ...]) -> None:
     """Refuse a forward that keeps less than documented, or in another order: the backward would read nonsense."""
     got = tuple(found[0].shape) if found else "the output alone"
     if got != shape:
         expected = f"gate and up {shape} behind the output"
         fix = "Install the nki-library of SDK 2.33, or use fallback='torch'."
-        raise BackendUnavailableError.about("the experts' forward kernel", expected, got, fix)
-
-
-def _turned(weight: Tensor, transposed: bool, axes: str, wanted: str, hidden: int, inner: int) -> Tensor:
-    apart = split_gate_up(weight, transposed) if "2" in axes else weight
-    return kernel_weight(apart, axes, wanted, hidden, inner)
+        raise BackendUnavailableError.about("the experts' forward kernel", expected, got, fix).named("neuron backend")
 
 
 def _per_iteration(block: Block) -> int:

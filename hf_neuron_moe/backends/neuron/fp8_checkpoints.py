@@ -1,11 +1,9 @@
 """Checkpoints in group FP8 between forward and backward, where the policy asks for it.
 
-The kernels write and read bf16. Torch operations quantize what a forward kernel wrote, and bring it back before the
-backward kernel reads it; so the gradients are those of the kernels at rounded activations. The dense backward also
-takes the gate's activation and the intermediate, which are then COAT's; the experts' makes them from gate and up.
-
-Bytes and values are those of the torch backend's saved activations. The operations differ: these look at no value, so
-that a program with them can be traced.
+The kernels write and read bf16: torch operations quantize what a forward kernel wrote, and bring it back before the
+backward kernel reads it. The dense backward also takes the gate's activation and the intermediate, which are then
+COAT's; the experts' makes them from gate and up. Bytes and values are those of the torch backend's saved activations,
+by operations that look at no value and can be traced.
 
 C columns, G groups of them.
 """
@@ -16,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_neuron_moe.backends.torch.saved import GROUP, fp8_storage
+from hf_neuron_moe.backends.torch.saved import GROUP
 from hf_neuron_moe.formats.constants import E4M3FN
 from hf_neuron_moe.formats.group_fp8 import SCALE_EPSILON
 
@@ -47,11 +45,6 @@ def coat_checkpoints(codes: Tensor, scales: Tensor) -> dict[str, Tensor]:
     act = rounded.flatten(-2)[..., : gate.shape[-1]]
     made = {"gate_pre": gate, "up": up, "gate_act": act, "intermediate": act * up}
     return {name: value.to(torch.bfloat16) for name, value in made.items()}
-
-
-def fake_pack(x: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Return uninitialized tensors of the shapes and dtypes that :func:`pack` returns for rows of `shape`."""
-    return fp8_storage(x, shape[:-1], shape[-1])
 
 
 def _groups(rows: Tensor) -> Tensor:

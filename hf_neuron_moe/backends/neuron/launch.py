@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from hf_neuron_moe.backends.neuron.adapter import Adapter
+from hf_neuron_moe.backends.neuron.limits import Block
+from hf_neuron_moe.backends.neuron.orientation import kernel_weight
 from hf_neuron_moe.backends.neuron.versions import Toolchain
 from hf_neuron_moe.backends.operator_registration import plugin_function
 from hf_neuron_moe.backends.prepared import PreparedWeights
@@ -32,24 +35,20 @@ class Launcher:
         Numbers are compile-time constants of the kernel, so each new value compiles it anew. An entry without a branch
         for its options returns None, which is an error here.
         """
-        given = {
-            name: self._operand(value) if isinstance(value, Tensor) else value
-            for name, value in arguments.items()
-            if value is not None
-        }
+        given = {name: self._operand(value) for name, value in arguments.items() if value is not None}
         result = self._grid(kernel)(**given)
         if result is None:
-            raise BackendUnavailableError.about(
-                getattr(kernel, "__name__", type(kernel).__name__),
-                "a kernel that returns its outputs",
-                "None, so the installed nkilib has no branch for these options",
-                "Install the nki-library of SDK 2.33, or use backend='torch'.",
-            )
+            name = getattr(kernel, "__name__", type(kernel).__name__)
+            got = "None, so the installed nkilib has no branch for these options"
+            fix = "Install the nki-library of SDK 2.33, or use backend='torch'."
+            raise BackendUnavailableError.about(name, "a kernel that returns its outputs", got, fix)
         return tuple(result) if isinstance(result, tuple | list) else (result,)
 
-    def _operand(self, tensor: Tensor) -> Tensor:
+    def _operand(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
         # The simulator reads values through NumPy, which tensors that require gradients do not allow.
-        return (tensor.detach() if self._simulate else tensor).contiguous()
+        return (value.detach() if self._simulate else value).contiguous()
 
     def _grid(self, kernel: Any) -> Callable[..., Any]:
         # The grid belongs on the wrapped caller: a grid set on the kernel before wrapping it is ignored.
@@ -67,3 +66,13 @@ class Kernels:
     adapter: Adapter
     launch: Launcher
     weights: PreparedWeights
+
+    def run(self, need: str, name: str, **arguments: Any) -> tuple[Tensor, ...]:
+        """Launch the wrapper kernel `name` of the installed generation of `need`."""
+        return self.launch(self.adapter.kernel(need, name), **arguments)
+
+    def weight(self, source: Tensor, axes: str, wanted: str, block: Block, *, training: bool = True) -> Tensor:
+        """Return `source`, which has `axes`, as kernels read it; while `training` a copy stays for the next call."""
+        hidden, inner = block.padded
+        turn = partial(kernel_weight, axes=axes, wanted=wanted, hidden=hidden, inner=inner)
+        return self.weights.get(f"{wanted} of {axes} {hidden}x{inner}", turn, source, keep=training)

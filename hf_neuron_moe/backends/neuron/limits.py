@@ -11,27 +11,21 @@ from dataclasses import dataclass
 
 from hf_neuron_moe.backends.neuron import versions
 from hf_neuron_moe.backends.neuron.adapter import Adapter
-from hf_neuron_moe.backends.neuron.generations import BF16_OPEN
+from hf_neuron_moe.backends.spec import BlockShape, BlockSpec
 from hf_neuron_moe.errors import ConfigError, DTypeError, ShapeError, public
 from hf_neuron_moe.formats.padding import LANES
 
 BF16_HIDDEN_STEP, BF16_HIDDEN = 512, (512, 8192)
 """shard_on_i: H in steps and within bounds."""
-
 BF16_INNER_STEP = 64
 """shard_on_i takes multiples of 16, ``blockwise_mm_bwd`` 32 per core of two."""
-
 BF16_BLOCK_STEP = 256
 BF16_TOKENS = 32768
+"""Tokens of one call to ``moe_cte``, with bf16 weights and with MX words."""
 MAX_TOKENS = (1 << 24) - 1
 """Token ids pass through fp32 on the chip and are exact below 2**24, the sink row's included."""
-
-CALL_LENGTH = "the number of tokens (batch size times length)"
-
 SMALL_BLOCKS, LARGE_BLOCKS = (128, 256, 512, 1024), (2048, 4096)
-
-BF16_ON_TRN2 = "the documents give the bf16 kernels of experts for Trn2 only"
-
+ON_TRN3 = "the MXFP8 kernels run on Trn3 only"
 _NEEDS = {
     ("mlp", "mxfp8"): ("mlp_forward", "mlp_backward"),
     ("experts", "mxfp8"): ("moe_forward_mxfp8", "moe_backward_mxfp8"),
@@ -64,6 +58,11 @@ class Block:
     inner: int  # I
     block_size: int = 512  # B, read for experts only
 
+    @classmethod
+    def of(cls, shape: BlockShape, spec: BlockSpec) -> Block:
+        """Return the block of an operator."""
+        return cls(shape.kind, spec.precision, shape.hidden, shape.inner, spec.block_size)
+
     @property
     def needs(self) -> tuple[str, ...]:
         """The adapter's names of the kernels: forward, backward; empty where none are documented."""
@@ -73,35 +72,30 @@ class Block:
     def padded(self) -> tuple[int, int]:
         """H and I as the kernels get them."""
         steps = (BF16_HIDDEN_STEP, BF16_INNER_STEP) if self.precision == "bf16" else (LANES, LANES)
-        return up_to(self.hidden, steps[0]), up_to(self.inner, steps[1])
-
-
-def up_to(size: int, step: int) -> int:
-    """Return the smallest multiple of `step` that is at least `size`."""
-    return -(-size // step) * step
+        return -(-self.hidden // steps[0]) * steps[0], -(-self.inner // steps[1]) * steps[1]
 
 
 def why_not(block: Block, device: Device, adapter: Adapter) -> str | None:
     """Return why the installed kernels cannot compute `block` forward and backward on `device`, or None."""
+    bf16, experts = block.precision == "bf16", block.kind == "experts"
+    if block.precision == "fp32":
+        return "no Neuron kernel computes in fp32"
     if not block.needs:
-        if block.precision == "fp32":
-            return "no Neuron kernel computes in fp32"
         return "nkilib documents no bf16 kernel pair for dense MLPs; precision='mxfp8' has one on Trn3"
-    if block.precision == "mxfp8" and device.platform != "trn3":
-        return f"the MXFP8 kernels run on Trn3 only, and this is {device.platform}"
-    if block.precision == "bf16" and device.platform != "trn2" and not device.assumed:
-        return f"{BF16_ON_TRN2}, and this is {device.platform}; precision='mxfp8' has a kernel pair there"
-    if block.kind == "experts" and device.lnc != 2:
+    if not bf16 and device.platform != "trn3":
+        return f"{ON_TRN3}, and this is {device.platform}"
+    if bf16 and device.platform != "trn2" and not device.assumed:
+        only = "the documents give the bf16 kernels of experts for Trn2 only"
+        return f"{only}, and this is {device.platform}; precision='mxfp8' has a kernel pair there"
+    if experts and device.lnc != 2:
         return "the experts' backward needs two physical cores per logical core (LNC 2), and LNC is 1"
-    return adapter.why_not(*block.needs) or (_why_not_sizes(block, adapter) if block.kind == "experts" else None)
-
-
-def _why_not_sizes(block: Block, adapter: Adapter) -> str | None:
-    allowed = block_sizes(block, adapter)
-    if block.block_size not in allowed:
-        return f"the kernels take block sizes {', '.join(map(str, allowed))}, and block_size is {block.block_size}"
-    low, high = BF16_HIDDEN
-    if block.precision == "bf16" and not low <= block.padded[0] <= high:
+    reason = adapter.why_not(*block.needs)
+    if reason is not None or not experts:
+        return reason
+    sizes, (low, high) = block_sizes(block, adapter), BF16_HIDDEN
+    if block.block_size not in sizes:
+        return f"the kernels take block sizes {', '.join(map(str, sizes))}, and block_size is {block.block_size}"
+    if bf16 and not low <= block.padded[0] <= high:
         return f"moe_cte takes a hidden size of {low} to {high}, and it is {block.hidden}"
     return None
 
@@ -109,9 +103,8 @@ def _why_not_sizes(block: Block, adapter: Adapter) -> str | None:
 def block_sizes(block: Block, adapter: Adapter) -> tuple[int, ...]:
     """Return the values of B that forward and backward of experts both take."""
     backward = adapter.match(block.needs[1])
-    assert backward.generation is not None, "checked by why_not"
     if block.precision == "mxfp8":
-        return SMALL_BLOCKS + (() if backward.generation.name == "2.31" else LARGE_BLOCKS)
+        return SMALL_BLOCKS + (() if backward.installed.name == "2.31" else LARGE_BLOCKS)
     large = LARGE_BLOCKS if "skip_gate_proj" in backward.parameters else ()
     return tuple(size for size in SMALL_BLOCKS + large if size % BF16_BLOCK_STEP == 0)
 
@@ -127,15 +120,16 @@ def check_call(block: Block, tokens: int, dtype_name: str, device: Device, adapt
     if dtype_name != "torch.bfloat16":
         fix = "The operators cast to it; call them instead of the backend."
         raise DTypeError.about("hidden states", "torch.bfloat16", dtype_name, fix)
-    most = most_tokens(block)
-    if most is not None and tokens > most:
+    check_length(most_tokens(block), tokens, f" in {block.precision}")
+
+
+@public("neuron backend")
+def check_length(most: int | None, tokens: int, condition: str = "") -> None:
+    """Refuse a call with more tokens than the kernels take."""
+    if why_not_tokens(most, tokens) is not None:
+        argument = "the number of tokens (batch size times length)"
         fix = "Use smaller micro-batches or shorter sequences."
-        raise ShapeError.about(CALL_LENGTH, f"at most {most} in {block.precision}", tokens, fix)
-
-
-def open_points(block: Block) -> tuple[str, ...]:
-    """Return what the documents leave open about the kernels of `block`."""
-    return (BF16_OPEN,) if block.kind == "experts" and block.precision == "bf16" else ()
+        raise ShapeError.about(argument, f"at most {most}{condition}", tokens, fix)
 
 
 def most_tokens(block: Block) -> int | None:

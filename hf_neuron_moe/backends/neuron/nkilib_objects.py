@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import sys
+from collections.abc import Iterator
+from itertools import chain
 from types import ModuleType
 from typing import Any
 
@@ -53,33 +55,28 @@ def find_object(name: str) -> Any | None:
 
     If it is in none of its known homes, the modules beside the first one are searched.
     """
-    own = shown_name(name)
-    for home in HOMES[name]:
-        found = _attribute(home, own)
-        if found is not None:
-            return found
     package = ".".join(HOMES[name][0].split(".")[:3])
-    return next((found for home in _modules_in(package) if (found := _attribute(home, own)) is not None), None)
+    for home in chain(HOMES[name], _modules_in(package)):
+        found = getattr(_imported(home), shown_name(name), None)
+        if found is not None and not isinstance(found, ModuleType):  # several modules have their function's name
+            return found
+    return None
 
 
-def _attribute(module: str, name: str) -> Any | None:
+def _imported(module: str) -> ModuleType | None:
     try:
-        found = getattr(importlib.import_module(module), name, None)
+        return importlib.import_module(module)
     except ImportError:
         return None
-    return None if isinstance(found, ModuleType) else found  # several modules have their function's name
 
 
-def _modules_in(package: str) -> list[str]:
-    """The name of a package and of all modules in it, importing packages only; empty where there is none."""
-    try:
-        path = getattr(importlib.import_module(package), "__path__", None)
-    except ImportError:
-        return []
-    if path is None:
-        return [package]
-    inner = [found.name for found in pkgutil.walk_packages(path, f"{package}.", onerror=lambda name: None)]
-    return sorted({package, *inner, *(name for name in sys.modules if name.startswith(f"{package}."))})
+def _modules_in(package: str) -> Iterator[str]:
+    """Yield the name of a package and of all modules in it, importing packages only; none where there is none."""
+    found = _imported(package)
+    if found is not None:
+        path = getattr(found, "__path__", ())
+        inner = [each.name for each in pkgutil.walk_packages(path, f"{package}.", onerror=lambda name: None)]
+        yield from sorted({package, *inner, *(name for name in sys.modules if name.startswith(f"{package}."))})
 
 
 @public("neuron backend")

@@ -21,12 +21,18 @@ def pad_axes(tensor: Tensor, sizes: tuple[int, ...]) -> Tensor:
     return F.pad(tensor, [side for lack in reversed(missing) for side in (0, lack)])
 
 
+def split_axes(transposed: bool) -> tuple[str, str]:
+    """Return the axes of the experts' ``gate_up`` and ``down``; stored tensors have 2 and I as one axis ``2I``."""
+    return ("EH2I", "EIH") if transposed else ("E2IH", "EHI")
+
+
 def kernel_weight(weight: Tensor, axes: str, wanted: str, hidden: int, inner: int) -> Tensor:
     """Return a weight in bf16, contiguous, padded to the kernel's H and I, with its `axes` in the `wanted` order.
 
     That is `weight` itself, or a view of it, where it is so already.
     """
-    turned = weight.permute([axes.index(axis) for axis in wanted])
+    apart = weight.unflatten(axes.index("2"), (2, -1)) if "2" in axes else weight
+    turned = apart.permute([axes.index(axis) for axis in wanted])
     full = {"H": hidden, "I": inner}
     sizes = tuple(full.get(axis, size) for axis, size in zip(wanted, turned.shape, strict=True))
     return pad_axes(turned.to(torch.bfloat16), sizes).contiguous()
@@ -36,17 +42,8 @@ def stock_gradient(gradient: Tensor, axes: str, wanted: str, hidden: int, inner:
     """Invert :func:`kernel_weight` for a gradient: contiguous, with H, I, axes and dtype of a parameter."""
     own = {"H": hidden, "I": inner}
     cut = gradient[tuple(slice(0, own[axis]) if axis in own else slice(None) for axis in axes)]
-    return cut.permute([axes.index(axis) for axis in wanted]).to(dtype).contiguous()
-
-
-def split_axes(transposed: bool) -> tuple[str, str]:
-    """Axes of the experts' ``gate_up`` with gate and up apart, and of ``down``."""
-    return ("EH2I", "EIH") if transposed else ("E2IH", "EHI")
-
-
-def split_gate_up(gate_up: Tensor, transposed: bool) -> Tensor:
-    """View ``[E, H, 2I]`` or ``[E, 2I, H]`` with gate and up apart."""
-    return gate_up.unflatten(2 if transposed else 1, (2, -1))
+    turned = cut.permute([axes.index(axis) for axis in wanted]).to(dtype).contiguous()
+    return turned.flatten(wanted.index("2"), wanted.index("2") + 1) if "2" in wanted else turned
 
 
 def fuse_gate_up(gate_IH: Tensor, up_IH: Tensor) -> Tensor:

@@ -9,11 +9,9 @@ from hf_neuron_moe.backends.neuron.signatures import accepted
 
 
 def pair_options(taker: Any, shard_option: str) -> dict[str, Any]:
-    """Return those options that an installed function, or the record that it takes, has.
+    """Return those options that `taker` has, an installed function or the record that it takes.
 
-    Args:
-        taker: the function or the record.
-        shard_option: member of ``ShardOption``, which differs between the two.
+    `shard_option` is a member of ``ShardOption``, which differs between the two.
     """
     return accepted(
         taker,

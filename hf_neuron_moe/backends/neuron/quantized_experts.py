@@ -3,9 +3,8 @@
 Dense MLPs go through ``mlp_fwd_mxfp8`` with codes and packed scales, experts whose weights are words through
 ``moe_cte`` shard_on_block_mx, or, where H is above what that takes, the kernel of shard_on_i_mx itself.
 
-Training goes through the torch backend: ``mlp_backward_mxfp8_nki`` takes pre-quantized weights only together with
-operands quantized along the other axis, which a loaded model does not hold; of the experts' MXFP8 backward no document
-says how it takes them.
+Training goes through the torch backend: see :data:`NO_BACKWARD`; of the experts' MXFP8 backward no document says how it
+takes pre-quantized weights.
 
 Letters: T tokens, K experts per token, E experts, H hidden, I intermediate.
 """
@@ -15,13 +14,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.backends.mx_weights import NATURAL, SWIZZLED, WORDS, MXExpertStack, MXLayout
+from hf_neuron_moe.backends.mx_weights import NATURAL, SWIZZLED, WORDS, MXExpertStack, MXMatrix
 from hf_neuron_moe.backends.neuron.adapter import Adapter
 from hf_neuron_moe.backends.neuron.launch import Kernels
-from hf_neuron_moe.backends.neuron.limits import BF16_HIDDEN, BF16_HIDDEN_STEP, BF16_TOKENS, CALL_LENGTH, Device
+from hf_neuron_moe.backends.neuron.limits import BF16_HIDDEN, BF16_HIDDEN_STEP, ON_TRN3, Device
 from hf_neuron_moe.backends.neuron.orientation import pad_axes
-from hf_neuron_moe.backends.neuron.static_plan import route, with_sink
-from hf_neuron_moe.errors import ShapeError, public
+from hf_neuron_moe.backends.neuron.static_plan import route
+from hf_neuron_moe.backends.spec import Routing
 from hf_neuron_moe.formats.block_plan import choose_block_size
 from hf_neuron_moe.formats.constants import SwizzleScheme
 from hf_neuron_moe.formats.padding import LANES, padded_size
@@ -30,14 +29,13 @@ from hf_neuron_moe.formats.swizzle import swizzle, tile_segments
 
 _WORD_FORMATS = ("e4m3fn", "e2m1")
 """Element formats told by the width of their words. e5m2 words would need an option that not every release has."""
+_UNSIGNED = {torch.int32: torch.uint32, torch.int16: torch.uint16}
+"""By the dtype that words are held in the one that the kernels document: 32 bits for fp8, 16 for fp4."""
 
 NO_BACKWARD = (
     "this backend has no input gradient through pre-quantized weights (the dense kernel's backward needs operands "
     "quantized along the other axis, which a loaded model does not hold)"
 )
-
-FROZEN_TOKENS = BF16_TOKENS
-"""Tokens of one call to experts: ``moe_cte``'s limit."""
 
 _INNER_STEP, _SMALL_INNER_STEP = 512, 32
 WIDE, _WIDE_INNER_STEP = "moe_forward_mx_wide", 1024
@@ -45,69 +43,71 @@ WIDE, _WIDE_INNER_STEP = "moe_forward_mx_wide", 1024
 
 
 class FrozenKernels(Kernels):
-    """Forward of blocks with MX weights."""
+    """Forward of blocks with MX weights, for which :func:`why_not_frozen` is None."""
 
-    def why_not(self, stack: MXExpertStack, device: Device, training: bool) -> str | None:
-        """Return why the kernels cannot compute `stack` on `device`, or None."""
-        return why_not_frozen(stack, device, self.adapter, training=training)
-
-    def forward(self, x_TH: Tensor, index_TK: Tensor | None, weight_TK: Tensor | None, stack: MXExpertStack) -> Tensor:
-        """Return ``y [T, H]``; :meth:`why_not` was None."""
-        if not x_TH.shape[0]:
+    def forward(self, x_TH: Tensor, routing: Routing | None, stack: MXExpertStack) -> Tensor:
+        """Return ``y [T, H]``."""
+        tokens = x_TH.shape[0]
+        if not tokens:
             return torch.zeros_like(x_TH)
-        if index_TK is not None and weight_TK is not None:
-            return self._experts(x_TH, index_TK, weight_TK, stack)
-        gate_up = self._operand("gate_up", stack.gate_up_codes, stack.gate_up_scales, stack.gate_up_layout)
-        down = self._operand("down", stack.down_codes, stack.down_scales, stack.down_layout)
-        out_TH, *_ = self.launch(
-            self.adapter.kernel("mlp_forward_quantized", "mlp_forward_quantized"),
+        out_TH = self._dense(x_TH, stack) if routing is None else self._experts(x_TH, routing, stack)
+        return out_TH[:tokens].contiguous()
+
+    def _dense(self, x_TH: Tensor, stack: MXExpertStack) -> Tensor:
+        gate_up, gate_up_scales = self._operand("gate_up", stack.gate_up)
+        down, down_scales = self._operand("down", stack.down)
+        out_TH, *_ = self.run(
+            "mlp_forward_quantized",
+            "mlp_forward_quantized",
             hidden=pad_axes(x_TH, (padded_size(x_TH.shape[0]), x_TH.shape[1])),
-            gate_up_weights=gate_up[0],
-            down_weights=down[0],
-            gate_up_scales=gate_up[1],
-            down_scales=down[1],
+            gate_up_weights=gate_up,
+            down_weights=down,
+            gate_up_scales=gate_up_scales,
+            down_scales=down_scales,
             run_with_lnc2=self.launch.lnc == 2,
         )
-        return out_TH[: x_TH.shape[0]].contiguous()
+        return out_TH
 
-    def _operand(self, name: str, codes: Tensor, scales: Tensor, layout: MXLayout) -> tuple[Tensor, Tensor]:
+    def _operand(self, name: str, matrix: MXMatrix) -> tuple[Tensor, Tensor]:
         """Codes as float8_e4m3fn ``[K/4, 4F]`` and scales as ``use_scale_packing`` asks for them."""
-        if layout.arrangement == NATURAL:
-            codes = self.weights.get(f"frozen {name} {layout.scheme}", lambda own: swizzle(own, layout.scheme), codes)
+        codes, scheme = matrix.codes, matrix.layout.scheme
+        if matrix.layout.arrangement == NATURAL:
+            codes = self.weights.get(f"frozen {name} {scheme}", lambda own: swizzle(own, scheme), codes)
         # Raw bytes would be read as e5m2: the kernel goes by the dtype's name.
-        return codes.view(torch.float8_e4m3fn), self.weights.get(f"frozen {name} scales", to_packed, scales)
+        return codes.view(torch.float8_e4m3fn), self.weights.get(f"frozen {name} scales", to_packed, matrix.scales)
 
-    @public("neuron backend")
-    def _experts(self, x_TH: Tensor, index_TK: Tensor, weight_TK: Tensor, stack: MXExpertStack) -> Tensor:
-        tokens, top_k, count = x_TH.shape[0], index_TK.shape[1], stack.gate_up_codes.shape[0]
-        if tokens > FROZEN_TOKENS:
-            fix = "Use smaller batches or shorter sequences."
-            raise ShapeError.about(CALL_LENGTH, f"at most {FROZEN_TOKENS}", tokens, fix)
-        need = _words_kernel(stack)
+    def _experts(self, x_TH: Tensor, routing: Routing, stack: MXExpertStack) -> Tensor:
+        (tokens, hidden), top_k, count = x_TH.shape, routing.index_TK.shape[1], stack.gate_up_codes.shape[0]
+        need = kernel_need(stack)
         wide = need == WIDE
         sizes, each = ((256, 512), 1) if wide else ((128, 256, 512), 2)
         block_size = choose_block_size(tokens, top_k, count, choices=sizes, n_block_per_iter=each).block_size
-        routed = route(index_TK, weight_TK, count, block_size, sink=True, per_iteration=each, dtype=torch.bfloat16)
+        routed = route(*routing, count, block_size, sink=True, per_iteration=each, dtype=torch.bfloat16)
         partitions, tiles = stack.down_codes.shape[1:3]
         biases = {
             "gate_and_up_proj_bias": x_TH.new_zeros((count, partitions, 2, tiles, 4)),
-            "down_proj_bias": x_TH.new_zeros((count, x_TH.shape[1])),
+            "down_proj_bias": x_TH.new_zeros((count, hidden)),
         }
-        out, *_ = self.launch(
-            self.adapter.kernel(need, "moe_forward"),
-            hidden_states=with_sink(x_TH),
-            expert_affinities_masked=routed.affinities,
-            gate_up_proj_weight=_unsigned(stack.gate_up_codes),
-            down_proj_weight=_unsigned(stack.down_codes),
+        out, *_ = self.run(
+            need,
+            "moe_forward",
+            hidden_states=pad_axes(x_TH, (tokens + 1, hidden)),
+            gate_up_proj_weight=stack.gate_up_codes.view(_UNSIGNED[stack.gate_up_codes.dtype]),
+            down_proj_weight=stack.down_codes.view(_UNSIGNED[stack.down_codes.dtype]),
             gate_up_proj_scale=stack.gate_up_scales,
             down_proj_scale=stack.down_scales,
-            token_position_to_id=routed.ids,
-            block_to_expert=routed.blocks,
             block_size=block_size,
+            **routed._asdict(),
             **({} if wide else biases),
         )
-        out_TH = out if wide else out[0]  # shard_on_block_mx returns one slot per core, the first one filled
-        return out_TH[:tokens].contiguous()
+        return out if wide else out[0]  # shard_on_block_mx returns one slot per core, the first one filled
+
+
+def kernel_need(stack: MXExpertStack) -> str:
+    """Return the adapter's name of the forward kernel for a block with MX weights."""
+    if stack.gate_up_codes.dim() == 2:
+        return "mlp_forward_quantized"
+    return WIDE if stack.hidden > BF16_HIDDEN[1] else "moe_forward_mx"
 
 
 def why_not_frozen(stack: MXExpertStack, device: Device, adapter: Adapter, *, training: bool) -> str | None:
@@ -118,34 +118,13 @@ def why_not_frozen(stack: MXExpertStack, device: Device, adapter: Adapter, *, tr
     if training:
         return NO_BACKWARD
     if device.platform != "trn3":
-        return f"the MXFP8 kernels run on Trn3 only, and this is {device.platform}"
-    if stack.gate_up_codes.dim() > 2:
-        return _why_not_words(stack, device) or adapter.why_not(_words_kernel(stack))
-    sides = {"gate_up_proj": (stack.gate_up_layout, stack.hidden), "down_proj": (stack.down_layout, stack.inner)}
-    for name, (layout, size) in sides.items():
-        if reason := _why_not_operand(layout, size):
-            return f"{name}: {reason}"
-    if stack.down_layout.matrix_shape(stack.down_codes.shape)[1] != stack.inner:
-        return "down_proj holds more columns than the network has"
-    return adapter.why_not("mlp_forward_quantized")
-
-
-def kernel_need(stack: MXExpertStack) -> str:
-    """Return the adapter's name of the forward kernel for a block with MX weights."""
-    return _words_kernel(stack) if stack.gate_up_codes.dim() > 2 else "mlp_forward_quantized"
-
-
-def _unsigned(words: Tensor) -> Tensor:
-    """Words in the dtypes that the kernels document: uint32 for fp8, uint16 for fp4."""
-    return words.view({torch.int32: torch.uint32, torch.int16: torch.uint16}[words.dtype])
-
-
-def _words_kernel(stack: MXExpertStack) -> str:
-    return WIDE if stack.hidden > BF16_HIDDEN[1] else "moe_forward_mx"
+        return f"{ON_TRN3}, and this is {device.platform}"
+    reason = _why_not_words(stack, device) if stack.gate_up_codes.dim() > 2 else _why_not_codes(stack)
+    return reason or adapter.why_not(kernel_need(stack))
 
 
 def _why_not_words(stack: MXExpertStack, device: Device) -> str | None:
-    layouts = (stack.gate_up_layout, stack.down_layout)
+    layouts, hidden, inner = (stack.gate_up_layout, stack.down_layout), stack.hidden, stack.inner
     if device.lnc != 2:
         return "moe_cte shard_on_block_mx needs two physical cores per logical core (LNC 2), and LNC is 1"
     if any(layout.arrangement != WORDS or layout.fmt not in _WORD_FORMATS for layout in layouts):
@@ -153,10 +132,9 @@ def _why_not_words(stack: MXExpertStack, device: Device) -> str | None:
         return f"the experts' kernel takes words of e4m3fn or e2m1 codes, and these are {held}"
     if layouts[0].fmt != layouts[1].fmt:
         return "the experts' kernel takes one element format for both projections"
-    hidden, inner = stack.hidden, stack.inner
     if hidden % BF16_HIDDEN_STEP:
         return f"the experts' kernels take hidden sizes in steps of {BF16_HIDDEN_STEP}, and it is {hidden}"
-    if _words_kernel(stack) == WIDE and inner % _WIDE_INNER_STEP:
+    if kernel_need(stack) == WIDE and inner % _WIDE_INNER_STEP:
         return (
             f"at hidden sizes above {BF16_HIDDEN[1]}, here {hidden}, the experts' kernel takes multiples of "
             f"{_WIDE_INNER_STEP} of the intermediate size, and it is {inner}"
@@ -166,13 +144,18 @@ def _why_not_words(stack: MXExpertStack, device: Device) -> str | None:
     return None
 
 
-def _why_not_operand(layout: MXLayout, size: int) -> str | None:
-    if layout.fmt != "e4m3fn" or layout.arrangement not in (NATURAL, SWIZZLED):
-        return f"the kernel takes e4m3fn codes of a matrix, and these are {layout.fmt}, {layout.arrangement}"
-    if size % LANES:
-        return f"the kernel quantizes activations in tiles of {LANES}, and the contraction axis is {size}"
-    if size == 384:
-        return "at a contraction axis of exactly 384 the kernel groups activations and codes differently"
-    if tile_segments(size, layout.scheme) != tile_segments(size, SwizzleScheme.WRAPX):
-        return f"the kernel groups activations as {SwizzleScheme.WRAPX.value}, and the codes are {layout.scheme}"
+def _why_not_codes(stack: MXExpertStack) -> str | None:
+    sides = {"gate_up_proj": (stack.gate_up_layout, stack.hidden), "down_proj": (stack.down_layout, stack.inner)}
+    for name, (layout, size) in sides.items():
+        kernel = f"{name}: the kernel"
+        if layout.fmt != "e4m3fn" or layout.arrangement not in (NATURAL, SWIZZLED):
+            return f"{kernel} takes e4m3fn codes of a matrix, and these are {layout.fmt}, {layout.arrangement}"
+        if size % LANES:
+            return f"{kernel} quantizes activations in tiles of {LANES}, and the contraction axis is {size}"
+        if size == 384:
+            return f"{name}: at a contraction axis of exactly 384 the kernel groups activations and codes differently"
+        if tile_segments(size, layout.scheme) != tile_segments(size, SwizzleScheme.WRAPX):
+            return f"{kernel} groups activations as {SwizzleScheme.WRAPX.value}, and the codes are {layout.scheme}"
+    if stack.down.shape[1] != stack.inner:
+        return "down_proj holds more columns than the network has"
     return None

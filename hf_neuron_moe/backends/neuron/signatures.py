@@ -48,15 +48,11 @@ def field_defaults(kind: Any) -> dict[str, Any] | None:
         return None
     if not inspect.isclass(kind):
         return {name: getattr(kind, name, UNKNOWN) for name in names}
-    if dataclasses.is_dataclass(kind):
-        return {field.name: _made(field) for field in dataclasses.fields(kind) if field.init}
-    return {name: inspect.signature(kind).parameters[name].default for name in names}
-
-
-def _made(field: dataclasses.Field[Any]) -> Any:
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return UNKNOWN if field.default is dataclasses.MISSING else field.default
+    if not dataclasses.is_dataclass(kind):
+        return {name: inspect.signature(kind).parameters[name].default for name in names}
+    missing, fields = dataclasses.MISSING, [found for found in dataclasses.fields(kind) if found.init]
+    plain = {found.name: UNKNOWN if found.default is missing else found.default for found in fields}
+    return plain | {found.name: found.default_factory() for found in fields if found.default_factory is not missing}
 
 
 def accepted(function: Any, **wanted: Any) -> dict[str, Any]:

@@ -15,11 +15,11 @@ from hf_neuron_moe.formats.block_plan import build_block_plan, expert_mask
 
 
 class Routed(NamedTuple):
-    """The routing operands of one kernel call."""
+    """The routing operands of a kernel call, under the kernels' names; T' is T + 1 with a sink row, T without one."""
 
-    affinities: Tensor  # [T' * E, 1], dense, token-major, zero where not selected
-    ids: Tensor  # int32 [N * B], token of every slot; unused slots hold the sink row T, or -1 without one
-    blocks: Tensor  # int32 [N, 1], expert of every block
+    expert_affinities_masked: Tensor  # [T' * E, 1], dense, token-major, zero where not selected
+    token_position_to_id: Tensor  # int32 [N * B], token of every slot; unused ones hold the sink row T, or -1
+    block_to_expert: Tensor  # int32 [N, 1], expert of every block
 
 
 def block_count(pairs: int, experts: int, block_size: int, per_iteration: int) -> int:
@@ -41,14 +41,11 @@ def route(
     per_iteration: int,
     dtype: torch.dtype,
 ) -> Routed:
-    """Lay out a routing for the kernels.
+    """Lay out a routing for the kernels, with affinities of `dtype`; expert ids >= E are other ranks' and take no slot.
 
     The kernels have one slot and one affinity per token and expert. A token that names an expert twice gets the sum of
-    both weights, which is what two slots would give: the affinity enters the result as a factor.
-
-    Expert ids >= E belong to other ranks and take no slot. With `sink`, unused slots point at a zero row T behind the
-    tokens (T' = T + 1), which the forward of the bf16 pair documents; without, they hold -1 and the kernel skips them
-    (T' = T). `dtype` is that of the affinities.
+    both weights, which is what two slots would give: the affinity enters the result as a factor. With `sink`, unused
+    slots point at a zero row T behind the tokens, as the bf16 forward documents; without, the kernel skips them.
     """
     plan = build_block_plan(
         expert_mask(index_TK, experts),
@@ -74,8 +71,3 @@ def routing_gradient(d_affinities: Tensor, index_TK: Tensor, experts: int, dtype
     index = index_TK.long()
     picked = d_TE.gather(1, index.clamp(0, experts - 1))
     return torch.where((index >= 0) & (index < experts), picked, 0).to(dtype)
-
-
-def with_sink(rows_TH: Tensor) -> Tensor:
-    """Append the zero row."""
-    return F.pad(rows_TH, (0, 0, 0, 1))

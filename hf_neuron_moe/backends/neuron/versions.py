@@ -25,26 +25,21 @@ MINIMUM_TORCH_NEURONX = (2, 13, 3)
 MINIMUM_PYTHON = (3, 12)
 PACKAGES = {"nki": "nki", "nkilib": "nki-library", "torch_neuronx": "torch-neuronx", "neuronxcc": "neuronx-cc"}
 """Distribution that provides each module; nkilib also comes bundled with neuronx-cc."""
-
 PLATFORMS = ("trn2", "trn3")
 _GENERATIONS = {"gen2": "trn1", "gen3": "trn2", "gen4": "trn3"}
 _PLATFORM_NAMES = frozenset(_GENERATIONS.values())
 ASSUMED = "assumed, as NKI does where it sees no device"
 LNC_OVERRIDE = "HF_NEURON_MOE_LNC"
 """This package's own variable for the number of physical cores per logical core."""
-
 _LNC_REMEDIES = {
     "torch_neuronx": f"Set {LNC_OVERRIDE} to 1 or 2, which wins over what torch_neuronx says.",
     "NEURON_CC_FLAGS": "Correct --lnc or --logical-nc-config in NEURON_CC_FLAGS, or leave it out there.",
 }
 """What to do about a bad LNC, where it is not simply a variable of its own."""
-
 _PLATFORM_OVERRIDE = "NEURON_PLATFORM_TARGET_OVERRIDE"
 _SDK_OF_NKI = {(0, 2): "2.28", (0, 3): "2.29", (0, 4): "2.30", (0, 5): "2.31", (0, 6): "2.32", (0, 7): "2.33"}
 _PRODUCT_NAME = Path("/sys/devices/virtual/dmi/id/product_name")
 """EC2's name of the instance type, for example ``trn2.48xlarge``."""
-
-_INDEX = "Install torch-neuronx, nki and neuronx-cc of SDK 2.33 or later from AWS's own Neuron package index"
 
 
 @public
@@ -127,11 +122,16 @@ def why_unavailable(*, simulator: bool = False) -> str | None:
     return None if simulator or platform().name in PLATFORMS else f"{platform().name} is neither Trn2 nor Trn3"
 
 
+def _calls_kernels() -> bool:
+    from hf_neuron_moe.backends.operator_registration import plugin_function  # imports torch, this module does not
+
+    return any(plugin_function(name) is not None for name in ("nki_op", "wrap_nki"))
+
+
 def pairing() -> str | None:
     """Return why the installed torch-neuronx does not go with the installed torch, or None.
 
-    AWS names matching pairs only: 2.13.3 for torch 2.13, 2.14.3 for torch 2.14. Another pair is told and not refused:
-    no document says what it does.
+    AWS names matching pairs only, 2.13.3 for torch 2.13 and 2.14.3 for torch 2.14; another one is told, not refused.
     """
     plugin = installed_version("torch_neuronx")
     try:
@@ -144,21 +144,16 @@ def pairing() -> str | None:
     return f"torch-neuronx {plugin} is documented with torch {wanted}, and torch is {torch}: install a matching pair"
 
 
-def _calls_kernels() -> bool:
-    from hf_neuron_moe.backends.operator_registration import (
-        plugin_function,  # imports torch, which this module does without
-    )
-
-    return any(plugin_function(name) is not None for name in ("nki_op", "wrap_nki"))
-
-
 @public("resolve_backend")
 def toolchain(*, simulator: bool = False) -> Toolchain:
     """Import and return the Neuron stack."""
     reason = why_unavailable(simulator=simulator)
     if reason is not None:
         got = f"{'nki-sim' if simulator else 'neuron'!r}: {reason}"
-        fix = f"{_INDEX}. Use backend='torch' elsewhere: it computes the same contract on any device."
+        fix = (
+            "Install torch-neuronx, nki and neuronx-cc of SDK 2.33 or later from AWS's own Neuron package index. "
+            "Use backend='torch' elsewhere: it computes the same contract on any device."
+        )
         raise BackendUnavailableError.about("backend", "one that can run here", got, fix)
     plugin = None if simulator else sys.modules["torch_neuronx"]
     return Toolchain(sys.modules["nki"], sys.modules["nkilib"], plugin)
@@ -174,7 +169,7 @@ class Detected:
 
     @property
     def told(self) -> str:
-        """The source and the contradiction, for people."""
+        """The source and the contradiction."""
         return f"{self.source}; {self.contradiction}" if self.contradiction else self.source
 
 
@@ -185,30 +180,23 @@ def platform() -> Detected:
     if override:
         name = _GENERATIONS.get(override, override)
         if name not in _PLATFORM_NAMES:
-            expected = "one of trn1, trn2, trn3, gen2, gen3, gen4"
-            fix = "Correct or unset the environment variable."
+            expected, fix = "one of trn1, trn2, trn3, gen2, gen3, gen4", "Correct or unset the environment variable."
             raise ConfigError.about(_PLATFORM_OVERRIDE, expected, repr(override), fix)
         return Detected(name, _PLATFORM_OVERRIDE)
     ask = _runtime_function("get_platform_target")
     if ask is not None:
         return Detected(_platform_name(ask()), "torch_neuronx")
     signs = {"NEURON_CC_FLAGS": _compiler_flag("--target"), "the machine's product name": _product_name()}
-    for source, sign in signs.items():
-        name = _platform_name(sign or "")
-        if name in _PLATFORM_NAMES:
-            return Detected(name, source)
-    return Detected("trn3", ASSUMED)
+    found = {source: _platform_name(sign or "") for source, sign in signs.items()}
+    known = (Detected(name, source) for source, name in found.items() if name in _PLATFORM_NAMES)
+    return next(known, Detected("trn3", ASSUMED))
 
 
 def platforms_asked_for() -> dict[str, str]:
     """Return the platform that each environment variable names, for those that name one."""
-    asked = {}
-    if _variable(_PLATFORM_OVERRIDE):
-        asked[_PLATFORM_OVERRIDE] = platform().name
     target = _compiler_flag("--target")
-    if target:
-        asked["NEURON_CC_FLAGS"] = _platform_name(target)
-    return asked
+    asked = {_PLATFORM_OVERRIDE: platform().name} if _variable(_PLATFORM_OVERRIDE) else {}
+    return asked | ({"NEURON_CC_FLAGS": _platform_name(target)} if target else {})
 
 
 def _platform_name(found: object) -> str:
@@ -221,13 +209,12 @@ def _platform_name(found: object) -> str:
 @public("neuron backend")
 def _compiler_flag(*names: str) -> str | None:
     """The last value of a flag in ``NEURON_CC_FLAGS``, in either spelling; None where it is not there."""
+    text, found = os.environ.get("NEURON_CC_FLAGS", ""), None
     try:
-        flags = shlex.split(os.environ.get("NEURON_CC_FLAGS", ""))
+        flags = shlex.split(text)
     except ValueError as error:
-        got = f"{os.environ['NEURON_CC_FLAGS']!r} ({error})"
-        fix = "Close its quotation marks."
-        raise ConfigError.about("NEURON_CC_FLAGS", "flags as a shell would take them", got, fix) from None
-    found = None
+        expected, fix = "flags as a shell would take them", "Close its quotation marks."
+        raise ConfigError.about("NEURON_CC_FLAGS", expected, f"{text!r} ({error})", fix) from None
     for flag, following in zip(flags, [*flags[1:], ""]):
         name, equals, value = flag.partition("=")
         if name in names:
@@ -251,9 +238,7 @@ def _product_name() -> str:
 def logical_cores() -> Detected:
     """Return how many physical cores form a logical one (LNC): ``"1"`` or ``"2"``, the launch grid of every kernel.
 
-    :data:`LNC_OVERRIDE` decides, then torch-neuronx's ``get_logical_neuron_cores()``, then
-    ``NEURON_LOGICAL_NC_CONFIG``, then ``--lnc`` or ``--logical-nc-config`` in ``NEURON_CC_FLAGS``; without any of them
-    it is 2, the default of Trn2 and Trn3. Whoever says otherwise is named in the result.
+    The first source that says so decides, without any the default of Trn2 and Trn3; the result names contradictions.
     """
     ask = _runtime_function("get_logical_neuron_cores")
     said = {
@@ -262,15 +247,15 @@ def logical_cores() -> Detected:
         "NEURON_LOGICAL_NC_CONFIG": _variable("NEURON_LOGICAL_NC_CONFIG"),
         "NEURON_CC_FLAGS": (_compiler_flag("--lnc", "--logical-nc-config") or "").strip(),
     }
-    known = {source: value for source, value in said.items() if value}
+    known = [(source, value) for source, value in said.items() if value]
     if not known:
         return Detected("2", "the default of Trn2 and Trn3")
-    source, value = next(iter(known.items()))
-    others = [f"{other} says {theirs}" for other, theirs in known.items() if theirs != value]
+    source, value = known[0]
     if value not in ("1", "2"):
         fix = _LNC_REMEDIES.get(source, f"Set {source} to 1 or 2, or unset it.")
         raise ConfigError.about(f"LNC ({source})", "1 or 2", repr(value), fix)
-    return Detected(value, source, f"but {', '.join(others)}: make them agree" if others else "")
+    others = ", ".join(f"{other} says {theirs}" for other, theirs in known if theirs != value)
+    return Detected(value, source, others and f"but {others}: make them agree")
 
 
 def lnc() -> int:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_neuron_moe.backends.mx_weights import WORDS, MXExpertStack, MXProjections, column_tiles
+from hf_neuron_moe.backends.mx_weights import WORDS, MXExpertStack, column_tiles
 from hf_neuron_moe.backends.torch.compute import Compute, call_scratch
 from hf_neuron_moe.backends.torch.experts import Rows
 from hf_neuron_moe.backends.torch.ffn_backward import FFNBackward, FFNGrads
@@ -145,7 +145,7 @@ def quantized_backward(
     return None if sums is None else sums.total_TH.to(dout_TH.dtype)
 
 
-def _tile(weights: MXProjections, columns: slice, loader: Loader) -> FFNWeights:
+def _tile(weights: MXExpertStack, columns: slice, loader: Loader) -> FFNWeights:
     """The values of one part of the intermediate axis, fp32, without zeros that the arrangement added."""
     hidden, inner, scratch = weights.hidden, weights.inner, loader.scratch
     every, gate = slice(0, hidden), slice(columns.start, min(columns.stop, inner))

@@ -21,10 +21,9 @@ def mlp_forward_quantized(
     down_scales: Any,
     run_with_lnc2: bool,
 ) -> Any:
-    """Return y and the intermediate, with weights that are MX codes already.
+    """Return y and the intermediate.
 
-    Weights are float8_e4m3fn ``[H/4, 8I]`` and ``[I/4, 4H]``, swizzled; scales uint8,
-    packed, which is the function's default.
+    Weights are float8_e4m3fn ``[H/4, 8I]`` and ``[I/4, 4H]``, swizzled; scales uint8, packed, as is the default.
     """
     shape = (hidden.shape[0], down_weights.shape[0] * 4)
     intermediate = nl.ndarray(shape, dtype=nl.bfloat16, buffer=nl.shared_hbm)

@@ -1,7 +1,6 @@
-"""``blockwise_mm_bwd_mxfp8`` (nki-library 2.31 and later).
+"""``blockwise_mm_bwd_mxfp8`` (nki-library 2.31 and later), with those options that it or its record has.
 
-2.31 takes its options as arguments, later releases a record. Options are given where the installed argument set or
-record has them.
+2.31 takes them as arguments, later releases a record.
 """
 
 from __future__ import annotations
@@ -35,10 +34,7 @@ SWIZZLES = {
 
 
 def options() -> dict[str, Any]:
-    """Return the options as the installed function takes them.
-
-    A record is made anew in every trace, since nkilib fills in its fields meanwhile.
-    """
+    """Return the options as the installed function takes them; a record is new, since nkilib fills in its fields."""
     if not TAKES_RECORD:
         return OPTIONS
     return {"config": MXFP8MOEBwdConfig(**OPTIONS, **FOR_ONE_EXPERT, **SWIZZLES)}

@@ -25,11 +25,7 @@ def moe_forward(
     block_to_expert: Any,
     block_size: int,
 ) -> Any:
-    """Return ``[2, T + 1, H]``, whose first half is the output.
-
-    Weights are x4 words ``[E, 128, 2, H/512, I]`` and ``[E, pI, ceil(I/512), H]``, scales compact. Biases are zeros:
-    without them 2.29's kernel reads a dtype that is not there.
-    """
+    """Return ``[2, T + 1, H]``, whose first half is the output; operands as ``moe_forward_mx.py`` has them."""
     return bwmm_shard_on_block_mx(
         hidden_states=hidden_states,
         expert_affinities_masked=expert_affinities_masked,

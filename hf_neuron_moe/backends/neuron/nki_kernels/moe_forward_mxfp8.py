@@ -1,8 +1,7 @@
-"""``blockwise_mm_fwd_mxfp8`` (nki-library 2.32 and later).
+"""``blockwise_mm_fwd_mxfp8`` (nki-library 2.32 and later), with those options that it or its record has.
 
 2.32 takes its options as arguments and weights ``[E, 2, I, H]``, later releases a record and weights ``[E, I, 2, H]``.
-Options are given where the installed argument set or record has them. ``checkpoint_config`` is left at its default,
-which saves the checkpoints; in which order is read off it (``checkpoint_layout.py``).
+The default of ``checkpoint_config`` saves the checkpoints; in which order is read off it (``checkpoint_layout.py``).
 """
 
 from __future__ import annotations
@@ -33,10 +32,9 @@ ORIENTED = TAKES_RECORD and has_field(MXFP8MOEFwdConfig, "gate_up_proj_act_td")
 
 
 def options() -> dict[str, Any]:
-    """Return the options as the installed function takes them.
+    """Return the options as the installed function takes them; a record is new, since nkilib fills in its fields.
 
-    A record is made anew in every trace, since nkilib fills in its fields meanwhile. Where it has an orientation of the
-    checkpoint, the token axis is asked for innermost: the backward reads it so.
+    Where it has an orientation of the checkpoint, the token axis is asked for innermost: the backward reads it so.
     """
     if not TAKES_RECORD:
         return OPTIONS
