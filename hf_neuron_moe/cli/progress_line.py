@@ -16,18 +16,12 @@ import typer
 Update = Callable[[int, int], None]
 """Called with bytes done and bytes in all."""
 
-SAMPLE_SECONDS = 0.02
-"""Between two looks at the memory, each of about 30 microseconds."""
-
-LOG_SECONDS = 60.0
-"""Between two lines in a log: what takes less has none."""
+SAMPLE_SECONDS = 0.02  # between two looks at the memory, each of about 30 microseconds
+LOG_SECONDS = 60.0  # between two lines in a log: what takes less has none
 
 
 class Watch:
-    """Counts bytes and seconds, and looks at the memory from a thread of its own.
-
-    Steps are too far apart for that: when one is reported, what it needed is given back already.
-    """
+    """Counts bytes and seconds, and looks at the memory from a thread of its own, which sees it between two steps."""
 
     def __init__(self) -> None:
         self.done = 0  # bytes reported last
@@ -52,6 +46,10 @@ class Watch:
     def update(self, done: int, total: int) -> None:
         """Take note of a step."""
         self.done = done
+
+    def cost(self) -> dict[str, float]:
+        """Return bytes, time and memory, for JSON."""
+        return {"bytes": self.done, "seconds": round(self.seconds, 3), "peak_memory_bytes": self.peak}
 
     def _sample(self) -> None:
         from hf_neuron_moe.convert.workers import anonymous_bytes
@@ -83,16 +81,12 @@ def _logged(label: str, watch: Watch) -> Update:
         nonlocal last
         watch.update(done, total)
         now = watch.seconds
-        if now - last < LOG_SECONDS:
-            return
-        last = now
-        left = now * (total - done) / max(done, 1)
-        share = 100 * done // max(total, 1)
-        typer.echo(
-            f"{label}: {in_words(done)} of {in_words(total)} ({share} %), {in_words(done / now)}/s, about "
-            f"{left / 60:,.0f} min left, peak {in_words(watch.peak)}",
-            err=True,
-        )
+        if now - last >= LOG_SECONDS:
+            last = now
+            progress = f"{in_words(done)} of {in_words(total)} ({100 * done // max(total, 1)} %)"
+            left = f"about {now * (total - done) / max(done, 1) / 60:,.0f} min left"
+            line = f"{label}: {progress}, {in_words(done / now)}/s, {left}, peak {in_words(watch.peak)}"
+            typer.echo(line, err=True)
 
     return update
 

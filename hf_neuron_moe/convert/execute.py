@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -14,7 +14,7 @@ import torch
 from hf_neuron_moe.convert.io.file_hashes import PrefixHash, check_shard, entries_of, hash_file
 from hf_neuron_moe.convert.io.nonfinite import check_or_count
 from hf_neuron_moe.convert.io.shard import ShardWriter, in_file_order
-from hf_neuron_moe.convert.io.source import SourceTensor, damaged
+from hf_neuron_moe.convert.io.source import damaged
 from hf_neuron_moe.convert.io.tensors import CHUNK_BYTES, TORCH_DTYPES, TensorReader, open_tensors
 from hf_neuron_moe.convert.layout.orientations import SOURCE
 from hf_neuron_moe.convert.layout.relayout import Scratch, read_bytes, scratch_bytes, store
@@ -39,11 +39,6 @@ class Made:
     nonfinite: Counter[str] = field(default_factory=Counter)
 
 
-def shards_of(plan: ConversionPlan) -> dict[str, list[WrittenTensor]]:
-    """The tensors of each shard, in the plan's order."""
-    return grouped(plan.tensors, lambda tensor: tensor.file)
-
-
 @public("convert")
 def make_shards(
     plan: ConversionPlan,
@@ -56,20 +51,14 @@ def make_shards(
     only_check: bool = False,
     on_nonfinite: str = "error",
 ) -> Made:
-    """Write those of `shards` that are not finished, and check those that are.
+    """Write those of `shards` that are not finished, unless it is `only_check`, and check those that are.
 
-    Args:
-        plan: the conversion.
-        job: its partial folder.
-        shards: tensors by shard.
-        workers: threads, one per core if None; fewer where their memory together would be too much.
-        progress: called after each weight, on the calling thread.
-        whole: `shards` are all of the plan's; checksums of the shards and of every source file are told too.
-        only_check: leave out what is not finished.
-        on_nonfinite: ``"error"`` refuses NaN and infinite weights, ``"keep"`` takes them.
+    Workers are one per core if None, and fewer where their memory together would be too much. `progress` is called
+    after each weight, on the calling thread. Where `shards` are the `whole` plan's, checksums of the shards and of
+    every source file are told too.
     """
     with open_tensors(plan.source.directory) as reader, working(workers_for(plan, workers)) as pool:
-        step = counting(progress, bytes_of_all(shards.values()))
+        step = counting(progress, bytes_of(*shards.values()))
         run = _Run(plan, job, reader, pool, step, on_nonfinite)
         finished = run.check_finished(shards)
         for file, tensors in shards.items():
@@ -89,22 +78,23 @@ def workers_for(plan: ConversionPlan, wanted: int | None) -> int:
 
 def memory_per_worker(plan: ConversionPlan) -> int:
     """Bytes that one worker holds at most: the buffer its weights are made in, and one tensor being read."""
-    return _scratch_bytes(plan) + _read_bytes(plan) + CHUNK_BYTES
+    return max(buffers_of(plan, plan.tensors).values()) + largest_read(plan) + CHUNK_BYTES
 
 
-def bytes_of_all(shards: Iterable[Sequence[WrittenTensor]]) -> int:
-    """Bytes of tensor data in shards."""
-    return sum(tensor.nbytes for tensors in shards for tensor in tensors)
+def buffers_of(plan: ConversionPlan, tensors: Iterable[WrittenTensor]) -> dict[tuple[str, int | None], int]:
+    """Bytes of the buffer that each group of `tensors` is made in, for one of its matrices at a time."""
+    groups = dict.fromkeys(tensor.group for tensor in tensors if tensor.layout != SOURCE)
+    return {group: scratch_bytes(plan.weights[group[0]], plan.forms(group)) for group in groups}
 
 
-def _scratch_bytes(plan: ConversionPlan) -> int:
-    groups = {tensor.group: [tensor] for tensor in plan.tensors if tensor.layout != SOURCE}
-    return max(scratch_bytes(plan.weights[name], plan.forms(group)) for (name, _), group in groups.items())
-
-
-def _read_bytes(plan: ConversionPlan) -> int:
+def largest_read(plan: ConversionPlan) -> int:
     """Bytes that are read at a time, at most."""
     return max(read_bytes(piece) for weight in plan.weights.values() for piece in weight.pieces)
+
+
+def bytes_of(*groups: Iterable[WrittenTensor]) -> int:
+    """Bytes of tensor data in groups or shards."""
+    return sum(tensor.nbytes for tensors in groups for tensor in tensors)
 
 
 class _Run:
@@ -120,15 +110,10 @@ class _Run:
         on_nonfinite: str,
     ) -> None:
         self.made = Made()
-        self._on_nonfinite = on_nonfinite
-        self._plan = plan
-        self._job = job
-        self._reader = reader
-        self._workers = workers
-        self._step = step
-        self._memory = PerThread(
-            lambda: (Scratch(_scratch_bytes(plan)), torch.empty(_read_bytes(plan), dtype=torch.uint8))
-        )
+        self._plan, self._job, self._reader = plan, job, reader
+        self._workers, self._step, self._on_nonfinite = workers, step, on_nonfinite
+        scratch, read = max(buffers_of(plan, plan.tensors).values()), largest_read(plan)
+        self._memory = PerThread(lambda: (Scratch(scratch), torch.empty(read, dtype=torch.uint8)))
         self._lock = threading.Lock()
         self._versions: dict[str, str] = {}
 
@@ -147,14 +132,15 @@ class _Run:
             if sha256 is not None:
                 self._add_shard(records[file])
                 self.made.files[file] = sha256
-                self._step(bytes_of_all([shards[file]]))
+                self._step(bytes_of(shards[file]))
                 finished.add(file)
         return finished
 
     def make_shard(self, file: str, tensors: list[WrittenTensor], *, hash_file: bool) -> None:
         """Write one shard, let it take its place and record it."""
         groups = grouped(tensors, lambda tensor: tensor.group)
-        versions = {name: self._first_version(name) for name in self._sources_of(tensors)}
+        files = sorted({piece.file for tensor in tensors for piece in self._plan.pieces[tensor.weight]})
+        versions = {name: self._first_version(name) for name in files}
         record = ShardRecord({}, {}, versions)
         # Source files are hashed as a whole just before they are read in pieces: the second time they are in memory.
         tasks = self._hash_tasks(versions)
@@ -198,24 +184,10 @@ class _Run:
 
     def _make_group(self, group: list[WrittenTensor], writer: ShardWriter, record: ShardRecord) -> int:
         """Write the tensors that are made together from one weight, or one tensor that is copied."""
-        if group[0].layout == SOURCE:
-            source = self._plan.copied[group[0].name]
-            kept: Counter[str] = Counter()
-            record.checksums[source.name] = writer.write_parts(source.name, self._copied_parts(source, kept))
-            record.nonfinite.update(+kept)
-            return source.nbytes
-
-        scratch, buffer = self._memory.get()
-
-        def read(piece: Piece, expert: int | None, rows: slice) -> torch.Tensor:
-            return self._reader.read(piece.file, piece.source, expert, buffer, rows)
-
-        weight = self._plan.weights[group[0].weight]
         rounded: Counter[str] = Counter()
         nonfinite: Counter[str] = Counter()
         streams = [writer.begin(tensor.name) for tensor in group]
-        forms = self._plan.forms(group)
-        for parts in store(weight, forms, read, scratch, rounded, on_nonfinite=self._on_nonfinite, nonfinite=nonfinite):
+        for parts in self._parts(group, rounded, nonfinite):
             for stream, part in zip(streams, parts):
                 stream.append(part)
         record.checksums.update((tensor.name, stream.end()) for tensor, stream in zip(group, streams))
@@ -223,27 +195,35 @@ class _Run:
             for counts, more in ((record.rounded, rounded), (record.nonfinite, nonfinite)):
                 for name in +more:
                     counts[name] = counts.get(name, 0) + more[name]
-        return bytes_of_all([group])
+        return bytes_of(group)
 
-    def _copied_parts(self, source: SourceTensor, nonfinite: Counter[str]) -> Iterator[torch.Tensor]:
-        for part in self._reader.chunks(source.file, source.name):
-            values = part.view(TORCH_DTYPES[source.dtype])
-            check_or_count(values, self._on_nonfinite, nonfinite, file=source.file, name=source.name)
-            yield part
+    def _parts(
+        self, group: list[WrittenTensor], rounded: Counter[str], nonfinite: Counter[str]
+    ) -> Iterator[list[torch.Tensor]]:
+        """Consecutive parts of the group's tensors, together; each is valid until the next one is asked for."""
+        if group[0].layout == SOURCE:
+            source = self._plan.copied[group[0].name]
+            for part in self._reader.chunks(source.file, source.name):
+                values = part.view(TORCH_DTYPES[source.dtype])
+                check_or_count(values, self._on_nonfinite, nonfinite, file=source.file, name=source.name)
+                yield [part]
+            return
+        scratch, buffer = self._memory.get()
 
-    def _sources_of(self, tensors: list[WrittenTensor]) -> list[str]:
-        files = {self._plan.copied[tensor.name].file for tensor in tensors if tensor.layout == SOURCE}
-        weights = {tensor.weight for tensor in tensors if tensor.layout != SOURCE}
-        return sorted(files | {piece.file for name in weights for piece in self._plan.weights[name].pieces})
+        def read(piece: Piece, expert: int | None, rows: slice) -> torch.Tensor:
+            return self._reader.read(piece.file, piece.source, expert, buffer, rows)
 
-    def _version(self, file: str) -> str:
-        return version_of(self._plan.source.directory / file)
+        weight, forms = self._plan.weights[group[0].weight], self._plan.forms(group[0].group)
+        yield from store(weight, forms, read, scratch, rounded, on_nonfinite=self._on_nonfinite, nonfinite=nonfinite)
 
     def _first_version(self, file: str) -> str:
         """The version of a source file that this run began with: all shards are made of the same."""
         if file not in self._versions:
             self._versions[file] = self._version(file)
         return self._versions[file]
+
+    def _version(self, file: str) -> str:
+        return version_of(self._plan.source.directory / file)
 
     def _check_unchanged(self, versions: Mapping[str, str]) -> None:
         for name, version in versions.items():

@@ -10,8 +10,8 @@ from typing import Any
 
 from hf_neuron_moe.report.curves import band_of_runs
 from hf_neuron_moe.report.run_data import RunData
-from hf_neuron_moe.report.sections import figure, figures, kib, missing, note, section, table
-from hf_neuron_moe.report.svg import Line, Point, line_chart
+from hf_neuron_moe.report.sections import figures, kib, missing, note, section, step_figure, table
+from hf_neuron_moe.report.svg import Line, Point
 
 Facts = dict[str, str]
 
@@ -32,15 +32,9 @@ class Group:
     curves: list[list[Point]]  # logged steps and losses of each
 
     @property
-    def reached(self) -> int:
-        """How many of the runs have the last step that any of them has."""
-        ends = [curve[-1][0] for curve in self.curves]
-        return ends.count(self.end)
-
-    @property
-    def end(self) -> float:
-        """The last step that any of the runs has."""
-        return max(curve[-1][0] for curve in self.curves)
+    def ends(self) -> list[float]:
+        """The last step of each of the runs."""
+        return [curve[-1][0] for curve in self.curves]
 
 
 def configuration(run: RunData) -> Facts:
@@ -50,13 +44,10 @@ def configuration(run: RunData) -> Facts:
     before and after may come from different options.
     """
     training = _training(run)
-    config = run.run.get("config", {})
     facts = {"blocks": run.policy}
-    facts |= {
-        key: value if isinstance(value, str) else json.dumps(value, sort_keys=True)
-        for key, value in config.items()
-        if key not in ("precision", "activations")
-    }
+    for key, value in run.run.get("config", {}).items():
+        if key not in ("precision", "activations"):
+            facts[key] = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
     facts |= {
         "trained": _trained(training),
         "processes": _text(_processes(run)),
@@ -114,15 +105,15 @@ def _losses_figure(model: str, groups: Sequence[Group]) -> str:
     names = labels(groups)
     lines = [band_of_runs(name, group.curves) for name, group in zip(names, groups)]
     alt = f"Training loss of {model} over the steps, by configuration: {' | '.join(names)}"
-    chart = line_chart(lines, alt=alt, x_label="step", y_label="loss (nats)")
     told = f"{model}: loss as logged, averaged over a twentieth of the run"
     most = max(len(group.runs) for group in groups)
     if most > 1:
         told += f"; bands: lowest to highest of up to {most} runs of one configuration, of those that have the step"
-    for name, group in zip(names, groups):
-        if group.reached < len(group.runs):
-            told += f"; {name}: {group.reached} of {len(group.runs)} runs reach step {group.end:g}"
-    return figure(chart, told)
+    for name, ends in zip(names, (group.ends for group in groups)):
+        reached = ends.count(max(ends))
+        if reached < len(ends):
+            told += f"; {name}: {reached} of {len(ends)} runs reach step {max(ends):g}"
+    return step_figure(lines, "loss (nats)", alt, told)
 
 
 def progress_section(runs: Sequence[RunData]) -> str:
@@ -152,9 +143,8 @@ def _lines(names: Sequence[str], curves: Sequence[Sequence[list[Point]]]) -> lis
 
 def _course_figure(model: str, title: str, axis: str, lines: Sequence[Line]) -> str:
     alt = f"{title} of {model} over the steps, by configuration: {' | '.join(line.name for line in lines)}"
-    chart = line_chart(lines, alt=alt, x_label="step", y_label=axis)
     told = "; bands: lowest to highest of several runs" if any(line.low for line in lines) else ""
-    return figure(chart, f"{model}: {title.lower()} as logged{told}")
+    return step_figure(lines, axis, alt, f"{model}: {title.lower()} as logged{told}")
 
 
 def runs_table(runs: Sequence[RunData]) -> str:
@@ -162,33 +152,30 @@ def runs_table(runs: Sequence[RunData]) -> str:
     rows = []
     for run in runs:
         last, training = run.metrics[-1] if run.metrics else {}, _training(run)
-        padding, whole = last.get("padding_overhead"), training.get("max_steps")
-        results = (
-            _number(last.get("loss"), ".4f"),
-            _evaluated(run),
-            _number(last.get("tokens_per_second"), ",.0f"),
-            kib(last.get("saved_bytes_per_token")),
-            "-" if padding is None else f"{100 * padding:.1f} %",
-        )
-        configured = (
-            f"{last.get('step', '-')}" + (f" of {whole}" if whole else ""),
-            str(run.run.get("model", "?")),
-            run.policy,
-            _trained(training),
-            _text(_processes(run)),
-            _rate(run),
-            _batch(training),
-            _text(training.get("seed")),
-            _text(training.get("resumed_from_step") or None),
-        )
-        rows.append((run.name, *results, *configured))
-    figures_of = ("loss", "eval loss", "tokens/s", "saved KiB/token", "padding overhead", "last step", "model")
-    options = ("blocks", "trained", "processes", "learning rate", "batch", "seed", "resumed from")
+        whole = training.get("max_steps")
+        row = {
+            "run": run.name,
+            "loss": _number(last.get("loss"), ".4f"),
+            "eval loss": _evaluated(run),
+            "tokens/s": _number(last.get("tokens_per_second"), ",.0f"),
+            "saved KiB/token": kib(last.get("saved_bytes_per_token")),
+            "padding overhead": _number(last.get("padding_overhead"), ".1%").replace("%", " %"),
+            "last step": f"{last.get('step', '-')}" + (f" of {whole}" if whole else ""),
+            "model": str(run.run.get("model", "?")),
+            "blocks": run.policy,
+            "trained": _trained(training),
+            "processes": _text(_processes(run)),
+            "learning rate": _rate(run),
+            "batch": _batch(training),
+            "seed": _text(training.get("seed")),
+            "resumed from": _text(training.get("resumed_from_step") or None),
+        }
+        rows.append(row)
     told = note(
         "Padding overhead: extra multiply-adds of the Neuron kernels, which pad H and I to multiples of 128 and every "
         "expert's tokens to whole blocks; it says nothing about the torch backend's time."
     )
-    return section("Runs", table(("run", *figures_of, *options), rows) + told)
+    return section("Runs", table(list(rows[0]), [list(row.values()) for row in rows]) + told)
 
 
 def _evaluated(run: RunData) -> str:
