@@ -40,7 +40,7 @@ def render(contents: Contents) -> str:
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{title}</title><style>\n{_STYLE.read_text(encoding='utf-8')}</style></head><body><main><h1>{title}</h1>"
+        f"<title>{title}</title><style>\n{style}</style></head><body><main><h1>{title}</h1>"
         f'<p class="soft">{escape(found)}; hf-neuron-moe {escape(__version__)}</p>{"".join(body)}'
         "</main></body></html>\n"
     )
