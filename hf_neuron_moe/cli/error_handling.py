@@ -25,13 +25,9 @@ LONGEST_MESSAGE = 1800
 """Characters of the one line of a failure: what a file says may be megabytes."""
 
 _ARGUMENT = re.compile(r"^(\w+): (\w+) must ")
-_OPTIONS = {
-    name: f"--{name.replace('_', '-')}"
-    for name in (
-        *("precision", "layout", "swizzle", "scales", "scale_rule", "tp_degree", "pad", "source", "backend", "device"),
-        *("tokens", "layers", "seed", "block_size", "random_weights"),
-    )
-} | {"purpose": "--for", "max_shard_bytes": "--max-shard-size"}
+_TYPED = "precision layout swizzle scales scale_rule tp_degree pad source backend device tokens layers seed block_size"
+_OPTIONS = {name: f"--{name.replace('_', '-')}" for name in (*_TYPED.split(), "random_weights")}
+_OPTIONS |= {"purpose": "--for", "max_shard_bytes": "--max-shard-size"}
 """What a user of the command typed for the library's arguments, which its errors begin with."""
 
 _DEPENDENCIES = ("torch", "transformers", "accelerate", "safetensors", "huggingface_hub", "numpy", "xxhash")
@@ -39,10 +35,9 @@ _DEPENDENCIES = ("torch", "transformers", "accelerate", "safetensors", "huggingf
 
 
 def run(app: typer.Typer, arguments: list[str]) -> None:
-    """Run the application with the process's arguments, and end the process unless it succeeds.
+    """Run the application, and end the process unless it succeeds.
 
-    ``--json`` and ``--debug`` may stand anywhere: whether a failure is told as JSON must be known before the arguments
-    are understood.
+    ``--json`` and ``--debug`` may stand anywhere in `arguments`: they are looked for before those are understood.
     """
     as_json, debug = "--json" in arguments, "--debug" in arguments
     try:

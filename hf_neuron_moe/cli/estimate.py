@@ -143,21 +143,23 @@ def batch_of(tokens: int | None, batch: int | None, length: int | None, context:
     if tokens is None:
         if length is None:
             raise typer.BadParameter("give --tokens, or --length (and --batch).")
-        if (batch or 1) * length > MOST_TOKENS:
+        batch = batch or 1
+        if batch * length > MOST_TOKENS:
             raise typer.BadParameter(f"--batch {batch} times --length {length} is more than {MOST_TOKENS:,} tokens.")
-        return batch or 1, length
+        return batch, length
     if batch is not None and length is not None and batch * length != tokens:
         raise typer.BadParameter(f"--batch {batch} times --length {length} is not --tokens {tokens}.")
     part = batch or length
-    if part is not None and tokens % part:
-        raise typer.BadParameter(f"--tokens {tokens} is not a multiple of {part}.")
-    if length is None and batch is None:
-        longest = min(tokens, context or tokens)
-        pairs = ((size, tokens // size) for size in range(1, isqrt(tokens) + 1) if tokens % size == 0)
-        length = max(size for pair in pairs for size in pair if size <= longest)
-        if length * 8 < longest:
-            raise typer.BadParameter(f"--tokens {tokens} has no divisor near {longest}: give --length too.")
-    length = length if length is not None else tokens // (batch or 1)
+    if part is not None:
+        if tokens % part:
+            raise typer.BadParameter(f"--tokens {tokens} is not a multiple of {part}.")
+        length = length or tokens // part
+        return tokens // length, length
+    longest = min(tokens, context or tokens)
+    pairs = ((size, tokens // size) for size in range(1, isqrt(tokens) + 1) if tokens % size == 0)
+    length = max(size for pair in pairs for size in pair if size <= longest)
+    if length * 8 < longest:
+        raise typer.BadParameter(f"--tokens {tokens} has no divisor near {longest}: give --length too.")
     return tokens // length, length
 
 

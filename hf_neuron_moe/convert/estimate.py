@@ -163,7 +163,8 @@ def _compute_seconds(
     plan: ConversionPlan, converted: list[FusedWeight], source_bytes: int, output_bytes: int, workers: int
 ) -> float:
     """Add up the measured costs of every kind of work."""
-    reading, hashing = _read_cost(plan), _hash_cost()
+    data = bytes(SAMPLE_BYTES)
+    reading, hashing = _read_cost(plan), _fastest(lambda: hashlib.sha256(data).digest()) / SAMPLE_BYTES
     # Sources are read to be hashed and read again to be converted; shards are read again to be hashed.
     seconds = source_bytes * (2 * reading + hashing) + output_bytes * (reading + hashing)
     costs: dict[tuple[object, ...], float] = {}
@@ -179,9 +180,8 @@ def _compute_seconds(
 
 def _relayout_cost(weight: FusedWeight, options: ConvertOptions) -> float:
     """Seconds per value: the weight's own code on one expert and few intermediate values."""
-    inner = min(weight.intermediate, SAMPLE_INNER)
+    inner, first = min(weight.intermediate, SAMPLE_INNER), weight.pieces[0]
     F, K = (2 * inner, weight.hidden) if weight.is_gate_up else (weight.hidden, inner)
-    first = weight.pieces[0]
     shape = (K, F) if first.transposed else (F, K)
     piece = Piece("sample", "sample", first.dtype, shape, 0 if weight.has_experts else None, 0, first.transposed)
     sample = FusedWeight(weight.name, (1, F, K) if weight.has_experts else (F, K), (piece,))
@@ -201,18 +201,12 @@ def _relayout_cost(weight: FusedWeight, options: ConvertOptions) -> float:
 
 def _read_cost(plan: ConversionPlan) -> float:
     """Seconds per byte of a source file, from its middle: the beginning has just been read for its header."""
-    sizes = {(plan.source.directory / file).stat().st_size: file for file in plan.source.files}
-    size = max(sizes)
+    size, path = max(((path := plan.source.directory / file).stat().st_size, path) for file in plan.source.files)
     begin = time.perf_counter()
-    with (plan.source.directory / sizes[size]).open("rb", buffering=0) as file:
+    with path.open("rb", buffering=0) as file:
         file.seek(max(0, size // 2 - SAMPLE_BYTES // 2))
         count = len(file.read(SAMPLE_BYTES))
     return (time.perf_counter() - begin) / max(1, count)
-
-
-def _hash_cost() -> float:
-    data = bytes(SAMPLE_BYTES)
-    return _fastest(lambda: hashlib.sha256(data).digest()) / SAMPLE_BYTES
 
 
 def _write_cost(folder: Path) -> float:

@@ -21,7 +21,7 @@ from hf_neuron_moe.convert.layout.relayout import Scratch, read_bytes, scratch_b
 from hf_neuron_moe.convert.manifest import Piece, WrittenTensor, grouped, header_metadata
 from hf_neuron_moe.convert.plan import ConversionPlan
 from hf_neuron_moe.convert.transaction.resume import Job, ShardRecord, version_of
-from hf_neuron_moe.convert.workers import PerThread, Progress, Workers, cores, counting, working
+from hf_neuron_moe.convert.workers import Progress, Workers, cores, counting, working
 from hf_neuron_moe.errors import public
 
 FREE_BYTES = 128 * 2**20
@@ -112,8 +112,8 @@ class _Run:
         self.made = Made()
         self._plan, self._job, self._reader = plan, job, reader
         self._workers, self._step, self._on_nonfinite = workers, step, on_nonfinite
-        scratch, read = max(buffers_of(plan, plan.tensors).values()), largest_read(plan)
-        self._memory = PerThread(lambda: (Scratch(scratch), torch.empty(read, dtype=torch.uint8)))
+        self._scratch_bytes = max(buffers_of(plan, plan.tensors).values())
+        self._own = threading.local()  # each thread's buffers
         self._lock = threading.Lock()
         self._versions: dict[str, str] = {}
 
@@ -208,13 +208,17 @@ class _Run:
                 check_or_count(values, self._on_nonfinite, nonfinite, file=source.file, name=source.name)
                 yield [part]
             return
-        scratch, buffer = self._memory.get()
+        if not hasattr(self._own, "scratch"):
+            self._own.scratch = Scratch(self._scratch_bytes)
+            self._own.buffer = torch.empty(largest_read(self._plan), dtype=torch.uint8)
 
         def read(piece: Piece, expert: int | None, rows: slice) -> torch.Tensor:
-            return self._reader.read(piece.file, piece.source, expert, buffer, rows)
+            return self._reader.read(piece.file, piece.source, expert, self._own.buffer, rows)
 
         weight, forms = self._plan.weights[group[0].weight], self._plan.forms(group[0].group)
-        yield from store(weight, forms, read, scratch, rounded, on_nonfinite=self._on_nonfinite, nonfinite=nonfinite)
+        yield from store(
+            weight, forms, read, self._own.scratch, rounded, on_nonfinite=self._on_nonfinite, nonfinite=nonfinite
+        )
 
     def _first_version(self, file: str) -> str:
         """The version of a source file that this run began with: all shards are made of the same."""

@@ -7,12 +7,11 @@ own and results keep the tasks' order, so that the number of threads changes no 
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -82,20 +81,6 @@ def working(count: int) -> Iterator[Workers]:
             yield Workers(pool)
     finally:
         torch.set_num_threads(before)
-
-
-class PerThread(Generic[ResultT]):
-    """One value for every thread, made when that thread first asks."""
-
-    def __init__(self, make: Callable[[], ResultT]) -> None:
-        self._make = make
-        self._local = threading.local()
-
-    def get(self) -> ResultT:
-        """The calling thread's value."""
-        if not hasattr(self._local, "value"):
-            self._local.value = self._make()
-        return self._local.value
 
 
 def anonymous_bytes() -> int:

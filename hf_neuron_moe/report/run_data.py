@@ -34,12 +34,23 @@ class RunData:
         return list(self.run.get("patch", {}).get("entries", []))
 
     @property
+    def model(self) -> str:
+        """The model's name."""
+        return str(self.run.get("model", "?"))
+
+    @property
     def policy(self) -> str:
         """Precision and activation policy in a few words."""
         config = self.run.get("config", {})
         activations = config.get("activations", "?")
         policy = activations if isinstance(activations, str) else json.dumps(activations)
         return f"{config.get('precision', '?')}, {policy}"
+
+    @property
+    def training(self) -> dict[str, Any]:
+        """What was recorded of the training arguments; nothing in the files of earlier versions."""
+        found = self.run.get("training")
+        return found if isinstance(found, dict) else {}
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -43,21 +44,41 @@ def configuration(run: RunData) -> Facts:
     Seeds and the number of steps are not part of it. A resumed run shares its configuration with no other: its losses
     before and after may come from different options.
     """
-    training = _training(run)
     facts = {"blocks": run.policy}
     for key, value in run.run.get("config", {}).items():
         if key not in ("precision", "activations"):
             facts[key] = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
-    facts |= {
-        "trained": _trained(training),
-        "processes": _text(_processes(run)),
-        "learning rate": _rate(run),
-        "batch": _batch(training),
-        "steps per log": _interval(run),
-    }
-    if training.get("resumed_from_step"):
-        facts["resumed"] = f"{run.name} from step {training['resumed_from_step']}"
+    # Losses that are averaged over unlike numbers of steps make no band.
+    steps = [record["step"] for record in run.metrics if record.get("loss") is not None]
+    facts |= {**_arguments(run), "steps per log": str(steps[1] - steps[0]) if len(steps) > 2 else "-"}
+    if run.training.get("resumed_from_step"):
+        facts["resumed"] = f"{run.name} from step {run.training['resumed_from_step']}"
     return facts
+
+
+def _arguments(run: RunData) -> Facts:
+    """What a run was trained with, as far as that was recorded."""
+    training, rate = run.training, run.training.get("learning_rate")
+    logged = [record["learning_rate"] for record in run.metrics if record.get("learning_rate") is not None]
+    if rate is not None:
+        rate = f"{rate:g}"
+    elif logged:
+        rate = f"up to {max(logged):.2g}"
+    parts = [training.get(key) for key in ("batch_size_per_process", "accumulation_steps", "processes")]
+    sizes = [part for part in parts if isinstance(part, int)]
+    batch = f"{' x '.join(map(str, sizes))} = {math.prod(sizes)}" if len(sizes) == len(parts) else None
+    processes = training.get("processes", (run.run.get("environment") or {}).get("processes"))
+    facts = {"trained": _trained(training), "processes": processes, "learning rate": rate, "batch": batch}
+    return {name: _text(value) for name, value in facts.items()}
+
+
+def _trained(training: Mapping[str, Any]) -> str | None:
+    count, of = training.get("trainable_parameters"), training.get("parameters")
+    if count is None:
+        return None
+    adapter, rank = training.get("adapter"), training.get("lora_rank")
+    how = "" if adapter is None else f"{adapter}{'' if rank is None else f' of rank {rank}'}: "
+    return f"{how}{count:,}" + (f" of {of:,}" if of is not None and of != count else "")
 
 
 def grouped(runs: Sequence[RunData]) -> dict[str, list[Group]]:
@@ -67,7 +88,7 @@ def grouped(runs: Sequence[RunData]) -> dict[str, list[Group]]:
         curve = _logged(run, "loss")
         if not curve:
             continue
-        groups, facts = models[str(run.run.get("model", "?"))], configuration(run)
+        groups, facts = models[run.model], configuration(run)
         known = next((group for group in groups if group.facts == facts), None)
         if known is None:
             groups.append(Group(facts, [run], [curve]))
@@ -151,8 +172,7 @@ def runs_table(runs: Sequence[RunData]) -> str:
     """Configuration of every run and the figures of its last logging step."""
     rows = []
     for run in runs:
-        last, training = run.metrics[-1] if run.metrics else {}, _training(run)
-        whole = training.get("max_steps")
+        last, whole = run.metrics[-1] if run.metrics else {}, run.training.get("max_steps")
         row = {
             "run": run.name,
             "loss": _number(last.get("loss"), ".4f"),
@@ -161,14 +181,11 @@ def runs_table(runs: Sequence[RunData]) -> str:
             "saved KiB/token": kib(last.get("saved_bytes_per_token")),
             "padding overhead": _number(last.get("padding_overhead"), ".1%").replace("%", " %"),
             "last step": f"{last.get('step', '-')}" + (f" of {whole}" if whole else ""),
-            "model": str(run.run.get("model", "?")),
+            "model": run.model,
             "blocks": run.policy,
-            "trained": _trained(training),
-            "processes": _text(_processes(run)),
-            "learning rate": _rate(run),
-            "batch": _batch(training),
-            "seed": _text(training.get("seed")),
-            "resumed from": _text(training.get("resumed_from_step") or None),
+            **_arguments(run),
+            "seed": _text(run.training.get("seed")),
+            "resumed from": _text(run.training.get("resumed_from_step") or None),
         }
         rows.append(row)
     told = note(
@@ -184,49 +201,6 @@ def _evaluated(run: RunData) -> str:
     if list(last) == ["eval_loss"]:
         return _number(last["eval_loss"], ".4f")
     return ", ".join(f"{name} {_number(loss, '.4f')}" for name, loss in last.items()) or "-"
-
-
-def _training(run: RunData) -> Mapping[str, Any]:
-    """What was recorded of the training arguments; nothing in the files of earlier versions."""
-    found = run.run.get("training")
-    return found if isinstance(found, dict) else {}
-
-
-def _trained(training: Mapping[str, Any]) -> str:
-    count, of = training.get("trainable_parameters"), training.get("parameters")
-    if count is None:
-        return "-"
-    adapter, rank = training.get("adapter"), training.get("lora_rank")
-    how = "" if adapter is None else f"{adapter}{'' if rank is None else f' of rank {rank}'}: "
-    return f"{how}{count:,}" + (f" of {of:,}" if of is not None and of != count else "")
-
-
-def _processes(run: RunData) -> Any:
-    return _training(run).get("processes", (run.run.get("environment") or {}).get("processes"))
-
-
-def _rate(run: RunData) -> str:
-    """The learning rate; where it was not recorded, the highest that was logged."""
-    rate = _training(run).get("learning_rate")
-    if rate is not None:
-        return f"{rate:g}"
-    logged = [r["learning_rate"] for r in run.metrics if r.get("learning_rate") is not None]
-    return f"up to {max(logged):.2g}" if logged else "-"
-
-
-def _batch(training: Mapping[str, Any]) -> str:
-    """Sequences per optimizer step: per device x accumulated x processes."""
-    parts = [training.get(key) for key in ("batch_size_per_process", "accumulation_steps", "processes")]
-    known = [part for part in parts if isinstance(part, int)]
-    if len(known) < len(parts):
-        return "-"
-    return f"{' x '.join(map(str, known))} = {known[0] * known[1] * known[2]}"
-
-
-def _interval(run: RunData) -> str:
-    """Steps between two logs: losses that are averaged over unlike numbers of steps make no band."""
-    steps = [record["step"] for record in run.metrics if record.get("loss") is not None]
-    return str(steps[1] - steps[0]) if len(steps) > 2 else "-"
 
 
 def _text(value: Any) -> str:

@@ -175,7 +175,7 @@ def bytes_section(runs: Sequence[RunData]) -> str:
         patched = [entry for entry in run.entries if entry["status"] == "patched"]
         kept = [float(e["saved_bytes_per_token"]) for e in patched if e.get("saved_bytes_per_token") is not None]
         if kept and len(kept) == len(patched):
-            values[str(run.run.get("model", "?"))][run.policy] = sum(kept)
+            values[run.model][run.policy] = sum(kept)
     if not values:
         return section("Saved for backward", missing("The patch report has no saved bytes."))
     return _bytes_figures(values)
