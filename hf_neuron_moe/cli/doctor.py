@@ -21,17 +21,16 @@ if TYPE_CHECKING:
     from hf_neuron_moe.device.kernel_support import Usable
 
 
+_SIZES = tuple(map(str, BLOCK_SIZES))
+
+
 def doctor(
     model_dir: Annotated[
         Path | None,
         typer.Argument(metavar="MODEL_DIR", help="Checkpoint, conversion, or config.json: also judge its blocks."),
     ] = None,
     block_size: Annotated[
-        str | None,
-        choice(
-            tuple(map(str, BLOCK_SIZES)),
-            text="Judge experts at this block size. Default: 512; all that work are listed.",
-        ),
+        str | None, choice(_SIZES, text="Judge experts at this block size. Default: 512; all that work are listed.")
     ] = None,
     lnc: Annotated[
         str | None,
@@ -71,8 +70,7 @@ def doctor(
             show_usable(answers, found, f"{model_dir}", unjudged, f"LNC {judged_lnc} ({lnc_source})")
     gated = {answer.group for answer in answers if answer.group.gated}
     computed = {answer.group for answer in answers if answer.here is None}
-    nothing = model_dir is not None and not gated
-    if strict and (not found.usable or nothing or not gated <= computed):
+    if strict and not (found.usable and gated <= computed and (gated or model_dir is None)):
         raise typer.Exit(REFUSED.code)
 
 

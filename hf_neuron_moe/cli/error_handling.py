@@ -21,9 +21,7 @@ from hf_neuron_moe.errors import ConfigError, nearest, printable
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 """click's UsageError. typer brings its own copy of click in newer versions, and this class is in either."""
 
-LONGEST_MESSAGE = 1800
-"""Characters of the one line of a failure: what a file says may be megabytes."""
-
+LONGEST_MESSAGE = 1800  # Characters of the one line of a failure: what a file says may be megabytes
 _ARGUMENT = re.compile(r"^(\w+): (\w+) must ")
 _TYPED = "precision layout swizzle scales scale_rule tp_degree pad source backend device tokens layers seed block_size"
 _OPTIONS = {name: f"--{name.replace('_', '-')}" for name in (*_TYPED.split(), "random_weights")}

@@ -1,7 +1,4 @@
-"""Progress on standard error: a line that moves on a terminal, a line per minute in a log.
-
-Both show bytes, bytes per second, time left and peak memory.
-"""
+"""Bytes, bytes per second, time left and peak memory on standard error: a line that moves, or one per minute in a log."""
 
 from __future__ import annotations
 

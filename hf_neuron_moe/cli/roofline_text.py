@@ -13,9 +13,7 @@ from hf_neuron_moe.cli.doctor_text import table
 if TYPE_CHECKING:
     from hf_neuron_moe.device.roofline import GroupFloor, Roofline
 
-HOME = "kernel"
-"""The home of the weights that ``"auto"`` takes where Neuron kernels compute."""
-
+HOME = "kernel"  # The home of the weights that ``"auto"`` takes where Neuron kernels compute
 _IN_PLACE = 'With fallback="torch" PyTorch computes them, padded to multiples of 128 (tokens too)'
 _HEADINGS = ("activations", "TFLOP", "again", "padding", "GiB", "compute", "memory", "least", "best B")
 

@@ -13,9 +13,7 @@ import typer
 from hf_neuron_moe.config import BLOCK_SIZES
 from hf_neuron_moe.errors import nearest
 
-LEAST_BARE_BYTES = 1_000_000
-"""Below this, a size is taken only with its unit."""
-
+LEAST_BARE_BYTES = 1_000_000  # Below this, a size is taken only with its unit
 _SIZE = re.compile(r"(\d{1,30}(?:\.\d{1,30})?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 

@@ -25,8 +25,8 @@ from hf_neuron_moe.convert.io.folder import CONFIG_FILE, check_checkpoint, check
 from hf_neuron_moe.convert.io.source import SourceCheckpoint, SourceTensor, damaged, inside
 from hf_neuron_moe.errors import ConversionError, nearest
 
+# transformers sets the default dtype of the whole process while it builds a model, and restores what it found.
 _BUILDING = threading.Lock()
-"""transformers sets the default dtype of the whole process while it builds a model, and restores what it found."""
 
 _REFUSALS = (
     StrictDataclassError,

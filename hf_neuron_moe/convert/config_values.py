@@ -1,8 +1,7 @@
-"""Checks of what ``config.json`` states, before transformers and torch compute with it.
+"""Checks of what ``config.json`` states, before transformers and torch compute with it; errors name the field.
 
-Their own errors about such values name a line of model code. These name the field. Numbers of layers and experts are
-judged by the weights: a model on the meta device needs no memory for them, but time and objects for every layer, and
-lists for every expert.
+Numbers of layers and experts are judged by the weights: a model on the meta device needs no memory for them, but time
+and objects for every layer, and lists for every expert.
 """
 
 from __future__ import annotations
@@ -28,17 +27,10 @@ from hf_neuron_moe.convert.io.source import (
 )
 from hf_neuron_moe.errors import SourceDamageError, nearest, printable
 
-MAX_VALUE = 2**31 - 1
-"""Largest size, which keeps the bytes of activations and weights within 63 bits."""
-
-MOST_LABELS = 32_768
-"""Largest ``num_labels``: transformers makes two entries of each. Published classifiers have up to 21,843."""
-
-MOST_ENTRIES = 10_000
-"""Longest list; transformers walks some of them, such as ``bad_words_ids``, many times."""
-
-SHOWN, REASON = 60, 300
-"""Characters of a wrong value, and of transformers' own reason, in a message."""
+MAX_VALUE = 2**31 - 1  # Largest size, which keeps the bytes of activations and weights within 63 bits
+MOST_LABELS = 32_768  # transformers makes two entries of each. Published classifiers have up to 21,843
+MOST_ENTRIES = 10_000  # Of a list; transformers walks some of them, such as ``bad_words_ids``, many times
+SHOWN, REASON = 60, 300  # Characters of a wrong value, and of transformers' own reason, in a message
 
 _BOUNDS = {
     re.compile(r"num_labels"): (0, MOST_LABELS),
@@ -54,12 +46,9 @@ _LAYERS = re.compile(r"(?:^|_)(?:layers?|blocks?|depths?)$", re.IGNORECASE)
 _EXPERTS = re.compile(r"(?:^|_)(?:experts?(?:_per_tok(?:en)?)?|top_?k)$", re.IGNORECASE)
 """Names under which configurations state such a number, or that of a token's experts, anywhere in them."""
 
-_LAYER_NUMBER = re.compile(r"(?<!experts)\.([0-9]{1,9})(?=\.)")
-"""Place of a layer in a tensor's name; an expert's is none."""
+_LAYER_NUMBER = re.compile(r"(?<!experts)\.([0-9]{1,9})(?=\.)")  # Place of a layer in a tensor's name, not an expert's
 
-MOST_LAYERS, MOST_EXPERTS = 1024, 65536
-"""Where there are no weights to compare with. Published models have up to 130 layers."""
-
+MOST_LAYERS, MOST_EXPERTS = 1024, 65536  # Where there are no weights. Published models have up to 130 layers
 ALWAYS_LAYERS, ALWAYS_EXPERTS = 256, 1024
 """Never too many: configurations also keep numbers that the model does not use, and building these takes no time."""
 

@@ -121,6 +121,8 @@ def estimate_conversion(
     output_bytes = sum(files.values())
     source_bytes = sum(piece.nbytes for name in weights for piece in plan.pieces[name])
     converted = [plan.weights[name] for name in sorted(weights & plan.weights.keys())]
+    # Before the memory is looked at: it loads everything that a conversion uses.
+    compute_seconds = _compute_seconds(plan, converted, source_bytes, output_bytes, count)
     return Estimate(
         files=files,
         output_bytes=output_bytes,
@@ -129,7 +131,7 @@ def estimate_conversion(
         source_bytes=source_bytes,
         workers=count,
         peak_memory_bytes=anonymous_bytes() + _held_bytes(plan, tensors, count),
-        compute_seconds=planning + _compute_seconds(plan, converted, source_bytes, output_bytes, count),
+        compute_seconds=planning + compute_seconds,
         disk_seconds=output_bytes * _write_cost(destination.parent),
         left=plan.left,
         exact=all(piece.dtype == "BF16" for weight in plan.weights.values() for piece in weight.pieces),

@@ -24,8 +24,7 @@ from hf_neuron_moe.convert.transaction.resume import Job, ShardRecord, version_o
 from hf_neuron_moe.convert.workers import Progress, Workers, cores, counting, working
 from hf_neuron_moe.errors import public
 
-FREE_BYTES = 128 * 2**20
-"""Memory that several workers may use together beyond twice the largest weight."""
+FREE_BYTES = 128 * 2**20  # Memory that several workers may use together beyond twice the largest weight
 
 
 @dataclass

@@ -34,8 +34,7 @@ from hf_neuron_moe.convert.transaction.commit import check_destination, committe
 from hf_neuron_moe.convert.workers import Progress, counting
 from hf_neuron_moe.errors import ConversionError, SourceDamageError, public
 
-NOTE_FILE = "neuron_moe_export.json"
-"""Lies in exports whose values are not all the original's bits."""
+NOTE_FILE = "neuron_moe_export.json"  # Lies in exports whose values are not all the original's bits
 
 
 @dataclass(frozen=True)

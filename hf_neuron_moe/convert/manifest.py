@@ -33,9 +33,7 @@ INDEX_OUT = "neuron.safetensors.index.json"
 
 FORMAT_VERSION = 4
 READABLE_VERSIONS = (1, 2, 3, FORMAT_VERSION)
-HEADER_VERSION = 2
-"""Format version in the shards' headers, which say the same since version 2."""
-
+HEADER_VERSION = 2  # Of the shards' headers, which say the same since that version
 CHECKSUM = "sha256"
 MAX_WORD = 64  # Characters of the names of layouts and orientations
 

@@ -8,8 +8,7 @@ from itertools import accumulate
 
 from hf_neuron_moe.report.svg import Line, Point
 
-MOST_POINTS = 160
-"""Points of a curve in the page; more would not be seen."""
+MOST_POINTS = 160  # of a curve in the page; more would not be seen
 
 
 def smoothed(values: Sequence[float], window: int) -> list[float]:

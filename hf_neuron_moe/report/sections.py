@@ -13,8 +13,7 @@ from hf_neuron_moe.report.curves import band, differences
 from hf_neuron_moe.report.run_data import RunData, StudyData
 from hf_neuron_moe.report.svg import Line, bar_chart, heat_map, line_chart
 
-LEAST_DB = 6.0
-"""Range of a scale of colours: smaller differences of SQNR should not look large."""
+LEAST_DB = 6.0  # Range of a scale of colours: smaller differences of SQNR should not look large
 _MAP_KEYS = ("kind", "class_name", "experts", "hidden_size", "intermediate_size", "status", "activations")
 _STATUS = {"patched": "ok", "skipped": "skipped", "refused": "bad"}
 
