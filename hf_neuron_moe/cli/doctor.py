@@ -54,12 +54,15 @@ def doctor(
 
     found = inspect_installation()
     size = None if block_size is None else int(block_size)
-    judged_lnc, lnc_source = _documented_lnc(lnc, found)
-    answers, unjudged = _judge_blocks(model_dir, found, size, judged_lnc) if model_dir is not None else ([], None)
+    # Physical cores per logical core that the documents are asked about, and where that is known from.
+    judged_lnc, lnc_source = (lnc, "--lnc") if lnc is not None else found.lnc
+    if judged_lnc is None:
+        judged_lnc, lnc_source = "2", "the default of Trn2 and Trn3, since what is set here is wrong"
+    answers, unjudged = _judge_blocks(model_dir, found, size, int(judged_lnc)) if model_dir is not None else ([], None)
     if as_json:
         blocks = {
             "model": str(model_dir),
-            "documented_lnc": {"value": judged_lnc, "source": lnc_source},
+            "documented_lnc": {"value": int(judged_lnc), "source": lnc_source},
             "blocks": [answer.to_dict() for answer in answers],
             "unjudged": unjudged,
         }
@@ -72,16 +75,6 @@ def doctor(
     computed = {answer.group for answer in answers if answer.here is None}
     if strict and not (found.usable and gated <= computed and (gated or model_dir is None)):
         raise typer.Exit(REFUSED.code)
-
-
-def _documented_lnc(wanted: str | None, found: Installation) -> tuple[int, str]:
-    """Physical cores per logical core that the documents are asked about, and where that is known from."""
-    if wanted is not None:
-        return int(wanted), "--lnc"
-    value, source = found.lnc
-    if value is None:
-        return 2, "the default of Trn2 and Trn3, since what is set here is wrong"
-    return int(value), source
 
 
 def _judge_blocks(

@@ -1,4 +1,4 @@
-"""Bytes, bytes per second, time left and peak memory on standard error: a line that moves, or one per minute in a log."""
+"""Progress on standard error: a line that moves on a terminal, or one per minute in a log."""
 
 from __future__ import annotations
 

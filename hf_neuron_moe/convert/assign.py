@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from hf_neuron_moe.convert.config_values import MAX_VALUE, excess, reason_of, room_in, wrong_value
+from hf_neuron_moe.convert.config_values import MAX_VALUE, reason_of, room_in, wrong_values
 from hf_neuron_moe.convert.io.bounded import MAX_CONFIG_BYTES, read_json
 from hf_neuron_moe.convert.io.folder import CONFIG_FILE, check_checkpoint, check_model
 from hf_neuron_moe.convert.io.source import SourceCheckpoint, SourceTensor, damaged, inside
@@ -96,7 +96,7 @@ def _read_config(directory: Path, source: SourceCheckpoint | None = None) -> dic
         raise damaged(str(path), "JSON in UTF-8", f"{type(error).__name__}: {error}") from error
     if not isinstance(content, dict):
         raise damaged(str(path), "a JSON object", type(content).__name__)
-    if wrong := wrong_value(content) or excess(content, room_in(directory, source)):
+    for wrong in wrong_values(content, room_in(directory, source)):
         raise ConversionError.about(f"{path}: {wrong.field}", wrong.expected, wrong.got, wrong.remedy)
     return content
 

@@ -6,14 +6,13 @@ What a caller names is checked here once: source folder or Hub id, destination, 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 
 from hf_neuron_moe.checks import Rule, check_rules
 from hf_neuron_moe.config import ON_NONFINITE
 from hf_neuron_moe.convert.execute import Made, bytes_of, make_shards
 from hf_neuron_moe.convert.io.folder import checkpoint_folder
-from hf_neuron_moe.convert.manifest import MANIFEST_FILE, Manifest, WrittenTensor, load_manifest
+from hf_neuron_moe.convert.manifest import MANIFEST_FILE, Manifest, load_manifest
 from hf_neuron_moe.convert.notes import check_nothing_left, warn_of_losses
 from hf_neuron_moe.convert.options import ConvertOptions
 from hf_neuron_moe.convert.plan import ConversionPlan, plan_of
@@ -84,7 +83,14 @@ def convert_checkpoint(
         parts = part[1] if part is not None else None
         with opened(destination, plan, resume=resume, part=part is not None, parts=parts) as job:
             shards = part_of_shards(plan.shards, part)
-            _check_space(job, shards)
+            needed = bytes_of(*(tensors for file, tensors in shards.items() if job.shard_record(file) is None))
+            free = shutil.disk_usage(job.home).free
+            if needed > free:  # before hours of work
+                expected, fix = (
+                    f"on a disk with {needed:,} free bytes",
+                    "Free some space or choose another destination.",
+                )
+                raise DiskError.about(str(job.home.parent), expected, f"one with {free:,}", fix)
             made = make_shards(
                 plan, job, shards, workers=workers, progress=progress, whole=part is None, on_nonfinite=on_nonfinite
             )
@@ -113,15 +119,6 @@ def plan_for(
     if strict:
         check_nothing_left(plan.left)
     return plan
-
-
-def _check_space(job: Job, shards: dict[str, list[WrittenTensor]]) -> None:
-    """Refuse before hours of work what the disk cannot hold."""
-    needed = bytes_of(*(tensors for file, tensors in shards.items() if job.shard_record(file) is None))
-    free = shutil.disk_usage(job.home).free
-    if needed > free:
-        expected, got = f"on a disk with {needed:,} free bytes", f"one with {free:,}"
-        raise DiskError.about(str(job.home.parent), expected, got, "Free some space or choose another destination.")
 
 
 def _commit(plan: ConversionPlan, job: Job, made: Made, destination: Path) -> Manifest:
@@ -177,16 +174,12 @@ def finalize_checkpoint(
             if missing := [file for file in shards if file not in made.files]:
                 expected = f"complete, all {len(shards)} shards made of this source"
                 got = f"{len(missing)} missing or damaged, such as {missing[0]}"
-                fix = f"{_what_to_run(shards, missing, parts_of(job))}; what is finished is kept."
-                raise ConversionError.about(str(destination), expected, got, fix)
+                fix = "Run the same `hf-neuron-moe convert` with --resume"
+                if (count := parts_of(job)) is not None:
+                    parts = [f"{index}/{count}" for index in parts_to_repeat(shards, missing, count)]
+                    several = f" and {len(parts) - 8} more" if len(parts) > 8 else ""
+                    fix = f"Run `hf-neuron-moe convert` again with --part {', '.join(parts[:8])}{several}"
+                raise ConversionError.about(str(destination), expected, got, f"{fix}; what is finished is kept.")
             manifest = _commit(plan, job, made, destination)
     warn_of_losses(manifest)
     return manifest
-
-
-def _what_to_run(shards: Iterable[str], missing: list[str], count: int | None) -> str:
-    if count is None:
-        return "Run the same `hf-neuron-moe convert` with --resume"
-    parts = [f"{index}/{count}" for index in parts_to_repeat(shards, missing, count)]
-    several = f" and {len(parts) - 8} more" if len(parts) > 8 else ""
-    return f"Run `hf-neuron-moe convert` again with --part {', '.join(parts[:8])}{several}"

@@ -16,7 +16,7 @@ from hf_neuron_moe.config import QUANT_METHOD
 from hf_neuron_moe.convert.io.folder import CONFIG_FILE
 from hf_neuron_moe.convert.io.source import damaged
 from hf_neuron_moe.convert.layout.orientations import SCALES, SOURCE
-from hf_neuron_moe.convert.manifest import MANIFEST_FILE, WrittenTensor
+from hf_neuron_moe.convert.manifest import MANIFEST_FILE
 from hf_neuron_moe.convert.options import BACKWARD, ConvertOptions
 from hf_neuron_moe.convert.plan import ConversionPlan
 
@@ -88,6 +88,12 @@ def section(plan: ConversionPlan) -> str:
     purpose, kept = _PURPOSES[options.purpose or "training"], "router, norms, embeddings, attention"
     if options.purpose != "inference" and not any(tensor.orientation == BACKWARD for tensor in plan.tensors):
         purpose += ", which are the same tensors in bf16"
+    zeros: dict[str, int] = {}  # the most that a tensor has at the end of an axis
+    for tensor in plan.tensors:
+        zeros |= {axis: max(count, zeros.get(axis, 0)) for axis, count in tensor.padding.items()}
+    padding = "none needed"
+    if zeros:
+        padding = "zeros at the end of " + " and ".join(f"{axis} (up to {zeros[axis]})" for axis in sorted(zeros))
     if plan.left:
         kept += f"; {len(plan.left)} modules that the kernels cannot compute"
     rows = {
@@ -98,7 +104,7 @@ def section(plan: ConversionPlan) -> str:
         "tensor parallelism": f"I axis split among {options.tp_degree} ranks, each with files of its own"
         if options.tp_degree > 1
         else "",
-        "padding": _padding(plan.tensors) if options.pad else "",
+        "padding": padding if options.pad else "",
         "kept as they were": f"{len(plan.copied)} tensors: {kept}",
     }
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items() if value)
@@ -112,13 +118,3 @@ def section(plan: ConversionPlan) -> str:
         f"`{MANIFEST_FILE}` lists every tensor with its layout and checksum. `hf-neuron-moe verify DIR` checks them, "
         f"and `{export}` gives a stock checkpoint back.{loss}\n"
     )
-
-
-def _padding(tensors: tuple[WrittenTensor, ...]) -> str:
-    most: dict[str, int] = {}
-    for tensor in tensors:
-        for axis, zeros in tensor.padding.items():
-            most[axis] = max(most.get(axis, 0), zeros)
-    if not most:
-        return "none needed"
-    return "zeros at the end of " + " and ".join(f"{axis} (up to {most[axis]})" for axis in sorted(most))

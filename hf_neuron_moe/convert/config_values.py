@@ -62,34 +62,41 @@ class Wrong(NamedTuple):
     remedy: str = "Correct it, or take config.json from where the weights came from."
 
 
-def wrong_value(content: dict[str, Any]) -> Wrong | None:
-    """Return the first field of a parsed ``config.json`` that has another type or is out of bounds.
+class Room(NamedTuple):
+    """The most layers and experts that a configuration may ask for."""
 
-    Checked are the model type, dtypes, ``quantization_config``, the sizes that all families have, the number of labels
-    and the length of lists, anywhere in it. Fields that are absent or null are transformers' to judge.
+    layers: int = MOST_LAYERS
+    experts: int = MOST_EXPERTS
+    told: str = ""  # What that follows from
+
+
+def wrong_values(content: dict[str, Any], room: Room) -> Iterator[Wrong]:
+    """Yield the fields of a parsed ``config.json`` that have another type or are out of bounds.
+
+    Checked are the model type, dtypes, ``quantization_config``, the sizes that all families have, the number of labels,
+    the length of lists, and numbers of layers and experts, anywhere in it. Fields that are absent or null are
+    transformers' to judge.
     """
-    return next(_wrong_fields(content), None)
-
-
-def _wrong_fields(content: dict[str, Any]) -> Iterator[Wrong]:
-    family = content.get("model_type")
+    family, quantization = content.get("model_type"), content.get("quantization_config")
     if family is not None and not (isinstance(family, str) and family in CONFIG_MAPPING):
         hint = nearest(family, list(CONFIG_MAPPING_NAMES)) if isinstance(family, str) else ""
         remedy = f"Custom code from a checkpoint is never run; check the file and the transformers version.{hint}"
         yield Wrong("model_type", f"a model type that transformers {transformers_version} knows", _cut(family), remedy)
-    quantization = content.get("quantization_config")
     if not isinstance(quantization, dict | None):
         yield Wrong("quantization_config", "a JSON object", _cut(quantization))
     for place, name, value in _values(content):
-        if isinstance(value, list):
-            if len(value) > MOST_ENTRIES:
-                yield Wrong(place, f"a list of at most {MOST_ENTRIES:,} entries", f"{len(value):,}")
-        elif value is not None and not place.startswith("quantization_config."):
+        if isinstance(value, list) and len(value) > MOST_ENTRIES:
+            yield Wrong(place, f"a list of at most {MOST_ENTRIES:,} entries", f"{len(value):,}")
+        if not (value is None or isinstance(value, list) or place.startswith("quantization_config.")):
             least, most = next((bounds for known, bounds in _BOUNDS.items() if known.fullmatch(name)), (None, 0))
             if least is not None and not (type(value) is int and least <= value <= most):
                 yield Wrong(place, f"an integer from {least} to {most:,}", _cut(value))
             if name in ("dtype", "torch_dtype") and not _is_dtype(value):
                 yield Wrong(place, "a dtype of torch such as bfloat16", _cut(value))
+        limit = room.layers if _LAYERS.search(name) else room.experts if _EXPERTS.search(name) else None
+        whole = type(value) is int or (isinstance(value, float) and value.is_integer())
+        if limit is not None and whole and value > limit:
+            yield Wrong(place, f"at most {limit:,}{room.told}", str(int(value)))
 
 
 def _values(content: Any, place: str = "", name: str = "") -> Iterator[tuple[str, str, Any]]:
@@ -122,14 +129,6 @@ def reason_of(error: Exception) -> str:
     return printable(f"{type(error).__name__}: {' '.join(text.split())}", REASON)
 
 
-class Room(NamedTuple):
-    """The most layers and experts that a configuration may ask for."""
-
-    layers: int = MOST_LAYERS
-    experts: int = MOST_EXPERTS
-    told: str = ""  # What that follows from
-
-
 def room_in(directory: Path, source: SourceCheckpoint | None) -> Room:
     """Return the room that weights have: numbers in names for layers, tensors or an axis for experts.
 
@@ -155,13 +154,3 @@ def _room(names: Collection[str], tensors: Mapping[str, SourceTensor] | None) ->
     if tensors is not None:
         experts = max(ALWAYS_EXPERTS, len(tensors), *(max(t.shape, default=0) for t in tensors.values()))
     return Room(max(ALWAYS_LAYERS, min(last + 1, len(names), MOST_LAYERS)), experts, " with these weights")
-
-
-def excess(content: Any, room: Room) -> Wrong | None:
-    """Return the first number of layers or experts in a configuration that is more than there is room for."""
-    for place, name, number in _values(content):
-        limit = room.layers if _LAYERS.search(name) else room.experts if _EXPERTS.search(name) else None
-        whole = type(number) is int or (isinstance(number, float) and number.is_integer())
-        if limit is not None and whole and number > limit:
-            return Wrong(place, f"at most {limit:,}{room.told}", str(int(number)))
-    return None
