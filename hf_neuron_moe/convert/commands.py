@@ -12,7 +12,7 @@ from hf_neuron_moe.checks import Rule, check_rules
 from hf_neuron_moe.config import ON_NONFINITE
 from hf_neuron_moe.convert.execute import Made, bytes_of, make_shards
 from hf_neuron_moe.convert.io.folder import checkpoint_folder
-from hf_neuron_moe.convert.manifest import MANIFEST_FILE, Manifest, load_manifest
+from hf_neuron_moe.convert.manifest import MANIFEST_FILE, Manifest, WrittenTensor, load_manifest
 from hf_neuron_moe.convert.notes import check_nothing_left, warn_of_losses
 from hf_neuron_moe.convert.options import ConvertOptions
 from hf_neuron_moe.convert.plan import ConversionPlan, plan_of
@@ -83,14 +83,7 @@ def convert_checkpoint(
         parts = part[1] if part is not None else None
         with opened(destination, plan, resume=resume, part=part is not None, parts=parts) as job:
             shards = part_of_shards(plan.shards, part)
-            needed = bytes_of(*(tensors for file, tensors in shards.items() if job.shard_record(file) is None))
-            free = shutil.disk_usage(job.home).free
-            if needed > free:  # before hours of work
-                expected, fix = (
-                    f"on a disk with {needed:,} free bytes",
-                    "Free some space or choose another destination.",
-                )
-                raise DiskError.about(str(job.home.parent), expected, f"one with {free:,}", fix)
+            _check_space(job, shards)
             made = make_shards(
                 plan, job, shards, workers=workers, progress=progress, whole=part is None, on_nonfinite=on_nonfinite
             )
@@ -119,6 +112,15 @@ def plan_for(
     if strict:
         check_nothing_left(plan.left)
     return plan
+
+
+def _check_space(job: Job, shards: dict[str, list[WrittenTensor]]) -> None:
+    """Refuse before hours of work what the disk cannot hold."""
+    needed = bytes_of(*(tensors for file, tensors in shards.items() if job.shard_record(file) is None))
+    free = shutil.disk_usage(job.home).free
+    if needed > free:
+        expected, got = f"on a disk with {needed:,} free bytes", f"one with {free:,}"
+        raise DiskError.about(str(job.home.parent), expected, got, "Free some space or choose another destination.")
 
 
 def _commit(plan: ConversionPlan, job: Job, made: Made, destination: Path) -> Manifest:
