@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from hf_neuron_moe.convert.commands import plan_for
-from hf_neuron_moe.convert.execute import Made, buffers_of, largest_read, workers_for
+from hf_neuron_moe.convert.execute import Made, buffer_sizes, buffers_of, workers_for
 from hf_neuron_moe.convert.io.checksums import TensorChecksum
 from hf_neuron_moe.convert.io.file_hashes import entries_of
 from hf_neuron_moe.convert.io.shard import shard_header
@@ -144,7 +144,7 @@ def _held_bytes(plan: ConversionPlan, tensors: list[WrittenTensor], workers: int
     for (name, _), needed in buffers_of(plan, tensors).items():
         weight = plan.weights[name]
         sizes += [needed] * (weight.shape[0] if weight.has_experts else 1)
-    return sum(sorted(sizes, reverse=True)[:workers]) + workers * (largest_read(plan) + CHUNK_BYTES)
+    return sum(sorted(sizes, reverse=True)[:workers]) + workers * (buffer_sizes(plan)[1] + CHUNK_BYTES)
 
 
 def _files_beside(plan: ConversionPlan) -> dict[str, int]:
@@ -203,11 +203,11 @@ def _relayout_cost(weight: FusedWeight, options: ConvertOptions) -> float:
 
 def _read_cost(plan: ConversionPlan) -> float:
     """Seconds per byte of a source file, from its middle: the beginning has just been read for its header."""
-    size, path = max(((path := plan.source.directory / file).stat().st_size, path) for file in plan.source.files)
+    size, file = max(((plan.source.directory / file).stat().st_size, file) for file in plan.source.files)
     begin = time.perf_counter()
-    with path.open("rb", buffering=0) as file:
-        file.seek(max(0, size // 2 - SAMPLE_BYTES // 2))
-        count = len(file.read(SAMPLE_BYTES))
+    with (plan.source.directory / file).open("rb", buffering=0) as opened:
+        opened.seek(max(0, size // 2 - SAMPLE_BYTES // 2))
+        count = len(opened.read(SAMPLE_BYTES))
     return (time.perf_counter() - begin) / max(1, count)
 
 

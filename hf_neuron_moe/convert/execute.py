@@ -76,8 +76,14 @@ def workers_for(plan: ConversionPlan, wanted: int | None) -> int:
 
 
 def memory_per_worker(plan: ConversionPlan) -> int:
-    """Bytes that one worker holds at most: the buffer its weights are made in, and one tensor being read."""
-    return max(buffers_of(plan, plan.tensors).values()) + largest_read(plan) + CHUNK_BYTES
+    """Bytes that one worker holds at most: its two buffers, and a chunk of what it reads."""
+    return sum(buffer_sizes(plan)) + CHUNK_BYTES
+
+
+def buffer_sizes(plan: ConversionPlan) -> tuple[int, int]:
+    """Bytes of the buffer that any of a plan's weights can be made in, and of the largest read."""
+    read = max(read_bytes(piece) for weight in plan.weights.values() for piece in weight.pieces)
+    return max(buffers_of(plan, plan.tensors).values()), read
 
 
 def buffers_of(plan: ConversionPlan, tensors: Iterable[WrittenTensor]) -> dict[tuple[str, int | None], int]:
@@ -86,85 +92,75 @@ def buffers_of(plan: ConversionPlan, tensors: Iterable[WrittenTensor]) -> dict[t
     return {group: scratch_bytes(plan.weights[group[0]], plan.forms(group)) for group in groups}
 
 
-def largest_read(plan: ConversionPlan) -> int:
-    """Bytes that are read at a time, at most."""
-    return max(read_bytes(piece) for weight in plan.weights.values() for piece in weight.pieces)
-
-
 def bytes_of(*groups: Iterable[WrittenTensor]) -> int:
     """Bytes of tensor data in groups or shards."""
     return sum(tensor.nbytes for tensors in groups for tensor in tensors)
 
 
+@dataclass
 class _Run:
     """State of one call of :func:`make_shards`. Tasks for the workers return the bytes that they have written."""
 
-    def __init__(
-        self,
-        plan: ConversionPlan,
-        job: Job,
-        reader: TensorReader,
-        workers: Workers,
-        step: Callable[[int], None],
-        on_nonfinite: str,
-    ) -> None:
-        self.made = Made()
-        self._plan, self._job, self._reader = plan, job, reader
-        self._workers, self._step, self._on_nonfinite = workers, step, on_nonfinite
-        self._scratch_bytes = max(buffers_of(plan, plan.tensors).values())
-        self._own = threading.local()  # each thread's buffers
-        self._lock = threading.Lock()
-        self._versions: dict[str, str] = {}
+    plan: ConversionPlan
+    job: Job
+    reader: TensorReader
+    workers: Workers
+    step: Callable[[int], None]
+    on_nonfinite: str
+    made: Made = field(default_factory=Made)
+    versions: dict[str, str] = field(default_factory=dict)  # Of source files, when this run began with them
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    buffers: threading.local = field(default_factory=threading.local)  # Each thread's own
 
     def check_finished(self, shards: dict[str, list[WrittenTensor]]) -> set[str]:
         """Take over the shards that an earlier run finished, where their bytes are still right."""
-        records = {file: record for file in shards if (record := self._job.shard_record(file)) is not None}
-        if self._on_nonfinite == "error":  # those made with "keep" have to be refused, which making them does
+        records = {file: record for file in shards if (record := self.job.shard_record(file)) is not None}
+        if self.on_nonfinite == "error":  # those made with "keep" have to be refused, which making them does
             records = {file: record for file, record in records.items() if not record.nonfinite}
         records = {file: record for file, record in records.items() if self._same_sources(record)}
         tasks = [
-            partial(check_shard, self._job.folder / file, shards[file], record.checksums)
+            partial(check_shard, self.job.folder / file, shards[file], record.checksums)
             for file, record in records.items()
         ]
         finished = set()
-        for file, sha256 in zip(records, self._workers.run(tasks)):
+        for file, sha256 in zip(records, self.workers.run(tasks)):
             if sha256 is not None:
                 self._add_shard(records[file])
                 self.made.files[file] = sha256
-                self._step(bytes_of(shards[file]))
+                self.step(bytes_of(shards[file]))
                 finished.add(file)
         return finished
 
     def make_shard(self, file: str, tensors: list[WrittenTensor], *, hash_file: bool) -> None:
         """Write one shard, let it take its place and record it."""
         groups = grouped(tensors, lambda tensor: tensor.group)
-        files = sorted({piece.file for tensor in tensors for piece in self._plan.pieces[tensor.weight]})
+        files = sorted({piece.file for tensor in tensors for piece in self.plan.pieces[tensor.weight]})
         versions = {name: self._first_version(name) for name in files}
         record = ShardRecord({}, {}, versions)
         # Source files are hashed as a whole just before they are read in pieces: the second time they are in memory.
         tasks = self._hash_tasks(versions)
         hashed = len(tasks)
-        path, entries = self._job.temporary(file), entries_of(tensors)
+        path, entries = self.job.temporary(file), entries_of(tensors)
         place = {entry.name: number for number, entry in enumerate(in_file_order(entries))}
         ordered = sorted(groups.values(), key=lambda group: min(place[tensor.name] for tensor in group))
         with ShardWriter(path, entries, header_metadata(tensors)) as writer, PrefixHash(path, tensors) as prefix:
             tasks += [partial(self._make_group, group, writer, record) for group in ordered]
-            for number, nbytes in enumerate(self._workers.run(tasks), -hashed):
+            for number, nbytes in enumerate(self.workers.run(tasks), -hashed):
                 if nbytes:
-                    self._step(nbytes)
+                    self.step(nbytes)
                 if hash_file and number >= 0:
                     prefix.follow(tensor.name for tensor in ordered[number])
         self._check_unchanged(versions)
-        self._job.publish(file)
-        self._job.record_shard(file, record)
+        self.job.publish(file)
+        self.job.record_shard(file, record)
         self._add_shard(record)
         if hash_file:
             self.made.files[file] = prefix.hexdigest()
 
     def hash_rest(self) -> None:
         """Hash the source files of which nothing was converted."""
-        files = {file: self._first_version(file) for file in self._plan.source.files}
-        for _ in self._workers.run(self._hash_tasks(files)):
+        files = {file: self._first_version(file) for file in self.plan.source.files}
+        for _ in self.workers.run(self._hash_tasks(files)):
             pass
         self._check_unchanged(files)
 
@@ -174,10 +170,10 @@ class _Run:
         return [partial(self._hash_source, file, version) for file, version in new]
 
     def _hash_source(self, file: str, version: str) -> int:
-        sha256 = self._job.source_sha256(file, version)
+        sha256 = self.job.source_sha256(file, version)
         if sha256 is None:
-            sha256 = hash_file(self._plan.source.directory / file)
-            self._job.record_source(file, version, sha256)
+            sha256 = hash_file(self.plan.source.directory / file)
+            self.job.record_source(file, version, sha256)
         self.made.sources[file] = sha256
         return 0
 
@@ -190,7 +186,7 @@ class _Run:
             for stream, part in zip(streams, parts):
                 stream.append(part)
         record.checksums.update((tensor.name, stream.end()) for tensor, stream in zip(group, streams))
-        with self._lock:
+        with self.lock:
             for counts, more in ((record.rounded, rounded), (record.nonfinite, nonfinite)):
                 for name in +more:
                     counts[name] = counts.get(name, 0) + more[name]
@@ -201,32 +197,33 @@ class _Run:
     ) -> Iterator[list[torch.Tensor]]:
         """Consecutive parts of the group's tensors, together; each is valid until the next one is asked for."""
         if group[0].layout == SOURCE:
-            source = self._plan.copied[group[0].name]
-            for part in self._reader.chunks(source.file, source.name):
+            source = self.plan.copied[group[0].name]
+            for part in self.reader.chunks(source.file, source.name):
                 values = part.view(TORCH_DTYPES[source.dtype])
-                check_or_count(values, self._on_nonfinite, nonfinite, file=source.file, name=source.name)
+                check_or_count(values, self.on_nonfinite, nonfinite, file=source.file, name=source.name)
                 yield [part]
             return
-        if not hasattr(self._own, "scratch"):
-            self._own.scratch = Scratch(self._scratch_bytes)
-            self._own.buffer = torch.empty(largest_read(self._plan), dtype=torch.uint8)
+        if not hasattr(self.buffers, "scratch"):
+            scratch, read_at_once = buffer_sizes(self.plan)
+            self.buffers.scratch = Scratch(scratch)
+            self.buffers.read = torch.empty(read_at_once, dtype=torch.uint8)
 
         def read(piece: Piece, expert: int | None, rows: slice) -> torch.Tensor:
-            return self._reader.read(piece.file, piece.source, expert, self._own.buffer, rows)
+            return self.reader.read(piece.file, piece.source, expert, self.buffers.read, rows)
 
-        weight, forms = self._plan.weights[group[0].weight], self._plan.forms(group[0].group)
+        weight, forms = self.plan.weights[group[0].weight], self.plan.forms(group[0].group)
         yield from store(
-            weight, forms, read, self._own.scratch, rounded, on_nonfinite=self._on_nonfinite, nonfinite=nonfinite
+            weight, forms, read, self.buffers.scratch, rounded, on_nonfinite=self.on_nonfinite, nonfinite=nonfinite
         )
 
     def _first_version(self, file: str) -> str:
         """The version of a source file that this run began with: all shards are made of the same."""
-        if file not in self._versions:
-            self._versions[file] = self._version(file)
-        return self._versions[file]
+        if file not in self.versions:
+            self.versions[file] = self._version(file)
+        return self.versions[file]
 
     def _version(self, file: str) -> str:
-        return version_of(self._plan.source.directory / file)
+        return version_of(self.plan.source.directory / file)
 
     def _check_unchanged(self, versions: Mapping[str, str]) -> None:
         for name, version in versions.items():
@@ -238,7 +235,7 @@ class _Run:
         for file, version in record.sources.items():
             if self._first_version(file) == version:
                 continue
-            sha256 = self._job.source_sha256(file, version)
+            sha256 = self.job.source_sha256(file, version)
             if sha256 is None:
                 return False
             self._hash_source(file, self._first_version(file))

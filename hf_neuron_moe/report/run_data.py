@@ -95,17 +95,12 @@ def read_runs(directory: Path) -> Contents:
 def _run(folder: Path) -> RunData:
     name, run = folder.resolve().parent.name, _object(folder / RUN_FILE, ("patch", "config"))
     metrics, evaluations = (list(_lines(folder / file)) for file in (METRICS_FILE, EVALUATIONS_FILE))
-    return RunData(name, run, metrics, _evaluations(evaluations or _history(folder.parent / STATE_FILE)))
-
-
-def _evaluations(records: list[dict[str, Any]]) -> dict[str, list[tuple[float, float]]]:
-    """Evaluation losses by name; a step that was evaluated twice has the later one."""
-    found: dict[str, dict[float, float]] = {}
-    for record in records:
+    losses: dict[str, dict[float, float]] = {}  # of a step that was evaluated twice the later one
+    for record in evaluations or _history(folder.parent / STATE_FILE):
         for key, value in record.items():
             if key.startswith("eval_") and key.endswith("loss") and isinstance(value, int | float):
-                found.setdefault(key, {})[float(record["step"])] = float(value)
-    return {key: sorted(losses.items()) for key, losses in found.items()}
+                losses.setdefault(key, {})[float(record["step"])] = float(value)
+    return RunData(name, run, metrics, {key: sorted(values.items()) for key, values in losses.items()})
 
 
 def _history(path: Path) -> list[dict[str, Any]]:

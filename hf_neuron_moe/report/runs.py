@@ -30,12 +30,6 @@ class Group:
 
     facts: Facts  # what the runs have in common, in words, by name
     runs: list[RunData]
-    curves: list[list[Point]]  # logged steps and losses of each
-
-    @property
-    def ends(self) -> list[float]:
-        """The last step of each of the runs."""
-        return [curve[-1][0] for curve in self.curves]
 
 
 def configuration(run: RunData) -> Facts:
@@ -85,16 +79,13 @@ def grouped(runs: Sequence[RunData]) -> dict[str, list[Group]]:
     """Return the runs that logged losses, by model and configuration."""
     models: dict[str, list[Group]] = defaultdict(list)
     for run in runs:
-        curve = _logged(run, "loss")
-        if not curve:
-            continue
-        groups, facts = models[run.model], configuration(run)
-        known = next((group for group in groups if group.facts == facts), None)
-        if known is None:
-            groups.append(Group(facts, [run], [curve]))
-        else:
-            known.runs.append(run)
-            known.curves.append(curve)
+        if _logged(run, "loss"):
+            groups, facts = models[run.model], configuration(run)
+            known = next((group for group in groups if group.facts == facts), None)
+            if known is None:
+                groups.append(Group(facts, [run]))
+            else:
+                known.runs.append(run)
     return models
 
 
@@ -123,49 +114,50 @@ def losses_section(runs: Sequence[RunData]) -> str:
 
 
 def _losses_figure(model: str, groups: Sequence[Group]) -> str:
-    names = labels(groups)
-    lines = [band_of_runs(name, group.curves) for name, group in zip(names, groups)]
-    alt = f"Training loss of {model} over the steps, by configuration: {' | '.join(names)}"
-    told = f"{model}: loss as logged, averaged over a twentieth of the run"
+    lines, told = [], f"{model}: loss as logged, averaged over a twentieth of the run"
     most = max(len(group.runs) for group in groups)
     if most > 1:
         told += f"; bands: lowest to highest of up to {most} runs of one configuration, of those that have the step"
-    for name, ends in zip(names, (group.ends for group in groups)):
-        reached = ends.count(max(ends))
-        if reached < len(ends):
-            told += f"; {name}: {reached} of {len(ends)} runs reach step {max(ends):g}"
-    return step_figure(lines, "loss (nats)", alt, told)
+    for name, group in zip(labels(groups), groups):
+        curves = [_logged(run, "loss") for run in group.runs]
+        lines.append(band_of_runs(name, curves))
+        ends = [curve[-1][0] for curve in curves]
+        if ends.count(max(ends)) < len(ends):
+            told += f"; {name}: {ends.count(max(ends))} of {len(ends)} runs reach step {max(ends):g}"
+    return _figure(model, "Training loss", "loss (nats)", lines, told)
 
 
 def progress_section(runs: Sequence[RunData]) -> str:
     """Evaluation loss, learning rate, gradient norm and throughput over the steps, one figure each per model."""
     drawn = []
     for model, groups in grouped(runs).items():
-        names = labels(groups)
-        evaluated: list[Line] = []
+        named = list(zip(labels(groups), groups))
         datasets = list(dict.fromkeys(key for group in groups for run in group.runs for key in run.evaluations))
-        for dataset in datasets:
-            called = names if len(datasets) == 1 else [f"{name}; {dataset}" for name in names]
-            curves = [[run.evaluations.get(dataset, []) for run in group.runs] for group in groups]
-            evaluated += _lines(called, curves)
-        courses = [("Evaluation loss", "evaluation loss (nats)", evaluated)]
+        curves = {
+            name if len(datasets) == 1 else f"{name}; {dataset}": [run.evaluations.get(dataset) for run in group.runs]
+            for dataset in datasets
+            for name, group in named
+        }
+        courses = [("Evaluation loss", "evaluation loss (nats)", _lines(curves))]
         for key, title, axis in _LOGGED:
-            curves = [[_logged(run, key) for run in group.runs] for group in groups]
-            courses.append((title, axis, _lines(names, curves)))
-        drawn += [_course_figure(model, title, axis, lines) for title, axis, lines in courses if lines]
+            logged = {name: [_logged(run, key) for run in group.runs] for name, group in named}
+            courses.append((title, axis, _lines(logged)))
+        for title, axis, lines in courses:
+            told = "; bands: lowest to highest of several runs" if any(line.low for line in lines) else ""
+            if lines:
+                drawn.append(_figure(model, title, axis, lines, f"{model}: {title.lower()} as logged{told}"))
     return section("Course of training", figures(drawn) if drawn else missing("Nothing else was logged."))
 
 
-def _lines(names: Sequence[str], curves: Sequence[Sequence[list[Point]]]) -> list[Line]:
+def _lines(curves: Mapping[str, Sequence[list[Point] | None]]) -> list[Line]:
     """A line per configuration whose runs have the curve, as logged."""
-    known = [(name, [curve for curve in of_runs if curve]) for name, of_runs in zip(names, curves)]
-    return [band_of_runs(name, of_runs, window=1) for name, of_runs in known if of_runs]
+    known = {name: [curve for curve in of_runs if curve] for name, of_runs in curves.items()}
+    return [band_of_runs(name, of_runs, window=1) for name, of_runs in known.items() if of_runs]
 
 
-def _course_figure(model: str, title: str, axis: str, lines: Sequence[Line]) -> str:
+def _figure(model: str, title: str, axis: str, lines: Sequence[Line], caption: str) -> str:
     alt = f"{title} of {model} over the steps, by configuration: {' | '.join(line.name for line in lines)}"
-    told = "; bands: lowest to highest of several runs" if any(line.low for line in lines) else ""
-    return step_figure(lines, axis, alt, f"{model}: {title.lower()} as logged{told}")
+    return step_figure(lines, axis, alt, caption)
 
 
 def runs_table(runs: Sequence[RunData]) -> str:

@@ -81,7 +81,7 @@ def study_sections(study: StudyData) -> str:
         alt = f"Training loss of {model} over the steps, by variant: {', '.join(line.name for line in lines)}"
         told = f"{model}: loss, averaged over a twentieth of the run; {bands}"
         drawn.append(step_figure(lines, "loss (nats)", alt, told))
-        compared = {name: entry.get("reference") for name, entry in _variants(study, model).items()}
+        compared = {name: entry.get("reference") for name, entry in _summary(study, model)["variants"].items()}
         gaps = [
             line
             for name, other in compared.items()
@@ -97,19 +97,16 @@ def study_sections(study: StudyData) -> str:
 
 
 def _summary(study: StudyData, model: str) -> Mapping[str, Any]:
+    """What a study says of a model's variants, by name, and of the policies compared in fp32."""
     found: Mapping[str, Any] = (study.content.get("summary") or {}).get(model, {})
-    return found
-
-
-def _variants(study: StudyData, model: str) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = _summary(study, model).get("variants", {})
-    return found
+    return {"variants": {}, "fp32": None, **found}
 
 
 def _study_table(study: StudyData) -> str:
     rows = []
     for model in study.content["models"]:
-        for name, entry in _variants(study, model).items():
+        summary = _summary(study, model)
+        for name, entry in summary["variants"].items():
             spread, gap, goal = "-", "-", "-"
             if entry.get("seed_spread_percent") is not None:
                 spread = f"{entry['seed_spread_percent']:.2f} %"
@@ -118,7 +115,7 @@ def _study_table(study: StudyData) -> str:
             if "met" in entry:
                 goal = f"{entry['goal_percent']:g} %: {'met' if entry['met'] else 'missed'}"
             rows.append((model, name, f"{entry['last_mean']:.4f}", spread, gap, goal))
-        if exact := _summary(study, model).get("fp32"):
+        if exact := summary["fp32"]:
             gap = f"{exact['largest_difference']:.1e} (largest, relative)"
             name = f"fp32: lossless policies, {exact['steps']} steps"
             rows.append((model, name, "-", "-", gap, f"{exact['goal']:g}: {'met' if exact['met'] else 'missed'}"))
@@ -205,7 +202,7 @@ def health_section(run: RunData) -> str:
 
 
 def _sqnr(figures: Mapping[str, Any] | None) -> float | None:
-    return None if not figures else figures.get("sqnr_db")
+    return (figures or {}).get("sqnr_db")
 
 
 def _worst(health: Mapping[str, Any]) -> str:
