@@ -23,9 +23,13 @@ _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 LONGEST_MESSAGE = 1800  # Characters of the one line of a failure: what a file says may be megabytes
 _ARGUMENT = re.compile(r"^(\w+): (\w+) must ")
-_TYPED = "precision layout swizzle scales scale_rule tp_degree pad source backend device tokens layers seed block_size"
-_OPTIONS = {name: f"--{name.replace('_', '-')}" for name in (*_TYPED.split(), "random_weights")}
-_OPTIONS |= {"purpose": "--for", "max_shard_bytes": "--max-shard-size"}
+_OPTIONS = {
+    name: f"--{name.replace('_', '-')}"
+    for name in (
+        *("precision", "layout", "swizzle", "scales", "scale_rule", "tp_degree", "pad", "source", "backend", "device"),
+        *("tokens", "layers", "seed", "block_size", "random_weights"),
+    )
+} | {"purpose": "--for", "max_shard_bytes": "--max-shard-size"}
 """What a user of the command typed for the library's arguments, which its errors begin with."""
 
 _DEPENDENCIES = ("torch", "transformers", "accelerate", "safetensors", "huggingface_hub", "numpy", "xxhash")

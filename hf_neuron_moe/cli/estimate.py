@@ -22,6 +22,7 @@ from hf_neuron_moe.errors import ConfigError, ConversionError, NothingToPatchErr
 
 if TYPE_CHECKING:
     from torch import nn
+    from transformers import PreTrainedModel
 
     from hf_neuron_moe.training.memory_estimate import TrainingEstimate
 
@@ -67,19 +68,9 @@ def estimate(
         configs[text] = NeuronMoEConfig(precision=precision, activations=policy, block_size=block_size)
     import torch
 
-    from hf_neuron_moe.convert.assign import build_meta_model
-    from hf_neuron_moe.convert.io.folder import is_conversion
     from hf_neuron_moe.training.memory_estimate import estimate_training
 
-    quiet_transformers()
-    with model_folder(model_dir) as folder:
-        if is_conversion(folder):  # whose step depends on its stored layouts, which are not estimated
-            fix = (
-                "The config.json of the checkpoint it was made of is enough. `hf-neuron-moe doctor` judges the blocks "
-                "of a conversion itself, and `hf-neuron-moe inspect` tells their bytes."
-            )
-            raise ConversionError.about(str(folder), "an original checkpoint", "a conversion", fix)
-        model = build_meta_model(folder, attention=None)
+    model = _original_model(model_dir)
     wanted = getattr(torch, _TORCH_NAMES[dtype]) if dtype else model.config.dtype
     model.to(wanted or torch.float32)  # type: ignore[arg-type]
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -116,6 +107,22 @@ def estimate(
         typer.echo(f"The sequences are longer than the {context} positions that config.json gives the model.")
     if floor is not None:
         show_roofline(floor)
+
+
+def _original_model(model_dir: Path) -> PreTrainedModel:
+    """The model; what a step of a loaded conversion holds depends on its stored layouts, which are not estimated."""
+    from hf_neuron_moe.convert.assign import build_meta_model
+    from hf_neuron_moe.convert.io.folder import is_conversion
+
+    quiet_transformers()
+    with model_folder(model_dir) as folder:
+        if is_conversion(folder):
+            fix = (
+                "The config.json of the checkpoint it was made of is enough. `hf-neuron-moe doctor` judges the blocks "
+                "of a conversion itself, and `hf-neuron-moe inspect` tells their bytes."
+            )
+            raise ConversionError.about(str(folder), "an original checkpoint", "a conversion", fix)
+        return build_meta_model(folder, attention=None)
 
 
 def _kept_by_policies(model: nn.Module, configs: dict[str, NeuronMoEConfig]) -> dict[str, dict[str, str]] | None:
