@@ -91,7 +91,8 @@ def wrong_values(content: dict[str, Any], room: Room) -> Iterator[Wrong]:
             least, most = next((bounds for known, bounds in _BOUNDS.items() if known.fullmatch(name)), (None, 0))
             if least is not None and not (type(value) is int and least <= value <= most):
                 yield Wrong(place, f"an integer from {least} to {most:,}", _cut(value))
-            if name in ("dtype", "torch_dtype") and not _is_dtype(value):
+            names_dtype = name in ("dtype", "torch_dtype") and value != "auto"
+            if names_dtype and not isinstance(getattr(torch, str(value).removeprefix("torch."), None), torch.dtype):
                 yield Wrong(place, "a dtype of torch such as bfloat16", _cut(value))
         limit = room.layers if _LAYERS.search(name) else room.experts if _EXPERTS.search(name) else None
         whole = type(value) is int or (isinstance(value, float) and value.is_integer())
@@ -113,12 +114,6 @@ def _values(content: Any, place: str = "", name: str = "") -> Iterator[tuple[str
 
 def _cut(value: object) -> str:
     return printable(repr(value), SHOWN)
-
-
-def _is_dtype(name: object) -> bool:
-    return name == "auto" or (
-        isinstance(name, str) and isinstance(getattr(torch, name.removeprefix("torch."), None), torch.dtype)
-    )
 
 
 def reason_of(error: Exception) -> str:

@@ -59,9 +59,9 @@ def make_shards(
     with open_tensors(plan.source.directory) as reader, working(workers_for(plan, workers)) as pool:
         step = counting(progress, bytes_of(*shards.values()))
         run = _Run(plan, job, reader, pool, step, on_nonfinite)
-        finished = run.check_finished(shards)
+        run.check_finished(shards)
         for file, tensors in shards.items():
-            if file not in finished and not only_check:
+            if file not in run.made.files and not only_check:
                 run.make_shard(file, tensors, hash_file=whole)
         if whole:
             run.hash_rest()
@@ -112,7 +112,7 @@ class _Run:
     lock: threading.Lock = field(default_factory=threading.Lock)
     buffers: threading.local = field(default_factory=threading.local)  # Each thread's own
 
-    def check_finished(self, shards: dict[str, list[WrittenTensor]]) -> set[str]:
+    def check_finished(self, shards: dict[str, list[WrittenTensor]]) -> None:
         """Take over the shards that an earlier run finished, where their bytes are still right."""
         records = {file: record for file in shards if (record := self.job.shard_record(file)) is not None}
         if self.on_nonfinite == "error":  # those made with "keep" have to be refused, which making them does
@@ -122,14 +122,11 @@ class _Run:
             partial(check_shard, self.job.folder / file, shards[file], record.checksums)
             for file, record in records.items()
         ]
-        finished = set()
         for file, sha256 in zip(records, self.workers.run(tasks)):
             if sha256 is not None:
                 self._add_shard(records[file])
                 self.made.files[file] = sha256
                 self.step(bytes_of(shards[file]))
-                finished.add(file)
-        return finished
 
     def make_shard(self, file: str, tensors: list[WrittenTensor], *, hash_file: bool) -> None:
         """Write one shard, let it take its place and record it."""

@@ -73,7 +73,8 @@ def export_checkpoint(
     manifest = load_manifest(converted)
     stored = _check_files(converted, manifest)
     quantized, rounded = _lost(manifest, stored)
-    inexact = tuple(piece.source for piece in manifest.pieces if piece.source in {*quantized, *rounded})
+    gone = {*quantized, *rounded}
+    inexact = tuple(piece.source for piece in manifest.pieces if piece.source in gone)
     if inexact and not allow_inexact:
         got = f"{len(inexact)} tensors that were rounded or quantised, such as {inexact[0]}"
         fix = "Keep the original checkpoint; --allow-inexact exports the rounded or dequantised values."

@@ -37,15 +37,17 @@ def finished_manifest(plan: ConversionPlan, destination: Path, *, force: bool = 
             return None
         if manifest.source_sha256 != {file: hash_file(folder / file) for file in sizes}:
             return None
-        _check_files(destination, manifest)
+        files = dict.fromkeys(manifest.by_file(), "") | manifest.file_sha256
+        present = {name for name in files if (destination / name).is_file()}
+        damage = {name for name in files if name not in present or hash_file(destination / name) != files[name]}
+        if damage:
+            raise ConversionError(f"{len(damage)} missing or altered files, such as {min(damage)}")
     except ConversionError as error:
         if force:
             return None
-        expected, fix = "as it was when its conversion finished", "convert again with --force to replace it."
-        got = str(error).removesuffix(".")
-        raise DestinationError.about(
-            str(destination), expected, got, f"`hf-neuron-moe verify` tells more; {fix}"
-        ) from error
+        expected, got = "as it was when its conversion finished", str(error).removesuffix(".")
+        fix = "`hf-neuron-moe verify` tells more; convert again with --force to replace it."
+        raise DestinationError.about(str(destination), expected, got, fix) from error
     partial = partial_of(destination)
     if partial.exists() and is_free(partial):
         with held(partial, destination):
@@ -55,18 +57,6 @@ def finished_manifest(plan: ConversionPlan, destination: Path, *, force: bool = 
 
 def _unsummed(tensors: Sequence[WrittenTensor]) -> list[WrittenTensor]:
     return [replace(tensor, checksum="") for tensor in tensors]
-
-
-def _check_files(directory: Path, manifest: Manifest) -> None:
-    """Refuse a conversion with files that are missing or do not have the bytes that were written."""
-    files = {**dict.fromkeys(manifest.by_file(), ""), **manifest.file_sha256}
-    damage = sorted(
-        name
-        for name, sha256 in files.items()
-        if not (directory / name).is_file() or hash_file(directory / name) != sha256
-    )
-    if damage:
-        raise ConversionError(f"{len(damage)} missing or altered files, such as {damage[0]}")
 
 
 @public("convert")
