@@ -1,14 +1,16 @@
-"""The command ``convert``: weights in another layout or precision."""
+"""The command ``convert``: weights in another layout or precision; and how a conversion's result is shown."""
 
 from __future__ import annotations
 
-import json
-from typing import Annotated
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hf_neuron_moe.cli.conversion_result import converting, cost_of, show_manifest
 from hf_neuron_moe.cli.model_folder import quiet_transformers
+from hf_neuron_moe.cli.progress_line import Update, Watch, in_words, watching
 from hf_neuron_moe.cli.shared_options import (
     AnySource,
     Destination,
@@ -18,8 +20,13 @@ from hf_neuron_moe.cli.shared_options import (
     choice,
     part_of,
     size_in_bytes,
+    tell,
 )
 from hf_neuron_moe.config import LAYOUTS, ON_NONFINITE, PURPOSES, SCALE_LAYOUTS, SCALE_RULES, STORED_PRECISIONS
+from hf_neuron_moe.errors import NeuronMoEWarning
+
+if TYPE_CHECKING:
+    from hf_neuron_moe.convert import Manifest
 
 
 def convert(
@@ -85,7 +92,7 @@ def convert(
         estimate = estimate_conversion(
             source, destination, options, force=force, workers=workers, part=part_of(part), strict=strict
         )
-        typer.echo(json.dumps(estimate.to_dict()) if as_json else str(estimate))
+        tell(as_json, estimate.to_dict(), str(estimate))
         return
     with converting("converting") as (watch, progress):
         manifest = convert_checkpoint(
@@ -100,9 +107,41 @@ def convert(
             strict=strict,
             progress=progress,
         )
-    if manifest is None:
-        facts = {"ok": True, "destination": str(destination), "part": part, **cost_of(watch)}
-        text = f"part {part} of {destination} is done; when all are, run `hf-neuron-moe finalize`"
-        typer.echo(json.dumps(facts) if as_json else text)
-    else:
+    if manifest is not None:
         show_manifest(manifest, destination, watch, as_json)
+        return
+    done = f"part {part} of {destination} is done; when all are, run `hf-neuron-moe finalize`"
+    tell(as_json, {"ok": True, "destination": str(destination), "part": part, **watch.cost()}, done)
+
+
+@contextmanager
+def converting(label: str) -> Iterator[tuple[Watch, Update]]:
+    """Watch a conversion; the package's warnings are part of its result, where --json shows them too."""
+    with warnings.catch_warnings(), watching(label) as watched:
+        warnings.simplefilter("ignore", NeuronMoEWarning)
+        yield watched
+
+
+def show_manifest(manifest: Manifest, destination: object, watch: Watch, as_json: bool) -> None:
+    """Print what was written, in how much time and memory, and what is worth knowing about it."""
+    from hf_neuron_moe.convert import nonfinite_note, rounding_note
+    from hf_neuron_moe.convert.notes import left_facts, left_notes
+
+    copied = sum(tensor.layout == "source" for tensor in manifest.tensors)
+    facts = {
+        "ok": True,
+        "destination": str(destination),
+        "converted_weights": len(manifest.weights) - copied,
+        "copied_tensors": copied,
+        "files": len(manifest.by_file()),
+        "rounded_values": sum((manifest.rounded or {}).values()),
+        "nonfinite_values": sum((manifest.nonfinite or {}).values()),
+        "left": left_facts(manifest.left),
+        **watch.cost(),
+    }
+    text = "{converted_weights} weights converted, {copied_tensors} tensors copied, {files} files in {destination}"
+    rounded = rounding_note(manifest) if manifest.options.precision == "bf16" else ""
+    notes = [note for note in (*left_notes(manifest.left), rounded, nonfinite_note(manifest)) if note]
+    rate = in_words(watch.done / max(watch.seconds, 1e-9))
+    cost = f"{in_words(watch.done)} in {watch.seconds:.1f} s ({rate}/s), peak memory {in_words(watch.peak)}"
+    tell(as_json, facts, text.format(**facts), *(f"note: {note}" for note in notes), cost)

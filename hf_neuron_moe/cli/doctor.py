@@ -21,17 +21,16 @@ if TYPE_CHECKING:
     from hf_neuron_moe.device.kernel_support import Usable
 
 
+_SIZES = tuple(map(str, BLOCK_SIZES))
+
+
 def doctor(
     model_dir: Annotated[
         Path | None,
         typer.Argument(metavar="MODEL_DIR", help="Checkpoint, conversion, or config.json: also judge its blocks."),
     ] = None,
     block_size: Annotated[
-        str | None,
-        choice(
-            tuple(map(str, BLOCK_SIZES)),
-            text="Judge experts at this block size. Default: 512; all that work are listed.",
-        ),
+        str | None, choice(_SIZES, text="Judge experts at this block size. Default: 512; all that work are listed.")
     ] = None,
     lnc: Annotated[
         str | None,
@@ -55,12 +54,15 @@ def doctor(
 
     found = inspect_installation()
     size = None if block_size is None else int(block_size)
-    judged_lnc, lnc_source = _documented_lnc(lnc, found)
-    answers, unjudged = _judge_blocks(model_dir, found, size, judged_lnc) if model_dir is not None else ([], None)
+    # Physical cores per logical core that the documents are asked about, and where that is known from.
+    judged_lnc, lnc_source = (lnc, "--lnc") if lnc is not None else found.lnc
+    if judged_lnc is None:
+        judged_lnc, lnc_source = "2", "the default of Trn2 and Trn3, since what is set here is wrong"
+    answers, unjudged = _judge_blocks(model_dir, found, size, int(judged_lnc)) if model_dir is not None else ([], None)
     if as_json:
         blocks = {
             "model": str(model_dir),
-            "documented_lnc": {"value": judged_lnc, "source": lnc_source},
+            "documented_lnc": {"value": int(judged_lnc), "source": lnc_source},
             "blocks": [answer.to_dict() for answer in answers],
             "unjudged": unjudged,
         }
@@ -71,19 +73,8 @@ def doctor(
             show_usable(answers, found, f"{model_dir}", unjudged, f"LNC {judged_lnc} ({lnc_source})")
     gated = {answer.group for answer in answers if answer.group.gated}
     computed = {answer.group for answer in answers if answer.here is None}
-    nothing = model_dir is not None and not gated
-    if strict and (not found.usable or nothing or not gated <= computed):
+    if strict and not (found.usable and gated <= computed and (gated or model_dir is None)):
         raise typer.Exit(REFUSED.code)
-
-
-def _documented_lnc(wanted: str | None, found: Installation) -> tuple[int, str]:
-    """Physical cores per logical core that the documents are asked about, and where that is known from."""
-    if wanted is not None:
-        return int(wanted), "--lnc"
-    value, source = found.lnc
-    if value is None:
-        return 2, "the default of Trn2 and Trn3, since what is set here is wrong"
-    return int(value), source
 
 
 def _judge_blocks(

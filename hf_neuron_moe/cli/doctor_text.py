@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import typer
@@ -11,31 +11,23 @@ if TYPE_CHECKING:
     from hf_neuron_moe.device.installed import Installation
     from hf_neuron_moe.device.kernel_support import Usable
 
-
-_NEEDS_OF_KIND = {"mlp": "mlp_", "experts": "moe_"}
-"""How the needs of each kind of block begin."""
+_NEEDS_OF_KIND = {"mlp": "mlp_", "experts": "moe_"}  # how the needs of each kind of block begin
 
 
 def show_installation(found: Installation, kinds: Collection[str] = ()) -> None:
-    """Print whether kernels can run, what to do first, and what is installed.
-
-    Args:
-        found: this machine.
-        kinds: of the blocks that were asked about, whose kernels are listed; none lists the kernels of all.
-    """
+    """Print whether kernels can run, what to do first, what is installed, and the kernels of `kinds`, or of all."""
     typer.echo(f'backend="neuron" can run here: {"yes" if found.usable else "no"}')
     if found.why_not is not None:
         typer.echo(f"  why:   {found.why_not}")
     for number, step in enumerate(found.first_steps):
         typer.echo(f"  {'then: ' if number else 'next: ' if found.usable else 'first:'} {step}")
     typer.echo(f'backend="nki-sim" can run here: {_told(found.simulator_reason)}')
-    told = "yes, as on any device; it computes the same contract"
-    typer.echo(f'backend="torch" can run here: {told if found.torch_reason is None else f"no: {found.torch_reason}"}')
+    everywhere = "yes, as on any device; it computes the same contract"
+    typer.echo(f'backend="torch" can run here: {_told(found.torch_reason, everywhere)}')
     typer.echo(f"\nPython {found.python}, {found.machine}; Neuron SDK {found.sdk or 'not installed'}")
     typer.echo(", ".join(f"{name} {version or 'not installed'}" for name, version in found.others.items()))
-    rows = [("package", "version", "state", "note")]
-    rows += [(package.name, package.version or "-", package.state, package.note) for package in found.packages]
-    show_table(rows)
+    rows = [(package.name, package.version or "-", package.state, package.note) for package in found.packages]
+    show_table([("package", "version", "state", "note"), *rows])
     cores = "no runtime" if found.devices is None else f"{found.devices} logical cores"
     typer.echo(f"\ndevice: {cores}; chip {found.target[0] or 'unknown'} ({found.target[1]})")
     typer.echo(f"LNC (physical cores per logical core) {found.lnc[0] or 'unknown'} ({found.lnc[1]})")
@@ -55,12 +47,8 @@ def show_usable(
 ) -> None:
     """Print which kernels compute which blocks of a model.
 
-    Args:
-        answers: by group and precision.
-        found: this machine.
-        title: what was looked at.
-        unjudged: why there are no answers, or None.
-        documented: what the answers by the documents are for, such as ``"LNC 2 (--lnc)"``.
+    `title` is what was looked at, `unjudged` why there are no answers, and `documented` what the answers by the
+    documents are for, such as ``"LNC 2 (--lnc)"``.
     """
     if unjudged is not None:
         typer.echo(f"\nBlocks of {title}: not looked at: {unjudged}")
@@ -70,10 +58,12 @@ def show_usable(
     for answer in answers:
         typer.echo(f"{answer.group.label}, {answer.precision}: {', '.join(answer.kernels) or 'no kernels'}")
         for place, reason in {"here": answer.here, **answer.documented}.items():
-            told = "no, see the top" if reason is not None and reason == found.why_not else _told(reason)
-            if answer.group.codes and reason is None:
-                told = "yes, in inference"
-            typer.echo(f"  {place}  {told}{_sizes(answer, place)}")
+            told = _told(reason, "yes, in inference" if answer.group.codes else "yes")
+            if reason is not None and reason == found.why_not:
+                told = "no, see the top"
+            sizes = f"block sizes {', '.join(map(str, answer.block_sizes.get(place, ())))}"
+            listed = place in answer.block_sizes and answer.block_sizes[place] and sizes not in (reason or "")
+            typer.echo(f"  {place}  {told}{f'; {sizes}' if listed else ''}")
     if any(answer.group.codes for answer in answers):
         typer.echo("Frozen MX weights have kernels in inference only; adapters are trained through fallback='torch'.")
         reasons = [answer.documented["trn3"] or "" for answer in answers if answer.group.codes]
@@ -89,21 +79,18 @@ def show_usable(
         typer.echo("none that patch_model knows")
 
 
-def _sizes(answer: Usable, place: str) -> str:
-    """The block sizes, unless the reason lists them."""
-    sizes = answer.block_sizes.get(place, ())
-    listed = ", ".join(map(str, sizes))
-    reason = answer.here if place == "here" else answer.documented[place]
-    return f"; block sizes {listed}" if sizes and f"block sizes {listed}" not in (reason or "") else ""
-
-
-def _told(reason: str | None) -> str:
-    return "yes" if reason is None else f"no: {reason}"
+def _told(reason: str | None, yes: str = "yes") -> str:
+    return yes if reason is None else f"no: {reason}"
 
 
 def show_table(rows: Sequence[tuple[str, ...]], indent: str = "") -> None:
     """Print rows whose first one has the headings."""
+    typer.echo("\n".join(table(rows, indent)))
+
+
+def table(rows: Sequence[tuple[str, ...]], indent: str = "", *, numbers: bool = False) -> Iterator[str]:
+    """Yield the lines of a table, whose columns of `numbers` (all but the first) are aligned on the right."""
     widths = [max(map(len, column)) for column in zip(*rows)]
-    for row in rows:
-        line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths))
-        typer.echo(f"{indent}{line}".rstrip())
+    for first, *others in rows:
+        cells = [cell.rjust(width) if numbers else cell.ljust(width) for cell, width in zip(others, widths[1:])]
+        yield f"{indent}{'  '.join([first.ljust(widths[0]), *cells])}".rstrip()

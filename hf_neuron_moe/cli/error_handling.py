@@ -21,9 +21,7 @@ from hf_neuron_moe.errors import ConfigError, nearest, printable
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 """click's UsageError. typer brings its own copy of click in newer versions, and this class is in either."""
 
-LONGEST_MESSAGE = 1800
-"""Characters of the one line of a failure: what a file says may be megabytes."""
-
+LONGEST_MESSAGE = 1800  # Characters of the one line of a failure: what a file says may be megabytes
 _ARGUMENT = re.compile(r"^(\w+): (\w+) must ")
 _OPTIONS = {
     name: f"--{name.replace('_', '-')}"
@@ -39,10 +37,9 @@ _DEPENDENCIES = ("torch", "transformers", "accelerate", "safetensors", "huggingf
 
 
 def run(app: typer.Typer, arguments: list[str]) -> None:
-    """Run the application with the process's arguments, and end the process unless it succeeds.
+    """Run the application, and end the process unless it succeeds.
 
-    ``--json`` and ``--debug`` may stand anywhere: whether a failure is told as JSON must be known before the arguments
-    are understood.
+    ``--json`` and ``--debug`` may stand anywhere in `arguments`: they are looked for before those are understood.
     """
     as_json, debug = "--json" in arguments, "--debug" in arguments
     try:

@@ -22,6 +22,7 @@ from hf_neuron_moe.errors import ConfigError, ConversionError, NothingToPatchErr
 
 if TYPE_CHECKING:
     from torch import nn
+    from transformers import PreTrainedModel
 
     from hf_neuron_moe.training.memory_estimate import TrainingEstimate
 
@@ -61,20 +62,15 @@ def estimate(
     Parameters, gradients, optimizer states and the activations that each policy saves, beside stock transformers.
     Needs no weights and no memory. Temporaries and the device's own needs come on top.
     """
-
     configs = {}
     for text in activations or PRESETS:
         policy = activations_from_text(text, "--activations")
         configs[text] = NeuronMoEConfig(precision=precision, activations=policy, block_size=block_size)
     import torch
 
-    from hf_neuron_moe.convert.assign import build_meta_model
     from hf_neuron_moe.training.memory_estimate import estimate_training
 
-    quiet_transformers()
-    with model_folder(model_dir) as folder:
-        _check_is_original(folder)
-        model = build_meta_model(folder, attention=None)
+    model = _original_model(model_dir)
     wanted = getattr(torch, _TORCH_NAMES[dtype]) if dtype else model.config.dtype
     model.to(wanted or torch.float32)  # type: ignore[arg-type]
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -101,30 +97,32 @@ def estimate(
         step = Step(result.tokens, block_size, trained=not lora_rank, checkpointing=gradient_checkpointing)
         floor = roofline(groups, device, precision, step, kept)
         floor = replace(floor, memory={policy.name: policy.total for policy in result.policies})
+    spelled = str(model.dtype).removeprefix("torch.")
     if as_json:
-        facts = {"ok": True, "model": str(model_dir), "dtype": str(model.dtype).removeprefix("torch.")}
-        times = {} if floor is None else {"roofline": floor.to_dict()}
-        typer.echo(json.dumps(facts | {"precision": precision} | result.to_dict() | times))
+        facts = {"ok": True, "model": str(model_dir), "dtype": spelled, "precision": precision} | result.to_dict()
+        typer.echo(json.dumps(facts if floor is None else facts | {"roofline": floor.to_dict()}))
         return
-    _show(result, f"{type(model).__name__}, {str(model.dtype).removeprefix('torch.')}, blocks in {precision}")
+    _show(result, f"{type(model).__name__}, {spelled}, blocks in {precision}")
     if context is not None and length > context:
         typer.echo(f"The sequences are longer than the {context} positions that config.json gives the model.")
     if floor is not None:
         show_roofline(floor)
 
 
-def _check_is_original(folder: Path) -> None:
-    """What a step of a loaded conversion holds depends on its stored layouts, which are not estimated."""
+def _original_model(model_dir: Path) -> PreTrainedModel:
+    """The model; what a step of a loaded conversion holds depends on its stored layouts, which are not estimated."""
+    from hf_neuron_moe.convert.assign import build_meta_model
     from hf_neuron_moe.convert.io.folder import is_conversion
 
-    if is_conversion(folder):
-        raise ConversionError.about(
-            str(folder),
-            "an original checkpoint",
-            "a conversion",
-            "The config.json of the checkpoint it was made of is enough. `hf-neuron-moe doctor` judges the "
-            "blocks of a conversion itself, and `hf-neuron-moe inspect` tells their bytes.",
-        )
+    quiet_transformers()
+    with model_folder(model_dir) as folder:
+        if is_conversion(folder):
+            fix = (
+                "The config.json of the checkpoint it was made of is enough. `hf-neuron-moe doctor` judges the blocks "
+                "of a conversion itself, and `hf-neuron-moe inspect` tells their bytes."
+            )
+            raise ConversionError.about(str(folder), "an original checkpoint", "a conversion", fix)
+        return build_meta_model(folder, attention=None)
 
 
 def _kept_by_policies(model: nn.Module, configs: dict[str, NeuronMoEConfig]) -> dict[str, dict[str, str]] | None:
@@ -146,21 +144,23 @@ def batch_of(tokens: int | None, batch: int | None, length: int | None, context:
     if tokens is None:
         if length is None:
             raise typer.BadParameter("give --tokens, or --length (and --batch).")
-        if (batch or 1) * length > MOST_TOKENS:
+        batch = batch or 1
+        if batch * length > MOST_TOKENS:
             raise typer.BadParameter(f"--batch {batch} times --length {length} is more than {MOST_TOKENS:,} tokens.")
-        return batch or 1, length
+        return batch, length
     if batch is not None and length is not None and batch * length != tokens:
         raise typer.BadParameter(f"--batch {batch} times --length {length} is not --tokens {tokens}.")
     part = batch or length
-    if part is not None and tokens % part:
-        raise typer.BadParameter(f"--tokens {tokens} is not a multiple of {part}.")
-    if length is None and batch is None:
-        longest = min(tokens, context or tokens)
-        pairs = ((size, tokens // size) for size in range(1, isqrt(tokens) + 1) if tokens % size == 0)
-        length = max(size for pair in pairs for size in pair if size <= longest)
-        if length * 8 < longest:
-            raise typer.BadParameter(f"--tokens {tokens} has no divisor near {longest}: give --length too.")
-    length = length if length is not None else tokens // (batch or 1)
+    if part is not None:
+        if tokens % part:
+            raise typer.BadParameter(f"--tokens {tokens} is not a multiple of {part}.")
+        length = length or tokens // part
+        return tokens // length, length
+    longest = min(tokens, context or tokens)
+    pairs = ((size, tokens // size) for size in range(1, isqrt(tokens) + 1) if tokens % size == 0)
+    length = max(size for pair in pairs for size in pair if size <= longest)
+    if length * 8 < longest:
+        raise typer.BadParameter(f"--tokens {tokens} has no divisor near {longest}: give --length too.")
     return tokens // length, length
 
 
@@ -170,33 +170,33 @@ def _show(result: TrainingEstimate, title: str) -> None:
     from rich.markup import escape
     from rich.table import Table
 
+    def line(text: str) -> None:
+        console.print(text, soft_wrap=True)
+
     console = Console()
     share = "" if result.trainable == result.parameters else f" ({result.trainable:,} trained)"
-    console.print(f"{title}: {result.parameters:,} parameters{share}, {result.patched} blocks patched", soft_wrap=True)
-    batch = f"{result.batch} x {result.length} = {result.tokens:,} tokens per step"
-    console.print(f"{batch}{', gradient checkpointing' if result.gradient_checkpointing else ''}", soft_wrap=True)
+    line(f"{title}: {result.parameters:,} parameters{share}, {result.patched} blocks patched")
+    checkpointing = ", gradient checkpointing" if result.gradient_checkpointing else ""
+    line(f"{result.batch} x {result.length} = {result.tokens:,} tokens per step{checkpointing}")
     fixed = {
         "parameters and buffers": result.parameter_bytes,
         "gradients": result.gradient_bytes,
         f"{result.optimizer} states": result.optimizer_bytes,
     }
     for name, size in fixed.items():
-        console.print(f"  {name:<24}{gibibytes(size):>12}")
+        line(f"  {name:<24}{gibibytes(size):>12}")
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("activations", overflow="fold")
     for heading in ("KiB/token in blocks", "saved: blocks", "saved: rest", "total"):
         table.add_column(heading, justify="right", no_wrap=True)
     for policy in result.policies:
-        kib = policy.blocks_bytes_per_token / 1024
         sizes = (policy.saved_blocks, policy.saved_rest, policy.total)
-        table.add_row(policy.name, f"{kib:,.1f}", *(gibibytes(size) for size in sizes))
+        table.add_row(policy.name, f"{policy.blocks_bytes_per_token / 1024:,.1f}", *map(gibibytes, sizes))
     for name, reason in result.refused.items():
         table.add_row(escape(f"{name}: refused: {reason}"), *["-"] * 4)
     console.print(table)
     if result.gradient_checkpointing and any(policy.saved_blocks == 0 for policy in result.policies):
-        console.print(
-            "Blocks at 0: the peak is the head's and the loss's, before a layer is recomputed.", soft_wrap=True
-        )
+        line("Blocks at 0: the peak is the head's and the loss's, before a layer is recomputed.")
     if not result.patched:
-        console.print("No block can be patched; `hf-neuron-moe plan` says why.", soft_wrap=True)
-    console.print("Total: all of the above. Temporaries and the device's own needs come on top.", soft_wrap=True)
+        line("No block can be patched; `hf-neuron-moe plan` says why.")
+    line("Total: all of the above. Temporaries and the device's own needs come on top.")

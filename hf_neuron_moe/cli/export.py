@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from hf_neuron_moe.cli.progress_line import watching
-from hf_neuron_moe.cli.shared_options import Converted, Json
+from hf_neuron_moe.cli.shared_options import Converted, Json, tell
 
 
 def export(
@@ -28,10 +27,7 @@ def export(
 
     with watching("exporting") as (_, progress):
         report = export_checkpoint(converted, destination, allow_inexact=allow_inexact, progress=progress)
-    if as_json:
-        typer.echo(json.dumps({"ok": True, "destination": str(destination), **report.to_dict()}))
-        return
     exactness = "all bit for bit" if not report.inexact else f"{len(report.inexact)} of them not bit for bit"
-    typer.echo(f"{report.tensors} tensors written to {destination}, {exactness}")
-    for line in report.statement:
-        typer.echo(f"note: {line}")
+    told = f"{report.tensors} tensors written to {destination}, {exactness}"
+    facts = {"ok": True, "destination": str(destination), **report.to_dict()}
+    tell(as_json, facts, told, *(f"note: {line}" for line in report.statement))

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from hf_neuron_moe.cli.conversion_result import converting, show_manifest
+from hf_neuron_moe.cli.convert import converting, show_manifest
 from hf_neuron_moe.cli.model_folder import quiet_transformers
 from hf_neuron_moe.cli.shared_options import AnySource, Destination, Json
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from hf_neuron_moe.cli.progress_line import watching
-from hf_neuron_moe.cli.shared_options import Json, Original
+from hf_neuron_moe.cli.shared_options import Json, Original, tell
 
 
 def inspect(
@@ -26,4 +25,4 @@ def inspect(
 
     with watching("comparing", quiet=source is None) as (_, progress):
         report = inspect_checkpoint(directory, source, progress=progress)
-    typer.echo(json.dumps(report.to_dict()) if as_json else report.to_text(every=tensors))
+    tell(as_json, report.to_dict(), report.to_text(every=tensors))

@@ -1,7 +1,4 @@
-"""Progress on standard error: a line that moves on a terminal, a line per minute in a log.
-
-Both show bytes, bytes per second, time left and peak memory.
-"""
+"""Progress on standard error: a line that moves on a terminal, or one per minute in a log."""
 
 from __future__ import annotations
 
@@ -10,62 +7,49 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import typer
 
 Update = Callable[[int, int], None]
 """Called with bytes done and bytes in all."""
 
-SAMPLE_SECONDS = 0.02
-"""Between two looks at the memory, each of about 30 microseconds."""
-
-LOG_SECONDS = 60.0
-"""Between two lines in a log: what takes less has none."""
+SAMPLE_SECONDS = 0.02  # between two looks at the memory, each of about 30 microseconds
+LOG_SECONDS = 60.0  # between two lines in a log: what takes less has none
 
 
+@dataclass
 class Watch:
-    """Counts bytes and seconds, and looks at the memory from a thread of its own.
+    """What is known of a long operation."""
 
-    Steps are too far apart for that: when one is reported, what it needed is given back already.
-    """
-
-    def __init__(self) -> None:
-        self.done = 0  # bytes reported last
-        self.peak = 0  # largest anonymous memory seen, in bytes
-        self._start = time.monotonic()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._sample, name="memory", daemon=True)
-
-    def __enter__(self) -> Watch:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stop.set()
-        self._thread.join()
+    done: int = 0  # bytes reported last
+    peak: int = 0  # largest anonymous memory seen, in bytes
+    start: float = field(default_factory=time.monotonic)
 
     @property
     def seconds(self) -> float:
         """Seconds since the start."""
-        return time.monotonic() - self._start
+        return time.monotonic() - self.start
 
     def update(self, done: int, total: int) -> None:
         """Take note of a step."""
         self.done = done
 
-    def _sample(self) -> None:
-        from hf_neuron_moe.convert.workers import anonymous_bytes
-
-        while True:
-            self.peak = max(self.peak, anonymous_bytes())
-            if self._stop.wait(SAMPLE_SECONDS):
-                return
+    def cost(self) -> dict[str, float]:
+        """Return bytes, time and memory, for JSON."""
+        return {"bytes": self.done, "seconds": round(self.seconds, 3), "peak_memory_bytes": self.peak}
 
 
 @contextmanager
 def watching(label: str, *, quiet: bool = False) -> Iterator[tuple[Watch, Update]]:
-    """Give a watch and the function that a long operation calls with its progress, which `quiet` does not show."""
-    with Watch() as watch:
+    """Give a watch and the function that a long operation calls with its progress, which `quiet` does not show.
+
+    A thread looks at the memory: steps are too far apart for that, and when one is reported it is given back already.
+    """
+    watch, stop = Watch(), threading.Event()
+    thread = threading.Thread(target=_sample, args=(watch, stop), name="memory", daemon=True)
+    thread.start()
+    try:
         if quiet:
             yield watch, watch.update
         elif sys.stderr.isatty():
@@ -73,6 +57,18 @@ def watching(label: str, *, quiet: bool = False) -> Iterator[tuple[Watch, Update
                 yield watch, update
         else:
             yield watch, _logged(label, watch)
+    finally:
+        stop.set()
+        thread.join()
+
+
+def _sample(watch: Watch, stop: threading.Event) -> None:
+    from hf_neuron_moe.convert.workers import anonymous_bytes
+
+    while True:
+        watch.peak = max(watch.peak, anonymous_bytes())
+        if stop.wait(SAMPLE_SECONDS):
+            return
 
 
 def _logged(label: str, watch: Watch) -> Update:
@@ -83,16 +79,12 @@ def _logged(label: str, watch: Watch) -> Update:
         nonlocal last
         watch.update(done, total)
         now = watch.seconds
-        if now - last < LOG_SECONDS:
-            return
-        last = now
-        left = now * (total - done) / max(done, 1)
-        share = 100 * done // max(total, 1)
-        typer.echo(
-            f"{label}: {in_words(done)} of {in_words(total)} ({share} %), {in_words(done / now)}/s, about "
-            f"{left / 60:,.0f} min left, peak {in_words(watch.peak)}",
-            err=True,
-        )
+        if now - last >= LOG_SECONDS:
+            last = now
+            progress = f"{in_words(done)} of {in_words(total)} ({100 * done // max(total, 1)} %)"
+            left = f"about {now * (total - done) / max(done, 1) / 60:,.0f} min left"
+            line = f"{label}: {progress}, {in_words(done / now)}/s, {left}, peak {in_words(watch.peak)}"
+            typer.echo(line, err=True)
 
     return update
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from hf_neuron_moe.cli.shared_options import Json
+from hf_neuron_moe.cli.shared_options import Json, tell
 
 
 def report(
@@ -26,10 +25,8 @@ def report(
     from hf_neuron_moe.report import read_runs, write_report
 
     contents = read_runs(run_dir)
-    target = output if output is not None else run_dir / "report.html"
+    target = output or run_dir / "report.html"
     size = write_report(contents, target)
-    facts = {"runs": len(contents.runs), "studies": len(contents.studies), "bytes": size}
-    if as_json:
-        typer.echo(json.dumps({"ok": True, "report": str(target), **facts}))
-    else:
-        typer.echo(f"{target}: {size / 1024:,.0f} KiB; runs: {facts['runs']}, parity studies: {facts['studies']}")
+    runs, studies = len(contents.runs), len(contents.studies)
+    facts = {"ok": True, "report": str(target), "runs": runs, "studies": studies, "bytes": size}
+    tell(as_json, facts, f"{target}: {size / 1024:,.0f} KiB; runs: {runs}, parity studies: {studies}")

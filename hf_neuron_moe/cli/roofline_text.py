@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import typer
 
-HOME = "kernel"
-"""The home of the weights that ``"auto"`` takes where Neuron kernels compute."""
+from hf_neuron_moe.cli.doctor_text import table
 
 if TYPE_CHECKING:
     from hf_neuron_moe.device.roofline import GroupFloor, Roofline
 
+HOME = "kernel"  # The home of the weights that ``"auto"`` takes where Neuron kernels compute
 _IN_PLACE = 'With fallback="torch" PyTorch computes them, padded to multiples of 128 (tokens too)'
 _HEADINGS = ("activations", "TFLOP", "again", "padding", "GiB", "compute", "memory", "least", "best B")
 
@@ -38,8 +38,12 @@ def _lines(floor: Roofline) -> Iterator[str]:
         most = _milliseconds(max(floor.discarded_seconds.values()))
         yield f"The documented backward kernels also make the gradients of frozen weights: {most} ms more."
     yield from _left_out(floor)
+    if floor.memory and floor.copies:
+        yield "\nWeight copies in the form that the kernels read, kept until the optimizer's step:"
+        for home, (total, largest) in floor.copies.items():
+            yield f"  weights={home:<8}{gibibytes(total):>12} of all blocks, {gibibytes(largest)} of the largest"
+        yield "  Under FSDP2 (weights=stock) none are kept, and the largest block's exist at a time."
     if floor.memory:
-        yield from _copies(floor)
         yield from _memory(floor)
 
 
@@ -90,36 +94,21 @@ def _memory(floor: Roofline) -> Iterator[str]:
     yield "another policy or gradient checkpointing make them smaller."
 
 
-def _copies(floor: Roofline) -> Iterator[str]:
-    if not floor.copies:
-        return
-    yield "\nWeight copies in the form that the kernels read, kept until the optimizer's step:"
-    for home, (total, largest) in floor.copies.items():
-        yield f"  weights={home:<8}{gibibytes(total):>12} of all blocks, {gibibytes(largest)} of the largest"
-    yield "  Under FSDP2 (weights=stock) none are kept, and the largest block's exist at a time."
-
-
 def _table(parts: Iterable[GroupFloor]) -> Iterator[str]:
-    rows: list[tuple[str, ...]] = [_HEADINGS]
-    for part in parts:
-        at = part.floor
-        if at is None:
-            continue
-        rows.append(
-            (
-                ", ".join(part.policies),
-                f"{at.padded_flops / 1e12:,.3g}",
-                f"{at.recomputed_flops / 1e12:,.3g}",
-                f"{part.padding_overhead_percent:,.1f} %",
-                f"{at.bytes / 2**30:,.3g}",
-                *map(_milliseconds, (at.compute_seconds, at.memory_seconds, at.seconds)),
-                str(part.best_block_size or "-"),
-            )
+    rows = [
+        (
+            ", ".join(part.policies),
+            f"{part.floor.padded_flops / 1e12:,.3g}",
+            f"{part.floor.recomputed_flops / 1e12:,.3g}",
+            f"{part.padding_overhead_percent:,.1f} %",
+            f"{part.floor.bytes / 2**30:,.3g}",
+            *map(_milliseconds, (part.floor.compute_seconds, part.floor.memory_seconds, part.floor.seconds)),
+            str(part.best_block_size or "-"),
         )
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    for first, *others in rows:
-        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:])]
-        yield f"  {first.ljust(widths[0])}  {'  '.join(cells)}"
+        for part in parts
+        if part.floor is not None
+    ]
+    yield from table([_HEADINGS, *rows], "  ", numbers=True)
 
 
 def _milliseconds(seconds: float) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,11 +13,14 @@ import typer
 from hf_neuron_moe.config import BLOCK_SIZES
 from hf_neuron_moe.errors import nearest
 
-LEAST_BARE_BYTES = 1_000_000
-"""Below this, a size is taken only with its unit."""
-
+LEAST_BARE_BYTES = 1_000_000  # Below this, a size is taken only with its unit
 _SIZE = re.compile(r"(\d{1,30}(?:\.\d{1,30})?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+def tell(as_json: bool, facts: Mapping[str, Any], *lines: str) -> None:
+    """Print a command's result: `facts` as one JSON object, or `lines` as text."""
+    typer.echo(json.dumps(facts) if as_json else "\n".join(lines))
 
 
 def choice(known: tuple[str, ...], *names: str, text: str) -> Any:
@@ -61,9 +66,8 @@ def check_size(text: str) -> str:
 
 
 def check_part(text: str | None) -> str | None:
-    """Return a part as it was given."""
-    part_of(text)
-    return text
+    """Return a part as it was given, where it is one."""
+    return text if part_of(text) else None
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text, on errors too.")]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import typer
 
 from hf_neuron_moe.cli.exit_codes import VERIFY
 from hf_neuron_moe.cli.progress_line import watching
-from hf_neuron_moe.cli.shared_options import Converted, Json, Original, choice
+from hf_neuron_moe.cli.shared_options import Converted, Json, Original, choice, tell
 from hf_neuron_moe.config import ON_NONFINITE
 
 
@@ -34,6 +33,6 @@ def verify(
         report = verify_checkpoint(
             converted, source, probes=probes, seed=seed, on_nonfinite=on_nonfinite, progress=progress
         )
-    typer.echo(json.dumps(report.to_dict()) if as_json else str(report))
+    tell(as_json, report.to_dict(), str(report))
     if not report.ok:
         raise typer.Exit(VERIFY.code)

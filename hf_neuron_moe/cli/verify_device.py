@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,7 +12,7 @@ from hf_neuron_moe.backends.neuron.generations import KERNEL_PRECISIONS
 from hf_neuron_moe.cli.doctor_text import show_table
 from hf_neuron_moe.cli.exit_codes import CLOSE, REFUSED, VERIFY
 from hf_neuron_moe.cli.model_folder import model_folder, quiet_transformers
-from hf_neuron_moe.cli.shared_options import BlockSize, Json, choice
+from hf_neuron_moe.cli.shared_options import BlockSize, Json, choice, tell
 
 if TYPE_CHECKING:
     from hf_neuron_moe.device.device_report import BlockResult
@@ -52,8 +51,7 @@ def verify_device(
         check_model_dir(folder, random_weights=random_weights)
         request.device_here()
         request.precision_here()
-        from hf_neuron_moe.device.device_verification import load_for_verification
-        from hf_neuron_moe.device.device_verification import verify_device as verify
+        from hf_neuron_moe.device import device_verification
 
         shown: list[BlockResult] = []
 
@@ -62,31 +60,21 @@ def verify_device(
             if not as_json:
                 _show_block(block)
 
-        report = verify(
-            load_for_verification(folder, random_weights=random_weights),
-            progress=show,
-            **vars(request),
-        )
-    if as_json:
-        typer.echo(json.dumps({**report.to_dict(), "model": str(model_dir)}))
-    else:
-        for block in report.blocks:
-            if block not in shown:
-                typer.echo(f"{block.name} ({block.kind}): {block.verdict}: {block.note}")
-        typer.echo(report.summary())
+        model = device_verification.load_for_verification(folder, random_weights=random_weights)
+        report = device_verification.verify_device(model, progress=show, **vars(request))
+    rest = [block for block in report.blocks if block not in shown]
+    notes = [f"{block.name} ({block.kind}): {block.verdict}: {block.note}" for block in rest]
+    tell(as_json, {**report.to_dict(), "model": str(model_dir)}, *notes, report.summary())
     if not report.ok:
         raise typer.Exit({"close": CLOSE, "not run": REFUSED}.get(report.verdict, VERIFY).code)
 
 
 def _show_block(block: BlockResult) -> None:
     typer.echo(f"{block.name} ({block.kind}): {block.verdict}, {block.seconds:.1f} s {block.note}".rstrip())
-    rows = [
-        (tensor.name, _number(tensor.max_relative, ".1e"), _number(tensor.sqnr_db, ".1f"), tensor.verdict, tensor.note)
-        for tensor in block.tensors
-    ]
+    rows = []
+    for tensor in block.tensors:
+        numbers = ((tensor.max_relative, ".1e"), (tensor.sqnr_db, ".1f"))
+        shown = ["-" if value is None else format(value, form) for value, form in numbers]
+        rows.append((tensor.name, *shown, tensor.verdict, tensor.note))
     if rows:
         show_table([("", "max relative", "SQNR dB", "", ""), *rows], indent="  ")
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)

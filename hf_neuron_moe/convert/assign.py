@@ -15,18 +15,18 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from hf_neuron_moe.convert.config_values import MAX_VALUE, excess, reason_of, room_in, room_of, wrong_value
+from hf_neuron_moe.convert.config_values import MAX_VALUE, reason_of, room_in, wrong_values
 from hf_neuron_moe.convert.io.bounded import MAX_CONFIG_BYTES, read_json
 from hf_neuron_moe.convert.io.folder import CONFIG_FILE, check_checkpoint, check_model
 from hf_neuron_moe.convert.io.source import SourceCheckpoint, SourceTensor, damaged, inside
 from hf_neuron_moe.errors import ConversionError, nearest
 
+# transformers sets the default dtype of the whole process while it builds a model, and restores what it found.
 _BUILDING = threading.Lock()
-"""transformers sets the default dtype of the whole process while it builds a model, and restores what it found."""
 
 _REFUSALS = (
     StrictDataclassError,
@@ -39,9 +39,8 @@ _REFUSALS = (
     TypeError,
     ValueError,
 )
-"""What transformers and torch raise for a configuration with values they cannot make a model of: where there is no
-check, it is whatever the first line of model code that meets the value raises."""
-
+"""What transformers and torch raise for values they cannot make a model of: without a check, the first line of model
+code that meets the value raises whatever it does."""
 
 _NUMBER = re.compile(r"[0-9]+")
 
@@ -51,8 +50,7 @@ class Assignment:
     """The on-disk tensors that make up one in-memory tensor."""
 
     target: str  # Name in the model's ``state_dict``
-    converter: WeightConverter | None
-    """transformers' converter, or None where one on-disk tensor is the parameter itself."""
+    converter: WeightConverter | None  # None where one on-disk tensor is the parameter itself
     sources: dict[str, list[SourceTensor]] = field(default_factory=dict)
     """On-disk tensors by the converter's source pattern (``""`` without a converter), in natural order."""
 
@@ -60,7 +58,7 @@ class Assignment:
 def build_meta_model(
     directory: Path, source: SourceCheckpoint | None = None, attention: str | None = "eager"
 ) -> PreTrainedModel:
-    """Build the checkpoint's model without memory for its weights.
+    """Return the checkpoint's model without memory for its weights.
 
     Whatever ``config.json`` names, it is built with `attention` (None is the one that transformers would train with)
     and with transformers' own choice for experts: a name such as ``org/name`` would be fetched and run. More layers or
@@ -75,24 +73,22 @@ def meta_model(
     directory: Path, source: SourceCheckpoint | None = None, attention: str | None = "eager"
 ) -> PreTrainedModel:
     """Do what :func:`build_meta_model` does for a folder that was found to be a checkpoint's."""
-    config, content = _read_config(directory, source)
-    path = directory / CONFIG_FILE
+    path, content = directory / CONFIG_FILE, _read_config(directory, source)
     if "quantization_config" in content:
         expected = "absent (weights in bf16, fp16 or fp32)"
         fix = "Take the original checkpoint: quantising twice loses accuracy."
         raise ConversionError.about(f"{path}: quantization_config", expected, "an already quantised checkpoint", fix)
-    return _on_meta(path, config, content, attention)
+    return _on_meta(directory, content, attention)
 
 
 def build_converted_model(directory: Path) -> PreTrainedModel:
-    """Build a conversion's model as its source's was, without memory for its weights."""
+    """Return a conversion's model as its source's was built, without memory for its weights."""
     check_model(directory)
-    config, content = _read_config(directory)
-    return _on_meta(directory / CONFIG_FILE, config, content)
+    return _on_meta(directory, _read_config(directory), "eager")
 
 
-def _read_config(directory: Path, source: SourceCheckpoint | None = None) -> tuple[PreTrainedConfig, dict[str, Any]]:
-    """The configuration as transformers reads it, and the file's content."""
+def _read_config(directory: Path, source: SourceCheckpoint | None = None) -> dict[str, Any]:
+    """The configuration, whose values can be those of a model with the weights that are there."""
     path = directory / CONFIG_FILE
     try:
         content = read_json(inside(directory, CONFIG_FILE), MAX_CONFIG_BYTES)
@@ -100,61 +96,55 @@ def _read_config(directory: Path, source: SourceCheckpoint | None = None) -> tup
         raise damaged(str(path), "JSON in UTF-8", f"{type(error).__name__}: {error}") from error
     if not isinstance(content, dict):
         raise damaged(str(path), "a JSON object", type(content).__name__)
-    room = room_of(source) if source is not None else room_in(directory)
-    if wrong := wrong_value(content) or excess(content, room):
+    for wrong in wrong_values(content, room_in(directory, source)):
         raise ConversionError.about(f"{path}: {wrong.field}", wrong.expected, wrong.got, wrong.remedy)
+    return content
+
+
+def _on_meta(directory: Path, content: dict[str, Any], attention: str | None) -> PreTrainedModel:
+    """The class that the checkpoint names, or the one for causal language modelling."""
+    options = {"attn_implementation": attention, "experts_implementation": None}
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except _REFUSALS as error:
-        raise _bad_config(path, reason_of(error)) from error
-    return config, content
-
-
-def _on_meta(
-    path: Path, config: PreTrainedConfig, content: dict[str, Any], attention: str | None = "eager"
-) -> PreTrainedModel:
-    try:
+        name = (content.get("architectures") or [""])[0]
+        named = getattr(transformers, str(name), None)
         with _BUILDING, torch.device("meta"):
-            model = _model_of(config, content, attention)
+            if isinstance(named, type) and issubclass(named, PreTrainedModel):
+                model = named._from_config(config, **options)
+            else:
+                model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options)
     except _REFUSALS as error:
-        raise _bad_config(path, reason_of(error)) from error
+        raise _bad_config(directory, reason_of(error)) from error
     for name, param in model.named_parameters():
         if max(param.shape, default=0) > MAX_VALUE:
-            raise _bad_config(path, f"{name} of shape {list(param.shape)}")
+            raise _bad_config(directory, f"{name} of shape {list(param.shape)}")
     return model
 
 
-def _model_of(config: PreTrainedConfig, content: dict[str, Any], attention: str | None) -> PreTrainedModel:
-    """Build the class that the checkpoint names, or the one for causal language modelling."""
-    plain = {"attn_implementation": attention, "experts_implementation": None}
-    name = (content.get("architectures") or [""])[0]
-    architecture = getattr(transformers, str(name), None)
-    if isinstance(architecture, type) and issubclass(architecture, PreTrainedModel):
-        return architecture._from_config(config, **plain)
-    return AutoModelForCausalLM.from_config(config, trust_remote_code=False, **plain)
+def _bad_config(directory: Path, reason: str) -> ConversionError:
+    expected = "the configuration of a model, with values that transformers can build it from"
+    fix = "Correct the values in that file, or take it from where the weights came from."
+    return ConversionError.about(str(directory / CONFIG_FILE), expected, reason, fix)
 
 
-def assign_sources(model: PreTrainedModel, source: SourceCheckpoint) -> tuple[dict[str, Assignment], list[str]]:
-    """Assign every on-disk tensor to a parameter or buffer of the model.
-
-    Returns:
-        Assignments by in-memory name, and the on-disk names that transformers knows and ignores.
-    """
+def assign_sources(model: PreTrainedModel, source: SourceCheckpoint) -> dict[str, Assignment]:
+    """Return what makes up each in-memory tensor, by its name: all on-disk tensors but those transformers ignores."""
     transforms = get_model_conversion_mapping(model)
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     state = model.state_dict()
     assignments: dict[str, Assignment] = {}
-    ignored: list[str] = []
     filled: set[str] = set()
     for name in sorted(source.tensors, key=natural_key):
         target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
         converter = by_pattern[pattern] if pattern is not None else None
-        targets = _all_targets(target, converter)
+        targets = {target}
+        if converter is not None:  # which may split its input over several
+            first = converter.target_patterns[0]
+            targets = {target.replace(first, other) for other in converter.target_patterns}
         if not targets & state.keys():
             if _matches(name, model._keys_to_ignore_on_load_unexpected):
-                ignored.append(name)
                 continue
             expected = "part of the model that config.json describes"
             fix = f"Check that config.json belongs to these weights.{nearest(target, list(state))}"
@@ -163,16 +153,15 @@ def assign_sources(model: PreTrainedModel, source: SourceCheckpoint) -> tuple[di
         assignment.sources.setdefault(pattern or "", []).append(source.tensors[name])
         filled |= targets
         if assignment.converter is not converter or (converter is None and len(assignment.sources[""]) > 1):
-            first = next(iter(assignment.sources.values()))[0].name
+            got = f"both {next(iter(assignment.sources.values()))[0].name} and {name}"
             fix = "Remove the tensor that does not belong to the checkpoint."
-            raise ConversionError.about(f"parameter {target}", "stored once", f"both {first} and {name}", fix)
-    tied = model.all_tied_weights_keys
-    for name in state.keys() - filled:
-        is_tied = name in tied or name in tied.values()
-        if not is_tied and not _matches(name, model._keys_to_ignore_on_load_missing):
+            raise ConversionError.about(f"parameter {target}", "stored once", got, fix)
+    tied = {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}
+    for name in state.keys() - filled - tied:
+        if not _matches(name, model._keys_to_ignore_on_load_missing):
             fix = "Check that config.json belongs to these weights and that no shard is missing."
             raise ConversionError.about(f"parameter {name}", "stored in the checkpoint", "no tensor for it", fix)
-    return assignments, ignored
+    return assignments
 
 
 def natural_key(name: str) -> list[tuple[int, int | str]]:
@@ -180,19 +169,5 @@ def natural_key(name: str) -> list[tuple[int, int | str]]:
     return [(0, int(part)) if _NUMBER.fullmatch(part) else (1, part) for part in name.split(".")]
 
 
-def _all_targets(target: str, converter: WeightConverter | None) -> set[str]:
-    """In-memory names one group produces; a converter may split its input over several."""
-    if converter is None:
-        return {target}
-    first = converter.target_patterns[0]
-    return {target.replace(first, pattern) for pattern in converter.target_patterns}
-
-
 def _matches(name: str, patterns: object) -> bool:
     return isinstance(patterns, (list, tuple, set)) and any(re.search(pattern, name) for pattern in patterns)
-
-
-def _bad_config(path: Path, reason: str) -> ConversionError:
-    expected = "the configuration of a model, with values that transformers can build it from"
-    fix = "Correct the values in that file, or take it from where the weights came from."
-    return ConversionError.about(str(path), expected, reason, fix)

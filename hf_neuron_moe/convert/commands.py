@@ -6,11 +6,11 @@ What a caller names is checked here once: source folder or Hub id, destination, 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 
+from hf_neuron_moe.checks import Rule, check_rules
 from hf_neuron_moe.config import ON_NONFINITE
-from hf_neuron_moe.convert.execute import bytes_of_all, make_shards, shards_of
+from hf_neuron_moe.convert.execute import Made, bytes_of, make_shards
 from hf_neuron_moe.convert.io.folder import checkpoint_folder
 from hf_neuron_moe.convert.manifest import MANIFEST_FILE, Manifest, WrittenTensor, load_manifest
 from hf_neuron_moe.convert.notes import check_nothing_left, warn_of_losses
@@ -21,7 +21,7 @@ from hf_neuron_moe.convert.transaction.commit import check_destination, clear, d
 from hf_neuron_moe.convert.transaction.parts import check_part, part_of_shards, parts_to_repeat
 from hf_neuron_moe.convert.transaction.resume import Job, opened, options_of, parts_of
 from hf_neuron_moe.convert.workers import Progress
-from hf_neuron_moe.errors import ConfigError, ConversionError, DestinationError, DiskError, public
+from hf_neuron_moe.errors import ConversionError, DestinationError, DiskError, public
 
 
 @public("convert")
@@ -41,13 +41,11 @@ def convert_checkpoint(
     """Convert a checkpoint.
 
     Modules that look like MLPs or experts and that no kernel computes stay in their source form: ``manifest.left``
-    names them, and a :class:`NeuronMoEWarning` tells of them.
+    names them. Values of wider sources that bf16 does not hold lose bits: ``manifest.rounded`` counts them per tensor.
+    A :class:`NeuronMoEWarning` tells of both, of the latter with ``precision="bf16"``.
 
-    Sources wider than bf16 lose bits where their values need them: the manifest counts those values per tensor
-    (``manifest.rounded``), and a :class:`NeuronMoEWarning` tells when ``precision="bf16"`` rounded any.
-
-    A run that fails leaves nothing behind, unless `resume` or `part` is given: then finished shards stay in
-    ``DST.partial`` for the next run. So they do when the process is killed.
+    A run that fails leaves `destination` as it was and nothing behind, unless `resume` or `part` is given: then
+    finished shards stay in ``DST.partial`` for the next run. So they do when the process is killed.
 
     Args:
         source: folder with ``config.json`` and safetensors files, which is never written to, or a Hub id.
@@ -67,17 +65,14 @@ def convert_checkpoint(
 
     Returns:
         The manifest that was written; None for a part.
-
-    Raises:
-        SourceDamageError: the source's files contradict themselves, or hold weights that are not finite.
-        DestinationError: the destination is taken or cannot be used.
-        DiskError: the operating system refused a call.
-        ConversionError: the source is no checkpoint that can be converted.
-        ConfigError: an option has a value outside its documented set.
-
-        In all these cases `destination` is what it was before.
     """
-    _check_arguments(workers, on_nonfinite)
+    threads, kinds = workers is None or workers >= 1, f"one of {', '.join(ON_NONFINITE)}"
+    check_rules(
+        [
+            Rule(threads, "workers", "a positive number of threads", workers, "Leave it out for one per core."),
+            Rule(on_nonfinite in ON_NONFINITE, "on_nonfinite", kinds, repr(on_nonfinite), "Choose one of these."),
+        ]
+    )
     check_part(part)
     with disk_errors(destination):
         plan = plan_for(source, destination, options, force=force, strict=strict, resume=resume)
@@ -87,7 +82,7 @@ def convert_checkpoint(
             check_destination(destination, plan.source.directory, force=force)
         parts = part[1] if part is not None else None
         with opened(destination, plan, resume=resume, part=part is not None, parts=parts) as job:
-            shards = part_of_shards(shards_of(plan), part)
+            shards = part_of_shards(plan.shards, part)
             _check_space(job, shards)
             made = make_shards(
                 plan, job, shards, workers=workers, progress=progress, whole=part is None, on_nonfinite=on_nonfinite
@@ -95,9 +90,7 @@ def convert_checkpoint(
             if part is not None:
                 job.leave()
                 return None
-            manifest = write_rest(plan, job, made)
-            take_name(job.home, destination)
-            clear(job.home)
+            manifest = _commit(plan, job, made, destination)
     warn_of_losses(manifest)
     return manifest
 
@@ -121,21 +114,20 @@ def plan_for(
     return plan
 
 
-def _check_arguments(workers: int | None, on_nonfinite: str) -> None:
-    if workers is not None and workers < 1:
-        raise ConfigError.about("workers", "a positive number of threads", workers, "Leave it out for one per core.")
-    if on_nonfinite not in ON_NONFINITE:
-        expected = f"one of {', '.join(ON_NONFINITE)}"
-        raise ConfigError.about("on_nonfinite", expected, repr(on_nonfinite), "Choose one of these.")
-
-
 def _check_space(job: Job, shards: dict[str, list[WrittenTensor]]) -> None:
     """Refuse before hours of work what the disk cannot hold."""
-    needed = bytes_of_all(tensors for file, tensors in shards.items() if job.shard_record(file) is None)
+    needed = bytes_of(*(tensors for file, tensors in shards.items() if job.shard_record(file) is None))
     free = shutil.disk_usage(job.home).free
     if needed > free:
         expected, got = f"on a disk with {needed:,} free bytes", f"one with {free:,}"
         raise DiskError.about(str(job.home.parent), expected, got, "Free some space or choose another destination.")
+
+
+def _commit(plan: ConversionPlan, job: Job, made: Made, destination: Path) -> Manifest:
+    manifest = write_rest(plan, job, made)
+    take_name(job.home, destination)
+    clear(job.home)
+    return manifest
 
 
 @public("finalize")
@@ -160,11 +152,6 @@ def finalize_checkpoint(
         force: replace an earlier conversion.
         workers: threads that read the shards back, one per core if None.
         progress: called with bytes checked and bytes in all.
-
-    Raises:
-        ConversionError: a shard is missing, has other bytes than its part recorded, or was made of another source.
-        DestinationError: there are no parts, they belong to another conversion, or `destination` is taken.
-        DiskError: the operating system refused a call.
     """
     with disk_errors(destination):
         folder = checkpoint_folder(source)
@@ -182,26 +169,19 @@ def finalize_checkpoint(
             return manifest
         check_destination(destination, folder, force=force)
         with opened(destination, plan, resume=True, part=False) as job:
-            shards = shards_of(plan)
+            shards = plan.shards
             made = make_shards(
                 plan, job, shards, workers=workers, progress=progress, only_check=True, on_nonfinite="keep"
             )
-            missing = [file for file in shards if file not in made.files]
-            if missing:
+            if missing := [file for file in shards if file not in made.files]:
                 expected = f"complete, all {len(shards)} shards made of this source"
                 got = f"{len(missing)} missing or damaged, such as {missing[0]}"
-                fix = f"{_what_to_run(shards, missing, parts_of(job))}; what is finished is kept."
-                raise ConversionError.about(str(destination), expected, got, fix)
-            manifest = write_rest(plan, job, made)
-            take_name(job.home, destination)
-            clear(job.home)
+                fix = "Run the same `hf-neuron-moe convert` with --resume"
+                if (count := parts_of(job)) is not None:
+                    parts = [f"{index}/{count}" for index in parts_to_repeat(shards, missing, count)]
+                    several = f" and {len(parts) - 8} more" if len(parts) > 8 else ""
+                    fix = f"Run `hf-neuron-moe convert` again with --part {', '.join(parts[:8])}{several}"
+                raise ConversionError.about(str(destination), expected, got, f"{fix}; what is finished is kept.")
+            manifest = _commit(plan, job, made, destination)
     warn_of_losses(manifest)
     return manifest
-
-
-def _what_to_run(shards: Iterable[str], missing: list[str], count: int | None) -> str:
-    if count is None:
-        return "Run the same `hf-neuron-moe convert` with --resume"
-    parts = [f"{index}/{count}" for index in parts_to_repeat(shards, missing, count)]
-    several = f" and {len(parts) - 8} more" if len(parts) > 8 else ""
-    return f"Run `hf-neuron-moe convert` again with --part {', '.join(parts[:8])}{several}"

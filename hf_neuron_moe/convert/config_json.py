@@ -16,14 +16,12 @@ from hf_neuron_moe.config import QUANT_METHOD
 from hf_neuron_moe.convert.io.folder import CONFIG_FILE
 from hf_neuron_moe.convert.io.source import damaged
 from hf_neuron_moe.convert.layout.orientations import SCALES, SOURCE
-from hf_neuron_moe.convert.manifest import MANIFEST_FILE, WrittenTensor
+from hf_neuron_moe.convert.manifest import MANIFEST_FILE
 from hf_neuron_moe.convert.options import BACKWARD, ConvertOptions
 from hf_neuron_moe.convert.plan import ConversionPlan
 
 QUANTIZATION_CONFIG = "quantization_config"
-
 CARD_FILE = "README.md"
-
 TITLE = "## Weight layout"
 
 _PRECISIONS = {
@@ -57,21 +55,20 @@ def quantization_config(options: ConvertOptions) -> dict[str, Any]:
 
 
 def rewritten_files(plan: ConversionPlan) -> tuple[dict[str, bytes], dict[str, str | None]]:
-    """Make the side files whose content differs from the source's.
+    """Return the side files whose content differs from the source's, and the source's text by the same names.
 
-    Returns:
-        Content by name, and the source's text by the same names (None for a file that it does not have): the latter is
-        ``Manifest.replaced_files``.
+    The latter is ``Manifest.replaced_files``: None for a file that the source does not have.
     """
     directory = plan.source.directory
-    before: dict[str, str | None] = {CONFIG_FILE: _text(directory / CONFIG_FILE)}
-    card = directory / CARD_FILE
-    before[CARD_FILE] = _text(card) if card.is_file() else None
-    config = json.loads(before[CONFIG_FILE] or "")
-    config[QUANTIZATION_CONFIG] = quantization_config(plan.options)
+    before: dict[str, str | None] = {CONFIG_FILE: _text(directory / CONFIG_FILE), CARD_FILE: None}
+    if (directory / CARD_FILE).is_file():
+        before[CARD_FILE] = _text(directory / CARD_FILE)
+    config = json.loads(before[CONFIG_FILE] or "") | {QUANTIZATION_CONFIG: quantization_config(plan.options)}
+    card = before[CARD_FILE] or ""
+    gap = "\n" if card.endswith("\n") else "\n\n" if card else ""
     after = {
         CONFIG_FILE: json.dumps(config, indent=2, ensure_ascii=False) + "\n",
-        CARD_FILE: with_section(before[CARD_FILE], plan),
+        CARD_FILE: f"{card}{gap}{section(plan)}",
     }
     return {name: text.encode() for name, text in after.items()}, before
 
@@ -84,25 +81,33 @@ def _text(path: Path) -> str:
         raise damaged(path.name, "text in UTF-8", error) from error
 
 
-def with_section(card: str | None, plan: ConversionPlan) -> str:
-    """Append the section that describes `plan` to a model card, or start one with it."""
-    if not card:
-        return section(plan)
-    return f"{card}{'' if card.endswith(chr(10)) else chr(10)}\n{section(plan)}"
-
-
 def section(plan: ConversionPlan) -> str:
-    """Describe a conversion in Markdown; the same plan gives the same text."""
+    """Return the Markdown that describes a conversion; the same plan gives the same text."""
     options = plan.options
-    rows = [("precision", _PRECISIONS[options.precision]), ("layout", _layout(plan)), ("for", _purpose(plan))]
-    if options.quantized:
-        rows.append(("scale rule", options.rule))
-    if options.tp_degree > 1:
-        rows.append(("tensor parallelism", f"I axis split among {options.tp_degree} ranks, each with files of its own"))
-    if options.pad:
-        rows.append(("padding", _padding(plan.tensors)))
-    rows.append(("kept as they were", _kept(plan)))
-    table = "\n".join(f"| {name} | {value} |" for name, value in rows)
+    layouts = Counter(t.layout for t in plan.tensors if t.layout != SOURCE and t.layout not in SCALES)
+    purpose, kept = _PURPOSES[options.purpose or "training"], "router, norms, embeddings, attention"
+    if options.purpose != "inference" and not any(tensor.orientation == BACKWARD for tensor in plan.tensors):
+        purpose += ", which are the same tensors in bf16"
+    zeros: dict[str, int] = {}  # the most that a tensor has at the end of an axis
+    for tensor in plan.tensors:
+        zeros |= {axis: max(count, zeros.get(axis, 0)) for axis, count in tensor.padding.items()}
+    padding = "none needed"
+    if zeros:
+        padding = "zeros at the end of " + " and ".join(f"{axis} (up to {zeros[axis]})" for axis in sorted(zeros))
+    if plan.left:
+        kept += f"; {len(plan.left)} modules that the kernels cannot compute"
+    rows = {
+        "precision": _PRECISIONS[options.precision],
+        "layout": ", ".join(f"{layout} ({count} tensors)" for layout, count in sorted(layouts.items())),
+        "for": purpose,
+        "scale rule": options.rule if options.quantized else "",
+        "tensor parallelism": f"I axis split among {options.tp_degree} ranks, each with files of its own"
+        if options.tp_degree > 1
+        else "",
+        "padding": padding if options.pad else "",
+        "kept as they were": f"{len(plan.copied)} tensors: {kept}",
+    }
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items() if value)
     export = "hf-neuron-moe export DIR NEW" + (" --allow-inexact" if options.quantized else "")
     loss = "" if not options.quantized else " The values come back as the quantised ones; the original's bits are gone."
     return (
@@ -113,29 +118,3 @@ def section(plan: ConversionPlan) -> str:
         f"`{MANIFEST_FILE}` lists every tensor with its layout and checksum. `hf-neuron-moe verify DIR` checks them, "
         f"and `{export}` gives a stock checkpoint back.{loss}\n"
     )
-
-
-def _layout(plan: ConversionPlan) -> str:
-    counts = Counter(t.layout for t in plan.tensors if t.layout != SOURCE and t.layout not in SCALES)
-    return ", ".join(f"{layout} ({count} tensors)" for layout, count in sorted(counts.items()))
-
-
-def _purpose(plan: ConversionPlan) -> str:
-    backward = any(tensor.orientation == BACKWARD for tensor in plan.tensors)
-    text = _PURPOSES[plan.options.purpose or "training"]
-    return text if backward or plan.options.purpose == "inference" else f"{text}, which are the same tensors in bf16"
-
-
-def _padding(tensors: tuple[WrittenTensor, ...]) -> str:
-    most: dict[str, int] = {}
-    for tensor in tensors:
-        for axis, zeros in tensor.padding.items():
-            most[axis] = max(most.get(axis, 0), zeros)
-    if not most:
-        return "none needed"
-    return "zeros at the end of " + " and ".join(f"{axis} (up to {most[axis]})" for axis in sorted(most))
-
-
-def _kept(plan: ConversionPlan) -> str:
-    text = f"{len(plan.copied)} tensors: router, norms, embeddings, attention"
-    return text + (f"; {len(plan.left)} modules that the kernels cannot compute" if plan.left else "")

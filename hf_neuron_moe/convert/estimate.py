@@ -21,10 +21,12 @@ from typing import Any
 import torch
 
 from hf_neuron_moe.convert.commands import plan_for
-from hf_neuron_moe.convert.execute import Made, entries_of, memory_per_worker, shards_of, workers_for
+from hf_neuron_moe.convert.execute import Made, buffer_sizes, buffers_of, workers_for
 from hf_neuron_moe.convert.io.checksums import TensorChecksum
+from hf_neuron_moe.convert.io.file_hashes import entries_of
 from hf_neuron_moe.convert.io.shard import shard_header
-from hf_neuron_moe.convert.layout.orientations import SOURCE, stored_forms
+from hf_neuron_moe.convert.io.tensors import CHUNK_BYTES
+from hf_neuron_moe.convert.layout.orientations import stored_forms
 from hf_neuron_moe.convert.layout.relayout import WEIGHT_DTYPES, Scratch, scratch_bytes, store
 from hf_neuron_moe.convert.layout.tensor_parallel import FusedWeight
 from hf_neuron_moe.convert.manifest import MANIFEST_FILE, LeftModule, Piece, WrittenTensor, header_metadata
@@ -36,14 +38,9 @@ from hf_neuron_moe.convert.transaction.parts import check_part, part_of_shards
 from hf_neuron_moe.convert.workers import anonymous_bytes, cores, working
 from hf_neuron_moe.errors import public
 
-SAMPLE_BYTES = 1 << 24
-"""Bytes read, hashed and written in a measurement."""
-
-SAMPLE_INNER = 512
-"""Intermediate values of a weight that is measured: H stays, since rows and blocks lie along it."""
-
-NO_CHECKSUM = "0" * 64
-"""As long as every file's checksum, so that the manifest's length can be told before its content."""
+SAMPLE_BYTES = 1 << 24  # Bytes read, hashed and written in a measurement
+SAMPLE_INNER = 512  # Intermediate values of a weight that is measured; H stays, since rows and blocks lie along it
+NO_CHECKSUM = "0" * 64  # As long as every file's checksum: the manifest's length can be told before its content
 
 
 @dataclass(frozen=True)
@@ -66,7 +63,7 @@ class Estimate:
 
     @property
     def seconds(self) -> float:
-        """How long it will take: the disk writes beside the other work, not after it."""
+        """Seconds that it will take: the disk writes beside the other work, not after it."""
         return max(self.compute_seconds, self.disk_seconds)
 
     def to_dict(self) -> dict[str, Any]:
@@ -76,20 +73,19 @@ class Estimate:
 
     def __str__(self) -> str:
         tail = "" if self.exact else f" (and the count of rounded values in {MANIFEST_FILE})"
-        return "\n".join(
-            [
-                f"{self.converted_weights} weights to convert, {self.copied_tensors} tensors to copy, "
-                f"{self.source_bytes:,} bytes to read",
-                *(f"  {size:>15,}  {name}" for name, size in self.files.items()),
-                f"output: {self.output_bytes:,} bytes in {len(self.files)} files{tail}",
-                f"peak memory: about {self.peak_memory_bytes / 1e6:,.0f} MB with {self.workers} "
-                f"worker{'s' if self.workers > 1 else ''}",
-                f"time: about {self.seconds:,.1f} s (work {self.compute_seconds:,.1f} s, beside it the disk "
-                f"{self.disk_seconds:,.1f} s at its present speed)",
-                *(f"note: {note}" for note in left_notes(self.left)),
-                "nothing was written",
-            ]
-        )
+        lines = [
+            f"{self.converted_weights} weights to convert, {self.copied_tensors} tensors to copy, "
+            f"{self.source_bytes:,} bytes to read",
+            *(f"  {size:>15,}  {name}" for name, size in self.files.items()),
+            f"output: {self.output_bytes:,} bytes in {len(self.files)} files{tail}",
+            f"peak memory: about {self.peak_memory_bytes / 1e6:,.0f} MB with {self.workers} "
+            f"worker{'s' if self.workers > 1 else ''}",
+            f"time: about {self.seconds:,.1f} s (work {self.compute_seconds:,.1f} s, beside it the disk "
+            f"{self.disk_seconds:,.1f} s at its present speed)",
+            *(f"note: {note}" for note in left_notes(self.left)),
+            "nothing was written",
+        ]
+        return "\n".join(lines)
 
 
 @public("convert")
@@ -103,7 +99,7 @@ def estimate_conversion(
     part: tuple[int, int] | None = None,
     strict: bool = False,
 ) -> Estimate:
-    """Say what :func:`hf_neuron_moe.convert.convert_checkpoint` would write, without writing it.
+    """Return what :func:`hf_neuron_moe.convert.convert_checkpoint` would write, without writing it.
 
     Arguments are those of ``convert_checkpoint``. The destination's disk is measured with a file that has no name and
     is gone afterwards; of a `part`, only its shards are counted.
@@ -112,7 +108,7 @@ def estimate_conversion(
     check_part(part)
     plan = plan_for(source, destination, options, force=force, strict=strict)
     planning = time.perf_counter() - start
-    shards = part_of_shards(shards_of(plan), part)
+    shards = part_of_shards(plan.shards, part)
     tensors = [tensor for group in shards.values() for tensor in group]
     files = {
         file: len(shard_header(entries_of(group), header_metadata(group))) + sum(tensor.nbytes for tensor in group)
@@ -123,16 +119,19 @@ def estimate_conversion(
     count = workers_for(plan, workers)
     weights = {tensor.weight for tensor in tensors}
     output_bytes = sum(files.values())
-    compute = planning + _compute_seconds(plan, weights, output_bytes, count)
+    source_bytes = sum(piece.nbytes for name in weights for piece in plan.pieces[name])
+    converted = [plan.weights[name] for name in sorted(weights & plan.weights.keys())]
+    # Before the memory is looked at: it loads everything that a conversion uses.
+    compute_seconds = _compute_seconds(plan, converted, source_bytes, output_bytes, count)
     return Estimate(
         files=files,
         output_bytes=output_bytes,
-        converted_weights=len(weights & plan.weights.keys()),
-        copied_tensors=len(weights - plan.weights.keys()),
-        source_bytes=sum(piece.nbytes for piece in _pieces(plan, weights)),
+        converted_weights=len(converted),
+        copied_tensors=len(weights) - len(converted),
+        source_bytes=source_bytes,
         workers=count,
         peak_memory_bytes=anonymous_bytes() + _held_bytes(plan, tensors, count),
-        compute_seconds=compute,
+        compute_seconds=planning + compute_seconds,
         disk_seconds=output_bytes * _write_cost(destination.parent),
         left=plan.left,
         exact=all(piece.dtype == "BF16" for weight in plan.weights.values() for piece in weight.pieces),
@@ -142,67 +141,49 @@ def estimate_conversion(
 def _held_bytes(plan: ConversionPlan, tensors: list[WrittenTensor], workers: int) -> int:
     """Memory of the workers' buffers: of a buffer only what the largest of its matrices fills is ever in memory."""
     sizes = []
-    for name, rank in dict.fromkeys(tensor.group for tensor in tensors if tensor.layout != SOURCE):
+    for (name, _), needed in buffers_of(plan, tensors).items():
         weight = plan.weights[name]
-        needed = scratch_bytes(weight, stored_forms(weight, plan.options, rank))
         sizes += [needed] * (weight.shape[0] if weight.has_experts else 1)
-    largest = max(
-        scratch_bytes(weight, stored_forms(weight, plan.options, 0 if plan.options.tp_degree > 1 else None))
-        for weight in plan.weights.values()
-    )
-    beside = memory_per_worker(plan) - largest
-    return sum(sorted(sizes, reverse=True)[:workers]) + workers * beside
+    return sum(sorted(sizes, reverse=True)[:workers]) + workers * (buffer_sizes(plan)[1] + CHUNK_BYTES)
 
 
 def _files_beside(plan: ConversionPlan) -> dict[str, int]:
     made = Made(
         tensors={tensor.name: TensorChecksum().text() for tensor in plan.tensors},
-        files=dict.fromkeys(shards_of(plan), NO_CHECKSUM),
+        files=dict.fromkeys(plan.shards, NO_CHECKSUM),
         sources=dict.fromkeys(plan.source.files, NO_CHECKSUM),
     )
     contents, manifest = files_beside(plan, made)
     sizes = {
         name: len(content) if isinstance(content, bytes) else content.stat().st_size
-        for name, content in contents.items()
+        for name, content in sorted(contents.items())
     }
-    return {**dict(sorted(sizes.items())), MANIFEST_FILE: len(manifest.to_json().encode())}
+    return {**sizes, MANIFEST_FILE: len(manifest.to_json().encode())}
 
 
-def _pieces(plan: ConversionPlan, weights: set[str]) -> list[Piece]:
-    pieces = [piece for name in weights & plan.weights.keys() for piece in plan.weights[name].pieces]
-    copied = [plan.copied[name] for name in weights - plan.weights.keys()]
-    return pieces + [Piece(tensor.name, tensor.file, tensor.dtype, tensor.shape) for tensor in copied]
-
-
-def _compute_seconds(plan: ConversionPlan, weights: set[str], output_bytes: int, workers: int) -> float:
+def _compute_seconds(
+    plan: ConversionPlan, converted: list[FusedWeight], source_bytes: int, output_bytes: int, workers: int
+) -> float:
     """Add up the measured costs of every kind of work."""
-    source_bytes = sum(piece.nbytes for piece in _pieces(plan, weights))
-    reading, hashing = _read_cost(plan), _hash_cost()
+    data = bytes(SAMPLE_BYTES)
+    reading, hashing = _read_cost(plan), _fastest(lambda: hashlib.sha256(data).digest()) / SAMPLE_BYTES
     # Sources are read to be hashed and read again to be converted; shards are read again to be hashed.
-    plain = source_bytes * (2 * reading + hashing) + output_bytes * (reading + hashing)
+    seconds = source_bytes * (2 * reading + hashing) + output_bytes * (reading + hashing)
     costs: dict[tuple[object, ...], float] = {}
-    relayout = 0.0
-    for name in weights & plan.weights.keys():
-        weight = plan.weights[name]
-        kind = (
-            weight.is_gate_up,
-            weight.has_experts,
-            weight.hidden,
-            weight.pieces[0].dtype,
-            weight.pieces[0].transposed,
-        )
+    for weight in converted:
+        first = weight.pieces[0]
+        kind = (weight.is_gate_up, weight.has_experts, weight.hidden, first.dtype, first.transposed)
         if kind not in costs:
             with working(workers):  # each with its share of torch's threads
                 costs[kind] = _relayout_cost(weight, plan.options)
-        relayout += costs[kind] * math.prod(weight.shape)
-    return (plain + relayout) / min(workers, cores())
+        seconds += costs[kind] * math.prod(weight.shape)
+    return seconds / min(workers, cores())
 
 
 def _relayout_cost(weight: FusedWeight, options: ConvertOptions) -> float:
     """Seconds per value: the weight's own code on one expert and few intermediate values."""
-    inner = min(weight.intermediate, SAMPLE_INNER)
+    inner, first = min(weight.intermediate, SAMPLE_INNER), weight.pieces[0]
     F, K = (2 * inner, weight.hidden) if weight.is_gate_up else (weight.hidden, inner)
-    first = weight.pieces[0]
     shape = (K, F) if first.transposed else (F, K)
     piece = Piece("sample", "sample", first.dtype, shape, 0 if weight.has_experts else None, 0, first.transposed)
     sample = FusedWeight(weight.name, (1, F, K) if weight.has_experts else (F, K), (piece,))
@@ -210,10 +191,11 @@ def _relayout_cost(weight: FusedWeight, options: ConvertOptions) -> float:
     values = torch.randn(shape).to(WEIGHT_DTYPES[first.dtype])
     scratch = Scratch(scratch_bytes(sample, forms))
 
+    def read(piece: Piece, expert: int | None, rows: slice) -> torch.Tensor:
+        return values[rows]
+
     def work() -> None:
-        for _ in store(
-            sample, forms, lambda piece, expert, rows: values[rows], scratch, Counter(), on_nonfinite="error"
-        ):
+        for _ in store(sample, forms, read, scratch, Counter(), on_nonfinite="error"):
             pass
 
     return _fastest(work) / (F * K)
@@ -221,18 +203,12 @@ def _relayout_cost(weight: FusedWeight, options: ConvertOptions) -> float:
 
 def _read_cost(plan: ConversionPlan) -> float:
     """Seconds per byte of a source file, from its middle: the beginning has just been read for its header."""
-    sizes = {(plan.source.directory / file).stat().st_size: file for file in plan.source.files}
-    size = max(sizes)
+    size, file = max(((plan.source.directory / file).stat().st_size, file) for file in plan.source.files)
     begin = time.perf_counter()
-    with (plan.source.directory / sizes[size]).open("rb", buffering=0) as file:
-        file.seek(max(0, size // 2 - SAMPLE_BYTES // 2))
-        count = len(file.read(SAMPLE_BYTES))
+    with (plan.source.directory / file).open("rb", buffering=0) as opened:
+        opened.seek(max(0, size // 2 - SAMPLE_BYTES // 2))
+        count = len(opened.read(SAMPLE_BYTES))
     return (time.perf_counter() - begin) / max(1, count)
-
-
-def _hash_cost() -> float:
-    data = bytes(SAMPLE_BYTES)
-    return _fastest(lambda: hashlib.sha256(data).digest()) / SAMPLE_BYTES
 
 
 def _write_cost(folder: Path) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -14,18 +14,17 @@ import torch
 from hf_neuron_moe.convert.io.file_hashes import PrefixHash, check_shard, entries_of, hash_file
 from hf_neuron_moe.convert.io.nonfinite import check_or_count
 from hf_neuron_moe.convert.io.shard import ShardWriter, in_file_order
-from hf_neuron_moe.convert.io.source import SourceTensor, damaged
+from hf_neuron_moe.convert.io.source import damaged
 from hf_neuron_moe.convert.io.tensors import CHUNK_BYTES, TORCH_DTYPES, TensorReader, open_tensors
 from hf_neuron_moe.convert.layout.orientations import SOURCE
 from hf_neuron_moe.convert.layout.relayout import Scratch, read_bytes, scratch_bytes, store
 from hf_neuron_moe.convert.manifest import Piece, WrittenTensor, grouped, header_metadata
 from hf_neuron_moe.convert.plan import ConversionPlan
 from hf_neuron_moe.convert.transaction.resume import Job, ShardRecord, version_of
-from hf_neuron_moe.convert.workers import PerThread, Progress, Workers, cores, counting, working
+from hf_neuron_moe.convert.workers import Progress, Workers, cores, counting, working
 from hf_neuron_moe.errors import public
 
-FREE_BYTES = 128 * 2**20
-"""Memory that several workers may use together beyond twice the largest weight."""
+FREE_BYTES = 128 * 2**20  # Memory that several workers may use together beyond twice the largest weight
 
 
 @dataclass
@@ -37,11 +36,6 @@ class Made:
     sources: dict[str, str] = field(default_factory=dict)
     rounded: Counter[str] = field(default_factory=Counter)
     nonfinite: Counter[str] = field(default_factory=Counter)
-
-
-def shards_of(plan: ConversionPlan) -> dict[str, list[WrittenTensor]]:
-    """The tensors of each shard, in the plan's order."""
-    return grouped(plan.tensors, lambda tensor: tensor.file)
 
 
 @public("convert")
@@ -56,24 +50,18 @@ def make_shards(
     only_check: bool = False,
     on_nonfinite: str = "error",
 ) -> Made:
-    """Write those of `shards` that are not finished, and check those that are.
+    """Write those of `shards` that are not finished, unless it is `only_check`, and check those that are.
 
-    Args:
-        plan: the conversion.
-        job: its partial folder.
-        shards: tensors by shard.
-        workers: threads, one per core if None; fewer where their memory together would be too much.
-        progress: called after each weight, on the calling thread.
-        whole: `shards` are all of the plan's; checksums of the shards and of every source file are told too.
-        only_check: leave out what is not finished.
-        on_nonfinite: ``"error"`` refuses NaN and infinite weights, ``"keep"`` takes them.
+    Workers are one per core if None, and fewer where their memory together would be too much. `progress` is called
+    after each weight, on the calling thread. Where `shards` are the `whole` plan's, checksums of the shards and of
+    every source file are told too.
     """
     with open_tensors(plan.source.directory) as reader, working(workers_for(plan, workers)) as pool:
-        step = counting(progress, bytes_of_all(shards.values()))
+        step = counting(progress, bytes_of(*shards.values()))
         run = _Run(plan, job, reader, pool, step, on_nonfinite)
-        finished = run.check_finished(shards)
+        run.check_finished(shards)
         for file, tensors in shards.items():
-            if file not in finished and not only_check:
+            if file not in run.made.files and not only_check:
                 run.make_shard(file, tensors, hash_file=whole)
         if whole:
             run.hash_rest()
@@ -88,98 +76,88 @@ def workers_for(plan: ConversionPlan, wanted: int | None) -> int:
 
 
 def memory_per_worker(plan: ConversionPlan) -> int:
-    """Bytes that one worker holds at most: the buffer its weights are made in, and one tensor being read."""
-    return _scratch_bytes(plan) + _read_bytes(plan) + CHUNK_BYTES
+    """Bytes that one worker holds at most: its two buffers, and a chunk of what it reads."""
+    return sum(buffer_sizes(plan)) + CHUNK_BYTES
 
 
-def bytes_of_all(shards: Iterable[Sequence[WrittenTensor]]) -> int:
-    """Bytes of tensor data in shards."""
-    return sum(tensor.nbytes for tensors in shards for tensor in tensors)
+def buffer_sizes(plan: ConversionPlan) -> tuple[int, int]:
+    """Bytes of the buffer that any of a plan's weights can be made in, and of the largest read."""
+    read = max(read_bytes(piece) for weight in plan.weights.values() for piece in weight.pieces)
+    return max(buffers_of(plan, plan.tensors).values()), read
 
 
-def _scratch_bytes(plan: ConversionPlan) -> int:
-    groups = {tensor.group: [tensor] for tensor in plan.tensors if tensor.layout != SOURCE}
-    return max(scratch_bytes(plan.weights[name], plan.forms(group)) for (name, _), group in groups.items())
+def buffers_of(plan: ConversionPlan, tensors: Iterable[WrittenTensor]) -> dict[tuple[str, int | None], int]:
+    """Bytes of the buffer that each group of `tensors` is made in, for one of its matrices at a time."""
+    groups = dict.fromkeys(tensor.group for tensor in tensors if tensor.layout != SOURCE)
+    return {group: scratch_bytes(plan.weights[group[0]], plan.forms(group)) for group in groups}
 
 
-def _read_bytes(plan: ConversionPlan) -> int:
-    """Bytes that are read at a time, at most."""
-    return max(read_bytes(piece) for weight in plan.weights.values() for piece in weight.pieces)
+def bytes_of(*groups: Iterable[WrittenTensor]) -> int:
+    """Bytes of tensor data in groups or shards."""
+    return sum(tensor.nbytes for tensors in groups for tensor in tensors)
 
 
+@dataclass
 class _Run:
     """State of one call of :func:`make_shards`. Tasks for the workers return the bytes that they have written."""
 
-    def __init__(
-        self,
-        plan: ConversionPlan,
-        job: Job,
-        reader: TensorReader,
-        workers: Workers,
-        step: Callable[[int], None],
-        on_nonfinite: str,
-    ) -> None:
-        self.made = Made()
-        self._on_nonfinite = on_nonfinite
-        self._plan = plan
-        self._job = job
-        self._reader = reader
-        self._workers = workers
-        self._step = step
-        self._memory = PerThread(
-            lambda: (Scratch(_scratch_bytes(plan)), torch.empty(_read_bytes(plan), dtype=torch.uint8))
-        )
-        self._lock = threading.Lock()
-        self._versions: dict[str, str] = {}
+    plan: ConversionPlan
+    job: Job
+    reader: TensorReader
+    workers: Workers
+    step: Callable[[int], None]
+    on_nonfinite: str
+    made: Made = field(default_factory=Made)
+    versions: dict[str, str] = field(default_factory=dict)  # Of source files, when this run began with them
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    buffers: threading.local = field(default_factory=threading.local)  # Each thread's own
 
-    def check_finished(self, shards: dict[str, list[WrittenTensor]]) -> set[str]:
+    def check_finished(self, shards: dict[str, list[WrittenTensor]]) -> None:
         """Take over the shards that an earlier run finished, where their bytes are still right."""
-        records = {file: record for file in shards if (record := self._job.shard_record(file)) is not None}
-        if self._on_nonfinite == "error":  # those made with "keep" have to be refused, which making them does
+        records = {file: record for file in shards if (record := self.job.shard_record(file)) is not None}
+        if self.on_nonfinite == "error":  # those made with "keep" have to be refused, which making them does
             records = {file: record for file, record in records.items() if not record.nonfinite}
         records = {file: record for file, record in records.items() if self._same_sources(record)}
         tasks = [
-            partial(check_shard, self._job.folder / file, shards[file], record.checksums)
+            partial(check_shard, self.job.folder / file, shards[file], record.checksums)
             for file, record in records.items()
         ]
-        finished = set()
-        for file, sha256 in zip(records, self._workers.run(tasks)):
+        for file, sha256 in zip(records, self.workers.run(tasks)):
             if sha256 is not None:
                 self._add_shard(records[file])
                 self.made.files[file] = sha256
-                self._step(bytes_of_all([shards[file]]))
-                finished.add(file)
-        return finished
+                self.step(bytes_of(shards[file]))
 
     def make_shard(self, file: str, tensors: list[WrittenTensor], *, hash_file: bool) -> None:
         """Write one shard, let it take its place and record it."""
         groups = grouped(tensors, lambda tensor: tensor.group)
-        versions = {name: self._first_version(name) for name in self._sources_of(tensors)}
+        files = sorted({piece.file for tensor in tensors for piece in self.plan.pieces[tensor.weight]})
+        versions = {name: self._first_version(name) for name in files}
         record = ShardRecord({}, {}, versions)
         # Source files are hashed as a whole just before they are read in pieces: the second time they are in memory.
         tasks = self._hash_tasks(versions)
         hashed = len(tasks)
-        path, entries = self._job.temporary(file), entries_of(tensors)
+        path, entries = self.job.temporary(file), entries_of(tensors)
         place = {entry.name: number for number, entry in enumerate(in_file_order(entries))}
         ordered = sorted(groups.values(), key=lambda group: min(place[tensor.name] for tensor in group))
         with ShardWriter(path, entries, header_metadata(tensors)) as writer, PrefixHash(path, tensors) as prefix:
             tasks += [partial(self._make_group, group, writer, record) for group in ordered]
-            for number, nbytes in enumerate(self._workers.run(tasks), -hashed):
+            for number, nbytes in enumerate(self.workers.run(tasks), -hashed):
                 if nbytes:
-                    self._step(nbytes)
+                    self.step(nbytes)
                 if hash_file and number >= 0:
                     prefix.follow(tensor.name for tensor in ordered[number])
         self._check_unchanged(versions)
-        self._job.publish(file)
-        self._job.record_shard(file, record)
+        self.job.publish(file)
+        self.job.record_shard(file, record)
         self._add_shard(record)
         if hash_file:
             self.made.files[file] = prefix.hexdigest()
 
     def hash_rest(self) -> None:
         """Hash the source files of which nothing was converted."""
-        files = {file: self._first_version(file) for file in self._plan.source.files}
-        for _ in self._workers.run(self._hash_tasks(files)):
+        files = {file: self._first_version(file) for file in self.plan.source.files}
+        for _ in self.workers.run(self._hash_tasks(files)):
             pass
         self._check_unchanged(files)
 
@@ -189,61 +167,60 @@ class _Run:
         return [partial(self._hash_source, file, version) for file, version in new]
 
     def _hash_source(self, file: str, version: str) -> int:
-        sha256 = self._job.source_sha256(file, version)
+        sha256 = self.job.source_sha256(file, version)
         if sha256 is None:
-            sha256 = hash_file(self._plan.source.directory / file)
-            self._job.record_source(file, version, sha256)
+            sha256 = hash_file(self.plan.source.directory / file)
+            self.job.record_source(file, version, sha256)
         self.made.sources[file] = sha256
         return 0
 
     def _make_group(self, group: list[WrittenTensor], writer: ShardWriter, record: ShardRecord) -> int:
         """Write the tensors that are made together from one weight, or one tensor that is copied."""
-        if group[0].layout == SOURCE:
-            source = self._plan.copied[group[0].name]
-            kept: Counter[str] = Counter()
-            record.checksums[source.name] = writer.write_parts(source.name, self._copied_parts(source, kept))
-            record.nonfinite.update(+kept)
-            return source.nbytes
-
-        scratch, buffer = self._memory.get()
-
-        def read(piece: Piece, expert: int | None, rows: slice) -> torch.Tensor:
-            return self._reader.read(piece.file, piece.source, expert, buffer, rows)
-
-        weight = self._plan.weights[group[0].weight]
         rounded: Counter[str] = Counter()
         nonfinite: Counter[str] = Counter()
         streams = [writer.begin(tensor.name) for tensor in group]
-        forms = self._plan.forms(group)
-        for parts in store(weight, forms, read, scratch, rounded, on_nonfinite=self._on_nonfinite, nonfinite=nonfinite):
+        for parts in self._parts(group, rounded, nonfinite):
             for stream, part in zip(streams, parts):
                 stream.append(part)
         record.checksums.update((tensor.name, stream.end()) for tensor, stream in zip(group, streams))
-        with self._lock:
+        with self.lock:
             for counts, more in ((record.rounded, rounded), (record.nonfinite, nonfinite)):
                 for name in +more:
                     counts[name] = counts.get(name, 0) + more[name]
-        return bytes_of_all([group])
+        return bytes_of(group)
 
-    def _copied_parts(self, source: SourceTensor, nonfinite: Counter[str]) -> Iterator[torch.Tensor]:
-        for part in self._reader.chunks(source.file, source.name):
-            values = part.view(TORCH_DTYPES[source.dtype])
-            check_or_count(values, self._on_nonfinite, nonfinite, file=source.file, name=source.name)
-            yield part
+    def _parts(
+        self, group: list[WrittenTensor], rounded: Counter[str], nonfinite: Counter[str]
+    ) -> Iterator[list[torch.Tensor]]:
+        """Consecutive parts of the group's tensors, together; each is valid until the next one is asked for."""
+        if group[0].layout == SOURCE:
+            source = self.plan.copied[group[0].name]
+            for part in self.reader.chunks(source.file, source.name):
+                values = part.view(TORCH_DTYPES[source.dtype])
+                check_or_count(values, self.on_nonfinite, nonfinite, file=source.file, name=source.name)
+                yield [part]
+            return
+        if not hasattr(self.buffers, "scratch"):
+            scratch, read_at_once = buffer_sizes(self.plan)
+            self.buffers.scratch = Scratch(scratch)
+            self.buffers.read = torch.empty(read_at_once, dtype=torch.uint8)
 
-    def _sources_of(self, tensors: list[WrittenTensor]) -> list[str]:
-        files = {self._plan.copied[tensor.name].file for tensor in tensors if tensor.layout == SOURCE}
-        weights = {tensor.weight for tensor in tensors if tensor.layout != SOURCE}
-        return sorted(files | {piece.file for name in weights for piece in self._plan.weights[name].pieces})
+        def read(piece: Piece, expert: int | None, rows: slice) -> torch.Tensor:
+            return self.reader.read(piece.file, piece.source, expert, self.buffers.read, rows)
 
-    def _version(self, file: str) -> str:
-        return version_of(self._plan.source.directory / file)
+        weight, forms = self.plan.weights[group[0].weight], self.plan.forms(group[0].group)
+        yield from store(
+            weight, forms, read, self.buffers.scratch, rounded, on_nonfinite=self.on_nonfinite, nonfinite=nonfinite
+        )
 
     def _first_version(self, file: str) -> str:
         """The version of a source file that this run began with: all shards are made of the same."""
-        if file not in self._versions:
-            self._versions[file] = self._version(file)
-        return self._versions[file]
+        if file not in self.versions:
+            self.versions[file] = self._version(file)
+        return self.versions[file]
+
+    def _version(self, file: str) -> str:
+        return version_of(self.plan.source.directory / file)
 
     def _check_unchanged(self, versions: Mapping[str, str]) -> None:
         for name, version in versions.items():
@@ -255,7 +232,7 @@ class _Run:
         for file, version in record.sources.items():
             if self._first_version(file) == version:
                 continue
-            sha256 = self._job.source_sha256(file, version)
+            sha256 = self.job.source_sha256(file, version)
             if sha256 is None:
                 return False
             self._hash_source(file, self._first_version(file))

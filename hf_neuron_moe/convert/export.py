@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,13 +21,20 @@ from hf_neuron_moe.convert.io.source import INDEX_FILE, SINGLE_FILE, read_header
 from hf_neuron_moe.convert.io.tensors import TensorReader, open_tensors
 from hf_neuron_moe.convert.layout.orientations import SCALES, SOURCE
 from hf_neuron_moe.convert.layout.relayout import restore
-from hf_neuron_moe.convert.manifest import MANIFEST_FILE, Manifest, Piece, WrittenTensor, load_manifest
+from hf_neuron_moe.convert.manifest import (
+    MANIFEST_FILE,
+    Manifest,
+    Piece,
+    WrittenTensor,
+    grouped,
+    index_json,
+    load_manifest,
+)
 from hf_neuron_moe.convert.transaction.commit import check_destination, committed_folder, copy_file, write_file
 from hf_neuron_moe.convert.workers import Progress, counting
 from hf_neuron_moe.errors import ConversionError, SourceDamageError, public
 
-NOTE_FILE = "neuron_moe_export.json"
-"""Lies in exports whose values are not all the original's bits."""
+NOTE_FILE = "neuron_moe_export.json"  # Lies in exports whose values are not all the original's bits
 
 
 @dataclass(frozen=True)
@@ -36,10 +42,8 @@ class ExportReport:
     """What came back."""
 
     tensors: int  # Number of tensors written
-    inexact: tuple[str, ...]
-    """Source tensors whose values are not the original's bits: they went through quantisation or rounding."""
-    statement: tuple[str, ...] = ()
-    """Sentences that say what of those cannot come back, and why; empty where everything did."""
+    inexact: tuple[str, ...]  # Source tensors whose values are not the original's bits: they were quantised or rounded
+    statement: tuple[str, ...] = ()  # Sentences that say what of those cannot come back, and why
 
     def to_dict(self) -> dict[str, Any]:
         """What ``--json`` prints."""
@@ -60,74 +64,54 @@ def export_checkpoint(
 
     Args:
         converted: folder that :func:`hf_neuron_moe.convert.convert_checkpoint` wrote.
-        destination: folder to make.
+        destination: folder to make; where this fails, it is what it was before.
         allow_inexact: also export what cannot come back bit for bit.
         progress: called after each tensor with bytes written and bytes in all.
-
-    Raises:
-        SourceDamageError: a file of the conversion is missing or has other bytes than were written; `destination` is
-            what it was before.
-        ConversionError: the conversion is not exact and `allow_inexact` is off, or `destination` is
-            unusable; it is then what it was before.
     """
     check_conversion(converted, "export")
     check_destination(destination, converted, force=None)
     manifest = load_manifest(converted)
     stored = _check_files(converted, manifest)
-    inexact = _inexact(manifest, stored)
+    quantized, rounded = _lost(manifest, stored)
+    gone = {*quantized, *rounded}
+    inexact = tuple(piece.source for piece in manifest.pieces if piece.source in gone)
     if inexact and not allow_inexact:
         got = f"{len(inexact)} tensors that were rounded or quantised, such as {inexact[0]}"
         fix = "Keep the original checkpoint; --allow-inexact exports the rounded or dequantised values."
         raise ConversionError.about(str(converted), "a conversion whose source can come back bit for bit", got, fix)
-    statement = _statement(manifest, stored, inexact)
+    statement = _statement(manifest, quantized, rounded)
     step = counting(progress, sum(piece.nbytes for piece in manifest.pieces))
-    outputs: dict[str, list[tuple[str, Piece]]] = {}
-    for weight, pieces in manifest.weights.items():
-        for piece in pieces:
-            outputs.setdefault(piece.file, []).append((weight, piece))
-    bytes_checked = _Checksums(converted, manifest)
+    outputs = [(weight, piece) for weight, pieces in manifest.weights.items() for piece in pieces]
+    unchecked = manifest.by_file()
     with committed_folder(destination) as folder, open_tensors(converted) as reader:
-        for file, parts in sorted(outputs.items()):
+        for file, parts in sorted(grouped(outputs, lambda part: part[1].file).items()):
             entries = (Entry(piece.source, piece.dtype, piece.shape) for _, piece in parts)
             with ShardWriter(folder / file, entries, manifest.source_metadata.get(file, {})) as writer:
                 for weight, piece in parts:
-                    bytes_checked.compare(tensor.file for tensor in stored[weight])
-                    writer.write(piece.source, _restore(piece, stored[weight], reader))
+                    for shard in sorted({tensor.file for tensor in stored[weight]} & unchecked.keys()):
+                        # Right before it is used, while the cache has it.
+                        _check_bytes(converted / shard, unchecked.pop(shard), manifest.file_sha256.get(shard))
+                    writer.write(piece.source, _restored(piece, stored[weight], reader))
                     step(piece.nbytes)
         _write_side_files(converted, folder, manifest, exact=not inexact)
         if inexact:
             note = {"tool_version": __version__, "statement": statement, "inexact": inexact}
             write_file(folder / NOTE_FILE, (json.dumps(note, indent=1) + "\n").encode())
-    return ExportReport(sum(len(parts) for parts in outputs.values()), inexact, statement)
+    return ExportReport(len(outputs), inexact, statement)
 
 
-class _Checksums:
-    """Compares shards with the manifest's checksums, each right before it is used, while the cache has it."""
-
-    def __init__(self, converted: Path, manifest: Manifest) -> None:
-        self._converted = converted
-        self._expected = manifest.file_sha256
-        self._left = manifest.by_file()
-
-    def compare(self, files: Iterable[str]) -> None:
-        """Check those of the shards that were not checked before."""
-        for file in files:
-            tensors = self._left.pop(file, None)
-            if tensors is None:
-                continue
-            path, expected = self._converted / file, self._expected.get(file)
-            if expected is not None and hash_file(path) == expected:
-                continue
-            # Manifests of format version 1 have no checksums of files, only of tensors.
-            altered = altered_tensors(path, tensors)
-            if altered:
-                more = f" and {len(altered) - 1} other tensors" if len(altered) > 1 else ""
-                raise _disagrees(file, f"other bytes of {altered[0]}{more}")
-            if expected is not None:
-                raise _disagrees(file, "other bytes in its header")
+def _check_bytes(path: Path, tensors: list[WrittenTensor], expected: str | None) -> None:
+    """Compare a shard with its checksum; manifests of format version 1 have none of files, only of tensors."""
+    if expected is not None and hash_file(path) == expected:
+        return
+    if altered := altered_tensors(path, tensors):
+        more = f" and {len(altered) - 1} other tensors" if len(altered) > 1 else ""
+        raise _disagrees(path.name, f"other bytes of {altered[0]}{more}")
+    if expected is not None:
+        raise _disagrees(path.name, "other bytes in its header")
 
 
-def _restore(piece: Piece, tensors: list[WrittenTensor], reader: TensorReader) -> torch.Tensor:
+def _restored(piece: Piece, tensors: list[WrittenTensor], reader: TensorReader) -> torch.Tensor:
     if tensors[0].layout == SOURCE:
         return reader.read(tensors[0].file, tensors[0].name)
 
@@ -162,43 +146,35 @@ def _check_files(converted: Path, manifest: Manifest) -> dict[str, list[WrittenT
 
 
 def _disagrees(file: str, got: str) -> SourceDamageError:
-    return SourceDamageError.about(
-        file,
-        "what the manifest describes",
-        got,
-        "The conversion is damaged: `hf-neuron-moe verify` lists every difference; convert the original again.",
-    )
+    fix = "The conversion is damaged: `hf-neuron-moe verify` lists every difference; convert the original again."
+    return SourceDamageError.about(file, "what the manifest describes", got, fix)
 
 
-def _inexact(manifest: Manifest, stored: dict[str, list[WrittenTensor]]) -> tuple[str, ...]:
-    return tuple(
-        piece.source
-        for weight, pieces in manifest.weights.items()
-        for piece in pieces
-        if stored[weight][0].layout != SOURCE and (_is_quantized(stored[weight]) or manifest.was_rounded(piece))
-    )
+def _lost(manifest: Manifest, stored: dict[str, list[WrittenTensor]]) -> tuple[list[str], list[str]]:
+    """Source tensors whose bits are gone because they were quantised, and because they were rounded."""
+    quantized, rounded = [], []
+    for weight, pieces in manifest.weights.items():
+        if any(tensor.layout in SCALES for tensor in stored[weight]):
+            quantized += [piece.source for piece in pieces]
+        elif stored[weight][0].layout != SOURCE:
+            rounded += [piece.source for piece in pieces if manifest.was_rounded(piece)]
+    return quantized, rounded
 
 
-def _is_quantized(tensors: list[WrittenTensor]) -> bool:
-    return any(tensor.layout in SCALES for tensor in tensors)
-
-
-def _statement(manifest: Manifest, stored: dict[str, list[WrittenTensor]], inexact: tuple[str, ...]) -> tuple[str, ...]:
+def _statement(manifest: Manifest, quantized: list[str], rounded: list[str]) -> tuple[str, ...]:
     """Say in sentences what does not come back with the original's bits."""
-    quantized = {
-        piece.source for weight, pieces in manifest.weights.items() if _is_quantized(stored[weight]) for piece in pieces
-    }
     sentences = []
-    if lost := [name for name in inexact if name in quantized]:
+    if quantized:
         kind = {"mxfp8": "MXFP8 (e4m3 codes)", "mxfp4": "MXFP4 (e2m1 codes)"}[manifest.options.precision]
         sentences.append(
-            f"{len(lost)} tensors (first: {lost[0]}) went through {kind} with one power-of-two scale per 32 values "
-            f"(scale rule {manifest.options.rule}). They come back as code times scale, rounded to their original "
-            "dtype: the values the kernels compute with. The original values are gone; keep the original checkpoint."
+            f"{len(quantized)} tensors (first: {quantized[0]}) went through {kind} with one power-of-two scale per 32 "
+            f"values (scale rule {manifest.options.rule}). They come back as code times scale, rounded to their "
+            "original dtype: the values the kernels compute with. The original values are gone; keep the original "
+            "checkpoint."
         )
-    if lost := [name for name in inexact if name not in quantized]:
+    if rounded:
         sentences.append(
-            f"{len(lost)} tensors (first: {lost[0]}) were rounded to bf16 and come back as the rounded values."
+            f"{len(rounded)} tensors (first: {rounded[0]}) were rounded to bf16 and come back as the rounded values."
         )
     return tuple(sentences)
 
@@ -216,10 +192,6 @@ def _write_side_files(converted: Path, folder: Path, manifest: Manifest, *, exac
         if text is not None:
             write_file(make_parents(folder, name), text.encode())
     pieces = manifest.pieces
-    if {piece.file for piece in pieces} == {SINGLE_FILE}:
-        return
-    index = {
-        "metadata": {"total_size": sum(piece.nbytes for piece in pieces)} | (manifest.source_index or {}),
-        "weight_map": {piece.source: piece.file for piece in pieces},
-    }
-    write_file(folder / INDEX_FILE, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
+    if {piece.file for piece in pieces} != {SINGLE_FILE}:
+        index = index_json(manifest.source_index or {}, pieces, {piece.source: piece.file for piece in pieces})
+        write_file(folder / INDEX_FILE, index)

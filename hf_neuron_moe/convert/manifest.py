@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,7 +25,7 @@ from hf_neuron_moe.convert.io.bounded import (
 from hf_neuron_moe.convert.io.checksums import SHA256, TensorChecksum
 from hf_neuron_moe.convert.io.source import ITEM_BYTES, is_plain_name, nbytes_of
 from hf_neuron_moe.convert.options import ConvertOptions
-from hf_neuron_moe.errors import ConversionError, SourceDamageError, naming
+from hf_neuron_moe.errors import ConversionError, SourceDamageError, naming, pattern_of, spelled_together
 
 MANIFEST_FILE = "neuron_moe_manifest.json"
 INDEX_OUT = "neuron.safetensors.index.json"
@@ -33,13 +33,9 @@ INDEX_OUT = "neuron.safetensors.index.json"
 
 FORMAT_VERSION = 4
 READABLE_VERSIONS = (1, 2, 3, FORMAT_VERSION)
-HEADER_VERSION = 2
-"""Format version in the shards' headers, which say the same since version 2."""
-
+HEADER_VERSION = 2  # Of the shards' headers, which say the same since that version
 CHECKSUM = "sha256"
-
-SHORT = "x" * 64
-"""As long as the names of layouts and orientations are at most."""
+MAX_WORD = 64  # Characters of the names of layouts and orientations
 
 ItemT = TypeVar("ItemT")
 KeyT = TypeVar("KeyT")
@@ -53,8 +49,7 @@ class Piece:
     file: str  # Source file that holds it
     dtype: str  # Safetensors dtype there
     shape: tuple[int, ...]  # Shape there
-    expert: int | None = None
-    """Index on the experts' axis, or None when the piece has that axis itself or there is none."""
+    expert: int | None = None  # Index on the experts' axis; None when the piece has that axis itself or there is none
     start: int = 0  # First row on the F axis
     transposed: bool = False  # The source holds ``[K, F]`` matrices
 
@@ -86,13 +81,11 @@ class WrittenTensor:
     weight: str  # Name of the fused weight it belongs to; a quantised weight has two tensors per orientation and rank
     checksum: str = ""  # Of its bytes, with the algorithm's name: ``"xxh3_128:..."``
     scale_layout: str | None = None
-    """Where the block scales of a quantised weight lie: ``"compact"``, ``"oversized"`` or ``"packed"``; the same for
-    its codes and its scales, None where there are none."""
+    """Where a quantised weight's block scales lie: ``"compact"``, ``"oversized"`` or ``"packed"``; codes say it too."""
     orientation: str = "forward"
     """``"forward"``, or ``"backward"`` for the transposed matrix, quantised along its own last axis."""
     tp_rank: int | None = None  # Tensor-parallel rank whose part of the I axis it holds; None where nothing is split
-    padding: dict[str, int] = field(default_factory=dict)
-    """Zeros at the end of this tensor's H and I axes, by the axis' letter; axes without zeros are left out."""
+    padding: dict[str, int] = field(default_factory=dict)  # Zeros at the end of its H and I axes, by letter
 
     @property
     def nbytes(self) -> int:
@@ -125,18 +118,15 @@ class Manifest:
     weights: dict[str, tuple[Piece, ...]]  # Pieces of every weight by its name; a copied tensor is one piece
     tensors: tuple[WrittenTensor, ...] = field(default=())  # Every tensor written
     rounded: dict[str, int] | None = None
-    """By source tensor, the number of its values that bf16 does not hold bit for bit; tensors without such values are
-    left out. None in a manifest of a version that did not count."""
+    """By source tensor, the number of its values that bf16 does not hold bit for bit, where there are any. None in a
+    manifest of a version that did not count."""
     nonfinite: dict[str, int] | None = None
-    """By source tensor, the number of its NaN and infinite values, which were kept because that was asked for; tensors
-    without are left out. None in a manifest of a version that did not count."""
+    """Likewise its NaN and infinite values, which were kept because that was asked for."""
     source_sha256: dict[str, str] = field(default_factory=dict)  # Checksum of each source file
     file_sha256: dict[str, str] = field(default_factory=dict)  # Checksum of each file written but this one
     replaced_files: dict[str, str | None] = field(default_factory=dict)
-    """By name, the text in the source of each side file that was written differently; None for one that the source does
-    not have."""
-    source_index: dict[str, Any] | None = None
-    """``metadata`` of the source's index; None where it has no index, or one without."""
+    """The source's text of each side file that was written differently, by name; None where the source has none."""
+    source_index: dict[str, Any] | None = None  # ``metadata`` of the source's index, where it has that
     left: dict[str, LeftModule] | None = None
     """Modules that stay in their source form, by name. None in a manifest of a version that did not say."""
 
@@ -171,6 +161,12 @@ def grouped(items: Iterable[ItemT], key: Callable[[ItemT], KeyT]) -> dict[KeyT, 
     return groups
 
 
+def grouped_names(reasons: Mapping[str, str]) -> list[tuple[str, list[str], str]]:
+    """Modules of one pattern and reason together: their names as one, their names, the reason."""
+    kinds = grouped(reasons, lambda name: (pattern_of(name), reasons[name]))
+    return [(spelled_together(names), names, reason) for (_, reason), names in kinds.items()]
+
+
 def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
     """Add the checksum to a manifest's content, or renew it: of the rest's JSON, keys sorted, no spaces, in ASCII."""
     rest = {name: value for name, value in content.items() if name != CHECKSUM}
@@ -191,42 +187,41 @@ def header_metadata(tensors: Iterable[WrittenTensor]) -> dict[str, str]:
     }
 
 
+def index_json(metadata: Mapping[str, Any], stored: Iterable[Piece | WrittenTensor], files: Mapping[str, str]) -> bytes:
+    """Return the index of a folder's shards: `metadata`, the bytes of `stored`, and each tensor's file by its name."""
+    content = {"metadata": {"total_size": sum(part.nbytes for part in stored), **metadata}, "weight_map": dict(files)}
+    return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
+
+
 def read_manifest(directory: Path, where: str = "export") -> Manifest:
-    """Do what :func:`load_manifest` does for a caller who has no command: errors name `where`."""
+    """Return what :func:`load_manifest` does, for a caller who has no command: errors name `where`."""
     with naming(where):
         return load_manifest(directory)
 
 
 def load_manifest(directory: Path) -> Manifest:
-    """Read the manifest of a converted checkpoint, also one of an earlier format version."""
+    """Return the manifest of a converted checkpoint, also one of an earlier format version."""
     path = directory / MANIFEST_FILE
-    kind: type[ConversionError] = ConversionError
-    remedy = "Give the folder that `hf-neuron-moe convert` wrote."
+    expected = f"a manifest of format version {' or '.join(map(str, READABLE_VERSIONS))}"
     try:
         content = read_json(path, MAX_MANIFEST_BYTES)
         version = content["format_version"]
         if type(version) is not int or version not in READABLE_VERSIONS:
-            raise _UnknownVersionError(f"format version {version}")
+            fix = "Use the version of this package that wrote it, or convert the original again."
+            raise ConversionError.about(str(path), expected, f"format version {version}", fix)
         if version != 1 and content.pop(CHECKSUM, None) != sealed(content)[CHECKSUM]:  # version 1 had none
             raise ValueError("its content is not what was written: it does not have the checksum that it states")
         del content["format_version"]
-        return _from_content(_upgrade(content, version))
+        manifest = record(Manifest, _upgrade(content, version))
+        for fault in _faults(manifest):
+            raise ValueError(fault)
+        return manifest
     except FileNotFoundError as error:
-        got: object = "a folder without it"
-        cause: Exception = error
-    except _UnknownVersionError as error:
-        got, cause = error, error
-        remedy = "Use the version of this package that wrote it, or convert the original again."
+        fix = "Give the folder that `hf-neuron-moe convert` wrote."
+        raise ConversionError.about(str(path), expected, "a folder without it", fix) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        got, cause, kind = f"{type(error).__name__}: {error}", error, SourceDamageError
-        remedy = "The conversion is damaged: convert the original again."
-    raise kind.about(
-        str(path), f"a manifest of format version {' or '.join(map(str, READABLE_VERSIONS))}", got, remedy
-    ) from cause
-
-
-class _UnknownVersionError(Exception):
-    """A manifest of a later format."""
+        got, fix = f"{type(error).__name__}: {error}", "The conversion is damaged: convert the original again."
+        raise SourceDamageError.about(str(path), expected, got, fix) from error
 
 
 def _upgrade(content: dict[str, Any], version: int) -> dict[str, Any]:
@@ -247,42 +242,34 @@ def _upgrade(content: dict[str, Any], version: int) -> dict[str, Any]:
     return {**content, "options": {**content["options"], "purpose": "inference"}}
 
 
-def _from_content(content: dict[str, Any]) -> Manifest:
-    manifest = record(Manifest, content)
-    _check_file_names(manifest)
+def _faults(manifest: Manifest) -> Iterator[str]:
+    """What no conversion writes, such as a name that leads out of the folder."""
+    shards = {tensor.file for tensor in manifest.tensors} | {piece.file for piece in manifest.pieces}
+    bad = {name for name in shards | manifest.source_files.keys() if not is_plain_name(name)}
+    bad |= {name for name in manifest.file_sha256.keys() | manifest.replaced_files if not is_relative_path(name)}
+    if bad:
+        yield f"file name {min(bad)!r} leads out of the folder, or is none"
+    described = [(tensor.name, tensor.dtype, tensor.shape) for tensor in manifest.tensors]
+    described += [(piece.source, piece.dtype, piece.shape) for piece in manifest.pieces]
+    for name, dtype, shape in described:
+        if not (is_name(name) and dtype in ITEM_BYTES and is_shape(shape)):
+            yield f"tensor {name!r} of dtype {dtype!r} and shape {list(shape)}"
     for tensor in manifest.tensors:
         TensorChecksum(tensor.checksum)  # of a known kind
         numbers = (*tensor.padding.values(), tensor.tp_rank or 0)
-        words = (tensor.weight, tensor.layout, tensor.scale_layout or SHORT, tensor.orientation, *tensor.padding)
-        if not (all(map(is_natural, numbers)) and all(map(is_name, words)) and max(map(len, words[1:])) <= len(SHORT)):
-            raise ValueError(f"tensor {tensor.name!r} with {words} and {numbers}")
-        _check_tensor(tensor.name, tensor.dtype, tensor.shape)
+        words = (tensor.layout, tensor.scale_layout or "none", tensor.orientation, *tensor.padding)
+        known = is_name(tensor.weight) and all(is_name(word) and len(word) <= MAX_WORD for word in words)
+        if not (known and all(map(is_natural, numbers))):
+            yield f"tensor {tensor.name!r} with {(tensor.weight, *words)} and {numbers}"
     for piece in manifest.pieces:
         if not (is_natural(piece.start) and is_natural(piece.expert or 0)):
-            raise ValueError(f"source tensor {piece.source!r} at row {piece.start} of expert {piece.expert}")
-        _check_tensor(piece.source, piece.dtype, piece.shape)
+            yield f"source tensor {piece.source!r} at row {piece.start} of expert {piece.expert}"
     sources = {piece.source for piece in manifest.pieces}
     for counts in (manifest.rounded or {}, manifest.nonfinite or {}):
         if not (counts.keys() <= sources and all(map(is_natural, counts.values()))):
-            raise ValueError("counts of rounded or kept values of no source tensor")
+            yield "counts of rounded or kept values of no source tensor"
     if not all(map(is_natural, manifest.source_files.values())):
-        raise ValueError("source files with sizes that are none")
+        yield "source files with sizes that are none"
     for name, left in (manifest.left or {}).items():
         if not (is_name(name) and is_natural(left.tensors) and is_natural(left.nbytes)):
-            raise ValueError(f"module {name!r} with {left.tensors} tensors of {left.nbytes} bytes")
-    return manifest
-
-
-def _check_file_names(manifest: Manifest) -> None:
-    """Nothing is looked at outside the folder, whatever a manifest says."""
-    weights = {tensor.file for tensor in manifest.tensors} | {piece.file for piece in manifest.pieces}
-    bad = {name for name in weights if not is_plain_name(name)}
-    bad |= {name for name in manifest.source_files if not is_plain_name(name)}
-    bad |= {name for name in manifest.file_sha256.keys() | manifest.replaced_files if not is_relative_path(name)}
-    if bad:
-        raise ValueError(f"file name {min(bad)!r} leads out of the folder, or is none")
-
-
-def _check_tensor(name: str, dtype: str, shape: tuple[int, ...]) -> None:
-    if not (is_name(name) and dtype in ITEM_BYTES and is_shape(shape)):
-        raise ValueError(f"tensor {name!r} of dtype {dtype!r} and shape {list(shape)}")
+            yield f"module {name!r} with {left.tensors} tensors of {left.nbytes} bytes"

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from hf_neuron_moe.convert.manifest import LeftModule, Manifest, grouped
-from hf_neuron_moe.errors import ConversionError, NeuronMoEWarning, pattern_of, printable, spelled_together
+from hf_neuron_moe.convert.manifest import LeftModule, Manifest, grouped_names
+from hf_neuron_moe.errors import ConversionError, NeuronMoEWarning, printable
 
 Left = Mapping[str, LeftModule]
 
@@ -31,24 +31,22 @@ def left_facts(left: Left | None) -> dict[str, Any] | None:
 def left_notes(left: Left | None) -> list[str]:
     """One sentence for each kind of module and reason; none where nothing is left."""
     left = left or {}
-    kinds = grouped(left, lambda name: (pattern_of(name), left[name].reason))
     return [
         printable(
             f"{len(names)} {'modules' if len(names) > 1 else 'module'} left in source form "
             f"({sum(left[name].tensors for name in names):,} tensors, "
-            f"{sum(left[name].nbytes for name in names):,} bytes): {spelled_together(names)}: {reason}"
+            f"{sum(left[name].nbytes for name in names):,} bytes): {spelled}: {reason}"
         )
-        for (_, reason), names in kinds.items()
+        for spelled, names, reason in grouped_names({name: module.reason for name, module in left.items()})
     ]
 
 
 def check_nothing_left(left: Left) -> None:
     """Refuse a conversion that would leave modules in their source form, for ``strict``."""
-    if not left:
-        return
-    expected = "one that the kernels can compute, with strict"
-    fix = "Leave --strict out to copy what these modules hold as it is."
-    raise ConversionError.about("every MLP and experts module", expected, "; ".join(left_notes(left)), fix)
+    if left:
+        expected, got = "one that the kernels can compute, with strict", "; ".join(left_notes(left))
+        fix = "Leave --strict out to copy what these modules hold as it is."
+        raise ConversionError.about("every MLP and experts module", expected, got, fix)
 
 
 def warn_of_losses(manifest: Manifest) -> None:

@@ -5,7 +5,6 @@ Everything here changes the bytes that are written; how the work is done (worker
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hf_neuron_moe.config import LAYOUTS, PURPOSES, SCALE_LAYOUTS, SCALE_RULES
@@ -49,7 +48,13 @@ class ConvertOptions:
         if self.purpose is None:
             object.__setattr__(self, "purpose", "inference" if self.precision == "mxfp4" else "training")
         for name, allowed in _CHOICES.items():
-            _choice(name, getattr(self, name), allowed)
+            value = getattr(self, name)
+            # Booleans by identity: 1 == True, and neither a count nor a name is a switch.
+            if not (value in allowed if isinstance(value, str) else any(value is choice for choice in allowed)):
+                known = [str(choice) for choice in allowed if choice is not None]
+                hint = nearest(value, known) if isinstance(value, str) else ""
+                fix = f"Choose one of these.{hint}"
+                raise ConfigError.about(name, f"one of {', '.join(known)}", repr(value), fix)
         for name, what, fix in _COUNTS:
             value = getattr(self, name)
             if type(value) is not int or value <= 0:
@@ -118,12 +123,3 @@ _FIXES = {
     ("mxfp4", "layout"): "Use --layout kernel, or --precision mxfp8.",
     ("trained kernel", "scales"): "Use packed or oversized scales, or --layout fused.",
 }
-
-
-def _choice(name: str, value: object, allowed: Sequence[object]) -> None:
-    # Booleans by identity: 1 == True, and neither a count nor a name is a switch.
-    if value in allowed if isinstance(value, str) else any(value is choice for choice in allowed):
-        return
-    known = [str(choice) for choice in allowed if choice is not None]
-    hint = nearest(value, known) if isinstance(value, str) else ""
-    raise ConfigError.about(name, f"one of {', '.join(known)}", repr(value), f"Choose one of these.{hint}")

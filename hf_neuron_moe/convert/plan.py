@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from transformers import PreTrainedModel
@@ -17,9 +17,9 @@ from hf_neuron_moe.convert.io.source import SourceCheckpoint, SourceTensor, read
 from hf_neuron_moe.convert.layout.orientations import SOURCE, StoredForm, stored_forms
 from hf_neuron_moe.convert.layout.relayout import WEIGHT_DTYPES
 from hf_neuron_moe.convert.layout.tensor_parallel import FusedWeight
-from hf_neuron_moe.convert.manifest import LeftModule, Piece, WrittenTensor, grouped
+from hf_neuron_moe.convert.manifest import LeftModule, Piece, WrittenTensor, grouped, grouped_names
 from hf_neuron_moe.convert.options import ConvertOptions
-from hf_neuron_moe.errors import ConversionError, pattern_of, public, spelled_together
+from hf_neuron_moe.errors import ConversionError, public
 from hf_neuron_moe.patching.discovery import EXPERTS, MLP, Candidate, discover
 
 
@@ -39,9 +39,20 @@ class ConversionPlan:
         """Bytes of tensor data that will be written."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
-    def forms(self, group: Sequence[WrittenTensor]) -> tuple[StoredForm, ...]:
-        """How the tensors of one group (equal ``WrittenTensor.group``) are filled, in their order."""
-        weight, rank = group[0].group
+    @property
+    def shards(self) -> dict[str, list[WrittenTensor]]:
+        """The tensors of each shard, in their order."""
+        return grouped(self.tensors, lambda tensor: tensor.file)
+
+    @cached_property
+    def pieces(self) -> dict[str, tuple[Piece, ...]]:
+        """What every weight is made of, by its name; a copied tensor is one piece."""
+        copied = {t.name: (Piece(t.name, t.file, t.dtype, t.shape),) for t in self.copied.values()}
+        return {name: weight.pieces for name, weight in self.weights.items()} | copied
+
+    def forms(self, group: tuple[str, int | None]) -> tuple[StoredForm, ...]:
+        """How the tensors of one ``WrittenTensor.group`` are filled, in their order."""
+        weight, rank = group
         return stored_forms(self.weights[weight], self.options, rank)
 
 
@@ -57,7 +68,7 @@ def plan_of(directory: Path, options: ConvertOptions) -> ConversionPlan:
     """Plan the conversion of a folder that was found to be a checkpoint's."""
     source = read_source(directory)
     model = meta_model(directory, source)
-    assignments, ignored = assign_sources(model, source)
+    assignments = assign_sources(model, source)
     candidates = discover(model)
     refused = {candidate.name: candidate.reason for candidate in candidates if candidate.reason is not None}
     weights = {
@@ -78,33 +89,37 @@ def plan_of(directory: Path, options: ConvertOptions) -> ConversionPlan:
         raise ConversionError.about("precision mxfp4", expected, got, "Use --precision mxfp8 or bf16.")
     used = {piece.source for weight in weights.values() for piece in weight.pieces}
     copied = {name: tensor for name, tensor in source.tensors.items() if name not in used}
-    _check_coverage(source, assignments, ignored, used, copied)
-    left = _left(refused, assignments, used)
+    left = _left(refused, assignments, copied)
     return ConversionPlan(source, options, weights, copied, _lay_out(weights, copied, options), left)
 
 
 def _reasons(refused: dict[str, str]) -> str:
     """Names and reasons, modules of one kind together."""
-    kinds = grouped(refused, lambda name: (pattern_of(name), refused[name]))
-    return "; ".join(f"{spelled_together(names)}: {reason}" for (_, reason), names in kinds.items())
+    return "; ".join(f"{spelled}: {reason}" for spelled, _, reason in grouped_names(refused))
 
 
-def _left(refused: dict[str, str], assignments: dict[str, Assignment], used: set[str]) -> dict[str, LeftModule]:
+def _left(
+    refused: dict[str, str], assignments: dict[str, Assignment], copied: dict[str, SourceTensor]
+) -> dict[str, LeftModule]:
     """The modules that keep source tensors, with what they keep."""
     left = {}
     for module, reason in refused.items():
-        prefix = f"{module}." if module else ""
-        entries = [entry for target, entry in assignments.items() if target.startswith(prefix)]
+        entries = [entry for target, entry in assignments.items() if target.startswith(_prefix(module))]
         tensors = [tensor for entry in entries for group in entry.sources.values() for tensor in group]
-        kept = [tensor for tensor in tensors if tensor.name not in used]
+        kept = [tensor for tensor in tensors if tensor.name in copied]
         if kept:
             left[module] = LeftModule(reason, len(kept), sum(tensor.nbytes for tensor in kept))
     return left
 
 
+def _prefix(module: str) -> str:
+    """What the names of a module's parameters begin with; the model itself has no name."""
+    return f"{module}." if module else ""
+
+
 def _weights_of(candidate: Candidate, assignments: dict[str, Assignment], model: PreTrainedModel) -> list[FusedWeight]:
     """The fused gate_up and down weights of one module that the kernels can compute."""
-    prefix = f"{candidate.name}." if candidate.name else ""
+    prefix = _prefix(candidate.name)
     if candidate.kind == MLP:
         assert candidate.roles is not None
         inputs = [f"{prefix}{name}.weight" for name in candidate.roles.inputs]
@@ -116,59 +131,50 @@ def _weights_of(candidate: Candidate, assignments: dict[str, Assignment], model:
     weights = []
     for role, names in members.items():
         pieces: list[Piece] = []
-        start = 0
+        start = 0  # the parameter's first row in the fused weight
         for name in names:
             shape = tuple(model.get_parameter(name).shape)
-            pieces += _pieces(_assignment(name, assignments), shape, start, transposed)
+            pieces += _pieces(name, assignments.get(name), shape, start, transposed)
             start += shape[-1 if transposed else -2]
         contraction = shape[-2 if transposed else -1]
+        dtypes = sorted({piece.dtype for piece in pieces})
         weight = FusedWeight(prefix + role + suffix, (*shape[:-2], start, contraction), tuple(pieces))
-        _check_dtypes(weight)
+        if len(dtypes) > 1 or dtypes[0] not in WEIGHT_DTYPES:
+            expected = f"one of {', '.join(WEIGHT_DTYPES)} for all its tensors"
+            fix = "Convert the original, unquantised checkpoint."
+            raise ConversionError.about(f"dtype of {weight.name}", expected, ", ".join(dtypes), fix)
         weights.append(weight)
     return weights
 
 
-def _assignment(parameter: str, assignments: dict[str, Assignment]) -> Assignment:
-    if parameter in assignments:
-        return assignments[parameter]
-    got = "no tensor for it, because another parameter shares its memory"
-    fix = "Save the model again with transformers, which stores a shared module once under its first name."
-    raise ConversionError.about(f"parameter {parameter}", "stored in the checkpoint under a name of its own", got, fix)
-
-
-def _check_dtypes(weight: FusedWeight) -> None:
-    dtypes = sorted({piece.dtype for piece in weight.pieces})
-    if len(dtypes) > 1 or dtypes[0] not in WEIGHT_DTYPES:
-        expected = f"one of {', '.join(WEIGHT_DTYPES)} for all its tensors"
-        fix = "Convert the original, unquantised checkpoint."
-        raise ConversionError.about(f"dtype of {weight.name}", expected, ", ".join(dtypes), fix)
-
-
-def _pieces(assignment: Assignment, shape: tuple[int, ...], start: int, transposed: bool) -> list[Piece]:
+def _pieces(
+    name: str, assignment: Assignment | None, shape: tuple[int, ...], start: int, transposed: bool
+) -> list[Piece]:
     """Pieces of one in-memory parameter; `start` is its first row in the fused weight."""
+    if assignment is None:
+        got = "no tensor for it, because another parameter shares its memory"
+        fix = "Save the model again with transformers, which stores a shared module once under its first name."
+        raise ConversionError.about(f"parameter {name}", "stored in the checkpoint under a name of its own", got, fix)
     if assignment.converter is None:
         (tensor,) = assignment.sources[""]
-        _check_shape(tensor, shape)
-        return [Piece(tensor.name, tensor.file, tensor.dtype, tensor.shape, None, start, transposed)]
+        return [_piece(tensor, shape, None, start, transposed)]
     kinds = [(type(operation), getattr(operation, "dim", None)) for operation in assignment.converter.operations]
     if kinds not in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)]) or len(shape) != 3 or transposed:
         expected = "the parameter itself, or one matrix per expert and projection"
         got = " then ".join(kind.__name__ for kind, _ in kinds)
         fix = "Load the model and save it with save_original_format=False; that form can be converted."
-        raise ConversionError.about(f"on-disk form of {assignment.target}", expected, got, fix)
+        raise ConversionError.about(f"on-disk form of {name}", expected, got, fix)
     E, F, K = shape
     rows = F // len(assignment.converter.source_patterns)
     pieces = []
     for pattern in assignment.converter.source_patterns:
         tensors = assignment.sources.get(pattern, [])
-        experts = [_expert_index(tensor.name, pattern, assignment.target) for tensor in tensors]
+        experts = [_expert_index(tensor.name, pattern, name) for tensor in tensors]
         if experts != list(range(E)):
             expected = f"one tensor for each of experts 0 to {E - 1}"
             fix = "Check that config.json belongs to these weights and that no shard is missing."
-            raise ConversionError.about(f"experts of {assignment.target} ({pattern})", expected, experts, fix)
-        for expert, tensor in zip(experts, tensors):
-            _check_shape(tensor, (rows, K))
-            pieces.append(Piece(tensor.name, tensor.file, tensor.dtype, tensor.shape, expert, start))
+            raise ConversionError.about(f"experts of {name} ({pattern})", expected, experts, fix)
+        pieces += [_piece(tensor, (rows, K), expert, start) for expert, tensor in enumerate(tensors)]
         start += rows
     return pieces
 
@@ -178,31 +184,22 @@ def _expert_index(name: str, pattern: str, target: str) -> int:
     before, _, after = pattern.partition("*")
     found = re.search(rf"([0-9]+){re.escape(after)}$", name)
     if found is None or not before:
-        expected = f"a name of the form {pattern}"
         fix = f"It would become part of {target}; check where the checkpoint comes from."
-        raise ConversionError.about(f"tensor {name}", expected, "one without an expert number", fix)
+        got = "one without an expert number"
+        raise ConversionError.about(f"tensor {name}", f"a name of the form {pattern}", got, fix)
     return int(found.group(1))
 
 
-def _check_shape(tensor: SourceTensor, shape: tuple[int, ...]) -> None:
+def _piece(
+    tensor: SourceTensor, shape: tuple[int, ...], expert: int | None, start: int, transposed: bool = False
+) -> Piece:
     if tensor.shape != shape:
-        expected = f"of shape {list(shape)}, as config.json says"
-        fix = "Check that config.json belongs to these weights."
+        expected, fix = (
+            f"of shape {list(shape)}, as config.json says",
+            "Check that config.json belongs to these weights.",
+        )
         raise ConversionError.about(f"{tensor.file}: {tensor.name}", expected, list(tensor.shape), fix)
-
-
-def _check_coverage(
-    source: SourceCheckpoint,
-    assignments: dict[str, Assignment],
-    ignored: list[str],
-    used: set[str],
-    copied: dict[str, SourceTensor],
-) -> None:
-    """Every source tensor is used once or copied: a guard on this file's own arithmetic."""
-    assigned = [tensor.name for entry in assignments.values() for group in entry.sources.values() for tensor in group]
-    assert sorted([*assigned, *ignored]) == sorted(source.tensors), "a source tensor was lost or used twice"
-    assert not used & copied.keys()
-    assert used | copied.keys() == source.tensors.keys()
+    return Piece(tensor.name, tensor.file, tensor.dtype, tensor.shape, expert, start, transposed)
 
 
 def _lay_out(
@@ -212,20 +209,18 @@ def _lay_out(
 
     With tensor parallelism each rank has shards of its own, behind those of the tensors that are not split.
     """
-    shared: dict[str, list[WrittenTensor]] = {}
-    by_rank: dict[int, dict[str, list[WrittenTensor]]] = {}
-    for name, weight in weights.items():
-        if options.tp_degree == 1:
-            shared[name] = [form.written(name) for form in stored_forms(weight, options)]
-            continue
-        for rank in range(options.tp_degree):
-            tensors = [form.written(name) for form in stored_forms(weight, options, rank)]
-            by_rank.setdefault(rank, {})[name] = tensors
+    groups: dict[int | None, dict[str, list[WrittenTensor]]] = {None: {}}
+    for rank in [None] if options.tp_degree == 1 else range(options.tp_degree):
+        groups[rank] = {
+            name: [form.written(name) for form in stored_forms(weight, options, rank)]
+            for name, weight in weights.items()
+        }
     for name, tensor in copied.items():
-        shared.setdefault(name, []).append(WrittenTensor(name, "", tensor.dtype, tensor.shape, SOURCE, name))
-    files = _shards(shared, options.max_shard_bytes, "neuron")
-    for rank, groups in by_rank.items():
-        files += _shards(groups, options.max_shard_bytes, f"neuron-tp-{rank:02d}-of-{options.tp_degree:02d}")
+        groups[None].setdefault(name, []).append(WrittenTensor(name, "", tensor.dtype, tensor.shape, SOURCE, name))
+    files = []
+    for rank, tensors in groups.items():
+        stem = "neuron" if rank is None else f"neuron-tp-{rank:02d}-of-{options.tp_degree:02d}"
+        files += _shards(tensors, options.max_shard_bytes, stem)
     names = Counter(tensor.name for tensor in files)
     for name in sorted(name for name, count in names.items() if count > 1):
         got = "a source tensor and a converted weight of this name"

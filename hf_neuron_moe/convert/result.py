@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from hf_neuron_moe.convert.execute import Made
 from hf_neuron_moe.convert.io.file_hashes import hash_file
 from hf_neuron_moe.convert.io.side_files import side_files
 from hf_neuron_moe.convert.io.source import damaged
-from hf_neuron_moe.convert.manifest import INDEX_OUT, MANIFEST_FILE, Manifest, Piece, WrittenTensor, load_manifest
+from hf_neuron_moe.convert.manifest import INDEX_OUT, MANIFEST_FILE, Manifest, WrittenTensor, index_json, load_manifest
 from hf_neuron_moe.convert.plan import ConversionPlan
 from hf_neuron_moe.convert.transaction.commit import clear, copy_file, held, is_free, partial_of, write_file
 from hf_neuron_moe.convert.transaction.resume import Job
@@ -30,21 +30,24 @@ def finished_manifest(plan: ConversionPlan, destination: Path, *, force: bool = 
         return None
     try:
         manifest = load_manifest(destination)
+        folder = plan.source.directory
+        sizes = {file: (folder / file).stat().st_size for file in plan.source.files}
+        ours = manifest.options == plan.options and _unsummed(manifest.tensors) == _unsummed(plan.tensors)
+        if not ours or manifest.source_files != sizes:
+            return None
+        if manifest.source_sha256 != {file: hash_file(folder / file) for file in sizes}:
+            return None
+        files = dict.fromkeys(manifest.by_file(), "") | manifest.file_sha256
+        present = {name for name in files if (destination / name).is_file()}
+        damage = {name for name in files if name not in present or hash_file(destination / name) != files[name]}
+        if damage:
+            raise ConversionError(f"{len(damage)} missing or altered files, such as {min(damage)}")
     except ConversionError as error:
         if force:
             return None
-        raise _damaged_result(destination, str(error)) from error
-    planned = [replace(tensor, checksum="") for tensor in plan.tensors]
-    if manifest.options != plan.options or [replace(tensor, checksum="") for tensor in manifest.tensors] != planned:
-        return None
-    folder = plan.source.directory
-    sizes = {file: (folder / file).stat().st_size for file in plan.source.files}
-    if manifest.source_files != sizes or manifest.source_sha256 != {file: hash_file(folder / file) for file in sizes}:
-        return None
-    if damage := _damaged_files(destination, manifest):
-        if force:
-            return None
-        raise _damaged_result(destination, f"{len(damage)} missing or altered files, such as {damage[0]}")
+        expected, got = "as it was when its conversion finished", str(error).removesuffix(".")
+        fix = "`hf-neuron-moe verify` tells more; convert again with --force to replace it."
+        raise DestinationError.about(str(destination), expected, got, fix) from error
     partial = partial_of(destination)
     if partial.exists() and is_free(partial):
         with held(partial, destination):
@@ -52,20 +55,8 @@ def finished_manifest(plan: ConversionPlan, destination: Path, *, force: bool = 
     return manifest
 
 
-def _damaged_result(destination: Path, got: str) -> DestinationError:
-    expected = "as it was when its conversion finished"
-    fix = "`hf-neuron-moe verify` tells more; convert again with --force to replace it."
-    return DestinationError.about(str(destination), expected, got.removesuffix("."), fix)
-
-
-def _damaged_files(directory: Path, manifest: Manifest) -> list[str]:
-    """Files of a finished conversion that are missing or do not have the bytes that were written."""
-    files = {**dict.fromkeys(manifest.by_file(), ""), **manifest.file_sha256}
-    return sorted(
-        name
-        for name, sha256 in files.items()
-        if not (directory / name).is_file() or hash_file(directory / name) != sha256
-    )
+def _unsummed(tensors: Sequence[WrittenTensor]) -> list[WrittenTensor]:
+    return [replace(tensor, checksum="") for tensor in tensors]
 
 
 @public("convert")
@@ -80,18 +71,28 @@ def write_rest(plan: ConversionPlan, job: Job, made: Made) -> Manifest:
 
 
 def files_beside(plan: ConversionPlan, made: Made) -> tuple[dict[str, bytes | Path], Manifest]:
-    """Make the content of every file beside the shards, or say which to copy, by its path in the folder.
-
-    Returns:
-        These, and the manifest, which knows all their checksums.
-    """
-    tensors = [replace(tensor, checksum=made.tensors[tensor.name]) for tensor in plan.tensors]
+    """Return every file beside the shards by its path in the folder, its content or which to copy, and the manifest."""
     changed, replaced = rewritten_files(plan)
-    files: dict[str, bytes | Path] = {**side_files(plan.source.directory), **changed}
-    files[INDEX_OUT] = _index(tensors).encode()
+    index = index_json({}, plan.tensors, {tensor.name: tensor.file for tensor in plan.tensors})
+    files: dict[str, bytes | Path] = {**side_files(plan.source.directory), **changed, INDEX_OUT: index}
     checksums = {name: _sha256(content) for name, content in files.items()}
-    manifest = _manifest(plan, tensors, made)
-    return files, replace(manifest, replaced_files=replaced, file_sha256={**made.files, **checksums})
+    source = plan.source
+    manifest = Manifest(
+        tool_version=__version__,
+        options=plan.options,
+        source_files={file: (source.directory / file).stat().st_size for file in source.files},
+        source_metadata={file: dict(metadata) for file, metadata in source.metadata.items()},
+        weights=plan.pieces,
+        tensors=tuple(replace(tensor, checksum=made.tensors[tensor.name]) for tensor in plan.tensors),
+        rounded=dict(made.rounded),
+        nonfinite=dict(made.nonfinite),
+        source_sha256=made.sources,
+        file_sha256={**made.files, **checksums},
+        replaced_files=replaced,
+        left=dict(plan.left),
+        source_index=None if source.index_metadata is None else dict(source.index_metadata),
+    )
+    return files, manifest
 
 
 def _publish(job: Job, name: str, content: bytes | Path, sha256: str = "") -> None:
@@ -105,29 +106,3 @@ def _publish(job: Job, name: str, content: bytes | Path, sha256: str = "") -> No
 
 def _sha256(content: bytes | Path) -> str:
     return hashlib.sha256(content).hexdigest() if isinstance(content, bytes) else hash_file(content)
-
-
-def _manifest(plan: ConversionPlan, tensors: list[WrittenTensor], made: Made) -> Manifest:
-    source = plan.source
-    weights = {name: weight.pieces for name, weight in plan.weights.items()}
-    weights |= {t.name: (Piece(t.name, t.file, t.dtype, t.shape),) for t in plan.copied.values()}
-    return Manifest(
-        tool_version=__version__,
-        options=plan.options,
-        source_files={file: (source.directory / file).stat().st_size for file in source.files},
-        source_metadata={file: dict(metadata) for file, metadata in source.metadata.items()},
-        weights=weights,
-        tensors=tuple(tensors),
-        rounded=dict(made.rounded),
-        nonfinite=dict(made.nonfinite),
-        source_sha256=made.sources,
-        file_sha256=made.files,
-        left=dict(plan.left),
-        source_index=None if source.index_metadata is None else dict(source.index_metadata),
-    )
-
-
-def _index(tensors: list[WrittenTensor]) -> str:
-    total = sum(tensor.nbytes for tensor in tensors)
-    content = {"metadata": {"total_size": total}, "weight_map": {tensor.name: tensor.file for tensor in tensors}}
-    return json.dumps(content, indent=2, sort_keys=True) + "\n"

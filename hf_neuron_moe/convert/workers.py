@@ -7,12 +7,11 @@ own and results keep the tasks' order, so that the number of threads changes no 
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -23,7 +22,7 @@ Progress = Callable[[int, int], None]
 
 
 def counting(progress: Progress | None, total: int) -> Callable[[int], None]:
-    """A function that adds up the bytes it is called with, at most `total`, and passes the sum on."""
+    """Return a function that adds up the bytes it is called with, at most `total`, and passes the sum on."""
     done = 0
 
     def step(nbytes: int) -> None:
@@ -36,15 +35,14 @@ def counting(progress: Progress | None, total: int) -> Callable[[int], None]:
 
 
 def cores() -> int:
-    """Cores that this process may run on: the number of workers where none is asked for."""
+    """Return how many cores this process may run on: the number of workers where none is asked for."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Workers:
-    """Runs tasks on a fixed number of threads; one worker is the calling thread itself."""
+    """Runs tasks on a pool of threads; without one, on the calling thread."""
 
-    def __init__(self, count: int, pool: ThreadPoolExecutor | None) -> None:
-        self.count = count
+    def __init__(self, pool: ThreadPoolExecutor | None) -> None:
         self._pool = pool
 
     def run(self, tasks: Sequence[Callable[[], ResultT]]) -> Iterator[ResultT]:
@@ -71,42 +69,22 @@ class Workers:
 
 @contextmanager
 def working(count: int) -> Iterator[Workers]:
-    """Give `count` workers that share the processor's cores among them.
-
-    Threads of torch's own are divided among the workers: together more than cores, they would hinder each other.
-    """
+    """Give `count` workers, which share torch's own threads: together more than cores, they would hinder each other."""
     if count == 1:
-        yield Workers(1, None)
+        yield Workers(None)
         return
     before = torch.get_num_threads()
     # For threads that begin after this call; it does not reach those of the caller's other thread pools.
     torch.set_num_threads(max(1, before // count))
     try:
         with ThreadPoolExecutor(count, thread_name_prefix="hf-neuron-moe") as pool:
-            yield Workers(count, pool)
+            yield Workers(pool)
     finally:
         torch.set_num_threads(before)
 
 
-class PerThread(Generic[ResultT]):
-    """One value for every thread, made when that thread first asks."""
-
-    def __init__(self, make: Callable[[], ResultT]) -> None:
-        self._make = make
-        self._local = threading.local()
-
-    def get(self) -> ResultT:
-        """The calling thread's value."""
-        if not hasattr(self._local, "value"):
-            self._local.value = self._make()
-        return self._local.value
-
-
 def anonymous_bytes() -> int:
-    """Bytes of anonymous memory in use; 0 where the system does not tell.
-
-    Pages of mapped files are not counted: the system takes them back when it needs them.
-    """
+    """Return the bytes of memory in use that no file backs, which the system cannot take back; 0 if it is not told."""
     try:
         lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     except OSError:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 from hf_neuron_moe.report.svg import Line, Point
 
-MOST_POINTS = 160
-"""Points of a curve in the page; more would not be seen."""
+MOST_POINTS = 160  # of a curve in the page; more would not be seen
 
 
 def smoothed(values: Sequence[float], window: int) -> list[float]:
@@ -37,9 +36,8 @@ def band(name: str, curves: Sequence[Sequence[float]], steps: Sequence[float] | 
     Steps that not all have are left out. `steps` are the x of the values; None counts from 1.
     """
     count = min(len(curve) for curve in curves)
-    window = window_of(count)
-    columns = list(zip(*(smoothed(curve[:count], window) for curve in curves)))
-    return _line(name, steps or range(1, count + 1), columns, window - 1)
+    xs = [float(step) for step in steps or range(1, count + 1)]
+    return band_of_runs(name, [list(zip(xs, curve[:count])) for curve in curves])
 
 
 def band_of_runs(name: str, curves: Sequence[Sequence[Point]], window: int | None = None) -> Line:
@@ -52,11 +50,10 @@ def band_of_runs(name: str, curves: Sequence[Sequence[Point]], window: int | Non
     values: dict[float, list[float]] = {}
     for curve in curves:
         means = smoothed([loss for _, loss in curve], window)
-        first = min(window, len(curve)) - 1
-        for (step, _), mean in list(zip(curve, means))[first:]:
+        # The first means are over fewer steps than the others, and so noisy that they would set the scale.
+        for (step, _), mean in list(zip(curve, means))[min(window, len(curve)) - 1 :]:
             values.setdefault(step, []).append(mean)
-    steps = sorted(values)
-    return _line(name, steps, [values[step] for step in steps], several=len(curves) > 1)
+    return _line(name, sorted(values.items()), several=len(curves) > 1)
 
 
 def differences(
@@ -71,20 +68,13 @@ def differences(
             rows.append([100 * (mine / theirs - 1) for mine, theirs in pairs])
     if not rows:
         return None
-    columns = list(zip(*rows))
-    return _line(name, range(1, len(columns) + 1), columns, window_of(len(columns)) - 1)
+    columns = [(float(step), column) for step, column in enumerate(zip(*rows), start=1)]
+    return _line(name, columns[window_of(len(columns)) - 1 :], several=len(rows) > 1)
 
 
-def _line(
-    name: str, xs: Iterable[float], columns: Sequence[Sequence[float]], first: int = 0, several: bool | None = None
-) -> Line:
-    """Means and extremes of the values at every x.
-
-    The first smoothed values are over fewer steps than the others, and so noisy that they would set the scale: points
-    before `first` are not drawn.
-    """
-    points = [(float(x), statistics.fmean(column)) for x, column in zip(xs, columns)]
-    kept = [index for index in thinned(points) if index >= first]
-    several = len(columns[0]) > 1 if several is None else several
-    lows, highs = ([edge(columns[index]) for index in kept] if several else [] for edge in (min, max))
+def _line(name: str, columns: Sequence[tuple[float, Sequence[float]]], *, several: bool) -> Line:
+    """Means and, of `several` curves, extremes of the values at every x."""
+    points = [(x, statistics.fmean(column)) for x, column in columns]
+    kept = thinned(points)
+    lows, highs = ([edge(columns[index][1]) for index in kept] if several else [] for edge in (min, max))
     return Line(name, [points[index] for index in kept], lows, highs)

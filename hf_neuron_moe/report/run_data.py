@@ -15,9 +15,7 @@ from hf_neuron_moe.errors import ReportError, public
 
 RUN_FOLDER, RUN_FILE = "neuron_moe", "run.json"
 METRICS_FILE, EVALUATIONS_FILE = "metrics.jsonl", "evaluations.jsonl"
-STUDY_FILE = "parity.json"
-STATE_FILE = "trainer_state.json"
-_EVALUATION, _LOSS = "eval_", "loss"
+STUDY_FILE, STATE_FILE = "parity.json", "trainer_state.json"
 
 
 @dataclass(frozen=True)
@@ -36,12 +34,23 @@ class RunData:
         return list(self.run.get("patch", {}).get("entries", []))
 
     @property
+    def model(self) -> str:
+        """The model's name."""
+        return str(self.run.get("model", "?"))
+
+    @property
     def policy(self) -> str:
         """Precision and activation policy in a few words."""
         config = self.run.get("config", {})
         activations = config.get("activations", "?")
         policy = activations if isinstance(activations, str) else json.dumps(activations)
         return f"{config.get('precision', '?')}, {policy}"
+
+    @property
+    def training(self) -> dict[str, Any]:
+        """What was recorded of the training arguments; nothing in the files of earlier versions."""
+        found = self.run.get("training")
+        return found if isinstance(found, dict) else {}
 
 
 @dataclass(frozen=True)
@@ -72,7 +81,8 @@ def read_runs(directory: Path) -> Contents:
         raise _wrong(directory, got, "Give the output_dir of a run of NeuronMoETrainer.")
     title = directory.resolve().name
     places = [directory, *(path for path in sorted(directory.iterdir()) if path.is_dir())]
-    runs = [_run(folder, name) for folder, name in _run_folders(directory, places)]
+    folders = [place / RUN_FOLDER for place in places] if not (directory / RUN_FILE).is_file() else [directory]
+    runs = [_run(folder) for folder in folders if (folder / RUN_FILE).is_file()]
     found = [place for place in places if (place / STUDY_FILE).is_file()]
     studies = [StudyData(place.resolve().name, _object(place / STUDY_FILE, ("models",))) for place in found]
     if not runs and not studies:
@@ -82,29 +92,15 @@ def read_runs(directory: Path) -> Contents:
     return Contents(title, runs, studies)
 
 
-def _run_folders(directory: Path, places: list[Path]) -> Iterator[tuple[Path, str]]:
-    if (directory / RUN_FILE).is_file():
-        yield directory, directory.resolve().parent.name
-        return
-    for place in places:
-        if (place / RUN_FOLDER / RUN_FILE).is_file():
-            yield place / RUN_FOLDER, place.resolve().name
-
-
-def _run(folder: Path, name: str) -> RunData:
-    run = _object(folder / RUN_FILE, ("patch", "config"))
+def _run(folder: Path) -> RunData:
+    name, run = folder.resolve().parent.name, _object(folder / RUN_FILE, ("patch", "config"))
     metrics, evaluations = (list(_lines(folder / file)) for file in (METRICS_FILE, EVALUATIONS_FILE))
-    return RunData(name, run, metrics, _evaluations(evaluations or _history(folder.parent / STATE_FILE)))
-
-
-def _evaluations(records: list[dict[str, Any]]) -> dict[str, list[tuple[float, float]]]:
-    """Evaluation losses by name; a step that was evaluated twice has the later one."""
-    found: dict[str, dict[float, float]] = {}
-    for record in records:
+    losses: dict[str, dict[float, float]] = {}  # of a step that was evaluated twice the later one
+    for record in evaluations or _history(folder.parent / STATE_FILE):
         for key, value in record.items():
-            if key.startswith(_EVALUATION) and key.endswith(_LOSS) and isinstance(value, int | float):
-                found.setdefault(key, {})[float(record["step"])] = float(value)
-    return {key: sorted(losses.items()) for key, losses in found.items()}
+            if key.startswith("eval_") and key.endswith("loss") and isinstance(value, int | float):
+                losses.setdefault(key, {})[float(record["step"])] = float(value)
+    return RunData(name, run, metrics, {key: sorted(values.items()) for key, values in losses.items()})
 
 
 def _history(path: Path) -> list[dict[str, Any]]:
@@ -123,11 +119,10 @@ def _object(path: Path, needed: tuple[str, ...]) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise _damaged(path, "JSON in UTF-8", str(error)) from error
-    lacking = [key for key in needed if not isinstance(content, dict) or not isinstance(content.get(key), dict)]
-    if lacking:
+    found: dict[str, Any] = content if isinstance(content, dict) else {}
+    if lacking := [key for key in needed if not isinstance(found.get(key), dict)]:
         raise _damaged(path, f"a JSON object with the objects {', '.join(needed)}", f"one without {lacking[0]}")
-    assert isinstance(content, dict)
-    return content
+    return found
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -150,12 +145,9 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _wrong(directory: Path, got: str, remedy: str) -> ReportError:
-    expected = (
-        f"a run's output folder (with {RUN_FOLDER}/{RUN_FILE}), one with {STUDY_FILE}, or a folder of such folders"
-    )
-    return ReportError.about(str(directory), expected, got, remedy)
+    run = f"a run's output folder (with {RUN_FOLDER}/{RUN_FILE})"
+    return ReportError.about(str(directory), f"{run}, one with {STUDY_FILE}, or a folder of such folders", got, remedy)
 
 
 def _damaged(path: Path, expected: str, got: str) -> ReportError:
-    remedy = "The file was cut off or changed; run again what wrote it."
-    return ReportError.about(str(path), expected, got, remedy)
+    return ReportError.about(str(path), expected, got, "The file was cut off or changed; run again what wrote it.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,8 +11,8 @@ from typing import Any
 
 from hf_neuron_moe.report.curves import band_of_runs
 from hf_neuron_moe.report.run_data import RunData
-from hf_neuron_moe.report.sections import figure, figures, kib, missing, note, section, table
-from hf_neuron_moe.report.svg import Line, Point, line_chart
+from hf_neuron_moe.report.sections import figures, kib, missing, note, section, step_figure, table
+from hf_neuron_moe.report.svg import Line, Point
 
 Facts = dict[str, str]
 
@@ -29,18 +30,6 @@ class Group:
 
     facts: Facts  # what the runs have in common, in words, by name
     runs: list[RunData]
-    curves: list[list[Point]]  # logged steps and losses of each
-
-    @property
-    def reached(self) -> int:
-        """How many of the runs have the last step that any of them has."""
-        ends = [curve[-1][0] for curve in self.curves]
-        return ends.count(self.end)
-
-    @property
-    def end(self) -> float:
-        """The last step that any of the runs has."""
-        return max(curve[-1][0] for curve in self.curves)
 
 
 def configuration(run: RunData) -> Facts:
@@ -49,40 +38,54 @@ def configuration(run: RunData) -> Facts:
     Seeds and the number of steps are not part of it. A resumed run shares its configuration with no other: its losses
     before and after may come from different options.
     """
-    training = _training(run)
-    config = run.run.get("config", {})
     facts = {"blocks": run.policy}
-    facts |= {
-        key: value if isinstance(value, str) else json.dumps(value, sort_keys=True)
-        for key, value in config.items()
-        if key not in ("precision", "activations")
-    }
-    facts |= {
-        "trained": _trained(training),
-        "processes": _text(_processes(run)),
-        "learning rate": _rate(run),
-        "batch": _batch(training),
-        "steps per log": _interval(run),
-    }
-    if training.get("resumed_from_step"):
-        facts["resumed"] = f"{run.name} from step {training['resumed_from_step']}"
+    for key, value in run.run.get("config", {}).items():
+        if key not in ("precision", "activations"):
+            facts[key] = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+    # Losses that are averaged over unlike numbers of steps make no band.
+    steps = [record["step"] for record in run.metrics if record.get("loss") is not None]
+    facts |= {**_arguments(run), "steps per log": str(steps[1] - steps[0]) if len(steps) > 2 else "-"}
+    if run.training.get("resumed_from_step"):
+        facts["resumed"] = f"{run.name} from step {run.training['resumed_from_step']}"
     return facts
+
+
+def _arguments(run: RunData) -> Facts:
+    """What a run was trained with, as far as that was recorded."""
+    training, rate = run.training, run.training.get("learning_rate")
+    logged = [record["learning_rate"] for record in run.metrics if record.get("learning_rate") is not None]
+    if rate is not None:
+        rate = f"{rate:g}"
+    elif logged:
+        rate = f"up to {max(logged):.2g}"
+    parts = [training.get(key) for key in ("batch_size_per_process", "accumulation_steps", "processes")]
+    sizes = [part for part in parts if isinstance(part, int)]
+    batch = f"{' x '.join(map(str, sizes))} = {math.prod(sizes)}" if len(sizes) == len(parts) else None
+    processes = training.get("processes", (run.run.get("environment") or {}).get("processes"))
+    facts = {"trained": _trained(training), "processes": processes, "learning rate": rate, "batch": batch}
+    return {name: _text(value) for name, value in facts.items()}
+
+
+def _trained(training: Mapping[str, Any]) -> str | None:
+    count, of = training.get("trainable_parameters"), training.get("parameters")
+    if count is None:
+        return None
+    adapter, rank = training.get("adapter"), training.get("lora_rank")
+    how = "" if adapter is None else f"{adapter}{'' if rank is None else f' of rank {rank}'}: "
+    return f"{how}{count:,}" + (f" of {of:,}" if of is not None and of != count else "")
 
 
 def grouped(runs: Sequence[RunData]) -> dict[str, list[Group]]:
     """Return the runs that logged losses, by model and configuration."""
     models: dict[str, list[Group]] = defaultdict(list)
     for run in runs:
-        curve = _logged(run, "loss")
-        if not curve:
-            continue
-        groups, facts = models[str(run.run.get("model", "?"))], configuration(run)
-        known = next((group for group in groups if group.facts == facts), None)
-        if known is None:
-            groups.append(Group(facts, [run], [curve]))
-        else:
-            known.runs.append(run)
-            known.curves.append(curve)
+        if _logged(run, "loss"):
+            groups, facts = models[run.model], configuration(run)
+            known = next((group for group in groups if group.facts == facts), None)
+            if known is None:
+                groups.append(Group(facts, [run]))
+            else:
+                known.runs.append(run)
     return models
 
 
@@ -111,84 +114,77 @@ def losses_section(runs: Sequence[RunData]) -> str:
 
 
 def _losses_figure(model: str, groups: Sequence[Group]) -> str:
-    names = labels(groups)
-    lines = [band_of_runs(name, group.curves) for name, group in zip(names, groups)]
-    alt = f"Training loss of {model} over the steps, by configuration: {' | '.join(names)}"
-    chart = line_chart(lines, alt=alt, x_label="step", y_label="loss (nats)")
-    told = f"{model}: loss as logged, averaged over a twentieth of the run"
+    lines, told = [], f"{model}: loss as logged, averaged over a twentieth of the run"
     most = max(len(group.runs) for group in groups)
     if most > 1:
         told += f"; bands: lowest to highest of up to {most} runs of one configuration, of those that have the step"
-    for name, group in zip(names, groups):
-        if group.reached < len(group.runs):
-            told += f"; {name}: {group.reached} of {len(group.runs)} runs reach step {group.end:g}"
-    return figure(chart, told)
+    for name, group in zip(labels(groups), groups):
+        curves = [_logged(run, "loss") for run in group.runs]
+        lines.append(band_of_runs(name, curves))
+        ends = [curve[-1][0] for curve in curves]
+        if ends.count(max(ends)) < len(ends):
+            told += f"; {name}: {ends.count(max(ends))} of {len(ends)} runs reach step {max(ends):g}"
+    return _figure(model, "Training loss", "loss (nats)", lines, told)
 
 
 def progress_section(runs: Sequence[RunData]) -> str:
     """Evaluation loss, learning rate, gradient norm and throughput over the steps, one figure each per model."""
     drawn = []
     for model, groups in grouped(runs).items():
-        names = labels(groups)
-        evaluated: list[Line] = []
+        named = list(zip(labels(groups), groups))
         datasets = list(dict.fromkeys(key for group in groups for run in group.runs for key in run.evaluations))
-        for dataset in datasets:
-            called = names if len(datasets) == 1 else [f"{name}; {dataset}" for name in names]
-            curves = [[run.evaluations.get(dataset, []) for run in group.runs] for group in groups]
-            evaluated += _lines(called, curves)
-        courses = [("Evaluation loss", "evaluation loss (nats)", evaluated)]
+        curves = {
+            name if len(datasets) == 1 else f"{name}; {dataset}": [run.evaluations.get(dataset) for run in group.runs]
+            for dataset in datasets
+            for name, group in named
+        }
+        courses = [("Evaluation loss", "evaluation loss (nats)", _lines(curves))]
         for key, title, axis in _LOGGED:
-            curves = [[_logged(run, key) for run in group.runs] for group in groups]
-            courses.append((title, axis, _lines(names, curves)))
-        drawn += [_course_figure(model, title, axis, lines) for title, axis, lines in courses if lines]
+            logged = {name: [_logged(run, key) for run in group.runs] for name, group in named}
+            courses.append((title, axis, _lines(logged)))
+        for title, axis, lines in courses:
+            told = "; bands: lowest to highest of several runs" if any(line.low for line in lines) else ""
+            if lines:
+                drawn.append(_figure(model, title, axis, lines, f"{model}: {title.lower()} as logged{told}"))
     return section("Course of training", figures(drawn) if drawn else missing("Nothing else was logged."))
 
 
-def _lines(names: Sequence[str], curves: Sequence[Sequence[list[Point]]]) -> list[Line]:
+def _lines(curves: Mapping[str, Sequence[list[Point] | None]]) -> list[Line]:
     """A line per configuration whose runs have the curve, as logged."""
-    known = [(name, [curve for curve in of_runs if curve]) for name, of_runs in zip(names, curves)]
-    return [band_of_runs(name, of_runs, window=1) for name, of_runs in known if of_runs]
+    known = {name: [curve for curve in of_runs if curve] for name, of_runs in curves.items()}
+    return [band_of_runs(name, of_runs, window=1) for name, of_runs in known.items() if of_runs]
 
 
-def _course_figure(model: str, title: str, axis: str, lines: Sequence[Line]) -> str:
+def _figure(model: str, title: str, axis: str, lines: Sequence[Line], caption: str) -> str:
     alt = f"{title} of {model} over the steps, by configuration: {' | '.join(line.name for line in lines)}"
-    chart = line_chart(lines, alt=alt, x_label="step", y_label=axis)
-    told = "; bands: lowest to highest of several runs" if any(line.low for line in lines) else ""
-    return figure(chart, f"{model}: {title.lower()} as logged{told}")
+    return step_figure(lines, axis, alt, caption)
 
 
 def runs_table(runs: Sequence[RunData]) -> str:
     """Configuration of every run and the figures of its last logging step."""
     rows = []
     for run in runs:
-        last, training = run.metrics[-1] if run.metrics else {}, _training(run)
-        padding, whole = last.get("padding_overhead"), training.get("max_steps")
-        results = (
-            _number(last.get("loss"), ".4f"),
-            _evaluated(run),
-            _number(last.get("tokens_per_second"), ",.0f"),
-            kib(last.get("saved_bytes_per_token")),
-            "-" if padding is None else f"{100 * padding:.1f} %",
-        )
-        configured = (
-            f"{last.get('step', '-')}" + (f" of {whole}" if whole else ""),
-            str(run.run.get("model", "?")),
-            run.policy,
-            _trained(training),
-            _text(_processes(run)),
-            _rate(run),
-            _batch(training),
-            _text(training.get("seed")),
-            _text(training.get("resumed_from_step") or None),
-        )
-        rows.append((run.name, *results, *configured))
-    figures_of = ("loss", "eval loss", "tokens/s", "saved KiB/token", "padding overhead", "last step", "model")
-    options = ("blocks", "trained", "processes", "learning rate", "batch", "seed", "resumed from")
+        last, whole = run.metrics[-1] if run.metrics else {}, run.training.get("max_steps")
+        row = {
+            "run": run.name,
+            "loss": _number(last.get("loss"), ".4f"),
+            "eval loss": _evaluated(run),
+            "tokens/s": _number(last.get("tokens_per_second"), ",.0f"),
+            "saved KiB/token": kib(last.get("saved_bytes_per_token")),
+            "padding overhead": _number(last.get("padding_overhead"), ".1%").replace("%", " %"),
+            "last step": f"{last.get('step', '-')}" + (f" of {whole}" if whole else ""),
+            "model": run.model,
+            "blocks": run.policy,
+            **_arguments(run),
+            "seed": _text(run.training.get("seed")),
+            "resumed from": _text(run.training.get("resumed_from_step") or None),
+        }
+        rows.append(row)
     told = note(
         "Padding overhead: extra multiply-adds of the Neuron kernels, which pad H and I to multiples of 128 and every "
         "expert's tokens to whole blocks; it says nothing about the torch backend's time."
     )
-    return section("Runs", table(("run", *figures_of, *options), rows) + told)
+    return section("Runs", table(list(rows[0]), [list(row.values()) for row in rows]) + told)
 
 
 def _evaluated(run: RunData) -> str:
@@ -197,49 +193,6 @@ def _evaluated(run: RunData) -> str:
     if list(last) == ["eval_loss"]:
         return _number(last["eval_loss"], ".4f")
     return ", ".join(f"{name} {_number(loss, '.4f')}" for name, loss in last.items()) or "-"
-
-
-def _training(run: RunData) -> Mapping[str, Any]:
-    """What was recorded of the training arguments; nothing in the files of earlier versions."""
-    found = run.run.get("training")
-    return found if isinstance(found, dict) else {}
-
-
-def _trained(training: Mapping[str, Any]) -> str:
-    count, of = training.get("trainable_parameters"), training.get("parameters")
-    if count is None:
-        return "-"
-    adapter, rank = training.get("adapter"), training.get("lora_rank")
-    how = "" if adapter is None else f"{adapter}{'' if rank is None else f' of rank {rank}'}: "
-    return f"{how}{count:,}" + (f" of {of:,}" if of is not None and of != count else "")
-
-
-def _processes(run: RunData) -> Any:
-    return _training(run).get("processes", (run.run.get("environment") or {}).get("processes"))
-
-
-def _rate(run: RunData) -> str:
-    """The learning rate; where it was not recorded, the highest that was logged."""
-    rate = _training(run).get("learning_rate")
-    if rate is not None:
-        return f"{rate:g}"
-    logged = [r["learning_rate"] for r in run.metrics if r.get("learning_rate") is not None]
-    return f"up to {max(logged):.2g}" if logged else "-"
-
-
-def _batch(training: Mapping[str, Any]) -> str:
-    """Sequences per optimizer step: per device x accumulated x processes."""
-    parts = [training.get(key) for key in ("batch_size_per_process", "accumulation_steps", "processes")]
-    known = [part for part in parts if isinstance(part, int)]
-    if len(known) < len(parts):
-        return "-"
-    return f"{' x '.join(map(str, known))} = {known[0] * known[1] * known[2]}"
-
-
-def _interval(run: RunData) -> str:
-    """Steps between two logs: losses that are averaged over unlike numbers of steps make no band."""
-    steps = [record["step"] for record in run.metrics if record.get("loss") is not None]
-    return str(steps[1] - steps[0]) if len(steps) > 2 else "-"
 
 
 def _text(value: Any) -> str:

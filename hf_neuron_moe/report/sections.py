@@ -11,10 +11,9 @@ from typing import Any
 from hf_neuron_moe.errors import pattern_of, spelled_together
 from hf_neuron_moe.report.curves import band, differences
 from hf_neuron_moe.report.run_data import RunData, StudyData
-from hf_neuron_moe.report.svg import bar_chart, heat_map, line_chart
+from hf_neuron_moe.report.svg import Line, bar_chart, heat_map, line_chart
 
-LEAST_DB = 6.0
-"""Range of a scale of colours: smaller differences of SQNR should not look large."""
+LEAST_DB = 6.0  # Range of a scale of colours: smaller differences of SQNR should not look large
 _MAP_KEYS = ("kind", "class_name", "experts", "hidden_size", "intermediate_size", "status", "activations")
 _STATUS = {"patched": "ok", "skipped": "skipped", "refused": "bad"}
 
@@ -65,6 +64,11 @@ def kib(nbytes: float | None) -> str:
     return "-" if nbytes is None else f"{nbytes / 1024:,.2f}"
 
 
+def step_figure(lines: Sequence[Line], axis: str, alt: str, caption: str) -> str:
+    """Return a figure of curves over the steps."""
+    return figure(line_chart(lines, alt=alt, x_label="step", y_label=axis), caption)
+
+
 def study_sections(study: StudyData) -> str:
     """Loss curves and differences of a parity study, its table, and what the variants save."""
     drawn = []
@@ -73,55 +77,45 @@ def study_sections(study: StudyData) -> str:
         shown = {name: seeds for name, seeds in variants.items() if seeds and not name.startswith("fp32,")}
         lines = [band(name, list(seeds.values())) for name, seeds in shown.items()]
         seeds = max((len(seeds) for seeds in variants.values()), default=0)
+        bands = f"bands: lowest to highest of {seeds} seeds" if seeds > 1 else "one seed"
         alt = f"Training loss of {model} over the steps, by variant: {', '.join(line.name for line in lines)}"
-        chart = line_chart(lines, alt=alt, x_label="step", y_label="loss (nats)")
-        drawn.append(figure(chart, f"{model}: loss, averaged over a twentieth of the run; {_bands(seeds)}"))
+        told = f"{model}: loss, averaged over a twentieth of the run; {bands}"
+        drawn.append(step_figure(lines, "loss (nats)", alt, told))
+        compared = {name: entry.get("reference") for name, entry in _summary(study, model)["variants"].items()}
         gaps = [
             line
-            for name, entry in _variants(study, model).items()
-            if "reference" in entry
-            and entry["reference"] in variants
-            and (line := differences(f"{name} to {entry['reference']}", variants[name], variants[entry["reference"]]))
+            for name, other in compared.items()
+            if other in variants and (line := differences(f"{name} to {other}", variants[name], variants[other]))
         ]
         if gaps:
             alt = f"Difference of {model}'s loss between variants in percent over the steps"
-            chart = line_chart(gaps, alt=alt, x_label="step", y_label="difference (%)")
-            drawn.append(
-                figure(chart, f"{model}: difference of the averaged loss on the same batches; {_bands(seeds)}")
-            )
+            told = f"{model}: difference of the averaged loss on the same batches; {bands}"
+            drawn.append(step_figure(gaps, "difference (%)", alt, told))
     losses = section(f"Loss curves: {study.name}", figures(drawn) + _study_table(study))
     saved = study.content.get("saved_bytes_per_token") or {}
     return losses + (_bytes_figures(saved) if saved else "")
 
 
-def _bands(seeds: int) -> str:
-    return f"bands: lowest to highest of {seeds} seeds" if seeds > 1 else "one seed"
-
-
-def _variants(study: StudyData, model: str) -> Mapping[str, Any]:
-    summary: Mapping[str, Any] = study.content.get("summary") or {}
-    found: Mapping[str, Any] = summary.get(model, {}).get("variants", {})
-    return found
+def _summary(study: StudyData, model: str) -> Mapping[str, Any]:
+    """What a study says of a model's variants, by name, and of the policies compared in fp32."""
+    found: Mapping[str, Any] = (study.content.get("summary") or {}).get(model, {})
+    return {"variants": {}, "fp32": None, **found}
 
 
 def _study_table(study: StudyData) -> str:
     rows = []
     for model in study.content["models"]:
-        for name, entry in _variants(study, model).items():
-            compared = "difference_percent" in entry
-            spread = entry.get("seed_spread_percent")
-            rows.append(
-                (
-                    model,
-                    name,
-                    f"{entry['last_mean']:.4f}",
-                    "-" if spread is None else f"{spread:.2f} %",
-                    f"{entry['difference_percent']:+.4f} % to {entry['reference']}" if compared else "-",
-                    f"{entry['goal_percent']:g} %: {'met' if entry['met'] else 'missed'}" if "met" in entry else "-",
-                )
-            )
-        exact = (study.content.get("summary") or {}).get(model, {}).get("fp32")
-        if exact:
+        summary = _summary(study, model)
+        for name, entry in summary["variants"].items():
+            spread, gap, goal = "-", "-", "-"
+            if entry.get("seed_spread_percent") is not None:
+                spread = f"{entry['seed_spread_percent']:.2f} %"
+            if "difference_percent" in entry:
+                gap = f"{entry['difference_percent']:+.4f} % to {entry['reference']}"
+            if "met" in entry:
+                goal = f"{entry['goal_percent']:g} %: {'met' if entry['met'] else 'missed'}"
+            rows.append((model, name, f"{entry['last_mean']:.4f}", spread, gap, goal))
+        if exact := summary["fp32"]:
             gap = f"{exact['largest_difference']:.1e} (largest, relative)"
             name = f"fp32: lossless policies, {exact['steps']} steps"
             rows.append((model, name, "-", "-", gap, f"{exact['goal']:g}: {'met' if exact['met'] else 'missed'}"))
@@ -144,18 +138,15 @@ def map_section(runs: Sequence[RunData]) -> str:
     parts = []
     for run in runs:
         counts = {status: sum(entry["status"] == status for entry in run.entries) for status in _STATUS}
-        told = ", ".join(f"{count} {status}" for status, count in counts.items())
-        cells = "".join(
-            f'<i class="{_STATUS.get(entry["status"], "bad")}" title="{escape(_told(entry))}"></i>'
-            for entry in run.entries
-        )
-        strip = f'<div class="strip" role="img" aria-label="{escape(told)}, in model order">{cells}</div>'
-        parts.append(f"<h3>{escape(run.name)}: {escape(run.policy)}</h3><p>{escape(told)}.</p>{strip}{_map(run)}")
+        told = escape(", ".join(f"{count} {status}" for status, count in counts.items()))
+        cells = ""
+        for entry in run.entries:
+            why = f", {entry['reason']}" if entry.get("reason") else ""
+            title = escape(f"{entry['name']}: {entry['status']}{why}")
+            cells += f'<i class="{_STATUS.get(entry["status"], "bad")}" title="{title}"></i>'
+        strip = f'<div class="strip" role="img" aria-label="{told}, in model order">{cells}</div>'
+        parts.append(f"<h3>{escape(run.name)}: {escape(run.policy)}</h3><p>{told}.</p>{strip}{_map(run)}")
     return section("Patch map", "".join(parts))
-
-
-def _told(entry: Mapping[str, Any]) -> str:
-    return f"{entry['name']}: {entry['status']}{', ' + entry['reason'] if entry.get('reason') else ''}"
 
 
 def _map(run: RunData) -> str:
@@ -180,7 +171,7 @@ def bytes_section(runs: Sequence[RunData]) -> str:
         patched = [entry for entry in run.entries if entry["status"] == "patched"]
         kept = [float(e["saved_bytes_per_token"]) for e in patched if e.get("saved_bytes_per_token") is not None]
         if kept and len(kept) == len(patched):
-            values[str(run.run.get("model", "?"))][run.policy] = sum(kept)
+            values[run.model][run.policy] = sum(kept)
     if not values:
         return section("Saved for backward", missing("The patch report has no saved bytes."))
     return _bytes_figures(values)
@@ -192,33 +183,31 @@ def health_section(run: RunData) -> str:
     title = f"Quantisation health: {run.name}"
     if not sampled:
         return section(title, missing("Not sampled: neuron_health_steps was 0, or the run ended before."))
-    modules = list(sampled[-1]["health"])
     last = sampled[-1]["health"]
+    rows, steps = short_names(list(last)), [str(record["step"]) for record in sampled]
     tensors = list(dict.fromkeys(tensor for module in last.values() for tensor in module.get("weights", {})))
     now = [
-        [_sqnr(last[module].get("weights", {}).get(tensor)) for tensor in tensors] + [_sqnr(last[module].get("input"))]
-        for module in modules
+        [_sqnr(of) for of in (*(module.get("weights", {}).get(tensor) for tensor in tensors), module.get("input"))]
+        for module in last.values()
     ]
-    over_time = [[_sqnr(record["health"].get(module, {}).get("input")) for record in sampled] for module in modules]
-    rows = short_names(modules)
-    steps = [str(record["step"]) for record in sampled]
     alt = f"SQNR per module and tensor at step {steps[-1]}"
-    first = heat_map(rows, [*tensors, "input"], now, alt=alt, unit="dB", least_range=LEAST_DB)
-    drawn = [figure(first, f"SQNR under MXFP8 at step {steps[-1]}, by module and tensor")]
+    drawing = heat_map(rows, [*tensors, "input"], now, alt=alt, unit="dB", least_range=LEAST_DB)
+    drawn = [figure(drawing, f"SQNR under MXFP8 at step {steps[-1]}, by module and tensor")]
     if len(sampled) > 1:
         alt = "SQNR of the modules' inputs over the steps"
-        second = heat_map(rows, steps, over_time, alt=alt, unit="dB", least_range=LEAST_DB)
-        drawn.append(figure(second, "SQNR of the inputs under MXFP8, by module and step"))
+        inputs = [[_sqnr(record["health"].get(module, {}).get("input")) for record in sampled] for module in last]
+        drawing = heat_map(rows, steps, inputs, alt=alt, unit="dB", least_range=LEAST_DB)
+        drawn.append(figure(drawing, "SQNR of the inputs under MXFP8, by module and step"))
     return section(title, figures(drawn) + _worst(last))
 
 
 def _sqnr(figures: Mapping[str, Any] | None) -> float | None:
-    return None if not figures else figures.get("sqnr_db")
+    return (figures or {}).get("sqnr_db")
 
 
 def _worst(health: Mapping[str, Any]) -> str:
     """The extremes over all modules of one sample."""
-    tensors = [tensor for module in health.values() for tensor in (*module.get("weights", {}).values(),)]
+    tensors = [tensor for module in health.values() for tensor in module.get("weights", {}).values()]
     tensors += [module["input"] for module in health.values() if module.get("input")]
     rows = []
     for key, text, most in (
@@ -245,20 +234,19 @@ def load_section(run: RunData) -> str:
         totals = [sum(column) for column in zip(*loads)]
         mean = sum(totals) / len(totals)
         cells.append([count / mean if mean else None for count in totals])
-    widest = max(map(len, cells))
-    names, columns = short_names(modules), [str(expert) for expert in range(widest)]
+    names, columns = short_names(modules), [str(expert) for expert in range(max(map(len, cells)))]
     alt = "Load of every expert over its module's mean, over the whole run"
     drawing = heat_map(names, columns, cells, alt=alt, unit="x mean", low=0.0)
     drawn = [figure(drawing, "Tokens per expert over the module's mean, whole run; 0 is a dead expert")]
     lines = []
     for name, module in list(zip(names, modules))[:: max(1, len(modules) // 6)][:6]:
-        known = [(record["step"], record["experts"][module]["entropy"]) for record in logged]
-        known = [(step, value) for step, value in known if value is not None]
+        entropy = {float(record["step"]): record["experts"][module]["entropy"] for record in logged}
+        known = {step: value for step, value in entropy.items() if value is not None}
         if known:
-            lines.append(band(name, [[value for _, value in known]], [float(step) for step, _ in known]))
+            lines.append(band(name, [list(known.values())], list(known)))
     if len(logged) > 1 and lines:
-        chart = line_chart(lines, alt="Entropy of the expert load over the steps", x_label="step", y_label="entropy")
-        drawn.append(figure(chart, "Entropy of the load (1: all experts alike), of some modules"))
+        told = "Entropy of the load (1: all experts alike), of some modules"
+        drawn.append(step_figure(lines, "entropy", "Entropy of the expert load over the steps", told))
     return section(title, figures(drawn))
 
 

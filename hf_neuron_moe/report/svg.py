@@ -6,19 +6,16 @@ All figures are drawn on a narrow canvas, so that their text stays readable at a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
-WIDTH = 400
-LINE_HEIGHT = 250
-COLORS = 6
-"""Classes ``c0`` to ``c5`` of the page's style."""
+WIDTH, LINE_HEIGHT = 400, 250
+COLORS = 6  # Classes ``c0`` to ``c5`` of the page's style
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 54, 10, 10, 36
 _BAR, _LABELLED_CELLS, _TITLED_CELLS = 26, 14, 1500
-_CHARACTER = 6.2
-"""Width of a character of the labels, at their size, about."""
+_CHARACTER = 6.2  # Width of a character of the labels, at their size, about
 
 Point = tuple[float, float]
 
@@ -56,32 +53,40 @@ def short(value: float) -> str:
 
 def line_chart(lines: Sequence[Line], *, alt: str, x_label: str, y_label: str) -> str:
     """Draw curves over one pair of axes."""
-    xs = [x for line in lines for x, _ in line.points]
     ys = [y for line in lines for y in (*(y for _, y in line.points), *line.low, *line.high)]
-    x_low, x_high = _range(xs)
+    x_low, x_high = _range([x for line in lines for x, _ in line.points])
     y_low, y_high = _range(ys, pad=0.04)
 
-    def place(x: float, y: float) -> str:
+    def place(x: float, y: float) -> Point:
         across = (x - x_low) / (x_high - x_low)
         up = (y - y_low) / (y_high - y_low)
         left = _LEFT + across * (WIDTH - _LEFT - _RIGHT)
-        return f"{left:.1f},{LINE_HEIGHT - _BOTTOM - up * (LINE_HEIGHT - _TOP - _BOTTOM):.1f}"
+        return left, LINE_HEIGHT - _BOTTOM - up * (LINE_HEIGHT - _TOP - _BOTTOM)
 
-    parts = _axes((x_low, x_high), (y_low, y_high), place, x_label, y_label)
+    parts = []
+    for value in ticks(y_low, y_high):
+        left, y = place(x_low, value)
+        parts.append(f'<line class="grid" x1="{left:.1f}" y1="{y:.1f}" x2="{WIDTH - _RIGHT:.1f}" y2="{y:.1f}"/>')
+        parts.append(_text("end", _LEFT - 5, y + 4, short(value)))
+    for value in ticks(x_low, x_high):
+        x, bottom = place(value, y_low)
+        parts.append(_text("cell", x, bottom + 14, short(value)))
+    parts.append(_text("cell", (_LEFT + WIDTH - _RIGHT) / 2, LINE_HEIGHT - 3, x_label))
+    turned = f' transform="translate(10,{(LINE_HEIGHT - _BOTTOM + _TOP) / 2}) rotate(-90)"'
+    parts.append(_text("cell", 0, 0, y_label, turned))
     for index, line in enumerate(lines):
-        color = f"c{index % COLORS}"
         if line.low:
-            outline = [place(x, low) for (x, _), low in zip(line.points, line.low)]
-            outline += [place(x, high) for (x, _), high in reversed(list(zip(line.points, line.high)))]
-            parts.append(f'<polygon class="band {color}" points="{" ".join(outline)}"/>')
+            xs = [x for x, _ in line.points]
+            outline = [*zip(xs, line.low), *reversed(list(zip(xs, line.high)))]
+            parts.append(f'<polygon class="band c{index % COLORS}" points="{_path(place, outline)}"/>')
     for index, line in enumerate(lines):
-        points = " ".join(place(x, y) for x, y in line.points)
         if len(line.points) == 1:  # of which no line can be seen
-            across, down = points.split(",")
-            parts.append(f'<circle class="bar c{index % COLORS}" cx="{across}" cy="{down}" r="3.5"/>')
+            across, down = place(*line.points[0])
+            parts.append(f'<circle class="bar c{index % COLORS}" cx="{across:.1f}" cy="{down:.1f}" r="3.5"/>')
             continue
         dashes = " dashed" if index % 2 else ""
-        parts.append(f'<polyline class="curve{dashes} c{index % COLORS}" points="{points}"/>')
+        curve = _path(place, line.points)
+        parts.append(f'<polyline class="curve{dashes} c{index % COLORS}" points="{curve}"/>')
     return _figure(parts, LINE_HEIGHT, alt) + legend([line.name for line in lines])
 
 
@@ -98,11 +103,9 @@ def bar_chart(values: Mapping[str, float], *, alt: str, unit: str) -> str:
     for row, (name, value) in enumerate(values.items()):
         top = _TOP + row * (_BAR + 16)
         width = max(1.0, value / longest * (WIDTH - 110))
-        parts.append(f'<text x="0" y="{top + 10}">{escape(name)}</text>')
-        parts.append(
-            f'<rect class="bar c{row % COLORS}" x="0" y="{top + 15}" width="{width:.1f}" height="{_BAR - 8}"/>'
-        )
-        parts.append(f'<text x="{width + 6:.1f}" y="{top + 28}">{escape(short(value))} {escape(unit)}</text>')
+        bar = f'x="0" y="{top + 15}" width="{width:.1f}" height="{_BAR - 8}"'
+        parts += [_text("", 0, top + 10, name), f'<rect class="bar c{row % COLORS}" {bar}/>']
+        parts.append(_text("", width + 6, top + 28, f"{short(value)} {unit}"))
     return _figure(parts, 2 * _TOP + len(values) * (_BAR + 16), alt)
 
 
@@ -127,25 +130,31 @@ def heat_map(
     width = (WIDTH - left) / max(1, len(columns))
     height = 18.0 if len(rows) <= 40 else 11.0
     labelled = len(columns) <= _LABELLED_CELLS and width >= 25
-    titled = len(found) <= _TITLED_CELLS
     parts = []
     for index, (row, line) in enumerate(zip(rows, cells)):
         top = _TOP + 14 + index * height
-        parts.append(f'<text class="small" x="0" y="{top + height / 2 + 4:.1f}">{escape(row)}</text>')
+        parts.append(_text("small", 0, top + height / 2 + 4, row))
         for column, value in enumerate(line):
             if value is None:
                 continue
             x = left + column * width
             share = min(1.0, max(0.0, (value - low) / (high - low))) if high > low else 0.5
+            title = ""
+            if len(found) <= _TITLED_CELLS:
+                title = f"<title>{escape(f'{row}, {columns[column]}: {short(value)} {unit}')}</title>"
             box = f'x="{x:.1f}" y="{top:.1f}" width="{width:.2f}" height="{height}" fill="{shade(share)}"'
-            title = f"<title>{escape(f'{row}, {columns[column]}: {short(value)} {unit}')}</title>" if titled else ""
-            parts.append(f"<rect {box}>{title}</rect>" if title else f"<rect {box}/>")
+            parts.append(f"<rect {box}>{title}</rect>")
             if labelled:
-                ink = "#fff" if share < 0.6 else "#111"
-                middle = f'x="{x + width / 2:.1f}" y="{top + height / 2 + 4:.1f}"'
-                parts.append(f'<text class="cell" fill="{ink}" {middle}>{value:.3g}</text>')
-    parts += _column_labels(columns, left, width)
-    return _figure(parts, _TOP + 20 + len(rows) * height, alt) + _scale(low, high, unit)
+                ink = f' fill="{"#fff" if share < 0.6 else "#111"}"'
+                parts.append(_text("cell", x + width / 2, top + height / 2 + 4, f"{value:.3g}", ink))
+    # As many of the columns' names as fit beside each other.
+    room = max((_CHARACTER * len(name) + 6 for name in columns), default=1.0)
+    for column in range(0, len(columns), max(1, math.ceil(room / width))):
+        parts.append(_text("cell small", left + (column + 0.5) * width, _TOP + 8, columns[column]))
+    colors = ", ".join(shade(index / 8) for index in range(9))
+    ends = f"<span>{escape(short(low))}</span><span>{escape(f'{short(high)} {unit}')}</span>"
+    scale = f'<div class="scale"><div style="background:linear-gradient(90deg,{colors})"></div>{ends}</div>'
+    return _figure(parts, _TOP + 20 + len(rows) * height, alt) + scale
 
 
 def shade(share: float) -> str:
@@ -157,42 +166,18 @@ def shade(share: float) -> str:
     return "#" + "".join(f"{round(a + (b - a) * part):02x}" for a, b in zip(stops[index], stops[index + 1]))
 
 
-def _scale(low: float, high: float, unit: str) -> str:
-    colors = ", ".join(shade(index / 8) for index in range(9))
-    ends = f"<span>{escape(short(low))}</span><span>{escape(short(high))} {escape(unit)}</span>"
-    return f'<div class="scale"><div style="background:linear-gradient(90deg,{colors})"></div>{ends}</div>'
-
-
-def _column_labels(columns: Sequence[str], left: float, width: float) -> list[str]:
-    """The columns' names above the cells, as many as fit beside each other."""
-    room = max((_CHARACTER * len(name) + 6 for name in columns), default=1.0)
-    every = max(1, math.ceil(room / width))
-    shown = [(left + (index + 0.5) * width, columns[index]) for index in range(0, len(columns), every)]
-    return [f'<text class="cell small" x="{x:.1f}" y="{_TOP + 8}">{escape(name)}</text>' for x, name in shown]
-
-
 def _range(values: Sequence[float], pad: float = 0.0) -> tuple[float, float]:
     low, high = min(values, default=0.0), max(values, default=1.0)
     margin = (high - low) * pad if high > low else max(abs(low), 1.0) * 0.05
     return low - margin, high + margin
 
 
-def _axes(
-    x_range: Point, y_range: Point, place: Callable[[float, float], str], x_label: str, y_label: str
-) -> list[str]:
-    parts = []
-    for value in ticks(*y_range):
-        (x_left, y), (x_right, _) = (place(x, value).split(",") for x in x_range)
-        parts.append(f'<line class="grid" x1="{x_left}" y1="{y}" x2="{x_right}" y2="{y}"/>')
-        parts.append(f'<text class="end" x="{_LEFT - 5}" y="{float(y) + 4:.1f}">{short(value)}</text>')
-    for value in ticks(*x_range):
-        x, bottom = place(value, y_range[0]).split(",")
-        parts.append(f'<text class="cell" x="{x}" y="{float(bottom) + 14:.1f}">{short(value)}</text>')
-    middle = (_LEFT + WIDTH - _RIGHT) / 2
-    parts.append(f'<text class="cell" x="{middle}" y="{LINE_HEIGHT - 3}">{escape(x_label)}</text>')
-    height = (LINE_HEIGHT - _BOTTOM + _TOP) / 2
-    parts.append(f'<text class="cell" transform="translate(10,{height}) rotate(-90)">{escape(y_label)}</text>')
-    return parts
+def _path(place: Callable[[float, float], Point], points: Iterable[Point]) -> str:
+    return " ".join(f"{left:.1f},{top:.1f}" for left, top in (place(x, y) for x, y in points))
+
+
+def _text(kind: str, x: float, y: float, text: str, more: str = "") -> str:
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}"{more}>{escape(text)}</text>'
 
 
 def _figure(parts: Sequence[str], height: float, alt: str) -> str:

@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint, plan_conversion
 from hf_neuron_moe.convert.estimate import estimate_conversion
-from hf_neuron_moe.convert.execute import shards_of
 from hf_neuron_moe.errors import ConversionError, DestinationError
 from tests.refusals import refused
 
@@ -51,7 +50,7 @@ def test_parts_add_up_to_the_shards(checkpoint, tmp_path):
     source, options = checkpoint("mixtral"), ConvertOptions("bf16", "kernel", 50_000)
     whole = estimate_conversion(source, tmp_path / "dst", options).files
     parts = [estimate_conversion(source, tmp_path / "dst", options, part=(index, 3)).files for index in (1, 2, 3)]
-    shards = shards_of(plan_conversion(source, options))
+    shards = plan_conversion(source, options).shards
     assert sum(len(part) for part in parts) == len(shards)
     assert {name: size for part in parts for name, size in part.items()} == {name: whole[name] for name in shards}
 

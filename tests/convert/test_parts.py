@@ -335,7 +335,7 @@ def test_workers_keep_order_and_stop_at_the_first_failure():
         with pytest.raises(ValueError, match="third"):
             list(workers.run([task(number) for number in range(200)]))
     assert len(ran) < 200
-    assert list(Workers(1, None).run([task(1)])) == [1]
+    assert list(Workers(None).run([task(1)])) == [1]
 
 
 def test_workers_are_as_many_as_memory_allows(checkpoint, monkeypatch):
