@@ -6,6 +6,8 @@ import dataclasses
 import hashlib
 import json
 import math
+from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from hf_neuron_moe.convert import MANIFEST_FILE, ConvertOptions, convert_checkpoint, export_checkpoint, read_manifest
-from hf_neuron_moe.convert.io.nonfinite import check_finite
+from hf_neuron_moe.convert.io.nonfinite import check_or_count
 from hf_neuron_moe.convert.io.tensors import open_tensors
 from hf_neuron_moe.convert.layout.relayout import restore
 from hf_neuron_moe.errors import SourceDamageError, naming
@@ -203,15 +205,16 @@ def test_nonfinite_weights_are_named_or_kept(wish, value, checkpoint, tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_every_bit_pattern_of_a_dtype_is_judged_as_isfinite_does(dtype):
+    check = partial(check_or_count, on_nonfinite="error", counts=Counter(), file="f", name="n")
     width = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
     # All exponents and signs, with the mantissas that decide between infinity, NaN and neighbours.
     high = torch.arange(-(2**15), 2**15).to(width) << (8 * dtype.itemsize - 16)
     for low in (0, 1) if dtype.itemsize > 2 else (0,):
         values = (high | low).view(dtype)
         finite = values.isfinite()
-        check_finite(values[finite], file="f", name="n")
+        check(values[finite])
         for value in values[~finite][::13]:
             with refused(SourceDamageError, "f: n", got="1 NaN or infinite"), naming("convert"):
-                check_finite(torch.stack([torch.zeros((), dtype=dtype), value]), file="f", name="n")
-    check_finite(torch.full((3,), 255, dtype=torch.uint8), file="f", name="n")
-    check_finite(torch.empty(0, 4, dtype=dtype), file="f", name="n")
+                check(torch.stack([torch.zeros((), dtype=dtype), value]))
+    check(torch.full((3,), 255, dtype=torch.uint8))
+    check(torch.empty(0, 4, dtype=dtype))

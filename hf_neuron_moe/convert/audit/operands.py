@@ -1,8 +1,7 @@
 """Reads a stored operand back as a plain matrix, by the index formulas of the kernels' documents.
 
-This is the second opinion that ``verify`` and ``inspect`` need: nothing here calls the functions that wrote the
-operand, so a mistake in a swizzle, a scale's place or an expert's axis shows as a wrong number instead of cancelling
-out. It is not fast.
+The second opinion of ``verify`` and ``inspect``: nothing here calls the functions that wrote the operand, so a mistake
+in a swizzle, a scale's place or an expert's axis shows as a wrong number instead of cancelling out. It is not fast.
 
 F rows of the matrix, K contraction axis, P = K/4 swizzled rows, Q partitions, t tiles, j = 4 lanes of an x4 word.
 Formulas: nki-library 2.31 ``mlp_fwd_mxfp8`` (swizzle and scale layouts), 2.29 ``moe_cte`` (words of experts).
@@ -11,7 +10,6 @@ Formulas: nki-library 2.31 ``mlp_fwd_mxfp8`` (swizzle and scale layouts), 2.29 `
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,34 +18,20 @@ from hf_neuron_moe.convert.manifest import WrittenTensor
 
 E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
-Read = Callable[[WrittenTensor, int | None], Tensor]
-"""Reads a stored tensor; with an expert index, that expert's part."""
+Read = Callable[[WrittenTensor, int | None], Tensor]  # Of a stored tensor; with an expert index, that expert's part
 
 
-@dataclass(frozen=True)
-class StoredOperand:
-    """The tensors that hold one orientation of one rank's part of a weight."""
-
-    values: WrittenTensor  # bf16 values, codes or words
-    scales: WrittenTensor | None  # Block scales, None for bf16
-    has_experts: bool  # Whether the first axis counts experts
-
-    @property
-    def experts(self) -> int:
-        """Number of matrices."""
-        return self.values.shape[0] if self.has_experts else 1
-
-
-def read_operand(operand: StoredOperand, expert: int | None, read: Read) -> Tensor:
+def read_operand(stored: WrittenTensor, scales_of: WrittenTensor | None, expert: int | None, read: Read) -> Tensor:
     """Return one matrix as stored, padding included: fp32 ``[F, K]``.
 
+    `stored` holds values, codes or words of one orientation and rank, `scales_of` their block scales, None for bf16;
     `expert` is None for a weight without experts.
     """
-    values, layout = read(operand.values, expert), operand.values.layout
-    if operand.scales is None:
-        return _read_bf16(values, layout, operand.has_experts)
-    scales = read(operand.scales, expert).view(torch.uint8)
-    scale_layout = operand.values.scale_layout
+    values, layout = read(stored, expert), stored.layout
+    if scales_of is None:
+        return _read_bf16(values, layout, has_experts=expert is not None)
+    scales = read(scales_of, expert).view(torch.uint8)
+    scale_layout = stored.scale_layout
     if layout.endswith("_moe_words"):
         return _read_words(values, scales, fp4=layout.startswith("mxfp4"), packed=scale_layout == "packed")
     codes = values.view(torch.uint8)
@@ -88,7 +72,7 @@ def scale_row_of(block: Tensor, K: int, layout: str | None) -> Tensor:
     return block
 
 
-def _read_bf16(values: Tensor, layout: str, has_experts: bool) -> Tensor:
+def _read_bf16(values: Tensor, layout: str, *, has_experts: bool) -> Tensor:
     if layout == "bf16_swizzled":
         row_K, lane_K = k_positions(4 * values.shape[0])
         return values.view(values.shape[0], -1, 4)[row_K, :, lane_K].t().float()

@@ -7,7 +7,6 @@ import struct
 from collections.abc import Iterable, Mapping
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple
 
 import torch
@@ -15,7 +14,6 @@ import torch
 from hf_neuron_moe.convert.io.checksums import TensorChecksum
 from hf_neuron_moe.convert.io.source import ITEM_BYTES, nbytes_of
 from hf_neuron_moe.convert.transaction import disk
-from hf_neuron_moe.convert.transaction.commit import sync
 
 _DTYPE_RANK = {dtype: rank for rank, dtype in enumerate(ITEM_BYTES)}
 
@@ -29,7 +27,6 @@ class Entry(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its data."""
         return nbytes_of(self.dtype, self.shape)
 
 
@@ -67,7 +64,7 @@ class TensorStream:
 
     def append(self, part: torch.Tensor) -> None:
         """Write the next bytes; `part` may be changed afterwards."""
-        data = bytes_of(part)
+        data = part.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
         assert self._position + data.nbytes <= self._stop, f"{self._name}: too long"
         disk.write_at(self._file, data, self._position)
         self._checksum.update(data)
@@ -105,9 +102,10 @@ class ShardWriter:
         return self.write_parts(name, (tensor,))
 
     def write_parts(self, name: str, parts: Iterable[torch.Tensor]) -> str:
-        """Write one tensor from consecutive parts of its data and return the checksum of the whole.
+        """Write one tensor from consecutive parts of its data, each used before the next is asked for.
 
-        Each part is used before the next is asked for.
+        Returns:
+            The checksum of the whole.
         """
         stream = self.begin(name)
         for part in parts:
@@ -121,17 +119,8 @@ class ShardWriter:
     def __enter__(self) -> ShardWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        with self._file:
             if kind is None:
                 assert not self._left, f"not written: {sorted(self._left)}"
-                sync(self._file)
-        finally:
-            self._file.close()
-
-
-def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor, or of a contiguous copy."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+                disk.fsync(self._file)

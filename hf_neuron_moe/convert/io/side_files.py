@@ -13,8 +13,7 @@ from hf_neuron_moe.convert.transaction import disk
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".index.json")
 
-MOST_FILES = 10_000
-"""More than any checkpoint has: somebody gave a folder that is no checkpoint's alone."""
+MOST_FILES = 10_000  # More than any checkpoint has: somebody gave a folder that is no checkpoint's alone
 
 
 def side_files(folder: Path) -> dict[str, Path]:

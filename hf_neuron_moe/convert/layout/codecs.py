@@ -1,8 +1,7 @@
-"""One matrix to its stored tensors and back, in the layouts that are more than a view.
+"""One matrix to its stored tensors and back, in the layouts of ``orientations`` that are more than a view.
 
-F rows and K columns of the matrix; the layouts are those of :mod:`hf_neuron_moe.convert.layout.orientations`. Rows are
-worked on in chunks: a block of values that share a scale lies in one row, so chunks change no bit, and temporaries stay
-small.
+F rows and K columns of the matrix. Rows are worked on in chunks: a block of values that share a scale lies in one row,
+so chunks change no bit, and temporaries stay small.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ import torch
 from hf_neuron_moe.convert.layout.orientations import (
     BF16_SWIZZLED,
     MOE_PACKED_SCALES,
+    MOE_WORDS,
     MX_FUSED_CODES,
     MX_FUSED_SCALES,
     MX_KERNEL_CODES,
     MX_KERNEL_SCALES,
     StoredForm,
-    moe_precision,
 )
 from hf_neuron_moe.convert.layout.tensor_parallel import Part
 from hf_neuron_moe.convert.options import FORWARD
@@ -39,38 +38,33 @@ from hf_neuron_moe.formats.mx_operand import quantize_into
 from hf_neuron_moe.formats.scales import to_compact, to_oversized, to_packed
 from hf_neuron_moe.formats.swizzle import swizzle, unswizzle
 
-CHUNK_ELEMENTS = 1 << 22
-"""Elements of a chunk of rows."""
-
+CHUNK_ELEMENTS = 1 << 22  # Elements of a chunk of rows
 TRANSPOSED_ROWS = 256
 """Rows transposed at a time: a multiple of a cache line's values, few enough for the copy to stay in the cache."""
 
-_FORMATS: dict[str, ElementFormat] = {"mxfp8": E4M3FN, "mxfp4": E2M1}
+_FORMATS: dict[str, ElementFormat] = {MOE_WORDS["mxfp8"]: E4M3FN, MOE_WORDS["mxfp4"]: E2M1}
 
 
 def encode(
     matrix_FK: torch.Tensor, forms: Sequence[StoredForm], places: Sequence[torch.Tensor], *, gate_up: bool
 ) -> None:
-    """Fill the stored tensors of one matrix.
+    """Fill the stored tensors of one matrix: bf16, in forward orientation, zeros included.
 
-    `matrix_FK` is bf16, in forward orientation, zeros included. `places` are the memory of each form, without the
-    experts' axis.
+    `places` are the memory of each form, without the experts' axis.
     """
     if forms[0].layout == BF16_SWIZZLED:
         for rows, chunk in _row_chunks(matrix_FK):
             places[0][:, LANES * rows.start : LANES * rows.stop] = swizzle(chunk)
         return
-    for values, scales in zip(range(0, len(forms), 2), range(1, len(forms), 2)):
-        form = forms[values]
-        precision = moe_precision(form.layout)
-        if precision is None:
+    for form, scale_form, codes, scales in zip(forms[::2], forms[1::2], places[::2], places[1::2]):
+        if form.layout not in _FORMATS:
             oriented = matrix_FK if form.orientation == FORWARD else matrix_FK.t()
-            _encode_operand(oriented, form, places[values], forms[scales].layout, places[scales])
+            _encode_operand(oriented, form, codes, scale_form.layout, scales)
             continue
-        quantized = _quantize_moe(matrix_FK, _FORMATS[precision], form.rule, gate_up=gate_up)
-        packed = forms[scales].layout in MOE_PACKED_SCALES.values()
-        places[values].copy_(quantized.words[0])
-        places[scales].copy_((moe_mx.pack_moe_scales(quantized.scales) if packed else quantized.scales)[0])
+        quantized = _quantize_moe(matrix_FK, _FORMATS[form.layout], form.rule, gate_up=gate_up)
+        packed = scale_form.layout in MOE_PACKED_SCALES.values()
+        codes.copy_(quantized.words[0])
+        scales.copy_((moe_mx.pack_moe_scales(quantized.scales) if packed else quantized.scales)[0])
 
 
 def copy_transposed(place_KF: torch.Tensor, matrix_FK: torch.Tensor) -> None:
@@ -96,24 +90,22 @@ def decode(
         Start of the chunk behind ``rows.start``, and bf16 or fp32 values ``[f, K]``.
     """
     layout = layouts[0]
-    precision = moe_precision(layout)
-    if precision is not None:
+    if layout in _FORMATS:
         words, scales = stored
         if layouts[1] in MOE_PACKED_SCALES.values():
             scales = moe_mx.unpack_moe_scales(scales[None], words.shape[-2], words.shape[0] // PATCH_ROWS)[0]
-        yield 0, _dequantize_moe(words, scales, _FORMATS[precision], gate_up=part.gate_up)[rows]
+        yield 0, _dequantize_moe(words, scales, _FORMATS[layout], gate_up=part.gate_up)[rows]
         return
-    values = stored[0] if layout == BF16_SWIZZLED else stored[0].view(torch.uint8)
-    K = values.shape[1] if layout == MX_FUSED_CODES else LANES * values.shape[0]
-    compact_BF = None if layout == BF16_SWIZZLED else stored[1]
-    if compact_BF is not None and layout == MX_KERNEL_CODES:
-        compact_BF = to_compact(compact_BF, K)
+    quantized, natural = layout != BF16_SWIZZLED, layout == MX_FUSED_CODES
+    values = stored[0].view(torch.uint8) if quantized else stored[0]
+    K = values.shape[1] if natural else LANES * values.shape[0]
+    if quantized:
+        compact_BF = stored[1] if natural else to_compact(stored[1], K)
     step = max(1, CHUNK_ELEMENTS // K)
     for start in range(rows.start, rows.stop, step):
         chunk = slice(start, min(start + step, rows.stop))
-        natural = layout == MX_FUSED_CODES
         part_P4F = swizzle(values[chunk]) if natural else values[:, LANES * chunk.start : LANES * chunk.stop]
-        if compact_BF is not None:
+        if quantized:
             part_P4F = dequantize_mx(part_P4F.contiguous(), compact_BF[:, chunk].contiguous())
         yield start - rows.start, unswizzle(part_P4F)
 

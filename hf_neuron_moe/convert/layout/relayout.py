@@ -1,16 +1,16 @@
 """Fills the tensors of a weight from its source tensors, and cuts a source tensor out of them again.
 
-A fused weight is what Hugging Face's fused modules hold: ``[F, K]`` for a dense MLP, ``[E, F, K]`` for experts. The
-target layouts are those of :mod:`hf_neuron_moe.convert.layout.orientations`.
-
-E experts, F rows and K columns of one rank's matrix (:mod:`hf_neuron_moe.convert.layout.tensor_parallel`).
+A fused weight is what Hugging Face's fused modules hold: ``[F, K]`` for a dense MLP, ``[E, F, K]`` for experts. E
+experts, F rows and K columns of one rank's matrix (:mod:`hf_neuron_moe.convert.layout.tensor_parallel`). The target
+layouts are those of :mod:`hf_neuron_moe.convert.layout.orientations`.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -19,9 +19,9 @@ from hf_neuron_moe.convert.io.source import nbytes_of
 from hf_neuron_moe.convert.layout.codecs import TRANSPOSED_ROWS, copy_transposed, decode, encode
 from hf_neuron_moe.convert.layout.orientations import SCALES, StoredForm, bf16_layout, matrix_shape
 from hf_neuron_moe.convert.layout.tensor_parallel import FusedWeight, Part, is_gate_up
-from hf_neuron_moe.convert.manifest import Piece, WrittenTensor
+from hf_neuron_moe.convert.manifest import Piece, WrittenTensor, grouped
 from hf_neuron_moe.convert.options import FORWARD
-from hf_neuron_moe.errors import public
+from hf_neuron_moe.errors import naming
 
 WEIGHT_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 """Dtypes a weight to convert may have on disk."""
@@ -38,14 +38,9 @@ _STORED_DTYPES = {
 _BITS = {torch.float16: torch.int16, torch.float32: torch.int32}
 """Source dtypes that bf16 may not hold, and the integers their bits are compared as."""
 
-CHUNK_ELEMENTS = 1 << 20
-"""Elements compared at a time."""
-
-SCRATCH_ALIGNMENT = 64
-"""Bytes; a cache line, and a multiple of every dtype."""
-
-READ_BYTES = 1 << 22
-"""Bytes of a source tensor read at a time: what is read is copied on while it is in the cache."""
+CHUNK_ELEMENTS = 1 << 20  # Elements compared at a time
+SCRATCH_ALIGNMENT = 64  # Bytes; a cache line, and a multiple of every dtype
+READ_BYTES = 1 << 22  # Bytes of a source tensor read at a time: what is read is copied on while it is in the cache
 
 ReadPiece = Callable[[Piece, int | None, slice], torch.Tensor]
 """Reads rows of a piece's matrix, as the source has it; with an expert index, of that expert's matrix of a piece that
@@ -80,7 +75,7 @@ class Scratch:
 
 def scratch_bytes(weight: FusedWeight, forms: tuple[StoredForm, ...]) -> int:
     """Scratch memory that :func:`store` needs for one rank's part of a weight."""
-    sizes = [nbytes_of(form.dtype, _shape_of_part(weight, form)) for form in forms]
+    sizes = [nbytes_of(form.dtype, _shape_at_a_time(weight, form)) for form in forms]
     if _view_of(forms[0].layout, weight.has_experts) is None:
         sizes.append(nbytes_of("BF16", forms[0].part.shape))
     return sum(size + -size % SCRATCH_ALIGNMENT for size in sizes)
@@ -119,26 +114,25 @@ def store(
         nonfinite: raised, per source tensor, by the number of NaN and infinite values that were kept.
     """
     scratch.clear()
-    first = forms[0]
-    view = _view_of(first.layout, weight.has_experts)
-    fill = _Filler(read, rounded, Counter() if nonfinite is None else nonfinite, on_nonfinite, first.part)
-    stored = [scratch.take(_shape_of_part(weight, form), _STORED_DTYPES[form.dtype]) for form in forms]
+    part, view = forms[0].part, _view_of(forms[0].layout, weight.has_experts)
+    kept = Counter() if nonfinite is None else nonfinite
+    stored = [scratch.take(_shape_at_a_time(weight, form), _STORED_DTYPES[form.dtype]) for form in forms]
     # Through bf16 whatever the source is: the kernels, and patched blocks, quantize bf16 weights.
-    matrix_FK = scratch.take(first.part.shape, torch.bfloat16) if view is None else view(stored[0])
-    if first.part.padding:
+    matrix_FK = scratch.take(part.shape, torch.bfloat16) if view is None else view(stored[0])
+    if part.padding:
         matrix_FK.zero_()
     for expert in range(weight.shape[0]) if weight.has_experts else (None,):
-        for piece in weight.pieces:
-            if piece.expert in (None, expert):
-                fill(piece, expert, matrix_FK)
+        for piece in (piece for piece in weight.pieces if piece.expert in (None, expert)):
+            for rows, columns, row, column in _reads(piece, part):
+                with naming("convert"):
+                    values = read(piece, expert if piece.holds_experts else None, rows)[:, columns]
+                    check_or_count(values, on_nonfinite, kept, file=piece.file, name=piece.source)
+                values = _rows_first(values, piece)
+                place = matrix_FK[row : row + values.shape[0], column : column + values.shape[1]]
+                rounded[piece.source] += _copy(place, values)
         if view is None:
             encode(matrix_FK, forms, stored, gate_up=weight.is_gate_up)
         yield stored
-
-
-def _shape_of_part(weight: FusedWeight, form: StoredForm) -> tuple[int, ...]:
-    """Shape of what :func:`store` gives at a time."""
-    return form.shape[1:] if weight.has_experts else form.shape
 
 
 def restore(
@@ -174,29 +168,16 @@ def restore(
     return out
 
 
-class _Filler:
-    """Copies pieces into the matrix of one part, counting what bf16 rounds and what is not finite."""
-
-    def __init__(
-        self, read: ReadPiece, rounded: Counter[str], nonfinite: Counter[str], on_nonfinite: str, part: Part
-    ) -> None:
-        self._read, self._part = read, part
-        self._rounded, self._nonfinite, self._on_nonfinite = rounded, nonfinite, on_nonfinite
-
-    @public("convert")
-    def __call__(self, piece: Piece, expert: int | None, matrix_FK: torch.Tensor) -> None:
-        for block in self._part.blocks(piece.rows):
-            # Rows of the source are rows of the block, or its columns where the source is transposed.
-            wanted, others = (block.columns, block.rows) if piece.transposed else (block.rows, block.columns)
-            step = _rows_per_read(piece)
-            for start in range(wanted.start, wanted.stop, step):
-                rows = slice(start, min(start + step, wanted.stop))
-                read = self._read(piece, expert if piece.holds_experts else None, rows)[:, others]
-                check_or_count(read, self._on_nonfinite, self._nonfinite, file=piece.file, name=piece.source)
-                values, done = _rows_first(read, piece), start - wanted.start
-                row, column = (block.row, done) if piece.transposed else (block.row + done, 0)
-                place = matrix_FK[row : row + values.shape[0], column : column + values.shape[1]]
-                self._rounded[piece.source] += _copy(place, values)
+def _reads(piece: Piece, part: Part) -> Iterator[tuple[slice, slice, int, int]]:
+    """Rows to read together of a piece, columns to take of them, and the row and column in the part's matrix."""
+    step = _rows_per_read(piece)
+    for block in part.blocks(piece.rows):
+        # Rows of the source are rows of the block, or its columns where the source is transposed.
+        wanted, others = (block.columns, block.rows) if piece.transposed else (block.rows, block.columns)
+        for start in range(wanted.start, wanted.stop, step):
+            done = start - wanted.start
+            row, column = (block.row, done) if piece.transposed else (block.row + done, 0)
+            yield slice(start, min(start + step, wanted.stop)), others, row, column
 
 
 def _rows_per_read(piece: Piece) -> int:
@@ -215,40 +196,35 @@ def _copy(place: torch.Tensor, values: torch.Tensor) -> int:
         copy_transposed(place.t(), values)
     if values.dtype not in _BITS:
         return 0
-    bits = _BITS[values.dtype]
+    bits, rows = _BITS[values.dtype], max(1, CHUNK_ELEMENTS // max(1, values.shape[-1]))
     changed = 0
-    for stored, given in zip(_row_chunks(place), _row_chunks(values)):
+    for stored, given in zip(place.split(rows), values.split(rows)):
         changed += int(torch.count_nonzero(stored.to(given.dtype).view(bits) != given.view(bits)))
     return changed
 
 
-def _row_chunks(matrix: torch.Tensor) -> Iterable[torch.Tensor]:
-    """The rows of a matrix in chunks that keep temporaries small."""
-    return matrix.split(max(1, CHUNK_ELEMENTS // max(1, matrix.shape[-1])))
-
-
-def _parts(tensors: Sequence[WrittenTensor], orientation: str) -> Iterator[tuple[Part, list[int]]]:
+def _parts(tensors: Sequence[WrittenTensor], orientation: str) -> list[tuple[Part, list[int]]]:
     """Each rank's part of the forward matrix, with the places of the tensors that hold it: values, then scales."""
     gate_up = is_gate_up(tensors[0].weight)
-    indices: dict[int | None, list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        if tensor.orientation == orientation:
-            place = indices.setdefault(tensor.tp_rank, [])
-            place.insert(len(place) if tensor.layout in SCALES else 0, index)
-    ranks = sorted(indices, key=lambda rank: rank or 0)
-    facts = []
-    for rank in ranks:
-        values = tensors[indices[rank][0]]
-        shape = matrix_shape(values, gate_up=gate_up)
+    oriented = (index for index, tensor in enumerate(tensors) if tensor.orientation == orientation)
+    ranks = grouped(oriented, lambda index: tensors[index].tp_rank)
+    parts, start = [], 0
+    for rank, places in sorted(ranks.items(), key=lambda item: item[0] or 0):
+        indices = sorted(places, key=lambda index: tensors[index].layout in SCALES)
+        values = tensors[indices[0]]
+        shape = matrix_shape(values)
         F, K = shape if orientation == FORWARD else shape[::-1]
-        padded_hidden, width = (K, F // 2) if gate_up else (F, K)
-        facts.append((padded_hidden, width, width - values.padding.get("I", 0), values.padding.get("H", 0)))
-    inner = sum(real for _, _, real, _ in facts)
-    start = 0
-    for rank, (padded_hidden, width, real, zeros) in zip(ranks, facts):
-        part = Part(gate_up, padded_hidden - zeros, padded_hidden, inner, start, start + real, width, rank)
-        yield part, indices[rank]
-        start += real
+        hidden, width = (K, F // 2) if gate_up else (F, K)
+        stop = start + width - values.padding.get("I", 0)
+        part = Part(gate_up, hidden - values.padding.get("H", 0), hidden, 0, start, stop, width, rank)
+        parts.append((part, indices))
+        start = stop
+    return [(replace(part, intermediate=start), indices) for part, indices in parts]
+
+
+def _shape_at_a_time(weight: FusedWeight, form: StoredForm) -> tuple[int, ...]:
+    """Shape of what :func:`store` gives at a time."""
+    return form.shape[1:] if weight.has_experts else form.shape
 
 
 def _view_of(layout: str, has_experts: bool) -> Callable[[torch.Tensor], torch.Tensor] | None:

@@ -22,7 +22,16 @@ from hf_neuron_moe.convert.io.side_files import make_parents
 from hf_neuron_moe.convert.options import ConvertOptions
 from hf_neuron_moe.convert.plan import ConversionPlan
 from hf_neuron_moe.convert.transaction import disk
-from hf_neuron_moe.convert.transaction.commit import FOLDER, MARKER_FILE, empty, give_up, held, partial_of, put_back
+from hf_neuron_moe.convert.transaction.commit import (
+    FOLDER,
+    MARKER_FILE,
+    empty,
+    give_up,
+    held,
+    partial_of,
+    put_back,
+    write_file,
+)
 from hf_neuron_moe.errors import DestinationError
 
 DONE = "done"
@@ -38,8 +47,7 @@ class ShardRecord:
 
     checksums: dict[str, str]  # Of each tensor's bytes
     rounded: dict[str, int] = field(default_factory=dict)  # By source tensor, values that bf16 did not hold
-    sources: dict[str, str] = field(default_factory=dict)
-    """Version (:func:`version_of`) of each source file it was made of."""
+    sources: dict[str, str] = field(default_factory=dict)  # :func:`version_of` each source file it was made of
     nonfinite: dict[str, int] = field(default_factory=dict)  # By source tensor, NaN and infinite values that were kept
 
 
@@ -93,10 +101,10 @@ class Job:
     def shard_record(self, file: str) -> ShardRecord | None:
         """What is remembered of a shard, or None."""
         content = _read_record(self.home / DONE / (file + RECORD_SUFFIX))
-        try:
-            return record(ShardRecord, content) if content is not None and (self.folder / file).is_file() else None
-        except ValueError:
-            return None
+        with suppress(ValueError):
+            if content is not None and (self.folder / file).is_file():
+                return record(ShardRecord, content)
+        return None
 
     def record_source(self, file: str, version: str, sha256: str) -> None:
         """Remember the checksum of a version of a source file."""
@@ -104,8 +112,7 @@ class Job:
 
     def source_sha256(self, file: str, version: str) -> str | None:
         """The remembered checksum of a version of a source file, or None."""
-        content = _read_record(self._source_path(file, version))
-        sha256 = content.get("sha256") if content else None
+        sha256 = (_read_record(self._source_path(file, version)) or {}).get("sha256")
         return sha256 if isinstance(sha256, str) else None
 
     def drop_strangers(self, expected: set[str]) -> None:
@@ -125,20 +132,6 @@ class Job:
         if self._writing.exists():
             disk.remove_tree(self._writing)
 
-    def _temporary_path(self, name: str) -> Path:
-        return self._writing / name.replace("/", "%2F")
-
-    def _source_path(self, file: str, version: str) -> Path:
-        return self.home / SOURCES / f"{file}-{version}{RECORD_SUFFIX}"
-
-    def _write_record(self, path: Path, content: Mapping[str, Any], temporary: Path | None = None) -> None:
-        temporary = temporary or self.temporary(path.name)
-        with disk.create(temporary) as file:
-            disk.write_at(file, memoryview(json.dumps(content, sort_keys=True).encode()), 0)
-            disk.fsync(file)
-        disk.rename(temporary, path)
-        disk.fsync_folder(path.parent)
-
     def start(self, content: Mapping[str, Any]) -> None:
         """Write the marker, whatever was there, and make the folders."""
         # On the disk before there is anything else in the folder that a power cut could leave without marker.
@@ -152,6 +145,18 @@ class Job:
     def marker(self) -> dict[str, Any] | None:
         """What the partial folder says it is, or None where it says nothing."""
         return _read_record(self.home / MARKER_FILE)
+
+    def _temporary_path(self, name: str) -> Path:
+        return self._writing / name.replace("/", "%2F")
+
+    def _source_path(self, file: str, version: str) -> Path:
+        return self.home / SOURCES / f"{file}-{version}{RECORD_SUFFIX}"
+
+    def _write_record(self, path: Path, content: Mapping[str, Any], temporary: Path | None = None) -> None:
+        temporary = temporary or self.temporary(path.name)
+        write_file(temporary, json.dumps(content, sort_keys=True).encode())
+        disk.rename(temporary, path)
+        disk.fsync_folder(path.parent)
 
 
 @contextmanager
@@ -167,7 +172,16 @@ def opened(
     job = Job(destination)
     with held(job.home, destination, shared=part):
         try:
-            _begin(job, plan, destination, resume=resume, part=part, parts=parts)
+            content = {"fingerprint": fingerprint(plan), "options": asdict(plan.options), PARTS: parts}
+            put_back(job.home, destination)
+            found = job.marker() if resume or part else None
+            if found is not None:
+                _check_same(found, content, destination)
+                content[PARTS] = found.get(PARTS)
+            if not part:
+                empty(job.home, ("",) if found is None else (WRITING, MARKER_FILE + "."))
+            if found is None or not part:
+                job.start(content)
             yield job
         except BaseException:
             if resume or part:
@@ -178,34 +192,19 @@ def opened(
             raise
 
 
-def _begin(job: Job, plan: ConversionPlan, destination: Path, *, resume: bool, part: bool, parts: int | None) -> None:
-    """Make the partial folder, or tidy one of the same conversion."""
-    content = {"fingerprint": fingerprint(plan), "options": asdict(plan.options), PARTS: parts}
-    put_back(job.home, destination)
-    found = job.marker() if resume or part else None
-    if found is not None and found.get("fingerprint") != content["fingerprint"]:
-        got = f"an unfinished run of another source, version or options in {job.home.name}"
+def _check_same(found: Mapping[str, Any], content: Mapping[str, Any], destination: Path) -> None:
+    if found.get("fingerprint") != content["fingerprint"]:
+        got = f"an unfinished run of another source, version or options in {partial_of(destination).name}"
         fix = "Repeat the options of that run, or leave --resume and --part out to start over."
         raise DestinationError.about(str(destination), "free, or an unfinished run of this very conversion", got, fix)
-    if found is not None:
-        content[PARTS] = found.get(PARTS)
-    if found is None and not part:
-        empty(job.home)
-    elif not part:
-        for entry in sorted(job.home.iterdir()):
-            if entry.name.startswith((WRITING, MARKER_FILE + ".")):
-                disk.remove_tree(entry)
-    if found is None or not part:
-        job.start(content)
 
 
 def options_of(destination: Path) -> ConvertOptions | None:
     """The options of the unfinished conversion at `destination`, or None where there is none."""
-    content = _read_record(partial_of(destination) / MARKER_FILE)
-    try:
-        return record(ConvertOptions, content["options"]) if content else None
-    except (KeyError, ValueError):
-        return None
+    content = _read_record(partial_of(destination) / MARKER_FILE) or {}
+    with suppress(KeyError, ValueError):
+        return record(ConvertOptions, content["options"])
+    return None
 
 
 def parts_of(job: Job) -> int | None:
@@ -215,8 +214,7 @@ def parts_of(job: Job) -> int | None:
 
 
 def _read_record(path: Path) -> dict[str, Any] | None:
-    try:
+    with suppress(FileNotFoundError, ValueError):
         content = read_json(path, MAX_MANIFEST_BYTES)
-    except (FileNotFoundError, ValueError):
-        return None
-    return content if isinstance(content, dict) else None
+        return content if isinstance(content, dict) else None
+    return None
