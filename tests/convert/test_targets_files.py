@@ -16,6 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from hf_neuron_moe.convert import MANIFEST_FILE, ConvertOptions, convert_checkpoint, export_checkpoint, read_manifest
+from hf_neuron_moe.convert.audit.operands import read_operand
 from hf_neuron_moe.convert.io.nonfinite import check_or_count
 from hf_neuron_moe.convert.io.tensors import open_tensors
 from hf_neuron_moe.convert.layout.relayout import restore
@@ -148,15 +149,12 @@ def test_backward_operands_hold_the_values_along_the_other_axis(checkpoint, tmp_
             continue
         tensors = [tensor for tensor in manifest.tensors if tensor.weight == weight]
         fused = gate_up if "gate_up" in weight else original[prefix + "down_proj.weight"]
-        for orientation, axis in (("forward", 1), ("backward", 0)):
-            values = fake_quantize_mx(fused, axis).bfloat16()
-            for piece in pieces:
-
-                def read(index: int, expert: int | None, tensors=tensors) -> torch.Tensor:
-                    return converted[tensors[index].name]
-
-                part = restore(piece, tensors, read, orientation=orientation)
-                assert torch.equal(part, values[piece.rows])
+        codes, scales = (tensor for tensor in tensors if tensor.orientation == "backward")
+        held = read_operand(codes, scales, None, lambda tensor, expert: converted[tensor.name])
+        assert torch.equal(held.bfloat16(), fake_quantize_mx(fused, 0).bfloat16().t())
+        for piece in pieces:
+            part = restore(piece, tensors, lambda index, expert, t=tensors: converted[t[index].name])
+            assert torch.equal(part, fake_quantize_mx(fused, 1).bfloat16()[piece.rows])
 
 
 def test_a_conversion_of_format_version_1_is_exported(checkpoint, snapshot, tmp_path):

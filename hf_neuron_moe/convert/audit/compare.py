@@ -24,8 +24,7 @@ from hf_neuron_moe.convert.options import BACKWARD, FORWARD
 
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
 
-BF16_FLOOR_DB = 48.0
-"""A bf16 value differs from the original by at most 1/257 of it: 20 log10(257) = 48.2 dB."""
+BF16_FLOOR_DB = 48.0  # A bf16 value differs from the original by at most 1/257 of it: 20 log10(257) = 48.2 dB
 
 MX_FLOORS_DB = {
     "mxfp8": {"neuron": 24.0, "ceil": 24.0, "rceil": 24.0, "even": 19.9, "floor": 17.7},
@@ -41,8 +40,8 @@ rounding of fp32 and fp16 sources to bf16 on the way. Gaussian values have 30.6 
 """
 
 TOKENS = 4  # Random input vectors of a probed layer
+# A layer's output passes three rounded matrices, which triples the noise (4.8 dB); the rest is the gate's slope.
 LAYER_MARGIN_DB = 7.0
-"""A layer's output passes three rounded matrices, which triples the noise (4.8 dB); the rest is the gate's slope."""
 
 
 def sqnr_db(expected: Tensor, got: Tensor) -> float:
@@ -119,6 +118,9 @@ class Comparison:
         """Put what stores a matrix next to what it stands for: one pair per orientation and rank."""
         groups = grouped(self._tensors[weight], lambda tensor: (tensor.orientation, tensor.tp_rank))
         ranks = len({rank for _, rank in groups})
+        manifest = self._manifest
+        bf16_floor = BF16_FLOOR_DB if any(map(manifest.was_rounded, manifest.weights[weight])) else math.inf
+        mx_floor = MX_FLOORS_DB.get(manifest.options.precision, {}).get(manifest.options.rule, math.inf)
         for tensors in groups.values():
             scales = next((tensor for tensor in tensors if tensor.layout in SCALES), None)
             (values,) = [tensor for tensor in tensors if tensor is not scales]
@@ -126,17 +128,10 @@ class Comparison:
             stored = read_operand(values, scales, expert, self._read)
             held = _unpadded(stored, wanted.shape, values)
             stray = int(torch.count_nonzero(stored)) - int(torch.count_nonzero(held))
-            yield Pair(values, wanted, held, stray, self._floor_db(weight, quantized=scales is not None))
+            yield Pair(values, wanted, held, stray, mx_floor if scales else bf16_floor)
 
     def _read(self, tensor: WrittenTensor, expert: int | None) -> Tensor:
         return self._converted.read(tensor.file, tensor.name, expert)
-
-    def _floor_db(self, weight: str, *, quantized: bool) -> float:
-        options = self._manifest.options
-        if quantized:
-            return MX_FLOORS_DB[options.precision][options.rule]
-        rounded = any(map(self._manifest.was_rounded, self._manifest.weights[weight]))
-        return BF16_FLOOR_DB if rounded else math.inf
 
 
 def _part_of(original_FK: Tensor, tensor: WrittenTensor, ranks: int) -> Tensor:

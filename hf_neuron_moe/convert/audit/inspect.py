@@ -54,9 +54,16 @@ class InspectReport:
     left: dict[str, LeftModule] | None = None
     """Modules that the conversion left in their source form; None for a checkpoint, and where it is not known."""
 
+    @property
+    def layouts(self) -> dict[str, dict[str, int]]:
+        """Tensors and bytes by layout."""
+        return {
+            layout: {"tensors": len(tensors), "bytes": sum(tensor.nbytes for tensor in tensors)}
+            for layout, tensors in grouped(self.tensors, lambda tensor: tensor.layout).items()
+        }
+
     def to_dict(self) -> dict[str, Any]:
         """What ``--json`` prints."""
-        layouts = grouped(self.tensors, lambda tensor: tensor.layout)
         return {
             "ok": True,
             "directory": str(self.directory),
@@ -64,22 +71,19 @@ class InspectReport:
             "options": self.options,
             "bytes": sum(tensor.nbytes for tensor in self.tensors),
             "files": len({tensor.file for tensor in self.tensors}),
-            "layouts": {
-                layout: {"tensors": len(tensors), "bytes": sum(tensor.nbytes for tensor in tensors)}
-                for layout, tensors in layouts.items()
-            },
+            "layouts": self.layouts,
             "left": left_facts(self.left),
             "tensors": [tensor.to_dict() for tensor in self.tensors],
         }
 
     def to_text(self, *, every: bool = False) -> str:
         """A table: one line per kind of tensor (numbers in names replaced by ``*``), or per tensor."""
-        told = self.to_dict()
-        count = f"{len(self.tensors)} tensors, {told['bytes']:,} bytes in {told['files']} files"
+        nbytes, files = sum(tensor.nbytes for tensor in self.tensors), len({tensor.file for tensor in self.tensors})
+        count = f"{len(self.tensors)} tensors, {nbytes:,} bytes in {files} files"
         lines = [f"{self.directory}: {self.kind}, {count}"]
         if self.options:
             lines.append("options: " + ", ".join(f"{key} {value}" for key, value in self.options.items()))
-        for layout, entry in told["layouts"].items():
+        for layout, entry in self.layouts.items():
             lines.append(f"  {layout}: {entry['tensors']} tensors, {entry['bytes']:,} bytes")
         kinds = [(tensor.name, [tensor]) for tensor in self.tensors]
         if not every:

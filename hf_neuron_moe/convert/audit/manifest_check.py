@@ -1,7 +1,6 @@
 """Whether a manifest agrees with itself: what a weight is stored as follows from its pieces and from the options.
 
-A manifest whose checksum is right may still have been made by somebody else. Whatever reads tensors by it relies on
-shapes and layouts that belong together, so they are derived once more and compared before anything is read.
+Its checksum may be right and somebody else its author, so that is derived once more before anything is read by it.
 """
 
 from __future__ import annotations
@@ -18,11 +17,7 @@ from hf_neuron_moe.errors import NeuronMoEError
 
 
 def disagreements(manifest: Manifest) -> list[tuple[str, str]]:
-    """Compare every weight's stored tensors with those that its pieces and the options make.
-
-    Returns:
-        Pairs of a weight and what is wrong with it.
-    """
+    """Find weights whose stored tensors are not what their pieces and the options make, and say what is wrong."""
     return [
         (weight, message)
         for weight, tensors in manifest.by_weight().items()

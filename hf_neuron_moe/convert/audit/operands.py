@@ -22,10 +22,9 @@ Read = Callable[[WrittenTensor, int | None], Tensor]  # Of a stored tensor; with
 
 
 def read_operand(stored: WrittenTensor, scales_of: WrittenTensor | None, expert: int | None, read: Read) -> Tensor:
-    """Return one matrix as stored, padding included: fp32 ``[F, K]``.
+    """Return one matrix as stored, padding included: fp32 ``[F, K]``; `expert` is None for a weight without experts.
 
-    `stored` holds values, codes or words of one orientation and rank, `scales_of` their block scales, None for bf16;
-    `expert` is None for a weight without experts.
+    `stored` holds values, codes or words of one orientation and rank, `scales_of` their block scales, None for bf16.
     """
     values, layout = read(stored, expert), stored.layout
     if scales_of is None:

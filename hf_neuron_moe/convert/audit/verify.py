@@ -7,16 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hf_neuron_moe.convert.audit import verify_files
 from hf_neuron_moe.convert.audit.compare import LayerProbe, probe_layers
-from hf_neuron_moe.convert.audit.verify_files import (
-    Step,
-    check_coverage,
-    check_files,
-    check_finite,
-    check_source,
-    header_differences,
-    strays_in,
-)
 from hf_neuron_moe.convert.io.folder import check_checkpoint, check_conversion
 from hf_neuron_moe.convert.io.tensors import open_tensors
 from hf_neuron_moe.convert.manifest import MANIFEST_FILE, LeftModule, Manifest, read_manifest
@@ -124,7 +116,7 @@ def verify_checkpoint(
     if source is None:
         report.skipped["source"] = report.skipped["probe"] = "no --source given"
     else:
-        found, report.done["source"] = check_source(source, manifest, step)
+        found, report.done["source"] = verify_files.check_source(source, manifest, step)
         report.add("source", found)
         if report.findings:
             report.skipped["probe"] = "the files are damaged already"
@@ -134,10 +126,10 @@ def verify_checkpoint(
     return report
 
 
-def _check_conversion(report: VerifyReport, manifest: Manifest, on_nonfinite: str, step: Step) -> None:
+def _check_conversion(report: VerifyReport, manifest: Manifest, on_nonfinite: str, step: verify_files.Step) -> None:
     """Do the checks that need no source."""
     converted, options = report.directory, manifest.options
-    headers = header_differences(converted, manifest)
+    headers = verify_files.header_differences(converted, manifest)
     readable = sum(not headers[tensor.file] for tensor in manifest.tensors)
     report.left = manifest.left
     report.done = {
@@ -147,13 +139,13 @@ def _check_conversion(report: VerifyReport, manifest: Manifest, on_nonfinite: st
         f"{len(manifest.tensors)} stored tensors",
         "finite": f"{readable} tensors",
     }
-    report.add("files", check_files(converted, manifest, headers, step))
-    strays = strays_in(converted, manifest)
+    report.add("files", verify_files.check_files(converted, manifest, headers, step))
+    strays = verify_files.strays_in(converted, manifest)
     hidden = [name for name in strays if name.startswith(".")]  # such as .gitattributes, which no loader reads
     report.add("files", ((name, "not part of the conversion") for name in strays if name not in hidden))
     report.notes += [f"{printable(name)}: not part of the conversion, and hidden" for name in hidden]
-    report.add("coverage", check_coverage(converted, manifest, headers))
-    found = check_finite(converted, manifest, headers, step)
+    report.add("coverage", verify_files.check_coverage(converted, manifest, headers))
+    found = verify_files.check_finite(converted, manifest, headers, step)
     if on_nonfinite == "keep":
         report.notes += [f"{subject}: {message}" for subject, message in found]
     else:

@@ -87,10 +87,7 @@ def check_coverage(converted: Path, manifest: Manifest, headers: Headers) -> Fou
 
 
 def check_finite(converted: Path, manifest: Manifest, headers: Headers, step: Step) -> Found:
-    """Look for NaN and infinity in every tensor of the readable files, and in what the manifest says was kept.
-
-    MX has no infinity: only the manifest knows of one in the source.
-    """
+    """Look for NaN and infinity in the readable files and, as MX has no infinity, in what the manifest says of them."""
     seen: Counter[str] = Counter()
     with open_tensors(converted) as reader:
         for tensor in manifest.tensors:
@@ -112,13 +109,16 @@ def check_finite(converted: Path, manifest: Manifest, headers: Headers, step: St
 
 
 def check_source(source: Path, manifest: Manifest, step: Step) -> tuple[list[tuple[str, str]], str]:
-    """Check that the source is the one the conversion was made of: sizes, checksums, tensors.
-
-    Returns:
-        Findings, and what was looked at.
-    """
-    covered = f"{len(manifest.source_files)} files"
-    found = list(_source_files(source, manifest, step))
+    """Compare the source with the one that was converted, by sizes, checksums and tensors; say what was covered."""
+    covered, found = f"{len(manifest.source_files)} files", []
+    for file, size in sorted(manifest.source_files.items()):
+        path = source / file
+        if not path.is_file():
+            found.append((f"source {file}", "missing"))
+        elif path.stat().st_size != size:
+            found.append((f"source {file}", f"{path.stat().st_size} bytes, converted were {size}"))
+        elif file in manifest.source_sha256 and hash_file(path, step) != manifest.source_sha256[file]:
+            found.append((f"source {file}", "its bytes are not those that were converted"))
     if found:
         return found, covered
     try:
@@ -128,23 +128,11 @@ def check_source(source: Path, manifest: Manifest, step: Step) -> tuple[list[tup
         return [("source", str(error))], covered
     tensors = {t.name: (t.file, t.dtype, t.shape) for header in headers for t in header.values()}
     pieces = {piece.source: (piece.file, piece.dtype, piece.shape) for piece in manifest.pieces}
-    for name in sorted(pieces.keys() ^ tensors.keys()):
-        found.append((name, "not converted" if name in tensors else "not in the source"))
-    for name in sorted(pieces.keys() & tensors.keys()):
-        if pieces[name] != tensors[name]:
-            found.append((name, "another file, dtype or shape in the source"))
+    for name in _unlike(pieces, tensors):
+        alone = "not converted" if name in tensors else "not in the source"
+        both = name in tensors and name in pieces
+        found.append((name, "another file, dtype or shape in the source" if both else alone))
     return found, f"{covered}, {len(tensors)} tensors"
-
-
-def _source_files(source: Path, manifest: Manifest, step: Step) -> Found:
-    for file, size in sorted(manifest.source_files.items()):
-        path = source / file
-        if not path.is_file():
-            yield f"source {file}", "missing"
-        elif path.stat().st_size != size:
-            yield f"source {file}", f"{path.stat().st_size} bytes, converted were {size}"
-        elif file in manifest.source_sha256 and hash_file(path, step) != manifest.source_sha256[file]:
-            yield f"source {file}", "its bytes are not those that were converted"
 
 
 def altered_tensors(path: Path, tensors: list[WrittenTensor]) -> list[str]:
@@ -164,6 +152,10 @@ def _repeated(names: Iterable[str]) -> list[str]:
     return sorted(name for name, count in Counter(names).items() if count > 1)
 
 
+def _unlike(expected: Mapping[str, object], actual: Mapping[str, object]) -> list[str]:
+    return sorted(name for name in expected.keys() | actual.keys() if expected.get(name) != actual.get(name))
+
+
 def _differences(path: Path, tensors: list[WrittenTensor]) -> Found:
     if not path.is_file():
         yield path.name, "missing"
@@ -176,11 +168,8 @@ def _differences(path: Path, tensors: list[WrittenTensor]) -> Found:
         return
     expected = {tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors}
     actual = {name: (entry.dtype, entry.shape) for name, entry in header.items()}
-    for name in sorted(expected.keys() | actual.keys()):
-        if name not in actual:
-            yield f"{path.name}: {name}", "not in the file"
-        elif expected.get(name) != actual[name]:
-            yield f"{path.name}: {name}", "not what the manifest describes"
+    for name in _unlike(expected, actual):
+        yield f"{path.name}: {name}", "not what the manifest describes" if name in actual else "not in the file"
     wanted = header_metadata(tensors)
     for key in sorted(wanted.keys() & metadata.keys()):
         if metadata[key] != wanted[key]:
@@ -198,8 +187,8 @@ def _index_differences(path: Path, manifest: Manifest) -> Found:
     except (ValueError, KeyError, TypeError) as error:
         yield path.name, f"damaged: {type(error).__name__}: {error}"
     else:
-        wrong = sorted(name for name in expected.keys() | named.keys() if expected.get(name) != named.get(name))
-        yield from ((path.name, f"another file for {name} than in the manifest") for name in wrong[:1])
+        for name in _unlike(expected, named)[:1]:
+            yield path.name, f"another file for {name} than in the manifest"
 
 
 def _config_differences(path: Path, manifest: Manifest) -> Found:

@@ -1,7 +1,6 @@
-"""Reads what strangers wrote: JSON within bounds, names that can be shown, records whose fields have their types.
+"""Reads JSON that comes from anywhere: headers, indexes, configurations and manifests.
 
-Headers, indexes, configurations and manifests come from anywhere. They are checked here, before a number of theirs
-becomes memory or time and before a text of theirs becomes a path or a line on a terminal.
+Checked before a number of theirs becomes memory or time, or a text of theirs a path or a line on a terminal.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import json
 import re
 import types
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -60,14 +59,12 @@ def is_name(name: object) -> bool:
     return isinstance(name, str) and 0 < len(name) <= MAX_NAME and name.isprintable() and name != "__metadata__"
 
 
-def is_file_name(name: object) -> bool:
-    """Whether `name` is a file's plain name on every system: no folder, no drive, no way up, printable."""
-    return is_name(name) and _is_plain(str(name))
-
-
 def is_relative_path(path: object) -> bool:
-    """Whether `path` names a file in a folder or in folders of it, with ``/`` between the names."""
-    return is_name(path) and all(_is_plain(part) for part in str(path).split("/"))
+    """Whether `path` names a file in a folder or in folders of it, on every system: no drive, no way up, printable."""
+    return is_name(path) and all(
+        part not in ("", ".", "..") and not set(part) & set("\\:\0") and len(part.encode()) <= MAX_FILE_NAME
+        for part in str(path).split("/")
+    )
 
 
 def is_shape(values: object) -> bool:
@@ -81,18 +78,13 @@ def is_natural(value: object) -> bool:
 
 
 def record(kind: type[RecordT], content: Any) -> RecordT:
-    """Make a dataclass of parsed JSON, whose fields must be all known and have the declared types.
+    """Make a dataclass of parsed JSON; ValueError for unknown fields and for values of other than the declared types.
 
-    Fields of `kind` are str, int, bool, None, ``dict[str, ...]``, ``tuple[..., ...]``, other dataclasses or Any; those
-    with defaults may be left out. Raises ValueError.
+    Types are str, int, bool, None, ``dict[str, ...]``, ``tuple[..., ...]``, other dataclasses and Any.
     """
     value = _typed(kind, content, kind.__name__)
     assert isinstance(value, kind)
     return value
-
-
-def _is_plain(name: str) -> bool:
-    return name not in ("", ".", "..") and not set(name) & set("/\\:\0") and len(name.encode()) <= MAX_FILE_NAME
 
 
 def _integer(digits: str) -> int:
@@ -139,9 +131,10 @@ def _typed(kind: Any, value: Any, where: str) -> Any:
 
 
 def _built(kind: Any, content: Mapping[str, Any], where: str) -> Any:
-    if unknown := sorted(content.keys() - {entry.name for entry in fields(kind)}):
+    hints = _hints(kind)
+    if unknown := sorted(content.keys() - hints.keys()):
         raise ValueError(f"{where} has an unknown field {unknown[0]!r}")
-    values = {name: _typed(_hints(kind)[name], value, f"{where}.{name}") for name, value in content.items()}
+    values = {name: _typed(hints[name], value, f"{where}.{name}") for name, value in content.items()}
     try:
         return kind(**values)
     except TypeError as error:  # a field without default is missing

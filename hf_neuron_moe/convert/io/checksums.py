@@ -1,7 +1,6 @@
-"""Checksums of single tensors: fast ones that name what was altered, next to the SHA-256 of whole files.
+"""Checksums of single tensors, which name what was altered, next to the SHA-256 of whole files.
 
-XXH3 (128 bits, the `xxhash` library) costs a thirtieth of SHA-256 and finds damage as well; what SHA-256 has over it,
-resistance to somebody's intent, the checksums of the files have.
+XXH3 (128 bits) costs a thirtieth of SHA-256 and finds damage as well; against intent there are the files' checksums.
 """
 
 from __future__ import annotations

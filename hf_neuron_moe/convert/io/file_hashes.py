@@ -54,8 +54,7 @@ def check_shard(path: Path, tensors: Sequence[WrittenTensor], checksums: Mapping
 class PrefixHash:
     """SHA-256 of a shard that is being written, taken from its front as far as its tensors are complete.
 
-    A file is hashed front to back by one thread. Next to the threads that write, and while what they wrote is still in
-    memory, that costs hardly any time; afterwards it would be a wait.
+    Next to the threads that write, while what they wrote is in memory, it costs hardly any time; later it is a wait.
     """
 
     def __init__(self, path: Path, tensors: Sequence[WrittenTensor]) -> None:

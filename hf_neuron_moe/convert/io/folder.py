@@ -129,10 +129,7 @@ def resolve_source(source: Path | str) -> Path:
 
 
 def weights_of(snapshot: Path) -> list[str]:
-    """Names of the weight files that belong to a checkpoint: those of its index, or the single one.
-
-    A repository may hold the same weights a second time, such as ``consolidated.safetensors``.
-    """
+    """Names of the files of the index, or the single one: a repository may hold the same weights a second time."""
     if not (snapshot / INDEX_FILE).is_file():
         return [SINGLE_FILE]
     return sorted(set(read_index(inside(snapshot, INDEX_FILE))[0].values()))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 
 import torch
 
@@ -33,18 +32,15 @@ def count_nonfinite(values: torch.Tensor) -> int:
     """Count NaN and infinite values; dtypes without infinity and NaN have none."""
     if values.dtype not in _EXPONENTS or values.numel() == 0:
         return 0
-    return sum(int(torch.count_nonzero(~chunk.isfinite())) for chunk in _chunks(values) if not _is_finite(chunk))
-
-
-def _is_finite(chunk: torch.Tensor) -> bool:
-    integers, infinity = _EXPONENTS[chunk.dtype]
-    # Shifting the sign out is one operation on integers; isfinite takes several and a mask as large as the values.
-    magnitude = chunk.view(integers) & torch.iinfo(integers).max
-    return int(magnitude.max()) < infinity
-
-
-def _chunks(values: torch.Tensor) -> Iterable[torch.Tensor]:
-    """Pieces of a tensor that has elements, without copying it where rows are contiguous."""
+    integers, infinity = _EXPONENTS[values.dtype]
     if values.ndim < 2 or values.is_contiguous():
-        return values.reshape(-1).split(CHUNK_ELEMENTS)
-    return values.split(max(1, CHUNK_ELEMENTS // values[0].numel()))
+        chunks = values.reshape(-1).split(CHUNK_ELEMENTS)
+    else:  # nothing is copied where rows are contiguous
+        chunks = values.split(max(1, CHUNK_ELEMENTS // values[0].numel()))
+    bad = 0
+    for chunk in chunks:
+        # Shifting the sign out is one operation on integers; isfinite takes several and a mask as large as the values.
+        magnitude = chunk.view(integers) & torch.iinfo(integers).max
+        if int(magnitude.max()) >= infinity:
+            bad += int(torch.count_nonzero(~chunk.isfinite()))
+    return bad

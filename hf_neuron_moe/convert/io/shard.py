@@ -33,8 +33,7 @@ class Entry(NamedTuple):
 def shard_header(entries: Iterable[Entry], metadata: Mapping[str, str]) -> bytes:
     """Everything of a safetensors file that comes before its data: the length, the JSON text, the padding.
 
-    Data are ordered by dtype, widest first, then by name, as the safetensors library orders them: it keeps every tensor
-    aligned, and the same tensors and metadata give the same bytes.
+    Data are ordered as the safetensors library orders them, by dtype, widest first, then by name: tensors are aligned.
     """
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     position = 0
@@ -77,10 +76,7 @@ class TensorStream:
 
 
 class ShardWriter:
-    """A safetensors file being written; a context manager that leaves it complete and synced, or raises.
-
-    Tensors may be written in any order, and by several threads at once.
-    """
+    """A safetensors file being written, tensors in any order and by several threads; complete and synced in the end."""
 
     def __init__(self, path: Path, entries: Iterable[Entry], metadata: Mapping[str, str]) -> None:
         ordered = in_file_order(entries)
@@ -102,11 +98,7 @@ class ShardWriter:
         return self.write_parts(name, (tensor,))
 
     def write_parts(self, name: str, parts: Iterable[torch.Tensor]) -> str:
-        """Write one tensor from consecutive parts of its data, each used before the next is asked for.
-
-        Returns:
-            The checksum of the whole.
-        """
+        """Write one tensor from parts of its data, each used before the next is asked for; return its checksum."""
         stream = self.begin(name)
         for part in parts:
             stream.append(part)

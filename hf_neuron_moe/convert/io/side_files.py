@@ -17,10 +17,9 @@ MOST_FILES = 10_000  # More than any checkpoint has: somebody gave a folder that
 
 
 def side_files(folder: Path) -> dict[str, Path]:
-    """The files beside the weights that belong to a checkpoint, by their path in it with ``/``, in order.
+    """The files next to the weights that belong to a checkpoint, by their path in it with ``/``, in order.
 
-    Hidden folders are left out, and so are folders with weights of their own (``original/``, ``checkpoint-500/``,
-    ``onnx/``): they hold another model's files.
+    Not those of hidden folders and of folders with other weights (``original/``, ``checkpoint-500/``, ``onnx/``).
     """
     found: dict[str, Path] = {}
     for name in files_below(folder, skip=_is_other):

@@ -1,8 +1,7 @@
-"""The source checkpoint: which tensors a folder of safetensors files holds, from the files' headers alone.
+"""Which tensors a folder of safetensors files holds, from the files' headers alone.
 
-Nothing here trusts a file: names must stay inside the folder, every header must account for every byte of its file, and
-index and headers must agree. Header format: https://huggingface.co/docs/safetensors (8 bytes of little-endian length,
-JSON, data).
+No file is trusted: names stay inside the folder, a header accounts for every byte of its file, index and headers agree.
+Format: https://huggingface.co/docs/safetensors (8 bytes of little-endian length, JSON, data).
 """
 
 from __future__ import annotations
@@ -15,17 +14,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from hf_neuron_moe.convert.io.bounded import (
-    MAX_AXES,
-    MAX_FILE_NAME,
-    MAX_INDEX_BYTES,
-    MAX_NAME,
-    is_file_name,
-    is_name,
-    is_shape,
-    parse_json,
-    read_json,
-)
+from hf_neuron_moe.convert.io import bounded
 from hf_neuron_moe.convert.transaction import disk
 from hf_neuron_moe.errors import ConversionError, SourceDamageError
 
@@ -45,8 +34,8 @@ _JSON = "JSON in UTF-8 without repeated names"
 
 _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "dtype": (lambda name: isinstance(name, str) and name in ITEM_BYTES, f"one of {', '.join(ITEM_BYTES)}"),
-    "shape": (lambda shape: isinstance(shape, list) and is_shape(shape), f"at most {MAX_AXES} {_NATURAL}"),
-    "data_offsets": (lambda pair: isinstance(pair, list) and len(pair) == 2 and is_shape(pair), f"two {_NATURAL}"),
+    "shape": (bounded.is_shape, f"at most {bounded.MAX_AXES} {_NATURAL}"),
+    "data_offsets": (lambda pair: bounded.is_shape(pair) and len(pair) == 2, f"two {_NATURAL}"),
 }
 """What a header says of a tensor: the check of each field, and its rule in words."""
 
@@ -58,7 +47,7 @@ def nbytes_of(dtype: str, shape: tuple[int, ...]) -> int:
 
 def is_plain_name(file: object) -> bool:
     """Whether `file` names a safetensors file on every system: no folder, no drive, no way up."""
-    return is_file_name(file) and str(file).endswith(".safetensors")
+    return bounded.is_relative_path(file) and "/" not in str(file) and str(file).endswith(".safetensors")
 
 
 @dataclass(frozen=True)
@@ -84,8 +73,7 @@ class SourceCheckpoint:
     files: tuple[str, ...]
     tensors: Mapping[str, SourceTensor]
     metadata: Mapping[str, Mapping[str, str]]  # ``__metadata__`` of each file
-    index_metadata: Mapping[str, Any] | None = None
-    """``metadata`` of the index, such as the number of parameters; None where there is none."""
+    index_metadata: Mapping[str, Any] | None = None  # ``metadata`` of the index, such as the number of parameters
 
 
 def damaged(subject: str, expected: str, got: object) -> SourceDamageError:
@@ -100,11 +88,7 @@ def _check(holds: bool, subject: str, expected: str, got: object) -> None:
 
 
 def read_header(path: Path) -> tuple[dict[str, SourceTensor], dict[str, str]]:
-    """Read and check one safetensors header.
-
-    Returns:
-        Tensors by name in the order of their data, and the file's metadata.
-    """
+    """Read and check a safetensors header: tensors by name in the order of their data, and the file's metadata."""
     file = path.name
     _check(path.is_file(), file, "a file of the checkpoint", "no such file")
     size = path.stat().st_size
@@ -116,7 +100,7 @@ def read_header(path: Path) -> tuple[dict[str, SourceTensor], dict[str, str]]:
         _check(length <= limit, f"{file}: header length", f"at most {limit}", length)
         raw = _read_up_to(opened, 8, length)
     try:
-        header = parse_json(raw, unique=True)
+        header = bounded.parse_json(raw, unique=True)
     except ValueError as error:
         raise damaged(f"{file}: header", _JSON, error) from error
     _check(isinstance(header, dict), f"{file}: header", "a JSON object", type(header).__name__)
@@ -146,7 +130,8 @@ def _tensors(file: str, header: dict[str, Any], data_start: int, data_bytes: int
 
 def _tensor(file: str, name: str, entry: Any, data_start: int) -> SourceTensor:
     subject = f"{file}: {name}"
-    _check(is_name(name), f"{file}: a tensor's name", f"1 to {MAX_NAME:,} printable characters", repr(name))
+    if not bounded.is_name(name):
+        raise damaged(f"{file}: a tensor's name", f"1 to {bounded.MAX_NAME:,} printable characters", repr(name))
     complete = isinstance(entry, dict) and entry.keys() == _FIELDS.keys()
     _check(complete, subject, "an entry with dtype, shape and data_offsets", entry)
     for field, (holds, expected) in _FIELDS.items():
@@ -195,7 +180,7 @@ def read_indexed(directory: Path, index: str) -> SourceCheckpoint:
 def read_index(path: Path) -> tuple[dict[str, str], dict[str, Any] | None]:
     """File by tensor name, and the index's metadata."""
     try:
-        content = read_json(path, MAX_INDEX_BYTES, unique=True)
+        content = bounded.read_json(path, bounded.MAX_INDEX_BYTES, unique=True)
     except ValueError as error:
         raise damaged(path.name, _JSON, error) from error
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
@@ -203,7 +188,8 @@ def read_index(path: Path) -> tuple[dict[str, str], dict[str, Any] | None]:
         raise damaged(f"{path.name}: weight_map", "a map from tensor names to files", weight_map)
     for name, file in weight_map.items():
         if not is_plain_name(file):
-            expected = f"the plain name of a .safetensors file in the same folder, at most {MAX_FILE_NAME} bytes"
+            most = f"at most {bounded.MAX_FILE_NAME} bytes"
+            expected = f"the plain name of a .safetensors file in the same folder, {most}"
             fix = "An index that points elsewhere is not followed; repair it."
             raise SourceDamageError.about(f"{path.name}: file of {name}", expected, repr(file), fix)
     metadata = content.get("metadata")

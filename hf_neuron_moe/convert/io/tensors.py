@@ -1,7 +1,6 @@
-"""Reads single tensors, or single experts of them, from safetensors files that stay open.
+"""Reads single tensors, or single experts of them, from safetensors files that stay open; threads may share a reader.
 
-Files are read, not mapped: a failing disk or a shrinking file is then an error with a name and no bus error. Positional
-reads leave no state behind, so threads may share a reader.
+Files are read, not mapped: a failing disk or a shrinking file is then an error with a name and no bus error.
 """
 
 from __future__ import annotations
@@ -65,10 +64,7 @@ class TensorReader:
         return data.view(TORCH_DTYPES[tensor.dtype]).view(shape)
 
     def chunks(self, file: str, name: str) -> Iterator[torch.Tensor]:
-        """Read a tensor as one-dimensional parts of its bytes, at most :data:`CHUNK_BYTES` each.
-
-        A part is valid until the next one is asked for.
-        """
+        """Read a tensor's bytes in parts of :data:`CHUNK_BYTES` at most; one is valid until the next is asked for."""
         handle, tensor = self._find(file, name)
         buffer = torch.empty(min(CHUNK_BYTES, tensor.nbytes), dtype=torch.uint8)
         for position in range(0, tensor.nbytes, CHUNK_BYTES):

@@ -10,16 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from hf_neuron_moe.convert.layout.orientations import (
-    BF16_SWIZZLED,
-    MOE_PACKED_SCALES,
-    MOE_WORDS,
-    MX_FUSED_CODES,
-    MX_FUSED_SCALES,
-    MX_KERNEL_CODES,
-    MX_KERNEL_SCALES,
-    StoredForm,
-)
+from hf_neuron_moe.convert.layout import orientations
 from hf_neuron_moe.convert.layout.tensor_parallel import Part
 from hf_neuron_moe.convert.options import FORWARD
 from hf_neuron_moe.formats import moe_mx
@@ -42,17 +33,14 @@ CHUNK_ELEMENTS = 1 << 22  # Elements of a chunk of rows
 TRANSPOSED_ROWS = 256
 """Rows transposed at a time: a multiple of a cache line's values, few enough for the copy to stay in the cache."""
 
-_FORMATS: dict[str, ElementFormat] = {MOE_WORDS["mxfp8"]: E4M3FN, MOE_WORDS["mxfp4"]: E2M1}
+_FORMATS: dict[str, ElementFormat] = {orientations.MOE_WORDS["mxfp8"]: E4M3FN, orientations.MOE_WORDS["mxfp4"]: E2M1}
 
 
 def encode(
-    matrix_FK: torch.Tensor, forms: Sequence[StoredForm], places: Sequence[torch.Tensor], *, gate_up: bool
+    matrix_FK: torch.Tensor, forms: Sequence[orientations.StoredForm], places: Sequence[torch.Tensor], *, gate_up: bool
 ) -> None:
-    """Fill the stored tensors of one matrix: bf16, in forward orientation, zeros included.
-
-    `places` are the memory of each form, without the experts' axis.
-    """
-    if forms[0].layout == BF16_SWIZZLED:
+    """Fill the stored tensors, without the experts' axis, of one matrix: bf16, forward orientation, zeros included."""
+    if forms[0].layout == orientations.BF16_SWIZZLED:
         for rows, chunk in _row_chunks(matrix_FK):
             places[0][:, LANES * rows.start : LANES * rows.stop] = swizzle(chunk)
         return
@@ -62,17 +50,13 @@ def encode(
             _encode_operand(oriented, form, codes, scale_form.layout, scales)
             continue
         quantized = _quantize_moe(matrix_FK, _FORMATS[form.layout], form.rule, gate_up=gate_up)
-        packed = scale_form.layout in MOE_PACKED_SCALES.values()
+        packed = scale_form.layout in orientations.MOE_PACKED_SCALES.values()
         codes.copy_(quantized.words[0])
         scales.copy_((moe_mx.pack_moe_scales(quantized.scales) if packed else quantized.scales)[0])
 
 
 def copy_transposed(place_KF: torch.Tensor, matrix_FK: torch.Tensor) -> None:
-    """Copy a matrix to where its transpose belongs.
-
-    torch transposes fast only from and to contiguous memory, ten times as fast as otherwise; so pieces of that kind are
-    made first.
-    """
+    """Copy a matrix to where its transpose belongs, by contiguous pieces, which torch transposes ten times as fast."""
     for start in range(0, len(matrix_FK), TRANSPOSED_ROWS):
         rows = matrix_FK[start : start + TRANSPOSED_ROWS].to(place_KF.dtype).contiguous()
         place_KF[:, start : start + len(rows)].copy_(rows.t().contiguous())
@@ -81,22 +65,18 @@ def copy_transposed(place_KF: torch.Tensor, matrix_FK: torch.Tensor) -> None:
 def decode(
     layouts: Sequence[str], stored: Sequence[torch.Tensor], part: Part, rows: slice
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Give chunks of a matrix' rows, with the place of each in `rows`.
+    """Give chunks of `rows` of the forward matrix: their start behind ``rows.start``, and bf16 or fp32 ``[f, K]``.
 
-    `layouts` and `stored` are those of values and scales, as :func:`encode` filled them; `rows` are rows of the forward
-    matrix.
-
-    Yields:
-        Start of the chunk behind ``rows.start``, and bf16 or fp32 values ``[f, K]``.
+    `layouts` and `stored` are those of values and scales, as :func:`encode` filled them.
     """
     layout = layouts[0]
     if layout in _FORMATS:
         words, scales = stored
-        if layouts[1] in MOE_PACKED_SCALES.values():
+        if layouts[1] in orientations.MOE_PACKED_SCALES.values():
             scales = moe_mx.unpack_moe_scales(scales[None], words.shape[-2], words.shape[0] // PATCH_ROWS)[0]
         yield 0, _dequantize_moe(words, scales, _FORMATS[layout], gate_up=part.gate_up)[rows]
         return
-    quantized, natural = layout != BF16_SWIZZLED, layout == MX_FUSED_CODES
+    quantized, natural = layout != orientations.BF16_SWIZZLED, layout == orientations.MX_FUSED_CODES
     values = stored[0].view(torch.uint8) if quantized else stored[0]
     K = values.shape[1] if natural else LANES * values.shape[0]
     if quantized:
@@ -111,12 +91,12 @@ def decode(
 
 
 def _encode_operand(
-    matrix_FK: torch.Tensor, form: StoredForm, codes: torch.Tensor, scale_layout: str, scales: torch.Tensor
+    matrix_FK: torch.Tensor, form: orientations.StoredForm, codes: torch.Tensor, scale_layout: str, scales: torch.Tensor
 ) -> None:
     """Quantise an operand of the MLP kernels along its rows."""
     F, K = matrix_FK.shape
-    compact_BF = scales if scale_layout == MX_FUSED_SCALES else scales.new_empty(K // MX_BLOCK, F)
-    if form.layout == MX_KERNEL_CODES:
+    compact_BF = scales if scale_layout == orientations.MX_FUSED_SCALES else scales.new_empty(K // MX_BLOCK, F)
+    if form.layout == orientations.MX_KERNEL_CODES:
         rule = ScaleRule(form.rule)
         quantize_into(matrix_FK, codes, compact_BF, fmt=E4M3FN, rule=rule, scheme=SwizzleScheme.WRAPX)
     else:
@@ -124,8 +104,9 @@ def _encode_operand(
             mx = quantize_mx(chunk, rule=form.rule)
             compact_BF[:, rows] = mx.scales
             codes[rows] = unswizzle(mx.codes)
-    if scale_layout != MX_FUSED_SCALES:
-        scales.copy_(to_packed(compact_BF) if scale_layout == MX_KERNEL_SCALES else to_oversized(compact_BF))
+    if scale_layout != orientations.MX_FUSED_SCALES:
+        arrange = to_packed if scale_layout == orientations.MX_KERNEL_SCALES else to_oversized
+        scales.copy_(arrange(compact_BF))
 
 
 def _quantize_moe(matrix_FK: torch.Tensor, fmt: ElementFormat, rule: str, *, gate_up: bool) -> moe_mx.MoEWeightMX:

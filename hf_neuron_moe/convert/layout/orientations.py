@@ -131,10 +131,7 @@ class StoredForm:
 def stored_forms(weight: FusedWeight, options: ConvertOptions, rank: int | None = None) -> tuple[StoredForm, ...]:
     """Describe the tensors that will hold one rank's part of `weight`; `rank` is None where nothing is split.
 
-    A ConversionError says which size does not fit the layout.
-
-    Returns:
-        Values, then their scales if quantised, for each orientation in turn.
+    Values, then their scales if quantised, for each orientation in turn. A size that does not fit is a ConversionError.
     """
     part = part_of(weight, rank, options.tp_degree, _pad_rule(weight, options))
     if not _is_quantized(weight, options):

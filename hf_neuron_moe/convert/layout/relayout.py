@@ -1,8 +1,7 @@
 """Fills the tensors of a weight from its source tensors, and cuts a source tensor out of them again.
 
 A fused weight is what Hugging Face's fused modules hold: ``[F, K]`` for a dense MLP, ``[E, F, K]`` for experts. E
-experts, F rows and K columns of one rank's matrix (:mod:`hf_neuron_moe.convert.layout.tensor_parallel`). The target
-layouts are those of :mod:`hf_neuron_moe.convert.layout.orientations`.
+experts, F rows and K columns of one rank's matrix. ``orientations`` has the target layouts.
 """
 
 from __future__ import annotations
@@ -23,38 +22,28 @@ from hf_neuron_moe.convert.manifest import Piece, WrittenTensor, grouped
 from hf_neuron_moe.convert.options import FORWARD
 from hf_neuron_moe.errors import naming
 
+# Dtypes a weight to convert may have on disk.
 WEIGHT_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-"""Dtypes a weight to convert may have on disk."""
-
-_STORED_DTYPES = {
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.uint8,
-    "U8": torch.uint8,
-    "U16": torch.int16,
-    "U32": torch.int32,
-}
-"""Dtypes that the tensors of converted weights are filled as: codes as bytes, words as the formats' carriers."""
-
+# What the tensors of converted weights are filled as: codes as bytes, words as the formats' carriers.
+_CARRIERS = {"F8_E4M3": torch.uint8, "U8": torch.uint8, "U16": torch.int16, "U32": torch.int32}
+_STORED_DTYPES = {"BF16": torch.bfloat16, **_CARRIERS}
+# Source dtypes that bf16 may not hold, and the integers their bits are compared as.
 _BITS = {torch.float16: torch.int16, torch.float32: torch.int32}
-"""Source dtypes that bf16 may not hold, and the integers their bits are compared as."""
 
 CHUNK_ELEMENTS = 1 << 20  # Elements compared at a time
 SCRATCH_ALIGNMENT = 64  # Bytes; a cache line, and a multiple of every dtype
 READ_BYTES = 1 << 22  # Bytes of a source tensor read at a time: what is read is copied on while it is in the cache
 
+# Reads rows of a piece's matrix, as the source has it; with an expert index, of that expert of a piece that holds all.
 ReadPiece = Callable[[Piece, int | None, slice], torch.Tensor]
-"""Reads rows of a piece's matrix, as the source has it; with an expert index, of that expert's matrix of a piece that
-holds all experts."""
-
+# Reads the i-th tensor of a converted weight; with an expert index, that expert's part.
 ReadStored = Callable[[int, int | None], torch.Tensor]
-"""Reads the i-th tensor of a converted weight; with an expert index, that expert's part."""
 
 
 class Scratch:
     """One buffer that every weight is put together in; each thread has its own.
 
-    Weights are tens to hundreds of megabytes. Allocating each anew lets the C library's allocator keep freed ones, and
-    memory then grows with the checkpoint.
+    With tens to hundreds of megabytes allocated anew for each, the C library keeps freed ones, and memory grows.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -100,18 +89,12 @@ def store(
     """Read a weight's pieces and give its tensors, one per stored form: MX codes as uint8, words as the carriers.
 
     Weights with experts come expert by expert: joined along a new first axis, the parts are the tensors. A dense weight
-    is one part. Parts lie in `scratch` and are valid until the next one is asked for. Beyond it, :func:`read_bytes` and
-    chunks of a few megabytes are held; what was read is done with before more is. May run in several threads, each with
-    its own `scratch` and `rounded`.
+    is one part. Parts lie in `scratch` (:func:`scratch_bytes`), valid until the next one is asked for. Beyond it,
+    :func:`read_bytes` and chunks of a few megabytes are held. May run in several threads with a `scratch` each.
 
-    Args:
-        weight: the weight.
-        forms: what :func:`stored_forms` gave for it and one rank.
-        read: access to the source.
-        scratch: at least :func:`scratch_bytes`.
-        rounded: raised, per source tensor, by the number of values that bf16 does not hold bit for bit.
-        on_nonfinite: ``"error"`` refuses NaN and infinity in the source, ``"keep"`` converts them.
-        nonfinite: raised, per source tensor, by the number of NaN and infinite values that were kept.
+    `forms` are those of :func:`stored_forms` for one rank. NaN and infinity in the source are an error with
+    `on_nonfinite` ``"error"``; `nonfinite` is raised, per source tensor, by the number of those that were kept, and
+    `rounded` by the number of values that bf16 does not hold bit for bit.
     """
     scratch.clear()
     part, view = forms[0].part, _view_of(forms[0].layout, weight.has_experts)
@@ -135,20 +118,14 @@ def store(
         yield stored
 
 
-def restore(
-    piece: Piece, tensors: Sequence[WrittenTensor], read: ReadStored, *, orientation: str = FORWARD
-) -> torch.Tensor:
+def restore(piece: Piece, tensors: Sequence[WrittenTensor], read: ReadStored) -> torch.Tensor:
     """Cut one source tensor out of a converted weight: the way back of :func:`store`.
 
-    The tensors of all ranks are put together and padding is left out. `tensors` are all tensors of its weight; `read`
-    takes their places in that list.
-
-    Returns:
-        The tensor in the piece's dtype and shape, contiguous: the same bits for bf16 sources and layouts, the
-        dequantised values for MX.
+    `tensors` are all tensors of its weight, of all ranks; `read` takes their places in that list. The result is in the
+    piece's dtype and shape, contiguous: the same bits for bf16 sources and layouts, the dequantised values for MX.
     """
     out = torch.empty(piece.shape, dtype=WEIGHT_DTYPES[piece.dtype])
-    for part, indices in _parts(tensors, orientation):
+    for part, indices in _parts(tensors):
         layouts = [tensors[index].layout for index in indices]
         for expert in range(piece.shape[0]) if piece.holds_experts else (piece.expert,):
             target_FK = _rows_first(out[expert] if piece.holds_experts else out, piece)
@@ -159,12 +136,9 @@ def restore(
                 rows = slice(block.row, block.row + len(place_FK))
                 if view is not None:
                     place_FK.copy_(view(stored[0])[rows, : place_FK.shape[1]])
-                elif orientation == FORWARD:
-                    for start, values_FK in decode(layouts, stored, part, rows):
-                        place_FK[start : start + len(values_FK)].copy_(values_FK[:, : place_FK.shape[1]])
-                else:
-                    for start, values_KF in decode(layouts, stored, part, slice(0, place_FK.shape[1])):
-                        place_FK[:, start : start + len(values_KF)].copy_(values_KF[:, rows].t())
+                    continue
+                for start, values_FK in decode(layouts, stored, part, rows):
+                    place_FK[start : start + len(values_FK)].copy_(values_FK[:, : place_FK.shape[1]])
     return out
 
 
@@ -203,17 +177,16 @@ def _copy(place: torch.Tensor, values: torch.Tensor) -> int:
     return changed
 
 
-def _parts(tensors: Sequence[WrittenTensor], orientation: str) -> list[tuple[Part, list[int]]]:
-    """Each rank's part of the forward matrix, with the places of the tensors that hold it: values, then scales."""
+def _parts(tensors: Sequence[WrittenTensor]) -> list[tuple[Part, list[int]]]:
+    """Each rank's part of the matrix, with the places of the forward tensors that hold it: values, then scales."""
     gate_up = is_gate_up(tensors[0].weight)
-    oriented = (index for index, tensor in enumerate(tensors) if tensor.orientation == orientation)
-    ranks = grouped(oriented, lambda index: tensors[index].tp_rank)
+    forward = (index for index, tensor in enumerate(tensors) if tensor.orientation == FORWARD)
+    ranks = grouped(forward, lambda index: tensors[index].tp_rank)
     parts, start = [], 0
     for rank, places in sorted(ranks.items(), key=lambda item: item[0] or 0):
         indices = sorted(places, key=lambda index: tensors[index].layout in SCALES)
         values = tensors[indices[0]]
-        shape = matrix_shape(values)
-        F, K = shape if orientation == FORWARD else shape[::-1]
+        F, K = matrix_shape(values)
         hidden, width = (K, F // 2) if gate_up else (F, K)
         stop = start + width - values.padding.get("I", 0)
         part = Part(gate_up, hidden - values.padding.get("H", 0), hidden, 0, start, stop, width, rank)

@@ -1,8 +1,7 @@
 """Which part of a fused weight a tensor-parallel rank holds, and which zeros are added to it.
 
-A block's I axis is split: gate and up by output rows, down by columns, so that every rank computes a whole SwiGLU block
-of I/ranks intermediate values and the ranks' outputs are summed. Zeros at the end of H or I change no result
-(:mod:`hf_neuron_moe.formats.padding`).
+Gate and up are split by output rows, down by columns: every rank computes a whole SwiGLU block of I/ranks intermediate
+values, and the outputs are summed. Zeros at the end of H or I change no result (:mod:`hf_neuron_moe.formats.padding`).
 
 H hidden, I intermediate of the model, F and K rows and columns of a matrix: gate_up [2I, H], down [H, I].
 """

@@ -57,10 +57,7 @@ def check_destination(destination: Path, source: Path, *, force: bool | None) ->
 
 @contextmanager
 def committed_folder(destination: Path) -> Iterator[Path]:
-    """Give a folder to fill, which becomes `destination` when the block ends without an exception.
-
-    The caller has run :func:`check_destination`. Files written inside must have been synced.
-    """
+    """Give a folder to fill with synced files, which becomes `destination` when the block ends without an exception."""
     home = partial_of(destination)
     with disk_errors(destination), held(home, destination):
         try:
@@ -92,8 +89,7 @@ def is_free(partial: Path) -> bool:
 def held(home: Path, destination: Path, *, shared: bool = False) -> Iterator[None]:
     """Make the partial folder if need be, and keep other processes out of it while the block runs.
 
-    A lock ends with its process, however that ends. File systems without locks do without. `shared` lets others in that
-    ask for the same.
+    `shared` lets others in that ask for the same. A lock ends with its process, however that ends.
     """
     with ExitStack() as stack:
         while not _entered(home, destination, shared, stack):
@@ -123,14 +119,12 @@ def _entered(home: Path, destination: Path, shared: bool, stack: ExitStack) -> b
 def _lock(descriptor: int, *, shared: bool) -> bool:
     try:
         import fcntl
-    except ImportError:  # not on Windows
-        return True
-    try:
+
         fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:
-        return True  # a network file system that knows no locks on folders
+    except (ImportError, OSError):
+        pass  # Windows and some network file systems know no locks on folders
     return True
 
 

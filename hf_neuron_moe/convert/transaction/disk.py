@@ -1,8 +1,7 @@
-"""Every call of a conversion that reads weights or changes the disk, in one place.
+"""Every call of a conversion that reads weights or changes the disk; each error says which file was meant.
 
 Other files call these through the module (``disk.rename(...)``), so that the tests can make each single call fail, stop
-half way, or be the last one of the process. The functions say which file was meant: an error of the operating system
-on an open file alone does not.
+half way, or be the last one of the process.
 """
 
 from __future__ import annotations
@@ -30,10 +29,7 @@ def create(path: Path) -> FileIO:
 
 
 def write_at(file: FileIO, data: memoryview, offset: int) -> None:
-    """Write all of `data` at `offset`, and let the kernel start to carry it to the disk.
-
-    Waiting for the disk only in :func:`fsync` would leave it idle while the next weight is computed.
-    """
+    """Write all of `data` at `offset`, and let the kernel start to carry it to the disk, before :func:`fsync` waits."""
     position = 0
     with _naming(file):
         while position < data.nbytes:

@@ -1,7 +1,6 @@
 """One conversion on several machines: each makes a part of the shards, and one of them puts the parts together.
 
-The parts share DST's parent folder, or their ``DST.partial`` folders are copied into one. Which machine makes which
-shard changes no byte.
+They share DST's parent folder, or their ``DST.partial`` folders are copied into one. Who makes a shard changes no byte.
 """
 
 from __future__ import annotations

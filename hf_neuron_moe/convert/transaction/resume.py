@@ -1,8 +1,7 @@
 """What an unfinished conversion remembers, so that another run can go on with it.
 
 The partial folder (see ``commit``) says which conversion it belongs to. A finished shard has a record with the
-checksums of its tensors; the record is written after the shard has its name and is on the disk. A resumed run reads
-such a shard once and compares: only bytes that are right are kept.
+checksums of its tensors, written once the shard is on the disk; a resumed run keeps only shards with these bytes.
 """
 
 from __future__ import annotations
@@ -21,17 +20,7 @@ from hf_neuron_moe.convert.io.bounded import MAX_MANIFEST_BYTES, read_json, reco
 from hf_neuron_moe.convert.io.side_files import make_parents
 from hf_neuron_moe.convert.options import ConvertOptions
 from hf_neuron_moe.convert.plan import ConversionPlan
-from hf_neuron_moe.convert.transaction import disk
-from hf_neuron_moe.convert.transaction.commit import (
-    FOLDER,
-    MARKER_FILE,
-    empty,
-    give_up,
-    held,
-    partial_of,
-    put_back,
-    write_file,
-)
+from hf_neuron_moe.convert.transaction import commit, disk
 from hf_neuron_moe.errors import DestinationError
 
 DONE = "done"
@@ -72,11 +61,11 @@ def version_of(path: Path) -> str:
 
 
 class Job:
-    """The partial folder of one conversion, held by this process."""
+    """The partial folder of one conversion, commit.held by this process."""
 
     def __init__(self, destination: Path) -> None:
-        self.home = partial_of(destination)
-        self.folder = self.home / FOLDER
+        self.home = commit.partial_of(destination)
+        self.folder = self.home / commit.FOLDER
         self._writing = self.home / (WRITING + secrets.token_hex(6))
 
     def temporary(self, name: str) -> Path:
@@ -135,7 +124,8 @@ class Job:
     def start(self, content: Mapping[str, Any]) -> None:
         """Write the marker, whatever was there, and make the folders."""
         # On the disk before there is anything else in the folder that a power cut could leave without marker.
-        self._write_record(self.home / MARKER_FILE, content, self.home / f"{MARKER_FILE}.{secrets.token_hex(6)}")
+        marker = self.home / commit.MARKER_FILE
+        self._write_record(marker, content, self.home / f"{marker.name}.{secrets.token_hex(6)}")
         for path in (self.folder, self.home / DONE, self.home / SOURCES):
             with suppress(FileExistsError):
                 disk.make_folder(path)
@@ -144,7 +134,7 @@ class Job:
 
     def marker(self) -> dict[str, Any] | None:
         """What the partial folder says it is, or None where it says nothing."""
-        return _read_record(self.home / MARKER_FILE)
+        return _read_record(self.home / commit.MARKER_FILE)
 
     def _temporary_path(self, name: str) -> Path:
         return self._writing / name.replace("/", "%2F")
@@ -154,7 +144,7 @@ class Job:
 
     def _write_record(self, path: Path, content: Mapping[str, Any], temporary: Path | None = None) -> None:
         temporary = temporary or self.temporary(path.name)
-        write_file(temporary, json.dumps(content, sort_keys=True).encode())
+        commit.write_file(temporary, json.dumps(content, sort_keys=True).encode())
         disk.rename(temporary, path)
         disk.fsync_folder(path.parent)
 
@@ -165,21 +155,20 @@ def opened(
 ) -> Iterator[Job]:
     """Hold the partial folder of a conversion: a new one, or one of the same conversion that is to be continued.
 
-    When the block fails, a folder that may be continued stays without its temporary files, and any other goes. `resume`
-    continues what is there; `part` too, beside other processes that do the same. A new partial folder remembers the
-    number of `parts`.
+    `resume` continues what is there; `part` too, next to other processes that do the same. When the block fails, such a
+    folder stays without its temporary files, and any other goes. A new one remembers the number of `parts`.
     """
     job = Job(destination)
-    with held(job.home, destination, shared=part):
+    with commit.held(job.home, destination, shared=part):
         try:
             content = {"fingerprint": fingerprint(plan), "options": asdict(plan.options), PARTS: parts}
-            put_back(job.home, destination)
+            commit.put_back(job.home, destination)
             found = job.marker() if resume or part else None
             if found is not None:
                 _check_same(found, content, destination)
                 content[PARTS] = found.get(PARTS)
             if not part:
-                empty(job.home, ("",) if found is None else (WRITING, MARKER_FILE + "."))
+                commit.empty(job.home, ("",) if found is None else (WRITING, commit.MARKER_FILE + "."))
             if found is None or not part:
                 job.start(content)
             yield job
@@ -188,20 +177,20 @@ def opened(
                 with suppress(OSError):
                     job.leave()
             else:
-                give_up(job.home, destination)
+                commit.give_up(job.home, destination)
             raise
 
 
 def _check_same(found: Mapping[str, Any], content: Mapping[str, Any], destination: Path) -> None:
     if found.get("fingerprint") != content["fingerprint"]:
-        got = f"an unfinished run of another source, version or options in {partial_of(destination).name}"
+        got = f"an unfinished run of another source, version or options in {commit.partial_of(destination).name}"
         fix = "Repeat the options of that run, or leave --resume and --part out to start over."
         raise DestinationError.about(str(destination), "free, or an unfinished run of this very conversion", got, fix)
 
 
 def options_of(destination: Path) -> ConvertOptions | None:
     """The options of the unfinished conversion at `destination`, or None where there is none."""
-    content = _read_record(partial_of(destination) / MARKER_FILE) or {}
+    content = _read_record(commit.partial_of(destination) / commit.MARKER_FILE) or {}
     with suppress(KeyError, ValueError):
         return record(ConvertOptions, content["options"])
     return None
