@@ -35,8 +35,7 @@ class TensorFacts:
     layout: str  # How its values lie
     details: str = ""  # Orientation, rank, scale layout and padding, where they say something
     sqnr: float | None = None
-    """Signal to noise in dB against the source: the least of its experts. Infinite where equal, None where not
-    compared."""
+    """Signal to noise in dB against the source, the least of its experts: infinite where equal, None: not compared."""
 
     def to_dict(self) -> dict[str, Any]:
         """What ``--json`` prints."""
@@ -51,8 +50,7 @@ class InspectReport:
     kind: str  # ``"conversion"`` or ``"checkpoint"``
     options: dict[str, Any]
     tensors: tuple[TensorFacts, ...]
-    left: dict[str, LeftModule] | None = None
-    """Modules that the conversion left in their source form; None for a checkpoint, and where it is not known."""
+    left: dict[str, LeftModule] | None = None  # What a conversion left in its source form; None where it is unknown
 
     @property
     def layouts(self) -> dict[str, dict[str, int]]:
@@ -100,10 +98,9 @@ class InspectReport:
 def inspect_checkpoint(
     directory: Path, source: Path | None = None, *, progress: Progress | None = None
 ) -> InspectReport:
-    """Describe a conversion or an ordinary checkpoint.
+    """Describe a conversion or an ordinary checkpoint; with the `source` of a conversion, compare all its tensors.
 
-    With `source`, the checkpoint that a conversion was made of, every converted tensor is compared with it; `progress`
-    is called with bytes compared and bytes in all.
+    `progress` is called with bytes compared and bytes in all.
     """
     if not is_conversion(directory):
         check_checkpoint(directory)

@@ -17,7 +17,6 @@ from torch import Tensor
 from hf_neuron_moe.convert.manifest import WrittenTensor
 
 E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-
 Read = Callable[[WrittenTensor, int | None], Tensor]  # Of a stored tensor; with an expert index, that expert's part
 
 
@@ -28,20 +27,23 @@ def read_operand(stored: WrittenTensor, scales_of: WrittenTensor | None, expert:
     """
     values, layout = read(stored, expert), stored.layout
     if scales_of is None:
-        return _read_bf16(values, layout, has_experts=expert is not None)
+        if layout == "bf16_swizzled":
+            return _natural(values).float()
+        # The MoE kernels take an expert's matrix with the contraction axis first, the MLP kernels as Linear has it.
+        return (values.t() if layout == "bf16_kernel" and expert is not None else values).float()
     scales = read(scales_of, expert).view(torch.uint8)
-    scale_layout = stored.scale_layout
     if layout.endswith("_moe_words"):
-        return _read_words(values, scales, fp4=layout.startswith("mxfp4"), packed=scale_layout == "packed")
+        return _read_words(values, scales, fp4=layout.startswith("mxfp4"), packed=stored.scale_layout == "packed")
     codes = values.view(torch.uint8)
-    if layout.endswith("_fused_codes"):
-        K = codes.shape[1]
-        rows = k_positions(K)[0] // 8
-        return _e4m3(codes) * _power(scales[scale_row_of(rows, K, scale_layout)].t())
-    K = 4 * codes.shape[0]
-    row_K, lane_K = k_positions(K)
-    quads_PFj = codes.view(K // 4, -1, 4)
-    return _e4m3(quads_PFj[row_K, :, lane_K].t()) * _power(scales[scale_row_of(row_K // 8, K, scale_layout)].t())
+    codes_FK = codes if layout.endswith("_fused_codes") else _natural(codes)
+    block_K = k_positions(codes_FK.shape[1])[0] // 8
+    return _e4m3(codes_FK) * _power(scales[scale_row_of(block_K, stored.scale_layout)].t())
+
+
+def _natural(swizzled: Tensor) -> Tensor:
+    """Take a matrix ``[F, K]`` out of a swizzled one, ``[K/4, 4F]``."""
+    row_K, lane_K = k_positions(4 * swizzled.shape[0])
+    return swizzled.view(swizzled.shape[0], -1, 4)[row_K, :, lane_K].t()
 
 
 def k_positions(K: int) -> tuple[Tensor, Tensor]:
@@ -61,7 +63,7 @@ def k_positions(K: int) -> tuple[Tensor, Tensor]:
     return torch.cat(rows), torch.cat(lanes)
 
 
-def scale_row_of(block: Tensor, K: int, layout: str | None) -> Tensor:
+def scale_row_of(block: Tensor, layout: str | None) -> Tensor:
     """Return the row of a scale tensor that holds block rows; a block is 8 swizzled rows."""
     if layout == "oversized":
         return 32 * (block // 4) + block % 4
@@ -69,14 +71,6 @@ def scale_row_of(block: Tensor, K: int, layout: str | None) -> Tensor:
         tile, rest = block // 16, block % 16
         return 128 * (tile // 4) + 32 * (rest // 4) + 4 * (tile % 4) + rest % 4
     return block
-
-
-def _read_bf16(values: Tensor, layout: str, *, has_experts: bool) -> Tensor:
-    if layout == "bf16_swizzled":
-        row_K, lane_K = k_positions(4 * values.shape[0])
-        return values.view(values.shape[0], -1, 4)[row_K, :, lane_K].t().float()
-    # The MoE kernels take an expert's matrix with the contraction axis first, the MLP kernels as Linear has it.
-    return (values.t() if layout == "bf16_kernel" and has_experts else values).float()
 
 
 def _read_words(words: Tensor, scales: Tensor, *, fp4: bool, packed: bool) -> Tensor:

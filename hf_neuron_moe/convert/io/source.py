@@ -14,17 +14,21 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from hf_neuron_moe.convert.io import bounded
 from hf_neuron_moe.convert.transaction import disk
 from hf_neuron_moe.errors import ConversionError, SourceDamageError
 
-ITEM_BYTES = {
-    "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "F8_E8M0": 1,
-    "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
-    "I32": 4, "U32": 4, "F32": 4,
-    "F64": 8, "I64": 8, "U64": 8,
+# What torch calls the safetensors dtypes whose elements fill whole bytes, in the library's own order.
+TORCH_DTYPES = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8,
+    "F8_E5M2": torch.float8_e5m2, "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu,
+    "I16": torch.int16, "U16": torch.uint16, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I32": torch.int32, "U32": torch.uint32, "F32": torch.float32,
+    "F64": torch.float64, "I64": torch.int64, "U64": torch.uint64,
 }  # fmt: skip
-"""Bytes per element of the safetensors dtypes whose elements fill whole bytes, in the library's own order of dtypes."""
+ITEM_BYTES = {name: dtype.itemsize for name, dtype in TORCH_DTYPES.items()}
 
 MAX_HEADER_BYTES = 100_000_000  # The safetensors library's own limit
 SINGLE_FILE = "model.safetensors"

@@ -13,19 +13,10 @@ from pathlib import Path
 
 import torch
 
-from hf_neuron_moe.convert.io.source import SourceTensor, damaged, nbytes_of, read_header
+from hf_neuron_moe.convert.io.source import TORCH_DTYPES, SourceTensor, damaged, nbytes_of, read_header
 from hf_neuron_moe.convert.transaction import disk
 
 CHUNK_BYTES = 1 << 20  # Read at a time where they are only passed on: what fits a core's cache
-
-TORCH_DTYPES = {
-    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8,
-    "F8_E5M2": torch.float8_e5m2, "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu,
-    "I16": torch.int16, "U16": torch.uint16, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I32": torch.int32, "U32": torch.uint32, "F32": torch.float32,
-    "F64": torch.float64, "I64": torch.int64, "U64": torch.uint64,
-}  # fmt: skip
-"""What torch calls the safetensors dtypes."""
 
 
 class TensorReader:

@@ -68,17 +68,8 @@ class Bf16Layout(NamedTuple):
     name: str
     experts: bool | None  # Only for weights with experts, or without; None: for both
     takes: Callable[[ConvertOptions], bool]  # Whether these options ask for it; the first row that fits wins
-    shape: Callable[[int, int], tuple[int, int]]  # Of the stored matrix, for F and K
-    matrix: Callable[[int, int], tuple[int, int]]  # F and K, for the stored matrix' shape
+    shape: Callable[[int, int], tuple[int, int]]  # Of the stored matrix, for F and K; for that shape, F and K again
     view: Callable[[Tensor], Tensor] | None  # The stored matrix seen as [F, K]; None where ``codecs`` fills it
-
-
-def _same(first: int, second: int) -> tuple[int, int]:
-    return first, second
-
-
-def _swapped(first: int, second: int) -> tuple[int, int]:
-    return second, first
 
 
 def _swizzled(F: int, K: int) -> tuple[int, int]:
@@ -87,10 +78,10 @@ def _swizzled(F: int, K: int) -> tuple[int, int]:
 
 # Dense kernels take [F, K] as it is; the MoE kernels take [E, K, F] (gate_up [E, H, 2, I] with 2, I merged).
 BF16_LAYOUTS: tuple[Bf16Layout, ...] = (
-    Bf16Layout(BF16_SWIZZLED, None, lambda o: bool(o.swizzle) and not o.quantized, _swizzled, _swizzled, None),
-    Bf16Layout(BF16_KERNEL, True, lambda o: o.layout == "kernel", _swapped, _swapped, Tensor.t),
-    Bf16Layout(BF16_KERNEL, False, lambda o: o.layout == "kernel", _same, _same, lambda stored: stored),
-    Bf16Layout(BF16_FUSED, None, lambda o: True, _same, _same, lambda stored: stored),
+    Bf16Layout(BF16_SWIZZLED, None, lambda o: bool(o.swizzle) and not o.quantized, _swizzled, None),
+    Bf16Layout(BF16_KERNEL, True, lambda o: o.layout == "kernel", lambda F, K: (K, F), Tensor.t),
+    Bf16Layout(BF16_KERNEL, False, lambda o: o.layout == "kernel", lambda F, K: (F, K), lambda stored: stored),
+    Bf16Layout(BF16_FUSED, None, lambda o: True, lambda F, K: (F, K), lambda stored: stored),
 )
 
 
@@ -153,7 +144,7 @@ def matrix_shape(tensor: WrittenTensor) -> tuple[int, int]:
         return hidden, 4 * partitions * tiles
     rows, columns = tensor.shape[-2:]
     if (row := bf16_layout(tensor.layout, len(tensor.shape) == 3)) is not None:
-        return row.matrix(rows, columns)
+        return row.shape(rows, columns)
     return _swizzled(rows, columns) if tensor.layout == MX_KERNEL_CODES else (rows, columns)
 
 

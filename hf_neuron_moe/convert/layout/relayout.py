@@ -34,6 +34,7 @@ CHUNK_ELEMENTS = 1 << 20  # Elements compared at a time
 SCRATCH_ALIGNMENT = 64  # Bytes; a cache line, and a multiple of every dtype
 READ_BYTES = 1 << 22  # Bytes of a source tensor read at a time: what is read is copied on while it is in the cache
 
+Shapes = Sequence[tuple[tuple[int, ...], torch.dtype]]
 # Reads rows of a piece's matrix, as the source has it; with an expert index, of that expert of a piece that holds all.
 ReadPiece = Callable[[Piece, int | None, slice], torch.Tensor]
 # Reads the i-th tensor of a converted weight; with an expert index, that expert's part.
@@ -48,26 +49,32 @@ class Scratch:
 
     def __init__(self, nbytes: int) -> None:
         self._buffer = torch.empty(nbytes, dtype=torch.uint8)
-        self._used = 0
 
-    def clear(self) -> None:
-        """Give everything that was taken back: tensors taken before share memory with those taken after."""
-        self._used = 0
-
-    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return an uninitialised contiguous tensor in the buffer."""
-        start, nbytes = self._used, math.prod(shape) * dtype.itemsize
-        self._used += nbytes + -nbytes % SCRATCH_ALIGNMENT
-        assert self._used <= self._buffer.numel(), "scratch_bytes is too small"
-        return self._buffer[start : start + nbytes].view(dtype).view(shape)
+    def tensors(self, shapes: Shapes) -> list[torch.Tensor]:
+        """Return uninitialised contiguous tensors in the buffer, which share memory with those of the next call."""
+        taken, end = [], 0
+        for shape, dtype in shapes:
+            start, nbytes = end, math.prod(shape) * dtype.itemsize
+            taken.append(self._buffer[start : start + nbytes].view(dtype).view(shape))
+            end += _aligned(nbytes)
+        return taken
 
 
 def scratch_bytes(weight: FusedWeight, forms: tuple[StoredForm, ...]) -> int:
     """Scratch memory that :func:`store` needs for one rank's part of a weight."""
-    sizes = [nbytes_of(form.dtype, _shape_at_a_time(weight, form)) for form in forms]
+    return sum(_aligned(math.prod(shape) * dtype.itemsize) for shape, dtype in _shapes(weight, forms))
+
+
+def _shapes(weight: FusedWeight, forms: tuple[StoredForm, ...]) -> Shapes:
+    """What :func:`store` gives at a time and, for layouts that are more than a view, the matrix that is made of."""
+    shapes = [(form.shape[1:] if weight.has_experts else form.shape, _STORED_DTYPES[form.dtype]) for form in forms]
     if _view_of(forms[0].layout, weight.has_experts) is None:
-        sizes.append(nbytes_of("BF16", forms[0].part.shape))
-    return sum(size + -size % SCRATCH_ALIGNMENT for size in sizes)
+        shapes.append((forms[0].part.shape, torch.bfloat16))
+    return shapes
+
+
+def _aligned(nbytes: int) -> int:
+    return nbytes + -nbytes % SCRATCH_ALIGNMENT
 
 
 def read_bytes(piece: Piece) -> int:
@@ -96,12 +103,12 @@ def store(
     `on_nonfinite` ``"error"``; `nonfinite` is raised, per source tensor, by the number of those that were kept, and
     `rounded` by the number of values that bf16 does not hold bit for bit.
     """
-    scratch.clear()
     part, view = forms[0].part, _view_of(forms[0].layout, weight.has_experts)
     kept = Counter() if nonfinite is None else nonfinite
-    stored = [scratch.take(_shape_at_a_time(weight, form), _STORED_DTYPES[form.dtype]) for form in forms]
+    tensors = scratch.tensors(_shapes(weight, forms))
+    stored = tensors[: len(forms)]
     # Through bf16 whatever the source is: the kernels, and patched blocks, quantize bf16 weights.
-    matrix_FK = scratch.take(part.shape, torch.bfloat16) if view is None else view(stored[0])
+    matrix_FK = tensors[-1] if view is None else view(stored[0])
     if part.padding:
         matrix_FK.zero_()
     for expert in range(weight.shape[0]) if weight.has_experts else (None,):
@@ -134,10 +141,8 @@ def restore(piece: Piece, tensors: Sequence[WrittenTensor], read: ReadStored) ->
             for block in part.blocks(piece.rows):
                 place_FK = target_FK[block.rows, block.columns]
                 rows = slice(block.row, block.row + len(place_FK))
-                if view is not None:
-                    place_FK.copy_(view(stored[0])[rows, : place_FK.shape[1]])
-                    continue
-                for start, values_FK in decode(layouts, stored, part, rows):
+                chunks = decode(layouts, stored, part, rows) if view is None else [(0, view(stored[0])[rows])]
+                for start, values_FK in chunks:
                     place_FK[start : start + len(values_FK)].copy_(values_FK[:, : place_FK.shape[1]])
     return out
 
@@ -193,11 +198,6 @@ def _parts(tensors: Sequence[WrittenTensor]) -> list[tuple[Part, list[int]]]:
         parts.append((part, indices))
         start = stop
     return [(replace(part, intermediate=start), indices) for part, indices in parts]
-
-
-def _shape_at_a_time(weight: FusedWeight, form: StoredForm) -> tuple[int, ...]:
-    """Shape of what :func:`store` gives at a time."""
-    return form.shape[1:] if weight.has_experts else form.shape
 
 
 def _view_of(layout: str, has_experts: bool) -> Callable[[torch.Tensor], torch.Tensor] | None:

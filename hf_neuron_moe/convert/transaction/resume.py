@@ -61,7 +61,7 @@ def version_of(path: Path) -> str:
 
 
 class Job:
-    """The partial folder of one conversion, commit.held by this process."""
+    """The partial folder of one conversion, held by this process."""
 
     def __init__(self, destination: Path) -> None:
         self.home = commit.partial_of(destination)
