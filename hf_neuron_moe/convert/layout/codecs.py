@@ -14,16 +14,7 @@ from hf_neuron_moe.convert.layout import orientations
 from hf_neuron_moe.convert.layout.tensor_parallel import Part
 from hf_neuron_moe.convert.options import FORWARD
 from hf_neuron_moe.formats import moe_mx
-from hf_neuron_moe.formats.constants import (
-    E2M1,
-    E4M3FN,
-    LANES,
-    MX_BLOCK,
-    PATCH_ROWS,
-    ElementFormat,
-    ScaleRule,
-    SwizzleScheme,
-)
+from hf_neuron_moe.formats.constants import E2M1, E4M3FN, LANES, MX_BLOCK, PATCH_ROWS, ScaleRule, SwizzleScheme
 from hf_neuron_moe.formats.mx import dequantize_mx, quantize_mx
 from hf_neuron_moe.formats.mx_operand import quantize_into
 from hf_neuron_moe.formats.scales import to_compact, to_oversized, to_packed
@@ -33,7 +24,7 @@ CHUNK_ELEMENTS = 1 << 22  # Elements of a chunk of rows
 TRANSPOSED_ROWS = 256
 """Rows transposed at a time: a multiple of a cache line's values, few enough for the copy to stay in the cache."""
 
-_FORMATS: dict[str, ElementFormat] = {orientations.MOE_WORDS["mxfp8"]: E4M3FN, orientations.MOE_WORDS["mxfp4"]: E2M1}
+_FORMATS = {orientations.MOE_WORDS["mxfp8"]: E4M3FN, orientations.MOE_WORDS["mxfp4"]: E2M1}
 
 
 def encode(
@@ -49,7 +40,12 @@ def encode(
             oriented = matrix_FK if form.orientation == FORWARD else matrix_FK.t()
             _encode_operand(oriented, form, codes, scale_form.layout, scales)
             continue
-        quantized = _quantize_moe(matrix_FK, _FORMATS[form.layout], form.rule, gate_up=gate_up)
+        fmt = _FORMATS[form.layout]
+        if gate_up:
+            weight_EH2I = matrix_FK.unflatten(0, (2, -1)).permute(2, 0, 1)[None]
+            quantized = moe_mx.quantize_moe_gate_up(weight_EH2I, fmt=fmt, rule=form.rule)
+        else:
+            quantized = moe_mx.quantize_moe_down(matrix_FK.t()[None], fmt=fmt, rule=form.rule)
         packed = scale_form.layout in orientations.MOE_PACKED_SCALES.values()
         codes.copy_(quantized.words[0])
         scales.copy_((moe_mx.pack_moe_scales(quantized.scales) if packed else quantized.scales)[0])
@@ -67,14 +63,19 @@ def decode(
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """Give chunks of `rows` of the forward matrix: their start behind ``rows.start``, and bf16 or fp32 ``[f, K]``.
 
-    `layouts` and `stored` are those of values and scales, as :func:`encode` filled them.
+    `layouts` and `stored` are those of values and scales, as :func:`encode` filled them; K has the layout's zeros.
     """
     layout = layouts[0]
     if layout in _FORMATS:
         words, scales = stored
         if layouts[1] in orientations.MOE_PACKED_SCALES.values():
             scales = moe_mx.unpack_moe_scales(scales[None], words.shape[-2], words.shape[0] // PATCH_ROWS)[0]
-        yield 0, _dequantize_moe(words, scales, _FORMATS[layout], gate_up=part.gate_up)[rows]
+        weight = moe_mx.MoEWeightMX(words[None], scales[None], _FORMATS[layout])
+        if part.gate_up:
+            values_2IH = moe_mx.dequantize_moe_gate_up(weight)[0].permute(1, 2, 0)
+            yield 0, values_2IH.reshape(-1, words.shape[-2] * moe_mx.TILE)[rows]
+        else:
+            yield 0, moe_mx.dequantize_moe_down(weight)[0].t()[rows]
         return
     quantized, natural = layout != orientations.BF16_SWIZZLED, layout == orientations.MX_FUSED_CODES
     values = stored[0].view(torch.uint8) if quantized else stored[0]
@@ -107,21 +108,6 @@ def _encode_operand(
     if scale_layout != orientations.MX_FUSED_SCALES:
         arrange = to_packed if scale_layout == orientations.MX_KERNEL_SCALES else to_oversized
         scales.copy_(arrange(compact_BF))
-
-
-def _quantize_moe(matrix_FK: torch.Tensor, fmt: ElementFormat, rule: str, *, gate_up: bool) -> moe_mx.MoEWeightMX:
-    if gate_up:
-        # [2I, H] -> [1, H, 2, I], all views
-        return moe_mx.quantize_moe_gate_up(matrix_FK.unflatten(0, (2, -1)).permute(2, 0, 1)[None], fmt=fmt, rule=rule)
-    return moe_mx.quantize_moe_down(matrix_FK.t()[None], fmt=fmt, rule=rule)
-
-
-def _dequantize_moe(words: torch.Tensor, scales: torch.Tensor, fmt: ElementFormat, *, gate_up: bool) -> torch.Tensor:
-    """One expert's matrix [F, K] in fp32, K with the zeros that the layout adds."""
-    weight = moe_mx.MoEWeightMX(words[None], scales[None], fmt)
-    if gate_up:
-        return moe_mx.dequantize_moe_gate_up(weight)[0].permute(1, 2, 0).reshape(-1, words.shape[-2] * moe_mx.TILE)
-    return moe_mx.dequantize_moe_down(weight)[0].t()
 
 
 def _row_chunks(matrix_FK: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
