@@ -12,7 +12,7 @@ import pytest
 from hf_neuron_moe.convert import MANIFEST_FILE, ConvertOptions, convert_checkpoint, export_checkpoint
 from hf_neuron_moe.convert.io import shard
 from hf_neuron_moe.convert.manifest import sealed
-from hf_neuron_moe.convert.transaction import commit
+from hf_neuron_moe.convert.transaction import commit, disk
 from hf_neuron_moe.errors import ConversionError, DestinationError, DiskError, SourceDamageError
 from tests.refusals import refused
 
@@ -111,16 +111,16 @@ def test_interrupt_cleans_up(checkpoint, tmp_path, monkeypatch):
 
 
 def test_manifest_is_written_last(checkpoint, tmp_path, monkeypatch):
-    written: list[str] = []
-    original = commit.sync
+    synced: list[str] = []
+    original = disk.fsync
 
     def record(file) -> None:
-        written.append(Path(file.name).name)
+        synced.append(Path(file.name).name)
         original(file)
 
-    monkeypatch.setattr(commit, "sync", record)
-    monkeypatch.setattr(shard, "sync", record)
+    monkeypatch.setattr(disk, "fsync", record)
     convert_checkpoint(checkpoint("llama"), tmp_path / "dst", OPTIONS)
+    written = [name for name in synced if (tmp_path / "dst" / name).exists()]  # the others are records of the job
     assert written[-1] == MANIFEST_FILE
     assert sorted(written) == sorted(path.name for path in (tmp_path / "dst").iterdir())
 

@@ -83,13 +83,10 @@ def test_mx_gives_back_what_an_independent_reading_finds(target, checkpoint, tmp
         wanted = Comparison(manifest, exported, stored)
         names = dict.fromkeys(tensor.weight for tensor in manifest.tensors if tensor.layout != SOURCE)
         for weight in names:
-            for expert in range(wanted.experts_of(weight) or 1):
-                index = None if wanted.experts_of(weight) is None else expert
-                matrix_FK = wanted.original(weight, index)
-                forward = [operand for operand in wanted.operands(weight) if operand.values.orientation == "forward"]
-                for operand in forward:
-                    pair = wanted.pair(operand, matrix_FK, index)
-                    assert torch.equal(pair.wanted, pair.held.to(pair.wanted.dtype)), pair.name
+            for expert in wanted.experts_of(weight):
+                pairs = wanted.pairs(weight, expert, wanted.original(weight, expert))
+                for pair in (pair for pair in pairs if pair.tensor.orientation == "forward"):
+                    assert torch.equal(pair.wanted, pair.held.to(pair.wanted.dtype)), pair.tensor.name
 
 
 def test_what_cannot_come_back_is_said(checkpoint, tmp_path):

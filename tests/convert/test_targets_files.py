@@ -6,6 +6,8 @@ import dataclasses
 import hashlib
 import json
 import math
+from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from hf_neuron_moe.convert import MANIFEST_FILE, ConvertOptions, convert_checkpoint, export_checkpoint, read_manifest
-from hf_neuron_moe.convert.io.nonfinite import check_finite
+from hf_neuron_moe.convert.audit.operands import read_operand
+from hf_neuron_moe.convert.io.nonfinite import check_or_count
 from hf_neuron_moe.convert.io.tensors import open_tensors
 from hf_neuron_moe.convert.layout.relayout import restore
 from hf_neuron_moe.errors import SourceDamageError, naming
@@ -146,15 +149,12 @@ def test_backward_operands_hold_the_values_along_the_other_axis(checkpoint, tmp_
             continue
         tensors = [tensor for tensor in manifest.tensors if tensor.weight == weight]
         fused = gate_up if "gate_up" in weight else original[prefix + "down_proj.weight"]
-        for orientation, axis in (("forward", 1), ("backward", 0)):
-            values = fake_quantize_mx(fused, axis).bfloat16()
-            for piece in pieces:
-
-                def read(index: int, expert: int | None, tensors=tensors) -> torch.Tensor:
-                    return converted[tensors[index].name]
-
-                part = restore(piece, tensors, read, orientation=orientation)
-                assert torch.equal(part, values[piece.rows])
+        codes, scales = (tensor for tensor in tensors if tensor.orientation == "backward")
+        held = read_operand(codes, scales, None, lambda tensor, expert: converted[tensor.name])
+        assert torch.equal(held.bfloat16(), fake_quantize_mx(fused, 0).bfloat16().t())
+        for piece in pieces:
+            part = restore(piece, tensors, lambda index, expert, t=tensors: converted[t[index].name])
+            assert torch.equal(part, fake_quantize_mx(fused, 1).bfloat16()[piece.rows])
 
 
 def test_a_conversion_of_format_version_1_is_exported(checkpoint, snapshot, tmp_path):
@@ -203,15 +203,16 @@ def test_nonfinite_weights_are_named_or_kept(wish, value, checkpoint, tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_every_bit_pattern_of_a_dtype_is_judged_as_isfinite_does(dtype):
+    check = partial(check_or_count, on_nonfinite="error", counts=Counter(), file="f", name="n")
     width = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
     # All exponents and signs, with the mantissas that decide between infinity, NaN and neighbours.
     high = torch.arange(-(2**15), 2**15).to(width) << (8 * dtype.itemsize - 16)
     for low in (0, 1) if dtype.itemsize > 2 else (0,):
         values = (high | low).view(dtype)
         finite = values.isfinite()
-        check_finite(values[finite], file="f", name="n")
+        check(values[finite])
         for value in values[~finite][::13]:
             with refused(SourceDamageError, "f: n", got="1 NaN or infinite"), naming("convert"):
-                check_finite(torch.stack([torch.zeros((), dtype=dtype), value]), file="f", name="n")
-    check_finite(torch.full((3,), 255, dtype=torch.uint8), file="f", name="n")
-    check_finite(torch.empty(0, 4, dtype=dtype), file="f", name="n")
+                check(torch.stack([torch.zeros((), dtype=dtype), value]))
+    check(torch.full((3,), 255, dtype=torch.uint8))
+    check(torch.empty(0, 4, dtype=dtype))

@@ -28,7 +28,7 @@ def test_places_by_formula_are_those_that_the_formats_write(K):
     assert torch.equal(k_map(K)[row, lane], torch.arange(K))
     blocks = torch.arange(K // 32)
     for layout in ("compact", "oversized", "packed"):
-        assert torch.equal(scale_row_of(blocks, K, layout), scale_rows(K, layout))
+        assert torch.equal(scale_row_of(blocks, layout), scale_rows(K, layout))
 
 
 # Magnitudes around which rounding, clipping and flushing are worst, in powers of two and just beside them.

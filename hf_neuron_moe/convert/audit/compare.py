@@ -1,14 +1,13 @@
 """Compares a conversion with its source, matrix by matrix and layer by layer, and knows how good each format has to be.
 
-F, K rows and contraction axis of a matrix; H hidden size, I intermediate size, of one tensor-parallel rank where there
-are several.
+F, K rows and contraction axis of a matrix; H hidden, I intermediate size, of one tensor-parallel rank of several.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,17 +15,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from hf_neuron_moe.convert.audit.operands import StoredOperand, read_operand
+from hf_neuron_moe.convert.audit.operands import read_operand
 from hf_neuron_moe.convert.io.tensors import TensorReader
 from hf_neuron_moe.convert.layout.orientations import SCALES, SOURCE
-from hf_neuron_moe.convert.layout.tensor_parallel import is_gate_up
+from hf_neuron_moe.convert.layout.tensor_parallel import experts_in, is_gate_up
 from hf_neuron_moe.convert.manifest import Manifest, WrittenTensor, grouped
 from hf_neuron_moe.convert.options import BACKWARD, FORWARD
 
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
 
-BF16_FLOOR_DB = 48.0
-"""A bf16 value differs from the original by at most 1/257 of it: 20 log10(257) = 48.2 dB."""
+BF16_FLOOR_DB = 48.0  # A bf16 value differs from the original by at most 1/257 of it: 20 log10(257) = 48.2 dB
 
 MX_FLOORS_DB = {
     "mxfp8": {"neuron": 24.0, "ceil": 24.0, "rceil": 24.0, "even": 19.9, "floor": 17.7},
@@ -41,20 +39,9 @@ FLOOR, in units of the scale) and 31 values of a quarter, which become zero. All
 rounding of fp32 and fp16 sources to bf16 on the way. Gaussian values have 30.6 to 31.5 dB and 16.8 to 19.0 dB.
 """
 
-TOKENS = 4
-"""Random input vectors of a probed layer."""
-
+TOKENS = 4  # Random input vectors of a probed layer
+# A layer's output passes three rounded matrices, which triples the noise (4.8 dB); the rest is the gate's slope.
 LAYER_MARGIN_DB = 7.0
-"""A layer's output passes three rounded matrices, which triples the noise (4.8 dB); the rest is the gate's slope."""
-
-
-def floor_db(manifest: Manifest, operand: StoredOperand) -> float:
-    """The signal to noise, in dB, that a correctly stored operand has at least; infinite where bf16 holds it all."""
-    options = manifest.options
-    if operand.scales is not None:
-        return MX_FLOORS_DB[options.precision][options.rule]
-    rounded = any(map(manifest.was_rounded, manifest.weights[operand.values.weight]))
-    return BF16_FLOOR_DB if rounded else math.inf
 
 
 def sqnr_db(expected: Tensor, got: Tensor) -> float:
@@ -70,12 +57,13 @@ def sqnr_db(expected: Tensor, got: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Pair:
-    """What should be stored and what is."""
+    """What should be stored and what is: ``[F, K]``, both in the orientation in which it is stored."""
 
-    name: str  # Tensor that stores it
-    wanted: Tensor  # The original's values ``[F, K]`` in the operand's orientation, in the source's dtype
-    held: Tensor  # The operand's values without its padding, fp32 ``[F, K]``
+    tensor: WrittenTensor  # Stores the values
+    wanted: Tensor  # The original's values, in the source's dtype
+    held: Tensor  # The stored values without padding, fp32
     stray: int  # Number of values in the padding that are not zero
+    floor: float  # Least signal to noise, in dB, of what is stored correctly; infinite where bf16 holds it all
 
     @property
     def sqnr(self) -> float:
@@ -104,51 +92,43 @@ def blocks_of(manifest: Manifest) -> list[Block]:
 
 
 class Comparison:
-    """A conversion beside its source."""
+    """A conversion next to its source."""
 
     def __init__(self, manifest: Manifest, source: TensorReader, converted: TensorReader) -> None:
-        self.manifest = manifest
+        self._manifest = manifest
         self._source = source
         self._converted = converted
         self._tensors = manifest.by_weight()
 
-    def experts_of(self, weight: str) -> int | None:
-        """Number of experts, None for a weight without them."""
-        pieces = self.manifest.weights[weight]
-        if pieces[0].holds_experts:
-            return pieces[0].shape[0]
-        return None if pieces[0].expert is None else 1 + max(piece.expert or 0 for piece in pieces)
+    def experts_of(self, weight: str) -> Sequence[int | None]:
+        """Indices of a weight's experts; None alone for a weight without them."""
+        count = experts_in(self._manifest.weights[weight])
+        return (None,) if count is None else range(count)
 
     def original(self, weight: str, expert: int | None) -> Tensor:
         """One matrix ``[F, K]`` of the source, in its dtype."""
         rows = []
-        for piece in sorted(self.manifest.weights[weight], key=lambda piece: piece.start):
+        for piece in sorted(self._manifest.weights[weight], key=lambda piece: piece.start):
             if piece.holds_experts or piece.expert == expert:
                 matrix = self._source.read(piece.file, piece.source, expert if piece.holds_experts else None)
                 rows.append(matrix.t() if piece.transposed else matrix)
         return torch.cat(rows)
 
-    def operands(self, weight: str) -> list[StoredOperand]:
-        """What stores a weight, one entry per orientation and rank."""
-        has_experts = self.experts_of(weight) is not None
+    def pairs(self, weight: str, expert: int | None, original_FK: Tensor) -> Iterator[Pair]:
+        """Put what stores a matrix next to what it stands for: one pair per orientation and rank."""
         groups = grouped(self._tensors[weight], lambda tensor: (tensor.orientation, tensor.tp_rank))
-        operands = []
+        ranks = len({rank for _, rank in groups})
+        manifest = self._manifest
+        bf16_floor = BF16_FLOOR_DB if any(map(manifest.was_rounded, manifest.weights[weight])) else math.inf
+        mx_floor = MX_FLOORS_DB.get(manifest.options.precision, {}).get(manifest.options.rule, math.inf)
         for tensors in groups.values():
-            scales = [tensor for tensor in tensors if tensor.layout in SCALES]
-            (values,) = [tensor for tensor in tensors if tensor.layout not in SCALES]
-            operands.append(StoredOperand(values, scales[0] if scales else None, has_experts))
-        return operands
-
-    def pair(self, operand: StoredOperand, original_FK: Tensor, expert: int | None) -> Pair:
-        """Put the part of the original that an operand stands for beside what it holds."""
-        wanted = _part_of(original_FK, operand.values, self._ranks(operand.values.weight))
-        stored = read_operand(operand, expert, self._read)
-        held = _unpadded(stored, wanted.shape, operand.values)
-        stray = int(torch.count_nonzero(stored)) - int(torch.count_nonzero(held))
-        return Pair(operand.values.name, wanted, held, stray)
-
-    def _ranks(self, weight: str) -> int:
-        return len({tensor.tp_rank for tensor in self._tensors[weight]})
+            scales = next((tensor for tensor in tensors if tensor.layout in SCALES), None)
+            (values,) = [tensor for tensor in tensors if tensor is not scales]
+            wanted = _part_of(original_FK, values, ranks)
+            stored = read_operand(values, scales, expert, self._read)
+            held = _unpadded(stored, wanted.shape, values)
+            stray = int(torch.count_nonzero(stored)) - int(torch.count_nonzero(held))
+            yield Pair(values, wanted, held, stray, mx_floor if scales else bf16_floor)
 
     def _read(self, tensor: WrittenTensor, expert: int | None) -> Tensor:
         return self._converted.read(tensor.file, tensor.name, expert)
@@ -157,23 +137,21 @@ class Comparison:
 def _part_of(original_FK: Tensor, tensor: WrittenTensor, ranks: int) -> Tensor:
     """Cut a rank's part of the I axis out of a matrix, and turn it where the operand is the backward one."""
     part = original_FK
-    if tensor.tp_rank is not None:
-        if is_gate_up(tensor.weight):
-            part = torch.cat([half.chunk(ranks)[tensor.tp_rank] for half in original_FK.chunk(2)])
-        else:
-            part = original_FK.chunk(ranks, dim=1)[tensor.tp_rank]
+    if tensor.tp_rank is not None and is_gate_up(tensor.weight):
+        part = torch.cat([half.chunk(ranks)[tensor.tp_rank] for half in original_FK.chunk(2)])
+    elif tensor.tp_rank is not None:
+        part = original_FK.chunk(ranks, dim=1)[tensor.tp_rank]
     return part.t() if tensor.orientation == BACKWARD else part
 
 
-def _unpadded(held: Tensor, shape: tuple[int, ...], tensor: WrittenTensor) -> Tensor:
-    """View the values of a stored matrix that are not padding, for an unpadded shape; gate and up are padded each."""
+def _unpadded(stored: Tensor, shape: tuple[int, ...], tensor: WrittenTensor) -> Tensor:
+    """View the values of a stored matrix that are not padding; gate and up are padded each."""
+    F, K = shape
     if not is_gate_up(tensor.weight):
-        return held[: shape[0], : shape[1]]
+        return stored[:F, :K]
     if tensor.orientation == FORWARD:
-        halves = held.view(2, held.shape[0] // 2, held.shape[1])[:, : shape[0] // 2, : shape[1]]
-        return halves.reshape(shape)
-    halves = held.view(held.shape[0], 2, held.shape[1] // 2)[: shape[0], :, : shape[1] // 2]
-    return halves.reshape(shape)
+        return stored.unflatten(0, (2, -1))[:, : F // 2, :K].reshape(shape)
+    return stored.unflatten(1, (2, -1))[:F, :, : K // 2].reshape(shape)
 
 
 @dataclass(frozen=True)
@@ -216,24 +194,16 @@ class LayerProbe:
 
     def __str__(self) -> str:
         place = self.layer if self.expert is None else f"{self.layer} expert {self.expert}"
-        weights = ", ".join(
-            f"{name.removeprefix(self.layer + '.')} {in_db(value)}" for name, value in self.weights.items()
-        )
-        return f"{place}: {weights}; output {in_db(self.output)} (at least {in_db(self.output_floor)})"
+        weights = (f"{name.removeprefix(self.layer + '.')} {in_db(value)}" for name, value in self.weights.items())
+        return f"{place}: {', '.join(weights)}; output {in_db(self.output)} (at least {in_db(self.output_floor)})"
 
 
 def probe_layers(
     manifest: Manifest, source: TensorReader, converted: TensorReader, count: int, seed: int
 ) -> list[LayerProbe]:
-    """Compare layers with the source.
+    """Compare layers of a conversion with the source.
 
-    Args:
-        manifest: of the conversion.
-        source: reads the source's tensors.
-        converted: reads the conversion's tensors.
-        count: number of layers, chosen by `seed`, and one expert of each that has any; 0 for every expert of every
-            layer.
-        seed: chooses layers, experts and inputs.
+    `seed` chooses `count` layers, one expert of each that has any, and inputs; 0 takes every expert of every layer.
     """
     chooser = random.Random(seed)
     blocks = blocks_of(manifest)
@@ -242,36 +212,33 @@ def probe_layers(
     results = []
     for block in chosen:
         experts = comparison.experts_of(block.gate_up)
-        if experts is None:
-            looked_at: Iterable[int | None] = (None,)
-        else:
-            looked_at = (chooser.randrange(experts),) if count else range(experts)
-        for expert in looked_at:
-            results.append(_probe(block, expert, comparison, chooser.randrange(2**31)))
+        if count and isinstance(experts, range):
+            experts = (chooser.randrange(len(experts)),)
+        results += [_probe(block, expert, comparison, chooser.randrange(2**31)) for expert in experts]
     return results
 
 
 def _probe(block: Block, expert: int | None, comparison: Comparison, seed: int) -> LayerProbe:
     gate_up, down = comparison.original(block.gate_up, expert), comparison.original(block.down, expert)
-    pairs: dict[tuple[str, int | None], dict[str, Pair]] = {}
-    weights, floors, stray = {}, {}, {}
-    for weight, original in ((block.gate_up, gate_up), (block.down, down)):
-        for operand in comparison.operands(weight):
-            pair = comparison.pair(operand, original, expert)
-            weights[pair.name], stray[pair.name] = pair.sqnr, pair.stray
-            floors[pair.name] = floor_db(comparison.manifest, operand)
-            pairs.setdefault((operand.values.orientation, operand.values.tp_rank), {})[weight] = pair
+    pairs = [*comparison.pairs(block.gate_up, expert, gate_up), *comparison.pairs(block.down, expert, down)]
+    forward = [pair for pair in pairs if pair.tensor.orientation == FORWARD]
+    ranks = grouped(forward, lambda pair: pair.tensor.tp_rank)  # gate_up, then down
     x_TH = torch.randn(TOKENS, gate_up.shape[1], generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    forward = [group for (orientation, _), group in pairs.items() if orientation == FORWARD]
-    wanted = _output(x_TH, [(gate_up, down)])
-    held = _output(x_TH, [(group[block.gate_up].held, group[block.down].held) for group in forward])
-    floor = min(floors.values())
-    # Ranks add up in another order than one matrix product, so an exact layer is exact only to float64's rounding.
-    output_floor = 200.0 if math.isinf(floor) else floor - LAYER_MARGIN_DB
-    return LayerProbe(block.name, expert, weights, floors, sqnr_db(wanted, held), output_floor, stray)
+    held = [[pair.held for pair in rank] for rank in ranks.values()]
+    floor = min(pair.floor for pair in pairs)
+    return LayerProbe(
+        block.name,
+        expert,
+        weights={pair.tensor.name: pair.sqnr for pair in pairs},
+        floors={pair.tensor.name: pair.floor for pair in pairs},
+        output=sqnr_db(_output(x_TH, [(gate_up, down)]), _output(x_TH, held)),
+        # Ranks add up in another order than one matrix product, so an exact layer is exact only to float64's rounding.
+        output_floor=200.0 if math.isinf(floor) else floor - LAYER_MARGIN_DB,
+        stray={pair.tensor.name: pair.stray for pair in pairs},
+    )
 
 
-def _output(x_TH: Tensor, ranks: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+def _output(x_TH: Tensor, ranks: Iterable[Sequence[Tensor]]) -> Tensor:
     """A SwiGLU layer's output: every rank's gate_up ``[2I, H]`` and down ``[H, I]``, added up as all-reduce does."""
     output_TH = torch.zeros_like(x_TH)
     for gate_up_FH, down_HI in ranks:

@@ -1,8 +1,7 @@
 """Reads a stored operand back as a plain matrix, by the index formulas of the kernels' documents.
 
-This is the second opinion that ``verify`` and ``inspect`` need: nothing here calls the functions that wrote the
-operand, so a mistake in a swizzle, a scale's place or an expert's axis shows as a wrong number instead of cancelling
-out. It is not fast.
+The second opinion of ``verify`` and ``inspect``: nothing here calls the functions that wrote the operand, so a mistake
+in a swizzle, a scale's place or an expert's axis shows as a wrong number instead of cancelling out. It is not fast.
 
 F rows of the matrix, K contraction axis, P = K/4 swizzled rows, Q partitions, t tiles, j = 4 lanes of an x4 word.
 Formulas: nki-library 2.31 ``mlp_fwd_mxfp8`` (swizzle and scale layouts), 2.29 ``moe_cte`` (words of experts).
@@ -11,7 +10,6 @@ Formulas: nki-library 2.31 ``mlp_fwd_mxfp8`` (swizzle and scale layouts), 2.29 `
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,46 +17,33 @@ from torch import Tensor
 from hf_neuron_moe.convert.manifest import WrittenTensor
 
 E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-
-Read = Callable[[WrittenTensor, int | None], Tensor]
-"""Reads a stored tensor; with an expert index, that expert's part."""
+Read = Callable[[WrittenTensor, int | None], Tensor]  # Of a stored tensor; with an expert index, that expert's part
 
 
-@dataclass(frozen=True)
-class StoredOperand:
-    """The tensors that hold one orientation of one rank's part of a weight."""
+def read_operand(stored: WrittenTensor, scales_of: WrittenTensor | None, expert: int | None, read: Read) -> Tensor:
+    """Return one matrix as stored, padding included: fp32 ``[F, K]``; `expert` is None for a weight without experts.
 
-    values: WrittenTensor  # bf16 values, codes or words
-    scales: WrittenTensor | None  # Block scales, None for bf16
-    has_experts: bool  # Whether the first axis counts experts
-
-    @property
-    def experts(self) -> int:
-        """Number of matrices."""
-        return self.values.shape[0] if self.has_experts else 1
-
-
-def read_operand(operand: StoredOperand, expert: int | None, read: Read) -> Tensor:
-    """Return one matrix as stored, padding included: fp32 ``[F, K]``.
-
-    `expert` is None for a weight without experts.
+    `stored` holds values, codes or words of one orientation and rank, `scales_of` their block scales, None for bf16.
     """
-    values, layout = read(operand.values, expert), operand.values.layout
-    if operand.scales is None:
-        return _read_bf16(values, layout, operand.has_experts)
-    scales = read(operand.scales, expert).view(torch.uint8)
-    scale_layout = operand.values.scale_layout
+    values, layout = read(stored, expert), stored.layout
+    if scales_of is None:
+        if layout == "bf16_swizzled":
+            return _natural(values).float()
+        # The MoE kernels take an expert's matrix with the contraction axis first, the MLP kernels as Linear has it.
+        return (values.t() if layout == "bf16_kernel" and expert is not None else values).float()
+    scales = read(scales_of, expert).view(torch.uint8)
     if layout.endswith("_moe_words"):
-        return _read_words(values, scales, fp4=layout.startswith("mxfp4"), packed=scale_layout == "packed")
+        return _read_words(values, scales, fp4=layout.startswith("mxfp4"), packed=stored.scale_layout == "packed")
     codes = values.view(torch.uint8)
-    if layout.endswith("_fused_codes"):
-        K = codes.shape[1]
-        rows = k_positions(K)[0] // 8
-        return _e4m3(codes) * _power(scales[scale_row_of(rows, K, scale_layout)].t())
-    K = 4 * codes.shape[0]
-    row_K, lane_K = k_positions(K)
-    quads_PFj = codes.view(K // 4, -1, 4)
-    return _e4m3(quads_PFj[row_K, :, lane_K].t()) * _power(scales[scale_row_of(row_K // 8, K, scale_layout)].t())
+    codes_FK = codes if layout.endswith("_fused_codes") else _natural(codes)
+    block_K = k_positions(codes_FK.shape[1])[0] // 8
+    return _e4m3(codes_FK) * _power(scales[scale_row_of(block_K, stored.scale_layout)].t())
+
+
+def _natural(swizzled: Tensor) -> Tensor:
+    """Take a matrix ``[F, K]`` out of a swizzled one, ``[K/4, 4F]``."""
+    row_K, lane_K = k_positions(4 * swizzled.shape[0])
+    return swizzled.view(swizzled.shape[0], -1, 4)[row_K, :, lane_K].t()
 
 
 def k_positions(K: int) -> tuple[Tensor, Tensor]:
@@ -78,7 +63,7 @@ def k_positions(K: int) -> tuple[Tensor, Tensor]:
     return torch.cat(rows), torch.cat(lanes)
 
 
-def scale_row_of(block: Tensor, K: int, layout: str | None) -> Tensor:
+def scale_row_of(block: Tensor, layout: str | None) -> Tensor:
     """Return the row of a scale tensor that holds block rows; a block is 8 swizzled rows."""
     if layout == "oversized":
         return 32 * (block // 4) + block % 4
@@ -86,14 +71,6 @@ def scale_row_of(block: Tensor, K: int, layout: str | None) -> Tensor:
         tile, rest = block // 16, block % 16
         return 128 * (tile // 4) + 32 * (rest // 4) + 4 * (tile % 4) + rest % 4
     return block
-
-
-def _read_bf16(values: Tensor, layout: str, has_experts: bool) -> Tensor:
-    if layout == "bf16_swizzled":
-        row_K, lane_K = k_positions(4 * values.shape[0])
-        return values.view(values.shape[0], -1, 4)[row_K, :, lane_K].t().float()
-    # The MoE kernels take an expert's matrix with the contraction axis first, the MLP kernels as Linear has it.
-    return (values.t() if layout == "bf16_kernel" and has_experts else values).float()
 
 
 def _read_words(words: Tensor, scales: Tensor, *, fp4: bool, packed: bool) -> Tensor:

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hf_neuron_moe.convert.audit import verify_files
 from hf_neuron_moe.convert.audit.compare import LayerProbe, probe_layers
-from hf_neuron_moe.convert.audit.verify_files import (
-    check_coverage,
-    check_files,
-    check_finite,
-    check_source,
-    check_strays,
-    readable_files,
-)
 from hf_neuron_moe.convert.io.folder import check_checkpoint, check_conversion
 from hf_neuron_moe.convert.io.tensors import open_tensors
 from hf_neuron_moe.convert.manifest import MANIFEST_FILE, LeftModule, Manifest, read_manifest
@@ -22,8 +16,7 @@ from hf_neuron_moe.convert.notes import left_facts, left_notes
 from hf_neuron_moe.convert.workers import Progress, counting
 from hf_neuron_moe.errors import ConversionError, printable, public
 
-CHECKS = ("manifest", "files", "coverage", "finite", "source", "probe")
-"""In the order in which they run."""
+CHECKS = ("manifest", "files", "coverage", "finite", "source", "probe")  # In the order in which they run
 
 
 @dataclass(frozen=True)
@@ -48,45 +41,40 @@ class VerifyReport:
     findings: list[Finding] = field(default_factory=list)  # Everything that is wrong
     notes: list[str] = field(default_factory=list)  # What was seen and allowed
     probes: list[LayerProbe] = field(default_factory=list)  # Layers that were compared with the source
-    left: dict[str, LeftModule] | None = None
-    """Modules that the conversion left in their source form; None where its manifest does not say."""
+    left: dict[str, LeftModule] | None = None  # What the conversion left in its source form; None where it is unknown
 
     @property
     def ok(self) -> bool:
         """Whether nothing was found."""
         return not self.findings
 
-    def add(self, check: str, found: list[tuple[str, str]]) -> None:
+    def add(self, check: str, found: Iterable[tuple[str, str]]) -> None:
         """Take note of a check's findings: subjects and messages."""
         self.findings += [Finding(check, printable(subject), printable(message)) for subject, message in found]
+
+    def _states(self) -> Iterator[tuple[str, str, str]]:
+        """Each check, ``"ok"``, ``"FAILED"`` or ``"skipped"``, and what it covered or why it did not run."""
+        failed = {finding.check for finding in self.findings}
+        for check in CHECKS:
+            state = "FAILED" if check in failed else "ok" if check in self.done else "skipped"
+            yield check, state, self.done.get(check) or self.skipped.get(check, "")
 
     def to_dict(self) -> dict[str, Any]:
         """What ``--json`` prints."""
         return {
             "ok": self.ok,
             "directory": str(self.directory),
-            "checks": {
-                check: {"state": self._state(check), "detail": self.done.get(check) or self.skipped.get(check, "")}
-                for check in CHECKS
-            },
+            "checks": {check: {"state": state, "detail": detail} for check, state, detail in self._states()},
             "findings": [vars(finding) for finding in self.findings],
             "notes": self.notes,
             "left": left_facts(self.left),
             "probes": [probe.to_dict() for probe in self.probes],
         }
 
-    def _state(self, check: str) -> str:
-        """``"ok"``, ``"FAILED"`` or ``"skipped"``."""
-        if any(finding.check == check for finding in self.findings):
-            return "FAILED"
-        return "ok" if check in self.done else "skipped"
-
     def __str__(self) -> str:
-        lines = [f"{self.directory}: {'ok' if self.ok else 'NOT OK'}"]
         width = max(map(len, CHECKS))
-        for check in CHECKS:
-            detail = self.done.get(check) or self.skipped.get(check, "")
-            lines.append(f"  {check:<{width}}  {self._state(check):<7}  {detail}".rstrip())
+        lines = [f"{self.directory}: {'ok' if self.ok else 'NOT OK'}"]
+        lines += [f"  {check:<{width}}  {state:<7}  {detail}".rstrip() for check, state, detail in self._states()]
         lines += [f"  probe {probe}" for probe in self.probes]
         lines += [f"FAILED {finding}" for finding in self.findings]
         lines += [f"note: {note}" for note in (*self.notes, *left_notes(self.left))]
@@ -106,17 +94,10 @@ def verify_checkpoint(
     """Check a converted checkpoint.
 
     Without the source: checksums of all files, agreement of manifest, index, configuration and file headers, complete
-    coverage of every weight, and finite values. With it also: the source's own checksums, and for some layers the
-    stored matrices and the layer's output for random inputs, against the source's. What is wrong with the conversion is
-    no exception: it is in the report.
-
-    Args:
-        converted: folder that ``convert`` wrote.
-        source: the checkpoint it was made of.
-        probes: layers to compare, of experts one in each; 0 for every expert of every layer.
-        seed: chooses layers, experts and inputs.
-        on_nonfinite: ``"error"`` makes NaN and infinite values findings, ``"keep"`` notes.
-        progress: called with bytes done and bytes in all.
+    coverage of every weight, and finite values, of which others are only noted with `on_nonfinite` ``"keep"``. With it
+    also: the source's own checksums, and for `probes` layers chosen by `seed` (of experts one in each; 0: every expert
+    of every layer) the stored matrices and the layer's output for random inputs. What is wrong with the conversion is
+    no exception: it is in the report. `progress` is called with bytes done and bytes in all.
     """
     check_conversion(converted, "verify")
     if source is not None:
@@ -128,49 +109,47 @@ def verify_checkpoint(
         report.add("manifest", [(MANIFEST_FILE, str(error))])
         report.skipped = dict.fromkeys(CHECKS[1:], "no manifest")
         return report
-    _check(report, manifest, source, probes, seed, on_nonfinite, progress)
-    return report
-
-
-def _check(
-    report: VerifyReport,
-    manifest: Manifest,
-    source: Path | None,
-    probes: int,
-    seed: int,
-    on_nonfinite: str,
-    progress: Progress | None,
-) -> None:
-    converted = report.directory
-    options = manifest.options
-    report.left = manifest.left
-    report.done["manifest"] = f"precision {options.precision}, layout {options.layout}, {len(manifest.tensors)} tensors"
     sizes = [path.stat().st_size for path in converted.iterdir() if path.is_file()]
     total = 2 * sum(sizes) + (sum(manifest.source_files.values()) if source is not None else 0)
     step = counting(progress, total)
-    found, report.done["files"] = check_files(converted, manifest, step)
-    report.add("files", found)
-    found, hidden = check_strays(converted, manifest)
-    report.add("files", found)
-    report.notes += hidden
-    found, report.done["coverage"] = check_coverage(converted, manifest)
-    report.add("coverage", found)
-    readable = readable_files(converted, manifest)
-    found, report.done["finite"] = check_finite(converted, manifest, readable, step)
-    if on_nonfinite == "keep":
-        report.notes += [f"{subject}: {message}" for subject, message in found]
-    else:
-        report.add("finite", found)
+    _check_conversion(report, manifest, on_nonfinite, step)
     if source is None:
         report.skipped["source"] = report.skipped["probe"] = "no --source given"
     else:
-        found, report.done["source"] = check_source(source, manifest, step)
+        found, report.done["source"] = verify_files.check_source(source, manifest, step)
         report.add("source", found)
         if report.findings:
             report.skipped["probe"] = "the files are damaged already"
         else:
             _probe(report, manifest, source, probes, seed)
     step(total)
+    return report
+
+
+def _check_conversion(report: VerifyReport, manifest: Manifest, on_nonfinite: str, step: verify_files.Step) -> None:
+    """Do the checks that need no source."""
+    converted, options = report.directory, manifest.options
+    headers = verify_files.header_differences(converted, manifest)
+    readable = sum(not headers[tensor.file] for tensor in manifest.tensors)
+    report.left = manifest.left
+    report.done = {
+        "manifest": f"precision {options.precision}, layout {options.layout}, {len(manifest.tensors)} tensors",
+        "files": f"checksums of {len(manifest.file_sha256 or headers)} files",
+        "coverage": f"{len(manifest.pieces)} source tensors in {len(manifest.weights)} weights, "
+        f"{len(manifest.tensors)} stored tensors",
+        "finite": f"{readable} tensors",
+    }
+    report.add("files", verify_files.check_files(converted, manifest, headers, step))
+    strays = verify_files.strays_in(converted, manifest)
+    hidden = [name for name in strays if name.startswith(".")]  # such as .gitattributes, which no loader reads
+    report.add("files", ((name, "not part of the conversion") for name in strays if name not in hidden))
+    report.notes += [f"{printable(name)}: not part of the conversion, and hidden" for name in hidden]
+    report.add("coverage", verify_files.check_coverage(converted, manifest, headers))
+    found = verify_files.check_finite(converted, manifest, headers, step)
+    if on_nonfinite == "keep":
+        report.notes += [f"{subject}: {message}" for subject, message in found]
+    else:
+        report.add("finite", found)
 
 
 def _probe(report: VerifyReport, manifest: Manifest, source: Path, probes: int, seed: int) -> None:

@@ -1,36 +1,25 @@
-"""Reads what strangers wrote: JSON within bounds, names that can be shown, records whose fields have their types.
+"""Reads JSON that comes from anywhere: headers, indexes, configurations and manifests.
 
-Headers, indexes, configurations and manifests come from anywhere. They are checked here, before a number of theirs
-becomes memory or time and before a text of theirs becomes a path or a line on a terminal.
+Checked before a number of theirs becomes memory or time, or a text of theirs a path or a line on a terminal.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import types
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-MAX_NAME = 1000
-"""Characters of a tensor's or module's name."""
-
-MAX_FILE_NAME = 255
-"""Bytes of a file's name, which is what file systems take."""
-
-MAX_AXES = 64
-"""Axes of a tensor, which is torch's own limit."""
-
-MAX_SIZE = 2**63 - 1
-"""Largest size of an axis and largest offset."""
-
-MAX_DEPTH = 64
-"""Objects and lists within each other."""
-
+MAX_NAME = 1000  # Characters of a tensor's or module's name
+MAX_FILE_NAME = 255  # Bytes of a file's name, which is what file systems take
+MAX_AXES = 64  # Of a tensor, which is torch's own limit
+MAX_SIZE = 2**63 - 1  # Largest size of an axis and largest offset
+MAX_DEPTH = 64  # Objects and lists within each other
 MAX_DIGITS = 100
-
 MAX_CONFIG_BYTES = 16_000_000
 MAX_INDEX_BYTES = 100_000_000
 MAX_MANIFEST_BYTES = 1_000_000_000
@@ -53,8 +42,7 @@ def read_json(path: Path, limit: int, *, unique: bool = False) -> Any:
 def parse_json(raw: bytes, *, unique: bool = False) -> Any:
     """Parse JSON in UTF-8 whose numbers have at most :data:`MAX_DIGITS` digits and whose text can be encoded again.
 
-    Raises ValueError for what is no such JSON; with `unique` also for an object that has a key twice, of which Python's
-    parser would keep the last and say nothing.
+    ValueError for anything else; with `unique` also for a key that an object has twice, of which Python keeps the last.
     """
     text = raw.decode("utf-8")
     try:
@@ -71,14 +59,12 @@ def is_name(name: object) -> bool:
     return isinstance(name, str) and 0 < len(name) <= MAX_NAME and name.isprintable() and name != "__metadata__"
 
 
-def is_file_name(name: object) -> bool:
-    """Whether `name` is a file's plain name on every system: no folder, no drive, no way up, printable."""
-    return is_name(name) and _is_plain(str(name))
-
-
 def is_relative_path(path: object) -> bool:
-    """Whether `path` names a file in a folder or in folders of it, with ``/`` between the names."""
-    return is_name(path) and all(_is_plain(part) for part in str(path).split("/"))
+    """Whether `path` names a file in a folder or in folders of it, on every system: no drive, no way up, printable."""
+    return is_name(path) and all(
+        part not in ("", ".", "..") and not set(part) & set("\\:\0") and len(part.encode()) <= MAX_FILE_NAME
+        for part in str(path).split("/")
+    )
 
 
 def is_shape(values: object) -> bool:
@@ -92,18 +78,13 @@ def is_natural(value: object) -> bool:
 
 
 def record(kind: type[RecordT], content: Any) -> RecordT:
-    """Make a dataclass of parsed JSON, whose fields must be all known and have the declared types.
+    """Make a dataclass of parsed JSON; ValueError for unknown fields and for values of other than the declared types.
 
-    Fields of `kind` are str, int, bool, None, ``dict[str, ...]``, ``tuple[..., ...]``, other dataclasses or Any; those
-    with defaults may be left out. Raises ValueError.
+    Types are str, int, bool, None, ``dict[str, ...]``, ``tuple[..., ...]``, other dataclasses and Any.
     """
     value = _typed(kind, content, kind.__name__)
     assert isinstance(value, kind)
     return value
-
-
-def _is_plain(name: str) -> bool:
-    return name not in ("", ".", "..") and not set(name) & set("/\\:\0") and len(name.encode()) <= MAX_FILE_NAME
 
 
 def _integer(digits: str) -> int:
@@ -113,26 +94,19 @@ def _integer(digits: str) -> int:
 
 
 def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        seen: set[str] = set()
-        for name, _ in pairs:
-            if name in seen:
-                raise ValueError(f"{name!r} appears twice")
-            seen.add(name)
+    result: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in result:
+            raise ValueError(f"{name!r} appears twice")
+        result[name] = value
     return result
 
 
 def _check_depth(content: Any) -> None:
-    level = [content]
-    for _ in range(MAX_DEPTH):
-        level = [
-            part
-            for value in level
-            if isinstance(value, (dict, list))
-            for part in (value.values() if isinstance(value, dict) else value)
-            if isinstance(part, (dict, list))
-        ]
+    level: list[Any] = [[content]]
+    for _ in range(MAX_DEPTH + 1):
+        inner = (value.values() if isinstance(value, dict) else value for value in level)
+        level = [part for parts in inner for part in parts if isinstance(part, (dict, list))]
         if not level:
             return
     raise ValueError("nested too deeply")
@@ -140,28 +114,25 @@ def _check_depth(content: Any) -> None:
 
 def _typed(kind: Any, value: Any, where: str) -> Any:
     """`value` as an instance of the annotation `kind`."""
-    if kind is Any:
-        return value
     origin, arguments = get_origin(kind), get_args(kind)
-    if origin in (Union, types.UnionType):
-        if value is None and type(None) in arguments:
-            return None
-        (kind,) = [argument for argument in arguments if argument is not type(None)]
-        return _typed(kind, value, where)
+    if origin in (Union, types.UnionType):  # of one kind and None
+        (kind,) = (argument for argument in arguments if argument is not type(None))
+        return None if value is None else _typed(kind, value, where)
     if is_dataclass(kind) and isinstance(value, Mapping):
         return _built(kind, value, where)
     if origin is tuple and isinstance(value, (list, tuple)):
         return tuple(_typed(arguments[0], part, where) for part in value)
     if origin is dict and isinstance(value, dict):
         return {name: _typed(arguments[1], part, where) for name, part in value.items()}
-    if type(value) is kind:
+    if kind is Any or type(value) is kind:
         return value
-    raise ValueError(f"{where} must be {_spelled(kind)}, not {type(value).__name__}")
+    spelled = getattr(origin or kind, "__name__", str(kind))
+    raise ValueError(f"{where} must be {spelled}, not {type(value).__name__}")
 
 
 def _built(kind: Any, content: Mapping[str, Any], where: str) -> Any:
-    hints, known = _hints(kind), {entry.name for entry in fields(kind)}
-    if unknown := sorted(content.keys() - known):
+    hints = _hints(kind)
+    if unknown := sorted(content.keys() - hints.keys()):
         raise ValueError(f"{where} has an unknown field {unknown[0]!r}")
     values = {name: _typed(hints[name], value, f"{where}.{name}") for name, value in content.items()}
     try:
@@ -170,14 +141,6 @@ def _built(kind: Any, content: Mapping[str, Any], where: str) -> Any:
         raise ValueError(f"{where}: {error}") from error
 
 
-_HINTS: dict[Any, dict[str, Any]] = {}
-
-
+@functools.cache
 def _hints(kind: Any) -> dict[str, Any]:
-    if kind not in _HINTS:
-        _HINTS[kind] = get_type_hints(kind)
-    return _HINTS[kind]
-
-
-def _spelled(kind: Any) -> str:
-    return getattr(get_origin(kind) or kind, "__name__", str(kind))
+    return get_type_hints(kind)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
 
 from hf_neuron_moe.convert.io.checksums import TensorChecksum
 from hf_neuron_moe.convert.io.shard import Entry, in_file_order, shard_header
@@ -32,29 +30,22 @@ def hash_file(path: Path, step: Callable[[int], None] = lambda nbytes: None) -> 
 
 
 def check_shard(path: Path, tensors: Sequence[WrittenTensor], checksums: Mapping[str, str]) -> str | None:
-    """Compare a shard with what is known of it.
-
-    `checksums` are those of each tensor's bytes; `tensors` are what the file must hold.
-
-    Returns:
-        SHA-256 of the file, or None where anything differs.
-    """
+    """SHA-256 of a shard that holds exactly `tensors`, with these checksums of each one's bytes; None of any other."""
     entries = in_file_order(entries_of(tensors))
     header = shard_header(entries, header_metadata(tensors))
     if path.stat().st_size != len(header) + sum(entry.nbytes for entry in entries):
         return None
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(header)
     position = len(header)
     with disk.open_to_read(path) as file:
         if b"".join(bytes(part) for part in _parts(file, 0, len(header))) != header:
             return None
-        digest.update(header)
         for entry in entries:
-            own = TensorChecksum()
+            checksum = TensorChecksum()
             for part in _parts(file, position, entry.nbytes):
-                own.update(part)
+                checksum.update(part)
                 digest.update(part)
-            if own.text() != checksums.get(entry.name):
+            if checksum.text() != checksums.get(entry.name):
                 return None
             position += entry.nbytes
     return digest.hexdigest()
@@ -63,8 +54,7 @@ def check_shard(path: Path, tensors: Sequence[WrittenTensor], checksums: Mapping
 class PrefixHash:
     """SHA-256 of a shard that is being written, taken from its front as far as its tensors are complete.
 
-    A file is hashed front to back by one thread. Beside the threads that write, and while what they wrote is still in
-    memory, that costs hardly any time; afterwards it would be a wait.
+    Next to the threads that write, while what they wrote is in memory, it costs hardly any time; later it is a wait.
     """
 
     def __init__(self, path: Path, tensors: Sequence[WrittenTensor]) -> None:
@@ -74,24 +64,20 @@ class PrefixHash:
         self._position = 0
         self._header_bytes = len(shard_header(self._left, header_metadata(tensors)))
         self._digest = hashlib.sha256()
-        self._stack = ExitStack()
 
     def __enter__(self) -> PrefixHash:
-        self._file = self._stack.enter_context(disk.open_to_read(self._path))
+        self._file = disk.open_to_read(self._path)
         self._take(self._header_bytes)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.close()
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
 
     def follow(self, names: Iterable[str]) -> None:
         """Learn that these tensors are complete, and hash what is complete without a gap."""
         self._complete.update(names)
         while self._left and self._left[-1].name in self._complete:
-            entry = self._left.pop()
-            self._take(entry.nbytes)
+            self._take(self._left.pop().nbytes)
 
     def hexdigest(self) -> str:
         """The whole file's SHA-256; every tensor must be complete."""

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 
 import torch
 
 from hf_neuron_moe.errors import SourceDamageError
 
-CHUNK_ELEMENTS = 1 << 19
-"""Elements looked at together: what fits a core's cache."""
+CHUNK_ELEMENTS = 1 << 19  # Elements looked at together: what fits a core's cache
 
 _EXPONENTS = {
     torch.bfloat16: (torch.int16, 0x7F80),
@@ -21,43 +19,28 @@ _EXPONENTS = {
 """Integers of the same width, and the bits of infinity: anything above it in magnitude is NaN."""
 
 
-def check_finite(values: torch.Tensor, *, file: str, name: str) -> None:
-    """Refuse values that are NaN or infinite."""
-    bad = count_nonfinite(values)
-    if not bad:
-        return
-    fix = "Repair the checkpoint, or convert it as it is with --on-nonfinite keep."
-    raise SourceDamageError.about(f"{file}: {name}", "of finite values", f"{bad:,} NaN or infinite ones", fix)
-
-
 def check_or_count(values: torch.Tensor, on_nonfinite: str, counts: Counter[str], *, file: str, name: str) -> None:
     """Refuse NaN and infinity with ``"error"``; with ``"keep"`` add their number to that of tensor `name`."""
-    if on_nonfinite == "error":
-        check_finite(values, file=file, name=name)
-    else:
-        counts[name] += count_nonfinite(values)
+    bad = count_nonfinite(values)
+    if bad and on_nonfinite == "error":
+        fix = "Repair the checkpoint, or convert it as it is with --on-nonfinite keep."
+        raise SourceDamageError.about(f"{file}: {name}", "of finite values", f"{bad:,} NaN or infinite ones", fix)
+    counts[name] += bad
 
 
 def count_nonfinite(values: torch.Tensor) -> int:
     """Count NaN and infinite values; dtypes without infinity and NaN have none."""
-    if values.dtype not in _EXPONENTS:
+    if values.dtype not in _EXPONENTS or values.numel() == 0:
         return 0
-    return sum(int(torch.count_nonzero(~chunk.isfinite())) for chunk in _chunks(values) if not _is_finite(chunk))
-
-
-def _is_finite(chunk: torch.Tensor) -> bool:
-    integers, infinity = _EXPONENTS[chunk.dtype]
-    # Shifting the sign out is one operation on integers; isfinite takes several and a mask as large as the values.
-    magnitude = chunk.view(integers) & torch.iinfo(integers).max
-    return int(magnitude.max()) < infinity
-
-
-def _chunks(values: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Non-empty pieces of a tensor without copying it where rows are contiguous."""
-    if values.numel() == 0:
-        return
+    integers, infinity = _EXPONENTS[values.dtype]
     if values.ndim < 2 or values.is_contiguous():
-        yield from values.reshape(-1).split(CHUNK_ELEMENTS)
-        return
-    rows = max(1, CHUNK_ELEMENTS // values[0].numel())
-    yield from values.split(rows)
+        chunks = values.reshape(-1).split(CHUNK_ELEMENTS)
+    else:  # nothing is copied where rows are contiguous
+        chunks = values.split(max(1, CHUNK_ELEMENTS // values[0].numel()))
+    bad = 0
+    for chunk in chunks:
+        # Shifting the sign out is one operation on integers; isfinite takes several and a mask as large as the values.
+        magnitude = chunk.view(integers) & torch.iinfo(integers).max
+        if int(magnitude.max()) >= infinity:
+            bad += int(torch.count_nonzero(~chunk.isfinite()))
+    return bad

@@ -7,7 +7,6 @@ import struct
 from collections.abc import Iterable, Mapping
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple
 
 import torch
@@ -15,7 +14,6 @@ import torch
 from hf_neuron_moe.convert.io.checksums import TensorChecksum
 from hf_neuron_moe.convert.io.source import ITEM_BYTES, nbytes_of
 from hf_neuron_moe.convert.transaction import disk
-from hf_neuron_moe.convert.transaction.commit import sync
 
 _DTYPE_RANK = {dtype: rank for rank, dtype in enumerate(ITEM_BYTES)}
 
@@ -29,15 +27,13 @@ class Entry(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its data."""
         return nbytes_of(self.dtype, self.shape)
 
 
 def shard_header(entries: Iterable[Entry], metadata: Mapping[str, str]) -> bytes:
     """Everything of a safetensors file that comes before its data: the length, the JSON text, the padding.
 
-    Data are ordered by dtype, widest first, then by name, as the safetensors library orders them: it keeps every tensor
-    aligned, and the same tensors and metadata give the same bytes.
+    Data are ordered as the safetensors library orders them, by dtype, widest first, then by name: tensors are aligned.
     """
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     position = 0
@@ -67,7 +63,7 @@ class TensorStream:
 
     def append(self, part: torch.Tensor) -> None:
         """Write the next bytes; `part` may be changed afterwards."""
-        data = bytes_of(part)
+        data = part.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
         assert self._position + data.nbytes <= self._stop, f"{self._name}: too long"
         disk.write_at(self._file, data, self._position)
         self._checksum.update(data)
@@ -80,10 +76,7 @@ class TensorStream:
 
 
 class ShardWriter:
-    """A safetensors file being written; a context manager that leaves it complete and synced, or raises.
-
-    Tensors may be written in any order, and by several threads at once.
-    """
+    """A safetensors file being written, tensors in any order and by several threads; complete and synced in the end."""
 
     def __init__(self, path: Path, entries: Iterable[Entry], metadata: Mapping[str, str]) -> None:
         ordered = in_file_order(entries)
@@ -105,10 +98,7 @@ class ShardWriter:
         return self.write_parts(name, (tensor,))
 
     def write_parts(self, name: str, parts: Iterable[torch.Tensor]) -> str:
-        """Write one tensor from consecutive parts of its data and return the checksum of the whole.
-
-        Each part is used before the next is asked for.
-        """
+        """Write one tensor from parts of its data, each used before the next is asked for; return its checksum."""
         stream = self.begin(name)
         for part in parts:
             stream.append(part)
@@ -121,17 +111,8 @@ class ShardWriter:
     def __enter__(self) -> ShardWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        with self._file:
             if kind is None:
                 assert not self._left, f"not written: {sorted(self._left)}"
-                sync(self._file)
-        finally:
-            self._file.close()
-
-
-def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor, or of a contiguous copy."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+                disk.fsync(self._file)

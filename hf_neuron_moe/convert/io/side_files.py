@@ -13,15 +13,13 @@ from hf_neuron_moe.convert.transaction import disk
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".index.json")
 
-MOST_FILES = 10_000
-"""More than any checkpoint has: somebody gave a folder that is no checkpoint's alone."""
+MOST_FILES = 10_000  # More than any checkpoint has: somebody gave a folder that is no checkpoint's alone
 
 
 def side_files(folder: Path) -> dict[str, Path]:
-    """The files beside the weights that belong to a checkpoint, by their path in it with ``/``, in order.
+    """The files next to the weights that belong to a checkpoint, by their path in it with ``/``, in order.
 
-    Hidden folders are left out, and so are folders with weights of their own (``original/``, ``checkpoint-500/``,
-    ``onnx/``): they hold another model's files.
+    Not those of hidden folders and of folders with other weights (``original/``, ``checkpoint-500/``, ``onnx/``).
     """
     found: dict[str, Path] = {}
     for name in files_below(folder, skip=_is_other):

@@ -1,48 +1,47 @@
-"""The source checkpoint: which tensors a folder of safetensors files holds, from the files' headers alone.
+"""Which tensors a folder of safetensors files holds, from the files' headers alone.
 
-Nothing here trusts a file: names must stay inside the folder, every header must account for every byte of its file, and
-index and headers must agree. Header format: https://huggingface.co/docs/safetensors (8 bytes of little-endian length,
-JSON, data).
+No file is trusted: names stay inside the folder, a header accounts for every byte of its file, index and headers agree.
+Format: https://huggingface.co/docs/safetensors (8 bytes of little-endian length, JSON, data).
 """
 
 from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from hf_neuron_moe.convert.io.bounded import (
-    MAX_AXES,
-    MAX_FILE_NAME,
-    MAX_INDEX_BYTES,
-    MAX_NAME,
-    is_file_name,
-    is_name,
-    is_natural,
-    is_shape,
-    parse_json,
-    read_json,
-)
+import torch
+
+from hf_neuron_moe.convert.io import bounded
 from hf_neuron_moe.convert.transaction import disk
 from hf_neuron_moe.errors import ConversionError, SourceDamageError
 
-ITEM_BYTES = {
-    "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "F8_E8M0": 1,
-    "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
-    "I32": 4, "U32": 4, "F32": 4,
-    "F64": 8, "I64": 8, "U64": 8,
+# What torch calls the safetensors dtypes whose elements fill whole bytes, in the library's own order.
+TORCH_DTYPES = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8,
+    "F8_E5M2": torch.float8_e5m2, "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu,
+    "I16": torch.int16, "U16": torch.uint16, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I32": torch.int32, "U32": torch.uint32, "F32": torch.float32,
+    "F64": torch.float64, "I64": torch.int64, "U64": torch.uint64,
 }  # fmt: skip
-"""Bytes per element of the safetensors dtypes whose elements fill whole bytes, in the library's own order of dtypes."""
+ITEM_BYTES = {name: dtype.itemsize for name, dtype in TORCH_DTYPES.items()}
 
-MAX_HEADER_BYTES = 100_000_000
-"""The safetensors library's own limit on the header length."""
-
+MAX_HEADER_BYTES = 100_000_000  # The safetensors library's own limit
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+_NATURAL = "natural numbers of 63 bits"
+_JSON = "JSON in UTF-8 without repeated names"
+
+_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "dtype": (lambda name: isinstance(name, str) and name in ITEM_BYTES, f"one of {', '.join(ITEM_BYTES)}"),
+    "shape": (bounded.is_shape, f"at most {bounded.MAX_AXES} {_NATURAL}"),
+    "data_offsets": (lambda pair: bounded.is_shape(pair) and len(pair) == 2, f"two {_NATURAL}"),
+}
+"""What a header says of a tensor: the check of each field, and its rule in words."""
 
 
 def nbytes_of(dtype: str, shape: tuple[int, ...]) -> int:
@@ -52,7 +51,7 @@ def nbytes_of(dtype: str, shape: tuple[int, ...]) -> int:
 
 def is_plain_name(file: object) -> bool:
     """Whether `file` names a safetensors file on every system: no folder, no drive, no way up."""
-    return is_file_name(file) and str(file).endswith(".safetensors")
+    return bounded.is_relative_path(file) and "/" not in str(file) and str(file).endswith(".safetensors")
 
 
 @dataclass(frozen=True)
@@ -63,12 +62,10 @@ class SourceTensor:
     file: str
     dtype: str
     shape: tuple[int, ...]
-    start: int = 0
-    """Where its data begin, in bytes from the beginning of the file."""
+    start: int = 0  # Where its data begin, in bytes from the beginning of the file
 
     @property
     def nbytes(self) -> int:
-        """Size of the data in bytes."""
         return nbytes_of(self.dtype, self.shape)
 
 
@@ -79,96 +76,88 @@ class SourceCheckpoint:
     directory: Path
     files: tuple[str, ...]
     tensors: Mapping[str, SourceTensor]
-    metadata: Mapping[str, Mapping[str, str]]
-    """``__metadata__`` of each file."""
-    index_metadata: Mapping[str, Any] | None = None
-    """``metadata`` of the index, such as the number of parameters; None where there is none."""
+    metadata: Mapping[str, Mapping[str, str]]  # ``__metadata__`` of each file
+    index_metadata: Mapping[str, Any] | None = None  # ``metadata`` of the index, such as the number of parameters
 
 
 def damaged(subject: str, expected: str, got: object) -> SourceDamageError:
-    """The refusal for files whose bytes contradict themselves."""
-    return SourceDamageError.about(
-        subject, expected, got, "The file is damaged or incomplete: download or save it again."
-    )
+    """The error for files whose bytes contradict themselves."""
+    fix = "The file is damaged or incomplete: download or save it again."
+    return SourceDamageError.about(subject, expected, got, fix)
+
+
+def _check(holds: bool, subject: str, expected: str, got: object) -> None:
+    if not holds:
+        raise damaged(subject, expected, got)
 
 
 def read_header(path: Path) -> tuple[dict[str, SourceTensor], dict[str, str]]:
-    """Read and check one safetensors header.
-
-    Returns:
-        Tensors by name in the order of their data, and the file's metadata.
-    """
-    if not path.is_file():
-        raise damaged(path.name, "a file of the checkpoint", "no such file")
+    """Read and check a safetensors header: tensors by name in the order of their data, and the file's metadata."""
+    file = path.name
+    _check(path.is_file(), file, "a file of the checkpoint", "no such file")
     size = path.stat().st_size
-    with disk.open_to_read(path) as file:
-        prefix = _read_up_to(file, 0, 8)
-        if len(prefix) < 8:
-            raise damaged(path.name, "a safetensors file of at least 8 bytes", f"{size} bytes")
+    with disk.open_to_read(path) as opened:
+        prefix = _read_up_to(opened, 0, 8)
+        _check(len(prefix) == 8, file, "a safetensors file of at least 8 bytes", f"{size} bytes")
         length = struct.unpack("<Q", prefix)[0]
         limit = min(MAX_HEADER_BYTES, size - 8)
-        if length > limit:
-            raise damaged(f"{path.name}: header length", f"at most {limit}", length)
-        raw = _read_up_to(file, 8, length)
+        _check(length <= limit, f"{file}: header length", f"at most {limit}", length)
+        raw = _read_up_to(opened, 8, length)
     try:
-        header = parse_json(raw, unique=True)
+        header = bounded.parse_json(raw, unique=True)
     except ValueError as error:
-        raise damaged(f"{path.name}: header", "JSON in UTF-8 without repeated names", error) from error
-    if not isinstance(header, dict):
-        raise damaged(f"{path.name}: header", "a JSON object", type(header).__name__)
+        raise damaged(f"{file}: header", _JSON, error) from error
+    _check(isinstance(header, dict), f"{file}: header", "a JSON object", type(header).__name__)
     metadata = header.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise damaged(f"{path.name}: __metadata__", "a map of strings", metadata)
-    return _check_entries(path.name, header, 8 + length, size - 8 - length), metadata
+    texts = isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
+    _check(texts, f"{file}: __metadata__", "a map of strings", metadata)
+    return _tensors(file, header, 8 + length, size - 8 - length), metadata
 
 
 def _read_up_to(file: FileIO, start: int, count: int) -> bytes:
-    """Bytes of a file from `start` on; fewer than `count` where it ends before."""
     buffer = bytearray(count)
     return bytes(buffer[: disk.read_at(file, memoryview(buffer), start)])
 
 
-def _check_entries(file: str, header: dict[str, Any], data_start: int, data_bytes: int) -> dict[str, SourceTensor]:
-    spans: list[tuple[int, int, SourceTensor]] = []
-    for name, entry in header.items():
-        if not is_name(name):
-            raise damaged(f"{file}: a tensor's name", f"1 to {MAX_NAME:,} printable characters", repr(name))
-        subject = f"{file}: {name}"
-        if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-            raise damaged(subject, "an entry with dtype, shape and data_offsets", entry)
-        dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-        if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
-            raise damaged(f"{subject}: dtype", f"one of {', '.join(ITEM_BYTES)}", repr(dtype))
-        if not (isinstance(shape, list) and is_shape(shape)):
-            raise damaged(f"{subject}: shape", f"at most {MAX_AXES} natural numbers of 63 bits", shape)
-        if not (isinstance(offsets, list) and len(offsets) == 2 and all(map(is_natural, offsets))):
-            raise damaged(f"{subject}: data_offsets", "two natural numbers of 63 bits", offsets)
-        tensor = SourceTensor(name, file, dtype, tuple(shape), data_start + offsets[0])
-        if offsets[1] - offsets[0] != tensor.nbytes:
-            raise damaged(f"{subject}: data_offsets", f"{tensor.nbytes} bytes apart", offsets)
-        spans.append((offsets[0], offsets[1], tensor))
-    spans.sort(key=lambda span: span[:2])
-    position = 0
-    for start, end, tensor in spans:
-        if start != position:
-            raise damaged(f"{file}: {tensor.name}: data_offsets", f"a start at {position}", start)
-        position = end
-    if position != data_bytes:
-        raise damaged(f"{file}: data", f"{position} bytes long as the header says", f"{data_bytes} bytes")
-    return {tensor.name: tensor for _, _, tensor in spans}
+def _tensors(file: str, header: dict[str, Any], data_start: int, data_bytes: int) -> dict[str, SourceTensor]:
+    """The tensors of a header in the order of their data, which have to fill the file without gap or overlap."""
+    tensors = [_tensor(file, name, entry, data_start) for name, entry in header.items()]
+    tensors.sort(key=lambda tensor: (tensor.start, tensor.nbytes))
+    end = 0
+    for tensor in tensors:
+        start = tensor.start - data_start
+        _check(start == end, f"{file}: {tensor.name}: data_offsets", f"a start at {end}", start)
+        end += tensor.nbytes
+    _check(end == data_bytes, f"{file}: data", f"{end} bytes long as the header says", f"{data_bytes} bytes")
+    return {tensor.name: tensor for tensor in tensors}
+
+
+def _tensor(file: str, name: str, entry: Any, data_start: int) -> SourceTensor:
+    subject = f"{file}: {name}"
+    if not bounded.is_name(name):
+        raise damaged(f"{file}: a tensor's name", f"1 to {bounded.MAX_NAME:,} printable characters", repr(name))
+    complete = isinstance(entry, dict) and entry.keys() == _FIELDS.keys()
+    _check(complete, subject, "an entry with dtype, shape and data_offsets", entry)
+    for field, (holds, expected) in _FIELDS.items():
+        if not holds(entry[field]):
+            raise damaged(f"{subject}: {field}", expected, repr(entry[field]))
+    start, stop = entry["data_offsets"]
+    tensor = SourceTensor(name, file, entry["dtype"], tuple(entry["shape"]), data_start + start)
+    _check(stop - start == tensor.nbytes, f"{subject}: data_offsets", f"{tensor.nbytes} bytes apart", [start, stop])
+    return tensor
 
 
 def read_source(directory: Path) -> SourceCheckpoint:
     """Describe the checkpoint in `directory` without reading a weight."""
-    single, index = directory / SINGLE_FILE, directory / INDEX_FILE
-    if not (single.exists() or index.exists()):
-        raise _no_safetensors(directory)
-    if single.exists() and index.exists():
+    single, index = (directory / SINGLE_FILE).exists(), (directory / INDEX_FILE).exists()
+    if single and index:
         expected = f"a folder with either {SINGLE_FILE} or {INDEX_FILE}"
         fix = "Remove the one that does not belong to the checkpoint."
         raise SourceDamageError.about(str(directory), expected, "both", fix)
-    if index.exists():
+    if index:
         return read_indexed(directory, INDEX_FILE)
+    if not single:
+        raise _no_safetensors(directory)
     tensors, metadata = read_header(inside(directory, SINGLE_FILE))
     return SourceCheckpoint(directory, (SINGLE_FILE,), tensors, {SINGLE_FILE: metadata})
 
@@ -181,42 +170,40 @@ def read_indexed(directory: Path, index: str) -> SourceCheckpoint:
     metadata: dict[str, Mapping[str, str]] = {}
     for file in files:
         found, metadata[file] = read_header(inside(directory, file))
-        for name, tensor in found.items():
+        for name in found:
             if name in tensors:
                 raise damaged(f"tensor {name}", "in one file", f"in {tensors[name].file} and in {file}")
-            if named.get(name) != file:
-                place = f"in {file}, where the index does not name it"
-                raise damaged(f"tensor {name}", f"where {index} says", place)
-            tensors[name] = tensor
+            place = f"in {file}, where the index does not name it"
+            _check(named.get(name) == file, f"tensor {name}", f"where {index} says", place)
+        tensors |= found
     for name, file in named.items():
-        if name not in tensors:
-            raise damaged(f"tensor {name}", f"in {file} as {index} says", "a file without it")
+        _check(name in tensors, f"tensor {name}", f"in {file} as {index} says", "a file without it")
     return SourceCheckpoint(directory, tuple(files), tensors, metadata, index_metadata)
 
 
 def read_index(path: Path) -> tuple[dict[str, str], dict[str, Any] | None]:
     """File by tensor name, and the index's metadata."""
     try:
-        content = read_json(path, MAX_INDEX_BYTES, unique=True)
+        content = bounded.read_json(path, bounded.MAX_INDEX_BYTES, unique=True)
     except ValueError as error:
-        raise damaged(path.name, "JSON in UTF-8 without repeated names", error) from error
+        raise damaged(path.name, _JSON, error) from error
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise damaged(f"{path.name}: weight_map", "a map from tensor names to files", weight_map)
     for name, file in weight_map.items():
         if not is_plain_name(file):
-            expected = f"the plain name of a .safetensors file in the same folder, at most {MAX_FILE_NAME} bytes"
+            most = f"at most {bounded.MAX_FILE_NAME} bytes"
+            expected = f"the plain name of a .safetensors file in the same folder, {most}"
             fix = "An index that points elsewhere is not followed; repair it."
             raise SourceDamageError.about(f"{path.name}: file of {name}", expected, repr(file), fix)
     metadata = content.get("metadata")
-    return dict(weight_map), metadata if isinstance(metadata, dict) else None
+    return weight_map, metadata if isinstance(metadata, dict) else None
 
 
 def inside(directory: Path, file: str) -> Path:
-    """The path of `file`, which may lie in a folder of the checkpoint; refused when a link leads out."""
+    """The path of `file`, which may lie in a folder of the checkpoint; an error where a link leads out."""
     path = directory / file
-    if not path.is_file():
-        raise damaged(file, "a file of the checkpoint", "no such file")
+    _check(path.is_file(), file, "a file of the checkpoint", "no such file")
     home, target = directory.resolve(), path.resolve()
     # huggingface_hub keeps snapshots/<commit>/file as links to blobs/<hash> of the same repository.
     blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else None
@@ -227,19 +214,19 @@ def inside(directory: Path, file: str) -> Path:
 
 
 def _no_safetensors(directory: Path) -> ConversionError:
-    """Refuse a folder without weights that could be read, and name those that it has."""
-    if shards := sorted(path.name for path in directory.glob("*.safetensors")):
-        more = f" and {len(shards) - 1} more" if len(shards) > 1 else ""
-        expected = f"a folder with {SINGLE_FILE} or {INDEX_FILE}"
+    """The error for a folder without weights that could be read; it names those that the folder has."""
+    shards, pickles = (sorted(path.name for path in directory.glob(kind)) for kind in ("*.safetensors", "*.bin"))
+    error: type[ConversionError] = ConversionError
+    got, fix = "a folder without them", "Give the folder that holds config.json and the weights."
+    if shards:
+        error = SourceDamageError
+        got = f"{shards[0]}{f' and {len(shards) - 1} more' if len(shards) > 1 else ''} without either"
         fix = f"{INDEX_FILE} says which tensors belong to the checkpoint: download or save it again."
-        return SourceDamageError.about(str(directory), expected, f"{shards[0]}{more} without either", fix)
-    pickles = sorted(path.name for path in directory.glob("*.bin"))
-    got, remedy = "a folder without them", "Give the folder that holds config.json and the weights."
-    if pickles:
+    elif pickles:
         got = f"pickled weights ({pickles[0]})"
-        remedy = (
+        fix = (
             "Opening a pickle runs whatever code it holds, so it is not read here. If you trust it, make safetensors "
             "of it: python -c \"from transformers import AutoModelForCausalLM as A; A.from_pretrained('SRC', "
             "dtype='auto').save_pretrained('NEW')\"."
         )
-    return ConversionError.about(str(directory), f"a folder with {SINGLE_FILE} or {INDEX_FILE}", got, remedy)
+    return error.about(str(directory), f"a folder with {SINGLE_FILE} or {INDEX_FILE}", got, fix)

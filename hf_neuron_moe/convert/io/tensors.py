@@ -1,12 +1,10 @@
-"""Reads single tensors, or single experts of them, from safetensors files that stay open.
+"""Reads single tensors, or single experts of them, from safetensors files that stay open; threads may share a reader.
 
-Files are read, not mapped: a failing disk or a file that shrinks is then an error with a name, where a mapping would
-end the process with a bus error. Positional reads leave no state behind, so threads may share a reader.
+Files are read, not mapped: a failing disk or a shrinking file is then an error with a name and no bus error.
 """
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,20 +13,10 @@ from pathlib import Path
 
 import torch
 
-from hf_neuron_moe.convert.io.source import ITEM_BYTES, SourceTensor, damaged, read_header
+from hf_neuron_moe.convert.io.source import TORCH_DTYPES, SourceTensor, damaged, nbytes_of, read_header
 from hf_neuron_moe.convert.transaction import disk
 
-CHUNK_BYTES = 1 << 20
-"""Bytes read at a time where they are only passed on: what fits a core's cache."""
-
-TORCH_DTYPES = {
-    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8,
-    "F8_E5M2": torch.float8_e5m2, "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu,
-    "I16": torch.int16, "U16": torch.uint16, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I32": torch.int32, "U32": torch.uint32, "F32": torch.float32,
-    "F64": torch.float64, "I64": torch.int64, "U64": torch.uint64,
-}  # fmt: skip
-"""What torch calls the safetensors dtypes."""
+CHUNK_BYTES = 1 << 20  # Read at a time where they are only passed on: what fits a core's cache
 
 
 class TensorReader:
@@ -50,36 +38,29 @@ class TensorReader:
     ) -> torch.Tensor:
         """Read a tensor; with an expert index, that entry of its first axis; with rows, these of its then first axis.
 
-        Args:
-            file: file of the folder.
-            name: tensor in it.
-            expert: index on the tensor's first axis.
-            buffer: bytes to read into, at least as many as are read: memory that was used before costs less than new.
-            rows: a range without step.
+        `rows` is a range without step. `buffer` are bytes to read into, at least as many as are read: memory that was
+        used before costs less than new.
         """
         handle, tensor = self._find(file, name)
         shape, start = tensor.shape, tensor.start
         if expert is not None:
             shape = tensor.shape[1:]
-            start += expert * math.prod(shape) * ITEM_BYTES[tensor.dtype]
+            start += expert * nbytes_of(tensor.dtype, shape)
         if rows is not None:
-            start += rows.start * math.prod(shape[1:]) * ITEM_BYTES[tensor.dtype]
+            start += rows.start * nbytes_of(tensor.dtype, shape[1:])
             shape = (rows.stop - rows.start, *shape[1:])
-        nbytes = math.prod(shape) * ITEM_BYTES[tensor.dtype]
+        nbytes = nbytes_of(tensor.dtype, shape)
         data = torch.empty(nbytes, dtype=torch.uint8) if buffer is None else buffer[:nbytes]
-        self._fill(handle, tensor, data.numpy().data, start)
+        self._fill(handle, tensor, data, start)
         return data.view(TORCH_DTYPES[tensor.dtype]).view(shape)
 
     def chunks(self, file: str, name: str) -> Iterator[torch.Tensor]:
-        """Read a tensor as one-dimensional parts of its bytes, at most :data:`CHUNK_BYTES` each.
-
-        A part is valid until the next one is asked for. Raises what :meth:`read` raises.
-        """
+        """Read a tensor's bytes in parts of :data:`CHUNK_BYTES` at most; one is valid until the next is asked for."""
         handle, tensor = self._find(file, name)
         buffer = torch.empty(min(CHUNK_BYTES, tensor.nbytes), dtype=torch.uint8)
         for position in range(0, tensor.nbytes, CHUNK_BYTES):
-            part = buffer[: min(CHUNK_BYTES, tensor.nbytes - position)]
-            self._fill(handle, tensor, part.numpy().data, tensor.start + position)
+            part = buffer[: tensor.nbytes - position]
+            self._fill(handle, tensor, part, tensor.start + position)
             yield part
 
     def _find(self, file: str, name: str) -> tuple[FileIO, SourceTensor]:
@@ -93,9 +74,8 @@ class TensorReader:
             raise damaged(f"{file}: {name}", "in the file", "a header without it")
         return handle, header[name]
 
-    def _fill(self, handle: FileIO, tensor: SourceTensor, buffer: memoryview, start: int) -> None:
-        count = disk.read_at(handle, buffer, start)
-        if count < buffer.nbytes:
+    def _fill(self, handle: FileIO, tensor: SourceTensor, data: torch.Tensor, start: int) -> None:
+        if disk.read_at(handle, data.numpy().data, start) < data.numel():
             expected = f"{tensor.nbytes} bytes long as the header says"
             raise damaged(f"{tensor.file}: {tensor.name}", expected, "a file that ends before them")
 

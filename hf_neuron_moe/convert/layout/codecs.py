@@ -1,8 +1,7 @@
-"""One matrix to its stored tensors and back, in the layouts that are more than a view.
+"""One matrix to its stored tensors and back, in the layouts of ``orientations`` that are more than a view.
 
-F rows and K columns of the matrix; the layouts are those of :mod:`hf_neuron_moe.convert.layout.orientations`. Rows are
-worked on in chunks: a block of values that share a scale lies in one row, so chunks change no bit, and temporaries stay
-small.
+F rows and K columns of the matrix. Rows are worked on in chunks: a block of values that share a scale lies in one row,
+so chunks change no bit, and temporaries stay small.
 """
 
 from __future__ import annotations
@@ -11,74 +10,49 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from hf_neuron_moe.convert.layout.orientations import (
-    BF16_SWIZZLED,
-    MOE_PACKED_SCALES,
-    MX_FUSED_CODES,
-    MX_FUSED_SCALES,
-    MX_KERNEL_CODES,
-    MX_KERNEL_SCALES,
-    StoredForm,
-    moe_precision,
-)
+from hf_neuron_moe.convert.layout import orientations
 from hf_neuron_moe.convert.layout.tensor_parallel import Part
 from hf_neuron_moe.convert.options import FORWARD
 from hf_neuron_moe.formats import moe_mx
-from hf_neuron_moe.formats.constants import (
-    E2M1,
-    E4M3FN,
-    LANES,
-    MX_BLOCK,
-    PATCH_ROWS,
-    ElementFormat,
-    ScaleRule,
-    SwizzleScheme,
-)
+from hf_neuron_moe.formats.constants import E2M1, E4M3FN, LANES, MX_BLOCK, PATCH_ROWS, ScaleRule, SwizzleScheme
 from hf_neuron_moe.formats.mx import dequantize_mx, quantize_mx
 from hf_neuron_moe.formats.mx_operand import quantize_into
 from hf_neuron_moe.formats.scales import to_compact, to_oversized, to_packed
 from hf_neuron_moe.formats.swizzle import swizzle, unswizzle
 
-CHUNK_ELEMENTS = 1 << 22
-"""Elements of a chunk of rows."""
-
+CHUNK_ELEMENTS = 1 << 22  # Elements of a chunk of rows
 TRANSPOSED_ROWS = 256
 """Rows transposed at a time: a multiple of a cache line's values, few enough for the copy to stay in the cache."""
 
-_FORMATS: dict[str, ElementFormat] = {"mxfp8": E4M3FN, "mxfp4": E2M1}
+_FORMATS = {orientations.MOE_WORDS["mxfp8"]: E4M3FN, orientations.MOE_WORDS["mxfp4"]: E2M1}
 
 
 def encode(
-    matrix_FK: torch.Tensor, forms: Sequence[StoredForm], places: Sequence[torch.Tensor], *, gate_up: bool
+    matrix_FK: torch.Tensor, forms: Sequence[orientations.StoredForm], places: Sequence[torch.Tensor], *, gate_up: bool
 ) -> None:
-    """Fill the stored tensors of one matrix.
-
-    `matrix_FK` is bf16, in forward orientation, zeros included. `places` are the memory of each form, without the
-    experts' axis.
-    """
-    if forms[0].layout == BF16_SWIZZLED:
+    """Fill the stored tensors, without the experts' axis, of one matrix: bf16, forward orientation, zeros included."""
+    if forms[0].layout == orientations.BF16_SWIZZLED:
         for rows, chunk in _row_chunks(matrix_FK):
             places[0][:, LANES * rows.start : LANES * rows.stop] = swizzle(chunk)
         return
-    for values, scales in zip(range(0, len(forms), 2), range(1, len(forms), 2)):
-        form = forms[values]
-        precision = moe_precision(form.layout)
-        if precision is None:
+    for form, scale_form, codes, scales in zip(forms[::2], forms[1::2], places[::2], places[1::2]):
+        if form.layout not in _FORMATS:
             oriented = matrix_FK if form.orientation == FORWARD else matrix_FK.t()
-            _encode_operand(oriented, form, places[values], forms[scales].layout, places[scales])
+            _encode_operand(oriented, form, codes, scale_form.layout, scales)
             continue
-        quantized = _quantize_moe(matrix_FK, _FORMATS[precision], form.rule, gate_up=gate_up)
-        packed = forms[scales].layout in MOE_PACKED_SCALES.values()
-        places[values].copy_(quantized.words[0])
-        places[scales].copy_((moe_mx.pack_moe_scales(quantized.scales) if packed else quantized.scales)[0])
+        fmt = _FORMATS[form.layout]
+        if gate_up:
+            weight_EH2I = matrix_FK.unflatten(0, (2, -1)).permute(2, 0, 1)[None]
+            quantized = moe_mx.quantize_moe_gate_up(weight_EH2I, fmt=fmt, rule=form.rule)
+        else:
+            quantized = moe_mx.quantize_moe_down(matrix_FK.t()[None], fmt=fmt, rule=form.rule)
+        packed = scale_form.layout in orientations.MOE_PACKED_SCALES.values()
+        codes.copy_(quantized.words[0])
+        scales.copy_((moe_mx.pack_moe_scales(quantized.scales) if packed else quantized.scales)[0])
 
 
 def copy_transposed(place_KF: torch.Tensor, matrix_FK: torch.Tensor) -> None:
-    """Copy a matrix to where its transpose belongs.
-
-    torch transposes fast only from and to contiguous memory, ten times as fast as otherwise; so pieces of that kind are
-    made first.
-    """
+    """Copy a matrix to where its transpose belongs, by contiguous pieces, which torch transposes ten times as fast."""
     for start in range(0, len(matrix_FK), TRANSPOSED_ROWS):
         rows = matrix_FK[start : start + TRANSPOSED_ROWS].to(place_KF.dtype).contiguous()
         place_KF[:, start : start + len(rows)].copy_(rows.t().contiguous())
@@ -87,44 +61,43 @@ def copy_transposed(place_KF: torch.Tensor, matrix_FK: torch.Tensor) -> None:
 def decode(
     layouts: Sequence[str], stored: Sequence[torch.Tensor], part: Part, rows: slice
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Give chunks of a matrix' rows, with the place of each in `rows`.
+    """Give chunks of `rows` of the forward matrix: their start behind ``rows.start``, and bf16 or fp32 ``[f, K]``.
 
-    `layouts` and `stored` are those of values and scales, as :func:`encode` filled them; `rows` are rows of the forward
-    matrix.
-
-    Yields:
-        Start of the chunk behind ``rows.start``, and bf16 or fp32 values ``[f, K]``.
+    `layouts` and `stored` are those of values and scales, as :func:`encode` filled them; K has the layout's zeros.
     """
     layout = layouts[0]
-    precision = moe_precision(layout)
-    if precision is not None:
+    if layout in _FORMATS:
         words, scales = stored
-        if layouts[1] in MOE_PACKED_SCALES.values():
+        if layouts[1] in orientations.MOE_PACKED_SCALES.values():
             scales = moe_mx.unpack_moe_scales(scales[None], words.shape[-2], words.shape[0] // PATCH_ROWS)[0]
-        yield 0, _dequantize_moe(words, scales, _FORMATS[precision], gate_up=part.gate_up)[rows]
+        weight = moe_mx.MoEWeightMX(words[None], scales[None], _FORMATS[layout])
+        if part.gate_up:
+            values_2IH = moe_mx.dequantize_moe_gate_up(weight)[0].permute(1, 2, 0)
+            yield 0, values_2IH.reshape(-1, words.shape[-2] * moe_mx.TILE)[rows]
+        else:
+            yield 0, moe_mx.dequantize_moe_down(weight)[0].t()[rows]
         return
-    values = stored[0] if layout == BF16_SWIZZLED else stored[0].view(torch.uint8)
-    K = values.shape[1] if layout == MX_FUSED_CODES else LANES * values.shape[0]
-    compact_BF = None if layout == BF16_SWIZZLED else stored[1]
-    if compact_BF is not None and layout == MX_KERNEL_CODES:
-        compact_BF = to_compact(compact_BF, K)
+    quantized, natural = layout != orientations.BF16_SWIZZLED, layout == orientations.MX_FUSED_CODES
+    values = stored[0].view(torch.uint8) if quantized else stored[0]
+    K = values.shape[1] if natural else LANES * values.shape[0]
+    if quantized:
+        compact_BF = stored[1] if natural else to_compact(stored[1], K)
     step = max(1, CHUNK_ELEMENTS // K)
     for start in range(rows.start, rows.stop, step):
         chunk = slice(start, min(start + step, rows.stop))
-        natural = layout == MX_FUSED_CODES
         part_P4F = swizzle(values[chunk]) if natural else values[:, LANES * chunk.start : LANES * chunk.stop]
-        if compact_BF is not None:
+        if quantized:
             part_P4F = dequantize_mx(part_P4F.contiguous(), compact_BF[:, chunk].contiguous())
         yield start - rows.start, unswizzle(part_P4F)
 
 
 def _encode_operand(
-    matrix_FK: torch.Tensor, form: StoredForm, codes: torch.Tensor, scale_layout: str, scales: torch.Tensor
+    matrix_FK: torch.Tensor, form: orientations.StoredForm, codes: torch.Tensor, scale_layout: str, scales: torch.Tensor
 ) -> None:
     """Quantise an operand of the MLP kernels along its rows."""
     F, K = matrix_FK.shape
-    compact_BF = scales if scale_layout == MX_FUSED_SCALES else scales.new_empty(K // MX_BLOCK, F)
-    if form.layout == MX_KERNEL_CODES:
+    compact_BF = scales if scale_layout == orientations.MX_FUSED_SCALES else scales.new_empty(K // MX_BLOCK, F)
+    if form.layout == orientations.MX_KERNEL_CODES:
         rule = ScaleRule(form.rule)
         quantize_into(matrix_FK, codes, compact_BF, fmt=E4M3FN, rule=rule, scheme=SwizzleScheme.WRAPX)
     else:
@@ -132,23 +105,9 @@ def _encode_operand(
             mx = quantize_mx(chunk, rule=form.rule)
             compact_BF[:, rows] = mx.scales
             codes[rows] = unswizzle(mx.codes)
-    if scale_layout != MX_FUSED_SCALES:
-        scales.copy_(to_packed(compact_BF) if scale_layout == MX_KERNEL_SCALES else to_oversized(compact_BF))
-
-
-def _quantize_moe(matrix_FK: torch.Tensor, fmt: ElementFormat, rule: str, *, gate_up: bool) -> moe_mx.MoEWeightMX:
-    if gate_up:
-        # [2I, H] -> [1, H, 2, I], all views
-        return moe_mx.quantize_moe_gate_up(matrix_FK.unflatten(0, (2, -1)).permute(2, 0, 1)[None], fmt=fmt, rule=rule)
-    return moe_mx.quantize_moe_down(matrix_FK.t()[None], fmt=fmt, rule=rule)
-
-
-def _dequantize_moe(words: torch.Tensor, scales: torch.Tensor, fmt: ElementFormat, *, gate_up: bool) -> torch.Tensor:
-    """One expert's matrix [F, K] in fp32, K with the zeros that the layout adds."""
-    weight = moe_mx.MoEWeightMX(words[None], scales[None], fmt)
-    if gate_up:
-        return moe_mx.dequantize_moe_gate_up(weight)[0].permute(1, 2, 0).reshape(-1, words.shape[-2] * moe_mx.TILE)
-    return moe_mx.dequantize_moe_down(weight)[0].t()
+    if scale_layout != orientations.MX_FUSED_SCALES:
+        arrange = to_packed if scale_layout == orientations.MX_KERNEL_SCALES else to_oversized
+        scales.copy_(arrange(compact_BF))
 
 
 def _row_chunks(matrix_FK: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:

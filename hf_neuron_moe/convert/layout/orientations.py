@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from hf_neuron_moe.convert.layout.tensor_parallel import FusedWeight, PadRule, Part, part_of
+from hf_neuron_moe.convert.layout.tensor_parallel import FusedWeight, PadRule, Part, is_gate_up, part_of
 from hf_neuron_moe.convert.manifest import WrittenTensor
 from hf_neuron_moe.convert.options import FORWARD, NO_COMPACT_SCALES, ConvertOptions
 from hf_neuron_moe.errors import ConversionError, public
@@ -51,20 +51,15 @@ MOE_WORDS = {"mxfp8": "mxfp8_moe_words", "mxfp4": "mxfp4_moe_words"}
 MOE_SCALES = {"mxfp8": "mxfp8_moe_scales", "mxfp4": "mxfp4_moe_scales"}
 MOE_PACKED_SCALES = {"mxfp8": "mxfp8_moe_packed_scales", "mxfp4": "mxfp4_moe_packed_scales"}
 
-SCALE_SUFFIX = "_scale"
-"""Appended to a weight's name for its block scales."""
-
-BACKWARD_SUFFIX = "_T"
-"""Appended to a weight's name for the transposed matrix of the backward."""
-
+SCALE_SUFFIX = "_scale"  # Appended to a weight's name for its block scales
+BACKWARD_SUFFIX = "_T"  # Appended to a weight's name for the transposed matrix of the backward
 SCALES = frozenset(
     {MX_FUSED_SCALES, MX_KERNEL_SCALES, MX_OVERSIZED_SCALES, *MOE_SCALES.values(), *MOE_PACKED_SCALES.values()}
 )
 """Layouts of tensors that hold block scales."""
 
-_GROUPED_OTHERWISE = 384
-"""Contraction size that the forward kernel takes as one tile when it quantises an operand itself, while a prepared one
-has tiles of 256 and 128: the two cannot be multiplied (nki-library 2.30 ``mlp_fwd_mxfp8``)."""
+_OPERAND_SCALES = {"compact": MX_FUSED_SCALES, "packed": MX_KERNEL_SCALES, "oversized": MX_OVERSIZED_SCALES}
+_WORD_DTYPES = {"mxfp8": "U32", "mxfp4": "U16"}
 
 
 class Bf16Layout(NamedTuple):
@@ -73,42 +68,21 @@ class Bf16Layout(NamedTuple):
     name: str
     experts: bool | None  # Only for weights with experts, or without; None: for both
     takes: Callable[[ConvertOptions], bool]  # Whether these options ask for it; the first row that fits wins
-    shape: Callable[[int, int], tuple[int, int]]  # Of the stored matrix, for F and K
-    matrix: Callable[[int, int], tuple[int, int]]  # F and K, for the stored matrix' shape
+    shape: Callable[[int, int], tuple[int, int]]  # Of the stored matrix, for F and K; for that shape, F and K again
     view: Callable[[Tensor], Tensor] | None  # The stored matrix seen as [F, K]; None where ``codecs`` fills it
 
 
-def _same(first: int, second: int) -> tuple[int, int]:
-    return first, second
-
-
-def _swapped(first: int, second: int) -> tuple[int, int]:
-    return second, first
-
-
-def _as_stored(matrix_FK: Tensor) -> Tensor:
-    return matrix_FK
+def _swizzled(F: int, K: int) -> tuple[int, int]:
+    return K // LANES, LANES * F
 
 
 # Dense kernels take [F, K] as it is; the MoE kernels take [E, K, F] (gate_up [E, H, 2, I] with 2, I merged).
 BF16_LAYOUTS: tuple[Bf16Layout, ...] = (
-    Bf16Layout(
-        BF16_SWIZZLED,
-        None,
-        lambda options: bool(options.swizzle) and not options.quantized,
-        lambda F, K: (K // LANES, LANES * F),
-        lambda rows, columns: (columns // LANES, LANES * rows),
-        None,
-    ),
-    Bf16Layout(BF16_KERNEL, True, lambda options: options.layout == "kernel", _swapped, _swapped, Tensor.t),
-    Bf16Layout(BF16_KERNEL, False, lambda options: options.layout == "kernel", _same, _same, _as_stored),
-    Bf16Layout(BF16_FUSED, None, lambda options: True, _same, _same, _as_stored),
+    Bf16Layout(BF16_SWIZZLED, None, lambda o: bool(o.swizzle) and not o.quantized, _swizzled, None),
+    Bf16Layout(BF16_KERNEL, True, lambda o: o.layout == "kernel", lambda F, K: (K, F), Tensor.t),
+    Bf16Layout(BF16_KERNEL, False, lambda o: o.layout == "kernel", lambda F, K: (F, K), lambda stored: stored),
+    Bf16Layout(BF16_FUSED, None, lambda o: True, lambda F, K: (F, K), lambda stored: stored),
 )
-"""Every layout of bf16 values."""
-
-_OPERAND_SCALES = {"compact": MX_FUSED_SCALES, "packed": MX_KERNEL_SCALES, "oversized": MX_OVERSIZED_SCALES}
-_WORD_DTYPES = {"mxfp8": "U32", "mxfp4": "U16"}
-_MOE_FORMATS = {layout: precision for precision, layout in MOE_WORDS.items()}
 
 
 @dataclass(frozen=True)
@@ -127,13 +101,11 @@ class StoredForm:
 
     def written(self, weight: str) -> WrittenTensor:
         """Describe it as a tensor of a checkpoint, without its file and checksum."""
-        padding = dict(self.part.padding)
+        padding, rank = self.part.padding, self.part.rank
         if self.extra_zeros:
             padding["I"] = padding.get("I", 0) + self.extra_zeros
-        rank = self.part.rank
-        suffix = self.suffix if rank is None else f"{self.suffix}.tp{rank}"
         return WrittenTensor(
-            name=weight + suffix,
+            name=weight + self.suffix + ("" if rank is None else f".tp{rank}"),
             file="",
             dtype=self.dtype,
             shape=self.shape,
@@ -148,88 +120,32 @@ class StoredForm:
 
 @public("convert")
 def stored_forms(weight: FusedWeight, options: ConvertOptions, rank: int | None = None) -> tuple[StoredForm, ...]:
-    """Describe the tensors that will hold one rank's part of `weight`.
+    """Describe the tensors that will hold one rank's part of `weight`; `rank` is None where nothing is split.
 
-    `rank` is None where ``options.tp_degree`` is 1. A ConversionError says which size does not fit the layout.
-
-    Returns:
-        Values, then their scales if quantised, for each orientation in turn.
+    Values, then their scales if quantised, for each orientation in turn. A size that does not fit is a ConversionError.
     """
     part = part_of(weight, rank, options.tp_degree, _pad_rule(weight, options))
     if not _is_quantized(weight, options):
         return (_bf16_form(weight, options, part),)
-    if reads_words(weight, options):
+    if _reads_words(weight, options):
         return _moe_forms(weight, options, part)
     return tuple(
         form for orientation in options.orientations for form in _operand_forms(weight, options, part, orientation)
     )
 
 
-def reads_words(weight: FusedWeight, options: ConvertOptions) -> bool:
-    """Whether `weight` is stored as ``moe_cte``'s MX implementations take it."""
-    return weight.has_experts and options.quantized and options.layout == "kernel" and options.purpose == "inference"
-
-
-def moe_precision(layout: str) -> str | None:
-    """Precision of ``moe_cte`` words; None for another layout."""
-    return _MOE_FORMATS.get(layout)
-
-
-def matrix_shape(tensor: WrittenTensor, *, gate_up: bool) -> tuple[int, int]:
+def matrix_shape(tensor: WrittenTensor) -> tuple[int, int]:
     """Rows and columns of the matrix that a tensor of values holds, in its own orientation, zeros included."""
-    if moe_precision(tensor.layout) is not None:
-        if gate_up:
+    if tensor.layout in MOE_WORDS.values():
+        if is_gate_up(tensor.weight):
             *_, tiles, inner = tensor.shape
             return 2 * inner, tiles * TILE
         _, partitions, tiles, hidden = tensor.shape
         return hidden, 4 * partitions * tiles
     rows, columns = tensor.shape[-2:]
     if (row := bf16_layout(tensor.layout, len(tensor.shape) == 3)) is not None:
-        return row.matrix(rows, columns)
-    return (columns // LANES, LANES * rows) if tensor.layout == MX_KERNEL_CODES else (rows, columns)
-
-
-def _is_quantized(weight: FusedWeight, options: ConvertOptions) -> bool:
-    """MXFP4 is for experts; a shared expert or a dense layer beside them stays bf16, as no kernel takes it in FP4."""
-    return options.quantized and (weight.has_experts or options.precision != "mxfp4")
-
-
-def _pad_rule(weight: FusedWeight, options: ConvertOptions) -> PadRule | None:
-    """The sizes that the kernels take which will read `weight`."""
-    if not options.pad:
-        return None
-    if reads_words(weight, options):
-        return _pad_words
-    if weight.has_experts and not options.quantized:
-        return _pad_experts
-    stays_bf16 = options.quantized and not _is_quantized(weight, options)
-    return _pad_operand if options.swizzled and not stays_bf16 else _pad_lanes
-
-
-def _pad_words(axis: str, size: int) -> int:
-    """``moe_cte``'s MX implementations: H in 512s; I below 512 in 32s, else in 512s."""
-    small = _up(size, MX_BLOCK)
-    return small if axis == "I" and small < TILE else _up(size, TILE)
-
-
-def _pad_experts(axis: str, size: int) -> int:
-    """``moe_cte``: H in 512s; ``blockwise_mm_bwd``: I in 32s on each of two cores."""
-    return _up(size, TILE if axis == "H" else 2 * MX_BLOCK)
-
-
-def _pad_lanes(axis: str, size: int) -> int:
-    """MLP kernels: 128s."""
-    return _up(size, PARTITIONS)
-
-
-def _pad_operand(axis: str, size: int) -> int:
-    """MLP kernels with prepared weights: 128s, but not 384."""
-    lanes = _up(size, PARTITIONS)
-    return TILE if lanes == _GROUPED_OTHERWISE else lanes
-
-
-def _up(size: int, step: int) -> int:
-    return -(-size // step) * step
+        return row.shape(rows, columns)
+    return _swizzled(rows, columns) if tensor.layout == MX_KERNEL_CODES else (rows, columns)
 
 
 def bf16_layout(name: str, has_experts: bool) -> Bf16Layout | None:
@@ -237,10 +153,39 @@ def bf16_layout(name: str, has_experts: bool) -> Bf16Layout | None:
     return next((row for row in BF16_LAYOUTS if row.name == name and row.experts in (None, has_experts)), None)
 
 
+def _is_quantized(weight: FusedWeight, options: ConvertOptions) -> bool:
+    """MXFP4 is for experts; a shared expert or a dense layer beside them stays bf16, as no kernel takes it in FP4."""
+    return options.quantized and (weight.has_experts or options.precision != "mxfp4")
+
+
+def _reads_words(weight: FusedWeight, options: ConvertOptions) -> bool:
+    """Whether `weight` is stored as ``moe_cte``'s MX implementations take it."""
+    return weight.has_experts and options.quantized and options.layout == "kernel" and options.purpose == "inference"
+
+
+def _pad_rule(weight: FusedWeight, options: ConvertOptions) -> PadRule | None:
+    """The sizes that the kernels take which will read `weight`."""
+    if not options.pad:
+        return None
+    if _reads_words(weight, options):  # ``moe_cte``'s MX implementations: H in 512s; I below 512 in 32s, else in 512s
+        return lambda axis, size: _up(size, MX_BLOCK if axis == "I" and _up(size, MX_BLOCK) < TILE else TILE)
+    if weight.has_experts and not options.quantized:  # ``moe_cte``: H in 512s; ``blockwise_mm_bwd``: I in 32s, 2 cores
+        return lambda axis, size: _up(size, TILE if axis == "H" else 2 * MX_BLOCK)
+    if options.swizzled and (_is_quantized(weight, options) or not options.quantized):
+        # MLP kernels with prepared weights: 128s, but not 384, which the forward kernel takes as one tile when it
+        # quantises an operand itself, while a prepared one has tiles of 256 and 128: the two cannot be multiplied
+        # (nki-library 2.30 ``mlp_fwd_mxfp8``).
+        return lambda axis, size: TILE if _up(size, PARTITIONS) == 384 else _up(size, PARTITIONS)
+    return lambda axis, size: _up(size, PARTITIONS)  # MLP kernels: 128s
+
+
+def _up(size: int, step: int) -> int:
+    return -(-size // step) * step
+
+
 def _bf16_form(weight: FusedWeight, options: ConvertOptions, part: Part) -> StoredForm:
     F, K = part.shape
-    rows = (row for row in BF16_LAYOUTS if row.experts in (None, weight.has_experts))
-    row = next(row for row in rows if row.takes(options))
+    row = next(row for row in BF16_LAYOUTS if row.experts in (None, weight.has_experts) and row.takes(options))
     if row.name == BF16_SWIZZLED:
         if weight.has_experts:
             expected = "off for experts in bf16: only the MLP forward reads bf16 operands that are swizzled"
@@ -259,7 +204,7 @@ def _operand_forms(weight: FusedWeight, options: ConvertOptions, part: Part, ori
     if where == "compact" and not fused:
         remedy = "Leave --scales out: each kernel then gets the layout it takes."
         raise ConversionError.about(f"scales of {weight.name}", NO_COMPACT_SCALES, where, remedy)
-    layout, shape = (MX_FUSED_CODES, (F, K)) if fused else (MX_KERNEL_CODES, (K // LANES, LANES * F))
+    layout, shape = (MX_FUSED_CODES, (F, K)) if fused else (MX_KERNEL_CODES, _swizzled(F, K))
     rows, scales = K // MX_BLOCK if fused else scale_row_count(K, where), _OPERAND_SCALES[where]
     return [
         StoredForm(suffix, "F8_E4M3", (*experts, *shape), layout, part, where, orientation, 0, options.rule),
@@ -270,33 +215,33 @@ def _operand_forms(weight: FusedWeight, options: ConvertOptions, part: Part, ori
 def _moe_forms(weight: FusedWeight, options: ConvertOptions, part: Part) -> tuple[StoredForm, ...]:
     """Words and scales as in the table of :mod:`hf_neuron_moe.formats.moe_mx`."""
     E, H, inner = weight.shape[0], part.padded_hidden, part.width
-    scales = options.scales or "compact"
+    where = options.scales or "compact"
     remedy = "Use --pad."
     if options.precision != "mxfp4":  # with which no kernel trains
         remedy = "Use --pad, or --for training, whose operands need multiples of 32 only."
     for wrong, expected, got, fix in (
         (H % TILE, f"a multiple of {TILE} (hidden size)", H, remedy),
         (inner % MX_BLOCK, f"a multiple of {MX_BLOCK} (intermediate size of a rank)", inner, remedy),
-        (scales == "oversized", "packed or compact (scales)", scales, "Leave --scales out."),
+        (where == "oversized", "packed or compact (scales)", where, "Leave --scales out."),
     ):
         if wrong:
             subject = f"size or scales of {weight.name}, for moe_cte's MX weights,"
             raise ConversionError.about(subject, expected, got, fix)
-    padded = padded_intermediate(inner)
-    tiles = H // TILE if part.gate_up else -(-padded // TILE)
-    partitions = PARTITIONS if part.gate_up else padded // tiles // 4
-    tail: tuple[int, ...] = (tiles, inner) if part.gate_up else (tiles, H)
-    pair: tuple[int, ...] = (2,) if part.gate_up else ()
-    precision, rule = options.precision, options.rule
-    rows, layout = (E, partitions // 8, *pair, *tail), MOE_SCALES[precision]
-    if scales == "packed":
-        buffers = -(-tiles * TILE // PACKED_SLAB_K)
-        rows, layout = (E, PACKED_SLAB_ROWS, buffers, *pair, tail[-1]), MOE_PACKED_SCALES[precision]
-    extra = 0 if part.gate_up else padded - inner
-    words = (E, partitions, *pair, *tail)
+    pair: tuple[int, ...]
+    if part.gate_up:
+        pair, tiles, partitions, columns, extra = (2,), H // TILE, PARTITIONS, inner, 0
+    else:
+        padded = padded_intermediate(inner)
+        tiles = -(-padded // TILE)
+        pair, partitions, columns, extra = (), padded // tiles // LANES, H, padded - inner
+    rows, layouts = (partitions // 8, *pair, tiles, columns), MOE_SCALES
+    if where == "packed":
+        rows, layouts = (PACKED_SLAB_ROWS, -(-tiles * TILE // PACKED_SLAB_K), *pair, columns), MOE_PACKED_SCALES
+    precision, words = options.precision, (E, partitions, *pair, tiles, columns)
+    dtype, layout = _WORD_DTYPES[precision], MOE_WORDS[precision]
     return (
-        StoredForm("", _WORD_DTYPES[precision], words, MOE_WORDS[precision], part, scales, FORWARD, extra, rule),
-        StoredForm(SCALE_SUFFIX, "U8", rows, layout, part, scales, FORWARD, extra),
+        StoredForm("", dtype, words, layout, part, where, FORWARD, extra, options.rule),
+        StoredForm(SCALE_SUFFIX, "U8", (E, *rows), layouts[precision], part, where, FORWARD, extra),
     )
 
 

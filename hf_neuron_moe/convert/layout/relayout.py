@@ -1,16 +1,15 @@
 """Fills the tensors of a weight from its source tensors, and cuts a source tensor out of them again.
 
-A fused weight is what Hugging Face's fused modules hold: ``[F, K]`` for a dense MLP, ``[E, F, K]`` for experts. The
-target layouts are those of :mod:`hf_neuron_moe.convert.layout.orientations`.
-
-E experts, F rows and K columns of one rank's matrix (:mod:`hf_neuron_moe.convert.layout.tensor_parallel`).
+A fused weight is what Hugging Face's fused modules hold: ``[F, K]`` for a dense MLP, ``[E, F, K]`` for experts. E
+experts, F rows and K columns of one rank's matrix. ``orientations`` has the target layouts.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -19,71 +18,63 @@ from hf_neuron_moe.convert.io.source import nbytes_of
 from hf_neuron_moe.convert.layout.codecs import TRANSPOSED_ROWS, copy_transposed, decode, encode
 from hf_neuron_moe.convert.layout.orientations import SCALES, StoredForm, bf16_layout, matrix_shape
 from hf_neuron_moe.convert.layout.tensor_parallel import FusedWeight, Part, is_gate_up
-from hf_neuron_moe.convert.manifest import Piece, WrittenTensor
+from hf_neuron_moe.convert.manifest import Piece, WrittenTensor, grouped
 from hf_neuron_moe.convert.options import FORWARD
-from hf_neuron_moe.errors import public
+from hf_neuron_moe.errors import naming
 
+# Dtypes a weight to convert may have on disk.
 WEIGHT_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-"""Dtypes a weight to convert may have on disk."""
-
-_STORED_DTYPES = {
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.uint8,
-    "U8": torch.uint8,
-    "U16": torch.int16,
-    "U32": torch.int32,
-}
-"""Dtypes that the tensors of converted weights are filled as: codes as bytes, words as the formats' carriers."""
-
+# What the tensors of converted weights are filled as: codes as bytes, words as the formats' carriers.
+_CARRIERS = {"F8_E4M3": torch.uint8, "U8": torch.uint8, "U16": torch.int16, "U32": torch.int32}
+_STORED_DTYPES = {"BF16": torch.bfloat16, **_CARRIERS}
+# Source dtypes that bf16 may not hold, and the integers their bits are compared as.
 _BITS = {torch.float16: torch.int16, torch.float32: torch.int32}
-"""Source dtypes that bf16 may not hold, and the integers their bits are compared as."""
 
-CHUNK_ELEMENTS = 1 << 20
-"""Elements compared at a time."""
+CHUNK_ELEMENTS = 1 << 20  # Elements compared at a time
+SCRATCH_ALIGNMENT = 64  # Bytes; a cache line, and a multiple of every dtype
+READ_BYTES = 1 << 22  # Bytes of a source tensor read at a time: what is read is copied on while it is in the cache
 
-SCRATCH_ALIGNMENT = 64
-"""Bytes; a cache line, and a multiple of every dtype."""
-
-READ_BYTES = 1 << 22
-"""Bytes of a source tensor read at a time: what is read is copied on while it is in the cache."""
-
+Shapes = Sequence[tuple[tuple[int, ...], torch.dtype]]
+# Reads rows of a piece's matrix, as the source has it; with an expert index, of that expert of a piece that holds all.
 ReadPiece = Callable[[Piece, int | None, slice], torch.Tensor]
-"""Reads rows of a piece's matrix, as the source has it; with an expert index, of that expert's matrix of a piece that
-holds all experts."""
-
+# Reads the i-th tensor of a converted weight; with an expert index, that expert's part.
 ReadStored = Callable[[int, int | None], torch.Tensor]
-"""Reads the i-th tensor of a converted weight; with an expert index, that expert's part."""
 
 
 class Scratch:
     """One buffer that every weight is put together in; each thread has its own.
 
-    Weights are tens to hundreds of megabytes. Allocating each anew lets the C library's allocator keep freed ones, and
-    memory then grows with the checkpoint.
+    With tens to hundreds of megabytes allocated anew for each, the C library keeps freed ones, and memory grows.
     """
 
     def __init__(self, nbytes: int) -> None:
         self._buffer = torch.empty(nbytes, dtype=torch.uint8)
-        self._used = 0
 
-    def clear(self) -> None:
-        """Give everything that was taken back: tensors taken before share memory with those taken after."""
-        self._used = 0
-
-    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return an uninitialised contiguous tensor in the buffer."""
-        start, nbytes = self._used, math.prod(shape) * dtype.itemsize
-        self._used += nbytes + -nbytes % SCRATCH_ALIGNMENT
-        assert self._used <= self._buffer.numel(), "scratch_bytes is too small"
-        return self._buffer[start : start + nbytes].view(dtype).view(shape)
+    def tensors(self, shapes: Shapes) -> list[torch.Tensor]:
+        """Return uninitialised contiguous tensors in the buffer, which share memory with those of the next call."""
+        taken, end = [], 0
+        for shape, dtype in shapes:
+            start, nbytes = end, math.prod(shape) * dtype.itemsize
+            taken.append(self._buffer[start : start + nbytes].view(dtype).view(shape))
+            end += _aligned(nbytes)
+        return taken
 
 
 def scratch_bytes(weight: FusedWeight, forms: tuple[StoredForm, ...]) -> int:
     """Scratch memory that :func:`store` needs for one rank's part of a weight."""
-    sizes = [nbytes_of(form.dtype, _shape_of_part(weight, form)) for form in forms]
+    return sum(_aligned(math.prod(shape) * dtype.itemsize) for shape, dtype in _shapes(weight, forms))
+
+
+def _shapes(weight: FusedWeight, forms: tuple[StoredForm, ...]) -> Shapes:
+    """What :func:`store` gives at a time and, for layouts that are more than a view, the matrix that is made of."""
+    shapes = [(form.shape[1:] if weight.has_experts else form.shape, _STORED_DTYPES[form.dtype]) for form in forms]
     if _view_of(forms[0].layout, weight.has_experts) is None:
-        sizes.append(nbytes_of("BF16", forms[0].part.shape))
-    return sum(size + -size % SCRATCH_ALIGNMENT for size in sizes)
+        shapes.append((forms[0].part.shape, torch.bfloat16))
+    return shapes
+
+
+def _aligned(nbytes: int) -> int:
+    return nbytes + -nbytes % SCRATCH_ALIGNMENT
 
 
 def read_bytes(piece: Piece) -> int:
@@ -105,56 +96,43 @@ def store(
     """Read a weight's pieces and give its tensors, one per stored form: MX codes as uint8, words as the carriers.
 
     Weights with experts come expert by expert: joined along a new first axis, the parts are the tensors. A dense weight
-    is one part. Parts lie in `scratch` and are valid until the next one is asked for. Beyond it, :func:`read_bytes` and
-    chunks of a few megabytes are held; what was read is done with before more is. May run in several threads, each with
-    its own `scratch` and `rounded`.
+    is one part. Parts lie in `scratch` (:func:`scratch_bytes`), valid until the next one is asked for. Beyond it,
+    :func:`read_bytes` and chunks of a few megabytes are held. May run in several threads with a `scratch` each.
 
-    Args:
-        weight: the weight.
-        forms: what :func:`stored_forms` gave for it and one rank.
-        read: access to the source.
-        scratch: at least :func:`scratch_bytes`.
-        rounded: raised, per source tensor, by the number of values that bf16 does not hold bit for bit.
-        on_nonfinite: ``"error"`` refuses NaN and infinity in the source, ``"keep"`` converts them.
-        nonfinite: raised, per source tensor, by the number of NaN and infinite values that were kept.
+    `forms` are those of :func:`stored_forms` for one rank. NaN and infinity in the source are an error with
+    `on_nonfinite` ``"error"``; `nonfinite` is raised, per source tensor, by the number of those that were kept, and
+    `rounded` by the number of values that bf16 does not hold bit for bit.
     """
-    scratch.clear()
-    first = forms[0]
-    view = _view_of(first.layout, weight.has_experts)
-    fill = _Filler(read, rounded, Counter() if nonfinite is None else nonfinite, on_nonfinite, first.part)
-    stored = [scratch.take(_shape_of_part(weight, form), _STORED_DTYPES[form.dtype]) for form in forms]
+    part, view = forms[0].part, _view_of(forms[0].layout, weight.has_experts)
+    kept = Counter() if nonfinite is None else nonfinite
+    tensors = scratch.tensors(_shapes(weight, forms))
+    stored = tensors[: len(forms)]
     # Through bf16 whatever the source is: the kernels, and patched blocks, quantize bf16 weights.
-    matrix_FK = scratch.take(first.part.shape, torch.bfloat16) if view is None else view(stored[0])
-    if first.part.padding:
+    matrix_FK = tensors[-1] if view is None else view(stored[0])
+    if part.padding:
         matrix_FK.zero_()
     for expert in range(weight.shape[0]) if weight.has_experts else (None,):
-        for piece in weight.pieces:
-            if piece.expert in (None, expert):
-                fill(piece, expert, matrix_FK)
+        for piece in (piece for piece in weight.pieces if piece.expert in (None, expert)):
+            for rows, columns, row, column in _reads(piece, part):
+                with naming("convert"):
+                    values = read(piece, expert if piece.holds_experts else None, rows)[:, columns]
+                    check_or_count(values, on_nonfinite, kept, file=piece.file, name=piece.source)
+                values = _rows_first(values, piece)
+                place = matrix_FK[row : row + values.shape[0], column : column + values.shape[1]]
+                rounded[piece.source] += _copy(place, values)
         if view is None:
             encode(matrix_FK, forms, stored, gate_up=weight.is_gate_up)
         yield stored
 
 
-def _shape_of_part(weight: FusedWeight, form: StoredForm) -> tuple[int, ...]:
-    """Shape of what :func:`store` gives at a time."""
-    return form.shape[1:] if weight.has_experts else form.shape
-
-
-def restore(
-    piece: Piece, tensors: Sequence[WrittenTensor], read: ReadStored, *, orientation: str = FORWARD
-) -> torch.Tensor:
+def restore(piece: Piece, tensors: Sequence[WrittenTensor], read: ReadStored) -> torch.Tensor:
     """Cut one source tensor out of a converted weight: the way back of :func:`store`.
 
-    The tensors of all ranks are put together and padding is left out. `tensors` are all tensors of its weight; `read`
-    takes their places in that list.
-
-    Returns:
-        The tensor in the piece's dtype and shape, contiguous: the same bits for bf16 sources and layouts, the
-        dequantised values for MX.
+    `tensors` are all tensors of its weight, of all ranks; `read` takes their places in that list. The result is in the
+    piece's dtype and shape, contiguous: the same bits for bf16 sources and layouts, the dequantised values for MX.
     """
     out = torch.empty(piece.shape, dtype=WEIGHT_DTYPES[piece.dtype])
-    for part, indices in _parts(tensors, orientation):
+    for part, indices in _parts(tensors):
         layouts = [tensors[index].layout for index in indices]
         for expert in range(piece.shape[0]) if piece.holds_experts else (piece.expert,):
             target_FK = _rows_first(out[expert] if piece.holds_experts else out, piece)
@@ -163,40 +141,22 @@ def restore(
             for block in part.blocks(piece.rows):
                 place_FK = target_FK[block.rows, block.columns]
                 rows = slice(block.row, block.row + len(place_FK))
-                if view is not None:
-                    place_FK.copy_(view(stored[0])[rows, : place_FK.shape[1]])
-                elif orientation == FORWARD:
-                    for start, values_FK in decode(layouts, stored, part, rows):
-                        place_FK[start : start + len(values_FK)].copy_(values_FK[:, : place_FK.shape[1]])
-                else:
-                    for start, values_KF in decode(layouts, stored, part, slice(0, place_FK.shape[1])):
-                        place_FK[:, start : start + len(values_KF)].copy_(values_KF[:, rows].t())
+                chunks = decode(layouts, stored, part, rows) if view is None else [(0, view(stored[0])[rows])]
+                for start, values_FK in chunks:
+                    place_FK[start : start + len(values_FK)].copy_(values_FK[:, : place_FK.shape[1]])
     return out
 
 
-class _Filler:
-    """Copies pieces into the matrix of one part, counting what bf16 rounds and what is not finite."""
-
-    def __init__(
-        self, read: ReadPiece, rounded: Counter[str], nonfinite: Counter[str], on_nonfinite: str, part: Part
-    ) -> None:
-        self._read, self._part = read, part
-        self._rounded, self._nonfinite, self._on_nonfinite = rounded, nonfinite, on_nonfinite
-
-    @public("convert")
-    def __call__(self, piece: Piece, expert: int | None, matrix_FK: torch.Tensor) -> None:
-        for block in self._part.blocks(piece.rows):
-            # Rows of the source are rows of the block, or its columns where the source is transposed.
-            wanted, others = (block.columns, block.rows) if piece.transposed else (block.rows, block.columns)
-            step = _rows_per_read(piece)
-            for start in range(wanted.start, wanted.stop, step):
-                rows = slice(start, min(start + step, wanted.stop))
-                read = self._read(piece, expert if piece.holds_experts else None, rows)[:, others]
-                check_or_count(read, self._on_nonfinite, self._nonfinite, file=piece.file, name=piece.source)
-                values, done = _rows_first(read, piece), start - wanted.start
-                row, column = (block.row, done) if piece.transposed else (block.row + done, 0)
-                place = matrix_FK[row : row + values.shape[0], column : column + values.shape[1]]
-                self._rounded[piece.source] += _copy(place, values)
+def _reads(piece: Piece, part: Part) -> Iterator[tuple[slice, slice, int, int]]:
+    """Rows to read together of a piece, columns to take of them, and the row and column in the part's matrix."""
+    step = _rows_per_read(piece)
+    for block in part.blocks(piece.rows):
+        # Rows of the source are rows of the block, or its columns where the source is transposed.
+        wanted, others = (block.columns, block.rows) if piece.transposed else (block.rows, block.columns)
+        for start in range(wanted.start, wanted.stop, step):
+            done = start - wanted.start
+            row, column = (block.row, done) if piece.transposed else (block.row + done, 0)
+            yield slice(start, min(start + step, wanted.stop)), others, row, column
 
 
 def _rows_per_read(piece: Piece) -> int:
@@ -215,40 +175,29 @@ def _copy(place: torch.Tensor, values: torch.Tensor) -> int:
         copy_transposed(place.t(), values)
     if values.dtype not in _BITS:
         return 0
-    bits = _BITS[values.dtype]
+    bits, rows = _BITS[values.dtype], max(1, CHUNK_ELEMENTS // max(1, values.shape[-1]))
     changed = 0
-    for stored, given in zip(_row_chunks(place), _row_chunks(values)):
+    for stored, given in zip(place.split(rows), values.split(rows)):
         changed += int(torch.count_nonzero(stored.to(given.dtype).view(bits) != given.view(bits)))
     return changed
 
 
-def _row_chunks(matrix: torch.Tensor) -> Iterable[torch.Tensor]:
-    """The rows of a matrix in chunks that keep temporaries small."""
-    return matrix.split(max(1, CHUNK_ELEMENTS // max(1, matrix.shape[-1])))
-
-
-def _parts(tensors: Sequence[WrittenTensor], orientation: str) -> Iterator[tuple[Part, list[int]]]:
-    """Each rank's part of the forward matrix, with the places of the tensors that hold it: values, then scales."""
+def _parts(tensors: Sequence[WrittenTensor]) -> list[tuple[Part, list[int]]]:
+    """Each rank's part of the matrix, with the places of the forward tensors that hold it: values, then scales."""
     gate_up = is_gate_up(tensors[0].weight)
-    indices: dict[int | None, list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        if tensor.orientation == orientation:
-            place = indices.setdefault(tensor.tp_rank, [])
-            place.insert(len(place) if tensor.layout in SCALES else 0, index)
-    ranks = sorted(indices, key=lambda rank: rank or 0)
-    facts = []
-    for rank in ranks:
-        values = tensors[indices[rank][0]]
-        shape = matrix_shape(values, gate_up=gate_up)
-        F, K = shape if orientation == FORWARD else shape[::-1]
-        padded_hidden, width = (K, F // 2) if gate_up else (F, K)
-        facts.append((padded_hidden, width, width - values.padding.get("I", 0), values.padding.get("H", 0)))
-    inner = sum(real for _, _, real, _ in facts)
-    start = 0
-    for rank, (padded_hidden, width, real, zeros) in zip(ranks, facts):
-        part = Part(gate_up, padded_hidden - zeros, padded_hidden, inner, start, start + real, width, rank)
-        yield part, indices[rank]
-        start += real
+    forward = (index for index, tensor in enumerate(tensors) if tensor.orientation == FORWARD)
+    ranks = grouped(forward, lambda index: tensors[index].tp_rank)
+    parts, start = [], 0
+    for rank, places in sorted(ranks.items(), key=lambda item: item[0] or 0):
+        indices = sorted(places, key=lambda index: tensors[index].layout in SCALES)
+        values = tensors[indices[0]]
+        F, K = matrix_shape(values)
+        hidden, width = (K, F // 2) if gate_up else (F, K)
+        stop = start + width - values.padding.get("I", 0)
+        part = Part(gate_up, hidden - values.padding.get("H", 0), hidden, 0, start, stop, width, rank)
+        parts.append((part, indices))
+        start = stop
+    return [(replace(part, intermediate=start), indices) for part, indices in parts]
 
 
 def _view_of(layout: str, has_experts: bool) -> Callable[[torch.Tensor], torch.Tensor] | None:

@@ -1,23 +1,21 @@
 """Which part of a fused weight a tensor-parallel rank holds, and which zeros are added to it.
 
-A block's I axis is split: gate and up by output rows, down by columns, so that every rank computes a whole SwiGLU block
-of I/ranks intermediate values and the ranks' outputs are summed. Zeros at the end of H or I change no result
-(:mod:`hf_neuron_moe.formats.padding`).
+Gate and up are split by output rows, down by columns: every rank computes a whole SwiGLU block of I/ranks intermediate
+values, and the outputs are summed. Zeros at the end of H or I change no result (:mod:`hf_neuron_moe.formats.padding`).
 
 H hidden, I intermediate of the model, F and K rows and columns of a matrix: gate_up [2I, H], down [H, I].
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from hf_neuron_moe.convert.manifest import Piece
 from hf_neuron_moe.errors import ConversionError
 
-PadRule = Callable[[str, int], int]
-"""Gives the size that an axis, ``"H"`` or ``"I"``, of some size is padded to."""
+PadRule = Callable[[str, int], int]  # Gives the size that an axis, ``"H"`` or ``"I"``, of some size is padded to
 
 
 @dataclass(frozen=True)
@@ -52,6 +50,13 @@ class FusedWeight:
 def is_gate_up(name: str) -> bool:
     """Whether a fused weight's name is that of gate and up: conversions name them themselves."""
     return name.removesuffix(".weight").endswith("gate_up_proj")
+
+
+def experts_in(pieces: Sequence[Piece]) -> int | None:
+    """Number of experts whose weight these pieces fill; None for a weight without them."""
+    if pieces[0].holds_experts:
+        return pieces[0].shape[0]
+    return None if pieces[0].expert is None else 1 + max(piece.expert or 0 for piece in pieces)
 
 
 class Block(NamedTuple):
@@ -100,13 +105,9 @@ class Part:
 
 
 def part_of(weight: FusedWeight, rank: int | None, ranks: int, padded: PadRule | None) -> Part:
-    """Cut one rank's part out of a weight.
+    """Cut one of `ranks` parts out of a weight; `rank` is None for a single one.
 
-    Args:
-        weight: the whole weight.
-        rank: 0 to ranks-1, or None for one rank.
-        ranks: tensor-parallel degree.
-        padded: gives the size that H and each rank's I are padded to; None pads nothing.
+    `padded` gives the size that H and each rank's I are padded to; None pads nothing.
     """
     hidden, inner = weight.hidden, weight.intermediate
     share = -(-inner // ranks)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 
@@ -25,48 +25,39 @@ from hf_neuron_moe.convert.manifest import MANIFEST_FILE
 from hf_neuron_moe.convert.transaction import disk
 from hf_neuron_moe.errors import DestinationError, DiskError
 
-MARKER_FILE = ".hf-neuron-moe-partial"
-"""Lies in every partial folder, so that only folders of ours are ever cleared away."""
-
+MARKER_FILE = ".hf-neuron-moe-partial"  # In every partial folder, so that only folders of ours are ever cleared away
 FOLDER = "folder"
 OLD = "old"
 
 
 def check_destination(destination: Path, source: Path, *, force: bool | None) -> None:
-    """Refuse a destination that cannot be written, before any work is done."""
-    expected, remedy = "", ""
-    home, target = source.resolve(), destination.resolve()
-    partial = partial_of(destination)
+    """Refuse a destination that cannot be written, before any work is done; a `force` of None has no such option."""
+    home, target, partial = source.resolve(), destination.resolve(), partial_of(destination)
+    taken = destination.exists() or destination.is_symlink()
     if target == home or home in target.parents or target in home.parents:
-        expected, got = "a folder outside the source", "one that contains the other"
-        remedy = "Choose another destination."
+        rule = "a folder outside the source", "one that contains the other", "Choose another destination."
     elif not target.parent.is_dir():
-        expected, got = "in an existing folder", f"no folder {target.parent}"
-        remedy = "Make the parent folder first."
-    elif (destination.exists() or destination.is_symlink()) and not force:
-        expected, got = "a name that is not taken", "an existing one"
-        remedy = "Choose another, or remove it first."
-        if force is not None:
-            remedy = "Choose another, or use --force to replace an earlier conversion."
+        rule = "in an existing folder", f"no folder {target.parent}", "Make the parent folder first."
+    elif taken and not force:
+        replace = "or remove it first." if force is None else "or use --force to replace an earlier conversion."
+        rule = "a name that is not taken", "an existing one", f"Choose another, {replace}"
     elif destination.is_symlink():
-        expected, got = "a folder's own name", f"a link to {target}"
-        remedy = "Give the folder itself; replacing it here would leave that one as it is and lose the link."
-    elif destination.exists() and not (destination / MANIFEST_FILE).is_file():
-        expected, got = "new, or an earlier conversion", f"something without {MANIFEST_FILE}"
-        remedy = "--force replaces conversions only; remove it yourself if it is not needed."
+        fix = "Give the folder itself; replacing it here would leave that one as it is and lose the link."
+        rule = "a folder's own name", f"a link to {target}", fix
+    elif taken and not (destination / MANIFEST_FILE).is_file():
+        fix = "--force replaces conversions only; remove it yourself if it is not needed."
+        rule = "new, or an earlier conversion", f"something without {MANIFEST_FILE}", fix
     elif not is_free(partial):
-        expected, got = f"a name with {partial.name} free", "a folder of that name that is not an unfinished conversion"
-        remedy = "Move it away, or choose another destination."
-    if expected:
-        raise DestinationError.about(str(destination), expected, got, remedy)
+        got = "a folder of that name that is not an unfinished conversion"
+        rule = f"a name with {partial.name} free", got, "Move it away, or choose another destination."
+    else:
+        return
+    raise DestinationError.about(str(destination), *rule)
 
 
 @contextmanager
 def committed_folder(destination: Path) -> Iterator[Path]:
-    """Give a folder to fill, which becomes `destination` when the block ends without an exception.
-
-    The caller has run :func:`check_destination`. Files written inside must have been synced.
-    """
+    """Give a folder to fill with synced files, which becomes `destination` when the block ends without an exception."""
     home = partial_of(destination)
     with disk_errors(destination), held(home, destination):
         try:
@@ -98,56 +89,42 @@ def is_free(partial: Path) -> bool:
 def held(home: Path, destination: Path, *, shared: bool = False) -> Iterator[None]:
     """Make the partial folder if need be, and keep other processes out of it while the block runs.
 
-    A lock ends with its process, however that ends. File systems without locks do without. `shared` lets others in that
-    ask for the same.
+    `shared` lets others in that ask for the same. A lock ends with its process, however that ends.
     """
-    descriptor = _locked(home, shared=shared)
-    if descriptor is None:
-        expected, got = "written by one process, or by several with --part", f"another process at work in {home.name}"
-        raise DestinationError.about(str(destination), expected, got, "Wait until it is done.")
-    try:
+    with ExitStack() as stack:
+        while not _entered(home, destination, shared, stack):
+            stack.close()
         yield
-    finally:
-        os.close(descriptor)
 
 
-def _locked(home: Path, *, shared: bool) -> int | None:
-    """Make the partial folder if need be and lock it; None where another process holds it.
+def _entered(home: Path, destination: Path, shared: bool, stack: ExitStack) -> bool:
+    """Make the partial folder if need be, open it for the time of `stack`, and lock it.
 
-    Between opening and locking, its owner may finish and remove it, and a third process may make a folder of the same
-    name: a lock on the removed one keeps nobody out, so the folder has to be the one that has the name.
+    Returns False where its owner finished and removed it between opening and locking: a lock on the removed folder
+    keeps nobody out of one that a third process may have made of the same name.
     """
-    while True:
-        with suppress(FileExistsError):
-            disk.make_folder(home)
-        try:
-            descriptor = os.open(home, os.O_RDONLY)
-        except FileNotFoundError:
-            continue
-        mine = False
-        try:
-            if not _lock(descriptor, shared=shared):
-                return None
-            with suppress(FileNotFoundError):
-                mine = os.path.samestat(os.fstat(descriptor), os.stat(home))
-            if mine:
-                return descriptor
-        finally:
-            if not mine:
-                os.close(descriptor)
+    with suppress(FileExistsError):
+        disk.make_folder(home)
+    with suppress(FileNotFoundError):
+        descriptor = os.open(home, os.O_RDONLY)
+        stack.callback(os.close, descriptor)
+        if not _lock(descriptor, shared=shared):
+            expected = "written by one process, or by several with --part"
+            got = f"another process at work in {home.name}"
+            raise DestinationError.about(str(destination), expected, got, "Wait until it is done.")
+        return os.path.samestat(os.fstat(descriptor), os.stat(home))
+    return False
 
 
 def _lock(descriptor: int, *, shared: bool) -> bool:
     try:
         import fcntl
-    except ImportError:  # not on Windows
-        return True
-    try:
+
         fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:
-        return True  # a network file system that knows no locks on folders
+    except (ImportError, OSError):
+        pass  # Windows and some network file systems know no locks on folders
     return True
 
 
@@ -175,7 +152,7 @@ def _new_file(path: Path) -> Iterator[FileIO]:
     try:
         with file:
             yield file
-            sync(file)
+            disk.fsync(file)
     except OSError:
         with suppress(OSError):
             disk.unlink(path)
@@ -198,11 +175,6 @@ def copy_file(source: Path, target: Path) -> str:
             disk.write_at(file, buffer[:count], position)
             position += count
     return digest.hexdigest()
-
-
-def sync(file: FileIO) -> None:
-    """Fsync an open file."""
-    disk.fsync(file)
 
 
 def take_name(home: Path, destination: Path) -> None:
@@ -228,10 +200,11 @@ def put_back(home: Path, destination: Path) -> None:
         disk.fsync_folder(destination.parent)
 
 
-def empty(home: Path) -> None:
-    """Remove what the partial folder holds, its marker last."""
+def empty(home: Path, prefixes: tuple[str, ...] = ("",)) -> None:
+    """Remove what the partial folder holds, or what begins with one of `prefixes`, its marker last."""
     for entry in sorted(home.iterdir(), key=lambda entry: (entry.name.startswith(MARKER_FILE), entry.name)):
-        disk.remove_tree(entry)
+        if entry.name.startswith(prefixes):
+            disk.remove_tree(entry)
 
 
 def clear(home: Path) -> None:

@@ -1,8 +1,7 @@
-"""Every call of a conversion that reads weights or changes the disk, in one place.
+"""Every call of a conversion that reads weights or changes the disk; each error says which file was meant.
 
 Other files call these through the module (``disk.rename(...)``), so that the tests can make each single call fail, stop
-half way, or be the last one of the process. The functions say which file was meant: an error of the operating system
-on an open file alone does not.
+half way, or be the last one of the process.
 """
 
 from __future__ import annotations
@@ -16,13 +15,12 @@ from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
 
+# Bytes given to the kernel at a time: it takes more of them several times slower (Linux 6.18, ext4).
 WRITE_BYTES = 1 << 20
-"""Bytes given to the kernel at a time: it takes more of them several times slower (Linux 6.18, ext4)."""
-
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2  # linux/fs.h
+# What file systems and kernels without an exchanging rename answer.
 _CANNOT_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
-"""What file systems and kernels without an exchanging rename answer."""
 
 
 def create(path: Path) -> FileIO:
@@ -31,10 +29,7 @@ def create(path: Path) -> FileIO:
 
 
 def write_at(file: FileIO, data: memoryview, offset: int) -> None:
-    """Write all of `data` at `offset`, and let the kernel start to carry it to the disk.
-
-    Waiting for the disk only in :func:`fsync` would leave it idle while the next weight is computed.
-    """
+    """Write all of `data` at `offset`, and let the kernel start to carry it to the disk, before :func:`fsync` waits."""
     position = 0
     with _naming(file):
         while position < data.nbytes:
@@ -66,10 +61,8 @@ def rename(old: Path, new: Path) -> None:
 
 def exchange(first: Path, second: Path) -> bool:
     """Swap two names in one step. Returns False, having done nothing, where the system cannot."""
-    if not sys.platform.startswith("linux"):
-        return False
-    library = ctypes.CDLL(None, use_errno=True)
-    if not hasattr(library, "renameat2"):
+    library = ctypes.CDLL(None, use_errno=True) if sys.platform.startswith("linux") else None
+    if library is None or not hasattr(library, "renameat2"):
         return False
     names = (os.fsencode(first), os.fsencode(second))
     if library.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0:
@@ -95,12 +88,12 @@ def remove_folder(path: Path) -> None:
     os.rmdir(path)
 
 
-def remove_tree(path: Path, last: str = "") -> None:
-    """Remove a folder with all it holds; the entry named `last` of it goes after the others. Links are not followed."""
+def remove_tree(path: Path) -> None:
+    """Remove a file, or a folder with all it holds. Links are not followed."""
     if path.is_symlink() or not path.is_dir():
         unlink(path)
         return
-    for entry in sorted(path.iterdir(), key=lambda entry: (entry.name == last, entry.name)):
+    for entry in sorted(path.iterdir()):
         remove_tree(entry)
     remove_folder(path)
 

@@ -1,7 +1,6 @@
 """One conversion on several machines: each makes a part of the shards, and one of them puts the parts together.
 
-The parts share DST's parent folder, or their ``DST.partial`` folders are copied into one. Which machine makes which
-shard changes no byte.
+They share DST's parent folder, or their ``DST.partial`` folders are copied into one. Who makes a shard changes no byte.
 """
 
 from __future__ import annotations
@@ -18,19 +17,15 @@ ValueT = TypeVar("ValueT")
 def check_part(part: tuple[int, int] | None) -> None:
     """Refuse what is no part."""
     if part is not None and not 1 <= part[0] <= part[1]:
-        raise ConfigError.about(
-            "part", "i of n with 1 <= i <= n", f"{part[0]} of {part[1]}", "Number the parts from 1."
-        )
+        got = f"{part[0]} of {part[1]}"
+        raise ConfigError.about("part", "i of n with 1 <= i <= n", got, "Number the parts from 1.")
 
 
 def part_of_shards(shards: dict[str, ValueT], part: tuple[int, int] | None) -> dict[str, ValueT]:
     """The shards of one part: neighbors, since they mostly lie in the same source files. None takes all."""
-    if part is None:
-        return shards
-    index, count = part
+    index, count = part or (1, 1)
     files = list(shards)
-    mine = files[len(files) * (index - 1) // count : len(files) * index // count]
-    return {file: shards[file] for file in mine}
+    return {file: shards[file] for file in files[len(files) * (index - 1) // count : len(files) * index // count]}
 
 
 def parts_to_repeat(shards: Iterable[str], missing: Iterable[str], count: int) -> list[int]:

@@ -1,8 +1,7 @@
 """What an unfinished conversion remembers, so that another run can go on with it.
 
 The partial folder (see ``commit``) says which conversion it belongs to. A finished shard has a record with the
-checksums of its tensors; the record is written after the shard has its name and is on the disk. A resumed run reads
-such a shard once and compares: only bytes that are right are kept.
+checksums of its tensors, written once the shard is on the disk; a resumed run keeps only shards with these bytes.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ from hf_neuron_moe.convert.io.bounded import MAX_MANIFEST_BYTES, read_json, reco
 from hf_neuron_moe.convert.io.side_files import make_parents
 from hf_neuron_moe.convert.options import ConvertOptions
 from hf_neuron_moe.convert.plan import ConversionPlan
-from hf_neuron_moe.convert.transaction import disk
-from hf_neuron_moe.convert.transaction.commit import FOLDER, MARKER_FILE, empty, give_up, held, partial_of, put_back
+from hf_neuron_moe.convert.transaction import commit, disk
 from hf_neuron_moe.errors import DestinationError
 
 DONE = "done"
@@ -38,8 +36,7 @@ class ShardRecord:
 
     checksums: dict[str, str]  # Of each tensor's bytes
     rounded: dict[str, int] = field(default_factory=dict)  # By source tensor, values that bf16 did not hold
-    sources: dict[str, str] = field(default_factory=dict)
-    """Version (:func:`version_of`) of each source file it was made of."""
+    sources: dict[str, str] = field(default_factory=dict)  # :func:`version_of` each source file it was made of
     nonfinite: dict[str, int] = field(default_factory=dict)  # By source tensor, NaN and infinite values that were kept
 
 
@@ -67,8 +64,8 @@ class Job:
     """The partial folder of one conversion, held by this process."""
 
     def __init__(self, destination: Path) -> None:
-        self.home = partial_of(destination)
-        self.folder = self.home / FOLDER
+        self.home = commit.partial_of(destination)
+        self.folder = self.home / commit.FOLDER
         self._writing = self.home / (WRITING + secrets.token_hex(6))
 
     def temporary(self, name: str) -> Path:
@@ -93,10 +90,10 @@ class Job:
     def shard_record(self, file: str) -> ShardRecord | None:
         """What is remembered of a shard, or None."""
         content = _read_record(self.home / DONE / (file + RECORD_SUFFIX))
-        try:
-            return record(ShardRecord, content) if content is not None and (self.folder / file).is_file() else None
-        except ValueError:
-            return None
+        with suppress(ValueError):
+            if content is not None and (self.folder / file).is_file():
+                return record(ShardRecord, content)
+        return None
 
     def record_source(self, file: str, version: str, sha256: str) -> None:
         """Remember the checksum of a version of a source file."""
@@ -104,26 +101,37 @@ class Job:
 
     def source_sha256(self, file: str, version: str) -> str | None:
         """The remembered checksum of a version of a source file, or None."""
-        content = _read_record(self._source_path(file, version))
-        sha256 = content.get("sha256") if content else None
+        sha256 = (_read_record(self._source_path(file, version)) or {}).get("sha256")
         return sha256 if isinstance(sha256, str) else None
 
     def drop_strangers(self, expected: set[str]) -> None:
         """Remove from the future folder, and from folders of it, what does not belong there."""
         folders = {str(parent) for name in expected for parent in PurePosixPath(name).parents}
-        pending = [self.folder]
-        while pending:
-            for entry in sorted(pending.pop().iterdir()):
-                name = entry.relative_to(self.folder).as_posix()
-                if name in folders and entry.is_dir() and not entry.is_symlink():
-                    pending.append(entry)
-                elif name not in expected:
-                    disk.remove_tree(entry)
+        for path in sorted(self.folder.rglob("*"), reverse=True):  # a folder after what it holds
+            name = path.relative_to(self.folder).as_posix()
+            needed = name in folders and path.is_dir() and not path.is_symlink()
+            if name not in expected and not needed:
+                disk.remove_tree(path)
 
     def leave(self) -> None:
         """Remove this process's temporary files."""
         if self._writing.exists():
             disk.remove_tree(self._writing)
+
+    def start(self, content: Mapping[str, Any]) -> None:
+        """Write the marker, whatever was there, and make the folders."""
+        # On the disk before there is anything else in the folder that a power cut could leave without marker.
+        marker = self.home / commit.MARKER_FILE
+        self._write_record(marker, content, self.home / f"{marker.name}.{secrets.token_hex(6)}")
+        for path in (self.folder, self.home / DONE, self.home / SOURCES):
+            with suppress(FileExistsError):
+                disk.make_folder(path)
+        disk.fsync_folder(self.home)
+        disk.fsync_folder(self.home.parent)
+
+    def marker(self) -> dict[str, Any] | None:
+        """What the partial folder says it is, or None where it says nothing."""
+        return _read_record(self.home / commit.MARKER_FILE)
 
     def _temporary_path(self, name: str) -> Path:
         return self._writing / name.replace("/", "%2F")
@@ -133,25 +141,9 @@ class Job:
 
     def _write_record(self, path: Path, content: Mapping[str, Any], temporary: Path | None = None) -> None:
         temporary = temporary or self.temporary(path.name)
-        with disk.create(temporary) as file:
-            disk.write_at(file, memoryview(json.dumps(content, sort_keys=True).encode()), 0)
-            disk.fsync(file)
+        commit.write_file(temporary, json.dumps(content, sort_keys=True).encode())
         disk.rename(temporary, path)
         disk.fsync_folder(path.parent)
-
-    def start(self, content: Mapping[str, Any]) -> None:
-        """Write the marker, whatever was there, and make the folders."""
-        # On the disk before there is anything else in the folder that a power cut could leave without marker.
-        self._write_record(self.home / MARKER_FILE, content, self.home / f"{MARKER_FILE}.{secrets.token_hex(6)}")
-        for path in (self.folder, self.home / DONE, self.home / SOURCES):
-            with suppress(FileExistsError):
-                disk.make_folder(path)
-        disk.fsync_folder(self.home)
-        disk.fsync_folder(self.home.parent)
-
-    def marker(self) -> dict[str, Any] | None:
-        """What the partial folder says it is, or None where it says nothing."""
-        return _read_record(self.home / MARKER_FILE)
 
 
 @contextmanager
@@ -160,52 +152,45 @@ def opened(
 ) -> Iterator[Job]:
     """Hold the partial folder of a conversion: a new one, or one of the same conversion that is to be continued.
 
-    When the block fails, a folder that may be continued stays without its temporary files, and any other goes. `resume`
-    continues what is there; `part` too, beside other processes that do the same. A new partial folder remembers the
-    number of `parts`.
+    `resume` continues what is there; `part` too, next to other processes that do the same. When the block fails, such a
+    folder stays without its temporary files, and any other goes. A new one remembers the number of `parts`.
     """
     job = Job(destination)
-    with held(job.home, destination, shared=part):
+    with commit.held(job.home, destination, shared=part):
         try:
-            _begin(job, plan, destination, resume=resume, part=part, parts=parts)
+            content = {"fingerprint": fingerprint(plan), "options": asdict(plan.options), PARTS: parts}
+            commit.put_back(job.home, destination)
+            found = job.marker() if resume or part else None
+            if found is not None:
+                _check_same(found, content, destination)
+                content[PARTS] = found.get(PARTS)
+            if not part:
+                commit.empty(job.home, ("",) if found is None else (WRITING, commit.MARKER_FILE + "."))
+            if found is None or not part:
+                job.start(content)
             yield job
         except BaseException:
             if resume or part:
                 with suppress(OSError):
                     job.leave()
             else:
-                give_up(job.home, destination)
+                commit.give_up(job.home, destination)
             raise
 
 
-def _begin(job: Job, plan: ConversionPlan, destination: Path, *, resume: bool, part: bool, parts: int | None) -> None:
-    """Make the partial folder, or tidy one of the same conversion."""
-    content = {"fingerprint": fingerprint(plan), "options": asdict(plan.options), PARTS: parts}
-    put_back(job.home, destination)
-    found = job.marker() if resume or part else None
-    if found is not None and found.get("fingerprint") != content["fingerprint"]:
-        got = f"an unfinished run of another source, version or options in {job.home.name}"
+def _check_same(found: Mapping[str, Any], content: Mapping[str, Any], destination: Path) -> None:
+    if found.get("fingerprint") != content["fingerprint"]:
+        got = f"an unfinished run of another source, version or options in {commit.partial_of(destination).name}"
         fix = "Repeat the options of that run, or leave --resume and --part out to start over."
         raise DestinationError.about(str(destination), "free, or an unfinished run of this very conversion", got, fix)
-    if found is not None:
-        content[PARTS] = found.get(PARTS)
-    if found is None and not part:
-        empty(job.home)
-    elif not part:
-        for entry in sorted(job.home.iterdir()):
-            if entry.name.startswith((WRITING, MARKER_FILE + ".")):
-                disk.remove_tree(entry)
-    if found is None or not part:
-        job.start(content)
 
 
 def options_of(destination: Path) -> ConvertOptions | None:
     """The options of the unfinished conversion at `destination`, or None where there is none."""
-    content = _read_record(partial_of(destination) / MARKER_FILE)
-    try:
-        return record(ConvertOptions, content["options"]) if content else None
-    except (KeyError, ValueError):
-        return None
+    content = _read_record(commit.partial_of(destination) / commit.MARKER_FILE) or {}
+    with suppress(KeyError, ValueError):
+        return record(ConvertOptions, content["options"])
+    return None
 
 
 def parts_of(job: Job) -> int | None:
@@ -215,8 +200,7 @@ def parts_of(job: Job) -> int | None:
 
 
 def _read_record(path: Path) -> dict[str, Any] | None:
-    try:
+    with suppress(FileNotFoundError, ValueError):
         content = read_json(path, MAX_MANIFEST_BYTES)
-    except (FileNotFoundError, ValueError):
-        return None
-    return content if isinstance(content, dict) else None
+        return content if isinstance(content, dict) else None
+    return None
