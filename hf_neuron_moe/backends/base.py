@@ -89,7 +89,7 @@ class Backend(Protocol):
         """Return the same for :meth:`quantized_forward`; `rows` is R."""
 
     def mlp_decode(
-        self, x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, precision: str
+        self, x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, precision: str, gate: str
     ) -> Tensor | None:
         """Return ``y [S, H]`` for inference if the backend has a shorter way for so few rows, else None.
 

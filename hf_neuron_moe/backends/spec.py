@@ -51,6 +51,8 @@ class BlockSpec(NamedTuple):
     """Tokens per block of the blockwise kernels; read for experts only."""
     transposed: bool = False
     """Experts' weights are ``[E, H, 2I]`` and ``[E, I, H]``; never guessed from shapes."""
+    gate: str = "silu"
+    """The name of a row of ``backends/torch/gating.py``."""
 
 
 class BlockShape(NamedTuple):
@@ -87,7 +89,7 @@ class BlockCall(NamedTuple):
     def encode(self) -> str:
         """Return the call as the string argument of an operator; :meth:`decode` is the inverse."""
         spec = self.spec
-        options = f"{spec.precision}|{spec.block_size}|{spec.transposed:d}|{self.keep.text}"
+        options = f"{spec.precision}|{spec.block_size}|{spec.transposed:d}|{spec.gate}|{self.keep.text}"
         layouts = "".join([f"|{layout.key}" for layout in self.layouts])
         return f"{options}|{self.backend}|{self.cache_weights:d}{layouts}"
 
@@ -95,7 +97,7 @@ class BlockCall(NamedTuple):
     @functools.cache
     def decode(text: str) -> BlockCall:
         """Read what :meth:`encode` wrote."""
-        precision, block_size, transposed, keep, backend, cache_weights, *layouts = text.split("|")
-        spec = BlockSpec(precision, int(block_size), transposed == "1")
+        precision, block_size, transposed, gate, keep, backend, cache_weights, *layouts = text.split("|")
+        spec = BlockSpec(precision, int(block_size), transposed == "1", gate)
         layout_pair = tuple(MXLayout.from_key(key) for key in layouts)
         return BlockCall(spec, parse_keep(keep), backend, cache_weights == "1", layout_pair)

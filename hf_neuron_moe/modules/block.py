@@ -22,7 +22,7 @@ from hf_neuron_moe.modules.backend_choice import LongCalls
 from hf_neuron_moe.modules.own_forward import check_own_forward
 from hf_neuron_moe.modules.saved_bytes import SavedBlock, saved_bytes, saved_bytes_of_call, saved_bytes_per_call
 from hf_neuron_moe.modules.state_dict import WeightRule
-from hf_neuron_moe.modules.structure import CALL_HOOKS, has_call_hooks, why_not_silu
+from hf_neuron_moe.modules.structure import CALL_HOOKS, GATES, gate_of, has_call_hooks, unsupported_activation
 
 _OWN_COPY = ("_parameters", "_buffers", "_modules")
 HOOK_DICTS = tuple(name for name in nn.Module().__dict__ if name.endswith("_hooks"))
@@ -112,22 +112,23 @@ class NeuronBlock(nn.Module):
             self.register_parameter(rule.kernel, make_kernel_parameter(original, rule))
 
     def _remember_activation(self, name: str | None) -> None:
-        """Note the activation that was found to be SiLU; not through setattr, which would register a second child."""
-        self.__dict__["neuron_silu"] = None if name is None else self._attribute(name)
+        """Note the activation and its gate; not through setattr, which would register a second child."""
+        activation = self.__dict__["neuron_activation"] = None if name is None else self._attribute(name)
+        self.neuron_gate = "silu" if name is None else gate_of(activation) or "silu"
 
     def _attribute(self, name: str) -> Any:
         return self._modules.get(name, self.__dict__.get(name))
 
     def _check_activation(self, name: str | None) -> None:
-        """Raise for an activation that is SiLU no more; warn once of hooks on it, which the operator does not call."""
+        """Raise for another activation than at patching; warn once of hooks on it, which the operator does not call."""
         if name is None:
             return
         now = self._attribute(name)
         # The object seen at patching, as it was, is known at a glance that costs no import.
-        known = now is self.__dict__["neuron_silu"] and "forward" not in getattr(now, "__dict__", ())
-        reason = None if known else why_not_silu(now)
+        known = now is self.__dict__["neuron_activation"] and "forward" not in getattr(now, "__dict__", ())
+        reason = None if known else unsupported_activation(now, self.neuron_gate)
         if reason is not None:
-            expected = "SiLU, as when the block was patched"
+            expected = f"{GATES[self.neuron_gate].title}, as when the block was patched"
             fix = "The kernels have no other activation: unpatch the model before changing it."
             raise UnsupportedModelError.about(name, expected, reason, fix).named(self.neuron_name)
         if not isinstance(now, nn.Module) or self.neuron_warned or not has_call_hooks(now):

@@ -22,7 +22,7 @@ from hf_neuron_moe.modules.block import NeuronBlock
 from hf_neuron_moe.modules.ops_checks import check_hidden_states
 from hf_neuron_moe.modules.saved_bytes import SavedBlock
 from hf_neuron_moe.modules.state_dict import KernelLayoutMixin, WeightRule
-from hf_neuron_moe.modules.structure import why_not_swiglu_experts
+from hf_neuron_moe.modules.structure import gate_of, why_not_swiglu_experts
 
 
 def expert_rules(is_transposed: bool) -> tuple[WeightRule, ...]:
@@ -59,11 +59,11 @@ class NeuronExperts(NeuronBlock):
         config, axis = self.neuron_config, 2 if self.is_transposed else 1
         check_hidden_states(hidden_states, self.down_proj, axis, self.neuron_name)
         inputs, backend = (hidden_states, top_k_index, top_k_weights), self._call_backend(hidden_states.shape[0])
-        return _compute(self, inputs, config, backend, self.neuron_keep)
+        return _compute(self, inputs, config, backend, self.neuron_keep, self.neuron_gate)
 
 
 def _compute(
-    module: Any, inputs: tuple[Tensor, Tensor, Tensor], config: NeuronMoEConfig, backend: str, keep: str
+    module: Any, inputs: tuple[Tensor, Tensor, Tensor], config: NeuronMoEConfig, backend: str, keep: str, gate: str
 ) -> Tensor:
     return ops.experts(
         *inputs,
@@ -76,6 +76,7 @@ def _compute(
         activations=keep,
         training=module.training,
         cache_weights=caches_weights(module),
+        gate=gate,
     )
 
 
@@ -139,17 +140,17 @@ class _RegisteredExperts:
 
     def __call__(self, module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         _check_supported(module)
-        config = self.config
+        config, gate = self.config, gate_of(module.act_fn) or "silu"
         # Where PyTorch may not take over, a call that is too long is the backend's to refuse.
         tokens = hidden_states.shape[0] if config.fallback == "torch" else 0
 
         def support(kernels: Backend) -> Support:
             shape = BlockShape("experts", *_sizes(module), len(module.down_proj))
-            spec = BlockSpec(config.precision, config.block_size, module.is_transposed)
+            spec = BlockSpec(config.precision, config.block_size, module.is_transposed, gate)
             return kernels.support(shape, spec, tokens=tokens)
 
         backend = usable_backend(config, hidden_states.device, type(module).__name__, support, self.warned)
-        return _compute(module, (hidden_states, top_k_index, top_k_weights), config, backend, self.keep)
+        return _compute(module, (hidden_states, top_k_index, top_k_weights), config, backend, self.keep, gate)
 
 
 @torch.compiler.assume_constant_result  # decided once per compiled module: the flags are set when it is made

@@ -106,9 +106,16 @@ def low_rank_of(layer: Any) -> LowRank:
 
 @public("swiglu_mlp")
 def low_rank_mlp(
-    x_SH: Tensor, layers: Sequence[LowRank], *, precision: str, activations: str, training: bool, **where: Any
+    x_SH: Tensor,
+    layers: Sequence[LowRank],
+    *,
+    precision: str,
+    gate: str,
+    activations: str,
+    training: bool,
+    **where: Any,
 ) -> Tensor:
-    """Return ``down(silu(gate(x)) * up(x))`` whose weights have adapters, in `precision`, differentiable.
+    """Return ``down(act(gate(x)) * up(x))`` whose weights have adapters, in `precision`, differentiable.
 
     `layers` are gate ``[I, H]``, up ``[I, H]`` and down ``[H, I]``; or gate_up ``[2I, H]``, gate rows first, and down.
     Other arguments and the result are those of :func:`hf_neuron_moe.modules.ops.swiglu_mlp`; `where` has `backend` and
@@ -119,10 +126,11 @@ def low_rank_mlp(
     learned = [x_SH, *(tensor for tensor in tensors if tensor is not None)]
     if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in learned):
         weights = _effective_weights(layers, x_SH)
-        return ops.swiglu_mlp(x_SH, *weights, precision=precision, activations=activations, training=training, **where)
+        options: dict[str, Any] = {"activations": activations, "training": training, **where}
+        return ops.swiglu_mlp(x_SH, *weights, precision=precision, gate=gate, **options)
     check_mlp(x_SH, *three_weights([layer.weight_ON for layer in layers]), precision)
     compute_SH = x_SH.to(COMPUTE_DTYPE[precision])
-    call = BlockCall(BlockSpec(precision), parse_keep(activations), **where).encode()
+    call = BlockCall(BlockSpec(precision, gate=gate), parse_keep(activations), **where).encode()
     y_SH: Tensor = _LowRankMLP.apply(compute_SH, tuple(layer.scaling for layer in layers), call, *tensors)
     return y_SH.to(x_SH.dtype)
 

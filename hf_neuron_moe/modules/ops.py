@@ -41,14 +41,15 @@ def swiglu_mlp(
     activations: str = "minimal",
     training: bool = False,
     cache_weights: bool = True,
+    gate: str = "silu",
 ) -> Tensor:
-    """Return ``(silu(x Wg^T) * x Wu^T) Wd^T``, ``[S, H]`` in the dtype of `x_SH`; differentiable.
+    """Return ``(act(x Wg^T) * x Wu^T) Wd^T``, ``[S, H]`` in the dtype of `x_SH`; differentiable.
 
     `x_SH` is ``[S, H]`` in any float dtype, read in bf16 (fp32 for `precision` ``"fp32"``; others are ``"bf16"`` and
     ``"mxfp8"``); `gate_IH` and `up_IH` are ``[I, H]``, `down_HI` ``[H, I]``. `backend` is what
     :func:`hf_neuron_moe.backends.resolve_backend` returned. `activations` says what is saved for the backward, as a
     preset's name or a canonical keep string (:mod:`hf_neuron_moe.activation_policy`). `cache_weights` lets the backend
-    keep copies of the weights for the next call.
+    keep copies of the weights for the next call. `gate` names the activation's row in ``backends/torch/gating.py``.
 
     With `training` the result is that of a recorded forward to the last bit also where nothing is recorded, as in the
     first pass of a reentrant checkpoint. Otherwise inference may take a shorter way for few rows.
@@ -56,12 +57,12 @@ def swiglu_mlp(
     operands = (x_SH, gate_IH, up_IH, down_HI)
     check_no_transform(operands)
     if not training and _plain_inference(operands) and not torch.is_autocast_enabled(x_SH.device.type):
-        y = get_backend(backend).mlp_decode(x_SH, gate_IH, up_IH, down_HI, precision)
+        y = get_backend(backend).mlp_decode(x_SH, gate_IH, up_IH, down_HI, precision, gate)
         if y is not None:
             return y
     check_mlp(x_SH, gate_IH, up_IH, down_HI, precision)
     inputs = (x_SH.to(COMPUTE_DTYPE[precision]).contiguous(), gate_IH, up_IH, down_HI)
-    spec, kernels = BlockSpec(precision), _without_dispatch(inputs, backend)
+    spec, kernels = BlockSpec(precision, gate=gate), _without_dispatch(inputs, backend)
     if kernels is not None:
         with exact_dtypes(x_SH):
             y_SH, _ = kernels.mlp_forward(inputs[0], FFNWeights(*inputs[1:]), spec, _UNRECORDED[training])
@@ -86,8 +87,9 @@ def experts(
     activations: str = "minimal",
     training: bool = False,
     cache_weights: bool = True,
+    gate: str = "silu",
 ) -> Tensor:
-    """Return ``sum_k weight_k * expert_k(x)`` of gated SiLU experts, ``[T, H]`` in the dtype of `x_TH`; differentiable.
+    """Return ``sum_k weight_k * expert_k(x)`` of gated experts, ``[T, H]`` in the dtype of `x_TH`; differentiable.
 
     `x_TH` is ``[T, H]``; `top_k_index_TK` integer expert ids ``[T, K]``, of which those >= E are dropped;
     `top_k_weights_TK` ``[T, K]`` in any float dtype, read in fp32. `gate_up` is ``[E, 2I, H]`` (gate rows first) and
@@ -100,7 +102,7 @@ def experts(
     if precision == "mxfp8":
         check_multiple(block_size, 128, "block_size of the plan", "MX groups need whole tiles")
     inputs = (x_TH.to(COMPUTE_DTYPE[precision]).contiguous(), top_k_index_TK, top_k_weights_TK, gate_up, down)
-    spec, kernels = BlockSpec(precision, block_size, transposed), _without_dispatch(inputs, backend)
+    spec, kernels = BlockSpec(precision, block_size, transposed, gate), _without_dispatch(inputs, backend)
     if kernels is not None:
         with exact_dtypes(x_TH):
             routing = Routing(top_k_index_TK, top_k_weights_TK)

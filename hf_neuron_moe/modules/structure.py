@@ -7,9 +7,10 @@ rule covers all families.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -49,11 +50,35 @@ def is_silu(activation: Any) -> bool:
     return activation is F.silu or type(activation) in {nn.SiLU, *classes}
 
 
-def why_not_silu(activation: Any) -> str | None:
-    """Return what `activation` is, if that is not SiLU or is SiLU with a forward of its own; else None."""
+class Gate(NamedTuple):
+    """How a row of ``backends/torch/gating.py`` is recognized."""
+
+    title: str
+    """The activation's name in messages."""
+    matches: Callable[[Any], bool]
+    """Whether an activation, a module or a function, is it."""
+
+
+GATES: dict[str, Gate] = {"silu": Gate("SiLU", is_silu)}
+"""By the names of the rows."""
+
+
+def gate_of(activation: Any) -> str | None:
+    """Return the name of the gate with this activation, or None where no row matches."""
+    return next((name for name, gate in GATES.items() if gate.matches(activation)), None)
+
+
+def unsupported_activation(activation: Any, gate: str | None = None) -> str | None:
+    """Return what `activation` is, if that is no gate's (or not `gate`'s) or has a forward of its own; else None."""
     if isinstance(activation, nn.Module) and "forward" in activation.__dict__:
         return f"a {type(activation).__name__} whose forward is overridden on the instance"
-    return None if is_silu(activation) else describe_activation(activation)
+    matches = gate_of(activation) is not None if gate is None else GATES[gate].matches(activation)
+    return None if matches else describe_activation(activation)
+
+
+def supported_activations() -> str:
+    """Return the activations of all gates as a message names them."""
+    return " and ".join(gate.title for gate in GATES.values())
 
 
 def describe_activation(activation: Any) -> str:
@@ -127,8 +152,8 @@ def why_not_swiglu_experts(module: Any) -> str | None:
     if "_apply_gate" in module.__dict__ or type(module)._apply_gate is not _default_apply_gate:
         return f"its gate is not silu(gate) * up: {type(module).__name__} defines its own _apply_gate"
     activation = getattr(module, "act_fn", None)
-    if not is_silu(activation):
-        return f"its activation is {describe_activation(activation)}, the kernels have SiLU"
+    if gate_of(activation) is None:
+        return f"its activation is {describe_activation(activation)}, the kernels have {supported_activations()}"
     if isinstance(activation, nn.Module) and has_call_hooks(activation):
         return "its act_fn has hooks, which the operator would not call"
     return _why_not_shapes(module)

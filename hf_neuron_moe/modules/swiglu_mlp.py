@@ -1,4 +1,4 @@
-"""Dense SwiGLU MLP: ``down(silu(gate(x)) * up(x))``.
+"""Dense gated MLP: ``down(act(gate(x)) * up(x))``, with SiLU a SwiGLU.
 
 S tokens (all leading dimensions flattened), H hidden size, I intermediate size.
 """
@@ -27,7 +27,13 @@ from hf_neuron_moe.modules.replaced_layers import NAME as REPLACED_LAYERS
 from hf_neuron_moe.modules.replaced_layers import ReplacedLayers, adapters_refused
 from hf_neuron_moe.modules.saved_bytes import SavedBlock
 from hf_neuron_moe.modules.state_dict import KernelLayoutMixin, WeightRule
-from hf_neuron_moe.modules.structure import CALL_HOOKS, has_call_hooks, is_inert, why_not_plain_linear, why_not_silu
+from hf_neuron_moe.modules.structure import (
+    CALL_HOOKS,
+    has_call_hooks,
+    is_inert,
+    unsupported_activation,
+    why_not_plain_linear,
+)
 
 
 @dataclass(frozen=True)
@@ -140,7 +146,7 @@ class NeuronSwiGLUMLP(NeuronBlock):
         activation = None
         if roles.activation is not None:
             activation = self._attribute(roles.activation)
-            changed = why_not_silu(activation)
+            changed = unsupported_activation(activation, self.neuron_gate)
             if changed is not None:
                 return f"{roles.activation} is {changed}"
             if isinstance(activation, nn.Module) and has_call_hooks(activation):
@@ -181,6 +187,7 @@ class NeuronSwiGLUMLP(NeuronBlock):
         x_SH = hidden_states if flat else hidden_states.reshape(-1, hidden_states.shape[-1])
         options: dict[str, Any] = {
             "precision": config.precision,
+            "gate": self.neuron_gate,
             "backend": self._call_backend(x_SH.shape[0]),
             "activations": self.neuron_keep,
             "training": self.training,
@@ -229,7 +236,7 @@ class NeuronSwiGLUMLP(NeuronBlock):
         flat = len(shape) == 2
         x_SH = hidden_states if flat else hidden_states.reshape(-1, shape[-1])
         gate_IH, up_IH, down_HI = weights
-        y_SH = watch.decode(x_SH, gate_IH, up_IH, down_HI, self.neuron_config.precision)
+        y_SH = watch.decode(x_SH, gate_IH, up_IH, down_HI, self.neuron_config.precision, self.neuron_gate)
         return y_SH if y_SH is None or flat else y_SH.view(shape)
 
     def _through_layers(self, hidden_states: Tensor, reason: str) -> Tensor:

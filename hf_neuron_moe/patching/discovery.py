@@ -22,10 +22,11 @@ from hf_neuron_moe.modules.replaced_layers import ReplacedLayers
 from hf_neuron_moe.modules.state_dict import WeightRule
 from hf_neuron_moe.modules.structure import (
     describe_activation,
+    gate_of,
     has_call_hooks,
     is_decorated_experts,
     is_inert,
-    is_silu,
+    supported_activations,
     why_not_plain_linear,
     why_not_swiglu_experts,
 )
@@ -58,6 +59,12 @@ class Candidate:
     top_k: int | None = None  # experts per token; None for a dense MLP, 0 where the model does not say
     gated: bool = True  # False for two projections in a row, which no kernel here is meant for
     listed: int = 0  # number of MLPs in the ModuleList that holds it, which may be experts; 0 outside of such lists
+
+    @property
+    def gate(self) -> str:
+        """The name of its gate, where the kernels can compute it."""
+        name = "act_fn" if self.roles is None else self.roles.activation
+        return "silu" if name is None else gate_of(getattr(self.module, name)) or "silu"
 
     @property
     def rules(self) -> tuple[WeightRule, ...]:
@@ -216,8 +223,8 @@ def _unsupported_roles(module: nn.Module, roles: DenseRoles) -> str | None:
     if roles.activation is None:
         return None
     activation = getattr(module, roles.activation, None)
-    if not is_silu(activation):
-        return f"its activation is {describe_activation(activation)}, the kernels have SiLU"
+    if gate_of(activation) is None:
+        return f"its activation is {describe_activation(activation)}, the kernels have {supported_activations()}"
     if isinstance(activation, nn.Module) and has_call_hooks(activation):
         return f"{roles.activation} has hooks, which the operator would not call"
     return None

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from hf_neuron_moe.modules import ops
 from hf_neuron_moe.modules.block import HOOK_DICTS
+from hf_neuron_moe.modules.structure import gate_of
 from hf_neuron_moe.modules.swiglu_mlp import DenseRoles
 
 T, E, H, I = 6, 3, 8, 12  # noqa: E741
@@ -48,9 +49,10 @@ def probe_dense(module: nn.Module, roles: DenseRoles) -> str | None:
     if isinstance(roles.half_size, str):
         shell.__dict__[roles.half_size] = I
     x_TH = _draw(generator, T, H)
+    gate = "silu" if roles.activation is None else gate_of(getattr(module, roles.activation)) or "silu"
     return _compare(
         lambda: type(module).forward(shell, x_TH),
-        lambda: ops.swiglu_mlp(x_TH, gate_IH, up_IH, down_HI, precision="fp32", backend="torch"),
+        lambda: ops.swiglu_mlp(x_TH, gate_IH, up_IH, down_HI, precision="fp32", backend="torch", gate=gate),
     )
 
 
@@ -79,6 +81,7 @@ def probe_experts(module: Any) -> str | None:
             precision="fp32",
             block_size=128,
             backend="torch",
+            gate=gate_of(module.act_fn) or "silu",
         ),
     )
 

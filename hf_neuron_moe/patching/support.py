@@ -24,7 +24,9 @@ def plan_item(candidate: Candidate, config: NeuronMoEConfig) -> PlanItem:
     kernels = get_backend(backend)
     layout = kernels.default_layout if config.weights == "auto" else config.weights
     resolved = replace(config, backend=backend, weights=layout, activations="minimal")
-    support = kernels.support(_shape(candidate, layout), BlockSpec(config.precision, config.block_size))
+    support = kernels.support(
+        _shape(candidate, layout), BlockSpec(config.precision, config.block_size, gate=candidate.gate)
+    )
     may_fall_back = config.fallback == "torch"
     if support.reason is not None and may_fall_back:
         layout = get_backend(config.fallback).default_layout if config.weights == "auto" else config.weights

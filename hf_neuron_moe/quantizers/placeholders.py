@@ -102,6 +102,9 @@ def _stand_in(
         _check_sizes(candidate.sizes, tensor, gate_up=role == GATE_UP)
     if plain:
         return Landing(candidate, whole)
+    if candidate.gate != "silu":
+        fix = "Load the original checkpoint and patch it with precision='mxfp8'."
+        raise ConversionError.about(f"converted weights of {candidate.name}", "of a SwiGLU", candidate.gate, fix)
     layouts = {role: tensor.mx_layout(gate_up=role == GATE_UP) for role, tensor in whole.items()}
     held = {name: tensor.tensor for name, tensor in tensors.items()}
     block = kind(candidate.module, candidate.name, _CONFIG, layouts, held, candidate.roles)

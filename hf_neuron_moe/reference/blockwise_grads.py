@@ -22,7 +22,7 @@ from hf_neuron_moe.backends.torch.experts import (
     run_experts_backward,
 )
 from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints, RowSource
-from hf_neuron_moe.backends.torch.gating import Gating
+from hf_neuron_moe.backends.torch.gating import SILU, Gating
 from hf_neuron_moe.backends.torch.tiles import tile_loader
 from hf_neuron_moe.reference.block_rows import BlockRows
 from hf_neuron_moe.reference.blockwise_arguments import BackwardArguments
@@ -138,7 +138,7 @@ def run_backward(call: BackwardCall) -> tuple[Tensor, ...]:
         saved=Checkpoints(gate, up),
         scale_R=None if call.on_hidden else scale_R,
         block_size=rows.block_size,
-        gating=call.gating,
+        gating=call.gating or SILU,
     )
     call.add_to_affinity(d_scale_R)
     results = (

@@ -7,10 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from hf_neuron_moe import patch_model
 from hf_neuron_moe.activation_policy import keep_strings
+from hf_neuron_moe.backends.torch import gating
 from hf_neuron_moe.errors import NothingToPatchError
+from hf_neuron_moe.modules import structure
 from hf_neuron_moe.modules.block import NeuronBlock
 from hf_neuron_moe.patching import set_activations
 from hf_neuron_moe.training import measure_saved_bytes
@@ -130,6 +133,17 @@ def test_bf16_experts_are_documented_for_trn2_only(machine: Start) -> None:
     entry = report.patched[0]
     assert entry.backend == "torch" and "for Trn2 only" in entry.fallback and entry.notes == ()
     assert not double.launches
+
+
+def test_a_gate_of_pytorch_alone_is_left_to_it(machine: Start, monkeypatch: Any) -> None:
+    """A new row of the torch backend says nothing about the kernels: they decline by themselves."""
+    monkeypatch.setitem(gating.GATES, "tanh", gating.Gating(torch.tanh_, torch.ones_like))
+    monkeypatch.setitem(structure.GATES, "tanh", structure.Gate("tanh", lambda found: isinstance(found, torch.nn.Tanh)))
+    machine(target=EXPERTS.target)
+    with refused(NothingToPatchError, "model", "its gate is tanh"):
+        patched(EXPERTS, sizes={"hidden_act": "tanh"})
+    _, report = patched(EXPERTS, fallback="torch", sizes={"hidden_act": "tanh"})
+    assert report.patched[0].backend == "torch" and "its gate is tanh" in report.patched[0].fallback
 
 
 def test_where_nothing_says_which_chip_it_is_both_precisions_are_taken(machine: Start, monkeypatch: Any) -> None:

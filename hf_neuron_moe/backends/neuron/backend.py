@@ -106,6 +106,8 @@ class NeuronBackend:
         block = Block.of(shape, spec)
         most = most_tokens(block)
         reason = limits.why_not(block, self.device, self.adapter) or why_not_tokens(most, tokens or 0)
+        if spec.gate != "silu":
+            reason = f"its gate is {spec.gate}, the kernels are called with SiLU"
         if reason is not None or tokens is not None:
             return Support(reason, most)
         copies = weight_copy_bytes(self.adapter, block, shape.experts, shape.ordered, shape.dtype)
@@ -129,7 +131,9 @@ class NeuronBackend:
     def quantized_fake_saved(self, x: Tensor, rows: int, inner: int, keep: Keep) -> tuple[Tensor, Tensor]:
         return self._torch.quantized_fake_saved(x, rows, inner, keep)
 
-    def mlp_decode(self, x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, precision: str) -> None:
+    def mlp_decode(
+        self, x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, precision: str, gate: str
+    ) -> None:
         return None
 
     def mlp_forward(self, x_SH: Tensor, weights: FFNWeights, spec: BlockSpec, keep: Keep) -> tuple[Tensor, Saved]:

@@ -27,7 +27,7 @@ from hf_neuron_moe.backends.torch.experts import (
     run_experts_forward,
 )
 from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints
-from hf_neuron_moe.backends.torch.gating import Gating
+from hf_neuron_moe.backends.torch.gating import GATES, SILU, Gating
 from hf_neuron_moe.backends.torch.gradient_memory import gradient_memory
 from hf_neuron_moe.backends.torch.grouped_backward import GroupedBackward
 from hf_neuron_moe.backends.torch.grouped_forward import grouped_forward
@@ -81,14 +81,14 @@ class TorchBackend:
 
     def mlp_forward(self, x_SH: Tensor, weights: FFNWeights, spec: BlockSpec, keep: Keep) -> tuple[Tensor, Saved]:
         if not keep.backward:
-            out = decode.mlp(x_SH, *weights, spec.precision)
+            out = decode.mlp(x_SH, *weights, spec.precision, spec.gate)
             if out is None and generation.suits(spec.precision, len(x_SH), weights.gate_IH):
-                out = generation.mlp(x_SH, *weights)
+                out = generation.mlp(x_SH, *weights, gating=GATES[spec.gate])
             if out is not None:
                 return out, _nothing(x_SH)
         rows = Rows.of_dense(len(x_SH))
         loader = make_loader(spec.precision, x_SH.device, rows.count, weights.down_HI.dtype, lone_384=True)
-        return _forward(x_SH, rows, GroupedWeights.of_dense(weights), loader, keep)
+        return _forward(x_SH, rows, GroupedWeights.of_dense(weights), loader, keep, GATES[spec.gate])
 
     def mlp_backward(
         self,
@@ -115,7 +115,7 @@ class TorchBackend:
             d_scale_R=None,
             wants_input=wants.input,
             recompute_loader=replace(loader, lone_384=True),
-            gating=_gating(keep),
+            gating=_gating(spec, keep),
         ).run()
         d_gate, d_up, d_down = grads or (None, None, None)
         return _or_empty(dx_SH, x_SH), _or_empty(d_gate, x_SH), _or_empty(d_up, x_SH), _or_empty(d_down, x_SH)
@@ -124,18 +124,18 @@ class TorchBackend:
         self, x_TH: Tensor, routing: Routing, weights: ExpertWeights, spec: BlockSpec, keep: Keep
     ) -> tuple[Tensor, Saved]:
         gate_up, down = weights
-        count = routing.index_TK.numel()
+        count, gating = routing.index_TK.numel(), GATES[spec.gate]
         if not keep.backward and count:
             # An estimate that needs no look at the routing: pairs spread evenly over as many experts as possible.
             spread = count / min(count, gate_up.shape[0])
             one_dtype = gate_up.dtype is down.dtype is x_TH.dtype
             if one_dtype and decode.suit(spec.precision, gate_up.dtype, x_TH.device, count, spread):
-                return decode.experts(x_TH, routing, weights, spec.transposed), _nothing(x_TH)
+                return decode.experts(x_TH, routing, weights, spec.transposed, gating), _nothing(x_TH)
         rows, stack = Rows.of_routing(routing, len(down), spec.block_size), ExpertStack(*weights, spec.transposed)
         if not keep.backward and generation.suits(spec.precision, count, gate_up):
-            return generation.experts(x_TH, rows, stack), _nothing(x_TH)
+            return generation.experts(x_TH, rows, stack, gating), _nothing(x_TH)
         loader = make_loader(spec.precision, x_TH.device, rows_per_run(rows.runs), gate_up.dtype)
-        return _forward(x_TH, rows, stack, loader, keep)
+        return _forward(x_TH, rows, stack, loader, keep, gating)
 
     def experts_backward(
         self,
@@ -165,7 +165,7 @@ class TorchBackend:
             d_weights=grads,
             d_scale_R=d_scale_R,
             wants_input=wants.input,
-            gating=_gating(keep),
+            gating=_gating(spec, keep),
         ).run()
         d_weight_TK = _routing_grad(d_scale_R, rows, routing.weight_TK)
         d_gate_up, d_down = (None, None) if grads is None else (grads.gate_up, grads.down)
@@ -193,7 +193,14 @@ class TorchBackend:
         checkpoints = _checkpoints((*saved, *saved), keep, stack.inner)  # only gate and up are read
         d_scale_R = torch.zeros_like(rows.scale_R) if wants.routing and rows.scale_R is not None else None
         dx_TH = quantized_backward(
-            dout_TH, x_TH, rows, stack, checkpoints, d_scale_R, wants_input=wants.input, gating=_gating(keep)
+            dout_TH,
+            x_TH,
+            rows,
+            stack,
+            checkpoints,
+            d_scale_R,
+            wants_input=wants.input,
+            gating=FP8Gating() if keep.fp8 else SILU,
         )
         d_weight_TK = None if routing is None else _routing_grad(d_scale_R, rows, routing.weight_TK)
         return _or_empty(dx_TH, dout_TH), _or_empty(d_weight_TK, dout_TH)
@@ -202,11 +209,13 @@ class TorchBackend:
 _BACKEND = TorchBackend()
 
 
-def _forward(x_TH: Tensor, rows: Rows, weights: GroupedWeights, loader: Loader, keep: Keep) -> tuple[Tensor, Saved]:
+def _forward(
+    x_TH: Tensor, rows: Rows, weights: GroupedWeights, loader: Loader, keep: Keep, gating: Gating
+) -> tuple[Tensor, Saved]:
     """Compute a block whose forward may have a backward, by bf16 products of whole layers or by tiles."""
     saved = _storage(x_TH, rows.count, weights.inner, keep)
     forward = grouped_forward if loader.compute.operand == torch.bfloat16 else run_experts_forward
-    out_TH = forward(x_TH, rows, weights, loader, _checkpoints(saved, keep, weights.inner))
+    out_TH = forward(x_TH, rows, weights, loader, _checkpoints(saved, keep, weights.inner), gating)
     if keep.fp8:
         FP8Rows(saved[2], saved[3]).put(slice(None), slice(0, x_TH.shape[1]), x_TH)
     return out_TH.to(x_TH.dtype), saved
@@ -245,8 +254,9 @@ def _input(saved: Saved, x: Tensor, keep: Keep, dtype: torch.dtype) -> Tensor:
     return FP8Rows(saved[2], saved[3]).take(slice(None), slice(0, saved[2].shape[1])).to(dtype)
 
 
-def _gating(keep: Keep) -> Gating | None:
-    return FP8Gating() if keep.fp8 else None
+def _gating(spec: BlockSpec, keep: Keep) -> Gating:
+    gating = GATES[spec.gate]
+    return FP8Gating(gating.act_, gating.act_grad_) if keep.fp8 else gating
 
 
 def _quantized_rows(x: Tensor, routing: Routing | None, stack: MXExpertStack) -> Rows:

@@ -19,7 +19,7 @@ from hf_neuron_moe.backends.spec import Routing
 from hf_neuron_moe.backends.torch.compute import Scratch
 from hf_neuron_moe.backends.torch.ffn_backward import FFNBackward, FFNGrads
 from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints, FFNWeights, RowSource, ffn_forward
-from hf_neuron_moe.backends.torch.gating import Gating
+from hf_neuron_moe.backends.torch.gating import SILU, Gating
 from hf_neuron_moe.backends.torch.tiles import Loader, Span
 from hf_neuron_moe.errors import ShapeError
 
@@ -248,7 +248,9 @@ class ScaledRows(RowSource):
         return (rows_RH * scale_R1).to(self.rounded)
 
 
-def run_experts_forward(x_TH: Tensor, rows: Rows, weights: GroupedWeights, loader: Loader, save: Checkpoints) -> Tensor:
+def run_experts_forward(
+    x_TH: Tensor, rows: Rows, weights: GroupedWeights, loader: Loader, save: Checkpoints, gating: Gating = SILU
+) -> Tensor:
     """Return the sum of each token's rows, fp32 ``[T, H]``, and fill `save`: :func:`ffn_forward` run by run."""
     x, sums = rows.source(x_TH), rows.sums(x_TH)
     for expert, start, end in rows.runs:
@@ -261,6 +263,7 @@ def run_experts_forward(x_TH: Tensor, rows: Rows, weights: GroupedWeights, loade
             save=save.rows(start, end),
             scale_R1=rows.scale(start, end),
             block_size=rows.block_size,
+            gating=gating,
         )
         sums(start, end, out_RH)
     return sums.total_TH
@@ -278,7 +281,7 @@ def run_experts_backward(
     scale_R: Tensor | None,
     block_size: int | None,
     recompute_loader: Loader | None = None,
-    gating: Gating | None = None,
+    gating: Gating = SILU,
 ) -> None:
     """Fill `grads`; arguments as in :class:`FFNBackward`."""
     for expert, start, end in runs:
@@ -322,7 +325,7 @@ class BlockBackward:
     d_scale_R: Tensor | None  # fp32, zero before
     wants_input: bool
     recompute_loader: Loader | None = None  # forms the operands of the forward's products where that differs
-    gating: Gating | None = None
+    gating: Gating = SILU
 
     def run(self) -> Tensor | None:
         """Write the gradients that are wanted; return that of the tokens ``[T, H]``."""

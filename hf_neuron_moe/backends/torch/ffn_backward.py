@@ -24,7 +24,7 @@ from torch import Tensor
 
 from hf_neuron_moe.backends.torch.cpu.matmul import matmul, matmul_into, matmul_over_rows_into
 from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints, FFNWeights, RowSource
-from hf_neuron_moe.backends.torch.gating import Gating
+from hf_neuron_moe.backends.torch.gating import SILU, Gating
 from hf_neuron_moe.backends.torch.saved import take_tile
 from hf_neuron_moe.backends.torch.swiglu_grad import SwiGLUGrad
 from hf_neuron_moe.backends.torch.tiles import Loader, Projections, Span, column_spans, first_columns, row_spans
@@ -55,8 +55,8 @@ class FFNBackward:
     scale_R1: Tensor | None = None  # the factor the forward applied to the intermediate
     block_size: int | None = None  # rows per MoE block, or None for a dense MLP
     recompute_loader: Loader | None = None  # multiplies what was not saved, in the forward's MX groups if they differ
-    gating: Gating | None = None
-    """Activation and clamp masks; None is SiLU without clamps. mxfp8 takes the SiLU of a Gating only."""
+    gating: Gating = SILU
+    """Activation and clamp masks; mxfp8 has no masks."""
 
     def run(self) -> None:
         """Write all gradients that are wanted."""
@@ -69,9 +69,6 @@ class FFNBackward:
             for index, rows in enumerate(spans):
                 tile.backward(rows, first=index == 0)
             tile.store_weight_grads()
-
-
-_SILU = Gating()
 
 
 @dataclass(frozen=True)
@@ -94,7 +91,7 @@ class _Tile:
         loader, weights, saved = task.loader, task.weights, task.saved
         self.task, self.columns, self.first = task, columns, first
         self.mx = loader.compute.mx
-        self.gating = task.gating or _SILU
+        self.gating = task.gating
         self.hidden = weights.down_HI.shape[0]
         self.padded_hidden = loader.width(self.hidden)
         self.part, shape = columns.part, (columns.size, self.padded_hidden)

@@ -20,11 +20,11 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from hf_neuron_moe.backends.spec import FFNWeights as FFNWeights
 from hf_neuron_moe.backends.torch.cpu.matmul import matmul_into
+from hf_neuron_moe.backends.torch.gating import SILU, Gating
 from hf_neuron_moe.backends.torch.saved import Kept, put_tile
 from hf_neuron_moe.backends.torch.tiles import Loader, Projections, Span, column_spans, first_columns, row_spans
 
@@ -97,6 +97,7 @@ def ffn_forward(
     scale_R1: Tensor | None = None,
     block_size: int | None = None,
     epilogue: Epilogue | None = None,
+    gating: Gating = SILU,
 ) -> None:
     """Write ``(silu(x Wg^T) * x Wu^T * scale) Wd^T`` of the rows `x` into `out_RH` (fp32).
 
@@ -121,7 +122,7 @@ def ffn_forward(
             projections.up_into(up_RI, x_RH)
             if epilogue is None:
                 scale = None if scale_R1 is None else scale_R1[rows.part]
-                inter_RI = _activate(sums_RI, up_RI, loader, save, rows, columns, scale)
+                inter_RI = _activate(sums_RI, up_RI, loader, save, rows, columns, scale, gating)
             else:
                 epilogue.pre_activations_(gate_RI, up_RI, rows, columns)
                 _keep(save, gate_RI, up_RI, rows, columns)
@@ -159,6 +160,7 @@ def _activate(
     rows: Span,
     columns: Span,
     scale_R1: Tensor | None,
+    gating: Gating,
 ) -> Tensor:
     """Save what is wanted and return the rounded intermediate as the down projection's operand.
 
@@ -172,8 +174,8 @@ def _activate(
         for values, kept in ((gate_RI, gate_kept), (up_RI[:, :stored], up_kept), (up_RI[:, stored:], None)):
             # A checkpoint that already holds the rounded values saves a pass.
             loader.round_(values) if kept is None else values.copy_(kept)
-    save_products(gate_RI, up_RI, loader, save, (rows.part, columns.part))
-    inter_RI = F.silu(gate_RI, inplace=True).mul_(up_RI)
+    save_products(gate_RI, up_RI, loader, save, (rows.part, columns.part), gating)
+    inter_RI = gating.activate_(gate_RI).mul_(up_RI)
     if scale_R1 is not None:
         inter_RI.mul_(scale_R1)
     if not compute.mx:
@@ -199,14 +201,14 @@ def _keep(
 
 
 def save_products(
-    gate32: Tensor, up32: Tensor, loader: Loader, save: Checkpoints, part: slice | tuple[slice, slice]
+    gate32: Tensor, up32: Tensor, loader: Loader, save: Checkpoints, part: slice | tuple[slice, slice], gating: Gating
 ) -> None:
-    """Save ``silu(gate)`` and ``silu(gate) * up`` of the rounded gate and up in `part` of `save`, where wanted."""
+    """Save ``act(gate)`` and ``act(gate) * up`` of the rounded gate and up in `part` of `save`, where wanted."""
     if save.gate_act is None and save.intermediate is None:
         return
     shape, scratch = tuple(gate32.shape), loader.scratch
     gate = loader.round_(scratch.get("kept_gate", shape, torch.float32).copy_(gate32))
-    act = loader.round_(torch.ops.aten.silu.out(gate, out=scratch.get("kept_act", shape, torch.float32)))
+    act = loader.round_(gating.activation(gate, out=scratch.get("kept_act", shape, torch.float32)))
     if save.gate_act is not None:
         save.gate_act[part].copy_(act)
     if save.intermediate is not None:

@@ -1,4 +1,4 @@
-"""What a gated network may have instead of ``silu(gate) * up``: the activation, clamp masks, no gate at all."""
+"""How gate and up become the intermediate: activations and their derivatives, clamp masks, no gate at all."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 InPlace = Callable[[Tensor], Tensor]
@@ -35,12 +36,20 @@ class Gating:
     """The intermediate is ``act(up)``; the gate is unused, its gradients are zero and up is not masked (nki-library
     2.33 ``skip_gate_proj``)."""
 
+    def activate_(self, values: Tensor) -> Tensor:
+        """Overwrite fp32 `values` with their activation and return them."""
+        return F.silu(values, inplace=True) if self.act_ is None else self.act_(values)
+
+    def activation(self, values: Tensor, out: Tensor) -> Tensor:
+        """Write the activation of fp32 `values` into `out` and return it."""
+        if self.act_ is None:
+            result: Tensor = torch.ops.aten.silu.out(values, out=out)
+            return result
+        return self.act_(out.copy_(values))
+
     def product(self, gate: Tensor, up: Tensor, out: Tensor, act: Tensor) -> Tensor:
         """Write the intermediate into `out` and the activation into `act`; return `out`."""
-        if self.act_ is None:
-            torch.ops.aten.silu.out(up if self.skip_gate else gate, out=act)
-        else:
-            self.act_(act.copy_(up if self.skip_gate else gate))
+        self.activation(up if self.skip_gate else gate, out=act)
         return out.copy_(act) if self.skip_gate else torch.mul(act, up, out=out)
 
     def slope(self, values: Tensor, factor: Tensor, out: Tensor) -> Tensor:
@@ -63,3 +72,11 @@ def mask_(gradient: Tensor, value: Tensor, limits: Limits) -> Tensor:
     if lower is not None:
         gradient.mul_(value > lower)
     return gradient
+
+
+GATES: dict[str, Gating] = {"silu": Gating()}
+"""The gates of patched blocks, by the name that a :class:`~hf_neuron_moe.backends.spec.BlockSpec` gives them.
+
+``modules/structure.py`` says how each is recognized.
+"""
+SILU = GATES["silu"]

@@ -19,6 +19,7 @@ from hf_neuron_moe.backends.torch.compute import bf16_matmul_is_fast, call_scrat
 from hf_neuron_moe.backends.torch.cpu.decode import MOST_ROWS
 from hf_neuron_moe.backends.torch.experts import ExpertStack, Rows
 from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints
+from hf_neuron_moe.backends.torch.gating import SILU, Gating
 from hf_neuron_moe.backends.torch.grouped_forward import ReadyWeights, grouped_forward
 from hf_neuron_moe.backends.torch.grouped_products import Operand, PackedWeight
 from hf_neuron_moe.backends.torch.tiles import Loader
@@ -42,22 +43,22 @@ def suits(precision: str, rows: int, weight: Tensor) -> bool:
     return few and environment_option(OPTION, "1", "0") == "1"
 
 
-def mlp(x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor) -> Tensor:
+def mlp(x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, gating: Gating = SILU) -> Tensor:
     """Return the dense MLP's output, bf16 ``[S, H]``."""
     loader = Loader(operands_in_bf16("mxfp8"), call_scratch(x_SH.device), lone_384=True, ready_weights=True)
     gate, up = (_copy(weight[None], weight, "summed", loader) for weight in (gate_IH, up_IH))
     ready = ReadyWeights(gate, up, _copy(down_HI[None], down_HI, "packed", loader))
-    return grouped_forward(x_SH, Rows.of_dense(len(x_SH)), ready, loader, Checkpoints())
+    return grouped_forward(x_SH, Rows.of_dense(len(x_SH)), ready, loader, Checkpoints(), gating)
 
 
-def experts(x_TH: Tensor, rows: Rows, stack: ExpertStack) -> Tensor:
+def experts(x_TH: Tensor, rows: Rows, stack: ExpertStack, gating: Gating = SILU) -> Tensor:
     """Return the experts' weighted sum, bf16 ``[T, H]``."""
     loader = Loader(operands_in_bf16("mxfp8"), call_scratch(x_TH.device), ready_weights=True)
     gate_up = _copy(stack.both(loader.scratch), stack.gate_up, "summed", loader)
     assert isinstance(gate_up, Tensor)
     gate, up = gate_up.chunk(2, dim=1)
     ready = ReadyWeights(gate, up, _copy(stack.down_GHI, stack.down, "packed", loader))
-    return grouped_forward(x_TH, rows, ready, loader, Checkpoints()).to(x_TH.dtype)
+    return grouped_forward(x_TH, rows, ready, loader, Checkpoints(), gating).to(x_TH.dtype)
 
 
 def _copy(weight_GNK: Tensor, source: Tensor, form: str, loader: Loader) -> Operand:

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_neuron_moe.backends.torch.experts import BlockBackward
-from hf_neuron_moe.backends.torch.gating import Gating
 from hf_neuron_moe.backends.torch.grouped_forward import (
     CHUNK,
     Batch,
@@ -72,7 +71,7 @@ class GroupedBackward(BlockBackward):
         scratch, width, operand = loader.scratch, loader.width(inner), loader.compute.operand
         d_gate_up = scratch.get("d_gate_up", (batch.size, 2 * width), operand)
         inter = scratch.get("inter", (batch.size, width), operand)
-        math = SwiGLUGrad(self.gating or Gating(), loader.compute.mx, loader.round_)
+        math = SwiGLUGrad(self.gating, loader.compute.mx, loader.round_)
         for chunk in batch.chunks(inner):
             shape, part = (chunk.stop - chunk.start, inner), batch.global_part(chunk)
             gate, up = pre.values(chunk, rounded=True)

@@ -22,11 +22,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from hf_neuron_moe.backends.torch.experts import GroupedWeights, Rows, Runs
 from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints, save_products
+from hf_neuron_moe.backends.torch.gating import SILU, Gating
 from hf_neuron_moe.backends.torch.grouped_products import ROW_MULTIPLE, Operand, project, project_sums
 from hf_neuron_moe.backends.torch.saved import put_tile, take_tile
 from hf_neuron_moe.backends.torch.tiles import Loader
@@ -165,7 +165,12 @@ class PreActivations:
 
 
 def grouped_forward(
-    x_TH: Tensor, rows: Rows, weights: GroupedWeights | ReadyWeights, loader: Loader, save: Checkpoints
+    x_TH: Tensor,
+    rows: Rows,
+    weights: GroupedWeights | ReadyWeights,
+    loader: Loader,
+    save: Checkpoints,
+    gating: Gating = SILU,
 ) -> Tensor:
     """Return ``(silu(x Wg^T) * x Wu^T * scale) Wd^T`` of each token ``[T, H]``, and fill `save`.
 
@@ -182,8 +187,8 @@ def grouped_forward(
         for chunk in batch.chunks(inner):
             pre.save(chunk)
             gate, up = pre.values(chunk, rounded=False)
-            save_products(gate, up, loader, save, batch.global_part(chunk))
-            product = F.silu(gate, inplace=True).mul_(up)
+            save_products(gate, up, loader, save, batch.global_part(chunk), gating)
+            product = gating.activate_(gate).mul_(up)
             scale_r1 = batch.scale(chunk)
             if scale_r1 is not None:
                 product.mul_(scale_r1)

@@ -25,7 +25,7 @@ from hf_neuron_moe.backends.torch.compute import Compute, call_scratch
 from hf_neuron_moe.backends.torch.experts import Rows
 from hf_neuron_moe.backends.torch.ffn_backward import FFNBackward, FFNGrads
 from hf_neuron_moe.backends.torch.ffn_forward import Checkpoints, FFNWeights, RowSource, ffn_forward, project_gate_up
-from hf_neuron_moe.backends.torch.gating import Gating
+from hf_neuron_moe.backends.torch.gating import SILU, Gating
 from hf_neuron_moe.backends.torch.saved import FP8Rows, Kept
 from hf_neuron_moe.backends.torch.tiles import Loader, Span
 
@@ -110,7 +110,7 @@ def quantized_backward(
     d_scale_R: Tensor | None,
     *,
     wants_input: bool,
-    gating: Gating | None = None,
+    gating: Gating = SILU,
 ) -> Tensor | None:
     """Return the gradient of the tokens ``[T, H]`` and fill that of the rows' factors; there are no others.
 

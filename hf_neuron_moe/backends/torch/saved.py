@@ -101,23 +101,22 @@ def take_tile(kept: Kept, rows: slice, columns: slice) -> Tensor:
 class FP8Gating(Gating):
     """The SwiGLU product's backward as COAT computes it from FP8 activations.
 
-    With ``v1`` the SiLU of the kept gate, itself quantized in groups, ``v2`` the kept up and g the product's gradient:
-    ``y1 = bf16(g * v2)`` towards the activation, ``y2 = bf16(g * v1)`` towards up, ``bf16(y1 * silu'(gate))`` towards
-    the gate: ``fp8_silu_forward``, ``fp8_mul_backward`` and ``fp8_silu_backward`` in one pass over a tile.
+    With ``v1`` the activation (COAT's is SiLU) of the kept gate, itself quantized in groups, ``v2`` the kept up and g
+    the product's gradient: ``y1 = bf16(g * v2)`` towards the activation, ``y2 = bf16(g * v1)`` towards up,
+    ``bf16(y1 * act'(gate))`` towards the gate: ``fp8_silu_forward``, ``fp8_mul_backward`` and ``fp8_silu_backward`` in
+    one pass over a tile.
     """
 
     rounds_itself = True
 
     def product(self, gate: Tensor, up: Tensor, out: Tensor, act: Tensor) -> Tensor:
         """Write ``v1`` into `act` and ``v1 * v2`` into `out`; return `out`."""
-        _round_groups_(torch.ops.aten.silu.out(gate, out=act))
+        _round_groups_(self.activation(gate, out=act))
         return torch.mul(act, up, out=out)
 
     def slope(self, values: Tensor, factor: Tensor, out: Tensor) -> Tensor:
-        """Write ``bf16(factor) * silu'(values)`` into `out`."""
-        factor.copy_(factor.to(torch.bfloat16))
-        result: Tensor = torch.ops.aten.silu_backward.grad_input(factor, values, grad_input=out)
-        return result
+        """Write ``bf16(factor) * act'(values)`` into `out`."""
+        return super().slope(values, factor.copy_(factor.to(torch.bfloat16)), out)
 
 
 def _round_groups_(values_RI: Tensor) -> None:

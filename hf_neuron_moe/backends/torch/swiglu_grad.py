@@ -67,7 +67,7 @@ class SwiGLUGrad(NamedTuple):
         if kept_act is not None:
             act.copy_(kept_act)
         else:
-            self.round_(torch.ops.aten.silu.out(gate, out=act))
+            self.round_(self.gating.activation(gate, out=act))
         if kept is not None:
             product.copy_(kept)
         else:
@@ -78,5 +78,5 @@ class SwiGLUGrad(NamedTuple):
         if not self.mx or self.gating.rounds_itself:
             return self.gating.slope(gate, d_int.mul_(up), out=out)
         one = torch.ones((), dtype=torch.float32, device=gate.device).expand(gate.shape)
-        slope = self.round_(torch.ops.aten.silu_backward.grad_input(one, gate, grad_input=out))
+        slope = self.round_(self.gating.slope(gate, one, out=out))
         return self.round_(slope.mul_(up)).mul_(d_int)

@@ -17,6 +17,7 @@ from hf_neuron_moe.backends.spec import ExpertWeights, Routing
 from hf_neuron_moe.backends.torch.compute import FEW_ROWS, bf16_matmul_is_fast, call_scratch
 from hf_neuron_moe.backends.torch.cpu.matmul import LARGE_WEIGHT, SMALL_WEIGHT, linear_of_few, uses_onednn
 from hf_neuron_moe.backends.torch.experts import Runs, checked_ids, rows_per_run, sort_pairs
+from hf_neuron_moe.backends.torch.gating import GATES, SILU, Gating
 
 _ROWS_WORTH_CASTING = 5  # rows from which a bf16 weight is cast to fp32 by parts, without bf16 instructions
 _LONG_ROWS_WORTH_CASTING = 8  # the same for more than 2048 columns
@@ -37,7 +38,9 @@ def suit(precision: str, dtype: torch.dtype, device: torch.device, rows: int, ro
     return fits and (rows_per_expert <= FEW_ROWS or bf16_matmul_is_fast(device))
 
 
-def mlp(x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, precision: str) -> Tensor | None:
+def mlp(
+    x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, precision: str, gate: str = "silu"
+) -> Tensor | None:
     """Return the dense MLP's output in the dtype of `x_SH`; None where operands or rows ask for the tiled path."""
     if precision == "bf16" and x_SH.dtype is torch.bfloat16 and x_SH.dim() == 2 and x_SH.shape[0] == 1:
         # What follows below, by as few steps as possible: after all those weights the functions themselves come from
@@ -45,7 +48,7 @@ def mlp(x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, precision
         try:
             gate_1I, up_1I = F.linear(x_SH, gate_IH), F.linear(x_SH, up_IH)
             if up_1I.shape == gate_1I.shape:
-                act_1I = F.silu(gate_1I.float(), inplace=True).mul_(up_1I)
+                act_1I = GATES[gate].activate_(gate_1I.float()).mul_(up_1I)
                 out_1H = F.linear(gate_1I.copy_(act_1I), down_HI)
                 return out_1H if out_1H.shape == x_SH.shape else None  # functional.linear takes vectors and any H
         except RuntimeError:  # operands that do not fit: the tiled path casts them, or says what is wrong
@@ -60,16 +63,16 @@ def mlp(x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, precision
     if not suit(precision, dtype, x_SH.device, rows, rows):
         return None
     gate_SI, up_SI = _linear(x_SH, gate_IH), _linear(x_SH, up_IH)
-    return _linear(_gated(gate_SI, up_SI, None), down_HI).contiguous()
+    return _linear(_gated(gate_SI, up_SI, None, GATES[gate]), down_HI).contiguous()
 
 
-def experts(x_TH: Tensor, routing: Routing, weights: ExpertWeights, transposed: bool) -> Tensor:
+def experts(x_TH: Tensor, routing: Routing, weights: ExpertWeights, transposed: bool, gating: Gating = SILU) -> Tensor:
     """Return the experts' weighted sum in the dtype of `x_TH`, which is that of the weights."""
     (index_TK, weight_TK), (gate_up, down) = routing, weights
     if not transposed:
         gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
     if len(x_TH) == 1:
-        return _one_token(x_TH, index_TK, weight_TK, gate_up, down)
+        return _one_token(x_TH, index_TK, weight_TK, gate_up, down, gating)
     pairs = sort_pairs(index_TK, len(gate_up))
     runs, ends_E = pairs.runs, None
     busy = 2 * len(runs) > len(gate_up)
@@ -78,14 +81,16 @@ def experts(x_TH: Tensor, routing: Routing, weights: ExpertWeights, transposed: 
     x_RH = x_TH.index_select(0, pairs.token_R)
     scale_R = weight_TK.reshape(-1).index_select(0, pairs.order_R)
     gate_RI, up_RI = _times_experts(x_RH, gate_up, runs, ends_E).chunk(2, dim=1)
-    out_RH = _times_experts(_gated(gate_RI, up_RI, scale_R), down, runs, ends_E)
+    out_RH = _times_experts(_gated(gate_RI, up_RI, scale_R, gating), down, runs, ends_E)
     if pairs.offsets[-1] < len(out_RH):
         out_RH[pairs.offsets[-1] :].zero_()
     out_TKH = out_RH.index_select(0, pairs.slot_TK.reshape(-1)).view(*index_TK.shape, x_TH.shape[1])
     return out_TKH.sum(1, dtype=torch.float32).to(x_TH.dtype)
 
 
-def _one_token(x_1H: Tensor, index_1K: Tensor, weight_1K: Tensor, gate_up_EH2I: Tensor, down_EIH: Tensor) -> Tensor:
+def _one_token(
+    x_1H: Tensor, index_1K: Tensor, weight_1K: Tensor, gate_up_EH2I: Tensor, down_EIH: Tensor, gating: Gating
+) -> Tensor:
     """The same for a single token, whose rows need neither sorting nor gathering."""
     top_k, experts = index_1K.shape[1], len(down_EIH)
     ids = [(slot, expert) for slot, expert in enumerate(checked_ids(index_1K)) if expert < experts]
@@ -93,7 +98,7 @@ def _one_token(x_1H: Tensor, index_1K: Tensor, weight_1K: Tensor, gate_up_EH2I: 
     for slot, expert in ids:
         _multiply(x_1H, gate_up_EH2I[expert], gate_up_K2I[slot : slot + 1])
     gate_KI, up_KI = gate_up_K2I.chunk(2, dim=1)
-    inter_KI = _gated(gate_KI, up_KI, weight_1K.reshape(-1))
+    inter_KI = _gated(gate_KI, up_KI, weight_1K.reshape(-1), gating)
     out_1KH = x_1H.new_zeros((1, top_k, x_1H.shape[1]))
     for slot, expert in ids:
         _multiply(inter_KI[slot : slot + 1], down_EIH[expert], out_1KH[:, slot])
@@ -181,11 +186,11 @@ def _rows_one_by_one(x_RK: Tensor) -> bool:
     return x_RK.dtype is torch.bfloat16 and not bf16_matmul_is_fast(x_RK.device)
 
 
-def _gated(gate_RI: Tensor, up_RI: Tensor, scale_R: Tensor | None) -> Tensor:
-    """``silu(gate) * up [* scale]`` in fp32, rounded once; may overwrite `gate_RI`."""
+def _gated(gate_RI: Tensor, up_RI: Tensor, scale_R: Tensor | None, gating: Gating) -> Tensor:
+    """``act(gate) * up [* scale]`` in fp32, rounded once; may overwrite `gate_RI`."""
     if gate_RI.dtype is torch.float32:
-        act = F.silu(gate_RI, inplace=True)
+        act = gating.activate_(gate_RI)
         return act.mul_(up_RI) if scale_R is None else act.mul_(up_RI).mul_(scale_R[:, None])
     # In place, cast afterwards: out= with operands of two dtypes goes through temporaries and takes five times as long.
-    act = F.silu(gate_RI.float(), inplace=True).mul_(up_RI)
+    act = gating.activate_(gate_RI.float()).mul_(up_RI)
     return (act if scale_R is None else act.mul_(scale_R[:, None])).to(gate_RI.dtype)

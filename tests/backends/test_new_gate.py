@@ -1,0 +1,112 @@
+"""A new gate is a row in ``backends/torch/gating.py`` and one in ``modules/structure.py``: blocks compute it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_neuron_moe import NeuronMoEConfig, patch_model
+from hf_neuron_moe.backends.torch import compute, gating
+from hf_neuron_moe.errors import NothingToPatchError, UnsupportedModelError
+from hf_neuron_moe.modules import structure
+from tests.refusals import refused
+from tests.tiny_models import tiny_model
+
+ROUNDING = 2.0**-8
+"""One rounding to bf16, relative to the value."""
+
+
+def _tanh_grad_(values: Tensor) -> Tensor:
+    return values.tanh_().square_().neg_().add_(1)
+
+
+@pytest.fixture
+def rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setitem(gating.GATES, "tanh", gating.Gating(torch.tanh_, _tanh_grad_))
+    row = structure.Gate("tanh", lambda activation: isinstance(activation, nn.Tanh))
+    monkeypatch.setitem(structure.GATES, "tanh", row)
+    yield
+
+
+def loss_and_gradients(model: Any) -> list[Tensor]:
+    ids = torch.arange(64).view(4, 16) % 61
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return [loss.detach(), *(param.grad for param in model.parameters() if param.grad is not None)]
+
+
+def deviations(actual: list[Tensor], expected: list[Tensor]) -> list[float]:
+    """Of each gradient, relative to the size of the whole."""
+    pairs = zip(actual, expected, strict=True)
+    return [float((one.double() - two.double()).norm() / two.double().norm()) for one, two in pairs]
+
+
+@pytest.mark.usefixtures("rows")
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize("products", ["native", "fp32"])
+@pytest.mark.parametrize(
+    ("precision", "activations"),
+    [
+        ("fp32", "minimal"),
+        ("fp32", "recompute"),
+        ("bf16", "full"),
+        ("bf16", "recompute"),
+        ("bf16", "fp8"),
+        ("mxfp8", "full"),
+        ("mxfp8", "minimal"),
+        ("mxfp8", "recompute"),
+    ],
+)
+def test_two_rows_are_enough_to_train_with_it(
+    family: str, products: str, precision: str, activations: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(compute.OPTION, products)
+
+    def gradients(act: str, *, patched: bool) -> list[Tensor]:
+        torch.manual_seed(3)
+        model = tiny_model(family, hidden_act=act).train()
+        if patched:
+            patch_model(model, NeuronMoEConfig(precision=precision, activations=activations))
+        return loss_and_gradients(model)
+
+    stock, found = gradients("tanh", patched=False), gradients("tanh", patched=True)
+    by_silu, stock_silu = gradients("silu", patched=True), gradients("silu", patched=False)
+    # The precision's own roundings, as SiLU shows them on the same weights; in fp32 the sums' order.
+    bound = 1e-5 if precision == "fp32" else 1.5 * max(deviations(by_silu, stock_silu))
+    assert max(deviations(found, stock)) < bound
+    assert max(deviations(by_silu, stock)) > 1.5 * bound, "a block that ignores its gate would pass"
+
+
+@pytest.mark.usefixtures("rows")
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_generation_computes_it(family: str, precision: str, tokens: int) -> None:
+    model = tiny_model(family, hidden_act="tanh").bfloat16().eval()
+    patch_model(model, NeuronMoEConfig(precision=precision))
+    ids = torch.arange(3, 3 + tokens).view(1, tokens)
+    recorded = model.train()(input_ids=ids).logits
+    with torch.no_grad():
+        generated = model.eval()(input_ids=ids).logits
+    # Both ways have the same rounding points; sums of another order may meet another bf16 value.
+    assert deviations([generated], [recorded.detach()])[0] < 2 * ROUNDING
+
+
+@pytest.mark.usefixtures("rows")
+def test_an_activation_that_changes_afterwards_is_an_error() -> None:
+    model = tiny_model("mixtral", hidden_act="tanh")
+    patch_model(model)
+    block = model.model.layers[0].mlp.experts
+    block.act_fn = nn.SiLU()
+    with refused(UnsupportedModelError, "act_fn", "tanh, as when the block was patched"):
+        loss_and_gradients(model)
+
+
+def test_without_the_rows_the_reason_names_the_activation() -> None:
+    model = tiny_model("mixtral", hidden_act="tanh")
+    with refused(NothingToPatchError, "model", "its activation is Tanh, the kernels have SiLU"):
+        patch_model(model)
