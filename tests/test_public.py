@@ -7,6 +7,7 @@ After an addition:
 
 from __future__ import annotations
 
+import ast
 import enum
 import importlib
 import inspect
@@ -54,3 +55,12 @@ def test_public_names_and_signatures(request: pytest.FixtureRequest) -> None:
     for package, names in known.items():
         assert found[package] == names, package
     assert found.keys() == known.keys()
+
+
+@pytest.mark.parametrize("name", ["kernels", "formats"])
+def test_type_checkers_see_every_name(name: str, repo_root: Path) -> None:
+    """mypy's strict mode takes an import for public if it is listed in a literal ``__all__`` or repeats its name."""
+    tree = ast.parse((repo_root / "hf_neuron_moe" / name / "__init__.py").read_text(encoding="utf-8"))
+    imports = [alias for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names]
+    repeated = {alias.name for alias in imports if alias.asname == alias.name}
+    assert repeated == set(importlib.import_module(f"hf_neuron_moe.{name}").__all__)
