@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from hf_neuron_moe.config import LAYOUTS, PURPOSES, SCALE_LAYOUTS, SCALE_RULES
-from hf_neuron_moe.config import STORED_PRECISIONS as PRECISIONS
+from hf_neuron_moe.config import LAYOUTS, PURPOSES, SCALE_LAYOUTS, SCALE_RULES, STORED_PRECISIONS as PRECISIONS
 from hf_neuron_moe.convert.commands import convert_checkpoint, finalize_checkpoint
 from hf_neuron_moe.convert.export import ExportReport, export_checkpoint
 from hf_neuron_moe.convert.manifest import MANIFEST_FILE, Manifest, read_manifest

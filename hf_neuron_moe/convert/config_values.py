@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import CONFIG_MAPPING
-from transformers import __version__ as transformers_version
+from transformers import CONFIG_MAPPING, __version__ as transformers_version
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from hf_neuron_moe.convert.io.source import (

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hf_neuron_moe.config import LAYOUTS, PURPOSES, SCALE_LAYOUTS, SCALE_RULES
-from hf_neuron_moe.config import STORED_PRECISIONS as PRECISIONS
+from hf_neuron_moe.config import LAYOUTS, PURPOSES, SCALE_LAYOUTS, SCALE_RULES, STORED_PRECISIONS as PRECISIONS
 from hf_neuron_moe.errors import ConfigError, nearest, public
 
 NO_COMPACT_SCALES = "packed or oversized: the MLP kernels take no compact ones"

@@ -23,8 +23,7 @@ from hf_neuron_moe.modules.backend_choice import caches_weights
 from hf_neuron_moe.modules.block import NeuronBlock
 from hf_neuron_moe.modules.low_rank import is_lora_linear, low_rank_mlp, low_rank_of, three_weights, why_not_low_rank
 from hf_neuron_moe.modules.ops_checks import check_hidden_states
-from hf_neuron_moe.modules.replaced_layers import NAME as REPLACED_LAYERS
-from hf_neuron_moe.modules.replaced_layers import ReplacedLayers, adapters_refused
+from hf_neuron_moe.modules.replaced_layers import NAME as REPLACED_LAYERS, ReplacedLayers, adapters_refused
 from hf_neuron_moe.modules.saved_bytes import SavedBlock
 from hf_neuron_moe.modules.state_dict import KernelLayoutMixin, WeightRule
 from hf_neuron_moe.modules.structure import (

@@ -6,8 +6,7 @@ from typing import Any
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from hf_neuron_moe.config import LAYOUTS, QUANT_METHOD
-from hf_neuron_moe.config import STORED_PRECISIONS as PRECISIONS
+from hf_neuron_moe.config import LAYOUTS, QUANT_METHOD, STORED_PRECISIONS as PRECISIONS
 from hf_neuron_moe.errors import ConfigError, nearest, public
 
 ONE_DEVICE = "Load it on one device, or shard the loaded model afterwards."

@@ -22,9 +22,15 @@ from hf_neuron_moe.errors import public
 from hf_neuron_moe.reference.moe_cte import MoEForward, forward
 from hf_neuron_moe.reference.moe_cte_arguments import Arguments
 from hf_neuron_moe.reference.moe_cte_rules import MX
-from hf_neuron_moe.reference.moe_types import ExpertAffinityScaleMode as _Mode
-from hf_neuron_moe.reference.moe_types import MoECTEImplementation as _Kind
-from hf_neuron_moe.reference.moe_types import MoECTESpec, QuantizationType, ShardOnBlockConfig, ShardOnIConfig, bound
+from hf_neuron_moe.reference.moe_types import (
+    ExpertAffinityScaleMode as _Mode,
+    MoECTEImplementation as _Kind,
+    MoECTESpec,
+    QuantizationType,
+    ShardOnBlockConfig,
+    ShardOnIConfig,
+    bound,
+)
 
 _CONFIGS = (ShardOnBlockConfig, ShardOnIConfig)
 _OPTIONS = {kind: [field.name for field in fields(kind)] for kind in _CONFIGS}

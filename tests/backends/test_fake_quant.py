@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from hf_neuron_moe.backends.torch.fake_quant import fake_quantize_
 from hf_neuron_moe.formats.mx import fake_quantize_mx

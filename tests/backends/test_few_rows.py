@@ -7,13 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from hf_neuron_moe.backends.spec import Routing
-from hf_neuron_moe.backends.torch.cpu import decode as few_rows
-from hf_neuron_moe.backends.torch.cpu import matmul as products
+from hf_neuron_moe.backends.torch.cpu import decode as few_rows, matmul as products
 from hf_neuron_moe.backends.torch.experts import ExpertStack
 from hf_neuron_moe.errors import ShapeError
 from hf_neuron_moe.modules import ops

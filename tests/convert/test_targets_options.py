@@ -6,8 +6,7 @@ import dataclasses
 import itertools
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from hf_neuron_moe.convert import (
     LAYOUTS,

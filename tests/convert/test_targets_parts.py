@@ -8,8 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import assume, given, settings, strategies as st
 
 from hf_neuron_moe.convert import ConvertOptions
 from hf_neuron_moe.convert.layout.orientations import StoredForm, stored_forms

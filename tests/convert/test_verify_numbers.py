@@ -6,8 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint, read_manifest
 from hf_neuron_moe.convert.audit.compare import BF16_FLOOR_DB, MX_FLOORS_DB, blocks_of, sqnr_db

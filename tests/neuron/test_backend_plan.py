@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from hf_neuron_moe.activation_policy import parse_keep
 from hf_neuron_moe.backends.neuron import fp8_checkpoints

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 from functorch.compile import aot_function
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 

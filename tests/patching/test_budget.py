@@ -8,8 +8,7 @@ import time
 from unittest import mock
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from hf_neuron_moe.activation_policy import ActivationBudget, canonical_keep, keep_strings
 from hf_neuron_moe.modules.saved_bytes import SavedBlock, recomputed_flops, saved_bytes

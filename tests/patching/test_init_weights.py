@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers import initialization as init
+from transformers import AutoModelForCausalLM, PreTrainedModel, initialization as init
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaModel
 
 from hf_neuron_moe import patch_model, unpatch_model

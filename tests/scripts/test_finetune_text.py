@@ -13,8 +13,7 @@ import datasets
 import pytest
 from finetune_options import DataOptions
 from finetune_text import blocks, pack, quiet_datasets
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from make_tiny_model import END_OF_TEXT, byte_tokenizer
 
 from hf_neuron_moe.errors import ConfigError, NeuronMoEWarning

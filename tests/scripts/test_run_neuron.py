@@ -10,8 +10,7 @@ from pathlib import Path
 
 import neuron_check
 import pytest
-from finetune import finetune
-from finetune import main as finetune_main
+from finetune import finetune, main as finetune_main
 from finetune_model import patch, told_unpatched
 from finetune_options import Options, parse
 from make_tiny_model import make_tiny_model
