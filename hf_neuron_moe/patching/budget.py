@@ -1,10 +1,10 @@
 """The cheapest choice of activation policies within a byte budget: a multiple-choice knapsack.
 
-Solved in three steps. Buying the steps between policies in the order of what a byte saves gives a plan and a price per
-byte, and with the price a bound from below: no plan can repeat fewer operations than the blocks would if they paid for
-every byte (Lagrangian relaxation). Then blocks are added one by one, and of the sums that some plan better than the
-known one could go through all those are kept that no other beats in both bytes and operations; that is exact. Where
-there are too many of them they are thinned out, and the plan is near the best one instead, by a known distance.
+Buying the steps between policies in the order of what a byte saves gives a plan and a price per byte, and with the
+price a bound from below: no plan can repeat fewer operations than the blocks would if they paid for every byte
+(Lagrangian relaxation). Then blocks are added one by one, and of the sums that some plan better than the known one
+could go through all those are kept that no other beats in both bytes and operations; that is exact. Where there are too
+many of them they are thinned out, and the plan is near the best one instead, by a known distance.
 """
 
 from __future__ import annotations
@@ -142,8 +142,13 @@ def _search(
         saved, flops = saved_SO[sums, chosen], flops_S[sums] + again_O[chosen]
         kept = _frontier(saved, flops)
         if len(kept) > most:
-            kept, width = _thinned(kept, flops, most)
-            lost += width
+            # Of each of `most` equal parts of the range of operations, the sum with the fewest bytes: what is left out
+            # has less than a part's width fewer operations than a sum that has fewer bytes and is kept.
+            again = flops[kept]
+            width = -(-int(again[0] - again[-1] + 1) // most)
+            parts = (again - again[-1]) // width
+            kept = kept[np.concatenate([[True], parts[1:] != parts[:-1]])]
+            lost += float(width - 1)
         if not len(kept):
             return None, lost
         trail.append((sums[kept], chosen[kept]))
@@ -162,20 +167,6 @@ def _frontier(saved_S: npt.NDArray[np.float64], flops_S: npt.NDArray[np.int64]) 
     descending = flops_S[order]
     best_before = np.minimum.accumulate(descending)[:-1]
     return order[np.concatenate([np.ones(min(1, len(order)), dtype=bool), descending[1:] < best_before])]
-
-
-def _thinned(
-    kept: npt.NDArray[np.intp], flops_S: npt.NDArray[np.int64], most: int
-) -> tuple[npt.NDArray[np.intp], float]:
-    """Divide the range of operations into `most` equal parts and keep the sum of each that has the fewest bytes.
-
-    Returned are the sums that are left, and the width of a part: what was left out has no more than so many operations
-    less than a sum that was kept and has fewer bytes.
-    """
-    flops = flops_S[kept]
-    width = -(-int(flops[0] - flops[-1] + 1) // most)
-    parts = (flops - flops[-1]) // width
-    return kept[np.concatenate([[True], parts[1:] != parts[:-1]])], float(width - 1)
 
 
 def _undominated(options: Sequence[Option]) -> list[Option]:

@@ -1,4 +1,4 @@
-"""What the metrics need to know of a patched block, whatever its kind and the home of its weights.
+"""What the metrics need to know of a patched block, whatever its kind and weight layout.
 
 Legend: E experts, H hidden size, I intermediate size, R rows, K contraction axis.
 """
@@ -16,6 +16,7 @@ from hf_neuron_moe.modules.experts import NeuronExperts
 from hf_neuron_moe.modules.quantized_blocks import FrozenBlock, FrozenExperts
 from hf_neuron_moe.modules.swiglu_mlp import KernelLayoutSwiGLUMLP, NeuronSwiGLUMLP
 from hf_neuron_moe.patching.apply import report_of
+from hf_neuron_moe.patching.preconditions import inside_adapters
 from hf_neuron_moe.patching.report import PATCHED, PatchEntry
 
 PROJECTIONS = ("gate", "up", "down")
@@ -36,7 +37,7 @@ def has_experts(block: NeuronBlock) -> bool:
 
 
 def block_sizes(block: NeuronBlock) -> tuple[int, int, int]:
-    """Return E (0 for a dense block), H and I; of frozen blocks with the zeros that the stored tensors contain."""
+    """Return E (0 for a dense block), H and I, padding of stored MX tensors included."""
     shape = block.neuron_shape
     experts = block.neuron_stack.gate_up_scales.shape[0] if isinstance(block, FrozenExperts) else shape.experts
     return experts or 0, shape.hidden, shape.intermediate
@@ -71,12 +72,16 @@ def spread_rows(values_RK: Tensor, rows: int) -> Tensor:
 
 
 def patch_record(model: nn.Module) -> dict[str, Any]:
-    """Return the patch report of `model` as plain values; of frozen blocks, which no patch made, one like it."""
+    """Return the patch report of `model` as plain values.
+
+    Of frozen blocks, which no patch made, one like it with the first one's configuration.
+    """
     report = report_of(model)
     if report is not None:
         return report.to_dict()
     entries = []
-    for name, block in patched_blocks(model).items():
+    blocks = patched_blocks(model)
+    for name, block in blocks.items():
         experts, hidden, inner = block_sizes(block)
         entry = PatchEntry(
             name=name,
@@ -90,14 +95,7 @@ def patch_record(model: nn.Module) -> dict[str, Any]:
             backend=block.neuron_config.backend,
         )
         entries.append(entry.to_dict())
-    return {"config": config_record(model), "entries": entries}
-
-
-def config_record(model: nn.Module) -> dict[str, Any]:
-    """Return the configuration that `model` was patched with as plain values; of frozen blocks that of the first."""
-    report = report_of(model)
-    config = report.config if report is not None else next(iter(patched_blocks(model).values())).neuron_config
-    return config.to_dict()
+    return {"config": next(iter(blocks.values())).neuron_config.to_dict(), "entries": entries}
 
 
 def _dense_weights(block: nn.Module) -> dict[str, Tensor]:
@@ -106,19 +104,12 @@ def _dense_weights(block: nn.Module) -> dict[str, Tensor]:
         gate_up, down = _base(block, "gate_up_proj"), _base(block, "down_proj")
     else:
         roles = block.neuron_roles
-        weights = [_base(_inside_adapters(block.get_submodule(name)), "weight") for name in roles.linears]
+        weights = [_base(inside_adapters(block.get_submodule(name)), "weight") for name in roles.linears]
         if len(roles.inputs) == 2:
             return dict(zip(PROJECTIONS, weights, strict=True))
         gate_up, down = weights
     gate_IH, up_IH = gate_up.chunk(2, dim=0)
     return {"gate": gate_IH, "up": up_IH, "down": down}
-
-
-def _inside_adapters(layer: nn.Module) -> nn.Module:
-    """The layer that an adapter (peft's ``base_layer``) was put around."""
-    while isinstance(inner := getattr(layer, "base_layer", None), nn.Module):
-        layer = inner
-    return layer
 
 
 def _base(module: nn.Module, name: str) -> Tensor:

@@ -1,8 +1,7 @@
 """Checkpoints that a kill at any moment cannot spoil, and that never hold NaN.
 
-The stock Trainer writes ``checkpoint-N`` in place and resumes from the folder with the highest step, also if that was
-never finished. :class:`SafeCheckpointMixin` marks finished ones, resumes from marked ones only, and removes old ones
-only after the new one is marked.
+The stock Trainer writes ``checkpoint-N`` in place and resumes from the folder with the highest step, finished or not.
+:class:`SafeCheckpointMixin` marks finished ones, resumes from marked ones, and removes old ones after that only.
 """
 
 from __future__ import annotations
@@ -25,10 +24,7 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
-__all__ = ["SafeCheckpointMixin", "find_last_complete", "mark_complete", "refuse_nonfinite"]
-
-_PART = 1 << 24
-"""Elements of a one-byte tensor that are looked at together."""
+_PART = 1 << 24  # elements of a one-byte tensor that are looked at together
 
 
 class SafeCheckpointMixin(_Base):
@@ -51,19 +47,19 @@ class SafeCheckpointMixin(_Base):
         if resume is True:
             resume = self._last_complete()
         elif resume:
-            _refuse_incomplete(Path(resume))
+            _check_complete(Path(resume))
         elif self.model is not None and getattr(self, "model_init", None) is None:
-            self._refuse_nonfinite("train")
+            self._check_finite("train")
         return super().train(resume, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model as the Trainer does, if its weights are finite."""
         if not self._is_saving:  # then it has been looked at
-            self._refuse_nonfinite()
+            self._check_finite("save_model")
         super().save_model(output_dir, _internal_call)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        self._refuse_nonfinite()
+        self._check_finite("save_model")
         run = self._get_output_dir(trial=trial)
         folder = Path(run) / f"checkpoint-{self.state.global_step}"
         if self.args.should_save:
@@ -128,7 +124,7 @@ class SafeCheckpointMixin(_Base):
             raise IncompleteCheckpointError.about("resume_from_checkpoint=True", expected, "none", fix)
         return str(found[0])
 
-    def _refuse_nonfinite(self, where: str = "save_model") -> None:
+    def _check_finite(self, where: str) -> None:
         """Stop all processes if one of them has non-finite weights: alone it would leave the others waiting."""
         assert self.model is not None  # a Trainer that saves has one
         problems = [_first_nonfinite(self.model)]
@@ -136,16 +132,16 @@ class SafeCheckpointMixin(_Base):
             from accelerate.utils import gather_object
 
             problems = gather_object(problems)
-        _refuse(problems, where)
+        _raise_nonfinite(problems, where)
 
 
 def refuse_nonfinite(model: nn.Module) -> None:
-    """Refuse weights that must not be saved; the error names the first such parameter and its module.
+    """Raise for weights that must not be saved; the error names the first such parameter and its module.
 
     Parameters must be finite, and floating-point buffers that are saved must not be NaN (some models mask with
     infinity). Of sharded parameters, this process's part is looked at; meta tensors are passed over.
     """
-    _refuse([_first_nonfinite(model)], "save_model")
+    _raise_nonfinite([_first_nonfinite(model)], "save_model")
 
 
 _REMEDIES = {
@@ -155,7 +151,7 @@ _REMEDIES = {
 }
 
 
-def _refuse(problems: list[str | None], where: str) -> None:
+def _raise_nonfinite(problems: list[str | None], where: str) -> None:
     for problem in problems:
         if problem is not None:
             raise NonFiniteWeightsError.about("the model's weights", "finite", problem, _REMEDIES[where]).named(where)
@@ -198,7 +194,7 @@ def _parts(tensor: Tensor | None) -> tuple[Tensor, ...]:
 
 
 @public("train")
-def _refuse_incomplete(folder: Path) -> None:
+def _check_complete(folder: Path) -> None:
     found = files.inspect(folder)
     if found.state is files.State.INCOMPLETE:
         expected = "a checkpoint that was written to its end"

@@ -1,8 +1,7 @@
 """FSDP2 over CPU processes, which accelerate does not switch on.
 
-``accelerate.state.AcceleratorState`` (1.15) looks at its FSDP settings for GPU-like process groups only. On CPUs it
-drops them without a word, and a run that asked for FSDP becomes DDP. Everything behind that switch works on CPUs:
-``fully_shard`` over gloo, state dicts, gradient clipping, checkpoints.
+On CPUs ``accelerate.state.AcceleratorState`` (1.15) drops its FSDP settings without a word, and a run that asked for
+FSDP becomes DDP. Everything behind that switch works: ``fully_shard`` over gloo, state dicts, clipping, checkpoints.
 """
 
 from __future__ import annotations

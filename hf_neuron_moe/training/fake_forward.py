@@ -1,15 +1,15 @@
 """A training forward pass without memory: the storages that a model would keep for its backward, counted.
 
-The model stays on the meta device. Its parameters and buffers are replaced, for one call, by fake tensors of the CPU
+The parameters and buffers of a model on the meta device are replaced, for one call, by fake tensors of the CPU
 (:class:`torch._subclasses.fake_tensor.FakeTensorMode`): operators run by shape alone, custom operators through their
-registered fakes, and autograd records what it always records. :class:`~hf_neuron_moe.training.saved_ledger.SavedLedger`
-notes what is saved, and where.
+registered fakes, and autograd records what it always records.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -42,17 +42,13 @@ def fake_saved_activations(
     """Run one training forward pass of a causal language model by shapes alone, and count what it saves.
 
     The counts are those that autograd on a CPU would give; attention is transformers' sdpa where the model supports it.
-
-    Args:
-        model: a transformers model (or an adapter's wrapper) on the meta device; it is not changed.
-        blocks: its modules that are counted apart.
-        batch: sequences (B).
-        length: tokens per sequence (L).
+    `model` (or an adapter's wrapper) is on the meta device and is not changed; its modules `blocks` are counted apart.
+    There are `batch` sequences of `length` tokens.
     """
     ledger = SavedLedger(model, blocks)
     was_training = model.training
-    with FakeTensorMode() as fake, _shapes_only_attention(model):
-        state = _fake_state(fake, model)
+    with FakeTensorMode(), _shapes_only_attention(model):
+        state = _fake_state(model)
         ids_BL = torch.zeros(batch, length, dtype=torch.int64)
         labels_BL = ids_BL.clone()
         inputs = {"input_ids": ids_BL, "labels": labels_BL, "use_cache": False}
@@ -87,14 +83,13 @@ class _GroupedProductsOfAnyDtype(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _fake_state(fake: FakeTensorMode, model: nn.Module) -> dict[str, Tensor]:
+def _fake_state(model: nn.Module) -> dict[str, Tensor]:
     """Fake CPU tensors for all parameters and buffers, tied ones once; they require gradients as the originals do."""
     made: dict[int, Tensor] = {}
     state: dict[str, Tensor] = {}
-    tensors: Mapping[str, Tensor] = dict(model.named_parameters(remove_duplicate=False)) | dict(
-        model.named_buffers(remove_duplicate=False)
-    )
-    for name, tensor in tensors.items():
+    for name, tensor in chain(
+        model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
+    ):
         if id(tensor) not in made:
             twin = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
             made[id(tensor)] = twin.requires_grad_(tensor.requires_grad)

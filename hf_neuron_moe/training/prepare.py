@@ -25,7 +25,7 @@ def is_patched(model: nn.Module) -> bool:
 
 
 def refuse_sharded_kernel_layout(model: nn.Module) -> None:
-    """Refuse weights in the kernels' layout where FSDP is to shard them.
+    """Raise for weights in the kernels' layout where FSDP is to shard them.
 
     torch's distributed state dicts go by the names and shapes of parameters, which are not the stock ones there: such a
     run may train, and fails or loads transposed weights when it saves and resumes.
@@ -41,7 +41,7 @@ def refuse_sharded_kernel_layout(model: nn.Module) -> None:
 
 
 def refuse_unsavable_adapters(model: nn.Module) -> None:
-    """Refuse, before a step is lost, to train adapters that cannot be saved: those on dense blocks in kernel layout."""
+    """Raise, before a step is lost, for adapters that cannot be saved: those on dense blocks in kernel layout."""
     for name, module in model.named_modules():
         if isinstance(module, KernelLayoutSwiGLUMLP):
             module.refuse_adapters(name)

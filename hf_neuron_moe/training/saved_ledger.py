@@ -1,15 +1,14 @@
 """What one forward pass saves for its backward, and what of it gradient checkpointing would keep, and when.
 
-Under gradient checkpointing the forward leaves the layers' inputs and what lies outside of the layers. The backward
-starts at the loss: once the loss, the head and the last norm have had theirs, what they saved is gone. Only then is the
-last layer recomputed; when its backward has ended, its input and all it saved are gone, and the layer before is
-recomputed. So there are as many moments to look at as there are layers, and one more.
+Under gradient checkpointing the forward leaves the layers' inputs and what lies outside of the layers. What loss, head
+and last norm saved is gone before the last layer is recomputed; its input and all it saved are gone before the layer
+before is. So there are as many moments to look at as there are layers, and one more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,10 +44,9 @@ class _LayerCall:
     """One call of a layer."""
 
     kept: Storages
-    """Storages that gradient checkpointing would keep when the call begins and that were not kept before: those saved
-    outside since the last call, and the call's own tensor arguments."""
-    own: Storages = field(default_factory=dict)
-    """Storages that the layer saves; the ones already kept when it begins are counted there."""
+    """What gradient checkpointing keeps when the call begins and did not keep before: the call's tensor arguments, and
+    what was saved outside since the last call."""
+    own: Storages = field(default_factory=dict)  # what the layer saves; counted where it is not kept already
 
 
 class SavedLedger:
@@ -69,20 +67,17 @@ class SavedLedger:
     def watching(self, owned: Iterable[Tensor]) -> Iterator[None]:
         """Count inside the block; storages of `owned` tensors (parameters, buffers, labels) are left out."""
         self._owned = storages_of(owned)
-        handles: list[Any] = []
-        for block in self._blocks:
-            handles.append(block.register_forward_pre_hook(self._enter_block))
-            handles.append(block.register_forward_hook(self._leave_block, always_call=True))
-        for module in self._model.modules():
-            if isinstance(module, GradientCheckpointingLayer):
-                handles.append(module.register_forward_pre_hook(self._enter_layer, with_kwargs=True))
-                handles.append(module.register_forward_hook(self._leave_layer, always_call=True))
-        try:
-            with noting_saved(self._owned, self._note):
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        layers = [module for module in self._model.modules() if isinstance(module, GradientCheckpointingLayer)]
+        hooked: list[tuple[nn.Module, Callable[..., None], Callable[..., None]]] = [
+            *((block, self._enter_block, self._leave_block) for block in self._blocks),
+            *((layer, self._enter_layer, self._leave_layer) for layer in layers),
+        ]
+        with ExitStack() as stack:
+            for module, enter, leave in hooked:
+                stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+                stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+            stack.enter_context(noting_saved(self._owned, self._note))
+            yield
 
     def result(self) -> SavedActivations:
         """Return the sums over everything seen."""
@@ -115,12 +110,11 @@ class SavedLedger:
 
     def _enter_layer(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._layer_depth += 1
-        if self._layer_depth > 1:
-            return
-        self._calls.append(_LayerCall(self._outside))
-        self._outside = {}
-        arguments = storages_of(_tensors((*args, *kwargs.values())))
-        self._calls[-1].kept |= {storage: size for storage, size in arguments.items() if storage not in self._owned}
+        if self._layer_depth == 1:
+            arguments = storages_of(_tensors((*args, *kwargs.values()))).items()
+            given = {storage: size for storage, size in arguments if storage not in self._owned}
+            self._calls.append(_LayerCall(self._outside | given))
+            self._outside = {}
 
     def _leave_layer(self, *_: Any) -> None:
         self._layer_depth -= 1
