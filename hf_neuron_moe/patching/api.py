@@ -101,12 +101,9 @@ def unpatch_model(model: nn.Module) -> PatchReport:
         wrapped = wrapped_modules(holder)
         for swap in state.swaps:
             if id(swap.replacement) in wrapped and swap.replacement.neuron_config.weights == "kernel":
-                raise UnsupportedModelError.about(
-                    swap.name,
-                    "free of adapters while its weights are in kernel layout",
-                    "a block that an adapter is attached to",
-                    "Call merge_and_unload() or unload() on the peft model first.",
-                )
+                expected = "free of adapters while its weights are in kernel layout"
+                fix = "Call merge_and_unload() or unload() on the peft model first."
+                raise UnsupportedModelError.about(swap.name, expected, "a block that an adapter is attached to", fix)
     report = report_of(model)
     assert report is not None
     warn_of_lost_forwards([swap for _, state in found for swap in state.swaps])

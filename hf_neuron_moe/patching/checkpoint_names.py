@@ -1,12 +1,10 @@
 """Lets ``load_state_dict`` read checkpoints under their on-disk names.
 
 transformers 5 stores many models under other names and shapes than it holds in memory (Mixtral: ``experts.0.w1.weight``
-on disk, one 3-D ``experts.gate_up_proj`` in memory). ``from_pretrained`` converts; the plain ``load_state_dict`` that
-``Trainer`` resumes with does not, so that routers and experts keep whatever values they have. The pre-hook here applies
-the model's own conversion.
-
-A state dict may hold only a part of the pieces of one parameter (a shard of a large checkpoint does): such pieces
-replace their part of the parameter's present value, as loading a part of a state dict always does.
+on disk, one 3-D ``experts.gate_up_proj`` in memory). ``Trainer`` resumes with a plain ``load_state_dict``, which does
+not convert as ``from_pretrained`` does, so that routers and experts keep whatever values they have. The pre-hook here
+does. Of a state dict with only a part of the pieces of one parameter (a shard of a large checkpoint), the pieces
+replace their part of the parameter's present value.
 """
 
 from __future__ import annotations
@@ -167,12 +165,9 @@ def _is_on_disk_form(
         return True
     if hasattr(state_dict, "_metadata"):  # set by Module.state_dict, absent from a dict read from a file
         return False
-    raise UnsupportedModelError.about(
-        ", ".join(given),
-        "recognizable as on-disk or in-memory form, which have the same names and shapes in this model",
-        "a plain dict of tensors",
-        "Pass the result of model.state_dict() itself, or load the checkpoint with from_pretrained.",
-    )
+    expected = "recognizable as on-disk or in-memory form, which have the same names and shapes in this model"
+    fix = "Pass the result of model.state_dict() itself, or load the checkpoint with from_pretrained."
+    raise UnsupportedModelError.about(", ".join(given), expected, "a plain dict of tensors", fix)
 
 
 def _problems(
@@ -210,15 +205,9 @@ def remove(modules: list[nn.Module]) -> None:
 def _roots(model: nn.Module) -> list[nn.Module]:
     from transformers import PreTrainedModel
 
-    roots: list[nn.Module] = []
-    pending = [model]
-    while pending:
-        module = pending.pop()
-        if isinstance(module, PreTrainedModel):
-            roots.append(module)
-        else:
-            pending.extend(module.children())
-    return roots
+    if isinstance(model, PreTrainedModel):
+        return [model]
+    return [root for child in model.children() for root in _roots(child)]
 
 
 def _hook_ids(module: nn.Module) -> list[int]:

@@ -1,9 +1,8 @@
 """Two methods of transformers models that an attribute of the instance stands before while a model is patched.
 
-transformers asks a model's ``_init_weights`` for every module; patched blocks are initialised as the stock ones, also
-in a model that was patched on the meta device and gets its memory later. And it hands one checkpoint function to all
-layers in ``_set_gradient_checkpointing``, whenever checkpointing is switched on (by the user, by the Trainer, through
-peft's wrapper); patched models give it the replay of :mod:`hf_neuron_moe.patching.routing_replay`.
+``_init_weights`` is asked for every module: patched blocks are initialised as the stock ones. By
+``_set_gradient_checkpointing`` all layers get one checkpoint function whenever checkpointing is switched on (by the
+user, the Trainer, peft's wrapper): it gets the replay of :mod:`hf_neuron_moe.patching.routing_replay`.
 """
 
 from __future__ import annotations
@@ -35,7 +34,9 @@ def cover(model: nn.Module, *, experts: bool, covered: list[tuple[nn.Module, str
 
     for each in (module for module in model.modules() if isinstance(module, PreTrainedModel)):
         for method in (_INIT, _SETTER) if experts else (_INIT,):
-            if _is_covered(each, method) or (method == _SETTER and _is_old_format(each)):
+            # A setter from before transformers 4.35 takes a value, and gives its layers no function.
+            old = method == _SETTER and "value" in inspect.signature(getattr(each, method)).parameters
+            if old or _is_covered(each, method):
                 continue
             covered.append((each, method))
             # A partial, not a closure: copying or pickling the model takes it along, bound to the copy.
@@ -63,11 +64,6 @@ def _is_covered(model: nn.Module, method: str) -> bool:
     return isinstance(found, functools.partial) and found.func is _COVERS[method]
 
 
-def _is_old_format(model: nn.Module) -> bool:
-    """Whether the setter is one from before transformers 4.35, which gives its layers no function."""
-    return "value" in inspect.signature(getattr(model, _SETTER)).parameters
-
-
 def _init_weights(model: nn.Module, original: Callable[[nn.Module], None] | None, module: nn.Module) -> None:
     init = functools.partial(getattr(type(model), _INIT), model) if original is None else original
     if isinstance(module, NeuronBlock) and not isinstance(module, FrozenBlock):
@@ -90,13 +86,9 @@ _COVERS: dict[str, Callable[..., None]] = {_INIT: _init_weights, _SETTER: _set_a
 def routing_replay_stats(model: nn.Module, *, reset: bool = False) -> tuple[int, int]:
     """Count the decisions that activation checkpointing recomputed, and those that replay kept from changing.
 
-    Args:
-        model: a patched model, or a wrapper around one.
-        reset: count from zero afterwards.
-
-    Returns:
-        ``(decisions, changed)`` since patching or the last reset. A decision is one row of one ``topk``: a token makes
-        one per layer in most families, several in group-limited ones. Reading waits for the device.
+    Returned are ``(decisions, changed)`` of a patched `model`, or a wrapper around one, since patching or the last
+    `reset`. A decision is one row of one ``topk``: a token makes one per layer in most families, several in
+    group-limited ones. Reading waits for the device.
     """
     found = (function for _, function in _checkpointing(model) if isinstance(function, ReplayingCheckpoint))
     stats = list({id(function): function.stats for function in found}.values())

@@ -1,12 +1,10 @@
 """Notices an optimizer, or a state of one, that was made for another layout of the weights than the model has now.
 
-An optimizer finds its state again by position alone, so a run that is resumed with another layout of the weights would
-pair moments with the wrong elements. While a model is patched, a hook in front of every optimizer step writes into each
-parameter group which of its parameters are in kernel layout. The entry travels with ``optimizer.state_dict()``, is
-restored by ``load_state_dict``, and is compared at the next step. Checkpoints of stock runs have no entry. (Dense
-blocks own fewer parameters in kernel layout than in stock layout: torch itself raises when such states are loaded.)
-
-An optimizer that was made before the model was patched holds parameters with a mark.
+An optimizer finds its state again by position alone. While a model is patched, a hook in front of every optimizer step
+writes into each parameter group which of its parameters are in kernel layout. The entry travels with
+``optimizer.state_dict()`` and is compared at the next step; checkpoints of stock runs have none. (Dense blocks own
+fewer parameters in kernel layout than in stock layout: torch itself raises when such states are loaded.) An optimizer
+that was made before the model was patched holds parameters with a mark.
 """
 
 from __future__ import annotations

@@ -91,22 +91,18 @@ def resolve(
         return _solve(activations, blocks)
     if isinstance(activations, str) or not activations.modules:
         return [activations] * len(blocks)
-    exceptions = dict(activations.modules)
+    exceptions = {glob: _plain(policy) for glob, policy in activations.modules}
     check_globs("activations.modules", list(exceptions), known)
     rest = _plain(ActivationPolicy(keep=activations.keep, storage=activations.storage))
-    return [_exception(exceptions, block.names) or rest for block in blocks]
-
-
-def _exception(exceptions: Mapping[str, BlockActivations], names: Sequence[str]) -> BlockActivations | None:
-    matching = [glob for glob in exceptions if fnmatch.filter(names, glob)]
-    if len(matching) > 1:
-        raise ConfigError.about(
-            "activations.modules",
-            "made of globs of which at most one matches a block",
-            f"{' and '.join(map(repr, matching))}, which both match {names[0]!r}",
-            "Make one of them narrower.",
-        )
-    return _plain(exceptions[matching[0]]) if matching else None
+    own = []
+    for block in blocks:
+        matching = [glob for glob in exceptions if fnmatch.filter(block.names, glob)]
+        if len(matching) > 1:
+            expected = "made of globs of which at most one matches a block"
+            got = f"{' and '.join(map(repr, matching))}, which both match {block.names[0]!r}"
+            raise ConfigError.about("activations.modules", expected, got, "Make one of them narrower.")
+        own.append(exceptions[matching[0]] if matching else rest)
+    return own
 
 
 def _plain(policy: BlockActivations) -> BlockActivations:
@@ -117,12 +113,10 @@ def _plain(policy: BlockActivations) -> BlockActivations:
 def _solve(budget: ActivationBudget, blocks: Sequence[PlannedBlock]) -> list[BlockActivations]:
     for block in blocks:
         if block.shape.top_k == 0:
-            raise ConfigError.about(
-                "activations",
-                "a preset or a policy for a model that does not say how many experts a token has",
-                f"{budget}, to be divided among blocks such as {block.names[0]!r}",
-                "Name the checkpoints instead, for example activations='minimal'.",
-            )
+            expected = "a preset or a policy for a model that does not say how many experts a token has"
+            got = f"{budget}, to be divided among blocks such as {block.names[0]!r}"
+            fix = "Name the checkpoints instead, for example activations='minimal'."
+            raise ConfigError.about("activations", expected, got, fix)
     options = [_options(block.shape, budget) for block in blocks]
     plan = cheapest_plan(options, budget.limit)
     if plan is None:

@@ -146,11 +146,9 @@ def check_not_patched_elsewhere(model: nn.Module, home: nn.Module) -> None:
     if names:
         listed = ", ".join(f"{name!r} ({_blocks(len(state.swaps))})" for name, state in names)
         calls = ", ".join(f"unpatch_model(<{name}>)" for name, _ in names)
-        raise unsupported(
-            "a model that is not patched yet, or that was patched as a whole",
-            f"a {type(model).__name__} of which a part is patched: {listed}",
-            f"Unpatch that first ({calls}), then patch the outer model; nothing was changed.",
-        )
+        expected = "a model that is not patched yet, or that was patched as a whole"
+        fix = f"Unpatch that first ({calls}), then patch the outer model; nothing was changed."
+        raise unsupported(expected, f"a {type(model).__name__} of which a part is patched: {listed}", fix)
     _refuse_foreign_blocks(home)
 
 
@@ -192,12 +190,11 @@ def check_called(home: nn.Module, blocks: Iterable[tuple[str, nn.Module]]) -> No
     passed = {name: around[id(block)] for name, block in experts if id(block) in around}
     if passed:
         forwards = {described(parent.__dict__["forward"]) for parent in passed.values()}
-        raise changed(
-            expected,
+        got = (
             f"a model whose patched experts do not run: {', '.join(passed)}; "
-            f"the forward put on the module around them ({', '.join(sorted(forwards))}) does not call them",
-            "Delete that forward (`del block.forward`), or call unpatch_model(model)",
+            f"the forward put on the module around them ({', '.join(sorted(forwards))}) does not call them"
         )
+        raise changed(expected, got, "Delete that forward (`del block.forward`), or call unpatch_model(model)")
 
 
 def passed_by(home: nn.Module) -> dict[int, nn.Module]:
@@ -242,12 +239,9 @@ def check_outcome(model: nn.Module, report: PatchReport, strict: bool) -> None:
     """Raise for a plan that patches nothing, or with `strict` not every gated block that is not excluded."""
     if not report.patched:
         listed = _listed(report.refused)
-        raise NothingToPatchError.about(
-            "model",
-            "a model with SwiGLU MLPs or experts that the kernels can compute",
-            f"a {type(model).__name__} {_counted(report)}{':' + listed if listed else ''}",
-            ("\n" if listed else "") + _what_to_do(report),
-        )
+        expected = "a model with SwiGLU MLPs or experts that the kernels can compute"
+        got = f"a {type(model).__name__} {_counted(report)}{':' + listed if listed else ''}"
+        raise NothingToPatchError.about("model", expected, got, ("\n" if listed else "") + _what_to_do(report))
     counted = [entry for entry in report.refused if entry.gated]
     if strict and counted:
         raise unsupported(

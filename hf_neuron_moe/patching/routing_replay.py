@@ -1,19 +1,16 @@
 """A recomputed token keeps its experts: decisions of a checkpointed function's first run are replayed in later runs.
 
-Activation checkpointing runs a layer a second time in backward. Where a router's two best candidates are nearly tied, a
-difference of one rounding step (another thread count, autocast, an atomic sum) lets the second run choose another
-expert: its gradient then belongs to a forward that never took place, and where experts save as many rows as they were
-given tokens, torch stops with a ``CheckpointError``. Here every later run takes the indices that the first run of the
-same call chose. The values are gathered from the recomputed scores, so weights stay differentiable functions of the
-logits in every router, also in those that choose several times (groups first, then experts).
+Where a router's two best candidates are nearly tied, one rounding step (another thread count, autocast, an atomic sum)
+lets the second run of a checkpointed layer choose another expert: its gradient then belongs to a forward that never
+took place, and where experts save as many rows as they were given tokens, torch stops with a ``CheckpointError``. Here
+later runs take the indices that the first one chose. The values are gathered from the recomputed scores, so weights
+stay differentiable functions of the logits in every router, also in those that choose groups first, then experts.
 
 A decision is a call of ``topk``, ``argmax`` or ``max`` along a dimension on a floating-point tensor, by function or
 method, anywhere inside. Kept are its indices in the smallest integer type: one byte per chosen expert up to 256
-experts, two per key that sparse attention selects up to 32,768 keys. They live as long as the checkpoint's own inputs:
-until the graph of that call is freed.
+experts, two per key that sparse attention selects up to 32,768 keys. They live until the graph of that call is freed.
 
-Nothing is recorded or replayed while ``torch.compile`` traces: the compiler alone decides what of a graph is saved and
-what computed again, so that there is no second run of a Python function that could be told anything.
+Nothing is recorded or replayed while ``torch.compile`` traces: the compiler decides what of a graph is computed again.
 """
 
 from __future__ import annotations
@@ -231,10 +228,9 @@ def replay_routing(function: Callable[..., Any], stats: ReplayStats | None = Non
 
 
 def replay_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """The same as a ``context_fn`` of non-reentrant checkpoints, where only the checkpoint's options can be set.
+    """Return the same as a ``context_fn`` of non-reentrant checkpoints: contexts of the forward and of recomputations.
 
-    ``checkpoint(layer, hidden, use_reentrant=False, context_fn=replay_contexts)``. Returned are the context of the
-    forward and that of its recomputations.
+    ``checkpoint(layer, hidden, use_reentrant=False, context_fn=replay_contexts)``.
     """
     decisions: list[Decision] = []
     return _Recording(decisions), _Replaying(decisions)
@@ -245,8 +241,7 @@ class ReplayingCheckpoint:
 
     For example ``checkpoint_wrapper(layer, checkpoint_fn=ReplayingCheckpoint(), use_reentrant=False)``. `inner` has
     the signature of ``torch.utils.checkpoint.checkpoint``. Its ``stats`` count decisions in recomputations, and how
-    many would have changed; not where the checkpoint has a ``context_fn``: a selective checkpoint accepts no operation
-    that the first run did not have.
+    many would have changed; not where the checkpoint has a ``context_fn``, see :func:`replay_routing`.
     """
 
     def __init__(self, inner: Callable[..., Any] = checkpoint) -> None:

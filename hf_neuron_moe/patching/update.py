@@ -24,12 +24,10 @@ from hf_neuron_moe.patching.preconditions import check_called, unsupported
 def set_activations(model: nn.Module, activations: Any) -> dict[str, str]:
     """Change what the blocks of a patched or loaded model keep for backward; return each block's policy by its name.
 
-    The way to choose a policy for blocks with frozen MX weights, which come patched. Weights and forward are not
-    touched. The report that ``patch_model`` gave remains what it was; a second ``patch_model`` call with the new policy
-    returns the present one. Where the policy does not fit the blocks, none is changed.
-
-    `activations` is everything that ``NeuronMoEConfig(activations=...)`` takes. Globs match the names that `model` has
-    for its blocks; a budget is divided among all of them.
+    The way to choose a policy for blocks with frozen MX weights, which come patched. The report that ``patch_model``
+    gave remains what it was; a second ``patch_model`` call with the new policy returns the present one. `activations`
+    is everything that ``NeuronMoEConfig(activations=...)`` takes. Globs match the names that `model` has for its
+    blocks; a budget is divided among all of them. Where the policy does not fit the blocks, none is changed.
     """
     names: dict[int, list[str]] = {}
     blocks: dict[int, NeuronBlock] = {}
@@ -92,12 +90,9 @@ def set_backend(model: nn.Module, backend: str, *, fallback: str = "refuse") -> 
     refused = [(name, reason) for name, reason in reasons.items() if reason is not None]
     if refused and fallback != "torch":
         name, reason = refused[0]
-        raise ConfigError.about(
-            "backend",
-            "one whose kernels compute every frozen block",
-            f"{backend!r}, which cannot compute {len(refused)} of {len(blocks)}; {name}: {reason}",
-            "Use fallback='torch' to compute those with PyTorch on the same device.",
-        )
+        got = f"{backend!r}, which cannot compute {len(refused)} of {len(blocks)}; {name}: {reason}"
+        fix = "Use fallback='torch' to compute those with PyTorch on the same device."
+        raise ConfigError.about("backend", "one whose kernels compute every frozen block", got, fix)
     for name, block in blocks.items():
         block.neuron_config = configs[name]
         block.neuron_told.clear()

@@ -56,19 +56,26 @@ def sampled_weights(block: NeuronBlock, rows: int) -> dict[str, Tensor]:
     """
     if isinstance(block, FrozenBlock):
         return {}
+    if isinstance(block, NeuronSwiGLUMLP) and not isinstance(block, KernelLayoutSwiGLUMLP):
+        layers = [inside_adapters(block.get_submodule(name)) for name in block.neuron_roles.linears]
+        weights = [_base(layer, "weight") for layer in layers]
+    else:
+        weights = [_base(block, "gate_up_proj"), _base(block, "down_proj")]
     if isinstance(block, NeuronExperts):
-        gate_up, down = _local(_base(block, "gate_up_proj")), _local(_base(block, "down_proj"))
-        if block.is_transposed:
-            gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
-        inner = gate_up.shape[1] // 2
-        parts = {"gate": gate_up[:, :inner], "up": gate_up[:, inner:], "down": down}
-        return {name: _spread_pairs(part, rows) for name, part in parts.items()}
-    return {name: spread_rows(_local(weight), rows) for name, weight in _dense_weights(block).items()}
+        local = map(_local, weights)
+        weights = [weight.transpose(1, 2) if block.is_transposed else weight for weight in local]
+    *inputs, down = weights
+    gate, up = inputs if len(inputs) == 2 else inputs[0].chunk(2, dim=-2)
+    return {name: spread_rows(_local(part), rows) for name, part in zip(PROJECTIONS, (gate, up, down))}
 
 
-def spread_rows(values_RK: Tensor, rows: int) -> Tensor:
-    """Return up to `rows` rows of ``[R, K]``, evenly spread, as a copy."""
-    return values_RK.detach()[_spread(len(values_RK), rows, values_RK.device)]
+def spread_rows(values: Tensor, rows: int) -> Tensor:
+    """Return up to `rows` of all rows of ``[R, K]`` or ``[E, R, K]``, evenly spread, as a copy."""
+    count = values.shape[:-1].numel()
+    taken, each = min(rows, count), max(values.shape[-2], 1)
+    positions = torch.arange(taken, device=values.device) * count // max(taken, 1)
+    first = () if values.dim() == 2 else (torch.div(positions, each, rounding_mode="floor"),)
+    return values.detach()[(*first, positions % each)]
 
 
 def patch_record(model: nn.Module) -> dict[str, Any]:
@@ -98,20 +105,6 @@ def patch_record(model: nn.Module) -> dict[str, Any]:
     return {"config": next(iter(blocks.values())).neuron_config.to_dict(), "entries": entries}
 
 
-def _dense_weights(block: nn.Module) -> dict[str, Tensor]:
-    assert isinstance(block, NeuronSwiGLUMLP)
-    if isinstance(block, KernelLayoutSwiGLUMLP):
-        gate_up, down = _base(block, "gate_up_proj"), _base(block, "down_proj")
-    else:
-        roles = block.neuron_roles
-        weights = [_base(inside_adapters(block.get_submodule(name)), "weight") for name in roles.linears]
-        if len(roles.inputs) == 2:
-            return dict(zip(PROJECTIONS, weights, strict=True))
-        gate_up, down = weights
-    gate_IH, up_IH = gate_up.chunk(2, dim=0)
-    return {"gate": gate_IH, "up": up_IH, "down": down}
-
-
 def _base(module: nn.Module, name: str) -> Tensor:
     """A parameter's own values, without what a parametrization adds: asking for those would compute and cache them."""
     parametrized = getattr(module, "parametrizations", None)
@@ -124,15 +117,3 @@ def _local(tensor: Tensor) -> Tensor:
     """This rank's part of a sharded tensor (``DTensor``), any other tensor as it is."""
     to_local = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()
-
-
-def _spread(count: int, rows: int, device: torch.device) -> Tensor:
-    taken = min(rows, count)
-    return torch.arange(taken, device=device) * count // max(taken, 1)
-
-
-def _spread_pairs(weight_ERK: Tensor, rows: int) -> Tensor:
-    """Up to `rows` rows spread over all experts' rows."""
-    positions = _spread(weight_ERK.shape[0] * weight_ERK.shape[1], rows, weight_ERK.device)
-    each = max(weight_ERK.shape[1], 1)
-    return weight_ERK[torch.div(positions, each, rounding_mode="floor"), positions % each]

@@ -45,6 +45,8 @@ class NeuronMoECallback(TrainerCallback):
             arguments' ``neuron_health_steps``, or 100 where they have none.
     """
 
+    _may_be_stock = False  # whether a model without patched blocks is trained without metrics
+
     @public(_WHERE)
     def __init__(
         self, config: NeuronMoEConfig | Mapping[str, Any] | None = None, health_steps: int | None = None
@@ -83,17 +85,14 @@ class NeuronMoECallback(TrainerCallback):
         if self.config is not None:
             patch_for_training(model, self.config, kwargs.get("optimizer"))
         elif not is_patched(model):
-            raise UnsupportedModelError.about(
-                "model",
-                "patched when training begins",
-                f"a {type(model).__name__} without patched blocks",
+            if self._may_be_stock:
+                return
+            got = f"a {type(model).__name__} without patched blocks"
+            fix = (
                 "Call patch_model(model, ...) before the Trainer is made (inside model_init where there is one), "
-                "give the callback a config, or use NeuronMoETrainer.",
+                "give the callback a config, or use NeuronMoETrainer."
             )
-        self.begin(args, state, model)
-
-    def begin(self, args: TrainingArguments, state: TrainerState, model: nn.Module) -> None:
-        """Begin to count in a patched `model`, and write ``run.json``."""
+            raise UnsupportedModelError.about("model", "patched when training begins", got, fix)
         if args.save_strategy != "no":
             refuse_unsavable_adapters(model)
         self.detach()

@@ -38,7 +38,7 @@ class SafeCheckpointMixin(_Base):
       folder is made.
     """
 
-    _neuron_limit: tuple[int | None] | None = None  # ``save_total_limit`` while it is taken out of the arguments
+    _neuron_limit: tuple[int | None] | None = None  # ``save_total_limit`` as asked for, while a checkpoint is saved
     _neuron_push: str | None = None  # folder to be pushed to the Hub once it is complete
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -65,8 +65,13 @@ class SafeCheckpointMixin(_Base):
         if self.args.should_save:
             files.begin(folder)
         self.accelerator.wait_for_everyone()
-        with self._rotation_held_back():
-            super()._save_checkpoint(model, trial)
+        self._neuron_limit = (self.args.save_total_limit,)
+        try:
+            # The Trainer rotates before anyone can mark the new checkpoint, and might remove the only complete one.
+            with self._total_limit(None):
+                super()._save_checkpoint(model, trial)
+        finally:
+            self._neuron_limit = None
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             mark_complete(folder)
@@ -78,15 +83,9 @@ class SafeCheckpointMixin(_Base):
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         # Writes training_args.bin among others, which is to say what was asked for.
-        held, self._neuron_limit = self._neuron_limit, None
-        if held is None:
+        asked = self._neuron_limit or (self.args.save_total_limit,)
+        with self._total_limit(asked[0]):
             super()._save(output_dir, state_dict)
-            return
-        self.args.save_total_limit = held[0]
-        try:
-            super()._save(output_dir, state_dict)
-        finally:
-            self.args.save_total_limit, self._neuron_limit = None, held
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         if self._is_saving:
@@ -99,15 +98,12 @@ class SafeCheckpointMixin(_Base):
         return self._neuron_limit is not None
 
     @contextmanager
-    def _rotation_held_back(self) -> Iterator[None]:
-        """The Trainer rotates before anyone can mark the new checkpoint, and might remove the only complete one."""
-        self._neuron_limit = (self.args.save_total_limit,)
-        self.args.save_total_limit = None
+    def _total_limit(self, limit: int | None) -> Iterator[None]:
+        held, self.args.save_total_limit = self.args.save_total_limit, limit
         try:
             yield
         finally:
-            (self.args.save_total_limit,) = self._neuron_limit
-            self._neuron_limit = None
+            self.args.save_total_limit = held
 
     @public("train")
     def _last_complete(self) -> str:

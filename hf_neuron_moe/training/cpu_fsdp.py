@@ -39,8 +39,8 @@ class CpuFSDP2Mixin:
 def shard_on_cpu(arguments: dict[str, Any]) -> None:
     """Switch accelerate's process-wide state from several CPU processes to FSDP2 over them.
 
-    `arguments` are those of the ``Accelerator`` to be made afterwards. An ``fsdp_plugin`` among them is used, otherwise
-    one from the environment that ``accelerate launch`` sets up.
+    `arguments` are those of the ``Accelerator`` to be made afterwards; the default of ``fsdp_plugin`` is one from the
+    environment that ``accelerate launch`` sets up.
     """
     plugin = arguments.get("fsdp_plugin") or FullyShardedDataParallelPlugin()
     if plugin.fsdp_version != 2:

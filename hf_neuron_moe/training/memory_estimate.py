@@ -1,8 +1,7 @@
 """Memory of a training step from a model's shapes: parameters, gradients, optimizer states, saved activations.
 
-Nothing is allocated: the model is on the meta device, and its forward runs by shape alone. What is counted is what
-lives from one pass to the next. Temporaries inside an operator, an allocator's slack and a device's own needs come on
-top.
+Counted is what lives from one pass to the next. Temporaries inside an operator, an allocator's slack and a device's own
+needs come on top.
 """
 
 from __future__ import annotations
@@ -202,9 +201,8 @@ def _with_adapters(model: nn.Module, blocks: list[str], rank: int) -> nn.Module:
     try:
         import peft
     except ImportError as error:
-        raise BackendUnavailableError.about(
-            "lora_rank", "0 where peft is not installed", str(rank), "pip install peft"
-        ) from error
+        expected, fix = "0 where peft is not installed", "pip install peft"
+        raise BackendUnavailableError.about("lora_rank", expected, str(rank), fix) from error
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     inside = tuple(f"{name}." for name in blocks)
     targets = [

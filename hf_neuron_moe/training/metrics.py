@@ -50,11 +50,9 @@ class ExpertCount:
 class TrainingMonitor:
     """Counts what the patched blocks of a model do in training forwards, until :meth:`detach`.
 
-    A training forward is a call of `model` in training mode with gradients enabled. What happens outside of one
-    (evaluation, generation, the recomputation of checkpointed layers within backward) is not counted.
-
-    Under ``torch.compile`` the inputs' quantisation health is not measured, since sampled steps would need a graph of
-    their own; everything else is.
+    A training forward is a call of `model` in training mode with gradients enabled: not evaluation, generation, or the
+    recomputation of checkpointed layers within backward. Under ``torch.compile`` the inputs' quantisation health is not
+    measured, since sampled steps would need a graph of their own; everything else is.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -125,10 +123,7 @@ class TrainingMonitor:
         self.mark = now
 
     def take(self) -> dict[str, Any]:
-        """Return what all ranks counted since the last call, as a line of ``metrics.jsonl`` has it, and start anew.
-
-        All ranks have to call it together.
-        """
+        """Return a line of ``metrics.jsonl``: what was counted since the last call. All ranks call it together."""
         replayed = torch.tensor(routing_replay_stats(self.model)) - torch.tensor(self.replayed)
         counted = torch.cat([counter.to(self.device) for counter in (*self._counters, replayed)])
         *counts, decisions, changed = _gathered(counted).sum(dim=0).tolist()

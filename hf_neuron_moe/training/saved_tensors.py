@@ -151,8 +151,7 @@ def measure_saved_bytes(modules: Mapping[str, nn.Module]) -> Iterator[SavedBytes
 
     Storages are counted once per call and in full, also where only a view of them is saved. Parameters and buffers of
     the module are left out, as are their views; a cast or quantised copy of a parameter that is kept for backward is
-    counted. Under ``torch.no_grad`` nothing is saved and the counts are 0. The counts grow with every forward call of a
-    named module and stay readable after the block.
+    counted. The counts grow with every forward call of a named module and stay readable after the block.
 
     Not seen: tensors that an operator keeps as plain attributes of its context. Measure without gradient checkpointing
     around the modules: innermost hooks win, so the counts would be those of the module without checkpointing.

@@ -7,7 +7,7 @@ from os import PathLike
 from typing import Any
 
 from torch import nn
-from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer
 
 from hf_neuron_moe.errors import ConfigError, public
 from hf_neuron_moe.training.arguments import NeuronMoEArguments
@@ -27,8 +27,8 @@ class NeuronMoETrainerMixin(SafeCheckpointMixin):
     fields of :class:`NeuronMoEArguments`; without them a model that is patched already stays as it is, and any other is
     patched with the defaults. ``model`` may be a module, peft's wrapper around one, absent with ``model_init``, or a
     name where the other class takes one. What is logged is listed at :class:`NeuronMoECallback`, what is different
-    about checkpoints at :class:`hf_neuron_moe.training.checkpoints.SafeCheckpointMixin`. The constructor raises for
-    what :func:`hf_neuron_moe.patch_model` raises for, and for an optimizer of parameters that patching would replace.
+    about checkpoints at :class:`SafeCheckpointMixin`. An optimizer of parameters that patching would replace is an
+    error.
     """
 
     @public("NeuronMoETrainer")
@@ -77,11 +77,7 @@ class NeuronMoETrainer(NeuronMoETrainerMixin, Trainer):
 class _TrainerCallback(NeuronMoECallback):
     """The mixin's callback: the mixin has patched, and a model that was to stay stock is trained without metrics."""
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        if is_patched(kwargs["model"]):
-            self.begin(args, state, kwargs["model"])
+    _may_be_stock = True
 
 
 @public("NeuronMoETrainer")
