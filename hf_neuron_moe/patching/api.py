@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -11,7 +12,7 @@ from torch import nn
 from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.errors import ConfigError, UnsupportedModelError, known_names, public
 from hf_neuron_moe.patching.apply import PatchState, Request, apply_plan, report_of, states, undo_patch
-from hf_neuron_moe.patching.discovery import discover
+from hf_neuron_moe.patching.discovery import Candidate, discover
 from hf_neuron_moe.patching.globs import check_globs
 from hf_neuron_moe.patching.lock import one_at_a_time
 from hf_neuron_moe.patching.planning import plan_patch, wrapped_modules
@@ -22,7 +23,6 @@ from hf_neuron_moe.patching.preconditions import (
     check_model,
     check_not_patched_elsewhere,
     check_outcome,
-    displaced,
     inner_model,
     not_patched_here,
     warn_of_lost_forwards,
@@ -53,17 +53,12 @@ def patch_model(
         config: a :class:`NeuronMoEConfig`, a mapping of its options, or None for the defaults.
         include: glob or globs over module names; only these are patched.
         exclude: glob or globs over module names that are left alone; none of them leave none alone.
-        strict: raise an error if a gated block that is not excluded cannot be patched. With False, such blocks stay
-            stock and the report says why. Blocks without a gate (the MLPs of most vision encoders) stay stock in either
-            case. So does a model none of whose blocks can be patched: it is an error.
+        strict: raise UnsupportedModelError if a gated block that is not excluded cannot be patched. With False, such
+            blocks stay stock and the report says why. Blocks without a gate (the MLPs of most vision encoders) stay
+            stock in either case. A model none of whose blocks can be patched is a NothingToPatchError in either case.
 
     Returns:
         The report: every candidate as patched, skipped or refused with the reason.
-
-    Raises:
-        UnsupportedModelError: the model as a whole cannot be patched, `strict` meets a refused block, or the model is
-            already patched with other arguments, in part, through another object, or had patched blocks exchanged.
-        NothingToPatchError: no block can be patched.
     """
     request = (_as_config(config), _globs("include", include), _globs("exclude", exclude))
     if not isinstance(strict, bool):
@@ -93,16 +88,11 @@ def unpatch_model(model: nn.Module) -> PatchReport:
     """Put the original modules back, with the weights' present values, in place.
 
     Module objects, parameter objects, hooks and layouts are the original ones; after an untouched patch they are bit
-    for bit what they were. A forward that was put on a patched block is dropped with a warning. A second call is
-    refused, since nothing is patched any more; it changes nothing.
+    for bit what they were. A forward that was put on a patched block is dropped with a warning. A second call raises.
 
-    Args:
-        model: a patched model, an adapter's wrapper around one, or a module that holds several.
-
-    Returns:
-        The report of the patch that was undone: the one that ``patch_model`` returned. Where `model` holds several
-        separately patched models, one report with the entries of all, named as `model` names them; its ``parts`` hold
-        the single reports.
+    `model` is a patched model, an adapter's wrapper around one, or a module that holds several. Returned is the report
+    that ``patch_model`` returned; of several models, one report with the entries of all, named as `model` names them,
+    whose ``parts`` hold the single reports.
     """
     found = list(states(model)) if isinstance(model, nn.Module) else []
     if not found:
@@ -111,12 +101,9 @@ def unpatch_model(model: nn.Module) -> PatchReport:
         wrapped = wrapped_modules(holder)
         for swap in state.swaps:
             if id(swap.replacement) in wrapped and swap.replacement.neuron_config.weights == "kernel":
-                raise UnsupportedModelError.about(
-                    swap.name,
-                    "free of adapters while its weights are in kernel layout",
-                    "a block that an adapter is attached to",
-                    "Call merge_and_unload() or unload() on the peft model first.",
-                )
+                expected = "free of adapters while its weights are in kernel layout"
+                fix = "Call merge_and_unload() or unload() on the peft model first."
+                raise UnsupportedModelError.about(swap.name, expected, "a block that an adapter is attached to", fix)
     report = report_of(model)
     assert report is not None
     warn_of_lost_forwards([swap for _, state in found for swap in state.swaps])
@@ -126,12 +113,10 @@ def unpatch_model(model: nn.Module) -> PatchReport:
 
 
 def _as_config(config: Any) -> NeuronMoEConfig:
-    if config is None:
-        return NeuronMoEConfig()
     if isinstance(config, NeuronMoEConfig):
         return config
-    if isinstance(config, Mapping):
-        return NeuronMoEConfig.from_dict(config)
+    if config is None or isinstance(config, Mapping):
+        return NeuronMoEConfig.from_dict(config or {})
     raise _bad_option("config", "a NeuronMoEConfig, a mapping of its options or None", config)
 
 
@@ -164,14 +149,12 @@ def _repeated(home: nn.Module, state: PatchState, request: Request, strict: bool
             if ours != theirs
         ]
         raise changed("unpatched, or patched with the same arguments", f"a patched model and {'; '.join(differing)}")
-    lost = displaced(home, state)
+    present = Counter(id(child) for module in home.modules() for child in module._modules.values())
+    lost = [swap.name for swap in state.swaps if present[id(swap.replacement)] < swap.places]
     if lost:
         raise changed("as patch_model left it", f"a model whose patched blocks were exchanged: {', '.join(lost)}")
     check_called(home, ((swap.name, swap.replacement) for swap in state.swaps))
-    candidates = [
-        replace(found, name=_without_adapters(found.name), aliases=tuple(map(_without_adapters, found.aliases)))
-        for found in discover(home, state.prefix)
-    ]
+    candidates = [_without_adapters(candidate) for candidate in discover(home, state.prefix)]
     known = {name for entry in state.report.entries for name in (entry.name, *entry.aliases)}
     _, entries = plan_patch(home, candidates, request)
     added = [e.name for e in entries if e.status == PATCHED or (e.status == REFUSED and e.name not in known)]
@@ -181,6 +164,7 @@ def _repeated(home: nn.Module, state: PatchState, request: Request, strict: bool
     return state.report
 
 
-def _without_adapters(name: str) -> str:
-    """`name` without the levels that adapters put between a module and its parent."""
-    return name.replace(".base_layer", "")
+def _without_adapters(candidate: Candidate) -> Candidate:
+    """Leave out the levels that adapters put into names, between a module and its parent."""
+    name, *aliases = (name.replace(".base_layer", "") for name in (candidate.name, *candidate.aliases))
+    return replace(candidate, name=name, aliases=tuple(aliases))

@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 from hf_neuron_moe.backends import drop_weight_copies
+from hf_neuron_moe.backends.spec import Support
 from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.modules.backend_choice import LongCalls
 from hf_neuron_moe.modules.block import NeuronBlock, give_back, release_layout, restore_layout
 from hf_neuron_moe.modules.experts import KernelLayoutExperts, NeuronExperts
 from hf_neuron_moe.modules.swiglu_mlp import KernelLayoutSwiGLUMLP, NeuronSwiGLUMLP
-from hf_neuron_moe.patching import checkpoint_names, checkpointing, init_weights, optimizer_layout
+from hf_neuron_moe.patching import checkpoint_names, model_methods, optimizer_layout
 from hf_neuron_moe.patching.discovery import Candidate
 from hf_neuron_moe.patching.report import PatchReport, merged
 
@@ -49,10 +50,8 @@ class PatchState:
     prefix: str = ""
     """What came before the names within the patched model (``"base_model.model"`` for an adapter's wrapper)."""
     swaps: list[Swap] = field(default_factory=list)
-    resumable: list[nn.Module] = field(default_factory=list)
-    """Models on which patching installed the checkpoint name conversion, and unpatching removes it."""
-    replaying: list[nn.Module] = field(default_factory=list)  # the same for routing replay
-    initializing: list[nn.Module] = field(default_factory=list)  # the same for ``init_weights``
+    resumable: list[nn.Module] = field(default_factory=list)  # models that got the conversion of checkpoint names
+    covered: list[tuple[nn.Module, str]] = field(default_factory=list)  # models and methods that patching stands before
 
 
 @dataclass(frozen=True)
@@ -61,14 +60,9 @@ class PlanItem:
 
     candidate: Candidate
     config: NeuronMoEConfig  # backend and layout of the weights are not ``"auto"``
-    refusal: str | None = None
-    """Why the backend's kernels cannot compute it; None where they can, or where `config` allows PyTorch."""
-    fallback: str = ""  # the same reason where PyTorch computes it instead; else empty
-    weight_copy_bytes: int = 0  # copies of its weights that the kernels need, in their orientation and dtype
-    most_tokens: int | None = None
-    """Tokens of one call above which PyTorch computes it; None where kernels compute, or refuse, every call."""
-    notes: tuple[str, ...] = ()
-    kernel_sizes: tuple[int, int] | None = None  # H and I as the kernels get them; None where PyTorch computes it
+    support: Support = field(default_factory=Support)
+    """What the backend's kernels say; where PyTorch computes it in their place, what they say of nothing."""
+    fallback: str = ""  # why PyTorch computes it instead of the kernels that were asked for; else empty
 
 
 def apply_plan(model: nn.Module, plan: Sequence[PlanItem], state: PatchState) -> None:
@@ -79,23 +73,18 @@ def apply_plan(model: nn.Module, plan: Sequence[PlanItem], state: PatchState) ->
         slots = all_slots(model)
         for item in plan:
             swap = build(item)
-            if item.most_tokens is not None:
-                shared = long_calls.setdefault(item.most_tokens, LongCalls(item.most_tokens))
-                swap.replacement.neuron_long_calls = shared
+            most = item.support.most_tokens
+            if most is not None:
+                swap.replacement.neuron_long_calls = long_calls.setdefault(most, LongCalls(most))
             undo.callback(take_out, model, swap)
             put_in(model, swap, slots)
             release_layout(swap.replacement, swap.original)
             state.swaps.append(swap)
-        state.resumable.extend(checkpoint_names.unhooked_models(model))
         undo.callback(checkpoint_names.remove, state.resumable)
-        checkpoint_names.install(state.resumable)
-        if any(entry.kind == "experts" for entry in state.report.entries):
-            state.replaying.extend(checkpointing.unreplaying_models(model))
-            undo.callback(checkpointing.remove, state.replaying)
-            checkpointing.install(state.replaying)
-        state.initializing.extend(init_weights.uninstalled_models(model))
-        undo.callback(init_weights.remove, state.initializing)
-        init_weights.install(state.initializing)
+        checkpoint_names.install(model, state.resumable)
+        undo.callback(model_methods.uncover, state.covered)
+        has_experts = any(entry.kind == "experts" for entry in state.report.entries)
+        model_methods.cover(model, experts=has_experts, covered=state.covered)
         undo.callback(optimizer_layout.unwatch, model)
         optimizer_layout.watch(model)
         undo.callback(model.__dict__.pop, STATE, None)
@@ -167,8 +156,7 @@ def undo_patch(model: nn.Module, state: PatchState) -> None:
     """Take every replacement out of `model`. If it is interrupted, calling it again finishes the work."""
     drop_weight_copies(model.parameters())
     checkpoint_names.remove(state.resumable)
-    checkpointing.remove(state.replaying)
-    init_weights.remove(state.initializing)
+    model_methods.uncover(state.covered)
     optimizer_layout.unwatch(model)
     with torch.inference_mode(False):  # the original parameters get new tensors, to be trained again
         slots = all_slots(model)

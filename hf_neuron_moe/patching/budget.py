@@ -1,10 +1,9 @@
 """The cheapest choice of activation policies within a byte budget: a multiple-choice knapsack.
 
-Solved in three steps. Buying the steps between policies in the order of what a byte saves gives a plan and a price per
-byte, and with the price a bound from below: no plan can repeat fewer operations than the blocks would if they paid for
-every byte (Lagrangian relaxation). Then blocks are added one by one, and of the sums that some plan better than the
+Buying the steps between policies in the order of what a byte saves gives a plan and, by the price of a byte, a bound
+from below (Lagrangian relaxation). Then blocks are added one by one, and of the sums that some plan better than the
 known one could go through all those are kept that no other beats in both bytes and operations; that is exact. Where
-there are too many of them they are thinned out, and the plan is near the best one instead, by a known distance.
+there are too many they are thinned out, and the plan is near the best one instead, by a known distance.
 """
 
 from __future__ import annotations
@@ -50,11 +49,10 @@ class Plan:
 def cheapest_plan(blocks: Sequence[Sequence[Option]], limit: float) -> Plan | None:
     """Choose one option per block so that the saved bytes stay within `limit` and the fewest operations are repeated.
 
-    The plan is the best one, and among plans with equally many operations the one that keeps the fewest bytes, unless
-    there are more sums to keep than a search may; several dozens of blocks of different sizes can have so many. Then
-    the plan's `gap` says how far from the best one it is at most: never more than the largest step between two policies
-    of one block, and for 64 sizes about a thousandth of the operations that recomputing everything takes, or less. None
-    where even the smallest options exceed the limit (bytes per token, all blocks together).
+    The plan is the best one, and among those the one that keeps the fewest bytes, unless there are more sums to keep
+    than a search may, as several dozens of blocks of different sizes can have. Then its `gap` is at most the largest
+    step between two policies of one block, for 64 sizes about a thousandth of the operations of recomputing everything.
+    None where even the smallest options exceed the limit (bytes per token, all blocks together).
     """
     own = [_undominated(options) for options in blocks]
     if sum(options[0].saved for options in own) > limit:
@@ -119,9 +117,8 @@ def _search(
     """Add up the blocks one by one, and keep every sum that may lead to a plan at most `slack` above the bound.
 
     A sum's surplus is what it costs, bytes at their price, above the least that its blocks can cost. A plan's
-    operations are the bound, its surplus, and the price of the room it leaves: no plan of more surplus than `slack`
-    is as good as the one that is known. At most `most` sums are kept after each block; equal blocks are best in a row,
-    as many of their sums coincide.
+    operations are the bound, its surplus, and the price of the room it leaves. At most `most` sums are kept after each
+    block; equal blocks are best in a row, as many of their sums coincide.
 
     Returned are the best plan found, None if none as good as the known one was found, and by how many operations sums
     were thinned out: so much more than the best plan's may its operations be, or the known one's.
@@ -142,8 +139,13 @@ def _search(
         saved, flops = saved_SO[sums, chosen], flops_S[sums] + again_O[chosen]
         kept = _frontier(saved, flops)
         if len(kept) > most:
-            kept, width = _thinned(kept, flops, most)
-            lost += width
+            # Of each of `most` equal parts of the range of operations, the sum with the fewest bytes: what is left out
+            # has less than a part's width fewer operations than a sum that has fewer bytes and is kept.
+            again = flops[kept]
+            width = -(-int(again[0] - again[-1] + 1) // most)
+            parts = (again - again[-1]) // width
+            kept = kept[np.concatenate([[True], parts[1:] != parts[:-1]])]
+            lost += float(width - 1)
         if not len(kept):
             return None, lost
         trail.append((sums[kept], chosen[kept]))
@@ -162,20 +164,6 @@ def _frontier(saved_S: npt.NDArray[np.float64], flops_S: npt.NDArray[np.int64]) 
     descending = flops_S[order]
     best_before = np.minimum.accumulate(descending)[:-1]
     return order[np.concatenate([np.ones(min(1, len(order)), dtype=bool), descending[1:] < best_before])]
-
-
-def _thinned(
-    kept: npt.NDArray[np.intp], flops_S: npt.NDArray[np.int64], most: int
-) -> tuple[npt.NDArray[np.intp], float]:
-    """Divide the range of operations into `most` equal parts and keep the sum of each that has the fewest bytes.
-
-    Returned are the sums that are left, and the width of a part: what was left out has no more than so many operations
-    less than a sum that was kept and has fewer bytes.
-    """
-    flops = flops_S[kept]
-    width = -(-int(flops[0] - flops[-1] + 1) // most)
-    parts = (flops - flops[-1]) // width
-    return kept[np.concatenate([[True], parts[1:] != parts[:-1]])], float(width - 1)
 
 
 def _undominated(options: Sequence[Option]) -> list[Option]:

@@ -1,12 +1,10 @@
 """Lets ``load_state_dict`` read checkpoints under their on-disk names.
 
 transformers 5 stores many models under other names and shapes than it holds in memory (Mixtral: ``experts.0.w1.weight``
-on disk, one 3-D ``experts.gate_up_proj`` in memory). ``from_pretrained`` converts; ``Trainer`` resumes with a plain
-``load_state_dict``, which does not, so that routers and experts keep whatever values they have. The pre-hook here
-applies the model's own conversion, the one ``from_pretrained`` and ``save_pretrained`` use.
-
-A state dict may hold only a part of the pieces of one parameter (a shard of a large checkpoint does): such pieces
-replace their part of the parameter's present value, as loading a part of a state dict always does.
+on disk, one 3-D ``experts.gate_up_proj`` in memory). ``Trainer`` resumes with a plain ``load_state_dict``, which does
+not convert as ``from_pretrained`` does, so that routers and experts keep whatever values they have. The pre-hook here
+does. Of a state dict with only a part of the pieces of one parameter (a shard of a large checkpoint), the pieces
+replace their part of the parameter's present value.
 """
 
 from __future__ import annotations
@@ -31,6 +29,12 @@ class Group:
     converter: Any  # transformers' converter, None where the tensor is only renamed
     sources: dict[str, str | None] = field(default_factory=dict)
     """On-disk name to the converter's pattern that matched it, in conversion order."""
+
+    @property
+    def checks_shapes(self) -> bool:
+        """Whether transformers itself decides by shape if the tensor needs converting."""
+        converter = self.converter
+        return converter is not None and all(getattr(op, "check_dims", False) for op in converter.operations)
 
 
 class StockView:
@@ -113,25 +117,14 @@ def weight_conversions(model: Any) -> list[list[Any]]:
     from transformers.core_model_loading import PrefixChange
 
     loaded = getattr(model, "_weight_conversions", None)
-    default = [
-        transform
-        for transform in get_model_conversion_mapping(model, add_legacy=False)
-        if not isinstance(transform, PrefixChange)
-    ]
+    known = get_model_conversion_mapping(model, add_legacy=False)
+    default = [transform for transform in known if not isinstance(transform, PrefixChange)]
     return [conversions for conversions in (loaded, default) if conversions]
 
 
-def convert_checkpoint_names(
-    module: nn.Module,
-    state_dict: dict[str, Any],
-    prefix: str,
-    local_metadata: dict[str, Any],
-    strict: bool,
-    missing_keys: list[str],
-    unexpected_keys: list[str],
-    error_msgs: list[str],
-) -> None:
+def convert_checkpoint_names(module: nn.Module, state_dict: dict[str, Any], prefix: str, *hooked: Any) -> None:
     """``load_state_dict`` pre-hook: turn on-disk names and tensors in `state_dict` into in-memory ones, in place."""
+    _metadata, _strict, missing_keys, _unexpected_keys, error_msgs = hooked
     current = {key: value for key, value in module.state_dict().items() if isinstance(value, Tensor)}
     in_memory = {key: torch.empty(value.shape, dtype=value.dtype, device="meta") for key, value in current.items()}
     for conversions in weight_conversions(module):
@@ -144,8 +137,7 @@ def convert_checkpoint_names(
                 continue
             for key in given:
                 del state_dict[prefix + key]
-            problems = _problems(names, group, given, current, prefix)
-            if problems:
+            if problems := _problems(names, group, given, current, prefix):
                 error_msgs.extend(problems)
                 continue
             missing_keys.extend(prefix + key for key in group.sources if key not in given)
@@ -167,29 +159,21 @@ def _is_on_disk_form(
         return True
     if any(given[key].shape != names.in_memory[key].shape for key in same_named):
         return True
-    if _checks_shapes(group) or any(names.on_disk[key].shape != names.in_memory[key].shape for key in same_named):
+    if group.checks_shapes or any(names.on_disk[key].shape != names.in_memory[key].shape for key in same_named):
         return False
     if from_disk:
         return True
     if hasattr(state_dict, "_metadata"):  # set by Module.state_dict, absent from a dict read from a file
         return False
-    raise UnsupportedModelError.about(
-        ", ".join(given),
-        "recognizable as on-disk or in-memory form, which have the same names and shapes in this model",
-        "a plain dict of tensors",
-        "Pass the result of model.state_dict() itself, or load the checkpoint with from_pretrained.",
-    )
-
-
-def _checks_shapes(group: Group) -> bool:
-    """Whether transformers itself decides by shape if the tensor needs converting."""
-    return group.converter is not None and all(getattr(op, "check_dims", False) for op in group.converter.operations)
+    expected = "recognizable as on-disk or in-memory form, which have the same names and shapes in this model"
+    fix = "Pass the result of model.state_dict() itself, or load the checkpoint with from_pretrained."
+    raise UnsupportedModelError.about(", ".join(given), expected, "a plain dict of tensors", fix)
 
 
 def _problems(
     names: NameMap, group: Group, given: Mapping[str, Tensor], current: Mapping[str, Tensor], prefix: str
 ) -> list[str]:
-    if _checks_shapes(group):
+    if group.checks_shapes:
         return []
     problems = [
         f"size mismatch for {prefix}{key}: copying a param with shape {value.shape} from checkpoint, the shape "
@@ -203,10 +187,12 @@ def _problems(
     return problems
 
 
-def install(modules: list[nn.Module]) -> None:
-    """Register the pre-hook on transformers models that do not have it."""
-    for module in modules:
-        module.register_load_state_dict_pre_hook(convert_checkpoint_names)
+def install(model: nn.Module, installed: list[nn.Module]) -> None:
+    """Register the pre-hook on the outermost transformers models in `model` that lack it; `installed` gets these."""
+    for module in _roots(model):
+        if not _hook_ids(module):
+            installed.append(module)
+            module.register_load_state_dict_pre_hook(convert_checkpoint_names)
 
 
 def remove(modules: list[nn.Module]) -> None:
@@ -216,23 +202,12 @@ def remove(modules: list[nn.Module]) -> None:
             del module._load_state_dict_pre_hooks[key]
 
 
-def unhooked_models(model: nn.Module) -> list[nn.Module]:
-    """Return the outermost transformers models in `model` that do not have the pre-hook."""
-    return [module for module in _roots(model) if not _hook_ids(module)]
-
-
 def _roots(model: nn.Module) -> list[nn.Module]:
     from transformers import PreTrainedModel
 
-    roots: list[nn.Module] = []
-    pending = [model]
-    while pending:
-        module = pending.pop()
-        if isinstance(module, PreTrainedModel):
-            roots.append(module)
-        else:
-            pending.extend(module.children())
-    return roots
+    if isinstance(model, PreTrainedModel):
+        return [model]
+    return [root for child in model.children() for root in _roots(child)]
 
 
 def _hook_ids(module: nn.Module) -> list[int]:
@@ -246,7 +221,7 @@ def enable_moe_resume(model: nn.Module) -> None:
     ``patch_model`` does this; here it is for models that are not patched, or not yet. Keys under in-memory names load
     as before. Calling it again changes nothing.
     """
-    install(unhooked_models(model))
+    install(model, [])
 
 
 def disable_moe_resume(model: nn.Module) -> None:

@@ -1,15 +1,18 @@
 """Finds the modules that could be patched and decides about each, without changing anything.
 
-A dense MLP is patched if its source is the SwiGLU formula, its parts are plain bias-free linear layers of matching
-shapes with a SiLU activation, and a small numeric probe agrees. An experts module is patched if transformers' flags
-say so and the probe agrees. Everything else that looks like such a block is refused with the reason.
+A dense MLP can be patched if its source is the SwiGLU formula, its parts are plain bias-free linear layers of matching
+shapes with a SiLU activation, and a small numeric probe agrees; an experts module if transformers' flags say so and the
+probe agrees. Everything else that looks like such a block gets a reason.
 
 E experts, H hidden size, I intermediate size.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -101,8 +104,10 @@ def _top_ks(model: nn.Module, experts: set[int]) -> dict[int, int]:
         children = [child for child in parent._modules.values() if child is not None]
         for child in children:
             if id(child) in experts:
-                said = [top_k for module in (parent, *children) if (top_k := _stated_top_k(module)) is not None]
-                found[id(child)] = said[0] if said else _configured_top_k(model)
+                config: Any = getattr(model, "config", None)
+                text = config.get_text_config() if hasattr(config, "get_text_config") else config
+                said = map(_stated_top_k, (parent, *children, text))
+                found[id(child)] = next(filter(None, said), 0)
     return found
 
 
@@ -111,26 +116,14 @@ def _stated_top_k(holder: Any) -> int | None:
     return next((value for value in values if type(value) is int and value > 0), None)
 
 
-def _configured_top_k(model: nn.Module) -> int:
-    config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return _stated_top_k(text) or 0
-
-
 def _kind(module: nn.Module) -> str | None:
-    class_name = type(module).__name__
     if isinstance(module, NeuronBlock | ReplacedLayers | nn.ModuleList | nn.ModuleDict):
         return None
-    if is_decorated_experts(module):
+    class_name, named = type(module).__name__, _has_dense_names(module)
+    stacked = any(param.dim() == 3 for param in module._parameters.values() if param is not None)
+    if is_decorated_experts(module) or (stacked and (named or class_name.endswith(_EXPERTS_SUFFIX))):
         return EXPERTS
-    direct_parameters = [param for param in module._parameters.values() if param is not None]
-    if class_name.endswith(_EXPERTS_SUFFIX) and any(param.dim() == 3 for param in direct_parameters):
-        return EXPERTS
-    if _has_dense_names(module):
-        return EXPERTS if any(param.dim() == 3 for param in direct_parameters) else MLP
-    if class_name.endswith(_DENSE_SUFFIXES) and len(_matrices(module)) >= 2:
-        return MLP
-    return None
+    return MLP if named or (class_name.endswith(_DENSE_SUFFIXES) and len(_matrices(module)) >= 2) else None
 
 
 def _has_dense_names(module: nn.Module) -> bool:
@@ -164,20 +157,18 @@ def _judge(names: list[str], kind: str, module: nn.Module) -> Candidate:
     if kind == MLP and not base.gated:
         return replace(base, reason="it has no gate: two projections in a row")
     if kind == EXPERTS:
-        sizes = _expert_sizes(module)
-        reason = _unsupported_instance(module) or why_not_swiglu_experts(module) or _unsupported_tensors(module)
-        reason = reason or _unsupported_dtypes(module) or probe_experts(module)
-        return replace(base, reason=reason, sizes=sizes)
+        return replace(base, reason=next(_experts_reasons(module), None), sizes=_expert_sizes(module))
     try:
         roles = dense_roles(type(module).forward, _inert(module))
     except NotSwiGLU as answer:
         # What a reader looks for first: a missing gate or a wrapped layer explains more than the source does.
-        return replace(base, reason=_unsupported_instance(module) or _unsupported_dropout(module) or str(answer))
-    reason = _unsupported_instance(module) or _unsupported_roles(module, roles)
+        reasons = chain(_instance_reasons(module), _dropout_reasons(module), [str(answer)])
+        return replace(base, reason=next(reasons))
+    reason = next(chain(_instance_reasons(module), _role_reasons(module, roles)), None)
     if reason is not None:
         return replace(base, reason=reason)
-    reason = _unsupported_shapes(module, roles) or _unsupported_dtypes(module) or probe_dense(module, roles)
-    return replace(base, reason=reason, roles=roles, sizes=_dense_sizes(module, roles))
+    H, I = module.get_parameter(f"{roles.down}.weight").shape  # noqa: E741
+    return replace(base, reason=next(_weight_reasons(module, roles, H, I), None), roles=roles, sizes=(None, H, I))
 
 
 def _inert(module: nn.Module) -> frozenset[str]:
@@ -187,67 +178,88 @@ def _inert(module: nn.Module) -> frozenset[str]:
     return frozenset(name for name in (*children, *numbers) if is_inert(getattr(module, name)))
 
 
-def _unsupported_dropout(module: nn.Module) -> str | None:
-    """Which dropouts keep `module` from being a SwiGLU; None where it would not be one without them."""
+# Each yields why a block cannot be patched, the reason that explains most first; what comes later may rely on it.
+
+
+def _dropout_reasons(module: nn.Module) -> Iterator[str]:
+    """Dropouts, where `module` would be a SwiGLU without them."""
     active = {name: child.p for name, child in module._modules.items() if type(child) is nn.Dropout and child.p > 0}
-    try:
+    with suppress(NotSwiGLU):
         met = dense_roles(type(module).forward, _inert(module) | frozenset(active)).inert
-    except NotSwiGLU:
-        return None
-    named = [f"{name} with p={active[name]}" for name in met if name in active]
-    return f"it has dropout, which the kernels do not have: {', '.join(named)}" if named else None
+        named = [f"{name} with p={active[name]}" for name in met if name in active]
+        if named:
+            yield f"it has dropout, which the kernels do not have: {', '.join(named)}"
 
 
-def _unsupported_instance(module: nn.Module) -> str | None:
+def _instance_reasons(module: nn.Module) -> Iterator[str]:
     if hasattr(module, "_hf_hook") or hasattr(module, "_old_forward"):
-        return "accelerate dispatches it through a hook (_hf_hook); patch the model before dispatching it"
+        yield "accelerate dispatches it through a hook (_hf_hook); patch the model before dispatching it"
     if "forward" in module.__dict__:
-        return "its forward is overridden on the instance"
+        yield "its forward is overridden on the instance"
     if getattr(module, "_compiled_call_impl", None) is not None:
-        return "it is compiled (module.compile()) and would go on computing the stock code; compile it after patching"
+        yield "it is compiled (module.compile()) and would go on computing the stock code; compile it after patching"
     if type(module).__call__ is not nn.Module.__call__:
-        return f"its class {type(module).__name__} overrides __call__"
+        yield f"its class {type(module).__name__} overrides __call__"
     if hasattr(module, "parametrizations"):
-        return "it has parametrizations"
-    return None
+        yield "it has parametrizations"
 
 
-def _unsupported_roles(module: nn.Module, roles: DenseRoles) -> str | None:
+def _role_reasons(module: nn.Module, roles: DenseRoles) -> Iterator[str]:
     for name in roles.linears:
         child: Any = getattr(module, name, None)
         if not isinstance(child, nn.Module):
-            return f"{name} is no module"
+            yield f"{name} is no module"
         reason = why_not_plain_linear(child)
         if reason is not None:
-            return f"{name} is {reason}"
-    if roles.activation is None:
-        return None
-    activation = getattr(module, roles.activation, None)
-    if gate_of(activation) is None:
-        return f"its activation is {describe_activation(activation)}, the kernels have {supported_activations()}"
-    if isinstance(activation, nn.Module) and has_call_hooks(activation):
-        return f"{roles.activation} has hooks, which the operator would not call"
-    return None
+            yield f"{name} is {reason}"
+    if roles.activation is not None:
+        activation = getattr(module, roles.activation, None)
+        if gate_of(activation) is None:
+            yield f"its activation is {describe_activation(activation)}, the kernels have {supported_activations()}"
+        if isinstance(activation, nn.Module) and has_call_hooks(activation):
+            yield f"{roles.activation} has hooks, which the operator would not call"
 
 
-def _dense_sizes(module: nn.Module, roles: DenseRoles) -> tuple[None, int, int]:
-    H, I = module.get_parameter(f"{roles.down}.weight").shape  # noqa: E741
-    return None, H, I
-
-
-def _unsupported_shapes(module: nn.Module, roles: DenseRoles) -> str | None:
-    _, H, I = _dense_sizes(module, roles)  # noqa: E741
+def _weight_reasons(module: nn.Module, roles: DenseRoles, H: int, I: int) -> Iterator[str]:  # noqa: E741
     rows = I if len(roles.inputs) == 2 else 2 * I
     for name in roles.inputs:
         shape = tuple(module.get_parameter(f"{name}.weight").shape)
         if shape != (rows, H):
-            return f"{name}.weight has shape {shape}, with {roles.down}.weight {(H, I)} it would be {(rows, H)}"
+            yield f"{name}.weight has shape {shape}, with {roles.down}.weight {(H, I)} it would be {(rows, H)}"
     size = roles.half_size
     if isinstance(size, str) and getattr(module, size, None) != I:
-        return f"its forward splits by {size}={getattr(module, size, None)!r}, not in halves of {I}"
+        yield f"its forward splits by {size}={getattr(module, size, None)!r}, not in halves of {I}"
     if isinstance(size, int) and size != I:
-        return f"its forward splits by {size}, not in halves of {I}"
-    return None
+        yield f"its forward splits by {size}, not in halves of {I}"
+    yield from _dtype_reasons(module)
+    if (difference := probe_dense(module, roles)) is not None:
+        yield difference
+
+
+def _experts_reasons(module: nn.Module) -> Iterator[str]:
+    yield from _instance_reasons(module)
+    if (reason := why_not_swiglu_experts(module)) is not None:
+        yield reason
+    parameters: dict[str, Any] = {**module._parameters}
+    for name, param in parameters.items():
+        if param is None or type(param) is FakeTensor:
+            continue
+        if type(param) is not nn.Parameter or type(param.data) is not torch.Tensor:  # quantized, or sharded
+            yield f"its {name} is a {type(param).__name__} of {type(param.data).__name__}, not a plain parameter"
+    yield from _dtype_reasons(module)
+    if (difference := probe_experts(module)) is not None:
+        yield difference
+
+
+def _dtype_reasons(module: nn.Module) -> Iterator[str]:
+    dtypes = {param.dtype for param in module.parameters()}
+    if len(dtypes) > 1:
+        yield f"its weights have different dtypes ({', '.join(sorted(map(str, dtypes)))})"
+    if not dtypes <= set(_WEIGHT_DTYPES):
+        yield f"its weights are {dtypes.pop()}; the kernels take {', '.join(map(str, _WEIGHT_DTYPES))}"
+    devices = {param.device for param in module.parameters()}
+    if len(devices) > 1:
+        yield f"its weights are on different devices ({', '.join(sorted(map(str, devices)))})"
 
 
 def _expert_sizes(module: nn.Module) -> tuple[int | None, int | None, int | None]:
@@ -256,26 +268,3 @@ def _expert_sizes(module: nn.Module) -> tuple[int | None, int | None, int | None
         return None, None, None
     E, first, second = down.shape
     return (E, second, first) if getattr(module, "is_transposed", False) else (E, first, second)
-
-
-def _unsupported_tensors(module: nn.Module) -> str | None:
-    """Why the experts' weights may be something else than numbers in memory: quantized or sharded subclasses."""
-    parameters: dict[str, Any] = {**module._parameters}
-    for name, param in parameters.items():
-        if param is None or type(param) is FakeTensor:
-            continue
-        if type(param) is not nn.Parameter or type(param.data) is not torch.Tensor:
-            return f"its {name} is a {type(param).__name__} of {type(param.data).__name__}, not a plain parameter"
-    return None
-
-
-def _unsupported_dtypes(module: nn.Module) -> str | None:
-    dtypes = {param.dtype for param in module.parameters()}
-    if len(dtypes) > 1:
-        return f"its weights have different dtypes ({', '.join(sorted(map(str, dtypes)))})"
-    if not dtypes <= set(_WEIGHT_DTYPES):
-        return f"its weights are {dtypes.pop()}; the kernels take {', '.join(map(str, _WEIGHT_DTYPES))}"
-    devices = {param.device for param in module.parameters()}
-    if len(devices) > 1:
-        return f"its weights are on different devices ({', '.join(sorted(map(str, devices)))})"
-    return None

@@ -11,7 +11,7 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -27,69 +27,41 @@ class NotSwiGLU(ValueError):  # noqa: N818 -- not an error of the program: the a
     """The source is not a form this module knows; the message says what it met."""
 
 
-@dataclass(frozen=True)
-class Input:
-    """The argument of forward."""
+_Expression = tuple[Any, ...]
+"""What an expression of the source stands for:
 
-
-@dataclass(frozen=True)
-class Part:
-    """``self.<name>(argument)``; name None is a direct call of ``torch.nn.functional.silu``."""
-
-    name: str | None
-    argument: Expression
-
-
-@dataclass(frozen=True)
-class Product:
-    """``left * right``."""
-
-    left: Expression
-    right: Expression
-
-
-@dataclass(frozen=True)
-class Sigmoid:
-    """``torch.sigmoid(argument)``."""
-
-    argument: Expression
-
-
-@dataclass(frozen=True)
-class Half:
-    """First (0) or second (1) half of a tensor along its last dimension."""
-
-    whole: Expression
-    index: int
-
-
-@dataclass(frozen=True)
-class Halves:
-    """``whole.chunk(2, dim=-1)``, or a split by a size that is found to be half of it."""
-
-    whole: Expression
-
-
-Expression = Input | Part | Product | Sigmoid | Half | Halves
+("input",)                 the argument of forward
+("part", name, argument)   ``self.<name>(argument)``; name None is a direct call of ``torch.nn.functional.silu``
+("product", left, right)   ``left * right``
+("sigmoid", argument)      ``torch.sigmoid(argument)``
+("half", whole, index)     first (0) or second (1) half of a tensor along its last dimension
+("halves", whole)          ``whole.chunk(2, dim=-1)``, or a split by a size that is found to be half of it
+"""
 
 
 @cache
 def dense_roles(forward: Callable[..., Any], inert: frozenset[str] = frozenset()) -> DenseRoles:
-    """Return which attribute plays which part in a SwiGLU `forward`.
+    """Return which attribute plays which part in a SwiGLU `forward`, the function as found on the class.
 
-    Args:
-        forward: the function as found on the class.
-        inert: names of the instance's attributes that are a dropout of 0.
+    `inert` are the names of the instance's attributes that are a dropout of 0.
     """
-    reader, body = _reader(forward, inert)
-    roles = _match(reader.run(body))
+    function = _parsed(forward)
+    arguments = function.args
+    names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
+    needed = len(names) - len(arguments.defaults) + sum(default is None for default in arguments.kw_defaults)
+    if len(names) < 2 or needed > 2:
+        raise NotSwiGLU(f"its forward takes ({ast.unparse(arguments)}), not one tensor")
+    extra = [*names[2:], *(a.arg for a in (*arguments.kwonlyargs, arguments.vararg, arguments.kwarg) if a is not None)]
+    scope = {name: value for name, value in forward.__globals__.items() if name not in extra}
+    reader = _Reader(names[0], inert, scope, {names[1]: ("input",)})
+    roles = _match(reader.run(function.body))
     if len(reader.half_sizes) > 1:
         raise NotSwiGLU(f"its forward splits by {' and '.join(sorted(map(str, reader.half_sizes)))}")
     half_size = next(iter(reader.half_sizes), None)
-    return replace(roles, half_size=half_size, extra_arguments=reader.extra, inert=tuple(sorted(reader.skipped)))
+    return replace(roles, half_size=half_size, extra_arguments=bool(extra), inert=tuple(sorted(reader.skipped)))
 
 
-def _reader(forward: Callable[..., Any], inert: frozenset[str]) -> tuple[_Reader, list[ast.stmt]]:
+def _parsed(forward: Callable[..., Any]) -> ast.FunctionDef:
     if hasattr(forward, "__wrapped__"):
         raise NotSwiGLU("its forward is wrapped by a decorator")
     try:
@@ -101,31 +73,21 @@ def _reader(forward: Callable[..., Any], inert: frozenset[str]) -> tuple[_Reader
         raise NotSwiGLU("its forward is not a plain function")
     if function.decorator_list:
         raise NotSwiGLU(f"its forward is decorated with @{ast.unparse(function.decorator_list[0])}")
-    arguments = function.args
-    names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
-    needed = len(names) - len(arguments.defaults) + sum(default is None for default in arguments.kw_defaults)
-    if len(names) < 2 or needed > 2:
-        raise NotSwiGLU(f"its forward takes ({ast.unparse(arguments)}), not one tensor")
-    extra = [*names[2:], *(a.arg for a in (*arguments.kwonlyargs, arguments.vararg, arguments.kwarg) if a is not None)]
-    scope = {name: value for name, value in forward.__globals__.items() if name not in extra}
-    return _Reader(names[0], {names[1]: Input()}, scope, bool(extra), inert), function.body
+    return function
 
 
+@dataclass
 class _Reader:
     """Substitutes straight-line assignments into the returned expression."""
 
-    def __init__(
-        self, own: str, values: dict[str, Expression], scope: dict[str, Any], extra: bool, inert: frozenset[str]
-    ) -> None:
-        self.own = own
-        self.values = values
-        self.scope = scope
-        self.extra = extra
-        self.inert = inert
-        self.skipped = set[str]()  # attributes of `inert` that were met
-        self.half_sizes = set[str | int]()  # attributes and numbers that a tensor is split by
+    own: str  # the name of self
+    inert: frozenset[str]
+    scope: dict[str, Any]
+    values: dict[str, _Expression]
+    skipped: set[str] = field(default_factory=set)  # attributes of `inert` that were met
+    half_sizes: set[str | int] = field(default_factory=set)  # attributes and numbers that a tensor is split by
 
-    def run(self, body: list[ast.stmt]) -> Expression:
+    def run(self, body: list[ast.stmt]) -> _Expression:
         for statement in body:
             match statement:
                 case ast.Expr(value=ast.Constant(value=str())):
@@ -135,29 +97,29 @@ class _Reader:
                 case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
                     self.values[name] = self.evaluate(value)
                 case ast.Assign(targets=[ast.Tuple(elts=[ast.Name(id=first), ast.Name(id=second)])], value=value):
-                    halves = self.evaluate(value)
-                    if not isinstance(halves, Halves):
+                    kind, *whole = self.evaluate(value)
+                    if kind != "halves":
                         raise NotSwiGLU(f"its forward unpacks `{_line(value)}`")
-                    self.values[first], self.values[second] = Half(halves.whole, 0), Half(halves.whole, 1)
+                    self.values[first], self.values[second] = ("half", *whole, 0), ("half", *whole, 1)
                 case ast.Return(value=ast.expr() as value):
                     return self.evaluate(value)
                 case _:
                     raise NotSwiGLU(f"its forward has the statement `{_line(statement)}`, {_EXPECTED}")
         raise NotSwiGLU("its forward returns nothing")
 
-    def evaluate(self, node: ast.expr) -> Expression:
+    def evaluate(self, node: ast.expr) -> _Expression:
         match node:
             case ast.Name(id=name) if name in self.values:
                 return self.values[name]
             case ast.BinOp(left=left, op=ast.Mult(), right=right):
                 return _product(self.evaluate(left), self.evaluate(right))
             case ast.Subscript(value=value, slice=ast.Constant(value=int() as index)) if index in (0, 1):
-                halves = self.evaluate(value)
-                if isinstance(halves, Halves):
-                    return Half(halves.whole, index)
+                kind, *whole = self.evaluate(value)
+                if kind == "halves":
+                    return ("half", *whole, index)
             case ast.Call(func=ast.Attribute(ast.Name(self.own), part), args=[argument], keywords=[]):
                 if part not in self.inert:
-                    return Part(part, self.evaluate(argument))
+                    return ("part", part, self.evaluate(argument))
                 self.skipped.add(part)
                 return self.evaluate(argument)
             case ast.Call(func=function, args=arguments, keywords=keywords):
@@ -169,39 +131,39 @@ class _Reader:
                     return found
         raise NotSwiGLU(f"its forward computes `{_line(node)}`, {_EXPECTED}")
 
-    def call(self, function: object, arguments: list[ast.expr], keywords: list[ast.keyword]) -> Expression | None:
+    def call(self, function: object, arguments: list[ast.expr], keywords: list[ast.keyword]) -> _Expression | None:
         """What a call of a function computes whose first argument is a tensor; None if that is not known."""
         if not arguments:
             return None
         whole, *rest = arguments
         alone = not rest and not keywords
         if function in _SIGMOIDS and alone:
-            return Sigmoid(self.evaluate(whole))
+            return ("sigmoid", self.evaluate(whole))
         if function is F.silu and alone:
-            return Part(None, self.evaluate(whole))
+            return ("part", None, self.evaluate(whole))
         if function is F.dropout and self.is_inert_dropout(rest, keywords):
             return self.evaluate(whole)
         if function is torch.split and self.is_split_in_two(rest, keywords):
-            return Halves(self.evaluate(whole))
-        if function is torch.chunk and _is_halves(rest, keywords):
-            return Halves(self.evaluate(whole))
+            return ("halves", self.evaluate(whole))
+        if function is torch.chunk:
+            given = {name: ast.unparse(node) for name, node in _bound(("chunks", "dim"), rest, keywords).items()}
+            return ("halves", self.evaluate(whole)) if given == {"chunks": "2", "dim": "-1"} else None
         return None
 
     def attribute(self, node: ast.expr | None) -> str | None:
         """The name in ``self.<name>``; None for anything else."""
         match node:
-            case ast.Attribute(value=ast.Name(id=owner), attr=attr) if owner == self.own:
+            case ast.Attribute(value=ast.Name(id=self.own), attr=attr):
                 return attr
-            case _:
-                return None
+        return None
 
     def is_inert_dropout(self, rest: list[ast.expr], keywords: list[ast.keyword]) -> bool:
         """Whether the arguments after the tensor are a probability of 0 and ``training=self.training``."""
-        given = dict(zip(("p", "training"), rest)) | {keyword.arg: keyword.value for keyword in keywords}
-        probability = given.get("p")
-        name = self.attribute(probability)
-        if len(rest) > 2 or given.keys() != {"p", "training"} or self.attribute(given["training"]) != "training":
+        given = _bound(("p", "training"), rest, keywords)
+        if given.keys() != {"p", "training"} or self.attribute(given["training"]) != "training":
             return False
+        probability = given["p"]
+        name = self.attribute(probability)
         if name in self.inert:
             self.skipped.add(name)
             return True
@@ -212,26 +174,21 @@ class _Reader:
 
         The size is ``self.<size>`` or a number.
         """
-        given = dict(zip(("size", "dim"), rest)) | {keyword.arg: keyword.value for keyword in keywords}
+        given = _bound(("size", "dim"), rest, keywords)
         size = given.pop("size", None) or given.pop("split_size_or_sections", None) or given.pop("split_size", None)
         both = size.elts if isinstance(size, ast.List | ast.Tuple) and len(size.elts) == 2 else [size]
         names = {_number(one) or self.attribute(one) for one in both}
         name = names.pop()
-        if len(rest) > 2 or names or name is None or given.keys() != {"dim"} or ast.unparse(given["dim"]) != "-1":
+        if names or name is None or given.keys() != {"dim"} or ast.unparse(given["dim"]) != "-1":
             return False
         self.half_sizes.add(name)
         return True
 
     def resolve(self, node: ast.expr) -> object:
         """The object a dotted global name stands for, or None."""
-        match node:
-            case ast.Name(id=name) if name not in self.values:
-                return self.scope.get(name)
-            case ast.Attribute(value=value, attr=attr):
-                owner = self.resolve(value)
-                return None if owner is None else getattr(owner, attr, None)
-            case _:
-                return None
+        if isinstance(node, ast.Name) and node.id not in self.values:
+            return self.scope.get(node.id)
+        return getattr(self.resolve(node.value), node.attr, None) if isinstance(node, ast.Attribute) else None
 
 
 _SIGMOIDS = (torch.sigmoid, F.sigmoid)
@@ -239,24 +196,23 @@ _METHODS = {"sigmoid": torch.sigmoid, "split": torch.split, "chunk": torch.chunk
 """Functions by the name of the tensor method that computes the same."""
 
 
-def _product(left: Expression, right: Expression) -> Expression:
+def _product(left: _Expression, right: _Expression) -> _Expression:
     """``left * right``; ``g * sigmoid(g)`` is SiLU."""
     for one, other in ((left, right), (right, left)):
-        if other == Sigmoid(one):
-            return Part(None, one)
-    return Product(left, right)
+        if other == ("sigmoid", one):
+            return ("part", None, one)
+    return ("product", left, right)
 
 
 def _number(node: ast.expr | None) -> int | None:
     return node.value if isinstance(node, ast.Constant) and type(node.value) is int else None
 
 
-def _is_halves(rest: list[ast.expr], keywords: list[ast.keyword]) -> bool:
-    given = [ast.unparse(node) for node in rest]
-    named = {keyword.arg: ast.unparse(keyword.value) for keyword in keywords}
-    sections = given[0] if given else named.pop("chunks", None)
-    dim = given[1] if len(given) == 2 else named.pop("dim", None)
-    return sections == "2" and dim == "-1" and not named and len(given) <= 2
+def _bound(names: tuple[str, str], rest: list[ast.expr], keywords: list[ast.keyword]) -> dict[str | None, ast.expr]:
+    """Return the arguments after the tensor by name; none where there are more than `names`."""
+    if len(rest) > len(names):
+        return {}
+    return dict[str | None, ast.expr](zip(names, rest)) | {keyword.arg: keyword.value for keyword in keywords}
 
 
 def _line(node: ast.AST) -> str:
@@ -264,22 +220,20 @@ def _line(node: ast.AST) -> str:
     return text if len(text) <= 100 else text[:97] + "..."
 
 
-def _match(result: Expression) -> DenseRoles:
-    if not (isinstance(result, Part) and result.name is not None and isinstance(result.argument, Product)):
-        raise NotSwiGLU(f"its forward is not one projection of a product of two branches, {_EXPECTED}")
-    down, left, right = result.name, result.argument.left, result.argument.right
-    for gated, up in ((left, right), (right, left)):
-        match gated, up:
-            case Part(name=act, argument=Part(name=str() as g, argument=Input())), Part(
-                name=str() as u, argument=Input()
-            ) if g != u:
-                return DenseRoles((g, u), down, act)
-            case Part(name=act, argument=Half(whole=Part(name=str() as g, argument=Input()) as whole, index=0)), Half(
-                whole=other, index=1
-            ) if other == whole:
-                return DenseRoles((g,), down, act)
-            case Part(argument=Half(whole=whole, index=1)), Half(whole=other, index=0) if other == whole:
+def _match(result: _Expression) -> DenseRoles:
+    match result:
+        case ("part", str() as down, ("product", left, right)):
+            pass
+        case _:
+            raise NotSwiGLU(f"its forward is not one projection of a product of two branches, {_EXPECTED}")
+    for branches in ((left, right), (right, left)):
+        match branches:
+            case ("part", act, ("part", str() as gate, ("input",))), ("part", str() as up, ("input",)) if gate != up:
+                return DenseRoles((gate, up), down, act)
+            case ("part", act, ("half", ("part", str() as gate, ("input",)) as whole, 0)), ("half", other, 1) if (
+                other == whole
+            ):
+                return DenseRoles((gate,), down, act)
+            case ("part", _, ("half", whole, 1)), ("half", other, 0) if other == whole:
                 raise NotSwiGLU("its forward has up in the first half of a fused projection, the gate in the second")
-            case _:
-                continue
     raise NotSwiGLU("its forward is not down(act(gate(x)) * up(x))")

@@ -10,20 +10,16 @@ from hf_neuron_moe.errors import ConfigError
 
 
 def check_globs(argument: str, globs: Sequence[str], blocks: Sequence[Sequence[str]]) -> None:
-    """Refuse globs, as :mod:`fnmatch` reads them, that match none of the names of any block."""
+    """Raise for globs, as :mod:`fnmatch` reads them, that match none of the names of any block."""
     for glob in globs:
-        if not _matched(glob, blocks):
-            expected = "globs that match the name of an MLP or experts block"
-            raise ConfigError.about(argument, expected, repr(glob), _hint(glob, blocks))
-
-
-def _hint(glob: str, blocks: Sequence[Sequence[str]]) -> str:
-    if not blocks:
-        return "Remove it: the model has no such blocks."
-    near = suggest(glob, blocks)
-    if near is None:
-        return f"Correct or remove it. Blocks are named like {blocks[0][0]!r}."
-    return f"Did you mean {near!r}, which matches {_matched(near, blocks)} of {len(blocks)} blocks?"
+        if _matched(glob, blocks):
+            continue
+        fix = "Remove it: the model has no such blocks."
+        if near := suggest(glob, blocks):
+            fix = f"Did you mean {near!r}, which matches {_matched(near, blocks)} of {len(blocks)} blocks?"
+        elif blocks:
+            fix = f"Correct or remove it. Blocks are named like {blocks[0][0]!r}."
+        raise ConfigError.about(argument, "globs that match the name of an MLP or experts block", repr(glob), fix)
 
 
 def suggest(glob: str, blocks: Sequence[Sequence[str]]) -> str | None:
@@ -51,14 +47,13 @@ def _extended(glob: str) -> Iterator[str]:
 def _respelt(glob: str, names: Sequence[str]) -> str:
     """Replace every level of `glob` that no name has by the nearest that one has."""
     levels = sorted({level for name in names for level in name.split(".")})
-    return ".".join(level if fnmatch.filter(levels, level) else _nearest(level, levels) for level in glob.split("."))
-
-
-def _nearest(level: str, levels: list[str]) -> str:
-    if level.isdigit():  # a layer that the model does not have; no other number is what was meant
-        return level
-    near = difflib.get_close_matches(level, levels, n=1, cutoff=0.6)
-    return near[0] if near else level
+    respelt = []
+    for level in glob.split("."):
+        # No other number is what was meant by a layer that the model does not have.
+        known = level.isdigit() or fnmatch.filter(levels, level)
+        near = [] if known else difflib.get_close_matches(level, levels, n=1, cutoff=0.6)
+        respelt.append(near[0] if near else level)
+    return ".".join(respelt)
 
 
 def _pool(names: Sequence[str]) -> set[str]:

@@ -1,8 +1,4 @@
-"""One change of patched models at a time, in the whole process.
-
-A patch reads a model, plans, and changes it; the optimizer hook belongs to all models. Two threads that did this at the
-same time would each put blocks in over the other's.
-"""
+"""One change of patched models at a time, in the whole process: the optimizer hook belongs to all models."""
 
 from __future__ import annotations
 

@@ -1,17 +1,10 @@
 """Notices an optimizer, or a state of one, that was made for another layout of the weights than the model has now.
 
-An optimizer stores its state in its parameters' shapes and finds it again by position alone, so a run that is resumed
-with another home of the weights would pair moments with the wrong elements. Only the optimizer's own checkpoint can
-tell, and torch lets nobody see an optimizer before it exists; so while a model is patched, a hook in front of every
-optimizer step writes into each parameter group which of its parameters are in kernel layout. The entry travels with
-``optimizer.state_dict()``, is restored by ``load_state_dict``, and is compared at the next step. Checkpoints of stock
-runs have no entry.
-
-An optimizer that was made before the model was patched holds parameters that are not the model's any more; a mark on
-these tells.
-
-Dense blocks own fewer parameters in kernel layout than in stock layout; torch itself refuses those states when they are
-loaded ("a parameter group that doesn't match the size of optimizer's group").
+An optimizer finds its state again by position alone. While a model is patched, a hook in front of every optimizer step
+writes into each parameter group which of its parameters are in kernel layout. The entry travels with
+``optimizer.state_dict()`` and is compared at the next step; checkpoints of stock runs have none. (Dense blocks own
+fewer parameters in kernel layout than in stock layout: torch itself raises when such states are loaded.) An optimizer
+that was made before the model was patched holds parameters with a mark.
 """
 
 from __future__ import annotations
@@ -78,7 +71,7 @@ def check_before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for index in sorted(set(now) ^ set(before or [])):
             param = group["params"][index] if index < len(group["params"]) else None
             if param is not None and _is_of_other_layout(param, optimizer.state.get(param), marked=before is not None):
-                raise _other_layout(kernel.get(id(param)) or _name_of(param), id(param) in kernel)
+                raise _other_layout(param, kernel.get(id(param)))
         group.pop(GROUP_KEY, None)
         if now:
             group[GROUP_KEY] = now
@@ -95,13 +88,10 @@ def _is_of_other_layout(param: Tensor, state: Any, *, marked: bool) -> bool:
     return marked or not fits
 
 
-def _name_of(param: Tensor) -> str:
+def _other_layout(param: Tensor, kernel_name: str | None) -> UnsupportedModelError:
+    now, then = ("stock", "kernel") if kernel_name is None else ("kernel", "stock")
     names = (name for model in _watched for name, other in model.named_parameters() if other is param)
-    return next(names, "a parameter that is not in a patched model")
-
-
-def _other_layout(name: str, is_kernel: bool) -> UnsupportedModelError:
-    now, then = ("kernel", "stock") if is_kernel else ("stock", "kernel")
+    name = kernel_name or next(names, "a parameter that is not in a patched model")
     return UnsupportedModelError.about(
         f"optimizer state of {name}",
         f"in the layout of its parameter, which is the {now} one",

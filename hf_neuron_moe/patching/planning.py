@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import fnmatch
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import torch
 from torch import nn
 
+from hf_neuron_moe.backends import get_backend, resolve_backend
 from hf_neuron_moe.backends.operator_registration import register_again
+from hf_neuron_moe.backends.spec import BlockShape, BlockSpec
+from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.modules.block import stock_slot
-from hf_neuron_moe.modules.state_dict import WeightRule
 from hf_neuron_moe.patching.apply import PlanItem, Request, all_slots
 from hf_neuron_moe.patching.discovery import EXPERTS, Candidate
 from hf_neuron_moe.patching.preconditions import passed_by
 from hf_neuron_moe.patching.report import PATCHED, REFUSED, SKIPPED, PatchEntry
-from hf_neuron_moe.patching.support import plan_item, products_of
 
 _STATE_HOOKS = (
     "_state_dict_hooks",
@@ -52,24 +54,20 @@ def plan_patch(
     for candidate in candidates:
         skipped = _skip_reason(candidate, include, exclude)
         reason = skipped or candidate.reason
-        item = plan_item(candidate, config) if reason is None else None
-        if item is not None:
-            reason = _first(reason_of(candidate, item, around) for reason_of in _REASONS)
-        if item is not None and reason is None:
-            plan.append(item)
-            entries.append(_patched_entry(item))
-        else:
-            entries.append(replace(_entry(candidate, SKIPPED if skipped else REFUSED), reason=reason or ""))
+        if reason is None:
+            item = _plan_item(candidate, config)
+            reason = next(_reasons(item, around), None)
+            if reason is None:
+                plan.append(item)
+                entries.append(_patched_entry(item))
+                continue
+        entries.append(replace(_entry(candidate, SKIPPED if skipped else REFUSED), reason=reason))
     return plan, tuple(entries)
 
 
 def wrapped_modules(model: nn.Module) -> set[int]:
     """Return the ids of the modules to which an adapter is attached."""
     return {key for key, slots in all_slots(model).items() if any(attr == "base_layer" for _, attr in slots)}
-
-
-def _first(reasons: Iterable[str | None]) -> str | None:
-    return next((reason for reason in reasons if reason is not None), None)
 
 
 def _skip_reason(candidate: Candidate, include: tuple[str, ...], exclude: tuple[str, ...]) -> str | None:
@@ -82,70 +80,77 @@ def _skip_reason(candidate: Candidate, include: tuple[str, ...], exclude: tuple[
     return None
 
 
-def _is_model(candidate: Candidate, item: PlanItem, around: _Surroundings) -> str | None:
-    whole = candidate.module is around.model
-    return "it is the model itself; pass the module that contains it" if whole else None
+def _plan_item(candidate: Candidate, config: NeuronMoEConfig) -> PlanItem:
+    """Resolve backend and weight layout for one candidate; its activation policy is still the default.
+
+    Where the backend does not support it, the item says so, or, with ``fallback="torch"``, has PyTorch as its backend.
+    """
+    backend = resolve_backend(config.backend, _device(candidate))
+    kernels = get_backend(backend)
+    layout = kernels.default_layout if config.weights == "auto" else config.weights
+    resolved = replace(config, backend=backend, weights=layout, activations="minimal")
+    spec = BlockSpec(config.precision, config.block_size, gate=candidate.gate)
+    support = kernels.support(_shape(candidate, layout), spec)
+    if config.fallback != "torch":
+        return PlanItem(candidate, resolved, support._replace(most_tokens=None))
+    if support.reason is not None:
+        layout = get_backend(config.fallback).default_layout if config.weights == "auto" else config.weights
+        return PlanItem(candidate, replace(resolved, backend=config.fallback, weights=layout), fallback=support.reason)
+    if support.most_tokens is not None:
+        long = f"calls of more than {support.most_tokens:,} tokens run on torch"
+        support = support._replace(notes=(long, *support.notes))
+    return PlanItem(candidate, resolved, support)
 
 
-def _kernels_refuse(candidate: Candidate, item: PlanItem, around: _Surroundings) -> str | None:
-    return item.refusal and f"{item.refusal}; fallback='torch' computes it without the kernels"
+def _device(candidate: Candidate) -> torch.device:
+    """Where the block is; a meta module goes to the CPU, where transformers materializes it by default."""
+    device = next(iter(candidate.module.parameters())).device
+    return torch.device("cpu") if device.type == "meta" else device
 
 
-def _stays_stock(candidate: Candidate, item: PlanItem, around: _Surroundings) -> str | None:
-    """Why its weights cannot have the kernels' layout, where that is asked for."""
-    if item.config.weights == "stock":
-        return None
+def _shape(candidate: Candidate, layout: str) -> BlockShape:
+    experts, hidden, inner = candidate.sizes
+    assert hidden is not None and inner is not None, "a block of unknown sizes is refused before"
+    roles = candidate.roles
+    ordered = len(roles.inputs) == 1 if roles is not None else bool(candidate.module.is_transposed)
+    dtype = getattr(*stock_slot(candidate.module, candidate.rules[0].stock[0])).dtype
+    top_k = None if experts is None else candidate.top_k
+    return BlockShape(candidate.kind, hidden, inner, experts, top_k, ordered or layout == "kernel", dtype)
+
+
+def _reasons(item: PlanItem, around: _Surroundings) -> Iterator[str]:
+    """Yield why a block stays stock whose code the kernels could stand in for; the first counts."""
+    candidate = item.candidate
+    if candidate.module is around.model:
+        yield "it is the model itself; pass the module that contains it"
+    if item.support.reason is not None:
+        yield f"{item.support.reason}; fallback='torch' computes it without the kernels"
+    if item.config.weights != "stock":
+        yield from _layout_reasons(candidate, around)
+    if candidate.kind == EXPERTS and id(candidate.module) in around.left_out:
+        yield "a forward put on the module around it does not call it; delete that (`del block.forward`)"
+
+
+def _layout_reasons(candidate: Candidate, around: _Surroundings) -> Iterator[str]:
+    """Yield why its weights cannot have the kernels' layout."""
     if id(candidate.module) in around.wrapped:
-        return "an adapter made for the stock layout is attached to it; patch before attaching, or use weights='stock'"
+        yield "an adapter made for the stock layout is attached to it; patch before attaching, or use weights='stock'"
     for child in candidate.module.modules():
         if any(getattr(child, kind) for kind in _STATE_HOOKS):
             hooked = type(child).__name__
-            return f"{hooked} has state_dict hooks, which would meet the kernel layout; use weights='stock'"
-    return _first(reason_of(rule, candidate, around) for rule in candidate.rules for reason_of in _RULE_REASONS)
-
-
-def _is_passed_by(candidate: Candidate, item: PlanItem, around: _Surroundings) -> str | None:
-    if candidate.kind != EXPERTS or id(candidate.module) not in around.left_out:
-        return None
-    return "a forward put on the module around it does not call it; delete that (`del block.forward`)"
-
-
-def _is_frozen_in_part(rule: WeightRule, candidate: Candidate, around: _Surroundings) -> str | None:
-    if len({param.requires_grad for param in _stock_parameters(rule, candidate)}) < 2:
-        return None
-    return f"{' and '.join(rule.stock)} become one parameter, but only one is frozen; use weights='stock'"
-
-
-def _is_tied(rule: WeightRule, candidate: Candidate, around: _Surroundings) -> str | None:
-    owners = [stock_slot(candidate.module, name)[0] for name in rule.stock]
-    layers = [layer for layer in owners if layer is not candidate.module]
-    shared = any(around.uses[id(used)] > 1 for used in (*_stock_parameters(rule, candidate), *layers))
-    if rule.keeps_layout or not shared:
-        return None
-    return f"{rule.stock[0]} is tied to another module's parameter; use weights='stock'"
-
-
-def _has_tensor_hooks(rule: WeightRule, candidate: Candidate, around: _Surroundings) -> str | None:
-    params = _stock_parameters(rule, candidate)
-    hooked = any(param._backward_hooks or param._post_accumulate_grad_hooks for param in params)
-    if rule.keeps_layout or not hooked:
-        return None
-    return f"{rule.stock[0]} has tensor hooks, which another layout cannot keep; use weights='stock'"
-
-
-def _stock_parameters(rule: WeightRule, candidate: Candidate) -> list[nn.Parameter]:
-    return [getattr(*stock_slot(candidate.module, name)) for name in rule.stock]
-
-
-_REASONS: tuple[Callable[[Candidate, PlanItem, _Surroundings], str | None], ...] = (
-    _is_model,
-    _kernels_refuse,
-    _stays_stock,
-    _is_passed_by,
-)
-"""The first that gives a reason decides."""
-_RULE_REASONS = (_is_frozen_in_part, _is_tied, _has_tensor_hooks)
-"""The same, of every parameter in the kernels' layout."""
+            yield f"{hooked} has state_dict hooks, which would meet the kernel layout; use weights='stock'"
+    for rule in candidate.rules:
+        slots = [stock_slot(candidate.module, name) for name in rule.stock]
+        params: list[nn.Parameter] = [getattr(*slot) for slot in slots]
+        layers = [owner for owner, _ in slots if owner is not candidate.module]
+        if len({param.requires_grad for param in params}) == 2:
+            yield f"{' and '.join(rule.stock)} become one parameter, but only one is frozen; use weights='stock'"
+        if rule.keeps_layout:
+            continue
+        if any(around.uses[id(used)] > 1 for used in (*params, *layers)):
+            yield f"{rule.stock[0]} is tied to another module's parameter; use weights='stock'"
+        if any(param._backward_hooks or param._post_accumulate_grad_hooks for param in params):
+            yield f"{rule.stock[0]} has tensor hooks, which another layout cannot keep; use weights='stock'"
 
 
 def _entry(candidate: Candidate, status: str) -> PatchEntry:
@@ -164,18 +169,18 @@ def _entry(candidate: Candidate, status: str) -> PatchEntry:
 
 
 def _patched_entry(item: PlanItem) -> PatchEntry:
-    listed = item.candidate.listed
+    config, support, listed = item.config, item.support, item.candidate.listed
     note = (
         f"one of {listed} MLPs of a ModuleList: if these are experts, each is computed as a dense block, "
         "without the experts kernels and without routing replay"
     )
     return replace(
         _entry(item.candidate, PATCHED),
-        weights=item.config.weights,
-        backend=item.config.backend,
+        weights=config.weights,
+        backend=config.backend,
         fallback=item.fallback,
-        weight_copy_bytes=item.weight_copy_bytes,
-        notes=(*item.notes, note) if listed else item.notes,
-        kernel_sizes=item.kernel_sizes,
-        products=products_of(item.candidate, item.config),
+        weight_copy_bytes=support.weight_copy_bytes,
+        notes=(*support.notes, note) if listed else support.notes,
+        kernel_sizes=support.kernel_sizes,
+        products=get_backend(config.backend).describe_products(config.precision, _device(item.candidate)),
     )

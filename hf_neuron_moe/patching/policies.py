@@ -30,6 +30,8 @@ from hf_neuron_moe.patching.budget import Option, cheapest_plan
 from hf_neuron_moe.patching.globs import check_globs
 from hf_neuron_moe.patching.report import PatchEntry
 
+_PRESETS = ("minimal", "recompute", "fp8")  # of which the name is the keep string too
+
 
 @dataclass(frozen=True)
 class PlannedBlock:
@@ -42,24 +44,29 @@ class PlannedBlock:
 def with_policies(
     plan: Sequence[PlanItem], entries: Sequence[PatchEntry], config: NeuronMoEConfig, known: Sequence[Sequence[str]]
 ) -> tuple[list[PlanItem], tuple[PatchEntry, ...]]:
-    """Give every planned block its own policy, and say so in its entry; `known` are the names of every block."""
+    """Give every planned block and its entry the block's own policy; `known` are the names of every block."""
     blocks = [PlannedBlock((item.candidate.name, *item.candidate.aliases), _shape(item)) for item in plan]
     own = resolve(config.activations, blocks, known)
-    resolved = [
-        replace(item, config=replace(item.config, activations=policy)) for item, policy in zip(plan, own, strict=True)
-    ]
-    policies = {block.names[0]: (block.shape, policy) for block, policy in zip(blocks, own, strict=True)}
-    noted = [noted_policy(entry, *policies[entry.name]) if entry.name in policies else entry for entry in entries]
-    return resolved, tuple(noted)
+    resolved = []
+    policies = {}
+    for item, block, policy in zip(plan, blocks, own, strict=True):
+        resolved.append(replace(item, config=replace(item.config, activations=policy)))
+        policies[block.names[0]] = (block.shape, policy)
+    return resolved, with_saved_bytes(entries, policies)
 
 
-def noted_policy(entry: PatchEntry, shape: SavedBlock, policy: BlockActivations) -> PatchEntry:
-    """Return the entry with a policy and what the block keeps with it."""
+def with_saved_bytes(
+    entries: Sequence[PatchEntry], policies: Mapping[str, tuple[SavedBlock, BlockActivations]]
+) -> tuple[PatchEntry, ...]:
+    """Return the entries, those named in `policies` with their policy and what the block keeps with it."""
+    return tuple(_noted(entry, *policies[entry.name]) if entry.name in policies else entry for entry in entries)
+
+
+def _noted(entry: PatchEntry, shape: SavedBlock, policy: BlockActivations) -> PatchEntry:
     keep = canonical_keep(policy, shape.precision)
-    saved = saved_bytes(shape, keep)
+    saved, per_call = saved_bytes(shape, keep), saved_bytes_per_call(shape, keep)
     if math.isnan(saved):
         return replace(entry, activations=str(policy), saved_bytes_per_token=None, saved_bytes_per_call=0.0)
-    per_call = saved_bytes_per_call(shape, keep)
     return replace(entry, activations=str(policy), saved_bytes_per_token=saved, saved_bytes_per_call=per_call)
 
 
@@ -78,31 +85,24 @@ def resolve(
 ) -> list[BlockActivations]:
     """Return each block's own policy: a preset's name, or a policy without exceptions.
 
-    Args:
-        activations: what was asked for.
-        blocks: the blocks to be patched.
-        known: the names of every block of the model, for globs.
+    `known` are the names of every block of the model, which globs have to match.
     """
     if isinstance(activations, ActivationBudget):
         return _solve(activations, blocks)
     if isinstance(activations, str) or not activations.modules:
         return [activations] * len(blocks)
-    exceptions = dict(activations.modules)
+    exceptions = {glob: _plain(policy) for glob, policy in activations.modules}
     check_globs("activations.modules", list(exceptions), known)
     rest = _plain(ActivationPolicy(keep=activations.keep, storage=activations.storage))
-    return [_exception(exceptions, block.names) or rest for block in blocks]
-
-
-def _exception(exceptions: Mapping[str, BlockActivations], names: Sequence[str]) -> BlockActivations | None:
-    matching = [glob for glob in exceptions if fnmatch.filter(names, glob)]
-    if len(matching) > 1:
-        raise ConfigError.about(
-            "activations.modules",
-            "made of globs of which at most one matches a block",
-            f"{' and '.join(map(repr, matching))}, which both match {names[0]!r}",
-            "Make one of them narrower.",
-        )
-    return _plain(exceptions[matching[0]]) if matching else None
+    own = []
+    for block in blocks:
+        matching = [glob for glob in exceptions if fnmatch.filter(block.names, glob)]
+        if len(matching) > 1:
+            expected = "made of globs of which at most one matches a block"
+            got = f"{' and '.join(map(repr, matching))}, which both match {block.names[0]!r}"
+            raise ConfigError.about("activations.modules", expected, got, "Make one of them narrower.")
+        own.append(exceptions[matching[0]] if matching else rest)
+    return own
 
 
 def _plain(policy: BlockActivations) -> BlockActivations:
@@ -113,12 +113,10 @@ def _plain(policy: BlockActivations) -> BlockActivations:
 def _solve(budget: ActivationBudget, blocks: Sequence[PlannedBlock]) -> list[BlockActivations]:
     for block in blocks:
         if block.shape.top_k == 0:
-            raise ConfigError.about(
-                "activations",
-                "a preset or a policy for a model that does not say how many experts a token has",
-                f"{budget}, to be divided among blocks such as {block.names[0]!r}",
-                "Name the checkpoints instead, for example activations='minimal'.",
-            )
+            expected = "a preset or a policy for a model that does not say how many experts a token has"
+            got = f"{budget}, to be divided among blocks such as {block.names[0]!r}"
+            fix = "Name the checkpoints instead, for example activations='minimal'."
+            raise ConfigError.about("activations", expected, got, fix)
     options = [_options(block.shape, budget) for block in blocks]
     plan = cheapest_plan(options, budget.limit)
     if plan is None:
@@ -132,7 +130,15 @@ def _solve(budget: ActivationBudget, blocks: Sequence[PlannedBlock]) -> list[Blo
             "Raise the budget, patch fewer blocks (include, exclude), or add gradient checkpointing with "
             "activations='recompute'.",
         )
-    return [as_block(option.keep, block.shape.precision) for option, block in zip(plan.options, blocks, strict=True)]
+    return [_as_policy(option.keep, block.shape.precision) for option, block in zip(plan.options, blocks, strict=True)]
+
+
+def _as_policy(keep: str, precision: str) -> BlockActivations:
+    if keep == canonical_keep("full", precision):
+        return "full"
+    return (
+        keep if keep in _PRESETS else ActivationPolicy(keep=[name for name in CHECKPOINTS if name in keep.split("+")])
+    )
 
 
 def _options(shape: SavedBlock, budget: ActivationBudget) -> list[Option]:
@@ -143,17 +149,7 @@ def _options(shape: SavedBlock, budget: ActivationBudget) -> list[Option]:
             return saved_bytes(shape, keep)
         return saved_bytes_of_call(shape, keep, budget.tokens) / budget.tokens
 
-    full = canonical_keep("full", shape.precision)
+    presets = (canonical_keep("full", shape.precision), *_PRESETS)
     keeps = sorted(keep_strings(shape.precision) - ({"fp8"} if not budget.allow_fp8 else set()))
-    presets = (full, "minimal", "recompute", "fp8")
     keeps.sort(key=lambda keep: presets.index(keep) if keep in presets else len(presets))
     return [Option(keep, saved(keep), recomputed_flops(shape, keep)) for keep in keeps]
-
-
-def as_block(keep: str, precision: str) -> BlockActivations:
-    """A canonical keep string as a block's policy."""
-    if keep in ("minimal", "recompute", "fp8"):
-        return keep
-    if keep == canonical_keep("full", precision):
-        return "full"
-    return ActivationPolicy(keep=[name for name in CHECKPOINTS if name in keep.split("+")])

@@ -1,14 +1,10 @@
-"""What must hold of a model that is to be patched, or comes back patched; every error leaves it as it is.
-
-Models that are refused as a whole; where a patch is recorded and what of it is still in place; plans that leave
-blocks out.
-"""
+"""What must hold of a model that is to be patched, or comes back patched; every error leaves it as it is."""
 
 from __future__ import annotations
 
 import warnings
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -24,7 +20,7 @@ from hf_neuron_moe.errors import (
 from hf_neuron_moe.modules.block import NeuronBlock
 from hf_neuron_moe.modules.own_forward import described, is_taken_over, passes_by
 from hf_neuron_moe.modules.quantized_blocks import QuantizedBlock
-from hf_neuron_moe.patching.apply import PatchState, Swap, states
+from hf_neuron_moe.patching.apply import Swap, states
 from hf_neuron_moe.patching.report import PatchEntry, PatchReport
 
 _WRAPPERS = {
@@ -57,7 +53,7 @@ def changed(expected: str, got: str, remedy: str = "Call unpatch_model(model) fi
 
 
 def check_model(model: Any) -> None:
-    """Refuse what is no ``nn.Module``, or is quantized, sharded, offloaded, wrapped or compiled."""
+    """Raise for what is no ``nn.Module``, or is quantized, sharded, offloaded, wrapped or compiled."""
     if not isinstance(model, nn.Module):
         raise unsupported("a torch.nn.Module", type(model).__name__, "Pass the model object, not its name or config.")
     for name, module in model.named_modules():
@@ -65,8 +61,7 @@ def check_model(model: Any) -> None:
             if any(base.__name__ == wrapper for base in type(module).__mro__):
                 raise unsupported("a plain, unwrapped model", f"{wrapper}{_at(name)}", remedy)
     for expected, find, remedy in _RULES:
-        found = find(model)
-        if found is not None:
+        if found := next(find(model), None):
             raise unsupported(expected, found, remedy)
 
 
@@ -74,50 +69,46 @@ def _at(name: str) -> str:
     return f" at {name!r}" if name else ""
 
 
-def _quantized(model: nn.Module) -> str | None:
+def _quantized(model: nn.Module) -> Iterator[str]:
     for name, module in model.named_modules():
         if getattr(module, "is_quantized", False) is True or getattr(module, "hf_quantizer", None) is not None:
             method = getattr(module, "quantization_method", None)
-            return f"a quantized model{_at(name)}" + (f" ({getattr(method, 'value', method)})" if method else "")
+            yield f"a quantized model{_at(name)}" + (f" ({getattr(method, 'value', method)})" if method else "")
         if type(module).__module__.startswith("bitsandbytes."):
-            return f"a {type(module).__name__} of bitsandbytes{_at(name)}"
+            yield f"a {type(module).__name__} of bitsandbytes{_at(name)}"
     for name, param in model.named_parameters():
         if param.dtype not in _FLOAT_DTYPES:
-            return f"the parameter {name!r} of dtype {param.dtype}"
-    return None
+            yield f"the parameter {name!r} of dtype {param.dtype}"
 
 
-def _sharded_at_loading(model: nn.Module) -> str | None:
+def _sharded_at_loading(model: nn.Module) -> Iterator[str]:
     for name, module in model.named_modules():
         if getattr(module, "is_distributed_loading_by_transformers", False) is True:
             asked = getattr(getattr(module, "config", None), "distributed_config", None)
             sizes = {key: getattr(asked, key, None) for key in ("tp_size", "ep_size", "fsdp_size")}
             named = ", ".join(f"{key}={size}" for key, size in sizes.items() if size not in (None, 1))
-            return f"one that from_pretrained sharded{_at(name)}" + (f" ({named})" if named else "")
-    return None
+            yield f"one that from_pretrained sharded{_at(name)}" + (f" ({named})" if named else "")
 
 
-def _sharded(model: nn.Module) -> str | None:
+def _sharded(model: nn.Module) -> Iterator[str]:
     for name, module in model.named_modules():
         if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
-            return f"a model sharded by fully_shard{_at(name)}"
+            yield f"a model sharded by fully_shard{_at(name)}"
     for name, param in model.named_parameters():
         if type(param.data).__name__ == "DTensor" or type(param).__name__ == "DTensor":
-            return f"a sharded model: {name!r} is a DTensor"
+            yield f"a sharded model: {name!r} is a DTensor"
         if hasattr(param, "ds_id"):
-            return f"a model partitioned by DeepSpeed ZeRO-3: {name!r} carries a ds_id"
-    return None
+            yield f"a model partitioned by DeepSpeed ZeRO-3: {name!r} carries a ds_id"
 
 
-def _offloaded(model: nn.Module) -> str | None:
+def _offloaded(model: nn.Module) -> Iterator[str]:
     for module in model.modules():
         places = {str(place) for place in (getattr(module, "hf_device_map", None) or {}).values()}
         if "disk" in places or ("cpu" in places and len(places) > 1):
-            return f"a model offloaded by accelerate (hf_device_map: {', '.join(sorted(places))})"
-    return None
+            yield f"a model offloaded by accelerate (hf_device_map: {', '.join(sorted(places))})"
 
 
-_RULES: tuple[tuple[str, Callable[[nn.Module], str | None], str], ...] = (
+_RULES: tuple[tuple[str, Callable[[nn.Module], Iterator[str]], str], ...] = (
     ("a model without quantization", _quantized, _NOT_QUANTIZED),
     (
         "a model that transformers did not shard while loading",
@@ -135,18 +126,16 @@ def inner_model(model: nn.Module) -> tuple[nn.Module, str]:
 
     The patch is recorded there, since ``merge_and_unload`` and ``unload`` hand back the inner model alone.
     """
-    home = model
-    while True:
+    home: nn.Module | None = None
+    inside: Any = model
+    while isinstance(inside, nn.Module) and inside is not home:
+        home, inside = inside, None
         kinds = {base.__name__ for base in type(home).__mro__ if base.__module__.partition(".")[0] == "peft"}
         if kinds & {"PeftModel", "PeftMixedModel"}:
             inside = home.get_base_model()  # type: ignore[operator]
         elif "BaseTuner" in kinds:
             inside = home.model
-        else:
-            break
-        if inside is home or not isinstance(inside, nn.Module):
-            break
-        home = inside
+    assert home is not None
     return home, next(name for name, module in model.named_modules() if module is home)
 
 
@@ -157,11 +146,9 @@ def check_not_patched_elsewhere(model: nn.Module, home: nn.Module) -> None:
     if names:
         listed = ", ".join(f"{name!r} ({_blocks(len(state.swaps))})" for name, state in names)
         calls = ", ".join(f"unpatch_model(<{name}>)" for name, _ in names)
-        raise unsupported(
-            "a model that is not patched yet, or that was patched as a whole",
-            f"a {type(model).__name__} of which a part is patched: {listed}",
-            f"Unpatch that first ({calls}), then patch the outer model; nothing was changed.",
-        )
+        expected = "a model that is not patched yet, or that was patched as a whole"
+        fix = f"Unpatch that first ({calls}), then patch the outer model; nothing was changed."
+        raise unsupported(expected, f"a {type(model).__name__} of which a part is patched: {listed}", fix)
     _refuse_foreign_blocks(home)
 
 
@@ -190,17 +177,8 @@ def _refuse_foreign_blocks(model: nn.Module) -> None:
         )
 
 
-def displaced(home: nn.Module, state: PatchState) -> list[str]:
-    """Return the names of replaced modules whose replacement is no longer wherever it was put."""
-    present = Counter(id(child) for module in home.modules() for child in module._modules.values())
-    return [swap.name for swap in state.swaps if present[id(swap.replacement)] < swap.places]
-
-
 def check_called(home: nn.Module, blocks: Iterable[tuple[str, nn.Module]]) -> None:
-    """Refuse a model with a forward that goes past a patched block: put on the block, or on the MoE block around it.
-
-    `blocks` are all patched ones with their names.
-    """
+    """Raise for a forward that goes past one of the patched `blocks`: put on it, or on the MoE block around it."""
     named = list(blocks)
     expected = "as patch_model left it"
     taken = [name for name, block in named if is_taken_over(block)]
@@ -208,19 +186,15 @@ def check_called(home: nn.Module, blocks: Iterable[tuple[str, nn.Module]]) -> No
         raise changed(expected, f"a model whose patched blocks have another forward: {', '.join(taken)}")
     around = passed_by(home)
     # Experts only: what is around a dense MLP has more to do than to call it.
-    passed = {
-        name: id(block)
-        for name, block in named
-        if id(block) in around and getattr(block, "neuron_top_k", None) is not None
-    }
+    experts = [(name, block) for name, block in named if getattr(block, "neuron_top_k", None) is not None]
+    passed = {name: around[id(block)] for name, block in experts if id(block) in around}
     if passed:
-        forwards = {described(around[key].__dict__["forward"]) for key in passed.values()}
-        raise changed(
-            expected,
+        forwards = {described(parent.__dict__["forward"]) for parent in passed.values()}
+        got = (
             f"a model whose patched experts do not run: {', '.join(passed)}; "
-            f"the forward put on the module around them ({', '.join(sorted(forwards))}) does not call them",
-            "Delete that forward (`del block.forward`), or call unpatch_model(model)",
+            f"the forward put on the module around them ({', '.join(sorted(forwards))}) does not call them"
         )
+        raise changed(expected, got, "Delete that forward (`del block.forward`), or call unpatch_model(model)")
 
 
 def passed_by(home: nn.Module) -> dict[int, nn.Module]:
@@ -229,11 +203,15 @@ def passed_by(home: nn.Module) -> dict[int, nn.Module]:
     for parent in home.modules():
         for child in parent._modules.values() if "forward" in parent.__dict__ else ():
             if child is not None and passes_by(parent, child):
-                inside = child
-                while isinstance(base := inside._modules.get("base_layer"), nn.Module):  # in an adapter's wrapper
-                    inside = base
-                found[id(inside)] = parent
+                found[id(inside_adapters(child))] = parent
     return found
+
+
+def inside_adapters(layer: nn.Module) -> nn.Module:
+    """Return the layer that adapters (peft's ``base_layer``) were put around, or `layer` itself."""
+    while isinstance(inner := layer._modules.get("base_layer"), nn.Module):
+        layer = inner
+    return layer
 
 
 def warn_of_lost_forwards(swaps: Iterable[Swap]) -> None:
@@ -258,35 +236,32 @@ def _blocks(count: int) -> str:
 
 
 def check_outcome(model: nn.Module, report: PatchReport, strict: bool) -> None:
-    """Refuse a plan that patches nothing, or with `strict` not every gated block that is not excluded."""
-    listed = "".join(f"\n  {line}" for line in _reasons(report.refused))
+    """Raise for a plan that patches nothing, or with `strict` not every gated block that is not excluded."""
     if not report.patched:
-        raise NothingToPatchError.about(
-            "model",
-            "a model with SwiGLU MLPs or experts that the kernels can compute",
-            f"a {type(model).__name__} {_counted(report)}{':' + listed if listed else ''}",
-            ("\n" if listed else "") + _what_to_do(report),
-        )
+        listed = _listed(report.refused)
+        expected = "a model with SwiGLU MLPs or experts that the kernels can compute"
+        got = f"a {type(model).__name__} {_counted(report)}{':' + listed if listed else ''}"
+        raise NothingToPatchError.about("model", expected, got, ("\n" if listed else "") + _what_to_do(report))
     counted = [entry for entry in report.refused if entry.gated]
     if strict and counted:
         raise unsupported(
             "a model whose gated MLP and experts blocks can all be patched (strict=True)",
-            f"{len(counted)} that cannot:" + "".join(f"\n  {line}" for line in _reasons(counted)),
+            f"{len(counted)} that cannot:{_listed(counted)}",
             f"\n{_PATCH_FIRST} Or name them in exclude=...; strict=False leaves them stock."
             if _has_adapters(report)
             else "\nName them in exclude=..., or pass strict=False to leave them stock.",
         )
 
 
-def _reasons(entries: Iterable[PatchEntry]) -> list[str]:
-    """The reasons, each once for all blocks of a class whose names differ in their numbers only."""
+def _listed(entries: Iterable[PatchEntry]) -> str:
+    """A line per reason: each once for all blocks of a class whose names differ in their numbers only."""
     groups: dict[tuple[str, str, str], list[str]] = defaultdict(list)
     for entry in entries:
         groups[pattern_of(entry.name), entry.class_name, entry.reason].append(entry.name or "the model")
-    return [
-        f"{spelled_together(names)} ({f'{len(names)} x ' if len(names) > 1 else ''}{class_name}): {reason}"
+    return "".join(
+        f"\n  {spelled_together(names)} ({f'{len(names)} x ' if len(names) > 1 else ''}{class_name}): {reason}"
         for (_, class_name, reason), names in groups.items()
-    ]
+    )
 
 
 def _counted(report: PatchReport) -> str:
@@ -297,7 +272,7 @@ def _counted(report: PatchReport) -> str:
     blocks = f"with {count} MLP or experts block{'s' if count > 1 else ''}"
     if report.skipped:
         return f"{blocks}, {len(report.skipped)} of them skipped and {len(report.refused)} refused"
-    return f"{blocks}, {'none of which' if count > 1 else 'which'} can{'' if count > 1 else 'not'} be patched"
+    return f"{blocks}, {'none of which can' if count > 1 else 'which cannot'} be patched"
 
 
 def _has_adapters(report: PatchReport) -> bool:

@@ -1,8 +1,7 @@
 """A small numeric comparison of an original module's own forward with the operator.
 
-The original's class runs on a tiny stand-in that has the instance's attributes but small fp32 weights on the CPU.
-So the comparison costs milliseconds for any model size, works for modules on the meta device, and leaves the module
-and the global random number generators alone.
+The original's class runs on a tiny stand-in that has the instance's attributes but small fp32 weights on the CPU, which
+costs milliseconds for any model size, also on the meta device, and leaves the module and global random state alone.
 
 T tokens, E experts, H hidden size, I intermediate size.
 """
@@ -24,17 +23,11 @@ T, E, H, I = 6, 3, 8, 12  # noqa: E741
 TOLERANCE = 1e-4
 """Largest deviation relative to the largest output. fp32 rounding is near 1e-6; GELU for SiLU deviates by 6-15 %."""
 
-_SIZES = {
-    "num_experts": E,
-    "num_local_experts": E,
-    "n_routed_experts": E,
-    "hidden_dim": H,
-    "hidden_size": H,
-    "intermediate_dim": I,
-    "intermediate_size": I,
-    "moe_intermediate_size": I,
-    "expert_dim": I,
-}
+_SIZES = (
+    dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), E)
+    | dict.fromkeys(("hidden_dim", "hidden_size"), H)
+    | dict.fromkeys(("intermediate_dim", "intermediate_size", "moe_intermediate_size", "expert_dim"), I)
+)
 """Attributes by which experts classes remember their sizes; the stand-in gets the probe's."""
 
 
@@ -69,20 +62,11 @@ def probe_experts(module: Any) -> str | None:
     x_TH, weights_TK = _draw(generator, T, H), torch.rand(T, 2, generator=generator, device="cpu")
     index_TK = torch.tensor([[0, 1], [1, 2], [2, 0], [0, 2], [1, 0], [0, 1]], device="cpu")
     eager = type(module).forward.__wrapped__  # what the decorator wrapped
+    options: dict[str, Any] = {"transposed": transposed, "precision": "fp32", "block_size": 128, "backend": "torch"}
+    options["gate"] = gate_of(module.act_fn) or "silu"
     return _compare(
         lambda: eager(shell, x_TH, index_TK, weights_TK),
-        lambda: ops.experts(
-            x_TH,
-            index_TK,
-            weights_TK,
-            gate_up,
-            down,
-            transposed=transposed,
-            precision="fp32",
-            block_size=128,
-            backend="torch",
-            gate=gate_of(module.act_fn) or "silu",
-        ),
+        lambda: ops.experts(x_TH, index_TK, weights_TK, gate_up, down, **options),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -17,27 +17,27 @@ PATCHED, SKIPPED, REFUSED = "patched", "skipped", "refused"
 class PatchEntry:
     """One candidate module."""
 
-    name: str  # module name in the model; further names of the same module follow in `aliases`
+    name: str  # in the model; further names of the same module are its `aliases`
     kind: str  # ``"mlp"`` or ``"experts"``
     class_name: str
     status: str  # ``"patched"``, ``"skipped"`` (by the caller's choice) or ``"refused"``
     reason: str = ""  # why it is not patched; empty for patched modules
-    aliases: tuple[str, ...] = ()  # other names under which the same module object is registered
+    aliases: tuple[str, ...] = ()
     experts: int | None = None  # E, None for a dense MLP or where unknown
     hidden_size: int | None = None  # H, None where unknown
     intermediate_size: int | None = None  # I, None where unknown
-    weights: str | None = None  # home of the weights, ``"stock"`` or ``"kernel"``; None where not patched
-    backend: str | None = None  # backend that computes the block; None where not patched
-    activations: str | None = None  # the block's own activation policy by its name; None where not patched
+    # Of patched modules:
+    weights: str | None = None  # their layout, ``"stock"`` or ``"kernel"``
+    backend: str | None = None
+    activations: str | None = None  # name of the block's own activation policy
     saved_bytes_per_token: float | None = None
-    """What its operator keeps for backward, per token of its input, input and routing included; None where not patched,
-    or where the model does not say how many experts a token has."""
+    """What its operator keeps for backward, per token of its input, input and routing included; None where the model
+    does not say how many experts a token has."""
     fallback: str = ""  # why PyTorch computes the block and not the kernels that were asked for; empty otherwise
     weight_copy_bytes: int = 0
-    """Copies of the block's weights that its kernels read, in their orientation, sizes and dtype; they are made once
-    per optimizer step, and under FSDP for every call."""
-    notes: tuple[str, ...] = ()
-    """What holds for some calls only, or is worth knowing beforehand; a sentence each, without its full stop."""
+    """Copies of the block's weights that its kernels read, in their orientation, sizes and dtype; made once per
+    optimizer step, and under FSDP for every call."""
+    notes: tuple[str, ...] = ()  # what holds for some calls only, or is worth knowing; sentences without full stop
     saved_bytes_per_call: float = 0.0
     """What every call keeps on top of that, whatever its tokens: kernels of experts keep whole blocks, as many as the
     worst routing needs."""
@@ -83,23 +83,20 @@ class PatchReport:
     """Only in what ``unpatch_model`` returns for a module that held several separately patched models: the name of each
     in that module and its own report."""
 
-    def _with_status(self, status: str) -> tuple[PatchEntry, ...]:
-        return tuple(entry for entry in self.entries if entry.status == status)
-
     @property
     def patched(self) -> tuple[PatchEntry, ...]:
         """Entries of the modules that were replaced."""
-        return self._with_status(PATCHED)
+        return tuple(entry for entry in self.entries if entry.status == PATCHED)
 
     @property
     def skipped(self) -> tuple[PatchEntry, ...]:
         """Entries left alone because the caller asked for it."""
-        return self._with_status(SKIPPED)
+        return tuple(entry for entry in self.entries if entry.status == SKIPPED)
 
     @property
     def refused(self) -> tuple[PatchEntry, ...]:
         """Entries that the kernels cannot compute, with the reason."""
-        return self._with_status(REFUSED)
+        return tuple(entry for entry in self.entries if entry.status == REFUSED)
 
     @property
     def saved_bytes_per_token(self) -> float:
@@ -126,17 +123,12 @@ class PatchReport:
     def __str__(self) -> str:
         if self.parts:
             return "\n\n".join(f"{name or 'the model itself'}: {part}" for name, part in self.parts)
-        lines = [
-            f"{len(self.patched)} patched, {len(self.skipped)} skipped, {len(self.refused)} refused "
-            f"(precision {self.config.precision}, activations {self.config.activations}, "
-            f"block size {self.config.block_size})"
-        ]
-        lines += _table(self.entries)
-        for part in (_padding_lines, _saved_lines, _product_lines, _copy_lines, _note_lines):
-            lines += part(self)
-        if self.refused:
-            lines.append("Refused blocks stay stock. Remove the reason, or name them in exclude=... to skip them.")
-        return "\n".join(lines)
+        config = self.config
+        head = (
+            f"{len(self.patched)} patched, {len(self.skipped)} skipped, {len(self.refused)} refused (precision "
+            f"{config.precision}, activations {config.activations}, block size {config.block_size})"
+        )
+        return "\n".join([head, *_table(self.entries), *_remarks(self)])
 
 
 def merged(parts: Mapping[str, PatchReport]) -> PatchReport:
@@ -153,8 +145,7 @@ def merged(parts: Mapping[str, PatchReport]) -> PatchReport:
     return PatchReport(next(iter(parts.values())).config, entries, tuple(parts.items()))
 
 
-_TOKENS = 4096
-"""Of the call for which the text says what is kept in all."""
+_TOKENS = 4096  # of the call for which the text says what is kept in all
 
 _COLUMNS: dict[str, Callable[[PatchEntry], object]] = {
     "module": lambda entry: " = ".join((entry.name, *entry.aliases)),
@@ -165,16 +156,16 @@ _COLUMNS: dict[str, Callable[[PatchEntry], object]] = {
     "H": lambda entry: entry.hidden_size,
     "I": lambda entry: entry.intermediate_size,
     "padded H x I": lambda entry: entry.padded_sizes and "{} x {}".format(*entry.padded_sizes),
-    "padding overhead": lambda entry: _formatted(entry.padding_overhead_percent, "{:.1f} %"),
+    "padding overhead": lambda entry: _formatted("{:.1f} %", entry.padding_overhead_percent),
     "weights": lambda entry: entry.weights,
     "backend": lambda entry: entry.backend,
     "activations": lambda entry: entry.activations,
-    "KiB/token": lambda entry: _formatted(entry.saved_bytes_per_token, "{:.2f}", 1024),
+    "KiB/token": lambda entry: _formatted("{:.2f}", entry.saved_bytes_per_token, 1024),
     "reason": lambda entry: f"PyTorch instead of kernels: {entry.fallback}" if entry.fallback else entry.reason,
 }
 
 
-def _formatted(value: float | None, form: str, unit: int = 1) -> str | None:
+def _formatted(form: str, value: float | None, unit: int = 1) -> str | None:
     return None if value is None else form.format(value / unit)
 
 
@@ -186,16 +177,43 @@ def _table(entries: Iterable[PatchEntry]) -> list[str]:
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
 
 
-def _padding_lines(report: PatchReport) -> list[str]:
-    """What the column of that name means, where it says more than zero."""
-    text = (
-        "Padding overhead: extra multiply-adds of the Neuron kernels, which pad H and I to multiples of 128 or more. "
-        "The torch backend pads neither in bf16 and fp32, and in mxfp8 only where the blocks of scales need it."
-    )
-    return [text] if any(entry.padding_overhead_percent for entry in report.entries) else []
+def _remarks(report: PatchReport) -> Iterator[str]:
+    """Lines below the table."""
+    if any(entry.padding_overhead_percent for entry in report.entries):
+        yield (
+            "Padding overhead: extra multiply-adds of the Neuron kernels, which pad H and I to multiples of 128 or "
+            "more. The torch backend pads neither in bf16 and fp32, and in mxfp8 only where the blocks of scales need "
+            "it."
+        )
+    yield from _saved_remarks(report)
+    products = Counter(entry.products for entry in report.patched if entry.products)
+    if products:
+        used = [f"{name} ({count} block{'s' if count > 1 else ''})" for name, count in products.items()]
+        yield f"PyTorch multiplies by {', '.join(used)}."
+    held = sum(_quantized_bytes(entry) for entry in report.patched if entry.products)
+    if held and report.config.precision == "mxfp8":
+        yield (
+            f"Generation holds quantized copies of the weights: {held / 2**20:.1f} MiB, made by the first call in "
+            "evaluation mode without gradients, dropped when the weights change or training goes on."
+        )
+    copies = [entry.weight_copy_bytes for entry in report.patched]
+    if any(copies):
+        total, largest = (f"{count / 2**20:.1f} MiB" for count in (sum(copies), max(copies)))
+        yield (
+            f"Weight copies in the kernels' orientation and dtype: {total}, kept until the optimizer's step; under "
+            f"FSDP none are kept, and those of one block exist at a time: at most {largest}."
+        )
+    noted: dict[str, list[str]] = {}
+    for entry in report.patched:
+        for note in entry.notes:
+            noted.setdefault(note, []).append(entry.name)
+    for note, names in noted.items():
+        yield f"Note on {names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {note}."
+    if report.refused:
+        yield "Refused blocks stay stock. Remove the reason, or name them in exclude=... to skip them."
 
 
-def _saved_lines(report: PatchReport) -> list[str]:
+def _saved_remarks(report: PatchReport) -> Iterator[str]:
     """What is kept for backward, by groups of equal blocks."""
     groups = Counter(
         (entry.kind, entry.activations, entry.saved_bytes_per_token)
@@ -206,57 +224,17 @@ def _saved_lines(report: PatchReport) -> list[str]:
         f"{count} {kind} block{'s' if count > 1 else ''} x {saved / 1024:.2f} ({policy})"
         for (kind, policy, saved), count in groups.items()
     ]
-    if not parts:
-        return []
-    total, fixed = report.saved_bytes_per_token / 1024, report.saved_bytes_per_call / 1024
-    lines = [f"Saved for backward: {total:.2f} KiB per token = {' + '.join(parts)}"]
-    if fixed:
-        lines.append(
-            f"On top, per call: {fixed:,.0f} KiB of blocks that the worst routing could fill; so at {_TOKENS:,} tokens "
-            f"{total + fixed / _TOKENS:.2f} KiB per token"
-        )
-    return lines
-
-
-def _product_lines(report: PatchReport) -> list[str]:
-    """How PyTorch multiplies, and what generation in mxfp8 holds."""
-    used = Counter(entry.products for entry in report.patched if entry.products)
-    blocks = [f"{products} ({count} block{'s' if count > 1 else ''})" for products, count in used.items()]
-    lines = [f"PyTorch multiplies by {', '.join(blocks)}."] if blocks else []
-    held = sum(_quantized_bytes(entry) for entry in report.patched if entry.products)
-    if held and report.config.precision == "mxfp8":
-        lines.append(
-            f"Generation holds quantized copies of the weights: {held / 2**20:.1f} MiB, made by the first call in "
-            "evaluation mode without gradients, dropped when the weights change or training goes on."
-        )
-    return lines
+    if parts:
+        total, fixed = report.saved_bytes_per_token / 1024, report.saved_bytes_per_call / 1024
+        yield f"Saved for backward: {total:.2f} KiB per token = {' + '.join(parts)}"
+        if fixed:
+            yield (
+                f"On top, per call: {fixed:,.0f} KiB of blocks that the worst routing could fill; so at {_TOKENS:,} "
+                f"tokens {total + fixed / _TOKENS:.2f} KiB per token"
+            )
 
 
 def _quantized_bytes(entry: PatchEntry) -> int:
     """Bytes of one block's weights as bf16 operands, contraction axes padded to whole MX groups."""
     hidden, inner = entry.hidden_size or 0, entry.intermediate_size or 0
     return 2 * (entry.experts or 1) * (2 * inner * padded_size(hidden) + hidden * padded_size(inner))
-
-
-def _copy_lines(report: PatchReport) -> list[str]:
-    """Bytes of weight copies: of all blocks, and of the largest, which is what FSDP's processes need."""
-    copies = [entry.weight_copy_bytes for entry in report.patched]
-    if not any(copies):
-        return []
-    total, largest = (f"{count / 2**20:.1f} MiB" for count in (sum(copies), max(copies)))
-    return [
-        f"Weight copies in the kernels' orientation and dtype: {total}, kept until the optimizer's step; under FSDP "
-        f"none are kept, and those of one block exist at a time: at most {largest}."
-    ]
-
-
-def _note_lines(report: PatchReport) -> list[str]:
-    """Every note once, with the blocks that it is about."""
-    blocks: dict[str, list[str]] = {}
-    for entry in report.patched:
-        for note in entry.notes:
-            blocks.setdefault(note, []).append(entry.name)
-    return [
-        f"Note on {names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {note}."
-        for note, names in blocks.items()
-    ]

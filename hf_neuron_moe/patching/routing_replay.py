@@ -1,26 +1,22 @@
 """A recomputed token keeps its experts: decisions of a checkpointed function's first run are replayed in later runs.
 
-Activation checkpointing runs a layer a second time in backward. Where a router's two best candidates are nearly tied, a
-difference of one rounding step (another thread count, autocast, an atomic sum) lets the second run choose another
-expert than the first: its gradient then belongs to a forward that never took place, and where experts save as many rows
-as they were given tokens, torch stops with a ``CheckpointError``. Here the first run keeps the chosen indices, and
-every later run of the same call takes them instead of choosing again. The values are gathered from the recomputed
-scores, so weights stay differentiable functions of the logits in every router, also in those that choose several times
-(groups first, then experts).
+Where a router's two best candidates are nearly tied, one rounding step (another thread count, autocast, an atomic sum)
+lets the second run of a checkpointed layer choose another expert: its gradient then belongs to a forward that never
+took place, and where experts save as many rows as they were given tokens, torch stops with a ``CheckpointError``. Here
+later runs take the indices that the first one chose. The values are gathered from the recomputed scores, so weights
+stay differentiable functions of the logits in every router, also in those that choose groups first, then experts.
 
 A decision is a call of ``topk``, ``argmax`` or ``max`` along a dimension on a floating-point tensor, by function or
-method, anywhere inside. Kept are its indices in the smallest integer type, one byte per chosen expert up to 256
-experts; selections of keys by sparse attention are decisions too (two bytes per selected key up to 32,768 keys). They
-live as long as the checkpoint's own inputs: until the graph of that call is freed.
+method, anywhere inside. Kept are its indices in the smallest integer type: one byte per chosen expert up to 256
+experts, two per key that sparse attention selects up to 32,768 keys. They live until the graph of that call is freed.
 
-Nothing is recorded or replayed while ``torch.compile`` traces: a compiled graph is differentiated as a whole, and the
-compiler alone decides which of its values are saved and which computed again, so that there is no second run of a
-Python function that could be told anything.
+Nothing is recorded or replayed while ``torch.compile`` traces: the compiler decides what of a graph is computed again.
 """
 
 from __future__ import annotations
 
 import functools
+from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -37,15 +33,7 @@ WIDEST_COUNTED = 64
 """Wider selections are keys of sparse attention, not experts: replayed, but not compared."""
 
 _TOPK, _MAX, _ARGMAX = "topk", "max", "argmax"
-_DECISIONS: dict[Any, str] = {
-    torch.topk: _TOPK,
-    Tensor.topk: _TOPK,
-    torch.max: _MAX,
-    Tensor.max: _MAX,
-    torch.argmax: _ARGMAX,
-    Tensor.argmax: _ARGMAX,
-}
-_RESULT: dict[str, Any] = {_TOPK: torch.return_types.topk, _MAX: torch.return_types.max}
+_DECISIONS = {getattr(owner, kind): kind for owner in (torch, Tensor) for kind in (_TOPK, _MAX, _ARGMAX)}
 
 
 @dataclass
@@ -60,9 +48,7 @@ class Decision:
 class ReplayStats:
     """How often replay was needed."""
 
-    decisions: int = 0
-    """Rows decided in recomputations. A token makes one per ``topk`` of its router: one in most families, several in
-    group-limited ones."""
+    decisions: int = 0  # rows decided in recomputations; a token makes one per ``topk`` of its router
     changed: dict[torch.device, Tensor] = field(default_factory=dict)
     """Those of them that would have chosen another set without replay, per device."""
 
@@ -108,6 +94,11 @@ class _Chosen(torch.autograd.Function):
 class _Deciding(TorchFunctionMode):
     """Stands in for every decision in its scope; the two runs differ in where the indices come from."""
 
+    def __init__(self, decisions: list[Decision], stats: ReplayStats | None = None) -> None:
+        super().__init__()
+        self.decisions = decisions
+        self.stats = stats
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         kind = _DECISIONS.get(func)
@@ -127,19 +118,15 @@ class _Deciding(TorchFunctionMode):
         if kind == _ARGMAX:
             return indices.long()
         values = _Chosen.apply(scores, indices if keepdim else indices.unsqueeze(dim), dim)
-        pair = (values if keepdim else values.squeeze(dim), indices.long())
-        return _RESULT[kind](pair)
+        result = getattr(torch.return_types, kind)
+        return result((values if keepdim else values.squeeze(dim), indices.long()))
 
+    @abstractmethod
     def decide(self, kind: str, scores: Tensor, dim: int, choose: Callable[[], Tensor]) -> Tensor:
         """Return the indices of a decision about `scores` along `dim`, in a small integer type."""
-        raise AssertionError("a recording or replaying mode says where the indices come from")
 
 
 class _Recording(_Deciding):
-    def __init__(self, decisions: list[Decision]) -> None:
-        super().__init__()
-        self.decisions = decisions
-
     def __enter__(self) -> _Recording:
         self.decisions.clear()
         super().__enter__()
@@ -152,12 +139,6 @@ class _Recording(_Deciding):
 
 
 class _Replaying(_Deciding):
-    def __init__(self, decisions: list[Decision], stats: ReplayStats | None) -> None:
-        super().__init__()
-        self.decisions = decisions
-        self.stats = stats
-        self.next = 0
-
     def __enter__(self) -> _Replaying:
         self.next = 0  # a graph that is kept may be recomputed more than once
         super().__enter__()
@@ -175,8 +156,7 @@ class _Replaying(_Deciding):
                 "A checkpointed function must do the same in every run: look for state that the first run changed.",
             ).named("replay_routing")
         if self.stats is not None:
-            flat = kept.indices.ndim < scores.ndim
-            if flat:
+            if kept.indices.ndim < scores.ndim:  # the call dropped the dimension
                 self.stats.add(kept.indices.unsqueeze(dim), choose().unsqueeze(dim), dim)
             elif kept.indices.shape[dim] <= WIDEST_COUNTED:
                 self.stats.add(kept.indices, choose(), dim)
@@ -234,10 +214,9 @@ class _Replayed:
 def replay_routing(function: Callable[..., Any], stats: ReplayStats | None = None) -> Callable[..., Any]:
     """Return `function` with its routing fixed by its first run, for one call of ``torch.utils.checkpoint.checkpoint``.
 
-    Make a new one for every call: ``checkpoint(replay_routing(layer), hidden, use_reentrant=False)``. Association and
-    lifetime follow from that: the checkpoint holds the function, and the function holds what its first run chose. Works
-    for reentrant and non-reentrant checkpoints, nested ones, several forwards before a backward and repeated backwards.
-    A recomputation whose decisions are of another kind or shape than the first run's raises
+    Make a new one for every call: ``checkpoint(replay_routing(layer), hidden, use_reentrant=False)``; it holds what its
+    first run chose. Works for reentrant and non-reentrant checkpoints, nested ones, several forwards before a backward
+    and repeated backwards. A recomputation whose decisions are of another kind or shape than the first run's raises
     :class:`~hf_neuron_moe.errors.RoutingReplayError`.
 
     Args:
@@ -249,13 +228,12 @@ def replay_routing(function: Callable[..., Any], stats: ReplayStats | None = Non
 
 
 def replay_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """The same as a ``context_fn`` of non-reentrant checkpoints, where only the checkpoint's options can be set.
+    """Return the same as a ``context_fn`` of non-reentrant checkpoints: contexts of the forward and of recomputations.
 
-    ``checkpoint(layer, hidden, use_reentrant=False, context_fn=replay_contexts)``. Returned are the context of the
-    forward and that of its recomputations.
+    ``checkpoint(layer, hidden, use_reentrant=False, context_fn=replay_contexts)``.
     """
     decisions: list[Decision] = []
-    return _Recording(decisions), _Replaying(decisions, None)
+    return _Recording(decisions), _Replaying(decisions)
 
 
 class ReplayingCheckpoint:
@@ -263,8 +241,7 @@ class ReplayingCheckpoint:
 
     For example ``checkpoint_wrapper(layer, checkpoint_fn=ReplayingCheckpoint(), use_reentrant=False)``. `inner` has
     the signature of ``torch.utils.checkpoint.checkpoint``. Its ``stats`` count decisions in recomputations, and how
-    many would have changed; not where the checkpoint has a ``context_fn``: a selective checkpoint accepts no operation
-    that the first run did not have.
+    many would have changed; not where the checkpoint has a ``context_fn``, see :func:`replay_routing`.
     """
 
     def __init__(self, inner: Callable[..., Any] = checkpoint) -> None:

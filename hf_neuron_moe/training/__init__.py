@@ -1,12 +1,9 @@
 """Training: a Trainer that patches and measures, what the stock Trainer needs beside the patched blocks, estimates.
 
-Routing replay: a token that activation checkpointing recomputes keeps its experts. ``patch_model`` installs it for the
-checkpoints that transformers makes (``gradient_checkpointing=True``, reentrant or not) and ``unpatch_model`` takes it
-out; nothing has to be switched on. Without checkpointing it does nothing at all. If you call ``torch.utils.checkpoint``
-directly, use :func:`replay_routing` for one call, :class:`ReplayingCheckpoint` where a checkpoint function can be
-given, or :func:`replay_contexts` where a ``context_fn`` can.
-
-The names that bring in transformers' Trainer, which takes seconds to import, are loaded when they are first used.
+Routing replay, by which a token that activation checkpointing recomputes keeps its experts, is installed by
+``patch_model`` for the checkpoints that transformers makes. If you call ``torch.utils.checkpoint`` directly, use
+:func:`replay_routing` for one call, :class:`ReplayingCheckpoint` where a checkpoint function can be given, or
+:func:`replay_contexts` where a ``context_fn`` can.
 """
 
 from __future__ import annotations
@@ -15,7 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from hf_neuron_moe.patching.checkpoint_names import disable_moe_resume, enable_moe_resume
-from hf_neuron_moe.patching.checkpointing import routing_replay_stats
+from hf_neuron_moe.patching.model_methods import routing_replay_stats
 from hf_neuron_moe.patching.routing_replay import ReplayingCheckpoint, ReplayStats, replay_contexts, replay_routing
 from hf_neuron_moe.training.checkpoint_files import find_last_complete, mark_complete
 from hf_neuron_moe.training.checkpoints import SafeCheckpointMixin, refuse_nonfinite
@@ -50,6 +47,7 @@ __all__ = [
     "routing_replay_stats",
 ]
 
+# Names that bring in transformers' Trainer, which takes seconds to import, are loaded when they are first used.
 _LAZY = {
     "arguments": ("NeuronMoEArguments", "NeuronMoETrainingArguments"),
     "callback": ("NeuronMoECallback",),

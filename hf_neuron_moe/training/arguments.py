@@ -23,9 +23,13 @@ def _with_known_names(cls: Class) -> Class:
     return cls
 
 
+def _field(default: Any, meaning: str) -> Any:
+    return field(default=default, metadata={"help": meaning})
+
+
 def _option(name: str, meaning: str) -> Any:
     """A field with the default that :class:`NeuronMoEConfig` has for its option `name`."""
-    return field(default=getattr(NeuronMoEConfig(), name), metadata={"help": meaning})
+    return _field(getattr(NeuronMoEConfig(), name), meaning)
 
 
 def _are_globs(value: Any) -> bool:
@@ -57,9 +61,7 @@ class NeuronMoEArguments:
     :func:`hf_neuron_moe.patch_model`.
     """
 
-    neuron_patch: bool = field(
-        default=True, metadata={"help": "Replace the model's SwiGLU MLPs and experts before the optimizer is made."}
-    )
+    neuron_patch: bool = _field(True, "Replace the model's SwiGLU MLPs and experts before the optimizer is made.")
     neuron_precision: str = _option("precision", "Numbers that patched blocks compute with: bf16, mxfp8 or fp32.")
     neuron_backend: str = _option(
         "backend",
@@ -82,16 +84,11 @@ class NeuronMoEArguments:
     neuron_exclude: list[str] | None = field(
         default=None, metadata={"help": "Globs over module names that are left alone."}
     )
-    neuron_strict: bool = field(
-        default=True,
-        metadata={"help": "Refuse a model with a gated block that can neither be patched nor is excluded."},
-    )
-    neuron_health_steps: int = field(
-        default=DEFAULT_HEALTH_STEPS,
-        metadata={
-            "help": "Measure how MXFP8 would round a sample of weights and inputs in the first step and in every step "
-            "whose number is a multiple of this; 0 for never."
-        },
+    neuron_strict: bool = _field(True, "Refuse a model with a gated block that can neither be patched nor is excluded.")
+    neuron_health_steps: int = _field(
+        DEFAULT_HEALTH_STEPS,
+        "Measure how MXFP8 would round a sample of weights and inputs in the first step and in every step whose number "
+        "is a multiple of this; 0 for never.",
     )
 
     def __post_init__(self) -> None:
@@ -110,9 +107,7 @@ class NeuronMoEArguments:
         if not isinstance(given, str | dict):  # the Trainer writes its arguments into JSON files
             given = to_plain(config.activations)
         self.neuron_activations = given
-        following = getattr(super(), "__post_init__", None)
-        if following is not None:
-            following()
+        getattr(super(), "__post_init__", lambda: None)()
 
     @public("NeuronMoEArguments")
     def neuron_config(self) -> NeuronMoEConfig:

@@ -1,4 +1,4 @@
-"""What the metrics need to know of a patched block, whatever its kind and the home of its weights.
+"""What the metrics need to know of a patched block, whatever its kind and weight layout.
 
 Legend: E experts, H hidden size, I intermediate size, R rows, K contraction axis.
 """
@@ -16,6 +16,7 @@ from hf_neuron_moe.modules.experts import NeuronExperts
 from hf_neuron_moe.modules.quantized_blocks import QuantizedBlock, QuantizedExperts
 from hf_neuron_moe.modules.swiglu_mlp import KernelLayoutSwiGLUMLP, NeuronSwiGLUMLP
 from hf_neuron_moe.patching.apply import report_of
+from hf_neuron_moe.patching.preconditions import inside_adapters
 from hf_neuron_moe.patching.report import PATCHED, PatchEntry
 
 PROJECTIONS = ("gate", "up", "down")
@@ -36,7 +37,7 @@ def has_experts(block: NeuronBlock) -> bool:
 
 
 def block_sizes(block: NeuronBlock) -> tuple[int, int, int]:
-    """Return E (0 for a dense block), H and I; of frozen blocks with the zeros that the stored tensors contain."""
+    """Return E (0 for a dense block), H and I, padding of stored MX tensors included."""
     shape = block.neuron_shape
     experts = block.neuron_stack.gate_up_scales.shape[0] if isinstance(block, QuantizedExperts) else shape.experts
     return experts or 0, shape.hidden, shape.intermediate
@@ -55,28 +56,39 @@ def sampled_weights(block: NeuronBlock, rows: int) -> dict[str, Tensor]:
     """
     if isinstance(block, QuantizedBlock):
         return {}
+    if isinstance(block, NeuronSwiGLUMLP) and not isinstance(block, KernelLayoutSwiGLUMLP):
+        layers = [inside_adapters(block.get_submodule(name)) for name in block.neuron_roles.linears]
+        weights = [_base(layer, "weight") for layer in layers]
+    else:
+        weights = [_base(block, "gate_up_proj"), _base(block, "down_proj")]
     if isinstance(block, NeuronExperts):
-        gate_up, down = _local(_base(block, "gate_up_proj")), _local(_base(block, "down_proj"))
-        if block.is_transposed:
-            gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
-        inner = gate_up.shape[1] // 2
-        parts = {"gate": gate_up[:, :inner], "up": gate_up[:, inner:], "down": down}
-        return {name: _spread_pairs(part, rows) for name, part in parts.items()}
-    return {name: spread_rows(_local(weight), rows) for name, weight in _dense_weights(block).items()}
+        local = map(_local, weights)
+        weights = [weight.transpose(1, 2) if block.is_transposed else weight for weight in local]
+    *inputs, down = weights
+    gate, up = inputs if len(inputs) == 2 else inputs[0].chunk(2, dim=-2)
+    return {name: spread_rows(_local(part), rows) for name, part in zip(PROJECTIONS, (gate, up, down))}
 
 
-def spread_rows(values_RK: Tensor, rows: int) -> Tensor:
-    """Return up to `rows` rows of ``[R, K]``, evenly spread, as a copy."""
-    return values_RK.detach()[_spread(len(values_RK), rows, values_RK.device)]
+def spread_rows(values: Tensor, rows: int) -> Tensor:
+    """Return up to `rows` of all rows of ``[R, K]`` or ``[E, R, K]``, evenly spread, as a copy."""
+    count = values.shape[:-1].numel()
+    taken, each = min(rows, count), max(values.shape[-2], 1)
+    positions = torch.arange(taken, device=values.device) * count // max(taken, 1)
+    first = () if values.dim() == 2 else (torch.div(positions, each, rounding_mode="floor"),)
+    return values.detach()[(*first, positions % each)]
 
 
 def patch_record(model: nn.Module) -> dict[str, Any]:
-    """Return the patch report of `model` as plain values; of frozen blocks, which no patch made, one like it."""
+    """Return the patch report of `model` as plain values.
+
+    Of frozen blocks, which no patch made, one like it with the first one's configuration.
+    """
     report = report_of(model)
     if report is not None:
         return report.to_dict()
     entries = []
-    for name, block in patched_blocks(model).items():
+    blocks = patched_blocks(model)
+    for name, block in blocks.items():
         experts, hidden, inner = block_sizes(block)
         entry = PatchEntry(
             name=name,
@@ -90,35 +102,7 @@ def patch_record(model: nn.Module) -> dict[str, Any]:
             backend=block.neuron_config.backend,
         )
         entries.append(entry.to_dict())
-    return {"config": config_record(model), "entries": entries}
-
-
-def config_record(model: nn.Module) -> dict[str, Any]:
-    """Return the configuration that `model` was patched with as plain values; of frozen blocks that of the first."""
-    report = report_of(model)
-    config = report.config if report is not None else next(iter(patched_blocks(model).values())).neuron_config
-    return config.to_dict()
-
-
-def _dense_weights(block: nn.Module) -> dict[str, Tensor]:
-    assert isinstance(block, NeuronSwiGLUMLP)
-    if isinstance(block, KernelLayoutSwiGLUMLP):
-        gate_up, down = _base(block, "gate_up_proj"), _base(block, "down_proj")
-    else:
-        roles = block.neuron_roles
-        weights = [_base(_inside_adapters(block.get_submodule(name)), "weight") for name in roles.linears]
-        if len(roles.inputs) == 2:
-            return dict(zip(PROJECTIONS, weights, strict=True))
-        gate_up, down = weights
-    gate_IH, up_IH = gate_up.chunk(2, dim=0)
-    return {"gate": gate_IH, "up": up_IH, "down": down}
-
-
-def _inside_adapters(layer: nn.Module) -> nn.Module:
-    """The layer that an adapter (peft's ``base_layer``) was put around."""
-    while isinstance(inner := getattr(layer, "base_layer", None), nn.Module):
-        layer = inner
-    return layer
+    return {"config": next(iter(blocks.values())).neuron_config.to_dict(), "entries": entries}
 
 
 def _base(module: nn.Module, name: str) -> Tensor:
@@ -133,15 +117,3 @@ def _local(tensor: Tensor) -> Tensor:
     """This rank's part of a sharded tensor (``DTensor``), any other tensor as it is."""
     to_local = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()
-
-
-def _spread(count: int, rows: int, device: torch.device) -> Tensor:
-    taken = min(rows, count)
-    return torch.arange(taken, device=device) * count // max(taken, 1)
-
-
-def _spread_pairs(weight_ERK: Tensor, rows: int) -> Tensor:
-    """Up to `rows` rows spread over all experts' rows."""
-    positions = _spread(weight_ERK.shape[0] * weight_ERK.shape[1], rows, weight_ERK.device)
-    each = max(weight_ERK.shape[1], 1)
-    return weight_ERK[torch.div(positions, each, rounding_mode="floor"), positions % each]

@@ -11,8 +11,8 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.errors import ConfigError, UnsupportedModelError, public
 from hf_neuron_moe.training.arguments import DEFAULT_HEALTH_STEPS
-from hf_neuron_moe.training.blocks import config_record, patch_record
-from hf_neuron_moe.training.figures import StepMetrics
+from hf_neuron_moe.training.blocks import patch_record
+from hf_neuron_moe.training.figures import logs_of
 from hf_neuron_moe.training.metrics import TrainingMonitor
 from hf_neuron_moe.training.prepare import is_patched, patch_for_training, refuse_unsavable_adapters
 from hf_neuron_moe.training.run_files import EVALUATIONS_FILE, RunFiles, environment, training_record
@@ -27,11 +27,11 @@ class NeuronMoECallback(TrainerCallback):
     keep for backward, without recomputation), ``neuron/padding_overhead`` (extra multiply-adds of the Neuron kernels,
     as a fraction of the needed ones: 0.25 is 25 %), and of experts ``neuron/load_entropy`` (1 where all get the same),
     ``neuron/load_max_over_mean`` and ``neuron/dead_experts`` (no token since the last log). Under activation
-    checkpointing there is ``neuron/routing_kept``: decisions that recomputation would have changed and replay did not
-    let it (:mod:`hf_neuron_moe.patching.routing_replay`). After sampled steps there are ``neuron/sqnr_weights_db``,
-    ``neuron/sqnr_inputs_db``, ``neuron/flushed``, ``neuron/saturated`` and ``neuron/amax``: what MXFP8 does to the
-    weights and the blocks' inputs, whatever precision they compute in. Figures per module go to
-    ``<output_dir>/neuron_moe/metrics.jsonl``, evaluations to ``evaluations.jsonl``, and ``run.json`` says what was run.
+    checkpointing there is ``neuron/routing_kept``: decisions that replay kept from changing. After sampled steps there
+    are ``neuron/sqnr_weights_db``, ``neuron/sqnr_inputs_db``, ``neuron/flushed``, ``neuron/saturated`` and
+    ``neuron/amax``: what MXFP8 does to the weights and the blocks' inputs, whatever precision they compute in. Figures
+    per module go to ``<output_dir>/neuron_moe/metrics.jsonl``, evaluations to ``evaluations.jsonl``, and ``run.json``
+    says what was run.
 
     Make it known with :meth:`watch`, which puts it in front of the callbacks that report to TensorBoard and others.
     Passed as ``Trainer(callbacks=[...])`` it comes after them: then only callbacks that follow, ``log_history`` and
@@ -45,6 +45,8 @@ class NeuronMoECallback(TrainerCallback):
             arguments' ``neuron_health_steps``, or 100 where they have none.
     """
 
+    _may_be_stock = False  # whether a model without patched blocks is trained without metrics
+
     @public(_WHERE)
     def __init__(
         self, config: NeuronMoEConfig | Mapping[str, Any] | None = None, health_steps: int | None = None
@@ -57,7 +59,7 @@ class NeuronMoECallback(TrainerCallback):
         self.sample_every = 0
         self.monitor: TrainingMonitor | None = None
         self.files: RunFiles | None = None
-        self.pending: StepMetrics | None = None
+        self.pending: dict[str, Any] | None = None  # measured and logged, not written yet
 
     def watch(self, trainer: Trainer) -> NeuronMoECallback:
         """Add this callback to `trainer`, in front of those that report the logs; return it."""
@@ -83,17 +85,14 @@ class NeuronMoECallback(TrainerCallback):
         if self.config is not None:
             patch_for_training(model, self.config, kwargs.get("optimizer"))
         elif not is_patched(model):
-            raise UnsupportedModelError.about(
-                "model",
-                "patched when training begins",
-                f"a {type(model).__name__} without patched blocks",
+            if self._may_be_stock:
+                return
+            got = f"a {type(model).__name__} without patched blocks"
+            fix = (
                 "Call patch_model(model, ...) before the Trainer is made (inside model_init where there is one), "
-                "give the callback a config, or use NeuronMoETrainer.",
+                "give the callback a config, or use NeuronMoETrainer."
             )
-        self.begin(args, state, model)
-
-    def begin(self, args: TrainingArguments, state: TrainerState, model: nn.Module) -> None:
-        """Begin to count in a patched `model`, and write ``run.json``."""
+            raise UnsupportedModelError.about("model", "patched when training begins", got, fix)
         if args.save_strategy != "no":
             refuse_unsavable_adapters(model)
         self.detach()
@@ -103,12 +102,13 @@ class NeuronMoECallback(TrainerCallback):
         self.sample_every = from_args if self.health_steps is None else self.health_steps
         self.files = RunFiles(args.output_dir) if state.is_world_process_zero else None
         if self.files is not None:
+            patch = patch_record(model)
             run = {
-                "patch": patch_record(model),
-                "config": config_record(model),
+                "patch": patch,
+                "config": patch["config"],
                 "training": training_record(args, state, model),
                 "environment": {**environment(), "processes": args.world_size},
-                "model": _name_of(model),
+                "model": getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__,
             }
             self.files.begin(run, state.global_step)
         self.monitor.restart_clock()
@@ -144,7 +144,7 @@ class NeuronMoECallback(TrainerCallback):
         if self.monitor is None:
             return {}
         self.pending = self.monitor.take()
-        return self.pending.logs
+        return logs_of(self.pending)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Put the figures into a logging step of training, and into the files."""
@@ -157,7 +157,7 @@ class NeuronMoECallback(TrainerCallback):
         pending, self.pending = self.pending, None
         if self.files is not None and pending is not None:
             head = {key: logs.get(key) for key in ("epoch", "loss", "learning_rate", "grad_norm")}
-            self.files.append({"step": state.global_step, **head, **pending.record})
+            self.files.append({"step": state.global_step, **head, **pending})
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -170,8 +170,3 @@ class NeuronMoECallback(TrainerCallback):
         if self.monitor is not None:
             self.monitor.detach()
         self.monitor, self.pending = None, None
-
-
-def _name_of(model: nn.Module) -> str:
-    """The folder or hub id that the model was loaded from, else its class."""
-    return getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__

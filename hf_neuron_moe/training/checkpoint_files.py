@@ -8,8 +8,8 @@ others with their sizes and takes the name ``neuron_moe_complete.json``, in one 
   writing or removing it;
 * unmarked, if it has neither: the stock Trainer wrote it, and nobody can tell whether to its end.
 
-Marks are numbered as they are written, so that the newest checkpoint is known without clocks, also where an earlier run
-left folders with higher steps.
+Marks are numbered as they are written: the newest checkpoint is known without clocks, also where an earlier run left
+folders with higher steps.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Checkpoint:
 
     folder: Path
     step: int  # optimizer steps before it was written, from its name; -1 under a name of another form
-    state: State  # whether it can be resumed from
+    state: State
     sequence: int = 0  # number of its mark; 0 without one
     problem: str = ""  # what is wrong with an incomplete one
 
@@ -129,14 +129,10 @@ def checkpoints_in(output_dir: str | os.PathLike[str]) -> list[Checkpoint]:
 
 
 def find_last_complete(output_dir: str | os.PathLike[str]) -> Path | None:
-    """Find the checkpoint to resume a killed run from.
+    """Return the complete checkpoint of a killed run that was written last, or None.
 
     Incomplete ones are never chosen and are named in a warning. Neither are those of the stock Trainer, which have no
-    mark: whoever knows such a one to be whole gives its path. They are named where none with a mark has their step.
-
-    Returns:
-        The complete checkpoint that was written last, also if folders of an earlier run have higher steps; None if
-        there is none.
+    mark: give the path of one that you know to be whole. They are named where none with a mark has their step.
     """
     found = checkpoints_in(output_dir)
     complete = [each for each in found if each.state is State.COMPLETE]
@@ -154,11 +150,10 @@ def find_last_complete(output_dir: str | os.PathLike[str]) -> Path | None:
 
 
 def rotate(output_dir: str | os.PathLike[str], limit: int | None, keep: str | None = None) -> None:
-    """Remove what is not needed any more, once a new checkpoint is complete.
+    """Remove what is not needed any more, once a new checkpoint is complete: checkpoints that were set aside.
 
-    Checkpoints that were set aside go. With a `limit` (``save_total_limit``; None or 0 keeps all), so do all complete
-    ones but the last `limit`, the best one `keep` among them, and incomplete ones. The last complete one never goes,
-    and unmarked ones are left alone.
+    With a `limit` (``save_total_limit``; None or 0 keeps all), so are all complete ones but the last `limit`, the best
+    one `keep` among them, and incomplete ones. The last complete one never goes, and unmarked ones are left alone.
     """
     found = checkpoints_in(output_dir)
     complete = [each.folder for each in found if each.state is State.COMPLETE]
@@ -171,9 +166,7 @@ def rotate(output_dir: str | os.PathLike[str], limit: int | None, keep: str | No
         standing = [folder for folder in complete if folder not in doomed]
         spare = [folder for folder in standing if folder != newest and folder.resolve() != best]
         doomed += spare[: max(len(standing) - limit, 0)]
-    for folder in dict.fromkeys(doomed):
-        if folder == newest:
-            continue
+    for folder in [each for each in dict.fromkeys(doomed) if each != newest]:
         try:
             remove(folder)
         except OSError as error:

@@ -1,8 +1,7 @@
 """Checkpoints that a kill at any moment cannot spoil, and that never hold NaN.
 
-The stock Trainer writes ``checkpoint-N`` in place and resumes from the folder with the highest step, also if that was
-never finished. :class:`SafeCheckpointMixin` marks finished ones, resumes from marked ones only, and removes old ones
-only after the new one is marked.
+The stock Trainer writes ``checkpoint-N`` in place and resumes from the folder with the highest step, finished or not.
+:class:`SafeCheckpointMixin` marks finished ones, resumes from marked ones, and removes old ones after that only.
 """
 
 from __future__ import annotations
@@ -25,10 +24,7 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
-__all__ = ["SafeCheckpointMixin", "find_last_complete", "mark_complete", "refuse_nonfinite"]
-
-_PART = 1 << 24
-"""Elements of a one-byte tensor that are looked at together."""
+_PART = 1 << 24  # elements of a one-byte tensor that are looked at together
 
 
 class SafeCheckpointMixin(_Base):
@@ -42,7 +38,7 @@ class SafeCheckpointMixin(_Base):
       folder is made.
     """
 
-    _neuron_limit: tuple[int | None] | None = None  # ``save_total_limit`` while it is taken out of the arguments
+    _neuron_limit: tuple[int | None] | None = None  # ``save_total_limit`` as asked for, while a checkpoint is saved
     _neuron_push: str | None = None  # folder to be pushed to the Hub once it is complete
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -51,26 +47,31 @@ class SafeCheckpointMixin(_Base):
         if resume is True:
             resume = self._last_complete()
         elif resume:
-            _refuse_incomplete(Path(resume))
+            _check_complete(Path(resume))
         elif self.model is not None and getattr(self, "model_init", None) is None:
-            self._refuse_nonfinite("train")
+            self._check_finite("train")
         return super().train(resume, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model as the Trainer does, if its weights are finite."""
         if not self._is_saving:  # then it has been looked at
-            self._refuse_nonfinite()
+            self._check_finite("save_model")
         super().save_model(output_dir, _internal_call)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        self._refuse_nonfinite()
+        self._check_finite("save_model")
         run = self._get_output_dir(trial=trial)
         folder = Path(run) / f"checkpoint-{self.state.global_step}"
         if self.args.should_save:
             files.begin(folder)
         self.accelerator.wait_for_everyone()
-        with self._rotation_held_back():
-            super()._save_checkpoint(model, trial)
+        self._neuron_limit = (self.args.save_total_limit,)
+        try:
+            # The Trainer rotates before anyone can mark the new checkpoint, and might remove the only complete one.
+            with self._total_limit(None):
+                super()._save_checkpoint(model, trial)
+        finally:
+            self._neuron_limit = None
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             mark_complete(folder)
@@ -82,15 +83,9 @@ class SafeCheckpointMixin(_Base):
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         # Writes training_args.bin among others, which is to say what was asked for.
-        held, self._neuron_limit = self._neuron_limit, None
-        if held is None:
+        asked = self._neuron_limit or (self.args.save_total_limit,)
+        with self._total_limit(asked[0]):
             super()._save(output_dir, state_dict)
-            return
-        self.args.save_total_limit = held[0]
-        try:
-            super()._save(output_dir, state_dict)
-        finally:
-            self.args.save_total_limit, self._neuron_limit = None, held
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         if self._is_saving:
@@ -103,15 +98,12 @@ class SafeCheckpointMixin(_Base):
         return self._neuron_limit is not None
 
     @contextmanager
-    def _rotation_held_back(self) -> Iterator[None]:
-        """The Trainer rotates before anyone can mark the new checkpoint, and might remove the only complete one."""
-        self._neuron_limit = (self.args.save_total_limit,)
-        self.args.save_total_limit = None
+    def _total_limit(self, limit: int | None) -> Iterator[None]:
+        held, self.args.save_total_limit = self.args.save_total_limit, limit
         try:
             yield
         finally:
-            (self.args.save_total_limit,) = self._neuron_limit
-            self._neuron_limit = None
+            self.args.save_total_limit = held
 
     @public("train")
     def _last_complete(self) -> str:
@@ -128,7 +120,7 @@ class SafeCheckpointMixin(_Base):
             raise IncompleteCheckpointError.about("resume_from_checkpoint=True", expected, "none", fix)
         return str(found[0])
 
-    def _refuse_nonfinite(self, where: str = "save_model") -> None:
+    def _check_finite(self, where: str) -> None:
         """Stop all processes if one of them has non-finite weights: alone it would leave the others waiting."""
         assert self.model is not None  # a Trainer that saves has one
         problems = [_first_nonfinite(self.model)]
@@ -136,16 +128,16 @@ class SafeCheckpointMixin(_Base):
             from accelerate.utils import gather_object
 
             problems = gather_object(problems)
-        _refuse(problems, where)
+        _raise_nonfinite(problems, where)
 
 
 def refuse_nonfinite(model: nn.Module) -> None:
-    """Refuse weights that must not be saved; the error names the first such parameter and its module.
+    """Raise for weights that must not be saved; the error names the first such parameter and its module.
 
     Parameters must be finite, and floating-point buffers that are saved must not be NaN (some models mask with
     infinity). Of sharded parameters, this process's part is looked at; meta tensors are passed over.
     """
-    _refuse([_first_nonfinite(model)], "save_model")
+    _raise_nonfinite([_first_nonfinite(model)], "save_model")
 
 
 _REMEDIES = {
@@ -155,7 +147,7 @@ _REMEDIES = {
 }
 
 
-def _refuse(problems: list[str | None], where: str) -> None:
+def _raise_nonfinite(problems: list[str | None], where: str) -> None:
     for problem in problems:
         if problem is not None:
             raise NonFiniteWeightsError.about("the model's weights", "finite", problem, _REMEDIES[where]).named(where)
@@ -198,7 +190,7 @@ def _parts(tensor: Tensor | None) -> tuple[Tensor, ...]:
 
 
 @public("train")
-def _refuse_incomplete(folder: Path) -> None:
+def _check_complete(folder: Path) -> None:
     found = files.inspect(folder)
     if found.state is files.State.INCOMPLETE:
         expected = "a checkpoint that was written to its end"

@@ -1,8 +1,7 @@
 """FSDP2 over CPU processes, which accelerate does not switch on.
 
-``accelerate.state.AcceleratorState`` (1.15) looks at its FSDP settings for GPU-like process groups only. On CPUs it
-drops them without a word, and a run that asked for FSDP becomes DDP. Everything behind that switch works on CPUs:
-``fully_shard`` over gloo, state dicts, gradient clipping, checkpoints.
+On CPUs ``accelerate.state.AcceleratorState`` (1.15) drops its FSDP settings without a word, and a run that asked for
+FSDP becomes DDP. Everything behind that switch works: ``fully_shard`` over gloo, state dicts, clipping, checkpoints.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ class CpuFSDP2Mixin:
 def shard_on_cpu(arguments: dict[str, Any]) -> None:
     """Switch accelerate's process-wide state from several CPU processes to FSDP2 over them.
 
-    `arguments` are those of the ``Accelerator`` to be made afterwards. An ``fsdp_plugin`` among them is used, otherwise
-    one from the environment that ``accelerate launch`` sets up.
+    `arguments` are those of the ``Accelerator`` to be made afterwards; the default of ``fsdp_plugin`` is one from the
+    environment that ``accelerate launch`` sets up.
     """
     plugin = arguments.get("fsdp_plugin") or FullyShardedDataParallelPlugin()
     if plugin.fsdp_version != 2:

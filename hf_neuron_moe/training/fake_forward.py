@@ -1,15 +1,15 @@
 """A training forward pass without memory: the storages that a model would keep for its backward, counted.
 
-The model stays on the meta device. Its parameters and buffers are replaced, for one call, by fake tensors of the CPU
-(:class:`torch._subclasses.fake_tensor.FakeTensorMode`): operators run by shape alone, custom operators through their
-registered fakes, and autograd records what it always records. :class:`~hf_neuron_moe.training.saved_ledger.SavedLedger`
-notes what is saved, and where.
+Fake CPU tensors stand for the parameters of a model on the meta device: operators run by shape alone, custom operators
+through their registered fakes, and autograd records what it always records.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,13 +20,15 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedFakeTensorException,
 )
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import AttentionInterface
 
 from hf_neuron_moe.errors import NeuronMoEError, ShapeError, UnsupportedModelError
-from hf_neuron_moe.training.saved_ledger import SavedActivations, SavedLedger
+from hf_neuron_moe.training.saved_tensors import Storages, noting_saved, storages_of
 
 _WHERE = "estimate_training"
 _ATTENTION = "hf_neuron_moe_shapes_only"
@@ -36,23 +38,42 @@ _MEASURE_IT = "Measure it instead: hf_neuron_moe.training.measure_saved_bytes co
 _DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
 
 
+@dataclass(frozen=True)
+class SavedActivations:
+    """What one forward pass keeps, in bytes."""
+
+    blocks: int  # storages that the counted blocks save, their inputs included
+    total: int  # all storages
+    between_passes: int
+    """What is left after the forward under gradient checkpointing: the layers' tensor arguments, and storages saved
+    outside of all layers (embedding, last norm, head, loss)."""
+    checkpointed: int
+    """The most that is there at one time under gradient checkpointing: `between_passes`, or a recomputed layer's
+    storages and all that was kept until that layer began, whichever is more."""
+    checkpointed_blocks: int  # the part of it that counted blocks save; 0 where `between_passes` is the most
+
+
+@dataclass
+class _LayerCall:
+    kept: Storages
+    """What gradient checkpointing keeps when the call begins and did not keep before: the call's tensor arguments, and
+    what was saved outside since the last call."""
+    own: Storages = field(default_factory=dict)  # what the layer saves; counted where it is not kept already
+
+
 def fake_saved_activations(
     model: nn.Module, blocks: Iterable[nn.Module], *, batch: int, length: int
 ) -> SavedActivations:
     """Run one training forward pass of a causal language model by shapes alone, and count what it saves.
 
     The counts are those that autograd on a CPU would give; attention is transformers' sdpa where the model supports it.
-
-    Args:
-        model: a transformers model (or an adapter's wrapper) on the meta device; it is not changed.
-        blocks: its modules that are counted apart.
-        batch: sequences (B).
-        length: tokens per sequence (L).
+    `model` (or an adapter's wrapper) is on the meta device and is not changed; its modules `blocks` are counted apart.
+    There are `batch` sequences of `length` tokens.
     """
-    ledger = SavedLedger(model, blocks)
+    ledger = _Ledger(model, blocks)
     was_training = model.training
-    with FakeTensorMode() as fake, _shapes_only_attention(model):
-        state = _fake_state(fake, model)
+    with FakeTensorMode(), _shapes_only_attention(model):
+        state = _fake_state(model)
         ids_BL = torch.zeros(batch, length, dtype=torch.int64)
         labels_BL = ids_BL.clone()
         inputs = {"input_ids": ids_BL, "labels": labels_BL, "use_cache": False}
@@ -77,6 +98,90 @@ def fake_saved_activations(
     return ledger.result()
 
 
+class _Ledger:
+    """Notes every storage that is saved while :meth:`watching`, and where in the model that happens.
+
+    Under gradient checkpointing the forward leaves the layers' inputs and what lies outside of the layers. What loss,
+    head and last norm saved is gone before the last layer is recomputed; its input and all it saved are gone before the
+    layer before is. So there are as many moments to look at as there are layers, and one more.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Iterable[nn.Module]) -> None:
+        self._model = model
+        self._blocks = list(blocks)
+        self._block_depth = 0
+        self._layer_depth = 0
+        self._owned: Storages = {}
+        self._saved: Storages = {}
+        self._in_blocks: set[StorageWeakRef] = set()
+        self._calls: list[_LayerCall] = []
+        self._outside: Storages = {}  # since the last call of a layer
+
+    @contextmanager
+    def watching(self, owned: Iterable[Tensor]) -> Iterator[None]:
+        """Count inside the block; storages of `owned` tensors (parameters, buffers, labels) are left out."""
+        self._owned = storages_of(owned)
+        layers = [module for module in self._model.modules() if isinstance(module, GradientCheckpointingLayer)]
+        hooked: list[tuple[nn.Module, Callable[..., None], Callable[..., None]]] = [
+            *((block, self._enter_block, self._leave_block) for block in self._blocks),
+            *((layer, self._enter_layer, self._leave_layer) for layer in layers),
+        ]
+        with ExitStack() as stack:
+            for module, enter, leave in hooked:
+                stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+                stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+            stack.enter_context(noting_saved(self._owned, self._note))
+            yield
+
+    def result(self) -> SavedActivations:
+        """Return the sums over everything seen."""
+        blocks = sum(size for ref, size in self._saved.items() if ref in self._in_blocks)
+        kept: Storages = {}
+        moments: list[tuple[int, int]] = []  # all bytes, those of blocks
+        for call in self._calls:
+            kept |= call.kept
+            own = {ref: size for ref, size in call.own.items() if ref not in kept}
+            own_blocks = sum(size for ref, size in own.items() if ref in self._in_blocks)
+            moments.append((sum(kept.values()) + sum(own.values()), own_blocks))
+        between = sum((kept | self._outside).values())
+        highest, highest_blocks = max([(between, 0), *moments], key=lambda moment: moment[0])
+        return SavedActivations(blocks, sum(self._saved.values()), between, highest, highest_blocks)
+
+    def _note(self, saved: Storages) -> None:
+        self._saved |= saved
+        if self._layer_depth:
+            self._calls[-1].own |= saved
+        else:
+            self._outside |= saved
+        if self._block_depth:
+            self._in_blocks |= saved.keys()
+
+    def _enter_block(self, *_: Any) -> None:
+        self._block_depth += 1
+
+    def _leave_block(self, *_: Any) -> None:
+        self._block_depth -= 1
+
+    def _enter_layer(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._layer_depth += 1
+        if self._layer_depth == 1:
+            arguments = storages_of(_tensors((*args, *kwargs.values()))).items()
+            given = {storage: size for storage, size in arguments if storage not in self._owned}
+            self._calls.append(_LayerCall(self._outside | given))
+            self._outside = {}
+
+    def _leave_layer(self, *_: Any) -> None:
+        self._layer_depth -= 1
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, tuple | list):
+            yield from _tensors(value)
+
+
 class _GroupedProductsOfAnyDtype(TorchFunctionMode):
     """Lets the stock experts' grouped product run by shape in every dtype; torch knows its shapes in bf16 only."""
 
@@ -87,14 +192,13 @@ class _GroupedProductsOfAnyDtype(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _fake_state(fake: FakeTensorMode, model: nn.Module) -> dict[str, Tensor]:
+def _fake_state(model: nn.Module) -> dict[str, Tensor]:
     """Fake CPU tensors for all parameters and buffers, tied ones once; they require gradients as the originals do."""
     made: dict[int, Tensor] = {}
     state: dict[str, Tensor] = {}
-    tensors: Mapping[str, Tensor] = dict(model.named_parameters(remove_duplicate=False)) | dict(
-        model.named_buffers(remove_duplicate=False)
-    )
-    for name, tensor in tensors.items():
+    for name, tensor in chain(
+        model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
+    ):
         if id(tensor) not in made:
             twin = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
             made[id(tensor)] = twin.requires_grad_(tensor.requires_grad)

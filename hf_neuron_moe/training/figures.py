@@ -1,7 +1,4 @@
-"""From counts and samples to the figures that are logged.
-
-How MXFP8 quantisation treats a tensor does not depend on the precision a block computes with, so a bf16 run shows what
-mxfp8 would do to it.
+"""From counts and samples to the figures that are logged; a bf16 run shows what mxfp8 would do to its tensors.
 
 Legend: E experts, H hidden size, I intermediate size, M tensors measured, W ranks, R rows, K contraction axis of the
 matmul that the rows are an operand of.
@@ -11,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,21 +33,10 @@ TENSORS = (*PROJECTIONS, INPUT)
 """What the quantisation health of a block is measured of."""
 
 
-@dataclass(frozen=True)
-class StepMetrics:
-    """What was measured since the last logging step, over all ranks."""
-
-    logs: dict[str, float]
-    """One number per key, all keys beginning with ``neuron/``, for ``Trainer.log``. Of figures that every module has,
-    the mean over modules; of ``amax`` the largest."""
-    record: dict[str, Any]  # the same per module, as a line of ``metrics.jsonl`` has it
-
-
 def load_figures(load: list[int]) -> dict[str, Any]:
-    """Return the figures of one module's load, tokens per expert.
+    """Return the figures of one module's load, tokens per expert; `dead` counts experts without a token.
 
-    ``entropy`` is 1 where all experts have the same; ``dead`` counts experts without a token. Without any token entropy
-    and ``max_over_mean`` are NaN.
+    ``entropy`` is 1 where all experts have the same. Without any token it and ``max_over_mean`` are NaN.
     """
     total, experts = sum(load), len(load)
     shares = [count / total for count in load if count]
@@ -110,10 +95,9 @@ def quantization_health(rows_RK: Tensor) -> Tensor:
 
 
 def health_record(blocks: Iterable[str], health_WM4: Tensor) -> dict[str, Any]:
-    """Return the quantisation health per block and tensor over all ranks.
+    """Return the quantisation health per block and tensor over all ranks, each of which saw its own inputs and shards.
 
-    Each rank looked at its own inputs, and at its own part of sharded weights. The figures are in the order of the
-    blocks and of :data:`TENSORS`; NaN of tensors that a block does not have.
+    M are the blocks times :data:`TENSORS`, in their order; figures are NaN of tensors that a block does not have.
     """
     measured = [(name, tensor) for name in blocks for tensor in TENSORS]
     absent_WM = health_WM4[..., 1].isnan()  # a share is a number wherever there is an element, NaN or not
@@ -130,26 +114,27 @@ def health_record(blocks: Iterable[str], health_WM4: Tensor) -> dict[str, Any]:
 
 
 def logs_of(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the figures of `record` over all modules, as ``Trainer.log`` takes them."""
+    """Return one number per key for ``Trainer.log``: means over modules, of ``amax`` the largest."""
     logs = {f"neuron/{key}": record[key] for key in ("tokens_per_second", "saved_bytes_per_token", "padding_overhead")}
-    experts = record["experts"].values()
-    if experts:
-        logs["neuron/load_entropy"] = _mean(module["entropy"] for module in experts)
-        logs["neuron/load_max_over_mean"] = _mean(module["max_over_mean"] for module in experts)
-        logs["neuron/dead_experts"] = _mean(module["dead"] for module in experts)
     if "routing_kept" in record:
         logs["neuron/routing_kept"] = record["routing_kept"]
+    experts = record["experts"].values()
     modules = record.get("health", {}).values()
     weights = [tensor for module in modules for tensor in module["weights"].values()]
     inputs = [module[INPUT] for module in modules if INPUT in module]
-    if weights:
-        logs["neuron/sqnr_weights_db"] = _mean(tensor["sqnr_db"] for tensor in weights)
-    if inputs:
-        logs["neuron/sqnr_inputs_db"] = _mean(tensor["sqnr_db"] for tensor in inputs)
-    if both := [*weights, *inputs]:
-        for measure in ("flushed", "saturated"):
-            logs[f"neuron/{measure}"] = _mean(tensor[measure] for tensor in both)
-        largest = [tensor["amax"] for tensor in both]
+    for key, figures, measure in (
+        ("load_entropy", experts, "entropy"),
+        ("load_max_over_mean", experts, "max_over_mean"),
+        ("dead_experts", experts, "dead"),
+        ("sqnr_weights_db", weights, "sqnr_db"),
+        ("sqnr_inputs_db", inputs, "sqnr_db"),
+        ("flushed", [*weights, *inputs], "flushed"),
+        ("saturated", [*weights, *inputs], "saturated"),
+    ):
+        if figures:
+            logs[f"neuron/{key}"] = _mean(figure[measure] for figure in figures)
+    largest = [tensor["amax"] for tensor in (*weights, *inputs)]
+    if largest:
         logs["neuron/amax"] = math.nan if any(map(math.isnan, largest)) else max(largest)
     return logs
 

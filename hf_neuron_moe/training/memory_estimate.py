@@ -1,8 +1,7 @@
 """Memory of a training step from a model's shapes: parameters, gradients, optimizer states, saved activations.
 
-Nothing is allocated: the model is on the meta device, and its forward runs by shape alone
-(:mod:`hf_neuron_moe.training.fake_forward`). What is counted is what lives from one pass to the next. Temporaries
-inside an operator, an allocator's slack and a device's own needs come on top.
+Counted is what lives from one pass to the next. Temporaries inside an operator, an allocator's slack and a device's own
+needs come on top.
 """
 
 from __future__ import annotations
@@ -88,8 +87,8 @@ def estimate_training(
 ) -> TrainingEstimate:
     """Estimate the memory of a training step under several activation policies, and of the stock model.
 
-    Blocks that cannot be patched stay stock and count as the rest of the model. Where that is true of all, only the
-    stock model is estimated.
+    Blocks that cannot be patched stay stock and count as the rest of the model; where no block can be patched, only the
+    stock model is estimated. Raises ConfigError where all policies are refused.
 
     Args:
         model: a causal language model on the meta device, unpatched, in the dtype it is trained in:
@@ -105,10 +104,6 @@ def estimate_training(
         gradient_checkpointing: whether transformers recomputes every layer. Then the peak is counted, which is one of
             two: the layers' inputs and what lies outside of the layers (last norm, head, loss), when the backward
             begins; or the layers' inputs and one recomputed layer. Head and loss are gone before a layer is recomputed.
-
-    Raises:
-        ConfigError: an option is outside its set, `model` is not on the meta device, or all policies are refused.
-        BackendUnavailableError: adapters are asked for and peft is not installed.
     """
     _check(model, configs, batch, length, optimizer, lora_rank)
     names, refused = _patched_names(model, configs)
@@ -132,11 +127,9 @@ def estimate_training(
         return PolicyEstimate(name, blocks, saved - blocks, per_token, sum(fixed.values()) + saved)
 
     policies = []
-    for name, config in configs.items() if names else ():
-        if name in refused:
-            continue
+    for name in [name for name in configs if names and name not in refused]:
         try:
-            patch_model(model, config, strict=False)
+            patch_model(model, configs[name], strict=False)
         except ConfigError as error:
             refused[name] = error
             continue
@@ -208,9 +201,8 @@ def _with_adapters(model: nn.Module, blocks: list[str], rank: int) -> nn.Module:
     try:
         import peft
     except ImportError as error:
-        raise BackendUnavailableError.about(
-            "lora_rank", "0 where peft is not installed", str(rank), "pip install peft"
-        ) from error
+        expected, fix = "0 where peft is not installed", "pip install peft"
+        raise BackendUnavailableError.about("lora_rank", expected, str(rank), fix) from error
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     inside = tuple(f"{name}." for name in blocks)
     targets = [

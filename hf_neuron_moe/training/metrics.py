@@ -1,7 +1,6 @@
 """What is measured while a patched model trains: tokens, expert load, padding, saved bytes, quantisation health.
 
-Everything is counted by forward hooks into tensors on the model's device; values come to the host when they are logged.
-
+Forward hooks count into tensors on the model's device; values come to the host when they are logged.
 Legend: T tokens, K experts per token, E experts, M tensors measured.
 """
 
@@ -16,23 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from hf_neuron_moe.patching.checkpointing import routing_replay_stats
-from hf_neuron_moe.training.blocks import (
-    block_sizes,
-    device_of,
-    has_experts,
-    patched_blocks,
-    sampled_weights,
-    spread_rows,
-)
+from hf_neuron_moe.patching.model_methods import routing_replay_stats
+from hf_neuron_moe.training import blocks
 from hf_neuron_moe.training.figures import (
     INPUT,
     SAMPLED_ROWS,
     TENSORS,
-    StepMetrics,
     health_record,
     load_figures,
-    logs_of,
     padding_overhead,
     quantization_health,
 )
@@ -60,47 +50,42 @@ class ExpertCount:
 class TrainingMonitor:
     """Counts what the patched blocks of a model do in training forwards, until :meth:`detach`.
 
-    A training forward is a call of `model` in training mode with gradients enabled. What happens outside of one
-    (evaluation, generation, the recomputation of checkpointed layers within backward) is not counted.
-
-    Under ``torch.compile`` the inputs' quantisation health is not measured, since sampled steps would need a graph of
-    their own; everything else is.
+    A training forward is a call of `model` in training mode with gradients enabled: not evaluation, generation, or the
+    recomputation of checkpointed layers within backward. Under ``torch.compile`` the inputs' quantisation health is not
+    measured, since sampled steps would need a graph of their own; everything else is.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.blocks = patched_blocks(model)
-        self.device = device_of(next(iter(self.blocks.values())))
-        self.sizes = {name: block_sizes(block) for name, block in self.blocks.items()}
+        self.blocks = blocks.patched_blocks(model)
+        self.device = blocks.device_of(next(iter(self.blocks.values())))
+        self.sizes = {name: blocks.block_sizes(block) for name, block in self.blocks.items()}
         self.inside, self.sampling = 0, False
         self.inputs: dict[str, Tensor] = {}
         self.handles: list[RemovableHandle] = []
         self.counts = {
-            name: ExpertCount(self.sizes[name][0], block.neuron_config.block_size, device_of(block))
+            name: ExpertCount(self.sizes[name][0], block.neuron_config.block_size, blocks.device_of(block))
             for name, block in self.blocks.items()
-            if has_experts(block)
+            if blocks.has_experts(block)
         }
         self.tokens = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.positions = torch.zeros(1, dtype=torch.int64, device=self.device)
-        self.health_M4: Tensor | None = None
-        self.replayed = routing_replay_stats(model)
-        self.elapsed = 0.0
-        self.restart_clock()
+        self._counters = [self.tokens, self.positions]
+        for count in self.counts.values():
+            self._counters += [count.padded_rows, count.load_E]
+        self._start_interval()
 
     def _reset(self) -> None:
         """Start anew, in the same tensors: a compiled model goes on writing to them."""
-        for counter in self._counters():
+        for counter in self._counters:
             counter.zero_()
-        self.health_M4 = None
+        self._start_interval()
+
+    def _start_interval(self) -> None:
+        self.health_M4: Tensor | None = None
         self.replayed = routing_replay_stats(self.model)
         self.elapsed = 0.0
         self.restart_clock()
-
-    def _counters(self) -> list[Tensor]:
-        counters = [self.tokens, self.positions]
-        for count in self.counts.values():
-            counters += [count.padded_rows, count.load_E]
-        return counters
 
     def attach(self) -> None:
         """Begin to count."""
@@ -137,18 +122,17 @@ class TrainingMonitor:
         self.elapsed += now - self.mark
         self.mark = now
 
-    def take(self) -> StepMetrics:
-        """Return what was counted since the last call, and start anew. All ranks have to call it together."""
+    def take(self) -> dict[str, Any]:
+        """Return a line of ``metrics.jsonl``: what was counted since the last call. All ranks call it together."""
         replayed = torch.tensor(routing_replay_stats(self.model)) - torch.tensor(self.replayed)
-        counted = torch.cat([counter.to(self.device) for counter in (*self._counters(), replayed)])
+        counted = torch.cat([counter.to(self.device) for counter in (*self._counters, replayed)])
         *counts, decisions, changed = _gathered(counted).sum(dim=0).tolist()
         totals = iter(counts)
         # Now that the device has caught up, the time it took is known.
         elapsed = torch.tensor(self.elapsed + time.perf_counter() - self.mark, device=self.device)
         elapsed_s = _gathered(elapsed).max().item()
         tokens, positions = next(totals), next(totals)
-        padded_rows = {}
-        loads = {}
+        padded_rows, loads = {}, {}
         for name in self.counts:
             padded_rows[name] = next(totals)
             loads[name] = [next(totals) for _ in range(self.sizes[name][0])]
@@ -163,7 +147,7 @@ class TrainingMonitor:
         if self.health_M4 is not None:
             record["health"] = health_record(self.blocks, _gathered(self.health_M4))
         self._reset()
-        return StepMetrics(logs_of(record), record)
+        return record
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if module.training and torch.is_grad_enabled():
@@ -185,13 +169,13 @@ class TrainingMonitor:
         if torch.compiler.is_compiling() or not self.sampling or name in self.inputs:
             return
         hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-        self.inputs[name] = spread_rows(hidden.reshape(-1, hidden.shape[-1]), SAMPLED_ROWS)
+        self.inputs[name] = blocks.spread_rows(hidden.reshape(-1, hidden.shape[-1]), SAMPLED_ROWS)
 
     def _measure_health(self) -> Tensor:
         nothing = torch.empty(0, 0, device=self.device)
         figures = []
         for name, block in self.blocks.items():
-            rows = sampled_weights(block, SAMPLED_ROWS)
+            rows = blocks.sampled_weights(block, SAMPLED_ROWS)
             rows[INPUT] = self.inputs.get(name, nothing)
             figures += [quantization_health(rows.get(tensor, nothing)).to(self.device) for tensor in TENSORS]
         return torch.stack(figures)

@@ -25,23 +25,20 @@ def is_patched(model: nn.Module) -> bool:
 
 
 def refuse_sharded_kernel_layout(model: nn.Module) -> None:
-    """Refuse weights in the kernels' layout where FSDP is to shard them.
+    """Raise for weights in the kernels' layout where FSDP is to shard them.
 
-    torch's distributed state dicts go by the names and shapes of parameters, which are not the stock ones there: such a
-    run may train, and fails or loads transposed weights when it saves and resumes.
+    torch's distributed state dicts go by the stock names and shapes of parameters: such a run may train, and fails or
+    loads transposed weights when it saves and resumes.
     """
     for name, module in model.named_modules():
         if isinstance(module, KernelLayoutMixin):
-            raise ConfigError.about(
-                "neuron_weights",
-                "'stock' under FSDP, whose checkpoints go by the stock names and shapes ('auto': torch only)",
-                f"'kernel', for {name}",
-                "Set neuron_weights='stock'; the numbers are the same.",
-            )
+            expected = "'stock' under FSDP, whose checkpoints go by the stock names and shapes ('auto': torch only)"
+            fix = "Set neuron_weights='stock'; the numbers are the same."
+            raise ConfigError.about("neuron_weights", expected, f"'kernel', for {name}", fix)
 
 
 def refuse_unsavable_adapters(model: nn.Module) -> None:
-    """Refuse, before a step is lost, to train adapters that cannot be saved: those on dense blocks in kernel layout."""
+    """Raise, before a step is lost, for adapters that cannot be saved: those on dense blocks in kernel layout."""
     for name, module in model.named_modules():
         if isinstance(module, KernelLayoutSwiGLUMLP):
             module.refuse_adapters(name)
@@ -57,11 +54,10 @@ def patch_for_training(
     exclude: Sequence[str] | None = None,
     strict: bool = True,
 ) -> None:
-    """Patch `model` unless that would take parameters away from an optimizer that has them already.
+    """Patch `model` unless that would take parameters away from an `optimizer` that has them already.
 
     A model that is patched with the same arguments stays as it is. So does one that was loaded with frozen MX blocks,
-    which has nothing to patch and computes with the codes it was loaded with. An error leaves the model as it was.
-    `optimizer` is None where it does not exist yet; the other arguments are those of ``patch_model``.
+    which computes with the codes it was loaded with. An error leaves the model as it was.
     """
     unpatched = not any(True for _ in states(model))
     if unpatched and any(isinstance(module, QuantizedBlock) for module in model.modules()):

@@ -31,16 +31,16 @@ class RunFiles:
         self.folder = Path(output_dir or ".") / FOLDER
 
     def begin(self, run: Mapping[str, Any], step: int) -> None:
-        """Write `run` into ``run.json``, and keep of earlier metrics what belongs to this run.
+        """Write `run` into ``run.json``, and drop earlier metrics of steps after `step`, 0 for a new run.
 
-        Training continues from `step`, 0 for a new run. Lines of later steps are dropped, which a run that was
-        interrupted after its last checkpoint wrote and this one will write again.
+        A run that was interrupted after its last checkpoint wrote them, and this one will write them again.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         _replace(self.folder / RUN_FILE, json.dumps(_plain(run), indent=1, allow_nan=False) + "\n")
-        for lines in (self.folder / METRICS_FILE, self.folder / EVALUATIONS_FILE):
-            if lines.exists():
-                _replace(lines, "".join(_lines_until(lines.read_text(encoding="utf-8"), step)))
+        for path in (self.folder / METRICS_FILE, self.folder / EVALUATIONS_FILE):
+            if path.exists():
+                lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+                _replace(path, "".join(line for line in lines if _is_until(line, step)))
 
     def append(self, record: Mapping[str, Any], name: str = METRICS_FILE) -> None:
         """Write one line of ``metrics.jsonl``, or of the file `name`."""
@@ -56,7 +56,8 @@ def training_record(args: TrainingArguments, state: TrainerState, model: nn.Modu
     adapters included; ``adapter`` is peft's kind, null without; ``lora_rank`` is null where the kind has no rank.
     """
     sizes = [(getattr(param, "ds_numel", param.numel()), param.requires_grad) for param in model.parameters()]
-    adapters = next((found for found in map(_adapters, model.modules()) if found), {})
+    wrapped = (getattr(module, "peft_config", None) for module in model.modules())  # peft's configurations by name
+    adapters = next((found for found in wrapped if isinstance(found, Mapping) and found), {})
     adapter = next(iter(adapters.values()), None)
     kind = getattr(adapter, "peft_type", None)
     return {
@@ -72,12 +73,6 @@ def training_record(args: TrainingArguments, state: TrainerState, model: nn.Modu
         "adapter": None if kind is None else str(getattr(kind, "value", kind)).lower(),
         "lora_rank": getattr(adapter, "r", None),
     }
-
-
-def _adapters(module: nn.Module) -> Mapping[str, Any]:
-    """peft's configurations by name, of a module that peft wraps or put adapters into."""
-    found = getattr(module, "peft_config", None)
-    return found if isinstance(found, Mapping) else {}
 
 
 def environment() -> dict[str, Any]:
@@ -110,17 +105,12 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _lines_until(text: str, step: int) -> list[str]:
-    """The lines of steps up to `step`; a last line that was cut off is none."""
-    kept = []
-    for line in text.splitlines(keepends=True):
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if line.endswith("\n") and record["step"] <= step:
-            kept.append(line)
-    return kept
+def _is_until(line: str, step: int) -> bool:
+    """Whether a line is of a step up to `step`; one that was cut off is not."""
+    try:
+        return line.endswith("\n") and json.loads(line)["step"] <= step
+    except json.JSONDecodeError:
+        return False
 
 
 def _replace(path: Path, text: str) -> None:

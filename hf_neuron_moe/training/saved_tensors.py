@@ -1,8 +1,7 @@
 """Count the bytes that named modules keep alive between forward and backward.
 
-The count is taken where autograd takes it: :class:`torch.autograd.graph.saved_tensors_hooks` sees every tensor that an
-operator saves for its backward, stock or custom alike. Forward hooks switch the counting on when a named module is
-entered and off when it is left, so nothing the rest of the model saves is counted.
+:class:`torch.autograd.graph.saved_tensors_hooks` sees every tensor that an operator saves for its backward, stock or
+custom alike. Forward hooks switch it on when a named module is entered and off when it is left.
 """
 
 from __future__ import annotations
@@ -91,28 +90,9 @@ def noting_saved(owned: Storages, note: Callable[[Storages], None]) -> saved_ten
     return saved_tensors_hooks(pack, lambda tensor: tensor)
 
 
-class _Call:
-    """One forward call of one module: its hooks and what they have seen."""
-
-    def __init__(self, module: nn.Module, inputs: list[Tensor]) -> None:
-        self.tokens = inputs[0].numel() // inputs[0].shape[-1]
-        self.inputs = storages_of(inputs)
-        self.seen: Storages = {}
-        self.hooks = noting_saved(storages_of([*module.parameters(), *module.buffers()]), self.seen.update)
-
-    def add_to(self, entry: ModuleSavedBytes) -> None:
-        entry.calls += 1
-        entry.tokens += self.tokens
-        for storage, nbytes in self.seen.items():
-            if storage in self.inputs:
-                entry.input_bytes += nbytes
-            else:
-                entry.activation_bytes += nbytes
-
-
 @public(_WHERE)
 def _tensor_inputs(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """Return the call's tensor arguments, refusing calls whose storages or rows cannot be counted."""
+    """Return the call's tensor arguments; an error where its storages or rows cannot be counted."""
     inputs = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     argument = f"first tensor input of {name!r}"
     if not inputs or inputs[0].ndim == 0 or inputs[0].numel() == 0:
@@ -131,52 +111,50 @@ class _Meter:
     def __init__(self, name: str, entry: ModuleSavedBytes) -> None:
         self.name = name
         self.entry = entry
-        self.running: list[_Call] = []
+        self.running: list[tuple[Storages, Storages, saved_tensors_hooks]] = []  # inputs, what was saved since, hooks
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        call = _Call(module, _tensor_inputs(self.name, args, kwargs))
-        call.hooks.__enter__()
-        self.running.append(call)
+        inputs = _tensor_inputs(self.name, args, kwargs)
+        saved: Storages = {}
+        hooks = noting_saved(storages_of([*module.parameters(), *module.buffers()]), saved.update)
+        hooks.__enter__()
+        self.running.append((storages_of(inputs), saved, hooks))
+        self.entry.calls += 1
+        self.entry.tokens += inputs[0].numel() // inputs[0].shape[-1]
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if not self.running:  # `enter` refused the call, nothing was opened
             return
-        call = self.running.pop()
-        call.hooks.__exit__()
-        call.add_to(self.entry)
+        inputs, saved, hooks = self.running.pop()
+        hooks.__exit__()
+        of_inputs = sum(nbytes for storage, nbytes in saved.items() if storage in inputs)
+        self.entry.input_bytes += of_inputs
+        self.entry.activation_bytes += sum(saved.values()) - of_inputs
 
 
 @public(_WHERE)
 def _check_modules(modules: Mapping[str, nn.Module]) -> None:
-    """Refuse an empty mapping and modules that contain one another (their counts would overlap)."""
     if not modules:
         fix = "Pass for example {name: model.get_submodule(name) for name in names}."
         raise ConfigError.about("modules", "a mapping with at least one module", "an empty one", fix)
     identities = {id(module): name for name, module in modules.items()}
     for name, module in modules.items():
         inner = [identities[id(m)] for m in module.modules() if id(m) in identities and identities[id(m)] != name]
-        if inner:
+        if inner:  # their counts would overlap
             expected = "modules of which none contains or equals another"
             raise ConfigError.about("modules", expected, f"{name!r} and {inner[0]!r}", "Measure them in two runs.")
 
 
 @contextmanager
 def measure_saved_bytes(modules: Mapping[str, nn.Module]) -> Iterator[SavedBytes]:
-    """Count what the named modules save for backward during the forward passes inside the ``with`` block.
+    """Count what the named modules, none of which may contain another, save for backward inside the ``with`` block.
 
     Storages are counted once per call and in full, also where only a view of them is saved. Parameters and buffers of
     the module are left out, as are their views; a cast or quantised copy of a parameter that is kept for backward is
-    counted. Under ``torch.no_grad`` nothing is saved and the counts are 0.
+    counted. The counts grow with every forward call of a named module and stay readable after the block.
 
-    Not seen: tensors that an operator keeps outside autograd's saved tensors (as plain attributes of its context).
-    Measure without gradient checkpointing around the modules: innermost hooks win, so the counts would be those of the
-    module without checkpointing.
-
-    Args:
-        modules: the modules to count in, by the name the result uses. None may contain another.
-
-    Yields:
-        The counts; they grow with every forward call of a named module and stay readable after the block.
+    Not seen: tensors that an operator keeps as plain attributes of its context. Measure without gradient checkpointing
+    around the modules: innermost hooks win, so the counts would be those of the module without checkpointing.
     """
     _check_modules(modules)
     result = SavedBytes()

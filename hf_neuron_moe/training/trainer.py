@@ -7,7 +7,7 @@ from os import PathLike
 from typing import Any
 
 from torch import nn
-from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer
 
 from hf_neuron_moe.errors import ConfigError, public
 from hf_neuron_moe.training.arguments import NeuronMoEArguments
@@ -27,21 +27,19 @@ class NeuronMoETrainerMixin(SafeCheckpointMixin):
     fields of :class:`NeuronMoEArguments`; without them a model that is patched already stays as it is, and any other is
     patched with the defaults. ``model`` may be a module, peft's wrapper around one, absent with ``model_init``, or a
     name where the other class takes one. What is logged is listed at :class:`NeuronMoECallback`, what is different
-    about checkpoints at :class:`hf_neuron_moe.training.checkpoints.SafeCheckpointMixin`.
-
-    Raises:
-        UnsupportedModelError: the model is patched with another configuration already, or was passed together with an
-            optimizer of parameters that patching replaces. Else as :func:`hf_neuron_moe.patch_model` says.
-        ConfigError: FSDP is to shard weights in the kernels' layout, or ``model`` is a name and the other class is
-            transformers' Trainer, which takes none.
+    about checkpoints at :class:`SafeCheckpointMixin`. An optimizer of parameters that patching would replace is an
+    error.
     """
 
     @public("NeuronMoETrainer")
     def __init__(self, *positional: Any, **named: Any) -> None:
         given = _given(super().__init__, positional, named)
-        if getattr(super().__init__, "__func__", None) is Trainer.__init__:
-            _refuse_name(given.get("model"))
         model, optimizers = given.get("model"), given.get("optimizers") or (None, None)
+        is_stock = getattr(super().__init__, "__func__", None) is Trainer.__init__
+        if is_stock and isinstance(model, str | PathLike):  # trainers of TRL load it
+            expected = "a model: transformers' Trainer does not load one by its name"
+            fix = f"Pass AutoModelForCausalLM.from_pretrained({str(model)!r}), or a function as model_init."
+            raise ConfigError.about("model", expected, repr(model), fix)
         if isinstance(model, nn.Module):  # before adapters, devices and data-parallel wrappers
             _patch(model, given.get("args"), optimizers[0])
         super().__init__(*positional, **named)
@@ -79,34 +77,15 @@ class NeuronMoETrainer(NeuronMoETrainerMixin, Trainer):
 class _TrainerCallback(NeuronMoECallback):
     """The mixin's callback: the mixin has patched, and a model that was to stay stock is trained without metrics."""
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        if is_patched(kwargs["model"]):
-            self.begin(args, state, kwargs["model"])
-
-
-def _refuse_name(model: Any) -> None:
-    """Refuse a name where transformers' Trainer would fail on it; trainers of TRL load it."""
-    if isinstance(model, str | PathLike):
-        expected = "a model: transformers' Trainer does not load one by its name"
-        fix = f"Pass AutoModelForCausalLM.from_pretrained({str(model)!r}), or a function as model_init."
-        raise ConfigError.about("model", expected, repr(model), fix)
+    _may_be_stock = True
 
 
 @public("NeuronMoETrainer")
 def _patch(model: nn.Module, args: Any, optimizer: Any) -> None:
     options = args if isinstance(args, NeuronMoEArguments) else NeuronMoEArguments()
-    if not options.neuron_patch or (options is not args and is_patched(model)):
-        return
-    patch_for_training(
-        model,
-        options.neuron_config(),
-        optimizer,
-        include=options.neuron_include,
-        exclude=options.neuron_exclude,
-        strict=options.neuron_strict,
-    )
+    if options.neuron_patch and (options is args or not is_patched(model)):
+        which: dict[str, Any] = {name: getattr(options, f"neuron_{name}") for name in ("include", "exclude", "strict")}
+        patch_for_training(model, options.neuron_config(), optimizer, **which)
 
 
 def _given(constructor: Any, positional: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
@@ -117,7 +96,7 @@ def _given(constructor: Any, positional: tuple[Any, ...], named: dict[str, Any])
         names = [name for name in inspect.signature(Trainer.__init__).parameters if name != "self"]
         return dict(zip(names, positional)) | named
     bound = signature.bind_partial(*positional, **named).arguments
-    keywords = [p.name for p in signature.parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD]
-    for name in keywords:
-        bound |= bound.pop(name, {})
+    for parameter in signature.parameters.values():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            bound |= bound.pop(parameter.name, {})
     return bound

@@ -14,11 +14,10 @@ from hf_neuron_moe.patching import (
     api,
     apply,
     checkpoint_names,
-    checkpointing,
     discovery,
-    init_weights,
+    model_methods,
     optimizer_layout,
-    support,
+    planning,
 )
 from tests.tiny_models import HOMES, assert_same_snapshot, snapshot, tiny_model, tokens
 
@@ -31,16 +30,16 @@ STEPS: dict[str, tuple[Any, str]] = {
     "discover": (api, "discover"),
     "judge": (discovery, "_judge"),
     "probe": (discovery, "probe_experts"),
-    "backend": (support, "resolve_backend"),
+    "backend": (planning, "resolve_backend"),
     "build": (apply, "build"),
     "kernel parameter of experts and mlp": (block, "make_kernel_parameter"),
     "put in": (apply, "put_in"),
     "release": (apply, "release_layout"),
     "release one weight": (block, "stock_slot"),
     "resume hook": (checkpoint_names, "install"),
-    "routing replay": (checkpointing, "install"),
-    "routing replay of one model": (checkpointing, "_wrap"),
-    "init_weights": (init_weights, "install"),
+    "methods": (model_methods, "cover"),
+    "methods of one model": (model_methods, "_is_covered"),
+    "routing replay of one model": (model_methods, "_wrap"),
     "optimizer hook": (optimizer_layout, "watch"),
 }
 
