@@ -107,14 +107,11 @@ class Job:
     def drop_strangers(self, expected: set[str]) -> None:
         """Remove from the future folder, and from folders of it, what does not belong there."""
         folders = {str(parent) for name in expected for parent in PurePosixPath(name).parents}
-        pending = [self.folder]
-        while pending:
-            for entry in sorted(pending.pop().iterdir()):
-                name = entry.relative_to(self.folder).as_posix()
-                if name in folders and entry.is_dir() and not entry.is_symlink():
-                    pending.append(entry)
-                elif name not in expected:
-                    disk.remove_tree(entry)
+        for path in sorted(self.folder.rglob("*"), reverse=True):  # a folder after what it holds
+            name = path.relative_to(self.folder).as_posix()
+            needed = name in folders and path.is_dir() and not path.is_symlink()
+            if name not in expected and not needed:
+                disk.remove_tree(path)
 
     def leave(self) -> None:
         """Remove this process's temporary files."""
