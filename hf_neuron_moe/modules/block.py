@@ -113,7 +113,7 @@ class NeuronBlock(nn.Module):
 
     def _remember_activation(self, name: str | None) -> None:
         """Note the activation and its gate; not through setattr, which would register a second child."""
-        activation = self.__dict__["neuron_activation"] = None if name is None else self._attribute(name)
+        activation = self.__dict__["neuron_seen_activation"] = None if name is None else self._attribute(name)
         self.neuron_gate = "silu" if name is None else gate_of(activation) or "silu"
 
     def _attribute(self, name: str) -> Any:
@@ -125,7 +125,7 @@ class NeuronBlock(nn.Module):
             return
         now = self._attribute(name)
         # The object seen at patching, as it was, is known at a glance that costs no import.
-        known = now is self.__dict__["neuron_activation"] and "forward" not in getattr(now, "__dict__", ())
+        known = now is self.__dict__["neuron_seen_activation"] and "forward" not in getattr(now, "__dict__", ())
         reason = None if known else unsupported_activation(now, self.neuron_gate)
         if reason is not None:
             expected = f"{GATES[self.neuron_gate].title}, as when the block was patched"
