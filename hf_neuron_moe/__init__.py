@@ -10,78 +10,59 @@ convert`` wrote (:mod:`hf_neuron_moe.quantizers`).
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from hf_neuron_moe._version import __version__
+from hf_neuron_moe._lazy import lazy
+from hf_neuron_moe._version import __version__ as __version__
 from hf_neuron_moe.quantizers.register import install as _register_quantizer
 
 if TYPE_CHECKING:
-    from hf_neuron_moe.activation_policy import ActivationBudget, ActivationPolicy
-    from hf_neuron_moe.config import NeuronMoEConfig
-    from hf_neuron_moe.errors import NeuronMoEError, NeuronMoEWarning
+    from hf_neuron_moe.activation_policy import (
+        ActivationBudget as ActivationBudget,
+        ActivationPolicy as ActivationPolicy,
+    )
+    from hf_neuron_moe.config import NeuronMoEConfig as NeuronMoEConfig
+    from hf_neuron_moe.errors import NeuronMoEError as NeuronMoEError, NeuronMoEWarning as NeuronMoEWarning
     from hf_neuron_moe.patching import (
-        PatchReport,
-        patch_model,
-        refresh_weights,
-        set_activations,
-        set_backend,
-        unpatch_model,
+        PatchReport as PatchReport,
+        patch_model as patch_model,
+        refresh_weights as refresh_weights,
+        set_activations as set_activations,
+        set_backend as set_backend,
+        unpatch_model as unpatch_model,
     )
     from hf_neuron_moe.training import (
-        NeuronMoEArguments,
-        NeuronMoECallback,
-        NeuronMoETrainer,
-        NeuronMoETrainerMixin,
-        NeuronMoETrainingArguments,
+        NeuronMoEArguments as NeuronMoEArguments,
+        NeuronMoECallback as NeuronMoECallback,
+        NeuronMoETrainer as NeuronMoETrainer,
+        NeuronMoETrainerMixin as NeuronMoETrainerMixin,
+        NeuronMoETrainingArguments as NeuronMoETrainingArguments,
     )
 
-__all__ = [
-    "ActivationBudget",
-    "ActivationPolicy",
-    "NeuronMoEArguments",
-    "NeuronMoECallback",
-    "NeuronMoEConfig",
-    "NeuronMoEError",
-    "NeuronMoETrainer",
-    "NeuronMoETrainerMixin",
-    "NeuronMoETrainingArguments",
-    "NeuronMoEWarning",
-    "PatchReport",
-    "__version__",
-    "patch_model",
-    "refresh_weights",
-    "set_activations",
-    "set_backend",
-    "unpatch_model",
-]
-
-_HOME = {
-    "ActivationBudget": "hf_neuron_moe.activation_policy",
-    "ActivationPolicy": "hf_neuron_moe.activation_policy",
-    "NeuronMoEArguments": "hf_neuron_moe.training",
-    "NeuronMoECallback": "hf_neuron_moe.training",
-    "NeuronMoEConfig": "hf_neuron_moe.config",
-    "NeuronMoEError": "hf_neuron_moe.errors",
-    "NeuronMoETrainer": "hf_neuron_moe.training",
-    "NeuronMoETrainerMixin": "hf_neuron_moe.training",
-    "NeuronMoETrainingArguments": "hf_neuron_moe.training",
-    "NeuronMoEWarning": "hf_neuron_moe.errors",
-    "PatchReport": "hf_neuron_moe.patching",
-    "patch_model": "hf_neuron_moe.patching",
-    "refresh_weights": "hf_neuron_moe.patching",
-    "set_activations": "hf_neuron_moe.patching",
-    "set_backend": "hf_neuron_moe.patching",
-    "unpatch_model": "hf_neuron_moe.patching",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOME[name]), name)
-    globals()[name] = value
-    return value
+_NAMES, __getattr__ = lazy(
+    __name__,
+    {
+        "activation_policy": ("ActivationBudget", "ActivationPolicy"),
+        "config": ("NeuronMoEConfig",),
+        "errors": ("NeuronMoEError", "NeuronMoEWarning"),
+        "patching": (
+            "PatchReport",
+            "patch_model",
+            "refresh_weights",
+            "set_activations",
+            "set_backend",
+            "unpatch_model",
+        ),
+        "training": (
+            "NeuronMoEArguments",
+            "NeuronMoECallback",
+            "NeuronMoETrainer",
+            "NeuronMoETrainerMixin",
+            "NeuronMoETrainingArguments",
+        ),
+    },
+)
+__all__ = ["__version__", *_NAMES]
 
 
 def __dir__() -> list[str]:

@@ -6,24 +6,14 @@ here. The names below are loaded when they are first used.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from hf_neuron_moe._lazy import lazy
 
 if TYPE_CHECKING:
-    from hf_neuron_moe.quantizers.quantization_config import NeuronMoEQuantizationConfig
-    from hf_neuron_moe.quantizers.quantizer import NeuronMoEQuantizer
+    from hf_neuron_moe.quantizers.quantization_config import NeuronMoEQuantizationConfig as NeuronMoEQuantizationConfig
+    from hf_neuron_moe.quantizers.quantizer import NeuronMoEQuantizer as NeuronMoEQuantizer
 
-__all__ = ["NeuronMoEQuantizationConfig", "NeuronMoEQuantizer"]
-
-_HOME = {
-    "NeuronMoEQuantizationConfig": "hf_neuron_moe.quantizers.quantization_config",
-    "NeuronMoEQuantizer": "hf_neuron_moe.quantizers.quantizer",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOME[name]), name)
-    globals()[name] = value
-    return value
+__all__, __getattr__ = lazy(
+    __name__, {"quantization_config": ("NeuronMoEQuantizationConfig",), "quantizer": ("NeuronMoEQuantizer",)}
+)

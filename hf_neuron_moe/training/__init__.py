@@ -8,9 +8,9 @@ Routing replay, by which a token that activation checkpointing recomputes keeps 
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from hf_neuron_moe._lazy import lazy
 from hf_neuron_moe.patching.checkpoint_names import disable_moe_resume, enable_moe_resume
 from hf_neuron_moe.patching.model_methods import routing_replay_stats
 from hf_neuron_moe.patching.routing_replay import ReplayingCheckpoint, ReplayStats, replay_contexts, replay_routing
@@ -48,18 +48,12 @@ __all__ = [
 ]
 
 # Names that bring in transformers' Trainer, which takes seconds to import, are loaded when they are first used.
-_LAZY = {
-    "arguments": ("NeuronMoEArguments", "NeuronMoETrainingArguments"),
-    "callback": ("NeuronMoECallback",),
-    "memory_estimate": ("TrainingEstimate", "estimate_training"),
-    "trainer": ("NeuronMoETrainer", "NeuronMoETrainerMixin"),
-}
-_HOME = {name: module for module, names in _LAZY.items() for name in names}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
+_LAZY, __getattr__ = lazy(
+    __name__,
+    {
+        "arguments": ("NeuronMoEArguments", "NeuronMoETrainingArguments"),
+        "callback": ("NeuronMoECallback",),
+        "memory_estimate": ("TrainingEstimate", "estimate_training"),
+        "trainer": ("NeuronMoETrainer", "NeuronMoETrainerMixin"),
+    },
+)
