@@ -55,14 +55,14 @@ def convert(
     workers: Annotated[
         int | None, typer.Option(min=1, max=1024, help="Threads. Default: the number of cores. No byte depends on it.")
     ] = None,
-    on_nonfinite: Annotated[str, choice(ON_NONFINITE, text="Refuse NaN and infinite weights, or keep them.")] = "error",
+    on_nonfinite: Annotated[str, choice(ON_NONFINITE, text="On NaN or infinite weights: fail or keep.")] = "error",
     strict: Annotated[
-        bool, typer.Option("--strict", help="Refuse a model with MLPs or experts that would stay in source form.")
+        bool, typer.Option("--strict", help="Fail if an MLP or experts block would stay in source form.")
     ] = False,
     part: Annotated[
         str | None, typer.Option(metavar="I/N", callback=check_part, help="Convert part I of N; then run finalize.")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with an unfinished run of the same options.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume an unfinished run with the same options.")] = False,
     force: Annotated[
         bool, typer.Option("--force", help="Replace an earlier conversion when this one is done.")
     ] = False,

@@ -65,7 +65,7 @@ def show_usable(
             listed = place in answer.block_sizes and answer.block_sizes[place] and sizes not in (reason or "")
             typer.echo(f"  {place}  {told}{f'; {sizes}' if listed else ''}")
     if any(answer.group.codes for answer in answers):
-        typer.echo("Frozen MX weights have kernels in inference only; adapters are trained through fallback='torch'.")
+        typer.echo("MX weights have kernels for inference only. Train adapters on them with fallback='torch'.")
         reasons = [answer.documented["trn3"] or "" for answer in answers if answer.group.codes]
         if any(reason and "LNC" not in reason for reason in reasons):
             typer.echo(

@@ -43,7 +43,7 @@ def estimate(
     ] = None,
     precision: Annotated[str, choice(PRECISIONS, text="Precision of the blocks.")] = "bf16",
     dtype: Annotated[str | None, choice(tuple(_TORCH_NAMES), text="Of the parameters. Default: config.json's.")] = None,
-    optimizer: Annotated[str, choice(OPTIMIZERS, text="Whose states are kept.")] = "adamw",
+    optimizer: Annotated[str, choice(OPTIMIZERS, text="Optimizer whose states are counted.")] = "adamw",
     lora_rank: Annotated[
         int,
         typer.Option(min=0, max=MOST_RANK, help="Rank of LoRA adapters outside of the blocks; 0: train everything."),

@@ -17,9 +17,7 @@ def verify(
     source: Original = None,
     probes: Annotated[int, typer.Option(min=0, help="Layers to compare with the source; 0: every expert of all.")] = 8,
     seed: Annotated[int, typer.Option(min=-(2**63), max=2**63 - 1, help="Chooses the layers and their inputs.")] = 0,
-    on_nonfinite: Annotated[
-        str, choice(ON_NONFINITE, text="NaN and infinite weights fail, or are only told.")
-    ] = "error",
+    on_nonfinite: Annotated[str, choice(ON_NONFINITE, text="On NaN or infinite weights: fail or report.")] = "error",
     as_json: Json = False,
 ) -> None:
     """Check a conversion, with or without its source.

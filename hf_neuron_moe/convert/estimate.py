@@ -80,7 +80,7 @@ class Estimate:
             f"output: {self.output_bytes:,} bytes in {len(self.files)} files{tail}",
             f"peak memory: about {self.peak_memory_bytes / 1e6:,.0f} MB with {self.workers} "
             f"worker{'s' if self.workers > 1 else ''}",
-            f"time: about {self.seconds:,.1f} s (work {self.compute_seconds:,.1f} s, beside it the disk "
+            f"time: about {self.seconds:,.1f} s (work {self.compute_seconds:,.1f} s, in addition the disk "
             f"{self.disk_seconds:,.1f} s at its present speed)",
             *(f"note: {note}" for note in left_notes(self.left)),
             "nothing was written",

@@ -46,7 +46,7 @@ def finished_manifest(plan: ConversionPlan, destination: Path, *, force: bool = 
         if force:
             return None
         expected, got = "as it was when its conversion finished", str(error).removesuffix(".")
-        fix = "`hf-neuron-moe verify` tells more; convert again with --force to replace it."
+        fix = "Run `hf-neuron-moe verify` for details, or convert again with --force to replace it."
         raise DestinationError.about(str(destination), expected, got, fix) from error
     partial = partial_of(destination)
     if partial.exists() and is_free(partial):

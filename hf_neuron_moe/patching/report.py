@@ -210,7 +210,7 @@ def _remarks(report: PatchReport) -> Iterator[str]:
     for note, names in noted.items():
         yield f"Note on {names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {note}."
     if report.refused:
-        yield "Refused blocks stay stock. Remove the reason, or name them in exclude=... to skip them."
+        yield "Refused blocks stay stock. Fix the reason, or name them in exclude=... to skip them."
 
 
 def _saved_remarks(report: PatchReport) -> Iterator[str]:

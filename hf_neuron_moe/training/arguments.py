@@ -69,7 +69,7 @@ class NeuronMoEArguments:
         "Neuron machine: models are patched on the CPU, before they are moved.",
     )
     neuron_fallback: str = _option(
-        "fallback", "What becomes of blocks that the backend's kernels cannot compute: refuse or torch."
+        "fallback", "Fallback for blocks that the backend's kernels do not support: refuse (error) or torch."
     )
     neuron_weights: str = _option("weights", "Layout of patched weights in memory: auto, stock or kernel.")
     neuron_block_size: int = _option("block_size", "Tokens per block of the blockwise MoE kernels: 128, 256, ... 4096.")
@@ -84,7 +84,7 @@ class NeuronMoEArguments:
     neuron_exclude: list[str] | None = field(
         default=None, metadata={"help": "Globs over module names that are left alone."}
     )
-    neuron_strict: bool = _field(True, "Refuse a model with a gated block that can neither be patched nor is excluded.")
+    neuron_strict: bool = _field(True, "Raise an error for a gated block that is neither patched nor excluded.")
     neuron_health_steps: int = _field(
         DEFAULT_HEALTH_STEPS,
         "Measure how MXFP8 would round a sample of weights and inputs in the first step and in every step whose number "

@@ -139,7 +139,7 @@ def disk_errors(destination: Path) -> Iterator[None]:
         if home.exists():
             left = f"What is finished lies in {home}; --resume goes on with it."
             if not (home / FOLDER).exists() and destination.exists():
-                left = f"{destination} is complete; remove {home.name} beside it."
+                left = f"{destination} is complete; remove {home.name} next to it."
         expected = "written without an error of the operating system"
         fix = f"{left} Check free space, permissions and the source's disk."
         raise DiskError.about(str(destination), expected, f"{type(error).__name__}: {error}", fix) from error
