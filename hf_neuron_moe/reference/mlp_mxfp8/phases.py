@@ -117,7 +117,8 @@ def _gate_up_grads(d_int: Tensor, parts: Sequence[Tensor], limits: ClampLimits, 
     d_gate.copy_(factor.copy_(d_act).mul_(d_int))
     # Limits are compared in fp32, not rounded to bf16.
     mask_(d_gate, gate, limits.gate)
-    mask_(d_up, factor.copy_(up), limits.up)
+    if limits.up != (None, None):
+        mask_(d_up, factor.copy_(up), limits.up)
 
 
 @public
