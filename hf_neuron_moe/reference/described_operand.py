@@ -27,7 +27,7 @@ from hf_neuron_moe.checks import Rule, check_dtype, check_flags, check_multiple,
 from hf_neuron_moe.errors import ConfigError, DTypeError, ShapeError, naming, public
 from hf_neuron_moe.formats.constants import LANES, MX_BLOCK, ScaleRule, SwizzleScheme, unknown_name
 from hf_neuron_moe.formats.mx import dequantize_mx, fake_quantize_mx
-from hf_neuron_moe.formats.scales import SCALE_DTYPES, ScaleLayout, detect_scale_layout, kernel_row_counts, to_compact
+from hf_neuron_moe.formats.scales import SCALE_DTYPES, ScaleLayout, kernel_row_counts, to_compact
 from hf_neuron_moe.formats.swizzle import unswizzle
 
 RAW_DTYPES = (torch.bfloat16, torch.float16)  # what the raw loader takes (nki-library 2.30)
@@ -181,7 +181,7 @@ def check_scales(scales: Tensor, K: int, F: int, *, argument: str) -> ScaleLayou
         expected = f"of shape [{oversized}, {F}] (oversized) or [{packed}, {F}] (packed) for K={K}"
         fix = "Compact scales are expanded by hf_neuron_moe.formats.to_packed or to_oversized."
         raise ShapeError.about(argument, expected, str(list(scales.shape)), fix)
-    return detect_scale_layout(scales.shape[0], K)
+    return ScaleLayout.OVERSIZED if scales.shape[0] == oversized else ScaleLayout.PACKED
 
 
 def check_loadable(td: TensorDescriptor, argument: str) -> None:
@@ -189,14 +189,21 @@ def check_loadable(td: TensorDescriptor, argument: str) -> None:
     if td.data is None or (td.is_quantized and td.scales is None):
         expected = "described with its data, and with its scales if it is quantized"
         raise ConfigError.about(argument, expected, "None", "Give the TensorDescriptor both.")
-    K, F = td.logical_shape
+    F = td.logical_shape[1]
     if not td.is_raw:
         check_multiple(F, 2, f"F of {argument}", "tiles have an even free size")
         return
     check_dtype(td.data, RAW_DTYPES, argument)
-    check_multiple(K, 128, f"K of {argument}", "the contraction axis of a tensor that the kernel quantizes")
+    check_raw_axis(td, "K", argument)
     whole, rule = (8, "the loader reads groups of 8 rows") if td.is_f_by_k else (512, "the loader of K-major raw data")
     check_multiple(F, whole, f"F of {argument}", rule)
+
+
+def check_raw_axis(td: TensorDescriptor, axis: str, argument: str) -> None:
+    """Raise ShapeError for a raw operand whose contraction axis, called `axis`, is no multiple of 128."""
+    if td.is_raw:
+        rule = "needed by the transposing loader while this operand is neither swizzled nor quantized"
+        check_multiple(td.logical_shape[0], 128, f"{axis} of {argument}", rule)
 
 
 class MXOperand:

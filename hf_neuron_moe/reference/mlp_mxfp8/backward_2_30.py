@@ -14,21 +14,17 @@ from torch import Tensor
 
 from hf_neuron_moe.checks import check_multiple, check_same_device
 from hf_neuron_moe.errors import public
-from hf_neuron_moe.reference.described_operand import TensorDescriptor
-from hf_neuron_moe.reference.launch_record import note_launch, scheduling
+from hf_neuron_moe.reference.described_operand import TensorDescriptor, check_raw_axis
 from hf_neuron_moe.reference.mlp_mxfp8.backward import MLPBackward, run_backward
 from hf_neuron_moe.reference.mlp_mxfp8.matmul_config import get_backward_config_for_shape
 from hf_neuron_moe.reference.mlp_mxfp8.operand_checks import (
     BF16,
+    KernelCall,
     check_buffer,
     check_even,
     check_logical,
     check_no_mix_at_384,
-    check_raw_axis,
-    describe,
-    scale_rule,
 )
-from hf_neuron_moe.reference.mlp_mxfp8.recompute import step_options
 
 get_config_for_shape = get_backward_config_for_shape
 """Upstream's name for it in the backward's module."""
@@ -111,11 +107,10 @@ def mlp_backward_mxfp8_nki_2_30(
       prepared operands are never mixed on a contraction of 384 (d_gate, d_up and their transposes are always raw).
     * mx_scale_rule: ``"neuron"`` (nki 0.5 and later) or ``"floor"`` (earlier), for everything quantized here.
     """
-    call = dict(locals())
-    options = scheduling(call)
-    scale_rule(mx_scale_rule)
+    kernel = KernelCall("mlp_backward_mxfp8_nki_2_30", locals())
+    call = kernel.call
     tds = {
-        name: describe(call, name, prefix, f"[{free}, {contraction}]", BF16)
+        name: kernel.describe(name, prefix, f"[{free}, {contraction}]", BF16)
         for name, (prefix, contraction, free) in _OPERANDS.items()
     }
     kept = {name: call[name] for name in ("gate_pre", "gate_act", "up", "hidden") if call[name] is not None}
@@ -125,12 +120,12 @@ def mlp_backward_mxfp8_nki_2_30(
         rows, columns = ("2I", "S") if name.endswith("_T") else ("S", "I")
         check_buffer(tensor, (sizes[rows], sizes[columns]), f"[{rows}, {columns}]", f"{name}_scratch")
     check_same_device({name: value for name, value in call.items() if isinstance(value, Tensor)})
-    note_launch("mlp_backward_mxfp8_nki_2_30", options)
+    kernel.launch()
     described = tds | {name: TensorDescriptor(tensor) for name, tensor in kept.items()}
     operands = {_RENAMED.get(name, name): td for name, td in described.items()}
     buffers = {_RENAMED.get(name, name): tensor for name, tensor in scratch.items()}
     with torch.no_grad():
-        return run_backward(operands, step_options(call), buffers=buffers)
+        return run_backward(operands, kernel.step_options(), buffers=buffers)
 
 
 def _check_operands(tds: dict[str, TensorDescriptor], kept: dict[str, Tensor], run_with_lnc2: bool) -> dict[str, int]:

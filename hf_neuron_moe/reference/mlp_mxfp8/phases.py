@@ -27,7 +27,7 @@ from hf_neuron_moe.checks import check_flags
 from hf_neuron_moe.errors import ConfigError, public
 from hf_neuron_moe.reference.described_operand import MXOperand, TensorDescriptor
 from hf_neuron_moe.reference.mlp_mxfp8.matmul_config import MatmulMxfp8KernelConfig, check_config
-from hf_neuron_moe.reference.mlp_mxfp8.operand_checks import STORED, StepCall, check_logical
+from hf_neuron_moe.reference.mlp_mxfp8.operand_checks import STORED, KernelCall, check_logical
 from hf_neuron_moe.reference.mlp_mxfp8.product_tiles import product_tiles
 from hf_neuron_moe.reference.moe_types import ClampLimits
 
@@ -81,7 +81,7 @@ def compute_phase1_down_proj_mm_grad_mxfp8(
     * clamp_limits: multiplies d_gate (d_up) by 0 where gate_pre (up) is not strictly inside the non-linear (linear)
       limits; NaN stays NaN. A value that the recompute saturated is ``bf16(limit)``, which may lie inside.
     """
-    step = StepCall("compute_phase1_down_proj_mm_grad_mxfp8", locals(), _BF16)
+    step = KernelCall("compute_phase1_down_proj_mm_grad_mxfp8", locals(), _BF16)
     grad, weight = step.pair("output_grad_td", "down_weight_td")
     tokens, inner = grad.F, weight.F
     saved = [step.buffer(name, (tokens, inner), "[S, I]") for name in ("gate_pre_td", "gate_act_td", "up_td")]
@@ -141,7 +141,7 @@ def compute_phase2_hidden_states_grad_mxfp8(
     * gate_up_weight_td: F = H, K = 2I (gate, then up: the fused weight's transpose). d_gate_up_td: raw, F = S, K = 2I.
     * hidden_states_grad_td: bf16 or fp32.
     """
-    step = StepCall("compute_phase2_hidden_states_grad_mxfp8", locals(), _BF16)
+    step = KernelCall("compute_phase2_hidden_states_grad_mxfp8", locals(), _BF16)
     pair = step.pair("d_gate_up_td", "gate_up_weight_td")
     _fill(step, "hidden_states_grad_td", "[S, H]", [pair], step.rows("s_base", pair[0].F))
 
@@ -170,7 +170,7 @@ def compute_phase2_hidden_states_grad_mxfp8_2_30(
 
     * gate_weight_td, up_weight_td: F = H, K = I (transposes of the parameters). d_gate_td, d_up_td: raw, F = S, K = I.
     """
-    step = StepCall("compute_phase2_hidden_states_grad_mxfp8_2_30", locals(), _BF16, lone_384=True)
+    step = KernelCall("compute_phase2_hidden_states_grad_mxfp8_2_30", locals(), _BF16, lone_384=True)
     pairs = [step.pair("d_gate_td", "gate_weight_td"), step.pair("d_up_td", "up_weight_td")]
     check_logical(up_weight_td, *gate_weight_td.logical_shape, "[H, I]", "up_weight_td")
     check_logical(d_up_td, *d_gate_td.logical_shape, "[S, I]", "d_up_td")
@@ -198,7 +198,7 @@ def compute_phase3_gate_up_weight_grad_mxfp8(
     * hidden_states_T_td: F = H, K = S. grad_T_td: raw, F = 2I, K = S. weight_grad_td: bf16 or fp32.
     * core: under LNC2 core 0 makes the gate rows and core 1 the up rows; None (a host) makes both.
     """
-    step = StepCall("compute_phase3_gate_up_weight_grad_mxfp8", locals(), _BF16)
+    step = KernelCall("compute_phase3_gate_up_weight_grad_mxfp8", locals(), _BF16)
     pair = step.pair("grad_T_td", "hidden_states_T_td")
     both = pair[0].F
     rows = slice(0, both)
@@ -228,13 +228,13 @@ def compute_phase4_down_weight_grad_mxfp8(
 
     * output_grad_T_td: F = H, K = S. intermediate_T_td: F = I, K = S. down_weight_grad_td: bf16 or fp32.
     """
-    step = StepCall("compute_phase4_down_weight_grad_mxfp8", locals(), _BF16)
+    step = KernelCall("compute_phase4_down_weight_grad_mxfp8", locals(), _BF16)
     pair = step.pair("output_grad_T_td", "intermediate_T_td")
     _fill(step, "down_weight_grad_td", "[H, I]", [pair], step.rows("h_base", pair[0].F), left_k_major=True)
 
 
 def _fill(
-    step: StepCall,
+    step: KernelCall,
     out: str,
     names: str,
     pairs: Sequence[tuple[MXOperand, MXOperand]],

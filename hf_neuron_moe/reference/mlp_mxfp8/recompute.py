@@ -22,7 +22,7 @@ from hf_neuron_moe.reference.mlp_mxfp8.matmul_config import (
     check_config,
     check_shared_hidden_tiles,
 )
-from hf_neuron_moe.reference.mlp_mxfp8.operand_checks import Call, StepCall
+from hf_neuron_moe.reference.mlp_mxfp8.operand_checks import KernelCall
 from hf_neuron_moe.reference.mlp_mxfp8.product_tiles import cut, gate_up_tiles
 from hf_neuron_moe.reference.moe_types import ClampLimits
 
@@ -60,7 +60,7 @@ def recompute_gate_up_projection(
     * gate_config, up_config: for M, K, N = S, H, I (half of S under LNC2), with the same tiles of the hidden states.
     * lone_384: group raw K = 384 as release 2.30 does.
     """
-    step = StepCall("recompute_gate_up_projection", locals(), _STORED)
+    step = KernelCall("recompute_gate_up_projection", locals(), _STORED)
     hidden, gate_up = step.pair("hidden_td", "gate_up_td", "[2I, H]")
     shape = (hidden.F, gate_up.F // 2)
     targets = step.optional_buffers({"gate": "gate_pre_td", "up": "up_td"}, shape)
@@ -128,13 +128,6 @@ def recompute_hidden(
     recompute_intermediate(gate_act_td, up_td, hidden_td, s_base_offset, dtype, run_with_lnc2)
 
 
-def step_options(call: Call) -> dict[str, Any]:
-    """Return what a whole backward with these arguments passes to each of its steps, which are for both cores."""
-    defaults = {"fp8_x4_dtype": torch.float8_e4m3fn, "spill_reload": True, "use_scale_packing": True}
-    options = {name: call.get(name, default) for name, default in defaults.items()}
-    return options | {"run_with_lnc2": False, "mx_scale_rule": call["mx_scale_rule"]}
-
-
 def recompute_missing(
     found: dict[str, TensorDescriptor],
     buffers: Mapping[str, Tensor],
@@ -172,9 +165,9 @@ def recompute_missing(
         recompute_intermediate(found["gate_act"], found["up"], found["intermediate"], 0, bf16, False)
 
 
-def _elementwise(kernel: str, call: Call, target: str, *sources: str) -> tuple[list[slice], list[Tensor]]:
+def _elementwise(kernel: str, call: dict[str, Any], target: str, *sources: str) -> tuple[list[slice], list[Tensor]]:
     """Check an elementwise step; return the rows of this core in parts, then its target and its sources."""
-    step = StepCall(kernel, call, _STORED)
+    step = KernelCall(kernel, call, _STORED)
     shape = call[target].logical_shape[::-1]
     tensors = [step.buffer(name, shape, "[S, I]") for name in (target, *sources)]
     rows = step.rows("s_base_offset", shape[0])
