@@ -1,8 +1,7 @@
 """Block scales: the byte of a block, and exact multiplication and division by 2**(byte - 127).
 
-2**-127, the value of byte 0, is an fp32 denormal, which processors can be told to flush to zero
-(``torch.set_flush_denormal``). Nothing here depends on that: exponents are integer bit fields, factors normal powers
-of two, and denormals are built as integers.
+2**-127, the value of byte 0, is an fp32 denormal, which processors may flush to zero (``torch.set_flush_denormal``).
+Nothing here depends on that: factors are normal powers of two, and denormals are built as integers.
 """
 
 from __future__ import annotations
@@ -52,8 +51,7 @@ def e8m0_to_float32(scales: Tensor) -> Tensor:
 def scale_bytes(amax_bits: Tensor, fmt: ElementFormat, rule: ScaleRule) -> Tensor:
     """Return the uint8 scale byte of blocks by the rules of :class:`ScaleRule`.
 
-    `amax_bits` are the fp32 bits, sign cleared, of every block's largest magnitude as int32. Inf and NaN compare above
-    all finite values, as their bits do.
+    `amax_bits` are the fp32 bits, as int32 without sign, of every block's largest magnitude: NaN > Inf > finite.
     """
     exponent = amax_bits >> MANTISSA_BITS
     mantissa = amax_bits & MANTISSA_MASK

@@ -24,8 +24,8 @@ from torch import Tensor
 from hf_neuron_moe.backends.torch.compute import Scratch
 from hf_neuron_moe.backends.torch.fake_quant import fake_quantize_
 from hf_neuron_moe.checks import Rule, check_dtype, check_flags, check_multiple, check_rules
-from hf_neuron_moe.errors import ConfigError, DTypeError, ShapeError, naming, public
-from hf_neuron_moe.formats.constants import LANES, MX_BLOCK, ScaleRule, SwizzleScheme, unknown_name
+from hf_neuron_moe.errors import ConfigError, DTypeError, ShapeError, naming, not_one_of, public
+from hf_neuron_moe.formats.constants import LANES, MX_BLOCK, ScaleRule, SwizzleScheme
 from hf_neuron_moe.formats.mx import dequantize_mx, fake_quantize_mx
 from hf_neuron_moe.formats.scales import SCALE_DTYPES, ScaleLayout, kernel_row_counts, to_compact
 from hf_neuron_moe.formats.swizzle import unswizzle
@@ -100,7 +100,7 @@ class TensorDescriptor:
         switches |= {name for name in ("is_f_by_k", "is_quantized") if values[name] is not None}
         check_flags({name: value for name, value in values.items() if name in switches})
         if self.quant_scheme not in _SCHEMES:
-            raise unknown_name(self.quant_scheme, _SCHEMES, argument="quant_scheme")
+            raise not_one_of("quant_scheme", self.quant_scheme, _SCHEMES)
         raw_scales = self.scales is not None and self.is_quantized is False
         fix = "Leave it None: it follows from the scales."
         rules = [Rule(not raw_scales, "is_quantized", "True where scales are given", "False", fix)]
@@ -151,10 +151,7 @@ def logical_shape(data: Tensor, *, swizzled: bool, by_row: bool = False) -> tupl
 
 
 def check_layout(data: Tensor, *, swizzled: bool, quantized: bool, argument: str = "data") -> None:
-    """Check one operand's data against its mode: dtype, a matrix, whole MX blocks.
-
-    Raw bytes (uint8) are a DTypeError where codes are due: upstream would read them as e5m2.
-    """
+    """Check one operand's data against its mode: dtype (no raw bytes: upstream reads e5m2), a matrix, whole blocks."""
     if not quantized:
         check_dtype(data, (torch.bfloat16,) if swizzled else (*RAW_DTYPES, torch.float32), argument)
     elif isinstance(data, Tensor) and data.dtype not in (*X4_DTYPES, torch.float8_e4m3fn):
@@ -209,10 +206,9 @@ def check_raw_axis(td: TensorDescriptor, axis: str, argument: str) -> None:
 class MXOperand:
     """The fp32 values that a matmul sees of one described operand; K, F and `scheme` say how K is grouped.
 
-    The loaders read bf16 or fp16 raw data, codes with scales, and whole tiles. `where` and `argument` are named in
-    errors (`where` is empty where a function around this one names itself). With `lone_384` a raw operand with K of
-    exactly 384 is one tile, as in ``mlp_fwd_mxfp8`` and the 2.30 backward. `rule` is the block scale rule of an operand
-    that is quantized when loaded.
+    Errors name `argument`, and `where` unless a function around this one names itself. With `lone_384` a raw operand
+    with K of exactly 384 is one tile, as in ``mlp_fwd_mxfp8`` and the 2.30 backward. `rule` is the block scale rule of
+    an operand that is quantized when loaded.
     """
 
     def __init__(
@@ -237,8 +233,7 @@ class MXOperand:
     def load(self, start: int, stop: int, *, k_major: bool, scratch: Scratch, name: str) -> Tensor:
         """Return the positions ``start..stop`` of F as fp32 ``[F', K]``, exact MX values.
 
-        They are held as ``[K, F']`` in memory if `k_major` (the result is a transposed view), in the buffer `name` of
-        `scratch`, which is valid until that name is used again.
+        They lie in the buffer `name` of `scratch`, valid until that name is used again, as ``[K, F']`` if `k_major`.
         """
         size = stop - start
         buffer = scratch.get(name, (self.K, size) if k_major else (size, self.K), torch.float32)

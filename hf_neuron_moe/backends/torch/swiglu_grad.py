@@ -15,7 +15,7 @@ from hf_neuron_moe.backends.torch.gating import Gating, mask_
 
 
 class SwiGLUGrad(NamedTuple):
-    """How the values between the products are made: see the module ``ffn_backward`` for the rounding points."""
+    """How the values between the products are made; the module ``ffn_backward`` lists the rounding points."""
 
     gating: Gating
     """The activation and its clamp masks."""

@@ -7,7 +7,6 @@ Legend: S tokens, H hidden, I intermediate. The arithmetic is in :mod:`~hf_neuro
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +23,6 @@ from hf_neuron_moe.reference.mlp_mxfp8.operand_checks import (
     KernelCall,
     check_buffer,
     check_descriptor,
-    check_even,
     check_logical,
 )
 from hf_neuron_moe.reference.mlp_mxfp8.recompute import CHECKPOINTS, recompute_missing
@@ -34,8 +32,6 @@ RELEASES = ("2.31", "2.30")
 
 _PREPARED = ("gate_up_weights", "gate_up_weight_T", "down_weight_T", "output_grad_T", "hidden_states_T")
 """Arguments of release 2.31 that may be pre-quantized, each with ``{name}_scales``."""
-
-_NO_BUFFERS: Mapping[str, Tensor] = MappingProxyType({})
 
 
 class MLPBackward(NamedTuple):
@@ -176,10 +172,9 @@ def mlp_backward_mxfp8_base_nki(
     *,
     mx_scale_rule: str = "neuron",
 ) -> None:
-    """Run phases 1 to 4 on descriptors, for both cores together; the four output descriptors' tensors are filled.
+    """Run phases 1 to 4 on their operands, for both cores together; the four output descriptors' tensors are filled.
 
-    scratch_td ``[2I, S]`` receives d_gate_up transposed; None reads the transposed view of d_gate_up instead. The
-    operands are those of the phase functions, and so are the errors.
+    scratch_td ``[2I, S]`` receives d_gate_up transposed; None reads the transposed view of d_gate_up instead.
     """
     kernel = KernelCall("mlp_backward_mxfp8_base_nki", locals())
     for name in ("output_grad_td", "down_weight_T_td"):
@@ -196,7 +191,7 @@ def run_backward(
     operands: Mapping[str, TensorDescriptor],
     options: Mapping[str, Any],
     clamp_limits: ClampLimits | None = None,
-    buffers: Mapping[str, Tensor] = _NO_BUFFERS,
+    buffers: Mapping[str, Tensor] | None = None,
 ) -> MLPBackward:
     """Recompute what is missing, run the four phases, return the gradients.
 
@@ -205,6 +200,7 @@ def run_backward(
     `buffers`: `d_gate`, `d_up`, `scratch` (both transposed) and recomputed checkpoints.
     """
     tensors: dict[str, Any] = dict(operands)
+    buffers = buffers or {}
     tokens, hidden_size, inner = _sizes(operands)
     grad = operands["output_grad"].data
     assert grad is not None
@@ -251,14 +247,13 @@ def _run_phases(t: Mapping[str, Any], options: Mapping[str, Any], clamp_limits: 
 
 def _run_2_31(operands: Mapping[str, TensorDescriptor], kernel: KernelCall) -> MLPBackward:
     """Check the configuration of a backward of release 2.31 and run it."""
-    call, run_with_lnc2 = kernel.call, kernel.lnc2
-    config: MlpBwdMatmulConfig | None = call["matmul_config"]
+    launch = {name: kernel.call[name] for name in ("use_scale_packing", "matmul_config")}
+    config: MlpBwdMatmulConfig | None = launch["matmul_config"]
     if config is not None:
         for names in (PHASES, PROJECTIONS):
-            config.resolve(names, _sizes(operands), run_with_lnc2, "matmul_config.")
-    grads = run_backward(operands, kernel.step_options(), call["clamp_limits"])
-    launch = {"run_with_lnc2": run_with_lnc2, "use_scale_packing": call["use_scale_packing"], "matmul_config": config}
-    note_launch("mlp_backward_mxfp8_base_nki", launch)
+            config.resolve(names, _sizes(operands), kernel.lnc2, "matmul_config.")
+    grads = run_backward(operands, kernel.step_options(), kernel.call["clamp_limits"])
+    note_launch("mlp_backward_mxfp8_base_nki", {"run_with_lnc2": kernel.lnc2} | launch)
     return grads
 
 
@@ -273,9 +268,7 @@ def _describe(kernel: KernelCall) -> dict[str, TensorDescriptor]:
     call = kernel.call
     output_grad, hidden_states, down = call["output_grad"], call["hidden_states"], call["down_proj_weight"]
     check_dtype(output_grad, BF16, "output_grad")
-    check_dtype(hidden_states, BF16, "hidden_states")
-    check_shape(hidden_states, (None, None), "[S, H]", "hidden_states")
-    tokens, hidden_size = hidden_states.shape
+    tokens, hidden_size = check_buffer(hidden_states, (None, None), "[S, H]", "hidden_states").shape
     check_shape(output_grad, (tokens, hidden_size), "[S, H]", "output_grad")
     _check_presence(call)
     tds = {name: kernel.describe(name, name, "[2I, H]", BF16) for name in _PREPARED if call[name] is not None}
@@ -283,12 +276,10 @@ def _describe(kernel: KernelCall) -> dict[str, TensorDescriptor]:
     both = gate_up.logical_shape[1]
     check_multiple(both, 2, "2I of gate_up_weights", "gate rows, then up rows")
     inner = both // 2
-    even = {"S of hidden_states": tokens, "H of output_grad": hidden_size, "I of gate_up_weights": inner}
-    check_even(even, kernel.lnc2)
+    kernel.check_even({"S of hidden_states": tokens, "H of output_grad": hidden_size, "I of gate_up_weights": inner})
     check_multiple(hidden_size, 128, "H of hidden_states", "output_grad is always raw, and phase 1 contracts over H")
     check_logical(gate_up, hidden_size, both, "[2I, H]", "gate_up_weights")
-    rule = "tokens are the contraction axis of the weight gradients"
-    check_multiple(tokens, 128, "S of hidden_states", rule)
+    check_multiple(tokens, 128, "S of hidden_states", "tokens are the contraction axis of the weight gradients")
     check_multiple(inner, 128, "I of gate_up_weights", "the kernel quantizes d_gate and d_up along I")
     transposes = {
         "gate_up_weight_T": (both, hidden_size, "[H, 2I]", call["gate_up_weights"]),
@@ -299,11 +290,11 @@ def _describe(kernel: KernelCall) -> dict[str, TensorDescriptor]:
     for name, (K, F, shape, _) in transposes.items():
         if name in tds:
             check_logical(tds[name], K, F, shape, name)
-    if down is not None:
-        check_buffer(down, (hidden_size, inner), "[H, I]", "down_proj_weight")
     kept = [name for name in CHECKPOINTS if call[name] is not None]
-    for name in kept:
-        check_buffer(call[name], (tokens, inner), "[S, I]", name)
+    buffers = {"down_proj_weight": "[H, I]"} | dict.fromkeys(kept, "[S, I]")
+    for name, shape in buffers.items():
+        if call[name] is not None:
+            check_buffer(call[name], (hidden_size if shape == "[H, I]" else tokens, inner), shape, name)
     check_same_device({name: value for name, value in call.items() if isinstance(value, Tensor)})
     made = {name: TensorDescriptor(tensor.t()) for name, (*_, tensor) in transposes.items() if name not in tds}
     return tds | made | {name: TensorDescriptor(call[name]) for name in ("output_grad", "hidden_states", *kept)}

@@ -21,7 +21,6 @@ from hf_neuron_moe.reference.mlp_mxfp8.operand_checks import (
     BF16,
     KernelCall,
     check_buffer,
-    check_even,
     check_logical,
     check_no_mix_at_384,
 )
@@ -114,7 +113,7 @@ def mlp_backward_mxfp8_nki_2_30(
         for name, (prefix, contraction, free) in _OPERANDS.items()
     }
     kept = {name: call[name] for name in ("gate_pre", "gate_act", "up", "hidden") if call[name] is not None}
-    sizes = _check_operands(tds, kept, run_with_lnc2)
+    sizes = _check_operands(kernel, tds, kept)
     scratch = {name.removesuffix("_scratch"): tensor for name, tensor in call.items() if name.endswith("_scratch")}
     for name, tensor in scratch.items():
         rows, columns = ("2I", "S") if name.endswith("_T") else ("S", "I")
@@ -128,13 +127,13 @@ def mlp_backward_mxfp8_nki_2_30(
         return run_backward(operands, kernel.step_options(), buffers=buffers)
 
 
-def _check_operands(tds: dict[str, TensorDescriptor], kept: dict[str, Tensor], run_with_lnc2: bool) -> dict[str, int]:
+def _check_operands(kernel: KernelCall, tds: dict[str, TensorDescriptor], kept: dict[str, Tensor]) -> dict[str, int]:
     """Check the nine operands and the checkpoints against each other and the rules; return S, H, I and 2I."""
     sizes = _sizes(tds)
     for name, (_, contraction, free) in _OPERANDS.items():
         check_logical(tds[name], sizes[contraction], sizes[free], f"[{free}, {contraction}]", name)
     even = {"output_hidden_states_grad": "S", "down_proj_weight_T": "I", "output_grad_T": "H"}
-    check_even({f"{axis} of {name}": sizes[axis] for name, axis in even.items()}, run_with_lnc2)
+    kernel.check_even({f"{axis} of {name}": sizes[axis] for name, axis in even.items()})
     # Products by their contraction axis. d_gate, d_up and their transposes are always raw.
     products = [
         ("output_hidden_states_grad", "down_proj_weight_T", "H"),
@@ -145,8 +144,9 @@ def _check_operands(tds: dict[str, TensorDescriptor], kept: dict[str, Tensor], r
     ]
     if not {"gate_pre", "up"} <= kept.keys():
         products.append(("hidden_states", "gate_up_weights", "H"))
-    for name in (name for *names, axis in products if axis == "H" for name in names):
-        check_raw_axis(tds[name], "H", name)
+    for *names, axis in products:
+        for name in names if axis == "H" else ():
+            check_raw_axis(tds[name], "H", name)
     rule = "the kernel always quantizes d_gate and d_up along I itself"
     check_multiple(sizes["I"], 128, "I of down_proj_weight_T", rule)
     rule = "the kernel always quantizes the transposes of d_gate and d_up along S itself"

@@ -27,7 +27,6 @@ from hf_neuron_moe.reference.mlp_mxfp8.operand_checks import (
     STORED,
     KernelCall,
     check_buffer,
-    check_even,
     check_grouping,
     check_logical,
     check_no_mix_at_384,
@@ -141,7 +140,7 @@ def mlp_forward_mxfp8_nki(
     """
     kernel = KernelCall("mlp_forward_mxfp8_nki", locals())
     call, tds = kernel.call, _describe(kernel)
-    check_even({"S of hidden": tds["hidden"].logical_shape[1]}, run_with_lnc2)
+    kernel.check_even({"S of hidden": tds["hidden"].logical_shape[1]})
     tokens, hidden_size, inner = _check_operands(tds, dtype)
     saves = ("save_gate_pre", "save_gate_act", "save_up")
     given = ["intermediate_hbm", *(name for name in (*saves, "save_hidden") if call[name] is not None)]

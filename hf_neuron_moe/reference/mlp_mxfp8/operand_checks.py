@@ -91,15 +91,12 @@ def check_logical(td: TensorDescriptor, K: int, F: int, names: str, argument: st
         raise ShapeError.about(argument, f"of shape {names} = [{F}, {K}]{layout}", got, fix)
 
 
-def check_even(sizes: Mapping[str, int], run_with_lnc2: bool) -> None:
-    """Raise ShapeError for odd sizes, by name, that two cores cannot share."""
-    if run_with_lnc2:
-        for name, size in sizes.items():
-            check_multiple(size, 2, name, "run_with_lnc2 halves it")
-
-
 def check_buffer(
-    buffer: Tensor | None, shape: tuple[int, int], names: str, argument: str, dtypes: tuple[torch.dtype, ...] = BF16
+    buffer: Tensor | None,
+    shape: tuple[int | None, int | None],
+    names: str,
+    argument: str,
+    dtypes: tuple[torch.dtype, ...] = BF16,
 ) -> Tensor:
     """Return a tensor of `dtypes` and `shape`, in words `names`; raise DTypeError or ShapeError for anything else."""
     checked: Tensor = buffer  # type: ignore[assignment]  # the next line refuses None
@@ -132,6 +129,11 @@ class KernelCall:
     def launch(self) -> None:
         """Record the launch: every check is done."""
         note_launch(*self._launch)
+
+    def check_even(self, sizes: Mapping[str, int]) -> None:
+        """Raise ShapeError for odd sizes, by name, that two cores cannot share."""
+        for name, size in sizes.items() if self.lnc2 else ():
+            check_multiple(size, 2, name, "run_with_lnc2 halves it")
 
     def step_options(self) -> dict[str, Any]:
         """Return what a whole backward passes to each of its steps, which are for both cores."""
@@ -189,7 +191,7 @@ class KernelCall:
 
     def rows(self, argument: str, size: int, base: int | None = None) -> slice:
         """Return the rows of this core: from `base`, or what `argument` says, half of `size` under LNC2, else all."""
-        check_even({"rows of S": size}, self.lnc2)
+        self.check_even({"rows of S": size})
         length = size // 2 if self.lnc2 else size
         base = self.call[argument] if base is None else base
         if isinstance(base, bool) or not isinstance(base, int) or not 0 <= base <= size - length:

@@ -8,10 +8,10 @@ Legend: S tokens, H hidden, I intermediate; G = dL/dY ``[S, H]``. ``Q_K`` quanti
     3  [dWg; dWu] = Q_S([d_gate, d_up]^T) Q_S(X^T)^T
     4  dWd = Q_S(G^T) Q_S(intermediate^T)^T
 
-Each function fills its output descriptors' tensors and returns nothing, as upstream's do. With ``run_with_lnc2`` it
-does the share of one core; the whole backward calls it once for everything. `mx_scale_rule` is the block scale rule of
-what a phase quantizes itself (``"neuron"``, or ``"floor"`` of earlier releases), `config` is for the M, K, N of one
-core's product, and `lone_384` groups a raw K of 384 as release 2.30 does.
+Each function fills its output descriptors' tensors. With ``run_with_lnc2`` it does the share of one core; the whole
+backward calls it once for everything. `mx_scale_rule` is the block scale rule of what a phase quantizes itself
+(``"neuron"``, or ``"floor"`` of earlier releases), `config` is for the M, K, N of one core's product, and `lone_384`
+groups a raw K of 384 as release 2.30 does.
 """
 
 from __future__ import annotations
@@ -112,9 +112,8 @@ def _gate_up_grads(d_int: Tensor, parts: Sequence[Tensor], limits: ClampLimits, 
     torch.ops.aten.silu_backward.grad_input(one, gate, grad_input=factor)
     slope = scratch.get("mx_slope", shape, torch.bfloat16).copy_(factor)
     # bf16 times bf16 is exact in fp32: these products are rounded once.
-    d_act = slope.mul_(up)
     d_up.copy_(factor.copy_(gate_act).mul_(d_int))
-    d_gate.copy_(factor.copy_(d_act).mul_(d_int))
+    d_gate.copy_(factor.copy_(slope.mul_(up)).mul_(d_int))
     # Limits are compared in fp32, not rounded to bf16.
     mask_(d_gate, gate, limits.gate)
     if limits.up != (None, None):
@@ -165,8 +164,7 @@ def compute_phase2_hidden_states_grad_mxfp8_2_30(
 ) -> None:
     """Fill the rows from s_base on of dX ``[S, H]`` as release 2.30 does: K = I twice, gate first, one accumulator.
 
-    The values differ from :func:`compute_phase2_hidden_states_grad_mxfp8` unless I is a multiple of 512, where no
-    MX group reaches over the border of gate and up.
+    Values differ from release 2.31's unless I is a multiple of 512, where no MX group spans gate and up.
 
     * gate_weight_td, up_weight_td: F = H, K = I (transposes of the parameters). d_gate_td, d_up_td: raw, F = S, K = I.
     """

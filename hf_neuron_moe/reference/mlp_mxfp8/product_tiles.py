@@ -38,9 +38,9 @@ def product_tiles(
 ) -> Iterator[tuple[slice, slice, Tensor]]:
     """Yield the tiles of ``sum(left @ right^T for left, right in pairs)``, one fp32 accumulator for all pairs.
 
-    A tile is rows and columns of the result, and fp32 values, valid until the next one. All left operands have one F,
-    and all right ones. `rows` is the part of M to compute. `k_major` is the memory order of the left and the right
-    values: a property of the product, not of the operands' modes, so that all modes run the same GEMMs.
+    A tile is rows and columns of the result, and fp32 values, valid until the next one. `rows` is the part of M to
+    compute. `k_major` is the memory order of the left and the right values: a property of the product, not of the
+    operands' modes, so that all modes run the same GEMMs.
     """
     step = column_step(max(right.K for _, right in pairs))
     for width in cut(slice(0, pairs[0][1].F), step):
@@ -72,19 +72,15 @@ def gate_up_tiles(
     offsets = {name: offset for name, offset in (("gate", 0), ("up", inner)) if name in wanted}
     step = max(ROWS, column_step(gate_up.K) // 2 // ROWS * ROWS)
     for columns in cut(slice(0, inner), step):
-        weights = {
-            name: gate_up.load(
-                offset + columns.start, offset + columns.stop, k_major=False, scratch=scratch, name=f"mx_{name}_weight"
-            )
-            for name, offset in offsets.items()
-        }
+        weights = {}
+        for name, offset in offsets.items():
+            first, last = offset + columns.start, offset + columns.stop
+            weights[name] = gate_up.load(first, last, k_major=False, scratch=scratch, name=f"mx_{name}_weight")
         for part in cut(rows):
             x_RH = hidden.load(part.start, part.stop, k_major=False, scratch=scratch, name="mx_left")
-            shape = (part.stop - part.start, columns.stop - columns.start)
-            made = {
-                name: torch.mm(x_RH, weight_IH.t(), out=scratch.get(f"mx_{name}", shape, torch.float32))
-                for name, weight_IH in weights.items()
-            }
+            shape, made = (part.stop - part.start, columns.stop - columns.start), {}
+            for name, weight_IH in weights.items():
+                made[name] = torch.mm(x_RH, weight_IH.t(), out=scratch.get(f"mx_{name}", shape, torch.float32))
             yield part, columns, made
 
 

@@ -1,7 +1,7 @@
 """Phase 0 of the MXFP8 MLP backward: making checkpoints that were not kept (nki-library 2.30 and 2.31).
 
-Legend: S tokens, H hidden, I intermediate. What is made here is not bit for bit what the forward saved: the forward's
-gate_act and intermediate come from fp32 values, these from bf16 ones.
+Legend: S tokens, H hidden, I intermediate. These are not the forward's bits: its gate_act and intermediate come from
+fp32 values, those made here from bf16 ones.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from hf_neuron_moe.reference.mlp_mxfp8.matmul_config import (
 )
 from hf_neuron_moe.reference.mlp_mxfp8.operand_checks import KernelCall
 from hf_neuron_moe.reference.mlp_mxfp8.product_tiles import cut, gate_up_tiles
+from hf_neuron_moe.reference.moe_cte_saved import clamp_
 from hf_neuron_moe.reference.moe_types import ClampLimits
 
 _STEP_ELEMENTS = 1 << 18
@@ -78,9 +79,7 @@ def recompute_gate_up_projection(
     with torch.no_grad():
         for part, columns, made in gate_up_tiles(hidden, gate_up, scratch, rows=rows, wanted=targets):
             for name, values in made.items():
-                if bounds[name] != (None, None):
-                    values.clamp_(min=bounds[name][1], max=bounds[name][0])
-                targets[name][part, columns].copy_(values)
+                targets[name][part, columns].copy_(clamp_(values, *bounds[name]))
 
 
 @public
@@ -137,18 +136,17 @@ def recompute_missing(
 ) -> None:
     """Add the missing :data:`CHECKPOINTS` to `found`: projections first, then gate_act, then the intermediate.
 
-    `found` also has `hidden_states` and `gate_up_weights`, which are read only if a projection is missing. The device
-    then recomputes both and goes on using the one that was kept; here the one that nobody sees is left out. What is
-    recomputed goes to `buffers`, or is allocated; a kept projection is recomputed into its buffer too.
+    `found` also has `hidden_states` and `gate_up_weights`, which are read only if a projection is missing. What is
+    recomputed goes to `buffers`, or is allocated; a kept projection is recomputed into its buffer, where it has one,
+    as on the device, and used as it was kept.
     """
     hidden, gate_up, bf16 = found["hidden_states"], found["gate_up_weights"], torch.bfloat16
     shape = (hidden.logical_shape[1], gate_up.logical_shape[1] // 2)
-    assert hidden.data is not None
-    device = hidden.data.device
+    data = hidden.data
+    assert data is not None
 
     def target(name: str) -> TensorDescriptor:
-        empty = torch.empty(shape, dtype=bf16, device=device) if name not in buffers else buffers[name]
-        return TensorDescriptor(empty)
+        return TensorDescriptor(buffers[name] if name in buffers else data.new_empty(shape, dtype=bf16))
 
     if not {"gate_pre", "up"} <= found.keys():
         made = {name: target(name) for name in ("gate_pre", "up") if name not in found or name in buffers}
