@@ -102,11 +102,11 @@ def fp8_mul_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Multiply FP8 codes of one dtype, scales ``[..., N/QB]``, and quantise the product with one scale per tensor.
 
-    The product is rounded to bf16 before it is divided by the scale, as upstream does. transpose_output_2d must be True
-    for 3-D input, where upstream's False reinterprets the transpose's memory as a 3-D tensor without meaning.
+    The product is rounded to bf16 before it is divided by the scale, as upstream does (``mul_fwd.py``).
+    transpose_output_2d must be True for 3-D input, where upstream's False gives a 3-D tensor without meaning.
 
     Returns ``(codes, scale, codes_transposed)``: FP8 of the shape and dtype of `x1`, the 0-d scale in the dtype of
-    `s_x1`, and FP8 ``[N, M]``. Source: ``mul_fwd.py``.
+    `s_x1`, and FP8 ``[N, M]``.
     """
     check_flags({"transpose_output_2d": transpose_output_2d})
     one, two = _factors(x1, s_x1, x2, s_x2, QB)
@@ -148,9 +148,8 @@ def fp8_mul_backward(
     * g: gradient of the product, bf16 (documented), fp16 or fp32, same shape.
     * output_quantized_transpose, fp8type, stochastic and generator: for `y2`, as in :func:`fp8_silu_backward`.
 
-    Returns ``(y1, (y2, s_y2))``: bf16 gradients of the shape of `g` and bf16 group scales ``[..., N/QB]``, by which
-    `y2` is *not* divided; or ``(y1, (q, s_max, q_transposed))``: FP8 ``fp8(y2 / s_max)`` of the shape of `g`, the 0-d
-    bf16 maximum of the group scales, FP8 ``[N, M]``. Source: ``mul_bwd.py``.
+    Returns ``(y1, (y2, s_y2))``: bf16 gradients, not divided by the bf16 group scales ``[..., N/QB]``; or ``(y1, (q,
+    s_max, q_transposed))`` as :func:`fp8_silu_backward` returns them. Source: ``mul_bwd.py``.
     """
     rounding = _Rounding(fp8_type(fp8type), stochastic, generator)
     one, two = _factors(x1, s_x1, x2, s_x2, QB)

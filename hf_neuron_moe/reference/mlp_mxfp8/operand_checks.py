@@ -5,7 +5,7 @@ Letters: F free axis, K contraction axis.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,10 +56,7 @@ def check_descriptor(td: object, argument: str) -> None:
 
 
 def check_grouping(operands: Mapping[str, MXOperand]) -> None:
-    """Raise ConfigError for operands of one product whose last 384 contraction elements are grouped differently.
-
-    ``fast_dma_transpose`` groups a remainder of 384 as one tile, every other loader as 256 + 128.
-    """
+    """Raise ConfigError where ``fast_dma_transpose`` groups a remainder of 384 as one tile for one operand only."""
     K = next(iter(operands.values())).K
     if K % TILE_K == 384 and len({operand.scheme for operand in operands.values()}) > 1:
         name = next(name for name, operand in operands.items() if operand.td.fast_dma_transpose)
@@ -69,10 +66,9 @@ def check_grouping(operands: Mapping[str, MXOperand]) -> None:
 
 
 def check_no_mix_at_384(operands: Mapping[str, TensorDescriptor], K: int) -> None:
-    """Raise ConfigError for raw and host-prepared operands of one product with K of exactly 384.
+    """Raise ConfigError for a product of raw and prepared operands with K of exactly 384, which pairs other elements.
 
-    The kernel groups a raw operand with K = 384 as one tile, host-prepared data are 256 + 128: the products would pair
-    other elements (nki-library 2.30 forward and backward).
+    The kernel groups a raw one as one tile, prepared data are 256 + 128 (nki-library 2.30 forward and backward).
     """
     raw = [name for name, td in operands.items() if td.is_raw]
     prepared = [name for name in operands if name not in raw]
@@ -93,12 +89,12 @@ def check_logical(td: TensorDescriptor, K: int, F: int, names: str, argument: st
 
 def check_buffer(
     buffer: Tensor | None,
-    shape: tuple[int | None, int | None],
+    shape: Sequence[int | None],
     names: str,
     argument: str,
     dtypes: tuple[torch.dtype, ...] = BF16,
 ) -> Tensor:
-    """Return a tensor of `dtypes` and `shape`, in words `names`; raise DTypeError or ShapeError for anything else."""
+    """Return a tensor of `dtypes` and of `shape` (in words `names`); raise for anything else."""
     checked: Tensor = buffer  # type: ignore[assignment]  # the next line refuses None
     check_dtype(checked, dtypes, argument)
     check_shape(checked, shape, names, argument)
