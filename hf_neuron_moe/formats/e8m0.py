@@ -76,10 +76,10 @@ def scale_bytes(amax_bits: Tensor, fmt: ElementFormat, rule: ScaleRule) -> Tenso
 
 
 def divide_by_scale_(x: Tensor, byte: Tensor) -> Tensor:
-    """Divide fp32 `x`, which may be overwritten, by 2**(byte - 127); 255 yields NaN.
+    """Divide fp32 `x`, which may be overwritten and returned, by 2**(byte - 127); 255 yields NaN.
 
     `byte` is uint8, broadcastable to `x`. The quotient is exact where its magnitude is at least 2**-100 or zero, below
-    2**-30 elsewhere; signs are kept. It may or may not be the storage of `x`.
+    2**-30 elsewhere; signs are kept.
     """
     first, second = _factors(E8M0_BIAS - byte.to(torch.int32), byte)
     if not _any_below(byte, DENORMAL_BYTES):
@@ -95,10 +95,9 @@ def divide_by_scale_(x: Tensor, byte: Tensor) -> Tensor:
 
 
 def multiply_by_scale_(values: Tensor, byte: Tensor) -> Tensor:
-    """Multiply fp32 values of element codes, which may be overwritten, by 2**(byte - 127); byte 255 yields NaN.
+    """Multiply fp32 values of codes, which may be overwritten and returned, by 2**(byte - 127); 255 yields NaN.
 
-    `byte` is uint8, broadcastable to `values`. The product is exact also where it is an fp32 denormal; overflow gives
-    infinity. It may or may not be the storage of `values`.
+    `byte` is uint8, broadcastable to `values`. The product is exact, denormals too; overflow gives infinity.
     """
     exponent = byte.to(torch.int32) - E8M0_BIAS
     first, second = _factors(exponent, byte)

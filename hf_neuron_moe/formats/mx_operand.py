@@ -18,9 +18,7 @@ from hf_neuron_moe.formats.e8m0 import DENORMAL_BYTES, MAGNITUDE_MASK, divide_by
 from hf_neuron_moe.formats.elements import encode_
 from hf_neuron_moe.formats.swizzle import block_segments
 
-PIECE = 1 << 18
-"""Elements of a piece: what one pass leaves is still in a core's cache at the next, and few calls cost little."""
-
+PIECE = 1 << 18  # elements of a piece: what one pass leaves is in a core's cache at the next, and few calls cost little
 LEAST_ROWS = 64  # f values of a piece with contiguous K: their words lie side by side at the end
 LEAST_COLUMNS = 512  # f values of a piece with contiguous F: whole cache lines, and few calls
 

@@ -31,16 +31,9 @@ from hf_neuron_moe.formats.scales import SCALE_DTYPES, ScaleLayout, kernel_row_c
 from hf_neuron_moe.formats.swizzle import unswizzle
 
 RAW_DTYPES = (torch.bfloat16, torch.float16)  # what the raw loader takes (nki-library 2.30)
-
-X4_DTYPES = (torch.int32, torch.uint32)
-"""Words of four e4m3 codes; torch's signed type carries the bits of NKI's unsigned one."""
-
-_LOAD_ELEMENTS = 1 << 18
-"""Elements brought into operand form at a time on a CPU: 1 MiB of fp32, half a core's second-level cache or less."""
-
-_GATHER = ("indirect_dma", "scalar_offset", "effective_f_dim")
-"""Beginnings of the names of fields that describe a load through an index."""
-
+X4_DTYPES = (torch.int32, torch.uint32)  # words of four e4m3 codes; signed ones carry the bits of NKI's unsigned ones
+_LOAD_ELEMENTS = 1 << 18  # loaded at a time on a CPU: 1 MiB of fp32, half a core's second-level cache or less
+_GATHER = ("indirect_dma", "scalar_offset", "effective_f_dim")  # how fields of a load through an index begin
 _SCHEMES = [SwizzleScheme.WRAPX.value, SwizzleScheme.CONSECUTIVE.value]
 
 

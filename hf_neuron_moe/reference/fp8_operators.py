@@ -33,8 +33,7 @@ from hf_neuron_moe.formats.group_fp8 import (
     scale_of_groups,
 )
 
-SCALE_DTYPES = (torch.bfloat16, torch.float32)
-"""Not fp16: a scale is ``amax / 448`` or ``amax / 57344`` and smaller than fp16's smallest number for common values."""
+SCALE_DTYPES = (torch.bfloat16, torch.float32)  # scales of common values are smaller than fp16's smallest number
 
 
 @public
@@ -188,8 +187,7 @@ def fp8_division_transpose(
     * fp8type: ``"E4M3"``, ``"E5M2"``, or the torch dtype.
     * s_y: scale of one element, positive and finite (checked where it is in host memory); ``(max|x| + 1e-10) /
       fp8_max`` if None, in the dtype of `x`, or fp32 for fp16, which would round it to 0.
-    * stochastic: unbiased stochastic rounding instead of nearest, with random numbers of `generator`. Upstream's uses
-      one fixed seed, always; here every call draws new random numbers.
+    * stochastic: unbiased rounding with new random numbers of `generator` in every call (upstream: one fixed seed).
 
     Returns ``(codes, s_y, codes_transposed)``: FP8 of the shape of `x`, the 0-d scale, FP8 ``[N, M]`` (2-D for 3-D
     input too); or ``(codes_transposed, s_y)`` if `only_transposed`. Source: ``_division_transpose.py``.

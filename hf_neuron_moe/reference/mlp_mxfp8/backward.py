@@ -195,8 +195,8 @@ def run_backward(
 ) -> MLPBackward:
     """Recompute what is missing, run the four phases, return the gradients.
 
-    `operands` have the names of :func:`mlp_backward_mxfp8_nki`; checkpoints that were not kept are absent. Release 2.30
-    has `gate_proj_weight_T` and `up_proj_weight_T` in place of `gate_up_weight_T`, and leaves intermediate results in
+    `operands` have the names of :func:`mlp_backward_mxfp8_nki`, without checkpoints that were not kept. Release 2.30
+    has `gate_proj_weight_T` and `up_proj_weight_T` for `gate_up_weight_T`, and leaves intermediate results in
     `buffers`: `d_gate`, `d_up`, `scratch` (both transposed) and recomputed checkpoints.
     """
     tensors: dict[str, Any] = dict(operands)

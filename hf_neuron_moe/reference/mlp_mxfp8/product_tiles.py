@@ -1,7 +1,7 @@
 """Products of MX operands, tile by tile: fp32 GEMMs of exact MX values.
 
-Letters: M rows of the result (F of the left operand), N its columns (F of the right one), K contraction axis. K is
-never cut: every sum is one fp32 GEMM, and operands are held in fp32 only for one tile.
+Letters: M rows of the result (F of the left operand), N columns (F of the right one), K contraction axis, never cut:
+every sum is one fp32 GEMM, and operands are held in fp32 only for one tile.
 """
 
 from __future__ import annotations
@@ -15,10 +15,7 @@ from hf_neuron_moe.backends.torch.compute import Scratch
 from hf_neuron_moe.reference.described_operand import MXOperand
 
 ROWS = 512  # rows of a tile; the elementwise work between two products touches this many rows of a few buffers
-
-COLUMNS = 2048
-"""Columns of a tile; more where K is short, so that left operands are brought in fewer times, less where it is long."""
-
+COLUMNS = 2048  # of a tile; more where K is short, so that left operands are loaded fewer times, less where it is long
 _RIGHT_ELEMENTS = 1 << 22  # elements of a right operand's tile up to which it is widened, 16 MiB of fp32
 _MOST_RIGHT_ELEMENTS = 1 << 24  # elements above which it is narrowed, 64 MiB
 

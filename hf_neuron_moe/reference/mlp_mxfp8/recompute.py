@@ -27,7 +27,7 @@ from hf_neuron_moe.reference.mlp_mxfp8.product_tiles import cut, gate_up_tiles
 from hf_neuron_moe.reference.moe_cte_saved import clamp_
 from hf_neuron_moe.reference.moe_types import ClampLimits
 
-_STEP_ELEMENTS = 1 << 18
+_STEP_ELEMENTS = 1 << 18  # of one elementwise step
 CHECKPOINTS = ("gate_pre", "gate_act", "up", "intermediate")
 """What the backward needs of the forward: bf16 ``[S, I]``, under the names of release 2.31."""
 _STORED = ("torch.bfloat16, the dtype of the checkpoints", "Pass bf16 buffers.")
