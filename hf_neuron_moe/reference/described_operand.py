@@ -78,12 +78,11 @@ class TensorDescriptor:
         by_row = not swizzled if self.is_f_by_k is None else self.is_f_by_k
         expected = "False for swizzled or quantized data, which is K-major"
         check_rules([Rule(not (swizzled and by_row), "is_f_by_k", expected, "True", "Leave it None.")])
-        self._set(is_quantized=quantized, is_swizzled=swizzled, is_f_by_k=by_row, is_unswizzled_bf16=not swizzled)
+        derived: dict[str, object] = {"is_quantized": quantized, "is_swizzled": swizzled}
+        derived |= {"is_f_by_k": by_row, "is_unswizzled_bf16": not swizzled}
         if self.data is not None:
             check_layout(self.data, swizzled=swizzled, quantized=quantized)
-            self._set_shapes(self.data, swizzled, by_row)
-
-    def _set(self, **derived: object) -> None:
+            derived |= self._shapes(self.data, swizzled, by_row)
         for name, value in derived.items():
             object.__setattr__(self, name, value)
 
@@ -108,7 +107,8 @@ class TensorDescriptor:
             rules.append(Rule(not given, name, expected, type(value).__name__, fix))
         check_rules(rules)
 
-    def _set_shapes(self, data: Tensor, swizzled: bool, by_row: bool) -> None:
+    def _shapes(self, data: Tensor, swizzled: bool, by_row: bool) -> dict[str, object]:
+        """Return the fields that follow from the data and the scales, which are checked."""
         K, F = logical_shape(data, swizzled=swizzled, by_row=by_row)
         packed = self.scales_are_packed
         if self.scales is not None:
@@ -120,14 +120,14 @@ class TensorDescriptor:
             packed = packed or layout is ScaleLayout.PACKED
         rows, columns = data.shape
         halves = 2 if self.is_col_parallel_sharded else 1
-        self._set(
-            is_x4=self.is_x4 or data.dtype in X4_DTYPES,
-            scales_are_packed=packed,
-            physical_shape=(rows, columns),
-            logical_shape=(K, F),
-            sharded_physical_shape=(rows // halves, columns) if by_row else (rows, columns // halves),
-            sharded_logical_shape=(K, F // halves),
-        )
+        return {
+            "is_x4": self.is_x4 or data.dtype in X4_DTYPES,
+            "scales_are_packed": packed,
+            "physical_shape": (rows, columns),
+            "logical_shape": (K, F),
+            "sharded_physical_shape": (rows // halves, columns) if by_row else (rows, columns // halves),
+            "sharded_logical_shape": (K, F // halves),
+        }
 
     @property
     def is_raw(self) -> bool:

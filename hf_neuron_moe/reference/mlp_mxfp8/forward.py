@@ -202,11 +202,8 @@ def compute_fused_gate_up_down_mxfp8(
 
 def _describe(kernel: KernelCall) -> dict[str, TensorDescriptor]:
     """Check and describe the operands among the arguments of a whole forward."""
-    return {
-        "hidden": kernel.describe("hidden", "hidden", "[S, H]"),
-        "gate_up_weights": kernel.describe("gate_up_weights", "gate_up", "[2I, H]"),
-        "down_weights": kernel.describe("down_weights", "down", "[H, I]"),
-    }
+    shapes = {"hidden": "[S, H]", "gate_up_weights": "[2I, H]", "down_weights": "[H, I]"}
+    return {name: kernel.describe(name, name.removesuffix("_weights"), shape) for name, shape in shapes.items()}
 
 
 def _operands(tds: Mapping[str, TensorDescriptor], kernel: KernelCall) -> list[MXOperand]:
