@@ -3,9 +3,6 @@
 ``mx`` quantises, ``swizzle`` and ``scales`` arrange the result as the kernels read it, ``moe_mx`` does the same for
 expert weights, ``layouts`` moves weights between Hugging Face's and the kernels' axes, ``group_fp8`` stores
 activations. The facts they are built on are in ``constants``.
-
-Errors: DTypeError for a dtype that is not documented, ShapeError for shapes and sizes, ConfigError for unknown names
-and other option values, DeviceError for operands on different devices.
 """
 
 from __future__ import annotations

@@ -21,8 +21,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hf_neuron_moe.checks import Rule, check_dtype, check_flags, check_rules, check_same_device, check_shape
-from hf_neuron_moe.errors import DTypeError, ShapeError, public
-from hf_neuron_moe.formats.constants import unknown_name
+from hf_neuron_moe.errors import DTypeError, ShapeError, not_one_of, public
 
 SPARE_BLOCKS = ("last", "split", "unassigned")
 BLOCK_SIZES = (128, 256, 512, 1024)
@@ -118,7 +117,7 @@ def build_block_plan(
     blocks as `conditions` has flags set, and would stop before the last ones.
     """
     if spare_blocks not in SPARE_BLOCKS:
-        raise unknown_name(spare_blocks, list(SPARE_BLOCKS), argument="spare_blocks")
+        raise not_one_of("spare_blocks", spare_blocks, SPARE_BLOCKS)
     tokens, experts = _check_mask(expert_mask)
     _check_sizes(T=tokens, E=experts, block_size=block_size, top_k=top_k, n_block_per_iter=n_block_per_iter)
     check_flags({"skip_token": skip_token, "tighten": tighten})

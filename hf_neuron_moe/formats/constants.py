@@ -1,4 +1,4 @@
-"""Facts of the number formats, each with its source. Everything else in this room computes from these names.
+"""Facts of the number formats, each with its source.
 
 Sources:
     OCP MX v1.0: "OCP Microscaling Formats (MX) Specification", version 1.0.
@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import torch
 
-from hf_neuron_moe.errors import ConfigError, NeuronMoEError, nearest
+from hf_neuron_moe.errors import not_one_of
 
 MX_BLOCK = 32  # elements that share one scale byte (OCP MX v1.0, section 5.1)
 PATCH_ROWS = 8  # rows of the swizzled tensor in one block (NKI: 8 partitions share a scale)
@@ -62,8 +62,8 @@ E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 class ScaleRule(StrEnum):
     """How a block's scale byte follows from its largest magnitude ``amax``.
 
-    Below, ``m`` is amax's biased fp32 exponent field and ``Emax`` the element format's. Every result is clamped to
-    byte 0 from below, and the data are divided by the clamped scale.
+    ``m`` is amax's biased fp32 exponent field, ``Emax`` the element format's. Bytes are clamped to 0 from below, and
+    data are divided by the clamped scale.
 
     * ``NEURON``: ``m - (Emax - 1)`` (NKI ``quantize_mx``). Never saturates for finite input: e4m3 codes end at 256 of
       448. Where amax is a power of two it is one binade coarser than needed, and subnormals start one binade earlier.
@@ -113,7 +113,7 @@ def choose(kind: type[Choice], value: str | Choice, *, argument: str) -> Choice:
     known = [member.value for member in kind]
     if value in known:
         return kind(value)
-    raise unknown_name(value, known, argument=argument)
+    raise not_one_of(argument, value, known)
 
 
 def element_format(fmt: str | ElementFormat) -> ElementFormat:
@@ -122,10 +122,4 @@ def element_format(fmt: str | ElementFormat) -> ElementFormat:
         return fmt
     if isinstance(fmt, str) and fmt in ELEMENT_FORMATS:
         return ELEMENT_FORMATS[fmt]
-    raise unknown_name(fmt, list(ELEMENT_FORMATS), argument="fmt")
-
-
-def unknown_name(value: object, known: list[str], *, argument: str) -> NeuronMoEError:
-    """Return the error for a value that is none of the known names, with the nearest of them."""
-    hint = nearest(value, known) if isinstance(value, str) else ""
-    return ConfigError.about(argument, f"one of {', '.join(known)}", repr(value), f"Choose one of these.{hint}")
+    raise not_one_of("fmt", fmt, ELEMENT_FORMATS)

@@ -1,8 +1,7 @@
 """Block scales: the byte of a block, and exact multiplication and division by 2**(byte - 127).
 
-2**-127, the value of byte 0, is an fp32 denormal, which processors can be told to flush to zero
-(``torch.set_flush_denormal``). Nothing here depends on that: exponents are integer bit fields, factors normal powers
-of two, and denormals are built as integers.
+2**-127, the value of byte 0, is an fp32 denormal, which processors may flush to zero (``torch.set_flush_denormal``).
+Nothing here depends on that: factors are normal powers of two, and denormals are built as integers.
 """
 
 from __future__ import annotations
@@ -52,8 +51,7 @@ def e8m0_to_float32(scales: Tensor) -> Tensor:
 def scale_bytes(amax_bits: Tensor, fmt: ElementFormat, rule: ScaleRule) -> Tensor:
     """Return the uint8 scale byte of blocks by the rules of :class:`ScaleRule`.
 
-    `amax_bits` are the fp32 bits, sign cleared, of every block's largest magnitude as int32. Inf and NaN compare above
-    all finite values, as their bits do.
+    `amax_bits` are the fp32 bits, as int32 without sign, of every block's largest magnitude: NaN > Inf > finite.
     """
     exponent = amax_bits >> MANTISSA_BITS
     mantissa = amax_bits & MANTISSA_MASK
@@ -78,10 +76,10 @@ def scale_bytes(amax_bits: Tensor, fmt: ElementFormat, rule: ScaleRule) -> Tenso
 
 
 def divide_by_scale_(x: Tensor, byte: Tensor) -> Tensor:
-    """Divide fp32 `x`, which may be overwritten, by 2**(byte - 127); 255 yields NaN.
+    """Divide fp32 `x`, which may be overwritten and returned, by 2**(byte - 127); 255 yields NaN.
 
     `byte` is uint8, broadcastable to `x`. The quotient is exact where its magnitude is at least 2**-100 or zero, below
-    2**-30 elsewhere; signs are kept. It may or may not be the storage of `x`.
+    2**-30 elsewhere; signs are kept.
     """
     first, second = _factors(E8M0_BIAS - byte.to(torch.int32), byte)
     if not _any_below(byte, DENORMAL_BYTES):
@@ -97,10 +95,9 @@ def divide_by_scale_(x: Tensor, byte: Tensor) -> Tensor:
 
 
 def multiply_by_scale_(values: Tensor, byte: Tensor) -> Tensor:
-    """Multiply fp32 values of element codes, which may be overwritten, by 2**(byte - 127); byte 255 yields NaN.
+    """Multiply fp32 values of codes, which may be overwritten and returned, by 2**(byte - 127); 255 yields NaN.
 
-    `byte` is uint8, broadcastable to `values`. The product is exact also where it is an fp32 denormal; overflow gives
-    infinity. It may or may not be the storage of `values`.
+    `byte` is uint8, broadcastable to `values`. The product is exact, denormals too; overflow gives infinity.
     """
     exponent = byte.to(torch.int32) - E8M0_BIAS
     first, second = _factors(exponent, byte)

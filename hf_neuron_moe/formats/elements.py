@@ -40,8 +40,7 @@ def round_to_fp8_(
 ) -> Tensor:
     """Round fp32 values, overwriting them, to FP8 of ``fmt.dtype``: nearest with ties to even, or `stochastic`.
 
-    Magnitudes beyond the largest finite code saturate and NaN stays NaN. The generator is on the device of `scaled`;
-    torch's default one if None.
+    Magnitudes beyond the largest finite code saturate and NaN stays NaN. The generator is on the device of `scaled`.
     """
     assert fmt.dtype is not None
     # torch's e5m2 cast overflows to infinity and older e4m3 casts to NaN: the clip makes both saturate.
@@ -70,10 +69,7 @@ def _to_grid_stochastic(values: Tensor, fmt: ElementFormat, generator: torch.Gen
 
 
 def decode(codes: Tensor, fmt: ElementFormat) -> Tensor:
-    """Return the exact fp32 values of uint8 codes, contiguous; E2M1 reads the low four bits.
-
-    NaN and infinity codes are what the format defines.
-    """
+    """Return the exact fp32 values of uint8 codes, contiguous, also NaN and infinity; E2M1 reads the low four bits."""
     if codes.device.type == "cpu":
         return _decode_through_half(codes, fmt)
     # One gather from a small table: nothing here looks at values, which would stall an accelerator.
@@ -82,9 +78,9 @@ def decode(codes: Tensor, fmt: ElementFormat) -> Tensor:
 
 
 def _decode_through_half(codes: Tensor, fmt: ElementFormat) -> Tensor:
-    """Decode by moving the code's fields into those of an fp16 number, which processors convert ten times faster.
+    """Decode by moving a code's fields into the wider ones of fp16, which processors convert ten times faster.
 
-    Every format's exponent and mantissa fit into fp16's, denormals included; what differs is the bias.
+    Denormals included; only the bias differs.
     """
     shift = HALF_MANTISSA_BITS - fmt.mantissa_bits
     signed = codes.view(torch.int8).to(torch.int16, memory_format=torch.contiguous_format)

@@ -1,10 +1,9 @@
 """Per-group FP8: groups of consecutive elements of a row share one bf16 scale that is not a power of two.
 
 The storage format of saved activations in COAT ("Compressing Optimizer States and Activation for Memory-Efficient FP8
-Training", ICLR 2025): ``value = code * scale``, groups of 16 by default.
-The scale is rounded to bf16 *before* the division, so that code * scale is the nearest value the stored pair can
-express; rounding is to nearest, ties to even, and saturates at the largest finite code. A group with NaN has a NaN
-scale, and one with Inf an infinite scale: both dequantise to NaN throughout.
+Training", ICLR 2025): ``value = code * scale``, groups of 16 by default. The scale is rounded to bf16 *before* the
+division, so that code * scale is the nearest value the pair can express. Rounding is to nearest, ties to even, and
+saturates. A group with NaN or Inf has a NaN or infinite scale and dequantises to NaN throughout.
 
 Letters: M rows, N columns, G = N/group_size groups of a row.
 """
@@ -17,8 +16,8 @@ import torch
 from torch import Tensor
 
 from hf_neuron_moe.checks import check_dtype, check_equal_shape, check_float, check_multiple, check_same_device
-from hf_neuron_moe.errors import ConfigError, public
-from hf_neuron_moe.formats.constants import E4M3FN, E5M2, ElementFormat, unknown_name
+from hf_neuron_moe.errors import ConfigError, not_one_of, public
+from hf_neuron_moe.formats.constants import E4M3FN, E5M2, ElementFormat
 from hf_neuron_moe.formats.elements import check_randomness, decode, round_to_fp8_
 
 SCALE_EPSILON = 1e-10
@@ -36,7 +35,7 @@ def fp8_format(fp8: str) -> ElementFormat:
     """Return the format of ``"e4m3"`` or ``"e5m2"``, in either case (COAT writes E4M3)."""
     if isinstance(fp8, str) and fp8.lower() in FP8_FORMATS:
         return FP8_FORMATS[fp8.lower()]
-    raise unknown_name(fp8, list(FP8_FORMATS), argument="fp8")
+    raise not_one_of("fp8", fp8, FP8_FORMATS)
 
 
 def row_chunks(rows_MN: Tensor) -> Iterator[slice]:
@@ -103,13 +102,12 @@ def group_dequantize_fp8(codes_MN: Tensor, scales_MG: Tensor, dtype: torch.dtype
 
     Codes are float8_e4m3fn or float8_e5m2 ``[..., N]``, scales bf16 or fp32 ``[..., G]``, G a divisor of N.
     """
-    check_dtype(codes_MN, (torch.float8_e4m3fn, torch.float8_e5m2), argument="codes")
-    check_dtype(scales_MG, (torch.bfloat16, torch.float32), argument="scales")
+    check_dtype(codes_MN, tuple(FP8_DTYPES), "codes")
+    check_dtype(scales_MG, (torch.bfloat16, torch.float32), "scales")
     groups, remedy = scales_MG.shape[-1] if scales_MG.ndim else 0, "The scales' last axis has one entry per group."
-    check_multiple(groups, 1, argument="scales.shape[-1]", remedy=remedy)
-    check_multiple(codes_MN.shape[-1] if codes_MN.ndim else 0, groups, argument="codes.shape[-1]", remedy=remedy)
-    expected = (*codes_MN.shape[:-1], groups)
-    check_equal_shape(scales_MG, expected, argument="scales", because="one row of scales per row of codes")
+    check_multiple(groups, 1, "scales.shape[-1]", remedy=remedy)
+    check_multiple(codes_MN.shape[-1] if codes_MN.ndim else 0, groups, "codes.shape[-1]", remedy=remedy)
+    check_equal_shape(scales_MG, (*codes_MN.shape[:-1], groups), "scales", "one row of scales per row of codes")
     check_same_device({"codes": codes_MN, "scales": scales_MG})
     if codes_MN.numel() == 0:
         return torch.empty(codes_MN.shape, dtype=dtype, device=codes_MN.device)
@@ -129,10 +127,15 @@ def dequantize_groups(codes_MN: Tensor, scales_MG: Tensor, fmt: ElementFormat) -
 
 def _rows(x_MN: Tensor, group_size: int) -> Tensor:
     """View ``[..., N]`` as ``[M, N]``, checked and detached."""
-    check_float(x_MN, argument="x")
-    if isinstance(group_size, bool) or not isinstance(group_size, int) or group_size <= 0:
-        raise ConfigError.about("group_size", "a positive number of elements", repr(group_size), "COAT uses 16.")
+    check_float(x_MN, "x")
+    check_group_size(group_size, "group_size")
     columns = x_MN.shape[-1] if x_MN.ndim else 0
     remedy = "Pad the last axis, or choose a group size that divides it."
-    check_multiple(columns, group_size, argument="x.shape[-1]", remedy=remedy)
+    check_multiple(columns, group_size, "x.shape[-1]", remedy=remedy)
     return x_MN.detach().reshape(-1, columns)
+
+
+def check_group_size(size: int, argument: str) -> None:
+    """Raise ConfigError for what is not a positive int."""
+    if isinstance(size, bool) or not isinstance(size, int) or size <= 0:
+        raise ConfigError.about(argument, "a positive number of elements", repr(size), "COAT uses 16.")

@@ -13,8 +13,8 @@ down scales         [E, pI/8, ceil(I/512), H]
 gate_up bias        [E, pI, 2, ceil(I/512), 4] I, as in the down words
 =================== ========================== ==============================================
 
-pI is 128 if I >= 512 and I/4 below. An I above 512 that is no multiple of it is zero-padded to one; a group of 32
-values is 8 partitions x 4 lanes, so checkpoints with scales per 32 consecutive values have to be requantised.
+pI is 128 if I >= 512 and I/4 below. An I above 512 is zero-padded to a multiple of it. A group of 32 values is 8
+partitions x 4 lanes, so checkpoints with scales per 32 consecutive values have to be requantised.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _extents(tensor: Tensor, axes: tuple[str, ...], argument: str, because: str)
 @public
 def padded_intermediate(size: int) -> int:
     """Return the intermediate size the kernels work on: I below 512, else the next multiple of 512."""
-    check_multiple(size, MX_BLOCK, argument="I", remedy=_INTERMEDIATE_REMEDY)
+    check_multiple(size, MX_BLOCK, "I", remedy=_INTERMEDIATE_REMEDY)
     return size if size < TILE else -(-size // TILE) * TILE
 
 
@@ -89,9 +89,9 @@ def quantize_moe_gate_up(
     instruction produces: with a scale twice as large FP4 would not use half of its few codes.
     """
     fmt = element_format(fmt)
-    check_float(gate_up_EH2I, argument="gate_up")
+    check_float(gate_up_EH2I, "gate_up")
     E, H, _, inter = _extents(gate_up_EH2I, ("E", "H", "2", "I"), "gate_up", "gate and up")
-    check_multiple(H, TILE, argument="H", remedy=_HIDDEN_REMEDY)
+    check_multiple(H, TILE, "H", remedy=_HIDDEN_REMEDY)
     rows_FH = gate_up_EH2I.permute(0, 2, 3, 1).reshape(E * 2 * inter, H)
     return _quantize_rows(rows_FH, fmt, rule, HIDDEN_SCHEME, (E, 2, inter), (2, 1, 3, 0, 4))
 
@@ -125,8 +125,7 @@ def dequantize_moe_gate_up(weight: MoEWeightMX) -> Tensor:
     """Return gate and up projections as fp32 ``[E, H, 2, I]``."""
     axes = ("E", "128", "2", "H/512", "I")
     E, _, _, tiles, inter = _extents(weight.words, axes, "words", "one word per partition")
-    expected = (E, SCALE_ROWS, 2, tiles, inter)
-    check_equal_shape(weight.scales, expected, argument="scales", because="one row per 8 partitions")
+    check_equal_shape(weight.scales, (E, SCALE_ROWS, 2, tiles, inter), "scales", "one row per 8 partitions")
     rows_FH = _dequantize_rows(weight, HIDDEN_SCHEME, E * 2 * inter, (3, 1, 0, 2, 4))
     return rows_FH.view(E, 2, inter, tiles * TILE).permute(0, 3, 1, 2)
 
@@ -140,27 +139,25 @@ def quantize_moe_down(
     :func:`quantize_moe_gate_up` says what a `rule` of None is.
     """
     fmt = element_format(fmt)
-    check_float(down_EIH, argument="down")
-    check_axes(down_EIH, ("E", "I", "H"), argument="down")
+    check_float(down_EIH, "down")
+    check_axes(down_EIH, ("E", "I", "H"), "down")
     E, inter, H = down_EIH.shape
-    padded = padded_intermediate(inter)
+    missing = padded_intermediate(inter) - inter
     rows_FI = down_EIH.detach().transpose(1, 2).reshape(E * H, inter)
-    if padded != inter:
-        rows_FI = pad(rows_FI, (0, padded - inter))
+    rows_FI = pad(rows_FI, (0, missing)) if missing else rows_FI
     return _quantize_rows(rows_FI, fmt, rule, INTERMEDIATE_SCHEME, (E, H), (2, 1, 0, 3))
 
 
 @public
 def dequantize_moe_down(weight: MoEWeightMX) -> Tensor:
     """Return down projections as fp32 ``[E, padded I, H]``."""
-    check_axes(weight.words, ("E", "pI", "ceil(I/512)", "H"), argument="words")
+    check_axes(weight.words, ("E", "pI", "ceil(I/512)", "H"), "words")
     E, partitions, tiles, H = weight.words.shape
-    check_multiple(partitions, PATCH_ROWS, argument="words.shape[1] (pI)", remedy=_INTERMEDIATE_REMEDY)
+    check_multiple(partitions, PATCH_ROWS, "words.shape[1] (pI)", remedy=_INTERMEDIATE_REMEDY)
     # Several tiles only exist when I >= 512, and then every one of them fills all partitions.
     expected = (E, partitions if tiles == 1 and partitions < PARTITIONS else PARTITIONS, tiles, H)
-    check_equal_shape(weight.words, expected, argument="words", because="pI of the intermediate size")
-    expected = (E, partitions // PATCH_ROWS, tiles, H)
-    check_equal_shape(weight.scales, expected, argument="scales", because="one row per 8 partitions")
+    check_equal_shape(weight.words, expected, "words", "pI of the intermediate size")
+    check_equal_shape(weight.scales, (E, partitions // PATCH_ROWS, tiles, H), "scales", "one row per 8 partitions")
     rows_FI = _dequantize_rows(weight, INTERMEDIATE_SCHEME, E * H, (2, 1, 0, 3))
     return rows_FI.view(E, H, -1).transpose(1, 2)
 
@@ -170,8 +167,7 @@ def moe_bias_to_lanes(bias_E2I: Tensor) -> Tensor:
     """Arrange the gate/up bias ``[E, 2, I]`` as ``[E, pI, 2, ceil(I/512), 4]``: a copy, zero where I is padded."""
     E, _, inter = _extents(bias_E2I, ("E", "2", "I"), "bias", "gate and up")
     padded = padded_intermediate(inter)
-    tiles = -(-padded // TILE)
-    lanes_E2tJQ = pad(bias_E2I, (0, padded - inter)).view(E, 2, tiles, LANES, -1)
+    lanes_E2tJQ = pad(bias_E2I, (0, padded - inter)).view(E, 2, -(-padded // TILE), LANES, -1)
     return lanes_E2tJQ.permute(0, 4, 1, 2, 3).contiguous()
 
 
@@ -192,14 +188,14 @@ def pack_moe_scales(scales_EqXtF: Tensor) -> Tensor:
     Scales are gate_up ``[E, 16, 2, H/512, I]`` or down ``[E, pI/8, ceil(I/512), H]``, with several tiles 16 rows too.
     Returns uint8: gate_up ``[E, 128, ceil(tiles/4), 2, I]``, down ``[E, 128, ceil(tiles/4), H]``.
     """
-    check_dtype(scales_EqXtF, SCALE_DTYPES, argument="scales")
+    check_dtype(scales_EqXtF, SCALE_DTYPES, "scales")
     names = ("E", "16", "2", "tiles", "I") if scales_EqXtF.ndim == 5 else ("E", "pI/8", "tiles", "H")
-    check_axes(scales_EqXtF, names, argument="scales")
+    check_axes(scales_EqXtF, names, "scales")
     tiles_EqtXF = scales_EqXtF.detach().view(torch.uint8).movedim(-2, 2)
     E, rows, tiles, *rest = tiles_EqtXF.shape
     fewer = scales_EqXtF.ndim == 4 and tiles == 1 and rows < SCALE_ROWS
     expected = (E, rows if fewer else SCALE_ROWS, *scales_EqXtF.shape[2:])
-    check_equal_shape(scales_EqXtF, expected, argument="scales", because="a row per 8 of 128 partitions")
+    check_equal_shape(scales_EqXtF, expected, "scales", "a row per 8 of 128 partitions")
     buffers = -(-tiles // LANES)
     padded = tiles_EqtXF.new_zeros(E, SCALE_ROWS, buffers * LANES, *rest)
     padded[:, :rows, :tiles] = tiles_EqtXF
@@ -214,21 +210,18 @@ def pack_moe_scales(scales_EqXtF: Tensor) -> Tensor:
 def unpack_moe_scales(packed_EPbXF: Tensor, tiles: int, rows: int = SCALE_ROWS) -> Tensor:
     """Invert :func:`pack_moe_scales`: uint8 ``[E, 16, 2, tiles, I]`` or ``[E, rows, tiles, H]``.
 
-    `tiles` are the 512-wide ones. `rows` are the scale rows of a tile, which a packed buffer does not say: 16, or pI/8
-    for a down projection with I below 512.
+    `tiles` are 512 wide. A packed buffer does not say their scale `rows`: 16, or pI/8 for down with I below 512.
     """
-    check_dtype(packed_EPbXF, SCALE_DTYPES, argument="packed")
+    check_dtype(packed_EPbXF, SCALE_DTYPES, "packed")
     names = ("E", "128", "buffers", "2", "I") if packed_EPbXF.ndim == 5 else ("E", "128", "buffers", "H")
-    check_axes(packed_EPbXF, names, argument="packed")
+    check_axes(packed_EPbXF, names, "packed")
     experts, _, buffers, *rest = packed_EPbXF.shape
-    expected = (experts, PARTITIONS, buffers, *rest)
-    check_equal_shape(packed_EPbXF, expected, argument="packed", because="a buffer has 128 partitions")
+    check_equal_shape(packed_EPbXF, (experts, PARTITIONS, buffers, *rest), "packed", "a buffer has 128 partitions")
     if not is_whole(tiles) or -(-tiles // LANES) != buffers or not is_whole(rows) or not 0 < rows <= SCALE_ROWS:
         rule = f"whole numbers: tiles that fill {buffers} buffers of {LANES}, and 1 to {SCALE_ROWS} rows"
         fix = "tiles is ceil(I/512) of a down projection and H/512 of gate_up."
         raise ShapeError.about("tiles and rows", rule, f"tiles {tiles!r}, rows {rows!r}", fix)
-    packed_EPbXF = packed_EPbXF.detach().view(torch.uint8)
     # Partition 32*quadrant + 4*slot + row; slots 4..7 are unused.
-    slots = packed_EPbXF.reshape(experts, 4, 8, 4, buffers, *rest)[:, :, :LANES]
+    slots = packed_EPbXF.detach().view(torch.uint8).reshape(experts, 4, 8, 4, buffers, *rest)[:, :, :LANES]
     unpacked = slots.movedim(2, 4).reshape(experts, SCALE_ROWS, buffers * LANES, *rest)
     return unpacked[:, :rows, :tiles].movedim(2, -2)

@@ -3,8 +3,7 @@
 Letters: F free axis of the operand, K contraction axis, P = K/4 swizzled rows, B = K/32 blocks along K,
 R tiles, J = 4 lanes, s = tile/4. In a tile seen as ``[4, s]``, a block is ``[4, 8]`` (NKI ``quantize_mx``).
 
-On CPUs :mod:`~hf_neuron_moe.formats.mx_operand` quantises operands. Elsewhere blocks are quantised in the natural
-layout and the codes are swizzled afterwards: no value leaves its block either way.
+On CPUs :mod:`~hf_neuron_moe.formats.mx_operand` quantises operands; elsewhere codes are swizzled after quantisation.
 """
 
 from __future__ import annotations
@@ -66,9 +65,9 @@ def quantize_mx(
     NKI takes bf16 and fp16; fp32 is for tests and offline conversion.
     """
     fmt, rule, scheme = _chosen(fmt, rule, scheme)
-    check_float(weight_FK, argument="weight_FK")
-    check_axes(weight_FK, ("F", "K"), argument="weight_FK")
-    check_contraction(weight_FK.shape[1], argument="weight_FK.shape[1] (K)")
+    check_float(weight_FK, "weight_FK")
+    check_axes(weight_FK, ("F", "K"), "weight_FK")
+    check_contraction(weight_FK.shape[1], "weight_FK.shape[1] (K)")
     weight_FK = weight_FK.detach()
     if weight_FK.device.type == "cpu":
         F, K = weight_FK.shape
@@ -84,13 +83,10 @@ def quantize_mx(
 def quantize_mx_swizzled(
     swizzled_P4F: Tensor, *, fmt: str | ElementFormat = "e4m3fn", rule: str | ScaleRule = "neuron"
 ) -> MXTensor:
-    """Quantise an operand ``[K/4, 4F]`` that is already swizzled, whatever the scheme; the blocks are its 8x4 patches.
-
-    The result equals ``quantize_mx`` of the unswizzled operand.
-    """
-    check_float(swizzled_P4F, argument="swizzled_P4F")
+    """Quantise an operand ``[K/4, 4F]`` swizzled with any scheme, as ``quantize_mx`` does the unswizzled one."""
+    check_float(swizzled_P4F, "swizzled_P4F")
     check_swizzled(swizzled_P4F, argument="swizzled_P4F")
-    # A patch is exactly what the 1x32 scheme makes of 32 consecutive values.
+    # A block is an 8x4 patch, exactly what the 1x32 scheme makes of 32 consecutive values.
     consecutive = SwizzleScheme.CONSECUTIVE
     return quantize_mx(unswizzle(swizzled_P4F, consecutive), fmt=fmt, rule=rule, scheme=consecutive)
 
@@ -128,17 +124,16 @@ def fake_quantize_mx(
 ) -> Tensor:
     """Return the values a kernel's matmul sees of `x`, as fp32 in the layout of `x`. Not differentiable.
 
-    `x` is bf16, fp16 or fp32 of any shape; `axis`, of a multiple of 32 elements, is the contraction axis of the matmul
-    that will use the result.
+    `x` is bf16, fp16 or fp32 of any shape; `axis`, a multiple of 32 long, is the matmul's contraction axis.
     """
     fmt, rule, scheme = _chosen(fmt, rule, scheme)
-    check_float(x, argument="x")
+    check_float(x, "x")
     if not is_whole(axis) or not -x.ndim <= axis < x.ndim:
         expected = f"an axis of a tensor of shape {list(x.shape)}"
         raise ShapeError.about("axis", expected, repr(axis), "Pass the contraction axis of the matmul.")
     moved = x.detach().movedim(axis, -1)
     K = moved.shape[-1]
-    check_contraction(K, argument=f"x.shape[{axis}]")
+    check_contraction(K, f"x.shape[{axis}]")
     x_FK = moved.reshape(moved.numel() // K, K)
     codes_FK, scales_FB = _quantize_natural(x_FK, fmt, rule, scheme)
     out_FK = torch.empty(x_FK.shape, dtype=torch.float32, device=x.device)
@@ -157,22 +152,20 @@ def dequantize_mx_natural(
 ) -> Tensor:
     """Return ``code * 2**(byte - 127)`` as fp32 ``[F, K]`` of codes in the operand's own layout.
 
-    * codes_FK: uint8 ``[F, K]``, or the fp8 dtype of `fmt`; any strides. ``unswizzle(mx.codes, scheme)`` of an
-      :class:`MXTensor`.
-    * scales_BF: compact ``[K/32, F]`` uint8 or float8_e8m0fnu, in the order of the scheme's blocks. The data do not
-      tell the scheme.
+    * codes_FK: ``[F, K]``, uint8 or the fp8 dtype of `fmt`, any strides: ``unswizzle(mx.codes, scheme)``.
+    * scales_BF: compact ``[K/32, F]`` uint8 or float8_e8m0fnu, in the order of the blocks of `scheme`.
     * out_FK: fp32 ``[F, K]`` to write into and return, any strides; a new tensor where absent.
     """
     fmt, _, scheme = _chosen(fmt, ScaleRule.NEURON, scheme)
     codes_FK = codes_as_bytes(codes_FK, fmt)
-    check_axes(codes_FK, ("F", "K"), argument="codes")
+    check_axes(codes_FK, ("F", "K"), "codes")
     F, K = codes_FK.shape
-    check_contraction(K, argument="codes.shape[1] (K)")
+    check_contraction(K, "codes.shape[1] (K)")
     scales_BF = _scales_as_bytes(scales_BF, codes_FK, K // MX_BLOCK, F)
     if out_FK is None:
         out_FK = torch.empty(F, K, dtype=torch.float32, device=codes_FK.device)
-    check_dtype(out_FK, (torch.float32,), argument="out_FK")
-    check_equal_shape(out_FK, (F, K), argument="out_FK", because="the shape of codes")
+    check_dtype(out_FK, (torch.float32,), "out_FK")
+    check_equal_shape(out_FK, (F, K), "out_FK", "the shape of codes")
     check_same_device({"codes": codes_FK, "out_FK": out_FK})
     _for_each_chunk(codes_FK, scales_BF.t().contiguous(), out_FK, scheme, partial(_dequantize_tiles, fmt=fmt))
     return out_FK
@@ -187,9 +180,8 @@ def _chosen(
 
 def _scales_as_bytes(scales_BF: Tensor, codes: Tensor, B: int, F: int) -> Tensor:
     """Check the compact scales ``[B, F]`` of `codes` and return them as uint8."""
-    check_dtype(scales_BF, SCALE_DTYPES, argument="scales")
-    because = f"compact scales of codes {list(codes.shape)}"
-    check_equal_shape(scales_BF, (B, F), argument="scales", because=because)
+    check_dtype(scales_BF, SCALE_DTYPES, "scales")
+    check_equal_shape(scales_BF, (B, F), "scales", f"compact scales of codes {list(codes.shape)}")
     check_same_device({"codes": codes, "scales": scales_BF})
     return scales_BF.detach().view(torch.uint8)
 

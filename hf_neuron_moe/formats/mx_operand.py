@@ -18,9 +18,7 @@ from hf_neuron_moe.formats.e8m0 import DENORMAL_BYTES, MAGNITUDE_MASK, divide_by
 from hf_neuron_moe.formats.elements import encode_
 from hf_neuron_moe.formats.swizzle import block_segments
 
-PIECE = 1 << 18
-"""Elements of a piece: what one pass leaves is still in a core's cache at the next, and few calls cost little."""
-
+PIECE = 1 << 18  # elements of a piece: what one pass leaves is in a core's cache at the next, and few calls cost little
 LEAST_ROWS = 64  # f values of a piece with contiguous K: their words lie side by side at the end
 LEAST_COLUMNS = 512  # f values of a piece with contiguous F: whole cache lines, and few calls
 
@@ -43,8 +41,8 @@ def quantize_into(
 ) -> None:
     """Write what :func:`~hf_neuron_moe.formats.mx.quantize_mx` returns into memory of the caller.
 
-    The weight is bf16, fp16 or fp32 on a CPU with any strides, K a multiple of 32, and read once. Rows of the codes are
-    contiguous and begin at whole words; scales have any strides. Both are uint8.
+    The weight is on a CPU, has any strides and is read once. Both targets are uint8; rows of the codes are contiguous
+    and begin at whole words, scales have any strides.
     """
     F, K = weight_FK.shape
     words_PF = codes_P4F.view(torch.int32)
@@ -69,10 +67,9 @@ def quantize_into(
 
 
 def quantize_tiles(tile_RJs: Tensor, byte_Rb: Tensor, codes_RJs: Tensor, fmt: ElementFormat, rule: ScaleRule) -> None:
-    """Quantise tiles through fp32, whatever they hold.
+    """Quantise tiles ``[..., 4, s]``, any float dtype and strides, through fp32.
 
-    Tiles ``[..., 4, s]`` are bf16, fp16 or fp32 of any strides. Written are uint8 codes ``[..., 4, s]`` and one scale
-    byte per ``[4, 8]`` block, ``[..., s/8]``.
+    Written are uint8 codes ``[..., 4, s]`` and one scale byte per ``[4, 8]`` block, ``[..., s/8]``.
     """
     tile_RJs = tile_RJs.to(torch.float32, copy=True)
     # Non-negative floats order as their bits do, with Inf above the finite values and NaN above Inf.

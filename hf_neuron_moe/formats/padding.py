@@ -1,8 +1,7 @@
 """Padding of the model's sizes to what the kernels accept, and what it costs.
 
-Zero padding is exact: a padded column of H meets a zero in the weight, a padded row of I produces silu(0) * 0 = 0.
-
-H hidden size, I intermediate size.
+Zero padding is exact: a padded column of hidden size H meets a zero in the weight, a padded row of intermediate size I
+produces silu(0) * 0 = 0.
 """
 
 from __future__ import annotations
@@ -17,10 +16,9 @@ def padded_size(size: int) -> int:
 
 
 def overhead_percent(hidden: int, intermediate: int, padded: tuple[int, int] | None = None) -> float:
-    """Return the extra multiply-adds that padding costs, in percent of the block's own.
+    """Return the extra multiply-adds of padding to `padded` H and I (multiples of 128 if None), in percent.
 
-    Every matmul of a SwiGLU block has an H and an I axis, so its cost grows with the product of the two. `padded` are
-    both as a kernel gets them; None for multiples of 128.
+    Every matmul of a SwiGLU block has both axes, so its cost grows with their product.
     """
     H, I = padded or (padded_size(hidden), padded_size(intermediate))  # noqa: E741
     return 100.0 * (H * I / (hidden * intermediate) - 1.0)

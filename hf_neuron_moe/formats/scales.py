@@ -75,8 +75,7 @@ def scale_rows(K: int, layout: str | ScaleLayout, device: torch.device | str | N
 def detect_scale_layout(rows: int, K: int) -> ScaleLayout:
     """Tell oversized from packed scales by their number of rows, as the kernels do, which do not take compact ones.
 
-    Packed iff ``rows == 128*ceil(K/2048)`` and ``rows != K/4``. For K = 512 both have 128 rows and the same content;
-    the answer is then oversized.
+    For K = 512 both have 128 rows and the same content; the answer is then oversized.
     """
     oversized, packed = kernel_row_counts(K)
     if rows in (oversized, packed):
@@ -110,18 +109,16 @@ def to_compact(scales: Tensor, K: int) -> Tensor:
 @public
 def oversized_to_packed(oversized: Tensor) -> Tensor:
     """Convert oversized scales ``[..., K/4, F]`` to packed ones."""
-    rows = _as_bytes(oversized).shape[-2]
-    return to_packed(to_compact(oversized, 4 * rows))
+    return to_packed(to_compact(oversized, 4 * _as_bytes(oversized).shape[-2]))
 
 
 @public
 def packed_to_oversized(packed: Tensor, K: int) -> Tensor:
     """Convert packed scales of an operand with contraction size K to oversized ones."""
     packed = _as_bytes(packed)
-    rows, expected = packed.shape[-2], scale_row_count(K, ScaleLayout.PACKED)
-    if rows != expected:
-        fix = "Check K, and whether the scales are packed at all."
-        raise ShapeError.about("rows of the scales", f"{expected} (packed, K={K})", rows, fix)
+    expected, fix = scale_row_count(K, ScaleLayout.PACKED), "Check K, and whether the scales are packed at all."
+    if packed.shape[-2] != expected:
+        raise ShapeError.about("rows of the scales", f"{expected} (packed, K={K})", packed.shape[-2], fix)
     return to_oversized(packed.index_select(-2, scale_rows(K, ScaleLayout.PACKED, packed.device)))
 
 
@@ -134,8 +131,8 @@ def _expand(compact_BF: Tensor, layout: ScaleLayout) -> Tensor:
 
 
 def _as_bytes(scales: Tensor) -> Tensor:
-    check_dtype(scales, SCALE_DTYPES, argument="scales")
+    check_dtype(scales, SCALE_DTYPES, "scales")
     remedy = "Pass scales of shape [rows, F], with leading axes for experts if any."
-    check_multiple(max(scales.ndim - 1, 0), 1, argument="scales.ndim - 1", remedy=remedy)
-    check_multiple(scales.shape[-2], 1, argument="rows of the scales", remedy=remedy)
+    check_multiple(max(scales.ndim - 1, 0), 1, "scales.ndim - 1", remedy=remedy)
+    check_multiple(scales.shape[-2], 1, "rows of the scales", remedy=remedy)
     return scales.detach().view(torch.uint8)

@@ -48,10 +48,9 @@ class Segment(NamedTuple):
 def tile_segments(K: int, scheme: str | SwizzleScheme = "wrapX") -> list[Segment]:
     """Split a contraction axis into runs of equal swizzle tiles.
 
-    wrapX: as many tiles of 512 as fit; a remainder that is a multiple of 128 as one 256 tile if it fits and one 128
-    tile if it fits; any other remainder as one tile (only operands prepared on the host can have one).
-
-    ``"1x32"`` is the map with tiles of 4. Returns at most three segments, in order, covering [0, K).
+    wrapX: tiles of 512; a remainder that is a multiple of 128 as one 256 tile and one 128 tile, as they fit; any other
+    remainder as one tile (only operands prepared on the host can have one). ``"1x32"`` is the map with tiles of 4.
+    Returns at most three segments, in order, covering [0, K).
     """
     scheme = choose(SwizzleScheme, scheme, argument="scheme")
     check_contraction(K)
@@ -61,24 +60,20 @@ def tile_segments(K: int, scheme: str | SwizzleScheme = "wrapX") -> list[Segment
         return [Segment(0, K, 1)]
     largest, *smaller = TILE_SIZES
     rest = K % largest
-    if rest % smaller[-1] or scheme is SwizzleScheme.WRAPX_SINGLE:
-        sizes = [rest]
-    else:
-        # The sizes are powers of two, so a remainder's binary digits name its tiles: 384 = 256 + 128.
-        sizes = [tile for tile in smaller if rest & tile]
     segments = [Segment(0, largest, K // largest)] if largest <= K else []
-    for size in sizes:
-        if size:
-            segments.append(Segment(segments[-1].stop if segments else 0, size, 1))
+    one_tile = rest % smaller[-1] or scheme is SwizzleScheme.WRAPX_SINGLE
+    # The sizes are powers of two, so a remainder's binary digits name its tiles: 384 = 256 + 128.
+    sizes = [rest] if one_tile else [tile for tile in smaller if rest & tile]
+    for size in sizes if rest else ():
+        segments.append(Segment(segments[-1].stop if segments else 0, size, 1))
     return segments
 
 
 @public
 def block_segments(K: int, scheme: str | SwizzleScheme = "wrapX") -> list[Segment]:
-    """Split a contraction axis into runs in which MX blocks are easy to address.
+    """Split a contraction axis into runs of tiles that, seen as ``[4, s]``, are s/8 whole blocks ``[4, 8]``.
 
-    Every tile, seen as ``[4, s]``, consists of s/8 whole blocks of shape ``[4, 8]``, in the order of their rows in
-    the compact scale tensor. That is :func:`tile_segments`, except that ``"1x32"`` yields runs of 32 elements.
+    They have the order of the rows of compact scales. That is :func:`tile_segments`, with runs of 32 for ``"1x32"``.
     """
     if choose(SwizzleScheme, scheme, argument="scheme") is SwizzleScheme.CONSECUTIVE:
         check_contraction(K)
@@ -88,10 +83,7 @@ def block_segments(K: int, scheme: str | SwizzleScheme = "wrapX") -> list[Segmen
 
 @public
 def k_map(K: int, scheme: str | SwizzleScheme = "wrapX", device: torch.device | str | None = None) -> Tensor:
-    """Return which K index lies at each swizzled row and lane.
-
-    That is int64 ``[K/4, 4]``, a permutation of 0 to K-1: ``Z[p, 4f + j] = W[f, k_map[p, j]]``.
-    """
+    """Return the K index at each swizzled row and lane, int64 ``[K/4, 4]``: ``Z[p, 4f + j] = W[f, k_map[p, j]]``."""
     check_contraction(K)
     return swizzle(torch.arange(K, device=device).unsqueeze(0), scheme)
 
@@ -102,7 +94,7 @@ def swizzle(weight_FK: Tensor, scheme: str | SwizzleScheme = "wrapX") -> Tensor:
 
     Any dtype and strides come in, a contiguous tensor of that dtype comes out; nothing is rounded or padded.
     """
-    check_axes(weight_FK, ("F", "K"), argument="weight_FK")
+    check_axes(weight_FK, ("F", "K"), "weight_FK")
     weight_FK = weight_FK.detach()
     F, K = weight_FK.shape
     check_contraction(K, argument="weight_FK's last axis K")
@@ -151,7 +143,7 @@ def pack_x4(codes: Tensor, fmt: str | ElementFormat = "e4m3fn") -> Tensor:
     fmt = element_format(fmt)
     codes = codes_as_bytes(codes, fmt)
     columns = codes.shape[-1] if codes.ndim else 0
-    check_multiple(columns, LANES, argument="codes.shape[-1]", remedy="Pack whole quads: the last axis is 4F.")
+    check_multiple(columns, LANES, "codes.shape[-1]", remedy="Pack whole quads: the last axis is 4F.")
     if fmt.code_bits == 8:
         return codes.contiguous().view(fmt.carrier)
     if not codes.is_meta and bool((codes >> fmt.code_bits).any()):
@@ -166,8 +158,8 @@ def unpack_x4(words: Tensor, fmt: str | ElementFormat = "e4m3fn") -> Tensor:
     """Invert :func:`pack_x4`: uint8 codes ``[..., 4F]`` of signed or unsigned words, for fp8 a view where possible."""
     fmt = element_format(fmt)
     unsigned = torch.uint32 if fmt.carrier is torch.int32 else torch.uint16
-    check_dtype(words, (fmt.carrier, unsigned), argument="words")
-    check_multiple(words.ndim, 1, argument="words.ndim", remedy="Pass a tensor with at least one axis.")
+    check_dtype(words, (fmt.carrier, unsigned), "words")
+    check_multiple(words.ndim, 1, "words.ndim", remedy="Pass a tensor with at least one axis.")
     words = words.detach().contiguous()
     if fmt.code_bits == 8:
         return words.view(torch.uint8)

@@ -24,23 +24,16 @@ from torch import Tensor
 from hf_neuron_moe.backends.torch.compute import Scratch
 from hf_neuron_moe.backends.torch.fake_quant import fake_quantize_
 from hf_neuron_moe.checks import Rule, check_dtype, check_flags, check_multiple, check_rules
-from hf_neuron_moe.errors import ConfigError, DTypeError, ShapeError, naming, public
-from hf_neuron_moe.formats.constants import LANES, MX_BLOCK, ScaleRule, SwizzleScheme, unknown_name
+from hf_neuron_moe.errors import ConfigError, DTypeError, ShapeError, naming, not_one_of, public
+from hf_neuron_moe.formats.constants import LANES, MX_BLOCK, ScaleRule, SwizzleScheme
 from hf_neuron_moe.formats.mx import dequantize_mx, fake_quantize_mx
-from hf_neuron_moe.formats.scales import SCALE_DTYPES, ScaleLayout, detect_scale_layout, kernel_row_counts, to_compact
+from hf_neuron_moe.formats.scales import SCALE_DTYPES, ScaleLayout, kernel_row_counts, to_compact
 from hf_neuron_moe.formats.swizzle import unswizzle
 
 RAW_DTYPES = (torch.bfloat16, torch.float16)  # what the raw loader takes (nki-library 2.30)
-
-X4_DTYPES = (torch.int32, torch.uint32)
-"""Words of four e4m3 codes; torch's signed type carries the bits of NKI's unsigned one."""
-
-_LOAD_ELEMENTS = 1 << 18
-"""Elements brought into operand form at a time on a CPU: 1 MiB of fp32, half a core's second-level cache or less."""
-
-_GATHER = ("indirect_dma", "scalar_offset", "effective_f_dim")
-"""Beginnings of the names of fields that describe a load through an index."""
-
+X4_DTYPES = (torch.int32, torch.uint32)  # words of four e4m3 codes; signed ones carry the bits of NKI's unsigned ones
+_LOAD_ELEMENTS = 1 << 18  # loaded at a time on a CPU: 1 MiB of fp32, half a core's second-level cache or less
+_GATHER = ("indirect_dma", "scalar_offset", "effective_f_dim")  # how fields of a load through an index begin
 _SCHEMES = [SwizzleScheme.WRAPX.value, SwizzleScheme.CONSECUTIVE.value]
 
 
@@ -85,12 +78,11 @@ class TensorDescriptor:
         by_row = not swizzled if self.is_f_by_k is None else self.is_f_by_k
         expected = "False for swizzled or quantized data, which is K-major"
         check_rules([Rule(not (swizzled and by_row), "is_f_by_k", expected, "True", "Leave it None.")])
-        self._set(is_quantized=quantized, is_swizzled=swizzled, is_f_by_k=by_row, is_unswizzled_bf16=not swizzled)
+        derived: dict[str, object] = {"is_quantized": quantized, "is_swizzled": swizzled}
+        derived |= {"is_f_by_k": by_row, "is_unswizzled_bf16": not swizzled}
         if self.data is not None:
             check_layout(self.data, swizzled=swizzled, quantized=quantized)
-            self._set_shapes(self.data, swizzled, by_row)
-
-    def _set(self, **derived: object) -> None:
+            derived |= self._shapes(self.data, swizzled, by_row)
         for name, value in derived.items():
             object.__setattr__(self, name, value)
 
@@ -100,7 +92,7 @@ class TensorDescriptor:
         switches |= {name for name in ("is_f_by_k", "is_quantized") if values[name] is not None}
         check_flags({name: value for name, value in values.items() if name in switches})
         if self.quant_scheme not in _SCHEMES:
-            raise unknown_name(self.quant_scheme, _SCHEMES, argument="quant_scheme")
+            raise not_one_of("quant_scheme", self.quant_scheme, _SCHEMES)
         raw_scales = self.scales is not None and self.is_quantized is False
         fix = "Leave it None: it follows from the scales."
         rules = [Rule(not raw_scales, "is_quantized", "True where scales are given", "False", fix)]
@@ -115,7 +107,8 @@ class TensorDescriptor:
             rules.append(Rule(not given, name, expected, type(value).__name__, fix))
         check_rules(rules)
 
-    def _set_shapes(self, data: Tensor, swizzled: bool, by_row: bool) -> None:
+    def _shapes(self, data: Tensor, swizzled: bool, by_row: bool) -> dict[str, object]:
+        """Return the fields that follow from the data and the scales, which are checked."""
         K, F = logical_shape(data, swizzled=swizzled, by_row=by_row)
         packed = self.scales_are_packed
         if self.scales is not None:
@@ -127,14 +120,14 @@ class TensorDescriptor:
             packed = packed or layout is ScaleLayout.PACKED
         rows, columns = data.shape
         halves = 2 if self.is_col_parallel_sharded else 1
-        self._set(
-            is_x4=self.is_x4 or data.dtype in X4_DTYPES,
-            scales_are_packed=packed,
-            physical_shape=(rows, columns),
-            logical_shape=(K, F),
-            sharded_physical_shape=(rows // halves, columns) if by_row else (rows, columns // halves),
-            sharded_logical_shape=(K, F // halves),
-        )
+        return {
+            "is_x4": self.is_x4 or data.dtype in X4_DTYPES,
+            "scales_are_packed": packed,
+            "physical_shape": (rows, columns),
+            "logical_shape": (K, F),
+            "sharded_physical_shape": (rows // halves, columns) if by_row else (rows, columns // halves),
+            "sharded_logical_shape": (K, F // halves),
+        }
 
     @property
     def is_raw(self) -> bool:
@@ -151,10 +144,7 @@ def logical_shape(data: Tensor, *, swizzled: bool, by_row: bool = False) -> tupl
 
 
 def check_layout(data: Tensor, *, swizzled: bool, quantized: bool, argument: str = "data") -> None:
-    """Check one operand's data against its mode: dtype, a matrix, whole MX blocks.
-
-    Raw bytes (uint8) are a DTypeError where codes are due: upstream would read them as e5m2.
-    """
+    """Check one operand's data against its mode: dtype (no raw bytes: upstream reads e5m2), a matrix, whole blocks."""
     if not quantized:
         check_dtype(data, (torch.bfloat16,) if swizzled else (*RAW_DTYPES, torch.float32), argument)
     elif isinstance(data, Tensor) and data.dtype not in (*X4_DTYPES, torch.float8_e4m3fn):
@@ -181,7 +171,7 @@ def check_scales(scales: Tensor, K: int, F: int, *, argument: str) -> ScaleLayou
         expected = f"of shape [{oversized}, {F}] (oversized) or [{packed}, {F}] (packed) for K={K}"
         fix = "Compact scales are expanded by hf_neuron_moe.formats.to_packed or to_oversized."
         raise ShapeError.about(argument, expected, str(list(scales.shape)), fix)
-    return detect_scale_layout(scales.shape[0], K)
+    return ScaleLayout.OVERSIZED if scales.shape[0] == oversized else ScaleLayout.PACKED
 
 
 def check_loadable(td: TensorDescriptor, argument: str) -> None:
@@ -189,23 +179,29 @@ def check_loadable(td: TensorDescriptor, argument: str) -> None:
     if td.data is None or (td.is_quantized and td.scales is None):
         expected = "described with its data, and with its scales if it is quantized"
         raise ConfigError.about(argument, expected, "None", "Give the TensorDescriptor both.")
-    K, F = td.logical_shape
+    F = td.logical_shape[1]
     if not td.is_raw:
         check_multiple(F, 2, f"F of {argument}", "tiles have an even free size")
         return
     check_dtype(td.data, RAW_DTYPES, argument)
-    check_multiple(K, 128, f"K of {argument}", "the contraction axis of a tensor that the kernel quantizes")
+    check_raw_axis(td, "K", argument)
     whole, rule = (8, "the loader reads groups of 8 rows") if td.is_f_by_k else (512, "the loader of K-major raw data")
     check_multiple(F, whole, f"F of {argument}", rule)
+
+
+def check_raw_axis(td: TensorDescriptor, axis: str, argument: str) -> None:
+    """Raise ShapeError for a raw operand whose contraction axis, called `axis`, is no multiple of 128."""
+    if td.is_raw:
+        rule = "needed by the transposing loader while this operand is neither swizzled nor quantized"
+        check_multiple(td.logical_shape[0], 128, f"{axis} of {argument}", rule)
 
 
 class MXOperand:
     """The fp32 values that a matmul sees of one described operand; K, F and `scheme` say how K is grouped.
 
-    The loaders read bf16 or fp16 raw data, codes with scales, and whole tiles. `where` and `argument` are named in
-    errors (`where` is empty where a function around this one names itself). With `lone_384` a raw operand with K of
-    exactly 384 is one tile, as in ``mlp_fwd_mxfp8`` and the 2.30 backward. `rule` is the block scale rule of an operand
-    that is quantized when loaded.
+    Errors name `argument`, and `where` unless a function around this one names itself. With `lone_384` a raw operand
+    with K of exactly 384 is one tile, as in ``mlp_fwd_mxfp8`` and the 2.30 backward. `rule` is the block scale rule of
+    an operand that is quantized when loaded.
     """
 
     def __init__(
@@ -230,8 +226,7 @@ class MXOperand:
     def load(self, start: int, stop: int, *, k_major: bool, scratch: Scratch, name: str) -> Tensor:
         """Return the positions ``start..stop`` of F as fp32 ``[F', K]``, exact MX values.
 
-        They are held as ``[K, F']`` in memory if `k_major` (the result is a transposed view), in the buffer `name` of
-        `scratch`, which is valid until that name is used again.
+        They lie in the buffer `name` of `scratch`, valid until that name is used again, as ``[K, F']`` if `k_major`.
         """
         size = stop - start
         buffer = scratch.get(name, (self.K, size) if k_major else (size, self.K), torch.float32)

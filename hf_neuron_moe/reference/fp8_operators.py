@@ -1,15 +1,14 @@
 """COAT's FP8 elementwise operators: SiLU and the product of a SwiGLU block, and the per-tensor quantisation.
 
-In a SwiGLU block ``silu(gate)`` and ``up`` are stored in FP8 with one scale per 1 x QB group. Everything is computed in
-fp32 and rounded once per output. The scale of a group is ``(max|v| + 1e-10) / fp8_max``; the largest of them serves a
-whole tensor, which saves a pass over it (COAT's "group scaling").
+``silu(gate)`` and ``up`` are stored in FP8 with one scale ``(max|v| + 1e-10) / fp8_max`` per 1 x QB group. The largest
+of them serves a whole tensor, which saves a pass (COAT's "group scaling"). All is fp32 and rounded once per output.
 
 Legend: M rows, N columns, QB group size, G = N / QB groups of a row. Operands are 2-D ``[M, N]`` or batched 3-D
 ``[b, s, N]`` with M = b * s. QB divides N (upstream's tiles want a divisor of 16). Codes are FP8, scales bf16 or fp32.
 
 Source: NVlabs/COAT, ``coat/activation/real_quantization`` (ICLR 2025 paper "COAT: Compressing Optimizer States and
-Activation for Memory-Efficient FP8 Training"). Upstream's exponential is the GPU's, torch's is used here: results of
-SiLU can differ where the two exponentials differ in their last bit.
+Activation for Memory-Efficient FP8 Training"). Upstream's exponential is the GPU's and may differ from torch's in its
+last bit.
 """
 
 from __future__ import annotations
@@ -22,23 +21,27 @@ from torch import Tensor
 
 from hf_neuron_moe.checks import FLOATS, check_dtype, check_equal_shape, check_flags, check_same_device
 from hf_neuron_moe.errors import ConfigError, DTypeError, ShapeError, nearest, public
-from hf_neuron_moe.formats.constants import E4M3FN, E5M2, ElementFormat
+from hf_neuron_moe.formats.constants import ElementFormat
 from hf_neuron_moe.formats.elements import check_randomness, round_to_fp8_
-from hf_neuron_moe.formats.group_fp8 import FP8_DTYPES, SCALE_EPSILON, dequantize_groups, row_chunks, scale_of_groups
+from hf_neuron_moe.formats.group_fp8 import (
+    FP8_DTYPES,
+    FP8_FORMATS,
+    SCALE_EPSILON,
+    check_group_size,
+    dequantize_groups,
+    row_chunks,
+    scale_of_groups,
+)
 
-SCALE_DTYPES = (torch.bfloat16, torch.float32)
-"""Not fp16: a scale is ``amax / 448`` or ``amax / 57344`` and smaller than fp16's smallest number for common values."""
-
-_FP8_NAMES = {"E4M3": E4M3FN, "E5M2": E5M2}
+SCALE_DTYPES = (torch.bfloat16, torch.float32)  # scales of common values are smaller than fp16's smallest number
 
 
 @public
 def fp8_silu_forward(x: Tensor, s_x: Tensor, QB: int) -> tuple[Tensor, Tensor]:
     """Apply SiLU to FP8 codes with group scales ``[..., N/QB]`` and group-quantise the result in the same format.
 
-    Returns codes of the shape and dtype of `x`, and scales of the shape and dtype of `s_x`. The values are divided by
-    the fp32 scale and what is returned is that scale rounded, as upstream does (``silu_fwd.py``);
-    ``formats.group_quantize_fp8`` divides by the rounded scale.
+    Returns codes of the shape and dtype of `x`, and scales of those of `s_x`. Values are divided by the fp32 scale, not
+    by the returned rounded one (``silu_fwd.py``), by which ``formats.group_quantize_fp8`` divides.
     """
     operand = _grouped(x, s_x, QB)
     out, s_out = torch.empty_like(operand.codes), torch.empty_like(operand.scales)
@@ -98,11 +101,11 @@ def fp8_mul_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Multiply FP8 codes of one dtype, scales ``[..., N/QB]``, and quantise the product with one scale per tensor.
 
-    The product is rounded to bf16 before it is divided by the scale, as upstream does. transpose_output_2d must be True
-    for 3-D input, where upstream's False reinterprets the transpose's memory as a 3-D tensor without meaning.
+    The product is rounded to bf16 before it is divided by the scale, as upstream does (``mul_fwd.py``).
+    transpose_output_2d must be True for 3-D input, where upstream's False gives a 3-D tensor without meaning.
 
     Returns ``(codes, scale, codes_transposed)``: FP8 of the shape and dtype of `x1`, the 0-d scale in the dtype of
-    `s_x1`, and FP8 ``[N, M]``. Source: ``mul_fwd.py``.
+    `s_x1`, and FP8 ``[N, M]``.
     """
     check_flags({"transpose_output_2d": transpose_output_2d})
     one, two = _factors(x1, s_x1, x2, s_x2, QB)
@@ -144,9 +147,8 @@ def fp8_mul_backward(
     * g: gradient of the product, bf16 (documented), fp16 or fp32, same shape.
     * output_quantized_transpose, fp8type, stochastic and generator: for `y2`, as in :func:`fp8_silu_backward`.
 
-    Returns ``(y1, (y2, s_y2))``: bf16 gradients of the shape of `g` and bf16 group scales ``[..., N/QB]``, by which
-    `y2` is *not* divided; or ``(y1, (q, s_max, q_transposed))``: FP8 ``fp8(y2 / s_max)`` of the shape of `g`, the 0-d
-    bf16 maximum of the group scales, FP8 ``[N, M]``. Source: ``mul_bwd.py``.
+    Returns ``(y1, (y2, s_y2))``: bf16 gradients, not divided by the bf16 group scales ``[..., N/QB]``; or ``(y1, (q,
+    s_max, q_transposed))`` as :func:`fp8_silu_backward` returns them. Source: ``mul_bwd.py``.
     """
     rounding = _Rounding(fp8_type(fp8type), stochastic, generator)
     one, two = _factors(x1, s_x1, x2, s_x2, QB)
@@ -185,8 +187,7 @@ def fp8_division_transpose(
     * fp8type: ``"E4M3"``, ``"E5M2"``, or the torch dtype.
     * s_y: scale of one element, positive and finite (checked where it is in host memory); ``(max|x| + 1e-10) /
       fp8_max`` if None, in the dtype of `x`, or fp32 for fp16, which would round it to 0.
-    * stochastic: unbiased stochastic rounding instead of nearest, with random numbers of `generator`. Upstream's uses
-      one fixed seed, always; here every call draws new random numbers.
+    * stochastic: unbiased rounding with new random numbers of `generator` in every call (upstream: one fixed seed).
 
     Returns ``(codes, s_y, codes_transposed)``: FP8 of the shape of `x`, the 0-d scale, FP8 ``[N, M]`` (2-D for 3-D
     input too); or ``(codes_transposed, s_y)`` if `only_transposed`. Source: ``_division_transpose.py``.
@@ -251,14 +252,14 @@ class _Rounding(NamedTuple):
 
 def fp8_type(fp8type: str | torch.dtype) -> ElementFormat:
     """Resolve ``"E4M3"``, ``"E5M2"`` (either case), torch.float8_e4m3fn or torch.float8_e5m2."""
-    if isinstance(fp8type, torch.dtype) and fp8type in FP8_DTYPES:
-        return FP8_DTYPES[fp8type]
-    if isinstance(fp8type, str) and fp8type.upper() in _FP8_NAMES:
-        return _FP8_NAMES[fp8type.upper()]
-    hint = nearest(fp8type.upper(), list(_FP8_NAMES)) if isinstance(fp8type, str) else ""
-    expected = '"E4M3", "E5M2", torch.float8_e4m3fn or torch.float8_e5m2'
-    fix = f"COAT uses E4M3 for activations and E5M2 for gradients.{hint}"
-    raise ConfigError.about("fp8type", expected, repr(fp8type), fix)
+    name = fp8type.lower() if isinstance(fp8type, str) else ""
+    found = FP8_DTYPES.get(fp8type) if isinstance(fp8type, torch.dtype) else FP8_FORMATS.get(name)
+    if found is None:
+        hint = nearest(name.upper(), [known.upper() for known in FP8_FORMATS])
+        expected = '"E4M3", "E5M2", torch.float8_e4m3fn or torch.float8_e5m2'
+        fix = f"COAT uses E4M3 for activations and E5M2 for gradients.{hint}"
+        raise ConfigError.about("fp8type", expected, repr(fp8type), fix)
+    return found
 
 
 def _factors(x1: Tensor, s_x1: Tensor, x2: Tensor, s_x2: Tensor, QB: int) -> tuple[_Grouped, _Grouped]:
@@ -287,12 +288,11 @@ def _check_matrix(tensor: Tensor, dtypes: tuple[torch.dtype, ...], argument: str
 
 
 def _check_group_size(QB: int, columns: int) -> None:
-    if isinstance(QB, bool) or not isinstance(QB, int) or QB <= 0:
-        raise ConfigError.about("QB", "a positive number of elements per group", repr(QB), "COAT uses groups of 16.")
+    check_group_size(QB, "QB")
     if columns % QB:
+        expected = "a divisor of N, the last axis (groups are 1 x QB)"
         fix = "Zero-pad the last axis, or choose a group size that divides it."
-        got = f"QB {QB} for N {columns}"
-        raise ShapeError.about("QB", "a divisor of N, the last axis (groups are 1 x QB)", got, fix)
+        raise ShapeError.about("QB", expected, f"QB {QB} for N {columns}", fix)
 
 
 def _check_scale_dtype(scales: Tensor, argument: str) -> None:

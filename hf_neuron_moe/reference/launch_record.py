@@ -7,7 +7,7 @@ launches[0].options["gate_up_tiles_n"]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -17,8 +17,9 @@ import torch
 from hf_neuron_moe.checks import check_flags
 from hf_neuron_moe.errors import ConfigError
 
-FP8_X4_DTYPES = (torch.float8_e4m3fn, "float8_e4m3fn_x4", "float8_e4m3fn")
-"""What ``fp8_x4_dtype`` may say. Upstream ignores the argument; any other type would promise another arithmetic."""
+_SWITCHES = ("run_with_lnc2", "spill_reload", "use_scale_packing")
+_FP8_X4_DTYPES = (torch.float8_e4m3fn, "float8_e4m3fn_x4", "float8_e4m3fn")  # another would promise other arithmetic
+_NAMES = ("fp8_x4_dtype", "config", "gate_config", "up_config", "matmul_config", "s_base_offset")
 
 
 @dataclass(frozen=True)
@@ -56,29 +57,22 @@ def check_positive_int(argument: str, value: object) -> None:
         raise ConfigError.about(argument, "a positive integer", repr(value), "Tile counts and sizes count whole tiles.")
 
 
-def _check_fp8_x4_dtype(argument: str, value: object) -> None:
-    if value not in FP8_X4_DTYPES:
-        expected = "float8_e4m3fn_x4 (upstream ignores this argument: every operand is e4m3)"
-        raise ConfigError.about(argument, expected, repr(value), "Leave the default; the kernel has no e5m2 path.")
-
-
-SCHEDULING: dict[str, Callable[[str, object], None] | None] = {
-    "tiles": check_positive_int,  # every argument with "tiles" in its name
-    "fp8_x4_dtype": _check_fp8_x4_dtype,
-    **dict.fromkeys(
-        ("run_with_lnc2", "spill_reload", "use_scale_packing"), lambda name, flag: check_flags({name: flag})
-    ),
-    # Checked where the sizes are known.
-    **dict.fromkeys(("config", "gate_config", "up_config", "matmul_config", "s_base_offset")),
-}
-"""Options that say how the device does its work, each with its check. None of them changes a value here."""
-
-
 def scheduling(call: Mapping[str, object]) -> dict[str, object]:
-    """Return the options of `call`, arguments by name, that :data:`SCHEDULING` lists, each checked."""
-    kinds = {name: "tiles" if "tiles" in name.lower() else name for name in call}
-    found = {name: call[name] for name, kind in kinds.items() if kind in SCHEDULING}
-    for name, value in found.items():
-        if check := SCHEDULING[kinds[name]]:
-            check(name, value)
+    """Return the options of `call`, arguments by name, that say how the device does its work, each checked.
+
+    None of them changes a value here: tile counts (every argument with "tiles" in its name), switches, the name of the
+    fp8 type, and configurations, which are checked where the sizes are known.
+    """
+    found = {}
+    for name, value in call.items():
+        if "tiles" in name.lower():
+            check_positive_int(name, value)
+        elif name in _SWITCHES:
+            check_flags({name: value})
+        elif name == "fp8_x4_dtype" and value not in _FP8_X4_DTYPES:
+            expected = "float8_e4m3fn_x4 (upstream ignores this argument: every operand is e4m3)"
+            raise ConfigError.about(name, expected, repr(value), "Leave the default; the kernel has no e5m2 path.")
+        elif name not in _NAMES:
+            continue
+        found[name] = value
     return found

@@ -1,10 +1,25 @@
-"""How gate and up become the intermediate: activations and their derivatives, clamp masks, no gate at all."""
+"""How gate and up become the intermediate: activations and their derivatives, clamp masks, no gate at all.
+
+============  =====================================  ==========================================
+activation    value                                  derivative
+============  =====================================  ==========================================
+silu          ``x s(x)``, s the logistic function    ``s (1 + x (1 - s))``
+swish         ``x s(1.702 x)``                       ``s (1 + 1.702 x (1 - s))``
+gelu          ``x P(x)``, P the normal distribution  ``P(x) + x p(x)``, p its density
+gelu_tanh     ``x/2 (1 + tanh q) = x s(2q)``         ``s (1 + 2 x q' (1 - s))``
+squared_relu  ``max(x, 0)^2``                        ``2 max(x, 0)``
+============  =====================================  ==========================================
+
+``q = sqrt(2/pi) (x + 0.044715 x^3)``. Source: nki-library 2.29 and 2.33 ``common_types.ActFnType`` and its torch
+reference.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -73,6 +88,55 @@ def mask_(gradient: Tensor, value: Tensor, limits: Limits) -> Tensor:
         gradient.mul_(value > lower)
     return gradient
 
+
+SWISH_BETA = 1.702
+_TANH_SCALE = math.sqrt(2 / math.pi)
+_TANH_CUBE = 0.044715
+
+
+def _logistic_grad_(x: Tensor, exponent: Tensor) -> Tensor:
+    """Replace `x` by ``s (1 + x (1 - s))``, s the logistic function of `exponent`, which is overwritten too.
+
+    ``1 - s`` is taken as the logistic function of the negative: the difference would cancel for large arguments.
+    """
+    s = torch.sigmoid(exponent)
+    return x.mul_(exponent.neg_().sigmoid_()).add_(1).mul_(s)
+
+
+def _gelu_grad_(x: Tensor) -> Tensor:
+    density = x.square().mul_(-0.5).exp_().mul_(x).mul_(1 / math.sqrt(2 * math.pi))
+    return x.mul_(1 / math.sqrt(2)).erf_().add_(1).mul_(0.5).add_(density)
+
+
+def _gelu_tanh_grad_(x: Tensor) -> Tensor:
+    square = x.square()
+    exponent = square.mul(_TANH_CUBE).add_(1).mul_(x).mul_(2 * _TANH_SCALE)
+    return _logistic_grad_(x.mul_(square.mul_(3 * _TANH_CUBE).add_(1).mul_(2 * _TANH_SCALE)), exponent)
+
+
+class Activation(NamedTuple):
+    """One row of the table at the top of this file, in fp32 or fp64."""
+
+    value: Callable[[Tensor], Tensor]
+    """Returns a new tensor; differentiable."""
+    grad_: InPlace
+    """Overwrites its argument with the derivative at it."""
+
+    def value_(self, x: Tensor) -> Tensor:
+        """Replace `x` by its activation and return it."""
+        return F.silu(x, inplace=True) if self.value is F.silu else x.copy_(self.value(x))
+
+
+ACTIVATIONS = {
+    "silu": Activation(F.silu, lambda x: _logistic_grad_(x, x.clone())),
+    "swish": Activation(
+        lambda x: x * torch.sigmoid(x * SWISH_BETA), lambda x: _logistic_grad_(x.mul_(SWISH_BETA), x.clone())
+    ),
+    "gelu": Activation(F.gelu, _gelu_grad_),
+    "gelu_tanh": Activation(lambda x: F.gelu(x, approximate="tanh"), _gelu_tanh_grad_),
+    "squared_relu": Activation(lambda x: x.clamp(min=0).square(), lambda x: x.clamp_(min=0).mul_(2)),
+}
+"""The activations that the documented kernels know; patched blocks have those of :data:`GATES`."""
 
 GATES: dict[str, Gating] = {"silu": Gating()}
 """The gates of patched blocks, by the name that a :class:`~hf_neuron_moe.backends.spec.BlockSpec` gives them.

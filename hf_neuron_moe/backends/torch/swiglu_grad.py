@@ -15,7 +15,7 @@ from hf_neuron_moe.backends.torch.gating import Gating, mask_
 
 
 class SwiGLUGrad(NamedTuple):
-    """How the values between the products are made: see the module ``ffn_backward`` for the rounding points."""
+    """How the values between the products are made; the module ``ffn_backward`` lists the rounding points."""
 
     gating: Gating
     """The activation and its clamp masks."""
@@ -53,9 +53,15 @@ class SwiGLUGrad(NamedTuple):
         if gating.skip_gate:
             gating.slope(up, d_int, out=d_up)
             d_gate.zero_()
+            return
+        mask_(torch.mul(act, d_int, out=d_up), up, gating.up_limits)
+        if self.mx and not gating.rounds_itself:
+            one = torch.ones((), dtype=torch.float32, device=gate.device).expand(gate.shape)
+            slope = self.round_(gating.slope(gate, one, out=d_gate))
+            self.round_(slope.mul_(up)).mul_(d_int)
         else:
-            mask_(torch.mul(act, d_int, out=d_up), up, gating.up_limits)
-            mask_(self._d_gate(d_int, gate, up, out=d_gate), gate, gating.gate_limits)
+            gating.slope(gate, d_int.mul_(up), out=d_gate)
+        mask_(d_gate, gate, gating.gate_limits)
 
     def _activate(
         self, gate: Tensor, up: Tensor, act: Tensor, product: Tensor, kept_act: Tensor | None, kept: Tensor | None
@@ -72,11 +78,3 @@ class SwiGLUGrad(NamedTuple):
             product.copy_(kept)
         else:
             self.round_(torch.mul(act, up, out=product))
-
-    def _d_gate(self, d_int: Tensor, gate: Tensor, up: Tensor, *, out: Tensor) -> Tensor:
-        """``d_int * up * act'(gate)``, with the rounding points of ``mlp_bwd_mxfp8`` in MX mode."""
-        if not self.mx or self.gating.rounds_itself:
-            return self.gating.slope(gate, d_int.mul_(up), out=out)
-        one = torch.ones((), dtype=torch.float32, device=gate.device).expand(gate.shape)
-        slope = self.round_(self.gating.slope(gate, one, out=out))
-        return self.round_(slope.mul_(up)).mul_(d_int)

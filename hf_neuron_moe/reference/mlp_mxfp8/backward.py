@@ -7,38 +7,31 @@ Legend: S tokens, H hidden, I intermediate. The arithmetic is in :mod:`~hf_neuro
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.checks import check_dtype, check_flags, check_multiple, check_same_device, check_shape
+from hf_neuron_moe.checks import check_dtype, check_multiple, check_same_device, check_shape
 from hf_neuron_moe.errors import ConfigError, DTypeError, public
 from hf_neuron_moe.reference.described_operand import TensorDescriptor
-from hf_neuron_moe.reference.launch_record import note_launch, scheduling
+from hf_neuron_moe.reference.launch_record import note_launch
 from hf_neuron_moe.reference.mlp_mxfp8 import phases
 from hf_neuron_moe.reference.mlp_mxfp8.matmul_config import PHASES, PROJECTIONS, MlpBwdMatmulConfig
 from hf_neuron_moe.reference.mlp_mxfp8.operand_checks import (
     BF16,
-    Call,
+    KernelCall,
     check_buffer,
     check_descriptor,
-    check_even,
     check_logical,
-    check_records,
-    describe,
-    scale_rule,
 )
-from hf_neuron_moe.reference.mlp_mxfp8.recompute import CHECKPOINTS, recompute_missing, step_options
+from hf_neuron_moe.reference.mlp_mxfp8.recompute import CHECKPOINTS, recompute_missing
 from hf_neuron_moe.reference.moe_types import ClampLimits
 
 RELEASES = ("2.31", "2.30")
 
 _PREPARED = ("gate_up_weights", "gate_up_weight_T", "down_weight_T", "output_grad_T", "hidden_states_T")
 """Arguments of release 2.31 that may be pre-quantized, each with ``{name}_scales``."""
-
-_NO_BUFFERS: Mapping[str, Tensor] = MappingProxyType({})
 
 
 class MLPBackward(NamedTuple):
@@ -88,26 +81,23 @@ def mlp_backward_mxfp8(
       :func:`mlp_backward_mxfp8_nki`. Release 2.30's are in ``mlp_backward_mxfp8_nki_2_30``.
     * mx_scale_rule: block scales of what is quantized here, ``"neuron"`` (nki 0.5 and later) or ``"floor"`` (earlier).
     """
-    call = dict(locals())
+    kernel = KernelCall("mlp_backward_mxfp8", locals())
     if release not in RELEASES:
         expected = f"one of {', '.join(RELEASES)}"
         raise ConfigError.about("release", expected, repr(release), "Later releases compute as 2.31 does.")
-    check_flags({"use_scale_packing": use_scale_packing})
-    operands = _describe(call, run_with_lnc2=False)
+    operands = _describe(kernel)
     if release == "2.31":
-        return _run_2_31(operands, call, run_with_lnc2=False)
-    scale_rule(mx_scale_rule)
-    check_records(call)
+        return _run_2_31(operands, kernel)
     fix = "Use release 2.31, or mlp_backward_mxfp8_nki_2_30 for that release's quantized operands."
     for name in ("clamp_limits", "matmul_config", *(f"{name}_scales" for name in _PREPARED)):
-        if call[name] is not None:
-            raise ConfigError.about(name, 'None with release="2.30"', type(call[name]).__name__, fix)
+        if (value := kernel.call[name]) is not None:
+            raise ConfigError.about(name, 'None with release="2.30"', type(value).__name__, fix)
     if not use_scale_packing:
         expected = 'True with release="2.30", which takes no scales here'
         raise ConfigError.about("use_scale_packing", expected, "False", fix)
     gate_T, up_T = (TensorDescriptor(half.t()) for half in gate_up_weights.chunk(2))
     operands |= {"gate_proj_weight_T": gate_T, "up_proj_weight_T": up_T}
-    return run_backward(operands, step_options(call))
+    return run_backward(operands, kernel.step_options())
 
 
 @public
@@ -151,11 +141,10 @@ def mlp_backward_mxfp8_nki(
 
     Upstream ignores a ``*_T`` tensor without scales and fp8_x4_dtype (other than e4m3); both are errors here.
     """
-    call = dict(locals())
-    options = scheduling(call)
-    operands = _describe(call, run_with_lnc2)
-    note_launch("mlp_backward_mxfp8_nki", options)
-    return _run_2_31(operands, call, run_with_lnc2)
+    kernel = KernelCall("mlp_backward_mxfp8_nki", locals())
+    operands = _describe(kernel)
+    kernel.launch()
+    return _run_2_31(operands, kernel)
 
 
 @public
@@ -183,38 +172,35 @@ def mlp_backward_mxfp8_base_nki(
     *,
     mx_scale_rule: str = "neuron",
 ) -> None:
-    """Run phases 1 to 4 on descriptors, for both cores together; the four output descriptors' tensors are filled.
+    """Run phases 1 to 4 on their operands, for both cores together; the four output descriptors' tensors are filled.
 
-    scratch_td ``[2I, S]`` receives d_gate_up transposed; None reads the transposed view of d_gate_up instead. The
-    operands are those of the phase functions, and so are the errors.
+    scratch_td ``[2I, S]`` receives d_gate_up transposed; None reads the transposed view of d_gate_up instead.
     """
-    call = dict(locals())
-    options = scheduling(call)
-    check_records(call)
-    scale_rule(mx_scale_rule)
+    kernel = KernelCall("mlp_backward_mxfp8_base_nki", locals())
     for name in ("output_grad_td", "down_weight_T_td"):
-        check_descriptor(call[name], name)
+        check_descriptor(kernel.call[name], name)
     if matmul_config is not None:
         (hidden_size, tokens), inner = output_grad_td.logical_shape, down_weight_T_td.logical_shape[1]
         matmul_config.resolve(PHASES, (tokens, hidden_size, inner), run_with_lnc2, "matmul_config.")
-    tensors = {name.removesuffix("_td"): td for name, td in call.items() if name.endswith("_td")}
-    _run_phases(tensors, step_options(call), clamp_limits)
-    note_launch("mlp_backward_mxfp8_base_nki", options)
+    tensors = {name.removesuffix("_td"): td for name, td in kernel.call.items() if name.endswith("_td")}
+    _run_phases(tensors, kernel.step_options(), clamp_limits)
+    kernel.launch()
 
 
 def run_backward(
     operands: Mapping[str, TensorDescriptor],
     options: Mapping[str, Any],
     clamp_limits: ClampLimits | None = None,
-    buffers: Mapping[str, Tensor] = _NO_BUFFERS,
+    buffers: Mapping[str, Tensor] | None = None,
 ) -> MLPBackward:
     """Recompute what is missing, run the four phases, return the gradients.
 
-    `operands` have the names of :func:`mlp_backward_mxfp8_nki`; checkpoints that were not kept are absent. Release 2.30
-    has `gate_proj_weight_T` and `up_proj_weight_T` in place of `gate_up_weight_T`, and leaves intermediate results in
+    `operands` have the names of :func:`mlp_backward_mxfp8_nki`, without checkpoints that were not kept. Release 2.30
+    has `gate_proj_weight_T` and `up_proj_weight_T` for `gate_up_weight_T`, and leaves intermediate results in
     `buffers`: `d_gate`, `d_up`, `scratch` (both transposed) and recomputed checkpoints.
     """
     tensors: dict[str, Any] = dict(operands)
+    buffers = buffers or {}
     tokens, hidden_size, inner = _sizes(operands)
     grad = operands["output_grad"].data
     assert grad is not None
@@ -259,17 +245,15 @@ def _run_phases(t: Mapping[str, Any], options: Mapping[str, Any], clamp_limits: 
     )
 
 
-def _run_2_31(operands: Mapping[str, TensorDescriptor], call: Call, run_with_lnc2: bool) -> MLPBackward:
-    """Run a backward with the arguments of release 2.31, whose options are checked here."""
-    config: MlpBwdMatmulConfig | None = call["matmul_config"]
-    check_records(call)
-    scale_rule(call["mx_scale_rule"])
+def _run_2_31(operands: Mapping[str, TensorDescriptor], kernel: KernelCall) -> MLPBackward:
+    """Check the configuration of a backward of release 2.31 and run it."""
+    launch = {name: kernel.call[name] for name in ("use_scale_packing", "matmul_config")}
+    config: MlpBwdMatmulConfig | None = launch["matmul_config"]
     if config is not None:
         for names in (PHASES, PROJECTIONS):
-            config.resolve(names, _sizes(operands), run_with_lnc2, "matmul_config.")
-    grads = run_backward(operands, step_options(call), call["clamp_limits"])
-    launch = {"run_with_lnc2": run_with_lnc2, "use_scale_packing": call["use_scale_packing"], "matmul_config": config}
-    note_launch("mlp_backward_mxfp8_base_nki", launch)
+            config.resolve(names, _sizes(operands), kernel.lnc2, "matmul_config.")
+    grads = run_backward(operands, kernel.step_options(), kernel.call["clamp_limits"])
+    note_launch("mlp_backward_mxfp8_base_nki", {"run_with_lnc2": kernel.lnc2} | launch)
     return grads
 
 
@@ -279,26 +263,23 @@ def _sizes(operands: Mapping[str, TensorDescriptor]) -> tuple[int, int, int]:
     return tokens, hidden_size, operands["gate_up_weights"].logical_shape[1] // 2
 
 
-def _describe(call: Call, run_with_lnc2: bool) -> dict[str, TensorDescriptor]:
+def _describe(kernel: KernelCall) -> dict[str, TensorDescriptor]:
     """Check the arguments of release 2.31 by name and describe its operands for :func:`run_backward`."""
+    call = kernel.call
     output_grad, hidden_states, down = call["output_grad"], call["hidden_states"], call["down_proj_weight"]
     check_dtype(output_grad, BF16, "output_grad")
-    check_dtype(hidden_states, BF16, "hidden_states")
-    check_shape(hidden_states, (None, None), "[S, H]", "hidden_states")
-    tokens, hidden_size = hidden_states.shape
+    tokens, hidden_size = check_buffer(hidden_states, (None, None), "[S, H]", "hidden_states").shape
     check_shape(output_grad, (tokens, hidden_size), "[S, H]", "output_grad")
     _check_presence(call)
-    tds = {name: describe(call, name, name, "[2I, H]", BF16) for name in _PREPARED if call[name] is not None}
+    tds = {name: kernel.describe(name, name, "[2I, H]", BF16) for name in _PREPARED if call[name] is not None}
     gate_up = tds["gate_up_weights"]
     both = gate_up.logical_shape[1]
     check_multiple(both, 2, "2I of gate_up_weights", "gate rows, then up rows")
     inner = both // 2
-    even = {"S of hidden_states": tokens, "H of output_grad": hidden_size, "I of gate_up_weights": inner}
-    check_even(even, run_with_lnc2)
+    kernel.check_even({"S of hidden_states": tokens, "H of output_grad": hidden_size, "I of gate_up_weights": inner})
     check_multiple(hidden_size, 128, "H of hidden_states", "output_grad is always raw, and phase 1 contracts over H")
     check_logical(gate_up, hidden_size, both, "[2I, H]", "gate_up_weights")
-    rule = "tokens are the contraction axis of the weight gradients"
-    check_multiple(tokens, 128, "S of hidden_states", rule)
+    check_multiple(tokens, 128, "S of hidden_states", "tokens are the contraction axis of the weight gradients")
     check_multiple(inner, 128, "I of gate_up_weights", "the kernel quantizes d_gate and d_up along I")
     transposes = {
         "gate_up_weight_T": (both, hidden_size, "[H, 2I]", call["gate_up_weights"]),
@@ -309,17 +290,17 @@ def _describe(call: Call, run_with_lnc2: bool) -> dict[str, TensorDescriptor]:
     for name, (K, F, shape, _) in transposes.items():
         if name in tds:
             check_logical(tds[name], K, F, shape, name)
-    if down is not None:
-        check_buffer(down, (hidden_size, inner), "[H, I]", "down_proj_weight")
     kept = [name for name in CHECKPOINTS if call[name] is not None]
-    for name in kept:
-        check_buffer(call[name], (tokens, inner), "[S, I]", name)
+    buffers = {"down_proj_weight": "[H, I]"} | dict.fromkeys(kept, "[S, I]")
+    for name, shape in buffers.items():
+        if call[name] is not None:
+            check_buffer(call[name], (hidden_size if shape == "[H, I]" else tokens, inner), shape, name)
     check_same_device({name: value for name, value in call.items() if isinstance(value, Tensor)})
     made = {name: TensorDescriptor(tensor.t()) for name, (*_, tensor) in transposes.items() if name not in tds}
     return tds | made | {name: TensorDescriptor(call[name]) for name in ("output_grad", "hidden_states", *kept)}
 
 
-def _check_presence(call: Call) -> None:
+def _check_presence(call: Mapping[str, Any]) -> None:
     """Which tensors have to be given, and which only together."""
     given = {name for name, value in call.items() if value is not None}
 

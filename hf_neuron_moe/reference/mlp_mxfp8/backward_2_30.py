@@ -14,21 +14,16 @@ from torch import Tensor
 
 from hf_neuron_moe.checks import check_multiple, check_same_device
 from hf_neuron_moe.errors import public
-from hf_neuron_moe.reference.described_operand import TensorDescriptor
-from hf_neuron_moe.reference.launch_record import note_launch, scheduling
+from hf_neuron_moe.reference.described_operand import TensorDescriptor, check_raw_axis
 from hf_neuron_moe.reference.mlp_mxfp8.backward import MLPBackward, run_backward
 from hf_neuron_moe.reference.mlp_mxfp8.matmul_config import get_backward_config_for_shape
 from hf_neuron_moe.reference.mlp_mxfp8.operand_checks import (
     BF16,
+    KernelCall,
     check_buffer,
-    check_even,
     check_logical,
     check_no_mix_at_384,
-    check_raw_axis,
-    describe,
-    scale_rule,
 )
-from hf_neuron_moe.reference.mlp_mxfp8.recompute import step_options
 
 get_config_for_shape = get_backward_config_for_shape
 """Upstream's name for it in the backward's module."""
@@ -111,35 +106,34 @@ def mlp_backward_mxfp8_nki_2_30(
       prepared operands are never mixed on a contraction of 384 (d_gate, d_up and their transposes are always raw).
     * mx_scale_rule: ``"neuron"`` (nki 0.5 and later) or ``"floor"`` (earlier), for everything quantized here.
     """
-    call = dict(locals())
-    options = scheduling(call)
-    scale_rule(mx_scale_rule)
+    kernel = KernelCall("mlp_backward_mxfp8_nki_2_30", locals())
+    call = kernel.call
     tds = {
-        name: describe(call, name, prefix, f"[{free}, {contraction}]", BF16)
+        name: kernel.describe(name, prefix, f"[{free}, {contraction}]", BF16)
         for name, (prefix, contraction, free) in _OPERANDS.items()
     }
     kept = {name: call[name] for name in ("gate_pre", "gate_act", "up", "hidden") if call[name] is not None}
-    sizes = _check_operands(tds, kept, run_with_lnc2)
+    sizes = _check_operands(kernel, tds, kept)
     scratch = {name.removesuffix("_scratch"): tensor for name, tensor in call.items() if name.endswith("_scratch")}
     for name, tensor in scratch.items():
         rows, columns = ("2I", "S") if name.endswith("_T") else ("S", "I")
         check_buffer(tensor, (sizes[rows], sizes[columns]), f"[{rows}, {columns}]", f"{name}_scratch")
     check_same_device({name: value for name, value in call.items() if isinstance(value, Tensor)})
-    note_launch("mlp_backward_mxfp8_nki_2_30", options)
+    kernel.launch()
     described = tds | {name: TensorDescriptor(tensor) for name, tensor in kept.items()}
     operands = {_RENAMED.get(name, name): td for name, td in described.items()}
     buffers = {_RENAMED.get(name, name): tensor for name, tensor in scratch.items()}
     with torch.no_grad():
-        return run_backward(operands, step_options(call), buffers=buffers)
+        return run_backward(operands, kernel.step_options(), buffers=buffers)
 
 
-def _check_operands(tds: dict[str, TensorDescriptor], kept: dict[str, Tensor], run_with_lnc2: bool) -> dict[str, int]:
+def _check_operands(kernel: KernelCall, tds: dict[str, TensorDescriptor], kept: dict[str, Tensor]) -> dict[str, int]:
     """Check the nine operands and the checkpoints against each other and the rules; return S, H, I and 2I."""
     sizes = _sizes(tds)
     for name, (_, contraction, free) in _OPERANDS.items():
         check_logical(tds[name], sizes[contraction], sizes[free], f"[{free}, {contraction}]", name)
     even = {"output_hidden_states_grad": "S", "down_proj_weight_T": "I", "output_grad_T": "H"}
-    check_even({f"{axis} of {name}": sizes[axis] for name, axis in even.items()}, run_with_lnc2)
+    kernel.check_even({f"{axis} of {name}": sizes[axis] for name, axis in even.items()})
     # Products by their contraction axis. d_gate, d_up and their transposes are always raw.
     products = [
         ("output_hidden_states_grad", "down_proj_weight_T", "H"),
@@ -150,8 +144,9 @@ def _check_operands(tds: dict[str, TensorDescriptor], kept: dict[str, Tensor], r
     ]
     if not {"gate_pre", "up"} <= kept.keys():
         products.append(("hidden_states", "gate_up_weights", "H"))
-    for name in (name for *names, axis in products if axis == "H" for name in names):
-        check_raw_axis(tds[name], "H", name)
+    for *names, axis in products:
+        for name in names if axis == "H" else ():
+            check_raw_axis(tds[name], "H", name)
     rule = "the kernel always quantizes d_gate and d_up along I itself"
     check_multiple(sizes["I"], 128, "I of down_proj_weight_T", rule)
     rule = "the kernel always quantizes the transposes of d_gate and d_up along S itself"

@@ -20,22 +20,16 @@ from torch import Tensor
 from hf_neuron_moe.backends.torch.compute import call_scratch
 from hf_neuron_moe.checks import Rule, check_flags, check_multiple, check_rules, check_same_device
 from hf_neuron_moe.errors import ConfigError, public
-from hf_neuron_moe.reference.described_operand import MXOperand, TensorDescriptor
-from hf_neuron_moe.reference.launch_record import note_launch, scheduling
+from hf_neuron_moe.reference.described_operand import MXOperand, TensorDescriptor, check_raw_axis
 from hf_neuron_moe.reference.mlp_mxfp8.matmul_config import get_forward_config_for_shape
 from hf_neuron_moe.reference.mlp_mxfp8.operand_checks import (
     BF16,
     STORED,
-    Call,
-    StepCall,
+    KernelCall,
     check_buffer,
-    check_even,
     check_grouping,
     check_logical,
     check_no_mix_at_384,
-    check_raw_axis,
-    describe,
-    scale_rule,
 )
 from hf_neuron_moe.reference.mlp_mxfp8.product_tiles import gate_up_tiles, product_tiles
 
@@ -87,20 +81,20 @@ def mlp_forward_mxfp8(
     * mx_scale_rule: block scales of what is quantized here: ``"neuron"`` (nki 0.5 and later, ``2^(emax - 7)``) or
       ``"floor"`` (earlier, ``2^(emax - 8)``).
     """
-    call = dict(locals())
-    saves = ("save_gate_pre", "save_gate_act", "save_up", "save_hidden")
+    kernel = KernelCall("mlp_forward_mxfp8", locals())
+    call, saves = kernel.call, ("save_gate_pre", "save_gate_act", "save_up", "save_hidden")
     expected = "True or False: this function returns what it saves"
     fix = "Pass True, or call mlp_forward_mxfp8_nki, which fills its caller's buffers."
     check_rules(Rule(not isinstance(call[name], Tensor), name, expected, "a tensor", fix) for name in saves)
-    check_flags({name: call[name] for name in (*saves, "use_scale_packing")})
-    tds = _describe(call)
+    check_flags({name: call[name] for name in saves})
+    tds = _describe(kernel)
     tokens, hidden_size, inner = _check_operands(tds, dtype)
     kept = {"gate_pre": save_gate_pre, "gate_act": save_gate_act, "up": save_up}
     kept["product"] = save_hidden and dtype != torch.bfloat16
     saved = {name: hidden.new_empty(tokens, inner, dtype=dtype) for name, want in kept.items() if want}
     intermediate = hidden.new_empty(tokens, inner, dtype=torch.bfloat16)
     output = hidden.new_empty(tokens, hidden_size, dtype=dtype)
-    _run(_operands(tds, mx_scale_rule), intermediate, output, saved, slice(0, tokens))
+    _run(_operands(tds, kernel), intermediate, output, saved, slice(0, tokens))
     product = saved.get("product", intermediate) if save_hidden else None
     return MLPForward(output, saved.get("gate_pre"), saved.get("gate_act"), saved.get("up"), product)
 
@@ -144,22 +138,20 @@ def mlp_forward_mxfp8_nki(
     Upstream is silent and wrong about scales in the other layout, operands that do not fit each other and mixed modes
     at a contraction of 384, and ignores fp8_x4_dtype: all of these are errors here.
     """
-    call = dict(locals())
-    options = scheduling(call)
-    scale_rule(mx_scale_rule)
-    tds = _describe(call)
-    check_even({"S of hidden": tds["hidden"].logical_shape[1]}, run_with_lnc2)
+    kernel = KernelCall("mlp_forward_mxfp8_nki", locals())
+    call, tds = kernel.call, _describe(kernel)
+    kernel.check_even({"S of hidden": tds["hidden"].logical_shape[1]})
     tokens, hidden_size, inner = _check_operands(tds, dtype)
     saves = ("save_gate_pre", "save_gate_act", "save_up")
     given = ["intermediate_hbm", *(name for name in (*saves, "save_hidden") if call[name] is not None)]
     for name in given:
         check_buffer(call[name], (tokens, inner), "[S, I]", name, STORED if name in saves else BF16)
     check_same_device({name: call[name] for name in ("hidden", *given)})
-    note_launch("mlp_forward_mxfp8_nki", options)
+    kernel.launch()
     output = hidden.new_empty(tokens, hidden_size, dtype=dtype)
     saved = {name.removeprefix("save_"): call[name] for name in given if name in saves}
     intermediate = intermediate_hbm if save_hidden is None else save_hidden
-    _run(_operands(tds, mx_scale_rule), intermediate, output, saved, slice(0, tokens))
+    _run(_operands(tds, kernel), intermediate, output, saved, slice(0, tokens))
     return output
 
 
@@ -193,7 +185,7 @@ def compute_fused_gate_up_down_mxfp8(
     * int_td (bf16 ``[S, I]``) and output_td (``[S, H]`` of `dtype`, bf16 or fp32): this core's rows are overwritten.
     * save_gate_pre_td, save_gate_act_td, save_up_td: ``[S, I]`` bf16 or fp32, likewise; None is not kept.
     """
-    step = StepCall("compute_fused_gate_up_down_mxfp8", locals(), lone_384=True)
+    step = KernelCall("compute_fused_gate_up_down_mxfp8", locals(), lone_384=True)
     names = ("hidden_td", "gate_up_td", "down_w_td")
     operands = [step.operand(name) for name in names]
     tokens, hidden_size, inner = _check_operands({name: step.call[name] for name in names}, dtype)
@@ -208,19 +200,15 @@ def compute_fused_gate_up_down_mxfp8(
     _run(operands, intermediate, output, saved, rows)
 
 
-def _describe(call: Call) -> dict[str, TensorDescriptor]:
+def _describe(kernel: KernelCall) -> dict[str, TensorDescriptor]:
     """Check and describe the operands among the arguments of a whole forward."""
-    return {
-        "hidden": describe(call, "hidden", "hidden", "[S, H]"),
-        "gate_up_weights": describe(call, "gate_up_weights", "gate_up", "[2I, H]"),
-        "down_weights": describe(call, "down_weights", "down", "[H, I]"),
-    }
+    shapes = {"hidden": "[S, H]", "gate_up_weights": "[2I, H]", "down_weights": "[H, I]"}
+    return {name: kernel.describe(name, name.removesuffix("_weights"), shape) for name, shape in shapes.items()}
 
 
-def _operands(tds: Mapping[str, TensorDescriptor], mx_scale_rule: str) -> list[MXOperand]:
+def _operands(tds: Mapping[str, TensorDescriptor], kernel: KernelCall) -> list[MXOperand]:
     """Return the operands as the engine loads them."""
-    rule = scale_rule(mx_scale_rule)
-    return [MXOperand(td, argument=name, lone_384=True, rule=rule) for name, td in tds.items()]
+    return [MXOperand(td, argument=name, lone_384=True, rule=kernel.rule) for name, td in tds.items()]
 
 
 def _check_operands(tds: Mapping[str, TensorDescriptor], dtype: torch.dtype) -> tuple[int, int, int]:

@@ -14,8 +14,8 @@ from dataclasses import dataclass, fields, replace
 import torch
 
 from hf_neuron_moe.checks import Rule, check_flags, check_record, check_rules
-from hf_neuron_moe.errors import ConfigError, public
-from hf_neuron_moe.formats.constants import SwizzleScheme, unknown_name
+from hf_neuron_moe.errors import ConfigError, not_one_of, public
+from hf_neuron_moe.formats.constants import SwizzleScheme
 from hf_neuron_moe.reference.launch_record import check_positive_int
 
 TILE_M = 128  # rows of a tile: the tensor engine's partitions
@@ -67,10 +67,8 @@ class MatmulMxfp8KernelConfig:
             load, block = getattr(self, f"TILES_IN_LOAD_{axis}"), getattr(self, f"TILES_IN_BLOCK_{axis}")
             if load is not None:
                 check_positive_int(f"TILES_IN_LOAD_{axis}", load)
-                expected, fix = (
-                    f"a divisor of TILES_IN_BLOCK_{axis} = {block}",
-                    "A block is loaded in whole groups of tiles.",
-                )
+                expected = f"a divisor of TILES_IN_BLOCK_{axis} = {block}"
+                fix = "A block is loaded in whole groups of tiles."
                 check_rules([Rule(block % load == 0, f"TILES_IN_LOAD_{axis}", expected, load, fix)])
         flags = {each.name for each in fields(self) if isinstance(each.default, bool)}
         flags |= set() if self.lnc_2_shard_rhs is None else {"lnc_2_shard_rhs"}
@@ -80,7 +78,7 @@ class MatmulMxfp8KernelConfig:
         allowed |= {"float8_dtype": ["float8_e4m3fn"], "quant_scheme": [SwizzleScheme.WRAPX.value]}
         for name, values in allowed.items():
             if getattr(self, name) not in values:
-                raise unknown_name(getattr(self, name), values, argument=name)
+                raise not_one_of(name, getattr(self, name), values)
         dtype = self.output_dtype
         known = dtype is None or isinstance(dtype, torch.dtype)
         check_rules([Rule(known, "output_dtype", "None or a torch.dtype", repr(dtype), "For example torch.bfloat16.")])
@@ -138,17 +136,14 @@ class MlpBwdMatmulConfig:
         check_flags({"run_with_lnc2": lnc2})
         (S, H, inner), cores = problem, 2 if lnc2 else 1
         sizes = {
-            "recompute_gate": (S // cores, H, inner),
-            "recompute_up": (S // cores, H, inner),
-            "phase1_down_proj": (S // cores, H, inner),
+            **dict.fromkeys(("recompute_gate", "recompute_up", "phase1_down_proj"), (S // cores, H, inner)),
             "phase2_hidden_grad": (S // cores, 2 * inner, H),
             "phase3_wgrad": (2 * inner // cores, S, H),
             "phase4_wgrad": (H // cores, S, inner),
         }
-        found = []
         for name in names:
             check_config(getattr(self, name), sizes[name], argument=f"{prefix}{name}")
-            found.append(getattr(self, name) or automatic_config(*sizes[name], run_with_lnc2=lnc2))
+        found = [getattr(self, name) or automatic_config(*sizes[name], run_with_lnc2=lnc2) for name in names]
         if names == PROJECTIONS:
             check_shared_hidden_tiles(found[0], found[1], arguments=tuple(f"{prefix}{name}" for name in names))
         return tuple(found)
@@ -189,15 +184,12 @@ def automatic_config(M: int, K: int, N: int, *, run_with_lnc2: bool = True) -> M
     )  # fmt: skip
 
 
-Counts = tuple[int, int, int]
-
-
 class _TileCounts:
     """Rows of tile counts by matmul: tiles of 128 x 512 x 512 per block along M, N and K."""
 
     def as_arguments(self) -> dict[str, int]:
-        """Return the tile arguments of the kernel function, ``mlp_forward_mxfp8_nki`` or the 2.30 backward."""
-        counts: dict[str, Counts] = vars(self)
+        """Return the tile arguments of ``mlp_forward_mxfp8_nki`` or the 2.30 backward."""
+        counts: dict[str, Sizes] = vars(self)
         return {f"{name}_tiles_{axis}": count for name, three in counts.items() for axis, count in zip("mnk", three)}
 
 
@@ -205,19 +197,19 @@ class _TileCounts:
 class MlpFwdConfig(_TileCounts):
     """Tiles per block (M, N, K) of the forward's matmuls; the defaults are those of the upstream record."""
 
-    gate_up: Counts = (8, 2, 8)
-    down: Counts = (8, 4, 8)
+    gate_up: Sizes = (8, 2, 8)
+    down: Sizes = (8, 4, 8)
 
 
 @dataclass(frozen=True)
 class MlpBwdConfig(_TileCounts):
     """Tiles per block (M, N, K) of the 2.30 backward's matmuls; the defaults are those of the upstream record."""
 
-    phase1: Counts = (8, 4, 8)
-    phase2: Counts = (8, 4, 8)
-    phase3: Counts = (4, 2, 8)
-    phase4: Counts = (4, 2, 8)
-    recompute: Counts = (8, 1, 8)
+    phase1: Sizes = (8, 4, 8)
+    phase2: Sizes = (8, 4, 8)
+    phase3: Sizes = (4, 2, 8)
+    phase4: Sizes = (4, 2, 8)
+    recompute: Sizes = (8, 1, 8)
 
 
 _FORWARD = {
@@ -228,20 +220,18 @@ _FORWARD = {
     (4096, 5120, 6400): MlpFwdConfig((8, 1, 8), (8, 8, 1)),
     (4096, 5120, 3200): MlpFwdConfig((8, 1, 8), (8, 8, 1)),
 }
-_WIDE = MlpBwdConfig((8, 4, 8), (8, 4, 8), (8, 2, 8), (8, 4, 8), (8, 4, 8))
 _BACKWARD = {
-    (4096, 4096, 12288): _WIDE,
-    (4096, 4096, 6144): _WIDE,
+    (4096, 4096, 12288): MlpBwdConfig((8, 4, 8), (8, 4, 8), (8, 2, 8), (8, 4, 8), (8, 4, 8)),
+    (4096, 4096, 6144): MlpBwdConfig((8, 4, 8), (8, 4, 8), (8, 2, 8), (8, 4, 8), (8, 4, 8)),
     (4096, 4096, 3072): MlpBwdConfig((8, 3, 8), (8, 4, 3), (4, 2, 8), (8, 3, 8), (8, 3, 8)),
     (4096, 4096, 1536): MlpBwdConfig((8, 3, 8), (8, 8, 2), (2, 4, 8), (8, 3, 8), (8, 3, 8)),
 }
 
 
 def get_forward_config_for_shape(seq_len: int, hidden_size: int, intermediate_size: int, lnc: int = 2) -> MlpFwdConfig:
-    """Return the forward's tile counts: the recorded ones of six shapes, otherwise the automatic rule.
+    """Return the forward's tile counts for S, H, I and 1 or 2 cores that share S: recorded ones for six shapes.
 
-    Automatic: M the largest of 16, 8, 4, 2, 1 that divides the row tiles of one core, N all column tiles, K one. The
-    sizes are S, H and I; lnc is the cores that share S, 1 or 2.
+    Otherwise: M the largest of 16, 8, 4, 2, 1 that divides the row tiles of one core, N all column tiles, K one.
     """
     _check_shape(seq_len, hidden_size, intermediate_size, lnc)
     if recorded := _FORWARD.get((seq_len, hidden_size, intermediate_size)):
@@ -252,10 +242,9 @@ def get_forward_config_for_shape(seq_len: int, hidden_size: int, intermediate_si
 
 
 def get_backward_config_for_shape(seq_len: int, hidden_size: int, intermediate_size: int, lnc: int = 2) -> MlpBwdConfig:
-    """Return the 2.30 backward's tile counts: the recorded ones of four shapes, otherwise the automatic rule.
+    """Return the 2.30 backward's tile counts: recorded ones for four shapes, with K lowered until it divides its tiles.
 
-    Recorded K counts are lowered until they divide the K tiles. Automatic: M as in the forward, N the largest of 4, 2,
-    1 that divides the column tiles, K one. Arguments as :func:`get_forward_config_for_shape`.
+    Otherwise: M as in the forward, N the largest of 4, 2, 1 that divides the column tiles, K one.
     """
     _check_shape(seq_len, hidden_size, intermediate_size, lnc)
     S, H, inner = seq_len, hidden_size, intermediate_size

@@ -1,12 +1,11 @@
-"""What the MXFP8 MLP functions share: operands checked under their arguments' names, and the call of one step.
+"""What the MXFP8 MLP functions share: one call with its arguments, and operands checked under the arguments' names.
 
-A documented function hands its arguments on as one mapping of names (`call`, its ``locals()``), from which its operands
-are described here. Letters: F free axis, K contraction axis.
+Letters: F free axis, K contraction axis.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,33 +27,8 @@ from hf_neuron_moe.reference.launch_record import note_launch, scheduling
 from hf_neuron_moe.reference.mlp_mxfp8.matmul_config import TILE_K, MlpBwdMatmulConfig
 from hf_neuron_moe.reference.moe_types import ClampLimits
 
-Call = Mapping[str, Any]
-"""Arguments of a documented function by name."""
-
 BF16 = (torch.bfloat16,)
 STORED = (torch.bfloat16, torch.float32)  # dtypes of results: the device's, and fp32 to see the accumulators
-
-
-def describe(
-    call: Call, argument: str, prefix: str, raw_shape: str, raw_dtypes: tuple[torch.dtype, ...] = RAW_DTYPES
-) -> TensorDescriptor:
-    """Check one operand under its argument's name and describe it.
-
-    Its scales are ``{prefix}_scales``. `raw_shape`, in words, and `raw_dtypes` are for an operand without, which is not
-    ``{prefix}_is_swizzled``.
-    """
-    data, scales, swizzled = call[argument], call.get(f"{prefix}_scales"), call.get(f"{prefix}_is_swizzled", False)
-    quantized = scales is not None
-    check_flags({f"{prefix}_is_swizzled": swizzled})
-    if not quantized and not swizzled:
-        check_dtype(data, raw_dtypes, argument)
-        check_shape(data, (None, None), raw_shape, argument)
-    check_layout(data, swizzled=swizzled or quantized, quantized=quantized, argument=argument)
-    if scales is not None:
-        check_scales(scales, *logical_shape(data, swizzled=True), argument=f"{prefix}_scales")
-    td = TensorDescriptor(data, scales, swizzled)
-    check_packing(td, call["use_scale_packing"], f"{prefix}_scales")
-    return td
 
 
 def check_packing(td: TensorDescriptor, use_scale_packing: bool, argument: str) -> None:
@@ -82,10 +56,7 @@ def check_descriptor(td: object, argument: str) -> None:
 
 
 def check_grouping(operands: Mapping[str, MXOperand]) -> None:
-    """Raise ConfigError for operands of one product whose last 384 contraction elements are grouped differently.
-
-    ``fast_dma_transpose`` groups a remainder of 384 as one tile, every other loader as 256 + 128.
-    """
+    """Raise ConfigError where ``fast_dma_transpose`` groups a remainder of 384 as one tile for one operand only."""
     K = next(iter(operands.values())).K
     if K % TILE_K == 384 and len({operand.scheme for operand in operands.values()}) > 1:
         name = next(name for name, operand in operands.items() if operand.td.fast_dma_transpose)
@@ -95,10 +66,9 @@ def check_grouping(operands: Mapping[str, MXOperand]) -> None:
 
 
 def check_no_mix_at_384(operands: Mapping[str, TensorDescriptor], K: int) -> None:
-    """Raise ConfigError for raw and host-prepared operands of one product with K of exactly 384.
+    """Raise ConfigError for a product of raw and prepared operands with K of exactly 384, which pairs other elements.
 
-    The kernel groups a raw operand with K = 384 as one tile, host-prepared data are 256 + 128: the products would pair
-    other elements (nki-library 2.30 forward and backward).
+    The kernel groups a raw one as one tile, prepared data are 256 + 128 (nki-library 2.30 forward and backward).
     """
     raw = [name for name, td in operands.items() if td.is_raw]
     prepared = [name for name in operands if name not in raw]
@@ -117,62 +87,76 @@ def check_logical(td: TensorDescriptor, K: int, F: int, names: str, argument: st
         raise ShapeError.about(argument, f"of shape {names} = [{F}, {K}]{layout}", got, fix)
 
 
-def check_raw_axis(td: TensorDescriptor, name: str, argument: str) -> None:
-    """Raise ShapeError for a raw operand whose contraction axis, called `name`, is no multiple of 128."""
-    if td.is_raw:
-        rule = "needed by the transposing loader while this operand is neither swizzled nor quantized"
-        check_multiple(td.logical_shape[0], 128, f"{name} of {argument}", rule)
-
-
-def check_records(call: Call) -> None:
-    """Raise ConfigError for clamp limits and a matmul configuration, where `call` has them, of another type."""
-    check_record(call.get("clamp_limits"), ClampLimits, "clamp_limits")
-    check_record(call.get("matmul_config"), MlpBwdMatmulConfig, "matmul_config")
-
-
-def scale_rule(mx_scale_rule: str) -> ScaleRule:
-    """Resolve the block scale rule's name (ConfigError for an unknown one)."""
-    return choose(ScaleRule, mx_scale_rule, argument="mx_scale_rule")
-
-
-def check_even(sizes: Mapping[str, int], run_with_lnc2: bool) -> None:
-    """Raise ShapeError for odd sizes, by name, that two cores cannot share."""
-    if run_with_lnc2:
-        for name, size in sizes.items():
-            check_multiple(size, 2, name, "run_with_lnc2 halves it")
-
-
 def check_buffer(
-    buffer: Tensor | None, shape: tuple[int, int], names: str, argument: str, dtypes: tuple[torch.dtype, ...] = BF16
+    buffer: Tensor | None,
+    shape: Sequence[int | None],
+    names: str,
+    argument: str,
+    dtypes: tuple[torch.dtype, ...] = BF16,
 ) -> Tensor:
-    """Return a tensor of `dtypes` and `shape`, in words `names`; raise DTypeError or ShapeError for anything else."""
+    """Return a tensor of `dtypes` and of `shape` (in words `names`); raise for anything else."""
     checked: Tensor = buffer  # type: ignore[assignment]  # the next line refuses None
     check_dtype(checked, dtypes, argument)
     check_shape(checked, shape, names, argument)
     return checked
 
 
-class StepCall:
-    """One call of a documented step: its arguments are checked when asked for, its launch is recorded after that.
+class KernelCall:
+    """One call of a documented function, whose options are checked here; `call` are its arguments, its ``locals()``.
 
-    `bf16` is for a step that takes no other `dtype`: the rule in words, and what to do. `lone_384` says whether the
-    step groups a raw contraction of exactly 384 as one tile, where `call` does not.
+    `bf16` is for a function that takes no other `dtype`: the rule in words, and what to do. `lone_384` says whether it
+    groups a raw contraction of exactly 384 as one tile, where `call` does not.
     """
 
-    def __init__(self, kernel: str, call: Call, bf16: tuple[str, str] | None = None, lone_384: bool = False) -> None:
+    def __init__(
+        self, kernel: str, call: Mapping[str, Any], bf16: tuple[str, str] | None = None, lone_384: bool = False
+    ) -> None:
         self.call = dict(call)
-        self.lnc2: bool = call["run_with_lnc2"]
+        self.lnc2: bool = call.get("run_with_lnc2", False)
         self.lone_384: bool = call.get("lone_384", lone_384)
-        self.rule = scale_rule(call.get("mx_scale_rule", ScaleRule.NEURON))
+        self.rule = choose(ScaleRule, call.get("mx_scale_rule", ScaleRule.NEURON), argument="mx_scale_rule")
         self._launch = kernel, scheduling(call)
         check_flags({"lone_384": self.lone_384})
-        check_records(call)
+        check_record(call.get("clamp_limits"), ClampLimits, "clamp_limits")
+        check_record(call.get("matmul_config"), MlpBwdMatmulConfig, "matmul_config")
         if bf16 is not None and call["dtype"] != torch.bfloat16:
             raise ConfigError.about("dtype", bf16[0], str(call["dtype"]), bf16[1])
 
     def launch(self) -> None:
         """Record the launch: every check is done."""
         note_launch(*self._launch)
+
+    def check_even(self, sizes: Mapping[str, int]) -> None:
+        """Raise ShapeError for odd sizes, by name, that two cores cannot share."""
+        for name, size in sizes.items() if self.lnc2 else ():
+            check_multiple(size, 2, name, "run_with_lnc2 halves it")
+
+    def step_options(self) -> dict[str, Any]:
+        """Return what a whole backward passes to each of its steps, which are for both cores."""
+        defaults = {"fp8_x4_dtype": torch.float8_e4m3fn, "spill_reload": True, "use_scale_packing": True}
+        options = {name: self.call.get(name, default) for name, default in defaults.items()}
+        return options | {"run_with_lnc2": False, "mx_scale_rule": self.rule}
+
+    def describe(
+        self, argument: str, prefix: str, raw_shape: str, raw_dtypes: tuple[torch.dtype, ...] = RAW_DTYPES
+    ) -> TensorDescriptor:
+        """Check the operand in tensor `argument` under its name and describe it.
+
+        Its scales are ``{prefix}_scales``. `raw_shape`, in words, and `raw_dtypes` are for an operand without, which is
+        not ``{prefix}_is_swizzled``.
+        """
+        data, scales = self.call[argument], self.call.get(f"{prefix}_scales")
+        quantized, swizzled = scales is not None, self.call.get(f"{prefix}_is_swizzled", False)
+        check_flags({f"{prefix}_is_swizzled": swizzled})
+        if not quantized and not swizzled:
+            check_dtype(data, raw_dtypes, argument)
+            check_shape(data, (None, None), raw_shape, argument)
+        check_layout(data, swizzled=swizzled or quantized, quantized=quantized, argument=argument)
+        if scales is not None:
+            check_scales(scales, *logical_shape(data, swizzled=True), argument=f"{prefix}_scales")
+        td = TensorDescriptor(data, scales, swizzled)
+        check_packing(td, self.call["use_scale_packing"], f"{prefix}_scales")
+        return td
 
     def operand(self, name: str) -> MXOperand:
         """Return the operand in argument `name`."""
@@ -203,7 +187,7 @@ class StepCall:
 
     def rows(self, argument: str, size: int, base: int | None = None) -> slice:
         """Return the rows of this core: from `base`, or what `argument` says, half of `size` under LNC2, else all."""
-        check_even({"rows of S": size}, self.lnc2)
+        self.check_even({"rows of S": size})
         length = size // 2 if self.lnc2 else size
         base = self.call[argument] if base is None else base
         if isinstance(base, bool) or not isinstance(base, int) or not 0 <= base <= size - length:

@@ -8,10 +8,10 @@ Legend: S tokens, H hidden, I intermediate; G = dL/dY ``[S, H]``. ``Q_K`` quanti
     3  [dWg; dWu] = Q_S([d_gate, d_up]^T) Q_S(X^T)^T
     4  dWd = Q_S(G^T) Q_S(intermediate^T)^T
 
-Each function fills its output descriptors' tensors and returns nothing, as upstream's do. With ``run_with_lnc2`` it
-does the share of one core; the whole backward calls it once for everything. `mx_scale_rule` is the block scale rule of
-what a phase quantizes itself (``"neuron"``, or ``"floor"`` of earlier releases), `config` is for the M, K, N of one
-core's product, and `lone_384` groups a raw K of 384 as release 2.30 does.
+Each function fills its output descriptors' tensors. With ``run_with_lnc2`` it does the share of one core; the whole
+backward calls it once for everything. `mx_scale_rule` is the block scale rule of what a phase quantizes itself
+(``"neuron"``, or ``"floor"`` of earlier releases), `config` is for the M, K, N of one core's product, and `lone_384`
+groups a raw K of 384 as release 2.30 does.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hf_neuron_moe.checks import check_flags
 from hf_neuron_moe.errors import ConfigError, public
 from hf_neuron_moe.reference.described_operand import MXOperand, TensorDescriptor
 from hf_neuron_moe.reference.mlp_mxfp8.matmul_config import MatmulMxfp8KernelConfig, check_config
-from hf_neuron_moe.reference.mlp_mxfp8.operand_checks import STORED, StepCall, check_logical
+from hf_neuron_moe.reference.mlp_mxfp8.operand_checks import STORED, KernelCall, check_logical
 from hf_neuron_moe.reference.mlp_mxfp8.product_tiles import product_tiles
 from hf_neuron_moe.reference.moe_types import ClampLimits
 
@@ -81,7 +81,7 @@ def compute_phase1_down_proj_mm_grad_mxfp8(
     * clamp_limits: multiplies d_gate (d_up) by 0 where gate_pre (up) is not strictly inside the non-linear (linear)
       limits; NaN stays NaN. A value that the recompute saturated is ``bf16(limit)``, which may lie inside.
     """
-    step = StepCall("compute_phase1_down_proj_mm_grad_mxfp8", locals(), _BF16)
+    step = KernelCall("compute_phase1_down_proj_mm_grad_mxfp8", locals(), _BF16)
     grad, weight = step.pair("output_grad_td", "down_weight_td")
     tokens, inner = grad.F, weight.F
     saved = [step.buffer(name, (tokens, inner), "[S, I]") for name in ("gate_pre_td", "gate_act_td", "up_td")]
@@ -112,12 +112,12 @@ def _gate_up_grads(d_int: Tensor, parts: Sequence[Tensor], limits: ClampLimits, 
     torch.ops.aten.silu_backward.grad_input(one, gate, grad_input=factor)
     slope = scratch.get("mx_slope", shape, torch.bfloat16).copy_(factor)
     # bf16 times bf16 is exact in fp32: these products are rounded once.
-    d_act = slope.mul_(up)
     d_up.copy_(factor.copy_(gate_act).mul_(d_int))
-    d_gate.copy_(factor.copy_(d_act).mul_(d_int))
+    d_gate.copy_(factor.copy_(slope.mul_(up)).mul_(d_int))
     # Limits are compared in fp32, not rounded to bf16.
     mask_(d_gate, gate, limits.gate)
-    mask_(d_up, factor.copy_(up), limits.up)
+    if limits.up != (None, None):
+        mask_(d_up, factor.copy_(up), limits.up)
 
 
 @public
@@ -140,7 +140,7 @@ def compute_phase2_hidden_states_grad_mxfp8(
     * gate_up_weight_td: F = H, K = 2I (gate, then up: the fused weight's transpose). d_gate_up_td: raw, F = S, K = 2I.
     * hidden_states_grad_td: bf16 or fp32.
     """
-    step = StepCall("compute_phase2_hidden_states_grad_mxfp8", locals(), _BF16)
+    step = KernelCall("compute_phase2_hidden_states_grad_mxfp8", locals(), _BF16)
     pair = step.pair("d_gate_up_td", "gate_up_weight_td")
     _fill(step, "hidden_states_grad_td", "[S, H]", [pair], step.rows("s_base", pair[0].F))
 
@@ -164,12 +164,11 @@ def compute_phase2_hidden_states_grad_mxfp8_2_30(
 ) -> None:
     """Fill the rows from s_base on of dX ``[S, H]`` as release 2.30 does: K = I twice, gate first, one accumulator.
 
-    The values differ from :func:`compute_phase2_hidden_states_grad_mxfp8` unless I is a multiple of 512, where no
-    MX group reaches over the border of gate and up.
+    Values differ from release 2.31's unless I is a multiple of 512, where no MX group spans gate and up.
 
     * gate_weight_td, up_weight_td: F = H, K = I (transposes of the parameters). d_gate_td, d_up_td: raw, F = S, K = I.
     """
-    step = StepCall("compute_phase2_hidden_states_grad_mxfp8_2_30", locals(), _BF16, lone_384=True)
+    step = KernelCall("compute_phase2_hidden_states_grad_mxfp8_2_30", locals(), _BF16, lone_384=True)
     pairs = [step.pair("d_gate_td", "gate_weight_td"), step.pair("d_up_td", "up_weight_td")]
     check_logical(up_weight_td, *gate_weight_td.logical_shape, "[H, I]", "up_weight_td")
     check_logical(d_up_td, *d_gate_td.logical_shape, "[S, I]", "d_up_td")
@@ -197,7 +196,7 @@ def compute_phase3_gate_up_weight_grad_mxfp8(
     * hidden_states_T_td: F = H, K = S. grad_T_td: raw, F = 2I, K = S. weight_grad_td: bf16 or fp32.
     * core: under LNC2 core 0 makes the gate rows and core 1 the up rows; None (a host) makes both.
     """
-    step = StepCall("compute_phase3_gate_up_weight_grad_mxfp8", locals(), _BF16)
+    step = KernelCall("compute_phase3_gate_up_weight_grad_mxfp8", locals(), _BF16)
     pair = step.pair("grad_T_td", "hidden_states_T_td")
     both = pair[0].F
     rows = slice(0, both)
@@ -227,13 +226,13 @@ def compute_phase4_down_weight_grad_mxfp8(
 
     * output_grad_T_td: F = H, K = S. intermediate_T_td: F = I, K = S. down_weight_grad_td: bf16 or fp32.
     """
-    step = StepCall("compute_phase4_down_weight_grad_mxfp8", locals(), _BF16)
+    step = KernelCall("compute_phase4_down_weight_grad_mxfp8", locals(), _BF16)
     pair = step.pair("output_grad_T_td", "intermediate_T_td")
     _fill(step, "down_weight_grad_td", "[H, I]", [pair], step.rows("h_base", pair[0].F), left_k_major=True)
 
 
 def _fill(
-    step: StepCall,
+    step: KernelCall,
     out: str,
     names: str,
     pairs: Sequence[tuple[MXOperand, MXOperand]],

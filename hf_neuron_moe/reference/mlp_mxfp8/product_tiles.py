@@ -1,7 +1,7 @@
 """Products of MX operands, tile by tile: fp32 GEMMs of exact MX values.
 
-Letters: M rows of the result (F of the left operand), N its columns (F of the right one), K contraction axis. K is
-never cut: every sum is one fp32 GEMM, and operands are held in fp32 only for one tile.
+Letters: M rows of the result (F of the left operand), N columns (F of the right one), K contraction axis, never cut:
+every sum is one fp32 GEMM, and operands are held in fp32 only for one tile.
 """
 
 from __future__ import annotations
@@ -15,10 +15,7 @@ from hf_neuron_moe.backends.torch.compute import Scratch
 from hf_neuron_moe.reference.described_operand import MXOperand
 
 ROWS = 512  # rows of a tile; the elementwise work between two products touches this many rows of a few buffers
-
-COLUMNS = 2048
-"""Columns of a tile; more where K is short, so that left operands are brought in fewer times, less where it is long."""
-
+COLUMNS = 2048  # of a tile; more where K is short, so that left operands are loaded fewer times, less where it is long
 _RIGHT_ELEMENTS = 1 << 22  # elements of a right operand's tile up to which it is widened, 16 MiB of fp32
 _MOST_RIGHT_ELEMENTS = 1 << 24  # elements above which it is narrowed, 64 MiB
 
@@ -38,9 +35,9 @@ def product_tiles(
 ) -> Iterator[tuple[slice, slice, Tensor]]:
     """Yield the tiles of ``sum(left @ right^T for left, right in pairs)``, one fp32 accumulator for all pairs.
 
-    A tile is rows and columns of the result, and fp32 values, valid until the next one. All left operands have one F,
-    and all right ones. `rows` is the part of M to compute. `k_major` is the memory order of the left and the right
-    values: a property of the product, not of the operands' modes, so that all modes run the same GEMMs.
+    A tile is rows and columns of the result, and fp32 values, valid until the next one. `rows` is the part of M to
+    compute. `k_major` is the memory order of the left and the right values: a property of the product, not of the
+    operands' modes, so that all modes run the same GEMMs.
     """
     step = column_step(max(right.K for _, right in pairs))
     for width in cut(slice(0, pairs[0][1].F), step):
@@ -72,19 +69,15 @@ def gate_up_tiles(
     offsets = {name: offset for name, offset in (("gate", 0), ("up", inner)) if name in wanted}
     step = max(ROWS, column_step(gate_up.K) // 2 // ROWS * ROWS)
     for columns in cut(slice(0, inner), step):
-        weights = {
-            name: gate_up.load(
-                offset + columns.start, offset + columns.stop, k_major=False, scratch=scratch, name=f"mx_{name}_weight"
-            )
-            for name, offset in offsets.items()
-        }
+        weights = {}
+        for name, offset in offsets.items():
+            first, last = offset + columns.start, offset + columns.stop
+            weights[name] = gate_up.load(first, last, k_major=False, scratch=scratch, name=f"mx_{name}_weight")
         for part in cut(rows):
             x_RH = hidden.load(part.start, part.stop, k_major=False, scratch=scratch, name="mx_left")
-            shape = (part.stop - part.start, columns.stop - columns.start)
-            made = {
-                name: torch.mm(x_RH, weight_IH.t(), out=scratch.get(f"mx_{name}", shape, torch.float32))
-                for name, weight_IH in weights.items()
-            }
+            shape, made = (part.stop - part.start, columns.stop - columns.start), {}
+            for name, weight_IH in weights.items():
+                made[name] = torch.mm(x_RH, weight_IH.t(), out=scratch.get(f"mx_{name}", shape, torch.float32))
             yield part, columns, made
 
 

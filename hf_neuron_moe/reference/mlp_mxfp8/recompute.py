@@ -1,7 +1,7 @@
 """Phase 0 of the MXFP8 MLP backward: making checkpoints that were not kept (nki-library 2.30 and 2.31).
 
-Legend: S tokens, H hidden, I intermediate. What is made here is not bit for bit what the forward saved: the forward's
-gate_act and intermediate come from fp32 values, these from bf16 ones.
+Legend: S tokens, H hidden, I intermediate. These are not the forward's bits: its gate_act and intermediate come from
+fp32 values, those made here from bf16 ones.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from hf_neuron_moe.reference.mlp_mxfp8.matmul_config import (
     check_config,
     check_shared_hidden_tiles,
 )
-from hf_neuron_moe.reference.mlp_mxfp8.operand_checks import Call, StepCall
+from hf_neuron_moe.reference.mlp_mxfp8.operand_checks import KernelCall
 from hf_neuron_moe.reference.mlp_mxfp8.product_tiles import cut, gate_up_tiles
+from hf_neuron_moe.reference.moe_cte_saved import clamp_
 from hf_neuron_moe.reference.moe_types import ClampLimits
 
-_STEP_ELEMENTS = 1 << 18
+_STEP_ELEMENTS = 1 << 18  # of one elementwise step
 CHECKPOINTS = ("gate_pre", "gate_act", "up", "intermediate")
 """What the backward needs of the forward: bf16 ``[S, I]``, under the names of release 2.31."""
 _STORED = ("torch.bfloat16, the dtype of the checkpoints", "Pass bf16 buffers.")
@@ -60,7 +61,7 @@ def recompute_gate_up_projection(
     * gate_config, up_config: for M, K, N = S, H, I (half of S under LNC2), with the same tiles of the hidden states.
     * lone_384: group raw K = 384 as release 2.30 does.
     """
-    step = StepCall("recompute_gate_up_projection", locals(), _STORED)
+    step = KernelCall("recompute_gate_up_projection", locals(), _STORED)
     hidden, gate_up = step.pair("hidden_td", "gate_up_td", "[2I, H]")
     shape = (hidden.F, gate_up.F // 2)
     targets = step.optional_buffers({"gate": "gate_pre_td", "up": "up_td"}, shape)
@@ -78,9 +79,7 @@ def recompute_gate_up_projection(
     with torch.no_grad():
         for part, columns, made in gate_up_tiles(hidden, gate_up, scratch, rows=rows, wanted=targets):
             for name, values in made.items():
-                if bounds[name] != (None, None):
-                    values.clamp_(min=bounds[name][1], max=bounds[name][0])
-                targets[name][part, columns].copy_(values)
+                targets[name][part, columns].copy_(clamp_(values, *bounds[name]))
 
 
 @public
@@ -128,13 +127,6 @@ def recompute_hidden(
     recompute_intermediate(gate_act_td, up_td, hidden_td, s_base_offset, dtype, run_with_lnc2)
 
 
-def step_options(call: Call) -> dict[str, Any]:
-    """Return what a whole backward with these arguments passes to each of its steps, which are for both cores."""
-    defaults = {"fp8_x4_dtype": torch.float8_e4m3fn, "spill_reload": True, "use_scale_packing": True}
-    options = {name: call.get(name, default) for name, default in defaults.items()}
-    return options | {"run_with_lnc2": False, "mx_scale_rule": call["mx_scale_rule"]}
-
-
 def recompute_missing(
     found: dict[str, TensorDescriptor],
     buffers: Mapping[str, Tensor],
@@ -144,18 +136,17 @@ def recompute_missing(
 ) -> None:
     """Add the missing :data:`CHECKPOINTS` to `found`: projections first, then gate_act, then the intermediate.
 
-    `found` also has `hidden_states` and `gate_up_weights`, which are read only if a projection is missing. The device
-    then recomputes both and goes on using the one that was kept; here the one that nobody sees is left out. What is
-    recomputed goes to `buffers`, or is allocated; a kept projection is recomputed into its buffer too.
+    `found` also has `hidden_states` and `gate_up_weights`, which are read only if a projection is missing. What is
+    recomputed goes to `buffers`, or is allocated; a kept projection is recomputed into its buffer, where it has one,
+    as on the device, and used as it was kept.
     """
     hidden, gate_up, bf16 = found["hidden_states"], found["gate_up_weights"], torch.bfloat16
     shape = (hidden.logical_shape[1], gate_up.logical_shape[1] // 2)
-    assert hidden.data is not None
-    device = hidden.data.device
+    data = hidden.data
+    assert data is not None
 
     def target(name: str) -> TensorDescriptor:
-        empty = torch.empty(shape, dtype=bf16, device=device) if name not in buffers else buffers[name]
-        return TensorDescriptor(empty)
+        return TensorDescriptor(buffers[name] if name in buffers else data.new_empty(shape, dtype=bf16))
 
     if not {"gate_pre", "up"} <= found.keys():
         made = {name: target(name) for name in ("gate_pre", "up") if name not in found or name in buffers}
@@ -172,9 +163,9 @@ def recompute_missing(
         recompute_intermediate(found["gate_act"], found["up"], found["intermediate"], 0, bf16, False)
 
 
-def _elementwise(kernel: str, call: Call, target: str, *sources: str) -> tuple[list[slice], list[Tensor]]:
+def _elementwise(kernel: str, call: dict[str, Any], target: str, *sources: str) -> tuple[list[slice], list[Tensor]]:
     """Check an elementwise step; return the rows of this core in parts, then its target and its sources."""
-    step = StepCall(kernel, call, _STORED)
+    step = KernelCall(kernel, call, _STORED)
     shape = call[target].logical_shape[::-1]
     tensors = [step.buffer(name, shape, "[S, I]") for name in (target, *sources)]
     rows = step.rows("s_base_offset", shape[0])
