@@ -1,6 +1,4 @@
-"""What a backend is and computes; one is chosen once, visibly, from device and options.
-
-A new backend is a folder with a class of this protocol and a row in :data:`hf_neuron_moe.config.BACKENDS`.
+"""What a backend is: a folder with a class of this protocol, and a row in :data:`hf_neuron_moe.config.BACKENDS`.
 
 Legend: S or T tokens, H hidden, I intermediate, E experts, K experts per token, R = T * K token-expert pairs.
 """
@@ -15,7 +13,16 @@ from torch import Tensor
 
 from hf_neuron_moe.activation_policy import Keep, parse_keep
 from hf_neuron_moe.backends.mx_weights import MXExpertStack
-from hf_neuron_moe.backends.spec import BlockShape, BlockSpec, ExpertWeights, FFNWeights, Routing, Support, Wants
+from hf_neuron_moe.backends.spec import (
+    BackwardCall,
+    BlockShape,
+    BlockSpec,
+    ExpertWeights,
+    FFNWeights,
+    Routing,
+    Support,
+    Wants,
+)
 from hf_neuron_moe.errors import BackendUnavailableError
 
 NOTHING = parse_keep("")
@@ -26,6 +33,11 @@ Saved = tuple[Tensor, Tensor, Tensor, Tensor]
 
 Grads = tuple[Tensor, Tensor, Tensor, Tensor]
 """Gradients of a backward; those that nobody wants are empty."""
+
+
+def empty_saved(x: Tensor) -> Saved:
+    """Return what is saved where no policy asks for anything."""
+    return x.new_empty(0), x.new_empty(0), x.new_empty(0), x.new_empty(0)
 
 
 class Backend(Protocol):
@@ -62,6 +74,7 @@ class Backend(Protocol):
     @classmethod
     def unavailable_reason(cls, name: str) -> BackendUnavailableError | None:
         """Return the error that says why it cannot run here, or None."""
+        return None
 
     @classmethod
     def drop_weight_copies(cls, weights: Iterable[Tensor]) -> int:
@@ -70,17 +83,21 @@ class Backend(Protocol):
     @property
     def without_copies(self) -> Self:
         """The same backend for weights that are gathered for one call: it keeps no copies of them."""
+        return self
 
     def support(
         self, shape: BlockShape, spec: BlockSpec, *, tokens: int | None = None, training: bool = True
     ) -> Support:
         """Say whether forward and backward of a block are computed; with `tokens`, before a call, without the costs."""
+        return Support()
 
     def quantized_support(self, stack: MXExpertStack, *, tokens: int | None = None, training: bool = True) -> Support:
         """Say the same for a block with MX weights; without `training` its forward is enough."""
+        return Support()
 
     def describe_products(self, precision: str, device: torch.device) -> str:
         """Return in words how PyTorch multiplies where there are many rows; empty where kernels do."""
+        return ""
 
     def fake_saved(self, x: Tensor, shape: BlockShape, spec: BlockSpec, keep: Keep) -> Saved:
         """Return what a forward saves of the tokens `x` as uninitialized tensors, made with ``x.new_empty``."""
@@ -95,19 +112,13 @@ class Backend(Protocol):
 
         Called for every token, before arguments are checked or converted: anything unusual is None.
         """
+        return None
 
     def mlp_forward(self, x_SH: Tensor, weights: FFNWeights, spec: BlockSpec, keep: Keep) -> tuple[Tensor, Saved]:
         """Return ``y [S, H]`` and what is saved."""
 
     def mlp_backward(
-        self,
-        dout_SH: Tensor,
-        x_SH: Tensor,
-        weights: FFNWeights,
-        saved: Saved,
-        spec: BlockSpec,
-        keep: Keep,
-        wants: Wants,
+        self, dout_SH: Tensor, x_SH: Tensor, weights: FFNWeights, saved: Saved, call: BackwardCall
     ) -> Grads:
         """Return the gradients of x, gate, up and down."""
 
@@ -117,15 +128,7 @@ class Backend(Protocol):
         """Return ``y [T, H]`` and what is saved."""
 
     def experts_backward(
-        self,
-        dout_TH: Tensor,
-        x_TH: Tensor,
-        routing: Routing,
-        weights: ExpertWeights,
-        saved: Saved,
-        spec: BlockSpec,
-        keep: Keep,
-        wants: Wants,
+        self, dout_TH: Tensor, x_TH: Tensor, routing: Routing, weights: ExpertWeights, saved: Saved, call: BackwardCall
     ) -> Grads:
         """Return the gradients of x, the routing weights, gate_up and down."""
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_neuron_moe.activation_policy import BF16_CHECKPOINTS, Keep
-from hf_neuron_moe.backends.base import Grads, Saved
+from hf_neuron_moe.backends.base import Grads, Saved, empty_saved
 from hf_neuron_moe.backends.neuron.fp8_checkpoints import pack, unpack
 from hf_neuron_moe.backends.neuron.launch import Kernels
 from hf_neuron_moe.backends.neuron.limits import Block
@@ -51,7 +51,7 @@ class ExpertKernels(Kernels):
 
     def fake_saved(self, x_TH: Tensor, top_k: int, experts: int, block: Block, keep: Keep) -> Saved:
         """Return uninitialized tensors like those that :meth:`forward` keeps."""
-        nothing = x_TH.new_empty(0), x_TH.new_empty(0), x_TH.new_empty(0), x_TH.new_empty(0)
+        nothing = empty_saved(x_TH)
         if not keeps_checkpoints(keep):
             return nothing
         (hidden, inner), size, tokens, blocks = block.padded, block.block_size, x_TH.shape[0], 0
@@ -70,10 +70,10 @@ class ExpertKernels(Kernels):
 
     def _weights(self, experts: Experts, wanted: tuple[str, str], *, training: bool = True) -> dict[str, Tensor]:
         """The kernels' weight arguments in the wanted orientations."""
-        names, own = ("gate_up_proj_weight", "down_proj_weight"), split_axes(experts.transposed)
+        own, block = split_axes(experts.transposed), experts.block
         return {
-            name: self.weight(source, axes, order, experts.block, training=training)
-            for name, source, axes, order in zip(names, (experts.gate_up, experts.down), own, wanted)
+            "gate_up_proj_weight": self.weight(experts.gate_up, own[0], wanted[0], block, training=training),
+            "down_proj_weight": self.weight(experts.down, own[1], wanted[1], block, training=training),
         }
 
     def _forward_axes(self, block: Block) -> tuple[str, str]:
@@ -89,7 +89,7 @@ class ExpertKernels(Kernels):
         block, each = experts.block, _per_iteration(experts.block)
         # The bf16 pair documents one float dtype for all its tensors, the MXFP8 pair fp32 affinities.
         dtype = torch.bfloat16 if block.precision == "bf16" else torch.float32
-        return route(*routing, experts.count, block.block_size, sink=sink, per_iteration=each, dtype=dtype)
+        return route(routing, experts.count, block.block_size, sink=sink, per_iteration=each, dtype=dtype)
 
     def forward(self, x_TH: Tensor, routing: Routing, experts: Experts, keep: Keep) -> tuple[Tensor, Saved]:
         """Return ``y [T, H]`` and what is kept: gate and up ``[N, 2, I, B]`` and, for 2.29, down ``[N, B, H]``."""
@@ -140,10 +140,7 @@ class ExpertKernels(Kernels):
     def backward(
         self, dout_TH: Tensor, x_TH: Tensor, routing: Routing, experts: Experts, saved: Saved, keep: Keep
     ) -> Grads:
-        """Return the gradients of x, the routing weights, gate_up and down for at least one token.
-
-        The kernel makes all of them.
-        """
+        """Return the gradients of x, the routing weights, gate_up and down for at least one token; all are made."""
         block, rows = experts.block, (dout_TH.shape[0], experts.block.padded[0])
         gate_up_ckpt, down_ckpt, x_TH = self._checkpoints(x_TH, routing, experts, saved, keep)
         need = "moe_backward" if block.precision == "bf16" else "moe_backward_mxfp8"
@@ -158,12 +155,9 @@ class ExpertKernels(Kernels):
             **self._route(routing, experts, sink=False)._asdict(),
             **self._weights(experts, _BACKWARD_AXES),
         )
-        d_gate_up, d_down = (
-            stock_gradient(grad, axes, own, block.hidden, block.inner, weight.dtype)
-            for grad, axes, own, weight in zip(
-                (d_gate_up, d_down), _BACKWARD_AXES, split_axes(experts.transposed), (experts.gate_up, experts.down)
-            )
-        )
+        own, sizes = split_axes(experts.transposed), (block.hidden, block.inner)
+        d_gate_up = stock_gradient(d_gate_up, _BACKWARD_AXES[0], own[0], *sizes, experts.gate_up.dtype)
+        d_down = stock_gradient(d_down, _BACKWARD_AXES[1], own[1], *sizes, experts.down.dtype)
         d_weight = routing_gradient(d_affinities, routing.index_TK, experts.count, routing.weight_TK.dtype)
         return d_x[:, : block.hidden].contiguous(), d_weight, d_gate_up, d_down
 

@@ -35,16 +35,13 @@ _Defaults = Mapping[str, bool | str]
 
 @dataclass(frozen=True)
 class Generation:
-    """One argument set of an nkilib function.
-
-    `defaults` has arguments that the wrappers leave alone, with the documented default that they count on: a truth
-    value, or the name of an enum's member.
-    """
+    """One argument set of an nkilib function."""
 
     name: str  # the first release with it
     module: str  # our module of wrapper kernels, in nki_kernels
     needed: frozenset[str]  # arguments that the wrappers pass and the function must have
     offered: frozenset[str] = frozenset()  # arguments that the wrappers pass if the function has them
+    # Arguments that the wrappers leave alone, with the documented default: a truth value, or an enum member's name.
     defaults: _Defaults = field(default_factory=dict, hash=False)
     foreign: frozenset[str] = frozenset()  # arguments that only other generations have
     members: tuple[tuple[str, str], ...] = ()  # pairs of an enum and a member that it must have
@@ -86,27 +83,24 @@ _CTE_DEFAULTS: _Defaults = {
     "skip_gate_proj": False,
 }
 _PAIR_DEFAULTS: _Defaults = {"activation_type": "SiLU", "skip_grad_initialization": False, "bias": False}
-_SWIZZLED_DEFAULTS: _Defaults = {**_PAIR_DEFAULTS, **dict.fromkeys(SWIZZLE_MODES, "DGT")}
 _BWD_DEFAULTS: _Defaults = {
     **_PAIR_DEFAULTS,
     "is_tensor_update_accumulating": True,
     "kernel_type_option": "DROPLESS",
     "skip_gate_proj": False,
 }
-_PAIR_OPTIONS = _names(
-    "shard_option affinity_option skip_dma is_tensor_update_accumulating accumulate_hidden_states_grad "
-    "no_indirect_load single_expert_dense"
-)
-"""Options of the MXFP8 pair. Documents name them without a signature, and some under two names."""
 _AS_ARGUMENTS: dict[str, Any] = {
-    "offered": _PAIR_OPTIONS,
+    # Documents name these without a signature, and some under two names.
+    "offered": _names(
+        "shard_option affinity_option skip_dma is_tensor_update_accumulating accumulate_hidden_states_grad "
+        "no_indirect_load single_expert_dense"
+    ),
     "defaults": _PAIR_DEFAULTS,
     "foreign": frozenset({"config"}),
     "records": _SKIPS,
     "checkpoint": True,
 }
 """The pair before 2.33; later its options are the fields of a record."""
-
 
 _MLP_FORWARD_2_30 = Generation("2.30", "mlp_forward", _MLP_FORWARD | {"save_gate_pre", "save_up"})
 _MLP_FORWARD_QUANTIZED_2_30 = Generation(
@@ -166,7 +160,11 @@ _MOE_BACKWARD_MXFP8_2_33 = Generation(
     checkpoint=True,
 )
 _MOE_BACKWARD_MXFP8_2_31 = Generation(
-    "2.31", "moe_backward_mxfp8", _BACKWARD, members=_ON_FREE, **_AS_ARGUMENTS | {"defaults": _SWIZZLED_DEFAULTS}
+    "2.31",
+    "moe_backward_mxfp8",
+    _BACKWARD,
+    members=_ON_FREE,
+    **_AS_ARGUMENTS | {"defaults": {**_PAIR_DEFAULTS, **dict.fromkeys(SWIZZLE_MODES, "DGT")}},
 )
 _MOE_FORWARD_MX_2_30 = Generation(
     "2.30",
