@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from hf_neuron_moe.activation_policy import parse_keep
-from hf_neuron_moe.backends.spec import BackwardCall, BlockShape, BlockSpec, FFNWeights, Routing, Wants
+from hf_neuron_moe.backends.base import BackwardCall
+from hf_neuron_moe.backends.spec import BlockShape, BlockSpec, FFNWeights, Routing, Wants
 
 
 class FlatBackend:

@@ -6,23 +6,14 @@ Legend: S or T tokens, H hidden, I intermediate, E experts, K experts per token,
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import ClassVar, Protocol, Self
+from typing import ClassVar, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from hf_neuron_moe.activation_policy import Keep, parse_keep
 from hf_neuron_moe.backends.mx_weights import MXExpertStack
-from hf_neuron_moe.backends.spec import (
-    BackwardCall,
-    BlockShape,
-    BlockSpec,
-    ExpertWeights,
-    FFNWeights,
-    Routing,
-    Support,
-    Wants,
-)
+from hf_neuron_moe.backends.spec import BlockShape, BlockSpec, ExpertWeights, FFNWeights, Routing, Support, Wants
 from hf_neuron_moe.errors import BackendUnavailableError
 
 NOTHING = parse_keep("")
@@ -35,9 +26,12 @@ Grads = tuple[Tensor, Tensor, Tensor, Tensor]
 """Gradients of a backward; those that nobody wants are empty."""
 
 
-def empty_saved(x: Tensor) -> Saved:
-    """Return what is saved where no policy asks for anything."""
-    return x.new_empty(0), x.new_empty(0), x.new_empty(0), x.new_empty(0)
+class BackwardCall(NamedTuple):
+    """What a backward computes: the block and policy of its forward, and which gradients."""
+
+    spec: BlockSpec
+    keep: Keep
+    wants: Wants
 
 
 class Backend(Protocol):
@@ -49,14 +43,14 @@ class Backend(Protocol):
     ``keep`` is the activation policy, or :data:`NOTHING`. A forward returns its result and :data:`Saved` (R = S for the
     dense MLP):
 
-    * in FP8: codes ``[2, R, I]`` and scales ``[2, R, G]`` of gate and up, codes ``[S, H]`` and scales of the input,
-      which then need not be saved itself: the backward ignores its ``x``;
+    * in FP8: codes ``[2, R, I]`` and scales ``[2, R, G]`` of gate and up, codes ``[S, H]`` and scales of the input;
+      the backward ignores its ``x``;
     * otherwise gate, up, gate_act and intermediate ``[R, I]`` in the compute dtype, of ``"minimal"`` only the first
       columns of up; what the policy does not keep is empty, and the backward makes it again.
 
     Every policy but FP8 gives the same gradients, and all give the same ``y``: in the torch backend bit for bit. On
-    Neuron the bf16 experts' forward rounds gate and up to bf16 before it uses them where it saves them, and has them in
-    fp32 where it does not, so that ``y`` of the two differs by that rounding; the backward always reads saved ones.
+    Neuron the bf16 experts' forward rounds gate and up to bf16 before it uses them only where it saves them, so that
+    ``y`` differs by that rounding; the backward always reads saved ones.
     """
 
     name: str
@@ -74,7 +68,6 @@ class Backend(Protocol):
     @classmethod
     def unavailable_reason(cls, name: str) -> BackendUnavailableError | None:
         """Return the error that says why it cannot run here, or None."""
-        return None
 
     @classmethod
     def drop_weight_copies(cls, weights: Iterable[Tensor]) -> int:
@@ -83,17 +76,14 @@ class Backend(Protocol):
     @property
     def without_copies(self) -> Self:
         """The same backend for weights that are gathered for one call: it keeps no copies of them."""
-        return self
 
     def support(
         self, shape: BlockShape, spec: BlockSpec, *, tokens: int | None = None, training: bool = True
     ) -> Support:
         """Say whether forward and backward of a block are computed; with `tokens`, before a call, without the costs."""
-        return Support()
 
     def quantized_support(self, stack: MXExpertStack, *, tokens: int | None = None, training: bool = True) -> Support:
         """Say the same for a block with MX weights; without `training` its forward is enough."""
-        return Support()
 
     def describe_products(self, precision: str, device: torch.device) -> str:
         """Return in words how PyTorch multiplies where there are many rows; empty where kernels do."""
@@ -108,9 +98,9 @@ class Backend(Protocol):
     def mlp_decode(
         self, x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, precision: str, gate: str
     ) -> Tensor | None:
-        """Return ``y [S, H]`` for inference if the backend has a shorter way for so few rows, else None.
+        """Return ``y [S, H]`` for inference if there is a shorter way for so few rows; None for anything unusual.
 
-        Called for every token, before arguments are checked or converted: anything unusual is None.
+        Called for every token, before arguments are checked or converted.
         """
         return None
 
@@ -137,8 +127,8 @@ class Backend(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return ``y [T, H]`` of an MX network, of a dense MLP without routing, and two tensors that are saved.
 
-        They are gate and up pre-activations ``[R, I]`` in bf16, each empty where `keep` does not name it, or the codes
-        and scales of both in FP8. ``"minimal"`` keeps both whole and needs no input.
+        They are gate and up pre-activations ``[R, I]`` in bf16, empty where `keep` does not name them, or the codes and
+        scales of both in FP8. ``"minimal"`` keeps both whole and needs no input.
         """
 
     def quantized_backward(
@@ -151,7 +141,4 @@ class Backend(Protocol):
         keep: Keep,
         wants: Wants,
     ) -> tuple[Tensor, Tensor]:
-        """Return the gradients of x and of the routing weights; those not wanted are empty. The weights have none.
-
-        `x_TH` may be empty where gate and up were saved.
-        """
+        """Return the gradients of x, which may be empty where gate and up were saved, and of the routing weights."""

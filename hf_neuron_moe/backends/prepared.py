@@ -6,8 +6,8 @@ copies are dropped after every optimizer step, and calls without a backward keep
 calls of one step calls :meth:`PreparedWeights.drop`. Copies for generation (``sampled``) stay, so some of their
 sources' values are compared at every call, which shows what changes a weight everywhere.
 
-No copies are kept of weights that FSDP gathers for a call, nor in evaluation mode where autograd records
-(:class:`FreshWeights`): the weights are temporary, and their copies would make every layer's stay.
+No copies are kept (:class:`FreshWeights`) of weights that FSDP gathers for a call, which their copies would make stay,
+nor in evaluation mode where autograd records.
 """
 
 from __future__ import annotations
@@ -49,8 +49,7 @@ class PreparedWeights:
 
     def __init__(self) -> None:
         self._copies: dict[tuple[str, tuple[_Place, ...]], _Copy] = {}
-        self._lock = threading.RLock()
-        """Held while the table is changed or walked: threads share it. Looking one copy up needs none."""
+        self._lock = threading.RLock()  # held while the table is changed or walked; looking one copy up needs none
         own = weakref.ref(self)
 
         def after_step(*_: Any) -> None:

@@ -55,14 +55,6 @@ class BlockSpec(NamedTuple):
     """The name of a row of ``backends/torch/gating.py``."""
 
 
-class BackwardCall(NamedTuple):
-    """What a backward computes: the block and policy of its forward, and which gradients."""
-
-    spec: BlockSpec
-    keep: Keep
-    wants: Wants
-
-
 class BlockShape(NamedTuple):
     """Sizes of a block and of its weights, without values."""
 

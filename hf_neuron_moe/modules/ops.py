@@ -18,9 +18,9 @@ from torch import Tensor
 
 from hf_neuron_moe.activation_policy import Keep, canonical_keep, keep_strings, parse_keep
 from hf_neuron_moe.backends import get_backend, is_traceable
-from hf_neuron_moe.backends.base import NOTHING, Backend
+from hf_neuron_moe.backends.base import NOTHING, Backend, BackwardCall
 from hf_neuron_moe.backends.operator_registration import fake_of, operator
-from hf_neuron_moe.backends.spec import BackwardCall, BlockCall, BlockShape, BlockSpec, FFNWeights, Routing, Wants
+from hf_neuron_moe.backends.spec import BlockCall, BlockShape, BlockSpec, FFNWeights, Routing, Wants
 from hf_neuron_moe.checks import check_multiple
 from hf_neuron_moe.errors import GradientError, public
 from hf_neuron_moe.modules.ops_checks import COMPUTE_DTYPE, check_experts, check_mlp, check_no_transform

@@ -20,7 +20,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from hf_neuron_moe import patch_model
 from hf_neuron_moe.activation_policy import parse_keep
 from hf_neuron_moe.backends import get_backend, resolve_backend
-from hf_neuron_moe.backends.spec import BackwardCall, BlockCall, BlockSpec, FFNWeights, Routing, Wants
+from hf_neuron_moe.backends.base import BackwardCall
+from hf_neuron_moe.backends.spec import BlockCall, BlockSpec, FFNWeights, Routing, Wants
 from hf_neuron_moe.modules import ops
 from tests.neuron.small_runs import CASES, DENSE, EXPERTS, EXPERTS_MX, SOME_SLOW, Case
 from tests.tiny_models import tokens

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_neuron_moe.activation_policy import Keep
-from hf_neuron_moe.backends.base import Backend, Grads, Saved
+from hf_neuron_moe.backends.base import Backend, BackwardCall, Grads, Saved
 from hf_neuron_moe.backends.mx_weights import MXExpertStack
 from hf_neuron_moe.backends.neuron import limits, versions
 from hf_neuron_moe.backends.neuron.adapter import Adapter
@@ -25,7 +25,7 @@ from hf_neuron_moe.backends.neuron.launch import Launcher
 from hf_neuron_moe.backends.neuron.limits import Block, most_tokens, why_not_tokens
 from hf_neuron_moe.backends.neuron.quantized_experts import FrozenKernels, why_not_frozen
 from hf_neuron_moe.backends.prepared import CountedWeights, FreshWeights, PreparedWeights
-from hf_neuron_moe.backends.spec import BackwardCall, BlockShape, BlockSpec, ExpertWeights, FFNWeights, Routing, Support
+from hf_neuron_moe.backends.spec import BlockShape, BlockSpec, ExpertWeights, FFNWeights, Routing, Support
 from hf_neuron_moe.backends.torch.backend import TorchBackend
 from hf_neuron_moe.errors import BackendUnavailableError
 

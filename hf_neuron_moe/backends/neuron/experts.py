@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_neuron_moe.activation_policy import BF16_CHECKPOINTS, Keep
-from hf_neuron_moe.backends.base import Grads, Saved, empty_saved
+from hf_neuron_moe.backends.base import Grads, Saved
 from hf_neuron_moe.backends.neuron.fp8_checkpoints import pack, unpack
 from hf_neuron_moe.backends.neuron.launch import Kernels
 from hf_neuron_moe.backends.neuron.limits import Block
@@ -51,7 +51,7 @@ class ExpertKernels(Kernels):
 
     def fake_saved(self, x_TH: Tensor, top_k: int, experts: int, block: Block, keep: Keep) -> Saved:
         """Return uninitialized tensors like those that :meth:`forward` keeps."""
-        nothing = empty_saved(x_TH)
+        nothing = x_TH.new_empty(0), x_TH.new_empty(0), x_TH.new_empty(0), x_TH.new_empty(0)
         if not keeps_checkpoints(keep):
             return nothing
         (hidden, inner), size, tokens, blocks = block.padded, block.block_size, x_TH.shape[0], 0
@@ -113,10 +113,9 @@ class ExpertKernels(Kernels):
         block, tokens, bf16 = experts.block, x_TH.shape[0], experts.block.precision == "bf16"
         routed = self._route(routing, experts, sink=bf16)
         rows = (tokens + 1 if bf16 else tokens, block.padded[0])  # the sink row is the last one
-        need = "moe_forward" if bf16 else "moe_forward_mxfp8"
         options = {"checkpoint": checkpoint, "affinity_on_i": not self._on_output(block)} if bf16 else {}
         out_TH, *checkpoints = self.run(
-            need,
+            block.needs[0],
             "moe_forward",
             hidden_states=pad_axes(x_TH, rows),
             block_size=block.block_size,
@@ -125,7 +124,7 @@ class ExpertKernels(Kernels):
             **options,
         )
         if checkpoint:
-            turned, slots = self.adapter.turned(need), (block.padded[1], block.block_size)
+            turned, slots = self.adapter.turned(block.needs[0]), (block.padded[1], block.block_size)
             expected = (routed.block_to_expert.shape[0], 2, *(slots[::-1] if turned else slots))
             _check_checkpoints(checkpoints, expected)
             checkpoints = [checkpoints[0].mT.contiguous(), *checkpoints[1:]] if turned else checkpoints
@@ -143,12 +142,11 @@ class ExpertKernels(Kernels):
         """Return the gradients of x, the routing weights, gate_up and down for at least one token; all are made."""
         block, rows = experts.block, (dout_TH.shape[0], experts.block.padded[0])
         gate_up_ckpt, down_ckpt, x_TH = self._checkpoints(x_TH, routing, experts, saved, keep)
-        need = "moe_backward" if block.precision == "bf16" else "moe_backward_mxfp8"
         d_x, d_affinities, d_gate_up, d_down = self.run(
-            need,
+            block.needs[1],
             "moe_backward",
             hidden_states=pad_axes(x_TH, rows),
-            gate_up_proj_act_checkpoint_T=gate_up_ckpt.mT if self.adapter.turned(need) else gate_up_ckpt,
+            gate_up_proj_act_checkpoint_T=gate_up_ckpt.mT if self.adapter.turned(block.needs[1]) else gate_up_ckpt,
             down_proj_act_checkpoint=down_ckpt,
             output_hidden_states_grad=pad_axes(dout_TH, rows),
             block_size=block.block_size,

@@ -12,19 +12,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-KERNEL_PRECISIONS = ("bf16", "mxfp8")
-"""Those that some kernel pair computes in."""
-
+KERNEL_PRECISIONS = ("bf16", "mxfp8")  # those that some kernel pair computes in
 BF16_OPEN = (
     "the documents leave open whether the bf16 experts' forward, which takes a row of zeros behind the tokens, and "
     "their backward, which takes none, fit together; hf-neuron-moe verify-device checks it"
 )
 """About ``moe_forward`` and ``moe_backward``."""
 
-_SWIZZLED = (
-    "output_grad down_weight d_gate_up gate_up_weight d_gate_up_t hidden_states_t output_grad_t scaled_intermediate_t"
-)
-SWIZZLE_MODES = tuple(f"{operand}_swizzle_mode" for operand in _SWIZZLED.split())
+_SWIZZLED = "output_grad down_weight d_gate_up gate_up_weight d_gate_up_t hidden_states_t output_grad_t"
+SWIZZLE_MODES = tuple(f"{operand}_swizzle_mode" for operand in (*_SWIZZLED.split(), "scaled_intermediate_t"))
 """Options of the backward: only the mode DGT knows several experts, and the default may be another one."""
 
 COMPANIONS = {"gate_up_proj_act_td": ("TensorOrientation", "K_BY_F"), "_swizzle_mode": ("SwizzleMode", "DGT")}

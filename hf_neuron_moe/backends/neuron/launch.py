@@ -32,8 +32,8 @@ class Launcher:
     def __call__(self, kernel: Callable[..., Any], /, **arguments: Any) -> tuple[Tensor, ...]:
         """Run `kernel`; tensors are made contiguous, arguments that are None are left out.
 
-        Numbers are compile-time constants of the kernel, so each new value compiles it anew. An entry without a branch
-        for its options returns None, which is an error here.
+        Numbers are compile-time constants: each new value compiles the kernel anew. An entry without a branch for its
+        options returns None.
         """
         # The simulator reads values through NumPy, which tensors that require gradients do not allow.
         given = {

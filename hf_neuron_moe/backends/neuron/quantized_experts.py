@@ -25,8 +25,7 @@ from hf_neuron_moe.formats.padding import LANES, padded_size
 from hf_neuron_moe.formats.scales import to_packed
 from hf_neuron_moe.formats.swizzle import swizzle, tile_segments
 
-_WORD_FORMATS = ("e4m3fn", "e2m1")
-"""Element formats told by the width of their words. e5m2 words would need an option that not every release has."""
+_WORD_FORMATS = ("e4m3fn", "e2m1")  # by the width of words; e5m2 words need an option that not every release has
 _UNSIGNED = {torch.int32: torch.uint32, torch.int16: torch.uint16}
 """By the dtype that words are held in the one that the kernels document: 32 bits for fp8, 16 for fp4."""
 NO_BACKWARD = (

@@ -28,16 +28,14 @@ PACKAGES = {"nki": "nki", "nkilib": "nki-library", "torch_neuronx": "torch-neuro
 PLATFORMS = ("trn2", "trn3")
 _GENERATIONS = {"gen2": "trn1", "gen3": "trn2", "gen4": "trn3"}
 ASSUMED = "assumed, as NKI does where it sees no device"
-LNC_OVERRIDE = "HF_NEURON_MOE_LNC"
-"""This package's own variable for the number of physical cores per logical core."""
+LNC_OVERRIDE = "HF_NEURON_MOE_LNC"  # this package's own variable: physical cores per logical core
 _LNC_REMEDIES = {
     "torch_neuronx": f"Set {LNC_OVERRIDE} to 1 or 2, which wins over what torch_neuronx says.",
     "NEURON_CC_FLAGS": "Correct --lnc or --logical-nc-config in NEURON_CC_FLAGS, or leave it out there.",
 }
 _PLATFORM_OVERRIDE = "NEURON_PLATFORM_TARGET_OVERRIDE"
 _SDK_OF_NKI = {(0, 2): "2.28", (0, 3): "2.29", (0, 4): "2.30", (0, 5): "2.31", (0, 6): "2.32", (0, 7): "2.33"}
-_PRODUCT_NAME = Path("/sys/devices/virtual/dmi/id/product_name")
-"""EC2's name of the instance type, for example ``trn2.48xlarge``."""
+_PRODUCT_NAME = Path("/sys/devices/virtual/dmi/id/product_name")  # on EC2 the instance type: trn2.48xlarge
 
 
 @public

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from hf_neuron_moe.activation_policy import Keep, kept_up_columns
-from hf_neuron_moe.backends.base import Backend, Grads, Saved, empty_saved
+from hf_neuron_moe.backends.base import BackwardCall, Saved
 from hf_neuron_moe.backends.mx_weights import MXExpertStack
-from hf_neuron_moe.backends.spec import BackwardCall, BlockShape, BlockSpec, ExpertWeights, FFNWeights, Routing, Wants
+from hf_neuron_moe.backends.spec import BlockShape, BlockSpec, ExpertWeights, FFNWeights, Routing, Support, Wants
 from hf_neuron_moe.backends.torch import generation
 from hf_neuron_moe.backends.torch.compute import describe_products
 from hf_neuron_moe.backends.torch.cpu import decode
@@ -36,7 +36,7 @@ from hf_neuron_moe.backends.torch.saved import FP8Gating, FP8Rows, fp8_storage
 from hf_neuron_moe.backends.torch.tiles import Loader, make_loader
 
 
-class TorchBackend(Backend):
+class TorchBackend:
     """Implements :class:`hf_neuron_moe.backends.base.Backend` with PyTorch operations, on any device."""
 
     name = "torch"
@@ -49,8 +49,24 @@ class TorchBackend(Backend):
         return _BACKEND
 
     @classmethod
+    def unavailable_reason(cls, name: str) -> None:
+        return None
+
+    @classmethod
     def drop_weight_copies(cls, weights: Iterable[Tensor]) -> int:
         return generation.generation_copies().drop(weights)
+
+    @property
+    def without_copies(self) -> TorchBackend:
+        return self
+
+    def support(
+        self, shape: BlockShape, spec: BlockSpec, *, tokens: int | None = None, training: bool = True
+    ) -> Support:
+        return Support()
+
+    def quantized_support(self, stack: MXExpertStack, *, tokens: int | None = None, training: bool = True) -> Support:
+        return Support()
 
     def describe_products(self, precision: str, device: torch.device) -> str:
         return describe_products(precision, device)
@@ -69,14 +85,14 @@ class TorchBackend(Backend):
             if out is None and generation.suits(spec.precision, len(x_SH), weights.gate_IH):
                 out = generation.mlp(x_SH, *weights, gating=GATES[spec.gate])
             if out is not None:
-                return out, empty_saved(x_SH)
+                return out, _nothing(x_SH)
         rows = Rows.of_dense(len(x_SH))
         loader = make_loader(spec.precision, x_SH.device, rows.count, weights.down_HI.dtype, lone_384=True)
         return _forward(x_SH, rows, GroupedWeights.of_dense(weights), loader, keep, GATES[spec.gate])
 
     def mlp_backward(
         self, dout_SH: Tensor, x_SH: Tensor, weights: FFNWeights, saved: Saved, call: BackwardCall
-    ) -> Grads:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         spec, keep, wants = call
         rows = Rows.of_dense(len(dout_SH))
         loader = make_loader(spec.precision, dout_SH.device, rows.count, weights.down_HI.dtype)
@@ -108,16 +124,16 @@ class TorchBackend(Backend):
             spread = count / min(count, gate_up.shape[0])
             one_dtype = gate_up.dtype is down.dtype is x_TH.dtype
             if one_dtype and decode.suit(spec.precision, gate_up.dtype, x_TH.device, count, spread):
-                return decode.experts(x_TH, routing, weights, spec.transposed, gating), empty_saved(x_TH)
+                return decode.experts(x_TH, routing, weights, spec.transposed, gating), _nothing(x_TH)
         rows, stack = Rows.of_routing(routing, len(down), spec.block_size), ExpertStack(*weights, spec.transposed)
         if not keep.backward and generation.suits(spec.precision, count, gate_up):
-            return generation.experts(x_TH, rows, stack, gating), empty_saved(x_TH)
+            return generation.experts(x_TH, rows, stack, gating), _nothing(x_TH)
         loader = make_loader(spec.precision, x_TH.device, rows_per_run(rows.runs), gate_up.dtype)
         return _forward(x_TH, rows, stack, loader, keep, gating)
 
     def experts_backward(
         self, dout_TH: Tensor, x_TH: Tensor, routing: Routing, weights: ExpertWeights, saved: Saved, call: BackwardCall
-    ) -> Grads:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         spec, keep, wants = call
         rows = Rows.of_routing(routing, len(weights[1]), spec.block_size)
         stack = ExpertStack(*weights, spec.transposed)
@@ -239,6 +255,10 @@ def _routing_grad(d_scale_R: Tensor | None, rows: Rows, weight_TK: Tensor) -> Te
     if d_scale_R is None or rows.slot_TK is None:
         return None
     return d_scale_R.index_select(0, rows.slot_TK.reshape(-1)).view(weight_TK.shape).to(weight_TK.dtype)
+
+
+def _nothing(x: Tensor) -> Saved:
+    return x.new_empty(0), x.new_empty(0), x.new_empty(0), x.new_empty(0)
 
 
 def _or_empty(result: Tensor | None, anchor: Tensor) -> Tensor:
