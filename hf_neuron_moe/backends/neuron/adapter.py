@@ -61,11 +61,9 @@ def match(need: str) -> Match:
 
 def _read(name: str) -> tuple[dict[str, inspect.Parameter], str | None]:
     """Return the installed function's arguments, or why they are not known."""
-    function = find_object(name)
-    if function is None:
+    if (function := find_object(name)) is None:
         return {}, f"the installed nkilib has no {name}"
-    signature = signature_of(function)
-    if signature is None:
+    if (signature := signature_of(function)) is None:
         return {}, f"the arguments of the installed {name} cannot be read"
     return {key: found for key, found in signature.parameters.items() if found.kind is not found.VAR_KEYWORD}, None
 

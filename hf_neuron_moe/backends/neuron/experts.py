@@ -176,9 +176,8 @@ class ExpertKernels(Kernels):
 
 def _check_checkpoints(found: list[Tensor], shape: tuple[int, ...]) -> None:
     """Refuse a forward that keeps less than documented, or in another order: the backward would read nonsense."""
-    got = tuple(found[0].shape) if found else "the output alone"
+    got, expected = tuple(found[0].shape) if found else "the output alone", f"gate and up {shape} behind the output"
     if got != shape:
-        expected = f"gate and up {shape} behind the output"
         fix = "Install the nki-library of SDK 2.33, or use fallback='torch'."
         raise BackendUnavailableError.about("the experts' forward kernel", expected, got, fix).named("neuron backend")
 
