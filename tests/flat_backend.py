@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from hf_neuron_moe.activation_policy import parse_keep
+from hf_neuron_moe.backends.base import BackwardCall
 from hf_neuron_moe.backends.spec import BlockShape, BlockSpec, FFNWeights, Routing, Wants
 
 
@@ -49,8 +50,8 @@ class FlatBackend:
         self, dout: Tensor, x: Tensor, gate: Tensor, up: Tensor, down: Tensor, saved: Any, *rest: Any
     ) -> Any:
         precision, keep, wants_input, wants_weights = rest
-        options = (BlockSpec(precision), parse_keep(keep), Wants(wants_input, False, wants_weights))
-        return self.backend.mlp_backward(dout, x, FFNWeights(gate, up, down), saved, *options)
+        call = BackwardCall(BlockSpec(precision), parse_keep(keep), Wants(wants_input, False, wants_weights))
+        return self.backend.mlp_backward(dout, x, FFNWeights(gate, up, down), saved, call)
 
     def experts_forward(
         self, x: Tensor, index: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, *options: Any
@@ -65,7 +66,7 @@ class FlatBackend:
         saved, transposed, precision, block_size, keep, *wants = rest
         operands = (dout, x, Routing(index, weight), (gate_up, down), saved)
         spec = BlockSpec(precision, block_size, transposed)
-        return self.backend.experts_backward(*operands, spec, parse_keep(keep), Wants(*wants))
+        return self.backend.experts_backward(*operands, BackwardCall(spec, parse_keep(keep), Wants(*wants)))
 
     def quantized_forward(self, x: Tensor, index: Tensor | None, weight: Tensor | None, stack: Any, keep: str) -> Any:
         routing = None if index is None or weight is None else Routing(index, weight)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from hf_neuron_moe.config import BACKENDS, DEFAULT_BACKEND, DEVICE_BACKENDS, PLANNED_BACKENDS
-from hf_neuron_moe.errors import BackendUnavailableError, ConfigError, nearest, public
+from hf_neuron_moe.errors import BackendUnavailableError, not_one_of, public
 
 if TYPE_CHECKING:
     import torch
@@ -24,27 +24,21 @@ NEURON_BACKENDS = ("neuron", "nki-sim")
 def resolve_backend(name: str, device: torch.device) -> str:
     """Turn a configured backend name into the one that will run on `device`, where the model's parameters are.
 
-    ``"auto"`` is ``"neuron"`` on Neuron devices and ``"torch"`` elsewhere. ``"neuron"`` is not refused for other
-    devices: a model may be moved after it was patched.
+    ``"auto"`` is ``"neuron"`` on Neuron devices, else ``"torch"``. A model may be moved later: ``"neuron"`` fits all.
     """
     import torch
 
     if name == "auto":
         name = DEVICE_BACKENDS.get(device.type, DEFAULT_BACKEND)
     if name in PLANNED_BACKENDS:
-        expected, got = (
-            "one that this release implements: auto, torch, neuron or nki-sim",
-            f"{name!r}, which is planned",
-        )
+        expected = "one that this release implements: auto, torch, neuron or nki-sim"
         fix = (
             f"The {PLANNED_BACKENDS[name]} backend is not part of this release. Use backend='torch': it computes the "
             "same contract on any device."
         )
-        raise BackendUnavailableError.about("backend", expected, got, fix)
+        raise BackendUnavailableError.about("backend", expected, f"{name!r}, which is planned", fix)
     if name not in BACKENDS:
-        known = ["auto", *BACKENDS, *PLANNED_BACKENDS]
-        fix = f"Choose one of these.{nearest(name, known)}"
-        raise ConfigError.about("backend", f"one of {', '.join(known)}", repr(name), fix)
+        raise not_one_of("backend", name, ["auto", *BACKENDS, *PLANNED_BACKENDS])
     # What a program is traced with was resolved before; imports cannot be traced.
     if torch.compiler.is_compiling():
         return name
@@ -75,10 +69,7 @@ def is_traceable(name: str) -> bool:
 
 
 def drop_weight_copies(weights: Iterable[Tensor]) -> int:
-    """Drop the copies of `weights` that backends keep, in their kernels' orientation or quantized; return their bytes.
-
-    Backends that are not loaded are not loaded for it.
-    """
+    """Drop the copies of `weights` that loaded backends keep, in their kernels' form; return their bytes."""
     sources = list(weights)
     return sum(kind.drop_weight_copies(sources) for kind in set(_classes.values()))
 

@@ -1,6 +1,4 @@
-"""What a backend is and computes; one is chosen once, visibly, from device and options.
-
-A new backend is a folder with a class of this protocol and a row in :data:`hf_neuron_moe.config.BACKENDS`.
+"""What a backend is: a folder with a class of this protocol, and a row in :data:`hf_neuron_moe.config.BACKENDS`.
 
 Legend: S or T tokens, H hidden, I intermediate, E experts, K experts per token, R = T * K token-expert pairs.
 """
@@ -8,7 +6,7 @@ Legend: S or T tokens, H hidden, I intermediate, E experts, K experts per token,
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import ClassVar, Protocol, Self
+from typing import ClassVar, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -28,6 +26,14 @@ Grads = tuple[Tensor, Tensor, Tensor, Tensor]
 """Gradients of a backward; those that nobody wants are empty."""
 
 
+class BackwardCall(NamedTuple):
+    """What a backward computes: the block and policy of its forward, and which gradients."""
+
+    spec: BlockSpec
+    keep: Keep
+    wants: Wants
+
+
 class Backend(Protocol):
     """Forward and backward of the blocks; all functional, results are returned and never written into arguments.
 
@@ -37,14 +43,14 @@ class Backend(Protocol):
     ``keep`` is the activation policy, or :data:`NOTHING`. A forward returns its result and :data:`Saved` (R = S for the
     dense MLP):
 
-    * in FP8: codes ``[2, R, I]`` and scales ``[2, R, G]`` of gate and up, codes ``[S, H]`` and scales of the input,
-      which then need not be saved itself: the backward ignores its ``x``;
+    * in FP8: codes ``[2, R, I]`` and scales ``[2, R, G]`` of gate and up, codes ``[S, H]`` and scales of the input;
+      the backward ignores its ``x``;
     * otherwise gate, up, gate_act and intermediate ``[R, I]`` in the compute dtype, of ``"minimal"`` only the first
       columns of up; what the policy does not keep is empty, and the backward makes it again.
 
     Every policy but FP8 gives the same gradients, and all give the same ``y``: in the torch backend bit for bit. On
-    Neuron the bf16 experts' forward rounds gate and up to bf16 before it uses them where it saves them, and has them in
-    fp32 where it does not, so that ``y`` of the two differs by that rounding; the backward always reads saved ones.
+    Neuron the bf16 experts' forward rounds gate and up to bf16 before it uses them only where it saves them, so that
+    ``y`` differs by that rounding; the backward always reads saved ones.
     """
 
     name: str
@@ -81,6 +87,7 @@ class Backend(Protocol):
 
     def describe_products(self, precision: str, device: torch.device) -> str:
         """Return in words how PyTorch multiplies where there are many rows; empty where kernels do."""
+        return ""
 
     def fake_saved(self, x: Tensor, shape: BlockShape, spec: BlockSpec, keep: Keep) -> Saved:
         """Return what a forward saves of the tokens `x` as uninitialized tensors, made with ``x.new_empty``."""
@@ -91,23 +98,17 @@ class Backend(Protocol):
     def mlp_decode(
         self, x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, precision: str, gate: str
     ) -> Tensor | None:
-        """Return ``y [S, H]`` for inference if the backend has a shorter way for so few rows, else None.
+        """Return ``y [S, H]`` for inference if there is a shorter way for so few rows; None for anything unusual.
 
-        Called for every token, before arguments are checked or converted: anything unusual is None.
+        Called for every token, before arguments are checked or converted.
         """
+        return None
 
     def mlp_forward(self, x_SH: Tensor, weights: FFNWeights, spec: BlockSpec, keep: Keep) -> tuple[Tensor, Saved]:
         """Return ``y [S, H]`` and what is saved."""
 
     def mlp_backward(
-        self,
-        dout_SH: Tensor,
-        x_SH: Tensor,
-        weights: FFNWeights,
-        saved: Saved,
-        spec: BlockSpec,
-        keep: Keep,
-        wants: Wants,
+        self, dout_SH: Tensor, x_SH: Tensor, weights: FFNWeights, saved: Saved, call: BackwardCall
     ) -> Grads:
         """Return the gradients of x, gate, up and down."""
 
@@ -117,15 +118,7 @@ class Backend(Protocol):
         """Return ``y [T, H]`` and what is saved."""
 
     def experts_backward(
-        self,
-        dout_TH: Tensor,
-        x_TH: Tensor,
-        routing: Routing,
-        weights: ExpertWeights,
-        saved: Saved,
-        spec: BlockSpec,
-        keep: Keep,
-        wants: Wants,
+        self, dout_TH: Tensor, x_TH: Tensor, routing: Routing, weights: ExpertWeights, saved: Saved, call: BackwardCall
     ) -> Grads:
         """Return the gradients of x, the routing weights, gate_up and down."""
 
@@ -134,8 +127,8 @@ class Backend(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return ``y [T, H]`` of an MX network, of a dense MLP without routing, and two tensors that are saved.
 
-        They are gate and up pre-activations ``[R, I]`` in bf16, each empty where `keep` does not name it, or the codes
-        and scales of both in FP8. ``"minimal"`` keeps both whole and needs no input.
+        They are gate and up pre-activations ``[R, I]`` in bf16, empty where `keep` does not name them, or the codes and
+        scales of both in FP8. ``"minimal"`` keeps both whole and needs no input.
         """
 
     def quantized_backward(
@@ -148,7 +141,4 @@ class Backend(Protocol):
         keep: Keep,
         wants: Wants,
     ) -> tuple[Tensor, Tensor]:
-        """Return the gradients of x and of the routing weights; those not wanted are empty. The weights have none.
-
-        `x_TH` may be empty where gate and up were saved.
-        """
+        """Return the gradients of x, which may be empty where gate and up were saved, and of the routing weights."""

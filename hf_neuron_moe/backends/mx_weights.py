@@ -12,8 +12,8 @@ words        :mod:`hf_neuron_moe.formats.moe_mx`:  compact (``[16, 2, t, I]``, `
              down ``[pI, t, H]``
 ============ ===================================== ==========================================================
 
-Experts put their axis in front. Scales are held compact whatever they were stored as (:func:`held_form`). Which K
-values share a scale is the scheme's matter; it, too, is recorded and never guessed from shapes.
+Experts put their axis in front. Scales are held compact whatever they were stored as (:func:`held_form`). The scheme
+says which K values share a scale; it, too, is recorded and never guessed from shapes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dataclasses import astuple, dataclass, replace
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.errors import ConfigError, public
+from hf_neuron_moe.errors import not_one_of, public
 from hf_neuron_moe.formats.constants import LANES, MX_BLOCK, PATCH_ROWS, SwizzleScheme, element_format
 from hf_neuron_moe.formats.moe_mx import HIDDEN_SCHEME, TILE, unpack_moe_scales
 from hf_neuron_moe.formats.mx import dequantize_mx_natural
@@ -38,8 +38,7 @@ _KNOWN = {
     "scheme": (SwizzleScheme.WRAPX, SwizzleScheme.WRAPX_SINGLE, SwizzleScheme.ONE_TILE),
     "scales": tuple(ScaleLayout),
 }
-_COLUMN_TILE = 2048
-"""Contraction elements of the down projection brought to fp32 at a time; a multiple of every scheme's largest tile."""
+_COLUMN_TILE = 2048  # of the down projection's K brought to fp32 at a time: a multiple of every scheme's largest tile
 
 
 @dataclass(frozen=True)
@@ -56,8 +55,7 @@ class MXLayout:
         element_format(self.fmt)
         for name, allowed in _KNOWN.items():
             if getattr(self, name) not in allowed:
-                expected, got = f"one of {', '.join(allowed)}", repr(getattr(self, name))
-                raise ConfigError.about(name, expected, got, "Choose one of these.")
+                raise not_one_of(name, getattr(self, name), allowed)
 
     @property
     def key(self) -> str:
@@ -99,8 +97,8 @@ class MXMatrix:
     def values(self, rows: slice, columns: slice, out_FK: Tensor) -> Tensor:
         """Write the values of a part into fp32 `out_FK`, which has its shape, and return it.
 
-        `rows` are part of F; of a gate_up in words, of either the gate or up. `columns` are a part of K that starts and
-        ends at borders of contraction tiles (:func:`column_tiles`).
+        `rows` are part of F; of a gate_up in words, of either the gate or up. `columns` start and end at borders of
+        contraction tiles (:func:`column_tiles`).
         """
         fmt, scheme = element_format(self.layout.fmt), self.layout.scheme
         if self.layout.arrangement == WORDS:
@@ -129,10 +127,9 @@ class MXMatrix:
 
 @dataclass(frozen=True)
 class MXExpertStack:
-    """The projections of E experts, or of one network: tensors and layouts as :class:`MXMatrix` has them.
+    """The projections of E experts, with an axis E in front, or of one network, as :class:`MXMatrix` has them.
 
-    Experts have an axis E in front. Gate and up are the rows of one ``[2I, H]``, gate first. Down is ``[H, I]``; its K
-    may be larger than I, with zeros at the end.
+    Gate and up are the rows of one ``[2I, H]``, gate first. Down is ``[H, I]``; its K may be larger, zeros at the end.
     """
 
     gate_up_codes: Tensor
@@ -145,12 +142,12 @@ class MXExpertStack:
     @property
     def hidden(self) -> int:
         """H, padding included."""
-        return self.gate_up_layout.matrix_shape(self.gate_up_codes.shape)[1]
+        return self.gate_up.shape[1]
 
     @property
     def inner(self) -> int:
         """I, padding included."""
-        return self.gate_up_layout.matrix_shape(self.gate_up_codes.shape)[0] // 2
+        return self.gate_up.shape[0] // 2
 
     @property
     def gate_up(self) -> MXMatrix:

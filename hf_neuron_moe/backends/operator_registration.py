@@ -18,13 +18,11 @@ import torch
 
 _registered: dict[str, Any] = {}
 """By module with operators: what they were registered with."""
-
 _twins: dict[int, Any] = {}
 """By the id of an operator made by ``nki_op``: the operator that its body calls where it is not traced into."""
-
 _made: list[Any] = []
-"""All operators, kept alive: one that is replaced and then collected would take its successor out of the cache of
-``torch.ops``, and selective checkpointing, which names an operator, would get another object than what is called."""
+"""All operators: one that is replaced and then collected would take its successor out of the cache of ``torch.ops``,
+and selective checkpointing, which names an operator, would get another object than what is called."""
 
 
 def plugin_function(name: str) -> Callable[..., Any] | None:

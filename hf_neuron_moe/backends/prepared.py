@@ -1,14 +1,13 @@
 """Weights in the form that a kernel or a product reads: copies that are kept while their sources stay the same.
 
 A copy belongs to a state of its sources: their storages, places in these, and version counters, which every in-place
-change that autograd sees advances. Writes through ``.data`` do not advance them, as when adapters are merged. So all
-copies are dropped after every optimizer step, and calls without a backward keep none; a write between two training
-calls of one step is not seen (:meth:`PreparedWeights.drop` is for what knows of one). Copies for generation
-(``sampled``) stay, so some of their sources' values are compared at every call: what changes a weight everywhere, as
-merging an adapter or exchanging it with its average does, is seen.
+change that autograd sees advances. Writes through ``.data``, as when adapters are merged, do not advance them. So all
+copies are dropped after every optimizer step, and calls without a backward keep none; who writes between two training
+calls of one step calls :meth:`PreparedWeights.drop`. Copies for generation (``sampled``) stay, so some of their
+sources' values are compared at every call, which shows what changes a weight everywhere.
 
-No copies are kept of weights that FSDP gathers for a call, nor in evaluation mode where autograd records
-(:class:`FreshWeights`): the weights are temporary, and their copies would make every layer's stay.
+No copies are kept (:class:`FreshWeights`) of weights that FSDP gathers for a call, which their copies would make stay,
+nor in evaluation mode where autograd records.
 """
 
 from __future__ import annotations
@@ -50,8 +49,7 @@ class PreparedWeights:
 
     def __init__(self) -> None:
         self._copies: dict[tuple[str, tuple[_Place, ...]], _Copy] = {}
-        self._lock = threading.RLock()
-        """Held while the table is changed or walked: threads share it. Looking one copy up needs none."""
+        self._lock = threading.RLock()  # held while the table is changed or walked; looking one copy up needs none
         own = weakref.ref(self)
 
         def after_step(*_: Any) -> None:
@@ -89,10 +87,9 @@ class PreparedWeights:
     def get(self, form: str, build: Callable[..., T], *sources: Tensor, keep: bool = True, sampled: bool = False) -> T:
         """Return ``build(*sources)``, or the copy made before from the same state of the sources.
 
-        `form` names what `build` makes: everything that `build` depends on besides the sources is in it. Without
-        `keep`, for calls without a backward, the weights are read anew. With `sampled` some of their values are
-        compared as well. Results that share memory with a source cost nothing and are not kept. While a program is
-        traced nothing is looked up: the graph has the copying in it.
+        `form` names everything that `build` depends on besides the sources. Without `keep`, and while a program is
+        traced, the weights are read anew. With `sampled` some of their values are compared as well. Results that share
+        memory with a source cost nothing and are not kept.
         """
         if not keep or not all(_has_a_version(source) for source in sources):
             return build(*sources)
@@ -142,10 +139,7 @@ class CountedWeights(PreparedWeights):
 
 
 def kept_for(keep: Keep) -> bool:
-    """Whether copies made by a forward with this policy are kept.
-
-    ``"recompute"`` is also the policy of calls in training mode without a backward; a backward keeps its own anyway.
-    """
+    """Whether copies made by a forward with this policy are kept; a backward keeps its own anyway."""
     return bool(keep.names)
 
 
@@ -169,8 +163,7 @@ def _place(tensor: Tensor) -> _Place:
     return _storage(tensor), int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
-_SAMPLES = 512
-"""Values of a weight that are compared."""
+_SAMPLES = 512  # values of a weight that are compared
 
 
 def _sample(tensor: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from hf_neuron_moe.backends.neuron.copies import weight_copy_bytes
+from hf_neuron_moe.backends.neuron.backend import weight_copy_bytes
 from hf_neuron_moe.backends.neuron.limits import Block, Device, block_sizes, most_tokens, why_not, why_not_tokens
 from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.device.kernel_support import DOCUMENTED_LNC, BlockGroup, DocumentedAdapter

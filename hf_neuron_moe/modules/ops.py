@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hf_neuron_moe.activation_policy import Keep, canonical_keep, keep_strings, parse_keep
 from hf_neuron_moe.backends import get_backend, is_traceable
-from hf_neuron_moe.backends.base import NOTHING, Backend
+from hf_neuron_moe.backends.base import NOTHING, Backend, BackwardCall
 from hf_neuron_moe.backends.operator_registration import fake_of, operator
 from hf_neuron_moe.backends.spec import BlockCall, BlockShape, BlockSpec, FFNWeights, Routing, Wants
 from hf_neuron_moe.checks import check_multiple
@@ -196,8 +196,8 @@ def mlp_bwd(
     (spec, keep, *_), kernels = called(call)
     weights, saved = FFNWeights(gate_IH, up_IH, down_HI), (saved_a, saved_b, saved_c, saved_d)
     with exact_dtypes(dout_SH):
-        wants = Wants(wants_input, False, wants_weights)
-        return kernels.mlp_backward(dout_SH, x_SH, weights, saved, spec, keep, wants)
+        wanted = BackwardCall(spec, keep, Wants(wants_input, False, wants_weights))
+        return kernels.mlp_backward(dout_SH, x_SH, weights, saved, wanted)
 
 
 @fake_of(mlp_fwd)
@@ -239,8 +239,8 @@ def moe_bwd(
     (spec, keep, *_), kernels = called(call)
     routing, saved = Routing(index_TK, weight_TK), (saved_a, saved_b, saved_c, saved_d)
     with exact_dtypes(dout_TH):
-        wants = Wants(wants_input, wants_routing, wants_weights)
-        return kernels.experts_backward(dout_TH, x_TH, routing, (gate_up, down), saved, spec, keep, wants)
+        wanted = BackwardCall(spec, keep, Wants(wants_input, wants_routing, wants_weights))
+        return kernels.experts_backward(dout_TH, x_TH, routing, (gate_up, down), saved, wanted)
 
 
 @fake_of(moe_fwd)

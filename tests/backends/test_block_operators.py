@@ -225,7 +225,7 @@ def test_frozen_weights_cost_no_gradient(monkeypatch: pytest.MonkeyPatch) -> Non
     original = TorchBackend.experts_backward
 
     def spy(self: TorchBackend, *args: Any) -> Any:
-        seen.append(args[-1])
+        seen.append(args[-1].wants)
         return original(self, *args)
 
     monkeypatch.setattr(TorchBackend, "experts_backward", spy)

@@ -57,8 +57,8 @@ def test_the_block_count_is_the_documented_one(
 def test_slots_point_at_the_sink_row_or_nowhere() -> None:
     index = torch.tensor([[0, 2], [2, 1], [3, 0]])  # expert 3 is another rank's
     weight = torch.tensor([[0.25, 0.75], [0.5, 0.125], [0.875, 1.0]])
-    sink = route(index, weight, 3, 128, sink=True, per_iteration=1, dtype=torch.bfloat16)
-    none = route(index, weight, 3, 128, sink=False, per_iteration=2, dtype=torch.float32)
+    sink = route(Routing(index, weight), 3, 128, sink=True, per_iteration=1, dtype=torch.bfloat16)
+    none = route(Routing(index, weight), 3, 128, sink=False, per_iteration=2, dtype=torch.float32)
     assert sink.expert_affinities_masked.shape == (12, 1) and sink.expert_affinities_masked.dtype == torch.bfloat16
     assert none.expert_affinities_masked.shape == (9, 1) and none.expert_affinities_masked.dtype == torch.float32
     assert none.expert_affinities_masked.view(3, 3).tolist() == [[0.25, 0, 0.75], [0, 0.125, 0.5], [1.0, 0, 0]]

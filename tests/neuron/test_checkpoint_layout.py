@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hf_neuron_moe import patch_model
-from hf_neuron_moe.backends.neuron.checkpoint_layout import gate_up_layout
+from hf_neuron_moe.backends.neuron.mxfp8_pair import gate_up_layout
 from hf_neuron_moe.backends.neuron.signatures import UNKNOWN, field_defaults
 from hf_neuron_moe.errors import BackendUnavailableError, NothingToPatchError
 from tests.neuron.small_runs import EXPERTS_MX, Case, first_gradients, run

@@ -20,6 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from hf_neuron_moe import patch_model
 from hf_neuron_moe.activation_policy import parse_keep
 from hf_neuron_moe.backends import get_backend, resolve_backend
+from hf_neuron_moe.backends.base import BackwardCall
 from hf_neuron_moe.backends.spec import BlockCall, BlockSpec, FFNWeights, Routing, Wants
 from hf_neuron_moe.modules import ops
 from tests.neuron.small_runs import CASES, DENSE, EXPERTS, EXPERTS_MX, SOME_SLOW, Case
@@ -126,14 +127,15 @@ def forward_and_backward(name: str, operands: tuple[Any, ...]) -> list[Tensor]:
     """The backend's own calls, as ``nki_op`` traces them under a compiler: without the operators around."""
     backend = get_backend(resolve_backend("neuron", torch.device("cpu")))
     *tensors, text = operands
-    call, wants = BlockCall.decode(text), Wants()
+    call = BlockCall.decode(text)
+    backward = BackwardCall(call.spec, call.keep, Wants())
     if name == "dense":
         given = (tensors[0], FFNWeights(*tensors[1:]))
         y, saved = backend.mlp_forward(*given, call.spec, call.keep)
-        return [y, *saved, *backend.mlp_backward(torch.ones_like(y), *given, saved, call.spec, call.keep, wants)]
+        return [y, *saved, *backend.mlp_backward(torch.ones_like(y), *given, saved, backward)]
     routed = (tensors[0], Routing(tensors[1], tensors[2]), (tensors[3], tensors[4]))
     y, saved = backend.experts_forward(*routed, call.spec, call.keep)
-    return [y, *saved, *backend.experts_backward(torch.ones_like(y), *routed, saved, call.spec, call.keep, wants)]
+    return [y, *saved, *backend.experts_backward(torch.ones_like(y), *routed, saved, backward)]
 
 
 @pytest.mark.parametrize("name", SOME_SLOW)

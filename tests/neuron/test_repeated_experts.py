@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_neuron_moe.backends.neuron.static_plan import route
+from hf_neuron_moe.backends.spec import Routing
 from hf_neuron_moe.modules import ops
 
 Start = Callable[..., SimpleNamespace]
@@ -71,7 +72,9 @@ def test_the_sum_needs_no_values() -> None:
     """A device's program is traced: the same operations must make the sum there."""
     index, weight = torch.tensor([[1, 1]]), torch.tensor([[0.25, 0.5]])
     options = {"sink": True, "per_iteration": 1, "dtype": torch.bfloat16}
-    assert route(index, weight, 2, 128, **options).expert_affinities_masked.flatten().tolist() == [0, 0.75, 0, 0]
+    affinities = route(Routing(index, weight), 2, 128, **options).expert_affinities_masked
+    assert affinities.flatten().tolist() == [0, 0.75, 0, 0]
     with FakeTensorMode() as mode:
-        made = route(mode.from_tensor(index), mode.from_tensor(weight), 2, 128, **options).expert_affinities_masked
+        fake = Routing(mode.from_tensor(index), mode.from_tensor(weight))
+        made = route(fake, 2, 128, **options).expert_affinities_masked
         assert made.shape == (4, 1) and made.dtype == torch.bfloat16

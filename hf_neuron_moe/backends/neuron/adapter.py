@@ -1,8 +1,7 @@
-"""Which wrapper kernel calls which nkilib function, decided by the installed function's signature.
+"""Which wrapper kernel calls which nkilib function, decided by the installed function's signature, not by a version.
 
-nkilib's argument sets change with every release, so nothing is decided by a version number: a wrapper fits if the
-function has every argument that the wrapper needs and needs none that the wrapper does not pass, and if options that
-are left alone have their documented defaults.
+A wrapper fits if the function has every argument that the wrapper needs and needs none that the wrapper does not pass,
+and if options that are left alone have their documented defaults.
 """
 
 from __future__ import annotations
@@ -17,12 +16,10 @@ from itertools import groupby
 from types import ModuleType
 from typing import Any
 
-from hf_neuron_moe.backends.neuron.checkpoint_layout import DIRECT, TRANSPOSED, gate_up_layout
 from hf_neuron_moe.backends.neuron.generations import COMPANIONS, FUNCTIONS, SWIZZLE_MODES, Generation
+from hf_neuron_moe.backends.neuron.mxfp8_pair import DIRECT, TRANSPOSED, gate_up_layout
 from hf_neuron_moe.backends.neuron.nkilib_objects import find_object, shown_name
-from hf_neuron_moe.backends.neuron.signatures import other_default, record_fields, signature_of
-
-_KERNELS = "hf_neuron_moe.backends.neuron.nki_kernels"
+from hf_neuron_moe.backends.neuron.signatures import keywords, other_default, signature_of
 
 
 @dataclass(frozen=True)
@@ -52,7 +49,9 @@ def match(need: str) -> Match:
         for generation in known if reason is None else ():
             mismatch, layout = next(_mismatches(generation, parameters), None), TRANSPOSED
             if mismatch is None and generation.checkpoint:
-                layout, mismatch = _layout(generation, parameters)
+                records = [find_object(kind) for kind, _ in generation.records if kind.endswith("Config")]
+                defaults = {key: found.default for key, found in parameters.items()}
+                layout, mismatch = gate_up_layout(defaults, records[0] if records else None)
             if mismatch is None:
                 return Match(own, generation, frozenset(parameters), layout=layout)
             unfit.append(f"not {generation.name}'s: {mismatch}")
@@ -62,18 +61,11 @@ def match(need: str) -> Match:
 
 def _read(name: str) -> tuple[dict[str, inspect.Parameter], str | None]:
     """Return the installed function's arguments, or why they are not known."""
-    function = find_object(name)
-    if function is None:
+    if (function := find_object(name)) is None:
         return {}, f"the installed nkilib has no {name}"
-    signature = signature_of(function)
-    if signature is None:
+    if (signature := signature_of(function)) is None:
         return {}, f"the arguments of the installed {name} cannot be read"
     return {key: found for key, found in signature.parameters.items() if found.kind is not found.VAR_KEYWORD}, None
-
-
-def _layout(generation: Generation, parameters: dict[str, inspect.Parameter]) -> tuple[str, str | None]:
-    records = [find_object(name) for name, _ in generation.records if name.endswith("Config")]
-    return gate_up_layout({key: found.default for key, found in parameters.items()}, records[0] if records else None)
 
 
 def _mismatches(generation: Generation, parameters: dict[str, inspect.Parameter]) -> Iterator[str]:
@@ -95,7 +87,7 @@ def _mismatches(generation: Generation, parameters: dict[str, inspect.Parameter]
         kind = find_object(name)
         if kind is None:
             yield f"{shown_name(name)} not found"
-        elif (known := record_fields(kind)) is not None:
+        elif (known := keywords(kind)) is not None:
             yield from _record_mismatches(shown_name(name), frozenset(fields.split()), known)
 
 
@@ -147,7 +139,7 @@ class Adapter:
 
     @functools.cache  # noqa: B019 - an adapter lives as long as its backend, which lives as long as the process
     def _module(self, name: str) -> ModuleType:
-        path = f"{_KERNELS}.{name}"
+        path = f"hf_neuron_moe.backends.neuron.nki_kernels.{name}"
         if path in sys.modules:  # made for another toolchain: its globals are that one's
             return importlib.reload(sys.modules[path])
         return importlib.import_module(path)

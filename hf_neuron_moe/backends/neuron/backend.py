@@ -8,36 +8,32 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from hf_neuron_moe.activation_policy import Keep
-from hf_neuron_moe.backends.base import Grads, Saved
+from hf_neuron_moe.backends.base import Backend, BackwardCall, Grads, Saved
 from hf_neuron_moe.backends.mx_weights import MXExpertStack
 from hf_neuron_moe.backends.neuron import limits, versions
 from hf_neuron_moe.backends.neuron.adapter import Adapter
-from hf_neuron_moe.backends.neuron.copies import weight_copy_bytes
 from hf_neuron_moe.backends.neuron.dense import DenseKernels, fake_saved
 from hf_neuron_moe.backends.neuron.experts import ExpertKernels, Experts
 from hf_neuron_moe.backends.neuron.generations import BF16_OPEN
 from hf_neuron_moe.backends.neuron.launch import Launcher
 from hf_neuron_moe.backends.neuron.limits import Block, most_tokens, why_not_tokens
 from hf_neuron_moe.backends.neuron.quantized_experts import FrozenKernels, why_not_frozen
-from hf_neuron_moe.backends.prepared import FreshWeights, PreparedWeights
-from hf_neuron_moe.backends.spec import BlockShape, BlockSpec, ExpertWeights, FFNWeights, Routing, Support, Wants
+from hf_neuron_moe.backends.prepared import CountedWeights, FreshWeights, PreparedWeights
+from hf_neuron_moe.backends.spec import BlockShape, BlockSpec, ExpertWeights, FFNWeights, Routing, Support
 from hf_neuron_moe.backends.torch.backend import TorchBackend
 from hf_neuron_moe.errors import BackendUnavailableError
 
 SIMULATOR = "nki-sim"
 
 
-class NeuronBackend:
+class NeuronBackend(Backend):
     """Implements :class:`~hf_neuron_moe.backends.base.Backend` with the installed nkilib.
-
-    :attr:`without_copies` is the same backend for weights that exist for one call only: it keeps no copies of them.
 
     What a policy keeps differs from the protocol's description in form, not in meaning: dense checkpoints are
     ``[S, I]`` padded to multiples of 128, all columns of up; experts keep gate and up in the kernels' blocks
@@ -53,15 +49,16 @@ class NeuronBackend:
     def __init__(self, name: str = "neuron") -> None:
         self.name = name
         toolchain = versions.toolchain(simulator=name == SIMULATOR)
-        self.adapter, self.device, self.weights = Adapter(), limits.this_device(), PreparedWeights()
-        parts = self.adapter, Launcher(toolchain, self.device.lnc), self.weights
-        self._dense, self._experts, self._quantized = DenseKernels(*parts), ExpertKernels(*parts), FrozenKernels(*parts)
-        self._torch = TorchBackend()
-        self._without_copies = self._with(FreshWeights())
+        self.adapter, self.device, self._torch = Adapter(), limits.this_device(), TorchBackend()
+        self._launch = Launcher(toolchain, self.device.lnc)
+        self._without_copies: NeuronBackend = copy.copy(self)
+        self._without_copies._without_copies = self._without_copies
+        self._without_copies._keep_copies(FreshWeights())
+        self._keep_copies(PreparedWeights())
 
     @classmethod
     def instance(cls, name: str) -> NeuronBackend:
-        """Return the backend for the Neuron stack that is installed now, the same object while that stays the same."""
+        """Return the backend for the Neuron stack that is installed now."""
         known = _backends.get(name)
         if known is not None and torch.compiler.is_compiling():  # looking at the machine cannot be traced
             return known[1]
@@ -87,13 +84,10 @@ class NeuronBackend:
     def without_copies(self) -> NeuronBackend:
         return self._without_copies
 
-    def _with(self, weights: PreparedWeights) -> NeuronBackend:
-        """Return this backend with another store of copies; kernels, launcher and device are shared."""
-        twin = copy.copy(self)
-        twin.weights, twin._without_copies = weights, twin
-        for part in ("_dense", "_experts", "_quantized"):
-            setattr(twin, part, replace(getattr(self, part), weights=weights))
-        return twin
+    def _keep_copies(self, weights: PreparedWeights) -> None:
+        """Let `weights` hold the copies that calls of this object make."""
+        self.weights, parts = weights, (self.adapter, self._launch, weights)
+        self._dense, self._experts, self._quantized = DenseKernels(*parts), ExpertKernels(*parts), FrozenKernels(*parts)
 
     @property
     def prepared_bytes(self) -> int:
@@ -119,9 +113,6 @@ class NeuronBackend:
         reason = why_not_frozen(stack, self.device, self.adapter, training=training)
         return Support(reason or why_not_tokens(most, tokens or 0), most)
 
-    def describe_products(self, precision: str, device: torch.device) -> str:
-        return ""
-
     def fake_saved(self, x: Tensor, shape: BlockShape, spec: BlockSpec, keep: Keep) -> Saved:
         block = Block.of(shape, spec)
         if shape.experts is None or shape.top_k is None:
@@ -131,30 +122,18 @@ class NeuronBackend:
     def quantized_fake_saved(self, x: Tensor, rows: int, inner: int, keep: Keep) -> tuple[Tensor, Tensor]:
         return self._torch.quantized_fake_saved(x, rows, inner, keep)
 
-    def mlp_decode(
-        self, x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, precision: str, gate: str
-    ) -> None:
-        return None
-
     def mlp_forward(self, x_SH: Tensor, weights: FFNWeights, spec: BlockSpec, keep: Keep) -> tuple[Tensor, Saved]:
         block = self._checked(Block("mlp", spec.precision, *weights.down_HI.shape), x_SH)
         return self._dense.forward(x_SH, weights, block, keep)
 
     def mlp_backward(
-        self,
-        dout_SH: Tensor,
-        x_SH: Tensor,
-        weights: FFNWeights,
-        saved: Saved,
-        spec: BlockSpec,
-        keep: Keep,
-        wants: Wants,
+        self, dout_SH: Tensor, x_SH: Tensor, weights: FFNWeights, saved: Saved, call: BackwardCall
     ) -> Grads:
-        block = self._checked(Block("mlp", spec.precision, *weights.down_HI.shape), dout_SH)
-        if not dout_SH.shape[0]:
-            grads = _zeros(dout_SH, *weights)
+        block, wants = self._checked(Block("mlp", call.spec.precision, *weights.down_HI.shape), dout_SH), call.wants
+        if dout_SH.shape[0]:
+            grads = self._dense.backward(dout_SH, x_SH, weights, saved, block, call.keep)
         else:
-            grads = self._dense.backward(dout_SH, x_SH, weights, saved, block, keep)
+            grads = _zeros(dout_SH, *weights)
         return _only((wants.input, wants.weights, wants.weights, wants.weights), grads, dout_SH)
 
     def experts_forward(
@@ -163,21 +142,13 @@ class NeuronBackend:
         return self._experts.forward(x_TH, routing, self._checked_experts(weights, spec, x_TH), keep)
 
     def experts_backward(
-        self,
-        dout_TH: Tensor,
-        x_TH: Tensor,
-        routing: Routing,
-        weights: ExpertWeights,
-        saved: Saved,
-        spec: BlockSpec,
-        keep: Keep,
-        wants: Wants,
+        self, dout_TH: Tensor, x_TH: Tensor, routing: Routing, weights: ExpertWeights, saved: Saved, call: BackwardCall
     ) -> Grads:
-        experts = self._checked_experts(weights, spec, dout_TH)
-        if not dout_TH.shape[0]:
-            grads = _zeros(dout_TH, routing.weight_TK, *weights)
+        experts, wants = self._checked_experts(weights, call.spec, dout_TH), call.wants
+        if dout_TH.shape[0]:
+            grads = self._experts.backward(dout_TH, x_TH, routing, experts, saved, call.keep)
         else:
-            grads = self._experts.backward(dout_TH, x_TH, routing, experts, saved, keep)
+            grads = _zeros(dout_TH, routing.weight_TK, *weights)
         return _only((wants.input, wants.routing, wants.weights, wants.weights), grads, dout_TH)
 
     def quantized_forward(
@@ -204,6 +175,28 @@ class NeuronBackend:
         inner, hidden = down.shape[1:] if spec.transposed else down.shape[:0:-1]
         block = Block("experts", spec.precision, hidden, inner, spec.block_size)
         return Experts(gate_up, down, spec.transposed, self._checked(block, rows))
+
+
+def weight_copy_bytes(adapter: Adapter, block: Block, experts: int | None, ordered: bool, dtype: torch.dtype) -> int:
+    """Return the bytes of the weight copies that the kernels' forward and backward of `block` need; runs nothing.
+
+    `adapter` decides which generation's kernels read them; `experts` is E, None for a dense MLP. The parameters have
+    `dtype`, and are `ordered` where gate and up are one tensor (dense), or weights ``[E, H, 2I]`` and ``[E, I, H]``.
+    """
+    counted, H, I = CountedWeights(), block.hidden, block.inner  # noqa: E741
+    no_launcher: Any = None
+
+    def weight(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    if experts is None:
+        gate, up = weight(2 * I, H).chunk(2) if ordered else (weight(I, H), weight(I, H))
+        DenseKernels(adapter, no_launcher, counted).prepare(FFNWeights(gate, up, weight(H, I)), block)
+    else:
+        gate_up, down = ((H, 2 * I), (I, H)) if ordered else ((2 * I, H), (H, I))
+        stack = Experts(weight(experts, *gate_up), weight(experts, *down), ordered, block)
+        ExpertKernels(adapter, no_launcher, counted).prepare(stack)
+    return counted.nbytes
 
 
 _backends: dict[str, tuple[tuple[Any, ...], NeuronBackend]] = {}

@@ -119,13 +119,11 @@ class DenseKernels(Kernels):
             run_with_lnc2=self.launch.lnc == 2,
             **further,
         )
-        sizes = {"hidden": block.hidden, "inner": block.inner}
-        d_gate, d_up = (
-            # Never views of the kernel's one output: results of an operator must not share memory.
-            stock_gradient(half.clone(), "IH", "IH", dtype=weight.dtype, **sizes)
-            for half, weight in zip(d_gate_up.split(inner), (weights.gate_IH, weights.up_IH))
+        # Never views of the kernel's one output: results of an operator must not share memory.
+        found = zip((*(half.clone() for half in d_gate_up.split(inner)), d_down), ("IH", "IH", "HI"), weights)
+        d_gate, d_up, d_down = (
+            stock_gradient(grad, axes, axes, block.hidden, block.inner, weight.dtype) for grad, axes, weight in found
         )
-        d_down = stock_gradient(d_down, "HI", "HI", dtype=weights.down_HI.dtype, **sizes)
         return d_x[:tokens, : block.hidden].contiguous(), d_gate, d_up, d_down
 
     def _arguments_2_30(

@@ -70,10 +70,10 @@ class ExpertKernels(Kernels):
 
     def _weights(self, experts: Experts, wanted: tuple[str, str], *, training: bool = True) -> dict[str, Tensor]:
         """The kernels' weight arguments in the wanted orientations."""
-        names, own = ("gate_up_proj_weight", "down_proj_weight"), split_axes(experts.transposed)
+        own, block = split_axes(experts.transposed), experts.block
         return {
-            name: self.weight(source, axes, order, experts.block, training=training)
-            for name, source, axes, order in zip(names, (experts.gate_up, experts.down), own, wanted)
+            "gate_up_proj_weight": self.weight(experts.gate_up, own[0], wanted[0], block, training=training),
+            "down_proj_weight": self.weight(experts.down, own[1], wanted[1], block, training=training),
         }
 
     def _forward_axes(self, block: Block) -> tuple[str, str]:
@@ -89,7 +89,7 @@ class ExpertKernels(Kernels):
         block, each = experts.block, _per_iteration(experts.block)
         # The bf16 pair documents one float dtype for all its tensors, the MXFP8 pair fp32 affinities.
         dtype = torch.bfloat16 if block.precision == "bf16" else torch.float32
-        return route(*routing, experts.count, block.block_size, sink=sink, per_iteration=each, dtype=dtype)
+        return route(routing, experts.count, block.block_size, sink=sink, per_iteration=each, dtype=dtype)
 
     def forward(self, x_TH: Tensor, routing: Routing, experts: Experts, keep: Keep) -> tuple[Tensor, Saved]:
         """Return ``y [T, H]`` and what is kept: gate and up ``[N, 2, I, B]`` and, for 2.29, down ``[N, B, H]``."""
@@ -113,10 +113,9 @@ class ExpertKernels(Kernels):
         block, tokens, bf16 = experts.block, x_TH.shape[0], experts.block.precision == "bf16"
         routed = self._route(routing, experts, sink=bf16)
         rows = (tokens + 1 if bf16 else tokens, block.padded[0])  # the sink row is the last one
-        need = "moe_forward" if bf16 else "moe_forward_mxfp8"
         options = {"checkpoint": checkpoint, "affinity_on_i": not self._on_output(block)} if bf16 else {}
         out_TH, *checkpoints = self.run(
-            need,
+            block.needs[0],
             "moe_forward",
             hidden_states=pad_axes(x_TH, rows),
             block_size=block.block_size,
@@ -125,7 +124,7 @@ class ExpertKernels(Kernels):
             **options,
         )
         if checkpoint:
-            turned, slots = self.adapter.turned(need), (block.padded[1], block.block_size)
+            turned, slots = self.adapter.turned(block.needs[0]), (block.padded[1], block.block_size)
             expected = (routed.block_to_expert.shape[0], 2, *(slots[::-1] if turned else slots))
             _check_checkpoints(checkpoints, expected)
             checkpoints = [checkpoints[0].mT.contiguous(), *checkpoints[1:]] if turned else checkpoints
@@ -140,30 +139,23 @@ class ExpertKernels(Kernels):
     def backward(
         self, dout_TH: Tensor, x_TH: Tensor, routing: Routing, experts: Experts, saved: Saved, keep: Keep
     ) -> Grads:
-        """Return the gradients of x, the routing weights, gate_up and down for at least one token.
-
-        The kernel makes all of them.
-        """
+        """Return the gradients of x, the routing weights, gate_up and down for at least one token; all are made."""
         block, rows = experts.block, (dout_TH.shape[0], experts.block.padded[0])
         gate_up_ckpt, down_ckpt, x_TH = self._checkpoints(x_TH, routing, experts, saved, keep)
-        need = "moe_backward" if block.precision == "bf16" else "moe_backward_mxfp8"
         d_x, d_affinities, d_gate_up, d_down = self.run(
-            need,
+            block.needs[1],
             "moe_backward",
             hidden_states=pad_axes(x_TH, rows),
-            gate_up_proj_act_checkpoint_T=gate_up_ckpt.mT if self.adapter.turned(need) else gate_up_ckpt,
+            gate_up_proj_act_checkpoint_T=gate_up_ckpt.mT if self.adapter.turned(block.needs[1]) else gate_up_ckpt,
             down_proj_act_checkpoint=down_ckpt,
             output_hidden_states_grad=pad_axes(dout_TH, rows),
             block_size=block.block_size,
             **self._route(routing, experts, sink=False)._asdict(),
             **self._weights(experts, _BACKWARD_AXES),
         )
-        d_gate_up, d_down = (
-            stock_gradient(grad, axes, own, block.hidden, block.inner, weight.dtype)
-            for grad, axes, own, weight in zip(
-                (d_gate_up, d_down), _BACKWARD_AXES, split_axes(experts.transposed), (experts.gate_up, experts.down)
-            )
-        )
+        own, sizes = split_axes(experts.transposed), (block.hidden, block.inner)
+        d_gate_up = stock_gradient(d_gate_up, _BACKWARD_AXES[0], own[0], *sizes, experts.gate_up.dtype)
+        d_down = stock_gradient(d_down, _BACKWARD_AXES[1], own[1], *sizes, experts.down.dtype)
         d_weight = routing_gradient(d_affinities, routing.index_TK, experts.count, routing.weight_TK.dtype)
         return d_x[:, : block.hidden].contiguous(), d_weight, d_gate_up, d_down
 
@@ -184,9 +176,8 @@ class ExpertKernels(Kernels):
 
 def _check_checkpoints(found: list[Tensor], shape: tuple[int, ...]) -> None:
     """Refuse a forward that keeps less than documented, or in another order: the backward would read nonsense."""
-    got = tuple(found[0].shape) if found else "the output alone"
+    got, expected = tuple(found[0].shape) if found else "the output alone", f"gate and up {shape} behind the output"
     if got != shape:
-        expected = f"gate and up {shape} behind the output"
         fix = "Install the nki-library of SDK 2.33, or use fallback='torch'."
         raise BackendUnavailableError.about("the experts' forward kernel", expected, got, fix).named("neuron backend")
 

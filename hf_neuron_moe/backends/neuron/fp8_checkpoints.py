@@ -1,11 +1,9 @@
 """Checkpoints in group FP8 between forward and backward, where the policy asks for it.
 
 The kernels write and read bf16: torch operations quantize what a forward kernel wrote, and bring it back before the
-backward kernel reads it. The dense backward also takes the gate's activation and the intermediate, which are then
-COAT's; the experts' makes them from gate and up. Bytes and values are those of the torch backend's saved activations,
-by operations that look at no value and can be traced.
-
-C columns, G groups of them.
+backward kernel reads it. The dense backward also takes COAT's activation of the gate and intermediate; the experts'
+makes them from gate and up. Bytes and values are those of the torch backend's saved activations, by operations that
+look at no value and can be traced. C columns, G groups of them.
 """
 
 from __future__ import annotations

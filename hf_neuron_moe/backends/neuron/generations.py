@@ -12,19 +12,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-KERNEL_PRECISIONS = ("bf16", "mxfp8")
-"""Those that some kernel pair computes in."""
-
+KERNEL_PRECISIONS = ("bf16", "mxfp8")  # those that some kernel pair computes in
 BF16_OPEN = (
     "the documents leave open whether the bf16 experts' forward, which takes a row of zeros behind the tokens, and "
     "their backward, which takes none, fit together; hf-neuron-moe verify-device checks it"
 )
 """About ``moe_forward`` and ``moe_backward``."""
 
-_SWIZZLED = (
-    "output_grad down_weight d_gate_up gate_up_weight d_gate_up_t hidden_states_t output_grad_t scaled_intermediate_t"
-)
-SWIZZLE_MODES = tuple(f"{operand}_swizzle_mode" for operand in _SWIZZLED.split())
+_SWIZZLED = "output_grad down_weight d_gate_up gate_up_weight d_gate_up_t hidden_states_t output_grad_t"
+SWIZZLE_MODES = tuple(f"{operand}_swizzle_mode" for operand in (*_SWIZZLED.split(), "scaled_intermediate_t"))
 """Options of the backward: only the mode DGT knows several experts, and the default may be another one."""
 
 COMPANIONS = {"gate_up_proj_act_td": ("TensorOrientation", "K_BY_F"), "_swizzle_mode": ("SwizzleMode", "DGT")}
@@ -35,16 +31,13 @@ _Defaults = Mapping[str, bool | str]
 
 @dataclass(frozen=True)
 class Generation:
-    """One argument set of an nkilib function.
-
-    `defaults` has arguments that the wrappers leave alone, with the documented default that they count on: a truth
-    value, or the name of an enum's member.
-    """
+    """One argument set of an nkilib function."""
 
     name: str  # the first release with it
     module: str  # our module of wrapper kernels, in nki_kernels
     needed: frozenset[str]  # arguments that the wrappers pass and the function must have
     offered: frozenset[str] = frozenset()  # arguments that the wrappers pass if the function has them
+    # Arguments that the wrappers leave alone, with the documented default: a truth value, or an enum member's name.
     defaults: _Defaults = field(default_factory=dict, hash=False)
     foreign: frozenset[str] = frozenset()  # arguments that only other generations have
     members: tuple[tuple[str, str], ...] = ()  # pairs of an enum and a member that it must have
@@ -86,27 +79,24 @@ _CTE_DEFAULTS: _Defaults = {
     "skip_gate_proj": False,
 }
 _PAIR_DEFAULTS: _Defaults = {"activation_type": "SiLU", "skip_grad_initialization": False, "bias": False}
-_SWIZZLED_DEFAULTS: _Defaults = {**_PAIR_DEFAULTS, **dict.fromkeys(SWIZZLE_MODES, "DGT")}
 _BWD_DEFAULTS: _Defaults = {
     **_PAIR_DEFAULTS,
     "is_tensor_update_accumulating": True,
     "kernel_type_option": "DROPLESS",
     "skip_gate_proj": False,
 }
-_PAIR_OPTIONS = _names(
-    "shard_option affinity_option skip_dma is_tensor_update_accumulating accumulate_hidden_states_grad "
-    "no_indirect_load single_expert_dense"
-)
-"""Options of the MXFP8 pair. Documents name them without a signature, and some under two names."""
 _AS_ARGUMENTS: dict[str, Any] = {
-    "offered": _PAIR_OPTIONS,
+    # Documents name these without a signature, and some under two names.
+    "offered": _names(
+        "shard_option affinity_option skip_dma is_tensor_update_accumulating accumulate_hidden_states_grad "
+        "no_indirect_load single_expert_dense"
+    ),
     "defaults": _PAIR_DEFAULTS,
     "foreign": frozenset({"config"}),
     "records": _SKIPS,
     "checkpoint": True,
 }
 """The pair before 2.33; later its options are the fields of a record."""
-
 
 _MLP_FORWARD_2_30 = Generation("2.30", "mlp_forward", _MLP_FORWARD | {"save_gate_pre", "save_up"})
 _MLP_FORWARD_QUANTIZED_2_30 = Generation(
@@ -166,7 +156,11 @@ _MOE_BACKWARD_MXFP8_2_33 = Generation(
     checkpoint=True,
 )
 _MOE_BACKWARD_MXFP8_2_31 = Generation(
-    "2.31", "moe_backward_mxfp8", _BACKWARD, members=_ON_FREE, **_AS_ARGUMENTS | {"defaults": _SWIZZLED_DEFAULTS}
+    "2.31",
+    "moe_backward_mxfp8",
+    _BACKWARD,
+    members=_ON_FREE,
+    **_AS_ARGUMENTS | {"defaults": {**_PAIR_DEFAULTS, **dict.fromkeys(SWIZZLE_MODES, "DGT")}},
 )
 _MOE_FORWARD_MX_2_30 = Generation(
     "2.30",

@@ -32,10 +32,15 @@ class Launcher:
     def __call__(self, kernel: Callable[..., Any], /, **arguments: Any) -> tuple[Tensor, ...]:
         """Run `kernel`; tensors are made contiguous, arguments that are None are left out.
 
-        Numbers are compile-time constants of the kernel, so each new value compiles it anew. An entry without a branch
-        for its options returns None, which is an error here.
+        Numbers are compile-time constants: each new value compiles the kernel anew. An entry without a branch for its
+        options returns None.
         """
-        given = {name: self._operand(value) for name, value in arguments.items() if value is not None}
+        # The simulator reads values through NumPy, which tensors that require gradients do not allow.
+        given = {
+            name: (value.detach() if self._simulate else value).contiguous() if isinstance(value, Tensor) else value
+            for name, value in arguments.items()
+            if value is not None
+        }
         result = self._grid(kernel)(**given)
         if result is None:
             name = getattr(kernel, "__name__", type(kernel).__name__)
@@ -43,12 +48,6 @@ class Launcher:
             fix = "Install the nki-library of SDK 2.33, or use backend='torch'."
             raise BackendUnavailableError.about(name, "a kernel that returns its outputs", got, fix)
         return tuple(result) if isinstance(result, tuple | list) else (result,)
-
-    def _operand(self, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        # The simulator reads values through NumPy, which tensors that require gradients do not allow.
-        return (value.detach() if self._simulate else value).contiguous()
 
     def _grid(self, kernel: Any) -> Callable[..., Any]:
         # The grid belongs on the wrapped caller: a grid set on the kernel before wrapping it is ignored.

@@ -15,15 +15,11 @@ from hf_neuron_moe.backends.spec import BlockShape, BlockSpec
 from hf_neuron_moe.errors import ConfigError, DTypeError, ShapeError, public
 from hf_neuron_moe.formats.padding import LANES
 
-BF16_HIDDEN_STEP, BF16_HIDDEN = 512, (512, 8192)
-"""shard_on_i: H in steps and within bounds."""
-BF16_INNER_STEP = 64
-"""shard_on_i takes multiples of 16, ``blockwise_mm_bwd`` 32 per core of two."""
+BF16_HIDDEN_STEP, BF16_HIDDEN = 512, (512, 8192)  # of shard_on_i: H in steps and within bounds
+BF16_INNER_STEP = 64  # shard_on_i takes multiples of 16, blockwise_mm_bwd 32 per core of two
 BF16_BLOCK_STEP = 256
-BF16_TOKENS = 32768
-"""Tokens of one call to ``moe_cte``, with bf16 weights and with MX words."""
-MAX_TOKENS = (1 << 24) - 1
-"""Token ids pass through fp32 on the chip and are exact below 2**24, the sink row's included."""
+BF16_TOKENS = 32768  # of one call to moe_cte, with bf16 weights and with MX words
+MAX_TOKENS = (1 << 24) - 1  # ids pass through fp32 on the chip and are exact below 2**24, the sink row's included
 SMALL_BLOCKS, LARGE_BLOCKS = (128, 256, 512, 1024), (2048, 4096)
 ON_TRN3 = "the MXFP8 kernels run on Trn3 only"
 _NEEDS = {

@@ -15,8 +15,7 @@ from typing import Any
 
 from hf_neuron_moe.errors import BackendUnavailableError, public
 
-_CORE = "nkilib.core"
-_EXPERIMENTAL = "nkilib.experimental"
+_CORE, _EXPERIMENTAL = "nkilib.core", "nkilib.experimental"
 _MLP = f"{_EXPERIMENTAL}.mlp_mxfp8"
 _MOE_CTE = (f"{_CORE}.moe.moe_cte", f"{_CORE}.moe.moe_cte.moe_cte")
 _MXFP8 = f"{_EXPERIMENTAL}.moe_mxfp8"
@@ -41,13 +40,10 @@ HOMES: dict[str, tuple[str, ...]] = {
 }
 """Modules to look in, in order, by the name used here."""
 
-_NAMES = {"BackwardSkipMode": "SkipMode"}
-"""nkilib has two records of this name: the forward's and the backward's."""
-
 
 def shown_name(name: str) -> str:
-    """Return nkilib's own name of an object in :data:`HOMES`."""
-    return _NAMES.get(name, name)
+    """Return nkilib's own name of an object in :data:`HOMES`; it has two records ``SkipMode``."""
+    return "SkipMode" if name == "BackwardSkipMode" else name
 
 
 def find_object(name: str) -> Any | None:

@@ -47,11 +47,7 @@ def stock_gradient(gradient: Tensor, axes: str, wanted: str, hidden: int, inner:
 
 
 def fuse_gate_up(gate_IH: Tensor, up_IH: Tensor) -> Tensor:
-    """Return ``[2I, H]``, gate first: a view where the two are halves of one tensor already, else a copy.
-
-    While a program is traced it is a copy always: the program has two tensors, and where their memory lies when it runs
-    is not known.
-    """
+    """Return ``[2I, H]``, gate first: a view of halves of one tensor, else (and while a program is traced) a copy."""
     if is_traced(gate_IH) or is_traced(up_IH):
         return torch.cat([gate_IH, up_IH])
     first, second = gate_IH.untyped_storage()._cdata, up_IH.untyped_storage()._cdata

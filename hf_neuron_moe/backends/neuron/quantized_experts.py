@@ -1,10 +1,8 @@
 """Frozen MX weights through the kernels that take pre-quantized operands: inference only.
 
 Dense MLPs go through ``mlp_fwd_mxfp8`` with codes and packed scales, experts whose weights are words through
-``moe_cte`` shard_on_block_mx, or, where H is above what that takes, the kernel of shard_on_i_mx itself.
-
-Training goes through the torch backend: see :data:`NO_BACKWARD`; of the experts' MXFP8 backward no document says how it
-takes pre-quantized weights.
+``moe_cte`` shard_on_block_mx, or, where H is above what that takes, the kernel of shard_on_i_mx itself. Training goes
+through the torch backend (:data:`NO_BACKWARD`); how the experts' MXFP8 backward takes such weights no document says.
 
 Letters: T tokens, K experts per token, E experts, H hidden, I intermediate.
 """
@@ -27,16 +25,13 @@ from hf_neuron_moe.formats.padding import LANES, padded_size
 from hf_neuron_moe.formats.scales import to_packed
 from hf_neuron_moe.formats.swizzle import swizzle, tile_segments
 
-_WORD_FORMATS = ("e4m3fn", "e2m1")
-"""Element formats told by the width of their words. e5m2 words would need an option that not every release has."""
+_WORD_FORMATS = ("e4m3fn", "e2m1")  # by the width of words; e5m2 words need an option that not every release has
 _UNSIGNED = {torch.int32: torch.uint32, torch.int16: torch.uint16}
 """By the dtype that words are held in the one that the kernels document: 32 bits for fp8, 16 for fp4."""
-
 NO_BACKWARD = (
     "this backend has no input gradient through pre-quantized weights (the dense kernel's backward needs operands "
     "quantized along the other axis, which a loaded model does not hold)"
 )
-
 _INNER_STEP, _SMALL_INNER_STEP = 512, 32
 WIDE, _WIDE_INNER_STEP = "moe_forward_mx_wide", 1024
 """shard_on_i_mx: no largest H is documented, and I is divided in halves of whole tiles of 512."""
@@ -77,19 +72,17 @@ class FrozenKernels(Kernels):
         return codes.view(torch.float8_e4m3fn), self.weights.get(f"frozen {name} scales", to_packed, matrix.scales)
 
     def _experts(self, x_TH: Tensor, routing: Routing, stack: MXExpertStack) -> Tensor:
-        (tokens, hidden), top_k, count = x_TH.shape, routing.index_TK.shape[1], stack.gate_up_codes.shape[0]
-        need = kernel_need(stack)
-        wide = need == WIDE
+        (tokens, hidden), top_k, wide = x_TH.shape, routing.index_TK.shape[1], kernel_need(stack) == WIDE
+        count, partitions, tiles, _ = stack.down_codes.shape
         sizes, each = ((256, 512), 1) if wide else ((128, 256, 512), 2)
         block_size = choose_block_size(tokens, top_k, count, choices=sizes, n_block_per_iter=each).block_size
-        routed = route(*routing, count, block_size, sink=True, per_iteration=each, dtype=torch.bfloat16)
-        partitions, tiles = stack.down_codes.shape[1:3]
+        routed = route(routing, count, block_size, sink=True, per_iteration=each, dtype=torch.bfloat16)
         biases = {
             "gate_and_up_proj_bias": x_TH.new_zeros((count, partitions, 2, tiles, 4)),
             "down_proj_bias": x_TH.new_zeros((count, hidden)),
         }
         out, *_ = self.run(
-            need,
+            kernel_need(stack),
             "moe_forward",
             hidden_states=pad_axes(x_TH, (tokens + 1, hidden)),
             gate_up_proj_weight=stack.gate_up_codes.view(_UNSIGNED[stack.gate_up_codes.dtype]),
@@ -111,10 +104,7 @@ def kernel_need(stack: MXExpertStack) -> str:
 
 
 def why_not_frozen(stack: MXExpertStack, device: Device, adapter: Adapter, *, training: bool) -> str | None:
-    """Return why the kernels that `adapter` finds cannot compute `stack` on `device`, or None.
-
-    Read are sizes and layouts, so the tensors may be on the meta device.
-    """
+    """Return why the kernels that `adapter` finds cannot compute `stack` on `device`, or None; reads no values."""
     if training:
         return NO_BACKWARD
     if device.platform != "trn3":

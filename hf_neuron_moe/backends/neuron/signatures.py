@@ -26,14 +26,17 @@ def signature_of(function: Any) -> inspect.Signature | None:
     return None
 
 
-def record_fields(kind: Any) -> frozenset[str] | None:
-    """Return what a record of nkilib is made from, by keyword; None if it takes any keyword or does not tell.
+def keywords(taker: Any) -> frozenset[str] | None:
+    """Return what an nkilib function or record takes by keyword; None if it takes any keyword or does not tell.
 
     A record is a dataclass, a named tuple or a class with an ``__init__``.
     """
-    if dataclasses.is_dataclass(kind):
-        return frozenset(field.name for field in dataclasses.fields(kind) if field.init)
-    return _names(_signature(kind))
+    if dataclasses.is_dataclass(taker):
+        return frozenset(field.name for field in dataclasses.fields(taker) if field.init)
+    signature = _signature(taker) if inspect.isclass(taker) else signature_of(taker)
+    if signature is None or _has_kind(signature, inspect.Parameter.VAR_KEYWORD):
+        return None
+    return frozenset(name for name, found in signature.parameters.items() if found.kind is not found.VAR_POSITIONAL)
 
 
 def field_defaults(kind: Any) -> dict[str, Any] | None:
@@ -43,7 +46,7 @@ def field_defaults(kind: Any) -> dict[str, Any] | None:
     """
     if kind is None:
         return {}
-    names = record_fields(kind if inspect.isclass(kind) else type(kind))
+    names = keywords(kind if inspect.isclass(kind) else type(kind))
     if names is None:
         return None
     if not inspect.isclass(kind):
@@ -55,28 +58,11 @@ def field_defaults(kind: Any) -> dict[str, Any] | None:
     return plain | {found.name: found.default_factory() for found in fields if found.default_factory is not missing}
 
 
-def accepted(function: Any, **wanted: Any) -> dict[str, Any]:
-    """Return those of `wanted` that an nkilib function or record takes; all where it does not tell."""
-    known = record_fields(function) if inspect.isclass(function) else _names(signature_of(function))
-    return {name: value for name, value in wanted.items() if known is None or name in known}
-
-
-def takes(function: Any, argument: str) -> bool:
-    """Return whether an nkilib function names `argument` in its signature."""
-    signature = signature_of(function)
-    return signature is not None and argument in signature.parameters
-
-
-def has_field(kind: Any, field: str) -> bool:
-    """Return whether a record of nkilib names `field`."""
-    return field in (record_fields(kind) or ())
-
-
 def other_default(parameters: Mapping[str, inspect.Parameter], expected: Mapping[str, bool | str]) -> str | None:
-    """Return which parameter of the installed function has another default than the documented ones, or None.
+    """Return which parameter of the installed function has another default than the `expected` one, or None.
 
-    Those are truth values (of a flag; of a record, whether any field is set) or names of an enum's members. Defaults of
-    other kinds, None among them, say nothing and are left alone.
+    Expected are truth values (of a flag; of a record, whether any field is set) or names of an enum's members. Defaults
+    of other kinds, None among them, say nothing.
     """
     for name, wanted in expected.items():
         found = parameters[name].default if name in parameters else None
@@ -96,13 +82,6 @@ def _signature(candidate: Any) -> inspect.Signature | None:
         return inspect.signature(candidate)
     except (TypeError, ValueError):  # not callable, or its arguments are hidden
         return None
-
-
-def _names(signature: inspect.Signature | None) -> frozenset[str] | None:
-    """Return the arguments that can be passed by keyword; None if that is any, or not known."""
-    if signature is None or _has_kind(signature, inspect.Parameter.VAR_KEYWORD):
-        return None
-    return frozenset(name for name, found in signature.parameters.items() if found.kind is not found.VAR_POSITIONAL)
 
 
 def _has_kind(signature: inspect.Signature, kind: Any) -> bool:

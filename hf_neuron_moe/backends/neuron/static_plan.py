@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hf_neuron_moe.backends.spec import Routing
 from hf_neuron_moe.formats.block_plan import build_block_plan, expert_mask
 
 
@@ -32,14 +33,7 @@ def block_count(pairs: int, experts: int, block_size: int, per_iteration: int) -
 
 
 def route(
-    index_TK: Tensor,
-    weight_TK: Tensor,
-    experts: int,
-    block_size: int,
-    *,
-    sink: bool,
-    per_iteration: int,
-    dtype: torch.dtype,
+    routing: Routing, experts: int, block_size: int, *, sink: bool, per_iteration: int, dtype: torch.dtype
 ) -> Routed:
     """Lay out a routing for the kernels, with affinities of `dtype`; expert ids >= E are other ranks' and take no slot.
 
@@ -47,14 +41,9 @@ def route(
     both weights, which is what two slots would give: the affinity enters the result as a factor. With `sink`, unused
     slots point at a zero row T behind the tokens, as the bf16 forward documents; without, the kernel skips them.
     """
-    plan = build_block_plan(
-        expert_mask(index_TK, experts),
-        block_size,
-        top_k=index_TK.shape[1],
-        n_block_per_iter=per_iteration,
-        skip_token=not sink,
-    )
-    index = index_TK.long()
+    mask, top_k = expert_mask(routing.index_TK, experts), routing.index_TK.shape[1]
+    plan = build_block_plan(mask, block_size, top_k=top_k, n_block_per_iter=per_iteration, skip_token=not sink)
+    index, weight_TK = routing.index_TK.long(), routing.weight_TK
     place_TK = torch.where((index >= 0) & (index < experts), index, experts)
     table = weight_TK.new_zeros((index.shape[0], experts + 1), dtype=torch.float32)
     summed_TE = table.scatter_add(1, place_TK, weight_TK.to(torch.float32))[:, :experts]

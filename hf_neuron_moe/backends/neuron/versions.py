@@ -27,31 +27,24 @@ PACKAGES = {"nki": "nki", "nkilib": "nki-library", "torch_neuronx": "torch-neuro
 """Distribution that provides each module; nkilib also comes bundled with neuronx-cc."""
 PLATFORMS = ("trn2", "trn3")
 _GENERATIONS = {"gen2": "trn1", "gen3": "trn2", "gen4": "trn3"}
-_PLATFORM_NAMES = frozenset(_GENERATIONS.values())
 ASSUMED = "assumed, as NKI does where it sees no device"
-LNC_OVERRIDE = "HF_NEURON_MOE_LNC"
-"""This package's own variable for the number of physical cores per logical core."""
+LNC_OVERRIDE = "HF_NEURON_MOE_LNC"  # this package's own variable: physical cores per logical core
 _LNC_REMEDIES = {
     "torch_neuronx": f"Set {LNC_OVERRIDE} to 1 or 2, which wins over what torch_neuronx says.",
     "NEURON_CC_FLAGS": "Correct --lnc or --logical-nc-config in NEURON_CC_FLAGS, or leave it out there.",
 }
-"""What to do about a bad LNC, where it is not simply a variable of its own."""
 _PLATFORM_OVERRIDE = "NEURON_PLATFORM_TARGET_OVERRIDE"
 _SDK_OF_NKI = {(0, 2): "2.28", (0, 3): "2.29", (0, 4): "2.30", (0, 5): "2.31", (0, 6): "2.32", (0, 7): "2.33"}
-_PRODUCT_NAME = Path("/sys/devices/virtual/dmi/id/product_name")
-"""EC2's name of the instance type, for example ``trn2.48xlarge``."""
+_PRODUCT_NAME = Path("/sys/devices/virtual/dmi/id/product_name")  # on EC2 the instance type: trn2.48xlarge
 
 
 @public
 def release(version: str) -> tuple[int, ...]:
-    """Return the release numbers of a version: ``(0, 7, 0)`` for ``"0.7.0b1"``, which PEP 440 orders before 0.7.0.
-
-    Beta containers of SDK 2.33 ship ``nki 0.7.0b1``, so releases are compared and pre-release marks are not.
-    """
+    """Return the release numbers of a version: ``(0, 7, 0)`` for ``"0.7.0b1"``, which beta containers of 2.33 ship."""
     found = re.match(r"\s*v?(?:\d+!)?(\d+(?:\.\d+)*)", version)
     if found is None:
-        fix = "Pass the version as the package states it."
-        raise ConfigError.about("version", "a version such as 0.7.0b1", repr(version), fix)
+        expected, fix = "a version such as 0.7.0b1", "Pass the version as the package states it."
+        raise ConfigError.about("version", expected, repr(version), fix)
     return tuple(int(number) for number in found[1].split("."))
 
 
@@ -113,7 +106,10 @@ def why_unavailable(*, simulator: bool = False) -> str | None:
         return "the installed nki is PyPI's placeholder: it has no nki.jit"
     if simulator and not hasattr(sys.modules["nki"], "simulate"):
         return "the installed nki has no nki.simulate"
-    if not simulator and installed_version("torch_neuronx") is None and not _calls_kernels():
+    from hf_neuron_moe.backends.operator_registration import plugin_function  # imports torch, this module does not
+
+    native = simulator or any(plugin_function(name) is not None for name in ("nki_op", "wrap_nki"))
+    if not native and installed_version("torch_neuronx") is None:
         return "the installed torch_neuronx has neither nki_op nor wrap_nki: it is not the native package"
     for module, minimum in (("nki", MINIMUM_NKI), ("torch_neuronx", MINIMUM_TORCH_NEURONX)):
         version = installed_version(module) if module in needed else None
@@ -122,17 +118,8 @@ def why_unavailable(*, simulator: bool = False) -> str | None:
     return None if simulator or platform().name in PLATFORMS else f"{platform().name} is neither Trn2 nor Trn3"
 
 
-def _calls_kernels() -> bool:
-    from hf_neuron_moe.backends.operator_registration import plugin_function  # imports torch, this module does not
-
-    return any(plugin_function(name) is not None for name in ("nki_op", "wrap_nki"))
-
-
 def pairing() -> str | None:
-    """Return why the installed torch-neuronx does not go with the installed torch, or None.
-
-    AWS names matching pairs only, 2.13.3 for torch 2.13 and 2.14.3 for torch 2.14; another one is told, not refused.
-    """
+    """Return why AWS does not name the installed torch-neuronx and torch as a pair, or None; told, not refused."""
     plugin = installed_version("torch_neuronx")
     try:
         torch = importlib.metadata.version("torch")
@@ -147,8 +134,7 @@ def pairing() -> str | None:
 @public("resolve_backend")
 def toolchain(*, simulator: bool = False) -> Toolchain:
     """Import and return the Neuron stack."""
-    reason = why_unavailable(simulator=simulator)
-    if reason is not None:
+    if (reason := why_unavailable(simulator=simulator)) is not None:
         got = f"{'nki-sim' if simulator else 'neuron'!r}: {reason}"
         fix = (
             "Install torch-neuronx, nki and neuronx-cc of SDK 2.33 or later from AWS's own Neuron package index. "
@@ -176,10 +162,10 @@ class Detected:
 @public("neuron backend")
 def platform() -> Detected:
     """Return ``"trn1"``, ``"trn2"`` or ``"trn3"``; without any sign of a device NKI's own default, trn3."""
-    override = _variable(_PLATFORM_OVERRIDE).lower()
+    override = os.environ.get(_PLATFORM_OVERRIDE, "").strip().lower()
     if override:
         name = _GENERATIONS.get(override, override)
-        if name not in _PLATFORM_NAMES:
+        if name not in _GENERATIONS.values():
             expected, fix = "one of trn1, trn2, trn3, gen2, gen3, gen4", "Correct or unset the environment variable."
             raise ConfigError.about(_PLATFORM_OVERRIDE, expected, repr(override), fix)
         return Detected(name, _PLATFORM_OVERRIDE)
@@ -188,14 +174,14 @@ def platform() -> Detected:
         return Detected(_platform_name(ask()), "torch_neuronx")
     signs = {"NEURON_CC_FLAGS": _compiler_flag("--target"), "the machine's product name": _product_name()}
     found = {source: _platform_name(sign or "") for source, sign in signs.items()}
-    known = (Detected(name, source) for source, name in found.items() if name in _PLATFORM_NAMES)
+    known = (Detected(name, source) for source, name in found.items() if name in _GENERATIONS.values())
     return next(known, Detected("trn3", ASSUMED))
 
 
 def platforms_asked_for() -> dict[str, str]:
     """Return the platform that each environment variable names, for those that name one."""
     target = _compiler_flag("--target")
-    asked = {_PLATFORM_OVERRIDE: platform().name} if _variable(_PLATFORM_OVERRIDE) else {}
+    asked = {_PLATFORM_OVERRIDE: platform().name} if os.environ.get(_PLATFORM_OVERRIDE, "").strip() else {}
     return asked | ({"NEURON_CC_FLAGS": _platform_name(target)} if target else {})
 
 
@@ -203,7 +189,7 @@ def _platform_name(found: object) -> str:
     """``"trn2"`` for "Trn2", "trn2n.48xlarge", "gen3" and an enum's member of such a name; others as they are."""
     text = str(getattr(found, "name", found)).strip().lower()
     name = _GENERATIONS.get(text[:4], text[:4])
-    return name if name in _PLATFORM_NAMES else text
+    return name if name in _GENERATIONS.values() else text
 
 
 @public("neuron backend")
@@ -222,10 +208,6 @@ def _compiler_flag(*names: str) -> str | None:
     return found
 
 
-def _variable(name: str) -> str:
-    return os.environ.get(name, "").strip()
-
-
 @functools.cache
 def _product_name() -> str:
     try:
@@ -236,18 +218,15 @@ def _product_name() -> str:
 
 @public("neuron backend")
 def logical_cores() -> Detected:
-    """Return how many physical cores form a logical one (LNC): ``"1"`` or ``"2"``, the launch grid of every kernel.
-
-    The first source that says so decides, without any the default of Trn2 and Trn3; the result names contradictions.
-    """
+    """Return how many physical cores form a logical one (LNC), ``"1"`` or ``"2"``; the first source decides."""
     ask = _runtime_function("get_logical_neuron_cores")
     said = {
-        LNC_OVERRIDE: _variable(LNC_OVERRIDE),
-        "torch_neuronx": "" if ask is None else str(ask()),
-        "NEURON_LOGICAL_NC_CONFIG": _variable("NEURON_LOGICAL_NC_CONFIG"),
-        "NEURON_CC_FLAGS": (_compiler_flag("--lnc", "--logical-nc-config") or "").strip(),
+        LNC_OVERRIDE: os.environ.get(LNC_OVERRIDE),
+        "torch_neuronx": None if ask is None else str(ask()),
+        "NEURON_LOGICAL_NC_CONFIG": os.environ.get("NEURON_LOGICAL_NC_CONFIG"),
+        "NEURON_CC_FLAGS": _compiler_flag("--lnc", "--logical-nc-config"),
     }
-    known = [(source, value) for source, value in said.items() if value]
+    known = [(source, value.strip()) for source, value in said.items() if value and value.strip()]
     if not known:
         return Detected("2", "the default of Trn2 and Trn3")
     source, value = known[0]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_neuron_moe.activation_policy import Keep, kept_up_columns
-from hf_neuron_moe.backends.base import Saved
+from hf_neuron_moe.backends.base import BackwardCall, Saved
 from hf_neuron_moe.backends.mx_weights import MXExpertStack
 from hf_neuron_moe.backends.spec import BlockShape, BlockSpec, ExpertWeights, FFNWeights, Routing, Support, Wants
 from hf_neuron_moe.backends.torch import generation
@@ -91,15 +91,9 @@ class TorchBackend:
         return _forward(x_SH, rows, GroupedWeights.of_dense(weights), loader, keep, GATES[spec.gate])
 
     def mlp_backward(
-        self,
-        dout_SH: Tensor,
-        x_SH: Tensor,
-        weights: FFNWeights,
-        saved: Saved,
-        spec: BlockSpec,
-        keep: Keep,
-        wants: Wants,
+        self, dout_SH: Tensor, x_SH: Tensor, weights: FFNWeights, saved: Saved, call: BackwardCall
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        spec, keep, wants = call
         rows = Rows.of_dense(len(dout_SH))
         loader = make_loader(spec.precision, dout_SH.device, rows.count, weights.down_HI.dtype)
         x_SH = _input(saved, x_SH, keep, dout_SH.dtype)
@@ -138,16 +132,9 @@ class TorchBackend:
         return _forward(x_TH, rows, stack, loader, keep, gating)
 
     def experts_backward(
-        self,
-        dout_TH: Tensor,
-        x_TH: Tensor,
-        routing: Routing,
-        weights: ExpertWeights,
-        saved: Saved,
-        spec: BlockSpec,
-        keep: Keep,
-        wants: Wants,
+        self, dout_TH: Tensor, x_TH: Tensor, routing: Routing, weights: ExpertWeights, saved: Saved, call: BackwardCall
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        spec, keep, wants = call
         rows = Rows.of_routing(routing, len(weights[1]), spec.block_size)
         stack = ExpertStack(*weights, spec.transposed)
         loader = make_loader(spec.precision, dout_TH.device, rows_per_run(rows.runs), stack.gate_up.dtype)

@@ -37,10 +37,10 @@ def mlp_backward(
     d_gate = nl.ndarray(shape, dtype=nl.bfloat16, buffer=nl.shared_hbm)
     d_up = nl.ndarray(shape, dtype=nl.bfloat16, buffer=nl.shared_hbm)
     d_gate_up_T = nl.ndarray((2 * shape[1], shape[0]), dtype=nl.bfloat16, buffer=nl.shared_hbm)
-    gate_pre_scratch = nl.ndarray(shape, dtype=nl.bfloat16, buffer=nl.shared_hbm)
-    gate_act_scratch = nl.ndarray(shape, dtype=nl.bfloat16, buffer=nl.shared_hbm)
-    up_scratch = nl.ndarray(shape, dtype=nl.bfloat16, buffer=nl.shared_hbm)
-    hidden_scratch = nl.ndarray(shape, dtype=nl.bfloat16, buffer=nl.shared_hbm)
+    new_gate_pre = nl.ndarray(shape, dtype=nl.bfloat16, buffer=nl.shared_hbm)
+    new_gate_act = nl.ndarray(shape, dtype=nl.bfloat16, buffer=nl.shared_hbm)
+    new_up = nl.ndarray(shape, dtype=nl.bfloat16, buffer=nl.shared_hbm)
+    new_hidden = nl.ndarray(shape, dtype=nl.bfloat16, buffer=nl.shared_hbm)
     d_input, d_gate_up, d_down = mlp_backward_mxfp8_nki(
         output_hidden_states_grad=output_hidden_states_grad,
         hidden_states=hidden_states,
@@ -54,25 +54,14 @@ def mlp_backward(
         output_grad_T=output_grad_T,
         hidden_T=hidden_T,
         silu_up_mul_gate_grad_T_scratch=d_gate_up_T,
-        gate_pre_scratch=gate_pre_scratch,
-        gate_act_scratch=gate_act_scratch,
-        up_scratch=up_scratch,
-        hidden_scratch=hidden_scratch,
+        gate_pre_scratch=new_gate_pre,
+        gate_act_scratch=new_gate_act,
+        up_scratch=new_up,
+        hidden_scratch=new_hidden,
         gate_pre=gate_pre,
         gate_act=gate_act,
         up=up,
         hidden=hidden,
         run_with_lnc2=run_with_lnc2,
     )
-    return (
-        d_input,
-        d_gate_up,
-        d_down,
-        d_gate,
-        d_up,
-        d_gate_up_T,
-        gate_pre_scratch,
-        gate_act_scratch,
-        up_scratch,
-        hidden_scratch,
-    )
+    return d_input, d_gate_up, d_down, d_gate, d_up, d_gate_up_T, new_gate_pre, new_gate_act, new_up, new_hidden

@@ -1,7 +1,4 @@
-"""``blockwise_mm_bwd_mxfp8`` (nki-library 2.31 and later), with those options that it or its record has.
-
-2.31 takes them as arguments, later releases a record.
-"""
+"""``blockwise_mm_bwd_mxfp8`` (nki-library 2.31 and later), with those options that it or, later, its record has."""
 
 from __future__ import annotations
 
@@ -10,34 +7,23 @@ from typing import Any
 import nki
 
 from hf_neuron_moe.backends.neuron.generations import SWIZZLE_MODES
+from hf_neuron_moe.backends.neuron.mxfp8_pair import pair_options
 from hf_neuron_moe.backends.neuron.nkilib_objects import find_object, nkilib_object
-from hf_neuron_moe.backends.neuron.pair_options import pair_options
-from hf_neuron_moe.backends.neuron.signatures import has_field, takes
 
 blockwise_mm_bwd_mxfp8 = nkilib_object("blockwise_mm_bwd_mxfp8")
-MXFP8MOEBwdConfig: Any = find_object("MXFP8MOEBwdConfig")
-
-TAKES_RECORD = takes(blockwise_mm_bwd_mxfp8, "config")
-OPTIONS = pair_options(MXFP8MOEBwdConfig if TAKES_RECORD else blockwise_mm_bwd_mxfp8, "SHARD_ON_FREE")
-FOR_ONE_EXPERT = {
-    name: False
-    for name in ("fast_dma_transpose", "pe_transpose_only")
-    if TAKES_RECORD and has_field(MXFP8MOEBwdConfig, name)
-}
-"""Further options of some records; their defaults may be those of a single dense expert."""
-
-SWIZZLES = {
-    name: nkilib_object("SwizzleMode").DGT
-    for name in SWIZZLE_MODES
-    if TAKES_RECORD and has_field(MXFP8MOEBwdConfig, name)
-}
+RECORD, OPTIONS = pair_options(
+    blockwise_mm_bwd_mxfp8,
+    find_object("MXFP8MOEBwdConfig"),
+    "SHARD_ON_FREE",
+    fast_dma_transpose=False,
+    pe_transpose_only=False,
+    **dict.fromkeys(SWIZZLE_MODES, getattr(find_object("SwizzleMode"), "DGT", None)),
+)
 
 
 def options() -> dict[str, Any]:
     """Return the options as the installed function takes them; a record is new, since nkilib fills in its fields."""
-    if not TAKES_RECORD:
-        return OPTIONS
-    return {"config": MXFP8MOEBwdConfig(**OPTIONS, **FOR_ONE_EXPERT, **SWIZZLES)}
+    return OPTIONS if RECORD is None else {"config": RECORD(**OPTIONS)}
 
 
 @nki.jit

@@ -1,7 +1,4 @@
-"""``moe_cte`` (nki-library 2.29 and later): bf16 experts, and frozen MX experts.
-
-The records that nkilib takes are made inside the kernels: what crosses into a kernel is a tensor or a number.
-"""
+"""``moe_cte`` (nki-library 2.29 and later), bf16 experts; its records are made inside the kernel, which gets none."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """``blockwise_mm_fwd_mxfp8`` (nki-library 2.32 and later), with those options that it or its record has.
 
 2.32 takes its options as arguments and weights ``[E, 2, I, H]``, later releases a record and weights ``[E, I, 2, H]``.
-The default of ``checkpoint_config`` saves the checkpoints; in which order is read off it (``checkpoint_layout.py``).
+The default of ``checkpoint_config`` saves the checkpoints; in which order is read off it (``mxfp8_pair.py``).
 """
 
 from __future__ import annotations
@@ -10,25 +10,23 @@ from typing import Any
 
 import nki
 
+from hf_neuron_moe.backends.neuron.mxfp8_pair import pair_options
 from hf_neuron_moe.backends.neuron.nkilib_objects import find_object, nkilib_object
-from hf_neuron_moe.backends.neuron.pair_options import pair_options
-from hf_neuron_moe.backends.neuron.signatures import has_field, takes
+from hf_neuron_moe.backends.neuron.signatures import keywords
 
 blockwise_mm_fwd_mxfp8 = nkilib_object("blockwise_mm_fwd_mxfp8")
-MXFP8MOEFwdConfig: Any = find_object("MXFP8MOEFwdConfig")
 TensorDescriptor: Any = find_object("TensorDescriptor")
 TensorOrientation: Any = find_object("TensorOrientation")
 
-TAKES_RECORD = takes(blockwise_mm_fwd_mxfp8, "config")
-OPTIONS = pair_options(MXFP8MOEFwdConfig if TAKES_RECORD else blockwise_mm_fwd_mxfp8, "SHARD_ON_BLOCK")
-FOR_ONE_EXPERT = {
-    name: False
-    for name in ("fast_dma_transpose", "reuse_spilled_weights", "use_1x32_pe_swizzle")
-    if TAKES_RECORD and has_field(MXFP8MOEFwdConfig, name)
-}
-"""Further options of some records; their defaults are those of a single dense expert."""
-
-ORIENTED = TAKES_RECORD and has_field(MXFP8MOEFwdConfig, "gate_up_proj_act_td")
+RECORD, OPTIONS = pair_options(
+    blockwise_mm_fwd_mxfp8,
+    find_object("MXFP8MOEFwdConfig"),
+    "SHARD_ON_BLOCK",
+    fast_dma_transpose=False,
+    reuse_spilled_weights=False,
+    use_1x32_pe_swizzle=False,
+)
+ORIENTED = RECORD is not None and "gate_up_proj_act_td" in (keywords(RECORD) or ())
 
 
 def options() -> dict[str, Any]:
@@ -36,12 +34,11 @@ def options() -> dict[str, Any]:
 
     Where it has an orientation of the checkpoint, the token axis is asked for innermost: the backward reads it so.
     """
-    if not TAKES_RECORD:
+    if RECORD is None:
         return OPTIONS
     if not ORIENTED:
-        return {"config": MXFP8MOEFwdConfig(**OPTIONS, **FOR_ONE_EXPERT)}
-    oriented = TensorDescriptor(orientation=TensorOrientation.K_BY_F)
-    return {"config": MXFP8MOEFwdConfig(gate_up_proj_act_td=oriented, **OPTIONS, **FOR_ONE_EXPERT)}
+        return {"config": RECORD(**OPTIONS)}
+    return {"config": RECORD(gate_up_proj_act_td=TensorDescriptor(orientation=TensorOrientation.K_BY_F), **OPTIONS)}
 
 
 @nki.jit
