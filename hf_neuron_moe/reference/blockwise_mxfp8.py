@@ -36,7 +36,7 @@ from hf_neuron_moe.checks import (
     check_same_device,
 )
 from hf_neuron_moe.errors import ShapeError, public
-from hf_neuron_moe.reference.block_rows import LAYOUTS, ROUTING, BlockRows, block_rows, check_block_size
+from hf_neuron_moe.reference.block_rows import LAYOUTS, ROUTING, BlockRows, block_rows, check_block_size, check_sink_row
 from hf_neuron_moe.reference.blockwise_arguments import BackwardArguments, check_bf16_limits, check_operands
 from hf_neuron_moe.reference.blockwise_grads import BackwardCall, run_backward
 from hf_neuron_moe.reference.blockwise_mm_bwd import MoEBackward
@@ -249,6 +249,7 @@ def _checked_rows(given: dict[str, Any], sizes: dict[str, int]) -> BlockRows:
     """Check sizes and plan of a call; return the plan's rows."""
     check_multiple(sizes["H"], 128, "H of hidden_states", "MX groups need whole tiles")
     check_multiple(sizes["I"], 128, "I of gate_up_proj_weight", "MX groups need whole tiles")
+    check_sink_row(given, given["skip_dma"])
     tokens = sizes["T'"] - int(given["skip_dma"] is None or not given["skip_dma"].skip_token)
     plan = (given["token_position_to_id"], given["block_to_expert"])
     return block_rows(*plan, given["block_size"], tokens, sizes["E"], without_gaps=True)

@@ -8,29 +8,7 @@ Per block of expert e, with gathered rows X and affinities a, matmuls accumulati
     g, u = X Wg, X Wu;  times the FP8 scales;  plus the biases;  min with the upper, then max with the lower limits
     h = act(g) * u;     y = (h Wd) times the FP8 scale, plus the down bias;     out += a * y
 
-What the devices return and how to read it off the result here (rows 0..T-1; the sink row is scratch there, zero here):
-
-=============================  =====================================  =================================
-implementation                 device output                          ``MoEForward.output``
-=============================  =====================================  =================================
-shard_on_i, its hybrid         ``[T', H]``                            the same
-shard_on_i_dropping            ``[T', H]``, always with activations   the same
-shard_on_block, accumulating   ``[T', 2, H]``; 2.31: ``[T', 2, H+E]``  ``out[:, 0, :H]``
-shard_on_block, else           ``[T', H]``                            the same
-shard_on_block_mx              ``[2, T', H]``                         ``out[0]``
-shard_on_i_mx, its hybrid      ``[T', H]``                            the same
-=============================  =====================================  =================================
-
-Where upstream is silent or wrong:
-
-* Done right: ``shard_on_i_mx`` and its hybrid can be called (upstream's dispatch returns None); their down bias is
-  added once (each core adds it); multiply-on-I keeps the down bias as ``a * bias`` (2.29 drops it); shard_on_block with
-  PRE_SCALE and skip_token, or without affinity and with a bias; shard_on_i without accumulation and with a bias, but
-  no affinity on the output; MX without biases.
-* Errors always: options that the implementation does not read, one bias or scale without its partner, FP8 weights
-  without scales, activation buffers (never written upstream), activations where none are returned, any MX affinity mode
-  but POST_SCALE (ignored or asserted upstream), ``conditions`` that miss a block with tokens, non-accumulating updates
-  of a token in several blocks. The device's own limits are in ``moe_cte_rules``.
+docs/kernels.md has what the devices return, how to read it off the result here, and what upstream gets wrong.
 
 Sources: nki-library 2.29 ``core.moe.moe_cte``; 2.30 direct scales, 2.31 activation scales and MX storage options, 2.33
 ``accumulation_dtype``, ``skip_gate_proj`` and SquaredReLU.
