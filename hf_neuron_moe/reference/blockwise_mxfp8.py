@@ -146,7 +146,7 @@ def _forward(
         )
         emit(start, end, out_RH)
         for target, values_RI in ((gate_up_N2IB[:, 0], gate_RI), (gate_up_N2IB[:, 1], up_RI), (inter_NIB, inter_RI)):
-            fill_blocks(target, values_RI, first // rows.block_size, idle_I)
+            fill_blocks(target.transpose(1, 2), values_RI, first // rows.block_size, idle_I)
     return MoEForwardMXFP8(total_TH.to(hidden_states.dtype), gate_up_N2IB, inter_NIB)
 
 

@@ -117,7 +117,7 @@ def test_documented_shapes_without_a_sink_row() -> None:
 
 def test_a_tensor_without_rows_has_no_sink_row() -> None:
     empty = {"hidden_states": torch.zeros(0, H), "expert_affinities_masked": torch.zeros(0, 1)}
-    with pytest.raises(ShapeError, match="hidden_states must be given with a sink row .*, got no rows"):
+    with pytest.raises(ShapeError, match=r"hidden_states must be given with a sink row .*, got no rows"):
         check_sink_row(empty, None)
 
 
