@@ -130,6 +130,14 @@ def _check_fields(record: SkipMode | ShardOnBlockConfig | ShardOnIConfig) -> Non
             raise ConfigError.about(name, "an int", shown(value), "Pass a count.")
 
 
+def check_switches(record: Any) -> None:
+    """Raise ConfigError for a field of a dataclass that is declared as a bool, or a bool or None, and is none."""
+    for field in fields(record):
+        value = getattr(record, field.name)
+        if field.type == "bool" or (field.type == "bool | None" and value is not None):
+            check_flags({field.name: value})
+
+
 def as_member(value: object, kind: type[EnumT], *, argument: str) -> EnumT:
     """Return `value`, a member of `kind` or the name of one, as a member; raise ConfigError for anything else."""
     if isinstance(value, kind):
