@@ -38,8 +38,10 @@ UP_LIMITS = ("up_clamp_upper_limit", "up_clamp_lower_limit")
 class Arguments:
     """The arguments of ``moe_cte`` under their documented names; docs/kernels.md says what is refused where."""
 
-    hidden_states: Tensor  # bf16 or fp32 [T', H]; fp32 (which no device takes) is computed in fp32 throughout
-    expert_affinities_masked: Tensor  # bf16 or fp32 [T' * E, 1], dense, token-major, zero where not selected
+    # bf16 or fp32 [T', H], a sink row of zeros; fp32 (which no device takes) is computed in fp32 throughout.
+    hidden_states: Tensor
+    # bf16 or fp32 [T' * E, 1], dense, token-major, zero where not selected and in the sink row
+    expert_affinities_masked: Tensor
     gate_up_proj_weight: Tensor  # [E, H, 2, I] (0 gate, 1 up): bf16, fp32 or e4m3fn. MX: words [E, 128, 2, H/512, I]
     down_proj_weight: Tensor  # [E, I, H] in the same dtype. MX: words [E, pI, ceil(I/512), H], see formats.moe_mx
     token_position_to_id: Tensor  # int [N * B]; T (or -1 with skip_token) marks unused slots
