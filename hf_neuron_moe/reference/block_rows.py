@@ -121,15 +121,15 @@ def check_block_size(size: object, argument: str = "block_size") -> None:
 def check_sink_row(given: Mapping[str, Any], skip_dma: SkipMode | None) -> None:
     """Raise ShapeError for token tensors without a zero sink row, unless `skip_dma` says that there is none.
 
-    The last token of such a call would be taken for the sink row, and get neither output nor gradients. Nothing is
-    read of traced, fake and meta tensors.
+    The last token of such a call would be taken for the sink row, and get neither output nor gradients. The output
+    gradient's row may hold anything finite: its affinity is zero. Traced, fake and meta tensors are not read.
     """
     if skip_dma is not None and skip_dma.skip_token:
         return
     rows = len(given["hidden_states"])
-    for name in ("hidden_states", "expert_affinities_masked", "output_hidden_states_grad"):
-        tensor = given.get(name)
-        if tensor is None or not _has_values(tensor):
+    for name in ("hidden_states", "expert_affinities_masked"):
+        tensor = given[name]
+        if not _has_values(tensor):
             continue
         last = tensor[-(len(tensor) // max(rows, 1)) :]  # one row, or a row's E affinities
         if not last.numel() or bool(last.any()):

@@ -69,7 +69,7 @@ class BackwardArguments:
     down_proj_act_checkpoint: Tensor | None  # [N, B, H] before the affinity; unused by AFFINITY_ON_I
     token_position_to_id: Tensor  # int [N * B]; T (or -1 with skip_token) marks unused slots
     block_to_expert: Tensor  # int [N]
-    output_hidden_states_grad: Tensor  # [T', H]; a sink row is zero here and in hidden_states and affinities
+    output_hidden_states_grad: Tensor  # [T', H]; a sink row may hold anything finite here, and is zero in the first two
     block_size: int  # B
     skip_dma: SkipMode | None = None  # skip_weight has no effect on values
     compute_dtype: torch.dtype = torch.bfloat16  # fp32: no rounding between the matmuls of bf16 operands

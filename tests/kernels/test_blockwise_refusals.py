@@ -64,7 +64,6 @@ OPERANDS: list[Case] = [
     ),
     (ShapeError, "hidden_states", {"hidden_states": bf16(T + 1, H)}),
     (ShapeError, "expert_affinities_masked", {"expert_affinities_masked": torch.ones((T + 1) * E, 1)}),
-    (ShapeError, "output_hidden_states_grad", {"output_hidden_states_grad": bf16(T + 1, H)}),
     (ShapeError, "token_position_to_id", {"token_position_to_id": torch.zeros(3, dtype=torch.int32)}),
     (ShapeError, "token_position_to_id", {"ids": T + 1}),
     (ShapeError, "token_position_to_id", {"ids": 6}),

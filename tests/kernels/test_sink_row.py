@@ -80,15 +80,11 @@ CALLS: dict[str, Callable[[], tuple[Callable[..., Any], Arguments]]] = {
     "fwd_mxfp8": lambda: (blockwise_mm_fwd_mxfp8, operands() | weights(transposed=False)),
     "bwd_mxfp8": lambda: (blockwise_mm_bwd_mxfp8, backward(operands())),
 }
-REFUSED = [
-    (call, name)
-    for call in CALLS
-    for name in (*TOKEN_TENSORS, *(("output_hidden_states_grad",) if call.startswith("bwd") else ()))
-]
 
 
 @pytest.mark.parametrize("skip_dma", [SkipMode(), SkipMode(skip_weight=True)], ids=["default", "skip_weight"])
-@pytest.mark.parametrize(("call", "name"), REFUSED)
+@pytest.mark.parametrize("name", TOKEN_TENSORS)
+@pytest.mark.parametrize("call", CALLS)
 def test_a_sink_row_that_is_not_zero(call: str, name: str, skip_dma: SkipMode) -> None:
     function, given = CALLS[call]()
     given["skip_dma"] = skip_dma
@@ -97,6 +93,15 @@ def test_a_sink_row_that_is_not_zero(call: str, name: str, skip_dma: SkipMode) -
     got = f"row {len(given['hidden_states']) - 1} with nonzero values"
     with refused(ShapeError, name, f"a sink row of zeros as its last row.*{FIX}", got=got, where=function.__name__):
         function(**given)
+
+
+@pytest.mark.parametrize("call", ["bwd_on_H", "bwd_on_I", "bwd_mxfp8"])
+def test_the_output_gradient_of_the_sink_row_has_no_effect(call: str) -> None:
+    """The gradient of ``output.sum()`` is one there too; the affinity that it is multiplied by is zero."""
+    function, given = CALLS[call]()
+    grads = function(**given)
+    given["output_hidden_states_grad"][-1] = 1
+    assert all(torch.equal(one, two) for one, two in zip(grads, function(**given), strict=True))
 
 
 def test_documented_shapes_without_a_sink_row() -> None:
@@ -123,7 +128,7 @@ def test_a_tensor_without_rows_has_no_sink_row() -> None:
 
 def test_only_values_that_exist_are_read() -> None:
     """Reading fake and meta tensors raises, and under ``torch.compile`` it would break the graph."""
-    ones = {name: torch.ones(T + 1, 1) for name in (*TOKEN_TENSORS, "output_hidden_states_grad")}
+    ones = {name: torch.ones(T + 1, 1) for name in TOKEN_TENSORS}
     with pytest.raises(ShapeError):
         check_sink_row(ones, None)
     check_sink_row({name: tensor.to("meta") for name, tensor in ones.items()}, None)
@@ -131,7 +136,7 @@ def test_only_values_that_exist_are_read() -> None:
         check_sink_row({name: mode.from_tensor(tensor) for name, tensor in ones.items()}, None)
 
     def traced(x: Tensor) -> Tensor:
-        check_sink_row({"hidden_states": x}, None)
+        check_sink_row({"hidden_states": x, "expert_affinities_masked": x}, None)
         return x + 1
 
     compiled = torch.compile(traced, fullgraph=True, backend="eager")
