@@ -5,12 +5,16 @@ Letters: N blocks of B slots, E experts, R real (token, expert) pairs, C columns
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from hf_neuron_moe.errors import ShapeError
+from hf_neuron_moe.reference.moe_types import SkipMode
 
 FLOATS = (torch.bfloat16, torch.float32)
 INTEGERS = (torch.int32, torch.int64)
@@ -112,6 +116,32 @@ def check_block_size(size: object, argument: str = "block_size") -> None:
     """Raise ShapeError for what is not a positive int."""
     if type(size) is not int or size <= 0:
         raise ShapeError.about(argument, "a positive int", repr(size), "Pass the block size the plan was made with.")
+
+
+def check_sink_row(given: Mapping[str, Any], skip_dma: SkipMode | None) -> None:
+    """Raise ShapeError for token tensors without a zero sink row, unless `skip_dma` says that there is none.
+
+    The last token of such a call would be taken for the sink row, and get neither output nor gradients. The output
+    gradient's row may hold anything finite: its affinity is zero. Traced, fake and meta tensors are not read.
+    """
+    if skip_dma is not None and skip_dma.skip_token:
+        return
+    rows = len(given["hidden_states"])
+    for name in ("hidden_states", "expert_affinities_masked"):
+        tensor = given[name]
+        if not _has_values(tensor):
+            continue
+        last = tensor[-(len(tensor) // max(rows, 1)) :]  # one row, or a row's E affinities
+        if not last.numel() or bool(last.any()):
+            got = f"row {rows - 1} with nonzero values" if rows else "no rows"
+            fix = "Append a row of zeros, or pass SkipMode(skip_token=True) and a plan built with skip_token=True."
+            raise ShapeError.about(name, "given with a sink row of zeros as its last row", got, fix)
+
+
+def _has_values(tensor: Tensor) -> bool:
+    if torch.compiler.is_compiling():  # first: the rest cannot be traced
+        return False
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor) or torch._is_functional_tensor(tensor))
 
 
 def check_one_block_per_expert(block_to_expert: Tensor, experts: int, expected: str, fix: str) -> None:

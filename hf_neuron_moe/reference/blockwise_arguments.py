@@ -6,7 +6,7 @@ Letters: T' rows of the token tensors, H hidden, I intermediate, E experts, N bl
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import KW_ONLY, dataclass, fields
+from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple
 
 import torch
@@ -15,9 +15,7 @@ from torch import Tensor
 from hf_neuron_moe.checks import (
     Rule,
     check_dtype,
-    check_flags,
     check_layouts,
-    check_optional_flag,
     check_record,
     check_rules,
     check_same_device,
@@ -35,6 +33,7 @@ from hf_neuron_moe.reference.moe_types import (
     ShardOption229,
     SkipMode,
     as_member,
+    check_switches,
 )
 
 RELEASES = ("2.29", "2.31")
@@ -70,7 +69,7 @@ class BackwardArguments:
     down_proj_act_checkpoint: Tensor | None  # [N, B, H] before the affinity; unused by AFFINITY_ON_I
     token_position_to_id: Tensor  # int [N * B]; T (or -1 with skip_token) marks unused slots
     block_to_expert: Tensor  # int [N]
-    output_hidden_states_grad: Tensor  # [T', H]
+    output_hidden_states_grad: Tensor  # [T', H]; a sink row may hold anything finite here, and is zero in the first two
     block_size: int  # B
     skip_dma: SkipMode | None = None  # skip_weight has no effect on values
     compute_dtype: torch.dtype = torch.bfloat16  # fp32: no rounding between the matmuls of bf16 operands
@@ -128,8 +127,7 @@ class Options(NamedTuple):
 
 def check_options(given: BackwardArguments) -> Options:
     """Check what is no tensor."""
-    check_flags({field.name: getattr(given, field.name) for field in fields(given) if field.type == "bool"})
-    check_optional_flag(given.device_limits, "device_limits")
+    check_switches(given)
     _check_blocking(given.blocking_params)
     check_block_size(given.block_size)
     check_record(given.skip_dma, SkipMode, "skip_dma")

@@ -36,7 +36,7 @@ from hf_neuron_moe.backends.torch.gating import Gating
 from hf_neuron_moe.checks import Rule, check_rules
 from hf_neuron_moe.errors import NeuronMoEWarning, public
 from hf_neuron_moe.reference.activations import act_, act_grad_
-from hf_neuron_moe.reference.block_rows import BlockRows, block_rows, check_one_block_per_expert
+from hf_neuron_moe.reference.block_rows import BlockRows, block_rows, check_one_block_per_expert, check_sink_row
 from hf_neuron_moe.reference.blockwise_arguments import (
     BackwardArguments,
     Options,
@@ -104,6 +104,7 @@ def _checked_rows(given: BackwardArguments, options: Options) -> BlockRows:
         expected = f"0..{experts - 1} with kernel_type_option DROPPING (block e is expert e)"
         fix = "Use build_dropping_plan, or KernelTypeOption.DROPLESS."
         check_one_block_per_expert(given.block_to_expert, experts, expected, fix)
+    check_sink_row(vars(given), given.skip_dma)
     rows = block_rows(given.token_position_to_id, given.block_to_expert, given.block_size, given.tokens, experts)
     check_buffers(given, rows, sizes)
     return rows

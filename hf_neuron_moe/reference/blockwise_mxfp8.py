@@ -13,9 +13,9 @@ known either; these functions use the same names. Sources: nki-library 2.31 and 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, fields
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,13 +30,12 @@ from hf_neuron_moe.checks import (
     check_dtype,
     check_layouts,
     check_multiple,
-    check_optional_flag,
     check_record,
     check_rules,
     check_same_device,
 )
 from hf_neuron_moe.errors import ShapeError, public
-from hf_neuron_moe.reference.block_rows import LAYOUTS, ROUTING, BlockRows, block_rows, check_block_size
+from hf_neuron_moe.reference.block_rows import LAYOUTS, ROUTING, BlockRows, block_rows, check_block_size, check_sink_row
 from hf_neuron_moe.reference.blockwise_arguments import BackwardArguments, check_bf16_limits, check_operands
 from hf_neuron_moe.reference.blockwise_grads import BackwardCall, run_backward
 from hf_neuron_moe.reference.blockwise_mm_bwd import MoEBackward
@@ -48,6 +47,8 @@ from hf_neuron_moe.reference.moe_types import (
     ShardOption,
     SkipMode,
     as_member,
+    check_switches,
+    taking,
 )
 
 BLOCK_SIZES = (128, 256, 512, 1024, 2048, 4096)
@@ -80,46 +81,67 @@ class MoEForwardMXFP8(NamedTuple):
     intermediate_T: Tensor
 
 
+@dataclass(frozen=True)
+class ForwardMXFP8:
+    """The arguments of ``blockwise_mm_fwd_mxfp8``; H and I are multiples of 128."""
+
+    hidden_states: Tensor  # bf16 [T', H]
+    expert_affinities_masked: Tensor  # bf16 or fp32 [T' * E, 1], dense and masked, token-major
+    gate_up_proj_weight: Tensor  # bf16 [E, 2, I, H], 0 gate and 1 up: the stock fused layout
+    down_proj_weight: Tensor  # bf16 [E, H, I]
+    token_position_to_id: Tensor  # int [N * B]; T (or -1 with skip_token) marks unused slots, which come last
+    block_to_expert: Tensor  # int [N]
+    block_size: int  # B
+    _: KW_ONLY
+    skip_dma: SkipMode | None = None  # skip_weight has no effect on values
+    activation_function: ActFnType | str = ActFnType.SiLU
+    clamp_limits: ClampLimits | None = None  # of gate and up, before the activation
+    gate_up_proj_scale: Tensor | None = None
+    down_proj_scale: Tensor | None = None
+    gate_and_up_proj_bias: Tensor | None = None
+    down_proj_bias: Tensor | None = None
+    # False takes limits that bf16 does not hold; they are an error otherwise, because the backward would miss them.
+    device_limits: bool | None = None
+
+
+@dataclass(frozen=True)
+class BackwardMXFP8:
+    """The arguments of ``blockwise_mm_bwd_mxfp8``: the forward's but for those with a comment."""
+
+    hidden_states: Tensor
+    expert_affinities_masked: Tensor
+    gate_up_proj_weight: Tensor  # bf16 [E, H, 2, I]
+    down_proj_weight: Tensor  # bf16 [E, I, H]
+    gate_up_proj_act_checkpoint_T: Tensor  # [N, 2, I, B], required
+    token_position_to_id: Tensor
+    block_to_expert: Tensor
+    output_hidden_states_grad: Tensor  # bf16 [T', H]
+    block_size: int
+    _: KW_ONLY
+    skip_dma: SkipMode | None = None
+    shard_option: ShardOption | str = ShardOption.SHARD_ON_FREE
+    affinity_option: AffinityOption | str = AffinityOption.AFFINITY_ON_I
+    clamp_limits: ClampLimits | None = None  # strict masks here
+    bias: bool = False
+    activation_type: ActFnType | str = ActFnType.SiLU
+    gate_up_proj_scale: Tensor | None = None
+    down_proj_scale: Tensor | None = None
+    device_limits: bool | None = None
+
+
 @public
-def blockwise_mm_fwd_mxfp8(
-    hidden_states: Tensor,
-    expert_affinities_masked: Tensor,
-    gate_up_proj_weight: Tensor,
-    down_proj_weight: Tensor,
-    token_position_to_id: Tensor,
-    block_to_expert: Tensor,
-    block_size: int,
-    *,
-    skip_dma: SkipMode | None = None,
-    activation_function: ActFnType | str = ActFnType.SiLU,
-    clamp_limits: ClampLimits | None = None,
-    gate_up_proj_scale: Tensor | None = None,
-    down_proj_scale: Tensor | None = None,
-    gate_and_up_proj_bias: Tensor | None = None,
-    down_proj_bias: Tensor | None = None,
-    device_limits: bool | None = None,
-) -> MoEForwardMXFP8:
-    """Forward of the experts in MXFP8, the affinity on the intermediate.
-
-    `hidden_states` are bf16 ``[T', H]``, `expert_affinities_masked` bf16 or fp32 ``[T' * E, 1]`` (dense and masked,
-    token-major), `gate_up_proj_weight` bf16 ``[E, 2, I, H]`` (0 gate and 1 up, the stock fused layout),
-    `down_proj_weight` bf16 ``[E, H, I]``; H and I are multiples of 128. The plan is `token_position_to_id`, int
-    ``[N * B]``, where T (or -1 with ``skip_token``) marks unused slots, which come last, `block_to_expert`, int
-    ``[N]``, and `block_size` B, one of 128 to 4096 in powers of two.
-
-    `clamp_limits` limit gate and up before the activation. Limits that bf16 does not hold are an error, because the
-    backward would miss them, unless `device_limits` is False. ``skip_weight`` of `skip_dma` has no effect on values.
-    """
-    given = locals()
+@taking(ForwardMXFP8)
+def blockwise_mm_fwd_mxfp8(given: ForwardMXFP8) -> MoEForwardMXFP8:
+    """Forward of the experts in MXFP8, the affinity on the intermediate; see :class:`ForwardMXFP8`."""
     limits = _checked_options(given)
     names = ("hidden_states", "gate_up_proj_weight", "down_proj_weight", *ROUTING)
     _check_dtypes(given, names)
-    check_same_device({name: given[name] for name in names})
-    sizes = check_layouts(given, _LAYOUTS)
+    check_same_device({name: getattr(given, name) for name in names})
+    sizes = check_layouts(vars(given), _LAYOUTS)
     rows = _checked_rows(given, sizes)
-    stack = ExpertStack(gate_up_proj_weight.flatten(1, 2), down_proj_weight, transposed=False)
-    scale_R = rows.affinity(expert_affinities_masked, sizes["E"])
-    return _forward(hidden_states, scale_R, stack, rows, limits)
+    stack = ExpertStack(given.gate_up_proj_weight.flatten(1, 2), given.down_proj_weight, transposed=False)
+    scale_R = rows.affinity(given.expert_affinities_masked, sizes["E"])
+    return _forward(given.hidden_states, scale_R, stack, rows, limits)
 
 
 @torch.no_grad()
@@ -146,7 +168,7 @@ def _forward(
         )
         emit(start, end, out_RH)
         for target, values_RI in ((gate_up_N2IB[:, 0], gate_RI), (gate_up_N2IB[:, 1], up_RI), (inter_NIB, inter_RI)):
-            fill_blocks(target, values_RI, first // rows.block_size, idle_I)
+            fill_blocks(target.transpose(1, 2), values_RI, first // rows.block_size, idle_I)
     return MoEForwardMXFP8(total_TH.to(hidden_states.dtype), gate_up_N2IB, inter_NIB)
 
 
@@ -174,81 +196,56 @@ class _Epilogue:
 
 
 @public
-def blockwise_mm_bwd_mxfp8(
-    hidden_states: Tensor,
-    expert_affinities_masked: Tensor,
-    gate_up_proj_weight: Tensor,
-    down_proj_weight: Tensor,
-    gate_up_proj_act_checkpoint_T: Tensor,
-    token_position_to_id: Tensor,
-    block_to_expert: Tensor,
-    output_hidden_states_grad: Tensor,
-    block_size: int,
-    *,
-    skip_dma: SkipMode | None = None,
-    shard_option: ShardOption | str = ShardOption.SHARD_ON_FREE,
-    affinity_option: AffinityOption | str = AffinityOption.AFFINITY_ON_I,
-    clamp_limits: ClampLimits | None = None,
-    bias: bool = False,
-    activation_type: ActFnType | str = ActFnType.SiLU,
-    gate_up_proj_scale: Tensor | None = None,
-    down_proj_scale: Tensor | None = None,
-    device_limits: bool | None = None,
-) -> MoEBackward:
-    """Gradients of :func:`blockwise_mm_fwd_mxfp8` from its pre-activations.
+@taking(BackwardMXFP8)
+def blockwise_mm_bwd_mxfp8(given: BackwardMXFP8) -> MoEBackward:
+    """Gradients of :func:`blockwise_mm_fwd_mxfp8` from its pre-activations; see :class:`BackwardMXFP8`.
 
-    Arguments are the forward's but for the weights, here bf16 ``[E, H, 2, I]`` and ``[E, I, H]``, the required
-    `gate_up_proj_act_checkpoint_T` ``[N, 2, I, B]`` and `output_hidden_states_grad`, bf16 ``[T', H]``. The limits are
-    strict masks here. A token's MX groups along the token axis lie in its block.
-
-    Returns ``[T', H]``, ``[T' * E, 1]``, ``[E, H, 2, I]`` and ``[E, I, H]`` in their operands' dtypes.
+    A token's MX groups along the token axis lie in its block. Returns ``[T', H]``, ``[T' * E, 1]``, ``[E, H, 2, I]``
+    and ``[E, I, H]`` in their operands' dtypes.
     """
-    given = locals()
     limits = _checked_options(given)
-    names = ("hidden_states", "gate_up_proj_weight", "down_proj_weight", "output_hidden_states_grad")
-    _check_dtypes(given, names)
-    arguments = BackwardArguments(
-        hidden_states, expert_affinities_masked, gate_up_proj_weight, down_proj_weight, gate_up_proj_act_checkpoint_T,
-        None, token_position_to_id, block_to_expert, output_hidden_states_grad, block_size,
-    )  # fmt: skip
+    _check_dtypes(given, ("hidden_states", "gate_up_proj_weight", "down_proj_weight", "output_hidden_states_grad"))
+    shared = {field.name for field in fields(BackwardArguments)} & vars(given).keys()
+    arguments = BackwardArguments(down_proj_act_checkpoint=None, **{name: getattr(given, name) for name in shared})
     rows = _checked_rows(given, check_operands(arguments))
     gating = Gating(gate_limits=limits.gate, up_limits=limits.up)
     call = BackwardCall(arguments, rows, "mxfp8", on_hidden=False, gating=gating, affinity_bias=None)
     return MoEBackward(*run_backward(call))
 
 
-def _checked_options(given: dict[str, Any]) -> ClampLimits:
-    """Check what is no tensor of a call, by argument name; return the limits."""
+def _checked_options(given: ForwardMXFP8 | BackwardMXFP8) -> ClampLimits:
+    """Check what is no tensor; return the limits."""
     for name, fix in _UNKNOWN.items():
-        value, unset = given.get(name), False if name == "bias" else None
+        unset = False if name == "bias" else None
+        value = getattr(given, name, unset)
         got = "a tensor" if isinstance(value, Tensor) else repr(value)
-        check_rules([Rule(name not in given or value is unset, name, repr(unset), got, fix)])
+        check_rules([Rule(value is unset, name, repr(unset), got, fix)])
     for name, member in _ONLY.items():
+        value = getattr(given, name, member)
         expected = f"{member.name} (the MXFP8 training pair has no other)"
         fix = "Use moe_cte and blockwise_mm_bwd for the others."
-        fits = name not in given or as_member(given[name], type(member), argument=name) is member
-        check_rules([Rule(fits, name, expected, given.get(name), fix)])
-    size, fix = given["block_size"], "Build the plan with one of these."
+        check_rules([Rule(as_member(value, type(member), argument=name) is member, name, expected, value, fix)])
+    size, fix = given.block_size, "Build the plan with one of these."
     check_block_size(size)
     check_rules([Rule(size in BLOCK_SIZES, "block_size", f"one of {BLOCK_SIZES}", size, fix, ShapeError)])
-    limits: ClampLimits | None = given["clamp_limits"]
-    check_record(given["skip_dma"], SkipMode, "skip_dma")
-    check_record(limits, ClampLimits, "clamp_limits")
-    check_optional_flag(given["device_limits"], "device_limits")
-    if limits is not None and given["device_limits"] is not False:
-        check_bf16_limits(limits)
-    return limits or ClampLimits()
+    check_record(given.skip_dma, SkipMode, "skip_dma")
+    check_record(given.clamp_limits, ClampLimits, "clamp_limits")
+    check_switches(given)
+    if given.clamp_limits is not None and given.device_limits is not False:
+        check_bf16_limits(given.clamp_limits)
+    return given.clamp_limits or ClampLimits()
 
 
-def _check_dtypes(given: dict[str, Any], names: tuple[str, ...]) -> None:
+def _check_dtypes(given: ForwardMXFP8 | BackwardMXFP8, names: tuple[str, ...]) -> None:
     for name in names:
-        check_dtype(given[name], ROUTING.get(name, (torch.bfloat16,)), name)
+        check_dtype(getattr(given, name), ROUTING.get(name, (torch.bfloat16,)), name)
 
 
-def _checked_rows(given: dict[str, Any], sizes: dict[str, int]) -> BlockRows:
-    """Check sizes and plan of a call; return the plan's rows."""
+def _checked_rows(given: ForwardMXFP8 | BackwardMXFP8, sizes: dict[str, int]) -> BlockRows:
+    """Check sizes, sink row and plan; return the plan's rows."""
     check_multiple(sizes["H"], 128, "H of hidden_states", "MX groups need whole tiles")
     check_multiple(sizes["I"], 128, "I of gate_up_proj_weight", "MX groups need whole tiles")
-    tokens = sizes["T'"] - int(given["skip_dma"] is None or not given["skip_dma"].skip_token)
-    plan = (given["token_position_to_id"], given["block_to_expert"])
-    return block_rows(*plan, given["block_size"], tokens, sizes["E"], without_gaps=True)
+    check_sink_row(vars(given), given.skip_dma)
+    tokens = sizes["T'"] - int(given.skip_dma is None or not given.skip_dma.skip_token)
+    plan = (given.token_position_to_id, given.block_to_expert)
+    return block_rows(*plan, given.block_size, tokens, sizes["E"], without_gaps=True)

@@ -7,13 +7,13 @@ intermediate, E experts, N blocks of B slots.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import KW_ONLY, dataclass, fields, replace
+from dataclasses import KW_ONLY, dataclass, replace
 
 import torch
 from torch import Tensor
 
 from hf_neuron_moe.backends.torch.gating import Limits
-from hf_neuron_moe.checks import Rule, check_flags, check_optional_flag, check_record, check_rules, shown
+from hf_neuron_moe.checks import Rule, check_record, check_rules, shown
 from hf_neuron_moe.errors import ConfigError
 from hf_neuron_moe.reference.block_rows import FLOATS, check_block_size
 from hf_neuron_moe.reference.moe_types import (
@@ -25,6 +25,7 @@ from hf_neuron_moe.reference.moe_types import (
     QuantizationConfig,
     SkipMode,
     as_member,
+    check_switches,
     is_number,
 )
 
@@ -37,8 +38,10 @@ UP_LIMITS = ("up_clamp_upper_limit", "up_clamp_lower_limit")
 class Arguments:
     """The arguments of ``moe_cte`` under their documented names; docs/kernels.md says what is refused where."""
 
-    hidden_states: Tensor  # bf16 or fp32 [T', H]; fp32 (which no device takes) is computed in fp32 throughout
-    expert_affinities_masked: Tensor  # bf16 or fp32 [T' * E, 1], dense, token-major, zero where not selected
+    # bf16 or fp32 [T', H], a sink row of zeros; fp32 (which no device takes) is computed in fp32 throughout.
+    hidden_states: Tensor
+    # bf16 or fp32 [T' * E, 1], dense, token-major, zero where not selected and in the sink row
+    expert_affinities_masked: Tensor
     gate_up_proj_weight: Tensor  # [E, H, 2, I] (0 gate, 1 up): bf16, fp32 or e4m3fn. MX: words [E, 128, 2, H/512, I]
     down_proj_weight: Tensor  # [E, I, H] in the same dtype. MX: words [E, pI, ceil(I/512), H], see formats.moe_mx
     token_position_to_id: Tensor  # int [N * B]; T (or -1 with skip_token) marks unused slots
@@ -131,8 +134,7 @@ def resolved(given: Arguments) -> Arguments:
     require_pair(gate_up, down, ("gate_up_proj_scale", "down_proj_scale"))
     check_record(given.spec, MoECTESpec, argument="spec", optional=False)
     check_record(given.skip_dma, SkipMode, argument="skip_dma", optional=False)
-    check_flags({field.name: getattr(given, field.name) for field in fields(given) if field.type == "bool"})
-    check_optional_flag(given.device_limits, "device_limits")
+    check_switches(given)
     name = "expert_affinities_scaling_mode"
     mode = as_member(given.expert_affinities_scaling_mode, ExpertAffinityScaleMode, argument=name)
     activation = as_member(given.activation_function, ActFnType, argument="activation_function")

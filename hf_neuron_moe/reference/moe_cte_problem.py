@@ -27,6 +27,7 @@ from hf_neuron_moe.reference.block_rows import (
     BlockRows,
     block_rows,
     check_one_block_per_expert,
+    check_sink_row,
 )
 from hf_neuron_moe.reference.moe_cte_arguments import Arguments, require_pair, resolved
 from hf_neuron_moe.reference.moe_cte_rules import BLOCK, HYBRID, MX, always, device_limits
@@ -105,6 +106,7 @@ def check_arguments(given: Arguments) -> Problem:
     if given.limited:
         check_rules(device_limits(given, inner))
         _check_fp8_range(given)
+    check_sink_row(vars(given), given.skip_dma)
     plan = block_rows(given.token_position_to_id, given.block_to_expert, given.block_size, given.tokens, experts)
     _check_plan(plan, given, experts)
     check_rules(_condition_rules(given, plan, experts))

@@ -30,29 +30,22 @@ class SavedBlocks:
 
     def put_gate_up(self, run: int, gate_RI: Tensor, up_RI: Tensor) -> None:
         """Write the pre-activations of one run, in the buffers' dtype."""
-        first, idle_2I = self.rows.first_slots[run], self.idle_E2I[self.rows.runs[run][0]]
         for half, values_RI in enumerate((gate_RI, up_RI)):
-            if first >= 0:
-                fill_blocks(self.gate_up[:, half], values_RI, first // self.rows.block_size, idle_2I[half])
-                continue
-            blocks, places = self.rows.places(run)
-            self.gate_up[blocks, half] = idle_2I[half, :, None].to(self.gate_up.dtype)
-            self.gate_up[blocks, half, :, places] = values_RI
+            self._put(run, self.gate_up[:, half].transpose(1, 2), values_RI, self.idle_E2I[:, half])
 
     def put_down(self, run: int, down_RH: Tensor) -> None:
         """Write the down projections of one run, in any float dtype."""
-        if self.down is None:
-            return
-        first, count = self.rows.first_slots[run], len(down_RH)
-        idle_H = self.idle_EH[self.rows.runs[run][0]].to(self.down.dtype)
-        if first < 0:
+        if self.down is not None:
+            self._put(run, self.down, down_RH, self.idle_EH)
+
+    def _put(self, run: int, target_NBX: Tensor, values_RX: Tensor, idle_EX: Tensor) -> None:
+        first, idle_X = self.rows.first_slots[run], idle_EX[self.rows.runs[run][0]].to(target_NBX.dtype)
+        if first >= 0:
+            fill_blocks(target_NBX, values_RX, first // self.rows.block_size, idle_X)
+        else:
             blocks, places = self.rows.places(run)
-            self.down[blocks] = idle_H
-            self.down[blocks, places] = down_RH.to(self.down.dtype)
-            return
-        slots_SH = self.down.view(-1, down_RH.shape[1])[first : first + count + -count % self.rows.block_size]
-        slots_SH[:count].copy_(down_RH)
-        slots_SH[count:] = idle_H
+            target_NBX[blocks] = idle_X
+            target_NBX[blocks, places] = values_RX.to(target_NBX.dtype)
 
     def finish(self) -> tuple[Tensor, Tensor | None]:
         """Fill the blocks without tokens and return both buffers."""
@@ -64,16 +57,14 @@ class SavedBlocks:
         return self.gate_up, self.down
 
 
-def fill_blocks(target_NIB: Tensor, values_RI: Tensor, block: int, idle_I: Tensor) -> None:
-    """Write one expert's rows, which start at `block`, tokens innermost; slots after the last row get `idle_I`."""
-    size = target_NIB.shape[2]
-    full, rest = divmod(len(values_RI), size)
-    whole = values_RI[: full * size].view(full, size, values_RI.shape[1])
-    target_NIB[block : block + full].copy_(whole.transpose(1, 2))
+def fill_blocks(target_NBX: Tensor, values_RX: Tensor, block: int, idle_X: Tensor) -> None:
+    """Write one expert's rows, which start at `block`; slots after the last row get `idle_X`."""
+    rows, size = values_RX.shape[0], target_NBX.shape[1]
+    full, rest = divmod(rows, size)
+    target_NBX[block : block + full].copy_(values_RX[: rows - rest].view(full, size, values_RX.shape[1]))
     if rest:
-        last_IB = target_NIB[block + full]
-        last_IB[:, :rest].copy_(values_RI[full * size :].t())
-        last_IB[:, rest:] = idle_I[:, None]
+        target_NBX[block + full, :rest] = values_RX[rows - rest :]
+        target_NBX[block + full, rest:] = idle_X
 
 
 def clamp_(values: Tensor, upper: float | None, lower: float | None) -> Tensor:

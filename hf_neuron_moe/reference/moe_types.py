@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hf_neuron_moe.checks import check_flags, check_record, shown
-from hf_neuron_moe.errors import ConfigError, nearest, public
+from hf_neuron_moe.errors import ConfigError, naming, nearest, public
 
 EnumT = TypeVar("EnumT", bound=Enum)
 P = ParamSpec("P")
@@ -118,16 +118,12 @@ def is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
 
 
-def _check_fields(record: SkipMode | ShardOnBlockConfig | ShardOnIConfig) -> None:
-    """Check the types of switches, counts (whose ranges depend on the call) and enums; names become members."""
+def check_switches(record: Any) -> None:
+    """Raise ConfigError for a field of a dataclass that is declared as a bool, or a bool or None, and is none."""
     for field in fields(record):
-        name, value = field.name, getattr(record, field.name)
-        if isinstance(field.default, Enum):
-            object.__setattr__(record, name, as_member(value, type(field.default), argument=name))
-        elif field.type == "bool":
-            check_flags({name: value})
-        elif type(value) is not int and (field.type == "int" or (field.type == "int | None" and value is not None)):
-            raise ConfigError.about(name, "an int", shown(value), "Pass a count.")
+        value = getattr(record, field.name)
+        if field.type == "bool" or (field.type == "bool | None" and value is not None):
+            check_flags({field.name: value})
 
 
 def as_member(value: object, kind: type[EnumT], *, argument: str) -> EnumT:
@@ -168,8 +164,24 @@ def taking(record: Callable[P, RecordT]) -> Callable[[Callable[[RecordT], Return
     return decorate
 
 
+class _Checked:
+    """A record that checks the types of its switches, counts (whose ranges depend on the call), dtypes and enums."""
+
+    def __post_init__(self) -> None:
+        with naming(type(self).__name__):
+            check_switches(self)
+            for field in fields(self):  # type: ignore[arg-type]
+                name, value = field.name, getattr(self, field.name)
+                if isinstance(field.default, Enum):  # names become members
+                    object.__setattr__(self, name, as_member(value, type(field.default), argument=name))
+                elif field.type == "torch.dtype | None":
+                    check_record(value, torch.dtype, argument=name)
+                elif field.type in ("int", "int | None") and type(value) is not int and value is not field.default:
+                    raise ConfigError.about(name, "an int", shown(value), "Pass a count.")
+
+
 @dataclass(frozen=True)
-class SkipMode:
+class SkipMode(_Checked):
     """Which loads of unused slots and repeated experts the kernel skips.
 
     With `skip_token` unused slots hold -1, and hidden states, affinities and output have no sink row (T' = T).
@@ -178,10 +190,6 @@ class SkipMode:
 
     skip_token: bool = False
     skip_weight: bool = False
-
-    @public("SkipMode")
-    def __post_init__(self) -> None:
-        _check_fields(self)
 
 
 NO_SKIP = SkipMode()  # the documented default of skip_dma
@@ -196,7 +204,7 @@ class QuantizationConfig:
 
 
 @dataclass(frozen=True)
-class ShardOnBlockConfig:
+class ShardOnBlockConfig(_Checked):
     """Options of ``shard_on_block`` and ``shard_on_block_mx``; any that an implementation does not read must be unset.
 
     Those without a comment schedule work or size static loops and have no effect on values. The MX ones came with 2.31.
@@ -215,23 +223,14 @@ class ShardOnBlockConfig:
     ep_degree: int = 1
     quantization_type: QuantizationType = QuantizationType.MX  # MX or STATIC_MX
 
-    @public("ShardOnBlockConfig")
-    def __post_init__(self) -> None:
-        _check_fields(self)
-        check_record(self.weight_dtype, torch.dtype, argument="weight_dtype")
-
 
 @dataclass(frozen=True)
-class ShardOnIConfig:
+class ShardOnIConfig(_Checked):
     """Options of the implementations that divide the intermediate axis."""
 
     checkpoint_activation: bool = False  # return the activations the backward needs
     expert_affinity_multiply_on_I: bool = False  # multiply the intermediate by the routing weight, whatever the mode
     num_static_block: int | None = None  # blocks of the hybrid's static loop, no effect on values
-
-    @public("ShardOnIConfig")
-    def __post_init__(self) -> None:
-        _check_fields(self)
 
 
 @dataclass(frozen=True)

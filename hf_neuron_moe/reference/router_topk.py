@@ -12,6 +12,7 @@ and `w_bias`).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -21,59 +22,65 @@ from hf_neuron_moe.checks import (
     FLOATS,
     Rule,
     check_dtype,
-    check_flags,
     check_layouts,
-    check_optional_flag,
     check_rules,
     check_same_device,
     check_shape,
 )
 from hf_neuron_moe.errors import ShapeError, public
-from hf_neuron_moe.reference.moe_types import RouterActFnType, as_member
+from hf_neuron_moe.reference.moe_types import RouterActFnType, as_member, check_switches, taking
 
 _INTEGERS = (torch.int32, torch.int64, torch.uint32)
 _OUTPUTS = {"router_logits": "[T, E]", "expert_affinities": "[T, E]", "expert_index": "[T, K]"}
 _WITHOUT_FLOAT64 = ("mps",)
-_FLAGS = (
-    "router_pre_norm",
-    "norm_topk_prob",
-    "use_column_tiling",
-    "use_indirect_dma_scatter",
-    "return_eager_affi",
-    "use_PE_broadcast_w_bias",
-    "shard_on_tokens",
-    "skip_store_expert_index",
-    "skip_store_router_logits",
-)
 MAX_EXPERTS = 512  # the moving free size of one matmul
 PARTITIONS = 128  # of the tensor engine: H is tiled by it, and token tiles have this many rows
 MAX_TOP_K = 8  # the selection instruction finds eight maxima
 
 
+@dataclass(frozen=True)
+class RouterArguments:
+    """The arguments of ``router_topk``; docs/kernels.md describes each."""
+
+    x: Tensor  # [H, T] or [T, H], bf16, fp16 or fp32
+    w: Tensor  # [H, E], same dtype
+    w_bias: Tensor | None = None  # [1, E] or [E], bf16, fp16 or fp32
+    # Upstream's caller allocates these; here they only name the dtypes of the results (without them fp32, fp32, int32)
+    # and are never written.
+    router_logits: Tensor | None = None  # [T, E]
+    expert_affinities: Tensor | None = None  # [T, E]
+    expert_index: Tensor | None = None  # [T, K]
+    act_fn: RouterActFnType | str | None = None  # required: a member or its name in either case
+    k: int | None = None  # K, required
+    x_hbm_layout: int = 1  # 0 for x [H, T], 1 for [T, H]
+    x_sb_layout: int = 0
+    router_pre_norm: bool = True
+    norm_topk_prob: bool = False
+    use_column_tiling: bool = False
+    use_indirect_dma_scatter: bool = False
+    return_eager_affi: bool = False
+    use_PE_broadcast_w_bias: bool = False
+    shard_on_tokens: bool = False
+    skip_store_expert_index: bool = False
+    skip_store_router_logits: bool = False  # must be False, as upstream asserts
+    _: KW_ONLY
+    device_limits: bool | None = None  # enforce what the device can do; None: unless x is fp32, which it does not take
+
+    @property
+    def transposed(self) -> bool:
+        """Whether `x` is ``[H, T]``."""
+        return self.x_hbm_layout == 0
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """T, H, E and K."""
+        (H, E), T = self.w.shape, self.x.shape[1 if self.transposed else 0]
+        return {"T": T, "H": H, "E": E, "K": self.k or 0}
+
+
 @public
-def router_topk(
-    x: Tensor,
-    w: Tensor,
-    w_bias: Tensor | None = None,
-    router_logits: Tensor | None = None,
-    expert_affinities: Tensor | None = None,
-    expert_index: Tensor | None = None,
-    act_fn: RouterActFnType | str | None = None,
-    k: int | None = None,
-    x_hbm_layout: int = 1,
-    x_sb_layout: int = 0,
-    router_pre_norm: bool = True,
-    norm_topk_prob: bool = False,
-    use_column_tiling: bool = False,
-    use_indirect_dma_scatter: bool = False,
-    return_eager_affi: bool = False,
-    use_PE_broadcast_w_bias: bool = False,
-    shard_on_tokens: bool = False,
-    skip_store_expert_index: bool = False,
-    skip_store_router_logits: bool = False,
-    *,
-    device_limits: bool | None = None,
-) -> list[Tensor | None]:
+@taking(RouterArguments)
+def router_topk(given: RouterArguments) -> list[Tensor | None]:
     """Route tokens: ``logits = x @ w + w_bias``, the K largest of every token, and their affinities.
 
     ================ =============== =================================================================
@@ -86,54 +93,44 @@ def router_topk(
                                      elsewhere
     ================ =============== =================================================================
 
-    Selection is by the logits, in descending order; of equal logits the expert with the lower number comes first.
-
-    `x` is ``[H, T]`` (`x_hbm_layout` 0) or ``[T, H]`` (1), bf16, fp16 or fp32, `w` ``[H, E]`` of the same dtype,
-    `w_bias` ``[1, E]`` or ``[E]``, bf16, fp16 or fp32. `act_fn` (a member or its name in either case) and `k` are
-    required. `router_logits` ``[T, E]``, `expert_affinities` ``[T, E]`` and `expert_index` ``[T, K]``, which upstream's
-    caller allocates, only name the dtypes of the results (without them fp32, fp32, int32) and are never written.
-    `skip_store_router_logits` is an error, as upstream's assertion. docs/kernels.md describes every argument.
-
-    `device_limits` also enforces what the device can do; None: unless `x` is fp32, in which it does not compute.
+    Selection is by the logits, in descending order; of equal logits the expert with the lower number comes first. The
+    arguments are the fields of :class:`RouterArguments`.
 
     Returns ``[router_logits, expert_index, expert_affinities]``, the index None with `skip_store_expert_index`; with
     `return_eager_affi` then the ``[T, K]`` affinities of the selected experts. For dense affinities upstream computes
     none; here they are the selected entries.
     """
-    given = locals()
-    act = as_member(act_fn.upper() if isinstance(act_fn, str) else act_fn, RouterActFnType, argument="act_fn")
-    check_flags({name: given[name] for name in _FLAGS})
-    check_optional_flag(device_limits, "device_limits")
-    check_rules(_option_rules(x_hbm_layout, x_sb_layout, skip_store_router_logits, k))
-    _check_operands(x, w, w_bias, x_hbm_layout)
-    (H, E), T, K = w.shape, x.shape[1 if x_hbm_layout == 0 else 0], k or 0
-    fix = "A token cannot choose an expert twice."
-    check_rules([Rule(1 <= K <= E, "k", f"from 1 to E = {E}", K, fix, ShapeError)])
+    name = given.act_fn.upper() if isinstance(given.act_fn, str) else given.act_fn
+    act = as_member(name, RouterActFnType, argument="act_fn")
+    check_switches(given)
+    check_rules(_option_rules(given))
+    _check_operands(given)
     dtypes = {"router_logits": torch.float32, "expert_affinities": torch.float32, "expert_index": torch.int32}
     for name in _OUTPUTS:
-        if given[name] is not None:
-            check_dtype(given[name], _INTEGERS if name == "expert_index" else FLOATS, name)
-            dtypes[name] = given[name].dtype
-    check_layouts(given, _OUTPUTS, T=T, E=E, K=K)
-    if device_limits if device_limits is not None else x.dtype != torch.float32:
-        sigmoid_after_selection = act is RouterActFnType.SIGMOID and not router_pre_norm
-        check_rules(_device_rules((T, H, E, K), sigmoid_after_selection, use_indirect_dma_scatter, return_eager_affi))
-    logits_TE = _logits(x, w, w_bias, transposed=x_hbm_layout == 0)
+        output = getattr(given, name)
+        if output is not None:
+            check_dtype(output, _INTEGERS if name == "expert_index" else FLOATS, name)
+            dtypes[name] = output.dtype
+    check_layouts(vars(given), _OUTPUTS, **given.sizes)
+    if given.device_limits if given.device_limits is not None else given.x.dtype != torch.float32:
+        check_rules(_device_rules(given, act))
+    logits_TE = _logits(given)
     # The logits that are returned decide, so that experts whose fp32 logits are equal are in order of their numbers.
     # A stable sort, so that ties are broken as argsort of the negated logits does: lower expert first.
-    index_TK = torch.sort(logits_TE.detach().to(torch.float32), dim=-1, descending=True, stable=True).indices[:, :K]
-    affinities_TE, selected_TK = _affinities(logits_TE, index_TK, act, router_pre_norm, norm_topk_prob)
-    index = None if skip_store_expert_index else index_TK.to(dtypes["expert_index"])
+    order_TE = torch.sort(logits_TE.detach().to(torch.float32), dim=-1, descending=True, stable=True).indices
+    index_TK = order_TE[:, : given.k]
+    affinities_TE, selected_TK = _affinities(logits_TE, index_TK, act, given.router_pre_norm, given.norm_topk_prob)
+    index = None if given.skip_store_expert_index else index_TK.to(dtypes["expert_index"])
     affinity_dtype = dtypes["expert_affinities"]
     results = [logits_TE.to(dtypes["router_logits"]), index, affinities_TE.to(affinity_dtype)]
-    return [*results, selected_TK.to(affinity_dtype)] if return_eager_affi else results
+    return [*results, selected_TK.to(affinity_dtype)] if given.return_eager_affi else results
 
 
-def _logits(x: Tensor, w: Tensor, w_bias: Tensor | None, *, transposed: bool) -> Tensor:
+def _logits(given: RouterArguments) -> Tensor:
     """Return ``[T, E]``, float64 for fp32 operands; products of bf16 values are exact in fp32, only sums round."""
-    hidden_TH = x.t() if transposed else x
+    x, w, w_bias = given.x, given.w, given.w_bias
     wide = torch.float64 if x.dtype == torch.float32 and x.device.type not in _WITHOUT_FLOAT64 else torch.float32
-    logits_TE = hidden_TH.to(wide) @ w.to(wide)
+    logits_TE = (x.t() if given.transposed else x).to(wide) @ w.to(wide)
     return logits_TE if w_bias is None else logits_TE + w_bias.to(wide).reshape(1, -1)
 
 
@@ -179,42 +176,46 @@ def _affinities(
     return torch.zeros_like(logits_TE).scatter(1, index_TK, selected_TK), selected_TK
 
 
-def _option_rules(x_hbm_layout: int, x_sb_layout: int, skip_logits: bool, k: int | None) -> Iterator[Rule]:
+def _option_rules(given: RouterArguments) -> Iterator[Rule]:
     fix = "x_hbm_layout is 0 for x [H, T] and 1 for [T, H]; x_sb_layout has no effect on values."
-    for name, value, known in (("x_hbm_layout", x_hbm_layout, (0, 1)), ("x_sb_layout", x_sb_layout, (0, 1, 2))):
+    for name, known in (("x_hbm_layout", (0, 1)), ("x_sb_layout", (0, 1, 2))):
+        value = getattr(given, name)
         yield Rule(value in known, name, f"one of {', '.join(map(str, known))}", repr(value), fix)
     name, fix = "skip_store_router_logits", "Ignore the first result instead."
-    yield Rule(not skip_logits, name, "False (upstream asserts it)", "True", fix)
-    fits, fix = type(k) is int, "Pass k, for example 2 for Mixtral."
-    yield Rule(fits, "k", "the number of experts per token", repr(k), fix)
+    yield Rule(not given.skip_store_router_logits, name, "False (upstream asserts it)", "True", fix)
+    fits, fix = type(given.k) is int, "Pass k, for example 2 for Mixtral."
+    yield Rule(fits, "k", "the number of experts per token", repr(given.k), fix)
 
 
-def _check_operands(x: Tensor, w: Tensor, w_bias: Tensor | None, x_hbm_layout: int) -> None:
+def _check_operands(given: RouterArguments) -> None:
+    x, w, w_bias = given.x, given.w, given.w_bias
     check_dtype(x, FLOATS, "x")
     check_dtype(w, (x.dtype,), "w")
     check_shape(w, (None, None), "[H, E]", "w")
     H, E = w.shape
-    shape, names = ((H, None), "[H, T] (x_hbm_layout 0)") if x_hbm_layout == 0 else ((None, H), "[T, H]")
+    shape, names = ((H, None), "[H, T] (x_hbm_layout 0)") if given.transposed else ((None, H), "[T, H]")
     check_shape(x, shape, f"{names}, with the H of w {list(w.shape)},", "x")
     if w_bias is not None:
         check_dtype(w_bias, FLOATS, "w_bias")
         check_shape(w_bias, (E,) if w_bias.dim() == 1 else (1, E), "[1, E] or [E]", "w_bias")
     check_same_device({"x": x, "w": w, "w_bias": w_bias})
+    K, fix = given.sizes["K"], "A token cannot choose an expert twice."
+    check_rules([Rule(1 <= K <= E, "k", f"from 1 to E = {E}", K, fix, ShapeError)])
 
 
-def _device_rules(
-    sizes: tuple[int, int, int, int], sigmoid_after_selection: bool, indirect_scatter: bool, eager: bool
-) -> Iterator[Rule]:
-    """What the device's kernel can do (2.29), for T, H, E and K; values do not depend on any of it."""
-    T, H, E, K = sizes
+def _device_rules(given: RouterArguments, act: RouterActFnType) -> Iterator[Rule]:
+    """What the device's kernel can do (2.29); values do not depend on any of it."""
+    T, H, E, K = given.sizes.values()
+    indirect = given.use_indirect_dma_scatter
     fix = "Pass device_limits=False to compute the mathematical definition anyway."
     yield Rule(E <= MAX_EXPERTS, "E of w", f"at most {MAX_EXPERTS}", E, fix, ShapeError)
     yield Rule(H % PARTITIONS == 0, "H of w", f"a multiple of {PARTITIONS}", H, fix, ShapeError)
     yield Rule(K <= MAX_TOP_K, "k", f"at most {MAX_TOP_K}", K, fix, ShapeError)
-    name, rule = "use_indirect_dma_scatter", "True for SIGMOID with router_pre_norm=False"
-    yield Rule(indirect_scatter or not sigmoid_after_selection, name, rule, "False", fix)
-    fits = not indirect_scatter or T <= PARTITIONS or T % PARTITIONS == 0
+    fits = indirect or act is not RouterActFnType.SIGMOID or given.router_pre_norm
+    rule = "True for SIGMOID with router_pre_norm=False"
+    yield Rule(fits, "use_indirect_dma_scatter", rule, "False", fix)
+    fits = not indirect or T <= PARTITIONS or T % PARTITIONS == 0
     rule = f"at most {PARTITIONS} or a multiple of it with use_indirect_dma_scatter"
     yield Rule(fits, "T of x", rule, T, fix, ShapeError)
     rule = f"at most {PARTITIONS} with return_eager_affi"
-    yield Rule(not eager or T <= PARTITIONS, "T of x", rule, T, fix, ShapeError)
+    yield Rule(not given.return_eager_affi or T <= PARTITIONS, "T of x", rule, T, fix, ShapeError)

@@ -26,6 +26,10 @@ def bf16(*shape: int, device: str = "cpu") -> torch.Tensor:
     return torch.ones(shape, dtype=torch.bfloat16, device=device)
 
 
+def with_sink_row(rows: torch.Tensor) -> torch.Tensor:
+    return torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])
+
+
 def fp8(*shape: int, value: float = 240.0) -> torch.Tensor:
     return torch.full(shape, value).to(torch.float8_e4m3fn)
 
@@ -40,7 +44,7 @@ def arguments(block: int = B, hidden: int = H, inner: int = I, tokens: int = T, 
     index = torch.arange(tokens * top_k).view(tokens, top_k) % E
     plan = build_block_plan(expert_mask(index, E), block, top_k=top_k)
     return {
-        "hidden_states": bf16(tokens + 1, hidden),
+        "hidden_states": with_sink_row(bf16(tokens, hidden)),
         "expert_affinities_masked": masked_affinities(index, torch.full((tokens, top_k), 0.5), E),
         "gate_up_proj_weight": bf16(E, hidden, 2, inner),
         "down_proj_weight": bf16(E, inner, hidden),

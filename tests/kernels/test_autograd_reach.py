@@ -19,16 +19,18 @@ from hf_neuron_moe.formats import group_quantize_fp8
 T, H, I, E, B = 20, 128, 128, 3, 128  # noqa: E741
 
 
-def leaf(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.randn(shape).to(dtype).requires_grad_()
+def leaf(*shape: int, dtype: torch.dtype = torch.bfloat16, sink: int = 0) -> Tensor:
+    values = torch.randn(shape).to(dtype)
+    values[shape[0] - sink :] = 0
+    return values.requires_grad_()
 
 
 def routing() -> tuple[Tensor, dict[str, Any]]:
     index = torch.rand(T, E).topk(2).indices
     plan = kernels.build_block_plan(kernels.expert_mask(index, E), B, top_k=2)
     return index, {
-        "hidden_states": leaf(T + 1, H),
-        "expert_affinities_masked": leaf((T + 1) * E, 1),
+        "hidden_states": leaf(T + 1, H, sink=1),
+        "expert_affinities_masked": leaf((T + 1) * E, 1, sink=E),
         "token_position_to_id": plan.token_position_to_id,
         "block_to_expert": plan.block_to_expert,
         "block_size": B,
@@ -43,7 +45,7 @@ def experts() -> Any:
     checkpoints = {
         "gate_up_proj_act_checkpoint_T": kept[1].requires_grad_(),
         "down_proj_act_checkpoint": kept[2].requires_grad_(),
-        "output_hidden_states_grad": leaf(T + 1, H),
+        "output_hidden_states_grad": leaf(T + 1, H, sink=1),
     }
     return [kept[0], kernels.blockwise_mm_bwd(**shared, **checkpoints, device_limits=False)]
 

@@ -251,6 +251,7 @@ def test_no_fp32_copy_of_the_whole_problem(
     blocks, table = len(plan.block_to_expert), masked_affinities(index, torch.rand(tokens, top_k), experts)
     shapes = [(tokens + 1, hidden), (experts, hidden, 2, inner), (experts, inner, hidden)]
     x, gate_up, down = (torch.randn(shape).bfloat16() for shape in shapes)
+    x[-1] = 0  # the sink row
     checkpoints = [torch.randn(blocks, 2, inner, block).bfloat16(), torch.randn(blocks, block, hidden).bfloat16()]
     compute.release_scratch()
     with LargestFp32() as recorded:

@@ -12,7 +12,7 @@ from hf_neuron_moe.errors import ConfigError, ShapeError
 from hf_neuron_moe.formats.block_plan import build_block_plan, expert_mask, masked_affinities
 from hf_neuron_moe.reference.moe_cte import moe_cte
 from hf_neuron_moe.reference.moe_types import MoECTESpec, ShardOnBlockConfig, ShardOnIConfig, SkipMode
-from tests.kernels.moe_cte_calls import E, H, mx_arguments, spec
+from tests.kernels.moe_cte_calls import E, H, mx_arguments, spec, with_sink_row
 from tests.refusals import refused
 
 
@@ -44,8 +44,9 @@ def test_hybrids_take_no_spare_blocks_in_between() -> None:
         how: build_block_plan(expert_mask(index, 3), 16, top_k=1, spare_blocks=how, n_block_per_iter=10)
         for how in ("last", "split")
     }
-    shapes = {"hidden_states": (61, 8), "gate_up_proj_weight": (3, 8, 2, 4), "down_proj_weight": (3, 4, 8)}
+    shapes = {"gate_up_proj_weight": (3, 8, 2, 4), "down_proj_weight": (3, 4, 8)}
     given = {name: torch.ones(shape) for name, shape in shapes.items()} | {
+        "hidden_states": with_sink_row(torch.ones(60, 8)),
         "expert_affinities_masked": masked_affinities(index, torch.ones(60, 1), 3),
         "block_size": 16,
     }

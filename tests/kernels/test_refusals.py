@@ -12,6 +12,7 @@ from hf_neuron_moe.errors import ConfigError, DeviceError, DTypeError, NeuronMoE
 from hf_neuron_moe.formats.block_plan import build_block_plan, count_blocks, expert_mask, masked_affinities
 from hf_neuron_moe.modules import ops
 from hf_neuron_moe.reference.blockwise_mm_bwd import blockwise_mm_bwd
+from tests.kernels.moe_cte_calls import with_sink_row
 from tests.refusals import Arguments, BrokenCall, Case, Suite, bf16, broken_calls, message_of
 
 S, H, I, T, E, B = 128, 128, 256, 20, 3, 128  # noqa: E741
@@ -21,7 +22,7 @@ def moe_arguments() -> Arguments:
     index = torch.arange(2 * T).view(T, 2) % E
     plan = build_block_plan(expert_mask(index, E), B, top_k=2)
     return {
-        "hidden_states": bf16(T + 1, H),
+        "hidden_states": with_sink_row(bf16(T, H)),
         "expert_affinities_masked": masked_affinities(index, torch.full((T, 2), 0.5), E),
         "gate_up_proj_weight": bf16(E, H, 2, I),
         "down_proj_weight": bf16(E, I, H),
@@ -37,7 +38,7 @@ def moe_backward_arguments() -> Arguments:
     return arguments | {
         "gate_up_proj_act_checkpoint_T": bf16(blocks, 2, I, B),
         "down_proj_act_checkpoint": bf16(blocks, B, H),
-        "output_hidden_states_grad": bf16(T + 1, H),
+        "output_hidden_states_grad": with_sink_row(bf16(T, H)),
     }
 
 

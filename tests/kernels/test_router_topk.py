@@ -306,3 +306,13 @@ def test_device_limits(
 def test_refusals(options: dict[str, Any], error: type[NeuronMoEError], argument: str) -> None:
     with refused(error, argument, where="router_topk"):
         router_topk(**{**arguments(), **options})
+
+
+def test_torch_compile_traces_a_call_as_one_graph() -> None:
+    x, w = torch.randn(8, 128), torch.randn(128, 4)
+
+    def route(x: torch.Tensor, w: torch.Tensor) -> Any:
+        return router_topk(x, w, act_fn="SOFTMAX", k=2)
+
+    compiled = torch.compile(route, fullgraph=True, backend="eager")
+    assert all(torch.equal(one, two) for one, two in zip(compiled(x, w), route(x, w), strict=True))
