@@ -30,10 +30,9 @@ HOOK_DICTS = tuple(name for name in nn.Module().__dict__ if name.endswith("_hook
 
 
 class NeuronBlock(nn.Module):
-    """Base of the replacement modules.
+    """Stands in for `original`, which is read and not changed; `name` is its name in the model.
 
-    It stands in for `original`, which is read and not changed, and whose name in the model is `name`. `config` is
-    resolved: ``backend`` and ``weights`` are not ``"auto"``, ``activations`` is this block's own policy.
+    `config` is resolved: ``backend`` and ``weights`` are not ``"auto"``, ``activations`` is this block's own policy.
     """
 
     neuron_rules: tuple[WeightRule, ...] = ()
@@ -74,15 +73,12 @@ class NeuronBlock(nn.Module):
 
     @property
     def saved_bytes_per_token(self) -> float:
-        """Bytes per token of the input that the operator saves for backward, input and routing included.
-
-        NaN where the model does not say how many experts a token has.
-        """
+        """Bytes per token that the operator saves for backward; NaN where K is not known."""
         return saved_bytes(self.neuron_shape, self.neuron_keep)
 
     @property
     def saved_bytes_per_call(self) -> float:
-        """Bytes that every call saves on top of :attr:`saved_bytes_per_token`: of the kernels' unfilled blocks."""
+        """Bytes that every call saves on top: of the kernels' unfilled blocks."""
         return saved_bytes_per_call(self.neuron_shape, self.neuron_keep)
 
     def saved_bytes(self, tokens: int) -> int:
@@ -99,9 +95,8 @@ class NeuronBlock(nn.Module):
     def _call_backend(self, tokens: int) -> str:
         """Return the name of the backend for a call of `tokens` tokens."""
         config, long_calls = self.neuron_config, self.neuron_long_calls
-        if long_calls is not None and long_calls.take(tokens, self.neuron_name):
-            return config.fallback
-        return config.backend
+        too_long = long_calls is not None and long_calls.take(tokens, self.neuron_name)
+        return config.fallback if too_long else config.backend
 
     def _own_weights(self, original: nn.Module, rules: tuple[WeightRule, ...]) -> None:
         """Register the parameters in kernel layout that `rules` make of the original's."""
@@ -139,13 +134,12 @@ class NeuronBlock(nn.Module):
             for kind, meaning in CALL_HOOKS.items()
             for hook in getattr(now, kind).values()
         ]
-        warnings.warn(
+        message = (
             f"{self.neuron_name}.{name} has a hook that is not called: {', '.join(hooks)}. The patched block computes "
             f"the activation inside its operator. Remove the hook, or unpatch the model and pass "
-            f"exclude=[{self.neuron_name!r}].",
-            NeuronMoEWarning,
-            stacklevel=3,
+            f"exclude=[{self.neuron_name!r}]."
         )
+        warnings.warn(message, NeuronMoEWarning, stacklevel=3)
 
     def extra_repr(self) -> str:
         """Show what the block computes and its weight layout."""
@@ -165,9 +159,8 @@ def give_back(replacement: NeuronBlock, original: nn.Module) -> None:
         kept_out = moved if kind == "_parameters" else ()
         theirs.update({key: mine[key] for key in theirs if key in mine and key not in kept_out})
     if replacement.training != original.training:  # the layers that weights in kernel layout replaced
-        for rule in replacement.neuron_rules:
-            for name in rule.stock:
-                stock_slot(original, name)[0].training = replacement.training
+        for name in replacement.neuron_stock_order:
+            stock_slot(original, name)[0].training = replacement.training
     layout_flag = {"is_transposed"} if replacement.neuron_rules else set()
     for key in original.__dict__.keys() & replacement.__dict__.keys() - {*_OWN_COPY, *layout_flag}:
         original.__dict__[key] = replacement.__dict__[key]
@@ -177,6 +170,12 @@ def stock_slot(module: nn.Module, stock_name: str) -> tuple[nn.Module, str]:
     """Return the submodule of `module` and the parameter name in it for a stock state_dict name."""
     path, _, leaf = stock_name.rpartition(".")
     return module.get_submodule(path), leaf
+
+
+def put_parameter(module: nn.Module, stock_name: str, param: nn.Parameter) -> None:
+    """Make `param` the parameter of `module` that has a stock state_dict name."""
+    slot, leaf = stock_slot(module, stock_name)
+    slot._parameters[leaf] = param
 
 
 REPLACED = "neuron_replaced"
@@ -200,15 +199,11 @@ def make_kernel_parameter(original: nn.Module, rule: WeightRule) -> nn.Parameter
 
 def release_layout(replacement: NeuronBlock, original: nn.Module) -> None:
     """Free the original's weights that now live in the replacement in another layout."""
-    for rule in replacement.neuron_rules:
-        if rule.keeps_layout:
-            continue
-        for name in rule.stock:
-            slot, leaf = stock_slot(original, name)
-            param = slot.get_parameter(leaf)
-            param.data = param.data.new_empty(0)
-            param.grad = None
-            param.__dict__[REPLACED] = f"{replacement.neuron_name}.{name}"
+    for name in (name for rule in replacement.neuron_rules if not rule.keeps_layout for name in rule.stock):
+        param = getattr(*stock_slot(original, name))
+        param.data = param.data.new_empty(0)
+        param.grad = None
+        param.__dict__[REPLACED] = f"{replacement.neuron_name}.{name}"
 
 
 def restore_layout(replacement: NeuronBlock, original: nn.Module) -> None:
@@ -216,8 +211,7 @@ def restore_layout(replacement: NeuronBlock, original: nn.Module) -> None:
     for rule in replacement.neuron_rules:
         kernel = replacement.get_parameter(rule.kernel)
         if rule.keeps_layout:
-            slot, leaf = stock_slot(original, rule.stock[0])
-            slot._parameters[leaf] = kernel
+            put_parameter(original, rule.stock[0], kernel)
             continue
         grads: tuple[Any, ...] = rule.to_stock(kernel.grad) if kernel.grad is not None else (None,) * len(rule.stock)
         for name, view, grad in zip(rule.stock, rule.to_stock(kernel.detach()), grads):
@@ -228,8 +222,7 @@ def restore_layout(replacement: NeuronBlock, original: nn.Module) -> None:
                 param.data = value
             else:  # another device type since patching (for example meta): a parameter cannot change its storage's kind
                 param = nn.Parameter(value)
-                slot, leaf = stock_slot(original, name)
-                slot._parameters[leaf] = param
+                put_parameter(original, name, param)
             param.requires_grad_(kernel.requires_grad)
             if grad is not None:
                 param.grad = grad.clone(memory_format=torch.contiguous_format)

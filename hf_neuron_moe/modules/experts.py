@@ -43,11 +43,9 @@ class NeuronExperts(NeuronBlock):
 
     @property
     def neuron_shape(self) -> SavedBlock:
-        (hidden, inner), config = _sizes(self), self.neuron_config
-        block_size, experts, top_k = config.block_size, len(self.down_proj), self.neuron_top_k or 0
-        return SavedBlock(
-            config.precision, hidden, inner, top_k, config.backend, experts=experts, block_size=block_size
-        )
+        config, (K, E) = self.neuron_config, (self.neuron_top_k or 0, len(self.down_proj))
+        sizes = (*_sizes(self), K, config.backend)
+        return SavedBlock(config.precision, *sizes, experts=E, block_size=config.block_size)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the weighted sum of each token's experts.

@@ -91,17 +91,13 @@ def low_rank_of(layer: Any) -> LowRank:
     """
     if not is_lora_linear(layer):
         return LowRank(layer.weight)
-    weight_ON = layer.base_layer.weight
-    active = _active(layer)
-    if not active:
-        return LowRank(weight_ON)
-    factors_a = [layer.lora_A[adapter].weight for adapter in active]
-    factors_b = [layer.lora_B[adapter].weight for adapter in active]
-    scalings = [layer.scaling[adapter] for adapter in active]
-    if len(active) == 1:
-        return LowRank(weight_ON, factors_a[0], factors_b[0], scalings[0])
-    scaled_b = [factor * scaling for factor, scaling in zip(factors_b, scalings)]
-    return LowRank(weight_ON, torch.cat(factors_a), torch.cat(scaled_b, dim=1))
+    weight_ON, active = layer.base_layer.weight, _active(layer)
+    if len(active) < 2:
+        added = [(layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name]) for name in active]
+        return LowRank(weight_ON, *added[0]) if added else LowRank(weight_ON)
+    a_RN = torch.cat([layer.lora_A[name].weight for name in active])
+    scaled_b = [layer.lora_B[name].weight * layer.scaling[name] for name in active]
+    return LowRank(weight_ON, a_RN, torch.cat(scaled_b, dim=1))
 
 
 @public("swiglu_mlp")

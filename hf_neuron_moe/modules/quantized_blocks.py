@@ -59,10 +59,10 @@ class QuantizedBlock(NeuronBlock):
 
     @property
     def neuron_shape(self) -> SavedBlock:
-        stack, backend = self.neuron_stack, self.neuron_config.backend
+        stack = self.neuron_stack
         experts = len(stack.gate_up_codes) if stack.gate_up_codes.dim() > 2 else None
         sizes = (stack.hidden, stack.inner, self.neuron_top_k)
-        return SavedBlock("bf16", *sizes, backend, frozen=True, experts=experts)
+        return SavedBlock("bf16", *sizes, self.neuron_config.backend, frozen=True, experts=experts)
 
     @classmethod
     def tensor_names(cls) -> tuple[str, str, str, str]:
@@ -73,12 +73,9 @@ class QuantizedBlock(NeuronBlock):
     def _hold(self, key: str, tensor: Tensor) -> None:
         """Register `tensor` as the buffer `key`, making submodules on the way."""
         path, _, leaf = key.rpartition(".")
-        home: nn.Module = self
-        if path:
-            if path not in self._modules:
-                self.add_module(path, QuantizedProjection())
-            home = self.get_submodule(path)
-        home.register_buffer(leaf, tensor)
+        if path and path not in self._modules:
+            self.add_module(path, QuantizedProjection())
+        self.get_submodule(path).register_buffer(leaf, tensor)
 
     def settle(self) -> None:
         """Bring loaded tensors into the form in which they are held; the values stay what they are."""
@@ -114,8 +111,8 @@ class QuantizedBlock(NeuronBlock):
             self.neuron_fallbacks_warned,
             _FOR_INFERENCE if training else "",
         )
-        keep = self.neuron_keep
-        return frozen_network(x_TH, index_TK, weight_TK, stack, backend=backend, activations=keep)[:, :hidden]
+        options = {"backend": backend, "activations": self.neuron_keep}
+        return frozen_network(x_TH, index_TK, weight_TK, stack, **options)[:, :hidden]
 
     def extra_repr(self) -> str:
         """Show the element format and the sizes held."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hf_neuron_moe.convert.layout.orientations import BF16_KERNEL, BF16_SWIZZLED
 from hf_neuron_moe.formats.swizzle import unswizzle
-from hf_neuron_moe.modules.block import stock_slot
+from hf_neuron_moe.modules.block import put_parameter
 from hf_neuron_moe.modules.quantized_blocks import DOWN, GATE_UP
 from hf_neuron_moe.patching.discovery import Candidate
 from hf_neuron_moe.quantizers.shard_layouts import StoredTensor
@@ -79,6 +79,5 @@ def give_weights(candidate: Candidate, gate_up: Tensor, down: Tensor, layout: st
         if candidate.module.is_transposed:
             values = {name: value.transpose(-1, -2) for name, value in values.items()}
     for name, value in values.items():
-        slot, leaf = stock_slot(candidate.module, name)
-        slot._parameters[leaf] = nn.Parameter(value.contiguous() if layout == "stock" else value)
+        put_parameter(candidate.module, name, nn.Parameter(value.contiguous() if layout == "stock" else value))
     return candidate.module
