@@ -265,9 +265,8 @@ def _package(module: str, name: str) -> Package:
 
 
 def _is_placeholder(distribution: str) -> bool:
-    try:
-        metadata = importlib.metadata.metadata(distribution)
-    except importlib.metadata.PackageNotFoundError:
+    if _version(distribution) is None:
         return False
+    metadata = importlib.metadata.metadata(distribution)
     told = f"{metadata.get_payload()} {metadata['Description'] or ''}"  # type: ignore[attr-defined]
     return any(mark in told for mark in _PLACEHOLDER_MARKS)
