@@ -120,10 +120,7 @@ class Usable:
 
 
 def block_groups(model: nn.Module) -> list[BlockGroup]:
-    """Return a model's blocks, like ones together, in model order; the model may be on the meta device.
-
-    Blocks with MX weights, which a conversion has and which are not trained, come last.
-    """
+    """Return a model's blocks, like ones together, in model order, those with MX weights last; no value is read."""
     groups: dict[tuple[BlockGroup, Any], list[str]] = {}
     for found in discover(model):
         group = BlockGroup(found.kind, (), found.sizes[0], found.top_k, *found.sizes[1:], found.reason, found.gated)

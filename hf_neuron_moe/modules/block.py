@@ -183,10 +183,7 @@ REPLACED = "neuron_replaced"
 
 
 def make_kernel_parameter(original: nn.Module, rule: WeightRule) -> nn.Parameter:
-    """Return the kernel-layout parameter for `rule`; `original` is read, not changed.
-
-    Where the layout is the stock one, that is the original ``nn.Parameter`` itself.
-    """
+    """Return the kernel-layout parameter for `rule`: where that is the stock layout, the original parameter itself."""
     sources = [original.get_parameter(name) for name in rule.stock]
     if rule.keeps_layout:
         return sources[0]

@@ -101,13 +101,9 @@ def register_experts_implementation(
     """Register the experts operator in transformers, for models that are not to be patched.
 
     Afterwards ``model.set_experts_implementation(name)`` or ``from_pretrained(..., experts_implementation=name)``
-    selects it, process-wide. Parameters and checkpoints stay transformers' own. Under transformers' tensor or expert
-    parallelism the first call raises an error.
-
-    Args:
-        config: precision, backend, block size and activations (a preset, or a policy without exceptions);
-            ``weights`` must be ``"auto"`` or ``"stock"``.
-        name: implementation name; an existing implementation of another origin is not replaced.
+    selects it, process-wide. Parameters and checkpoints stay transformers' own, so that the ``weights`` of `config`
+    must be ``"auto"`` or ``"stock"``; its activations are a preset or a policy without exceptions. An implementation
+    `name` of another origin is not replaced. Under transformers' tensor or expert parallelism the first call raises.
     """
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 

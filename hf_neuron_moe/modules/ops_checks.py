@@ -26,10 +26,7 @@ def check_no_transform(tensors: tuple[Tensor, ...]) -> None:
 
 
 def check_hidden_states(hidden_states: Any, weight: Tensor, axis: int, name: str) -> None:
-    """Raise for what a block's call cannot mean, under its `name`; the operator would name the kernels' arguments.
-
-    `axis` is the axis of `weight` that has H entries.
-    """
+    """Raise, in a block's `name`, for hidden states that do not fit its `weight`, whose `axis` has H entries."""
     if (
         isinstance(hidden_states, Tensor)
         and hidden_states.dim()

@@ -41,18 +41,13 @@ class SavedBlock:
     experts: int | None = None  # E; None for a dense MLP
     block_size: int = _TILE  # tokens per block, read for experts
 
-    @property
-    def kernels(self) -> Any:
-        """The backend itself."""
-        return get_backend(self.backend)
-
 
 def saved_bytes(shape: SavedBlock, keep: str) -> float:
     """Return the bytes per token that the operator saves, input and routing included; NaN where K is not known.
 
     A model that also keeps the block's input or its routing elsewhere, as most do, pays for those once.
     """
-    return _line(shape.kernels, shape, keep)[0]
+    return _line(get_backend(shape.backend), shape, keep)[0]
 
 
 def saved_bytes_per_call(shape: SavedBlock, keep: str) -> float:
@@ -61,7 +56,7 @@ def saved_bytes_per_call(shape: SavedBlock, keep: str) -> float:
     Kernels of experts keep whole blocks, as many as the worst routing needs: E - 1 more than full ones would be. The
     figure holds for calls whose tokens fill whole blocks; others keep up to a tile or a block per expert more or less.
     """
-    return _line(shape.kernels, shape, keep)[1]
+    return _line(get_backend(shape.backend), shape, keep)[1]
 
 
 @functools.cache
@@ -80,8 +75,7 @@ def _line(backend: Any, shape: SavedBlock, keep: str) -> tuple[float, float]:
 def saved_bytes_of_call(shape: SavedBlock, keep: str, tokens: int) -> int:
     """Return the bytes that the operator saves of a call with so many tokens; `shape` knows K."""
     x = torch.empty((tokens, shape.hidden), dtype=COMPUTE_DTYPE[shape.precision], device="meta")
-    kept, backend, K = parse_keep(keep), shape.kernels, shape.top_k
-    tensors: list[torch.Tensor]
+    kept, backend, K = parse_keep(keep), get_backend(shape.backend), shape.top_k
     if shape.frozen:
         tensors = [*backend.quantized_fake_saved(x, tokens * (K or 1), shape.intermediate, kept)]
     else:
@@ -93,10 +87,7 @@ def saved_bytes_of_call(shape: SavedBlock, keep: str, tokens: int) -> int:
 
 
 def recomputed_flops(shape: SavedBlock, keep: str) -> int:
-    """Return the floating-point operations per token that the backward spends on what was not kept.
-
-    A multiplication and its addition count as two.
-    """
+    """Return the operations per token that the backward spends on recomputing; a multiply-add counts as two."""
     kept, inner = parse_keep(keep), shape.intermediate
     up = inner if kept.whole_up or shape.frozen else kept_up_columns(inner)
     columns = (0 if "gate_pre" in kept.names else inner) + (inner - up if "up" in kept.names else inner)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hf_neuron_moe.modules.block import NeuronBlock
 from hf_neuron_moe.modules.state_dict import KernelLayoutMixin
@@ -19,10 +19,7 @@ _FLAG = "_is_hf_initialized"
 
 
 def init_as_stock(block: NeuronBlock, init: Callable[[nn.Module], None]) -> None:
-    """Initialise the weights of a trainable block in place; `init` initialises one module by its class.
-
-    The values are those that the original module would get, also from the same state of the random number generator.
-    """
+    """Initialise a trainable block's weights in place, as the original module's would be from the same random state."""
     if not isinstance(block, KernelLayoutMixin):
         init(_shell(block, block._parameters, {}))
         return
@@ -31,7 +28,10 @@ def init_as_stock(block: NeuronBlock, init: Callable[[nn.Module], None]) -> None
         param = parameters.pop(rule.kernel)
         assert param is not None
         for name, view in zip(rule.stock, rule.to_stock(param.detach())):
-            copies[name] = view, _copy(view, param)
+            copy = nn.Parameter(view.clone(memory_format=torch.contiguous_format), requires_grad=param.requires_grad)
+            if getattr(param, _FLAG, False):
+                setattr(copy, _FLAG, True)
+            copies[name] = view, copy
     layers: dict[str, nn.Module] = {}
     for name in block.neuron_stock_order:
         weight, (path, _, leaf) = copies[name][1], name.rpartition(".")
@@ -45,13 +45,6 @@ def init_as_stock(block: NeuronBlock, init: Callable[[nn.Module], None]) -> None
     with torch.no_grad():
         for view, copy in copies.values():
             view.copy_(copy)
-
-
-def _copy(view: Tensor, param: nn.Parameter) -> nn.Parameter:
-    copy = nn.Parameter(view.clone(memory_format=torch.contiguous_format), requires_grad=param.requires_grad)
-    if getattr(param, _FLAG, False):
-        setattr(copy, _FLAG, True)
-    return copy
 
 
 def _shell(block: NeuronBlock, parameters: dict[str, nn.Parameter | None], layers: dict[str, nn.Module]) -> nn.Module:

@@ -44,8 +44,7 @@ class DenseRoles:
     I rows are the gate."""
     down: str  # name of the linear layer after the product
     activation: str | None  # name of the activation's attribute; None where forward calls the function itself
-    half_size: str | int | None = None
-    """Name of the attribute, or the number, that a fused projection is split by; None where it is cut in the middle."""
+    half_size: str | int | None = None  # attribute or number that a fused projection is split by; None for its middle
     extra_arguments: bool = False  # whether forward takes arguments that it does not use
     inert: tuple[str, ...] = ()  # names of attributes that change nothing while they are as they are: a dropout of 0
 
@@ -103,10 +102,9 @@ class _Watch:
 
 
 class NeuronSwiGLUMLP(NeuronBlock):
-    """A dense SwiGLU MLP computed by the operator, its weights in the original linear layers.
+    """A dense SwiGLU MLP computed by the operator, LoRA on its layers included; the weights stay in those.
 
-    LoRA that peft puts on the layers is computed by the operator (:mod:`hf_neuron_moe.modules.low_rank`). If a layer is
-    wrapped otherwise or gets a hook, the block computes through the layers instead and warns once.
+    If a layer is wrapped otherwise or gets a hook, the block computes through the layers instead and warns once.
     """
 
     def __init__(self, original: nn.Module, name: str, config: NeuronMoEConfig, roles: DenseRoles) -> None:
@@ -198,10 +196,7 @@ class NeuronSwiGLUMLP(NeuronBlock):
                 raise UnsupportedModelError.about(name, expected, repr(now), fix).named(self.neuron_name)
 
     def _note_merged(self) -> None:
-        """Drop the copies of the weights where adapters were merged or taken out since the last call.
-
-        peft changes the weights through ``.data``, which no version counter shows.
-        """
+        """Drop weight copies after a (un)merge of adapters: peft changes ``.data``, which no version counter shows."""
         names = self.neuron_roles.linears if self.neuron_adapted else ()
         merged = [(name, adapter) for name in names for adapter in getattr(self._modules[name], "merged_adapters", ())]
         if merged != self.neuron_merged and not is_compiling():

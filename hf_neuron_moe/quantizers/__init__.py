@@ -15,15 +15,12 @@ if TYPE_CHECKING:
 
 __all__ = ["NeuronMoEQuantizationConfig", "NeuronMoEQuantizer"]
 
-_HOME = {
-    "NeuronMoEQuantizationConfig": "hf_neuron_moe.quantizers.quantization_config",
-    "NeuronMoEQuantizer": "hf_neuron_moe.quantizers.quantizer",
-}
+_HOME = {"NeuronMoEQuantizationConfig": "quantization_config", "NeuronMoEQuantizer": "quantizer"}
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOME[name]), name)
+    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
     globals()[name] = value
     return value

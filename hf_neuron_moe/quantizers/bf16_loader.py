@@ -20,10 +20,7 @@ from hf_neuron_moe.quantizers.shard_layouts import StoredTensor
 
 
 class Landing(nn.Module):
-    """Stands in for `candidate`'s module while weights are loaded.
-
-    `tensors` are converted tensors by role, ``gate_up_proj`` and ``down_proj``.
-    """
+    """Stands in for `candidate`'s module while weights are loaded; `tensors` are the converted ones by role."""
 
     def __init__(self, candidate: Candidate, tensors: Mapping[str, StoredTensor]) -> None:
         super().__init__()
