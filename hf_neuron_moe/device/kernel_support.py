@@ -54,9 +54,7 @@ class BlockGroup:
     reason: str | None  # why patch_model leaves them alone on any backend; None where it patches them
     gated: bool = True  # False for blocks without a gate, which stay stock and which --strict does not count
     codes: bool = False  # whether their weights are MX codes of a conversion
-    ordered: bool = False
-    """Whether transformers' own parameters have the kernels' order: gate and up in one (dense), or ``[E, H, 2I]`` and
-    ``[E, I, H]`` (experts)."""
+    ordered: bool = False  # stock weights in the kernels' order: gate and up in one, or ``[E, H, 2I]``, ``[E, I, H]``
     dtype: torch.dtype = torch.bfloat16  # of the parameters
     stack: MXExpertStack | None = field(default=None, compare=False, repr=False)
     """Of blocks with MX codes, the first one's tensors, which may be on the meta device."""

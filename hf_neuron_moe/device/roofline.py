@@ -48,8 +48,7 @@ class GroupFloor:
     reason: str | None = None
     """Why no Neuron kernel computes these blocks; the floor is then that of PyTorch in their place, padded to multiples
     of 128; None of blocks that PyTorch's own modules compute too."""
-    copy_bytes: Mapping[str, int] = field(default_factory=dict)
-    """Of the copies of one block's weights, by weight layout (:data:`HOMES`); empty where no kernel computes it."""
+    copy_bytes: Mapping[str, int] = field(default_factory=dict)  # of one block's weights, by :data:`HOMES`
 
     @property
     def padding_overhead_percent(self) -> float | None:

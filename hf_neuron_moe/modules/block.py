@@ -35,14 +35,10 @@ class NeuronBlock(nn.Module):
     `config` is resolved: ``backend`` and ``weights`` are not ``"auto"``, ``activations`` is this block's own policy.
     """
 
-    neuron_rules: tuple[WeightRule, ...] = ()
-    """How the parameters in kernel layout are made of the stock ones; empty in stock layout."""
-    neuron_stock_order: tuple[str, ...] = ()
-    """State_dict names of the weights that `neuron_rules` read, in the original's order."""
-    neuron_top_k: int | None = None
-    """Experts per token as the model states it, 0 where it does not; None for a dense MLP."""
-    neuron_long_calls: LongCalls | None = None
-    """Calls that PyTorch computes for their length; None where none are, or where they are refused."""
+    neuron_rules: tuple[WeightRule, ...] = ()  # how parameters in kernel layout are made; empty in stock layout
+    neuron_stock_order: tuple[str, ...] = ()  # state_dict names that `neuron_rules` read, in the original's order
+    neuron_top_k: int | None = None  # experts per token, 0 where the model does not say; None for a dense MLP
+    neuron_long_calls: LongCalls | None = None  # those too long for the kernels; None: none are, or they raise
 
     def __init__(self, original: nn.Module, name: str, config: NeuronMoEConfig) -> None:
         super().__init__()

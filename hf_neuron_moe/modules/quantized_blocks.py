@@ -50,8 +50,8 @@ class QuantizedBlock(NeuronBlock):
         self.neuron_keep = canonical_keep(config.activations, "bf16")  # the backward is that of the bf16 kernels
         self.neuron_layouts = dict(layouts)
         self.neuron_fallbacks_warned: set[str] = set()
-        self.neuron_activation = "act_fn" if roles is None else roles.activation
-        self._remember_activation(self.neuron_activation)
+        self.neuron_activation_name = "act_fn" if roles is None else roles.activation
+        self._remember_activation(self.neuron_activation_name)
         for replaced in (GATE_UP, DOWN) if roles is None else roles.linears:
             del (self._parameters if roles is None else self._modules)[replaced]
         for key in self.tensor_names():
@@ -94,7 +94,7 @@ class QuantizedBlock(NeuronBlock):
         return MXExpertStack(gate_up, gate_up_scales, down, down_scales, layouts[GATE_UP], layouts[DOWN])
 
     def _compute(self, x_TH: Tensor, index_TK: Tensor | None, weight_TK: Tensor | None) -> Tensor:
-        self._check_activation(self.neuron_activation)
+        self._check_activation(self.neuron_activation_name)
         stack, hidden = self.neuron_stack, x_TH.shape[1]
         if stack.hidden > hidden:  # zeros that the conversion added meet zeros here
             x_TH = F.pad(x_TH, (0, stack.hidden - hidden))

@@ -41,13 +41,18 @@ class SavedBlock:
     experts: int | None = None  # E; None for a dense MLP
     block_size: int = _TILE  # tokens per block, read for experts
 
+    @property
+    def kernels(self) -> Any:
+        """The backend itself."""
+        return get_backend(self.backend)
+
 
 def saved_bytes(shape: SavedBlock, keep: str) -> float:
     """Return the bytes per token that the operator saves, input and routing included; NaN where K is not known.
 
     A model that also keeps the block's input or its routing elsewhere, as most do, pays for those once.
     """
-    return _line(get_backend(shape.backend), shape, keep)[0]
+    return _line(shape.kernels, shape, keep)[0]
 
 
 def saved_bytes_per_call(shape: SavedBlock, keep: str) -> float:
@@ -56,7 +61,7 @@ def saved_bytes_per_call(shape: SavedBlock, keep: str) -> float:
     Kernels of experts keep whole blocks, as many as the worst routing needs: E - 1 more than full ones would be. The
     figure holds for calls whose tokens fill whole blocks; others keep up to a tile or a block per expert more or less.
     """
-    return _line(get_backend(shape.backend), shape, keep)[1]
+    return _line(shape.kernels, shape, keep)[1]
 
 
 @functools.cache
@@ -75,7 +80,7 @@ def _line(backend: Any, shape: SavedBlock, keep: str) -> tuple[float, float]:
 def saved_bytes_of_call(shape: SavedBlock, keep: str, tokens: int) -> int:
     """Return the bytes that the operator saves of a call with so many tokens; `shape` knows K."""
     x = torch.empty((tokens, shape.hidden), dtype=COMPUTE_DTYPE[shape.precision], device="meta")
-    kept, backend, K = parse_keep(keep), get_backend(shape.backend), shape.top_k
+    kept, backend, K = parse_keep(keep), shape.kernels, shape.top_k
     if shape.frozen:
         tensors = [*backend.quantized_fake_saved(x, tokens * (K or 1), shape.intermediate, kept)]
     else:

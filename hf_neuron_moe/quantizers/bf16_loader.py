@@ -67,10 +67,10 @@ def give_weights(candidate: Candidate, gate_up: Tensor, down: Tensor, layout: st
     """
     if candidate.roles is not None:
         inputs = gate_up.chunk(len(candidate.roles.inputs))
-        values = dict(zip((f"{name}.weight" for name in candidate.roles.linears), (*inputs, down)))
         # Halves of one tensor would be taken for tied weights where they stay as they are.
         copied = layout == "stock" and len(inputs) == 2
-        values = {name: value.clone() if copied and value is not down else value for name, value in values.items()}
+        parts = (*(part.clone() if copied else part for part in inputs), down)
+        values = dict(zip((f"{name}.weight" for name in candidate.roles.linears), parts))
     else:
         values = {GATE_UP: gate_up, DOWN: down}
         if candidate.module.is_transposed:

@@ -22,8 +22,7 @@ _CONFIG = NeuronMoEConfig(precision="mxfp8", backend="torch", weights="stock")
 class Placement:
     """Stand-ins in a model."""
 
-    frozen: list[tuple[QuantizedBlock, Candidate]] = field(default_factory=list)
-    """Blocks that stay, with the modules they stand in for."""
+    frozen: list[tuple[QuantizedBlock, Candidate]] = field(default_factory=list)  # those that stay; what they replace
     landings: list[Landing] = field(default_factory=list)  # those that make way for the original modules again
     swaps: list[Swap] = field(default_factory=list)  # bf16 blocks, patched because they lie beside quantized ones
     names: set[str] = field(default_factory=set)  # in-memory names of all converted tensors
