@@ -112,9 +112,7 @@ class ActivationPolicy:
         """The policy without its exceptions as one short string: a preset's name, or names joined by ``+``."""
         if isinstance(self.keep, str):
             return self.keep
-        if self.storage == "fp8":
-            return "fp8"
-        return "+".join(self.keep) or "recompute"
+        return "fp8" if self.storage == "fp8" else "+".join(self.keep) or "recompute"
 
     def __str__(self) -> str:
         return self.name + "".join(f", {glob}: {_name(policy)}" for glob, policy in self.modules)
@@ -130,8 +128,8 @@ class ActivationPolicy:
 class ActivationBudget:
     """How many bytes all patched blocks together may keep; ``patch_model`` solves it module by module.
 
-    The plan recomputes the fewest floating-point operations that the budget allows, and never exceeds it; for dozens of
-    blocks of different sizes it may be near the fewest. It is lossless unless `allow_fp8`.
+    The plan never exceeds the budget, is lossless unless `allow_fp8`, and recomputes the fewest floating-point
+    operations; for dozens of blocks of different sizes it may be near the fewest.
     """
 
     bytes_per_token: float | None = None  # bytes per token of input, all patched blocks together
@@ -198,8 +196,8 @@ def as_activations(value: Any) -> Activations:
         return value
     if isinstance(value, Mapping):
         options = {str(key): item for key, item in value.items()}
-        budget_names = {f.name for f in fields(ActivationBudget)}
-        return ActivationBudget(**options) if budget_names & options.keys() else ActivationPolicy(**options)
+        is_budget = any(f.name in options for f in fields(ActivationBudget))
+        return ActivationBudget(**options) if is_budget else ActivationPolicy(**options)
     if not isinstance(value, str):
         raise _refuse("activations", _FORMS, value, nearest_of=PRESETS)
     if value in PRESETS:
@@ -239,10 +237,9 @@ def to_plain(activations: Activations) -> str | dict[str, Any]:
 @public("activations")
 def check_for_precision(activations: Activations, precision: str) -> None:
     """Refuse checkpoints that the precision's kernels do not have (ConfigError)."""
-    if not isinstance(activations, ActivationPolicy):
-        return
-    for policy in (activations, *(policy for _, policy in activations.modules)):
-        names = () if isinstance(policy, str) or isinstance(policy.keep, str) else policy.keep
+    own = activations.modules if isinstance(activations, ActivationPolicy) else ()
+    for policy in (activations, *(policy for _, policy in own)):
+        names = policy.keep if isinstance(policy, ActivationPolicy) and policy.keep not in PRESETS else ()
         absent = [name for name in names if name not in _kernel_checkpoints(precision)]
         if absent:
             expected = f"made of checkpoints that the {precision} kernels have ({', '.join(BF16_CHECKPOINTS)})"

@@ -95,9 +95,7 @@ class DeviceReport:
         number = self.verdicts
         if number[FAIL] or number[ERROR]:
             return FAIL
-        if number[CLOSE]:
-            return CLOSE
-        return PASS if number[EQUAL] or number[PASS] else NOT_RUN
+        return CLOSE if number[CLOSE] else PASS if number[EQUAL] or number[PASS] else NOT_RUN
 
     @property
     def ok(self) -> bool:
@@ -118,8 +116,8 @@ class DeviceReport:
         tensor = block.first_off
         if tensor is None:
             return _ADVICE[ERROR]
-        cause = CAUSES.get(tensor.fault)
-        return (*((f"Looks like: {cause}.",) if cause else ()), *_ADVICE[self.verdict])
+        cause = (f"Looks like: {CAUSES[tensor.fault]}.",) if tensor.fault in CAUSES else ()
+        return cause + _ADVICE[self.verdict]
 
     def summary(self) -> str:
         """Return the outcome in a few lines: how many blocks, what it means, where it begins, what to do."""

@@ -67,12 +67,9 @@ def verify_device(
 ) -> DeviceReport:
     """Compare the Neuron backend with the torch backend, block by block, on random input.
 
-    The model is patched for the time of the call. Blocks on the meta device get random weights, one at a time.
-
-    Args:
-        model: with stock blocks, or a converted checkpoint whose MX blocks are compared in inference.
-        progress: called with every block's result.
-        **options: the fields of :class:`~hf_neuron_moe.device.request.Request`.
+    `model` has stock blocks and is patched for the time of the call, or is a converted checkpoint whose MX blocks are
+    compared in inference. Blocks on the meta device get random weights, one at a time. `progress` is called with every
+    block's result. `options` are the fields of :class:`~hf_neuron_moe.device.request.Request`.
     """
     request = Request(**options)
     place, precision = request.device_here(), request.precision_here()
@@ -149,18 +146,18 @@ def _verify_block(
 @contextmanager
 def _with_values(block: NeuronBlock, seed: int) -> Iterator[None]:
     """Random weights for a block on the meta device, as long as it is looked at."""
-    if not any(param.is_meta for param in block.parameters()):
-        yield
-        return
-    block.to_empty(device="cpu")
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for param in block.parameters():
-            param.copy_(torch.randn(param.shape, generator=generator) * block.neuron_shape.hidden**-0.5)
+    meta = any(param.is_meta for param in block.parameters())
+    if meta:
+        block.to_empty(device="cpu")
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for param in block.parameters():
+                param.copy_(torch.randn(param.shape, generator=generator) * block.neuron_shape.hidden**-0.5)
     try:
         yield
     finally:
-        block.to("meta")
+        if meta:
+            block.to("meta")
 
 
 class Inputs(NamedTuple):
@@ -186,23 +183,22 @@ def random_inputs(block: NeuronBlock, tokens: int, seed: int) -> Inputs:
 def run_block(
     block: NeuronBlock, inputs: Inputs, backend: str, device: torch.device
 ) -> tuple[dict[str, Tensor], float]:
-    """Compute a block's output and, unless its weights are frozen codes, every gradient.
+    """Return a block's output and, unless its weights are frozen codes, every gradient, by name and on the CPU.
 
-    The block is moved to `device` for the time of the call. Returns the results by name, on the CPU, and the seconds
-    they took, compilation included.
+    The block is moved to `device` for the time of the call. Also returns its seconds, compilation included.
     """
-    frozen = isinstance(block, QuantizedBlock)
-    with _as(block, backend, device, training=not frozen), torch.set_grad_enabled(not frozen):
-        x = inputs.x.to(device).requires_grad_(not frozen)
+    trained = not isinstance(block, QuantizedBlock)
+    with _as(block, backend, device, training=trained), torch.set_grad_enabled(trained):
+        x = inputs.x.to(device).requires_grad_(trained)
         routing = [tensor.to(device) for tensor in inputs.routing]
         wanted = {"input": x}
-        if routing and not frozen:
-            wanted["routing weights"] = routing[1].requires_grad_()
-        wanted |= dict(block.named_parameters()) if not frozen else {}
+        if routing:
+            wanted["routing weights"] = routing[1].requires_grad_(trained)
         begin = time.perf_counter()
         y = block(x, *routing)
         results = {"output": y}
-        if not frozen:
+        if trained:
+            wanted |= dict(block.named_parameters())
             grads = torch.autograd.grad(y, list(wanted.values()), inputs.grad.to(device), allow_unused=True)
             results |= {f"grad {name}": grad for name, grad in zip(wanted, grads) if grad is not None}
         done = {name: tensor.detach().to("cpu") for name, tensor in results.items()}

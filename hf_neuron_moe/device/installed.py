@@ -115,10 +115,8 @@ class Installation:
             step = "Unset TORCH_DEVICE_BACKEND_AUTOLOAD, or install the native torch-neuronx of SDK 2.33"
             return reason, f"{step} ({_INSTALLATION})."
         if self.devices == 0:
-            step = (
-                "Run `neuron-ls`: it shows driver and cores. Another process may hold them, or the driver is missing."
-            )
-            return "the packages are here, and the runtime offers no logical core", step
+            step = "Run `neuron-ls`: it shows driver and cores. Another process may hold them, or the driver is missing"
+            return "the packages are here, and the runtime offers no logical core", f"{step}."
         for value, source in (self.target, self.lnc):
             if value is None:
                 return source, "Correct or unset that variable."
@@ -158,21 +156,18 @@ class Installation:
         replaced = [each.name for each in self.packages if each.state == PLACEHOLDER]
         broken = [each.name for each in self.packages if each.state == BROKEN]
         missing = [each.name for each in self.packages if each.state == MISSING and each.module not in bundled]
+        if not replaced and not missing:
+            again = f"Install {', '.join(broken)} again, all of one SDK release, and torch-neuronx of torch's minor "
+            where = f"version ({_INSTALLATION}); the table below says what each raised when it was imported."
+            return (again + where if broken else obstacle[1],)
         steps = []
-        if (replaced or missing) and (self.target[0] is None or self.target[1] == versions.ASSUMED):
+        if self.target[0] is None or self.target[1] == versions.ASSUMED:
             steps.append("Go to a Trn2 or Trn3 instance: none was recognized here.")
-        if (replaced or missing) and tuple(map(int, self.python.split(".")[:2])) < _OLDEST_PYTHON:
+        if tuple(map(int, self.python.split(".")[:2])) < _OLDEST_PYTHON:
             steps.append(f"Make an environment of Python 3.12 or 3.13: AWS has no wheels for {self.python}.")
         if replaced:
             steps.append(f"`pip uninstall -y {' '.join(replaced)}`: PyPI's placeholders, which have no code.")
-        if replaced or missing:
-            steps.append(f"Install {', '.join(replaced + missing)} from AWS's own index ({_INSTALLATION}).")
-        elif broken:
-            steps.append(
-                f"Install {', '.join(broken)} again, all of one SDK release, and torch-neuronx of torch's minor "
-                f"version ({_INSTALLATION}); the table below says what each raised when it was imported."
-            )
-        return tuple(steps) or (obstacle[1],)
+        return (*steps, f"Install {', '.join(replaced + missing)} from AWS's own index ({_INSTALLATION}).")
 
 
 def inspect_installation() -> Installation:
@@ -237,9 +232,9 @@ def _said(ask: Callable[[], str | None]) -> str | None:
 def _detected(ask: Callable[[], versions.Detected]) -> tuple[str | None, str]:
     try:
         found = ask()
+        return found.name, found.told
     except (NeuronMoEError, *_FAILURES) as error:
         return None, str(error)
-    return found.name, found.told
 
 
 def _version(distribution: str) -> str | None:
@@ -265,9 +260,8 @@ def _package(module: str, name: str) -> Package:
 
 
 def _is_placeholder(distribution: str) -> bool:
-    try:
-        metadata = importlib.metadata.metadata(distribution)
-    except importlib.metadata.PackageNotFoundError:
+    if _version(distribution) is None:
         return False
+    metadata = importlib.metadata.metadata(distribution)
     told = f"{metadata.get_payload()} {metadata['Description'] or ''}"  # type: ignore[attr-defined]
     return any(mark in told for mark in _PLACEHOLDER_MARKS)

@@ -54,9 +54,7 @@ class BlockGroup:
     reason: str | None  # why patch_model leaves them alone on any backend; None where it patches them
     gated: bool = True  # False for blocks without a gate, which stay stock and which --strict does not count
     codes: bool = False  # whether their weights are MX codes of a conversion
-    ordered: bool = False
-    """Whether transformers' own parameters have the kernels' order: gate and up in one (dense), or ``[E, H, 2I]`` and
-    ``[E, I, H]`` (experts)."""
+    ordered: bool = False  # stock weights in the kernels' order: gate and up in one, or ``[E, H, 2I]``, ``[E, I, H]``
     dtype: torch.dtype = torch.bfloat16  # of the parameters
     stack: MXExpertStack | None = field(default=None, compare=False, repr=False)
     """Of blocks with MX codes, the first one's tensors, which may be on the meta device."""
@@ -71,18 +69,12 @@ class BlockGroup:
         """``"32 x experts 8 x (4096, 14336)"``."""
         count = "" if self.experts is None else f" {self.experts} x"
         sizes = "" if self.hidden is None else f"{count} ({self.hidden}, {self.inner})"
-        kind = f"frozen {self.kind}" if self.codes else self.kind
-        return f"{len(self.names)} x {kind}{sizes}"
+        return f"{len(self.names)} x {'frozen ' if self.codes else ''}{self.kind}{sizes}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return names and sizes as plain values."""
-        return {
-            "kind": self.kind,
-            "names": list(self.names),
-            "experts": self.experts,
-            "hidden_size": self.hidden,
-            "intermediate_size": self.inner,
-        }
+        sizes = {"experts": self.experts, "hidden_size": self.hidden, "intermediate_size": self.inner}
+        return {"kind": self.kind, "names": list(self.names), **sizes}
 
     @property
     def stored(self) -> str:
@@ -103,8 +95,7 @@ class Usable:
     here: str | None  # why not on this machine; None where they do
     documented: dict[str, str | None]  # by chip, why not with SDK 2.33 there; None where they do
     block_size: int  # that the answers are for
-    block_sizes: dict[str, tuple[int, ...]]
-    """:data:`HERE` and by chip, those that the kernels take; empty for all but trainable experts with kernels."""
+    block_sizes: dict[str, tuple[int, ...]]  # by place, those the kernels take; only of trainable experts with kernels
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values."""
@@ -127,10 +118,7 @@ class Usable:
 
 
 def block_groups(model: nn.Module) -> list[BlockGroup]:
-    """Return a model's blocks, like ones together, in model order; the model may be on the meta device.
-
-    Blocks with MX weights, which a conversion has and which are not trained, come last.
-    """
+    """Return a model's blocks, like ones together, in model order, those with MX weights last; no value is read."""
     groups: dict[tuple[BlockGroup, Any], list[str]] = {}
     for found in discover(model):
         group = BlockGroup(found.kind, (), found.sizes[0], found.top_k, *found.sizes[1:], found.reason, found.gated)
@@ -156,11 +144,10 @@ def usable_kernels(
     block_size: int | None = None,
     lnc: int = DOCUMENTED_LNC,
 ) -> list[Usable]:
-    """Ask for every group and precision whether there are kernels; for MX blocks whether there is a forward.
+    """Return for every group and precision whether there are kernels; for MX blocks whether there is a forward.
 
-    `here` is this machine's chip, None where it cannot be told, and `unavailable` why no kernel runs on it at all.
-    `block_size` is that of experts, None for the configuration's default; `lnc`, physical cores per logical core, is
-    for the answers by the documents.
+    `here` is this machine's chip, None if unknown, and `unavailable` why no kernel runs on it. `block_size` is that of
+    experts, None for the default; `lnc`, physical cores per logical core, is for the answers by the documents.
     """
     size = NeuronMoEConfig().block_size if block_size is None else block_size
     documented = DocumentedAdapter()
@@ -169,11 +156,11 @@ def usable_kernels(
         unavailable = unavailable or "the chip is not known"
     elif unavailable is None:
         places[HERE] = here, CheckedAdapter()
-    answers = []
-    for group in groups:
-        for precision in KERNEL_PRECISIONS if group.stack is None else (group.stored,):
-            answers.append(_answer(group, precision, places, size, unavailable))
-    return answers
+    return [
+        _answer(group, precision, places, size, unavailable)
+        for group in groups
+        for precision in (KERNEL_PRECISIONS if group.stack is None else (group.stored,))
+    ]
 
 
 _Places = dict[str, tuple[Device, Adapter]]
@@ -182,7 +169,7 @@ _Places = dict[str, tuple[Device, Adapter]]
 
 def _answer(group: BlockGroup, precision: str, places: _Places, size: int, unavailable: str | None) -> Usable:
     kernels: tuple[str, ...] = ()
-    sizes: dict[str, tuple[int, ...]] = {}
+    blocks: list[Block] = []
     if group.stack is not None:
         kernels = (FUNCTIONS[kernel_need(group.stack)][0],)
         reasons = {name: why_not_frozen(group.stack, *place, training=False) for name, place in places.items()}
@@ -193,6 +180,8 @@ def _answer(group: BlockGroup, precision: str, places: _Places, size: int, unava
         kernels = tuple(FUNCTIONS[need][0] for need in block.needs)
         reasons = {name: why_not(block, *place) for name, place in places.items()}
         blocks = [] if group.experts is None else [group.block(precision, each) for each in BLOCK_SIZES]
-        for name, place in places.items():
-            sizes[name] = tuple(each.block_size for each in blocks if why_not(each, *place) is None)
+    sizes = {
+        name: tuple(each.block_size for each in blocks if why_not(each, *place) is None)
+        for name, place in places.items()
+    }
     return Usable(group, precision, kernels, reasons.pop(HERE, unavailable), reasons, size, sizes)

@@ -16,10 +16,7 @@ from hf_neuron_moe.errors import ConfigError, SourceDamageError
 
 
 def groups_of_folder(folder: Path) -> list[BlockGroup]:
-    """Return the blocks of a checkpoint, a conversion or a ``config.json``, like ones together.
-
-    Of a conversion those in MX come last, as they are stored.
-    """
+    """Return the blocks of a checkpoint, a conversion or a ``config.json``, like ones together, those in MX last."""
     check_model(folder)
     if not is_conversion(folder):
         return block_groups(build_meta_model(folder))
@@ -33,10 +30,7 @@ def groups_of_folder(folder: Path) -> list[BlockGroup]:
 
 
 def check_model_dir(folder: Path, *, random_weights: bool) -> None:
-    """Refuse a folder whose blocks could not be compared on any machine; reads ``config.json`` and shards' headers.
-
-    With `random_weights` a folder with ``config.json`` is enough, and not for a conversion.
-    """
+    """Raise for a folder whose blocks no machine could compare; reads ``config.json`` and, of weights, headers only."""
     check_model(folder)
     if is_conversion(folder):
         if random_weights:

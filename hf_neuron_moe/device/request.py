@@ -39,22 +39,20 @@ class Request:
             raise not_one_of("backend", self.backend, NEURON_BACKENDS)
         if self.precision not in (None, *KERNEL_PRECISIONS):
             raise not_one_of("precision", self.precision, KERNEL_PRECISIONS)
-        rules = (
-            ("tokens", _is_count(self.tokens), "a positive integer"),
-            ("layers", self.layers is None or _is_count(self.layers), "a positive integer"),
-            ("seed", type(self.seed) is int and -(2**63) <= self.seed < 2**63, "an integer of 64 bits"),
-        )
-        for argument, holds, expected in rules:
-            if not holds:
-                raise ConfigError.about(argument, expected, repr(getattr(self, argument)), "Correct it.")
-        if self.block_size not in BLOCK_SIZES:
-            sizes = ", ".join(map(str, BLOCK_SIZES))
-            raise ConfigError.about("block_size", f"one of {sizes}", repr(self.block_size), "Choose one of these.")
-        self._check_tokens(self.precision)
+        seed, layers, sizes = self.seed, self.layers, ", ".join(map(str, BLOCK_SIZES))
         # Kernels run on Neuron's devices, or on the CPU where the plugin has no device type.
-        if self.device is not None and re.fullmatch(r"neuron(:\d+)?|cpu", self.device) is None:
-            fix = "`hf-neuron-moe doctor` tells how many there are."
-            raise ConfigError.about("device", "a device such as neuron:0", repr(self.device), fix)
+        known = self.device is None or re.fullmatch(r"neuron(:\d+)?|cpu", self.device) is not None
+        rules = (
+            ("tokens", _is_count(self.tokens), "a positive integer", "Correct it."),
+            ("layers", layers is None or _is_count(layers), "a positive integer", "Correct it."),
+            ("seed", type(seed) is int and -(2**63) <= seed < 2**63, "an integer of 64 bits", "Correct it."),
+            ("block_size", self.block_size in BLOCK_SIZES, f"one of {sizes}", "Choose one of these."),
+            ("device", known, "a device such as neuron:0", "`hf-neuron-moe doctor` tells how many there are."),
+        )
+        for argument, holds, expected, fix in rules:
+            if not holds:
+                raise ConfigError.about(argument, expected, repr(getattr(self, argument)), fix)
+        self._check_tokens(self.precision)
 
     def _check_tokens(self, precision: str | None) -> None:
         if precision == "bf16" and self.tokens > BF16_TOKENS:  # only experts have kernels in bf16

@@ -48,8 +48,7 @@ class GroupFloor:
     reason: str | None = None
     """Why no Neuron kernel computes these blocks; the floor is then that of PyTorch in their place, padded to multiples
     of 128; None of blocks that PyTorch's own modules compute too."""
-    copy_bytes: Mapping[str, int] = field(default_factory=dict)
-    """Of the copies of one block's weights, by weight layout (:data:`HOMES`); empty where no kernel computes it."""
+    copy_bytes: Mapping[str, int] = field(default_factory=dict)  # of one block's weights, by :data:`HOMES`
 
     @property
     def padding_overhead_percent(self) -> float | None:
@@ -120,12 +119,11 @@ class Roofline:
     def copies(self) -> dict[str, Copies]:
         """By weight layout, the copies of all blocks that the kernels compute; empty where they compute none."""
         parts = {part.group: part for part in self.computed if part.copy_bytes}.values()
+        sizes = {home: [(part.copy_bytes[home], len(part.group.names)) for part in parts] for home in HOMES}
         return {
-            home: Copies(
-                sum(part.copy_bytes[home] * len(part.group.names) for part in parts),
-                max(part.copy_bytes[home] for part in parts),
-            )
-            for home in (HOMES if parts else ())
+            home: Copies(sum(size * count for size, count in blocks), max(blocks)[0])
+            for home, blocks in sizes.items()
+            if blocks
         }
 
     def held(self, policy: str, home: str = HOMES[0]) -> int:
@@ -175,10 +173,7 @@ class TorchBlock(Block):
 
 
 def kept_by_blocks(model: nn.Module, config: NeuronMoEConfig) -> dict[str, str]:
-    """Return by block what it keeps, as a canonical string; budgets and exceptions are resolved.
-
-    The model is unpatched before and afterwards; at least one block can be patched.
-    """
+    """Return each block's canonical keep string, budgets and exceptions resolved; `model` is unpatched afterwards."""
     patch_model(model, config, strict=False)
     try:
         return {block.neuron_name: block.neuron_keep for block in model.modules() if isinstance(block, NeuronBlock)}

@@ -114,10 +114,7 @@ def needed_flops(pairs: int, block: Block, *, trained: bool) -> float:
 def floor_of(
     block: Block, core: Chip, step: Step, keep: str, top_k: int | None = None, experts: int | None = None
 ) -> Floor:
-    """Return the floor of a dense MLP, or of experts of which a token has `top_k`.
-
-    `keep` is the canonical keep string of the block's activation policy.
-    """
+    """Return the floor of a dense MLP, or of experts of which a token has `top_k`; `keep` is a canonical string."""
     if top_k is None or experts is None:
         three, again, *moved = _dense(block, step, parse_keep(keep))
     else:

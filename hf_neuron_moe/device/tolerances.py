@@ -161,11 +161,9 @@ def _fault(sums: _Sums, bounds: Bounds) -> tuple[str, str]:
         total = len(axis.signal)
         if not 0 < int(off.sum()) <= total // 2:
             continue
-        where = _listed(off, axis.word)
-        if axis.power is not None and not bool(axis.power[off].any()):
-            where = f"nothing was written: {where} of {total} zero"
-        else:
-            where = f"{where} of {total} off, the others agree"
+        where = f"{_listed(off, axis.word)} of {total}"
+        unwritten = axis.power is not None and not bool(axis.power[off].any())
+        where = f"nothing was written: {where} zero" if unwritten else f"{where} off, the others agree"
         if axis is first and axis.word == "token" and off.nonzero().flatten().tolist() == [total - 1]:
             return f"{where} (the last row)", LAST_ROW
         return where, PART

@@ -30,20 +30,15 @@ HOOK_DICTS = tuple(name for name in nn.Module().__dict__ if name.endswith("_hook
 
 
 class NeuronBlock(nn.Module):
-    """Base of the replacement modules.
+    """Stands in for `original`, which is read and not changed; `name` is its name in the model.
 
-    It stands in for `original`, which is read and not changed, and whose name in the model is `name`. `config` is
-    resolved: ``backend`` and ``weights`` are not ``"auto"``, ``activations`` is this block's own policy.
+    `config` is resolved: ``backend`` and ``weights`` are not ``"auto"``, ``activations`` is this block's own policy.
     """
 
-    neuron_rules: tuple[WeightRule, ...] = ()
-    """How the parameters in kernel layout are made of the stock ones; empty in stock layout."""
-    neuron_stock_order: tuple[str, ...] = ()
-    """State_dict names of the weights that `neuron_rules` read, in the original's order."""
-    neuron_top_k: int | None = None
-    """Experts per token as the model states it, 0 where it does not; None for a dense MLP."""
-    neuron_long_calls: LongCalls | None = None
-    """Calls that PyTorch computes for their length; None where none are, or where they are refused."""
+    neuron_rules: tuple[WeightRule, ...] = ()  # how parameters in kernel layout are made; empty in stock layout
+    neuron_stock_order: tuple[str, ...] = ()  # state_dict names that `neuron_rules` read, in the original's order
+    neuron_top_k: int | None = None  # experts per token, 0 where the model does not say; None for a dense MLP
+    neuron_long_calls: LongCalls | None = None  # those too long for the kernels; None: none are, or they raise
 
     def __init__(self, original: nn.Module, name: str, config: NeuronMoEConfig) -> None:
         super().__init__()
@@ -74,15 +69,12 @@ class NeuronBlock(nn.Module):
 
     @property
     def saved_bytes_per_token(self) -> float:
-        """Bytes per token of the input that the operator saves for backward, input and routing included.
-
-        NaN where the model does not say how many experts a token has.
-        """
+        """Bytes per token that the operator saves for backward; NaN where K is not known."""
         return saved_bytes(self.neuron_shape, self.neuron_keep)
 
     @property
     def saved_bytes_per_call(self) -> float:
-        """Bytes that every call saves on top of :attr:`saved_bytes_per_token`: of the kernels' unfilled blocks."""
+        """Bytes that every call saves on top: of the kernels' unfilled blocks."""
         return saved_bytes_per_call(self.neuron_shape, self.neuron_keep)
 
     def saved_bytes(self, tokens: int) -> int:
@@ -99,9 +91,8 @@ class NeuronBlock(nn.Module):
     def _call_backend(self, tokens: int) -> str:
         """Return the name of the backend for a call of `tokens` tokens."""
         config, long_calls = self.neuron_config, self.neuron_long_calls
-        if long_calls is not None and long_calls.take(tokens, self.neuron_name):
-            return config.fallback
-        return config.backend
+        too_long = long_calls is not None and long_calls.take(tokens, self.neuron_name)
+        return config.fallback if too_long else config.backend
 
     def _own_weights(self, original: nn.Module, rules: tuple[WeightRule, ...]) -> None:
         """Register the parameters in kernel layout that `rules` make of the original's."""
@@ -113,7 +104,7 @@ class NeuronBlock(nn.Module):
 
     def _remember_activation(self, name: str | None) -> None:
         """Note the activation and its gate; not through setattr, which would register a second child."""
-        activation = self.__dict__["neuron_seen_activation"] = None if name is None else self._attribute(name)
+        activation = self.__dict__["neuron_activation"] = None if name is None else self._attribute(name)
         self.neuron_gate = "silu" if name is None else gate_of(activation) or "silu"
 
     def _attribute(self, name: str) -> Any:
@@ -125,7 +116,7 @@ class NeuronBlock(nn.Module):
             return
         now = self._attribute(name)
         # The object seen at patching, as it was, is known at a glance that costs no import.
-        known = now is self.__dict__["neuron_seen_activation"] and "forward" not in getattr(now, "__dict__", ())
+        known = now is self.__dict__["neuron_activation"] and "forward" not in getattr(now, "__dict__", ())
         reason = None if known else unsupported_activation(now, self.neuron_gate)
         if reason is not None:
             expected = f"{GATES[self.neuron_gate].title}, as when the block was patched"
@@ -139,13 +130,12 @@ class NeuronBlock(nn.Module):
             for kind, meaning in CALL_HOOKS.items()
             for hook in getattr(now, kind).values()
         ]
-        warnings.warn(
+        message = (
             f"{self.neuron_name}.{name} has a hook that is not called: {', '.join(hooks)}. The patched block computes "
             f"the activation inside its operator. Remove the hook, or unpatch the model and pass "
-            f"exclude=[{self.neuron_name!r}].",
-            NeuronMoEWarning,
-            stacklevel=3,
+            f"exclude=[{self.neuron_name!r}]."
         )
+        warnings.warn(message, NeuronMoEWarning, stacklevel=3)
 
     def extra_repr(self) -> str:
         """Show what the block computes and its weight layout."""
@@ -165,9 +155,8 @@ def give_back(replacement: NeuronBlock, original: nn.Module) -> None:
         kept_out = moved if kind == "_parameters" else ()
         theirs.update({key: mine[key] for key in theirs if key in mine and key not in kept_out})
     if replacement.training != original.training:  # the layers that weights in kernel layout replaced
-        for rule in replacement.neuron_rules:
-            for name in rule.stock:
-                stock_slot(original, name)[0].training = replacement.training
+        for name in replacement.neuron_stock_order:
+            stock_slot(original, name)[0].training = replacement.training
     layout_flag = {"is_transposed"} if replacement.neuron_rules else set()
     for key in original.__dict__.keys() & replacement.__dict__.keys() - {*_OWN_COPY, *layout_flag}:
         original.__dict__[key] = replacement.__dict__[key]
@@ -179,15 +168,18 @@ def stock_slot(module: nn.Module, stock_name: str) -> tuple[nn.Module, str]:
     return module.get_submodule(path), leaf
 
 
+def put_parameter(module: nn.Module, stock_name: str, param: nn.Parameter) -> None:
+    """Make `param` the parameter of `module` that has a stock state_dict name."""
+    slot, leaf = stock_slot(module, stock_name)
+    slot._parameters[leaf] = param
+
+
 REPLACED = "neuron_replaced"
 """Attribute of an original parameter while its weights live in another layout: its name in the model."""
 
 
 def make_kernel_parameter(original: nn.Module, rule: WeightRule) -> nn.Parameter:
-    """Return the kernel-layout parameter for `rule`; `original` is read, not changed.
-
-    Where the layout is the stock one, that is the original ``nn.Parameter`` itself.
-    """
+    """Return the kernel-layout parameter for `rule`: where that is the stock layout, the original parameter itself."""
     sources = [original.get_parameter(name) for name in rule.stock]
     if rule.keeps_layout:
         return sources[0]
@@ -200,15 +192,11 @@ def make_kernel_parameter(original: nn.Module, rule: WeightRule) -> nn.Parameter
 
 def release_layout(replacement: NeuronBlock, original: nn.Module) -> None:
     """Free the original's weights that now live in the replacement in another layout."""
-    for rule in replacement.neuron_rules:
-        if rule.keeps_layout:
-            continue
-        for name in rule.stock:
-            slot, leaf = stock_slot(original, name)
-            param = slot.get_parameter(leaf)
-            param.data = param.data.new_empty(0)
-            param.grad = None
-            param.__dict__[REPLACED] = f"{replacement.neuron_name}.{name}"
+    for name in (name for rule in replacement.neuron_rules if not rule.keeps_layout for name in rule.stock):
+        param = getattr(*stock_slot(original, name))
+        param.data = param.data.new_empty(0)
+        param.grad = None
+        param.__dict__[REPLACED] = f"{replacement.neuron_name}.{name}"
 
 
 def restore_layout(replacement: NeuronBlock, original: nn.Module) -> None:
@@ -216,8 +204,7 @@ def restore_layout(replacement: NeuronBlock, original: nn.Module) -> None:
     for rule in replacement.neuron_rules:
         kernel = replacement.get_parameter(rule.kernel)
         if rule.keeps_layout:
-            slot, leaf = stock_slot(original, rule.stock[0])
-            slot._parameters[leaf] = kernel
+            put_parameter(original, rule.stock[0], kernel)
             continue
         grads: tuple[Any, ...] = rule.to_stock(kernel.grad) if kernel.grad is not None else (None,) * len(rule.stock)
         for name, view, grad in zip(rule.stock, rule.to_stock(kernel.detach()), grads):
@@ -228,8 +215,7 @@ def restore_layout(replacement: NeuronBlock, original: nn.Module) -> None:
                 param.data = value
             else:  # another device type since patching (for example meta): a parameter cannot change its storage's kind
                 param = nn.Parameter(value)
-                slot, leaf = stock_slot(original, name)
-                slot._parameters[leaf] = param
+                put_parameter(original, name, param)
             param.requires_grad_(kernel.requires_grad)
             if grad is not None:
                 param.grad = grad.clone(memory_format=torch.contiguous_format)

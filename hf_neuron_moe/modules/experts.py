@@ -43,11 +43,9 @@ class NeuronExperts(NeuronBlock):
 
     @property
     def neuron_shape(self) -> SavedBlock:
-        (hidden, inner), config = _sizes(self), self.neuron_config
-        block_size, experts, top_k = config.block_size, len(self.down_proj), self.neuron_top_k or 0
-        return SavedBlock(
-            config.precision, hidden, inner, top_k, config.backend, experts=experts, block_size=block_size
-        )
+        config, (K, E) = self.neuron_config, (self.neuron_top_k or 0, len(self.down_proj))
+        sizes = (*_sizes(self), K, config.backend)
+        return SavedBlock(config.precision, *sizes, experts=E, block_size=config.block_size)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the weighted sum of each token's experts.
@@ -103,13 +101,9 @@ def register_experts_implementation(
     """Register the experts operator in transformers, for models that are not to be patched.
 
     Afterwards ``model.set_experts_implementation(name)`` or ``from_pretrained(..., experts_implementation=name)``
-    selects it, process-wide. Parameters and checkpoints stay transformers' own. Under transformers' tensor or expert
-    parallelism the first call raises an error.
-
-    Args:
-        config: precision, backend, block size and activations (a preset, or a policy without exceptions);
-            ``weights`` must be ``"auto"`` or ``"stock"``.
-        name: implementation name; an existing implementation of another origin is not replaced.
+    selects it, process-wide. Parameters and checkpoints stay transformers' own, so that the ``weights`` of `config`
+    must be ``"auto"`` or ``"stock"``; its activations are a preset or a policy without exceptions. An implementation
+    `name` of another origin is not replaced. Under transformers' tensor or expert parallelism the first call raises.
     """
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 

@@ -22,8 +22,6 @@ from hf_neuron_moe.modules import ops
 from hf_neuron_moe.modules.ops_checks import COMPUTE_DTYPE, check_mlp, check_no_transform
 from hf_neuron_moe.modules.structure import has_call_hooks
 
-_LORA_LINEAR = ("peft.tuners.lora.layer", "Linear")
-
 
 class LowRank(NamedTuple):
     """A linear layer's weight and what its active adapters add to it."""
@@ -53,7 +51,7 @@ class LowRank(NamedTuple):
 def is_lora_linear(layer: Any) -> bool:
     """Return whether `layer` is peft's LoRA wrapper of a linear layer (peft itself need not be installed)."""
     kind = type(layer)
-    return (kind.__module__, kind.__qualname__) == _LORA_LINEAR
+    return (kind.__module__, kind.__qualname__) == ("peft.tuners.lora.layer", "Linear")
 
 
 def _active(layer: Any) -> list[str]:
@@ -64,10 +62,7 @@ def _active(layer: Any) -> list[str]:
 
 
 def why_not_low_rank(layer: Any) -> str | None:
-    """Return why a LoRA `layer` does more than add a product of low rank to its weight, or None.
-
-    The base layer itself is the caller's matter.
-    """
+    """Return why a LoRA `layer` does more than add a low-rank product to its base layer's weight, or None."""
     if has_call_hooks(layer):
         return "a LoRA layer with hooks"
     for adapter in _active(layer):
@@ -85,23 +80,17 @@ def why_not_low_rank(layer: Any) -> str | None:
 
 
 def low_rank_of(layer: Any) -> LowRank:
-    """Return the weight and the adapters of a plain linear layer or of a LoRA one that :func:`why_not_low_rank` takes.
-
-    Several active adapters are stacked to one of the ranks' sum.
-    """
+    """Return a layer's weight and adapters; it is plain or one that :func:`why_not_low_rank` takes."""
     if not is_lora_linear(layer):
         return LowRank(layer.weight)
-    weight_ON = layer.base_layer.weight
-    active = _active(layer)
-    if not active:
-        return LowRank(weight_ON)
-    factors_a = [layer.lora_A[adapter].weight for adapter in active]
-    factors_b = [layer.lora_B[adapter].weight for adapter in active]
-    scalings = [layer.scaling[adapter] for adapter in active]
-    if len(active) == 1:
-        return LowRank(weight_ON, factors_a[0], factors_b[0], scalings[0])
-    scaled_b = [factor * scaling for factor, scaling in zip(factors_b, scalings)]
-    return LowRank(weight_ON, torch.cat(factors_a), torch.cat(scaled_b, dim=1))
+    weight_ON, active = layer.base_layer.weight, _active(layer)
+    if len(active) < 2:
+        added = [(layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name]) for name in active]
+        return LowRank(weight_ON, *added[0]) if added else LowRank(weight_ON)
+    # Several are stacked to one adapter of the ranks' sum.
+    a_RN = torch.cat([layer.lora_A[name].weight for name in active])
+    scaled_b = [layer.lora_B[name].weight * layer.scaling[name] for name in active]
+    return LowRank(weight_ON, a_RN, torch.cat(scaled_b, dim=1))
 
 
 @public("swiglu_mlp")
@@ -125,9 +114,8 @@ def low_rank_mlp(
     tensors = [tensor for layer in layers for tensor in layer[:3]]
     learned = [x_SH, *(tensor for tensor in tensors if tensor is not None)]
     if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in learned):
-        weights = _effective_weights(layers, x_SH)
-        options: dict[str, Any] = {"activations": activations, "training": training, **where}
-        return ops.swiglu_mlp(x_SH, *weights, precision=precision, gate=gate, **options)
+        options: dict[str, Any] = {"precision": precision, "gate": gate, "activations": activations, **where}
+        return ops.swiglu_mlp(x_SH, *_effective_weights(layers, x_SH), training=training, **options)
     check_mlp(x_SH, *three_weights([layer.weight_ON for layer in layers]), precision)
     compute_SH = x_SH.to(COMPUTE_DTYPE[precision])
     call = BlockCall(BlockSpec(precision, gate=gate), parse_keep(activations), **where).encode()

@@ -148,10 +148,8 @@ def _plain_inference(inputs: tuple[Tensor, ...]) -> bool:
 
 def exact_dtypes(tensor: Tensor) -> AbstractContextManager[Any]:
     """Keep an enclosing autocast from changing the dtypes of the backend's own matmuls."""
-    device_type = tensor.device.type
-    if torch.is_autocast_enabled(device_type):
-        return torch.autocast(device_type, enabled=False)
-    return nullcontext()
+    kind = tensor.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 def called(text: str) -> tuple[BlockCall, Backend]:
@@ -255,12 +253,10 @@ def _(
 
 @public("backward of a patched block")
 def _refuse_second_derivative(ctx: Any, *grads: Any) -> Any:
-    raise GradientError.about(
-        "the backward itself",
-        "differentiated at most once: the kernels have no second derivative",
-        "a request for gradients of its gradients (create_graph=True and then another backward)",
-        "Unpatch the model for a gradient penalty, a Hessian and the like, or pass exclude=[...].",
-    )
+    expected = "differentiated at most once: the kernels have no second derivative"
+    got = "a request for gradients of its gradients (create_graph=True and then another backward)"
+    fix = "Unpatch the model for a gradient penalty, a Hessian and the like, or pass exclude=[...]."
+    raise GradientError.about("the backward itself", expected, got, fix)
 
 
 def set_derivative(
@@ -268,13 +264,10 @@ def set_derivative(
 ) -> None:
     """Make the operator `backward` the derivative of `forward`, and refuse to differentiate it once more.
 
-    Args:
-        forward: takes the block's input first and the call last, returns the result and what it saves.
-        backward: takes the gradient of the result, the inputs of `forward` but the call, what it saved, the call, and
-            a flag for each entry of `wanted`.
-        wanted: by flag, the places of the inputs whose gradients it asks for; `backward` returns them in this order,
-            empty where not asked for.
-        keeps_input: whether a policy keeps the input for the backward as it came.
+    `forward` takes the block's input first and the call last, and returns the result and what it saves. `backward`
+    takes the result's gradient, the inputs of `forward` but the call, what it saved, the call, and a flag for each
+    entry of `wanted`: places of inputs, whose gradients it returns in this order, empty where not asked for.
+    `keeps_input` says whether a policy keeps the input for the backward as it came.
     """
     places = [(place, flag) for flag, group in enumerate(wanted) for place in group]
 

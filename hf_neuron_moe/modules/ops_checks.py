@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.checks import FLOATS, check_dtype, check_float, check_multiple, check_same_device, check_shape
+from hf_neuron_moe.checks import FLOATS, check_dtype, check_float, check_layouts, check_multiple, check_same_device
 from hf_neuron_moe.errors import DTypeError, GradientError, ShapeError, naming, not_one_of, public
 
 COMPUTE_DTYPE = {"bf16": torch.bfloat16, "mxfp8": torch.bfloat16, "fp32": torch.float32}
@@ -26,10 +26,7 @@ def check_no_transform(tensors: tuple[Tensor, ...]) -> None:
 
 
 def check_hidden_states(hidden_states: Any, weight: Tensor, axis: int, name: str) -> None:
-    """Raise for what a block's call cannot mean, under its `name`; the operator would name the kernels' arguments.
-
-    `axis` is the axis of `weight` that has H entries.
-    """
+    """Raise, in a block's `name`, for hidden states that do not fit its `weight`, whose `axis` has H entries."""
     if (
         isinstance(hidden_states, Tensor)
         and hidden_states.dim()
@@ -76,11 +73,7 @@ def check_mlp(x_SH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, pre
         return  # the usual case in a few microseconds; what follows finds out what is wrong
     tensors: dict[str, Tensor | None] = {"x_SH": x_SH, "gate_IH": gate_IH, "up_IH": up_IH, "down_HI": down_HI}
     _check_precision_and_floats(precision, tensors)
-    check_shape(x_SH, (None, None), "[S, H]", "x_SH")
-    check_shape(gate_IH, (None, x_SH.shape[1]), "[I, H]", "gate_IH")
-    inner, hidden = gate_IH.shape
-    check_shape(up_IH, (inner, hidden), "[I, H]", "up_IH")
-    check_shape(down_HI, (hidden, inner), "[H, I]", "down_HI")
+    check_layouts(tensors, {"x_SH": "[S, H]", "gate_IH": "[I, H]", "up_IH": "[I, H]", "down_HI": "[H, I]"})
     check_same_device(tensors)
 
 
@@ -110,17 +103,12 @@ def check_experts(
     floats = {"x_TH": x_TH, "top_k_weights_TK": weights_TK, "gate_up": gate_up, "down": down}
     _check_precision_and_floats(precision, floats)
     check_dtype(index_TK, (torch.int64, torch.int32), "top_k_index_TK")
-    check_shape(x_TH, (None, None), "[T, H]", "x_TH")
-    tokens, hidden = x_TH.shape
-    check_shape(index_TK, (tokens, None), "[T, K]", "top_k_index_TK")
-    check_shape(weights_TK, tuple(index_TK.shape), "[T, K]", "top_k_weights_TK")
-    names = ("[E, H, 2I]", "[E, I, H]") if transposed else ("[E, 2I, H]", "[E, H, I]")
-    check_shape(gate_up, (None, hidden, None) if transposed else (None, None, hidden), names[0], "gate_up")
-    both = gate_up.shape[2 if transposed else 1]
-    sizes = (both // 2, hidden) if transposed else (hidden, both // 2)
-    check_shape(down, (gate_up.shape[0], *sizes), names[1], "down")
-    check_multiple(both, 2, "2I of gate_up", "gate, then up")
-    check_same_device({**floats, "top_k_index_TK": index_TK})
+    tensors = {**floats, "top_k_index_TK": index_TK}
+    layouts = {"x_TH": "[T, H]", "top_k_index_TK": "[T, K]", "top_k_weights_TK": "[T, K]"}
+    sizes = check_layouts(tensors, {**layouts, "gate_up": "[E, H, 2I]" if transposed else "[E, 2I, H]"})
+    check_layouts(tensors, {"down": "[E, I, H]" if transposed else "[E, H, I]"}, **sizes, I=sizes["2I"] // 2)
+    check_multiple(sizes["2I"], 2, "2I of gate_up", "gate, then up")
+    check_same_device(tensors)
 
 
 def _expected_sizes(x_TH: Tensor, down: Tensor, transposed: bool) -> tuple[int, ...]:

@@ -21,9 +21,8 @@ from hf_neuron_moe.modules.state_dict import KernelLayoutMixin
 def is_taken_over(block: nn.Module) -> bool:
     """Return whether a forward on the instance `block` does not call the forward of its class, as far as one can see.
 
-    Looked through are bound methods, also those that a function names as global variables (a notebook's), partials,
-    closures, defaults, attributes of callable objects, and what ``functools.wraps`` and ``torch.compile`` note about
-    the function they wrap.
+    Looked through is what :func:`_behind` lists: also bound methods that a function names as global variables (a
+    notebook's), and what ``functools.wraps`` and ``torch.compile`` note about the function they wrap.
     """
     found = block.__dict__.get("forward")
     return found is not None and all(here is not type(block).forward for here in _reached(found, _behind))
@@ -32,8 +31,7 @@ def is_taken_over(block: nn.Module) -> bool:
 def passes_by(parent: nn.Module, block: nn.Module) -> bool:
     """Return whether a forward on the instance `parent` leaves its child `block` out, as far as one can see.
 
-    It does not if it leads to the forward of the class or to the block, or its code, or that of a function that it
-    names, has the block's attribute name in it.
+    It does not if it leads to the class's forward or the block, or to code that has the block's attribute name in it.
     """
     if "forward" not in parent.__dict__:
         return False
@@ -99,7 +97,7 @@ def check_own_forward(block: nn.Module, name: str) -> bool:
         fix = "Load the model again and patch it with weights='stock', or do not offload it."
         raise UnsupportedModelError.about("weights", expected, got, fix).named(name)
     if is_taken_over(block):
-        got = described(block.__dict__["forward"]) + ", put on the block later"
+        got = f"{described(block.__dict__['forward'])}, put on the block later"
         fix = (
             "If you passed use_liger_kernel=True, leave it out or pass liger_kernel_config={'swiglu': False}. "
             f"If not, delete the forward (`del block.forward`), or unpatch the model and pass exclude=[{name!r}]."

@@ -50,8 +50,8 @@ class QuantizedBlock(NeuronBlock):
         self.neuron_keep = canonical_keep(config.activations, "bf16")  # the backward is that of the bf16 kernels
         self.neuron_layouts = dict(layouts)
         self.neuron_fallbacks_warned: set[str] = set()
-        self.neuron_activation = "act_fn" if roles is None else roles.activation
-        self._remember_activation(self.neuron_activation)
+        self.neuron_activation_name = "act_fn" if roles is None else roles.activation
+        self._remember_activation(self.neuron_activation_name)
         for replaced in (GATE_UP, DOWN) if roles is None else roles.linears:
             del (self._parameters if roles is None else self._modules)[replaced]
         for key in self.tensor_names():
@@ -59,10 +59,10 @@ class QuantizedBlock(NeuronBlock):
 
     @property
     def neuron_shape(self) -> SavedBlock:
-        stack, backend = self.neuron_stack, self.neuron_config.backend
+        stack = self.neuron_stack
         experts = len(stack.gate_up_codes) if stack.gate_up_codes.dim() > 2 else None
         sizes = (stack.hidden, stack.inner, self.neuron_top_k)
-        return SavedBlock("bf16", *sizes, backend, frozen=True, experts=experts)
+        return SavedBlock("bf16", *sizes, self.neuron_config.backend, frozen=True, experts=experts)
 
     @classmethod
     def tensor_names(cls) -> tuple[str, str, str, str]:
@@ -73,12 +73,9 @@ class QuantizedBlock(NeuronBlock):
     def _hold(self, key: str, tensor: Tensor) -> None:
         """Register `tensor` as the buffer `key`, making submodules on the way."""
         path, _, leaf = key.rpartition(".")
-        home: nn.Module = self
-        if path:
-            if path not in self._modules:
-                self.add_module(path, QuantizedProjection())
-            home = self.get_submodule(path)
-        home.register_buffer(leaf, tensor)
+        if path and path not in self._modules:
+            self.add_module(path, QuantizedProjection())
+        self.get_submodule(path).register_buffer(leaf, tensor)
 
     def settle(self) -> None:
         """Bring loaded tensors into the form in which they are held; the values stay what they are."""
@@ -97,7 +94,7 @@ class QuantizedBlock(NeuronBlock):
         return MXExpertStack(gate_up, gate_up_scales, down, down_scales, layouts[GATE_UP], layouts[DOWN])
 
     def _compute(self, x_TH: Tensor, index_TK: Tensor | None, weight_TK: Tensor | None) -> Tensor:
-        self._check_activation(self.neuron_activation)
+        self._check_activation(self.neuron_activation_name)
         stack, hidden = self.neuron_stack, x_TH.shape[1]
         if stack.hidden > hidden:  # zeros that the conversion added meet zeros here
             x_TH = F.pad(x_TH, (0, stack.hidden - hidden))
@@ -114,8 +111,8 @@ class QuantizedBlock(NeuronBlock):
             self.neuron_fallbacks_warned,
             _FOR_INFERENCE if training else "",
         )
-        keep = self.neuron_keep
-        return frozen_network(x_TH, index_TK, weight_TK, stack, backend=backend, activations=keep)[:, :hidden]
+        options = {"backend": backend, "activations": self.neuron_keep}
+        return frozen_network(x_TH, index_TK, weight_TK, stack, **options)[:, :hidden]
 
     def extra_repr(self) -> str:
         """Show the element format and the sizes held."""

@@ -33,14 +33,11 @@ def frozen_network(
 ) -> Tensor:
     """Return a SwiGLU MLP of `x_TH`, or the weighted sum of SwiGLU experts, whose weights are MX codes: ``[T, H]``.
 
-    `x_TH` is ``[T, H]`` in any float dtype, read in bf16; the result has its dtype. It is differentiable by `x_TH` and
-    `weight_TK`. `index_TK` are integer expert ids ``[T, K]``, of which those of E and above add nothing, and
-    `weight_TK` the routing weights ``[T, K]``; both are None for a dense MLP. `stack` has the weights, `backend` is
-    what :func:`hf_neuron_moe.backends.resolve_backend` returned.
-
-    `activations` says what is kept for the backward, which is that of the bf16 kernels: a preset's name or a canonical
-    keep string, see :mod:`hf_neuron_moe.activation_policy`. The input is kept only where gate or up is made again from
-    it, since the weights have no gradient.
+    `x_TH` is ``[T, H]`` in any float dtype, read in bf16; the result has its dtype and is differentiable by `x_TH` and
+    `weight_TK`. `index_TK` are integer expert ids ``[T, K]``, of which those of E and above add nothing, `weight_TK`
+    the routing weights ``[T, K]``; both are None for a dense MLP. `backend` and `activations` are those of
+    :func:`~hf_neuron_moe.modules.ops.swiglu_mlp` for the bf16 kernels, whose backward this one is. The input is kept
+    only where gate or up is made again from it, since the weights have no gradient.
     """
     check_no_transform((x_TH,) if weight_TK is None else (x_TH, weight_TK))
     check_float(x_TH, "x_TH")

@@ -43,10 +43,7 @@ class ReplacedLayers(nn.Module):
 
 
 class _ReplacedLinear(nn.Linear):
-    """Says where a linear layer was; it has no parameters and is not called.
-
-    Its weight is a tensor without values that no parameter list shows: LoHa asks for the shape first.
-    """
+    """Says where a linear layer was; its weight has no values and is in no parameter list: LoHa asks for the shape."""
 
     weight: torch.Tensor
 
@@ -61,11 +58,10 @@ class _ReplacedLinear(nn.Linear):
 def adapters_refused(block: str, layers: str, got: str) -> NeuronMoEError:
     """Return the error for adapters on `layers`, whose weights the block has in kernel layout."""
     inside = block.rpartition(".")[2] or block
-    return UnsupportedModelError.about(
-        layers,
-        "without adapters of its own while the block's weights are in kernel layout",
-        got,
+    expected = "without adapters of its own while the block's weights are in kernel layout"
+    fix = (
         "Load the model again (layers in front of this one may have adapters by now) and patch it with "
         f"weights='stock'. Or target the parameters: target_parameters=['{inside}.gate_up_proj', "
-        f"'{inside}.down_proj'], and merge before saving.",
-    ).named(block)
+        f"'{inside}.down_proj'], and merge before saving."
+    )
+    return UnsupportedModelError.about(layers, expected, got, fix).named(block)

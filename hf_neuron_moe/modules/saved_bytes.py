@@ -81,7 +81,6 @@ def saved_bytes_of_call(shape: SavedBlock, keep: str, tokens: int) -> int:
     """Return the bytes that the operator saves of a call with so many tokens; `shape` knows K."""
     x = torch.empty((tokens, shape.hidden), dtype=COMPUTE_DTYPE[shape.precision], device="meta")
     kept, backend, K = parse_keep(keep), shape.kernels, shape.top_k
-    tensors: list[torch.Tensor]
     if shape.frozen:
         tensors = [*backend.quantized_fake_saved(x, tokens * (K or 1), shape.intermediate, kept)]
     else:
@@ -93,10 +92,7 @@ def saved_bytes_of_call(shape: SavedBlock, keep: str, tokens: int) -> int:
 
 
 def recomputed_flops(shape: SavedBlock, keep: str) -> int:
-    """Return the floating-point operations per token that the backward spends on what was not kept.
-
-    A multiplication and its addition count as two.
-    """
+    """Return the operations per token that the backward spends on recomputing; a multiply-add counts as two."""
     kept, inner = parse_keep(keep), shape.intermediate
     up = inner if kept.whole_up or shape.frozen else kept_up_columns(inner)
     columns = (0 if "gate_pre" in kept.names else inner) + (inner - up if "up" in kept.names else inner)

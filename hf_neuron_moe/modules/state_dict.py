@@ -83,10 +83,10 @@ class KernelLayoutMixin(nn.Module):
             changed = {name for rule in self.neuron_rules if not rule.keeps_layout for name in rule.stock}
             contiguous = torch.contiguous_format
             stock = {k: v.clone(memory_format=contiguous) if k in changed else v for k, v in stock.items()}
-        kernel_names = {rule.kernel for rule in self.neuron_rules}
-        extra = {name: value for name, value in own.items() if name not in kernel_names}
-        destination.update({prefix + name: stock[name] for name in self.neuron_stock_order})
-        destination.update({prefix + name: value for name, value in extra.items()})
+        for rule in self.neuron_rules:
+            own.pop(rule.kernel, None)
+        ordered = {name: stock[name] for name in self.neuron_stock_order}
+        destination.update({prefix + name: value for name, value in (ordered | own).items()})
 
     def _load_from_state_dict(
         self,

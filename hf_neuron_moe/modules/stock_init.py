@@ -6,10 +6,10 @@ of the original class that has the block's weights, in stock layout.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hf_neuron_moe.modules.block import NeuronBlock
 from hf_neuron_moe.modules.state_dict import KernelLayoutMixin
@@ -19,51 +19,38 @@ _FLAG = "_is_hf_initialized"
 
 
 def init_as_stock(block: NeuronBlock, init: Callable[[nn.Module], None]) -> None:
-    """Initialise the weights of a trainable block in place; `init` initialises one module by its class.
-
-    The values are those that the original module would get, also from the same state of the random number generator.
-    """
+    """Initialise a trainable block's weights in place, as the original module's would be from the same random state."""
     if not isinstance(block, KernelLayoutMixin):
         init(_shell(block, block._parameters, {}))
         return
-    views = {}
+    parameters, copies = dict(block._parameters), {}
     for rule in block.neuron_rules:
-        param = block.get_parameter(rule.kernel)
+        param = parameters.pop(rule.kernel)
+        assert param is not None
         for name, view in zip(rule.stock, rule.to_stock(param.detach())):
-            views[name] = view, _copy(view, param)
-    kernel_names = {rule.kernel for rule in block.neuron_rules}
-    parameters = {name: param for name, param in block._parameters.items() if name not in kernel_names}
+            copy = nn.Parameter(view.clone(memory_format=torch.contiguous_format), requires_grad=param.requires_grad)
+            if getattr(param, _FLAG, False):
+                setattr(copy, _FLAG, True)
+            copies[name] = view, copy
     layers: dict[str, nn.Module] = {}
     for name in block.neuron_stock_order:
-        path, _, leaf = name.rpartition(".")
+        weight, (path, _, leaf) = copies[name][1], name.rpartition(".")
         if not path:
-            parameters[leaf] = views[name][1]
+            parameters[leaf] = weight
             continue
-        weight = views[name][1]
         layer = layers[path] = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
         layer.weight = weight
         init(layer)
     init(_shell(block, parameters, layers))
     with torch.no_grad():
-        for view, copy in views.values():
+        for view, copy in copies.values():
             view.copy_(copy)
 
 
-def _copy(view: Tensor, param: nn.Parameter) -> nn.Parameter:
-    copy = nn.Parameter(view.clone(memory_format=torch.contiguous_format), requires_grad=param.requires_grad)
-    if getattr(param, _FLAG, False):
-        setattr(copy, _FLAG, True)
-    return copy
-
-
-def _shell(
-    block: NeuronBlock, parameters: Mapping[str, nn.Parameter | None], layers: Mapping[str, nn.Module]
-) -> nn.Module:
+def _shell(block: NeuronBlock, parameters: dict[str, nn.Parameter | None], layers: dict[str, nn.Module]) -> nn.Module:
     """An object of the original class with the block's attributes, `parameters`, and `layers` among its children."""
     shell = object.__new__(block.neuron_stock_class)
-    shell.__dict__.update(block.__dict__)
-    shell.__dict__["_parameters"] = dict(parameters)
-    shell.__dict__["_modules"] = {**block._modules, **layers}
+    shell.__dict__.update(block.__dict__, _parameters=dict(parameters), _modules={**block._modules, **layers})
     if "is_transposed" in shell.__dict__ and block.neuron_rules:
         shell.__dict__["is_transposed"] = not any(rule.transposed for rule in block.neuron_rules)
     return shell

@@ -24,9 +24,6 @@ CALL_HOOKS = {
 }
 """Those that run when a module is called or differentiated, by the name a message gives them."""
 
-EXPERT_FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
-"""Set by every transformers version since 5.17; later ones add ``has_post_expert_norm``."""
-
 _FLAG_RULES: tuple[tuple[str, bool, str], ...] = (
     ("has_gate", True, "it has no gate projection"),
     ("has_bias", False, "its projections have a bias"),
@@ -53,10 +50,8 @@ def is_silu(activation: Any) -> bool:
 class Gate(NamedTuple):
     """How a row of ``backends/torch/gating.py`` is recognized."""
 
-    title: str
-    """The activation's name in messages."""
-    matches: Callable[[Any], bool]
-    """Whether an activation, a module or a function, is it."""
+    title: str  # the activation's name in messages
+    matches: Callable[[Any], bool]  # whether an activation, a module or a function, is it
 
 
 GATES: dict[str, Gate] = {"silu": Gate("SiLU", is_silu)}
@@ -105,9 +100,7 @@ def why_not_plain_linear(module: Any) -> str | None:
     if has_call_hooks(module):
         return "a linear layer with hooks"
     weight: Any = module.weight
-    if type(weight) is Tensor and module.__dict__.get(
-        "_is_replica"
-    ):  # nn.DataParallel gives every device plain tensors
+    if type(weight) is Tensor and module.__dict__.get("_is_replica"):  # nn.DataParallel gives devices plain tensors
         return None
     if type(weight) is FakeTensor:  # a stand-in without values, in a forward that is run for its shapes
         return None
@@ -117,8 +110,8 @@ def why_not_plain_linear(module: Any) -> str | None:
 
 
 def is_decorated_experts(module: nn.Module) -> bool:
-    """Return whether `module` carries the flags that ``use_experts_implementation`` sets."""
-    return all(flag in module.__dict__ for flag in EXPERT_FLAGS)
+    """Return whether `module` has the flags that ``use_experts_implementation`` sets since transformers 5.17."""
+    return module.__dict__.keys() >= {"has_gate", "has_bias", "is_transposed", "is_concatenated"}
 
 
 @cache

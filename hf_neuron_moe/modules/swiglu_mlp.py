@@ -44,8 +44,7 @@ class DenseRoles:
     I rows are the gate."""
     down: str  # name of the linear layer after the product
     activation: str | None  # name of the activation's attribute; None where forward calls the function itself
-    half_size: str | int | None = None
-    """Name of the attribute, or the number, that a fused projection is split by; None where it is cut in the middle."""
+    half_size: str | int | None = None  # attribute or number that a fused projection is split by; None for its middle
     extra_arguments: bool = False  # whether forward takes arguments that it does not use
     inert: tuple[str, ...] = ()  # names of attributes that change nothing while they are as they are: a dropout of 0
 
@@ -69,11 +68,10 @@ class _Watch:
     """
 
     def __init__(self, parent: nn.Module, roles: DenseRoles, activation: Any, backend: str) -> None:
-        layers = [(name, parent._modules[name]) for name in roles.linears]
-        self.layers = [(name, layer, layer.__dict__, layer._parameters) for name, layer in layers if layer is not None]
+        layers = [(name, parent.get_submodule(name)) for name in roles.linears]
+        self.layers = [(name, layer, layer.__dict__, layer._parameters) for name, layer in layers]
         self.activation_name, self.activation = roles.activation, activation
-        watched = [layer for _, layer in layers if layer is not None]
-        watched += [activation] if isinstance(activation, nn.Module) else []
+        watched = [layer for _, layer in layers] + ([activation] if isinstance(activation, nn.Module) else [])
         self.hooks = [getattr(module, kind) for module in watched for kind in CALL_HOOKS]
         self.decode = get_backend(backend).mlp_decode
 
@@ -84,9 +82,7 @@ class _Watch:
     def unchanged(self, block: nn.Module) -> list[nn.Parameter] | None:
         """Return the layers' weights, or None where anything is not as it was found.
 
-        The watched layers must still be the block's, unhooked, without bias, their weights parameters, and the
-        activation the same object without a forward of its own. A parameter made from a tensor subclass has that
-        subclass's type, so the parameter's type settles its data's.
+        A parameter made from a tensor subclass has that subclass's type, so the parameter's type settles its data's.
         """
         weights, children = [], block._modules
         for name, layer, state, parameters in self.layers:
@@ -106,10 +102,9 @@ class _Watch:
 
 
 class NeuronSwiGLUMLP(NeuronBlock):
-    """A dense SwiGLU MLP computed by the operator, its weights in the original linear layers.
+    """A dense SwiGLU MLP computed by the operator, LoRA on its layers included; the weights stay in those.
 
-    LoRA that peft puts on the layers is computed by the operator (:mod:`hf_neuron_moe.modules.low_rank`). If a layer is
-    wrapped otherwise or gets a hook, the block computes through the layers instead and warns once.
+    If a layer is wrapped otherwise or gets a hook, the block computes through the layers instead and warns once.
     """
 
     def __init__(self, original: nn.Module, name: str, config: NeuronMoEConfig, roles: DenseRoles) -> None:
@@ -130,19 +125,18 @@ class NeuronSwiGLUMLP(NeuronBlock):
     def _why_not_fused(self) -> str | None:
         if self.neuron_watch is not None and self.neuron_watch.unchanged(self) is not None:
             return None
-        roles = self.neuron_roles
+        roles, activation = self.neuron_roles, None
         self.neuron_watch = None
         self.neuron_adapted = False
         for name in roles.linears:
             layer: Any = self.get_submodule(name)
+            reason = None
             if is_lora_linear(layer):
                 self.neuron_adapted = True
-                reason = why_not_low_rank(layer) or why_not_plain_linear(layer.base_layer)
-            else:
-                reason = why_not_plain_linear(layer)
+                reason, layer = why_not_low_rank(layer), layer.base_layer
+            reason = reason or why_not_plain_linear(layer)
             if reason is not None:
                 return f"{name} is {reason}"
-        activation = None
         if roles.activation is not None:
             activation = self._attribute(roles.activation)
             changed = unsupported_activation(activation, self.neuron_gate)
@@ -156,13 +150,9 @@ class NeuronSwiGLUMLP(NeuronBlock):
         return None
 
     def _weights(self) -> tuple[Tensor, Tensor, Tensor]:
-        roles, children = self.neuron_roles, self._modules
-        weights: list[Any]
-        if "_is_replica" in self.__dict__:
-            weights = [self.get_submodule(name).weight for name in roles.linears]
-        else:
-            weights = [children[name]._parameters["weight"] for name in roles.linears]  # type: ignore[union-attr]
-        return three_weights(weights)
+        layers: list[Any] = [self._modules[name] for name in self.neuron_roles.linears]
+        replica = "_is_replica" in self.__dict__  # nn.DataParallel's, which has plain tensors
+        return three_weights([layer.weight if replica else layer._parameters["weight"] for layer in layers])
 
     def forward(self, hidden_states: Tensor, *unused: Any, **unused_by_name: Any) -> Tensor:
         """Apply the block to ``hidden_states`` ``[..., H]``; the result has its shape and dtype."""
@@ -194,10 +184,7 @@ class NeuronSwiGLUMLP(NeuronBlock):
         }
         if self.neuron_adapted or self.neuron_merged:
             self._note_merged()
-        if layers:
-            out_SH = low_rank_mlp(x_SH, layers, **options)
-        else:
-            out_SH = ops.swiglu_mlp(x_SH, *weights, **options)
+        out_SH = low_rank_mlp(x_SH, layers, **options) if layers else ops.swiglu_mlp(x_SH, *weights, **options)
         return out_SH if flat else out_SH.reshape(hidden_states.shape)
 
     def _check_inert(self) -> None:
@@ -209,10 +196,7 @@ class NeuronSwiGLUMLP(NeuronBlock):
                 raise UnsupportedModelError.about(name, expected, repr(now), fix).named(self.neuron_name)
 
     def _note_merged(self) -> None:
-        """Drop the copies of the weights where adapters were merged or taken out since the last call.
-
-        peft changes the weights through ``.data``, which no version counter shows.
-        """
+        """Drop weight copies after a (un)merge of adapters: peft changes ``.data``, which no version counter shows."""
         names = self.neuron_roles.linears if self.neuron_adapted else ()
         merged = [(name, adapter) for name in names for adapter in getattr(self._modules[name], "merged_adapters", ())]
         if merged != self.neuron_merged and not is_compiling():
@@ -241,13 +225,12 @@ class NeuronSwiGLUMLP(NeuronBlock):
     def _through_layers(self, hidden_states: Tensor, reason: str) -> Tensor:
         if not self.neuron_warned:
             self.neuron_warned = True
-            warnings.warn(
+            message = (
                 f"{self.neuron_name}: {reason}, so this block calls its layers one by one and computes at the stock "
                 f"precision instead of {self.neuron_config.precision!r}. To keep the patched precision, put adapters "
-                "on other modules (attention, say), or merge this one.",
-                NeuronMoEWarning,
-                stacklevel=3,
+                "on other modules (attention, say), or merge this one."
             )
+            warnings.warn(message, NeuronMoEWarning, stacklevel=3)
         roles = self.neuron_roles
         projected = [self.get_submodule(name)(hidden_states) for name in roles.inputs]
         gate, up = projected if len(projected) == 2 else projected[0].chunk(2, dim=-1)

@@ -13,17 +13,14 @@ from torch import Tensor, nn
 
 from hf_neuron_moe.convert.layout.orientations import BF16_KERNEL, BF16_SWIZZLED
 from hf_neuron_moe.formats.swizzle import unswizzle
-from hf_neuron_moe.modules.block import stock_slot
+from hf_neuron_moe.modules.block import put_parameter
 from hf_neuron_moe.modules.quantized_blocks import DOWN, GATE_UP
 from hf_neuron_moe.patching.discovery import Candidate
 from hf_neuron_moe.quantizers.shard_layouts import StoredTensor
 
 
 class Landing(nn.Module):
-    """Stands in for `candidate`'s module while weights are loaded.
-
-    `tensors` are converted tensors by role, ``gate_up_proj`` and ``down_proj``.
-    """
+    """Stands in for `candidate`'s module while weights are loaded; `tensors` are the converted ones by role."""
 
     def __init__(self, candidate: Candidate, tensors: Mapping[str, StoredTensor]) -> None:
         super().__init__()
@@ -70,15 +67,14 @@ def give_weights(candidate: Candidate, gate_up: Tensor, down: Tensor, layout: st
     """
     if candidate.roles is not None:
         inputs = gate_up.chunk(len(candidate.roles.inputs))
-        values = dict(zip((f"{name}.weight" for name in candidate.roles.linears), (*inputs, down)))
         # Halves of one tensor would be taken for tied weights where they stay as they are.
         copied = layout == "stock" and len(inputs) == 2
-        values = {name: value.clone() if copied and value is not down else value for name, value in values.items()}
+        parts = (*(part.clone() if copied else part for part in inputs), down)
+        values = dict(zip((f"{name}.weight" for name in candidate.roles.linears), parts))
     else:
         values = {GATE_UP: gate_up, DOWN: down}
         if candidate.module.is_transposed:
             values = {name: value.transpose(-1, -2) for name, value in values.items()}
     for name, value in values.items():
-        slot, leaf = stock_slot(candidate.module, name)
-        slot._parameters[leaf] = nn.Parameter(value.contiguous() if layout == "stock" else value)
+        put_parameter(candidate.module, name, nn.Parameter(value.contiguous() if layout == "stock" else value))
     return candidate.module

@@ -9,14 +9,7 @@ from transformers import PreTrainedModel
 
 from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.errors import ConversionError, public
-from hf_neuron_moe.modules.quantized_blocks import (
-    DOWN,
-    GATE_UP,
-    SCALE_SUFFIX,
-    QuantizedBlock,
-    QuantizedExperts,
-    QuantizedSwiGLUMLP,
-)
+from hf_neuron_moe.modules.quantized_blocks import DOWN, GATE_UP, QuantizedBlock, QuantizedExperts, QuantizedSwiGLUMLP
 from hf_neuron_moe.patching.apply import Swap, all_slots
 from hf_neuron_moe.patching.discovery import Candidate, discover
 from hf_neuron_moe.quantizers.bf16_loader import Landing
@@ -29,8 +22,7 @@ _CONFIG = NeuronMoEConfig(precision="mxfp8", backend="torch", weights="stock")
 class Placement:
     """Stand-ins in a model."""
 
-    frozen: list[tuple[QuantizedBlock, Candidate]] = field(default_factory=list)
-    """Blocks that stay, with the modules they stand in for."""
+    frozen: list[tuple[QuantizedBlock, Candidate]] = field(default_factory=list)  # those that stay; what they replace
     landings: list[Landing] = field(default_factory=list)  # those that make way for the original modules again
     swaps: list[Swap] = field(default_factory=list)  # bf16 blocks, patched because they lie beside quantized ones
     names: set[str] = field(default_factory=set)  # in-memory names of all converted tensors
@@ -58,14 +50,12 @@ def place(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> Placeme
         placement.names |= {f"{candidate.name}.{name}" if candidate.name else name for name in stand_in.state_dict()}
     lost = sorted(name for name, tensor in stored.items() if name not in placed and tensor.orientation == FORWARD)
     if lost:
-        expected, got = (
-            "the weight of an MLP or experts module of this model",
-            f"no such module in {type(model).__name__}",
-        )
+        got = f"no such module in {type(model).__name__}"
         fix = (
             "config.json and the shards do not belong together, or the transformers version builds this family "
             "differently from the one that converted it: convert the original again."
         )
+        expected = "the weight of an MLP or experts module of this model"
         raise ConversionError.about(f"tensor {lost[0]}", expected, got, fix)
     return placement
 
@@ -74,32 +64,35 @@ def _tensors_of(
     module: str, kind: type[QuantizedBlock], model: PreTrainedModel, stored: Mapping[str, StoredTensor]
 ) -> dict[str, StoredTensor]:
     """A module's converted tensors by their names in it; empty where it was left in source form."""
-    prefix = f"{module}." if module else ""
     base = f"{model.base_model_prefix}."
     found: dict[str, StoredTensor] = {}
     for name in kind.tensor_names():
-        full = prefix + name
+        full = f"{module}.{name}" if module else name
         # A headless model's names have no prefix where the file's have one, and the other way round.
-        known = next((each for each in (full, base + full, full.removeprefix(base)) if each in stored), None)
-        if known is not None:
-            found[name] = stored[known]
+        for known in (full, base + full, full.removeprefix(base)):
+            if known in stored:
+                found.setdefault(name, stored[known])
     return found
 
 
 def _stand_in(
     candidate: Candidate, kind: type[QuantizedBlock], tensors: Mapping[str, StoredTensor]
 ) -> Landing | QuantizedBlock:
-    values = {role: tensors.get(role + kind.weight_suffix) for role in (GATE_UP, DOWN)}
-    scales = [tensors.get(role + kind.weight_suffix + SCALE_SUFFIX) for role in (GATE_UP, DOWN)]
-    whole = {role: tensor for role, tensor in values.items() if tensor is not None}
+    names = kind.tensor_names()
+    whole = {role: tensors[name] for role, name in zip((GATE_UP, DOWN), names[::2]) if name in tensors}
     plain = all(tensor.layout in BF16_LAYOUTS for tensor in whole.values())
-    if candidate.reason is not None or len(whole) < 2 or any((scale is None) is not plain for scale in scales):
+    if candidate.reason is not None or len(whole) < 2 or any((name in tensors) is plain for name in names[1::2]):
         expected = "gate_up and down of a module that the kernels can compute, with scales if they are quantised"
         got = f"{', '.join(sorted(tensors))}{f' ({candidate.reason})' if candidate.reason else ''}"
         fix = "The checkpoint is damaged, or this version of transformers builds the module differently."
         raise ConversionError.about(f"converted weights of {candidate.name}", expected, got, fix)
+    sizes = candidate.sizes
     for role, tensor in whole.items():
-        _check_sizes(candidate.sizes, tensor, gate_up=role == GATE_UP)
+        stored = (None if sizes[0] is None else tensor.tensor.shape[0], *tensor.sizes(gate_up=role == GATE_UP))
+        if stored != sizes:
+            expected = f"made of {_named(*sizes)}, as config.json says"
+            fix = "config.json and the shards do not belong together."
+            raise ConversionError.about(f"tensor {tensor.name}", expected, _named(*stored), fix)
     if plain:
         return Landing(candidate, whole)
     if candidate.gate != "silu":
@@ -111,14 +104,6 @@ def _stand_in(
     if candidate.roles is None:
         block.neuron_top_k = candidate.top_k
     return block
-
-
-def _check_sizes(sizes: tuple[int | None, int | None, int | None], tensor: StoredTensor, *, gate_up: bool) -> None:
-    stored = (None if sizes[0] is None else tensor.tensor.shape[0], *tensor.sizes(gate_up=gate_up))
-    if stored != sizes:
-        expected = f"made of {_named(*sizes)}, as config.json says"
-        fix = "config.json and the shards do not belong together."
-        raise ConversionError.about(f"tensor {tensor.name}", expected, _named(*stored), fix)
 
 
 def _named(experts: int | None, hidden: int | None, inner: int | None) -> str:

@@ -58,10 +58,7 @@ def finish(model: PreTrainedModel, placement: Placement, options: NeuronMoEQuant
 
 @one_at_a_time
 def dequantize(model: PreTrainedModel, placement: Placement, dtype: torch.dtype) -> None:
-    """Turn an MX base into an ordinary model that has the codes' values as weights.
-
-    bf16 and wider dtypes hold MX values exactly, as far as their exponents reach.
-    """
+    """Give an MX base its codes' values as weights: exact in bf16 and wider dtypes, as far as their exponents reach."""
     slots = all_slots(model)
     for block, candidate in placement.frozen:
         original = give_weights(candidate, *_values(block, candidate, dtype), "stock").train(block.training)

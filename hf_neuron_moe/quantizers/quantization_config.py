@@ -16,14 +16,9 @@ _DAMAGED = "The conversion is damaged, or a later version of hf-neuron-moe wrote
 class NeuronMoEQuantizationConfig(QuantizationConfigMixin):
     """What ``hf-neuron-moe convert`` made: which conversion this is.
 
-    How a single tensor is stored is recorded in its shard's header, and loading goes by that.
-
-    Args:
-        precision: ``"bf16"``, ``"mxfp8"`` or ``"mxfp4"``.
-        layout: ``"fused"`` or ``"kernel"``.
-        tp_degree: number of tensor-parallel ranks the tensors are split among.
-        quant_method: ``"neuron_moe"``.
-        **options: the conversion's other options, kept as they are.
+    `precision` is ``"bf16"``, ``"mxfp8"`` or ``"mxfp4"``, `layout` ``"fused"`` or ``"kernel"``, `tp_degree` the number
+    of ranks that the tensors are split among; `options` are the conversion's others. How a single tensor is stored is
+    recorded in its shard's header, and loading goes by that.
     """
 
     @public("quantization_config")

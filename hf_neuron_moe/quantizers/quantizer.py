@@ -22,11 +22,7 @@ _BACKWARD_OPERANDS = r"(gate_up|down)_proj(\.weight)?_T(_scale)?$"
 
 
 class NeuronMoEQuantizer(HfQuantizer):
-    """Loads what ``hf-neuron-moe convert`` wrote.
-
-    bf16 layouts become a patched, trainable model with ordinary parameters; MX becomes a model whose MLPs and experts
-    are frozen blocks that compute with the stored codes.
-    """
+    """Loads bf16 layouts as a patched, trainable model, MX as one with frozen blocks that compute with the codes."""
 
     requires_calibration = False
     quantization_config: NeuronMoEQuantizationConfig
@@ -39,10 +35,8 @@ class NeuronMoEQuantizer(HfQuantizer):
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         """Raise where transformers is to quantize while loading, and for parts of tensor-parallel ranks."""
         if not self.pre_quantized:
-            fix = (
-                "Load the model without it and call patch_model, or convert the checkpoint first: "
-                "`hf-neuron-moe convert SRC DST`."
-            )
+            convert = "`hf-neuron-moe convert SRC DST`"
+            fix = f"Load the model without it and call patch_model, or convert the checkpoint first: {convert}."
             expected, got = "left out for a checkpoint that is not converted", type(self.quantization_config).__name__
             raise UnsupportedModelError.about("quantization_config", expected, got, fix)
         if self.quantization_config.tp_degree > 1:

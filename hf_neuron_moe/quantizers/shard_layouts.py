@@ -32,15 +32,8 @@ LAYOUTS_KEY, TENSORS_KEY = "hf_neuron_moe.layouts", "hf_neuron_moe.tensors"
 BF16_LAYOUTS = (BF16_FUSED, BF16_KERNEL, BF16_SWIZZLED)
 WHERE = "from_pretrained"
 
-_DTYPES = {
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "U8": torch.uint8,
-    "U16": torch.uint16,
-    "U32": torch.uint32,
-    "I16": torch.int16,
-    "I32": torch.int32,
-}
+_INTEGERS = {"U8": torch.uint8, "U16": torch.uint16, "U32": torch.uint32, "I16": torch.int16, "I32": torch.int32}
+_DTYPES = {"BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn, **_INTEGERS}
 _ARRANGEMENTS = {MX_FUSED_CODES: NATURAL, MX_KERNEL_CODES: SWIZZLED}
 _WORD_FORMATS = {MOE_WORDS["mxfp8"]: "e4m3fn", MOE_WORDS["mxfp4"]: "e2m1"}
 _FORMS: dict[str, tuple[tuple[str, ...], range]] = {
@@ -111,11 +104,8 @@ def read_stored(files: Iterable[str]) -> dict[str, StoredTensor]:
     stored: dict[str, StoredTensor] = {}
     for path in files:
         tensors, metadata = read_header(Path(path))
-        facts = _facts(path, metadata)
-        for name, tensor in tensors.items():
-            fact = facts.get(name, _Fact())
-            if fact.layout != SOURCE:
-                stored[name] = _stored(tensor, fact)
+        facts = {name: fact for name, fact in _facts(path, metadata).items() if fact.layout != SOURCE}
+        stored |= {name: _stored(tensor, facts[name]) for name, tensor in tensors.items() if name in facts}
     return stored
 
 
@@ -129,9 +119,7 @@ def check_folder(directory: Path) -> None:
 
 
 def _facts(path: str, metadata: Mapping[str, str]) -> dict[str, _Fact]:
-    for key in (TENSORS_KEY, LAYOUTS_KEY):
-        if key not in metadata:
-            continue
+    for key in (key for key in (TENSORS_KEY, LAYOUTS_KEY) if key in metadata):
         try:
             content = parse_json(metadata[key].encode())
             if not isinstance(content, dict):
@@ -149,9 +137,8 @@ def _facts(path: str, metadata: Mapping[str, str]) -> dict[str, _Fact]:
 def _stored(tensor: SourceTensor, fact: _Fact) -> StoredTensor:
     allowed, axes = _FORMS.get(fact.layout, (tuple(_DTYPES), range(2, 7)))
     if tensor.dtype not in allowed or fact.tp_rank is not None:
-        got = f"dtype {tensor.dtype}"
-        if fact.tp_rank is not None:
-            got = f"the part of tensor-parallel rank {fact.tp_rank}"
+        part = f"the part of tensor-parallel rank {fact.tp_rank}"
+        got = f"dtype {tensor.dtype}" if fact.tp_rank is None else part
         fix = "Convert the original without --tp-degree to load it in transformers; ranks' parts are for Neuron."
         raise ConversionError.about(f"tensor {tensor.name}", "a whole converted weight", got, fix)
     padding = fact.padding or {}
@@ -159,5 +146,4 @@ def _stored(tensor: SourceTensor, fact: _Fact) -> StoredTensor:
         got = f"shape {list(tensor.shape)} with {padding or 'no'} zeros"
         raise damaged(f"tensor {tensor.name}", f"of the form of {fact.layout}", got)
     described = torch.empty(tensor.shape, dtype=_DTYPES[tensor.dtype], device="meta")
-    orientation = fact.orientation or FORWARD
-    return StoredTensor(tensor.name, fact.layout, described, fact.scale_layout, orientation, padding)
+    return StoredTensor(tensor.name, fact.layout, described, fact.scale_layout, fact.orientation or FORWARD, padding)
