@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 SNAPSHOT = Path(__file__).with_name("public.json")
-PACKAGES = ("", ".kernels", ".formats", ".convert", ".training", ".patching", ".quantizers")
+PACKAGES = ("", ".kernels", ".kernels.release_2_30", ".formats", ".convert", ".training", ".patching", ".quantizers")
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 

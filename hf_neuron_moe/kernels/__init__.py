@@ -2,7 +2,8 @@
 
     >>> from hf_neuron_moe.kernels import MoECTESpec, build_block_plan, moe_cte
 
-The functions are those of :mod:`hf_neuron_moe.reference` under AWS's names. ``docs/kernels.md`` lists every argument of
+The functions are those of :mod:`hf_neuron_moe.reference` under AWS's names, with the arguments of nki-library 2.31 to
+2.33; :mod:`hf_neuron_moe.kernels.release_2_30` has those of 2.30. ``docs/kernels.md`` lists every argument of
 every function.
 """
 

@@ -1,0 +1,199 @@
+"""The documented functions as the pages of nki-library 2.30 spell them: names, order and defaults of the arguments.
+
+    >>> from hf_neuron_moe.kernels.release_2_30 import compute_phase1_down_proj_mm_grad_mxfp8, moe_cte
+
+``hf_neuron_moe.kernels`` follows the releases 2.31 to 2.33. Calls written from a page of 2.30, by position or by
+keyword, are for this module. Its signatures are data (``release_2_30.json``), and it computes with the functions of
+:mod:`hf_neuron_moe.reference`, which check shapes and dtypes. Rules of 2.30 that change values: phase 2 is one product
+per half along K = I, and a raw contraction axis of exactly 384 is one tile.
+
+Legend: S tokens, H hidden, I intermediate (which this release calls hidden).
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from hf_neuron_moe import kernels
+from hf_neuron_moe.errors import public
+from hf_neuron_moe.reference.launch_record import note_launch, scheduling
+from hf_neuron_moe.reference.mlp_mxfp8.operand_checks import check_buffer, check_descriptor
+from hf_neuron_moe.reference.moe_types import bound
+
+__all__ = [
+    "blockwise_mm_bwd",
+    "compute_fused_gate_up_down_mxfp8",
+    "compute_phase1_down_proj_mm_grad_mxfp8",
+    "compute_phase2_hidden_states_grad_mxfp8",
+    "compute_phase3_gate_up_weight_grad_mxfp8",
+    "compute_phase4_down_weight_grad_mxfp8",
+    "fp8_mul_backward",
+    "get_program_sharding_info",
+    "mlp_backward_mxfp8_base_nki",
+    "mlp_backward_mxfp8_nki",
+    "mlp_forward_mxfp8_nki",
+    "moe_cte",
+]
+
+ReturnT = TypeVar("ReturnT")
+Call = dict[str, Any]
+_DOCUMENTED = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+_NAMES = {"nl.bfloat16": torch.bfloat16, "float8_e4m3fn_x4": torch.float8_e4m3fn}
+
+
+def _default(text: str) -> Any:
+    """Return what a default of the documents stands for: a literal, a dtype, a member of an enum, or ``SkipMode()``."""
+    if text in _NAMES:
+        return _NAMES[text]
+    owner, dot, member = text.partition(".")
+    if dot:
+        return getattr(kernels, owner)[member]
+    return kernels.SkipMode(False, False) if text.startswith("SkipMode") else ast.literal_eval(text)
+
+
+def _documented(compute: Callable[[Call], ReturnT]) -> Callable[..., ReturnT]:
+    """Give a function of one mapping, its arguments by name, the documented signature of its name."""
+    name, kind = compute.__name__, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    declared = _DOCUMENTED[name]["arguments"]
+    defaults = [_default(rest[0]) if rest else inspect.Parameter.empty for _, *rest in declared]
+    parameters = [
+        inspect.Parameter(argument, kind, default=default) for (argument, *_), default in zip(declared, defaults)
+    ]
+    signature = inspect.Signature(parameters)
+
+    @public
+    @functools.wraps(compute)
+    def call(*args: Any, **kwargs: Any) -> ReturnT:
+        return compute(bound(name, signature, args, kwargs))
+
+    call.__dict__["__signature__"] = signature
+    return call
+
+
+@_documented
+def moe_cte(call: Call) -> Tensor | kernels.MoEForward:
+    """Forward of the experts: the output ``[T', H]``, or a tuple with the activations where these are saved."""
+    result = kernels.moe_cte(**call)
+    saved = result.gate_up_activations_T is not None or result.down_activations is not None
+    return result if saved else result.output
+
+
+@_documented
+def blockwise_mm_bwd(call: Call) -> tuple[Tensor, ...]:
+    """Backward of the experts: :func:`hf_neuron_moe.kernels.blockwise_mm_bwd`."""
+    return kernels.blockwise_mm_bwd(**call)
+
+
+@_documented
+def mlp_forward_mxfp8_nki(call: Call) -> Tensor:
+    """Forward of the MXFP8 MLP: :func:`hf_neuron_moe.kernels.mlp_forward_mxfp8_nki`."""
+    return kernels.mlp_forward_mxfp8_nki(**call)
+
+
+@_documented
+def compute_fused_gate_up_down_mxfp8(call: Call) -> None:
+    """Fill one core's rows of the MXFP8 MLP's output."""
+    kernels.compute_fused_gate_up_down_mxfp8(**call)
+
+
+@_documented
+def fp8_mul_backward(call: Call) -> Any:
+    """Backward of COAT's FP8 product: :func:`hf_neuron_moe.kernels.fp8_mul_backward`."""
+    return kernels.fp8_mul_backward(**call)
+
+
+@_documented
+def get_program_sharding_info(call: Call) -> tuple[int, int]:
+    """Return the number of programs and this one's id."""
+    return kernels.get_program_sharding_info(**call)
+
+
+@_documented
+def mlp_backward_mxfp8_nki(call: Call) -> tuple[Tensor, ...]:
+    """Backward of the MXFP8 MLP: :func:`hf_neuron_moe.kernels.mlp_backward_mxfp8_nki_2_30`."""
+    return kernels.mlp_backward_mxfp8_nki_2_30(**call)
+
+
+@_documented
+def compute_phase1_down_proj_mm_grad_mxfp8(call: Call) -> None:
+    """Fill the rows from s_base on of d_gate and d_up ``[S, I]``, and of their transposes ``[2I, S]`` in scratch."""
+    options = _step(call)
+    for name in ("output_grad_td", "down_weight_td", *_HALVES):
+        check_descriptor(call[name], name)
+    shape = tuple(call[name].logical_shape[1] for name in ("output_grad_td", "down_weight_td"))
+    halves = [check_buffer(call.pop(name).data, shape, "[S, I]", name) for name in _HALVES]
+    both_S2I = torch.cat(halves, dim=1)  # rows of the other core stay as they are
+    both = kernels.TensorDescriptor(both_S2I)
+    kernels.compute_phase1_down_proj_mm_grad_mxfp8(d_gate_up_td=both, lone_384=True, **call, **options)
+    for half, values in zip(halves, both_S2I.chunk(2, dim=1)):
+        half.copy_(values)
+
+
+@_documented
+def compute_phase2_hidden_states_grad_mxfp8(call: Call) -> None:
+    """Fill the rows from s_base on of dX ``[S, H]``: two products along K = I into one accumulator, gate first."""
+    options = _step(call)
+    kernels.compute_phase2_hidden_states_grad_mxfp8_2_30(**call, **options)
+
+
+@_documented
+def compute_phase3_gate_up_weight_grad_mxfp8(call: Call) -> None:
+    """Fill ``[dWg; dWu]`` ``[2I, H]``, for both cores together."""
+    options = _step(call)
+    kernels.compute_phase3_gate_up_weight_grad_mxfp8(lone_384=True, **call, **options)
+
+
+@_documented
+def compute_phase4_down_weight_grad_mxfp8(call: Call) -> None:
+    """Fill the rows from h_base on of dWd ``[H, I]``."""
+    options = _step(call)
+    kernels.compute_phase4_down_weight_grad_mxfp8(
+        intermediate_T_td=call.pop("hidden_T_td"), lone_384=True, **call, **options
+    )
+
+
+@_documented
+def mlp_backward_mxfp8_base_nki(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """Run phases 1 to 4 for both cores together; return dX ``[S, H]``, ``[dWg; dWu]`` ``[2I, H]`` and dWd ``[H, I]``.
+
+    hidden_states_td and hidden_td are not read: the phases take their transposes.
+    """
+    options = scheduling(call)
+    step = {name: options[name] for name in _STEP} | {"run_with_lnc2": False}
+    bf16 = torch.bfloat16
+    compute_phase1_down_proj_mm_grad_mxfp8(
+        *(call[f"{name}_td"] for name in ("output_grad", "gate_pre", "gate_act", "up", "d_gate", "d_up", "scratch")),
+        call["down_weight_T_td"],
+        0,
+        bf16,
+        **step,
+    )
+    dx, weights = call["hidden_states_grad_td"], (call["gate_weight_T_td"], call["up_weight_T_td"])
+    compute_phase2_hidden_states_grad_mxfp8(dx, *weights, call["d_gate_td"], call["d_up_td"], 0, bf16, **step)
+    d_weight, d_down = call["weight_grad_td"], call["down_weight_grad_td"]
+    hidden_states_T, grad_T = call["hidden_states_T_td"], call["scratch_td"]
+    compute_phase3_gate_up_weight_grad_mxfp8(d_weight, hidden_states_T, grad_T, bf16, **step)
+    compute_phase4_down_weight_grad_mxfp8(d_down, call["output_grad_T_td"], call["hidden_T_td"], 0, bf16, **step)
+    note_launch("mlp_backward_mxfp8_base_nki", options)
+    return dx.data, d_weight.data, d_down.data
+
+
+_HALVES = ("d_gate_td", "d_up_td")
+_STEP = ("fp8_x4_dtype", "spill_reload", "use_scale_packing", "run_with_lnc2")
+
+
+def _step(call: Call) -> Call:
+    """Check the options of a step and take them out of `call`; return those that its function has."""
+    options = scheduling(call)
+    for name in options:
+        del call[name]
+    return {name: options[name] for name in _STEP if name in options}

@@ -1,0 +1,219 @@
+"""Calls written from the pages of nki-library 2.30 bind, by position and by keyword, and give what they document."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_neuron_moe import kernels
+from hf_neuron_moe.errors import ConfigError, DTypeError, ShapeError
+from hf_neuron_moe.kernels import TensorDescriptor, release_2_30
+from tests.kernels import moe_cte_calls
+from tests.refusals import refused
+
+DATA = Path(release_2_30.__file__).with_suffix(".json")
+DOCUMENTED: dict[str, Any] = json.loads(DATA.read_text(encoding="utf-8"))
+COUNTS = {
+    "blockwise_mm_bwd": 20,
+    "compute_fused_gate_up_down_mxfp8": 19,
+    "compute_phase1_down_proj_mm_grad_mxfp8": 17,
+    "compute_phase2_hidden_states_grad_mxfp8": 14,
+    "compute_phase3_gate_up_weight_grad_mxfp8": 11,
+    "compute_phase4_down_weight_grad_mxfp8": 12,
+    "fp8_mul_backward": 9,
+    "get_program_sharding_info": 1,
+    "mlp_backward_mxfp8_base_nki": 34,
+    "mlp_backward_mxfp8_nki": 57,
+    "mlp_forward_mxfp8_nki": 25,
+    "moe_cte": 23,
+}
+"""Arguments on the page, counted there."""
+
+
+def test_every_documented_function_is_here() -> None:
+    assert release_2_30.__all__ == sorted(DOCUMENTED) == sorted(COUNTS)
+    assert {name: len(entry["arguments"]) for name, entry in DOCUMENTED.items()} == COUNTS
+
+
+@pytest.mark.parametrize("name", sorted(DOCUMENTED))
+def test_names_order_and_defaults_are_the_pages(name: str) -> None:
+    parameters = inspect.signature(getattr(release_2_30, name)).parameters
+    declared = DOCUMENTED[name]["arguments"]
+    assert [argument for argument, *_ in declared] == list(parameters)
+    assert {each.kind for each in parameters.values()} == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
+    for argument, *default in declared:
+        found = parameters[argument].default
+        if not default:
+            assert found is inspect.Parameter.empty
+        elif default[0] in ("None", "True", "False") or default[0].isdigit():
+            assert str(found) == default[0]
+        else:
+            assert found is not None and found is not inspect.Parameter.empty
+
+
+def test_named_defaults_are_objects() -> None:
+    moe, backward = (inspect.signature(getattr(release_2_30, each)) for each in ("moe_cte", "blockwise_mm_bwd"))
+    assert moe.parameters["skip_dma"].default == kernels.SkipMode(False, False)
+    assert moe.parameters["compute_dtype"].default is torch.bfloat16
+    assert moe.parameters["activation_function"].default is kernels.ActFnType.SiLU
+    assert backward.parameters["shard_option"].default is kernels.ShardOption.SHARD_ON_HIDDEN
+
+
+def rows_of(*shape: int) -> Tensor:
+    return (torch.randn(shape) * 0.1).bfloat16()
+
+
+def mlp_operands(S: int, H: int, I: int) -> dict[str, Tensor]:  # noqa: E741
+    """The tensors of a backward of 2.30 by the page's names, all checkpoints given."""
+    x, grad, gate_up, down = rows_of(S, H), rows_of(S, H), rows_of(2 * I, H), rows_of(H, I)
+    gate, up = rows_of(S, I), rows_of(S, I)
+    act = torch.nn.functional.silu(gate.float()).bfloat16()
+    hidden = act * up
+    gate_T, up_T = (half.t().contiguous() for half in gate_up.chunk(2))
+    return {
+        "output_hidden_states_grad": grad,
+        "hidden_states": x,
+        "gate_proj_weight_T": gate_T,
+        "up_proj_weight_T": up_T,
+        "down_proj_weight_T": down.t().contiguous(),
+        "gate_up_weights": gate_up,
+        "d_gate_scratch": torch.zeros(S, I, dtype=torch.bfloat16),
+        "d_up_scratch": torch.zeros(S, I, dtype=torch.bfloat16),
+        "hidden_states_T": x.t().contiguous(),
+        "output_grad_T": grad.t().contiguous(),
+        "hidden_T": hidden.t().contiguous(),
+        "silu_up_mul_gate_grad_T_scratch": torch.zeros(2 * I, S, dtype=torch.bfloat16),
+        **{
+            f"{name}_scratch": torch.zeros(S, I, dtype=torch.bfloat16)
+            for name in ("gate_pre", "gate_act", "up", "hidden")
+        },
+        "gate_pre": gate,
+        "gate_act": act,
+        "up": up,
+        "hidden": hidden,
+    }
+
+
+def empty(*shape: int) -> Tensor:
+    return torch.full(shape, float("nan"), dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(("S", "H", "I"), [(128, 128, 256), (256, 384, 384), (384, 640, 128)])
+def test_phases_and_base_are_the_whole(S: int, H: int, I: int) -> None:  # noqa: E741
+    torch.manual_seed(S + H + I)
+    given = mlp_operands(S, H, I)
+    whole = release_2_30.mlp_backward_mxfp8_nki(*given.values())
+    td = {name: TensorDescriptor(tensor) for name, tensor in given.items()}
+    made = {"d_gate": (S, I), "d_up": (S, I), "scratch": (2 * I, S), "dx": (S, H), "dw": (2 * I, H), "dwd": (H, I)}
+    out = {name: TensorDescriptor(empty(*shape)) for name, shape in made.items()}
+    base = release_2_30.mlp_backward_mxfp8_base_nki(
+        td["output_hidden_states_grad"], td["hidden_states"], td["gate_pre"], td["gate_act"], td["up"], td["hidden"],
+        td["gate_proj_weight_T"], td["up_proj_weight_T"], td["down_proj_weight_T"], out["d_gate"], out["d_up"],
+        td["hidden_states_T"], td["output_grad_T"], td["hidden_T"], out["scratch"], out["dx"], out["dw"], out["dwd"],
+    )  # fmt: skip
+    assert all(torch.equal(one, other) for one, other in zip(base, whole, strict=True))
+    assert torch.equal(out["d_gate"].data, given["d_gate_scratch"])
+    assert torch.equal(out["d_up"].data, given["d_up_scratch"])
+    assert torch.equal(out["scratch"].data, given["silu_up_mul_gate_grad_T_scratch"])
+
+    again = {name: TensorDescriptor(empty(*shape)) for name, shape in made.items()}
+    for core in (0, 1):  # each core of two its half, the tiles as the page has them
+        release_2_30.compute_phase1_down_proj_mm_grad_mxfp8(
+            td["output_hidden_states_grad"], td["gate_pre"], td["gate_act"], td["up"], again["d_gate"], again["d_up"],
+            again["scratch"], td["down_proj_weight_T"], core * S // 2, torch.bfloat16, "float8_e4m3fn_x4", 8, 1, 8,
+        )  # fmt: skip
+        release_2_30.compute_phase2_hidden_states_grad_mxfp8(
+            hidden_states_grad_td=again["dx"], gate_weight_td=td["gate_proj_weight_T"],
+            up_weight_td=td["up_proj_weight_T"], d_gate_td=out["d_gate"], d_up_td=out["d_up"], s_base=core * S // 2,
+            dtype=torch.bfloat16, fp8_x4_dtype="float8_e4m3fn_x4", TILES_IN_BLOCK_K=4,
+        )  # fmt: skip
+        release_2_30.compute_phase4_down_weight_grad_mxfp8(
+            again["dwd"], td["output_grad_T"], td["hidden_T"], core * H // 2, torch.bfloat16, torch.float8_e4m3fn
+        )
+    release_2_30.compute_phase3_gate_up_weight_grad_mxfp8(
+        again["dw"], td["hidden_states_T"], again["scratch"], torch.bfloat16, torch.float8_e4m3fn, 4, 1, 8
+    )
+    for name, descriptor in out.items():
+        assert torch.equal(again[name].data, descriptor.data), name
+
+
+def test_phase_1_leaves_the_other_core_alone() -> None:
+    given = {name: TensorDescriptor(tensor) for name, tensor in mlp_operands(256, 128, 128).items()}
+    d_gate, d_up = (TensorDescriptor(torch.full((256, 128), 7.0).bfloat16()) for _ in range(2))
+    release_2_30.compute_phase1_down_proj_mm_grad_mxfp8(
+        given["output_hidden_states_grad"], given["gate_pre"], given["gate_act"], given["up"], d_gate, d_up,
+        TensorDescriptor(torch.zeros(256, 256).bfloat16()), given["down_proj_weight_T"], 128, torch.bfloat16,
+        torch.float8_e4m3fn,
+    )  # fmt: skip
+    for half in (d_gate, d_up):
+        assert half.data is not None and (half.data[:128] == 7).all() and (half.data[128:] != 7).any()
+
+
+def test_the_moe_forward_is_one_tensor_by_position() -> None:
+    names = [name for name, *_ in DOCUMENTED["moe_cte"]["arguments"]]
+    given = moe_cte_calls.arguments() | {"activation_function": kernels.ActFnType.SiLU}
+    for name in ("hidden_states", "gate_up_proj_weight", "down_proj_weight"):
+        given[name] = given[name] * rows_of(*given[name].shape)
+    values, swish = [given[name] for name in names[:8]], kernels.ActFnType.Swish
+    output = release_2_30.moe_cte(*values, None, None, None, None, None, None, swish)
+    assert isinstance(output, Tensor)
+    assert torch.equal(output, kernels.moe_cte(**given | {"activation_function": swish}).output)
+    assert not torch.equal(output, release_2_30.moe_cte(**given))
+
+
+def test_the_moe_backward_takes_the_pages_order() -> None:
+    given = moe_cte_calls.arguments(inner=64)
+    blocks, B, I = len(given["block_to_expert"]), given["block_size"], given["down_proj_weight"].shape[1]  # noqa: E741
+    operands = {name: given[name] for name in list(given)[:4]}
+    operands |= {
+        "gate_up_proj_act_checkpoint_T": rows_of(blocks, 2, I, B),
+        "down_proj_act_checkpoint": rows_of(blocks, B, given["hidden_states"].shape[1]),
+        "token_position_to_id": given["token_position_to_id"],
+        "block_to_expert": given["block_to_expert"],
+        "output_hidden_states_grad": rows_of(*given["hidden_states"].shape),
+        "block_size": B,
+    }
+    limits = kernels.ClampLimits(0.125, -0.125, 0.125, -0.125)
+    options = (None, torch.bfloat16, True, kernels.ShardOption.SHARD_ON_HIDDEN)
+    options += (kernels.AffinityOption.AFFINITY_ON_H, kernels.KernelTypeOption.DROPLESS, limits)  # type: ignore[assignment]
+    found = release_2_30.blockwise_mm_bwd(*operands.values(), *options)
+    expected = kernels.blockwise_mm_bwd(**operands, clamp_limits=limits)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    plain = kernels.blockwise_mm_bwd(**operands)
+    assert not torch.equal(found[2], plain.gate_up_proj_weight_grad)
+
+
+def test_wrong_calls_name_the_function_and_the_argument() -> None:
+    given = {name: TensorDescriptor(tensor) for name, tensor in mlp_operands(128, 128, 128).items()}
+    arguments = {
+        "output_grad_td": given["output_hidden_states_grad"],
+        "gate_pre_td": given["gate_pre"],
+        "gate_act_td": given["gate_act"],
+        "up_td": given["up"],
+        "d_gate_td": TensorDescriptor(empty(128, 128)),
+        "d_up_td": TensorDescriptor(empty(128, 128)),
+        "scratch_td": TensorDescriptor(empty(256, 128)),
+        "down_weight_td": given["down_proj_weight_T"],
+        "s_base": 0,
+        "dtype": torch.bfloat16,
+        "fp8_x4_dtype": "float8_e4m3fn_x4",
+        "run_with_lnc2": False,
+    }
+    phase1 = release_2_30.compute_phase1_down_proj_mm_grad_mxfp8
+    where = "compute_phase1_down_proj_mm_grad_mxfp8"
+    with refused(ShapeError, "d_up_td", where=where):
+        phase1(**arguments | {"d_up_td": TensorDescriptor(empty(128, 256))})
+    with refused(DTypeError, "d_gate_td", where=where):
+        phase1(**arguments | {"d_gate_td": TensorDescriptor(torch.zeros(128, 128))})
+    with refused(ConfigError, "TILES_IN_BLOCK_M", got="0", where=where):
+        phase1(**arguments | {"TILES_IN_BLOCK_M": 0})
+    with pytest.raises(TypeError, match=r"compute_phase1_down_proj_mm_grad_mxfp8\(\) missing a required argument"):
+        phase1(given["output_hidden_states_grad"])
+    with pytest.raises(TypeError, match=r"moe_cte\(\) got an unexpected keyword argument 'gate_up_in_scale'"):
+        release_2_30.moe_cte(**moe_cte_calls.arguments(), gate_up_in_scale=None)  # came with a later release
