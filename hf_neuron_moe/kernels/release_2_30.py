@@ -5,7 +5,8 @@
 ``hf_neuron_moe.kernels`` follows the releases 2.31 to 2.33. Calls written from a page of 2.30, by position or by
 keyword, are for this module. Its signatures are data (``release_2_30.json``), and it computes with the functions of
 :mod:`hf_neuron_moe.reference`, which check shapes and dtypes. Rules of 2.30 that change values: phase 2 is one product
-per half along K = I, and a raw contraction axis of exactly 384 is one tile.
+per half along K = I, and a raw contraction axis of exactly 384 is one tile. :class:`ShardOption` has this release's
+members; the other records and enums are those of ``hf_neuron_moe.kernels``.
 
 Legend: S tokens, H hidden, I intermediate (which this release calls hidden).
 """
@@ -27,9 +28,10 @@ from hf_neuron_moe import kernels
 from hf_neuron_moe.errors import public
 from hf_neuron_moe.reference.launch_record import note_launch, scheduling
 from hf_neuron_moe.reference.mlp_mxfp8.operand_checks import check_buffer, check_descriptor
-from hf_neuron_moe.reference.moe_types import bound
+from hf_neuron_moe.reference.moe_types import ShardOption229 as ShardOption, bound
 
 __all__ = [
+    "ShardOption",
     "blockwise_mm_bwd",
     "compute_fused_gate_up_down_mxfp8",
     "compute_phase1_down_proj_mm_grad_mxfp8",
@@ -56,7 +58,7 @@ def _default(text: str) -> Any:
         return _NAMES[text]
     owner, dot, member = text.partition(".")
     if dot:
-        return getattr(kernels, owner)[member]
+        return (ShardOption if owner == "ShardOption" else getattr(kernels, owner))[member]
     return kernels.SkipMode(False, False) if text.startswith("SkipMode") else ast.literal_eval(text)
 
 

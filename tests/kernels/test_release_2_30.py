@@ -37,7 +37,7 @@ COUNTS = {
 
 
 def test_every_documented_function_is_here() -> None:
-    assert release_2_30.__all__ == sorted(DOCUMENTED) == sorted(COUNTS)
+    assert release_2_30.__all__ == ["ShardOption", *sorted(DOCUMENTED)] == ["ShardOption", *sorted(COUNTS)]
     assert {name: len(entry["arguments"]) for name, entry in DOCUMENTED.items()} == COUNTS
 
 
@@ -62,7 +62,7 @@ def test_named_defaults_are_objects() -> None:
     assert moe.parameters["skip_dma"].default == kernels.SkipMode(False, False)
     assert moe.parameters["compute_dtype"].default is torch.bfloat16
     assert moe.parameters["activation_function"].default is kernels.ActFnType.SiLU
-    assert backward.parameters["shard_option"].default is kernels.ShardOption.SHARD_ON_HIDDEN
+    assert backward.parameters["shard_option"].default is release_2_30.ShardOption.SHARD_ON_HIDDEN
 
 
 def rows_of(*shape: int) -> Tensor:
@@ -180,11 +180,14 @@ def test_the_moe_backward_takes_the_pages_order() -> None:
         "block_size": B,
     }
     limits = kernels.ClampLimits(0.125, -0.125, 0.125, -0.125)
-    options = (None, torch.bfloat16, True, kernels.ShardOption.SHARD_ON_HIDDEN)
+    options = (None, torch.bfloat16, True, release_2_30.ShardOption.AUTO)
     options += (kernels.AffinityOption.AFFINITY_ON_H, kernels.KernelTypeOption.DROPLESS, limits)  # type: ignore[assignment]
     found = release_2_30.blockwise_mm_bwd(*operands.values(), *options)
     expected = kernels.blockwise_mm_bwd(**operands, clamp_limits=limits)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    for option in ("SHARD_ON_HIDDEN", "SHARD_ON_INTERMEDIATE"):  # says how the cores divide the work
+        divided = {**operands, "clamp_limits": limits, "shard_option": release_2_30.ShardOption[option]}
+        assert torch.equal(release_2_30.blockwise_mm_bwd(**divided)[2], found[2])
     plain = kernels.blockwise_mm_bwd(**operands)
     assert not torch.equal(found[2], plain.gate_up_proj_weight_grad)
 
