@@ -35,7 +35,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "formats": GROUND | {"checks"},
     "backends": GROUND | {"checks", "formats"},
     "reference": GROUND | {"checks", "formats", "backends"},
-    "kernels": frozenset({"formats", "reference"}),
+    "kernels": GROUND | {"formats", "reference"},
     "modules": GROUND | {"checks", "formats", "backends"},
     "patching": GROUND | {"checks", "formats", "backends", "modules"},
     "training": GROUND | {"checks", "formats", "backends", "modules", "patching"},

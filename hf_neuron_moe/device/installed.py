@@ -260,8 +260,9 @@ def _package(module: str, name: str) -> Package:
 
 
 def _is_placeholder(distribution: str) -> bool:
-    if _version(distribution) is None:
+    try:
+        metadata = importlib.metadata.metadata(distribution)
+    except importlib.metadata.PackageNotFoundError:
         return False
-    metadata = importlib.metadata.metadata(distribution)
     told = f"{metadata.get_payload()} {metadata['Description'] or ''}"  # type: ignore[attr-defined]
     return any(mark in told for mark in _PLACEHOLDER_MARKS)

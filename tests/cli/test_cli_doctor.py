@@ -271,7 +271,7 @@ def test_doctor_judges_the_blocks_of_a_conversion(run, tmp_path):
     text = run("doctor", tmp_path / "dense-converted").out
     assert advice not in text, "nothing is wrong with it"
     assert "2 x frozen mlp (128, 256), e4m3fn codes, swizzled: mlp_forward_mxfp8_nki" in text
-    assert "  trn3  yes, in inference" in text and "kernels in inference only" in text
+    assert "  trn3  yes, in inference" in text and "kernels for inference only" in text
     assert "needs two physical cores" in run("doctor", tmp_path / "words-converted", "--lnc", 1).out
 
 

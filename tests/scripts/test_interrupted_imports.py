@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,5 +18,13 @@ def test_ctrl_c_during_the_imports_ends_in_one_line(script: str, package: str, r
     (tmp_path / f"{package}.py").write_text(stop, encoding="utf-8")
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{repo_root}"}
     command = [sys.executable, str(repo_root / "scripts" / script)]
-    child = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    # A shell's background jobs, such as a test run, ignore the signal and hand that on.
+    child = subprocess.run(
+        command,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     assert (child.returncode, child.stdout, child.stderr) == (130, "", "interrupted before it began\n")
