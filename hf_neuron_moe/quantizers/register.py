@@ -14,8 +14,6 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-from hf_neuron_moe.config import QUANT_METHOD
-
 REGISTRY_MODULE = "transformers.quantizers.auto"
 
 
@@ -34,6 +32,7 @@ def _wait() -> None:
 
 def register(registry: ModuleType) -> None:
     """Add the quantizer and its configuration to transformers' tables, where they are not yet."""
+    from hf_neuron_moe.config import QUANT_METHOD
     from hf_neuron_moe.quantizers.quantization_config import NeuronMoEQuantizationConfig
     from hf_neuron_moe.quantizers.quantizer import NeuronMoEQuantizer
 
