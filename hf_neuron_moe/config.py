@@ -34,6 +34,9 @@ FALLBACKS = ("refuse", "torch")
 WEIGHT_HOMES = ("auto", "stock", "kernel")
 BLOCK_SIZES = (128, 256, 512, 1024, 2048, 4096)
 """Tokens per block that ``blockwise_mm_bwd`` accepts (2048 and 4096 since release 2.33)."""
+ACCUMULATIONS = ("convention", "device")
+"""How the reference of the MoE kernels sums: in fp32 with one rounding, or in the I/O dtype block by block and core by
+core, as the device does."""
 
 # What `hf_neuron_moe.convert` takes.
 STORED_PRECISIONS = ("bf16", "mxfp8", "mxfp4")

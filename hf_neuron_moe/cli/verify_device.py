@@ -13,6 +13,7 @@ from hf_neuron_moe.cli.doctor_text import show_table
 from hf_neuron_moe.cli.exit_codes import CLOSE, REFUSED, VERIFY
 from hf_neuron_moe.cli.model_folder import model_folder, quiet_transformers
 from hf_neuron_moe.cli.shared_options import BlockSize, Json, choice, tell
+from hf_neuron_moe.config import ACCUMULATIONS
 
 if TYPE_CHECKING:
     from hf_neuron_moe.device.device_report import BlockResult
@@ -32,6 +33,9 @@ def verify_device(
     random_weights: Annotated[bool, typer.Option("--random-weights", help="Do not read the weights.")] = False,
     backend: Annotated[str, choice(NEURON_BACKENDS, text="nki-sim runs the kernels in NKI's simulator.")] = "neuron",
     device: Annotated[str | None, typer.Option(metavar="DEVICE", help="Such as neuron:3. Default: neuron:0.")] = None,
+    accumulation: Annotated[
+        str, choice(ACCUMULATIONS, text="device: bf16 experts beside the kernels' own rounding, within tighter bounds.")
+    ] = ACCUMULATIONS[0],
     as_json: Json = False,
 ) -> None:
     """Compare the Neuron kernels with PyTorch on this machine, layer by layer.
@@ -45,7 +49,7 @@ def verify_device(
     from hf_neuron_moe.device.model_dir import check_model_dir
     from hf_neuron_moe.device.request import Request
 
-    request = Request(backend, precision, tokens, block_size, seed, layers, device)
+    request = Request(backend, precision, tokens, block_size, seed, layers, device, accumulation)
     with model_folder(model_dir) as folder:
         quiet_transformers()
         check_model_dir(folder, random_weights=random_weights)

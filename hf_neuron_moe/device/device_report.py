@@ -49,6 +49,7 @@ class BlockResult:
     tensors: tuple[TensorResult, ...] = ()  # output and gradients; empty where it did not run
     seconds: float = 0.0  # of the call on the device, compilation included
     note: str = ""  # why it did not run, or what was raised
+    explanation: str = ""  # what its results agree with where they disagree with PyTorch's: see device/emulation.py
 
     @property
     def first_off(self) -> TensorResult | None:
@@ -129,6 +130,8 @@ class DeviceReport:
         block = self.first_off
         if block is not None:
             lines.append(f"First: {block.name}: {block.finding}")
+            if block.explanation:
+                lines.append(f"Its results agree with {block.explanation}.")
         return "\n".join([*lines, *self.advice])
 
     def to_dict(self) -> dict[str, Any]:

@@ -21,9 +21,23 @@ from hf_neuron_moe.backends.neuron import versions
 from hf_neuron_moe.config import NeuronMoEConfig
 from hf_neuron_moe.convert.assign import build_meta_model
 from hf_neuron_moe.device.device_report import ORDER, BlockResult, DeviceReport
+from hf_neuron_moe.device.emulation import emulated, explanation
 from hf_neuron_moe.device.model_dir import check_model_dir
 from hf_neuron_moe.device.request import WHERE, Request
-from hf_neuron_moe.device.tolerances import BOUNDS, ERROR, FAIL, MISSING, NOT_RUN, TensorResult, compare
+from hf_neuron_moe.device.tolerances import (
+    BOUNDS,
+    CLOSE,
+    EMULATED,
+    EQUAL,
+    ERROR,
+    FAIL,
+    MISSING,
+    NOT_RUN,
+    PASS,
+    Bounds,
+    TensorResult,
+    compare,
+)
 from hf_neuron_moe.errors import (
     BackendUnavailableError,
     ConfigError,
@@ -81,7 +95,8 @@ def verify_device(
         meta = any(param.is_meta for param in model.parameters())
         for number, (name, block) in enumerate(blocks[: request.layers]):
             inputs = random_inputs(block, request.tokens, request.seed + number)
-            results.append(_verify_block(name, block, inputs, (request.backend, place), request.seed + number, failed))
+            run = _Run(name, block, inputs, request, place)
+            results.append(_verify_block(run, request.seed + number, failed))
             if progress is not None:
                 progress(results[-1])
     return DeviceReport(
@@ -115,32 +130,79 @@ def _patched(model: nn.Module, config: NeuronMoEConfig) -> Iterator[list[BlockRe
         unpatch_model(model)
 
 
-def _verify_block(
-    name: str, block: NeuronBlock, inputs: Inputs, place: tuple[str, torch.device], seed: int, failed: dict[Any, str]
-) -> BlockResult:
+class _Run(NamedTuple):
+    """One block to be compared."""
+
+    name: str
+    block: NeuronBlock
+    inputs: Inputs
+    request: Request
+    place: torch.device
+
+    @property
+    def kind(self) -> str:
+        """As in :class:`~hf_neuron_moe.device.device_report.BlockResult`."""
+        frozen = "frozen " if isinstance(self.block, QuantizedBlock) else ""
+        return frozen + ("mlp" if self.block.neuron_shape.top_k is None else "experts")
+
+    @property
+    def precision(self) -> str:
+        """Of the kernels."""
+        return "mxfp8" if isinstance(self.block, QuantizedBlock) else self.block.neuron_config.precision
+
+    @property
+    def has_emulation(self) -> bool:
+        """Whether the block's kernels are also computed here, as the device accumulates."""
+        return self.kind == "experts" and self.precision == "bf16"
+
+    def on_device(self) -> tuple[dict[str, Tensor], float]:
+        """Results of the kernels, and seconds."""
+        return run_block(self.block, self.inputs, self.request.backend, self.place)
+
+    def here(self) -> dict[str, Tensor]:
+        """Results of the backend's calls on the CPU, for :mod:`~hf_neuron_moe.device.emulation`."""
+        return run_block(self.block, self.inputs, self.request.backend, torch.device("cpu"))[0]
+
+    def compare(self, found: dict[str, Tensor]) -> tuple[TensorResult, ...]:
+        """Compare with PyTorch or, as requested, with the kernels' own accumulation."""
+        if self.has_emulation and self.request.accumulation == "device":
+            with emulated():
+                return _compared(found, self.here(), EMULATED)
+        expected, _ = run_block(self.block, self.inputs, "torch", torch.device("cpu"))
+        return _compared(found, expected, BOUNDS[self.precision])
+
+
+def _verify_block(run: _Run, seed: int, failed: dict[Any, str]) -> BlockResult:
     """Compare one block; where a like one raised before, it is not tried again: compilations take minutes."""
-    frozen = isinstance(block, QuantizedBlock)
-    kind = ("frozen " if frozen else "") + ("mlp" if block.neuron_shape.top_k is None else "experts")
-    alike = (kind, block.neuron_shape)
+    alike, explained = (run.kind, run.block.neuron_shape), ""
     if alike in failed:
-        return BlockResult(name, kind, NOT_RUN, note=f"like {failed[alike]}, not tried again")
-    bounds = BOUNDS["mxfp8" if frozen else block.neuron_config.precision]
+        return BlockResult(run.name, run.kind, NOT_RUN, note=f"like {failed[alike]}, not tried again")
     try:
-        with _with_values(block, seed):
-            expected, _ = run_block(block, inputs, "torch", torch.device("cpu"))
-            found, seconds = run_block(block, inputs, *place)
+        with _with_values(run.block, seed):
+            found, seconds = run.on_device()
+            tensors = run.compare(found)
+            worst = max((tensor.verdict for tensor in tensors), key=ORDER.index)
+            if run.has_emulation and worst in (CLOSE, FAIL):
+                explained = explanation(run.here, lambda other: _agrees(_compared(found, other, EMULATED)))
     except (NeuronMoEError, RuntimeError) as error:  # what the compiler and the runtime raise
-        failed[alike] = name
+        failed[alike] = run.name
         unsupported = isinstance(error, ConfigError | BackendUnavailableError)
-        return BlockResult(name, kind, NOT_RUN if unsupported else ERROR, note=" ".join(str(error).split()))
-    tensors = tuple(
+        verdict = NOT_RUN if unsupported else ERROR
+        return BlockResult(run.name, run.kind, verdict, note=" ".join(str(error).split()))
+    return BlockResult(run.name, run.kind, worst, tensors, seconds, explanation=explained)
+
+
+def _agrees(tensors: tuple[TensorResult, ...]) -> bool:
+    return all(tensor.verdict in (EQUAL, PASS) for tensor in tensors)
+
+
+def _compared(found: dict[str, Tensor], expected: dict[str, Tensor], bounds: Bounds) -> tuple[TensorResult, ...]:
+    return tuple(
         compare(key, found[key], expected[key], bounds)
         if key in found
         else TensorResult(key, None, None, FAIL, "was not computed", MISSING)
         for key in expected
     )
-    worst = max((tensor.verdict for tensor in tensors), key=ORDER.index)
-    return BlockResult(name, kind, worst, tensors, seconds)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from hf_neuron_moe.backends import NEURON_BACKENDS, resolve_backend
 from hf_neuron_moe.backends.neuron import versions
 from hf_neuron_moe.backends.neuron.generations import KERNEL_PRECISIONS
 from hf_neuron_moe.backends.neuron.limits import BF16_TOKENS, Block, Device, why_not
-from hf_neuron_moe.config import BLOCK_SIZES
+from hf_neuron_moe.config import ACCUMULATIONS, BLOCK_SIZES
 from hf_neuron_moe.device.installed import device_count
 from hf_neuron_moe.device.kernel_support import DOCUMENTED_LNC, DocumentedAdapter
 from hf_neuron_moe.errors import BackendUnavailableError, ConfigError, not_one_of, public
@@ -32,6 +32,7 @@ class Request:
     seed: int = 0  # of inputs and random weights
     layers: int | None = None  # only the first so many blocks; None for all
     device: str | None = None  # where the kernels run; None as :meth:`device_here` chooses
+    accumulation: str = ACCUMULATIONS[0]  # "device": bf16 experts beside the kernels' own rounding of running sums
 
     @public(WHERE)
     def __post_init__(self) -> None:
@@ -39,6 +40,8 @@ class Request:
             raise not_one_of("backend", self.backend, NEURON_BACKENDS)
         if self.precision not in (None, *KERNEL_PRECISIONS):
             raise not_one_of("precision", self.precision, KERNEL_PRECISIONS)
+        if self.accumulation not in ACCUMULATIONS:
+            raise not_one_of("accumulation", self.accumulation, ACCUMULATIONS)
         seed, layers, sizes = self.seed, self.layers, ", ".join(map(str, BLOCK_SIZES))
         # Kernels run on Neuron's devices, or on the CPU where the plugin has no device type.
         known = self.device is None or re.fullmatch(r"neuron(:\d+)?|cpu", self.device) is not None

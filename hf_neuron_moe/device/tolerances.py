@@ -66,6 +66,13 @@ of these off by one step of bf16, quantizing them leaves 33 dB; 30 dB is two suc
 A token that lacks one of K experts has ``10 log10(K)`` dB: slice_db finds it up to K = 40 in MXFP8. A wrong layout
 gives about 0 dB."""
 
+EMULATED = Bounds(44.0, 30.0, 8e-3, 30.0, BF16_STEP)
+"""For bf16 results beside a reference that rounds where the kernels do, so that only the order of fp32 sums differs.
+
+Such a difference moves a value that lies between two bf16 numbers to the other one: one step of 2^-8 at most, and as
+long as not every value moves, less noise than one rounding of all values has (56 dB). 44 dB is sixteen such roundings,
+8e-3 two steps of the largest value."""
+
 
 @dataclass(frozen=True)
 class TensorResult:

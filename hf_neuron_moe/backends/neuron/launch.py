@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -58,6 +60,20 @@ class Launcher:
         return self._wrapped[kernel][(self.lnc,)]
 
 
+Answer = Callable[[str, dict[str, Any]], tuple[Tensor, ...]]
+_answer: ContextVar[Answer | None] = ContextVar("answer", default=None)
+
+
+@contextmanager
+def answered_by(answer: Answer) -> Iterator[None]:
+    """Let `answer`, called with the need and the arguments, return the results of all kernels in the block of code."""
+    token = _answer.set(answer)
+    try:
+        yield
+    finally:
+        _answer.reset(token)
+
+
 @dataclass(frozen=True)
 class Kernels:
     """What forward and backward of a kind of block call: found wrapper kernels, a launcher, prepared weights."""
@@ -68,6 +84,8 @@ class Kernels:
 
     def run(self, need: str, name: str, **arguments: Any) -> tuple[Tensor, ...]:
         """Launch the wrapper kernel `name` of the installed generation of `need`."""
+        if (answer := _answer.get()) is not None:
+            return answer(need, arguments)
         return self.launch(self.adapter.kernel(need, name), **arguments)
 
     def weight(self, source: Tensor, axes: str, wanted: str, block: Block, *, training: bool = True) -> Tensor:
