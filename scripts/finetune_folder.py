@@ -15,12 +15,12 @@ from transformers.utils import (
     WEIGHTS_NAME,
 )
 
+from hf_neuron_moe.config import QUANT_METHOD
 from hf_neuron_moe.convert.io.source import damaged
 from hf_neuron_moe.convert.manifest import INDEX_OUT
 from hf_neuron_moe.device.kernel_support import NO_TRAINING
 from hf_neuron_moe.errors import ConfigError, SourceDamageError
 from hf_neuron_moe.quantizers.quantization_config import PRECISIONS
-from hf_neuron_moe.quantizers.register import QUANT_METHOD
 
 CONFIG_FILE = "config.json"
 MARK = "quantization_config"

@@ -22,7 +22,7 @@ _SIZES: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
-    "max_position_embeddings": 512,
+    "max_position_embeddings": 4096,
 }
 _ROUTED: dict[str, Any] = {"num_experts_per_tok": 2}
 FAMILIES: dict[str, dict[str, Any]] = {

@@ -31,7 +31,7 @@ def resolve_backend(name: str, device: torch.device) -> str:
     if name == "auto":
         name = DEVICE_BACKENDS.get(device.type, DEFAULT_BACKEND)
     if name in PLANNED_BACKENDS:
-        expected = "one that this release implements: auto, torch, neuron or nki-sim"
+        expected = f"one that this release implements: {', '.join(['auto', *BACKENDS])}"
         fix = (
             f"The {PLANNED_BACKENDS[name]} backend is not part of this release. Use backend='torch': it computes the "
             "same contract on any device."

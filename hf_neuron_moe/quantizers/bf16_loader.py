@@ -11,7 +11,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from hf_neuron_moe.convert.layout.orientations import BF16_KERNEL, BF16_SWIZZLED
 from hf_neuron_moe.formats.swizzle import unswizzle
 from hf_neuron_moe.modules.block import put_parameter
 from hf_neuron_moe.modules.quantized_blocks import DOWN, GATE_UP
@@ -45,10 +44,9 @@ class Landing(nn.Module):
     def _forward_matrix(self, role: str) -> Tensor:
         """The weight as ``[F, K]`` or ``[E, F, K]``, without padding."""
         stored, value = self.tensors[role], self.role(role).detach()
-        if stored.layout == BF16_SWIZZLED:
-            value = unswizzle(value)
-        elif stored.layout == BF16_KERNEL and value.ndim == 3:
-            value = value.transpose(-1, -2)
+        row = stored.bf16_layout
+        assert row is not None, "a landing is for values"
+        value = unswizzle(value) if row.view is None else row.view(value)
         extra_hidden, extra_inner = (stored.padding.get(axis, 0) for axis in "HI")
         if not extra_hidden and not extra_inner:
             return value

@@ -13,7 +13,7 @@ from hf_neuron_moe.modules.quantized_blocks import DOWN, GATE_UP, QuantizedBlock
 from hf_neuron_moe.patching.apply import Swap, all_slots
 from hf_neuron_moe.patching.discovery import Candidate, discover
 from hf_neuron_moe.quantizers.bf16_loader import Landing
-from hf_neuron_moe.quantizers.shard_layouts import BF16_LAYOUTS, FORWARD, WHERE, StoredTensor
+from hf_neuron_moe.quantizers.shard_layouts import FORWARD, WHERE, StoredTensor
 
 _CONFIG = NeuronMoEConfig(precision="mxfp8", backend="torch", weights="stock")
 
@@ -80,7 +80,7 @@ def _stand_in(
 ) -> Landing | QuantizedBlock:
     names = kind.tensor_names()
     whole = {role: tensors[name] for role, name in zip((GATE_UP, DOWN), names[::2]) if name in tensors}
-    plain = all(tensor.layout in BF16_LAYOUTS for tensor in whole.values())
+    plain = all(tensor.bf16_layout is not None for tensor in whole.values())
     if candidate.reason is not None or len(whole) < 2 or any((name in tensors) is plain for name in names[1::2]):
         expected = "gate_up and down of a module that the kernels can compute, with scales if they are quantised"
         got = f"{', '.join(sorted(tensors))}{f' ({candidate.reason})' if candidate.reason else ''}"

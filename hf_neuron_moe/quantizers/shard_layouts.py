@@ -13,23 +13,21 @@ from hf_neuron_moe.backends.mx_weights import NATURAL, SWIZZLED, WORDS, MXLayout
 from hf_neuron_moe.convert.io.bounded import is_natural, parse_json, record
 from hf_neuron_moe.convert.io.source import SourceTensor, damaged, read_header, read_indexed
 from hf_neuron_moe.convert.layout.orientations import (
-    BF16_FUSED,
-    BF16_KERNEL,
-    BF16_SWIZZLED,
+    BF16_LAYOUTS,
     MOE_WORDS,
     MX_FUSED_CODES,
     MX_KERNEL_CODES,
     SCALES,
     SOURCE,
+    Bf16Layout,
+    bf16_layout,
 )
 from hf_neuron_moe.convert.manifest import INDEX_OUT
 from hf_neuron_moe.convert.options import FORWARD
 from hf_neuron_moe.errors import ConversionError, public
-from hf_neuron_moe.formats.constants import LANES
 from hf_neuron_moe.formats.moe_mx import HIDDEN_SCHEME, INTERMEDIATE_SCHEME
 
 LAYOUTS_KEY, TENSORS_KEY = "hf_neuron_moe.layouts", "hf_neuron_moe.tensors"
-BF16_LAYOUTS = (BF16_FUSED, BF16_KERNEL, BF16_SWIZZLED)
 WHERE = "from_pretrained"
 
 _INTEGERS = {"U8": torch.uint8, "U16": torch.uint16, "U32": torch.uint32, "I16": torch.int16, "I32": torch.int32}
@@ -37,13 +35,12 @@ _DTYPES = {"BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn, **_INTEGERS}
 _ARRANGEMENTS = {MX_FUSED_CODES: NATURAL, MX_KERNEL_CODES: SWIZZLED}
 _WORD_FORMATS = {MOE_WORDS["mxfp8"]: "e4m3fn", MOE_WORDS["mxfp4"]: "e2m1"}
 _FORMS: dict[str, tuple[tuple[str, ...], range]] = {
-    **dict.fromkeys(BF16_LAYOUTS, (("BF16",), range(2, 4))),
     **dict.fromkeys((MX_FUSED_CODES, MX_KERNEL_CODES), (("F8_E4M3",), range(2, 4))),
     MOE_WORDS["mxfp8"]: (("U32", "I32"), range(4, 6)),
     MOE_WORDS["mxfp4"]: (("U16", "I16"), range(4, 6)),
     **dict.fromkeys(SCALES, (("U8",), range(2, 6))),
 }
-"""Dtypes and numbers of axes of the layouts."""
+"""Dtypes and numbers of axes of the layouts of codes, words and scales."""
 
 _V1_SCALES = {MX_FUSED_CODES: "compact", MX_KERNEL_CODES: "packed"}
 """Where the scales of version 1 lie, which did not record it."""
@@ -60,13 +57,16 @@ class StoredTensor:
     orientation: str = FORWARD  # "forward" or "backward"
     padding: Mapping[str, int] = field(default_factory=dict)  # zeros at the end of its H and I axes
 
+    @property
+    def bf16_layout(self) -> Bf16Layout | None:
+        """How its values lie; None for codes, words and scales."""
+        return bf16_layout(self.layout, self.tensor.ndim == 3)
+
     def sizes(self, *, gate_up: bool) -> tuple[int, int]:
         """Return the H and I of the network it belongs to, as it is stored; the tensor is one of values or codes."""
-        *experts, first, second = self.tensor.shape
-        if self.layout == BF16_SWIZZLED:
-            rows, columns = second // LANES, LANES * first
-        elif self.layout in BF16_LAYOUTS:
-            rows, columns = (second, first) if self.layout == BF16_KERNEL and experts else (first, second)
+        first, second = self.tensor.shape[-2:]
+        if self.bf16_layout is not None:
+            rows, columns = self.bf16_layout.shape(first, second)
         else:
             rows, columns = self.mx_layout(gate_up=gate_up).matrix_shape(self.tensor.shape)
         hidden, inner = (columns, rows // 2) if gate_up else (rows, columns)
@@ -81,7 +81,9 @@ class StoredTensor:
         if self.layout in _WORD_FORMATS:
             scheme = HIDDEN_SCHEME if gate_up else INTERMEDIATE_SCHEME
             return MXLayout(_WORD_FORMATS[self.layout], WORDS, scheme.value, scales)
-        expected = f"one of {', '.join((*BF16_LAYOUTS, *_ARRANGEMENTS, *_WORD_FORMATS))}"
+        expected = (
+            f"one of {', '.join((*dict.fromkeys(row.name for row in BF16_LAYOUTS), *_ARRANGEMENTS, *_WORD_FORMATS))}"
+        )
         fix = "It was written by a later version of hf-neuron-moe; update the package."
         raise ConversionError.about(f"layout of {self.name}", expected, repr(self.layout), fix)
 
@@ -135,7 +137,8 @@ def _facts(path: str, metadata: Mapping[str, str]) -> dict[str, _Fact]:
 
 
 def _stored(tensor: SourceTensor, fact: _Fact) -> StoredTensor:
-    allowed, axes = _FORMS.get(fact.layout, (tuple(_DTYPES), range(2, 7)))
+    plain = bf16_layout(fact.layout, len(tensor.shape) == 3) is not None
+    allowed, axes = (("BF16",), range(2, 4)) if plain else _FORMS.get(fact.layout, (tuple(_DTYPES), range(2, 7)))
     if tensor.dtype not in allowed or fact.tp_rank is not None:
         part = f"the part of tensor-parallel rank {fact.tp_rank}"
         got = f"dtype {tensor.dtype}" if fact.tp_rank is None else part

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from transformers import TrainingArguments
 
 from hf_neuron_moe.activation_policy import activations_from_text, to_plain
-from hf_neuron_moe.config import NeuronMoEConfig
+from hf_neuron_moe.config import BACKENDS, NeuronMoEConfig
 from hf_neuron_moe.errors import ConfigError, known_names, public
 
 DEFAULT_HEALTH_STEPS = 100
@@ -65,7 +65,7 @@ class NeuronMoEArguments:
     neuron_precision: str = _option("precision", "Numbers that patched blocks compute with: bf16, mxfp8 or fp32.")
     neuron_backend: str = _option(
         "backend",
-        "What computes patched blocks: auto (by the device at patching), torch, neuron or nki-sim. Say neuron on a "
+        f"What computes patched blocks: auto (by the device at patching), {', '.join(BACKENDS)}. Say neuron on a "
         "Neuron machine: models are patched on the CPU, before they are moved.",
     )
     neuron_fallback: str = _option(

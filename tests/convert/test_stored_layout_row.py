@@ -1,4 +1,4 @@
-"""A layout of bf16 values is one row of a table: conversion, export and verify read everything from it."""
+"""A layout of bf16 values is one row of a table: conversion, export, verify and loading read everything from it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from hf_neuron_moe.convert import ConvertOptions, convert_checkpoint, export_checkpoint, read_manifest
 from hf_neuron_moe.convert.audit.verify import verify_checkpoint
@@ -16,7 +17,7 @@ from hf_neuron_moe.convert.layout.orientations import Bf16Layout
 
 def test_a_row_is_all_that_a_transposed_layout_needs(checkpoint, tmp_path, monkeypatch):
     """A dense ``[K, F]`` layout, which no kernel reads."""
-    toy = Bf16Layout("toy_columns_first", False, lambda options: True, lambda F, K: (K, F), Tensor.t)
+    toy = Bf16Layout("toy_columns_first", False, lambda options: True, lambda F, K: (K, F), lambda stored: stored.mT)
     monkeypatch.setattr(orientations, "BF16_LAYOUTS", (toy, *orientations.BF16_LAYOUTS))
     source = checkpoint("llama")
     convert_checkpoint(source, tmp_path / "toy", ConvertOptions("bf16", "kernel"))
@@ -36,6 +37,8 @@ def test_a_row_is_all_that_a_transposed_layout_needs(checkpoint, tmp_path, monke
     assert not export_checkpoint(tmp_path / "toy", tmp_path / "back").inexact
     after = _tensors(tmp_path / "back")
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    stock, loaded = (AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (source, tmp_path / "toy"))
+    assert stock.keys() == loaded.keys() and all(torch.equal(stock[name], loaded[name]) for name in stock)
 
 
 def _tensors(folder: Path) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ import finetune
 import finetune_places
 import pytest
 import torch
+import yaml
 from finetune_checks import check_kernels, check_run, check_training
 from finetune_folder import check_weights
 from finetune_options import Options, parse
@@ -31,6 +32,8 @@ from hf_neuron_moe.errors import BackendUnavailableError, ConfigError, NeuronMoE
 from tests.neuron.double.contract import Double
 from tests.neuron.double.install import installed
 from tests.refusals import refused
+
+ROOT = Path(__file__).resolve().parents[2]
 
 TRN2, TRN3 = Device("trn2", 2), Device("trn3", 2)
 
@@ -153,6 +156,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for family in ("llama", "mixtral"):
         make_tiny_model(family, folder / family)
     return {family: folder / family for family in ("llama", "mixtral")}
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "configs" / "neuron").glob("*.yaml")), ids=lambda file: file.stem)
+def test_neuron_files_can_be_rehearsed_with_the_tiny_models(file: Path, models: dict[str, Path]) -> None:
+    for folder in models.values():
+        config = json.loads((folder / "config.json").read_text())
+        assert yaml.safe_load(file.read_text())["block_length"] <= config["max_position_embeddings"]
 
 
 REFUSED = [
@@ -336,9 +346,9 @@ def test_a_run_asks_the_machine_that_it_is_on(models: dict[str, Path], tmp_path:
 
 
 def test_blocks_longer_than_the_models_positions_are_refused_before_loading(models: dict[str, Path]) -> None:
-    with refused(ConfigError, "block_length", "Set block_length: 512", got="4096"):
-        check_run(options(models["llama"], block_length=4096))
-    check_run(options(models["llama"], block_length=512))
+    with refused(ConfigError, "block_length", "Set block_length: 4096", got="8192"):
+        check_run(options(models["llama"], block_length=8192))
+    check_run(options(models["llama"], block_length=4096))
 
 
 def test_targets_of_adapters_are_looked_for_before_loading(

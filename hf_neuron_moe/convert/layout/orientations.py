@@ -69,7 +69,7 @@ class Bf16Layout(NamedTuple):
     experts: bool | None  # Only for weights with experts, or without; None: for both
     takes: Callable[[ConvertOptions], bool]  # Whether these options ask for it; the first row that fits wins
     shape: Callable[[int, int], tuple[int, int]]  # Of the stored matrix, for F and K; for that shape, F and K again
-    view: Callable[[Tensor], Tensor] | None  # The stored matrix seen as [F, K]; None where ``codecs`` fills it
+    view: Callable[[Tensor], Tensor] | None  # Stored matrices seen as [..., F, K]; None where ``codecs`` fills it
 
 
 def _swizzled(F: int, K: int) -> tuple[int, int]:
@@ -79,7 +79,7 @@ def _swizzled(F: int, K: int) -> tuple[int, int]:
 # Dense kernels take [F, K] as it is; the MoE kernels take [E, K, F] (gate_up [E, H, 2, I] with 2, I merged).
 BF16_LAYOUTS: tuple[Bf16Layout, ...] = (
     Bf16Layout(BF16_SWIZZLED, None, lambda o: bool(o.swizzle) and not o.quantized, _swizzled, None),
-    Bf16Layout(BF16_KERNEL, True, lambda o: o.layout == "kernel", lambda F, K: (K, F), Tensor.t),
+    Bf16Layout(BF16_KERNEL, True, lambda o: o.layout == "kernel", lambda F, K: (K, F), lambda stored: stored.mT),
     Bf16Layout(BF16_KERNEL, False, lambda o: o.layout == "kernel", lambda F, K: (F, K), lambda stored: stored),
     Bf16Layout(BF16_FUSED, None, lambda o: True, lambda F, K: (F, K), lambda stored: stored),
 )

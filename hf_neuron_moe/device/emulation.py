@@ -1,0 +1,85 @@
+"""The bf16 experts' kernels computed by this package, with the device's accumulation or with a known fault.
+
+A difference between the Neuron backend and PyTorch has three innocent or known reasons: sums in another order, running
+sums in the I/O dtype, and the faults of a release. Here the calls of the Neuron backend are answered by
+:mod:`hf_neuron_moe.reference`, so that a result can be held against each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from hf_neuron_moe.backends.neuron.launch import answered_by
+from hf_neuron_moe.reference.blockwise_mm_bwd import blockwise_mm_bwd
+from hf_neuron_moe.reference.moe_cte import moe_cte
+from hf_neuron_moe.reference.moe_types import (
+    AffinityOption,
+    MoECTEImplementation,
+    MoECTESpec,
+    ShardOnIConfig,
+    ShardOption,
+    SkipMode,
+)
+from hf_neuron_moe.reference.upstream_bugs import BUGS, known_bugs
+
+DEVICE_ACCUMULATION = "sums of blocks and cores in the I/O dtype, as the kernels keep them (accumulation='device')"
+"""What fits where a result agrees with the reference that accumulates as documented, and with no other."""
+
+
+def _forward(arguments: dict[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
+    saved, on_inner = arguments.pop("checkpoint"), arguments.pop("affinity_on_i")
+    config = ShardOnIConfig(checkpoint_activation=saved, expert_affinity_multiply_on_I=on_inner)
+    return moe_cte, arguments | {"spec": MoECTESpec(MoECTEImplementation.shard_on_i, shard_on_I=config)}
+
+
+def _backward(arguments: dict[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
+    call = {"down_proj_act_checkpoint": None, **arguments, "skip_dma": SkipMode(skip_token=True)}
+    if call["down_proj_act_checkpoint"] is None:
+        call |= {"shard_option": ShardOption.SHARD_ON_FREE, "affinity_option": AffinityOption.AFFINITY_ON_I}
+    return blockwise_mm_bwd, call
+
+
+CALLS = {"moe_forward": _forward, "moe_backward": _backward}
+"""By the need that a wrapper kernel meets: the reference function and its call, options as in nki_kernels/."""
+
+
+@contextmanager
+def emulated(bugs: tuple[str, ...] = (), applicable: set[str] | None = None) -> Iterator[None]:
+    """Answer the bf16 experts' calls here, with the device's accumulation and those `bugs` that a call can have.
+
+    The names of all faults that the calls can have are added to `applicable`.
+    """
+
+    def answer(need: str, arguments: dict[str, Any]) -> tuple[Tensor, ...]:
+        function, call = CALLS[need](dict(arguments))
+        known = known_bugs(function, **call)
+        if applicable is not None:
+            applicable.update(known)
+        chosen = tuple(bug for bug in bugs if bug in known)
+        result = function(**call, accumulation="device", upstream_bugs=chosen)
+        return tuple(tensor for tensor in result if tensor is not None)
+
+    with answered_by(answer):
+        yield
+
+
+def explanation(run: Callable[[], dict[str, Tensor]], fits: Callable[[dict[str, Tensor]], bool]) -> str:
+    """Return what a result agrees with: the device's accumulation or a known fault; empty if with neither.
+
+    `run` computes the block's results anew, `fits` compares them with those that were found.
+    """
+    applicable: set[str] = set()
+    with emulated(applicable=applicable):
+        expected = run()
+    if fits(expected):
+        return DEVICE_ACCUMULATION
+    for bug in sorted(applicable):
+        with emulated((bug,)):
+            expected = run()
+        if fits(expected):
+            return f"a known fault of nki-library, {bug}: {BUGS[bug].text}"
+    return ""
