@@ -1,0 +1,19 @@
+"""How a call of a blockwise function is executed: along which loops, and where its sums are rounded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hf_neuron_moe.checks import Rule
+
+EXECUTIONS = ("fast", "tiles")
+ACCUMULATIONS = ("convention", "device")
+
+
+def execution_rules(execute: object, accumulation: object) -> Iterator[Rule]:
+    """Rules of the two options."""
+    fix = "'tiles' walks the documented loops, slowly; 'fast' computes the same expert by expert."
+    yield Rule(execute in EXECUTIONS, "execute", f"one of {', '.join(EXECUTIONS)}", repr(execute), fix)
+    fix = "'device' rounds sums between blocks and cores as the kernels do; 'convention' rounds each sum once."
+    fits = accumulation in ACCUMULATIONS
+    yield Rule(fits, "accumulation", f"one of {', '.join(ACCUMULATIONS)}", repr(accumulation), fix)
