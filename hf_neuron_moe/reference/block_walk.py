@@ -57,6 +57,7 @@ from hf_neuron_moe.reference.moe_cte_problem import Place, Problem
 from hf_neuron_moe.reference.moe_cte_rules import BLOCK, HYBRID, MX
 from hf_neuron_moe.reference.moe_types import BlockShardStrategy
 from hf_neuron_moe.reference.tiled_product import BANK, PARTITIONS, cut, tiled_product
+from hf_neuron_moe.reference.upstream_bugs import reduced_rows, without_down_bias
 
 CORES = 2
 
@@ -193,6 +194,10 @@ class BlockWalk:
         token_B = torch.where(token_B < 0, self.sink, token_B)
         expert = min(int(given.block_to_expert.reshape(-1)[block]), experts - 1)
         affinity_B1 = affinity_rows(self.problem)[token_B, expert, None].float()
+        if "pre_scale_first_tile" in given.upstream_bugs:
+            affinity_B1 = affinity_B1[torch.arange(len(affinity_B1)) % BANK]
+        if "skip_token_pre_scale_zero" in given.upstream_bugs:
+            affinity_B1 = torch.zeros_like(affinity_B1)
         return ExpertRows(self.problem, self.scratch, expert, token_B, affinity_B1)
 
     def weights(self, expert: int) -> FFNWeights:
@@ -247,6 +252,9 @@ class BlockWalk:
         """Turn the down sums of one tile of slots into what is added to the output, and save them, in place."""
         down_NBH = self.down_NBH
         save = None if down_NBH is None else down_NBH[block, tile].copy_
+        first_of_a_core = tile.start in (0, len(out_BH) // CORES)
+        if "no_affinity_bias_first_tile" in self.problem.given.upstream_bugs and not first_of_a_core:
+            rows = replace(rows, problem=without_down_bias(self.problem))
         rows.part(tile).finish_(out_BH[tile], save)
 
     def scatter_(self, output: int, token_B: Tensor, out_BH: Tensor) -> None:
@@ -260,4 +268,7 @@ class BlockWalk:
         """Return the sum of the cores' outputs, with a zero sink row."""
         total_TH = self.total_CTH.float().sum(0)
         total_TH[self.sink] = 0
+        if "last_rows_not_reduced" in self.problem.given.upstream_bugs:
+            rows = reduced_rows(self.sink, self.problem.given.skip_dma.skip_token)
+            total_TH[rows:] = self.total_CTH[0, rows:]
         return total_TH.to(self.dtype)

@@ -109,6 +109,7 @@ class BackwardArguments:
     release: str | None = None  # whose limits: "2.29", "2.31" (and later), or None for those of either
     execute: str = "fast"  # "tiles" walks the documented loops, block by block and core by core (blockwise_walk)
     accumulation: str = "convention"  # fp32 sums, rounded once; "device": rounded after every block, by the tiles
+    upstream_bugs: tuple[str, ...] = ()  # faults of the kernels to compute, by the names of upstream_bugs.BACKWARD
 
     @property
     def walks(self) -> bool:
@@ -170,7 +171,7 @@ def _option_rules(given: BackwardArguments) -> Iterator[Rule]:
     fix = "It says whether the down checkpoint is without the down bias (device) or with it (golden)."
     fits = given.convention in ("device", "golden")
     yield Rule(fits, "convention", "'device' or 'golden'", repr(given.convention), fix)
-    yield from execution_rules(given.execute, given.accumulation)
+    yield from execution_rules(given.execute, given.accumulation, given.upstream_bugs)
 
 
 def check_operands(given: BackwardArguments) -> dict[str, int]:

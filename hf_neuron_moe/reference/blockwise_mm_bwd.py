@@ -49,6 +49,7 @@ from hf_neuron_moe.reference.blockwise_arguments import (
 from hf_neuron_moe.reference.blockwise_grads import BackwardCall, run_backward
 from hf_neuron_moe.reference.blockwise_walk import walk_backward
 from hf_neuron_moe.reference.moe_types import ActFnType, taking
+from hf_neuron_moe.reference.upstream_bugs import with_backward_bugs
 
 
 class MoEBackward(NamedTuple):
@@ -82,7 +83,7 @@ def blockwise_mm_bwd(given: BackwardArguments) -> MoEBackward | MoEBiasBackward:
     Returns four gradients, or six with `bias`: hidden and affinity gradients in their operands' dtypes, the others in
     `accumulation_dtype` or the weights'. Entries without a contribution are zero.
     """
-    options = check_options(given)
+    given, options = with_backward_bugs(given, check_options(given))
     if not options.on_hidden:
         given = replace(given, down_proj_act_checkpoint=None)
     rows = _checked_rows(given, options)

@@ -34,6 +34,7 @@ from hf_neuron_moe.reference.moe_cte_arguments import Arguments
 from hf_neuron_moe.reference.moe_cte_problem import Place, Problem, check_arguments
 from hf_neuron_moe.reference.moe_cte_saved import saved_blocks
 from hf_neuron_moe.reference.moe_types import ActFnType, taking
+from hf_neuron_moe.reference.upstream_bugs import with_bugs
 
 
 class MoEForward(NamedTuple):
@@ -65,7 +66,7 @@ def forward(arguments: Arguments, *, shard_hidden: bool = False) -> MoEForward:
 
     `shard_hidden` says that the two cores of the kernel divide H, which only the tiles show.
     """
-    problem = check_arguments(arguments)
+    problem = with_bugs(check_arguments(arguments))
     if arguments.walks:
         return MoEForward(*walk(problem, shard_hidden=shard_hidden))
     return _fast(problem)

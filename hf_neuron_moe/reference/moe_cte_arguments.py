@@ -92,6 +92,7 @@ class Arguments:
     execute: str = "fast"
     # "convention": fp32 sums, rounded once. "device": sums of cores and blocks in the output's dtype (block_walk).
     accumulation: str = "convention"
+    upstream_bugs: tuple[str, ...] = ()  # faults of the kernels to compute, by the names of upstream_bugs.FORWARD
 
     @property
     def kind(self) -> MoECTEImplementation:
@@ -101,7 +102,7 @@ class Arguments:
     @property
     def walks(self) -> bool:
         """Whether the call is computed block by block."""
-        return self.execute == "tiles" or self.accumulation == "device"
+        return self.execute == "tiles" or self.accumulation == "device" or bool(self.upstream_bugs)
 
     @property
     def on_inner(self) -> bool:
@@ -180,7 +181,7 @@ def _option_rules(given: Arguments) -> Iterator[Rule]:
     fix = "'device' is what the kernels compute, 'golden' what their numpy reference does."
     rule = f"one of {', '.join(CONVENTIONS)}"
     yield Rule(given.convention in CONVENTIONS, "convention", rule, repr(given.convention), fix)
-    yield from execution_rules(given.execute, given.accumulation)
+    yield from execution_rules(given.execute, given.accumulation, given.upstream_bugs)
     fix = "The numpy reference has no cores and no roundings between blocks."
     fits = given.accumulation == "convention" or given.convention == "device"
     rule = "'convention' with convention 'golden'"

@@ -40,6 +40,7 @@ def bwmm_shard_on_block(
     device_limits: bool | None = ...,
     execute: str = ...,
     accumulation: str = ...,
+    upstream_bugs: tuple[str, ...] = ...,
 ) -> MoEForward: ...
 def blockwise_mm_baseline_shard_intermediate(
     hidden_states: Tensor,
@@ -75,6 +76,7 @@ def blockwise_mm_baseline_shard_intermediate(
     device_limits: bool | None = ...,
     execute: str = ...,
     accumulation: str = ...,
+    upstream_bugs: tuple[str, ...] = ...,
 ) -> MoEForward: ...
 def blockwise_mm_baseline_shard_intermediate_hybrid(
     conditions: Tensor | None,
@@ -106,6 +108,7 @@ def blockwise_mm_baseline_shard_intermediate_hybrid(
     device_limits: bool | None = ...,
     execute: str = ...,
     accumulation: str = ...,
+    upstream_bugs: tuple[str, ...] = ...,
 ) -> MoEForward: ...
 def blockwise_mm_shard_intermediate_dropping(
     hidden_states: Tensor,
@@ -134,6 +137,7 @@ def blockwise_mm_shard_intermediate_dropping(
     device_limits: bool | None = ...,
     execute: str = ...,
     accumulation: str = ...,
+    upstream_bugs: tuple[str, ...] = ...,
 ) -> MoEForward: ...
 def blockwise_mm_baseline_shard_hidden(
     hidden_states: Tensor,
@@ -154,6 +158,7 @@ def blockwise_mm_baseline_shard_hidden(
     device_limits: bool | None = ...,
     execute: str = ...,
     accumulation: str = ...,
+    upstream_bugs: tuple[str, ...] = ...,
 ) -> MoEForward: ...
 def bwmm_shard_on_block_mx(
     hidden_states: Tensor,
@@ -194,6 +199,7 @@ def bwmm_shard_on_block_mx(
     device_limits: bool | None = ...,
     execute: str = ...,
     accumulation: str = ...,
+    upstream_bugs: tuple[str, ...] = ...,
     mx_scale_rule: str = ...,
 ) -> MoEForward: ...
 def blockwise_mm_shard_intermediate_mx(
@@ -225,6 +231,7 @@ def blockwise_mm_shard_intermediate_mx(
     device_limits: bool | None = ...,
     execute: str = ...,
     accumulation: str = ...,
+    upstream_bugs: tuple[str, ...] = ...,
     mx_scale_rule: str = ...,
 ) -> MoEForward: ...
 def blockwise_mm_shard_intermediate_mx_hybrid(
@@ -257,5 +264,6 @@ def blockwise_mm_shard_intermediate_mx_hybrid(
     device_limits: bool | None = ...,
     execute: str = ...,
     accumulation: str = ...,
+    upstream_bugs: tuple[str, ...] = ...,
     mx_scale_rule: str = ...,
 ) -> MoEForward: ...
