@@ -24,6 +24,7 @@ import torch
 
 from hf_neuron_moe import kernels
 from hf_neuron_moe.reference.moe_cte_rules import BF16_ACTIVATIONS, MX, MX_ACTIVATIONS, RULES
+from hf_neuron_moe.reference.upstream_bugs import BACKWARD, FORWARD
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 STATUSES = {
@@ -45,6 +46,7 @@ LIMITS_HEAD = [
     "activations",
 ]
 LIMITS_MARK = "{moe_cte_limits}"
+BUGS = {"{moe_cte_bugs}": FORWARD, "{blockwise_bugs}": BACKWARD}
 ARGUMENT_HEAD = ["argument", "default", "support", "note"]
 OVERVIEW_HEAD = ["system", "function", "supported", "in part", "no effect on values", "refused"]
 
@@ -71,6 +73,9 @@ def render(declared: dict[str, Any], package: Any = kernels) -> str:
     blocks, overview = [], []
     for number, system in enumerate(declared["system"], start=1):
         intro = system["intro"].strip().replace(LIMITS_MARK, table(LIMITS_HEAD, limit_rows()))
+        for mark, bugs in BUGS.items():
+            rows = ([f"`{name}`", bug.text] for name, bug in bugs.items())
+            intro = intro.replace(mark, table(["name", "release and fault"], rows))
         blocks += [f"## {number}. {system['title']}", intro]
         unused = set(system.get("arguments", {}))
         for function in system["function"]:

@@ -110,6 +110,7 @@ from hf_neuron_moe.reference.moe_types import (
     SkipMode as SkipMode,
 )
 from hf_neuron_moe.reference.router_topk import router_topk as router_topk
+from hf_neuron_moe.reference.upstream_bugs import known_bugs as known_bugs
 
 __all__ = sorted(
     name for name, value in list(globals().items()) if getattr(value, "__module__", "").startswith("hf_neuron_moe.")

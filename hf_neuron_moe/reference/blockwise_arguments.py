@@ -23,6 +23,7 @@ from hf_neuron_moe.checks import (
 )
 from hf_neuron_moe.errors import ConfigError, ShapeError
 from hf_neuron_moe.reference.block_rows import FLOATS, LAYOUTS, ROUTING, BlockRows, check_block_size
+from hf_neuron_moe.reference.execution import execution_rules
 from hf_neuron_moe.reference.moe_types import (
     BLOCKINGS,
     ActFnType,
@@ -79,7 +80,9 @@ class BackwardArguments:
     # Add to the four *_grad_out buffers instead of overwriting them. Affinity entries are assigned, as upstream does;
     # entries of pairs outside of the plan are kept.
     skip_grad_initialization: bool = False
-    shard_option: ShardOption | ShardOption229 | str = ShardOption.SHARD_ON_HIDDEN  # no effect on values
+    shard_option: ShardOption | ShardOption229 | str = (
+        ShardOption.SHARD_ON_HIDDEN
+    )  # of the tiles; no effect on sums but their order
     affinity_option: AffinityOption | str = AffinityOption.AFFINITY_ON_H  # where the forward multiplied by the affinity
     kernel_type_option: KernelTypeOption | str = KernelTypeOption.DROPLESS  # DROPPING: block e is expert e
     clamp_limits: ClampLimits | None = None  # the forward's, as strict masks on the checkpoints: no bounds on gradients
@@ -91,7 +94,7 @@ class BackwardArguments:
     expert_affinities_masked_grad_out: Tensor | None = None
     gate_up_proj_weight_grad_out: Tensor | None = None
     down_proj_weight_grad_out: Tensor | None = None
-    accumulation_dtype: torch.dtype | None = None  # of weight and bias gradients without a buffer; sums are fp32
+    accumulation_dtype: torch.dtype | None = None  # of weight and bias gradients without a buffer
     skip_gate_proj: bool = False  # the forward was act(up); gate gradients are zero and up is not masked
     _: KW_ONLY
     # [E, H], for the affinity's gradient: upstream leaves sum_H dO * down_proj_bias out wherever the bias is not in the
@@ -104,6 +107,14 @@ class BackwardArguments:
     upstream_affinity_grad: bool = False  # leave the bias out of the affinity's gradient as upstream does
     device_limits: bool | None = None  # enforce what device kernels take; None: for bf16 hidden_states
     release: str | None = None  # whose limits: "2.29", "2.31" (and later), or None for those of either
+    execute: str = "fast"  # "tiles" walks the documented loops, block by block and core by core (blockwise_walk)
+    accumulation: str = "convention"  # fp32 sums, rounded once; "device": rounded after every block, by the tiles
+    upstream_bugs: tuple[str, ...] = ()  # faults of the kernels to compute, by the names of upstream_bugs.BACKWARD
+
+    @property
+    def walks(self) -> bool:
+        """Whether the call is computed block by block."""
+        return self.execute == "tiles" or self.accumulation == "device"
 
     @property
     def tokens(self) -> int:
@@ -160,6 +171,7 @@ def _option_rules(given: BackwardArguments) -> Iterator[Rule]:
     fix = "It says whether the down checkpoint is without the down bias (device) or with it (golden)."
     fits = given.convention in ("device", "golden")
     yield Rule(fits, "convention", "'device' or 'golden'", repr(given.convention), fix)
+    yield from execution_rules(given.execute, given.accumulation, given.upstream_bugs)
 
 
 def check_operands(given: BackwardArguments) -> dict[str, int]:

@@ -117,7 +117,8 @@ def run_backward(call: BackwardCall) -> tuple[Tensor, ...]:
     scale_R = rows.affinity(given.expert_affinities_masked, experts)
     d_hidden, d_scale_R = zeros(hidden_states.shape), zeros(len(rows.token_R))
     d_bias = zeros((experts, 2 * inner)) if given.bias else None
-    weights = _grad_weights(given)
+    gate_up, down = grad_memory(given)
+    weights = ExpertStack(gate_up.flatten(2), down, transposed=True)
     d_out = RowSource(given.output_hidden_states_grad, rows.token_R)
     if call.on_hidden:
         d_out = ScaledRows(d_out.values, rows.token_R, scale_R, loader.compute.rounded)
@@ -142,27 +143,28 @@ def run_backward(call: BackwardCall) -> tuple[Tensor, ...]:
     )
     call.add_to_affinity(d_scale_R)
     results = (
-        _store_hidden(given, d_hidden, rows),
-        _store_affinity(given, d_scale_R, rows),
-        weights.gate_up.view(given.gate_up_proj_weight.shape),
-        weights.down,
+        store_hidden(given, d_hidden, rows),
+        store_affinity(given, d_scale_R, rows),
+        gate_up,
+        down,
     )
     if d_bias is None:
         return results
-    d_bias_E2I = d_bias.view(experts, 2, inner).to(weights.gate_up.dtype)
-    return (*results, d_bias_E2I, call.down_bias_grad(scale_R).to(weights.down.dtype))
+    d_bias_E2I = d_bias.view(experts, 2, inner).to(gate_up.dtype)
+    return (*results, d_bias_E2I, call.down_bias_grad(scale_R).to(down.dtype))
 
 
-def _grad_weights(given: BackwardArguments) -> ExpertStack:
-    """Return the weight gradients' memory as the experts write it."""
+def grad_memory(given: BackwardArguments) -> tuple[Tensor, Tensor]:
+    """Return where the weight gradients are written: ``[E, H, 2, I]`` and ``[E, I, H]``."""
     gate_up, down = given.gate_up_proj_weight_grad_out, given.down_proj_weight_grad_out
     new = functools.partial(torch.empty_like, dtype=given.accumulation_dtype, memory_format=torch.contiguous_format)
-    gate_up = new(given.gate_up_proj_weight) if gate_up is None else gate_up
-    down = new(given.down_proj_weight) if down is None else down
-    return ExpertStack(gate_up.flatten(2), down, transposed=True)
+    return (
+        new(given.gate_up_proj_weight) if gate_up is None else gate_up,
+        new(given.down_proj_weight) if down is None else down,
+    )
 
 
-def _store_hidden(given: BackwardArguments, d_hidden: Tensor, rows: BlockRows) -> Tensor:
+def store_hidden(given: BackwardArguments, d_hidden: Tensor, rows: BlockRows) -> Tensor:
     """Return the fp32 hidden gradient in the operand's dtype, or write it to the buffer and return that."""
     out = given.hidden_states_grad_out
     if out is None:
@@ -175,7 +177,7 @@ def _store_hidden(given: BackwardArguments, d_hidden: Tensor, rows: BlockRows) -
     return out.add_(d_hidden)
 
 
-def _store_affinity(given: BackwardArguments, d_scale_R: Tensor, rows: BlockRows) -> Tensor:
+def store_affinity(given: BackwardArguments, d_scale_R: Tensor, rows: BlockRows) -> Tensor:
     """Assign the pairs' gradients to a dense zero ``[T' * E, 1]``, or to the buffer, and return it."""
     out = given.expert_affinities_masked_grad_out
     if out is None:

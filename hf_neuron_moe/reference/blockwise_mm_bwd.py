@@ -16,7 +16,8 @@ dWd            ``h^T (dO a)``                         ``(h a)^T dO``
     dWgu = X^T [dg, du]      dX = dg Wg^T + du Wu^T      d bias = row sums of dg, du and dO a
 
 Matmuls accumulate in fp32; in bf16 ``dO a`` (or ``h a``), dg and du are rounded once before they enter one. Weight
-gradients are summed over all blocks of an expert in fp32 and rounded once, where the device rounds after every block.
+gradients are summed over all blocks of an expert in fp32 and rounded once; ``accumulation="device"`` rounds after every
+block as the kernels do (``blockwise_walk``).
 
 Sources: nki-library 2.29 ``experimental.moe.bwd.blockwise_mm_backward``; 2.31 (AFFINITY_ON_I, gradient buffers), 2.33
 (SquaredReLU, ``skip_gate_proj``, ``accumulation_dtype``).
@@ -46,7 +47,9 @@ from hf_neuron_moe.reference.blockwise_arguments import (
     check_options,
 )
 from hf_neuron_moe.reference.blockwise_grads import BackwardCall, run_backward
+from hf_neuron_moe.reference.blockwise_walk import walk_backward
 from hf_neuron_moe.reference.moe_types import ActFnType, taking
+from hf_neuron_moe.reference.upstream_bugs import with_backward_bugs
 
 
 class MoEBackward(NamedTuple):
@@ -80,13 +83,14 @@ def blockwise_mm_bwd(given: BackwardArguments) -> MoEBackward | MoEBiasBackward:
     Returns four gradients, or six with `bias`: hidden and affinity gradients in their operands' dtypes, the others in
     `accumulation_dtype` or the weights'. Entries without a contribution are zero.
     """
-    options = check_options(given)
+    given, options = with_backward_bugs(given, check_options(given))
     if not options.on_hidden:
         given = replace(given, down_proj_act_checkpoint=None)
     rows = _checked_rows(given, options)
     added = _affinity_bias(given, options)
     precision = "fp32" if torch.float32 in (given.hidden_states.dtype, given.compute_dtype) else "bf16"
-    results = run_backward(BackwardCall(given, rows, precision, options.on_hidden, _gating(given, options), added))
+    call = BackwardCall(given, rows, precision, options.on_hidden, _gating(given, options), added)
+    results = walk_backward(call, options.shard) if given.walks else run_backward(call)
     return MoEBiasBackward(*results) if given.bias else MoEBackward(*results[:4])
 
 

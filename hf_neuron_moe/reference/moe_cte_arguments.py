@@ -16,6 +16,7 @@ from hf_neuron_moe.backends.torch.gating import Limits
 from hf_neuron_moe.checks import Rule, check_record, check_rules, shown
 from hf_neuron_moe.errors import ConfigError
 from hf_neuron_moe.reference.block_rows import FLOATS, check_block_size
+from hf_neuron_moe.reference.execution import execution_rules
 from hf_neuron_moe.reference.moe_types import (
     NO_SKIP,
     ActFnType,
@@ -75,8 +76,8 @@ class Arguments:
     # states are quantized with.
     gate_up_in_scale: Tensor | None = None
     down_in_scale: Tensor | None = None  # [T', 1] or [E, 1], likewise
-    # Dtype of the output; None is that of hidden_states. Sums are fp32 and rounded once, where the device rounds the
-    # running output of every block.
+    # Dtype of the output; None is that of hidden_states. Sums are fp32 and rounded once, unless `accumulation` says
+    # otherwise.
     accumulation_dtype: torch.dtype | None = None
     skip_gate_proj: bool = False  # h = act(u); the weights keep their layout
     _: KW_ONLY
@@ -87,11 +88,21 @@ class Arguments:
     # Block scales of the online MX quantization: "neuron" (nki 0.5 and later: 2^(emax - 7) for e4m3) or "floor"
     # (earlier releases and their references: 2^(emax - 8)). An error where nothing is quantized by it.
     mx_scale_rule: str = "neuron"
+    # "fast" computes expert by expert; "tiles" walks the documented loops, block by block and core by core.
+    execute: str = "fast"
+    # "convention": fp32 sums, rounded once. "device": sums of cores and blocks in the output's dtype (block_walk).
+    accumulation: str = "convention"
+    upstream_bugs: tuple[str, ...] = ()  # faults of the kernels to compute, by the names of upstream_bugs.FORWARD
 
     @property
     def kind(self) -> MoECTEImplementation:
         """The implementation."""
         return self.spec.implementation
+
+    @property
+    def walks(self) -> bool:
+        """Whether the call is computed block by block."""
+        return self.execute == "tiles" or self.accumulation == "device" or bool(self.upstream_bugs)
 
     @property
     def on_inner(self) -> bool:
@@ -170,6 +181,11 @@ def _option_rules(given: Arguments) -> Iterator[Rule]:
     fix = "'device' is what the kernels compute, 'golden' what their numpy reference does."
     rule = f"one of {', '.join(CONVENTIONS)}"
     yield Rule(given.convention in CONVENTIONS, "convention", rule, repr(given.convention), fix)
+    yield from execution_rules(given.execute, given.accumulation, given.upstream_bugs)
+    fix = "The numpy reference has no cores and no roundings between blocks."
+    fits = given.accumulation == "convention" or given.convention == "device"
+    rule = "'convention' with convention 'golden'"
+    yield Rule(fits, "accumulation", rule, repr(given.accumulation), fix)
     limited = [name for name in GATE_LIMITS if given.skip_gate_proj and getattr(given, name) is not None]
     yield Rule(not limited, ", ".join(limited), "None with skip_gate_proj", "a limit", "There is no gate to clamp.")
     fix = "Upstream never writes it; set spec.shard_on_I.checkpoint_activation and take the returned one."

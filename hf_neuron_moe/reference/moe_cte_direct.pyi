@@ -38,6 +38,9 @@ def bwmm_shard_on_block(
     *,
     convention: str = ...,
     device_limits: bool | None = ...,
+    execute: str = ...,
+    accumulation: str = ...,
+    upstream_bugs: tuple[str, ...] = ...,
 ) -> MoEForward: ...
 def blockwise_mm_baseline_shard_intermediate(
     hidden_states: Tensor,
@@ -71,6 +74,9 @@ def blockwise_mm_baseline_shard_intermediate(
     skip_gate_proj: bool = ...,
     convention: str = ...,
     device_limits: bool | None = ...,
+    execute: str = ...,
+    accumulation: str = ...,
+    upstream_bugs: tuple[str, ...] = ...,
 ) -> MoEForward: ...
 def blockwise_mm_baseline_shard_intermediate_hybrid(
     conditions: Tensor | None,
@@ -100,6 +106,9 @@ def blockwise_mm_baseline_shard_intermediate_hybrid(
     *,
     convention: str = ...,
     device_limits: bool | None = ...,
+    execute: str = ...,
+    accumulation: str = ...,
+    upstream_bugs: tuple[str, ...] = ...,
 ) -> MoEForward: ...
 def blockwise_mm_shard_intermediate_dropping(
     hidden_states: Tensor,
@@ -126,6 +135,9 @@ def blockwise_mm_shard_intermediate_dropping(
     *,
     convention: str = ...,
     device_limits: bool | None = ...,
+    execute: str = ...,
+    accumulation: str = ...,
+    upstream_bugs: tuple[str, ...] = ...,
 ) -> MoEForward: ...
 def blockwise_mm_baseline_shard_hidden(
     hidden_states: Tensor,
@@ -144,6 +156,9 @@ def blockwise_mm_baseline_shard_hidden(
     *,
     convention: str = ...,
     device_limits: bool | None = ...,
+    execute: str = ...,
+    accumulation: str = ...,
+    upstream_bugs: tuple[str, ...] = ...,
 ) -> MoEForward: ...
 def bwmm_shard_on_block_mx(
     hidden_states: Tensor,
@@ -182,6 +197,9 @@ def bwmm_shard_on_block_mx(
     accumulation_dtype: torch.dtype | None = ...,
     convention: str = ...,
     device_limits: bool | None = ...,
+    execute: str = ...,
+    accumulation: str = ...,
+    upstream_bugs: tuple[str, ...] = ...,
     mx_scale_rule: str = ...,
 ) -> MoEForward: ...
 def blockwise_mm_shard_intermediate_mx(
@@ -211,6 +229,9 @@ def blockwise_mm_shard_intermediate_mx(
     accumulation_dtype: torch.dtype | None = ...,
     convention: str = ...,
     device_limits: bool | None = ...,
+    execute: str = ...,
+    accumulation: str = ...,
+    upstream_bugs: tuple[str, ...] = ...,
     mx_scale_rule: str = ...,
 ) -> MoEForward: ...
 def blockwise_mm_shard_intermediate_mx_hybrid(
@@ -241,5 +262,8 @@ def blockwise_mm_shard_intermediate_mx_hybrid(
     accumulation_dtype: torch.dtype | None = ...,
     convention: str = ...,
     device_limits: bool | None = ...,
+    execute: str = ...,
+    accumulation: str = ...,
+    upstream_bugs: tuple[str, ...] = ...,
     mx_scale_rule: str = ...,
 ) -> MoEForward: ...

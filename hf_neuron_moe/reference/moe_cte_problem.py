@@ -82,6 +82,12 @@ class Problem:
         return torch.float32 if torch.float32 in (self.hidden.dtype, self.given.compute_dtype) else torch.bfloat16
 
     @property
+    def rounded_pre_activations(self) -> torch.dtype:
+        """Dtype that pre-activations are rounded to; the device keeps those that it does not save in fp32."""
+        kept = self.given.accumulation == "device" and not self.saves
+        return torch.float32 if self.mx or kept else self.rounded
+
+    @property
     def saves(self) -> bool:
         """Whether to return the activations."""
         always_saves = self.given.kind is MoECTEImplementation.shard_on_i_dropping

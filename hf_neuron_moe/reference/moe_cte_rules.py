@@ -149,10 +149,11 @@ def device_limits(given: Arguments, inner: int) -> Iterator[Rule]:
     yield Rule(rules.on_inner or not given.on_inner, _ON_I, without, True, _ON_OUTPUT)
     if kind in (_Impl.shard_on_i, _Impl.shard_on_i_hybrid) and mode in _PRE and not given.on_inner:
         rule = f"at most {_PRE_SCALE_TOKENS} with PRE_SCALE and {name} (it reuses the first 512 affinities)"
-        yield _size(block <= _PRE_SCALE_TOKENS, "block_size", rule, block)
+        fits = block <= _PRE_SCALE_TOKENS or "pre_scale_first_tile" in given.upstream_bugs
+        yield _size(fits, "block_size", rule, block)
     fits = not given.skip_gate_proj or kind is _Impl.shard_on_i
     yield Rule(fits, "skip_gate_proj", without, True, "Only shard_on_i has it (2.33).")
-    fits = rules.fp8 or given.gate_up_proj_scale is None or kind in MX
+    fits = rules.fp8 or given.gate_up_proj_scale is None or kind in MX or "fp8_scales_ignored" in given.upstream_bugs
     fix = "This kernel accepts FP8 scales and ignores them; use shard_on_i or shard_on_i_hybrid."
     yield Rule(fits, "gate_up_proj_scale", f"None with {name}", "a scale", fix)
     fix = "Only the block-sharded kernels reuse weights; it has no effect on values."

@@ -60,7 +60,7 @@ class Kernel(NamedTuple):
     implementation: _Kind
     text: str  # its docstring
     positional: str  # arguments in order
-    keywords: str = ""  # arguments by keyword, before ``convention`` and ``device_limits``
+    keywords: str = ""  # arguments by keyword, before ``convention``
     defaults: Mapping[str, object] = {}  # where they differ; Parameter.empty makes an argument required
     writes: bool = False  # the activations go to the caller's buffers
 
@@ -131,7 +131,9 @@ def signature_of(kernel: Kernel) -> inspect.Signature:
     known = dict(_CLAIMS)
     for record in (Arguments, *_CONFIGS):
         known |= inspect.signature(record).parameters
-    ending = "convention device_limits" + (" mx_scale_rule" if kernel.implementation in MX else "")
+    ending = "convention device_limits execute accumulation upstream_bugs" + (
+        " mx_scale_rule" if kernel.implementation in MX else ""
+    )
     parameters = []
     for names, kind in (
         (kernel.positional, Parameter.POSITIONAL_OR_KEYWORD),
@@ -169,7 +171,7 @@ def _run(kernel: Kernel, given: dict[str, Any]) -> MoEForward:
         given["checkpoint_activation"] = any(buffer is not None for buffer in buffers.values())
     on_block, on_i = ({name: given.pop(name) for name in _OPTIONS[kind] if name in given} for kind in _CONFIGS)
     spec = MoECTESpec(kernel.implementation, ShardOnBlockConfig(**on_block), ShardOnIConfig(**on_i))
-    result = forward(Arguments(spec=spec, **given))
+    result = forward(Arguments(spec=spec, **given), shard_hidden=kernel.writes)
     for name, buffer in buffers.items():
         if buffer is not None:
             values = getattr(result, name)
