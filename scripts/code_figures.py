@@ -41,7 +41,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "training": GROUND | {"checks", "formats", "backends", "modules", "patching"},
     "convert": GROUND | {"checks", "formats", "patching"},
     "quantizers": GROUND | {"checks", "formats", "backends", "modules", "patching", "convert"},
-    "device": GROUND | {"checks", "formats", "backends", "modules", "patching", "convert", "quantizers"},
+    "device": GROUND | {"checks", "formats", "backends", "modules", "patching", "convert", "quantizers", "reference"},
     "report": GROUND,
     "cli": GROUND | {"backends", "patching", "training", "convert", "device", "report"},
     "__init__": GROUND | {"patching", "quantizers", "training"},

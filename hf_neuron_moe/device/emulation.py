@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_neuron_moe.backends.neuron.launch import answered_by
+from hf_neuron_moe.backends.kernel_answers import answered_by
 from hf_neuron_moe.reference.blockwise_mm_bwd import blockwise_mm_bwd
 from hf_neuron_moe.reference.moe_cte import moe_cte
 from hf_neuron_moe.reference.moe_types import (
@@ -24,7 +24,7 @@ from hf_neuron_moe.reference.moe_types import (
     ShardOption,
     SkipMode,
 )
-from hf_neuron_moe.reference.upstream_bugs import BUGS, known_bugs
+from hf_neuron_moe.reference.upstream_bugs import BACKWARD, FORWARD, known_bugs
 
 DEVICE_ACCUMULATION = "sums of blocks and cores in the I/O dtype, as the kernels keep them (accumulation='device')"
 """What fits where a result agrees with the reference that accumulates as documented, and with no other."""
@@ -56,7 +56,7 @@ def emulated(bugs: tuple[str, ...] = (), applicable: set[str] | None = None) -> 
 
     def answer(need: str, arguments: dict[str, Any]) -> tuple[Tensor, ...]:
         function, call = CALLS[need](dict(arguments))
-        known = known_bugs(function, **call)
+        known = known_bugs(function.__name__, **call)
         if applicable is not None:
             applicable.update(known)
         chosen = tuple(bug for bug in bugs if bug in known)
@@ -81,5 +81,6 @@ def explanation(run: Callable[[], dict[str, Tensor]], fits: Callable[[dict[str, 
         with emulated((bug,)):
             expected = run()
         if fits(expected):
-            return f"a known fault of nki-library, {bug}: {BUGS[bug].text}"
+            text = FORWARD[bug].text if bug in FORWARD else BACKWARD[bug].text
+            return f"a known fault of nki-library, {bug}: {text}"
     return ""

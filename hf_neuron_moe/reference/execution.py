@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hf_neuron_moe.checks import Rule, shown
+from hf_neuron_moe.config import ACCUMULATIONS
 
 EXECUTIONS = ("fast", "tiles")
-ACCUMULATIONS = ("convention", "device")
 
 
 def execution_rules(execute: object, accumulation: object, bugs: object) -> Iterator[Rule]:

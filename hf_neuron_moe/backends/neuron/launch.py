@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
+from hf_neuron_moe.backends.kernel_answers import current_answer
 from hf_neuron_moe.backends.neuron.adapter import Adapter
 from hf_neuron_moe.backends.neuron.limits import Block
 from hf_neuron_moe.backends.neuron.orientation import kernel_weight
@@ -60,20 +59,6 @@ class Launcher:
         return self._wrapped[kernel][(self.lnc,)]
 
 
-Answer = Callable[[str, dict[str, Any]], tuple[Tensor, ...]]
-_answer: ContextVar[Answer | None] = ContextVar("answer", default=None)
-
-
-@contextmanager
-def answered_by(answer: Answer) -> Iterator[None]:
-    """Let `answer`, called with the need and the arguments, return the results of all kernels in the block of code."""
-    token = _answer.set(answer)
-    try:
-        yield
-    finally:
-        _answer.reset(token)
-
-
 @dataclass(frozen=True)
 class Kernels:
     """What forward and backward of a kind of block call: found wrapper kernels, a launcher, prepared weights."""
@@ -84,7 +69,7 @@ class Kernels:
 
     def run(self, need: str, name: str, **arguments: Any) -> tuple[Tensor, ...]:
         """Launch the wrapper kernel `name` of the installed generation of `need`."""
-        if (answer := _answer.get()) is not None:
+        if (answer := current_answer()) is not None:
             return answer(need, arguments)
         return self.launch(self.adapter.kernel(need, name), **arguments)
 
