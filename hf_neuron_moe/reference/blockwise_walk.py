@@ -77,6 +77,9 @@ def walk_backward(call: BackwardCall, shard: ShardOption | ShardOption229) -> tu
     cores = CORES if shard.name == "SHARD_ON_BLOCK" else 1
     memory = grad_memory(given)
     all_sums = [_running(given, memory, first=core == 0) for core in range(cores)]
+    stores = not given.is_tensor_update_accumulating
+    if stores:  # each row is written once, by either core
+        all_sums = [sums._replace(hidden=all_sums[0].hidden) for sums in all_sums]
     loop = BackwardWalk(call, shard, given.output_hidden_states_grad.new_zeros(rows.blocks * rows.block_size).float())
     for block in range(rows.blocks):
         loop.run(block, all_sums[block % cores])
@@ -86,7 +89,8 @@ def walk_backward(call: BackwardCall, shard: ShardOption | ShardOption229) -> tu
     for target, values in zip(memory, (total.gate_up, total.down), strict=True):
         target.add_(values) if given.skip_grad_initialization else target.copy_(values)
     affinity = store_affinity(call.given, loop.d_scale_S[rows.slot_R], rows)
-    results = (store_hidden(given, total.hidden, rows), affinity, *memory)
+    hidden = all_sums[0].hidden.float() if stores else total.hidden
+    results = (store_hidden(given, hidden, rows), affinity, *memory)
     return (*results, total.gate_up_bias.to(memory[0].dtype), total.down_bias.to(memory[1].dtype))
 
 
