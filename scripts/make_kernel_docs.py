@@ -74,7 +74,7 @@ def render(declared: dict[str, Any], package: Any = kernels) -> str:
     for number, system in enumerate(declared["system"], start=1):
         intro = system["intro"].strip().replace(LIMITS_MARK, table(LIMITS_HEAD, limit_rows()))
         for mark, bugs in BUGS.items():
-            rows = ([f"`{name}`", bug.text] for name, bug in bugs.items())
+            rows = ([f"`{name}`", text] for name, text in bugs.items())
             intro = intro.replace(mark, table(["name", "release and fault"], rows))
         blocks += [f"## {number}. {system['title']}", intro]
         unused = set(system.get("arguments", {}))

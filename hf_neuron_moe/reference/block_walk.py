@@ -57,7 +57,7 @@ from hf_neuron_moe.reference.moe_cte_problem import Place, Problem
 from hf_neuron_moe.reference.moe_cte_rules import BLOCK, HYBRID, MX
 from hf_neuron_moe.reference.moe_types import BlockShardStrategy
 from hf_neuron_moe.reference.tiled_product import BANK, PARTITIONS, cut, tiled_product
-from hf_neuron_moe.reference.upstream_bugs import reduced_rows, without_down_bias
+from hf_neuron_moe.reference.upstream_bugs import reduced_rows, with_down_bias
 
 CORES = 2
 
@@ -254,7 +254,7 @@ class BlockWalk:
         save = None if down_NBH is None else down_NBH[block, tile].copy_
         first_of_a_core = tile.start in (0, len(out_BH) // CORES)
         if "no_affinity_bias_first_tile" in self.problem.given.upstream_bugs and not first_of_a_core:
-            rows = replace(rows, problem=without_down_bias(self.problem))
+            rows = replace(rows, problem=with_down_bias(self.problem, 0))
         rows.part(tile).finish_(out_BH[tile], save)
 
     def scatter_(self, output: int, token_B: Tensor, out_BH: Tensor) -> None:

@@ -25,7 +25,6 @@ Nothing here has run on a device.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -77,16 +76,21 @@ def walk_backward(call: BackwardCall, shard: ShardOption | ShardOption229) -> tu
     cores = CORES if shard.name == "SHARD_ON_BLOCK" else 1
     memory = grad_memory(given)
     all_sums = [_running(given, memory, first=core == 0) for core in range(cores)]
-    loop = BackwardWalk(call, shard, given.output_hidden_states_grad.new_zeros(rows.blocks * rows.block_size).float())
-    for block in range(rows.blocks):
-        loop.run(block, all_sums[block % cores])
+    stores = not given.is_tensor_update_accumulating
+    if stores:  # each row is written once, by either core
+        all_sums = [sums._replace(hidden=all_sums[0].hidden) for sums in all_sums]
+    d_scale_NB = torch.zeros((rows.blocks, rows.block_size), device=given.hidden_states.device)
+    loop = BackwardWalk(call, shard, d_scale_NB)
+    for number in range(rows.blocks):
+        loop.run(loop.block(number), all_sums[number % cores])
     total = Sums(*(torch.stack([part.float() for part in parts]).sum(0) for parts in zip(*all_sums)))
     if given.accumulation == "device":  # the sums began with what the buffers held
         given = replace(given, skip_grad_initialization=False)
     for target, values in zip(memory, (total.gate_up, total.down), strict=True):
         target.add_(values) if given.skip_grad_initialization else target.copy_(values)
-    affinity = store_affinity(call.given, loop.d_scale_S[rows.slot_R], rows)
-    results = (store_hidden(given, total.hidden, rows), affinity, *memory)
+    affinity = store_affinity(call.given, d_scale_NB.view(-1)[rows.slot_R], rows)
+    hidden = all_sums[0].hidden.float() if stores else total.hidden
+    results = (store_hidden(given, hidden, rows), affinity, *memory)
     return (*results, total.gate_up_bias.to(memory[0].dtype), total.down_bias.to(memory[1].dtype))
 
 
@@ -103,112 +107,111 @@ def _running(given: BackwardArguments, memory: tuple[Tensor, Tensor], *, first: 
     return zeros._replace(hidden=hidden.clone(), gate_up=gate_up.clone(), down=down.clone()) if keep else zeros
 
 
+class Block(NamedTuple):
+    """The gathered slots of one block; those without a token are zero."""
+
+    number: int
+    expert: int
+    token_B: Tensor
+    real_B: Tensor  # which slots have a token
+    x_BH: Tensor  # operand
+    dout_BH: Tensor  # fp32
+    affinity_B1: Tensor  # fp32
+    parts: list[Share]
+
+
 @dataclass(frozen=True)
 class BackwardWalk:
     """One call, block by block."""
 
     call: BackwardCall
     shard: ShardOption | ShardOption229
-    d_scale_S: Tensor  # fp32 [N * B], the affinity's gradient of every slot
-
-    @property
-    def rounded(self) -> torch.dtype:
-        """Dtype of the matmuls' operands."""
-        return torch.float32 if self.call.precision == "fp32" else torch.bfloat16
+    d_scale_NB: Tensor  # fp32, the affinity's gradient of every slot
 
     def round_(self, values: Tensor) -> Tensor:
-        """Round fp32 values in place."""
-        return values.copy_(values.to(self.rounded))
+        """Round fp32 values in place, as a matmul's operands are."""
+        return values if self.call.precision == "fp32" else values.copy_(values.bfloat16())
 
-    def operand(self, values: Tensor) -> Tensor:
-        """Return values as a matmul's operand."""
-        return values.to(self.rounded).float()
-
-    def run(self, block: int, sums: Sums) -> None:
+    def run(self, block: Block, sums: Sums) -> None:
         """Compute one block and add its gradients."""
-        call, given = self.call, self.call.given
-        slots = slice(block * given.block_size, (block + 1) * given.block_size)
-        token_B = given.token_position_to_id.reshape(-1)[slots].long()
-        real_B = (token_B >= 0) & (token_B < given.tokens)
-        if not bool(real_B.any()):
-            return
-        expert = int(given.block_to_expert.reshape(-1)[block])
-        gather: Callable[[Tensor], Tensor] = lambda rows: rows[token_B.where(real_B, 0)].float() * real_B[:, None]  # noqa: E731
-        x_BH, dout_BH = self.operand(gather(given.hidden_states)), gather(given.output_hidden_states_grad)
-        a_B1 = gather(given.expert_affinities_masked.view(len(given.hidden_states), -1))[:, expert, None]
-        dy_BH = self.operand(dout_BH * a_B1 if call.on_hidden else dout_BH)
-        parts = shares(self.shard, len(x_BH), x_BH.shape[1], given.down_proj_weight.shape[1])
-        inner_3BI = self.inner_grads(block, expert, dy_BH, None if call.on_hidden else a_B1, real_B, parts)
-        self.add_weight_grads(expert, x_BH, dy_BH, inner_3BI, parts, sums)
-        rounds_dy = call.on_hidden and given.accumulation == "device"
-        sums.gate_up_bias[expert].add_(inner_3BI[:2].sum(1))
-        sums.down_bias[expert].add_((dy_BH if rounds_dy else dout_BH * a_B1).sum(0))
-        dx_BH = self.hidden_grad(expert, inner_3BI, x_BH.shape, parts)
-        index = token_B[real_B]
-        before = sums.hidden[index].float() if given.is_tensor_update_accumulating else 0
-        sums.hidden[index] = (before + dx_BH[real_B]).to(sums.hidden.dtype)
-        self.add_affinity_grad(block, slots, expert, dout_BH, parts)
+        on_hidden, device = self.call.on_hidden, self.call.given.accumulation == "device"
+        scaled_BH = block.dout_BH * block.affinity_B1
+        dy_BH = self.round_(scaled_BH.clone() if on_hidden else block.dout_BH.clone())
+        inner_3BI = self.inner_grads(block, dy_BH)
+        self.add_weight_grads(block, dy_BH, inner_3BI, sums)
+        sums.gate_up_bias[block.expert].add_(inner_3BI[:2].sum(1))
+        sums.down_bias[block.expert].add_((dy_BH if on_hidden and device else scaled_BH).sum(0))
+        token_R, dx_RH = block.token_B[block.real_B], self.hidden_grad(block, inner_3BI)[block.real_B]
+        if self.call.given.is_tensor_update_accumulating:
+            dx_RH += sums.hidden[token_R]
+        sums.hidden[token_R] = dx_RH.to(sums.hidden.dtype)
+        self.add_affinity_grad(block)
 
-    def inner_grads(
-        self, block: int, expert: int, dy_BH: Tensor, a_B1: Tensor | None, real_B: Tensor, parts: list[Share]
-    ) -> Tensor:
-        """Return dg, du and the scaled intermediate, rounded: ``[3, B, I]``; set the affinity's gradient on I."""
-        given, call = self.call.given, self.call
-        gate_BI, up_BI = (
-            half_IB.t().float().masked_fill(~real_B[:, None], 0).contiguous()
-            for half_IB in given.gate_up_proj_act_checkpoint_T[block]
+    def block(self, number: int) -> Block:
+        """Gather the slots of a block."""
+        given = self.call.given
+        token_B = given.token_position_to_id.reshape(-1, given.block_size)[number].long()
+        real_B = (token_B >= 0) & (token_B < given.tokens)
+        expert = min(int(given.block_to_expert.reshape(-1)[number]), len(given.down_proj_weight) - 1)
+        affinities = given.expert_affinities_masked.reshape(len(given.hidden_states), -1)[:, expert, None]
+        x_BH, dout_BH, affinity_B1 = (
+            rows[token_B.where(real_B, 0)].float().masked_fill_(~real_B[:, None], 0)
+            for rows in (given.hidden_states, given.output_hidden_states_grad, affinities)
         )
-        down_IH, dh_BI = self.operand(given.down_proj_weight[expert]), torch.zeros_like(gate_BI)
-        for slots, hidden, inner in parts:
-            dh_BI[slots, inner] += tiled_product(
-                dy_BH[slots, hidden], down_IH[inner, hidden].t(), rows=PARTITIONS, columns=BANK
-            )
+        parts = shares(self.shard, len(x_BH), x_BH.shape[1], given.down_proj_weight.shape[1])
+        return Block(number, expert, token_B, real_B, self.round_(x_BH), dout_BH, affinity_B1, parts)
+
+    def inner_grads(self, block: Block, dy_BH: Tensor) -> Tensor:
+        """Return dg, du and the scaled intermediate, rounded: ``[3, B, I]``; set the affinity's gradient on I."""
+        given, on_hidden = self.call.given, self.call.on_hidden
+        gate_BI, up_BI = (
+            half_IB.t().float().masked_fill(~block.real_B[:, None], 0).contiguous()
+            for half_IB in given.gate_up_proj_act_checkpoint_T[block.number]
+        )
+        down_IH, dh_BI = self.round_(given.down_proj_weight[block.expert].float().clone()), torch.zeros_like(gate_BI)
+        for slots, h, i in block.parts:
+            dh_BI[slots, i] += tiled_product(dy_BH[slots, h], down_IH[i, h].t(), rows=PARTITIONS, columns=BANK)
         if given.accumulation == "device":
             self.round_(dh_BI)
         results = gate_BI.new_empty((3, *gate_BI.shape))
-        d_scale_B = self.d_scale_S.view(-1, given.block_size)[block]
-        SwiGLUGrad(call.gating or SILU, False, self.round_).fill(
+        SwiGLUGrad(self.call.gating or SILU, False, self.round_).fill(
             results,
             dh_BI,
             gate_BI,
             up_BI,
             torch.empty_like(gate_BI),
-            scale_R1=a_B1,
-            d_scale_R=None if call.on_hidden else d_scale_B,
+            scale_R1=None if on_hidden else block.affinity_B1,
+            d_scale_R=None if on_hidden else self.d_scale_NB[block.number],
         )
         return self.round_(results)
 
-    def add_weight_grads(
-        self, expert: int, x_BH: Tensor, dy_BH: Tensor, inner_3BI: Tensor, parts: list[Share], sums: Sums
-    ) -> None:
+    def add_weight_grads(self, block: Block, dy_BH: Tensor, inner_3BI: Tensor, sums: Sums) -> None:
         """Add the products over the block's slots to the running gradients, once."""
-        hidden, inner = x_BH.shape[1], inner_3BI.shape[2]
-        gate_up_H2I, down_IH = x_BH.new_zeros((hidden, 2, inner)), x_BH.new_zeros((inner, hidden))
-        for slots, h, i in parts:
+        gate_up_H2I, down_IH = (part[block.expert].new_zeros(part.shape[1:], dtype=torch.float32) for part in sums[1:3])
+        for slots, h, i in block.parts:
             down_IH[i, h] += tiled_product(inner_3BI[2, slots, i].t(), dy_BH[slots, h], rows=PARTITIONS, columns=BANK)
             for half in range(2):
-                left_HB, right_BI = x_BH[slots, h].t(), inner_3BI[half, slots, i]
+                left_HB, right_BI = block.x_BH[slots, h].t(), inner_3BI[half, slots, i]
                 gate_up_H2I[h, half, i] += tiled_product(left_HB, right_BI, rows=PARTITIONS, columns=BANK)
-        sums.gate_up[expert].add_(gate_up_H2I)
-        sums.down[expert].add_(down_IH)
+        sums.gate_up[block.expert].add_(gate_up_H2I)
+        sums.down[block.expert].add_(down_IH)
 
-    def hidden_grad(self, expert: int, inner_3BI: Tensor, shape: torch.Size, parts: list[Share]) -> Tensor:
+    def hidden_grad(self, block: Block, inner_3BI: Tensor) -> Tensor:
         """Return dX ``[B, H]``, fp32."""
-        gate_up_H2I, dx_BH = self.operand(self.call.given.gate_up_proj_weight[expert]), inner_3BI.new_zeros(shape)
-        for slots, h, i in parts:
+        gate_up_H2I = self.round_(self.call.given.gate_up_proj_weight[block.expert].float().clone())
+        dx_BH = torch.zeros_like(block.x_BH)
+        for slots, h, i in block.parts:
             for half in range(2):
                 left_BI, right_IH = inner_3BI[half, slots, i], gate_up_H2I[h, half, i].t()
                 dx_BH[slots, h] += tiled_product(left_BI, right_IH, rows=PARTITIONS, columns=BANK)
         return dx_BH
 
-    def add_affinity_grad(self, block: int, slots: slice, expert: int, dout_BH: Tensor, parts: list[Share]) -> None:
+    def add_affinity_grad(self, block: Block) -> None:
         """Add ``sum_H dO * (down checkpoint + down bias)``, as far as they are wanted."""
         checkpoint, bias = self.call.given.down_proj_act_checkpoint, self.call.affinity_bias
-        d_scale_B = self.d_scale_S[slots]
-        for part in {(share.slots.start, share.hidden.start): share for share in parts}.values():
-            grad_BH = dout_BH[part.slots, part.hidden]
+        for slots, h in [part[:2] for part in block.parts if part.inner.start == 0]:  # once for halves of I
+            grad_BH, d_scale_B = block.dout_BH[slots, h], self.d_scale_NB[block.number, slots]
             if checkpoint is not None:
-                down_BH = checkpoint[block, part.slots, part.hidden].float()
-                d_scale_B[part.slots] += torch.linalg.vecdot(grad_BH, down_BH)
+                d_scale_B.add_(torch.linalg.vecdot(grad_BH, checkpoint[block.number, slots, h].float()))
             if bias is not None:
-                d_scale_B[part.slots] += grad_BH @ bias[expert, part.hidden].float()
+                d_scale_B.add_(grad_BH @ bias[block.expert, h].float())

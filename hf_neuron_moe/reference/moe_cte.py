@@ -10,8 +10,8 @@ Per block of expert e, with gathered rows X and affinities a, matmuls accumulati
 
 Only real rows are computed, expert by expert over tiles. Between the matmuls: dequantization scale, activation scale,
 bias, clamp, then the pre-activations are rounded and saved; affinity of PRE_SCALE, activation, product, affinity of
-multiply-on-I, rounding, MX quantization. docs/kernels.md has what the devices return, how to read it off the result
-here, and what upstream gets wrong.
+multiply-on-I, rounding, MX quantization. ``block_walk`` computes the same in the kernels' order. docs/kernels.md has
+what the devices return, how to read it off the result here, and what upstream gets wrong.
 
 Sources: nki-library 2.29 ``core.moe.moe_cte``, its torch reference and the shard_on_i kernel; 2.30 direct scales, 2.31
 activation scales and MX storage options, 2.33 ``accumulation_dtype``, ``skip_gate_proj`` and SquaredReLU.

@@ -10,9 +10,9 @@ reads an undefined variable with NO_SCALE. The backward of 2.29 leaves affinity 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from hf_neuron_moe.checks import Rule, check_rules
 from hf_neuron_moe.errors import ConfigError, nearest, public
@@ -22,144 +22,93 @@ from hf_neuron_moe.reference.moe_cte_problem import Place, Problem, check_argume
 from hf_neuron_moe.reference.moe_cte_scales import Scales
 from hf_neuron_moe.reference.moe_types import ActFnType, BlockShardStrategy, MoECTEImplementation as Kind
 
-_TILE = 128
-_PSUM_ROWS = 512
+FORWARD = {
+    "pre_scale_first_tile": "2.29 and later, shard_on_i with PRE_SCALE: slots from 512 on get the affinities of slots "
+    "0 to 511",
+    "no_affinity_bias_first_tile": "2.29 and later, shard_on_i with plain stores and no affinity on the output: only "
+    "the first 128 slots of each core's half of a block get the down bias",
+    "mx_bias_twice": "2.29 and later, shard_on_i_mx: both cores add the down bias before their sums are added",
+    "skip_token_pre_scale_zero": "2.29 and later, shard_on_block with PRE_SCALE and skip_token: every affinity reads "
+    "as zero",
+    "no_affinity_bias_missing": "2.29 and later, shard_on_block with NO_SCALE and I up to 1024: the down bias is "
+    "missing",
+    "last_rows_not_reduced": "2.29 and later, shard_on_block: the last sum leaves out the second core's part of the "
+    "rows from ceil((T' - 1) / 128) * 128 on",
+    "multiply_on_i_no_bias": "2.29, shard_on_i with expert_affinity_multiply_on_I: the down bias is missing",
+    "fp8_scales_ignored": "2.29, shard_on_block and shard_on_i_dropping: FP8 scales are accepted and not used",
+}
+BACKWARD = {
+    "activation_as_silu": "2.29: every activation but Swish is taken for SiLU",
+    "affinity_on_i_as_on_h": "2.29: AFFINITY_ON_I is computed as AFFINITY_ON_H",
+    "affinity_grad_without_bias": "2.29 and later: the affinity's gradient lacks the down bias (as with "
+    "upstream_affinity_grad)",
+}
+"""Faults by name: the release and what its kernel does."""
 
 
-class Bug(NamedTuple):
-    """One fault of the forward."""
+def forward_bugs(problem: Problem) -> tuple[str, ...]:
+    """Return the faults that can change a value of a checked call."""
+    given, kind, place = problem.given, problem.given.kind, problem.place
+    bias, block, adds = problem.down_bias_EH is not None, given.block_size, given.is_tensor_update_accumulating
+    on_i, on_block = kind is Kind.shard_on_i, kind is Kind.shard_on_block
+    in_turn = given.spec.shard_on_block.block_sharding_strategy is BlockShardStrategy.PING_PONG
+    covered = reduced_rows(given.tokens, given.skip_dma.skip_token)
+    halves_of_tiles = block > 256 and block % 256 == 0
+    applying = {
+        "pre_scale_first_tile": (on_i or kind is Kind.shard_on_i_hybrid)
+        and place is Place.PRE_ACTIVATIONS
+        and block > 512,
+        "no_affinity_bias_first_tile": on_i and bias and not adds and place is not Place.OUTPUT and halves_of_tiles,
+        "mx_bias_twice": kind is Kind.shard_on_i_mx and bias,
+        "skip_token_pre_scale_zero": on_block and place is Place.INPUT and given.skip_dma.skip_token,
+        "no_affinity_bias_missing": on_block and bias and place is Place.NOTHING and problem.inner <= 1024,
+        "last_rows_not_reduced": on_block and in_turn and adds and covered < given.tokens,
+        "multiply_on_i_no_bias": on_i and bias and place is Place.INTERMEDIATE,
+        "fp8_scales_ignored": (on_block or kind is Kind.shard_on_i_dropping) and problem.scales.gate_up_E2X is not None,
+    }
+    return tuple(name for name, applies in applying.items() if applies and not problem.golden)
 
-    text: str  # release and what the kernel does
-    applies: Callable[[Problem], bool]  # whether it can change a value of a call
-    apply: Callable[[Problem], Problem] = lambda problem: problem  # where the block walk does not ask for the name
 
-
-def without_down_bias(problem: Problem) -> Problem:
-    """Return the call with a down bias of zeros."""
-    bias_EH = problem.down_bias_EH
-    return problem if bias_EH is None else replace(problem, down_bias_EH=bias_EH.new_zeros(bias_EH.shape))
-
-
-def _twice_down_bias(problem: Problem) -> Problem:
-    return problem if problem.down_bias_EH is None else replace(problem, down_bias_EH=2 * problem.down_bias_EH)
-
-
-def _kind(problem: Problem, *kinds: Kind) -> bool:
-    return problem.given.kind in kinds
-
-
-def _biased(problem: Problem, *kinds: Kind) -> bool:
-    return _kind(problem, *kinds) and problem.down_bias_EH is not None
+def backward_bugs(given: BackwardArguments, options: Options) -> tuple[str, ...]:
+    """Return the faults that can change a value of a backward call."""
+    in_checkpoint = options.on_hidden and given.convention == "golden"
+    lacks_bias = given.down_proj_bias is not None and not given.upstream_affinity_grad and not in_checkpoint
+    applying = {
+        "activation_as_silu": options.activation not in (ActFnType.SiLU, ActFnType.Swish),
+        "affinity_on_i_as_on_h": not options.on_hidden and given.down_proj_act_checkpoint is not None,
+        "affinity_grad_without_bias": lacks_bias,
+    }
+    return tuple(name for name, applies in applying.items() if applies)
 
 
 def reduced_rows(tokens: int, skip_token: bool) -> int:
-    """Return how many rows shard_on_block adds at the end: ``ceil((T' - 1) / 128) * 128``."""
-    return -(-(tokens - skip_token) // _TILE) * _TILE
-
-
-FORWARD = {
-    "pre_scale_first_tile": Bug(
-        "2.29 and later, shard_on_i with PRE_SCALE: slots from 512 on get the affinities of slots 0 to 511",
-        lambda problem: (
-            _kind(problem, Kind.shard_on_i, Kind.shard_on_i_hybrid)
-            and problem.place is Place.PRE_ACTIVATIONS
-            and problem.given.block_size > _PSUM_ROWS
-        ),
-    ),
-    "no_affinity_bias_first_tile": Bug(
-        "2.29 and later, shard_on_i with plain stores and no affinity on the output: only the first 128 slots of each "
-        "core's half of a block get the down bias",
-        lambda problem: (
-            _biased(problem, Kind.shard_on_i)
-            and not problem.given.is_tensor_update_accumulating
-            and problem.place is not Place.OUTPUT
-            and problem.given.block_size > 2 * _TILE
-            and problem.given.block_size % (2 * _TILE) == 0
-        ),
-    ),
-    "mx_bias_twice": Bug(
-        "2.29 and later, shard_on_i_mx: both cores add the down bias before their sums are added",
-        lambda problem: _biased(problem, Kind.shard_on_i_mx),
-        _twice_down_bias,
-    ),
-    "skip_token_pre_scale_zero": Bug(
-        "2.29 and later, shard_on_block with PRE_SCALE and skip_token: every affinity reads as zero",
-        lambda problem: (
-            _kind(problem, Kind.shard_on_block) and problem.place is Place.INPUT and problem.given.skip_dma.skip_token
-        ),
-    ),
-    "no_affinity_bias_missing": Bug(
-        "2.29 and later, shard_on_block with NO_SCALE and I up to 1024: the down bias is not added",
-        lambda problem: (
-            _biased(problem, Kind.shard_on_block) and problem.place is Place.NOTHING and problem.inner <= 1024
-        ),
-        without_down_bias,
-    ),
-    "last_rows_not_reduced": Bug(
-        "2.29 and later, shard_on_block: the last sum leaves out the second core's part of rows from "
-        "ceil((T' - 1) / 128) * 128 on",
-        lambda problem: (
-            _kind(problem, Kind.shard_on_block)
-            and problem.given.spec.shard_on_block.block_sharding_strategy is BlockShardStrategy.PING_PONG
-            and problem.given.is_tensor_update_accumulating
-            and reduced_rows(problem.given.tokens, problem.given.skip_dma.skip_token) < problem.given.tokens
-        ),
-    ),
-    "multiply_on_i_no_bias": Bug(
-        "2.29, shard_on_i with expert_affinity_multiply_on_I: the down bias is not added",
-        lambda problem: _biased(problem, Kind.shard_on_i) and problem.place is Place.INTERMEDIATE,
-        without_down_bias,
-    ),
-    "fp8_scales_ignored": Bug(
-        "2.29, shard_on_block and shard_on_i_dropping: FP8 scales are accepted and not used",
-        lambda problem: (
-            _kind(problem, Kind.shard_on_block, Kind.shard_on_i_dropping) and problem.scales.gate_up_E2X is not None
-        ),
-        lambda problem: replace(problem, scales=Scales()),
-    ),
-}
-
-
-class BackwardBug(NamedTuple):
-    """One fault of the backward."""
-
-    text: str
-    applies: Callable[[BackwardArguments, Options], bool]
-
-
-BACKWARD = {
-    "activation_as_silu": BackwardBug(
-        "2.29: every activation but Swish is taken for SiLU",
-        lambda given, options: options.activation not in (ActFnType.SiLU, ActFnType.Swish),
-    ),
-    "affinity_on_i_as_on_h": BackwardBug(
-        "2.29: AFFINITY_ON_I is computed as AFFINITY_ON_H",
-        lambda given, options: not options.on_hidden and given.down_proj_act_checkpoint is not None,
-    ),
-    "affinity_grad_without_bias": BackwardBug(
-        "2.29 and later: the affinity's gradient lacks the down bias (as upstream_affinity_grad)",
-        lambda given, options: (
-            given.down_proj_bias is not None
-            and not given.upstream_affinity_grad
-            and not (options.on_hidden and given.convention == "golden")
-        ),
-    ),
-}
+    """Return how many rows the last sum of shard_on_block covers by ``last_rows_not_reduced``."""
+    return -(-(tokens - skip_token) // 128) * 128
 
 
 def with_bugs(problem: Problem) -> Problem:
-    """Check the names of a checked call; return what a kernel with these faults takes it for."""
+    """Check the names of a checked call and return what these faults make of it; ``block_walk`` has the others."""
     names = problem.given.upstream_bugs
-    _check_names(names, FORWARD, _applying(problem))
-    for name in names:
-        problem = FORWARD[name].apply(problem)
+    _check_names(names, FORWARD, forward_bugs(problem))
+    if "fp8_scales_ignored" in names:
+        problem = replace(problem, scales=Scales())
+    if "mx_bias_twice" in names:
+        problem = with_down_bias(problem, 2)
+    if {"no_affinity_bias_missing", "multiply_on_i_no_bias"} & {*names}:
+        problem = with_down_bias(problem, 0)
     return problem
 
 
+def with_down_bias(problem: Problem, factor: int) -> Problem:
+    """Return the call with a multiple of its down bias."""
+    bias_EH = problem.down_bias_EH
+    return problem if bias_EH is None else replace(problem, down_bias_EH=factor * bias_EH)
+
+
 def with_backward_bugs(given: BackwardArguments, options: Options) -> tuple[BackwardArguments, Options]:
-    """Check the names of a backward call; return what a kernel with these faults takes it for."""
+    """Check the names of a backward call and return what these faults make of it."""
     names = given.upstream_bugs
-    _check_names(names, BACKWARD, _applying_backward(given, options))
+    _check_names(names, BACKWARD, backward_bugs(given, options))
     if "activation_as_silu" in names:
         options = options._replace(activation=ActFnType.SiLU)
     if "affinity_on_i_as_on_h" in names:
@@ -169,15 +118,7 @@ def with_backward_bugs(given: BackwardArguments, options: Options) -> tuple[Back
     return given, options
 
 
-def _applying(problem: Problem) -> tuple[str, ...]:
-    return tuple(name for name, bug in FORWARD.items() if not problem.golden and bug.applies(problem))
-
-
-def _applying_backward(given: BackwardArguments, options: Options) -> tuple[str, ...]:
-    return tuple(name for name, bug in BACKWARD.items() if bug.applies(given, options))
-
-
-def _check_names(names: tuple[str, ...], known: Mapping[str, object], applying: tuple[str, ...]) -> None:
+def _check_names(names: tuple[str, ...], known: Mapping[str, str], applying: tuple[str, ...]) -> None:
     for name in names:
         fix = f"known_bugs returns the names that can change a call.{nearest(name, list(known))}"
         rule = f"made of the faults of this call ({', '.join(applying) or 'none'})"
@@ -191,9 +132,9 @@ def known_bugs(kernel: str, /, **arguments: Any) -> tuple[str, ...]:
     `kernel` is ``"moe_cte"`` or ``"blockwise_mm_bwd"``, `arguments` are those of the call.
     """
     if kernel == "moe_cte":
-        return _applying(check_arguments(Arguments(**arguments)))
-    expected = "'moe_cte' or 'blockwise_mm_bwd'"
+        return forward_bugs(check_arguments(Arguments(**arguments)))
     if kernel != "blockwise_mm_bwd":
-        raise ConfigError.about("kernel", expected, repr(kernel), "The other kernels have no known faults.")
+        expected = "'moe_cte' or 'blockwise_mm_bwd'"
+        raise ConfigError.about("kernel", expected, repr(kernel), "No faults of other kernels are known.")
     given = BackwardArguments(**arguments)
-    return _applying_backward(given, check_options(given))
+    return backward_bugs(given, check_options(given))

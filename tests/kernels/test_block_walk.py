@@ -12,7 +12,7 @@ from hf_neuron_moe.errors import ConfigError
 from hf_neuron_moe.formats import quantize_moe_down, quantize_moe_gate_up
 from hf_neuron_moe.formats.block_plan import BlockPlan, build_block_plan, expert_mask, masked_affinities
 from hf_neuron_moe.reference.block_conditions import block_conditions
-from hf_neuron_moe.reference.block_walk import turns
+from hf_neuron_moe.reference.block_walk import shares, turns
 from hf_neuron_moe.reference.moe_cte import MoEForward, moe_cte
 from hf_neuron_moe.reference.moe_cte_arguments import Arguments
 from hf_neuron_moe.reference.moe_cte_direct import blockwise_mm_baseline_shard_hidden
@@ -138,6 +138,22 @@ def test_mx_to_the_bit(kind: str, options: dict[str, Any], change: dict[str, Any
     assert_same(moe_cte(**given), moe_cte(**given, execute="tiles"))
 
 
+@pytest.mark.parametrize("kind", ["shard_on_block", "shard_on_i"])
+def test_slots_in_any_order_to_the_bit(kind: str) -> None:
+    """Blocks in any order of experts, gaps in blocks, id E on blocks without tokens, -1 beside a sink row."""
+    given = whole_call(kind, torch.bfloat16, tokens=90, block=20)
+    generator = torch.Generator().manual_seed(5)
+    ids = given["token_position_to_id"].view(-1, 20)[:, torch.randperm(20, generator=generator)]
+    order = torch.randperm(len(ids), generator=generator)
+    owner = torch.where((ids == 90).all(1), E, given["block_to_expert"])[order]
+    ids = torch.where(torch.rand(ids.shape, generator=generator) < 0.5, torch.where(ids == 90, -1, ids), ids)[order]
+    given |= {"token_position_to_id": ids.reshape(-1), "block_to_expert": owner}
+    if kind == "shard_on_i":
+        given["spec"] = spec(kind, checkpoint_activation=True)
+    assert (ids == -1).any() and (owner == E).any() and (owner.diff() < 0).any()
+    assert_same(moe_cte(**given), moe_cte(**given, execute="tiles"))
+
+
 def test_dropping_to_the_bit() -> None:
     given = whole_call("shard_on_i", torch.bfloat16, tokens=90)
     slots = torch.tensor([[2, 0, 90, 5], [7, 90, 90, 89], [90, 90, 90, 90]], dtype=torch.int32)
@@ -205,6 +221,14 @@ def test_the_order_of_static_and_dynamic_mx_blocks() -> None:
     given["conditions"] = torch.tensor([1] * 7 + [0] * 4)
     static, dynamic = [(0, 0), (2, 1), (1, 0), (3, 1)], [(4, 0), (5, 1), (6, 0)]
     assert list(turns(check_arguments(Arguments(**given)))) == static + dynamic
+
+
+def test_what_the_cores_share() -> None:
+    given = whole_call("shard_on_i_mx", torch.bfloat16, tokens=4, hidden=512, inner=544)
+    mx, plain = (check_arguments(Arguments(**call)) for call in (given, whole_call("shard_on_i", torch.float32)))
+    assert [part.inner for part in shares(mx, 1536, False)] == [slice(0, 1024), slice(1024, 1536)]
+    assert [part.inner for part in shares(plain, 40, False)] == [slice(0, 20), slice(20, 40)]
+    assert [part.hidden for part in shares(plain, 40, True)] == [slice(0, 48), slice(48, 96)]
 
 
 def test_tiles_of_the_contraction_are_added_in_order() -> None:

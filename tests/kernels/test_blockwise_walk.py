@@ -76,11 +76,13 @@ def test_options_to_the_bit(change: dict[str, Any]) -> None:
     assert len(blockwise_mm_bwd(**given, execute="tiles")) == (4 if "bias" in change else 6)
 
 
+@pytest.mark.parametrize("shard", ["SHARD_ON_FREE", "SHARD_ON_BLOCK"])
 @pytest.mark.parametrize("accumulation", ["convention", "device"])
 @pytest.mark.parametrize("add", [False, True])
-def test_plain_stores_and_buffers_to_the_bit(add: bool, accumulation: str) -> None:
+def test_plain_stores_and_buffers_to_the_bit(add: bool, accumulation: str, shard: str) -> None:
     """Whole numbers below 2^24 in fp32 buffers: rounding after every block changes nothing."""
     given = whole_call(torch.float32, top_k=1) | {"is_tensor_update_accumulating": False, "bias": False}
+    given["shard_option"] = shard
     results = []
     for options in ({}, {"execute": "tiles", "accumulation": accumulation}):
         buffers = {
@@ -97,6 +99,18 @@ def test_unused_slots_of_a_checkpoint_may_hold_anything() -> None:
     given = whole_call(torch.float32)
     unused = given["token_position_to_id"].view(-1, B) == T
     given["gate_up_proj_act_checkpoint_T"].transpose(1, 3)[unused] = torch.nan
+    assert_same(blockwise_mm_bwd(**given), blockwise_mm_bwd(**given, execute="tiles"))
+
+
+def test_blocks_in_any_order_to_the_bit() -> None:
+    """Blocks in any order of experts, gaps in blocks, id E on a block without tokens."""
+    given = whole_call(torch.float32, top_k=1)
+    generator = torch.Generator().manual_seed(6)
+    ids = given["token_position_to_id"].view(-1, B)
+    order, within = torch.randperm(len(ids), generator=generator), torch.randperm(B, generator=generator)
+    given["block_to_expert"] = torch.where((ids == T).all(1), E, given["block_to_expert"])[order]
+    given["token_position_to_id"] = ids[order][:, within].reshape(-1)
+    assert (given["block_to_expert"] == E).any() and (given["block_to_expert"].diff() < 0).any()
     assert_same(blockwise_mm_bwd(**given), blockwise_mm_bwd(**given, execute="tiles"))
 
 

@@ -177,4 +177,4 @@ def test_the_golden_convention_has_no_faults() -> None:
     given["block_to_expert"] = torch.zeros(1).int()
     assert known_bugs("moe_cte", **given) == ("no_affinity_bias_first_tile",)
     assert known_bugs("moe_cte", **given, convention="golden") == ()
-    assert all(bug.text.startswith("2.29") for bug in [*FORWARD.values(), *BACKWARD.values()])
+    assert all(text.startswith("2.29") for text in [*FORWARD.values(), *BACKWARD.values()])
