@@ -53,6 +53,10 @@ from hf_neuron_moe.reference.mlp_mxfp8.forward import (
     mlp_forward_mxfp8 as mlp_forward_mxfp8,
     mlp_forward_mxfp8_nki as mlp_forward_mxfp8_nki,
 )
+from hf_neuron_moe.reference.mlp_mxfp8.matmul import (
+    matmul_mxfp8 as matmul_mxfp8,
+    quantize_block_mxfp8_kernel as quantize_block_mxfp8_kernel,
+)
 from hf_neuron_moe.reference.mlp_mxfp8.matmul_config import (
     MatmulMxfp8KernelConfig as MatmulMxfp8KernelConfig,
     MlpBwdConfig as MlpBwdConfig,
