@@ -65,6 +65,7 @@ from hf_neuron_moe.reference.mlp_mxfp8.matmul_config import (
     get_backward_config_for_shape as get_backward_config_for_shape,
     get_forward_config_for_shape as get_forward_config_for_shape,
 )
+from hf_neuron_moe.reference.mlp_mxfp8.on_chip import Footprint as Footprint
 from hf_neuron_moe.reference.mlp_mxfp8.phases import (
     compute_phase1_down_proj_mm_grad_mxfp8 as compute_phase1_down_proj_mm_grad_mxfp8,
     compute_phase2_hidden_states_grad_mxfp8 as compute_phase2_hidden_states_grad_mxfp8,
@@ -79,6 +80,7 @@ from hf_neuron_moe.reference.mlp_mxfp8.recompute import (
     recompute_hidden as recompute_hidden,
     recompute_intermediate as recompute_intermediate,
 )
+from hf_neuron_moe.reference.mlp_mxfp8.tile_counts import footprint as footprint
 from hf_neuron_moe.reference.moe_cte import MoEForward as MoEForward, moe_cte as moe_cte
 from hf_neuron_moe.reference.moe_cte_direct import (
     blockwise_mm_baseline_shard_hidden as blockwise_mm_baseline_shard_hidden,
