@@ -141,6 +141,11 @@ X = torch.ones(16, 256).bfloat16()
         ({"output_td": TensorDescriptor(X)}, ShapeError, "output_td"),
         ({"rhs_matmul_tile_shape_logical": (256, 512)}, ConfigError, "rhs_matmul_tile_shape_logical"),
         ({"lhs_matmul_tile_shape_logical": 256}, ConfigError, "lhs_matmul_tile_shape_logical"),
+        (
+            {"lhs": X.repeat(16, 1), "lhs_matmul_tile_shape_logical": (512, 256)},
+            ConfigError,
+            "lhs_matmul_tile_shape_logical",
+        ),
         ({"TILES_IN_BLOCK_M": 0}, ConfigError, "TILES_IN_BLOCK_M"),
         ({"block_loop_order": "mm"}, ConfigError, "block_loop_order"),
         ({"execute": "slow"}, ConfigError, "execute"),

@@ -100,7 +100,7 @@ def test_tile_arguments_of_every_function_are_checked() -> None:
     S, H, inner = 16384, 2048, 2048
     x, gate_up, down = (torch.zeros(shape, dtype=torch.bfloat16) for shape in ((S, H), (2 * inner, H), (H, inner)))
     scratch = torch.zeros(S, inner, dtype=torch.bfloat16)
-    with refused(ConfigError, "gate_up_tiles_m", "at least 297"):
+    with refused(ConfigError, "gate_up_tiles_m", "at least 287232"):
         mlp_forward_mxfp8_nki(x, gate_up, down, scratch, run_with_lnc2=False, gate_up_tiles_m=4096)
     mlp_forward_mxfp8_nki(x[:256], gate_up, down, scratch[:256], gate_up_tiles_m=4096)  # cut to the one tile of a core
     td = [TensorDescriptor(each) for each in (x, gate_up, down, scratch, x)]

@@ -29,6 +29,7 @@ from hf_neuron_moe.formats.mx import quantize_mx
 from hf_neuron_moe.formats.scales import to_oversized, to_packed
 from hf_neuron_moe.reference.described_operand import RAW_DTYPES, MXOperand, TensorDescriptor
 from hf_neuron_moe.reference.mlp_mxfp8.matmul_config import MatmulMxfp8KernelConfig, automatic_config
+from hf_neuron_moe.reference.mlp_mxfp8.on_chip import check_fits
 from hf_neuron_moe.reference.mlp_mxfp8.operand_checks import (
     STORED,
     KernelCall,
@@ -196,7 +197,10 @@ def _config(step: KernelCall, size: tuple[int, int, int]) -> MatmulMxfp8KernelCo
         expected, fix = f"(tile_k, tile_{axis}), for example {default}", "Both operands have one contraction tile."
         check_rules([Rule(fits, argument, expected, repr(shape), fix)])
         chosen[f"tile_{axis}"] = shape[1]
-    return replace(automatic, **chosen)
+    config = replace(automatic, **chosen)
+    tiles = {f"tile_{axis}": f"{'rhs' if axis == 'n' else 'lhs'}_matmul_tile_shape_logical" for axis in "mkn"}
+    check_fits(config, lambda field: tiles.get(field, field))
+    return config
 
 
 def _output(step: KernelCall, left: MXOperand, right: MXOperand) -> Tensor | None:

@@ -157,7 +157,7 @@ def check_config(config: object, size: Sizes | None, *, argument: str) -> None:
         has = (config.M, config.K, config.N)
         fix = "Make it for the sizes of one core: rows of the result are halved under LNC2."
         check_rules([Rule(size in (None, has), argument, f"a configuration for M, K, N = {size}", has, fix)])
-        check_fits(config, argument)
+        check_fits(config, lambda field: f"{argument}.{field}")
 
 
 def check_shared_hidden_tiles(

@@ -17,7 +17,7 @@ Sources: Neuron documentation of NeuronCore-v4; nki-library 2.30 ``matmul_mxfp8`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -66,21 +66,16 @@ def product_footprint(config: MatmulMxfp8KernelConfig) -> Footprint:
     )
 
 
-def check_fits(config: MatmulMxfp8KernelConfig, argument: str = "", counts: Sequence[str] = ()) -> None:
-    """Raise ConfigError for a configuration, in argument `argument`, that exceeds a core.
-
-    `counts` are the arguments of the tile counts along M, N and K, where these are not fields.
-    """
+def check_fits(config: MatmulMxfp8KernelConfig, names: Callable[[str], str] = str) -> None:
+    """Raise ConfigError for a configuration that exceeds a core; `names` gives the argument that a field came from."""
     need = product_footprint(config)
-    prefix = f"{argument}." if argument else ""
-    of_m, of_n, _ = counts or [f"{prefix}TILES_IN_BLOCK_{axis}" for axis in "MNK"]
-    larger = of_m if need.left_bytes > need.right_bytes else of_n
-    tile = "tile_m" if config.tile_m > PARTITIONS else "tile_k"
+    larger = names("TILES_IN_BLOCK_M" if need.left_bytes > need.right_bytes else "TILES_IN_BLOCK_N")
+    tile = names("tile_m" if config.tile_m > PARTITIONS else "tile_k")
     sbuf = f"a block of at most {SBUF_BYTES} bytes of SBUF per partition"
     check_rules([
-        Rule(need.partitions <= PARTITIONS, f"{prefix}{tile}", f"a tile of at most {PARTITIONS} partitions",
+        Rule(need.partitions <= PARTITIONS, tile, f"a tile of at most {PARTITIONS} partitions",
              need.partitions, f"A tile has up to {PARTITIONS} rows of the result and {LANES * PARTITIONS} of K."),
-        Rule(need.psum_banks <= PSUM_BANKS, f"{prefix}tile_n", f"a tile of at most {PSUM_BANKS} PSUM banks",
+        Rule(need.psum_banks <= PSUM_BANKS, names("tile_n"), f"a tile of at most {PSUM_BANKS} PSUM banks",
              need.psum_banks, f"A bank holds {BANK_VALUES} fp32 values per partition."),
         Rule(need.sbuf_bytes <= SBUF_BYTES, larger, sbuf, f"at least {need.sbuf_bytes}", "Use fewer tiles per block."),
     ])  # fmt: skip

@@ -74,7 +74,8 @@ def counted_config(size: Sizes, counts: Sizes, *, arguments: tuple[str, ...], ln
     Tiles are 128 x 512 x 512, or the whole axis where it is shorter.
     """
     config = _config(size, counts, lnc2)
-    check_fits(config, counts=arguments)
+    names = dict(zip(("TILES_IN_BLOCK_M", "TILES_IN_BLOCK_N", "TILES_IN_BLOCK_K"), arguments))
+    check_fits(config, lambda field: names.get(field, field))
     return config
 
 
