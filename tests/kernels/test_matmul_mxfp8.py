@@ -132,6 +132,8 @@ X = torch.ones(16, 256).bfloat16()
         ({"rhs": torch.ones(16, 128).bfloat16()}, ShapeError, "rhs"),
         ({"lhs": torch.ones(16, 256)}, DTypeError, "lhs"),
         ({"lhs": [X]}, DTypeError, "lhs"),
+        ({"lhs": X.float(), "lhs_is_swizzled": True}, DTypeError, "lhs"),
+        ({"rhs": X[:12], "lnc_2_shard_rhs": True, "rhs_is_swizzled": True}, ShapeError, "K/4 of rhs"),
         ({"lhs": TensorDescriptor(X), "lhs_scales": torch.ones(128, 16, dtype=torch.uint8)}, ConfigError, "lhs_scales"),
         ({"lhs": X.t().contiguous(), "lhs_is_f_by_k": False}, ShapeError, "F of lhs"),
         ({"float8_dtype": "float8_e5m2"}, ConfigError, "float8_dtype"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.errors import ConfigError
+from hf_neuron_moe.errors import ConfigError, ShapeError
 from hf_neuron_moe.formats import k_map, pack_x4, quantize_mx, swizzle, to_oversized, to_packed
 from hf_neuron_moe.formats.constants import ScaleRule
 from hf_neuron_moe.kernels import (
@@ -24,10 +24,13 @@ from hf_neuron_moe.kernels import (
     compute_phase3_gate_up_weight_grad_mxfp8,
     compute_phase4_down_weight_grad_mxfp8,
     mlp_backward_mxfp8,
+    mlp_backward_mxfp8_base_nki,
     mlp_backward_mxfp8_nki,
+    mlp_backward_mxfp8_nki_2_30,
     mlp_forward_mxfp8,
     mlp_forward_mxfp8_nki,
     recompute_gate_up_projection,
+    release_2_30,
 )
 from hf_neuron_moe.reference.mlp_mxfp8.tile_walk import k_blocks
 from tests.refusals import refused
@@ -244,6 +247,30 @@ def test_exact_sums_are_bit_equal_in_the_backward(lnc2: bool, missing: tuple[str
     assert all(torch.equal(one, other) for one, other in zip(fast, tiles, strict=True))
 
 
+def test_exact_sums_are_bit_equal_in_the_base_and_in_release_2_30() -> None:
+    torch.manual_seed(19)
+    S, H, inner = 256, 384, 384
+    given = integers(S, H, inner)
+    grad, x, gate_up, down, pre, act, up, middle = given.values()
+    made: dict[str, list[list[Tensor]]] = {"base": [], "2.30": []}
+    for execute in ("fast", "tiles"):
+        shapes = [(S, 2 * inner), (2 * inner, S), (S, H), (2 * inner, H), (H, inner)]
+        both_halves, *outputs = [torch.empty(shape, dtype=BF16) for shape in shapes]
+        operands = (grad, pre, act, up, gate_up.t(), down.t(), both_halves, x.t(), grad.t(), middle.t(), *outputs)
+        mlp_backward_mxfp8_base_nki(*(TensorDescriptor(each.contiguous()) for each in operands), execute=execute)
+        made["base"].append(outputs)
+        scratch = [torch.empty(shape, dtype=BF16) for shape in [(S, inner)] * 2 + [(2 * inner, S)] + [(S, inner)] * 4]
+        halves = [half.t().contiguous() for half in gate_up.chunk(2)]
+        transposes = [each.t().contiguous() for each in (x, grad, middle)]
+        grads = mlp_backward_mxfp8_nki_2_30(
+            grad, x, *halves, down.t().contiguous(), gate_up, *scratch[:2], *transposes, *scratch[2:],
+            pre, None, up, None, phase3_tiles_k=1, phase1_tiles_m=1, execute=execute,
+        )  # fmt: skip
+        made["2.30"].append([*grads, *scratch[:3], scratch[4], scratch[6]])
+    for fast, tiles in made.values():
+        assert all(torch.equal(one, other) for one, other in zip(fast, tiles, strict=True))
+
+
 def test_whole_backward_is_near_the_fast_one() -> None:
     """One bf16 rounding of d_gate may fall to the other side and change a code: 1e-2 of the largest value."""
     torch.manual_seed(11)
@@ -337,6 +364,12 @@ def test_output_may_be_the_slice_of_one_core(execute: str) -> None:
         assert torch.equal(part, complete[rows]) and not middle[rows].isnan().any()
         assert int(middle.isnan().sum()) == S // 2 * inner, core
     assert torch.equal(complete, mlp_forward_mxfp8(x, gate_up, down, execute=execute).output)
+    documented = torch.full((S // 2, H), float("nan"), dtype=BF16)
+    arguments = (TensorDescriptor(middle), TensorDescriptor(documented), base, BF16)
+    release_2_30.compute_fused_gate_up_down_mxfp8(*td, *arguments)
+    torch.testing.assert_close(documented, part, rtol=2**-7, atol=2**-7 * float(part.abs().max()))
+    with refused(ShapeError, "output_td"):
+        compute_fused_gate_up_down_mxfp8(*td, *arguments[:2], 0, BF16, run_with_lnc2=False, execute=execute)
 
 
 def test_execute_refuses_other_names() -> None:

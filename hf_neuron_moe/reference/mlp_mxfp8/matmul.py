@@ -22,12 +22,13 @@ from hf_neuron_moe.checks import (
     check_rules,
     check_same_device,
     check_shape,
+    check_tensor,
 )
-from hf_neuron_moe.errors import ConfigError, DTypeError, ShapeError, not_one_of, public
+from hf_neuron_moe.errors import ConfigError, ShapeError, not_one_of, public
 from hf_neuron_moe.formats.constants import ScaleRule, choose
 from hf_neuron_moe.formats.mx import quantize_mx
 from hf_neuron_moe.formats.scales import to_oversized, to_packed
-from hf_neuron_moe.reference.described_operand import RAW_DTYPES, MXOperand, TensorDescriptor
+from hf_neuron_moe.reference.described_operand import RAW_DTYPES, MXOperand, TensorDescriptor, check_layout
 from hf_neuron_moe.reference.mlp_mxfp8.matmul_config import MatmulMxfp8KernelConfig, automatic_config
 from hf_neuron_moe.reference.mlp_mxfp8.on_chip import check_fits
 from hf_neuron_moe.reference.mlp_mxfp8.operand_checks import (
@@ -83,34 +84,26 @@ def quantize_block_mxfp8_kernel(
 def matmul_mxfp8(
     lhs: Operand,
     rhs: Operand,
-    TILES_IN_BLOCK_M: int | None = None,
-    TILES_IN_BLOCK_N: int | None = None,
-    TILES_IN_BLOCK_K: int | None = None,
-    TILES_IN_LOAD_M: int | None = None,
-    TILES_IN_LOAD_N: int | None = None,
+    TILES_IN_BLOCK_M: int | None = None, TILES_IN_BLOCK_N: int | None = None, TILES_IN_BLOCK_K: int | None = None,
+    TILES_IN_LOAD_M: int | None = None, TILES_IN_LOAD_N: int | None = None,
     lhs_matmul_tile_shape_logical: tuple[int, int] | None = None,
     rhs_matmul_tile_shape_logical: tuple[int, int] | None = None,
-    block_loop_order: str = "mnk",
-    tile_loop_order: str = "mnk",
+    block_loop_order: str = "mnk", tile_loop_order: str = "mnk",
     float8_dtype: str = "float8_e4m3fn",
     output_dtype: torch.dtype = torch.bfloat16,
     run_with_lnc2: bool = True,
     lnc_2_shard_rhs: bool | None = None,
-    lhs_scales: Tensor | None = None,
-    rhs_scales: Tensor | None = None,
+    lhs_scales: Tensor | None = None, rhs_scales: Tensor | None = None,
     use_scale_packing: bool = False,
     spill_reload: bool = False,
-    lhs_is_swizzled: bool = True,
-    rhs_is_swizzled: bool = True,
+    lhs_is_swizzled: bool = True, rhs_is_swizzled: bool = True,
     load_with_PE_swizzle: bool = False,
     *,
-    lhs_is_f_by_k: bool = True,
-    rhs_is_f_by_k: bool = True,
-    output_td: TensorDescriptor | None = None,
-    initialize_accumulator: bool = True,
+    lhs_is_f_by_k: bool = True, rhs_is_f_by_k: bool = True,
+    output_td: TensorDescriptor | None = None, initialize_accumulator: bool = True,
     mx_scale_rule: str = "neuron",
     execute: str = "fast",
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return ``lhs @ rhs^T`` ``[M, N]`` of MX operands: fp32 sums, rounded once to output_dtype (bf16 or fp32).
 
     An operand is a TensorDescriptor, or data with its scales (in a tuple or as the argument), or a bf16 tensor:
@@ -135,7 +128,9 @@ def matmul_mxfp8(
     left, right = (_operand(step, name) for name in ("lhs", "rhs"))
     check_logical(right.td, left.K, right.F, "[N, K]", "rhs")
     check_grouping({"lhs": left, "rhs": right})
-    _check_halves(step, left.F, right.F)
+    if lnc_2_shard_rhs is not None:
+        check_flags({"lnc_2_shard_rhs": lnc_2_shard_rhs})
+        step.check_even({"N of rhs": right.F} if lnc_2_shard_rhs else {"M of lhs": left.F})
     size = (left.F, left.K, right.F)
     walk = step.walk(_config(step, size), size)
     output = _output(step, left, right)
@@ -153,35 +148,22 @@ def matmul_mxfp8(
 
 def _operand(step: KernelCall, name: str) -> MXOperand:
     """Return the operand in argument `name`, ``lhs`` or ``rhs``, described and checked."""
-    value, scales = step.call[name], step.call.get(f"{name}_scales")
-    if isinstance(value, tuple) and len(value) == 2 and scales is None:
-        value, scales = value
-    swizzled, by_row = step.call[f"{name}_is_swizzled"], step.call[f"{name}_is_f_by_k"]
-    check_flags({f"{name}_is_swizzled": swizzled, f"{name}_is_f_by_k": by_row})
-    if isinstance(value, TensorDescriptor):
-        td = value
-        rule = Rule(
-            scales is None, f"{name}_scales", "None with a TensorDescriptor", "a tensor", "Describe the scales."
-        )
-        check_rules([rule])
-    elif not isinstance(value, Tensor):
-        expected = "a tensor, a pair of data and scales, or a TensorDescriptor"
-        raise DTypeError.about(name, expected, type(value).__name__, "Pass one of these.")
+    td, scales = step.call[name], step.call.get(f"{name}_scales")
+    if isinstance(td, TensorDescriptor):
+        expected, fix = "None with a TensorDescriptor", "Describe the scales."
+        check_rules([Rule(scales is None, f"{name}_scales", expected, "a tensor", fix)])
     else:
+        data, scales = td if isinstance(td, tuple) and len(td) == 2 and scales is None else (td, scales)
+        check_tensor(data, name)
+        swizzled, by_row = step.call[f"{name}_is_swizzled"], step.call[f"{name}_is_f_by_k"]
+        check_flags({f"{name}_is_swizzled": swizzled, f"{name}_is_f_by_k": by_row})
         prepared = swizzled or scales is not None
-        td = TensorDescriptor(value, scales, swizzled, is_f_by_k=False if prepared else by_row)
+        check_layout(data, swizzled=prepared, quantized=scales is not None, argument=name)
+        td = TensorDescriptor(data, scales, swizzled, is_f_by_k=False if prepared else by_row)
     check_descriptor(td, name)
     if step.call["use_scale_packing"]:
         check_packing(td, True, f"{name}_scales")
     return MXOperand(td, argument=name, rule=step.rule)
-
-
-def _check_halves(step: KernelCall, M: int, N: int) -> None:
-    """Raise ShapeError for an axis that two cores cannot share, ConfigError for another choice of it."""
-    of_rhs = step.call.get("lnc_2_shard_rhs")
-    if of_rhs is not None:
-        check_flags({"lnc_2_shard_rhs": of_rhs})
-        step.check_even({"N of rhs": N} if of_rhs else {"M of lhs": M})
 
 
 def _config(step: KernelCall, size: tuple[int, int, int]) -> MatmulMxfp8KernelConfig:
@@ -207,7 +189,7 @@ def _output(step: KernelCall, left: MXOperand, right: MXOperand) -> Tensor | Non
     """Return the tensor that is described for the result, None where there is none."""
     td = step.call.get("output_td")
     check_record(td, TensorDescriptor, "output_td")
-    fix = "Describe the tensor to add to."
-    needed = td is not None or step.call["initialize_accumulator"]
-    check_rules([Rule(needed, "output_td", "given with initialize_accumulator=False", "None", fix)])
+    if td is None and not step.call["initialize_accumulator"]:
+        expected, fix = "given with initialize_accumulator=False", "Describe the tensor to add to."
+        raise ConfigError.about("output_td", expected, "None", fix)
     return None if td is None else check_buffer(td.data, (left.F, right.F), "[M, N]", "output_td", STORED)
