@@ -176,7 +176,7 @@ def mlp_backward_mxfp8_base_nki(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     for name in ("output_grad_td", "down_weight_T_td"):
         check_descriptor(call[name], name)
     (H, S), inner = call["output_grad_td"].logical_shape, call["down_weight_T_td"].logical_shape[1]
-    if S and inner:
+    if min(S, H, inner) > 1:  # otherwise phase 1 refuses the operands
         counted_configs(options, (S, H, inner), call["run_with_lnc2"])
     compute_phase1_down_proj_mm_grad_mxfp8(
         *(call[f"{name}_td"] for name in ("output_grad", "gate_pre", "gate_act", "up", "d_gate", "d_up", "scratch")),
@@ -212,7 +212,7 @@ def _step(call: Call, left: str, right: str) -> Call:
     (K, M), N = call[left].logical_shape, call[right].logical_shape[1]
     lnc2, counts = options["run_with_lnc2"], tuple(f"TILES_IN_BLOCK_{axis}" for axis in "MNK")
     made: Call = {name: options[name] for name in _STEP if name in options}
-    if K and N and M % 2 == 0:  # otherwise the step refuses the operands
+    if min(K, M, N) > 1:  # otherwise the step refuses the operands
         m, n, k = (options[name] for name in counts)
         size = (M // 2 if lnc2 else M, K, N)
         made["config"] = counted_config(size, (m, n, k), arguments=counts, lnc2=lnc2)

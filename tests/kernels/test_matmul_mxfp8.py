@@ -10,7 +10,16 @@ import torch
 from torch import Tensor
 
 from hf_neuron_moe.errors import ConfigError, DTypeError, NeuronMoEError, ShapeError
-from hf_neuron_moe.formats import fake_quantize_mx, pack_x4, quantize_mx, swizzle, to_compact, to_oversized, to_packed
+from hf_neuron_moe.formats import (
+    fake_quantize_mx,
+    pack_x4,
+    quantize_mx,
+    swizzle,
+    to_compact,
+    to_oversized,
+    to_packed,
+    unswizzle,
+)
 from hf_neuron_moe.kernels import TensorDescriptor, matmul_mxfp8, quantize_block_mxfp8_kernel
 from tests.refusals import refused
 
@@ -120,6 +129,17 @@ def test_documented_defaults() -> None:
     positional = [name for name, each in parameters.items() if each.kind is each.POSITIONAL_OR_KEYWORD]
     assert positional[:2] == ["lhs", "rhs"] and positional[-1] == "load_with_PE_swizzle" and len(positional) == 22
     assert parameters["output_dtype"].default is torch.bfloat16 and parameters["lnc_2_shard_rhs"].default is None
+
+
+def test_documented_example() -> None:
+    """The page's first call: both operands pre-swizzled, K = 2048."""
+    lhs, rhs = rows_of(512, 1024), rows_of(512, 2048)
+    counts = {"TILES_IN_BLOCK_M": 2, "TILES_IN_BLOCK_N": 2, "TILES_IN_BLOCK_K": 1, "TILES_IN_LOAD_M": 1}
+    shapes = {"lhs_matmul_tile_shape_logical": (512, 128), "rhs_matmul_tile_shape_logical": (512, 512)}
+    result = matmul_mxfp8(lhs=lhs, rhs=rhs, **counts, TILES_IN_LOAD_N=1, **shapes)  # type: ignore[arg-type]
+    natural = (unswizzle(each) for each in (lhs, rhs))
+    wanted = matmul_mxfp8(*natural, lhs_is_swizzled=False, rhs_is_swizzled=False)
+    assert result.shape == (256, 512) and torch.equal(result, wanted)
 
 
 RAW = {"lhs_is_swizzled": False, "rhs_is_swizzled": False}

@@ -190,7 +190,7 @@ def mlp_backward_mxfp8_base_nki(
         (hidden_size, tokens), inner = output_grad_td.logical_shape, down_weight_T_td.logical_shape[1]
         matmul_config.resolve(PHASES, (tokens, hidden_size, inner), run_with_lnc2, "matmul_config.")
     tensors = {name.removesuffix("_td"): td for name, td in kernel.call.items() if name.endswith("_td")}
-    phases.run_phases(tensors, kernel.step_options(), clamp_limits, matmul_config)
+    phases.run_phases(tensors, kernel.step_options(), clamp_limits, matmul_config if execute == "tiles" else None)
     kernel.launch()
 
 
@@ -208,7 +208,7 @@ def run_backward(
     `buffers`: `d_gate`, `d_up`, `scratch` (both transposed) and recomputed checkpoints. `configs` are one core's.
     """
     tensors: dict[str, Any] = dict(operands)
-    buffers = buffers or {}
+    buffers, configs = buffers or {}, configs if options["execute"] == "tiles" else None
     tokens, hidden_size, inner = _sizes(operands)
     grad = operands["output_grad"].data
     assert grad is not None

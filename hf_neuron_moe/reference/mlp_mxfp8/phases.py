@@ -269,10 +269,10 @@ def run_phases(
     """Run one phase after the other, each for both cores at once, or with tiles for one core after the other.
 
     `t` are the descriptors of ``mlp_backward_mxfp8_base_nki`` without the ending ``_td``. Release 2.30 has
-    `gate_proj_weight_T` and `up_proj_weight_T` for `gate_up_weight_T`. `configs`, for one core, are for tiles.
+    `gate_proj_weight_T` and `up_proj_weight_T` for `gate_up_weight_T`. `configs`, of one core, are for tiles.
     """
     bf16, lone_384 = torch.bfloat16, "up_proj_weight_T" in t
-    tiles = (configs or MlpBwdMatmulConfig()) if options["execute"] == "tiles" else MlpBwdMatmulConfig()
+    tiles = configs or MlpBwdMatmulConfig()
     cores = (0, 1) if options["run_with_lnc2"] else (0,)
     d_gate_up, dx, d_down = t["d_gate_up"], t["hidden_states_grad"], t["down_weight_grad"]
     rows_S, rows_H = (len(td.data) // len(cores) for td in (dx, d_down))

@@ -154,8 +154,7 @@ def recompute_missing(
 
     if not {"gate_pre", "up"} <= found.keys():
         made = {name: target(name) for name in ("gate_pre", "up") if name not in found or name in buffers}
-        tiles = (configs or MlpBwdMatmulConfig()) if options["execute"] == "tiles" else MlpBwdMatmulConfig()
-        cores = 2 if options["run_with_lnc2"] else 1
+        tiles, cores = configs or MlpBwdMatmulConfig(), 2 if options["run_with_lnc2"] else 1
         for base in range(0, shape[0], shape[0] // cores):
             recompute_gate_up_projection(
                 hidden, gate_up, made.get("gate_pre"), made.get("up"), base, bf16, gate_config=tiles.recompute_gate,
