@@ -46,6 +46,9 @@ from hf_neuron_moe.reference.mlp_mxfp8.matmul_config import MatmulMxfp8KernelCon
 Products = Mapping[str, Sequence[tuple[MXOperand, MXOperand, int]]]
 """By the name of a result: left operand, right operand and the first position of the right one's F to read, summed."""
 
+Spilled = dict[tuple[MXOperand, int, int], MXTensor]
+"""Quantized tiles by operand and by where they begin in F and in swizzled rows."""
+
 
 class TileWalk(NamedTuple):
     """How one core walks a product: tile sizes, tiles per block, and whether quantized tiles are spilled."""
@@ -78,7 +81,7 @@ def walk_tiles(
 ) -> Iterator[tuple[slice, slice, dict[str, Tensor]]]:
     """Run the loops at the top of this file for the rows of one core; yield each finished tile of all results."""
     config = walk.config
-    spilled: dict[tuple[MXOperand, int, int], MXTensor] = {}
+    spilled: Spilled = {}
     blocks_of_K = [
         [(name, left, right, offset, k_tiles) for name, (left, right, offset) in zip(products, step)]
         for step in zip(*products.values(), strict=True)
@@ -102,12 +105,7 @@ def walk_tiles(
 
 
 def _sum_in_psum(
-    left: MXOperand,
-    m: slice,
-    right: MXOperand,
-    n: slice,
-    k_tiles: Sequence[slice],
-    spilled: dict[tuple[MXOperand, int, int], MXTensor],
+    left: MXOperand, m: slice, right: MXOperand, n: slice, k_tiles: Sequence[slice], spilled: Spilled
 ) -> Tensor:
     """Return the fp32 sum over the K tiles of one block for one tile of the result, in the order of K."""
     psum = None
@@ -118,7 +116,7 @@ def _sum_in_psum(
     return psum
 
 
-def _reload(operand: MXOperand, f: slice, k: slice, spilled: dict[tuple[MXOperand, int, int], MXTensor]) -> MXTensor:
+def _reload(operand: MXOperand, f: slice, k: slice, spilled: Spilled) -> MXTensor:
     """Return a quantized tile that was spilled, or quantize it and spill it."""
     key = (operand, f.start, k.start)
     if key not in spilled:
