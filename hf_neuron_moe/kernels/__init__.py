@@ -53,6 +53,10 @@ from hf_neuron_moe.reference.mlp_mxfp8.forward import (
     mlp_forward_mxfp8 as mlp_forward_mxfp8,
     mlp_forward_mxfp8_nki as mlp_forward_mxfp8_nki,
 )
+from hf_neuron_moe.reference.mlp_mxfp8.matmul import (
+    matmul_mxfp8 as matmul_mxfp8,
+    quantize_block_mxfp8_kernel as quantize_block_mxfp8_kernel,
+)
 from hf_neuron_moe.reference.mlp_mxfp8.matmul_config import (
     MatmulMxfp8KernelConfig as MatmulMxfp8KernelConfig,
     MlpBwdConfig as MlpBwdConfig,
@@ -61,6 +65,7 @@ from hf_neuron_moe.reference.mlp_mxfp8.matmul_config import (
     get_backward_config_for_shape as get_backward_config_for_shape,
     get_forward_config_for_shape as get_forward_config_for_shape,
 )
+from hf_neuron_moe.reference.mlp_mxfp8.on_chip import Footprint as Footprint
 from hf_neuron_moe.reference.mlp_mxfp8.phases import (
     compute_phase1_down_proj_mm_grad_mxfp8 as compute_phase1_down_proj_mm_grad_mxfp8,
     compute_phase2_hidden_states_grad_mxfp8 as compute_phase2_hidden_states_grad_mxfp8,
@@ -75,6 +80,7 @@ from hf_neuron_moe.reference.mlp_mxfp8.recompute import (
     recompute_hidden as recompute_hidden,
     recompute_intermediate as recompute_intermediate,
 )
+from hf_neuron_moe.reference.mlp_mxfp8.tile_counts import footprint as footprint
 from hf_neuron_moe.reference.moe_cte import MoEForward as MoEForward, moe_cte as moe_cte
 from hf_neuron_moe.reference.moe_cte_direct import (
     blockwise_mm_baseline_shard_hidden as blockwise_mm_baseline_shard_hidden,

@@ -28,6 +28,7 @@ from hf_neuron_moe import kernels
 from hf_neuron_moe.errors import public
 from hf_neuron_moe.reference.launch_record import note_launch, scheduling
 from hf_neuron_moe.reference.mlp_mxfp8.operand_checks import check_buffer, check_descriptor
+from hf_neuron_moe.reference.mlp_mxfp8.tile_counts import counted_config, counted_configs
 from hf_neuron_moe.reference.moe_types import ShardOption229 as ShardOption, bound
 
 __all__ = [
@@ -128,7 +129,7 @@ def mlp_backward_mxfp8_nki(call: Call) -> tuple[Tensor, ...]:
 @_documented
 def compute_phase1_down_proj_mm_grad_mxfp8(call: Call) -> None:
     """Fill the rows from s_base on of d_gate and d_up ``[S, I]``, and of their transposes ``[2I, S]`` in scratch."""
-    options = _step(call)
+    options = _step(call, "output_grad_td", "down_weight_td")
     for name in ("output_grad_td", "down_weight_td", *_HALVES):
         check_descriptor(call[name], name)
     shape = tuple(call[name].logical_shape[1] for name in ("output_grad_td", "down_weight_td"))
@@ -143,21 +144,21 @@ def compute_phase1_down_proj_mm_grad_mxfp8(call: Call) -> None:
 @_documented
 def compute_phase2_hidden_states_grad_mxfp8(call: Call) -> None:
     """Fill the rows from s_base on of dX ``[S, H]``: two products along K = I into one accumulator, gate first."""
-    options = _step(call)
+    options = _step(call, "d_gate_td", "gate_weight_td")
     kernels.compute_phase2_hidden_states_grad_mxfp8_2_30(**call, **options)
 
 
 @_documented
 def compute_phase3_gate_up_weight_grad_mxfp8(call: Call) -> None:
     """Fill ``[dWg; dWu]`` ``[2I, H]``, for both cores together."""
-    options = _step(call)
+    options = _step(call, "grad_T_td", "hidden_states_T_td")
     kernels.compute_phase3_gate_up_weight_grad_mxfp8(lone_384=True, **call, **options)
 
 
 @_documented
 def compute_phase4_down_weight_grad_mxfp8(call: Call) -> None:
     """Fill the rows from h_base on of dWd ``[H, I]``."""
-    options = _step(call)
+    options = _step(call, "output_grad_T_td", "hidden_T_td")
     kernels.compute_phase4_down_weight_grad_mxfp8(
         intermediate_T_td=call.pop("hidden_T_td"), lone_384=True, **call, **options
     )
@@ -169,9 +170,14 @@ def mlp_backward_mxfp8_base_nki(call: Call) -> tuple[Tensor, Tensor, Tensor]:
 
     hidden_states_td and hidden_td are not read: the phases take their transposes.
     """
-    options = scheduling(call)
+    options: Call = scheduling(call)
     step = {name: options[name] for name in _STEP} | {"run_with_lnc2": False}
     bf16 = torch.bfloat16
+    for name in ("output_grad_td", "down_weight_T_td"):
+        check_descriptor(call[name], name)
+    (H, S), inner = call["output_grad_td"].logical_shape, call["down_weight_T_td"].logical_shape[1]
+    if min(S, H, inner) > 1:  # otherwise phase 1 refuses the operands
+        counted_configs(options, (S, H, inner), call["run_with_lnc2"])
     compute_phase1_down_proj_mm_grad_mxfp8(
         *(call[f"{name}_td"] for name in ("output_grad", "gate_pre", "gate_act", "up", "d_gate", "d_up", "scratch")),
         call["down_weight_T_td"],
@@ -193,9 +199,21 @@ _HALVES = ("d_gate_td", "d_up_td")
 _STEP = ("fp8_x4_dtype", "spill_reload", "use_scale_packing", "run_with_lnc2")
 
 
-def _step(call: Call) -> Call:
-    """Check the options of a step and take them out of `call`; return those that its function has."""
-    options = scheduling(call)
+def _step(call: Call, left: str, right: str) -> Call:
+    """Check the options of a step and take them out of `call`; return those that its function has.
+
+    `left` and `right` are the operands of the step's product. The tile counts become a configuration of one core.
+    """
+    options: Call = scheduling(call)
     for name in options:
         del call[name]
-    return {name: options[name] for name in _STEP if name in options}
+    for name in (left, right):
+        check_descriptor(call[name], name)
+    (K, M), N = call[left].logical_shape, call[right].logical_shape[1]
+    lnc2, counts = options["run_with_lnc2"], tuple(f"TILES_IN_BLOCK_{axis}" for axis in "MNK")
+    made: Call = {name: options[name] for name in _STEP if name in options}
+    if min(K, M, N) > 1:  # otherwise the step refuses the operands
+        m, n, k = (options[name] for name in counts)
+        size = (M // 2 if lnc2 else M, K, N)
+        made["config"] = counted_config(size, (m, n, k), arguments=counts, lnc2=lnc2)
+    return made

@@ -25,10 +25,10 @@ from hf_neuron_moe.backends.torch.compute import Scratch
 from hf_neuron_moe.backends.torch.fake_quant import fake_quantize_
 from hf_neuron_moe.checks import Rule, check_dtype, check_flags, check_multiple, check_rules
 from hf_neuron_moe.errors import ConfigError, DTypeError, ShapeError, naming, not_one_of, public
-from hf_neuron_moe.formats.constants import LANES, MX_BLOCK, ScaleRule, SwizzleScheme
-from hf_neuron_moe.formats.mx import dequantize_mx, fake_quantize_mx
+from hf_neuron_moe.formats.constants import ELEMENT_FORMATS, LANES, MX_BLOCK, PATCH_ROWS, ScaleRule, SwizzleScheme
+from hf_neuron_moe.formats.mx import MXTensor, dequantize_mx, fake_quantize_mx, quantize_mx_swizzled
 from hf_neuron_moe.formats.scales import SCALE_DTYPES, ScaleLayout, kernel_row_counts, to_compact
-from hf_neuron_moe.formats.swizzle import unswizzle
+from hf_neuron_moe.formats.swizzle import k_map, swizzle, unswizzle
 
 RAW_DTYPES = (torch.bfloat16, torch.float16)  # what the raw loader takes (nki-library 2.30)
 X4_DTYPES = (torch.int32, torch.uint32)  # words of four e4m3 codes; signed ones carry the bits of NKI's unsigned ones
@@ -241,6 +241,25 @@ class MXOperand:
         """Return all values as fp32 ``[F, K]``."""
         assert self.td.data is not None
         return self.load(0, self.F, k_major=False, scratch=Scratch(self.td.data.device), name="all")
+
+    def load_and_quantize_tile(self, f: slice, k: slice) -> MXTensor:
+        """Return one tile as it lies on chip: the positions `f` of F, and `k`, a range of swizzled rows, of K/4.
+
+        Raw data are swizzled and quantized, pre-swizzled data quantized, pre-quantized data taken as they are. `k`
+        begins and ends at whole blocks, 8 rows. The bytes are the whole operand's: no block spans two tiles.
+        """
+        data, lanes = self.td.data, slice(LANES * f.start, LANES * f.stop)
+        assert data is not None
+        if self._compact is not None:
+            codes = data[k, f] if self.td.is_x4 else data[k, lanes]
+            blocks = slice(k.start // PATCH_ROWS, k.stop // PATCH_ROWS)
+            codes = codes.contiguous().view(torch.uint8)
+            return MXTensor(codes, self._compact[blocks, f], ELEMENT_FORMATS["e4m3fn"])
+        if self.td.is_raw:
+            natural_FK = data[f] if self.td.is_f_by_k else data[:, f].t()
+            elements = k_map(self.K, self.scheme, data.device)[k].flatten()
+            return quantize_mx_swizzled(swizzle(natural_FK[:, elements], "1x32"), rule=self.rule)
+        return quantize_mx_swizzled(data[k, lanes], rule=self.rule)
 
     def _fill(self, part: Tensor, start: int, stop: int, k_major: bool, scratch: Scratch) -> None:
         natural_FK = self._natural(start, stop)

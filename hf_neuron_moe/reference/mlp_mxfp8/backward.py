@@ -26,6 +26,7 @@ from hf_neuron_moe.reference.mlp_mxfp8.operand_checks import (
     check_logical,
 )
 from hf_neuron_moe.reference.mlp_mxfp8.recompute import CHECKPOINTS, recompute_missing
+from hf_neuron_moe.reference.mlp_mxfp8.tile_counts import counted_configs
 from hf_neuron_moe.reference.moe_types import ClampLimits
 
 RELEASES = ("2.31", "2.30")
@@ -67,6 +68,7 @@ def mlp_backward_mxfp8(
     clamp_limits: ClampLimits | None = None,
     matmul_config: MlpBwdMatmulConfig | None = None,
     mx_scale_rule: str = "neuron",
+    execute: str = "fast",
 ) -> MLPBackward:
     """Compute the gradients of ``mlp_forward_mxfp8`` with the arithmetic of nki-library's ``mlp_bwd_mxfp8``.
 
@@ -80,6 +82,7 @@ def mlp_backward_mxfp8(
     * Release 2.31 only: pre-quantized operands with scales, use_scale_packing, clamp_limits and matmul_config, as in
       :func:`mlp_backward_mxfp8_nki`. Release 2.30's are in ``mlp_backward_mxfp8_nki_2_30``.
     * mx_scale_rule: block scales of what is quantized here, ``"neuron"`` (nki 0.5 and later) or ``"floor"`` (earlier).
+    * execute: ``"fast"``, or ``"tiles"`` for the kernel's loops on one core.
     """
     kernel = KernelCall("mlp_backward_mxfp8", locals())
     if release not in RELEASES:
@@ -97,7 +100,8 @@ def mlp_backward_mxfp8(
         raise ConfigError.about("use_scale_packing", expected, "False", fix)
     gate_T, up_T = (TensorDescriptor(half.t()) for half in gate_up_weights.chunk(2))
     operands |= {"gate_proj_weight_T": gate_T, "up_proj_weight_T": up_T}
-    return run_backward(operands, kernel.step_options())
+    configs = counted_configs({}, _sizes(operands), kernel.lnc2)
+    return run_backward(operands, kernel.step_options(), configs=configs)
 
 
 @public
@@ -127,6 +131,7 @@ def mlp_backward_mxfp8_nki(
     clamp_limits: ClampLimits | None = None,
     *,
     mx_scale_rule: str = "neuron",
+    execute: str = "fast",
 ) -> MLPBackward:
     """Run the backward as documented for nki-library 2.31 to 2.33; return the three gradients. No argument is written.
 
@@ -137,7 +142,8 @@ def mlp_backward_mxfp8_nki(
       swizzled as one tensor with K = 2I; down_weight_T ``[H/4, I]``; output_grad_T and hidden_states_T ``[S/4, H]``.
     * gate_pre, gate_act, up, intermediate: bf16 ``[S, I]`` checkpoints; missing ones are recomputed (phase 0).
     * clamp_limits: limits of the forward: clamps recomputed pre-activations and masks d_gate and d_up.
-    * matmul_config, spill_reload, run_with_lnc2 (even sizes): checked and recorded. mx_scale_rule as above.
+    * matmul_config, spill_reload, run_with_lnc2 (even sizes): checked and recorded. With ``execute="tiles"`` they set
+      the cores, the tiles and the order of the sums. mx_scale_rule as above.
 
     Upstream ignores a ``*_T`` tensor without scales and fp8_x4_dtype (other than e4m3); both are errors here.
     """
@@ -171,6 +177,7 @@ def mlp_backward_mxfp8_base_nki(
     clamp_limits: ClampLimits | None = None,
     *,
     mx_scale_rule: str = "neuron",
+    execute: str = "fast",
 ) -> None:
     """Run phases 1 to 4 on their operands, for both cores together; the four output descriptors' tensors are filled.
 
@@ -183,7 +190,7 @@ def mlp_backward_mxfp8_base_nki(
         (hidden_size, tokens), inner = output_grad_td.logical_shape, down_weight_T_td.logical_shape[1]
         matmul_config.resolve(PHASES, (tokens, hidden_size, inner), run_with_lnc2, "matmul_config.")
     tensors = {name.removesuffix("_td"): td for name, td in kernel.call.items() if name.endswith("_td")}
-    _run_phases(tensors, kernel.step_options(), clamp_limits)
+    phases.run_phases(tensors, kernel.step_options(), clamp_limits, matmul_config if execute == "tiles" else None)
     kernel.launch()
 
 
@@ -192,57 +199,32 @@ def run_backward(
     options: Mapping[str, Any],
     clamp_limits: ClampLimits | None = None,
     buffers: Mapping[str, Tensor] | None = None,
+    configs: MlpBwdMatmulConfig | None = None,
 ) -> MLPBackward:
     """Recompute what is missing, run the four phases, return the gradients.
 
     `operands` have the names of :func:`mlp_backward_mxfp8_nki`, without checkpoints that were not kept. Release 2.30
     has `gate_proj_weight_T` and `up_proj_weight_T` for `gate_up_weight_T`, and leaves intermediate results in
-    `buffers`: `d_gate`, `d_up`, `scratch` (both transposed) and recomputed checkpoints.
+    `buffers`: `d_gate`, `d_up`, `scratch` (both transposed) and recomputed checkpoints. `configs` are one core's.
     """
     tensors: dict[str, Any] = dict(operands)
-    buffers = buffers or {}
+    buffers, configs = buffers or {}, configs if options["execute"] == "tiles" else None
     tokens, hidden_size, inner = _sizes(operands)
     grad = operands["output_grad"].data
     assert grad is not None
-    recompute_missing(tensors, buffers, options, clamp_limits, lone_384="up_proj_weight_T" in operands)
+    recompute_missing(tensors, buffers, options, clamp_limits, "up_proj_weight_T" in operands, configs)
     tensors.setdefault("intermediate_T", TensorDescriptor(tensors["intermediate"].data.t()))
     tensors["scratch"] = TensorDescriptor(buffers["scratch"]) if "scratch" in buffers else None
     outputs = {"hidden_states_grad": (tokens, hidden_size), "weight_grad": (2 * inner, hidden_size)}
     outputs |= {"down_weight_grad": (hidden_size, inner), "d_gate_up": (tokens, 2 * inner)}
     made = {name: grad.new_empty(shape, dtype=torch.bfloat16) for name, shape in outputs.items()}
-    _run_phases(tensors | {name: TensorDescriptor(tensor) for name, tensor in made.items()}, options, clamp_limits)
+    tensors |= {name: TensorDescriptor(tensor) for name, tensor in made.items()}
+    phases.run_phases(tensors, options, clamp_limits, configs)
     d_gate_up = made.pop("d_gate_up")
     for name, values in zip(("d_gate", "d_up"), d_gate_up.chunk(2, dim=1)):
         if name in buffers:
             buffers[name].copy_(values)
     return MLPBackward(*made.values())
-
-
-def _run_phases(t: Mapping[str, Any], options: Mapping[str, Any], clamp_limits: ClampLimits | None) -> None:
-    """Run the four phases for both cores at once, for which configurations of one core are not made.
-
-    `t` are the descriptors of :func:`mlp_backward_mxfp8_base_nki`, without the ending ``_td``; release 2.30 as in
-    :func:`run_backward`.
-    """
-    bf16, lone_384 = torch.bfloat16, "up_proj_weight_T" in t
-    d_gate_up, dx = t["d_gate_up"], t["hidden_states_grad"]
-    phases.compute_phase1_down_proj_mm_grad_mxfp8(
-        t["output_grad"], t["gate_pre"], t["gate_act"], t["up"], d_gate_up, t["scratch"], t["down_weight_T"], 0, bf16,
-        clamp_limits=clamp_limits, lone_384=lone_384, **options,
-    )  # fmt: skip
-    if lone_384:
-        gate_T, up_T = t["gate_proj_weight_T"], t["up_proj_weight_T"]
-        d_gate, d_up = (TensorDescriptor(half) for half in d_gate_up.data.chunk(2, dim=1))
-        phases.compute_phase2_hidden_states_grad_mxfp8_2_30(dx, gate_T, up_T, d_gate, d_up, 0, bf16, **options)
-    else:
-        phases.compute_phase2_hidden_states_grad_mxfp8(dx, t["gate_up_weight_T"], d_gate_up, 0, bf16, **options)
-    grad_T = t["scratch"] or TensorDescriptor(d_gate_up.data.t())
-    phases.compute_phase3_gate_up_weight_grad_mxfp8(
-        t["weight_grad"], t["hidden_states_T"], grad_T, bf16, lone_384=lone_384, **options
-    )
-    phases.compute_phase4_down_weight_grad_mxfp8(
-        t["down_weight_grad"], t["output_grad_T"], t["intermediate_T"], 0, bf16, lone_384=lone_384, **options
-    )
 
 
 def _run_2_31(operands: Mapping[str, TensorDescriptor], kernel: KernelCall) -> MLPBackward:
@@ -252,7 +234,7 @@ def _run_2_31(operands: Mapping[str, TensorDescriptor], kernel: KernelCall) -> M
     if config is not None:
         for names in (PHASES, PROJECTIONS):
             config.resolve(names, _sizes(operands), kernel.lnc2, "matmul_config.")
-    grads = run_backward(operands, kernel.step_options(), kernel.call["clamp_limits"])
+    grads = run_backward(operands, kernel.step_options(), kernel.call["clamp_limits"], configs=config)
     note_launch("mlp_backward_mxfp8_base_nki", {"run_with_lnc2": kernel.lnc2} | launch)
     return grads
 

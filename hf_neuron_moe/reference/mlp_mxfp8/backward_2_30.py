@@ -24,6 +24,7 @@ from hf_neuron_moe.reference.mlp_mxfp8.operand_checks import (
     check_logical,
     check_no_mix_at_384,
 )
+from hf_neuron_moe.reference.mlp_mxfp8.tile_counts import counted_configs
 
 get_config_for_shape = get_backward_config_for_shape
 """Upstream's name for it in the backward's module."""
@@ -93,6 +94,7 @@ def mlp_backward_mxfp8_nki_2_30(
     hidden_T_scales: Tensor | None = None, hidden_T_is_swizzled: bool = False,
     *,
     mx_scale_rule: str = "neuron",
+    execute: str = "fast",
 ) -> MLPBackward:  # fmt: skip
     """Run the backward as documented for nki-library 2.30 (there ``mlp_backward_mxfp8_nki``).
 
@@ -105,6 +107,7 @@ def mlp_backward_mxfp8_nki_2_30(
     * S and I are multiples of 128, H too while an operand contracted over H is raw, all even for run_with_lnc2. Raw and
       prepared operands are never mixed on a contraction of 384 (d_gate, d_up and their transposes are always raw).
     * mx_scale_rule: ``"neuron"`` (nki 0.5 and later) or ``"floor"`` (earlier), for everything quantized here.
+    * execute: ``"fast"``, or ``"tiles"``: the kernel's loops, in which the tile counts set the order of the sums.
     """
     kernel = KernelCall("mlp_backward_mxfp8_nki_2_30", locals())
     call = kernel.call
@@ -119,12 +122,13 @@ def mlp_backward_mxfp8_nki_2_30(
         rows, columns = ("2I", "S") if name.endswith("_T") else ("S", "I")
         check_buffer(tensor, (sizes[rows], sizes[columns]), f"[{rows}, {columns}]", f"{name}_scratch")
     check_same_device({name: value for name, value in call.items() if isinstance(value, Tensor)})
+    configs = counted_configs(call, (sizes["S"], sizes["H"], sizes["I"]), run_with_lnc2)
     kernel.launch()
     described = tds | {name: TensorDescriptor(tensor) for name, tensor in kept.items()}
     operands = {_RENAMED.get(name, name): td for name, td in described.items()}
     buffers = {_RENAMED.get(name, name): tensor for name, tensor in scratch.items()}
     with torch.no_grad():
-        return run_backward(operands, kernel.step_options(), buffers=buffers)
+        return run_backward(operands, kernel.step_options(), buffers=buffers, configs=configs)
 
 
 def _check_operands(kernel: KernelCall, tds: dict[str, TensorDescriptor], kept: dict[str, Tensor]) -> dict[str, int]:

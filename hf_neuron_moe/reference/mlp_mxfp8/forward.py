@@ -5,7 +5,8 @@ Legend: S tokens, H hidden, I intermediate. ``Q_K`` quantizes to MXFP8 e4m3 alon
     gate = Q_H(X) Q_H(Wg)^T    up = Q_H(X) Q_H(Wu)^T    intermediate = bf16(silu(gate) * up)
     Y = Q_I(intermediate) Q_I(Wd)^T
 
-Tile counts, spilling and LNC change no value: :func:`~hf_neuron_moe.reference.launch_record.record_launches`.
+Tile counts, spilling and LNC change no value: :func:`~hf_neuron_moe.reference.launch_record.record_launches`. With
+``execute="tiles"`` the counts set the order of the sums: :mod:`~hf_neuron_moe.reference.mlp_mxfp8.tile_walk`.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from hf_neuron_moe.reference.mlp_mxfp8.operand_checks import (
     check_no_mix_at_384,
 )
 from hf_neuron_moe.reference.mlp_mxfp8.product_tiles import gate_up_tiles, product_tiles
+from hf_neuron_moe.reference.mlp_mxfp8.tile_walk import TileWalk
 
 get_config_for_shape = get_forward_config_for_shape
 """Upstream's name for it in the forward's module."""
@@ -66,6 +68,7 @@ def mlp_forward_mxfp8(
     gate_up_is_swizzled: bool = False,
     down_is_swizzled: bool = False,
     mx_scale_rule: str = "neuron",
+    execute: str = "fast",
 ) -> MLPForward:
     """Compute what ``mlp_forward_mxfp8_nki`` computes; every buffer is returned, no argument is written to.
 
@@ -80,6 +83,7 @@ def mlp_forward_mxfp8(
     * use_scale_packing: whether given scales (uint8 or float8_e8m0fnu) are packed or oversized.
     * mx_scale_rule: block scales of what is quantized here: ``"neuron"`` (nki 0.5 and later, ``2^(emax - 7)``) or
       ``"floor"`` (earlier, ``2^(emax - 8)``).
+    * execute: ``"fast"``, or ``"tiles"`` for the kernel's loops on one core with its default tile counts.
     """
     kernel = KernelCall("mlp_forward_mxfp8", locals())
     call, saves = kernel.call, ("save_gate_pre", "save_gate_act", "save_up", "save_hidden")
@@ -94,7 +98,9 @@ def mlp_forward_mxfp8(
     saved = {name: hidden.new_empty(tokens, inner, dtype=dtype) for name, want in kept.items() if want}
     intermediate = hidden.new_empty(tokens, inner, dtype=torch.bfloat16)
     output = hidden.new_empty(tokens, hidden_size, dtype=dtype)
-    _run(_operands(tds, kernel), intermediate, output, saved, slice(0, tokens))
+    kernel.call |= _DEFAULT_COUNTS
+    walks = _walks(kernel, (tokens, hidden_size, inner))
+    _run(_operands(tds, kernel), intermediate, output, saved, slice(0, tokens), walks)
     product = saved.get("product", intermediate) if save_hidden else None
     return MLPForward(output, saved.get("gate_pre"), saved.get("gate_act"), saved.get("up"), product)
 
@@ -128,6 +134,7 @@ def mlp_forward_mxfp8_nki(
     down_is_swizzled: bool = False,
     *,
     mx_scale_rule: str = "neuron",
+    execute: str = "fast",
 ) -> Tensor:
     """Run the forward as documented for nki-library 2.30 to 2.33; return the output ``[S, H]`` of `dtype`.
 
@@ -147,11 +154,15 @@ def mlp_forward_mxfp8_nki(
     for name in given:
         check_buffer(call[name], (tokens, inner), "[S, I]", name, STORED if name in saves else BF16)
     check_same_device({name: call[name] for name in ("hidden", *given)})
+    cores = kernel.cores(tokens)
+    walks = _walks(kernel, (tokens // (2 if run_with_lnc2 else 1), hidden_size, inner))
     kernel.launch()
     output = hidden.new_empty(tokens, hidden_size, dtype=dtype)
     saved = {name.removeprefix("save_"): call[name] for name in given if name in saves}
     intermediate = intermediate_hbm if save_hidden is None else save_hidden
-    _run(_operands(tds, kernel), intermediate, output, saved, slice(0, tokens))
+    operands = _operands(tds, kernel)
+    for rows in cores:
+        _run(operands, intermediate, output, saved, rows, walks)
     return output
 
 
@@ -178,11 +189,13 @@ def compute_fused_gate_up_down_mxfp8(
     run_with_lnc2: bool = True,
     *,
     mx_scale_rule: str = "neuron",
+    execute: str = "fast",
 ) -> None:
     """Run one core's share of the forward: rows from s_base_offset on, half of S under LNC2, otherwise all of S.
 
     * hidden_td (F = S, K = H), gate_up_td (F = 2I, K = H), down_w_td (F = H, K = I): operands in any mode.
     * int_td (bf16 ``[S, I]``) and output_td (``[S, H]`` of `dtype`, bf16 or fp32): this core's rows are overwritten.
+      Under LNC2 output_td may also be this core's slice, ``[S/2, H]``.
     * save_gate_pre_td, save_gate_act_td, save_up_td: ``[S, I]`` bf16 or fp32, likewise; None is not kept.
     """
     step = KernelCall("compute_fused_gate_up_down_mxfp8", locals(), lone_384=True)
@@ -193,11 +206,15 @@ def compute_fused_gate_up_down_mxfp8(
     rows, square = step.rows("s_base_offset", tokens), (tokens, inner)
     intermediate = step.buffer("int_td", square, "[S, I]")
     check_grouping({"down_w_td": operands[2], "int_td": _left_of_down(intermediate, operands[2])})
-    output = step.buffer("output_td", (tokens, hidden_size), "[S, H]", (dtype,))
+    share = rows.stop - rows.start
+    local = run_with_lnc2 and output_td.data is not None and len(output_td.data) == share
+    shape = (share if local else tokens, hidden_size)
+    output = step.buffer("output_td", shape, "[S/2, H]" if local else "[S, H]", (dtype,))
     saves = {name: f"save_{name}_td" for name in ("gate_pre", "gate_act", "up")}
     saved = step.optional_buffers(saves, square, STORED)
+    walks = _walks(step, (share, hidden_size, inner))
     step.launch()
-    _run(operands, intermediate, output, saved, rows)
+    _run(operands, intermediate, output, saved, rows, walks, output_base=rows.start if local else 0)
 
 
 def _describe(kernel: KernelCall) -> dict[str, TensorDescriptor]:
@@ -236,16 +253,22 @@ def _check_operands(tds: Mapping[str, TensorDescriptor], dtype: torch.dtype) -> 
 
 @torch.no_grad()
 def _run(
-    operands: Sequence[MXOperand], intermediate: Tensor, output: Tensor, saved: Mapping[str, Tensor], rows: slice
+    operands: Sequence[MXOperand],
+    intermediate: Tensor,
+    output: Tensor,
+    saved: Mapping[str, Tensor],
+    rows: slice,
+    walks: Sequence[TileWalk | None],
+    output_base: int = 0,
 ) -> None:
     """Fill the rows of all buffers: gate, up and the activation first, then one down product over all of them.
 
     `saved` are those of the buffers `gate_pre`, `gate_act`, `up` and `product` ``[S, I]`` that are wanted; they receive
-    fp32 values, each cast once.
+    fp32 values, each cast once. `walks` are those of gate and up and of down. Row 0 of `output` is `output_base`.
     """
     hidden, gate_up, down = operands
     scratch = call_scratch(output.device)
-    for part, columns, made in gate_up_tiles(hidden, gate_up, scratch, rows=rows):
+    for part, columns, made in gate_up_tiles(hidden, gate_up, scratch, rows=rows, walk=walks[0]):
         views = {name: buffer[part, columns] for name, buffer in saved.items()}
         gate, up = made["gate"], made["up"]
         _store(views, gate_pre=gate, up=up)
@@ -254,8 +277,25 @@ def _run(
         product = act.mul_(up)
         _store(views, product=product)
         intermediate[part, columns].copy_(product)
-    for part, columns, values in product_tiles([(_left_of_down(intermediate, down), down)], scratch, rows=rows):
-        output[part, columns].copy_(values)
+    pair = (_left_of_down(intermediate, down), down)
+    for part, columns, values in product_tiles([pair], scratch, rows=rows, walk=walks[1]):
+        output[part.start - output_base : part.stop - output_base, columns].copy_(values)
+
+
+_COUNTS = {
+    "gate_up": ("TILES_IN_BLOCK_M", "TILES_IN_BLOCK_N_GU", "TILES_IN_BLOCK_K_GU"),
+    "down": tuple(f"TILES_IN_BLOCK_{axis}_DOWN" for axis in "MNK"),
+}
+"""Arguments of the step for the tile counts along M, N and K."""
+_WHOLE_COUNTS = {name: tuple(f"{name}_tiles_{axis}" for axis in "mnk") for name in _COUNTS}
+_DEFAULT_COUNTS = {name: 1 if name.endswith("n") else 8 for three in _WHOLE_COUNTS.values() for name in three}
+
+
+def _walks(step: KernelCall, size: tuple[int, int, int]) -> list[TileWalk | None]:
+    """Check the tile counts of a call for one core's S, H and I; return the walks of gate and up and of down."""
+    S, H, inner = size
+    names = _COUNTS if "TILES_IN_BLOCK_M" in step.call else _WHOLE_COUNTS
+    return [step.counted_walk((S, H, inner), names["gate_up"]), step.counted_walk((S, inner, H), names["down"])]
 
 
 def _store(views: Mapping[str, Tensor], **made: Tensor) -> None:

@@ -1,7 +1,7 @@
 """How matmuls are tiled on the device: records of nki-library 2.31 for single ones, tile counts of 2.30 by shape.
 
-They change the order of the device's fp32 sums at most, never a quantized value, and have no effect here beyond their
-validation. Letters: M, N rows and columns of the result, K contraction axis.
+They change the order of the device's fp32 sums at most, never a quantized value. Here they are checked, and set the
+order of the sums of ``execute="tiles"``. Letters: M, N rows and columns of the result, K contraction axis.
 
 Sources: nki-library 2.31 ``matmul_mxfp8`` and ``mlp_bwd_mxfp8``; 2.30 ``mlp_fwd_mxfp8`` and ``mlp_bwd_mxfp8`` for the
 counts by shape, which :class:`MlpBwdMatmulConfig` replaced in the backward.
@@ -17,6 +17,7 @@ from hf_neuron_moe.checks import Rule, check_flags, check_record, check_rules
 from hf_neuron_moe.errors import ConfigError, not_one_of, public
 from hf_neuron_moe.formats.constants import SwizzleScheme
 from hf_neuron_moe.reference.launch_record import check_positive_int
+from hf_neuron_moe.reference.mlp_mxfp8.on_chip import check_fits
 
 TILE_M = 128  # rows of a tile: the tensor engine's partitions
 TILE_K = 512  # contraction elements of one MX matmul instruction
@@ -150,12 +151,13 @@ class MlpBwdMatmulConfig:
 
 
 def check_config(config: object, size: Sizes | None, *, argument: str) -> None:
-    """Raise ConfigError for what is neither None nor a configuration for M, K, N = `size`; None for any size."""
+    """Raise ConfigError for what is neither None nor a configuration that fits, for M, K, N = `size` if given."""
     check_record(config, MatmulMxfp8KernelConfig, argument)
     if isinstance(config, MatmulMxfp8KernelConfig):
         has = (config.M, config.K, config.N)
         fix = "Make it for the sizes of one core: rows of the result are halved under LNC2."
         check_rules([Rule(size in (None, has), argument, f"a configuration for M, K, N = {size}", has, fix)])
+        check_fits(config, lambda field: f"{argument}.{field}")
 
 
 def check_shared_hidden_tiles(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_neuron_moe.checks import check_dtype, check_flags, check_multiple, check_record, check_shape
-from hf_neuron_moe.errors import ConfigError, DTypeError, ShapeError
+from hf_neuron_moe.errors import ConfigError, DTypeError, ShapeError, not_one_of
 from hf_neuron_moe.formats.constants import ScaleRule, SwizzleScheme, choose
 from hf_neuron_moe.formats.scales import kernel_row_counts
 from hf_neuron_moe.reference.described_operand import (
@@ -24,7 +24,16 @@ from hf_neuron_moe.reference.described_operand import (
     logical_shape,
 )
 from hf_neuron_moe.reference.launch_record import note_launch, scheduling
-from hf_neuron_moe.reference.mlp_mxfp8.matmul_config import TILE_K, MlpBwdMatmulConfig
+from hf_neuron_moe.reference.mlp_mxfp8.matmul_config import (
+    TILE_K,
+    MatmulMxfp8KernelConfig,
+    MlpBwdMatmulConfig,
+    Sizes,
+    automatic_config,
+    check_config,
+)
+from hf_neuron_moe.reference.mlp_mxfp8.tile_counts import counted_config
+from hf_neuron_moe.reference.mlp_mxfp8.tile_walk import TileWalk, cut
 from hf_neuron_moe.reference.moe_types import ClampLimits
 
 BF16 = (torch.bfloat16,)
@@ -115,6 +124,9 @@ class KernelCall:
         self.lnc2: bool = call.get("run_with_lnc2", False)
         self.lone_384: bool = call.get("lone_384", lone_384)
         self.rule = choose(ScaleRule, call.get("mx_scale_rule", ScaleRule.NEURON), argument="mx_scale_rule")
+        self.execute: str = call.get("execute", "fast")
+        if self.execute not in ("fast", "tiles"):
+            raise not_one_of("execute", self.execute, ("fast", "tiles"))
         self._launch = kernel, scheduling(call)
         check_flags({"lone_384": self.lone_384})
         check_record(call.get("clamp_limits"), ClampLimits, "clamp_limits")
@@ -132,10 +144,29 @@ class KernelCall:
             check_multiple(size, 2, name, "run_with_lnc2 halves it")
 
     def step_options(self) -> dict[str, Any]:
-        """Return what a whole backward passes to each of its steps, which are for both cores."""
+        """Return what a whole backward passes to each of its steps: for both cores at once, with tiles for one."""
         defaults = {"fp8_x4_dtype": torch.float8_e4m3fn, "spill_reload": True, "use_scale_packing": True}
         options = {name: self.call.get(name, default) for name, default in defaults.items()}
-        return options | {"run_with_lnc2": False, "mx_scale_rule": self.rule}
+        lnc2 = self.lnc2 and self.execute == "tiles"
+        return options | {"run_with_lnc2": lnc2, "mx_scale_rule": self.rule, "execute": self.execute}
+
+    def cores(self, size: int) -> list[slice]:
+        """Return the rows that a whole function works on at a time: all, with tiles those of one core."""
+        halves = cut(slice(0, size), size // 2 if self.lnc2 else size)
+        return halves if self.execute == "tiles" else [slice(0, size)]
+
+    def counted_walk(self, size: Sizes, arguments: tuple[str, ...]) -> TileWalk | None:
+        """Check the tile counts in arguments, for M, N and K, of a product of M, K, N = `size`; return its walk."""
+        m, n, k = (self.call[name] for name in arguments)
+        return self.walk(counted_config(size, (m, n, k), arguments=arguments, lnc2=self.lnc2), size)
+
+    def walk(self, config: MatmulMxfp8KernelConfig | None, size: Sizes, argument: str = "config") -> TileWalk | None:
+        """Check the configuration of a product of M, K, N = `size`; return its walk, None where it runs fast."""
+        check_config(config, size, argument=argument)
+        if self.execute == "fast":
+            return None
+        config = config or automatic_config(*size, run_with_lnc2=self.lnc2)
+        return TileWalk(config, self.call.get("spill_reload", True))
 
     def describe(
         self, argument: str, prefix: str, raw_shape: str, raw_dtypes: tuple[torch.dtype, ...] = RAW_DTYPES

@@ -11,12 +11,14 @@ Legend: S tokens, H hidden, I intermediate; G = dL/dY ``[S, H]``. ``Q_K`` quanti
 Each function fills its output descriptors' tensors. With ``run_with_lnc2`` it does the share of one core; the whole
 backward calls it once for everything. `mx_scale_rule` is the block scale rule of what a phase quantizes itself
 (``"neuron"``, or ``"floor"`` of earlier releases), `config` is for the M, K, N of one core's product, and `lone_384`
-groups a raw K of 384 as release 2.30 does.
+groups a raw K of 384 as release 2.30 does. `execute` is ``"fast"`` or ``"tiles"``: the loops of
+:mod:`~hf_neuron_moe.reference.mlp_mxfp8.tile_walk`, with the tiles and blocks of `config`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +28,7 @@ from hf_neuron_moe.backends.torch.gating import mask_
 from hf_neuron_moe.checks import check_flags
 from hf_neuron_moe.errors import ConfigError, public
 from hf_neuron_moe.reference.described_operand import MXOperand, TensorDescriptor
-from hf_neuron_moe.reference.mlp_mxfp8.matmul_config import MatmulMxfp8KernelConfig, check_config
+from hf_neuron_moe.reference.mlp_mxfp8.matmul_config import MatmulMxfp8KernelConfig, MlpBwdMatmulConfig
 from hf_neuron_moe.reference.mlp_mxfp8.operand_checks import STORED, KernelCall, check_logical
 from hf_neuron_moe.reference.mlp_mxfp8.product_tiles import product_tiles
 from hf_neuron_moe.reference.moe_types import ClampLimits
@@ -71,6 +73,7 @@ def compute_phase1_down_proj_mm_grad_mxfp8(
     *,
     lone_384: bool = False,
     mx_scale_rule: str = "neuron",
+    execute: str = "fast",
 ) -> None:
     """Fill the rows from s_base on of d_gate_up ``[S, 2I]`` and the same columns of its transpose ``[2I, S]``.
 
@@ -88,11 +91,12 @@ def compute_phase1_down_proj_mm_grad_mxfp8(
     d_gate_up = step.buffer("d_gate_up_td", (tokens, 2 * inner), "[S, 2I]")
     transposed = None if scratch_td is None else step.buffer("scratch_td", (2 * inner, tokens), "[2I, S]")
     rows = step.rows("s_base", tokens)
-    check_config(config, (rows.stop - rows.start, grad.K, inner), argument="config")
+    walk = step.walk(config, (rows.stop - rows.start, grad.K, inner))
     step.launch()
     scratch = call_scratch(d_gate_up.device)
     with torch.no_grad():
-        for part, columns, d_int in product_tiles([(grad, weight)], scratch, rows=rows, k_major=(False, True)):
+        tiles = product_tiles([(grad, weight)], scratch, rows=rows, k_major=(False, True), walk=walk)
+        for part, columns, d_int in tiles:
             for first in range(0, len(d_int), _ELEMENTWISE_ROWS):
                 d_int_RI = d_int[first : first + _ELEMENTWISE_ROWS]
                 some = slice(part.start + first, part.start + first + len(d_int_RI))
@@ -134,6 +138,7 @@ def compute_phase2_hidden_states_grad_mxfp8(
     run_with_lnc2: bool = True,
     *,
     mx_scale_rule: str = "neuron",
+    execute: str = "fast",
 ) -> None:
     """Fill the rows from s_base on of dX ``[S, H]``, one product with K = 2I (release 2.31 and later).
 
@@ -161,6 +166,7 @@ def compute_phase2_hidden_states_grad_mxfp8_2_30(
     run_with_lnc2: bool = True,
     *,
     mx_scale_rule: str = "neuron",
+    execute: str = "fast",
 ) -> None:
     """Fill the rows from s_base on of dX ``[S, H]`` as release 2.30 does: K = I twice, gate first, one accumulator.
 
@@ -190,6 +196,7 @@ def compute_phase3_gate_up_weight_grad_mxfp8(
     core: int | None = None,
     lone_384: bool = False,
     mx_scale_rule: str = "neuron",
+    execute: str = "fast",
 ) -> None:
     """Fill ``[dWg; dWu]`` ``[2I, H]``, contracted over S.
 
@@ -221,6 +228,7 @@ def compute_phase4_down_weight_grad_mxfp8(
     *,
     lone_384: bool = False,
     mx_scale_rule: str = "neuron",
+    execute: str = "fast",
 ) -> None:
     """Fill the rows from h_base on of dWd ``[H, I]`` (half of H under LNC2), contracted over S.
 
@@ -243,9 +251,55 @@ def _fill(
     left, right = pairs[0]
     target = step.buffer(out, (left.F, right.F), names, STORED)
     share = left.F // 2 if step.lnc2 else left.F
-    check_config(step.call["config"], (share, left.K, right.F), argument="config")
+    walk = step.walk(step.call["config"], (share, left.K, right.F))
     step.launch()
     with torch.no_grad():
         scratch = call_scratch(target.device)
-        for part, columns, values in product_tiles(pairs, scratch, rows=rows, k_major=(left_k_major, True)):
+        tiles = product_tiles(pairs, scratch, rows=rows, k_major=(left_k_major, True), walk=walk)
+        for part, columns, values in tiles:
             target[part, columns].copy_(values)
+
+
+def run_phases(
+    t: Mapping[str, Any],
+    options: Mapping[str, Any],
+    clamp_limits: ClampLimits | None,
+    configs: MlpBwdMatmulConfig | None,
+) -> None:
+    """Run one phase after the other, each for both cores at once, or with tiles for one core after the other.
+
+    `t` are the descriptors of ``mlp_backward_mxfp8_base_nki`` without the ending ``_td``. Release 2.30 has
+    `gate_proj_weight_T` and `up_proj_weight_T` for `gate_up_weight_T`. `configs`, of one core, are for tiles.
+    """
+    bf16, lone_384 = torch.bfloat16, "up_proj_weight_T" in t
+    tiles = configs or MlpBwdMatmulConfig()
+    cores = (0, 1) if options["run_with_lnc2"] else (0,)
+    d_gate_up, dx, d_down = t["d_gate_up"], t["hidden_states_grad"], t["down_weight_grad"]
+    rows_S, rows_H = (len(td.data) // len(cores) for td in (dx, d_down))
+    for core in cores:
+        compute_phase1_down_proj_mm_grad_mxfp8(
+            t["output_grad"], t["gate_pre"], t["gate_act"], t["up"], d_gate_up, t["scratch"], t["down_weight_T"],
+            core * rows_S, bf16, clamp_limits=clamp_limits, lone_384=lone_384, config=tiles.phase1_down_proj, **options,
+        )  # fmt: skip
+    for core in cores:
+        if lone_384:
+            d_gate, d_up = (TensorDescriptor(half) for half in d_gate_up.data.chunk(2, dim=1))
+            compute_phase2_hidden_states_grad_mxfp8_2_30(
+                dx, t["gate_proj_weight_T"], t["up_proj_weight_T"], d_gate, d_up, core * rows_S, bf16,
+                config=tiles.phase2_hidden_grad, **options,
+            )  # fmt: skip
+        else:
+            compute_phase2_hidden_states_grad_mxfp8(
+                dx, t["gate_up_weight_T"], d_gate_up, core * rows_S, bf16, config=tiles.phase2_hidden_grad, **options
+            )
+    grad_T = t["scratch"] or TensorDescriptor(d_gate_up.data.t())
+    for core in cores:
+        compute_phase3_gate_up_weight_grad_mxfp8(
+            t["weight_grad"], t["hidden_states_T"], grad_T, bf16,
+            core=core, lone_384=lone_384, config=tiles.phase3_wgrad, **options,
+        )  # fmt: skip
+    for core in cores:
+        compute_phase4_down_weight_grad_mxfp8(
+            d_down, t["output_grad_T"], t["intermediate_T"], core * rows_H, bf16,
+            lone_384=lone_384, config=tiles.phase4_wgrad, **options,
+        )  # fmt: skip

@@ -18,12 +18,14 @@ from hf_neuron_moe.errors import public
 from hf_neuron_moe.reference.described_operand import TensorDescriptor
 from hf_neuron_moe.reference.mlp_mxfp8.matmul_config import (
     MatmulMxfp8KernelConfig,
+    MlpBwdMatmulConfig,
     automatic_config,
     check_config,
     check_shared_hidden_tiles,
 )
 from hf_neuron_moe.reference.mlp_mxfp8.operand_checks import KernelCall
-from hf_neuron_moe.reference.mlp_mxfp8.product_tiles import cut, gate_up_tiles
+from hf_neuron_moe.reference.mlp_mxfp8.product_tiles import gate_up_tiles
+from hf_neuron_moe.reference.mlp_mxfp8.tile_walk import cut
 from hf_neuron_moe.reference.moe_cte_saved import clamp_
 from hf_neuron_moe.reference.moe_types import ClampLimits
 
@@ -51,6 +53,7 @@ def recompute_gate_up_projection(
     *,
     lone_384: bool = False,
     mx_scale_rule: str = "neuron",
+    execute: str = "fast",
 ) -> None:
     """Fill the rows from s_base_offset on of gate_pre and up ``[S, I]``: the forward's projections, rounded once.
 
@@ -59,7 +62,7 @@ def recompute_gate_up_projection(
     * clamp_limits: the fp32 accumulators become ``max(min(x, upper), lower)`` before they are rounded; gate takes the
       non-linear limits and up the linear ones.
     * gate_config, up_config: for M, K, N = S, H, I (half of S under LNC2), with the same tiles of the hidden states.
-    * lone_384: group raw K = 384 as release 2.30 does.
+    * lone_384: group raw K = 384 as release 2.30 does. execute: ``"tiles"`` walks the tiles of gate_config.
     """
     step = KernelCall("recompute_gate_up_projection", locals(), _STORED)
     hidden, gate_up = step.pair("hidden_td", "gate_up_td", "[2I, H]")
@@ -68,8 +71,8 @@ def recompute_gate_up_projection(
     rows = step.rows("s_base_offset", hidden.F)
     size = (rows.stop - rows.start, hidden.K, shape[1])
     automatic = automatic_config(*size, run_with_lnc2=run_with_lnc2)
-    for name, config in (("gate_config", gate_config), ("up_config", up_config)):
-        check_config(config, size, argument=name)
+    walk = step.walk(gate_config, size, "gate_config")
+    check_config(up_config, size, argument="up_config")
     check_shared_hidden_tiles(gate_config or automatic, up_config or automatic, arguments=("gate_config", "up_config"))
     step.launch()
     limits = clamp_limits or ClampLimits()
@@ -77,7 +80,7 @@ def recompute_gate_up_projection(
     assert hidden_td.data is not None
     scratch = call_scratch(hidden_td.data.device)
     with torch.no_grad():
-        for part, columns, made in gate_up_tiles(hidden, gate_up, scratch, rows=rows, wanted=targets):
+        for part, columns, made in gate_up_tiles(hidden, gate_up, scratch, rows=rows, wanted=targets, walk=walk):
             for name, values in made.items():
                 targets[name][part, columns].copy_(clamp_(values, *bounds[name]))
 
@@ -133,6 +136,7 @@ def recompute_missing(
     options: Mapping[str, Any],
     clamp_limits: ClampLimits | None,
     lone_384: bool,
+    configs: MlpBwdMatmulConfig | None = None,
 ) -> None:
     """Add the missing :data:`CHECKPOINTS` to `found`: projections first, then gate_act, then the intermediate.
 
@@ -150,10 +154,12 @@ def recompute_missing(
 
     if not {"gate_pre", "up"} <= found.keys():
         made = {name: target(name) for name in ("gate_pre", "up") if name not in found or name in buffers}
-        recompute_gate_up_projection(
-            hidden, gate_up, made.get("gate_pre"), made.get("up"), 0, bf16,
-            clamp_limits=clamp_limits, lone_384=lone_384, **options,
-        )  # fmt: skip
+        tiles, cores = configs or MlpBwdMatmulConfig(), 2 if options["run_with_lnc2"] else 1
+        for base in range(0, shape[0], shape[0] // cores):
+            recompute_gate_up_projection(
+                hidden, gate_up, made.get("gate_pre"), made.get("up"), base, bf16, gate_config=tiles.recompute_gate,
+                up_config=tiles.recompute_up, clamp_limits=clamp_limits, lone_384=lone_384, **options,
+            )  # fmt: skip
         found |= made | found  # what was kept is used
     if "gate_act" not in found:
         found["gate_act"] = target("gate_act")
