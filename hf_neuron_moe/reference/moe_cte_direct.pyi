@@ -38,6 +38,7 @@ def bwmm_shard_on_block(
     *,
     convention: str = ...,
     device_limits: bool | None = ...,
+    limits: str | None = ...,
 ) -> MoEForward: ...
 def blockwise_mm_baseline_shard_intermediate(
     hidden_states: Tensor,
@@ -71,6 +72,7 @@ def blockwise_mm_baseline_shard_intermediate(
     skip_gate_proj: bool = ...,
     convention: str = ...,
     device_limits: bool | None = ...,
+    limits: str | None = ...,
 ) -> MoEForward: ...
 def blockwise_mm_baseline_shard_intermediate_hybrid(
     conditions: Tensor | None,
@@ -100,6 +102,7 @@ def blockwise_mm_baseline_shard_intermediate_hybrid(
     *,
     convention: str = ...,
     device_limits: bool | None = ...,
+    limits: str | None = ...,
 ) -> MoEForward: ...
 def blockwise_mm_shard_intermediate_dropping(
     hidden_states: Tensor,
@@ -126,6 +129,7 @@ def blockwise_mm_shard_intermediate_dropping(
     *,
     convention: str = ...,
     device_limits: bool | None = ...,
+    limits: str | None = ...,
 ) -> MoEForward: ...
 def blockwise_mm_baseline_shard_hidden(
     hidden_states: Tensor,
@@ -144,6 +148,7 @@ def blockwise_mm_baseline_shard_hidden(
     *,
     convention: str = ...,
     device_limits: bool | None = ...,
+    limits: str | None = ...,
 ) -> MoEForward: ...
 def bwmm_shard_on_block_mx(
     hidden_states: Tensor,
@@ -182,6 +187,7 @@ def bwmm_shard_on_block_mx(
     accumulation_dtype: torch.dtype | None = ...,
     convention: str = ...,
     device_limits: bool | None = ...,
+    limits: str | None = ...,
     mx_scale_rule: str = ...,
 ) -> MoEForward: ...
 def blockwise_mm_shard_intermediate_mx(
@@ -211,6 +217,7 @@ def blockwise_mm_shard_intermediate_mx(
     accumulation_dtype: torch.dtype | None = ...,
     convention: str = ...,
     device_limits: bool | None = ...,
+    limits: str | None = ...,
     mx_scale_rule: str = ...,
 ) -> MoEForward: ...
 def blockwise_mm_shard_intermediate_mx_hybrid(
@@ -241,5 +248,6 @@ def blockwise_mm_shard_intermediate_mx_hybrid(
     accumulation_dtype: torch.dtype | None = ...,
     convention: str = ...,
     device_limits: bool | None = ...,
+    limits: str | None = ...,
     mx_scale_rule: str = ...,
 ) -> MoEForward: ...

@@ -60,7 +60,7 @@ class Kernel(NamedTuple):
     implementation: _Kind
     text: str  # its docstring
     positional: str  # arguments in order
-    keywords: str = ""  # arguments by keyword, before ``convention`` and ``device_limits``
+    keywords: str = ""  # arguments by keyword, before ``convention``, ``device_limits`` and ``limits``
     defaults: Mapping[str, object] = {}  # where they differ; Parameter.empty makes an argument required
     writes: bool = False  # the activations go to the caller's buffers
 
@@ -131,7 +131,7 @@ def signature_of(kernel: Kernel) -> inspect.Signature:
     known = dict(_CLAIMS)
     for record in (Arguments, *_CONFIGS):
         known |= inspect.signature(record).parameters
-    ending = "convention device_limits" + (" mx_scale_rule" if kernel.implementation in MX else "")
+    ending = "convention device_limits limits" + (" mx_scale_rule" if kernel.implementation in MX else "")
     parameters = []
     for names, kind in (
         (kernel.positional, Parameter.POSITIONAL_OR_KEYWORD),

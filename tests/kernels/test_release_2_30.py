@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import json
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -14,11 +9,11 @@ from torch import Tensor
 from hf_neuron_moe import kernels
 from hf_neuron_moe.errors import ConfigError, DTypeError, ShapeError
 from hf_neuron_moe.kernels import TensorDescriptor, release_2_30
+from hf_neuron_moe.reference.specification import signatures
 from tests.kernels import moe_cte_calls
 from tests.refusals import refused
 
-DATA = Path(release_2_30.__file__).with_suffix(".json")
-DOCUMENTED: dict[str, Any] = json.loads(DATA.read_text(encoding="utf-8"))
+DOCUMENTED = signatures("2_30")
 COUNTS = {
     "blockwise_mm_bwd": 20,
     "compute_fused_gate_up_down_mxfp8": 19,
@@ -39,30 +34,6 @@ COUNTS = {
 def test_every_documented_function_is_here() -> None:
     assert release_2_30.__all__ == ["ShardOption", *sorted(DOCUMENTED)] == ["ShardOption", *sorted(COUNTS)]
     assert {name: len(entry["arguments"]) for name, entry in DOCUMENTED.items()} == COUNTS
-
-
-@pytest.mark.parametrize("name", sorted(DOCUMENTED))
-def test_names_order_and_defaults_are_the_pages(name: str) -> None:
-    parameters = inspect.signature(getattr(release_2_30, name)).parameters
-    declared = DOCUMENTED[name]["arguments"]
-    assert [argument for argument, *_ in declared] == list(parameters)
-    assert {each.kind for each in parameters.values()} == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
-    for argument, *default in declared:
-        found = parameters[argument].default
-        if not default:
-            assert found is inspect.Parameter.empty
-        elif default[0] in ("None", "True", "False") or default[0].isdigit():
-            assert str(found) == default[0]
-        else:
-            assert found is not None and found is not inspect.Parameter.empty
-
-
-def test_named_defaults_are_objects() -> None:
-    moe, backward = (inspect.signature(getattr(release_2_30, each)) for each in ("moe_cte", "blockwise_mm_bwd"))
-    assert moe.parameters["skip_dma"].default == kernels.SkipMode(False, False)
-    assert moe.parameters["compute_dtype"].default is torch.bfloat16
-    assert moe.parameters["activation_function"].default is kernels.ActFnType.SiLU
-    assert backward.parameters["shard_option"].default is release_2_30.ShardOption.SHARD_ON_HIDDEN
 
 
 def rows_of(*shape: int) -> Tensor:

@@ -27,7 +27,9 @@ from hf_neuron_moe.reference.mlp_mxfp8.operand_checks import (
 )
 from hf_neuron_moe.reference.mlp_mxfp8.recompute import CHECKPOINTS, recompute_missing
 from hf_neuron_moe.reference.moe_types import ClampLimits
+from hf_neuron_moe.reference.specification import multiples
 
+_MULTIPLES = multiples("mlp_backward")
 RELEASES = ("2.31", "2.30")
 
 _PREPARED = ("gate_up_weights", "gate_up_weight_T", "down_weight_T", "output_grad_T", "hidden_states_T")
@@ -277,10 +279,14 @@ def _describe(kernel: KernelCall) -> dict[str, TensorDescriptor]:
     check_multiple(both, 2, "2I of gate_up_weights", "gate rows, then up rows")
     inner = both // 2
     kernel.check_even({"S of hidden_states": tokens, "H of output_grad": hidden_size, "I of gate_up_weights": inner})
-    check_multiple(hidden_size, 128, "H of hidden_states", "output_grad is always raw, and phase 1 contracts over H")
+    check_multiple(
+        hidden_size, _MULTIPLES["H"], "H of hidden_states", "output_grad is always raw, and phase 1 contracts over H"
+    )
     check_logical(gate_up, hidden_size, both, "[2I, H]", "gate_up_weights")
-    check_multiple(tokens, 128, "S of hidden_states", "tokens are the contraction axis of the weight gradients")
-    check_multiple(inner, 128, "I of gate_up_weights", "the kernel quantizes d_gate and d_up along I")
+    check_multiple(
+        tokens, _MULTIPLES["S"], "S of hidden_states", "tokens are the contraction axis of the weight gradients"
+    )
+    check_multiple(inner, _MULTIPLES["I"], "I of gate_up_weights", "the kernel quantizes d_gate and d_up along I")
     transposes = {
         "gate_up_weight_T": (both, hidden_size, "[H, 2I]", call["gate_up_weights"]),
         "down_weight_T": (hidden_size, inner, "[I, H]", down),
