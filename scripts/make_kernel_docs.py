@@ -35,7 +35,7 @@ STATUSES = {
 
 LIMITS_HEAD = ["size, dtype or option", "documented", "kernel"]
 LIMITS_MARK = "{limits}"
-KEYS = {"support", "shape", "dtypes", "note", "since", "refused", "accepted"}
+KEYS = {"support", "shape", "dtypes", "note", "since", "refused", "accepted", "given"}
 ARGUMENT_HEAD = ["argument", "default", "support", "note"]
 OVERVIEW_HEAD = ["system", "function", "supported", "in part", "no effect on values", "refused"]
 

@@ -39,6 +39,7 @@ __all__ = [
     "compute_phase3_gate_up_weight_grad_mxfp8",
     "compute_phase4_down_weight_grad_mxfp8",
     "fp8_mul_backward",
+    "get_config_for_shape",
     "get_program_sharding_info",
     "mlp_backward_mxfp8_base_nki",
     "mlp_backward_mxfp8_nki",
@@ -114,6 +115,12 @@ def compute_fused_gate_up_down_mxfp8(call: Call) -> None:
 def fp8_mul_backward(call: Call) -> Any:
     """Backward of COAT's FP8 product: :func:`hf_neuron_moe.kernels.fp8_mul_backward`."""
     return kernels.fp8_mul_backward(**call)
+
+
+@_documented
+def get_config_for_shape(call: Call) -> kernels.MlpBwdConfig:
+    """Return the backward's tile counts; from 2.31 on the only function of this name is the forward's."""
+    return kernels.get_backward_config_for_shape(**call)
 
 
 @_documented

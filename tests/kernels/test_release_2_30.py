@@ -22,13 +22,14 @@ COUNTS = {
     "compute_phase3_gate_up_weight_grad_mxfp8": 11,
     "compute_phase4_down_weight_grad_mxfp8": 12,
     "fp8_mul_backward": 9,
+    "get_config_for_shape": 4,
     "get_program_sharding_info": 1,
     "mlp_backward_mxfp8_base_nki": 34,
     "mlp_backward_mxfp8_nki": 57,
     "mlp_forward_mxfp8_nki": 25,
     "moe_cte": 23,
 }
-"""Arguments on the page, counted there."""
+"""Arguments on the page, counted there; of get_config_for_shape in the module."""
 
 
 def test_every_documented_function_is_here() -> None:
@@ -161,6 +162,19 @@ def test_the_moe_backward_takes_the_pages_order() -> None:
         assert torch.equal(release_2_30.blockwise_mm_bwd(**divided)[2], found[2])
     plain = kernels.blockwise_mm_bwd(**operands)
     assert not torch.equal(found[2], plain.gate_up_proj_weight_grad)
+
+
+def test_get_config_for_shape_is_the_backwards_here_and_the_forwards_later() -> None:
+    shape = (4096, 4096, 3072)
+    assert release_2_30.get_config_for_shape(*shape) == kernels.get_backward_config_for_shape(*shape)
+    assert kernels.get_config_for_shape(*shape) == kernels.get_forward_config_for_shape(*shape)
+    for function, where in (
+        (kernels.get_config_for_shape, "get_forward_config_for_shape"),
+        (release_2_30.get_config_for_shape, "get_backward_config_for_shape"),
+    ):
+        with refused(ConfigError, "lnc", where=where):
+            function(*shape, lnc=3)
+        assert where in kernels.__all__  # what a message names can be imported
 
 
 def test_wrong_calls_name_the_function_and_the_argument() -> None:

@@ -87,13 +87,13 @@ def mlp_backward_mxfp8(
     if release not in RELEASES:
         expected = f"one of {', '.join(RELEASES)}"
         raise ConfigError.about("release", expected, repr(release), "Later releases compute as 2.31 does.")
+    fix = "Use release 2.31, or mlp_backward_mxfp8_nki_2_30 for that release's quantized operands."
+    for name in ("clamp_limits", "matmul_config", *(f"{name}_scales" for name in _PREPARED)):
+        if release == "2.30" and (value := kernel.call[name]) is not None:
+            raise ConfigError.about(name, 'None with release="2.30"', type(value).__name__, fix)
     operands = _describe(kernel)
     if release == "2.31":
         return _run_2_31(operands, kernel)
-    fix = "Use release 2.31, or mlp_backward_mxfp8_nki_2_30 for that release's quantized operands."
-    for name in ("clamp_limits", "matmul_config", *(f"{name}_scales" for name in _PREPARED)):
-        if (value := kernel.call[name]) is not None:
-            raise ConfigError.about(name, 'None with release="2.30"', type(value).__name__, fix)
     if not use_scale_packing:
         expected = 'True with release="2.30", which takes no scales here'
         raise ConfigError.about("use_scale_packing", expected, "False", fix)
