@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from hf_neuron_moe import kernels
-from hf_neuron_moe.reference.specification import FAMILIES, LIMITS, Constraint, constraints, family
+from hf_neuron_moe.reference.specification import FAMILIES, LIMITS, Constraint, constraints, family, unsupported
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 STATUSES = {
@@ -34,7 +34,7 @@ STATUSES = {
 }
 
 LIMITS_HEAD = ["size, dtype or option", "documented", "kernel"]
-LIMITS_MARK = "{limits}"
+UNSUPPORTED_HEAD = ["argument", "value", "reason"]
 KEYS = {"support", "shape", "dtypes", "note", "since", "refused", "accepted", "given"}
 ARGUMENT_HEAD = ["argument", "default", "support", "note"]
 OVERVIEW_HEAD = ["system", "function", "supported", "in part", "no effect on values", "refused"]
@@ -61,9 +61,13 @@ def render(declared: dict[str, Any], package: Any = kernels) -> str:
     disagree("types", list(declared["types"]), types)
     blocks, overview = [], []
     for number, system in enumerate(declared["system"], start=1):
-        intro = (
-            system["intro"].strip().replace(LIMITS_MARK, table(LIMITS_HEAD, limit_rows(constraints(system["name"]))))
-        )
+        texts = {
+            "{limits}": table(LIMITS_HEAD, limit_rows(constraints(system["name"]))),
+            "{unsupported}": table(UNSUPPORTED_HEAD, unsupported_rows(system["name"])),
+        }
+        intro = system["intro"].strip()
+        for mark, text in texts.items():
+            intro = intro.replace(mark, text)
         blocks += [f"## {number}. {system['title']}", intro]
         unused = set(system.get("arguments", {}))
         for function in system["function"]:
@@ -88,6 +92,12 @@ def limit_rows(rows: tuple[Constraint, ...]) -> Iterator[list[str]]:
         letter = next((f"{row.symbol}: " for row in own if row.symbol), "")
         columns = [[row for row in own if row.column == column] for column in LIMITS]
         yield [f"{letter}`{of}`", *("<br>".join(dict.fromkeys(map(bounds, column))) for column in columns)]
+
+
+def unsupported_rows(name: str) -> Iterator[list[str]]:
+    """One row per documented value that is an error."""
+    for row in unsupported(name):
+        yield [f"`{row['argument']}`", row["value"], row["reason"]]
 
 
 def bounds(row: Constraint) -> str:
