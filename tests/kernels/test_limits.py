@@ -328,6 +328,23 @@ def test_sizes_of_the_mlp_backward(row: Constraint) -> None:
             kernels.mlp_backward_mxfp8(*operands)
 
 
+@pytest.mark.parametrize("row", constraints("router"), ids=lambda row: f"{row.symbol}-{row.when}")
+def test_bounds_of_the_router(row: Constraint) -> None:
+    inside, outside = sizes_of(row)
+    if row.applies_from:  # below, every size fits
+        inside, outside = [row.applies_from - 1, 2 * row.multiple_of], [row.applies_from]
+    options = {row.when: True} if row.when else {}
+    for size in (*inside, *outside):
+        T, H, E = (size if row.symbol == letter else least for letter, least in (("T", 8), ("H", 128), ("E", 16)))
+        call = {"x": filled(0, T, H), "w": filled(0, H, E), "act_fn": "SOFTMAX", "k": size if row.symbol == "K" else 1}
+        if size in inside:
+            kernels.router_topk(**call, **options)
+            continue
+        with refused(row.error, row.of, where="router_topk"):
+            kernels.router_topk(**call, **options)
+        kernels.router_topk(**call, **options, device_limits=False)
+
+
 def test_limits_and_device_limits_agree_or_contradict() -> None:
     wide = {"hidden_states": filled(0, 129, 512, dtype=torch.float32)}
     call = moe_call("shard_on_i", B=128) | wide

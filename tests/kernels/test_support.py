@@ -112,3 +112,45 @@ def test_the_calls_themselves_are_legal(function: str) -> None:
 def test_every_function_with_reservations_has_a_call() -> None:
     assert {parameter.values[0] for parameter in CLAIMS} == set(CALLS)
     assert len(CLAIMS) > 150
+
+
+TENSORS = [
+    pytest.param(function["name"], argument, entry, id=f"{function['name']}-{argument}")
+    for each in map(family, FAMILIES)
+    for function in each["function"]
+    if function["name"] in CALLS
+    for argument in call_of(function["name"])
+    for entry in [entry_of(argument, function.get("arguments", {}), each.get("arguments", {}))]
+    if entry.keys() & {"shape", "dtypes"} and isinstance(call_of(function["name"])[argument], Tensor | TensorDescriptor)
+]
+
+
+def extents(shape: str, function: str, call: Call) -> list[int]:
+    """The numbers behind a shape's letters, as the calls are made."""
+    letters = {"S": 128, "H": 256, "I": 256}
+    if "block_to_expert" in call:
+        rows, hidden = call["hidden_states"].shape
+        inner = 128 if function.endswith("mxfp8") else 64
+        letters = {"rows": rows, "H": hidden, "E": 2, "I": inner, "B": call["block_size"]}
+        letters["N"] = len(call["block_to_expert"])
+    elif "w" in call:
+        letters = {"H": 128, "E": 8}
+    axes = shape[1:-1].replace("T'", "rows").replace("2I", "2 * I").replace("..., N/QB", "64, 128 // 16")
+    return [eval(axis, dict(letters)) for axis in axes.split(", ")]
+
+
+@pytest.mark.parametrize(("function", "argument", "entry"), TENSORS)
+def test_shapes_and_dtypes_are_the_claimed(function: str, argument: str, entry: dict[str, Any]) -> None:
+    call = call_of(function)
+    wrapped = isinstance(call[argument], TensorDescriptor)
+    tensor: Tensor = call[argument].data if wrapped else call[argument]
+    if "shape" in entry and "x4 words" not in entry.get("note", ""):
+        assert list(tensor.shape) == extents(entry["shape"], function, call)
+    for dtype in entry.get("dtypes", []):
+        value = tensor.to(getattr(torch, dtype))
+        getattr(kernels, function)(**call | {argument: TensorDescriptor(value) if wrapped else value})
+    if "dtypes" in entry:
+        with pytest.raises(NeuronMoEError) as caught:
+            value = tensor.double()
+            getattr(kernels, function)(**call | {argument: TensorDescriptor(value) if wrapped else value})
+        assert isinstance(caught.value, TypeError)
