@@ -36,16 +36,18 @@ from hf_neuron_moe.reference.moe_types import (
     check_switches,
 )
 from hf_neuron_moe.reference.specification import (
+    broken,
     check_documented_values,
     check_limits,
-    constraints,
     dtype_name,
-    rules,
+    selected,
     unsupported,
 )
 
 RELEASES = ("2.29", "2.31")
-_CONSTRAINTS, _UNSUPPORTED = constraints("blockwise_backward"), unsupported("blockwise_backward")
+_FAMILY = "blockwise_backward"
+_ROWS = {release: selected(_FAMILY, "kernel", release=release) for release in RELEASES}
+_PAGE_ROWS, _UNSUPPORTED = selected(_FAMILY, "documented"), unsupported(_FAMILY)
 _OPTIONAL = ("down_proj_act_checkpoint", "down_proj_bias")
 _LAYOUTS = LAYOUTS | {
     "gate_up_proj_act_checkpoint_T": "[N, 2, I, B]",
@@ -242,9 +244,9 @@ def check_device_limits(given: BackwardArguments, options: Options) -> None:
     if given.gate_up_proj_act_checkpoint_T.dtype == torch.bfloat16:
         check_bf16_limits(given.clamps)
     releases = RELEASES if release is None else (release,)
-    broken = [[rule for rule in _device_rules(given, options, name) if not rule.holds] for name in releases]
-    if all(broken):
-        rule = broken[-1][0]
+    broken_rules = [[rule for rule in _device_rules(given, options, name) if not rule.holds] for name in releases]
+    if all(broken_rules):
+        rule = broken_rules[-1][0]
         check_rules([rule._replace(expected=f"{rule.expected} (device limit of nki-library {releases[-1]})")])
 
 
@@ -263,8 +265,7 @@ def check_bf16_limits(limits: ClampLimits) -> None:
 
 def check_page_limits(given: BackwardArguments, options: Options) -> None:
     """Raise for what the page of ``blockwise_mm_bwd`` does not document."""
-    rows = (row for row in _CONSTRAINTS if row.column == "documented")
-    check_rules(rules(rows, _values(given, options), _OFF_PAGE))
+    check_rules(broken(_PAGE_ROWS, _values(given, options), _OFF_PAGE))
 
 
 def _values(given: BackwardArguments, options: Options) -> dict[str, object]:
@@ -284,9 +285,8 @@ def _values(given: BackwardArguments, options: Options) -> dict[str, object]:
 
 def _device_rules(given: BackwardArguments, options: Options, release: str) -> Iterator[Rule]:
     """The rules of one release's kernel: those with figures are rows of specification/blockwise_backward.toml."""
-    rows = (row for row in _CONSTRAINTS if row.column == "kernel")
     active = {"block_size 128" if given.block_size == 128 else "other block sizes"}
-    yield from rules(rows, _values(given, options), _OFF_DEVICE, release=release, active=active)
+    yield from broken(_ROWS[release], _values(given, options), _OFF_DEVICE, active=active)
     old, shard = release == RELEASES[0], options.shard.name
     rule = "left out (it came with a later release)"
     for name in _LATER:

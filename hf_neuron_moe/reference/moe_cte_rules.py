@@ -26,12 +26,12 @@ from hf_neuron_moe.reference.moe_types import (
     QuantizationType,
     ShardOnBlockConfig,
 )
-from hf_neuron_moe.reference.specification import constraints, dtype_name, rules
+from hf_neuron_moe.reference.specification import LIMITS, broken, dtype_name, selected
 
 _Impl = MoECTEImplementation
 _Mode = ExpertAffinityScaleMode
 _PRE = (_Mode.PRE_SCALE, _Mode.PRE_SCALE_DELAYED)
-_CONSTRAINTS = constraints("moe_cte")
+_ROWS = {(column, kind): selected("moe_cte", column, kind.name) for column in LIMITS for kind in _Impl}
 MX = frozenset({_Impl.shard_on_block_mx, _Impl.shard_on_i_mx, _Impl.shard_on_i_mx_hybrid})
 HYBRID = frozenset({_Impl.shard_on_i_hybrid, _Impl.shard_on_i_mx_hybrid})
 BLOCK = frozenset({_Impl.shard_on_block, _Impl.shard_on_block_mx})
@@ -110,8 +110,8 @@ def device_limits(given: Arguments, sizes: Mapping[str, int]) -> Iterator[Rule]:
     values, active = _values(given, sizes), _circumstances(given)
     for column, fix in (("kernel", _OFF_DEVICE), ("documented", _OFF_PAGE)):
         if column == "kernel" or given.limits == column:
-            rows = (row for row in _CONSTRAINTS if row.column == column)
-            yield from rules(rows, values, fix, implementation=given.kind.name, active=active)
+            rows = _ROWS[column, given.kind]
+            yield from broken(rows, values, fix, active=active, implementation=given.kind.name)
 
 
 def _values(given: Arguments, sizes: Mapping[str, int]) -> dict[str, Any]:

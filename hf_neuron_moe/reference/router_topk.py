@@ -29,7 +29,7 @@ from hf_neuron_moe.checks import (
 )
 from hf_neuron_moe.errors import ShapeError, public
 from hf_neuron_moe.reference.moe_types import RouterActFnType, as_member, check_switches, taking
-from hf_neuron_moe.reference.specification import constraints, rules
+from hf_neuron_moe.reference.specification import broken, constraints
 
 _INTEGERS = (torch.int32, torch.int64, torch.uint32)
 _OUTPUTS = {"router_logits": "[T, E]", "expert_affinities": "[T, E]", "expert_index": "[T, K]"}
@@ -207,7 +207,7 @@ def _device_rules(given: RouterArguments, act: RouterActFnType) -> Iterator[Rule
     T, H, E, K = given.sizes.values()
     fix = "Pass device_limits=False to compute the mathematical definition anyway."
     active = {name for name in ("use_indirect_dma_scatter", "return_eager_affi") if getattr(given, name)}
-    yield from rules(_CONSTRAINTS, {"E of w": E, "H of w": H, "k": K, "T of x": T}, fix, active=active)
+    yield from broken(_CONSTRAINTS, {"E of w": E, "H of w": H, "k": K, "T of x": T}, fix, active=active)
     fits = given.use_indirect_dma_scatter or act is not RouterActFnType.SIGMOID or given.router_pre_norm
     rule = "True for SIGMOID with router_pre_norm=False"
     yield Rule(fits, "use_indirect_dma_scatter", rule, "False", fix)

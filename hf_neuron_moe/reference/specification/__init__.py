@@ -112,23 +112,30 @@ def multiples(name: str, when: str = "") -> dict[str, int]:
     return {row.symbol: row.multiple_of for row in constraints(name) if row.is_size and row.when == when}
 
 
-def rules(
-    rows: Iterable[Constraint],
-    values: Mapping[str, Any],
-    fix: str,
-    *,
-    implementation: str = "",
-    release: str = "",
-    active: Set[str] = frozenset(),
+def selected(name: str, column: str, implementation: str = "", release: str = "") -> tuple[Constraint, ...]:
+    """Return the rows of one family and column that are for an implementation or a release."""
+    return tuple(
+        row
+        for row in constraints(name)
+        if row.column == column
+        and implementation in (row.implementations or (implementation,))
+        and release in (row.releases or (release,))
+    )
+
+
+def broken(
+    rows: Iterable[Constraint], values: Mapping[str, Any], fix: str, *, active: Set[str] = frozenset(), **words: str
 ) -> Iterator[Rule]:
-    """Yield the rules of those `rows` that are for a call: its values by argument, and the circumstances it is in."""
+    """Yield the rules of `rows` that a call breaks, of its values by argument and the circumstances that are `active`.
+
+    `words` are for the rows' texts.
+    """
     for row in rows:
-        fits = implementation in (row.implementations or (implementation,)) and release in (row.releases or (release,))
-        if not fits or row.when not in {"", *active}:
+        if (row.when and row.when not in active) or row.allows(values):
             continue
         names = ", ".join(map(str, row.one_of))
-        words = (row.expected or row.words).format(**vars(row), implementation=implementation, names=names)
-        yield Rule(row.allows(values), row.of, words, values[row.of], row.fix or fix, row.error)
+        expected = (row.expected or row.words).format(**vars(row), names=names, **words)
+        yield Rule(False, row.of, expected, values[row.of], row.fix or fix, row.error)
 
 
 def check_limits(limits: object, device_limits: bool | None) -> None:
