@@ -139,6 +139,42 @@ def test_the_moe_forward_is_one_tensor_by_position() -> None:
     assert not torch.equal(output, release_2_30.moe_cte(**given))
 
 
+def test_the_pages_usage_examples_of_moe_cte() -> None:
+    """As printed there, with sizes that its constraints allow; the output is one tensor."""
+    torch.manual_seed(7)
+    T, H, I, E = 256, 512, 2048, 8  # noqa: E741
+    index, weights = torch.rand(T, E).topk(2).indices, torch.rand(T, 2).softmax(-1).bfloat16()
+    plan = kernels.build_block_plan(kernels.expert_mask(index, E), 512, top_k=2)
+    hidden_states, gate_up_weights, down_weights = rows_of(T + 1, H), rows_of(E, H, 2, I), rows_of(E, I, H)
+    hidden_states[T] = 0
+    arguments = {
+        "hidden_states": hidden_states,
+        "expert_affinities_masked": kernels.masked_affinities(index, weights, E),
+        "token_position_to_id": plan.token_position_to_id,
+        "block_to_expert": plan.block_to_expert,
+        "block_size": 512,
+        "limits": "documented",
+    }
+    spec = kernels.MoECTESpec(implementation=kernels.MoECTEImplementation.shard_on_block)
+    output = release_2_30.moe_cte(
+        **arguments, gate_up_proj_weight=gate_up_weights, down_proj_weight=down_weights, spec=spec
+    )
+    assert isinstance(output, Tensor) and output.shape == (T + 1, H)
+
+    scales = [gate_up_weights.float().abs().amax() / 240, down_weights.float().abs().amax() / 240]
+    quant_cfg = kernels.QuantizationConfig(
+        gate_up_proj_scale=scales[0].expand(E, 1, 2 * I), down_proj_scale=scales[1].expand(E, 1, H)
+    )
+    quantized = release_2_30.moe_cte(
+        **arguments,
+        gate_up_proj_weight=(gate_up_weights / scales[0]).to(torch.float8_e4m3fn),
+        down_proj_weight=(down_weights / scales[1]).to(torch.float8_e4m3fn),
+        spec=kernels.MoECTESpec(kernels.MoECTEImplementation.shard_on_i),
+        quantization_config=quant_cfg,
+    )
+    assert (quantized - output).norm() < 0.1 * output.norm()  # what e4m3 leaves of three factors
+
+
 def test_the_moe_backward_takes_the_pages_order() -> None:
     given = moe_cte_calls.arguments(inner=64)
     blocks, B, I = len(given["block_to_expert"]), given["block_size"], given["down_proj_weight"].shape[1]  # noqa: E741
