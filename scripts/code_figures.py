@@ -249,11 +249,12 @@ def parameters_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def documented_names(root: Path) -> set[str]:
-    """Return the kernel functions of docs/kernels.toml: their signatures are AWS's, not ours."""
+    """Return the kernel functions of the specification: their signatures are AWS's, not ours."""
     import tomllib
 
-    data = tomllib.loads((root / "docs" / "kernels.toml").read_text(encoding="utf-8"))
-    return {function["name"] for system in data["system"] for function in system["function"]}
+    files = (root / PACKAGE / "reference" / "specification").glob("*.toml")
+    families = [tomllib.loads(path.read_text(encoding="utf-8")) for path in files]
+    return {function["name"] for each in families for function in each.get("function", [])}
 
 
 def walk_of(root: Path) -> list[str]:

@@ -3,18 +3,18 @@
     python scripts/make_kernel_docs.py            # writes docs/kernels.md
     python scripts/make_kernel_docs.py --check    # fails if it would change
 
-Arguments and defaults come from the signatures, the words from docs/kernels.toml. An argument without an entry is an
-error, and so is an entry that no signature has.
+Arguments and defaults come from the signatures, words and limits from hf_neuron_moe/reference/specification. An
+argument without an entry is an error, and so is an entry that no signature has.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import enum
 import inspect
 import sys
-import tomllib
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from hf_neuron_moe import kernels
-from hf_neuron_moe.reference.moe_cte_rules import BF16_ACTIVATIONS, MX, MX_ACTIVATIONS, RULES
+from hf_neuron_moe.reference.specification import FAMILIES, LIMITS, Constraint, constraints, family, unsupported
 from hf_neuron_moe.reference.upstream_bugs import BACKWARD, FORWARD
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -34,19 +34,11 @@ STATUSES = {
     "refused": "refused",
 }
 
-LIMITS_HEAD = [
-    "implementation",
-    "B",
-    "H",
-    "I",
-    "affinity modes",
-    "multiply-on-I",
-    "FP8 scales",
-    "skip_weight",
-    "activations",
-]
-LIMITS_MARK = "{moe_cte_limits}"
-BUGS = {"{moe_cte_bugs}": FORWARD, "{blockwise_bugs}": BACKWARD}
+LIMITS_HEAD = ["size, dtype or option", "documented", "kernel"]
+UNSUPPORTED_HEAD = ["argument", "value", "reason"]
+KEYS = {"support", "shape", "dtypes", "note", "since", "refused", "accepted", "given"}
+BUGS = {"moe_cte": FORWARD, "blockwise_backward": BACKWARD}
+BUGS_HEAD = ["name", "release and fault"]
 ARGUMENT_HEAD = ["argument", "default", "support", "note"]
 OVERVIEW_HEAD = ["system", "function", "supported", "in part", "no effect on values", "refused"]
 
@@ -55,9 +47,9 @@ class DocumentationError(Exception):
     """The declarative file and the signatures disagree."""
 
 
-def load(path: Path = DOCS / "kernels.toml") -> dict[str, Any]:
-    """Read the declarative file."""
-    return tomllib.loads(path.read_text(encoding="utf-8"))
+def load() -> dict[str, Any]:
+    """Read the declarative files: the page's own texts, and all families under ``system``."""
+    return {**copy.deepcopy(family("page")), "system": [{"name": name, **family(name)} for name in FAMILIES]}
 
 
 def render(declared: dict[str, Any], package: Any = kernels) -> str:
@@ -72,10 +64,14 @@ def render(declared: dict[str, Any], package: Any = kernels) -> str:
     disagree("types", list(declared["types"]), types)
     blocks, overview = [], []
     for number, system in enumerate(declared["system"], start=1):
-        intro = system["intro"].strip().replace(LIMITS_MARK, table(LIMITS_HEAD, limit_rows()))
-        for mark, bugs in BUGS.items():
-            rows = ([f"`{name}`", text] for name, text in bugs.items())
-            intro = intro.replace(mark, table(["name", "release and fault"], rows))
+        texts = {
+            "{limits}": table(LIMITS_HEAD, limit_rows(constraints(system["name"]))),
+            "{unsupported}": table(UNSUPPORTED_HEAD, unsupported_rows(system["name"])),
+            "{bugs}": table(BUGS_HEAD, ([f"`{bug}`", text] for bug, text in BUGS.get(system["name"], {}).items())),
+        }
+        intro = system["intro"].strip()
+        for mark, text in texts.items():
+            intro = intro.replace(mark, text)
         blocks += [f"## {number}. {system['title']}", intro]
         unused = set(system.get("arguments", {}))
         for function in system["function"]:
@@ -93,22 +89,28 @@ def render(declared: dict[str, Any], package: Any = kernels) -> str:
     return "\n\n".join([*head, table(OVERVIEW_HEAD, overview), *blocks]) + "\n"
 
 
-def limit_rows() -> Iterator[list[str]]:
-    """One row per implementation of ``moe_cte``, from the rules that are enforced."""
-    for kind, rules in RULES.items():
-        hidden = "" if rules.max_hidden is None else f" up to {rules.max_hidden}"
-        inner = f"{rules.inner} n" + (", 512 n from 512 on" if kind.name == "shard_on_block_mx" else "")
-        switches = ["yes" if switch else "no" for switch in (rules.on_inner, rules.fp8, rules.skip_weight)]
-        if kind in MX:
-            switches[1] = "MX bytes"
-        names = [sorted(member.name for member in some) for some in (rules.modes, activations_of(kind))]
-        cells = [f"`{kind.name}`", f"{rules.block} n", f"512 n{hidden}", inner, ", ".join(names[0]), *switches]
-        yield [*cells, ", ".join(names[1])]
+def limit_rows(rows: tuple[Constraint, ...]) -> Iterator[list[str]]:
+    """One row per size, dtype and option: what the page states, what the kernels take."""
+    for of in dict.fromkeys(row.of for row in rows):
+        own = [row for row in rows if row.of == of]
+        letter = next((f"{row.symbol}: " for row in own if row.symbol), "")
+        columns = [[row for row in own if row.column == column] for column in LIMITS]
+        yield [f"{letter}`{of}`", *("<br>".join(dict.fromkeys(map(bounds, column))) for column in columns)]
 
 
-def activations_of(kind: Any) -> Any:
-    """The activations that an implementation's kernel has."""
-    return MX_ACTIVATIONS if kind in MX else BF16_ACTIVATIONS
+def unsupported_rows(name: str) -> Iterator[list[str]]:
+    """One row per documented value that is an error."""
+    for row in unsupported(name):
+        yield [f"`{row['argument']}`", row["value"], row["reason"]]
+
+
+def bounds(row: Constraint) -> str:
+    """One row's bounds, then what they are for."""
+    sizes = f"from {row.applies_from} on" if row.applies_from else ""
+    sizes = f"below {row.applies_below}" if row.applies_below is not None else sizes
+    releases = f"release {', '.join(row.releases)}" if row.releases else ""
+    parts = [part for part in (sizes, row.when, releases, ", ".join(row.implementations)) if part]
+    return f"{row.words} ({'; '.join(parts)})" if parts else row.words
 
 
 def public_names(package: Any) -> tuple[list[str], list[str]]:
@@ -126,7 +128,7 @@ def disagree(kind: str, described: list[str], existing: list[str]) -> None:
         raise DocumentationError(f"{kind}: not described {missing}, described but not public {unknown}, or twice")
 
 
-def argument_rows(function: dict[str, Any], shared: dict[str, str], value: Any, unused: set[str]) -> list[list[str]]:
+def argument_rows(function: dict[str, Any], shared: dict[str, Any], value: Any, unused: set[str]) -> list[list[str]]:
     """Return the argument table's rows of one function; takes the shared entries it uses out of `unused`."""
     name, own = function["name"], dict(function.get("arguments", {}))
     rows = []
@@ -139,14 +141,22 @@ def argument_rows(function: dict[str, Any], shared: dict[str, str], value: Any, 
         if key not in own:
             unused.discard(key)
         keyword = " (keyword)" if parameter.kind is inspect.Parameter.KEYWORD_ONLY else ""
-        status, _, note = entry.partition(":")
-        if status not in STATUSES or not note.strip():
-            raise DocumentationError(f"{name}: {parameter.name} is {entry!r}, not 'status: note'")
-        rows.append([f"`{parameter.name}`{keyword}", shown(parameter.default), STATUSES[status], note.strip()])
+        if entry.get("support") not in STATUSES or not entry.keys() & {"note", "shape"} or entry.keys() - KEYS:
+            raise DocumentationError(f"{name}: {parameter.name} is {entry!r}, not support with a shape or a note")
+        support, note = STATUSES[entry["support"]], note_of(entry)
+        rows.append([f"`{parameter.name}`{keyword}", shown(parameter.default), support, note])
     extra = [key for key in own if not any(fnmatchcase(parameter.name, key) for parameter in parameters)]
     if extra:
         raise DocumentationError(f"{name}: no such argument {extra}")
     return rows
+
+
+def note_of(entry: dict[str, Any]) -> str:
+    """Join an argument's dtypes, shape, note and release."""
+    dtypes = " or ".join(entry.get("dtypes", []))
+    shape = " ".join(part for part in (dtypes, f"`{entry['shape']}`" if "shape" in entry else "") if part)
+    note = ": ".join(part for part in (shape, entry.get("note", "")) if part)
+    return f"{note}. Since {entry['since']}" if "since" in entry else note
 
 
 def summary(system: int, name: str, rows: list[list[str]]) -> list[str]:
@@ -159,7 +169,7 @@ def summary(system: int, name: str, rows: list[list[str]]) -> list[str]:
     return [f"{system}", f"[`{name}`](#{name})", str(supported), names("partly"), names("no effect"), names("refused")]
 
 
-def matching(argument: str, entries: dict[str, str]) -> str | None:
+def matching(argument: str, entries: dict[str, Any]) -> str | None:
     """Return the key of an argument: its own name, or the first pattern that fits."""
     if argument in entries:
         return argument

@@ -23,6 +23,15 @@ def test_extras_install_something() -> None:
     assert project["requires-python"] == ">=3.11"
 
 
+def test_the_wheel_has_every_data_file(repo_root: Path) -> None:
+    patterns = tomllib.loads((repo_root / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+    suffixes = {Path(pattern).suffix or pattern for pattern in patterns["package-data"]["hf_neuron_moe"]}
+    files = [path for path in (repo_root / "hf_neuron_moe").rglob("*") if path.is_file()]
+    data = [path for path in files if path.suffix not in (".py", ".pyc") and "__pycache__" not in path.parts]
+    assert {path.suffix or path.name for path in data} <= suffixes
+    assert sum(path.parent.name == "specification" for path in data) >= 9
+
+
 @pytest.mark.slow
 def test_the_sdist_holds_every_file_and_runs_its_tests(tmp_path: Path, repo_root: Path) -> None:
     pytest.importorskip("setuptools", minversion="77")

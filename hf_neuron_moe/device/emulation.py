@@ -81,6 +81,5 @@ def explanation(run: Callable[[], dict[str, Tensor]], fits: Callable[[dict[str, 
         with emulated((bug,)):
             expected = run()
         if fits(expected):
-            text = FORWARD[bug].text if bug in FORWARD else BACKWARD[bug].text
-            return f"a known fault of nki-library, {bug}: {text}"
+            return f"a known fault of nki-library, {bug}: {(FORWARD | BACKWARD)[bug]}"
     return ""

@@ -3,7 +3,8 @@
     >>> from hf_neuron_moe.kernels import MoECTESpec, build_block_plan, moe_cte
 
 The functions are those of :mod:`hf_neuron_moe.reference` under AWS's names, with the arguments of nki-library 2.31 to
-2.33; :mod:`hf_neuron_moe.kernels.release_2_30` has those of 2.30. ``docs/kernels.md`` lists every argument of
+2.33; :mod:`hf_neuron_moe.kernels.release_2_30` has those of 2.30. ``get_config_for_shape`` is the forward's here, as
+from 2.31 on there is no other, and the backward's there. ``docs/kernels.md`` lists every argument of
 every function.
 """
 
@@ -50,6 +51,7 @@ from hf_neuron_moe.reference.mlp_mxfp8.backward_2_30 import mlp_backward_mxfp8_n
 from hf_neuron_moe.reference.mlp_mxfp8.forward import (
     MLPForward as MLPForward,
     compute_fused_gate_up_down_mxfp8 as compute_fused_gate_up_down_mxfp8,
+    get_config_for_shape as get_config_for_shape,
     mlp_forward_mxfp8 as mlp_forward_mxfp8,
     mlp_forward_mxfp8_nki as mlp_forward_mxfp8_nki,
 )

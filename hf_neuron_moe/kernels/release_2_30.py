@@ -3,10 +3,11 @@
     >>> from hf_neuron_moe.kernels.release_2_30 import compute_phase1_down_proj_mm_grad_mxfp8, moe_cte
 
 ``hf_neuron_moe.kernels`` follows the releases 2.31 to 2.33. Calls written from a page of 2.30, by position or by
-keyword, are for this module. Its signatures are data (``release_2_30.json``), and it computes with the functions of
-:mod:`hf_neuron_moe.reference`, which check shapes and dtypes. Rules of 2.30 that change values: phase 2 is one product
-per half along K = I, and a raw contraction axis of exactly 384 is one tile. :class:`ShardOption` has this release's
-members; the other records and enums are those of ``hf_neuron_moe.kernels``.
+keyword, are for this module. Its signatures are data (``reference/specification/release_2_30.json``), and it computes
+with the functions of :mod:`hf_neuron_moe.reference`, which check shapes and dtypes. Rules of 2.30 that change values:
+phase 2 is one product per half along K = I, and a raw contraction axis of exactly 384 is one tile.
+:class:`ShardOption` has this release's members; the other records and enums are those of ``hf_neuron_moe.kernels``.
+`limits`, by keyword only, is this package's.
 
 Legend: S tokens, H hidden, I intermediate (which this release calls hidden).
 """
@@ -16,9 +17,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -30,6 +29,7 @@ from hf_neuron_moe.reference.launch_record import note_launch, scheduling
 from hf_neuron_moe.reference.mlp_mxfp8.operand_checks import check_buffer, check_descriptor
 from hf_neuron_moe.reference.mlp_mxfp8.tile_counts import counted_config, counted_configs
 from hf_neuron_moe.reference.moe_types import ShardOption229 as ShardOption, bound
+from hf_neuron_moe.reference.specification import signatures
 
 __all__ = [
     "ShardOption",
@@ -40,6 +40,7 @@ __all__ = [
     "compute_phase3_gate_up_weight_grad_mxfp8",
     "compute_phase4_down_weight_grad_mxfp8",
     "fp8_mul_backward",
+    "get_config_for_shape",
     "get_program_sharding_info",
     "mlp_backward_mxfp8_base_nki",
     "mlp_backward_mxfp8_nki",
@@ -49,7 +50,8 @@ __all__ = [
 
 ReturnT = TypeVar("ReturnT")
 Call = dict[str, Any]
-_DOCUMENTED = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+_DOCUMENTED = signatures("2_30")
+_OWN = dict.fromkeys(("moe_cte", "blockwise_mm_bwd"), ("limits",))  # this package's, by keyword
 _NAMES = {"nl.bfloat16": torch.bfloat16, "float8_e4m3fn_x4": torch.float8_e4m3fn}
 
 
@@ -71,6 +73,8 @@ def _documented(compute: Callable[[Call], ReturnT]) -> Callable[..., ReturnT]:
     parameters = [
         inspect.Parameter(argument, kind, default=default) for (argument, *_), default in zip(declared, defaults)
     ]
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    parameters += [inspect.Parameter(own, keyword, default=None) for own in _OWN.get(name, ())]
     signature = inspect.Signature(parameters)
 
     @public
@@ -112,6 +116,12 @@ def compute_fused_gate_up_down_mxfp8(call: Call) -> None:
 def fp8_mul_backward(call: Call) -> Any:
     """Backward of COAT's FP8 product: :func:`hf_neuron_moe.kernels.fp8_mul_backward`."""
     return kernels.fp8_mul_backward(**call)
+
+
+@_documented
+def get_config_for_shape(call: Call) -> kernels.MlpBwdConfig:
+    """Return the backward's tile counts; from 2.31 on the only function of this name is the forward's."""
+    return kernels.get_backward_config_for_shape(**call)
 
 
 @_documented

@@ -36,15 +36,19 @@ from hf_neuron_moe.reference.moe_types import (
     as_member,
     check_switches,
 )
+from hf_neuron_moe.reference.specification import (
+    broken,
+    check_documented_values,
+    check_limits,
+    dtype_name,
+    selected,
+    unsupported,
+)
 
 RELEASES = ("2.29", "2.31")
-_BLOCK_SIZES = {"2.29": (128, 256, 512, 1024), "2.31": (128, 256, 512, 1024, 2048, 4096)}
-_ACTIVATIONS = {
-    "2.29": (ActFnType.SiLU, ActFnType.Swish),
-    "2.31": (ActFnType.SiLU, ActFnType.Swish, ActFnType.SquaredReLU),
-}
-_SHARDS: dict[str, type[ShardOption] | type[ShardOption229]] = {"2.29": ShardOption229, "2.31": ShardOption}
-_CORES = 2
+_FAMILY = "blockwise_backward"
+_ROWS = {release: selected(_FAMILY, "kernel", release=release) for release in RELEASES}
+_PAGE_ROWS, _UNSUPPORTED = selected(_FAMILY, "documented"), unsupported(_FAMILY)
 _OPTIONAL = ("down_proj_act_checkpoint", "down_proj_bias")
 _LAYOUTS = LAYOUTS | {
     "gate_up_proj_act_checkpoint_T": "[N, 2, I, B]",
@@ -55,6 +59,7 @@ _LAYOUTS = LAYOUTS | {
 BUFFERS = {f"{name}_grad_out": layout for name, layout in LAYOUTS.items()}
 _LATER = ("skip_grad_initialization", "blocking_params", "accumulation_dtype", "skip_gate_proj", *BUFFERS)
 """Arguments that 2.29 does not have."""
+_OFF_PAGE = "The page does not document it; limits='kernel' holds a call to the kernels' own limits."
 _OFF_DEVICE = "Change it, or pass device_limits=False for the mathematical definition."
 
 
@@ -106,6 +111,8 @@ class BackwardArguments:
     convention: str = "device"
     upstream_affinity_grad: bool = False  # leave the bias out of the affinity's gradient as upstream does
     device_limits: bool | None = None  # enforce what device kernels take; None: for bf16 hidden_states
+    # "kernel": what device_limits=True enforces; "documented": in addition the bounds that the function's page states.
+    limits: str | None = None
     release: str | None = None  # whose limits: "2.29", "2.31" (and later), or None for those of either
     execute: str = "fast"  # "tiles" walks the documented loops, block by block and core by core (blockwise_walk)
     accumulation: str = "convention"  # fp32 sums, rounded once; "device": rounded after every block, by the tiles
@@ -122,9 +129,16 @@ class BackwardArguments:
         return len(self.hidden_states) - (self.skip_dma is None or not self.skip_dma.skip_token)
 
     @property
-    def limits(self) -> ClampLimits:
+    def clamps(self) -> ClampLimits:
         """The clamp limits, those that are absent too."""
         return self.clamp_limits or ClampLimits()
+
+    @property
+    def limited(self) -> bool:
+        """Whether the limits of the device hold."""
+        if self.device_limits is not None or self.limits is not None or self.release is not None:
+            return self.device_limits is not False or self.release is not None
+        return self.hidden_states.dtype == torch.bfloat16
 
 
 class Options(NamedTuple):
@@ -134,11 +148,14 @@ class Options(NamedTuple):
     on_hidden: bool  # whether the forward multiplied the output by the affinity, not the intermediate
     dropping: bool
     activation: ActFnType
+    has_down: bool  # whether the down checkpoint is given; with the affinity on I it is not read
 
 
 def check_options(given: BackwardArguments) -> Options:
     """Check what is no tensor."""
     check_switches(given)
+    check_limits(given.limits, given.device_limits)
+    check_documented_values(_UNSUPPORTED, vars(given))
     _check_blocking(given.blocking_params)
     check_block_size(given.block_size)
     check_record(given.skip_dma, SkipMode, "skip_dma")
@@ -157,6 +174,7 @@ def check_options(given: BackwardArguments) -> Options:
         on_hidden=affinity is AffinityOption.AFFINITY_ON_H,
         dropping=kernel is KernelTypeOption.DROPPING,
         activation=as_member(given.activation_type, ActFnType, argument="activation_type"),
+        has_down=given.down_proj_act_checkpoint is not None,
     )
 
 
@@ -236,11 +254,11 @@ def check_device_limits(given: BackwardArguments, options: Options) -> None:
         expected, fix = f"None or one of {', '.join(RELEASES)}", "2.31 stands for the later ones too."
         raise ConfigError.about("release", expected, repr(release), fix)
     if given.gate_up_proj_act_checkpoint_T.dtype == torch.bfloat16:
-        check_bf16_limits(given.limits)
+        check_bf16_limits(given.clamps)
     releases = RELEASES if release is None else (release,)
-    broken = [[rule for rule in _device_rules(given, options, name) if not rule.holds] for name in releases]
-    if all(broken):
-        rule = broken[-1][0]
+    broken_rules = [[rule for rule in _device_rules(given, options, name) if not rule.holds] for name in releases]
+    if all(broken_rules):
+        rule = broken_rules[-1][0]
         check_rules([rule._replace(expected=f"{rule.expected} (device limit of nki-library {releases[-1]})")])
 
 
@@ -257,31 +275,35 @@ def check_bf16_limits(limits: ClampLimits) -> None:
         check_rules([Rule(rounded == limit, f"clamp_limits.{name}", expected, repr(limit), fix)])
 
 
-def _device_rules(given: BackwardArguments, options: Options, release: str) -> Iterator[Rule]:
-    """The documented rules of one release, sizes first."""
-    old, block, step = release == "2.29", given.block_size, 32 * _CORES
-    hidden, inner = given.hidden_states.shape[1], given.gate_up_proj_weight.shape[3]
-    sizes = _BLOCK_SIZES[release]
-    yield Rule(block in sizes, "block_size", f"one of {sizes}", block, _OFF_DEVICE, ShapeError)
-    rule = f"a multiple of {step} (32 per core)"
-    yield Rule(hidden % step == 0, "H of hidden_states", rule, hidden, _OFF_DEVICE, ShapeError)
-    fits = inner % 2 == 0 and (inner % step == 0 or (not old and block == 128))
-    rule += ", or even with block_size 128 from 2.31 on"
-    yield Rule(fits, "I of gate_up_proj_weight", rule, inner, _OFF_DEVICE, ShapeError)
+def check_page_limits(given: BackwardArguments, options: Options) -> None:
+    """Raise for what the page of ``blockwise_mm_bwd`` does not document."""
+    check_rules(broken(_PAGE_ROWS, _values(given, options), _OFF_PAGE))
 
-    shard, members, on_hidden = options.shard.name, _SHARDS[release].__members__, options.on_hidden
-    rule = "DROPLESS (no release's kernel has dropping)"
-    yield Rule(not options.dropping, "kernel_type_option", rule, "DROPPING", _OFF_DEVICE)
-    yield Rule(shard in members, "shard_option", f"one of {', '.join(members)}", shard, _OFF_DEVICE)
-    rule = "AFFINITY_ON_H (AFFINITY_ON_I is ignored)"
-    yield Rule(not old or on_hidden, "affinity_option", rule, "AFFINITY_ON_I", _OFF_DEVICE)
+
+def _values(given: BackwardArguments, options: Options) -> dict[str, object]:
+    """What the constraints are about, by the names in their rows."""
+    return {
+        "activation_type": options.activation.name,
+        "block_size": given.block_size,
+        "H of hidden_states": given.hidden_states.shape[1],
+        "I of gate_up_proj_weight": given.gate_up_proj_weight.shape[3],
+        "kernel_type_option": "DROPPING" if options.dropping else "DROPLESS",
+        "shard_option": options.shard.name,
+        "affinity_option": "AFFINITY_ON_H" if options.on_hidden else "AFFINITY_ON_I",
+        "down_proj_act_checkpoint": "a tensor" if options.has_down else "None",
+        "hidden_states": dtype_name(given.hidden_states),
+    }
+
+
+def _device_rules(given: BackwardArguments, options: Options, release: str) -> Iterator[Rule]:
+    """The rules of one release's kernel: those with figures are rows of specification/blockwise_backward.toml."""
+    active = {"block_size 128" if given.block_size == 128 else "other block sizes"}
+    yield from broken(_ROWS[release], _values(given, options), _OFF_DEVICE, active=active)
+    old, shard = release == RELEASES[0], options.shard.name
     rule = "left out (it came with a later release)"
     for name in _LATER:
         left_out = getattr(given, name) is getattr(BackwardArguments, name)
         yield Rule(left_out or not old, name, rule, "a value", _OFF_DEVICE)
-    fits = old or not on_hidden or shard != "SHARD_ON_HIDDEN"
+    fits = old or not options.on_hidden or shard != "SHARD_ON_HIDDEN"
     rule = "SHARD_ON_FREE or SHARD_ON_BLOCK with AFFINITY_ON_H"
     yield Rule(fits, "shard_option", rule, "SHARD_ON_HIDDEN, the default", _OFF_DEVICE)
-    kinds, kind = _ACTIVATIONS[release], options.activation
-    rule = f"one of {', '.join(each.name for each in kinds)}"
-    yield Rule(kind in kinds, "activation_type", rule, kind.name, _OFF_DEVICE)

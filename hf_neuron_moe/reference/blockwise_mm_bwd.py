@@ -45,6 +45,7 @@ from hf_neuron_moe.reference.blockwise_arguments import (
     check_device_limits,
     check_operands,
     check_options,
+    check_page_limits,
 )
 from hf_neuron_moe.reference.blockwise_grads import BackwardCall, run_backward
 from hf_neuron_moe.reference.blockwise_walk import walk_backward
@@ -101,9 +102,10 @@ def _checked_rows(given: BackwardArguments, options: Options) -> BlockRows:
     check_rules([Rule(fits, "down_proj_act_checkpoint", "given with AFFINITY_ON_H", "None", fix)])
     sizes = check_operands(given)
     experts = sizes["E"]
-    limited = given.hidden_states.dtype == torch.bfloat16 if given.device_limits is None else given.device_limits
-    if limited or given.release is not None:
+    if given.limited:
         check_device_limits(given, options)
+    if given.limits == "documented":
+        check_page_limits(given, options)
     if options.dropping:
         expected = f"0..{experts - 1} with kernel_type_option DROPPING (block e is expert e)"
         fix = "Use build_dropping_plan, or KernelTypeOption.DROPLESS."
@@ -133,7 +135,7 @@ def _affinity_bias(given: BackwardArguments, options: Options) -> Tensor | None:
 
 def _gating(given: BackwardArguments, options: Options) -> Gating | None:
     """Return the gate's rule, or None for plain SiLU."""
-    limits, kind = given.limits, options.activation
+    limits, kind = given.clamps, options.activation
     gating = Gating(gate_limits=limits.gate, up_limits=limits.up, skip_gate=given.skip_gate_proj)
     if kind is not ActFnType.SiLU:
         act, act_grad = functools.partial(act_, kind=kind), functools.partial(act_grad_, kind=kind)

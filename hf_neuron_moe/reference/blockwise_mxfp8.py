@@ -50,8 +50,9 @@ from hf_neuron_moe.reference.moe_types import (
     check_switches,
     taking,
 )
+from hf_neuron_moe.reference.specification import constraints
 
-BLOCK_SIZES = (128, 256, 512, 1024, 2048, 4096)
+_PAIR = {row.symbol: row for row in constraints("blockwise_backward") if row.implementations}
 _UNKNOWN = dict.fromkeys(
     ("gate_up_proj_scale", "down_proj_scale"),
     "The layout of pre-quantized weights is not documented; pass bf16 weights.",
@@ -227,7 +228,8 @@ def _checked_options(given: ForwardMXFP8 | BackwardMXFP8) -> ClampLimits:
         check_rules([Rule(as_member(value, type(member), argument=name) is member, name, expected, value, fix)])
     size, fix = given.block_size, "Build the plan with one of these."
     check_block_size(size)
-    check_rules([Rule(size in BLOCK_SIZES, "block_size", f"one of {BLOCK_SIZES}", size, fix, ShapeError)])
+    sizes = _PAIR["B"].one_of
+    check_rules([Rule(size in sizes, "block_size", f"one of {sizes}", size, fix, ShapeError)])
     check_record(given.skip_dma, SkipMode, "skip_dma")
     check_record(given.clamp_limits, ClampLimits, "clamp_limits")
     check_switches(given)
@@ -243,8 +245,8 @@ def _check_dtypes(given: ForwardMXFP8 | BackwardMXFP8, names: tuple[str, ...]) -
 
 def _checked_rows(given: ForwardMXFP8 | BackwardMXFP8, sizes: dict[str, int]) -> BlockRows:
     """Check sizes, sink row and plan; return the plan's rows."""
-    check_multiple(sizes["H"], 128, "H of hidden_states", "MX groups need whole tiles")
-    check_multiple(sizes["I"], 128, "I of gate_up_proj_weight", "MX groups need whole tiles")
+    check_multiple(sizes["H"], _PAIR["H"].multiple_of, "H of hidden_states", "MX groups need whole tiles")
+    check_multiple(sizes["I"], _PAIR["I"].multiple_of, "I of gate_up_proj_weight", "MX groups need whole tiles")
     check_sink_row(vars(given), given.skip_dma)
     tokens = sizes["T'"] - int(given.skip_dma is None or not given.skip_dma.skip_token)
     plan = (given.token_position_to_id, given.block_to_expert)

@@ -29,9 +29,11 @@ from hf_neuron_moe.formats.constants import ELEMENT_FORMATS, LANES, MX_BLOCK, PA
 from hf_neuron_moe.formats.mx import MXTensor, dequantize_mx, fake_quantize_mx, quantize_mx_swizzled
 from hf_neuron_moe.formats.scales import SCALE_DTYPES, ScaleLayout, kernel_row_counts, to_compact
 from hf_neuron_moe.formats.swizzle import k_map, swizzle, unswizzle
+from hf_neuron_moe.reference.specification import multiples
 
 RAW_DTYPES = (torch.bfloat16, torch.float16)  # what the raw loader takes (nki-library 2.30)
 X4_DTYPES = (torch.int32, torch.uint32)  # words of four e4m3 codes; signed ones carry the bits of NKI's unsigned ones
+_RAW_AXIS = multiples("mlp_forward")["H"]
 _LOAD_ELEMENTS = 1 << 18  # loaded at a time on a CPU: 1 MiB of fp32, half a core's second-level cache or less
 _GATHER = ("indirect_dma", "scalar_offset", "effective_f_dim")  # how fields of a load through an index begin
 _SCHEMES = [SwizzleScheme.WRAPX.value, SwizzleScheme.CONSECUTIVE.value]
@@ -193,7 +195,7 @@ def check_raw_axis(td: TensorDescriptor, axis: str, argument: str) -> None:
     """Raise ShapeError for a raw operand whose contraction axis, called `axis`, is no multiple of 128."""
     if td.is_raw:
         rule = "needed by the transposing loader while this operand is neither swizzled nor quantized"
-        check_multiple(td.logical_shape[0], 128, f"{axis} of {argument}", rule)
+        check_multiple(td.logical_shape[0], _RAW_AXIS, f"{axis} of {argument}", rule)
 
 
 class MXOperand:

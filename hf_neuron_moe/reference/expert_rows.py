@@ -84,7 +84,7 @@ class ExpertRows:
                 values.mul_(scales.gate_up_in_T[self.token_R[rows.start : rows.stop]])
             if bias_E2I is not None:
                 values.add_(bias_E2I[self.expert, half, part])
-            clamp_(values, *problem.given.limits[half])
+            clamp_(values, *problem.given.clamps[half])
             self._round_(values, problem.rounded_pre_activations)
 
     def intermediate(self, gate_RI: Tensor, up_RI: Tensor, rows: Span, columns: Span) -> Tensor:

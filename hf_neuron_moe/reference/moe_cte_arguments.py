@@ -29,10 +29,12 @@ from hf_neuron_moe.reference.moe_types import (
     check_switches,
     is_number,
 )
+from hf_neuron_moe.reference.specification import check_documented_values, check_limits, unsupported
 
 CONVENTIONS = ("device", "golden")
 GATE_LIMITS = ("gate_clamp_upper_limit", "gate_clamp_lower_limit")
 UP_LIMITS = ("up_clamp_upper_limit", "up_clamp_lower_limit")
+_UNSUPPORTED = unsupported("moe_cte")
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,8 @@ class Arguments:
     # without rounding h to bf16 before its quantization.
     convention: str = "device"
     device_limits: bool | None = None  # enforce the kernels' limits; None: for bf16 by the device convention
+    # "kernel": what device_limits=True enforces; "documented": in addition the bounds that the page of moe_cte states.
+    limits: str | None = None
     # Block scales of the online MX quantization: "neuron" (nki 0.5 and later: 2^(emax - 7) for e4m3) or "floor"
     # (earlier releases and their references: 2^(emax - 8)). An error where nothing is quantized by it.
     mx_scale_rule: str = "neuron"
@@ -115,7 +119,7 @@ class Arguments:
         return self.hidden_states.shape[0] - (not self.skip_dma.skip_token)
 
     @property
-    def limits(self) -> tuple[Limits, Limits]:
+    def clamps(self) -> tuple[Limits, Limits]:
         """Upper and lower clamp limit of gate and of up. The upper one is applied first, so the lower one wins."""
         gate = (self.gate_clamp_upper_limit, self.gate_clamp_lower_limit)
         return gate, (self.up_clamp_upper_limit, self.up_clamp_lower_limit)
@@ -123,13 +127,13 @@ class Arguments:
     @property
     def clamped(self) -> bool:
         """Whether there is a limit."""
-        return any(limit is not None for limits in self.limits for limit in limits)
+        return any(limit is not None for limits in self.clamps for limit in limits)
 
     @property
     def limited(self) -> bool:
         """Whether the limits of the device hold."""
-        if self.device_limits is not None:
-            return self.device_limits
+        if self.limits is not None or self.device_limits is not None:
+            return self.device_limits is not False
         return self.hidden_states.dtype == torch.bfloat16 and self.convention == "device"
 
 
@@ -146,6 +150,8 @@ def resolved(given: Arguments) -> Arguments:
     check_record(given.spec, MoECTESpec, argument="spec", optional=False)
     check_record(given.skip_dma, SkipMode, argument="skip_dma", optional=False)
     check_switches(given)
+    check_limits(given.limits, given.device_limits)
+    check_documented_values(_UNSUPPORTED, vars(given))
     name = "expert_affinities_scaling_mode"
     mode = as_member(given.expert_affinities_scaling_mode, ExpertAffinityScaleMode, argument=name)
     activation = as_member(given.activation_function, ActFnType, argument="activation_function")

@@ -110,7 +110,7 @@ def check_arguments(given: Arguments) -> Problem:
     scales = read_scales(given, experts, inner)
     check_rules(always(given))
     if given.limited:
-        check_rules(device_limits(given, inner))
+        check_rules(device_limits(given, sizes))
         _check_fp8_range(given)
     check_sink_row(vars(given), given.skip_dma)
     plan = block_rows(given.token_position_to_id, given.block_to_expert, given.block_size, given.tokens, experts)

@@ -4,60 +4,34 @@ Legend: T real tokens, H hidden, I intermediate, N blocks of B slots.
 
 Two kinds of rules. *Always*: combinations that have no defined result, or whose result upstream does not return.
 *Device limits*: what the kernels need or get wrong although the mathematics is defined; they hold for what a device
-can run (bf16 hidden states) and can be switched with ``device_limits``.
+can run (bf16 hidden states) and can be switched with ``device_limits`` or ``limits``. Their figures are data.
 
 Source: nki-library 2.29 ``moe_cte`` kernels; SquaredReLU, non-overlapping shards and STATIC_MX as of 2.31 and 2.33.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Set
+from typing import Any
+
+from torch import Tensor
 
 from hf_neuron_moe.checks import Rule
-from hf_neuron_moe.errors import ShapeError
+from hf_neuron_moe.reference.block_rows import FLOATS
 from hf_neuron_moe.reference.moe_cte_arguments import Arguments
 from hf_neuron_moe.reference.moe_types import (
-    ActFnType,
     BlockShardStrategy,
     ExpertAffinityScaleMode,
     MoECTEImplementation,
     QuantizationType,
     ShardOnBlockConfig,
 )
+from hf_neuron_moe.reference.specification import LIMITS, broken, dtype_name, selected
 
 _Impl = MoECTEImplementation
 _Mode = ExpertAffinityScaleMode
 _PRE = (_Mode.PRE_SCALE, _Mode.PRE_SCALE_DELAYED)
-BF16_ACTIVATIONS = frozenset({ActFnType.SiLU, ActFnType.Swish, ActFnType.SquaredReLU})
-MX_ACTIVATIONS = frozenset(ActFnType) - {ActFnType.SquaredReLU}
-_PRE_SCALE_TOKENS = 512  # of one PSUM tile; shard_on_i reads the affinities of the first tile for all of them
-
-
-@dataclass(frozen=True)
-class Rules:
-    """Device limits of one implementation."""
-
-    block: int  # B is a multiple of this
-    inner: int  # I is a multiple of this
-    modes: Set[ExpertAffinityScaleMode]  # affinity scaling modes
-    on_inner: bool = False  # whether multiply-on-I exists
-    fp8: bool = False  # whether FP8 scales are used
-    skip_weight: bool = False  # whether weights can be reused between blocks
-    max_hidden: int | None = 8192  # largest H; the smallest is 512
-
-
-_POST_PRE_NO = frozenset({_Mode.POST_SCALE, _Mode.PRE_SCALE, _Mode.NO_SCALE})
-_POST = frozenset({_Mode.POST_SCALE})
-RULES = {
-    _Impl.shard_on_block: Rules(128, 16, _POST_PRE_NO, skip_weight=True),
-    _Impl.shard_on_i: Rules(256, 16, frozenset(_Mode), on_inner=True, fp8=True),
-    _Impl.shard_on_i_hybrid: Rules(256, 16, _POST_PRE_NO, fp8=True),
-    _Impl.shard_on_i_dropping: Rules(1024, 16, _POST, on_inner=True),
-    _Impl.shard_on_block_mx: Rules(128, 32, _POST, skip_weight=True),
-    _Impl.shard_on_i_mx: Rules(256, 1024, _POST, max_hidden=None),
-    _Impl.shard_on_i_mx_hybrid: Rules(256, 1024, _POST, max_hidden=None),
-}
+_ROWS = {(column, kind): selected("moe_cte", column, kind.name) for column in LIMITS for kind in _Impl}
 MX = frozenset({_Impl.shard_on_block_mx, _Impl.shard_on_i_mx, _Impl.shard_on_i_mx_hybrid})
 HYBRID = frozenset({_Impl.shard_on_i_hybrid, _Impl.shard_on_i_mx_hybrid})
 BLOCK = frozenset({_Impl.shard_on_block, _Impl.shard_on_block_mx})
@@ -78,6 +52,7 @@ _READERS: dict[str, Set[MoECTEImplementation]] = {
 _BLOCK_OPTION, _I_OPTION = "spec.shard_on_block.", "spec.shard_on_I."
 _MODE, _ON_I = "expert_affinities_scaling_mode", f"{_I_OPTION}expert_affinity_multiply_on_I"
 _ON_OUTPUT = "Its kernel multiplies the output by the affinity and ignores or asserts every other place."
+_OFF_PAGE = "The page does not document it; limits='kernel' holds a call to the kernel's own limits."
 _OFF_DEVICE = "This is a limit of the device kernel; device_limits=False computes the mathematics."
 
 
@@ -127,42 +102,51 @@ def _scheduling(given: Arguments, blocks: int) -> Iterator[Rule]:
         yield Rule(fits, _BLOCK_OPTION + "quantization_type", "MX or STATIC_MX", kind, "Weights here are MX words.")
 
 
-def device_limits(given: Arguments, inner: int) -> Iterator[Rule]:
-    """Rules against what the kernel of this implementation cannot run, or computes wrongly."""
-    kind, name, rules, block = given.kind, given.kind.name, RULES[given.kind], given.block_size
-    without, hidden = f"False with {name}", given.hidden_states.shape[1]
-    yield _multiple(block, rules.block, "block_size of the plan", f"{name}'s row tiles")
-    yield _multiple(hidden, 512, "H of hidden_states", f"{name}'s tiles along H")
-    fits = rules.max_hidden is None or hidden <= rules.max_hidden
-    yield _size(fits, "H of hidden_states", f"512 to {rules.max_hidden} ({name})", hidden)
-    step = 512 if kind is _Impl.shard_on_block_mx and inner >= 512 else rules.inner
-    yield _multiple(inner, step, "I of gate_up_proj_weight", f"{name}'s tiles along I")
-    if kind is _Impl.shard_on_block:
-        yield _multiple(given.tokens, 128, "T of hidden_states", "its last reduction covers whole tiles of rows")
-    activation, allowed = given.activation_function, MX_ACTIVATIONS if kind in MX else BF16_ACTIVATIONS
-    rule = f"one of {', '.join(sorted(each.name for each in allowed))} with {name}"
-    fix = "The kernel leaves its buffer unwritten for others; in fp32 they are computed."
-    yield Rule(activation in allowed, "activation_function", rule, activation.name, fix)
-    mode = given.expert_affinities_scaling_mode
-    rule = f"one of {', '.join(sorted(each.name for each in rules.modes))} with {name}"
-    yield Rule(mode in rules.modes or given.on_inner, _MODE, rule, mode.name, "The kernel has no other.")
-    yield Rule(rules.on_inner or not given.on_inner, _ON_I, without, True, _ON_OUTPUT)
-    if kind in (_Impl.shard_on_i, _Impl.shard_on_i_hybrid) and mode in _PRE and not given.on_inner:
-        rule = f"at most {_PRE_SCALE_TOKENS} with PRE_SCALE and {name} (it reuses the first 512 affinities)"
-        fits = block <= _PRE_SCALE_TOKENS or "pre_scale_first_tile" in given.upstream_bugs
-        yield _size(fits, "block_size", rule, block)
-    fits = not given.skip_gate_proj or kind is _Impl.shard_on_i
-    yield Rule(fits, "skip_gate_proj", without, True, "Only shard_on_i has it (2.33).")
-    fits = rules.fp8 or given.gate_up_proj_scale is None or kind in MX or "fp8_scales_ignored" in given.upstream_bugs
-    fix = "This kernel accepts FP8 scales and ignores them; use shard_on_i or shard_on_i_hybrid."
-    yield Rule(fits, "gate_up_proj_scale", f"None with {name}", "a scale", fix)
-    fix = "Only the block-sharded kernels reuse weights; it has no effect on values."
-    yield Rule(rules.skip_weight or not given.skip_dma.skip_weight, "skip_dma.skip_weight", without, True, fix)
+def device_limits(given: Arguments, sizes: Mapping[str, int]) -> Iterator[Rule]:
+    """Rules against what the kernel of this implementation cannot run, or computes wrongly; `sizes` are E and I.
+
+    With ``limits="documented"`` also against what the page does not document. All are in specification/moe_cte.toml.
+    """
+    values, active = _values(given, sizes), _circumstances(given)
+    for column, fix in (("kernel", _OFF_DEVICE), ("documented", _OFF_PAGE)):
+        if column == "kernel" or given.limits == column:
+            rows = _ROWS[column, given.kind]
+            yield from broken(rows, values, fix, active=active, implementation=given.kind.name)
 
 
-def _multiple(size: int, of: int, argument: str, rule: str) -> Rule:
-    return _size(size > 0 and size % of == 0, argument, f"a positive multiple of {of} ({rule})", size)
+def _values(given: Arguments, sizes: Mapping[str, int]) -> dict[str, Any]:
+    """What the constraints are about, by the names in their rows."""
+    on_block, hidden = given.spec.shard_on_block, given.hidden_states
+    unscaled = given.gate_up_proj_scale is None or "fp8_scales_ignored" in given.upstream_bugs
+    found: dict[str, Any] = {
+        name: dtype_name(value) for name, value in vars(given).items() if isinstance(value, Tensor)
+    }
+    return found | {
+        "block_size": given.block_size,
+        "block_size of the plan": given.block_size,
+        "T of hidden_states": given.tokens,
+        "H of hidden_states": hidden.shape[1],
+        "I of gate_up_proj_weight": sizes["I"],
+        "E of gate_up_proj_weight": sizes["E"],
+        "activation_function": given.activation_function.name,
+        "expert_affinities_scaling_mode": given.expert_affinities_scaling_mode.name,
+        _ON_I: given.on_inner,
+        "skip_gate_proj": given.skip_gate_proj,
+        "skip_dma.skip_weight": given.skip_dma.skip_weight,
+        "gate_up_proj_scale": "None" if unscaled else "a scale",
+        "accumulation_dtype": dtype_name(given.accumulation_dtype or hidden),
+        f"{_BLOCK_OPTION}weight_dtype": str(on_block.weight_dtype).removeprefix("torch."),
+    }
 
 
-def _size(fits: bool, argument: str, expected: str, got: int) -> Rule:
-    return Rule(fits, argument, expected, got, _OFF_DEVICE, ShapeError)
+def _circumstances(given: Arguments) -> set[str]:
+    """The names, in the rows' column `when`, of what this call is."""
+    delayed = given.expert_affinities_scaling_mode in _PRE and not given.on_inner
+    plain = given.kind not in MX and given.gate_up_proj_weight.dtype in FLOATS
+    found = {
+        "PRE_SCALE": delayed and "pre_scale_first_tile" not in given.upstream_bugs,
+        "affinity not on I": not given.on_inner,
+        "plain weights": plain,
+        "biases": given.down_proj_bias is not None,
+    }
+    return {name for name, holds in found.items() if holds}

@@ -93,7 +93,7 @@ def _idle_slots(problem: Problem, block_to_expert: Tensor) -> tuple[Tensor, Tens
     """Return each expert's activations of a zero row with affinity zero: ``[E, 2, I]`` and ``[E, H]``."""
     shape = (problem.experts, 2, problem.inner)
     idle_E2I = problem.affinity_R.new_zeros(shape) if problem.bias_E2I is None else problem.bias_E2I.clone()
-    for half, limits in enumerate(problem.given.limits):
+    for half, limits in enumerate(problem.given.clamps):
         clamp_(idle_E2I[:, half], *limits)
     idle_E2I = idle_E2I.to(problem.rounded).float()
     idle_EH = problem.affinity_R.new_zeros((problem.experts, problem.hidden.shape[1]))

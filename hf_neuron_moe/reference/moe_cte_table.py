@@ -131,7 +131,7 @@ def signature_of(kernel: Kernel) -> inspect.Signature:
     known = dict(_CLAIMS)
     for record in (Arguments, *_CONFIGS):
         known |= inspect.signature(record).parameters
-    ending = "convention device_limits execute accumulation upstream_bugs" + (
+    ending = "convention device_limits limits execute accumulation upstream_bugs" + (
         " mx_scale_rule" if kernel.implementation in MX else ""
     )
     parameters = []

@@ -29,13 +29,12 @@ from hf_neuron_moe.checks import (
 )
 from hf_neuron_moe.errors import ShapeError, public
 from hf_neuron_moe.reference.moe_types import RouterActFnType, as_member, check_switches, taking
+from hf_neuron_moe.reference.specification import broken, constraints
 
 _INTEGERS = (torch.int32, torch.int64, torch.uint32)
 _OUTPUTS = {"router_logits": "[T, E]", "expert_affinities": "[T, E]", "expert_index": "[T, K]"}
 _WITHOUT_FLOAT64 = ("mps",)
-MAX_EXPERTS = 512  # the moving free size of one matmul
-PARTITIONS = 128  # of the tensor engine: H is tiled by it, and token tiles have this many rows
-MAX_TOP_K = 8  # the selection instruction finds eight maxima
+_CONSTRAINTS = constraints("router")
 
 
 @dataclass(frozen=True)
@@ -206,16 +205,9 @@ def _check_operands(given: RouterArguments) -> None:
 def _device_rules(given: RouterArguments, act: RouterActFnType) -> Iterator[Rule]:
     """What the device's kernel can do (2.29); values do not depend on any of it."""
     T, H, E, K = given.sizes.values()
-    indirect = given.use_indirect_dma_scatter
     fix = "Pass device_limits=False to compute the mathematical definition anyway."
-    yield Rule(E <= MAX_EXPERTS, "E of w", f"at most {MAX_EXPERTS}", E, fix, ShapeError)
-    yield Rule(H % PARTITIONS == 0, "H of w", f"a multiple of {PARTITIONS}", H, fix, ShapeError)
-    yield Rule(K <= MAX_TOP_K, "k", f"at most {MAX_TOP_K}", K, fix, ShapeError)
-    fits = indirect or act is not RouterActFnType.SIGMOID or given.router_pre_norm
+    active = {name for name in ("use_indirect_dma_scatter", "return_eager_affi") if getattr(given, name)}
+    yield from broken(_CONSTRAINTS, {"E of w": E, "H of w": H, "k": K, "T of x": T}, fix, active=active)
+    fits = given.use_indirect_dma_scatter or act is not RouterActFnType.SIGMOID or given.router_pre_norm
     rule = "True for SIGMOID with router_pre_norm=False"
     yield Rule(fits, "use_indirect_dma_scatter", rule, "False", fix)
-    fits = not indirect or T <= PARTITIONS or T % PARTITIONS == 0
-    rule = f"at most {PARTITIONS} or a multiple of it with use_indirect_dma_scatter"
-    yield Rule(fits, "T of x", rule, T, fix, ShapeError)
-    rule = f"at most {PARTITIONS} with return_eager_affi"
-    yield Rule(not given.return_eager_affi or T <= PARTITIONS, "T of x", rule, T, fix, ShapeError)

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import json
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -14,11 +9,11 @@ from torch import Tensor
 from hf_neuron_moe import kernels
 from hf_neuron_moe.errors import ConfigError, DTypeError, ShapeError
 from hf_neuron_moe.kernels import TensorDescriptor, release_2_30
+from hf_neuron_moe.reference.specification import signatures
 from tests.kernels import moe_cte_calls
 from tests.refusals import refused
 
-DATA = Path(release_2_30.__file__).with_suffix(".json")
-DOCUMENTED: dict[str, Any] = json.loads(DATA.read_text(encoding="utf-8"))
+DOCUMENTED = signatures("2_30")
 COUNTS = {
     "blockwise_mm_bwd": 20,
     "compute_fused_gate_up_down_mxfp8": 19,
@@ -27,42 +22,19 @@ COUNTS = {
     "compute_phase3_gate_up_weight_grad_mxfp8": 11,
     "compute_phase4_down_weight_grad_mxfp8": 12,
     "fp8_mul_backward": 9,
+    "get_config_for_shape": 4,
     "get_program_sharding_info": 1,
     "mlp_backward_mxfp8_base_nki": 34,
     "mlp_backward_mxfp8_nki": 57,
     "mlp_forward_mxfp8_nki": 25,
     "moe_cte": 23,
 }
-"""Arguments on the page, counted there."""
+"""Arguments on the page, counted there; of get_config_for_shape in the module."""
 
 
 def test_every_documented_function_is_here() -> None:
     assert release_2_30.__all__ == ["ShardOption", *sorted(DOCUMENTED)] == ["ShardOption", *sorted(COUNTS)]
     assert {name: len(entry["arguments"]) for name, entry in DOCUMENTED.items()} == COUNTS
-
-
-@pytest.mark.parametrize("name", sorted(DOCUMENTED))
-def test_names_order_and_defaults_are_the_pages(name: str) -> None:
-    parameters = inspect.signature(getattr(release_2_30, name)).parameters
-    declared = DOCUMENTED[name]["arguments"]
-    assert [argument for argument, *_ in declared] == list(parameters)
-    assert {each.kind for each in parameters.values()} == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
-    for argument, *default in declared:
-        found = parameters[argument].default
-        if not default:
-            assert found is inspect.Parameter.empty
-        elif default[0] in ("None", "True", "False") or default[0].isdigit():
-            assert str(found) == default[0]
-        else:
-            assert found is not None and found is not inspect.Parameter.empty
-
-
-def test_named_defaults_are_objects() -> None:
-    moe, backward = (inspect.signature(getattr(release_2_30, each)) for each in ("moe_cte", "blockwise_mm_bwd"))
-    assert moe.parameters["skip_dma"].default == kernels.SkipMode(False, False)
-    assert moe.parameters["compute_dtype"].default is torch.bfloat16
-    assert moe.parameters["activation_function"].default is kernels.ActFnType.SiLU
-    assert backward.parameters["shard_option"].default is release_2_30.ShardOption.SHARD_ON_HIDDEN
 
 
 def rows_of(*shape: int) -> Tensor:
@@ -167,6 +139,42 @@ def test_the_moe_forward_is_one_tensor_by_position() -> None:
     assert not torch.equal(output, release_2_30.moe_cte(**given))
 
 
+def test_the_pages_usage_examples_of_moe_cte() -> None:
+    """As printed there, with sizes that its constraints allow; the output is one tensor."""
+    torch.manual_seed(7)
+    T, H, I, E = 256, 512, 2048, 8  # noqa: E741
+    index, weights = torch.rand(T, E).topk(2).indices, torch.rand(T, 2).softmax(-1).bfloat16()
+    plan = kernels.build_block_plan(kernels.expert_mask(index, E), 512, top_k=2)
+    hidden_states, gate_up_weights, down_weights = rows_of(T + 1, H), rows_of(E, H, 2, I), rows_of(E, I, H)
+    hidden_states[T] = 0
+    arguments = {
+        "hidden_states": hidden_states,
+        "expert_affinities_masked": kernels.masked_affinities(index, weights, E),
+        "token_position_to_id": plan.token_position_to_id,
+        "block_to_expert": plan.block_to_expert,
+        "block_size": 512,
+        "limits": "documented",
+    }
+    spec = kernels.MoECTESpec(implementation=kernels.MoECTEImplementation.shard_on_block)
+    output = release_2_30.moe_cte(
+        **arguments, gate_up_proj_weight=gate_up_weights, down_proj_weight=down_weights, spec=spec
+    )
+    assert isinstance(output, Tensor) and output.shape == (T + 1, H)
+
+    scales = [gate_up_weights.float().abs().amax() / 240, down_weights.float().abs().amax() / 240]
+    quant_cfg = kernels.QuantizationConfig(
+        gate_up_proj_scale=scales[0].expand(E, 1, 2 * I), down_proj_scale=scales[1].expand(E, 1, H)
+    )
+    quantized = release_2_30.moe_cte(
+        **arguments,
+        gate_up_proj_weight=(gate_up_weights / scales[0]).to(torch.float8_e4m3fn),
+        down_proj_weight=(down_weights / scales[1]).to(torch.float8_e4m3fn),
+        spec=kernels.MoECTESpec(kernels.MoECTEImplementation.shard_on_i),
+        quantization_config=quant_cfg,
+    )
+    assert (quantized - output).norm() < 0.1 * output.norm()  # what e4m3 leaves of three factors
+
+
 def test_the_moe_backward_takes_the_pages_order() -> None:
     given = moe_cte_calls.arguments(inner=64)
     blocks, B, I = len(given["block_to_expert"]), given["block_size"], given["down_proj_weight"].shape[1]  # noqa: E741
@@ -190,6 +198,19 @@ def test_the_moe_backward_takes_the_pages_order() -> None:
         assert torch.equal(release_2_30.blockwise_mm_bwd(**divided)[2], found[2])
     plain = kernels.blockwise_mm_bwd(**operands)
     assert not torch.equal(found[2], plain.gate_up_proj_weight_grad)
+
+
+def test_get_config_for_shape_is_the_backwards_here_and_the_forwards_later() -> None:
+    shape = (4096, 4096, 3072)
+    assert release_2_30.get_config_for_shape(*shape) == kernels.get_backward_config_for_shape(*shape)
+    assert kernels.get_config_for_shape(*shape) == kernels.get_forward_config_for_shape(*shape)
+    for function, where in (
+        (kernels.get_config_for_shape, "get_forward_config_for_shape"),
+        (release_2_30.get_config_for_shape, "get_backward_config_for_shape"),
+    ):
+        with refused(ConfigError, "lnc", where=where):
+            function(*shape, lnc=3)
+        assert where in kernels.__all__  # what a message names can be imported
 
 
 def test_wrong_calls_name_the_function_and_the_argument() -> None:

@@ -14,7 +14,7 @@ import torch
 from make_kernel_docs import DocumentationError, load, render
 
 from hf_neuron_moe import kernels
-from hf_neuron_moe.reference.moe_cte_rules import RULES
+from hf_neuron_moe.reference.specification import FAMILIES, constraints
 
 
 @pytest.fixture(scope="module")
@@ -62,11 +62,19 @@ def test_every_system_has_an_example(declared: dict[str, Any]) -> None:
     assert ["```python" in system["intro"] for system in declared["system"]] == [True] * 7
 
 
-def test_the_device_limits_are_the_enforced_ones(repo_root: Path) -> None:
+def test_every_limit_is_on_the_page_in_its_column(repo_root: Path) -> None:
+    """Read the page itself: the figures of a row stand in the cell of the row's column."""
     page = (repo_root / "docs" / "kernels.md").read_text(encoding="utf-8")
-    rows = {line.split("`")[1]: line for line in page.splitlines() if re.match(r"\| `shard_on_\w+` \| \d+ n", line)}
-    assert set(rows) == {kind.name for kind in RULES}
-    assert all(f"| {rules.block} n | 512 n" in rows[kind.name] for kind, rules in RULES.items())
+    tables = re.findall(r"^\| size, dtype or option .*\n\| --- .*\n((?:\|.*\n)+)", page, re.MULTILINE)
+    with_limits = [name for name in FAMILIES if constraints(name)]
+    assert len(tables) == len(with_limits) == 5
+    for name, table in zip(with_limits, tables, strict=True):
+        cells = {line.split("`")[1]: line.split(" | ") for line in table.splitlines()}
+        for row in constraints(name):
+            cell = cells[row.of][1 if row.column == "documented" else 2]
+            figures = [row.maximum, *row.one_of, *row.dtypes, *row.implementations, *row.releases]
+            figures += [row.multiple_of] if row.multiple_of > 1 else []
+            assert all(str(figure) in cell for figure in figures if figure is not None), (name, row)
 
 
 def test_a_function_without_a_result_is_noticed(declared: dict[str, Any]) -> None:
@@ -76,7 +84,7 @@ def test_a_function_without_a_result_is_noticed(declared: dict[str, Any]) -> Non
         render(other)
 
 
-def changed(declared: dict[str, Any], function: str) -> tuple[dict[str, Any], dict[str, str]]:
+def changed(declared: dict[str, Any], function: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """A copy of the declarations, and the arguments of one function in it."""
     other = copy.deepcopy(declared)
     for system in other["system"]:
@@ -95,19 +103,22 @@ def test_a_missing_argument_is_noticed(declared: dict[str, Any]) -> None:
 
 def test_an_argument_that_does_not_exist_is_noticed(declared: dict[str, Any]) -> None:
     other, arguments = changed(declared, "router_topk")
-    arguments["top_p"] = "yes: no such thing"
+    arguments["top_p"] = {"support": "yes", "note": "no such thing"}
     with pytest.raises(DocumentationError, match="router_topk: no such argument"):
         render(other)
     other = copy.deepcopy(declared)
-    other["system"][0].setdefault("arguments", {})["nothing"] = "yes: no such thing"
+    other["system"][0].setdefault("arguments", {})["nothing"] = {"support": "yes", "note": "no such thing"}
     with pytest.raises(DocumentationError, match="no function has the arguments"):
         render(other)
 
 
-def test_a_status_must_be_one_of_the_known(declared: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "entry", [{"support": "maybe", "note": "who knows"}, {"support": "yes"}, {"support": "yes", "note": "", "shap": ""}]
+)
+def test_an_entry_has_a_known_support_known_keys_and_words(declared: dict[str, Any], entry: dict[str, str]) -> None:
     other, arguments = changed(declared, "router_topk")
-    arguments["k"] = "maybe: who knows"
-    with pytest.raises(DocumentationError, match="'maybe: who knows'"):
+    arguments["k"] = entry
+    with pytest.raises(DocumentationError, match="router_topk: k is"):
         render(other)
 
 

@@ -28,7 +28,9 @@ from hf_neuron_moe.reference.mlp_mxfp8.operand_checks import (
 from hf_neuron_moe.reference.mlp_mxfp8.recompute import CHECKPOINTS, recompute_missing
 from hf_neuron_moe.reference.mlp_mxfp8.tile_counts import counted_configs
 from hf_neuron_moe.reference.moe_types import ClampLimits
+from hf_neuron_moe.reference.specification import multiples
 
+_MULTIPLES = multiples("mlp_backward")
 RELEASES = ("2.31", "2.30")
 
 _PREPARED = ("gate_up_weights", "gate_up_weight_T", "down_weight_T", "output_grad_T", "hidden_states_T")
@@ -88,13 +90,13 @@ def mlp_backward_mxfp8(
     if release not in RELEASES:
         expected = f"one of {', '.join(RELEASES)}"
         raise ConfigError.about("release", expected, repr(release), "Later releases compute as 2.31 does.")
+    fix = "Use release 2.31, or mlp_backward_mxfp8_nki_2_30 for that release's quantized operands."
+    for name in ("clamp_limits", "matmul_config", *(f"{name}_scales" for name in _PREPARED)):
+        if release == "2.30" and (value := kernel.call[name]) is not None:
+            raise ConfigError.about(name, 'None with release="2.30"', type(value).__name__, fix)
     operands = _describe(kernel)
     if release == "2.31":
         return _run_2_31(operands, kernel)
-    fix = "Use release 2.31, or mlp_backward_mxfp8_nki_2_30 for that release's quantized operands."
-    for name in ("clamp_limits", "matmul_config", *(f"{name}_scales" for name in _PREPARED)):
-        if (value := kernel.call[name]) is not None:
-            raise ConfigError.about(name, 'None with release="2.30"', type(value).__name__, fix)
     if not use_scale_packing:
         expected = 'True with release="2.30", which takes no scales here'
         raise ConfigError.about("use_scale_packing", expected, "False", fix)
@@ -259,10 +261,14 @@ def _describe(kernel: KernelCall) -> dict[str, TensorDescriptor]:
     check_multiple(both, 2, "2I of gate_up_weights", "gate rows, then up rows")
     inner = both // 2
     kernel.check_even({"S of hidden_states": tokens, "H of output_grad": hidden_size, "I of gate_up_weights": inner})
-    check_multiple(hidden_size, 128, "H of hidden_states", "output_grad is always raw, and phase 1 contracts over H")
+    check_multiple(
+        hidden_size, _MULTIPLES["H"], "H of hidden_states", "output_grad is always raw, and phase 1 contracts over H"
+    )
     check_logical(gate_up, hidden_size, both, "[2I, H]", "gate_up_weights")
-    check_multiple(tokens, 128, "S of hidden_states", "tokens are the contraction axis of the weight gradients")
-    check_multiple(inner, 128, "I of gate_up_weights", "the kernel quantizes d_gate and d_up along I")
+    check_multiple(
+        tokens, _MULTIPLES["S"], "S of hidden_states", "tokens are the contraction axis of the weight gradients"
+    )
+    check_multiple(inner, _MULTIPLES["I"], "I of gate_up_weights", "the kernel quantizes d_gate and d_up along I")
     transposes = {
         "gate_up_weight_T": (both, hidden_size, "[H, 2I]", call["gate_up_weights"]),
         "down_weight_T": (hidden_size, inner, "[I, H]", down),

@@ -25,7 +25,9 @@ from hf_neuron_moe.reference.mlp_mxfp8.operand_checks import (
     check_no_mix_at_384,
 )
 from hf_neuron_moe.reference.mlp_mxfp8.tile_counts import counted_configs
+from hf_neuron_moe.reference.specification import multiples
 
+_MULTIPLES = multiples("mlp_backward")
 get_config_for_shape = get_backward_config_for_shape
 """Upstream's name for it in the backward's module."""
 
@@ -152,9 +154,9 @@ def _check_operands(kernel: KernelCall, tds: dict[str, TensorDescriptor], kept: 
         for name in names if axis == "H" else ():
             check_raw_axis(tds[name], "H", name)
     rule = "the kernel always quantizes d_gate and d_up along I itself"
-    check_multiple(sizes["I"], 128, "I of down_proj_weight_T", rule)
+    check_multiple(sizes["I"], _MULTIPLES["I"], "I of down_proj_weight_T", rule)
     rule = "the kernel always quantizes the transposes of d_gate and d_up along S itself"
-    check_multiple(sizes["S"], 128, "S of output_hidden_states_grad", rule)
+    check_multiple(sizes["S"], _MULTIPLES["S"], "S of output_hidden_states_grad", rule)
     for name, tensor in kept.items():
         check_buffer(tensor, (sizes["S"], sizes["I"]), "[S, I]", name)
     raw = TensorDescriptor()

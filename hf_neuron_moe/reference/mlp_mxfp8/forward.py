@@ -34,7 +34,9 @@ from hf_neuron_moe.reference.mlp_mxfp8.operand_checks import (
 )
 from hf_neuron_moe.reference.mlp_mxfp8.product_tiles import gate_up_tiles, product_tiles
 from hf_neuron_moe.reference.mlp_mxfp8.tile_walk import TileWalk
+from hf_neuron_moe.reference.specification import multiples
 
+_MULTIPLES = multiples("mlp_forward")
 get_config_for_shape = get_forward_config_for_shape
 """Upstream's name for it in the forward's module."""
 
@@ -241,9 +243,9 @@ def _check_operands(tds: Mapping[str, TensorDescriptor], dtype: torch.dtype) -> 
     check_multiple(both, 2, f"2I of {gate_up_name}", "gate rows, then up rows")
     inner = both // 2
     rule = "the contraction axis of down, whose left operand the kernel always quantizes itself"
-    check_multiple(inner, 128, f"I of {gate_up_name}", rule)
+    check_multiple(inner, _MULTIPLES["I"], f"I of {gate_up_name}", rule)
     check_logical(down, inner, hidden_size, "[H, I]", down_name)
-    check_multiple(tokens, 8, f"S of {hidden_name}", "the loader reads groups of 8 rows")
+    check_multiple(tokens, _MULTIPLES["S"], f"S of {hidden_name}", "the loader reads groups of 8 rows")
     check_no_mix_at_384({hidden_name: hidden, gate_up_name: gate_up}, hidden_size)
     check_no_mix_at_384({down_name: down, "the intermediate, which is always raw": TensorDescriptor()}, inner)
     data = {name: td.data for name, td in tds.items()}

@@ -230,6 +230,7 @@ _BACKWARD = {
 }
 
 
+@public
 def get_forward_config_for_shape(seq_len: int, hidden_size: int, intermediate_size: int, lnc: int = 2) -> MlpFwdConfig:
     """Return the forward's tile counts for S, H, I and 1 or 2 cores that share S: recorded ones for six shapes.
 
@@ -243,6 +244,7 @@ def get_forward_config_for_shape(seq_len: int, hidden_size: int, intermediate_si
     return MlpFwdConfig((m, _tiles(intermediate_size, TILE_N), 1), (m, _tiles(hidden_size, TILE_N), 1))
 
 
+@public
 def get_backward_config_for_shape(seq_len: int, hidden_size: int, intermediate_size: int, lnc: int = 2) -> MlpBwdConfig:
     """Return the 2.30 backward's tile counts: recorded ones for four shapes, with K lowered until it divides its tiles.
 
@@ -264,7 +266,6 @@ def get_backward_config_for_shape(seq_len: int, hidden_size: int, intermediate_s
     return MlpBwdConfig(*((m, n, 1) for m, n in zip(row_tiles, column_tiles)))
 
 
-@public("get_config_for_shape")
 def _check_shape(seq_len: int, hidden_size: int, intermediate_size: int, lnc: int) -> None:
     sizes = {"seq_len": seq_len, "hidden_size": hidden_size, "intermediate_size": intermediate_size}
     for name, size in sizes.items():

@@ -35,7 +35,9 @@ from hf_neuron_moe.reference.mlp_mxfp8.matmul_config import (
 from hf_neuron_moe.reference.mlp_mxfp8.tile_counts import counted_config
 from hf_neuron_moe.reference.mlp_mxfp8.tile_walk import TileWalk, cut
 from hf_neuron_moe.reference.moe_types import ClampLimits
+from hf_neuron_moe.reference.specification import multiples
 
+_SHARED = multiples("mlp_forward", when="run_with_lnc2")
 BF16 = (torch.bfloat16,)
 STORED = (torch.bfloat16, torch.float32)  # dtypes of results: the device's, and fp32 to see the accumulators
 
@@ -141,7 +143,7 @@ class KernelCall:
     def check_even(self, sizes: Mapping[str, int]) -> None:
         """Raise ShapeError for odd sizes, by name, that two cores cannot share."""
         for name, size in sizes.items() if self.lnc2 else ():
-            check_multiple(size, 2, name, "run_with_lnc2 halves it")
+            check_multiple(size, _SHARED["S"], name, "run_with_lnc2 halves it")
 
     def step_options(self) -> dict[str, Any]:
         """Return what a whole backward passes to each of its steps: for both cores at once, with tiles for one."""
