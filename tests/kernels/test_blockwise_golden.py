@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from hf_neuron_moe.reference.blockwise_arguments import BackwardArguments
 from hf_neuron_moe.reference.blockwise_mm_bwd import MoEBackward, MoEBiasBackward, blockwise_mm_bwd
 from hf_neuron_moe.reference.moe_types import ActFnType, ClampLimits, SkipMode
 
@@ -26,6 +27,13 @@ FP32 = 2e-6
 """What an independent fp32 implementation reached, relative to the largest golden value (manifest)."""
 BF16 = 2e-2
 """Upstream's own device tolerance for bf16, relative to the largest golden value."""
+
+
+@pytest.fixture(params=["fast", "tiles"], autouse=True)
+def execution(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every vector also through the loops of ``execute="tiles"``."""
+    if request.param == "tiles":
+        monkeypatch.setattr(BackwardArguments, "walks", True)
 
 
 def call_of(name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from hf_neuron_moe.reference.moe_cte import MoEForward, moe_cte
+from hf_neuron_moe.reference.moe_cte_arguments import Arguments
 from hf_neuron_moe.reference.moe_types import (
     ActFnType,
     ExpertAffinityScaleMode,
@@ -62,6 +63,13 @@ OPERANDS = (
     "block_to_expert",
 )
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "e2m1": None}
+
+
+@pytest.fixture(params=["fast", "tiles"], autouse=True)
+def execution(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every vector also through the loops of ``execute="tiles"``."""
+    if request.param == "tiles":
+        monkeypatch.setattr(Arguments, "walks", True)
 
 
 def assert_within(actual: Tensor, expected: Tensor, tolerance: float) -> None:
