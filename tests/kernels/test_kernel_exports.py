@@ -6,7 +6,6 @@ import pytest
 
 import hf_neuron_moe.kernels as kernels
 
-
 ALIASES = {"get_config_for_shape": "get_forward_config_for_shape"}  # errors name what is called by both names
 
 
