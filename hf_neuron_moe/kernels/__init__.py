@@ -55,10 +55,6 @@ from hf_neuron_moe.reference.mlp_mxfp8.forward import (
     mlp_forward_mxfp8 as mlp_forward_mxfp8,
     mlp_forward_mxfp8_nki as mlp_forward_mxfp8_nki,
 )
-from hf_neuron_moe.reference.mlp_mxfp8.matmul import (
-    matmul_mxfp8 as matmul_mxfp8,
-    quantize_block_mxfp8_kernel as quantize_block_mxfp8_kernel,
-)
 from hf_neuron_moe.reference.mlp_mxfp8.matmul_config import (
     MatmulMxfp8KernelConfig as MatmulMxfp8KernelConfig,
     MlpBwdConfig as MlpBwdConfig,
@@ -66,6 +62,10 @@ from hf_neuron_moe.reference.mlp_mxfp8.matmul_config import (
     MlpFwdConfig as MlpFwdConfig,
     get_backward_config_for_shape as get_backward_config_for_shape,
     get_forward_config_for_shape as get_forward_config_for_shape,
+)
+from hf_neuron_moe.reference.mlp_mxfp8.matmul_mxfp8 import (
+    matmul_mxfp8 as matmul_mxfp8,
+    quantize_block_mxfp8_kernel as quantize_block_mxfp8_kernel,
 )
 from hf_neuron_moe.reference.mlp_mxfp8.on_chip import Footprint as Footprint
 from hf_neuron_moe.reference.mlp_mxfp8.phases import (

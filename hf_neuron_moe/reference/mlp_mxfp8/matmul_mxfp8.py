@@ -124,6 +124,8 @@ def matmul_mxfp8(
     step = KernelCall("matmul_mxfp8", {name: value for name, value in locals().items() if value is not None})
     if output_dtype not in STORED:
         raise ConfigError.about("output_dtype", "torch.bfloat16 or torch.float32", str(output_dtype), "Choose one.")
+    if float8_dtype != "float8_e4m3fn":
+        raise not_one_of("float8_dtype", float8_dtype, ["float8_e4m3fn"])
     check_flags({"initialize_accumulator": initialize_accumulator})
     left, right = (_operand(step, name) for name in ("lhs", "rhs"))
     check_logical(right.td, left.K, right.F, "[N, K]", "rhs")
