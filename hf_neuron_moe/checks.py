@@ -12,6 +12,8 @@ from torch import Tensor
 from hf_neuron_moe.errors import ConfigError, DeviceError, DTypeError, NeuronMoEError, ShapeError
 
 FLOATS = (torch.bfloat16, torch.float32, torch.float16)
+CONVERT = "Convert it, for example with .to({})."
+VIEW = "View its bytes, for example with .view({}); converting would change them."
 _PAD = "Zero-pad to the next multiple (padding with zeros is exact); patched modules do so themselves."
 
 
@@ -21,14 +23,19 @@ def check_tensor(value: object, argument: str) -> None:
         raise DTypeError.about(argument, "a torch.Tensor", type(value).__name__, "Convert it with torch.as_tensor.")
 
 
-def check_dtype(tensor: object, allowed: Sequence[torch.dtype], argument: str) -> None:
-    """Raise DTypeError for a tensor whose dtype is not in `allowed`, and for what is not a tensor."""
+def check_dtype(tensor: object, allowed: Sequence[torch.dtype], argument: str, fix: str = CONVERT) -> None:
+    """Raise DTypeError for a tensor whose dtype is not in `allowed`, and for what is not a tensor.
+
+    `fix` says what to do about another dtype, ``{}`` being the first of `allowed`: :data:`VIEW` where the elements are
+    codes, words or scale bytes, which a conversion would take for values.
+    """
     if isinstance(tensor, Tensor) and tensor.dtype in allowed:
         return
     names = " or ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
-    fix = "This argument is required." if tensor is None else "Pass a torch.Tensor."
     if isinstance(tensor, Tensor):
-        fix = f"Convert it, for example with .to({allowed[0]})."
+        fix = fix.format(allowed[0])
+    else:
+        fix = "This argument is required." if tensor is None else "Pass a torch.Tensor."
     got = str(tensor.dtype).removeprefix("torch.") if isinstance(tensor, Tensor) else type(tensor).__name__
     raise DTypeError.about(argument, f"a tensor of dtype {names}", got, fix)
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.checks import check_dtype, check_equal_shape, check_float, check_multiple, check_same_device
+from hf_neuron_moe.checks import VIEW, check_dtype, check_equal_shape, check_float, check_multiple, check_same_device
 from hf_neuron_moe.errors import ConfigError, not_one_of, public
 from hf_neuron_moe.formats.constants import E4M3FN, E5M2, ElementFormat
 from hf_neuron_moe.formats.elements import check_randomness, decode, round_to_fp8_
@@ -102,7 +102,7 @@ def group_dequantize_fp8(codes_MN: Tensor, scales_MG: Tensor, dtype: torch.dtype
 
     Codes are float8_e4m3fn or float8_e5m2 ``[..., N]``, scales bf16 or fp32 ``[..., G]``, G a divisor of N.
     """
-    check_dtype(codes_MN, tuple(FP8_DTYPES), "codes")
+    check_dtype(codes_MN, tuple(FP8_DTYPES), "codes", VIEW)
     check_dtype(scales_MG, (torch.bfloat16, torch.float32), "scales")
     groups, remedy = scales_MG.shape[-1] if scales_MG.ndim else 0, "The scales' last axis has one entry per group."
     check_multiple(groups, 1, "scales.shape[-1]", remedy=remedy)

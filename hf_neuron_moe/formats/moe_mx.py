@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hf_neuron_moe.checks import check_axes, check_dtype, check_equal_shape, check_float, check_multiple, is_whole
+from hf_neuron_moe.checks import VIEW, check_axes, check_dtype, check_equal_shape, check_float, check_multiple, is_whole
 from hf_neuron_moe.errors import ShapeError, public
 from hf_neuron_moe.formats.constants import (
     LANES,
@@ -188,7 +188,7 @@ def pack_moe_scales(scales_EqXtF: Tensor) -> Tensor:
     Scales are gate_up ``[E, 16, 2, H/512, I]`` or down ``[E, pI/8, ceil(I/512), H]``, with several tiles 16 rows too.
     Returns uint8: gate_up ``[E, 128, ceil(tiles/4), 2, I]``, down ``[E, 128, ceil(tiles/4), H]``.
     """
-    check_dtype(scales_EqXtF, SCALE_DTYPES, "scales")
+    check_dtype(scales_EqXtF, SCALE_DTYPES, "scales", VIEW)
     names = ("E", "16", "2", "tiles", "I") if scales_EqXtF.ndim == 5 else ("E", "pI/8", "tiles", "H")
     check_axes(scales_EqXtF, names, "scales")
     tiles_EqtXF = scales_EqXtF.detach().view(torch.uint8).movedim(-2, 2)
@@ -212,7 +212,7 @@ def unpack_moe_scales(packed_EPbXF: Tensor, tiles: int, rows: int = SCALE_ROWS) 
 
     `tiles` are 512 wide. A packed buffer does not say their scale `rows`: 16, or pI/8 for down with I below 512.
     """
-    check_dtype(packed_EPbXF, SCALE_DTYPES, "packed")
+    check_dtype(packed_EPbXF, SCALE_DTYPES, "packed", VIEW)
     names = ("E", "128", "buffers", "2", "I") if packed_EPbXF.ndim == 5 else ("E", "128", "buffers", "H")
     check_axes(packed_EPbXF, names, "packed")
     experts, _, buffers, *rest = packed_EPbXF.shape

@@ -15,7 +15,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.checks import check_axes, check_dtype, check_equal_shape, check_float, check_same_device, is_whole
+from hf_neuron_moe.checks import (
+    VIEW,
+    check_axes,
+    check_dtype,
+    check_equal_shape,
+    check_float,
+    check_same_device,
+    is_whole,
+)
 from hf_neuron_moe.errors import ShapeError, public
 from hf_neuron_moe.formats.constants import (
     LANES,
@@ -180,7 +188,7 @@ def _chosen(
 
 def _scales_as_bytes(scales_BF: Tensor, codes: Tensor, B: int, F: int) -> Tensor:
     """Check the compact scales ``[B, F]`` of `codes` and return them as uint8."""
-    check_dtype(scales_BF, SCALE_DTYPES, "scales")
+    check_dtype(scales_BF, SCALE_DTYPES, "scales", VIEW)
     check_equal_shape(scales_BF, (B, F), "scales", f"compact scales of codes {list(codes.shape)}")
     check_same_device({"codes": codes, "scales": scales_BF})
     return scales_BF.detach().view(torch.uint8)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.checks import FLOATS, check_dtype, check_equal_shape, check_flags, check_same_device
+from hf_neuron_moe.checks import CONVERT, FLOATS, VIEW, check_dtype, check_equal_shape, check_flags, check_same_device
 from hf_neuron_moe.errors import ConfigError, DTypeError, ShapeError, nearest, public
 from hf_neuron_moe.formats.constants import ElementFormat
 from hf_neuron_moe.formats.elements import check_randomness, round_to_fp8_
@@ -272,7 +272,7 @@ def _factors(x1: Tensor, s_x1: Tensor, x2: Tensor, s_x2: Tensor, QB: int) -> tup
 
 def _grouped(x: Tensor, s_x: Tensor, QB: int, name: str = "x") -> _Grouped:
     """Check FP8 codes, called `name`, and their group scales ``[..., N/QB]``; return both as rows."""
-    _check_matrix(x, tuple(FP8_DTYPES), name)
+    _check_matrix(x, tuple(FP8_DTYPES), name, VIEW)
     _check_scale_dtype(s_x, f"s_{name}")
     _check_group_size(QB, x.shape[-1])
     check_equal_shape(s_x, (*x.shape[:-1], x.shape[-1] // QB), f"s_{name}", f"scales of {name}")
@@ -280,8 +280,8 @@ def _grouped(x: Tensor, s_x: Tensor, QB: int, name: str = "x") -> _Grouped:
     return _Grouped(_as_rows(x), _as_rows(s_x), FP8_DTYPES[x.dtype])
 
 
-def _check_matrix(tensor: Tensor, dtypes: tuple[torch.dtype, ...], argument: str) -> None:
-    check_dtype(tensor, dtypes, argument)
+def _check_matrix(tensor: Tensor, dtypes: tuple[torch.dtype, ...], argument: str, fix: str = CONVERT) -> None:
+    check_dtype(tensor, dtypes, argument, fix)
     if tensor.ndim not in (2, 3) or 0 in tensor.shape:
         expected, fix = "a non-empty [M, N] or [batch, sequence, N]", "Flatten the leading axes into one."
         raise ShapeError.about(argument, expected, str(list(tensor.shape)), fix)
