@@ -53,7 +53,7 @@ class Keep:
         return not self.fp8
 
     @property
-    def keeps_input_frozen(self) -> bool:
+    def keeps_input_quantized(self) -> bool:
         """The same where no weight has a gradient: only products that are made again read the input."""
         return not self.fp8 and not self.names.issuperset(BF16_CHECKPOINTS)
 

@@ -94,4 +94,4 @@ def _judge_blocks(
     here = None
     if target is not None and own_lnc is not None:
         here = Device(target, int(own_lnc), assumed=found.target[1] == ASSUMED)
-    return usable_kernels(groups, here, found.why_not, block_size, lnc), None
+    return usable_kernels(groups, here, found.unsupported_reason, block_size, lnc), None

@@ -28,6 +28,6 @@ def export(
     with watching("exporting") as (_, progress):
         report = export_checkpoint(converted, destination, allow_inexact=allow_inexact, progress=progress)
     exactness = "all bit for bit" if not report.inexact else f"{len(report.inexact)} of them not bit for bit"
-    told = f"{report.tensors} tensors written to {destination}, {exactness}"
+    summary = f"{report.tensors} tensors written to {destination}, {exactness}"
     facts = {"ok": True, "destination": str(destination), **report.to_dict()}
-    tell(as_json, facts, told, *(f"note: {line}" for line in report.statement))
+    tell(as_json, facts, summary, *(f"note: {line}" for line in report.statement))

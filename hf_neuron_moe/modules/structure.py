@@ -89,7 +89,7 @@ def is_inert(value: Any) -> bool:
     return type(value) in (int, float) and value == 0
 
 
-def why_not_plain_linear(module: Any) -> str | None:
+def unsupported_reason_plain_linear(module: Any) -> str | None:
     """Return why `module` may compute something else than ``x @ weight.T``, or None for a plain linear layer."""
     if type(module) is not nn.Linear:
         return f"a {type(module).__module__}.{type(module).__qualname__}, not a plain torch.nn.Linear"
@@ -127,7 +127,7 @@ def _dispatching_forward() -> CodeType:
     return _Probe.forward.__code__
 
 
-def why_not_swiglu_experts(module: Any) -> str | None:
+def unsupported_reason_swiglu_experts(module: Any) -> str | None:
     """Return why the operator cannot compute `module`, or None where its flags and parts say that it can."""
     from transformers.integrations.moe import _default_apply_gate
 
@@ -149,10 +149,10 @@ def why_not_swiglu_experts(module: Any) -> str | None:
         return f"its activation is {describe_activation(activation)}, the kernels have {supported_activations()}"
     if isinstance(activation, nn.Module) and has_call_hooks(activation):
         return "its act_fn has hooks, which the operator would not call"
-    return _why_not_shapes(module)
+    return _unsupported_reason_shapes(module)
 
 
-def _why_not_shapes(module: Any) -> str | None:
+def _unsupported_reason_shapes(module: Any) -> str | None:
     gate_up, down = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
     if gate_up is None or down is None or gate_up.dim() != 3 or down.dim() != 3:
         return "it has no 3-D parameters gate_up_proj and down_proj"

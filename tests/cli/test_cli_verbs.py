@@ -40,8 +40,8 @@ def with_toy(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("with_toy")
 def test_a_new_command_has_help_exit_codes_and_json(run):
     assert "count-words    Count the words of a text." in run("--help").out
-    told = run("count-words", "--help")
-    assert (told.code, told.err) == (0, "") and "TEXT" in told.out and "--tokens" in told.out
+    shown = run("count-words", "--help")
+    assert (shown.code, shown.err) == (0, "") and "TEXT" in shown.out and "--tokens" in shown.out
     assert run("count-words", "a b") == (0, "2 words\n", "")
     assert run("count-words", "a b", "--json") == (0, '{"ok": true, "words": 2}\n', "")
     refused = run("count-words", "a b c", "--tokens", 2)
