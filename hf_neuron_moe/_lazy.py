@@ -9,7 +9,7 @@ from typing import Any
 
 
 def lazy(package: str, modules: Mapping[str, tuple[str, ...]]) -> tuple[list[str], Callable[[str], Any]]:
-    """Return a package's lazy names, sorted, and its ``__getattr__``; `modules` has the names of each of its modules."""
+    """Return a package's lazy names, sorted, and its ``__getattr__``; `modules` has the names of each module."""
     module_of = {name: f"{package}.{module}" for module, names in modules.items() for name in names}
 
     def load(name: str) -> Any:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_neuron_moe.errors import ConfigError, DeviceError, DTypeError, NeuronMoEError, ShapeError
+from hf_neuron_moe.errors import ConfigError, DeviceError, DTypeError, NeuronMoEError, ShapeError, with_article
 
 FLOATS = (torch.bfloat16, torch.float32, torch.float16)
 CONVERT = "Convert it, for example with .to({})."
@@ -114,14 +114,14 @@ def check_record(value: object, kind: type, argument: str, optional: bool = True
     A dict or tuple is never taken for a record: its fields could be mixed up.
     """
     if not isinstance(value, kind) and not (optional and value is None):
-        expected = f"a {kind.__name__}{' or None' if optional else ''}"
+        expected = f"{with_article(kind.__name__)}{' or None' if optional else ''}"
         fix = f"Make one with {kind.__name__}(...), from hf_neuron_moe.kernels."
         raise ConfigError.about(argument, expected, shown(value), fix)
 
 
 def shown(value: object) -> str:
     """Return a wrong argument as a message shows it: the value if it is short, else its type."""
-    return repr(value) if value is None or isinstance(value, str | int | float) else f"a {type(value).__name__}"
+    return repr(value) if value is None or isinstance(value, str | int | float) else with_article(type(value).__name__)
 
 
 class Rule(NamedTuple):

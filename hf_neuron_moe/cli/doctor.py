@@ -43,9 +43,9 @@ def doctor(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Tell whether Neuron kernels can run here, and if not the first thing to do.
+    """Show whether Neuron kernels run here and what to fix.
 
-    Then what of the Neuron stack is installed. Works with nothing installed, or something broken. With MODEL_DIR also:
+    Also what of the Neuron stack is installed. Works with nothing installed, or something broken. With MODEL_DIR also:
     which kernels compute which of the model's blocks at which block sizes, here and by the documents of SDK 2.33 on
     Trn2 and Trn3, and why not; the frozen MX blocks of a conversion in inference. The exit code is 0 whatever was
     found, unless --strict is given.

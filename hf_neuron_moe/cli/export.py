@@ -15,13 +15,13 @@ def export(
     converted: Converted,
     destination: Annotated[Path, typer.Argument(metavar="NEW", help="Folder to make.")],
     allow_inexact: Annotated[
-        bool, typer.Option("--allow-inexact", help="Export rounded or dequantised values where the bits are gone.")
+        bool, typer.Option("--allow-inexact", help="Export rounded or dequantized values where the bits are gone.")
     ] = False,
     as_json: Json = False,
 ) -> None:
     """Rebuild the checkpoint a conversion was made of.
 
-    Bit for bit from bf16 layouts; from MX only the dequantised values, and only with --allow-inexact.
+    Bit for bit from bf16 layouts; from MX only the dequantized values, and only with --allow-inexact.
     """
     from hf_neuron_moe.convert import export_checkpoint
 

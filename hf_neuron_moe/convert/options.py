@@ -113,7 +113,7 @@ _RULES = (
     ("fused", "swizzle", (None, False), "off in fused layout, which keeps Hugging Face's axis order"),
     ("fused", "pad", (False,), "off in fused layout, whose sizes are Hugging Face's"),
     ("fused", "scales", (None, "compact"), "compact in fused layout: the others belong to swizzled codes"),
-    ("MX kernel", "swizzle", (None, True), "on for MX in kernel layout: the kernels read no other quantised operand"),
+    ("MX kernel", "swizzle", (None, True), "on for MX in kernel layout: the kernels read no other quantized operand"),
     ("trained kernel", "scales", (None, "packed", "oversized"), NO_COMPACT_SCALES),
 )
 """Which options go together: in which case, which option has to be one of which values, and that rule in words."""

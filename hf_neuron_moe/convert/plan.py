@@ -141,7 +141,7 @@ def _weights_of(candidate: Candidate, assignments: dict[str, Assignment], model:
         weight = FusedWeight(prefix + role + suffix, (*shape[:-2], start, contraction), tuple(pieces))
         if len(dtypes) > 1 or dtypes[0] not in WEIGHT_DTYPES:
             expected = f"one of {', '.join(WEIGHT_DTYPES)} for all its tensors"
-            fix = "Convert the original, unquantised checkpoint."
+            fix = "Convert the original, unquantized checkpoint."
             raise ConversionError.about(f"dtype of {weight.name}", expected, ", ".join(dtypes), fix)
         weights.append(weight)
     return weights

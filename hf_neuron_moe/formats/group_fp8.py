@@ -3,7 +3,7 @@
 The storage format of saved activations in COAT ("Compressing Optimizer States and Activation for Memory-Efficient FP8
 Training", ICLR 2025): ``value = code * scale``, groups of 16 by default. The scale is rounded to bf16 *before* the
 division, so that code * scale is the nearest value the pair can express. Rounding is to nearest, ties to even, and
-saturates. A group with NaN or Inf has a NaN or infinite scale and dequantises to NaN throughout.
+saturates. A group with NaN or Inf has a NaN or infinite scale and dequantizes to NaN throughout.
 
 Letters: M rows, N columns, G = N/group_size groups of a row.
 """
@@ -77,7 +77,7 @@ def group_quantize_fp8(
     stochastic: bool = False,
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Quantise ``[..., N]`` bf16, fp16 or fp32 to FP8 with one bf16 scale per `group_size` elements of a row.
+    """Quantize ``[..., N]`` bf16, fp16 or fp32 to FP8 with one bf16 scale per `group_size` elements of a row.
 
     Rounds to nearest, or stochastically and unbiased with random numbers of `generator`. No gradient flows. Returns
     codes as float8_e4m3fn (``"e4m3"``) or float8_e5m2 (``"e5m2"``) ``[..., N]``, and scales ``[..., N/group_size]``.

@@ -14,7 +14,7 @@ gate_up bias        [E, pI, 2, ceil(I/512), 4] I, as in the down words
 =================== ========================== ==============================================
 
 pI is 128 if I >= 512 and I/4 below. An I above 512 is zero-padded to a multiple of it. A group of 32 values is 8
-partitions x 4 lanes, so checkpoints with scales per 32 consecutive values have to be requantised.
+partitions x 4 lanes, so checkpoints with scales per 32 consecutive values have to be requantized.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _INTERMEDIATE_REMEDY = "Zero-pad the intermediate axis of gate, up and down; pad
 
 @dataclass(frozen=True)
 class MoEWeightMX:
-    """One quantised expert projection in the kernels' layout; shapes in the table at the top of this file."""
+    """One quantized expert projection in the kernels' layout; shapes in the table at the top of this file."""
 
     words: Tensor  # x4 words, int32 (fp8) or int16 (fp4)
     scales: Tensor  # uint8
@@ -83,7 +83,7 @@ def padded_intermediate(size: int) -> int:
 def quantize_moe_gate_up(
     gate_up_EH2I: Tensor, *, fmt: str | ElementFormat = "e4m3fn", rule: str | ScaleRule | None = None
 ) -> MoEWeightMX:
-    """Quantise gate and up projections ``[E, H, 2, I]`` (bf16, fp16 or fp32, any strides) along H.
+    """Quantize gate and up projections ``[E, H, 2, I]`` (bf16, fp16 or fp32, any strides) along H.
 
     The kernels take the scales of any `rule`. None is Neuron's own for FP8, and OCP's FLOOR for FP4, which no Neuron
     instruction produces: with a scale twice as large FP4 would not use half of its few codes.
@@ -104,7 +104,7 @@ def _quantize_rows(
     free: tuple[int, ...],
     order: tuple[int, ...],
 ) -> MoEWeightMX:
-    """Quantise ``[F, K]``; words ``[tiles, Q, *free]`` and scales ``[tiles, q, *free]`` get their axes in `order`."""
+    """Quantize ``[F, K]``; words ``[tiles, Q, *free]`` and scales ``[tiles, q, *free]`` get their axes in `order`."""
     if rule is None:
         rule = "neuron" if fmt.code_bits == 8 else "floor"
     quantized = quantize_mx(rows_FK, fmt=fmt, rule=rule, scheme=scheme)
@@ -134,7 +134,7 @@ def dequantize_moe_gate_up(weight: MoEWeightMX) -> Tensor:
 def quantize_moe_down(
     down_EIH: Tensor, *, fmt: str | ElementFormat = "e4m3fn", rule: str | ScaleRule | None = None
 ) -> MoEWeightMX:
-    """Quantise down projections ``[E, I, H]`` (bf16, fp16 or fp32, any strides) along I, a multiple of 32.
+    """Quantize down projections ``[E, I, H]`` (bf16, fp16 or fp32, any strides) along I, a multiple of 32.
 
     :func:`quantize_moe_gate_up` says what a `rule` of None is.
     """

@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from hf_neuron_moe.errors import with_article
+
 CALL_HOOKS = {
     "_forward_pre_hooks": "forward pre-hook",
     "_forward_hooks": "forward hook",
@@ -66,7 +68,7 @@ def gate_of(activation: Any) -> str | None:
 def unsupported_activation(activation: Any, gate: str | None = None) -> str | None:
     """Return what `activation` is, if that is no gate's (or not `gate`'s) or has a forward of its own; else None."""
     if isinstance(activation, nn.Module) and "forward" in activation.__dict__:
-        return f"a {type(activation).__name__} whose forward is overridden on the instance"
+        return f"{with_article(type(activation).__name__)} whose forward is overridden on the instance"
     matches = gate_of(activation) is not None if gate is None else GATES[gate].matches(activation)
     return None if matches else describe_activation(activation)
 
@@ -92,7 +94,7 @@ def is_inert(value: Any) -> bool:
 def unsupported_reason_plain_linear(module: Any) -> str | None:
     """Return why `module` may compute something else than ``x @ weight.T``, or None for a plain linear layer."""
     if type(module) is not nn.Linear:
-        return f"a {type(module).__module__}.{type(module).__qualname__}, not a plain torch.nn.Linear"
+        return f"{with_article(type(module).__module__)}.{type(module).__qualname__}, not a plain torch.nn.Linear"
     if getattr(module, "bias", None) is not None:
         return "a linear layer with a bias"
     if "forward" in module.__dict__:
@@ -105,7 +107,7 @@ def unsupported_reason_plain_linear(module: Any) -> str | None:
     if type(weight) is FakeTensor:  # a stand-in without values, in a forward that is run for its shapes
         return None
     if type(weight) is not nn.Parameter or type(weight.data) is not Tensor:
-        return f"a linear layer whose weight is a {type(weight).__name__} of {type(weight.data).__name__}"
+        return f"a linear layer whose weight is {with_article(type(weight).__name__)} of {type(weight.data).__name__}"
     return None
 
 

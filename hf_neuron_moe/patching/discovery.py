@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from hf_neuron_moe.errors import with_article
 from hf_neuron_moe.modules.block import NeuronBlock
 from hf_neuron_moe.modules.experts import expert_rules
 from hf_neuron_moe.modules.replaced_layers import ReplacedLayers
@@ -245,7 +246,8 @@ def _experts_reasons(module: nn.Module) -> Iterator[str]:
         if param is None or type(param) is FakeTensor:
             continue
         if type(param) is not nn.Parameter or type(param.data) is not torch.Tensor:  # quantized, or sharded
-            yield f"its {name} is a {type(param).__name__} of {type(param.data).__name__}, not a plain parameter"
+            kind = with_article(type(param).__name__)
+            yield f"its {name} is {kind} of {type(param.data).__name__}, not a plain parameter"
     yield from _dtype_reasons(module)
     if (difference := probe_experts(module)) is not None:
         yield difference

@@ -84,7 +84,7 @@ def _stand_in(
     whole = {role: tensors[name] for role, name in zip((GATE_UP, DOWN), names[::2]) if name in tensors}
     plain = all(tensor.bf16_layout is not None for tensor in whole.values())
     if candidate.reason is not None or len(whole) < 2 or any((name in tensors) is plain for name in names[1::2]):
-        expected = "gate_up and down of a module that the kernels can compute, with scales if they are quantised"
+        expected = "gate_up and down of a module that the kernels can compute, with scales if they are quantized"
         got = f"{', '.join(sorted(tensors))}{f' ({candidate.reason})' if candidate.reason else ''}"
         fix = "The checkpoint is damaged, or this version of transformers builds the module differently."
         raise ConversionError.about(f"converted weights of {candidate.name}", expected, got, fix)

@@ -1,4 +1,4 @@
-"""COAT's FP8 elementwise operators: SiLU and the product of a SwiGLU block, and the per-tensor quantisation.
+"""COAT's FP8 elementwise operators: SiLU and the product of a SwiGLU block, and the per-tensor quantization.
 
 ``silu(gate)`` and ``up`` are stored in FP8 with one scale ``(max|v| + 1e-10) / fp8_max`` per 1 x QB group. The largest
 of them serves a whole tensor, which saves a pass (COAT's "group scaling"). All is fp32 and rounded once per output.
@@ -38,7 +38,7 @@ SCALE_DTYPES = (torch.bfloat16, torch.float32)  # scales of common values are sm
 
 @public
 def fp8_silu_forward(x: Tensor, s_x: Tensor, QB: int) -> tuple[Tensor, Tensor]:
-    """Apply SiLU to FP8 codes with group scales ``[..., N/QB]`` and group-quantise the result in the same format.
+    """Apply SiLU to FP8 codes with group scales ``[..., N/QB]`` and group-quantize the result in the same format.
 
     Returns codes of the shape and dtype of `x`, and scales of those of `s_x`. Values are divided by the fp32 scale, not
     by the returned rounded one (``silu_fwd.py``), by which ``formats.group_quantize_fp8`` divides.
@@ -70,7 +70,7 @@ def fp8_silu_backward(
 
     * x: FP8 codes of the pre-activation (``gate``). s_x: their scales ``[..., N/QB]``.
     * g: gradient of the activation, bf16 (documented), fp16 or fp32, same shape as `x`.
-    * output_quantized_transpose: quantise with one scale per tensor to `fp8type` (``"E4M3"``, ``"E5M2"``, or the torch
+    * output_quantized_transpose: quantize with one scale per tensor to `fp8type` (``"E4M3"``, ``"E5M2"``, or the torch
       dtype) and return the transpose too.
     * stochastic: round to FP8 stochastically, unbiased, with random numbers of `generator` (upstream accepts the flag
       and rounds to nearest); an error where nothing is rounded to FP8.
@@ -99,7 +99,7 @@ def fp8_silu_backward(
 def fp8_mul_forward(
     x1: Tensor, s_x1: Tensor, x2: Tensor, s_x2: Tensor, QB: int, transpose_output_2d: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Multiply FP8 codes of one dtype, scales ``[..., N/QB]``, and quantise the product with one scale per tensor.
+    """Multiply FP8 codes of one dtype, scales ``[..., N/QB]``, and quantize the product with one scale per tensor.
 
     The product is rounded to bf16 before it is divided by the scale, as upstream does (``mul_fwd.py``).
     transpose_output_2d must be True for 3-D input, where upstream's False gives a 3-D tensor without meaning.
@@ -178,7 +178,7 @@ def fp8_division_transpose(
     *,
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor, Tensor] | tuple[Tensor, Tensor]:
-    """Quantise a whole tensor with one scale and return the codes both ways round.
+    """Quantize a whole tensor with one scale and return the codes both ways round.
 
     ``code = fp8(x / s_y)`` with the division in fp32. Magnitudes beyond the format's range saturate.
 

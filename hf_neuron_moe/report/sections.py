@@ -178,9 +178,9 @@ def bytes_section(runs: Sequence[RunData]) -> str:
 
 
 def health_section(run: RunData) -> str:
-    """Signal-to-noise ratio of MXFP8 quantisation per module: by tensor at the last sample, and of inputs over time."""
+    """Signal-to-noise ratio of MXFP8 quantization per module: by tensor at the last sample, and of inputs over time."""
     sampled = [record for record in run.metrics if record.get("health")]
-    title = f"Quantisation health: {run.name}"
+    title = f"Quantization health: {run.name}"
     if not sampled:
         return section(title, missing("Not sampled: neuron_health_steps was 0, or the run ended before."))
     last = sampled[-1]["health"]

@@ -1,4 +1,4 @@
-"""Networks of MX codes: every storage layout, forward without requantising, backward exact for the codes' values."""
+"""Networks of MX codes: every storage layout, forward without requantizing, backward exact for the codes' values."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def wide(*shape: int, seed: int = 0) -> Tensor:
 
 
 def store(weight: Tensor, arrangement: str, scales: str, rule: str = "neuron") -> tuple[Tensor, Tensor]:
-    """Quantise ``[F, K]`` or ``[E, F, K]`` and store it as asked."""
+    """Quantize ``[F, K]`` or ``[E, F, K]`` and store it as asked."""
     if weight.ndim == 3:
         pairs = [store(matrix, arrangement, scales, rule) for matrix in weight]
         return torch.stack([codes for codes, _ in pairs]), torch.stack([bytes_ for _, bytes_ in pairs])
@@ -191,7 +191,7 @@ def test_moe_words_forward_and_backward(fmt: str, hidden: int, inner: int, packe
 
 
 def test_the_codes_are_used_as_they_are() -> None:
-    """Values of a scale rule that Neuron's would change: requantising would show."""
+    """Values of a scale rule that Neuron's would change: requantizing would show."""
     gate_up, down, x = wide(256, 128), wide(128, 128, seed=1), wide(9, 128, seed=2)
     kept = quantized_network(x, None, None, stack_of(gate_up, down, "natural", "compact", "floor"), backend="torch")
     values = [fake_quantize_mx(weight, rule="floor").bfloat16() for weight in (gate_up, down)]

@@ -1,4 +1,4 @@
-"""NaN and infinity that a conversion kept on request: counted by source tensor, reported, and found again by ``verify``."""
+"""NaN and infinity that a conversion kept on request: counted by source tensor, reported, and found by ``verify``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantisation health against the definition."""
+"""Quantization health against the definition."""
 
 from __future__ import annotations
 

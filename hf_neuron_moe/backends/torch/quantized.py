@@ -7,7 +7,7 @@ Forward: rows are rounded to MXFP8 in the groups that the weights' codes were ma
 expert's affinity multiplies that product, as in the MXFP8 training pair; with experts stored as words it multiplies the
 down projection's sums, as in ``moe_cte``'s MX implementations.
 
-Backward: the codes have one orientation, so nothing could be quantised along the other axis without changing the
+Backward: the codes have one orientation, so nothing could be quantized along the other axis without changing the
 weights. The input's gradient is that of the bf16 kernels with the codes' values as weights: rounding activations counts
 as the identity, and no weight gradient exists.
 """
@@ -30,7 +30,7 @@ from hf_neuron_moe.backends.torch.saved import FP8Rows, Kept
 from hf_neuron_moe.backends.torch.tiles import Loader, Span
 
 _FORWARD = Compute(torch.float32, torch.float32, mx=False, row_chunk=512)
-"""Operands arrive rounded and quantised, so the matmuls are plain fp32."""
+"""Operands arrive rounded and quantized, so the matmuls are plain fp32."""
 
 _BACKWARD = Compute(torch.float32, torch.bfloat16, mx=False, row_chunk=1024)
 
@@ -51,7 +51,7 @@ class _QuantizedRows(RowSource):
 
 @dataclass(frozen=True)
 class _Epilogue:
-    """``silu(gate) * up [* scale]``, rounded to bf16 and quantised along I, which zeros extend to `width`."""
+    """``silu(gate) * up [* scale]``, rounded to bf16 and quantized along I, which zeros extend to `width`."""
 
     loader: Loader
     scheme: str

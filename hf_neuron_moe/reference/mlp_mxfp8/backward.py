@@ -137,7 +137,8 @@ def mlp_backward_mxfp8_nki(
       swizzled as one tensor with K = 2I; down_weight_T ``[H/4, I]``; output_grad_T and hidden_states_T ``[S/4, H]``.
     * gate_pre, gate_act, up, intermediate: bf16 ``[S, I]`` checkpoints; missing ones are recomputed (phase 0).
     * clamp_limits: limits of the forward: clamps recomputed pre-activations and masks d_gate and d_up.
-    * matmul_config, spill_reload, run_with_lnc2 (even sizes): checked and recorded. mx_scale_rule as above.
+    * matmul_config, spill_reload, run_with_lnc2 (even sizes): checked and recorded.
+    * mx_scale_rule: block scales of what is quantized here, "neuron" (nki 0.5 and later) or "floor" (earlier releases).
 
     Upstream ignores a ``*_T`` tensor without scales and fp8_x4_dtype (other than e4m3); both are errors here.
     """
