@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import functools
 import inspect
+import linecache
 import math
+import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
@@ -24,6 +27,7 @@ EnumT = TypeVar("EnumT", bound=Enum)
 P = ParamSpec("P")
 RecordT = TypeVar("RecordT")
 ReturnT = TypeVar("ReturnT")
+_FIELD = re.compile(r"    (\w+): ([^=#]+?)(?: = .*?)?(?:  # (.*))?\n")
 
 
 class ActFnType(Enum):
@@ -142,14 +146,49 @@ def bound(name: str, signature: inspect.Signature, args: Sequence[Any], kwargs: 
     try:
         arguments = signature.bind(*args, **kwargs)
     except TypeError as error:
-        raise TypeError(f"{name}() {error}") from None
+        raise TypeError(f"{name}() {_missing(signature, args, kwargs) or error}") from None
     arguments.apply_defaults()
     return arguments.arguments
 
 
+def _missing(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Name all required arguments that a call leaves out; an empty string for a call that is wrong otherwise."""
+    try:
+        given = signature.bind_partial(*args, **kwargs).arguments
+    except TypeError:
+        return ""
+    required = [each.name for each in signature.parameters.values() if each.default is each.empty]
+    return f"missing required arguments: {', '.join(repr(name) for name in required if name not in given)}"
+
+
+def described_fields(record: Any) -> dict[str, list[str]]:
+    """Return the comment at each field of a dataclass, in lines, from its file; nothing where there is no file."""
+    lines = iter(linecache.getlines(sys.modules[record.__module__].__file__ or ""))
+    found: dict[str, list[str]] = {}
+    above: list[str] = []
+    for line in lines:
+        if line == f"class {record.__name__}:\n":
+            break
+    for line in lines:
+        if line.startswith("    # "):
+            above.append(line.strip("# \n"))
+        elif match := _FIELD.match(line):
+            found[match[1]] = [*above, match[3]] if match[3] else above or [match[2]]
+            above = []
+        elif line.startswith(("    @", "    def ", "class ", "def ", "@")):
+            break
+    return found
+
+
 def taking(record: Callable[P, RecordT]) -> Callable[[Callable[[RecordT], ReturnT]], Callable[P, ReturnT]]:
-    """Give a function of a record the record's fields as its arguments, with their order, types and defaults."""
+    """Give a function of a record the record's fields as its arguments, with their order, types and defaults.
+
+    The comments at the fields become the part ``Args`` of its docstring.
+    """
     declared = inspect.signature(record)
+    comments = described_fields(record)
+    described = [(name, comments[name]) for name in declared.parameters if name in comments]
+    listed = "\n".join(f"        {name}: " + f"\n{' ' * 12}".join(lines) for name, lines in described)
 
     def decorate(function: Callable[[RecordT], ReturnT]) -> Callable[P, ReturnT]:
         @functools.wraps(function)
@@ -159,6 +198,10 @@ def taking(record: Callable[P, RecordT]) -> Callable[[Callable[[RecordT], Return
 
         returns = function.__annotations__["return"]
         call.__dict__["__signature__"] = declared.replace(return_annotation=returns)
+        hints = get_type_hints(record)
+        call.__annotations__ = {name: hints[name] for name in declared.parameters} | {"return": returns}
+        if listed:
+            call.__doc__ = f"{(function.__doc__ or '').rstrip()}\n\n    Args:\n{listed}\n    "
         return call
 
     return decorate
