@@ -14,7 +14,7 @@ from hf_neuron_moe._version import __version__
 from hf_neuron_moe.convert.audit.manifest_check import disagreements
 from hf_neuron_moe.convert.audit.verify_files import altered_tensors
 from hf_neuron_moe.convert.io.file_hashes import hash_file
-from hf_neuron_moe.convert.io.folder import check_conversion
+from hf_neuron_moe.convert.io.folder import check_conversion, check_folder
 from hf_neuron_moe.convert.io.shard import Entry, ShardWriter
 from hf_neuron_moe.convert.io.side_files import WEIGHT_SUFFIXES, make_parents, side_files
 from hf_neuron_moe.convert.io.source import INDEX_FILE, SINGLE_FILE, read_header
@@ -32,7 +32,7 @@ from hf_neuron_moe.convert.manifest import (
 )
 from hf_neuron_moe.convert.transaction.commit import check_destination, committed_folder, copy_file, write_file
 from hf_neuron_moe.convert.workers import Progress, counting
-from hf_neuron_moe.errors import ConversionError, SourceDamageError, public
+from hf_neuron_moe.errors import ConversionError, SourceDamageError, known_names, public
 
 NOTE_FILE = "neuron_moe_export.json"  # Lies in exports whose values are not all the original's bits
 
@@ -51,6 +51,7 @@ class ExportReport:
 
 
 @public("export")
+@known_names("export")
 def export_checkpoint(
     converted: Path, destination: Path, *, allow_inexact: bool = False, progress: Progress | None = None
 ) -> ExportReport:
@@ -68,6 +69,8 @@ def export_checkpoint(
         allow_inexact: also export what cannot come back bit for bit.
         progress: called after each tensor with bytes written and bytes in all.
     """
+    check_folder(converted, "converted")
+    check_folder(destination, "destination")
     check_conversion(converted, "export")
     check_destination(destination, converted, force=None)
     manifest = load_manifest(converted)

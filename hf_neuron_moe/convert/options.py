@@ -6,9 +6,10 @@ Everything here changes the bytes that are written; how the work is done (worker
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from hf_neuron_moe.config import LAYOUTS, PURPOSES, SCALE_LAYOUTS, SCALE_RULES, STORED_PRECISIONS as PRECISIONS
-from hf_neuron_moe.errors import ConfigError, nearest, public
+from hf_neuron_moe.errors import ConfigError, known_names, nearest, public
 
 NO_COMPACT_SCALES = "packed or oversized: the MLP kernels take no compact ones"
 
@@ -91,6 +92,9 @@ class ConvertOptions:
         """Orientations that are written: bf16 needs one, since transposing it costs no accuracy."""
         return (FORWARD,) if self.purpose == "inference" or not self.quantized else (FORWARD, BACKWARD)
 
+
+_made: Any = ConvertOptions  # a type checker refuses to exchange the constructor of what may be a subclass
+_made.__init__ = known_names("ConvertOptions")(_made.__init__)
 
 _CHOICES: dict[str, tuple[object, ...]] = {
     "precision": PRECISIONS,
