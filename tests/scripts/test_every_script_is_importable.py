@@ -12,8 +12,9 @@ CODE = """
 import importlib, sys
 from pathlib import Path
 for folder in sys.argv[1:]:
-    sys.path.append(folder)
     for path in sorted(Path(folder).glob("*.py")):
+        if folder not in sys.path:  # benchmarks take themselves out
+            sys.path.append(folder)
         print(importlib.import_module(path.stem).__file__)
 """
 
