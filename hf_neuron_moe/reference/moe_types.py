@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-import linecache
 import math
-import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
@@ -22,12 +19,12 @@ from torch import Tensor
 
 from hf_neuron_moe.checks import check_flags, check_record, shown
 from hf_neuron_moe.errors import ConfigError, naming, nearest, public
+from hf_neuron_moe.reference.record_fields import described_fields, missing_arguments
 
 EnumT = TypeVar("EnumT", bound=Enum)
 P = ParamSpec("P")
 RecordT = TypeVar("RecordT")
 ReturnT = TypeVar("ReturnT")
-_FIELD = re.compile(r"    (\w+): ([^=#]+?)(?: = .*?)?(?:  # (.*))?\n")
 
 
 class ActFnType(Enum):
@@ -146,38 +143,9 @@ def bound(name: str, signature: inspect.Signature, args: Sequence[Any], kwargs: 
     try:
         arguments = signature.bind(*args, **kwargs)
     except TypeError as error:
-        raise TypeError(f"{name}() {_missing(signature, args, kwargs) or error}") from None
+        raise TypeError(f"{name}() {missing_arguments(signature, args, kwargs) or error}") from None
     arguments.apply_defaults()
     return arguments.arguments
-
-
-def _missing(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Name all required arguments that a call leaves out; an empty string for a call that is wrong otherwise."""
-    try:
-        given = signature.bind_partial(*args, **kwargs).arguments
-    except TypeError:
-        return ""
-    required = [each.name for each in signature.parameters.values() if each.default is each.empty]
-    return f"missing required arguments: {', '.join(repr(name) for name in required if name not in given)}"
-
-
-def described_fields(record: Any) -> dict[str, list[str]]:
-    """Return the comment at each field of a dataclass, in lines, from its file; nothing where there is no file."""
-    lines = iter(linecache.getlines(sys.modules[record.__module__].__file__ or ""))
-    found: dict[str, list[str]] = {}
-    above: list[str] = []
-    for line in lines:
-        if line == f"class {record.__name__}:\n":
-            break
-    for line in lines:
-        if line.startswith("    # "):
-            above.append(line.strip("# \n"))
-        elif match := _FIELD.match(line):
-            found[match[1]] = [*above, match[3]] if match[3] else above or [match[2]]
-            above = []
-        elif line.startswith(("    @", "    def ", "class ", "def ", "@")):
-            break
-    return found
 
 
 def taking(record: Callable[P, RecordT]) -> Callable[[Callable[[RecordT], ReturnT]], Callable[P, ReturnT]]:

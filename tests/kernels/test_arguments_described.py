@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from hf_neuron_moe import kernels
-from hf_neuron_moe.reference.moe_types import MoECTESpec, described_fields
+from hf_neuron_moe.reference.moe_types import MoECTESpec
+from hf_neuron_moe.reference.record_fields import described_fields
 
 FUNCTIONS = [
     kernels.moe_cte,
